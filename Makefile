@@ -1,0 +1,56 @@
+# Works on a fresh clone with nothing but Python (>= 3.11) and make.
+#   make demo   the main job on recorded outputs of a real network, and a report to look at
+#   make test   lint, types and all tests
+#   make lint   lint and types alone       make format   put the code in shape
+#   make bench  speed, as ratios in one run
+# TORCH_INDEX=<url> takes torch and torchvision from another index, e.g. PyTorch's small CPU wheels.
+
+PYTHON ?= python3
+VENV ?= .venv
+TORCH_INDEX ?=
+
+bin := $(VENV)/bin
+pip := $(bin)/python -m pip install --quiet --disable-pip-version-check
+
+.PHONY: demo test lint format bench clean
+
+demo: $(VENV)/.installed
+	$(bin)/alight demo
+
+test: lint
+	$(bin)/python -m pytest -q
+
+lint: $(VENV)/.installed-dev
+	$(bin)/ruff check .
+	$(bin)/ruff format --check .
+	$(bin)/mypy
+
+format: $(VENV)/.installed-dev
+	$(bin)/ruff check --fix .
+	$(bin)/ruff format .
+
+bench: $(VENV)/.installed-dev
+	$(bin)/python benchmarks/calibration.py
+
+clean:
+	rm -rf $(VENV) alight-demo dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
+
+# A stamp is older than pyproject.toml when dependencies may have changed; otherwise nothing is installed again.
+torch := $(if $(TORCH_INDEX),$(VENV)/.torch,$(VENV)/.python)
+
+$(VENV)/.installed: pyproject.toml | $(torch)
+	$(pip) --editable .
+	@touch $@
+
+$(VENV)/.installed-dev: pyproject.toml | $(torch)
+	@echo "installing what the tests need (PyTorch included: minutes, once)"
+	$(pip) --editable ".[dev]"
+	@touch $@ $(VENV)/.installed
+
+$(VENV)/.torch: | $(VENV)/.python
+	$(pip) torch torchvision --index-url $(TORCH_INDEX)
+	@touch $@
+
+$(VENV)/.python:
+	$(PYTHON) -m venv $(VENV)
+	@touch $@

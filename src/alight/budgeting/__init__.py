@@ -1,0 +1,1 @@
+"""Shares and quantiles: how many samples should leave where, and which score lets them."""

@@ -1,0 +1,168 @@
+"""What can be promised: exact laws of exit shares and cost given calibration, and the paper's risk bound.
+
+With continuous scores and thresholds set on N exchangeable samples by `passing_counts` k_1 >= k_2 >= ..., the shares
+of fresh samples that leave at each exit are Dirichlet(k_0 - k_1, k_1 - k_2, ...), with k_0 = N + 1 and k_M = 0,
+whatever the data.
+"""
+
+from collections.abc import Callable
+from itertools import pairwise
+
+import numpy as np
+import numpy.typing as npt
+
+from alight.budgeting.rates import Prior, prior_weights
+from alight.budgeting.thresholds import passing_counts
+from alight.errors import BadInput, BudgetTooSmall
+
+Floats = npt.NDArray[np.float64]
+Integers = npt.NDArray[np.int64]
+
+Plan = Callable[[float], Floats]  # a budget becomes exit rates
+
+
+def share_law(counts: Integers, num_samples: int) -> Integers:
+    """Parameters of the Dirichlet law of the exit shares; 0 where nobody ever leaves.
+
+    >>> share_law(np.array([4, 2]), num_samples=7)
+    array([4, 2, 2])
+    """
+    return -np.diff(np.concatenate([[num_samples + 1], counts, [0]]))
+
+
+def expected_cost(costs: Floats, law: Integers) -> float:
+    """Mean cost of a fresh sample, over calibration data and sample."""
+    return float(costs @ law / law.sum())
+
+
+def overspend_probability(costs: Floats, law: Integers, budget: float) -> float:
+    """Probability, over the calibration data, that the mean cost of fresh samples exceeds the budget.
+
+    P(costs . Dirichlet(law) > budget) is P(Q > 0) for Q = sum_l (costs_l - budget) G_l with independent Gamma(law_l)
+    variables G_l: one integral of Q's moment generating function, along a parabola through its saddle point that
+    follows the steepest descent, where it hardly oscillates and keeps the tails.
+
+    >>> round(overspend_probability(np.array([1.0, 2.0]), np.array([50, 50]), 1.5), 9)
+    0.5
+    """
+    from scipy.integrate import quad  # slow to import, rarely needed
+    from scipy.optimize import brentq
+
+    open_exits = law > 0
+    excess, shapes = costs[open_exits] - budget, law[open_exits].astype(np.float64)
+    if (excess <= 0).all() or (excess >= 0).all():
+        return float((excess > 0).any())
+    excess = excess / np.sqrt(shapes @ excess**2)  # Q has variance 1, and its generating function exists for |s| < 1
+    edges = (1 - 1e-12) / excess.min(), (1 - 1e-12) / excess.max()
+    saddle = brentq(lambda s: shapes @ (excess / (1 - excess * s)), *edges)
+    start = saddle if abs(saddle) > 0.5 else np.copysign(0.5, saddle)  # keep off the pole at 0
+    pull = excess / (1 - excess * start)
+    bend = (shapes @ pull**3) / (3 * (shapes @ pull**2))  # a sixth of the third derivative over the second
+
+    def integrand(u: float) -> float:
+        s = complex(start + bend * u * u, u)
+        return float((np.exp(-(shapes @ np.log1p(-excess * s))) / s * complex(2 * bend * u, 1)).imag)
+
+    pieces = [0.0, 0.5, 2.0, 6.0, 20.0, 1e2, 1e3, 1e5]  # beyond, less than 1e-9 is left even for two samples
+    parts = [quad(integrand, *piece, epsabs=1e-12, epsrel=1e-9, limit=200, full_output=1) for piece in pairwise(pieces)]
+    area = sum(part[0] + part[1] for part in parts)  # with quad's own bound of its error, about 1e-11: the safe side
+    return float(np.clip((start < 0) + area / np.pi, 0, 1))
+
+
+def cost_quantile(costs: Floats, law: Integers, confidence: float) -> float:
+    """Mean cost of fresh samples that is exceeded with probability 1 - confidence over the calibration data."""
+    from scipy.optimize import brentq
+
+    open_costs = costs[law > 0]
+    if len(open_costs) == 1:
+        return float(open_costs[0])
+    return float(
+        brentq(lambda cost: overspend_probability(costs, law, cost) - (1 - confidence), open_costs[0], open_costs[-1])
+    )
+
+
+def passing_bound(count: int, num_samples: int, delta: float) -> float:
+    """Share of fresh samples that pass one exit, at most, with probability 1 - delta: a quantile of Beta(k, N + 1 - k).
+
+    >>> round(passing_bound(50, 99, 0.05), 3)
+    0.582
+    """
+    from scipy.special import betaincinv
+
+    return (
+        float(betaincinv(count, num_samples + 1 - count, 1 - delta)) if 0 < count <= num_samples else float(count > 0)
+    )
+
+
+def exact_plan(plan: Plan, costs: Floats, budget: float, num_samples: int, delta: float) -> Floats:
+    """The plan for the largest budget b <= budget with which overspending `budget` has probability <= delta.
+
+    One joint bound for all exits: survivor thresholds on N samples follow the Dirichlet law.
+    """
+    _check_delta(delta)
+
+    def safe(planned: float) -> bool:
+        law = share_law(passing_counts(plan(planned), num_samples), num_samples)
+        return overspend_probability(costs, law, budget) <= delta
+
+    if budget < costs[0]:
+        raise BudgetTooSmall(budget, float(costs[0]))
+    if safe(budget):
+        return plan(budget)
+    low, high = float(costs[0]), budget
+    for _ in range(40):  # far below one sample's share of the budget
+        middle = low + (high - low) / 2
+        low, high = (middle, high) if safe(middle) else (low, middle)
+    return plan(low)
+
+
+def exact_ranks(exit_rates: Floats, num_samples: int, delta: float) -> Integers:
+    """Ranks of marginal thresholds with which, with probability 1 - delta, no exit passes on more than planned.
+
+    The marginal rule has no joint law, so delta is shared out evenly among the exits.
+    """
+    _check_delta(delta)
+    left = 1 - np.cumsum(exit_rates)[:-1]
+    counts = passing_counts(exit_rates, num_samples)
+    for exit_index, count in enumerate(counts.tolist()):
+        low, high = 0, count  # the largest rank whose Beta quantile is within the plan, by bisection
+        while low < high:
+            middle = (low + high + 1) // 2
+            within = passing_bound(middle, num_samples, delta / len(counts)) <= left[exit_index]
+            low, high = (middle, high) if within else (low, middle - 1)
+        counts[exit_index] = low
+    return counts
+
+
+def oracle_bound(
+    risks: Floats, costs: Floats, budget: float, *, temperature: float = 0.04, prior: Prior = "inverse_cost"
+) -> float:
+    """Right-hand side of Theorem 1: min over affordable exits of R_l + temperature * log(1 / prior_l).
+
+    It bounds the error of the random mixture that sends a share e_l of the samples to exit l whatever they are, plus
+    the divergence term; not the error of the confidence-routed rule, as the paper states it.
+    """
+    affordable = costs <= budget
+    if not affordable.any():
+        raise BudgetTooSmall(budget, float(costs[0]))
+    with np.errstate(divide="ignore"):
+        return float((risks - temperature * np.log(prior_weights(prior, costs)))[affordable].min())
+
+
+def mixture_risk(exit_rates: Floats, risks: Floats) -> float:
+    """Error of the random mixture, sum_l e_l R_l."""
+    return float(exit_rates @ risks)
+
+
+def routing_gain(exit_rates: Floats, risks: Floats, routed_error: float) -> float:
+    """How much lower the routed rule's error is than the random mixture's; negative where confidence misleads.
+
+    >>> routing_gain(np.array([0.5, 0.5]), np.array([0.5, 0.5]), routed_error=1.0)  # sure exactly where it is wrong
+    -0.5
+    """
+    return mixture_risk(exit_rates, risks) - routed_error
+
+
+def _check_delta(delta: float) -> None:
+    if not 0 < delta < 1:
+        raise BadInput(f"delta {delta:g} must lie inside (0, 1): 0.05 promises with 95 % confidence")

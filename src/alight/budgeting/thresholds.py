@@ -1,0 +1,172 @@
+"""Thresholds: which score lets the planned share of samples leave.
+
+A sample leaves at the first exit whose score is at least its threshold; of the samples whose score equals the
+threshold, those with `hash01(sample) < tie_share` leave. The last exit takes everyone and has no threshold.
+"""
+
+import math
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from alight.budgeting.rates import cumulative_rates
+from alight.errors import BadInput
+
+Floats = npt.NDArray[np.float64]
+Integers = npt.NDArray[np.int64]
+Slack = Literal["paper"] | float | None
+
+PROVEN_SLACK = 2 * math.sqrt(math.pi / 2)  # the constant C of Prop. 3, as its proof has it
+
+
+class Thresholds(NamedTuple):
+    """A threshold for each exit but the last, and the share of samples tied with it that leave."""
+
+    values: Floats  # (exits - 1,)
+    tie_shares: Floats  # (exits - 1,)
+
+
+def padded_rates(exit_rates: Floats, num_samples: int, slack: Slack = None) -> Floats:
+    """Share of samples to have left by each exit, with the paper's slack C / sqrt(N) on top (Eq. 10).
+
+    C is the cumulative rate itself for `"paper"`, as in its experiments; a number is C; None is no slack.
+
+    >>> padded_rates(np.array([0.5, 0.5]), 100, "paper")
+    array([0.55, 1.  ])
+    """
+    gone = cumulative_rates(exit_rates)
+    if slack is None:
+        return gone
+    if isinstance(slack, str):
+        if slack != "paper":
+            raise BadInput(f"there is no slack {slack!r}: give 'paper', 'exact', a number or None")
+        return np.minimum(1.0, gone + gone / math.sqrt(num_samples))
+    if not (math.isfinite(slack) and slack >= 0):
+        raise BadInput(f"slack {slack:g} must be a number >= 0: the paper's proof gives {PROVEN_SLACK:.3f}")
+    return np.minimum(1.0, gone + slack / math.sqrt(num_samples))
+
+
+def marginal_thresholds(scores: Floats, exit_rates: Floats, slack: Slack = "paper") -> Thresholds:
+    """Each exit calibrated on all samples, for the share that should have left by then (Def. 2, Eq. 9-10).
+
+    The threshold is the k-th smallest score, k = ceil(N (1 - padded share)): fewer than k samples lie below it.
+
+    >>> marginal_thresholds(np.array([[0.1, 0.9], [0.4, 0.8], [0.6, 0.7]]), np.array([0.6, 0.4]), slack=None).values
+    array([0.4])
+    """
+    return thresholds_at_ranks(scores, marginal_ranks(exit_rates, len(scores), slack))
+
+
+def marginal_ranks(exit_rates: Floats, num_samples: int, slack: Slack = "paper") -> Integers:
+    """k = ceil(N (1 - padded share)) for each exit but the last; N + 1, above every score, where the rate is 0."""
+    gone = padded_rates(exit_rates, num_samples, slack)[:-1]
+    ranks = np.ceil(num_samples * (1 - gone)).astype(np.int64)
+    return np.where((np.asarray(exit_rates)[:-1] > 0) | (gone >= 1), ranks, num_samples + 1)
+
+
+def thresholds_at_ranks(scores: Floats, ranks: Integers) -> Thresholds:
+    """Thresholds at the k-th smallest score of all samples, k the exit's rank; -inf for rank 0, +inf above all."""
+    values = np.full(len(ranks), np.inf)
+    for exit_index, rank in enumerate(ranks.tolist()):
+        if rank == 0:
+            values[exit_index] = -np.inf
+        elif rank <= len(scores):
+            values[exit_index] = np.partition(scores[:, exit_index], rank - 1)[rank - 1]
+    return Thresholds(values, np.ones(len(ranks)))
+
+
+def passing_counts(exit_rates: Floats, num_samples: int, slack: Slack = None) -> Integers:
+    """k_l = floor((N + 1)(1 - share gone by exit l)) for every exit but the last.
+
+    Of N calibration samples and one new one, exchangeable, k_l should pass exit l, so that its chance to do so is
+    k_l / (N + 1), at most the planned share.
+
+    >>> passing_counts(np.array([0.5, 0.25, 0.25]), 7)
+    array([4, 2])
+    """
+    left = 1 - padded_rates(exit_rates, num_samples, slack)[:-1]
+    counts = np.floor((num_samples + 1) * left).astype(np.int64)
+    silent = np.asarray(exit_rates)[:-1] <= 0  # nobody is planned to leave here, so nobody does
+    for exit_index in np.flatnonzero(silent):
+        before = counts[exit_index - 1] if exit_index else num_samples + 1
+        counts[exit_index] = before if left[exit_index] > 0 else 0
+    return np.minimum.accumulate(counts) if counts.size else counts
+
+
+def survivor_thresholds(scores: Floats, exit_rates: Floats, slack: Slack = None) -> Thresholds:
+    """Each exit calibrated on the samples still waiting there, so that the share gone by it is as planned.
+
+    The threshold lies midway between the (k - 1)-th and k-th smallest score of those waiting, with k of
+    `passing_counts`: k - 1 of them pass on. Equal scores are ordered by the samples' hash.
+
+    >>> scores = np.array([[0.1, 0.9], [0.4, 0.8], [0.6, 0.7]])
+    >>> survivor_thresholds(scores, np.array([0.5, 0.5])).values
+    array([0.25])
+    """
+    return thresholds_for_counts(scores, passing_counts(exit_rates, len(scores), slack))
+
+
+def thresholds_for_counts(scores: Floats, counts: Integers) -> Thresholds:
+    """Survivor thresholds with which k - 1 of the calibration samples pass each exit, k its count."""
+    num_samples = len(scores)
+    values, tie_shares = np.full(len(counts), np.inf), np.ones(len(counts))
+    waiting: Any = slice(None)  # the samples that passed all exits so far
+    before = num_samples + 1
+    for exit_index, count in enumerate(counts.tolist()):
+        if count == before:  # nobody leaves
+            continue
+        if count == 0:
+            values[exit_index:] = -np.inf
+            break
+        column = scores[waiting, exit_index]
+        passing, values[exit_index], tie_shares[exit_index] = _divide(column, waiting, count)
+        waiting = np.flatnonzero(passing) if isinstance(waiting, slice) else waiting[passing]
+        before = count
+    return Thresholds(values, tie_shares)
+
+
+def _divide(column: Floats, waiting: Any, count: int) -> tuple[npt.NDArray[np.bool_], float, float]:
+    """Who passes on (count - 1 of them), and the threshold and tie share that make it so."""
+    ordered = np.partition(column, sorted({max(count - 2, 0), count - 1}))
+    upper = float(ordered[count - 1])
+    lower = float(ordered[count - 2]) if count > 1 else upper
+    if count == 1 or lower < upper:
+        threshold = _between(lower, upper)
+        return column < threshold, threshold, 1.0
+    tied = np.flatnonzero(column == upper)
+    hashes = hash01(tied if isinstance(waiting, slice) else waiting[tied])
+    stay = count - 1 - int((column < upper).sum())  # so many of the tied ones pass on: the largest hashes
+    by_hash = np.argsort(hashes)
+    leaving = len(tied) - stay
+    last_leaving, first_staying = hashes[by_hash[leaving - 1]], hashes[by_hash[leaving]]
+    passing = column < upper
+    passing[tied[by_hash[leaving:]]] = True
+    return passing, upper, _between(float(last_leaving), float(first_staying))
+
+
+def _between(lower: float, upper: float) -> float:
+    """A number midway that still tells the two apart: above `lower` and at most `upper`."""
+    middle = lower + (upper - lower) / 2
+    return middle if lower < middle <= upper else upper
+
+
+def hash01(samples: Integers, salt: int = 0) -> Floats:
+    """A number in [0, 1) for each sample index: looks random, is the same everywhere and at all times.
+
+    >>> hash01(np.array([0, 1, 2])).round(3)
+    array([0.759, 0.126, 0.998])
+    """
+    return _hash(samples, salt) / 2**32
+
+
+def hashed_below(samples: Any, share: float, salt: int = 0) -> Any:
+    """Where hash01 is below a share; takes NumPy arrays and torch tensors, and compares integers, so exactly."""
+    return _hash(samples, salt) < math.ceil(share * 2**32)
+
+
+def _hash(samples: Any, salt: int) -> Any:
+    mixed = ((samples & 0xFFFFFFFF) ^ (samples >> 32)) + (0x9E3779B9 * (salt + 1)) & 0xFFFFFFFF
+    for factor in (0x7FEB352D, 0x31848BAB):  # odd and below 2^31: one to one on 32 bits, no overflow in 64
+        mixed = ((mixed >> 16) ^ mixed) * factor & 0xFFFFFFFF
+    return (mixed >> 15) ^ mixed

@@ -1,0 +1,44 @@
+"""Data and a budget become a policy. A method is a function; adding one is writing it and naming it in METHODS."""
+
+from collections.abc import Callable
+
+from alight.calibrate.agreement import patience, pcee
+from alight.calibrate.confidence import global_threshold, performance_control
+from alight.calibrate.distributions import gaussian, geometric
+from alight.calibrate.eero import eero, eero_marginal, two_exits
+from alight.calibrate.genetic import genetic
+from alight.calibrate.single import best_single_exit
+from alight.policies.policy import Policy
+
+__all__ = [
+    "METHODS",
+    "Method",
+    "best_single_exit",
+    "eero",
+    "eero_marginal",
+    "gaussian",
+    "genetic",
+    "geometric",
+    "global_threshold",
+    "patience",
+    "pcee",
+    "performance_control",
+    "two_exits",
+]
+
+
+Method = Callable[..., Policy]  # (costs, budget, labelled, unlabelled=None, *, ...): a policy for the budget
+
+METHODS: dict[str, Method] = {
+    "eero": eero,
+    "eero_marginal": eero_marginal,
+    "two_exits": two_exits,
+    "geometric": geometric,
+    "gaussian": gaussian,
+    "global_threshold": global_threshold,
+    "patience": patience,
+    "pcee": pcee,
+    "performance_control": performance_control,
+    "genetic": genetic,
+    "best_single_exit": best_single_exit,
+}

@@ -1,0 +1,91 @@
+"""A genetic search over survivor quantiles, as the Dynamic Vision Transformer paper describes it."""
+
+import numpy as np
+
+from alight.budgeting.thresholds import passing_counts, thresholds_for_counts
+from alight.calibrate.confidence import global_threshold
+from alight.calibrate.distributions import geometric
+from alight.calibrate.eero import eero
+from alight.calibrate.task import AnyCosts, Budget, Floats, Settings, Task
+from alight.outputs import HeadOutputs
+from alight.policies.policy import Policy, Threshold
+from alight.policies.route import replay
+
+POPULATION, GENERATIONS, ELITES, TOURNAMENT = 64, 60, 4, 3
+BLEND, MUTATION = 0.5, 0.1  # width of the crossover beyond the parents, spread of the first mutations
+ROUNDING = 1e-12  # so that a seed that spends exactly the budget is feasible
+
+
+def genetic(
+    costs: AnyCosts,
+    budget: Budget,
+    labelled: HeadOutputs,
+    unlabelled: HeadOutputs | None = None,
+    *,
+    seed: int = 0,
+    population: int = POPULATION,
+    generations: int = GENERATIONS,
+) -> Threshold:
+    """The best survivor quantiles that evolution finds: accurate on the labelled data if within the budget.
+
+    An individual is the share of those waiting that leaves at each exit but the last.
+    """
+    task = Task.of("genetic", costs, budget, labelled, unlabelled)
+    rng = np.random.default_rng(seed)
+    known = [method(costs, budget, labelled, unlabelled) for method in (eero, geometric, global_threshold)]
+    seeds = np.array([quantiles_of(_shares(policy, task)) for policy in known])  # (3, exits - 1)
+    genes = np.concatenate([seeds, rng.uniform(size=(max(population - len(seeds), 1), seeds.shape[1]))])
+    fitness = np.array([_fitness(task, each) for each in genes])
+    for generation in range(generations):
+        elite = genes[np.argsort(-fitness, kind="stable")[:ELITES]]
+        parents = genes[_tournaments(fitness, 2 * (len(genes) - ELITES), rng)]
+        mothers, fathers = np.split(parents, 2)
+        children = _crossed(mothers, fathers, rng)
+        children += rng.normal(0, MUTATION * (1 - generation / generations), size=children.shape)
+        genes = np.concatenate([elite, np.clip(children, 0, 1)])
+        kept = np.sort(fitness)[::-1][:ELITES]
+        fitness = np.concatenate([kept, [_fitness(task, each) for each in genes[len(elite) :]]])
+    return _policy(task, genes[int(np.argmax(fitness))], {"seed": seed, "generations": generations})
+
+
+def quantiles_of(exit_rates: Floats) -> Floats:
+    """Of those waiting at each exit but the last, the share that leaves."""
+    waiting = 1 - np.concatenate([[0.0], np.cumsum(exit_rates)[:-1]])
+    return np.clip(np.divide(exit_rates, waiting, out=np.ones_like(waiting), where=waiting > 1e-12), 0, 1)[:-1]
+
+
+def rates_of(quantiles: Floats) -> Floats:
+    """Exit rates when those shares of the waiting leave."""
+    waiting = np.concatenate([[1.0], np.cumprod(1 - quantiles)])
+    return waiting * np.append(quantiles, 1.0)
+
+
+def _policy(task: Task, quantiles: Floats, settings: Settings | None = None) -> Threshold:
+    rates = rates_of(quantiles)
+    thresholds = thresholds_for_counts(task.scored.scores, passing_counts(rates, len(task.scored)))
+    return Threshold(
+        thresholds=tuple(thresholds.values.tolist()),
+        tie_shares=tuple(thresholds.tie_shares.tolist()),
+        **task.terms(settings=settings, exit_rates=rates),
+    )
+
+
+def _fitness(task: Task, quantiles: Floats) -> float:
+    """Accuracy if the plan is within the budget; else minus the relative excess, so that the feasible always win."""
+    excess = float(rates_of(quantiles) @ task.costs) / task.budget - 1
+    return task.accuracy(_policy(task, quantiles)) if excess <= ROUNDING else -excess
+
+
+def _shares(policy: Policy, task: Task) -> Floats:
+    return replay(policy, task.scored).exit_shares
+
+
+def _tournaments(fitness: Floats, count: int, rng: np.random.Generator) -> np.ndarray:
+    """Indices of the winners of so many tournaments."""
+    contestants = rng.integers(len(fitness), size=(count, TOURNAMENT))
+    return contestants[np.arange(count), np.argmax(fitness[contestants], axis=1)]
+
+
+def _crossed(first: Floats, second: Floats, rng: np.random.Generator) -> Floats:
+    """Children drawn evenly from the parents' interval, widened on both sides by BLEND of it."""
+    return first + rng.uniform(-BLEND, 1 + BLEND, size=first.shape) * (second - first)

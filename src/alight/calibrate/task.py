@@ -1,0 +1,165 @@
+"""What every method is given, checked once: costs, a budget, and tables of outputs."""
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from alight.budgeting.bounds import Plan, exact_plan, exact_ranks
+from alight.budgeting.thresholds import (
+    Slack,
+    Thresholds,
+    marginal_thresholds,
+    survivor_thresholds,
+    thresholds_at_ranks,
+)
+from alight.costs import Costs, as_costs
+from alight.errors import BadInput, BudgetTooSmall, Mismatch
+from alight.outputs import HeadOutputs
+from alight.policies.policy import Policy, Threshold
+from alight.policies.route import replay
+
+Floats = npt.NDArray[np.float64]
+AnyCosts = Costs | npt.ArrayLike
+Budget = float | str
+AnySlack = Slack | Literal["exact"]
+Settings = dict[str, float | str]
+
+
+@dataclass(frozen=True)
+class Task:
+    """One calibration: the budget in the costs' unit, and the tables that set risks and thresholds."""
+
+    network: Costs
+    budget: float
+    labelled: HeadOutputs  # gives risks and accuracies
+    scored: HeadOutputs  # gives thresholds: the unlabelled table, or the labelled one where there is no other
+    method: str
+
+    @classmethod
+    def of(
+        cls, method: str, costs: AnyCosts, budget: Budget, labelled: HeadOutputs, unlabelled: HeadOutputs | None
+    ) -> "Task":
+        """The task, once its parts are known to fit together."""
+        network = as_costs(costs)
+        if labelled is unlabelled:
+            warnings.warn(
+                "the same table was given as labelled and unlabelled: thresholds are then set on the samples that chose"
+                " the rates; split it, or leave unlabelled out",
+                stacklevel=3,
+            )
+        for name, table in {"labelled": labelled, "unlabelled": unlabelled}.items():
+            if table is not None and table.num_exits != len(network):
+                raise Mismatch(
+                    f"the {name} table has {table.num_exits} exits, but there are {len(network)} costs: give one each"
+                )
+            if table is not None and len(table) < 2:
+                raise BadInput(
+                    f"the {name} table has {len(table)} sample: record at least 2, better 1,000, to calibrate"
+                )
+        if unlabelled is not None and unlabelled.score != labelled.score:
+            raise Mismatch(
+                f"the labelled table's score is {labelled.score!r} and the unlabelled one's {unlabelled.score!r}:"
+                " record both with one score"
+            )
+        amount = network.budget(budget)
+        cheapest = float(network.cumulative()[0])
+        if amount < cheapest:
+            raise BudgetTooSmall(amount, cheapest, network.unit)
+        return cls(network, amount, labelled, labelled if unlabelled is None else unlabelled, method)
+
+    @property
+    def costs(self) -> Floats:
+        """Cumulative costs with every exit open."""
+        return self.network.cumulative()
+
+    def terms(
+        self,
+        open_exits: Sequence[int] | None = None,
+        settings: Settings | None = None,
+        exit_rates: Floats | None = None,
+    ) -> dict[str, Any]:
+        """What a policy of this task carries beside its rule."""
+        opened = tuple(range(len(self.network))) if open_exits is None else tuple(open_exits)
+        return {
+            "costs": tuple(self.network.cumulative(opened).tolist()),
+            "open_exits": opened,
+            "num_exits": len(self.network),
+            "unit": self.network.unit,
+            "budget": self.budget,
+            "score": self.scored.score,
+            "method": self.method,
+            "settings": dict(settings or {}),
+            "exit_rates": () if exit_rates is None else tuple(exit_rates.tolist()),
+        }
+
+    def survivor_policy(
+        self,
+        plan: Plan,
+        *,
+        slack: AnySlack = None,
+        delta: float = 0.05,
+        open_exits: Sequence[int] | None = None,
+        settings: Settings | None = None,
+    ) -> Threshold:
+        """The planned rates, met by thresholds on those still waiting at each exit."""
+        costs = self.network.cumulative(open_exits)
+        if slack == "exact":
+            rates, padding = exact_plan(plan, costs, self.budget, len(self.scored), delta), None
+        else:
+            rates, padding = plan(self.budget), slack
+        thresholds = survivor_thresholds(self._scores(open_exits), rates, padding)
+        return self._threshold(thresholds, rates, open_exits, _with_slack(settings, slack, delta))
+
+    def marginal_policy(
+        self,
+        plan: Plan,
+        *,
+        slack: AnySlack = "paper",
+        delta: float = 0.05,
+        settings: Settings | None = None,
+    ) -> Threshold:
+        """The planned rates, met by thresholds on all samples at each exit (the paper)."""
+        rates, scores = plan(self.budget), self._scores(None)
+        if slack == "exact":
+            thresholds = thresholds_at_ranks(scores, exact_ranks(rates, len(scores), delta))
+        else:
+            thresholds = marginal_thresholds(scores, rates, slack)
+        return self._threshold(thresholds, rates, None, _with_slack(settings, slack, delta))
+
+    def spends(self, policy: Policy) -> float:
+        """Mean cost of the policy on the table that sets thresholds."""
+        return replay(policy, self.scored).mean_cost
+
+    def accuracy(self, policy: Policy) -> float:
+        """Accuracy of the policy on the labelled table; without labels, its agreement with the last exit."""
+        decisions = replay(policy, self.labelled)
+        return float(self.labelled.correct()[np.arange(len(decisions)), decisions.exits].mean())
+
+    def _scores(self, open_exits: Sequence[int] | None) -> Floats:
+        return self.scored.scores if open_exits is None else self.scored.scores[:, list(open_exits)]
+
+    def _threshold(
+        self,
+        thresholds: Thresholds,
+        rates: Floats,
+        open_exits: Sequence[int] | None,
+        settings: Settings,
+    ) -> Threshold:
+        return Threshold(
+            thresholds=tuple(thresholds.values.tolist()),
+            tie_shares=tuple(thresholds.tie_shares.tolist()),
+            **self.terms(open_exits, settings, rates),
+        )
+
+
+def _with_slack(settings: Settings | None, slack: AnySlack, delta: float) -> Settings:
+    named: Settings = dict(settings or {})
+    if slack is not None:
+        named["slack"] = slack
+    if slack == "exact":
+        named["delta"] = delta
+    return named

@@ -1,0 +1,235 @@
+"""The command line: each command reads what the one before it wrote. Progress on stderr, results on stdout."""
+
+import argparse
+import inspect
+import sys
+from collections.abc import Callable, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from alight import __version__, calibrate, recordings
+from alight.costs import Costs, as_costs
+from alight.errors import AlightError, BadInput
+from alight.evaluation import Point, read_points, sweep, write_points
+from alight.outputs import HeadOutputs
+from alight.policies.policy import aligned
+from alight.report import write_report
+
+SLOW = ("genetic",)  # seconds for each budget, so only on request
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The exit status: 0, 1 for what cannot be done, 2 for a command that makes no sense, 130 when interrupted."""
+    options = _parser().parse_args(arguments)
+    try:
+        options.run(options)
+    except AlightError as error:
+        return _fail(str(error))
+    except OSError as error:
+        return _fail(f"{error.filename}: {error.strerror}" if error.filename else str(error))
+    except KeyboardInterrupt:
+        print("alight: interrupted, nothing half-written is left", file=sys.stderr)
+        return 130
+    return 0
+
+
+def demo(options: argparse.Namespace) -> None:
+    """Compare all methods on recorded outputs of a real network."""
+    folder = Path(options.output)
+    folder.mkdir(parents=True, exist_ok=True)
+    points = {name: _demo_points(recordings.load(name), name) for name in recordings.NAMES}
+    name = recordings.NAMES[0]
+    recording = recordings.load(name)
+    policy = calibrate.eero(recording.costs, "50%", recording.labelled)
+    policy.save(folder / "policy.json")
+    for each, its_points in points.items():
+        write_points(its_points, folder / f"{each}.csv")
+    report = write_report(points, folder / "report.html", title="Early exit on CIFAR-100: a ResNet-18 with 8 exits")
+    print(
+        f"ResNet-18 on CIFAR-100, 8 exits, heads trained on the frozen backbone: calibrated on "
+        f"{len(recording.labelled):,} images, tested on {len(recording.test):,} others\n"
+    )
+    print("\n".join(_demo_table(points[name])))
+    print(f"\nThe policy for 50% of the plain network, in {folder / 'policy.json'}:\n\n{policy}")
+    print(f"\nOpen the report: {report.resolve()}")
+
+
+def calibrate_command(options: argparse.Namespace) -> None:
+    """Fit a policy to a budget."""
+    labelled, unlabelled = _tables(options, "labelled", "unlabelled")
+    method = calibrate.METHODS[options.method]
+    policy = method(_costs(options.costs), options.budget, labelled, unlabelled, **_own_options(method, options.set))
+    if options.output:
+        policy.save(options.output)
+    print(policy)
+
+
+def sweep_command(options: argparse.Namespace) -> None:
+    """Compare methods over budgets on test data."""
+    labelled, unlabelled, test = _tables(options, "labelled", "unlabelled", "test")
+    costs = _costs(options.costs)
+    methods = {name: calibrate.METHODS[name] for name in options.methods}
+    budgets = options.budgets or _even_budgets(costs)
+    points = sweep(methods, costs, budgets, labelled=labelled, unlabelled=unlabelled, test=test, progress=True)
+    write_points(points, options.output)
+    if options.report:
+        write_report(points, options.report, title=f"{options.test}")
+    print("\n".join(str(point) for point in points if point.method in methods))
+
+
+def report_command(options: argparse.Namespace) -> None:
+    """Draw the points of a sweep as one HTML page."""
+    print(write_report(read_points(options.points), options.output, title=options.title or options.points).resolve())
+
+
+def _demo_points(recording: recordings.Recording, name: str) -> list[Point]:
+    print(name, file=sys.stderr)
+    methods = {name: method for name, method in calibrate.METHODS.items() if name not in SLOW}
+    budgets = [f"{percent:g}%" for percent in np.linspace(20, 100, 17)]
+    return sweep(methods, recording.costs, budgets, labelled=recording.labelled, test=recording.test, progress=True)
+
+
+def _demo_table(points: Sequence[Point]) -> list[str]:
+    """Budget, accuracy and spent of EERO, of the paper's rule and of the best single exit."""
+    shown = {"eero": "eero", "eero_marginal": "paper's rule", "best_single_exit": "single exit"}
+    chosen = [point for point in points if 10 * point.budget / point.plain_cost % 1 < 1e-9 and point.method in shown]
+    columns = {"budget": [f"{p.budget / p.plain_cost:.0%}" for p in chosen if p.method == "eero"]}
+    for method, title in shown.items():
+        own = [point for point in chosen if point.method == method]
+        columns[title] = [f"{point.accuracy:.1%}" for point in own]
+        columns["spent" + " " * len(columns)] = [f"{point.mean_cost / point.plain_cost:.1%}" for point in own]
+    return aligned(columns)
+
+
+def _tables(options: argparse.Namespace, *names: str) -> list[Any]:
+    """The tables behind these options; one file given twice is one table, so that methods notice."""
+    load = cache(lambda path: HeadOutputs.load(path))
+    tables = [path and load(Path(path).resolve()) for path in (getattr(options, name) for name in names)]
+    return [table and (table.with_score(options.score) if options.score else table) for table in tables]
+
+
+def _costs(text: str) -> Costs:
+    """Costs from a file, or cumulative ones written out as 1,2.5,4."""
+    if Path(text).is_file():
+        return Costs.load(text)
+    try:
+        return as_costs([float(part) for part in text.split(",")])
+    except ValueError as error:
+        if isinstance(error, AlightError):
+            raise
+        raise BadInput(f"costs {text!r} are neither a file nor numbers: give costs.json or 1,2.5,4") from error
+
+
+def _even_budgets(costs: Costs) -> list[str]:
+    """17 percentages from the cheapest exit to the plain network."""
+    lowest = np.ceil(100 * costs.cumulative()[0] / costs.plain)
+    return [f"{percent:g}%" for percent in np.linspace(min(lowest, 100), 100, 17)]
+
+
+def _own_options(method: Callable[..., Any], settings: Sequence[str]) -> dict[str, Any]:
+    """A method's own keyword arguments, from name=value."""
+    known = [name for name, each in inspect.signature(method).parameters.items() if each.kind is each.KEYWORD_ONLY]
+    values: dict[str, Any] = {}
+    for setting in settings:
+        name, equals, value = setting.partition("=")
+        if name not in known or not equals:
+            raise BadInput(f"--set {setting!r}: write NAME=VALUE with NAME one of {', '.join(known) or 'none here'}")
+        values[name] = _value(value)
+    return values
+
+
+def _value(text: str) -> float | int | bool | str | None:
+    words = {"true": True, "false": False, "none": None}
+    if text.lower() in words:
+        return words[text.lower()]
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text
+
+
+def _fail(message: str) -> int:
+    print(f"alight: {message}", file=sys.stderr)
+    return 1
+
+
+def _output(text: str) -> str:
+    """A path whose folder exists, checked before the work begins."""
+    if not Path(text).parent.is_dir():
+        raise argparse.ArgumentTypeError(f"there is no folder {Path(text).parent} to write to")
+    return text
+
+
+def _names(text: str) -> list[str]:
+    names = text.split(",")
+    if unknown := [name for name in names if name not in calibrate.METHODS]:
+        raise argparse.ArgumentTypeError(f"no method {unknown[0]!r}: choose among {', '.join(calibrate.METHODS)}")
+    return names
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="alight", description="Early-exit inference under a budget.")
+    parser.add_argument("--version", action="version", version=f"alight {__version__}")
+    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+
+    def command(name: str, run: Callable[[argparse.Namespace], None], example: str) -> argparse.ArgumentParser:
+        text = inspect.getdoc(run)
+        added = commands.add_parser(name, help=text, description=text, epilog=f"example: {example}")
+        added.set_defaults(run=run)
+        return added
+
+    added = command("demo", demo, "alight demo")
+    added.add_argument("-o", "--output", default="alight-demo", help="folder for the report (default: alight-demo)")
+
+    added = command(
+        "calibrate",
+        calibrate_command,
+        "alight calibrate labelled.npz --costs costs.json --budget 50%% --output policy.json",
+    )
+    _table_options(added)
+    added.add_argument("--budget", required=True, help="a number in the costs' unit, '50%%', '2.5 GFLOPs', '3 ms'")
+    added.add_argument("--method", choices=calibrate.METHODS, default="eero", help="default: eero")
+    added.add_argument("--set", metavar="NAME=VALUE", action="append", default=[], help="a method's own option")
+    added.add_argument("-o", "--output", type=_output, help="where to write the policy (JSON)")
+
+    added = command(
+        "sweep",
+        sweep_command,
+        "alight sweep labelled.npz test.npz --costs costs.json --methods eero,geometric --report report.html",
+    )
+    _table_options(added, "test")
+    fast = [name for name in calibrate.METHODS if name not in SLOW]
+    added.add_argument(
+        "--methods", type=_names, default=fast, help="default: all but genetic, which takes seconds each"
+    )
+    added.add_argument(
+        "--budgets", type=lambda text: text.split(","), help="default: 17 from the cheapest exit to the plain network"
+    )
+    added.add_argument("-o", "--output", type=_output, default="points.csv", help="default: points.csv")
+    added.add_argument("--report", type=_output, help="where to draw the points as an HTML page")
+
+    added = command("report", report_command, "alight report points.csv --output report.html")
+    added.add_argument("points", help="CSV that `alight sweep` wrote")
+    added.add_argument("-o", "--output", type=_output, default="report.html", help="default: report.html")
+    added.add_argument("--title", help="default: the name of the CSV")
+    return parser
+
+
+def _table_options(parser: argparse.ArgumentParser, *further: str) -> None:
+    parser.add_argument(
+        "labelled", help="recorded outputs with labels (.npz); gives risks, and thresholds too if alone"
+    )
+    for name in further:
+        parser.add_argument(name, help=f"recorded outputs of {name} data, with labels (.npz)")
+    parser.add_argument("--unlabelled", help="recorded outputs that set the thresholds (.npz)")
+    parser.add_argument("--costs", required=True, help="costs.json, or cumulative costs of the exits as 1,2.5,4")
+    parser.add_argument("--score", help="another score of the tables than the one they were recorded with")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,182 @@
+"""What each stage and each head costs, and budgets in the same unit.
+
+Costs are per sample. A multiply-add counts as 2 FLOPs (so 1 MAC = 2 FLOPs).
+"""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from alight.errors import BadFile, BadInput
+from alight.files import PathLike, read_json, write_json
+
+Floats = npt.NDArray[np.float64]
+
+UNITS = {"FLOPs": "flops", "MACs": "macs", "ms": "s", "J": "J"}  # how costs are kept, and the quantity it is
+PREFIXES = {"": 1.0, "n": 1e-9, "u": 1e-6, "µ": 1e-6, "m": 1e-3, "k": 1e3, "K": 1e3}
+PREFIXES |= {"M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15}
+QUANTITY = re.compile(r"([nuµmkKMGTP]?)(flops?|macs?|s|J)", re.IGNORECASE)
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Costs:
+    """Cost per sample of each stage (the layers between two exits) and of each head.
+
+    A closed exit's head is never evaluated and costs nothing.
+
+    >>> costs = Costs(stages=[2, 3, 4], heads=[1, 1, 1], unit="FLOPs")
+    >>> costs.cumulative(), costs.cumulative([0, 2]), costs.plain
+    (array([ 3.,  7., 12.]), array([ 3., 11.]), 10.0)
+    """
+
+    stages: Floats  # (exits,)
+    heads: Floats  # (exits,)
+    unit: str = "FLOPs"
+
+    def __post_init__(self) -> None:
+        stages, heads = _numbers("stages", self.stages), _numbers("heads", self.heads)
+        if stages.shape != heads.shape:
+            raise BadInput(f"{len(stages)} stages and {len(heads)} heads: give one stage and one head per exit")
+        if (heads < 0).any() or (stages < 0).any():
+            raise BadInput(f"a cost is negative (stages {stages.tolist()}, heads {heads.tolist()}): measure again")
+        object.__setattr__(self, "stages", stages)
+        object.__setattr__(self, "heads", heads)
+        object.__setattr__(self, "_through", np.cumsum(stages))
+        _check_increasing(self.cumulative())
+
+    @classmethod
+    def from_cumulative(cls, values: npt.ArrayLike, unit: str = "") -> "Costs":
+        """Costs of which only the cumulative ones are known; heads are then part of their stage.
+
+        >>> Costs.from_cumulative([1.0, 2.5]).cumulative()
+        array([1. , 2.5])
+        """
+        cumulative = _numbers("costs", values)
+        _check_increasing(cumulative)
+        costs = cls(np.diff(cumulative, prepend=0.0), np.zeros(len(cumulative)), unit)
+        object.__setattr__(costs, "_through", cumulative)  # a sum of differences would miss it by a rounding
+        return costs
+
+    def __len__(self) -> int:
+        return len(self.stages)
+
+    def __repr__(self) -> str:
+        values = ", ".join(f"{value:.4g}" for value in self.cumulative())
+        return f"Costs({values}{self.unit and ' ' + self.unit} per sample, cumulative)"
+
+    def cumulative(self, open_exits: Sequence[int] | None = None) -> Floats:
+        """Cost of answering at each open exit: all stages up to it and every open head on the way (B-hat)."""
+        chosen = np.arange(len(self)) if open_exits is None else np.asarray(open_exits, dtype=np.int64)
+        through: Floats = self._through  # type: ignore[attr-defined]
+        return through[chosen] + np.cumsum(self.heads[chosen])
+
+    @property
+    def plain(self) -> float:
+        """Cost of the plain network: all stages and the last head, no other head."""
+        return float(self.cumulative([len(self) - 1])[0])
+
+    def budget(self, budget: "float | str") -> float:
+        """A budget as a number in the unit of these costs: 3e8, "50%" of the plain network, or "2.5 GFLOPs".
+
+        >>> Costs.from_cumulative([1e9, 4e9], unit="FLOPs").budget("2.5 GFLOPs")
+        2500000000.0
+        """
+        amount = self._amount(budget)
+        if not (np.isfinite(amount) and amount > 0):
+            raise BadInput(f"budget {budget!r} is not a positive, finite amount: give one, such as 0.5 or '50%'")
+        return amount
+
+    def _amount(self, budget: "float | str") -> float:
+        if not isinstance(budget, str):
+            try:
+                return float(budget)
+            except (TypeError, ValueError) as error:
+                raise BadInput(
+                    f"budget {budget!r} is no number, percentage or quantity such as '2.5 GFLOPs'"
+                ) from error
+        number, unit = _number_and_unit(budget)
+        if unit == "":
+            return number
+        if unit == "%":
+            return number / 100 * self.plain
+        return number * self._in_own_unit(budget, unit)
+
+    def _in_own_unit(self, budget: str, unit: str) -> float:
+        if self.unit not in UNITS:
+            raise BadInput(
+                f"budget {budget!r} has a unit, but the costs' unit is {self.unit or 'not given'}:"
+                " give the budget as a number or a percentage, or the costs as Costs(..., unit='FLOPs')"
+            )
+        scale, kind = _base(unit)
+        own_scale, own_kind = _base(self.unit)
+        if {kind, own_kind} == {"flops", "macs"}:
+            scale, kind = (scale * 2, "flops") if kind == "macs" else (scale / 2, "macs")
+        if kind != own_kind:
+            raise BadInput(f"budget {budget!r} is not in the costs' unit {self.unit}: measure costs in that unit first")
+        return scale / own_scale
+
+    def save(self, path: PathLike) -> None:
+        """Write the costs to a JSON file, whole or not at all."""
+        content = {"stages": self.stages.tolist(), "heads": self.heads.tolist(), "unit": self.unit}
+        write_json(path, "Costs", content)
+
+    @classmethod
+    def load(cls, path: PathLike) -> "Costs":
+        """The costs of a JSON file that `save` wrote."""
+        content = read_json(path, "Costs")
+        try:
+            return cls(**content)
+        except (TypeError, BadInput) as error:
+            raise BadFile(path, f"its content is not usable ({error})", "save the costs again") from error
+
+
+def as_costs(costs: Costs | npt.ArrayLike) -> Costs:
+    """Costs as they are, or of a plain array of cumulative costs."""
+    return costs if isinstance(costs, Costs) else Costs.from_cumulative(costs)
+
+
+def _number_and_unit(text: str) -> tuple[float, str]:
+    match = re.fullmatch(r"\s*([-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?)\s*(\S*)\s*", text)
+    if match is None:
+        raise BadInput(f"budget {text!r} is no number, percentage or quantity: write '50%', '2.5 GFLOPs', '3 ms'")
+    return float(match[1]), match[2]
+
+
+def _base(unit: str) -> tuple[float, str]:
+    """Scale and kind of a unit: "GFLOPs" is (1e9, "flops"), "ms" is (1e-3, "s")."""
+    match = QUANTITY.fullmatch(unit)
+    kinds = {"flop": "flops", "flops": "flops", "mac": "macs", "macs": "macs", "s": "s", "j": "J"}
+    known = match and (match[2].lower() in ("flop", "flops", "mac", "macs") or match[2] in ("s", "J"))
+    if match is None or not known:
+        raise BadInput(
+            f"unknown unit {unit!r}: alight knows %, FLOPs, MACs, s and J with prefixes, as in GFLOPs, ms, mJ"
+        )
+    kind = kinds[match[2].lower()]
+    prefix = match[1].upper() if kind in ("flops", "macs") else match[1]  # a milliflop is never meant
+    return PREFIXES[prefix], kind
+
+
+def _numbers(what: str, values: npt.ArrayLike) -> Floats:
+    try:
+        numbers = np.asarray(values, dtype=np.float64)
+    except (TypeError, ValueError) as error:
+        raise BadInput(f"{what} are no numbers ({error}): give one cost per exit") from error
+    if numbers.ndim != 1 or not numbers.size:
+        raise BadInput(f"{what} have shape {numbers.shape}: give one cost per exit")
+    if not np.isfinite(numbers).all():
+        raise BadInput(f"{what} are {numbers.tolist()}: give finite costs")
+    return numbers
+
+
+def _check_increasing(costs: Floats) -> None:
+    if costs[0] <= 0:
+        raise BadInput(f"exit 0 costs {costs[0]:g}: costs are cumulative, per sample, and positive")
+    if (falls := np.flatnonzero(np.diff(costs) <= 0)).size:
+        first = int(falls[0])
+        raise BadInput(
+            f"costs must increase from exit to exit, but exit {first} costs {costs[first]:g}"
+            f" and exit {first + 1} costs {costs[first + 1]:g}: give cumulative costs, cheapest exit first"
+        )

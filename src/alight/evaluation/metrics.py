@@ -1,0 +1,94 @@
+"""How good decisions are, with intervals, and who loses by leaving early."""
+
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from alight.errors import BadInput
+from alight.outputs import Decisions, HeadOutputs
+
+Floats = npt.NDArray[np.float64]
+Integers = npt.NDArray[np.int64]
+
+
+class Interval(NamedTuple):
+    """Where a figure lies when the test samples are drawn again."""
+
+    low: float
+    high: float
+
+
+class Bootstrap(NamedTuple):
+    """Intervals of accuracy and mean cost."""
+
+    accuracy: Interval
+    mean_cost: Interval
+
+
+class Classes(NamedTuple):
+    """One row per class: who loses by leaving early."""
+
+    classes: Integers  # (classes,)
+    samples: Integers  # (classes,)
+    accuracy: Floats  # (classes,), of the decisions
+    full_accuracy: Floats  # (classes,), of the last exit
+    mean_cost: Floats  # (classes,)
+    exit_shares: Floats  # (classes, exits)
+
+    @property
+    def gain(self) -> Floats:
+        """Accuracy won (or, negative, lost) by leaving early."""
+        return self.accuracy - self.full_accuracy
+
+
+def budget_use(decisions: Decisions, budget: float) -> float:
+    """Mean cost as a share of the budget."""
+    return decisions.mean_cost / budget
+
+
+def bootstrap(
+    decisions: Decisions,
+    labels: npt.ArrayLike,
+    rng: np.random.Generator,
+    *,
+    confidence: float = 0.95,
+    draws: int = 1000,
+) -> Bootstrap:
+    """Percentile intervals over test samples drawn again with replacement.
+
+    A sample matters only by its cost and whether it is right, so the draws are of how many samples of each such
+    kind there are: one multinomial instead of a table of samples.
+    """
+    if not 0 < confidence < 1:
+        raise BadInput(f"confidence {confidence:g} must lie inside (0, 1): 0.95 is usual")
+    right = decisions.predictions == np.asarray(labels)
+    kinds, counts = np.unique(np.stack([right, decisions.spent]), axis=1, return_counts=True)
+    drawn = rng.multinomial(len(decisions), counts / counts.sum(), size=draws) / len(decisions)  # (draws, kinds)
+    tails = [(1 - confidence) / 2, (1 + confidence) / 2]
+    low, high = np.quantile(drawn @ kinds.T, tails, axis=0)
+    return Bootstrap(Interval(float(low[0]), float(high[0])), Interval(float(low[1]), float(high[1])))
+
+
+def per_class(decisions: Decisions, outputs: HeadOutputs) -> Classes:
+    """Accuracy, cost and exits of each class, beside the last exit's accuracy on it.
+
+    >>> outputs = HeadOutputs(scores=[[1, 1], [1, 1]], predictions=[[0, 0], [0, 1]], labels=[0, 1])
+    >>> decisions = Decisions(predictions=[0, 0], exits=[0, 0], spent=[1, 1], num_exits=2)
+    >>> per_class(decisions, outputs).gain
+    array([ 0., -1.])
+    """
+    labels = outputs.known_labels("accuracy per class")
+    classes, members, samples = np.unique(labels, return_inverse=True, return_counts=True)
+
+    def mean(values: npt.ArrayLike) -> Floats:
+        return np.bincount(members, weights=np.asarray(values, dtype=np.float64)) / samples
+
+    return Classes(
+        classes=classes,
+        samples=samples,
+        accuracy=mean(decisions.predictions == labels),
+        full_accuracy=mean(outputs.predictions[:, -1] == labels),
+        mean_cost=mean(decisions.spent),
+        exit_shares=np.stack([mean(decisions.exits == index) for index in range(decisions.num_exits)], axis=1),
+    )

@@ -1,0 +1,187 @@
+"""Methods side by side: every method at every budget on the same recorded outputs."""
+
+import csv
+import io
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from itertools import product
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from alight.costs import Costs, as_costs
+from alight.errors import BadFile, BadInput, Mismatch
+from alight.evaluation.metrics import bootstrap
+from alight.evaluation.oracle import oracle_within
+from alight.files import PathLike, write_text
+from alight.outputs import Decisions, HeadOutputs
+from alight.policies.policy import ExitAt, Policy
+from alight.policies.route import replay
+
+ORACLE, SINGLE_EXIT = "oracle", "single_exit"  # references beside the methods
+
+
+@dataclass(frozen=True)
+class Point:
+    """One method at one budget, on test data.
+
+    >>> print(Point("eero", budget=4.0, accuracy=0.8, mean_cost=3.0))
+    eero: 80.00% at 75% of the budget
+    """
+
+    method: str
+    budget: float  # allowed per sample
+    accuracy: float
+    mean_cost: float  # spent per sample
+    accuracy_low: float = float("nan")
+    accuracy_high: float = float("nan")
+    mean_cost_low: float = float("nan")
+    mean_cost_high: float = float("nan")
+    plain_cost: float = float("nan")  # of the plain network
+    unit: str = ""
+    exit_rates: tuple[float, ...] = ()  # planned, per exit of the network
+    exit_shares: tuple[float, ...] = ()  # observed
+
+    def __str__(self) -> str:
+        return f"{self.method}: {self.accuracy:.2%} at {self.mean_cost / self.budget:.0%} of the budget"
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A method at a given spent budget, between its two neighbouring points."""
+
+    method: str
+    spent: float
+    accuracy: float
+    accuracy_low: float
+    accuracy_high: float
+
+
+Calibration = Callable[..., Policy]
+
+
+def sweep(
+    methods: Mapping[str, Calibration],
+    costs: Costs | npt.ArrayLike,
+    budgets: Iterable[float | str],
+    *,
+    labelled: HeadOutputs,
+    test: HeadOutputs,
+    unlabelled: HeadOutputs | None = None,
+    references: bool = True,
+    seed: int = 0,
+    progress: bool = False,
+) -> list[Point]:
+    """Every method calibrated for every budget and replayed on the test table, with bootstrap intervals.
+
+    `references` adds the oracle at every budget and each exit alone.
+    """
+    network = as_costs(costs)
+    labels = test.known_labels("a sweep's test table")
+    for name, table in {"labelled": labelled, "unlabelled": unlabelled}.items():
+        if table is test:
+            raise BadInput(f"the {name} table is also the test table: split it, so that the test is on fresh samples")
+    if test.num_exits != len(network):
+        raise Mismatch(
+            f"the test table has {test.num_exits} exits and there are {len(network)} costs: give one per exit"
+        )
+    amounts = [network.budget(budget) for budget in budgets]
+    runs = product(methods, amounts)
+
+    def point(method: str, budget: float, decisions: Decisions, rates: Sequence[float] = ()) -> Point:
+        intervals = bootstrap(decisions, labels, np.random.default_rng(seed))
+        return Point(
+            method=method,
+            budget=budget,
+            accuracy=decisions.accuracy(labels),
+            mean_cost=decisions.mean_cost,
+            accuracy_low=intervals.accuracy.low,
+            accuracy_high=intervals.accuracy.high,
+            mean_cost_low=intervals.mean_cost.low,
+            mean_cost_high=intervals.mean_cost.high,
+            plain_cost=network.plain,
+            unit=network.unit,
+            exit_rates=tuple(rates),
+            exit_shares=tuple(decisions.exit_shares.tolist()),
+        )
+
+    from tqdm import tqdm
+
+    points = []
+    for method, amount in tqdm(list(runs), desc="sweep", unit="policy", disable=not progress):
+        policy = methods[method](network, amount, labelled, unlabelled)
+        points.append(point(method, amount, replay(policy, test), _rates_of(policy)))
+    if references:
+        for amount in amounts:
+            points.append(point(ORACLE, amount, oracle_within(network, amount, test)))
+        for index in range(len(network)):
+            cost = float(network.cumulative([index])[0])
+            alone = ExitAt(costs=(cost,), open_exits=(index,), num_exits=len(network), score=test.score)
+            points.append(point(SINGLE_EXIT, cost, replay(alone, test)))
+    return points
+
+
+def at_equal_spend(points: Sequence[Point], spends: Iterable[float]) -> list[Comparison]:
+    """Every method's accuracy at the same spent budgets, not the same allowed ones.
+
+    Between two points of a method lies the mixture of their policies, so accuracy is interpolated along the spent
+    budget; where a method never spends so much or so little there is no row.
+    """
+    rows = []
+    spends = [float(spend) for spend in spends]
+    for method in dict.fromkeys(point.method for point in points if point.method != SINGLE_EXIT):
+        own = sorted((point for point in points if point.method == method), key=lambda point: point.mean_cost)
+        spent = [point.mean_cost for point in own]
+        for target in spends:
+            if spent[0] <= target <= spent[-1]:
+                figures = (
+                    float(np.interp(target, spent, [getattr(point, name) for point in own]))
+                    for name in ("accuracy", "accuracy_low", "accuracy_high")
+                )
+                rows.append(Comparison(method, target, *figures))
+    return rows
+
+
+def write_points(points: Sequence[Point], path: PathLike) -> Path:
+    """The path of a CSV file with one row per point, written whole or not at all."""
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    names = [each.name for each in fields(Point)]
+    writer.writerow(names)
+    writer.writerows([_cell(getattr(point, name)) for name in names] for point in points)
+    return write_text(path, text.getvalue())
+
+
+def read_points(path: PathLike) -> list[Point]:
+    """The points of a CSV file that `write_points` wrote."""
+    try:
+        rows = list(csv.DictReader(io.StringIO(Path(path).read_text(encoding="utf-8")), strict=True))
+        points = [Point(**{each.name: _value(each.type, row[each.name]) for each in fields(Point)}) for row in rows]  # type: ignore[arg-type]
+    except (KeyError, ValueError, TypeError, csv.Error) as error:
+        reason = f"it lacks the column {error}" if isinstance(error, KeyError) else str(error)
+        raise BadFile(path, f"it is no table of points ({reason})", "give a CSV that `alight sweep` wrote") from error
+    if not points:
+        raise BadFile(path, "it has no rows", "give a CSV that `alight sweep` wrote")
+    return points
+
+
+def _rates_of(policy: Policy) -> tuple[float, ...]:
+    """Planned rates of all exits of the network; closed ones get none."""
+    if not policy.exit_rates:
+        return ()
+    rates = np.zeros(policy.num_exits)
+    rates[list(policy.open_exits)] = policy.exit_rates
+    return tuple(rates.tolist())
+
+
+def _cell(value: float | str | tuple[float, ...]) -> str:
+    return " ".join(map(repr, value)) if isinstance(value, tuple) else str(value)
+
+
+def _value(kind: object, cell: str) -> float | str | tuple[float, ...]:
+    if cell is None:
+        raise ValueError("a row is cut short")
+    if kind is str:
+        return cell
+    return float(cell) if kind is float else tuple(map(float, cell.split()))

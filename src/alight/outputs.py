@@ -1,0 +1,348 @@
+"""The two tables that travel: what the heads said, and what was decided."""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from alight.errors import BadFile, BadInput, LabelsNeeded
+from alight.files import PathLike, read_arrays, write_arrays
+from alight.scores import SCORES, logit_margin, probabilities
+
+Floats = npt.NDArray[np.float64]
+Integers = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class HeadOutputs:
+    """What every head said about every sample.
+
+    >>> outputs = HeadOutputs(scores=[[0.2, 0.9], [0.7, 0.8]], predictions=[[1, 0], [2, 2]], labels=[0, 2])
+    >>> outputs
+    HeadOutputs(2 samples, 2 exits, score 'margin', labelled)
+    >>> outputs.risks()
+    array([0.5, 0. ])
+    """
+
+    scores: Floats  # (samples, exits), higher is surer
+    predictions: Integers  # (samples, exits), class indices
+    labels: Integers | None = None  # (samples,), None when unlabelled
+    score: str = "margin"
+    features: Mapping[str, Floats] = field(default_factory=dict)  # further scores by name, each (samples, exits)
+    log_probabilities: npt.NDArray[np.float16] | None = None  # (samples, exits, classes)
+
+    def __post_init__(self) -> None:
+        scores = _table("scores", self.scores)
+        predictions = _integers("predictions", self.predictions)
+        _same_shape("predictions", predictions, "scores", scores)
+        features = {name: _table(f"feature {name!r}", values) for name, values in self.features.items()}
+        for name, values in features.items():
+            _same_shape(f"feature {name!r}", values, "scores", scores)
+        labels = None if self.labels is None else _labels(self.labels, len(scores))
+        logs = self.log_probabilities
+        if logs is not None:
+            logs = np.asarray(logs, dtype=np.float16)
+            if logs.ndim != 3 or logs.shape[:2] != scores.shape:
+                raise BadInput(
+                    f"log_probabilities have shape {logs.shape} beside scores {scores.shape}:"
+                    " give (samples, exits, classes)"
+                )
+            _check_classes(predictions, labels, logs.shape[2])
+        for name, value in {
+            "scores": scores,
+            "predictions": predictions,
+            "labels": labels,
+            "features": features,
+            "log_probabilities": logs,
+        }.items():
+            object.__setattr__(self, name, value)
+
+    @classmethod
+    def from_logits(
+        cls,
+        logits: npt.ArrayLike | Sequence[npt.ArrayLike],
+        labels: npt.ArrayLike | None = None,
+        score: str = "margin",
+        *,
+        features: Iterable[str] = (),
+        keep_log_probabilities: bool = False,
+        noise: float = 0.0,
+        rng: np.random.Generator | None = None,
+    ) -> "HeadOutputs":
+        """The table of a network's logits, given as (samples, exits, classes) or one (samples, classes) per exit.
+
+        `features` names further scores to keep. `noise` is the paper's u: uniform noise of that width on
+        every class probability, drawn from `rng`, so that no two scores stay equal.
+
+        >>> HeadOutputs.from_logits(np.array([[[0.0, 0.0], [0.0, 2.0]]]), labels=[1]).predictions
+        array([[0, 1]])
+        """
+        stacked = _logits(logits)
+        names = (score, *features)
+        for name in names:
+            if name not in SCORES:
+                raise BadInput(f"there is no score {name!r}: choose one of {', '.join(SCORES)}")
+        if noise < 0 or (noise > 0 and rng is None):
+            raise BadInput(
+                f"noise {noise:g} needs a width >= 0 and an explicit generator: rng=np.random.default_rng(0)"
+            )
+        if noise > 0 and "logit_margin" in names:
+            raise BadInput("noise is added to probabilities, which logit_margin does not use: choose another score")
+        chances = probabilities(stacked)
+        if noise > 0 and rng is not None:
+            chances = chances + rng.uniform(0, noise, size=chances.shape)
+        tables = {name: logit_margin(stacked) if name == "logit_margin" else SCORES[name](chances) for name in names}
+        predictions = (chances if noise > 0 else stacked).argmax(-1)
+        if labels is not None:
+            _check_classes(predictions, _labels(labels, len(stacked)), stacked.shape[2])
+        with np.errstate(divide="ignore"):
+            logs = np.log(probabilities(stacked)).astype(np.float16) if keep_log_probabilities else None
+        return cls(
+            scores=tables.pop(score),
+            predictions=predictions,
+            labels=labels,  # type: ignore[arg-type]  # checked and converted by the constructor
+            score=score,
+            features=tables,
+            log_probabilities=logs,
+        )
+
+    def __len__(self) -> int:
+        return len(self.scores)
+
+    def __repr__(self) -> str:
+        kind = "unlabelled" if self.labels is None else "labelled"
+        return f"HeadOutputs({len(self)} samples, {self.num_exits} exits, score {self.score!r}, {kind})"
+
+    @property
+    def num_exits(self) -> int:
+        """Number of exits."""
+        return self.scores.shape[1]
+
+    def correct(self) -> npt.NDArray[np.bool_]:
+        """Where an exit is right, (samples, exits): agrees with the label, or without labels with the last exit."""
+        truth = self.predictions[:, -1] if self.labels is None else self.labels
+        return np.equal(self.predictions, truth[:, None])
+
+    def risks(self) -> Floats:
+        """Error rate of each exit alone (R-hat); without labels, its disagreement with the last exit."""
+        return 1.0 - self.correct().mean(axis=0)
+
+    def known_labels(self, purpose: str) -> Integers:
+        """The labels, or an error that says what they are needed for."""
+        if self.labels is None:
+            raise LabelsNeeded(purpose)
+        return self.labels
+
+    def take(self, rows: npt.NDArray[Any] | slice) -> "HeadOutputs":
+        """The table of these samples, in this order."""
+        return replace(
+            self,
+            scores=self.scores[rows],
+            predictions=self.predictions[rows],
+            labels=None if self.labels is None else self.labels[rows],
+            features={name: values[rows] for name, values in self.features.items()},
+            log_probabilities=None if self.log_probabilities is None else self.log_probabilities[rows],
+        )
+
+    def split(self, fraction: float, rng: np.random.Generator) -> tuple["HeadOutputs", "HeadOutputs"]:
+        """Two disjoint tables of shuffled samples, the first with this fraction of them."""
+        first = round(fraction * len(self))
+        if not 0 < first < len(self):
+            raise BadInput(
+                f"a split at {fraction:g} of {len(self)} samples leaves one side empty: choose a fraction inside (0, 1)"
+            )
+        order = rng.permutation(len(self))
+        return self.take(order[:first]), self.take(order[first:])
+
+    def unlabelled(self) -> "HeadOutputs":
+        """The same table without its labels."""
+        return replace(self, labels=None)
+
+    def with_score(self, name: str) -> "HeadOutputs":
+        """The same table with another of its features as the score."""
+        if name == self.score:
+            return self
+        if name not in self.features:
+            known = ", ".join([self.score, *self.features])
+            raise BadInput(f"this table has no score {name!r}, only {known}: record it again with that score")
+        features = {**self.features, self.score: self.scores}
+        return replace(self, scores=features.pop(name), score=name, features=features)
+
+    def save(self, path: PathLike) -> None:
+        """Write the table to an .npz file, whole or not at all."""
+        arrays: dict[str, np.ndarray] = {"scores": self.scores, "predictions": self.predictions}
+        arrays["score"] = np.array(self.score)
+        arrays |= {f"feature_{name}": values for name, values in self.features.items()}
+        if self.labels is not None:
+            arrays["labels"] = self.labels
+        if self.log_probabilities is not None:
+            arrays["log_probabilities"] = self.log_probabilities
+        write_arrays(path, "HeadOutputs", arrays)
+
+    @classmethod
+    def load(cls, path: PathLike) -> "HeadOutputs":
+        """The table of an .npz file that `save` wrote."""
+        arrays = read_arrays(path, "HeadOutputs")
+        features = {
+            name.removeprefix("feature_"): arrays.pop(name) for name in [*arrays] if name.startswith("feature_")
+        }
+        with _as_bad_file(path):
+            return cls(score=str(arrays.pop("score")), features=features, **arrays)
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Decisions:
+    """Which class each sample got, at which exit, and what that cost.
+
+    >>> decisions = Decisions(predictions=[3, 1], exits=[0, 2], spent=[1.0, 4.0])
+    >>> decisions.mean_cost, decisions.exit_shares, decisions.accuracy([3, 0])
+    (2.5, array([0.5, 0. , 0.5]), 0.5)
+    """
+
+    predictions: Integers  # (samples,)
+    exits: Integers  # (samples,), where each left
+    spent: Floats  # (samples,), in the unit of the costs
+    num_exits: int = 0  # of the network; by default as many as were taken
+
+    def __post_init__(self) -> None:
+        predictions, exits = (_integers(name, getattr(self, name), axes=1) for name in ("predictions", "exits"))
+        spent = np.asarray(self.spent, dtype=np.float64)
+        _same_shape("exits", exits, "predictions", predictions)
+        _same_shape("spent", spent, "predictions", predictions)
+        object.__setattr__(self, "predictions", predictions)
+        object.__setattr__(self, "exits", exits)
+        object.__setattr__(self, "spent", spent)
+        object.__setattr__(self, "num_exits", max(int(self.num_exits), int(exits.max()) + 1))
+
+    def __len__(self) -> int:
+        return len(self.predictions)
+
+    def __repr__(self) -> str:
+        shares = ", ".join(f"{share:.1%}" for share in self.exit_shares)
+        return f"Decisions({len(self)} samples, mean cost {self.mean_cost:g}, left at exits {shares})"
+
+    @cached_property
+    def mean_cost(self) -> float:
+        """Average cost of a sample."""
+        return float(self.spent.mean())
+
+    @cached_property
+    def exit_shares(self) -> Floats:
+        """Observed share of samples that left at each exit (epsilon-hat_out)."""
+        return np.bincount(self.exits, minlength=self.num_exits) / len(self)
+
+    def accuracy(self, labels: npt.ArrayLike) -> float:
+        """Share of samples whose prediction is the label."""
+        return float(np.mean(self.predictions == _labels(labels, len(self))))
+
+    def save(self, path: PathLike) -> None:
+        """Write the decisions to an .npz file, whole or not at all."""
+        names = ("predictions", "exits", "spent")
+        arrays = {name: getattr(self, name) for name in names}
+        write_arrays(path, "Decisions", {**arrays, "num_exits": np.array(self.num_exits)})
+
+    @classmethod
+    def load(cls, path: PathLike) -> "Decisions":
+        """The decisions of an .npz file that `save` wrote."""
+        arrays = read_arrays(path, "Decisions")
+        with _as_bad_file(path):
+            return cls(num_exits=int(arrays.pop("num_exits")), **arrays)
+
+
+@contextmanager
+def _as_bad_file(path: PathLike) -> Iterator[None]:
+    """What a constructor cannot use came from the file, so the error names it."""
+    try:
+        yield
+    except (BadInput, KeyError, TypeError) as error:
+        raise BadFile(path, f"its content is not usable ({error})", "save it again") from error
+
+
+def _table(what: str, values: npt.ArrayLike) -> Floats:
+    try:
+        table = np.asarray(values, dtype=np.float64)
+    except (TypeError, ValueError) as error:
+        raise BadInput(f"{what} are no table of numbers ({error}): give (samples, exits)") from error
+    if table.ndim != 2:
+        raise BadInput(f"{what} have {table.ndim} axes, shape {table.shape}: give (samples, exits)")
+    if not table.size:
+        raise BadInput(f"{what} are empty, shape {table.shape}: record at least one sample and one exit")
+    if not np.isfinite(table).all():
+        bad = ~np.isfinite(table)
+        row, column = np.argwhere(bad)[0]
+        raise BadInput(
+            f"{what} hold {int(bad.sum())} values that are NaN or infinite, the first at sample {row}, exit {column}:"
+            " find out why the network gives them, or drop those samples"
+        )
+    return table
+
+
+def _integers(what: str, values: npt.ArrayLike, axes: int = 2) -> Integers:
+    table = np.asarray(values)
+    if table.dtype.kind not in "iu":
+        raise BadInput(f"{what} are {table.dtype}, not class indices: give integers")
+    if table.ndim != axes:
+        raise BadInput(f"{what} have {table.ndim} axes, shape {table.shape}: give {axes}")
+    if not table.size:
+        raise BadInput(f"{what} are empty: give at least one sample")
+    if table.min() < 0:
+        raise BadInput(f"{what} hold {table.min()}: class and exit indices start at 0")
+    return table.astype(np.int64, copy=False)
+
+
+def _labels(values: npt.ArrayLike, num_samples: int) -> Integers:
+    labels = np.asarray(values)
+    if labels.ndim == 2:
+        raise BadInput(
+            f"labels have shape {labels.shape}, as in multi-label data: alight gives each sample one class,"
+            " so give one index per sample (argmax of one-hot rows)"
+        )
+    if labels.ndim != 1 or len(labels) != num_samples:
+        raise BadInput(f"labels have shape {labels.shape} for {num_samples} samples: give one index per sample")
+    return _integers("labels", labels, axes=1)
+
+
+def _check_classes(predictions: Integers, labels: Integers | None, num_classes: int) -> None:
+    for what, values in {"predictions": predictions, "labels": labels}.items():
+        if values is not None and values.max() >= num_classes:
+            raise BadInput(
+                f"{what} hold class {values.max()}, but the logits have {num_classes} classes, 0 to {num_classes - 1}:"
+                " number the classes from 0"
+            )
+
+
+def _logits(logits: npt.ArrayLike | Sequence[npt.ArrayLike]) -> Floats:
+    if isinstance(logits, list | tuple) and len({np.shape(part) for part in logits}) > 1:
+        shapes = [np.shape(part) for part in logits]
+        raise BadInput(f"the exits' logits disagree in shape, {shapes}: give (samples, classes) for each")
+    parts = np.asarray(logits, dtype=np.float64)
+    if parts.ndim != 3:
+        raise BadInput(
+            f"logits have {parts.ndim} axes, shape {parts.shape}: give (samples, exits, classes),"
+            " or a list with one (samples, classes) per exit"
+        )
+    stacked = np.moveaxis(parts, 0, 1) if isinstance(logits, list | tuple) else parts
+    if not stacked.size:
+        raise BadInput(f"logits are empty, shape {stacked.shape}: give at least one sample and one exit")
+    if stacked.shape[2] == 1:
+        raise BadInput(
+            "logits have 1 class per exit: for two classes behind one sigmoid, stack [0, logit] on the last axis"
+        )
+    usable = np.isfinite(stacked) | (stacked == -np.inf)  # -inf is a class that was masked out
+    usable &= np.isfinite(stacked.max(axis=-1, keepdims=True))
+    if not usable.all():
+        sample, exit_index = np.argwhere(~usable)[0][:2]
+        raise BadInput(
+            f"logits hold {int((~usable).sum())} values that are NaN or infinite, the first at sample {sample},"
+            f" exit {exit_index}: find out why the network gives them, or drop those samples"
+        )
+    return stacked
+
+
+def _same_shape(what: str, table: np.ndarray, other: str, reference: np.ndarray) -> None:
+    if table.shape != reference.shape:
+        raise BadInput(f"{what} have shape {table.shape} and {other} {reference.shape}: they must agree")

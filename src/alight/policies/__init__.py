@@ -1,0 +1,1 @@
+"""Does it leave? The rules, and the one walk through the exits."""

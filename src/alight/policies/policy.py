@@ -1,0 +1,316 @@
+"""The rules by which a sample leaves. A policy is frozen; what it remembers of samples is passed through `step`.
+
+Policy
+├── Threshold   the score has reached the exit's threshold
+├── Streak      the score has reached one threshold at so many exits in a row (PCEE)
+├── Patience    the prediction has stayed the same for so many exits (PABEE)
+├── ExitAt      everyone leaves at one exit
+└── Mixture     a share of the samples follows one policy, the rest another
+"""
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+import numpy as np
+
+from alight.budgeting.thresholds import hashed_below
+from alight.errors import BadFile, BadInput, Mismatch
+from alight.files import PathLike, read_json, write_json
+from alight.outputs import HeadOutputs
+
+Array = Any  # a NumPy array or a torch tensor: steps use operators that mean the same for both
+Memory = tuple[Any, ...]  # arrays with one entry per sample still waiting, or such tuples again
+
+MIXTURE_SALT = 1  # so that who is in a mixture's share says nothing about how its ties fall
+
+
+@dataclass(frozen=True, kw_only=True)
+class Policy(ABC):
+    """What every policy carries: the exits it opens, what they cost, and what it was calibrated for."""
+
+    costs: tuple[float, ...]  # cumulative, of the open exits
+    open_exits: tuple[int, ...] = ()  # by default as many as there are costs
+    num_exits: int = 0  # of the network; by default up to the last open one
+    unit: str = ""
+    budget: float | None = None  # average cost per sample, in the unit
+    score: str = "margin"
+    method: str = ""
+    exit_rates: tuple[float, ...] = ()  # planned shares of the open exits, where the method plans them
+    settings: Mapping[str, float | str] = field(default_factory=dict)  # what the method chose or was told
+
+    def __post_init__(self) -> None:
+        for each in fields(self):
+            value = getattr(self, each.name)
+            if isinstance(value, list | np.ndarray):
+                object.__setattr__(self, each.name, tuple(np.asarray(value).tolist()))
+        if not self.costs:
+            raise BadInput("a policy with no costs opens no exit: give the cumulative cost of each open exit")
+        if not self.open_exits:
+            object.__setattr__(self, "open_exits", tuple(range(len(self.costs))))
+        object.__setattr__(self, "num_exits", self.num_exits or self.open_exits[-1] + 1)
+        self._check()
+
+    def _check(self) -> None:
+        """Whether the parts fit together; rules add their own."""
+        steps = np.diff(self.open_exits)
+        if self.open_exits[0] < 0 or (steps <= 0).any() or self.open_exits[-1] >= self.num_exits:
+            raise BadInput(f"open exits {self.open_exits} of {self.num_exits}: give increasing indices, from 0")
+        if len(self.costs) != len(self.open_exits) or (np.diff(self.costs) <= 0).any() or self.costs[0] <= 0:
+            raise BadInput(f"costs {self.costs} for open exits {self.open_exits}: give one each, positive, increasing")
+        if self.exit_rates and len(self.exit_rates) != len(self.open_exits):
+            raise BadInput(f"{len(self.exit_rates)} exit rates for {len(self.open_exits)} open exits: give one each")
+
+    @abstractmethod
+    def step(
+        self, position: int, samples: Array, predictions: Array, scores: Array, memory: Memory
+    ) -> tuple[Array, Memory]:
+        """Who of those waiting at the open exit of this position leaves, and what to remember of everyone.
+
+        `samples` are stable indices; `memory` is empty at the first exit. Never asked at the last open exit,
+        which takes everyone.
+        """
+
+    @property
+    def planned_cost(self) -> float | None:
+        """Mean cost that the planned rates would spend; None where the method plans none."""
+        return float(np.dot(self.exit_rates, self.costs)) if self.exit_rates else None
+
+    def check(self, outputs: HeadOutputs) -> None:
+        """Raise `Mismatch` unless the policy was made for such a table."""
+        if outputs.num_exits != self.num_exits:
+            raise Mismatch(
+                f"the policy is for {self.num_exits} exits and the table has {outputs.num_exits}:"
+                " calibrate on outputs of this network"
+            )
+        if outputs.score != self.score:
+            raise Mismatch(
+                f"the policy was calibrated on {self.score!r} and the table's score is {outputs.score!r}:"
+                f" use with_score({self.score!r}) or calibrate again"
+            )
+
+    def rule(self) -> Mapping[str, list[str]]:
+        """The rule's own numbers as columns of text, one entry per open exit."""
+        return {}
+
+    def summary(self) -> str:
+        """The rule in a few words."""
+        return type(self).__name__
+
+    def __str__(self) -> str:
+        unit = f" {self.unit}" if self.unit else ""
+        lines = [f"{self.method or 'policy'}: {self.summary()}, on the {self.score}"]
+        if self.budget is not None:
+            lines.append(f"budget {self.budget:.4g}{unit} per sample{_spending(self.planned_cost, self.budget)}")
+        if self.settings:
+            lines.append(", ".join(f"{name} {_plain(value)}" for name, value in self.settings.items()))
+        columns = {"exit": [str(index) for index in self.open_exits], "cost": [f"{cost:.4g}" for cost in self.costs]}
+        if self.exit_rates:
+            columns["rate"] = [f"{rate:.2%}" for rate in self.exit_rates]
+        return "\n".join([*lines, *aligned(columns | dict(self.rule()))])
+
+    def to_dict(self) -> dict[str, Any]:
+        """The policy as plain JSON values; infinite thresholds are "never" and "always"."""
+        return {"rule": type(self).__name__} | {each.name: _to_json(getattr(self, each.name)) for each in fields(self)}
+
+    def save(self, path: PathLike) -> None:
+        """Write the policy to a JSON file, whole or not at all."""
+        write_json(path, "Policy", self.to_dict())
+
+
+@dataclass(frozen=True)
+class Threshold(Policy):
+    """Leave once the score has reached the exit's threshold.
+
+    >>> policy = Threshold(thresholds=(0.9,), costs=(1.0, 3.0), budget=2.0, method="by hand")
+    >>> print(policy)
+    by hand: leave at the first score that reaches its threshold, on the margin
+    budget 2 per sample
+    exit  cost  threshold
+       0     1        0.9
+       1     3   everyone
+    """
+
+    thresholds: tuple[float, ...]  # of every open exit but the last
+    tie_shares: tuple[float, ...] = ()  # of the samples that equal the threshold, how many leave; by default all
+
+    def __post_init__(self) -> None:
+        if not len(self.tie_shares):
+            object.__setattr__(self, "tie_shares", (1.0,) * len(self.thresholds))
+        super().__post_init__()
+
+    def _check(self) -> None:
+        super()._check()
+        if not len(self.thresholds) == len(self.tie_shares) == len(self.costs) - 1:
+            raise BadInput(
+                f"{len(self.thresholds)} thresholds and {len(self.tie_shares)} tie shares for {len(self.costs)}"
+                " open exits: give one less than exits, since the last takes everyone"
+            )
+        if any(math.isnan(value) for value in self.thresholds):
+            raise BadInput(f"thresholds {self.thresholds} hold NaN: give numbers")
+
+    def step(
+        self, position: int, samples: Array, predictions: Array, scores: Array, memory: Memory
+    ) -> tuple[Array, Memory]:
+        threshold, tie_share = self.thresholds[position], self.tie_shares[position]
+        if tie_share >= 1:
+            return scores >= threshold, memory
+        return (scores > threshold) | ((scores == threshold) & hashed_below(samples, tie_share)), memory
+
+    def rule(self) -> Mapping[str, list[str]]:
+        columns = {"threshold": [_threshold(value) for value in self.thresholds] + ["everyone"]}
+        if any(share < 1 for share in self.tie_shares):
+            columns["tie share"] = [f"{share:.1%}" for share in self.tie_shares] + [""]
+        return columns
+
+    def summary(self) -> str:
+        return "leave at the first score that reaches its threshold"
+
+
+@dataclass(frozen=True)
+class Streak(Policy):
+    """Leave once the score has reached one threshold at `patience` exits in a row."""
+
+    threshold: float
+    patience: int
+
+    def step(
+        self, position: int, samples: Array, predictions: Array, scores: Array, memory: Memory
+    ) -> tuple[Array, Memory]:
+        confident = scores >= self.threshold
+        (streak,) = memory or (0 * predictions,)
+        streak = (streak + 1) * confident
+        return streak >= self.patience, (streak,)
+
+    def summary(self) -> str:
+        return f"leave after {self.patience} scores in a row of at least {_threshold(self.threshold)}"
+
+
+@dataclass(frozen=True)
+class Patience(Policy):
+    """Leave once the prediction has stayed the same for `patience` exits after the first."""
+
+    patience: int
+
+    def step(
+        self, position: int, samples: Array, predictions: Array, scores: Array, memory: Memory
+    ) -> tuple[Array, Memory]:
+        previous, agreements = memory or (predictions, 0 * predictions - 1)
+        agreements = (agreements + 1) * (predictions == previous)
+        return agreements >= self.patience, (predictions, agreements)
+
+    def summary(self) -> str:
+        return f"leave when the prediction has stayed the same {self.patience} times"
+
+
+@dataclass(frozen=True)
+class ExitAt(Policy):
+    """Everyone leaves at one exit; no other head is evaluated."""
+
+    def _check(self) -> None:
+        super()._check()
+        if len(self.open_exits) != 1:
+            raise BadInput(f"ExitAt opens {len(self.open_exits)} exits, {self.open_exits}: open one")
+
+    def step(
+        self, position: int, samples: Array, predictions: Array, scores: Array, memory: Memory
+    ) -> tuple[Array, Memory]:
+        return samples == samples, memory
+
+    def summary(self) -> str:
+        return f"everyone leaves at exit {self.open_exits[0]}"
+
+
+@dataclass(frozen=True)
+class Mixture(Policy):
+    """A share of the samples, chosen by the hash of their index, follows `first`; the rest follows `second`."""
+
+    first: Policy
+    second: Policy
+    share: float
+
+    def _check(self) -> None:
+        super()._check()
+        for part in (self.first, self.second):
+            if (part.open_exits, part.costs) != (self.open_exits, self.costs) or part.score != self.score:
+                raise BadInput(
+                    f"a mixture over exits {self.open_exits} has a part over {part.open_exits}:"
+                    " mix policies with the same open exits, costs and score"
+                )
+        if not 0 <= self.share <= 1:
+            raise BadInput(f"share {self.share:g} of a mixture must lie in [0, 1]")
+
+    def step(
+        self, position: int, samples: Array, predictions: Array, scores: Array, memory: Memory
+    ) -> tuple[Array, Memory]:
+        memories = memory or ((), ())
+        chosen = hashed_below(samples, self.share, MIXTURE_SALT)
+        leave_first, first = self.first.step(position, samples, predictions, scores, memories[0])
+        leave_second, second = self.second.step(position, samples, predictions, scores, memories[1])
+        return (chosen & leave_first) | (~chosen & leave_second), (first, second)
+
+    def summary(self) -> str:
+        return f"{self.share:.1%} of samples: {self.first.summary()}; the others: {self.second.summary()}"
+
+
+RULES: Mapping[str, type[Policy]] = {rule.__name__: rule for rule in (Threshold, Streak, Patience, ExitAt, Mixture)}
+
+
+def load_policy(path: PathLike) -> Policy:
+    """The policy of a JSON file that `Policy.save` wrote."""
+    content = read_json(path, "Policy")
+    try:
+        return policy_from_dict(content)
+    except (KeyError, TypeError, ValueError, IndexError) as error:
+        reason = f"it lacks {error}" if isinstance(error, KeyError) else str(error)
+        raise BadFile(path, f"its content is not usable ({reason})", "calibrate and save the policy again") from error
+
+
+def policy_from_dict(content: Mapping[str, Any]) -> Policy:
+    """The policy that `to_dict` wrote."""
+    values = dict(content)
+    rule = RULES[values.pop("rule")]
+    return rule(**{name: _from_json(name, value) for name, value in values.items()})
+
+
+def aligned(columns: Mapping[str, list[str]]) -> list[str]:
+    """Lines of a table whose columns are aligned to the right."""
+    widths = {name: max(map(len, [name, *cells])) for name, cells in columns.items()}
+    rows = [list(columns), *zip(*columns.values(), strict=True)]
+    return ["  ".join(cell.rjust(width) for cell, width in zip(row, widths.values(), strict=True)) for row in rows]
+
+
+def _spending(planned: float | None, budget: float) -> str:
+    return "" if planned is None else f", of which {planned / budget:.1%} is planned to be spent"
+
+
+def _plain(value: float | str) -> str:
+    return value if isinstance(value, str) else f"{value:.4g}"
+
+
+def _threshold(value: float) -> str:
+    return {math.inf: "never", -math.inf: "always"}.get(value, f"{value:.6g}")
+
+
+def _to_json(value: Any) -> Any:
+    if isinstance(value, Policy):
+        return value.to_dict()
+    if isinstance(value, tuple):
+        return [_to_json(each) for each in value]
+    if isinstance(value, Mapping):
+        return {name: _to_json(each) for name, each in value.items()}
+    if isinstance(value, float) and math.isinf(value):
+        return _threshold(value)
+    return value
+
+
+def _from_json(name: str, value: Any) -> Any:
+    if isinstance(value, dict) and "rule" in value:
+        return policy_from_dict(value)
+    if isinstance(value, list):
+        return tuple(_from_json(name, each) for each in value)
+    if name in ("threshold", "thresholds") and isinstance(value, str):
+        return {"never": math.inf, "always": -math.inf}[value]
+    return value

@@ -1,0 +1,94 @@
+"""How sure a head is. Higher is surer; every score is a function of one head's logits, in float64.
+
+NumPy arrays and torch tensors are both taken: only operators, and functions that both libraries
+spell the same way, are used. All functions work on the last axis, the classes.
+"""
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+Array = Any  # a NumPy array or a torch tensor
+
+
+def probabilities(logits: Array) -> Array:
+    """Softmax of logits, in float64.
+
+    >>> probabilities(np.array([0.0, np.log(3.0)]))
+    array([0.25, 0.75])
+    """
+    library = _library(logits)
+    logits = logits.astype(np.float64) if library is np else logits.double()
+    weights = library.exp(logits - library.amax(logits, axis=-1, keepdims=True))
+    return weights / weights.sum(-1)[..., None]
+
+
+def margin(probabilities: Array) -> Array:
+    """Gap between the two likeliest classes, the paper's "breaking ties".
+
+    >>> margin(np.array([0.5, 0.2, 0.3]))
+    np.float64(0.2)
+    """
+    first, second = _top_two(probabilities)
+    return first - second
+
+
+def max_probability(probabilities: Array) -> Array:
+    """Probability of the likeliest class (the paper's Eq. 4).
+
+    >>> max_probability(np.array([0.5, 0.2, 0.3]))
+    np.float64(0.5)
+    """
+    return _library(probabilities).amax(probabilities, axis=-1)
+
+
+def negative_entropy(probabilities: Array) -> Array:
+    """Minus the Shannon entropy in nats; 0 when one class is certain.
+
+    >>> negative_entropy(np.array([0.0, 1.0]))
+    np.float64(0.0)
+    """
+    library = _library(probabilities)
+    safe = library.where(probabilities > 0, probabilities, library.ones_like(probabilities))
+    return (probabilities * library.log(safe)).sum(-1)
+
+
+def logit_margin(logits: Array) -> Array:
+    """Gap between the two largest logits: never saturates, whatever the confidence.
+
+    >>> logit_margin(np.array([3.0, -1.0, 2.5]))
+    np.float64(0.5)
+    """
+    first, second = _top_two(logits * 1.0)
+    return first - second
+
+
+SCORES: dict[str, Callable[[Array], Array]] = {  # of probabilities, but for logit_margin
+    "margin": margin,
+    "max_probability": max_probability,
+    "negative_entropy": negative_entropy,
+    "logit_margin": logit_margin,
+}
+
+
+def score_of(name: str, logits: Array) -> Array:
+    """The score of this name, from logits."""
+    wide = logits.astype(np.float64) if _library(logits) is np else logits.double()
+    return SCORES[name](wide if name == "logit_margin" else probabilities(wide))
+
+
+def _top_two(values: Array) -> tuple[Array, Array]:
+    """Largest and second largest value; equal where the largest stands twice."""
+    library = _library(values)
+    first = library.amax(values, axis=-1)
+    is_first = values == first[..., None]
+    below = library.where(is_first, -np.inf, values)
+    second = library.where(is_first.sum(-1) > 1, first, library.amax(below, axis=-1))
+    return first, second
+
+
+def _library(array: Array) -> Any:
+    """NumPy or torch, whichever made the array; torch is never imported here."""
+    return np if isinstance(array, np.ndarray | np.generic) else sys.modules["torch"]

@@ -1,0 +1,153 @@
+"""What every method must do. A method joins by its line in METHODS."""
+
+import json
+import warnings
+
+import numpy as np
+import pytest
+from conftest import made_up
+
+from alight import Costs, Decisions, Policy, load_policy, replay
+from alight.calibrate import METHODS
+from alight.errors import BadInput, BudgetTooSmall, Mismatch
+
+LABELLED = made_up(1, 400, 4)
+UNLABELLED = made_up(2, 300, 4).unlabelled()
+FRESH = made_up(3, 4000, 4)
+COSTS = Costs(stages=[2.0, 1.0, 3.0, 2.0], heads=[0.5, 0.25, 0.25, 0.5], unit="ms")
+TABLES = {"plain": LABELLED, "tied": made_up(4, 400, 4, ties=True), "tiny": made_up(5, 7, 4)}
+BUDGETS = [2.5, 2.6, "40%", 5.0, "75%", 7.999, "100%", 9.0, 20.0]
+
+every_method = pytest.mark.parametrize("name", METHODS)
+
+
+def decide(name: str, budget=5.0, labelled=LABELLED, unlabelled=None, costs=COSTS) -> tuple[Policy, Decisions]:
+    policy = METHODS[name](costs, budget, labelled, unlabelled)
+    return policy, replay(policy, labelled if unlabelled is None else unlabelled)
+
+
+@every_method
+@pytest.mark.parametrize("table", TABLES)
+def test_the_budget_is_kept_on_the_data_that_set_the_thresholds(name, table):
+    for budget in BUDGETS:
+        policy, decisions = decide(name, budget, TABLES[table])
+        assert decisions.mean_cost <= COSTS.budget(budget) * (1 + 1e-12)
+        assert policy.budget == COSTS.budget(budget)
+
+
+@every_method
+def test_unlabelled_data_set_the_thresholds_when_they_are_given(name):
+    _, decisions = decide(name, 5.0, LABELLED, UNLABELLED)
+    assert decisions.mean_cost <= 5.0
+
+
+@every_method
+def test_labels_are_not_required(name):
+    policy, decisions = decide(name, 5.0, LABELLED.unlabelled())
+    assert decisions.mean_cost <= 5.0
+    assert isinstance(policy, Policy)
+
+
+@every_method
+def test_fresh_samples_cost_what_was_allowed_up_to_sampling_error(name):
+    policy, calibrated = decide(name)
+    fresh = replay(policy, FRESH)
+    error = np.sqrt(calibrated.spent.var() / len(calibrated) + fresh.spent.var() / len(fresh))
+    assert fresh.mean_cost <= 5.0 + 4 * error
+
+
+@every_method
+def test_the_cheapest_budget_sends_everyone_out_at_the_first_exit(name):
+    _, decisions = decide(name, 2.5)
+    assert (decisions.exits == 0).all()
+
+
+@every_method
+def test_more_budget_never_means_less_spent(name):
+    spent = [decide(name, budget)[1].mean_cost for budget in (3.0, 5.0, 8.0)]
+    assert spent == sorted(spent)
+
+
+@every_method
+def test_the_policy_carries_what_it_was_made_for(name):
+    policy, _ = decide(name)
+    assert (policy.method, policy.unit, policy.budget, policy.score) == (name, "ms", 5.0, "margin")
+    assert policy.num_exits == 4
+    np.testing.assert_allclose(policy.costs, COSTS.cumulative(policy.open_exits))
+    assert name in str(policy)
+    if policy.exit_rates:
+        assert sum(policy.exit_rates) == pytest.approx(1)
+        assert policy.planned_cost <= 5.0 * (1 + 1e-12)
+
+
+@every_method
+def test_the_same_data_give_the_same_policy(name):
+    assert decide(name)[0] == decide(name)[0]
+
+
+@every_method
+def test_the_policy_survives_saving_and_decides_the_same(name, tmp_path):
+    policy, decisions = decide(name, 5.0, TABLES["tied"])
+    policy.save(tmp_path / "policy.json")
+    loaded = load_policy(tmp_path / "policy.json")
+    assert loaded == policy
+    np.testing.assert_array_equal(replay(loaded, TABLES["tied"]).exits, decisions.exits)
+    json.loads((tmp_path / "policy.json").read_text(), parse_constant=lambda word: pytest.fail(f"{word} is not JSON"))
+
+
+@every_method
+def test_a_plain_array_of_cumulative_costs_is_as_good_as_costs(name):
+    arrayed, _ = decide(name, 5.0, costs=[2.5, 3.75, 7.0, 9.5])
+    costed, _ = decide(name, 5.0, costs=Costs.from_cumulative([2.5, 3.75, 7.0, 9.5], unit="ms"))
+    assert arrayed.unit == ""
+    assert costed.unit == "ms"
+    assert arrayed.costs == costed.costs
+    np.testing.assert_array_equal(replay(arrayed, FRESH).exits, replay(costed, FRESH).exits)
+
+
+@every_method
+@pytest.mark.parametrize("exits", [1, 2])
+def test_networks_with_one_or_two_exits_are_valid(name, exits):
+    table = made_up(6, 100, exits)
+    costs = np.arange(1.0, exits + 1)
+    for budget in (1.0, float(exits) - 0.3, float(exits)):
+        if budget >= 1:
+            _, decisions = decide(name, budget, table, costs=costs)
+            assert decisions.mean_cost <= budget
+
+
+@every_method
+def test_a_budget_below_the_cheapest_exit_is_refused_with_both_numbers(name):
+    with pytest.raises(BudgetTooSmall, match=r"budget 2 ms is below the cheapest exit \(2.5 ms\)"):
+        decide(name, 2.0)
+
+
+@every_method
+def test_a_table_of_another_network_is_refused(name):
+    with pytest.raises(Mismatch, match="the labelled table has 3 exits, but there are 4 costs"):
+        decide(name, 5.0, made_up(0, 50, 3))
+    with pytest.raises(Mismatch, match="the unlabelled table has 3 exits"):
+        decide(name, 5.0, LABELLED, made_up(0, 50, 3))
+
+
+@every_method
+def test_one_sample_is_too_few_to_calibrate(name):
+    with pytest.raises(BadInput, match="has 1 sample: record at least 2"):
+        decide(name, 5.0, made_up(0, 1, 4))
+
+
+@every_method
+def test_two_scores_in_one_calibration_are_refused(name):
+    from dataclasses import replace
+
+    with pytest.raises(Mismatch, match="'margin' and the unlabelled one's 'max_probability'"):
+        decide(name, 5.0, LABELLED, replace(UNLABELLED, score="max_probability"))
+
+
+@every_method
+def test_one_table_given_twice_is_warned_of(name):
+    with pytest.warns(UserWarning, match="same table was given as labelled and unlabelled"):
+        METHODS[name](COSTS, 5.0, LABELLED, LABELLED)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        METHODS[name](COSTS, 5.0, LABELLED, UNLABELLED)

@@ -1,0 +1,33 @@
+import sys
+
+import numpy as np
+import pytest
+from hypothesis import settings
+
+from alight import recordings
+from alight.outputs import HeadOutputs
+
+settings.register_profile("alight", deadline=None, derandomize=True, max_examples=100)
+settings.load_profile("alight")
+
+if "torch" in sys.modules:
+    sys.modules["torch"].set_num_threads(1)
+
+
+def made_up(seed: int, samples: int, exits: int, *, classes: int = 5, ties: bool = False) -> HeadOutputs:
+    """Outputs of an imaginary network whose later exits know more and whose scores know when they are right."""
+    rng = np.random.default_rng(seed)
+    labels = rng.integers(classes, size=samples)
+    hardness = rng.uniform(size=(samples, 1))
+    skill = np.linspace(0.3, 1.0, exits)[None, :]
+    right = rng.uniform(size=(samples, exits)) < np.clip(1.4 * skill - hardness, 0.05, 0.98)
+    predictions = np.where(
+        right, labels[:, None], (labels[:, None] + 1 + rng.integers(classes - 1, size=(samples, exits))) % classes
+    )
+    scores = np.clip(0.5 * right + 0.5 * (1 - hardness) + 0.2 * rng.normal(size=(samples, exits)), -1, 2)
+    return HeadOutputs(np.round(scores, 1) if ties else scores, predictions, labels)
+
+
+@pytest.fixture(scope="session")
+def frozen() -> recordings.Recording:
+    return recordings.load("resnet18_cifar100_frozen")

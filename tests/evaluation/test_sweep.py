@@ -1,0 +1,116 @@
+import numpy as np
+import pytest
+from conftest import made_up
+
+from alight import Costs, at_equal_spend, calibrate, read_points, replay, sweep, write_points
+from alight.errors import BadFile, BadInput, BudgetTooSmall, LabelsNeeded, Mismatch
+from alight.evaluation import ORACLE, SINGLE_EXIT, Point
+
+LABELLED, TEST = made_up(1, 500, 4), made_up(2, 1500, 4)
+COSTS = Costs([1.0, 1.0, 2.0, 2.0], [0.1, 0.1, 0.1, 0.1], unit="ms")
+METHODS = {name: calibrate.METHODS[name] for name in ("eero", "geometric", "patience", "two_exits")}
+BUDGETS = ["30%", 3.0, "70%", "100%"]
+
+
+@pytest.fixture(scope="module")
+def points():
+    return sweep(METHODS, COSTS, BUDGETS, labelled=LABELLED, test=TEST)
+
+
+def test_a_sweep_has_every_method_at_every_budget_and_the_references(points):
+    assert [point.method for point in points] == [
+        *(name for name in METHODS for _ in BUDGETS), *[ORACLE] * 4, *[SINGLE_EXIT] * 4,
+    ]  # fmt: skip
+    assert {point.plain_cost for point in points} == {COSTS.plain}
+
+
+def test_a_point_is_what_replaying_the_policy_gives(points):
+    point = next(point for point in points if point.method == "eero" and point.budget == 3.0)
+    policy = calibrate.eero(COSTS, 3.0, LABELLED)
+    decisions = replay(policy, TEST)
+    assert point.accuracy == decisions.accuracy(TEST.labels)
+    assert point.mean_cost == decisions.mean_cost
+    assert point.accuracy_low < point.accuracy < point.accuracy_high
+    assert point.mean_cost_low < point.mean_cost < point.mean_cost_high
+    np.testing.assert_allclose(point.exit_rates, policy.exit_rates)
+    np.testing.assert_allclose(point.exit_shares, decisions.exit_shares)
+
+
+def test_closed_exits_have_a_planned_rate_of_zero(points):
+    for point in points:
+        if point.method == "two_exits":
+            assert len(point.exit_rates) == 4
+            assert np.count_nonzero(point.exit_rates) <= 2
+
+
+def test_no_method_beats_the_oracle_at_what_it_spent(points):
+    from alight.evaluation import oracle_within
+
+    for point in points:
+        if point.method in METHODS:
+            assert point.accuracy <= oracle_within(COSTS, point.mean_cost * 1.0001, TEST).accuracy(TEST.labels) + 1e-9
+
+
+def test_single_exits_pay_only_their_own_head(points):
+    alone = [point for point in points if point.method == SINGLE_EXIT]
+    np.testing.assert_allclose([point.mean_cost for point in alone], [1.1, 2.1, 4.1, 6.1])
+    np.testing.assert_allclose([1 - point.accuracy for point in alone], TEST.risks())
+
+
+def test_a_sweep_is_the_same_each_time(points):
+    assert sweep(METHODS, COSTS, BUDGETS, labelled=LABELLED, test=TEST) == points
+
+
+def test_points_survive_saving(points, tmp_path):
+    write_points(points, tmp_path / "points.csv")
+    assert read_points(tmp_path / "points.csv") == points
+
+
+def test_methods_are_compared_where_they_spent_the_same():
+    points = [
+        Point("a", budget=2.0, accuracy=0.5, mean_cost=1.0, accuracy_low=0.4, accuracy_high=0.6),
+        Point("a", budget=4.0, accuracy=0.7, mean_cost=3.0, accuracy_low=0.6, accuracy_high=0.8),
+        Point("b", budget=2.0, accuracy=0.6, mean_cost=2.0, accuracy_low=0.5, accuracy_high=0.7),
+    ]
+    rows = at_equal_spend(points, [1.5, 2.0, 5.0])
+    assert [(row.method, row.spent) for row in rows] == [("a", 1.5), ("a", 2.0), ("b", 2.0)]
+    assert rows[1].accuracy == pytest.approx(0.6)
+    assert (rows[1].accuracy_low, rows[1].accuracy_high) == (pytest.approx(0.5), pytest.approx(0.7))
+
+
+def test_between_two_points_lies_the_mixture_of_their_policies():
+    from alight.policies.policy import Mixture
+
+    first, second = (calibrate.geometric(COSTS, budget, LABELLED) for budget in (2.5, 4.0))
+    terms = {"costs": first.costs, "open_exits": first.open_exits, "num_exits": 4}
+    decided = [replay(policy, TEST) for policy in (first, second, Mixture(first, second, 0.5, **terms))]
+    spent = [each.mean_cost for each in decided]
+    accuracy = [each.accuracy(TEST.labels) for each in decided]
+    assert accuracy[2] == pytest.approx(np.interp(spent[2], spent[:2], accuracy[:2]), abs=0.03)
+
+
+def test_a_sweep_refuses_what_makes_no_comparison():
+    with pytest.raises(BadInput, match="labelled table is also the test table"):
+        sweep(METHODS, COSTS, BUDGETS, labelled=TEST, test=TEST)
+    with pytest.raises(LabelsNeeded, match="a sweep's test table needs labels"):
+        sweep(METHODS, COSTS, BUDGETS, labelled=LABELLED, test=TEST.unlabelled())
+    with pytest.raises(Mismatch, match="test table has 3 exits"):
+        sweep(METHODS, COSTS, BUDGETS, labelled=LABELLED, test=made_up(0, 50, 3))
+    with pytest.raises(BudgetTooSmall):
+        sweep(METHODS, COSTS, ["1%"], labelled=LABELLED, test=TEST)
+
+
+def test_files_that_are_not_points_are_refused_by_name(points, tmp_path):
+    write_points(points, tmp_path / "good.csv")
+    text = (tmp_path / "good.csv").read_text()
+    cases = {
+        "": "it has no rows",
+        "a,b\n1,2\n": "lacks the column 'method'",
+        text.splitlines()[0]: "it has no rows",
+        text[: len(text) // 2]: "no table of points",
+        text.replace("0.", "x", 3): "no table of points",
+    }
+    for content, message in cases.items():
+        (tmp_path / "points.csv").write_text(content)
+        with pytest.raises(BadFile, match=message):
+            read_points(tmp_path / "points.csv")

@@ -1,0 +1,211 @@
+import numpy as np
+import pytest
+from conftest import made_up
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
+
+from alight import Decisions, HeadOutputs
+from alight.errors import BadFile, BadInput, LabelsNeeded
+from alight.scores import SCORES
+
+
+def same(left: HeadOutputs, right: HeadOutputs) -> bool:
+    def equal(a, b):
+        return (a is None and b is None) or np.array_equal(a, b)
+
+    return (
+        all(equal(getattr(left, name), getattr(right, name)) for name in ("scores", "predictions", "labels"))
+        and equal(left.log_probabilities, right.log_probabilities)
+        and left.score == right.score
+        and left.features.keys() == right.features.keys()
+        and all(np.array_equal(left.features[name], right.features[name]) for name in left.features)
+    )
+
+
+def test_risks_are_error_rates_against_labels_and_disagreement_without():
+    outputs = HeadOutputs(np.zeros((4, 2)), [[0, 1], [1, 1], [0, 0], [1, 0]], labels=[1, 1, 1, 1])
+    np.testing.assert_array_equal(outputs.risks(), [0.5, 0.5])
+    np.testing.assert_array_equal(outputs.unlabelled().risks(), [0.5, 0.0])
+
+
+@given(arrays(np.float64, (5, 3, 4), elements=st.floats(-30, 30, width=32)))
+def test_from_logits_takes_a_block_or_one_array_per_exit(logits):
+    block = HeadOutputs.from_logits(logits, features=["negative_entropy"], keep_log_probabilities=True)
+    listed = HeadOutputs.from_logits([logits[:, exit_index] for exit_index in range(3)], features=["negative_entropy"])
+    np.testing.assert_array_equal(block.scores, listed.scores)
+    np.testing.assert_array_equal(block.predictions, logits.argmax(-1))
+    np.testing.assert_array_equal(block.features["negative_entropy"], listed.features["negative_entropy"])
+    assert block.log_probabilities.dtype == np.float16
+    assert block.scores.dtype == np.float64
+
+
+@pytest.mark.parametrize("score", SCORES)
+def test_from_logits_carries_the_name_of_its_score(score):
+    outputs = HeadOutputs.from_logits(np.random.default_rng(0).normal(size=(3, 2, 4)), score=score)
+    assert outputs.score == score
+
+
+def test_masked_classes_are_allowed_as_minus_infinity():
+    outputs = HeadOutputs.from_logits(np.array([[[1.0, 2.0, -np.inf]]]), keep_log_probabilities=True)
+    assert outputs.predictions.tolist() == [[1]]
+    assert np.isfinite(outputs.scores).all()
+
+
+def test_noise_unties_saturated_scores_and_keeps_clear_predictions():
+    logits = np.zeros((200, 2, 3))
+    logits[:, :, 1] = 60.0  # every margin is 1.0 in double precision
+    plain = HeadOutputs.from_logits(logits)
+    noisy = HeadOutputs.from_logits(logits, noise=1e-5, rng=np.random.default_rng(0))
+    assert len(np.unique(plain.scores)) == 1
+    assert len(np.unique(noisy.scores)) == noisy.scores.size
+    np.testing.assert_array_equal(noisy.predictions, plain.predictions)
+    again = HeadOutputs.from_logits(logits, noise=1e-5, rng=np.random.default_rng(0))
+    np.testing.assert_array_equal(again.scores, noisy.scores)
+
+
+def test_noise_changes_no_prediction_whose_top_two_differ_by_more():
+    logits = np.random.default_rng(1).normal(size=(3000, 2, 4))
+    logits[::3, :, 0] = logits[::3, :, 1]  # some exact ties
+    plain = HeadOutputs.from_logits(logits)
+    noisy = HeadOutputs.from_logits(logits, noise=1e-3, rng=np.random.default_rng(0))
+    changed = noisy.predictions != plain.predictions
+    assert changed.any()
+    assert (plain.scores[changed] <= 1e-3).all()
+
+
+@pytest.mark.parametrize("labelled", [True, False])
+def test_a_table_survives_saving(tmp_path, labelled):
+    logits = np.random.default_rng(0).normal(size=(9, 3, 4))
+    labels = np.arange(9) % 4 if labelled else None
+    table = HeadOutputs.from_logits(
+        logits, labels, "logit_margin", features=["margin", "negative_entropy"], keep_log_probabilities=True
+    )
+    table.save(tmp_path / "table.npz")
+    assert same(HeadOutputs.load(tmp_path / "table.npz"), table)
+
+
+def test_a_split_is_disjoint_complete_and_decided_by_its_generator():
+    table = made_up(0, 100, 3)
+    first, second = table.split(0.3, np.random.default_rng(0))
+    assert (len(first), len(second)) == (30, 70)
+    together = np.concatenate([first.scores, second.scores])
+    np.testing.assert_array_equal(np.sort(together, axis=0), np.sort(table.scores, axis=0))
+    assert same(first, table.split(0.3, np.random.default_rng(0))[0])
+    assert not same(first, table.split(0.3, np.random.default_rng(1))[0])
+
+
+def test_another_score_can_take_the_place_of_the_first():
+    table = HeadOutputs.from_logits(np.random.default_rng(0).normal(size=(5, 2, 3)), features=["negative_entropy"])
+    swapped = table.with_score("negative_entropy")
+    assert swapped.score == "negative_entropy"
+    np.testing.assert_array_equal(swapped.scores, table.features["negative_entropy"])
+    assert same(swapped.with_score("margin"), table)
+    assert table.with_score("margin") is table
+    with pytest.raises(BadInput, match="no score 'nothing', only margin, negative_entropy"):
+        table.with_score("nothing")
+
+
+def test_decisions_count_and_survive_saving(tmp_path):
+    decisions = Decisions([1, 2, 1, 0], [0, 2, 0, 1], [1.0, 4.0, 1.0, 2.0], num_exits=4)
+    np.testing.assert_array_equal(decisions.exit_shares, [0.5, 0.25, 0.25, 0.0])
+    assert decisions.mean_cost == 2.0
+    assert decisions.accuracy([1, 2, 0, 1]) == 0.5
+    decisions.save(tmp_path / "decisions.npz")
+    loaded = Decisions.load(tmp_path / "decisions.npz")
+    np.testing.assert_array_equal(loaded.exits, decisions.exits)
+    assert loaded.num_exits == 4
+
+
+TWO = [[0, 1], [1, 1]]
+BAD_TABLES = {
+    "NaN": (dict(scores=[[0.1, np.nan], [0.2, 0.3]], predictions=TWO), "1 values that are NaN or infinite.*sample 0, exit 1"),
+    "infinite": (dict(scores=[[0.1, np.inf], [0.2, np.inf]], predictions=TWO), "2 values that are NaN or infinite"),
+    "shapes": (dict(scores=np.zeros((2, 2)), predictions=[[0, 1, 1], [0, 1, 1]]), r"\(2, 3\) and scores \(2, 2\)"),
+    "empty": (dict(scores=np.zeros((0, 3)), predictions=np.zeros((0, 3), int)), r"empty, shape \(0, 3\)"),
+    "one axis": (dict(scores=[0.1, 0.2], predictions=[0, 1]), "1 axes"),
+    "float predictions": (dict(scores=np.zeros((2, 2)), predictions=np.zeros((2, 2))), "float64, not class indices"),
+    "negative labels": (dict(scores=np.zeros((2, 2)), predictions=TWO, labels=[0, -1]), "labels hold -1"),
+    "short labels": (dict(scores=np.zeros((2, 2)), predictions=TWO, labels=[0]), r"\(1,\) for 2 samples"),
+    "multi-label": (dict(scores=np.zeros((2, 2)), predictions=TWO, labels=TWO), "multi-label"),
+    "float labels": (dict(scores=np.zeros((2, 2)), predictions=TWO, labels=[0.0, 1.0]), "labels are float64"),
+    "words": (dict(scores=[["a", "b"]], predictions=[[0, 1]]), "no table of numbers"),
+    "feature shape": (dict(scores=np.zeros((2, 2)), predictions=TWO, features={"x": [[1.0]]}), "feature 'x' have shape"),
+    "log shape": (dict(scores=np.zeros((2, 2)), predictions=TWO, log_probabilities=np.zeros((2, 3, 4))), "log_probabilities"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", BAD_TABLES)
+def test_a_bad_table_is_refused_in_one_clear_sentence(case):
+    arguments, message = BAD_TABLES[case]
+    with pytest.raises(BadInput, match=message) as caught:
+        HeadOutputs(**arguments)
+    assert ":" in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+BAD_LOGITS = {
+    "one logit": (dict(logits=np.zeros((3, 2, 1))), r"1 class per exit.*stack \[0, logit\]"),
+    "two axes": (dict(logits=np.zeros((3, 2))), "2 axes"),
+    "empty": (dict(logits=np.zeros((0, 2, 3))), "empty"),
+    "NaN": (
+        dict(logits=np.full((1, 1, 2), np.nan)),
+        "2 values that are NaN or infinite, the first at sample 0, exit 0",
+    ),
+    "all masked": (dict(logits=np.full((1, 1, 2), -np.inf)), "NaN or infinite"),
+    "label out of range": (dict(logits=np.zeros((1, 1, 3)), labels=[3]), "labels hold class 3, but the logits have 3"),
+    "unknown score": (dict(logits=np.zeros((1, 1, 3)), score="luck"), "no score 'luck': choose one of margin"),
+    "ragged": (dict(logits=[np.zeros((2, 3)), np.zeros((2, 4))]), "disagree in shape"),
+    "noise without dice": (dict(logits=np.zeros((1, 1, 3)), noise=1e-5), "explicit generator"),
+    "noise on logits": (
+        dict(logits=np.zeros((1, 1, 3)), score="logit_margin", noise=1e-5, rng=np.random.default_rng(0)),
+        "logit_margin does not use",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BAD_LOGITS)
+def test_bad_logits_are_refused_in_one_clear_sentence(case):
+    arguments, message = BAD_LOGITS[case]
+    with pytest.raises(BadInput, match=message):
+        HeadOutputs.from_logits(**arguments)
+
+
+def test_labels_are_asked_for_where_the_truth_is_needed():
+    with pytest.raises(LabelsNeeded, match="the oracle needs labels"):
+        made_up(0, 5, 2).unlabelled().known_labels("the oracle")
+
+
+@pytest.mark.parametrize("fraction", [0.0, 1.0, -1, 0.01])
+def test_a_split_with_an_empty_side_is_refused(fraction):
+    with pytest.raises(BadInput, match="leaves one side empty"):
+        made_up(0, 10, 2).split(fraction, np.random.default_rng(0))
+
+
+def test_files_that_are_not_tables_are_refused_by_name(tmp_path):
+    table = made_up(0, 5, 2)
+    table.save(tmp_path / "good.npz")
+    whole = (tmp_path / "good.npz").read_bytes()
+    (tmp_path / "truncated.npz").write_bytes(whole[: len(whole) // 2])
+    (tmp_path / "text.npz").write_text("hello")
+    (tmp_path / "empty.npz").write_bytes(b"")
+    np.savez(tmp_path / "foreign.npz", x=np.zeros(3))
+    np.savez(tmp_path / "pickled.npz", x=np.array([{}], dtype=object))
+    np.save(tmp_path / "lone.npy", np.zeros(3))
+    np.savez(tmp_path / "newer.npz", alight=np.array("HeadOutputs"), schema=np.array(99))
+    np.savez(tmp_path / "lacking.npz", alight=np.array("HeadOutputs"), schema=np.array(1), scores=np.zeros((1, 1)))
+    Decisions([0], [0], [1.0]).save(tmp_path / "decisions.npz")
+    for name, message in {
+        "truncated.npz": "no whole .npz",
+        "text.npz": "no whole .npz",
+        "empty.npz": "no whole .npz",
+        "foreign.npz": "a file from elsewhere",
+        "pickled.npz": "no whole .npz of plain arrays",
+        "lone.npy": "no whole .npz",
+        "newer.npz": "schema is 99 and this alight reads up to 1; upgrade alight",
+        "lacking.npz": "not usable",
+        "decisions.npz": "it is a Decisions, not a HeadOutputs",
+    }.items():
+        with pytest.raises(BadFile, match=message) as caught:
+            HeadOutputs.load(tmp_path / name)
+        assert name in str(caught.value)
