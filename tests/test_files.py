@@ -1,5 +1,3 @@
-import os
-
 import pytest
 
 from alight.files import write_text, write_whole
@@ -16,7 +14,7 @@ def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path):
     with pytest.raises(KeyboardInterrupt):
         write_whole(path, fails)
     assert path.read_text() == "old"
-    assert os.listdir(tmp_path) == ["result.txt"]
+    assert list(tmp_path.iterdir()) == [path]
 
 
 def test_a_written_file_has_ordinary_permissions(tmp_path):

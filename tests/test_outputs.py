@@ -119,19 +119,19 @@ def test_decisions_count_and_survive_saving(tmp_path):
 
 TWO = [[0, 1], [1, 1]]
 BAD_TABLES = {
-    "NaN": (dict(scores=[[0.1, np.nan], [0.2, 0.3]], predictions=TWO), "1 values that are NaN or infinite.*sample 0, exit 1"),
-    "infinite": (dict(scores=[[0.1, np.inf], [0.2, np.inf]], predictions=TWO), "2 values that are NaN or infinite"),
-    "shapes": (dict(scores=np.zeros((2, 2)), predictions=[[0, 1, 1], [0, 1, 1]]), r"\(2, 3\) and scores \(2, 2\)"),
-    "empty": (dict(scores=np.zeros((0, 3)), predictions=np.zeros((0, 3), int)), r"empty, shape \(0, 3\)"),
-    "one axis": (dict(scores=[0.1, 0.2], predictions=[0, 1]), "1 axes"),
-    "float predictions": (dict(scores=np.zeros((2, 2)), predictions=np.zeros((2, 2))), "float64, not class indices"),
-    "negative labels": (dict(scores=np.zeros((2, 2)), predictions=TWO, labels=[0, -1]), "labels hold -1"),
-    "short labels": (dict(scores=np.zeros((2, 2)), predictions=TWO, labels=[0]), r"\(1,\) for 2 samples"),
-    "multi-label": (dict(scores=np.zeros((2, 2)), predictions=TWO, labels=TWO), "multi-label"),
-    "float labels": (dict(scores=np.zeros((2, 2)), predictions=TWO, labels=[0.0, 1.0]), "labels are float64"),
-    "words": (dict(scores=[["a", "b"]], predictions=[[0, 1]]), "no table of numbers"),
-    "feature shape": (dict(scores=np.zeros((2, 2)), predictions=TWO, features={"x": [[1.0]]}), "feature 'x' have shape"),
-    "log shape": (dict(scores=np.zeros((2, 2)), predictions=TWO, log_probabilities=np.zeros((2, 3, 4))), "log_probabilities"),
+    "NaN": ({"scores": [[0.1, np.nan], [0.2, 0.3]], "predictions": TWO}, "1 values that are.*sample 0, exit 1"),
+    "infinite": ({"scores": [[0.1, np.inf], [0.2, np.inf]], "predictions": TWO}, "2 values that are NaN or infinite"),
+    "shapes": ({"scores": np.zeros((2, 2)), "predictions": [[0, 1, 1], [0, 1, 1]]}, r"\(2, 3\) and scores \(2, 2\)"),
+    "empty": ({"scores": np.zeros((0, 3)), "predictions": np.zeros((0, 3), int)}, r"empty, shape \(0, 3\)"),
+    "one axis": ({"scores": [0.1, 0.2], "predictions": [0, 1]}, "1 axes"),
+    "float predictions": ({"scores": np.zeros((2, 2)), "predictions": np.zeros((2, 2))}, "float64, not class indices"),
+    "negative labels": ({"scores": np.zeros((2, 2)), "predictions": TWO, "labels": [0, -1]}, "labels hold -1"),
+    "short labels": ({"scores": np.zeros((2, 2)), "predictions": TWO, "labels": [0]}, r"\(1,\) for 2 samples"),
+    "multi-label": ({"scores": np.zeros((2, 2)), "predictions": TWO, "labels": TWO}, "multi-label"),
+    "float labels": ({"scores": np.zeros((2, 2)), "predictions": TWO, "labels": [0.0, 1.0]}, "labels are float64"),
+    "words": ({"scores": [["a", "b"]], "predictions": [[0, 1]]}, "no table of numbers"),
+    "feature shape": ({"scores": np.zeros((2, 2)), "predictions": TWO, "features": {"x": [[1.0]]}}, "feature 'x' have"),
+    "log shape": ({"scores": np.zeros((2, 2)), "predictions": TWO, "log_probabilities": np.zeros((2, 3, 4))}, "log_pr"),
 }  # fmt: skip
 
 
@@ -145,20 +145,23 @@ def test_a_bad_table_is_refused_in_one_clear_sentence(case):
 
 
 BAD_LOGITS = {
-    "one logit": (dict(logits=np.zeros((3, 2, 1))), r"1 class per exit.*stack \[0, logit\]"),
-    "two axes": (dict(logits=np.zeros((3, 2))), "2 axes"),
-    "empty": (dict(logits=np.zeros((0, 2, 3))), "empty"),
+    "one logit": ({"logits": np.zeros((3, 2, 1))}, r"1 class per exit.*stack \[0, logit\]"),
+    "two axes": ({"logits": np.zeros((3, 2))}, "2 axes"),
+    "empty": ({"logits": np.zeros((0, 2, 3))}, "empty"),
     "NaN": (
-        dict(logits=np.full((1, 1, 2), np.nan)),
+        {"logits": np.full((1, 1, 2), np.nan)},
         "2 values that are NaN or infinite, the first at sample 0, exit 0",
     ),
-    "all masked": (dict(logits=np.full((1, 1, 2), -np.inf)), "NaN or infinite"),
-    "label out of range": (dict(logits=np.zeros((1, 1, 3)), labels=[3]), "labels hold class 3, but the logits have 3"),
-    "unknown score": (dict(logits=np.zeros((1, 1, 3)), score="luck"), "no score 'luck': choose one of margin"),
-    "ragged": (dict(logits=[np.zeros((2, 3)), np.zeros((2, 4))]), "disagree in shape"),
-    "noise without dice": (dict(logits=np.zeros((1, 1, 3)), noise=1e-5), "explicit generator"),
+    "all masked": ({"logits": np.full((1, 1, 2), -np.inf)}, "NaN or infinite"),
+    "label out of range": (
+        {"logits": np.zeros((1, 1, 3)), "labels": [3]},
+        "labels hold class 3, but the logits",
+    ),
+    "unknown score": ({"logits": np.zeros((1, 1, 3)), "score": "luck"}, "no score 'luck': choose one of margin"),
+    "ragged": ({"logits": [np.zeros((2, 3)), np.zeros((2, 4))]}, "disagree in shape"),
+    "noise without dice": ({"logits": np.zeros((1, 1, 3)), "noise": 1e-5}, "explicit generator"),
     "noise on logits": (
-        dict(logits=np.zeros((1, 1, 3)), score="logit_margin", noise=1e-5, rng=np.random.default_rng(0)),
+        {"logits": np.zeros((1, 1, 3)), "score": "logit_margin", "noise": 1e-5, "rng": np.random.default_rng(0)},
         "logit_margin does not use",
     ),
 }

@@ -61,7 +61,11 @@ def calibrate_command(options: argparse.Namespace) -> None:
     """Fit a policy to a budget."""
     labelled, unlabelled = _tables(options, "labelled", "unlabelled")
     method = calibrate.METHODS[options.method]
-    policy = method(_costs(options.costs), options.budget, labelled, unlabelled, **_own_options(method, options.set))
+    own = _own_options(method, options.set)
+    try:
+        policy = method(_costs(options.costs), options.budget, labelled, unlabelled, **own)
+    except TypeError as error:  # the only values whose type nobody has checked yet
+        raise BadInput(f"--set {' '.join(options.set)}: a value is of the wrong kind ({error})") from error
     if options.output:
         policy.save(options.output)
     print(policy)
@@ -94,14 +98,13 @@ def _demo_points(recording: recordings.Recording, name: str) -> list[Point]:
 
 def _demo_table(points: Sequence[Point]) -> list[str]:
     """Budget, accuracy and spent of EERO, of the paper's rule and of the best single exit."""
-    shown = {"eero": "eero", "eero_marginal": "paper's rule", "best_single_exit": "single exit"}
-    chosen = [point for point in points if 10 * point.budget / point.plain_cost % 1 < 1e-9 and point.method in shown]
-    columns = {"budget": [f"{p.budget / p.plain_cost:.0%}" for p in chosen if p.method == "eero"]}
-    for method, title in shown.items():
-        own = [point for point in chosen if point.method == method]
-        columns[title] = [f"{point.accuracy:.1%}" for point in own]
-        columns["spent" + " " * len(columns)] = [f"{point.mean_cost / point.plain_cost:.1%}" for point in own]
-    return aligned(columns)
+    columns = [["budget", *(f"{point.budget / point.plain_cost:.0%}" for point in points if point.method == "eero")]]
+    for method, title in {"eero": "eero", "eero_marginal": "paper's rule", "best_single_exit": "single exit"}.items():
+        own = [point for point in points if point.method == method]
+        columns.append([f"  {title}", *(f"{point.accuracy:.1%}" for point in own)])
+        columns.append(["spent", *(f"{point.mean_cost / point.plain_cost:.1%}" for point in own)])
+    header, *rows = aligned(columns)
+    return [header, *rows[::2]]  # every 10 %
 
 
 def _tables(options: argparse.Namespace, *names: str) -> list[Any]:

@@ -133,7 +133,7 @@ def test_closed_exits_are_never_read():
 
     def reader(exit_index, staying):
         read.append(exit_index)
-        rows = np.arange(10)[staying] if isinstance(staying, slice) else np.arange(10)[staying]
+        rows = np.arange(10)[staying]
         return outputs.predictions[rows, exit_index], outputs.scores[rows, exit_index]
 
     list(route(Threshold((np.inf,), costs=(1.0, 4.0), open_exits=(1, 3), num_exits=4), np.arange(10), reader))

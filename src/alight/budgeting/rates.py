@@ -4,6 +4,7 @@ Exponential weights, geometric and Gaussian rates are each a family `exp(base + 
 whose mean cost rises with the tilt. One bisection serves them all, and ends on the affordable side.
 """
 
+import math
 from collections.abc import Callable
 from typing import Literal
 
@@ -135,7 +136,7 @@ def cumulative_rates(exit_rates: Floats) -> Floats:
 
 
 def _log_weights(risks: Floats, costs: Floats, temperature: float, prior: Prior) -> Floats:
-    if not (np.isfinite(temperature) and temperature > 0):
+    if not (math.isfinite(temperature) and temperature > 0):
         raise BadInput(f"temperature {temperature:g} must be positive: the paper uses 0.04")
     with np.errstate(divide="ignore"):  # an exit of prior 0 is never planned
         return np.log(prior_weights(prior, costs)) - risks / temperature

@@ -17,6 +17,7 @@ Floats = npt.NDArray[np.float64]
 Integers = npt.NDArray[np.int64]
 Slack = Literal["paper"] | float | None
 
+ROUNDING = 1e-9  # of a sample: 30.9999999999 samples are 31
 PROVEN_SLACK = 2 * math.sqrt(math.pi / 2)  # the constant C of Prop. 3, as its proof has it
 
 
@@ -61,7 +62,7 @@ def marginal_thresholds(scores: Floats, exit_rates: Floats, slack: Slack = "pape
 def marginal_ranks(exit_rates: Floats, num_samples: int, slack: Slack = "paper") -> Integers:
     """k = ceil(N (1 - padded share)) for each exit but the last; N + 1, above every score, where the rate is 0."""
     gone = padded_rates(exit_rates, num_samples, slack)[:-1]
-    ranks = np.ceil(num_samples * (1 - gone)).astype(np.int64)
+    ranks = np.ceil(num_samples * (1 - gone) - ROUNDING).astype(np.int64)
     return np.where((np.asarray(exit_rates)[:-1] > 0) | (gone >= 1), ranks, num_samples + 1)
 
 
@@ -86,7 +87,7 @@ def passing_counts(exit_rates: Floats, num_samples: int, slack: Slack = None) ->
     array([4, 2])
     """
     left = 1 - padded_rates(exit_rates, num_samples, slack)[:-1]
-    counts = np.floor((num_samples + 1) * left).astype(np.int64)
+    counts = np.floor((num_samples + 1) * left + ROUNDING).astype(np.int64)
     silent = np.asarray(exit_rates)[:-1] <= 0  # nobody is planned to leave here, so nobody does
     for exit_index in np.flatnonzero(silent):
         before = counts[exit_index - 1] if exit_index else num_samples + 1

@@ -10,7 +10,7 @@ Policy
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -91,9 +91,9 @@ class Policy(ABC):
                 f" use with_score({self.score!r}) or calibrate again"
             )
 
-    def rule(self) -> Mapping[str, list[str]]:
-        """The rule's own numbers as columns of text, one entry per open exit."""
-        return {}
+    def rule(self) -> list[list[str]]:
+        """The rule's own numbers as columns of text: a name, then one entry per open exit."""
+        return []
 
     def summary(self) -> str:
         """The rule in a few words."""
@@ -106,10 +106,10 @@ class Policy(ABC):
             lines.append(f"budget {self.budget:.4g}{unit} per sample{_spending(self.planned_cost, self.budget)}")
         if self.settings:
             lines.append(", ".join(f"{name} {_plain(value)}" for name, value in self.settings.items()))
-        columns = {"exit": [str(index) for index in self.open_exits], "cost": [f"{cost:.4g}" for cost in self.costs]}
+        columns = [["exit", *map(str, self.open_exits)], ["cost", *(f"{cost:.4g}" for cost in self.costs)]]
         if self.exit_rates:
-            columns["rate"] = [f"{rate:.2%}" for rate in self.exit_rates]
-        return "\n".join([*lines, *aligned(columns | dict(self.rule()))])
+            columns.append(["rate", *(f"{rate:.2%}" for rate in self.exit_rates)])
+        return "\n".join([*lines, *aligned([*columns, *self.rule()])])
 
     def to_dict(self) -> dict[str, Any]:
         """The policy as plain JSON values; infinite thresholds are "never" and "always"."""
@@ -159,10 +159,10 @@ class Threshold(Policy):
             return scores >= threshold, memory
         return (scores > threshold) | ((scores == threshold) & hashed_below(samples, tie_share)), memory
 
-    def rule(self) -> Mapping[str, list[str]]:
-        columns = {"threshold": [_threshold(value) for value in self.thresholds] + ["everyone"]}
+    def rule(self) -> list[list[str]]:
+        columns = [["threshold", *(_threshold(value) for value in self.thresholds), "everyone"]]
         if any(share < 1 for share in self.tie_shares):
-            columns["tie share"] = [f"{share:.1%}" for share in self.tie_shares] + [""]
+            columns.append(["tie share", *(f"{share:.1%}" for share in self.tie_shares), ""])
         return columns
 
     def summary(self) -> str:
@@ -275,11 +275,11 @@ def policy_from_dict(content: Mapping[str, Any]) -> Policy:
     return rule(**{name: _from_json(name, value) for name, value in values.items()})
 
 
-def aligned(columns: Mapping[str, list[str]]) -> list[str]:
-    """Lines of a table whose columns are aligned to the right."""
-    widths = {name: max(map(len, [name, *cells])) for name, cells in columns.items()}
-    rows = [list(columns), *zip(*columns.values(), strict=True)]
-    return ["  ".join(cell.rjust(width) for cell, width in zip(row, widths.values(), strict=True)) for row in rows]
+def aligned(columns: Sequence[Sequence[str]]) -> list[str]:
+    """Lines of a table whose columns, each headed by its name, are aligned to the right."""
+    widths = [max(map(len, column)) for column in columns]
+    rows = zip(*columns, strict=True)
+    return ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
 
 
 def _spending(planned: float | None, budget: float) -> str:

@@ -110,15 +110,14 @@
 
   // ---- Drawing ---------------------------------------------------------------------------------------------------
 
+  const margins = {marginTop: 28, marginRight: 18, marginLeft: 44, marginBottom: 40};
+
   function draw(id, words, options) {
     const place = find(id);
     const width = Math.max(240, place.clientWidth);
     const plot = Plot.plot({
       width,
-      marginTop: 28,
-      marginRight: 12,
-      marginLeft: 44,
-      marginBottom: 40,
+      ...margins,
       ...options(width),
       ariaLabel: words,
       style: {fontFamily: "inherit", fontSize: "12px", background: "transparent", color: "inherit"},
@@ -242,7 +241,8 @@
     const [low, high] = state.network.range;
     draw("spending", `Spent against allowed budget: ${named(chosen)}`, (width) => {
       const height = tall(width, 0.8, 280, 380);
-      const slope = (Math.atan2(height - 68, width - 56) * 180) / Math.PI;
+      const rise = height - margins.marginTop - margins.marginBottom;
+      const slope = (Math.atan2(rise, width - margins.marginLeft - margins.marginRight) * 180) / Math.PI;
       return {
         height,
         x: {domain: [low, high]},
@@ -348,7 +348,7 @@
     const both = (exit) => rows.filter((row) => row.exit === exit).map((row) => `${row.kind}  ${exact(row.share)}`);
     draw(
       "shares",
-      `Share of samples per exit, ${kinds.join(" and ")}: ${label(point.method)} at a budget of ${percent(point.allowed)}`,
+      `Share of samples per exit, ${kinds.join(" and ")}: ${label(point.method)} at ${percent(point.allowed)} allowed`,
       (width) => ({
         height: tall(width, 0.55, 280, 340),
         marginTop: 32,

@@ -1,0 +1,131 @@
+"""How fast calibration is, as ratios in one run; about a minute on two cores.
+
+    python benchmarks/calibration.py            # writes results/calibration_speed.csv
+
+- `eero` on 1,000,000 x 20 scores against one `np.sort` of the same matrix along samples, and its peak memory
+- a sweep of all methods but `genetic` over 17 budgets on 5,000 / 10,000 recorded samples
+- `import alight` against `import numpy`, in fresh interpreters
+"""
+
+import csv
+import io
+import os
+import platform
+import subprocess
+import sys
+import time
+import tracemalloc
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from datetime import date
+from pathlib import Path
+
+import numpy as np
+import scipy
+
+from alight import Costs, HeadOutputs, calibrate, recordings, sweep
+from alight.files import write_text
+
+RESULTS = Path(__file__).parent.parent / "results" / "calibration_speed.csv"
+ROUNDS = 7
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """One figure, its spread over rounds, and what it may be at most."""
+
+    what: str
+    value: float
+    low: float
+    high: float
+    at_most: float
+    unit: str
+
+
+def measurements() -> Iterator[Measurement]:
+    rng = np.random.default_rng(0)
+    scores = rng.uniform(size=(1_000_000, 20))
+    predictions = rng.integers(1000, size=scores.shape)
+    labels = predictions[np.arange(len(scores)), rng.integers(20, size=len(scores))]
+    outputs = HeadOutputs(scores, predictions, labels)
+    costs = Costs.from_cumulative(np.arange(1.0, 21.0), unit="FLOPs")
+
+    def work() -> object:
+        return calibrate.eero(costs, "50%", outputs, spend_all=True)
+
+    yield ratio("eero on 1,000,000 x 20 / np.sort of it", work, lambda: np.sort(scores, axis=0), at_most=2.5)
+    tracemalloc.start()
+    work()
+    peak = tracemalloc.get_traced_memory()[1] / scores.nbytes
+    tracemalloc.stop()
+    yield Measurement("peak memory of eero on 1,000,000 x 20", peak, peak, peak, 3.0, "copies of the scores")
+
+    frozen = recordings.load("resnet18_cifar100_frozen")
+    methods = {name: method for name, method in calibrate.METHODS.items() if name != "genetic"}
+    budgets = [f"{percent:g}%" for percent in np.linspace(20, 100, 17)]
+    seconds = [
+        timed(lambda: sweep(methods, frozen.costs, budgets, labelled=frozen.labelled, test=frozen.test))
+        for _ in range(3)
+    ]
+    yield spread(f"sweep of {len(methods)} methods x 17 budgets, 5,000 / 10,000 samples", seconds, 15.0, "s")
+    yield ratio(
+        "import alight / import numpy", lambda: fresh("alight"), lambda: fresh("numpy"), at_most=3.0, less=fresh
+    )
+
+
+def ratio(
+    what: str,
+    ours: Callable[[], object],
+    theirs: Callable[[], object],
+    *,
+    at_most: float,
+    less: Callable[[], object] | None = None,
+) -> Measurement:
+    """Time of ours over theirs, taken by turns; `less` is timed too and taken off both."""
+    ours(), theirs()
+    values = []
+    for _ in range(ROUNDS):
+        base = timed(less) if less else 0.0
+        values.append((timed(ours) - base) / (timed(theirs) - base))
+    return spread(what, values, at_most, "ratio")
+
+
+def spread(what: str, values: list[float], at_most: float, unit: str) -> Measurement:
+    return Measurement(what, float(np.median(values)), min(values), max(values), at_most, unit)
+
+
+def timed(work: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    work()
+    return time.perf_counter() - start
+
+
+def fresh(module: str = "sys") -> None:
+    subprocess.run([sys.executable, "-c", f"import {module}"], check=True)
+
+
+def main() -> int:
+    made = {
+        "hardware": f"{platform.machine()}, {os.cpu_count()} cores",
+        "versions": f"python {platform.python_version()}, numpy {np.__version__}, scipy {scipy.__version__}",
+        "date": date.today().isoformat(),
+    }
+    rows = []
+    for each in measurements():
+        verdict = "ok" if each.value <= each.at_most else "TOO MUCH"
+        print(
+            f"{each.what}: {each.value:.2f} {each.unit} ({each.low:.2f} to {each.high:.2f}; at most {each.at_most:g}) {verdict}"
+        )
+        rows.append(asdict(each) | made)
+    text = io.StringIO()
+    writer = csv.DictWriter(text, rows[0], lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(
+        {name: f"{cell:.4g}" if isinstance(cell, float) else cell for name, cell in row.items()} for row in rows
+    )
+    write_text(RESULTS, text.getvalue())
+    return int(any(row["value"] > row["at_most"] for row in rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

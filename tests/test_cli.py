@@ -1,0 +1,191 @@
+"""The command line: results on stdout, one sentence and a status when something is wrong, nothing half-written."""
+
+import csv
+import json
+import re
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from conftest import made_up
+
+from alight import Costs, HeadOutputs, calibrate, load_policy, read_points
+from alight.cli import main
+
+COSTS = Costs([1.0, 1.0, 2.0, 2.0], [0.1] * 4, unit="ms")
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    made_up(1, 300, 4).save("labelled.npz")
+    made_up(2, 300, 4).unlabelled().save("unlabelled.npz")
+    made_up(3, 600, 4).save("test.npz")
+    COSTS.save("costs.json")
+    return tmp_path
+
+
+def run(line, capsys):
+    """Status, stdout and stderr of a command."""
+    try:
+        status = main(line.split())
+    except SystemExit as error:
+        status = error.code
+    captured = capsys.readouterr()
+    return status, captured.out, captured.err
+
+
+def test_calibrate_writes_the_policy_that_python_would_make(folder, capsys):
+    status, out, _ = run("calibrate labelled.npz --costs costs.json --budget 50% -o policy.json", capsys)
+    expected = calibrate.eero(COSTS, "50%", HeadOutputs.load("labelled.npz"))
+    assert status == 0
+    assert load_policy("policy.json") == expected
+    assert out.strip() == str(expected)
+
+
+def test_calibrate_takes_a_method_its_options_and_unlabelled_data(folder, capsys):
+    line = "calibrate labelled.npz --unlabelled unlabelled.npz --costs costs.json --budget 3 --method eero"
+    status, _, _ = run(line + " --set temperature=0.2 --set spend_all=true --set slack=exact -o policy.json", capsys)
+    tables = [HeadOutputs.load(name) for name in ("labelled.npz", "unlabelled.npz")]
+    assert status == 0
+    assert load_policy("policy.json") == calibrate.eero(
+        COSTS, 3.0, *tables, temperature=0.2, spend_all=True, slack="exact"
+    )
+
+
+def test_costs_may_be_written_out(folder, capsys):
+    status, out, _ = run("calibrate labelled.npz --costs 1,2.5,4,6 --budget 3", capsys)
+    assert status == 0
+    assert "budget 3 per sample" in out
+
+
+def test_another_score_of_the_table_may_be_chosen(folder, capsys):
+    rng = np.random.default_rng(0)
+    HeadOutputs.from_logits(rng.normal(size=(50, 4, 3)), features=["negative_entropy"]).save("both.npz")
+    status, out, _ = run("calibrate both.npz --costs costs.json --budget 50% --score negative_entropy", capsys)
+    assert status == 0
+    assert "on the negative_entropy" in out
+
+
+def test_sweep_and_report_chain(folder, capsys):
+    line = (
+        "sweep labelled.npz test.npz --costs costs.json --methods eero,geometric --budgets 40%,4,100% --report one.html"
+    )
+    status, out, err = run(line, capsys)
+    assert status == 0
+    points = read_points("points.csv")
+    assert len(points) == 2 * 3 + 3 + 4
+    assert len(out.splitlines()) == 6
+    assert "sweep" in err  # progress
+    status, out, _ = run("report points.csv -o two.html --title Test", capsys)
+    assert status == 0
+    assert out.strip() == str(folder / "two.html")
+    assert (folder / "one.html").stat().st_size == pytest.approx((folder / "two.html").stat().st_size, rel=0.01)
+
+
+def test_sweep_chooses_budgets_from_the_cheapest_exit_to_the_plain_network(folder, capsys):
+    assert run("sweep labelled.npz test.npz --costs costs.json --methods geometric", capsys)[0] == 0
+    budgets = [point.budget for point in read_points("points.csv") if point.method == "geometric"]
+    assert len(budgets) == 17
+    assert budgets[0] == pytest.approx(COSTS.budget("19%"))
+    assert budgets[-1] == pytest.approx(COSTS.plain)
+
+
+def test_the_demo_compares_eero_with_the_papers_rule_and_single_exits(tmp_path, capsys):
+    for _ in range(2):  # twice: it can be run again
+        status, out, err = run(f"demo -o {tmp_path}/shown", capsys)
+    assert status == 0
+    assert "sweep" in err
+    table = [line.split() for line in out.splitlines() if re.match(r"\s*\d+%", line)]
+    assert [row[0] for row in table] == [f"{percent}%" for percent in range(20, 101, 10)]
+    for row in table:
+        eero, spent, paper, paper_spent, single, _ = (float(cell.rstrip("%")) for cell in row[1:])
+        assert eero >= paper >= 0
+        assert eero >= single
+        assert paper_spent <= spent + 0.1
+        assert spent <= 1.025 * float(row[0].rstrip("%"))
+    assert str(tmp_path / "shown" / "report.html") in out
+    assert load_policy(tmp_path / "shown" / "policy.json").method == "eero"
+    with (tmp_path / "shown" / "resnet18_cifar100_joint.csv").open() as file:
+        assert {row["method"] for row in csv.DictReader(file)} >= {"eero", "patience", "oracle", "single_exit"}
+
+
+BAD = {
+    "budget too small": ("calibrate labelled.npz --costs costs.json --budget 1%", 1, "below the cheapest exit"),
+    "no such file": ("calibrate nowhere.npz --costs costs.json --budget 50%", 1, "nowhere.npz: No such file"),
+    "costs of words": ("calibrate labelled.npz --costs cheap --budget 50%", 1, "neither a file nor numbers"),
+    "falling costs": ("calibrate labelled.npz --costs 3,2,1,4 --budget 50%", 1, "exit 0 costs 3 and exit 1 costs 2"),
+    "too few costs": ("calibrate labelled.npz --costs 1,2 --budget 50%", 1, "4 exits, but there are 2 costs"),
+    "foreign file": ("calibrate costs.json --costs costs.json --budget 50%", 1, "no whole .npz"),
+    "policy as points": ("report costs.json", 1, "no table of points"),
+    "unknown option": (
+        "calibrate labelled.npz --costs costs.json --budget 3 --set heat=1",
+        1,
+        "NAME one of temperature",
+    ),
+    "bad option": (
+        "calibrate labelled.npz --costs costs.json --budget 3 --set temperature=-1",
+        1,
+        "temperature -1 must",
+    ),
+    "wrongly typed option": ("calibrate labelled.npz --costs costs.json --budget 3 --set temperature=hot", 1, "hot"),
+    "bad score": ("calibrate labelled.npz --costs costs.json --budget 3 --score luck", 1, "no score 'luck'"),
+    "unlabelled test": ("sweep labelled.npz unlabelled.npz --costs costs.json", 1, "needs labels"),
+    "test on itself": ("sweep test.npz test.npz --costs costs.json", 1, "labelled table is also the test table"),
+    "unknown method": (
+        "calibrate labelled.npz --costs costs.json --budget 3 --method luck",
+        2,
+        "invalid choice: 'luck'",
+    ),
+    "unknown methods": ("sweep labelled.npz test.npz --costs costs.json --methods eero,luck", 2, "no method 'luck'"),
+    "no folder": ("sweep labelled.npz test.npz --costs costs.json -o missing/points.csv", 2, "no folder missing"),
+    "no command": ("", 2, "COMMAND"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input_gets_one_sentence_a_status_and_changes_nothing(case, folder, capsys):
+    line, expected, message = BAD[case]
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    status, out, err = run(line, capsys)
+    assert status == expected
+    assert message in err
+    assert "Traceback" not in err
+    assert out == ""
+    if expected == 1:
+        assert err.startswith("alight: ")
+        assert err.count("\n") == 1
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+
+
+def test_an_interrupt_prints_one_line_and_leaves_nothing_half_written(folder, capsys, monkeypatch):
+    def interrupted(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("alight.cli.sweep", interrupted)
+    before = sorted(folder.iterdir())
+    status, _, err = run("sweep labelled.npz test.npz --costs costs.json", capsys)
+    assert status == 130
+    assert err == "alight: interrupted, nothing half-written is left\n"
+    assert sorted(folder.iterdir()) == before
+
+
+def test_the_installed_command_answers():
+    done = subprocess.run([sys.executable, "-m", "alight.cli", "--version"], capture_output=True, text=True)
+    assert done.returncode == 0
+    assert re.fullmatch(r"alight \d+\.\d+\.\d+\n", done.stdout)
+
+
+@pytest.mark.parametrize("command", ["", "demo", "calibrate", "sweep", "report"])
+def test_every_help_is_there_with_an_example(command, capsys):
+    status, out, _ = run(f"{command} --help", capsys)
+    assert status == 0
+    assert "COMMAND" in out if not command else f"example: alight {command}" in out
+
+
+def test_a_policy_file_is_plain_json(folder, capsys):
+    run("calibrate labelled.npz --costs costs.json --budget 50% -o policy.json", capsys)
+    content = json.loads((folder / "policy.json").read_text())
+    assert content["alight"] == "Policy"
+    assert content["schema"] == 1
