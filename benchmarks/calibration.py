@@ -9,22 +9,20 @@
 
 import csv
 import io
-import os
-import platform
 import subprocess
 import sys
 import time
 import tracemalloc
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
-from datetime import date
+from functools import partial
 from pathlib import Path
 
 import numpy as np
-import scipy
 
 from alight import Costs, HeadOutputs, calibrate, recordings, sweep
 from alight.files import write_text
+from alight.provenance import provenance
 
 RESULTS = Path(__file__).parent.parent / "results" / "calibration_speed.csv"
 ROUNDS = 7
@@ -68,9 +66,9 @@ def measurements() -> Iterator[Measurement]:
         for _ in range(3)
     ]
     yield spread(f"sweep of {len(methods)} methods x 17 budgets, 5,000 / 10,000 samples", seconds, 15.0, "s")
-    yield ratio(
-        "import alight / import numpy", lambda: fresh("alight"), lambda: fresh("numpy"), at_most=3.0, less=fresh
-    )
+    numpy = partial(fresh, "import numpy")
+    for code in ("import alight", "from alight import calibrate, HeadOutputs, replay, sweep"):
+        yield ratio(f"{code} / import numpy", partial(fresh, code), numpy, at_most=3.0, less=fresh)
 
 
 def ratio(
@@ -100,22 +98,17 @@ def timed(work: Callable[[], object]) -> float:
     return time.perf_counter() - start
 
 
-def fresh(module: str = "sys") -> None:
-    subprocess.run([sys.executable, "-c", f"import {module}"], check=True)
+def fresh(code: str = "") -> None:
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def main() -> int:
-    made = {
-        "hardware": f"{platform.machine()}, {os.cpu_count()} cores",
-        "versions": f"python {platform.python_version()}, numpy {np.__version__}, scipy {scipy.__version__}",
-        "date": date.today().isoformat(),
-    }
+    made = provenance("numpy", "scipy", folder=Path(__file__).parent)
     rows = []
     for each in measurements():
         verdict = "ok" if each.value <= each.at_most else "TOO MUCH"
-        print(
-            f"{each.what}: {each.value:.2f} {each.unit} ({each.low:.2f} to {each.high:.2f}; at most {each.at_most:g}) {verdict}"
-        )
+        bounds = f"{each.low:.2f} to {each.high:.2f}; at most {each.at_most:g}"
+        print(f"{each.what}: {each.value:.2f} {each.unit} ({bounds}) {verdict}")
         rows.append(asdict(each) | made)
     text = io.StringIO()
     writer = csv.DictWriter(text, rows[0], lineterminator="\n")

@@ -15,6 +15,7 @@ MAY_IMPORT = {
     "scores": set(),
     "outputs": {"errors", "files", "scores"},
     "costs": {"errors", "files"},
+    "provenance": set(),
     "recordings": FOUNDATION,
     "budgeting": {"errors"},
     "policies": FOUNDATION | {"budgeting"},

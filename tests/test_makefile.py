@@ -1,0 +1,55 @@
+"""The two commands of a fresh clone, as make would run them."""
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+INDEX = "https://wheels.example/cpu"
+
+pytestmark = pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
+
+
+def planned(*arguments: str) -> list[str]:
+    """The commands that make would run."""
+    done = subprocess.run(["make", "-n", *arguments], cwd=ROOT, capture_output=True, text=True, check=True)
+    return done.stdout.splitlines()
+
+
+def position(commands: list[str], *words: str) -> int:
+    return next(index for index, command in enumerate(commands) if all(word in command for word in words))
+
+
+@pytest.mark.parametrize("target", ["demo", "test"])
+def test_a_fresh_clone_makes_an_environment_and_installs_once(target, tmp_path):
+    commands = planned(target, f"VENV={tmp_path}/venv")
+    assert position(commands, "-m venv") < position(commands, "pip install", "--editable")
+    assert not [command for command in commands if "--index-url" in command]
+    (tmp_path / "venv").mkdir()
+    for stamp in (".python", ".installed", ".installed-dev"):
+        (tmp_path / "venv" / stamp).touch()
+    again = planned(target, f"VENV={tmp_path}/venv")
+    assert not [command for command in again if "install" in command or "-m venv" in command]
+
+
+@pytest.mark.parametrize("target", ["demo", "test"])
+def test_torch_may_come_from_another_index(target, tmp_path):
+    commands = planned(target, f"VENV={tmp_path}/venv", f"TORCH_INDEX={INDEX}")
+    torch = position(commands, "pip install", "torch torchvision", f"--index-url {INDEX}")
+    assert torch < position(commands, "pip install", "--editable")
+
+
+def test_another_index_is_heeded_even_after_a_first_demo(tmp_path):
+    (tmp_path / "venv").mkdir()
+    for stamp in (".python", ".installed"):
+        (tmp_path / "venv" / stamp).touch()
+    assert position(planned("test", f"VENV={tmp_path}/venv", f"TORCH_INDEX={INDEX}"), f"--index-url {INDEX}") >= 0
+
+
+def test_testing_runs_lint_types_and_all_tests():
+    commands = planned("test")
+    for words in (["ruff", "check"], ["ruff", "format", "--check"], ["mypy"], ["pytest"]):
+        assert position(commands, *words) >= 0
+    assert "make test" in (ROOT / ".ci" / "run").read_text()
