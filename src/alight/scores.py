@@ -36,7 +36,7 @@ def margin(probabilities: Array) -> Array:
 
 
 def max_probability(probabilities: Array) -> Array:
-    """Probability of the likeliest class (the paper's Eq. 4).
+    """Probability of the likeliest class (the paper's Eq. 5).
 
     >>> max_probability(np.array([0.5, 0.2, 0.3]))
     np.float64(0.5)

@@ -137,7 +137,7 @@ def exact_ranks(exit_rates: Floats, num_samples: int, delta: float) -> Integers:
 def oracle_bound(
     risks: Floats, costs: Floats, budget: float, *, temperature: float = 0.04, prior: Prior = "inverse_cost"
 ) -> float:
-    """Right-hand side of Theorem 1: min over affordable exits of R_l + temperature * log(1 / prior_l).
+    """Right-hand side of Theorem 3.9: min over affordable exits of R_l + temperature * log(1 / prior_l).
 
     It bounds the error of the random mixture that sends a share e_l of the samples to exit l whatever they are, plus
     the divergence term; not the error of the confidence-routed rule, as the paper states it.

@@ -50,7 +50,7 @@ def exponential_weights(
     prior: Prior = "inverse_cost",
     spend_all: bool = False,
 ) -> Floats:
-    """Rates that minimise risk plus `temperature` times their divergence from the prior (Eq. 7-8, Prop. 4).
+    """Rates that minimise risk plus `temperature` times their divergence from the prior (Eq. 6-7, Prop. 3.8).
 
         minimise    sum_l e_l R_l + temperature * sum_l e_l log(e_l / prior_l)
         subject to  sum_l e_l = 1,  sum_l e_l costs_l <= budget     (= budget with `spend_all`)
@@ -115,7 +115,7 @@ def gaussian_rates(
 
 
 def two_exit_rates(costs: Floats, budget: float) -> Floats:
-    """Rates of two exits that spend the budget (Prop. 8); no risks are needed.
+    """Rates of two exits that spend the budget (Prop. C.1); no risks are needed.
 
     >>> two_exit_rates(np.array([1.0, 3.0]), 2.0)
     array([0.5, 0.5])
@@ -129,7 +129,7 @@ def two_exit_rates(costs: Floats, budget: float) -> Floats:
 
 
 def cumulative_rates(exit_rates: Floats) -> Floats:
-    """Share of samples that should have left by each exit (Eq. 9, epsilon_seq); exactly 1 at the last."""
+    """Share of samples that should have left by each exit (Eq. 8, epsilon_seq); exactly 1 at the last."""
     gone = np.minimum(np.cumsum(exit_rates), 1.0)
     gone[-1] = 1.0
     return gone
@@ -192,5 +192,5 @@ def _boundary(affordable: Callable[[float], bool], sign: float) -> float:
         middle = float(np.sqrt(near_size) * np.sqrt(far_size))
         near_size, far_size = (near_size, middle) if far(middle) else (middle, far_size)
     if sign > 0:
-        return near_size
+        return 0.0 if far(near_size) else near_size
     return -far_size if far(far_size) else -np.inf  # only the cheapest exit is affordable

@@ -18,7 +18,7 @@ Integers = npt.NDArray[np.int64]
 Slack = Literal["paper"] | float | None
 
 ROUNDING = 1e-9  # of a sample: 30.9999999999 samples are 31
-PROVEN_SLACK = 2 * math.sqrt(math.pi / 2)  # the constant C of Prop. 3, as its proof has it
+PROVEN_SLACK = 2 * math.sqrt(math.pi / 2)  # the constant C of Prop. 3.5, as its proof has it
 
 
 class Thresholds(NamedTuple):
@@ -29,7 +29,7 @@ class Thresholds(NamedTuple):
 
 
 def padded_rates(exit_rates: Floats, num_samples: int, slack: Slack = None) -> Floats:
-    """Share of samples to have left by each exit, with the paper's slack C / sqrt(N) on top (Eq. 10).
+    """Share of samples to have left by each exit, with the paper's slack C / sqrt(N) on top (Eq. 9).
 
     C is the cumulative rate itself for `"paper"`, as in its experiments; a number is C; None is no slack.
 
@@ -49,7 +49,7 @@ def padded_rates(exit_rates: Floats, num_samples: int, slack: Slack = None) -> F
 
 
 def marginal_thresholds(scores: Floats, exit_rates: Floats, slack: Slack = "paper") -> Thresholds:
-    """Each exit calibrated on all samples, for the share that should have left by then (Def. 2, Eq. 9-10).
+    """Each exit calibrated on all samples, for the share that should have left by then (Def. 3.3, Eq. 8-9).
 
     The threshold is the k-th smallest score, k = ceil(N (1 - padded share)): fewer than k samples lie below it.
 

@@ -60,7 +60,7 @@ def two_exits(
     slack: AnySlack = None,
     delta: float = 0.05,
 ) -> Policy:
-    """One early exit and the last, the others closed (Prop. 8); `early=None` takes the best on the labelled data."""
+    """One early exit and the last, the others closed (Prop. C.1); `early=None` takes the best on the labelled data."""
     task = Task.of("two_exits", costs, budget, labelled, unlabelled)
     last = len(task.network) - 1
     if early is not None and not 0 <= early < max(last, 1):
