@@ -130,7 +130,7 @@ BAD = {
         "temperature -1 must",
     ),
     "wrongly typed option": ("calibrate labelled.npz --costs costs.json --budget 3 --set temperature=hot", 1, "hot"),
-    "bad score": ("calibrate labelled.npz --costs costs.json --budget 3 --score luck", 1, "no score 'luck'"),
+    "bad score": ("calibrate labelled.npz --costs costs.json --budget 3 --score luck", 1, "no 'luck'"),
     "unlabelled test": ("sweep labelled.npz unlabelled.npz --costs costs.json", 1, "needs labels"),
     "test on itself": ("sweep test.npz test.npz --costs costs.json", 1, "labelled table is also the test table"),
     "unknown method": (

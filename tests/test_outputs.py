@@ -102,7 +102,7 @@ def test_another_score_can_take_the_place_of_the_first():
     np.testing.assert_array_equal(swapped.scores, table.features["negative_entropy"])
     assert same(swapped.with_score("margin"), table)
     assert table.with_score("margin") is table
-    with pytest.raises(BadInput, match="no score 'nothing', only margin, negative_entropy"):
+    with pytest.raises(BadInput, match="no 'nothing', only margin, negative_entropy"):
         table.with_score("nothing")
 
 

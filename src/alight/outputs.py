@@ -131,6 +131,17 @@ class HeadOutputs:
         """Error rate of each exit alone (R-hat); without labels, its disagreement with the last exit."""
         return 1.0 - self.correct().mean(axis=0)
 
+    def column(self, name: str) -> np.ndarray:
+        """The score, a feature, or "log_probabilities", of every sample and exit."""
+        if name == self.score:
+            return self.scores
+        if name == "log_probabilities" and self.log_probabilities is not None:
+            return self.log_probabilities
+        if name not in self.features:
+            known = ", ".join([self.score, *self.features])
+            raise BadInput(f"this table has no {name!r}, only {known}: record it again with {name!r}")
+        return self.features[name]
+
     def known_labels(self, purpose: str) -> Integers:
         """The labels, or an error that says what they are needed for."""
         if self.labels is None:
@@ -166,11 +177,9 @@ class HeadOutputs:
         """The same table with another of its features as the score."""
         if name == self.score:
             return self
-        if name not in self.features:
-            known = ", ".join([self.score, *self.features])
-            raise BadInput(f"this table has no score {name!r}, only {known}: record it again with that score")
-        features = {**self.features, self.score: self.scores}
-        return replace(self, scores=features.pop(name), score=name, features=features)
+        scores = self.column(name)
+        others = {key: values for key, values in self.features.items() if key != name}
+        return replace(self, scores=scores, score=name, features={**others, self.score: self.scores})
 
     def save(self, path: PathLike) -> None:
         """Write the table to an .npz file, whole or not at all."""

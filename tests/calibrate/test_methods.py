@@ -157,6 +157,22 @@ def test_best_single_exit_is_the_most_accurate_one_that_is_affordable():
     assert policy.costs == (pytest.approx(3.6),)  # no other head is paid for
 
 
+def test_a_dear_first_head_does_not_stop_methods_that_close_it():
+    costs = Costs(stages=[1.0, 0.1], heads=[5.0, 0.1])
+    table = made_up(0, 50, 2)
+    assert calibrate.best_single_exit(costs, 2.0, table).open_exits == (1,)
+    with pytest.raises(BudgetTooSmall, match=r"cheapest exit \(1.2 FLOPs\)"):
+        calibrate.best_single_exit(costs, 1.1, table)
+    with pytest.raises(BudgetTooSmall, match=r"cheapest exit \(6 FLOPs\)"):
+        calibrate.eero(costs, 2.0, table)
+
+
+def test_a_rate_of_zero_closes_the_exit_under_every_slack():
+    for slack in (None, "paper", 0.5, "exact"):
+        policy = calibrate.eero_marginal(COSTS, 3.5, TABLE, prior=[1, 0, 1, 1, 1], slack=slack)
+        assert policy.thresholds[1] == np.inf
+
+
 def test_the_exact_slack_is_written_down_with_its_delta():
     policy = calibrate.eero(COSTS, 3.0, TABLE, slack="exact", delta=0.01)
     assert policy.settings["delta"] == 0.01

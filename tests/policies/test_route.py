@@ -90,7 +90,7 @@ def walked(policy, outputs, as_array):
     def read(exit_index, staying):
         nonlocal waiting
         waiting = waiting[staying]
-        return predictions[waiting, exit_index], scores[waiting, exit_index]
+        return predictions[waiting, exit_index], (scores[waiting, exit_index],)
 
     steps = list(route(policy, as_array(np.arange(len(outputs))), read))
     return [
@@ -112,7 +112,7 @@ def test_the_walk_answers_early_samples_before_it_reads_later_exits():
     def reader(exit_index, staying):
         read.append(exit_index)
         rows = np.arange(2)[staying]
-        return outputs.predictions[rows, exit_index], outputs.scores[rows, exit_index]
+        return outputs.predictions[rows, exit_index], (outputs.scores[rows, exit_index],)
 
     steps = route(Threshold((0.5,), costs=(1.0, 2.0)), np.arange(2), reader)
     assert [part.tolist() for part in next(steps)[1:]] == [[0], [3]]
@@ -134,7 +134,7 @@ def test_closed_exits_are_never_read():
     def reader(exit_index, staying):
         read.append(exit_index)
         rows = np.arange(10)[staying]
-        return outputs.predictions[rows, exit_index], outputs.scores[rows, exit_index]
+        return outputs.predictions[rows, exit_index], (outputs.scores[rows, exit_index],)
 
     list(route(Threshold((np.inf,), costs=(1.0, 4.0), open_exits=(1, 3), num_exits=4), np.arange(10), reader))
     assert read == [1, 3]

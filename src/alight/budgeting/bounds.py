@@ -11,8 +11,8 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 
-from alight.budgeting.rates import Prior, prior_weights
-from alight.budgeting.thresholds import passing_counts
+from alight.budgeting.rates import Prior, cumulative_rates, prior_weights
+from alight.budgeting.thresholds import marginal_ranks, passing_counts
 from alight.errors import BadInput, BudgetTooSmall
 
 Floats = npt.NDArray[np.float64]
@@ -122,16 +122,16 @@ def exact_ranks(exit_rates: Floats, num_samples: int, delta: float) -> Integers:
     The marginal rule has no joint law, so delta is shared out evenly among the exits.
     """
     _check_delta(delta)
-    left = 1 - np.cumsum(exit_rates)[:-1]
-    counts = passing_counts(exit_rates, num_samples)
-    for exit_index, count in enumerate(counts.tolist()):
-        low, high = 0, count  # the largest rank whose Beta quantile is within the plan, by bisection
+    left = 1 - cumulative_rates(exit_rates)[:-1]
+    ranks = marginal_ranks(exit_rates, num_samples, None)
+    for exit_index in np.flatnonzero(ranks <= num_samples):  # the others are closed
+        low, high = 0, int(ranks[exit_index])  # the largest rank whose Beta quantile is within the plan, by bisection
         while low < high:
             middle = (low + high + 1) // 2
-            within = passing_bound(middle, num_samples, delta / len(counts)) <= left[exit_index]
+            within = passing_bound(middle, num_samples, delta / len(ranks)) <= left[exit_index]
             low, high = (middle, high) if within else (low, middle - 1)
-        counts[exit_index] = low
-    return counts
+        ranks[exit_index] = low
+    return ranks
 
 
 def oracle_bound(

@@ -61,7 +61,7 @@ def two_exits(
     delta: float = 0.05,
 ) -> Policy:
     """One early exit and the last, the others closed (Prop. C.1); `early=None` takes the best on the labelled data."""
-    task = Task.of("two_exits", costs, budget, labelled, unlabelled)
+    task = Task.of("two_exits", costs, budget, labelled, unlabelled, closes_exits=True)
     last = len(task.network) - 1
     if early is not None and not 0 <= early < max(last, 1):
         raise BadInput(f"early exit {early} of a network with exits 0 to {last}: choose one before the last")

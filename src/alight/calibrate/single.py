@@ -11,7 +11,7 @@ def best_single_exit(
     costs: AnyCosts, budget: Budget, labelled: HeadOutputs, unlabelled: HeadOutputs | None = None
 ) -> ExitAt:
     """Everyone leaves at the most accurate exit that the budget allows."""
-    task = Task.of("best_single_exit", costs, budget, labelled, unlabelled)
+    task = Task.of("best_single_exit", costs, budget, labelled, unlabelled, closes_exits=True)
     alone = np.array([task.network.cumulative([index])[0] for index in range(len(task.network))])
     risks = np.where(alone <= task.budget, labelled.risks(), np.inf)
     return ExitAt(**task.terms(open_exits=[int(np.argmin(risks))], exit_rates=np.ones(1)))

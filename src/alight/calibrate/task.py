@@ -41,9 +41,16 @@ class Task:
 
     @classmethod
     def of(
-        cls, method: str, costs: AnyCosts, budget: Budget, labelled: HeadOutputs, unlabelled: HeadOutputs | None
+        cls,
+        method: str,
+        costs: AnyCosts,
+        budget: Budget,
+        labelled: HeadOutputs,
+        unlabelled: HeadOutputs | None,
+        *,
+        closes_exits: bool = False,
     ) -> "Task":
-        """The task, once its parts are known to fit together."""
+        """The task, once its parts are known to fit together; a method that closes exits may do without the first."""
         network = as_costs(costs)
         if labelled is unlabelled:
             warnings.warn(
@@ -66,7 +73,8 @@ class Task:
                 " record both with one score"
             )
         amount = network.budget(budget)
-        cheapest = float(network.cumulative()[0])
+        firsts = range(len(network)) if closes_exits else [0]
+        cheapest = min(float(network.cumulative([first])[0]) for first in firsts)
         if amount < cheapest:
             raise BudgetTooSmall(amount, cheapest, network.unit)
         return cls(network, amount, labelled, labelled if unlabelled is None else unlabelled, method)

@@ -11,7 +11,7 @@ Policy
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 import numpy as np
@@ -20,9 +20,28 @@ from alight.budgeting.thresholds import hashed_below
 from alight.errors import BadFile, BadInput, Mismatch
 from alight.files import PathLike, read_json, write_json
 from alight.outputs import HeadOutputs
+from alight.policies.lens import Lens, lens_from_dict
 
 Array = Any  # a NumPy array or a torch tensor: steps use operators that mean the same for both
 Memory = tuple[Any, ...]  # arrays with one entry per sample still waiting, or such tuples again
+
+
+class Shared:
+    """What a policy remembers of the whole batch or stream: handed on as it is, not sample by sample."""
+
+
+@dataclass(frozen=True)
+class Certificate:
+    """What is promised about a policy, under which assumption, with which numbers, in one honest sentence."""
+
+    contract: str  # "mean", "probability", "batch", "stream", or the risk that is bounded
+    promise: str
+    assumption: str
+    numbers: Mapping[str, float | str] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        return f"{self.promise} {self.assumption}"
+
 
 MIXTURE_SALT = 1  # so that who is in a mixture's share says nothing about how its ties fall
 
@@ -40,6 +59,8 @@ class Policy(ABC):
     method: str = ""
     exit_rates: tuple[float, ...] = ()  # planned shares of the open exits, where the method plans them
     settings: Mapping[str, float | str] = field(default_factory=dict)  # what the method chose or was told
+    lens: Lens | None = None  # what it makes of what the heads say
+    certificate: Certificate | None = None  # what is promised about it
 
     def __post_init__(self) -> None:
         for each in fields(self):
@@ -74,6 +95,11 @@ class Policy(ABC):
         """
 
     @property
+    def inputs(self) -> tuple[str, ...]:
+        """Names of the recorded columns that it reads."""
+        return self.lens.inputs if self.lens else (self.score,)
+
+    @property
     def planned_cost(self) -> float | None:
         """Mean cost that the planned rates would spend; None where the method plans none."""
         return float(np.dot(self.exit_rates, self.costs)) if self.exit_rates else None
@@ -85,7 +111,10 @@ class Policy(ABC):
                 f"the policy is for {self.num_exits} exits and the table has {outputs.num_exits}:"
                 " calibrate on outputs of this network"
             )
-        if outputs.score != self.score:
+        if self.lens:
+            for name in self.inputs:
+                outputs.column(name)
+        elif outputs.score != self.score:
             raise Mismatch(
                 f"the policy was calibrated on {self.score!r} and the table's score is {outputs.score!r}:"
                 f" use with_score({self.score!r}) or calibrate again"
@@ -106,6 +135,8 @@ class Policy(ABC):
             lines.append(f"budget {self.budget:.4g}{unit} per sample{_spending(self.planned_cost, self.budget)}")
         if self.settings:
             lines.append(", ".join(f"{name} {_plain(value)}" for name, value in self.settings.items()))
+        if self.certificate:
+            lines.append(str(self.certificate))
         columns = [["exit", *map(str, self.open_exits)], ["cost", *(f"{cost:.4g}" for cost in self.costs)]]
         if self.exit_rates:
             columns.append(["rate", *(f"{rate:.2%}" for rate in self.exit_rates)])
@@ -295,8 +326,10 @@ def _threshold(value: float) -> str:
 
 
 def _to_json(value: Any) -> Any:
-    if isinstance(value, Policy):
+    if isinstance(value, Policy | Lens):
         return value.to_dict()
+    if isinstance(value, Certificate):
+        return asdict(value)
     if isinstance(value, tuple):
         return [_to_json(each) for each in value]
     if isinstance(value, Mapping):
@@ -309,6 +342,10 @@ def _to_json(value: Any) -> Any:
 def _from_json(name: str, value: Any) -> Any:
     if isinstance(value, dict) and "rule" in value:
         return policy_from_dict(value)
+    if name == "lens" and value is not None:
+        return lens_from_dict(value)
+    if name == "certificate" and value is not None:
+        return Certificate(**value)
     if isinstance(value, list):
         return tuple(_from_json(name, each) for each in value)
     if name in ("threshold", "thresholds") and isinstance(value, str):
