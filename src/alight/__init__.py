@@ -12,8 +12,9 @@ if TYPE_CHECKING:
     from alight.errors import AlightError
     from alight.evaluation.sweep import Point, at_equal_spend, read_points, sweep, write_points
     from alight.outputs import Decisions, HeadOutputs
-    from alight.policies.policy import Policy, load_policy
+    from alight.policies.policy import Policy
     from alight.policies.route import replay, route
+    from alight.policies.saved import load_policy
     from alight.report import write_report
 
 __version__ = "0.1.0"
@@ -46,7 +47,7 @@ _HOMES = {
     "Point": "alight.evaluation.sweep",
     "Policy": "alight.policies.policy",
     "at_equal_spend": "alight.evaluation.sweep",
-    "load_policy": "alight.policies.policy",
+    "load_policy": "alight.policies.saved",
     "read_points": "alight.evaluation.sweep",
     "replay": "alight.policies.route",
     "route": "alight.policies.route",

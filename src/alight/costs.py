@@ -73,6 +73,18 @@ class Costs:
         through: Floats = self._through  # type: ignore[attr-defined]
         return through[chosen] + np.cumsum(self.heads[chosen])
 
+    def at_exits(self, open_exits: Sequence[int]) -> "Costs":
+        """The costs of the network that has these exits alone: their heads, and the stages between them.
+
+        >>> Costs(stages=[2, 3, 4], heads=[1, 1, 1]).at_exits([0, 2])
+        Costs(3, 11 FLOPs per sample, cumulative)
+        """
+        chosen = np.asarray(open_exits, dtype=np.int64)
+        through: Floats = self._through[chosen]  # type: ignore[attr-defined]
+        costs = Costs(np.diff(through, prepend=0.0), self.heads[chosen], self.unit)
+        object.__setattr__(costs, "_through", through)  # a sum of differences would miss it by a rounding
+        return costs
+
     @property
     def plain(self) -> float:
         """Cost of the plain network: all stages and the last head, no other head."""

@@ -159,6 +159,17 @@ class HeadOutputs:
             log_probabilities=None if self.log_probabilities is None else self.log_probabilities[rows],
         )
 
+    def at_exits(self, open_exits: Sequence[int]) -> "HeadOutputs":
+        """The table of these exits alone. Without labels the truth is then the last of *them*."""
+        chosen = list(open_exits)
+        return replace(
+            self,
+            scores=self.scores[:, chosen],
+            predictions=self.predictions[:, chosen],
+            features={name: values[:, chosen] for name, values in self.features.items()},
+            log_probabilities=None if self.log_probabilities is None else self.log_probabilities[:, chosen],
+        )
+
     def split(self, fraction: float, rng: np.random.Generator) -> tuple["HeadOutputs", "HeadOutputs"]:
         """Two disjoint tables of shuffled samples, the first with this fraction of them."""
         first = round(fraction * len(self))

@@ -128,6 +128,17 @@ def two_exit_rates(costs: Floats, budget: float) -> Floats:
     return np.array([early, 1 - early])
 
 
+def tilted_rates(exit_rates: Floats, costs: Floats, budget: float) -> Floats:
+    """The rates nearest to these, in divergence, that spend the budget; exits of rate 0 stay closed.
+
+    >>> tilted_rates(np.array([0.5, 0.0, 0.5]), np.array([1.0, 2.0, 3.0]), 1.5).round(6)
+    array([0.75, 0.  , 0.25])
+    """
+    with np.errstate(divide="ignore"):
+        base = np.log(exit_rates)
+    return _tilted(base, costs / costs[-1], _largest_affordable_tilt(base, costs / costs[-1], costs, budget))
+
+
 def cumulative_rates(exit_rates: Floats) -> Floats:
     """Share of samples that should have left by each exit (Eq. 8, epsilon_seq); exactly 1 at the last."""
     gone = np.minimum(np.cumsum(exit_rates), 1.0)

@@ -158,15 +158,16 @@ def hash01(samples: Integers, salt: int = 0) -> Floats:
     >>> hash01(np.array([0, 1, 2])).round(3)
     array([0.759, 0.126, 0.998])
     """
-    return _hash(samples, salt) / 2**32
+    return hash32(samples, salt) / 2**32
 
 
 def hashed_below(samples: Any, share: float, salt: int = 0) -> Any:
     """Where hash01 is below a share; takes NumPy arrays and torch tensors, and compares integers, so exactly."""
-    return _hash(samples, salt) < math.ceil(share * 2**32)
+    return hash32(samples, salt) < math.ceil(share * 2**32)
 
 
-def _hash(samples: Any, salt: int) -> Any:
+def hash32(samples: Any, salt: int = 0) -> Any:
+    """A whole number below 2^32 for each sample index, for arrays and tensors alike."""
     mixed = ((samples & 0xFFFFFFFF) ^ (samples >> 32)) + (0x9E3779B9 * (salt + 1)) & 0xFFFFFFFF
     for factor in (0x7FEB352D, 0x31848BAB):  # odd and below 2^31: one to one on 32 bits, no overflow in 64
         mixed = ((mixed >> 16) ^ mixed) * factor & 0xFFFFFFFF

@@ -17,10 +17,10 @@ from typing import Any
 import numpy as np
 
 from alight.budgeting.thresholds import hashed_below
-from alight.errors import BadFile, BadInput, Mismatch
-from alight.files import PathLike, read_json, write_json
+from alight.errors import BadInput, Mismatch
+from alight.files import PathLike, write_json
 from alight.outputs import HeadOutputs
-from alight.policies.lens import Lens, lens_from_dict
+from alight.policies.lens import Lens
 
 Array = Any  # a NumPy array or a torch tensor: steps use operators that mean the same for both
 Memory = tuple[Any, ...]  # arrays with one entry per sample still waiting, or such tuples again
@@ -185,10 +185,7 @@ class Threshold(Policy):
     def step(
         self, position: int, samples: Array, predictions: Array, scores: Array, memory: Memory
     ) -> tuple[Array, Memory]:
-        threshold, tie_share = self.thresholds[position], self.tie_shares[position]
-        if tie_share >= 1:
-            return scores >= threshold, memory
-        return (scores > threshold) | ((scores == threshold) & hashed_below(samples, tie_share)), memory
+        return reaches(scores, samples, self.thresholds[position], self.tie_shares[position]), memory
 
     def rule(self) -> list[list[str]]:
         columns = [["threshold", *(_threshold(value) for value in self.thresholds), "everyone"]]
@@ -286,24 +283,11 @@ class Mixture(Policy):
         return f"{self.share:.1%} of samples: {self.first.summary()}; the others: {self.second.summary()}"
 
 
-RULES: Mapping[str, type[Policy]] = {rule.__name__: rule for rule in (Threshold, Streak, Patience, ExitAt, Mixture)}
-
-
-def load_policy(path: PathLike) -> Policy:
-    """The policy of a JSON file that `Policy.save` wrote."""
-    content = read_json(path, "Policy")
-    try:
-        return policy_from_dict(content)
-    except (KeyError, TypeError, ValueError, IndexError) as error:
-        reason = f"it lacks {error}" if isinstance(error, KeyError) else str(error)
-        raise BadFile(path, f"its content is not usable ({reason})", "calibrate and save the policy again") from error
-
-
-def policy_from_dict(content: Mapping[str, Any]) -> Policy:
-    """The policy that `to_dict` wrote."""
-    values = dict(content)
-    rule = RULES[values.pop("rule")]
-    return rule(**{name: _from_json(name, value) for name, value in values.items()})
+def reaches(scores: Array, samples: Array, threshold: float, tie_share: float) -> Array:
+    """Where a score is above the threshold, or equals it and the sample is in the share of ties that leaves."""
+    if tie_share >= 1:
+        return scores >= threshold
+    return (scores > threshold) | ((scores == threshold) & hashed_below(samples, tie_share))
 
 
 def aligned(columns: Sequence[Sequence[str]]) -> list[str]:
@@ -336,18 +320,4 @@ def _to_json(value: Any) -> Any:
         return {name: _to_json(each) for name, each in value.items()}
     if isinstance(value, float) and math.isinf(value):
         return _threshold(value)
-    return value
-
-
-def _from_json(name: str, value: Any) -> Any:
-    if isinstance(value, dict) and "rule" in value:
-        return policy_from_dict(value)
-    if name == "lens" and value is not None:
-        return lens_from_dict(value)
-    if name == "certificate" and value is not None:
-        return Certificate(**value)
-    if isinstance(value, list):
-        return tuple(_from_json(name, each) for each in value)
-    if name in ("threshold", "thresholds") and isinstance(value, str):
-        return {"never": math.inf, "always": -math.inf}[value]
     return value

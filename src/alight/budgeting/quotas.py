@@ -1,0 +1,60 @@
+"""Whole samples: how many of a batch leave at each exit, so that the batch keeps its budget whatever comes."""
+
+import math
+
+import numpy as np
+import numpy.typing as npt
+
+from alight.budgeting.rates import Floats
+from alight.errors import BudgetTooSmall
+
+Integers = npt.NDArray[np.int64]
+
+ROUNDING = 1e-12  # of the batch's budget, so that no way of adding up the costs exceeds it
+
+
+def quota_counts(exit_rates: Floats, costs: Floats, budget: float, total: int) -> Integers:
+    """Numbers of a batch of `total` samples that leave at each exit: nearest to the rates, at most `total * budget`.
+
+    Largest remainder first; then samples move to cheaper exits while the batch is too dear, and to dearer ones while
+    it is cheaper than planned. Exits of rate 0 get nobody, but for the first when nothing else is affordable.
+
+    >>> quota_counts(np.array([0.5, 0.3, 0.2]), np.array([1.0, 2.0, 4.0]), 1.9, 7)
+    array([4, 2, 1])
+    """
+    if budget < costs[0]:
+        raise BudgetTooSmall(budget, float(costs[0]))
+    allowed = total * budget * (1 - ROUNDING)
+    counts = np.floor(total * exit_rates + 1e-9).astype(np.int64)
+    remainders = np.where(exit_rates > 0, total * exit_rates - counts, -1.0)
+    counts[np.argsort(-remainders, kind="stable")[: total - counts.sum()]] += 1
+    spent = math.fsum(counts * costs)
+    while spent > allowed and (counts[1:] > 0).any():
+        source, target = _cheapening(counts, costs, spent - allowed)
+        counts[source], counts[target] = counts[source] - 1, counts[target] + 1
+        spent = math.fsum(counts * costs)
+    planned = min(allowed, total * float(exit_rates @ costs))
+    while (move := _dearest_move(counts, costs, exit_rates, planned - spent)) is not None:
+        source, target = move
+        counts[source], counts[target] = counts[source] - 1, counts[target] + 1
+        spent = math.fsum(counts * costs)
+    return counts
+
+
+def _cheapening(counts: Integers, costs: Floats, excess: float) -> tuple[int, int]:
+    """The move of one sample to a cheaper exit that saves just enough, or else the most."""
+    moves = [(costs[i] - costs[j], i, j) for i in np.flatnonzero(counts) for j in range(i)]
+    enough = [move for move in moves if move[0] >= excess]
+    _, source, target = min(enough) if enough else max(moves)
+    return int(source), int(target)
+
+
+def _dearest_move(counts: Integers, costs: Floats, exit_rates: Floats, slack: float) -> tuple[int, int] | None:
+    """The move of one sample to a dearer exit that uses most of what is left."""
+    open_exits = np.flatnonzero(exit_rates > 0)
+    moves = [(costs[j] - costs[i], i, j) for i in np.flatnonzero(counts) for j in open_exits if j > i]
+    affordable = [move for move in moves if move[0] <= slack]
+    if not affordable:
+        return None
+    _, source, target = max(affordable)
+    return int(source), int(target)

@@ -1,0 +1,239 @@
+"""Paced: a stream of samples that is never ahead of its budget, follows drift, and raises an alarm.
+
+For every number t of samples admitted, whatever they are: spent <= t * budget + costs[-1]. A batch is one step, and the
+bound holds at its end. Three parts work together:
+
+- *the guard* lets no more of those waiting go on than the bound allows;
+- *the plan* sets thresholds for a budget that saves or gives back, over the next `pace` samples, what a small reserve
+  lacks or what is left over, so that the guard is seldom needed;
+- *the alarm* bets against the claim that the policy as calibrated costs no more than it did then. To see what it would
+  cost, a share of the samples, the witnesses, keeps to the thresholds as calibrated, and others are made to save. Once
+  the alarm is raised, thresholds are planned anew for every batch, on the scores last seen at each exit.
+"""
+
+import math
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+
+from alight.budgeting.rates import tilted_rates
+from alight.budgeting.thresholds import hashed_below
+from alight.errors import BadFile, BadInput
+from alight.files import PathLike, read_json, write_json
+from alight.policies.policy import Array, Memory, Policy, Shared, reaches
+from alight.policies.quota import surest
+
+Floats = npt.NDArray[np.float64]
+
+PLANS = 65  # rates are solved for so many budgets and interpolated between: costs are linear in rates
+BETS = np.array([0.05, 0.1, 0.2, 0.4, 0.8])  # stakes of the alarm's bets, small ones for small shifts
+WITNESSES, WITNESS_SALT = 0.7, 2  # their share of the samples, and what keeps their hash apart from that of ties
+RESERVED = 0.005  # of the budget so far, at most, is kept back
+ROUNDING = 1e-12  # of the bound, so that no way of adding up exceeds it
+
+
+@dataclass(frozen=True, eq=False)
+class Pace(Shared):
+    """What a paced policy remembers of its stream: small, plain, saved and restored.
+
+    >>> Pace(admitted=10, spent=4.0).alarmed
+    False
+    """
+
+    admitted: int = 0
+    spent: float = 0.0
+    recent: tuple[Floats, ...] = ()  # the scores last seen at each exit but the last, oldest first
+    evidence: Floats = field(
+        default_factory=lambda: np.full(len(BETS), -np.inf)
+    )  # log of each bet's Shiryaev-Roberts R
+    stakes: Floats = field(default_factory=lambda: np.zeros(len(BETS)))  # log of what this batch has multiplied each by
+    alarmed_at: int = -1  # samples admitted when the alarm was raised
+
+    @property
+    def alarmed(self) -> bool:
+        """Whether the alarm has been raised."""
+        return self.alarmed_at >= 0
+
+    def save(self, path: PathLike) -> None:
+        """Write the state to a JSON file, whole or not at all."""
+        content = {
+            "admitted": self.admitted,
+            "spent": self.spent,
+            "recent": [scores.tolist() for scores in self.recent],
+            "evidence": np.maximum(self.evidence, -1e300).tolist(),  # JSON has no infinity
+            "stakes": self.stakes.tolist(),
+            "alarmed_at": self.alarmed_at,
+        }
+        write_json(path, "Pace", content)
+
+    @classmethod
+    def load(cls, path: PathLike) -> "Pace":
+        """The state of a JSON file that `save` wrote."""
+        content = read_json(path, "Pace")
+        try:
+            return cls(
+                admitted=int(content["admitted"]),
+                spent=float(content["spent"]),
+                recent=tuple(np.array(scores, dtype=np.float64) for scores in content["recent"]),
+                evidence=np.array(content["evidence"], dtype=np.float64),
+                stakes=np.array(content["stakes"], dtype=np.float64),
+                alarmed_at=int(content["alarmed_at"]),
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            raise BadFile(path, f"its content is not usable ({error})", "start from a fresh state") from error
+
+
+@dataclass(frozen=True)
+class Batch(Shared):
+    """What holds for one batch: of those waiting, the share to leave at each exit, and what is left to spend."""
+
+    shares: Floats
+    saving: bool  # whether the shares are meant to save
+    left: float
+
+
+@dataclass(frozen=True)
+class Paced(Policy):
+    """Leave by thresholds that follow the stream, and never let it get ahead of its budget."""
+
+    thresholds: tuple[float, ...]  # as calibrated: what the alarm compares with
+    tie_shares: tuple[float, ...]
+    recent: tuple[tuple[float, ...], ...]  # scores of calibration samples waiting at each exit but the last
+    expected: float  # mean cost as calibrated, at most, with the alarm's confidence
+    alarm_rate: float = 0.01  # probability that the alarm is raised within `horizon` samples like the calibration's
+    horizon: int = 100_000
+    pace: int = 200  # samples over which what is left over is given back
+
+    def _check(self) -> None:
+        super()._check()
+        if not self.exit_rates or self.budget is None or len(self.costs) < 2:
+            raise BadInput("pacing needs a budget, exit rates and two open exits: use certify(..., contract='stream')")
+        if not len(self.thresholds) == len(self.tie_shares) == len(self.recent) == len(self.costs) - 1:
+            raise BadInput(
+                f"{len(self.recent)} windows of scores for {len(self.costs)} exits: give one less than exits"
+            )
+        if not (0 < self.alarm_rate < 1 and self.horizon > 0 and self.pace > 0):
+            raise BadInput(f"alarm rate {self.alarm_rate:g} must lie inside (0, 1), horizon and pace be positive")
+        if not self.costs[0] < self.expected:
+            raise BadInput(f"expected cost {self.expected:g} must be above the first exit's, {self.costs[0]:g}")
+
+    def step(
+        self, position: int, samples: Array, predictions: Array, scores: Array, memory: Memory
+    ) -> tuple[Array, Memory]:
+        if position == 0:
+            state, batch = self._admit(memory[0] if memory else Pace(), len(samples))
+            left_before = samples != samples  # nobody
+        else:
+            state, batch, left_before = memory
+        waiting, here, after = len(samples), self.costs[position], self.costs[position + 1]
+        as_calibrated = reaches(scores, samples, self.thresholds[position], self.tie_shares[position])
+        window = state.recent[position] if state.alarmed else self._windows[position]
+        leaving = reaches(scores, samples, *_cut(window, float(batch.shares[position])))
+        witness = hashed_below(samples, WITNESSES, WITNESS_SALT)
+        if batch.saving and not state.alarmed:
+            leaving = (witness & as_calibrated) | (~witness & leaving)
+        going_on = waiting - int(leaving.sum())
+        affordable = max(0, math.floor((batch.left - waiting * here) / (after - here)))
+        for group in (~witness, witness):  # if so many leave here and the rest at the next exit, the bound still holds
+            if (excess := going_on - affordable) > 0:
+                staying = group & ~leaving
+                cut = min(excess, int(staying.sum()))
+                leaving = leaving | surest(scores - 1e300 * ~staying, samples, cut)
+                going_on -= cut
+        last = position == len(self.costs) - 2
+        paid = (waiting - going_on) * here + (going_on * after if last else 0.0)
+        state, left_before = self._bet(state, position, witness, as_calibrated, leaving, left_before)
+        state = replace(state, spent=state.spent + paid, recent=self._seen(state, position, scores))
+        return leaving, (state, replace(batch, left=batch.left - paid), left_before)
+
+    def summary(self) -> str:
+        return (
+            f"leave at thresholds that follow the stream, never ahead of its budget by more than {self.costs[-1]:.4g}"
+        )
+
+    @cached_property
+    def _plans(self) -> tuple[Floats, Floats]:
+        """Budgets from the cheapest planned exit to the dearest, and the rates that spend each."""
+        rates, costs = np.array(self.exit_rates), np.array(self.costs)
+        ends = costs[np.flatnonzero(rates)[[0, -1]]]
+        budgets = np.linspace(ends[0], ends[1], PLANS)
+        return budgets, np.array([tilted_rates(rates, costs, float(budget)) for budget in budgets])
+
+    @cached_property
+    def _reserve(self) -> float:
+        """What is kept back, so that chance alone seldom needs the guard: three deviations of `pace` samples."""
+        rates, costs = np.array(self.exit_rates), np.array(self.costs)
+        return 3 * math.sqrt(self.pace * float(rates @ (costs - rates @ costs) ** 2))
+
+    def _admit(self, state: Pace, count: int) -> tuple[Pace, Batch]:
+        """The state as a batch begins, with the bets of the last one settled, and what holds for the batch."""
+        assert self.budget is not None  # checked at the border
+        before, evidence = state.admitted, state.evidence
+        if before:  # R becomes (R + 1) times what the batch multiplied it by
+            evidence = np.logaddexp(evidence, 0.0) + state.stakes
+        # R exceeds horizon / rate within the horizon with at most this probability: Doob's inequality for R - t
+        convincing = np.logaddexp.reduce(evidence) - math.log(len(BETS)) >= math.log(2 * self.horizon / self.alarm_rate)
+        admitted = replace(
+            state,
+            admitted=before + count,
+            recent=state.recent or self._windows,
+            evidence=evidence,
+            stakes=np.zeros(len(BETS)),
+            alarmed_at=before if convincing and not state.alarmed else state.alarmed_at,
+        )
+        credit = before * self.budget - state.spent - min(self._reserve, RESERVED * before * self.budget)
+        those_who_save = 1 - WITNESSES if credit < 0 and not admitted.alarmed else 1.0
+        shares = self._shares(self.budget + credit / max(self.pace, count) / those_who_save)
+        left = (admitted.admitted * self.budget + self.costs[-1]) * (1 - ROUNDING) - state.spent
+        return admitted, Batch(shares, credit < 0, left)
+
+    @cached_property
+    def _windows(self) -> tuple[Floats, ...]:
+        return tuple(np.array(scores) for scores in self.recent)
+
+    def _shares(self, aim: float) -> Floats:
+        """Of those waiting at each exit but the last, the share to leave, for this budget."""
+        budgets, plans = self._plans
+        place = float(np.clip((aim - budgets[0]) / (budgets[1] - budgets[0]), 0, PLANS - 1))
+        low = min(int(place), PLANS - 2)
+        rates = (low + 1 - place) * plans[low] + (place - low) * plans[low + 1]
+        waiting = 1 - np.concatenate([[0.0], np.cumsum(rates)[:-1]])
+        return np.clip(rates / np.maximum(waiting, 1e-12), 0, 1)[:-1]
+
+    def _seen(self, state: Pace, position: int, scores: Array) -> tuple[Floats, ...]:
+        """The scores last seen at each exit, these included."""
+        window = len(self.recent[position])
+        fresh = np.asarray(scores.tolist(), dtype=np.float64)
+        seen = np.concatenate([state.recent[position], fresh])[-window:]
+        return (*state.recent[:position], seen, *state.recent[position + 1 :])
+
+    def _bet(
+        self, state: Pace, position: int, witness: Array, as_calibrated: Array, leaving: Array, left_before: Array
+    ) -> tuple[Pace, Array]:
+        """Bets on what the policy as calibrated would have spent on each witness, as far as that is known by now."""
+        here, after = self.costs[position], self.costs[position + 1]
+        reached = witness & ~left_before & as_calibrated
+        beyond = witness & ~left_before & ~as_calibrated  # it would have gone on, at least to the next exit
+        if position < len(self.costs) - 2:
+            beyond = beyond & leaving  # the others' cost is not known yet
+        stakes = state.stakes
+        for count, cost in ((int(reached.sum()), here), (int(beyond.sum()), after)):
+            gain = (cost - self.expected) / (self.expected - self.costs[0])  # never below -1: no stake loses everything
+            stakes = stakes + count * np.log1p(BETS * gain)
+        return replace(state, stakes=stakes), left_before | reached
+
+
+def _cut(scores: Floats, share: float) -> tuple[float, float]:
+    """Threshold and tie share with which this share of the scores leaves."""
+    passing = round((1 - share) * len(scores))
+    if passing in (0, len(scores)):
+        return (math.inf if passing else -math.inf), 1.0
+    ordered = np.partition(scores, [passing - 1, passing])
+    lower, upper = float(ordered[passing - 1]), float(ordered[passing])
+    if lower < upper:
+        middle = lower + (upper - lower) / 2
+        return (middle if middle > lower else upper), 1.0
+    tied, below = int((scores == upper).sum()), int((scores < upper).sum())
+    return upper, 1 - (passing - below) / tied

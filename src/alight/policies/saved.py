@@ -1,0 +1,47 @@
+"""Policies from their files."""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from alight.errors import BadFile
+from alight.files import PathLike, read_json
+from alight.policies.lens import lens_from_dict
+from alight.policies.paced import Paced
+from alight.policies.policy import Certificate, ExitAt, Mixture, Patience, Policy, Streak, Threshold
+from alight.policies.quota import Quota
+
+RULES: Mapping[str, type[Policy]] = {
+    rule.__name__: rule for rule in (Threshold, Streak, Patience, ExitAt, Mixture, Quota, Paced)
+}
+
+
+def load_policy(path: PathLike) -> Policy:
+    """The policy of a JSON file that `Policy.save` wrote."""
+    content = read_json(path, "Policy")
+    try:
+        return policy_from_dict(content)
+    except (KeyError, TypeError, ValueError, IndexError) as error:
+        reason = f"it lacks {error}" if isinstance(error, KeyError) else str(error)
+        raise BadFile(path, f"its content is not usable ({reason})", "calibrate and save the policy again") from error
+
+
+def policy_from_dict(content: Mapping[str, Any]) -> Policy:
+    """The policy that `Policy.to_dict` wrote."""
+    values = dict(content)
+    rule = RULES[values.pop("rule")]
+    return rule(**{name: _from_json(name, value) for name, value in values.items()})
+
+
+def _from_json(name: str, value: Any) -> Any:
+    if isinstance(value, dict) and "rule" in value:
+        return policy_from_dict(value)
+    if name == "lens" and value is not None:
+        return lens_from_dict(value)
+    if name == "certificate" and value is not None:
+        return Certificate(**value)
+    if isinstance(value, list):
+        return tuple(_from_json(name, each) for each in value)
+    if name in ("threshold", "thresholds") and isinstance(value, str):
+        return {"never": math.inf, "always": -math.inf}[value]
+    return value
