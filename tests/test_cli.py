@@ -23,6 +23,12 @@ def folder(tmp_path, monkeypatch):
     made_up(2, 300, 4).unlabelled().save("unlabelled.npz")
     made_up(3, 600, 4).save("test.npz")
     COSTS.save("costs.json")
+    made_up(4, 1, 4).save("one.npz")
+    rng = np.random.default_rng(0)
+    logits = rng.normal(size=(50, 4, 3))
+    HeadOutputs.from_logits(logits, rng.integers(3, size=50), features=["negative_entropy"]).save("both.npz")
+    content = (tmp_path / "labelled.npz").read_bytes()
+    (tmp_path / "damaged.npz").write_bytes(content[:300] + content[340:])
     return tmp_path
 
 
@@ -117,7 +123,7 @@ BAD = {
     "costs of words": ("calibrate labelled.npz --costs cheap --budget 50%", 1, "neither a file nor numbers"),
     "falling costs": ("calibrate labelled.npz --costs 3,2,1,4 --budget 50%", 1, "exit 0 costs 3 and exit 1 costs 2"),
     "too few costs": ("calibrate labelled.npz --costs 1,2 --budget 50%", 1, "4 exits, but there are 2 costs"),
-    "foreign file": ("calibrate costs.json --costs costs.json --budget 50%", 1, "no whole .npz"),
+    "foreign file": ("calibrate costs.json --costs costs.json --budget 50%", 1, "it is no .npz"),
     "policy as points": ("report costs.json", 1, "no table of points"),
     "unknown option": (
         "calibrate labelled.npz --costs costs.json --budget 3 --set heat=1",
@@ -139,7 +145,35 @@ BAD = {
         "invalid choice: 'luck'",
     ),
     "unknown methods": ("sweep labelled.npz test.npz --costs costs.json --methods eero,luck", 2, "no method 'luck'"),
-    "no folder": ("sweep labelled.npz test.npz --costs costs.json -o missing/points.csv", 2, "no folder missing"),
+    "no folder": ("sweep labelled.npz test.npz --costs costs.json -o missing/points.csv", 2, "no such folder"),
+    "folder as output": ("calibrate labelled.npz --costs costs.json --budget 50% -o .", 2, "it is a folder"),
+    "empty output": ("report points.csv -o=", 2, "empty name"),
+    "report over points": ("sweep labelled.npz test.npz --costs costs.json -o x --report x", 1, "named twice"),
+    "policy over table": ("calibrate labelled.npz --costs costs.json --budget 50% -o labelled.npz", 1, "named twice"),
+    "test on itself by score": (
+        "sweep both.npz both.npz --costs costs.json --score negative_entropy",
+        1,
+        "also the test",
+    ),
+    "one sample": ("calibrate one.npz --costs costs.json --budget 50%", 1, "has 1 sample"),
+    "damaged file": ("calibrate damaged.npz --costs costs.json --budget 50%", 1, "it is damaged"),
+    "bad unit": ("calibrate labelled.npz --costs costs.json --budget 3nFLOPs", 1, "unknown unit 'nFLOPs'"),
+    "one bad budget": ("sweep labelled.npz test.npz --costs costs.json --budgets 50%,1%", 1, "below the cheapest exit"),
+    "half a sample early": (
+        "calibrate labelled.npz --costs costs.json --budget 3 --method two_exits --set early=1.5",
+        1,
+        "wrong kind",
+    ),
+    "no such axis": (
+        "calibrate labelled.npz --costs costs.json --budget 3 --method gaussian --set axis=foo",
+        1,
+        "no axis 'foo'",
+    ),
+    "negative seed": (
+        "calibrate labelled.npz --costs costs.json --budget 3 --method genetic --set seed=-1",
+        1,
+        "seed -1",
+    ),
     "no command": ("", 2, "COMMAND"),
 }
 

@@ -50,12 +50,16 @@ BUDGETS = {
     ("J", "0.4 J"): 0.4,
     ("J", "400 mJ"): 0.4,
     ("J", "0.0004 kJ"): 0.4,
+    ("GFLOPs", "2.5 GFLOPs"): 2.5,
+    ("GFLOPs", "2500 MFLOPs"): 2.5,
+    ("s", "3 ms"): 0.003,
+    ("ms", "3000 \u03bcs"): 3.0,
 }
 
 
 @pytest.mark.parametrize(("unit", "budget"), BUDGETS)
 def test_budgets_are_numbers_percentages_or_quantities(unit, budget):
-    costs = Costs.from_cumulative([1e9, 4e9] if unit in ("FLOPs", "MACs") else [0.1, 5.0], unit=unit)
+    costs = Costs.from_cumulative([1e9, 4e9] if unit in ("FLOPs", "MACs") else [0.001, 5.0], unit=unit)
     assert costs.budget(budget) == pytest.approx(BUDGETS[unit, budget], rel=1e-12)
 
 
@@ -67,7 +71,11 @@ BAD_BUDGETS = {
     "word": ("half", "no number, percentage or quantity"),
     "other unit": ("3 ms", "not in the costs' unit FLOPs"),
     "unknown unit": ("3 apples", "unknown unit 'apples'"),
-    "megajoules for millijoules": ("3 mflop/s", "unknown unit"),
+    "rate": ("3 mflop/s", "unknown unit"),
+    "nanoflops": ("1 nFLOPs", "unknown unit 'nFLOPs'"),
+    "upper-case newton": ("3 NJ", "unknown unit 'NJ'"),
+    "too large": (10**400, "no number"),
+    "beyond floats": ("1e400", "not a positive, finite amount"),
     "zero": (0, "not a positive, finite amount"),
     "negative": ("-5%", "not a positive, finite amount"),
     "NaN": (float("nan"), "not a positive, finite amount"),

@@ -199,12 +199,12 @@ def test_files_that_are_not_tables_are_refused_by_name(tmp_path):
     np.savez(tmp_path / "lacking.npz", alight=np.array("HeadOutputs"), schema=np.array(1), scores=np.zeros((1, 1)))
     Decisions([0], [0], [1.0]).save(tmp_path / "decisions.npz")
     for name, message in {
-        "truncated.npz": "no whole .npz",
-        "text.npz": "no whole .npz",
-        "empty.npz": "no whole .npz",
+        "truncated.npz": "it is damaged",
+        "text.npz": "it is no .npz",
+        "empty.npz": "it is no .npz",
         "foreign.npz": "a file from elsewhere",
-        "pickled.npz": "no whole .npz of plain arrays",
-        "lone.npy": "no whole .npz",
+        "pickled.npz": "it is damaged",
+        "lone.npy": "it is no .npz",
         "newer.npz": "schema is 99 and this alight reads up to 1; upgrade alight",
         "lacking.npz": "not usable",
         "decisions.npz": "it is a Decisions, not a HeadOutputs",

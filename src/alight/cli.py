@@ -13,6 +13,7 @@ import numpy as np
 from alight import __version__, calibrate, recordings
 from alight.costs import Costs, as_costs
 from alight.errors import AlightError, BadInput
+from alight.files import check_writable
 from alight.evaluation import Point, read_points, sweep, write_points
 from alight.outputs import HeadOutputs
 from alight.policies.policy import aligned
@@ -61,6 +62,7 @@ def calibrate_command(options: argparse.Namespace) -> None:
     """Fit a policy to a budget."""
     labelled, unlabelled = _tables(options, "labelled", "unlabelled")
     method = calibrate.METHODS[options.method]
+    _distinct(options.labelled, options.output, options.costs)
     own = _own_options(method, options.set)
     try:
         policy = method(_costs(options.costs), options.budget, labelled, unlabelled, **own)
@@ -73,19 +75,23 @@ def calibrate_command(options: argparse.Namespace) -> None:
 
 def sweep_command(options: argparse.Namespace) -> None:
     """Compare methods over budgets on test data."""
+    _distinct(options.output, options.report, options.costs)
+    for path in (options.labelled, options.unlabelled, options.test):
+        _distinct(path, options.output, options.report)
     labelled, unlabelled, test = _tables(options, "labelled", "unlabelled", "test")
     costs = _costs(options.costs)
     methods = {name: calibrate.METHODS[name] for name in options.methods}
     budgets = options.budgets or _even_budgets(costs)
     points = sweep(methods, costs, budgets, labelled=labelled, unlabelled=unlabelled, test=test, progress=True)
-    write_points(points, options.output)
     if options.report:
         write_report(points, options.report, title=f"{options.test}")
+    write_points(points, options.output)
     print("\n".join(str(point) for point in points if point.method in methods))
 
 
 def report_command(options: argparse.Namespace) -> None:
     """Draw the points of a sweep as one HTML page."""
+    _distinct(options.points, options.output)
     print(write_report(read_points(options.points), options.output, title=options.title or options.points).resolve())
 
 
@@ -109,9 +115,13 @@ def _demo_table(points: Sequence[Point]) -> list[str]:
 
 def _tables(options: argparse.Namespace, *names: str) -> list[Any]:
     """The tables behind these options; one file given twice is one table, so that methods notice."""
-    load = cache(lambda path: HeadOutputs.load(path))
-    tables = [path and load(Path(path).resolve()) for path in (getattr(options, name) for name in names)]
-    return [table and (table.with_score(options.score) if options.score else table) for table in tables]
+
+    @cache
+    def load(path: Path) -> HeadOutputs:
+        table = HeadOutputs.load(path)
+        return table.with_score(options.score) if options.score else table
+
+    return [path and load(Path(path).resolve()) for path in (getattr(options, name) for name in names)]
 
 
 def _costs(text: str) -> Costs:
@@ -136,6 +146,9 @@ def _own_options(method: Callable[..., Any], settings: Sequence[str]) -> dict[st
     """A method's own keyword arguments, from name=value."""
     known = [name for name, each in inspect.signature(method).parameters.items() if each.kind is each.KEYWORD_ONLY]
     values: dict[str, Any] = {}
+    if "progress" in known:
+        known.remove("progress")
+        values["progress"] = True
     for setting in settings:
         name, equals, value = setting.partition("=")
         if name not in known or not equals:
@@ -145,7 +158,7 @@ def _own_options(method: Callable[..., Any], settings: Sequence[str]) -> dict[st
 
 
 def _value(text: str) -> float | int | bool | str | None:
-    words = {"true": True, "false": False, "none": None}
+    words = {"true": True, "yes": True, "false": False, "no": False, "none": None}
     if text.lower() in words:
         return words[text.lower()]
     for kind in (int, float):
@@ -162,10 +175,20 @@ def _fail(message: str) -> int:
 
 
 def _output(text: str) -> str:
-    """A path whose folder exists, checked before the work begins."""
-    if not Path(text).parent.is_dir():
-        raise argparse.ArgumentTypeError(f"there is no folder {Path(text).parent} to write to")
+    """A path that can be written to, checked before the work begins."""
+    try:
+        check_writable(text)
+    except OSError as error:
+        raise argparse.ArgumentTypeError(f"cannot write {text!r}: {error.strerror}") from error
     return text
+
+
+def _distinct(*paths: str | None) -> None:
+    """Refuse a command that would write over what it reads, or write one file twice."""
+    given = [Path(path).resolve() for path in paths if path]
+    if len(set(given)) < len(given):
+        twice = next(path for path in given if given.count(path) > 1)
+        raise BadInput(f"{twice} is named twice among inputs and outputs: give each its own file")
 
 
 def _names(text: str) -> list[str]:

@@ -15,13 +15,11 @@ from alight.files import PathLike, read_json, write_json
 
 Floats = npt.NDArray[np.float64]
 
-UNITS = {"FLOPs": "flops", "MACs": "macs", "ms": "s", "J": "J"}  # how costs are kept, and the quantity it is
-PREFIXES = {"": 1.0, "n": 1e-9, "u": 1e-6, "µ": 1e-6, "m": 1e-3, "k": 1e3, "K": 1e3}
-PREFIXES |= {"M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15}
-QUANTITY = re.compile(r"([nuµmkKMGTP]?)(flops?|macs?|s|J)", re.IGNORECASE)
+LARGE = {"": 1.0, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15}
+SMALL = {"": 1.0, "n": 1e-9, "u": 1e-6, "\u00b5": 1e-6, "\u03bc": 1e-6, "m": 1e-3, "k": 1e3}  # both signs for micro
 
 
-@dataclass(frozen=True, eq=False, repr=False)
+@dataclass(frozen=True, eq=False, repr=False, init=False)
 class Costs:
     """Cost per sample of each stage (the layers between two exits) and of each head.
 
@@ -36,15 +34,16 @@ class Costs:
     heads: Floats  # (exits,)
     unit: str = "FLOPs"
 
-    def __post_init__(self) -> None:
-        stages, heads = _numbers("stages", self.stages), _numbers("heads", self.heads)
+    def __init__(self, stages: npt.ArrayLike, heads: npt.ArrayLike, unit: str = "FLOPs") -> None:
+        stages, heads = _numbers("stages", stages), _numbers("heads", heads)
         if stages.shape != heads.shape:
             raise BadInput(f"{len(stages)} stages and {len(heads)} heads: give one stage and one head per exit")
         if (heads < 0).any() or (stages < 0).any():
             raise BadInput(f"a cost is negative (stages {stages.tolist()}, heads {heads.tolist()}): measure again")
-        object.__setattr__(self, "stages", stages)
-        object.__setattr__(self, "heads", heads)
-        object.__setattr__(self, "_through", np.cumsum(stages))
+        if not isinstance(unit, str):
+            raise BadInput(f"unit {unit!r} is no text: give 'FLOPs', 'ms', 'J' or ''")
+        for name, value in {"stages": stages, "heads": heads, "unit": unit, "_through": np.cumsum(stages)}.items():
+            object.__setattr__(self, name, value)
         _check_increasing(self.cumulative())
 
     @classmethod
@@ -69,7 +68,10 @@ class Costs:
 
     def cumulative(self, open_exits: Sequence[int] | None = None) -> Floats:
         """Cost of answering at each open exit: all stages up to it and every open head on the way (B-hat)."""
-        chosen = np.arange(len(self)) if open_exits is None else np.asarray(open_exits, dtype=np.int64)
+        chosen = np.arange(len(self)) if open_exits is None else np.asarray(open_exits)
+        ordered = chosen.ndim == 1 and chosen.dtype.kind in "iu" and (np.diff(chosen) > 0).all()
+        if not (ordered and len(chosen) and 0 <= chosen[0] and chosen[-1] < len(self)):
+            raise BadInput(f"open exits {open_exits} of a network with exits 0 to {len(self) - 1}: give them in order")
         through: Floats = self._through  # type: ignore[attr-defined]
         return through[chosen] + np.cumsum(self.heads[chosen])
 
@@ -105,7 +107,7 @@ class Costs:
         if not isinstance(budget, str):
             try:
                 return float(budget)
-            except (TypeError, ValueError) as error:
+            except (TypeError, ValueError, OverflowError) as error:
                 raise BadInput(
                     f"budget {budget!r} is no number, percentage or quantity such as '2.5 GFLOPs'"
                 ) from error
@@ -117,13 +119,18 @@ class Costs:
         return number * self._in_own_unit(budget, unit)
 
     def _in_own_unit(self, budget: str, unit: str) -> float:
-        if self.unit not in UNITS:
+        asked, own = _base(unit), _base(self.unit)
+        if asked is None:
+            raise BadInput(
+                f"unknown unit {unit!r} in budget {budget!r}: alight knows %, FLOPs, MACs, s and J with prefixes,"
+                " as in GFLOPs, ms, mJ"
+            )
+        if own is None:
             raise BadInput(
                 f"budget {budget!r} has a unit, but the costs' unit is {self.unit or 'not given'}:"
                 " give the budget as a number or a percentage, or the costs as Costs(..., unit='FLOPs')"
             )
-        scale, kind = _base(unit)
-        own_scale, own_kind = _base(self.unit)
+        (scale, kind), (own_scale, own_kind) = asked, own
         if {kind, own_kind} == {"flops", "macs"}:
             scale, kind = (scale * 2, "flops") if kind == "macs" else (scale / 2, "macs")
         if kind != own_kind:
@@ -132,16 +139,21 @@ class Costs:
 
     def save(self, path: PathLike) -> None:
         """Write the costs to a JSON file, whole or not at all."""
-        content = {"stages": self.stages.tolist(), "heads": self.heads.tolist(), "unit": self.unit}
-        write_json(path, "Costs", content)
+        if self.heads.any():
+            content = {"stages": self.stages.tolist(), "heads": self.heads.tolist()}
+        else:
+            content = {"cumulative": self.cumulative().tolist()}
+        write_json(path, "Costs", {**content, "unit": self.unit})
 
     @classmethod
     def load(cls, path: PathLike) -> "Costs":
         """The costs of a JSON file that `save` wrote."""
         content = read_json(path, "Costs")
         try:
+            if "cumulative" in content:
+                return cls.from_cumulative(content.pop("cumulative"), **content)
             return cls(**content)
-        except (TypeError, BadInput) as error:
+        except (TypeError, OverflowError, BadInput) as error:
             raise BadFile(path, f"its content is not usable ({error})", "save the costs again") from error
 
 
@@ -157,24 +169,20 @@ def _number_and_unit(text: str) -> tuple[float, str]:
     return float(match[1]), match[2]
 
 
-def _base(unit: str) -> tuple[float, str]:
-    """Scale and kind of a unit: "GFLOPs" is (1e9, "flops"), "ms" is (1e-3, "s")."""
-    match = QUANTITY.fullmatch(unit)
-    kinds = {"flop": "flops", "flops": "flops", "mac": "macs", "macs": "macs", "s": "s", "j": "J"}
-    known = match and (match[2].lower() in ("flop", "flops", "mac", "macs") or match[2] in ("s", "J"))
-    if match is None or not known:
-        raise BadInput(
-            f"unknown unit {unit!r}: alight knows %, FLOPs, MACs, s and J with prefixes, as in GFLOPs, ms, mJ"
-        )
-    kind = kinds[match[2].lower()]
-    prefix = match[1].upper() if kind in ("flops", "macs") else match[1]  # a milliflop is never meant
-    return PREFIXES[prefix], kind
+def _base(unit: str) -> tuple[float, str] | None:
+    """Scale and kind of a unit: "GFLOPs" is (1e9, "flops"), "ms" is (1e-3, "s"); None if there is no such unit."""
+    for name, kind in {"FLOPS": "flops", "FLOP": "flops", "MACS": "macs", "MAC": "macs"}.items():
+        if unit.upper().endswith(name) and unit.upper().removesuffix(name) in LARGE:
+            return LARGE[unit.upper().removesuffix(name)], kind  # in any case: a milliflop is never meant
+    if unit[-1:] in ("s", "J") and unit[:-1] in SMALL:
+        return SMALL[unit[:-1]], unit[-1]
+    return None
 
 
 def _numbers(what: str, values: npt.ArrayLike) -> Floats:
     try:
         numbers = np.asarray(values, dtype=np.float64)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, OverflowError) as error:
         raise BadInput(f"{what} are no numbers ({error}): give one cost per exit") from error
     if numbers.ndim != 1 or not numbers.size:
         raise BadInput(f"{what} have shape {numbers.shape}: give one cost per exit")

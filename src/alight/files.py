@@ -4,7 +4,6 @@ import errno
 import json
 import os
 import tempfile
-import zipfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import IO, Any
@@ -21,20 +20,41 @@ PathLike = str | os.PathLike[str]
 def write_whole(path: PathLike, write: Callable[[IO[bytes]], object]) -> Path:
     """The path, once `write` has filled a temporary file beside it and that has taken its place."""
     path = Path(path)
-    if not path.parent.is_dir():
-        raise FileNotFoundError(errno.ENOENT, "there is no such folder to write to", str(path.parent))
-    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    target = path.resolve()  # what a link points to, not the link
+    check_writable(path)
+    if target.exists() and not target.is_file():  # a device or a pipe cannot be replaced
+        with target.open("wb") as file:
+            write(file)
+        return path
+    descriptor, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
     try:
         with os.fdopen(descriptor, "wb") as file:
             write(file)
-        umask = os.umask(0)
-        os.umask(umask)
-        Path(temporary).chmod(0o666 & ~umask)  # mkstemp makes private files; an ordinary one is expected
-        os.replace(temporary, path)
+        Path(temporary).chmod(target.stat().st_mode if target.exists() else 0o666 & ~_umask())
+        os.replace(temporary, target)
     except BaseException:
         os.unlink(temporary)
         raise
     return path
+
+
+def check_writable(path: PathLike) -> None:
+    """Raise an OSError that names the path unless a file can be written there."""
+    target = Path(path).resolve()
+    if not str(path):
+        raise FileNotFoundError(errno.ENOENT, "an empty name is no file to write to", str(path))
+    if target.is_dir():
+        raise IsADirectoryError(errno.EISDIR, "it is a folder, not a file to write to", str(path))
+    if not target.parent.is_dir():
+        raise FileNotFoundError(errno.ENOENT, "there is no such folder to write to", str(target.parent))
+    if not os.access(target if target.exists() else target.parent, os.W_OK):
+        raise PermissionError(errno.EACCES, "it must not be written to", str(path))
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
 
 
 def write_text(path: PathLike, text: str) -> Path:
@@ -68,13 +88,15 @@ def write_arrays(path: PathLike, kind: str, arrays: Mapping[str, np.ndarray]) ->
 
 def read_arrays(path: PathLike, kind: str) -> dict[str, np.ndarray]:
     """The arrays of an .npz file of this kind; pickled ones are refused, since they could run code."""
-    try:
-        with Path(path).open("rb") as opened, np.load(opened, allow_pickle=False) as file:
-            if not isinstance(file, np.lib.npyio.NpzFile):
-                raise ValueError("a lone array")
-            arrays = {name: file[name] for name in file.files}
-    except (zipfile.BadZipFile, EOFError, ValueError, AttributeError, TypeError) as error:
-        raise BadFile(path, f"it is no whole .npz of plain arrays ({error})", f"save the {kind} again") from error
+    with Path(path).open("rb") as opened:
+        if opened.read(2) != b"PK":
+            raise BadFile(path, "it is no .npz", f"give a file that alight wrote as a {kind}")
+        opened.seek(0)
+        try:
+            with np.load(opened, allow_pickle=False) as file:
+                arrays = {name: file[name] for name in file.files}
+        except Exception as error:  # a damaged archive fails in a dozen ways
+            raise BadFile(path, f"it is damaged ({error})", f"save the {kind} again") from error
     _check_kind(path, kind, *(_plain(arrays.pop(name, None)) for name in ("alight", "schema")))
     return arrays
 
@@ -84,7 +106,7 @@ def _plain(value: np.ndarray | None) -> Any:
 
 
 def _check_kind(path: PathLike, kind: str, found: Any, schema: Any) -> None:
-    if found != kind or not isinstance(schema, int):
+    if found != kind or type(schema) is not int or schema < 1:
         what = f"a {found}" if isinstance(found, str) else "a file from elsewhere"
         raise BadFile(path, f"it is {what}, not a {kind}", f"give a file that alight wrote as a {kind}")
     if schema > SCHEMA:

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -17,7 +17,7 @@ Floats = npt.NDArray[np.float64]
 Integers = npt.NDArray[np.int64]
 
 
-@dataclass(frozen=True, eq=False, repr=False)
+@dataclass(frozen=True, eq=False, repr=False, init=False)
 class HeadOutputs:
     """What every head said about every sample.
 
@@ -30,33 +30,47 @@ class HeadOutputs:
 
     scores: Floats  # (samples, exits), higher is surer
     predictions: Integers  # (samples, exits), class indices
-    labels: Integers | None = None  # (samples,), None when unlabelled
-    score: str = "margin"
-    features: Mapping[str, Floats] = field(default_factory=dict)  # further scores by name, each (samples, exits)
-    log_probabilities: npt.NDArray[np.float16] | None = None  # (samples, exits, classes)
+    labels: Integers | None  # (samples,), None when unlabelled
+    score: str
+    features: Mapping[str, Floats]  # further scores by name, each (samples, exits)
+    log_probabilities: npt.NDArray[np.float16] | None  # (samples, exits, classes)
 
-    def __post_init__(self) -> None:
-        scores = _table("scores", self.scores)
-        predictions = _integers("predictions", self.predictions)
+    def __init__(
+        self,
+        scores: npt.ArrayLike,
+        predictions: npt.ArrayLike,
+        labels: npt.ArrayLike | None = None,
+        score: str = "margin",
+        features: Mapping[str, npt.ArrayLike] | None = None,
+        log_probabilities: npt.ArrayLike | None = None,
+    ) -> None:
+        scores = _table("scores", scores)
+        predictions = _integers("predictions", predictions)
         _same_shape("predictions", predictions, "scores", scores)
-        features = {name: _table(f"feature {name!r}", values) for name, values in self.features.items()}
-        for name, values in features.items():
+        tables = {name: _table(f"feature {name!r}", values) for name, values in (features or {}).items()}
+        if score in tables or "log_probabilities" in tables:
+            raise BadInput(f"a feature is named {score!r}, like the score itself, or log_probabilities: rename it")
+        for name, values in tables.items():
             _same_shape(f"feature {name!r}", values, "scores", scores)
-        labels = None if self.labels is None else _labels(self.labels, len(scores))
-        logs = self.log_probabilities
+        truth = None if labels is None else _labels(labels, len(scores))
+        logs = None if log_probabilities is None else np.asarray(log_probabilities, dtype=np.float16)
         if logs is not None:
-            logs = np.asarray(logs, dtype=np.float16)
             if logs.ndim != 3 or logs.shape[:2] != scores.shape:
                 raise BadInput(
                     f"log_probabilities have shape {logs.shape} beside scores {scores.shape}:"
                     " give (samples, exits, classes)"
                 )
-            _check_classes(predictions, labels, logs.shape[2])
+            if not (logs <= 0).all():
+                raise BadInput(
+                    f"log_probabilities hold {int((~(logs <= 0)).sum())} values above 0 or NaN: give logarithms"
+                )
+            _check_classes(predictions, truth, logs.shape[2])
         for name, value in {
             "scores": scores,
             "predictions": predictions,
-            "labels": labels,
-            "features": features,
+            "labels": truth,
+            "score": str(score),
+            "features": tables,
             "log_probabilities": logs,
         }.items():
             object.__setattr__(self, name, value)
@@ -86,7 +100,7 @@ class HeadOutputs:
         for name in names:
             if name not in SCORES:
                 raise BadInput(f"there is no score {name!r}: choose one of {', '.join(SCORES)}")
-        if noise < 0 or (noise > 0 and rng is None):
+        if not 0 <= noise < np.inf or (noise > 0 and rng is None):
             raise BadInput(
                 f"noise {noise:g} needs a width >= 0 and an explicit generator: rng=np.random.default_rng(0)"
             )
@@ -104,7 +118,7 @@ class HeadOutputs:
         return cls(
             scores=tables.pop(score),
             predictions=predictions,
-            labels=labels,  # type: ignore[arg-type]  # checked and converted by the constructor
+            labels=labels,
             score=score,
             features=tables,
             log_probabilities=logs,
@@ -172,7 +186,7 @@ class HeadOutputs:
 
     def split(self, fraction: float, rng: np.random.Generator) -> tuple["HeadOutputs", "HeadOutputs"]:
         """Two disjoint tables of shuffled samples, the first with this fraction of them."""
-        first = round(fraction * len(self))
+        first = round(fraction * len(self)) if np.isfinite(fraction) else 0
         if not 0 < first < len(self):
             raise BadInput(
                 f"a split at {fraction:g} of {len(self)} samples leaves one side empty: choose a fraction inside (0, 1)"
@@ -214,7 +228,7 @@ class HeadOutputs:
             return cls(score=str(arrays.pop("score")), features=features, **arrays)
 
 
-@dataclass(frozen=True, eq=False, repr=False)
+@dataclass(frozen=True, eq=False, repr=False, init=False)
 class Decisions:
     """Which class each sample got, at which exit, and what that cost.
 
@@ -226,17 +240,27 @@ class Decisions:
     predictions: Integers  # (samples,)
     exits: Integers  # (samples,), where each left
     spent: Floats  # (samples,), in the unit of the costs
-    num_exits: int = 0  # of the network; by default as many as were taken
+    num_exits: int  # of the network; by default as many as were taken
 
-    def __post_init__(self) -> None:
-        predictions, exits = (_integers(name, getattr(self, name), axes=1) for name in ("predictions", "exits"))
-        spent = np.asarray(self.spent, dtype=np.float64)
+    def __init__(
+        self, predictions: npt.ArrayLike, exits: npt.ArrayLike, spent: npt.ArrayLike, num_exits: int = 0
+    ) -> None:
+        predictions, exits = _integers("predictions", predictions, axes=1), _integers("exits", exits, axes=1)
+        spent = np.asarray(spent, dtype=np.float64)
         _same_shape("exits", exits, "predictions", predictions)
         _same_shape("spent", spent, "predictions", predictions)
-        object.__setattr__(self, "predictions", predictions)
-        object.__setattr__(self, "exits", exits)
-        object.__setattr__(self, "spent", spent)
-        object.__setattr__(self, "num_exits", max(int(self.num_exits), int(exits.max()) + 1))
+        if not np.isfinite(spent).all():
+            raise BadInput(
+                f"spent holds {int((~np.isfinite(spent)).sum())} values that are NaN or infinite: give costs"
+            )
+        taken = int(exits.max()) + 1
+        for name, value in {
+            "predictions": predictions,
+            "exits": exits,
+            "spent": spent,
+            "num_exits": max(int(num_exits), taken),
+        }.items():
+            object.__setattr__(self, name, value)
 
     def __len__(self) -> int:
         return len(self.predictions)
@@ -309,8 +333,9 @@ def _integers(what: str, values: npt.ArrayLike, axes: int = 2) -> Integers:
         raise BadInput(f"{what} have {table.ndim} axes, shape {table.shape}: give {axes}")
     if not table.size:
         raise BadInput(f"{what} are empty: give at least one sample")
-    if table.min() < 0:
-        raise BadInput(f"{what} hold {table.min()}: class and exit indices start at 0")
+    if table.min() < 0 or table.max() > 2**62:
+        extreme = table.min() if table.min() < 0 else table.max()
+        raise BadInput(f"{what} hold {extreme}: class and exit indices start at 0 and stay below 2**62")
     return table.astype(np.int64, copy=False)
 
 
@@ -336,16 +361,21 @@ def _check_classes(predictions: Integers, labels: Integers | None, num_classes: 
 
 
 def _logits(logits: npt.ArrayLike | Sequence[npt.ArrayLike]) -> Floats:
-    if isinstance(logits, list | tuple) and len({np.shape(part) for part in logits}) > 1:
-        shapes = [np.shape(part) for part in logits]
+    try:
+        listed = isinstance(logits, list | tuple)
+        arrays = [_array(part) for part in logits] if listed else [_array(logits)]  # type: ignore[union-attr]
+    except (TypeError, ValueError) as error:
+        raise BadInput(f"logits are no numbers ({error}): give (samples, exits, classes)") from error
+    if len({part.shape for part in arrays}) > 1:
+        shapes = [part.shape for part in arrays]
         raise BadInput(f"the exits' logits disagree in shape, {shapes}: give (samples, classes) for each")
-    parts = np.asarray(logits, dtype=np.float64)
+    parts = np.stack(arrays) if listed and arrays else arrays[0] if arrays else np.empty((0, 0, 0))
     if parts.ndim != 3:
         raise BadInput(
             f"logits have {parts.ndim} axes, shape {parts.shape}: give (samples, exits, classes),"
             " or a list with one (samples, classes) per exit"
         )
-    stacked = np.moveaxis(parts, 0, 1) if isinstance(logits, list | tuple) else parts
+    stacked = np.moveaxis(parts, 0, 1) if listed else parts
     if not stacked.size:
         raise BadInput(f"logits are empty, shape {stacked.shape}: give at least one sample and one exit")
     if stacked.shape[2] == 1:
@@ -361,6 +391,15 @@ def _logits(logits: npt.ArrayLike | Sequence[npt.ArrayLike]) -> Floats:
             f" exit {exit_index}: find out why the network gives them, or drop those samples"
         )
     return stacked
+
+
+def _array(values: Any) -> Floats:
+    """Numbers as float64, from anything like an array; tensors leave their graph and device."""
+    if hasattr(values, "detach"):
+        values = values.detach().double().cpu().numpy()
+    if np.iscomplexobj(values):
+        raise TypeError("they are complex")
+    return np.asarray(values, dtype=np.float64)
 
 
 def _same_shape(what: str, table: np.ndarray, other: str, reference: np.ndarray) -> None:

@@ -107,9 +107,10 @@ def exact_plan(plan: Plan, costs: Floats, budget: float, num_samples: int, delta
 
     if budget < costs[0]:
         raise BudgetTooSmall(budget, float(costs[0]))
+    generous = plan(budget)
     if safe(budget):
-        return plan(budget)
-    low, high = float(costs[0]), budget
+        return generous
+    low, high = float(costs[generous > 0][0]), budget  # everyone at the first exit that is planned at all is safe
     for _ in range(40):  # far below one sample's share of the budget
         middle = low + (high - low) / 2
         low, high = (middle, high) if safe(middle) else (low, middle)

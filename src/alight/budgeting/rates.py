@@ -105,8 +105,12 @@ def gaussian_rates(
     array([0.107, 0.787, 0.107])
     """
     width = len(costs) / 6 if width is None else width
-    if not width > 0:
-        raise BadInput(f"width {width:g} of the Gaussian must be positive: leave it out for a sixth of the exits")
+    if not 1e-6 <= width <= 1e6:
+        raise BadInput(
+            f"width {width:g} of the Gaussian must lie in 1e-6 to 1e6: leave it out for a sixth of the exits"
+        )
+    if axis not in ("index", "cost"):
+        raise BadInput(f"there is no axis {axis!r}: exits stand at their 'index' or their 'cost'")
     position = np.arange(len(costs), dtype=np.float64)
     if axis == "cost" and len(costs) > 1:
         position = (len(costs) - 1) * (costs - costs[0]) / (costs[-1] - costs[0])
@@ -147,8 +151,8 @@ def cumulative_rates(exit_rates: Floats) -> Floats:
 
 
 def _log_weights(risks: Floats, costs: Floats, temperature: float, prior: Prior) -> Floats:
-    if not (math.isfinite(temperature) and temperature > 0):
-        raise BadInput(f"temperature {temperature:g} must be positive: the paper uses 0.04")
+    if not (math.isfinite(temperature) and temperature >= 1e-12):
+        raise BadInput(f"temperature {temperature:g} must be positive and not vanish: the paper uses 0.04")
     with np.errstate(divide="ignore"):  # an exit of prior 0 is never planned
         return np.log(prior_weights(prior, costs)) - risks / temperature
 

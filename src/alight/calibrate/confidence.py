@@ -43,7 +43,9 @@ def performance_control(
 
     def at(accuracy: float) -> Threshold:
         levels = tuple(_first_reaching(*each, accuracy) for each in maps)
-        return Threshold(thresholds=levels, **task.terms(settings={"accuracy": accuracy}))
+        return Threshold(
+            thresholds=levels, **task.terms(settings={"accuracy": accuracy if accuracy <= 1 else "out of reach"})
+        )
 
     asked = [0.0, *np.unique(np.concatenate([[2.0], *(accuracies for _, accuracies in maps)]))]  # 2: never reached
     index = highest_affordable(task, asked, at)

@@ -1,5 +1,7 @@
 """A genetic search over survivor quantiles, as the Dynamic Vision Transformer paper describes it."""
 
+from operator import index
+
 import numpy as np
 
 from alight.budgeting.thresholds import passing_counts, thresholds_for_counts
@@ -7,6 +9,7 @@ from alight.calibrate.confidence import global_threshold
 from alight.calibrate.distributions import geometric
 from alight.calibrate.eero import eero
 from alight.calibrate.task import AnyCosts, Budget, Floats, Settings, Task
+from alight.errors import BadInput
 from alight.outputs import HeadOutputs
 from alight.policies.policy import Policy, Threshold
 from alight.policies.route import replay
@@ -25,18 +28,24 @@ def genetic(
     seed: int = 0,
     population: int = POPULATION,
     generations: int = GENERATIONS,
+    progress: bool = False,
 ) -> Threshold:
     """The best survivor quantiles that evolution finds: accurate on the labelled data if within the budget.
 
     An individual is the share of those waiting that leaves at each exit but the last.
     """
     task = Task.of("genetic", costs, budget, labelled, unlabelled)
+    seed, population, generations = index(seed), index(population), index(generations)
+    if seed < 0 or population <= ELITES or generations < 0:
+        raise BadInput(f"seed {seed} and {generations} generations must be >= 0, the population more than {ELITES}")
     rng = np.random.default_rng(seed)
     known = [method(costs, budget, labelled, unlabelled) for method in (eero, geometric, global_threshold)]
     seeds = np.array([quantiles_of(_shares(policy, task)) for policy in known])  # (3, exits - 1)
     genes = np.concatenate([seeds, rng.uniform(size=(max(population - len(seeds), 1), seeds.shape[1]))])
     fitness = np.array([_fitness(task, each) for each in genes])
-    for generation in range(generations):
+    from tqdm import tqdm
+
+    for generation in tqdm(range(generations), desc="genetic", unit="generation", disable=not progress):
         elite = genes[np.argsort(-fitness, kind="stable")[:ELITES]]
         parents = genes[_tournaments(fitness, 2 * (len(genes) - ELITES), rng)]
         mothers, fathers = np.split(parents, 2)

@@ -100,7 +100,7 @@ class Task:
             "budget": self.budget,
             "score": self.scored.score,
             "method": self.method,
-            "settings": dict(settings or {}),
+            "settings": dict(settings or {}) | ({} if self.labelled.labels is not None else {"truth": "the last exit"}),
             "exit_rates": () if exit_rates is None else tuple(exit_rates.tolist()),
         }
 

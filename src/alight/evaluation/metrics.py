@@ -5,7 +5,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from alight.errors import BadInput
+from alight.errors import BadInput, Mismatch
 from alight.outputs import Decisions, HeadOutputs
 
 Floats = npt.NDArray[np.float64]
@@ -62,7 +62,12 @@ def bootstrap(
     """
     if not 0 < confidence < 1:
         raise BadInput(f"confidence {confidence:g} must lie inside (0, 1): 0.95 is usual")
-    right = decisions.predictions == np.asarray(labels)
+    if draws < 1:
+        raise BadInput(f"{draws} draws give no interval: 1,000 are usual")
+    labels = np.asarray(labels)
+    if labels.shape != decisions.predictions.shape:
+        raise BadInput(f"labels have shape {labels.shape} for {len(decisions)} decisions: give one each")
+    right = decisions.predictions == labels
     kinds, counts = np.unique(np.stack([right, decisions.spent]), axis=1, return_counts=True)
     drawn = rng.multinomial(len(decisions), counts / counts.sum(), size=draws) / len(decisions)  # (draws, kinds)
     tails = [(1 - confidence) / 2, (1 + confidence) / 2]
@@ -79,6 +84,10 @@ def per_class(decisions: Decisions, outputs: HeadOutputs) -> Classes:
     array([ 0., -1.])
     """
     labels = outputs.known_labels("accuracy per class")
+    if len(decisions) != len(outputs):
+        raise Mismatch(
+            f"{len(decisions)} decisions about a table of {len(outputs)} samples: give the table they are about"
+        )
     classes, members, samples = np.unique(labels, return_inverse=True, return_counts=True)
 
     def mean(values: npt.ArrayLike) -> Floats:

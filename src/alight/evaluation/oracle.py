@@ -4,7 +4,7 @@ import numpy as np
 import numpy.typing as npt
 
 from alight.costs import Costs, as_costs
-from alight.errors import BudgetTooSmall
+from alight.errors import BudgetTooSmall, Mismatch
 from alight.evaluation.metrics import Floats
 from alight.outputs import Decisions, HeadOutputs
 
@@ -13,6 +13,8 @@ def oracle(costs: Costs | npt.ArrayLike, outputs: HeadOutputs) -> Decisions:
     """Each sample leaves at its cheapest correct exit; where none is correct, at the cheapest exit."""
     network = as_costs(costs)
     outputs.known_labels("the oracle")
+    if outputs.num_exits != len(network):
+        raise Mismatch(f"the table has {outputs.num_exits} exits, but there are {len(network)} costs: give one each")
     first = np.argmax(outputs.correct(), axis=1)  # 0 where no exit is correct
     return _decided(network.cumulative(), outputs, first)
 

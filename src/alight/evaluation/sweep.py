@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from alight.costs import Costs, as_costs
-from alight.errors import BadFile, BadInput, Mismatch
+from alight.errors import BadFile, BadInput, BudgetTooSmall, Mismatch
 from alight.evaluation.metrics import bootstrap
 from alight.evaluation.oracle import oracle_within
 from alight.files import PathLike, write_text
@@ -86,7 +86,14 @@ def sweep(
         raise Mismatch(
             f"the test table has {test.num_exits} exits and there are {len(network)} costs: give one per exit"
         )
+    if test.score != labelled.score:
+        raise Mismatch(
+            f"the labelled table's score is {labelled.score!r}, the test table's {test.score!r}: record both with one"
+        )
     amounts = [network.budget(budget) for budget in budgets]
+    cheapest = min(float(network.cumulative([index])[0]) for index in range(len(network)))
+    if amounts and min(amounts) < cheapest:
+        raise BudgetTooSmall(min(amounts), cheapest, network.unit)
     runs = product(methods, amounts)
 
     def point(method: str, budget: float, decisions: Decisions, rates: Sequence[float] = ()) -> Point:
@@ -155,14 +162,23 @@ def write_points(points: Sequence[Point], path: PathLike) -> Path:
 
 def read_points(path: PathLike) -> list[Point]:
     """The points of a CSV file that `write_points` wrote."""
+    remedy = "give a CSV that `alight sweep` wrote"
     try:
-        rows = list(csv.DictReader(io.StringIO(Path(path).read_text(encoding="utf-8")), strict=True))
+        text = Path(path).read_text(encoding="utf-8")
+        rows = list(csv.DictReader(io.StringIO(text), strict=True))
         points = [Point(**{each.name: _value(each.type, row[each.name]) for each in fields(Point)}) for row in rows]  # type: ignore[arg-type]
     except (KeyError, ValueError, TypeError, csv.Error) as error:
         reason = f"it lacks the column {error}" if isinstance(error, KeyError) else str(error)
-        raise BadFile(path, f"it is no table of points ({reason})", "give a CSV that `alight sweep` wrote") from error
+        raise BadFile(path, f"it is no table of points ({reason})", remedy) from error
     if not points:
-        raise BadFile(path, "it has no rows", "give a CSV that `alight sweep` wrote")
+        raise BadFile(path, "it has no rows", remedy)
+    if not text.endswith("\n"):
+        raise BadFile(path, "it is cut short", remedy)
+    for row, point in enumerate(points, start=2):
+        shares = (*point.exit_rates, *point.exit_shares)
+        lengths = {len(own) for own in (point.exit_rates, point.exit_shares) if own}
+        if not np.isfinite([point.budget, point.accuracy, point.mean_cost, *shares]).all() or len(lengths) > 1:
+            raise BadFile(path, f"line {row} is no point (not finite, or cut short)", remedy)
     return points
 
 

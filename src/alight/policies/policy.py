@@ -37,7 +37,7 @@ class Certificate:
     contract: str  # "mean", "probability", "batch", "stream", or the risk that is bounded
     promise: str
     assumption: str
-    numbers: Mapping[str, float | str] = field(default_factory=dict)
+    numbers: Mapping[str, float | str] = field(default_factory=dict, hash=False)
 
     def __str__(self) -> str:
         return f"{self.promise} {self.assumption}"
@@ -58,15 +58,13 @@ class Policy(ABC):
     score: str = "margin"
     method: str = ""
     exit_rates: tuple[float, ...] = ()  # planned shares of the open exits, where the method plans them
-    settings: Mapping[str, float | str] = field(default_factory=dict)  # what the method chose or was told
+    settings: Mapping[str, float | str] = field(default_factory=dict, hash=False)  # what the method chose or was told
     lens: Lens | None = None  # what it makes of what the heads say
     certificate: Certificate | None = None  # what is promised about it
 
     def __post_init__(self) -> None:
         for each in fields(self):
-            value = getattr(self, each.name)
-            if isinstance(value, list | np.ndarray):
-                object.__setattr__(self, each.name, tuple(np.asarray(value).tolist()))
+            object.__setattr__(self, each.name, _plain_value(getattr(self, each.name)))
         if not self.costs:
             raise BadInput("a policy with no costs opens no exit: give the cumulative cost of each open exit")
         if not self.open_exits:
@@ -76,13 +74,25 @@ class Policy(ABC):
 
     def _check(self) -> None:
         """Whether the parts fit together; rules add their own."""
+        if not all(type(index) is int for index in (*self.open_exits, self.num_exits)):
+            raise BadInput(f"open exits {self.open_exits} of {self.num_exits}: give whole numbers")
+        if not all(map(_is_number, self.costs)):
+            raise BadInput(f"costs {self.costs} must be finite numbers")
         steps = np.diff(self.open_exits)
         if self.open_exits[0] < 0 or (steps <= 0).any() or self.open_exits[-1] >= self.num_exits:
             raise BadInput(f"open exits {self.open_exits} of {self.num_exits}: give increasing indices, from 0")
         if len(self.costs) != len(self.open_exits) or (np.diff(self.costs) <= 0).any() or self.costs[0] <= 0:
             raise BadInput(f"costs {self.costs} for open exits {self.open_exits}: give one each, positive, increasing")
+        if not (isinstance(self.score, str) and isinstance(self.unit, str) and isinstance(self.method, str)):
+            raise BadInput(f"score {self.score!r}, unit {self.unit!r} and method {self.method!r} must be texts")
+        if self.budget is not None and not (_is_number(self.budget) and self.budget > 0):
+            raise BadInput(f"budget {self.budget!r} must be a positive number")
+        if not all(_is_number(rate) and 0 <= rate <= 1 for rate in self.exit_rates):
+            raise BadInput(f"exit rates {self.exit_rates} must lie in [0, 1]")
         if self.exit_rates and len(self.exit_rates) != len(self.open_exits):
             raise BadInput(f"{len(self.exit_rates)} exit rates for {len(self.open_exits)} open exits: give one each")
+        if self.lens:
+            self.lens.check(self.open_exits)
 
     @abstractmethod
     def step(
@@ -181,6 +191,8 @@ class Threshold(Policy):
             )
         if any(math.isnan(value) for value in self.thresholds):
             raise BadInput(f"thresholds {self.thresholds} hold NaN: give numbers")
+        if not all(_is_number(share) and 0 <= share <= 1 for share in self.tie_shares):
+            raise BadInput(f"tie shares {self.tie_shares} must lie in [0, 1]")
 
     def step(
         self, position: int, samples: Array, predictions: Array, scores: Array, memory: Memory
@@ -204,6 +216,11 @@ class Streak(Policy):
     threshold: float
     patience: int
 
+    def _check(self) -> None:
+        super()._check()
+        if math.isnan(self.threshold) or type(self.patience) is not int or self.patience < 1:
+            raise BadInput(f"threshold {self.threshold} and patience {self.patience}: give a number, and 1 or more")
+
     def step(
         self, position: int, samples: Array, predictions: Array, scores: Array, memory: Memory
     ) -> tuple[Array, Memory]:
@@ -213,7 +230,14 @@ class Streak(Policy):
         return streak >= self.patience, (streak,)
 
     def summary(self) -> str:
-        return f"leave after {self.patience} scores in a row of at least {_threshold(self.threshold)}"
+        if self.threshold == math.inf:
+            return "nobody leaves early"
+        reach = f"reach {_threshold(self.threshold)}" if self.threshold > -math.inf else "have been seen"
+        return (
+            f"leave when {self.patience} scores in a row {reach}"
+            if self.patience > 1
+            else f"leave when a score has {reach}"
+        )
 
 
 @dataclass(frozen=True)
@@ -221,6 +245,11 @@ class Patience(Policy):
     """Leave once the prediction has stayed the same for `patience` exits after the first."""
 
     patience: int
+
+    def _check(self) -> None:
+        super()._check()
+        if type(self.patience) is not int or self.patience < 0:
+            raise BadInput(f"patience {self.patience!r} must be a whole number, 0 or more")
 
     def step(
         self, position: int, samples: Array, predictions: Array, scores: Array, memory: Memory
@@ -230,7 +259,7 @@ class Patience(Policy):
         return agreements >= self.patience, (predictions, agreements)
 
     def summary(self) -> str:
-        return f"leave when the prediction has stayed the same {self.patience} times"
+        return f"leave when {self.patience + 1} exits in a row agree" if self.patience else "everyone leaves at once"
 
 
 @dataclass(frozen=True)
@@ -257,7 +286,7 @@ class Mixture(Policy):
 
     first: Policy
     second: Policy
-    share: float
+    share: float  # of the first
 
     def _check(self) -> None:
         super()._check()
@@ -279,8 +308,14 @@ class Mixture(Policy):
         leave_second, second = self.second.step(position, samples, predictions, scores, memories[1])
         return (chosen & leave_first) | (~chosen & leave_second), (first, second)
 
+    def rule(self) -> list[list[str]]:
+        parts = {"first": self.first.rule(), "second": self.second.rule()}
+        return [[f"{name} {column[0]}", *column[1:]] for name, columns in parts.items() for column in columns]
+
     def summary(self) -> str:
-        return f"{self.share:.1%} of samples: {self.first.summary()}; the others: {self.second.summary()}"
+        return (
+            f"first, {self.share:.1%} of samples: {self.first.summary()}; second, the others: {self.second.summary()}"
+        )
 
 
 def reaches(scores: Array, samples: Array, threshold: float, tie_share: float) -> Array:
@@ -307,6 +342,21 @@ def _plain(value: float | str) -> str:
 
 def _threshold(value: float) -> str:
     return {math.inf: "never", -math.inf: "always"}.get(value, f"{value:.6g}")
+
+
+def _plain_value(value: Any) -> Any:
+    """The value without NumPy: scalars as Python numbers, arrays and lists as tuples, mappings as dicts."""
+    if isinstance(value, np.generic | np.ndarray):
+        value = value.tolist()
+    if isinstance(value, list | tuple):
+        return tuple(_plain_value(each) for each in value)
+    if isinstance(value, Mapping):
+        return {name: _plain_value(each) for name, each in value.items()}
+    return value
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def _to_json(value: Any) -> Any:
