@@ -1,4 +1,4 @@
-import sys
+import os
 
 import numpy as np
 import pytest
@@ -7,11 +7,10 @@ from hypothesis import settings
 from alight import recordings
 from alight.outputs import HeadOutputs
 
+os.environ["OMP_NUM_THREADS"] = "1"  # torch, imported later, is slower with more on a busy machine
+
 settings.register_profile("alight", deadline=None, derandomize=True, max_examples=100)
 settings.load_profile("alight")
-
-if "torch" in sys.modules:
-    sys.modules["torch"].set_num_threads(1)
 
 
 def made_up(seed: int, samples: int, exits: int, *, classes: int = 5, ties: bool = False) -> HeadOutputs:

@@ -60,6 +60,24 @@ def test_calibrate_takes_a_method_its_options_and_unlabelled_data(folder, capsys
     )
 
 
+@pytest.mark.parametrize("contract", ["mean", "probability", "batch", "stream"])
+def test_calibrate_writes_what_it_promises(folder, capsys, contract):
+    line = f"calibrate labelled.npz --costs costs.json --budget 50% --contract {contract} --delta 0.1 -o policy.json"
+    status, out, _ = run(line, capsys)
+    policy = load_policy("policy.json")
+    assert status == 0
+    assert policy.certificate.contract == contract
+    assert str(policy.certificate) in out
+
+
+def test_calibrate_finds_the_cheapest_policy_for_a_risk(folder, capsys):
+    line = "calibrate labelled.npz --costs costs.json --risk disagreement --alpha 0.4 --method geometric -o policy.json"
+    status, out, _ = run(line, capsys)
+    assert status == 0
+    assert "disagreement with the last exit" in out
+    assert load_policy("policy.json").certificate.contract == "disagreement"
+
+
 def test_costs_may_be_written_out(folder, capsys):
     status, out, _ = run("calibrate labelled.npz --costs 1,2.5,4,6 --budget 3", capsys)
     assert status == 0
@@ -173,6 +191,18 @@ BAD = {
         "calibrate labelled.npz --costs costs.json --budget 3 --method genetic --set seed=-1",
         1,
         "seed -1",
+    ),
+    "no budget": ("calibrate labelled.npz --costs costs.json", 1, "there is no budget"),
+    "no alpha": ("calibrate labelled.npz --costs costs.json --risk error", 1, "alpha None must lie"),
+    "delta": (
+        "calibrate labelled.npz --costs costs.json --budget 50% --contract mean --delta 2",
+        1,
+        "delta 2 must lie",
+    ),
+    "no rates": (
+        "calibrate labelled.npz --costs costs.json --budget 50% --method patience --contract batch",
+        1,
+        "plans none",
     ),
     "no command": ("", 2, "COMMAND"),
 }

@@ -13,8 +13,8 @@ import numpy as np
 from alight import __version__, calibrate, recordings
 from alight.costs import Costs, as_costs
 from alight.errors import AlightError, BadInput
-from alight.files import check_writable
 from alight.evaluation import Point, read_points, sweep, write_points
+from alight.files import check_writable
 from alight.outputs import HeadOutputs
 from alight.policies.policy import aligned
 from alight.report import write_report
@@ -59,13 +59,26 @@ def demo(options: argparse.Namespace) -> None:
 
 
 def calibrate_command(options: argparse.Namespace) -> None:
-    """Fit a policy to a budget."""
+    """Fit a policy to a budget, and promise to keep it."""
     labelled, unlabelled = _tables(options, "labelled", "unlabelled")
     method = calibrate.METHODS[options.method]
     _distinct(options.labelled, options.output, options.costs)
     own = _own_options(method, options.set)
     try:
-        policy = method(_costs(options.costs), options.budget, labelled, unlabelled, **own)
+        if options.contract or options.risk:
+            promised = {
+                "contract": options.contract,
+                "delta": options.delta,
+                "risk": options.risk,
+                "alpha": options.alpha,
+            }
+            policy = calibrate.certify(
+                method, _costs(options.costs), options.budget, labelled, unlabelled, **promised, **own
+            )
+        elif options.budget is None:
+            raise BadInput("there is no budget: give --budget, or --risk and --alpha for the cheapest policy")
+        else:
+            policy = method(_costs(options.costs), options.budget, labelled, unlabelled, **own)
     except TypeError as error:  # the only values whose type nobody has checked yet
         raise BadInput(f"--set {' '.join(options.set)}: a value is of the wrong kind ({error})") from error
     if options.output:
@@ -218,8 +231,16 @@ def _parser() -> argparse.ArgumentParser:
         "alight calibrate labelled.npz --costs costs.json --budget 50%% --output policy.json",
     )
     _table_options(added)
-    added.add_argument("--budget", required=True, help="a number in the costs' unit, '50%%', '2.5 GFLOPs', '3 ms'")
+    added.add_argument("--budget", help="a number in the costs' unit, '50%%', '2.5 GFLOPs', '3 ms'")
     added.add_argument("--method", choices=calibrate.METHODS, default="eero", help="default: eero")
+    added.add_argument(
+        "--contract", choices=["mean", "probability", "batch", "stream"], help="what to promise about cost"
+    )
+    added.add_argument(
+        "--risk", choices=["error", "excess_error", "disagreement"], help="what to promise about answers"
+    )
+    added.add_argument("--alpha", type=float, help="the most that the risk may be")
+    added.add_argument("--delta", type=float, default=0.05, help="probability that a promise fails (default: 0.05)")
     added.add_argument("--set", metavar="NAME=VALUE", action="append", default=[], help="a method's own option")
     added.add_argument("-o", "--output", type=_output, help="where to write the policy (JSON)")
 

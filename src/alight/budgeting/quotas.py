@@ -30,7 +30,7 @@ def quota_counts(exit_rates: Floats, costs: Floats, budget: float, total: int) -
     counts[np.argsort(-remainders, kind="stable")[: total - counts.sum()]] += 1
     spent = math.fsum(counts * costs)
     while spent > allowed and (counts[1:] > 0).any():
-        source, target = _cheapening(counts, costs, spent - allowed)
+        source, target = _cheapening(counts, costs, exit_rates, spent - allowed)
         counts[source], counts[target] = counts[source] - 1, counts[target] + 1
         spent = math.fsum(counts * costs)
     planned = min(allowed, total * float(exit_rates @ costs))
@@ -41,9 +41,10 @@ def quota_counts(exit_rates: Floats, costs: Floats, budget: float, total: int) -
     return counts
 
 
-def _cheapening(counts: Integers, costs: Floats, excess: float) -> tuple[int, int]:
-    """The move of one sample to a cheaper exit that saves just enough, or else the most."""
-    moves = [(costs[i] - costs[j], i, j) for i in np.flatnonzero(counts) for j in range(i)]
+def _cheapening(counts: Integers, costs: Floats, exit_rates: Floats, excess: float) -> tuple[int, int]:
+    """The move of one sample to a cheaper planned exit, or the first, that saves just enough, or else the most."""
+    targets = {0, *np.flatnonzero(exit_rates > 0).tolist()}
+    moves = [(costs[i] - costs[j], i, j) for i in np.flatnonzero(counts) for j in targets if j < i]
     enough = [move for move in moves if move[0] >= excess]
     _, source, target = min(enough) if enough else max(moves)
     return int(source), int(target)

@@ -13,6 +13,7 @@ thresholds of the fitted policy together, so that costs are nested.
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
+from functools import lru_cache
 from typing import Any, Literal, TypeGuard
 
 import numpy as np
@@ -446,17 +447,25 @@ def _smallest_for_law(policy: Policy, contract: str, delta: float) -> int:
 
 def _safe_rates(rates: Floats, costs: Floats, budget: float, samples: int, delta: float) -> Floats:
     """The rates, tilted towards cheap exits until overspending has probability delta."""
+    return np.array(_safe_plan(tuple(rates.tolist()), tuple(costs.tolist()), budget, samples, delta))
+
+
+@lru_cache(maxsize=64)  # a tenth of a second, and often asked again for the same plan
+def _safe_plan(
+    planned_rates: tuple[float, ...], cumulative: tuple[float, ...], budget: float, samples: int, delta: float
+) -> tuple[float, ...]:
+    rates, costs = np.array(planned_rates), np.array(cumulative)
     cheapest, planned = float(costs[rates > 0][0]), float(rates @ costs)
 
     def plan(amount: float) -> Floats:
         return rates if amount >= planned else tilted_rates(rates, costs, max(amount, cheapest))
 
-    return exact_plan(plan, costs, budget, samples, delta)
+    return tuple(exact_plan(plan, costs, budget, samples, delta).tolist())
 
 
 def _plans_rates(policy: Policy) -> TypeGuard[Threshold]:
     """Whether the policy meets planned rates by survivor thresholds, so that the exact law holds."""
-    return isinstance(policy, Threshold) and bool(policy.exit_rates) and policy.settings.get("rule") != "marginal"
+    return isinstance(policy, Threshold) and bool(policy.exit_rates) and policy.settings.get("thresholds") != "marginal"
 
 
 def _through(policy: Policy, table: HeadOutputs) -> HeadOutputs:

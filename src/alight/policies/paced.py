@@ -28,8 +28,9 @@ from alight.policies.quota import surest
 Floats = npt.NDArray[np.float64]
 
 PLANS = 65  # rates are solved for so many budgets and interpolated between: costs are linear in rates
-BETS = np.array([0.05, 0.1, 0.2, 0.4, 0.8])  # stakes of the alarm's bets, small ones for small shifts
-WITNESSES, WITNESS_SALT = 0.7, 2  # their share of the samples, and what keeps their hash apart from that of ties
+SHIFT = 1.2  # the alarm bets as if samples had become so many times dearer
+BETS = np.array([0.5, 1.0, 2.0])  # times the best stake for that shift
+WITNESSES, WITNESS_SALT = 0.75, 2  # their share of the samples, and what keeps their hash apart from that of ties
 RESERVED = 0.005  # of the budget so far, at most, is kept back
 ROUNDING = 1e-12  # of the bound, so that no way of adding up exceeds it
 
@@ -43,6 +44,7 @@ class Pace(Shared):
     """
 
     admitted: int = 0
+    last: int = 0  # how many of them in the last batch
     spent: float = 0.0
     recent: tuple[Floats, ...] = ()  # the scores last seen at each exit but the last, oldest first
     evidence: Floats = field(
@@ -60,6 +62,7 @@ class Pace(Shared):
         """Write the state to a JSON file, whole or not at all."""
         content = {
             "admitted": self.admitted,
+            "last": self.last,
             "spent": self.spent,
             "recent": [scores.tolist() for scores in self.recent],
             "evidence": np.maximum(self.evidence, -1e300).tolist(),  # JSON has no infinity
@@ -75,6 +78,7 @@ class Pace(Shared):
         try:
             return cls(
                 admitted=int(content["admitted"]),
+                last=int(content["last"]),
                 spent=float(content["spent"]),
                 recent=tuple(np.array(scores, dtype=np.float64) for scores in content["recent"]),
                 evidence=np.array(content["evidence"], dtype=np.float64),
@@ -162,6 +166,15 @@ class Paced(Policy):
         return budgets, np.array([tilted_rates(rates, costs, float(budget)) for budget in budgets])
 
     @cached_property
+    def _stakes(self) -> Floats:
+        """Stakes of the bets: about the best for the shift they are meant for, half of it and twice as much."""
+        rates, costs = np.array(self.exit_rates), np.array(self.costs)
+        mean = float(rates @ costs)
+        excess = max(SHIFT * mean - self.expected, 0.01 * mean)
+        best = excess * (self.expected - self.costs[0]) / (float(rates @ (costs - mean) ** 2) + excess**2)
+        return np.clip(BETS * best, 1e-3, 0.95)
+
+    @cached_property
     def _reserve(self) -> float:
         """What is kept back, so that chance alone seldom needs the guard: three deviations of `pace` samples."""
         rates, costs = np.array(self.exit_rates), np.array(self.costs)
@@ -171,13 +184,14 @@ class Paced(Policy):
         """The state as a batch begins, with the bets of the last one settled, and what holds for the batch."""
         assert self.budget is not None  # checked at the border
         before, evidence = state.admitted, state.evidence
-        if before:  # R becomes (R + 1) times what the batch multiplied it by
-            evidence = np.logaddexp(evidence, 0.0) + state.stakes
-        # R exceeds horizon / rate within the horizon with at most this probability: Doob's inequality for R - t
-        convincing = np.logaddexp.reduce(evidence) - math.log(len(BETS)) >= math.log(2 * self.horizon / self.alarm_rate)
+        if before:  # R becomes (R + the batch's share of the horizon) times what the batch multiplied it by
+            evidence = np.logaddexp(evidence, math.log(state.last / self.horizon)) + state.stakes
+        # without a shift R grows by that share at most on average: to 1 over the horizon, so seldom to 2 / alarm_rate
+        convincing = np.logaddexp.reduce(evidence) - math.log(len(BETS)) >= math.log(2 / self.alarm_rate)
         admitted = replace(
             state,
             admitted=before + count,
+            last=count,
             recent=state.recent or self._windows,
             evidence=evidence,
             stakes=np.zeros(len(BETS)),
@@ -221,7 +235,7 @@ class Paced(Policy):
         stakes = state.stakes
         for count, cost in ((int(reached.sum()), here), (int(beyond.sum()), after)):
             gain = (cost - self.expected) / (self.expected - self.costs[0])  # never below -1: no stake loses everything
-            stakes = stakes + count * np.log1p(BETS * gain)
+            stakes = stakes + count * np.log1p(self._stakes * gain)
         return replace(state, stakes=stakes), left_before | reached
 
 

@@ -1,0 +1,297 @@
+"""Do contracts hold? Many calibration draws, batches and streams; 15 minutes on one core.
+
+    python experiments/guarantees.py             # everything
+    python experiments/guarantees.py alarm       # one part: contracts, tight, quota, paced or alarm
+
+Writes results/guarantees_<part>.csv: one row per claim with what was measured, what was promised, whether it holds, and
+on what it was run. docs/guarantees.md states the figures.
+"""
+
+import csv
+import io
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from scipy.stats import binom
+
+from alight import HeadOutputs, Policy, calibrate, recordings, replay
+from alight.calibrate.certify import certify
+from alight.files import write_text
+from alight.policies.policy import Threshold
+from alight.policies.quota import Quota
+from alight.policies.route import replay_on
+from alight.provenance import provenance
+
+ROOT = Path(__file__).parent.parent
+Floats = npt.NDArray[np.float64]
+Row = dict[str, str | float | int]
+COSTS = np.array([1.0, 2.0, 3.5, 5.0, 8.0])
+BUDGET = 4.0
+DELTA = 0.05
+DRAWS = 2000
+RECORDING = recordings.load("resnet18_cifar100_frozen")
+
+
+def independent(rng: np.random.Generator, size: int) -> Floats:
+    return rng.uniform(size=(size, 5))
+
+
+def tied(rng: np.random.Generator, size: int) -> Floats:
+    """A common part and noise, rounded to five levels."""
+    return np.floor(5 * (rng.uniform(size=(size, 1)) + rng.uniform(size=(size, 5))) / 2)
+
+
+def heavy_tailed(rng: np.random.Generator, size: int) -> Floats:
+    """Sums of Cauchy variables: no mean, and exits that depend on each other."""
+    return np.cumsum(rng.standard_cauchy(size=(size, 5)), axis=1)
+
+
+def recorded(rng: np.random.Generator, size: int) -> Floats:
+    """Margins of a ResNet-18 on CIFAR-100, five of its exits."""
+    return RECORDING.test.scores[rng.integers(len(RECORDING.test), size=size)][:, [0, 2, 4, 6, 7]]
+
+
+DISTRIBUTIONS = {each.__name__: each for each in (independent, tied, heavy_tailed, recorded)}
+
+
+def table(scores: Floats) -> HeadOutputs:
+    return HeadOutputs(scores, np.zeros(scores.shape, dtype=np.int64))
+
+
+def contracts() -> Iterator[Row]:
+    """Mean and probability contracts over calibration draws, by the exact law and by a family of lowered policies."""
+    cases: list[tuple[Callable[..., Policy], str, int]] = [
+        (calibrate.geometric, "exact law", 50),
+        (calibrate.geometric, "exact law", 500),
+        (calibrate.global_threshold, "family", 50),
+    ]
+    for name, draw in DISTRIBUTIONS.items():
+        fresh = table(draw(np.random.default_rng(10**6), 20_000))
+        fitting = table(draw(np.random.default_rng(10**6 + 1), 500))
+        for method, kind, samples in cases:
+            for contract in ("mean", "probability"):
+                spent = np.empty(DRAWS)
+                for seed in range(DRAWS):
+                    drawn = table(draw(np.random.default_rng(seed), samples))
+                    policy = certify(method, COSTS, BUDGET, fitting, drawn, contract=contract, delta=DELTA)
+                    spent[seed] = replay(policy, fresh).mean_cost
+                yield _judged(f"{contract}, {kind}", name, samples, spent, fresh_size=len(fresh))
+
+
+def _judged(claim: str, distribution: str, samples: int, spent: Floats, fresh_size: int) -> Row:
+    error = float(np.hypot(spent.std() / np.sqrt(len(spent)), 2.5 / np.sqrt(fresh_size)))
+    row: Row = {"claim": claim, "distribution": distribution, "samples": samples, "draws": len(spent)}
+    if claim.startswith("mean"):
+        return row | {
+            "measured": f"{spent.mean() / BUDGET:.4f} of the budget",
+            "promised": f"at most 1 (Monte-Carlo error {error / BUDGET:.4f})",
+            "holds": str(bool(spent.mean() <= BUDGET + 3 * error)),
+        }
+    failures = int((spent > BUDGET).sum())
+    return row | {
+        "measured": f"{failures / len(spent):.4f} of draws overspend, {spent.mean() / BUDGET:.4f} of the budget spent",
+        "promised": f"at most {DELTA:g} of draws",
+        "holds": str(bool(failures <= binom.ppf(0.999, len(spent), DELTA))),
+    }
+
+
+def tight() -> Iterator[Row]:
+    """How much of the budget is used with 5,000 samples: law, betting, Hoeffding-Bentkus and the paper's slack."""
+    for name, draw in DISTRIBUTIONS.items():
+        fresh, fitting = (
+            table(draw(np.random.default_rng(10**6), 20_000)),
+            table(draw(np.random.default_rng(10**6 + 1), 500)),
+        )
+        ways: dict[str, Callable[[HeadOutputs], Policy]] = {
+            "mean, exact law": _way(calibrate.geometric, fitting, contract="mean"),
+            "probability, exact law": _way(calibrate.geometric, fitting, contract="probability"),
+            "probability, betting": _way(_marked, fitting, contract="probability"),
+            "probability, Hoeffding-Bentkus": _way(_marked, fitting, contract="probability", bound="hoeffding_bentkus"),
+            "the paper's slack": lambda drawn: calibrate.geometric(COSTS, BUDGET, drawn, slack="paper"),
+            "the proof's slack": lambda drawn: calibrate.geometric(COSTS, BUDGET, drawn, slack=2.507),
+        }
+        for way, make in ways.items():
+            spent, deviations = [], []
+            for seed in range(200):
+                decisions = replay(make(table(draw(np.random.default_rng(seed), 5000))), fresh)
+                spent.append(decisions.mean_cost)
+                deviations.append(float(decisions.spent.std()))
+            promised = 0.99 if way.startswith("mean") else 1 - 2.5 * np.mean(deviations) / (BUDGET * np.sqrt(5000))
+            judged = way in ("mean, exact law", "probability, exact law")
+            yield {
+                "claim": way,
+                "distribution": name,
+                "samples": 5000,
+                "draws": 200,
+                "measured": f"{np.mean(spent) / BUDGET:.4f} used; {np.mean(np.array(spent) > BUDGET):.3f} overspend",
+                "promised": f"at least {promised:.4f}" if judged else "for comparison",
+                "holds": str(bool(np.mean(spent) / BUDGET >= promised)) if judged else "",
+            }
+
+
+def _way(method: Callable[..., Policy], fitting: HeadOutputs, **options: Any) -> Callable[[HeadOutputs], Policy]:
+    return lambda drawn: certify(method, COSTS, BUDGET, fitting, drawn, delta=DELTA, **options)
+
+
+def _marked(costs: Any, budget: Any, labelled: HeadOutputs, unlabelled: HeadOutputs | None = None) -> Policy:
+    """Geometric rates as a policy that hides them, so that it is certified by its thresholds alone."""
+    policy = calibrate.geometric(costs, budget, labelled, unlabelled)
+    return Threshold(policy.thresholds, policy.tie_shares, costs=policy.costs, budget=policy.budget, score=policy.score)
+
+
+def quota() -> Iterator[Row]:
+    """Batches of any size, rates, costs and scores: do any overspend, and how much of the budget is used?"""
+    rng = np.random.default_rng(0)
+    overspent, use = 0, []
+    for _ in range(100_000):
+        exits, total = int(rng.integers(1, 13)), int(rng.integers(1, 5001))
+        costs, rates = np.cumsum(rng.uniform(0.01, 1, exits)), rng.dirichlet(np.full(exits, 0.5))
+        budget = float(rates @ costs)
+        allowed = max(budget, float(costs[0]))
+        policy = Quota(costs=tuple(costs.tolist()), exit_rates=tuple(rates.tolist()), budget=allowed)
+        scores = rng.uniform(size=(total, exits))
+        if rng.uniform() < 0.3:
+            scores = np.round(scores, 1)
+        decisions = replay(policy, table(scores))
+        overspent += bool(decisions.spent.sum() > total * allowed)
+        if total >= 1000:
+            use.append(decisions.mean_cost / budget)
+    yield {
+        "claim": "batches that overspend",
+        "draws": 100_000,
+        "measured": overspent,
+        "promised": 0,
+        "holds": str(overspent == 0),
+    }
+    yield {
+        "claim": "budget used by batches of 1,000 and more",
+        "draws": len(use),
+        "measured": f"{min(use):.4f} at least, {np.mean(use):.5f} on average",
+        "promised": "at least 0.99",
+        "holds": str(bool(min(use) >= 0.99)),
+    }
+
+
+def streams(rng: np.random.Generator, length: int) -> dict[str, Floats]:
+    """Scores of streams that drift, jump, alternate or mean harm; (length, 8 exits)."""
+    base = RECORDING.test.scores[rng.integers(len(RECORDING.test), size=length)]
+    along = np.linspace(0, 1, length)[:, None]
+    hard = np.where(rng.uniform(size=(length, 1)) < 0.5, 0.02, 1.0)
+    return {
+        "as calibrated": base,
+        "drift to hard": base * (1 - 0.9 * along),
+        "drift to easy": base + along,
+        "sudden": np.where(along < 0.5, base, 0.2 * base),
+        "alternating": np.where(np.arange(length)[:, None] % 2000 < 1000, base, 0.1 * base),
+        "all unsure": 1e-9 * base,
+        "all sure": 1 + base,
+        "all equal": np.full_like(base, 0.5),
+        "every second unsure": base * hard,
+        "sure early, unsure late": np.where(along < 0.3, 1 + base, 1e-6 * base),
+    }
+
+
+def paced() -> Iterator[Row]:
+    """Streams of 20,000 samples: is the bound ever broken, and how much of the budget is used?"""
+    length, count = 20_000, 100  # of each of ten kinds
+    worst: dict[str, float] = {}
+    use: dict[str, list[float]] = {}
+    for seed in range(count):
+        rng = np.random.default_rng(seed)
+        budget = f"{rng.integers(25, 86)}%"
+        policy = certify(calibrate.eero, RECORDING.costs, budget, RECORDING.labelled, contract="stream", spend_all=True)
+        size = int(rng.choice([1, 7, 50, 200, 1000], p=[0.02, 0.08, 0.3, 0.3, 0.3]))
+        for kind, scores in streams(rng, length).items():
+            spent = np.cumsum(replay(policy, table(scores), batch_size=size).spent)
+            ends = np.unique(np.append(np.arange(size, length + 1, size), length))
+            ahead = (spent[ends - 1] - ends * (policy.budget or 0.0)) / policy.costs[-1]
+            worst[kind] = max(worst.get(kind, -np.inf), float(ahead.max()))
+            use.setdefault(kind, []).append(float(spent[-1] / (length * (policy.budget or 1.0))))
+    for kind, ahead in worst.items():
+        demanding = kind not in ("drift to easy", "all sure", "all equal")  # the others leave early by themselves
+        yield {
+            "claim": f"stream, {kind}",
+            "draws": count,
+            "measured": f"ahead by {ahead:.4f} of the last exit; {min(use[kind]):.4f} of the budget used at least",
+            "promised": "ahead by at most 1" + ("; 0.99 used" if demanding else ""),
+            "holds": str(bool(ahead <= 1 and (min(use[kind]) >= 0.99 or not demanding))),
+        }
+
+
+def alarm() -> Iterator[Row]:
+    """How often the alarm is raised without a shift, and how soon after one that makes the plain policy 20 % dearer."""
+    for percent in (30, 50, 70):
+        first, second = RECORDING.labelled.split(0.1, np.random.default_rng(1))
+        given = (RECORDING.costs, f"{percent}%", first, second)
+        policy = certify(calibrate.eero, *given, contract="stream", spend_all=True)
+        plain = certify(calibrate.eero, *given, contract="mean", spend_all=True)
+        spent = replay(plain, RECORDING.test).spent
+        weights = _harder(spent, 1.2)
+        false, delays = 0, []
+        for seed in range(100):
+            rng = np.random.default_rng(seed)
+            calm = rng.integers(len(spent), size=100_000)
+            _, (state, *_) = replay_on(policy, RECORDING.test.take(calm), batch_size=200)
+            false += int(state.alarmed)
+        for seed in range(100):
+            rng = np.random.default_rng(1000 + seed)
+            rows = np.concatenate([rng.integers(len(spent), size=5000), rng.choice(len(spent), size=5000, p=weights)])
+            _, (state, *_) = replay_on(policy, RECORDING.test.take(rows), batch_size=20)
+            delays.append(state.alarmed_at - 5000 if state.alarmed else np.inf)
+        yield {
+            "claim": f"false alarms at {percent} %",
+            "samples": len(second),
+            "draws": 100,
+            "measured": false,
+            "promised": "at most 0.01 of streams of 100,000",
+            "holds": str(bool(false <= binom.ppf(0.999, 100, 0.01))),
+        }
+        yield {
+            "claim": f"delay of the alarm at {percent} % after a shift that costs 20 % more",
+            "samples": len(second),
+            "draws": 100,
+            "measured": f"median {np.median(delays):.0f}, all within {max(delays):.0f}",
+            "promised": "2,000 samples",
+            "holds": str(bool(max(delays) <= 2000)),
+        }
+
+
+def _harder(spent: Floats, factor: float) -> Floats:
+    """Weights that draw dear samples more often, so that the mean cost grows by this factor."""
+    low, high = 0.0, 60.0
+    for _ in range(60):
+        tilt = (low + high) / 2
+        weights = np.exp(tilt * spent / spent.max())
+        weights /= weights.sum()
+        low, high = (tilt, high) if weights @ spent < factor * spent.mean() else (low, tilt)
+    return weights
+
+
+PARTS: dict[str, Callable[[], Iterator[Row]]] = {
+    each.__name__: each for each in (contracts, tight, quota, paced, alarm)
+}
+
+
+def main(parts: list[str]) -> None:
+    for part in parts or list(PARTS):
+        start, rows = time.perf_counter(), []
+        for row in PARTS[part]():
+            empty: Row = {"claim": "", "distribution": "", "samples": "", "draws": ""}
+            rows.append(empty | row)
+            print(" | ".join(str(cell) for cell in row.values()), flush=True)
+        made: Row = {**provenance("numpy", "scipy", folder=ROOT)}
+        text = io.StringIO()
+        writer = csv.DictWriter(text, [*rows[0], *made], lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(row | made for row in rows)
+        write_text(ROOT / f"results/guarantees_{part}.csv", text.getvalue())
+        print(f"{part}: {time.perf_counter() - start:.0f} s", flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,196 @@
+"""Contracts, as a user asks for them; their statistics are in the guarantees."""
+
+import itertools
+
+import numpy as np
+import pytest
+from conftest import made_up
+from scipy.stats import binom
+
+from alight import Costs, HeadOutputs, calibrate, load_policy, replay
+from alight.calibrate import METHODS, certify
+from alight.calibrate.certify import lowered
+from alight.errors import BadInput, BudgetTooSmall, LabelsNeeded
+from alight.policies.paced import Paced
+from alight.policies.policy import ExitAt, Threshold
+from alight.policies.quota import Quota
+
+COSTS = Costs(stages=[1.0, 1.0, 2.0, 2.0], heads=[0.1] * 4, unit="ms")
+TABLE = made_up(1, 1200, 4)
+FAST = [name for name in METHODS if name not in ("genetic", "auto", "search")]
+
+
+@pytest.mark.parametrize("name", FAST)
+@pytest.mark.parametrize("contract", ["mean", "probability"])
+def test_every_method_can_be_certified(name, contract, tmp_path):
+    policy = certify(METHODS[name], COSTS, 3.0, TABLE, contract=contract)
+    assert policy.certificate.contract == contract
+    assert "3 ms" in str(policy.certificate)
+    assert "not about the clock" in policy.certificate.assumption
+    policy.save(tmp_path / "policy.json")
+    loaded = load_policy(tmp_path / "policy.json")
+    assert loaded == policy
+    assert str(policy.certificate) in str(loaded)
+    assert replay(policy, made_up(2, 4000, 4)).mean_cost <= 3.0 * (1.03 if contract == "mean" else 1.01)
+
+
+@pytest.mark.parametrize("name", FAST)
+def test_a_probable_promise_spends_less_than_one_on_average(name):
+    if name == "best_single_exit":
+        return
+    spent = [
+        replay(certify(METHODS[name], COSTS, 3.0, TABLE, contract=c), TABLE).mean_cost for c in ("probability", "mean")
+    ]
+    assert spent[0] <= spent[1]
+
+
+def test_a_smaller_delta_spends_less():
+    spent = [
+        replay(certify(calibrate.eero, COSTS, 3.0, TABLE, contract="probability", delta=delta), TABLE).mean_cost
+        for delta in (0.001, 0.05, 0.4)
+    ]
+    assert spent == sorted(spent)
+
+
+def test_options_go_to_the_method():
+    hot = certify(calibrate.eero, COSTS, 3.0, TABLE, temperature=0.5, spend_all=True)
+    assert hot.settings["temperature"] == 0.5
+
+
+def test_the_same_seed_gives_the_same_certificate():
+    first, again, other = (certify(calibrate.eero, COSTS, 3.0, TABLE, seed=seed) for seed in (0, 0, 1))
+    assert first == again
+    assert first.thresholds != other.thresholds
+
+
+def test_unlabelled_data_are_used_whole_for_the_certificate():
+    policy = certify(calibrate.eero, COSTS, 3.0, TABLE, made_up(5, 700, 4).unlabelled())
+    assert policy.certificate.numbers["samples"] == 700
+
+
+def test_batch_gives_a_quota_and_needs_planned_rates():
+    policy = certify(calibrate.eero, COSTS, 3.0, TABLE, contract="batch")
+    assert isinstance(policy, Quota)
+    decisions = replay(policy, made_up(3, 999, 4), batch_size=100)
+    assert decisions.mean_cost <= 3.0
+    with pytest.raises(BadInput, match="plans none: use eero"):
+        certify(calibrate.global_threshold, COSTS, 3.0, TABLE, contract="batch")
+    assert isinstance(certify(calibrate.best_single_exit, COSTS, 3.0, TABLE, contract="batch"), ExitAt)
+
+
+@pytest.mark.parametrize("name", ["eero", "global_threshold", "patience"])
+def test_stream_gives_a_paced_policy_for_any_method(name):
+    policy = certify(METHODS[name], COSTS, 3.0, TABLE, contract="stream", alarm_rate=0.02, horizon=5000)
+    assert isinstance(policy, Paced)
+    assert (policy.alarm_rate, policy.horizon) == (0.02, 5000)
+    spent = np.cumsum(replay(policy, made_up(3, 2000, 4), batch_size=10).spent)
+    counts = np.arange(10, 2001, 10)
+    assert (spent[counts - 1] <= counts * 3.0 + policy.costs[-1]).all()
+
+
+@pytest.mark.parametrize("name", ["global_threshold", "pcee", "patience", "performance_control", "eero_marginal"])
+def test_lowering_thresholds_nests_costs(name):
+    policy = METHODS[name](COSTS, 3.0, TABLE)
+    fresh = made_up(9, 500, 4, ties=True)
+    spent = [replay(lowered(policy, level, TABLE.scores), fresh).spent for level in np.linspace(1, -1, 41)]
+    for cheaper, dearer in itertools.pairwise(spent):
+        assert (cheaper <= dearer).all()
+    assert (spent[0] == COSTS.cumulative()[0]).all()
+    assert (spent[-1] == COSTS.cumulative()[-1]).all()
+
+
+def test_too_few_samples_certify_the_first_exit_alone_and_say_how_many_would_do():
+    few = made_up(1, 6, 4)
+    policy = certify(calibrate.geometric, COSTS, 1.2, few, contract="probability", delta=0.001)
+    assert isinstance(policy, ExitAt)
+    needed = policy.certificate.numbers["smallest sample"]
+    assert f"{needed:,} samples or more would do" in policy.certificate.promise
+    enough = made_up(2, int(needed), 4)
+    assert isinstance(
+        certify(calibrate.geometric, COSTS, 1.2, few, enough, contract="probability", delta=0.001), Threshold
+    )
+    short = made_up(2, int(needed) - 1, 4)
+    assert isinstance(certify(calibrate.geometric, COSTS, 1.2, few, short, contract="probability", delta=0.001), ExitAt)
+
+
+def test_a_budget_below_the_first_exit_cannot_be_promised():
+    with pytest.raises(BudgetTooSmall):
+        certify(calibrate.eero, COSTS, 1.0, TABLE)
+
+
+def test_a_budget_of_the_whole_network_needs_no_statistics():
+    policy = certify(calibrate.eero, COSTS, 10.0, TABLE, contract="probability")
+    assert "whatever comes" in policy.certificate.promise
+
+
+def accurate(seed: int, samples: int) -> HeadOutputs:
+    """A network whose last exit is right on 97 of 100, and whose first knows the easy ones."""
+    rng = np.random.default_rng(seed)
+    labels = rng.integers(10, size=samples)
+    hardness = rng.uniform(size=(samples, 1))
+    right = hardness < np.array([0.6, 0.75, 0.9, 0.97])
+    predictions = np.where(right, labels[:, None], (labels[:, None] + 1) % 10)
+    return HeadOutputs(np.clip(1 - hardness + 0.05 * rng.normal(size=(samples, 4)), 0, 1), predictions, labels)
+
+
+@pytest.mark.parametrize(("risk", "alpha"), [("error", 0.1), ("excess_error", 0.03), ("disagreement", 0.05)])
+def test_the_cheapest_policy_for_a_promised_risk(risk, alpha, tmp_path):
+    calibration, fresh = accurate(1, 4000), accurate(2, 20_000)
+    given = calibration.unlabelled() if risk == "disagreement" else calibration
+    policy = certify(calibrate.eero, COSTS, None, given, risk=risk, alpha=alpha, spend_all=True)
+    decisions = replay(policy, fresh)
+    wrong, last = decisions.predictions != fresh.labels, fresh.predictions[:, -1]
+    risks = {
+        "error": wrong.mean(),
+        "excess_error": wrong.mean() - (last != fresh.labels).mean(),
+        "disagreement": (decisions.predictions != last).mean(),
+    }
+    assert risks[risk] <= alpha
+    assert decisions.mean_cost < 0.8 * COSTS.plain
+    policy.save(tmp_path / "policy.json")
+    assert load_policy(tmp_path / "policy.json").certificate == policy.certificate
+
+
+@pytest.mark.guarantee
+def test_a_promised_risk_is_exceeded_no_more_often_than_delta():
+    fresh = accurate(10**6, 20_000)
+    failures = 0
+    for seed in range(100):
+        policy = certify(calibrate.geometric, COSTS, None, accurate(seed, 600), risk="error", alpha=0.1, delta=0.1)
+        failures += replay(policy, fresh).accuracy(fresh.labels) < 0.9
+    assert failures <= binom.ppf(0.999, 100, 0.1)
+
+
+def test_cost_and_risk_can_be_promised_together():
+    calibration = accurate(1, 6000)
+    policy = certify(calibrate.eero, COSTS, "70%", calibration, contract="probability", risk="error", alpha=0.15)
+    assert policy.certificate.contract == "probability, error"
+    assert "error is at most 0.15" in policy.certificate.promise
+    with pytest.raises(BadInput, match="too near or above alpha"):
+        certify(calibrate.eero, COSTS, "25%", calibration, contract="probability", risk="error", alpha=0.1)
+
+
+BAD = {
+    "alpha too small": ({"risk": "error", "alpha": 0.02}, "error of the full network is 0.03.*raise alpha above"),
+    "too few samples": ({"risk": "error", "alpha": 0.0005}, "at least 6,1.. are needed"),
+    "no alpha": ({"risk": "error"}, "alpha None must lie inside"),
+    "unknown risk": ({"risk": "luck", "alpha": 0.1}, "no risk 'luck'"),
+    "unknown contract": ({"contract": "word of honour"}, "no contract 'word of honour'"),
+    "unknown bound": ({"bound": "hope"}, "no bound 'hope'"),
+    "delta": ({"delta": 1.0}, "delta 1 must lie inside"),
+    "no budget": ({"contract": "mean"}, "needs a budget"),
+    "risk with batch": ({"risk": "error", "alpha": 0.2, "contract": "batch", "budget": "70%"}, "not 'batch'"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_what_cannot_be_promised_is_refused_with_the_numbers(case):
+    options, message = BAD[case]
+    budget = options.pop("budget", None) if case != "unknown contract" else "50%"
+    with pytest.raises(BadInput, match=message):
+        certify(calibrate.eero, COSTS, budget, accurate(1, 2000), **options)
+
+
+def test_a_promise_on_error_needs_labels():
+    with pytest.raises(LabelsNeeded, match="a promise on error"):
+        certify(calibrate.eero, COSTS, None, TABLE.unlabelled(), risk="error", alpha=0.1)
