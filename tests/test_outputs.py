@@ -129,6 +129,10 @@ BAD_TABLES = {
     "short labels": ({"scores": np.zeros((2, 2)), "predictions": TWO, "labels": [0]}, r"\(1,\) for 2 samples"),
     "multi-label": ({"scores": np.zeros((2, 2)), "predictions": TWO, "labels": TWO}, "multi-label"),
     "float labels": ({"scores": np.zeros((2, 2)), "predictions": TWO, "labels": [0.0, 1.0]}, "labels are float64"),
+    "feature like the score": (
+        {"scores": np.zeros((2, 2)), "predictions": TWO, "features": {"margin": np.zeros((2, 2))}}, "rename it"
+    ),
+    "huge index": ({"scores": np.zeros((2, 2)), "predictions": np.full((2, 2), 2**63, np.uint64)}, "stay below"),
     "words": ({"scores": [["a", "b"]], "predictions": [[0, 1]]}, "no table of numbers"),
     "feature shape": ({"scores": np.zeros((2, 2)), "predictions": TWO, "features": {"x": [[1.0]]}}, "feature 'x' have"),
     "log shape": ({"scores": np.zeros((2, 2)), "predictions": TWO, "log_probabilities": np.zeros((2, 3, 4))}, "log_pr"),
@@ -159,6 +163,10 @@ BAD_LOGITS = {
     ),
     "unknown score": ({"logits": np.zeros((1, 1, 3)), "score": "luck"}, "no score 'luck': choose one of margin"),
     "ragged": ({"logits": [np.zeros((2, 3)), np.zeros((2, 4))]}, "disagree in shape"),
+    "words": ({"logits": "abc"}, "no numbers"),
+    "complex": ({"logits": np.zeros((1, 1, 3), dtype=complex)}, "complex"),
+    "no exits": ({"logits": []}, "empty"),
+    "NaN noise": ({"logits": np.zeros((1, 1, 3)), "noise": float("nan")}, "noise nan"),
     "noise without dice": ({"logits": np.zeros((1, 1, 3)), "noise": 1e-5}, "explicit generator"),
     "noise on logits": (
         {"logits": np.zeros((1, 1, 3)), "score": "logit_margin", "noise": 1e-5, "rng": np.random.default_rng(0)},
@@ -183,6 +191,33 @@ def test_labels_are_asked_for_where_the_truth_is_needed():
 def test_a_split_with_an_empty_side_is_refused(fraction):
     with pytest.raises(BadInput, match="leaves one side empty"):
         made_up(0, 10, 2).split(fraction, np.random.default_rng(0))
+
+
+def test_a_damaged_table_is_refused_by_name_however_it_is_damaged(tmp_path):
+    made_up(0, 40, 3).save(tmp_path / "good.npz")
+    whole = (tmp_path / "good.npz").read_bytes()
+    rng = np.random.default_rng(0)
+    path = tmp_path / "damaged.npz"
+    refused = 0
+    for _ in range(300):
+        place, size = int(rng.integers(2, len(whole) - 40)), int(rng.integers(1, 40))
+        removed = whole[:place] + whole[place + size :]
+        flipped = whole[:place] + bytes(255 - byte for byte in whole[place : place + size]) + whole[place + size :]
+        path.write_bytes(removed if rng.uniform() < 0.5 else flipped)
+        try:
+            HeadOutputs.load(path)
+        except BadFile:  # and nothing else
+            refused += 1
+    assert refused > 250  # a few hit bytes that mean nothing
+
+
+def test_tensors_are_taken_whatever_their_dtype_and_graph():
+    torch = pytest.importorskip("torch")
+    logits = torch.randn(5, 2, 3, generator=torch.Generator().manual_seed(0), requires_grad=True)
+    outputs = HeadOutputs.from_logits(logits)
+    np.testing.assert_array_equal(outputs.predictions, logits.argmax(-1).numpy())
+    listed = HeadOutputs.from_logits([logits[:, exit_index].to(torch.bfloat16) for exit_index in range(2)])
+    assert listed.scores.dtype == np.float64
 
 
 def test_files_that_are_not_tables_are_refused_by_name(tmp_path):

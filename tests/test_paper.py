@@ -5,6 +5,7 @@ import pytest
 
 from alight import calibrate, replay
 from alight.budgeting.rates import budget_multiplier, exponential_weights, inverse_cost_prior
+from alight.budgeting.thresholds import passing_counts
 
 # Appendix "Analysis of aggregation weights": ConvNeXt on ImageNet, 21 exits, as printed.
 RISKS = np.array(
@@ -91,6 +92,9 @@ def test_eero_spends_what_it_planned(frozen, fraction):
     samples, exits = len(frozen.labelled), policy.num_exits
     assert policy.planned_cost - exits * frozen.costs.plain / samples <= calibrated.mean_cost <= policy.planned_cost
     assert tested.mean_cost == pytest.approx(budget, rel=0.025)
+    assert (np.abs(calibrated.exit_shares - policy.exit_rates) < 2 / samples).all()
+    expected = -np.diff(np.concatenate([[samples + 1], passing_counts(np.array(policy.exit_rates), samples), [0]]))
+    assert (np.abs(expected / (samples + 1) - policy.exit_rates) <= 1 / (samples + 1)).all()  # of N + 1 samples
 
 
 def test_the_papers_rule_leaves_much_of_the_budget_unspent(frozen):

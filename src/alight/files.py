@@ -19,9 +19,9 @@ PathLike = str | os.PathLike[str]
 
 def write_whole(path: PathLike, write: Callable[[IO[bytes]], object]) -> Path:
     """The path, once `write` has filled a temporary file beside it and that has taken its place."""
+    check_writable(path)
     path = Path(path)
     target = path.resolve()  # what a link points to, not the link
-    check_writable(path)
     if target.exists() and not target.is_file():  # a device or a pipe cannot be replaced
         with target.open("wb") as file:
             write(file)

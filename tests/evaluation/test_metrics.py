@@ -3,7 +3,7 @@ import pytest
 from conftest import made_up
 
 from alight import Decisions, HeadOutputs, replay
-from alight.errors import BadInput, LabelsNeeded
+from alight.errors import BadInput, LabelsNeeded, Mismatch
 from alight.evaluation import bootstrap, budget_use, per_class
 from alight.policies.policy import Threshold
 
@@ -61,6 +61,15 @@ def test_classes_that_are_not_there_have_no_row():
     table = per_class(Decisions([0, 7], [0, 0], [1.0, 1.0]), outputs)
     assert table.classes.tolist() == [7]
     assert table.accuracy.tolist() == [0.5]
+
+
+def test_labels_and_tables_of_other_samples_are_refused():
+    with pytest.raises(BadInput, match=r"shape \(3,\) for 2000 decisions"):
+        bootstrap(DECISIONS, [1, 2, 3], np.random.default_rng(0))
+    with pytest.raises(BadInput, match="0 draws"):
+        bootstrap(DECISIONS, TABLE.labels, np.random.default_rng(0), draws=0)
+    with pytest.raises(Mismatch, match="2000 decisions about a table of 10 samples"):
+        per_class(DECISIONS, made_up(0, 10, 4))
 
 
 def test_classes_need_labels():

@@ -6,7 +6,7 @@ from conftest import made_up
 from hypothesis import given
 from hypothesis import strategies as st
 
-from alight.errors import BudgetTooSmall, LabelsNeeded
+from alight.errors import BudgetTooSmall, LabelsNeeded, Mismatch
 from alight.evaluation import oracle, oracle_within
 
 COSTS = np.array([1.0, 2.0, 4.0])
@@ -44,5 +44,7 @@ def test_with_enough_budget_the_oracle_is_free():
 def test_the_oracle_needs_labels_and_a_budget():
     with pytest.raises(LabelsNeeded, match="the oracle needs labels"):
         oracle(COSTS, made_up(0, 5, 3).unlabelled())
+    with pytest.raises(Mismatch, match="3 exits, but there are 2 costs"):
+        oracle(COSTS[:2], made_up(0, 5, 3))
     with pytest.raises(BudgetTooSmall):
         oracle_within(COSTS, 0.5, made_up(0, 5, 3))

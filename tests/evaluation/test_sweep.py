@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from conftest import made_up
@@ -96,6 +98,8 @@ def test_a_sweep_refuses_what_makes_no_comparison():
         sweep(METHODS, COSTS, BUDGETS, labelled=LABELLED, test=TEST.unlabelled())
     with pytest.raises(Mismatch, match="test table has 3 exits"):
         sweep(METHODS, COSTS, BUDGETS, labelled=LABELLED, test=made_up(0, 50, 3))
+    with pytest.raises(Mismatch, match="'margin', the test table's 'max_probability'"):
+        sweep(METHODS, COSTS, BUDGETS, labelled=LABELLED, test=replace(TEST, score="max_probability"))
     with pytest.raises(BudgetTooSmall):
         sweep(METHODS, COSTS, ["1%"], labelled=LABELLED, test=TEST)
 
@@ -108,6 +112,8 @@ def test_files_that_are_not_points_are_refused_by_name(points, tmp_path):
         "a,b\n1,2\n": "lacks the column 'method'",
         text.splitlines()[0]: "it has no rows",
         text[: len(text) // 2]: "no table of points",
+        text[:-5]: "cut short",
+        text.replace(str(points[0].accuracy), "nan", 1): "line 2 is no point",
         text.replace("0.", "x", 3): "no table of points",
     }
     for content, message in cases.items():

@@ -61,6 +61,22 @@ def test_arrays_and_lists_become_plain_tuples():
     assert all(type(value) is float for value in policy.thresholds + policy.costs)
 
 
+def test_numpy_scalars_are_saved_as_numbers(tmp_path):
+    settings = {"seed": np.int64(1), "temperature": np.float32(0.5)}
+    policy = Streak(np.float64(0.5), np.int64(2), costs=np.array([1.0, 2.0]), settings=settings)
+    policy.save(tmp_path / "policy.json")
+    assert load_policy(tmp_path / "policy.json") == policy
+    assert hash(policy) == hash(load_policy(tmp_path / "policy.json"))
+
+
+def test_a_mixture_prints_the_thresholds_of_both_parts():
+    parts = [Threshold((0.25,), costs=(1.0, 2.0)), Threshold((0.75,), costs=(1.0, 2.0))]
+    text = str(Mixture(*parts, 0.5, costs=(1.0, 2.0)))
+    assert "first threshold" in text
+    assert "0.25" in text
+    assert "0.75" in text
+
+
 def test_a_policy_refuses_a_table_of_another_network_or_score():
     policy = Threshold((0.5,), costs=(1.0, 2.0))
     with pytest.raises(Mismatch, match="for 2 exits and the table has 3"):
@@ -83,6 +99,14 @@ BAD = {
         lambda: Mixture(Patience(1, costs=(1.0, 2.0)), Patience(1, costs=(1.0, 3.0)), 0.5, costs=(1.0, 2.0)),
         "same open exits",
     ),
+    "NaN costs": (lambda: Patience(1, costs=(1.0, math.nan)), "finite"),
+    "half an exit": (lambda: Patience(1, costs=(1.0,), open_exits=(0.5,)), "whole numbers"),
+    "score of no text": (lambda: Patience(1, costs=(1.0,), score=3), "must be texts"),
+    "negative budget": (lambda: Patience(1, costs=(1.0,), budget=-1.0), "budget -1.0"),
+    "rates beyond 1": (lambda: Patience(1, costs=(1.0,), exit_rates=(2.0,)), "must lie in"),
+    "tie share": (lambda: Threshold((0.5,), (1.5,), costs=(1.0, 2.0)), "tie shares"),
+    "impatience": (lambda: Patience(-1, costs=(1.0,)), "0 or more"),
+    "no streak": (lambda: Streak(0.5, 0, costs=(1.0,)), "1 or more"),
     "share": (lambda: Mixture(*2 * [Patience(1, costs=(1.0,))], 1.5, costs=(1.0,)), "share 1.5"),
 }
 
@@ -106,6 +130,8 @@ def test_files_that_are_not_policies_are_refused_by_name(tmp_path):
         json.dumps(good | {"thresholds": [1.0]}): "1 thresholds",
         json.dumps(good | {"surprise": 1}): "surprise",
         json.dumps(good | {"costs": []}): "no costs",
+        json.dumps(good | {"schema": True}): "not a Policy",
+        json.dumps(good | {"budget": "much"}): "positive number",
     }
     path = tmp_path / "policy.json"
     for text, message in cases.items():
