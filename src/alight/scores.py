@@ -19,7 +19,7 @@ def probabilities(logits: Array) -> Array:
     >>> probabilities(np.array([0.0, np.log(3.0)]))
     array([0.25, 0.75])
     """
-    library = _library(logits)
+    library = library_of(logits)
     logits = logits.astype(np.float64) if library is np else logits.double()
     weights = library.exp(logits - library.amax(logits, axis=-1, keepdims=True))
     return weights / weights.sum(-1)[..., None]
@@ -41,7 +41,7 @@ def max_probability(probabilities: Array) -> Array:
     >>> max_probability(np.array([0.5, 0.2, 0.3]))
     np.float64(0.5)
     """
-    return _library(probabilities).amax(probabilities, axis=-1)
+    return library_of(probabilities).amax(probabilities, axis=-1)
 
 
 def negative_entropy(probabilities: Array) -> Array:
@@ -50,7 +50,7 @@ def negative_entropy(probabilities: Array) -> Array:
     >>> negative_entropy(np.array([0.0, 1.0]))
     np.float64(0.0)
     """
-    library = _library(probabilities)
+    library = library_of(probabilities)
     safe = library.where(probabilities > 0, probabilities, library.ones_like(probabilities))
     return (probabilities * library.log(safe)).sum(-1)
 
@@ -75,13 +75,13 @@ SCORES: dict[str, Callable[[Array], Array]] = {  # of probabilities, but for log
 
 def score_of(name: str, logits: Array) -> Array:
     """The score of this name, from logits."""
-    wide = logits.astype(np.float64) if _library(logits) is np else logits.double()
+    wide = logits.astype(np.float64) if library_of(logits) is np else logits.double()
     return SCORES[name](wide if name == "logit_margin" else probabilities(wide))
 
 
 def _top_two(values: Array) -> tuple[Array, Array]:
     """Largest and second largest value; equal where the largest stands twice."""
-    library = _library(values)
+    library = library_of(values)
     first = library.amax(values, axis=-1)
     is_first = values == first[..., None]
     below = library.where(is_first, -np.inf, values)
@@ -89,6 +89,6 @@ def _top_two(values: Array) -> tuple[Array, Array]:
     return first, second
 
 
-def _library(array: Array) -> Any:
+def library_of(array: Array) -> Any:
     """NumPy or torch, whichever made the array; torch is never imported here."""
     return np if isinstance(array, np.ndarray | np.generic) else sys.modules["torch"]

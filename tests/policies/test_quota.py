@@ -28,7 +28,7 @@ def test_quotas_are_whole_complete_affordable_and_near_the_plan(plan):
     counts = quota_counts(rates, costs, budget, total)
     assert counts.sum() == total
     assert (counts >= 0).all()
-    assert (counts * costs).sum() <= total * budget
+    assert (counts * costs).sum() <= total * budget * (1 + 1e-15)
     assert (counts[1:][rates[1:] == 0] == 0).all()
     if total >= 1000:
         assert (counts * costs).sum() >= 0.99 * total * budget
@@ -65,7 +65,7 @@ def test_the_surest_leave_first():
     table = made_up(0, 500, 3)
     decisions = replay(Quota(costs=(1.0, 2.0, 3.0), exit_rates=(0.5, 0.25, 0.25), budget=1.75), table)
     left = decisions.exits == 0
-    assert left.sum() in (250, 251)  # a rounding of the budget may cost a sample
+    assert left.sum() == 250
     assert table.scores[left, 0].min() >= table.scores[~left, 0].max()
 
 

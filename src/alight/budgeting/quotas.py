@@ -10,8 +10,6 @@ from alight.errors import BudgetTooSmall
 
 Integers = npt.NDArray[np.int64]
 
-ROUNDING = 1e-12  # of the batch's budget, so that no way of adding up the costs exceeds it
-
 
 def quota_counts(exit_rates: Floats, costs: Floats, budget: float, total: int) -> Integers:
     """Numbers of a batch of `total` samples that leave at each exit: nearest to the rates, at most `total * budget`.
@@ -24,7 +22,7 @@ def quota_counts(exit_rates: Floats, costs: Floats, budget: float, total: int) -
     """
     if budget < costs[0]:
         raise BudgetTooSmall(budget, float(costs[0]))
-    allowed = total * budget * (1 - ROUNDING)
+    allowed = total * budget
     counts = np.floor(total * exit_rates + 1e-9).astype(np.int64)
     remainders = np.where(exit_rates > 0, total * exit_rates - counts, -1.0)
     counts[np.argsort(-remainders, kind="stable")[: total - counts.sum()]] += 1
@@ -33,7 +31,7 @@ def quota_counts(exit_rates: Floats, costs: Floats, budget: float, total: int) -
         source, target = _cheapening(counts, costs, exit_rates, spent - allowed)
         counts[source], counts[target] = counts[source] - 1, counts[target] + 1
         spent = math.fsum(counts * costs)
-    planned = min(allowed, total * float(exit_rates @ costs))
+    planned = min(allowed, total * float(exit_rates @ costs)) * (1 - 1e-12)  # filling up leaves room for rounding
     while (move := _dearest_move(counts, costs, exit_rates, planned - spent)) is not None:
         source, target = move
         counts[source], counts[target] = counts[source] - 1, counts[target] + 1

@@ -1,0 +1,275 @@
+"""Lenses, fitted: a learned gain score, the most reliable exit so far, and ensembles of exits.
+
+`through` calibrates any method through a lens. One part of the labelled table fits the lens, the other and the
+unlabelled table calibrate: no threshold is set on a score that its sample helped to fit, so what holds for the method
+on fresh tables holds through the lens.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from alight.calibrate.task import AnyCosts, Budget, Floats
+from alight.costs import Costs, as_costs
+from alight.errors import AlightError, BadInput, Mismatch
+from alight.outputs import HeadOutputs
+from alight.policies.lens import Ensemble, Gain, Lens, Recall, clues, possible
+from alight.policies.policy import Memory, Policy
+
+Fit = Callable[[HeadOutputs, Policy | None], Lens]
+
+LEAST_SAMPLES = 20  # to fit a lens to, and to calibrate on
+BENDS = (0.1, 0.3, 0.5, 0.7, 0.9)  # quantiles of a score where the gain may bend
+PENALTIES = np.logspace(0, 4, 5)  # of ridge regression; leave-one-out chooses
+TILT = 1e-6  # by which reliability rises even where isotonic regression is level, so that scores keep their order
+SMALLEST_BLOCK = 10  # samples below which a level of reliability is not told apart from its neighbour
+HANDICAPS = (1.0, 0.5, 0.3, 0.2, 0.15, 0.1, 0.05, 0.0)  # of earlier answers, to choose from; 1 never recalls
+
+
+def through(
+    fit: Fit,
+    method: Callable[..., Policy],
+    costs: AnyCosts,
+    budget: Budget,
+    labelled: HeadOutputs,
+    unlabelled: HeadOutputs | None = None,
+    *,
+    share: float = 0.5,
+    seed: int = 0,
+    **own: Any,
+) -> Policy:
+    """A method's policy, calibrated and run through a lens.
+
+    This share of the labelled samples fits the lens, the rest calibrates; `own` goes to the method. Where the method
+    closes exits, the lens is fitted for those left open. `functools.partial(through, fit_gain, eero)` is a method like
+    any other.
+
+    >>> from alight import calibrate, recordings
+    >>> labelled, test, costs = recordings.load("resnet18_cifar100_joint")
+    >>> through(fit_recall, calibrate.eero, costs, "50%", labelled).method
+    'eero through recall'
+    """
+    network = as_costs(costs)
+    amount = network.budget(budget)
+    for name, table in {"labelled": labelled, "unlabelled": unlabelled}.items():
+        if table is not None and table.num_exits != len(network):
+            raise Mismatch(
+                f"the {name} table has {table.num_exits} exits, but there are {len(network)} costs: give one each"
+            )
+    fitting = round(share * len(labelled)) if 0 < share < 1 else 0
+    if min(fitting, len(labelled) - fitting) < LEAST_SAMPLES:
+        raise BadInput(
+            f"{share:g} of {len(labelled)} labelled samples to fit a lens: both parts need at least {LEAST_SAMPLES},"
+            " so record more or choose another share"
+        )
+    first, second = labelled.split(share, np.random.default_rng(seed))
+    exits: tuple[int, ...] = tuple(range(len(network)))
+    while True:  # each round opens fewer exits, or is the last
+        policy = _through_at(exits, fit, method, network, amount, (first, second, unlabelled), own)
+        if policy.lens:
+            settings = {**policy.settings, "share": share, "seed": seed}
+            name = f"{policy.method} through {type(policy.lens).__name__.lower()}"
+            return replace(policy, method=name, settings=settings)
+        exits = policy.open_exits
+
+
+def _through_at(
+    exits: tuple[int, ...],
+    fit: Fit,
+    method: Callable[..., Policy],
+    network: Costs,
+    budget: float,
+    tables: tuple[HeadOutputs, HeadOutputs, HeadOutputs | None],
+    own: dict[str, Any],
+) -> Policy:
+    """The policy with its lens if the method keeps these exits open; else the policy without, to say which it keeps."""
+    costs = network if len(exits) == len(network) else _costs_of(network, exits)
+    first, second, unlabelled = (table and _at(table, exits) for table in tables)
+    assert first is not None  # only the third may be
+    assert second is not None
+
+    def placed(policy: Policy, lens: Lens | None = None) -> Policy:
+        """The policy at its place in the whole network."""
+        opened = tuple(exits[index] for index in policy.open_exits)
+        costs = tuple(network.cumulative(opened).tolist())
+        parts: dict[str, Any] = {  # of a mixture
+            name: placed(getattr(policy, name)) for name in ("first", "second") if hasattr(policy, name)
+        }
+        lens = lens and replace(lens, exits=opened)
+        return replace(policy, costs=costs, open_exits=opened, num_exits=len(network), lens=lens, **parts)
+
+    plain = method(costs, budget, first, **own)
+    if len(plain.open_exits) < len(exits):
+        return placed(plain)
+    lens = fit(first, plain)
+    policy = method(costs, budget, lens.through(second), unlabelled and lens.through(unlabelled), **own)
+    return placed(policy, lens if len(policy.open_exits) == len(exits) else None)
+
+
+def fit_gain(labelled: HeadOutputs, policy: Policy | None = None) -> Gain:
+    """What going on brings, learned: right where it would leave next, minus right now, by ridge regression.
+
+    Where a sample would leave if it went on is up to the policy; without one, it is the last exit. Without labels
+    right means: as the last exit says. Reads the score and all features of the table. Needs scikit-learn
+    (`pip install alight[learn]`).
+    """
+    try:
+        from sklearn.linear_model import RidgeCV
+    except ImportError as error:
+        raise AlightError("a learned gain score needs scikit-learn: pip install 'alight[learn]'") from error
+
+    names = (labelled.score, *labelled.features)
+    right = labelled.correct().astype(np.float64)
+    gains = right[np.arange(len(labelled))[:, None], _going_on(labelled, policy)] - right  # (samples, exits)
+    knots, weights = [], []
+    memory: Memory = ()
+    for exit_index in range(labelled.num_exits):
+        columns = tuple(labelled.column(name)[:, exit_index] for name in names)
+        bends = tuple(tuple(np.unique(np.quantile(column, BENDS)).tolist()) for column in columns)
+        if exit_index == labelled.num_exits - 1:
+            bends = ((),) * len(names)  # nothing comes after it
+        described = np.stack(clues(bends, labelled.predictions[:, exit_index], columns, memory), axis=1)
+        centre, scale = described.mean(axis=0), described.std(axis=0)
+        scale = np.where(scale > 0, scale, np.inf)  # what never changes says nothing
+        model = RidgeCV(PENALTIES).fit((described - centre) / scale, gains[:, exit_index])
+        slopes = model.coef_ / scale
+        knots.append(bends)
+        weights.append((float(model.intercept_ - slopes @ centre), *slopes.tolist()))
+        memory = (*memory, (labelled.predictions[:, exit_index], *columns))
+    return Gain(exits=tuple(range(labelled.num_exits)), columns=names, knots=tuple(knots), weights=tuple(weights))
+
+
+def _going_on(labelled: HeadOutputs, policy: Policy | None) -> npt.NDArray[np.int64]:
+    """The exit at which each sample would leave if it did not leave at this one, (samples, exits)."""
+    last, rows = labelled.num_exits - 1, np.arange(len(labelled))
+    leaving = np.zeros(labelled.predictions.shape, dtype=bool)
+    memory: Memory = ()
+    for position in range(last if policy else 0):
+        assert policy is not None  # the range says so
+        leaving[:, position], memory = policy.step(
+            position, rows, labelled.predictions[:, position], labelled.scores[:, position], memory
+        )
+    then = np.full(len(labelled), last)
+    going_on = np.full(labelled.predictions.shape, last)
+    for position in range(last - 1, -1, -1):
+        going_on[:, position] = then
+        then = np.where(leaving[:, position], position, then)
+    return going_on
+
+
+def fit_recall(labelled: HeadOutputs, policy: Policy | None = None, *, handicap: float | None = None) -> Recall:
+    """How reliable each score of each exit is, by isotonic regression; without labels: as the last exit says.
+
+    `handicap` is what an earlier answer must be more reliable by to be recalled; None chooses it exit by exit, by how
+    many answers are then right.
+    """
+    right = labelled.correct()
+    exits = tuple(range(labelled.num_exits))
+    lines = [_reliability(labelled.scores[:, index], right[:, index]) for index in exits]
+    levels, reliabilities = zip(*lines, strict=True)
+    lens = Recall(
+        exits=exits,
+        column=labelled.score,
+        levels=levels,
+        reliabilities=reliabilities,
+        handicaps=(0.0, *(handicap or 0.0 for _ in exits[1:])),
+    )
+    return lens if handicap is not None else _handicapped(lens, labelled)
+
+
+def _handicapped(lens: Recall, labelled: HeadOutputs) -> Recall:
+    """The lens with the handicaps that leave most answers right; of equals the highest, which recalls least."""
+    truth = labelled.predictions[:, -1] if labelled.labels is None else labelled.labels
+    memory: Memory = ()
+    for exit_index in lens.exits:
+        said = labelled.predictions[:, exit_index], (labelled.scores[:, exit_index],)
+        tried = [
+            replace(lens, handicaps=(*lens.handicaps[:exit_index], each, *lens.handicaps[exit_index + 1 :]))
+            for each in (HANDICAPS if exit_index else (0.0,))
+        ]
+        lens = max(tried, key=lambda one: (one.see(exit_index, *said, memory)[0] == truth).mean())
+        memory = lens.see(exit_index, *said, memory)[2]
+    return lens
+
+
+def _reliability(scores: Floats, right: npt.NDArray[np.bool_]) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """The points of a rising line from scores to the chance of being right."""
+    from scipy.optimize import isotonic_regression  # slow to import
+
+    order = np.argsort(scores, kind="stable")
+    fitted = isotonic_regression(right[order].astype(np.float64))
+    bounds = fitted.blocks  # of the blocks of samples whose reliability is level
+    while len(bounds) > 2 and (small := np.diff(bounds) < SMALLEST_BLOCK).any():
+        index = int(np.argmax(small))
+        bounds = np.delete(bounds, index if index else 1)
+    sizes = np.diff(bounds)
+    centres = np.add.reduceat(scores[order], bounds[:-1]) / sizes
+    heights = np.add.reduceat(right[order].astype(np.float64), bounds[:-1]) / sizes
+    levels = np.concatenate([[scores[order[0]]], centres, [scores[order[-1]]]])
+    heights = np.maximum.accumulate(np.concatenate([heights[:1], heights, heights[-1:]]))
+    levels, first = np.unique(levels, return_index=True)
+    heights = heights[first]
+    span = levels[-1] - levels[0]
+    tilted = heights + TILT * (levels - levels[0]) / span if span > 0 else heights
+    return tuple(levels.tolist()), tuple(tilted.tolist())
+
+
+def fit_ensemble(labelled: HeadOutputs, policy: Policy | None = None) -> Ensemble:
+    """Two weights per exit, for the mean so far and for the exit itself, that make the labels likeliest.
+
+    Exit by exit a convex problem of two numbers, neither below 0.
+    """
+    from scipy.optimize import minimize  # slow to import
+
+    labels = labelled.known_labels("an ensemble of exits")
+    if labelled.log_probabilities is None:
+        raise Mismatch(
+            "the table has no log_probabilities, which an ensemble multiplies:"
+            " record it with keep_log_probabilities=True"
+        )
+    rows = np.arange(len(labelled))
+    kept, fresh = [], []
+    mean: Floats | None = None
+    for exit_index in range(labelled.num_exits):
+        own = possible(labelled.log_probabilities[:, exit_index])
+        logs = np.stack([own] if mean is None else [mean, own])  # (weights, samples, classes)
+        told = logs[:, rows, labels]  # (weights, samples)
+
+        def surprise(weights: Floats, logs: Floats = logs, told: Floats = told) -> tuple[float, Floats]:
+            """Mean negative log-likelihood of the labels, and its slope."""
+            joint = np.tensordot(weights, logs, axes=1)
+            joint = joint - joint.max(axis=1, keepdims=True)
+            chances = np.exp(joint)
+            totals = chances.sum(axis=1, keepdims=True)
+            expected = (logs * (chances / totals)).sum(axis=2)  # (weights, samples)
+            value = np.log(totals[:, 0]).mean() - joint[rows, labels].mean()
+            return float(value), (expected - told).mean(axis=1)
+
+        start = np.full(len(logs), 1.0 / len(logs))
+        found = minimize(surprise, start, jac=True, method="L-BFGS-B", bounds=[(0.0, None)] * len(logs)).x
+        mean = np.tensordot(found, logs, axes=1)
+        kept.append(float(found[0]) if exit_index else 0.0)
+        fresh.append(float(found[-1]))
+    return Ensemble(exits=tuple(range(labelled.num_exits)), kept=tuple(kept), fresh=tuple(fresh))
+
+
+def _costs_of(network: Costs, exits: Sequence[int]) -> Costs:
+    """Costs of the network with no other head than these."""
+    heads = network.heads[list(exits)]
+    trunk = np.array([network.cumulative([index])[0] for index in exits]) - heads
+    return Costs(stages=np.diff(trunk, prepend=0.0), heads=heads, unit=network.unit)
+
+
+def _at(table: HeadOutputs, exits: Sequence[int]) -> HeadOutputs:
+    """The table of these exits alone."""
+    chosen = list(exits)
+    return replace(
+        table,
+        scores=table.scores[:, chosen],
+        predictions=table.predictions[:, chosen],
+        features={name: values[:, chosen] for name, values in table.features.items()},
+        log_probabilities=None if table.log_probabilities is None else table.log_probabilities[:, chosen],
+    )
