@@ -128,6 +128,13 @@ def test_hostile_titles_and_names_stay_text(points: list[Point], tmp_path: Path)
     assert HOSTILE in {each["method"] for each in network["points"]}
 
 
+def test_promises_stand_above_the_figures_as_text(points: list[Point], tmp_path: Path) -> None:
+    text = write_report(points, tmp_path / "report.html", promises=["A <b> promise.", "Another."]).read_text()
+    assert "A &lt;b&gt; promise." in text
+    assert text.index("Another.") < text.index('id="accuracy-title"')
+    assert 'class="promise"' not in write_report(points, tmp_path / "report.html").read_text()
+
+
 def test_a_dollar_sign_is_no_placeholder(points: list[Point], tmp_path: Path) -> None:
     path = write_report(points, tmp_path / "report.html", title="$data costs $5")
     assert Page(path.read_text(encoding="utf-8")).texts["title"].strip() == "$data costs $5"

@@ -17,6 +17,7 @@ from alight.evaluation import Point, read_points, sweep, write_points
 from alight.files import check_writable
 from alight.outputs import HeadOutputs
 from alight.policies.policy import aligned
+from alight.policies.route import replay
 from alight.report import write_report
 
 SLOW = ("genetic",)  # seconds for each budget, so only on request
@@ -44,17 +45,31 @@ def demo(options: argparse.Namespace) -> None:
     points = {name: _demo_points(recordings.load(name), name) for name in recordings.NAMES}
     name = recordings.NAMES[0]
     recording = recordings.load(name)
-    policy = calibrate.eero(recording.costs, "50%", recording.labelled)
+    given = (recording.costs, "50%", recording.labelled)
+    policy = calibrate.certify(calibrate.eero, *given, contract="probability")
     policy.save(folder / "policy.json")
+    careful = calibrate.certify(
+        calibrate.eero, recording.costs, None, recording.labelled, risk="excess_error", alpha=0.05
+    )
+    careful.save(folder / "careful_policy.json")
+    promises = [f"Half of the budget: {policy.certificate}", f"At most 5 points lost: {careful.certificate}"]
     for each, its_points in points.items():
         write_points(its_points, folder / f"{each}.csv")
-    report = write_report(points, folder / "report.html", title="Early exit on CIFAR-100: a ResNet-18 with 8 exits")
+    title = "Early exit on CIFAR-100: a ResNet-18 with 8 exits"
+    report = write_report(points, folder / "report.html", title=title, promises=promises)
     print(
         f"ResNet-18 on CIFAR-100, 8 exits, heads trained on the frozen backbone: calibrated on "
         f"{len(recording.labelled):,} images, tested on {len(recording.test):,} others\n"
     )
     print("\n".join(_demo_table(points[name])))
-    print(f"\nThe policy for 50% of the plain network, in {folder / 'policy.json'}:\n\n{policy}")
+    print(f"\nA policy for 50% of the plain network, with a promise, in {folder / 'policy.json'}:\n\n{policy}\n")
+    for kept, where in ((policy, "policy.json"), (careful, "careful_policy.json")):
+        decisions = replay(kept, recording.test)
+        print(
+            f"{where} on the test images: {decisions.accuracy(recording.test.known_labels('the demo')):.1%} right,"
+            f" {decisions.mean_cost / recording.costs.plain:.1%} of the plain network spent"
+        )
+    print(f"\nThe second is the cheapest that keeps another promise:\n{careful.certificate}")
     print(f"\nOpen the report: {report.resolve()}")
 
 

@@ -23,10 +23,12 @@ def write_report(
     path: PathLike,
     *,
     title: str = "Early exits under a budget",
+    promises: Sequence[str] = (),
 ) -> Path:
     """The path of one self-contained HTML page about these points, written whole or not at all.
 
-    `points` are those of one network, or those of several by name.
+    `points` are those of one network, or those of several by name; `promises` are sentences to stand above the figures,
+    such as a policy's certificate.
     """
     named = points if isinstance(points, Mapping) else {"": points}
     if not named:
@@ -40,6 +42,7 @@ def write_report(
     }
     page = Template(_asset("page.html")).substitute(
         title=html.escape(title),
+        promises="\n".join(f'<p class="promise">{html.escape(promise)}</p>' for promise in promises),
         style=_asset("page.css"),
         data=_json_in_html(data),
         d3=_asset("d3.min.js"),
