@@ -20,7 +20,7 @@ from alight.policies.policy import aligned
 from alight.policies.route import replay
 from alight.report import write_report
 
-SLOW = ("genetic",)  # seconds for each budget, so only on request
+SLOW = ("genetic", "auto")  # seconds for each budget, so only on request
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -63,13 +63,18 @@ def demo(options: argparse.Namespace) -> None:
     )
     print("\n".join(_demo_table(points[name])))
     print(f"\nA policy for 50% of the plain network, with a promise, in {folder / 'policy.json'}:\n\n{policy}\n")
-    for kept, where in ((policy, "policy.json"), (careful, "careful_policy.json")):
+    chosen = calibrate.auto(*given)
+    chosen.save(folder / "auto_policy.json")
+    for kept, where in ((policy, "policy.json"), (chosen, "auto_policy.json"), (careful, "careful_policy.json")):
         decisions = replay(kept, recording.test)
         print(
             f"{where} on the test images: {decisions.accuracy(recording.test.known_labels('the demo')):.1%} right,"
             f" {decisions.mean_cost / recording.costs.plain:.1%} of the plain network spent"
         )
-    print(f"\nThe second is the cheapest that keeps another promise:\n{careful.certificate}")
+    print(
+        f"\nauto_policy.json is for the same budget and was chosen by cross-fitting: {chosen.settings['winner']} won."
+    )
+    print(f"careful_policy.json is the cheapest that keeps another promise:\n{careful.certificate}")
     print(f"\nOpen the report: {report.resolve()}")
 
 
@@ -267,7 +272,7 @@ def _parser() -> argparse.ArgumentParser:
     _table_options(added, "test")
     fast = [name for name in calibrate.METHODS if name not in SLOW]
     added.add_argument(
-        "--methods", type=_names, default=fast, help="default: all but genetic, which takes seconds each"
+        "--methods", type=_names, default=fast, help="default: all but genetic and auto, which take seconds each"
     )
     added.add_argument(
         "--budgets", type=lambda text: text.split(","), help="default: 17 from the cheapest exit to the plain network"
