@@ -9,7 +9,7 @@ from scipy.stats import binom
 
 from alight import Costs, HeadOutputs, calibrate, load_policy, replay
 from alight.calibrate import METHODS, certify
-from alight.calibrate.certify import lowered
+from alight.calibrate.families import lowered
 from alight.errors import BadInput, BudgetTooSmall, LabelsNeeded
 from alight.policies.paced import Paced
 from alight.policies.policy import ExitAt, Threshold

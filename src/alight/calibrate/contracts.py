@@ -1,0 +1,268 @@
+"""Promises on cost: the policy, made cheaper or dearer until what it spends can be promised."""
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from functools import lru_cache
+from typing import TypeGuard
+
+import numpy as np
+
+from alight.budgeting.betting import betting_p_value, hoeffding_bentkus_p_value, smallest_sample
+from alight.budgeting.bounds import cost_quantile, exact_plan, expected_cost, overspend_probability, share_law
+from alight.budgeting.rates import tilted_rates
+from alight.budgeting.thresholds import passing_counts, survivor_thresholds
+from alight.calibrate.families import carried, lowered
+from alight.calibrate.task import Floats
+from alight.errors import BadInput
+from alight.outputs import HeadOutputs
+from alight.policies.paced import Paced
+from alight.policies.policy import Certificate, ExitAt, Policy, Threshold
+from alight.policies.quota import Quota
+from alight.policies.route import replay
+
+LEVELS = 401  # members of a family of lowered policies: each moves thresholds by half a percent of the samples
+WINDOW = 400  # scores that a paced policy remembers of each exit
+EXCHANGEABLE = "New samples are assumed to be like the calibration's (exchangeable)."
+P_VALUES: dict[str, Callable[[Floats, float, float], float]] = {
+    "betting": betting_p_value,
+    "hoeffding_bentkus": lambda values, bound, _: hoeffding_bentkus_p_value(values, bound),
+}
+
+
+def certify_cost(
+    policy: Policy, fitting: HeadOutputs, certifying: HeadOutputs, contract: str, delta: float, bound: str
+) -> Policy:
+    """The policy, made cheaper or dearer until its cost can be promised."""
+    budget = budget_of(policy)
+    if policy.costs[-1] <= budget or isinstance(policy, ExitAt):
+        promise = f"No sample costs more than {policy.costs[-1]:.4g}, so {allowed_by(policy)} is kept whatever comes."
+        return certified(policy, contract, promise, "", {"budget": budget})
+    if _plans_rates(policy):
+        return _by_law(policy, certifying, contract, delta)
+    return _by_family(policy, fitting, certifying, contract, delta, bound)
+
+
+def as_quota(policy: Policy) -> Policy:
+    """The rates of the policy, met by rank inside each batch."""
+    if isinstance(policy, ExitAt):
+        promise = f"No sample costs more than {policy.costs[-1]:.4g}, so {allowed_by(policy)} is kept whatever comes."
+        return certified(policy, "batch", promise, "", {"budget": budget_of(policy)})
+    if not policy.exit_rates:
+        raise BadInput(
+            f"the contract 'batch' needs planned exit rates and {policy.method} plans none: use eero, geometric,"
+            " gaussian, two_exits or search"
+        )
+    promise = f"Every batch costs at most its size times {allowed_by(policy)}, whatever it holds."
+    how = "By ranks inside the batch: no assumption on the data."
+    return certified(Quota(**carried(policy)), "batch", promise, how, {"budget": budget_of(policy)})
+
+
+def as_paced(policy: Policy, certifying: HeadOutputs, alarm_rate: float, horizon: int, seed: int) -> Policy:
+    """The shares of the policy, kept along a stream."""
+    table, costs, samples = seen_through(policy, certifying), np.array(policy.costs), len(certifying)
+    if len(costs) == 1:
+        return as_quota(policy)
+    rates = np.array(policy.exit_rates or replay(policy, certifying).exit_shares[list(policy.open_exits)])
+    scores = table.scores[:, list(policy.open_exits)]
+    thresholds = survivor_thresholds(scores, rates)
+    law = share_law(passing_counts(rates, samples), samples)
+    paced = Paced(
+        thresholds=tuple(thresholds.values.tolist()),
+        tie_shares=tuple(thresholds.tie_shares.tolist()),
+        recent=_windows(scores, thresholds.values, np.random.default_rng(seed)),
+        expected=max(cost_quantile(costs, law, 1 - alarm_rate / 2), float(costs[0] + 1e-3 * (costs[-1] - costs[0]))),
+        alarm_rate=alarm_rate,
+        horizon=horizon,
+        **carried(policy) | {"exit_rates": tuple(rates.tolist())},
+    )
+    promise = (
+        f"At every moment, t samples have cost at most t times {allowed_by(policy)} plus {costs[-1]:.4g}, whatever they"
+        f" are; within {horizon:,} samples like the calibration's, the alarm is raised with probability at most"
+        f" {alarm_rate:g}."
+    )
+    how = f"By counting: no assumption on the data but for the alarm, set on {samples:,} exchangeable samples."
+    numbers: dict[str, float | str] = {
+        "budget": budget_of(policy),
+        "ahead at most": float(costs[-1]),
+        "alarm rate": alarm_rate,
+        "horizon": horizon,
+        "samples": samples,
+        "expected cost": paced.expected,
+    }
+    return certified(paced, "stream", promise, how, numbers)
+
+
+def _by_law(policy: Threshold, certifying: HeadOutputs, contract: str, delta: float) -> Policy:
+    """Rates met by survivor thresholds on the certifying table, whose exit shares follow a Dirichlet law."""
+    costs, budget, samples = np.array(policy.costs), budget_of(policy), len(certifying)
+    rates = np.array(policy.exit_rates)
+    if contract == "probability":
+        rates = _safe_rates(rates, costs, budget, samples, delta)
+    law = share_law(passing_counts(rates, samples), samples)
+    numbers: dict[str, float | str] = {
+        "budget": budget,
+        "samples": samples,
+        "expected cost": expected_cost(costs, law),
+        "overspend probability": overspend_probability(costs, law, budget),
+        "law": "Dirichlet(" + ", ".join(map(str, law.tolist())) + ")",
+    }
+    if law[0] == samples + 1:
+        return _first_exit_only(policy, contract, delta, numbers, _smallest_for_law(policy, contract, delta))
+    thresholds = survivor_thresholds(seen_through(policy, certifying).scores[:, list(policy.open_exits)], rates)
+    moved = replace(
+        policy,
+        thresholds=tuple(thresholds.values.tolist()),
+        tie_shares=tuple(thresholds.tie_shares.tolist()),
+        exit_rates=tuple(rates.tolist()),
+    )
+    if contract == "mean":
+        promise = f"A new sample costs at most {allowed_by(policy)} on average, over calibration data and sample."
+    else:
+        numbers["delta"] = delta
+        promise = (
+            f"With probability {1 - delta:.4g} over the calibration data, new samples cost at most"
+            f" {allowed_by(policy)} on average."
+        )
+    how = (
+        f"Exact law of the exit shares, {samples:,} samples; ties are broken by a hash, taken as random. {EXCHANGEABLE}"
+    )
+    return certified(moved, contract, promise, how, numbers)
+
+
+def _by_family(
+    policy: Policy, fitting: HeadOutputs, certifying: HeadOutputs, contract: str, delta: float, bound: str
+) -> Policy:
+    """The dearest member of a nested family of policies that can be certified."""
+    costs, budget, samples = np.array(policy.costs), budget_of(policy), len(certifying)
+    reference = seen_through(policy, fitting).scores
+    levels = np.linspace(1, -1, LEVELS)  # from everyone leaving at once to nobody, chosen before certifying
+
+    def spent(level: float) -> Floats:
+        return replay(lowered(policy, level, reference), certifying).spent
+
+    span, low = costs[-1] - costs[0], costs[0]
+    if contract == "mean":
+        accepted = _last(LEVELS, lambda index: (spent(levels[index]).sum() + costs[-1]) / (samples + 1) <= budget)
+        numbers: dict[str, float | str] = {"budget": budget, "samples": samples}
+        promise = f"A new sample costs at most {allowed_by(policy)} on average, over calibration data and sample."
+        how = f"Conformal risk control on {samples:,} samples. {EXCHANGEABLE}"
+        smallest = math.ceil((costs[-1] - budget) / max(budget - costs[0], 1e-300))
+    else:
+        allowed = float((budget - low) / span)
+        test = P_VALUES[bound]
+        accepted = -1
+        while accepted + 1 < LEVELS and test((spent(levels[accepted + 1]) - low) / span, allowed, delta) <= delta:
+            accepted += 1  # a fixed sequence: each is tested at delta, up to the first that fails
+        numbers = {"budget": budget, "samples": samples, "delta": delta, "bound": bound}
+        promise = (
+            f"With probability {1 - delta:.4g} over the calibration data, new samples cost at most"
+            f" {allowed_by(policy)} on average."
+        )
+        how = f"Fixed-sequence testing with the {bound.replace('_', '-')} bound on {samples:,} samples. {EXCHANGEABLE}"
+        smallest = smallest_sample(allowed, delta) if allowed > 0 else 0
+    if accepted < 0 or levels[accepted] == 1:
+        return _first_exit_only(policy, contract, delta, numbers, smallest)
+    member = lowered(policy, float(levels[accepted]), reference)
+    numbers |= {"level": float(levels[accepted]), "mean cost": float(spent(levels[accepted]).mean())}
+    return certified(member, contract, promise, how, numbers)
+
+
+def _first_exit_only(
+    policy: Policy, contract: str, delta: float, numbers: dict[str, float | str], smallest: int
+) -> Policy:
+    """Everyone at the first exit: all that so few samples can certify."""
+    terms = carried(policy) | {"open_exits": policy.open_exits[:1], "costs": policy.costs[:1], "exit_rates": (1.0,)}
+    promise = (
+        f"Everyone leaves at exit {policy.open_exits[0]}, which {allowed_by(policy)} always allows: nothing dearer can"
+        f" be certified with {numbers['samples']:,} samples and delta {delta:g}; {smallest:,} samples or more would do."
+    )
+    return certified(ExitAt(**terms), contract, promise, "", numbers | {"smallest sample": smallest})
+
+
+def _smallest_for_law(policy: Policy, contract: str, delta: float) -> int:
+    """The smallest number of samples with which some sample may pass the first exit."""
+    rates, costs, budget = np.array(policy.exit_rates), np.array(policy.costs), budget_of(policy)
+
+    def enough(samples: int) -> bool:
+        safe = _safe_rates(rates, costs, budget, samples, delta) if contract == "probability" else rates
+        return bool(share_law(passing_counts(safe, samples), samples)[0] <= samples)
+
+    high = 2
+    while not enough(high):
+        high *= 2
+        if high > 10**9:
+            return high
+    low = high // 2
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if enough(middle) else (middle, high)
+    return high
+
+
+def _safe_rates(rates: Floats, costs: Floats, budget: float, samples: int, delta: float) -> Floats:
+    """The rates, tilted towards cheap exits until overspending has probability delta."""
+    return np.array(_safe_plan(tuple(rates.tolist()), tuple(costs.tolist()), budget, samples, delta))
+
+
+@lru_cache(maxsize=64)  # a tenth of a second, and often asked again for the same plan
+def _safe_plan(
+    planned_rates: tuple[float, ...], cumulative: tuple[float, ...], budget: float, samples: int, delta: float
+) -> tuple[float, ...]:
+    rates, costs = np.array(planned_rates), np.array(cumulative)
+    cheapest, planned = float(costs[rates > 0][0]), float(rates @ costs)
+
+    def plan(amount: float) -> Floats:
+        return rates if amount >= planned else tilted_rates(rates, costs, max(amount, cheapest))
+
+    return tuple(exact_plan(plan, costs, budget, samples, delta).tolist())
+
+
+def _windows(scores: Floats, thresholds: Floats, rng: np.random.Generator) -> tuple[tuple[float, ...], ...]:
+    """Scores of the samples waiting at each exit but the last, at most WINDOW of them, in random order."""
+    windows, waiting = [], scores
+    for exit_index, threshold in enumerate(thresholds):
+        column = (waiting if len(waiting) else scores)[:, exit_index]
+        windows.append(tuple(rng.permutation(column)[:WINDOW].tolist()))
+        waiting = waiting[waiting[:, exit_index] < threshold]
+    return tuple(windows)
+
+
+def _plans_rates(policy: Policy) -> TypeGuard[Threshold]:
+    """Whether the policy meets planned rates by survivor thresholds, so that the exact law holds."""
+    return isinstance(policy, Threshold) and bool(policy.exit_rates) and policy.settings.get("thresholds") != "marginal"
+
+
+def seen_through(policy: Policy, table: HeadOutputs) -> HeadOutputs:
+    """The table as the policy sees it."""
+    return policy.lens.through(table) if policy.lens else table
+
+
+def budget_of(policy: Policy) -> float:
+    """The budget of a policy, without which nothing can be promised about its cost."""
+    if policy.budget is None:
+        raise BadInput(
+            f"the method {policy.method or 'given'} made a policy without a budget: a contract on cost needs one"
+        )
+    return policy.budget
+
+
+def allowed_by(policy: Policy) -> str:
+    """The budget in words."""
+    return f"the budget of {budget_of(policy):.4g}{policy.unit and ' ' + policy.unit}"
+
+
+def certified(policy: Policy, contract: str, promise: str, assumption: str, numbers: dict[str, float | str]) -> Policy:
+    """The policy with its certificate."""
+    if policy.unit in ("ms", "J"):
+        assumption = f"{assumption} The promise is about the measured costs, not about the clock or the meter.".strip()
+    return replace(policy, certificate=Certificate(contract, promise, assumption, numbers))
+
+
+def _last(count: int, holds: Callable[[int], bool]) -> int:
+    """The last index for which it holds, -1 for none; once it fails it fails for all after."""
+    low, high = -1, count - 1
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if holds(middle) else (low, middle - 1)
+    return low
