@@ -70,7 +70,7 @@ class Costs:
         """Cost of answering at each open exit: all stages up to it and every open head on the way (B-hat)."""
         chosen = np.arange(len(self)) if open_exits is None else np.asarray(open_exits)
         ordered = chosen.ndim == 1 and chosen.dtype.kind in "iu" and (np.diff(chosen) > 0).all()
-        if not (ordered and len(chosen) and 0 <= chosen[0] and chosen[-1] < len(self)):
+        if not (ordered and len(chosen) and chosen[0] >= 0 and chosen[-1] < len(self)):
             raise BadInput(f"open exits {open_exits} of a network with exits 0 to {len(self) - 1}: give them in order")
         through: Floats = self._through  # type: ignore[attr-defined]
         return through[chosen] + np.cumsum(self.heads[chosen])

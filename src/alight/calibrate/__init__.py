@@ -3,26 +3,40 @@
 from collections.abc import Callable
 
 from alight.calibrate.agreement import patience, pcee
+from alight.calibrate.auto import auto
+from alight.calibrate.certify import certify
 from alight.calibrate.confidence import global_threshold, performance_control
 from alight.calibrate.distributions import gaussian, geometric
 from alight.calibrate.eero import eero, eero_marginal, two_exits
 from alight.calibrate.genetic import genetic
+from alight.calibrate.lenses import Fit, fit_ensemble, fit_gain, fit_recall, through
+from alight.calibrate.search import search
 from alight.calibrate.single import best_single_exit
+from alight.calibrate.stopping import optimal_stopping
 from alight.policies.policy import Policy
 
 __all__ = [
     "METHODS",
+    "Fit",
     "Method",
+    "auto",
     "best_single_exit",
+    "certify",
     "eero",
     "eero_marginal",
+    "fit_ensemble",
+    "fit_gain",
+    "fit_recall",
     "gaussian",
     "genetic",
     "geometric",
     "global_threshold",
+    "optimal_stopping",
     "patience",
     "pcee",
     "performance_control",
+    "search",
+    "through",
     "two_exits",
 ]
 
@@ -41,4 +55,7 @@ METHODS: dict[str, Method] = {
     "performance_control": performance_control,
     "genetic": genetic,
     "best_single_exit": best_single_exit,
+    "search": search,
+    "optimal_stopping": optimal_stopping,
+    "auto": auto,
 }

@@ -3,6 +3,7 @@
 from typing import Literal
 
 from alight.budgeting.rates import gaussian_rates, geometric_rates
+from alight.calibrate.prune import pruned
 from alight.calibrate.task import AnyCosts, AnySlack, Budget, Task
 from alight.outputs import HeadOutputs
 from alight.policies.policy import Threshold
@@ -16,8 +17,11 @@ def geometric(
     *,
     slack: AnySlack = None,
     delta: float = 0.05,
+    prune: bool = False,
 ) -> Threshold:
-    """Rates that grow or fall by one factor from exit to exit, met by survivor thresholds."""
+    """Rates that grow or fall by one factor from exit to exit, met by survivor thresholds; see `eero` for `prune`."""
+    if prune:
+        return pruned(geometric, costs, budget, labelled, unlabelled, slack=slack, delta=delta)
     task = Task.of("geometric", costs, budget, labelled, unlabelled)
     return task.survivor_policy(lambda budget: geometric_rates(task.costs, budget), slack=slack, delta=delta)
 
@@ -32,8 +36,11 @@ def gaussian(
     axis: Literal["index", "cost"] = "index",
     slack: AnySlack = None,
     delta: float = 0.05,
+    prune: bool = False,
 ) -> Threshold:
-    """Rates of a bell shape around one exit, met by survivor thresholds."""
+    """Rates of a bell shape around one exit, met by survivor thresholds; see `eero` for `prune`."""
+    if prune:
+        return pruned(gaussian, costs, budget, labelled, unlabelled, width=width, axis=axis, slack=slack, delta=delta)
     task = Task.of("gaussian", costs, budget, labelled, unlabelled)
     return task.survivor_policy(
         lambda budget: gaussian_rates(task.costs, budget, width=width, axis=axis), slack=slack, delta=delta

@@ -17,7 +17,6 @@ class Ranked:
         hashes = hash01(np.arange(len(outputs)))
         self.order = [np.lexsort((-hashes, column)) for column in outputs.scores.T]  # per exit, (samples,)
         self.correct = np.ascontiguousarray(outputs.correct().T)  # (exits, samples)
-        self.risks = outputs.risks()
 
     def __len__(self) -> int:
         return self.correct.shape[1]
@@ -32,19 +31,19 @@ class Ranked:
             if exit_rates[exit_index] <= 0 and count:  # nobody leaves
                 continue
             order = self.order[exit_index]
-            leaving = order[waiting[order]][max(count - 1, 0) :]
-            right += np.count_nonzero(self.correct[exit_index, leaving])
+            leaving = order.compress(waiting.take(order))[max(count - 1, 0) :]
+            right += int(np.count_nonzero(self.correct[exit_index].take(leaving)))
             waiting[leaving] = False
             if count <= 1:  # nobody passes
                 return right / len(self)
-        return (right + np.count_nonzero(self.correct[-1, waiting])) / len(self)
+        return (right + np.count_nonzero(self.correct[-1] & waiting)) / len(self)
 
 
 def folds(num_samples: int, count: int, salt: int = 0) -> list[Integers]:
     """Samples dealt into so many folds of nearly equal size by the hash of their index: no dice, no order.
 
     >>> [fold.tolist() for fold in folds(5, 2)]
-    [[0, 1, 4], [2, 3]]
+    [[1, 3, 4], [0, 2]]
     """
     order = np.argsort(hash01(np.arange(num_samples), salt))
     return [np.sort(fold) for fold in np.array_split(order, count)]

@@ -1,17 +1,30 @@
 """Optimal stopping: leave where being right now is worth more than going on, at one price for cost."""
 
+from itertools import pairwise
+from typing import NamedTuple
+
 import numpy as np
 import numpy.typing as npt
 
+from alight.calibrate.affordable import mixed
 from alight.calibrate.ranked import Ranked, halves
 from alight.calibrate.task import AnyCosts, Budget, Floats, Task
 from alight.outputs import HeadOutputs
-from alight.policies.policy import Threshold
+from alight.policies.policy import Policy, Threshold
 
 ROUNDS = 4  # pairs of halves whose plans are averaged
+PRICES = 32  # tried, where the plans of neighbours differ most in cost
 PASSES = 3  # backward inductions at one price, each on those who wait under the one before
-HALVINGS = 16  # of the price's logarithm: to a thousandth
-CHEAPEST_PRICE = 1e-4  # points of accuracy per cost of the last exit: next to nothing
+LOWEST_PRICE = 1e-4  # accuracy per cost of the last exit: next to nothing
+
+
+class _Plan(NamedTuple):
+    """The exit rates of one price, the mean of those of several halves, what they cost, and how accurate they are."""
+
+    price: float
+    rates: Floats  # (exits,)
+    cost: float
+    accuracy: float  # on all labelled data
 
 
 def optimal_stopping(
@@ -21,21 +34,33 @@ def optimal_stopping(
     unlabelled: HeadOutputs | None = None,
     *,
     rounds: int = ROUNDS,
-) -> Threshold:
+    prices: int = PRICES,
+) -> Policy:
     """Leave where the chance to be right beats the value of going on, at the price that spends the budget.
 
         maximise    P(right at the exit taken) - price * cost of the exit taken
 
     From the last exit back, the advantage of leaving (right here, less what going on would bring) is made
-    isotonic in the score, so that those who leave are those above one threshold. A price has one plan; where
-    the budget lies between two plans, their exit rates are mixed. This is done on several halves of the
-    labelled data and the rates are averaged: one half's thresholds follow its noise, the average much less.
+    isotonic in the score, so that those who leave are those above one threshold. This is done on several halves of
+    the labelled data and the exit rates are averaged: one half's thresholds follow its noise, the average less.
+    A budget between two neighbouring prices mixes their rates;
+    but where accuracy over cost is not concave, beyond sampling error, the policies of the two prices at the ends of
+    the gap are mixed, sample by sample.
     """
     task = Task.of("optimal_stopping", costs, budget, labelled, unlabelled)
-    plans = [_rates_within(task, labelled.take(half)) for half, _ in halves(len(labelled), rounds)]
-    rates, prices = np.mean([plan for plan, _ in plans], axis=0), [price for _, price in plans]
-    rates = _within(rates, task)
-    return task.survivor_policy(lambda _: rates, settings={"price": float(np.mean(prices)), "halves": len(plans)})
+
+    def at(plan: _Plan) -> Threshold:
+        return task.survivor_policy(lambda _: plan.rates, settings={"price": plan.price})
+
+    plans = _plans(task, [Ranked(labelled.take(half)) for half, _ in halves(len(labelled), rounds)], prices)
+    exact, hull = _spending(task, plans), _concave(plans)
+    below = [plan for plan in hull if plan.cost <= task.budget]
+    if len(below) == len(hull):  # no more budget is of use
+        return at(hull[-1])
+    cheaper, dearer = below[-1], hull[len(below)]
+    bridge = cheaper.accuracy + _slope(cheaper, dearer) * (exact.cost - cheaper.cost)
+    chance = 0.5 / np.sqrt(len(labelled))  # the largest standard error of an accuracy
+    return mixed(task, at(cheaper), at(dearer)) if bridge - exact.accuracy > chance else at(exact)
 
 
 def rates_at_price(ranked: Ranked, costs: Floats, price: float) -> Floats:
@@ -68,29 +93,52 @@ def _upper(advantage: Floats, order: npt.NDArray[np.int64]) -> npt.NDArray[np.bo
     return leaving
 
 
-def _rates_within(task: Task, half: HeadOutputs) -> tuple[Floats, float]:
-    """The plan of the lowest price that keeps the budget, mixed with the next dearer plan, and that price."""
-    ranked, costs, budget = Ranked(half), task.costs / task.costs[-1], task.budget / task.costs[-1]
-    dear_price, dear = CHEAPEST_PRICE, rates_at_price(ranked, costs, CHEAPEST_PRICE)
-    if dear @ costs <= budget:
-        return dear, dear_price
-    cheap_price = 2 / float(np.diff(costs).min())  # no gain in accuracy is worth a step: everyone leaves at once
-    cheap = rates_at_price(ranked, costs, cheap_price)
-    for _ in range(HALVINGS):
-        price = float(np.sqrt(dear_price) * np.sqrt(cheap_price))
-        rates = rates_at_price(ranked, costs, price)
-        if rates @ costs <= budget:
-            cheap_price, cheap = price, rates
-        else:
-            dear_price, dear = price, rates
-    share = (budget - cheap @ costs) / ((dear - cheap) @ costs)
-    return cheap + share * (dear - cheap), cheap_price
+def _plans(task: Task, parts: list[Ranked], prices: int) -> list[_Plan]:
+    """Plans from the highest price, at which everyone leaves at once, to the lowest, cheapest plan first."""
+    everyone, costs = Ranked(task.labelled), task.costs / task.costs[-1]
+
+    def of(price: float, rates: Floats) -> _Plan:
+        return _Plan(price, rates, float(rates @ task.costs), everyone.accuracy(rates))
+
+    def at(price: float) -> _Plan:
+        return of(price, np.mean([rates_at_price(part, costs, price) for part in parts], axis=0))
+
+    if len(costs) == 1:
+        return [of(LOWEST_PRICE, np.ones(1))]
+    highest = 2 / float(np.diff(costs).min())  # no gain in accuracy is worth a step
+    plans = [of(highest, np.eye(len(costs))[0]), at(LOWEST_PRICE)]
+    while len(plans) < prices:
+        widest = int(np.argmax([after.cost - before.cost for before, after in pairwise(plans)]))
+        plans.insert(widest + 1, at(float(np.sqrt(plans[widest].price) * np.sqrt(plans[widest + 1].price))))
+    return plans
 
 
-def _within(rates: Floats, task: Task) -> Floats:
-    """The rates, a rounding cheaper where they cost a rounding too much."""
-    first = np.eye(len(rates))[0]
-    excess = 0.0
-    while (mixed := rates + excess * (first - rates)) @ task.costs > task.budget:
-        excess = 2 * excess or 1e-16
-    return mixed
+def _spending(task: Task, plans: list[_Plan]) -> _Plan:
+    """The dearest plan that keeps the budget, its rates mixed with those of the next so that it is spent."""
+    index = max(index for index, plan in enumerate(plans) if plan.cost <= task.budget)
+    if index == len(plans) - 1:
+        return plans[index]
+    cheaper, dearer = plans[index], plans[index + 1]
+    share = (task.budget - cheaper.cost) / (dearer.cost - cheaper.cost)
+    rates = cheaper.rates + share * (dearer.rates - cheaper.rates)
+    back = 1e-15
+    while rates @ task.costs > task.budget:  # by a rounding
+        share, back = share * (1 - back), min(2 * back, 1.0)
+        rates = cheaper.rates + share * (dearer.rates - cheaper.rates)
+    return _Plan(cheaper.price, rates, float(rates @ task.costs), Ranked(task.labelled).accuracy(rates))
+
+
+def _concave(plans: list[_Plan]) -> list[_Plan]:
+    """The plans on the concave hull of accuracy over cost, from the cheapest to the most accurate."""
+    hull: list[_Plan] = []
+    for plan in sorted(plans, key=lambda plan: (plan.cost, -plan.accuracy)):
+        if hull and plan.accuracy <= hull[-1].accuracy:
+            continue
+        while len(hull) > 1 and _slope(hull[-2], hull[-1]) <= _slope(hull[-1], plan):
+            hull.pop()
+        hull.append(plan)
+    return hull
+
+
+def _slope(cheaper: _Plan, dearer: _Plan) -> float:
+    return (dearer.accuracy - cheaper.accuracy) / (dearer.cost - cheaper.cost)

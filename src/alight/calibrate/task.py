@@ -136,7 +136,9 @@ class Task:
             thresholds = thresholds_at_ranks(scores, exact_ranks(rates, len(scores), delta))
         else:
             thresholds = marginal_thresholds(scores, rates, slack)
-        return self._threshold(thresholds, rates, None, _with_slack(settings, slack, delta) | {"thresholds": "marginal"})
+        return self._threshold(
+            thresholds, rates, None, _with_slack(settings, slack, delta) | {"thresholds": "marginal"}
+        )
 
     def spends(self, policy: Policy) -> float:
         """Mean cost of the policy on the table that sets thresholds."""

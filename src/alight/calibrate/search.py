@@ -1,0 +1,160 @@
+"""A local search on exit rates: moves that cost nothing, tried on one half of the labels and kept by the other."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from itertools import combinations
+
+import numpy as np
+
+from alight.budgeting.rates import exponential_weights, gaussian_rates, geometric_rates, tilted_rates
+from alight.calibrate.eero import eero
+from alight.calibrate.prune import affordable_exits, kept_exits
+from alight.calibrate.ranked import Ranked, halves
+from alight.calibrate.task import AnyCosts, Budget, Floats, Task
+from alight.outputs import HeadOutputs
+from alight.policies.policy import Threshold
+
+TEMPERATURES = (0.02, 0.04, 0.08, 0.15, 0.3, 0.6, 1.0, 3.0)
+ROUNDS, STEPS = 2, 250  # pairs of halves, and moves tried on each half
+WIDEST = 0.05  # share of samples that the first exchanges move; later ones fewer
+CLOSINGS = 0.03  # share of moves that close an exit
+SMALLEST = 1e-6  # rate from which an exit of rate 0 can grow again
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """Rates of all exits, 0 where closed, and what the open ones cost."""
+
+    rates: Floats  # (exits,)
+    open_exits: tuple[int, ...]
+    costs: Floats  # (open exits,), cumulative
+
+
+def search(
+    costs: AnyCosts,
+    budget: Budget,
+    labelled: HeadOutputs,
+    unlabelled: HeadOutputs | None = None,
+    *,
+    seed: int = 0,
+    steps: int = STEPS,
+    rounds: int = ROUNDS,
+    prune: bool = False,
+) -> Threshold:
+    """The most accurate exit rates that a local search finds, met by survivor thresholds.
+
+    It starts from the best of EERO at several temperatures, geometric and Gaussian rates. A move takes samples
+    from two exits to one between them, or the other way round, at no change in cost; or it closes an exit, whose
+    head is then paid no more. Moves are accepted on one half of the labelled data; the plan kept is the best on
+    the other. The plans of several such halves are averaged, and an exit is closed that most of them closed.
+    `prune` closes exits first, as for `eero`.
+    """
+    task = Task.of("search", costs, budget, labelled, unlabelled, closes_exits=True)
+    if prune:
+        opened = kept_exits(eero, task.network, task.budget, labelled, spend_all=True)
+    else:
+        opened = affordable_exits(task.network, task.budget)
+    rng = np.random.default_rng(seed)
+    starts, plans = _starts(task, opened), []
+    for half, other in halves(len(labelled), rounds):
+        tried, kept = Ranked(labelled.take(half)), Ranked(labelled.take(other))
+        start = max(starts, key=lambda plan: tried.accuracy(plan.rates))
+        plans.append(_climb(task, start, tried, kept, steps, rng))
+    plan = _average(task, plans)
+    return task.survivor_policy(
+        lambda _: plan.rates[list(plan.open_exits)],
+        open_exits=plan.open_exits,
+        settings={"seed": seed, "steps": steps, "halves": len(plans)},
+    )
+
+
+def _starts(task: Task, opened: tuple[int, ...]) -> list[_Plan]:
+    """The plans that other methods make."""
+    costs, risks = task.network.cumulative(opened), task.labelled.risks()[list(opened)]
+    starts = [
+        exponential_weights(risks, costs, task.budget, temperature=temperature, spend_all=spend_all)
+        for temperature in TEMPERATURES
+        for spend_all in (False, True)
+    ]
+    starts += [geometric_rates(costs, task.budget), gaussian_rates(costs, task.budget)]
+    return [_Plan(_spread(rates, opened, len(task.network)), opened, costs) for rates in starts]
+
+
+def _climb(task: Task, plan: _Plan, tried: Ranked, kept: Ranked, steps: int, rng: np.random.Generator) -> _Plan:
+    """The plan that is best on `kept` among those that a climb on `tried` passes through."""
+    accuracy = tried.accuracy(plan.rates)
+    best, best_accuracy = plan, kept.accuracy(plan.rates)
+    for step in range(steps):
+        if rng.random() < CLOSINGS:
+            moved = _closed(task, plan, rng)
+        else:
+            moved = _exchanged(plan, WIDEST * (1 - step / steps) * rng.normal(), rng)
+        if moved is None or (now := tried.accuracy(moved.rates)) < accuracy:
+            continue
+        plan, accuracy = moved, now
+        if (held_out := kept.accuracy(plan.rates)) > best_accuracy:
+            best, best_accuracy = plan, held_out
+    return best
+
+
+def _exchanged(plan: _Plan, amount: float, rng: np.random.Generator) -> _Plan | None:
+    """A share of samples moved to an exit from two around it, or away from it, so that the cost stays."""
+    triples = _triples(len(plan.open_exits))
+    if not triples:
+        return None
+    triple = triples[int(rng.integers(len(triples)))]
+    first, middle, last = (plan.open_exits[position] for position in triple)
+    low, cost, high = (float(plan.costs[position]) for position in triple)
+    part = (high - cost) / (high - low)  # of those who move, so many have to do with the first exit
+    before, here, after = (float(plan.rates[index]) for index in (first, middle, last))
+    amount = min(max(amount, -here), before / part, after / (1 - part))
+    if amount == 0:
+        return None
+    rates = plan.rates.copy()
+    rates[first], rates[middle] = max(before - part * amount, 0.0), max(here + amount, 0.0)
+    rates[last] = max(after - (1 - part) * amount, 0.0)
+    return _Plan(rates, plan.open_exits, plan.costs)
+
+
+@cache
+def _triples(count: int) -> tuple[tuple[int, int, int], ...]:
+    return tuple(combinations(range(count), 3))
+
+
+def _closed(task: Task, plan: _Plan, rng: np.random.Generator) -> _Plan | None:
+    """The plan with one exit less, its samples and its head's cost shared out among the others."""
+    left_out = rng.integers(len(plan.open_exits))
+    opened = [index for position, index in enumerate(plan.open_exits) if position != left_out]
+    return _fitted(task, plan.rates, opened, _planned(plan)) if _affordable(task, opened) else None
+
+
+def _average(task: Task, plans: Sequence[_Plan]) -> _Plan:
+    """The mean of the plans, with the exits open that at least half of them open."""
+    votes = np.bincount([index for plan in plans for index in plan.open_exits], minlength=len(task.network))
+    opened = np.flatnonzero(2 * votes >= len(plans)).tolist()
+    rates, planned = np.mean([plan.rates for plan in plans], axis=0), np.mean([_planned(plan) for plan in plans])
+    return _fitted(task, rates, opened if _affordable(task, opened) else plans[0].open_exits, float(planned))
+
+
+def _fitted(task: Task, rates: Floats, opened: Sequence[int], planned: float) -> _Plan:
+    """The nearest rates over these exits that cost what is planned, or a little less where it must be."""
+    costs = task.network.cumulative(opened)
+    target = min(max(planned, float(costs[0])), task.budget)
+    own = tilted_rates(np.maximum(rates[list(opened)], SMALLEST), costs, target)
+    return _Plan(_spread(own, opened, len(task.network)), tuple(opened), costs)
+
+
+def _affordable(task: Task, opened: Sequence[int]) -> bool:
+    return bool(opened) and bool(task.network.cumulative(opened)[0] <= task.budget)
+
+
+def _planned(plan: _Plan) -> float:
+    return float(plan.rates[list(plan.open_exits)] @ plan.costs)
+
+
+def _spread(rates: Floats, opened: Sequence[int], num_exits: int) -> Floats:
+    """Rates of the open exits among all exits of the network."""
+    spread = np.zeros(num_exits)
+    spread[list(opened)] = rates
+    return spread
