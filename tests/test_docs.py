@@ -35,12 +35,18 @@ def test_every_local_link_leads_somewhere(page):
         assert (page.parent / target).exists(), target
 
 
-def test_the_readmes_table_is_the_one_that_results_give():
-    path = ROOT / "experiments" / "recorded_resnet18.py"
-    spec = importlib.util.spec_from_file_location("recorded_resnet18", path)
-    experiment = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(experiment)
-    assert experiment.table(read_points(experiment.RESULTS["frozen"])) in (ROOT / "README.md").read_text()
+def experiment(name: str):
+    spec = importlib.util.spec_from_file_location(name, ROOT / "experiments" / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_tables_of_methods_are_those_that_results_give():
+    recorded = experiment("recorded_resnet18")
+    assert recorded.table(read_points(recorded.RESULTS["frozen"])) in (ROOT / "README.md").read_text()
+    for path in recorded.RESULTS.values():
+        assert recorded.table(read_points(path), recorded.LONG) in (ROOT / "docs" / "comparison.md").read_text()
 
 
 def test_the_tree_in_the_design_page_names_every_room():

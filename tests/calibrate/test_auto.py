@@ -64,7 +64,7 @@ def test_auto_gains_half_a_point_over_eero_on_the_frozen_recording(frozen):
 
 @pytest.mark.parametrize("name", ["frozen", "joint"])
 def test_in_the_committed_results_no_method_beats_auto_by_the_width_of_its_interval(name):
-    points = read_points(RESULTS / f"better_policies_{name}.csv")
+    points = read_points(RESULTS / f"recorded_resnet18_{name}.csv")
     plain = points[0].plain_cost
     for percent in PERCENTS:
         here = {point.method: point for point in points if round(100 * point.budget / plain, 6) == percent}
@@ -75,7 +75,7 @@ def test_in_the_committed_results_no_method_beats_auto_by_the_width_of_its_inter
 
 def test_the_committed_results_are_those_of_this_code():
     recording = recordings.load("resnet18_cifar100_joint")
-    points = read_points(RESULTS / "better_policies_joint.csv")
+    points = read_points(RESULTS / "recorded_resnet18_joint.csv")
     for method in ("search", "optimal_stopping"):
         point = next(
             point for point in points if (point.method, round(100 * point.budget / point.plain_cost)) == (method, 50)
