@@ -18,7 +18,7 @@ def quota_counts(exit_rates: Floats, costs: Floats, budget: float, total: int) -
     it is cheaper than planned. Exits of rate 0 get nobody, but for the first when nothing else is affordable.
 
     >>> quota_counts(np.array([0.5, 0.3, 0.2]), np.array([1.0, 2.0, 4.0]), 1.9, 7)
-    array([4, 2, 1])
+    array([3, 3, 1])
     """
     if budget < costs[0]:
         raise BudgetTooSmall(budget, float(costs[0]))
