@@ -31,6 +31,7 @@ format: $(VENV)/.installed-dev
 
 bench: $(VENV)/.installed-dev
 	$(bin)/python benchmarks/calibration.py
+	$(bin)/python benchmarks/policies.py
 
 clean:
 	rm -rf $(VENV) alight-demo dist .mypy_cache .ruff_cache .pytest_cache .hypothesis

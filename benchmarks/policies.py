@@ -10,21 +10,16 @@ Measured, with other work on the machine: search 0.21 s, optimal_stopping 0.46 s
 genetic 4.4 s; four times the samples take 2.2 and 3.2 times as long.
 """
 
-import csv
-import io
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
 import numpy as np
-from calibration import Measurement, spread, timed
+from measuring import Measurement, report, spread, timed
 
 from alight import calibrate, recordings
-from alight.files import write_text
 from alight.policies.policy import Policy
-from alight.provenance import provenance
 
 RESULTS = Path(__file__).parent.parent / "results" / "policies_speed.csv"
 ROUNDS = 3
@@ -52,23 +47,5 @@ def measurements() -> Iterator[Measurement]:
         yield spread(f"{name}, 20,000 / 5,000 samples", growth, 6.0, "ratio")
 
 
-def main() -> int:
-    made = provenance("numpy", "scipy", folder=Path(__file__).parent)
-    rows = []
-    for each in measurements():
-        verdict = "ok" if each.value <= each.at_most else "TOO MUCH"
-        bounds = f"{each.low:.2f} to {each.high:.2f}; at most {each.at_most:g}"
-        print(f"{each.what}: {each.value:.2f} {each.unit} ({bounds}) {verdict}", flush=True)
-        rows.append(asdict(each) | made)
-    text = io.StringIO()
-    writer = csv.DictWriter(text, rows[0], lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(
-        {name: f"{cell:.4g}" if isinstance(cell, float) else cell for name, cell in row.items()} for row in rows
-    )
-    write_text(RESULTS, text.getvalue())
-    return int(any(row["value"] > row["at_most"] for row in rows))
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(report(measurements(), RESULTS))
