@@ -136,10 +136,13 @@ class HeadOutputs:
         """Number of exits."""
         return self.scores.shape[1]
 
+    def truth(self) -> Integers:
+        """What counts as right: the labels, or without them what the last exit says."""
+        return self.predictions[:, -1] if self.labels is None else self.labels
+
     def correct(self) -> npt.NDArray[np.bool_]:
-        """Where an exit is right, (samples, exits): agrees with the label, or without labels with the last exit."""
-        truth = self.predictions[:, -1] if self.labels is None else self.labels
-        return np.equal(self.predictions, truth[:, None])
+        """Where an exit is right, (samples, exits)."""
+        return np.equal(self.predictions, self.truth()[:, None])
 
     def risks(self) -> Floats:
         """Error rate of each exit alone (R-hat); without labels, its disagreement with the last exit."""

@@ -10,7 +10,7 @@ from scipy.stats import binom
 from alight import Costs, HeadOutputs, calibrate, load_policy, replay
 from alight.calibrate import METHODS, certify
 from alight.calibrate.families import lowered
-from alight.errors import BadInput, BudgetTooSmall, LabelsNeeded
+from alight.errors import BadInput, BudgetTooSmall, LabelsNeeded, Mismatch
 from alight.policies.paced import Paced
 from alight.policies.policy import ExitAt, Threshold
 from alight.policies.quota import Quota
@@ -104,13 +104,73 @@ def test_too_few_samples_certify_the_first_exit_alone_and_say_how_many_would_do(
     policy = certify(calibrate.geometric, COSTS, 1.2, few, contract="probability", delta=0.001)
     assert isinstance(policy, ExitAt)
     needed = policy.certificate.numbers["smallest sample"]
-    assert f"{needed:,} samples or more would do" in policy.certificate.promise
+    assert f"at least {needed:,} samples are needed" in policy.certificate.promise
     enough = made_up(2, int(needed), 4)
     assert isinstance(
         certify(calibrate.geometric, COSTS, 1.2, few, enough, contract="probability", delta=0.001), Threshold
     )
     short = made_up(2, int(needed) - 1, 4)
     assert isinstance(certify(calibrate.geometric, COSTS, 1.2, few, short, contract="probability", delta=0.001), ExitAt)
+
+
+def test_the_order_of_a_table_does_not_change_what_can_be_certified():
+    table = made_up(3, 1000, 4).unlabelled()
+    easy_first = table.take(np.argsort(-table.scores[:, 0]))
+    policy = certify(calibrate.global_threshold, COSTS, 3.0, TABLE, easy_first, contract="probability")
+    assert replay(policy, made_up(4, 20_000, 4)).mean_cost <= 3.0
+
+
+def test_a_method_that_plans_too_much_is_held_to_the_budget():
+    from dataclasses import replace
+
+    def greedy(costs, budget, labelled, unlabelled=None):
+        return replace(calibrate.geometric(costs, 5.0, labelled, unlabelled), budget=3.0)
+
+    for contract in ("mean", "probability"):
+        policy = certify(greedy, COSTS, 3.0, TABLE, contract=contract)
+        assert policy.planned_cost <= 3.0
+        assert replay(policy, made_up(4, 20_000, 4)).mean_cost <= 3.1
+
+
+@pytest.mark.parametrize("contract", ["mean", "probability", "batch", "stream"])
+@pytest.mark.parametrize("budget", [1.1, 6.4, 9.0])
+def test_budgets_at_the_ends_can_be_promised(contract, budget):
+    policy = certify(calibrate.geometric, COSTS, budget, TABLE, contract=contract)
+    assert policy.certificate.contract == contract
+    assert replay(policy, made_up(2, 500, 4), batch_size=50).mean_cost <= budget * (1 + 1e-12)
+
+
+@pytest.mark.parametrize("contract", ["mean", "probability", "batch", "stream"])
+@pytest.mark.parametrize("name", ["eero", "global_threshold", "patience"])
+def test_a_network_with_one_exit_can_be_promised(contract, name):
+    policy = certify(METHODS[name], [2.0], 2.5, made_up(0, 50, 1), contract=contract)
+    assert policy.certificate.contract == contract
+
+
+@pytest.mark.parametrize("percent", [90, 99])
+def test_streams_at_large_budgets_can_be_promised(frozen, percent):
+    policy = certify(calibrate.eero, frozen.costs, f"{percent}%", frozen.labelled, contract="stream")
+    assert policy.expected > policy.costs[0]
+
+
+def test_a_lens_does_not_stop_the_first_exit_from_being_promised():
+    few = made_up(1, 100, 4)
+
+    def seen(costs, budget, labelled, unlabelled=None):
+        return calibrate.through(calibrate.fit_recall, calibrate.geometric, costs, budget, labelled, unlabelled)
+
+    policy = certify(seen, COSTS, 1.11, few, contract="probability", delta=1e-9)
+    assert isinstance(policy, ExitAt)
+    assert (replay(policy, few).exits == 0).all()
+
+
+def test_what_is_fitted_on_a_table_cannot_be_certified_on_it():
+    with pytest.raises(BadInput, match="cannot be certified on it"):
+        certify(calibrate.eero, COSTS, 3.0, TABLE, TABLE)
+    with pytest.raises(BadInput, match="leave unlabelled out"):
+        certify(calibrate.eero, COSTS, None, TABLE, made_up(2, 50, 4), risk="error", alpha=0.5)
+    with pytest.raises(Mismatch):
+        certify(calibrate.eero, COSTS, 3.0, TABLE, made_up(2, 50, 3))
 
 
 def test_a_budget_below_the_first_exit_cannot_be_promised():
@@ -178,6 +238,8 @@ BAD = {
     "unknown contract": ({"contract": "word of honour"}, "no contract 'word of honour'"),
     "unknown bound": ({"bound": "hope"}, "no bound 'hope'"),
     "delta": ({"delta": 1.0}, "delta 1 must lie inside"),
+    "contract without budget": ({"risk": "error", "alpha": 0.2, "contract": "mean"}, "on cost needs a budget"),
+    "too few for excess": ({"risk": "excess_error", "alpha": 0.0005}, "test samples cannot certify"),
     "no budget": ({"contract": "mean"}, "needs a budget"),
     "risk with batch": ({"risk": "error", "alpha": 0.2, "contract": "batch", "budget": "70%"}, "not 'batch'"),
 }  # fmt: skip

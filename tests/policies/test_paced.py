@@ -4,7 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from alight import HeadOutputs, calibrate, load_policy, replay
-from alight.errors import BadFile, BadInput
+from alight.errors import BadFile, BadInput, Mismatch
 from alight.policies.paced import Pace, Paced
 from alight.policies.route import replay_on
 
@@ -130,6 +130,66 @@ def test_tensors_take_the_same_steps(policy, frozen):
         samples, others = samples[waiting], others[torch.tensor(waiting)]
         memory = (*memory[:2], memory[2][waiting])
         remembered = (*remembered[:2], remembered[2][torch.tensor(waiting)])
+
+
+def test_the_guard_holds_tensors_back_too(policy, frozen):
+    torch = pytest.importorskip("torch")
+    from alight import route
+
+    scores = stream(frozen, "all unsure", 1000)
+
+    def walk(as_array):
+        memory, spent = (), 0.0
+        for start in range(0, 1000, 100):
+            rows = as_array(np.arange(start, start + 100))
+            waiting, columns = rows, as_array(scores)
+
+            def read(exit_index, staying):
+                nonlocal waiting
+                waiting = waiting[staying]
+                return waiting * 0, (columns[waiting, exit_index],)  # noqa: B023
+
+            steps = route(policy, rows, read, memory)
+            while True:
+                try:
+                    position, leaving, _ = next(steps)
+                except StopIteration as end:
+                    memory = end.value[:1]
+                    break
+                spent += len(leaving) * policy.costs[position]
+        return spent, memory[0].spent
+
+    for as_array in (np.asarray, torch.tensor):
+        spent, counted = walk(as_array)
+        assert spent <= 1000 * policy.budget + policy.costs[-1]
+        assert counted == pytest.approx(spent)
+
+
+def test_an_empty_batch_changes_nothing(policy, frozen):
+    scores = stream(frozen, "as calibrated", 200)
+    _, (state, *_) = replay_on(policy, table(scores[:100]), batch_size=50)
+    nothing = np.empty(0, dtype=int)
+    _, (after, *_) = policy.step(0, nothing, nothing, np.empty(0), (state,))
+    decisions, (later, *_) = replay_on(policy, table(scores[100:]), (after,), batch_size=50)
+    assert later.admitted == 200
+    assert len(decisions) == 100
+
+
+def test_a_state_of_another_policy_is_refused(policy, frozen):
+    other = calibrate.certify(calibrate.two_exits, frozen.costs, "50%", frozen.labelled, contract="stream", early=2)
+    _, (state, *_) = replay_on(other, table(stream(frozen, "as calibrated", 50)), batch_size=50)
+    with pytest.raises(Mismatch, match="a state of 2 exits for a policy of 8"):
+        replay_on(policy, table(stream(frozen, "as calibrated", 50)), (state,))
+
+
+def test_a_plan_that_leaves_some_of_the_budget_is_kept_along_a_stream(frozen):
+    lazy = calibrate.certify(calibrate.eero, frozen.costs, "100%", frozen.labelled, contract="stream")
+    planned = calibrate.eero(frozen.costs, "99%", frozen.labelled)
+    paced = calibrate.certify(calibrate.eero, frozen.costs, "99%", frozen.labelled, contract="stream")
+    spent = replay(paced, frozen.test, batch_size=100).mean_cost
+    assert planned.planned_cost < 0.98 * planned.budget
+    assert spent <= 1.01 * planned.planned_cost
+    assert "whatever comes" in lazy.certificate.promise
 
 
 def test_a_paced_policy_survives_saving(policy, tmp_path):

@@ -104,6 +104,7 @@ BAD = {
     "score of no text": (lambda: Patience(1, costs=(1.0,), score=3), "must be texts"),
     "negative budget": (lambda: Patience(1, costs=(1.0,), budget=-1.0), "budget -1.0"),
     "rates beyond 1": (lambda: Patience(1, costs=(1.0,), exit_rates=(2.0,)), "must lie in"),
+    "rates that do not add up": (lambda: Patience(1, costs=(1.0, 2.0), exit_rates=(0.5, 0.4)), "add up to 0.9"),
     "tie share": (lambda: Threshold((0.5,), (1.5,), costs=(1.0, 2.0)), "tie shares"),
     "impatience": (lambda: Patience(-1, costs=(1.0,)), "0 or more"),
     "no streak": (lambda: Streak(0.5, 0, costs=(1.0,)), "1 or more"),

@@ -1,3 +1,5 @@
+from fractions import Fraction
+
 import numpy as np
 import pytest
 from conftest import made_up
@@ -28,7 +30,8 @@ def test_quotas_are_whole_complete_affordable_and_near_the_plan(plan):
     counts = quota_counts(rates, costs, budget, total)
     assert counts.sum() == total
     assert (counts >= 0).all()
-    assert (counts * costs).sum() <= total * budget * (1 + 1e-15)
+    exact = sum(int(count) * Fraction(cost) for count, cost in zip(counts, costs.tolist(), strict=True))
+    assert exact <= total * Fraction(budget)
     assert (counts[1:][rates[1:] == 0] == 0).all()
     if total >= 1000:
         assert (counts * costs).sum() >= 0.99 * total * budget

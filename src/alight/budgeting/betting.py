@@ -4,6 +4,7 @@ All are for values in [0, 1] and the claim that their mean exceeds a bound; a sm
 """
 
 import math
+from collections.abc import Callable
 
 import numpy as np
 import numpy.typing as npt
@@ -50,18 +51,23 @@ def hoeffding_bentkus_p_value(values: Floats, bound: float) -> float:
     return min(1.0, hoeffding, bentkus)
 
 
-def smallest_sample(bound: float, delta: float) -> int:
-    """How many values the betting test needs at least, were they all 0, to refute a mean above the bound.
+def smallest_sample(
+    bound: float, delta: float, *, best: float = 0.0, test: Callable[[Floats, float, float], float] = betting_p_value
+) -> int:
+    """How many values a test needs at least, were they all as good as can be, to refute a mean above the bound.
 
     >>> smallest_sample(0.01, 0.05)
     308
     """
-    if bound <= 0:
-        raise ValueError(f"bound {bound:g} must be positive")
-    count = max(1, math.ceil(math.log(1 / delta) / -math.log1p(-min(bound, 1 - 1e-12))) - 2)
-    while betting_p_value(np.zeros(count), bound, delta) > delta:
-        count += max(1, count // 1000)
-    return count
+    low, high = 0, 1
+    while test(np.full(high, best), bound, delta) > delta:
+        low, high = high, 2 * high
+        if high > 10**8:
+            raise ValueError(f"no sample refutes a mean above {bound:g} when values are {best:g}")
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if test(np.full(middle, best), bound, delta) <= delta else (middle, high)
+    return high
 
 
 def _divergence(mean: float, bound: float) -> float:

@@ -1,6 +1,7 @@
 """Whole samples: how many of a batch leave at each exit, so that the batch keeps its budget whatever comes."""
 
 import math
+from fractions import Fraction
 
 import numpy as np
 import numpy.typing as npt
@@ -22,12 +23,13 @@ def quota_counts(exit_rates: Floats, costs: Floats, budget: float, total: int) -
     """
     if budget < costs[0]:
         raise BudgetTooSmall(budget, float(costs[0]))
+    exit_rates = exit_rates / exit_rates.sum()
     allowed = total * budget
     counts = np.floor(total * exit_rates + 1e-9).astype(np.int64)
     remainders = np.where(exit_rates > 0, total * exit_rates - counts, -1.0)
     counts[np.argsort(-remainders, kind="stable")[: total - counts.sum()]] += 1
     spent = math.fsum(counts * costs)
-    while spent > allowed and (counts[1:] > 0).any():
+    while not _within(counts, costs, total, budget) and (counts[1:] > 0).any():
         source, target = _cheapening(counts, costs, exit_rates, spent - allowed)
         counts[source], counts[target] = counts[source] - 1, counts[target] + 1
         spent = math.fsum(counts * costs)
@@ -37,6 +39,15 @@ def quota_counts(exit_rates: Floats, costs: Floats, budget: float, total: int) -
         counts[source], counts[target] = counts[source] - 1, counts[target] + 1
         spent = math.fsum(counts * costs)
     return counts
+
+
+def _within(counts: Integers, costs: Floats, total: int, budget: float) -> bool:
+    """Whether a batch keeps its budget, decided exactly where floats are too near to tell."""
+    excess = math.fsum(counts * costs) / (total * budget) - 1
+    if abs(excess) > 1e-12:
+        return excess < 0
+    exact = sum(int(count) * Fraction(float(cost)) for count, cost in zip(counts, costs, strict=True))
+    return exact <= total * Fraction(float(budget))
 
 
 def _cheapening(counts: Integers, costs: Floats, exit_rates: Floats, excess: float) -> tuple[int, int]:

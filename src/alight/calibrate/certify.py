@@ -57,7 +57,13 @@ def certify(
         raise BadInput(f"there is no bound {bound!r}: choose one of {', '.join(P_VALUES)}")
     if contract not in (None, "mean", "probability", "batch", "stream"):
         raise BadInput(f"there is no contract {contract!r}: choose mean, probability, batch or stream")
+    if labelled is unlabelled:
+        raise BadInput(
+            "the same table was given as labelled and unlabelled: what is fitted on it cannot be certified on it"
+        )
     if risk is not None:
+        if unlabelled is not None:
+            raise BadInput("a promise on accuracy is tested on the labelled table alone: leave unlabelled out")
         network = as_costs(costs)
 
         def fit(amount: Budget, table: HeadOutputs) -> Policy:
@@ -68,10 +74,13 @@ def certify(
         raise BadInput("a contract on cost needs a budget: give one, or a risk and alpha for the cheapest policy")
     if contract == "batch":
         return as_quota(method(costs, budget, labelled, unlabelled, **own))
-    fitting, certifying = (
-        labelled.split(0.5, np.random.default_rng(seed)) if unlabelled is None else (labelled, unlabelled)
-    )
+    rng = np.random.default_rng(seed)
+    if unlabelled is None:
+        fitting, certifying = labelled.split(0.5, rng)
+    else:  # betting goes through the samples in order, and recordings are often sorted
+        fitting, certifying = labelled, unlabelled.take(rng.permutation(len(unlabelled)))
     policy = method(costs, budget, fitting, **own)
+    policy.check(certifying)
     if contract == "stream":
-        return as_paced(policy, certifying, alarm_rate, horizon, seed)
+        return as_paced(policy, fitting, certifying, alarm_rate, horizon, seed)
     return certify_cost(policy, fitting, certifying, contract or "mean", delta, bound)

@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
-from typing import TypeGuard
+from typing import Any, TypeGuard
 
 import numpy as np
 
@@ -17,7 +17,7 @@ from alight.calibrate.task import Floats
 from alight.errors import BadInput
 from alight.outputs import HeadOutputs
 from alight.policies.paced import Paced
-from alight.policies.policy import Certificate, ExitAt, Policy, Threshold
+from alight.policies.policy import Certificate, ExitAt, Mixture, Patience, Policy, Threshold
 from alight.policies.quota import Quota
 from alight.policies.route import replay
 
@@ -34,10 +34,8 @@ def certify_cost(
     policy: Policy, fitting: HeadOutputs, certifying: HeadOutputs, contract: str, delta: float, bound: str
 ) -> Policy:
     """The policy, made cheaper or dearer until its cost can be promised."""
-    budget = budget_of(policy)
-    if policy.costs[-1] <= budget or isinstance(policy, ExitAt):
-        promise = f"No sample costs more than {policy.costs[-1]:.4g}, so {allowed_by(policy)} is kept whatever comes."
-        return certified(policy, contract, promise, "", {"budget": budget})
+    if policy.costs[-1] <= budget_of(policy):
+        return _always_kept(policy, contract)
     if _plans_rates(policy):
         return _by_law(policy, certifying, contract, delta)
     return _by_family(policy, fitting, certifying, contract, delta, bound)
@@ -45,9 +43,8 @@ def certify_cost(
 
 def as_quota(policy: Policy) -> Policy:
     """The rates of the policy, met by rank inside each batch."""
-    if isinstance(policy, ExitAt):
-        promise = f"No sample costs more than {policy.costs[-1]:.4g}, so {allowed_by(policy)} is kept whatever comes."
-        return certified(policy, "batch", promise, "", {"budget": budget_of(policy)})
+    if policy.costs[-1] <= budget_of(policy):
+        return _always_kept(policy, "batch")
     if not policy.exit_rates:
         raise BadInput(
             f"the contract 'batch' needs planned exit rates and {policy.method} plans none: use eero, geometric,"
@@ -58,12 +55,14 @@ def as_quota(policy: Policy) -> Policy:
     return certified(Quota(**carried(policy)), "batch", promise, how, {"budget": budget_of(policy)})
 
 
-def as_paced(policy: Policy, certifying: HeadOutputs, alarm_rate: float, horizon: int, seed: int) -> Policy:
+def as_paced(
+    policy: Policy, fitting: HeadOutputs, certifying: HeadOutputs, alarm_rate: float, horizon: int, seed: int
+) -> Policy:
     """The shares of the policy, kept along a stream."""
+    if policy.costs[-1] <= budget_of(policy):
+        return _always_kept(policy, "stream")
     table, costs, samples = seen_through(policy, certifying), np.array(policy.costs), len(certifying)
-    if len(costs) == 1:
-        return as_quota(policy)
-    rates = np.array(policy.exit_rates or replay(policy, certifying).exit_shares[list(policy.open_exits)])
+    rates = np.array(policy.exit_rates or replay(policy, fitting).exit_shares[list(policy.open_exits)])
     scores = table.scores[:, list(policy.open_exits)]
     thresholds = survivor_thresholds(scores, rates)
     law = share_law(passing_counts(rates, samples), samples)
@@ -93,10 +92,18 @@ def as_paced(policy: Policy, certifying: HeadOutputs, alarm_rate: float, horizon
     return certified(paced, "stream", promise, how, numbers)
 
 
+def _always_kept(policy: Policy, contract: str) -> Policy:
+    """The policy, whose dearest exit the budget allows: nothing has to be estimated."""
+    promise = f"No sample costs more than {policy.costs[-1]:.4g}, so {allowed_by(policy)} is kept whatever comes."
+    return certified(policy, contract, promise, "", {"budget": budget_of(policy)})
+
+
 def _by_law(policy: Threshold, certifying: HeadOutputs, contract: str, delta: float) -> Policy:
     """Rates met by survivor thresholds on the certifying table, whose exit shares follow a Dirichlet law."""
     costs, budget, samples = np.array(policy.costs), budget_of(policy), len(certifying)
     rates = np.array(policy.exit_rates)
+    if rates @ costs > budget:
+        rates = tilted_rates(rates, costs, budget)
     if contract == "probability":
         rates = _safe_rates(rates, costs, budget, samples, delta)
     law = share_law(passing_counts(rates, samples), samples)
@@ -146,8 +153,8 @@ def _by_family(
         accepted = _last(LEVELS, lambda index: (spent(levels[index]).sum() + costs[-1]) / (samples + 1) <= budget)
         numbers: dict[str, float | str] = {"budget": budget, "samples": samples}
         promise = f"A new sample costs at most {allowed_by(policy)} on average, over calibration data and sample."
-        how = f"Conformal risk control on {samples:,} samples. {EXCHANGEABLE}"
-        smallest = math.ceil((costs[-1] - budget) / max(budget - costs[0], 1e-300))
+        how = f"Conformal risk control on {samples:,} samples{_by_hash(policy)}. {EXCHANGEABLE}"
+        smallest = math.ceil((costs[-1] - budget) / (budget - costs[0])) if budget > costs[0] else 0
     else:
         allowed = float((budget - low) / span)
         test = P_VALUES[bound]
@@ -159,8 +166,9 @@ def _by_family(
             f"With probability {1 - delta:.4g} over the calibration data, new samples cost at most"
             f" {allowed_by(policy)} on average."
         )
-        how = f"Fixed-sequence testing with the {bound.replace('_', '-')} bound on {samples:,} samples. {EXCHANGEABLE}"
-        smallest = smallest_sample(allowed, delta) if allowed > 0 else 0
+        named = bound.replace("_", "-")
+        how = f"Fixed-sequence testing, {named} bound, {samples:,} samples{_by_hash(policy)}. {EXCHANGEABLE}"
+        smallest = smallest_sample(allowed, delta, test=test) if allowed > 0 else 0
     if accepted < 0 or levels[accepted] == 1:
         return _first_exit_only(policy, contract, delta, numbers, smallest)
     member = lowered(policy, float(levels[accepted]), reference)
@@ -168,21 +176,33 @@ def _by_family(
     return certified(member, contract, promise, how, numbers)
 
 
+def _by_hash(policy: Policy) -> str:
+    decided = isinstance(policy, Mixture | Patience) or any(share < 1 for share in getattr(policy, "tie_shares", ()))
+    return "; mixtures and ties are decided by a hash, taken as random" if decided else ""
+
+
 def _first_exit_only(
     policy: Policy, contract: str, delta: float, numbers: dict[str, float | str], smallest: int
 ) -> Policy:
     """Everyone at the first exit: all that so few samples can certify."""
-    terms = carried(policy) | {"open_exits": policy.open_exits[:1], "costs": policy.costs[:1], "exit_rates": (1.0,)}
+    opened: dict[str, Any] = {"open_exits": policy.open_exits[:1], "costs": policy.costs[:1], "exit_rates": (1.0,)}
+    if policy.lens and policy.lens.inputs != ("log_probabilities",):  # alone, the first exit answers for itself
+        opened |= {"lens": None, "score": policy.lens.inputs[0]}
+    more = (
+        f"at least {smallest:,} samples are needed for more" if smallest else "no number of samples would do for more"
+    )
     promise = (
         f"Everyone leaves at exit {policy.open_exits[0]}, which {allowed_by(policy)} always allows: nothing dearer can"
-        f" be certified with {numbers['samples']:,} samples and delta {delta:g}; {smallest:,} samples or more would do."
+        f" be certified with {numbers['samples']:,} samples and delta {delta:g}; {more}."
     )
-    return certified(ExitAt(**terms), contract, promise, "", numbers | {"smallest sample": smallest})
+    return certified(ExitAt(**carried(policy) | opened), contract, promise, "", numbers | {"smallest sample": smallest})
 
 
 def _smallest_for_law(policy: Policy, contract: str, delta: float) -> int:
     """The smallest number of samples with which some sample may pass the first exit."""
     rates, costs, budget = np.array(policy.exit_rates), np.array(policy.costs), budget_of(policy)
+    if budget <= costs[0]:
+        return 0
 
     def enough(samples: int) -> bool:
         safe = _safe_rates(rates, costs, budget, samples, delta) if contract == "probability" else rates
@@ -192,7 +212,7 @@ def _smallest_for_law(policy: Policy, contract: str, delta: float) -> int:
     while not enough(high):
         high *= 2
         if high > 10**9:
-            return high
+            return 0
     low = high // 2
     while high - low > 1:
         middle = (low + high) // 2
@@ -254,7 +274,7 @@ def allowed_by(policy: Policy) -> str:
 
 def certified(policy: Policy, contract: str, promise: str, assumption: str, numbers: dict[str, float | str]) -> Policy:
     """The policy with its certificate."""
-    if policy.unit in ("ms", "J"):
+    if policy.unit and not policy.unit.lower().endswith(("flops", "macs")):
         assumption = f"{assumption} The promise is about the measured costs, not about the clock or the meter.".strip()
     return replace(policy, certificate=Certificate(contract, promise, assumption, numbers))
 

@@ -28,6 +28,8 @@ def lowered(policy: Policy, level: float, scores: Floats) -> Policy:
         ]
         return replace(policy, thresholds=tuple(moved), tie_shares=tuple(ties), exit_rates=())
     if isinstance(policy, Streak):
+        if level >= 1:
+            return replace(policy, threshold=-math.inf, patience=1)
         pooled = scores[:, list(policy.open_exits)].ravel()
         return replace(policy, threshold=_moved(policy.threshold, pooled, level))
     if isinstance(policy, Patience):

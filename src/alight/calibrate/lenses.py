@@ -86,7 +86,7 @@ def _through_at(
     own: dict[str, Any],
 ) -> Policy:
     """The policy with its lens if the method keeps these exits open; else the policy without, to say which it keeps."""
-    costs = network if len(exits) == len(network) else _costs_of(network, exits)
+    costs = network.at_exits(exits)
     first, second, unlabelled = (table and _at(table, exits) for table in tables)
     assert first is not None  # only the third may be
     assert second is not None
@@ -256,20 +256,8 @@ def fit_ensemble(labelled: HeadOutputs, policy: Policy | None = None) -> Ensembl
     return Ensemble(exits=tuple(range(labelled.num_exits)), kept=tuple(kept), fresh=tuple(fresh))
 
 
-def _costs_of(network: Costs, exits: Sequence[int]) -> Costs:
-    """Costs of the network with no other head than these."""
-    heads = network.heads[list(exits)]
-    trunk = np.array([network.cumulative([index])[0] for index in exits]) - heads
-    return Costs(stages=np.diff(trunk, prepend=0.0), heads=heads, unit=network.unit)
-
-
 def _at(table: HeadOutputs, exits: Sequence[int]) -> HeadOutputs:
-    """The table of these exits alone."""
-    chosen = list(exits)
-    return replace(
-        table,
-        scores=table.scores[:, chosen],
-        predictions=table.predictions[:, chosen],
-        features={name: values[:, chosen] for name, values in table.features.items()},
-        log_probabilities=None if table.log_probabilities is None else table.log_probabilities[:, chosen],
-    )
+    """The table of these exits alone; without labels, the truth is still the whole network's last exit."""
+    if len(exits) == table.num_exits:
+        return table
+    return replace(table, labels=table.truth()).at_exits(exits)

@@ -108,12 +108,12 @@ def held_out(
     right, spent = np.empty(len(labelled)), np.empty(len(labelled))
     count = min(count, len(labelled) // 2)
     parts = folds(len(labelled), count) if count > 1 else [np.arange(len(labelled))]
-    correct = labelled.correct()
+    truth = labelled.truth()
     for part in parts:
         rest = np.setdiff1d(np.arange(len(labelled)), part) if count > 1 else part
         fold = labelled.take(part)
         decisions = replay(method(costs, budget, labelled.take(rest), fold.unlabelled()), fold)
-        right[part], spent[part] = correct[part, decisions.exits], decisions.spent
+        right[part], spent[part] = decisions.predictions == truth[part], decisions.spent
     return right, spent
 
 

@@ -45,6 +45,8 @@ def certify_risk(
         raise LabelsNeeded(f"a promise on {risk}")
     rng = np.random.default_rng(seed)
     if budget is None:
+        if contract is not None:
+            raise BadInput(f"the contract {contract!r} on cost needs a budget: give one, or leave the contract out")
         fitting, testing = labelled.split(0.5, rng)
         return _cheapest(fit, network, fitting, testing, delta, risk, alpha, bound)
     fitting, rest = labelled.split(1 / 3, rng)
@@ -55,7 +57,7 @@ def certify_risk(
     policy = certify_cost(fit(budget, fitting), fitting, certifying, contract or "mean", share, bound)
     p_value, observed = _risk_test(policy, testing, risk, alpha, share, bound)
     if p_value > share:
-        raise BadInput(_too_much(risk, alpha, observed, len(testing), share, f"at {allowed_by(policy)}"))
+        raise BadInput(_too_much(risk, alpha, observed, len(testing), share, bound, f"at {allowed_by(policy)}"))
     on_risk = (
         f"with probability {1 - share:.4g} its {_NAMES[risk]} is at most {alpha:g} ({len(testing):,} further samples)"
     )
@@ -65,6 +67,7 @@ def certify_risk(
         policy.certificate,
         contract=f"{policy.certificate.contract}, {risk}",
         promise=f"{policy.certificate.promise} And {on_risk}.",
+        assumption=policy.certificate.assumption or EXCHANGEABLE,
         numbers=numbers,
     )
     return replace(policy, certificate=certificate)
@@ -91,7 +94,7 @@ def _cheapest(
     )
     p_value, observed = _risk_test(full, testing, risk, alpha, delta, bound)
     if p_value > delta:
-        raise BadInput(_too_much(risk, alpha, observed, len(testing), delta, "of the full network"))
+        raise BadInput(_too_much(risk, alpha, observed, len(testing), delta, bound, "of the full network"))
     accepted: list[tuple[float, Policy, float]] = [(network.plain, full, observed)]  # mean cost, policy, risk
     for amount in np.linspace(network.cumulative()[-1], network.cumulative()[0], BUDGETS):
         policy = fit(float(amount), fitting)
@@ -135,8 +138,11 @@ def _risk_test(
     return P_VALUES[bound](losses, limit, delta), observed
 
 
-def _too_much(risk: str, alpha: float, observed: float, samples: int, delta: float, where: str) -> str:
-    needed = smallest_sample(alpha if risk != "excess_error" else (1 + alpha) / 2, delta)
+def _too_much(risk: str, alpha: float, observed: float, samples: int, delta: float, bound: str, where: str) -> str:
+    paired = risk == "excess_error"
+    needed = smallest_sample(
+        (1 + alpha) / 2 if paired else alpha, delta, best=0.5 if paired else 0.0, test=P_VALUES[bound]
+    )
     if samples < needed:
         return (
             f"{samples:,} test samples cannot certify {_NAMES[risk]} <= {alpha:g} with delta {delta:g}:"

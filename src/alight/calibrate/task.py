@@ -146,8 +146,7 @@ class Task:
 
     def accuracy(self, policy: Policy) -> float:
         """Accuracy of the policy on the labelled table; without labels, its agreement with the last exit."""
-        decisions = replay(policy, self.labelled)
-        return float(self.labelled.correct()[np.arange(len(decisions)), decisions.exits].mean())
+        return replay(policy, self.labelled).accuracy(self.labelled.truth())
 
     def _scores(self, open_exits: Sequence[int] | None) -> Floats:
         return self.scored.scores if open_exits is None else self.scored.scores[:, list(open_exits)]

@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from alight.budgeting.rates import tilted_rates
 from alight.budgeting.thresholds import hashed_below
-from alight.errors import BadFile, BadInput
+from alight.errors import BadFile, BadInput, Mismatch
 from alight.files import PathLike, read_json, write_json
 from alight.policies.policy import Array, Memory, Policy, Shared, reaches
 from alight.policies.quota import surest
@@ -58,6 +58,15 @@ class Pace(Shared):
         """Whether the alarm has been raised."""
         return self.alarmed_at >= 0
 
+    def _checked(self) -> "Pace":
+        if not (self.admitted >= self.last >= 0 and 0 <= self.spent < math.inf):
+            raise ValueError(f"{self.admitted} samples admitted, {self.last} of them last, {self.spent} spent")
+        if not (len(self.evidence) == len(self.stakes) == len(BETS)) or np.isnan([*self.evidence, *self.stakes]).any():
+            raise ValueError("the alarm's evidence is not complete")
+        if not all(scores.ndim == 1 and len(scores) and np.isfinite(scores).all() for scores in self.recent):
+            raise ValueError("the scores last seen are not complete")
+        return self
+
     def save(self, path: PathLike) -> None:
         """Write the state to a JSON file, whole or not at all."""
         content = {
@@ -84,7 +93,7 @@ class Pace(Shared):
                 evidence=np.array(content["evidence"], dtype=np.float64),
                 stakes=np.array(content["stakes"], dtype=np.float64),
                 alarmed_at=int(content["alarmed_at"]),
-            )
+            )._checked()
         except (KeyError, TypeError, ValueError) as error:
             raise BadFile(path, f"its content is not usable ({error})", "start from a fresh state") from error
 
@@ -144,7 +153,9 @@ class Paced(Policy):
             if (excess := going_on - affordable) > 0:
                 staying = group & ~leaving
                 cut = min(excess, int(staying.sum()))
-                leaving = leaving | surest(scores - 1e300 * ~staying, samples, cut)
+                forced = leaving & ~leaving  # nobody
+                forced[staying] = surest(scores[staying], samples[staying], cut)
+                leaving = leaving | forced
                 going_on -= cut
         last = position == len(self.costs) - 2
         paid = (waiting - going_on) * here + (going_on * after if last else 0.0)
@@ -183,8 +194,12 @@ class Paced(Policy):
     def _admit(self, state: Pace, count: int) -> tuple[Pace, Batch]:
         """The state as a batch begins, with the bets of the last one settled, and what holds for the batch."""
         assert self.budget is not None  # checked at the border
+        if state.recent and len(state.recent) != len(self.recent):
+            raise Mismatch(
+                f"a state of {len(state.recent) + 1} exits for a policy of {len(self.costs)}: start a fresh one"
+            )
         before, evidence = state.admitted, state.evidence
-        if before:  # R becomes (R + the batch's share of the horizon) times what the batch multiplied it by
+        if state.last:  # R becomes (R + the batch's share of the horizon) times what the batch multiplied it by
             evidence = np.logaddexp(evidence, math.log(state.last / self.horizon)) + state.stakes
         # without a shift R grows by that share at most on average: to 1 over the horizon, so seldom to 2 / alarm_rate
         convincing = np.logaddexp.reduce(evidence) - math.log(len(BETS)) >= math.log(2 / self.alarm_rate)
@@ -197,9 +212,10 @@ class Paced(Policy):
             stakes=np.zeros(len(BETS)),
             alarmed_at=before if convincing and not state.alarmed else state.alarmed_at,
         )
-        credit = before * self.budget - state.spent - min(self._reserve, RESERVED * before * self.budget)
+        meant = min(self.budget, float(np.dot(self.exit_rates, self.costs)))  # a plan may leave some of the budget
+        credit = before * meant - state.spent - min(self._reserve, RESERVED * before * meant)
         those_who_save = 1 - WITNESSES if credit < 0 and not admitted.alarmed else 1.0
-        shares = self._shares(self.budget + credit / max(self.pace, count) / those_who_save)
+        shares = self._shares(meant + credit / max(self.pace, count) / those_who_save)
         left = (admitted.admitted * self.budget + self.costs[-1]) * (1 - ROUNDING) - state.spent
         return admitted, Batch(shares, credit < 0, left)
 
@@ -210,6 +226,8 @@ class Paced(Policy):
     def _shares(self, aim: float) -> Floats:
         """Of those waiting at each exit but the last, the share to leave, for this budget."""
         budgets, plans = self._plans
+        if budgets[0] == budgets[1]:  # all at one exit
+            return np.where(np.array(self.exit_rates) > 0, 1.0, 0.0)[:-1]
         place = float(np.clip((aim - budgets[0]) / (budgets[1] - budgets[0]), 0, PLANS - 1))
         low = min(int(place), PLANS - 2)
         rates = (low + 1 - place) * plans[low] + (place - low) * plans[low + 1]

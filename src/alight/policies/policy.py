@@ -89,6 +89,8 @@ class Policy(ABC):
             raise BadInput(f"budget {self.budget!r} must be a positive number")
         if not all(_is_number(rate) and 0 <= rate <= 1 for rate in self.exit_rates):
             raise BadInput(f"exit rates {self.exit_rates} must lie in [0, 1]")
+        if self.exit_rates and abs(sum(self.exit_rates) - 1) > 1e-6:
+            raise BadInput(f"exit rates {self.exit_rates} add up to {sum(self.exit_rates):g}: they must add up to 1")
         if self.exit_rates and len(self.exit_rates) != len(self.open_exits):
             raise BadInput(f"{len(self.exit_rates)} exit rates for {len(self.open_exits)} open exits: give one each")
         if self.lens:
