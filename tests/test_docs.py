@@ -49,6 +49,11 @@ def test_tables_of_methods_are_those_that_results_give():
         assert recorded.table(read_points(path), recorded.LONG) in (ROOT / "docs" / "comparison.md").read_text()
 
 
+def test_figures_of_guarantees_are_those_of_their_results():
+    page = (ROOT / "docs" / "guarantees.md").read_text()
+    assert experiment("guarantees").page(page) == page
+
+
 def test_the_tree_in_the_design_page_names_every_room():
     tree = (ROOT / "docs" / "design.md").read_text()
     for path in (ROOT / "src" / "alight").iterdir():

@@ -29,8 +29,8 @@ def eero(
 ) -> Threshold:
     """Exponential weights, met by thresholds on the samples still waiting at each exit.
 
-    `slack="exact"` keeps the budget with probability 1 - delta over the calibration data; `spend_all` spends the
-    budget even where a cheaper plan has less risk. `prune` closes exits one at a time, heads no longer paid, while
+    `slack="exact"` keeps the budget with probability 1 - delta over the calibration data, exactly so when `unlabelled`
+    samples set the thresholds; `spend_all` spends the budget even where a cheaper plan has less risk. `prune` closes exits one at a time, heads no longer paid, while
     the accuracy on held-out labelled data does not fall.
     """
     if prune:
