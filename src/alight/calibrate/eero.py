@@ -30,8 +30,8 @@ def eero(
     """Exponential weights, met by thresholds on the samples still waiting at each exit.
 
     `slack="exact"` keeps the budget with probability 1 - delta over the calibration data, exactly so when `unlabelled`
-    samples set the thresholds; `spend_all` spends the budget even where a cheaper plan has less risk. `prune` closes exits one at a time, heads no longer paid, while
-    the accuracy on held-out labelled data does not fall.
+    samples set the thresholds; `spend_all` spends the budget even where a cheaper plan has less risk. `prune` closes
+    exits one at a time, heads no longer paid, while the accuracy on held-out labelled data does not fall.
     """
     if prune:
         own = _prunable(temperature=temperature, prior=prior, spend_all=spend_all, slack=slack, delta=delta)
