@@ -52,7 +52,10 @@ def demo(options: argparse.Namespace) -> None:
         calibrate.eero, recording.costs, None, recording.labelled, risk="excess_error", alpha=0.05
     )
     careful.save(folder / "careful_policy.json")
-    promises = [f"Half of the budget: {policy.certificate}", f"At most 5 points lost: {careful.certificate}"]
+    promises = [
+        f"For half of the plain network's FLOPs: {policy.certificate}",
+        f"For at most 5 points lost: {careful.certificate}",
+    ]
     for each, its_points in points.items():
         write_points(its_points, folder / f"{each}.csv")
     title = "Early exit on CIFAR-100: a ResNet-18 with 8 exits"
