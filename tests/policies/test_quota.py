@@ -37,6 +37,17 @@ def test_quotas_are_whole_complete_affordable_and_near_the_plan(plan):
         assert (counts * costs).sum() >= 0.99 * total * budget
 
 
+@given(plans(), st.floats(0, 1))
+def test_a_plan_dearer_than_the_budget_is_made_to_keep_it(plan, place):
+    rates, costs, total = plan
+    budget = float(costs[0] + place * (costs[-1] - costs[0]))
+    counts = quota_counts(rates, costs, budget, total)
+    exact = sum(int(count) * Fraction(cost) for count, cost in zip(counts, costs.tolist(), strict=True))
+    assert exact <= total * Fraction(budget)
+    if total >= 1000 and budget <= rates @ costs:
+        assert (counts * costs).sum() >= 0.99 * total * budget
+
+
 @given(plans())
 def test_a_plan_cheaper_than_the_budget_is_not_made_dearer(plan):
     rates, costs, total = plan

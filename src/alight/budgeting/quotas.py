@@ -6,7 +6,7 @@ from fractions import Fraction
 import numpy as np
 import numpy.typing as npt
 
-from alight.budgeting.rates import Floats
+from alight.budgeting.rates import Floats, tilted_rates, two_exit_rates
 from alight.errors import BudgetTooSmall
 
 Integers = npt.NDArray[np.int64]
@@ -23,7 +23,7 @@ def quota_counts(exit_rates: Floats, costs: Floats, budget: float, total: int) -
     """
     if budget < costs[0]:
         raise BudgetTooSmall(budget, float(costs[0]))
-    exit_rates = exit_rates / exit_rates.sum()
+    exit_rates = _affordable(exit_rates / exit_rates.sum(), costs, budget)
     allowed = total * budget
     counts = np.floor(total * exit_rates + 1e-9).astype(np.int64)
     remainders = np.where(exit_rates > 0, total * exit_rates - counts, -1.0)
@@ -39,6 +39,18 @@ def quota_counts(exit_rates: Floats, costs: Floats, budget: float, total: int) -
         counts[source], counts[target] = counts[source] - 1, counts[target] + 1
         spent = math.fsum(counts * costs)
     return counts
+
+
+def _affordable(exit_rates: Floats, costs: Floats, budget: float) -> Floats:
+    """The rates, tilted until they spend at most the budget; the first exit helps where no planned one is cheap enough."""
+    if exit_rates @ costs <= budget:
+        return exit_rates
+    first = int(np.flatnonzero(exit_rates)[0])
+    if costs[first] <= budget:
+        return tilted_rates(exit_rates, costs, budget)
+    rates = np.zeros(len(costs))
+    rates[[0, first]] = two_exit_rates(costs[[0, first]], budget)
+    return rates
 
 
 def _within(counts: Integers, costs: Floats, total: int, budget: float) -> bool:
