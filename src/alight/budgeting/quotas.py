@@ -42,7 +42,7 @@ def quota_counts(exit_rates: Floats, costs: Floats, budget: float, total: int) -
 
 
 def _affordable(exit_rates: Floats, costs: Floats, budget: float) -> Floats:
-    """The rates, tilted until they spend at most the budget; the first exit helps where no planned one is cheap enough."""
+    """The rates, tilted to spend at most the budget; the first exit helps where no planned one is cheap enough."""
     if exit_rates @ costs <= budget:
         return exit_rates
     first = int(np.flatnonzero(exit_rates)[0])
