@@ -21,8 +21,12 @@ MAY_IMPORT = {
     "policies": FOUNDATION | {"budgeting"},
     "calibrate": FOUNDATION | {"budgeting", "policies"},
     "evaluation": FOUNDATION | {"policies"},
+    "models": FOUNDATION | {"provenance"},
+    "runtime": FOUNDATION | {"models", "policies", "calibrate"},
     "report": {"errors", "files", "evaluation"},
-    "cli": FOUNDATION | {"budgeting", "policies", "calibrate", "evaluation", "recordings", "report", "__version__"},
+    "cli": FOUNDATION
+    | {"budgeting", "policies", "calibrate", "evaluation", "recordings", "report", "__version__"}
+    | {"models", "runtime"},
 }
 NO_TORCH = {
     "budgeting",

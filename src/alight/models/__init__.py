@@ -1,0 +1,1 @@
+"""Networks with exits: tensors have weights."""

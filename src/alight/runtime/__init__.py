@@ -1,0 +1,1 @@
+"""Tensors flow: recording what the heads say, and predicting under a budget."""
