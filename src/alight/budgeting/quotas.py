@@ -10,13 +10,15 @@ from alight.budgeting.rates import Floats, tilted_rates, two_exit_rates
 from alight.errors import BudgetTooSmall
 
 Integers = npt.NDArray[np.int64]
+LEFT = 0.005  # of what is planned: where whole moves leave more, exchanges are tried
 
 
 def quota_counts(exit_rates: Floats, costs: Floats, budget: float, total: int) -> Integers:
     """Numbers of a batch of `total` samples that leave at each exit: nearest to the rates, at most `total * budget`.
 
     Largest remainder first; then samples move to cheaper exits while the batch is too dear, and to dearer ones while
-    it is cheaper than planned. Exits of rate 0 get nobody, but for the first when nothing else is affordable.
+    it is cheaper than planned; where that leaves much, two samples move at a time. Exits of rate 0 get nobody, but for
+    the first when nothing else is affordable.
 
     >>> quota_counts(np.array([0.5, 0.3, 0.2]), np.array([1.0, 2.0, 4.0]), 1.9, 7)
     array([3, 3, 1])
@@ -35,8 +37,13 @@ def quota_counts(exit_rates: Floats, costs: Floats, budget: float, total: int) -
         spent = math.fsum(counts * costs)
     planned = min(allowed, total * float(exit_rates @ costs)) * (1 - 1e-12)  # filling up leaves room for rounding
     while (move := _dearest_move(counts, costs, exit_rates, planned - spent)) is not None:
-        source, target = move
-        counts[source], counts[target] = counts[source] - 1, counts[target] + 1
+        counts = counts + move
+        spent = math.fsum(counts * costs)
+    while (
+        planned - spent > LEFT * planned
+        and (move := _finest_exchange(counts, costs, exit_rates, planned - spent)) is not None
+    ):
+        counts = counts + move
         spent = math.fsum(counts * costs)
     return counts
 
@@ -71,12 +78,31 @@ def _cheapening(counts: Integers, costs: Floats, exit_rates: Floats, excess: flo
     return int(source), int(target)
 
 
-def _dearest_move(counts: Integers, costs: Floats, exit_rates: Floats, slack: float) -> tuple[int, int] | None:
-    """The move of one sample to a dearer exit that uses most of what is left."""
-    open_exits = np.flatnonzero(exit_rates > 0)
-    moves = [(costs[j] - costs[i], i, j) for i in np.flatnonzero(counts) for j in open_exits if j > i]
-    affordable = [move for move in moves if move[0] <= slack]
-    if not affordable:
-        return None
-    _, source, target = max(affordable)
-    return int(source), int(target)
+def _dearest_move(counts: Integers, costs: Floats, exit_rates: Floats, slack: float) -> Integers | None:
+    """What changes when the sample moves to a dearer exit that uses most of what is left."""
+    affordable = [move for move in _dearer_moves(counts, costs, exit_rates) if move[0] <= slack]
+    return max(affordable, key=lambda move: move[:3])[3] if affordable else None
+
+
+def _finest_exchange(counts: Integers, costs: Floats, exit_rates: Floats, slack: float) -> Integers | None:
+    """What changes when one sample moves to a dearer exit and another to a cheaper one, using most of what is left."""
+    best: tuple[float, Integers | None] = (slack / 1000, None)
+    for dearer, _, _, up in _dearer_moves(counts, costs, exit_rates):
+        for cheaper, _, _, down in _dearer_moves(counts + up, costs, exit_rates, cheaper=True):
+            if best[0] < dearer - cheaper <= slack:
+                best = (dearer - cheaper, up + down)
+    return best[1]
+
+
+def _dearer_moves(
+    counts: Integers, costs: Floats, exit_rates: Floats, *, cheaper: bool = False
+) -> list[tuple[float, int, int, Integers]]:
+    """Moves of one sample to a dearer exit, or a cheaper one, that is planned: cost, source, target, what changes."""
+    moves = []
+    for source in np.flatnonzero(counts):
+        for target in np.flatnonzero(exit_rates > 0):
+            if (target < source) if cheaper else (target > source):
+                change = np.zeros(len(counts), dtype=np.int64)
+                change[source], change[target] = -1, 1
+                moves.append((abs(float(costs[target] - costs[source])), int(source), int(target), change))
+    return moves

@@ -9,7 +9,7 @@ from typing import Any, TypeGuard
 import numpy as np
 
 from alight.budgeting.betting import betting_p_value, hoeffding_bentkus_p_value, smallest_sample
-from alight.budgeting.bounds import cost_quantile, exact_plan, expected_cost, overspend_probability, share_law
+from alight.budgeting.bounds import exact_plan, expected_cost, overspend_probability, share_law
 from alight.budgeting.rates import tilted_rates
 from alight.budgeting.thresholds import passing_counts, survivor_thresholds
 from alight.calibrate.families import carried, lowered
@@ -70,7 +70,7 @@ def as_paced(
         thresholds=tuple(thresholds.values.tolist()),
         tie_shares=tuple(thresholds.tie_shares.tolist()),
         recent=_windows(scores, thresholds.values, np.random.default_rng(seed)),
-        expected=max(cost_quantile(costs, law, 1 - alarm_rate / 2), float(costs[0] + 1e-3 * (costs[-1] - costs[0]))),
+        law=tuple(law.tolist()),
         alarm_rate=alarm_rate,
         horizon=horizon,
         **carried(policy) | {"exit_rates": tuple(rates.tolist())},
@@ -87,7 +87,7 @@ def as_paced(
         "alarm rate": alarm_rate,
         "horizon": horizon,
         "samples": samples,
-        "expected cost": paced.expected,
+        "expected cost": expected_cost(costs, law),
     }
     return certified(paced, "stream", promise, how, numbers)
 

@@ -3,7 +3,6 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from alight.errors import BadInput
@@ -17,6 +16,7 @@ class MultiExitModel(nn.Module):
     A stage takes what is carried, one argument each, and gives a tuple: the features for its head first. A head takes
     the features, or all that is carried if it says `reads_everything = True`, and gives logits.
 
+    >>> import torch
     >>> model = MultiExitModel([nn.Linear(4, 8), nn.Linear(8, 8)], [nn.Linear(8, 3), nn.Linear(8, 3)])
     >>> [tuple(logits.shape) for logits in model(torch.zeros(5, 4))]
     [(5, 3), (5, 3)]

@@ -6,9 +6,13 @@ bound holds at its end. Three parts work together:
 - *the guard* lets no more of those waiting go on than the bound allows;
 - *the plan* sets thresholds for a budget that saves or gives back, over the next `pace` samples, what a small reserve
   lacks or what is left over, so that the guard is seldom needed;
-- *the alarm* bets against the claim that the policy as calibrated costs no more than it did then. To see what it would
-  cost, a share of the samples, the witnesses, keeps to the thresholds as calibrated, and others are made to save. Once
-  the alarm is raised, thresholds are planned anew for every batch, on the scores last seen at each exit.
+- *the alarm* bets that more samples than at calibration would now pass each exit, were its thresholds kept. To see
+  that, a share of the samples, the witnesses, keeps to them, and others are made to save. Once the alarm is raised,
+  thresholds are planned anew for every batch, on the scores last seen at each exit, the batch's own included.
+
+Without a shift, the samples that pass an exit as calibrated are drawn from an urn: k of n calibration samples and all
+met since are in it. The next passes with probability k/n exactly, whatever the scores are, so a bet at that price is
+fair, and a Shiryaev-Roberts sum of such bets is raised to 1 / alarm_rate with probability alarm_rate at most.
 """
 
 import math
@@ -28,9 +32,9 @@ from alight.policies.quota import surest
 Floats = npt.NDArray[np.float64]
 
 PLANS = 65  # rates are solved for so many budgets and interpolated between: costs are linear in rates
-SHIFT = 1.2  # the alarm bets as if samples had become so many times dearer
-BETS = np.array([0.5, 1.0, 2.0])  # times the best stake for that shift
+SHIFTS = (1.1, 1.2, 1.4)  # the alarm bets as if samples had become so many times dearer
 WITNESSES, WITNESS_SALT = 0.75, 2  # their share of the samples, and what keeps their hash apart from that of ties
+GENEROUS = 2  # reserves left over, so that chance seldom is the reason
 RESERVED = 0.005  # of the budget so far, at most, is kept back
 ROUNDING = 1e-12  # of the bound, so that no way of adding up exceeds it
 
@@ -47,10 +51,10 @@ class Pace(Shared):
     last: int = 0  # how many of them in the last batch
     spent: float = 0.0
     recent: tuple[Floats, ...] = ()  # the scores last seen at each exit but the last, oldest first
-    evidence: Floats = field(
-        default_factory=lambda: np.full(len(BETS), -np.inf)
-    )  # log of each bet's Shiryaev-Roberts R
-    stakes: Floats = field(default_factory=lambda: np.zeros(len(BETS)))  # log of what this batch has multiplied each by
+    met: tuple[int, ...] = ()  # samples that came to each exit but the last as calibrated, as far as that is known
+    passed: tuple[int, ...] = ()  # how many of them would have gone on
+    evidence: Floats = field(default_factory=lambda: np.full(len(SHIFTS), -np.inf))  # log of each bet's sum
+    stakes: Floats = field(default_factory=lambda: np.zeros(len(SHIFTS)))  # log of what this batch multiplies it by
     alarmed_at: int = -1  # samples admitted when the alarm was raised
 
     @property
@@ -61,8 +65,11 @@ class Pace(Shared):
     def _checked(self) -> "Pace":
         if not (self.admitted >= self.last >= 0 and 0 <= self.spent < math.inf):
             raise ValueError(f"{self.admitted} samples admitted, {self.last} of them last, {self.spent} spent")
-        if not (len(self.evidence) == len(self.stakes) == len(BETS)) or np.isnan([*self.evidence, *self.stakes]).any():
+        complete = len(self.evidence) == len(self.stakes) == len(SHIFTS) and len(self.met) == len(self.passed)
+        if not complete or np.isnan([*self.evidence, *self.stakes]).any():
             raise ValueError("the alarm's evidence is not complete")
+        if not all(0 <= passed <= met for passed, met in zip(self.passed, self.met, strict=True)):
+            raise ValueError(f"of {self.met} samples met, {self.passed} passed")
         if not all(scores.ndim == 1 and len(scores) and np.isfinite(scores).all() for scores in self.recent):
             raise ValueError("the scores last seen are not complete")
         return self
@@ -74,6 +81,8 @@ class Pace(Shared):
             "last": self.last,
             "spent": self.spent,
             "recent": [scores.tolist() for scores in self.recent],
+            "met": list(self.met),
+            "passed": list(self.passed),
             "evidence": np.maximum(self.evidence, -1e300).tolist(),  # JSON has no infinity
             "stakes": self.stakes.tolist(),
             "alarmed_at": self.alarmed_at,
@@ -90,6 +99,8 @@ class Pace(Shared):
                 last=int(content["last"]),
                 spent=float(content["spent"]),
                 recent=tuple(np.array(scores, dtype=np.float64) for scores in content["recent"]),
+                met=tuple(int(count) for count in content["met"]),
+                passed=tuple(int(count) for count in content["passed"]),
                 evidence=np.array(content["evidence"], dtype=np.float64),
                 stakes=np.array(content["stakes"], dtype=np.float64),
                 alarmed_at=int(content["alarmed_at"]),
@@ -104,6 +115,8 @@ class Batch(Shared):
 
     shares: Floats
     saving: bool  # whether the shares are meant to save
+    recent: bool  # whether thresholds come from the scores last seen instead of the calibration's
+    betting: bool  # whether the alarm learns from it
     left: float
 
 
@@ -114,7 +127,7 @@ class Paced(Policy):
     thresholds: tuple[float, ...]  # as calibrated: what the alarm compares with
     tie_shares: tuple[float, ...]
     recent: tuple[tuple[float, ...], ...]  # scores of calibration samples waiting at each exit but the last
-    expected: float  # mean cost as calibrated, at most, with the alarm's confidence
+    law: tuple[int, ...]  # Dirichlet law of the exit shares as calibrated
     alarm_rate: float = 0.01  # probability that the alarm is raised within `horizon` samples like the calibration's
     horizon: int = 100_000
     pace: int = 200  # samples over which what is left over is given back
@@ -129,8 +142,8 @@ class Paced(Policy):
             )
         if not (0 < self.alarm_rate < 1 and self.horizon > 0 and self.pace > 0):
             raise BadInput(f"alarm rate {self.alarm_rate:g} must lie inside (0, 1), horizon and pace be positive")
-        if not self.costs[0] < self.expected:
-            raise BadInput(f"expected cost {self.expected:g} must be above the first exit's, {self.costs[0]:g}")
+        if len(self.law) != len(self.costs) or min(self.law) < 0 or not sum(self.law):
+            raise BadInput(f"a law {self.law} of the shares of {len(self.costs)} exits: give one count per exit")
 
     def step(
         self, position: int, samples: Array, predictions: Array, scores: Array, memory: Memory
@@ -141,12 +154,13 @@ class Paced(Policy):
         else:
             state, batch, left_before = memory
         waiting, here, after = len(samples), self.costs[position], self.costs[position + 1]
+        state = replace(state, recent=self._seen(state, position, scores))
         as_calibrated = reaches(scores, samples, self.thresholds[position], self.tie_shares[position])
-        window = state.recent[position] if state.alarmed else self._windows[position]
+        window = state.recent[position] if batch.recent else self._windows[position]
         leaving = reaches(scores, samples, *_cut(window, float(batch.shares[position])))
         witness = hashed_below(samples, WITNESSES, WITNESS_SALT)
-        if batch.saving and not state.alarmed:
-            leaving = (witness & as_calibrated) | (~witness & leaving)
+        if not state.alarmed:  # what is left over may hold a witness back, nothing but the guard sends it out early
+            leaving = (witness & as_calibrated & (leaving | batch.saving)) | (~witness & leaving)
         going_on = waiting - int(leaving.sum())
         affordable = max(0, math.floor((batch.left - waiting * here) / (after - here)))
         for group in (~witness, witness):  # if so many leave here and the rest at the next exit, the bound still holds
@@ -159,9 +173,13 @@ class Paced(Policy):
                 going_on -= cut
         last = position == len(self.costs) - 2
         paid = (waiting - going_on) * here + (going_on * after if last else 0.0)
-        state, left_before = self._bet(state, position, witness, as_calibrated, leaving, left_before)
-        state = replace(state, spent=state.spent + paid, recent=self._seen(state, position, scores))
-        return leaving, (state, replace(batch, left=batch.left - paid), left_before)
+        state = replace(state, spent=state.spent + paid)
+        followed = ~left_before & (witness | (position == 0))  # at the first exit everyone is seen
+        if batch.betting:
+            state = self._bet(state, position, ~as_calibrated[followed])
+        sent_out = int((witness & followed & ~as_calibrated & leaving).sum())  # the others would be a biased choice
+        batch = replace(batch, left=batch.left - paid, betting=batch.betting and not sent_out)
+        return leaving, (state, batch, left_before | as_calibrated)
 
     def summary(self) -> str:
         return (
@@ -177,13 +195,12 @@ class Paced(Policy):
         return budgets, np.array([tilted_rates(rates, costs, float(budget)) for budget in budgets])
 
     @cached_property
-    def _stakes(self) -> Floats:
-        """Stakes of the bets: about the best for the shift they are meant for, half of it and twice as much."""
+    def _odds(self) -> Floats:
+        """By what the odds of passing each exit grow when samples become dearer; (shifts, exits - 1)."""
         rates, costs = np.array(self.exit_rates), np.array(self.costs)
-        mean = float(rates @ costs)
-        excess = max(SHIFT * mean - self.expected, 0.01 * mean)
-        best = excess * (self.expected - self.costs[0]) / (float(rates @ (costs - mean) ** 2) + excess**2)
-        return np.clip(BETS * best, 1e-3, 0.95)
+        mean, dearest = float(rates @ costs), float(costs[np.flatnonzero(rates)[-1]])
+        dearer = [min(shift * mean, (mean + dearest) / 2) for shift in SHIFTS]
+        return np.array([_odds(tilted_rates(rates, costs, budget)) for budget in dearer]) / _odds(rates)
 
     @cached_property
     def _reserve(self) -> float:
@@ -201,15 +218,17 @@ class Paced(Policy):
         before, evidence = state.admitted, state.evidence
         if state.last:  # R becomes (R + the batch's share of the horizon) times what the batch multiplied it by
             evidence = np.logaddexp(evidence, math.log(state.last / self.horizon)) + state.stakes
-        # without a shift R grows by that share at most on average: to 1 over the horizon, so seldom to 2 / alarm_rate
-        convincing = np.logaddexp.reduce(evidence) - math.log(len(BETS)) >= math.log(2 / self.alarm_rate)
+        # without a shift R grows by that share at most on average: to 1 over the horizon, so seldom to 1 / alarm_rate
+        convincing = np.logaddexp.reduce(evidence) - math.log(len(SHIFTS)) >= math.log(1 / self.alarm_rate)
         admitted = replace(
             state,
             admitted=before + count,
             last=count,
             recent=state.recent or self._windows,
+            met=state.met or (0,) * len(self.recent),
+            passed=state.passed or (0,) * len(self.recent),
             evidence=evidence,
-            stakes=np.zeros(len(BETS)),
+            stakes=np.zeros(len(SHIFTS)),
             alarmed_at=before if convincing and not state.alarmed else state.alarmed_at,
         )
         meant = min(self.budget, float(np.dot(self.exit_rates, self.costs)))  # a plan may leave some of the budget
@@ -217,7 +236,10 @@ class Paced(Policy):
         those_who_save = 1 - WITNESSES if credit < 0 and not admitted.alarmed else 1.0
         shares = self._shares(meant + credit / max(self.pace, count) / those_who_save)
         left = (admitted.admitted * self.budget + self.costs[-1]) * (1 - ROUNDING) - state.spent
-        return admitted, Batch(shares, credit < 0, left)
+        ample = (
+            credit > GENEROUS * self._reserve
+        )  # samples have become easy: thresholds as calibrated let them all leave
+        return admitted, Batch(shares, credit < 0, admitted.alarmed or ample, not admitted.alarmed, left)
 
     @cached_property
     def _windows(self) -> tuple[Floats, ...]:
@@ -241,20 +263,31 @@ class Paced(Policy):
         seen = np.concatenate([state.recent[position], fresh])[-window:]
         return (*state.recent[:position], seen, *state.recent[position + 1 :])
 
-    def _bet(
-        self, state: Pace, position: int, witness: Array, as_calibrated: Array, leaving: Array, left_before: Array
-    ) -> tuple[Pace, Array]:
-        """Bets on what the policy as calibrated would have spent on each witness, as far as that is known by now."""
-        here, after = self.costs[position], self.costs[position + 1]
-        reached = witness & ~left_before & as_calibrated
-        beyond = witness & ~left_before & ~as_calibrated  # it would have gone on, at least to the next exit
-        if position < len(self.costs) - 2:
-            beyond = beyond & leaving  # the others' cost is not known yet
-        stakes = state.stakes
-        for count, cost in ((int(reached.sum()), here), (int(beyond.sum()), after)):
-            gain = (cost - self.expected) / (self.expected - self.costs[0])  # never below -1: no stake loses everything
-            stakes = stakes + count * np.log1p(self._stakes * gain)
-        return replace(state, stakes=stakes), left_before | reached
+    def _bet(self, state: Pace, position: int, passing: Array) -> Pace:
+        """The state after bets on whether samples that came to an exit as calibrated would pass it."""
+        passes = np.asarray(passing.tolist(), dtype=np.float64)
+        count, passed = len(passes), int(passes.sum())
+        inside = np.cumsum(passes) - passes + sum(self.law[position + 1 :]) + state.passed[position]
+        price = inside / (np.arange(count) + sum(self.law[position:]) + state.met[position])
+        odds = self._odds[:, position, None]
+        stakes = (passes * np.log(odds) - np.log1p(price * (odds - 1))).sum(axis=1)
+        return replace(
+            state,
+            met=_added(state.met, position, count),
+            passed=_added(state.passed, position, passed),
+            stakes=state.stakes + stakes,
+        )
+
+
+def _odds(rates: Floats) -> Floats:
+    """Odds of passing each exit but the last for those who come to it; 1 where all pass or none."""
+    beyond = np.cumsum(rates[::-1])[::-1][1:]
+    both = (beyond > 0) & (rates[:-1] > 0)
+    return np.where(both, beyond, 1.0) / np.where(both, rates[:-1], 1.0)
+
+
+def _added(counts: tuple[int, ...], position: int, count: int) -> tuple[int, ...]:
+    return (*counts[:position], counts[position] + count, *counts[position + 1 :])
 
 
 def _cut(scores: Floats, share: float) -> tuple[float, float]:
