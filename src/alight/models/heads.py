@@ -1,0 +1,229 @@
+"""Heads: features of one exit in, logits out."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from alight.errors import BadInput
+
+Shape = tuple[int, ...]  # of the features of one sample, without the batch
+Factory = Callable[[Shape], nn.Module]  # a head of one's own, made for features of this shape
+
+CONV_WIDTH = 128  # channels inside a conv head, as in MSDNet for small images
+
+
+class Head(nn.Module):
+    """A head that knows how to be built again: `settings` are its arguments by name."""
+
+    name: str  # under which HEADS has it
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__()
+        self.settings = settings
+
+
+class PooledLinear(Head):
+    """The average over all positions, flattened, and a linear layer (the paper's head for ConvNeXt).
+
+    With `norm`, the average is layer-normalised before.
+
+    >>> PooledLinear((64, 7, 7), 10)(torch.zeros(2, 64, 7, 7)).shape
+    torch.Size([2, 10])
+    """
+
+    name = "pooled_linear"
+
+    def __init__(self, shape: Shape, num_classes: int, *, channels_last: bool = False, norm: bool = False) -> None:
+        super().__init__(shape=list(shape), num_classes=num_classes, channels_last=channels_last, norm=norm)
+        self.channels_last = channels_last
+        channels = _channels(shape, channels_last)
+        self.norm = nn.LayerNorm(channels) if norm else nn.Identity()
+        self.linear = nn.Linear(channels, num_classes)
+
+    def forward(self, features: Tensor) -> Tensor:
+        """Logits of (batch, channels, ...) or, channels last, (batch, ..., channels)."""
+        logits: Tensor = self.linear(self.norm(_average(features, self.channels_last)))
+        return logits
+
+
+class FlattenLinear(Head):
+    """All features in one row and a linear layer (the paper's head for ResNet); costs most where maps are large.
+
+    >>> FlattenLinear((64, 4, 4), 10)(torch.zeros(2, 64, 4, 4)).shape
+    torch.Size([2, 10])
+    """
+
+    name = "flatten_linear"
+
+    def __init__(self, shape: Shape, num_classes: int) -> None:
+        super().__init__(shape=list(shape), num_classes=num_classes)
+        self.linear = nn.Linear(torch.Size(shape).numel(), num_classes)
+
+    def forward(self, features: Tensor) -> Tensor:
+        """Logits of features of any shape, as long as it is always the same."""
+        logits: Tensor = self.linear(features.flatten(1))
+        return logits
+
+
+class ConvHead(Head):
+    """Two 3 x 3 convolutions that halve the map, the average, and a linear layer.
+
+    >>> ConvHead((64, 8, 8), 10)(torch.zeros(2, 64, 8, 8)).shape
+    torch.Size([2, 10])
+    """
+
+    name = "conv"
+
+    def __init__(self, shape: Shape, num_classes: int, *, channels_last: bool = False, width: int = CONV_WIDTH) -> None:
+        super().__init__(shape=list(shape), num_classes=num_classes, channels_last=channels_last, width=width)
+        if len(shape) != 3:
+            raise BadInput(f"features of shape {tuple(shape)} are no map: use head='pooled_linear' or 'mlp'")
+        self.channels_last = channels_last
+        self.convolutions = nn.Sequential(
+            _convolution(_channels(shape, channels_last), width),
+            _convolution(width, width),
+        )
+        self.linear = nn.Linear(width, num_classes)
+
+    def forward(self, features: Tensor) -> Tensor:
+        """Logits of (batch, channels, height, width) or, channels last, (batch, height, width, channels)."""
+        maps = self.convolutions(features.movedim(-1, 1) if self.channels_last else features)
+        logits: Tensor = self.linear(maps.mean((2, 3)))
+        return logits
+
+
+class TokenHead(Head):
+    """The mean of all tokens, or the first one (a class token), and a linear layer.
+
+    A `masked` head reads all that is carried: the second tensor is the attention mask (batch, tokens), and the mean is
+    over the tokens that it keeps.
+
+    >>> head = TokenHead((4, 8), 3, masked=True)
+    >>> tokens, mask = torch.randn(2, 4, 8), torch.tensor([[1, 1, 0, 0], [1, 1, 1, 1]])
+    >>> torch.allclose(head(tokens, mask)[:1], head(tokens[:1, :2], mask[:1, :2]))
+    True
+    """
+
+    name = "token"
+
+    def __init__(
+        self, shape: Shape, num_classes: int, *, pooling: str = "mean", masked: bool = False, norm: bool = True
+    ) -> None:
+        super().__init__(shape=list(shape), num_classes=num_classes, pooling=pooling, masked=masked, norm=norm)
+        if len(shape) != 2:
+            raise BadInput(f"features of shape {tuple(shape)} are no tokens (tokens, width): use head='pooled_linear'")
+        if pooling not in ("mean", "class"):
+            raise BadInput(f"there is no pooling {pooling!r}: choose 'mean' or 'class'")
+        self.pooling, self.reads_everything = pooling, masked
+        self.norm = nn.LayerNorm(shape[-1]) if norm else nn.Identity()
+        self.linear = nn.Linear(shape[-1], num_classes)
+
+    def forward(self, tokens: Tensor, mask: Tensor | None = None, *_: Tensor) -> Tensor:
+        """Logits of (batch, tokens, width)."""
+        pooled = tokens[:, 0] if self.pooling == "class" else _mean_token(tokens, mask)
+        logits: Tensor = self.linear(self.norm(pooled))
+        return logits
+
+
+class MLPHead(Head):
+    """The average over all positions and a hidden layer before the linear one.
+
+    >>> MLPHead((64,), 10)(torch.zeros(2, 64)).shape
+    torch.Size([2, 10])
+    """
+
+    name = "mlp"
+
+    def __init__(
+        self, shape: Shape, num_classes: int, *, channels_last: bool = False, hidden: int | None = None
+    ) -> None:
+        super().__init__(shape=list(shape), num_classes=num_classes, channels_last=channels_last, hidden=hidden)
+        self.channels_last = channels_last
+        channels = _channels(shape, channels_last)
+        width = hidden or channels
+        self.layers = nn.Sequential(
+            nn.LayerNorm(channels), nn.Linear(channels, width), nn.GELU(), nn.Linear(width, num_classes)
+        )
+
+    def forward(self, features: Tensor) -> Tensor:
+        """Logits of (batch, channels, ...) or, channels last, (batch, ..., channels)."""
+        logits: Tensor = self.layers(_average(features, self.channels_last))
+        return logits
+
+
+HEADS: dict[str, Callable[..., Head]] = {
+    kind.name: kind for kind in (PooledLinear, FlattenLinear, ConvHead, TokenHead, MLPHead)
+}
+
+
+def make_head(
+    head: str | Factory, shape: Sequence[int], num_classes: int, *, channels_last: bool = False, masked: bool = False
+) -> nn.Module:
+    """A head for features of this shape (one sample's, without the batch).
+
+    `head` is a name in HEADS, or "auto": a token head for (tokens, width), a pooled linear one for all else; or a
+    function that makes one from the shape. `masked` says that an attention mask is carried beside the features.
+
+    >>> make_head("auto", (197, 192), 10).name, make_head("auto", (96, 56, 56), 10).name
+    ('token', 'pooled_linear')
+    """
+    shape = tuple(shape)
+    if not shape:
+        raise BadInput("features of shape (batch,) have nothing for a head to read: put the exit after another module")
+    if not isinstance(head, str):
+        return _made(head, shape)
+    name = ("token" if len(shape) == 2 else "pooled_linear") if head == "auto" else head
+    if name not in HEADS:
+        raise BadInput(f"there is no head {name!r}: choose 'auto', {', '.join(map(repr, HEADS))}, or give a function")
+    if name == "token":
+        return HEADS[name](shape, num_classes, masked=masked)
+    last = channels_last or len(shape) == 2  # tokens have their channels last
+    return HEADS[name](shape, num_classes, **({} if name == "flatten_linear" else {"channels_last": last}))
+
+
+def are_channels_last(shape: Sequence[int], image: Sequence[int] = ()) -> bool:
+    """Whether features of three axes are (height, width, channels), judged by the proportions of the image.
+
+    `image` is the shape of one input, (channels, height, width); without it, images are taken to be square.
+
+    >>> are_channels_last((7, 7, 768)), are_channels_last((768, 7, 7)), are_channels_last((16, 8, 96), (3, 64, 32))
+    (True, False, True)
+    """
+    if len(shape) != 3:
+        return False
+    aspect = image[1] / image[2] if len(image) == 3 else 1.0
+    first = abs(shape[1] / shape[2] / aspect - 1)
+    last = abs(shape[0] / shape[1] / aspect - 1)
+    return last < first
+
+
+def _made(factory: Factory, shape: Shape) -> nn.Module:
+    made = factory(shape)
+    if not isinstance(made, nn.Module):
+        raise BadInput(f"the function for heads gave a {type(made).__name__}: let it give a torch module")
+    return made
+
+
+def _channels(shape: Shape, channels_last: bool) -> int:
+    return shape[-1 if channels_last else 0]
+
+
+def _average(features: Tensor, channels_last: bool) -> Tensor:
+    """(batch, channels), averaged over all other axes."""
+    rows = features.flatten(1, -2).mean(1) if channels_last and features.ndim > 2 else features
+    return rows.flatten(2).mean(2) if rows.ndim > 2 else rows
+
+
+def _mean_token(tokens: Tensor, mask: Tensor | None) -> Tensor:
+    if mask is None:
+        return tokens.mean(1)
+    kept = mask.to(tokens.dtype).unsqueeze(-1)  # (batch, tokens, 1)
+    return (tokens * kept).sum(1) / kept.sum(1).clamp(min=1)
+
+
+def _convolution(channels: int, width: int) -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(channels, width, 3, stride=2, padding=1, bias=False), nn.BatchNorm2d(width), nn.ReLU(inplace=True)
+    )
