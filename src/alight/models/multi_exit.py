@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from alight.errors import BadInput
+from alight.models.heads import Head
 
 Carried = tuple[Tensor, ...]  # what crosses a cut: the features that the head reads, then all else that is used later
 
@@ -74,7 +75,9 @@ class MultiExitModel(nn.Module):
         from alight.models.cut import split_outputs  # which builds on this module
 
         stages, heads = split_outputs(network, example)
-        model = cls(stages, heads, exits, _names(example), recipe={"source": "outputs", "example": describe(example)})
+        model = cls(
+            stages, heads, exits, input_names(example), recipe={"source": "outputs", "example": describe(example)}
+        )
         shapes = [tuple(logits.shape[1:]) for logits in model.try_out(example)]
         if len(set(shapes)) > 1 or len(shapes[0]) != 1:
             raise BadInput(f"the outputs have shapes {shapes} per sample: every exit must give one logit per class")
@@ -89,7 +92,7 @@ class MultiExitModel(nn.Module):
         >>> [tuple(logits.shape) for logits in model(torch.zeros(5, 4))]
         [(5, 3), (5, 3)]
         """
-        names = _names(example)
+        names = input_names(example)
         stages = [CascadeStage(network, first=index == 0, input_names=names) for index, network in enumerate(models)]
         model = cls(stages, [nn.Identity() for _ in stages], exits, names, recipe={"source": "cascade"})
         if example is not None:
@@ -179,7 +182,7 @@ def evaluating(module: nn.Module) -> Iterator[None]:
 
 def head_settings(head: nn.Module) -> dict[str, Any]:
     """A head as plain data: one of alight's by name and arguments, another by its type."""
-    if hasattr(head, "settings") and hasattr(head, "name"):
+    if isinstance(head, Head):
         return {"head": head.name, **head.settings}
     return {"type": f"{type(head).__module__}.{type(head).__qualname__}"}
 
@@ -203,5 +206,6 @@ def describe(example: Any) -> dict[str, Any]:
     return {"shape": list(example.shape), "dtype": str(example.dtype).removeprefix("torch.")}
 
 
-def _names(example: Any) -> tuple[str, ...]:
+def input_names(example: Any) -> tuple[str, ...]:
+    """Names of the inputs of an example that is a dict; none of any other."""
     return tuple(example) if isinstance(example, Mapping) else ()
