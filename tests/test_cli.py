@@ -5,6 +5,7 @@ import json
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -108,6 +109,17 @@ def test_sweep_and_report_chain(folder, capsys):
     assert (folder / "one.html").stat().st_size == pytest.approx((folder / "two.html").stat().st_size, rel=0.01)
 
 
+def test_a_sweep_of_certified_policies_says_so(folder, capsys):
+    line = "sweep labelled.npz test.npz --costs costs.json --methods geometric --budgets 60% --contract probability"
+    assert run(f"{line} --delta 0.1 -o sure.csv --report sure.html", capsys)[0] == 0
+    assert run("sweep labelled.npz test.npz --costs costs.json --methods geometric --budgets 60%", capsys)[0] == 0
+    (sure,), (hoped,) = (
+        [p for p in read_points(name) if p.method == "geometric"] for name in ("sure.csv", "points.csv")
+    )
+    assert sure.mean_cost < hoped.mean_cost
+    assert "contract &#x27;probability&#x27;, delta 0.1" in Path("sure.html").read_text()
+
+
 def test_sweep_chooses_budgets_from_the_cheapest_exit_to_the_plain_network(folder, capsys):
     assert run("sweep labelled.npz test.npz --costs costs.json --methods geometric", capsys)[0] == 0
     budgets = [point.budget for point in read_points("points.csv") if point.method == "geometric"]
@@ -131,6 +143,12 @@ def test_the_demo_compares_eero_with_the_papers_rule_and_single_exits(tmp_path, 
         assert spent <= 1.025 * float(row[0].rstrip("%"))
     assert str(tmp_path / "shown" / "report.html") in out
     assert load_policy(tmp_path / "shown" / "policy.json").method == "eero"
+    dearest, _, ahead, delay = re.search(
+        r"spends ([\d.]+)%.*: ([\d.]+)%.*than ([\d.]+) full.*after (\d+) of", out, re.S
+    ).groups()
+    assert float(dearest) <= 100
+    assert float(ahead) <= 1
+    assert int(delay) <= 2000
     with (tmp_path / "shown" / "resnet18_cifar100_joint.csv").open() as file:
         assert {row["method"] for row in csv.DictReader(file)} >= {"eero", "patience", "oracle", "single_exit"}
 

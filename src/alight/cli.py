@@ -4,7 +4,8 @@ import argparse
 import inspect
 import sys
 from collections.abc import Callable, Sequence
-from functools import cache
+from dataclasses import replace
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,8 @@ from alight.errors import AlightError, BadInput
 from alight.evaluation import Point, read_points, sweep, write_points
 from alight.files import check_writable
 from alight.outputs import HeadOutputs
-from alight.policies.policy import aligned
-from alight.policies.route import replay
+from alight.policies.policy import Policy, aligned
+from alight.policies.route import replay, replay_on
 from alight.report import write_report
 
 SLOW = ("genetic", "auto")  # seconds for each budget, so only on request
@@ -52,8 +53,14 @@ def demo(options: argparse.Namespace) -> None:
         calibrate.eero, recording.costs, None, recording.labelled, risk="excess_error", alpha=0.05
     )
     careful.save(folder / "careful_policy.json")
+    batches = calibrate.certify(calibrate.eero, *given, contract="batch")
+    stream = calibrate.certify(calibrate.eero, *given, contract="stream")
+    batches.save(folder / "batch_policy.json")
+    stream.save(folder / "stream_policy.json")
     promises = [
         f"For half of the plain network's FLOPs: {policy.certificate}",
+        f"In every batch: {batches.certificate}",
+        f"Along a stream: {stream.certificate}",
         f"For at most 5 points lost: {careful.certificate}",
     ]
     for each, its_points in points.items():
@@ -78,7 +85,25 @@ def demo(options: argparse.Namespace) -> None:
         f"\nauto_policy.json is for the same budget and was chosen by cross-fitting: {chosen.settings['winner']} won."
     )
     print(f"careful_policy.json is the cheapest that keeps another promise:\n{careful.certificate}")
+    print(_batches_and_stream(batches, stream, recording.test))
     print(f"\nOpen the report: {report.resolve()}")
+
+
+def _batches_and_stream(batches: Policy, stream: Policy, test: HeadOutputs) -> str:
+    """What the harder promises cost: batches by rank, and a stream that turns hard half-way."""
+    size, half = 250, len(test) // 2
+    test = test.take(np.random.default_rng(0).permutation(len(test)))  # recorded class by class
+    worst = replay(batches, test, batch_size=size).spent.reshape(-1, size).mean(axis=1).max()
+    scores = np.concatenate([test.scores[:half], 0.3 * test.scores[half:]])
+    decisions, (state, *_) = replay_on(stream, replace(test, scores=scores), batch_size=50)
+    ahead = np.cumsum(decisions.spent - (stream.budget or 0.0))[49::50].max() / stream.costs[-1]
+    alarm = f"after {state.alarmed_at - half} of them" if state.alarmed else "not"
+    dearest, spent = worst / (batches.budget or 1.0), decisions.mean_cost / (stream.budget or 1.0)
+    return (
+        f"\nbatch_policy.json in batches of {size}: the dearest spends {dearest:.2%} of its budget.\n"
+        f"stream_policy.json on images that turn hard half-way: {spent:.2%} of the budget spent, at no moment ahead by"
+        f" more than {ahead:.2f} full passes; the alarm was raised {alarm}."
+    )
 
 
 def calibrate_command(options: argparse.Namespace) -> None:
@@ -116,11 +141,15 @@ def sweep_command(options: argparse.Namespace) -> None:
         _distinct(path, options.output, options.report)
     labelled, unlabelled, test = _tables(options, "labelled", "unlabelled", "test")
     costs = _costs(options.costs)
-    methods = {name: calibrate.METHODS[name] for name in options.methods}
+    methods, promises = {name: calibrate.METHODS[name] for name in options.methods}, []
+    if options.contract:
+        promised = {"contract": options.contract, "delta": options.delta}
+        methods = {name: partial(calibrate.certify, method, **promised) for name, method in methods.items()}
+        promises = [f"Every policy here was certified: contract '{options.contract}', delta {options.delta:g}."]
     budgets = options.budgets or _even_budgets(costs)
     points = sweep(methods, costs, budgets, labelled=labelled, unlabelled=unlabelled, test=test, progress=True)
     if options.report:
-        write_report(points, options.report, title=f"{options.test}")
+        write_report(points, options.report, title=f"{options.test}", promises=promises)
     write_points(points, options.output)
     print("\n".join(str(point) for point in points if point.method in methods))
 
@@ -256,14 +285,11 @@ def _parser() -> argparse.ArgumentParser:
     _table_options(added)
     added.add_argument("--budget", help="a number in the costs' unit, '50%%', '2.5 GFLOPs', '3 ms'")
     added.add_argument("--method", choices=calibrate.METHODS, default="eero", help="default: eero")
-    added.add_argument(
-        "--contract", choices=["mean", "probability", "batch", "stream"], help="what to promise about cost"
-    )
+    _contract_options(added, "batch", "stream")
     added.add_argument(
         "--risk", choices=["error", "excess_error", "disagreement"], help="what to promise about answers"
     )
     added.add_argument("--alpha", type=float, help="the most that the risk may be")
-    added.add_argument("--delta", type=float, default=0.05, help="probability that a promise fails (default: 0.05)")
     added.add_argument("--set", metavar="NAME=VALUE", action="append", default=[], help="a method's own option")
     added.add_argument("-o", "--output", type=_output, help="where to write the policy (JSON)")
 
@@ -280,6 +306,7 @@ def _parser() -> argparse.ArgumentParser:
     added.add_argument(
         "--budgets", type=lambda text: text.split(","), help="default: 17 from the cheapest exit to the plain network"
     )
+    _contract_options(added)
     added.add_argument("-o", "--output", type=_output, default="points.csv", help="default: points.csv")
     added.add_argument("--report", type=_output, help="where to draw the points as an HTML page")
 
@@ -288,6 +315,12 @@ def _parser() -> argparse.ArgumentParser:
     added.add_argument("-o", "--output", type=_output, default="report.html", help="default: report.html")
     added.add_argument("--title", help="default: the name of the CSV")
     return parser
+
+
+def _contract_options(parser: argparse.ArgumentParser, *further: str) -> None:
+    contracts = ["mean", "probability", *further]
+    parser.add_argument("--contract", choices=contracts, help="what to promise about cost")
+    parser.add_argument("--delta", type=float, default=0.05, help="probability that a promise fails (default: 0.05)")
 
 
 def _table_options(parser: argparse.ArgumentParser, *further: str) -> None:
