@@ -155,7 +155,7 @@ def _marked(costs: Any, budget: Any, labelled: HeadOutputs, unlabelled: HeadOutp
 def quota() -> Iterator[Row]:
     """Batches of any size, rates, costs and scores: do any overspend, and how much of the budget is used?"""
     rng = np.random.default_rng(0)
-    overspent, use = 0, []
+    overspent, use, missed = 0, [], 0
     for _ in range(100_000):
         exits, total = int(rng.integers(1, 13)), int(rng.integers(1, 5001))
         costs, rates = np.cumsum(rng.uniform(0.01, 1, exits)), rng.dirichlet(np.full(exits, 0.5))
@@ -169,7 +169,10 @@ def quota() -> Iterator[Row]:
         shares = zip(np.bincount(decisions.exits, minlength=exits).tolist(), costs.tolist(), strict=True)
         overspent += sum(count * Fraction(cost) for count, cost in shares) > total * Fraction(allowed)  # exactly
         if total >= 1000:
-            use.append(decisions.mean_cost / min(allowed, float(rates @ costs)))  # a plan may leave some of it
+            planned = min(allowed, float(rates @ costs))  # a plan may leave some of the budget
+            use.append(decisions.mean_cost / planned)
+            gap = np.diff(costs[rates > 0]).min(initial=np.inf)  # the least that one more sample would cost
+            missed += use[-1] < 0.99 and total * (planned - decisions.mean_cost) >= gap
     yield {
         "claim": "batches that overspend",
         "draws": 100_000,
@@ -180,9 +183,10 @@ def quota() -> Iterator[Row]:
     yield {
         "claim": "budget used by batches of 1,000 and more",
         "draws": len(use),
-        "measured": f"{min(use):.4f} at least, {np.mean(use):.5f} on average",
-        "promised": "at least 0.99",
-        "holds": str(bool(min(use) >= 0.99)),
+        "measured": f"{np.mean(use):.5f} on average; below 0.99 in {sum(each < 0.99 for each in use)}"
+        f" ({min(use):.4f} at least), in {missed} of which one more sample could have gone on",
+        "promised": "at least 0.99, where whole samples allow it",
+        "holds": str(missed == 0),
     }
 
 
