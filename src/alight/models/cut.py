@@ -1,0 +1,239 @@
+"""Cut a network into stages whose chain is the network, bit by bit."""
+
+import difflib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from alight.errors import BadInput
+from alight.models.stages import Piece, build, layout_of
+from alight.models.trace import BATCHES, End, Inputs, Trace, Value, in_mode, trace, walk
+
+Cutter = Callable[[nn.Module, Sequence[str], Any], Sequence[nn.Module]]
+CUTTERS: list[tuple[Callable[[nn.Module], bool], Cutter]] = []  # the latest is asked first
+CHECKED = (1, 5)  # batch sizes at which the chain is compared with the network, other than those of the trace
+
+
+def cut(model: nn.Module, after: Sequence[str], example: Any) -> list[nn.Module]:
+    """Stages that end after the named modules, the last with the logits; their chain is the network, bit by bit.
+
+    `example` is a batch as the network takes it: a tensor, several in a tuple, or a dict of them by name. Each stage
+    takes and gives what is carried: first the output of the named module, then all else that is needed later, each with
+    the batch as its first dimension. Parameters, buffers and submodules are those of the network.
+
+    >>> network = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
+    >>> first, last = cut(network, after=["1"], example=torch.zeros(1, 4))
+    >>> batch = torch.ones(5, 4)
+    >>> torch.equal(last(*first(batch)), network(batch)), list(last.state_dict())
+    (True, ['2.weight', '2.bias'])
+    """
+    names = _checked_names(model, after)
+    for known, cutter in reversed(CUTTERS):
+        if known(model):
+            return list(cutter(model, names, example))
+    return cut_by_trace(model, names, example)
+
+
+def register_cutter(known: type[nn.Module] | Callable[[nn.Module], bool]) -> Callable[[Cutter], Cutter]:
+    """Teach `cut` a kind of network: a class, or a function that recognises it; decorates `(model, after, example)`.
+
+    >>> class Odd(nn.Module): ...
+    >>> @register_cutter(Odd)
+    ... def cut_odd(model, after, example):
+    ...     return [nn.Identity() for _ in range(len(after) + 1)]
+    >>> cut(Odd(), [], torch.zeros(1, 4))
+    [Identity()]
+    """
+    recognise = (lambda model: isinstance(model, known)) if isinstance(known, type) else known
+
+    def register(cutter: Cutter) -> Cutter:
+        CUTTERS.append((recognise, cutter))
+        return cutter
+
+    return register
+
+
+def input_names_of(example: Any) -> tuple[str, ...]:
+    """Names of what the network takes, where it takes a dict.
+
+    >>> input_names_of({"input_ids": torch.zeros(1, 2), "attention_mask": torch.ones(1, 2)})
+    ('input_ids', 'attention_mask')
+    """
+    return tuple(example) if isinstance(example, Mapping) else ()
+
+
+def cut_by_trace(model: nn.Module, after: Sequence[str], example: Any) -> list[nn.Module]:
+    """Stages made from what the network was seen to do."""
+    inputs = Inputs(example)
+    pieces = pieces_of(trace(model, inputs, after), after, inputs)
+    training: Sequence[Piece | BadInput]
+    try:
+        training = pieces_of(trace(model, inputs, after, training=True), after, inputs)
+    except BadInput as error:
+        training = [error] * len(pieces)
+    device = inputs.tensors[0].device
+    stages: list[nn.Module] = [build(model, *both, device) for both in zip(pieces, training, strict=True)]
+    for stage in stages:
+        stage.training = model.training
+    _check(model, stages, inputs)
+    return stages
+
+
+def pieces_of(traced: Trace, after: Sequence[str], inputs: Inputs) -> list[Piece]:
+    """What each stage does."""
+    ends = [_end(traced, name) for name in after]
+    _check_order(traced, after, ends)
+    features = [_feature(traced, name, end) for name, end in zip(after, ends, strict=True)]
+    logits = logits_in(traced.output)
+    crossings = [_carried(traced, end.time, features[index:], logits) for index, end in enumerate(ends)]
+    for name, values in zip(after, crossings, strict=True):
+        check_carried(traced, name, values)
+    entering = [[Value(-1, (index,)) for index in range(len(inputs.tensors))], *crossings]
+    times = [0, *(end.time for end in ends), len(traced.calls)]
+    names = inputs.names or ([f"input_{index}" for index in range(len(inputs.tensors))])
+    return [
+        Piece(
+            traced,
+            needed_calls(traced, range(times[index], times[index + 1]), entering[index], leaving),
+            entering[index],
+            leaving,
+            last=index == len(after),
+            input_names=() if index else names,
+        )
+        for index, leaving in enumerate([*crossings, [logits]])
+    ]
+
+
+def needed_calls(
+    traced: Trace, calls: Iterable[int], incoming: Sequence[Value], outgoing: Sequence[Value]
+) -> list[int]:
+    """These calls, less what is constant and unused, with all that is constant and used, whenever it was made."""
+    own = set(calls)
+    chosen = {index for index in own if _must_run(traced, index)}
+    wanted = [*outgoing, *(value for index in chosen for value in traced.calls[index].values)]
+    while wanted:
+        value = wanted.pop()
+        if value in incoming or value.call in chosen or value.call < 0:
+            continue
+        made = traced.calls[value.call]
+        writers = {  # of the same memory
+            index
+            for index in range(max(own, default=-1) + 1)
+            if made.storages & traced.calls[index].changed and not traced.calls[index].tainted
+        }
+        for index in ({value.call} | writers) - chosen:
+            chosen.add(index)
+            wanted += traced.calls[index].values
+    return sorted(chosen)
+
+
+def _must_run(traced: Trace, index: int) -> bool:
+    call = traced.calls[index]
+    return call.tainted or call.changes_state
+
+
+def _end(traced: Trace, name: str) -> End:
+    ends = traced.ends[name]
+    if not ends:
+        raise BadInput(f"module {name!r} is never called in a forward pass: cut after one that is")
+    if len(ends) > 1:
+        raise BadInput(f"module {name!r} is called {len(ends)} times in a forward pass: cut after one called once")
+    return ends[0]
+
+
+def _check_order(traced: Trace, after: Sequence[str], ends: Sequence[End]) -> None:
+    times = [end.time for end in ends]
+    if times != sorted(times):
+        found = [after[index] for index in sorted(range(len(after)), key=times.__getitem__)]
+        raise BadInput(f"exits {list(after)} are out of order: the network runs them as {found}")
+    for name, other, start, stop in zip(after, [*after[1:], ""], times, [*times[1:], len(traced.calls)], strict=True):
+        if not any(traced.calls[index].tainted for index in range(start, stop)):
+            raise BadInput(
+                f"nothing is computed between the end of {name!r} and that of {other or 'the network'!r}:"
+                " keep one of the two exits"
+            )
+
+
+def _feature(traced: Trace, name: str, end: End) -> Value:
+    for item in walk(end.result):
+        if isinstance(item, Value) and item in traced.tainted:
+            return item
+    raise BadInput(f"module {name!r} gives nothing that depends on the input: cut after one that does")
+
+
+def logits_in(output: Any) -> Value:
+    """The logits in what a network gives: the tensor, the one of that name, or the first."""
+    named = output.get("logits", output) if isinstance(output, Mapping) else output
+    for item in walk(named):
+        if isinstance(item, Value):
+            return item
+    raise BadInput("the network's output holds no tensor that it computed: give a network that returns logits")
+
+
+def _carried(traced: Trace, time: int, features: Sequence[Value], logits: Value) -> list[Value]:
+    """Values alive at a time: the feature of the exit there first, then what later calls and exits use."""
+    used = {value for call in traced.calls[time:] for value in call.values} | {*features[1:], logits}
+    alive = {value for value in used if value.call < time and value in traced.tainted} - {features[0]}
+    return [features[0], *sorted(alive, key=str)]
+
+
+def check_carried(traced: Trace, name: str, values: Iterable[Value]) -> None:
+    """Raise unless every value that crosses the cut has the batch somewhere."""
+    for value in values:
+        if layout_of(traced.shapes[value]) is None:
+            made = traced.calls[value.call]
+            raise BadInput(
+                f"a tensor of shape {traced.shapes[value][0]} at batch size {BATCHES[0]} and {traced.shapes[value][1]}"
+                f" at {BATCHES[1]} is alive after {name!r} and holds no batch (made at {made.line}):"
+                " cut at another place"
+            )
+
+
+def _check(model: nn.Module, stages: Sequence[nn.Module], inputs: Inputs) -> None:
+    """Raise unless the chain is the network, bit by bit, at batch sizes that the trace has not seen."""
+    holder = nn.ModuleList([model, *stages])
+    with torch.no_grad(), in_mode(holder, False):
+        for size in CHECKED:
+            batch = inputs.of_size(size)
+            expected, found = logits_of(inputs.run(model, batch)), chain(stages, batch)
+            if not _same_bits(expected, found):
+                raise BadInput(
+                    f"at batch size {size} the stages do not give what the network gives (largest difference"
+                    f" {(expected - found).abs().max():.2g}): is it random in evaluation mode, or does it branch on the"
+                    " batch size? Cut elsewhere, or teach alight this network with register_cutter"
+                )
+
+
+def chain(stages: Iterable[nn.Module], batch: tuple[Tensor, ...]) -> Tensor:
+    """What comes out when stages run one after the other."""
+    carried: Any = batch
+    for stage in stages:
+        carried = stage(*carried)
+    return carried
+
+
+def logits_of(output: Any) -> Tensor:
+    """The logits in what a network gave."""
+    named = output.get("logits", output) if isinstance(output, Mapping) else output
+    return next(item for item in walk(named) if isinstance(item, Tensor))
+
+
+def _same_bits(one: Tensor, other: Tensor) -> bool:
+    return one.shape == other.shape and one.dtype == other.dtype and torch.allclose(one, other, 0, 0, equal_nan=True)
+
+
+def _checked_names(model: nn.Module, after: Sequence[str]) -> list[str]:
+    """The names, if there are such modules and none is named twice."""
+    if isinstance(after, str):
+        raise BadInput(f"after={after!r} is one text: give a list of names, as in after=[{after!r}]")
+    real = [name for name, _ in model.named_modules(remove_duplicate=False) if name]
+    for name in after:
+        if name not in real:
+            near = difflib.get_close_matches(str(name), real, n=3, cutoff=0.4) or real[:3]
+            raise BadInput(f"no module is called {name!r}: the nearest names are {', '.join(map(repr, near))}")
+    twice = sorted({name for name in after if list(after).count(name) > 1})
+    if twice:
+        raise BadInput(f"{', '.join(map(repr, twice))} is named more than once: name each exit once")
+    return list(after)
