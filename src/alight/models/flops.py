@@ -1,0 +1,138 @@
+"""Multiply-adds, counted by running on the meta device: shapes flow, numbers do not, and no weight is copied.
+
+Counted are matrix products, convolutions and attention, by the formulas of torch's own counter; a multiply-add is 2
+FLOPs. What is done once per element (activations, norms, pooling, sums) or only moves numbers counts as nothing, as is
+usual. Any other operation raises a warning that names it. On real tensors torch takes fused ways through attention and
+recurrent layers that have no formula; on the meta device it takes the plain ones, which have.
+"""
+
+import warnings
+from collections.abc import Callable, Mapping
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.flop_counter import flop_registry
+
+aten = torch.ops.aten
+
+# What torch's counter has no formula for: from the shapes of the operands.
+FORMULAS: Mapping[Any, Callable[..., int]] = {
+    aten.dot: lambda a, b: 2 * prod(a),
+    aten.vdot: lambda a, b: 2 * prod(a),
+    aten.mv: lambda a, b: 2 * prod(a),
+    aten.addmv: lambda added, a, b: 2 * prod(a),
+    aten.addr: lambda added, a, b: 2 * prod(a) * prod(b),
+    aten.addbmm: lambda added, a, b: 2 * prod(a) * b[-1],
+    aten._int_mm: lambda a, b: 2 * prod(a) * b[-1],
+}
+
+# What costs once per element or only moves numbers, and is neither a view nor marked as pointwise by torch.
+FREE = frozenset(
+    """
+    _adaptive_avg_pool2d _adaptive_avg_pool3d adaptive_max_pool2d adaptive_max_pool3d avg_pool1d avg_pool2d avg_pool3d
+    max_pool2d_with_indices max_pool3d_with_indices fractional_max_pool2d max_unpool2d
+    native_batch_norm _native_batch_norm_legit _native_batch_norm_legit_no_training cudnn_batch_norm miopen_batch_norm
+    _batch_norm_with_update _batch_norm_no_update native_layer_norm native_group_norm _fused_rms_norm
+    _softmax _log_softmax _safe_softmax logsumexp _logcumsumexp logcumsumexp
+    hardswish hardswish_ rrelu_with_noise _prelu_kernel native_dropout bernoulli bernoulli_
+    sum mean prod amax amin aminmax max min argmax argmin all any var var_mean std std_mean norm nansum count_nonzero
+    linalg_vector_norm cumsum cumprod cummax cummin median nanmedian mode diff renorm
+    sort topk kthvalue argsort unique_dim _unique2 unique_consecutive searchsorted bucketize bincount histc nonzero
+    cat stack _pack_padded_sequence _pad_packed_sequence unsafe_split unsafe_chunk unsafe_split_with_sizes
+    split_with_sizes_copy unbind_copy index _unsafe_index index_select index_put index_put_ _unsafe_index_put index_add
+    index_add_ index_copy index_fill _index_put_impl_ gather scatter scatter_ scatter_add scatter_add_ scatter_reduce
+    take masked_select masked_fill masked_scatter where embedding _embedding_bag one_hot repeat repeat_interleave
+    tile roll flip rot90 tril triu diag diag_embed tril_indices triu_indices meshgrid
+    constant_pad_nd reflection_pad1d reflection_pad2d reflection_pad3d replication_pad1d replication_pad2d
+    replication_pad3d pixel_shuffle pixel_unshuffle channel_shuffle im2col col2im
+    upsample_nearest1d upsample_nearest2d upsample_nearest3d _upsample_nearest_exact1d _upsample_nearest_exact2d
+    _upsample_nearest_exact3d upsample_linear1d upsample_bilinear2d upsample_trilinear3d upsample_bicubic2d
+    _upsample_bilinear2d_aa _upsample_bicubic2d_aa grid_sampler_2d grid_sampler_3d affine_grid_generator
+    clone copy_ copy _to_copy _copy_from contiguous lift lift_fresh lift_fresh_copy _unsafe_view view as_strided
+    as_strided_ resize_ set_ alias _reshape_alias_copy _conj_physical detach detach_ fill fill_ zero zero_ expand_copy
+    empty empty_like empty_strided new_empty new_empty_strided new_zeros new_ones new_full zeros zeros_like ones
+    ones_like full full_like arange linspace logspace eye scalar_tensor _efficientzerotensor
+    rand rand_like randn randn_like randint randint_like randperm normal normal_ uniform uniform_ random_ exponential_
+    _local_scalar_dense equal is_same_size _assert_async _assert_scalar _assert_tensor_metadata sym_size sym_numel
+    item is_nonzero _fused_sdp_choice
+    """.split()
+)
+
+
+def count_flops(run: Callable[[], Any]) -> tuple[int, set[str]]:
+    """FLOPs of what `run` does, and the names of the operations that have no formula."""
+    with Tally() as tally:
+        run()
+    return tally.flops, tally.unknown
+
+
+def warn_of(unknown: set[str], where: str) -> None:
+    """A warning that names operations which could not be counted."""
+    if unknown:
+        warnings.warn(
+            f"{where} runs {', '.join(sorted(unknown))}, which has no formula: its FLOPs are not in these costs."
+            " Give one with torch.utils.flop_counter.register_flop_formula, or measure unit='ms'",
+            stacklevel=4,
+        )
+
+
+class Tally(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Adds up the FLOPs of every operation that torch dispatches while it is open."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.flops = 0
+        self.unknown: set[str] = set()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        kind = getattr(func, "_overloadpacket", func)
+        if kind not in flop_registry and hasattr(func, "decompose"):
+            with self:  # an operation made of others is counted by them
+                made = func.decompose(*args, **kwargs)
+            if made is not NotImplemented:
+                return made
+        made = func(*args, **kwargs)
+        if kind in flop_registry:
+            self.flops += flop_registry[kind](*args, **kwargs, out_val=made)
+        elif kind in FORMULAS:
+            self.flops += FORMULAS[kind](*(part.shape for part in args if isinstance(part, Tensor)))
+        elif not _is_free(func):
+            self.unknown.add(str(kind))
+        return made
+
+
+class OnMeta(TorchFunctionMode):
+    """Every tensor that meets one on the meta device is taken as one there too: weights and constants are not moved."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        given = (args, kwargs or {})
+        if any(isinstance(part, Tensor) and part.is_meta for part in tree_leaves(given)):
+            given = tree_map(as_meta, given)
+        args, kwargs = given
+        return func(*args, **kwargs)
+
+
+def as_meta(part: Any) -> Any:
+    """A tensor's shape, strides and dtype without its numbers; anything else as it is."""
+    return part.to("meta") if isinstance(part, Tensor) and not part.is_meta else part
+
+
+def _is_free(func: Any) -> bool:
+    if not isinstance(func, torch._ops.OpOverload):
+        return False
+    namespace, _, name = func._schema.name.partition("::")
+    if namespace in ("prim", "debugprims", "inductor"):
+        return True
+    return namespace == "aten" and (func.is_view or torch.Tag.pointwise in func.tags or name in FREE)
