@@ -19,9 +19,10 @@ def probabilities(logits: Array) -> Array:
     >>> probabilities(np.array([0.0, np.log(3.0)]))
     array([0.25, 0.75])
     """
-    library = library_of(logits)
-    logits = logits.astype(np.float64) if library is np else logits.double()
-    weights = library.exp(logits - library.amax(logits, axis=-1, keepdims=True))
+    if library_of(logits) is not np:
+        return logits.double().softmax(-1)
+    logits = logits.astype(np.float64)
+    weights = np.exp(logits - logits.max(axis=-1, keepdims=True))
     return weights / weights.sum(-1)[..., None]
 
 
@@ -81,12 +82,11 @@ def score_of(name: str, logits: Array) -> Array:
 
 def _top_two(values: Array) -> tuple[Array, Array]:
     """Largest and second largest value; equal where the largest stands twice."""
-    library = library_of(values)
-    first = library.amax(values, axis=-1)
-    is_first = values == first[..., None]
-    below = library.where(is_first, -np.inf, values)
-    second = library.where(is_first.sum(-1) > 1, first, library.amax(below, axis=-1))
-    return first, second
+    if library_of(values) is np:
+        ordered = np.partition(values, -2, axis=-1)
+        return ordered[..., -1], ordered[..., -2]
+    largest = values.topk(2, dim=-1).values
+    return largest[..., 0], largest[..., 1]
 
 
 def library_of(array: Array) -> Any:

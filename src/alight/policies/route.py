@@ -1,6 +1,6 @@
 """The one walk through the exits, and its run over a recorded table."""
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
 import numpy as np
@@ -8,6 +8,7 @@ import numpy as np
 from alight.outputs import Decisions, HeadOutputs
 from alight.policies.policy import Array, Memory, Policy, Shared
 
+Recalled = tuple[Memory, Memory]  # what the policy remembers, and what its lens does
 Reader = Callable[[int, Any], tuple[Array, tuple[Array, ...]]]
 
 
@@ -21,23 +22,33 @@ def route(
     ones are computed. `memory` is what a policy remembered of earlier batches; what it remembers now is returned.
     """
     staying: Any = slice(None)
-    seen: Memory = ()
-    last = len(policy.open_exits) - 1
+    recalled: Recalled = (memory, ())
     for position, exit_index in enumerate(policy.open_exits):
         predictions, columns = read(exit_index, staying)
-        scores = columns[0]
-        if policy.lens:
-            predictions, scores, seen = policy.lens.see(exit_index, predictions, columns, seen)
-        if position == last:  # takes everyone
-            yield position, samples, predictions
-            return memory
-        leaving, memory = policy.step(position, samples, predictions, scores, memory)
+        leaving, predictions, recalled = visit(policy, position, samples, predictions, columns, recalled)
         yield position, samples[leaving], predictions[leaving]
         staying = ~leaving
-        samples, memory, seen = samples[staying], _kept(memory, staying), _kept(seen, staying)
+        samples, recalled = samples[staying], kept(recalled, staying)
         if not len(samples):
             break
-    return memory
+    return recalled[0]
+
+
+def visit(
+    policy: Policy, position: int, samples: Array, predictions: Array, columns: tuple[Array, ...], recalled: Recalled
+) -> tuple[Array, Array, Recalled]:
+    """Who of those at an open exit leaves, everyone's answers, and what is remembered of everyone.
+
+    A walk is one visit after another; between two, those who stay may be joined by others who wait at the same exit.
+    """
+    memory, seen = recalled
+    scores = columns[0]
+    if policy.lens:
+        predictions, scores, seen = policy.lens.see(policy.open_exits[position], predictions, columns, seen)
+    if position == len(policy.open_exits) - 1:  # takes everyone
+        return samples == samples, predictions, (memory, seen)
+    leaving, memory = policy.step(position, samples, predictions, scores, memory)
+    return leaving, predictions, (memory, seen)
 
 
 def replay(policy: Policy, outputs: HeadOutputs, *, batch_size: int | None = None) -> Decisions:
@@ -87,12 +98,16 @@ def replay_on(
     return decisions, memory
 
 
-def _kept(memory: Memory, staying: Any) -> Memory:
-    """What is remembered of those who stay."""
+def kept(memory: Any, staying: Any) -> Any:
+    """What is remembered of those who stay, chosen by a mask or by their places."""
+    if isinstance(memory, Shared):
+        return memory
+    return tuple(kept(part, staying) for part in memory) if isinstance(memory, tuple) else memory[staying]
 
-    def of(part: Any) -> Any:
-        if isinstance(part, Shared):
-            return part
-        return _kept(part, staying) if isinstance(part, tuple) else part[staying]
 
-    return tuple(of(part) for part in memory)
+def joined(memories: Sequence[Any]) -> Any:
+    """What is remembered of several groups that now wait together."""
+    first = memories[0]
+    if isinstance(first, tuple):
+        return tuple(joined(parts) for parts in zip(*memories, strict=True))
+    return np.concatenate(memories)
