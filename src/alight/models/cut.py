@@ -8,11 +8,14 @@ import torch
 from torch import Tensor, nn
 
 from alight.errors import BadInput
+from alight.models.encoders import cut_text_encoder, is_text_encoder
 from alight.models.stages import Piece, build, layout_of
 from alight.models.trace import BATCHES, End, Inputs, Trace, Value, in_mode, trace, walk
 
 Cutter = Callable[[nn.Module, Sequence[str], Any], Sequence[nn.Module]]
-CUTTERS: list[tuple[Callable[[nn.Module], bool], Cutter]] = []  # the latest is asked first
+CUTTERS: list[tuple[Callable[[nn.Module], bool], Cutter]] = [  # the latest is asked first
+    (is_text_encoder, cut_text_encoder)
+]
 CHECKED = (1, 5)  # batch sizes at which the chain is compared with the network, other than those of the trace
 
 
@@ -30,21 +33,27 @@ def cut(model: nn.Module, after: Sequence[str], example: Any) -> list[nn.Module]
     (True, ['2.weight', '2.bias'])
     """
     names = _checked_names(model, after)
-    for known, cutter in reversed(CUTTERS):
-        if known(model):
-            return list(cutter(model, names, example))
-    return cut_by_trace(model, names, example)
+    cutter = next((cutter for known, cutter in reversed(CUTTERS) if known(model)), cut_by_trace)
+    stages = list(cutter(model, names, example))
+    if len(stages) != len(names) + 1:
+        raise BadInput(f"{cutter.__name__} made {len(stages)} stages for {len(names)} exits: make one more than exits")
+    for stage in stages:
+        stage.training = model.training
+    _check(model, stages, Inputs(example))
+    return stages
 
 
 def register_cutter(known: type[nn.Module] | Callable[[nn.Module], bool]) -> Callable[[Cutter], Cutter]:
     """Teach `cut` a kind of network: a class, or a function that recognises it; decorates `(model, after, example)`.
 
-    >>> class Odd(nn.Module): ...
-    >>> @register_cutter(Odd)
-    ... def cut_odd(model, after, example):
-    ...     return [nn.Identity() for _ in range(len(after) + 1)]
-    >>> cut(Odd(), [], torch.zeros(1, 4))
-    [Identity()]
+    >>> class Twice(nn.Linear):
+    ...     def forward(self, x):
+    ...         return super().forward(super().forward(x))
+    >>> @register_cutter(Twice)
+    ... def cut_twice(model, after, example):
+    ...     return [model]
+    >>> cut(Twice(4, 4), after=[], example=torch.zeros(1, 4))
+    [Twice(in_features=4, out_features=4, bias=True)]
     """
     recognise = (lambda model: isinstance(model, known)) if isinstance(known, type) else known
 
@@ -74,11 +83,7 @@ def cut_by_trace(model: nn.Module, after: Sequence[str], example: Any) -> list[n
     except BadInput as error:
         training = [error] * len(pieces)
     device = inputs.tensors[0].device
-    stages: list[nn.Module] = [build(model, *both, device) for both in zip(pieces, training, strict=True)]
-    for stage in stages:
-        stage.training = model.training
-    _check(model, stages, inputs)
-    return stages
+    return [build(model, *both, device) for both in zip(pieces, training, strict=True)]
 
 
 def pieces_of(traced: Trace, after: Sequence[str], inputs: Inputs) -> list[Piece]:

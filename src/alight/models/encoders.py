@@ -1,0 +1,128 @@
+"""Text encoders of Hugging Face, cut between their layers with the attention mask carried.
+
+Each stage is the network's own code: the network once more, with the same parameters, of which only some layers are
+left. Hidden states come in where embeddings are expected, so masks are made exactly as the network makes them.
+"""
+
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from alight.errors import BadInput
+
+KINDS = {"bert", "roberta", "distilbert", "xlm-roberta", "camembert", "electra"}  # by their configuration's model_type
+
+
+def is_text_encoder(model: nn.Module) -> bool:
+    """Is this a classifier on one of the encoders that are cut here?"""
+    kind = getattr(getattr(model, "config", None), "model_type", "")
+    return kind in KINDS and hasattr(model, "base_model") and model.base_model is not model
+
+
+def cut_text_encoder(model: nn.Module, after: Sequence[str], example: Any) -> list[nn.Module]:
+    """Stages that carry hidden states (samples, tokens, width) and the attention mask (samples, tokens)."""
+    names = tuple(example) if isinstance(example, Mapping) else ("input_ids",)
+    if "input_ids" not in names:
+        raise BadInput(f"the example has {list(names)}: give at least 'input_ids', best with 'attention_mask'")
+    layers, number = _layers_of(model)
+    indices = [_index(layers, number, name) for name in after]
+    if indices != sorted(indices):
+        found = [f"{layers}.{index}" for index in sorted(indices)]
+        raise BadInput(f"exits {list(after)} are out of order: the network runs them as {found}")
+    stages: list[nn.Module] = []
+    for index, (start, stop) in enumerate(pairwise([0, *(index + 1 for index in indices), number])):
+        part = _part(model, layers, range(start, stop), first=index == 0, last=index == len(after))
+        stages.append(EncoderStage(part, () if index else names, logits=index == len(after)))
+    return stages
+
+
+class EncoderStage(nn.Module):
+    """Some layers of a text encoder; the first with the embeddings, the last with the classifier."""
+
+    network: nn.Module
+
+    def __init__(self, network: nn.Module, input_names: Sequence[str], *, logits: bool) -> None:
+        super().__init__()
+        object.__setattr__(
+            self, "network", network
+        )  # unregistered: its parts are ours, under the names they have there
+        self._modules, self._parameters, self._buffers = network._modules, network._parameters, network._buffers
+        self.input_names, self.logits = tuple(input_names), logits
+
+    def forward(self, *carried: Tensor) -> Any:
+        """Hidden states and the mask, or the logits at the end."""
+        if self.input_names:
+            inputs = dict(zip(self.input_names, carried, strict=True))
+        else:
+            inputs = {"inputs_embeds": carried[0], "attention_mask": carried[1]}
+        if self.logits:
+            return self.network(**inputs, return_dict=True).logits
+        base: nn.Module = self.network.base_model  # type: ignore[assignment]
+        mask = inputs.get("attention_mask")
+        hidden = base(**inputs, return_dict=True).last_hidden_state
+        return hidden, torch.ones(hidden.shape[:2], dtype=torch.long, device=hidden.device) if mask is None else mask
+
+
+class Given(nn.Module):
+    """Hidden states in the place of embeddings."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        """The hidden states among all that embeddings are given."""
+        return next(item for item in (*args, *kwargs.values()) if isinstance(item, Tensor) and item.ndim == 3)
+
+
+class Some(nn.ModuleList):
+    """Some of the layers, under the names that they have among all."""
+
+    def __init__(self, layers: Mapping[str, nn.Module]) -> None:
+        super().__init__()
+        self._modules.update(layers)
+
+    def __getitem__(self, index: Any) -> Any:
+        chosen = list(self._modules.items())[index]
+        return Some(dict(chosen)) if isinstance(chosen, list) else chosen[1]
+
+
+def _part(model: nn.Module, layers: str, kept: range, *, first: bool, last: bool) -> nn.Module:
+    """The network with only some layers, without embeddings unless first, without anything behind unless last."""
+    prefix = model.base_model_prefix
+    *way, name = layers.removeprefix(f"{prefix}.").split(".")
+    every = model.get_submodule(layers)
+    child: nn.Module = Some({key: layer for key, layer in every.named_children() if int(key) in kept})
+    base = model.get_submodule(prefix)  # type: ignore[arg-type]
+    for depth in range(len(way), 0, -1):
+        child, name = _twin(base.get_submodule(".".join(way[:depth])), {name: child}), way[depth - 1]
+    changes: dict[str, nn.Module | None] = {name: child}
+    if not first:
+        changes["embeddings"] = Given()
+        changes |= {"embeddings_project": nn.Identity()} if "embeddings_project" in base._modules else {}  # ELECTRA's
+    if not last and "pooler" in base._modules:
+        changes["pooler"] = None
+    twin = _twin(base, changes)
+    return _twin(model, {prefix: twin}, only=None if last else {prefix})  # type: ignore[dict-item]
+
+
+def _twin(module: nn.Module, changes: Mapping[str, nn.Module | None], only: set[Any] | None = None) -> nn.Module:
+    """A module with the same parameters and other children in some places."""
+    twin: nn.Module = object.__new__(type(module))
+    children = {name: child for name, child in module._modules.items() if only is None or name in only}
+    twin.__dict__.update(module.__dict__, _modules={**children, **changes})
+    return twin
+
+
+def _layers_of(model: nn.Module) -> tuple[str, int]:
+    """The name of the list of layers, the longest one of the network, and how many it holds."""
+    lists = {name: len(module) for name, module in model.named_modules() if isinstance(module, nn.ModuleList)}
+    if not lists:
+        raise BadInput(f"a {type(model).__name__} without a list of layers: teach alight with register_cutter")
+    return max(lists.items(), key=lambda pair: pair[1])
+
+
+def _index(layers: str, number: int, name: str) -> int:
+    start, _, index = name.rpartition(".")
+    if start != layers or not index.isdigit():
+        raise BadInput(f"{name!r} is no layer of this encoder: name layers, {layers}.0 to {layers}.{number - 1}")
+    return int(index)
