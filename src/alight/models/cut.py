@@ -111,6 +111,15 @@ def pieces_of(traced: Trace, after: Sequence[str], inputs: Inputs) -> list[Piece
     ]
 
 
+def alive_after(traced: Trace, name: str) -> list[Value]:
+    """What would be carried if the network were cut after this module alone; an error if it cannot be."""
+    end = _end(traced, name)
+    _check_order(traced, [name], [end])
+    values = _carried(traced, end.time, [_feature(traced, name, end)], logits_in(traced.output))
+    check_carried(traced, name, values)
+    return values
+
+
 def needed_calls(
     traced: Trace, calls: Iterable[int], incoming: Sequence[Value], outgoing: Sequence[Value]
 ) -> list[int]:

@@ -1,0 +1,187 @@
+"""Where to put exits: block ends at even shares of the cost, at which the network can really be cut."""
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from alight.errors import BadInput
+from alight.models.cut import CUTTERS, alive_after, cut
+from alight.models.trace import Inputs, Trace, in_mode, trace
+
+CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
+LAST = 0.99  # of the cost: an exit behind it saves nothing
+
+
+class Place(NamedTuple):
+    """The end of a module: the share of the network's cost until then, and how many tensors are alive."""
+
+    name: str
+    share: float
+    alive: int
+
+
+def suggest_exits(model: nn.Module, example: Any, count: int) -> list[str]:
+    """Names of `count` modules after which exits lie at even shares of the network's FLOPs, in order.
+
+    Only block ends are suggested, those first at which nothing but the block's output is alive; the cut was tried.
+
+    >>> blocks = [nn.Sequential(nn.Linear(8, 8), nn.ReLU()) for _ in range(8)]
+    >>> suggest_exits(nn.Sequential(*blocks, nn.Linear(8, 3)), torch.zeros(1, 8), count=3)
+    ['1', '3', '5']
+    """
+    if count < 1:
+        raise BadInput(f"{count} exits: ask for at least one")
+    found = places(model, example, count)
+    while True:
+        few = [place for place in found if place.alive == 1]
+        chosen = _even(few if len(few) >= count else found, count)
+        if len(chosen) < count:
+            raise BadInput(
+                f"{len(found)} places found to cut a {type(model).__name__} and {count} asked for:"
+                " ask for fewer, or name modules yourself"
+            )
+        names = [place.name for place in chosen]
+        failing = _failing(model, names, example)
+        if not failing:
+            return names
+        found = [place for place in found if place.name not in failing]
+
+
+def places(model: nn.Module, example: Any, count: int) -> list[Place]:
+    """Block ends after which the network can be cut, in order; single layers too where there are too few blocks."""
+    inputs = Inputs(example)
+    blocks = list(_blocks(model))
+    layers = [name for name, module in model.named_modules() if name and not any(True for _ in module.children())]
+    found = _places(model, inputs, blocks)
+    return found if len(found) >= count else _places(model, inputs, [*blocks, *layers])
+
+
+def _places(model: nn.Module, inputs: Inputs, names: Sequence[str]) -> list[Place]:
+    shares = {name: share for name, share in _cost_shares(model, inputs, names).items() if 0 < share < LAST}
+    alive = _alive(model, inputs, list(shares))
+    last = {
+        shares[name]: Place(name, shares[name], number) for name, number in alive.items()
+    }  # of those that cost alike
+    return sorted(last.values(), key=lambda place: place.share)
+
+
+def _blocks(module: nn.Module, prefix: str = "") -> Iterator[str]:
+    """Names of modules that are made of others, stages and blocks, but not of what is inside blocks."""
+    for name, child in module.named_children():
+        if not any(True for _ in child.children()):
+            continue
+        if not isinstance(child, nn.ModuleList | nn.ModuleDict):  # these are never called
+            yield prefix + name
+        if any(map(_holds_blocks, child.modules())):
+            yield from _blocks(child, f"{prefix}{name}.")
+
+
+def _holds_blocks(module: nn.Module) -> bool:
+    """Does this container hold two blocks of a kind, with two weights each at least?"""
+    kinds = [type(child) for child in module.children() if sum(weight.ndim > 1 for weight in child.parameters()) > 1]
+    return isinstance(module, CONTAINERS) and len(set(kinds)) < len(kinds)
+
+
+def _alive(model: nn.Module, inputs: Inputs, names: Sequence[str]) -> dict[str, int]:
+    """How many tensors are alive after each module at which the network can be cut."""
+    if any(known(model) for known, _ in CUTTERS):
+        return dict.fromkeys(names, 1)  # whoever taught the cutter knows better
+    traced = _deepest(model, inputs, names)
+    alive = {}
+    for name in sorted(traced.ends, key=lambda name: ([end.time for end in traced.ends[name]], -_depth(name))):
+        try:
+            alive[name] = len(alive_after(traced, name))
+        except BadInput:
+            continue
+    return alive
+
+
+def _deepest(model: nn.Module, inputs: Inputs, names: Sequence[str]) -> Trace:
+    """What the network does, with as many of its modules opened as it allows."""
+    for depth in range(max(map(_depth, names), default=0), -1, -1):
+        try:
+            return trace(model, inputs, [name for name in names if _depth(name) <= depth])
+        except BadInput as error:
+            problem = error
+    raise problem
+
+
+def _depth(name: str) -> int:
+    return name.count(".")
+
+
+def _cost_shares(model: nn.Module, inputs: Inputs, names: Sequence[str]) -> dict[str, float]:
+    """The share of the network's FLOPs that is spent when each module ends, of those that are called once."""
+    try:
+        spent = _spent(_on_meta(model), inputs, tuple(tensor.to("meta") for tensor in inputs.tensors), names)
+    except Exception:  # whatever a network does that cannot be done without data
+        with sdpa_kernel(SDPBackend.MATH):  # the fused kernels of the CPU are not counted
+            spent = _spent(model, inputs, inputs.tensors, names)
+    (total,) = spent.pop("")
+    return {name: flops[0] / total for name, flops in spent.items() if total and len(flops) == 1}
+
+
+def _spent(model: nn.Module, inputs: Inputs, batch: tuple[Tensor, ...], names: Sequence[str]) -> dict[str, list[int]]:
+    """FLOPs spent at each end of each module; the whole network's under the empty name."""
+    counter = FlopCounterMode(display=False)
+    spent: dict[str, list[int]] = {name: [] for name in ("", *names)}
+
+    def noting(name: str) -> Callable[..., None]:
+        return lambda *_: spent[name].append(counter.get_total_flops())
+
+    hooks = [model.get_submodule(name).register_forward_hook(noting(name)) for name in spent]
+    try:
+        with in_mode(model, False), torch.no_grad(), counter:
+            inputs.run(model, batch)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return spent
+
+
+def _on_meta(model: nn.Module) -> nn.Module:
+    """A copy of the network that knows shapes and holds no data."""
+    tensors = [*model.parameters(), *model.buffers()]
+    return copy.deepcopy(model, {id(tensor): _like(tensor) for tensor in tensors})
+
+
+def _like(tensor: Tensor) -> Tensor:
+    empty = torch.empty_like(tensor, device="meta")
+    return nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
+
+
+def _even(found: Sequence[Place], count: int) -> list[Place]:
+    """The places, in order, whose shares are nearest to even ones in sum; fewer if there are not as many."""
+    best: list[tuple[float, list[Place]]] = [(0.0, [])]  # for each number of places, the best choice so far
+    for place in found:
+        for number in range(min(len(best), count), 0, -1):
+            distance, chosen = best[number - 1]
+            candidate = (distance + abs(place.share - number / (count + 1)), [*chosen, place])
+            if number == len(best):
+                best.append(candidate)
+            elif candidate[0] < best[number][0]:
+                best[number] = candidate
+    return best[-1][1]
+
+
+def _failing(model: nn.Module, names: Sequence[str], example: Any) -> list[str]:
+    """Those after which the network cannot be cut after all."""
+    try:
+        cut(model, names, example)
+        return []
+    except BadInput:
+        alone = [name for name in names if _fails(model, name, example)]
+        return alone or list(names[-1:])
+
+
+def _fails(model: nn.Module, name: str, example: Any) -> bool:
+    try:
+        cut(model, [name], example)
+    except BadInput:
+        return True
+    return False
