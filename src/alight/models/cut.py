@@ -212,7 +212,7 @@ def _check(model: nn.Module, stages: Sequence[nn.Module], inputs: Inputs) -> Non
         for size in CHECKED:
             batch = inputs.of_size(size)
             expected, found = logits_of(inputs.run(model, batch)), chain(stages, batch)
-            if not _same_bits(expected, found):
+            if not same_bits(expected, found):
                 raise BadInput(
                     f"at batch size {size} the stages do not give what the network gives (largest difference"
                     f" {(expected - found).abs().max():.2g}): is it random in evaluation mode, or does it branch on the"
@@ -234,7 +234,8 @@ def logits_of(output: Any) -> Tensor:
     return next(item for item in walk(named) if isinstance(item, Tensor))
 
 
-def _same_bits(one: Tensor, other: Tensor) -> bool:
+def same_bits(one: Tensor, other: Tensor) -> bool:
+    """Are two tensors the same, bit by bit?"""
     return one.shape == other.shape and one.dtype == other.dtype and torch.allclose(one, other, 0, 0, equal_nan=True)
 
 

@@ -134,18 +134,29 @@ class Inputs:
         return model(**dict(zip(self.names, tensors, strict=True))) if self.names else model(*tensors)
 
 
-def trace(model: nn.Module, inputs: Inputs, watched: Collection[str], *, training: bool = False) -> Trace:
-    """What the network does; only modules around the watched ones are opened, unless tensors hide in closed ones."""
-    around = {name[:end] for name in watched for end, letter in enumerate(name) if letter == "."} | {""}
+def trace(
+    model: nn.Module,
+    inputs: Inputs,
+    watched: Collection[str],
+    *,
+    opened: Collection[str] = (),
+    training: bool = False,
+) -> Trace:
+    """What the network does, with the ends of watched modules.
+
+    The modules around the watched ones are opened, and those named besides; all are if tensors hide in closed ones.
+    """
+    names = [*watched, *(f"{name}." for name in opened)]
+    around = {name[:end] for name in names for end, letter in enumerate(name) if letter == "."} | {""}
     kinds = {name: type(module) for name, module in model.named_modules(remove_duplicate=False)}
     ways: list[Opened] = [
         around.__contains__,
         lambda name: name in around or kinds[name] in CONTAINERS or not kinds[name].__module__.startswith("torch.nn."),
     ]
     with in_mode(model, training):
-        for opened in ways:
+        for way in ways:
             try:
-                first, second = (record(model, inputs, inputs.of_size(size), watched, opened) for size in BATCHES)
+                first, second = (record(model, inputs, inputs.of_size(size), watched, way) for size in BATCHES)
                 return _aligned(first, second)
             except Closed as error:
                 problem = error

@@ -1,0 +1,154 @@
+"""A network that gives several logits already, as stages and heads."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from alight.errors import BadInput
+from alight.models.cut import CHECKED, check_carried, needed_calls, same_bits
+from alight.models.stages import Piece, Stage, build
+from alight.models.trace import Inputs, Trace, Value, in_mode, trace, walk
+
+
+def split_outputs(network: nn.Module, example: Any) -> tuple[list[nn.Module], list[nn.Module]]:
+    """Stages and heads of a network whose forward gives several logits, in a list, tuple or dict, cheapest first.
+
+    A stage is what later outputs need too, a head what one output alone needs; so a head reads all that is carried.
+    Together they give the network's outputs, bit by bit.
+
+    >>> class Two(nn.Module):
+    ...     def __init__(self):
+    ...         super().__init__()
+    ...         self.first, self.second, self.early, self.late = (nn.Linear(4, 4) for _ in range(4))
+    ...     def forward(self, x):
+    ...         x = self.first(x)
+    ...         return [self.early(x), self.late(self.second(x))]
+    >>> stages, heads = split_outputs(Two(), torch.zeros(1, 4))
+    >>> [list(part.state_dict()) for part in (stages[0], heads[0])]
+    [['first.weight', 'first.bias'], ['early.weight', 'early.bias']]
+    >>> list(stages[1].state_dict()), heads[1]
+    (['second.weight', 'second.bias', 'late.weight', 'late.bias'], Identity())
+    """
+    inputs = Inputs(example)
+    evaluation = _pieces(network, inputs, training=False)
+    training: Sequence[Piece | BadInput]
+    try:
+        training = _pieces(network, inputs, training=True)
+        if len(training) != len(evaluation):
+            raise BadInput(f"the network gives {len(training) // 2 + 1} outputs in training mode")
+    except BadInput as error:
+        training = [error] * len(evaluation)
+    device = inputs.tensors[0].device
+    parts = [build(network, *both, device) for both in zip(evaluation, training, strict=True)]
+    stages, heads = parts[0::2], [*parts[1::2], nn.Identity()]
+    for part in parts:
+        part.training = network.training
+    for head in parts[1::2]:
+        head.reads_everything = True  # type: ignore[assignment]
+    _check(network, stages, heads, inputs)
+    return list(stages), heads
+
+
+def _pieces(network: nn.Module, inputs: Inputs, *, training: bool) -> list[Piece]:
+    """What each stage and head does: stage, head, stage, head, ..., stage."""
+    traced = _opened(network, inputs, training)
+    outputs = _outputs(traced)
+    needs = [_ancestors(traced, output) for output in outputs]
+    stages, heads, done = [], [], set[int]()
+    for index, need in enumerate(needs):
+        later = set[int]().union(*needs[index + 1 :]) or need
+        stages.append((need & later) - done)
+        done |= stages[-1]
+        heads.append(need - later)
+    return _assembled(traced, inputs, outputs, stages, heads)
+
+
+def _assembled(
+    traced: Trace, inputs: Inputs, outputs: Sequence[Value], stages: Sequence[set[int]], heads: Sequence[set[int]]
+) -> list[Piece]:
+    pieces: list[Piece] = []
+    incoming = [Value(-1, (index,)) for index in range(len(inputs.tensors))]
+    names: Sequence[str] = inputs.names or [f"input_{index}" for index in range(len(inputs.tensors))]
+    done: set[int] = {-1}
+    for index, (stage, head, output) in enumerate(zip(stages, heads, outputs, strict=True)):
+        last = index == len(outputs) - 1
+        done |= stage
+        mine = _taken(traced, head, [output])
+        others = _taken(traced, set().union(*stages[index + 1 :], *heads[index + 1 :]), outputs[index + 1 :])
+        carried = [value for value in [*mine, *others] if value.call in done and value in traced.tainted]
+        carried = [output] if last else list(dict.fromkeys(carried))
+        check_carried(traced, f"output {index}", carried)
+        calls = needed_calls(traced, stage, incoming, carried)
+        pieces.append(Piece(traced, calls, incoming, carried, last=last, input_names=names))
+        if not last:
+            calls = needed_calls(traced, head, carried, [output])
+            pieces.append(Piece(traced, calls, carried, [output], last=True))
+        incoming, names = carried, ()
+    return pieces
+
+
+def _taken(traced: Trace, calls: set[int], outputs: Sequence[Value]) -> list[Value]:
+    """Values that calls take from elsewhere, in the order of use, and outputs."""
+    taken = [value for index in sorted(calls) for value in sorted(traced.calls[index].values, key=str)]
+    return [value for value in [*taken, *outputs] if value.call not in calls]
+
+
+def _outputs(traced: Trace) -> list[Value]:
+    outputs = [item for item in walk(traced.output) if isinstance(item, Value) and item in traced.tainted]
+    if len(outputs) < 2:
+        raise BadInput(f"the network gives {len(outputs)} outputs: give one that returns several, or attach heads")
+    return outputs
+
+
+def _opened(network: nn.Module, inputs: Inputs, training: bool) -> Trace:
+    """What the network does, opened wherever a module makes an output and something else at once."""
+    opened: set[str] = set()
+    while True:
+        traced = trace(network, inputs, (), opened=opened, training=training)
+        outputs = set(_outputs(traced))
+        used = outputs.union(*(call.values for call in traced.calls))
+        mixed = {
+            str(traced.calls[output.call].target)
+            for output in outputs
+            if isinstance(traced.calls[output.call].target, str)
+            and any(value.call == output.call and value != output for value in used)
+        }
+        if mixed <= opened:
+            return traced
+        opened |= mixed
+
+
+def _ancestors(traced: Trace, output: Value) -> set[int]:
+    """Calls that depend on the input's content and that an output needs, writers to the same memory included."""
+    found: set[int] = set()
+    wanted = [(output, len(traced.calls))]
+    while wanted:
+        value, time = wanted.pop()
+        if value.call < 0:
+            continue
+        memory = traced.calls[value.call].storages
+        writers = {index for index in range(time) if traced.calls[index].changed & memory}
+        for index in ({value.call} | writers) - found:
+            if traced.calls[index].tainted:
+                found.add(index)
+                wanted += [(taken, index) for taken in traced.calls[index].values]
+    return found
+
+
+def _check(network: nn.Module, stages: Sequence[Stage], heads: Sequence[nn.Module], inputs: Inputs) -> None:
+    """Raise unless stages and heads give what the network gives, bit by bit."""
+    with torch.no_grad(), in_mode(nn.ModuleList([network, *stages, *heads]), False):
+        for size in CHECKED:
+            batch = inputs.of_size(size)
+            expected = [item for item in walk(inputs.run(network, batch)) if isinstance(item, Tensor)]
+            carried: Any = batch
+            for index, (stage, head) in enumerate(zip(stages, heads, strict=True)):
+                carried = stage(*carried)
+                found = head(*carried) if index < len(stages) - 1 else carried
+                if not same_bits(expected[index], found):
+                    raise BadInput(
+                        f"at batch size {size}, output {index} of the stages is not the network's: does the network"
+                        " write into tensors that several outputs share? Build MultiExitModel(stages, heads) by hand"
+                    )
