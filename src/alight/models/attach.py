@@ -55,7 +55,7 @@ def attach_heads(
             stages, [nn.Identity() for _ in stages], [*names, END], input_names(example), classes=classes
         )
         carried = _walk(model, example)
-        model.num_classes = _checked_classes(carried[-1][0], num_classes or model.num_classes)
+        model.num_classes = _checked_classes(carried[-1][0], num_classes, classes)
         for index, (kind, found) in enumerate(zip(_per_exit(head, len(names)), carried[:-1], strict=True)):
             model.heads[index] = _fitted(kind, found, model.num_classes, example, names[index])
     model.normalisation = normalisation
@@ -86,11 +86,13 @@ def _walk(model: MultiExitModel, example: Any) -> list[Carried]:
     return walked
 
 
-def _checked_classes(logits: Tensor, num_classes: int | None) -> int:
+def _checked_classes(logits: Tensor, num_classes: int | None, classes: Sequence[str]) -> int:
     if not isinstance(logits, Tensor) or logits.ndim != 2:
         given = f"a tensor of shape {tuple(logits.shape)}" if isinstance(logits, Tensor) else type(logits).__name__
         raise BadInput(f"the network gives {given}, not (samples, classes): give a classifier")
     own = logits.shape[1]
+    if classes and len(classes) != own:
+        raise BadInput(f"{len(classes)} names for {own} classes: give one name per class")
     if num_classes not in (None, own):
         raise BadInput(
             f"num_classes is {num_classes}, but the network itself gives {own} logits:"

@@ -72,7 +72,7 @@ class MultiExitModel(nn.Module):
     @classmethod
     def from_outputs(cls, network: nn.Module, example: Any, exits: Sequence[str] = ()) -> "MultiExitModel":
         """A network whose `forward` gives several logits, cut so that each can be had without the later ones."""
-        from alight.models.cut import split_outputs  # which builds on this module
+        from alight.models.split import split_outputs  # which builds on this module
 
         stages, heads = split_outputs(network, example)
         model = cls(

@@ -1,0 +1,77 @@
+import pytest
+import torch
+
+from alight.errors import BadInput
+from alight.models.attach import attach_heads
+from alight.models.convnext import ConvNeXt
+from alight.models.measure import head_overhead, measure_costs
+from alight.models.resnet import ResNet18
+from alight.models.zoo import ZOO, convnext_cifar, convnext_tiny, resnet18_cifar
+
+
+@pytest.mark.parametrize(("name", "exits"), [("resnet18_cifar", 8), ("convnext_cifar", 12), ("msdnet_cifar", 7)])
+def test_every_network_for_small_images_has_its_exits(name, exits):
+    model = ZOO[name](10).eval()
+    with torch.no_grad():
+        logits = model(torch.zeros(1, 3, 32, 32))
+    assert [tuple(each.shape) for each in logits] == [(1, 10)] * exits
+    assert model.num_classes == 10
+    assert model.recipe["name"] == name
+
+
+def test_a_trained_backbone_is_taken_as_it_is():
+    torch.manual_seed(0)
+    backbone = ResNet18(10).eval()
+    model = resnet18_cifar(10, backbone=backbone, head="pooled_linear").eval()
+    images = torch.randn(2, 3, 32, 32)
+    with torch.no_grad():
+        assert torch.equal(model(images)[-1], backbone(images))
+
+
+def test_resnet_18_takes_torchvisions_weights_behind_its_stem():
+    from torchvision.models import resnet18
+
+    theirs = resnet18(num_classes=100).state_dict()
+    ours = ResNet18(100).state_dict()
+    assert list(ours) == list(theirs)
+    assert [name for name in ours if ours[name].shape != theirs[name].shape] == ["conv1.weight"]
+
+
+def test_convnext_is_timms_with_timms_weights():
+    import timm
+
+    torch.manual_seed(0)
+    theirs = timm.create_model("convnext_atto", num_classes=7, conv_mlp=False).eval()
+    ours = ConvNeXt((2, 2, 6, 2), (40, 80, 160, 320), 7).eval()
+    ours.load_state_dict(theirs.state_dict())
+    images = torch.randn(2, 3, 64, 64)
+    with torch.no_grad():
+        torch.testing.assert_close(ours(images), theirs(images), rtol=1e-4, atol=1e-5)
+
+
+def test_convnext_tiny_has_an_exit_after_each_of_its_18_blocks():
+    with torch.device("meta"):
+        network = ConvNeXt((3, 3, 9, 3), (96, 192, 384, 768), 1000)
+    assert len(network.blocks) == 18
+    assert sum(parameter.numel() for parameter in network.parameters()) == 28_589_128  # as timm's and torchvision's
+
+
+@pytest.mark.guarantee
+def test_the_whole_convnext_tiny_is_built():
+    model = convnext_tiny(10).eval()
+    assert model.num_exits == 18
+    with torch.no_grad():
+        assert [len(each) for each in model(torch.zeros(1, 3, 224, 224))] == [1] * 18
+
+
+def test_pooled_heads_cost_next_to_nothing_and_flattening_ones_do_not():
+    example = torch.zeros(1, 3, 32, 32)
+    backbone = convnext_cifar(100, head="pooled_linear")
+    assert head_overhead(measure_costs(backbone, example)) < 0.01
+    flat = attach_heads(ResNet18(100), ["layer1.0"], example=example, head="flatten_linear")
+    assert measure_costs(flat, example).heads[0] == 2 * 64 * 32 * 32 * 100
+
+
+def test_bad_settings_are_refused():
+    with pytest.raises(BadInput, match="2 depths and 1 widths"):
+        ConvNeXt((1, 1), (8,), 10)
