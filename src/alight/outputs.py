@@ -34,6 +34,7 @@ class HeadOutputs:
     score: str
     features: Mapping[str, Floats]  # further scores by name, each (samples, exits)
     log_probabilities: npt.NDArray[np.float16] | None  # (samples, exits, classes)
+    fingerprint: str  # of the network that said it, "" where it is not known
 
     def __init__(
         self,
@@ -43,6 +44,7 @@ class HeadOutputs:
         score: str = "margin",
         features: Mapping[str, npt.ArrayLike] | None = None,
         log_probabilities: npt.ArrayLike | None = None,
+        fingerprint: str = "",
     ) -> None:
         scores = _table("scores", scores)
         predictions = _integers("predictions", predictions)
@@ -72,6 +74,7 @@ class HeadOutputs:
             "score": str(score),
             "features": tables,
             "log_probabilities": logs,
+            "fingerprint": str(fingerprint),
         }.items():
             object.__setattr__(self, name, value)
 
@@ -212,7 +215,7 @@ class HeadOutputs:
     def save(self, path: PathLike) -> None:
         """Write the table to an .npz file, whole or not at all."""
         arrays: dict[str, np.ndarray] = {"scores": self.scores, "predictions": self.predictions}
-        arrays["score"] = np.array(self.score)
+        arrays |= {"score": np.array(self.score), "fingerprint": np.array(self.fingerprint)}
         arrays |= {f"feature_{name}": values for name, values in self.features.items()}
         if self.labels is not None:
             arrays["labels"] = self.labels
@@ -228,7 +231,8 @@ class HeadOutputs:
             name.removeprefix("feature_"): arrays.pop(name) for name in [*arrays] if name.startswith("feature_")
         }
         with _as_bad_file(path):
-            return cls(score=str(arrays.pop("score")), features=features, **arrays)
+            score, fingerprint = str(arrays.pop("score")), str(arrays.pop("fingerprint", ""))
+            return cls(score=score, fingerprint=fingerprint, features=features, **arrays)
 
 
 @dataclass(frozen=True, eq=False, repr=False, init=False)
@@ -244,9 +248,15 @@ class Decisions:
     exits: Integers  # (samples,), where each left
     spent: Floats  # (samples,), in the unit of the costs
     num_exits: int  # of the network; by default as many as were taken
+    probabilities: Floats | None  # (samples,), of the class that was chosen, None where nobody asked
 
     def __init__(
-        self, predictions: npt.ArrayLike, exits: npt.ArrayLike, spent: npt.ArrayLike, num_exits: int = 0
+        self,
+        predictions: npt.ArrayLike,
+        exits: npt.ArrayLike,
+        spent: npt.ArrayLike,
+        num_exits: int = 0,
+        probabilities: npt.ArrayLike | None = None,
     ) -> None:
         predictions, exits = _integers("predictions", predictions, axes=1), _integers("exits", exits, axes=1)
         spent = np.asarray(spent, dtype=np.float64)
@@ -257,11 +267,15 @@ class Decisions:
                 f"spent holds {int((~np.isfinite(spent)).sum())} values that are NaN or infinite: give costs"
             )
         taken = int(exits.max()) + 1
+        chances = None if probabilities is None else np.asarray(probabilities, dtype=np.float64)
+        if chances is not None:
+            _same_shape("probabilities", chances, "predictions", predictions)
         for name, value in {
             "predictions": predictions,
             "exits": exits,
             "spent": spent,
             "num_exits": max(int(num_exits), taken),
+            "probabilities": chances,
         }.items():
             object.__setattr__(self, name, value)
 
@@ -288,8 +302,8 @@ class Decisions:
 
     def save(self, path: PathLike) -> None:
         """Write the decisions to an .npz file, whole or not at all."""
-        names = ("predictions", "exits", "spent")
-        arrays = {name: getattr(self, name) for name in names}
+        names = ("predictions", "exits", "spent", "probabilities")
+        arrays = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
         write_arrays(path, "Decisions", {**arrays, "num_exits": np.array(self.num_exits)})
 
     @classmethod

@@ -72,6 +72,11 @@ class Task:
                 f"the labelled table's score is {labelled.score!r} and the unlabelled one's {unlabelled.score!r}:"
                 " record both with one score"
             )
+        if unlabelled is not None and unlabelled.fingerprint != labelled.fingerprint:
+            raise Mismatch(
+                f"the labelled table is of the network {labelled.fingerprint or 'unknown'} and the unlabelled one of"
+                f" {unlabelled.fingerprint or 'unknown'}: record both with one network"
+            )
         amount = network.budget(budget)
         firsts = range(len(network)) if closes_exits else [0]
         cheapest = min(float(network.cumulative([first])[0]) for first in firsts)
@@ -99,6 +104,7 @@ class Task:
             "unit": self.network.unit,
             "budget": self.budget,
             "score": self.scored.score,
+            "fingerprint": self.labelled.fingerprint,
             "method": self.method,
             "settings": dict(settings or {}) | ({} if self.labelled.labels is not None else {"truth": "the last exit"}),
             "exit_rates": () if exit_rates is None else tuple(exit_rates.tolist()),

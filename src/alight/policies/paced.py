@@ -18,6 +18,7 @@ fair, and a Shiryaev-Roberts sum of such bets is raised to 1 / alarm_rate with p
 import math
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -123,6 +124,8 @@ class Batch(Shared):
 @dataclass(frozen=True)
 class Paced(Policy):
     """Leave by thresholds that follow the stream, and never let it get ahead of its budget."""
+
+    together: ClassVar[bool] = True
 
     thresholds: tuple[float, ...]  # as calibrated: what the alarm compares with
     tie_shares: tuple[float, ...]

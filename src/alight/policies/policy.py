@@ -12,7 +12,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -61,6 +61,9 @@ class Policy(ABC):
     settings: Mapping[str, float | str] = field(default_factory=dict, hash=False)  # what the method chose or was told
     lens: Lens | None = None  # what it makes of what the heads say
     certificate: Certificate | None = None  # what is promised about it
+    fingerprint: str = ""  # of the network on whose outputs it was calibrated, where it is known
+
+    together: ClassVar[bool] = False  # whether those who share a batch decide about each other
 
     def __post_init__(self) -> None:
         for each in fields(self):
@@ -85,6 +88,8 @@ class Policy(ABC):
             raise BadInput(f"costs {self.costs} for open exits {self.open_exits}: give one each, positive, increasing")
         if not (isinstance(self.score, str) and isinstance(self.unit, str) and isinstance(self.method, str)):
             raise BadInput(f"score {self.score!r}, unit {self.unit!r} and method {self.method!r} must be texts")
+        if not isinstance(self.fingerprint, str):
+            raise BadInput(f"fingerprint {self.fingerprint!r} must be a text")
         if self.budget is not None and not (_is_number(self.budget) and self.budget > 0):
             raise BadInput(f"budget {self.budget!r} must be a positive number")
         if not all(_is_number(rate) and 0 <= rate <= 1 for rate in self.exit_rates):
@@ -121,6 +126,11 @@ class Policy(ABC):
         if outputs.num_exits != self.num_exits:
             raise Mismatch(
                 f"the policy is for {self.num_exits} exits and the table has {outputs.num_exits}:"
+                " calibrate on outputs of this network"
+            )
+        if self.fingerprint and outputs.fingerprint and self.fingerprint != outputs.fingerprint:
+            raise Mismatch(
+                f"the policy is for the network {self.fingerprint} and the table is of {outputs.fingerprint}:"
                 " calibrate on outputs of this network"
             )
         if self.lens:

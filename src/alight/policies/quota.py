@@ -1,6 +1,7 @@
 """Quota: a fixed number of each batch leaves at each exit, the surest first."""
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 
@@ -25,6 +26,8 @@ class Quota(Policy):
     >>> policy.step(0, np.arange(4), np.zeros(4), np.array([0.1, 0.9, 0.3, 0.8]), ())[0]
     array([False,  True, False,  True])
     """
+
+    together: ClassVar[bool] = True
 
     def _check(self) -> None:
         super()._check()

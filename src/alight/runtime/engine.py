@@ -1,0 +1,226 @@
+"""Samples flow through segments, leave where the policy says, and wait in pools until a full batch is together.
+
+Tensors stay on their device; what a head says comes to the host as one small array per segment and batch, where the
+same NumPy lines decide that replay a recording. While one such array is on its way, the next batch is running.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from alight.errors import BadInput
+from alight.models.multi_exit import Carried
+from alight.policies.policy import Memory, Policy, Shared
+from alight.policies.route import Recalled, joined, kept, visit
+from alight.runtime.segments import CHANCE, Segment, columns_of, tell_small
+
+Integers = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float64]
+
+IN_FLIGHT = 2  # batches whose answers are awaited while others run: enough to keep a GPU from idling
+
+
+class Answers(NamedTuple):
+    """What some samples got: their indices, classes, positions among the open exits, and chances of the class."""
+
+    samples: Integers
+    predictions: Integers
+    positions: Integers
+    probabilities: Floats | None
+
+
+class Group(NamedTuple):
+    """Samples that go on together: who they are, what is remembered of them, and their tensors."""
+
+    samples: Integers
+    recalled: Recalled
+    carried: Carried
+
+
+class Awaited(NamedTuple):
+    """A group that has run through a segment, and what was told of it once it has arrived."""
+
+    position: int
+    group: Group
+    told: Any
+    arrived: Any  # a CUDA event, or None on the host
+
+
+class Pool:
+    """Samples that wait for a segment, gathered into batches of one size; None keeps groups apart.
+
+    At most one batch is being filled for each shape of tensors, so memory is bounded.
+    """
+
+    def __init__(self, size: int | None) -> None:
+        self.size = size
+        self.full: deque[Group] = deque()
+        self.filling: dict[Any, tuple[Carried, list[Integers], list[Recalled]]] = {}
+
+    def add(self, group: Group, staying: Integers) -> None:
+        """Take in those of a group that stay."""
+        samples, recalled, carried = group.samples[staying], kept(group.recalled, staying), group.carried
+        everyone = len(samples) == len(group.samples)
+        if self.size is None or (everyone and len(samples) == self.size):
+            tensors = carried if everyone else gathered(carried, _places(staying, carried[0].device))
+            self.full.append(Group(samples, recalled, tensors))
+            return
+        shape, places, start = tuple(each.shape[1:] for each in carried), _places(staying, carried[0].device), 0
+        while start < len(samples):
+            if shape not in self.filling:
+                self.filling[shape] = (tuple(_empty(self.size, each) for each in carried), [], [])
+            tensors, who, memories = self.filling[shape]
+            filled = sum(map(len, who))
+            end = min(len(samples), start + self.size - filled)
+            rows = slice(filled, filled + end - start)
+            for source, target in zip(carried, tensors, strict=True):
+                _copy_rows(source, places[start:end], target[rows])
+            who.append(samples[start:end])
+            memories.append(kept(recalled, slice(start, end)))
+            if rows.stop == self.size:
+                self.full.append(self._taken(shape))
+            start = end
+
+    def rest(self) -> Group | None:
+        """Those of an unfilled batch, or None."""
+        return self._taken(next(iter(self.filling))) if self.filling else None
+
+    def _taken(self, shape: Any) -> Group:
+        tensors, who, memories = self.filling.pop(shape)
+        samples = np.concatenate(who)
+        return Group(samples, joined(memories), tuple(each[: len(samples)] for each in tensors))
+
+
+class Engine:
+    """The walk of many batches at once through the segments of a network."""
+
+    def __init__(
+        self, segments: Sequence[Segment], policy: Policy, runs: Sequence[Callable[..., Any]] | None = None
+    ) -> None:
+        self.segments, self.policy = list(segments), policy
+        self.runs = runs  # the segments, compiled
+        self.memory: Memory = ()  # of batches before, where the policy keeps one
+        on_host = all(each.device.type == "cpu" for segment in segments for each in segment.parameters())
+        self._in_flight = 0 if on_host else IN_FLIGHT
+
+    def flow(self, batches: Iterable[tuple[Integers, Carried]], batch_size: int | None) -> Iterator[Answers]:
+        """Answers as they are ready, of batches of samples and tensors.
+
+        With a batch size those who stay wait for others until a batch of that size is together: the deepest full batch
+        first, what is left in the end from the first exit on. Without one, every batch is walked to its end.
+        """
+        pools = [Pool(batch_size) for _ in self.segments]  # the first stays empty
+        source = iter(batches)
+        awaited: deque[Awaited] = deque()
+        while True:
+            if (chosen := self._next(pools, source, idle=not awaited)) is not None:
+                awaited.append(self._launched(*chosen))
+            elif not awaited:
+                return
+            if chosen is None or len(awaited) > self._in_flight:
+                chosen = None  # lets go of its tensors
+                yield self._settled(awaited.popleft(), pools)
+
+    def _next(
+        self, pools: Sequence[Pool], source: Iterator[tuple[Integers, Carried]], *, idle: bool
+    ) -> tuple[int, Group] | None:
+        """The group to run next and its place; None while there is none before an awaited answer has arrived."""
+        for position in reversed(range(len(pools))):
+            if pools[position].full:
+                return position, pools[position].full.popleft()
+        rebatching = pools[0].size is not None
+        if (rebatching or idle) and (batch := next(source, None)) is not None:
+            return 0, Group(batch[0], (self.memory, ()), batch[1])
+        for position, pool in enumerate(pools if idle else ()):
+            if (rest := pool.rest()) is not None:
+                return position, rest
+        return None
+
+    def _launched(self, position: int, group: Group) -> Awaited:
+        """A group on its way through a segment."""
+        segment, carried = self.segments[position], group.carried
+        try:
+            if self.runs is None and carried[0].device.type == "cpu":
+                carried, values = tell_small(segment, carried)
+                return Awaited(position, group._replace(carried=carried), values, None)
+            carried, values = (segment if self.runs is None else self.runs[position])(*carried)
+        except Exception as error:
+            error.add_note(f"This happened to {len(group.samples)} samples between exits, in segment {position}.")
+            raise
+        if values.device.type == "cpu":
+            return Awaited(position, group._replace(carried=carried), values.numpy(), None)
+        there = torch.empty(values.shape, dtype=values.dtype, pin_memory=True).copy_(values, non_blocking=True)
+        arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        arrived.record()
+        return Awaited(position, group._replace(carried=carried), there.numpy(), arrived)
+
+    def _settled(self, awaited: Awaited, pools: Sequence[Pool]) -> Answers:
+        """The answers of those who leave; the others go to the next pool."""
+        position, group, values, arrived = awaited
+        if arrived is not None:
+            arrived.synchronize()  # the only wait for this segment and batch
+        self._check(position, group, values)
+        columns = columns_of(values, self.segments[position].columns)
+        read = tuple(columns[name] for name in self.policy.inputs if name in columns) or (values[:, 1],)
+        leaving, predictions, recalled = visit(
+            self.policy, position, group.samples, values[:, 0].astype(np.int64), read, group.recalled
+        )
+        staying = np.flatnonzero(~leaving)
+        if len(staying):
+            pools[position + 1].add(group._replace(recalled=recalled), staying)
+        else:
+            self.memory = tuple(part for part in recalled[0] if isinstance(part, Shared))
+        gone = np.flatnonzero(leaving)
+        chances = columns[CHANCE][gone] if CHANCE in columns else None
+        return Answers(group.samples[gone], predictions[gone], np.full(len(gone), position), chances)
+
+    def _check(self, position: int, group: Group, values: Floats) -> None:
+        usable = np.isfinite(values[:, 1]) & ~np.isnan(values[:, 2:]).any(axis=1)
+        if not usable.all():
+            wrong = group.samples[~usable]
+            raise BadInput(
+                f"the network gives no usable logits for {len(wrong)} samples, the first of index {wrong[0]}, at exit"
+                f" {self.policy.open_exits[position]}: look for NaN or infinity in these inputs, or for overflow"
+            )
+
+
+def gathered(carried: Carried, places: Tensor) -> Carried:
+    """The tensors of the samples at these places."""
+    made = tuple(_empty(len(places), each) for each in carried)
+    for source, target in zip(carried, made, strict=True):
+        _copy_rows(source, places, target)
+    return made
+
+
+def _places(rows: Integers, device: torch.device) -> Tensor:
+    return torch.from_numpy(rows).to(device, non_blocking=True)
+
+
+def _empty(size: int, like: Tensor) -> Tensor:
+    """Room for so many samples, laid out as they are."""
+    last = like.dim() == 4 and not like.is_contiguous() and like.is_contiguous(memory_format=torch.channels_last)
+    layout = torch.channels_last if last else torch.contiguous_format
+    return torch.empty((size, *like.shape[1:]), dtype=like.dtype, device=like.device, memory_format=layout)
+
+
+def _copy_rows(source: Tensor, places: Tensor, target: Tensor) -> None:
+    """Copy samples by their places, as plain rows of memory where that is possible: several times as quick."""
+    rows, into = _rows(source), _rows(target)
+    if rows is None or into is None or rows.shape[1] != into.shape[1]:
+        target.copy_(source[places])
+    else:
+        torch.index_select(rows, 0, places, out=into)
+
+
+def _rows(tensor: Tensor) -> Tensor | None:
+    """The tensor as (samples, numbers) in the order of memory, without copying; None where that is impossible."""
+    if tensor.is_contiguous():
+        return tensor.view(len(tensor), -1)
+    if tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last):
+        return tensor.permute(0, 2, 3, 1).view(len(tensor), -1)
+    return None

@@ -1,0 +1,185 @@
+"""Predictions under a budget: real exits inside a batch, decided by the policy, one answer for every sample."""
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from tqdm import tqdm
+
+from alight.errors import BadInput, Mismatch
+from alight.models.batches import Batch, batches
+from alight.models.fingerprint import fingerprint
+from alight.models.multi_exit import Carried, MultiExitModel
+from alight.outputs import Decisions
+from alight.policies.policy import Memory, Policy
+from alight.runtime.engine import Answers, Engine
+from alight.runtime.prefetch import ahead
+from alight.runtime.prepare import as_dtype, compiled, device_of, placed, prepared, threads
+from alight.runtime.segments import segments
+
+Integers = npt.NDArray[np.int64]
+
+
+class Predictor:
+    """A network and a policy, ready to answer.
+
+    `predictor(images)` decides a batch, `predictor.run(loader)` a whole data set, and `predictor.stream(loader)` gives
+    answers as they are ready. A sample is known by its index, in the order of coming unless `samples` says otherwise:
+    ties and mixtures are decided by it.
+
+    >>> from torch import nn
+    >>> from alight.policies.policy import Threshold
+    >>> model = MultiExitModel([nn.Linear(4, 8), nn.Linear(8, 8)], [nn.Linear(8, 3), nn.Linear(8, 3)])
+    >>> len(Predictor(model, Threshold(thresholds=(0.5,), costs=(1.0, 3.0)))(torch.zeros(5, 4)))
+    5
+    """
+
+    def __init__(
+        self,
+        model: MultiExitModel,
+        policy: Policy,
+        *,
+        device: str | torch.device | None = None,
+        dtype: str | torch.dtype | None = None,
+        channels_last: bool = False,
+        compile: bool = False,  # noqa: A002  # torch's own word for it
+        batch_size: int = 256,
+        rebatch: bool = True,
+        probabilities: bool = False,
+        num_threads: int | None = None,
+        allow_mismatch: bool = False,
+    ) -> None:
+        _check(model, policy, batch_size, probabilities)
+        self.policy, self.batch_size = policy, batch_size
+        self.rebatch = rebatch and not policy.together  # two batches that each decide as a whole are never mixed
+        self._num_threads = num_threads
+        self._admit = model.admit
+        self._device, self._dtype, self._channels_last = device_of(model, device), as_dtype(dtype), channels_last
+        ready = prepared(model, device=device, dtype=dtype, channels_last=channels_last)
+        if not allow_mismatch:
+            _check_fingerprint(policy, ready)
+        parts = segments(ready, policy, with_chance=probabilities)
+        self.engine = Engine(parts, policy, compiled(parts) if compile else None)
+        self._admitted = 0  # samples of a stream whose policy remembers it
+
+    def __repr__(self) -> str:
+        kind = str(self._dtype or "").removeprefix("torch.")
+        return f"Predictor({self.policy.method or type(self.policy).__name__}, {self._device}{kind and ', ' + kind})"
+
+    @property
+    def memory(self) -> Memory:
+        """What the policy remembers of the batches so far, such as the pace of a stream; may be set."""
+        return self.engine.memory
+
+    @memory.setter
+    def memory(self, memory: Memory) -> None:
+        self.engine.memory = memory
+        self._admitted = getattr(memory[0], "admitted", 0) if memory else 0
+
+    def __call__(self, inputs: Any, samples: npt.ArrayLike | None = None) -> Decisions:
+        """What is decided about these inputs, as the network takes them, in their order."""
+        return self._decided(self._parts(inputs), samples)
+
+    def run(self, loader: Iterable[Any], *, samples: npt.ArrayLike | None = None, progress: bool = True) -> Decisions:
+        """What is decided about everything that a loader gives, in its order, whatever the size of the data set."""
+        shown = tqdm(batches(loader, "the prediction"), desc="predict", unit="batch", disable=not progress)
+        return self._decided(self._loaded(shown), samples)
+
+    def stream(self, loader: Iterable[Any]) -> Iterator[Answers]:
+        """Answers as soon as they are ready: indices in the order of coming, classes, and exits as positions."""
+        yield from self._answers(self._loaded(batches(loader, "the stream")), None)
+
+    def _parts(self, inputs: Any) -> Iterator[Carried]:
+        """The inputs in batches."""
+        carried = self._admit(inputs)
+        sizes = {len(each) for each in carried}
+        if len(sizes) != 1 or not max(sizes):
+            raise BadInput(f"inputs of {sorted(sizes)} samples: give tensors of one and the same number, at least 1")
+        for start in range(0, len(carried[0]), self.batch_size):
+            yield tuple(each[start : start + self.batch_size] for each in carried)
+
+    def _loaded(self, loader: Iterable[Batch]) -> Iterator[Carried]:
+        """A loader's batches, fetched ahead, in memory from which a GPU can copy while it works."""
+        on_gpu = self._device.type == "cuda"
+
+        def pinned() -> Iterator[Carried]:
+            for batch in loader:
+                carried = self._admit(batch.inputs)
+                yield tuple(each.pin_memory() if on_gpu and not each.is_cuda else each for each in carried)
+
+        return ahead(pinned())
+
+    def _answers(self, given: Iterator[Carried], samples: Integers | None) -> Iterator[Answers]:
+        def numbered() -> Iterator[tuple[Integers, Carried]]:
+            start = self._admitted
+            for carried in given:
+                stop = start + len(carried[0])
+                indices = np.arange(start, stop) if samples is None else samples[start:stop]
+                yield indices, placed(carried, self._device, self._dtype, self._channels_last)
+                start = stop
+                self._admitted = stop if self.policy.together else 0
+
+        with torch.inference_mode(), threads(self._num_threads):
+            yield from self.engine.flow(numbered(), self.batch_size if self.rebatch else None)
+
+    def _decided(self, given: Iterator[Carried], samples: npt.ArrayLike | None) -> Decisions:
+        """All answers in the order of coming; when something goes wrong, the error keeps those that are finished."""
+        indices = None if samples is None else _indices(samples)
+        found: list[Answers] = []
+        try:
+            for answers in self._answers(given, indices):
+                found.append(answers)  # what is finished is kept when the next fails
+        except BaseException as error:
+            error.finished = found  # type: ignore[attr-defined]
+            answered = sum(len(each.samples) for each in found)
+            error.add_note(f"{answered} samples were answered before: `finished` of this error has their answers.")
+            raise
+        came = np.concatenate([each.samples for each in found])
+        order = np.argsort(came, kind="stable")
+        if indices is not None:
+            order = order[np.searchsorted(came, indices[: len(came)], sorter=order)]
+        return self._table(found, order)
+
+    def _table(self, found: list[Answers], order: Integers) -> Decisions:
+        positions = np.concatenate([each.positions for each in found])[order]
+        chances = [each.probabilities for each in found if each.probabilities is not None]
+        return Decisions(
+            predictions=np.concatenate([each.predictions for each in found])[order],
+            exits=np.asarray(self.policy.open_exits)[positions],
+            spent=np.asarray(self.policy.costs)[positions],
+            num_exits=self.policy.num_exits,
+            probabilities=np.concatenate(chances)[order] if chances else None,
+        )
+
+
+def _indices(samples: npt.ArrayLike) -> Integers:
+    indices = np.asarray(samples)
+    if indices.ndim != 1 or indices.dtype.kind not in "iu" or len(np.unique(indices)) != len(indices):
+        raise BadInput(f"samples of shape {indices.shape}: give one whole number per sample, each once")
+    return indices.astype(np.int64)
+
+
+def _check(model: MultiExitModel, policy: Policy, batch_size: int, probabilities: bool) -> None:
+    if policy.num_exits != model.num_exits:
+        raise Mismatch(
+            f"the policy is for {policy.num_exits} exits and the network has {model.num_exits}:"
+            " calibrate on outputs of this network"
+        )
+    if batch_size < 1:
+        raise BadInput(f"batch size {batch_size}: give 1 or more")
+    if probabilities and policy.lens:
+        raise BadInput(
+            f"through a lens ({type(policy.lens).__name__}) an answer need not be its exit's own, so it has no single"
+            " probability: leave probabilities out"
+        )
+
+
+def _check_fingerprint(policy: Policy, model: MultiExitModel) -> None:
+    own = fingerprint(model) if policy.fingerprint else ""
+    if own != policy.fingerprint:
+        raise Mismatch(
+            f"the policy was calibrated on outputs of the network {policy.fingerprint} and this is {own}: weights,"
+            " exits, dtype or preprocessing differ; record and calibrate again, or allow_mismatch=True"
+        )

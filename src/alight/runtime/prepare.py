@@ -1,0 +1,119 @@
+"""A network made ready to run: on its device, in its dtype and memory layout, perhaps compiled."""
+
+import copy
+import types
+from collections.abc import Callable, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from alight.errors import AlightError, BadInput
+from alight.models.multi_exit import Carried, MultiExitModel
+from alight.runtime.segments import Segment
+
+DTYPES = {
+    "fp32": torch.float32,
+    "float32": torch.float32,
+    "bf16": torch.bfloat16,
+    "bfloat16": torch.bfloat16,
+    "fp16": torch.float16,
+    "float16": torch.float16,
+}
+
+
+def prepared(
+    model: MultiExitModel,
+    *,
+    device: str | torch.device | None = None,
+    dtype: str | torch.dtype | None = None,
+    channels_last: bool = False,
+) -> MultiExitModel:
+    """The network in evaluation mode as it will run; a copy, unless nothing but its mode has to change."""
+    place, kind = device_of(model, device), as_dtype(dtype)
+    tensors = [*model.parameters(), *model.buffers()]
+    moved = any(each.device != place for each in tensors)
+    cast = kind is not None and any(each.dtype != kind for each in tensors if each.is_floating_point())
+    if moved or cast or channels_last:
+        model = copy.deepcopy(model).to(device=place, dtype=kind)
+        if channels_last:
+            model = model.to(memory_format=torch.channels_last)
+    elif model.training:
+        model = copy.deepcopy(model, {id(each): each for each in tensors})  # its own mode, the same weights
+    return model.eval()
+
+
+def device_of(model: nn.Module, device: str | torch.device | None = None) -> torch.device:
+    """The device asked for, or the network's own."""
+    own = next((each.device for each in (*model.parameters(), *model.buffers())), torch.device("cpu"))
+    wanted = own if device is None else torch.device(device)
+    if wanted.type == "cuda":
+        if not torch.cuda.is_available():
+            raise BadInput("device 'cuda' was asked for and there is none: choose device='cpu'")
+        wanted = torch.device("cuda", torch.cuda.current_device() if wanted.index is None else wanted.index)
+    return wanted
+
+
+def as_dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
+    """A dtype by its name, "bf16", "fp16" or "fp32"."""
+    if isinstance(dtype, str):
+        if dtype not in DTYPES:
+            raise BadInput(f"there is no dtype {dtype!r} here: choose bf16, fp16 or fp32")
+        return DTYPES[dtype]
+    return dtype
+
+
+def placed(carried: Carried, device: torch.device, dtype: torch.dtype | None, channels_last: bool) -> Carried:
+    """Inputs as the prepared network takes them; only floating point numbers change their dtype."""
+
+    def moved(tensor: Tensor) -> Tensor:
+        tensor = tensor.to(device, dtype if tensor.is_floating_point() else None, non_blocking=True)
+        last = channels_last and tensor.dim() == 4 and tensor.is_floating_point()
+        return tensor.contiguous(memory_format=torch.channels_last) if last else tensor
+
+    return tuple(moved(each) for each in carried)
+
+
+def compiled(segments: Sequence[Segment]) -> list[Callable[..., Any]]:
+    """The segments, each compiled as a whole for batches of any size; where compilation gives up, that is an error."""
+    return [_compiled(position, segment) for position, segment in enumerate(segments)]
+
+
+def _compiled(position: int, segment: Segment) -> Callable[..., Any]:
+    """One segment, compiled under code of its own: the compiler counts recompilations by code, not by network."""
+
+    def run(*carried: Tensor) -> Any:
+        return segment(*carried)
+
+    own = types.FunctionType(
+        run.__code__.replace(co_name=f"segment_{position}"), run.__globals__, "run", None, run.__closure__
+    )
+    quick = torch.compile(own, fullgraph=True, dynamic=None)
+
+    def checked(*carried: Tensor) -> Any:
+        for each in carried:
+            if len(each) > 1:  # one alone is compiled for itself
+                torch._dynamo.maybe_mark_dynamic(each, 0)
+        try:
+            return quick(*carried)
+        except torch._dynamo.exc.TorchDynamoException as error:
+            raise AlightError(
+                f"compiling segment {position} gave up ({type(error).__name__}: {str(error).splitlines()[0]}):"
+                " run it with compile=False"
+            ) from error
+
+    return checked
+
+
+@contextmanager
+def threads(count: int | None) -> Any:
+    """So many threads of torch on the host while it lasts; None leaves them as they are."""
+    before = torch.get_num_threads()
+    if count is not None:
+        torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        if count is not None:
+            torch.set_num_threads(before)

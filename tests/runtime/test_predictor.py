@@ -1,0 +1,286 @@
+"""The predictor decides what a replay of the recording decides, however samples are batched, in whatever order."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from alight import HeadOutputs, calibrate, replay
+from alight.errors import BadInput, Mismatch
+from alight.models.fingerprint import fingerprint
+from alight.models.multi_exit import MultiExitModel
+from alight.policies.policy import ExitAt, Mixture, Patience, Streak, Threshold
+from alight.policies.route import replay_on
+from alight.runtime.predictor import Predictor
+
+COSTS = (1.0, 2.5, 3.0, 6.0)
+
+
+class Second(nn.Module):
+    """A stage that carries a second tensor of each sample past the features."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convolution = nn.Conv2d(6, 6, 3, padding=1)
+
+    def forward(self, features, *others):
+        carried = others[0] if others else features.mean(dim=(2, 3))
+        return torch.relu(self.convolution(features)) + features, carried + features.amax(dim=(2, 3))
+
+
+class Both(nn.Module):
+    reads_everything = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(12, 5)
+
+    def forward(self, features, carried):
+        return self.linear(torch.cat([features.mean(dim=(2, 3)), carried], dim=1))
+
+
+@pytest.fixture(scope="module")
+def model():
+    torch.manual_seed(0)
+    first = nn.Sequential(nn.Conv2d(3, 6, 3, padding=1), nn.BatchNorm2d(6), nn.ReLU())
+    pooled = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(6, 5))
+    made = MultiExitModel([first, Second(), Second(), Second()], [pooled, Both(), Both(), Both()]).eval()
+    for head in made.heads:
+        for each in head.parameters():
+            each.data *= 12
+    return made
+
+
+@pytest.fixture(scope="module")
+def images():
+    return torch.randn(150, 3, 7, 7, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.fixture(scope="module")
+def table(model, images):
+    with torch.inference_mode():
+        labels = np.random.default_rng(0).integers(5, size=len(images))
+        return HeadOutputs.from_logits(
+            [logits.numpy() for logits in model(images)],
+            labels,
+            features=["negative_entropy", "logit_margin"],
+            keep_log_probabilities=True,
+        )
+
+
+def middle(table, exit_index, share):
+    """A threshold halfway between two recorded scores, so that the last bits decide nothing."""
+    scores = np.sort(table.scores[:, exit_index])
+    place = int(share * (len(scores) - 2))
+    return float((scores[place] + scores[place + 1]) / 2)
+
+
+def drawn_policy(table, kind, rng):
+    opened = tuple(sorted(rng.choice(4, size=rng.integers(2, 5), replace=False).tolist()))
+    terms = {"costs": tuple(COSTS[index] for index in opened), "open_exits": opened, "num_exits": 4}
+    thresholds = tuple(middle(table, index, rng.uniform()) for index in opened[:-1])
+    if kind == "threshold":
+        return Threshold(thresholds, **terms)
+    if kind == "patience":
+        return Patience(int(rng.integers(0, 3)), **terms)
+    if kind == "streak":
+        return Streak(thresholds[0], int(rng.integers(1, 3)), **terms)
+    if kind == "mixture":
+        return Mixture(Patience(1, **terms), Threshold(thresholds, **terms), float(rng.uniform()), **terms)
+    index = int(rng.integers(4))
+    return ExitAt(costs=(COSTS[index],), open_exits=(index,), num_exits=4)
+
+
+def assert_equal(decisions, expected):
+    np.testing.assert_array_equal(decisions.exits, expected.exits)
+    np.testing.assert_array_equal(decisions.predictions, expected.predictions)
+    np.testing.assert_array_equal(decisions.spent, expected.spent)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.integers(0, 10**6),
+    st.sampled_from(["threshold", "patience", "streak", "mixture", "exit at"]),
+    st.integers(1, 40),
+    st.booleans(),
+)
+def test_the_predictor_equals_replay_for_any_batch_size_and_order(model, images, table, seed, kind, size, rebatch):
+    rng = np.random.default_rng(seed)
+    policy = drawn_policy(table, kind, rng)
+    predictor = Predictor(model, policy, batch_size=size, rebatch=rebatch)
+    assert_equal(predictor(images), replay(policy, table))
+    order = rng.permutation(len(images))
+    shuffled = predictor(images[torch.from_numpy(order)], samples=order)
+    expected = replay(policy, table)
+    np.testing.assert_array_equal(shuffled.exits, expected.exits[order])
+    np.testing.assert_array_equal(shuffled.predictions, expected.predictions[order])
+
+
+@pytest.mark.parametrize("fit", [calibrate.fit_gain, calibrate.fit_recall, calibrate.fit_ensemble])
+def test_a_lens_sees_in_the_network_what_it_sees_in_the_table(model, images, table, fit):
+    policy = calibrate.through(fit, calibrate.geometric, COSTS, 3.0, table)
+    assert_equal(Predictor(model, policy, batch_size=16)(images), replay(policy, table))
+
+
+@pytest.mark.parametrize("contract", ["batch", "stream"])
+def test_contracts_of_batches_and_streams_equal_replay_on_the_same_batches(model, images, table, contract):
+    policy = calibrate.certify(calibrate.geometric, COSTS, 3.0, table, contract=contract)
+    predictor = Predictor(model, policy, batch_size=20)
+    expected, memory = replay_on(policy, table, batch_size=20)
+    assert_equal(predictor(images), expected)
+    if contract == "stream":
+        assert predictor.memory[0].spent == memory[0].spent
+        again = predictor(images)  # the stream goes on
+        assert predictor.memory[0].admitted == 300
+        assert predictor.memory[0].spent == pytest.approx(expected.spent.sum() + again.spent.sum())
+        fresh = Predictor(model, policy, batch_size=20)
+        fresh.memory = (memory[0],)
+        assert_equal(fresh(images), again)
+
+
+def test_a_loader_of_any_batches_gives_the_same_answers_in_its_order(model, images, table, capsys):
+    policy = drawn_policy(table, "threshold", np.random.default_rng(3))
+    loader = [images[:7], images[7:8], images[8:100], images[100:]]
+    assert_equal(Predictor(model, policy, batch_size=32).run(loader), replay(policy, table))
+    assert "predict" in capsys.readouterr().err
+
+
+def test_a_stream_gives_early_answers_before_late_ones_are_computed(model, images, table):
+    policy = Threshold(tuple(middle(table, index, 0.5) for index in range(3)), costs=COSTS)
+    answers = list(Predictor(model, policy, batch_size=150).stream([images]))
+    assert [set(each.positions) for each in answers] == [{0}, {1}, {2}, {3}]
+    assert sorted(np.concatenate([each.samples for each in answers])) == list(range(150))
+
+
+def test_closed_exits_are_not_evaluated_and_the_rest_of_the_network_is_not_run(model, images, table):
+    ran = []
+    hooks = [
+        module.register_forward_hook(lambda *_, name=name: ran.append(name))
+        for index in range(4)
+        for name, module in ((f"stage {index}", model.stages[index]), (f"head {index}", model.heads[index]))
+    ]
+    policy = Threshold((middle(table, 1, 0.5),), costs=(2.5, 3.0), open_exits=(1, 2), num_exits=4)
+    Predictor(model, policy)(images)
+    for hook in hooks:
+        hook.remove()
+    assert ran == ["stage 0", "stage 1", "head 1", "stage 2", "head 2"]
+
+
+def test_only_those_who_stay_run_on_and_full_batches_are_put_together(model, images, table):
+    sizes = []
+    hook = model.stages[3].register_forward_hook(lambda _, inputs, __: sizes.append(len(inputs[0])))
+    policy = Threshold(tuple(middle(table, index, 0.8) for index in range(3)), costs=COSTS)
+    staying = int((replay(policy, table).exits == 3).sum())
+    Predictor(model, policy, batch_size=15)(images)
+    hook.remove()
+    assert sum(sizes) == staying
+    assert sizes == [15] * (staying // 15) + [staying % 15] * (staying % 15 > 0)
+
+
+def test_probabilities_are_those_of_the_answers(model, images, table):
+    policy = Threshold(tuple(middle(table, index, 0.5) for index in range(3)), costs=COSTS)
+    decisions = Predictor(model, policy, probabilities=True)(images)
+    rows = np.arange(len(images))
+    logs = table.log_probabilities[rows, decisions.exits, decisions.predictions]
+    np.testing.assert_allclose(np.log(decisions.probabilities), logs, atol=2e-3)
+    assert Predictor(model, policy)(images).probabilities is None
+
+
+def test_half_precision_needs_and_has_its_own_decisions(model, images):
+    with torch.inference_mode():
+        halved = [logits.float().numpy() for logits in _half(model)(images.bfloat16())]
+    table = HeadOutputs.from_logits(halved)
+    policy = Threshold(tuple(middle(table, index, 0.5) for index in range(3)), costs=COSTS)
+    decisions, expected = Predictor(model, policy, dtype="bf16")(images), replay(policy, table)
+    thresholds = np.array([*policy.thresholds, np.inf])
+    near = (np.abs(table.scores - thresholds) < 2e-2).any(axis=1)
+    np.testing.assert_array_equal(decisions.exits[~near], expected.exits[~near])
+    assert next(model.parameters()).dtype == torch.float32  # the user's network is as it was
+
+
+def _half(model):
+    import copy
+
+    return copy.deepcopy(model).to(torch.bfloat16)
+
+
+def test_training_mode_does_not_change_answers_and_is_left_as_it_was(model, images, table):
+    policy = Threshold(tuple(middle(table, index, 0.5) for index in range(3)), costs=COSTS)
+    model.train()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    decisions = Predictor(model, policy)(images)
+    assert model.training
+    assert model.stages[0].training
+    model.eval()
+    assert_equal(decisions, replay(policy, table))
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_not_a_number_is_reported_by_index_and_finished_answers_are_kept(model, images, table):
+    broken = images.clone()
+    broken[77] = float("nan")
+    policy = Threshold(tuple(middle(table, index, 0.5) for index in range(3)), costs=COSTS)
+    with pytest.raises(BadInput, match="1 samples, the first of index 77, at exit 0") as caught:
+        Predictor(model, policy, batch_size=25)(broken)
+    finished = np.concatenate([each.samples for each in caught.value.finished])
+    expected = replay(policy, table)
+    for each in caught.value.finished:
+        np.testing.assert_array_equal(each.predictions, expected.predictions[each.samples])
+    assert len(finished)
+    assert 77 not in finished
+
+
+@pytest.mark.parametrize("error", [RuntimeError("disk gone"), KeyboardInterrupt(), torch.OutOfMemoryError("full")])
+def test_what_goes_wrong_in_a_loader_loses_no_finished_answer(model, images, table, error):
+    def loader():
+        yield images[:60]
+        yield images[60:120]
+        raise error
+
+    policy = Threshold(tuple(middle(table, index, 0.3) for index in range(3)), costs=COSTS)
+    with pytest.raises(type(error)) as caught:
+        Predictor(model, policy, batch_size=30).run(loader(), progress=False)
+    answered = sum(len(each.samples) for each in caught.value.finished)
+    assert 0 < answered <= 120
+    assert f"{answered} samples were answered before" in caught.value.__notes__[-1]
+
+
+def test_an_error_inside_a_stage_says_where(model, images, table):
+    class Full(nn.Module):
+        def forward(self, features, *others):
+            raise torch.OutOfMemoryError("no memory")
+
+    stages = [*model.stages][:2] + [Full()] + [*model.stages][3:]
+    policy = Threshold(tuple(middle(table, index, 0.9) for index in range(3)), costs=COSTS)
+    with pytest.raises(torch.OutOfMemoryError) as caught:
+        Predictor(MultiExitModel(stages, [*model.heads]), policy)(images)
+    assert "segment 2" in caught.value.__notes__[0]
+    assert len(caught.value.finished) == 2
+
+
+def test_a_policy_of_another_network_is_refused(model, images, table):
+    policy = Threshold(tuple(middle(table, index, 0.5) for index in range(3)), costs=COSTS, fingerprint="deadbeef")
+    with pytest.raises(Mismatch, match=f"deadbeef and this is {fingerprint(model)}"):
+        Predictor(model, policy)
+    assert len(Predictor(model, policy, allow_mismatch=True)(images)) == len(images)
+    with pytest.raises(Mismatch, match="for 2 exits and the network has 4"):
+        Predictor(model, Threshold((0.5,), costs=(1.0, 2.0)))
+
+
+def test_bad_input_says_what_to_do(model, images, table):
+    policy = Threshold((0.5, 0.5, 0.5), costs=COSTS)
+    with pytest.raises(BadInput, match="at least 1"):
+        Predictor(model, policy)(images[:0])
+    with pytest.raises(BadInput, match="each once"):
+        Predictor(model, policy)(images[:2], samples=[4, 4])
+    with pytest.raises(BadInput, match="batch size 0"):
+        Predictor(model, policy, batch_size=0)
+    with pytest.raises(BadInput, match="no dtype 'int3'"):
+        Predictor(model, policy, dtype="int3")
+    with pytest.raises(BadInput, match="gave no batch"):
+        Predictor(model, policy).run([])
+    lens = calibrate.through(calibrate.fit_recall, calibrate.geometric, COSTS, 3.0, table)
+    with pytest.raises(BadInput, match="through a lens"):
+        Predictor(model, lens, probabilities=True)
