@@ -5,7 +5,8 @@
     │   ├── BudgetTooSmall  no exit is cheap enough
     │   └── LabelsNeeded    a table without labels where the truth is asked for
     ├── Mismatch            two things that do not belong together (a policy and another network's table)
-    └── BadFile             a file that is damaged, foreign, or newer than this alight
+    ├── BadFile             a file that is damaged, foreign, or newer than this alight
+    └── Diverged            a training whose loss is no number any more
 
 All of them are `ValueError`s too, so code that knows nothing of alight can catch them.
 """
@@ -47,3 +48,7 @@ class BadFile(AlightError, ValueError):
 
     def __init__(self, path: str | PathLike[str], problem: str, remedy: str):
         super().__init__(f"cannot read {path}: {problem}; {remedy}")
+
+
+class Diverged(AlightError, ValueError):
+    """A training whose loss is no number any more."""
