@@ -12,12 +12,11 @@ process of its own, with one thread and a limit on its time.
 import csv
 import io
 import json
-import subprocess
+import multiprocessing
 import sys
 import time
 import warnings
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -27,8 +26,7 @@ import torch
 import torchvision
 
 from alight.files import write_text
-from alight.models.cut import cut
-from alight.models.places import suggest_exits
+from alight.models.places import cut_evenly
 from alight.provenance import provenance
 
 RESULTS = Path(__file__).parent.parent / "results" / "cut_coverage.csv"
@@ -107,8 +105,8 @@ def tried(family: str) -> Row:
         start = time.perf_counter()
         model = create(name).eval()
         example = torch.randn(1, *size)
-        places = suggest_exits(model, example, count=3)
-        problem = difference(model, cut(model, places, example), size)
+        places, stages = cut_evenly(model, example, count=3)
+        problem = difference(model, stages, size)
     except Exception as error:  # whatever stops it is the reason
         problem = f"{type(error).__name__}: {error}"
     seconds = time.perf_counter() - start
@@ -129,25 +127,44 @@ def difference(model: torch.nn.Module, stages: list[torch.nn.Module], size: tupl
     return ""
 
 
-def in_process(family: str) -> Row:
-    """What becomes of a family in a process of its own, which may take so long and no longer."""
+def in_processes(names: list[str]) -> Iterator[Row]:
+    """What becomes of each family, in a process of its own that may take so long and no longer."""
+    fork = multiprocessing.get_context("fork")  # so that every one has the libraries already
+    waiting, running = list(reversed(names)), list[tuple[str, Any, Any, float]]()
+    while waiting or running:
+        while waiting and len(running) < WORKERS:
+            family = waiting.pop()
+            ours, theirs = fork.Pipe(duplex=False)
+            process = fork.Process(target=tell, args=(family, theirs))
+            process.start()
+            theirs.close()
+            running.append((family, process, ours, time.monotonic() + SECONDS))
+        for each in list(running):
+            family, process, pipe, deadline = each
+            if pipe.poll(0.1) or time.monotonic() > deadline:
+                running.remove(each)
+                yield outcome(family, process, pipe)
+
+
+def tell(family: str, pipe: Any) -> None:
+    pipe.send(tried(family))
+
+
+def outcome(family: str, process: Any, pipe: Any) -> Row:
     library, module = family.split("/")
     try:
-        told = subprocess.run(
-            [sys.executable, __file__, family], capture_output=True, text=True, timeout=SECONDS, check=True
-        )
-        row = Row(**json.loads(told.stdout.splitlines()[-1]))
-    except subprocess.TimeoutExpired:
-        row = Row(module, "", library, "", False, f"took longer than {SECONDS:g} s", SECONDS)
-    except subprocess.CalledProcessError as error:
-        row = Row(module, "", library, "", False, f"process ended with {error.returncode}", 0.0)
-    print(f"{family}: {row.model} {row.places or ''} {'ok' if row.ok else row.reason}", flush=True)
+        row = pipe.recv() if pipe.poll() else Row(module, "", library, "", False, f"took over {SECONDS:g} s", SECONDS)
+    except EOFError:
+        row = Row(module, "", library, "", False, "its process broke down", 0.0)
+    process.kill()
+    process.join()
+    print(f"{family}: {row.model} {row.places} {'ok' if row.ok else row.reason} ({row.seconds:g} s)", flush=True)
     return row
 
 
 def main() -> int:
-    with ThreadPoolExecutor(WORKERS) as pool:
-        rows = list(pool.map(in_process, families()))
+    torch.set_num_threads(1)
+    rows = sorted(in_processes(list(families())), key=lambda row: (row.library, row.family))
     made = provenance("torch", "torchvision", "timm", folder=RESULTS.parent)
     text = io.StringIO()
     table = [asdict(row) | made for row in rows]

@@ -9,8 +9,9 @@ from torch import Tensor, nn
 
 from alight.errors import BadInput
 from alight.models.encoders import cut_text_encoder, is_text_encoder
+from alight.models.recording import End, Value, walk
 from alight.models.stages import Piece, build, layout_of
-from alight.models.trace import BATCHES, End, Inputs, Trace, Value, in_mode, trace, walk
+from alight.models.trace import BATCHES, Inputs, Trace, in_mode, trace
 
 Cutter = Callable[[nn.Module, Sequence[str], Any], Sequence[nn.Module]]
 CUTTERS: list[tuple[Callable[[nn.Module], bool], Cutter]] = [  # the latest is asked first
@@ -33,14 +34,13 @@ def cut(model: nn.Module, after: Sequence[str], example: Any) -> list[nn.Module]
     (True, ['2.weight', '2.bias'])
     """
     names = _checked_names(model, after)
-    cutter = next((cutter for known, cutter in reversed(CUTTERS) if known(model)), cut_by_trace)
+    cutter = next((cutter for known, cutter in reversed(CUTTERS) if known(model)), None)
+    if cutter is None:
+        return cut_by_trace(model, names, example)
     stages = list(cutter(model, names, example))
     if len(stages) != len(names) + 1:
-        raise BadInput(f"{cutter.__name__} made {len(stages)} stages for {len(names)} exits: make one more than exits")
-    for stage in stages:
-        stage.training = model.training
-    _check(model, stages, Inputs(example))
-    return stages
+        raise BadInput(f"the cutter made {len(stages)} stages for {len(names)} exits: make one more than exits")
+    return _checked(model, stages, Inputs(example))
 
 
 def register_cutter(known: type[nn.Module] | Callable[[nn.Module], bool]) -> Callable[[Cutter], Cutter]:
@@ -74,16 +74,22 @@ def input_names_of(example: Any) -> tuple[str, ...]:
 
 
 def cut_by_trace(model: nn.Module, after: Sequence[str], example: Any) -> list[nn.Module]:
-    """Stages made from what the network was seen to do."""
+    """Stages made from what the network was seen to do: without data if that is enough, else with."""
     inputs = Inputs(example)
-    pieces = pieces_of(trace(model, inputs, after), after, inputs)
+    try:
+        return _checked(model, _stages(model, after, inputs, with_data=False), inputs)
+    except BadInput:
+        return _checked(model, _stages(model, after, inputs, with_data=True), inputs)
+
+
+def _stages(model: nn.Module, after: Sequence[str], inputs: Inputs, *, with_data: bool) -> list[nn.Module]:
+    pieces = pieces_of(trace(model, inputs, after, with_data=with_data), after, inputs)
     training: Sequence[Piece | BadInput]
     try:
-        training = pieces_of(trace(model, inputs, after, training=True), after, inputs)
+        training = pieces_of(trace(model, inputs, after, training=True, with_data=with_data), after, inputs)
     except BadInput as error:
         training = [error] * len(pieces)
-    device = inputs.tensors[0].device
-    return [build(model, *both, device) for both in zip(pieces, training, strict=True)]
+    return [build(model, *both) for both in zip(pieces, training, strict=True)]
 
 
 def pieces_of(traced: Trace, after: Sequence[str], inputs: Inputs) -> list[Piece]:
@@ -205,19 +211,21 @@ def check_carried(traced: Trace, name: str, values: Iterable[Value]) -> None:
             )
 
 
-def _check(model: nn.Module, stages: Sequence[nn.Module], inputs: Inputs) -> None:
-    """Raise unless the chain is the network, bit by bit, at batch sizes that the trace has not seen."""
-    holder = nn.ModuleList([model, *stages])
-    with torch.no_grad(), in_mode(holder, False):
+def _checked(model: nn.Module, stages: list[nn.Module], inputs: Inputs) -> list[nn.Module]:
+    """The stages, if their chain is the network, bit by bit, at batch sizes that the trace has not seen."""
+    for stage in stages:
+        stage.training = model.training
+    with torch.no_grad(), in_mode(nn.ModuleList([model, *stages]), False):
         for size in CHECKED:
             batch = inputs.of_size(size)
             expected, found = logits_of(inputs.run(model, batch)), chain(stages, batch)
             if not same_bits(expected, found):
                 raise BadInput(
-                    f"at batch size {size} the stages do not give what the network gives (largest difference"
-                    f" {(expected - found).abs().max():.2g}): is it random in evaluation mode, or does it branch on the"
-                    " batch size? Cut elsewhere, or teach alight this network with register_cutter"
+                    f"at batch size {size} the stages do not give what the network gives: is it random in evaluation"
+                    " mode, or does it branch on the batch size or on content? Cut elsewhere, or teach alight this"
+                    " network with register_cutter"
                 )
+    return stages
 
 
 def chain(stages: Iterable[nn.Module], batch: tuple[Tensor, ...]) -> Tensor:

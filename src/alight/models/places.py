@@ -1,6 +1,5 @@
 """Where to put exits: block ends at even shares of the cost, at which the network can really be cut."""
 
-import copy
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -11,7 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from alight.errors import BadInput
 from alight.models.cut import CUTTERS, alive_after, cut
-from alight.models.trace import Inputs, Trace, in_mode, trace
+from alight.models.trace import Inputs, Trace, in_mode, on_meta, trace
 
 CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 LAST = 0.99  # of the cost: an exit behind it saves nothing
@@ -34,22 +33,27 @@ def suggest_exits(model: nn.Module, example: Any, count: int) -> list[str]:
     >>> suggest_exits(nn.Sequential(*blocks, nn.Linear(8, 3)), torch.zeros(1, 8), count=3)
     ['1', '3', '5']
     """
+    return cut_evenly(model, example, count)[0]
+
+
+def cut_evenly(model: nn.Module, example: Any, count: int) -> tuple[list[str], list[nn.Module]]:
+    """The names that `suggest_exits` gives, and the stages of the network cut there."""
     if count < 1:
         raise BadInput(f"{count} exits: ask for at least one")
     found = places(model, example, count)
     while True:
         few = [place for place in found if place.alive == 1]
-        chosen = _even(few if len(few) >= count else found, count)
-        if len(chosen) < count:
+        names = [place.name for place in _even(few if len(few) >= count else found, count)]
+        if len(names) < count:
             raise BadInput(
                 f"{len(found)} places found to cut a {type(model).__name__} and {count} asked for:"
                 " ask for fewer, or name modules yourself"
             )
-        names = [place.name for place in chosen]
-        failing = _failing(model, names, example)
-        if not failing:
-            return names
-        found = [place for place in found if place.name not in failing]
+        try:
+            return names, cut(model, names, example)
+        except BadInput:
+            failing = [name for name in names if _fails(model, name, example)] or names[-1:]
+            found = [place for place in found if place.name not in failing]
 
 
 def places(model: nn.Module, example: Any, count: int) -> list[Place]:
@@ -118,7 +122,7 @@ def _depth(name: str) -> int:
 def _cost_shares(model: nn.Module, inputs: Inputs, names: Sequence[str]) -> dict[str, float]:
     """The share of the network's FLOPs that is spent when each module ends, of those that are called once."""
     try:
-        spent = _spent(_on_meta(model), inputs, tuple(tensor.to("meta") for tensor in inputs.tensors), names)
+        spent = _spent(on_meta(model), inputs, tuple(tensor.to("meta") for tensor in inputs.tensors), names)
     except Exception:  # whatever a network does that cannot be done without data
         with sdpa_kernel(SDPBackend.MATH):  # the fused kernels of the CPU are not counted
             spent = _spent(model, inputs, inputs.tensors, names)
@@ -144,17 +148,6 @@ def _spent(model: nn.Module, inputs: Inputs, batch: tuple[Tensor, ...], names: S
     return spent
 
 
-def _on_meta(model: nn.Module) -> nn.Module:
-    """A copy of the network that knows shapes and holds no data."""
-    tensors = [*model.parameters(), *model.buffers()]
-    return copy.deepcopy(model, {id(tensor): _like(tensor) for tensor in tensors})
-
-
-def _like(tensor: Tensor) -> Tensor:
-    empty = torch.empty_like(tensor, device="meta")
-    return nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
-
-
 def _even(found: Sequence[Place], count: int) -> list[Place]:
     """The places, in order, whose shares are nearest to even ones in sum; fewer if there are not as many."""
     best: list[tuple[float, list[Place]]] = [(0.0, [])]  # for each number of places, the best choice so far
@@ -167,16 +160,6 @@ def _even(found: Sequence[Place], count: int) -> list[Place]:
             elif candidate[0] < best[number][0]:
                 best[number] = candidate
     return best[-1][1]
-
-
-def _failing(model: nn.Module, names: Sequence[str], example: Any) -> list[str]:
-    """Those after which the network cannot be cut after all."""
-    try:
-        cut(model, names, example)
-        return []
-    except BadInput:
-        alone = [name for name in names if _fails(model, name, example)]
-        return alone or list(names[-1:])
 
 
 def _fails(model: nn.Module, name: str, example: Any) -> bool:

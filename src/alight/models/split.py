@@ -8,8 +8,9 @@ from torch import Tensor, nn
 
 from alight.errors import BadInput
 from alight.models.cut import CHECKED, check_carried, needed_calls, same_bits
+from alight.models.recording import Value, walk
 from alight.models.stages import Piece, Stage, build
-from alight.models.trace import Inputs, Trace, Value, in_mode, trace, walk
+from alight.models.trace import Inputs, Trace, in_mode, trace
 
 
 def split_outputs(network: nn.Module, example: Any) -> tuple[list[nn.Module], list[nn.Module]]:
@@ -32,16 +33,22 @@ def split_outputs(network: nn.Module, example: Any) -> tuple[list[nn.Module], li
     (['second.weight', 'second.bias', 'late.weight', 'late.bias'], Identity())
     """
     inputs = Inputs(example)
-    evaluation = _pieces(network, inputs, training=False)
+    try:
+        return _split(network, inputs, with_data=False)
+    except BadInput:
+        return _split(network, inputs, with_data=True)
+
+
+def _split(network: nn.Module, inputs: Inputs, *, with_data: bool) -> tuple[list[nn.Module], list[nn.Module]]:
+    evaluation = _pieces(network, inputs, training=False, with_data=with_data)
     training: Sequence[Piece | BadInput]
     try:
-        training = _pieces(network, inputs, training=True)
+        training = _pieces(network, inputs, training=True, with_data=with_data)
         if len(training) != len(evaluation):
             raise BadInput(f"the network gives {len(training) // 2 + 1} outputs in training mode")
     except BadInput as error:
         training = [error] * len(evaluation)
-    device = inputs.tensors[0].device
-    parts = [build(network, *both, device) for both in zip(evaluation, training, strict=True)]
+    parts = [build(network, *both) for both in zip(evaluation, training, strict=True)]
     stages, heads = parts[0::2], [*parts[1::2], nn.Identity()]
     for part in parts:
         part.training = network.training
@@ -51,9 +58,9 @@ def split_outputs(network: nn.Module, example: Any) -> tuple[list[nn.Module], li
     return list(stages), heads
 
 
-def _pieces(network: nn.Module, inputs: Inputs, *, training: bool) -> list[Piece]:
+def _pieces(network: nn.Module, inputs: Inputs, **how: bool) -> list[Piece]:
     """What each stage and head does: stage, head, stage, head, ..., stage."""
-    traced = _opened(network, inputs, training)
+    traced = _opened(network, inputs, **how)
     outputs = _outputs(traced)
     needs = [_ancestors(traced, output) for output in outputs]
     stages, heads, done = [], [], set[int]()
@@ -102,11 +109,11 @@ def _outputs(traced: Trace) -> list[Value]:
     return outputs
 
 
-def _opened(network: nn.Module, inputs: Inputs, training: bool) -> Trace:
+def _opened(network: nn.Module, inputs: Inputs, **how: bool) -> Trace:
     """What the network does, opened wherever a module makes an output and something else at once."""
     opened: set[str] = set()
     while True:
-        traced = trace(network, inputs, (), opened=opened, training=training)
+        traced = trace(network, inputs, (), opened=opened, **how)
         outputs = set(_outputs(traced))
         used = outputs.union(*(call.values for call in traced.calls))
         mixed = {

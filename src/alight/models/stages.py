@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, fx, nn
 
 from alight.errors import BadInput
-from alight.models.trace import BATCHES, PLAIN, Call, Fixed, Sized, State, Trace, Value
+from alight.models.recording import Call, Fixed, Sized, State, Typed, Value
+from alight.models.trace import BATCHES, PLAIN, Trace
 
 CONSTANTS = "_constants"  # where a stage keeps what has no name in the network
 FILES = count()
@@ -66,11 +67,11 @@ def layout_of(shapes: tuple[tuple[int, ...], tuple[int, ...]]) -> Layout | None:
     return Layout(0, rows) if rows and sizes[0] == (rows * BATCHES[0], rows * BATCHES[1]) else None
 
 
-def build(model: nn.Module, evaluation: Piece, training: Piece | BadInput, device: torch.device) -> Stage:
+def build(model: nn.Module, evaluation: Piece, training: Piece | BadInput) -> Stage:
     """The stage that runs one piece in evaluation mode and another in training mode, or says why it cannot."""
     stage = _fresh()
-    code = _Draft(stage, model, evaluation, device).code()
-    other = None if isinstance(training, BadInput) else _Draft(stage, model, training, device).code()
+    code = _Draft(stage, model, evaluation).code()
+    other = None if isinstance(training, BadInput) else _Draft(stage, model, training).code()
     if other is not None and other.src == code.src:
         programs = {"forward": _compiled(code.src, code.globals)}
     else:
@@ -114,19 +115,19 @@ def _refusing(reason: str) -> Callable[..., Any]:
 class _Draft:
     """A piece on its way to Python code, its parameters and modules put into the stage."""
 
-    def __init__(self, stage: Stage, model: nn.Module, piece: Piece, device: torch.device) -> None:
-        self.stage, self.model, self.piece, self.device = stage, model, piece, device
+    def __init__(self, stage: Stage, model: nn.Module, piece: Piece) -> None:
+        self.stage, self.model, self.piece = stage, model, piece
         self.graph = fx.Graph()
         self.made: dict[Value, fx.Node] = {}
         self.fetched: dict[str, fx.Node] = {}
-        self.seen: dict[str, fx.Node] = {}  # the batch size and the device
+        self.seen: dict[str, fx.Node] = {}  # of what comes in
 
     def code(self) -> Any:
         """The piece as Python code."""
         piece = self.piece
         names = piece.input_names or [f"carried_{index}" for index in range(len(piece.incoming))]
         inputs = [self.graph.placeholder(name) for name in names]
-        self.first = inputs[0]
+        self.inputs = list(zip(inputs, piece.incoming, strict=True))
         self.made |= zip(piece.incoming, map(self._restored, inputs, piece.incoming), strict=True)
         for index in piece.calls:
             self.made[Value(index)] = self._emitted(piece.trace.calls[index])
@@ -174,8 +175,10 @@ class _Draft:
             return self._fetched(self._kept(item.tensor))
         if isinstance(item, Sized):
             return self._sized(item)
-        if isinstance(item, torch.device) and item == self.device:
+        if isinstance(item, torch.device) and item == self.piece.trace.device:
             return self._about("device")
+        if isinstance(item, Typed):
+            return self._about("dtype") or item.now
         if isinstance(item, dict):
             return {key: self._argument(part) for key, part in item.items()}
         if isinstance(item, list | tuple):
@@ -191,16 +194,19 @@ class _Draft:
             self.made[value] = self.graph.call_function(operator.getitem, (inner, key))
         return self.made[value]
 
-    def _sized(self, item: Sized) -> fx.Node:
-        size = self._about("shape[0]")
+    def _sized(self, item: Sized) -> Any:
+        size = self._about("shape")
         size = size if item.times == 1 else self.graph.call_function(operator.mul, (size, item.times))
         return self.graph.call_function(operator.add, (size, item.plus)) if item.plus else size
 
-    def _about(self, what: str) -> fx.Node:
-        """The batch size or the device of what comes in."""
+    def _about(self, what: str) -> fx.Node | None:
+        """The device, dtype or first size of what comes in; None if nothing that comes in has the network's dtype."""
         if what not in self.seen:
-            node = self.graph.call_function(getattr, (self.first, what.removesuffix("[0]")))
-            self.seen[what] = self.graph.call_function(operator.getitem, (node, 0)) if what.endswith("]") else node
+            typed = [node for node, value in self.inputs if value in self.piece.trace.typed or what != "dtype"]
+            if not typed:
+                return None
+            node = self.graph.call_function(getattr, (typed[0], what))
+            self.seen[what] = self.graph.call_function(operator.getitem, (node, 0)) if what == "shape" else node
         return self.seen[what]
 
     def _fetched(self, name: str) -> fx.Node:

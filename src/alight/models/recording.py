@@ -1,0 +1,316 @@
+"""One run of a network, written down: every torch function its own code calls, and every module that stays closed.
+
+Tensors are known by identity, so any Python is allowed in between, as long as it never asks for their content.
+"""
+
+import dataclasses
+import linecache
+import sys
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from alight.errors import BadInput
+
+READING = {  # what turns the content of a tensor into a number
+    "__bool__", "__int__", "__float__", "__index__", "__complex__", "__contains__", "__array__",
+    "item", "tolist", "numpy", "equal", "allclose", "is_nonzero",
+}  # fmt: skip
+DICE = ("rand", "bernoulli", "dropout", "normal", "uniform", "multinomial", "poisson", "exponential_")
+
+
+class Value(NamedTuple):
+    """A tensor by where it was made: a call (-1: the inputs) and the way to it inside the call's result."""
+
+    call: int
+    path: tuple[Any, ...] = ()
+
+
+class State(NamedTuple):
+    """A parameter, buffer or module of the network, by name."""
+
+    name: str
+
+
+class Fixed(NamedTuple):
+    """A tensor that is neither computed nor named: a constant."""
+
+    tensor: Tensor
+
+
+class Sized(NamedTuple):
+    """A number that follows the batch size: `times` of it, and `plus`."""
+
+    times: int
+    plus: int
+
+
+class Typed(NamedTuple):
+    """A dtype that follows the network's; `now` is what it was."""
+
+    now: torch.dtype
+
+
+@dataclass
+class Call:
+    """One call: a submodule by name, or a torch function; arguments hold the marks above."""
+
+    target: Any
+    args: Any
+    kwargs: Any
+    line: str
+    tainted: bool  # does the content of the input, or chance, have a part in it?
+    values: set[Value] = field(default_factory=set)  # that it takes
+    storages: set[int] = field(default_factory=set)  # of its results
+    changed: set[int] = field(default_factory=set)  # storages that it writes to
+    changes_state: bool = False  # of the network
+
+
+class End(NamedTuple):
+    """Where a module was left: the number of calls until then, and its result."""
+
+    time: int
+    result: Any
+
+
+@dataclass
+class Record:
+    """One run of a network."""
+
+    calls: list[Call]
+    ends: dict[str, list[End]]
+    output: Any
+    shapes: dict[Value, tuple[int, ...]]
+    dtypes: dict[Value, torch.dtype]
+    tainted: set[Value]
+
+
+Opened = Callable[[str], bool]  # is the module of this name opened?
+
+
+class Closed(Exception):
+    """A tensor came out of a closed module by a back door."""
+
+
+def record(
+    model: nn.Module,
+    run: Callable[[nn.Module, tuple[Tensor, ...]], Any],
+    batch: tuple[Tensor, ...],
+    watched: Collection[str],
+    opened: Opened,
+) -> Record:
+    """One run of the network, written down, with the ends of watched modules."""
+    recorder = _Recorder(model, batch, watched, opened)
+    with torch.no_grad(), recorder.calls_noted(), recorder:
+        result = run(model, batch)
+    output = recorder.encoded(result)
+    shapes, dtypes = recorder.shapes, recorder.dtypes
+    return Record(recorder.calls, recorder.ends, output, shapes, dtypes, recorder.all_tainted())
+
+
+class _Recorder(TorchFunctionMode):
+    def __init__(self, model: nn.Module, tensors: tuple[Tensor, ...], watched: Collection[str], opened: Opened) -> None:
+        super().__init__()
+        self.modules = {id(module): name for name, module in reversed([*model.named_modules(remove_duplicate=False)])}
+        state = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+        self.state = {id(tensor): name for name, tensor in reversed(state)}
+        self.state_storages = {_storage(tensor) for _, tensor in state}
+        self.watched, self.opened = set(watched), opened
+        self.calls: list[Call] = []
+        self.ends: dict[str, list[End]] = {name: [] for name in watched}
+        self.values: dict[int, Value] = {}
+        self.shapes: dict[Value, tuple[int, ...]] = {}
+        self.dtypes: dict[Value, torch.dtype] = {}
+        self.tainted: set[Value] = set()
+        self.tainted_storages: set[int] = set()
+        self.fixed: dict[int, Tensor] = {}
+        self.kept: list[Any] = []  # so that no identity is given out twice
+        self.closed = 0  # how deep inside closed modules
+        for index, tensor in enumerate(tensors):
+            self._know(tensor, Value(-1, (index,)), tainted=True)
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if self.closed:
+            return func(*args, **kwargs)
+        if getattr(func, "__name__", "") == "__iter__":
+            return iter(self._noted(Tensor.unbind, (*args, 0), {}, lambda: args[0].unbind(0)))
+        return self._noted(func, args, kwargs, lambda: func(*args, **kwargs))
+
+    @contextmanager
+    def calls_noted(self) -> Iterator[None]:
+        """While this lasts, calls of modules are noted too."""
+        plain = nn.Module.__call__
+
+        def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            name = self.modules.get(id(module))
+            if self.closed or name is None:
+                return plain(module, *args, **kwargs)
+            if self.opened(name):
+                result = plain(module, *args, **kwargs)
+            else:
+                result = self._noted(name, args, kwargs, lambda: plain(module, *args, **kwargs))
+            if name in self.watched:
+                with self._unseen():
+                    self.ends[name].append(End(len(self.calls), self.encoded(result)))
+            return result
+
+        nn.Module.__call__ = call  # type: ignore[method-assign]
+        try:
+            yield
+        finally:
+            nn.Module.__call__ = plain  # type: ignore[method-assign]
+
+    def _noted(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], run: Callable[[], Any]) -> Any:
+        """The result of a call, once it is written down; tensors in it that were known get a new identity."""
+        with self._unseen():
+            return self._written_down(target, args, kwargs, run)
+
+    @contextmanager
+    def _unseen(self) -> Iterator[None]:
+        self.closed += 1
+        try:
+            yield
+        finally:
+            self.closed -= 1
+
+    def _written_down(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], run: Callable[[], Any]) -> Any:
+        taken = [item for item in walk((args, kwargs)) if isinstance(item, Tensor)]
+        tainted = any(map(self._is_tainted, taken))
+        name = target if isinstance(target, str) else getattr(target, "__name__", str(target))
+        if tainted and name in READING and not isinstance(target, str):
+            raise BadInput(
+                f"the network asks for the content of a tensor ({name}) at {_line()}, so it has no fixed graph:"
+                " cut after modules that do not lie around this line, or teach alight this network with register_cutter"
+            )
+        versions = [_version(tensor) for tensor in taken]
+        encoded = None if name == "__get__" else (self.encoded(args), self.encoded(kwargs))
+        result = run()
+        written = {_storage(tensor) for tensor, old in zip(taken, versions, strict=True) if _version(tensor) != old}
+        if not written and not any(isinstance(item, Tensor) for item in walk(result)):
+            return result
+        tainted = tainted or (not isinstance(target, str) and any(word in name for word in DICE))
+        values = {self.values[id(tensor)] for tensor in taken if id(tensor) in self.values}
+        encoded = encoded or (self.encoded(args), self.encoded(kwargs))
+        call = Call(target, *encoded, line=_line(), tainted=tainted, values=values, changed=written)
+        call.changes_state = bool(written & self.state_storages)
+        index = len(self.calls)
+        self.calls.append(call)
+        if tainted:
+            self.tainted_storages |= written
+        result = self._renewed(result, Value(index), tainted)
+        call.storages = {_storage(item) for item in walk(result) if isinstance(item, Tensor)}
+        return result
+
+    def _renewed(self, result: Any, value: Value, tainted: bool) -> Any:
+        """The result, every tensor of it known as a value of its own."""
+        if isinstance(result, Tensor):
+            if id(result) in self.values or id(result) in self.state or id(result) in self.fixed:
+                result = result.view_as(result)
+            self._know(result, value, tainted)
+            return result
+        return _rebuilt(result, lambda key, item: self._renewed(item, value._replace(path=(*value.path, key)), tainted))
+
+    def _know(self, tensor: Tensor, value: Value, tainted: bool) -> None:
+        self.kept.append(tensor)
+        self.values[id(tensor)] = value
+        self.shapes[value], self.dtypes[value] = tuple(tensor.shape), tensor.dtype
+        if tainted:
+            self.tainted.add(value)
+
+    def all_tainted(self) -> set[Value]:
+        """Values that the content of the input has a part in, at once or later."""
+        later = {self.values[id(tensor)] for tensor in self.kept if _storage(tensor) in self.tainted_storages}
+        return self.tainted | later
+
+    def _is_tainted(self, tensor: Tensor) -> bool:
+        value = self.values.get(id(tensor))
+        return value is not None and (value in self.tainted or _storage(tensor) in self.tainted_storages)
+
+    def encoded(self, item: Any) -> Any:
+        """Arguments or results with tensors and modules replaced by what they are to the network."""
+        if isinstance(item, Tensor):
+            if id(item) in self.values:
+                return self.values[id(item)]
+            if id(item) in self.state:
+                return State(self.state[id(item)])
+            self.fixed[id(item)] = item
+            return Fixed(item)
+        if isinstance(item, nn.Module) and id(item) in self.modules:
+            return State(self.modules[id(item)])
+        if isinstance(item, slice):
+            return slice(*map(self.encoded, (item.start, item.stop, item.step)))
+        if _hides_tensors(item) and not isinstance(item, Mapping):
+            raise Closed(f"a {type(item).__name__} with tensors inside is used at {_line()}")
+        if isinstance(item, Mapping):
+            return {key: self.encoded(part) for key, part in item.items()}
+        if isinstance(item, list | tuple):
+            return (list if isinstance(item, list) else tuple)(map(self.encoded, item))
+        return item
+
+
+def _rebuilt(item: Any, change: Callable[[Any, Any], Any]) -> Any:
+    """A container with its parts changed; anything else as it is."""
+    if isinstance(item, Mapping):
+        parts = {key: change(key, part) for key, part in item.items()}
+        return parts if type(item) is dict else _like(item, parts)
+    if isinstance(item, list | tuple):
+        changed = [change(index, part) for index, part in enumerate(item)]
+        return type(item)(*changed) if hasattr(item, "_fields") else type(item)(changed)  # a namedtuple or not
+    return item
+
+
+def _like(item: Mapping[Any, Any], parts: dict[Any, Any]) -> Any:
+    return type(item)(**parts) if dataclasses.is_dataclass(item) else type(item)(parts)  # type: ignore[call-arg]
+
+
+MARKS = (Value, State, Fixed, Sized, Typed)
+
+
+def walk(item: Any) -> Iterator[Any]:
+    """All that is inside nested containers, and what is not in any."""
+    if isinstance(item, Mapping):
+        for part in item.values():
+            yield from walk(part)
+    elif isinstance(item, list | tuple) and not isinstance(item, MARKS):
+        for part in item:
+            yield from walk(part)
+    elif isinstance(item, slice):
+        yield from (item.start, item.stop, item.step)
+    else:
+        yield item
+
+
+def _hides_tensors(item: Any) -> bool:
+    if isinstance(item, nn.Module) or not hasattr(item, "__dict__") or callable(item):
+        return False
+    return any(isinstance(part, Tensor) for part in walk(vars(item)))
+
+
+def _version(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def _storage(tensor: Tensor) -> int:
+    return id(tensor) if tensor.layout != torch.strided else tensor.untyped_storage()._cdata
+
+
+def _line() -> str:
+    """The line of the network's own code that is being run."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        path = Path(frame.f_code.co_filename)
+        if path != Path(__file__) and Path(torch.__file__).parent not in path.parents and path.name != "contextlib.py":
+            code = linecache.getline(str(path), frame.f_lineno).strip()
+            return f"{path}:{frame.f_lineno} in {frame.f_code.co_name}: {code}"
+        frame = frame.f_back
+    return "an unknown line"
