@@ -265,7 +265,7 @@ def run_python(code: str, *arguments: str, launcher: tuple[str, ...] = ()) -> su
     """What a script that knows the digits does in a process of its own."""
     script = Path(arguments[0]).parent / "script.py"
     script.write_text("import sys\nimport torch\n" + textwrap.dedent(code))
-    paths = os.pathsep.join([str(Path(__file__).parent), *sys.path])
+    paths = os.pathsep.join([str(Path(__file__).parent.parent), *sys.path])
     return subprocess.run(
         [sys.executable, *launcher, str(script), *map(str, arguments)],
         env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
