@@ -1,0 +1,216 @@
+"""A network with exits as a folder: `model.safetensors` has the weights, `config.json` says how to build it again.
+
+Only data is in it, and loading runs no code but that of the installed libraries. The weights carry a copy of the
+config, so that a save which is cut off leaves either the old network or the new one; other files in the folder stay.
+"""
+
+import json
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import safetensors
+import torch
+from safetensors.torch import save
+from torch import Tensor
+
+from alight.errors import BadFile, BadInput, Mismatch
+from alight.files import PathLike, read_json, write_json, write_whole
+from alight.models.attach import attach_heads
+from alight.models.fingerprint import fingerprint
+from alight.models.heads import HEADS, Factory
+from alight.models.multi_exit import MultiExitModel, Normalisation, structure
+from alight.models.sources import BUILDERS, Heads, build
+from alight.models.zoo import NATIVE, ZOO
+
+WEIGHTS, CONFIG, KIND = "model.safetensors", "config.json", "MultiExitModel"
+LIBRARIES = ("alight", "torch", "torchvision", "timm", "transformers", "safetensors")
+
+
+def save_model(model: MultiExitModel, folder: PathLike) -> Path:
+    """The folder, once weights and config are in it, whole or as it was before.
+
+    >>> import tempfile
+    >>> from torch import nn
+    >>> stages, heads = [nn.Linear(4, 8), nn.Linear(8, 8)], [nn.Linear(8, 3), nn.Linear(8, 3)]
+    >>> folder = save_model(MultiExitModel(stages, heads), tempfile.mkdtemp())
+    >>> sorted(path.name for path in folder.iterdir())
+    ['config.json', 'model.safetensors']
+    """
+    folder = Path(folder)
+    tensors, tied = _apart(model.state_dict())
+    config = _config(model) | {"tied": tied}
+    content = save(tensors, {"alight": KIND, "config": json.dumps(config)})
+    folder.mkdir(parents=True, exist_ok=True)
+    write_whole(folder / WEIGHTS, lambda file: file.write(content))
+    write_json(folder / CONFIG, KIND, config)
+    return folder
+
+
+def load_model(folder: PathLike, backbone: Any = None, head: Heads | None = None) -> MultiExitModel:
+    """The network of a folder that `save` wrote, on the CPU, in evaluation mode.
+
+    One that alight cannot build again is passed in: the `backbone` that `attach_heads` or `from_outputs` was given, the
+    networks of a cascade, or a `MultiExitModel` built by hand; `head` if heads were made by a function of one's own.
+    What is passed in gets the weights of the folder.
+    """
+    folder = Path(folder)
+    tensors, config = _read(folder)
+    try:
+        with torch.random.fork_rng(devices=[]):  # fresh weights draw numbers before they are overwritten
+            model = _rebuilt(config, backbone, head)
+        _check_same(model, config, tensors)
+        _fill(model, tensors, config["tied"])
+        if normalisation := config["normalisation"]:
+            model.normalisation = Normalisation(tuple(normalisation["mean"]), tuple(normalisation["std"]))
+        model.num_classes, model.classes = config["num_classes"], tuple(config["classes"])
+        model.recipe = config["recipe"]
+        found, saved = fingerprint(model), config["fingerprint"]
+    except (BadFile, Mismatch, ImportError):
+        raise
+    except Exception as error:  # a damaged config fails in a dozen ways
+        if backbone is not None:
+            raise Mismatch(f"what was passed in does not fit {folder} ({error}): pass in what was saved") from error
+        raise BadFile(folder, f"the network cannot be built again ({error})", "save it again") from error
+    if found != saved:
+        raise BadFile(folder, f"it is damaged (fingerprint {found}, saved as {saved})", "save the network again")
+    return model.eval()
+
+
+def _config(model: MultiExitModel) -> dict[str, Any]:
+    return {
+        "recipe": model.recipe,
+        **structure(model),
+        "num_classes": model.num_classes,
+        "classes": list(model.classes),
+        "fingerprint": fingerprint(model),
+        "versions": {name: number for name in LIBRARIES if (number := _version(name))},
+    }
+
+
+def _apart(state: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Every tensor once, whole and in memory of its own; and the names of those that are another one."""
+    tensors: dict[str, Tensor] = {}
+    tied: dict[str, str] = {}
+    seen: dict[tuple[Any, ...], str] = {}
+    for name, tensor in state.items():
+        if not isinstance(tensor, Tensor):
+            raise BadInput(f"{name} is a {type(tensor).__name__}, no tensor: only tensors can be saved")
+        place = (tensor.data_ptr(), tensor.device, tensor.dtype, tensor.shape, tensor.stride())
+        if tensor.numel() and place in seen:
+            tied[name] = seen[place]
+        else:
+            seen[place] = name
+            tensors[name] = tensor.detach().cpu().contiguous()
+    stored = Counter(tensor.untyped_storage().data_ptr() for tensor in tensors.values())
+    alone = {name: stored[tensor.untyped_storage().data_ptr()] == 1 for name, tensor in tensors.items()}
+    return {name: tensor if alone[name] else tensor.clone() for name, tensor in tensors.items()}, tied
+
+
+def _read(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Weights and config of a folder."""
+    if not folder.is_dir():
+        raise FileNotFoundError(f"there is no folder {folder}")
+    for name in (WEIGHTS, CONFIG):
+        if not (folder / name).is_file():
+            raise BadFile(folder, f"it has no {name}", "give a folder that alight saved a network to")
+    config = read_json(folder / CONFIG, KIND)
+    try:
+        with safetensors.safe_open(folder / WEIGHTS, framework="pt") as file:
+            told = file.metadata() or {}
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except safetensors.SafetensorError as error:
+        raise BadFile(folder / WEIGHTS, f"it is damaged ({error})", "save the network again") from error
+    if told.get("alight") != KIND or "config" not in told:
+        raise BadFile(folder / WEIGHTS, "alight did not write it", "give a folder that alight saved a network to")
+    beside = json.loads(told["config"])
+    if beside.get("fingerprint") != config.get("fingerprint"):  # a save was cut off between the two files
+        config = beside
+    return tensors, config
+
+
+def _rebuilt(config: Mapping[str, Any], backbone: Any, head: Heads | None) -> MultiExitModel:
+    """The network of a config, with whatever weights."""
+    recipe = config["recipe"]
+    source = recipe["source"]
+    if isinstance(backbone, MultiExitModel):
+        return backbone
+    if source in BUILDERS and backbone is None:
+        backbone = build(source, recipe["name"], recipe["arguments"])
+    if source == "zoo":
+        return _from_zoo(recipe, config["heads"], head)
+    if backbone is None or source == "stages":
+        what = recipe.get(
+            "type", "a MultiExitModel built by hand" if source == "stages" else f"the {source} of another"
+        )
+        raise Mismatch(f"alight cannot build {what} again: pass it in as load_model(folder, backbone=...)")
+    example = _example(recipe["example"])
+    if source == "cascade":
+        return MultiExitModel.cascade([*backbone], config["exits"], example)
+    if source == "outputs":
+        return MultiExitModel.from_outputs(backbone, example, config["exits"])
+    return attach_heads(backbone, recipe["after"], example=example, head=_factories(config["heads"], head))
+
+
+def _from_zoo(recipe: Mapping[str, Any], heads: Sequence[Mapping[str, Any]], head: Heads | None) -> MultiExitModel:
+    if recipe["name"] not in ZOO:
+        raise BadInput(f"this alight has no network {recipe['name']!r}")
+    own = {} if recipe["name"] in NATIVE else {"head": _factories(heads, head)}
+    return ZOO[recipe["name"]](recipe["num_classes"], **recipe["arguments"], **own)
+
+
+def _factories(heads: Sequence[Mapping[str, Any]], head: Heads | None) -> Heads:
+    """What makes the heads before the last: those of alight from their settings, others as passed in."""
+    if head is not None:
+        return head
+    if foreign := [settings["type"] for settings in heads[:-1] if "type" in settings]:
+        raise Mismatch(
+            f"its heads are {foreign[0]}, not alight's: pass in what made them, load_model(folder, head=...)"
+        )
+    return [_factory(settings) for settings in heads[:-1]]
+
+
+def _factory(settings: Mapping[str, Any]) -> Factory:
+    arguments = {key: value for key, value in settings.items() if key != "head"}
+    return lambda _: HEADS[settings["head"]](**arguments)
+
+
+def _example(described: Mapping[str, Any]) -> Any:
+    """An example of the described shapes: ones, which are tokens, masks and numbers alike."""
+    if "several" in described:
+        return tuple(_example(part) for part in described["several"])
+    if isinstance(described.get("shape"), list):
+        return torch.ones(described["shape"], dtype=getattr(torch, described["dtype"]))
+    return {name: _example(part) for name, part in described.items()}
+
+
+def _check_same(model: MultiExitModel, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+    """That the weights of the folder belong to this network."""
+    own = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    saved = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    saved |= {name: saved[other] for name, other in config["tied"].items()}
+    if own == saved and list(model.exits) == config["exits"]:
+        return
+    odd = sorted(name for name in own.keys() | saved.keys() if own.get(name) != saved.get(name))
+    what = f"exits {list(model.exits)} here, {config['exits']} there"
+    if odd:
+        shapes = f"{own.get(odd[0], 'missing')} here, {saved.get(odd[0], 'missing')} there"
+        what = f"{len(odd)} weights differ, the first {odd[0]!r}: {shapes}"
+    raise Mismatch(f"the folder is another network's ({what}): pass in the one that was saved")
+
+
+def _fill(model: MultiExitModel, tensors: Mapping[str, Tensor], tied: Mapping[str, str]) -> None:
+    """Put the weights in place, in their dtype; what is shared stays shared."""
+    whole = {**tensors, **{name: tensors[other] for name, other in tied.items()}}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        tensor.data = tensor.data.to(whole[name].dtype)
+    model.load_state_dict(whole)
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
