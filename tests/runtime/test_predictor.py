@@ -252,7 +252,7 @@ def test_an_error_inside_a_stage_says_where(model, images, table):
         def forward(self, features, *others):
             raise torch.OutOfMemoryError("no memory")
 
-    stages = [*model.stages][:2] + [Full()] + [*model.stages][3:]
+    stages = [*model.stages[:2], Full(), *model.stages[3:]]
     policy = Threshold(tuple(middle(table, index, 0.9) for index in range(3)), costs=COSTS)
     with pytest.raises(torch.OutOfMemoryError) as caught:
         Predictor(MultiExitModel(stages, [*model.heads]), policy)(images)

@@ -5,6 +5,7 @@ Policy
 ├── Streak      the score has reached one threshold at so many exits in a row (PCEE)
 ├── Patience    the prediction has stayed the same for so many exits (PABEE)
 ├── ExitAt      everyone leaves at one exit
+├── Lottery     so many leave at each exit, drawn by lot
 └── Mixture     a share of the samples follows one policy, the rest another
 """
 
@@ -43,6 +44,7 @@ class Certificate:
         return f"{self.promise} {self.assumption}"
 
 
+LOTTERY_SALT = 100  # plus the exit's position: every exit draws anew
 MIXTURE_SALT = 1  # so that who is in a mixture's share says nothing about how its ties fall
 
 
@@ -290,6 +292,31 @@ class ExitAt(Policy):
 
     def summary(self) -> str:
         return f"everyone leaves at exit {self.open_exits[0]}"
+
+
+@dataclass(frozen=True)
+class Lottery(Policy):
+    """Leave by lot, whatever the scores, so many at each exit as its rates say: the theorem's randomised mixture.
+
+    >>> policy = Lottery(costs=(1.0, 3.0), exit_rates=(0.25, 0.75))
+    >>> policy.step(0, np.arange(1000), None, None, ())[0].mean()
+    np.float64(0.243)
+    """
+
+    def _check(self) -> None:
+        super()._check()
+        if not self.exit_rates:
+            raise BadInput("a lottery without exit rates: give one for each open exit")
+
+    def step(
+        self, position: int, samples: Array, predictions: Array, scores: Array, memory: Memory
+    ) -> tuple[Array, Memory]:
+        waiting = sum(self.exit_rates[position:])
+        share = min(1.0, self.exit_rates[position] / waiting) if waiting > 0 else 1.0
+        return hashed_below(samples, share, LOTTERY_SALT + position), memory
+
+    def summary(self) -> str:
+        return "leave by lot"
 
 
 @dataclass(frozen=True)
