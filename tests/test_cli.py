@@ -9,10 +9,18 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import timm
+import torch
 from conftest import made_up
+from digits import digits
+from safetensors.torch import save_file
 
 from alight import Costs, HeadOutputs, calibrate, load_policy, read_points
 from alight.cli import main
+from alight.models.checkpoints import Checkpoint
+from alight.models.fingerprint import fingerprint
+from alight.models.folder import load_model
+from alight.models.measure import measure_costs
 
 COSTS = Costs([1.0, 1.0, 2.0, 2.0], [0.1] * 4, unit="ms")
 
@@ -259,7 +267,7 @@ def test_the_installed_command_answers():
     assert re.fullmatch(r"alight \d+\.\d+\.\d+\n", done.stdout)
 
 
-@pytest.mark.parametrize("command", ["", "demo", "calibrate", "sweep", "report"])
+@pytest.mark.parametrize("command", ["", "demo", "attach", "train", "record", "costs", "calibrate", "sweep", "report"])
 def test_every_help_is_there_with_an_example(command, capsys):
     status, out, _ = run(f"{command} --help", capsys)
     assert status == 0
@@ -271,3 +279,118 @@ def test_a_policy_file_is_plain_json(folder, capsys):
     content = json.loads((folder / "policy.json").read_text())
     assert content["alight"] == "Policy"
     assert content["schema"] == 1
+
+
+@pytest.fixture(scope="module")
+def digit_files(tmp_path_factory):
+    """Digits as pictures of 16 x 16, and a small network of timm with exits, in a folder."""
+    folder = tmp_path_factory.mktemp("digits")
+    for name, data in zip(("train", "test"), digits(), strict=True):
+        images, labels = data.tensors
+        doubled = (255 * images.repeat(1, 3, 2, 2)).to(torch.uint8)
+        np.savez(folder / f"{name}.npz", images=doubled.numpy(), labels=labels.numpy())
+    line = f"attach timm:test_resnet --classes 10 --image-size 16 --after layer1,layer2 -o {folder}/model"
+    assert main(line.split()) == 0
+    return folder
+
+
+def test_attach_train_record_costs_and_calibrate_chain(digit_files, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    data = digit_files
+    line = f"train {data}/model {data}/train.npz --mode joint --epochs 4 --validation {data}/test.npz -o trained"
+    status, out, err = run(f"{line} --set learning_rate=0.003", capsys)
+    assert status == 0, err
+    assert "validation accuracy" in out
+    assert "accuracy %" in err
+    assert sorted(path.name for path in (tmp_path / "trained").iterdir()) == ["config.json", "model.safetensors"]
+    status, out, err = run(f"record trained {data}/test.npz -o labelled.npz --features negative_entropy", capsys)
+    assert status == 0, err
+    assert "record: 100%" in err
+    table, model = HeadOutputs.load("labelled.npz"), load_model("trained")
+    assert f"end {1 - table.risks()[-1]:.1%}" in out
+    assert table.risks()[-1] < 0.1
+    assert table.fingerprint == fingerprint(model)
+    assert set(table.features) == {"negative_entropy"}
+    status, out, err = run("costs trained", capsys)
+    assert status == 0, err
+    assert "heads before the last: 0." in out
+    costs = Costs.load("costs.json")
+    expected = measure_costs(model, torch.zeros(1, 3, 16, 16))
+    np.testing.assert_allclose(costs.cumulative(), expected.cumulative())
+    assert run("costs trained --unit ms --batch-size 8 -o ms.json", capsys)[0] == 0
+    assert Costs.load("ms.json").unit == "ms"
+    status, _, err = run("calibrate labelled.npz --costs costs.json --budget 90% -o policy.json", capsys)
+    assert status == 0, err
+    assert load_policy("policy.json").fingerprint == table.fingerprint
+
+
+def test_an_interrupted_training_goes_on_where_it_was(digit_files, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    line = f"train {digit_files}/model {digit_files}/test.npz --mode joint --epochs 2 --augment -o"
+    assert run(f"{line} whole", capsys)[0] == 0
+    save = Checkpoint.save
+
+    def interrupted(checkpoint, path):
+        save(checkpoint, path)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Checkpoint, "save", interrupted)
+    assert run(f"{line} parts", capsys)[0] == 130
+    assert [path.name for path in (tmp_path / "parts").iterdir()] == ["checkpoint.safetensors"]
+    monkeypatch.undo()
+    monkeypatch.chdir(tmp_path)
+    assert run(f"{line} parts", capsys)[0] == 0
+    assert fingerprint(load_model("parts")) == fingerprint(load_model("whole"))
+    assert not (tmp_path / "parts" / "checkpoint.safetensors").exists()
+
+
+def test_attach_takes_trained_weights_and_a_normalisation(digit_files, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    torch.manual_seed(1)
+    backbone = timm.create_model("test_resnet", num_classes=7).eval()
+    save_file(backbone.state_dict(), "weights.safetensors")
+    line = "attach timm:test_resnet --classes 7 --image-size 32 --count 2 --weights weights.safetensors"
+    status, out, err = run(f"{line} --mean 0.1,0.2,0.3 --std 0.5,0.5,0.5 -o own", capsys)
+    assert status == 0, err
+    assert str(tmp_path / "own") in out
+    model, images = load_model("own"), torch.rand(2, 3, 32, 32)
+    assert model.num_exits == 3
+    assert model.normalisation.mean == (0.1, 0.2, 0.3)
+    with torch.no_grad():
+        assert torch.equal(model(images)[-1], backbone(images))
+    assert run(line.replace("--classes 7", "--classes 5"), capsys)[2].startswith("alight: the weights are another")
+
+
+def test_a_missing_library_is_named_with_what_brings_it(capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "timm", None)
+    status, _, err = run("attach timm:test_resnet", capsys)
+    assert status == 1
+    assert 'pip install "alight[vision]"' in err
+
+
+NETWORK_BAD = {
+    "unknown network": ("attach resnet18", "write timm:NAME"),
+    "unknown in the zoo": ("attach zoo:lenet", "NAME one of convnext_cifar"),
+    "exits of the zoo": ("attach zoo:resnet18_cifar --count 5", "stand where its paper puts them"),
+    "unknown module": ("attach timm:test_resnet --after layer9", "layer9"),
+    "unknown option": ("attach timm:test_resnet --set depth=3", "does not take these options"),
+    "no weights": ("attach timm:test_resnet --weights nowhere.safetensors", "nowhere.safetensors"),
+    "no model": ("train nowhere train.npz", "there is no folder nowhere"),
+    "no data": ("train {data}/model nowhere.npz", "nowhere.npz: there is no such file"),
+    "bad setting": ("train {data}/model {data}/test.npz --set heat=1", "NAME one of backbone_epochs"),
+    "mistyped setting": ("train {data}/model {data}/test.npz --set learning_rate=hot", "of the wrong kind"),
+    "table over data": ("record {data}/model {data}/test.npz -o {data}/test.npz", "named twice"),
+    "table as data": ("record {data}/model other.npz", "save np.savez(path, images=..., labels=...)"),
+}
+
+
+@pytest.mark.parametrize("case", NETWORK_BAD)
+def test_bad_input_to_a_network_gets_one_sentence_and_a_status(case, digit_files, folder, capsys):
+    line, message = NETWORK_BAD[case]
+    np.savez("other.npz", scores=np.zeros(3))
+    status, out, err = run(line.format(data=digit_files), capsys)
+    assert status == 1
+    assert message in err
+    assert err.startswith("alight: ")
+    assert err.count("\n") == 1
+    assert out == ""

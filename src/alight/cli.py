@@ -2,6 +2,8 @@
 
 import argparse
 import inspect
+import os
+import shutil
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -20,7 +22,9 @@ from alight.outputs import HeadOutputs
 from alight.policies.policy import Policy, aligned
 from alight.policies.route import replay, replay_on
 from alight.report import write_report
+from alight.scores import SCORES
 
+TOKENIZER = "tokenizer"  # the folder beside a network that reads text
 SLOW = ("genetic", "auto")  # seconds for each budget, so only on request
 
 
@@ -33,6 +37,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _fail(str(error))
     except OSError as error:
         return _fail(f"{error.filename}: {error.strerror}" if error.filename else str(error))
+    except ImportError as error:
+        needed = {"torch": "torch", "safetensors": "torch", "timm": "vision", "torchvision": "vision"}.get(
+            str(error.name)
+        )
+        return _fail(f'{error}: pip install "alight[{needed}]"' if needed else str(error))
     except KeyboardInterrupt:
         print("alight: interrupted, nothing half-written is left", file=sys.stderr)
         return 130
@@ -104,6 +113,114 @@ def _batches_and_stream(batches: Policy, stream: Policy, test: HeadOutputs) -> s
         f"stream_policy.json on images that turn hard half-way: {spent:.2%} of the budget spent, at no moment ahead by"
         f" more than {ahead:.2f} full passes; the alarm was raised {alarm}."
     )
+
+
+def attach_command(options: argparse.Namespace) -> None:
+    """Put exits with untrained heads on a network, and write it to a folder."""
+    import torch
+
+    from alight.models.multi_exit import Normalisation
+    from alight.models.named import from_name
+    from alight.models.weights import load_backbone
+
+    torch.manual_seed(options.seed)
+    try:
+        model = from_name(
+            options.network,
+            num_classes=options.classes,
+            pretrained=options.pretrained,
+            after=options.after,
+            head=options.head,
+            count=options.count,
+            image_size=options.image_size,
+            arguments=_settings(options.set),
+        )
+    except TypeError as error:
+        raise BadInput(f"{options.network} does not take these options ({error})") from error
+    if options.weights:
+        load_backbone(model, options.weights)
+    if options.mean:
+        model.normalisation = Normalisation(options.mean, options.std or (1.0,) * len(options.mean))
+    folder = model.save(options.output)
+    _keep_tokenizer(Path(options.network.removeprefix("transformers:")), folder)
+    print(f"{options.network}, {model.num_classes} classes, exits after {', '.join(model.exits)}: {folder.resolve()}")
+
+
+def train_command(options: argparse.Namespace) -> None:
+    """Train the heads of a network, or all of it; an interrupted training goes on where it was."""
+    from alight.models.folder import load_model
+    from alight.models.training import train_heads
+    from alight.runtime.loading import load_data
+
+    source, folder = Path(options.model), Path(options.output or options.model)
+    model = load_model(source)
+    given = _data_options(options)
+    data = load_data(options.data, model, split=options.split, shuffle=True, augment=options.augment, **given)
+    validation = load_data(options.validation, model, split="test", **given) if options.validation else None
+    folder.mkdir(parents=True, exist_ok=True)
+    checkpoint = folder / "checkpoint.safetensors"
+    settings = {"mode": options.mode, "epochs": options.epochs, "device": _device(options.device)}
+    try:
+        history = train_heads(
+            model,
+            data,
+            validation=validation,
+            checkpoint=checkpoint,
+            **settings | _own_options(train_heads, options.set, taken=[*settings, "validation", "checkpoint"]),
+        )
+    except TypeError as error:
+        raise BadInput(f"--set {' '.join(options.set)}: a value is of the wrong kind ({error})") from error
+    if int(os.environ.get("RANK", "0")) == 0:  # of the processes that torchrun started, the first
+        model.save(folder)
+        if source.resolve() != folder.resolve() and (source / TOKENIZER).is_dir():
+            shutil.copytree(source / TOKENIZER, folder / TOKENIZER, dirs_exist_ok=True)
+        checkpoint.unlink(missing_ok=True)
+        print(history)
+
+
+def record_command(options: argparse.Namespace) -> None:
+    """Write down what every head says about every sample."""
+    from alight.models.folder import load_model
+    from alight.runtime.loading import load_data
+    from alight.runtime.recorder import record
+
+    _distinct(options.data, options.output)
+    model = load_model(options.model)
+    outputs = record(
+        model,
+        load_data(options.data, model, split=options.split, **_data_options(options)),
+        score=options.score,
+        features=options.features,
+        log_probabilities=options.log_probabilities,
+        device=_device(options.device),
+        dtype=options.dtype,
+    )
+    outputs.save(options.output)
+    print(f"{outputs}: {options.output}")
+    if outputs.labels is not None:
+        print(
+            "accuracy "
+            + ", ".join(f"{name} {1 - risk:.1%}" for name, risk in zip(model.exits, outputs.risks(), strict=True))
+        )
+
+
+def costs_command(options: argparse.Namespace) -> None:
+    """Measure what every stage and every head costs."""
+    from alight.models.folder import load_model
+    from alight.models.measure import head_overhead, measure_costs, time_stages
+    from alight.runtime.loading import example_of
+
+    model = load_model(options.model).to(_device(options.device))
+    example = example_of(model, options.tokens)
+    if options.unit == "ms":
+        timings = time_stages(model, example, options.batch_size)
+        costs = timings.costs()
+        print(timings)
+    else:
+        costs = measure_costs(model, example, options.unit, options.batch_size)
+        print(f"heads before the last: {head_overhead(costs):.2%} of the plain network")
+    costs.save(options.output)
+    print(f"{costs}: {options.output}")
 
 
 def calibrate_command(options: argparse.Namespace) -> None:
@@ -207,9 +324,10 @@ def _even_budgets(costs: Costs) -> list[str]:
     return [f"{percent:g}%" for percent in np.linspace(min(lowest, 100), 100, 17)]
 
 
-def _own_options(method: Callable[..., Any], settings: Sequence[str]) -> dict[str, Any]:
-    """A method's own keyword arguments, from name=value."""
-    known = [name for name, each in inspect.signature(method).parameters.items() if each.kind is each.KEYWORD_ONLY]
+def _own_options(method: Callable[..., Any], settings: Sequence[str], taken: Sequence[str] = ()) -> dict[str, Any]:
+    """A function's own keyword arguments, from name=value; those taken have an option of their own."""
+    parameters = inspect.signature(method).parameters.items()
+    known = [name for name, each in parameters if each.kind is each.KEYWORD_ONLY and name not in taken]
     values: dict[str, Any] = {}
     if "progress" in known:
         known.remove("progress")
@@ -222,7 +340,34 @@ def _own_options(method: Callable[..., Any], settings: Sequence[str]) -> dict[st
     return values
 
 
-def _value(text: str) -> float | int | bool | str | None:
+def _settings(settings: Sequence[str]) -> dict[str, Any]:
+    """Keyword arguments for a function that takes any, from name=value."""
+    if odd := [setting for setting in settings if "=" not in setting]:
+        raise BadInput(f"--set {odd[0]!r}: write NAME=VALUE")
+    return {setting.partition("=")[0]: _value(setting.partition("=")[2]) for setting in settings}
+
+
+def _data_options(options: argparse.Namespace) -> dict[str, Any]:
+    tokenizer = options.tokenizer or Path(options.model) / TOKENIZER
+    return {"batch_size": options.batch_size, "workers": options.workers, "tokenizer": tokenizer}
+
+
+def _device(asked: str | None) -> str:
+    import torch
+
+    return asked or ("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def _keep_tokenizer(source: Path, folder: Path) -> None:
+    """Put the tokenizer of a folder beside the network that reads its tokens."""
+    if (source / "tokenizer_config.json").is_file():
+        from transformers import AutoTokenizer
+
+        tokenizer = AutoTokenizer.from_pretrained(str(source), local_files_only=True, trust_remote_code=False)
+        tokenizer.save_pretrained(str(folder / TOKENIZER))
+
+
+def _value(text: str) -> float | int | bool | str | list[float] | None:
     words = {"true": True, "yes": True, "false": False, "no": False, "none": None}
     if text.lower() in words:
         return words[text.lower()]
@@ -231,7 +376,10 @@ def _value(text: str) -> float | int | bool | str | None:
             return kind(text)
         except ValueError:
             continue
-    return text
+    try:
+        return [float(part) for part in text.split(",")] if "," in text else text
+    except ValueError:
+        return text
 
 
 def _fail(message: str) -> int:
@@ -277,6 +425,7 @@ def _parser() -> argparse.ArgumentParser:
     added = command("demo", demo, "alight demo")
     added.add_argument("-o", "--output", default="alight-demo", help="folder for the report (default: alight-demo)")
 
+    _network_commands(command)
     added = command(
         "calibrate",
         calibrate_command,
@@ -321,6 +470,71 @@ def _contract_options(parser: argparse.ArgumentParser, *further: str) -> None:
     contracts = ["mean", "probability", *further]
     parser.add_argument("--contract", choices=contracts, help="what to promise about cost")
     parser.add_argument("--delta", type=float, default=0.05, help="probability that a promise fails (default: 0.05)")
+
+
+def _network_commands(command: Callable[..., argparse.ArgumentParser]) -> None:
+    """The commands that run a network."""
+    added = command("attach", attach_command, "alight attach torchvision:resnet18 --weights resnet18.safetensors")
+    added.add_argument("network", help="timm:NAME, torchvision:NAME, transformers:FOLDER or zoo:NAME")
+    added.add_argument("--after", type=_modules, default="auto", help="modules, as layer1,layer2 (default: auto)")
+    added.add_argument("--count", type=int, default=3, help="exits before the end that auto places (default: 3)")
+    added.add_argument("--head", default="auto", help="kind of head (default: by the shape of the features)")
+    added.add_argument("--classes", type=int, help="number of classes (default: the network's own)")
+    added.add_argument("--image-size", type=int, help="height and width of images (default: the network's own)")
+    added.add_argument("--pretrained", action="store_true", help="download the library's weights")
+    added.add_argument("--weights", help="trained weights of the plain network (.safetensors)")
+    added.add_argument("--mean", type=_numbers, help="taken off each channel of images in 0..1, as 0.5,0.5,0.5")
+    added.add_argument("--std", type=_numbers, help="what each channel is then divided by")
+    added.add_argument("--set", metavar="NAME=VALUE", action="append", default=[], help="the network's own option")
+    added.add_argument("--seed", type=int, default=0, help="of fresh weights (default: 0)")
+    added.add_argument("-o", "--output", default="model", help="folder for the network (default: model)")
+
+    added = command("train", train_command, "alight train model train.npz --epochs 20 --set learning_rate=0.003")
+    _data_arguments(added, split="train")
+    added.add_argument("--validation", help="data to judge every epoch by")
+    added.add_argument("--mode", choices=["frozen", "joint", "mixed"], default="frozen", help="default: frozen")
+    added.add_argument("--epochs", type=int, default=10, help="default: 10")
+    added.add_argument("--augment", action="store_true", help="flip and move images at random")
+    added.add_argument(
+        "--set", metavar="NAME=VALUE", action="append", default=[], help="an option of train_heads, as distill=0.5"
+    )
+    added.add_argument("-o", "--output", help="folder for the trained network (default: where it was)")
+
+    added = command("record", record_command, "alight record model test.npz --output test_outputs.npz")
+    _data_arguments(added, split="test")
+    added.add_argument("--score", choices=SCORES, default="margin", help="default: margin")
+    added.add_argument("--features", type=_modules, default=(), help="further scores to keep, as negative_entropy")
+    added.add_argument("--log-probabilities", action="store_true", help="keep those too, in half precision")
+    added.add_argument("--dtype", choices=["fp32", "bf16", "fp16"], help="default: the network's own")
+    added.add_argument("-o", "--output", type=_output, default="outputs.npz", help="default: outputs.npz")
+
+    added = command("costs", costs_command, "alight costs model --unit ms --batch-size 256 --output costs.json")
+    added.add_argument("model", help="folder of a network with exits")
+    added.add_argument("--unit", choices=["FLOPs", "MACs", "ms", "J"], default="FLOPs", help="default: FLOPs")
+    added.add_argument("--batch-size", type=int, help="default: 2")
+    added.add_argument("--tokens", type=int, help="of a text (default: 16)")
+    added.add_argument("--device", help="default: cuda if there is one")
+    added.add_argument("-o", "--output", type=_output, default="costs.json", help="default: costs.json")
+
+
+def _data_arguments(parser: argparse.ArgumentParser, split: str) -> None:
+    parser.add_argument("model", help="folder of a network with exits")
+    parser.add_argument(
+        "data", help=".npz of images and labels, folder of class folders, cifar100:FOLDER, .jsonl of texts, ..."
+    )
+    parser.add_argument("--split", default=split, help=f"part of a data set that has several (default: {split})")
+    parser.add_argument("--batch-size", type=int, default=128, help="default: 128")
+    parser.add_argument("--workers", type=int, default=0, help="processes that load data (default: 0)")
+    parser.add_argument("--tokenizer", help="folder of a tokenizer (default: that of the model)")
+    parser.add_argument("--device", help="default: cuda if there is one")
+
+
+def _modules(text: str) -> str | list[str]:
+    return text if text == "auto" else text.split(",")
+
+
+def _numbers(text: str) -> tuple[float, ...]:
+    return tuple(float(part) for part in text.split(","))
 
 
 def _table_options(parser: argparse.ArgumentParser, *further: str) -> None:

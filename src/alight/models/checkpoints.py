@@ -36,7 +36,10 @@ class Checkpoint:
         other = [name for name in settings if self.settings.get(name) != settings[name]]
         if other:
             told = "; ".join(f"{name} was {self.settings.get(name)!r}, now {settings[name]!r}" for name in other)
-            raise Mismatch(f"the checkpoint {path} is of another training ({told}): give the same, or another path")
+            raise Mismatch(
+                f"the checkpoint {path} is of another training ({told}):"
+                " give the same settings, or delete it to start anew"
+            )
         return self
 
     def save(self, path: PathLike) -> None:

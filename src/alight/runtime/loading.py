@@ -1,0 +1,342 @@
+"""Data on disk as batches for a network: images and text, with labels where there are any.
+
+    images.npz             images (samples, height, width, channels) or (samples, channels, height, width), and labels
+    folder/class/*.png     a folder for each class
+    cifar100:folder        a data set of torchvision that lies in the folder
+    folder                 a data set that Hugging Face's `save_to_disk` wrote
+    lines.jsonl            one object per line with "text" and "label"
+
+Images are brought to the network's size and normalised as its config says; text is cut into tokens by its tokenizer.
+"""
+
+import errno
+import importlib
+import inspect
+import json
+from collections.abc import Callable, Mapping, Sequence
+from operator import itemgetter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from alight.errors import BadFile, BadInput
+from alight.files import PathLike
+from alight.models.multi_exit import MultiExitModel
+
+IMAGE_NAMES, LABEL_NAMES, TEXT_NAMES = (
+    ("images", "image", "img", "x", "data"),
+    ("labels", "label", "y", "targets", "fine_label"),
+    ("text", "sentence", "utterance"),
+)  # of arrays and columns, the first that is there
+SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".tif", ".tiff", ".webp")
+SHIFT = 8  # augmented images are moved by up to an eighth of their size, as is usual for 32 x 32
+MAX_TOKENS = 128  # of a text; longer ones are cut off
+
+Sample = tuple[Any, int | None]  # an image or a text, and its class
+
+
+def load_data(
+    where: PathLike,
+    model: MultiExitModel,
+    *,
+    split: str = "train",
+    batch_size: int = 128,
+    shuffle: bool = False,
+    augment: bool = False,
+    tokenizer: PathLike | None = None,
+    workers: int = 0,
+) -> DataLoader[Any]:
+    """Batches of the data that lie there, as this network takes them.
+
+    `split` chooses among the parts of a data set that has several. `augment` flips and moves images at random.
+    """
+    samples, kind = _open(str(where), model, split)
+    collate: Callable[[Sequence[Sample]], Any]
+    if kind == "text":
+        collate = _Texts(model, _tokenizer(tokenizer, where), str(where))
+    else:
+        collate = _Images(model, augment, str(where))
+    return DataLoader(samples, batch_size, shuffle=shuffle, collate_fn=collate, num_workers=workers)
+
+
+def example_of(model: MultiExitModel, tokens: int | None = None) -> Any:
+    """A batch as the network takes it, of ones: as its config describes it, or of text with so many tokens."""
+    described = model.recipe.get("example")
+    if not described:
+        raise BadInput("the network does not say what it takes: build it with attach_heads, which keeps an example")
+    if not isinstance(described.get("shape"), list):
+        described = {name: dict(part) for name, part in described.items()}
+        for part in described.values():
+            part["shape"] = [part["shape"][0], tokens or part["shape"][1]]
+        return {name: _ones(part) for name, part in described.items()}
+    return _ones(described)
+
+
+def _ones(described: Mapping[str, Any]) -> Tensor:
+    return torch.ones(described["shape"], dtype=getattr(torch, described["dtype"]))
+
+
+class _Samples(Dataset[Sample]):
+    """Images or texts one by one, with their classes."""
+
+    def __init__(self, items: Any, labels: Sequence[int] | np.ndarray | None, read: Callable[[Any], Any] | None = None):
+        self.items, self.labels, self.read = items, labels, read  # an item is read when it is asked for
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    def __getitem__(self, index: int) -> Sample:
+        item = self.read(self.items[index]) if self.read else self.items[index]
+        return item, None if self.labels is None else int(self.labels[index])
+
+
+def _open(where: str, model: MultiExitModel, split: str) -> tuple[Dataset[Sample], str]:
+    """The samples that lie there, and whether they are "images" or "text"."""
+    path = Path(where)
+    name, colon, root = where.partition(":")
+    if colon and not path.exists():
+        return _torchvision(name, root, split), "images"
+    if not path.exists():
+        raise FileNotFoundError(errno.ENOENT, "there is no such file or folder", where)
+    if path.suffix == ".npz":
+        return _arrays(path), "images"
+    if path.suffix == ".jsonl":
+        return _lines(path, model), "text"
+    if path.is_dir() and any((path / told).exists() for told in ("dataset_info.json", "dataset_dict.json")):
+        return _hugging_face(path, split)
+    if path.is_dir():
+        return _folders(path, model), "images"
+    raise BadInput(f"{where} is no kind of data that alight reads: give .npz, .jsonl, a folder, or NAME:FOLDER")
+
+
+def _arrays(path: Path) -> _Samples:
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            arrays = {name: file[name] for name in file.files}
+    except Exception as error:  # a damaged archive fails in a dozen ways
+        raise BadFile(path, f"it is damaged or holds objects ({error})", "save plain arrays with np.savez") from error
+    images, labels = _first(arrays, IMAGE_NAMES), _first(arrays, LABEL_NAMES)
+    if images is None:
+        raise BadFile(path, f"it has {', '.join(arrays) or 'nothing'}", "save np.savez(path, images=..., labels=...)")
+    if labels is not None and (labels.ndim != 1 or len(labels) != len(images) or labels.dtype.kind not in "iu"):
+        raise BadFile(
+            path, f"its labels are {labels.dtype} of shape {labels.shape}", f"give {len(images)} class indices"
+        )
+    return _Samples(images, labels)
+
+
+def _folders(path: Path, model: MultiExitModel) -> _Samples:
+    names = sorted(folder.name for folder in path.iterdir() if folder.is_dir())
+    files = [(file, name) for name in names for file in sorted((path / name).rglob("*")) if _is_image(file)]
+    if not files:
+        raise BadInput(f"{path} has no folders with images ({' '.join(SUFFIXES)}): make one folder for each class")
+    indices = _class_indices(names, model, str(path))
+    return _Samples([file for file, _ in files], [indices[name] for _, name in files], _picture)
+
+
+def _torchvision(name: str, root: str, split: str) -> Dataset[Sample]:
+    sets = _library("torchvision.datasets", "vision")
+    known = {each.lower(): each for each in sets.__all__}
+    if name.lower() not in known:
+        raise BadInput(f"torchvision has no data set {name!r}: choose among {', '.join(sorted(known))}")
+    kind = getattr(sets, known[name.lower()])
+    taken = inspect.signature(kind).parameters
+    arguments: dict[str, Any] = {"download": False} if "download" in taken else {}
+    if "train" in taken:
+        arguments["train"] = split == "train"
+    elif "split" in taken:
+        arguments["split"] = split
+    try:
+        data: Dataset[Sample] = kind(root, **arguments)
+    except (RuntimeError, ValueError) as error:
+        raise BadInput(f"{known[name.lower()]} is not in {root!r} ({error}): download it there first") from error
+    return data
+
+
+def _hugging_face(path: Path, split: str) -> tuple[_Samples, str]:
+    data = _library("datasets", "").load_from_disk(str(path))
+    if isinstance(data, Mapping):
+        if split not in data:
+            raise BadInput(f"{path} has no part {split!r}: choose among {', '.join(data)}")
+        data = data[split]
+    columns = {name: name for name in data.column_names}
+    image, text, label = (_first(columns, names) for names in (IMAGE_NAMES, TEXT_NAMES, LABEL_NAMES))
+    if image is None and text is None:
+        raise BadInput(f"{path} has columns {', '.join(columns)}: name one 'image' or 'text', and one 'label'")
+    shown = str(image or text)
+    labels = None if label is None else np.asarray(data[label])
+    return _Samples(data, labels, itemgetter(shown)), "images" if image else "text"
+
+
+def _lines(path: Path, model: MultiExitModel) -> _Samples:
+    rows = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+        try:
+            row = json.loads(line) if line.strip() else None
+        except json.JSONDecodeError as error:
+            raise BadFile(path, f"line {number} is no JSON ({error})", "write one object per line") from error
+        if row is not None:
+            if not isinstance(row, dict) or not isinstance(_first(row, TEXT_NAMES), str):
+                raise BadFile(path, f"line {number} has no text", 'write {"text": ..., "label": ...} on every line')
+            rows.append((_first(row, TEXT_NAMES), _first(row, LABEL_NAMES)))
+    if not rows:
+        raise BadFile(path, "it is empty", 'write {"text": ..., "label": ...} on every line')
+    texts, labels = [text for text, _ in rows], [label for _, label in rows]
+    if all(label is None for label in labels):
+        return _Samples(texts, None)
+    if not all(type(label) is int for label in labels):
+        if not all(isinstance(label, str) for label in labels):
+            raise BadFile(path, "some labels are missing or no names", "give every line a name or an index as label")
+        indices = _class_indices(sorted(set(labels)), model, str(path))
+        labels = [indices[label] for label in labels]
+    return _Samples(texts, labels)
+
+
+def _class_indices(names: Sequence[str], model: MultiExitModel, where: str) -> dict[str, int]:
+    """The index of every class: by the network's own names if it has them, by the alphabet if not."""
+    if model.classes and (unknown := [name for name in names if name not in model.classes]):
+        raise BadInput(f"{where} has a class {unknown[0]!r} that the network does not know: {_some(model.classes)}")
+    if not model.classes and model.num_classes is not None and len(names) != model.num_classes:
+        raise BadInput(
+            f"{where} has {len(names)} classes by name and the network {model.num_classes}: number them instead,"
+            " or give data with every class"
+        )
+    return {name: index for index, name in enumerate(model.classes or names)}
+
+
+class _Images:
+    """Images to tensors of the network's size, in 0..1, normalised."""
+
+    def __init__(self, model: MultiExitModel, augment: bool, where: str) -> None:
+        shape = model.recipe.get("example", {}).get("shape")
+        if not isinstance(shape, list) or len(shape) != 4:
+            raise BadInput(f"the network does not take images, and {where} holds some: give text (.jsonl)")
+        self.shape, self.augment, self.where = tuple(shape[1:]), augment, where  # channels, height, width
+        self.mean, self.std = (
+            _per_channel(None if model.normalisation is None else getattr(model.normalisation, name), self.shape[0])
+            for name in ("mean", "std")
+        )
+
+    def __call__(self, samples: Sequence[Sample]) -> Any:
+        images = torch.stack([self._image(image) for image, _ in samples])
+        if self.augment:
+            images = torch.stack([_moved(image) for image in images])
+        if self.mean is not None and self.std is not None:
+            images = (images - self.mean) / self.std
+        labels = [label for _, label in samples]
+        return images if None in labels else (images, torch.tensor(labels))
+
+    def _image(self, image: Any) -> Tensor:
+        """Channels first, in 0..1."""
+        if not isinstance(image, np.ndarray):
+            image = self._pixels(image)
+        channels, height, width = self.shape
+        if image.shape == (height, width) and channels == 1:
+            image = image[None]
+        elif image.shape == (height, width, channels) and image.shape != self.shape:
+            image = image.transpose(2, 0, 1)
+        if image.shape != self.shape:
+            raise BadInput(
+                f"{self.where} has images of shape {image.shape} and the network takes {self.shape} (channels, height,"
+                " width): resize them, or attach heads for this image size"
+            )
+        tensor = torch.from_numpy(np.ascontiguousarray(image))
+        if image.dtype == np.uint8:
+            return tensor.float() / 255
+        tensor = tensor.float()
+        if self.mean is not None and not (tensor.min() >= 0 and tensor.max() <= 1):
+            raise BadInput(
+                f"{self.where} has images from {tensor.min():g} to {tensor.max():g}, and the network normalises ones"
+                " in 0..1: give bytes (uint8), or divide them"
+            )
+        return tensor
+
+    def _pixels(self, picture: Any) -> np.ndarray:
+        """A picture's bytes at the network's size: its shorter side resized, its middle taken."""
+        channels, height, width = self.shape
+        picture = picture.convert("L" if channels == 1 else "RGB")
+        scale = max(height / picture.height, width / picture.width)
+        if scale != 1:
+            size = (max(width, round(scale * picture.width)), max(height, round(scale * picture.height)))
+            picture = picture.resize(size, resample=2)  # bilinear
+        left, top = (picture.width - width) // 2, (picture.height - height) // 2
+        return np.asarray(picture.crop((left, top, left + width, top + height)))
+
+
+class _Texts:
+    """Texts to tokens, as many as the longest of a batch has."""
+
+    def __init__(self, model: MultiExitModel, tokenizer: Any, where: str) -> None:
+        if not model.input_names:
+            raise BadInput(f"the network does not take text, and {where} holds some: give images")
+        self.names, self.tokenizer = model.input_names, tokenizer
+
+    def __call__(self, samples: Sequence[Sample]) -> dict[str, Tensor]:
+        limit = min(MAX_TOKENS, self.tokenizer.model_max_length)
+        texts = [text for text, _ in samples]
+        made = self.tokenizer(texts, padding=True, truncation=True, max_length=limit, return_tensors="pt")
+        batch = {name: made[name] for name in self.names}
+        labels = [label for _, label in samples]
+        return batch if None in labels else {**batch, "labels": torch.tensor(labels)}
+
+
+def _tokenizer(folder: PathLike | None, where: PathLike) -> Any:
+    if folder is None or not Path(folder).is_dir():
+        raise BadInput(f"{where} holds text, which needs a tokenizer: name the folder of one (--tokenizer FOLDER)")
+    auto = _library("transformers", "text").AutoTokenizer
+    return auto.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+
+
+def _moved(image: Tensor) -> Tensor:
+    """The image, flipped or not, moved by a few pixels; what comes in from outside is black."""
+    _, height, width = image.shape
+    down, right = height // SHIFT, width // SHIFT
+    padded = torch.nn.functional.pad(image, (right, right, down, down))
+    top, left = int(torch.randint(2 * down + 1, ())), int(torch.randint(2 * right + 1, ()))
+    image = padded[:, top : top + height, left : left + width]
+    return image.flip(-1) if torch.rand(()) < 0.5 else image
+
+
+def _per_channel(values: Sequence[float] | None, channels: int) -> Tensor | None:
+    if values is None:
+        return None
+    if len(values) != channels:
+        raise BadInput(
+            f"the network normalises {len(values)} channels and takes images of {channels}: attach heads with as many"
+            " means and standard deviations as channels"
+        )
+    return torch.tensor(values)[:, None, None]
+
+
+def _picture(path: Path) -> Any:
+    image = _library("PIL.Image", "vision")
+    try:
+        with image.open(path) as opened:
+            opened.load()
+            return opened.copy()
+    except (OSError, SyntaxError, ValueError) as error:
+        raise BadFile(path, f"it is no whole image ({error})", "take it out of the folder") from error
+
+
+def _is_image(path: Path) -> bool:
+    return path.suffix.lower() in SUFFIXES and path.is_file()
+
+
+def _library(name: str, extra: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        package = f'"alight[{extra}]"' if extra else name
+        raise BadInput(f"{name.partition('.')[0]} is not installed: pip install {package}") from error
+
+
+def _first(found: Mapping[str, Any], names: Sequence[str]) -> Any:
+    return next((found[name] for name in names if found.get(name) is not None), None)
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
