@@ -79,7 +79,7 @@ def _blocks(module: nn.Module, prefix: str = "") -> Iterator[str]:
     for name, child in module.named_children():
         if not any(True for _ in child.children()):
             continue
-        if not isinstance(child, nn.ModuleList | nn.ModuleDict):  # these are never called
+        if any(weight.ndim > 1 for weight in child.parameters()):
             yield prefix + name
         if any(map(_holds_blocks, child.modules())):
             yield from _blocks(child, f"{prefix}{name}.")
@@ -138,11 +138,16 @@ def _spent(model: nn.Module, inputs: Inputs, batch: tuple[Tensor, ...], names: S
     def noting(name: str) -> Callable[..., None]:
         return lambda *_: spent[name].append(counter.get_total_flops())
 
+    learning = [weight for weight in model.parameters() if weight.requires_grad]
     hooks = [model.get_submodule(name).register_forward_hook(noting(name)) for name in spent]
     try:
+        for weight in learning:  # else the counter wants a gradient of each that a module is given
+            weight.requires_grad_(False)
         with in_mode(model, False), torch.no_grad(), counter:
             inputs.run(model, batch)
     finally:
+        for weight in learning:
+            weight.requires_grad_(True)
         for hook in hooks:
             hook.remove()
     return spent

@@ -141,7 +141,7 @@ def on_meta(model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
 
 def _bare(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
     empty = torch.empty_like(tensor, device="meta", dtype=dtype if tensor.is_floating_point() else None)
-    return nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
+    return nn.Parameter(empty, requires_grad=False) if isinstance(tensor, nn.Parameter) else empty
 
 
 def _varied(tensor: Tensor, size: int) -> Tensor:

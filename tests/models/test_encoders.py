@@ -1,0 +1,133 @@
+"""Text encoders are cut between layers, with the mask carried."""
+
+import copy
+
+import pytest
+import torch
+import transformers
+from torch import nn
+
+from alight.errors import BadInput
+from alight.models.cut import cut
+from alight.models.places import suggest_exits
+
+SIZES = {"vocab_size": 60, "hidden_size": 16, "num_hidden_layers": 5, "num_attention_heads": 2, "intermediate_size": 32}
+DISTILLED = {"vocab_size": 60, "dim": 16, "n_layers": 5, "n_heads": 2, "hidden_dim": 32}
+ENCODERS = {
+    "bert.encoder.layer": lambda: transformers.BertForSequenceClassification(transformers.BertConfig(**SIZES)),
+    "roberta.encoder.layer": lambda: transformers.RobertaForSequenceClassification(transformers.RobertaConfig(**SIZES)),
+    "electra.encoder.layer": lambda: transformers.ElectraForSequenceClassification(transformers.ElectraConfig(**SIZES)),
+    "distilbert.transformer.layer": lambda: transformers.DistilBertForSequenceClassification(
+        transformers.DistilBertConfig(**DISTILLED)
+    ),
+}
+
+
+@pytest.fixture(params=ENCODERS)
+def encoder(request):
+    torch.manual_seed(0)
+    return ENCODERS[request.param]().eval(), request.param
+
+
+def texts(count, length=9):
+    dice = torch.Generator().manual_seed(count)
+    mask = (torch.arange(length) < torch.randint(3, length + 1, (count, 1), generator=dice)).long()
+    return {"input_ids": torch.randint(5, 60, (count, length), generator=dice) * mask, "attention_mask": mask}
+
+
+def chained(stages, batch):
+    carried = tuple(batch.values())
+    for stage in stages:
+        carried = stage(*carried)
+    return carried
+
+
+def names(layers, *indices):
+    return [f"{layers}.{index}" for index in indices]
+
+
+def test_the_chain_gives_the_logits_of_the_encoder_bit_by_bit(encoder):
+    model, layers = encoder
+    stages = cut(model, names(layers, 0, 2, 3), texts(2))
+    for batch in (texts(1), texts(5), texts(5, length=4)):
+        assert torch.equal(chained(stages, batch), model(**batch).logits)
+
+
+def test_hidden_states_and_the_mask_are_carried_and_can_be_compacted(encoder):
+    model, layers = encoder
+    *early, last = cut(model, names(layers, 1, 4), texts(2))
+    carried, kept = tuple(texts(5).values()), [4, 1]
+    for stage in early:
+        carried = stage(*carried)
+    hidden, mask = carried
+    assert hidden.shape == (5, 9, 16)
+    assert torch.equal(mask, texts(5)["attention_mask"])
+    expected = model(**{name: tensor[kept] for name, tensor in texts(5).items()}).logits
+    torch.testing.assert_close(last(hidden[kept], mask[kept]), expected)
+
+
+def test_without_a_mask_every_token_counts(encoder):
+    model, layers = encoder
+    ids = texts(3)["input_ids"].clamp(min=5)
+    first, last = cut(model, names(layers, 2), ids)
+    hidden, mask = first(ids)
+    assert mask.all()
+    assert mask.shape == hidden.shape[:2]
+    assert torch.equal(last(hidden, mask), model(ids).logits)
+
+
+def test_stages_share_parameters_under_the_names_they_have_in_the_encoder(encoder):
+    model, layers = encoder
+    stages = cut(model, names(layers, 0, 2), texts(2))
+    theirs = model.state_dict(keep_vars=True)
+    held = [name for stage in stages for name in stage.state_dict()]
+    assert sorted(held) == sorted(theirs)
+    for stage in stages:
+        assert all(tensor is theirs[name] for name, tensor in stage.state_dict(keep_vars=True).items())
+
+
+def test_gradients_through_the_chain_are_those_of_the_encoder(encoder):
+    model, layers = encoder
+    stages = cut(model, names(layers, 1, 3), texts(2))
+    expected, found = (
+        torch.autograd.grad(run().square().sum(), list(model.parameters()))
+        for run in (lambda: model(**texts(5)).logits, lambda: chained(stages, texts(5)))
+    )
+    torch.testing.assert_close(found, expected)
+
+
+def test_modes_dtypes_and_copies_are_those_of_the_encoder(encoder):
+    model, layers = encoder
+    stages = nn.ModuleList(cut(model, names(layers, 1, 3), texts(2)))
+    copied = copy.deepcopy(stages)
+    stages.train()
+    assert model.get_submodule(layers)[0].training
+    stages.eval().double()
+    assert torch.equal(chained(stages, texts(5)), model.double()(**texts(5)).logits)
+    assert next(copied.parameters()).dtype == torch.float32
+
+
+def test_exits_are_suggested_at_even_layers(encoder):
+    model, layers = encoder
+    assert suggest_exits(model, texts(2), count=4) == names(layers, 0, 1, 2, 3)
+
+
+def test_layers_alone_can_be_named_and_in_order(encoder):
+    model, layers = encoder
+    with pytest.raises(BadInput, match=f"is no layer of this encoder: name layers, {layers}.0 to {layers}.4"):
+        cut(model, [layers.rpartition(".")[0]], texts(2))
+    with pytest.raises(BadInput, match="out of order"):
+        cut(model, names(layers, 2, 1), texts(2))
+    with pytest.raises(BadInput, match="give at least 'input_ids'"):
+        cut(model, names(layers, 2), {"inputs_embeds": torch.zeros(1, 3, 16)})
+
+
+def test_vision_transformers_of_hugging_face_need_no_cutter():
+    sizes = {name: SIZES[name] for name in SIZES if name != "vocab_size"}
+    config = transformers.ViTConfig(image_size=32, patch_size=8, **sizes)
+    model = transformers.ViTForImageClassification(config).eval()
+    images = torch.randn(5, 3, 32, 32)
+    after = suggest_exits(model, images[:1], count=3)
+    for example in (images[:1], {"pixel_values": images[:1]}):
+        stages = cut(model, after, example)
+        assert torch.equal(chained(stages, {"pixel_values": images}), model(images).logits)
