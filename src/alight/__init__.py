@@ -11,11 +11,23 @@ if TYPE_CHECKING:
     from alight.costs import Costs
     from alight.errors import AlightError
     from alight.evaluation.sweep import Point, at_equal_spend, read_points, sweep, write_points
+    from alight.models import zoo
+    from alight.models.attach import attach_heads
+    from alight.models.cut import cut
+    from alight.models.fingerprint import fingerprint
+    from alight.models.folder import load_model, save_model
+    from alight.models.measure import head_overhead, measure_costs, time_stages
+    from alight.models.multi_exit import MultiExitModel, Normalisation
+    from alight.models.places import suggest_exits
+    from alight.models.sources import from_timm, from_torchvision, from_transformers
+    from alight.models.training import train_heads
     from alight.outputs import Decisions, HeadOutputs
     from alight.policies.policy import Policy
     from alight.policies.route import replay, route
     from alight.policies.saved import load_policy
     from alight.report import write_report
+    from alight.runtime.predictor import Predictor
+    from alight.runtime.recorder import record
 
 __version__ = "0.1.0"
 
@@ -24,19 +36,37 @@ __all__ = [
     "Costs",
     "Decisions",
     "HeadOutputs",
+    "MultiExitModel",
+    "Normalisation",
     "Point",
     "Policy",
+    "Predictor",
     "at_equal_spend",
+    "attach_heads",
     "calibrate",
+    "cut",
     "evaluation",
+    "fingerprint",
+    "from_timm",
+    "from_torchvision",
+    "from_transformers",
+    "head_overhead",
+    "load_model",
     "load_policy",
+    "measure_costs",
     "read_points",
+    "record",
     "recordings",
     "replay",
     "route",
+    "save_model",
+    "suggest_exits",
     "sweep",
+    "time_stages",
+    "train_heads",
     "write_points",
     "write_report",
+    "zoo",
 ]
 
 _HOMES = {
@@ -44,24 +74,42 @@ _HOMES = {
     "Costs": "alight.costs",
     "Decisions": "alight.outputs",
     "HeadOutputs": "alight.outputs",
+    "MultiExitModel": "alight.models.multi_exit",
+    "Normalisation": "alight.models.multi_exit",
     "Point": "alight.evaluation.sweep",
     "Policy": "alight.policies.policy",
+    "Predictor": "alight.runtime.predictor",
     "at_equal_spend": "alight.evaluation.sweep",
+    "attach_heads": "alight.models.attach",
+    "cut": "alight.models.cut",
+    "fingerprint": "alight.models.fingerprint",
+    "from_timm": "alight.models.sources",
+    "from_torchvision": "alight.models.sources",
+    "from_transformers": "alight.models.sources",
+    "head_overhead": "alight.models.measure",
+    "load_model": "alight.models.folder",
     "load_policy": "alight.policies.saved",
+    "measure_costs": "alight.models.measure",
     "read_points": "alight.evaluation.sweep",
+    "record": "alight.runtime.recorder",
     "replay": "alight.policies.route",
     "route": "alight.policies.route",
+    "save_model": "alight.models.folder",
+    "suggest_exits": "alight.models.places",
     "sweep": "alight.evaluation.sweep",
+    "time_stages": "alight.models.measure",
+    "train_heads": "alight.models.training",
     "write_points": "alight.evaluation.sweep",
     "write_report": "alight.report",
 }
+_ROOMS = {"zoo": "alight.models.zoo"}  # the others stand at the top
 
 
 def __getattr__(name: str) -> Any:
     if name in _HOMES:
         return getattr(import_module(_HOMES[name]), name)
     if name in __all__:
-        return import_module(f"alight.{name}")
+        return import_module(_ROOMS.get(name, f"alight.{name}"))
     raise AttributeError(f"module 'alight' has no attribute {name!r}")
 
 
