@@ -34,7 +34,6 @@ IMAGE_NAMES, LABEL_NAMES, TEXT_NAMES = (
 )  # of arrays and columns, the first that is there
 SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".tif", ".tiff", ".webp")
 SHIFT = 8  # augmented images are moved by up to an eighth of their size, as is usual for 32 x 32
-MAX_TOKENS = 128  # of a text; longer ones are cut off
 
 Sample = tuple[Any, int | None]  # an image or a text, and its class
 
@@ -48,16 +47,18 @@ def load_data(
     shuffle: bool = False,
     augment: bool = False,
     tokenizer: PathLike | None = None,
+    max_tokens: int = 128,
     workers: int = 0,
 ) -> DataLoader[Any]:
     """Batches of the data that lie there, as this network takes them.
 
-    `split` chooses among the parts of a data set that has several. `augment` flips and moves images at random.
+    `split` chooses among the parts of a data set that has several. `augment` flips and moves images at random. Texts
+    are cut off after `max_tokens`.
     """
     samples, kind = _open(str(where), model, split)
     collate: Callable[[Sequence[Sample]], Any]
     if kind == "text":
-        collate = _Texts(model, _tokenizer(tokenizer, where), str(where))
+        collate = _Texts(model, _tokenizer(tokenizer, where), max_tokens, str(where))
     else:
         collate = _Images(model, augment, str(where))
     return DataLoader(samples, batch_size, shuffle=shuffle, collate_fn=collate, num_workers=workers)
@@ -270,15 +271,15 @@ class _Images:
 class _Texts:
     """Texts to tokens, as many as the longest of a batch has."""
 
-    def __init__(self, model: MultiExitModel, tokenizer: Any, where: str) -> None:
+    def __init__(self, model: MultiExitModel, tokenizer: Any, max_tokens: int, where: str) -> None:
         if not model.input_names:
             raise BadInput(f"the network does not take text, and {where} holds some: give images")
         self.names, self.tokenizer = model.input_names, tokenizer
+        self.max_tokens = min(max_tokens, tokenizer.model_max_length)
 
     def __call__(self, samples: Sequence[Sample]) -> dict[str, Tensor]:
-        limit = min(MAX_TOKENS, self.tokenizer.model_max_length)
         texts = [text for text, _ in samples]
-        made = self.tokenizer(texts, padding=True, truncation=True, max_length=limit, return_tensors="pt")
+        made = self.tokenizer(texts, padding=True, truncation=True, max_length=self.max_tokens, return_tensors="pt")
         batch = {name: made[name] for name in self.names}
         labels = [label for _, label in samples]
         return batch if None in labels else {**batch, "labels": torch.tensor(labels)}
