@@ -33,9 +33,7 @@ FEW = 256  # samples, for tests that need not learn
 def trained() -> MultiExitModel:
     """A network whose last exit knows the digits and whose heads know nothing."""
     model = network()
-    before = copy.deepcopy(model.heads)
     train_heads(model, loader(), mode="joint", loss_weights=[0, 0, 1], epochs=4, progress=False)
-    model.heads.load_state_dict(before.state_dict())
     return model
 
 
@@ -93,6 +91,15 @@ def test_joint_training_moves_everything():
     quick(model, mode="joint")
     after = state(model)
     assert not any(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_an_exit_that_weighs_nothing_is_left_alone():
+    model = network()
+    before = state(model)
+    quick(model, mode="joint", loss_weights=[0, 1, 1])
+    after = state(model)
+    assert all(torch.equal(before[name], after[name]) for name in before if name.startswith("heads.0."))
+    assert not torch.equal(before["heads.1.1.weight"], after["heads.1.1.weight"])
 
 
 def test_mixed_training_starts_with_the_backbone_alone():
@@ -528,6 +535,7 @@ def test_a_bad_loader_gets_an_error_that_says_what_to_do(case):
         ({"clip": 0.0}, "clip 0.0"),
         ({"loss_weights": [1.0]}, "1 loss weights for 3 exits"),
         ({"loss_weights": [0.0, 0.0, 0.0]}, "loss_weights"),
+        ({"loss_weights": [0.0, 0.0, 1.0]}, "leave no head to train"),
         ({"rescale_gradients": True}, "rescale_gradients changes nothing in a frozen backbone"),
         ({"mode": "mixed", "backbone_epochs": 2}, "backbone_epochs 2"),
     ],

@@ -34,17 +34,16 @@ class Batch:
         labels = None if self.labels is None else self.labels.to(device, non_blocking=True)
         return Batch(_each(self.inputs, moved), labels)
 
-    def checked(self, num_classes: int) -> "Batch":
-        """The batch, once its labels are known to be classes of the network."""
+    def check(self, num_classes: int) -> None:
+        """That the labels are classes of the network."""
         if self.labels is None:
-            return self
+            return
         low, high = int(self.labels.min()), int(self.labels.max())
         if low < 0 or high >= num_classes:
             raise BadInput(
                 f"labels hold class {low if low < 0 else high}, but the network has {num_classes} classes,"
                 f" 0 to {num_classes - 1}: number the classes from 0, or attach heads with more classes"
             )
-        return self
 
 
 def batches(loader: Iterable[Any], what: str) -> Iterator[Batch]:

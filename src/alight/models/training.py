@@ -71,7 +71,7 @@ def train_heads(
 
     `schedule` is "cosine", "onecycle" or None; the learning rate is by default 1e-3 for "adamw" (whose first beta is
     `momentum`) and 3e-2 for "sgd". `amp` is "bf16" or "fp16"; `clip` bounds the gradient's norm; with `ema`, a decay
-    such as 0.999, the model ends with the average of its weights.
+    such as 0.999, the model ends with the average of its weights. The model is moved to `device` and stays there.
 
     A `checkpoint` is written after every epoch and taken up if it is there: on a CPU the result is bit for bit that of
     an uninterrupted training, as long as the data's own dice are torch's, NumPy's or Python's global ones or the
@@ -95,7 +95,7 @@ def train_heads(
         weight_decay=weight_decay,
         momentum=momentum,
         schedule=schedule,
-        loss_weights=tuple(float(each) for each in loss_weights or [1.0] * model.num_exits),
+        loss_weights=(1.0,) * model.num_exits if loss_weights is None else tuple(map(float, loss_weights)),
         distill=distill,
         temperature=temperature,
         rescale_gradients=rescale_gradients,
@@ -225,12 +225,13 @@ class _Training:
         tally = Tally(self.model.num_exits, self.device)
         for batch in batches(loader, "validation"):
             weight = loader.weight()
+            placed = batch.to(self.device, self.settings.channels_last)
             with self.autocast():
-                logits = self.model(batch.to(self.device, self.settings.channels_last).inputs)
-            labels = self.checked(batch, logits).labels
-            losses = exit_losses(logits, labels, distill=0.0, temperature=self.settings.temperature)
+                logits = self.model(placed.inputs)
+            self.check(batch, logits)
+            losses = exit_losses(logits, placed.labels, temperature=self.settings.temperature)
             if weight:
-                tally.add(dict(enumerate(losses)), dict(enumerate(logits)), labels)
+                tally.add(dict(enumerate(losses)), dict(enumerate(logits)), placed.labels)
         return tally.rows(self.own)
 
     def autocast(self) -> torch.autocast:
@@ -238,13 +239,13 @@ class _Training:
         dtype = PRECISIONS[self.settings.amp]
         return torch.autocast(self.device.type, dtype=dtype, enabled=dtype is not None)
 
-    def checked(self, batch: Batch, logits: Sequence[Tensor]) -> Batch:
-        """The batch on the device, once its labels are classes of every head."""
+    def check(self, batch: Batch, logits: Sequence[Tensor]) -> None:
+        """That the labels of a batch, as it was loaded, are classes of every head."""
         sizes = [each.shape[-1] for each in logits]
         if len(set(sizes)) > 1:
             raise BadInput(f"the exits' logits have {sizes} classes: attach heads with as many as the network has")
         self.num_classes = sizes[0]
-        return batch.checked(self.num_classes).to(self.device)
+        batch.check(self.num_classes)
 
     def _save(self, walk: "_Walk", epochs_done: int) -> None:
         if self.checkpoint is not None and self.own.is_first:
@@ -262,8 +263,11 @@ class _Walk:
         self.trained = [
             index
             for index in range(model.num_exits)
-            if not phase.frozen or any(each.requires_grad for each in model.heads[index].parameters())
+            if settings.loss_weights[index] > 0
+            and (not phase.frozen or any(each.requires_grad for each in model.heads[index].parameters()))
         ]
+        if not self.trained:
+            raise BadInput(f"loss weights {settings.loss_weights} leave no head to train: give one of them some weight")
         self.module = training.own.join(phase.module)
         self.parameters = [each for each in phase.module.parameters() if each.requires_grad]
         self.optimizer = make_optimizer(
@@ -292,12 +296,14 @@ class _Walk:
                 "the loader gives no labels: let a batch be (inputs, labels) or a dict with 'labels',"
                 " or distil from the last exit of a frozen backbone (mode='frozen', distill=1.0)"
             )
-        inputs = batch.to(self.training.device, settings.channels_last).inputs
+        placed = batch.to(self.training.device, settings.channels_last)
         with self.training.autocast():
-            logits = self.module(self._admitted(inputs))
-        labels = self.training.checked(batch, list(logits.values())).labels
-        losses = exit_losses(list(logits.values()), labels, distill=settings.distill, temperature=settings.temperature)
-        return dict(zip(logits, losses, strict=True)), logits, labels
+            logits = self.module(self._admitted(placed.inputs))
+        self.training.check(batch, list(logits.values()))
+        losses = exit_losses(
+            list(logits.values()), placed.labels, distill=settings.distill, temperature=settings.temperature
+        )
+        return dict(zip(logits, losses, strict=True)), logits, placed.labels
 
     def _admitted(self, inputs: Any) -> Any:
         """What the trained part takes: the batch, or what a frozen backbone makes of it."""
