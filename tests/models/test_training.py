@@ -536,6 +536,7 @@ def test_a_bad_loader_gets_an_error_that_says_what_to_do(case):
         ({"loss_weights": [1.0]}, "1 loss weights for 3 exits"),
         ({"loss_weights": [0.0, 0.0, 0.0]}, "loss_weights"),
         ({"loss_weights": [0.0, 0.0, 1.0]}, "leave no head to train"),
+        ({"mode": "mixed", "loss_weights": [1.0, 1.0, 0.0]}, "starts with the last exit, whose loss weight is 0"),
         ({"rescale_gradients": True}, "rescale_gradients changes nothing in a frozen backbone"),
         ({"mode": "mixed", "backbone_epochs": 2}, "backbone_epochs 2"),
     ],

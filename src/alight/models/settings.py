@@ -55,6 +55,8 @@ class Settings:
         for name, holds in bounds.items():
             if not holds:
                 raise BadInput(f"{name} {getattr(self, name)} is out of bounds: see the documentation of train_heads")
+        if self.mode == "mixed" and self.loss_weights[-1] == 0:
+            raise BadInput("mixed training starts with the last exit, whose loss weight is 0: give it some")
         if self.rescale_gradients and self.mode == "frozen":
             raise BadInput("rescale_gradients changes nothing in a frozen backbone: leave it out, or use mode='joint'")
 
