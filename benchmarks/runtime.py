@@ -15,6 +15,7 @@ import csv
 import io
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -72,28 +73,29 @@ def clocked(work: Callable[[], object], device: str) -> float:
     return time.perf_counter() - start
 
 
-def segment_seconds(predictor: Predictor, images: Tensor, batch_size: int, device: str, compiled: bool) -> list[float]:
+def segment_seconds(predictor: Predictor, images: Tensor, batch_size: int, device: str) -> list[float]:
     """Median seconds of every segment for one full batch: stages and head, and fused scores if compiled."""
-    found = []
+    found: list[float] = []
     engine = predictor.engine
     carried: Any = (images[:batch_size],)
     for position, segment in enumerate(engine.segments):
-        run = engine.runs[position] if compiled and engine.runs else segment.logits
-        once = clocked(lambda run=run, carried=carried: run(*carried), device)  # type: ignore[misc]
-        once = min(clocked(lambda run=run, carried=carried: run(*carried), device) for _ in range(3))  # type: ignore[misc]
+        run = engine.runs[position] if engine.runs else segment.logits
+        for _ in range(3):
+            once = clocked(partial(run, *carried), device)
         repeat = max(1, int(0.02 / max(once, 1e-6))) if device == "cuda" else 1
-
-        def several(run: Any = run, carried: Any = carried, repeat: int = repeat) -> None:
-            for _ in range(repeat):
-                run(*carried)
-
+        several = partial(_again, partial(run, *carried), repeat)
         rounds = 9 if device == "cuda" else 15
         found.append(float(np.median([clocked(several, device) for _ in range(rounds)])) / repeat)
         carried = run(*carried)[0]
     return found
 
 
-def measure(options: argparse.Namespace, name: str, count: int, batch_size: int, mode: str) -> Iterator[Row]:
+def _again(work: Callable[[], object], count: int) -> None:
+    for _ in range(count):
+        work()
+
+
+def measure(options: argparse.Namespace, name: str, count: int, mode: str) -> Iterator[Row]:
     device, kind = options.device, (torch.bfloat16 if options.dtype == "bf16" else torch.float32)
     torch.manual_seed(0)
     plain, shape = network(name)
@@ -101,43 +103,24 @@ def measure(options: argparse.Namespace, name: str, count: int, batch_size: int,
     model = attach_heads(
         plain, after=suggest_exits(plain, example, count), num_classes=_classes(plain, example), example=example
     )
-    total = max(batch_size, min(options.images, batch_size * 64 if device == "cpu" else options.images))
-    images = torch.randn(total, *shape, device=device, dtype=kind)
     last = options.channels_last
-    if last:
-        images = images.contiguous(memory_format=torch.channels_last)
     dense: Any = plain.to(device=device, dtype=kind)
     if last:
         dense = dense.to(memory_format=torch.channels_last)
     if mode == "compiled":
         dense = torch.compile(dense, dynamic=False)
-    with torch.inference_mode():
-
-        def run_dense() -> None:
-            for start in range(0, total, batch_size):
-                dense(images[start : start + batch_size])
-
-        run_dense()
+    settings: dict[str, Any] = {"device": device, "dtype": options.dtype, "channels_last": last}
+    shared = Predictor(model, policy_for("uniform", count + 1), compile=mode == "compiled", **settings)
+    for batch_size in map(int, options.batch_sizes.split(",")):
+        total = max(batch_size, min(options.images, batch_size * 64 if device == "cpu" else options.images))
+        images = torch.randn(total, *shape, device=device, dtype=kind)
+        if last:
+            images = images.contiguous(memory_format=torch.channels_last)
         for mix in options.mixes.split(","):
-            predictor = Predictor(
-                model,
-                policy_for(mix, count + 1),
-                device=device,
-                dtype=options.dtype,
-                channels_last=last,
-                compile=mode == "compiled",
-                batch_size=batch_size,
-            )
-            decisions = predictor(images)
-            predictor(images)
-            seconds = segment_seconds(predictor, images, batch_size, device, mode == "compiled")
-            reach = 1 - np.concatenate([[0.0], np.cumsum(decisions.exit_shares)[:-1]])
-            ideal = float(total / batch_size * (reach @ seconds))
-            pairs = np.array(
-                [(clocked(run_dense, device), clocked(lambda p=predictor: p(images), device)) for _ in range(ROUNDS)]  # type: ignore[misc]
-            )
-            ours = float(np.median(pairs[:, 1]))
-            ratios = np.quantile(pairs[:, 0] / pairs[:, 1], [0.25, 0.5, 0.75])
+            predictor = shared.with_policy(policy_for(mix, count + 1))
+            predictor.batch_size = batch_size
+            with torch.inference_mode():
+                measured = compare(dense, predictor, images, batch_size, device)
             yield {
                 "device": options.device_name,
                 "model": name,
@@ -147,14 +130,35 @@ def measure(options: argparse.Namespace, name: str, count: int, batch_size: int,
                 "mode": mode,
                 "dtype": options.dtype,
                 "images": total,
-                "dense_per_second": total / float(np.median(pairs[:, 0])),
-                "per_second": total / ours,
-                "speedup": float(ratios[1]),
-                "speedup_low": float(ratios[0]),
-                "speedup_high": float(ratios[2]),
-                "possible": float(np.median(pairs[:, 0])) / ideal,
-                "reached": ideal / ours,
-            }
+            } | measured
+
+
+def compare(dense: Any, predictor: Predictor, images: Tensor, batch_size: int, device: str) -> Row:
+    """The plain network and the predictor, by turns, and what stages and heads alone would take."""
+    total = len(images)
+
+    def run_dense() -> None:
+        for start in range(0, total, batch_size):
+            dense(images[start : start + batch_size])
+
+    run_dense()
+    decisions = predictor(images)
+    predictor(images)
+    seconds = segment_seconds(predictor, images, batch_size, device)
+    reach = 1 - np.concatenate([[0.0], np.cumsum(decisions.exit_shares)[:-1]])
+    ideal = float(total / batch_size * (reach @ seconds))
+    pairs = np.array([(clocked(run_dense, device), clocked(lambda: predictor(images), device)) for _ in range(ROUNDS)])
+    theirs, ours = np.median(pairs, axis=0).tolist()
+    low, middle, high = np.quantile(pairs[:, 0] / pairs[:, 1], [0.25, 0.5, 0.75]).tolist()
+    return {
+        "dense_per_second": total / theirs,
+        "per_second": total / ours,
+        "speedup": middle,
+        "speedup_low": low,
+        "speedup_high": high,
+        "possible": theirs / ideal,
+        "reached": ideal / ours,
+    }
 
 
 def _classes(plain: nn.Module, example: Tensor) -> int:
@@ -187,16 +191,15 @@ def main() -> None:
     for name in options.models.split(","):
         for count in map(int, options.exits.split(",")):
             for mode in options.modes.split(","):
-                for batch_size in map(int, options.batch_sizes.split(",")):
-                    for row in measure(options, name, count, batch_size, mode):
-                        rows.append({**row, **made})
-                        print(
-                            f"{name} {count} exits, {row['mix']}, batch {batch_size}, {mode}: {row['speedup']:.3f}x"
-                            f" ({row['speedup_low']:.3f} to {row['speedup_high']:.3f}), possible {row['possible']:.3f},"
-                            f" reached {row['reached']:.1%}, {row['per_second']:.0f}/s",
-                            flush=True,
-                        )
-                        _write(options.output or ROOT / f"results/runtime_{options.device}.csv", rows)
+                for row in measure(options, name, count, mode):
+                    rows.append({**row, **made})
+                    print(
+                        f"{name} {count} exits, {row['mix']}, batch {row['batch_size']}, {mode}: {row['speedup']:.3f}x"
+                        f" ({row['speedup_low']:.3f} to {row['speedup_high']:.3f}), possible {row['possible']:.3f},"
+                        f" reached {row['reached']:.1%}, {row['per_second']:.0f}/s",
+                        flush=True,
+                    )
+                    _write(options.output or ROOT / f"results/runtime_{options.device}.csv", rows)
 
 
 def _write(path: Path, rows: list[Row]) -> None:

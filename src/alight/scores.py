@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 Array = Any  # a NumPy array or a torch tensor
+ARRAYS = (np.ndarray, np.generic)
 
 
 def probabilities(logits: Array) -> Array:
@@ -91,4 +92,4 @@ def _top_two(values: Array) -> tuple[Array, Array]:
 
 def library_of(array: Array) -> Any:
     """NumPy or torch, whichever made the array; torch is never imported here."""
-    return np if isinstance(array, np.ndarray | np.generic) else sys.modules["torch"]
+    return np if isinstance(array, ARRAYS) else sys.modules["torch"]

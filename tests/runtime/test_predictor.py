@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from alight import HeadOutputs, calibrate, replay
-from alight.errors import BadInput, Mismatch
+from alight.errors import AlightError, BadInput, Mismatch
 from alight.models.fingerprint import fingerprint
 from alight.models.multi_exit import MultiExitModel
 from alight.policies.policy import ExitAt, Mixture, Patience, Streak, Threshold
@@ -267,6 +267,40 @@ def test_a_policy_of_another_network_is_refused(model, images, table):
     assert len(Predictor(model, policy, allow_mismatch=True)(images)) == len(images)
     with pytest.raises(Mismatch, match="for 2 exits and the network has 4"):
         Predictor(model, Threshold((0.5,), costs=(1.0, 2.0)))
+
+
+def test_another_policy_can_take_over_the_same_network(model, images, table):
+    first = drawn_policy(table, "threshold", np.random.default_rng(5))
+    terms = {"costs": first.costs, "open_exits": first.open_exits, "num_exits": 4}
+    second = Patience(1, **terms)
+    predictor = Predictor(model, first, batch_size=32)
+    assert_equal(predictor.with_policy(second)(images), replay(second, table))
+    assert_equal(predictor(images), replay(first, table))
+    with pytest.raises(Mismatch, match="make a new predictor"):
+        predictor.with_policy(ExitAt(costs=(1.0,), open_exits=(0,), num_exits=4))
+
+
+@pytest.mark.compiled
+def test_compiled_segments_decide_the_same_for_any_batch_size(model, images, table):
+    policy = Threshold((middle(table, 1, 0.5),), costs=(2.5, 6.0), open_exits=(1, 3))
+    predictor = Predictor(model, policy, compile=True, batch_size=64)
+    expected = replay(policy, table)
+    assert_equal(predictor(images), expected)
+    for size in (7, 33):
+        predictor.batch_size = size
+        assert_equal(predictor(images), expected)
+
+
+@pytest.mark.compiled
+def test_a_network_that_cannot_be_compiled_is_an_error_and_no_silent_fall_back(images):
+    class Asks(nn.Module):
+        def forward(self, features):
+            return features if float(features.sum()) > 0 else -features
+
+    model = MultiExitModel([nn.Flatten(), Asks()], [nn.Linear(147, 5), nn.Linear(147, 5)])
+    predictor = Predictor(model, Threshold((0.5,), costs=(1.0, 2.0)), compile=True)
+    with pytest.raises(AlightError, match=r"compiling segment 1 gave up .* compile=False"):
+        predictor(images)
 
 
 def test_bad_input_says_what_to_do(model, images, table):

@@ -1,5 +1,6 @@
 """Predictions under a budget: real exits inside a batch, decided by the policy, one answer for every sample."""
 
+import copy
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -52,10 +53,9 @@ class Predictor:
         allow_mismatch: bool = False,
     ) -> None:
         _check(model, policy, batch_size, probabilities)
-        self.policy, self.batch_size = policy, batch_size
-        self.rebatch = rebatch and not policy.together  # two batches that each decide as a whole are never mixed
+        self.batch_size, self.rebatch = batch_size, rebatch
         self._num_threads = num_threads
-        self._admit = model.admit
+        self.admit = model.admit
         self._device, self._dtype, self._channels_last = device_of(model, device), as_dtype(dtype), channels_last
         ready = prepared(model, device=device, dtype=dtype, channels_last=channels_last)
         if not allow_mismatch:
@@ -67,6 +67,26 @@ class Predictor:
     def __repr__(self) -> str:
         kind = str(self._dtype or "").removeprefix("torch.")
         return f"Predictor({self.policy.method or type(self.policy).__name__}, {self._device}{kind and ', ' + kind})"
+
+    @property
+    def policy(self) -> Policy:
+        """The policy that decides."""
+        return self.engine.policy
+
+    def with_policy(self, policy: Policy) -> "Predictor":
+        """The same network, compiled code and all, under another policy that opens the same exits on such scores."""
+        now = self.policy
+        if (policy.open_exits, policy.inputs, policy.num_exits) != (now.open_exits, now.inputs, now.num_exits):
+            raise Mismatch(
+                f"the predictor opens exits {now.open_exits} and reads {', '.join(now.inputs)}, the policy"
+                f" {policy.open_exits} and {', '.join(policy.inputs)}: make a new predictor for it"
+            )
+        if policy.fingerprint not in ("", now.fingerprint):
+            raise Mismatch(f"the policy is for the network {policy.fingerprint}, this is {now.fingerprint}")
+        other = copy.copy(self)
+        other.engine = Engine(self.engine.segments, policy, self.engine.runs)
+        other._admitted = 0
+        return other
 
     @property
     def memory(self) -> Memory:
@@ -91,9 +111,14 @@ class Predictor:
         """Answers as soon as they are ready: indices in the order of coming, classes, and exits as positions."""
         yield from self._answers(self._loaded(batches(loader, "the stream")), None)
 
+    def place(self, carried: Carried, count: int) -> Carried:
+        """So many inputs where the network runs, as it takes them: these again and again."""
+        rows = torch.arange(count) % len(carried[0])
+        return placed(tuple(each[rows] for each in carried), self._device, self._dtype, self._channels_last)
+
     def _parts(self, inputs: Any) -> Iterator[Carried]:
         """The inputs in batches."""
-        carried = self._admit(inputs)
+        carried = self.admit(inputs)
         sizes = {len(each) for each in carried}
         if len(sizes) != 1 or not max(sizes):
             raise BadInput(f"inputs of {sorted(sizes)} samples: give tensors of one and the same number, at least 1")
@@ -106,7 +131,7 @@ class Predictor:
 
         def pinned() -> Iterator[Carried]:
             for batch in loader:
-                carried = self._admit(batch.inputs)
+                carried = self.admit(batch.inputs)
                 yield tuple(each.pin_memory() if on_gpu and not each.is_cuda else each for each in carried)
 
         return ahead(pinned())
@@ -122,7 +147,8 @@ class Predictor:
                 self._admitted = stop if self.policy.together else 0
 
         with torch.inference_mode(), threads(self._num_threads):
-            yield from self.engine.flow(numbered(), self.batch_size if self.rebatch else None)
+            joins = self.rebatch and not self.policy.together  # batches that decide as a whole are never mixed
+            yield from self.engine.flow(numbered(), self.batch_size if joins else None)
 
     def _decided(self, given: Iterator[Carried], samples: npt.ArrayLike | None) -> Decisions:
         """All answers in the order of coming; when something goes wrong, the error keeps those that are finished."""

@@ -1,0 +1,91 @@
+"""A plan pays on this machine, or is the plain network."""
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from alight import HeadOutputs
+from alight.errors import BadInput
+from alight.models.multi_exit import MultiExitModel
+from alight.policies.policy import ExitAt
+from alight.runtime.plan import plan
+
+
+def chain(widths):
+    """Stages as dear as their widths say, and small heads."""
+    stages, features = [], 32
+    for width in widths:
+        stages.append(nn.Sequential(nn.Linear(features, width), nn.ReLU(), nn.Linear(width, 32)))
+        features = 32
+    return MultiExitModel(stages, [nn.Linear(32, 4) for _ in widths]).eval()
+
+
+def recorded(accuracies, seed=0, size=600):
+    """Exits of these accuracies, surer where they are right."""
+    rng = np.random.default_rng(seed)
+    labels = rng.integers(4, size=size)
+    right = rng.uniform(size=(size, 1)) < np.array(accuracies)
+    scores = np.where(right, rng.beta(5, 2, size=right.shape), rng.beta(2, 5, size=right.shape))
+    return HeadOutputs(scores, np.where(right, labels[:, None], (labels[:, None] + 1) % 4), labels)
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+EXAMPLE = torch.randn(1, 32, generator=torch.Generator().manual_seed(0))
+
+
+def test_where_early_exits_are_good_and_the_rest_is_dear_they_pay():
+    model = chain([64, 16_000, 16_000])
+    found = plan(model, recorded([0.85, 0.88, 0.9]), example=EXAMPLE, batch_size=64, max_accuracy_loss=0.05)
+    assert found.pays
+    assert found.speedup > 1.3
+    assert found.accuracy >= found.dense_accuracy - 0.07
+    assert "Exits pay" in str(found)
+    decisions = found.predictor()(torch.randn(100, 32))
+    assert set(decisions.exits) <= set(found.open_exits)
+
+
+def test_where_all_the_time_goes_into_the_first_stage_the_plain_network_is_the_plan():
+    model = chain([20_000, 16, 16])
+    found = plan(model, recorded([0.85, 0.88, 0.9]), example=EXAMPLE, batch_size=64, max_accuracy_loss=0.05)
+    assert not found.pays
+    assert isinstance(found.policy, ExitAt)
+    assert found.open_exits == (2,)
+    assert "run the plain network" in found.reason
+
+
+def test_where_early_exits_know_nothing_the_plain_network_is_the_plan():
+    model = chain([64, 4000, 4000])
+    table = recorded([0.25, 0.25, 0.95])
+    hopeless = HeadOutputs(np.random.default_rng(0).uniform(size=table.scores.shape), table.predictions, table.labels)
+    found = plan(model, hopeless, example=EXAMPLE, batch_size=16, max_accuracy_loss=0.0)
+    assert not found.pays
+    assert found.accuracy == found.dense_accuracy
+
+
+def test_a_budget_of_time_is_kept_by_the_measured_costs():
+    model = chain([64, 16_000, 16_000])
+    table = recorded([0.7, 0.8, 0.9])
+    found = plan(model, table, example=EXAMPLE, batch_size=64, budget="60%")
+    assert found.pays
+    assert found.policy.unit == "ms"
+    assert found.policy.planned_cost <= 0.6 * found.costs.plain * (1 + 1e-9)
+
+
+def test_bad_input_says_what_to_do():
+    model, table = chain([8, 8, 8]), recorded([0.5, 0.6, 0.7])
+    for wrong, message in (
+        ({"budget": "50%", "max_accuracy_loss": 0.1}, "give one of them"),
+        ({"max_accuracy_loss": 2.0}, "must lie in"),
+    ):
+        with pytest.raises(BadInput, match=message):
+            plan(model, table, example=EXAMPLE, batch_size=4, **wrong)
+    with pytest.raises(BadInput, match="record this network"):
+        plan(model, recorded([0.5, 0.6]), example=EXAMPLE, batch_size=4)
