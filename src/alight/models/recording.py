@@ -17,8 +17,6 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from alight.errors import BadInput
-
 READING = {  # what turns the content of a tensor into a number
     "__bool__", "__int__", "__float__", "__index__", "__complex__", "__contains__", "__array__",
     "item", "tolist", "numpy", "equal", "allclose", "is_nonzero",
@@ -96,7 +94,7 @@ Opened = Callable[[str], bool]  # is the module of this name opened?
 
 
 class Closed(Exception):
-    """A tensor came out of a closed module by a back door."""
+    """More must be opened to see where a tensor comes from, or whether the input has a part in it."""
 
 
 def record(
@@ -188,10 +186,7 @@ class _Recorder(TorchFunctionMode):
         tainted = any(map(self._is_tainted, taken))
         name = target if isinstance(target, str) else getattr(target, "__name__", str(target))
         if tainted and name in READING and not isinstance(target, str):
-            raise BadInput(
-                f"the network asks for the content of a tensor ({name}) at {_line()}, so it has no fixed graph:"
-                " cut after modules that do not lie around this line, or teach alight this network with register_cutter"
-            )
+            raise Closed(f"the network asks for the content of a tensor ({name}) at {_line()}")
         versions = [_version(tensor) for tensor in taken]
         encoded = None if name == "__get__" else (self.encoded(args), self.encoded(kwargs))
         result = run()

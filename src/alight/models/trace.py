@@ -111,7 +111,8 @@ def _seen(
         except Closed as error:
             problem = error
     raise BadInput(
-        f"{problem}: cut after modules that lie outside it, or teach alight this network with register_cutter"
+        f"{problem}, so it has no fixed graph: cut after modules that do not lie around this line, or teach alight this"
+        " network with register_cutter"
     )
 
 
