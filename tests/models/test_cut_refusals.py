@@ -52,6 +52,14 @@ class BranchesOnTheBatch(Blocks):
         return self.fc(x if len(x) < 5 else -x)
 
 
+class RowsApart(Blocks):
+    """Two rows for each sample, a whole batch apart."""
+
+    def forward(self, x):
+        x = self.second(self.first(torch.cat([x, x + 1])))
+        return self.fc(x[: len(x) // 2] - 2 * x[len(x) // 2 :])
+
+
 class CallsTwice(Blocks):
     def forward(self, x):
         return self.fc(self.first(self.first(x)))
@@ -129,6 +137,11 @@ def test_a_value_without_a_batch_that_crosses_the_cut_is_named():
     message = r"shape \(4,\) at batch size 2 and \(4,\) at 3 is alive after 'second' .*mean = x\.mean\(0\)"
     with pytest.raises(BadInput, match=message):
         cut(MixesSamples(), ["second"], EXAMPLE)
+
+
+def test_rows_of_a_sample_that_lie_apart_are_found_out():
+    with pytest.raises(BadInput, match="alive after 'first' holds several rows for each sample, not side by side"):
+        cut(RowsApart(), ["first"], EXAMPLE)
 
 
 def test_a_network_that_does_something_else_for_larger_batches_is_found_out():

@@ -89,7 +89,31 @@ def _stages(model: nn.Module, after: Sequence[str], inputs: Inputs, *, with_data
         training = pieces_of(trace(model, inputs, after, training=True, with_data=with_data), after, inputs)
     except BadInput as error:
         training = [error] * len(pieces)
-    return [build(model, *both) for both in zip(pieces, training, strict=True)]
+    stages: list[nn.Module] = [build(model, *both) for both in zip(pieces, training, strict=True)]
+    for name, piece, cut_here in zip(after, pieces, range(1, len(stages)), strict=False):
+        if any(rows_of(piece.trace, value) > 1 for value in piece.outgoing):
+            _check_apart(model, name, stages[:cut_here], stages[cut_here:], inputs)
+    return stages
+
+
+def rows_of(traced: Trace, value: Value) -> int:
+    """How many rows each sample has in a value."""
+    layout = layout_of(traced.shapes[value])
+    return layout.rows if layout else 1
+
+
+def _check_apart(
+    model: nn.Module, name: str, before: Sequence[nn.Module], behind: Sequence[nn.Module], inputs: Inputs
+) -> None:
+    """Raise unless samples keep apart where each has several rows: turned round at the cut, they come out turned."""
+    with torch.no_grad(), in_mode(nn.ModuleList([model, *before, *behind]), False):
+        carried = chain(before, inputs.of_size(CHECKED[-1]))
+        plain, turned = chain(behind, carried), chain(behind, tuple(tensor.flip(0) for tensor in carried))
+    if (turned.flip(0) - plain).abs().max() > 1e-3 * plain.abs().max():
+        raise BadInput(
+            f"a tensor that is alive after {name!r} holds several rows for each sample, not side by side:"
+            " cut at another place"
+        )
 
 
 def pieces_of(traced: Trace, after: Sequence[str], inputs: Inputs) -> list[Piece]:
@@ -196,7 +220,12 @@ def _carried(traced: Trace, time: int, features: Sequence[Value], logits: Value)
     """Values alive at a time: the feature of the exit there first, then what later calls and exits use."""
     used = {value for call in traced.calls[time:] for value in call.values} | {*features[1:], logits}
     alive = {value for value in used if value.call < time and value in traced.tainted} - {features[0]}
-    return [features[0], *sorted(alive, key=str)]
+    return [features[0], *sorted(alive, key=in_order)]
+
+
+def in_order(value: Value) -> tuple[int, str]:
+    """What values are sorted by: when they were made."""
+    return value.call, str(value.path)
 
 
 def check_carried(traced: Trace, name: str, values: Iterable[Value]) -> None:
@@ -228,9 +257,9 @@ def _checked(model: nn.Module, stages: list[nn.Module], inputs: Inputs) -> list[
     return stages
 
 
-def chain(stages: Iterable[nn.Module], batch: tuple[Tensor, ...]) -> Tensor:
+def chain(stages: Iterable[nn.Module], batch: tuple[Tensor, ...]) -> Any:
     """What comes out when stages run one after the other."""
-    carried: Any = batch
+    carried = batch
     for stage in stages:
         carried = stage(*carried)
     return carried

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from alight.errors import BadInput
-from alight.models.cut import CHECKED, check_carried, needed_calls, same_bits
+from alight.models.cut import CHECKED, check_carried, in_order, needed_calls, rows_of, same_bits
 from alight.models.recording import Value, walk
 from alight.models.stages import Piece, Stage, build
 from alight.models.trace import Inputs, Trace, in_mode, trace
@@ -87,6 +87,8 @@ def _assembled(
         carried = [value for value in [*mine, *others] if value.call in done and value in traced.tainted]
         carried = [output] if last else list(dict.fromkeys(carried))
         check_carried(traced, f"output {index}", carried)
+        if any(rows_of(traced, value) > 1 for value in carried):
+            raise BadInput(f"a tensor alive after output {index} has several rows for each sample: build it by hand")
         calls = needed_calls(traced, stage, incoming, carried)
         pieces.append(Piece(traced, calls, incoming, carried, last=last, input_names=names))
         if not last:
@@ -98,7 +100,7 @@ def _assembled(
 
 def _taken(traced: Trace, calls: set[int], outputs: Sequence[Value]) -> list[Value]:
     """Values that calls take from elsewhere, in the order of use, and outputs."""
-    taken = [value for index in sorted(calls) for value in sorted(traced.calls[index].values, key=str)]
+    taken = [value for index in sorted(calls) for value in sorted(traced.calls[index].values, key=in_order)]
     return [value for value in [*taken, *outputs] if value.call not in calls]
 
 
