@@ -22,7 +22,6 @@ from alight.runtime.segments import CHANCE, Segment, columns_of, tell_small
 Integers = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
 
-WORDS = (torch.complex128, torch.int64)  # 16 and 8 bytes
 IN_FLIGHT = 2  # batches whose answers are awaited while others run: enough to keep a GPU from idling
 
 
@@ -210,28 +209,18 @@ def _empty(size: int, like: Tensor) -> Tensor:
 
 
 def _copy_rows(source: Tensor, places: Tensor, target: Tensor) -> None:
-    """Copy samples by their places, as plain rows of memory where that is possible: several times as quick."""
+    """Copy samples by their places, as plain rows of memory where that is possible, whatever their layout."""
     rows, into = _rows(source), _rows(target)
-    if rows is None or into is None or (rows.shape[1], rows.dtype) != (into.shape[1], into.dtype):
+    if rows is None or into is None or rows.shape[1] != into.shape[1]:
         target.copy_(source[places])
     else:
         torch.index_select(rows, 0, places, out=into)
 
 
 def _rows(tensor: Tensor) -> Tensor | None:
-    """The tensor as (samples, words) in the order of memory, without copying; None where that is impossible.
-
-    Words are as long as they can be: a GPU copies a row of 16-byte words several times as fast as one of halves.
-    """
+    """The tensor as (samples, numbers) in the order of memory, without copying; None where that is impossible."""
     if tensor.is_contiguous():
-        rows = tensor.view(len(tensor), -1)
-    elif tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last):
-        rows = tensor.permute(0, 2, 3, 1).view(len(tensor), -1)
-    else:
-        return None
-    if tensor.is_cuda:
-        for word in WORDS:
-            size, length = word.itemsize, rows.shape[1] * rows.dtype.itemsize
-            if length % size == 0 and rows.data_ptr() % size == 0:
-                return rows.view(word)
-    return rows
+        return tensor.view(len(tensor), -1)
+    if tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last):
+        return tensor.permute(0, 2, 3, 1).view(len(tensor), -1)
+    return None
