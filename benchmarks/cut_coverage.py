@@ -69,11 +69,12 @@ def smallest(family: str) -> tuple[str, tuple[int, ...], dict[str, Any]]:
     library, module = family.split("/")
     if library == "torchvision":
         names = [name for name in _torchvision_names() if _module_of(name) == module]
-        best = min(names, key=lambda name: weights_of(torchvision.models.get_model, name))
+        known = {name: next(iter(torchvision.models.get_model_weights(name))).meta for name in names}
+        best = min(names, key=lambda name: known[name]["num_params"])
         return best, (3, 299, 299) if module == "inception" else (3, 224, 224), {}
     names = timm.list_models(module=module)
     names = [name for name in names if not name.startswith("test_")] or names  # toys stand for nothing
-    weights = {name: weights_of(timm.create_model, name) for name in names}
+    weights = {name: weights_of(name) for name in names}
     best = min(names, key=lambda name: weights[name] * input_size(name)[1] ** 2)
     size = input_size(best)
     return (
@@ -89,11 +90,11 @@ def input_size(name: str) -> tuple[int, ...]:
     return tuple(known.input_size) if known else (3, 224, 224)
 
 
-def weights_of(create: Any, name: str) -> float:
-    """How many weights a network has; infinitely many if it cannot be built without data."""
+def weights_of(name: str) -> float:
+    """How many weights a network of timm has; infinitely many if it cannot be built without data."""
     try:
         with torch.device("meta"):
-            return sum(weight.numel() for weight in create(name).parameters())
+            return sum(weight.numel() for weight in timm.create_model(name).parameters())
     except Exception:
         return float("inf")
 
