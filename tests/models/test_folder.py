@@ -45,6 +45,7 @@ REBUILT = {
     "msdnet": lambda: msdnet_cifar(10, blocks=2, base=1, step=1, channels=4, growth=4),
     "convnext, heads as chosen": lambda: convnext_cifar(5, head=["mlp"] * 5 + ["conv"] * 6),
     "timm": lambda: from_timm("convnext_atto", num_classes=5, **SMALL_TIMM),
+    "timm, one channel": lambda: from_timm("convnext_atto", num_classes=5, in_chans=1, **SMALL_TIMM),
     "timm, a transformer": lambda: from_timm(
         "vit_tiny_patch16_224", num_classes=5, after=["blocks.1"], img_size=64, depth=3, embed_dim=24
     ),

@@ -21,7 +21,7 @@ from alight.files import PathLike, read_json, write_json, write_whole
 from alight.models.attach import attach_heads
 from alight.models.fingerprint import fingerprint
 from alight.models.heads import HEADS, Factory
-from alight.models.multi_exit import MultiExitModel, Normalisation, structure
+from alight.models.multi_exit import MultiExitModel, Normalisation, described_example, structure
 from alight.models.sources import BUILDERS, Heads, build
 from alight.models.zoo import NATIVE, ZOO
 
@@ -146,7 +146,7 @@ def _rebuilt(config: Mapping[str, Any], backbone: Any, head: Heads | None) -> Mu
             "type", "a MultiExitModel built by hand" if source == "stages" else f"the {source} of another"
         )
         raise Mismatch(f"alight cannot build {what} again: pass it in as load_model(folder, backbone=...)")
-    example = _example(recipe["example"])
+    example = described_example(recipe["example"])
     if source == "cascade":
         return MultiExitModel.cascade([*backbone], config["exits"], example)
     if source == "outputs":
@@ -175,15 +175,6 @@ def _factories(heads: Sequence[Mapping[str, Any]], head: Heads | None) -> Heads:
 def _factory(settings: Mapping[str, Any]) -> Factory:
     arguments = {key: value for key, value in settings.items() if key != "head"}
     return lambda _: HEADS[settings["head"]](**arguments)
-
-
-def _example(described: Mapping[str, Any]) -> Any:
-    """An example of the described shapes: ones, which are tokens, masks and numbers alike."""
-    if "several" in described:
-        return tuple(_example(part) for part in described["several"])
-    if isinstance(described.get("shape"), list):
-        return torch.ones(described["shape"], dtype=getattr(torch, described["dtype"]))
-    return {name: _example(part) for name, part in described.items()}
 
 
 def _check_same(model: MultiExitModel, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:

@@ -206,6 +206,15 @@ def describe(example: Any) -> dict[str, Any]:
     return {"shape": list(example.shape), "dtype": str(example.dtype).removeprefix("torch.")}
 
 
+def described_example(described: Mapping[str, Any]) -> Any:
+    """An example of the described shapes: ones, which are tokens, masks and numbers alike."""
+    if "several" in described:
+        return tuple(described_example(part) for part in described["several"])
+    if isinstance(described.get("shape"), list):
+        return torch.ones(described["shape"], dtype=getattr(torch, described["dtype"]))
+    return {name: described_example(part) for name, part in described.items()}
+
+
 def input_names(example: Any) -> tuple[str, ...]:
     """Names of the inputs of an example that is a dict; none of any other."""
     return tuple(example) if isinstance(example, Mapping) else ()

@@ -51,14 +51,15 @@ def from_timm(
         arguments["num_classes"] = num_classes
     network = timm.create_model(name, pretrained=pretrained, **arguments)
     config = network.pretrained_cfg
-    example = torch.zeros(2, *_timm_size(network, image_size))
+    channels = int(arguments.get("in_chans", config["input_size"][0]))
+    example = torch.zeros(2, channels, *_timm_size(network, image_size))
     model = attach_heads(
         network,
         after,
         example=example,
         head=head,
         count=count,
-        normalisation=Normalisation(tuple(config["mean"]), tuple(config["std"])),
+        normalisation=_normalisation(config, channels),
     )
     if ":" not in name:  # one from the hub may be built in a way that only its hub knows: it is passed in again
         arguments["num_classes"] = model.num_classes
@@ -188,13 +189,21 @@ def _library(name: str) -> Any:
         raise ImportError(f'{name} is not installed: pip install "alight[{EXTRAS[name]}]"') from error
 
 
-def _timm_size(network: Any, image_size: int | None) -> tuple[int, int, int]:
-    channels, height, width = network.pretrained_cfg["input_size"]
+def _timm_size(network: Any, image_size: int | None) -> tuple[int, ...]:
+    _, *size = network.pretrained_cfg["input_size"]
     if image_size is not None:
-        return channels, image_size, image_size
+        return image_size, image_size
     embedding = getattr(network, "patch_embed", None)  # a transformer may have been built for another size
-    size = getattr(embedding, "img_size", None) or (height, width)
-    return (channels, *size) if len(size) == 2 else (channels, height, width)
+    built = getattr(embedding, "img_size", None) or size
+    return tuple(built if len(built) == 2 else size)
+
+
+def _normalisation(config: Any, channels: int) -> Normalisation:
+    """What the network was trained with; for another number of channels, the mean for each."""
+    mean, std = tuple(config["mean"]), tuple(config["std"])
+    if len(mean) == channels:
+        return Normalisation(mean, std)
+    return Normalisation((sum(mean) / len(mean),) * channels, (sum(std) / len(std),) * channels)
 
 
 def _classifier(config: Any) -> Any:

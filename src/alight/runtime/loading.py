@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from alight.errors import BadFile, BadInput
 from alight.files import PathLike
-from alight.models.multi_exit import MultiExitModel
+from alight.models.multi_exit import MultiExitModel, described_example
 
 IMAGE_NAMES, LABEL_NAMES, TEXT_NAMES = (
     ("images", "image", "img", "x", "data"),
@@ -69,16 +69,10 @@ def example_of(model: MultiExitModel, tokens: int | None = None) -> Any:
     described = model.recipe.get("example")
     if not described:
         raise BadInput("the network does not say what it takes: build it with attach_heads, which keeps an example")
-    if not isinstance(described.get("shape"), list):
-        described = {name: dict(part) for name, part in described.items()}
-        for part in described.values():
-            part["shape"] = [part["shape"][0], tokens or part["shape"][1]]
-        return {name: _ones(part) for name, part in described.items()}
-    return _ones(described)
-
-
-def _ones(described: Mapping[str, Any]) -> Tensor:
-    return torch.ones(described["shape"], dtype=getattr(torch, described["dtype"]))
+    example = described_example(described)
+    if isinstance(example, dict) and tokens is not None:
+        example = {name: torch.ones(len(part), tokens, dtype=part.dtype) for name, part in example.items()}
+    return example
 
 
 class _Samples(Dataset[Sample]):
