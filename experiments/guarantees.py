@@ -1,4 +1,4 @@
-"""Do contracts hold? Many calibration draws, batches and streams; 15 minutes on one core.
+"""Do contracts hold? Many calibration draws, batches and streams; an hour on one core.
 
     python experiments/guarantees.py             # everything
     python experiments/guarantees.py alarm       # one part: contracts, tight, quota, paced or alarm

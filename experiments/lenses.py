@@ -42,11 +42,13 @@ METHODS = {
     "geometric": calibrate.geometric,
     "global_threshold": calibrate.global_threshold,
 }
-LENSES: dict[str, calibrate.Fit] = {
-    "gain": calibrate.fit_gain,
-    "recall": calibrate.fit_recall,
-    "recall, no handicap": partial(calibrate.fit_recall, handicap=0.0),
-    "ensemble": calibrate.fit_ensemble,
+LENSES = {
+    "gain": partial(calibrate.through, calibrate.fit_gain),
+    "gain, logistic": partial(calibrate.through, partial(calibrate.fit_gain, model="logistic")),
+    "gain, cross-fitted": partial(calibrate.through, calibrate.fit_gain, folds=5),
+    "recall": partial(calibrate.through, calibrate.fit_recall),
+    "recall, no handicap": partial(calibrate.through, partial(calibrate.fit_recall, handicap=0.0)),
+    "ensemble": partial(calibrate.through, calibrate.fit_ensemble),
 }
 
 Floats = npt.NDArray[np.float64]
@@ -63,6 +65,7 @@ class Row(NamedTuple):
     gain: float
     low: float
     high: float
+    most_spent: float  # of what was allowed, at any of the budgets
 
 
 def made_up_logits(seed: int, samples: int, shared: float, *, exits: int = 6, classes: int = 20) -> HeadOutputs:
@@ -101,15 +104,19 @@ def raw(path: Path) -> Recording:
     return Recording(labelled=table("calibration"), test=table("test"), costs=costs)
 
 
-def curve(method: calibrate.Method, recording: Recording, draws: Floats) -> tuple[Floats, Floats]:
-    """Accuracy and spent share at every budget, (draws, budgets); the first draw is the test table itself."""
+def curve(method: calibrate.Method, recording: Recording, draws: Floats) -> tuple[Floats, Floats, float]:
+    """Accuracy and spent share at every budget, (draws, budgets), the first draw being the test table itself.
+
+    And the most that was spent of what a budget allowed.
+    """
     costs, test = recording.costs, recording.test
     labels = test.known_labels("a comparison")
     affordable = [budget for budget in BUDGETS if costs.budget(budget) >= costs.cumulative()[0]]
     decided = [replay(method(costs, budget, recording.labelled), test) for budget in affordable]
     right = np.stack([decisions.predictions == labels for decisions in decided], axis=1)  # (samples, budgets)
     spent = np.stack([decisions.spent for decisions in decided], axis=1) / costs.plain
-    return draws @ right, draws @ spent
+    allowed = np.array([costs.budget(budget) for budget in affordable]) / costs.plain
+    return draws @ right, draws @ spent, float((spent.mean(axis=0) / allowed).max())
 
 
 def compare(outputs: str, recording: Recording, lenses: Sequence[str]) -> Iterator[Row]:
@@ -120,13 +127,13 @@ def compare(outputs: str, recording: Recording, lenses: Sequence[str]) -> Iterat
     for name, method in METHODS.items():
         plain = curve(method, recording, draws)
         for lens in lenses:
-            seen = curve(partial(calibrate.through, LENSES[lens], method), recording, draws)
+            seen = curve(partial(LENSES[lens], method), recording, draws)
             for spend in SPENDS:
-                if all(spent[0].min() <= spend <= spent[0].max() for _, spent in (plain, seen)):
-                    without, through = (_at(spend, *each) for each in (plain, seen))
+                if all(spent[0].min() <= spend <= spent[0].max() for _, spent, _ in (plain, seen)):
+                    without, through = (_at(spend, accuracy, spent) for accuracy, spent, _ in (plain, seen))
                     gain, *others = through - without
                     low, high = np.quantile(others, [0.025, 0.975])
-                    yield Row(outputs, lens, name, spend, without[0], gain, float(low), float(high))
+                    yield Row(outputs, lens, name, spend, without[0], gain, float(low), float(high), seen[2])
 
 
 def _at(spend: float, accuracy: Floats, spent: Floats) -> Floats:
@@ -138,7 +145,7 @@ def _at(spend: float, accuracy: Floats, spent: Floats) -> Floats:
 def run(folder: Path | None) -> None:
     rows: list[Row] = []
     for name in recordings.NAMES:
-        rows += compare(name, recordings.load(name), ["gain", "recall", "recall, no handicap"])
+        rows += compare(name, recordings.load(name), list(LENSES)[:-1])
         if folder:
             rows += compare(f"{name}, with entropies", raw(folder / f"{name}.npz"), ["gain"])
     for shared in (0.5, 0.9):

@@ -126,6 +126,27 @@ def test_gain_is_learned_where_there_is_something_to_learn():
     np.testing.assert_allclose(seen.scores[:, -1], 0, atol=1e-12)  # nothing comes after the last exit
 
 
+def test_logistic_regression_orders_samples_by_whether_going_on_mends_them(frozen):
+    lens = fit_gain(frozen.labelled, model="logistic")
+    seen = lens.through(frozen.test)
+    mended = frozen.test.correct()[:, -1] & ~frozen.test.correct()[:, 0]
+    surer, less_sure = seen.scores[~mended, 0], seen.scores[mended, 0]
+    assert (surer[:, None] > less_sure[None, :500]).mean() > 0.55  # higher is surer: nothing to gain
+    with pytest.raises(BadInput, match="choose ridge or logistic"):
+        fit_gain(frozen.labelled, model="forest")
+
+
+def test_cross_fitting_uses_every_sample_and_nearly_keeps_the_budget(frozen):
+    policy = through(fit_recall, eero, frozen.costs, "50%", frozen.labelled, folds=4)
+    assert policy.settings["folds"] == 4
+    assert "share" not in policy.settings
+    assert replay(policy, frozen.test).mean_cost <= 1.1 * policy.budget
+    whole = fit_recall(frozen.labelled, eero(frozen.costs, "50%", frozen.labelled))
+    assert policy.lens == whole
+    with pytest.raises(BadInput, match="1 folds"):
+        through(fit_recall, eero, frozen.costs, "50%", frozen.labelled, folds=1)
+
+
 def test_gain_asks_where_the_policy_would_go_on_to():
     policy = geometric(COSTS, 5.0, LABELLED)
     assert fit_gain(LABELLED, policy) != fit_gain(LABELLED)

@@ -2,7 +2,7 @@
 
 `through` calibrates any method through a lens. One part of the labelled table fits the lens, the other and the
 unlabelled table calibrate: no threshold is set on a score that its sample helped to fit, so what holds for the method
-on fresh tables holds through the lens.
+on fresh tables holds through the lens. With `folds` every labelled sample does both (cross-fitting).
 """
 
 from collections.abc import Callable, Sequence
@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from alight.calibrate.ranked import folds as folds_of
 from alight.calibrate.task import AnyCosts, Budget, Floats
 from alight.costs import Costs, as_costs
 from alight.errors import AlightError, BadInput, Mismatch
@@ -21,6 +22,7 @@ from alight.policies.policy import Memory, Policy
 
 Fit = Callable[[HeadOutputs, Policy | None], Lens]
 
+LEAST_OF_A_KIND = 10  # samples that going on mends, and that it does not, for a logistic regression
 LEAST_SAMPLES = 20  # to fit a lens to, and to calibrate on
 BENDS = (0.1, 0.3, 0.5, 0.7, 0.9)  # quantiles of a score where the gain may bend
 PENALTIES = np.logspace(0, 4, 5)  # of ridge regression; leave-one-out chooses
@@ -38,14 +40,17 @@ def through(
     unlabelled: HeadOutputs | None = None,
     *,
     share: float = 0.5,
+    folds: int | None = None,
     seed: int = 0,
     **own: Any,
 ) -> Policy:
     """A method's policy, calibrated and run through a lens.
 
-    This share of the labelled samples fits the lens, the rest calibrates; `own` goes to the method. Where the method
-    closes exits, the lens is fitted for those left open. `functools.partial(through, fit_gain, eero)` is a method like
-    any other.
+    This share of the labelled samples fits the lens, the rest calibrates; `own` goes to the method. With `folds`, all
+    samples fit the lens, and thresholds are set on each fold as a lens fitted to the others sees it: more data for
+    both, but the lens that is kept sees a little differently, so a budget is kept only nearly. Where the method closes
+    exits, the lens is fitted for those left open. `functools.partial(through, fit_gain, eero)` is a method like any
+    other.
 
     >>> from alight import calibrate, recordings
     >>> labelled, test, costs = recordings.load("resnet18_cifar100_joint")
@@ -65,12 +70,16 @@ def through(
             f"{share:g} of {len(labelled)} labelled samples to fit a lens: both parts need at least {LEAST_SAMPLES},"
             " so record more or choose another share"
         )
+    if folds is not None and not 2 <= folds <= len(labelled) // 2:
+        raise BadInput(f"{folds} folds of {len(labelled)} samples: give from 2 to half as many as samples")
     first, second = labelled.split(share, np.random.default_rng(seed))
+    if folds is not None:
+        first = second = labelled
     exits: tuple[int, ...] = tuple(range(len(network)))
     while True:  # each round opens fewer exits, or is the last
-        policy = _through_at(exits, fit, method, network, amount, (first, second, unlabelled), own)
+        policy = _through_at(exits, fit, method, network, amount, (first, second, unlabelled), own, folds)
         if policy.lens:
-            settings = {**policy.settings, "share": share, "seed": seed}
+            settings = {**policy.settings, **({"share": share, "seed": seed} if folds is None else {"folds": folds})}
             name = f"{policy.method} through {type(policy.lens).__name__.lower()}"
             return replace(policy, method=name, settings=settings)
         exits = policy.open_exits
@@ -84,6 +93,7 @@ def _through_at(
     budget: float,
     tables: tuple[HeadOutputs, HeadOutputs, HeadOutputs | None],
     own: dict[str, Any],
+    count: int | None,
 ) -> Policy:
     """The policy with its lens if the method keeps these exits open; else the policy without, to say which it keeps."""
     costs = network.at_exits(exits)
@@ -105,22 +115,46 @@ def _through_at(
     if len(plain.open_exits) < len(exits):
         return placed(plain)
     lens = fit(first, plain)
-    policy = method(costs, budget, lens.through(second), unlabelled and lens.through(unlabelled), **own)
+    seen = lens.through(second) if count is None else _cross_fitted(lens, first, count, fit, method, costs, budget, own)
+    policy = method(costs, budget, seen, unlabelled and lens.through(unlabelled), **own)
     return placed(policy, lens if len(policy.open_exits) == len(exits) else None)
 
 
-def fit_gain(labelled: HeadOutputs, policy: Policy | None = None) -> Gain:
+def _cross_fitted(
+    lens: Lens,
+    labelled: HeadOutputs,
+    count: int,
+    fit: Fit,
+    method: Callable[..., Policy],
+    costs: Costs,
+    budget: float,
+    own: dict[str, Any],
+) -> HeadOutputs:
+    """The table as lenses see it that were each fitted to the other folds."""
+    seen = lens.through(labelled)
+    scores, predictions = seen.scores.copy(), seen.predictions.copy()
+    for fold in folds_of(len(labelled), count):
+        rest = labelled.take(np.setdiff1d(np.arange(len(labelled)), fold))
+        other = fit(rest, method(costs, budget, rest, **own)).through(labelled.take(fold))
+        scores[fold], predictions[fold] = other.scores, other.predictions
+    return replace(seen, scores=scores, predictions=predictions)
+
+
+def fit_gain(labelled: HeadOutputs, policy: Policy | None = None, *, model: str = "ridge") -> Gain:
     """What going on brings, learned: right where it would leave next, minus right now, by ridge regression.
 
-    Where a sample would leave if it went on is up to the policy; without one, it is the last exit. Without labels
-    right means: as the last exit says. Reads the score and all features of the table. Needs scikit-learn
-    (`pip install alight[learn]`).
+    `model="logistic"` learns by logistic regression instead whether going on mends a wrong answer. Where a sample
+    would leave if it went on is up to the policy; without one, it is the last exit. Without labels right means: as the
+    last exit says. Reads the score and all features of the table. Needs scikit-learn (`pip install alight[learn]`).
     """
     try:
-        from sklearn.linear_model import RidgeCV
+        from sklearn.linear_model import LogisticRegression, RidgeCV
+        from sklearn.model_selection import GridSearchCV
     except ImportError as error:
         raise AlightError("a learned gain score needs scikit-learn: pip install 'alight[learn]'") from error
 
+    if model not in ("ridge", "logistic"):
+        raise BadInput(f"there is no model {model!r} of the gain: choose ridge or logistic")
     names = (labelled.score, *labelled.features)
     right = labelled.correct().astype(np.float64)
     gains = right[np.arange(len(labelled))[:, None], _going_on(labelled, policy)] - right  # (samples, exits)
@@ -134,10 +168,19 @@ def fit_gain(labelled: HeadOutputs, policy: Policy | None = None) -> Gain:
         described = np.stack(clues(bends, labelled.predictions[:, exit_index], columns, memory), axis=1)
         centre, scale = described.mean(axis=0), described.std(axis=0)
         scale = np.where(scale > 0, scale, np.inf)  # what never changes says nothing
-        model = RidgeCV(PENALTIES).fit((described - centre) / scale, gains[:, exit_index])
-        slopes = model.coef_ / scale
+        inputs, mended = (described - centre) / scale, gains[:, exit_index] > 0
+        if model == "ridge":
+            fitted = RidgeCV(PENALTIES).fit(inputs, gains[:, exit_index])
+            intercept, coefficients = float(fitted.intercept_), fitted.coef_
+        elif min(mended.sum(), (~mended).sum()) < LEAST_OF_A_KIND:
+            intercept, coefficients = float(mended.mean()), np.zeros(inputs.shape[1])
+        else:
+            searched = GridSearchCV(LogisticRegression(), {"C": 1 / PENALTIES}, scoring="neg_log_loss", cv=3)
+            fitted = searched.fit(inputs, mended).best_estimator_
+            intercept, coefficients = float(fitted.intercept_[0]), fitted.coef_[0]
+        slopes = coefficients / scale
         knots.append(bends)
-        weights.append((float(model.intercept_ - slopes @ centre), *slopes.tolist()))
+        weights.append((float(intercept - slopes @ centre), *slopes.tolist()))
         memory = (*memory, (labelled.predictions[:, exit_index], *columns))
     return Gain(exits=tuple(range(labelled.num_exits)), columns=names, knots=tuple(knots), weights=tuple(weights))
 
