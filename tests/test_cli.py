@@ -15,7 +15,7 @@ from conftest import made_up
 from digits import digits
 from safetensors.torch import save_file
 
-from alight import Costs, HeadOutputs, calibrate, load_policy, read_points
+from alight import Costs, HeadOutputs, calibrate, load_policy, read_points, replay
 from alight.cli import main
 from alight.models.checkpoints import Checkpoint
 from alight.models.fingerprint import fingerprint
@@ -267,7 +267,10 @@ def test_the_installed_command_answers():
     assert re.fullmatch(r"alight \d+\.\d+\.\d+\n", done.stdout)
 
 
-@pytest.mark.parametrize("command", ["", "demo", "attach", "train", "record", "costs", "calibrate", "sweep", "report"])
+@pytest.mark.parametrize(
+    "command",
+    ["", "demo", "attach", "train", "record", "costs", "predict", "plan", "bench", "calibrate", "sweep", "report"],
+)
 def test_every_help_is_there_with_an_example(command, capsys):
     status, out, _ = run(f"{command} --help", capsys)
     assert status == 0
@@ -321,7 +324,31 @@ def test_attach_train_record_costs_and_calibrate_chain(digit_files, tmp_path, ca
     assert Costs.load("ms.json").unit == "ms"
     status, _, err = run("calibrate labelled.npz --costs costs.json --budget 90% -o policy.json", capsys)
     assert status == 0, err
-    assert load_policy("policy.json").fingerprint == table.fingerprint
+    policy = load_policy("policy.json")
+    assert policy.fingerprint == table.fingerprint
+    status, out, err = run(f"predict trained policy.json {data}/test.npz", capsys)
+    assert status == 0, err
+    assert "predict: 100%" in err
+    with Path("answers.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    expected = replay(policy, table)
+    assert [int(row["label"]) for row in rows] == expected.predictions.tolist()
+    assert [int(row["exit"]) for row in rows] == expected.exits.tolist()
+    assert sum(float(row["cost_FLOPs"]) for row in rows) == pytest.approx(expected.spent.sum())
+    assert all(0 < float(row["probability"]) <= 1 for row in rows)
+    status, out, err = run(f"bench trained policy.json {data}/test.npz --samples 32 --batch-sizes 16", capsys)
+    assert status == 0, err
+    assert "batch 16: " in out
+    assert "accuracy with exits" in out
+    status, out, err = run("plan trained labelled.npz --batch-size 16 --max-accuracy-loss 0.3 -o planned.json", capsys)
+    assert status == 0, err
+    assert "plain network" in out
+    assert load_policy("planned.json").unit == "ms"
+    assert run(f"predict trained planned.json {data}/test.npz -o planned.csv", capsys)[0] == 0
+    assert (
+        "was calibrated on outputs of the network"
+        in run(f"predict {data}/model policy.json {data}/test.npz", capsys)[2]
+    )
 
 
 def test_an_interrupted_training_goes_on_where_it_was(digit_files, tmp_path, capsys, monkeypatch):

@@ -21,6 +21,7 @@ from alight.files import check_writable
 from alight.outputs import HeadOutputs
 from alight.policies.policy import Policy, aligned
 from alight.policies.route import replay, replay_on
+from alight.policies.saved import load_policy
 from alight.report import write_report
 from alight.scores import SCORES
 
@@ -221,6 +222,73 @@ def costs_command(options: argparse.Namespace) -> None:
         print(f"heads before the last: {head_overhead(costs):.2%} of the plain network")
     costs.save(options.output)
     print(f"{costs}: {options.output}")
+
+
+def predict_command(options: argparse.Namespace) -> None:
+    """Answer every sample under a policy."""
+    from alight.models.folder import load_model
+    from alight.runtime.answers import write_answers
+    from alight.runtime.loading import load_data, names_of
+    from alight.runtime.predictor import Predictor
+
+    _distinct(options.data, options.policy, options.output)
+    model, policy = load_model(options.model), load_policy(options.policy)
+    data = load_data(options.data, model, split=options.split, **_data_options(options))
+    predictor = Predictor(
+        model,
+        policy,
+        device=_device(options.device),
+        dtype=options.dtype,
+        compile=options.compile,
+        batch_size=options.batch_size,
+        probabilities=policy.lens is None,
+        allow_mismatch=options.allow_mismatch,
+    )
+    decisions = predictor.run(data)
+    write_answers(decisions, options.output, names=names_of(data), classes=model.classes, unit=policy.unit)
+    print(f"{decisions}: {options.output}")
+
+
+def plan_command(options: argparse.Namespace) -> None:
+    """Measure whether exits pay on this machine, and write the policy that does."""
+    from alight.models.folder import load_model
+    from alight.runtime.loading import example_of
+    from alight.runtime.plan import plan
+
+    _distinct(options.labelled, options.output)
+    model = load_model(options.model)
+    made = plan(
+        model,
+        HeadOutputs.load(options.labelled),
+        example=example_of(model, options.tokens),
+        batch_size=options.batch_size,
+        device=_device(options.device),
+        budget=options.budget,
+        max_accuracy_loss=options.max_accuracy_loss,
+        dtype=options.dtype,
+        compile=options.compile,
+    )
+    made.policy.save(options.output)
+    print(f"{made}\n\n{made.policy}\n\n{options.output}")
+
+
+def bench_command(options: argparse.Namespace) -> None:
+    """Time a policy beside the plain network on real samples."""
+    from alight.models.batches import as_batch
+    from alight.models.folder import load_model
+    from alight.runtime.bench import compare
+    from alight.runtime.loading import load_data
+
+    model, policy = load_model(options.model), load_policy(options.policy)
+    given = _data_options(options) | {"batch_size": options.samples}
+    data = load_data(options.data, model, split=options.split, **given)
+    batch = as_batch(next(iter(data)))
+    settings = {"device": _device(options.device), "dtype": options.dtype, "compile": options.compile}
+    for size in options.batch_sizes:
+        measured = compare(model, policy, batch.inputs, size, allow_mismatch=options.allow_mismatch, **settings)
+        print(measured)
+    if batch.labels is not None:
+        print(f"accuracy with exits {measured.decisions.accuracy(batch.labels.numpy()):.1%} on {len(batch)} samples")
 
 
 def calibrate_command(options: argparse.Namespace) -> None:
@@ -516,9 +584,44 @@ def _network_commands(command: Callable[..., argparse.ArgumentParser]) -> None:
     added.add_argument("--device", help="default: cuda if there is one")
     added.add_argument("-o", "--output", type=_output, default="costs.json", help="default: costs.json")
 
+    added = command("predict", predict_command, "alight predict model policy.json images.npz --output answers.csv")
+    _data_arguments(added, split="test", policy=True)
+    _running_arguments(added)
+    added.add_argument("-o", "--output", type=_output, default="answers.csv", help=".csv or .parquet (answers.csv)")
 
-def _data_arguments(parser: argparse.ArgumentParser, split: str) -> None:
+    added = command("plan", plan_command, "alight plan model labelled.npz --batch-size 64 --max-accuracy-loss 0.01")
+    added.add_argument("model", help="folder of a network with exits")
+    added.add_argument("labelled", help="recorded outputs with labels (.npz)")
+    added.add_argument("--batch-size", type=int, default=64, help="default: 64")
+    added.add_argument("--budget", help="'60%%' of the plain network's time, or '0.2 ms' per sample")
+    added.add_argument("--max-accuracy-loss", type=float, help="0.01 is one point (the default without a budget)")
+    added.add_argument("--tokens", type=int, help="length of texts to measure with")
+    added.add_argument("--device", help="default: a GPU if there is one")
+    added.add_argument("-o", "--output", type=_output, default="policy.json", help="default: policy.json")
+    _running_arguments(added, allow_mismatch=False)
+
+    added = command("bench", bench_command, "alight bench model policy.json images.npz --batch-sizes 1,64")
+    _data_arguments(added, split="test", policy=True)
+    _running_arguments(added)
+    added.add_argument("--samples", type=int, default=512, help="how many to run (default: 512)")
+    added.add_argument("--batch-sizes", type=_whole_numbers, default=(1, 64), help="default: 1,64")
+
+
+def _running_arguments(parser: argparse.ArgumentParser, *, allow_mismatch: bool = True) -> None:
+    parser.add_argument("--dtype", choices=["fp32", "bf16", "fp16"], help="default: the network's own")
+    parser.add_argument("--compile", action="store_true", help="compile each part of the network first")
+    if allow_mismatch:
+        parser.add_argument("--allow-mismatch", action="store_true", help="take a policy of another network too")
+
+
+def _whole_numbers(text: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in text.split(","))
+
+
+def _data_arguments(parser: argparse.ArgumentParser, split: str, *, policy: bool = False) -> None:
     parser.add_argument("model", help="folder of a network with exits")
+    if policy:
+        parser.add_argument("policy", help="JSON that `alight calibrate` or `alight plan` wrote")
     parser.add_argument(
         "data", help=".npz of images and labels, folder of class folders, cifar100:FOLDER, .jsonl of texts, ..."
     )

@@ -11,7 +11,7 @@ from torch import nn
 from alight.errors import BadFile, BadInput
 from alight.models.attach import attach_heads
 from alight.models.multi_exit import MultiExitModel, Normalisation
-from alight.runtime.loading import example_of, load_data
+from alight.runtime.loading import example_of, load_data, names_of
 from alight.runtime.recorder import record
 
 CHANNELS, HEIGHT, WIDTH = 3, 8, 10
@@ -128,6 +128,17 @@ def test_an_example_is_what_the_network_describes():
     }
     with pytest.raises(BadInput, match="does not say what it takes"):
         example_of(MultiExitModel([nn.Identity()], [nn.Identity()]))
+
+
+def test_loose_images_have_no_labels_and_are_known_by_their_files(images, tmp_path):
+    for index, image in enumerate(images[:3]):
+        Image.fromarray(image).save(tmp_path / f"{index}.png")
+    data = load_data(tmp_path, network(), batch_size=2)
+    assert [len(batch) for batch in data] == [2, 1]
+    assert names_of(data) == [str(tmp_path / f"{index}.png") for index in range(3)]
+    (tmp_path / "class").mkdir()
+    with pytest.raises(BadInput, match="both images and folders"):
+        load_data(tmp_path, network())
 
 
 def bad(name: str, folder) -> tuple[str, MultiExitModel]:

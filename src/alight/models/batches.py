@@ -60,6 +60,14 @@ def batches(loader: Iterable[Any], what: str) -> Iterator[Batch]:
         raise BadInput(f"the loader gave no batch in {what}: {SPENT}")
 
 
+def length_of(loader: Iterable[Any]) -> int | None:
+    """How many batches a loader gives, None where it does not know."""
+    try:
+        return len(loader)  # type: ignore[arg-type]
+    except TypeError:
+        return None
+
+
 def as_batch(batch: Any) -> Batch:
     """A loader's batch with its labels told apart: a tensor, (inputs, ..., labels), or a dict with "labels".
 

@@ -1,7 +1,7 @@
 """Data on disk as batches for a network: images and text, with labels where there are any.
 
     images.npz             images (samples, height, width, channels) or (samples, channels, height, width), and labels
-    folder/class/*.png     a folder for each class
+    folder/class/*.png     a folder for each class; folder/*.png without labels
     cifar100:folder        a data set of torchvision that lies in the folder
     folder                 a data set that Hugging Face's `save_to_disk` wrote
     lines.jsonl            one object per line with "text" and "label"
@@ -75,6 +75,12 @@ def example_of(model: MultiExitModel, tokens: int | None = None) -> Any:
     return example
 
 
+def names_of(data: DataLoader[Any]) -> list[str] | None:
+    """The samples' files, where each lies in one of its own; None where they are known by number alone."""
+    items = getattr(data.dataset, "items", None)
+    return [str(item) for item in items] if isinstance(items, list) and isinstance(items[0], Path) else None
+
+
 class _Samples(Dataset[Sample]):
     """Images or texts one by one, with their classes."""
 
@@ -126,6 +132,12 @@ def _arrays(path: Path) -> _Samples:
 
 def _folders(path: Path, model: MultiExitModel) -> _Samples:
     names = sorted(folder.name for folder in path.iterdir() if folder.is_dir())
+    if loose := sorted(file for file in path.iterdir() if _is_image(file)):
+        if names:
+            raise BadInput(
+                f"{path} has both images and folders: put each image into the folder of its class, or all here"
+            )
+        return _Samples(loose, None, _picture)
     files = [(file, name) for name in names for file in sorted((path / name).rglob("*")) if _is_image(file)]
     if not files:
         raise BadInput(f"{path} has no folders with images ({' '.join(SUFFIXES)}): make one folder for each class")

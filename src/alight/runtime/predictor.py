@@ -10,7 +10,7 @@ import torch
 from tqdm import tqdm
 
 from alight.errors import BadInput, Mismatch
-from alight.models.batches import Batch, batches
+from alight.models.batches import Batch, batches, length_of
 from alight.models.fingerprint import fingerprint
 from alight.models.multi_exit import Carried, MultiExitModel
 from alight.outputs import Decisions
@@ -104,8 +104,13 @@ class Predictor:
 
     def run(self, loader: Iterable[Any], *, samples: npt.ArrayLike | None = None, progress: bool = True) -> Decisions:
         """What is decided about everything that a loader gives, in its order, whatever the size of the data set."""
-        shown = tqdm(batches(loader, "the prediction"), desc="predict", unit="batch", disable=not progress)
-        return self._decided(self._loaded(shown), samples)
+        shown: dict[str, Any] = {
+            "desc": "predict",
+            "unit": "batch",
+            "total": length_of(loader),
+            "disable": not progress,
+        }
+        return self._decided(self._loaded(tqdm(batches(loader, "the prediction"), **shown)), samples)
 
     def stream(self, loader: Iterable[Any]) -> Iterator[Answers]:
         """Answers as soon as they are ready: indices in the order of coming, classes, and exits as positions."""

@@ -9,7 +9,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from alight.errors import BadInput
-from alight.models.batches import batches
+from alight.models.batches import batches, length_of
 from alight.models.fingerprint import fingerprint
 from alight.models.multi_exit import MultiExitModel
 from alight.outputs import HeadOutputs
@@ -46,7 +46,8 @@ def record(
     place, kind, wanted = device_of(ready), as_dtype(dtype), tuple(features)
     parts: list[HeadOutputs] = []
     seen = 0
-    for batch in tqdm(ahead(batches(loader, "the recording")), **_bar(loader), disable=not progress):
+    shown: dict[str, Any] = {"desc": "record", "unit": "batch", "total": length_of(loader), "disable": not progress}
+    for batch in tqdm(ahead(batches(loader, "the recording")), **shown):
         with torch.inference_mode():
             logits = ready(placed(ready.admit(batch.inputs), place, kind, channels_last))
         told = _on_host(logits)  # (samples, exits, classes)
@@ -57,14 +58,6 @@ def record(
         )
         seen += len(batch)
     return _joined(parts, fingerprint(ready))
-
-
-def _bar(loader: Iterable[Any]) -> dict[str, Any]:
-    try:
-        total = len(loader)  # type: ignore[arg-type]
-    except TypeError:
-        total = None
-    return {"desc": "record", "unit": "batch", "total": total}
 
 
 def _on_host(logits: Sequence[Tensor]) -> np.ndarray:

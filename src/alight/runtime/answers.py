@@ -1,0 +1,46 @@
+"""Decisions as a table for people and programs: one row per sample, as CSV or Parquet."""
+
+import csv
+import importlib
+import io
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from alight.errors import BadInput
+from alight.files import PathLike, write_text
+from alight.outputs import Decisions
+
+
+def write_answers(
+    decisions: Decisions,
+    path: PathLike,
+    *,
+    names: Sequence[str] | None = None,
+    classes: Sequence[str] = (),
+    unit: str = "",
+) -> Path:
+    """The path of a table of samples, labels, exits, probabilities and costs; .parquet needs pyarrow.
+
+    A label is the class's name where `classes` has names, else its index.
+    """
+    columns: dict[str, Sequence[Any]] = {
+        "sample": list(names) if names is not None else list(range(len(decisions))),
+        "label": [classes[index] if classes else index for index in decisions.predictions.tolist()],
+        "exit": decisions.exits.tolist(),
+        f"cost_{unit}" if unit else "cost": decisions.spent.tolist(),
+    }
+    if decisions.probabilities is not None:
+        columns["probability"] = decisions.probabilities.tolist()
+    if Path(path).suffix != ".parquet":
+        text = io.StringIO()
+        writer = csv.writer(text, lineterminator="\n")
+        writer.writerow(columns)
+        writer.writerows(zip(*columns.values(), strict=True))
+        return write_text(path, text.getvalue())
+    try:
+        arrow, parquet = importlib.import_module("pyarrow"), importlib.import_module("pyarrow.parquet")
+    except ImportError as error:
+        raise BadInput(f"{path} is to be Parquet, which needs pyarrow: pip install pyarrow, or write .csv") from error
+    parquet.write_table(arrow.table(columns), path)
+    return Path(path)
