@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from alight.policies.route import replay, route
     from alight.policies.saved import load_policy
     from alight.report import write_report
+    from alight.runtime.plan import Plan, plan
     from alight.runtime.predictor import Predictor
     from alight.runtime.recorder import record
 
@@ -38,6 +39,7 @@ __all__ = [
     "HeadOutputs",
     "MultiExitModel",
     "Normalisation",
+    "Plan",
     "Point",
     "Policy",
     "Predictor",
@@ -54,6 +56,7 @@ __all__ = [
     "load_model",
     "load_policy",
     "measure_costs",
+    "plan",
     "read_points",
     "record",
     "recordings",
@@ -76,6 +79,7 @@ _HOMES = {
     "HeadOutputs": "alight.outputs",
     "MultiExitModel": "alight.models.multi_exit",
     "Normalisation": "alight.models.multi_exit",
+    "Plan": "alight.runtime.plan",
     "Point": "alight.evaluation.sweep",
     "Policy": "alight.policies.policy",
     "Predictor": "alight.runtime.predictor",
@@ -90,6 +94,7 @@ _HOMES = {
     "load_model": "alight.models.folder",
     "load_policy": "alight.policies.saved",
     "measure_costs": "alight.models.measure",
+    "plan": "alight.runtime.plan",
     "read_points": "alight.evaluation.sweep",
     "record": "alight.runtime.recorder",
     "replay": "alight.policies.route",
