@@ -125,6 +125,8 @@ class Giving(nn.Module):
 def test_bad_input_is_refused():
     with pytest.raises(BadInput, match="after='0' is one text"):
         attach_heads(backbone(), "0", example=IMAGES)
+    with pytest.raises(BadInput, match="after names no module"):
+        attach_heads(backbone(), [], example=IMAGES)
     with pytest.raises(BadInput, match="1 heads for 2 exits"):
         attached(head=["mlp"])
     with pytest.raises(BadInput, match="no head 'linear'"):

@@ -66,6 +66,8 @@ def attach_heads(
 def _listed(after: str | Sequence[str]) -> list[str]:
     if isinstance(after, str):
         raise BadInput(f"after={after!r} is one text: give a list of module names, or 'auto'")
+    if not after:
+        raise BadInput("after names no module: give at least one, or 'auto'")
     return list(after)
 
 
