@@ -528,9 +528,9 @@ def test_a_bad_loader_gets_an_error_that_says_what_to_do(case):
         ({"optimizer": "lion"}, "optimizer 'lion'"),
         ({"schedule": "steps"}, "schedule 'steps'"),
         ({"amp": "fp8"}, "amp 'fp8'"),
-        ({"epochs": 0}, "epochs 0"),
-        ({"learning_rate": -1.0}, "learning_rate -1.0"),
-        ({"distill": 2.0}, "distill 2.0"),
+        ({"epochs": 0}, "epochs 0 is out of bounds: give at least 1"),
+        ({"learning_rate": -1.0}, "learning_rate -1.0 is out of bounds: give above 0"),
+        ({"distill": 2.0}, "distill 2.0 .* a share from 0 to 1"),
         ({"ema": 1.0}, "ema 1.0"),
         ({"clip": 0.0}, "clip 0.0"),
         ({"loss_weights": [1.0]}, "1 loss weights for 3 exits"),
@@ -538,7 +538,7 @@ def test_a_bad_loader_gets_an_error_that_says_what_to_do(case):
         ({"loss_weights": [0.0, 0.0, 1.0]}, "leave no head to train"),
         ({"mode": "mixed", "loss_weights": [1.0, 1.0, 0.0]}, "starts with the last exit, whose loss weight is 0"),
         ({"rescale_gradients": True}, "rescale_gradients changes nothing in a frozen backbone"),
-        ({"mode": "mixed", "backbone_epochs": 2}, "backbone_epochs 2"),
+        ({"mode": "mixed", "backbone_epochs": 2}, "backbone_epochs 2 .* below epochs, 2"),
     ],
 )
 def test_a_setting_out_of_bounds_is_refused(options, message):

@@ -40,21 +40,21 @@ class Settings:
             if getattr(self, name) not in known:
                 raise BadInput(f"{name} {getattr(self, name)!r} is none of {', '.join(map(repr, known))}")
         bounds = {
-            "epochs": self.epochs >= 1,
-            "learning_rate": self.learning_rate > 0,
-            "weight_decay": self.weight_decay >= 0,
-            "momentum": 0 <= self.momentum < 1,
-            "distill": 0 <= self.distill <= 1,
-            "temperature": self.temperature > 0,
-            "clip": self.clip is None or self.clip > 0,
-            "ema": self.ema is None or 0 < self.ema < 1,
-            "seed": self.seed >= 0,
-            "loss_weights": min(self.loss_weights) >= 0 < max(self.loss_weights),
-            "backbone_epochs": 0 <= self.backbone_epochs < self.epochs,
+            "epochs": (self.epochs >= 1, "at least 1"),
+            "learning_rate": (self.learning_rate > 0, "above 0"),
+            "weight_decay": (self.weight_decay >= 0, "at least 0"),
+            "momentum": (0 <= self.momentum < 1, "from 0 to below 1"),
+            "distill": (0 <= self.distill <= 1, "a share from 0 to 1"),
+            "temperature": (self.temperature > 0, "above 0"),
+            "clip": (self.clip is None or self.clip > 0, "above 0, or None"),
+            "ema": (self.ema is None or 0 < self.ema < 1, "between 0 and 1, or None"),
+            "seed": (self.seed >= 0, "at least 0"),
+            "loss_weights": (min(self.loss_weights) >= 0 < max(self.loss_weights), "none below 0 and some above"),
+            "backbone_epochs": (0 <= self.backbone_epochs < self.epochs, f"from 0 to below epochs, {self.epochs}"),
         }
-        for name, holds in bounds.items():
+        for name, (holds, bound) in bounds.items():
             if not holds:
-                raise BadInput(f"{name} {getattr(self, name)} is out of bounds: see the documentation of train_heads")
+                raise BadInput(f"{name} {getattr(self, name)} is out of bounds: give {bound}")
         if self.mode == "mixed" and self.loss_weights[-1] == 0:
             raise BadInput("mixed training starts with the last exit, whose loss weight is 0: give it some")
         if self.rescale_gradients and self.mode == "frozen":
