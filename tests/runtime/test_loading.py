@@ -150,6 +150,8 @@ def bad(name: str, folder) -> tuple[str, MultiExitModel]:
         np.savez(path, images=np.full((2, HEIGHT, WIDTH, CHANNELS), 16.0))
     elif name == "no images":
         np.savez(path, pictures=np.zeros(3))
+    elif name == "no samples":
+        np.savez(path, images=np.zeros((0, HEIGHT, WIDTH, CHANNELS), np.uint8), labels=np.zeros(0, np.int64))
     elif name == "pickled":
         np.savez(path, images=np.array([{}], dtype=object))
     elif name == "odd labels":
@@ -191,6 +193,7 @@ BAD = {
     "wrong size": (BadInput, r"shape \(9, 9, 3\) and the network takes \(3, 8, 10\)"),
     "wrong range": (BadInput, "images from 16 to 16"),
     "no images": (BadFile, "it has pictures; save np.savez"),
+    "no samples": (BadInput, "has no samples"),
     "pickled": (BadFile, "damaged or holds objects"),
     "odd labels": (BadFile, "labels are float64"),
     "damaged": (BadFile, "it is damaged"),

@@ -56,6 +56,8 @@ def load_data(
     are cut off after `max_tokens`.
     """
     samples, kind = _open(str(where), model, split)
+    if not len(samples):  # type: ignore[arg-type]
+        raise BadInput(f"{where} has no samples: give data with at least one")
     collate: Callable[[Sequence[Sample]], Any]
     if kind == "text":
         collate = _Texts(model, _tokenizer(tokenizer, where), max_tokens, str(where))
