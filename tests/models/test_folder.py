@@ -146,6 +146,12 @@ def test_stages_outputs_and_cascades_are_passed_in_again(tmp_path):
     again = load_model(tmp_path / "cascade", backbone=[nn.Linear(4, 3), nn.Linear(4, 3)])
     assert same(model, again, batch)
     assert again.exits == ("a", "b")
+    with pytest.raises(Mismatch, match="cannot build the networks of a cascade again"):
+        load_model(tmp_path / "cascade")
+
+    model = MultiExitModel.cascade([nn.Linear(4, 3), nn.Linear(4, 3)])  # whose inputs nobody has described
+    save_model(model, tmp_path / "undescribed")
+    assert same(model, load_model(tmp_path / "undescribed", backbone=[nn.Linear(4, 3), nn.Linear(4, 3)]), batch)
 
 
 class Tied(nn.Module):

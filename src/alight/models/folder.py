@@ -26,6 +26,11 @@ from alight.models.sources import BUILDERS, Heads, build
 from alight.models.zoo import NATIVE, ZOO
 
 WEIGHTS, CONFIG, KIND = "model.safetensors", "config.json", "MultiExitModel"
+MADE_BY_HAND = {
+    "stages": "a MultiExitModel built by hand",
+    "cascade": "the networks of a cascade",
+    "outputs": "a network with several outputs",
+}
 LIBRARIES = ("alight", "torch", "torchvision", "timm", "transformers", "safetensors")
 
 
@@ -142,11 +147,9 @@ def _rebuilt(config: Mapping[str, Any], backbone: Any, head: Heads | None) -> Mu
     if source == "zoo":
         return _from_zoo(recipe, config["heads"], head)
     if backbone is None or source == "stages":
-        what = recipe.get(
-            "type", "a MultiExitModel built by hand" if source == "stages" else f"the {source} of another"
-        )
+        what = recipe.get("type") or MADE_BY_HAND.get(source, "the network")
         raise Mismatch(f"alight cannot build {what} again: pass it in as load_model(folder, backbone=...)")
-    example = described_example(recipe["example"])
+    example = described_example(recipe["example"]) if "example" in recipe else None
     if source == "cascade":
         return MultiExitModel.cascade([*backbone], config["exits"], example)
     if source == "outputs":
