@@ -318,6 +318,20 @@ def test_a_missing_library_names_the_extra(monkeypatch):
         from_timm("convnext_atto")
 
 
+def test_an_unknown_network_is_answered_with_the_nearest_names():
+    with pytest.raises(BadInput, match=r"timm has no classifier 'resnet19': the nearest names are resnet1"):
+        from_timm("resnet19")
+    with pytest.raises(BadInput, match=r"torchvision has no classifier 'resnet19': the nearest names are resnet1"):
+        from_torchvision("resnet19")
+
+
+def test_a_network_of_hugging_face_that_names_no_image_size_takes_the_usual_one():
+    from transformers import ResNetConfig
+
+    config = ResNetConfig(embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1], layer_type="basic", num_labels=3)
+    assert from_transformers(config, count=1).recipe["example"]["shape"] == [2, 3, 224, 224]
+
+
 def test_what_classifies_nothing_is_refused():
     from transformers import CLIPTextConfig
 

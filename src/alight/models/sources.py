@@ -1,5 +1,6 @@
 """Classifiers of torchvision, timm and Hugging Face with exits, and how to build them again from plain data."""
 
+import difflib
 import importlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -15,6 +16,7 @@ from alight.models.multi_exit import MultiExitModel, Normalisation
 Heads = str | Factory | Sequence[str | Factory]
 
 EXTRAS = {"timm": "vision", "torchvision": "vision", "transformers": "text"}
+IMAGE_SIZE = 224  # of a network that does not name one
 TOKENS = 16  # in an example of text; a network takes any number of them
 REFUSED = (
     "pretrained",
@@ -47,6 +49,8 @@ def from_timm(
     Weights are fresh unless `pretrained`. The folder that `save` writes is loaded without downloading them again.
     """
     timm = _library("timm")
+    if ":" not in name:
+        _check_known("timm", name.partition(".")[0], timm.list_models())
     if num_classes is not None:
         arguments["num_classes"] = num_classes
     network = timm.create_model(name, pretrained=pretrained, **arguments)
@@ -75,7 +79,7 @@ def from_torchvision(
     after: str | Sequence[str] = "auto",
     head: Heads = "auto",
     count: int = EXITS,
-    image_size: int = 224,
+    image_size: int = IMAGE_SIZE,
     **arguments: Any,
 ) -> MultiExitModel:
     """A network of torchvision with exits; further arguments go to `torchvision.models.get_model`.
@@ -83,6 +87,7 @@ def from_torchvision(
     `weights` is one of torchvision's names, as in "DEFAULT" or "IMAGENET1K_V1"; without it weights are fresh.
     """
     models = _library("torchvision").models
+    _check_known("torchvision", name, models.list_models(module=models))
     if num_classes is not None:
         arguments["num_classes"] = num_classes
     network = models.get_model(name, weights=weights, **arguments)
@@ -189,6 +194,12 @@ def _library(name: str) -> Any:
         raise ImportError(f'{name} is not installed: pip install "alight[{EXTRAS[name]}]"') from error
 
 
+def _check_known(library: str, name: str, known: Sequence[str]) -> None:
+    if name not in known:
+        nearest = ", ".join(difflib.get_close_matches(name, known, cutoff=0.0))
+        raise BadInput(f"{library} has no classifier {name!r}: the nearest names are {nearest}")
+
+
 def _timm_size(network: Any, image_size: int | None) -> tuple[int, ...]:
     _, *size = network.pretrained_cfg["input_size"]
     if image_size is not None:
@@ -217,7 +228,8 @@ def _classifier(config: Any) -> Any:
 
 def _transformers_example(config: Any) -> Any:
     if "Image" in _classifier(config).__name__:
-        sides = config.image_size if isinstance(config.image_size, list | tuple) else (config.image_size,) * 2
+        size = getattr(config, "image_size", IMAGE_SIZE)  # convolutional networks name none
+        sides = size if isinstance(size, list | tuple) else (size, size)
         return torch.zeros(2, config.num_channels, *sides)
     return {
         "input_ids": torch.ones(2, TOKENS, dtype=torch.int64),
