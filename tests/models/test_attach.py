@@ -113,6 +113,25 @@ def test_text_gets_masked_heads():
         torch.testing.assert_close(model(batch)[0], model(changed)[0])
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
+def test_what_a_head_says_of_a_text_does_not_depend_on_padding():
+    from transformers import DebertaV2Config, DebertaV2ForSequenceClassification
+
+    torch.manual_seed(0)
+    config = DebertaV2Config(
+        vocab_size=50, hidden_size=16, num_hidden_layers=3, num_attention_heads=2, intermediate_size=32
+    )
+    network = DebertaV2ForSequenceClassification(config).eval()  # whose layers are given no mask with a row per token
+    tokens = torch.randint(1, 50, (3, 6))
+    short = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
+    long = {name: nn.functional.pad(part, (0, 4)) for name, part in short.items()}
+    model = attach_heads(network, ["deberta.encoder.layer.1"], example=short).eval()
+    with torch.no_grad():
+        torch.testing.assert_close(model(short)[0], model(long)[0])
+    with pytest.raises(BadInput, match="head 'mlp' would read the padding of texts too"):
+        attach_heads(network, ["deberta.encoder.layer.1"], example=short, head="mlp")
+
+
 class Giving(nn.Module):
     def __init__(self, output):
         super().__init__()

@@ -1,13 +1,13 @@
 """A trained classifier gets exits in one call."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
 
 from alight.errors import BadInput
 from alight.models.cut import cut
-from alight.models.heads import Factory, are_channels_last, make_head
+from alight.models.heads import HEADS, Factory, TokenHead, are_channels_last, make_head
 from alight.models.multi_exit import (
     Carried,
     MultiExitModel,
@@ -113,9 +113,12 @@ def _fitted(kind: str | Factory, carried: Carried, num_classes: int, example: An
         )
     shape = tuple(features.shape[1:])
     image = tuple(example.shape[1:]) if isinstance(example, Tensor) else ()
-    head = make_head(
-        kind, shape, num_classes, channels_last=are_channels_last(shape, image), masked=_has_mask(carried)
-    ).to(features.device, features.dtype)
+    masked = _has_mask(carried)
+    if isinstance(example, Mapping) and "attention_mask" in example and isinstance(kind, str) and features.ndim == 3:
+        kind = _blind_to_padding(kind, masked, num_classes)
+    head = make_head(kind, shape, num_classes, channels_last=are_channels_last(shape, image), masked=masked).to(
+        features.device, features.dtype
+    )
     with evaluating(head):
         logits = read(head, carried)
     if tuple(logits.shape) != (len(features), num_classes):
@@ -124,6 +127,17 @@ def _fitted(kind: str | Factory, carried: Carried, num_classes: int, example: An
             " let it give one logit per sample and class"
         )
     return head
+
+
+def _blind_to_padding(kind: str, masked: bool, num_classes: int) -> str | Factory:
+    """A head for padded texts: what it says of one must not depend on the longest of its batch."""
+    if kind in HEADS and kind != "token":
+        raise BadInput(
+            f"head {kind!r} would read the padding of texts too: use head='token', or a function of your own"
+        )
+    if masked or kind not in ("auto", "token"):
+        return kind
+    return lambda shape: TokenHead(shape, num_classes, pooling="class")  # no mask is carried past this exit
 
 
 def _has_mask(carried: Carried) -> bool:
