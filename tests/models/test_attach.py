@@ -7,6 +7,7 @@ from alight.models.attach import attach_heads
 from alight.models.fingerprint import fingerprint
 from alight.models.heads import FlattenLinear, MLPHead, PooledLinear, TokenHead
 from alight.models.multi_exit import MultiExitModel, Normalisation
+from alight.models.sources import from_transformers
 
 IMAGES = torch.randn(4, 3, 16, 16, generator=torch.Generator().manual_seed(0))
 
@@ -111,6 +112,26 @@ def test_text_gets_masked_heads():
         changed = {**batch, "input_ids": batch["input_ids"].clone()}
         changed["input_ids"][:, 6:] = 1
         torch.testing.assert_close(model(batch)[0], model(changed)[0])
+
+
+def test_pairs_of_texts_are_told_apart_or_refused():
+    from transformers import BertConfig
+
+    torch.manual_seed(0)
+    config = BertConfig(vocab_size=50, hidden_size=16, num_hidden_layers=3, num_attention_heads=2, intermediate_size=32)
+    tokens = torch.randint(50, (3, 8))
+    single = {
+        "input_ids": tokens,
+        "attention_mask": torch.ones_like(tokens),
+        "token_type_ids": torch.zeros_like(tokens),
+    }
+    pair = {**single, "token_type_ids": (torch.arange(8) > 4).long().expand(3, 8).contiguous()}
+    model = from_transformers(config, count=1).eval()
+    assert model(single)[-1].shape == (3, 2)
+    with pytest.raises(BadInput, match="the batch has pairs of texts"):
+        model(pair)
+    model = from_transformers(config, count=1, example=pair).eval()
+    assert not torch.equal(model(single)[-1], model(pair)[-1])
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")

@@ -15,6 +15,8 @@ from alight.models.heads import Head
 
 Carried = tuple[Tensor, ...]  # what crosses a cut: the features that the head reads, then all else that is used later
 
+SEGMENTS = "token_type_ids"  # all 0 for single texts, as a network takes them to be where none are given
+
 
 @dataclass(frozen=True)
 class Normalisation:
@@ -122,6 +124,8 @@ class MultiExitModel(nn.Module):
             missing = [name for name in self.input_names if name not in inputs]
             if missing or not self.input_names:
                 raise BadInput(f"the batch has {sorted(inputs)}, the network takes {list(self.input_names)}")
+            if SEGMENTS in inputs and SEGMENTS not in self.input_names and bool(inputs[SEGMENTS].any()):
+                raise BadInput(f"the batch has pairs of texts ({SEGMENTS}): attach heads with an example that has them")
             return tuple(inputs[name] for name in self.input_names)
         return tuple(inputs) if isinstance(inputs, list | tuple) else (inputs,)
 

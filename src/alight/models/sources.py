@@ -114,10 +114,13 @@ def from_transformers(
     after: str | Sequence[str] = "auto",
     head: Heads = "auto",
     count: int = EXITS,
+    example: Any = None,
 ) -> MultiExitModel:
     """A text or image classifier of Hugging Face with exits: of a folder or a name, with its weights, or of a config.
 
-    Code that comes with a network is never run. A network without a classifier gets a fresh one.
+    Code that comes with a network is never run. A network without a classifier gets a fresh one. Text is taken as
+    "input_ids" and "attention_mask", images at the network's size, unless an `example` says otherwise: pairs of texts
+    need one with "token_type_ids".
     """
     auto = _library("transformers")
     settings = {} if num_classes is None else {"num_labels": num_classes}
@@ -133,7 +136,7 @@ def from_transformers(
     model = attach_heads(
         network,
         after,
-        example=_transformers_example(config),
+        example=_transformers_example(config) if example is None else example,
         head=head,
         count=count,
         classes=() if names == tuple(f"LABEL_{index}" for index in range(len(names))) else names,
