@@ -13,7 +13,7 @@ from alight.models.attach import attach_heads
 from alight.models.fingerprint import fingerprint
 from alight.models.folder import load_model, save_model
 from alight.models.multi_exit import MultiExitModel, Normalisation
-from alight.models.sources import from_timm, from_torchvision, from_transformers
+from alight.models.sources import build, from_timm, from_torchvision, from_transformers
 from alight.models.zoo import convnext_cifar, msdnet_cifar
 
 SMALL_TIMM = {"depths": (1, 1, 1, 1), "dims": (8, 16, 24, 32), "image_size": 64}
@@ -296,6 +296,12 @@ def test_a_damaged_or_foreign_folder_is_refused_by_name(damage, saved, tmp_path)
     DAMAGES[damage](tmp_path)
     with pytest.raises(BadFile, match=str(tmp_path)):
         load_model(tmp_path)
+
+
+@pytest.mark.parametrize("settings", [{"attn_implementation": "x/y"}, {"part": {"_attn_implementation": "x/y"}}])
+def test_code_from_a_hub_is_refused(settings):
+    with pytest.raises(BadInput, match="code from elsewhere"):
+        build("transformers", "bert", settings)
 
 
 def test_weights_from_elsewhere_are_refused(tmp_path):

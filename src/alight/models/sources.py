@@ -176,7 +176,7 @@ def _torchvision(name: str, **arguments: Any) -> nn.Module:
 def _transformers(name: str, **arguments: Any) -> nn.Module:
     auto = _library("transformers")
     plain = {key: value for key, value in arguments.items() if key not in ("model_type", "auto_map")}
-    if "/" in str(plain.get("attn_implementation", "")) or "/" in str(plain.get("_attn_implementation", "")):
+    if _asks_for_kernels(plain):
         raise BadInput("its recipe asks for attention from a hub, which is code from elsewhere")
     config = auto.AutoConfig.for_model(name, **plain)
     network: nn.Module = _classifier(config).from_config(config, trust_remote_code=False)
@@ -238,6 +238,16 @@ def _transformers_example(config: Any) -> Any:
         "input_ids": torch.ones(2, TOKENS, dtype=torch.int64),
         "attention_mask": torch.ones(2, TOKENS, dtype=torch.int64),
     }
+
+
+def _asks_for_kernels(settings: Any) -> bool:
+    """Whether attention is named as hub/kernel, in the settings or in those of a part."""
+    if not isinstance(settings, Mapping):
+        return False
+    return any(
+        "attn_implementation" in str(key) and "/" in str(value) or _asks_for_kernels(value)
+        for key, value in settings.items()
+    )
 
 
 def _is_refused(key: str) -> bool:
