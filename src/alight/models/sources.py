@@ -245,7 +245,7 @@ def _asks_for_kernels(settings: Any) -> bool:
     if not isinstance(settings, Mapping):
         return False
     return any(
-        "attn_implementation" in str(key) and "/" in str(value) or _asks_for_kernels(value)
+        ("attn_implementation" in str(key) and "/" in str(value)) or _asks_for_kernels(value)
         for key, value in settings.items()
     )
 
