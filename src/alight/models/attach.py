@@ -18,7 +18,7 @@ from alight.models.multi_exit import (
     input_names,
     read,
 )
-from alight.models.places import suggest_exits
+from alight.models.places import cut_evenly
 
 EXITS = 3  # that "auto" places before the end: heads are dear where they do not pay, and `plan` can only close some
 END = "end"  # the name of the last exit, the network's own classifier
@@ -49,8 +49,11 @@ def attach_heads(
     (('1', 'end'), True)
     """
     with evaluating(backbone):
-        names = suggest_exits(backbone, example, count) if after == "auto" else [*_listed(after)]
-        stages = cut(backbone, after=names, example=example)
+        if after == "auto":
+            names, stages = cut_evenly(backbone, example, count)
+        else:
+            names = _listed(after)
+            stages = cut(backbone, after=names, example=example)
         model = MultiExitModel(
             stages, [nn.Identity() for _ in stages], [*names, END], input_names(example), classes=classes
         )
