@@ -30,6 +30,8 @@ def write_whole(path: PathLike, write: Callable[[IO[bytes]], object]) -> Path:
     try:
         with os.fdopen(descriptor, "wb") as file:
             write(file)
+            file.flush()
+            os.fsync(file.fileno())  # on the disk before it takes the old one's place
         Path(temporary).chmod(target.stat().st_mode if target.exists() else 0o666 & ~_umask())
         os.replace(temporary, target)
     except BaseException:

@@ -5,7 +5,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -50,14 +50,8 @@ class Checkpoint:
         told |= {"settings": self.settings, "numbers": self.numbers}
         whole = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in self.tensors.items()}
         content = save(whole, metadata={"alight": json.dumps(told)})
-
-        def write(file: IO[bytes]) -> None:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())  # on the disk before it takes the old one's place
-
         try:
-            write_whole(path, write)
+            write_whole(path, lambda file: file.write(content))
         except OSError as error:
             problem = f"{error.strerror}; " + (
                 "the checkpoint before it is kept" if Path(path).exists() else "no space"
@@ -75,11 +69,14 @@ class Checkpoint:
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (it is no dict)
         except (SafetensorError, json.JSONDecodeError) as error:
             raise BadFile(path, f"it is damaged ({error})", "delete it to train from the start") from error
-        if not isinstance(told, dict) or told.get("alight") != KIND:
+        if not isinstance(told, dict) or told.get("alight") != KIND or not isinstance(told.get("schema"), int):
             raise BadFile(path, "it is no checkpoint of alight", "give another path for the checkpoint")
         if told["schema"] > SCHEMA:
             raise BadFile(path, f"its schema is {told['schema']}, this alight reads up to {SCHEMA}", "upgrade alight")
-        return cls(told["epochs_done"], told["settings"], tensors, told["numbers"])
+        try:
+            return cls(told["epochs_done"], told["settings"], tensors, told["numbers"])
+        except KeyError as error:
+            raise BadFile(path, f"it lacks {error}", "delete it to train from the start") from error
 
 
 def optimizer_tensors(optimizer: Optimizer) -> dict[str, Tensor]:

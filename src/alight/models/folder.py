@@ -130,7 +130,10 @@ def _read(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
         raise BadFile(folder / WEIGHTS, f"it is damaged ({error})", "save the network again") from error
     if told.get("alight") != KIND or "config" not in told:
         raise BadFile(folder / WEIGHTS, "alight did not write it", "give a folder that alight saved a network to")
-    beside = json.loads(told["config"])
+    try:
+        beside = json.loads(told["config"])
+    except json.JSONDecodeError as error:
+        raise BadFile(folder / WEIGHTS, f"its config is damaged ({error})", "save the network again") from error
     if beside.get("fingerprint") != config.get("fingerprint"):  # a save was cut off between the two files
         config = beside
     return tensors, config

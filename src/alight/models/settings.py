@@ -40,7 +40,7 @@ class Settings:
             if getattr(self, name) not in known:
                 raise BadInput(f"{name} {getattr(self, name)!r} is none of {', '.join(map(repr, known))}")
         bounds = {
-            "epochs": (self.epochs >= 1, "at least 1"),
+            "epochs": (type(self.epochs) is int and self.epochs >= 1, "a whole number, at least 1"),
             "learning_rate": (self.learning_rate > 0, "above 0"),
             "weight_decay": (self.weight_decay >= 0, "at least 0"),
             "momentum": (0 <= self.momentum < 1, "from 0 to below 1"),

@@ -387,7 +387,7 @@ class _Watch:
         written = kept is not None and Path(kept).exists()
         raise Diverged(
             f"the loss of exit {exit_index} ({self.training.model.exits[exit_index]}) is {loss} at step {step + 1} of"
-            f" epoch {self.epoch + 1}: lower the learning rate, set clip=1.0, or look for NaN in the inputs"
+            f" epoch {self.epoch + 1}: lower the learning rate, set clip=1.0, or look for NaN in the inputs or weights"
             + (f"; the checkpoint {kept} holds the last good epoch" if written else "")
         )
 
