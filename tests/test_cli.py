@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import numpy as np
+import pyarrow.parquet as parquet
 import pytest
 import timm
 import torch
@@ -336,6 +337,8 @@ def test_attach_train_record_costs_and_calibrate_chain(digit_files, tmp_path, ca
     assert [int(row["exit"]) for row in rows] == expected.exits.tolist()
     assert sum(float(row["cost_FLOPs"]) for row in rows) == pytest.approx(expected.spent.sum())
     assert all(0 < float(row["probability"]) <= 1 for row in rows)
+    assert run(f"predict trained policy.json {data}/test.npz -o answers.parquet", capsys)[0] == 0
+    assert parquet.read_table("answers.parquet").column("exit").to_pylist() == expected.exits.tolist()
     status, out, err = run(f"bench trained policy.json {data}/test.npz --samples 32 --batch-sizes 16", capsys)
     assert status == 0, err
     assert "batch 16: " in out

@@ -1,7 +1,9 @@
 """Data on disk: every kind gives the batches that the network takes, and damage gets one sentence."""
 
 import json
+import sys
 
+import datasets
 import numpy as np
 import pytest
 import torch
@@ -77,24 +79,17 @@ def test_pictures_of_any_size_and_mode_are_brought_to_the_networks(tmp_path):
     torch.testing.assert_close(pictures, torch.ones_like(pictures))
 
 
-def test_a_torchvision_data_set_on_disk_is_read(tmp_path, monkeypatch):
-    from torchvision import datasets
-
-    class Tiny(datasets.VisionDataset):
-        def __init__(self, root, train=True, download=True):
-            super().__init__(root)
-            assert download is False
-            self.shade = 255 if train else 0
-
-        def __len__(self):
-            return 4
-
-        def __getitem__(self, index):
-            return Image.new("RGB", (WIDTH, HEIGHT), (self.shade,) * 3), index % 2
-
-    monkeypatch.setattr(datasets, "CIFAR100", Tiny)
+def test_a_torchvision_data_set_on_disk_is_read(tmp_path):
+    raw = tmp_path / "MNIST" / "raw"
+    raw.mkdir(parents=True)
+    for part, shade in {"train": 255, "t10k": 0}.items():  # as Yann LeCun's files are
+        pixels, labels = np.full((4, 28, 28), shade, np.uint8), np.arange(4, dtype=np.uint8) % 2
+        sizes = b"".join(size.to_bytes(4, "big") for size in pixels.shape)
+        (raw / f"{part}-images-idx3-ubyte").write_bytes(b"\x00\x00\x08\x03" + sizes + pixels.tobytes())
+        (raw / f"{part}-labels-idx1-ubyte").write_bytes(b"\x00\x00\x08\x01" + (4).to_bytes(4, "big") + labels.tobytes())
     for split, shade in {"train": 1.0, "test": 0.0}.items():
-        ((pictures, labels),) = load_data(f"cifar100:{tmp_path}", network(normalisation=None), split=split)
+        ((pictures, labels),) = load_data(f"mnist:{tmp_path}", network(normalisation=None), split=split)
+        assert pictures.shape == (4, CHANNELS, HEIGHT, WIDTH)
         assert pictures.unique().tolist() == [shade]
         assert labels.tolist() == [0, 1, 0, 1]
 
@@ -218,20 +213,26 @@ def test_bad_data_get_an_error_that_says_what_to_do(name, tmp_path):
         list(load_data(where, model))
 
 
-def test_a_hugging_face_data_set_needs_its_library_or_is_read(tmp_path):
-    try:
-        import datasets
-    except ImportError:
-        where, model = bad("hugging face", tmp_path)
-        with pytest.raises(BadInput, match="datasets is not installed: pip install datasets"):
-            load_data(where, model)
-        return
+def test_a_hugging_face_data_set_on_disk_is_read(tmp_path):
     pictures = [Image.new("RGB", (WIDTH, HEIGHT))] * 3
-    table = datasets.Dataset.from_dict({"image": pictures, "label": [0, 1, 0]})
+    features = datasets.Features({"image": datasets.Image(), "label": datasets.Value("int64")})
+    table = datasets.Dataset.from_dict({"image": pictures, "label": [0, 1, 0]}, features=features)
     datasets.DatasetDict({"train": table}).save_to_disk(tmp_path / "saved")
     ((images, labels),) = load_data(tmp_path / "saved", network())
     assert images.shape == (3, CHANNELS, HEIGHT, WIDTH)
     assert labels.tolist() == [0, 1, 0]
+    with pytest.raises(BadInput, match="has no part 'test': choose among train"):
+        load_data(tmp_path / "saved", network(), split="test")
+    datasets.Dataset.from_dict({"sound": [1.0, 2.0]}).save_to_disk(tmp_path / "other")
+    with pytest.raises(BadInput, match="has columns sound"):
+        load_data(tmp_path / "other", network())
+
+
+def test_a_hugging_face_data_set_without_its_library_says_what_to_install(tmp_path, monkeypatch):
+    where, model = bad("hugging face", tmp_path)
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(BadInput, match="datasets is not installed: pip install datasets"):
+        load_data(where, model)
 
 
 @pytest.mark.parametrize(
