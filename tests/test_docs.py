@@ -35,8 +35,8 @@ def test_every_local_link_leads_somewhere(page):
         assert (page.parent / target).exists(), target
 
 
-def experiment(name: str):
-    spec = importlib.util.spec_from_file_location(name, ROOT / "experiments" / f"{name}.py")
+def experiment(name: str, folder: str = "experiments"):
+    spec = importlib.util.spec_from_file_location(name, ROOT / folder / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
@@ -52,6 +52,11 @@ def test_tables_of_methods_are_those_that_results_give():
 def test_figures_of_guarantees_are_those_of_their_results():
     page = (ROOT / "docs" / "guarantees.md").read_text()
     assert experiment("guarantees").page(page) == page
+
+
+def test_figures_of_speed_are_those_of_their_results():
+    page = (ROOT / "docs" / "speed.md").read_text()
+    assert experiment("runtime", "benchmarks").page(page) == page
 
 
 def test_the_tree_in_the_design_page_names_every_room():
