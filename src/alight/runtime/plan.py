@@ -166,7 +166,7 @@ def _throughputs(
 ) -> tuple[float, float, np.ndarray]:
     """Samples per second of two policies, run by turns, and the ratio in each round."""
     pair = [Predictor(model, each, batch_size=batch_size, **settings) for each in (ours, theirs)]
-    inputs, _ = _inputs(pair[0], example, batch_size)
+    inputs, _ = _inputs(pair[1], example, batch_size)  # the slower one, as a rule
     rounds = np.array([[_timed(each, inputs) for each in pair] for _ in range(ROUNDS + 1)])[1:]  # the first warms up
     rates = len(inputs[0]) / np.median(rounds, axis=0)
     return float(rates[0]), float(rates[1]), rounds[:, 1] / rounds[:, 0]
