@@ -11,12 +11,13 @@ from alight.errors import BadInput
 from alight.models.encoders import cut_text_encoder, is_text_encoder
 from alight.models.recording import End, Value, walk
 from alight.models.stages import Piece, build, layout_of
-from alight.models.trace import BATCHES, Inputs, Trace, in_mode, trace
+from alight.models.trace import BATCHES, Inputs, Trace, in_mode, refusals, trace
 
 Cutter = Callable[[nn.Module, Sequence[str], Any], Sequence[nn.Module]]
 CUTTERS: list[tuple[Callable[[nn.Module], bool], Cutter]] = [  # the latest is asked first
     (is_text_encoder, cut_text_encoder)
 ]
+MASK = "attention_mask"  # the name of the input that says which tokens are read
 CHECKED = (1, 5)  # batch sizes at which the chain is compared with the network, other than those of the trace
 
 
@@ -25,7 +26,8 @@ def cut(model: nn.Module, after: Sequence[str], example: Any) -> list[nn.Module]
 
     `example` is a batch as the network takes it: a tensor, several in a tuple, or a dict of them by name. Each stage
     takes and gives what is carried: first the output of the named module, then all else that is needed later, each with
-    the batch as its first dimension. Parameters, buffers and submodules are those of the network.
+    the batch as its first dimension. Parameters, buffers and submodules are those of the network. Where the example has
+    an `attention_mask` and the output is tokens, the mask is carried second, so that a head can tell them from padding.
 
     >>> network = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
     >>> first, last = cut(network, after=["1"], example=torch.zeros(1, 4))
@@ -77,9 +79,11 @@ def cut_by_trace(model: nn.Module, after: Sequence[str], example: Any) -> list[n
     """Stages made from what the network was seen to do: without data if that is enough, else with."""
     inputs = Inputs(example)
     try:
-        return _checked(model, _stages(model, after, inputs, with_data=False), inputs)
+        stages = _checked(model, _stages(model, after, inputs, with_data=False), inputs)
     except BadInput:
-        return _checked(model, _stages(model, after, inputs, with_data=True), inputs)
+        stages = _checked(model, _stages(model, after, inputs, with_data=True), inputs)
+    _fix_length(model, stages, inputs)
+    return stages
 
 
 def _stages(model: nn.Module, after: Sequence[str], inputs: Inputs, *, with_data: bool) -> list[nn.Module]:
@@ -91,15 +95,32 @@ def _stages(model: nn.Module, after: Sequence[str], inputs: Inputs, *, with_data
         training = [error] * len(pieces)
     stages: list[nn.Module] = [build(model, *both) for both in zip(pieces, training, strict=True)]
     for name, piece, cut_here in zip(after, pieces, range(1, len(stages)), strict=False):
-        if any(rows_of(piece.trace, value) > 1 for value in piece.outgoing):
-            _check_apart(model, name, stages[:cut_here], stages[cut_here:], inputs)
+        rows = [rows_of(piece.trace, value) for value in piece.outgoing]
+        with refusals():
+            if 0 in rows:
+                _check_shared(model, name, piece, stages[:cut_here], inputs)
+            if max(rows) > 1:
+                _check_apart(model, name, stages[:cut_here], stages[cut_here:], inputs)
     return stages
 
 
 def rows_of(traced: Trace, value: Value) -> int:
-    """How many rows each sample has in a value."""
+    """How many rows each sample has in a value; 0 if there is one for all samples."""
     layout = layout_of(traced.shapes[value])
     return layout.rows if layout else 1
+
+
+def _check_shared(model: nn.Module, name: str, piece: Piece, before: Sequence[nn.Module], inputs: Inputs) -> None:
+    """Raise unless what is carried once for all samples is the same whatever they are, as tables of positions are."""
+    batch = [tensor.clone() for tensor in inputs.of_size(CHECKED[-1])]
+    for tensor in batch:
+        if _is_text(tensor):
+            tensor[1::2, -1] = 0  # a text that is padded among others
+    with torch.no_grad(), in_mode(nn.ModuleList([model, *before]), False):
+        each = [chain(before, tuple(tensor[row : row + 1] for tensor in batch)) for row in range(CHECKED[-1])]
+    for index, value in enumerate(piece.outgoing):
+        if not rows_of(piece.trace, value) and not all(same_bits(each[0][index], one[index]) for one in each):
+            raise _without_batch(piece.trace, name, value)
 
 
 def _check_apart(
@@ -122,7 +143,8 @@ def pieces_of(traced: Trace, after: Sequence[str], inputs: Inputs) -> list[Piece
     _check_order(traced, after, ends)
     features = [_feature(traced, name, end) for name, end in zip(after, ends, strict=True)]
     logits = logits_in(traced.output)
-    crossings = [_carried(traced, end.time, features[index:], logits) for index, end in enumerate(ends)]
+    mask = Value(-1, (inputs.names.index(MASK),)) if MASK in inputs.names else None
+    crossings = [_carried(traced, end.time, features[index:], logits, mask) for index, end in enumerate(ends)]
     for name, values in zip(after, crossings, strict=True):
         check_carried(traced, name, values)
     entering = [[Value(-1, (index,)) for index in range(len(inputs.tensors))], *crossings]
@@ -216,11 +238,22 @@ def logits_in(output: Any) -> Value:
     raise BadInput("the network's output holds no tensor that it computed: give a network that returns logits")
 
 
-def _carried(traced: Trace, time: int, features: Sequence[Value], logits: Value) -> list[Value]:
+def _carried(
+    traced: Trace, time: int, features: Sequence[Value], logits: Value, mask: Value | None = None
+) -> list[Value]:
     """Values alive at a time: the feature of the exit there first, then what later calls and exits use."""
     used = {value for call in traced.calls[time:] for value in call.values} | {*features[1:], logits}
-    alive = {value for value in used if value.call < time and value in traced.tainted} - {features[0]}
-    return [features[0], *sorted(alive, key=in_order)]
+    first = [features[0], mask] if mask and _masks(traced, mask, features[0]) else features[:1]
+    alive = {value for value in used if value.call < time and value in traced.tainted} - {*first}
+    return [*first, *sorted(alive, key=in_order)]
+
+
+def _masks(traced: Trace, mask: Value, feature: Value) -> bool:
+    """Does this mask say which of the feature's tokens are read?"""
+    return all(
+        len(tokens) == 3 and shape == tokens[:2]
+        for shape, tokens in zip(traced.shapes[mask], traced.shapes[feature], strict=True)
+    )
 
 
 def in_order(value: Value) -> tuple[int, str]:
@@ -229,22 +262,25 @@ def in_order(value: Value) -> tuple[int, str]:
 
 
 def check_carried(traced: Trace, name: str, values: Iterable[Value]) -> None:
-    """Raise unless every value that crosses the cut has the batch somewhere."""
+    """Raise unless every value that crosses the cut has the batch somewhere, or perhaps is one for all samples."""
     for value in values:
         if layout_of(traced.shapes[value]) is None:
-            made = traced.calls[value.call]
-            raise BadInput(
-                f"a tensor of shape {traced.shapes[value][0]} at batch size {BATCHES[0]} and {traced.shapes[value][1]}"
-                f" at {BATCHES[1]} is alive after {name!r} and holds no batch (made at {made.line}):"
-                " cut at another place"
-            )
+            raise _without_batch(traced, name, value)
+
+
+def _without_batch(traced: Trace, name: str, value: Value) -> BadInput:
+    return BadInput(
+        f"a tensor of shape {traced.shapes[value][0]} at batch size {BATCHES[0]} and {traced.shapes[value][1]}"
+        f" at {BATCHES[1]} is alive after {name!r} and holds no batch (made at {traced.calls[value.call].line}):"
+        " cut at another place"
+    )
 
 
 def _checked(model: nn.Module, stages: list[nn.Module], inputs: Inputs) -> list[nn.Module]:
     """The stages, if their chain is the network, bit by bit, at batch sizes that the trace has not seen."""
     for stage in stages:
         stage.training = model.training
-    with torch.no_grad(), in_mode(nn.ModuleList([model, *stages]), False):
+    with torch.no_grad(), in_mode(nn.ModuleList([model, *stages]), False), refusals():
         for size in CHECKED:
             batch = inputs.of_size(size)
             expected, found = logits_of(inputs.run(model, batch)), chain(stages, batch)
@@ -255,6 +291,41 @@ def _checked(model: nn.Module, stages: list[nn.Module], inputs: Inputs) -> list[
                     " network with register_cutter"
                 )
     return stages
+
+
+class _Length:
+    """Refuses texts of another length than those that the network was cut for."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def __call__(self, stage: nn.Module, batch: tuple[Tensor, ...]) -> None:
+        found = [tensor.shape[1] for tensor in batch if _is_text(tensor)]
+        if any(length != self.length for length in found):
+            raise BadInput(
+                f"texts of {found[0]} tokens, and the network was cut for {self.length}, which its code fixes:"
+                f" pad every batch to {self.length}, or cut with an example of the length that you need"
+            )
+
+
+def _fix_length(model: nn.Module, stages: Sequence[nn.Module], inputs: Inputs) -> None:
+    """Let the first stage refuse texts of another length, if with one the chain is not the network."""
+    lengths = {tensor.shape[1] for tensor in inputs.tensors if _is_text(tensor)}
+    if len(lengths) != 1 or lengths <= {0, 1}:
+        return
+    batch = tuple(tensor[:, :-1] if _is_text(tensor) else tensor for tensor in inputs.of_size(CHECKED[-1]))
+    with torch.no_grad(), in_mode(nn.ModuleList([model, *stages]), False):
+        try:
+            free = same_bits(logits_of(inputs.run(model, batch)), chain(stages, batch))
+        except Exception:  # whatever goes wrong where a number in the code is of another length
+            free = False
+    if not free:
+        stages[0].register_forward_pre_hook(_Length(*lengths))
+
+
+def _is_text(tensor: Tensor) -> bool:
+    """Whole numbers for each token?"""
+    return tensor.ndim == 2 and not tensor.is_floating_point()
 
 
 def chain(stages: Iterable[nn.Module], batch: tuple[Tensor, ...]) -> Any:

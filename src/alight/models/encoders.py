@@ -13,7 +13,15 @@ from torch import Tensor, nn
 
 from alight.errors import BadInput
 
-KINDS = {"bert", "roberta", "distilbert", "xlm-roberta", "camembert", "electra"}  # by their configuration's model_type
+KINDS = {
+    "bert",
+    "roberta",
+    "distilbert",
+    "xlm-roberta",
+    "camembert",
+    "electra",
+    "mpnet",
+}  # by their configuration's model_type
 
 
 def is_text_encoder(model: nn.Module) -> bool:

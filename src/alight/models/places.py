@@ -10,7 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from alight.errors import BadInput
 from alight.models.cut import CUTTERS, alive_after, cut
-from alight.models.trace import Inputs, Trace, in_mode, on_meta, trace
+from alight.models.trace import Inputs, Trace, in_mode, on_meta, refusals, trace
 
 CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 LAST = 0.99  # of the cost: an exit behind it saves nothing
@@ -124,7 +124,7 @@ def _cost_shares(model: nn.Module, inputs: Inputs, names: Sequence[str]) -> dict
     try:
         spent = _spent(on_meta(model), inputs, tuple(tensor.to("meta") for tensor in inputs.tensors), names)
     except Exception:  # whatever a network does that cannot be done without data
-        with sdpa_kernel(SDPBackend.MATH):  # the fused kernels of the CPU are not counted
+        with refusals(), sdpa_kernel(SDPBackend.MATH):  # the fused kernels of the CPU are not counted
             spent = _spent(model, inputs, inputs.tensors, names)
     (total,) = spent.pop("")
     return {name: flops[0] / total for name, flops in spent.items() if total and len(flops) == 1}

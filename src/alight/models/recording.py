@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from traceback import walk_tb
 from types import FrameType
 from typing import Any, NamedTuple
 
@@ -106,11 +107,42 @@ def record(
 ) -> Record:
     """One run of the network, written down, with the ends of watched modules."""
     recorder = _Recorder(model, batch, watched, opened)
-    with torch.no_grad(), recorder.calls_noted(), recorder:
+    with torch.no_grad(), _fixed_masks(), _no_caches(model), recorder.calls_noted(), recorder:
         result = run(model, batch)
     output = recorder.encoded(result)
     shapes, dtypes = recorder.shapes, recorder.dtypes
     return Record(recorder.calls, recorder.ends, output, shapes, dtypes, recorder.all_tainted())
+
+
+@contextmanager
+def _fixed_masks() -> Iterator[None]:
+    """While this lasts, transformers builds attention masks as it does for export: without a look at what they hide."""
+    masks: Any = sys.modules.get("transformers.masking_utils")  # only of use if someone imported it
+    plain = getattr(masks, "is_tracing", None)
+    if plain is None:
+        yield
+        return
+    masks.is_tracing = lambda *_, **__: True
+    try:
+        yield
+    finally:
+        masks.is_tracing = plain
+
+
+@contextmanager
+def _no_caches(model: nn.Module) -> Iterator[None]:
+    """While this lasts, text decoders keep no keys and values for a next token: a classifier reads each text once."""
+    configs: dict[int, Any] = {
+        id(module.config): module.config for module in model.modules() if hasattr(module, "config")
+    }
+    caching = [config for config in configs.values() if getattr(config, "use_cache", None) is True]
+    for config in caching:
+        config.use_cache = False
+    try:
+        yield
+    finally:
+        for config in caching:
+            config.use_cache = True
 
 
 class _Recorder(TorchFunctionMode):
@@ -303,9 +335,24 @@ def _line() -> str:
     """The line of the network's own code that is being run."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        path = Path(frame.f_code.co_filename)
-        if path != Path(__file__) and Path(torch.__file__).parent not in path.parents and path.name != "contextlib.py":
-            code = linecache.getline(str(path), frame.f_lineno).strip()
-            return f"{path}:{frame.f_lineno} in {frame.f_code.co_name}: {code}"
+        if _is_own(frame):
+            return _shown(frame, frame.f_lineno)
         frame = frame.f_back
     return "an unknown line"
+
+
+def line_of(error: BaseException) -> str:
+    """The line of the network's own code at which an error was raised."""
+    frames = [(frame, number) for frame, number in walk_tb(error.__traceback__) if _is_own(frame)]
+    return _shown(*frames[-1]) if frames else "an unknown line"
+
+
+def _is_own(frame: FrameType) -> bool:
+    path = Path(frame.f_code.co_filename)
+    ours = Path(__file__).parent, Path(torch.__file__).parent
+    return not any(folder in path.parents for folder in ours) and path.name != "contextlib.py"
+
+
+def _shown(frame: FrameType, number: int) -> str:
+    path = frame.f_code.co_filename
+    return f"{path}:{number} in {frame.f_code.co_name}: {linecache.getline(path, number).strip()}"

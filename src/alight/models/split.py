@@ -87,8 +87,8 @@ def _assembled(
         carried = [value for value in [*mine, *others] if value.call in done and value in traced.tainted]
         carried = [output] if last else list(dict.fromkeys(carried))
         check_carried(traced, f"output {index}", carried)
-        if any(rows_of(traced, value) > 1 for value in carried):
-            raise BadInput(f"a tensor alive after output {index} has several rows for each sample: build it by hand")
+        if any(rows_of(traced, value) != 1 for value in carried):
+            raise BadInput(f"a tensor alive after output {index} has not one row for each sample: build it by hand")
         calls = needed_calls(traced, stage, incoming, carried)
         pieces.append(Piece(traced, calls, incoming, carried, last=last, input_names=names))
         if not last:

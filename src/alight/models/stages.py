@@ -33,7 +33,7 @@ class Stage(nn.Module):
 
 @dataclass(frozen=True)
 class Layout:
-    """How the batch lies in a tensor: along which axis, and how many rows of it each sample has."""
+    """How the batch lies in a tensor: along which axis, and how many rows of it each sample has; 0: one for all."""
 
     axis: int = 0
     rows: int = 1
@@ -51,11 +51,15 @@ class Piece(NamedTuple):
 
 
 def layout_of(shapes: tuple[tuple[int, ...], tuple[int, ...]]) -> Layout | None:
-    """Where the batch lies in a tensor of these shapes at both batch sizes; None if nowhere.
+    """Where the batch lies in a tensor of these shapes at both batch sizes; None if neither there nor one for all.
 
-    >>> layout_of(((2, 7), (3, 7))), layout_of(((7, 2), (7, 3))), layout_of(((8, 7), (12, 7))), layout_of(((7,), (7,)))
-    (Layout(axis=0, rows=1), Layout(axis=1, rows=1), Layout(axis=0, rows=4), None)
+    >>> layout_of(((2, 7), (3, 7))), layout_of(((7, 2), (7, 3))), layout_of(((8, 7), (12, 7)))
+    (Layout(axis=0, rows=1), Layout(axis=1, rows=1), Layout(axis=0, rows=4))
+    >>> layout_of(((1, 7), (1, 7))), layout_of(((4, 7), (9, 7)))
+    (Layout(axis=0, rows=0), None)
     """
+    if shapes[0] == shapes[1]:
+        return Layout(rows=0)
     if len(shapes[0]) != len(shapes[1]):
         return None
     sizes = list(zip(*shapes, strict=True))
@@ -140,12 +144,17 @@ class _Draft:
 
     def _restored(self, node: fx.Node, value: Value) -> fx.Node:
         layout = self._layout(value)
+        if not layout.rows:
+            return self.graph.call_function(operator.getitem, (node, 0))
         if layout.rows > 1:
             return self.graph.call_method("flatten", (node, 0, 1))
         return self.graph.call_method("movedim", (node, 0, layout.axis)) if layout.axis else node
 
     def _batch_first(self, node: fx.Node, value: Value) -> fx.Node:
         layout = self._layout(value)
+        if not layout.rows:
+            same = [-1] * len(self.piece.trace.shapes[value][0])
+            return self.graph.call_method("expand", (node, self._about("shape"), *same))
         if layout.rows > 1:
             return self.graph.call_method("unflatten", (node, 0, (-1, layout.rows)))
         return self.graph.call_method("movedim", (node, layout.axis, 0)) if layout.axis else node

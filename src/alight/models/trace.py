@@ -16,7 +16,20 @@ import torch
 from torch import Tensor, nn
 
 from alight.errors import BadInput
-from alight.models.recording import Call, Closed, End, Fixed, Opened, Record, Sized, State, Typed, Value, record
+from alight.models.recording import (
+    Call,
+    Closed,
+    End,
+    Fixed,
+    Opened,
+    Record,
+    Sized,
+    State,
+    Typed,
+    Value,
+    line_of,
+    record,
+)
 
 BATCHES = (2, 3)  # not 1: code that squeezes or broadcasts takes another way there
 CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
@@ -88,8 +101,23 @@ def trace(
             return _seen(bare, batches, inputs, watched, ways, training)
         except Exception:  # whatever a network does that cannot be done without data
             continue
-    with in_mode(model, training):
+    with in_mode(model, training), refusals():
         return _seen((model, model), [inputs.of_size(size) for size in BATCHES], inputs, watched, ways, training)
+
+
+@contextmanager
+def refusals() -> Iterator[None]:
+    """While this lasts, whatever a network raises is raised as bad input, with the line."""
+    try:
+        yield
+    except BadInput:
+        raise
+    except Exception as error:
+        said = next(iter(str(error).splitlines()), "")
+        raise BadInput(
+            f"the network fails on the example with {type(error).__name__}: {said} (at {line_of(error)}): give an"
+            " example as the network takes it, cut elsewhere, or teach alight this network with register_cutter"
+        ) from error
 
 
 def _seen(
