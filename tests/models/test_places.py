@@ -73,6 +73,30 @@ def test_suggesting_leaves_the_network_as_it_was():
     assert not any(module._forward_hooks for module in network.modules())
 
 
+class ReadsContent(nn.Module):
+    """Blocks between which the content of the input decides."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.ReLU()) for _ in range(4))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+            if x.sum() > 100:
+                x = -x
+        return x
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_where_nothing_can_be_cut_the_line_in_the_way_and_the_remedy_are_said(wrapped):
+    network = nn.Sequential(ReadsContent()) if wrapped else ReadsContent()
+    with pytest.raises(
+        BadInput, match=r"content of a tensor .*test_places\.py:\d+ in forward: if x\.sum.*register_cutter"
+    ):
+        suggest_exits(network, torch.zeros(1, 4), count=2)
+
+
 def test_too_many_or_no_exits_are_refused():
     network = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 3))
     with pytest.raises(BadInput, match="1 places found to cut a Sequential and 9 asked for: ask for fewer"):

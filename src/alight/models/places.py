@@ -40,38 +40,43 @@ def cut_evenly(model: nn.Module, example: Any, count: int) -> tuple[list[str], l
     """The names that `suggest_exits` gives, and the stages of the network cut there."""
     if count < 1:
         raise BadInput(f"{count} exits: ask for at least one")
-    found = places(model, example, count)
+    found, problem = _found(model, Inputs(example), count)
     while True:
         few = [place for place in found if place.alive == 1]
         names = [place.name for place in _even(few if len(few) >= count else found, count)]
         if len(names) < count:
+            remedy = f"elsewhere, {problem}" if problem else "ask for fewer, or name modules yourself"
             raise BadInput(
-                f"{len(found)} places found to cut a {type(model).__name__} and {count} asked for:"
-                " ask for fewer, or name modules yourself"
-            )
+                f"{len(found)} places found to cut a {type(model).__name__} and {count} asked for: {remedy}"
+            ) from problem
         try:
             return names, cut(model, names, example)
-        except BadInput:
+        except BadInput as error:
+            problem = error
             failing = [name for name in names if _fails(model, name, example)] or names[-1:]
             found = [place for place in found if place.name not in failing]
 
 
 def places(model: nn.Module, example: Any, count: int) -> list[Place]:
     """Block ends after which the network can be cut, in order; single layers too where there are too few blocks."""
-    inputs = Inputs(example)
+    return _found(model, Inputs(example), count)[0]
+
+
+def _found(model: nn.Module, inputs: Inputs, count: int) -> tuple[list[Place], BadInput | None]:
+    """The places, and what is in the way elsewhere, if anything is."""
     blocks = list(_blocks(model))
     layers = [name for name, module in model.named_modules() if name and not any(True for _ in module.children())]
-    found = _places(model, inputs, blocks)
-    return found if len(found) >= count else _places(model, inputs, [*blocks, *layers])
+    found, problem = _places(model, inputs, blocks)
+    return (found, problem) if len(found) >= count else _places(model, inputs, [*blocks, *layers])
 
 
-def _places(model: nn.Module, inputs: Inputs, names: Sequence[str]) -> list[Place]:
+def _places(model: nn.Module, inputs: Inputs, names: Sequence[str]) -> tuple[list[Place], BadInput | None]:
     shares = {name: share for name, share in _cost_shares(model, inputs, names).items() if 0 < share < LAST}
-    alive = _alive(model, inputs, list(shares))
+    alive, problem = _alive(model, inputs, list(shares))
     last = {
         shares[name]: Place(name, shares[name], number) for name, number in alive.items()
     }  # of those that cost alike
-    return sorted(last.values(), key=lambda place: place.share)
+    return sorted(last.values(), key=lambda place: place.share), problem
 
 
 def _blocks(module: nn.Module, prefix: str = "") -> Iterator[str]:
@@ -91,28 +96,29 @@ def _holds_blocks(module: nn.Module) -> bool:
     return isinstance(module, CONTAINERS) and len(set(kinds)) < len(kinds)
 
 
-def _alive(model: nn.Module, inputs: Inputs, names: Sequence[str]) -> dict[str, int]:
-    """How many tensors are alive after each module at which the network can be cut."""
+def _alive(model: nn.Module, inputs: Inputs, names: Sequence[str]) -> tuple[dict[str, int], BadInput | None]:
+    """How many tensors are alive after each module at which the network can be cut; what is in the way at others."""
     if any(known(model) for known, _ in CUTTERS):
-        return dict.fromkeys(names, 1)  # whoever taught the cutter knows better
-    traced = _deepest(model, inputs, names)
+        return dict.fromkeys(names, 1), None  # whoever taught the cutter knows better
+    traced, problem = _deepest(model, inputs, names)
     alive = {}
     for name in sorted(traced.ends, key=lambda name: ([end.time for end in traced.ends[name]], -_depth(name))):
         try:
             alive[name] = len(alive_after(traced, name))
-        except BadInput:
-            continue
-    return alive
-
-
-def _deepest(model: nn.Module, inputs: Inputs, names: Sequence[str]) -> Trace:
-    """What the network does, with as many of its modules opened as it allows."""
-    for depth in range(max(map(_depth, names), default=0), -1, -1):
-        try:
-            return trace(model, inputs, [name for name in names if _depth(name) <= depth])
         except BadInput as error:
             problem = error
-    raise problem
+    return alive, problem
+
+
+def _deepest(model: nn.Module, inputs: Inputs, names: Sequence[str]) -> tuple[Trace, BadInput | None]:
+    """What the network does, with as many of its modules opened as it allows; why no more, if there are more."""
+    problem = None
+    for depth in range(max(map(_depth, names), default=0), -1, -1):
+        try:
+            return trace(model, inputs, [name for name in names if _depth(name) <= depth]), problem
+        except BadInput as error:
+            problem = error
+    raise problem or BadInput("the network has no modules: give one that is made of modules")
 
 
 def _depth(name: str) -> int:
