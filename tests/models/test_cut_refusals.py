@@ -73,6 +73,16 @@ class ReadsContentInTraining(Blocks):
         return self.fc(self.second(x))
 
 
+class FailsInTraining(Blocks):
+    """Whose second output, made in training alone, needs more than there is."""
+
+    def forward(self, x):
+        x = self.first(x)
+        if self.training:
+            nn.functional.conv1d(x.unsqueeze(1), torch.ones(1, 1, 9))
+        return self.fc(self.second(x))
+
+
 EXAMPLE = torch.randn(1, 4)
 
 
@@ -156,6 +166,14 @@ def test_a_network_that_can_only_be_cut_for_evaluation_says_so_in_training():
     assert torch.equal(last(*first(EXAMPLE)), network(EXAMPLE))
     with pytest.raises(BadInput, match=r"cannot run in training mode .*x\.sum\(\) > 0"):
         last.train()(*first(EXAMPLE))
+
+
+def test_a_network_that_fails_in_training_mode_is_cut_for_evaluation():
+    network = FailsInTraining().eval()
+    first, last = cut(network, ["first"], EXAMPLE)
+    assert torch.equal(last(*first(EXAMPLE)), network(EXAMPLE))
+    with pytest.raises(BadInput, match=r"cannot run in training mode .*RuntimeError.*conv1d.* can in evaluation mode"):
+        first.train()(EXAMPLE)
 
 
 def test_content_may_be_asked_for_inside_a_module_that_stays_closed():

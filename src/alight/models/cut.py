@@ -90,7 +90,8 @@ def _stages(model: nn.Module, after: Sequence[str], inputs: Inputs, *, with_data
     pieces = pieces_of(trace(model, inputs, after, with_data=with_data), after, inputs)
     training: Sequence[Piece | BadInput]
     try:
-        training = pieces_of(trace(model, inputs, after, training=True, with_data=with_data), after, inputs)
+        with refusals():
+            training = pieces_of(trace(model, inputs, after, training=True, with_data=with_data), after, inputs)
     except BadInput as error:
         training = [error] * len(pieces)
     stages: list[nn.Module] = [build(model, *both) for both in zip(pieces, training, strict=True)]

@@ -10,7 +10,7 @@ from alight.errors import BadInput
 from alight.models.cut import CHECKED, check_carried, in_order, needed_calls, rows_of, same_bits
 from alight.models.recording import Value, walk
 from alight.models.stages import Piece, Stage, build
-from alight.models.trace import Inputs, Trace, in_mode, trace
+from alight.models.trace import Inputs, Trace, in_mode, refusals, trace
 
 
 def split_outputs(network: nn.Module, example: Any) -> tuple[list[nn.Module], list[nn.Module]]:
@@ -43,7 +43,8 @@ def _split(network: nn.Module, inputs: Inputs, *, with_data: bool) -> tuple[list
     evaluation = _pieces(network, inputs, training=False, with_data=with_data)
     training: Sequence[Piece | BadInput]
     try:
-        training = _pieces(network, inputs, training=True, with_data=with_data)
+        with refusals():
+            training = _pieces(network, inputs, training=True, with_data=with_data)
         if len(training) != len(evaluation):
             raise BadInput(f"the network gives {len(training) // 2 + 1} outputs in training mode")
     except BadInput as error:
