@@ -277,6 +277,40 @@ def test_several_inputs_come_as_a_tuple_or_by_name():
         assert torch.equal(chained(stages, *batch.values()), network(**batch))
 
 
+class Inner(nn.Module):
+    """Gives a row per part of a sample, a map of attention that nobody reads, and the tokens, in this order."""
+
+    def __init__(self):
+        super().__init__()
+        self.pixels, self.tokens = nn.Linear(2, 2), nn.Linear(4, 4)
+
+    def forward(self, pixels, tokens):
+        pixels = self.pixels(pixels)
+        tokens = self.tokens(tokens) + pixels.view(-1, 4)
+        return pixels, tokens.softmax(-1), tokens
+
+
+class Nested(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second, self.fc = Inner(), Inner(), nn.Linear(4, 3)
+
+    def forward(self, x):
+        pixels, _, tokens = self.first(x.view(-1, 2), x)
+        pixels, _, tokens = self.second(pixels, tokens)
+        return self.fc(tokens)
+
+
+def test_of_several_outputs_a_head_reads_the_one_with_a_row_per_sample_that_is_used_later():
+    network = Nested().eval()
+    first, last = cut(network, ["first"], rows(1))
+    features, pixels = first(rows(5))
+    assert torch.equal(features, network.first(rows(5).view(-1, 2), rows(5))[2])
+    assert pixels.shape == (5, 2, 2)
+    assert torch.equal(last(features, pixels), network(rows(5)))
+
+
 def test_code_that_branches_on_shapes_and_walks_over_samples_is_followed():
     network = Branches().eval()
     assert torch.equal(chained(cut(network, ["first"], rows(1)), rows(5)), network(rows(5)))

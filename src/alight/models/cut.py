@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from alight.errors import BadInput
 from alight.models.encoders import cut_text_encoder, is_text_encoder
 from alight.models.recording import End, Value, walk
-from alight.models.stages import Piece, build, layout_of
+from alight.models.stages import Layout, Piece, build, layout_of
 from alight.models.trace import BATCHES, Inputs, Trace, in_mode, refusals, trace
 
 Cutter = Callable[[nn.Module, Sequence[str], Any], Sequence[nn.Module]]
@@ -26,8 +26,10 @@ def cut(model: nn.Module, after: Sequence[str], example: Any) -> list[nn.Module]
 
     `example` is a batch as the network takes it: a tensor, several in a tuple, or a dict of them by name. Each stage
     takes and gives what is carried: first the output of the named module, then all else that is needed later, each with
-    the batch as its first dimension. Parameters, buffers and submodules are those of the network. Where the example has
-    an `attention_mask` and the output is tokens, the mask is carried second, so that a head can tell them from padding.
+    the batch as its first dimension. Of a module that gives several tensors, the features for a head are the first that
+    has one row per sample and is used later. Where the example has an `attention_mask` and the output is tokens, the
+    mask is carried second, so that a head can tell them from padding. Parameters, buffers and submodules are those of
+    the network.
 
     >>> network = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
     >>> first, last = cut(network, after=["1"], example=torch.zeros(1, 4))
@@ -224,10 +226,19 @@ def _check_order(traced: Trace, after: Sequence[str], ends: Sequence[End]) -> No
 
 
 def _feature(traced: Trace, name: str, end: End) -> Value:
-    for item in walk(end.result):
-        if isinstance(item, Value) and item in traced.tainted:
-            return item
-    raise BadInput(f"module {name!r} gives nothing that depends on the input: cut after one that does")
+    """What a head reads of a module's output: of several tensors the first with one row per sample and a later use."""
+    made = [item for item in walk(end.result) if isinstance(item, Value) and item in traced.tainted]
+    if not made:
+        raise BadInput(f"module {name!r} gives nothing that depends on the input: cut after one that does")
+    used = {value for call in traced.calls[end.time :] for value in call.values} | {logits_in(traced.output)}
+    fit = [
+        value
+        for value in made
+        if value in used
+        and layout_of(traced.shapes[value]) == Layout()
+        and (value in traced.typed or not traced.typed)  # features, neither indices nor masks
+    ]
+    return (fit or made)[0]
 
 
 def logits_in(output: Any) -> Value:
