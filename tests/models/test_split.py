@@ -1,6 +1,7 @@
 """A network that gives several logits becomes stages and heads that give the same."""
 
 import copy
+import re
 
 import pytest
 import torch
@@ -138,3 +139,31 @@ def test_training_mode_draws_the_same_dice_and_moves_the_same_statistics():
 def test_a_network_with_one_output_is_refused():
     with pytest.raises(BadInput, match="gives 1 outputs: give one that returns several, or attach heads"):
         split_outputs(nn.Linear(6, 3), rows(1))
+
+
+class LateFirst(Exits):
+    def forward(self, x):
+        return super().forward(x)[::-1]
+
+
+class LastTwoSwapped(Exits):
+    def forward(self, x):
+        early, middle, late = super().forward(x)
+        return early, late, middle
+
+
+class Repeated(Feeds):
+    def forward(self, x):
+        early, _, late = super().forward(x)
+        return late, early
+
+
+@pytest.mark.parametrize(("kind", "order"), [(LateFirst, [2, 1, 0]), (LastTwoSwapped, [0, 2, 1])])
+def test_outputs_out_of_order_are_refused_with_the_order_found(kind, order):
+    with pytest.raises(BadInput, match=rf"not ordered from early to late: .*in the order {re.escape(str(order))}"):
+        split_outputs(kind(), rows(1))
+
+
+def test_an_output_that_needs_nothing_of_its_own_is_refused():
+    with pytest.raises(BadInput, match=r"output 1 needs nothing beyond .* in the order \[1, 0\]"):
+        split_outputs(Repeated(), rows(1))

@@ -5,6 +5,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
 
 from alight.errors import BadInput
 from alight.models.cut import CHECKED, check_carried, in_order, needed_calls, rows_of, same_bits
@@ -14,7 +16,7 @@ from alight.models.trace import Inputs, Trace, in_mode, refusals, trace
 
 
 def split_outputs(network: nn.Module, example: Any) -> tuple[list[nn.Module], list[nn.Module]]:
-    """Stages and heads of a network whose forward gives several logits, in a list, tuple or dict, cheapest first.
+    """Stages and heads of a network whose forward gives several logits, in a list, tuple or dict, from early to late.
 
     A stage is what later outputs need too, a head what one output alone needs; so a head reads all that is carried.
     Together they give the network's outputs, bit by bit.
@@ -64,6 +66,8 @@ def _pieces(network: nn.Module, inputs: Inputs, **how: bool) -> list[Piece]:
     traced = _opened(network, inputs, **how)
     outputs = _outputs(traced)
     needs = [_ancestors(traced, output) for output in outputs]
+    if not how.get("training"):
+        _check_order(network, inputs, traced, outputs, needs)
     stages, heads, done = [], [], set[int]()
     for index, need in enumerate(needs):
         later = set[int]().union(*needs[index + 1 :]) or need
@@ -162,3 +166,31 @@ def _check(network: nn.Module, stages: Sequence[Stage], heads: Sequence[nn.Modul
                         f"at batch size {size}, output {index} of the stages is not the network's: does the network"
                         " write into tensors that several outputs share? Build MultiExitModel(stages, heads) by hand"
                     )
+
+
+def _check_order(
+    network: nn.Module, inputs: Inputs, traced: Trace, outputs: Sequence[Value], needs: Sequence[set[int]]
+) -> None:
+    """Raise if an output needs nothing beyond those before it, or costs less than one of them."""
+    incoming = [Value(-1, (index,)) for index in range(len(inputs.tensors))]
+    batch, totals = inputs.of_size(1), []
+    for output, need in zip(outputs, needs, strict=True):
+        piece = Piece(traced, needed_calls(traced, need, incoming, [output]), incoming, [output], last=True)
+        alone = build(network, piece, piece)
+        with torch.no_grad(), in_mode(nn.ModuleList([network, alone]), False), refusals():
+            totals.append(_flops(alone, batch))
+    useless = [index for index in range(1, len(needs)) if needs[index] <= set[int]().union(*needs[:index])]
+    if useless or totals != sorted(totals):
+        found = sorted(range(len(totals)), key=totals.__getitem__)
+        reason = f"output {useless[0]} needs nothing beyond what those before it need; " if useless else ""
+        raise BadInput(
+            f"the outputs are not ordered from early to late: {reason}alone, they cost {totals} FLOPs per sample:"
+            f" return them in the order {found}, as numbered now, each once"
+        )
+
+
+def _flops(part: nn.Module, batch: tuple[Tensor, ...]) -> int:
+    """What a part costs."""
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:  # fused kernels are not counted
+        part(*batch)
+    return int(counter.get_total_flops())
