@@ -68,15 +68,6 @@ def register_cutter(known: type[nn.Module] | Callable[[nn.Module], bool]) -> Cal
     return register
 
 
-def input_names_of(example: Any) -> tuple[str, ...]:
-    """Names of what the network takes, where it takes a dict.
-
-    >>> input_names_of({"input_ids": torch.zeros(1, 2), "attention_mask": torch.ones(1, 2)})
-    ('input_ids', 'attention_mask')
-    """
-    return tuple(example) if isinstance(example, Mapping) else ()
-
-
 def cut_by_trace(model: nn.Module, after: Sequence[str], example: Any) -> list[nn.Module]:
     """Stages made from what the network was seen to do: without data if that is enough, else with."""
     inputs = Inputs(example)
