@@ -1,5 +1,7 @@
 """Exits are suggested at even shares of the cost, at block ends where the network can be cut."""
 
+from itertools import pairwise
+
 import pytest
 import timm
 import torch
@@ -42,6 +44,20 @@ def test_wherever_an_exit_is_suggested_the_network_can_be_cut(name):
     network = torchvision.models.get_model(name, num_classes=3).eval()
     names = suggest_exits(network, IMAGE, count=5)
     assert len(cut(network, names, IMAGE)) == 6
+
+
+def test_exits_keep_apart_where_they_can():
+    network = timm.create_model("mobilevit_xxs", num_classes=3)
+    image = torch.randn(1, 3, 64, 64)
+    shares = {place.name: place.share for place in places(network, image, 3)}
+    chosen = [shares[name] for name in suggest_exits(network, image, count=3)]
+    assert all(later - earlier >= 0.25 / 3 for earlier, later in pairwise(chosen))
+
+
+def test_places_too_near_to_each_other_are_still_used_where_there_are_no_others():
+    blocks = [nn.Sequential(nn.Linear(4, 4), nn.ReLU()) for _ in range(3)]
+    network = nn.Sequential(*blocks, nn.Sequential(nn.Linear(4, 400), nn.Linear(400, 3)))
+    assert suggest_exits(network, torch.zeros(1, 4), count=3) == ["0", "1", "2"]
 
 
 def test_shares_grow_and_end_before_the_network_does():

@@ -13,6 +13,7 @@ from alight.models.cut import CUTTERS, alive_after, cut
 from alight.models.trace import Inputs, Trace, in_mode, on_meta, refusals, trace
 
 CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
+APART = 1 / 3  # of the even distance: exits that are nearer decide on nearly the same
 LAST = 0.99  # of the cost: an exit behind it saves nothing
 
 
@@ -27,7 +28,8 @@ class Place(NamedTuple):
 def suggest_exits(model: nn.Module, example: Any, count: int) -> list[str]:
     """Names of `count` modules after which exits lie at even shares of the network's FLOPs, in order.
 
-    Only block ends are suggested, those first at which nothing but the block's output is alive; the cut was tried.
+    Only block ends are suggested, those first at which nothing but the block's output is alive; the cut was tried. Two
+    lie at least a third of the even distance apart, wherever the network has such places.
 
     >>> blocks = [nn.Sequential(nn.Linear(8, 8), nn.ReLU()) for _ in range(8)]
     >>> suggest_exits(nn.Sequential(*blocks, nn.Linear(8, 3)), torch.zeros(1, 8), count=3)
@@ -42,8 +44,7 @@ def cut_evenly(model: nn.Module, example: Any, count: int) -> tuple[list[str], l
         raise BadInput(f"{count} exits: ask for at least one")
     found, problem = _found(model, Inputs(example), count)
     while True:
-        few = [place for place in found if place.alive == 1]
-        names = [place.name for place in _even(few if len(few) >= count else found, count)]
+        names = [place.name for place in _chosen(found, count)]
         if len(names) < count:
             remedy = f"elsewhere, {problem}" if problem else "ask for fewer, or name modules yourself"
             raise BadInput(
@@ -159,18 +160,28 @@ def _spent(model: nn.Module, inputs: Inputs, batch: tuple[Tensor, ...], names: S
     return spent
 
 
-def _even(found: Sequence[Place], count: int) -> list[Place]:
-    """The places, in order, whose shares are nearest to even ones in sum; fewer if there are not as many."""
-    best: list[tuple[float, list[Place]]] = [(0.0, [])]  # for each number of places, the best choice so far
-    for place in found:
-        for number in range(min(len(best), count), 0, -1):
-            distance, chosen = best[number - 1]
-            candidate = (distance + abs(place.share - number / (count + 1)), [*chosen, place])
-            if number == len(best):
-                best.append(candidate)
-            elif candidate[0] < best[number][0]:
-                best[number] = candidate
-    return best[-1][1]
+def _chosen(found: Sequence[Place], count: int) -> list[Place]:
+    """The places nearest to even shares: apart if possible, then where little is alive; fewer if there are fewer."""
+    few = [place for place in found if place.alive == 1]
+    ways = [(few, APART), (found, APART), (few, 0.0), (found, 0.0)]
+    choices = (_even(among, count, apart / (count + 1)) for among, apart in ways)
+    return next((choice for choice in choices if choice), list(found[:count]))
+
+
+def _even(found: Sequence[Place], count: int, apart: float) -> list[Place]:
+    """The places, in order, at least this far apart, whose shares are nearest to even ones in sum; none if too few."""
+    best = [(abs(place.share - 1 / (count + 1)), [place]) for place in found]  # choices that end with each place
+    for number in range(2, count + 1):
+        longer = []
+        for place in found:
+            before = [
+                choice for choice in best if choice[1][-1].share + apart <= place.share and place not in choice[1]
+            ]
+            if before:
+                distance, chosen = min(before, key=lambda choice: choice[0])
+                longer.append((distance + abs(place.share - number / (count + 1)), [*chosen, place]))
+        best = longer
+    return min(best, key=lambda choice: choice[0])[1] if best else []
 
 
 def _fails(model: nn.Module, name: str, example: Any) -> bool:
