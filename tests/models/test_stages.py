@@ -1,6 +1,7 @@
 """Laws of stages, on small networks that each do one awkward thing."""
 
 import copy
+import pickle
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ import torchvision
 from torch import nn
 from torch.nn import functional
 
+from alight.errors import BadInput
 from alight.models.cut import cut
 from alight.models.stages import Stage
 
@@ -257,6 +259,23 @@ def test_a_copy_of_a_stage_has_weights_of_its_own():
         for weight in network.parameters():
             weight.zero_()
     assert torch.equal(chained(copied, rows(5)), expected)
+
+
+def test_a_copy_keeps_what_stages_share():
+    network = Skips().eval()
+    first, last = cut(network, ["first"], rows(1))
+    twins = copy.deepcopy([network, first, last])
+    assert torch.equal(chained(twins[1:], rows(5)), network(rows(5)))
+    assert twins[2].get_parameter("fc.weight") is twins[0].fc.weight
+    assert twins[2].get_buffer("scale") is twins[0].scale
+    assert copy.copy(last).get_parameter("fc.weight") is network.fc.weight
+
+
+def test_pickling_a_stage_is_refused_in_words(tmp_path):
+    stages = nn.ModuleList(cut(Chain(), ["first"], rows(1)))
+    for attempt in (lambda: pickle.dumps(stages), lambda: torch.save(stages, tmp_path / "stages.pt")):
+        with pytest.raises(BadInput, match=r"cannot be pickled.*model\.save\(folder\).*cut it again"):
+            attempt()
 
 
 def test_a_stage_shows_what_it_runs_and_has_code_of_its_own():

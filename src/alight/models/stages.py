@@ -1,5 +1,6 @@
 """Stages: pieces of a network as modules of their own, which share its parameters, buffers and submodules."""
 
+import copy
 import linecache
 import operator
 from collections.abc import Callable, Sequence
@@ -29,6 +30,23 @@ class Stage(nn.Module):
     """
 
     source: str
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Stage":
+        twin = memo[id(self)] = type(self).__new__(type(self))
+        twin.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        return twin
+
+    def __copy__(self) -> "Stage":
+        twin = type(self).__new__(type(self))
+        twin.__dict__.update(self.__dict__)
+        return twin
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Refuses to be pickled, whatever the protocol."""
+        raise BadInput(
+            "a stage cannot be pickled, as its code was made in this process: save a model with model.save(folder) and"
+            " load it with load_model, or pickle the network and cut it again"
+        )
 
 
 @dataclass(frozen=True)
