@@ -6,8 +6,8 @@
 - how their time grows from 5,000 to 20,000 samples: 4 is linear
 - `genetic` for comparison
 
-Measured, with other work on the machine: search 0.21 s, optimal_stopping 0.46 s, eero with prune 0.64 s, auto 2.7 s,
-genetic 4.4 s; four times the samples take 2.2 and 3.2 times as long.
+Measured, with other work on the machine: search 0.32 s, optimal_stopping 0.48 s, eero with prune 0.76 s, auto 2.8 s,
+genetic 4.3 s; four times the samples take 2.1 and 3.6 times as long.
 """
 
 import sys

@@ -1,5 +1,6 @@
 """Documents are true: their code runs, their links lead somewhere, their figures come from results."""
 
+import csv
 import importlib.util
 import re
 from pathlib import Path
@@ -57,6 +58,12 @@ def test_figures_of_guarantees_are_those_of_their_results():
 def test_figures_of_speed_are_those_of_their_results():
     page = (ROOT / "docs" / "speed.md").read_text()
     assert experiment("runtime", "benchmarks").page(page) == page
+
+
+def test_the_page_on_models_counts_the_families_that_were_cut():
+    with (ROOT / "results" / "cut_coverage.csv").open() as file:
+        fine = [row["ok"] == "True" for row in csv.DictReader(file)]
+    assert f"{sum(fine)} of {len(fine)} give" in (ROOT / "docs" / "models.md").read_text()
 
 
 def test_the_tree_in_the_design_page_names_every_room():
