@@ -214,6 +214,23 @@ def test_a_network_free_of_the_length_stays_free():
         assert torch.equal(chained(stages, texts(5, length=4)), model(**texts(5, length=4)))
 
 
+class BatchSecond(Bag):
+    """Tokens first and batch second."""
+
+    def forward(self, input_ids, attention_mask):
+        tokens = self.two(self.one(self.words(input_ids.T)).relu())
+        return self.fc((tokens * attention_mask.T.unsqueeze(-1)).mean(0))
+
+
+def test_the_mask_is_carried_where_tokens_come_before_the_batch_too():
+    model = BatchSecond().eval()
+    first, last = cut(model, ["one"], texts(2))
+    hidden, mask, *rest = first(*texts(5).values())
+    assert hidden.shape == (5, 9, 8)
+    assert torch.equal(mask, texts(5)["attention_mask"])
+    assert torch.equal(last(hidden, mask, *rest), model(**texts(5)))
+
+
 def test_layers_that_are_shared_are_refused_in_words():
     config = transformers.AlbertConfig(**SIZES, embedding_size=8, **TOKENS)
     model = transformers.AutoModelForSequenceClassification.from_config(config).eval()

@@ -252,11 +252,15 @@ def _carried(
 
 
 def _masks(traced: Trace, mask: Value, feature: Value) -> bool:
-    """Does this mask say which of the feature's tokens are read?"""
-    return all(
-        len(tokens) == 3 and shape == tokens[:2]
-        for shape, tokens in zip(traced.shapes[mask], traced.shapes[feature], strict=True)
-    )
+    """Does this mask say which of the feature's tokens are read, once the batch comes first?"""
+    layout = layout_of(traced.shapes[feature])
+    if layout is None or layout.rows != 1:
+        return False
+    for shape, tokens in zip(traced.shapes[mask], traced.shapes[feature], strict=True):
+        carried = (tokens[layout.axis], *tokens[: layout.axis], *tokens[layout.axis + 1 :])
+        if len(carried) != 3 or shape != carried[:2]:
+            return False
+    return True
 
 
 def in_order(value: Value) -> tuple[int, str]:
