@@ -4,6 +4,7 @@ Tensors stay on their device; what a head says comes to the host as one small ar
 same NumPy lines decide that replay a recording. While one such array is on its way, the next batch is running.
 """
 
+import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -62,13 +63,15 @@ class Pool:
         self.full: deque[Group] = deque()
         self.filling: dict[Any, tuple[Carried, list[Integers], list[Recalled]]] = {}
 
-    def add(self, group: Group, staying: Integers) -> None:
-        """Take in those of a group that stay."""
+    def add(self, group: Group, staying: Integers | None) -> None:
+        """Take in those of a group that stay; None is everyone."""
+        if staying is None and self.size in (None, len(group.samples)):
+            self.full.append(group)
+            return
+        staying = np.arange(len(group.samples)) if staying is None else staying
         samples, recalled, carried = group.samples[staying], kept(group.recalled, staying), group.carried
-        everyone = len(samples) == len(group.samples)
-        if self.size is None or (everyone and len(samples) == self.size):
-            tensors = carried if everyone else gathered(carried, _places(staying, carried[0].device))
-            self.full.append(Group(samples, recalled, tensors))
+        if self.size is None:
+            self.full.append(Group(samples, recalled, gathered(carried, _places(staying, carried[0].device))))
             return
         shape, places, start = tuple(each.shape[1:] for each in carried), _places(staying, carried[0].device), 0
         while start < len(samples):
@@ -170,16 +173,18 @@ class Engine:
         leaving, predictions, recalled = visit(
             self.policy, position, group.samples, values[:, 0].astype(np.int64), read, group.recalled
         )
-        staying = np.flatnonzero(~leaving)
-        if len(staying):
+        gone = np.flatnonzero(leaving)
+        if len(gone) < len(leaving):
+            staying = np.flatnonzero(~leaving) if len(gone) else None  # None is everyone
             pools[position + 1].add(group._replace(recalled=recalled), staying)
         else:
             self.memory = tuple(part for part in recalled[0] if isinstance(part, Shared))
-        gone = np.flatnonzero(leaving)
         chances = columns[CHANCE][gone] if CHANCE in columns else None
         return Answers(group.samples[gone], predictions[gone], np.full(len(gone), position), chances)
 
     def _check(self, position: int, group: Group, values: Floats) -> None:
+        if math.isfinite(values.sum()):  # most of the time, and quick to see
+            return
         usable = np.isfinite(values[:, 1]) & ~np.isnan(values[:, 2:]).any(axis=1)
         if not usable.all():
             wrong = group.samples[~usable]
