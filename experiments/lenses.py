@@ -4,7 +4,7 @@
     python experiments/lenses.py FOLDER_OF_RAW_RECORDINGS    # also recordings that have entropies
     python experiments/lenses.py --table                     # prints the tables of docs/lenses.md from results/ alone
 
-Writes results/lenses.csv and results/lenses.json (how it was made); 10 minutes on a busy core. Every row is a difference
+Writes results/lenses.csv and results/lenses.json (how it was made); 10 minutes on a busy core. Each row is a difference
 of accuracies at one spent budget, on the same test samples, with a paired bootstrap interval: both curves come from
 the same resamples. Without a lens a method calibrates on all labelled samples; with one, half of them fit the lens.
 
