@@ -1,0 +1,71 @@
+"""On a GPU the predictor equals a replay of its own recording, but for samples that lie on a threshold."""
+
+import numpy as np
+import pytest
+import torch
+
+from alight import calibrate, replay
+from alight.models.zoo import resnet18_cifar
+from alight.runtime.predictor import Predictor
+from alight.runtime.recorder import record
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+NEAR = {"fp32": 1e-5, "bf16": 2e-2}  # last bits change with the batch size
+COSTS = np.arange(1.0, 9.0)
+
+
+@pytest.fixture(scope="module")
+def model():
+    torch.manual_seed(0)
+    made = resnet18_cifar(num_classes=10)
+    for head in made.heads[:-1]:
+        for each in head.parameters():
+            each.data *= 5
+    return made.eval()
+
+
+@pytest.fixture(scope="module")
+def images():
+    return torch.randn(1500, 3, 32, 32, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("channels_last", [False, True])
+@pytest.mark.parametrize("batch_size", [64, 1000])
+def test_the_predictor_equals_replay_on_a_gpu(model, images, dtype, channels_last, batch_size):
+    settings = {"device": "cuda", "dtype": dtype, "channels_last": channels_last}
+    table = record(model, [images], progress=False, **settings)
+    methods = {
+        "eero": calibrate.eero(COSTS, "50%", table),
+        "patience": calibrate.patience(COSTS, "50%", table),
+        "quota": calibrate.certify(calibrate.geometric, COSTS, "50%", table, contract="batch"),
+    }
+    for name, policy in methods.items():
+        decisions = Predictor(model, policy, batch_size=batch_size, **settings)(images)
+        expected = replay(policy, table, batch_size=batch_size)
+        differ = (decisions.exits != expected.exits) | (decisions.predictions != expected.predictions)
+        thresholds = np.array([*getattr(policy, "thresholds", ()), np.inf])
+        near = table.scores < NEAR[dtype]  # two classes level: either may be answered
+        if name == "eero":
+            near |= np.abs(table.scores - thresholds) < NEAR[dtype]
+        if name == "quota":  # as many leave at each exit; two of neighbouring ranks may change places
+            np.testing.assert_array_equal(decisions.exit_shares, expected.exit_shares)
+            assert differ.mean() <= (0.01 if dtype == "fp32" else 0.2)
+        else:
+            assert not (differ & ~near.any(axis=1)).any(), (name, int(differ.sum()))
+        assert decisions.mean_cost <= 1.05 * policy.budget
+
+
+def test_a_loader_and_a_stream_on_a_gpu_give_every_sample_once(model, images):
+    table = record(model, [images], device="cuda", progress=False)
+    policy = calibrate.eero(COSTS, "60%", table)
+    predictor = Predictor(model, policy, device="cuda", batch_size=128, probabilities=True)
+    whole = predictor.run([images[:700], images[700:]], progress=False)
+    assert len(whole) == 1500
+    assert ((whole.probabilities > 0) & (whole.probabilities <= 1)).all()
+    answered = np.concatenate([each.samples for each in predictor.stream([images])])
+    assert sorted(answered) == list(range(1500))
+    broken = images.clone()
+    broken[321] = float("nan")
+    with pytest.raises(ValueError, match="index 321"):
+        predictor(broken)
