@@ -140,6 +140,15 @@ def test_contracts_of_batches_and_streams_equal_replay_on_the_same_batches(model
         assert_equal(fresh(images), again)
 
 
+def test_indices_of_ones_own_serve_a_stream_again_and_again(model, images, table):
+    policy = calibrate.certify(calibrate.geometric, COSTS, 3.0, table, contract="stream")
+    predictor = Predictor(model, policy, batch_size=20)
+    own = np.arange(1000, 1000 + len(images))
+    first, again = predictor(images, samples=own), predictor(images, samples=own)
+    assert len(first) == len(again) == len(images)
+    assert predictor.memory[0].admitted == 2 * len(images)
+
+
 def test_a_loader_of_any_batches_gives_the_same_answers_in_its_order(model, images, table, capsys):
     policy = drawn_policy(table, "threshold", np.random.default_rng(3))
     loader = [images[:7], images[7:8], images[8:100], images[100:]]
@@ -309,6 +318,8 @@ def test_bad_input_says_what_to_do(model, images, table):
         Predictor(model, policy)(images[:0])
     with pytest.raises(BadInput, match="each once"):
         Predictor(model, policy)(images[:2], samples=[4, 4])
+    with pytest.raises(BadInput, match="2 indices for 3 samples"):
+        Predictor(model, policy)(images[:3], samples=[4, 5])
     with pytest.raises(BadInput, match="batch size 0"):
         Predictor(model, policy, batch_size=0)
     with pytest.raises(BadInput, match="no dtype 'int3'"):

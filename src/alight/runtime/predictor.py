@@ -143,13 +143,15 @@ class Predictor:
 
     def _answers(self, given: Iterator[Carried], samples: Integers | None) -> Iterator[Answers]:
         def numbered() -> Iterator[tuple[Integers, Carried]]:
-            start = self._admitted
+            start, before = 0, self._admitted
             for carried in given:
                 stop = start + len(carried[0])
-                indices = np.arange(start, stop) if samples is None else samples[start:stop]
+                indices = np.arange(before + start, before + stop) if samples is None else samples[start:stop]
+                if len(indices) < stop - start:
+                    raise BadInput(f"{len(indices) + start} indices for {stop} samples or more: give one for each")
                 yield indices, placed(carried, self._device, self._dtype, self._channels_last)
                 start = stop
-                self._admitted = stop if self.policy.together else 0
+                self._admitted = before + stop if self.policy.together else 0
 
         with torch.inference_mode(), threads(self._num_threads):
             joins = self.rebatch and not self.policy.together  # batches that decide as a whole are never mixed
