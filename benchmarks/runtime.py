@@ -258,14 +258,16 @@ def page(text: str) -> str:
 def table(rows: list[dict[str, str]]) -> str:
     """Speed-up, what was possible and how much of it was reached, as Markdown."""
     lines = [
-        "| network | exits | leaving | batch | mode | speed-up | possible | reached |",
-        "|---|---|---|---|---|---|---|---|",
+        "| network | exits | leaving | batch | mode | speed-up | possible | reached | commit |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:
         spread = f"{float(row['speedup']):.2f} ({float(row['speedup_low']):.2f} to {float(row['speedup_high']):.2f})"
         cells = [row["model"], row["exits"], row["mix"], row["batch_size"], row["mode"], spread]
         lines.append(
-            "| " + " | ".join([*cells, f"{float(row['possible']):.2f}", f"{float(row['reached']):.1%}"]) + " |"
+            "| "
+            + " | ".join([*cells, f"{float(row['possible']):.2f}", f"{float(row['reached']):.1%}", row["commit"]])
+            + " |"
         )
     made = rows[0]
     where = made["device"] if made["device"] != "cpu" else made["hardware"]
