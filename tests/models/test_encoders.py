@@ -62,6 +62,17 @@ def test_the_chain_gives_the_logits_of_the_encoder_bit_by_bit(encoder):
         assert torch.equal(chained(stages, batch), model(**batch).logits)
 
 
+def test_layers_are_called_straight_where_that_gives_the_same(encoder):
+    model, layers = encoder
+    *early, last = cut(model, names(layers, 0, 2), texts(2))
+    assert [stage.straight for stage in early] == [not layers.startswith("mpnet")] * 2  # its layers take more
+    assert not last.straight
+    if early[0].straight:
+        early[1].straight = False  # by way of the network it is the same
+        batch = texts(5)
+        assert torch.equal(chained([*early, last], batch), model(**batch).logits)
+
+
 def test_hidden_states_and_the_mask_are_carried_and_can_be_compacted(encoder):
     model, layers = encoder
     *early, last = cut(model, names(layers, 1, 4), texts(2))

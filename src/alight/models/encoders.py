@@ -1,7 +1,9 @@
 """Text encoders of Hugging Face, cut between their layers with the attention mask carried.
 
 Each stage is the network's own code: the network once more, with the same parameters, of which only some layers are
-left. Hidden states come in where embeddings are expected, so masks are made exactly as the network makes them.
+left. Hidden states come in where embeddings are expected, so masks are made exactly as the network makes them. Where
+calling the layers straight, without the network around them, gives the same to the last bit, that is done: it is
+quicker for single texts.
 """
 
 from collections.abc import Mapping, Sequence
@@ -12,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from alight.errors import BadInput
+from alight.models.multi_exit import evaluating
 
 KINDS = {
     "bert",
@@ -22,6 +25,7 @@ KINDS = {
     "electra",
     "mpnet",
 }  # by their configuration's model_type
+MASK = "attention_mask"
 
 
 def is_text_encoder(model: nn.Module) -> bool:
@@ -30,7 +34,7 @@ def is_text_encoder(model: nn.Module) -> bool:
     return kind in KINDS and hasattr(model, "base_model") and model.base_model is not model
 
 
-def cut_text_encoder(model: nn.Module, after: Sequence[str], example: Any) -> list[nn.Module]:
+def cut_text_encoder(model: nn.Module, after: Sequence[str], example: Any) -> Sequence[nn.Module]:
     """Stages that carry hidden states (samples, tokens, width) and the attention mask (samples, tokens)."""
     names = tuple(example) if isinstance(example, Mapping) else ("input_ids",)
     if "input_ids" not in names:
@@ -40,10 +44,12 @@ def cut_text_encoder(model: nn.Module, after: Sequence[str], example: Any) -> li
     if indices != sorted(indices):
         found = [f"{layers}.{index}" for index in sorted(indices)]
         raise BadInput(f"exits {list(after)} are out of order: the network runs them as {found}")
-    stages: list[nn.Module] = []
+    stages: list[EncoderStage] = []
     for index, (start, stop) in enumerate(pairwise([0, *(index + 1 for index in indices), number])):
         part = _part(model, layers, range(start, stop), first=index == 0, last=index == len(after))
-        stages.append(EncoderStage(part, () if index else names, logits=index == len(after)))
+        stages.append(EncoderStage(part, layers, () if index else names, logits=index == len(after)))
+    for stage in stages[:-1] if _same_straight(stages, example) else ():
+        stage.straight = True
     return stages
 
 
@@ -51,27 +57,80 @@ class EncoderStage(nn.Module):
     """Some layers of a text encoder; the first with the embeddings, the last with the classifier."""
 
     network: nn.Module
+    straight = False  # whether the layers are called without the network around them
 
-    def __init__(self, network: nn.Module, input_names: Sequence[str], *, logits: bool) -> None:
+    def __init__(self, network: nn.Module, layers: str, input_names: Sequence[str], *, logits: bool) -> None:
         super().__init__()
         object.__setattr__(
             self, "network", network
         )  # unregistered: its parts are ours, under the names they have there
         self._modules, self._parameters, self._buffers = network._modules, network._parameters, network._buffers
-        self.input_names, self.logits = tuple(input_names), logits
+        self.layers, self.input_names, self.logits = layers, tuple(input_names), logits
 
     def forward(self, *carried: Tensor) -> Any:
         """Hidden states and the mask, or the logits at the end."""
-        if self.input_names:
-            inputs = dict(zip(self.input_names, carried, strict=True))
-        else:
-            inputs = {"inputs_embeds": carried[0], "attention_mask": carried[1]}
+        inputs = self._named(carried)
         if self.logits:
             return self.network(**inputs, return_dict=True).logits
         base: nn.Module = self.network.base_model  # type: ignore[assignment]
-        mask = inputs.get("attention_mask")
+        if self.straight:
+            return self._straight(base, inputs)
         hidden = base(**inputs, return_dict=True).last_hidden_state
-        return hidden, torch.ones(hidden.shape[:2], dtype=torch.long, device=hidden.device) if mask is None else mask
+        return hidden, _mask(inputs, hidden)
+
+    def _named(self, carried: Sequence[Tensor]) -> dict[str, Tensor]:
+        return dict(zip(self.input_names or ("inputs_embeds", MASK), carried, strict=True))
+
+    def _straight(self, base: Any, inputs: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        from transformers.masking_utils import create_bidirectional_mask
+
+        hidden = inputs["inputs_embeds"] if "inputs_embeds" in inputs else self._embedded(base, inputs)
+        seen = create_bidirectional_mask(base.config, hidden, inputs.get(MASK))
+        for layer in self.network.get_submodule(self.layers).children():
+            made = layer(hidden, seen)
+            hidden = made[0] if isinstance(made, tuple) else made
+        return hidden, _mask(inputs, hidden)
+
+    def _embedded(self, base: Any, inputs: dict[str, Tensor]) -> Tensor:
+        hidden: Tensor = base.embeddings(**{name: each for name, each in inputs.items() if name != MASK})
+        return base.embeddings_project(hidden) if hasattr(base, "embeddings_project") else hidden
+
+
+def _mask(inputs: Mapping[str, Tensor], hidden: Tensor) -> Tensor:
+    """The mask as it came; all ones where there was none."""
+    found = inputs.get(MASK)
+    return torch.ones(hidden.shape[:2], dtype=torch.long, device=hidden.device) if found is None else found
+
+
+def _same_straight(stages: Sequence["EncoderStage"], example: Any) -> bool:
+    """Whether layers called straight give what the network gives, to the last bit, also for texts of unlike length."""
+    names = stages[0].input_names
+    given = tuple(example[name] for name in names) if isinstance(example, Mapping) else (example,)
+    padded = tuple(_last_hidden(*pair) for pair in zip(names, given, strict=True))
+    whole: Any
+    straight: Any
+    with evaluating(nn.ModuleList(stages)):
+        for whole in (given, padded):
+            straight = whole
+            for stage in stages[:-1]:
+                whole = stage(*whole)
+                try:
+                    straight = stage._straight(stage.network.base_model, stage._named(straight))
+                    same = torch.equal(whole[0], straight[0])
+                except (TypeError, AttributeError, ImportError, RuntimeError):
+                    return False  # another way of calling its layers, or no numbers to compare
+                if not same:
+                    return False
+    return True
+
+
+def _last_hidden(name: str, tensor: Tensor) -> Tensor:
+    """The input, its mask without the last token of the first text."""
+    if name != MASK or tensor.shape[1] < 2:
+        return tensor
+    tensor = tensor.clone()
+    tensor[0, -1] = 0
+    return tensor
 
 
 class Given(nn.Module):
