@@ -19,13 +19,13 @@ from alight.models.convnext import ConvNeXt
 from alight.models.heads import make_head
 from alight.models.measure import head_overhead, measure_costs
 from alight.models.multi_exit import MultiExitModel, head_settings
-from alight.models.resnet import ResNet18
+from alight.models.resnet import ResNet
 from alight.models.zoo import convnext_tiny, resnet18_cifar
 from alight.provenance import provenance
 
 RESULTS = Path(__file__).parent.parent / "results" / "head_overhead.csv"
 NETWORKS: dict[str, tuple[Callable[[], nn.Module], Callable[..., MultiExitModel], int, int, float]] = {
-    "ResNet-18": (lambda: ResNet18(100), resnet18_cifar, 32, 100, 4.0),
+    "ResNet-18": (lambda: ResNet(100), resnet18_cifar, 32, 100, 4.0),
     "ConvNeXt-T": (lambda: ConvNeXt((3, 3, 9, 3), (96, 192, 384, 768), 1000), convnext_tiny, 224, 1000, 2.5),
 }  # name: the plain network, the one with exits, image size, classes, and the percentage that the paper names
 

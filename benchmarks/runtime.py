@@ -53,9 +53,9 @@ def network(name: str) -> tuple[nn.Module, Any]:
         plain = AutoModelForSequenceClassification.from_pretrained(weights, num_labels=77)
         return plain.eval(), {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
     if name == "resnet18_cifar":
-        from alight.models.resnet import ResNet18
+        from alight.models.resnet import ResNet
 
-        return ResNet18(num_classes=100).eval(), torch.randn(1, 3, 32, 32)
+        return ResNet(num_classes=100).eval(), torch.randn(1, 3, 32, 32)
     import timm
     from torchvision.models import resnet50
 

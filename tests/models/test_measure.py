@@ -10,7 +10,7 @@ from alight.models.convnext import ConvNeXt
 from alight.models.measure import head_overhead, measure_costs, time_stages
 from alight.models.meters import NvmlMeter, RaplMeter, meter_for
 from alight.models.multi_exit import MultiExitModel
-from alight.models.resnet import ResNet18
+from alight.models.resnet import ResNet
 
 FVCORE_RESNET18 = 556_705_792  # multiply-adds by fvcore 0.1.5 of ResNet-18 at 32 x 32: benchmarks/count_flops.py
 FVCORE_CONVNEXT_T = 4_470_399_744  # and of ConvNeXt-T at 224 x 224
@@ -164,7 +164,7 @@ def test_a_network_that_asks_for_numbers_is_counted_on_real_tensors():
 
 def test_costs_are_twice_what_fvcore_counts():
     with torch.device("meta"):
-        networks = ResNet18(100), ConvNeXt((3, 3, 9, 3), (96, 192, 384, 768), 1000)
+        networks = ResNet(100), ConvNeXt((3, 3, 9, 3), (96, 192, 384, 768), 1000)
     for network, size, counted in zip(networks, (32, 224), (FVCORE_RESNET18, FVCORE_CONVNEXT_T), strict=True):
         assert flops(network, 1, 3, size, size) == pytest.approx(2 * counted, rel=0.01)
 

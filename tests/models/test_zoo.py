@@ -5,7 +5,7 @@ from alight.errors import BadInput
 from alight.models.attach import attach_heads
 from alight.models.convnext import ConvNeXt
 from alight.models.measure import head_overhead, measure_costs
-from alight.models.resnet import ResNet18
+from alight.models.resnet import ResNet
 from alight.models.zoo import ZOO, convnext_cifar, convnext_tiny, resnet18_cifar
 
 
@@ -21,7 +21,7 @@ def test_every_network_for_small_images_has_its_exits(name, exits):
 
 def test_a_trained_backbone_is_taken_as_it_is():
     torch.manual_seed(0)
-    backbone = ResNet18(10).eval()
+    backbone = ResNet(10).eval()
     model = resnet18_cifar(10, backbone=backbone, head="pooled_linear").eval()
     images = torch.randn(2, 3, 32, 32)
     with torch.no_grad():
@@ -32,9 +32,18 @@ def test_resnet_18_takes_torchvisions_weights_behind_its_stem():
     from torchvision.models import resnet18
 
     theirs = resnet18(num_classes=100).state_dict()
-    ours = ResNet18(100).state_dict()
+    ours = ResNet(100).state_dict()
     assert list(ours) == list(theirs)
     assert [name for name in ours if ours[name].shape != theirs[name].shape] == ["conv1.weight"]
+
+
+def test_a_resnet_with_one_block_per_layer_is_the_smaller_half_of_a_resnet_18():
+    small, large = ResNet(10, blocks=(1, 1, 1, 1)), ResNet(10)
+    assert small(torch.zeros(1, 3, 32, 32)).shape == (1, 10)
+    left = [name for name in large.state_dict() if name not in small.state_dict()]
+    assert {name.split(".")[1] for name in left} == {"1"}  # of every layer, the second block
+    with pytest.raises(BadInput, match=r"blocks \(2, 2\) are not one number per layer"):
+        ResNet(10, blocks=(2, 2))
 
 
 def test_convnext_is_timms_with_timms_weights():
@@ -68,7 +77,7 @@ def test_pooled_heads_cost_next_to_nothing_and_flattening_ones_do_not():
     example = torch.zeros(1, 3, 32, 32)
     backbone = convnext_cifar(100, head="pooled_linear")
     assert head_overhead(measure_costs(backbone, example)) < 0.01
-    flat = attach_heads(ResNet18(100), ["layer1.0"], example=example, head="flatten_linear")
+    flat = attach_heads(ResNet(100), ["layer1.0"], example=example, head="flatten_linear")
     assert measure_costs(flat, example).heads[0] == 2 * 64 * 32 * 32 * 100
 
 

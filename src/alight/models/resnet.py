@@ -1,7 +1,11 @@
-"""ResNet-18 for small images (He et al., Deep Residual Learning, CVPR 2016; the stem as for CIFAR)."""
+"""ResNet for small images (He et al., Deep Residual Learning, CVPR 2016; the stem as for CIFAR)."""
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
+
+from alight.errors import BadInput
 
 WIDTHS = (64, 128, 256, 512)
 
@@ -27,22 +31,26 @@ class ResidualBlock(nn.Module):
         return added
 
 
-class ResNet18(nn.Module):
-    """Eight residual blocks behind a 3 x 3 stem that keeps the size; its weights are named as torchvision's are.
+class ResNet(nn.Module):
+    """Four layers of residual blocks behind a 3 x 3 stem that keeps the size; two blocks each make a ResNet-18.
 
-    >>> ResNet18(num_classes=100)(torch.zeros(2, 3, 32, 32)).shape
+    Its weights are named as torchvision's are.
+
+    >>> ResNet(num_classes=100)(torch.zeros(2, 3, 32, 32)).shape
     torch.Size([2, 100])
     """
 
-    def __init__(self, num_classes: int = 100) -> None:
+    def __init__(self, num_classes: int = 100, blocks: Sequence[int] = (2, 2, 2, 2)) -> None:
         super().__init__()
+        if len(blocks) != len(WIDTHS) or min(blocks) < 1:
+            raise BadInput(f"blocks {tuple(blocks)} are not one number per layer, at least 1: give four")
         self.conv1 = nn.Conv2d(3, WIDTHS[0], 3, 1, 1, bias=False)
         self.bn1 = nn.BatchNorm2d(WIDTHS[0])
         self.relu = nn.ReLU(inplace=True)
-        self.layer1 = _pair(WIDTHS[0], WIDTHS[0], 1)
-        self.layer2 = _pair(WIDTHS[0], WIDTHS[1], 2)
-        self.layer3 = _pair(WIDTHS[1], WIDTHS[2], 2)
-        self.layer4 = _pair(WIDTHS[2], WIDTHS[3], 2)
+        self.layer1 = _layer(WIDTHS[0], WIDTHS[0], 1, blocks[0])
+        self.layer2 = _layer(WIDTHS[0], WIDTHS[1], 2, blocks[1])
+        self.layer3 = _layer(WIDTHS[1], WIDTHS[2], 2, blocks[2])
+        self.layer4 = _layer(WIDTHS[2], WIDTHS[3], 2, blocks[3])
         self.avgpool = nn.AdaptiveAvgPool2d(1)
         self.fc = nn.Linear(WIDTHS[3], num_classes)
         for part in self.modules():
@@ -57,5 +65,6 @@ class ResNet18(nn.Module):
         return logits
 
 
-def _pair(channels: int, width: int, stride: int) -> nn.Sequential:
-    return nn.Sequential(ResidualBlock(channels, width, stride), ResidualBlock(width, width, 1))
+def _layer(channels: int, width: int, stride: int, blocks: int) -> nn.Sequential:
+    later = (ResidualBlock(width, width, 1) for _ in range(blocks - 1))
+    return nn.Sequential(ResidualBlock(channels, width, stride), *later)

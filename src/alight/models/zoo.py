@@ -10,7 +10,7 @@ from alight.models.convnext import ConvNeXt
 from alight.models.heads import Factory
 from alight.models.msdnet import MSDNetSettings, msdnet_parts
 from alight.models.multi_exit import MultiExitModel, Normalisation, describe
-from alight.models.resnet import ResNet18
+from alight.models.resnet import ResNet
 
 IMAGENET = Normalisation((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 CIFAR = Normalisation((0.5071, 0.4865, 0.4409), (0.2673, 0.2564, 0.2762))  # of CIFAR-100's training images
@@ -43,13 +43,13 @@ def msdnet_imagenet(
 
 
 def resnet18_cifar(
-    num_classes: int = 100, *, backbone: ResNet18 | None = None, head: Heads = "flatten_linear"
+    num_classes: int = 100, *, backbone: ResNet | None = None, head: Heads = "flatten_linear"
 ) -> MultiExitModel:
     """ResNet-18 for images of 32 x 32 with an exit after each of its first seven blocks, as in the paper.
 
-    `backbone` is a trained `ResNet18`; without one the weights are fresh.
+    `backbone` is a trained `ResNet`; without one the weights are fresh.
     """
-    network = backbone or ResNet18(num_classes)
+    network = backbone or ResNet(num_classes)
     model = attach_heads(
         network, RESNET_EXITS, num_classes=num_classes, example=_images(32), head=head, normalisation=CIFAR
     )
