@@ -9,6 +9,7 @@ from alight.models.heads import (
     FlattenLinear,
     MLPHead,
     PooledLinear,
+    SeparableHead,
     TokenHead,
     are_channels_last,
     make_head,
@@ -54,12 +55,20 @@ def test_the_flatten_head_is_flatten_and_linear():
     assert torch.equal(head(maps), nn.Sequential(nn.Flatten(), head.linear)(maps))
 
 
-@pytest.mark.parametrize("kind", [PooledLinear, ConvHead, MLPHead])
+@pytest.mark.parametrize("kind", [PooledLinear, ConvHead, SeparableHead, MLPHead])
 def test_channels_last_maps_give_the_logits_of_channels_first_ones(kind):
     first, maps = kind((12, 6, 6), 5).eval(), features((12, 6, 6))
     last = kind((6, 6, 12), 5, channels_last=True).eval()
     last.load_state_dict(first.state_dict())
     torch.testing.assert_close(last(maps.movedim(1, -1)), first(maps))
+
+
+def test_a_separable_head_halves_the_map_to_4_x_4_and_doubles_the_channels_up_to_its_width():
+    for size, channels, made in ((32, 64, 512), (16, 128, 512), (8, 256, 512), (4, 512, 512), (32, 16, 128)):
+        head = SeparableHead((channels, size, size), 5)
+        maps = head.convolutions(torch.zeros(1, channels, size, size))
+        assert tuple(maps.shape) == (1, made, *[4 if size > 4 else 2] * 2)
+    assert SeparableHead((64, 32, 32), 5, width=100).linear.in_features == 100
 
 
 def test_the_place_of_the_channels_is_told_by_the_proportions_of_the_image():
@@ -107,6 +116,8 @@ def test_bad_input_is_refused():
         make_head("token", (12, 6, 6), 5)
     with pytest.raises(BadInput, match="are no map"):
         make_head("conv", (12,), 5)
+    with pytest.raises(BadInput, match="are no map"):
+        make_head("separable", (9, 12), 5)
     with pytest.raises(BadInput, match="nothing for a head to read"):
         make_head("auto", (), 5)
     with pytest.raises(BadInput, match="no pooling 'max'"):
