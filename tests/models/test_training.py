@@ -146,6 +146,7 @@ RESUMED = {
         "mode": "joint",
         "optimizer": "sgd",
         "learning_rate": 0.05,
+        "nesterov": True,
         "schedule": "onecycle",
         "rescale_gradients": True,
         "distill": 0.5,
@@ -201,6 +202,19 @@ def test_a_finished_training_is_not_repeated(tmp_path):
     expected = quick(first, checkpoint=tmp_path / "last")
     assert quick(second, checkpoint=tmp_path / "last") == expected
     assert same(state(first), state(second))
+
+
+def test_a_checkpoint_every_few_epochs_is_there_at_the_end_of_each_phase(tmp_path, monkeypatch):
+    written, save = [], Checkpoint.save
+
+    def saved(checkpoint, path):
+        save(checkpoint, path)
+        written.append(checkpoint.epochs_done)
+
+    monkeypatch.setattr(Checkpoint, "save", saved)
+    options = {"mode": "mixed", "epochs": 8, "backbone_epochs": 4, "checkpoint_every": 3}
+    quick(network(), loader(64), checkpoint=tmp_path / "last", **options)
+    assert written == [3, 4, 6, 8]
 
 
 @pytest.mark.filterwarnings("ignore:the last exit is right")
@@ -538,6 +552,9 @@ def test_a_bad_loader_gets_an_error_that_says_what_to_do(case):
         ({"loss_weights": [0.0, 0.0, 0.0]}, "loss_weights"),
         ({"loss_weights": [0.0, 0.0, 1.0]}, "leave no head to train"),
         ({"mode": "mixed", "loss_weights": [1.0, 1.0, 0.0]}, "starts with the last exit, whose loss weight is 0"),
+        ({"nesterov": True}, "nesterov is a kind of SGD's momentum"),
+        ({"nesterov": True, "optimizer": "sgd", "momentum": 0.0}, "nesterov is a kind of SGD's momentum"),
+        ({"checkpoint_every": 0}, "checkpoint_every 0 is out of bounds"),
         ({"rescale_gradients": True}, "rescale_gradients changes nothing in a frozen backbone"),
         ({"mode": "mixed", "backbone_epochs": 2}, "backbone_epochs 2 .* below epochs, 2"),
     ],

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -79,27 +80,29 @@ class Tally:
     """Sums of losses and right answers, kept where the network is, so that nobody waits for them."""
 
     def __init__(self, num_exits: int, device: torch.device) -> None:
-        self._sums = torch.zeros(3, num_exits, dtype=torch.float64, device=device)  # losses, right, labelled samples
-        self._samples = torch.zeros(num_exits, dtype=torch.float64, device=device)
+        self._sums = torch.zeros(2, num_exits, dtype=torch.float64, device=device)  # losses, right
+        self._counts = np.zeros((2, num_exits))  # labelled samples, samples
 
     @torch.no_grad()
     def add(self, losses: Mapping[int, Tensor], logits: Mapping[int, Tensor], labels: Tensor | None) -> None:
         """Count a batch: by exit, the loss of every sample and the logits."""
-        for index, loss in losses.items():
-            self._sums[0, index] += loss.sum(dtype=torch.float64)
-            self._samples[index] += len(loss)
-            if labels is not None:
-                self._sums[1, index] += (logits[index].argmax(-1) == labels).sum()
-                self._sums[2, index] += len(labels)
+        exits = slice(min(losses), max(losses) + 1)  # all, or the last alone; no list, which a GPU would wait for
+        together = torch.stack([*losses.values()])  # (exits, samples)
+        self._sums[0, exits] += together.sum(1, dtype=torch.float64)
+        self._counts[1, exits] += together.shape[1]
+        if labels is not None:
+            said = torch.stack([logits[index].argmax(-1) for index in losses])
+            self._sums[1, exits] += (said == labels).sum(1)
+            self._counts[0, exits] += len(labels)
 
     @property
     def samples(self) -> int:
         """How many samples the last exit has seen."""
-        return int(self._samples[-1])
+        return int(self._counts[1, -1])
 
     def rows(self, own: Processes | None = None) -> tuple[Row, Row]:
         """Mean loss and accuracy of every exit so far, over all processes."""
-        everything = torch.cat([self._sums, self._samples[None]]).clone()
+        everything = torch.cat([self._sums, torch.from_numpy(self._counts).to(self._sums)])
         losses, right, labelled, samples = (own.total(everything) if own else everything).tolist()
         accuracies = _ratios(right, labelled) if any(labelled) else ()
         return _ratios(losses, samples), accuracies

@@ -16,11 +16,16 @@ FIRST, FINAL = 1 / 25, 1e-4 / 25  # of the peak, where a one-cycle schedule star
 
 
 def make_optimizer(
-    name: str, parameters: Iterable[nn.Parameter], learning_rate: float, weight_decay: float, momentum: float
+    name: str,
+    parameters: Iterable[nn.Parameter],
+    learning_rate: float,
+    weight_decay: float,
+    momentum: float,
+    nesterov: bool = False,
 ) -> Optimizer:
     """The optimizer of this name."""
     if name == "sgd":
-        return SGD(parameters, lr=learning_rate, weight_decay=weight_decay, momentum=momentum)
+        return SGD(parameters, lr=learning_rate, weight_decay=weight_decay, momentum=momentum, nesterov=nesterov)
     return AdamW(parameters, lr=learning_rate, weight_decay=weight_decay, betas=(momentum, 0.999))
 
 

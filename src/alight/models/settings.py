@@ -23,6 +23,7 @@ class Settings:
     learning_rate: float
     weight_decay: float
     momentum: float
+    nesterov: bool
     schedule: str | None
     loss_weights: tuple[float, ...]
     distill: float
@@ -57,6 +58,8 @@ class Settings:
                 raise BadInput(f"{name} {getattr(self, name)} is out of bounds: give {bound}")
         if self.mode == "mixed" and self.loss_weights[-1] == 0:
             raise BadInput("mixed training starts with the last exit, whose loss weight is 0: give it some")
+        if self.nesterov and (self.optimizer != "sgd" or self.momentum == 0):
+            raise BadInput("nesterov is a kind of SGD's momentum: use optimizer='sgd' with some, or leave it out")
         if self.rescale_gradients and self.mode == "frozen":
             raise BadInput("rescale_gradients changes nothing in a frozen backbone: leave it out, or use mode='joint'")
 

@@ -43,6 +43,7 @@ def train_heads(
     learning_rate: float | None = None,
     weight_decay: float = 1e-4,
     momentum: float = 0.9,
+    nesterov: bool = False,
     schedule: str | None = "cosine",
     loss_weights: Sequence[float] | None = None,
     distill: float = 0.0,
@@ -55,6 +56,7 @@ def train_heads(
     device: str | torch.device | None = None,
     seed: int = 0,
     checkpoint: PathLike | None = None,
+    checkpoint_every: int = 1,
     validation: Iterable[Any] | None = None,
     progress: bool = True,
 ) -> History:
@@ -70,12 +72,14 @@ def train_heads(
     gradients instead of their sum (Li et al. 2019).
 
     `schedule` is "cosine", "onecycle" or None; the learning rate is by default 1e-3 for "adamw" (whose first beta is
-    `momentum`) and 3e-2 for "sgd". `amp` is "bf16" or "fp16"; `clip` bounds the gradient's norm; with `ema`, a decay
-    such as 0.999, the model ends with the average of its weights. The model is moved to `device` and stays there.
+    `momentum`) and 3e-2 for "sgd", whose momentum may be `nesterov`. `amp` is "bf16" or "fp16"; `clip` bounds the
+    gradient's norm; with `ema`, a decay such as 0.999, the model ends with the average of its weights. The model is
+    moved to `device` and stays there.
 
-    A `checkpoint` is written after every epoch and taken up if it is there: on a CPU the result is bit for bit that of
-    an uninterrupted training, as long as the data's own dice are torch's, NumPy's or Python's global ones or the
-    loader's generator. Under `torchrun` all processes together work on each batch of the loader.
+    A `checkpoint` is written after every epoch, or every few (`checkpoint_every`) where epochs are short, and taken up
+    if it is there: on a CPU the result is bit for bit that of an uninterrupted training, as long as the data's own dice
+    are torch's, NumPy's or Python's global ones or the loader's generator. Under `torchrun` all processes together work
+    on each batch of the loader.
 
     >>> model = MultiExitModel([nn.Linear(4, 8), nn.Linear(8, 3)], [nn.Linear(8, 3), nn.Identity()])
     >>> batch = (torch.randn(6, 4), torch.tensor([0, 1, 2, 0, 1, 2]))
@@ -94,6 +98,7 @@ def train_heads(
         learning_rate=OPTIMIZERS.get(optimizer, 1.0) if learning_rate is None else learning_rate,
         weight_decay=weight_decay,
         momentum=momentum,
+        nesterov=nesterov,
         schedule=schedule,
         loss_weights=(1.0,) * model.num_exits if loss_weights is None else tuple(map(float, loss_weights)),
         distill=distill,
@@ -107,11 +112,13 @@ def train_heads(
     )
     if checkpoint is not None:
         check_writable(checkpoint)
+    if checkpoint_every < 1:
+        raise BadInput(f"checkpoint_every {checkpoint_every} is out of bounds: give a number of epochs, at least 1")
     place = torch.device(device) if device is not None else _device_of(model)
     own, place = processes(place)
     with _as_found(model, channels_last), _own_dice(place):
         model.to(place)
-        training = _Training(model, settings, own, place, own.share(loader), checkpoint)
+        training = _Training(model, settings, own, place, own.share(loader), checkpoint, checkpoint_every)
         return training.run(None if validation is None else own.share(validation), progress and own.is_first)
 
 
@@ -126,9 +133,10 @@ class _Training:
         device: torch.device,
         loader: Shared,
         checkpoint: PathLike | None,
+        checkpoint_every: int,
     ) -> None:
         self.model, self.settings, self.own, self.device, self.loader = model, settings, own, device, loader
-        self.checkpoint, self.history = checkpoint, list[Epoch]()
+        self.checkpoint, self.checkpoint_every, self.history = checkpoint, checkpoint_every, list[Epoch]()
         self.batches = _length(loader)
         self.kept: nn.Module = model.heads if settings.mode == "frozen" else model  # what training changes
         if not any(parameter.requires_grad for parameter in self.kept.parameters()):
@@ -179,7 +187,8 @@ class _Training:
             if walk.average and epoch == phase.stop - 1:
                 self.kept.load_state_dict(walk.average.state)
             self.history.append(Epoch(losses, accuracies, *judged))
-            self._save(walk, epoch + 1)
+            if epoch + 1 == phase.stop or (epoch + 1) % self.checkpoint_every == 0:
+                self._save(walk, epoch + 1)
         walk.optimizer.zero_grad(set_to_none=True)
 
     def _epoch(self, walk: "_Walk", epoch: int, bar: Any) -> tuple[Row, Row]:
@@ -245,7 +254,8 @@ class _Training:
         if len(set(sizes)) > 1:
             raise BadInput(f"the exits' logits have {sizes} classes: attach heads with as many as the network has")
         self.num_classes = sizes[0]
-        batch.check(self.num_classes)
+        if not (batch.labels is not None and batch.labels.is_cuda and self.history):  # after an epoch, do not wait
+            batch.check(self.num_classes)
 
     def _save(self, walk: "_Walk", epochs_done: int) -> None:
         if self.checkpoint is not None and self.own.is_first:
@@ -271,7 +281,12 @@ class _Walk:
         self.module = training.own.join(phase.module)
         self.parameters = [each for each in phase.module.parameters() if each.requires_grad]
         self.optimizer = make_optimizer(
-            settings.optimizer, self.parameters, settings.learning_rate, settings.weight_decay, settings.momentum
+            settings.optimizer,
+            self.parameters,
+            settings.learning_rate,
+            settings.weight_decay,
+            settings.momentum,
+            settings.nesterov,
         )
         self.scaler = torch.amp.GradScaler(training.device.type, enabled=settings.amp == "fp16")
         self.average = Average(training.kept, settings.ema) if settings.ema else None
