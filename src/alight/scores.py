@@ -22,9 +22,9 @@ def probabilities(logits: Array) -> Array:
     """
     if library_of(logits) is not np:
         return logits.double().softmax(-1)
-    logits = logits.astype(np.float64)
-    weights = np.exp(logits - logits.max(axis=-1, keepdims=True))
-    return weights / weights.sum(-1)[..., None]
+    logits = logits.astype(np.float64, copy=False)
+    weights = np.exp(logits - np.maximum.reduce(logits, axis=-1, keepdims=True))
+    return weights / np.add.reduce(weights, axis=-1, keepdims=True)
 
 
 def margin(probabilities: Array) -> Array:
@@ -77,8 +77,9 @@ SCORES: dict[str, Callable[[Array], Array]] = {  # of probabilities, but for log
 
 def score_of(name: str, logits: Array) -> Array:
     """The score of this name, from logits."""
-    wide = logits.astype(np.float64) if library_of(logits) is np else logits.double()
-    return SCORES[name](wide if name == "logit_margin" else probabilities(wide))
+    if name != "logit_margin":
+        return SCORES[name](probabilities(logits))
+    return logit_margin(logits.astype(np.float64) if library_of(logits) is np else logits.double())
 
 
 def _top_two(values: Array) -> tuple[Array, Array]:

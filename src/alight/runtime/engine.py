@@ -7,6 +7,7 @@ same NumPy lines decide that replay a recording. While one such array is on its 
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from heapq import heappop, heappush
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,7 +19,7 @@ from alight.errors import BadInput
 from alight.models.multi_exit import Carried
 from alight.policies.policy import Memory, Policy, Shared
 from alight.policies.route import Recalled, joined, kept, visit
-from alight.runtime.segments import CHANCE, Segment, columns_of, tell_small
+from alight.runtime.segments import Segment, Told, apart
 
 Integers = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
@@ -43,13 +44,16 @@ class Group(NamedTuple):
     carried: Carried
 
 
+Ready = tuple[int, int, Group]  # a full batch: minus the place that it waits at, the order of making, the group
+
+
 class Awaited(NamedTuple):
     """A group that has run through a segment, and what was told of it once it has arrived."""
 
     position: int
     group: Group
-    told: Any
-    arrived: Any  # a CUDA event, or None on the host
+    told: Told | Tensor  # side by side, where it is not on the host yet
+    arrived: Any = None  # a CUDA event, or None on the host
 
 
 class Pool:
@@ -60,20 +64,18 @@ class Pool:
 
     def __init__(self, size: int | None) -> None:
         self.size = size
-        self.full: deque[Group] = deque()
         self.filling: dict[Any, tuple[Carried, list[Integers], list[Recalled]]] = {}
 
-    def add(self, group: Group, staying: Integers | None) -> None:
-        """Take in those of a group that stay; None is everyone."""
+    def add(self, group: Group, staying: Integers | None) -> Iterable[Group]:
+        """Take in those of a group that stay, None is everyone, and give the batches that are full now."""
         if staying is None and self.size in (None, len(group.samples)):
-            self.full.append(group)
-            return
+            return (group,)
         staying = np.arange(len(group.samples)) if staying is None else staying
         samples, recalled, carried = group.samples[staying], kept(group.recalled, staying), group.carried
+        places = _places(staying, carried[0].device)
         if self.size is None:
-            self.full.append(Group(samples, recalled, gathered(carried, _places(staying, carried[0].device))))
-            return
-        shape, places, start = tuple(each.shape[1:] for each in carried), _places(staying, carried[0].device), 0
+            return (Group(samples, recalled, gathered(carried, places)),)
+        shape, start, full = tuple(each.shape[1:] for each in carried), 0, []
         while start < len(samples):
             if shape not in self.filling:
                 self.filling[shape] = (tuple(_empty(self.size, each) for each in carried), [], [])
@@ -86,8 +88,9 @@ class Pool:
             who.append(samples[start:end])
             memories.append(kept(recalled, slice(start, end)))
             if rows.stop == self.size:
-                self.full.append(self._taken(shape))
+                full.append(self._taken(shape))
             start = end
+        return full
 
     def rest(self) -> Group | None:
         """Those of an unfilled batch, or None."""
@@ -110,6 +113,7 @@ class Engine:
         self.memory: Memory = ()  # of batches before, where the policy keeps one
         on_host = all(each.device.type == "cpu" for segment in segments for each in segment.parameters())
         self._in_flight = 0 if on_host else IN_FLIGHT
+        self._made = 0  # full batches so far: of those before one segment the first made runs first
 
     def flow(self, batches: Iterable[tuple[Integers, Carried]], batch_size: int | None) -> Iterator[Answers]:
         """Answers as they are ready, of batches of samples and tensors.
@@ -119,23 +123,30 @@ class Engine:
         """
         pools = [Pool(batch_size) for _ in self.segments]  # the first stays empty
         source = iter(batches)
+        ready: list[Ready] = []
         awaited: deque[Awaited] = deque()
         while True:
-            if (chosen := self._next(pools, source, idle=not awaited)) is not None:
+            if (chosen := self._next(ready, pools, source, idle=not awaited)) is not None:
                 awaited.append(self._launched(*chosen))
             elif not awaited:
                 return
             if chosen is None or len(awaited) > self._in_flight:
                 chosen = None  # lets go of its tensors
-                yield self._settled(awaited.popleft(), pools)
+                if (answers := self._settled(awaited.popleft(), ready, pools)) is not None:
+                    yield answers
 
     def _next(
-        self, pools: Sequence[Pool], source: Iterator[tuple[Integers, Carried]], *, idle: bool
+        self,
+        ready: list[Ready],
+        pools: Sequence[Pool],
+        source: Iterator[tuple[Integers, Carried]],
+        *,
+        idle: bool,
     ) -> tuple[int, Group] | None:
         """The group to run next and its place; None while there is none before an awaited answer has arrived."""
-        for position in reversed(range(len(pools))):
-            if pools[position].full:
-                return position, pools[position].full.popleft()
+        if ready:
+            depth, _, group = heappop(ready)
+            return -depth, group
         rebatching = pools[0].size is not None
         if (rebatching or idle) and (batch := next(source, None)) is not None:
             return 0, Group(batch[0], (self.memory, ()), batch[1])
@@ -147,45 +158,52 @@ class Engine:
     def _launched(self, position: int, group: Group) -> Awaited:
         """A group on its way through a segment."""
         segment, carried = self.segments[position], group.carried
+        on_host = carried[0].device.type == "cpu"
+        run: Callable[..., Any] = self.runs[position] if self.runs else segment.on_host if on_host else segment
+        told: Told | Tensor
         try:
-            if self.runs is None and carried[0].device.type == "cpu":
-                carried, values = tell_small(segment, carried)
-                return Awaited(position, group._replace(carried=carried), values, None)
-            carried, values = (segment if self.runs is None else self.runs[position])(*carried)
+            carried, told = run(*carried)
         except Exception as error:
             error.add_note(f"This happened to {len(group.samples)} samples between exits, in segment {position}.")
             raise
-        if values.device.type == "cpu":
-            return Awaited(position, group._replace(carried=carried), values.numpy(), None)
-        there = torch.empty(values.shape, dtype=values.dtype, pin_memory=True).copy_(values, non_blocking=True)
+        group = Group(group.samples, group.recalled, carried)
+        if isinstance(told, Told):
+            return Awaited(position, group, told)
+        if on_host:
+            return Awaited(position, group, apart(told.numpy(), segment.columns, segment.with_chance))
+        there = torch.empty(told.shape, dtype=told.dtype, pin_memory=True).copy_(told, non_blocking=True)
         arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
         arrived.record()
-        return Awaited(position, group._replace(carried=carried), there.numpy(), arrived)
+        return Awaited(position, group, there, arrived)
 
-    def _settled(self, awaited: Awaited, pools: Sequence[Pool]) -> Answers:
-        """The answers of those who leave; the others go to the next pool."""
-        position, group, values, arrived = awaited
+    def _settled(self, awaited: Awaited, ready: list[Ready], pools: Sequence[Pool]) -> Answers | None:
+        """The answers of those who leave, None if nobody does; the others go to the next pool."""
+        position, group, told, arrived = awaited
         if arrived is not None:
             arrived.synchronize()  # the only wait for this segment and batch
-        self._check(position, group, values)
-        columns = columns_of(values, self.segments[position].columns)
-        read = tuple(columns[name] for name in self.policy.inputs if name in columns) or (values[:, 1],)
+        if isinstance(told, Tensor):
+            segment = self.segments[position]
+            told = apart(told.numpy(), segment.columns, segment.with_chance)
+        if not math.isfinite(told.largest.sum()):  # then all is usable, and seldom otherwise
+            self._check(position, group, told)
         leaving, predictions, recalled = visit(
-            self.policy, position, group.samples, values[:, 0].astype(np.int64), read, group.recalled
+            self.policy, position, group.samples, told.predictions, told.columns or (told.largest,), group.recalled
         )
-        gone = np.flatnonzero(leaving)
+        gone = leaving.nonzero()[0]
         if len(gone) < len(leaving):
-            staying = np.flatnonzero(~leaving) if len(gone) else None  # None is everyone
-            pools[position + 1].add(group._replace(recalled=recalled), staying)
+            staying = (~leaving).nonzero()[0] if len(gone) else None  # None is everyone
+            for full in pools[position + 1].add(Group(group.samples, recalled, group.carried), staying):
+                self._made += 1
+                heappush(ready, (-position - 1, self._made, full))
         else:
             self.memory = tuple(part for part in recalled[0] if isinstance(part, Shared))
-        chances = columns[CHANCE][gone] if CHANCE in columns else None
+        if not len(gone):
+            return None
+        chances = None if told.chances is None else told.chances[gone]
         return Answers(group.samples[gone], predictions[gone], np.full(len(gone), position), chances)
 
-    def _check(self, position: int, group: Group, values: Floats) -> None:
-        if math.isfinite(values.sum()):  # most of the time, and quick to see
-            return
-        usable = np.isfinite(values[:, 1]) & ~np.isnan(values[:, 2:]).any(axis=1)
+    def _check(self, position: int, group: Group, told: Told) -> None:
+        usable = np.isfinite(told.largest)
         if not usable.all():
             wrong = group.samples[~usable]
             raise BadInput(

@@ -1,7 +1,7 @@
 """What lies between two open exits: stages, one head, and what the host is told of it."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -12,35 +12,60 @@ from alight.models.multi_exit import Carried, MultiExitModel, advance, read
 from alight.policies.policy import Policy
 from alight.scores import probabilities, score_of
 
+Array = Any  # a NumPy array or a torch tensor
 Floats = npt.NDArray[np.float64]
 
 SMALL = 2**14  # logits up to which NumPy is quicker than torch on the host: it costs less to call
 LOGS = "log_probabilities"
-CHANCE = "probability"  # of the class that is answered
+
+
+class Told(NamedTuple):
+    """What a head says of each sample: class, largest logit, the columns that are read, chance of the class."""
+
+    predictions: Array
+    largest: Array
+    columns: tuple[Array, ...]
+    chances: Array | None
 
 
 class Segment(nn.Module):
     """The stages up to an open exit, and its head."""
 
     def __init__(
-        self, stages: Sequence[nn.Module], head: nn.Module, columns: Sequence[str], *, carries_on: bool
+        self,
+        stages: Sequence[nn.Module],
+        head: nn.Module,
+        columns: Sequence[str],
+        *,
+        carries_on: bool,
+        with_chance: bool = False,
     ) -> None:
         super().__init__()
         self.stages, self.head = nn.ModuleList(stages), head
         self.columns = tuple(columns)  # what the policy reads here
         self.carries_on = carries_on  # the last one's features are not needed again
+        self.with_chance = with_chance
 
     def forward(self, *carried: Tensor) -> tuple[Carried, Tensor]:
-        """What is carried on, and what is told of each sample, in float64."""
+        """What is carried on, and what is told of each sample, in float64, side by side: one tensor to be fetched."""
         carried, logits = self.logits(*carried)
-        return carried, torch.cat(told(logits.double(), self.columns), dim=1)
+        return carried, side_by_side(told(logits.double(), self.columns, self.with_chance))
 
     def logits(self, *carried: Tensor) -> tuple[Carried, Tensor]:
         """What is carried on, and the head's logits."""
-        for stage in self.stages:
-            carried = advance(stage, carried)
+        for stage in self._modules["stages"]._modules.values():  # type: ignore[union-attr]  # quicker than by attribute
+            carried = advance(stage, carried)  # type: ignore[arg-type]
         logits = read(self.head, carried)
         return (carried if self.carries_on else ()), logits
+
+    def on_host(self, *carried: Tensor) -> tuple[Carried, Told]:
+        """What is carried on, and what is told of each sample, for tensors that are on the host."""
+        carried, logits = self.logits(*carried)
+        if logits.numel() > SMALL:
+            wide = side_by_side(told(logits.double(), self.columns, self.with_chance))
+            return carried, apart(wide.numpy(), self.columns, self.with_chance)
+        narrow = logits if logits.dtype is not torch.bfloat16 else logits.float()  # which NumPy does not know
+        return carried, told(narrow.numpy().astype(np.float64), self.columns, self.with_chance)
 
 
 def segments(model: MultiExitModel, policy: Policy, *, with_chance: bool = False) -> list[Segment]:
@@ -49,42 +74,41 @@ def segments(model: MultiExitModel, policy: Policy, *, with_chance: bool = False
     for exit_index in policy.open_exits:
         columns = policy.inputs if exit_index < last or policy.lens else ()  # the last takes everyone, unread
         stages = [*model.stages][start : exit_index + 1]
-        columns = (*columns, CHANCE) if with_chance else columns
-        made.append(Segment(stages, model.heads[exit_index], columns, carries_on=exit_index < last))
+        head, carries_on = model.heads[exit_index], exit_index < last
+        made.append(Segment(stages, head, columns, carries_on=carries_on, with_chance=with_chance))
         start = exit_index + 1
     return made
 
 
-def told(logits: Any, columns: Sequence[str]) -> list[Any]:
-    """Class, largest logit and each column of some logits, one row per sample; of arrays or of tensors."""
-    largest = logits.max(-1) if isinstance(logits, np.ndarray) else logits.amax(-1)
-    parts = [logits.argmax(-1)[:, None], largest[:, None]]
+def _column(name: str, logits: Array) -> Array:
+    """A column of what is told; logarithms as they are recorded."""
+    if name != LOGS:
+        return score_of(name, logits)
+    chances = probabilities(logits)
+    return np.log(np.maximum(chances, 1e-300)).astype(np.float16) if isinstance(chances, np.ndarray) else chances.log()
+
+
+def told(logits: Array, columns: Sequence[str], with_chance: bool = False) -> Told:
+    """What is told of some logits, one row per sample; of an array or of a tensor."""
+    largest = np.maximum.reduce(logits, -1) if isinstance(logits, np.ndarray) else logits.amax(-1)
+    chances = score_of("max_probability", logits) if with_chance else None
+    return Told(logits.argmax(-1), largest, tuple([_column(name, logits) for name in columns]), chances)
+
+
+def side_by_side(told: Told) -> Array:
+    """What is told as one array: class, largest logit, columns, chance."""
+    parts = [told.predictions, told.largest, *told.columns, *(() if told.chances is None else (told.chances,))]
+    apart = [part if part.ndim == 2 else part[:, None] for part in parts]
+    return np.concatenate(apart, axis=1) if isinstance(apart[0], np.ndarray) else torch.cat(apart, dim=1)
+
+
+def apart(values: Floats, columns: Sequence[str], with_chance: bool = False) -> Told:
+    """What was told side by side, apart again once it is on the host."""
+    wide = values.shape[1] - 2 - with_chance - sum(name != LOGS for name in columns)
+    start, read = 2, []
     for name in columns:
-        if name == LOGS:
-            chances = probabilities(logits)
-            parts.append(np.log(np.maximum(chances, 1e-300)) if isinstance(chances, np.ndarray) else chances.log())
-        else:
-            parts.append(score_of("max_probability" if name == CHANCE else name, logits)[:, None])
-    return parts
-
-
-def tell_small(segment: Segment, carried: Carried) -> tuple[Carried, Floats]:
-    """What a segment carries on and tells, the telling by NumPy: for few logits on the host."""
-    carried, logits = segment.logits(*carried)
-    if logits.numel() > SMALL:
-        return carried, torch.cat(told(logits.double(), segment.columns), dim=1).numpy()
-    return carried, np.concatenate(told(logits.double().numpy(), segment.columns), axis=1)
-
-
-def columns_of(values: Floats, columns: Sequence[str]) -> dict[str, np.ndarray]:
-    """The columns of what was told, by name; logarithms as they are recorded."""
-    found: dict[str, np.ndarray] = {}
-    start, wide = 2, values.shape[1] - 2 - sum(name != LOGS for name in columns)
-    for name in columns:
-        if name == LOGS:
-            found[name] = values[:, start : start + wide].astype(np.float16)
-            start += wide
-        else:
-            found[name] = values[:, start]
-            start += 1
-    return found
+        stop = start + (wide if name == LOGS else 1)
+        read.append(values[:, start:stop].astype(np.float16) if name == LOGS else values[:, start])
+        start = stop
+    chances = values[:, -1] if with_chance else None
+    return Told(values[:, 0].astype(np.int64), values[:, 1], tuple(read), chances)
