@@ -3,16 +3,21 @@
 import errno
 import json
 import os
+import shutil
 import tempfile
-from collections.abc import Callable, Mapping
+import zipfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, Self
 
 import numpy as np
 
-from alight.errors import BadFile
+from alight.errors import BadFile, BadInput
 
 SCHEMA = 1  # raised whenever an older alight could no longer read what is written
+AT_ONCE = 2**20  # bytes that are copied from file to file
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # the disk, what a user may have of it, or a file, is full
 
 PathLike = str | os.PathLike[str]
 
@@ -23,12 +28,12 @@ def write_whole(path: PathLike, write: Callable[[IO[bytes]], object]) -> Path:
     path = Path(path)
     target = path.resolve()  # what a link points to, not the link
     if target.exists() and not target.is_file():  # a device or a pipe cannot be replaced
-        with target.open("wb") as file:
+        with _naming(path), target.open("wb") as file:
             write(file)
         return path
     descriptor, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
     try:
-        with os.fdopen(descriptor, "wb") as file:
+        with _naming(path), os.fdopen(descriptor, "wb") as file:
             write(file)
             file.flush()
             os.fsync(file.fileno())  # on the disk before it takes the old one's place
@@ -51,6 +56,17 @@ def check_writable(path: PathLike) -> None:
         raise FileNotFoundError(errno.ENOENT, "there is no such folder to write to", str(target.parent))
     if not os.access(target if target.exists() else target.parent, os.W_OK):
         raise PermissionError(errno.EACCES, "it must not be written to", str(path))
+
+
+@contextmanager
+def _naming(path: PathLike) -> Iterator[None]:
+    """Errors in the middle of writing, which know no name, name the file."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is not None and error.filename is None:
+            error.filename = str(path)
+        raise
 
 
 def _umask() -> int:
@@ -86,6 +102,85 @@ def write_arrays(path: PathLike, kind: str, arrays: Mapping[str, np.ndarray]) ->
     """The path of an .npz file that says its kind and schema."""
     named = {"alight": np.array(kind), "schema": np.array(SCHEMA), **arrays}
     return write_whole(path, lambda file: np.savez_compressed(file, **named))  # type: ignore[arg-type]
+
+
+class GrowingArrays:
+    """Arrays that grow row by row on the disk, and become one .npz file in the end.
+
+    Memory holds no more than one part at a time. Rows wait in a hidden folder beside the file, so that the disk needs
+    room for twice of them; however it ends, the folder is gone, and the file is whole or as it was.
+    """
+
+    def __init__(self, path: PathLike) -> None:
+        check_writable(path)
+        target = Path(path).resolve()
+        beside = target.parent if target.is_file() or not target.exists() else None  # there is no room beside a device
+        self.path, self.rows = path, 0
+        self._folder = Path(tempfile.mkdtemp(dir=beside, prefix=f".{target.name}."))
+        self._files: dict[str, IO[bytes]] = {}
+        self._kinds: dict[str, tuple[np.dtype[Any], tuple[int, ...]]] = {}  # of a row
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for file in self._files.values():
+            with suppress(OSError):  # of a full disk, which has been told
+                file.close()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def add(self, arrays: Mapping[str, np.ndarray]) -> None:
+        """Put rows after those that are there: of the same names, dtypes and shapes each time."""
+        kinds = {name: (array.dtype, array.shape[1:]) for name, array in arrays.items()}
+        if not self._files:
+            self._kinds = kinds
+            self._files = {name: (self._folder / name).open("w+b") for name in arrays}
+        if kinds != self._kinds or len({len(array) for array in arrays.values()}) != 1:
+            raise BadInput(f"rows of {kinds} after rows of {self._kinds}: give the same arrays each time")
+        with self._room():
+            for name, array in arrays.items():
+                self._files[name].write(np.ascontiguousarray(array).data)
+        self.rows += len(next(iter(arrays.values())))
+
+    def write(self, kind: str, arrays: Mapping[str, np.ndarray]) -> Path:
+        """The path of the .npz file, which says its kind and schema: all rows, and these arrays beside them."""
+        named = {"alight": np.array(kind), "schema": np.array(SCHEMA), **arrays}
+
+        def assemble(file: IO[bytes]) -> None:
+            with zipfile.ZipFile(file, "w") as archive:
+                for name, array in named.items():
+                    with archive.open(f"{name}.npy", "w") as member:
+                        np.lib.format.write_array(member, array, allow_pickle=False)
+                for name in self._files:
+                    self._copy(name, archive)
+
+        with self._room():
+            return write_whole(self.path, assemble)
+
+    def _copy(self, name: str, archive: zipfile.ZipFile) -> None:
+        dtype, row = self._kinds[name]
+        told = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": (self.rows, *row)}
+        info = zipfile.ZipInfo(f"{name}.npy")
+        # scores hardly shrink, and shrinking them takes longer than the network takes to give them
+        info.compress_type = zipfile.ZIP_DEFLATED if dtype.kind in "iu" else zipfile.ZIP_STORED
+        with archive.open(info, "w", force_zip64=True) as member:
+            np.lib.format.write_array_header_1_0(member, told)
+            self._files[name].seek(0)
+            shutil.copyfileobj(self._files[name], member, AT_ONCE)
+
+    @contextmanager
+    def _room(self) -> Iterator[None]:
+        with _naming(self.path):
+            try:
+                yield
+            except OSError as error:
+                if error.errno in FULL:
+                    size = sum(file.stat().st_size for file in self._folder.iterdir())
+                    error.strerror = (
+                        f"{error.strerror} after {self.rows:,} rows ({size / 1e6:,.1f} MB): make room for twice of all"
+                        " rows, or write to another disk"
+                    )
+                raise
 
 
 def read_arrays(path: PathLike, kind: str) -> dict[str, np.ndarray]:

@@ -212,27 +212,45 @@ class HeadOutputs:
         others = {key: values for key, values in self.features.items() if key != name}
         return replace(self, scores=scores, score=name, features={**others, self.score: self.scores})
 
-    def save(self, path: PathLike) -> None:
-        """Write the table to an .npz file, whole or not at all."""
+    def rows(self) -> dict[str, np.ndarray]:
+        """All that has a row for each sample, by its name in a file."""
         arrays: dict[str, np.ndarray] = {"scores": self.scores, "predictions": self.predictions}
-        arrays |= {"score": np.array(self.score), "fingerprint": np.array(self.fingerprint)}
         arrays |= {f"feature_{name}": values for name, values in self.features.items()}
         if self.labels is not None:
             arrays["labels"] = self.labels
         if self.log_probabilities is not None:
             arrays["log_probabilities"] = self.log_probabilities
-        write_arrays(path, "HeadOutputs", arrays)
+        return arrays
+
+    def titles(self) -> dict[str, np.ndarray]:
+        """What is said once of all rows, by its name in a file."""
+        return {"score": np.array(self.score), "fingerprint": np.array(self.fingerprint)}
+
+    @classmethod
+    def joined(cls, parts: Sequence["HeadOutputs"]) -> "HeadOutputs":
+        """One table of several, in their order.
+
+        >>> table = HeadOutputs(scores=[[0.2, 0.9], [0.7, 0.8]], predictions=[[1, 0], [2, 2]])
+        >>> HeadOutputs.joined([table, table]).predictions.tolist()
+        [[1, 0], [2, 2], [1, 0], [2, 2]]
+        """
+        kinds = {(part.score, part.fingerprint, *part.rows()) for part in parts}
+        if len(kinds) != 1:
+            raise BadInput(f"{len(parts)} tables of {len(kinds)} kinds: join one or more, alike in score and columns")
+        rows = {name: np.concatenate([part.rows()[name] for part in parts]) for name in parts[0].rows()}
+        return cls(**_named(rows), score=parts[0].score, fingerprint=parts[0].fingerprint)
+
+    def save(self, path: PathLike) -> None:
+        """Write the table to an .npz file, whole or not at all."""
+        write_arrays(path, "HeadOutputs", {**self.rows(), **self.titles()})
 
     @classmethod
     def load(cls, path: PathLike) -> "HeadOutputs":
         """The table of an .npz file that `save` wrote."""
         arrays = read_arrays(path, "HeadOutputs")
-        features = {
-            name.removeprefix("feature_"): arrays.pop(name) for name in [*arrays] if name.startswith("feature_")
-        }
         with _as_bad_file(path):
             score, fingerprint = str(arrays.pop("score")), str(arrays.pop("fingerprint", ""))
-            return cls(score=score, fingerprint=fingerprint, features=features, **arrays)
+            return cls(score=score, fingerprint=fingerprint, **_named(arrays))
 
 
 @dataclass(frozen=True, eq=False, repr=False, init=False)
@@ -312,6 +330,12 @@ class Decisions:
         arrays = read_arrays(path, "Decisions")
         with _as_bad_file(path):
             return cls(num_exits=int(arrays.pop("num_exits")), **arrays)
+
+
+def _named(rows: Mapping[str, np.ndarray]) -> dict[str, Any]:
+    """Arrays of a file as the table's constructor takes them."""
+    features = {name.removeprefix("feature_"): values for name, values in rows.items() if name.startswith("feature_")}
+    return {name: values for name, values in rows.items() if not name.startswith("feature_")} | {"features": features}
 
 
 @contextmanager
