@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from alight.report import write_report
     from alight.runtime.plan import Plan, plan
     from alight.runtime.predictor import Predictor
-    from alight.runtime.recorder import record
+    from alight.runtime.recorder import Recorded, record, record_to
 
 __version__ = "0.1.0"
 
@@ -43,6 +43,7 @@ __all__ = [
     "Point",
     "Policy",
     "Predictor",
+    "Recorded",
     "at_equal_spend",
     "attach_heads",
     "calibrate",
@@ -59,6 +60,7 @@ __all__ = [
     "plan",
     "read_points",
     "record",
+    "record_to",
     "recordings",
     "replay",
     "route",
@@ -83,6 +85,7 @@ _HOMES = {
     "Point": "alight.evaluation.sweep",
     "Policy": "alight.policies.policy",
     "Predictor": "alight.runtime.predictor",
+    "Recorded": "alight.runtime.recorder",
     "at_equal_spend": "alight.evaluation.sweep",
     "attach_heads": "alight.models.attach",
     "cut": "alight.models.cut",
@@ -97,6 +100,7 @@ _HOMES = {
     "plan": "alight.runtime.plan",
     "read_points": "alight.evaluation.sweep",
     "record": "alight.runtime.recorder",
+    "record_to": "alight.runtime.recorder",
     "replay": "alight.policies.route",
     "route": "alight.policies.route",
     "save_model": "alight.models.folder",

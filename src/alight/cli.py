@@ -183,11 +183,12 @@ def record_command(options: argparse.Namespace) -> None:
     """Write down what every head says about every sample."""
     from alight.models.folder import load_model
     from alight.runtime.loading import load_data
-    from alight.runtime.recorder import record
+    from alight.runtime.recorder import record_to
 
     _distinct(options.data, options.output)
     model = load_model(options.model)
-    outputs = record(
+    recorded = record_to(
+        options.output,
         model,
         load_data(options.data, model, split=options.split, **_data_options(options)),
         score=options.score,
@@ -196,13 +197,10 @@ def record_command(options: argparse.Namespace) -> None:
         device=_device(options.device),
         dtype=options.dtype,
     )
-    outputs.save(options.output)
-    print(f"{outputs}: {options.output}")
-    if outputs.labels is not None:
-        print(
-            "accuracy "
-            + ", ".join(f"{name} {1 - risk:.1%}" for name, risk in zip(model.exits, outputs.risks(), strict=True))
-        )
+    print(recorded)
+    if recorded.accuracies:
+        pairs = zip(model.exits, recorded.accuracies, strict=True)
+        print("accuracy " + ", ".join(f"{name} {accuracy:.1%}" for name, accuracy in pairs))
 
 
 def costs_command(options: argparse.Namespace) -> None:

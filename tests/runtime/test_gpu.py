@@ -7,7 +7,7 @@ import torch
 from alight import calibrate, replay
 from alight.models.zoo import resnet18_cifar
 from alight.runtime.predictor import Predictor
-from alight.runtime.recorder import record
+from alight.runtime.recorder import record, record_to
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 NEAR = {"fp32": 1e-5, "bf16": 2e-2}  # last bits change with the batch size
@@ -69,3 +69,24 @@ def test_a_loader_and_a_stream_on_a_gpu_give_every_sample_once(model, images):
     broken[321] = float("nan")
     with pytest.raises(ValueError, match="index 321"):
         predictor(broken)
+
+
+def test_a_recording_on_a_gpu_keeps_the_order_while_batches_are_on_their_way(model, images, tmp_path):
+    labels = torch.arange(1500) % 10
+    batches = [
+        (part.cuda(), known.cuda()) if index % 2 else (part.cpu(), known)
+        for index, (part, known) in enumerate(zip(images.split(70), labels.split(70), strict=True))
+    ]
+    options = {"device": "cuda", "features": ["negative_entropy"], "log_probabilities": True, "progress": False}
+    whole, parts = (record(model, each, **options) for each in ([(images, labels)], batches))
+    np.testing.assert_array_equal(parts.labels, labels.numpy())
+    np.testing.assert_allclose(parts.scores, whole.scores, atol=1e-4)
+    np.testing.assert_allclose(parts.features["negative_entropy"], whole.features["negative_entropy"], atol=1e-3)
+    written = record_to(tmp_path / "table.npz", model, batches, **options).load()
+    for name, values in parts.rows().items():
+        np.testing.assert_allclose(written.rows()[name], values, atol=1e-4)
+    assert written.fingerprint == parts.fingerprint == whole.fingerprint
+    broken = images.clone()
+    broken[1234] = float("nan")
+    with pytest.raises(ValueError, match="sample 1234"):
+        record(model, broken.split(70), device="cuda", progress=False)

@@ -1,5 +1,9 @@
 """Recording: one dense pass, the same numbers whatever the batches, and a table that knows its network."""
 
+import signal
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 import torch
@@ -11,7 +15,7 @@ from alight.errors import BadInput
 from alight.models.fingerprint import fingerprint
 from alight.models.multi_exit import MultiExitModel
 from alight.outputs import HeadOutputs
-from alight.runtime.recorder import record
+from alight.runtime.recorder import record, record_to
 
 IMAGES, LABELS = digits()[1][:50]
 
@@ -99,7 +103,7 @@ def test_a_number_that_is_none_is_reported_with_its_sample():
     ("loader", "message"),
     [
         ([], "no batch in the recording"),
-        ([(IMAGES, LABELS), IMAGES], "1 of 2 batches have no labels"),
+        ([(IMAGES, LABELS), IMAGES], "batch 1 has no labels, unlike those before it"),
         ([(IMAGES, LABELS + 5)], "labels hold class 14"),
     ],
 )
@@ -121,3 +125,121 @@ def test_a_plain_network_is_refused():
 def test_progress_is_shown(capfd):
     record(network(), held_out())
     assert "record: 100%" in capfd.readouterr().err
+
+
+def assert_same(table, expected):
+    assert (table.score, table.fingerprint) == (expected.score, expected.fingerprint)
+    assert table.rows().keys() == expected.rows().keys()
+    for name, values in expected.rows().items():
+        np.testing.assert_array_equal(table.rows()[name], values)
+        assert table.rows()[name].dtype == values.dtype
+
+
+@pytest.mark.parametrize("labelled", [True, False])
+def test_a_recording_on_the_disk_is_the_one_in_memory(labelled, tmp_path):
+    model, loader = network(), [(images, labels) if labelled else images for images, labels in held_out(64)]
+    options = {"score": "logit_margin", "features": ["margin"], "log_probabilities": True, "progress": False}
+    expected = record(model, loader, **options)
+    found = record_to(tmp_path / "table.npz", model, loader, **options)
+    assert_same(found.load(), expected)
+    assert [path.name for path in tmp_path.iterdir()] == ["table.npz"]
+    assert str(found) == f"397 samples, 3 exits, score 'logit_margin', {'' if labelled else 'un'}labelled: {found.path}"
+    assert found.fingerprint == expected.fingerprint
+    assert found.accuracies == (pytest.approx(tuple(1 - expected.risks())) if labelled else ())
+
+
+def test_a_recording_that_fails_leaves_the_old_file_and_nothing_else(tmp_path):
+    path = tmp_path / "table.npz"
+    path.write_text("old")
+
+    def failing():
+        yield IMAGES
+        raise OSError("the data are gone")
+
+    with pytest.raises(OSError, match="the data are gone"):
+        record_to(path, network(), failing(), progress=False)
+    with pytest.raises(BadInput, match="no batch in the recording"):
+        record_to(path, network(), [], progress=False)
+    assert path.read_text() == "old"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+ENDLESS = """
+import sys, time, torch
+from torch import nn
+from alight.models.multi_exit import MultiExitModel
+from alight.runtime.recorder import record_to
+
+def endless():
+    while True:
+        yield torch.zeros(10, 4)
+        print("went on", flush=True)
+        time.sleep(0.01)
+
+model = MultiExitModel([nn.Linear(4, 8), nn.Linear(8, 8)], [nn.Linear(8, 3), nn.Linear(8, 3)])
+record_to(sys.argv[1], model, endless(), progress=False)
+"""
+
+
+def test_an_interrupted_recording_leaves_nothing(tmp_path):
+    started = subprocess.Popen([sys.executable, "-c", ENDLESS, str(tmp_path / "table.npz")], stdout=-1, stderr=-1)
+    for _ in range(5):
+        assert started.stdout.readline() == b"went on\n"
+    assert [path.name.startswith(".table.npz.") for path in tmp_path.iterdir()] == [True]
+    started.send_signal(signal.SIGINT)
+    assert b"KeyboardInterrupt" in started.communicate(timeout=60)[1]
+    assert not list(tmp_path.iterdir())
+
+
+PEAK = """
+import resource, sys, torch
+from torch import nn
+from alight.models.multi_exit import MultiExitModel
+from alight.runtime.recorder import record_to
+
+torch.set_num_threads(1)
+model = MultiExitModel([nn.Linear(4, 8), nn.Linear(8, 8)], [nn.Linear(8, 1000), nn.Linear(8, 1000)])
+batches = (torch.randn(200, 4) for _ in range(int(sys.argv[2])))
+record_to(sys.argv[1], model, batches, log_probabilities=True, progress=False)
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+"""
+
+
+def test_the_memory_of_a_recording_on_the_disk_does_not_grow_with_the_data(tmp_path):
+    path = tmp_path / "table.npz"
+    peaks, sizes = [], []
+    for count in (15, 120):
+        ran = subprocess.run([sys.executable, "-c", PEAK, str(path), str(count)], capture_output=True, check=True)
+        peaks.append(int(ran.stdout) / 1e3)
+        sizes.append(path.stat().st_size / 1e6)
+    assert sizes[1] - sizes[0] > 80  # MB that memory does not hold
+    assert peaks[1] - peaks[0] < 15
+
+
+@pytest.mark.compiled
+def test_a_compiled_recording_says_the_same_but_for_rounding():
+    model = network()
+    plain, quick = (
+        record(model, held_out(100), compile=each, features=["negative_entropy"], progress=False)
+        for each in (False, True)
+    )
+    np.testing.assert_allclose(quick.scores, plain.scores, atol=1e-5)
+    np.testing.assert_allclose(quick.features["negative_entropy"], plain.features["negative_entropy"], atol=1e-5)
+    assert quick.fingerprint == plain.fingerprint
+
+
+def test_threads_are_as_before_once_a_recording_is_done():
+    before = torch.get_num_threads()
+    seen = []
+    model = network()
+    model.heads[0].register_forward_hook(lambda *_: seen.append(torch.get_num_threads()))
+    record(model, [IMAGES], num_threads=before + 1, progress=False)
+    assert seen == [before + 1]
+    assert torch.get_num_threads() == before
+
+
+@pytest.mark.parametrize("heads", [(3, 4), (1, 1)])
+def test_heads_that_do_not_agree_are_refused(heads):
+    model = MultiExitModel([nn.Linear(4, 8), nn.Linear(8, 8)], [nn.Linear(8, classes) for classes in heads])
+    with pytest.raises(BadInput, match=r"the exits' logits have shapes \[\(5, \d\), \(5, \d\)\]"):
+        record(model, [torch.zeros(5, 4)], progress=False)

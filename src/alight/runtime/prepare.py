@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from alight.errors import AlightError, BadInput
 from alight.models.multi_exit import Carried, MultiExitModel
-from alight.runtime.segments import Segment
 
+LAST = torch.channels_last
 DTYPES = {
     "fp32": torch.float32,
     "float32": torch.float32,
@@ -35,10 +35,11 @@ def prepared(
     tensors = [*model.parameters(), *model.buffers()]
     moved = any(each.device != place for each in tensors)
     cast = kind is not None and any(each.dtype != kind for each in tensors if each.is_floating_point())
-    if moved or cast or channels_last:
+    turned = channels_last and not all(each.is_contiguous(memory_format=LAST) for each in tensors if each.dim() == 4)
+    if moved or cast or turned:
         model = copy.deepcopy(model).to(device=place, dtype=kind)
         if channels_last:
-            model = model.to(memory_format=torch.channels_last)
+            model = model.to(memory_format=LAST)
     elif model.training:
         model = copy.deepcopy(model, {id(each): each for each in tensors})  # its own mode, the same weights
     return model.eval()
@@ -70,17 +71,24 @@ def placed(carried: Carried, device: torch.device, dtype: torch.dtype | None, ch
     def moved(tensor: Tensor) -> Tensor:
         tensor = tensor.to(device, dtype if tensor.is_floating_point() else None, non_blocking=True)
         last = channels_last and tensor.dim() == 4 and tensor.is_floating_point()
-        return tensor.contiguous(memory_format=torch.channels_last) if last else tensor
+        return tensor.contiguous(memory_format=LAST) if last else tensor
 
     return tuple(moved(each) for each in carried)
 
 
-def compiled(segments: Sequence[Segment]) -> list[Callable[..., Any]]:
+def pinned(carried: Carried, device: torch.device) -> Carried:
+    """Inputs in memory from which a GPU can copy while it works; as they are where the network does not run on one."""
+    if device.type != "cuda":
+        return carried
+    return tuple(each if each.is_cuda or each.is_pinned() else each.pin_memory() for each in carried)
+
+
+def compiled(segments: Sequence[nn.Module]) -> list[Callable[..., Any]]:
     """The segments, each compiled as a whole for batches of any size; where compilation gives up, that is an error."""
     return [_compiled(position, segment) for position, segment in enumerate(segments)]
 
 
-def _compiled(position: int, segment: Segment) -> Callable[..., Any]:
+def _compiled(position: int, segment: nn.Module) -> Callable[..., Any]:
     """One segment, compiled under code of its own: the compiler counts recompilations by code, not by network."""
 
     def run(*carried: Tensor) -> Any:
