@@ -225,10 +225,10 @@ def main() -> None:
                         f" reached {row['reached']:.1%}, {row['per_second']:.0f}/s",
                         flush=True,
                     )
-                    _write(options.output or ROOT / f"results/runtime_{options.device}.csv", rows)
+                    write(options.output or ROOT / f"results/runtime_{options.device}.csv", rows)
 
 
-def _write(path: Path, rows: list[Row]) -> None:
+def write(path: Path, rows: list[Row]) -> None:
     text = io.StringIO()
     writer = csv.DictWriter(text, rows[0], lineterminator="\n")
     writer.writeheader()
