@@ -1,0 +1,136 @@
+"""CIFAR-100 for the experiments: split by a seed, kept on the device, moved about there.
+
+A folder holds train.npz and test.npz, each with `images` (uint8, N x 32 x 32 x 3) and `labels` (fine classes, 0 to 99).
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from alight import Normalisation
+
+SIZE = 32
+PADDING = 4  # pixels by which a picture may be moved
+HOLE = 8  # rows and columns that cutout takes away, as its paper chose for CIFAR-100 (DeVries and Taylor 2017)
+
+
+@dataclass(frozen=True)
+class Pictures:
+    """Pictures and their classes."""
+
+    pixels: Tensor  # (samples, rows, columns, channels), uint8
+    labels: Tensor  # (samples,)
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def to(self, device: torch.device) -> "Pictures":
+        """The same, on a device."""
+        return Pictures(self.pixels.to(device), self.labels.to(device))
+
+
+@dataclass(frozen=True)
+class Split:
+    """Pictures to train on, to calibrate on, and to test on; no two share one."""
+
+    train: Pictures
+    calibration: Pictures
+    test: Pictures
+
+
+def read(folder: Path, seed: int, calibration: int, limit: int | None = None) -> Split:
+    """The split of a seed; `limit` keeps so many of each part, for a rehearsal."""
+    train, test = (_pictures(folder / f"{name}.npz") for name in ("train", "test"))
+    order = torch.from_numpy(np.random.default_rng(seed).permutation(len(train)))  # the file is sorted by class
+    if limit is not None:
+        some = torch.from_numpy(np.random.default_rng(seed).permutation(len(test))[:limit])
+        test = _chosen(test, some)
+        order = order[: limit + min(limit, calibration)]
+        calibration = min(limit, calibration)
+    return Split(_chosen(train, order[calibration:]), _chosen(train, order[:calibration]), test)
+
+
+def _pictures(path: Path) -> Pictures:
+    with np.load(path, allow_pickle=False) as file:
+        return Pictures(torch.from_numpy(file["images"]), torch.from_numpy(file["labels"]))
+
+
+def _chosen(pictures: Pictures, rows: Tensor) -> Pictures:
+    return Pictures(pictures.pixels[rows], pictures.labels[rows])
+
+
+class Batches:
+    """Batches as a network takes them, made on the device that the pictures are on.
+
+    To train on, every epoch has a new order, and every picture is moved by up to four pixels, mirrored or not, and
+    loses a square; the last pictures that fill no batch are left for another epoch. All dice are torch's.
+    """
+
+    def __init__(
+        self,
+        pictures: Pictures,
+        normalisation: Normalisation,
+        batch_size: int,
+        *,
+        training: bool = False,
+        on_epoch: Callable[[int], object] | None = None,
+    ) -> None:
+        self.batch_size, self.training, self.on_epoch = min(batch_size, len(pictures)), training, on_epoch
+        self.labels, self.device = pictures.labels, pictures.labels.device
+        self.mean, self.std = (
+            torch.tensor(values, device=self.device) for values in (normalisation.mean, normalisation.std)
+        )
+        self.pixels = _padded(pictures.pixels) if training else pictures.pixels
+
+    def __len__(self) -> int:
+        count = len(self.labels)
+        return count // self.batch_size if self.training else -(-count // self.batch_size)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Called by the training at the start of an epoch."""
+        if self.on_epoch is not None:
+            self.on_epoch(epoch)
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        count = len(self.labels)
+        if not self.training:
+            for first in range(0, count, self.batch_size):
+                taken = slice(first, first + self.batch_size)
+                yield self._images(self.pixels[taken]), self.labels[taken]
+            return
+        order = torch.randperm(count, device=self.device)
+        top, left = torch.randint(2 * PADDING + 1, (2, count), device=self.device)
+        mirrored = torch.rand(count, device=self.device) < 0.5
+        holes = torch.randint(SIZE, (2, count), device=self.device)
+        for index in range(len(self)):
+            rows = order[index * self.batch_size : (index + 1) * self.batch_size]
+            images = self._images(_moved(self.pixels, rows, top[rows], left[rows], mirrored[rows]))
+            yield images * _kept(holes[:, rows]), self.labels[rows]
+
+    def _images(self, pixels: Tensor) -> Tensor:
+        """(samples, channels, rows, columns), normalised."""
+        return ((pixels.float() / 255 - self.mean) / self.std).permute(0, 3, 1, 2)
+
+
+def _padded(pixels: Tensor) -> Tensor:
+    """Pictures with a black border."""
+    return torch.nn.functional.pad(pixels, (0, 0, PADDING, PADDING, PADDING, PADDING))
+
+
+def _moved(pixels: Tensor, rows: Tensor, top: Tensor, left: Tensor, mirrored: Tensor) -> Tensor:
+    """Of every padded picture the part that begins at `top` and `left`, perhaps mirrored."""
+    along = torch.arange(SIZE, device=rows.device)
+    across = torch.where(mirrored[:, None], along.flip(0), along)
+    return pixels[rows[:, None, None], (top[:, None] + along)[:, :, None], (left[:, None] + across)[:, None, :]]
+
+
+def _kept(centres: Tensor) -> Tensor:
+    """(samples, 1, rows, columns): what cutout leaves; the centre of what it takes away may lie at an edge."""
+    along = torch.arange(SIZE, device=centres.device)
+    distance = along - centres[..., None]  # (2, samples, SIZE)
+    inside = (distance >= -HOLE // 2) & (distance < HOLE // 2)
+    return ~(inside[0][:, :, None] & inside[1][:, None, :])[:, None]

@@ -1,0 +1,375 @@
+"""One network, trained in one way with one seed on CIFAR-100, and what its exits say about images it has not seen.
+
+    python experiments/cifar100_train.py resnet18_plain DATA STATE --seed 0
+
+DATA holds train.npz and test.npz (see cifar100_data.py). Writes the folder STATE/resnet18_plain-0/result: weights in
+half precision, calibration.npz and test.npz (`HeadOutputs`), costs.json, history.csv, and run.json with settings,
+hardware and accuracy. A training that was stopped goes on from its checkpoint. A run that starts from the backbone of
+another needs that one's result in STATE. `cifar100_all.py` runs them all.
+"""
+
+import argparse
+import csv
+import io
+import json
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from cifar100_data import Batches, Pictures, Split, read
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from alight import HeadOutputs, MultiExitModel, fingerprint, measure_costs, record, train_heads
+from alight.files import write_text
+from alight.models.convnext import ConvNeXt
+from alight.models.history import History
+from alight.models.resnet import ResNet
+from alight.models.zoo import CIFAR, convnext_cifar, msdnet_cifar, resnet18_cifar
+from alight.provenance import provenance
+
+ROOT = Path(__file__).parent.parent
+CLASSES = 100
+CALIBRATION = 1000  # images, as in the paper; the other 49,000 are trained on
+RECORDED = 1000  # images at a time
+PART = 14 * 2**20  # bytes of a file of weights at most
+SCORES = ("max_probability", "negative_entropy", "logit_margin")  # beside the margin
+STOPPED = 75  # exit status of a training that was asked to stop
+
+
+@dataclass(frozen=True)
+class Run:
+    """How a network is trained."""
+
+    network: str  # in PLAIN or WITH_EXITS
+    epochs: int
+    training: dict[str, Any]  # further options of train_heads
+    head: str = ""  # of its exits; none: the plain network
+    start: str = ""  # the run whose backbone it begins with
+    batch_size: int = 512
+    all_scores: bool = False  # are they recorded, or the margin alone?
+    ships: str = ""  # which weights are worth keeping: "heads", "everything"
+    about: str = field(default="", compare=False)
+
+
+PLAIN: dict[str, Callable[[], nn.Module]] = {
+    "resnet18": lambda: ResNet(CLASSES),
+    "resnet10": lambda: ResNet(CLASSES, blocks=(1, 1, 1, 1)),
+    "convnext": lambda: ConvNeXt((2, 2, 6, 2), (40, 80, 160, 320), CLASSES, patch=2),
+}
+WITH_EXITS: dict[str, Callable[..., MultiExitModel]] = {
+    "resnet18": resnet18_cifar,
+    "convnext": convnext_cifar,
+    "msdnet": msdnet_cifar,
+}
+
+SGD: dict[str, Any] = {"mode": "joint", "optimizer": "sgd", "momentum": 0.9, "nesterov": True, "schedule": "onecycle"}
+RESNET = SGD | {"weight_decay": 5e-4, "clip": 5.0, "checkpoint_every": 5}
+FRESH = RESNET | {"learning_rate": 0.4}  # 0.1 for a batch of 128, four times as much for 512
+EXITS = RESNET | {"learning_rate": 0.2, "loss_weights": [0.5] * 7 + [1.0]}
+ON = RESNET | {"learning_rate": 0.2}  # from a trained backbone
+DISTILLED = {"distill": 0.5, "temperature": 3.0}
+ADAMW = {"mode": "joint", "optimizer": "adamw", "learning_rate": 2e-3, "weight_decay": 0.05, "schedule": "onecycle"}
+CONVNEXT = ADAMW | {"clip": 1.0, "checkpoint_every": 2}
+MSDNET = SGD | {"learning_rate": 0.4, "weight_decay": 4e-4, "clip": 5.0, "checkpoint_every": 2}
+PAPER = {"mode": "frozen", "optimizer": "sgd", "momentum": 0.9, "schedule": "cosine", "clip": 5.0}
+RESNET_PAPER = PAPER | {"learning_rate": 3e-3, "weight_decay": 0.0, "checkpoint_every": 5}
+CONVNEXT_PAPER = PAPER | {"learning_rate": 3e-2, "weight_decay": 1e-4, "checkpoint_every": 5}
+FROZEN = RESNET | {"mode": "frozen", "learning_rate": 0.2}
+
+RUNS = {
+    "resnet18_plain": Run("resnet18", 100, FRESH, ships="everything", about="the backbone alone"),
+    "resnet18_longer": Run("resnet18", 60, ON, start="resnet18_plain", about="as long as mixed, the last exit alone"),
+    "resnet18_frozen": Run(
+        "resnet18", 20, RESNET_PAPER, "flatten_linear", "resnet18_plain", 128, True, about="the paper's heads"
+    ),
+    "resnet18_frozen_separable": Run(
+        "resnet18", 30, FROZEN, "separable", "resnet18_plain", ships="heads", about="better heads, frozen backbone"
+    ),
+    "resnet18_joint": Run("resnet18", 100, EXITS, "separable", ships="everything", about="everything from the start"),
+    "resnet18_mixed": Run(
+        "resnet18", 60, EXITS, "separable", "resnet18_plain", ships="everything", about="the backbone, then everything"
+    ),
+    "resnet18_mixed_distilled": Run(
+        "resnet18",
+        60,
+        EXITS | DISTILLED,
+        "separable",
+        "resnet18_plain",
+        all_scores=True,
+        ships="everything",
+        about="mixed, and earlier exits learn from the last",
+    ),
+    "resnet10_plain": Run("resnet10", 100, FRESH, ships="everything", about="a smaller network instead of exits"),
+    "msdnet_joint": Run("msdnet", 150, MSDNET, "own", all_scores=True, ships="everything", about="made for exits"),
+    "convnext_plain": Run("convnext", 100, CONVNEXT, ships="everything", about="the backbone alone"),
+    "convnext_frozen": Run(
+        "convnext", 30, CONVNEXT_PAPER, "pooled_linear", "convnext_plain", 512, True, "heads", "the paper's heads"
+    ),
+    "convnext_joint": Run(
+        "convnext",
+        100,
+        CONVNEXT | {"loss_weights": [0.5] * 11 + [1.0]},
+        "separable",
+        about="everything from the start",
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Job:
+    """A run with one seed and one number of calibration images."""
+
+    run: str
+    seed: int = 0
+    calibration: int = CALIBRATION
+
+    @classmethod
+    def named(cls, name: str) -> "Job":
+        """The job of a name: "resnet18_plain-0", or "resnet18_plain-0-5000" with 5,000 calibration images."""
+        run, *numbers = name.split("-")
+        if run not in RUNS or not 1 <= len(numbers) <= 2 or not all(each.isdigit() for each in numbers):
+            raise SystemExit(f"{name!r} is no RUN-SEED or RUN-SEED-CALIBRATION with a run of {', '.join(RUNS)}")
+        return cls(run, *map(int, numbers))
+
+    @property
+    def name(self) -> str:
+        """Of its folder."""
+        return f"{self.run}-{self.seed}" + ("" if self.calibration == CALIBRATION else f"-{self.calibration}")
+
+    @property
+    def start(self) -> "Job | None":
+        """The job whose backbone it begins with."""
+        before = RUNS[self.run].start
+        return Job(before, self.seed, self.calibration) if before else None
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What a rehearsal makes smaller."""
+
+    limit: int | None = None  # images of each part
+    epochs: int | None = None
+
+
+def build(job: Job, state: Path) -> MultiExitModel:
+    """The network before its training; its backbone trained where the run says so."""
+    run = RUNS[job.run]
+    torch.manual_seed(job.seed)
+    backbone = load_result(job.start, state).stages[0] if job.start else None
+    if not run.head:
+        return _plain(backbone or PLAIN[run.network]())
+    if run.head == "own":
+        return WITH_EXITS[run.network](CLASSES)
+    return WITH_EXITS[run.network](CLASSES, backbone=backbone or PLAIN[run.network](), head=run.head)
+
+
+def _plain(network: nn.Module) -> MultiExitModel:
+    return MultiExitModel([network], [nn.Identity()], ["end"], num_classes=CLASSES, normalisation=CIFAR)
+
+
+def train(
+    job: Job, data: Path, state: Path, device: torch.device, sizes: Sizes | None = None, commit: str = ""
+) -> Path:
+    """The folder of the job's result, which is made unless it is there."""
+    folder, sizes = state / job.name, sizes or Sizes()
+    result, partial = folder / "result", folder / "partial"
+    if result.exists():
+        return result
+    folder.mkdir(parents=True, exist_ok=True)
+    run, split, model = RUNS[job.run], read(data, job.seed, job.calibration, sizes.limit), build(job, state)
+    progress = Progress(folder / "progress.csv")
+    options = run.training | {"epochs": sizes.epochs or run.epochs, "amp": "bf16" if device.type == "cuda" else None}
+    history = train_heads(
+        model,
+        Batches(split.train.to(device), CIFAR, run.batch_size, training=True, on_epoch=progress.note),
+        validation=Batches(split.calibration.to(device), CIFAR, RECORDED),
+        channels_last=True,
+        device=device,
+        seed=job.seed,
+        checkpoint=folder / "checkpoint.safetensors",
+        progress=False,
+        **options,
+    )
+    progress.note(len(history.epochs))
+    model = model.cpu().eval()
+    round_weights(model)
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir()
+    save_weights(model, partial)
+    accuracies = _record(model, split, device, partial, SCORES if run.all_scores else ())
+    measure_costs(model, torch.zeros(1, 3, 32, 32)).save(partial / "costs.json")
+    write_text(partial / "history.csv", history_csv(history))
+    about: dict[str, Any] = {
+        "run": job.run,
+        "seed": job.seed,
+        "calibration": job.calibration,
+        "fingerprint": fingerprint(model),
+    }
+    about |= {"exits": list(model.exits), **accuracies, "settings": asdict(run) | {"training": options}}
+    about |= {"images": {part: len(getattr(split, part)) for part in ("train", "calibration", "test")}}
+    about |= {"seconds": round(progress.seconds(), 1), **_made(device, commit)}
+    write_text(partial / "run.json", json.dumps(about, indent=2) + "\n")
+    partial.rename(result)
+    (folder / "checkpoint.safetensors").unlink()
+    return result
+
+
+def _record(
+    model: MultiExitModel, split: Split, device: torch.device, folder: Path, scores: tuple[str, ...]
+) -> dict[str, list[float]]:
+    """Test and calibration accuracy of every exit, once what they say is in the folder; in whole single precision."""
+    torch.backends.cudnn.allow_tf32 = False
+    accuracies = {}
+    for part in ("calibration", "test"):
+        pictures: Pictures = getattr(split, part)
+        loader = Batches(pictures.to(device), CIFAR, RECORDED)
+        outputs: HeadOutputs = record(model, loader, features=scores, device=device, progress=False)
+        outputs.save(folder / f"{part}.npz")
+        accuracies[f"{part}_accuracy"] = [round(1 - float(risk), 6) for risk in outputs.risks()]
+    return accuracies
+
+
+def _made(device: torch.device, commit: str) -> dict[str, str]:
+    made = provenance("torch", "numpy", folder=ROOT)
+    if device.type == "cuda":
+        made["hardware"] = f"{torch.cuda.get_device_name(device)}, {made['hardware']}"
+    return made | ({"commit": commit} if commit else {})
+
+
+class Progress:
+    """When epochs began, over all processes that worked on a job: what remains when one is stopped."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.begin = path, time.monotonic()
+        with self.path.open("a") as file:
+            file.write("begin\n")
+
+    def note(self, epoch: int) -> None:
+        """An epoch begins; that after the last is the end."""
+        with self.path.open("a") as file:
+            file.write(f"{epoch},{time.monotonic() - self.begin:.2f}\n")
+
+    def seconds(self) -> float:
+        """Of training in all processes, up to the last epoch that each began."""
+        return sum(rows[-1][1] for rows in self.read(self.path) if rows)
+
+    @staticmethod
+    def read(path: Path) -> list[list[tuple[int, float]]]:
+        """For each process, the epochs that it began and the seconds since its begin."""
+        runs = path.read_text().split("begin\n")[1:] if path.exists() else []
+        return [
+            [(int(epoch), float(seconds)) for epoch, seconds in (line.split(",") for line in lines.splitlines())]
+            for lines in runs
+        ]
+
+
+def history_csv(history: History) -> str:
+    """Loss and accuracy of every epoch and exit."""
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    names = ("losses", "accuracies", "validation_losses", "validation_accuracies")
+    writer.writerow(["epoch", "exit", "loss", "accuracy", "validation_loss", "validation_accuracy"])
+    for number, epoch in enumerate(history.epochs, start=1):
+        for index, exit_name in enumerate(history.exits):
+            values = (getattr(epoch, name)[index] for name in names)
+            writer.writerow([number, exit_name, *("" if each is None else f"{each:.5f}" for each in values)])
+    return text.getvalue()
+
+
+@torch.no_grad()
+def round_weights(model: nn.Module) -> None:
+    """Leave every matrix and kernel with numbers that half precision can hold."""
+    for tensor in model.state_dict().values():
+        if _is_halved(tensor):
+            tensor.copy_(tensor.half())
+
+
+def _is_halved(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() and tensor.ndim >= 2  # norms and their statistics are few and reach far
+
+
+def save_weights(model: nn.Module, folder: Path) -> None:
+    """Write the weights of stages and of heads, each in files that are not too large."""
+    state = {
+        name: (tensor.half() if _is_halved(tensor) else tensor).contiguous()
+        for name, tensor in model.state_dict().items()
+    }
+    for kind in ("stages", "heads"):
+        own = {name: tensor for name, tensor in state.items() if name.startswith(f"{kind}.")}
+        for number, part in enumerate(_parts(own)):
+            save_file(part, folder / f"{kind}-{number}.safetensors")
+
+
+def _parts(state: dict[str, Tensor]) -> list[dict[str, Tensor]]:
+    parts: list[dict[str, Tensor]] = []
+    room = 0
+    for name, tensor in state.items():
+        if tensor.nbytes > room:
+            parts.append({})
+            room = PART
+        parts[-1][name] = tensor
+        room -= tensor.nbytes
+    return parts
+
+
+def load_result(job: Job, state: Path) -> MultiExitModel:
+    """The trained network of a job, in single precision, in evaluation mode; the very one that was recorded.
+
+    Where the weights of a frozen backbone are not beside those of its heads, they are those of the run before.
+    """
+    result = state / job.name / "result"
+    told = json.loads((result / "run.json").read_text())
+    model = build(job, state)
+    found: dict[str, Tensor] = {}
+    for path in sorted(result.glob("*.safetensors")):
+        found |= load_file(path)
+    frozen = told["settings"]["training"]["mode"] == "frozen"
+    own = {name: tensor for name, tensor in model.state_dict().items() if frozen and name.startswith("stages.")}
+    model.load_state_dict({**own, **found})
+    if (own_print := fingerprint(model)) != told["fingerprint"]:
+        raise SystemExit(f"{result} is damaged: fingerprint {own_print}, recorded as {told['fingerprint']}")
+    return model.eval()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("run", choices=RUNS)
+    parser.add_argument("data", type=Path, help="folder with train.npz and test.npz")
+    parser.add_argument("state", type=Path, help="folder for checkpoints and results")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--calibration", type=int, default=CALIBRATION, help="images that are not trained on")
+    parser.add_argument("--device", default="cuda:0" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--commit", default="", help="of this code, where it is no git repository")
+    parser.add_argument("--limit", type=int, help="images of each part, for a rehearsal")
+    parser.add_argument("--epochs", type=int, help="for a rehearsal")
+    options = parser.parse_args()
+    device = torch.device(options.device)
+    torch.set_num_threads(1 if device.type == "cpu" else 4)
+    torch.backends.cudnn.benchmark = True
+    signal.signal(signal.SIGTERM, _stop)
+    job = Job(options.run, options.seed, options.calibration)
+    sizes = Sizes(options.limit, options.epochs)
+    try:
+        result = train(job, options.data, options.state, device, sizes, options.commit)
+    except KeyboardInterrupt:
+        if device.type == "cuda":
+            torch.cuda.synchronize()  # so that nothing is cut off on a device that others use
+        sys.exit(STOPPED)
+    told = json.loads((result / "run.json").read_text())
+    shown = " ".join(f"{100 * each:.1f}" for each in told["test_accuracy"])
+    print(f"{job.name}: test accuracy % {shown}, {told['seconds']:.0f} s")
+
+
+def _stop(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
+if __name__ == "__main__":
+    main()
