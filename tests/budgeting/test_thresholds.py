@@ -146,6 +146,7 @@ def test_the_hash_is_the_same_for_arrays_and_tensors_and_exact(indices, share, s
     below = hashed_below(samples, share, salt)
     np.testing.assert_array_equal(below, hash01(samples, salt) < share)
     np.testing.assert_array_equal(hashed_below(torch.tensor(indices), share, salt).numpy(), below)
+    assert [hashed_below(index, share, salt) for index in indices] == below.tolist()
 
 
 def test_the_hash_is_even_one_to_one_and_its_salts_are_unrelated():

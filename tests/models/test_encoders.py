@@ -73,6 +73,14 @@ def test_layers_are_called_straight_where_that_gives_the_same(encoder):
         assert torch.equal(chained([*early, last], batch), model(**batch).logits)
 
 
+def test_a_mask_that_was_changed_in_place_counts(encoder):
+    model, layers = encoder
+    stages, batch = cut(model, names(layers, 0, 2), texts(2)), texts(3)
+    chained(stages, batch)
+    batch["attention_mask"][:, 2:] = 0
+    assert torch.equal(chained(stages, batch), model(**batch).logits)
+
+
 def test_hidden_states_and_the_mask_are_carried_and_can_be_compacted(encoder):
     model, layers = encoder
     *early, last = cut(model, names(layers, 1, 4), texts(2))

@@ -11,7 +11,7 @@ from alight import HeadOutputs, calibrate, replay
 from alight.errors import AlightError, BadInput, Mismatch
 from alight.models.fingerprint import fingerprint
 from alight.models.multi_exit import MultiExitModel
-from alight.policies.policy import ExitAt, Mixture, Patience, Streak, Threshold
+from alight.policies.policy import ExitAt, Lottery, Mixture, Patience, Streak, Threshold
 from alight.policies.route import replay_on
 from alight.runtime.predictor import Predictor
 
@@ -89,6 +89,8 @@ def drawn_policy(table, kind, rng):
         return Streak(thresholds[0], int(rng.integers(1, 3)), **terms)
     if kind == "mixture":
         return Mixture(Patience(1, **terms), Threshold(thresholds, **terms), float(rng.uniform()), **terms)
+    if kind == "lottery":
+        return Lottery(exit_rates=tuple(rng.dirichlet(np.ones(len(opened))).tolist()), **terms)
     index = int(rng.integers(4))
     return ExitAt(costs=(COSTS[index],), open_exits=(index,), num_exits=4)
 
@@ -102,8 +104,8 @@ def assert_equal(decisions, expected):
 @settings(max_examples=60, deadline=None)
 @given(
     st.integers(0, 10**6),
-    st.sampled_from(["threshold", "patience", "streak", "mixture", "exit at"]),
-    st.integers(1, 40),
+    st.sampled_from(["threshold", "patience", "streak", "mixture", "lottery", "exit at"]),
+    st.just(1) | st.integers(1, 40),
     st.booleans(),
 )
 def test_the_predictor_equals_replay_for_any_batch_size_and_order(model, images, table, seed, kind, size, rebatch):
@@ -188,9 +190,10 @@ def test_only_those_who_stay_run_on_and_full_batches_are_put_together(model, ima
     assert sizes == [15] * (staying // 15) + [staying % 15] * (staying % 15 > 0)
 
 
-def test_probabilities_are_those_of_the_answers(model, images, table):
+@pytest.mark.parametrize("batch_size", [1, 64])
+def test_probabilities_are_those_of_the_answers(model, images, table, batch_size):
     policy = Threshold(tuple(middle(table, index, 0.5) for index in range(3)), costs=COSTS)
-    decisions = Predictor(model, policy, probabilities=True)(images)
+    decisions = Predictor(model, policy, probabilities=True, batch_size=batch_size)(images)
     rows = np.arange(len(images))
     logs = table.log_probabilities[rows, decisions.exits, decisions.predictions]
     np.testing.assert_allclose(np.log(decisions.probabilities), logs, atol=2e-3)
@@ -227,12 +230,22 @@ def test_training_mode_does_not_change_answers_and_is_left_as_it_was(model, imag
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
-def test_not_a_number_is_reported_by_index_and_finished_answers_are_kept(model, images, table):
+@pytest.mark.parametrize("score", ["margin", "max_probability", "negative_entropy", "logit_margin"])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_no_score_hides_that_one_sample_alone_cannot_be_used(model, images, score, value):
+    predictor = Predictor(model, Threshold((0.5, 0.5, 0.5), costs=COSTS, score=score))
+    predictor(images[:1])
+    with pytest.raises(BadInput, match="1 samples, the first of index 0, at exit 0"):
+        predictor(images[:1] * value)
+
+
+@pytest.mark.parametrize("batch_size", [1, 25])
+def test_not_a_number_is_reported_by_index_and_finished_answers_are_kept(model, images, table, batch_size):
     broken = images.clone()
     broken[77] = float("nan")
     policy = Threshold(tuple(middle(table, index, 0.5) for index in range(3)), costs=COSTS)
     with pytest.raises(BadInput, match="1 samples, the first of index 77, at exit 0") as caught:
-        Predictor(model, policy, batch_size=25)(broken)
+        Predictor(model, policy, batch_size=batch_size)(broken)
     finished = np.concatenate([each.samples for each in caught.value.finished])
     expected = replay(policy, table)
     for each in caught.value.finished:
@@ -267,6 +280,9 @@ def test_an_error_inside_a_stage_says_where(model, images, table):
         Predictor(MultiExitModel(stages, [*model.heads]), policy)(images)
     assert "segment 2" in caught.value.__notes__[0]
     assert len(caught.value.finished) == 2
+    with pytest.raises(torch.OutOfMemoryError, match="no memory") as caught:
+        Predictor(MultiExitModel(stages, [*model.heads]), policy, batch_size=1)(images)
+    assert "segment 2" in caught.value.__notes__[0]
 
 
 def test_a_policy_of_another_network_is_refused(model, images, table):

@@ -162,13 +162,14 @@ def hash01(samples: Integers, salt: int = 0) -> Floats:
 
 
 def hashed_below(samples: Any, share: float, salt: int = 0) -> Any:
-    """Where hash01 is below a share; takes NumPy arrays and torch tensors, and compares integers, so exactly."""
+    """Where hash01 is below a share; takes NumPy arrays, torch tensors or a number, and compares integers: exactly."""
     return hash32(samples, salt) < math.ceil(share * 2**32)
 
 
 def hash32(samples: Any, salt: int = 0) -> Any:
-    """A whole number below 2^32 for each sample index, for arrays and tensors alike."""
-    samples = samples.astype(np.int64) if isinstance(samples, np.ndarray | np.generic) else samples.long()
+    """A whole number below 2^32 for each sample index, for arrays, tensors and numbers alike."""
+    if not isinstance(samples, int):
+        samples = samples.astype(np.int64) if isinstance(samples, np.ndarray | np.generic) else samples.long()
     mixed = ((samples & 0xFFFFFFFF) ^ (samples >> 32)) + (0x9E3779B9 * (salt + 1)) & 0xFFFFFFFF
     for factor in (0x7FEB352D, 0x31848BAB):  # odd and below 2^31: one to one on 32 bits, no overflow in 64
         mixed = ((mixed >> 16) ^ mixed) * factor & 0xFFFFFFFF

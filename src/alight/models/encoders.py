@@ -26,6 +26,7 @@ KINDS = {
     "mpnet",
 }  # by their configuration's model_type
 MASK = "attention_mask"
+SEEN = "seen_by_attention"  # what a mask carries along as long as it is carried whole
 
 
 def is_text_encoder(model: nn.Module) -> bool:
@@ -85,11 +86,17 @@ class EncoderStage(nn.Module):
         from transformers.masking_utils import create_bidirectional_mask
 
         hidden = inputs["inputs_embeds"] if "inputs_embeds" in inputs else self._embedded(base, inputs)
-        seen = create_bidirectional_mask(base.config, hidden, inputs.get(MASK))
+        mask = _mask(inputs, hidden).detach()  # our own, which nobody else changes
+        known = hasattr(inputs.get(MASK), SEEN)  # the stage before has made it, of the same mask
+        seen = (
+            getattr(inputs[MASK], SEEN) if known else create_bidirectional_mask(base.config, hidden, inputs.get(MASK))
+        )
         for layer in self.network.get_submodule(self.layers).children():
             made = layer(hidden, seen)
             hidden = made[0] if isinstance(made, tuple) else made
-        return hidden, _mask(inputs, hidden)
+        if not torch.compiler.is_compiling():
+            setattr(mask, SEEN, seen)
+        return hidden, mask
 
     def _embedded(self, base: Any, inputs: dict[str, Tensor]) -> Tensor:
         hidden: Tensor = base.embeddings(**{name: each for name, each in inputs.items() if name != MASK})

@@ -23,7 +23,7 @@ from alight.files import PathLike, write_json
 from alight.outputs import HeadOutputs
 from alight.policies.lens import Lens
 
-Array = Any  # a NumPy array or a torch tensor: steps use operators that mean the same for both
+Array = Any  # a NumPy array, a torch tensor, or one sample's number: steps use operators that mean the same for all
 Memory = tuple[Any, ...]  # arrays with one entry per sample still waiting, or such tuples again
 
 
@@ -345,7 +345,7 @@ class Mixture(Policy):
         chosen = hashed_below(samples, self.share, MIXTURE_SALT)
         leave_first, first = self.first.step(position, samples, predictions, scores, memories[0])
         leave_second, second = self.second.step(position, samples, predictions, scores, memories[1])
-        return (chosen & leave_first) | (~chosen & leave_second), (first, second)
+        return (chosen & leave_first) | ((chosen ^ True) & leave_second), (first, second)
 
     def rule(self) -> list[list[str]]:
         parts = {"first": self.first.rule(), "second": self.second.rule()}

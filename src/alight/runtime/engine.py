@@ -19,7 +19,7 @@ from alight.errors import BadInput
 from alight.models.multi_exit import Carried
 from alight.policies.policy import Memory, Policy, Shared
 from alight.policies.route import Recalled, joined, kept, visit
-from alight.runtime.segments import Segment, Told, apart
+from alight.runtime.segments import Segment, Told, apart, told_of_one
 
 Integers = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
@@ -111,8 +111,8 @@ class Engine:
         self.segments, self.policy = list(segments), policy
         self.runs = runs  # the segments, compiled
         self.memory: Memory = ()  # of batches before, where the policy keeps one
-        on_host = all(each.device.type == "cpu" for segment in segments for each in segment.parameters())
-        self._in_flight = 0 if on_host else IN_FLIGHT
+        self._on_host = all(each.device.type == "cpu" for segment in segments for each in segment.parameters())
+        self._in_flight = 0 if self._on_host else IN_FLIGHT
         self._made = 0  # full batches so far: of those before one segment the first made runs first
 
     def flow(self, batches: Iterable[tuple[Integers, Carried]], batch_size: int | None) -> Iterator[Answers]:
@@ -127,6 +127,9 @@ class Engine:
         awaited: deque[Awaited] = deque()
         while True:
             if (chosen := self._next(ready, pools, source, idle=not awaited)) is not None:
+                if self._is_alone(*chosen, batch_size):
+                    yield self._alone(chosen[1])
+                    continue
                 awaited.append(self._launched(*chosen))
             elif not awaited:
                 return
@@ -155,16 +158,40 @@ class Engine:
                 return position, rest
         return None
 
+    def _is_alone(self, position: int, group: Group, batch_size: int | None) -> bool:
+        """Whether this is one sample that will meet no other, on the host, before a rule that looks at it alone."""
+        mixes = batch_size not in (None, 1) or self.policy.together or self.policy.lens is not None
+        return position == 0 and not mixes and len(group.samples) == 1 and self._on_host and self.runs is None
+
+    def _alone(self, group: Group) -> Answers:
+        """The answer of one sample, walked to its end in numbers: arrays of one would cost more than they do."""
+        sample, carried, recalled = int(group.samples[0]), group.carried, group.recalled
+        for position, segment in enumerate(self.segments):
+            try:
+                carried, logits = segment.logits(*carried)
+            except Exception as error:
+                _note(error, position, 1)
+                raise
+            told = told_of_one(logits, segment.columns, segment.with_chance)
+            if not math.isfinite(told.largest):
+                self._refuse(position, group.samples)
+            leaving, prediction, recalled = visit(
+                self.policy, position, sample, told.predictions, told.columns or (told.largest,), recalled
+            )
+            if leaving:
+                break
+        chances = None if told.chances is None else np.array([told.chances])
+        return Answers(group.samples, np.array([prediction]), np.array([position]), chances)
+
     def _launched(self, position: int, group: Group) -> Awaited:
         """A group on its way through a segment."""
         segment, carried = self.segments[position], group.carried
         on_host = carried[0].device.type == "cpu"
         run: Callable[..., Any] = self.runs[position] if self.runs else segment.on_host if on_host else segment
-        told: Told | Tensor
         try:
             carried, told = run(*carried)
         except Exception as error:
-            error.add_note(f"This happened to {len(group.samples)} samples between exits, in segment {position}.")
+            _note(error, position, len(group.samples))
             raise
         group = Group(group.samples, group.recalled, carried)
         if isinstance(told, Told):
@@ -184,8 +211,8 @@ class Engine:
         if isinstance(told, Tensor):
             segment = self.segments[position]
             told = apart(told.numpy(), segment.columns, segment.with_chance)
-        if not math.isfinite(told.largest.sum()):  # then all is usable, and seldom otherwise
-            self._check(position, group, told)
+        if not math.isfinite(told.largest.sum()):  # quick, and nearly never
+            self._refuse(position, group.samples[~np.isfinite(told.largest)])
         leaving, predictions, recalled = visit(
             self.policy, position, group.samples, told.predictions, told.columns or (told.largest,), group.recalled
         )
@@ -202,14 +229,16 @@ class Engine:
         chances = None if told.chances is None else told.chances[gone]
         return Answers(group.samples[gone], predictions[gone], np.full(len(gone), position), chances)
 
-    def _check(self, position: int, group: Group, told: Told) -> None:
-        usable = np.isfinite(told.largest)
-        if not usable.all():
-            wrong = group.samples[~usable]
+    def _refuse(self, position: int, wrong: Integers) -> None:
+        if len(wrong):  # large numbers may add up to infinity
             raise BadInput(
                 f"the network gives no usable logits for {len(wrong)} samples, the first of index {wrong[0]}, at exit"
                 f" {self.policy.open_exits[position]}: look for NaN or infinity in these inputs, or for overflow"
             )
+
+
+def _note(error: Exception, position: int, count: int) -> None:
+    error.add_note(f"This happened to {count} samples between exits, in segment {position}.")
 
 
 def gathered(carried: Carried, places: Tensor) -> Carried:

@@ -100,7 +100,10 @@ class Predictor:
 
     def __call__(self, inputs: Any, samples: npt.ArrayLike | None = None) -> Decisions:
         """What is decided about these inputs, as the network takes them, in their order."""
-        return self._decided(self._parts(inputs), samples)
+        carried = self._sized(inputs)
+        size, total = self.batch_size, len(carried[0])
+        parts = (tuple(each[start : start + size] for each in carried) for start in range(0, total, size))
+        return self._decided(parts, samples, joins=total > size)  # one batch has no other to wait for
 
     def run(self, loader: Iterable[Any], *, samples: npt.ArrayLike | None = None, progress: bool = True) -> Decisions:
         """What is decided about everything that a loader gives, in its order, whatever the size of the data set."""
@@ -114,21 +117,20 @@ class Predictor:
 
     def stream(self, loader: Iterable[Any]) -> Iterator[Answers]:
         """Answers as soon as they are ready: indices in the order of coming, classes, and exits as positions."""
-        yield from self._answers(self._loaded(batches(loader, "the stream")), None)
+        yield from self._answers(self._loaded(batches(loader, "the stream")), None, joins=True)
 
     def place(self, carried: Carried, count: int) -> Carried:
         """So many inputs where the network runs, as it takes them: these again and again."""
         rows = torch.arange(count) % len(carried[0])
         return placed(tuple(each[rows] for each in carried), self._device, self._dtype, self._channels_last)
 
-    def _parts(self, inputs: Any) -> Iterator[Carried]:
-        """The inputs in batches."""
+    def _sized(self, inputs: Any) -> Carried:
+        """The inputs as the network takes them, of one number of samples."""
         carried = self.admit(inputs)
         sizes = {len(each) for each in carried}
         if len(sizes) != 1 or not max(sizes):
             raise BadInput(f"inputs of {sorted(sizes)} samples: give tensors of one and the same number, at least 1")
-        for start in range(0, len(carried[0]), self.batch_size):
-            yield tuple(each[start : start + self.batch_size] for each in carried)
+        return carried
 
     def _loaded(self, loader: Iterable[Batch]) -> Iterator[Carried]:
         """A loader's batches, fetched ahead, in memory from which a GPU can copy while it works."""
@@ -141,7 +143,7 @@ class Predictor:
 
         return ahead(pinned())
 
-    def _answers(self, given: Iterator[Carried], samples: Integers | None) -> Iterator[Answers]:
+    def _answers(self, given: Iterator[Carried], samples: Integers | None, joins: bool) -> Iterator[Answers]:
         def numbered() -> Iterator[tuple[Integers, Carried]]:
             start, before = 0, self._admitted
             for carried in given:
@@ -154,15 +156,15 @@ class Predictor:
                 self._admitted = before + stop if self.policy.together else 0
 
         with torch.inference_mode(), threads(self._num_threads):
-            joins = self.rebatch and not self.policy.together  # batches that decide as a whole are never mixed
-            yield from self.engine.flow(numbered(), self.batch_size if joins else None)
+            mixed = joins and self.rebatch and not self.policy.together  # not those that decide as a whole
+            yield from self.engine.flow(numbered(), self.batch_size if mixed else None)
 
-    def _decided(self, given: Iterator[Carried], samples: npt.ArrayLike | None) -> Decisions:
+    def _decided(self, given: Iterator[Carried], samples: npt.ArrayLike | None, *, joins: bool = True) -> Decisions:
         """All answers in the order of coming; when something goes wrong, the error keeps those that are finished."""
         indices = None if samples is None else _indices(samples)
         found: list[Answers] = []
         try:
-            for answers in self._answers(given, indices):
+            for answers in self._answers(given, indices, joins):
                 found.append(answers)  # what is finished is kept when the next fails
         except BaseException as error:
             error.finished = found  # type: ignore[attr-defined]

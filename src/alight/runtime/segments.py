@@ -61,11 +61,8 @@ class Segment(nn.Module):
     def on_host(self, *carried: Tensor) -> tuple[Carried, Told]:
         """What is carried on, and what is told of each sample, for tensors that are on the host."""
         carried, logits = self.logits(*carried)
-        if logits.numel() > SMALL:
-            wide = side_by_side(told(logits.double(), self.columns, self.with_chance))
-            return carried, apart(wide.numpy(), self.columns, self.with_chance)
-        narrow = logits if logits.dtype is not torch.bfloat16 else logits.float()  # which NumPy does not know
-        return carried, told(narrow.numpy().astype(np.float64), self.columns, self.with_chance)
+        wide = side_by_side(told(logits.double(), self.columns, self.with_chance))
+        return carried, apart(wide.numpy(), self.columns, self.with_chance)
 
 
 def segments(model: MultiExitModel, policy: Policy, *, with_chance: bool = False) -> list[Segment]:
@@ -93,6 +90,22 @@ def told(logits: Array, columns: Sequence[str], with_chance: bool = False) -> To
     largest = np.maximum.reduce(logits, -1) if isinstance(logits, np.ndarray) else logits.amax(-1)
     chances = score_of("max_probability", logits) if with_chance else None
     return Told(logits.argmax(-1), largest, tuple([_column(name, logits) for name in columns]), chances)
+
+
+def told_of_one(logits: Tensor, columns: Sequence[str], with_chance: bool = False) -> Told:
+    """What is told of one sample on the host, in numbers: all of it in few calls, since each costs more than it does.
+
+    The bits are those of `told`: the same softmax in float64, its two largest, and their difference.
+    """
+    if columns not in (("margin",), ("max_probability",)):
+        one = told(logits.double(), columns, with_chance)
+        chance = None if one.chances is None else one.chances.item()
+        return Told(one.predictions.item(), one.largest.item(), tuple(each.item() for each in one.columns), chance)
+    chances, classes = (each.tolist()[0] for each in logits.softmax(-1, dtype=torch.float64).topk(2))
+    prediction = classes[0] if chances[0] > chances[1] else logits.argmax(-1).item()
+    score = chances[0] - chances[1] if columns == ("margin",) else chances[0]
+    largest = 0.0 if score == score else logits.amax().item()  # NaN where the logits are of no use
+    return Told(prediction, largest, (score,), chances[0] if with_chance else None)
 
 
 def side_by_side(told: Told) -> Array:
