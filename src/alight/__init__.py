@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from alight.runtime.plan import Plan, plan
     from alight.runtime.predictor import Predictor
     from alight.runtime.recorder import Recorded, record, record_to
+    from alight.runtime.tune import Tuned, tune_speed
 
 __version__ = "0.1.0"
 
@@ -44,6 +45,7 @@ __all__ = [
     "Policy",
     "Predictor",
     "Recorded",
+    "Tuned",
     "at_equal_spend",
     "attach_heads",
     "calibrate",
@@ -69,6 +71,7 @@ __all__ = [
     "sweep",
     "time_stages",
     "train_heads",
+    "tune_speed",
     "write_points",
     "write_report",
     "zoo",
@@ -86,6 +89,7 @@ _HOMES = {
     "Policy": "alight.policies.policy",
     "Predictor": "alight.runtime.predictor",
     "Recorded": "alight.runtime.recorder",
+    "Tuned": "alight.runtime.tune",
     "at_equal_spend": "alight.evaluation.sweep",
     "attach_heads": "alight.models.attach",
     "cut": "alight.models.cut",
@@ -108,6 +112,7 @@ _HOMES = {
     "sweep": "alight.evaluation.sweep",
     "time_stages": "alight.models.measure",
     "train_heads": "alight.models.training",
+    "tune_speed": "alight.runtime.tune",
     "write_points": "alight.evaluation.sweep",
     "write_report": "alight.report",
 }

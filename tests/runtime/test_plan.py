@@ -9,7 +9,7 @@ from alight import HeadOutputs
 from alight.errors import BadInput
 from alight.models.multi_exit import MultiExitModel
 from alight.policies.policy import ExitAt
-from alight.runtime.plan import plan
+from alight.runtime.plan import plan, walking_costs
 
 
 def chain(widths):
@@ -89,3 +89,21 @@ def test_bad_input_says_what_to_do():
             plan(model, table, example=EXAMPLE, batch_size=4, **wrong)
     with pytest.raises(BadInput, match="record this network"):
         plan(model, recorded([0.5, 0.6]), example=EXAMPLE, batch_size=4)
+
+
+class Steps(nn.Module):
+    """Many small steps, which a compiler makes one."""
+
+    def forward(self, features):
+        for _ in range(50):
+            features = features * 0.99 + 0.01
+        return features
+
+
+@pytest.mark.compiled
+def test_a_compiled_network_is_planned_by_its_compiled_times():
+    stages = [nn.Sequential(nn.Linear(32, 32), Steps()) for _ in range(2)]
+    model = MultiExitModel(stages, [nn.Linear(32, 4) for _ in stages]).eval()
+    plain, quick = (walking_costs(model, EXAMPLE, 16, {"compile": each}) for each in (False, True))
+    assert (quick.stages < 0.5 * plain.stages).all()
+    assert (quick.heads > 0).all()

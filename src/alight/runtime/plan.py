@@ -1,6 +1,5 @@
 """Does it pay here? Times of this network on this machine, the exits and the policy for them, and a trial run."""
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -14,19 +13,21 @@ from alight.calibrate.prune import held_out
 from alight.costs import Costs
 from alight.errors import BadInput
 from alight.models.measure import time_stages
-from alight.models.multi_exit import Carried, MultiExitModel
+from alight.models.multi_exit import MultiExitModel
 from alight.outputs import HeadOutputs
-from alight.policies.policy import ExitAt, Lottery, Policy, Threshold, aligned
+from alight.policies.policy import ExitAt, Policy, Threshold, aligned
 from alight.policies.route import replay
 from alight.runtime.predictor import Predictor
-from alight.runtime.prepare import prepared
+from alight.runtime.prepare import prepared, threads
+from alight.runtime.trial import by_lot, by_turns, enough, segment_seconds
+from alight.runtime.tune import Tuned, tune_speed
 
 Method = Callable[..., Policy]
 
 LOSS = 0.01  # of accuracy, where neither a budget nor a loss is given
 FOLDS = 3  # of the labelled data, each held out once
 HALVINGS = 6  # of the range of budgets: to a sixtieth of the plain network
-BATCHES, SECONDS, ROUNDS = 8, 0.3, 7  # of the trial: batches and seconds of a run at least, and runs
+BATCHES, ROUNDS = 8, 7  # of the trial: batches of a run at least, and runs
 WORTH = 1.01  # times as fast as the plain network at least, in three of four runs, or it does not pay
 
 
@@ -45,6 +46,7 @@ class Plan:
     model: MultiExitModel = field(repr=False)
     settings: dict[str, Any] = field(default_factory=dict)  # of the predictor
     reason: str = ""
+    tuned: Tuned | None = field(default=None, repr=False)  # how the settings were chosen, where they were
 
     @property
     def open_exits(self) -> tuple[int, ...]:
@@ -68,7 +70,8 @@ class Plan:
             ["speed-up", "1", f"{self.speedup:.2f}"],
             ["accuracy", f"{self.dense_accuracy:.1%}", f"{self.accuracy:.1%}"],
         ]
-        return "\n".join([f"batches of {self.batch_size}; open exits: {names}", *aligned(columns), self.reason])
+        lines = [f"batches of {self.batch_size}; open exits: {names}", *aligned(columns), self.reason]
+        return "\n".join(lines if self.tuned is None else [str(self.tuned), "", *lines])
 
 
 def plan(
@@ -81,6 +84,7 @@ def plan(
     budget: float | str | None = None,
     max_accuracy_loss: float | None = None,
     method: Method | None = None,
+    speed: str | None = None,
     **settings: Any,
 ) -> Plan:
     """The policy that pays on this device at this batch size, or the plain network where none does.
@@ -88,7 +92,8 @@ def plan(
     Stages and heads are timed. With a `budget` ("60%" of the plain network's time, "0.2 ms") the policy keeps to it;
     with `max_accuracy_loss`, or without either (0.01), it is the cheapest that loses no more on held-out samples. Then
     it is tried against the plain network, samples leaving by lot as often as planned: if it is not faster, the plain
-    network is the plan. `settings` go to the predictor: dtype, channels_last, compile.
+    network is the plan. `settings` go to the predictor: dtype, channels_last, compile, num_threads. With speed="auto"
+    they are chosen by measuring the plain network (`tune_speed`), compiled too if `compile` is set.
     """
     if budget is not None and max_accuracy_loss is not None:
         raise BadInput("a budget and a largest loss are two questions: give one of them")
@@ -96,14 +101,20 @@ def plan(
         raise BadInput(f"max_accuracy_loss {max_accuracy_loss:g} must lie in [0, 1): 0.01 is one point")
     if labelled.num_exits != model.num_exits:
         raise BadInput(f"a table of {labelled.num_exits} exits for a network of {model.num_exits}: record this network")
+    if speed not in (None, "auto"):
+        raise BadInput(f"speed {speed!r}: give 'auto', or settings such as channels_last=True")
     fit: Method = method or partial(eero, spend_all=True, prune=True)
-    settings = {"device": device, **settings}
+    settings, tuned = {"device": device, **settings}, None
+    if speed:
+        tuned = tune_speed(model, batch_size=batch_size, example=example, **settings)
+        settings = dict(tuned.settings)
     costs = walking_costs(model, example, batch_size, settings)
     loss = LOSS if max_accuracy_loss is None else max_accuracy_loss
     amount = _cheapest(fit, costs, labelled, loss) if budget is None else costs.budget(budget)
     dense = _dense(costs)
     dense_accuracy = float(labelled.correct()[:, -1].mean())
     terms: dict[str, Any] = {"costs": costs, "batch_size": batch_size, "model": model, "settings": settings}
+    terms["tuned"] = tuned
 
     def plain(throughput: float, reason: str) -> Plan:
         figures = (throughput, throughput, dense_accuracy, dense_accuracy)
@@ -114,7 +125,8 @@ def plan(
         return plain(alone, f"No cheaper policy loses at most {loss:.2%}")
     policy = fit(costs, amount, labelled)
     accuracy = float(held_out(fit, costs, amount, labelled, FOLDS)[0].mean())
-    ours, theirs, ratios = _throughputs(model, _by_lot(policy, labelled), dense, example, batch_size, settings)
+    lottery = by_lot(policy, replay(policy, labelled).exit_shares[list(policy.open_exits)].tolist())
+    ours, theirs, ratios = _throughputs(model, lottery, dense, example, batch_size, settings)
     if np.quantile(ratios, 0.25) < WORTH:
         return plain(theirs, f"Exits do not pay here ({np.median(ratios):.2f} times as fast)")
     return Plan(policy, True, ours, theirs, accuracy, dense_accuracy, reason="Exits pay.", **terms)
@@ -123,14 +135,26 @@ def plan(
 def walking_costs(model: MultiExitModel, example: Any, batch_size: int, settings: dict[str, Any]) -> Costs:
     """Milliseconds per sample of stages and heads, and in the heads what the walk itself takes at an exit."""
     chosen = {name: value for name, value in settings.items() if name in ("device", "dtype", "channels_last")}
-    ready = prepared(model, **chosen)
-    times = time_stages(ready, example, batch_size).costs()
+    with threads(settings.get("num_threads")):
+        times = time_stages(prepared(model, **chosen), example, batch_size).costs()
     if model.num_exits == 1:
         return times
     nobody = Threshold((np.inf,) * (model.num_exits - 1), costs=tuple(times.cumulative().tolist()))
-    walked = _seconds_per_sample(Predictor(model, nobody, batch_size=batch_size, **settings), example, batch_size)
+    walk = Predictor(model, nobody, batch_size=batch_size, **settings)
+    inputs, taken = enough(walk, example, batch_size, BATCHES)
+    if settings.get("compile"):
+        with threads(settings.get("num_threads")):
+            together = segment_seconds(walk, tuple(each[:batch_size] for each in inputs))
+        times = _compiled_times(times, together / batch_size)
+    walked = min(taken, float(np.median(by_turns([walk], inputs, ROUNDS)))) / len(inputs[0])
     beside = max(0.0, 1e3 * walked - float(times.cumulative()[-1])) / (model.num_exits - 1)
     return Costs(times.stages, times.heads + beside * (np.arange(len(times)) < len(times) - 1), "ms")
+
+
+def _compiled_times(times: Costs, segments: np.ndarray) -> Costs:
+    """Milliseconds of compiled stages and heads, from seconds of both as one, shared as by the uncompiled ones."""
+    heads = times.heads / (times.stages + times.heads)
+    return Costs(1e3 * segments * (1 - heads), 1e3 * segments * heads, "ms")
 
 
 def _cheapest(fit: Method, costs: Costs, labelled: HeadOutputs, loss: float) -> float:
@@ -151,45 +175,12 @@ def _dense(costs: Costs) -> Policy:
     )
 
 
-def _by_lot(policy: Policy, labelled: HeadOutputs) -> Policy:
-    """A lottery in which as many leave at each exit as by the policy, for inputs whose scores mean nothing."""
-    if len(policy.open_exits) == 1:
-        return policy
-    shares = replay(policy, labelled).exit_shares[list(policy.open_exits)]
-    return Lottery(
-        costs=policy.costs, open_exits=policy.open_exits, num_exits=policy.num_exits, exit_rates=tuple(shares.tolist())
-    )
-
-
 def _throughputs(
     model: MultiExitModel, ours: Policy, theirs: Policy, example: Any, batch_size: int, settings: dict[str, Any]
 ) -> tuple[float, float, np.ndarray]:
     """Samples per second of two policies, run by turns, and the ratio in each round."""
     pair = [Predictor(model, each, batch_size=batch_size, **settings) for each in (ours, theirs)]
-    inputs, _ = _inputs(pair[1], example, batch_size)  # the slower one, as a rule
-    rounds = np.array([[_timed(each, inputs) for each in pair] for _ in range(ROUNDS + 1)])[1:]  # the first warms up
+    inputs, _ = enough(pair[1], example, batch_size, BATCHES)  # the slower one, as a rule
+    rounds = by_turns(pair, inputs, ROUNDS)
     rates = len(inputs[0]) / np.median(rounds, axis=0)
     return float(rates[0]), float(rates[1]), rounds[:, 1] / rounds[:, 0]
-
-
-def _seconds_per_sample(predictor: Predictor, example: Any, batch_size: int) -> float:
-    inputs, seconds = _inputs(predictor, example, batch_size)
-    return min(seconds, float(np.median([_timed(predictor, inputs) for _ in range(ROUNDS)]))) / len(inputs[0])
-
-
-def _inputs(predictor: Predictor, example: Any, batch_size: int) -> tuple[Carried, float]:
-    """The example, repeated until a run takes a while, and what the run took."""
-    count = BATCHES * batch_size
-    while True:
-        inputs = predictor.place(predictor.admit(example), count)
-        _timed(predictor, inputs)
-        seconds = _timed(predictor, inputs)
-        if seconds >= SECONDS:
-            return inputs, seconds
-        count = max(2 * count, int(count * SECONDS / max(seconds, 1e-3)) // batch_size * batch_size)
-
-
-def _timed(predictor: Predictor, inputs: Carried) -> float:
-    start = time.perf_counter()
-    predictor(inputs)  # its answers are on the host, so all work is done
-    return time.perf_counter() - start

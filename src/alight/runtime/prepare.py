@@ -117,6 +117,8 @@ def _compiled(position: int, segment: nn.Module) -> Callable[..., Any]:
 @contextmanager
 def threads(count: int | None) -> Any:
     """So many threads of torch on the host while it lasts; None leaves them as they are."""
+    if count is not None and count < 1:
+        raise BadInput(f"{count} threads: give 1 or more")
     before = torch.get_num_threads()
     if count is not None:
         torch.set_num_threads(count)

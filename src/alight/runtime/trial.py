@@ -1,0 +1,76 @@
+"""Predictors on the clock: enough inputs, runs by turns, so that whatever else the machine does hits all alike."""
+
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from alight.models.multi_exit import Carried
+from alight.policies.policy import Lottery, Policy
+from alight.runtime.predictor import Predictor
+
+Floats = npt.NDArray[np.float64]
+
+SECONDS = 0.3  # of a run at least, or the clock and the machine's moods say more than the network
+SHORT = 0.03  # of a run of one segment, which is repeated
+
+
+def enough(predictor: Predictor, example: Any, batch_size: int, batches: int) -> tuple[Carried, float]:
+    """The example, repeated until a run takes a while, at least so many batches of it, and what the run took."""
+    count = batches * batch_size
+    while True:
+        inputs = predictor.place(predictor.admit(example), count)
+        seconds(predictor, inputs)
+        taken = seconds(predictor, inputs)
+        if taken >= SECONDS:
+            return inputs, taken
+        count = max(2 * count, int(count * SECONDS / max(taken, 1e-3)) // batch_size * batch_size)
+
+
+def by_turns(predictors: Sequence[Predictor], inputs: Carried, rounds: int) -> Floats:
+    """Seconds of every predictor in every round, (rounds, predictors), after one that warms up."""
+    return np.array([[seconds(each, inputs) for each in predictors] for _ in range(rounds + 1)])[1:]
+
+
+def seconds(predictor: Predictor, inputs: Carried) -> float:
+    """What a run takes."""
+    return _clocked(partial(predictor, inputs))  # its answers are on the host, so all work is done
+
+
+def segment_seconds(predictor: Predictor, inputs: Carried) -> Floats:
+    """What every segment takes for these inputs at once, compiled if the predictor is."""
+    engine, carried = predictor.engine, inputs
+    taken = []
+    with torch.inference_mode():
+        for run in engine.runs or engine.segments:
+            carried_on, _ = run(*carried)
+            again = partial(_again, partial(run, *carried), inputs[0].device)
+            count = max(3, int(SHORT / max(_clocked(partial(again, 1)), 1e-6)))
+            taken.append(float(np.median([_clocked(partial(again, count)) for _ in range(3)])) / count)
+            carried = carried_on
+    return np.array(taken)
+
+
+def by_lot(policy: Policy, exit_rates: Sequence[float]) -> Policy:
+    """A lottery in which so many leave at the policy's open exits, for inputs whose scores mean nothing."""
+    if len(policy.open_exits) == 1:
+        return policy
+    terms: dict[str, Any] = {"open_exits": policy.open_exits, "num_exits": policy.num_exits}
+    return Lottery(costs=policy.costs, exit_rates=tuple(exit_rates), **terms)
+
+
+def _again(run: Callable[[], object], device: torch.device, count: int) -> None:
+    for _ in range(count):
+        run()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _clocked(work: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    work()
+    return time.perf_counter() - start
