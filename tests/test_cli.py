@@ -22,6 +22,7 @@ from alight.models.checkpoints import Checkpoint
 from alight.models.fingerprint import fingerprint
 from alight.models.folder import load_model
 from alight.models.measure import measure_costs
+from alight.runtime import trial
 
 COSTS = Costs([1.0, 1.0, 2.0, 2.0], [0.1] * 4, unit="ms")
 
@@ -348,6 +349,19 @@ def test_attach_train_record_costs_and_calibrate_chain(digit_files, tmp_path, ca
     assert "plain network" in out
     assert load_policy("planned.json").unit == "ms"
     assert run(f"predict trained planned.json {data}/test.npz -o planned.csv", capsys)[0] == 0
+    monkeypatch.setattr(trial, "SECONDS", 0.02)
+    for line in (
+        f"predict trained policy.json {data}/test.npz -o quick.csv",
+        f"bench trained policy.json {data}/test.npz --samples 32 --batch-sizes 16",
+        f"record trained {data}/test.npz -o quick.npz",
+    ):
+        status, out, err = run(f"{line} --speed auto --threads 1", capsys)
+        assert status == 0, err
+        assert "channels_last=True" in err
+    assert Path("quick.csv").read_text().count("\n") == len(rows) + 1
+    status, out, err = run("plan trained labelled.npz --batch-size 16 --speed auto --threads 1 -o quick.json", capsys)
+    assert status == 0, err
+    assert "channels_last=True" in out
     assert (
         "was calibrated on outputs of the network"
         in run(f"predict {data}/model policy.json {data}/test.npz", capsys)[2]
@@ -410,6 +424,7 @@ NETWORK_BAD = {
     "bad setting": ("train {data}/model {data}/test.npz --set heat=1", "NAME one of backbone_epochs"),
     "mistyped setting": ("train {data}/model {data}/test.npz --set learning_rate=hot", "of the wrong kind"),
     "table over data": ("record {data}/model {data}/test.npz -o {data}/test.npz", "named twice"),
+    "no threads": ("record {data}/model {data}/test.npz --threads 0", "0 threads: give 1 or more"),
     "table as data": ("record {data}/model other.npz", "save np.savez(path, images=..., labels=...)"),
 }
 

@@ -187,15 +187,15 @@ def record_command(options: argparse.Namespace) -> None:
 
     _distinct(options.data, options.output)
     model = load_model(options.model)
+    data = load_data(options.data, model, split=options.split, **_data_options(options))
     recorded = record_to(
         options.output,
         model,
-        load_data(options.data, model, split=options.split, **_data_options(options)),
+        data,
         score=options.score,
         features=options.features,
         log_probabilities=options.log_probabilities,
-        device=_device(options.device),
-        dtype=options.dtype,
+        **_speed_settings(options, model, partial(_first_inputs, data)),
     )
     print(recorded)
     if recorded.accuracies:
@@ -235,12 +235,10 @@ def predict_command(options: argparse.Namespace) -> None:
     predictor = Predictor(
         model,
         policy,
-        device=_device(options.device),
-        dtype=options.dtype,
-        compile=options.compile,
         batch_size=options.batch_size,
         probabilities=policy.lens is None,
         allow_mismatch=options.allow_mismatch,
+        **_speed_settings(options, model, partial(_first_inputs, data), policy),
     )
     decisions = predictor.run(data)
     write_answers(decisions, options.output, names=names_of(data), classes=model.classes, unit=policy.unit)
@@ -260,11 +258,10 @@ def plan_command(options: argparse.Namespace) -> None:
         HeadOutputs.load(options.labelled),
         example=example_of(model, options.tokens),
         batch_size=options.batch_size,
-        device=_device(options.device),
         budget=options.budget,
         max_accuracy_loss=options.max_accuracy_loss,
-        dtype=options.dtype,
-        compile=options.compile,
+        speed=options.speed,
+        **_switches(options),
     )
     made.policy.save(options.output)
     print(f"{made}\n\n{made.policy}\n\n{options.output}")
@@ -281,8 +278,8 @@ def bench_command(options: argparse.Namespace) -> None:
     given = _data_options(options) | {"batch_size": options.samples}
     data = load_data(options.data, model, split=options.split, **given)
     batch = as_batch(next(iter(data)))
-    settings = {"device": _device(options.device), "dtype": options.dtype, "compile": options.compile}
     for size in options.batch_sizes:
+        settings = _speed_settings(options, model, lambda: batch.inputs, policy, size)
         measured = compare(model, policy, batch.inputs, size, allow_mismatch=options.allow_mismatch, **settings)
         print(measured)
     if batch.labels is not None:
@@ -416,6 +413,42 @@ def _settings(settings: Sequence[str]) -> dict[str, Any]:
 def _data_options(options: argparse.Namespace) -> dict[str, Any]:
     tokenizer = options.tokenizer or Path(options.model) / TOKENIZER
     return {"batch_size": options.batch_size, "workers": options.workers, "tokenizer": tokenizer}
+
+
+def _switches(options: argparse.Namespace) -> dict[str, Any]:
+    """The speed tools that were asked for, by their names as keyword arguments."""
+    asked = {
+        "dtype": options.dtype,
+        "channels_last": options.channels_last,
+        "compile": options.compile,
+        "num_threads": options.threads,
+    }
+    given = {name: value for name, value in asked.items() if value is not None and value is not False}
+    return {"device": _device(options.device), **given}
+
+
+def _speed_settings(
+    options: argparse.Namespace,
+    model: Any,
+    example: Callable[[], Any],
+    policy: Policy | None = None,
+    batch_size: int | None = None,
+) -> dict[str, Any]:
+    """The speed tools that were asked for, or with --speed auto those that pay here."""
+    from alight.runtime.tune import tune_speed
+
+    if options.speed is None:
+        return _switches(options)
+    fixed = {**_switches(options), "allow_mismatch": getattr(options, "allow_mismatch", False)}
+    tuned = tune_speed(model, policy, batch_size=batch_size or options.batch_size, example=example(), **fixed)
+    print(tuned, file=sys.stderr)
+    return {name: value for name, value in tuned.settings.items() if name != "allow_mismatch"}
+
+
+def _first_inputs(data: Any) -> Any:
+    from alight.models.batches import as_batch
+
+    return as_batch(next(iter(data))).inputs
 
 
 def _device(asked: str | None) -> str:
@@ -571,7 +604,7 @@ def _network_commands(command: Callable[..., argparse.ArgumentParser]) -> None:
     added.add_argument("--score", choices=SCORES, default="margin", help="default: margin")
     added.add_argument("--features", type=_modules, default=(), help="further scores to keep, as negative_entropy")
     added.add_argument("--log-probabilities", action="store_true", help="keep those too, in half precision")
-    added.add_argument("--dtype", choices=["fp32", "bf16", "fp16"], help="default: the network's own")
+    _running_arguments(added, allow_mismatch=False)
     added.add_argument("-o", "--output", type=_output, default="outputs.npz", help="default: outputs.npz")
 
     added = command("costs", costs_command, "alight costs model --unit ms --batch-size 256 --output costs.json")
@@ -607,7 +640,12 @@ def _network_commands(command: Callable[..., argparse.ArgumentParser]) -> None:
 
 def _running_arguments(parser: argparse.ArgumentParser, *, allow_mismatch: bool = True) -> None:
     parser.add_argument("--dtype", choices=["fp32", "bf16", "fp16"], help="default: the network's own")
+    parser.add_argument("--channels-last", action="store_true", help="images with their channels last in memory")
+    parser.add_argument("--threads", type=int, help="of the host (default: as many as torch takes)")
     parser.add_argument("--compile", action="store_true", help="compile each part of the network first")
+    parser.add_argument(
+        "--speed", choices=["auto"], help="measure first which of these switches pay here; --compile is then tried too"
+    )
     if allow_mismatch:
         parser.add_argument("--allow-mismatch", action="store_true", help="take a policy of another network too")
 
