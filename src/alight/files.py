@@ -6,7 +6,7 @@ import os
 import shutil
 import tempfile
 import zipfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any, Self
@@ -183,15 +183,15 @@ class GrowingArrays:
                 raise
 
 
-def read_arrays(path: PathLike, kind: str) -> dict[str, np.ndarray]:
-    """The arrays of an .npz file of this kind; pickled ones are refused, since they could run code."""
+def read_arrays(path: PathLike, kind: str, without: Collection[str] = ()) -> dict[str, np.ndarray]:
+    """The arrays of an .npz file of this kind, but for some; pickled ones are refused, since they could run code."""
     with Path(path).open("rb") as opened:
         if opened.read(2) != b"PK":
             raise BadFile(path, "it is no .npz", f"give a file that alight wrote as a {kind}")
         opened.seek(0)
         try:
             with np.load(opened, allow_pickle=False) as file:
-                arrays = {name: file[name] for name in file.files}
+                arrays = {name: file[name] for name in file.files if name not in without}
         except Exception as error:  # a damaged archive fails in a dozen ways
             raise BadFile(path, f"it is damaged ({error})", f"save the {kind} again") from error
     _check_kind(path, kind, *(_plain(arrays.pop(name, None)) for name in ("alight", "schema")))

@@ -245,9 +245,12 @@ class HeadOutputs:
         write_arrays(path, "HeadOutputs", {**self.rows(), **self.titles()})
 
     @classmethod
-    def load(cls, path: PathLike) -> "HeadOutputs":
-        """The table of an .npz file that `save` wrote."""
-        arrays = read_arrays(path, "HeadOutputs")
+    def load(cls, path: PathLike, *, log_probabilities: bool = True) -> "HeadOutputs":
+        """The table of an .npz file that `save` wrote; `log_probabilities` are by far the most of it, if there are any.
+
+        Without them a table fits into memory that could not hold them.
+        """
+        arrays = read_arrays(path, "HeadOutputs", without=() if log_probabilities else ("log_probabilities",))
         with _as_bad_file(path):
             score, fingerprint = str(arrays.pop("score")), str(arrays.pop("fingerprint", ""))
             return cls(score=score, fingerprint=fingerprint, **_named(arrays))

@@ -3,6 +3,7 @@
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -142,6 +143,7 @@ def test_a_recording_on_the_disk_is_the_one_in_memory(labelled, tmp_path):
     expected = record(model, loader, **options)
     found = record_to(tmp_path / "table.npz", model, loader, **options)
     assert_same(found.load(), expected)
+    assert_same(found.load(log_probabilities=False), replace(expected, log_probabilities=None))
     assert [path.name for path in tmp_path.iterdir()] == ["table.npz"]
     assert str(found) == f"397 samples, 3 exits, score 'logit_margin', {'' if labelled else 'un'}labelled: {found.path}"
     assert found.fingerprint == expected.fingerprint

@@ -3,6 +3,7 @@
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -36,9 +37,9 @@ class Recorded:
     fingerprint: str
     accuracies: tuple[float, ...]  # of every exit; none without labels
 
-    def load(self) -> HeadOutputs:
-        """The table itself."""
-        return HeadOutputs.load(self.path)
+    def load(self, *, log_probabilities: bool = True) -> HeadOutputs:
+        """The table itself, with log_probabilities or without."""
+        return HeadOutputs.load(self.path, log_probabilities=log_probabilities)
 
     def __str__(self) -> str:
         kind = "labelled" if self.accuracies else "unlabelled"
@@ -73,7 +74,7 @@ def record(
     """
     asked = _Asked(model, score, features, log_probabilities, device, dtype, channels_last, compile)
     with threads(num_threads), ThreadPoolExecutor(1) as aside:
-        own = aside.submit(_fingerprint, asked.model, asked.device)
+        own = aside.submit(_fingerprint, asked.model, _beside(asked.device))
         parts = [*asked.tables(loader, progress)]
         return replace(HeadOutputs.joined(parts), fingerprint=own.result())
 
@@ -100,7 +101,7 @@ def record_to(
     asked = _Asked(model, score, features, log_probabilities, device, dtype, channels_last, compile)
     right, labelled = np.zeros(model.num_exits), False
     with GrowingArrays(path) as growing, threads(num_threads), ThreadPoolExecutor(1) as aside:
-        own = aside.submit(_fingerprint, asked.model, asked.device)
+        own = aside.submit(_fingerprint, asked.model, _beside(asked.device))
         for part in asked.tables(loader, progress):
             growing.add(part.rows())
             right += part.correct().sum(axis=0)
@@ -248,11 +249,16 @@ def _to_host(tensor: Tensor) -> Tensor:
     return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
 
 
-def _fingerprint(model: MultiExitModel, device: torch.device) -> str:
-    """The network's fingerprint, taken while it runs; on a GPU beside its queue, so that it does not wait for it."""
+def _beside(device: torch.device) -> AbstractContextManager[Any]:
+    """A queue of its own on a GPU, which waits for what is queued now and for nothing later; on the host nothing."""
     if device.type != "cuda":
-        return fingerprint(model)
-    beside = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-    beside.wait_stream(torch.cuda.current_stream(device))  # the weights may still be on their way
-    with torch.cuda.stream(beside):
+        return nullcontext()
+    queue = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    queue.wait_stream(torch.cuda.current_stream(device))
+    return torch.cuda.stream(queue)
+
+
+def _fingerprint(model: MultiExitModel, beside: AbstractContextManager[Any]) -> str:
+    """The network's fingerprint, taken while it runs."""
+    with beside:
         return fingerprint(model)
