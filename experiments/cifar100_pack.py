@@ -17,7 +17,7 @@ from cifar100_train import RUNS, Job
 from alight.files import write_text
 
 LARGEST = 15 * 2**20  # bytes of an archive
-MOST = 8  # archives at a time
+MOST = 4  # archives at a time
 BLOCK = 512  # bytes by which an archive grows, and that each file's name takes
 END = 20 * BLOCK  # bytes at the end of an archive
 

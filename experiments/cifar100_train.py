@@ -229,7 +229,7 @@ def _record(
     accuracies = {}
     for part in ("calibration", "test"):
         pictures: Pictures = getattr(split, part)
-        loader = Batches(pictures.to(device), CIFAR, RECORDED)
+        loader = Batches(pictures, CIFAR, RECORDED)
         outputs: HeadOutputs = record(model, loader, features=scores, device=device, progress=False)
         outputs.save(folder / f"{part}.npz")
         accuracies[f"{part}_accuracy"] = [round(1 - float(risk), 6) for risk in outputs.risks()]
