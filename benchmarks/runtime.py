@@ -6,9 +6,11 @@
 
 Random weights; samples leave by lot, so that the mix of exits is what the row says: uniform, early (most leave early),
 or never (every head and score is evaluated and nobody leaves). `speedup` is the plain network's time over the
-predictor's, taken by turns, medians with quartiles; `reached` is the time that stages and heads alone would take for
-the exits taken, each timed at the full batch size in the same run, over the predictor's time. Compiled, the scores are
-fused into the heads and timed with them. Writes results/runtime_<device>.csv.
+predictor's, taken by turns, medians with quartiles over rounds; `reached` is the time that stages and heads alone would
+take for the exits taken, each timed at the full batch size in the same round, over the predictor's time; `heads_share`
+is what the auxiliary heads take of it, over the plain network's time. Single samples on a CPU are timed one by one, the
+plain network, the predictor and the segments by turns. Compiled, the scores are fused into the heads and timed with
+them. Writes results/runtime_<device>.csv.
 """
 
 import argparse
@@ -28,15 +30,15 @@ from torch import Tensor, nn
 
 from alight.files import write_text
 from alight.models.attach import attach_heads
-from alight.models.measure import head_overhead, time_stages
-from alight.models.multi_exit import Carried
+from alight.models.multi_exit import Carried, advance, read
 from alight.policies.policy import Lottery, Policy, Threshold
 from alight.provenance import provenance
 from alight.runtime.predictor import Predictor
-from alight.runtime.prepare import as_dtype, placed, prepared
+from alight.runtime.prepare import as_dtype, placed
 
 ROOT = Path(__file__).parent.parent
 ROUNDS = 7
+WALKS = 3  # of one batch through all segments in every round
 TOKENS = 32  # of a text
 Row = dict[str, str | float | int]
 
@@ -99,20 +101,27 @@ def clocked(work: Callable[[], object], device: str) -> float:
     return time.perf_counter() - start
 
 
-def segment_seconds(predictor: Predictor, inputs: Carried, batch_size: int, device: str) -> np.ndarray:
-    """Seconds of every segment for one full batch: stages and head, and fused scores if compiled."""
-    found: list[float] = []
+def segment_seconds(predictor: Predictor, batch: Carried, device: str) -> np.ndarray:
+    """Seconds of stages and head of every segment for one batch, (segments, 2); if compiled, all of it is the first.
+
+    On a GPU each is run again and again; on the host one after the other, as in a walk, since what ran before matters.
+    """
+    found: list[tuple[float, float]] = []
     engine = predictor.engine
-    carried: Any = tuple(each[:batch_size] for each in inputs)
+    carried: Any = batch
     for position, segment in enumerate(engine.segments):
-        run = partial(engine.runs[position] if engine.runs else segment.logits, *carried)
-        once = clocked(run, device)
-        repeat = max(3, int(0.03 / max(once, 1e-6)))
-        if device == "cuda":
-            found.append(clocked(partial(_again, run, repeat), device) / repeat)
+        if device == "cuda" or engine.runs:
+            run = partial(engine.runs[position] if engine.runs else segment.logits, *carried)
+            repeat = max(3, int(0.03 / max(clocked(run, device), 1e-6)))
+            found.append((clocked(partial(_again, run, repeat), device) / repeat, 0.0))
+            carried = run()[0]
         else:
-            found.append(float(np.median([clocked(run, device) for _ in range(repeat)])))
-        carried = run()[0]
+            start = time.perf_counter()
+            for stage in segment.stages:
+                carried = advance(stage, carried)
+            middle = time.perf_counter()
+            read(segment.head, carried)
+            found.append((middle - start, time.perf_counter() - middle))
     return np.array(found)
 
 
@@ -136,7 +145,6 @@ def measure(options: argparse.Namespace, name: str, count: int, mode: str) -> It
     for batch_size in map(int, options.batch_sizes.split(",")):
         total = max(batch_size, min(options.images, batch_size * 64 if device == "cpu" else options.images))
         inputs = random_inputs(example, total, settings)
-        heads = head_overhead(time_stages(prepared(model, **settings), example, batch_size).costs())
         for mix in options.mixes.split(","):
             predictor = shared.with_policy(policy_for(mix, count + 1))
             predictor.batch_size = batch_size
@@ -151,7 +159,6 @@ def measure(options: argparse.Namespace, name: str, count: int, mode: str) -> It
                 "mode": mode,
                 "dtype": options.dtype,
                 "images": total,
-                "heads_share": heads,
             } | measured
 
 
@@ -160,23 +167,17 @@ def compare(
 ) -> Row:
     """The plain network and the predictor, by turns, and what stages and heads alone would take."""
     total = len(inputs[0])
+    parts = [tuple(each[start : start + batch_size] for each in inputs) for start in range(0, total, batch_size)]
 
-    def run_dense() -> None:
-        for start in range(0, total, batch_size):
-            batch = [each[start : start + batch_size] for each in inputs]
-            dense(**dict(zip(names, batch, strict=True))) if names else dense(*batch)
+    def run_dense(batch: Carried) -> None:
+        dense(**dict(zip(names, batch, strict=True))) if names else dense(*batch)
 
-    run_dense()
-    shares = predictor(inputs).exit_shares
-    predictor(inputs)
-    reach = 1 - np.concatenate([[0.0], np.cumsum(shares)[:-1]])
-    rounds = []
-    for _ in range(ROUNDS):
-        theirs, ours = clocked(run_dense, device), clocked(lambda: predictor(inputs), device)
-        rounds.append(
-            (theirs, ours, total / batch_size * (reach @ segment_seconds(predictor, inputs, batch_size, device)))
-        )
-    theirs, ours, ideal = np.array(rounds).T
+    for part in parts[:8]:
+        run_dense(part)
+    exits = predictor(inputs).exits
+    seconds = by_turns if device == "cpu" and batch_size == 1 else by_rounds
+    rounds = [seconds(run_dense, predictor, parts, inputs, exits, device) for _ in range(ROUNDS)]
+    theirs, ours, ideal, heads = np.array(rounds).T
     low, middle, high = np.quantile(theirs / ours, [0.25, 0.5, 0.75]).tolist()
     reached_low, reached, reached_high = np.quantile(ideal / ours, [0.25, 0.5, 0.75]).tolist()
     return {
@@ -189,7 +190,52 @@ def compare(
         "reached": reached,
         "reached_low": reached_low,
         "reached_high": reached_high,
+        "heads_share": float(np.median(heads / theirs)),
     }
+
+
+Seconds = tuple[float, float, float, float]  # of the plain network, the predictor, stages and heads alone, heads alone
+
+
+def by_rounds(
+    dense: Callable[[Carried], None],
+    predictor: Predictor,
+    parts: Sequence[Carried],
+    inputs: Carried,
+    exits: np.ndarray,
+    device: str,
+) -> Seconds:
+    """Everything once: by the plain network, by the predictor, and one batch through every segment."""
+
+    def dense_pass() -> None:
+        for part in parts:
+            dense(part)
+
+    theirs = clocked(dense_pass, device)
+    ours = clocked(lambda: predictor(inputs), device)
+    batches = [segment_seconds(predictor, parts[index % len(parts)], device) for index in range(WALKS)]
+    reach = np.array([(exits >= index).sum() for index in range(len(batches[0]))]) / len(parts[0][0])
+    alone = reach[:, None] * np.median(batches, axis=0)
+    return theirs, ours, float(alone.sum()), float(alone[:-1, 1].sum())
+
+
+def by_turns(
+    dense: Callable[[Carried], None],
+    predictor: Predictor,
+    parts: Sequence[Carried],
+    inputs: Carried,
+    exits: np.ndarray,
+    device: str,
+) -> Seconds:
+    """Sample after sample, each by the plain network, by the predictor and through every segment."""
+    turns = []
+    for index, part in enumerate(parts):
+        theirs = clocked(partial(dense, part), device)
+        ours = clocked(partial(predictor, part, [index]), device)
+        alone = segment_seconds(predictor, part, device)[: exits[index] + 1]
+        turns.append((theirs, ours, alone.sum(), alone[: len(predictor.policy.costs) - 1, 1].sum()))
+    theirs, ours, ideal, heads = np.array(turns).sum(axis=0).tolist()
+    return theirs, ours, ideal, heads
 
 
 def main() -> None:
