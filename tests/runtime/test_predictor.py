@@ -3,17 +3,20 @@
 import numpy as np
 import pytest
 import torch
+import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
 from alight import HeadOutputs, calibrate, replay
 from alight.errors import AlightError, BadInput, Mismatch
+from alight.models.attach import attach_heads
 from alight.models.fingerprint import fingerprint
 from alight.models.multi_exit import MultiExitModel
 from alight.policies.policy import ExitAt, Lottery, Mixture, Patience, Streak, Threshold
 from alight.policies.route import replay_on
 from alight.runtime.predictor import Predictor
+from alight.runtime.recorder import record
 
 COSTS = (1.0, 2.5, 3.0, 6.0)
 
@@ -124,6 +127,26 @@ def test_the_predictor_equals_replay_for_any_batch_size_and_order(model, images,
 def test_a_lens_sees_in_the_network_what_it_sees_in_the_table(model, images, table, fit):
     policy = calibrate.through(fit, calibrate.geometric, COSTS, 3.0, table)
     assert_equal(Predictor(model, policy, batch_size=16)(images), replay(policy, table))
+
+
+@pytest.mark.parametrize("batch_size", [1, 8, 64])
+def test_texts_of_unlike_length_keep_their_masks_when_they_are_put_together(batch_size):
+    torch.manual_seed(0)
+    config = transformers.BertConfig(
+        vocab_size=60, hidden_size=16, num_hidden_layers=4, num_attention_heads=2, intermediate_size=32, num_labels=5
+    )
+    encoder = transformers.BertForSequenceClassification(config).eval()
+    mask = (torch.arange(9) < torch.randint(2, 10, (120, 1))).long()
+    texts = {"input_ids": torch.randint(5, 60, (120, 9)) * mask, "attention_mask": mask}
+    model = attach_heads(encoder, [f"bert.encoder.layer.{index}" for index in range(3)], example=texts)
+    for head in model.heads[:-1]:
+        for each in head.parameters():
+            each.data *= 12
+    table = record(model, [texts], progress=False)
+    policy = Threshold(tuple(middle(table, index, 0.5) for index in range(3)), costs=COSTS)
+    given = {name: each.clone() for name, each in texts.items()}
+    assert_equal(Predictor(model, policy, batch_size=batch_size)(texts), replay(policy, table))
+    assert all(torch.equal(texts[name], given[name]) for name in texts)
 
 
 @pytest.mark.parametrize("contract", ["batch", "stream"])

@@ -18,7 +18,9 @@ from torch import Tensor
 from alight.errors import BadInput
 from alight.models.multi_exit import Carried
 from alight.policies.policy import Memory, Policy, Shared
-from alight.policies.route import Recalled, joined, kept, visit
+from alight.policies.route import visit
+from alight.runtime.pool import Group, Pool
+from alight.runtime.rows import own_memory
 from alight.runtime.segments import Segment, Told, apart, told_of_one
 
 Integers = npt.NDArray[np.int64]
@@ -36,14 +38,6 @@ class Answers(NamedTuple):
     probabilities: Floats | None
 
 
-class Group(NamedTuple):
-    """Samples that go on together: who they are, what is remembered of them, and their tensors."""
-
-    samples: Integers
-    recalled: Recalled
-    carried: Carried
-
-
 Ready = tuple[int, int, Group]  # a full batch: minus the place that it waits at, the order of making, the group
 
 
@@ -54,52 +48,6 @@ class Awaited(NamedTuple):
     group: Group
     told: Told | Tensor  # side by side, where it is not on the host yet
     arrived: Any = None  # a CUDA event, or None on the host
-
-
-class Pool:
-    """Samples that wait for a segment, gathered into batches of one size; None keeps groups apart.
-
-    At most one batch is being filled for each shape of tensors, so memory is bounded.
-    """
-
-    def __init__(self, size: int | None) -> None:
-        self.size = size
-        self.filling: dict[Any, tuple[Carried, list[Integers], list[Recalled]]] = {}
-
-    def add(self, group: Group, staying: Integers | None) -> Iterable[Group]:
-        """Take in those of a group that stay, None is everyone, and give the batches that are full now."""
-        if staying is None and self.size in (None, len(group.samples)):
-            return (group,)
-        staying = np.arange(len(group.samples)) if staying is None else staying
-        samples, recalled, carried = group.samples[staying], kept(group.recalled, staying), group.carried
-        places = _places(staying, carried[0].device)
-        if self.size is None:
-            return (Group(samples, recalled, gathered(carried, places)),)
-        shape, start, full = tuple(each.shape[1:] for each in carried), 0, []
-        while start < len(samples):
-            if shape not in self.filling:
-                self.filling[shape] = (tuple(_empty(self.size, each) for each in carried), [], [])
-            tensors, who, memories = self.filling[shape]
-            filled = sum(map(len, who))
-            end = min(len(samples), start + self.size - filled)
-            rows = slice(filled, filled + end - start)
-            for source, target in zip(carried, tensors, strict=True):
-                _copy_rows(source, places[start:end], target[rows])
-            who.append(samples[start:end])
-            memories.append(kept(recalled, slice(start, end)))
-            if rows.stop == self.size:
-                full.append(self._taken(shape))
-            start = end
-        return full
-
-    def rest(self) -> Group | None:
-        """Those of an unfilled batch, or None."""
-        return self._taken(next(iter(self.filling))) if self.filling else None
-
-    def _taken(self, shape: Any) -> Group:
-        tensors, who, memories = self.filling.pop(shape)
-        samples = np.concatenate(who)
-        return Group(samples, joined(memories), tuple(each[: len(samples)] for each in tensors))
 
 
 class Engine:
@@ -185,15 +133,16 @@ class Engine:
 
     def _launched(self, position: int, group: Group) -> Awaited:
         """A group on its way through a segment."""
-        segment, carried = self.segments[position], group.carried
-        on_host = carried[0].device.type == "cpu"
+        segment, given = self.segments[position], group.carried
+        on_host = given[0].device.type == "cpu"
         run: Callable[..., Any] = self.runs[position] if self.runs else segment.on_host if on_host else segment
         try:
-            carried, told = run(*carried)
+            carried, told = run(*given)
         except Exception as error:
             _note(error, position, len(group.samples))
             raise
-        group = Group(group.samples, group.recalled, carried)
+        own = own_memory(carried, () if group.own else given)
+        group = Group(group.samples, group.recalled, carried, own)
         if isinstance(told, Told):
             return Awaited(position, group, told)
         if on_host:
@@ -219,7 +168,7 @@ class Engine:
         gone = leaving.nonzero()[0]
         if len(gone) < len(leaving):
             staying = (~leaving).nonzero()[0] if len(gone) else None  # None is everyone
-            for full in pools[position + 1].add(Group(group.samples, recalled, group.carried), staying):
+            for full in pools[position + 1].add(group._replace(recalled=recalled), staying):
                 self._made += 1
                 heappush(ready, (-position - 1, self._made, full))
         else:
@@ -239,40 +188,3 @@ class Engine:
 
 def _note(error: Exception, position: int, count: int) -> None:
     error.add_note(f"This happened to {count} samples between exits, in segment {position}.")
-
-
-def gathered(carried: Carried, places: Tensor) -> Carried:
-    """The tensors of the samples at these places."""
-    made = tuple(_empty(len(places), each) for each in carried)
-    for source, target in zip(carried, made, strict=True):
-        _copy_rows(source, places, target)
-    return made
-
-
-def _places(rows: Integers, device: torch.device) -> Tensor:
-    return torch.from_numpy(rows).to(device, non_blocking=True)
-
-
-def _empty(size: int, like: Tensor) -> Tensor:
-    """Room for so many samples, laid out as they are."""
-    last = like.dim() == 4 and not like.is_contiguous() and like.is_contiguous(memory_format=torch.channels_last)
-    layout = torch.channels_last if last else torch.contiguous_format
-    return torch.empty((size, *like.shape[1:]), dtype=like.dtype, device=like.device, memory_format=layout)
-
-
-def _copy_rows(source: Tensor, places: Tensor, target: Tensor) -> None:
-    """Copy samples by their places, as plain rows of memory where that is possible, whatever their layout."""
-    rows, into = _rows(source), _rows(target)
-    if rows is None or into is None or rows.shape[1] != into.shape[1]:
-        target.copy_(source[places])
-    else:
-        torch.index_select(rows, 0, places, out=into)
-
-
-def _rows(tensor: Tensor) -> Tensor | None:
-    """The tensor as (samples, numbers) in the order of memory, without copying; None where that is impossible."""
-    if tensor.is_contiguous():
-        return tensor.view(len(tensor), -1)
-    if tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last):
-        return tensor.permute(0, 2, 3, 1).view(len(tensor), -1)
-    return None

@@ -22,7 +22,7 @@ from alight.outputs import HeadOutputs
 from alight.runtime.engine import IN_FLIGHT
 from alight.runtime.prefetch import ahead
 from alight.runtime.prepare import as_dtype, compiled, device_of, pinned, placed, prepared, threads
-from alight.runtime.segments import LOGS, SMALL, apart, side_by_side, told
+from alight.runtime.segments import LOGS, apart, side_by_side, told
 from alight.scores import SCORES
 
 
@@ -140,10 +140,7 @@ class _Heads(nn.Module):
                 " number of classes, at least 2"
             )
         wide = torch.stack(logits, dim=1).double().flatten(0, 1)
-        if torch.compiler.is_compiling() or wide.device.type != "cpu" or logits[0].numel() > SMALL:
-            return side_by_side(told(wide, self.columns)), shapes[0][1]
-        with np.errstate(invalid="ignore"):  # of infinite logits, which are reported with their sample
-            return torch.from_numpy(side_by_side(told(wide.numpy(), self.columns))), shapes[0][1]
+        return side_by_side(told(wide, self.columns)), shapes[0][1]
 
 
 class _Asked:

@@ -12,20 +12,21 @@ from alight.models.multi_exit import Carried, MultiExitModel, advance, read
 from alight.policies.policy import Policy
 from alight.scores import probabilities, score_of
 
-Array = Any  # a NumPy array or a torch tensor
 Floats = npt.NDArray[np.float64]
 
-SMALL = 2**14  # logits up to which NumPy is quicker than torch on the host: it costs less to call
 LOGS = "log_probabilities"
 
 
 class Told(NamedTuple):
-    """What a head says of each sample: class, largest logit, the columns that are read, chance of the class."""
+    """What a head says of each sample: class, largest logit, the columns that are read, chance of the class.
 
-    predictions: Array
-    largest: Array
-    columns: tuple[Array, ...]
-    chances: Array | None
+    Tensors where it is computed, arrays on the host, numbers of one sample alone.
+    """
+
+    predictions: Any
+    largest: Any
+    columns: tuple[Any, ...]
+    chances: Any | None
 
 
 class Segment(nn.Module):
@@ -77,19 +78,11 @@ def segments(model: MultiExitModel, policy: Policy, *, with_chance: bool = False
     return made
 
 
-def _column(name: str, logits: Array) -> Array:
-    """A column of what is told; logarithms as they are recorded."""
-    if name != LOGS:
-        return score_of(name, logits)
-    chances = probabilities(logits)
-    return np.log(np.maximum(chances, 1e-300)).astype(np.float16) if isinstance(chances, np.ndarray) else chances.log()
-
-
-def told(logits: Array, columns: Sequence[str], with_chance: bool = False) -> Told:
-    """What is told of some logits, one row per sample; of an array or of a tensor."""
-    largest = np.maximum.reduce(logits, -1) if isinstance(logits, np.ndarray) else logits.amax(-1)
+def told(logits: Tensor, columns: Sequence[str], with_chance: bool = False) -> Told:
+    """What is told of some logits in float64, one row per sample."""
+    read = [probabilities(logits).log() if name == LOGS else score_of(name, logits) for name in columns]
     chances = score_of("max_probability", logits) if with_chance else None
-    return Told(logits.argmax(-1), largest, tuple([_column(name, logits) for name in columns]), chances)
+    return Told(logits.argmax(-1), logits.amax(-1), tuple(read), chances)
 
 
 def told_of_one(logits: Tensor, columns: Sequence[str], with_chance: bool = False) -> Told:
@@ -108,11 +101,10 @@ def told_of_one(logits: Tensor, columns: Sequence[str], with_chance: bool = Fals
     return Told(prediction, largest, (score,), chances[0] if with_chance else None)
 
 
-def side_by_side(told: Told) -> Array:
-    """What is told as one array: class, largest logit, columns, chance."""
+def side_by_side(told: Told) -> Tensor:
+    """What is told as one tensor to be fetched: class, largest logit, columns, chance."""
     parts = [told.predictions, told.largest, *told.columns, *(() if told.chances is None else (told.chances,))]
-    apart = [part if part.ndim == 2 else part[:, None] for part in parts]
-    return np.concatenate(apart, axis=1) if isinstance(apart[0], np.ndarray) else torch.cat(apart, dim=1)
+    return torch.cat([part if part.ndim == 2 else part[:, None] for part in parts], dim=1)
 
 
 def apart(values: Floats, columns: Sequence[str], with_chance: bool = False) -> Told:
