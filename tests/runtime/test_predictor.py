@@ -133,19 +133,22 @@ def test_a_lens_sees_in_the_network_what_it_sees_in_the_table(model, images, tab
 def test_texts_of_unlike_length_keep_their_masks_when_they_are_put_together(batch_size):
     torch.manual_seed(0)
     config = transformers.BertConfig(
-        vocab_size=60, hidden_size=16, num_hidden_layers=4, num_attention_heads=2, intermediate_size=32, num_labels=5
+        vocab_size=60, hidden_size=16, num_hidden_layers=4, num_attention_heads=2, intermediate_size=32
     )
+    config.initializer_range, config.num_labels = 0.5, 5  # attention that matters
     encoder = transformers.BertForSequenceClassification(config).eval()
-    mask = (torch.arange(9) < torch.randint(2, 10, (120, 1))).long()
-    texts = {"input_ids": torch.randint(5, 60, (120, 9)) * mask, "attention_mask": mask}
+    mask = (torch.arange(9) < torch.randint(2, 10, (400, 1))).long()
+    texts = {"input_ids": torch.randint(5, 60, (400, 9)) * mask, "attention_mask": mask}
     model = attach_heads(encoder, [f"bert.encoder.layer.{index}" for index in range(3)], example=texts)
-    for head in model.heads[:-1]:
-        for each in head.parameters():
-            each.data *= 12
-    table = record(model, [texts], progress=False)
-    policy = Threshold(tuple(middle(table, index, 0.5) for index in range(3)), costs=COSTS)
+    for each in model.heads[:-1].parameters():
+        nn.init.normal_(each)
+    table = record(model, [texts], log_probabilities=True, progress=False)
+    policy = Threshold(tuple(middle(table, index, 0.8) for index in range(3)), costs=COSTS)
     given = {name: each.clone() for name, each in texts.items()}
-    assert_equal(Predictor(model, policy, batch_size=batch_size)(texts), replay(policy, table))
+    decisions = Predictor(model, policy, batch_size=batch_size, probabilities=True)(texts)
+    assert_equal(decisions, replay(policy, table))
+    chances = table.log_probabilities[np.arange(400), decisions.exits, decisions.predictions]
+    np.testing.assert_allclose(np.log(decisions.probabilities), chances, atol=2e-3)
     assert all(torch.equal(texts[name], given[name]) for name in texts)
 
 
