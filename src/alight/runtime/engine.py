@@ -70,13 +70,13 @@ class Engine:
         first, what is left in the end from the first exit on. Without one, every batch is walked to its end.
         """
         pools = [Pool(batch_size) for _ in self.segments]  # the first stays empty
-        source = iter(batches)
+        source, singly = iter(batches), self.walks_alone and batch_size in (None, 1)
         ready: list[Ready] = []
         awaited: deque[Awaited] = deque()
         while True:
             if (chosen := self._next(ready, pools, source, idle=not awaited)) is not None:
-                if self._is_alone(*chosen, batch_size):
-                    yield self._alone(chosen[1])
+                if singly and chosen[0] == 0 and len(chosen[1].samples) == 1:
+                    yield _answer(chosen[1].samples, *self.alone(int(chosen[1].samples[0]), chosen[1].carried))
                     continue
                 awaited.append(self._launched(*chosen))
             elif not awaited:
@@ -106,14 +106,14 @@ class Engine:
                 return position, rest
         return None
 
-    def _is_alone(self, position: int, group: Group, batch_size: int | None) -> bool:
-        """Whether this is one sample that will meet no other, on the host, before a rule that looks at it alone."""
-        mixes = batch_size not in (None, 1) or self.policy.together or self.policy.lens is not None
-        return position == 0 and not mixes and len(group.samples) == 1 and self._on_host and self.runs is None
+    @property
+    def walks_alone(self) -> bool:
+        """Whether one sample on its own is walked in numbers: on the host, by a rule that looks at it alone."""
+        return self._on_host and self.runs is None and self.policy.lens is None and not self.policy.together
 
-    def _alone(self, group: Group) -> Answers:
-        """The answer of one sample, walked to its end in numbers: arrays of one would cost more than they do."""
-        sample, carried, recalled = int(group.samples[0]), group.carried, group.recalled
+    def alone(self, sample: int, carried: Carried) -> tuple[int, int, float | None]:
+        """One sample's class, position and chance: walked in numbers, since arrays of one cost more than they do."""
+        recalled: Any = ((), ())
         for position, segment in enumerate(self.segments):
             try:
                 carried, logits = segment.logits(*carried)
@@ -122,14 +122,12 @@ class Engine:
                 raise
             told = told_of_one(logits, segment.columns, segment.with_chance)
             if not math.isfinite(told.largest):
-                self._refuse(position, group.samples)
-            leaving, prediction, recalled = visit(
-                self.policy, position, sample, told.predictions, told.columns or (told.largest,), recalled
-            )
+                self._refuse(position, np.array([sample]))
+            columns = told.columns or (told.largest,)
+            leaving, prediction, recalled = visit(self.policy, position, sample, told.predictions, columns, recalled)
             if leaving:
                 break
-        chances = None if told.chances is None else np.array([told.chances])
-        return Answers(group.samples, np.array([prediction]), np.array([position]), chances)
+        return prediction, position, told.chances
 
     def _launched(self, position: int, group: Group) -> Awaited:
         """A group on its way through a segment."""
@@ -184,6 +182,13 @@ class Engine:
                 f"the network gives no usable logits for {len(wrong)} samples, the first of index {wrong[0]}, at exit"
                 f" {self.policy.open_exits[position]}: look for NaN or infinity in these inputs, or for overflow"
             )
+
+
+def _answer(samples: Integers, prediction: int, position: int, chance: float | None) -> Answers:
+    """The answers of one sample."""
+    return Answers(
+        samples, np.array([prediction]), np.array([position]), None if chance is None else np.array([chance])
+    )
 
 
 def _note(error: Exception, position: int, count: int) -> None:

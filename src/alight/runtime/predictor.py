@@ -102,6 +102,8 @@ class Predictor:
         """What is decided about these inputs, as the network takes them, in their order."""
         carried = self._sized(inputs)
         size, total = self.batch_size, len(carried[0])
+        if total == 1 and self.engine.walks_alone:
+            return self._alone(carried, 0 if samples is None else int(_indices(samples)[0]))
         parts = (tuple(each[start : start + size] for each in carried) for start in range(0, total, size))
         return self._decided(parts, samples, joins=total > size)  # one batch has no other to wait for
 
@@ -143,6 +145,19 @@ class Predictor:
 
         return ahead(pinned())
 
+    def _alone(self, carried: Carried, sample: int) -> Decisions:
+        """What is decided about one sample on its own, as quickly as may be."""
+        try:
+            with torch.inference_mode(), threads(self._num_threads):
+                given = placed(carried, self._device, self._dtype, self._channels_last)
+                prediction, position, chance = self.engine.alone(sample, given)
+        except BaseException as error:
+            _keep(error, [])
+            raise
+        policy = self.policy
+        exits, spent = [policy.open_exits[position]], [policy.costs[position]]
+        return Decisions([prediction], exits, spent, policy.num_exits, None if chance is None else [chance])
+
     def _answers(self, given: Iterator[Carried], samples: Integers | None, joins: bool) -> Iterator[Answers]:
         def numbered() -> Iterator[tuple[Integers, Carried]]:
             start, before = 0, self._admitted
@@ -167,9 +182,7 @@ class Predictor:
             for answers in self._answers(given, indices, joins):
                 found.append(answers)  # what is finished is kept when the next fails
         except BaseException as error:
-            error.finished = found  # type: ignore[attr-defined]
-            answered = sum(len(each.samples) for each in found)
-            error.add_note(f"{answered} samples were answered before: `finished` of this error has their answers.")
+            _keep(error, found)
             raise
         came = np.concatenate([each.samples for each in found])
         order = np.argsort(came, kind="stable")
@@ -189,9 +202,17 @@ class Predictor:
         )
 
 
+def _keep(error: BaseException, found: list[Answers]) -> None:
+    """Let an error hold what was finished before it."""
+    error.finished = found  # type: ignore[attr-defined]
+    answered = sum(len(each.samples) for each in found)
+    error.add_note(f"{answered} samples were answered before: `finished` of this error has their answers.")
+
+
 def _indices(samples: npt.ArrayLike) -> Integers:
     indices = np.asarray(samples)
-    if indices.ndim != 1 or indices.dtype.kind not in "iu" or len(np.unique(indices)) != len(indices):
+    whole = indices.ndim == 1 and indices.dtype.kind in "iu"
+    if not whole or (len(indices) > 1 and len(np.unique(indices)) != len(indices)):
         raise BadInput(f"samples of shape {indices.shape}: give one whole number per sample, each once")
     return indices.astype(np.int64)
 

@@ -2,8 +2,8 @@
 
 import copy
 import types
-from collections.abc import Callable, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -114,16 +114,18 @@ def _compiled(position: int, segment: nn.Module) -> Callable[..., Any]:
     return checked
 
 
-@contextmanager
-def threads(count: int | None) -> Any:
+def threads(count: int | None) -> AbstractContextManager[None]:
     """So many threads of torch on the host while it lasts; None leaves them as they are."""
     if count is not None and count < 1:
         raise BadInput(f"{count} threads: give 1 or more")
+    return nullcontext() if count is None else _threads(count)
+
+
+@contextmanager
+def _threads(count: int) -> Iterator[None]:
     before = torch.get_num_threads()
-    if count is not None:
-        torch.set_num_threads(count)
+    torch.set_num_threads(count)
     try:
         yield
     finally:
-        if count is not None:
-            torch.set_num_threads(before)
+        torch.set_num_threads(before)
