@@ -300,6 +300,17 @@ class Decisions:
         }.items():
             object.__setattr__(self, name, value)
 
+    @classmethod
+    def known(
+        cls, predictions: Integers, exits: Integers, spent: Floats, num_exits: int, probabilities: Floats | None = None
+    ) -> "Decisions":
+        """Decisions of arrays that are known to fit together: nothing is checked, which one sample alone would feel."""
+        made = object.__new__(cls)
+        made.__dict__.update(
+            predictions=predictions, exits=exits, spent=spent, num_exits=num_exits, probabilities=probabilities
+        )
+        return made
+
     def __len__(self) -> int:
         return len(self.predictions)
 

@@ -66,47 +66,47 @@ class EncoderStage(nn.Module):
             self, "network", network
         )  # unregistered: its parts are ours, under the names they have there
         self._modules, self._parameters, self._buffers = network._modules, network._parameters, network._buffers
-        self.layers, self.input_names, self.logits = layers, tuple(input_names), logits
+        self.way, self.input_names, self.logits = tuple(layers.split(".")), tuple(input_names), logits
 
     def forward(self, *carried: Tensor) -> Any:
         """Hidden states and the mask, or the logits at the end."""
-        inputs = self._named(carried)
+        if self.straight:
+            return self._straight(*carried)
+        inputs = dict(zip(self.input_names or ("inputs_embeds", MASK), carried, strict=True))
         if self.logits:
             return self.network(**inputs, return_dict=True).logits
-        base: nn.Module = self.network.base_model  # type: ignore[assignment]
-        if self.straight:
-            return self._straight(base, inputs)
-        hidden = base(**inputs, return_dict=True).last_hidden_state
-        return hidden, _mask(inputs, hidden)
+        hidden = self.network.base_model(**inputs, return_dict=True).last_hidden_state  # type: ignore[operator]
+        return hidden, _mask(inputs.get(MASK), hidden)
 
-    def _named(self, carried: Sequence[Tensor]) -> dict[str, Tensor]:
-        return dict(zip(self.input_names or ("inputs_embeds", MASK), carried, strict=True))
-
-    def _straight(self, base: Any, inputs: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    def _straight(self, first: Tensor, *others: Tensor) -> tuple[Tensor, Tensor]:
         from transformers.masking_utils import create_bidirectional_mask
 
-        hidden = inputs["inputs_embeds"] if "inputs_embeds" in inputs else self._embedded(base, inputs)
-        mask = _mask(inputs, hidden).detach()  # our own, which nobody else changes
-        known = hasattr(inputs.get(MASK), SEEN)  # the stage before has made it, of the same mask
-        seen = (
-            getattr(inputs[MASK], SEEN) if known else create_bidirectional_mask(base.config, hidden, inputs.get(MASK))
-        )
-        for layer in self.network.get_submodule(self.layers).children():
+        base: Any = self._modules[self.way[0]]
+        hidden, given = (first, others[0]) if not self.input_names else self._embedded(base, (first, *others))
+        mask = _mask(given, hidden).detach()  # our own, which nobody else changes
+        made_before = hasattr(given, SEEN)  # by the stage before, of the same mask
+        seen = getattr(given, SEEN) if made_before else create_bidirectional_mask(base.config, hidden, given)
+        layers: Any = self
+        for name in self.way:
+            layers = layers._modules[name]  # quicker than by attribute
+        for layer in layers._modules.values():
             made = layer(hidden, seen)
             hidden = made[0] if isinstance(made, tuple) else made
         if not torch.compiler.is_compiling():
             setattr(mask, SEEN, seen)
         return hidden, mask
 
-    def _embedded(self, base: Any, inputs: dict[str, Tensor]) -> Tensor:
-        hidden: Tensor = base.embeddings(**{name: each for name, each in inputs.items() if name != MASK})
-        return base.embeddings_project(hidden) if hasattr(base, "embeddings_project") else hidden
+    def _embedded(self, base: Any, carried: Sequence[Tensor]) -> tuple[Tensor, Tensor | None]:
+        """Hidden states of the tokens, and the mask if there is one."""
+        inputs = dict(zip(self.input_names, carried, strict=True))
+        mask = inputs.pop(MASK, None)
+        hidden: Tensor = base.embeddings(**inputs)
+        return base.embeddings_project(hidden) if hasattr(base, "embeddings_project") else hidden, mask
 
 
-def _mask(inputs: Mapping[str, Tensor], hidden: Tensor) -> Tensor:
+def _mask(given: Tensor | None, hidden: Tensor) -> Tensor:
     """The mask as it came; all ones where there was none."""
-    found = inputs.get(MASK)
-    return torch.ones(hidden.shape[:2], dtype=torch.long, device=hidden.device) if found is None else found
+    return torch.ones(hidden.shape[:2], dtype=torch.long, device=hidden.device) if given is None else given
 
 
 def _same_straight(stages: Sequence["EncoderStage"], example: Any) -> bool:
@@ -122,9 +122,9 @@ def _same_straight(stages: Sequence["EncoderStage"], example: Any) -> bool:
             for stage in stages[:-1]:
                 whole = stage(*whole)
                 try:
-                    straight = stage._straight(stage.network.base_model, stage._named(straight))
+                    straight = stage._straight(*straight)
                     same = torch.equal(whole[0], straight[0])
-                except (TypeError, AttributeError, ImportError, RuntimeError):
+                except (TypeError, AttributeError, KeyError, ImportError, RuntimeError):
                     return False  # another way of calling its layers, or no numbers to compare
                 if not same:
                     return False

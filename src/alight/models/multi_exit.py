@@ -120,6 +120,8 @@ class MultiExitModel(nn.Module):
 
     def admit(self, inputs: Any) -> Carried:
         """A batch as the first stage takes it: a tensor, several, or a dict of them by name."""
+        if isinstance(inputs, Tensor):
+            return (inputs,)
         if isinstance(inputs, Mapping):
             missing = [name for name in self.input_names if name not in inputs]
             if missing or not self.input_names:

@@ -130,7 +130,7 @@ class Predictor:
         """The inputs as the network takes them, of one number of samples."""
         carried = self.admit(inputs)
         sizes = {len(each) for each in carried}
-        if len(sizes) != 1 or not max(sizes):
+        if len(sizes) != 1 or 0 in sizes:
             raise BadInput(f"inputs of {sorted(sizes)} samples: give tensors of one and the same number, at least 1")
         return carried
 
@@ -154,9 +154,9 @@ class Predictor:
         except BaseException as error:
             _keep(error, [])
             raise
-        policy = self.policy
-        exits, spent = [policy.open_exits[position]], [policy.costs[position]]
-        return Decisions([prediction], exits, spent, policy.num_exits, None if chance is None else [chance])
+        policy, chances = self.policy, None if chance is None else np.array([chance])
+        exits, spent = np.array([policy.open_exits[position]]), np.array([policy.costs[position]])
+        return Decisions.known(np.array([prediction]), exits, spent, policy.num_exits, chances)
 
     def _answers(self, given: Iterator[Carried], samples: Integers | None, joins: bool) -> Iterator[Answers]:
         def numbered() -> Iterator[tuple[Integers, Carried]]:
@@ -193,7 +193,7 @@ class Predictor:
     def _table(self, found: list[Answers], order: Integers) -> Decisions:
         positions = np.concatenate([each.positions for each in found])[order]
         chances = [each.probabilities for each in found if each.probabilities is not None]
-        return Decisions(
+        return Decisions.known(
             predictions=np.concatenate([each.predictions for each in found])[order],
             exits=np.asarray(self.policy.open_exits)[positions],
             spent=np.asarray(self.policy.costs)[positions],
