@@ -6,8 +6,10 @@ import torch
 
 from alight import calibrate, replay
 from alight.models.zoo import resnet18_cifar
+from alight.policies.policy import ExitAt
 from alight.runtime.predictor import Predictor
 from alight.runtime.recorder import record, record_to
+from alight.runtime.rows import _kernel, move
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 NEAR = {"fp32": 1e-5, "bf16": 2e-2}  # last bits change with the batch size
@@ -90,3 +92,42 @@ def test_a_recording_on_a_gpu_keeps_the_order_while_batches_are_on_their_way(mod
     broken[1234] = float("nan")
     with pytest.raises(ValueError, match="sample 1234"):
         record(model, broken.split(70), device="cuda", progress=False)
+
+
+def test_answers_of_the_last_exit_that_wait_to_be_fetched_survive_an_error(model, images):
+    def loader():
+        yield from images.split(100)
+        raise OSError("disk gone")
+
+    table = record(model, [images], device="cuda", progress=False)
+    policy = calibrate.geometric(COSTS, "90%", table)
+    with pytest.raises(OSError, match="disk gone") as caught:
+        Predictor(model, policy, device="cuda", batch_size=100).run(loader(), progress=False)
+    assert 7 in np.concatenate([each.positions for each in caught.value.finished])
+    answered = np.concatenate([each.samples for each in caught.value.finished])
+    assert len(np.unique(answered)) == len(answered) > 700
+
+
+def test_the_plain_network_is_a_policy_too(model, images):
+    policy = ExitAt(costs=(8.0,), open_exits=(7,), num_exits=8)
+    decisions = Predictor(model, policy, device="cuda", batch_size=16)(images)  # more batches than are fetched at once
+    with torch.inference_mode():
+        expected = torch.cat([model.to("cuda")(part.to("cuda"))[-1].argmax(-1) for part in images.split(16)])
+    model.to("cpu")
+    np.testing.assert_array_equal(decisions.predictions, expected.cpu().numpy())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool])
+@pytest.mark.parametrize("shape", [(3, 5, 7), (8, 4, 4), (1,), (129,)])
+@pytest.mark.parametrize("last", [False, True])
+def test_rows_move_on_a_gpu_as_they_do_on_the_host(dtype, shape, last):
+    source, target = ((100 * torch.rand(40, *shape)).to(dtype) for _ in range(2))
+    if last and len(shape) == 3:
+        source, target = (each.to(memory_format=torch.channels_last) for each in (source, target))
+    rng = np.random.default_rng(0)
+    rows, slots = rng.permutation(37)[:17], rng.permutation(38)[:17]
+    there = (source.cuda(), target.cuda())
+    move((source[3:],), rows, (target[2:],), slots)  # not at the start of their memory
+    move((there[0][3:],), rows, (there[1][2:],), slots)
+    assert torch.equal(there[1].cpu(), target)
+    assert _kernel() is not None

@@ -26,6 +26,7 @@ from alight.runtime.segments import Segment, Told, apart, told_of_one
 Integers = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
 
+LATE = 32  # batches whose answers are fetched together, where nothing waits for them
 IN_FLIGHT = 2  # batches whose answers are awaited while others run: enough to keep a GPU from idling
 
 
@@ -63,28 +64,46 @@ class Engine:
         self._in_flight = 0 if self._on_host else IN_FLIGHT
         self._made = 0  # full batches so far: of those before one segment the first made runs first
 
-    def flow(self, batches: Iterable[tuple[Integers, Carried]], batch_size: int | None) -> Iterator[Answers]:
+    def flow(
+        self, batches: Iterable[tuple[Integers, Carried]], batch_size: int | None, *, hurry: bool = True
+    ) -> Iterator[Answers]:
         """Answers as they are ready, of batches of samples and tensors.
 
         With a batch size those who stay wait for others until a batch of that size is together: the deepest full batch
-        first, what is left in the end from the first exit on. Without one, every batch is walked to its end.
+        first, what is left in the end from the first exit on. Without one, every batch is walked to its end. Without
+        `hurry` the answers of the last exit, on which nothing depends, are fetched from a GPU for many batches at once.
         """
         pools = [Pool(batch_size) for _ in self.segments]  # the first stays empty
         source, singly = iter(batches), self.walks_alone and batch_size in (None, 1)
         ready: list[Ready] = []
         awaited: deque[Awaited] = deque()
-        while True:
-            if (chosen := self._next(ready, pools, source, idle=not awaited)) is not None:
-                if singly and chosen[0] == 0 and len(chosen[1].samples) == 1:
-                    yield _answer(chosen[1].samples, *self.alone(int(chosen[1].samples[0]), chosen[1].carried))
-                    continue
-                awaited.append(self._launched(*chosen))
-            elif not awaited:
-                return
-            if chosen is None or len(awaited) > self._in_flight:
-                chosen = None  # lets go of its tensors
-                if (answers := self._settled(awaited.popleft(), ready, pools)) is not None:
-                    yield answers
+        late: list[Awaited] = []
+        last = len(self.segments) if hurry or self._on_host or self.policy.together else len(self.segments) - 1
+        try:
+            while True:
+                if (chosen := self._next(ready, pools, source, idle=not awaited)) is not None:
+                    if singly and chosen[0] == 0 and len(chosen[1].samples) == 1:
+                        yield _answer(chosen[1].samples, *self.alone(int(chosen[1].samples[0]), chosen[1].carried))
+                        continue
+                    if chosen[0] == last:
+                        late.append(self._run(*chosen))
+                    else:
+                        awaited.append(self._sent(self._run(*chosen)))
+                elif not awaited:
+                    yield from self._fetched(late)
+                    return
+                if len(late) == LATE:
+                    yield from self._fetched(late)
+                    late.clear()
+                if awaited and (chosen is None or len(awaited) > self._in_flight):
+                    chosen = None  # lets go of its tensors
+                    if (answers := self._settled(awaited.popleft(), ready, pools)) is not None:
+                        yield answers
+        except GeneratorExit:
+            raise
+        except BaseException:
+            yield from self._rescued(late)
+            raise
 
     def _next(
         self,
@@ -129,26 +148,42 @@ class Engine:
                 break
         return prediction, position, told.chances
 
-    def _launched(self, position: int, group: Group) -> Awaited:
-        """A group on its way through a segment."""
+    def _run(self, position: int, group: Group) -> Awaited:
+        """A group that is on its way through a segment, and what will be told of it."""
         segment, given = self.segments[position], group.carried
-        on_host = given[0].device.type == "cpu"
-        run: Callable[..., Any] = self.runs[position] if self.runs else segment.on_host if on_host else segment
+        run: Callable[..., Any] = self.runs[position] if self.runs else segment.on_host if self._on_host else segment
         try:
             carried, told = run(*given)
         except Exception as error:
             _note(error, position, len(group.samples))
             raise
-        own = own_memory(carried, () if group.own else given)
-        group = Group(group.samples, group.recalled, carried, own)
-        if isinstance(told, Told):
-            return Awaited(position, group, told)
-        if on_host:
-            return Awaited(position, group, apart(told.numpy(), segment.columns, segment.with_chance))
+        own = own_memory(carried, () if group.own else given) if carried else False
+        return Awaited(position, Group(group.samples, group.recalled, carried, own), told)
+
+    def _sent(self, awaited: Awaited) -> Awaited:
+        """What is told, on its way from the GPU to the host."""
+        told = awaited.told
+        if self._on_host or not isinstance(told, Tensor):
+            return awaited
         there = torch.empty(told.shape, dtype=told.dtype, pin_memory=True).copy_(told, non_blocking=True)
         arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
         arrived.record()
-        return Awaited(position, group, there, arrived)
+        return awaited._replace(told=there, arrived=arrived)
+
+    def _fetched(self, late: Sequence[Awaited]) -> Iterator[Answers]:
+        """The answers of batches that have run to the end, which come to the host together."""
+        if late:
+            told = torch.cat([each.told for each in late]).cpu()  # type: ignore[misc]
+            for each, part in zip(late, torch.split(told, [len(each.group.samples) for each in late]), strict=True):
+                if (answers := self._settled(each._replace(told=part), [], ())) is not None:
+                    yield answers
+
+    def _rescued(self, late: Sequence[Awaited]) -> list[Answers]:
+        """What has run to the end before something went wrong; nothing, if that cannot be had any more."""
+        try:
+            return [*self._fetched(late)]
+        except Exception:  # of a device that is lost, or of unusable logits: the first error is the one to tell
+            return []
 
     def _settled(self, awaited: Awaited, ready: list[Ready], pools: Sequence[Pool]) -> Answers | None:
         """The answers of those who leave, None if nobody does; the others go to the next pool."""

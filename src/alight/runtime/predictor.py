@@ -119,7 +119,7 @@ class Predictor:
 
     def stream(self, loader: Iterable[Any]) -> Iterator[Answers]:
         """Answers as soon as they are ready: indices in the order of coming, classes, and exits as positions."""
-        yield from self._answers(self._loaded(batches(loader, "the stream")), None, joins=True)
+        yield from self._answers(self._loaded(batches(loader, "the stream")), None)
 
     def place(self, carried: Carried, count: int) -> Carried:
         """So many inputs where the network runs, as it takes them: these again and again."""
@@ -158,7 +158,9 @@ class Predictor:
         exits, spent = np.array([policy.open_exits[position]]), np.array([policy.costs[position]])
         return Decisions.known(np.array([prediction]), exits, spent, policy.num_exits, chances)
 
-    def _answers(self, given: Iterator[Carried], samples: Integers | None, joins: bool) -> Iterator[Answers]:
+    def _answers(
+        self, given: Iterator[Carried], samples: Integers | None, joins: bool = True, hurry: bool = True
+    ) -> Iterator[Answers]:
         def numbered() -> Iterator[tuple[Integers, Carried]]:
             start, before = 0, self._admitted
             for carried in given:
@@ -172,14 +174,14 @@ class Predictor:
 
         with torch.inference_mode(), threads(self._num_threads):
             mixed = joins and self.rebatch and not self.policy.together  # not those that decide as a whole
-            yield from self.engine.flow(numbered(), self.batch_size if mixed else None)
+            yield from self.engine.flow(numbered(), self.batch_size if mixed else None, hurry=hurry)
 
     def _decided(self, given: Iterator[Carried], samples: npt.ArrayLike | None, *, joins: bool = True) -> Decisions:
         """All answers in the order of coming; when something goes wrong, the error keeps those that are finished."""
         indices = None if samples is None else _indices(samples)
         found: list[Answers] = []
         try:
-            for answers in self._answers(given, indices, joins):
+            for answers in self._answers(given, indices, joins, hurry=False):
                 found.append(answers)  # what is finished is kept when the next fails
         except BaseException as error:
             _keep(error, found)
