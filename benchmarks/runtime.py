@@ -213,7 +213,10 @@ def by_rounds(
 
     theirs = clocked(dense_pass, device)
     ours = clocked(lambda: predictor(inputs), device)
-    batches = [segment_seconds(predictor, parts[index % len(parts)], device) for index in range(WALKS)]
+    batches = [
+        segment_seconds(predictor, parts[index % len(parts)], device)
+        for index in range(1 if device == "cuda" else WALKS)
+    ]
     reach = np.array([(exits >= index).sum() for index in range(len(batches[0]))]) / len(parts[0][0])
     alone = reach[:, None] * np.median(batches, axis=0)
     return theirs, ours, float(alone.sum()), float(alone[:-1, 1].sum())

@@ -1,0 +1,174 @@
+"""Does `plan` keep its word? Planned against measured, on trained networks and images they have not seen.
+
+    python experiments/planner.py STATE IMAGES --device cuda --dtype bf16        # 5 minutes on an H200
+    python experiments/planner.py STATE IMAGES --batch-sizes 1,16,256 --threads 1
+
+STATE holds results of cifar100_train.py, IMAGES is CIFAR-100's test.npz (see cifar100_data.py): 2,000 of its images are
+what the plan is made with, the others what it is measured on. For every network, batch size and question (a budget, or
+a largest loss of accuracy) the plan's predictor and the plain network run by turns over the same images; the plain
+network is called straight, without a predictor, and images come again where eight batches need more. Writes
+results/planner_<device>.csv: `faster` is the plain network's time over the planned one's, median and quartiles over
+rounds; `predicted` over `measured` is what was foretold.
+"""
+
+import argparse
+import csv
+import io
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from cifar100_data import Batches, Pictures
+from cifar100_train import Job, load_result
+from torch import Tensor
+
+from alight import HeadOutputs, MultiExitModel, Plan, plan, record
+from alight.files import write_text
+from alight.models.multi_exit import advance, read
+from alight.models.zoo import CIFAR
+from alight.provenance import provenance
+from alight.runtime.prepare import as_dtype, placed, prepared
+
+ROOT = Path(__file__).parent.parent
+NETWORKS = "resnet18_mixed_distilled-0,msdnet_joint-0"
+LABELLED = 2000  # images
+ROUNDS = 7
+SECONDS = 0.4  # of a run of the plain network, at least
+QUESTIONS: dict[str, dict[str, Any]] = {
+    "60%": {"budget": "60%"},
+    "85%": {"budget": "85%"},
+    "loss 0.01": {"max_accuracy_loss": 0.01},
+}
+Row = dict[str, str | float | int]
+
+
+def images_of(path: Path) -> tuple[Pictures, Pictures]:
+    """The pictures to plan with, and those to measure on."""
+    with np.load(path, allow_pickle=False) as file:
+        pixels, labels = torch.from_numpy(file["images"]), torch.from_numpy(file["labels"])
+    order = torch.from_numpy(np.random.default_rng(0).permutation(len(labels)))
+    parts = order[:LABELLED], order[LABELLED:]
+    first, second = (Pictures(pixels[rows], labels[rows]) for rows in parts)
+    return first, second
+
+
+def measure(
+    model: MultiExitModel, labelled: HeadOutputs, images: Tensor, labels: np.ndarray, options: argparse.Namespace
+) -> Iterator[Row]:
+    """One row for each batch size and question."""
+    settings = {"device": options.device, "dtype": options.dtype, "channels_last": options.channels_last}
+    ready = prepared(model, **settings)
+    for batch_size in map(int, options.batch_sizes.split(",")):
+        for question in options.questions.split(","):
+            asked = QUESTIONS[question]
+            start = time.perf_counter()
+            found = plan(model, labelled, example=images[:1].cpu(), batch_size=batch_size, **settings, **asked)
+            planned = time.perf_counter() - start
+            told: Row = {"batch_size": batch_size, "question": question, "planning_seconds": planned}
+            yield told | beside(found, ready, images, labels, batch_size)
+
+
+def beside(found: Plan, ready: MultiExitModel, images: Tensor, labels: np.ndarray, batch_size: int) -> Row:
+    """The planned predictor and the plain network by turns."""
+    predictor = found.predictor()
+    once = clocked(partial(dense, ready, images[:batch_size], batch_size))
+    once = clocked(partial(dense, ready, images[:batch_size], batch_size))
+    count = batch_size * max(8, min(int(SECONDS / once), len(images) // batch_size))
+    rows = torch.arange(count) % len(images)
+    some, labels = images[rows.to(images.device)], labels[rows.numpy()]
+    decisions = predictor(some)
+    runs: list[Callable[[], object]] = [partial(dense, ready, some, batch_size), partial(predictor, some)]
+    seconds = np.array([[clocked(run) for run in runs] for _ in range(ROUNDS + 1)])[1:]
+    low, middle, high = np.quantile(seconds[:, 0] / seconds[:, 1], [0.25, 0.5, 0.75]).tolist()
+    measured = count / float(np.median(seconds[:, 1]))
+    return {
+        "pays": str(found.pays),
+        "open_exits": " ".join(map(str, found.open_exits)),
+        "images": count,
+        "dense": count / float(np.median(seconds[:, 0])),
+        "measured": measured,
+        "predicted": found.throughput,
+        "predicted_over_measured": found.throughput / measured,
+        "faster": middle,
+        "faster_low": low,
+        "faster_high": high,
+        "accuracy": decisions.accuracy(labels),
+        "predicted_accuracy": found.accuracy,
+        "dense_accuracy": found.dense_accuracy,
+    }
+
+
+@torch.inference_mode()
+def dense(model: MultiExitModel, images: Tensor, batch_size: int) -> np.ndarray:
+    """Classes by the plain network, fetched once."""
+    answers = []
+    for batch in torch.split(images, batch_size):
+        carried: tuple[Tensor, ...] = (batch,)
+        for stage in model.stages:
+            carried = advance(stage, carried)
+        answers.append(read(model.heads[-1], carried).argmax(-1))
+    classes: np.ndarray = torch.cat(answers).cpu().numpy()
+    return classes
+
+
+def clocked(work: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    work()  # its answers are on the host, so all work is done
+    return time.perf_counter() - start
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("state", type=Path)
+    parser.add_argument("images", type=Path)
+    parser.add_argument("--networks", default=NETWORKS)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--dtype")
+    parser.add_argument("--batch-sizes", default="1,16,256,2048")
+    parser.add_argument("--questions", default=",".join(QUESTIONS))
+    parser.add_argument("--threads", type=int)
+    parser.add_argument("--output", type=Path)
+    options = parser.parse_args()
+    options.channels_last = options.device == "cuda"
+    torch.backends.cudnn.benchmark = options.device == "cuda"
+    if options.threads:
+        torch.set_num_threads(options.threads)
+    made = provenance("numpy", "torch", folder=ROOT) | {"threads": str(torch.get_num_threads())}
+    if options.device == "cuda":
+        made["hardware"] = torch.cuda.get_device_name()
+    first, second = images_of(options.images)
+    rows: list[Row] = []
+    for name in options.networks.split(","):
+        model = load_result(Job.named(name), options.state)
+        settings = {"device": options.device, "dtype": options.dtype, "channels_last": options.channels_last}
+        labelled = record(model, Batches(first, CIFAR, 500), progress=False, **settings)
+        whole = torch.cat([images for images, _ in Batches(second, CIFAR, 1000)])
+        (images,) = placed((whole,), torch.device(options.device), as_dtype(options.dtype), options.channels_last)
+        for row in measure(model, labelled, images, second.labels.numpy(), options):
+            rows.append({"network": name, "device": options.device, "dtype": options.dtype or "fp32", **row, **made})
+            print(
+                f"{name}, batch {row['batch_size']}, {row['question']}: exits {row['open_exits']}, {row['faster']:.3f}"
+                f" times as fast ({row['faster_low']:.3f} to {row['faster_high']:.3f}), predicted over measured"
+                f" {row['predicted_over_measured']:.3f}, accuracy {row['accuracy']:.3f} (predicted"
+                f" {row['predicted_accuracy']:.3f}), planned in {row['planning_seconds']:.1f} s",
+                flush=True,
+            )
+            write(options.output or ROOT / f"results/planner_{options.device}.csv", rows)
+
+
+def write(path: Path, rows: list[Row]) -> None:
+    text = io.StringIO()
+    writer = csv.DictWriter(text, rows[0], lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(
+        {name: f"{cell:.4f}" if isinstance(cell, float) else cell for name, cell in row.items()} for row in rows
+    )
+    write_text(path, text.getvalue())
+
+
+if __name__ == "__main__":
+    main()
