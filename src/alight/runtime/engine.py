@@ -7,7 +7,6 @@ same NumPy lines decide that replay a recording. While one such array is on its 
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from heapq import heappop, heappush
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,8 +18,9 @@ from alight.errors import BadInput
 from alight.models.multi_exit import Carried
 from alight.policies.policy import Memory, Policy, Shared
 from alight.policies.route import visit
-from alight.runtime.pool import Group, Pool
+from alight.runtime.pool import Group
 from alight.runtime.rows import own_memory
+from alight.runtime.schedule import Schedule
 from alight.runtime.segments import Segment, Told, apart, told_of_one
 
 Integers = npt.NDArray[np.int64]
@@ -37,9 +37,6 @@ class Answers(NamedTuple):
     predictions: Integers
     positions: Integers
     probabilities: Floats | None
-
-
-Ready = tuple[int, int, Group]  # a full batch: minus the place that it waits at, the order of making, the group
 
 
 class Awaited(NamedTuple):
@@ -62,7 +59,6 @@ class Engine:
         self.memory: Memory = ()  # of batches before, where the policy keeps one
         self._on_host = all(each.device.type == "cpu" for segment in segments for each in segment.parameters())
         self._in_flight = 0 if self._on_host else IN_FLIGHT
-        self._made = 0  # full batches so far: of those before one segment the first made runs first
 
     def flow(
         self, batches: Iterable[tuple[Integers, Carried]], batch_size: int | None, *, hurry: bool = True
@@ -73,15 +69,15 @@ class Engine:
         first, what is left in the end from the first exit on. Without one, every batch is walked to its end. Without
         `hurry` the answers of the last exit, on which nothing depends, are fetched from a GPU for many batches at once.
         """
-        pools = [Pool(batch_size) for _ in self.segments]  # the first stays empty
-        source, singly = iter(batches), self.walks_alone and batch_size in (None, 1)
-        ready: list[Ready] = []
+        fresh = (Group(samples, (self.memory, ()), carried) for samples, carried in batches)
+        schedule = Schedule(fresh, batch_size, len(self.segments))
+        singly = self.walks_alone and batch_size in (None, 1)
         awaited: deque[Awaited] = deque()
         late: list[Awaited] = []
         last = len(self.segments) if hurry or self._on_host or self.policy.together else len(self.segments) - 1
         try:
             while True:
-                if (chosen := self._next(ready, pools, source, idle=not awaited)) is not None:
+                if (chosen := schedule.next([each.position for each in awaited])) is not None:
                     if singly and chosen[0] == 0 and len(chosen[1].samples) == 1:
                         yield _answer(chosen[1].samples, *self.alone(int(chosen[1].samples[0]), chosen[1].carried))
                         continue
@@ -97,33 +93,13 @@ class Engine:
                     late.clear()
                 if awaited and (chosen is None or len(awaited) > self._in_flight):
                     chosen = None  # lets go of its tensors
-                    if (answers := self._settled(awaited.popleft(), ready, pools)) is not None:
+                    if (answers := self._settled(awaited.popleft(), schedule)) is not None:
                         yield answers
         except GeneratorExit:
             raise
         except BaseException:
             yield from self._rescued(late)
             raise
-
-    def _next(
-        self,
-        ready: list[Ready],
-        pools: Sequence[Pool],
-        source: Iterator[tuple[Integers, Carried]],
-        *,
-        idle: bool,
-    ) -> tuple[int, Group] | None:
-        """The group to run next and its place; None while there is none before an awaited answer has arrived."""
-        if ready:
-            depth, _, group = heappop(ready)
-            return -depth, group
-        rebatching = pools[0].size is not None
-        if (rebatching or idle) and (batch := next(source, None)) is not None:
-            return 0, Group(batch[0], (self.memory, ()), batch[1])
-        for position, pool in enumerate(pools if idle else ()):
-            if (rest := pool.rest()) is not None:
-                return position, rest
-        return None
 
     @property
     def walks_alone(self) -> bool:
@@ -175,7 +151,7 @@ class Engine:
         if late:
             told = torch.cat([each.told for each in late]).cpu()  # type: ignore[misc]
             for each, part in zip(late, torch.split(told, [len(each.group.samples) for each in late]), strict=True):
-                if (answers := self._settled(each._replace(told=part), [], ())) is not None:
+                if (answers := self._settled(each._replace(told=part))) is not None:
                     yield answers
 
     def _rescued(self, late: Sequence[Awaited]) -> list[Answers]:
@@ -185,8 +161,8 @@ class Engine:
         except Exception:  # of a device that is lost, or of unusable logits: the first error is the one to tell
             return []
 
-    def _settled(self, awaited: Awaited, ready: list[Ready], pools: Sequence[Pool]) -> Answers | None:
-        """The answers of those who leave, None if nobody does; the others go to the next pool."""
+    def _settled(self, awaited: Awaited, schedule: Schedule | None = None) -> Answers | None:
+        """The answers of those who leave, None if nobody does; the others go on as scheduled."""
         position, group, told, arrived = awaited
         if arrived is not None:
             arrived.synchronize()  # the only wait for this segment and batch
@@ -199,11 +175,9 @@ class Engine:
             self.policy, position, group.samples, told.predictions, told.columns or (told.largest,), group.recalled
         )
         gone = leaving.nonzero()[0]
-        if len(gone) < len(leaving):
+        if schedule is not None and len(gone) < len(leaving):
             staying = (~leaving).nonzero()[0] if len(gone) else None  # None is everyone
-            for full in pools[position + 1].add(group._replace(recalled=recalled), staying):
-                self._made += 1
-                heappush(ready, (-position - 1, self._made, full))
+            schedule.add(position + 1, group._replace(recalled=recalled), staying)
         else:
             self.memory = tuple(part for part in recalled[0] if isinstance(part, Shared))
         if not len(gone):
