@@ -118,6 +118,7 @@ def test_search_finds_what_rates_of_a_fixed_shape_miss():
     assert np.mean(found) > np.mean(fixed)
 
 
+@pytest.mark.alone
 def test_a_search_on_the_recording_takes_seconds(frozen):
     start = time.perf_counter()
     calibrate.search(frozen.costs, "50%", frozen.labelled)

@@ -102,6 +102,7 @@ def test_the_plan_comes_from_labelled_and_thresholds_from_unlabelled_data():
     )
 
 
+@pytest.mark.alone
 def test_stopping_beats_eero_on_the_frozen_recording(frozen):
     def mean_accuracy(method) -> float:
         policies = [method(frozen.costs, f"{percent}%", frozen.labelled) for percent in range(20, 91, 10)]

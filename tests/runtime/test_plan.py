@@ -11,6 +11,8 @@ from alight.models.multi_exit import MultiExitModel
 from alight.policies.policy import ExitAt
 from alight.runtime.plan import plan, walking_costs
 
+pytestmark = pytest.mark.alone
+
 
 def chain(widths):
     """Stages as dear as their widths say, and small heads."""

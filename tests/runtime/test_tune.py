@@ -14,6 +14,7 @@ from alight.runtime import trial, tune
 from alight.runtime.predictor import Predictor
 from alight.runtime.recorder import record
 
+pytestmark = pytest.mark.alone
 IMAGES = torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(0))
 TERMS = {"num_threads": 1, "example": IMAGES, "batch_size": 16}
 
