@@ -1,0 +1,130 @@
+"""What is kept in the repository of the trainings on CIFAR-100: recordings of four networks, all others as CSV.
+
+    python experiments/cifar100_ship.py STATE      # a folder that cifar100_pack.py unpacked; seconds
+
+Writes for each network of SHIPPED a folder results/recordings/NAME (calibration.npz and test.npz, scores in single
+precision, costs.json, run.json, and policy_50.json, what `eero` fits for half of the FLOPs), results/cifar100_runs.csv
+(accuracy and cost of every exit of every training, with its seconds, hardware and commit) and
+results/cifar100_modes.csv (what policies make of the exits of every training). A better training takes the place of
+another by running this again, then `make figures`.
+
+Weights are not kept: heads are worth nothing without their backbone, and the smallest network is 6.3 MB.
+"""
+
+import csv
+import io
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from recorded_cifar100 import FOLDER, MODES, NETWORKS, RUNS, Result, budgets, costs_alone
+
+from alight import HeadOutputs, Policy, calibrate, replay, sweep
+from alight.files import write_arrays, write_text
+
+FURTHER = {"resnet18_frozen": ("max_probability", "negative_entropy")}  # scores beside the margin
+METHODS = ("eero", "eero_marginal", "geometric", "gaussian", "patience", "best_single_exit")
+
+
+def ship(state: Path) -> None:
+    results = [Result.of(folder / "result") for folder in sorted(state.iterdir()) if (folder / "result").is_dir()]
+    _write(RUNS, [row for result in results for row in run_rows(result)])
+    _write(MODES, [row for result in results if len(result.costs) > 1 for row in mode_rows(result)])
+    for name in NETWORKS:
+        keep(state / f"{name}-0" / "result", FOLDER / name, FURTHER.get(name, ()))
+
+
+def keep(source: Path, target: Path, further: Sequence[str]) -> None:
+    """Write the recording of a training, and say how many decisions rounding its scores changes."""
+    result = Result.of(source)
+    target.mkdir(parents=True, exist_ok=True)
+    for name, table in {"calibration": result.calibration, "test": result.test}.items():
+        write_arrays(target / f"{name}.npz", "HeadOutputs", narrow(table, further))
+    result.costs.save(target / "costs.json")
+    result.run["settings"].pop("epochs", None)  # as planned; `training` has what was done
+    write_text(target / "run.json", json.dumps(result.run, indent=2) + "\n")
+    kept = Result.of(target)
+    policy = calibrate.eero(kept.costs, "50%", kept.calibration)
+    policy.save(target / "policy_50.json")
+    changed, of = _changed(result, kept)
+    size = sum(path.stat().st_size for path in target.iterdir())
+    print(f"{target.name}: {size / 1e6:.2f} MB, {changed} of {of} decisions differ from those on whole scores")
+
+
+def narrow(table: HeadOutputs, further: Sequence[str]) -> dict[str, np.ndarray]:
+    """The arrays of a table's file, scores in single precision, classes (at most 256 of them) in bytes."""
+    return {
+        "scores": table.scores.astype(np.float32),
+        "predictions": table.predictions.astype(np.uint8),
+        "labels": table.known_labels("a recording").astype(np.uint8),
+        **{f"feature_{name}": table.features[name].astype(np.float32) for name in further},
+        **table.titles(),
+    }
+
+
+def _changed(whole: Result, kept: Result) -> tuple[int, int]:
+    """Decisions of `eero` and `global_threshold` at all budgets that differ after rounding, and how many there are."""
+    changed = of = 0
+    for method in (calibrate.eero, calibrate.global_threshold):
+        for budget in budgets(whole.costs):
+            exits = [_decide(method(each.costs, budget, each.calibration), each.test) for each in (whole, kept)]
+            changed, of = changed + int((exits[0] != exits[1]).sum()), of + len(exits[0])
+    return changed, of
+
+
+def _decide(policy: Policy, table: HeadOutputs) -> np.ndarray:
+    return replay(policy, table).exits
+
+
+def run_rows(result: Result) -> Iterator[dict[str, object]]:
+    """One row per exit of a training."""
+    run = result.run
+    plain = result.costs.plain
+    for index, name in enumerate(run["exits"]):
+        yield {
+            "run": run["run"],
+            "seed": run["seed"],
+            "calibration_images": run["calibration"],
+            "epochs": run["settings"]["training"]["epochs"],
+            "exit": name,
+            "flops_alone": round(costs_alone(result.costs)[index]),
+            "share_alone": f"{costs_alone(result.costs)[index] / plain:.5f}",
+            "test_accuracy": run["test_accuracy"][index],
+            "calibration_accuracy": run["calibration_accuracy"][index],
+            **{name: run[name] for name in ("seconds", "hardware", "versions", "date", "commit", "fingerprint")},
+        }
+
+
+def mode_rows(result: Result) -> Iterator[dict[str, object]]:
+    """One row per method and budget of a training with exits."""
+    costs = result.costs
+    methods = {name: calibrate.METHODS[name] for name in METHODS}
+    points = sweep(methods, costs, budgets(costs), labelled=result.calibration, test=result.test, references=False)
+    for point in points:
+        yield {
+            "run": result.run["run"],
+            "seed": result.run["seed"],
+            "calibration_images": result.run["calibration"],
+            "method": point.method,
+            "allowed": f"{point.budget / costs.plain:.4f}",
+            "spent": f"{point.mean_cost / costs.plain:.6f}",
+            "accuracy": f"{point.accuracy:.6f}",
+            "low": f"{point.accuracy_low:.6f}",
+            "high": f"{point.accuracy_high:.6f}",
+        }
+
+
+def _write(path: Path, rows: list[dict[str, Any]]) -> None:
+    text = io.StringIO()
+    writer = csv.DictWriter(text, list(rows[0]), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    write_text(path, text.getvalue())
+    print(f"{path.name}: {len(rows)} rows")
+
+
+if __name__ == "__main__":
+    ship(Path(sys.argv[1]))

@@ -1,0 +1,76 @@
+"""Recordings of the networks that were trained for the experiments, as they are kept in results/."""
+
+import csv
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from alight import Costs, HeadOutputs
+
+RESULTS = Path(__file__).parent.parent / "results"
+FOLDER = RESULTS / "recordings"
+RUNS = RESULTS / "cifar100_runs.csv"  # every exit of every training
+MODES = RESULTS / "cifar100_modes.csv"  # policies on every training
+USUAL = "1000"  # calibration images, as in the paper
+NETWORKS = {  # kept as recordings, and what they are called
+    "resnet18_frozen": "ResNet-18, frozen heads",
+    "resnet18_mixed_distilled": "ResNet-18, mixed + distilled",
+    "convnext_frozen": "ConvNeXt, frozen heads",
+    "msdnet_joint": "MSDNet",
+}
+TEXTS = {"minilm_banking77": "MiniLM, banking77", "minilm_clinc150": "MiniLM, CLINC150"}
+
+
+@dataclass(frozen=True)
+class Result:
+    """A trained network: how it was trained, what its exits say, and what they cost."""
+
+    run: dict[str, Any]
+    calibration: HeadOutputs
+    test: HeadOutputs
+    costs: Costs
+
+    @classmethod
+    def of(cls, folder: Path) -> "Result":
+        """What lies in a folder."""
+        return cls(
+            run=json.loads((folder / "run.json").read_text()),
+            calibration=HeadOutputs.load(folder / "calibration.npz"),
+            test=HeadOutputs.load(folder / "test.npz"),
+            costs=Costs.load(folder / "costs.json"),
+        )
+
+
+def load(name: str) -> Result:
+    """The recording of a network of this name."""
+    known = NETWORKS | TEXTS
+    if name not in known:
+        raise SystemExit(f"there is no recording {name!r}: choose one of {', '.join(known)}")
+    return Result.of(FOLDER / name)
+
+
+def costs_alone(costs: Costs) -> npt.NDArray[np.float64]:
+    """What each exit costs alone, all others closed."""
+    return np.array([float(costs.cumulative([index])[0]) for index in range(len(costs))])
+
+
+def budgets(costs: Costs, step: int = 5) -> list[str]:
+    """Percentages of the plain network, from the cheapest exit to beyond the dearest, by so many percent."""
+    cheapest, dearest = 100 * costs.cumulative()[[0, -1]] / costs.plain
+    first = f"{np.ceil(10 * cheapest) / 10:g}%"  # as small as can be
+    return [first, *(f"{percent}%" for percent in range(step, 1000, step) if cheapest < percent < dearest + step)]
+
+
+def rows(path: Path) -> list[dict[str, str]]:
+    """The rows of a CSV file."""
+    with path.open(encoding="utf-8", newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def usual(path: Path) -> list[dict[str, str]]:
+    """The rows of trainings with the usual number of calibration images."""
+    return [row for row in rows(path) if row["calibration_images"] == USUAL]
