@@ -3,6 +3,7 @@
 #   make test   lint, types and all tests
 #   make lint   lint and types alone       make format   put the code in shape
 #   make bench  speed, as ratios in one run
+#   make figures  every figure and table of docs/experiments.md from committed recordings: two minutes on two cores
 # TORCH_INDEX=<url> takes torch and torchvision from another index, e.g. PyTorch's small CPU wheels.
 
 PYTHON ?= python3
@@ -12,7 +13,7 @@ TORCH_INDEX ?=
 bin := $(VENV)/bin
 pip := $(bin)/python -m pip install --quiet --disable-pip-version-check
 
-.PHONY: demo test lint format bench clean
+.PHONY: demo test lint format bench figures clean
 
 demo: $(VENV)/.installed
 	$(bin)/alight demo
@@ -33,6 +34,12 @@ bench: $(VENV)/.installed-dev
 	$(bin)/python benchmarks/calibration.py
 	$(bin)/python benchmarks/policies.py
 
+figures: $(VENV)/.installed-figures
+	OPENBLAS_NUM_THREADS=1 $(bin)/python experiments/paper_tables.py
+	$(bin)/python experiments/paper_figures.py
+	$(bin)/python experiments/recorded_resnet18.py --draw > /dev/null
+	$(bin)/python experiments/paper_page.py
+
 clean:
 	rm -rf $(VENV) alight-demo dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
 
@@ -43,10 +50,14 @@ $(VENV)/.installed: pyproject.toml | $(torch)
 	$(pip) --editable .
 	@touch $@
 
+$(VENV)/.installed-figures: pyproject.toml | $(torch)
+	$(pip) --editable ".[figures]"
+	@touch $@
+
 $(VENV)/.installed-dev: pyproject.toml | $(torch)
 	@echo "installing what the tests need (PyTorch included: minutes, once)"
 	$(pip) --editable ".[dev]"
-	@touch $@ $(VENV)/.installed
+	@touch $@ $(VENV)/.installed $(VENV)/.installed-figures
 
 $(VENV)/.torch: | $(VENV)/.python
 	$(pip) torch torchvision --index-url $(TORCH_INDEX)

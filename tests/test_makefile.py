@@ -48,6 +48,13 @@ def test_another_index_is_heeded_even_after_a_first_demo(tmp_path):
     assert position(planned("test", f"VENV={tmp_path}/venv", f"TORCH_INDEX={INDEX}"), f"--index-url {INDEX}") >= 0
 
 
+def test_figures_need_no_network_and_are_computed_drawn_and_put_on_the_page():
+    commands = planned("figures")
+    scripts = [position(commands, f"experiments/{name}.py") for name in ("paper_tables", "paper_figures", "paper_page")]
+    assert scripts == sorted(scripts)
+    assert not [command for command in commands if "[dev]" in command]
+
+
 def test_testing_runs_lint_types_and_all_tests():
     commands = planned("test")
     for words in (["ruff", "check"], ["ruff", "format", "--check"], ["mypy"], ["pytest"]):

@@ -1,0 +1,187 @@
+"""Figures and tables of the paper: computed anew they are those that are committed, and the page shows them."""
+
+import csv
+import importlib
+import io
+import json
+import re
+import sys
+from functools import partial
+from pathlib import Path
+from xml.etree import ElementTree
+
+import numpy as np
+import pytest
+
+from alight import HeadOutputs
+from alight.files import write_arrays
+
+ROOT = Path(__file__).parent.parent.parent
+NAMES = (
+    "recorded_cifar100",
+    "figure_style",
+    "paper_tables",
+    "paper_figures",
+    "paper_page",
+    "cifar100_ship",
+    "cifar100_duplicates",
+)
+
+
+@pytest.fixture(scope="module")
+def scripts():
+    """The scripts, by name."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.syspath_prepend(str(ROOT / "experiments"))
+        yield {name: importlib.import_module(name) for name in NAMES}
+        for name in NAMES:
+            sys.modules.pop(name)
+
+
+def committed(table, **where):
+    with (ROOT / "results" / "paper" / f"{table}.csv").open(newline="") as file:
+        return [row for row in csv.DictReader(file) if all(row[key] == str(value) for key, value in where.items())]
+
+
+def assert_same(found, expected):
+    """Cell by cell; numbers but for their last printed digit."""
+    assert len(found) == len(expected) > 0
+    for own, other in zip(found, expected, strict=True):
+        for name, cell in own.items():
+            try:
+                assert float(cell) == pytest.approx(float(other[name]), abs=2e-6), (name, own)
+            except ValueError:
+                assert cell == other[name]
+
+
+def written(tables, rows):
+    return list(csv.DictReader(io.StringIO(tables.text_of(list(rows)))))
+
+
+def test_a_sweep_gives_what_is_committed(scripts):
+    tables = scripts["paper_tables"]
+    methods = ("eero", "geometric", "patience")
+    found = written(tables, tables.sweep_rows("convnext_frozen", methods))
+    expected = committed("sweep", network="convnext_frozen")
+    assert_same(found, [row for row in expected if row["method"] in (*methods, "oracle", "single_exit")])
+    every = {row["method"] for row in expected}
+    assert every == {*tables.calibrate.METHODS, "oracle", "single_exit"}
+
+
+@pytest.mark.parametrize(
+    ("table", "part", "where"),
+    [
+        ("two_exits", lambda tables: partial(tables.two_exit_rows, early=(3,)), {"head": 3}),
+        ("weights", lambda tables: partial(tables.weight_rows, "convnext_frozen"), {}),
+        ("overthinking", lambda tables: partial(tables.overthinking_rows, "msdnet_joint"), {"network": "msdnet_joint"}),
+        (
+            "temperature",
+            lambda tables: partial(tables.temperature_rows, "msdnet_joint", (0.04,)),
+            {"network": "msdnet_joint", "temperature": "0.040000"},
+        ),
+        (
+            "gains",
+            lambda tables: partial(tables.gain_rows, "msdnet_joint", ("geometric",)),
+            {"network": "msdnet_joint", "rival": "geometric"},
+        ),
+        (
+            "calibration_size",
+            lambda tables: partial(tables.size_rows, "msdnet_joint", (100,)),
+            {"network": "msdnet_joint", "calibration_images": 100},
+        ),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_table_computed_anew_is_the_committed_one(scripts, table, part, where):
+    tables = scripts["paper_tables"]
+    assert_same(written(tables, part(tables)()), committed(table, **where))
+
+
+def test_all_tables_are_committed_with_how_they_were_made(scripts):
+    tables = scripts["paper_tables"]
+    for name in tables.TABLES:
+        assert committed(name)
+    made = json.loads((ROOT / "results" / "paper" / "made.json").read_text())
+    assert {"hardware", "versions", "date", "commit", "seed", "seconds"} <= set(made)
+
+
+def test_figures_are_drawn_from_results_alone(scripts, tmp_path):
+    figures = scripts["paper_figures"]
+    names = ["accuracy_budget", "msdnet_budget", "all_methods", "training_modes", "epsilon_aggreg"]
+    figures.draw(names, tmp_path)
+    for name in names:
+        text = (tmp_path / f"{name}.svg").read_text()
+        assert ElementTree.fromstring(text).tag.endswith("svg")
+        assert "%" in text  # an axis with its unit
+
+
+def test_every_figure_is_committed_shown_and_small(scripts):
+    names = scripts["paper_figures"].FIGURES
+    page = (ROOT / "docs" / "experiments.md").read_text()
+    assert sum((ROOT / "docs" / "figures" / f"{name}.svg").stat().st_size for name in names) < 1.2e6
+    for name, (_, papers) in names.items():
+        assert f"(figures/{name}.svg)" in page
+        assert not papers or f"`{papers}`" in page
+    shown = set(re.findall(r"\(figures/(\w+)\.svg\)", page))
+    assert shown == set(names)
+
+
+def test_the_page_holds_what_results_give(scripts):
+    page = (ROOT / "docs" / "experiments.md").read_text()
+    assert scripts["paper_page"].page(page) == page
+
+
+def test_a_small_picture_is_the_same_picture(scripts):
+    drawn = (
+        '<g id="line2d_1">\n <!-- 5 --> <path d="M 1.23456 2 \nL 3 4 \nz\n" style="fill: none; stroke: #000"/>\n</g>'
+    )
+    assert scripts["figure_style"].small(drawn) == ('<g><path d="M1.23 2L3 4z" style="fill:none;stroke:#000"/></g>\n')
+
+
+def test_recordings_are_small_and_keep_their_decisions(scripts, tmp_path, capsys):
+    recorded = scripts["recorded_cifar100"]
+    package = ROOT / "src" / "alight" / "recordings"
+    kept = [*recorded.FOLDER.rglob("*"), *package.glob("*.npz")]
+    assert sum(path.stat().st_size for path in kept if path.is_file()) < 5e6
+    scripts["cifar100_ship"].keep(recorded.FOLDER / "msdnet_joint", tmp_path / "again", ())
+    assert " 0 of " in capsys.readouterr().out
+    again, before = recorded.Result.of(tmp_path / "again"), recorded.load("msdnet_joint")
+    assert np.array_equal(again.test.scores, before.test.scores)
+    assert again.run == before.run
+    assert "epochs" not in again.run["settings"]
+
+
+def test_a_narrow_table_is_read_as_any_other(scripts, tmp_path):
+    dice = np.random.default_rng(0)
+    table = HeadOutputs.from_logits(dice.normal(size=(20, 3, 9)), dice.integers(9, size=20), features=["logit_margin"])
+    write_arrays(tmp_path / "table.npz", "HeadOutputs", scripts["cifar100_ship"].narrow(table, ["logit_margin"]))
+    read = HeadOutputs.load(tmp_path / "table.npz")
+    assert np.allclose(read.scores, table.scores, atol=1e-7)
+    assert np.array_equal(read.predictions, table.predictions)
+    assert np.array_equal(read.labels, table.labels)
+    assert list(read.features) == ["logit_margin"]
+
+
+def test_rows_of_a_training_are_those_of_its_results(scripts):
+    ship, recorded = scripts["cifar100_ship"], scripts["recorded_cifar100"]
+    result = recorded.load("msdnet_joint")
+    for path, made in ((recorded.RUNS, ship.run_rows(result)), (recorded.MODES, ship.mode_rows(result))):
+        own = [row for row in recorded.rows(path) if (row["run"], row["seed"]) == ("msdnet_joint", "0")]
+        found = [{name: str(value) for name, value in row.items()} for row in made]
+        assert len(found) == len(own)
+        for row, other in zip(found, own, strict=True):
+            for name in row:
+                if name in ("low", "high", "accuracy", "spent"):  # rounding of scores may move a decision
+                    assert float(row[name]) == pytest.approx(float(other[name]), abs=2e-3)
+                else:
+                    assert row[name] == other[name]
+
+
+def test_the_most_similar_picture_is_found_even_mirrored(scripts):
+    duplicates = scripts["cifar100_duplicates"]
+    seen = np.random.default_rng(0).integers(0, 256, (30, 32, 32, 3), np.uint8)
+    asked = np.stack([seen[7], seen[11][:, ::-1], 255 - seen[3]])
+    similarity, which = duplicates.neighbours(asked, duplicates.unit(seen))
+    assert which[:2].tolist() == [7, 11]
+    assert similarity[:2] == pytest.approx([1, 1], abs=1e-5)
+    assert similarity[2] < 0.5
