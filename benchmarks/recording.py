@@ -2,7 +2,6 @@
 
     python benchmarks/recording.py --device cpu  --models resnet18_cifar,minilm --batch-sizes 64 --images 512
     python benchmarks/recording.py --device cuda --models resnet50,convnext_tiny --batch-sizes 256 --sources device,host
-    python benchmarks/recording.py --page           # puts the tables of results/ into docs/speed.md
 
 Random weights. `ratio` is the recording's time over the plain network's, taken by turns, median and quartiles;
 `at_most` is what we aim at: 1.1 times the plain network, and the heads' own share, each head timed in the same run.
@@ -12,9 +11,6 @@ results/recording_<device>.csv.
 """
 
 import argparse
-import csv
-import io
-import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -25,7 +21,6 @@ import numpy as np
 import torch
 from runtime import ROOT, ROUNDS, Row, clocked, network, random_inputs, write
 
-from alight.files import write_text
 from alight.models.attach import attach_heads
 from alight.models.measure import head_overhead, time_stages
 from alight.models.multi_exit import MultiExitModel
@@ -146,38 +141,5 @@ def main() -> None:
                 write(options.output or ROOT / f"results/recording_{options.device}.csv", rows)
 
 
-def page(text: str) -> str:
-    """The page with the tables of results/ between its markers."""
-    for device in ("cuda", "cpu"):
-        path = ROOT / f"results/recording_{device}.csv"
-        start, end = f"<!-- recording {device} -->\n", f"<!-- end of recording {device} -->"
-        if path.exists() and start in text:
-            before, _, rest = text.partition(start)
-            made = table(list(csv.DictReader(io.StringIO(path.read_text()))))
-            text = before + start + made + end + rest.partition(end)[2]
-    return text
-
-
-def table(rows: list[dict[str, str]]) -> str:
-    """What recordings take beside the plain network, as Markdown."""
-    lines = [
-        "| network | batch | batches on the | kept | times the plain network | heads' share | at most |",
-        "|---|---|---|---|---|---|---|",
-    ]
-    for row in rows:
-        spread = f"{float(row['ratio']):.3f} ({float(row['ratio_low']):.3f} to {float(row['ratio_high']):.3f})"
-        cells = [row["model"], row["batch_size"], row["source"], row["kept"], spread]
-        cells += [f"{float(row['heads_share']):.1%}", f"{float(row['at_most']):.3f}"]
-        lines.append(f"| {' | '.join(cells)} |")
-    made = rows[0]
-    where = made["device"] if made["device"] != "cpu" else made["hardware"]
-    told = f"{made['dtype']}, {made['exits']} exits; {made['versions']}; commit {made['commit']}"
-    return "\n".join(lines) + f"\n\nRun on {made['date']}: {where}, {told}.\n"
-
-
 if __name__ == "__main__":
-    if sys.argv[1:] == ["--page"]:
-        written = ROOT / "docs" / "speed.md"
-        write_text(written, page(written.read_text()))
-    else:
-        main()
+    main()

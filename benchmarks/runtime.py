@@ -2,7 +2,6 @@
 
     python benchmarks/runtime.py --device cpu  --models resnet18_cifar --batch-sizes 1,64 --images 512
     python benchmarks/runtime.py --device cuda --models convnext_tiny,resnet50 --batch-sizes 256,1024,2048
-    python benchmarks/runtime.py --page           # puts the tables of results/ into docs/speed.md
 
 Random weights; samples leave by lot, so that the mix of exits is what the row says: uniform, early (most leave early),
 or never (every head and score is evaluated and nobody leaves). `speedup` is the plain network's time over the
@@ -17,7 +16,6 @@ import argparse
 import csv
 import importlib.util
 import io
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -287,45 +285,5 @@ def write(path: Path, rows: list[Row]) -> None:
     write_text(path, text.getvalue())
 
 
-def page(text: str) -> str:
-    """The page with the tables of results/ between its markers."""
-    for device in ("cuda", "cpu"):
-        path = ROOT / f"results/runtime_{device}.csv"
-        start, end = f"<!-- {device} -->\n", f"<!-- end of {device} -->"
-        if path.exists() and start in text:
-            before, _, rest = text.partition(start)
-            text = (
-                before
-                + start
-                + table(list(csv.DictReader(io.StringIO(path.read_text()))))
-                + end
-                + rest.partition(end)[2]
-            )
-    return text
-
-
-def table(rows: list[dict[str, str]]) -> str:
-    """Speed-up, what was possible and how much of it was reached, as Markdown."""
-    lines = [
-        "| network | exits | leaving | batch | mode | speed-up | possible | reached | commit |",
-        "|---|---|---|---|---|---|---|---|---|",
-    ]
-    for row in rows:
-        spread = f"{float(row['speedup']):.2f} ({float(row['speedup_low']):.2f} to {float(row['speedup_high']):.2f})"
-        cells = [row["model"], row["exits"], row["mix"], row["batch_size"], row["mode"], spread]
-        lines.append(
-            "| "
-            + " | ".join([*cells, f"{float(row['possible']):.2f}", f"{float(row['reached']):.1%}", row["commit"]])
-            + " |"
-        )
-    made = rows[0]
-    where = made["device"] if made["device"] != "cpu" else made["hardware"]
-    return "\n".join(lines) + f"\n\nRun on {made['date']}: {where}, {made['dtype']}; {made['versions']}.\n"
-
-
 if __name__ == "__main__":
-    if sys.argv[1:] == ["--page"]:
-        written = ROOT / "docs" / "speed.md"
-        write_text(written, page(written.read_text()))
-    else:
-        main()
+    main()

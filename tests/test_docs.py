@@ -57,14 +57,7 @@ def test_figures_of_guarantees_are_those_of_their_results():
 
 def test_figures_of_speed_are_those_of_their_results():
     page = (ROOT / "docs" / "speed.md").read_text()
-    assert experiment("runtime", "benchmarks").page(page) == page
-
-
-def test_figures_of_recording_are_those_of_their_results(monkeypatch):
-    monkeypatch.syspath_prepend(ROOT / "benchmarks")
-    page = (ROOT / "docs" / "speed.md").read_text()
-    assert "<!-- recording cuda -->" in page
-    assert experiment("recording", "benchmarks").page(page) == page
+    assert experiment("speed_page", "benchmarks").page(page) == page
 
 
 def test_the_page_on_models_counts_the_families_that_were_cut():

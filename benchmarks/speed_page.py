@@ -1,0 +1,103 @@
+"""Puts the tables of results/ into docs/speed.md, each between its markers.
+
+python benchmarks/speed_page.py
+"""
+
+import csv
+import io
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from alight.files import write_text
+
+ROOT = Path(__file__).parent.parent
+PAGE = ROOT / "docs" / "speed.md"
+Row = dict[str, str]
+
+
+def runtime(rows: Sequence[Row]) -> list[list[str]]:
+    """Speed-up, what was possible and how much of it was reached."""
+    lines = [["network", "exits", "leaving", "batch", "mode", "threads", "speed-up", "possible", "reached", "commit"]]
+    for row in rows:
+        cells = [row[name] for name in ("model", "exits", "mix", "batch_size", "mode")]
+        threads = row["threads"] if row["device"] == "cpu" else "–"
+        reached = f"{float(row['reached']):.1%}"
+        lines.append([*cells, threads, _spread(row, "speedup"), _number(row["possible"]), reached, row["commit"]])
+    return lines
+
+
+def asking(rows: Sequence[Row]) -> list[list[str]]:
+    """What it costs to ask every head when nobody leaves, beyond the heads themselves."""
+    lines = [["network", "batch", "threads", "slower than the plain network", "of it the heads", "all else", "commit"]]
+    for row in (each for each in rows if each["mix"] == "never"):
+        slower, heads = 1 / float(row["speedup"]) - 1, float(row["heads_share"])
+        figures = [f"{slower:.1%}", f"{heads:.1%}", f"{slower - heads:.1%}"]
+        lines.append([row["model"], row["batch_size"], row["threads"], *figures, row["commit"]])
+    return lines
+
+
+def recording(rows: Sequence[Row]) -> list[list[str]]:
+    """What recordings take beside the plain network."""
+    lines = [["network", "batch", "kept", "times the plain network", "heads' share", "at most", "commit"]]
+    for row in rows:
+        bounds = [f"{float(row['heads_share']):.1%}", f"{float(row['at_most']):.3f}"]
+        cells = [row["model"], row["batch_size"], row["kept"], _spread(row, "ratio", 3), *bounds, row["commit"]]
+        lines.append(cells)
+    return lines
+
+
+def instead(rows: Sequence[Row]) -> list[list[str]]:
+    """Accuracy, latency and throughput of what a user would pick."""
+    lines = [["what", "accuracy", "one image: median", "99th percentile", "in batches of 64, lowest to highest"]]
+    for row in rows:
+        latency = [f"{float(row[name]):.1f} ms" for name in ("p50_ms", "p99_ms")]
+        rates = [f"{float(row[f'per_second{part}']):.0f}" for part in ("", "_low", "_high")]
+        accuracy = f"{float(row['accuracy']):.1%}"
+        lines.append([row["name"], accuracy, *latency, f"{rates[0]}/s ({rates[1]} to {rates[2]})"])
+    return lines
+
+
+TABLES: dict[str, tuple[str, Callable[[Sequence[Row]], list[list[str]]]]] = {  # by marker: the file and what is shown
+    "cuda": ("runtime_cuda", runtime),
+    "cpu": ("runtime_cpu", runtime),
+    "asking": ("runtime_cpu", asking),
+    "recording cuda": ("recording_cuda", recording),
+    "recording cpu": ("recording_cpu", recording),
+    "instead": ("instead", instead),
+}
+
+
+def page(text: str) -> str:
+    """The page with its tables."""
+    for marker, (name, shown) in TABLES.items():
+        rows = list(csv.DictReader(io.StringIO((ROOT / f"results/{name}.csv").read_text())))
+        start, end = f"<!-- {marker} -->\n", f"<!-- end of {marker} -->"
+        before, found, rest = text.partition(start)
+        if not found or end not in rest:
+            raise SystemExit(f"{PAGE.name} has no place {start.strip()} ... {end}: make one")
+        text = before + start + _markdown(shown(rows)) + _made(rows[0]) + end + rest.partition(end)[2]
+    return text
+
+
+def _markdown(lines: Sequence[Sequence[str]]) -> str:
+    head, *body = lines
+    rows = [head, ["---"] * len(head), *body]
+    return "".join("| " + " | ".join(row) + " |\n" for row in rows)
+
+
+def _made(row: Row) -> str:
+    where = row["device"] if row.get("device", "cpu") != "cpu" else row["hardware"]
+    return f"\nRun on {row['date']}: {where}; {row['versions']}.\n"
+
+
+def _spread(row: Row, name: str, digits: int = 2) -> str:
+    middle, low, high = (_number(row[f"{name}{part}"], digits) for part in ("", "_low", "_high"))
+    return f"{middle} ({low} to {high})"
+
+
+def _number(text: str, digits: int = 2) -> str:
+    return f"{float(text):.{digits}f}"
+
+
+if __name__ == "__main__":
+    write_text(PAGE, page(PAGE.read_text()))
