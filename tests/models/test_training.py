@@ -498,6 +498,37 @@ def test_a_loss_that_is_no_number_stops_training_and_keeps_the_last_good_checkpo
     assert path.read_bytes() == good
 
 
+def test_shares_of_one_class_each_train_like_the_classes():
+    one, other = network(), network()
+    other.load_state_dict(one.state_dict())
+    hard = [(images, labels) for images, labels in loader(FEW)]
+    soft = [{"images": images, "labels": nn.functional.one_hot(labels, 10).double()} for images, labels in hard]
+    given = {"mode": "joint", "optimizer": "sgd", "learning_rate": 0.1}
+    histories = [quick(model, data, **given) for model, data in ((one, hard), (other, soft))]
+    assert histories[0].epochs[-1].accuracies == histories[1].epochs[-1].accuracies
+    for name, tensor in one.state_dict().items():
+        torch.testing.assert_close(tensor, other.state_dict()[name], atol=1e-5, rtol=1e-4)
+
+
+def test_the_loss_of_shares_is_that_of_the_classes_by_their_shares():
+    logits = [torch.randn(4, 3), torch.randn(4, 3)]
+    first, second = torch.tensor([0, 1, 2, 0]), torch.tensor([1, 1, 0, 2])
+    shares = 0.7 * nn.functional.one_hot(first, 3) + 0.3 * nn.functional.one_hot(second, 3)
+    expected = [0.7 * a + 0.3 * b for a, b in zip(exit_losses(logits, first), exit_losses(logits, second), strict=True)]
+    for found, loss in zip(exit_losses(logits, shares), expected, strict=True):
+        torch.testing.assert_close(found, loss)
+
+
+@pytest.mark.compiled
+def test_a_compiled_training_goes_as_an_ordinary_one():
+    one, other = network(), network()
+    other.load_state_dict(one.state_dict())
+    plain = quick(one, mode="joint", seed=3)
+    compiled = quick(other, mode="joint", seed=3, compile=True)
+    assert compiled.epochs[-1].losses == pytest.approx(plain.epochs[-1].losses, rel=1e-3)
+    assert one.state_dict().keys() == other.state_dict().keys()
+
+
 def test_the_exit_whose_loss_is_no_number_is_named():
     class Spoilt(nn.Module):
         def forward(self, features):
@@ -522,6 +553,10 @@ BAD_BATCHES = {
     "an iterator": (iter([(IMAGES, LABELS)]), "no batch in epoch 2: an iterator is spent after one pass"),
     "text": ([("a picture", LABELS)], "part 0 of a batch is a str"),
     "nothing": ([{}], "a batch holds no tensor"),
+    "shares of too few classes": (
+        [{"x": IMAGES, "labels": torch.eye(8)}],
+        "labels share each sample among 8 classes, but the network has 10",
+    ),
 }
 
 

@@ -18,7 +18,7 @@ class Batch:
     """Inputs as the network admits them, and the labels, None where the loader gives none."""
 
     inputs: Any
-    labels: Tensor | None  # (samples,), class indices
+    labels: Tensor | None  # (samples,), class indices; or (samples, classes), shares of classes
 
     def __len__(self) -> int:
         return len(_first(self.inputs))
@@ -37,6 +37,13 @@ class Batch:
     def check(self, num_classes: int) -> None:
         """That the labels are classes of the network."""
         if self.labels is None:
+            return
+        if self.labels.ndim == 2:
+            if self.labels.shape[1] != num_classes:
+                raise BadInput(
+                    f"labels share each sample among {self.labels.shape[1]} classes, but the network has {num_classes}:"
+                    " give a column for each"
+                )
             return
         low, high = int(self.labels.min()), int(self.labels.max())
         if low < 0 or high >= num_classes:
@@ -71,7 +78,8 @@ def length_of(loader: Iterable[Any]) -> int | None:
 def as_batch(batch: Any) -> Batch:
     """A loader's batch with its labels told apart: a tensor, (inputs, ..., labels), or a dict with "labels".
 
-    The last of several is the labels if it has one axis; a mask or a second image has more.
+    The last of several is the labels if it has one axis; a mask or a second image has more. In a dict labels may also
+    be shares of classes, (samples, classes): of smoothed labels and mixed images.
 
     >>> as_batch({"input_ids": torch.ones(2, 4), "labels": torch.tensor([1, 0])}).labels
     tensor([1, 0])
@@ -110,8 +118,10 @@ def _full(inputs: Any) -> Any:
 
 
 def _labels(labels: Tensor, num_samples: int) -> Tensor:
+    if labels.is_floating_point() and labels.ndim == 2 and len(labels) == num_samples:
+        return labels.float()
     if labels.is_floating_point() or labels.is_complex() or labels.dtype is torch.bool:
-        raise BadInput(f"labels are {labels.dtype}, not class indices: give integers")
+        raise BadInput(f"labels are {labels.dtype}, not class indices: give integers, or rows of shares")
     if labels.shape != (num_samples,):
         raise BadInput(
             f"labels have shape {tuple(labels.shape)} for {num_samples} samples: give one class index per sample"

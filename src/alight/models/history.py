@@ -92,7 +92,8 @@ class Tally:
         self._counts[1, exits] += together.shape[1]
         if labels is not None:
             said = torch.stack([logits[index].argmax(-1) for index in losses])
-            self._sums[1, exits] += (said == labels).sum(1)
+            truth = labels.argmax(-1) if labels.ndim == 2 else labels  # of shares the largest
+            self._sums[1, exits] += (said == truth).sum(1)
             self._counts[0, exits] += len(labels)
 
     @property

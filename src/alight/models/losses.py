@@ -15,8 +15,9 @@ def exit_losses(
 ) -> list[Tensor]:
     """Loss of every sample at every exit, (samples,) each.
 
-    Cross-entropy with the labels; before the last exit a share `distill` of it is replaced by the divergence from what
-    the last exit says at a softmax temperature, and without labels only that divergence is left.
+    Cross-entropy with the labels, which are classes or (samples, classes) shares of them; before the last exit a share
+    `distill` of it is replaced by the divergence from what the last exit says at a softmax temperature, and without
+    labels only that divergence is left.
 
     >>> early, last = torch.zeros(1, 2), torch.tensor([[0.0, 9.0]])
     >>> [round(loss.item(), 3) for loss in exit_losses([early, last], torch.tensor([1]))]
@@ -29,7 +30,8 @@ def exit_losses(
         share = 0.0 if last else 1.0 if labels is None else distill
         loss = _wide(each).new_zeros(len(each))
         if labels is not None and share < 1:
-            loss = (1 - share) * functional.cross_entropy(_wide(each), labels, reduction="none")
+            target = labels.to(_wide(each).dtype) if labels.ndim == 2 else labels
+            loss = (1 - share) * functional.cross_entropy(_wide(each), target, reduction="none")
         if share > 0:
             loss = loss + share * divergence(each, teacher, temperature)
         losses.append(loss)

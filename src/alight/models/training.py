@@ -6,7 +6,7 @@ but the state before it: training that was stopped goes on as if it had not been
 
 import random
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from alight.errors import BadInput, Diverged, Mismatch
 from alight.files import PathLike, check_writable
 from alight.models.batches import Batch, batches
 from alight.models.checkpoints import Checkpoint, optimizer_tensors, restore_optimizer
+from alight.models.data import BATCH_SIZE, in_batches
 from alight.models.fingerprint import digest
 from alight.models.history import Epoch, History, Row, Tally
 from alight.models.losses import exit_losses
@@ -34,8 +35,9 @@ ENOUGH = 500  # samples by which a backbone shows whether it knows anything
 
 def train_heads(
     model: MultiExitModel,
-    loader: Iterable[Any],
+    loader: Any,
     *,
+    batch_size: int = BATCH_SIZE,
     mode: str = "frozen",
     epochs: int = 10,
     backbone_epochs: int | None = None,
@@ -53,11 +55,12 @@ def train_heads(
     channels_last: bool = False,
     clip: float | None = None,
     ema: float | None = None,
+    compile: bool = False,  # noqa: A002  # torch's own word for it
     device: str | torch.device | None = None,
     seed: int = 0,
     checkpoint: PathLike | None = None,
     checkpoint_every: int = 1,
-    validation: Iterable[Any] | None = None,
+    validation: Any = None,
     progress: bool = True,
 ) -> History:
     """The history of a training that changes the model in place.
@@ -66,15 +69,19 @@ def train_heads(
     backbone runs once per batch without gradient, and neither its weights nor its statistics move. "joint": everything.
     "mixed": for `backbone_epochs` (by default half of all) the backbone on its last exit, then everything.
 
-    A batch is (inputs, labels), or a dict with "labels". `loss_weights` has one number per exit. `distill` replaces
-    that share of every earlier exit's loss by the divergence from what the last exit says, at a softmax `temperature`;
-    with a frozen backbone it needs no labels. `rescale_gradients` gives every stage the average of its exits'
-    gradients instead of their sum (Li et al. 2019).
+    Instead of a loader there may be a data set, arrays or tensors as (inputs, labels), or a list of (image, label):
+    they are shuffled and taken in batches of `batch_size`; pictures and bytes are normalised as the network says.
+    A batch is (inputs, labels), or a dict with "labels", which may there be shares of classes (smoothed labels, mixed
+    images) instead of one class each. `loss_weights` has one number per exit. `distill` replaces that share of every
+    earlier exit's loss by the divergence from what the last exit says, at a softmax `temperature`; with a frozen
+    backbone it needs no labels. `rescale_gradients` gives every stage the average of its exits' gradients instead of
+    their sum (Li et al. 2019).
 
     `schedule` is "cosine", "onecycle" or None; the learning rate is by default 1e-3 for "adamw" (whose first beta is
     `momentum`) and 3e-2 for "sgd", whose momentum may be `nesterov`. `amp` is "bf16" or "fp16"; `clip` bounds the
-    gradient's norm; with `ema`, a decay such as 0.999, the model ends with the average of its weights. The model is
-    moved to `device` and stays there.
+    gradient's norm; with `ema`, a decay such as 0.999, the model ends with the average of its weights. `compile` runs
+    what is trained through torch.compile, which pays where many small kernels wait for the host: after minutes of
+    compiling, and with last bits that differ. The model is moved to `device` and stays there.
 
     A `checkpoint` is written after every epoch, or every few (`checkpoint_every`) where epochs are short, and taken up
     if it is there: on a CPU the result is bit for bit that of an uninterrupted training, as long as the data's own dice
@@ -116,10 +123,12 @@ def train_heads(
         raise BadInput(f"checkpoint_every {checkpoint_every} is out of bounds: give a number of epochs, at least 1")
     place = torch.device(device) if device is not None else _device_of(model)
     own, place = processes(place)
+    loader = in_batches(loader, model, batch_size, shuffle=True)
+    judged = None if validation is None else own.share(in_batches(validation, model, batch_size))
     with _as_found(model, channels_last), _own_dice(place):
         model.to(place)
-        training = _Training(model, settings, own, place, own.share(loader), checkpoint, checkpoint_every)
-        return training.run(None if validation is None else own.share(validation), progress and own.is_first)
+        training = _Training(model, settings, own, place, own.share(loader), checkpoint, checkpoint_every, compile)
+        return training.run(judged, progress and own.is_first)
 
 
 class _Training:
@@ -134,9 +143,11 @@ class _Training:
         loader: Shared,
         checkpoint: PathLike | None,
         checkpoint_every: int,
+        compiles: bool,
     ) -> None:
         self.model, self.settings, self.own, self.device, self.loader = model, settings, own, device, loader
         self.checkpoint, self.checkpoint_every, self.history = checkpoint, checkpoint_every, list[Epoch]()
+        self.compiles = compiles
         self.batches = _length(loader)
         self.kept: nn.Module = model.heads if settings.mode == "frozen" else model  # what training changes
         if not any(parameter.requires_grad for parameter in self.kept.parameters()):
@@ -279,6 +290,7 @@ class _Walk:
         if not self.trained:
             raise BadInput(f"loss weights {settings.loss_weights} leave no head to train: give one of them some weight")
         self.module = training.own.join(phase.module)
+        self.forward = torch.compile(self.module, dynamic=False) if training.compiles else self.module
         self.parameters = [each for each in phase.module.parameters() if each.requires_grad]
         self.optimizer = make_optimizer(
             settings.optimizer,
@@ -313,7 +325,7 @@ class _Walk:
             )
         placed = batch.to(self.training.device, settings.channels_last)
         with self.training.autocast():
-            logits = self.module(self._admitted(placed.inputs))
+            logits = self.forward(self._admitted(placed.inputs))
         self.training.check(batch, list(logits.values()))
         losses = exit_losses(
             list(logits.values()), placed.labels, distill=settings.distill, temperature=settings.temperature
