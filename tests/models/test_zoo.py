@@ -3,7 +3,7 @@ import torch
 
 from alight.errors import BadInput
 from alight.models.attach import attach_heads
-from alight.models.convnext import ConvNeXt
+from alight.models.convnext import ConvNeXt, DropPath
 from alight.models.measure import head_overhead, measure_costs
 from alight.models.resnet import ResNet
 from alight.models.zoo import ZOO, convnext_cifar, convnext_tiny, resnet18_cifar
@@ -84,3 +84,27 @@ def test_pooled_heads_cost_next_to_nothing_and_flattening_ones_do_not():
 def test_bad_settings_are_refused():
     with pytest.raises(BadInput, match="2 depths and 1 widths"):
         ConvNeXt((1, 1), (8,), 10)
+
+
+def test_blocks_are_left_out_in_training_alone_and_the_mean_stays():
+    dropping, features = DropPath(0.25), torch.ones(4000, 2, 3)
+    torch.manual_seed(0)
+    left = dropping(features)
+    assert left.unique().tolist() == pytest.approx([0, 4 / 3])
+    assert left.mean().item() == pytest.approx(1, abs=0.05)
+    assert torch.equal(left, left[:, :1, :1].expand_as(left))  # a sample as a whole
+    assert torch.equal(dropping.eval()(features), features)
+    network = ConvNeXt((1, 2), (8, 16), 10, drop_path=0.2)
+    assert [part.chance for part in network.modules() if isinstance(part, DropPath)] == [0, 0.1, 0.2]
+    with pytest.raises(BadInput, match="drop_path 1 is out of bounds"):
+        ConvNeXt((1, 2), (8, 16), 10, drop_path=1.0)
+
+
+def test_exits_do_not_take_stochastic_depth_away():
+    backbone = ConvNeXt((1, 1, 2, 1), (4, 8, 8, 16), 10, patch=1, scale=1.0, drop_path=0.9)
+    model = convnext_cifar(10, backbone=backbone)
+    images = torch.randn(8, 3, 32, 32)
+    torch.manual_seed(0)
+    one, other = (model.train()(images)[-1] for _ in range(2))
+    assert not torch.equal(one, other)
+    assert torch.equal(model.eval()(images)[-1], backbone.eval()(images))

@@ -5,6 +5,7 @@ from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from alight.errors import BadInput
 
@@ -12,12 +13,22 @@ from alight.errors import BadInput
 class ConvNeXt(nn.Module):
     """Four stages of blocks, the map halved between them; its weights are named as timm's are.
 
+    `drop_path` is the chance that the last block is left out for a sample in training, the first never, those between
+    by their place (stochastic depth, Huang et al. 2016).
+
     >>> ConvNeXt(depths=(1, 1, 2, 1), widths=(8, 16, 32, 64), num_classes=10)(torch.zeros(2, 3, 64, 64)).shape
     torch.Size([2, 10])
     """
 
     def __init__(
-        self, depths: Sequence[int], widths: Sequence[int], num_classes: int, *, patch: int = 4, scale: float = 1e-6
+        self,
+        depths: Sequence[int],
+        widths: Sequence[int],
+        num_classes: int,
+        *,
+        patch: int = 4,
+        scale: float = 1e-6,
+        drop_path: float = 0.0,
     ) -> None:
         super().__init__()
         if len(depths) != len(widths) or not depths:
@@ -30,6 +41,11 @@ class ConvNeXt(nn.Module):
                 for index, (pair, depth) in enumerate(zip(pairwise(channels), depths, strict=True))
             )
         )
+        if not 0 <= drop_path < 1:
+            raise BadInput(f"drop_path {drop_path:g} is out of bounds: give a chance from 0 to below 1")
+        blocks = [part for part in self.stages.modules() if isinstance(part, Block)]
+        for index, block in enumerate(blocks):
+            block.drop_path.chance = drop_path * index / max(len(blocks) - 1, 1)
         self.head = Classifier(widths[-1], num_classes)
         for part in self.modules():
             if isinstance(part, nn.Conv2d | nn.Linear) and part.bias is not None:
@@ -73,6 +89,21 @@ class MLP(nn.Module):
         return changed
 
 
+class DropPath(nn.Module):
+    """In training, zeros instead of a sample with some chance; the others grow, so that the mean stays."""
+
+    def __init__(self, chance: float = 0.0) -> None:
+        super().__init__()
+        self.chance = chance
+
+    def forward(self, features: Tensor) -> Tensor:
+        """Features of the same shape."""
+        if not self.training or self.chance == 0:
+            return features
+        ones = features.new_ones(features.shape[:1] + (1,) * (features.ndim - 1))
+        return features * functional.dropout(ones, self.chance)
+
+
 class Block(nn.Module):
     """A 7 x 7 depth-wise convolution, then an MLP over the channels, scaled and added to what came in."""
 
@@ -82,11 +113,12 @@ class Block(nn.Module):
         self.norm = nn.LayerNorm(channels, eps=1e-6)
         self.mlp = MLP(channels)
         self.gamma = nn.Parameter(scale * torch.ones(channels))
+        self.drop_path = DropPath()
 
     def forward(self, features: Tensor) -> Tensor:
         """Features of the same shape."""
         changed = self.mlp(self.norm(self.conv_dw(features).permute(0, 2, 3, 1))).permute(0, 3, 1, 2)
-        added: Tensor = features + changed * self.gamma.reshape(1, -1, 1, 1)
+        added: Tensor = features + self.drop_path(changed * self.gamma.reshape(1, -1, 1, 1))
         return added
 
 
