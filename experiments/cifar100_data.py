@@ -6,6 +6,7 @@ A folder holds train.npz and test.npz, each with `images` (uint8, N x 32 x 32 x 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -68,6 +69,9 @@ class Batches:
 
     To train on, every epoch has a new order, and every picture is moved by up to four pixels, mirrored or not, and
     loses a square; the last pictures that fill no batch are left for another epoch. All dice are torch's.
+
+    With `mixing`, the chance that a picture is mixed with another of its batch, or `smoothing`, the share of a label
+    that goes to all classes alike, a batch is a dict whose labels are shares of `num_classes` classes.
     """
 
     def __init__(
@@ -77,8 +81,12 @@ class Batches:
         batch_size: int,
         *,
         training: bool = False,
+        mixing: float = 0.0,
+        smoothing: float = 0.0,
+        num_classes: int = 100,
         on_epoch: Callable[[int], object] | None = None,
     ) -> None:
+        self.mixing, self.smoothing, self.num_classes = mixing, smoothing, num_classes
         self.batch_size, self.training, self.on_epoch = min(batch_size, len(pictures)), training, on_epoch
         self.labels, self.device = pictures.labels, pictures.labels.device
         self.mean, self.std = (
@@ -95,7 +103,7 @@ class Batches:
         if self.on_epoch is not None:
             self.on_epoch(epoch)
 
-    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+    def __iter__(self) -> Iterator[Any]:
         count = len(self.labels)
         if not self.training:
             for first in range(0, count, self.batch_size):
@@ -109,7 +117,27 @@ class Batches:
         for index in range(len(self)):
             rows = order[index * self.batch_size : (index + 1) * self.batch_size]
             images = self._images(_moved(self.pixels, rows, top[rows], left[rows], mirrored[rows]))
-            yield images * _kept(holes[:, rows]), self.labels[rows]
+            if self.mixing or self.smoothing:
+                images, labels = self._mixed(images, self.labels[rows])
+                yield {"images": images * _kept(holes[:, rows]), "labels": labels}
+            else:
+                yield images * _kept(holes[:, rows]), self.labels[rows]
+
+    def _mixed(self, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        """Some pictures mixed with others, half of them everywhere and half by a window, and shares of classes."""
+        count = len(images)
+        other = torch.randperm(count, device=self.device)
+        own = torch.rand(count, 1, 1, 1, device=self.device)  # share of the picture itself
+        size = SIZE * (1 - own).sqrt().flatten()
+        window = _window(torch.randint(SIZE, (2, count), device=self.device), size)
+        kinds = torch.rand(count, 1, 1, 1, device=self.device)
+        own = torch.where(kinds < self.mixing / 2, own, (~window).float())
+        own = torch.where(kinds < self.mixing, own, torch.ones_like(own))
+        mixed = own * images + (1 - own) * images[other]
+        shares = torch.nn.functional.one_hot(labels, self.num_classes).float()
+        share = own.mean((1, 2, 3))[:, None]
+        shares = share * shares + (1 - share) * shares[other]
+        return mixed, (1 - self.smoothing) * shares + self.smoothing / self.num_classes
 
     def _images(self, pixels: Tensor) -> Tensor:
         """(samples, channels, rows, columns), normalised."""
@@ -130,7 +158,13 @@ def _moved(pixels: Tensor, rows: Tensor, top: Tensor, left: Tensor, mirrored: Te
 
 def _kept(centres: Tensor) -> Tensor:
     """(samples, 1, rows, columns): what cutout leaves; the centre of what it takes away may lie at an edge."""
+    return ~_window(centres, torch.full_like(centres[0], HOLE))
+
+
+def _window(centres: Tensor, sizes: Tensor) -> Tensor:
+    """(samples, 1, rows, columns): True inside a square of this size about its centre, as far as the picture goes."""
     along = torch.arange(SIZE, device=centres.device)
     distance = along - centres[..., None]  # (2, samples, SIZE)
-    inside = (distance >= -HOLE // 2) & (distance < HOLE // 2)
-    return ~(inside[0][:, :, None] & inside[1][:, None, :])[:, None]
+    half = (sizes / 2)[:, None]
+    inside = (distance >= -half) & (distance < half)
+    return (inside[0][:, :, None] & inside[1][:, None, :])[:, None]

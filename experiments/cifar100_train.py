@@ -17,7 +17,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +54,8 @@ class Run:
     start: str = ""  # the run whose backbone it begins with
     batch_size: int = 512
     all_scores: bool = False  # are they recorded, or the margin alone?
+    mixing: float = 0.0  # chance that a picture is mixed with another
+    smoothing: float = 0.0  # share of a label that all classes get
     ships: str = ""  # which weights are worth keeping: "heads", "everything"
     about: str = field(default="", compare=False)
 
@@ -61,7 +63,7 @@ class Run:
 PLAIN: dict[str, Callable[[], nn.Module]] = {
     "resnet18": lambda: ResNet(CLASSES),
     "resnet10": lambda: ResNet(CLASSES, blocks=(1, 1, 1, 1)),
-    "convnext": lambda: ConvNeXt((2, 2, 6, 2), (40, 80, 160, 320), CLASSES, patch=2),
+    "convnext": lambda: ConvNeXt((2, 2, 6, 2), (40, 80, 160, 320), CLASSES, patch=1, drop_path=0.1),
 }
 WITH_EXITS: dict[str, Callable[..., MultiExitModel]] = {
     "resnet18": resnet18_cifar,
@@ -76,7 +78,8 @@ EXITS = RESNET | {"learning_rate": 0.2, "loss_weights": [0.5] * 7 + [1.0]}
 ON = RESNET | {"learning_rate": 0.2}  # from a trained backbone
 DISTILLED = {"distill": 0.5, "temperature": 3.0}
 ADAMW = {"mode": "joint", "optimizer": "adamw", "learning_rate": 2e-3, "weight_decay": 0.05, "schedule": "onecycle"}
-CONVNEXT = ADAMW | {"clip": 1.0, "checkpoint_every": 2}
+CONVNEXT = ADAMW | {"clip": 1.0, "ema": 0.999, "checkpoint_every": 2}
+SOFT: dict[str, float] = {"mixing": 0.5, "smoothing": 0.1}  # without, a ConvNeXt knows its training images by heart
 MSDNET = SGD | {"learning_rate": 0.4, "weight_decay": 4e-4, "clip": 5.0, "checkpoint_every": 2}
 PAPER = {"mode": "frozen", "optimizer": "sgd", "momentum": 0.9, "schedule": "cosine", "clip": 5.0}
 RESNET_PAPER = PAPER | {"learning_rate": 3e-3, "weight_decay": 0.0, "checkpoint_every": 5}
@@ -108,9 +111,16 @@ RUNS = {
     ),
     "resnet10_plain": Run("resnet10", 100, FRESH, ships="everything", about="a smaller network instead of exits"),
     "msdnet_joint": Run("msdnet", 150, MSDNET, "own", all_scores=True, ships="everything", about="made for exits"),
-    "convnext_plain": Run("convnext", 100, CONVNEXT, ships="everything", about="the backbone alone"),
+    "convnext_plain": Run("convnext", 100, CONVNEXT, ships="everything", about="the backbone alone", **SOFT),
     "convnext_frozen": Run(
-        "convnext", 30, CONVNEXT_PAPER, "pooled_linear", "convnext_plain", 512, True, "heads", "the paper's heads"
+        "convnext",
+        30,
+        CONVNEXT_PAPER,
+        "pooled_linear",
+        "convnext_plain",
+        all_scores=True,
+        ships="heads",
+        about="the paper's heads",
     ),
     "convnext_joint": Run(
         "convnext",
@@ -118,6 +128,7 @@ RUNS = {
         CONVNEXT | {"loss_weights": [0.5] * 11 + [1.0]},
         "separable",
         about="everything from the start",
+        **SOFT,
     ),
 }
 
@@ -152,10 +163,18 @@ class Job:
 
 @dataclass(frozen=True)
 class Sizes:
-    """What a rehearsal makes smaller."""
+    """What is asked for instead of what a run says: less for a rehearsal, larger batches for a fast device."""
 
     limit: int | None = None  # images of each part
     epochs: int | None = None
+    batch_size: int | None = None  # the learning rate changes by the root of the ratio
+
+    def of(self, run: Run) -> Run:
+        """The run, changed."""
+        size = self.batch_size or run.batch_size
+        rate = run.training["learning_rate"] * (size / run.batch_size) ** 0.5
+        training = run.training | {"learning_rate": rate}
+        return replace(run, epochs=self.epochs or run.epochs, batch_size=size, training=training)
 
 
 def build(job: Job, state: Path) -> MultiExitModel:
@@ -175,7 +194,14 @@ def _plain(network: nn.Module) -> MultiExitModel:
 
 
 def train(
-    job: Job, data: Path, state: Path, device: torch.device, sizes: Sizes | None = None, commit: str = ""
+    job: Job,
+    data: Path,
+    state: Path,
+    device: torch.device,
+    sizes: Sizes | None = None,
+    commit: str = "",
+    *,
+    compiled: bool = False,
 ) -> Path:
     """The folder of the job's result, which is made unless it is there."""
     folder, sizes = state / job.name, sizes or Sizes()
@@ -183,18 +209,27 @@ def train(
     if result.exists():
         return result
     folder.mkdir(parents=True, exist_ok=True)
-    run, split, model = RUNS[job.run], read(data, job.seed, job.calibration, sizes.limit), build(job, state)
+    run, split, model = sizes.of(RUNS[job.run]), read(data, job.seed, job.calibration, sizes.limit), build(job, state)
     progress = Progress(folder / "progress.csv")
-    options = run.training | {"epochs": sizes.epochs or run.epochs, "amp": "bf16" if device.type == "cuda" else None}
+    options = run.training | {"epochs": run.epochs, "amp": "bf16" if device.type == "cuda" else None}
     history = train_heads(
         model,
-        Batches(split.train.to(device), CIFAR, run.batch_size, training=True, on_epoch=progress.note),
+        Batches(
+            split.train.to(device),
+            CIFAR,
+            run.batch_size,
+            training=True,
+            mixing=run.mixing,
+            smoothing=run.smoothing,
+            on_epoch=progress.note,
+        ),
         validation=Batches(split.calibration.to(device), CIFAR, RECORDED),
         channels_last=True,
         device=device,
         seed=job.seed,
         checkpoint=folder / "checkpoint.safetensors",
         progress=False,
+        compile=compiled,
         **options,
     )
     progress.note(len(history.epochs))
@@ -212,13 +247,18 @@ def train(
         "calibration": job.calibration,
         "fingerprint": fingerprint(model),
     }
-    about |= {"exits": list(model.exits), **accuracies, "settings": asdict(run) | {"training": options}}
+    about |= {"exits": list(model.exits), **accuracies, "settings": settings(run, options) | {"compiled": compiled}}
     about |= {"images": {part: len(getattr(split, part)) for part in ("train", "calibration", "test")}}
     about |= {"seconds": round(progress.seconds(), 1), **_made(device, commit)}
     write_text(partial / "run.json", json.dumps(about, indent=2) + "\n")
     partial.rename(result)
     (folder / "checkpoint.safetensors").unlink()
     return result
+
+
+def settings(run: Run, options: dict[str, Any]) -> dict[str, Any]:
+    """How a network was trained: the run, with the options that the training was really given."""
+    return {name: value for name, value in asdict(run).items() if name != "epochs"} | {"training": options}
 
 
 def _record(
@@ -349,15 +389,17 @@ def main() -> None:
     parser.add_argument("--commit", default="", help="of this code, where it is no git repository")
     parser.add_argument("--limit", type=int, help="images of each part, for a rehearsal")
     parser.add_argument("--epochs", type=int, help="for a rehearsal")
+    parser.add_argument("--batch-size", type=int, help="other than the run's; the learning rate follows")
+    parser.add_argument("--compile", action="store_true", help="what is trained, which takes minutes at first")
     options = parser.parse_args()
     device = torch.device(options.device)
     torch.set_num_threads(1 if device.type == "cpu" else 4)
     torch.backends.cudnn.benchmark = True
     signal.signal(signal.SIGTERM, _stop)
     job = Job(options.run, options.seed, options.calibration)
-    sizes = Sizes(options.limit, options.epochs)
+    sizes = Sizes(options.limit, options.epochs, options.batch_size)
     try:
-        result = train(job, options.data, options.state, device, sizes, options.commit)
+        result = train(job, options.data, options.state, device, sizes, options.commit, compiled=options.compile)
     except KeyboardInterrupt:
         if device.type == "cuda":
             torch.cuda.synchronize()  # so that nothing is cut off on a device that others use

@@ -28,7 +28,7 @@ def scripts():
         patched.syspath_prepend(str(EXPERIMENTS))
         found = {name: importlib.import_module(f"cifar100_{name}") for name in ("data", "train", "pack", "all")}
         patched.setattr(resnet, "WIDTHS", (4, 8, 8, 16))
-        narrow = partial(ConvNeXt, (2, 2, 6, 2), (4, 8, 8, 16), 100, patch=2)
+        narrow = partial(ConvNeXt, (2, 2, 6, 2), (4, 8, 8, 16), 100, patch=2, drop_path=0.1)
         patched.setitem(found["train"].PLAIN, "convnext", narrow)
         patched.setitem(found["train"].WITH_EXITS, "msdnet", partial(msdnet_cifar, blocks=3, channels=4, growth=2))
         yield found
@@ -91,6 +91,36 @@ def test_batches_to_train_on_are_moved_mirrored_and_cut_by_torchs_dice(scripts, 
     loader = scripts["data"].Batches(scripts["data"].Pictures(rising, torch.arange(2)), CIFAR, 2, training=True)
     steps = torch.cat([torch.diff(images[:, 0, 16], dim=-1)[:, 12:20] for _ in range(8) for images, _ in loader])
     assert steps.max() > 0 > steps.min()  # left to right, or mirrored
+
+
+def test_mixed_pictures_have_the_classes_of_both_by_what_is_seen_of_them(scripts):
+    dark, light = torch.zeros(8, 32, 32, 3, dtype=torch.uint8), torch.full((8, 32, 32, 3), 255, dtype=torch.uint8)
+    pictures = scripts["data"].Pictures(torch.cat([dark, light]), torch.arange(16) // 8)
+    plain = scripts["data"].Batches(pictures, CIFAR, 16, training=True)
+    torch.manual_seed(0)
+    mixed = scripts["data"].Batches(pictures, CIFAR, 16, training=True, mixing=1.0, num_classes=2)
+    [batch] = list(mixed)
+    assert batch["labels"].shape == (16, 2)
+    torch.testing.assert_close(batch["labels"].sum(1), torch.ones(16))
+    assert ((batch["labels"] > 0.01) & (batch["labels"] < 0.99)).any()
+    images, labels = mixed._mixed(plain._images(pictures.pixels), pictures.labels)
+    lightness = (images * torch.tensor(CIFAR.std)[:, None, None] + torch.tensor(CIFAR.mean)[:, None, None]).mean(
+        (1, 2, 3)
+    )
+    torch.testing.assert_close(lightness, labels[:, 1], atol=1e-5, rtol=0)  # as much of class 1 as is light
+    smooth = scripts["data"].Batches(pictures, CIFAR, 16, training=True, smoothing=0.1, num_classes=2)
+    assert next(iter(smooth))["labels"].unique().tolist() == pytest.approx([0.05, 0.95])
+
+
+def test_larger_batches_and_fewer_epochs_stand_in_the_settings(scripts):
+    train = scripts["train"]
+    run = train.Sizes(epochs=7, batch_size=2048).of(train.RUNS["msdnet_joint"])
+    told = train.settings(run, run.training | {"epochs": run.epochs})
+    assert told["training"]["epochs"] == 7
+    assert "epochs" not in told
+    assert told["batch_size"] == 2048
+    assert told["training"]["learning_rate"] == pytest.approx(2 * train.MSDNET["learning_rate"])
+    assert train.Sizes().of(train.RUNS["msdnet_joint"]) == train.RUNS["msdnet_joint"]
 
 
 class Stopped(Exception):
