@@ -2,10 +2,12 @@
 
 import csv
 import io
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import MISSING, dataclass, fields
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -16,7 +18,8 @@ from alight.evaluation.metrics import bootstrap
 from alight.evaluation.oracle import oracle_within
 from alight.files import PathLike, write_text
 from alight.outputs import Decisions, HeadOutputs
-from alight.policies.policy import ExitAt, Policy
+from alight.policies.paced import Paced
+from alight.policies.policy import ExitAt, Policy, Threshold
 from alight.policies.route import replay
 
 ORACLE, SINGLE_EXIT = "oracle", "single_exit"  # references beside the methods
@@ -42,6 +45,9 @@ class Point:
     unit: str = ""
     exit_rates: tuple[float, ...] = ()  # planned, per exit of the network
     exit_shares: tuple[float, ...] = ()  # observed
+    thresholds: tuple[float, ...] = ()  # per exit of the network: inf where nobody leaves, -inf where everyone does
+    rule: str = ""  # by which samples leave, in a few words
+    promise: str = ""  # what is certified about the policy, in a sentence
 
     def __str__(self) -> str:
         return f"{self.method}: {self.accuracy:.2%} at {self.mean_cost / self.budget:.0%} of the budget"
@@ -96,7 +102,7 @@ def sweep(
         raise BudgetTooSmall(min(amounts), cheapest, network.unit)
     runs = product(methods, amounts)
 
-    def point(method: str, budget: float, decisions: Decisions, rates: Sequence[float] = ()) -> Point:
+    def point(method: str, budget: float, decisions: Decisions, **told: Any) -> Point:
         intervals = bootstrap(decisions, labels, np.random.default_rng(seed))
         return Point(
             method=method,
@@ -109,8 +115,8 @@ def sweep(
             mean_cost_high=intervals.mean_cost.high,
             plain_cost=network.plain,
             unit=network.unit,
-            exit_rates=tuple(rates),
             exit_shares=tuple(decisions.exit_shares.tolist()),
+            **told,
         )
 
     from tqdm import tqdm
@@ -118,7 +124,7 @@ def sweep(
     points = []
     for method, amount in tqdm(list(runs), desc="sweep", unit="policy", disable=not progress):
         policy = methods[method](network, amount, labelled, unlabelled)
-        points.append(point(method, amount, replay(policy, test), _rates_of(policy)))
+        points.append(point(method, amount, replay(policy, test), **_told_by(policy)))
     if references:
         for amount in amounts:
             points.append(point(ORACLE, amount, oracle_within(network, amount, test)))
@@ -161,12 +167,12 @@ def write_points(points: Sequence[Point], path: PathLike) -> Path:
 
 
 def read_points(path: PathLike) -> list[Point]:
-    """The points of a CSV file that `write_points` wrote."""
+    """The points of a CSV file that `write_points` wrote; columns that `Point` has a default for may be missing."""
     remedy = "give a CSV that `alight sweep` wrote"
     try:
         text = Path(path).read_text(encoding="utf-8")
         rows = list(csv.DictReader(io.StringIO(text), strict=True))
-        points = [Point(**{each.name: _value(each.type, row[each.name]) for each in fields(Point)}) for row in rows]  # type: ignore[arg-type]
+        points = [_point(row) for row in rows]
     except (KeyError, ValueError, TypeError, csv.Error) as error:
         reason = f"it lacks the column {error}" if isinstance(error, KeyError) else str(error)
         raise BadFile(path, f"it is no table of points ({reason})", remedy) from error
@@ -176,19 +182,35 @@ def read_points(path: PathLike) -> list[Point]:
         raise BadFile(path, "it is cut short", remedy)
     for row, point in enumerate(points, start=2):
         shares = (*point.exit_rates, *point.exit_shares)
-        lengths = {len(own) for own in (point.exit_rates, point.exit_shares) if own}
-        if not np.isfinite([point.budget, point.accuracy, point.mean_cost, *shares]).all() or len(lengths) > 1:
+        lengths = {len(own) for own in (point.exit_rates, point.exit_shares, point.thresholds) if own}
+        finite = np.isfinite([point.budget, point.accuracy, point.mean_cost, *shares]).all()
+        if not finite or np.isnan(point.thresholds).any() or len(lengths) > 1:
             raise BadFile(path, f"line {row} is no point (not finite, or cut short)", remedy)
     return points
 
 
-def _rates_of(policy: Policy) -> tuple[float, ...]:
-    """Planned rates of all exits of the network; closed ones get none."""
-    if not policy.exit_rates:
-        return ()
-    rates = np.zeros(policy.num_exits)
-    rates[list(policy.open_exits)] = policy.exit_rates
-    return tuple(rates.tolist())
+def _told_by(policy: Policy) -> dict[str, Any]:
+    """What a policy says of itself, exit by exit of the network."""
+    thresholds: tuple[float, ...] = ()
+    if isinstance(policy, Threshold | Paced):
+        thresholds = _spread(policy, (*policy.thresholds, -math.inf), closed=math.inf)
+    return {
+        "exit_rates": _spread(policy, policy.exit_rates, closed=0.0) if policy.exit_rates else (),
+        "thresholds": thresholds,
+        "rule": f"{policy.summary()}, on the {policy.score}",
+        "promise": str(policy.certificate or ""),
+    }
+
+
+def _spread(policy: Policy, values: Sequence[float], closed: float) -> tuple[float, ...]:
+    """One value for each exit of the network, from one for each open exit."""
+    by_exit = dict(zip(policy.open_exits, values, strict=True))
+    return tuple(by_exit.get(index, closed) for index in range(policy.num_exits))
+
+
+def _point(row: Mapping[str, str]) -> Point:
+    known = [each for each in fields(Point) if each.name in row or each.default is MISSING]
+    return Point(**{each.name: _value(each.type, row[each.name]) for each in known})  # type: ignore[arg-type]
 
 
 def _cell(value: float | str | tuple[float, ...]) -> str:
