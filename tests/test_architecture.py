@@ -23,7 +23,7 @@ MAY_IMPORT = {
     "evaluation": FOUNDATION | {"policies"},
     "models": FOUNDATION | {"provenance"},
     "runtime": FOUNDATION | {"models", "policies", "calibrate"},
-    "report": {"errors", "files", "evaluation"},
+    "report": FOUNDATION | {"policies", "evaluation"},
     "cli": FOUNDATION
     | {"budgeting", "policies", "calibrate", "evaluation", "recordings", "report", "__version__"}
     | {"models", "runtime"},

@@ -1,25 +1,26 @@
-"""Points become one page: the template of `assets/`, its style and scripts, and the data as JSON."""
+"""A page becomes one file: the template of `assets/`, its style and scripts, and what it shows as JSON."""
 
 import html
 import json
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
+from dataclasses import asdict, fields, replace
 from importlib.resources import files
-from math import isfinite
 from pathlib import Path
 from string import Template
 from typing import Any
 
-from alight.errors import BadInput, Mismatch
 from alight.evaluation.sweep import ORACLE, SINGLE_EXIT, Point, at_equal_spend
 from alight.files import PathLike, write_text
+from alight.report.contents import Network, Page, Planned
 
 SPENDS = range(20, 100, 10)  # columns of the table, in percent of the plain network
 COLUMNS = [each.name for each in fields(Point)]
+SCRIPTS = ("data.js", "looks.js", "figures.js", "tables.js", "page.js")  # one after the other, in one scope
 
 
 def write_report(
-    points: Sequence[Point] | Mapping[str, Sequence[Point]],
+    shown: Sequence[Point] | Network | Mapping[str, Sequence[Point] | Network],
     path: PathLike,
     *,
     title: str = "Early exits under a budget",
@@ -27,52 +28,72 @@ def write_report(
 ) -> Path:
     """The path of one self-contained HTML page about these points, written whole or not at all.
 
-    `points` are those of one network, or those of several by name; `promises` are sentences to stand above the figures,
-    such as a policy's certificate.
+    `shown` are the points of one network, or a `Network` with examples or a plan beside its points, or several by name;
+    `promises` are sentences to stand above the figures, such as a policy's certificate.
+
+    >>> import tempfile
+    >>> from alight import Point
+    >>> points = [Point("eero", 4.0, accuracy=0.8, mean_cost=3.0, plain_cost=6.0)]
+    >>> write_report(points, f"{tempfile.mkdtemp()}/report.html").name
+    'report.html'
     """
-    named = points if isinstance(points, Mapping) else {"": points}
-    if not named:
-        raise BadInput("there are no networks to report: give at least one, with its points")
+    return write_text(path, as_html(Page(title, _networks(shown), tuple(promises))))
+
+
+def as_html(page: Page) -> str:
+    """The page as HTML that needs nothing beside itself."""
     data = {
-        "networks": [_network(name, own) for name, own in named.items()],
+        "networks": [_network(network) for network in page.networks],
         "spends": [spend / 100 for spend in SPENDS],
         "columns": COLUMNS,
         "oracle": ORACLE,
         "singleExit": SINGLE_EXIT,
     }
-    page = Template(_asset("page.html")).substitute(
-        title=html.escape(title),
-        promises="\n".join(f'<p class="promise">{html.escape(promise)}</p>' for promise in promises),
+    return Template(_asset("page.html")).substitute(
+        title=html.escape(page.title),
+        promises="\n".join(f'<p class="promise">{html.escape(promise)}</p>' for promise in page.promises),
         style=_asset("page.css"),
         data=_json_in_html(data),
         d3=_asset("d3.min.js"),
         plot=_asset("plot.umd.min.js"),
-        script=_asset("page.js"),
+        script="\n".join(map(_asset, SCRIPTS)),
         licences=html.escape(_asset("LICENSES.txt")),
     )
-    return write_text(path, page)
 
 
-def _network(name: str, points: Sequence[Point]) -> dict[str, Any]:
-    """One network as the page's script reads it: its points, and its methods at equal spent budget."""
-    of_whom = f" of {name}" if name else ""
-    if not points:
-        raise BadInput(f"there are no points{of_whom} to report: sweep at least one method at one budget")
-    plain, unit = points[0].plain_cost, points[0].unit
-    if not (isfinite(plain) and plain > 0):
-        raise BadInput(f"the points{of_whom} give {plain} as plain_cost: give what the plain network costs per sample")
-    strangers = [point for point in points if (point.plain_cost, point.unit) != (plain, unit)]
-    if strangers:
-        raise Mismatch(
-            f"the points{of_whom} are not of one network (plain costs {plain:g} {unit} and"
-            f" {strangers[0].plain_cost:g} {strangers[0].unit}): give a mapping from each network's name to its points"
-        )
+def _networks(shown: Sequence[Point] | Network | Mapping[str, Sequence[Point] | Network]) -> tuple[Network, ...]:
+    named = shown if isinstance(shown, Mapping) else {"": shown}
+    return tuple(
+        replace(own, name=name or own.name) if isinstance(own, Network) else Network(own, name)
+        for name, own in named.items()
+    )
+
+
+def _network(network: Network) -> dict[str, Any]:
+    """One network as the page's scripts read it: its points row by row, and its methods at equal spent budget."""
+    points, plain = network.points, network.plain_cost
     return {
-        "name": name,
-        "unit": unit,
+        "name": network.name,
+        "unit": network.unit,
         "plainCost": plain,
-        "points": [{column: _finite(getattr(point, column)) for column in COLUMNS} for point in points],
+        "exits": list(network.exits),
+        "note": network.note,
+        "points": [[_in_json(getattr(point, column)) for column in COLUMNS] for point in points],
         "table": _table(points, [spend / 100 * plain for spend in SPENDS]),
+        "examples": asdict(network.examples) if network.examples else None,
+        "plan": _plan(network.plan, network.exits) if network.plan else None,
+    }
+
+
+def _plan(plan: Planned, exits: Sequence[str]) -> dict[str, Any]:
+    names = [exits[index] if exits else f"exit {index}" for index in plan.open_exits]
+    return {
+        "pays": plan.pays,
+        "reason": plan.reason,
+        "batchSize": plan.batch_size,
+        "openExits": names,
+        "plain": {"throughput": plan.dense_throughput, "accuracy": plan.dense_accuracy},
+        "planned": {"throughput": plan.throughput, "accuracy": plan.accuracy},
     }
 
 
@@ -88,16 +109,20 @@ def _table(points: Sequence[Point], spends: Sequence[float]) -> list[dict[str, A
         accuracy = round(row.accuracy, 3)  # as the page shows it, so that equal figures are equally bold
         rows[row.method][spends.index(row.spent)] = {
             "accuracy": accuracy,
-            "low": _finite(row.accuracy_low),
-            "high": _finite(row.accuracy_high),
+            "low": _in_json(row.accuracy_low),
+            "high": _in_json(row.accuracy_high),
             "best": row.method != ORACLE and accuracy == best[row.spent],
         }
     return [{"method": method, "cells": cells} for method, cells in rows.items()]
 
 
-def _finite(value: Any) -> Any:
-    """The value, or None where it is a number that JSON does not know."""
-    return None if isinstance(value, float) and not isfinite(value) else value
+def _in_json(value: Any) -> Any:
+    """The value, where it is a number that JSON does not know None or "inf" or "-inf"."""
+    if isinstance(value, tuple):
+        return [_in_json(each) for each in value]
+    if not isinstance(value, float) or math.isfinite(value):
+        return value
+    return None if math.isnan(value) else str(value)
 
 
 def _json_in_html(data: object) -> str:

@@ -2,68 +2,25 @@
 
 import json
 import math
-import os
 import re
-import shutil
-import subprocess
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import fields, replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
-from urllib.parse import unquote
 
 import pytest
+from points import HOSTILE, PLAIN, made_points
 
 from alight.errors import BadInput, Mismatch
-from alight.evaluation.sweep import ORACLE, SINGLE_EXIT, Point, read_points
-from alight.report import write_report
-
-HOSTILE = "</script><script>alert('method')</script><img src=x onerror=alert(1)> & \"quoted\""
-PLAIN = 1.2e9
-
-
-def point(method: str, budget: float, spent: float, accuracy: float, **others: Any) -> Point:
-    return Point(
-        method,
-        budget=budget * PLAIN,
-        accuracy=accuracy,
-        mean_cost=spent * PLAIN,
-        accuracy_low=accuracy - 0.01,
-        accuracy_high=accuracy + 0.01,
-        mean_cost_low=(spent - 0.01) * PLAIN,
-        mean_cost_high=(spent + 0.01) * PLAIN,
-        plain_cost=PLAIN,
-        unit="FLOPs",
-        **others,
-    )
+from alight.evaluation.sweep import ORACLE, Point
+from alight.report import Network, as_html, write_report
+from alight.report import Page as Contents
 
 
 @pytest.fixture
 def points() -> list[Point]:
-    """Three methods, one of which plans its rates, and both references, on a network of three exits."""
-    steps = [0.2, 0.4, 0.6, 0.8, 1.0]
-    shares = [(1 - step, 0.0, step) for step in steps]
-    return [
-        *(
-            point("eero", step, step - 0.01, 0.5 + 0.3 * step, exit_rates=share, exit_shares=share)
-            for step, share in zip(steps, shares, strict=True)
-        ),
-        *(
-            point("patience", step, step, 0.4 + 0.4 * step, exit_shares=share)
-            for step, share in zip(steps, shares, strict=True)
-        ),
-        *(point(HOSTILE, step, 0.3 + 0.1 * step, 0.9 * step) for step in steps),
-        *(
-            point(ORACLE, step, step, 0.6 + 0.35 * step, exit_shares=share)
-            for step, share in zip(steps, shares, strict=True)
-        ),
-        *(
-            point(SINGLE_EXIT, cost, cost, accuracy, exit_shares=tuple(float(index == place) for index in range(3)))
-            for place, (cost, accuracy) in enumerate([(0.2, 0.5), (0.5, 0.65), (1.0, 0.8)])
-        ),
-        Point("bare", budget=0.5 * PLAIN, accuracy=0.55, mean_cost=0.45 * PLAIN, plain_cost=PLAIN, unit="FLOPs"),
-    ]
+    return made_points()
 
 
 class Page(HTMLParser):
@@ -125,14 +82,14 @@ def test_hostile_titles_and_names_stay_text(points: list[Point], tmp_path: Path)
     assert page.texts["title"].strip() == title
     network = data_of(path)["networks"][0]
     assert network["name"] == HOSTILE
-    assert HOSTILE in {each["method"] for each in network["points"]}
+    assert HOSTILE in {row[0] for row in network["points"]}
 
 
 def test_promises_stand_above_the_figures_as_text(points: list[Point], tmp_path: Path) -> None:
     text = write_report(points, tmp_path / "report.html", promises=["A <b> promise.", "Another."]).read_text()
     assert "A &lt;b&gt; promise." in text
     assert text.index("Another.") < text.index('id="accuracy-title"')
-    assert 'class="promise"' not in write_report(points, tmp_path / "report.html").read_text()
+    assert '<p class="promise">' not in write_report(points, tmp_path / "report.html").read_text()
 
 
 def test_a_dollar_sign_is_no_placeholder(points: list[Point], tmp_path: Path) -> None:
@@ -145,13 +102,20 @@ def test_every_point_is_in_the_page_with_every_figure(points: list[Point], tmp_p
     (network,) = data["networks"]
     assert data["columns"] == [each.name for each in fields(Point)]
     assert len(network["points"]) == len(points)
-    for given, found in zip(points, network["points"], strict=True):
-        for name in data["columns"]:
-            value = getattr(given, name)
-            if isinstance(value, float) and math.isnan(value):
-                assert found[name] is None
-            else:
-                assert found[name] == (list(value) if isinstance(value, tuple) else value)
+    assert [as_told(each) for each in network["points"]] == [
+        [getattr(given, name) for name in data["columns"]] for given in map(without_nan, points)
+    ]
+
+
+def as_told(row: list[Any]) -> list[Any]:
+    """A row of the page's JSON as Python values, None for NaN."""
+    infinite = {"inf": math.inf, "-inf": -math.inf}
+    return [tuple(infinite.get(each, each) for each in cell) if isinstance(cell, list) else cell for cell in row]
+
+
+def without_nan(given: Point) -> Point:
+    missing = {each.name: None for each in fields(Point) if getattr(given, each.name) != getattr(given, each.name)}
+    return replace(given, **missing)
 
 
 def test_points_of_one_network_and_of_several_are_both_reported(points: list[Point], tmp_path: Path) -> None:
@@ -210,66 +174,14 @@ def test_an_existing_report_survives_a_failure(points: list[Point], tmp_path: Pa
     assert list(tmp_path.iterdir()) == [path]
 
 
-@pytest.fixture
-def chromium() -> str:
-    names = [os.environ.get("CHROMIUM", ""), "chromium", "chromium-browser", "google-chrome"]
-    found = next((place for name in names if name and (place := shutil.which(name))), None)
-    if found is None:
-        pytest.skip("no browser: install chromium or name one in the environment variable CHROMIUM")
-    return found
+def test_a_network_brings_its_name_its_exits_and_its_note(points: list[Point], tmp_path: Path) -> None:
+    network = Network(points, name="mine", exits=["a", "b", "c"], note="on a laptop")
+    (told,) = data_of(write_report(network, tmp_path / "report.html"))["networks"]
+    assert (told["name"], told["exits"], told["note"]) == ("mine", ["a", "b", "c"], "on a laptop")
+    (told,) = data_of(write_report({"other": network}, tmp_path / "report.html"))["networks"]
+    assert told["name"] == "other"
 
 
-def open_in(chromium: str, page: Path, profile: Path) -> tuple[Page, str]:
-    """The page as the browser has built it, and what it wrote to its console."""
-    flags = ["--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking"]
-    flags += ["--disable-component-update", "--disable-sync", "--disable-quic", "--disable-dev-shm-usage"]
-    flags += ["--enable-logging=stderr", "--v=0", "--virtual-time-budget=3000", f"--user-data-dir={profile}"]
-    done = subprocess.run(
-        [chromium, *flags, "--dump-dom", page.as_uri()], capture_output=True, timeout=120, check=True, encoding="utf-8"
-    )
-    return Page(done.stdout), "\n".join(line for line in done.stderr.splitlines() if "CONSOLE" in line)
-
-
-def figures_of(page: Page) -> Iterator[str]:
-    for tag, attributes in page.tags:
-        if tag == "svg" and attributes.get("role") == "img":
-            yield (attributes["aria-label"] or "").partition(":")[0]
-
-
-def test_a_browser_draws_every_figure_without_a_word_on_the_console(
-    points: list[Point], chromium: str, tmp_path: Path
-) -> None:
-    path = write_report(points, tmp_path / "report.html", title="Drawn")
-    page, console = open_in(chromium, path, tmp_path / "profile")
-    assert console == ""
-    assert list(figures_of(page)) == [
-        "Accuracy against budget spent",
-        "Spent against allowed budget",
-        "Spent minus allowed budget",
-        "Share of samples per exit, planned and observed",
-        "Error rate of each exit alone",
-    ]
-    assert sum(each.get("type") == "checkbox" for _, each in page.tags) == 6  # four methods and two references
-    assert page.count("strong") >= 8
-    assert page.count("img") == 0
-    (link,) = [each for _, each in page.tags if each.get("id") == "download"]
-    kind, _, content = (link["href"] or "").partition(",")
-    assert kind == "data:text/csv;charset=utf-8"
-    (tmp_path / "points.csv").write_text(unquote(content), encoding="utf-8")
-    assert list(map(repr, read_points(tmp_path / "points.csv"))) == list(map(repr, points))  # repr: a NaN equals no NaN
-
-
-def test_a_browser_draws_what_little_there_is(chromium: str, tmp_path: Path) -> None:
-    path = write_report({"one": [Point("mine", 4.0, 0.8, 3.0, plain_cost=8.0)]}, tmp_path / "report.html")
-    page, console = open_in(chromium, path, tmp_path / "profile")
-    assert console == ""
-    assert len(list(figures_of(page))) == 3
-    assert sum(each.get("class") == "note" for _, each in page.tags) == 3  # no shares, no single exits; no script
-
-
-def test_the_browser_test_can_fail(points: list[Point], chromium: str, tmp_path: Path) -> None:
-    path = write_report(points, tmp_path / "report.html")
-    path.write_text(path.read_text(encoding="utf-8").replace("Plot.plot(", "Plot.plod("), encoding="utf-8")
-    page, console = open_in(chromium, path, tmp_path / "profile")
-    assert "plod is not a function" in console
-    assert list(figures_of(page)) == []
+def test_a_written_page_is_the_page(points: list[Point], tmp_path: Path) -> None:
+    text = write_report(points, tmp_path / "report.html", title="T", promises=["P."]).read_text(encoding="utf-8")
+    assert text == as_html(Contents("T", [Network(points)], ["P."]))

@@ -1,0 +1,113 @@
+// What there is to show, read from the page itself, and the numbers as words.
+
+const {networks, spends, columns, oracle, singleExit} = JSON.parse(document.getElementById("data").textContent);
+const references = [oracle, singleExit];
+const find = (id) => document.getElementById(id);
+const label = (method) => (method === singleExit ? "each exit alone" : method);
+
+// JSON has no NaN and no infinities: null, "inf" and "-inf" stand for them.
+const infinite = {inf: Infinity, "-inf": -Infinity};
+const revive = (value, column) => {
+  if (Array.isArray(value)) return value.map((each) => revive(each, column));
+  if (value === null) return NaN;
+  return column === "rule" || column === "promise" || column === "method" ? value : (infinite[value] ?? value);
+};
+
+for (const network of networks) {
+  const share = (amount) => amount / network.plainCost;
+  network.points = network.points.map((row) => {
+    const point = Object.fromEntries(columns.map((column, index) => [column, revive(row[index], column)]));
+    point.network = network;
+    point.allowed = share(point.budget);
+    point.spent = share(point.mean_cost);
+    point.spentLow = share(point.mean_cost_low);
+    point.spentHigh = share(point.mean_cost_high);
+    return point;
+  });
+  const grouped = (key) => d3.group(d3.sort(network.points, key), (point) => point.method);
+  network.bySpent = grouped((point) => point.spent);
+  network.byAllowed = grouped((point) => point.allowed);
+  network.alone = network.bySpent.get(singleExit) ?? [];
+  network.alone.forEach((point, rank) => {
+    point.exit = point.exit_shares.length ? d3.maxIndex(point.exit_shares) : rank;
+  });
+  network.plain = network.alone.length ? d3.greatest(network.alone, (point) => point.exit) : null;
+  network.numExits = d3.max(network.points, (point) => point.exit_shares.length);
+  network.exitName = (exit) => network.exits[exit] ?? `${exit}`;
+  const budgeted = network.points.filter((point) => point.method !== singleExit);
+  const allowed = d3.sort(budgeted.map((point) => point.allowed));
+  network.budgets = allowed.filter((budget, rank) => !rank || budget - allowed[rank - 1] > 1e-6); // the slider's stops
+  const amounts = network.points.flatMap((point) => [point.allowed, point.spent]);
+  network.range = [Math.floor(d3.min(amounts) * 10) / 10, Math.max(1, d3.max(amounts))];
+}
+
+/** The point of a method whose allowed budget is nearest. */
+function nearest(network, method, allowed) {
+  const points = network.byAllowed.get(method) ?? [];
+  return d3.least(points, (point) => Math.abs(point.allowed - allowed)) ?? null;
+}
+const elsewhere = (point, allowed) => Math.abs(point.allowed - allowed) > 1e-6;
+
+// ---- Words and numbers ---------------------------------------------------------------------------------------------
+
+const percent = d3.format(".1~%");
+const exact = d3.format(".1%");
+const whole = d3.format(".0%");
+const signed = (share) => d3.format("+.2~f")(100 * share);
+const cost = (value, network) => {
+  if (network.unit !== "" && !/^(FLOPs|MACs)$/.test(network.unit)) return `${d3.format(".3~r")(value)} ${network.unit}`;
+  const [, digits, prefix] = /^(.*?)([a-zA-Zµ]?)$/.exec(d3.format(value < 1 ? ".3~r" : ".3~s")(value));
+  return `${digits} ${prefix}${network.unit}`.trim();
+};
+const interval = (low, high, format) =>
+  Number.isFinite(low) && Number.isFinite(high) ? ` (${format(low)} to ${format(high)})` : "";
+const accuracyOf = (point) => `${exact(point.accuracy)}${interval(point.accuracy_low, point.accuracy_high, exact)}`;
+const amountOf = (share, value, network) => `${percent(share)}, ${cost(value, network)}`;
+const count = (number, noun) => `${number} ${noun}${number === 1 ? "" : "s"}`;
+const thresholdOf = (value) =>
+  value === Infinity ? "nobody" : value === -Infinity ? "everyone" : d3.format(".4~f")(value);
+
+const spending = (point) =>
+  point.method === singleExit
+    ? [`exit ${point.exit} alone`, `spent  ${amountOf(point.spent, point.mean_cost, point.network)}`]
+    : [
+        label(point.method),
+        `allowed  ${amountOf(point.allowed, point.budget, point.network)}`,
+        `spent  ${amountOf(point.spent, point.mean_cost, point.network)}`,
+      ];
+const describe = (point) => [...spending(point), `accuracy  ${accuracyOf(point)}`].join("\n");
+
+/** A name that may wrap after its underscores. */
+function breakable(name) {
+  const span = document.createElement("span");
+  span.append(...name.split(/(?<=_)/).flatMap((part) => [part, document.createElement("wbr")]));
+  return span;
+}
+
+// ---- Data to take away ---------------------------------------------------------------------------------------------
+
+/** Numbers as Python reads them. */
+const cell = (value) => {
+  if (Array.isArray(value)) return value.map(cell).join(" ");
+  if (typeof value !== "number") return value ?? "";
+  return Number.isNaN(value) ? "nan" : Number.isFinite(value) ? value : value > 0 ? "inf" : "-inf";
+};
+
+/** Let a link give this table as a CSV file. */
+function offer(id, header, rows) {
+  const text = d3.csvFormatRows([header, ...rows.map((row) => row.map(cell))]);
+  const name = [document.title, state.network.name, find(id).dataset.name]
+    .join(" ")
+    .toLowerCase()
+    .replace(/[^\p{L}\p{N}]+/gu, "-")
+    .replace(/^-|-$/g, "");
+  d3.select(find(id))
+    .attr("download", `${name || "points"}.csv`)
+    .attr("href", `data:text/csv;charset=utf-8,${encodeURIComponent(`${text}\n`)}`);
+}
+const offerPoints = (id, points, names) =>
+  offer(
+    id,
+    names,
+    points.map((point) => names.map((name) => point[name])),
+  );

@@ -1,0 +1,233 @@
+// What the page says in words and rows: at the chosen budget, exit by exit, at equal spent budget, of a plan.
+
+/** Every switched-on method at the chosen budget, the most accurate first. */
+function drawReadout() {
+  const points = d3.sort(
+    drawn(singleExit).map((method) => nearest(state.network, method, state.allowed)),
+    (point) => (point.method === oracle ? 1 : 0),
+    (point) => -point.accuracy,
+  );
+  const best = d3.max(points, (point) => (point.method === oracle ? -1 : Number(point.accuracy.toFixed(3))));
+  const table = d3.select("#readout").html("");
+  const head = table.append("thead").append("tr");
+  for (const title of ["method", "accuracy", "against plain", "spent", "of its budget"])
+    head.append("th").attr("scope", "col").text(title);
+  const rows = table
+    .append("tbody")
+    .selectAll("tr")
+    .data(points)
+    .join("tr")
+    .attr("class", (point) => (point.method === state.method ? "chosen" : null));
+  const names = rows.append("th").attr("scope", "row");
+  names
+    .append("button")
+    .attr("type", "button")
+    .attr("class", "name")
+    .attr("aria-pressed", (point) => point.method === state.method)
+    .attr("data-method", (point) => point.method)
+    .attr("title", "show its exits and thresholds")
+    .on("click", (event, point) => {
+      chooseMethod(point.method);
+      find("readout").querySelector("button[aria-pressed='true']")?.focus();
+    })
+    .each(function (point) {
+      this.append(swatch(looks.get(point.method)), breakable(label(point.method)));
+    });
+  names
+    .filter((point) => elsewhere(point, state.allowed))
+    .append("small")
+    .text((point) => `at ${percent(point.allowed)}, its nearest budget`);
+  const accuracy = rows.append("td");
+  accuracy
+    .append((point) =>
+      document.createElement(
+        point.method !== oracle && Number(point.accuracy.toFixed(3)) === best ? "strong" : "span",
+      ),
+    )
+    .text((point) => exact(point.accuracy));
+  accuracy.append("small").text((point) => between(point.accuracy_low, point.accuracy_high));
+  rows
+    .append("td")
+    .text((point) => (state.network.plain ? `${signedTenths(point.accuracy - state.network.plain.accuracy)}` : "–"));
+  const spent = rows.append("td").text((point) => exact(point.spent));
+  spent.append("small").text((point) => cost(point.mean_cost, state.network));
+  rows.append("td").text((point) => exact(point.mean_cost / point.budget));
+  if (!points.length) table.append("caption").attr("class", "note").text("No method is switched on.");
+  offerPoints("readout-csv", points, figured);
+}
+const number = d3.format(".1f");
+const signedTenths = (share) => d3.format("+.1f")(100 * share);
+const between = (low, high) =>
+  Number.isFinite(low) && Number.isFinite(high) ? `${number(100 * low)}–${number(100 * high)}` : "";
+
+/** The chosen method at the chosen budget: in a sentence, and exit by exit. */
+function fillDetails(point) {
+  const table = d3.select("#exits").html("");
+  find("rule").textContent = point?.rule ? `${label(point.method)}: ${point.rule}.` : "";
+  find("promise").textContent = point?.promise ?? "";
+  find("promise").hidden = !point?.promise;
+  if (!point) return void find("chosen").replaceChildren();
+  find("chosen").textContent =
+    `${label(point.method)} with ${amountOf(point.allowed, point.budget, state.network)} allowed: ` +
+    `${exact(point.accuracy)} right, ${exact(point.spent)} spent.`;
+  const costs = new Map(state.network.alone.map((each) => [each.exit, each.spent]));
+  const given = {
+    cost: (exit) => (costs.size ? percent(costs.get(exit)) : null),
+    "leaves at": (exit) => (point.thresholds.length ? thresholdOf(point.thresholds[exit]) : null),
+    planned: (exit) => (point.exit_rates.length ? exact(point.exit_rates[exit]) : null),
+    observed: (exit) => exact(point.exit_shares[exit]),
+  };
+  const exits = d3.range(point.exit_shares.length);
+  const titles = Object.keys(given).filter((title) => exits.length && given[title](0) !== null);
+  const head = table.append("thead").append("tr");
+  for (const title of ["exit", ...titles]) head.append("th").attr("scope", "col").text(title);
+  const rows = table.append("tbody").selectAll("tr").data(exits).join("tr");
+  rows.append("th").attr("scope", "row").text(state.network.exitName);
+  for (const title of titles) rows.append("td").text(given[title]);
+  const told = (values) => (values.length ? (exit) => values[exit] : () => "");
+  const [threshold, planned] = [told(point.thresholds), told(point.exit_rates)];
+  offer(
+    "exits-csv",
+    ["method", "budget", "unit", "exit", "threshold", "planned", "observed"],
+    exits.map((exit) => [
+      point.method,
+      point.budget,
+      point.unit,
+      exit,
+      threshold(exit),
+      planned(exit),
+      point.exit_shares[exit],
+    ]),
+  );
+}
+
+/** Images, in the row of the exit where they left under the nearest policy. */
+function drawExamples() {
+  const {examples} = state.network;
+  find("examples-section").hidden = !examples;
+  if (!examples) return;
+  const of = (method) => examples.walks.filter((walk) => walk.method === method);
+  const walks = of(state.method).length ? of(state.method) : of(examples.walks[0].method);
+  const walk = d3.least(walks, (each) => Math.abs(each.budget / state.network.plainCost - state.allowed));
+  const allowed = walk.budget / state.network.plainCost;
+  const right = (index) => !examples.labels.length || examples.labels[index] === walk.answers[index];
+  const words = (index) =>
+    right(index) ? walk.answers[index] : `${walk.answers[index]}, wrongly: it is ${examples.labels[index]}`;
+  find("examples-how").textContent =
+    `The same ${examples.images.length} test images, each at the exit where it left under ${walk.method} with ` +
+    `${percent(allowed)} allowed. Framed: answered wrongly.`;
+  const left = d3.group(d3.range(examples.images.length), (index) => walk.exits[index]);
+  const rows = d3
+    .select("#examples")
+    .selectAll("div.exit")
+    .data(d3.range(state.network.numExits ?? d3.max(walk.exits) + 1))
+    .join((enter) => {
+      const row = enter.append("div").attr("class", "exit");
+      row.append("h3");
+      row.append("ul");
+      return row;
+    });
+  rows.select("h3").text((exit) => `exit ${state.network.exitName(exit)}`);
+  rows
+    .select("ul")
+    .selectAll("li")
+    .data(
+      (exit) => left.get(exit) ?? [],
+      (index) => index,
+    )
+    .join((enter) => {
+      const item = enter.append("li");
+      item.append("img").attr("src", (index) => examples.images[index]);
+      return item;
+    })
+    .order()
+    .attr("class", (index) => (right(index) ? null : "wrong"))
+    .select("img")
+    .attr("alt", words)
+    .attr("title", words);
+  offer(
+    "examples-csv",
+    ["method", "budget", "unit", "example", "exit", "answer", "label"],
+    examples.images.map((_, index) => [
+      walk.method,
+      walk.budget,
+      state.network.unit,
+      index,
+      walk.exits[index],
+      walk.answers[index],
+      examples.labels[index] ?? "",
+    ]),
+  );
+}
+
+/** The plain network beside the planned one. */
+function drawPlan() {
+  const {plan} = state.network;
+  find("plan-section").hidden = !plan;
+  if (!plan) return;
+  const perSecond = d3.format(",.0f");
+  find("plan-title").textContent = plan.pays ? "The plan: exits pay here" : "The plan: run the plain network";
+  find("plan-how").textContent =
+    `Measured in batches of ${plan.batchSize}; accuracy on labelled samples that the policy was not fitted to. ` +
+    `Open: ${plan.openExits.join(", ")}. ${plan.reason}`;
+  const speedup = plan.planned.throughput / plan.plain.throughput;
+  const figures = [
+    ["samples per second", perSecond(plan.plain.throughput), perSecond(plan.planned.throughput)],
+    ["speed-up", "1", d3.format(".2f")(speedup)],
+    ["accuracy", exact(plan.plain.accuracy), exact(plan.planned.accuracy)],
+  ];
+  const table = d3.select("#plan").html("");
+  const head = table.append("thead").append("tr");
+  for (const title of ["", "plain network", "planned"]) head.append("th").attr("scope", "col").text(title);
+  const rows = table.append("tbody").selectAll("tr").data(figures).join("tr");
+  rows
+    .append("th")
+    .attr("scope", "row")
+    .text((row) => row[0]);
+  rows
+    .selectAll("td")
+    .data((row) => row.slice(1))
+    .join("td")
+    .text((words) => words);
+  const told = [
+    ["plain network", plan.plain],
+    ["planned", plan.planned],
+  ].map(([name, each]) => [name, each.throughput, each.accuracy]);
+  offer("plan-csv", ["run", "samples_per_second", "accuracy"], told);
+}
+
+/** Every method where it spends the same. */
+function drawTable() {
+  const table = d3.select("#table").html("");
+  const head = table.append("thead").append("tr");
+  head.append("th").attr("scope", "col").text("method");
+  head.selectAll("th.spend").data(spends).join("th").attr("class", "spend").attr("scope", "col").text(whole);
+  const rank = (row) => [...methods, ...references].indexOf(row.method);
+  const rows = d3.sort(state.network.table, rank);
+  for (const [name, part] of [
+    ["", rows.filter((row) => row.method !== oracle)],
+    ["reference", rows.filter((row) => row.method === oracle)],
+  ]) {
+    const body = table.append("tbody").attr("class", name).selectAll("tr").data(part).join("tr");
+    body
+      .append("th")
+      .attr("scope", "row")
+      .append((row) => breakable(label(row.method)));
+    body
+      .selectAll("td")
+      .data((row) => row.cells)
+      .join("td")
+      .each(function (cell) {
+        const place = d3.select(this);
+        if (cell === null) return void place.attr("class", "absent").text("–");
+        place.append(cell.best ? "strong" : "span").text(number(100 * cell.accuracy));
+        if (cell.low !== null && cell.high !== null) place.append("small").text(between(cell.low, cell.high));
+      });
+  }
+  const told = rows.flatMap((row) =>
+    row.cells.flatMap((cell, index) =>
+      cell ? [[row.method, spends[index], cell.accuracy, cell.low ?? NaN, cell.high ?? NaN]] : [],
+    ),
+  );
+  offer("table-csv", ["method", "spent_share_of_plain", "accuracy", "accuracy_low", "accuracy_high"], told);
+}
