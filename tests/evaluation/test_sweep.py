@@ -45,6 +45,28 @@ def test_closed_exits_have_a_planned_rate_of_zero(points):
             assert np.count_nonzero(point.exit_rates) <= 2
 
 
+def test_a_point_tells_the_thresholds_of_every_exit_and_the_rule(points):
+    policy = calibrate.eero(COSTS, 3.0, LABELLED)
+    point = next(point for point in points if point.method == "eero" and point.budget == 3.0)
+    assert point.thresholds == (*policy.thresholds, -np.inf)  # the last exit takes everyone
+    assert point.rule == f"{policy.summary()}, on the margin"
+    assert point.promise == ""
+    for each in points:
+        if each.method == "two_exits" and each.thresholds:
+            assert [each.thresholds[index] for index in range(4) if each.exit_rates[index] == 0] == [np.inf] * 2
+        if each.method == "patience":
+            assert each.thresholds == ()
+            assert "agree" in each.rule or "at once" in each.rule
+
+
+def test_a_certified_point_carries_its_promise():
+    def certified(*given):
+        return calibrate.certify(calibrate.eero, *given, contract="probability")
+
+    (point,) = sweep({"eero": certified}, COSTS, [3.0], labelled=LABELLED, test=TEST, references=False)
+    assert point.promise == str(certified(COSTS, 3.0, LABELLED, None).certificate)
+
+
 def test_no_method_beats_the_oracle_at_what_it_spent(points):
     from alight.evaluation import oracle_within
 
@@ -66,6 +88,12 @@ def test_a_sweep_is_the_same_each_time(points):
 def test_points_survive_saving(points, tmp_path):
     write_points(points, tmp_path / "points.csv")
     assert read_points(tmp_path / "points.csv") == points
+
+
+def test_columns_with_a_default_may_be_missing(tmp_path):
+    (tmp_path / "points.csv").write_text("method,budget,accuracy,mean_cost\nmine,4.0,0.8,3.0\n")
+    (point,) = read_points(tmp_path / "points.csv")
+    assert repr(point) == repr(Point("mine", budget=4.0, accuracy=0.8, mean_cost=3.0))
 
 
 def test_methods_are_compared_where_they_spent_the_same():
