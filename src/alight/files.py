@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import secrets
 import shutil
 import tempfile
 import zipfile
@@ -31,16 +32,16 @@ def write_whole(path: PathLike, write: Callable[[IO[bytes]], object]) -> Path:
         with _naming(path), target.open("wb") as file:
             write(file)
         return path
-    descriptor, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
+    temporary = _beside(target)  # known before it is made, so that an interrupt at any moment leaves nothing
     try:
-        with _naming(path), os.fdopen(descriptor, "wb") as file:
+        with _naming(path), open(temporary, "xb", opener=_private) as file:
             write(file)
             file.flush()
             os.fsync(file.fileno())  # on the disk before it takes the old one's place
-        Path(temporary).chmod(target.stat().st_mode if target.exists() else 0o666 & ~_umask())
-        os.replace(temporary, target)
+        temporary.chmod(target.stat().st_mode if target.exists() else 0o666 & ~_umask())
+        temporary.replace(target)
     except BaseException:
-        os.unlink(temporary)
+        temporary.unlink(missing_ok=True)
         raise
     return path
 
@@ -67,6 +68,15 @@ def _naming(path: PathLike) -> Iterator[None]:
         if error.errno is not None and error.filename is None:
             error.filename = str(path)
         raise
+
+
+def _beside(target: Path) -> Path:
+    """A hidden name beside the target that nobody has."""
+    return target.with_name(f".{target.name}.{secrets.token_hex(4)}")
+
+
+def _private(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o600)
 
 
 def _umask() -> int:
@@ -114,13 +124,18 @@ class GrowingArrays:
     def __init__(self, path: PathLike) -> None:
         check_writable(path)
         target = Path(path).resolve()
-        beside = target.parent if target.is_file() or not target.exists() else None  # there is no room beside a device
+        device = target.exists() and not target.is_file()  # there is no room beside a device
         self.path, self.rows = path, 0
-        self._folder = Path(tempfile.mkdtemp(dir=beside, prefix=f".{target.name}."))
+        self._folder = _beside(Path(tempfile.gettempdir()) / target.name if device else target)
         self._files: dict[str, IO[bytes]] = {}
         self._kinds: dict[str, tuple[np.dtype[Any], tuple[int, ...]]] = {}  # of a row
 
     def __enter__(self) -> Self:
+        try:
+            self._folder.mkdir(mode=0o700)
+        except BaseException:
+            shutil.rmtree(self._folder, ignore_errors=True)
+            raise
         return self
 
     def __exit__(self, *_: object) -> None:

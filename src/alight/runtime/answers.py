@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from alight.errors import BadInput
-from alight.files import PathLike, write_text
+from alight.files import PathLike, write_text, write_whole
 from alight.outputs import Decisions
 
 
@@ -42,5 +42,4 @@ def write_answers(
         arrow, parquet = importlib.import_module("pyarrow"), importlib.import_module("pyarrow.parquet")
     except ImportError as error:
         raise BadInput(f"{path} is to be Parquet, which needs pyarrow: pip install pyarrow, or write .csv") from error
-    parquet.write_table(arrow.table(columns), path)
-    return Path(path)
+    return write_whole(path, lambda file: parquet.write_table(arrow.table(columns), file))
