@@ -26,7 +26,7 @@ MAY_IMPORT = {
     "report": FOUNDATION | {"policies", "evaluation"},
     "cli": FOUNDATION
     | {"budgeting", "policies", "calibrate", "evaluation", "recordings", "report", "__version__"}
-    | {"models", "runtime"},
+    | {"models", "runtime", "provenance"},
 }
 NO_TORCH = {
     "budgeting",

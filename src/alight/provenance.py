@@ -16,14 +16,14 @@ def provenance(*packages: str, folder: str | os.PathLike[str] = ".") -> dict[str
     """
     versions = {"python": platform.python_version()} | {name: _version(name) for name in ("alight", *packages)}
     return {
-        "hardware": f"{_processor()}, {os.cpu_count()} cores",
+        "hardware": f"{processor()}, {os.cpu_count()} cores",
         "versions": ", ".join(f"{name} {number}" for name, number in versions.items()),
         "date": date.today().isoformat(),
         "commit": _commit(folder),
     }
 
 
-def _processor() -> str:
+def processor() -> str:
     """The processor's own name, where the system tells."""
     told = Path("/proc/cpuinfo")
     lines = told.read_text().splitlines() if told.exists() else []

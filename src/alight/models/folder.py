@@ -21,11 +21,12 @@ from alight.files import PathLike, read_json, write_json, write_whole
 from alight.models.attach import attach_heads
 from alight.models.fingerprint import fingerprint
 from alight.models.heads import HEADS, Factory
+from alight.models.layout import CONFIG, WEIGHTS, check_layout
 from alight.models.multi_exit import MultiExitModel, Normalisation, described_example, structure
 from alight.models.sources import BUILDERS, Heads, build
 from alight.models.zoo import NATIVE, ZOO
 
-WEIGHTS, CONFIG, KIND = "model.safetensors", "config.json", "MultiExitModel"
+KIND = "MultiExitModel"
 MADE_BY_HAND = {
     "stages": "a MultiExitModel built by hand",
     "cascade": "the networks of a cascade",
@@ -60,6 +61,12 @@ def load_model(folder: PathLike, backbone: Any = None, head: Heads | None = None
     One that alight cannot build again is passed in: the `backbone` that `attach_heads` or `from_outputs` was given, the
     networks of a cascade, or a `MultiExitModel` built by hand; `head` if heads were made by a function of one's own.
     What is passed in gets the weights of the folder.
+
+    >>> import tempfile
+    >>> from alight import from_timm
+    >>> folder = from_timm("test_resnet", num_classes=10, image_size=32, count=2).save(tempfile.mkdtemp())
+    >>> load_model(folder).num_exits
+    3
     """
     folder = Path(folder)
     tensors, config = _read(folder)
@@ -116,11 +123,7 @@ def _apart(state: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, str]]
 
 def _read(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Weights and config of a folder."""
-    if not folder.is_dir():
-        raise FileNotFoundError(f"there is no folder {folder}")
-    for name in (WEIGHTS, CONFIG):
-        if not (folder / name).is_file():
-            raise BadFile(folder, f"it has no {name}", "give a folder that alight saved a network to")
+    check_layout(folder)
     config = read_json(folder / CONFIG, KIND)
     try:
         with safetensors.safe_open(folder / WEIGHTS, framework="pt") as file:

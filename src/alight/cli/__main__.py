@@ -1,0 +1,8 @@
+"""`python -m alight.cli` is `alight`."""
+
+import sys
+
+from alight.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,35 @@
+"""What alight can be installed with, and what for."""
+
+from typing import NamedTuple
+
+
+class Extra(NamedTuple):
+    """Packages by the names they are imported by, what they are for, and how to get them."""
+
+    packages: dict[str, str]  # by module: the name under which it is installed
+    purpose: str
+
+
+EXTRAS = {
+    "torch": Extra({"torch": "torch", "safetensors": "safetensors"}, "networks: attach, train, record, predict"),
+    "vision": Extra(
+        {"torchvision": "torchvision", "timm": "timm", "PIL": "pillow"}, "networks of timm and torchvision, image files"
+    ),
+    "text": Extra({"transformers": "transformers"}, "networks of Hugging Face that read text"),
+    "figures": Extra({"matplotlib": "matplotlib"}, "figures of the experiments"),
+    "learn": Extra({"sklearn": "scikit-learn"}, "learned scores, and the digits that come with it"),
+}
+BESIDE = {
+    "pyarrow": "answers as Parquet",
+    "datasets": "data sets of Hugging Face",
+}  # no extra has them: installed by their own name
+
+
+def extra_of(module: str) -> str | None:
+    """The extra that brings a module, None where none does.
+
+    >>> extra_of("timm.layers"), extra_of("nonsense")
+    ('vision', None)
+    """
+    top = module.partition(".")[0]
+    return next((name for name, extra in EXTRAS.items() if top in extra.packages), None)

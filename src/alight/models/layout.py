@@ -1,0 +1,16 @@
+"""What lies in the folder of a network, known without torch."""
+
+from pathlib import Path
+
+from alight.errors import BadFile
+
+WEIGHTS, CONFIG = "model.safetensors", "config.json"
+
+
+def check_layout(folder: Path) -> None:
+    """That weights and config are in the folder."""
+    if not folder.is_dir():
+        raise FileNotFoundError(f"there is no folder {folder}")
+    for name in (WEIGHTS, CONFIG):
+        if not (folder / name).is_file():
+            raise BadFile(folder, f"it has no {name}", "give a folder that alight saved a network to")

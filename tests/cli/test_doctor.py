@@ -1,0 +1,60 @@
+"""The doctor says what is there, what is missing for what, and what to do about it."""
+
+import json
+from importlib import metadata
+
+import torch
+from commands import run
+
+import alight
+from alight.cli import doctor
+from alight.cli.extras import EXTRAS
+
+
+def findings(capsys):
+    status, out, err = run("doctor --json", capsys)
+    assert (status, err) == (0, "")
+    return {each["name"]: each for each in json.loads(out)["findings"]}
+
+
+def test_the_doctor_names_versions_extras_and_devices(capsys):
+    found = findings(capsys)
+    assert {"alight", *EXTRAS, "processor", "compiler"} <= set(found)
+    assert alight.__version__ in found["alight"]["told"]
+    assert f"torch {metadata.version('torch')}" in found["torch"]["told"]
+    assert found["GPU"]["fine"] == torch.cuda.is_available()
+    assert all(bool(each["advice"]) != each["fine"] for each in found.values())
+    _, out, _ = run("doctor", capsys)
+    assert len(out.splitlines()) == len(found) + sum(not each["fine"] for each in found.values())
+
+
+def test_what_is_missing_comes_with_a_line_of_advice(capsys, monkeypatch):
+    monkeypatch.setattr(doctor, "version", missing)
+    found = findings(capsys)
+    for name in ("torch", "vision", "text"):
+        assert not found[name]["fine"]
+        assert found[name]["advice"] == f'pip install "alight[{name}]"'
+    assert found["pyarrow"]["advice"] == "pip install pyarrow"
+    assert "GPU" not in found  # nobody to ask
+
+
+def missing(package):
+    if package in ("numpy", "scipy", "tqdm"):
+        return "1.0"
+    raise metadata.PackageNotFoundError(package)
+
+
+def test_what_is_installed_but_broken_is_told(capsys, monkeypatch):
+    def broken(name):
+        raise OSError("libfoo.so: cannot open\nmore")
+
+    monkeypatch.setattr(doctor.importlib, "import_module", broken)
+    found = findings(capsys)["vision"]
+    assert not found["fine"]
+    assert "libfoo.so: cannot open" in found["told"]
+    assert "more" not in found["told"]
+
+
+def test_every_extra_of_the_project_is_looked_at():
+    told = metadata.metadata("alight").get_all("Provides-Extra")
+    assert set(told) - {"dev", "test", "docs"} <= set(EXTRAS)

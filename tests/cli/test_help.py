@@ -1,0 +1,77 @@
+"""Help is short, grouped and true: every example in it runs, in the order of the work, each on what others wrote."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torchvision
+from commands import run
+from digits import digits
+from safetensors.torch import save_file
+
+from alight import cli
+from alight.cli.parser import COMMANDS, GROUPS
+from alight.runtime import trial
+
+WORK = "attach train record costs calibrate sweep report predict plan bench doctor completion".split()
+
+
+def test_the_installed_command_answers():
+    done = subprocess.run([sys.executable, "-m", "alight.cli", "--version"], capture_output=True, text=True)
+    assert done.returncode == 0
+    assert re.fullmatch(r"alight \d+\.\d+\.\d+\n", done.stdout)
+
+
+def test_the_overview_is_short_and_shows_every_command_in_its_group(capsys):
+    status, out, _ = run("--help", capsys)
+    assert status == 0
+    assert len(out.splitlines()) <= 40
+    assert max(map(len, out.splitlines())) <= 110
+    for title, commands in GROUPS.items():
+        block = re.search(rf"^{re.escape(title)}:\n(.*?)\n\n", out, re.DOTALL | re.MULTILINE)[1]
+        assert [line.split()[0] for line in block.splitlines()] == [command.name for command in commands]
+    assert "130" in out
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_help_is_there_with_its_examples(name, capsys):
+    status, out, _ = run(f"{name} --help", capsys)
+    assert status == 0
+    assert COMMANDS[name].purpose in out
+    for example in COMMANDS[name].examples:
+        assert f"\n  alight {example}\n" in out
+        assert example.startswith(name)
+
+
+@pytest.mark.filterwarnings("ignore:the last exit is right for")  # of weights that know nothing
+def test_every_example_runs_and_gives_json_if_asked(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(trial, "SECONDS", 0.02)
+    save_file(torchvision.models.resnet18(num_classes=10).state_dict(), "resnet18.safetensors")
+    images, labels = digits()[0][:264]
+    pictures = np.tile(255 * images.numpy(), (1, 3, 4, 4)).astype(np.uint8)
+    for name, rows in {"train": slice(32), "validation": slice(32, 232), "test": slice(232, 264)}.items():
+        np.savez(f"{name}.npz", images=pictures[rows], labels=labels[rows].numpy())
+    assert {*WORK, "demo"} == set(COMMANDS)  # whose example its own test runs
+    for name in WORK:
+        for example in COMMANDS[name].examples:
+            status, out, err = run(example, capsys)
+            assert status == 0, (example, err)
+            assert out.strip(), example
+        if COMMANDS[name].results:
+            status, out, err = run(f"{example} --quiet" + " --json" * ("--json" not in example), capsys)
+            assert (status, err) == (0, ""), example
+            assert json.loads(out), example
+    assert not [path for path in tmp_path.rglob(".*") if path.is_file()]
+
+
+def test_the_page_on_the_command_line_tells_every_exit_status():
+    page = (Path(__file__).parents[2] / "docs" / "command_line.md").read_text()
+    told = [int(status) for status in re.findall(r"^\| (\d+) \|", page, re.MULTILINE)]
+    assert told == [cli.DONE, cli.REFUSED, cli.MISUSED, cli.FAULT, cli.INTERRUPTED, cli.UNREAD]
+    for status in told:
+        assert re.search(rf"^    {status} ", cli.__doc__, re.MULTILINE)

@@ -1,0 +1,65 @@
+"""Ctrl-C, whenever it comes: one line, status 130, and no file that was not there or is half-written."""
+
+import pytest
+import torch
+from commands import COSTS, interrupted, make_network, make_tables
+
+from alight import calibrate
+from alight.models.folder import load_model
+from alight.runtime.recorder import record
+
+MESSAGE = "alight: interrupted, nothing half-written is left"
+LINES = {  # what is interrupted, at which word on stderr, and so many seconds later
+    "while libraries load": ("sweep tables/labelled.npz tables/test.npz --costs tables/costs.json", "ready", 0.1),
+    "sweep": ("sweep tables/labelled.npz tables/test.npz --costs tables/costs.json --methods auto", "sweep", 0.5),
+    "calibrate": (
+        "calibrate tables/labelled.npz --costs tables/costs.json --budget 50% --method genetic -o policy.json"
+        " --set generations=100000",
+        "ready",
+        1.5,
+    ),
+    "demo": ("demo -o shown/deep", "sweep", 0.5),
+    "while torch loads": ("attach timm:test_resnet -o new/model", "ready", 1.0),
+    "train": ("train model train.npz --mode joint --epochs 100000 -o new/trained", "train:", 0.2),
+    "record": ("record model train.npz --batch-size 1 -o new.npz", "record:", 0.3),
+    "record over a table": ("record model train.npz --batch-size 1 -o outputs.npz", "record:", 0.3),
+    "predict": ("predict model policy.json train.npz --batch-size 1 -o answers.parquet", "predict:", 0.3),
+    "bench": ("bench model policy.json train.npz --batch-sizes 1 --samples 1400", "batches of 1", 0.5),
+}
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    folder = make_network(tmp_path_factory.mktemp("interrupted"))
+    (folder / "tables").mkdir()
+    make_tables(folder / "tables")
+    model = load_model(folder / "model")
+    images = model.recipe["example"]["shape"][1:]
+    outputs = record(model, [torch.rand(64, *images)], progress=False)
+    outputs.save(folder / "outputs.npz")
+    calibrate.eero(COSTS.at_exits([0, 1, 3]), "50%", outputs).save(folder / "policy.json")
+    return folder
+
+
+def contents(folder):
+    return {path.relative_to(folder): path.is_file() and path.read_bytes() for path in folder.rglob("*")}
+
+
+@pytest.mark.parametrize("case", LINES)
+def test_an_interrupt_prints_one_line_and_leaves_no_half_written_file(case, place):
+    before = contents(place)
+    line, word, wait = LINES[case]
+    done = interrupted(line, place, word, wait)
+    assert done.returncode == 130, done.stderr
+    assert "Traceback" not in done.stderr
+    assert done.stdout == ""
+    assert done.stderr.endswith(f"{MESSAGE}\n")
+    own = [each for each in done.stderr.replace("\r", "\n").splitlines() if each.startswith("alight:")]
+    assert own == [MESSAGE]
+    after = contents(place)
+    kept = {path for path in after if path.parts[:2] == ("new", "trained") or path.parts == ("new",)}
+    if case == "train":  # what it goes on from, if an epoch was done
+        assert {path.name for path in kept if path.parts[2:]} <= {"checkpoint.safetensors"}
+        assert all((place / path).is_dir() == (len(path.parts) < 3) for path in kept)
+        after = {path: content for path, content in after.items() if path not in kept}
+    assert after == before

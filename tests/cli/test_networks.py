@@ -1,0 +1,209 @@
+"""Commands that run a network, each on what the one before it wrote."""
+
+import csv
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet as parquet
+import pytest
+import timm
+import torch
+from commands import make_network, run
+from safetensors.torch import save_file
+
+from alight import Costs, HeadOutputs, load_policy, replay
+from alight.models.checkpoints import Checkpoint
+from alight.models.fingerprint import fingerprint
+from alight.models.folder import load_model
+from alight.models.measure import measure_costs
+from alight.runtime import trial
+
+
+@pytest.fixture(scope="module")
+def digit_files(tmp_path_factory):
+    """Digits as pictures of 16 x 16, and a small network of timm with exits, in a folder."""
+    return make_network(tmp_path_factory.mktemp("digits"))
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_attach_train_record_costs_and_calibrate_chain(digit_files, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    data = digit_files
+    line = f"train {data}/model {data}/train.npz --mode joint --epochs 4 --validation {data}/test.npz -o trained"
+    status, out, err = run(f"{line} --set learning_rate=0.003", capsys)
+    assert status == 0, err
+    assert "validation accuracy" in out
+    assert "accuracy %" in err
+    assert sorted(path.name for path in (tmp_path / "trained").iterdir()) == ["config.json", "model.safetensors"]
+    status, out, err = run(f"record trained {data}/test.npz -o labelled.npz --features negative_entropy", capsys)
+    assert status == 0, err
+    assert "record: 100%" in err
+    table, model = HeadOutputs.load("labelled.npz"), load_model("trained")
+    assert f"end {1 - table.risks()[-1]:.1%}" in out
+    assert table.risks()[-1] < 0.1
+    assert table.fingerprint == fingerprint(model)
+    assert set(table.features) == {"negative_entropy"}
+    status, out, err = run("costs trained", capsys)
+    assert status == 0, err
+    assert "heads before the last: 0." in out
+    costs = Costs.load("costs.json")
+    expected = measure_costs(model, torch.zeros(1, 3, 16, 16))
+    np.testing.assert_allclose(costs.cumulative(), expected.cumulative())
+    assert run("costs trained --unit ms --batch-size 8 -o ms.json", capsys)[0] == 0
+    assert Costs.load("ms.json").unit == "ms"
+    status, _, err = run("calibrate labelled.npz --costs costs.json --budget 90% -o policy.json", capsys)
+    assert status == 0, err
+    policy = load_policy("policy.json")
+    assert policy.fingerprint == table.fingerprint
+    status, out, err = run(f"predict trained policy.json {data}/test.npz", capsys)
+    assert status == 0, err
+    assert "predict: 100%" in err
+    with Path("answers.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    expected = replay(policy, table)
+    assert [int(row["label"]) for row in rows] == expected.predictions.tolist()
+    assert [int(row["exit"]) for row in rows] == expected.exits.tolist()
+    assert sum(float(row["cost_FLOPs"]) for row in rows) == pytest.approx(expected.spent.sum())
+    assert all(0 < float(row["probability"]) <= 1 for row in rows)
+    assert run(f"predict trained policy.json {data}/test.npz -o answers.parquet", capsys)[0] == 0
+    assert parquet.read_table("answers.parquet").column("exit").to_pylist() == expected.exits.tolist()
+    status, out, err = run(f"bench trained policy.json {data}/test.npz --samples 32 --batch-sizes 16", capsys)
+    assert status == 0, err
+    assert "batch 16: " in out
+    assert "accuracy with exits" in out
+    status, out, err = run("plan trained labelled.npz --batch-size 16 --max-accuracy-loss 0.3 -o planned.json", capsys)
+    assert status == 0, err
+    assert "plain network" in out
+    assert load_policy("planned.json").unit == "ms"
+    assert run(f"predict trained planned.json {data}/test.npz -o planned.csv", capsys)[0] == 0
+    monkeypatch.setattr(trial, "SECONDS", 0.02)
+    for line in (
+        f"predict trained policy.json {data}/test.npz -o quick.csv",
+        f"bench trained policy.json {data}/test.npz --samples 32 --batch-sizes 16",
+        f"record trained {data}/test.npz -o quick.npz",
+    ):
+        status, out, err = run(f"{line} --speed auto --threads 1", capsys)
+        assert status == 0, err
+        assert "channels_last=True" in err
+    assert Path("quick.csv").read_text().count("\n") == len(rows) + 1
+    status, out, err = run("plan trained labelled.npz --batch-size 16 --speed auto --threads 1 -o quick.json", capsys)
+    assert status == 0, err
+    assert "channels_last=True" in out
+    assert (
+        "was calibrated on outputs of the network"
+        in run(f"predict {data}/model policy.json {data}/test.npz", capsys)[2]
+    )
+
+
+def test_an_interrupted_training_goes_on_where_it_was(digit_files, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    line = f"train {digit_files}/model {digit_files}/test.npz --mode joint --epochs 2 --augment -o"
+    assert run(f"{line} whole", capsys)[0] == 0
+    save = Checkpoint.save
+
+    def interrupted(checkpoint, path):
+        save(checkpoint, path)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Checkpoint, "save", interrupted)
+    assert run(f"{line} parts", capsys)[0] == 130
+    assert [path.name for path in (tmp_path / "parts").iterdir()] == ["checkpoint.safetensors"]
+    monkeypatch.undo()
+    monkeypatch.chdir(tmp_path)
+    assert run(f"{line} parts", capsys)[0] == 0
+    assert fingerprint(load_model("parts")) == fingerprint(load_model("whole"))
+    assert not (tmp_path / "parts" / "checkpoint.safetensors").exists()
+
+
+def test_a_training_that_diverges_leaves_no_empty_folder(digit_files, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    line = f"train {digit_files}/model {digit_files}/test.npz --mode joint --epochs 2 -o runs/first"
+    status, _, err = run(f"{line} --quiet --set optimizer=sgd --set learning_rate=1e30", capsys)
+    assert status == 1
+    assert err.startswith("alight: the loss of exit")
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "attach resnet18",
+        "attach timm:resnet18 --weights nowhere.safetensors",
+        "train nowhere data.npz",
+        "train model nowhere.npz",
+        "train model data.npz --validation nowhere.npz",
+        "record model cifar10:nowhere",
+        "costs nowhere",
+        "predict model nowhere.json data.npz",
+        "plan model nowhere.npz",
+        "bench nowhere policy.json data.npz",
+    ],
+)
+def test_a_bad_path_is_refused_before_torch_is_loaded(line, folder):
+    Path("model").mkdir()
+    for name in ("model/model.safetensors", "model/config.json", "data.npz"):
+        Path(name).touch()
+    code = f"import sys; from alight.cli import main; print(main({line.split()!r}), 'torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout == "1 False\n"
+    assert done.stderr.count("\n") == 1
+
+
+def test_attach_takes_trained_weights_and_a_normalisation(digit_files, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    torch.manual_seed(1)
+    backbone = timm.create_model("test_resnet", num_classes=7).eval()
+    save_file(backbone.state_dict(), "weights.safetensors")
+    line = "attach timm:test_resnet --classes 7 --image-size 32 --count 2 --weights weights.safetensors"
+    status, out, err = run(f"{line} --mean 0.1,0.2,0.3 --std 0.5,0.5,0.5 -o own", capsys)
+    assert status == 0, err
+    assert str(tmp_path / "own") in out
+    model, images = load_model("own"), torch.rand(2, 3, 32, 32)
+    assert model.num_exits == 3
+    assert model.normalisation.mean == (0.1, 0.2, 0.3)
+    with torch.no_grad():
+        assert torch.equal(model(images)[-1], backbone(images))
+    assert run(line.replace("--classes 7", "--classes 5"), capsys)[2].startswith("alight: the weights are another")
+
+
+def test_a_missing_library_is_named_with_what_brings_it(capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "timm", None)
+    status, _, err = run("attach timm:test_resnet", capsys)
+    assert status == 1
+    assert 'pip install "alight[vision]"' in err
+
+
+NETWORK_BAD = {
+    "unknown network": ("attach resnet18", "write timm:NAME"),
+    "unknown in the zoo": ("attach zoo:lenet", "NAME one of convnext_cifar"),
+    "exits of the zoo": ("attach zoo:resnet18_cifar --count 5", "stand where its paper puts them"),
+    "unknown module": ("attach timm:test_resnet --after layer9", "layer9"),
+    "unknown option": ("attach timm:test_resnet --set depth=3", "does not take these options"),
+    "no weights": ("attach timm:test_resnet --weights nowhere.safetensors", "nowhere.safetensors"),
+    "no model": ("train nowhere train.npz", "there is no folder nowhere"),
+    "no data": ("train {data}/model nowhere.npz", "nowhere.npz: there is no such file"),
+    "bad setting": ("train {data}/model {data}/test.npz --set heat=1", "NAME one of backbone_epochs"),
+    "mistyped setting": ("train {data}/model {data}/test.npz --set learning_rate=hot", "of the wrong kind"),
+    "table over data": ("record {data}/model {data}/test.npz -o {data}/test.npz", "named twice"),
+    "no threads": ("record {data}/model {data}/test.npz --threads 0", "0 threads: give 1 or more"),
+    "table as data": ("record {data}/model other.npz", "save np.savez(path, images=..., labels=...)"),
+}
+
+
+@pytest.mark.parametrize("case", NETWORK_BAD)
+def test_bad_input_to_a_network_gets_one_sentence_and_a_status(case, digit_files, folder, capsys):
+    line, message = NETWORK_BAD[case]
+    np.savez("other.npz", scores=np.zeros(3))
+    status, out, err = run(line.format(data=digit_files), capsys)
+    assert status == 1
+    assert message in err
+    assert err.startswith("alight: ")
+    assert err.count("\n") == 1
+    assert out == ""

@@ -1,0 +1,197 @@
+"""Commands on recorded outputs: results on stdout, one sentence and a status when something is wrong."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from commands import COSTS, make_tables, run
+
+from alight import HeadOutputs, calibrate, load_policy, read_points
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    make_tables(tmp_path)
+    return tmp_path
+
+
+def test_calibrate_writes_the_policy_that_python_would_make(folder, capsys):
+    status, out, _ = run("calibrate labelled.npz --costs costs.json --budget 50% -o policy.json", capsys)
+    expected = calibrate.eero(COSTS, "50%", HeadOutputs.load("labelled.npz"))
+    assert status == 0
+    assert load_policy("policy.json") == expected
+    assert out.strip() == str(expected)
+
+
+def test_calibrate_takes_a_method_its_options_and_unlabelled_data(folder, capsys):
+    line = "calibrate labelled.npz --unlabelled unlabelled.npz --costs costs.json --budget 3 --method eero"
+    status, _, _ = run(line + " --set temperature=0.2 --set spend_all=true --set slack=exact -o policy.json", capsys)
+    tables = [HeadOutputs.load(name) for name in ("labelled.npz", "unlabelled.npz")]
+    assert status == 0
+    assert load_policy("policy.json") == calibrate.eero(
+        COSTS, 3.0, *tables, temperature=0.2, spend_all=True, slack="exact"
+    )
+
+
+@pytest.mark.parametrize("contract", ["mean", "probability", "batch", "stream"])
+def test_calibrate_writes_what_it_promises(folder, capsys, contract):
+    line = f"calibrate labelled.npz --costs costs.json --budget 50% --contract {contract} --delta 0.1 -o policy.json"
+    status, out, _ = run(line, capsys)
+    policy = load_policy("policy.json")
+    assert status == 0
+    assert policy.certificate.contract == contract
+    assert str(policy.certificate) in out
+
+
+def test_calibrate_finds_the_cheapest_policy_for_a_risk(folder, capsys):
+    line = "calibrate labelled.npz --costs costs.json --risk disagreement --alpha 0.4 --method geometric -o policy.json"
+    status, out, _ = run(line, capsys)
+    assert status == 0
+    assert "disagreement with the last exit" in out
+    assert load_policy("policy.json").certificate.contract == "disagreement"
+
+
+def test_costs_may_be_written_out(folder, capsys):
+    status, out, _ = run("calibrate labelled.npz --costs 1,2.5,4,6 --budget 3", capsys)
+    assert status == 0
+    assert "budget 3 per sample" in out
+
+
+def test_another_score_of_the_table_may_be_chosen(folder, capsys):
+    rng = np.random.default_rng(0)
+    HeadOutputs.from_logits(rng.normal(size=(50, 4, 3)), features=["negative_entropy"]).save("both.npz")
+    status, out, _ = run("calibrate both.npz --costs costs.json --budget 50% --score negative_entropy", capsys)
+    assert status == 0
+    assert "on the negative_entropy" in out
+
+
+def test_sweep_and_report_chain(folder, capsys):
+    line = (
+        "sweep labelled.npz test.npz --costs costs.json --methods eero,geometric --budgets 40%,4,100% --report one.html"
+    )
+    status, out, err = run(line, capsys)
+    assert status == 0
+    points = read_points("points.csv")
+    assert len(points) == 2 * 3 + 3 + 4
+    assert len(out.splitlines()) == 6
+    assert "sweep" in err  # progress
+    status, out, _ = run("report points.csv -o two.html --title Test", capsys)
+    assert status == 0
+    assert out.strip() == str(folder / "two.html")
+    assert (folder / "one.html").stat().st_size == pytest.approx((folder / "two.html").stat().st_size, rel=0.01)
+
+
+def test_a_sweep_of_certified_policies_says_so(folder, capsys):
+    line = "sweep labelled.npz test.npz --costs costs.json --methods geometric --budgets 60% --contract probability"
+    assert run(f"{line} --delta 0.1 -o sure.csv --report sure.html", capsys)[0] == 0
+    assert run("sweep labelled.npz test.npz --costs costs.json --methods geometric --budgets 60%", capsys)[0] == 0
+    (sure,), (hoped,) = (
+        [p for p in read_points(name) if p.method == "geometric"] for name in ("sure.csv", "points.csv")
+    )
+    assert sure.mean_cost < hoped.mean_cost
+    assert "contract &#x27;probability&#x27;, delta 0.1" in Path("sure.html").read_text()
+
+
+def test_sweep_chooses_budgets_from_the_cheapest_exit_to_the_plain_network(folder, capsys):
+    assert run("sweep labelled.npz test.npz --costs costs.json --methods geometric", capsys)[0] == 0
+    budgets = [point.budget for point in read_points("points.csv") if point.method == "geometric"]
+    assert len(budgets) == 17
+    assert budgets[0] == pytest.approx(COSTS.budget("19%"))
+    assert budgets[-1] == pytest.approx(COSTS.plain)
+
+
+BAD = {
+    "budget too small": ("calibrate labelled.npz --costs costs.json --budget 1%", 1, "below the cheapest exit"),
+    "no such file": ("calibrate nowhere.npz --costs costs.json --budget 50%", 1, "nowhere.npz: No such file"),
+    "costs of words": ("calibrate labelled.npz --costs cheap --budget 50%", 1, "neither a file nor numbers"),
+    "falling costs": ("calibrate labelled.npz --costs 3,2,1,4 --budget 50%", 1, "exit 0 costs 3 and exit 1 costs 2"),
+    "too few costs": ("calibrate labelled.npz --costs 1,2 --budget 50%", 1, "4 exits, but there are 2 costs"),
+    "foreign file": ("calibrate costs.json --costs costs.json --budget 50%", 1, "it is no .npz"),
+    "policy as points": ("report costs.json", 1, "no table of points"),
+    "unknown option": (
+        "calibrate labelled.npz --costs costs.json --budget 3 --set heat=1",
+        1,
+        "NAME one of temperature",
+    ),
+    "bad option": (
+        "calibrate labelled.npz --costs costs.json --budget 3 --set temperature=-1",
+        1,
+        "temperature -1 must",
+    ),
+    "wrongly typed option": ("calibrate labelled.npz --costs costs.json --budget 3 --set temperature=hot", 1, "hot"),
+    "bad score": ("calibrate labelled.npz --costs costs.json --budget 3 --score luck", 1, "no 'luck'"),
+    "unlabelled test": ("sweep labelled.npz unlabelled.npz --costs costs.json", 1, "needs labels"),
+    "test on itself": ("sweep test.npz test.npz --costs costs.json", 1, "labelled table is also the test table"),
+    "unknown method": (
+        "calibrate labelled.npz --costs costs.json --budget 3 --method luck",
+        2,
+        "invalid choice: 'luck'",
+    ),
+    "unknown methods": ("sweep labelled.npz test.npz --costs costs.json --methods eero,luck", 2, "no method 'luck'"),
+    "no folder": ("sweep labelled.npz test.npz --costs costs.json -o missing/points.csv", 2, "no such folder"),
+    "folder as output": ("calibrate labelled.npz --costs costs.json --budget 50% -o .", 2, "it is a folder"),
+    "empty output": ("report points.csv -o=", 2, "empty name"),
+    "report over points": ("sweep labelled.npz test.npz --costs costs.json -o x --report x", 1, "named twice"),
+    "policy over table": ("calibrate labelled.npz --costs costs.json --budget 50% -o labelled.npz", 1, "named twice"),
+    "test on itself by score": (
+        "sweep both.npz both.npz --costs costs.json --score negative_entropy",
+        1,
+        "also the test",
+    ),
+    "one sample": ("calibrate one.npz --costs costs.json --budget 50%", 1, "has 1 sample"),
+    "damaged file": ("calibrate damaged.npz --costs costs.json --budget 50%", 1, "it is damaged"),
+    "bad unit": ("calibrate labelled.npz --costs costs.json --budget 3nFLOPs", 1, "unknown unit 'nFLOPs'"),
+    "one bad budget": ("sweep labelled.npz test.npz --costs costs.json --budgets 50%,1%", 1, "below the cheapest exit"),
+    "half a sample early": (
+        "calibrate labelled.npz --costs costs.json --budget 3 --method two_exits --set early=1.5",
+        1,
+        "wrong kind",
+    ),
+    "no such axis": (
+        "calibrate labelled.npz --costs costs.json --budget 3 --method gaussian --set axis=foo",
+        1,
+        "no axis 'foo'",
+    ),
+    "negative seed": (
+        "calibrate labelled.npz --costs costs.json --budget 3 --method genetic --set seed=-1",
+        1,
+        "seed -1",
+    ),
+    "no budget": ("calibrate labelled.npz --costs costs.json", 1, "there is no budget"),
+    "no alpha": ("calibrate labelled.npz --costs costs.json --risk error", 1, "alpha None must lie"),
+    "delta": (
+        "calibrate labelled.npz --costs costs.json --budget 50% --contract mean --delta 2",
+        1,
+        "delta 2 must lie",
+    ),
+    "no rates": (
+        "calibrate labelled.npz --costs costs.json --budget 50% --method patience --contract batch",
+        1,
+        "plans none",
+    ),
+    "no command": ("", 2, "COMMAND"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input_gets_one_sentence_a_status_and_changes_nothing(case, folder, capsys):
+    line, expected, message = BAD[case]
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    status, out, err = run(line, capsys)
+    assert status == expected
+    assert message in err
+    assert "Traceback" not in err
+    assert out == ""
+    if expected == 1:
+        assert err.startswith("alight: ")
+        assert err.count("\n") == 1
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+
+
+def test_a_policy_file_is_plain_json(folder, capsys):
+    run("calibrate labelled.npz --costs costs.json --budget 50% -o policy.json", capsys)
+    content = json.loads((folder / "policy.json").read_text())
+    assert content["alight"] == "Policy"
+    assert content["schema"] == 1
