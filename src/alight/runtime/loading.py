@@ -25,6 +25,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from alight.errors import BadFile, BadInput
 from alight.files import PathLike
+from alight.models.images import Images, Sample
 from alight.models.multi_exit import MultiExitModel, described_example
 
 IMAGE_NAMES, LABEL_NAMES, TEXT_NAMES = (
@@ -33,9 +34,6 @@ IMAGE_NAMES, LABEL_NAMES, TEXT_NAMES = (
     ("text", "sentence", "utterance"),
 )  # of arrays and columns, the first that is there
 SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".tif", ".tiff", ".webp")
-SHIFT = 8  # augmented images are moved by up to an eighth of their size, as is usual for 32 x 32
-
-Sample = tuple[Any, int | None]  # an image or a text, and its class
 
 
 def load_data(
@@ -62,7 +60,7 @@ def load_data(
     if kind == "text":
         collate = _Texts(model, _tokenizer(tokenizer, where), max_tokens, str(where))
     else:
-        collate = _Images(model, augment, str(where))
+        collate = Images(model, augment, str(where))
     return DataLoader(samples, batch_size, shuffle=shuffle, collate_fn=collate, num_workers=workers)
 
 
@@ -217,65 +215,6 @@ def _class_indices(names: Sequence[str], model: MultiExitModel, where: str) -> d
     return {name: index for index, name in enumerate(model.classes or names)}
 
 
-class _Images:
-    """Images to tensors of the network's size, in 0..1, normalised."""
-
-    def __init__(self, model: MultiExitModel, augment: bool, where: str) -> None:
-        shape = model.recipe.get("example", {}).get("shape")
-        if not isinstance(shape, list) or len(shape) != 4:
-            raise BadInput(f"the network does not take images, and {where} holds some: give text (.jsonl)")
-        self.shape, self.augment, self.where = tuple(shape[1:]), augment, where  # channels, height, width
-        self.mean, self.std = (
-            _per_channel(None if model.normalisation is None else getattr(model.normalisation, name), self.shape[0])
-            for name in ("mean", "std")
-        )
-
-    def __call__(self, samples: Sequence[Sample]) -> Any:
-        images = torch.stack([self._image(image) for image, _ in samples])
-        if self.augment:
-            images = torch.stack([_moved(image) for image in images])
-        if self.mean is not None and self.std is not None:
-            images = (images - self.mean) / self.std
-        labels = [label for _, label in samples]
-        return images if None in labels else (images, torch.tensor(labels))
-
-    def _image(self, image: Any) -> Tensor:
-        """Channels first, in 0..1."""
-        if not isinstance(image, np.ndarray):
-            image = self._pixels(image)
-        channels, height, width = self.shape
-        if image.shape == (height, width) and channels == 1:
-            image = image[None]
-        elif image.shape == (height, width, channels) and image.shape != self.shape:
-            image = image.transpose(2, 0, 1)
-        if image.shape != self.shape:
-            raise BadInput(
-                f"{self.where} has images of shape {image.shape} and the network takes {self.shape} (channels, height,"
-                " width): resize them, or attach heads for this image size"
-            )
-        tensor = torch.from_numpy(np.ascontiguousarray(image))
-        if image.dtype == np.uint8:
-            return tensor.float() / 255
-        tensor = tensor.float()
-        if self.mean is not None and not (tensor.min() >= 0 and tensor.max() <= 1):
-            raise BadInput(
-                f"{self.where} has images from {tensor.min():g} to {tensor.max():g}, and the network normalises ones"
-                " in 0..1: give bytes (uint8), or divide them"
-            )
-        return tensor
-
-    def _pixels(self, picture: Any) -> np.ndarray:
-        """A picture's bytes at the network's size: its shorter side resized, its middle taken."""
-        channels, height, width = self.shape
-        picture = picture.convert("L" if channels == 1 else "RGB")
-        scale = max(height / picture.height, width / picture.width)
-        if scale != 1:
-            size = (max(width, round(scale * picture.width)), max(height, round(scale * picture.height)))
-            picture = picture.resize(size, resample=2)  # bilinear
-        left, top = (picture.width - width) // 2, (picture.height - height) // 2
-        return np.asarray(picture.crop((left, top, left + width, top + height)))
-
-
 class _Texts:
     """Texts to tokens, as many as the longest of a batch has."""
 
@@ -298,27 +237,6 @@ def _tokenizer(folder: PathLike | None, where: PathLike) -> Any:
         raise BadInput(f"{where} holds text, which needs a tokenizer: name the folder of one (--tokenizer FOLDER)")
     auto = _library("transformers", "text").AutoTokenizer
     return auto.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
-
-
-def _moved(image: Tensor) -> Tensor:
-    """The image, flipped or not, moved by a few pixels; what comes in from outside is black."""
-    _, height, width = image.shape
-    down, right = height // SHIFT, width // SHIFT
-    padded = torch.nn.functional.pad(image, (right, right, down, down))
-    top, left = int(torch.randint(2 * down + 1, ())), int(torch.randint(2 * right + 1, ()))
-    image = padded[:, top : top + height, left : left + width]
-    return image.flip(-1) if torch.rand(()) < 0.5 else image
-
-
-def _per_channel(values: Sequence[float] | None, channels: int) -> Tensor | None:
-    if values is None:
-        return None
-    if len(values) != channels:
-        raise BadInput(
-            f"the network normalises {len(values)} channels and takes images of {channels}: attach heads with as many"
-            " means and standard deviations as channels"
-        )
-    return torch.tensor(values)[:, None, None]
 
 
 def _picture(path: Path) -> Any:

@@ -11,6 +11,7 @@ from tqdm import tqdm
 
 from alight.errors import BadInput, Mismatch
 from alight.models.batches import Batch, batches, length_of
+from alight.models.data import as_inputs, in_batches
 from alight.models.fingerprint import fingerprint
 from alight.models.multi_exit import Carried, MultiExitModel
 from alight.outputs import Decisions
@@ -27,8 +28,9 @@ class Predictor:
     """A network and a policy, ready to answer.
 
     `predictor(images)` decides a batch, `predictor.run(loader)` a whole data set, and `predictor.stream(loader)` gives
-    answers as they are ready. A sample is known by its index, in the order of coming unless `samples` says otherwise:
-    ties and mixtures are decided by it.
+    answers as they are ready. Images may be tensors, NumPy arrays or a list of pictures, and a data set or an array
+    does for a loader: pictures and bytes are normalised as the network says. A sample is known by its index, in the
+    order of coming unless `samples` says otherwise: ties and mixtures are decided by it.
 
     >>> from torch import nn
     >>> from alight.policies.policy import Threshold
@@ -55,7 +57,7 @@ class Predictor:
         _check(model, policy, batch_size, probabilities)
         self.batch_size, self.rebatch = batch_size, rebatch
         self._num_threads = num_threads
-        self.admit = model.admit
+        self.admit, self._model = model.admit, model
         self._device, self._dtype, self._channels_last = device_of(model, device), as_dtype(dtype), channels_last
         ready = prepared(model, device=device, dtype=dtype, channels_last=channels_last)
         if not allow_mismatch:
@@ -107,8 +109,9 @@ class Predictor:
         parts = (tuple(each[start : start + size] for each in carried) for start in range(0, total, size))
         return self._decided(parts, samples, joins=total > size)  # one batch has no other to wait for
 
-    def run(self, loader: Iterable[Any], *, samples: npt.ArrayLike | None = None, progress: bool = True) -> Decisions:
+    def run(self, loader: Any, *, samples: npt.ArrayLike | None = None, progress: bool = True) -> Decisions:
         """What is decided about everything that a loader gives, in its order, whatever the size of the data set."""
+        loader = in_batches(loader, self._model, self.batch_size)
         shown: dict[str, Any] = {
             "desc": "predict",
             "unit": "batch",
@@ -117,8 +120,9 @@ class Predictor:
         }
         return self._decided(self._loaded(tqdm(batches(loader, "the prediction"), **shown)), samples)
 
-    def stream(self, loader: Iterable[Any]) -> Iterator[Answers]:
+    def stream(self, loader: Any) -> Iterator[Answers]:
         """Answers as soon as they are ready: indices in the order of coming, classes, and exits as positions."""
+        loader = in_batches(loader, self._model, self.batch_size)
         yield from self._answers(self._loaded(batches(loader, "the stream")), None)
 
     def place(self, carried: Carried, count: int) -> Carried:
@@ -128,7 +132,7 @@ class Predictor:
 
     def _sized(self, inputs: Any) -> Carried:
         """The inputs as the network takes them, of one number of samples."""
-        carried = self.admit(inputs)
+        carried = self.admit(as_inputs(inputs, self._model))
         sizes = {len(each) for each in carried}
         if len(sizes) != 1 or 0 in sizes:
             raise BadInput(f"inputs of {sorted(sizes)} samples: give tensors of one and the same number, at least 1")

@@ -16,6 +16,7 @@ from tqdm import tqdm
 from alight.errors import BadInput
 from alight.files import GrowingArrays, PathLike
 from alight.models.batches import Batch, batches, length_of
+from alight.models.data import BATCH_SIZE, in_batches
 from alight.models.fingerprint import fingerprint
 from alight.models.multi_exit import Carried, MultiExitModel, advance, read
 from alight.outputs import HeadOutputs
@@ -28,7 +29,11 @@ from alight.scores import SCORES
 
 @dataclass(frozen=True)
 class Recorded:
-    """A table on the disk: what it is, without holding it."""
+    """A table on the disk: what it is, without holding it.
+
+    >>> Recorded(Path("outputs.npz"), 1000, 3, "margin", "", accuracies=(0.6, 0.7, 0.8)).num_samples
+    1000
+    """
 
     path: Path
     num_samples: int
@@ -48,8 +53,9 @@ class Recorded:
 
 def record(
     model: MultiExitModel,
-    loader: Iterable[Any],
+    loader: Any,
     *,
+    batch_size: int = BATCH_SIZE,
     score: str = "margin",
     features: Iterable[str] = (),
     log_probabilities: bool = False,
@@ -61,6 +67,9 @@ def record(
     progress: bool = True,
 ) -> HeadOutputs:
     """What every head says about everything that a loader gives, in its order; with labels, if it gives any.
+
+    Instead of a loader there may be a data set, arrays or tensors, (inputs, labels), or a list of images: they are
+    taken in batches of `batch_size`, and pictures and bytes are normalised as the network says.
 
     Scores are computed in float64 from logits, where the network runs: only they are kept, and `log_probabilities` in
     half precision if asked for. `features` names further scores. `dtype` is "bf16", "fp16" or None for the network's
@@ -75,15 +84,16 @@ def record(
     asked = _Asked(model, score, features, log_probabilities, device, dtype, channels_last, compile)
     with threads(num_threads), ThreadPoolExecutor(1) as aside:
         own = aside.submit(_fingerprint, asked.model, _beside(asked.device))
-        parts = [*asked.tables(loader, progress)]
+        parts = [*asked.tables(in_batches(loader, model, batch_size), progress)]
         return replace(HeadOutputs.joined(parts), fingerprint=own.result())
 
 
 def record_to(
     path: PathLike,
     model: MultiExitModel,
-    loader: Iterable[Any],
+    loader: Any,
     *,
+    batch_size: int = BATCH_SIZE,
     score: str = "margin",
     features: Iterable[str] = (),
     log_probabilities: bool = False,
@@ -97,12 +107,17 @@ def record_to(
     """A recording as `record` makes it, written to an .npz file batch by batch: memory holds a few batches, no more.
 
     `HeadOutputs.load` reads the file. It is there once it is whole; when something goes wrong, nothing of it stays.
+
+    >>> import tempfile
+    >>> model = MultiExitModel([nn.Linear(4, 8), nn.Linear(8, 8)], [nn.Linear(8, 3), nn.Linear(8, 3)])
+    >>> print(record_to(f"{tempfile.mkdtemp()}/outputs.npz", model, torch.zeros(5, 4), progress=False).num_samples)
+    5
     """
     asked = _Asked(model, score, features, log_probabilities, device, dtype, channels_last, compile)
     right, labelled = np.zeros(model.num_exits), False
     with GrowingArrays(path) as growing, threads(num_threads), ThreadPoolExecutor(1) as aside:
         own = aside.submit(_fingerprint, asked.model, _beside(asked.device))
-        for part in asked.tables(loader, progress):
+        for part in asked.tables(in_batches(loader, model, batch_size), progress):
             growing.add(part.rows())
             right += part.correct().sum(axis=0)
             labelled = part.labels is not None

@@ -1,0 +1,190 @@
+"""Data as people have it becomes batches as a network takes them.
+
+    a DataLoader, or any iterable of batches    as it is
+    a data set with a length and indices        in batches
+    an array or a tensor; a tuple or dict of    its rows, in batches; a tuple ends with the labels, a dict names them
+    a list of images, or of (image, label)      in batches
+
+Pictures (Pillow) and bytes (uint8) are brought to the network's size and normalised as it says; all other numbers are
+taken as they are, float64 of NumPy in torch's own precision.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
+
+from alight.errors import BadInput
+from alight.models.images import Images, image_shape, is_picture
+from alight.models.multi_exit import MultiExitModel
+
+BATCH_SIZE = 128  # where nobody says otherwise
+
+
+def in_batches(
+    data: Any, model: MultiExitModel, batch_size: int = BATCH_SIZE, *, shuffle: bool = False
+) -> Iterable[Any]:
+    """Batches of whatever was given; what comes in batches already stays as it is.
+
+    >>> from torch import nn
+    >>> model = MultiExitModel([nn.Linear(4, 8)], [nn.Linear(8, 3)])
+    >>> [len(labels) for _, labels in in_batches((np.zeros((5, 4)), np.arange(5)), model, batch_size=2)]
+    [2, 2, 1]
+    """
+    rows = _rows(data, model)
+    if rows is None:
+        return data
+    if batch_size < 1:
+        raise BadInput(f"batch size {batch_size}: give 1 or more")
+    if not len(rows):  # type: ignore[arg-type]
+        raise BadInput(f"the {type(data).__name__} has no samples: give at least one")
+    collate = _as_it_is if isinstance(rows, _Rows) else _Collate(model)
+    return DataLoader(rows, batch_size, shuffle=shuffle, collate_fn=collate)
+
+
+def as_inputs(inputs: Any, model: MultiExitModel) -> Any:
+    """One batch of inputs as the network takes them: also of NumPy arrays, pictures, bytes, or a list of images.
+
+    >>> from torch import nn
+    >>> as_inputs(np.zeros((5, 4)), MultiExitModel([nn.Linear(4, 8)], [nn.Linear(8, 3)])).dtype
+    torch.float32
+    """
+    if isinstance(inputs, Tensor) and inputs.dtype is not torch.uint8:
+        return inputs
+    if isinstance(inputs, Mapping):
+        return {name: _tensor(part) for name, part in inputs.items()}
+    if isinstance(inputs, list) and _are_samples(inputs, model):
+        return _stacked(inputs, model)
+    if isinstance(inputs, list | tuple):
+        return tuple(_tensor(part) for part in inputs)
+    if _wants_pixels(inputs, model):
+        return _pictures(inputs if isinstance(inputs, Tensor | np.ndarray) else [inputs], model)
+    return _tensor(inputs)
+
+
+def _rows(data: Any, model: MultiExitModel) -> "Dataset[Any] | None":
+    """The data sample by sample; None of data that comes in batches."""
+    if isinstance(data, Tensor | np.ndarray):
+        return _Rows([data], model)
+    if isinstance(data, Mapping):
+        return _Rows([*data.values()], model, [*data])
+    if isinstance(data, tuple) and data and all(isinstance(part, Tensor | np.ndarray) for part in data):
+        return _Rows([*data], model)
+    if isinstance(data, list):
+        return _List(data) if _are_samples(data, model) else None
+    indexed = hasattr(data, "__getitem__") and hasattr(data, "__len__")
+    return data if isinstance(data, Dataset) and indexed and not isinstance(data, IterableDataset) else None
+
+
+class _Rows(Dataset[Any]):
+    """Arrays of one length, whose rows are samples."""
+
+    def __init__(self, parts: Sequence[Any], model: MultiExitModel, names: Sequence[str] = ()) -> None:
+        self.parts, self.names, self.model = parts, names, model
+        sizes = [len(part) for part in parts]
+        if len(set(sizes)) > 1:
+            raise BadInput(f"arrays of {sizes} samples: give as many rows of each")
+
+    def __len__(self) -> int:
+        return len(self.parts[0]) if self.parts else 0
+
+    def __getitem__(self, index: int) -> Any:
+        return self.__getitems__([index])
+
+    def __getitems__(self, rows: list[int]) -> Any:
+        chosen = [
+            part[torch.as_tensor(rows)] if isinstance(part, Tensor) else np.asarray(part)[rows] for part in self.parts
+        ]
+        if self.names:
+            return dict(zip(self.names, (_tensor(each) for each in chosen), strict=True))
+        first, *others = chosen
+        inputs = _pictures(first, self.model) if _wants_pixels(first, self.model) else _tensor(first)
+        return (inputs, *map(_tensor, others)) if others else inputs
+
+
+class _List(Dataset[Any]):
+    """The samples of a list."""
+
+    def __init__(self, samples: Sequence[Any]) -> None:
+        self.samples = samples
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.samples[index]
+
+
+class _Collate:
+    """Samples to a batch: pictures and bytes as the network takes them, all else as torch does it."""
+
+    def __init__(self, model: MultiExitModel) -> None:
+        self.model = model
+
+    def __call__(self, samples: Sequence[Any]) -> Any:
+        first = samples[0]
+        if isinstance(first, Mapping):
+            return default_collate([{name: _bare(part) for name, part in each.items()} for each in samples])
+        if not isinstance(first, tuple | list):
+            return _stacked(samples, self.model)
+        inputs = _stacked([each[0] for each in samples], self.model)
+        return (inputs, *default_collate([tuple(map(_bare, each[1:])) for each in samples]))
+
+
+def _are_samples(data: Sequence[Any], model: MultiExitModel) -> bool:
+    """Whether a list holds single images or (image, label) pairs, not batches."""
+    first = data[0] if data else None
+    image = first[0] if isinstance(first, tuple) and len(first) == 2 else first
+    if isinstance(image, Tensor | np.ndarray):
+        example = model.recipe.get("example", {}).get("shape")
+        return isinstance(example, list) and image.ndim == len(example) - 1
+    return is_picture(image)
+
+
+def _wants_pixels(value: Any, model: MultiExitModel) -> bool:
+    """Whether it is a picture, or bytes for a network that takes images of other numbers."""
+    if not isinstance(value, Tensor | np.ndarray):
+        return is_picture(value)
+    return is_picture(value) and image_shape(model) is not None and model.recipe["example"]["dtype"] != "uint8"
+
+
+def _stacked(samples: Sequence[Any], model: MultiExitModel) -> Tensor:
+    if _wants_pixels(samples[0], model):
+        return _pictures(samples, model)
+    try:
+        return torch.stack([_tensor(each) for each in samples])
+    except RuntimeError as error:
+        raise BadInput(f"the samples do not fit into one batch ({error}): bring them to one shape") from error
+
+
+def _pictures(pictures: Any, model: MultiExitModel) -> Tensor:
+    if image_shape(model) is None:
+        raise BadInput(
+            "the network does not say which images it takes, so pictures cannot be brought to its size: build it with"
+            " attach_heads, which keeps an example, or give tensors"
+        )
+    return Images(model, False, "the data").stacked(pictures)
+
+
+def _tensor(values: Any) -> Tensor:
+    """Numbers as a tensor; NumPy's float64 in torch's own precision."""
+    if isinstance(values, Tensor):
+        return values
+    try:
+        tensor = torch.as_tensor(values)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise BadInput(
+            f"a {type(values).__name__} is no numbers ({error}): give an array, a tensor or images"
+        ) from error
+    return tensor.to(torch.get_default_dtype()) if tensor.dtype is torch.float64 else tensor
+
+
+def _bare(value: Any) -> Any:
+    return _tensor(value) if isinstance(value, np.ndarray) else value
+
+
+def _as_it_is(batch: Any) -> Any:
+    return batch
