@@ -8,13 +8,14 @@ import pytest
 import alight
 
 PACKAGE = Path(alight.__file__).parent
-FOUNDATION = {"errors", "files", "scores", "outputs", "costs"}
+FOUNDATION = {"errors", "files", "scores", "outputs", "costs", "display"}
 MAY_IMPORT = {
     "errors": set(),
     "files": {"errors"},
     "scores": set(),
-    "outputs": {"errors", "files", "scores"},
-    "costs": {"errors", "files"},
+    "display": set(),
+    "outputs": {"errors", "files", "scores", "display"},
+    "costs": {"errors", "files", "display"},
     "provenance": set(),
     "recordings": FOUNDATION,
     "budgeting": {"errors"},
@@ -39,6 +40,7 @@ NO_TORCH = {
     "report",
     "recordings",
     "files",
+    "display",
 }
 
 

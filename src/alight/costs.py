@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from alight.display import html_table
 from alight.errors import BadFile, BadInput
 from alight.files import PathLike, read_json, write_json
 
@@ -65,6 +66,13 @@ class Costs:
     def __repr__(self) -> str:
         values = ", ".join(f"{value:.4g}" for value in self.cumulative())
         return f"Costs({values}{self.unit and ' ' + self.unit} per sample, cumulative)"
+
+    def _repr_html_(self) -> str:
+        columns = [["exit", *(str(index) for index in range(len(self)))]]
+        for name, values in {"stage": self.stages, "head": self.heads, "cumulative": self.cumulative()}.items():
+            columns.append([name, *(f"{value:.4g}" for value in values)])
+        columns.append(["of the plain network", *(f"{value / self.plain:.1%}" for value in self.cumulative())])
+        return html_table(f"Costs per sample{self.unit and ', in ' + self.unit}", columns)
 
     def cumulative(self, open_exits: Sequence[int] | None = None) -> Floats:
         """Cost of answering at each open exit: all stages up to it and every open head on the way (B-hat)."""

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from alight.display import html_table
 from alight.errors import BadFile, BadInput, LabelsNeeded
 from alight.files import PathLike, read_arrays, write_arrays
 from alight.scores import SCORES, logit_margin, probabilities
@@ -133,6 +134,15 @@ class HeadOutputs:
     def __repr__(self) -> str:
         kind = "unlabelled" if self.labels is None else "labelled"
         return f"HeadOutputs({len(self)} samples, {self.num_exits} exits, score {self.score!r}, {kind})"
+
+    def _repr_html_(self) -> str:
+        right = "agrees with the last" if self.labels is None else "accuracy"
+        columns = [
+            ["exit", *(str(index) for index in range(self.num_exits))],
+            [f"mean {self.score}", *(f"{mean:.4g}" for mean in self.scores.mean(axis=0))],
+            [right, *(f"{1 - risk:.1%}" for risk in self.risks())],
+        ]
+        return html_table(repr(self), columns)
 
     @property
     def num_exits(self) -> int:
@@ -317,6 +327,15 @@ class Decisions:
     def __repr__(self) -> str:
         shares = ", ".join(f"{share:.1%}" for share in self.exit_shares)
         return f"Decisions({len(self)} samples, mean cost {self.mean_cost:g}, left at exits {shares})"
+
+    def _repr_html_(self) -> str:
+        counts = np.bincount(self.exits, minlength=self.num_exits)
+        columns = [
+            ["exit", *(str(index) for index in range(self.num_exits))],
+            ["samples", *(f"{count:,}" for count in counts)],
+            ["share", *(f"{share:.1%}" for share in self.exit_shares)],
+        ]
+        return html_table(f"Decisions: {len(self):,} samples, mean cost {self.mean_cost:.4g}", columns)
 
     @cached_property
     def mean_cost(self) -> float:

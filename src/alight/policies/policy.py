@@ -18,6 +18,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from alight.budgeting.thresholds import hashed_below
+from alight.display import html_table
 from alight.errors import BadInput, Mismatch
 from alight.files import PathLike, write_json
 from alight.outputs import HeadOutputs
@@ -50,7 +51,17 @@ MIXTURE_SALT = 1  # so that who is in a mixture's share says nothing about how i
 
 @dataclass(frozen=True, kw_only=True)
 class Policy(ABC):
-    """What every policy carries: the exits it opens, what they cost, and what it was calibrated for."""
+    """What every policy carries: the exits it opens, what they cost, and what it was calibrated for.
+
+    >>> from alight import calibrate, recordings
+    >>> labelled, test, costs = recordings.load()
+    >>> policy = calibrate.best_single_exit(costs, "50%", labelled)
+    >>> print(policy)
+    best_single_exit: everyone leaves at exit 2, on the margin
+    budget 5.554e+08 FLOPs per sample, of which 76.2% is planned to be spent
+    exit      cost     rate
+       2  4.23e+08  100.00%
+    """
 
     costs: tuple[float, ...]  # cumulative, of the open exits
     open_exits: tuple[int, ...] = ()  # by default as many as there are costs
@@ -153,6 +164,14 @@ class Policy(ABC):
         return type(self).__name__
 
     def __str__(self) -> str:
+        return "\n".join([*self._lines(), *aligned(self._columns())])
+
+    def _repr_html_(self) -> str:
+        title, *notes = self._lines()
+        return html_table(title, self._columns(), notes)
+
+    def _lines(self) -> list[str]:
+        """What is said of the whole policy: its rule, budget, settings and promise."""
         unit = f" {self.unit}" if self.unit else ""
         lines = [f"{self.method or 'policy'}: {self.summary()}, on the {self.score}"]
         if self.budget is not None:
@@ -161,10 +180,14 @@ class Policy(ABC):
             lines.append(", ".join(f"{name} {_plain(value)}" for name, value in self.settings.items()))
         if self.certificate:
             lines.append(str(self.certificate))
+        return lines
+
+    def _columns(self) -> list[list[str]]:
+        """What is said of every open exit, as columns of text."""
         columns = [["exit", *map(str, self.open_exits)], ["cost", *(f"{cost:.4g}" for cost in self.costs)]]
         if self.exit_rates:
             columns.append(["rate", *(f"{rate:.2%}" for rate in self.exit_rates)])
-        return "\n".join([*lines, *aligned([*columns, *self.rule()])])
+        return [*columns, *self.rule()]
 
     def to_dict(self) -> dict[str, Any]:
         """The policy as plain JSON values; infinite thresholds are "never" and "always"."""

@@ -11,6 +11,7 @@ import torch
 from alight.calibrate.eero import eero
 from alight.calibrate.prune import held_out
 from alight.costs import Costs
+from alight.display import html_table
 from alight.errors import BadInput
 from alight.models.measure import time_stages
 from alight.models.multi_exit import MultiExitModel
@@ -33,7 +34,15 @@ WORTH = 1.01  # times as fast as the plain network at least, in three of four ru
 
 @dataclass(frozen=True)
 class Plan:
-    """What to run on this machine at this batch size, and what to expect of it."""
+    """What to run on this machine at this batch size, and what to expect of it.
+
+    >>> from torch import nn
+    >>> model = MultiExitModel([nn.Linear(4, 8), nn.Linear(8, 8)], [nn.Linear(8, 3), nn.Linear(8, 3)])
+    >>> policy = ExitAt(costs=(2.0,), open_exits=(1,), num_exits=2)
+    >>> made = Plan(policy, False, 900.0, 900.0, 0.8, 0.8, Costs([1.0, 1.0], [0.1, 0.1], "ms"), 64, model)
+    >>> made.speedup, made.open_exits
+    (1.0, (1,))
+    """
 
     policy: Policy
     pays: bool  # is it faster than the plain network?
@@ -62,15 +71,23 @@ class Plan:
         """The planned predictor."""
         return Predictor(self.model, self.policy, batch_size=self.batch_size, **self.settings | settings)
 
-    def __str__(self) -> str:
+    def _title(self) -> str:
         names = ", ".join(self.model.exits[index] for index in self.open_exits)
-        columns = [
+        return f"batches of {self.batch_size}; open exits: {names}"
+
+    def _columns(self) -> list[list[str]]:
+        return [
             ["", "plain network", "planned"],
             ["samples/s", f"{self.dense_throughput:,.0f}", f"{self.throughput:,.0f}"],
             ["speed-up", "1", f"{self.speedup:.2f}"],
             ["accuracy", f"{self.dense_accuracy:.1%}", f"{self.accuracy:.1%}"],
         ]
-        lines = [f"batches of {self.batch_size}; open exits: {names}", *aligned(columns), self.reason]
+
+    def _repr_html_(self) -> str:
+        return html_table(self._title(), self._columns(), [self.reason, self.tuned.reason if self.tuned else ""])
+
+    def __str__(self) -> str:
+        lines = [self._title(), *aligned(self._columns()), self.reason]
         return "\n".join(lines if self.tuned is None else [str(self.tuned), "", *lines])
 
 
@@ -94,6 +111,13 @@ def plan(
     it is tried against the plain network, samples leaving by lot as often as planned: if it is not faster, the plain
     network is the plan. `settings` go to the predictor: dtype, channels_last, compile, num_threads. With speed="auto"
     they are chosen by measuring the plain network (`tune_speed`), compiled too if `compile` is set.
+
+    >>> from torch import nn
+    >>> model = MultiExitModel([nn.Linear(4, 8), nn.Linear(8, 8)], [nn.Linear(8, 3), nn.Linear(8, 3)])
+    >>> labelled = HeadOutputs.from_logits(np.zeros((60, 2, 3)), np.arange(60) % 3)
+    >>> made = plan(model, labelled, example=torch.zeros(1, 4), batch_size=256, num_threads=1)
+    >>> made.pays == (made.policy.method != "plain network")
+    True
     """
     if budget is not None and max_accuracy_loss is not None:
         raise BadInput("a budget and a largest loss are two questions: give one of them")
