@@ -15,7 +15,15 @@ from os import PathLike
 
 
 class AlightError(Exception):
-    """Any error that alight raises on purpose."""
+    """Any error that alight raises on purpose.
+
+    >>> from alight import Costs
+    >>> try:
+    ...     Costs([1.0, 2.0], [0.1, 0.1]).budget("much")
+    ... except AlightError as error:
+    ...     print(error)
+    budget 'much' is no number, percentage or quantity: write '50%', '2.5 GFLOPs', '3 ms'
+    """
 
 
 class BadInput(AlightError, ValueError):

@@ -1,4 +1,11 @@
-"""Data and a budget become a policy. A method is a function; adding one is writing it and naming it in METHODS."""
+"""Data and a budget become a policy. A method is a function; adding one is writing it and naming it in METHODS.
+
+>>> from alight import recordings
+>>> labelled, test, costs = recordings.load()
+>>> policy = METHODS["geometric"](costs, "50%", labelled)
+>>> policy.planned_cost <= policy.budget
+True
+"""
 
 from collections.abc import Callable
 

@@ -52,6 +52,11 @@ def auto(
     On each fold every candidate keeps the budget, by thresholds from the fold's own scores, so accuracies compare
     at equal allowance; of equals the cheaper wins. The best of many is often only lucky: the first candidate yields
     to it only where the gain is above its standard error.
+
+    >>> from alight import recordings
+    >>> labelled, test, costs = recordings.load()
+    >>> auto(costs, "50%", labelled.take(slice(0, 1000)), folds=2).settings["winner"]
+    'optimal_stopping'
     """
     task = Task.of("auto", costs, budget, labelled, unlabelled, closes_exits=True)
     if not candidates:

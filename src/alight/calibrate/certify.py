@@ -50,6 +50,11 @@ def certify(
     Without `unlabelled`, the labelled table is split in two by `seed`: one part fits, the other certifies. With `risk`
     the promise is on accuracy, `alpha` at most: "error", "excess_error" over the last exit, or "disagreement" with it
     (no labels needed); then `budget=None` asks for the cheapest policy that can be certified. `own` goes to the method.
+
+    >>> from alight import calibrate, recordings
+    >>> labelled, test, costs = recordings.load()
+    >>> print(certify(calibrate.eero, costs, "50%", labelled, contract="probability", delta=0.05).certificate.promise)
+    With probability 0.95 over the calibration data, new samples cost at most the budget of 5.554e+08 FLOPs on average.
     """
     if not 0 < delta < 1:
         raise BadInput(f"delta {delta:g} must lie inside (0, 1): 0.05 promises with 95 % confidence")

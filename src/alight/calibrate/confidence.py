@@ -11,7 +11,14 @@ from alight.policies.policy import Policy, Threshold
 def global_threshold(
     costs: AnyCosts, budget: Budget, labelled: HeadOutputs, unlabelled: HeadOutputs | None = None
 ) -> Threshold:
-    """One threshold for all exits, the highest that the budget allows."""
+    """One threshold for all exits, the highest that the budget allows.
+
+    >>> from alight import recordings, replay
+    >>> labelled, test, costs = recordings.load()
+    >>> decisions = replay(global_threshold(costs, "50%", labelled), test)
+    >>> f"{decisions.accuracy(test.labels):.1%} right for {decisions.mean_cost / costs.plain:.1%} of the cost"
+    '40.9% right for 49.8% of the cost'
+    """
     task = Task.of("global_threshold", costs, budget, labelled, unlabelled)
     early = task.scored.scores[:, :-1]
     if not early.size:  # a network with one exit is the plain network
@@ -30,6 +37,12 @@ def performance_control(
     """One accuracy asked of every exit: leave where an isotonic map of the score reaches it (Mofakhami et al. 2024).
 
     The map has steps, so the highest affordable accuracy is mixed with the next one to use the budget.
+
+    >>> from alight import recordings, replay
+    >>> labelled, test, costs = recordings.load()
+    >>> decisions = replay(performance_control(costs, "50%", labelled), test)
+    >>> f"{decisions.accuracy(test.labels):.1%} right for {decisions.mean_cost / costs.plain:.1%} of the cost"
+    '38.7% right for 49.8% of the cost'
     """
     from scipy.optimize import isotonic_regression  # slow to import
 

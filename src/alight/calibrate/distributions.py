@@ -19,7 +19,14 @@ def geometric(
     delta: float = 0.05,
     prune: bool = False,
 ) -> Threshold:
-    """Rates that grow or fall by one factor from exit to exit, met by survivor thresholds; see `eero` for `prune`."""
+    """Rates that grow or fall by one factor from exit to exit, met by survivor thresholds; see `eero` for `prune`.
+
+    >>> from alight import recordings, replay
+    >>> labelled, test, costs = recordings.load()
+    >>> decisions = replay(geometric(costs, "50%", labelled), test)
+    >>> f"{decisions.accuracy(test.labels):.1%} right for {decisions.mean_cost / costs.plain:.1%} of the cost"
+    '41.7% right for 49.7% of the cost'
+    """
     if prune:
         return pruned(geometric, costs, budget, labelled, unlabelled, slack=slack, delta=delta)
     task = Task.of("geometric", costs, budget, labelled, unlabelled)
@@ -38,7 +45,14 @@ def gaussian(
     delta: float = 0.05,
     prune: bool = False,
 ) -> Threshold:
-    """Rates of a bell shape around one exit, met by survivor thresholds; see `eero` for `prune`."""
+    """Rates of a bell shape around one exit, met by survivor thresholds; see `eero` for `prune`.
+
+    >>> from alight import recordings, replay
+    >>> labelled, test, costs = recordings.load()
+    >>> decisions = replay(gaussian(costs, "50%", labelled), test)
+    >>> f"{decisions.accuracy(test.labels):.1%} right for {decisions.mean_cost / costs.plain:.1%} of the cost"
+    '37.2% right for 49.8% of the cost'
+    """
     if prune:
         return pruned(gaussian, costs, budget, labelled, unlabelled, width=width, axis=axis, slack=slack, delta=delta)
     task = Task.of("gaussian", costs, budget, labelled, unlabelled)

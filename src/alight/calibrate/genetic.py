@@ -33,6 +33,12 @@ def genetic(
     """The best survivor quantiles that evolution finds: accurate on the labelled data if within the budget.
 
     An individual is the share of those waiting that leaves at each exit but the last.
+
+    >>> from alight import recordings, replay
+    >>> labelled, test, costs = recordings.load()
+    >>> decisions = replay(genetic(costs, "50%", labelled, generations=2), test)
+    >>> f"{decisions.accuracy(test.labels):.1%} right for {decisions.mean_cost / costs.plain:.1%} of the cost"
+    '43.1% right for 49.3% of the cost'
     """
     task = Task.of("genetic", costs, budget, labelled, unlabelled)
     seed, population, generations = index(seed), index(population), index(generations)

@@ -146,6 +146,10 @@ def fit_gain(labelled: HeadOutputs, policy: Policy | None = None, *, model: str 
     `model="logistic"` learns by logistic regression instead whether going on mends a wrong answer. Where a sample
     would leave if it went on is up to the policy; without one, it is the last exit. Without labels right means: as the
     last exit says. Reads the score and all features of the table. Needs scikit-learn (`pip install alight[learn]`).
+
+    >>> from alight import recordings
+    >>> fit_gain(recordings.load().labelled).inputs
+    ('margin',)
     """
     try:
         from sklearn.linear_model import LogisticRegression, RidgeCV
@@ -208,6 +212,10 @@ def fit_recall(labelled: HeadOutputs, policy: Policy | None = None, *, handicap:
 
     `handicap` is what an earlier answer must be more reliable by to be recalled; None chooses it exit by exit, by how
     many answers are then right.
+
+    >>> from alight import recordings
+    >>> fit_recall(recordings.load().labelled).inputs
+    ('margin',)
     """
     right = labelled.correct()
     exits = tuple(range(labelled.num_exits))
@@ -264,6 +272,13 @@ def fit_ensemble(labelled: HeadOutputs, policy: Policy | None = None) -> Ensembl
     """Two weights per exit, for the mean so far and for the exit itself, that make the labels likeliest.
 
     Exit by exit a convex problem of two numbers, neither below 0.
+
+    >>> rng = np.random.default_rng(0)
+    >>> labels = rng.integers(3, size=200)
+    >>> logits = rng.normal(size=(200, 2, 3)) + 2 * np.eye(3)[labels][:, None]
+    >>> table = HeadOutputs.from_logits(logits, labels, keep_log_probabilities=True)
+    >>> type(fit_ensemble(table)).__name__
+    'Ensemble'
     """
     from scipy.optimize import minimize  # slow to import
 

@@ -46,6 +46,12 @@ def optimal_stopping(
     A budget between two neighbouring prices mixes their rates;
     but where accuracy over cost is not concave, beyond sampling error, the policies of the two prices at the ends of
     the gap are mixed, sample by sample.
+
+    >>> from alight import recordings, replay
+    >>> labelled, test, costs = recordings.load()
+    >>> decisions = replay(optimal_stopping(costs, "50%", labelled), test)
+    >>> f"{decisions.accuracy(test.labels):.1%} right for {decisions.mean_cost / costs.plain:.1%} of the cost"
+    '43.6% right for 49.4% of the cost'
     """
     task = Task.of("optimal_stopping", costs, budget, labelled, unlabelled)
 

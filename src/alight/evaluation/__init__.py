@@ -1,4 +1,11 @@
-"""Was it good? Accuracy and cost with intervals, the oracle, and methods side by side."""
+"""Was it good? Accuracy and cost with intervals, the oracle, and methods side by side.
+
+>>> from alight import calibrate, recordings
+>>> labelled, test, costs = recordings.load()
+>>> points = sweep({"eero": calibrate.eero}, costs, ["40%", "60%"], labelled=labelled, test=test)
+>>> sorted({point.method for point in points})
+['eero', 'oracle', 'single_exit']
+"""
 
 from alight.evaluation.metrics import Bootstrap, Classes, Interval, bootstrap, budget_use, per_class
 from alight.evaluation.oracle import oracle, oracle_within

@@ -82,6 +82,12 @@ def sweep(
     """Every method calibrated for every budget and replayed on the test table, with bootstrap intervals.
 
     `references` adds the oracle at every budget and each exit alone.
+
+    >>> from alight import calibrate, recordings
+    >>> labelled, test, costs = recordings.load()
+    >>> points = sweep({"eero": calibrate.eero}, costs, ["50%"], labelled=labelled, test=test, references=False)
+    >>> print(points[0])
+    eero: 43.14% at 99% of the budget
     """
     network = as_costs(costs)
     labels = test.known_labels("a sweep's test table")
@@ -140,6 +146,10 @@ def at_equal_spend(points: Sequence[Point], spends: Iterable[float]) -> list[Com
 
     Between two points of a method lies the mixture of their policies, so accuracy is interpolated along the spent
     budget; where a method never spends so much or so little there is no row.
+
+    >>> points = [Point("eero", 2.0, accuracy=0.6, mean_cost=1.9), Point("eero", 4.0, accuracy=0.8, mean_cost=3.9)]
+    >>> [round(row.accuracy, 2) for row in at_equal_spend(points, [2.9, 5.0])]
+    [0.7]
     """
     rows = []
     spends = [float(spend) for spend in spends]
@@ -157,7 +167,13 @@ def at_equal_spend(points: Sequence[Point], spends: Iterable[float]) -> list[Com
 
 
 def write_points(points: Sequence[Point], path: PathLike) -> Path:
-    """The path of a CSV file with one row per point, written whole or not at all."""
+    """The path of a CSV file with one row per point, written whole or not at all.
+
+    >>> import tempfile
+    >>> path = write_points([Point("eero", 4.0, accuracy=0.8, mean_cost=3.0)], Path(tempfile.mkdtemp()) / "points.csv")
+    >>> print(*read_points(path))
+    eero: 80.00% at 75% of the budget
+    """
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     names = [each.name for each in fields(Point)]
@@ -167,7 +183,13 @@ def write_points(points: Sequence[Point], path: PathLike) -> Path:
 
 
 def read_points(path: PathLike) -> list[Point]:
-    """The points of a CSV file that `write_points` wrote; columns that `Point` has a default for may be missing."""
+    """The points of a CSV file that `write_points` wrote; columns that `Point` has a default for may be missing.
+
+    >>> import tempfile
+    >>> path = write_points([Point("eero", 4.0, accuracy=0.8, mean_cost=3.0)], Path(tempfile.mkdtemp()) / "points.csv")
+    >>> read_points(path)[0].accuracy
+    0.8
+    """
     remedy = "give a CSV that `alight sweep` wrote"
     try:
         text = Path(path).read_text(encoding="utf-8")

@@ -105,6 +105,11 @@ def time_stages(
 
     A pass runs all stages and heads in a row, as serving does, and notes the time between them; on a GPU by events in
     its own queue, so that nothing waits for the clock. A head that does nothing takes 0 ms.
+
+    >>> model = MultiExitModel([nn.Linear(4, 8), nn.Linear(8, 8)], [nn.Linear(8, 3), nn.Linear(8, 3)])
+    >>> timings = time_stages(model, torch.zeros(1, 4), batch_size=512, repeats=3, warmup=1)
+    >>> timings.costs().unit, timings.batch_size
+    ('ms', 512)
     """
     if repeats < 1 or warmup < 0:
         raise BadInput(f"repeats={repeats}, warmup={warmup}: time at least one pass")

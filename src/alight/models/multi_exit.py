@@ -20,7 +20,11 @@ SEGMENTS = "token_type_ids"  # all 0 for single texts, as a network takes them t
 
 @dataclass(frozen=True)
 class Normalisation:
-    """What was taken off every channel of an image in 0..1, and what the rest was divided by."""
+    """What was taken off every channel of an image in 0..1, and what the rest was divided by.
+
+    >>> Normalisation(mean=(0.5, 0.5, 0.5), std=(0.25, 0.25, 0.25)).mean
+    (0.5, 0.5, 0.5)
+    """
 
     mean: tuple[float, ...]
     std: tuple[float, ...]

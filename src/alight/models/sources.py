@@ -47,6 +47,9 @@ def from_timm(
     """A network of timm with exits; further arguments go to `timm.create_model`.
 
     Weights are fresh unless `pretrained`. The folder that `save` writes is loaded without downloading them again.
+
+    >>> from_timm("test_resnet", num_classes=10, image_size=32, count=2).exits
+    ('conv1', 'layer1', 'end')
     """
     timm = _library("timm")
     if ":" not in name:
@@ -85,6 +88,9 @@ def from_torchvision(
     """A network of torchvision with exits; further arguments go to `torchvision.models.get_model`.
 
     `weights` is one of torchvision's names, as in "DEFAULT" or "IMAGENET1K_V1"; without it weights are fresh.
+
+    >>> from_torchvision("resnet18", num_classes=10, image_size=32, after=["layer1", "layer2"]).exits
+    ('layer1', 'layer2', 'end')
     """
     models = _library("torchvision").models
     _check_known("torchvision", name, models.list_models(module=models))
@@ -121,6 +127,11 @@ def from_transformers(
     Code that comes with a network is never run. A network without a classifier gets a fresh one. Text is taken as
     "input_ids" and "attention_mask", images at the network's size, unless an `example` says otherwise: pairs of texts
     need one with "token_type_ids".
+
+    >>> from transformers import BertConfig
+    >>> sizes = {"hidden_size": 16, "num_attention_heads": 2, "num_hidden_layers": 4, "intermediate_size": 32}
+    >>> from_transformers(BertConfig(vocab_size=50, **sizes), num_classes=3).num_exits
+    4
     """
     auto = _library("transformers")
     settings = {} if num_classes is None else {"num_labels": num_classes}

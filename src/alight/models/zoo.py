@@ -1,4 +1,8 @@
-"""Networks with exits that alight builds itself, with fresh weights."""
+"""Networks with exits that alight builds itself, with fresh weights.
+
+>>> resnet18_cifar(num_classes=10).exits[-2:]
+('layer4.0', 'end')
+"""
 
 from collections.abc import Callable, Sequence
 from typing import Any

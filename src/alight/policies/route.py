@@ -20,6 +20,18 @@ def route(
     `read(exit_index, staying)` gives predictions and the columns of `policy.inputs` for the samples that stayed, from a
     table or a network; `staying` selects them among those it was last asked about. Early answers are out before late
     ones are computed. `memory` is what a policy remembered of earlier batches; what it remembers now is returned.
+
+    >>> from alight.policies.policy import Threshold
+    >>> predictions, scores = np.array([[0, 1], [2, 2], [1, 0]]), np.array([[0.9, 1.0], [0.1, 0.6], [0.8, 0.7]])
+    >>> waiting = np.arange(3)
+    >>> def read(exit_index, staying):
+    ...     global waiting
+    ...     waiting = waiting[staying]
+    ...     return predictions[waiting, exit_index], (scores[waiting, exit_index],)
+    >>> for position, samples, answers in route(Threshold(thresholds=(0.5,), costs=(1.0, 3.0)), np.arange(3), read):
+    ...     print(position, samples, answers)
+    0 [0 2] [0 1]
+    1 [1] [2]
     """
     staying: Any = slice(None)
     recalled: Recalled = (memory, ())

@@ -17,7 +17,14 @@ RULES: Mapping[str, type[Policy]] = {
 
 
 def load_policy(path: PathLike) -> Policy:
-    """The policy of a JSON file that `Policy.save` wrote."""
+    """The policy of a JSON file that `Policy.save` wrote.
+
+    >>> import tempfile
+    >>> path = f"{tempfile.mkdtemp()}/policy.json"
+    >>> Threshold(thresholds=(0.9,), costs=(1.0, 3.0), method="by hand").save(path)
+    >>> load_policy(path).method
+    'by hand'
+    """
     content = read_json(path, "Policy")
     try:
         return policy_from_dict(content)

@@ -7,6 +7,10 @@
 
 Both have 8 exits; 5,000 held-out training images are `labelled`, the 10,000 test images of CIFAR-100 are `test`.
 Costs are the FLOPs of the trunk up to each exit, heads not counted.
+
+>>> labelled, test, costs = load("resnet18_cifar100_joint")
+>>> len(labelled), len(test), len(costs)
+(5000, 10000, 8)
 """  # noqa: E501
 
 from pathlib import Path
