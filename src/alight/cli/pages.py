@@ -22,9 +22,15 @@ BESIDE_A_PLAN = ("eero", "best_single_exit")  # methods that a plan's page compa
 
 
 def even_budgets(costs: Costs) -> list[str]:
-    """17 percentages from the cheapest exit to the plain network; one where no exit is cheaper than that."""
+    """17 percentages from the first exit to the plain network; one alone where the first costs more than that.
+
+    >>> even_budgets(Costs([4.0, 4.0], [0.0, 0.0]))[:2]
+    ['50%', '53.125%']
+    >>> even_budgets(Costs([4.0, 1.0], [2.0, 0.0]))
+    ['120%']
+    """
     lowest = np.ceil(100 * costs.cumulative()[0] / costs.plain)
-    return list(dict.fromkeys(f"{percent:g}%" for percent in np.linspace(min(lowest, 100), 100, 17)))
+    return list(dict.fromkeys(f"{percent:g}%" for percent in np.linspace(lowest, max(lowest, 100), 17)))
 
 
 def points_of(paths: Sequence[str]) -> list[Point] | dict[str, list[Point]]:
