@@ -294,6 +294,7 @@ def test_the_page_is_readable_on_narrow_and_wide_screens(shown: Tab, width: int)
     assert min(spread) >= 240
     for table in ("readout", "exits"):
         assert shown.ask(f"{table}.scrollWidth <= {table}.parentElement.clientWidth"), table
+    assert shown.ask("Math.max(...[...exits.rows].map((row) => row.clientHeight))") < 40  # "layer1" stays a word
 
 
 def test_the_page_is_light_or_dark_as_the_system_or_the_reader_wants_it(shown: Tab) -> None:

@@ -340,7 +340,7 @@ function drawShares() {
 }
 
 function drawRisk() {
-  const rows = state.network.alone;
+  const rows = d3.sort(state.network.alone, (point) => point.exit);
   offerPoints("risk-csv", rows, ["exit", ...figured]);
   if (!rows.length) return note("risk", "These points have no single exits: sweep with references to see them.");
   const costs = new Map(rows.map((point) => [point.exit, point]));
