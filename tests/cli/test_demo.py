@@ -6,11 +6,13 @@ import re
 from commands import run
 
 from alight import load_policy
+from alight.cli.parser import COMMANDS
 
 
-def test_the_demo_compares_eero_with_the_papers_rule_and_single_exits(tmp_path, capsys):
+def test_the_demo_compares_eero_with_the_papers_rule_and_single_exits(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     for _ in range(2):  # twice: it can be run again
-        status, out, err = run(f"demo -o {tmp_path}/shown", capsys)
+        status, out, err = run(COMMANDS["demo"].examples[0], capsys)
     assert status == 0
     assert "sweep" in err
     table = [line.split() for line in out.splitlines() if re.match(r"\s*\d+%", line)]
@@ -21,13 +23,13 @@ def test_the_demo_compares_eero_with_the_papers_rule_and_single_exits(tmp_path, 
         assert eero >= single
         assert paper_spent <= spent + 0.1
         assert spent <= 1.025 * float(row[0].rstrip("%"))
-    assert str(tmp_path / "shown" / "report.html") in out
-    assert load_policy(tmp_path / "shown" / "policy.json").method == "eero"
+    assert str(tmp_path / "alight-demo" / "report.html") in out
+    assert load_policy(tmp_path / "alight-demo" / "policy.json").method == "eero"
     dearest, _, ahead, delay = re.search(
         r"spends ([\d.]+)%.*: ([\d.]+)%.*than ([\d.]+) full.*after (\d+) of", out, re.S
     ).groups()
     assert float(dearest) <= 100
     assert float(ahead) <= 1
     assert int(delay) <= 2000
-    with (tmp_path / "shown" / "resnet18_cifar100_joint.csv").open() as file:
+    with (tmp_path / "alight-demo" / "resnet18_cifar100_joint.csv").open() as file:
         assert {row["method"] for row in csv.DictReader(file)} >= {"eero", "patience", "oracle", "single_exit"}
