@@ -19,7 +19,8 @@ demo: $(VENV)/.installed
 	$(bin)/alight demo
 
 test: lint
-	$(bin)/python -m pytest -q
+	$(bin)/python -m pytest -q -n auto --dist loadfile -m "not alone"
+	$(bin)/python -m pytest -q -m alone
 
 lint: $(VENV)/.installed-dev
 	$(bin)/ruff check .
