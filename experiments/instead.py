@@ -89,9 +89,7 @@ def earlyon(network: nn.Module, model: MultiExitModel, calibration: Any) -> Cont
     heads = dict(zip(names, model.heads, strict=False))
     wrapper = EarlyExitWrapper(network, heads, lambda logits: logits, config, input_shape=(1, 3, 32, 32)).eval()
     found = calibrate_thresholds_for_budget(wrapper, calibration, target_computation=0.5)
-    print(
-        f"earlyon's thresholds {found.thresholds}, {found.avg_computation_used:.3f} of the backbone's FLOPs by its count"
-    )
+    print(f"earlyon's thresholds {found.thresholds}: {found.avg_computation_used:.3f} of the FLOPs by its count")
 
     def many(images: Tensor) -> np.ndarray:
         parts = [wrapper.forward_inference_batched(part).predictions.argmax(-1) for part in torch.split(images, BATCH)]
