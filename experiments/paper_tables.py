@@ -302,6 +302,7 @@ def _interpolated(spend: float, accuracy: Floats, spent: Floats) -> float:
 Part = Callable[[], Iterator[Row]]
 TABLES: dict[str, list[Part]] = {
     "sweep": [partial(sweep_rows, network) for network in NETWORKS],
+    "texts": [partial(sweep_rows, network, FAST) for network in TEXTS],
     "gains": [partial(gain_rows, network) for network in NETWORKS],
     "labels": [partial(label_rows, network) for network in NETWORKS],
     "temperature": [partial(temperature_rows, network) for network in NETWORKS],
