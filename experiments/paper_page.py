@@ -430,7 +430,7 @@ CLAIMS: list[tuple[str, Callable[[], str], str]] = [
     (
         "a later exit is not always better without tuning",
         _monotone,
-        "The paper's ConvNeXt has exits at other places than the ends of blocks; ours stand after every block.",
+        "Perhaps the paper's exits stand at other places; ours stand after every block.",
     ),
     (
         "better than geometric and Gaussian rates; patience may be better in cases",
