@@ -14,8 +14,10 @@ from alight.policies.policy import Lottery, Policy
 from alight.runtime.predictor import Predictor
 
 Floats = npt.NDArray[np.float64]
+Integers = npt.NDArray[np.int64]
 
 SECONDS = 0.3  # of a run at least, or the clock and the machine's moods say more than the network
+DRAWN = 50  # times as many samples as are needed, of which those are taken that leave as planned
 SHORT = 0.03  # of a run of one segment, which is repeated
 
 
@@ -33,12 +35,14 @@ def enough(predictor: Predictor, example: Any, batch_size: int, batches: int) ->
 
 def by_turns(predictors: Sequence[Predictor], inputs: Carried, rounds: int) -> Floats:
     """Seconds of every predictor in every round, (rounds, predictors), after one that warms up."""
-    return np.array([[seconds(each, inputs) for each in predictors] for _ in range(rounds + 1)])[1:]
+    drawn = [as_planned(each.policy, len(inputs[0])) for each in predictors]
+    pairs = [*zip(predictors, drawn, strict=True)]
+    return np.array([[seconds(each, inputs, samples) for each, samples in pairs] for _ in range(rounds + 1)])[1:]
 
 
-def seconds(predictor: Predictor, inputs: Carried) -> float:
+def seconds(predictor: Predictor, inputs: Carried, samples: Integers | None = None) -> float:
     """What a run takes."""
-    return _clocked(partial(predictor, inputs))  # its answers are on the host, so all work is done
+    return _clocked(partial(predictor, inputs, samples))  # its answers are on the host, so all work is done
 
 
 def segment_seconds(predictor: Predictor, inputs: Carried) -> Floats:
@@ -61,6 +65,21 @@ def by_lot(policy: Policy, exit_rates: Sequence[float]) -> Policy:
         return policy
     terms: dict[str, Any] = {"open_exits": policy.open_exits, "num_exits": policy.num_exits}
     return Lottery(costs=policy.costs, exit_rates=tuple(exit_rates), **terms)
+
+
+def as_planned(policy: Policy, count: int) -> Integers | None:
+    """So many samples whose lots fall as the rates say, to a sample: few would leave by chance, and not as planned."""
+    if not isinstance(policy, Lottery):
+        return None
+    samples = np.arange(DRAWN * count)
+    left = np.full(len(samples), len(policy.open_exits) - 1)
+    for position in reversed(range(len(policy.open_exits) - 1)):
+        left[policy.step(position, samples, None, None, ())[0]] = position  # the first at which it would leave
+    ends = np.rint(count * np.cumsum(policy.exit_rates)).astype(int)
+    wanted = np.diff([0, *ends[:-1], count])
+    chosen = np.concatenate([np.flatnonzero(left == index)[:number] for index, number in enumerate(wanted)])
+    others = np.setdiff1d(samples, chosen)[: count - len(chosen)]  # where an exit is too rare to be drawn so often
+    return np.sort(np.concatenate([chosen, others]))
 
 
 def _again(run: Callable[[], object], device: torch.device, count: int) -> None:
