@@ -19,8 +19,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from runtime import ROOT, ROUNDS, Row, clocked, network, random_inputs, write
+from runtime import ROOT, ROUNDS, Row, clocked, network, random_inputs
 
+from alight.files import write_rows
 from alight.models.attach import attach_heads
 from alight.models.measure import head_overhead, time_stages
 from alight.models.multi_exit import MultiExitModel
@@ -138,7 +139,7 @@ def main() -> None:
                         f" {row['at_most']:.3f}; {row['per_second']:.0f}/s",
                         flush=True,
                     )
-                write(options.output or ROOT / f"results/recording_{options.device}.csv", rows)
+                write_rows(options.output or ROOT / f"results/recording_{options.device}.csv", rows)
 
 
 if __name__ == "__main__":

@@ -13,9 +13,7 @@ them. Writes results/runtime_<device>.csv.
 """
 
 import argparse
-import csv
 import importlib.util
-import io
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -26,7 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from alight.files import write_text
+from alight.files import write_rows
 from alight.models.attach import attach_heads
 from alight.models.multi_exit import Carried, advance, read
 from alight.policies.policy import Lottery, Policy, Threshold
@@ -272,17 +270,7 @@ def main() -> None:
                         f" reached {row['reached']:.1%}, {row['per_second']:.0f}/s",
                         flush=True,
                     )
-                    write(options.output or ROOT / f"results/runtime_{options.device}.csv", rows)
-
-
-def write(path: Path, rows: list[Row]) -> None:
-    text = io.StringIO()
-    writer = csv.DictWriter(text, rows[0], lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(
-        {name: f"{cell:.4f}" if isinstance(cell, float) else cell for name, cell in row.items()} for row in rows
-    )
-    write_text(path, text.getvalue())
+                    write_rows(options.output or ROOT / f"results/runtime_{options.device}.csv", rows)
 
 
 if __name__ == "__main__":

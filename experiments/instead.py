@@ -12,8 +12,6 @@ highest.
 """
 
 import argparse
-import csv
-import io
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -31,7 +29,7 @@ from earlyon.core.wrappers import EarlyExitWrapper
 from torch import Tensor, nn
 
 from alight import Costs, MultiExitModel, Predictor, calibrate, measure_costs, plan, record
-from alight.files import write_text
+from alight.files import write_rows
 from alight.models.resnet import ResNet
 from alight.models.zoo import CIFAR, RESNET_EXITS, resnet18_cifar
 from alight.provenance import provenance
@@ -212,17 +210,7 @@ def main() -> None:
             f"{row['name']:38} {row['accuracy']:.3f}  {row['p50_ms']:6.2f} ms {row['p99_ms']:6.2f} ms"
             f"  {row['per_second']:6.1f}/s"
         )
-    write(options.output, table)
-
-
-def write(path: Path, rows: list[Row]) -> None:
-    text = io.StringIO()
-    writer = csv.DictWriter(text, rows[0], lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(
-        {name: f"{cell:.4f}" if isinstance(cell, float) else cell for name, cell in row.items()} for row in rows
-    )
-    write_text(path, text.getvalue())
+    write_rows(options.output, table)
 
 
 if __name__ == "__main__":

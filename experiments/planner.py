@@ -13,8 +13,6 @@ machine has to be as quick as it was when the plan was made.
 """
 
 import argparse
-import csv
-import io
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -28,7 +26,7 @@ from cifar100_train import Job, load_result
 from torch import Tensor
 
 from alight import HeadOutputs, MultiExitModel, Plan, plan, record
-from alight.files import write_text
+from alight.files import write_rows
 from alight.models.multi_exit import advance, read
 from alight.models.zoo import CIFAR
 from alight.provenance import provenance
@@ -160,17 +158,7 @@ def main() -> None:
                 f" (predicted {row['predicted_accuracy']:.3f}), planned in {row['planning_seconds']:.1f} s",
                 flush=True,
             )
-            write(options.output or ROOT / f"results/planner_{options.device}.csv", rows)
-
-
-def write(path: Path, rows: list[Row]) -> None:
-    text = io.StringIO()
-    writer = csv.DictWriter(text, rows[0], lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(
-        {name: f"{cell:.4f}" if isinstance(cell, float) else cell for name, cell in row.items()} for row in rows
-    )
-    write_text(path, text.getvalue())
+            write_rows(options.output or ROOT / f"results/planner_{options.device}.csv", rows)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from alight.errors import BadInput
-from alight.files import GrowingArrays, read_arrays, write_text, write_whole
+from alight.files import GrowingArrays, read_arrays, write_rows, write_text, write_whole
 
 
 def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path):
@@ -127,3 +127,10 @@ def test_a_disk_that_fills_up_on_the_way_leaves_nothing(tmp_path):
     assert f"make room for twice of all rows, or write to another disk: '{path}'" in ran.stderr
     assert "after 12,000 rows" in ran.stderr
     assert not list(tmp_path.iterdir())
+
+
+def test_rows_are_written_as_csv_with_four_digits(tmp_path):
+    write_rows(
+        tmp_path / "rows.csv", [{"name": "a, b", "share": 1 / 3, "count": 2}, {"name": "c", "share": 1.0, "count": 3}]
+    )
+    assert (tmp_path / "rows.csv").read_text() == 'name,share,count\n"a, b",0.3333,2\nc,1.0000,3\n'

@@ -1,13 +1,15 @@
 """Files are written whole or not at all, hold only data, and say what they are."""
 
+import csv
 import errno
+import io
 import json
 import os
 import secrets
 import shutil
 import tempfile
 import zipfile
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any, Self
@@ -88,6 +90,17 @@ def _umask() -> int:
 def write_text(path: PathLike, text: str) -> Path:
     """The path of a text file written whole."""
     return write_whole(path, lambda file: file.write(text.encode("utf-8")))
+
+
+def write_rows(path: PathLike, rows: Sequence[Mapping[str, str | float | int]]) -> Path:
+    """Write rows of the same columns as CSV, whole or not at all; fractions with four digits."""
+    text = io.StringIO()
+    writer = csv.DictWriter(text, rows[0], lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(
+        {name: f"{cell:.4f}" if isinstance(cell, float) else cell for name, cell in row.items()} for row in rows
+    )
+    return write_text(path, text.getvalue())
 
 
 def write_json(path: PathLike, kind: str, content: Mapping[str, Any]) -> Path:

@@ -164,7 +164,7 @@ class _Tuning:
             try:
                 predictor = self._predictor(wanted)
                 taken = min(seconds(predictor, self.inputs) for _ in range(2))  # the first compiles, or chooses kernels
-            except (AlightError, RuntimeError, NotImplementedError) as error:
+            except (AlightError, RuntimeError) as error:
                 self.trials.append(_not_run(wanted, str(error).splitlines()[0]))
                 continue
             if taken > limit:
