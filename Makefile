@@ -4,6 +4,7 @@
 #   make lint   lint and types alone       make format   put the code in shape
 #   make bench  speed, as ratios in one run
 #   make figures  every figure and table of docs/experiments.md from committed recordings: two minutes on two cores
+#   make docs   the documentation site, into site/: a broken link or a missing page is an error
 # TORCH_INDEX=<url> takes torch and torchvision from another index, e.g. PyTorch's small CPU wheels.
 
 PYTHON ?= python3
@@ -13,7 +14,7 @@ TORCH_INDEX ?=
 bin := $(VENV)/bin
 pip := $(bin)/python -m pip install --quiet --disable-pip-version-check
 
-.PHONY: demo test lint format bench figures clean
+.PHONY: demo test lint format bench figures docs clean
 
 demo: $(VENV)/.installed
 	$(bin)/alight demo
@@ -41,8 +42,12 @@ figures: $(VENV)/.installed-figures
 	$(bin)/python experiments/recorded_resnet18.py --draw > /dev/null
 	$(bin)/python experiments/paper_page.py
 
+docs: $(VENV)/.installed-docs
+	NO_MKDOCS_2_WARNING=1 $(bin)/python -m mkdocs build --strict --quiet
+	@echo "site/index.html is the first page; $(bin)/python -m http.server --directory site serves it, with search"
+
 clean:
-	rm -rf $(VENV) alight-demo dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) alight-demo dist site .mypy_cache .ruff_cache .pytest_cache .hypothesis
 
 # A stamp is older than pyproject.toml when dependencies may have changed; otherwise nothing is installed again.
 torch := $(if $(TORCH_INDEX),$(VENV)/.torch,$(VENV)/.python)
@@ -55,10 +60,14 @@ $(VENV)/.installed-figures: pyproject.toml | $(torch)
 	$(pip) --editable ".[figures]"
 	@touch $@
 
+$(VENV)/.installed-docs: pyproject.toml | $(VENV)/.python
+	$(pip) --editable ".[docs]"
+	@touch $@
+
 $(VENV)/.installed-dev: pyproject.toml | $(torch)
 	@echo "installing what the tests need (PyTorch included: minutes, once)"
 	$(pip) --editable ".[dev]"
-	@touch $@ $(VENV)/.installed $(VENV)/.installed-figures
+	@touch $@ $(VENV)/.installed $(VENV)/.installed-figures $(VENV)/.installed-docs
 
 $(VENV)/.torch: | $(VENV)/.python
 	$(pip) torch torchvision --index-url $(TORCH_INDEX)

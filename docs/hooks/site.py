@@ -1,0 +1,78 @@
+"""What the site needs beside its pages: formulas as MathML, files of the repository, the commands' help, a last look.
+
+Formulas are turned into MathML when the site is built, which browsers draw by themselves. A page may link to any file of
+the repository: what lies outside of docs/ is put beside the pages. Nothing in the site is fetched from another host, and
+a page that would is an error.
+"""
+
+import io
+import os
+import re
+from collections.abc import Iterator
+from contextlib import redirect_stdout, suppress
+from html import unescape
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from latex2mathml.converter import convert
+from mkdocs.exceptions import PluginError
+from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
+
+from alight.cli import main
+from alight.cli.parser import COMMANDS
+
+ROOT = Path(__file__).parents[2]
+FORMULA = re.compile(r'<(span|div) class="arithmatex">\\([(\[])(.*?)\\[)\]]</\1>', re.DOTALL)
+LINK = re.compile(r"(?<=\]\()((?:\.\./)+[^)#\s]+)(?=\))")
+FETCHED = re.compile(r"<(?:script|img|iframe|source|link)\b[^>]*\b(?:src|href)\s*=\s*[\"']?(?:https?:)?//[^>]*>")
+COMMANDS_HERE = "<!-- commands -->"
+
+
+def on_files(files: Files, config: Any) -> Files:
+    """All files, and those of the repository that pages link to."""
+    for page in files.documentation_pages():
+        for place in filter(None, (outside(page.src_uri, target) for target in LINK.findall(page.content_string))):
+            if not files.get_file_from_path(place):
+                files.append(File.generated(config, place, abs_src_path=str(ROOT / place)))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
+    """The page with links as they lead in the site, and every command's help where it is asked for."""
+    here = page.file.src_uri
+
+    def led(match: re.Match[str]) -> str:
+        place = outside(here, match[1])
+        return match[1] if place is None else os.path.relpath(place, PurePosixPath(here).parent)
+
+    return LINK.sub(led, markdown).replace(COMMANDS_HERE, "\n\n".join(commands()))
+
+
+def on_page_content(html: str, **_: Any) -> str:
+    """The page with its formulas as MathML."""
+    return FORMULA.sub(lambda found: convert(unescape(found[3]), "inline" if found[2] == "(" else "block"), html)
+
+
+def on_post_page(output: str, page: Page, **_: Any) -> str:
+    """The page as it is, unless it would fetch something from elsewhere."""
+    if found := FETCHED.search(output):
+        raise PluginError(f"{page.file.src_uri} fetches from another host: {found[0]}; put the file into docs/")
+    return output
+
+
+def outside(page: str, target: str) -> str | None:
+    """The file of the repository, by its path from the root, that a page links to outside of docs/; None if inside."""
+    path = (ROOT / "docs" / page).parent.joinpath(target).resolve()
+    if path.is_relative_to(ROOT / "docs") or not path.is_file():
+        return None
+    return path.relative_to(ROOT).as_posix()
+
+
+def commands() -> Iterator[str]:
+    """Every command and what its --help says, as Markdown."""
+    os.environ |= {"COLUMNS": "100", "NO_COLOR": "1"}
+    for name in COMMANDS:
+        with redirect_stdout(io.StringIO()) as said, suppress(SystemExit):
+            main([name, "--help"])
+        yield f"## alight {name}\n\n```text\n{said.getvalue().strip()}\n```"
