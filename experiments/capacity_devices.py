@@ -1,0 +1,226 @@
+"""What a device takes for a batch, from what was measured: two cores that run a ResNet-18, a GPU that runs a ResNet-50.
+
+    python experiments/capacity_devices.py       # counts the FLOPs of benchmarked networks: results/capacity_shares.csv
+
+A batch pays a part for itself and a part for each of its images at every stage and head that anyone of it reaches. On
+the two cores every stage and head was timed at seven sizes (capacity_inputs.py). On the GPU whole networks were timed
+(benchmarks/runtime.py), plain and with exits; there an exit that stands at a share f of the FLOPs is taken to stand at
+a share a + (1 - a) f of the time, with the `a` that meets the measured mixes best.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from recorded_cifar100 import RESULTS, load, rows
+
+from alight import Costs
+from alight.files import write_rows
+from alight.provenance import provenance
+
+ROOT = Path(__file__).parent.parent
+Floats = npt.NDArray[np.float64]
+Integers = npt.NDArray[np.int64]
+RECORDING = "resnet18_mixed_distilled"
+GPU_NETWORK = "resnet50"
+GPU_SIZE, GPU_MODE = 256, "eager"
+MIXES = {"uniform": 1.0, "early": 0.6}  # how many leave at an exit for one who leaves at the exit before: runtime.py
+
+
+@dataclass(frozen=True, eq=False)
+class Lines:
+    """Seconds of every stage and head: a part for a batch and a part for each of its images; (exits,) each."""
+
+    stage_fixed: Floats
+    stage_each: Floats
+    head_fixed: Floats
+    head_each: Floats
+
+    @classmethod
+    def of_rows(cls, measured: Sequence[Any]) -> "Lines":
+        """Straight lines through the milliseconds of stages and heads at several sizes."""
+        exits = list(dict.fromkeys(row["exit"] for row in measured))
+        fitted = []
+        for part in ("stage", "head"):
+            for name in exits:
+                own = [row for row in measured if row["exit"] == name]
+                sizes = np.array([float(row["batch_size"]) for row in own])
+                fitted.append(line(sizes, np.array([float(row[f"{part}_ms"]) for row in own]) / 1e3))
+        found = np.array(fitted).reshape(2, len(exits), 2)
+        return cls(found[0, :, 0], found[0, :, 1], found[1, :, 0], found[1, :, 1])
+
+    def costs(self, batch_size: int) -> Costs:
+        """Milliseconds of an image in a batch of this size that stays whole."""
+        stages, heads = (
+            1e3 * (fixed / batch_size + each)
+            for fixed, each in ((self.stage_fixed, self.stage_each), (self.head_fixed, self.head_each))
+        )
+        return Costs(stages, heads, "ms")
+
+    def dense(self, count: int) -> float:
+        """Seconds of the plain network for so many images."""
+        fixed = self.stage_fixed.sum() + self.head_fixed[-1]
+        return float(fixed + count * (self.stage_each.sum() + self.head_each[-1]))
+
+
+def line(sizes: Floats, seconds: Floats) -> tuple[float, float]:
+    """What a batch and what an image of it takes: the straight line with the least relative errors, neither below 0.
+
+    >>> line(np.array([1.0, 2.0, 4.0]), np.array([3.0, 4.0, 6.0]))
+    (2.0, 1.0)
+    """
+    if not seconds.any():
+        return 0.0, 0.0
+    from scipy.optimize import nnls
+
+    weights = 1 / np.maximum(seconds, seconds[seconds > 0].min())
+    fixed, each = nnls(np.stack([weights, weights * sizes], axis=1), weights * seconds)[0]
+    return round(float(fixed), 12), round(float(each), 12)
+
+
+def batch_seconds(reached: Integers, lines: Lines) -> float:
+    """What stages and heads take when so many images of a batch come to each exit; all exits are open."""
+    fixed, each = lines.stage_fixed + lines.head_fixed, lines.stage_each + lines.head_each
+    return float(fixed[reached > 0].sum() + reached @ each)
+
+
+@dataclass(frozen=True, eq=False)
+class Device:
+    """A machine that serves a network, with a queue before it."""
+
+    name: str
+    network: str
+    lines: Lines
+    lost: float  # times what stages and heads alone would take
+    batch_size: int  # of a micro-batch, at most
+    max_wait: float  # seconds that the first image of a micro-batch waits for others
+    queue: int  # images that may wait
+    target: float  # seconds within which 99 % are to be answered
+
+    @property
+    def costs(self) -> Costs:
+        """Milliseconds of an image at each exit, in a full batch."""
+        return self.lines.costs(self.batch_size)
+
+    @property
+    def dense_per_second(self) -> float:
+        """Images a second of the plain network in full batches."""
+        return self.batch_size / self.lines.dense(self.batch_size)
+
+    def seconds(self, reached: Integers) -> float:
+        """What a batch takes when so many of its images come to each exit."""
+        return self.lost * batch_seconds(reached, self.lines)
+
+
+def two_cores() -> Device:
+    """The machine that capacity_inputs.py timed, with the network whose recording is drawn from."""
+    lost = float(np.median([float(row["over_modelled"]) for row in rows(RESULTS / "capacity_batches.csv")]))
+    lines = Lines.of_rows(rows(RESULTS / "capacity_stages.csv"))
+    return Device("two CPU cores", "ResNet-18, 32 px", lines, lost, 64, 0.05, 1024, 1.0)
+
+
+def h200() -> Device:
+    """An H200 with a ResNet-50, in which an exit says what the recorded one at the same share of the FLOPs says."""
+    measured = gpu_rows()
+    sizes = sorted({int(row["batch_size"]) for row in measured})
+    dense = [size / _median(measured, "dense_per_second", batch_size=size) for size in sizes]
+    fixed, each = line(np.array(sizes, dtype=np.float64), np.array(dense))
+    costs = load(RECORDING).costs
+    trunk = time_shares(np.cumsum(costs.stages) / costs.plain, first_share(measured))
+    parts = np.diff(trunk, prepend=0.0)
+    heads = np.append(np.full(len(parts) - 1, head_share(measured)), 0.0)
+    lines = Lines(parts * fixed, parts * each, heads * fixed, heads * each)
+    lost = 1 / float(np.median([float(row["reached"]) for row in measured if row["mix"] in MIXES]))
+    return Device("H200", "ResNet-50, 224 px", lines, lost, GPU_SIZE, 0.005, 16 * GPU_SIZE, 0.1)
+
+
+DEVICES = {"cpu": two_cores, "h200": h200}
+
+
+def gpu_rows() -> list[dict[str, str]]:
+    """Every run of the GPU's network with four auxiliary exits, in the mode that is modelled."""
+    wanted = {"model": GPU_NETWORK, "exits": "4", "mode": GPU_MODE}
+    return [row for row in rows(RESULTS / "runtime_cuda.csv") if wanted.items() <= row.items()]
+
+
+def first_share(measured: Sequence[dict[str, str]]) -> float:
+    """The share of the time that is gone where hardly a FLOP is, by least squares over the measured mixes."""
+    shares, left = mixed_shares(GPU_NETWORK), []
+    for row in measured:
+        if row["mix"] in MIXES:
+            time_share, flops_share = 1 / float(row["possible"]), shares[row["mix"]]
+            trunk = time_share - head_share(measured) * heads_asked(row["mix"], 4)
+            left.append(((trunk - flops_share), (1 - flops_share)))
+    missing, rest = np.array(left).T
+    return float(missing @ rest / (rest @ rest))
+
+
+def time_shares(flops_shares: Floats, first: float) -> Floats:
+    """Shares of the time from shares of the FLOPs."""
+    return first + (1 - first) * flops_shares
+
+
+def head_share(measured: Sequence[dict[str, str]]) -> float:
+    """What one auxiliary head takes of the plain network's time, of the runs in which nobody leaves."""
+    asked = [1 / float(row["possible"]) - 1 for row in measured if row["mix"] == "never"]
+    return float(np.median(asked)) / 4
+
+
+def rates(mix: str, exits: int) -> Floats:
+    """Shares of the images that leave at each exit, in a benchmarked mix."""
+    weights = MIXES[mix] ** np.arange(exits)
+    return weights / weights.sum()
+
+
+def heads_asked(mix: str, auxiliary: int) -> float:
+    """Auxiliary heads that an image meets on average, in a benchmarked mix."""
+    return float(rates(mix, auxiliary + 1) @ np.minimum(np.arange(auxiliary + 1) + 1, auxiliary))
+
+
+def mixed_shares(network: str) -> dict[str, float]:
+    """The share of the FLOPs that every benchmarked mix takes, heads not counted."""
+    counted = [row for row in rows(RESULTS / "capacity_shares.csv") if row["network"] == network]
+    trunk = np.array([float(row["flops_share"]) for row in counted])
+    return {mix: float(rates(mix, len(trunk)) @ trunk) for mix in MIXES}
+
+
+def fit_errors(measured: Sequence[dict[str, str]]) -> Floats:
+    """Modelled over measured time of every run with exits, less 1."""
+    shares, first, head = mixed_shares(GPU_NETWORK), first_share(measured), head_share(measured)
+    told = [
+        (time_shares(np.array(shares[row["mix"]]), first) + head * heads_asked(row["mix"], 4)) * float(row["possible"])
+        for row in measured
+        if row["mix"] in MIXES
+    ]
+    return np.array(told) - 1
+
+
+def _median(measured: Sequence[dict[str, str]], column: str, **where: object) -> float:
+    chosen = [row for row in measured if all(row[name] == str(value) for name, value in where.items())]
+    return float(np.median([float(row[column]) for row in chosen]))
+
+
+def count() -> None:
+    """Write where the exits of the benchmarked networks stand, in FLOPs."""
+    import timm
+    from torch import randn
+    from torchvision.models import resnet50
+
+    from alight import attach_heads, measure_costs
+
+    made = provenance("numpy", "torch", "torchvision", "timm", folder=ROOT)
+    found = []
+    for name in ("resnet50", "convnext_tiny"):
+        plain = resnet50() if name == "resnet50" else timm.create_model(name, num_classes=1000)
+        model = attach_heads(plain.eval(), after="auto", count=4, example=randn(1, 3, 224, 224))
+        costs = measure_costs(model, randn(1, 3, 224, 224))
+        for exit_name, share in zip(model.exits, np.cumsum(costs.stages) / costs.plain, strict=True):
+            found.append({"network": name, "exit": exit_name, "flops_share": float(share), **made})
+    write_rows(RESULTS / "capacity_shares.csv", found)
+
+
+if __name__ == "__main__":
+    count()

@@ -1,0 +1,131 @@
+"""How long a machine takes for a batch, by its size and by where its images leave: what the capacity model is fed with.
+
+    python experiments/capacity_inputs.py STATE DATA --threads 2         # three minutes on two cores
+
+STATE holds results of cifar100_train.py, DATA is CIFAR-100 (see cifar100_data.py). Writes
+
+    results/capacity_stages.csv     milliseconds of every stage and head for one batch, by its size, with quartiles
+    results/capacity_batches.csv    milliseconds of a batch by the plain network and by a predictor that paces itself at
+                                    half of the plain network's time, by turns on the same images, and what the times of
+                                    stages and heads, as straight lines in the number of images, say of the same exits
+"""
+
+import argparse
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from capacity_devices import Lines, batch_seconds
+from cifar100_data import Batches, read
+from cifar100_train import Job, load_result
+from recorded_cifar100 import load
+from torch import Tensor
+
+from alight import MultiExitModel, Predictor, calibrate
+from alight.files import write_rows
+from alight.models.measure import Timings, time_stages
+from alight.models.multi_exit import advance
+from alight.models.multi_exit import read as read_head
+from alight.models.zoo import CIFAR
+from alight.provenance import provenance
+
+ROOT = Path(__file__).parent.parent
+NETWORK = "resnet18_mixed_distilled"
+BUDGET = "50%"
+SIZES = (1, 2, 4, 8, 16, 32, 64)
+REPEATS = {1: 60, 2: 60, 4: 40, 8: 30, 16: 20, 32: 15, 64: 15}  # passes timed, by the batch's size
+ROUNDS = 5
+IMAGES = 256  # of a round
+Row = dict[str, str | float | int]
+
+
+def stage_rows(timings: Sequence[Timings]) -> Iterator[Row]:
+    """Every stage and head at every size."""
+    for timed in timings:
+        stages, heads = timed.stages_spread(), timed.heads_spread()
+        for index, name in enumerate(timed.exits):
+            told: Row = {"network": NETWORK, "batch_size": timed.batch_size, "exit": name}
+            for part, spread in (("stage", stages), ("head", heads)):
+                low, middle, high = spread[:, index].tolist()
+                told |= {f"{part}_ms": middle, f"{part}_ms_low": low, f"{part}_ms_high": high}
+            yield told
+
+
+def batch_rows(model: MultiExitModel, images: Tensor, lines: Lines, predictor: Predictor) -> Iterator[Row]:
+    """The plain network and the predictor by turns, at every size."""
+    for size in SIZES:
+        parts = torch.split(images, size)[: max(1, IMAGES // size)]
+        dense, exits, modelled = [], [], []
+        plain(model, parts[0]), predictor(parts[0])
+        for _ in range(ROUNDS):
+            seconds = np.zeros(2)
+            told = 0.0
+            for part in parts:
+                start = time.perf_counter()
+                plain(model, part)
+                middle = time.perf_counter()
+                decisions = predictor(part)
+                seconds += middle - start, time.perf_counter() - middle
+                reached = (decisions.exits[:, None] >= np.arange(model.num_exits)).sum(axis=0)
+                told += batch_seconds(reached, lines)
+            dense.append(1e3 * seconds[0] / len(parts))
+            exits.append(1e3 * seconds[1] / len(parts))
+            modelled.append(1e3 * told / len(parts))
+        yield {
+            "network": NETWORK,
+            "batch_size": size,
+            "batches": len(parts) * ROUNDS,
+            "dense_ms": float(np.median(dense)),
+            "dense_ms_low": min(dense),
+            "dense_ms_high": max(dense),
+            "exits_ms": float(np.median(exits)),
+            "exits_ms_low": min(exits),
+            "exits_ms_high": max(exits),
+            "modelled_ms": float(np.mean(modelled)),
+            "over_modelled": float(np.median(np.array(exits) / np.array(modelled))),
+        }
+
+
+@torch.inference_mode()
+def plain(model: MultiExitModel, images: Tensor) -> Tensor:
+    """Classes by the plain network."""
+    carried: tuple[Tensor, ...] = (images,)
+    for stage in model.stages:
+        carried = advance(stage, carried)
+    return read_head(model.heads[-1], carried).argmax(-1)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("state", type=Path)
+    parser.add_argument("data", type=Path)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--output", type=Path, default=ROOT / "results")
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    model = load_result(Job(NETWORK), options.state)
+    images = torch.cat([part for part, _ in Batches(read(options.data, 0, 1000).test, CIFAR, 1000)])[: 8 * IMAGES]
+    made = {"device": "cpu", **provenance("numpy", "torch", folder=ROOT), "threads": str(options.threads)}
+    timings = [time_stages(model, images[:size], repeats=REPEATS[size]) for size in SIZES]
+    rows = [{**row, **made} for row in stage_rows(timings)]
+    write_rows(options.output / "capacity_stages.csv", rows)
+    costs = timings[-1].costs()
+    given = load(NETWORK).calibration
+    policy = calibrate.certify(calibrate.eero, costs, BUDGET, given, contract="stream", spend_all=True)
+    lines = Lines.of_rows(rows)
+    predictor = Predictor(model, policy, batch_size=max(SIZES))
+    found: list[Row] = []
+    for row in batch_rows(model, images, lines, predictor):
+        found.append({**row, **made})
+        print(
+            f"{row['batch_size']:3} images: {row['dense_ms']:.1f} ms plain, {row['exits_ms']:.1f} ms with exits,"
+            f" {row['modelled_ms']:.1f} ms modelled",
+            flush=True,
+        )
+        write_rows(options.output / "capacity_batches.csv", found)
+
+
+if __name__ == "__main__":
+    main()
