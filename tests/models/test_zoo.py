@@ -4,9 +4,10 @@ import torch
 from alight.errors import BadInput
 from alight.models.attach import attach_heads
 from alight.models.convnext import ConvNeXt, DropPath
+from alight.models.folder import load_model
 from alight.models.measure import head_overhead, measure_costs
 from alight.models.resnet import ResNet
-from alight.models.zoo import ZOO, convnext_cifar, convnext_tiny, resnet18_cifar
+from alight.models.zoo import DIGITS, ZOO, convnext_cifar, convnext_tiny, resnet18_cifar, resnet_digits
 
 
 @pytest.mark.parametrize(("name", "exits"), [("resnet18_cifar", 8), ("convnext_cifar", 12), ("msdnet_cifar", 7)])
@@ -42,8 +43,18 @@ def test_a_resnet_with_one_block_per_layer_is_the_smaller_half_of_a_resnet_18():
     assert small(torch.zeros(1, 3, 32, 32)).shape == (1, 10)
     left = [name for name in large.state_dict() if name not in small.state_dict()]
     assert {name.split(".")[1] for name in left} == {"1"}  # of every layer, the second block
-    with pytest.raises(BadInput, match=r"blocks \(2, 2\) are not one number per layer"):
+    with pytest.raises(BadInput, match=r"blocks \(2, 2\) are not one number per layer.*as many as widths, 4"):
         ResNet(10, blocks=(2, 2))
+
+
+def test_a_resnet_for_digits_is_saved_and_loaded_as_any_other(tmp_path):
+    model = resnet_digits().eval()
+    images = torch.rand(3, 1, 8, 8)
+    with torch.no_grad():
+        assert torch.equal(load_model(model.save(tmp_path))(images)[-1], model(images)[-1])
+    shares = (costs := measure_costs(model, images)).cumulative() / costs.plain
+    assert shares.tolist() == pytest.approx([1 / 7, 2 / 5, 3 / 5, 1], abs=0.02)
+    assert model.normalisation == DIGITS
 
 
 def test_convnext_is_timms_with_timms_weights():

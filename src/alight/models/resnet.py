@@ -32,27 +32,37 @@ class ResidualBlock(nn.Module):
 
 
 class ResNet(nn.Module):
-    """Four layers of residual blocks behind a 3 x 3 stem that keeps the size; two blocks each make a ResNet-18.
+    """Layers of residual blocks behind a 3 x 3 stem that keeps the size; four of two blocks each make a ResNet-18.
 
-    Its weights are named as torchvision's are.
+    `widths` has the channels of every layer, `channels` is of the images. Its weights are named as torchvision's are.
 
     >>> ResNet(num_classes=100)(torch.zeros(2, 3, 32, 32)).shape
     torch.Size([2, 100])
     """
 
-    def __init__(self, num_classes: int = 100, blocks: Sequence[int] = (2, 2, 2, 2)) -> None:
+    def __init__(
+        self,
+        num_classes: int = 100,
+        blocks: Sequence[int] = (2, 2, 2, 2),
+        *,
+        widths: Sequence[int] = WIDTHS,
+        channels: int = 3,
+    ) -> None:
         super().__init__()
-        if len(blocks) != len(WIDTHS) or min(blocks) < 1:
-            raise BadInput(f"blocks {tuple(blocks)} are not one number per layer, at least 1: give four")
-        self.conv1 = nn.Conv2d(3, WIDTHS[0], 3, 1, 1, bias=False)
-        self.bn1 = nn.BatchNorm2d(WIDTHS[0])
+        if len(blocks) != len(widths) or min(blocks) < 1:
+            raise BadInput(
+                f"blocks {tuple(blocks)} are not one number per layer, at least 1: give as many as widths,"
+                f" {len(widths)}"
+            )
+        self.conv1 = nn.Conv2d(channels, widths[0], 3, 1, 1, bias=False)
+        self.bn1 = nn.BatchNorm2d(widths[0])
         self.relu = nn.ReLU(inplace=True)
-        self.layer1 = _layer(WIDTHS[0], WIDTHS[0], 1, blocks[0])
-        self.layer2 = _layer(WIDTHS[0], WIDTHS[1], 2, blocks[1])
-        self.layer3 = _layer(WIDTHS[1], WIDTHS[2], 2, blocks[2])
-        self.layer4 = _layer(WIDTHS[2], WIDTHS[3], 2, blocks[3])
+        self.layers = tuple(f"layer{index + 1}" for index in range(len(widths)))
+        for index, name in enumerate(self.layers):
+            before, stride = (widths[index - 1], 2) if index else (widths[0], 1)
+            self.add_module(name, _layer(before, widths[index], stride, blocks[index]))
         self.avgpool = nn.AdaptiveAvgPool2d(1)
-        self.fc = nn.Linear(WIDTHS[3], num_classes)
+        self.fc = nn.Linear(widths[-1], num_classes)
         for part in self.modules():
             if isinstance(part, nn.Conv2d):
                 nn.init.kaiming_normal_(part.weight, mode="fan_out", nonlinearity="relu")
@@ -60,7 +70,8 @@ class ResNet(nn.Module):
     def forward(self, images: Tensor) -> Tensor:
         """Logits."""
         features = self.relu(self.bn1(self.conv1(images)))
-        features = self.layer4(self.layer3(self.layer2(self.layer1(features))))
+        for name in self.layers:
+            features = self.get_submodule(name)(features)
         logits: Tensor = self.fc(torch.flatten(self.avgpool(features), 1))
         return logits
 
