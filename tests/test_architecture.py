@@ -8,13 +8,14 @@ import pytest
 import alight
 
 PACKAGE = Path(alight.__file__).parent
-FOUNDATION = {"errors", "files", "scores", "outputs", "costs", "display"}
+FOUNDATION = {"errors", "files", "scores", "outputs", "partitioned", "costs", "display"}
 MAY_IMPORT = {
     "errors": set(),
     "files": {"errors"},
     "scores": set(),
     "display": set(),
     "outputs": {"errors", "files", "scores", "display"},
+    "partitioned": {"errors", "files", "outputs"},
     "costs": {"errors", "files", "display"},
     "provenance": set(),
     "recordings": FOUNDATION,
@@ -24,10 +25,13 @@ MAY_IMPORT = {
     "evaluation": FOUNDATION | {"policies"},
     "models": FOUNDATION | {"provenance"},
     "runtime": FOUNDATION | {"models", "policies", "calibrate"},
+    "deploy": FOUNDATION | {"policies"},
+    "export": FOUNDATION | {"models", "policies", "runtime", "deploy"},
+    "cluster": FOUNDATION | {"models", "policies", "runtime"},
     "report": FOUNDATION | {"policies", "evaluation"},
     "cli": FOUNDATION
     | {"budgeting", "policies", "calibrate", "evaluation", "recordings", "report", "__version__"}
-    | {"models", "runtime", "provenance"},
+    | {"models", "runtime", "cluster", "provenance", "deploy", "export"},
 }
 NO_TORCH = {
     "budgeting",
@@ -35,12 +39,14 @@ NO_TORCH = {
     "calibrate",
     "evaluation",
     "outputs",
+    "partitioned",
     "costs",
     "scores",
     "report",
     "recordings",
     "files",
     "display",
+    "deploy",
 }
 
 

@@ -7,10 +7,12 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from alight import calibrate, evaluation, recordings
+    from alight import calibrate, deploy, evaluation, recordings
     from alight.costs import Costs
     from alight.errors import AlightError
     from alight.evaluation.sweep import Point, at_equal_spend, read_points, sweep, write_points
+    from alight.export.folder import export_model
+    from alight.export.packages import load_compiled
     from alight.models import zoo
     from alight.models.attach import attach_heads
     from alight.models.cut import cut
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
     from alight.models.sources import from_timm, from_torchvision, from_transformers
     from alight.models.training import train_heads
     from alight.outputs import Decisions, HeadOutputs
+    from alight.partitioned import PartitionedOutputs
     from alight.policies.policy import Policy
     from alight.policies.route import replay, route
     from alight.policies.saved import load_policy
@@ -40,6 +43,7 @@ __all__ = [
     "HeadOutputs",
     "MultiExitModel",
     "Normalisation",
+    "PartitionedOutputs",
     "Plan",
     "Point",
     "Policy",
@@ -50,12 +54,15 @@ __all__ = [
     "attach_heads",
     "calibrate",
     "cut",
+    "deploy",
     "evaluation",
+    "export_model",
     "fingerprint",
     "from_timm",
     "from_torchvision",
     "from_transformers",
     "head_overhead",
+    "load_compiled",
     "load_model",
     "load_policy",
     "measure_costs",
@@ -84,6 +91,7 @@ _HOMES = {
     "HeadOutputs": "alight.outputs",
     "MultiExitModel": "alight.models.multi_exit",
     "Normalisation": "alight.models.multi_exit",
+    "PartitionedOutputs": "alight.partitioned",
     "Plan": "alight.runtime.plan",
     "Point": "alight.evaluation.sweep",
     "Policy": "alight.policies.policy",
@@ -93,11 +101,13 @@ _HOMES = {
     "at_equal_spend": "alight.evaluation.sweep",
     "attach_heads": "alight.models.attach",
     "cut": "alight.models.cut",
+    "export_model": "alight.export.folder",
     "fingerprint": "alight.models.fingerprint",
     "from_timm": "alight.models.sources",
     "from_torchvision": "alight.models.sources",
     "from_transformers": "alight.models.sources",
     "head_overhead": "alight.models.measure",
+    "load_compiled": "alight.export.packages",
     "load_model": "alight.models.folder",
     "load_policy": "alight.policies.saved",
     "measure_costs": "alight.models.measure",

@@ -133,7 +133,7 @@ def _divide(column: Floats, waiting: Any, count: int) -> tuple[npt.NDArray[np.bo
     upper = float(ordered[count - 1])
     lower = float(ordered[count - 2]) if count > 1 else upper
     if count == 1 or lower < upper:
-        threshold = _between(lower, upper)
+        threshold = between(lower, upper)
         return column < threshold, threshold, 1.0
     tied = np.flatnonzero(column == upper)
     hashes = hash01(tied if isinstance(waiting, slice) else waiting[tied])
@@ -143,10 +143,10 @@ def _divide(column: Floats, waiting: Any, count: int) -> tuple[npt.NDArray[np.bo
     last_leaving, first_staying = hashes[by_hash[leaving - 1]], hashes[by_hash[leaving]]
     passing = column < upper
     passing[tied[by_hash[leaving:]]] = True
-    return passing, upper, _between(float(last_leaving), float(first_staying))
+    return passing, upper, between(float(last_leaving), float(first_staying))
 
 
-def _between(lower: float, upper: float) -> float:
+def between(lower: float, upper: float) -> float:
     """A number midway that still tells the two apart: above `lower` and at most `upper`."""
     middle = lower + (upper - lower) / 2
     return middle if lower < middle <= upper else upper

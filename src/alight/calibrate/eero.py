@@ -8,7 +8,7 @@ import numpy as np
 from alight.budgeting.bounds import Plan
 from alight.budgeting.rates import Prior, budget_multiplier, exponential_weights, two_exit_rates
 from alight.calibrate.prune import pruned
-from alight.calibrate.task import AnyCosts, AnySlack, Budget, Floats, Settings, Task
+from alight.calibrate.task import AnyCosts, AnySlack, AnyTable, Budget, Floats, PlannedTask, Settings, Task, in_memory
 from alight.errors import BadInput, BudgetTooSmall
 from alight.outputs import HeadOutputs
 from alight.policies.policy import Policy, Threshold
@@ -17,8 +17,8 @@ from alight.policies.policy import Policy, Threshold
 def eero(
     costs: AnyCosts,
     budget: Budget,
-    labelled: HeadOutputs,
-    unlabelled: HeadOutputs | None = None,
+    labelled: AnyTable,
+    unlabelled: AnyTable | None = None,
     *,
     temperature: float = 0.04,
     prior: Prior = "inverse_cost",
@@ -31,7 +31,8 @@ def eero(
 
     `slack="exact"` keeps the budget with probability 1 - delta over the calibration data, exactly so when `unlabelled`
     samples set the thresholds; `spend_all` spends the budget even where a cheaper plan has less risk. `prune` closes
-    exits one at a time, heads no longer paid, while the accuracy on held-out labelled data does not fall.
+    exits one at a time, heads no longer paid, while the accuracy on held-out labelled data does not fall. Tables may be
+    `PartitionedOutputs`, of any size: the policy is the same.
 
     >>> from alight import recordings, replay
     >>> labelled, test, costs = recordings.load()
@@ -41,8 +42,9 @@ def eero(
     """
     if prune:
         own = _prunable(temperature=temperature, prior=prior, spend_all=spend_all, slack=slack, delta=delta)
-        return pruned(eero, costs, budget, labelled, unlabelled, **own)
-    task = Task.of("eero", costs, budget, labelled, unlabelled)
+        whole = in_memory("prune", labelled), unlabelled and in_memory("prune", unlabelled)
+        return pruned(eero, costs, budget, *whole, **own)
+    task = PlannedTask.of("eero", costs, budget, labelled, unlabelled)
     plan, settings = _exponential(task, temperature, prior, spend_all)
     return task.survivor_policy(plan, slack=slack, delta=delta, settings=settings)
 
@@ -50,8 +52,8 @@ def eero(
 def eero_marginal(
     costs: AnyCosts,
     budget: Budget,
-    labelled: HeadOutputs,
-    unlabelled: HeadOutputs | None = None,
+    labelled: AnyTable,
+    unlabelled: AnyTable | None = None,
     *,
     temperature: float = 0.04,
     prior: Prior = "inverse_cost",
@@ -72,8 +74,9 @@ def eero_marginal(
     """
     if prune:
         own = _prunable(temperature=temperature, prior=prior, spend_all=spend_all, slack=slack, delta=delta)
-        return pruned(eero_marginal, costs, budget, labelled, unlabelled, **own)
-    task = Task.of("eero_marginal", costs, budget, labelled, unlabelled)
+        whole = in_memory("prune", labelled), unlabelled and in_memory("prune", unlabelled)
+        return pruned(eero_marginal, costs, budget, *whole, **own)
+    task = PlannedTask.of("eero_marginal", costs, budget, labelled, unlabelled)
     plan, settings = _exponential(task, temperature, prior, spend_all)
     return task.marginal_policy(plan, slack=slack, delta=delta, settings=settings)
 
@@ -110,7 +113,7 @@ def two_exits(
     return max(policies, key=task.accuracy)
 
 
-def _exponential(task: Task, temperature: float, prior: Prior, spend_all: bool) -> tuple[Plan, Settings]:
+def _exponential(task: PlannedTask, temperature: float, prior: Prior, spend_all: bool) -> tuple[Plan, Settings]:
     """Exponential weights as a function of the budget, and what to write down of them."""
     if not isinstance(spend_all, bool | np.bool_):
         raise BadInput(f"spend_all {spend_all!r} must be True or False")

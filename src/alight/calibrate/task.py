@@ -3,22 +3,25 @@
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import numpy as np
 import numpy.typing as npt
 
 from alight.budgeting.bounds import Plan, exact_plan, exact_ranks
+from alight.budgeting.selection import block_thresholds_at_ranks, block_thresholds_for_counts
 from alight.budgeting.thresholds import (
     Slack,
     Thresholds,
-    marginal_thresholds,
-    survivor_thresholds,
+    marginal_ranks,
+    passing_counts,
     thresholds_at_ranks,
+    thresholds_for_counts,
 )
 from alight.costs import Costs, as_costs
 from alight.errors import BadInput, BudgetTooSmall, Mismatch
 from alight.outputs import HeadOutputs
+from alight.partitioned import PartitionedOutputs
 from alight.policies.policy import Policy, Threshold
 from alight.policies.route import replay
 
@@ -26,17 +29,18 @@ Floats = npt.NDArray[np.float64]
 AnyCosts = Costs | npt.ArrayLike
 Budget = float | str
 AnySlack = Slack | Literal["exact"]
+AnyTable = HeadOutputs | PartitionedOutputs
 Settings = dict[str, float | str]
 
 
 @dataclass(frozen=True)
-class Task:
-    """One calibration: the budget in the costs' unit, and the tables that set risks and thresholds."""
+class PlannedTask:
+    """One calibration by planned exit rates: the budget in the costs' unit, and tables, which memory need not hold."""
 
     network: Costs
     budget: float
-    labelled: HeadOutputs  # gives risks and accuracies
-    scored: HeadOutputs  # gives thresholds: the unlabelled table, or the labelled one where there is no other
+    labelled: AnyTable  # gives risks and accuracies
+    scored: AnyTable  # gives thresholds: the unlabelled table, or the labelled one where there is no other
     method: str
 
     @classmethod
@@ -45,11 +49,11 @@ class Task:
         method: str,
         costs: AnyCosts,
         budget: Budget,
-        labelled: HeadOutputs,
-        unlabelled: HeadOutputs | None,
+        labelled: AnyTable,
+        unlabelled: AnyTable | None,
         *,
         closes_exits: bool = False,
-    ) -> "Task":
+    ) -> Self:
         """The task, once its parts are known to fit together; a method that closes exits may do without the first."""
         network = as_costs(costs)
         if labelled is unlabelled:
@@ -106,7 +110,7 @@ class Task:
             "score": self.scored.score,
             "fingerprint": self.labelled.fingerprint,
             "method": self.method,
-            "settings": dict(settings or {}) | ({} if self.labelled.labels is not None else {"truth": "the last exit"}),
+            "settings": dict(settings or {}) | ({} if self.labelled.is_labelled else {"truth": "the last exit"}),
             "exit_rates": () if exit_rates is None else tuple(exit_rates.tolist()),
         }
 
@@ -125,7 +129,7 @@ class Task:
             rates, padding = exact_plan(plan, costs, self.budget, len(self.scored), delta), None
         else:
             rates, padding = plan(self.budget), slack
-        thresholds = survivor_thresholds(self._scores(open_exits), rates, padding)
+        thresholds = self._for_counts(passing_counts(rates, len(self.scored), padding), open_exits)
         return self._threshold(thresholds, rates, open_exits, _with_slack(settings, slack, delta))
 
     def marginal_policy(
@@ -137,25 +141,23 @@ class Task:
         settings: Settings | None = None,
     ) -> Threshold:
         """The planned rates, met by thresholds on all samples at each exit (the paper)."""
-        rates, scores = plan(self.budget), self._scores(None)
-        if slack == "exact":
-            thresholds = thresholds_at_ranks(scores, exact_ranks(rates, len(scores), delta))
-        else:
-            thresholds = marginal_thresholds(scores, rates, slack)
+        rates, samples = plan(self.budget), len(self.scored)
+        exact = slack == "exact"
+        ranks = exact_ranks(rates, samples, delta) if exact else marginal_ranks(rates, samples, slack)
         return self._threshold(
-            thresholds, rates, None, _with_slack(settings, slack, delta) | {"thresholds": "marginal"}
+            self._at_ranks(ranks), rates, None, _with_slack(settings, slack, delta) | {"thresholds": "marginal"}
         )
 
-    def spends(self, policy: Policy) -> float:
-        """Mean cost of the policy on the table that sets thresholds."""
-        return replay(policy, self.scored).mean_cost
+    def _for_counts(self, counts: npt.NDArray[np.int64], open_exits: Sequence[int] | None) -> Thresholds:
+        if isinstance(self.scored, PartitionedOutputs):
+            return block_thresholds_for_counts(self.scored.scores, len(self.scored), counts)
+        scores = self.scored.scores if open_exits is None else self.scored.scores[:, list(open_exits)]
+        return thresholds_for_counts(scores, counts)
 
-    def accuracy(self, policy: Policy) -> float:
-        """Accuracy of the policy on the labelled table; without labels, its agreement with the last exit."""
-        return replay(policy, self.labelled).accuracy(self.labelled.truth())
-
-    def _scores(self, open_exits: Sequence[int] | None) -> Floats:
-        return self.scored.scores if open_exits is None else self.scored.scores[:, list(open_exits)]
+    def _at_ranks(self, ranks: npt.NDArray[np.int64]) -> Thresholds:
+        if isinstance(self.scored, PartitionedOutputs):
+            return block_thresholds_at_ranks(self.scored.scores, len(self.scored), ranks)
+        return thresholds_at_ranks(self.scored.scores, ranks)
 
     def _threshold(
         self,
@@ -169,6 +171,36 @@ class Task:
             tie_shares=tuple(thresholds.tie_shares.tolist()),
             **self.terms(open_exits, settings, rates),
         )
+
+
+@dataclass(frozen=True)
+class Task(PlannedTask):
+    """One calibration whose tables are in memory, so that policies can be tried on them."""
+
+    labelled: HeadOutputs
+    scored: HeadOutputs
+
+    def __post_init__(self) -> None:
+        in_memory(self.method, self.labelled)
+        in_memory(self.method, self.scored)
+
+    def spends(self, policy: Policy) -> float:
+        """Mean cost of the policy on the table that sets thresholds."""
+        return replay(policy, self.scored).mean_cost
+
+    def accuracy(self, policy: Policy) -> float:
+        """Accuracy of the policy on the labelled table; without labels, its agreement with the last exit."""
+        return replay(policy, self.labelled).accuracy(self.labelled.truth())
+
+
+def in_memory(purpose: str, table: AnyTable) -> HeadOutputs:
+    """The table, or an error that says what needs it in memory."""
+    if isinstance(table, PartitionedOutputs):
+        raise BadInput(
+            f"{purpose} needs the whole table in memory, and was given {len(table.paths)} partitions of {len(table):,}"
+            " samples: give what its load() returns, or calibrate with eero without prune"
+        )
+    return table
 
 
 def _with_slack(settings: Settings | None, slack: AnySlack, delta: float) -> Settings:

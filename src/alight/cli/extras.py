@@ -1,5 +1,6 @@
 """What alight can be installed with, and what for."""
 
+from importlib.util import find_spec
 from typing import NamedTuple
 
 
@@ -16,6 +17,9 @@ EXTRAS = {
         {"torchvision": "torchvision", "timm": "timm", "PIL": "pillow"}, "networks of timm and torchvision, image files"
     ),
     "text": Extra({"transformers": "transformers"}, "networks of Hugging Face that read text"),
+    "deploy": Extra({"onnxruntime": "onnxruntime"}, "exported networks, without PyTorch: run"),
+    "export": Extra({"onnx": "onnx", "onnxscript": "onnxscript"}, "networks to ONNX: export"),
+    "ray": Extra({"ray": "ray", "pyarrow": "pyarrow"}, "many machines: predict and record --engine ray"),
     "figures": Extra({"matplotlib": "matplotlib"}, "figures of the experiments"),
     "learn": Extra({"sklearn": "scikit-learn"}, "learned scores, and the digits that come with it"),
 }
@@ -33,3 +37,16 @@ def extra_of(module: str) -> str | None:
     """
     top = module.partition(".")[0]
     return next((name for name, extra in EXTRAS.items() if top in extra.packages), None)
+
+
+def missing_for(*extras: str) -> str:
+    """Which packages of these extras are not installed, and how to get them, in a line; empty where all are there.
+
+    >>> missing_for()
+    ''
+    """
+    missing = {name: [p for module, p in EXTRAS[name].packages.items() if find_spec(module) is None] for name in extras}
+    if not any(missing.values()):
+        return ""
+    packages = " and ".join(package for each in missing.values() for package in each)
+    return f'{packages} missing: pip install "alight[{",".join(name for name in extras if missing[name])}]"'
