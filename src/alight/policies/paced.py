@@ -16,9 +16,10 @@ fair, and a Shiryaev-Roberts sum of such bets is raised to 1 / alarm_rate with p
 """
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -75,9 +76,9 @@ class Pace(Shared):
             raise ValueError("the scores last seen are not complete")
         return self
 
-    def save(self, path: PathLike) -> None:
-        """Write the state to a JSON file, whole or not at all."""
-        content = {
+    def to_dict(self) -> dict[str, Any]:
+        """The state as plain JSON values."""
+        return {
             "admitted": self.admitted,
             "last": self.last,
             "spent": self.spent,
@@ -88,24 +89,32 @@ class Pace(Shared):
             "stakes": self.stakes.tolist(),
             "alarmed_at": self.alarmed_at,
         }
-        write_json(path, "Pace", content)
+
+    @classmethod
+    def from_dict(cls, content: Mapping[str, Any]) -> "Pace":
+        """The state that `to_dict` gave; a KeyError, TypeError or ValueError says what is wrong with it."""
+        return cls(
+            admitted=int(content["admitted"]),
+            last=int(content["last"]),
+            spent=float(content["spent"]),
+            recent=tuple(np.array(scores, dtype=np.float64) for scores in content["recent"]),
+            met=tuple(int(count) for count in content["met"]),
+            passed=tuple(int(count) for count in content["passed"]),
+            evidence=np.array(content["evidence"], dtype=np.float64),
+            stakes=np.array(content["stakes"], dtype=np.float64),
+            alarmed_at=int(content["alarmed_at"]),
+        )._checked()
+
+    def save(self, path: PathLike) -> None:
+        """Write the state to a JSON file, whole or not at all."""
+        write_json(path, "Pace", self.to_dict())
 
     @classmethod
     def load(cls, path: PathLike) -> "Pace":
         """The state of a JSON file that `save` wrote."""
         content = read_json(path, "Pace")
         try:
-            return cls(
-                admitted=int(content["admitted"]),
-                last=int(content["last"]),
-                spent=float(content["spent"]),
-                recent=tuple(np.array(scores, dtype=np.float64) for scores in content["recent"]),
-                met=tuple(int(count) for count in content["met"]),
-                passed=tuple(int(count) for count in content["passed"]),
-                evidence=np.array(content["evidence"], dtype=np.float64),
-                stakes=np.array(content["stakes"], dtype=np.float64),
-                alarmed_at=int(content["alarmed_at"]),
-            )._checked()
+            return cls.from_dict(content)
         except (KeyError, TypeError, ValueError) as error:
             raise BadFile(path, f"its content is not usable ({error})", "start from a fresh state") from error
 
@@ -183,6 +192,23 @@ class Paced(Policy):
         sent_out = int((witness & followed & ~as_calibrated & leaving).sum())  # the others would be a biased choice
         batch = replace(batch, left=batch.left - paid, betting=batch.betting and not sent_out)
         return leaving, (state, batch, left_before | as_calibrated)
+
+    def sent_out(self, position: int, count: int, memory: Memory) -> Memory:
+        state, batch, left_before = memory
+        paid = count * self.costs[position]
+        if position == len(self.costs) - 2:  # they were taken to go on to the last exit
+            paid -= count * self.costs[position + 1]
+        state = replace(state, spent=state.spent + paid)
+        return state, replace(batch, left=batch.left - paid, betting=False), left_before
+
+    def owing(self, state: Pace, count: int) -> Pace:
+        """The state if up to `count` more samples were admitted and nobody knows at what cost: it owes all they may.
+
+        The guard lets them get no further ahead of the budget than by the dearest exit, whatever they were.
+        """
+        assert self.budget is not None  # checked at the border
+        owed = most_owed(state, self.budget, self.costs[-1], count)
+        return replace(state, spent=state.admitted * self.budget + owed)
 
     def summary(self) -> str:
         return (
@@ -280,6 +306,18 @@ class Paced(Policy):
             passed=_added(state.passed, position, passed),
             stakes=state.stakes + stakes,
         )
+
+
+def most_owed(state: Pace, budget: float, dearest: float, count: int) -> float:
+    """By how much a stream may be ahead of its budget once up to `count` samples more, of unknown cost, are in it.
+
+    >>> most_owed(Pace(admitted=10, spent=4.0), budget=0.5, dearest=2.0, count=1)
+    0.5
+    >>> most_owed(Pace(admitted=10, spent=4.0), budget=0.5, dearest=2.0, count=100)
+    2.0
+    """
+    ahead = state.spent - state.admitted * budget
+    return max(ahead, min(dearest, ahead + count * (dearest - budget)))
 
 
 def _odds(rates: Floats) -> Floats:

@@ -6,6 +6,7 @@ Policy
 ├── Patience    the prediction has stayed the same for so many exits (PABEE)
 ├── ExitAt      everyone leaves at one exit
 ├── Lottery     so many leave at each exit, drawn by lot
+├── Capped      as another policy says, but some no later than at an exit of their own (capped.py)
 └── Mixture     a share of the samples follows one policy, the rest another
 """
 
@@ -123,6 +124,10 @@ class Policy(ABC):
         `samples` are stable indices; `memory` is empty at the first exit. Never asked at the last open exit,
         which takes everyone.
         """
+
+    def sent_out(self, position: int, count: int, memory: Memory) -> Memory:
+        """What to remember once so many of those that it let go on have been made to leave here as well."""
+        return memory
 
     @property
     def inputs(self) -> tuple[str, ...]:
