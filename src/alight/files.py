@@ -87,6 +87,26 @@ def _umask() -> int:
     return mask
 
 
+@contextmanager
+def whole_folder(folder: Path) -> Iterator[Path]:
+    """A folder to fill, which takes the place of this one once it is full."""
+    folder = folder.resolve()
+    filling, old = _beside(folder), _beside(folder)
+    try:
+        filling.mkdir()
+        yield filling
+        if folder.exists():
+            folder.rename(old)
+        filling.rename(folder)
+    except BaseException:
+        if old.exists() and not folder.exists():
+            old.rename(folder)
+        raise
+    finally:
+        for each in (filling, old):
+            shutil.rmtree(each, ignore_errors=True)
+
+
 def write_text(path: PathLike, text: str) -> Path:
     """The path of a text file written whole."""
     return write_whole(path, lambda file: file.write(text.encode("utf-8")))

@@ -54,25 +54,6 @@ def new_folder(folder: Path, keep: str = "") -> Iterator[Path]:
         raise
 
 
-@contextmanager
-def whole_folder(folder: Path) -> Iterator[Path]:
-    """A folder to fill, which takes the place of this one once it is full."""
-    filling, old = (folder.with_name(f".{folder.name}.{end}") for end in ("new", "old"))
-    try:
-        filling.mkdir()
-        yield filling
-        if folder.exists():
-            folder.rename(old)
-        filling.rename(folder)
-    except BaseException:
-        if old.exists() and not folder.exists():
-            old.rename(folder)
-        raise
-    finally:
-        for each in (filling, old):
-            shutil.rmtree(each, ignore_errors=True)
-
-
 def _clear(folder: Path, first: Path, keep: str) -> None:
     """Take away the first folder that was made, or all but the file to keep in the last."""
     if not (keep and (folder / keep).exists()):

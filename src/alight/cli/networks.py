@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 
 from alight.cli.command import Command, Found
-from alight.cli.given import check_data, check_name, check_network, new_folder, whole_folder
+from alight.cli.given import check_data, check_name, check_network, new_folder
 from alight.cli.options import (
     any_options,
     count,
@@ -32,6 +32,7 @@ from alight.cli.switches import (
     switch_arguments,
 )
 from alight.errors import BadInput
+from alight.files import whole_folder
 from alight.scores import SCORES
 
 CHECKPOINT = "checkpoint.safetensors"

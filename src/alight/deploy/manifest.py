@@ -1,0 +1,158 @@
+"""What an exported network is, besides its stages and its policy: `manifest.json` in its folder."""
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from alight.errors import BadFile
+from alight.files import PathLike, read_json, write_json
+
+KIND = "Deployment"
+MANIFEST, POLICY = "manifest.json", "policy.json"
+ONNX, AOTI = "onnx", "aoti"
+SUFFIXES = {ONNX: ".onnx", AOTI: ".pt2"}
+
+
+@dataclass(frozen=True)
+class Described:
+    """A tensor's name, shape and dtype; None stands for a size that may differ, as that of the batch, the first."""
+
+    name: str
+    shape: tuple[int | None, ...]
+    dtype: str
+
+    def fits(self, shape: Sequence[int]) -> bool:
+        """Whether an array of this shape is such a tensor.
+
+        >>> Described("images", (None, 3, 32, 32), "float32").fits((5, 3, 32, 32))
+        True
+        """
+        return len(shape) == len(self.shape) and all(
+            own in (None, size) for own, size in zip(self.shape, shape, strict=True)
+        )
+
+    def __str__(self) -> str:
+        sizes = ", ".join("any" if size is None else str(size) for size in self.shape[1:])
+        return f"{self.name} of shape (samples{sizes and ', ' + sizes}), {self.dtype}"
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A stage's file and its SHA-256, the exit that it ends with, and what it gives beside the logits."""
+
+    file: str
+    checksum: str
+    exit: int
+    carries: tuple[Described, ...]
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """All that is known of an exported network: what it takes, what its stages are, and which policy came with it.
+
+    >>> images = Described("images", (None, 3, 32, 32), "float32")
+    >>> stage = Stage("stage_0.onnx", 64 * "0", 0, ())
+    >>> Manifest("onnx", "5e88", ("end",), (images,), (), (stage,), 64 * "1").image_shape
+    (3, 32, 32)
+    """
+
+    format: str  # "onnx", or "aoti" of stages that torch compiled
+    fingerprint: str  # of the network
+    exits: tuple[str, ...]  # names of all its exits, open or closed
+    inputs: tuple[Described, ...]
+    input_names: tuple[str, ...]  # of a network whose input is a dict of tensors
+    stages: tuple[Stage, ...]  # one for each open exit
+    policy_checksum: str
+    num_classes: int | None = None
+    classes: tuple[str, ...] = ()  # their names, where known
+    mean: tuple[float, ...] = ()  # what is taken off every channel of an image in 0..1; () is nothing
+    std: tuple[float, ...] = ()  # what the rest is divided by
+    made_with: Mapping[str, str] | None = None  # versions, and how far the stages are from torch
+
+    @property
+    def image_shape(self) -> tuple[int, int, int] | None:
+        """Channels, height and width of the images that it takes; None of a network that takes none."""
+        shape = self.inputs[0].shape
+        if len(self.inputs) != 1 or len(shape) != 4 or None in shape[1:]:
+            return None
+        channels, height, width = (int(size or 0) for size in shape[1:])
+        return channels, height, width
+
+    @property
+    def open_exits(self) -> tuple[int, ...]:
+        """Indices of the exits that have a head."""
+        return tuple(stage.exit for stage in self.stages)
+
+    def save(self, folder: PathLike) -> Path:
+        """The path of the manifest, written whole."""
+        return write_json(Path(folder) / MANIFEST, KIND, asdict(self))
+
+    @classmethod
+    def load(cls, folder: PathLike) -> "Manifest":
+        """The manifest of a folder that was exported."""
+        path = Path(folder) / MANIFEST
+        if not Path(folder).is_dir():
+            raise FileNotFoundError(f"there is no folder {folder}")
+        if not path.is_file():
+            raise BadFile(folder, f"it has no {MANIFEST}", "give a folder that `alight export` wrote")
+        content = read_json(path, KIND)
+        try:
+            return cls._from(content)
+        except (KeyError, TypeError, ValueError) as error:
+            reason = f"it lacks {error}" if isinstance(error, KeyError) else str(error)
+            raise BadFile(path, f"its content is not usable ({reason})", "export the network again") from error
+
+    @classmethod
+    def _from(cls, content: Mapping[str, Any]) -> "Manifest":
+        values: dict[str, Any] = {
+            name: tuple(value) if isinstance(value, list) else value for name, value in content.items()
+        }
+        values["inputs"] = tuple(map(_described, content["inputs"]))
+        values["stages"] = tuple(map(_stage, content["stages"]))
+        made = cls(**values)
+        if made.format not in SUFFIXES or not made.stages or not made.inputs:
+            raise ValueError(f"format {made.format!r}, {len(made.stages)} stages, {len(made.inputs)} inputs")
+        exits = made.open_exits
+        if list(exits) != sorted({*exits}) or not 0 <= exits[0] <= exits[-1] < len(made.exits):
+            raise ValueError(f"stages for exits {exits} of {len(made.exits)}")
+        if len(made.mean) != len(made.std) or 0 in made.std or not np.isfinite([*made.mean, *made.std]).all():
+            raise ValueError(f"normalisation by {made.mean} and {made.std}")
+        return made
+
+
+def checksum(content: bytes) -> str:
+    """SHA-256 of a file's content."""
+    return hashlib.sha256(content).hexdigest()
+
+
+def verified(folder: Path, file: str, expected: str) -> bytes:
+    """The content of a file of the folder, which is as it was when it was exported."""
+    path = folder / file
+    try:
+        content = path.read_bytes()
+    except FileNotFoundError as error:
+        raise BadFile(folder, f"its manifest names {file}, which is not there", "export the network again") from error
+    if (found := checksum(content)) != expected:
+        raise BadFile(
+            path, f"it was changed or damaged (SHA-256 {found}, the manifest says {expected})", "export it again"
+        )
+    return content
+
+
+def _described(content: Mapping[str, Any]) -> Described:
+    shape, dtype = content["shape"], content["dtype"]
+    np.dtype(dtype)
+    if not shape or not all(size is None or (type(size) is int and size > 0) for size in shape):
+        raise ValueError(f"a tensor of shape {shape}")
+    return Described(str(content["name"]), tuple(shape), dtype)
+
+
+def _stage(content: Mapping[str, Any]) -> Stage:
+    file = content["file"]
+    if Path(file).name != file:  # nothing outside the folder
+        raise ValueError(f"a stage in {file!r}")
+    return Stage(file, content["checksum"], int(content["exit"]), tuple(map(_described, content["carries"])))

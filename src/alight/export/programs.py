@@ -1,0 +1,80 @@
+"""Parts of a network as programs that torch has captured, and those as ONNX files."""
+
+import logging
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from alight.deploy.manifest import Described
+from alight.errors import AlightError
+from alight.export.parts import Part, Seen
+
+Tensors = tuple[Described, ...]
+
+LOGITS = Described("logits", (None, None), "float32")
+OPSET = 18  # of ONNX, from 2022: old enough for runtimes on devices, new enough for torch
+
+
+def captured(part: Part, seen: Seen, inputs: Tensors) -> Any:
+    """The part as torch.export sees it, for batches of any size, and texts of any length where they may differ."""
+    sizes = tuple(
+        {axis: torch.export.Dim.DYNAMIC for axis, size in enumerate(each.shape) if size is None} for each in inputs
+    )
+    given = tuple(each.clone() for each in seen.given[0])  # made anew, out of inference mode
+    try:
+        with quietly(), torch.no_grad():
+            return torch.export.export(part, given, dynamic_shapes=(sizes,), strict=False)
+    except Exception as error:
+        raise AlightError(
+            f"torch.export cannot capture the stage of exit {part.exit_index} ({_line(error)}): put the exit elsewhere,"
+            " or rewrite what it names"
+        ) from error
+
+
+def write_onnx(program: Any, path: Path, inputs: Tensors, outputs: Tensors) -> None:
+    """Write a captured part as one ONNX file."""
+    with quietly():
+        torch.onnx.export(program, (), str(path), dynamo=True, external_data=False, **_named(inputs, outputs))
+
+
+def write_traced(part: Part, seen: Seen, path: Path, inputs: Tensors, outputs: Tensors) -> None:
+    """Write a part as one ONNX file by torch's older exporter, which records one run: for what the other cannot do."""
+    named = _named(inputs, outputs)
+    shapes = zip((*named["input_names"], *named["output_names"]), (*inputs, LOGITS, *outputs), strict=True)
+    axes = {
+        name: {axis: f"{name}_{axis}" if axis else "samples" for axis, size in enumerate(told.shape) if size is None}
+        for name, told in shapes
+    }
+    given = tuple(each.clone() for each in seen.given[0])
+    with quietly(), torch.no_grad():
+        torch.onnx.export(part, given, str(path), dynamo=False, dynamic_axes=axes, **named)
+
+
+def _named(inputs: Tensors, outputs: Tensors) -> dict[str, Any]:
+    names = {"input_names": [each.name for each in inputs], "output_names": [each.name for each in (LOGITS, *outputs)]}
+    return {**names, "opset_version": OPSET, "verbose": False}
+
+
+@contextmanager
+def quietly() -> Iterator[None]:
+    """Without the warnings and notes that torch's compilers write about themselves."""
+    names = [name for name in logging.root.manager.loggerDict if name.startswith(("torch", "onnx"))]
+    before = {name: logging.getLogger(name).level for name in names}
+    try:
+        for name in names:
+            logging.getLogger(name).setLevel(logging.CRITICAL)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        for name, level in before.items():
+            logging.getLogger(name).setLevel(level)
+
+
+def _line(error: Exception) -> str:
+    told = " ".join(str(error).split())
+    return f"{type(error).__name__}: {told[:300]}"
