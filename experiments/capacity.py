@@ -44,7 +44,7 @@ SECONDS = {  # simulated, of each part; the day is played so much faster that it
     "cpu": {"load": 150.0, "day": 1800.0, "burst": 1800.0, "drift": 1800.0},
     "h200": {"load": 8.0, "day": 90.0, "burst": 60.0, "drift": 60.0},
 }
-DEARER = {"cpu": 1.5, "h200": 1.25}  # drift: times what images cost as calibrated
+DEARER = {"cpu": 1.5, "h200": 1.25}  # drift: times what images cost as calibrated, once it is complete
 BURST = 1.5  # times the peak's rate
 REPLICAS = 4  # devices that are simulated under drift, to see how they differ
 STEPS = np.arange(0.1, 2.2, 0.05)  # of the plain network's rate in full batches
@@ -95,15 +95,24 @@ def budget_of(kind: str) -> float:
     return device_of(kind).costs.budget(BUDGETS[kind])
 
 
-def drawn(arrivals: Floats, rng: np.random.Generator, kind: str, drift_at: float = np.inf) -> Integers:
-    """Rows for the images that arrive; from a moment on dear ones are drawn more often."""
+def drawn(arrivals: Floats, rng: np.random.Generator, kind: str, hard: Floats | None = None) -> Integers:
+    """Rows for the images that arrive; `hard` is the share of each that comes from a distribution of dear ones."""
     own = stream()
     found = rng.integers(len(own.table), size=len(arrivals))
-    late = arrivals >= drift_at
-    if late.any():
+    if hard is not None:
+        chosen = rng.uniform(size=len(arrivals)) < hard
         spent = replay(policy_for(kind, "mean"), own.table).spent
-        found[late] = rng.choice(len(own.table), size=int(late.sum()), p=harder(spent, DEARER[kind]))
+        found[chosen] = rng.choice(len(own.table), size=int(chosen.sum()), p=harder(spent, DEARER[kind]))
     return found
+
+
+def drift(moments: Floats, length: float) -> Floats:
+    """How far the drift has come: it begins after a third of the time and is complete after two.
+
+    >>> drift(np.array([10.0, 45.0, 80.0]), 90.0).tolist()
+    [0.0, 0.5, 1.0]
+    """
+    return np.clip(3 * moments / length - 1, 0, 1)
 
 
 def load_rows(kind: str, how: str) -> Iterator[Row]:
@@ -203,8 +212,8 @@ class Case:
         if self.part == "burst":
             traffic = replace(traffic, bursts=(Burst(start + length / 3, length / 3, BURST),))
         arrivals = traffic.arrivals(start, start + speed * length, speed, rng)
-        drift_at = length / 3 if self.part == "drift" else np.inf
-        images = drawn(arrivals, rng, self.kind, drift_at)
+        hard = drift(arrivals, length) if self.part == "drift" else None
+        images = drawn(arrivals, rng, self.kind, hard)
         serving = serving_for(self.kind, self.how, self.devices)
         served = simulate(arrivals, images, device, serving, stream().correct, length)
         budget = budget_of(self.kind)
@@ -213,20 +222,21 @@ class Case:
             "of_the_stream": f"{1 / self.devices / speed:.3g}",
             "seconds": length,
             "ahead": ahead(served.spent, served.sizes, budget, float(device.costs.cumulative()[-1])),
-            **self._alarm(served, serving, drift_at),
+            **self._alarm(served, serving),
         }
         named: Row = {"device": self.kind, "serving": self.how, "devices": self.devices}
         return told, [named | row for row in series(served, budget)]
 
-    @staticmethod
-    def _alarm(served: Served, serving: Serving, drift_at: float) -> Row:
-        """When the alarm was raised: seconds and images after the drift, or after the start where there is none."""
+    def _alarm(self, served: Served, serving: Serving) -> Row:
+        """When the alarm was raised, after the drift began where there is one, and how dear images were by then."""
         at = getattr(serving, "alarmed_at", -1)
         if at < 0:
-            return {"alarm_seconds": "", "alarm_images": ""}
-        since = drift_at if np.isfinite(drift_at) else 0.0
-        before, moment = int((served.arrived < since).sum()), served.arrived[min(at, len(served.arrived) - 1)]
-        return {"alarm_seconds": float(moment - since), "alarm_images": at - before}
+            return {"alarm_seconds": "", "alarm_images": "", "alarm_dearer": ""}
+        since = served.length / 3 if self.part == "drift" else 0.0
+        moment = served.arrived[min(at, len(served.arrived) - 1)]
+        dearer = 1 + (DEARER[self.kind] - 1) * drift(moment, served.length) if self.part == "drift" else 1.0
+        before = int((served.arrived < since).sum())
+        return {"alarm_seconds": float(moment - since), "alarm_images": at - before, "alarm_dearer": float(dearer)}
 
 
 def ahead(spent: Floats, sizes: Integers, budget: float, dearest: float) -> float:
@@ -249,8 +259,7 @@ def cases(part: str) -> Iterator[Case]:
             count = REPLICAS if (part, how) == ("drift", "stream") else 1
             yield from (Case(part, kind, how, fleets["stream"], replica) for replica in range(count))
         if part != "drift":  # the plain network does not mind
-            yield Case(part, kind, "dense", fleets["dense"])
-            yield Case(part, kind, "dense", fleets["stream"])
+            yield from (Case(part, kind, "dense", devices) for devices in sorted(set(fleets.values())))
 
 
 def case_part(part: str) -> Iterator[tuple[Row, list[Row]]]:

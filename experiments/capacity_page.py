@@ -1,0 +1,251 @@
+"""The tables of docs/scale.md, filled from results/.
+
+    python experiments/capacity_page.py        # seconds; a test holds the page against this
+
+Each table stands between the markers of its name.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+from capacity import BUDGETS, HEADROOM, PEAK, bearable, device_of, devices_for
+from capacity_devices import GPU_NETWORK, GPU_SIZE, first_share, fit_errors, gpu_rows, head_share, mixed_shares
+from capacity_figures import KINDS, LOOKS, chosen, column
+from capacity_queue import DAY
+from recorded_cifar100 import RESULTS, rows
+
+from alight.files import write_text
+
+PAGE = RESULTS.parent / "docs" / "scale.md"
+ENERGY = RESULTS / "energy_cuda.csv"
+FLEETS = (10**6, 10**8, 10**9)  # images a day
+PIXELS = {"cpu": 32, "h200": 224}
+BENCHMARKED = {"resnet50": "ResNet-50, 224 px", "convnext_tiny": "ConvNeXt-T, 224 px"}
+INSTEAD = {  # of results/instead.csv
+    "ResNet-18 with exits, all of it": "plain network",
+    "alight, half of the FLOPs": "half of the FLOPs",
+    "alight, planned to lose 0.01": "planned to lose a point of accuracy",
+}
+Rows = Sequence[dict[str, str]]
+Floats = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True, eq=False)
+class Energy:
+    """What a device draws when it idles, and joules and images a second at shares of the plain network's time."""
+
+    idle: float  # watts
+    shares: Floats
+    joules: Floats
+    rates: Floats
+
+    @classmethod
+    def of(cls, network: str, batch_size: int) -> "Energy | None":
+        """As measured, None where it was not."""
+        found = rows(ENERGY) if ENERGY.exists() else []
+        own = [row for row in found if row["model"] == network and row["batch_size"] == str(batch_size)]
+        if not own:
+            return None
+        own = sorted(own, key=lambda row: float(row["time_share"]))
+        parts = (column(own, name) for name in ("time_share", "joules_per_image", "images_per_second"))
+        return cls(float(own[0]["watts_idle"]), *parts)
+
+    def kilowatt_hours(self, images: float, devices: int, share: float) -> float:
+        """Of a day: what idling devices draw, and what images take beyond that."""
+        joules, rate = (float(np.interp(share, self.shares, each)) for each in (self.joules, self.rates))
+        return (devices * DAY * self.idle + images * (joules - self.idle / rate)) / 3.6e6
+
+
+def markdown(header: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
+    parts = [header, ["---"] * len(header), *lines]
+    return "\n".join("| " + " | ".join(part) + " |" for part in parts)
+
+
+def made(row: dict[str, str]) -> str:
+    where = row["hardware"] if row.get("device", "cpu") in KINDS else row["device"]
+    return f"Run on {row['date']}: {where}; {row['versions']}; commit {row['commit']}."
+
+
+def inputs() -> str:
+    """Images a second and joules of devices that were measured."""
+    lines = []
+    for network, title in BENCHMARKED.items():
+        wanted = {"model": network, "exits": "4", "batch_size": str(GPU_SIZE)}
+        own = [row for row in rows(RESULTS / "runtime_cuda.csv") if wanted.items() <= row.items()]
+        for mode in ("eager", "compiled"):
+            lines += _benchmarked(network, title, mode, [row for row in own if row["mode"] == mode])
+    for row in rows(RESULTS / "instead.csv"):
+        if row["name"] in INSTEAD:
+            plain = next(each for each in rows(RESULTS / "instead.csv") if INSTEAD.get(each["name"]) == "plain network")
+            faster = float(row["per_second"]) / float(plain["per_second"])
+            rate = f"{float(row['per_second']):,.0f}"
+            lines.append(["two CPU cores", "ResNet-18, 32 px", "64", INSTEAD[row["name"]], rate, f"{faster:.2f}", "–"])
+    return markdown(
+        ["device", "network", "batch", "served by", "images a second", "times the plain network", "joules an image"],
+        lines,
+    )
+
+
+def _benchmarked(network: str, title: str, mode: str, own: Rows) -> list[list[str]]:
+    """The plain network and the benchmarked mixes, medians over all runs."""
+    energy, shares = Energy.of(network, GPU_SIZE), mixed_shares(network)
+    spelled = title if mode == "eager" else f"{title}, compiled"
+    dense = float(np.median(column(own, "dense_per_second")))
+    found = [("plain network", dense, 1.0, "dense")]
+    for mix, share in shares.items():
+        mixed = [row for row in own if row["mix"] == mix]
+        rate, speedup = (float(np.median(column(mixed, name))) for name in ("per_second", "speedup"))
+        found.append((f"{share:.0%} of the FLOPs, by lot", rate, speedup, mix))
+    lines = []
+    for name, rate, speedup, mix in found:
+        joules = _joules(network, mix) if energy and mode == "eager" else "–"
+        lines.append(["H200", spelled, str(GPU_SIZE), name, f"{rate:,.0f}", f"{speedup:.2f}", joules])
+    return lines
+
+
+def _joules(network: str, mode: str) -> str:
+    wanted = {"model": network, "batch_size": str(GPU_SIZE), "mode": mode}
+    own = [row for row in rows(ENERGY) if wanted.items() <= row.items()]
+    return f"{float(own[0]['joules_per_image']):.4f}" if own else "–"
+
+
+def model() -> str:
+    """Batches as they were timed, and as straight lines say."""
+    own = rows(RESULTS / "capacity_batches.csv")
+    lines = [
+        [
+            row["batch_size"],
+            *(f"{float(row[name]):.1f} ms" for name in ("dense_ms", "exits_ms", "modelled_ms")),
+            f"{float(row['over_modelled']):.2f}",
+        ]
+        for row in own
+    ]
+    header = ["images", "plain network", "exits, half of the time", "stages and heads alone", "lost: times that"]
+    return f"{markdown(header, lines)}\n\n{made(own[0])}"
+
+
+def gpu() -> str:
+    """The fit to the GPU's mixes, in words."""
+    measured, costs = gpu_rows(), device_of("h200").costs
+    errors = fit_errors(measured)
+    first = costs.cumulative()[0] / costs.plain
+    return (
+        f"For ResNet-50 on the H200 `a` is {first_share(measured):.3f} and a head takes {head_share(measured):.2%} of"
+        f" the plain network's time; modelled times of {len(errors)} measured runs are off by"
+        f" {np.abs(errors).max():.1%} at most. Hence half of the FLOPs is about {time_of_half():.0%} of the time there,"
+        f" and the first recorded exit alone {first:.0%}: a budget of half of the *time* cannot be met on that device."
+    )
+
+
+def time_of_half() -> float:
+    """The share of the GPU's time that half of the FLOPs takes, an average of three heads asked."""
+    measured = gpu_rows()
+    first = first_share(measured)
+    return first + (1 - first) * 0.5 + 3 * head_share(measured)
+
+
+def capacity() -> str:
+    """Devices, energy and traffic for fleets of every size."""
+    lines = []
+    for images in FLEETS:
+        for kind, title in KINDS.items():
+            device = device_of(kind)
+            for how in ("dense", "stream"):
+                rate = bearable(kind, how)
+                share = 1.0 if how == "dense" else device.costs.budget(BUDGETS[kind]) / device.costs.plain
+                exact, fleet = images / DAY * PEAK / (HEADROOM * rate), devices_for(images, rate)
+                energy = Energy.of(GPU_NETWORK, GPU_SIZE) if kind == "h200" else None
+                power = f"{energy.kilowatt_hours(images, fleet, share):,.1f}" if energy else "–"
+                ingress = images / DAY * PEAK * 3 * PIXELS[kind] ** 2 * 8 / 1e9
+                served = "plain network" if how == "dense" else f"exits, {BUDGETS[kind].replace('%', ' %')} of the time"
+                lines.append(
+                    [
+                        f"{images:,}",
+                        title,
+                        served,
+                        f"{rate:,.0f}",
+                        f"{fleet:,} ({exact:,.2f})",
+                        power,
+                        f"{ingress:,.2f}",
+                    ]
+                )
+    header = ["images a day", "device", "served by", "bears, images a second", "devices (exactly)", "kWh a day"]
+    return f"{markdown([*header, 'pixels in at the peak, Gbit/s'], lines)}\n\n{made(chosen('load')[0])}"
+
+
+def part_table(part: str) -> str:
+    """Every device and way to serve of a part."""
+    own = chosen(part)
+    header = [
+        "device",
+        "served by",
+        "devices",
+        "spent, % of the budget",
+        f"dearest {1000:,} in a row",
+        "ahead, full passes",
+    ]
+    header += ["half within", "99 % within", "refused", "accuracy", "batch", "busy"]
+    header += ["alarm"] if any(row["alarm_images"] for row in own) else []
+    lines = []
+    for row in own:
+        spent = [f"{100 * float(row[name]):.1f}" for name in ("spent_of_budget", "worst_window")]
+        within = [_time(float(row[name])) for name in ("p50_ms", "p99_ms")]
+        shares = [f"{float(row[name]):.1%}" for name in ("refused", "accuracy")]
+        line = [KINDS[row["device"]].split(",")[0], LOOKS[row["serving"]].label, row["devices"], *spent]
+        line += [
+            f"{float(row['ahead']):,.1f}",
+            *within,
+            *shares,
+            f"{float(row['batch']):.0f}",
+            f"{float(row['busy']):.0%}",
+        ]
+        lines.append(line + ([_alarm(row)] if header[-1] == "alarm" else []))
+    ratio = "; ".join(
+        f"{KINDS[kind].split(',')[0]}: {float(first['seconds']):,.0f} s simulated, one image of"
+        f" {1 / float(first['of_the_stream']):,.0f}"
+        for kind in KINDS
+        for first in chosen(part, device=kind, serving="stream")[:1]
+    )
+    return f"{markdown(header, lines)}\n\n{ratio}. {made(own[0])}"
+
+
+def _alarm(row: dict[str, str]) -> str:
+    if not row["alarm_images"]:
+        return "–"
+    return (
+        f"after {int(row['alarm_images']):,} images, {float(row['alarm_seconds']):,.1f} s:"
+        f" {float(row['alarm_dearer']) - 1:.0%} dearer"
+    )
+
+
+def _time(milliseconds: float) -> str:
+    return f"{milliseconds:.0f} ms" if milliseconds < 1000 else f"{milliseconds / 1e3:.1f} s"
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    "inputs": inputs,
+    "model": model,
+    "gpu": gpu,
+    "capacity": capacity,
+    "day": lambda: part_table("day"),
+    "burst": lambda: part_table("burst"),
+    "drift": lambda: part_table("drift"),
+}
+
+
+def page(text: str) -> str:
+    """The page with its tables."""
+    for marker, shown in TABLES.items():
+        start, end = f"<!-- {marker} -->\n", f"\n<!-- end of {marker} -->"
+        before, found, rest = text.partition(start)
+        if not found or end not in rest:
+            raise SystemExit(f"{PAGE.name} has no place {start.strip()} ... {end.strip()}: make one")
+        text = before + start + shown() + end + rest.partition(end)[2]
+    return text
+
+
+if __name__ == "__main__":
+    write_text(PAGE, page(Path(PAGE).read_text()))
