@@ -1,8 +1,8 @@
 """What the site needs beside its pages: formulas as MathML, files of the repository, the commands' help, a last look.
 
-Formulas are turned into MathML when the site is built, which browsers draw by themselves. A page may link to any file of
-the repository: what lies outside of docs/ is put beside the pages. Nothing in the site is fetched from another host, and
-a page that would is an error.
+Formulas are turned into MathML when the site is built, which browsers draw by themselves. A page may link to any file
+of the repository: what lies outside of docs/ is put beside the pages. Nothing in the site is fetched from another host,
+and a page that would is an error.
 """
 
 import io

@@ -63,8 +63,12 @@ class Tab:
 
     def open(self, page: Path) -> None:
         """Go to a file, and wait until it is loaded."""
+        self.go(page.as_uri())
+
+    def go(self, address: str) -> None:
+        """Go to an address, and wait until it is loaded."""
         self._loaded = False
-        self.call("Page.navigate", url=page.as_uri())
+        self.call("Page.navigate", url=address)
         while not self._loaded:
             self._hear()
 

@@ -1,0 +1,133 @@
+"""The documentation is built strictly, holds every public name and command, and asks nothing of other hosts."""
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+import threading
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from types import SimpleNamespace
+
+import chromium
+import pytest
+import yaml
+from mkdocs.exceptions import PluginError
+
+import alight
+from alight import calibrate, evaluation
+from alight.cli.parser import COMMANDS
+
+ROOT = Path(__file__).parent.parent
+VALUES = {"evaluation.ORACLE", "evaluation.SINGLE_EXIT"}  # told in words on the page
+ROOMS = {"calibrate", "evaluation"}  # whose names are there one by one
+
+pytestmark = pytest.mark.site
+
+
+def built(config: Path, target: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--config-file", str(config)]
+    return subprocess.run(
+        [*command, "--site-dir", str(target)],
+        env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},
+        capture_output=True,
+        text=True,
+    )
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory) -> Path:
+    target = tmp_path_factory.mktemp("site")
+    done = built(ROOT / "mkdocs.yml", target)
+    assert done.returncode == 0, done.stderr
+    return target
+
+
+def test_every_public_name_is_in_the_reference(site):
+    anchors = set()
+    for page in (site / "reference").glob("*.html"):
+        anchors |= set(re.findall(r'id="(alight\.[\w.]+)"', page.read_text()))
+    names = [name for name in alight.__all__ if name not in ROOMS]
+    names += [f"calibrate.{name}" for name in calibrate.__all__]
+    names += [f"evaluation.{name}" for name in evaluation.__all__]
+    missing = {name for name in names if not anchors & {f"alight.{name}", f"alight.{name}.{name.split('.')[-1]}"}}
+    assert missing == VALUES
+
+
+def test_every_command_is_in_the_reference(site):
+    page = (site / "reference" / "commands.html").read_text()
+    for name, command in COMMANDS.items():
+        assert f"alight {name}" in page
+        assert command.purpose in page
+
+
+def test_formulas_are_drawn_by_the_browser_alone(site):
+    page = (site / "method.html").read_text()
+    assert page.count("<math") > 50
+    assert "arithmatex" not in page
+
+
+def test_what_pages_link_to_in_the_repository_is_in_the_site(site):
+    assert (site / "results" / "cut_coverage.csv").read_bytes() == (ROOT / "results" / "cut_coverage.csv").read_bytes()
+
+
+def test_styles_fetch_nothing_from_other_hosts(site):
+    for sheet in site.rglob("*.css"):
+        assert not re.search(r"(url\(|@import)\s*[\"']?(https?:)?//", sheet.read_text()), sheet
+
+
+@pytest.mark.skipif(chromium.found() is None, reason="no Chromium: install one, or let CHROMIUM name it")
+def test_a_browser_asks_no_other_host_and_sees_no_error(site, tmp_path):
+    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=str(site)))
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    here = f"http://127.0.0.1:{server.server_port}/"
+    try:
+        with chromium.opened(chromium.found(), tmp_path) as tab:
+            for width in (1440, 375):
+                tab.resize(width)
+                for page in ("index.html", "tutorial/images.html", "method.html", "reference/commands.html"):
+                    tab.go(here + page)
+                    assert tab.ask("document.documentElement.scrollWidth") <= width, page
+        assert not [each for each in tab.requests if not each.startswith((here, "data:"))]
+        assert tab.console == []
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+class Quiet(SimpleHTTPRequestHandler):
+    def log_message(self, *_):
+        pass
+
+
+def test_broken_links_missing_anchors_and_forgotten_pages_are_errors(tmp_path):
+    (tmp_path / "docs").mkdir()
+    for name, text in {"index": "[a](nowhere.md) [b](other.md#nothing)", "other": "# Other", "lost": "# Lost"}.items():
+        (tmp_path / "docs" / f"{name}.md").write_text(text)
+    config = yaml.load((ROOT / "mkdocs.yml").read_text(), yaml.SafeLoader)
+    config |= {
+        "plugins": [],
+        "extra_css": [],
+        "nav": ["index.md", "other.md"],
+        "hooks": [str(ROOT / "docs/hooks/site.py")],
+    }
+    (tmp_path / "mkdocs.yml").write_text(yaml.dump(config))
+    done = built(tmp_path / "mkdocs.yml", tmp_path / "site")
+    assert done.returncode != 0
+    for word in ("nowhere.md", "#nothing", "lost.md"):
+        assert word in done.stderr
+
+
+@pytest.mark.parametrize("tag", ['<script src="https://cdn.example/a.js">', "<img alt='' src=//cdn.example/a.png>"])
+def test_a_page_that_fetches_from_another_host_is_an_error(tag):
+    spec = importlib.util.spec_from_file_location("site_hooks", ROOT / "docs/hooks/site.py")
+    hooks = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(hooks)
+
+    page = SimpleNamespace(file=SimpleNamespace(src_uri="index.md"))
+    with pytest.raises(PluginError, match="another host"):
+        hooks.on_post_page(f"<p>{tag}</p>", page)
+    fine = '<a href="https://keepachangelog.com">a link is followed by choice</a>'
+    assert hooks.on_post_page(fine, page) == fine
