@@ -22,6 +22,16 @@ EXTRAS = {
     "ray": Extra({"ray": "ray", "pyarrow": "pyarrow"}, "many machines: predict and record --engine ray"),
     "figures": Extra({"matplotlib": "matplotlib"}, "figures of the experiments"),
     "learn": Extra({"sklearn": "scikit-learn"}, "learned scores, and the digits that come with it"),
+    "serve": Extra(
+        {
+            "fastapi": "fastapi",
+            "uvicorn": "uvicorn",
+            "prometheus_client": "prometheus-client",
+            "multipart": "python-multipart",
+            "PIL": "pillow",
+        },
+        "the HTTP service",
+    ),
 }
 BESIDE = {
     "pyarrow": "answers as Parquet",

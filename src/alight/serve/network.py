@@ -1,0 +1,200 @@
+"""What is served: a network of a folder, and a runner for every policy that may be in force."""
+
+import importlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol, Self
+
+import numpy as np
+
+from alight.errors import BadInput, Mismatch
+from alight.outputs import Decisions
+from alight.policies.policy import Memory, Policy
+
+MANIFEST = "manifest.json"  # in a folder that was exported, and in no other
+TOKENIZER = "tokenizer"  # the folder beside a network that reads text
+
+Sample = tuple[np.ndarray, ...]  # one sample as the network takes it: an array for each of its inputs
+
+
+class Runner(Protocol):
+    """Something that decides under a policy: a `Predictor`, or a `Deployed`."""
+
+    memory: Memory
+
+    @property
+    def policy(self) -> Policy:
+        """The policy that decides."""
+
+    def __call__(self, inputs: Any, samples: Any = None) -> Decisions:
+        """What is decided about a batch."""
+
+    def with_policy(self, policy: Policy) -> Self:
+        """The same network under another policy."""
+
+
+@dataclass(frozen=True)
+class Network:
+    """A network ready to answer, and what it takes."""
+
+    runners: Mapping[str, Runner]  # by the name of the policy
+    exits: tuple[str, ...]
+    classes: tuple[str, ...]  # their names, where known
+    shape: tuple[int | None, ...]  # of one array that it takes, where it takes one
+    dtype: str
+    image_shape: tuple[int, int, int] | None  # channels, height, width
+    picture: Callable[[Any], np.ndarray]  # a picture as the network takes it, as a batch of one
+    texts: "Texts | None"
+    engine: str  # what runs it
+
+    @property
+    def kind(self) -> str:
+        """What it is asked about: "images", "texts" or "arrays"."""
+        return "texts" if self.texts else "images" if self.image_shape else "arrays"
+
+    def joined(self, samples: Sequence[Sample]) -> Any:
+        """Samples as one batch."""
+        if self.texts:
+            return self.texts.joined(samples)
+        return np.concatenate([sample[0] for sample in samples])
+
+
+class Texts:
+    """Texts to tokens, and tokens to batches as long as the longest."""
+
+    def __init__(self, tokenizer: Any, names: Sequence[str], most: int) -> None:
+        self.tokenizer, self.names = tokenizer, tuple(names)
+        self.most = min(most, tokenizer.model_max_length)
+        self._fill = dict.fromkeys(self.names, 0) | {"input_ids": int(tokenizer.pad_token_id or 0)}
+
+    def __call__(self, text: str) -> Sample:
+        """One text, in numbers."""
+        made = self.tokenizer(text, truncation=True, max_length=self.most)
+        return tuple(np.array(made[name], dtype=np.int64) for name in self.names)
+
+    def joined(self, samples: Sequence[Sample]) -> dict[str, np.ndarray]:
+        """Texts as arrays by name, the shorter ones filled up."""
+        longest = max(len(sample[0]) for sample in samples)
+        batch = {name: np.full((len(samples), longest), self._fill[name], dtype=np.int64) for name in self.names}
+        for row, sample in enumerate(samples):
+            for name, numbers in zip(self.names, sample, strict=True):
+                batch[name][row, : len(numbers)] = numbers
+        return batch
+
+
+def load_network(
+    folder: Path,
+    policies: Mapping[str, Policy],
+    *,
+    tokenizer: Path | None = None,
+    tokens: int = 128,
+    threads: int | None = None,
+    allow_mismatch: bool = False,
+    **switches: Any,
+) -> Network:
+    """The network of a folder under each of these policies: one that was exported without torch, others with it."""
+    check_policies(policies)
+    load = _exported if (folder / MANIFEST).is_file() else _saved
+    words = tokenizer or folder / TOKENIZER
+    return load(folder, policies, words, tokens, num_threads=threads, allow_mismatch=allow_mismatch, **switches)
+
+
+def check_policies(policies: Mapping[str, Policy]) -> None:
+    """That there are some, of one unit, and that budgets tell them apart."""
+    if not policies:
+        raise BadInput("there is no policy to serve under: give at least one")
+    units = sorted({policy.unit for policy in policies.values()})
+    if len(units) > 1:
+        raise BadInput(f"policies with costs in {' and '.join(map(repr, units))}: give those of one unit")
+    budgets = [policy.budget for policy in policies.values()]
+    if len(policies) > 1 and (None in budgets or len(set(budgets)) < len(budgets)):
+        raise BadInput(f"policies with budgets {budgets}: each of several needs a budget of its own")
+
+
+def _saved(folder: Path, policies: Mapping[str, Policy], words: Path, tokens: int, **switches: Any) -> Network:
+    from alight.models.folder import load_model
+    from alight.models.images import Images, image_shape
+    from alight.runtime.predictor import Predictor
+
+    model = load_model(folder)
+    shape = image_shape(model)
+    images = Images(model, False, "the request") if shape else None
+
+    def made(policy: Policy) -> Any:
+        return Predictor(model, policy, probabilities=policy.lens is None, **switches)
+
+    described = model.recipe.get("example", {})
+    whole = described.get("shape") if isinstance(described.get("shape"), list) else []
+    return Network(
+        _runners(policies, made),
+        model.exits,
+        model.classes,
+        tuple(whole[1:]),
+        "float32",
+        shape,
+        (lambda picture: images.stacked([picture]).numpy()) if images else _no_picture,
+        _texts(model.input_names, words, tokens),
+        "PyTorch",
+    )
+
+
+def _exported(
+    folder: Path, policies: Mapping[str, Policy], words: Path, tokens: int, num_threads: int | None, **others: Any
+) -> Network:
+    from alight.deploy.folder import load
+    from alight.deploy.inputs import admit
+    from alight.deploy.manifest import Manifest
+
+    odd = [name for name, value in others.items() if value and name not in ("allow_mismatch", "device")]
+    if odd:
+        raise BadInput(f"{folder} was exported and takes no {odd[0]}: that is for networks that PyTorch runs")
+    manifest = Manifest.load(folder)
+    allow_mismatch = bool(others.get("allow_mismatch"))
+
+    def made(policy: Policy) -> Any:
+        chances = policy.lens is None
+        return load(folder, policy, probabilities=chances, num_threads=num_threads, allow_mismatch=allow_mismatch)
+
+    first = manifest.inputs[0]
+    return Network(
+        _runners(policies, made),
+        manifest.exits,
+        manifest.classes,
+        () if manifest.input_names else first.shape[1:],
+        first.dtype,
+        manifest.image_shape,
+        lambda picture: admit([picture], manifest)[0],
+        _texts(manifest.input_names, words, tokens),
+        "onnxruntime",
+    )
+
+
+def _runners(policies: Mapping[str, Policy], made: Callable[[Policy], Any]) -> dict[str, Runner]:
+    """One runner for each policy; those that open the same exits share all but the policy."""
+    runners: dict[str, Runner] = {}
+    for name, policy in policies.items():
+        for other in runners.values():
+            same = (other.policy.open_exits, other.policy.inputs) == (policy.open_exits, policy.inputs)
+            if same and other.policy.fingerprint == policy.fingerprint:
+                runners[name] = other.with_policy(policy)
+                break
+        else:
+            runners[name] = made(policy)
+    return runners
+
+
+def _texts(names: Sequence[str], folder: Path, tokens: int) -> Texts | None:
+    if not names:
+        return None
+    if not folder.is_dir():
+        raise BadInput(f"the network reads text, and there is no tokenizer in {folder}: name one (--tokenizer FOLDER)")
+    try:
+        auto = importlib.import_module("transformers").AutoTokenizer
+    except ImportError as error:
+        raise BadInput('texts need transformers to be read: pip install "alight[text]"') from error
+    return Texts(auto.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False), names, tokens)
+
+
+def _no_picture(picture: Any) -> np.ndarray:
+    raise Mismatch("the network does not take images")
