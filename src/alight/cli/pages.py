@@ -61,7 +61,11 @@ def write_plan(made: "Plan", labelled: HeadOutputs, path: str, title: str) -> Pa
     fitted, judged = labelled.split(0.5, np.random.default_rng(0))
     methods = {name: calibrate.METHODS[name] for name in BESIDE_A_PLAN}
     points = sweep(methods, made.costs, even_budgets(made.costs), labelled=fitted, test=judged)
-    where = provenance("torch")
-    told = f"measured on {where['hardware']}, {where['versions']}, {where['date']}"
-    network = Network(points, exits=tuple(made.model.exits), plan=made, note=told)
+    network = Network(points, exits=tuple(made.model.exits), plan=made, note=measured_on("torch"))
     return write_report(network, path, title=title)
+
+
+def measured_on(*packages: str) -> str:
+    """Where, with which versions of these packages and when something was measured, for a page's note."""
+    where = provenance(*packages)
+    return f"measured on {where['hardware']}, {where['versions']}, {where['date']}"
