@@ -1,5 +1,5 @@
 # Works on a fresh clone with nothing but Python (>= 3.11) and make.
-#   make demo   the main job on recorded outputs of a real network, and a report to look at
+#   make demo   the main job, live: a network with exits learns digits and runs on half of its compute; a report to look at
 #   make test   lint, types and all tests
 #   make lint   lint and types alone       make format   put the code in shape
 #   make bench  speed, as ratios in one run
@@ -53,7 +53,8 @@ clean:
 torch := $(if $(TORCH_INDEX),$(VENV)/.torch,$(VENV)/.python)
 
 $(VENV)/.installed: pyproject.toml | $(torch)
-	$(pip) --editable .
+	@echo "installing what the demo needs (PyTorch included: minutes, once)"
+	$(pip) --editable ".[torch,learn]"
 	@touch $@
 
 $(VENV)/.installed-figures: pyproject.toml | $(torch)

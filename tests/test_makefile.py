@@ -34,6 +34,11 @@ def test_a_fresh_clone_makes_an_environment_and_installs_once(target, tmp_path):
     assert not [command for command in again if "install" in command or "-m venv" in command]
 
 
+def test_the_demo_gets_what_it_trains_with(tmp_path):
+    commands = planned("demo", f"VENV={tmp_path}/venv")
+    assert position(commands, "--editable", "[torch,learn]") < position(commands, "alight demo")
+
+
 @pytest.mark.parametrize("target", ["demo", "test"])
 def test_torch_may_come_from_another_index(target, tmp_path):
     commands = planned(target, f"VENV={tmp_path}/venv", f"TORCH_INDEX={INDEX}")

@@ -21,7 +21,7 @@ TITLE = "Early exit: digits on this machine, CIFAR-100 as recorded"
 
 
 def run_demo(options: argparse.Namespace) -> Found:
-    """Train a network with exits, run it on half of its compute, compare all methods, and write a report."""
+    """Train a network with exits on digits, run it on half of its compute, and write a report."""
     say, missing = _teller(options.quiet), missing_for("torch", "learn")
     with new_folder(Path(options.output)) as folder:
         chapters = [*_live(say, missing, not options.quiet), run_recorded(say, METHODS, BUDGETS, not options.quiet)]
