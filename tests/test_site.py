@@ -51,7 +51,7 @@ def test_every_public_name_is_in_the_reference(site):
         anchors |= set(re.findall(r'id="(alight\.[\w.]+)"', page.read_text()))
     names = [name for name in alight.__all__ if name not in ROOMS]
     names += [f"calibrate.{name}" for name in calibrate.__all__]
-    names += [f"evaluation.{name}" for name in evaluation.__all__]
+    names += [f"evaluation.{name}" for name in evaluation.__all__ if name not in alight.__all__]
     missing = {name for name in names if not anchors & {f"alight.{name}", f"alight.{name}.{name.split('.')[-1]}"}}
     assert missing == VALUES
 

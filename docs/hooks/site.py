@@ -51,7 +51,7 @@ def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
 
 def on_page_content(html: str, **_: Any) -> str:
     """The page with its formulas as MathML."""
-    return FORMULA.sub(lambda found: convert(unescape(found[3]), "inline" if found[2] == "(" else "block"), html)
+    return FORMULA.sub(lambda found: formula(unescape(found[3]), inline=found[2] == "("), html)
 
 
 def on_post_page(output: str, page: Page, **_: Any) -> str:
@@ -59,6 +59,12 @@ def on_post_page(output: str, page: Page, **_: Any) -> str:
     if found := FETCHED.search(output):
         raise PluginError(f"{page.file.src_uri} fetches from another host: {found[0]}; put the file into docs/")
     return output
+
+
+def formula(latex: str, *, inline: bool) -> str:
+    """A formula as MathML; one that stands alone in a box that can be scrolled."""
+    made: str = convert(latex, "inline" if inline else "block")
+    return made if inline else f'<div class="formula">{made}</div>'
 
 
 def outside(page: str, target: str) -> str | None:
