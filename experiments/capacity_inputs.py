@@ -1,6 +1,6 @@
 """How long a machine takes for a batch, by its size and by where its images leave: what the capacity model is fed with.
 
-    python experiments/capacity_inputs.py STATE DATA --threads 2         # three minutes on two cores
+    python experiments/capacity_inputs.py STATE DATA --threads 2         # two minutes on two cores
 
 STATE holds results of cifar100_train.py, DATA is CIFAR-100 (see cifar100_data.py). Writes
 
@@ -36,8 +36,8 @@ NETWORK = "resnet18_mixed_distilled"
 BUDGET = "50%"
 SIZES = (1, 2, 4, 8, 16, 32, 64)
 REPEATS = {1: 60, 2: 60, 4: 40, 8: 30, 16: 20, 32: 15, 64: 15}  # passes timed, by the batch's size
-ROUNDS = 5
-IMAGES = 256  # of a round
+ROUNDS = 7
+IMAGES, BATCHES = 128, 16  # of a round and size, at most
 Row = dict[str, str | float | int]
 
 
@@ -54,38 +54,34 @@ def stage_rows(timings: Sequence[Timings]) -> Iterator[Row]:
 
 
 def batch_rows(model: MultiExitModel, images: Tensor, lines: Lines, predictor: Predictor) -> Iterator[Row]:
-    """The plain network and the predictor by turns, at every size."""
-    for size in SIZES:
-        parts = torch.split(images, size)[: max(1, IMAGES // size)]
-        dense, exits, modelled = [], [], []
-        plain(model, parts[0]), predictor(parts[0])
-        for _ in range(ROUNDS):
-            seconds = np.zeros(2)
-            told = 0.0
-            for part in parts:
-                start = time.perf_counter()
-                plain(model, part)
-                middle = time.perf_counter()
-                decisions = predictor(part)
-                seconds += middle - start, time.perf_counter() - middle
-                reached = (decisions.exits[:, None] >= np.arange(model.num_exits)).sum(axis=0)
-                told += batch_seconds(reached, lines)
-            dense.append(1e3 * seconds[0] / len(parts))
-            exits.append(1e3 * seconds[1] / len(parts))
-            modelled.append(1e3 * told / len(parts))
-        yield {
-            "network": NETWORK,
-            "batch_size": size,
-            "batches": len(parts) * ROUNDS,
-            "dense_ms": float(np.median(dense)),
-            "dense_ms_low": min(dense),
-            "dense_ms_high": max(dense),
-            "exits_ms": float(np.median(exits)),
-            "exits_ms_low": min(exits),
-            "exits_ms_high": max(exits),
-            "modelled_ms": float(np.mean(modelled)),
-            "over_modelled": float(np.median(np.array(exits) / np.array(modelled))),
-        }
+    """The plain network and the predictor by turns, every size in every round."""
+    parts = {size: torch.split(images, size)[: max(2, min(BATCHES, IMAGES // size))] for size in SIZES}
+    rounds = [[_round(model, parts[size], lines, predictor) for size in SIZES] for _ in range(ROUNDS + 1)]
+    milliseconds = np.array(rounds[1:])  # (rounds, sizes, 3), the first has warmed up
+    for index, size in enumerate(SIZES):
+        dense, exits, modelled = milliseconds[:, index].T
+        told: Row = {"network": NETWORK, "batch_size": size, "batches": len(parts[size]) * ROUNDS}
+        for name, values in (("dense", dense), ("exits", exits)):
+            low, middle, high = np.quantile(values, [0.25, 0.5, 0.75]).tolist()
+            told |= {f"{name}_ms": middle, f"{name}_ms_low": low, f"{name}_ms_high": high}
+        yield told | {"modelled_ms": float(modelled.mean()), "over_modelled": float(np.median(exits / modelled))}
+
+
+def _round(
+    model: MultiExitModel, parts: Sequence[Tensor], lines: Lines, predictor: Predictor
+) -> tuple[float, float, float]:
+    """Milliseconds of a batch by the plain network, by the predictor, and by the lines for the exits it took."""
+    seconds = np.zeros(3)
+    for part in parts:
+        start = time.perf_counter()
+        plain(model, part)
+        middle = time.perf_counter()
+        decisions = predictor(part)
+        end = time.perf_counter()
+        reached = (decisions.exits[:, None] >= np.arange(model.num_exits)).sum(axis=0)
+        seconds += middle - start, end - middle, batch_seconds(reached, lines)
+    dense, exits, modelled = (1e3 * seconds / len(parts)).tolist()
+    return dense, exits, modelled
 
 
 @torch.inference_mode()
@@ -106,7 +102,7 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     model = load_result(Job(NETWORK), options.state)
-    images = torch.cat([part for part, _ in Batches(read(options.data, 0, 1000).test, CIFAR, 1000)])[: 8 * IMAGES]
+    images = torch.cat([part for part, _ in Batches(read(options.data, 0, 1000).test, CIFAR, 1000)])[:1000]
     made = {"device": "cpu", **provenance("numpy", "torch", folder=ROOT), "threads": str(options.threads)}
     timings = [time_stages(model, images[:size], repeats=REPEATS[size]) for size in SIZES]
     rows = [{**row, **made} for row in stage_rows(timings)]
@@ -116,15 +112,13 @@ def main() -> None:
     policy = calibrate.certify(calibrate.eero, costs, BUDGET, given, contract="stream", spend_all=True)
     lines = Lines.of_rows(rows)
     predictor = Predictor(model, policy, batch_size=max(SIZES))
-    found: list[Row] = []
-    for row in batch_rows(model, images, lines, predictor):
-        found.append({**row, **made})
+    found = [{**row, **made} for row in batch_rows(model, images, lines, predictor)]
+    write_rows(options.output / "capacity_batches.csv", found)
+    for row in found:
         print(
             f"{row['batch_size']:3} images: {row['dense_ms']:.1f} ms plain, {row['exits_ms']:.1f} ms with exits,"
-            f" {row['modelled_ms']:.1f} ms modelled",
-            flush=True,
+            f" {row['modelled_ms']:.1f} ms modelled"
         )
-        write_rows(options.output / "capacity_batches.csv", found)
 
 
 if __name__ == "__main__":
