@@ -138,7 +138,7 @@ def _operations(app: FastAPI, service: Service) -> None:
     @app.get("/readyz", responses={503: {"model": State}})
     async def readyz() -> Response:
         """Whether requests should be sent here."""
-        ready = worker.accepting
+        ready = worker.alive and worker.accepting
         return JSONResponse({"state": "ready" if ready else "starting or stopping"}, 200 if ready else 503)
 
     @app.get("/metrics", responses=WRONG, response_class=PlainTextResponse)

@@ -2,6 +2,7 @@
 
 import logging
 import os
+import signal
 import socket
 import warnings
 from collections.abc import Mapping
@@ -119,4 +120,9 @@ def serve(
         )
         host, port = listening.getsockname()[:2]
         event("serving", url=f"http://{host}:{port}", policies=[*policies], engine=network.engine, pid=os.getpid())
+        signal.signal(signal.SIGTERM, _stopped)  # uvicorn raises it again once it has drained, which is no failure
         uvicorn.Server(config).run(sockets=[listening])
+
+
+def _stopped(*_: object) -> None:
+    event("stopped")

@@ -95,8 +95,8 @@ class Worker:
 
     @property
     def accepting(self) -> bool:
-        """Whether requests are taken."""
-        return self.alive and not self._closing
+        """Whether requests are taken: also before the thread is at work, as far as the queue holds."""
+        return not self._closing and (self.alive or not self.started)
 
     @property
     def timing(self) -> Timing:

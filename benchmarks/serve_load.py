@@ -1,0 +1,219 @@
+"""A dense service and one with early exits under the same open-loop load, on this machine.
+
+    python benchmarks/serve_load.py STATE DATA       # 6 minutes on two idle cores
+
+STATE holds results of experiments/cifar100_train.py, DATA is CIFAR-100 (see experiments/cifar100_data.py). Both
+services run the same ResNet-18 (mixed, distilled), one to its last exit, the other under the cheapest policy of a
+stream that loses no more than a point of accuracy on 1,000 calibration images. The servers share one core with one
+thread each, and one works at a time; the client has the other core. What the dense service answers when it always has
+work is its capacity; both are then sent 50, 80, 100 and 120 % of it, by turns, the same test images at the same random
+moments. Latency counts from the moment a request was due. Writes results/serve_load.csv.
+
+With --folder, network and policies are kept there and used again, so that nothing but the load has to be run alone.
+"""
+
+import argparse
+import asyncio
+import base64
+import io
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+from open_loop import Client, Reply, closed_loop, open_loop
+from PIL import Image
+
+from alight import Costs, HeadOutputs, calibrate, load_policy, replay
+from alight.files import write_rows
+from alight.policies.policy import ExitAt
+from alight.provenance import provenance
+
+ROOT = Path(__file__).parent.parent
+LOADS = (0.5, 0.8, 1.0, 1.2)  # of the dense service's capacity
+BATCH = 16
+QUEUE = 2048  # samples: all that may wait, so that latencies are seen and nothing is refused
+SERVER_CORE, CLIENT_CORE = 0, 1
+LOSS = 0.01  # of accuracy, at most
+BUDGETS = range(18, 62, 2)  # in percent of the plain network
+Row = dict[str, str | float | int]
+
+
+def prepare(state: Path, data: Path, folder: Path) -> None:
+    """Put the network and both policies into the folder."""
+    import torch
+
+    sys.path.insert(0, str(ROOT / "experiments"))
+    from cifar100_data import Batches, read
+    from cifar100_train import Job, load_result
+
+    from alight import measure_costs, record
+    from alight.models.zoo import CIFAR
+
+    torch.set_num_threads(2)
+    model = load_result(Job("resnet18_mixed_distilled"), state).eval()
+    model.save(folder / "model")
+    loader = [*Batches(read(data, 0, 1000).calibration, CIFAR, 250)]
+    labelled, costs = record(model, loader, progress=False), measure_costs(model, loader[0][0][:1])
+    write_policies(labelled, costs, folder)
+
+
+def write_policies(labelled: HeadOutputs, costs: Costs, folder: Path) -> None:
+    """The dense policy, and the cheapest of a stream that loses little on the labelled table."""
+    last = labelled.num_exits - 1
+    ExitAt(
+        costs=(costs.plain,),
+        open_exits=(last,),
+        num_exits=last + 1,
+        budget=costs.plain,
+        unit=costs.unit,
+        method="dense",
+        fingerprint=labelled.fingerprint,
+    ).save(folder / "dense.json")
+    dense = 1 - float(labelled.risks()[-1])
+    for percent in BUDGETS:
+        policy = calibrate.certify(calibrate.eero, costs, f"{percent}%", labelled, contract="stream")
+        if replay(policy, labelled, batch_size=BATCH).accuracy(labelled.labels) >= dense - LOSS:
+            policy.save(folder / "early.json")
+            print(f"a budget of {percent}% of the plain network", flush=True)
+            return
+    raise SystemExit(f"no budget up to {BUDGETS[-1]}% keeps within {LOSS:g} of {dense:.3f}")
+
+
+@contextmanager
+def served(folder: Path, policy: str, core: int | None = SERVER_CORE) -> Iterator[int]:
+    """The port of a service of the folder under a policy, on one core."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = int(free.getsockname()[1])
+    line = [sys.executable, "-m", "alight.cli", "serve", "model", policy, "--port", str(port), "--threads", "1"]
+    line += [
+        "--batch-size",
+        str(BATCH),
+        "--queue",
+        str(QUEUE),
+        "--log-level",
+        "warning",
+        "--timeout",
+        "120",
+        "--no-state",
+    ]
+    pin = ["taskset", "-c", str(core)] if core is not None else []
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen([*pin, *line], cwd=folder, env=environment)
+    try:
+        wait(port, process)
+        yield port
+    finally:
+        process.terminate()
+        process.wait()
+
+
+def wait(port: int, process: "subprocess.Popen[bytes]") -> None:
+    """Until the service is ready."""
+    for _ in range(600):
+        if process.poll() is not None:
+            raise SystemExit(f"the service has ended with {process.returncode}")
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{port}/readyz"):
+                return
+        except OSError:
+            time.sleep(0.1)
+    raise SystemExit("the service is not ready after a minute")
+
+
+def bodies(images: np.ndarray) -> list[bytes]:
+    """One request for each image, as JSON with a PNG in base64."""
+    made = []
+    for image in images:
+        file = io.BytesIO()
+        Image.fromarray(image).save(file, "PNG")
+        made.append(b'{"images":["' + base64.b64encode(file.getvalue()) + b'"]}')
+    return made
+
+
+def row(name: str, load: float, rate: float, replies: Sequence[Reply], labels: np.ndarray, plain: float) -> Row:
+    """What came of one load."""
+    fine = [(reply, label) for reply, label in zip(replies, labels.tolist(), strict=True) if reply.status == 200]
+    seconds = np.array([reply.seconds for reply, _ in fine])
+    answers = [reply.content["answers"][0] for reply, _ in fine]
+    right = [answer["index"] == label for answer, (_, label) in zip(answers, fine, strict=True)]
+    return {
+        "service": name,
+        "load": load,
+        "rate": rate,
+        "requests": len(replies),
+        "answered": len(fine),
+        "p50_ms": float(1e3 * np.median(seconds)),
+        "p99_ms": float(1e3 * np.quantile(seconds, 0.99)),
+        "max_ms": float(1e3 * seconds.max()),
+        "accuracy": float(np.mean(right)),
+        "spend": float(np.mean([answer["cost"] for answer in answers]) / plain),
+    }
+
+
+async def run(
+    ports: dict[str, int], images: np.ndarray, labels: np.ndarray, plain: float, options: argparse.Namespace
+) -> list[Row]:
+    clients = {name: Client("127.0.0.1", port) for name, port in ports.items()}
+    asked = bodies(images)
+    for client in clients.values():
+        await closed_loop(client, "/predict", asked, 4, 1.0)  # warm
+    capacities = {
+        name: await closed_loop(client, "/predict", asked, 4 * BATCH, options.seconds / 2)
+        for name, client in clients.items()
+    }
+    told = ", ".join(f"{name} {capacity:.1f}/s" for name, capacity in capacities.items())
+    print(f"capacity: {told}", flush=True)
+    rows = []
+    for place, load in enumerate(LOADS):
+        rate = load * capacities["dense"]
+        count = int(rate * options.seconds)
+        chosen = np.arange(count) % len(asked)
+        for name, client in clients.items():
+            replies = await open_loop(
+                client, "/predict", [asked[index] for index in chosen], rate, options.seed + place
+            )
+            made = row(name, load, rate, replies, labels[chosen], plain)
+            rows.append(made | {"capacity": capacities[name]})
+            told = f"p50 {made['p50_ms']:.0f} ms, p99 {made['p99_ms']:.0f} ms, accuracy {made['accuracy']:.3f}"
+            print(f"{name} at {load:.0%}: {told}, spend {made['spend']:.3f}, {made['answered']}/{count}", flush=True)
+    for client in clients.values():
+        client.close()
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("state", type=Path)
+    parser.add_argument("data", type=Path)
+    parser.add_argument("--seconds", type=float, default=25.0, help="of each load")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--folder", type=Path, help="where network and policies are kept, to be used again")
+    parser.add_argument("--output", type=Path, default=ROOT / "results/serve_load.csv")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = options.folder or Path(temporary)
+        folder.mkdir(exist_ok=True)
+        if not (folder / "early.json").exists():
+            prepare(options.state, options.data, folder)
+        plain = load_policy(folder / "dense.json").costs[0]
+        with np.load(options.data / "test.npz") as file:
+            order = np.random.default_rng(options.seed).permutation(len(file["labels"]))[:4000]
+            images, labels = file["images"][order], file["labels"][order]
+        os.sched_setaffinity(0, {CLIENT_CORE})
+        with served(folder, "dense.json") as dense, served(folder, "early.json") as early:
+            rows = asyncio.run(run({"dense": dense, "early": early}, images, labels, plain, options))
+    made = provenance("numpy", "torch", "fastapi", "uvicorn", folder=ROOT)
+    fixed = {"batch_size": BATCH, "max_wait_ms": 2, "seconds": options.seconds, "seed": options.seed}
+    write_rows(options.output, [each | fixed | made for each in rows])
+
+
+if __name__ == "__main__":
+    main()

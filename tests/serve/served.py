@@ -1,0 +1,68 @@
+"""A small network that has learned digits, policies for it, and pictures to ask about."""
+
+import base64
+import io
+from functools import cache
+from pathlib import Path
+from tempfile import mkdtemp
+
+import numpy as np
+import torch
+from digits import digits, loader
+from PIL import Image
+
+from alight import calibrate, measure_costs, record, train_heads, zoo
+from alight.models.folder import load_model
+from alight.serve.limits import Limits
+from alight.serve.network import load_network
+from alight.serve.run import assembled, load_policies
+
+BUDGETS = {"cheap": "30%", "dear": "60%"}
+
+
+@cache
+def folder() -> Path:
+    """A folder with the network, model, and its policies: cheap.json and dear.json of a stream, and plain.json."""
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    made = Path(mkdtemp())
+    model = zoo.resnet_digits()
+    train_heads(model, loader(800), mode="joint", epochs=2, learning_rate=1e-2, progress=False)
+    model.save(made / "model")
+    images, labels = digits()[1].tensors
+    pictures = (255 * images[:200]).to(torch.uint8)
+    labelled = record(model, (pictures, labels[:200]), progress=False)
+    costs = measure_costs(model, images[:1])
+    for name, budget in BUDGETS.items():
+        policy = calibrate.certify(calibrate.eero, costs, budget, labelled, contract="stream", spend_all=True)
+        policy.save(made / f"{name}.json")
+    calibrate.eero(costs, "50%", labelled).save(made / "plain.json")
+    return made
+
+
+def model():
+    """The network."""
+    return load_model(folder() / "model")
+
+
+def pixels(count: int, start: int = 200) -> np.ndarray:
+    """Digits that nothing was calibrated on, as bytes (count, 8, 8)."""
+    images = digits()[1].tensors[0][start : start + count, 0]
+    return (255 * images).to(torch.uint8).numpy()
+
+
+def png(picture: np.ndarray) -> bytes:
+    file = io.BytesIO()
+    Image.fromarray(picture).save(file, "PNG")
+    return file.getvalue()
+
+
+def in_base64(picture: np.ndarray) -> str:
+    return base64.b64encode(png(picture)).decode()
+
+
+def application(*names: str, state: Path | None = None, token: str | None = None, **limits):
+    """The service of the network under these policies."""
+    policies = load_policies([folder() / f"{name}.json" for name in names or ("plain",)])
+    network = load_network(folder() / "model", policies, threads=1)
+    return assembled(network, policies, state, Limits(**limits), token)
