@@ -5,9 +5,10 @@ import subprocess
 
 import pytest
 from commands import run
+from shells import offered
 
 from alight import calibrate
-from alight.cli.completion import SHELLS
+from alight.cli.completion import OVERVIEW, SHELLS
 from alight.cli.parser import COMMANDS
 
 
@@ -17,26 +18,31 @@ def script(shell, capsys):
     return out
 
 
-def offered(words, capsys, folder):
-    """What bash offers for the last word, asked as its own Tab asks."""
-    code = f"""{script("bash", capsys)}
-COMP_WORDS=({" ".join(f"'{word}'" for word in words)}); COMP_CWORD={len(words) - 1}
-_alight
-printf '%s\\n' "${{COMPREPLY[@]}}"
-"""
-    done = subprocess.run(["bash", "-c", code], capture_output=True, text=True, cwd=folder, check=True)
-    assert done.stderr == ""
-    return done.stdout.split()
+CASES = {
+    "a command": ("alight cal", {"calibrate"}),
+    "any command": ("alight ", set(COMMANDS)),
+    "what stands without a command": ("alight --v", {"--version"}),
+    "an option": ("alight sweep --me", {"--methods"}),
+    "a value": ("alight costs --unit m", {"ms"}),
+    "any value": ("alight calibrate --method ", set(calibrate.METHODS)),
+    "a word of a few": ("alight completion ", set(SHELLS)),
+    "a file": ("alight report poi", {"points.csv"}),
+}
 
 
-def test_bash_completes_commands_options_and_their_values(capsys, tmp_path):
-    assert set(offered(["alight", ""], capsys, tmp_path)) == {*COMMANDS, "--help", "--version"}
-    assert offered(["alight", "cal"], capsys, tmp_path) == ["calibrate"]
-    assert offered(["alight", "sweep", "--me"], capsys, tmp_path) == ["--methods"]
-    assert set(offered(["alight", "calibrate", "--method", ""], capsys, tmp_path)) == set(calibrate.METHODS)
-    assert offered(["alight", "costs", "--unit", "m"], capsys, tmp_path) == ["ms"]
-    assert offered(["alight", "completion", ""], capsys, tmp_path) == list(SHELLS)
-    assert offered(["alight", "report", "poi"], capsys, tmp_path) == []  # so that bash offers files
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("shell", SHELLS)
+def test_a_tab_completes(shell, case, capsys, tmp_path):
+    written = tmp_path / f"alight.{shell}"
+    written.write_text(script(shell, capsys))
+    (tmp_path / "points.csv").touch()
+    line, expected = CASES[case]
+    found = set(offered(shell, written, line.split(" ")))
+    if shell == "bash":
+        expected = {"any command": expected | {*OVERVIEW}, "a file": set()}.get(case, expected)  # it adds files itself
+    if shell == "fish" and case == "a value":
+        expected = expected | {"MACs"}  # whatever the case of letters
+    assert found == expected
 
 
 def test_every_option_is_in_every_script(capsys):

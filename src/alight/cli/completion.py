@@ -13,6 +13,9 @@ SETUP = {
 }
 
 
+OVERVIEW = {"--help": "show all commands", "--version": "show the version"}  # what stands without a command
+
+
 @dataclass(frozen=True)
 class Option:
     """An option of a command, or what stands without one."""
@@ -80,7 +83,7 @@ def bash(words: list[Word]) -> str:
             "    COMPREPLY=()",
             '    local word="${COMP_WORDS[COMP_CWORD]}" command="${COMP_WORDS[1]}"',
             '    if [ "$COMP_CWORD" -eq 1 ]; then',
-            f'        _alight_words "{names} --help --version"; return',
+            f'        _alight_words "{names} {" ".join(OVERVIEW)}"; return',
             "    fi",
             '    case "$command ${COMP_WORDS[COMP_CWORD-1]}" in',
             *values,
@@ -105,10 +108,12 @@ def zsh(words: list[Word]) -> str:
     """The script for zsh."""
     lines = ["#compdef alight", f"# {SETUP['zsh']}", "_alight() {", "    local -a commands=("]
     lines += [f"        '{_escaped(word.name, ':')}:{_escaped(word.purpose, '')}'" for word in words]
+    lines += ["    )", "    local -a options=(", *(f"        '{name}:{told}'" for name, told in OVERVIEW.items())]
     lines += [
         "    )",
         "    if (( CURRENT == 2 )); then",
         "        _describe 'command' commands",
+        "        _describe -o 'option' options",
         "        return",
         "    fi",
     ]
@@ -132,7 +137,8 @@ def _zsh_option(name: str, option: Option) -> str:
 
 def fish(words: list[Word]) -> str:
     """The script for fish."""
-    lines = [f"# {SETUP['fish']}", "complete -c alight -n __fish_use_subcommand -l version -d 'show the version'"]
+    lines = [f"# {SETUP['fish']}"]
+    lines += [f"complete -c alight -n __fish_use_subcommand -l {n[2:]} -d '{told}'" for n, told in OVERVIEW.items()]
     for word in words:
         told = f"-d '{_fish_text(word.purpose)}'"
         lines.append(f"complete -c alight -n __fish_use_subcommand -f -a {word.name} {told}")
