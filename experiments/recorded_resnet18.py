@@ -4,7 +4,7 @@
     python experiments/recorded_resnet18.py --draw      # draws from results/ alone: seconds
 
 Writes results/recorded_resnet18_{frozen,joint}.csv, results/recorded_resnet18.json (how they were made) and
-docs/figures/recorded_resnet18.svg, and prints the tables of the README and of docs/comparison.md.
+docs/figures/recorded_resnet18.svg, and prints the tables of docs/comparison.md.
 
 Measured (see the JSON for hardware, versions, date and commit): with frozen heads, at half of the FLOPs, EERO with
 survivor thresholds reaches 43.1 %, the paper's rule 29.2 % because it spends only 35.5 %, the best single exit 24.3 %;
@@ -28,8 +28,7 @@ RESULTS = {
 }
 FIGURE = ROOT / "docs/figures/recorded_resnet18.svg"
 BUDGETS = [f"{percent}%" for percent in range(15, 101, 5)]
-SHORT = [0.3, 0.5, 0.7, 0.9]  # spent, of the plain network: the README's columns
-LONG = [0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9]
+SPENT = [0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9]  # of the plain network: the columns of the tables
 SEED = 0  # of the bootstrap
 DRAWN = {  # colours of Okabe and Ito, told apart without colour too
     "eero": ("#0072B2", "o", "EERO, survivor thresholds"),
@@ -56,7 +55,7 @@ def run() -> None:
     write_text(ROOT / "results/recorded_resnet18.json", json.dumps(made, indent=2) + "\n")
 
 
-def table(points: Sequence[Point], spends: Sequence[float] = SHORT) -> str:
+def table(points: Sequence[Point], spends: Sequence[float] = SPENT) -> str:
     """Accuracy at equal spent budget as Markdown, by mean accuracy; last those that do not spend it all."""
     plain = points[0].plain_cost
     rows = at_equal_spend(points, [share * plain for share in spends])
@@ -117,6 +116,5 @@ if __name__ == "__main__":
     if "--draw" not in sys.argv[1:]:
         run()
     draw()
-    print(table(read_points(RESULTS["frozen"])))
     for name, path in RESULTS.items():
-        print(f"\n{name}\n\n{table(read_points(path), LONG)}")
+        print(f"\n{name}\n\n{table(read_points(path))}")
