@@ -56,7 +56,7 @@ def test_every_example_runs_and_gives_json_if_asked(tmp_path, monkeypatch, capsy
     pictures = np.tile(255 * images.numpy(), (1, 3, 4, 4)).astype(np.uint8)
     for name, rows in {"train": slice(32), "validation": slice(32, 232), "test": slice(232, 264)}.items():
         np.savez(f"{name}.npz", images=pictures[rows], labels=labels[rows].numpy())
-    assert {*WORK, "demo", "serve"} == set(COMMANDS)  # the last two have tests of their own that run them
+    assert {*WORK, "demo", "export", "run", "serve"} == set(COMMANDS)  # the last four have tests of their own
     for name in WORK:
         for example in COMMANDS[name].examples:
             status, out, err = run(example, capsys)

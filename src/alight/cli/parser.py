@@ -5,14 +5,14 @@ import textwrap
 from typing import Any, NoReturn
 
 from alight import __version__, cli
-from alight.cli import completion, demo, doctor, networks, policies, serving, tables
+from alight.cli import completion, demo, deployment, doctor, networks, policies, serving, tables
 from alight.cli.command import Command
 
 GROUPS = {
     "try it": (*demo.COMMANDS, *doctor.COMMANDS),
     "recorded outputs": tables.COMMANDS,
     "networks (with PyTorch)": (*networks.COMMANDS, *policies.COMMANDS),
-    "at work": serving.COMMANDS,
+    "at work": (*deployment.COMMANDS, *serving.COMMANDS),
     "your shell": completion.COMMANDS,
 }
 COMMANDS = {command.name: command for group in GROUPS.values() for command in group}

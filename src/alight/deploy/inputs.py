@@ -75,7 +75,7 @@ def _parts(inputs: Any, manifest: Manifest) -> tuple[Any, ...]:
     if is_picture(inputs):
         return (_stacked([inputs], manifest),)
     array = _array(inputs)
-    return (_normalised(array, manifest) if _wants_pixels(array, manifest) else array,)
+    return (normalised(array, manifest) if _wants_pixels(array, manifest) else array,)
 
 
 def _by_name(inputs: Mapping[str, Any], manifest: Manifest) -> tuple[Any, ...]:
@@ -107,10 +107,10 @@ def _stacked(samples: Sequence[Any], manifest: Manifest) -> np.ndarray:
         if len({each.shape for each in arrays}) > 1:
             raise BadInput(f"samples of shapes {sorted({each.shape for each in arrays})}: bring them to one shape")
         whole = np.stack(arrays)
-        return _normalised(whole, manifest) if _wants_pixels(whole, manifest) else whole
+        return normalised(whole, manifest) if _wants_pixels(whole, manifest) else whole
     if (shape := manifest.image_shape) is None:
         raise BadInput("the network does not take images, and pictures were given: give arrays")
-    return _normalised(
+    return normalised(
         np.stack([_pixels(each, shape) if is_picture(each) else _array(each) for each in samples]), manifest
     )
 
@@ -128,10 +128,11 @@ def _pixels(picture: Any, shape: tuple[int, int, int]) -> np.ndarray:
     return pixels if pixels.ndim == 3 else pixels[..., None]
 
 
-def _normalised(images: np.ndarray, manifest: Manifest) -> np.ndarray:
-    """Bytes as numbers in 0..1, channels first, less the mean, over the standard deviation."""
+def normalised(images: np.ndarray, manifest: Manifest) -> np.ndarray:
+    """Images as the network takes them: channels first, in 0..1, less the mean, over the standard deviation."""
     shape = manifest.image_shape
-    assert shape is not None  # asked before
+    if shape is None:
+        raise BadInput(f"the network takes {manifest.inputs[0]}, and images were given")
     channels, height, width = shape
     if images.shape[1:] == (height, width) and channels == 1:
         images = images[:, None]
@@ -141,7 +142,14 @@ def _normalised(images: np.ndarray, manifest: Manifest) -> np.ndarray:
         raise BadInput(
             f"images of shape {images.shape[1:]}, and the network takes {shape} (channels, height, width): resize them"
         )
-    pixels = np.ascontiguousarray(images).astype(np.float32) / np.float32(255)
+    pixels = np.ascontiguousarray(images, dtype=np.float32)
+    if images.dtype == np.uint8:
+        pixels = pixels / np.float32(255)
+    elif manifest.mean and not (pixels.min() >= 0 and pixels.max() <= 1):
+        raise BadInput(
+            f"images from {pixels.min():g} to {pixels.max():g}, and the network normalises ones in 0..1: give bytes"
+            " (uint8), or divide them"
+        )
     if manifest.mean:
         mean, std = (np.array(each, dtype=np.float32)[:, None, None] for each in (manifest.mean, manifest.std))
         pixels = (pixels - mean) / std

@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from alight.files import PathLike, read_json, write_json
 
 KIND = "Deployment"
 MANIFEST, POLICY = "manifest.json", "policy.json"
+TOKENIZER = "tokenizer"  # the folder of one, for a network that reads text
 ONNX, AOTI = "onnx", "aoti"
 SUFFIXES = {ONNX: ".onnx", AOTI: ".pt2"}
 
@@ -71,7 +72,8 @@ class Manifest:
     classes: tuple[str, ...] = ()  # their names, where known
     mean: tuple[float, ...] = ()  # what is taken off every channel of an image in 0..1; () is nothing
     std: tuple[float, ...] = ()  # what the rest is divided by
-    made_with: Mapping[str, str] | None = None  # versions, and how far the stages are from torch
+    further: Mapping[str, str] = field(default_factory=dict)  # SHA-256 of other files, as those of a tokenizer, by path
+    made_with: Mapping[str, str] = field(default_factory=dict)  # versions, and how far the stages are from torch
 
     @property
     def image_shape(self) -> tuple[int, int, int] | None:

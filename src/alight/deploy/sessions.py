@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from alight.deploy.inputs import Carried
-from alight.errors import AlightError, BadInput
+from alight.errors import BadFile, BadInput
 
 SPIN = {  # threads of one stage must not keep a core busy while those of the next one work
     "session.force_spinning_stop": "1",
@@ -28,7 +28,8 @@ class Session:
         try:
             self._session = runtime.InferenceSession(content, options, providers=["CPUExecutionProvider"])
         except Exception as error:
-            raise AlightError(f"onnxruntime cannot load {name} ({_first_line(error)}): upgrade onnxruntime") from error
+            problem = f"onnxruntime {runtime.__version__} cannot load it ({_first_line(error)})"
+            raise BadFile(name, problem, "upgrade onnxruntime, or export it again") from error
         self._name, self._names = name, [each.name for each in self._session.get_inputs()]
 
     def __call__(self, carried: Carried, rows: Any) -> tuple[np.ndarray, Carried]:

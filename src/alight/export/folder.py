@@ -1,5 +1,6 @@
 """A network and a policy become a folder: a file per open exit, the policy, and a manifest that says what they are."""
 
+import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -10,7 +11,7 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from alight.deploy.manifest import AOTI, MANIFEST, ONNX, POLICY, SUFFIXES, Described, Manifest, Stage, checksum
+from alight.deploy.manifest import AOTI, MANIFEST, ONNX, POLICY, SUFFIXES, TOKENIZER, Described, Manifest, Stage, checksum
 from alight.deploy.sessions import Session
 from alight.errors import AlightError, BadInput, Mismatch
 from alight.export.packages import Package, write_package
@@ -33,6 +34,7 @@ def export_model(
     folder: PathLike,
     *,
     example: Any = None,
+    tokenizer: PathLike | None = None,
     format: str = ONNX,  # noqa: A002  # the manifest's own word for it
     allow_mismatch: bool = False,
     progress: bool = False,
@@ -42,6 +44,7 @@ def export_model(
     `alight.deploy.load` runs it without PyTorch. With `format="aoti"` the stages are compiled ahead of time instead,
     for `load_compiled` on a machine like this one that has PyTorch. `example` is a batch as the network takes it, by
     default the one that it was built with. Each file is compared with the network on random inputs before it is kept.
+    The folder of a `tokenizer` is copied, so that texts can be cut into tokens where the stages run.
 
     >>> import tempfile
     >>> from torch import nn
@@ -65,8 +68,8 @@ def export_model(
     names = model.input_names or tuple(f"input_{index}" for index in range(len(runs[0].given[0])))
     tensors = [tuple(map(described, names, zip(*runs[0].given, strict=True)))]
     tensors += [
-        tuple(described(f"carried_{index}", each) for index, each in enumerate(zip(*run.made, strict=True)))[1:]
-        for run in runs
+        tuple(described(f"stage_{stage}_{index}", each) for index, each in enumerate(zip(*run.made, strict=True)))[1:]
+        for stage, run in enumerate(runs)
     ]
     folder.parent.mkdir(parents=True, exist_ok=True)
     with whole_folder(folder) as filling:
@@ -77,6 +80,9 @@ def export_model(
             worst = max(worst, job.written(format))
             stages.append(Stage(path.name, checksum(path.read_bytes()), part.exit_index, tensors[index + 1]))
         policy.save(filling / POLICY)
+        if tokenizer is not None:
+            shutil.copytree(tokenizer, filling / TOKENIZER)
+        beside = sorted(path for path in (filling / TOKENIZER).rglob("*") if path.is_file())
         Manifest(
             format=format,
             fingerprint=own,
@@ -89,6 +95,7 @@ def export_model(
             classes=model.classes,
             mean=model.normalisation.mean if model.normalisation else (),
             std=model.normalisation.std if model.normalisation else (),
+            further={path.relative_to(filling).as_posix(): checksum(path.read_bytes()) for path in beside},
             made_with=_versions() | {"largest difference": f"{worst:.1e}"},
         ).save(filling)
     return folder
@@ -178,7 +185,7 @@ def _check_replaceable(folder: Path) -> None:
     """That nothing is lost but an earlier export."""
     if not folder.exists():
         return
-    known = {MANIFEST, POLICY}
+    known = {MANIFEST, POLICY, TOKENIZER}
     if (folder / MANIFEST).is_file():
         known |= {stage.file for stage in Manifest.load(folder).stages}
     if foreign := sorted(path.name for path in folder.iterdir() if path.name not in known):

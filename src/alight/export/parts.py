@@ -51,19 +51,12 @@ def seen(parts: Sequence[Part], model: MultiExitModel, example: Any) -> list[See
     Only the lengths that the network takes: one that was cut for texts of one length is seen at that length.
     """
     rng = torch.Generator().manual_seed(0)
-    inputs = [_random(model, example, count, tokens, rng) for count, tokens in zip(BATCHES, TOKENS, strict=True)]
-    runs = []
-    with torch.inference_mode():
-        for index, carried in enumerate(inputs):
-            try:
-                runs.append([*_walk(parts, carried)])
-            except Exception:
-                if not model.input_names:
-                    raise
-                same = [_random(model, example, count, None, rng) for count in BATCHES]
-                runs = [[*_walk(parts, each)] for each in same]
-                break
-            del index
+    try:
+        runs = _runs(parts, [_random(model, example, *sizes, rng) for sizes in zip(BATCHES, TOKENS, strict=True)])
+    except Exception:
+        if not model.input_names:
+            raise
+        runs = _runs(parts, [_random(model, example, count, None, rng) for count in BATCHES])
     return [Seen(*(list(each) for each in zip(*run, strict=True))) for run in zip(*runs, strict=True)]
 
 
@@ -74,6 +67,11 @@ def described(name: str, tensors: Sequence[Tensor]) -> Described:
     if first is not None:
         raise BadInput(f"{name} has {first} rows whatever the batch: every tensor must have one row per sample")
     return Described(name, (None, *others), str(tensors[0].dtype).removeprefix("torch."))
+
+
+def _runs(parts: Sequence[Part], inputs: Sequence[Carried]) -> list[list[tuple[Carried, Carried]]]:
+    with torch.no_grad():
+        return [[*_walk(parts, carried)] for carried in inputs]
 
 
 def _walk(parts: Sequence[Part], carried: Carried) -> Iterator[tuple[Carried, Carried]]:

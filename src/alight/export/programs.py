@@ -24,10 +24,9 @@ def captured(part: Part, seen: Seen, inputs: Tensors) -> Any:
     sizes = tuple(
         {axis: torch.export.Dim.DYNAMIC for axis, size in enumerate(each.shape) if size is None} for each in inputs
     )
-    given = tuple(each.clone() for each in seen.given[0])  # made anew, out of inference mode
     try:
         with quietly(), torch.no_grad():
-            return torch.export.export(part, given, dynamic_shapes=(sizes,), strict=False)
+            return torch.export.export(part, tuple(seen.given[0]), dynamic_shapes=(sizes,), strict=False)
     except Exception as error:
         raise AlightError(
             f"torch.export cannot capture the stage of exit {part.exit_index} ({_line(error)}): put the exit elsewhere,"
@@ -49,7 +48,7 @@ def write_traced(part: Part, seen: Seen, path: Path, inputs: Tensors, outputs: T
         name: {axis: f"{name}_{axis}" if axis else "samples" for axis, size in enumerate(told.shape) if size is None}
         for name, told in shapes
     }
-    given = tuple(each.clone() for each in seen.given[0])
+    given = tuple(seen.given[0])
     with quietly(), torch.no_grad():
         torch.onnx.export(part, given, str(path), dynamo=False, dynamic_axes=axes, **named)
 
@@ -62,17 +61,14 @@ def _named(inputs: Tensors, outputs: Tensors) -> dict[str, Any]:
 @contextmanager
 def quietly() -> Iterator[None]:
     """Without the warnings and notes that torch's compilers write about themselves."""
-    names = [name for name in logging.root.manager.loggerDict if name.startswith(("torch", "onnx"))]
-    before = {name: logging.getLogger(name).level for name in names}
+    before = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
     try:
-        for name in names:
-            logging.getLogger(name).setLevel(logging.CRITICAL)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     finally:
-        for name, level in before.items():
-            logging.getLogger(name).setLevel(level)
+        logging.disable(before)
 
 
 def _line(error: Exception) -> str:

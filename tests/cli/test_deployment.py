@@ -1,0 +1,68 @@
+"""export and run: from a network and a policy to answers without PyTorch."""
+
+import csv
+import json
+
+import numpy as np
+import pytest
+from commands import make_network, run
+from PIL import Image
+
+from alight import Costs
+from alight.cli.parser import COMMANDS
+from alight.policies.policy import Threshold
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory):
+    folder = make_network(tmp_path_factory.mktemp("work"), samples=24)
+    costs = Costs([1.0, 1.0, 1.0], [0.1, 0.1, 0.1], unit="ms").cumulative((0, 2))
+    told = {"costs": tuple(costs), "open_exits": (0, 2), "num_exits": 3, "unit": "ms"}
+    Threshold((0.02,), **told).save(folder / "policy.json")
+    return folder
+
+
+def rows(path):
+    return list(csv.DictReader(path.read_text().splitlines()))
+
+
+def test_every_example_runs_and_gives_json_if_asked(work, monkeypatch, capsys):
+    monkeypatch.chdir(work)
+    for name in ("export", "run"):
+        for example in COMMANDS[name].examples:
+            status, out, err = run(example, capsys)
+            assert status == 0, err
+            assert out.strip()
+    status, out, err = run("export model policy.json -o exported --json --quiet", capsys)
+    assert (status, err) == (0, "")
+    assert [stage["exit"] for stage in json.loads(out)["manifest"]["stages"]] == [0, 2]
+
+    assert run("predict model policy.json test.npz -o torch.csv -q", capsys)[0] == 0
+    theirs, ours = (rows(work / name) for name in ("torch.csv", "answers.csv"))
+    for column in ("sample", "label", "exit", "cost_ms"):
+        assert [row[column] for row in theirs] == [row[column] for row in ours]
+
+    pixels = np.load("test.npz")["images"].transpose(0, 2, 3, 1)
+    (work / "pictures").mkdir()
+    for index, each in enumerate(pixels):
+        Image.fromarray(each).save(f"pictures/{index:02}.png")
+    assert run("run exported pictures -o pictures.csv -q", capsys)[0] == 0
+    again = rows(work / "pictures.csv")
+    assert [row["label"] for row in again] == [row["label"] for row in ours]
+    assert again[3]["sample"].endswith("pictures/03.png")
+
+
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        ("export nowhere policy.json", "there is no folder nowhere"),
+        ("export model test.npz", "it is not whole JSON"),
+        ("run model test.npz", "it has no manifest.json"),
+        ("run nowhere test.npz", "there is no folder nowhere"),
+    ],
+)
+def test_what_cannot_be_done_is_told_in_a_line(line, told, work, monkeypatch, capsys):
+    monkeypatch.chdir(work)
+    status, out, err = run(line, capsys)
+    assert (status, out, len(err.splitlines())) == (1, "", 1)
+    assert told in err

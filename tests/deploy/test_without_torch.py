@@ -1,0 +1,62 @@
+"""Deploying needs onnxruntime and NumPy alone."""
+
+import subprocess
+import sys
+
+import numpy as np
+from exported import folder, images
+
+from alight import deploy
+
+BLOCKED = """
+import sys
+
+class Blocked:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in "torch torchvision timm transformers safetensors onnx onnxscript".split():
+            raise ImportError(f"{name} is not here")
+
+sys.meta_path.insert(0, Blocked())
+"""
+PREDICT = """
+import sys
+import numpy as np
+import alight.deploy
+deployed = alight.deploy.load(sys.argv[1], num_threads=1)
+decisions = deployed(np.load(sys.argv[2]))
+one = deployed(np.load(sys.argv[2])[:1])
+assert one.exits[0] == decisions.exits[0]
+assert not {"torch", "onnx", "onnxscript", "transformers"} & set(sys.modules), "torch is there"
+print(decisions.predictions.tolist(), decisions.exits.tolist())
+"""
+
+
+def python(source, *arguments):
+    return subprocess.run([sys.executable, "-c", source, *map(str, arguments)], capture_output=True, text=True)
+
+
+def test_it_predicts_where_torch_cannot_be_imported_and_where_it_could(tmp_path):
+    np.save(tmp_path / "images.npy", images())
+    here = deploy.load(folder())(images())
+    for source in (BLOCKED + PREDICT, PREDICT):
+        done = python(source, folder(), tmp_path / "images.npy")
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.strip() == f"{here.predictions.tolist()} {here.exits.tolist()}"
+
+
+def test_the_test_can_fail(tmp_path):
+    np.save(tmp_path / "images.npy", images())
+    assert "torch is not here" in python(BLOCKED + "import torch").stderr
+    assert "torch is there" in python("import torch\n" + PREDICT, folder(), tmp_path / "images.npy").stderr
+
+
+def test_the_command_runs_without_torch(tmp_path):
+    pixels = np.random.default_rng(0).integers(0, 256, size=(9, 6, 7, 3), dtype=np.uint8)
+    np.savez(tmp_path / "images.npz", images=pixels)
+    command = "from alight.cli import main\nsys.exit(main(sys.argv[1:]))"
+    done = python(BLOCKED + command, "run", folder(), tmp_path / "images.npz", "-o", tmp_path / "answers.csv", "-q")
+    assert done.returncode == 0, done.stderr
+    header, *rows = (tmp_path / "answers.csv").read_text().splitlines()
+    assert header == "sample,label,exit,cost,probability"
+    assert len(rows) == 9
+    assert {row.split(",")[1] for row in rows} <= {"ant", "bee", "cat", "dog", "eel"}

@@ -1,0 +1,136 @@
+"""A network is exported whole or not at all, and no file is kept that differs from it."""
+
+import numpy as np
+import pytest
+import torch
+from exported import folder, images, network, policy
+from torch import nn
+from transformers import BertConfig
+
+from alight import MultiExitModel, Predictor, deploy, export_model, from_transformers
+from alight.deploy.manifest import Manifest
+from alight.errors import AlightError, BadInput, Mismatch
+from alight.export import folder as exporting
+from alight.policies.policy import ExitAt, Threshold
+
+
+def tiny(seed=0):
+    torch.manual_seed(seed)
+    return MultiExitModel([nn.Linear(4, 8), nn.Linear(8, 8)], [nn.Linear(8, 3), nn.Linear(8, 3)]).eval()
+
+
+EXAMPLE = torch.zeros(1, 4)
+BOTH, FIRST = Threshold((0.3,), costs=(1.0, 3.0)), ExitAt(costs=(1.0,), open_exits=(0,), num_exits=2)
+
+
+def left_over(path):
+    return sorted(each.name for each in path.iterdir())
+
+
+def test_what_comes_after_the_last_open_exit_is_not_exported(tmp_path):
+    export_model(tiny(), FIRST, tmp_path / "exported", example=EXAMPLE)
+    assert left_over(tmp_path / "exported") == ["manifest.json", "policy.json", "stage_0.onnx"]
+    assert deploy.load(tmp_path / "exported")(np.ones((3, 4))).exits.tolist() == [0, 0, 0]
+    assert Manifest.load(tmp_path / "exported").stages[0].carries == ()
+
+
+def test_a_new_export_takes_the_place_of_an_old_one_and_of_nothing_else(tmp_path):
+    export_model(tiny(), FIRST, tmp_path / "exported", example=EXAMPLE)
+    before = Manifest.load(tmp_path / "exported")
+    export_model(tiny(seed=1), FIRST, tmp_path / "exported", example=EXAMPLE)
+    assert Manifest.load(tmp_path / "exported").fingerprint != before.fingerprint
+    (tmp_path / "exported" / "thesis.tex").touch()
+    with pytest.raises(BadInput, match=r"holds thesis\.tex, which would be lost"):
+        export_model(tiny(), FIRST, tmp_path / "exported", example=EXAMPLE)
+    assert left_over(tmp_path) == ["exported"]
+
+
+def test_a_file_that_differs_from_the_network_is_not_kept(tmp_path, monkeypatch):
+    export_model(tiny(), FIRST, tmp_path / "exported", example=EXAMPLE)
+    before = (tmp_path / "exported" / "manifest.json").read_text()
+    other = (tmp_path / "exported" / "stage_0.onnx").read_bytes()  # another network's
+
+    def wrong(*given):
+        next(each for each in given if hasattr(each, "write_bytes")).write_bytes(other)
+
+    monkeypatch.setattr(exporting, "write_onnx", wrong)
+    monkeypatch.setattr(exporting, "write_traced", wrong)
+    with pytest.raises(AlightError, match=r"stage_0\.onnx differs from the network by"):
+        export_model(tiny(seed=1), FIRST, tmp_path / "exported", example=EXAMPLE)
+    assert (tmp_path / "exported" / "manifest.json").read_text() == before
+    assert left_over(tmp_path) == ["exported"]
+
+
+def test_the_older_exporter_is_taken_where_the_newer_cannot(tmp_path, monkeypatch):
+    def refuse(*_):
+        raise RuntimeError("no such operator")
+
+    monkeypatch.setattr(exporting, "write_onnx", refuse)
+    model, numbers = tiny(), np.random.default_rng(0).normal(size=(50, 4)).astype(np.float32)
+    export_model(model, BOTH, tmp_path / "exported", example=EXAMPLE)
+    found, expected = deploy.load(tmp_path / "exported")(numbers), Predictor(model, BOTH)(numbers)
+    assert (found.predictions == expected.predictions).all()
+    assert (found.exits == expected.exits).all()
+    monkeypatch.setattr(exporting, "write_traced", refuse)
+    with pytest.raises(AlightError, match=r"stage of exit 0 cannot be exported \(RuntimeError: no such operator\)"):
+        export_model(model, BOTH, tmp_path / "exported", example=EXAMPLE)
+
+
+def test_what_does_not_belong_together_is_refused_before_any_work(tmp_path):
+    with pytest.raises(Mismatch, match="for 1 exits and the network has 2"):
+        export_model(tiny(), ExitAt(costs=(1.0,)), tmp_path / "exported", example=EXAMPLE)
+    foreign = ExitAt(costs=(1.0,), open_exits=(1,), num_exits=2, fingerprint="0123")
+    with pytest.raises(Mismatch, match="network 0123 and this is"):
+        export_model(tiny(), foreign, tmp_path / "exported", example=EXAMPLE)
+    with pytest.raises(BadInput, match=r"weights are torch\.bfloat16: export it in float32"):
+        export_model(tiny().bfloat16(), FIRST, tmp_path / "exported", example=EXAMPLE)
+    with pytest.raises(BadInput, match="no format 'gif'"):
+        export_model(tiny(), FIRST, tmp_path / "exported", example=EXAMPLE, format="gif")
+    with pytest.raises(BadInput, match="does not say what it takes"):
+        export_model(tiny(), FIRST, tmp_path / "exported")
+    assert not left_over(tmp_path)
+
+
+def test_the_network_itself_is_left_as_it_was(tmp_path):
+    model = tiny().train()
+    export_model(model, FIRST, tmp_path / "exported", example=EXAMPLE)
+    assert model.training
+    assert all(parameter.requires_grad for parameter in model.parameters())
+
+
+def test_texts_of_any_length_with_masks_get_the_answers_that_torch_gives(tmp_path):
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "num_attention_heads": 2, "num_hidden_layers": 2, "intermediate_size": 32}
+    model = from_transformers(BertConfig(vocab_size=50, **sizes), num_classes=3, after=["bert.encoder.layer.0"])
+    rule = Threshold((0.05,), costs=(1.0, 2.0))
+    export_model(model, rule, tmp_path / "exported")
+    deployed, predictor = (make(rule, tmp_path, model) for make in (_deployed, _predictor))
+    rng = np.random.default_rng(0)
+    for count, tokens in ((1, 3), (20, 5), (20, 23)):
+        lengths = rng.integers(1, tokens + 1, size=count)
+        batch = {
+            "input_ids": rng.integers(0, 50, size=(count, tokens)),
+            "attention_mask": (np.arange(tokens) < lengths[:, None]).astype(np.int64),
+        }
+        found, expected = deployed(batch), predictor(batch)
+        assert (found.predictions == expected.predictions).all()
+        assert (found.exits == expected.exits).all()
+        np.testing.assert_allclose(found.probabilities, expected.probabilities, atol=1e-5)
+    with pytest.raises(BadInput, match="tokens that the network does not know"):
+        deployed({"input_ids": np.full((1, 4), 50), "attention_mask": np.ones((1, 4), int)})
+    with pytest.raises(BadInput, match="texts that are too long"):
+        deployed({"input_ids": np.ones((1, 600), int), "attention_mask": np.ones((1, 600), int)})
+
+
+def _deployed(rule, tmp_path, _):
+    return deploy.load(tmp_path / "exported", rule, probabilities=True, num_threads=1)
+
+
+def _predictor(rule, _, model):
+    return Predictor(model, rule, probabilities=True)
+
+
+def test_scores_agree_with_torch_to_five_digits():
+    theirs = Predictor(network(), policy(), probabilities=True)(torch.from_numpy(images()))
+    ours = deploy.load(folder(), probabilities=True)(images())
+    assert np.abs(ours.probabilities - theirs.probabilities).max() < 1e-5

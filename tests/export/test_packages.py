@@ -1,0 +1,33 @@
+"""Stages that were compiled ahead of time decide what the predictor decides."""
+
+import shutil
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from alight import MultiExitModel, Predictor, deploy, export_model, load_compiled
+from alight.errors import BadInput
+from alight.policies.policy import Threshold
+
+pytestmark = pytest.mark.compiled
+
+
+@pytest.mark.skipif(shutil.which("c++") is None, reason="needs a C++ compiler")
+def test_compiled_stages_decide_what_the_predictor_decides(tmp_path):
+    torch.manual_seed(0)
+    model = MultiExitModel([nn.Linear(4, 8), nn.Tanh()], [nn.Linear(8, 3), nn.Linear(8, 3)]).eval()
+    rule = Threshold((0.2,), costs=(1.0, 3.0))
+    folder = export_model(model, rule, tmp_path / "exported", example=torch.zeros(1, 4), format="aoti")
+    assert sorted(path.suffix for path in folder.iterdir()) == [".json", ".json", ".pt2", ".pt2"]
+    deployed, numbers = load_compiled(folder), np.random.default_rng(0).normal(size=(60, 4)).astype(np.float32)
+    expected = Predictor(model, rule)(numbers)
+    assert {*expected.exits.tolist()} == {0, 1}
+    for batch_size in (1, 7, 60):
+        deployed.batch_size = batch_size
+        found = deployed(numbers)
+        assert (found.predictions == expected.predictions).all()
+        assert (found.exits == expected.exits).all()
+    with pytest.raises(BadInput, match=r"load them with alight\.load_compiled"):
+        deploy.load(folder)

@@ -1,0 +1,102 @@
+"""A small network whose stages carry two tensors, exported once for all tests of a process."""
+
+import tempfile
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import nn
+
+from alight import HeadOutputs, MultiExitModel, Normalisation, export_model, fingerprint
+from alight.policies.policy import Policy, Threshold
+
+COSTS = (1.0, 2.5, 6.0)
+OPEN = (0, 1, 3)  # of four exits
+
+
+class Second(nn.Module):
+    """A stage that carries a second tensor of each sample past the features."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convolution = nn.Conv2d(6, 6, 3, padding=1)
+
+    def forward(self, features, *others):
+        carried = others[0] if others else features.mean(dim=(2, 3))
+        return torch.relu(self.convolution(features)) + features, carried + features.amax(dim=(2, 3))
+
+
+class Both(nn.Module):
+    reads_everything = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(12, 5)
+
+    def forward(self, features, carried):
+        return self.linear(torch.cat([features.mean(dim=(2, 3)), carried], dim=1))
+
+
+@cache
+def network() -> MultiExitModel:
+    """Four exits, five classes by name, images of 3 x 6 x 7 that are normalised."""
+    torch.manual_seed(0)
+    first = nn.Sequential(nn.Conv2d(3, 6, 3, padding=1), nn.BatchNorm2d(6), nn.ReLU())
+    pooled = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(6, 5))
+    model = MultiExitModel(
+        [first, Second(), Second(), Second()],
+        [pooled, Both(), Both(), Both()],
+        classes=("ant", "bee", "cat", "dog", "eel"),
+        normalisation=Normalisation((0.5, 0.4, 0.3), (0.2, 0.25, 0.3)),
+        recipe={"source": "stages", "example": {"shape": [2, 3, 6, 7], "dtype": "float32"}},
+    ).eval()
+    model.heads[1].linear.weight.data[:, :6] = model.heads[0][2].weight.data  # so that exits agree now and then
+    with torch.no_grad():
+        for linear, logits in zip(
+            (model.heads[0][2], *(head.linear for head in model.heads[1:])), model(_images()), strict=True
+        ):
+            spread, mean = logits.std(dim=0).mean() / 2, logits.mean(dim=0)
+            linear.weight /= spread  # every class is answered, and no score is always 1
+            linear.bias.copy_((linear.bias - mean) / spread)
+    return model
+
+
+def _images() -> torch.Tensor:
+    return torch.from_numpy(images())
+
+
+@cache
+def images() -> np.ndarray:
+    return np.random.default_rng(1).normal(size=(150, 3, 6, 7)).astype(np.float32)
+
+
+@cache
+def table() -> HeadOutputs:
+    """What every exit says about the images."""
+    with torch.inference_mode():
+        logits = [each.numpy() for each in network()(torch.from_numpy(images()))]
+    labels = np.random.default_rng(0).integers(5, size=len(images()))
+    return HeadOutputs.from_logits(
+        logits, labels, features=["negative_entropy", "logit_margin"], keep_log_probabilities=True
+    )
+
+
+def middle(exit_index: int, share: float) -> float:
+    """A threshold halfway between two recorded scores, so that the last bits decide nothing."""
+    scores = np.sort(table().scores[:, exit_index])
+    place = int(share * (len(scores) - 2))
+    return float((scores[place] + scores[place + 1]) / 2)
+
+
+def policy(share: float = 0.6) -> Policy:
+    """Thresholds that this share of samples does not reach, for the exits that are exported."""
+    thresholds = tuple(middle(index, share) for index in OPEN[:-1])
+    told = {"open_exits": OPEN, "num_exits": 4, "costs": COSTS, "fingerprint": fingerprint(network())}
+    return Threshold(thresholds, **told)
+
+
+@cache
+def folder() -> Path:
+    """The network, exported with the policy."""
+    return export_model(network(), policy(), Path(tempfile.mkdtemp()) / "exported")
