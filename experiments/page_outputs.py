@@ -14,6 +14,7 @@ import shlex
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import chdir, redirect_stdout
 from pathlib import Path
@@ -78,12 +79,15 @@ def commands(code: str) -> list[str]:
 def _do(line: str) -> None:
     """Run a command; one of alight in this process, which has its libraries loaded."""
     if line.startswith("alight ") and not SHELL.search(line):
-        status = alight(shlex.split(line, comments=True)[1:])
+        try:
+            status = alight(shlex.split(line, comments=True)[1:])
+        except SystemExit as done:  # of --help
+            status = int(done.code or 0)
     else:
         path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-        done = subprocess.run(["bash", "-c", line], capture_output=True, text=True, env={**os.environ, "PATH": path})
-        print(done.stdout, end="")
-        status = done.returncode
+        ran = subprocess.run(["bash", "-c", line], capture_output=True, text=True, env={**os.environ, "PATH": path})
+        print(ran.stdout, end="")
+        status = ran.returncode
     if status:
         raise RuntimeError(f"{line}: status {status}")
 
@@ -100,10 +104,12 @@ def main() -> None:
     for name in sys.argv[1:]:
         path = Path(name).resolve()
         text = path.read_text(encoding="utf-8")
+        begin = time.perf_counter()
         with tempfile.TemporaryDirectory() as folder, chdir(folder):
             said = list(run(text, path.name))
+        seconds = time.perf_counter() - begin
         about = provenance(*PACKAGES, folder=path.parent)
-        made = f"Printed on {about['date']}: {about['hardware']}; {about['versions']}; commit {about['commit']}.\n"
+        made = f"Run on {about['date']} in {seconds:.0f} seconds: {about['hardware']}; {about['versions']}.\n"
         write_text(path, page(text, said, made))
 
 
