@@ -36,11 +36,19 @@ class Client:
         """The reply to a body of JSON that was due at this moment of the event loop's clock."""
         due = time.perf_counter() if due is None else due
         try:
-            connection = self._idle.pop() if self._idle else await asyncio.open_connection(self.host, self.port)
-            status, content = await self._exchange(connection, path, body, headers)
+            status, content = await self._exchange(await self._connection(), path, body, headers)
         except (OSError, EOFError, ValueError):
             return Reply(0, None, time.perf_counter() - due)
         return Reply(status, content, time.perf_counter() - due)
+
+    async def _connection(self) -> Connection:
+        """One that is idle and that the server has not closed meanwhile, or a fresh one."""
+        while self._idle:
+            reader, writer = self._idle.pop()
+            if not reader.at_eof():
+                return reader, writer
+            writer.close()
+        return await asyncio.open_connection(self.host, self.port)
 
     async def _exchange(self, connection: Connection, path: str, body: bytes, headers: str) -> tuple[int, Any]:
         reader, writer = connection

@@ -4,10 +4,11 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
+from anyio import CapacityLimiter
+from anyio.to_thread import run_sync
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse
 from pydantic import BaseModel, ValidationError
-from starlette.concurrency import run_in_threadpool
 from starlette.datastructures import UploadFile
 from starlette.exceptions import HTTPException
 
@@ -23,6 +24,7 @@ from alight.serve.samples import from_arrays, from_base64, from_pictures, from_t
 from alight.serve.service import Service
 from alight.serve.worker import Worker
 
+DECODING = 4  # requests that are decoded at once: each may hold a picture of as many pixels as are taken
 Kind = TypeVar("Kind", bound=BaseModel)
 
 WRONG: dict[int | str, dict[str, Any]] = {
@@ -60,7 +62,7 @@ def create_app(network: Network, worker: Worker, limits: Limits, metrics: Metric
     async def at_work(_: FastAPI) -> AsyncIterator[None]:
         worker.start()
         yield
-        await run_in_threadpool(worker.close)
+        await run_sync(worker.close)
         event("drained", samples=sum(metrics.counts))
 
     app = FastAPI(title="alight", version=__version__, docs_url=None, redoc_url=None, lifespan=at_work)
@@ -72,7 +74,7 @@ def create_app(network: Network, worker: Worker, limits: Limits, metrics: Metric
 
 
 def _predictions(app: FastAPI, service: Service) -> None:
-    network, limits = service.network, service.limits
+    network, limits, decoding = service.network, service.limits, CapacityLimiter(DECODING)
 
     @app.post(
         "/predict",
@@ -84,7 +86,7 @@ def _predictions(app: FastAPI, service: Service) -> None:
         """Answer samples that come as JSON."""
         _check_kind(request, "application/json")
         content = await request.body()
-        asked, samples = await run_in_threadpool(_read, content, network, limits)
+        asked, samples = await run_sync(_read, content, network, limits, limiter=decoding)
         return await service.answer(request, samples, asked)
 
     @app.post(
@@ -101,7 +103,7 @@ def _predictions(app: FastAPI, service: Service) -> None:
             if len(files) < len(form.getlist("images")) or set(form) - {"images", "budget", "deadline_ms"}:
                 raise Refused(422, "send images as files, and at most budget and deadline_ms beside them")
             allowed = _validated(Allowance, {name: form[name] for name in ("budget", "deadline_ms") if name in form})
-        samples = await run_in_threadpool(from_pictures, files, network, limits)
+        samples = await run_sync(from_pictures, files, network, limits, limiter=decoding)
         return await service.answer(request, samples, allowed)
 
 

@@ -8,7 +8,7 @@ Amount = Annotated[FiniteFloat, Field(gt=0)] | Annotated[str, Field(max_length=4
 DeadlineMs = Annotated[FiniteFloat, Field(gt=0, le=3_600_000)]
 
 BUDGET = "what one sample may cost at most: a number in the policy's unit, '2.5 GFLOPs', or '50%' of the dearest exit"
-DEADLINE = "milliseconds from arrival within which the answer is wanted"
+DEADLINE = "milliseconds from the arrival of the request within which the answer is wanted"
 
 
 class Asked(BaseModel):

@@ -18,6 +18,7 @@ from alight.serve.logs import event
 from alight.serve.metrics import Metrics
 
 OPEN = ("/", "/healthz", "/readyz")  # the page, which holds no data, and what probes ask
+TOGETHER = 16  # times the largest request: what all that are under way may have
 NAMED = re.compile(r"[A-Za-z0-9._-]{1,64}")  # of a request, as others may name it
 PATHS = ("/", "/predict", "/predict/files", "/budget", "/status", "/healthz", "/readyz", "/metrics", "/openapi.json")
 
@@ -42,6 +43,7 @@ class Guard:
     def __init__(self, app: ASGIApp, limits: Limits, metrics: Metrics, token: str | None) -> None:
         self.app, self.limits, self.metrics = app, limits, metrics
         self.token = None if token is None else token.encode()
+        self._held = 0  # bytes of all requests under way
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Let a request through, or refuse it."""
@@ -53,8 +55,8 @@ class Guard:
         start, headers = time.perf_counter(), dict(scope["headers"])
         told = headers.get(b"x-request-id", b"").decode("latin-1")
         name = told if NAMED.fullmatch(told) else secrets.token_hex(8)
-        scope.setdefault("state", {})
-        status = 0
+        scope.setdefault("state", {})["came"] = time.monotonic()
+        status, taken = 0, [0]
 
         async def sent(message: Message) -> None:
             nonlocal status
@@ -65,7 +67,7 @@ class Guard:
 
         try:
             self._check(scope["path"], headers)
-            await self.app(scope, self._bounded(receive), sent)
+            await self.app(scope, self._bounded(receive, taken), sent)
         except Refused as refused:
             if not status:
                 await refusal(refused)(scope, receive, sent)
@@ -74,6 +76,7 @@ class Guard:
             if not status:
                 await refusal(Refused(500, "a fault of the service: its log says more"))(scope, receive, sent)
         finally:
+            self._held -= taken[0]
             self._done(scope, name, status, time.perf_counter() - start)
 
     def _check(self, path: str, headers: MutableMapping[bytes, bytes]) -> None:
@@ -85,22 +88,26 @@ class Guard:
         if length.isdigit() and int(length[:20]) > self.limits.body:
             raise self._too_large()
 
-    def _bounded(self, receive: Receive) -> Receive:
-        """What is received, as long as it is neither too much nor too slow."""
-        taken, ended, end = 0, False, time.monotonic() + self.limits.timeout
+    def _bounded(self, receive: Receive, taken: list[int]) -> Receive:
+        """What is received, as long as it is neither too much, alone or with others, nor too slow; and how much."""
+        ended, end = False, time.monotonic() + self.limits.timeout
 
         async def bounded() -> Message:
-            nonlocal taken, ended
+            nonlocal ended
             if ended:
                 return await receive()  # tells whether the client has gone
             try:
                 message = await asyncio.wait_for(receive(), max(0.0, end - time.monotonic()))
             except TimeoutError as error:
                 raise Refused(408, f"the request did not arrive within {self.limits.timeout:g} seconds") from error
-            taken += len(message.get("body", b""))
+            more = len(message.get("body", b""))
+            taken[0] += more
+            self._held += more
             ended = not message.get("more_body", False)
-            if taken > self.limits.body:
+            if taken[0] > self.limits.body:
                 raise self._too_large()
+            if self._held > TOGETHER * self.limits.body:
+                raise Refused(429, f"{self._held:,} bytes of requests are under way: come again", retry_after=1)
             return message
 
         return bounded

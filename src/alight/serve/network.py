@@ -15,7 +15,8 @@ from alight.policies.policy import Memory, Policy
 MANIFEST = "manifest.json"  # in a folder that was exported, and in no other
 TOKENIZER = "tokenizer"  # the folder beside a network that reads text
 
-Sample = tuple[np.ndarray, ...]  # one sample as the network takes it: an array for each of its inputs
+Sample = np.ndarray | str  # a batch of one as the network takes it, or a text
+Texts = Callable[[Sequence[str]], Mapping[str, np.ndarray]]  # texts as the network takes them, as long as the longest
 
 
 class Runner(Protocol):
@@ -45,7 +46,7 @@ class Network:
     dtype: str
     image_shape: tuple[int, int, int] | None  # channels, height, width
     picture: Callable[[Any], np.ndarray]  # a picture as the network takes it, as a batch of one
-    texts: "Texts | None"
+    texts: Texts | None
     engine: str  # what runs it
 
     @property
@@ -56,31 +57,8 @@ class Network:
     def joined(self, samples: Sequence[Sample]) -> Any:
         """Samples as one batch."""
         if self.texts:
-            return self.texts.joined(samples)
-        return np.concatenate([sample[0] for sample in samples])
-
-
-class Texts:
-    """Texts to tokens, and tokens to batches as long as the longest."""
-
-    def __init__(self, tokenizer: Any, names: Sequence[str], most: int) -> None:
-        self.tokenizer, self.names = tokenizer, tuple(names)
-        self.most = min(most, tokenizer.model_max_length)
-        self._fill = dict.fromkeys(self.names, 0) | {"input_ids": int(tokenizer.pad_token_id or 0)}
-
-    def __call__(self, text: str) -> Sample:
-        """One text, in numbers."""
-        made = self.tokenizer(text, truncation=True, max_length=self.most)
-        return tuple(np.array(made[name], dtype=np.int64) for name in self.names)
-
-    def joined(self, samples: Sequence[Sample]) -> dict[str, np.ndarray]:
-        """Texts as arrays by name, the shorter ones filled up."""
-        longest = max(len(sample[0]) for sample in samples)
-        batch = {name: np.full((len(samples), longest), self._fill[name], dtype=np.int64) for name in self.names}
-        for row, sample in enumerate(samples):
-            for name, numbers in zip(self.names, sample, strict=True):
-                batch[name][row, : len(numbers)] = numbers
-        return batch
+            return self.texts([str(sample) for sample in samples])
+        return np.concatenate(samples)  # type: ignore[arg-type]  # which are arrays
 
 
 def load_network(
@@ -145,6 +123,7 @@ def _exported(
     from alight.deploy.folder import load
     from alight.deploy.inputs import admit
     from alight.deploy.manifest import Manifest
+    from alight.deploy.texts import Texts as Tokens
 
     odd = [name for name, value in others.items() if value and name not in ("allow_mismatch", "device")]
     if odd:
@@ -165,7 +144,7 @@ def _exported(
         first.dtype,
         manifest.image_shape,
         lambda picture: admit([picture], manifest)[0],
-        _texts(manifest.input_names, words, tokens),
+        Tokens(folder, manifest, tokens) if manifest.input_names else None,
         "onnxruntime",
     )
 
@@ -185,6 +164,7 @@ def _runners(policies: Mapping[str, Policy], made: Callable[[Policy], Any]) -> d
 
 
 def _texts(names: Sequence[str], folder: Path, tokens: int) -> Texts | None:
+    """Texts as a network of these inputs takes them, by the tokenizer in a folder; None where it takes none."""
     if not names:
         return None
     if not folder.is_dir():
@@ -193,7 +173,14 @@ def _texts(names: Sequence[str], folder: Path, tokens: int) -> Texts | None:
         auto = importlib.import_module("transformers").AutoTokenizer
     except ImportError as error:
         raise BadInput('texts need transformers to be read: pip install "alight[text]"') from error
-    return Texts(auto.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False), names, tokens)
+    tokenizer = auto.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+    most = min(tokens, tokenizer.model_max_length)
+
+    def read(texts: Sequence[str]) -> Mapping[str, np.ndarray]:
+        made = tokenizer(list(texts), padding=True, truncation=True, max_length=most, return_tensors="np")
+        return {name: made[name] for name in names}
+
+    return read
 
 
 def _no_picture(picture: Any) -> np.ndarray:

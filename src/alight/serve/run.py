@@ -79,14 +79,14 @@ def assembled(
 def example(network: Network) -> Sample:
     """A sample such as the network takes, to warm up with."""
     if network.texts:
-        return network.texts("a few words to begin with")
+        return "a few words to begin with, about as many as people write when they ask for something"
     if network.image_shape:
         _, height, width = network.image_shape
-        return (network.picture(Image.new("RGB", (width, height), (128, 128, 128))),)
+        return network.picture(Image.new("RGB", (width, height), (128, 128, 128)))
     if not network.shape or None in network.shape:
         raise BadInput("the network does not say what it takes: build it with attach_heads, which keeps an example")
     sizes = [int(size or 0) for size in network.shape]
-    return (np.zeros((1, *sizes), dtype=network.dtype),)
+    return np.zeros((1, *sizes), dtype=network.dtype)
 
 
 def serve(

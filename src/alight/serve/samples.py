@@ -13,14 +13,16 @@ from alight.serve.limits import Limits, Refused
 from alight.serve.network import Network, Sample
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")  # no more decoders than people send pictures in
+LETTERS = 1000  # of a text for each token that is read of it
 LARGEST = 1e6  # of a number in an array: beyond, networks overflow
 
 
 def from_pictures(contents: Sequence[bytes], network: Network, limits: Limits) -> list[Sample]:
     """Samples of encoded images."""
-    if network.image_shape is None:
+    shape = network.image_shape
+    if shape is None:
         raise Refused(422, f"this network takes {network.kind}, not images")
-    return _each("image", contents, limits, lambda content: (network.picture(picture(content, limits.pixels)),))
+    return _each("image", contents, limits, lambda content: network.picture(picture(content, limits.pixels, shape)))
 
 
 def from_base64(texts: Sequence[str], network: Network, limits: Limits) -> list[Sample]:
@@ -32,22 +34,27 @@ def from_arrays(arrays: Sequence[Any], network: Network, limits: Limits) -> list
     """Samples of numbers as the network takes them, normalised already."""
     if network.texts:
         raise Refused(422, "this network takes texts, not arrays")
-    return _each("array", arrays, limits, lambda values: (_array(values, network)[None],))
+    return _each("array", arrays, limits, lambda values: _array(values, network)[None])
 
 
 def from_texts(texts: Sequence[str], network: Network, limits: Limits) -> list[Sample]:
     """Samples of texts."""
     if network.texts is None:
         raise Refused(422, f"this network takes {network.kind}, not texts")
-    return _each("text", texts, limits, network.texts)
+    return _each("text", texts, limits, lambda text: _bounded(text, LETTERS * limits.tokens))
 
 
-def picture(content: bytes, pixels: int) -> Image.Image:
-    """The first picture of an image file, decoded only if it has no more pixels than that."""
+def picture(content: bytes, pixels: int, shape: tuple[int, int, int]) -> Image.Image:
+    """The first picture of an image file, decoded only if it has no more pixels than that, nor will have once resized.
+
+    Its shorter side is brought to the network's size, so that a long and thin one becomes larger than it is.
+    """
     try:
         with Image.open(io.BytesIO(content), formats=FORMATS) as opened:
-            if opened.width * opened.height > pixels:
-                raise Refused(413, f"{opened.width} x {opened.height} pixels, and at most {pixels:,} are taken")
+            width, height = opened.size
+            scale = max(1.0, shape[1] / height, shape[2] / width)
+            if scale**2 * width * height > pixels:
+                raise Refused(413, f"{width} x {height} pixels, and at most {pixels:,} are taken, resized ones too")
             opened.load()
             return opened.copy()
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
@@ -81,6 +88,12 @@ def _decoded(text: str) -> bytes:
         return base64.b64decode(rest if comma and start.endswith(";base64") else text, validate=True)
     except (binascii.Error, ValueError) as error:
         raise Refused(422, f"no base64 ({_line(error)})") from error
+
+
+def _bounded(text: str, letters: int) -> str:
+    if len(text) > letters:
+        raise Refused(413, f"{len(text):,} letters, and at most {letters:,} are taken")
+    return text
 
 
 def _array(values: Any, network: Network) -> np.ndarray:

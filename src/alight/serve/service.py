@@ -1,9 +1,9 @@
 """What the endpoints do: answer samples, change the policy in force, tell where the stream stands."""
 
 import asyncio
+import math
 import time
 from collections.abc import Sequence
-from concurrent.futures import CancelledError
 
 from fastapi import Request
 
@@ -25,13 +25,13 @@ class Service:
 
     async def answer(self, request: Request, samples: Sequence[Sample], allowed: Allowance | Asked) -> Answers:
         """What the samples of a request got."""
-        start = time.monotonic()
-        deadline = start + 1e-3 * allowed.deadline_ms if allowed.deadline_ms is not None else None
-        job = Job(samples, allowed.budget, **{} if deadline is None else {"deadline": deadline}, came=start)
+        start: float = request.scope["state"]["came"]
+        deadline = math.inf if allowed.deadline_ms is None else start + 1e-3 * allowed.deadline_ms
+        job = Job(samples, allowed.budget, deadline)
         self.worker.offer(job)
         try:
             found = await asyncio.wait_for(asyncio.wrap_future(job.answer), self.limits.timeout)
-        except (TimeoutError, CancelledError) as error:
+        except TimeoutError as error:
             raise Refused(504, f"there was no answer within {self.limits.timeout:g} seconds") from error
         classes = self.network.classes
         told = [
