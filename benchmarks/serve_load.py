@@ -67,6 +67,7 @@ def prepare(state: Path, data: Path, folder: Path) -> None:
 
 def write_policies(labelled: HeadOutputs, costs: Costs, folder: Path) -> None:
     """The dense policy, and the cheapest of a stream that loses little on the labelled table."""
+    assert labelled.labels is not None  # as recorded
     last = labelled.num_exits - 1
     ExitAt(
         costs=(costs.plain,),

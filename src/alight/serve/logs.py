@@ -6,7 +6,7 @@ import time
 from typing import Any
 
 LOGGER = logging.getLogger("alight.serve")
-OTHERS = ("uvicorn", "uvicorn.error", "uvicorn.access", "fastapi")
+OTHERS = ("uvicorn", "uvicorn.error", "uvicorn.access", "fastapi", "python_multipart", "PIL")
 
 
 def event(name: str, level: int = logging.INFO, **values: Any) -> None:
@@ -46,4 +46,4 @@ def log_in_lines(level: str) -> None:
     for name in (LOGGER.name, *OTHERS):
         logger = logging.getLogger(name)
         logger.handlers, logger.propagate = [handler], False
-        logger.setLevel(level.upper() if name == LOGGER.name else logging.WARNING)
+        logger.setLevel(level.upper() if name == LOGGER.name else logging.ERROR)

@@ -58,7 +58,7 @@ class Network:
         """Samples as one batch."""
         if self.texts:
             return self.texts([str(sample) for sample in samples])
-        return np.concatenate(samples)  # type: ignore[arg-type]  # which are arrays
+        return np.concatenate(samples)
 
 
 def load_network(

@@ -1,0 +1,93 @@
+"""Puts the service's tables of results/ into docs/deploy.md, each between its markers.
+
+python benchmarks/serve_page.py
+"""
+
+import csv
+import io
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from alight.files import write_text
+
+ROOT = Path(__file__).parent.parent
+PAGE = ROOT / "docs" / "deploy.md"
+NAMES = {"dense": "dense", "early": "early exit"}
+Row = dict[str, str]
+
+
+def load(rows: Sequence[Row]) -> list[list[str]]:
+    """Latency, accuracy and spend of both services at every load."""
+    lines = [["load", "requests a second", "service", "median", "99th percentile", "accuracy", "spend", "answered"]]
+    for row in rows:
+        latency = [f"{float(row[name]):,.0f} ms" for name in ("p50_ms", "p99_ms")]
+        shares = [f"{float(row['accuracy']):.1%}", f"{float(row['spend']):.1%}"]
+        answered = f"{row['answered']} of {row['requests']}"
+        rate = [f"{float(row['load']):.0%}", f"{float(row['rate']):.1f}"]
+        lines.append([*rate, NAMES[row["service"]], *latency, *shares, answered])
+    return lines
+
+
+def load_note(rows: Sequence[Row]) -> str:
+    """What the table was made with."""
+    capacities = {NAMES[row["service"]]: f"{float(row['capacity']):.0f}" for row in rows}
+    told = ", ".join(f"{name} {capacity}" for name, capacity in capacities.items())
+    first = rows[0]
+    return (
+        f"Images a second at most: {told}. Spend is of the plain network's FLOPs. Batches of up to"
+        f" {first['batch_size']}, a wait of {first['max_wait_ms']} ms, {float(first['seconds']):.0f} seconds a load."
+    )
+
+
+def faults(rows: Sequence[Row]) -> list[list[str]]:
+    """Statuses of malformed requests."""
+    lines = [["kind", "requests", "statuses", "other than 4xx"]]
+    for row in rows:
+        statuses = ", ".join(f"{number} × {status}" for status, number in _pairs(row["statuses"]))
+        lines.append([row["kind"], f"{int(row['requests']):,}", statuses, row["not_4xx"]])
+    total = sum(int(row["requests"]) for row in rows)
+    return [*lines, ["all", f"{total:,}", "", str(sum(int(row["not_4xx"]) for row in rows))]]
+
+
+def faults_note(rows: Sequence[Row]) -> str:
+    """What became of the service."""
+    first, last = (float(rows[0][f"memory_mib_{moment}"]) for moment in ("first", "last"))
+    ready = "ready" if rows[0]["ready_after"] == "True" else "not ready"
+    return (
+        f"Memory was {first:.0f} MiB after the first thousand and {last:.0f} MiB in the end; the service was {ready}."
+    )
+
+
+Shown = tuple[str, Callable[[Sequence[Row]], list[list[str]]], Callable[[Sequence[Row]], str]]
+TABLES: dict[str, Shown] = {  # by marker: the file, what is shown, and what is said below
+    "serve faults": ("serve_faults", faults, faults_note),
+    "serve load": ("serve_load", load, load_note),
+}
+
+
+def page(text: str) -> str:
+    """The page with its tables."""
+    for marker, (name, shown, note) in TABLES.items():
+        rows = list(csv.DictReader(io.StringIO((ROOT / f"results/{name}.csv").read_text())))
+        start, end = f"<!-- {marker} -->\n", f"<!-- end of {marker} -->"
+        before, found, rest = text.partition(start)
+        if not found or end not in rest:
+            raise SystemExit(f"{PAGE.name} has no place {start.strip()} ... {end}: make one")
+        said = f"\n{note(rows)} Run on {rows[0]['date']} at {rows[0]['commit']}: {rows[0]['hardware']};"
+        made = _markdown(shown(rows)) + said + f" {rows[0]['versions']}.\n"
+        text = before + start + made + end + rest.partition(end)[2]
+    return text
+
+
+def _pairs(statuses: str) -> list[list[str]]:
+    return [part.split(":") for part in statuses.split()]
+
+
+def _markdown(lines: Sequence[Sequence[str]]) -> str:
+    head, *body = lines
+    rows = [head, ["---"] * len(head), *body]
+    return "".join("| " + " | ".join(row) + " |\n" for row in rows)
+
+
+if __name__ == "__main__":
+    write_text(PAGE, page(PAGE.read_text()))

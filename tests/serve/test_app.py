@@ -1,0 +1,250 @@
+"""Over HTTP come the decisions of the predictor, within every limit, and what is wrong is told by its place."""
+
+import io
+import json
+import logging
+import re
+import threading
+
+import numpy as np
+import pytest
+from fastapi.testclient import TestClient
+from PIL import Image
+from served import application, folder, in_base64, model, pixels, png
+
+from alight import Predictor, load_policy
+from alight.serve.logs import LOGGER, Lines
+
+TOKEN = "a-token-of-many-letters"
+JSON = {"Content-Type": "application/json"}
+
+
+@pytest.fixture(scope="module")
+def client():
+    with TestClient(application("plain", body=200_000, pixels=10_000, batch=8)) as made:
+        yield made
+
+
+def ask(client, **body):
+    return client.post("/predict", json=body)
+
+
+def test_labels_exits_costs_and_probabilities_are_those_of_the_predictor(client):
+    pictures = pixels(48)
+    policy = load_policy(folder() / "plain.json")
+    expected = Predictor(model(), policy, probabilities=True)(pictures[:, None])
+    found = []
+    for start in range(0, 48, 8):
+        part = pictures[start : start + 8]
+        if start % 16:
+            answer = ask(client, images=[in_base64(picture) for picture in part])
+        else:
+            answer = client.post("/predict/files", files=[("images", png(picture)) for picture in part])
+        assert answer.status_code == 200
+        assert answer.json()["unit"] == "FLOPs"
+        found += answer.json()["answers"]
+    assert [each["index"] for each in found] == expected.predictions.tolist()
+    assert [each["exit"] for each in found] == expected.exits.tolist()
+    assert [each["cost"] for each in found] == expected.spent.tolist()
+    assert np.allclose([each["probability"] for each in found], expected.probabilities, atol=1e-5)
+    assert len(set(expected.exits.tolist())) > 1
+    arrays = [((picture / 255 - 0.305) / 0.376)[None].tolist() for picture in pictures[:8]]
+    assert [each["exit"] for each in ask(client, arrays=arrays).json()["answers"]] == expected.exits[:8].tolist()
+
+
+def test_a_request_may_ask_for_less(client):
+    policy = load_policy(folder() / "plain.json")
+    images = [in_base64(picture) for picture in pixels(8)]
+    for budget in (policy.costs[0], f"{100 * policy.costs[1] / policy.costs[-1] + 0.1}%"):
+        answers = ask(client, images=images, budget=budget).json()["answers"]
+        assert {each["cost"] for each in answers} <= set(policy.costs[: 1 + isinstance(budget, str)])
+    refused = ask(client, images=images, budget=1.0)
+    assert refused.status_code == 422
+    assert "below the cheapest exit" in refused.json()["error"]
+    late = ask(client, images=images, deadline_ms=1e-3)
+    assert late.status_code == 504
+    assert "no exit is left in time" in late.json()["error"]
+    budget = f"{policy.costs[0] / 1e6 + 1e-3} MFLOPs"
+    files = {"files": [("images", png(pixels(1)[0]))], "data": {"budget": budget, "deadline_ms": "30000"}}
+    assert client.post("/predict/files", **files).json()["answers"][0]["exit"] == 0
+
+
+WRONG = [
+    ({"images": ["no base64!"]}, 422, "image 0: no base64"),
+    ({"images": [in_base64(np.zeros((8, 8), np.uint8))[:-40]]}, 422, "image 0: no"),
+    ({"images": [in_base64(np.zeros((300, 300), np.uint8))]}, 413, "image 0: 300 x 300 pixels"),
+    ({"images": [in_base64(np.zeros((8, 8), np.uint8)), "Zm9v"]}, 422, "image 1: no whole image"),
+    ({"images": []}, 422, "no image: send at least one"),
+    ({"images": ["Zm9v"] * 9}, 413, "9 images in one request, and at most 8"),
+    ({"arrays": [[1, 2]]}, 422, "array 0: shape (2,), and the network takes (1, 8, 8)"),
+    ({"arrays": [[[[0] * 8] * 7 + [["x"] * 8]]]}, 422, "array 0: no array of numbers"),
+    ({"arrays": [[[[0] * 8] * 7 + [[0] * 7]]]}, 422, "array 0: no array of numbers"),
+    ({"arrays": [[[[0.0] * 8] * 8], [[[0.0] * 8] * 7 + [[1e30] * 8]]]}, 422, "array 1: 8 numbers that are NaN"),
+    ({"arrays": [[[[None] * 8] * 8]]}, 422, "array 0: "),
+    ({"texts": ["hello"]}, 422, "takes images, not texts"),
+    ({}, 422, "give one of images, arrays and texts"),
+    ({"images": ["Zm9v"], "texts": ["a"]}, 422, "images and texts"),
+    ({"images": ["Zm9v"], "budget": -1}, 422, "budget"),
+    ({"images": [in_base64(np.zeros((8, 8), np.uint8))], "budget": "much"}, 422, "budget 'much' is no number"),
+    ({"images": ["Zm9v"], "deadline_ms": "soon"}, 422, "deadline_ms"),
+    ({"images": ["Zm9v"], "colour": "red"}, 422, "colour"),
+]
+
+
+@pytest.mark.parametrize(("body", "status", "told"), WRONG, ids=[told for _, _, told in WRONG])
+def test_what_cannot_be_used_is_told(client, body, status, told):
+    answer = ask(client, **body)
+    assert answer.status_code == status
+    assert told in answer.json()["error"]
+
+
+def test_nan_is_told_by_its_place(client):
+    array = np.zeros((1, 8, 8)).tolist()
+    array[0][2][3] = float("nan")
+    content = json.dumps({"arrays": [np.zeros((1, 8, 8)).tolist(), array]})
+    answer = client.post("/predict", content=content, headers=JSON)
+    assert answer.status_code == 422
+    assert "array 1: 1 numbers that are NaN, infinite or beyond 1e+06, the first at [0, 2, 3]" in answer.json()["error"]
+
+
+def test_no_more_of_a_body_is_read_than_may_be(client):
+    def endless():
+        for _ in range(100):
+            yield b" " * 10_000
+
+    sized = client.post("/predict", content=b" " * 300_000, headers=JSON)
+    streamed = client.post("/predict", content=endless(), headers=JSON)
+    assert (sized.status_code, streamed.status_code) == (413, 413)
+    assert "at most 200,000 bytes" in streamed.json()["error"]
+
+
+def test_a_small_file_of_many_pixels_is_not_unpacked(client):
+    bomb = io.BytesIO()
+    Image.new("1", (20_000, 20_000)).save(bomb, "PNG")
+    answer = client.post("/predict/files", files={"images": bomb.getvalue()})
+    assert (len(bomb.getvalue()) < 100_000, answer.status_code) == (True, 413)
+    assert "pixels" in answer.json()["error"]
+
+
+def test_a_thin_picture_that_resizing_would_blow_up_is_not_resized(client):
+    thin = io.BytesIO()
+    Image.new("L", (9_000, 1)).save(thin, "PNG")  # 8 x 72,000 once it is 8 high
+    answer = client.post("/predict/files", files={"images": thin.getvalue()})
+    assert answer.status_code == 413
+    assert "9000 x 1 pixels, and at most 10,000 are taken, resized ones too" in answer.json()["error"]
+
+
+@pytest.mark.parametrize(
+    ("path", "content", "kind", "status"),
+    [
+        ("/predict", b"{", "application/json", 422),
+        ("/predict", b"[" * 100_000, "application/json", 422),
+        ("/predict", b"\xff\xfe", "application/json", 422),
+        ("/predict", b"{}", "text/plain", 415),
+        ("/predict/files", b"nonsense", "multipart/form-data", 400),
+        ("/predict/files", b"nonsense", "multipart/form-data; boundary=x", 400),
+        ("/predict/files", b"{}", "application/json", 415),
+        ("/budget", b"{}", "application/json", 405),
+        ("/nowhere", b"{}", "application/json", 404),
+    ],
+)
+def test_what_is_no_request_is_refused(client, path, content, kind, status):
+    answer = client.post(path, content=content, headers={"Content-Type": kind})
+    assert answer.status_code == status
+    assert answer.json()["error"]
+
+
+def test_a_token_is_asked_of_all_but_probes_and_the_page():
+    with TestClient(application(token=TOKEN)) as client:
+        body = {"images": [in_base64(pixels(1)[0])]}
+        for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": f"Basic {TOKEN}"}):
+            answer = client.post("/predict", json=body, headers=headers)
+            assert answer.status_code == 401
+            assert answer.headers["WWW-Authenticate"] == "Bearer"
+            assert client.get("/metrics", headers=headers).status_code == 401
+        assert [client.get(path).status_code for path in ("/", "/healthz", "/readyz")] == [200] * 3
+        good = client.post("/predict", json=body, headers={"Authorization": f"Bearer {TOKEN}"})
+        assert good.status_code == 200
+
+
+def test_metrics_and_status_count_what_was_done():
+    with TestClient(application("dear", "cheap")) as client:
+        for _ in range(5):
+            assert ask(client, images=[in_base64(picture) for picture in pixels(8)]).status_code == 200
+        status, metrics = client.get("/status").json(), client.get("/metrics").text
+    assert status["samples"] == 40 == sum(each["samples"] for each in status["exits"])
+    assert status["allowed"] == pytest.approx(40 * status["budget"])
+    spent = sum(each["samples"] * each["cost"] for each in status["exits"])
+    assert status["spent"] == pytest.approx(spent)
+    for line in (
+        'alight_requests_total{path="/predict",status="200"} 5.0',
+        "alight_batch_samples_count 5.0",
+        "alight_drift_alarm 0.0",
+        "alight_queue_samples 0.0",
+        'alight_request_seconds_count{path="/predict"} 5.0',
+    ):
+        assert line in metrics
+    told = float(re.search(r"^alight_spent_total (.*)$", metrics, re.MULTILINE)[1])
+    assert told == pytest.approx(spent)
+
+
+def test_the_budget_changes_between_calibrated_policies_and_no_others():
+    with TestClient(application("dear", "cheap")) as client:
+        before = client.get("/budget").json()
+        budgets = {each["name"]: each["budget"] for each in before["policies"]}
+        assert before["policy"] == "dear"
+        assert {each["contract"] for each in before["policies"]} == {"stream"}
+        for body, name in (({"policy": "cheap"}, "cheap"), ({"budget": "90%"}, "dear"), ({"budget": "45%"}, "cheap")):
+            assert client.put("/budget", json=body).json()["policy"] == name
+            answer = ask(client, images=[in_base64(pixels(1)[0])]).json()
+            assert (answer["policy"], answer["budget"]) == (name, budgets[name])
+        for body in ({"policy": "none"}, {"budget": "1%"}, {"budget": "much"}, {}, {"policy": "dear", "budget": 1.0}):
+            answer = client.put("/budget", json=body)
+            assert answer.status_code == 422, body
+            assert client.get("/budget").json()["policy"] == "cheap"
+
+
+def test_a_full_queue_says_when_to_come_again():
+    app = application("plain", queue=8, batch=8, wait=0.5)
+    with TestClient(app) as client:
+        images = [in_base64(picture) for picture in pixels(7)]
+        replies = []
+        threads = [threading.Thread(target=lambda: replies.append(ask(client, images=images))) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        statuses = sorted(reply.status_code for reply in replies)
+        assert statuses[0] == 200
+        assert statuses[-1] == 429
+        refused = [reply for reply in replies if reply.status_code == 429]
+        assert all(int(reply.headers["Retry-After"]) >= 1 for reply in refused)
+
+
+def test_every_request_is_one_line_of_json_that_names_it(client):
+    lines = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(json.loads(Lines().format(record)))
+    LOGGER.addHandler(handler)
+    LOGGER.setLevel("INFO")
+    try:
+        answer = client.post("/predict", json={"images": [in_base64(pixels(1)[0])]}, headers={"X-Request-ID": "mine-1"})
+        client.get("/status", headers={"X-Request-ID": "not one\tword"})
+        refused = client.post("/predict", content=b"", headers={"X-Request-ID": "x" * 500})
+    finally:
+        LOGGER.removeHandler(handler)
+    assert answer.headers["X-Request-ID"] == "mine-1"
+    assert len(refused.headers["X-Request-ID"]) == 16
+    first, second = lines
+    assert (first["event"], first["id"], first["status"], first["samples"]) == ("request", "mine-1", 200, 1)
+    assert (second["status"], second["path"]) == (415, "/predict")
+
+
+def test_openapi_tells_of_every_endpoint_and_status(client):
+    told = client.get("/openapi.json").json()
+    assert set(told["paths"]) == {
+        "/predict", "/predict/files", "/budget", "/status", "/healthz", "/readyz", "/metrics",
+    }  # fmt: skip
+    assert {"200", "401", "408", "413", "415", "422", "429", "503", "504"} <= set(
+        told["paths"]["/predict"]["post"]["responses"]
+    )

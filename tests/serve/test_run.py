@@ -1,0 +1,247 @@
+"""The service as a process: it drains, survives being killed with its promise intact, and fails in one clear line."""
+
+import importlib.util
+import json
+import re
+import shlex
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import httpx2 as httpx
+import numpy as np
+import pytest
+from commands import run
+from processes import service
+from served import folder, in_base64, model, pixels, png
+
+from alight import load_policy, record
+from alight.cli import MISUSED, REFUSED
+from alight.cli.parser import COMMANDS, parser
+from alight.serve.logs import LOGGER
+
+ROOT = Path(__file__).parent.parent.parent
+
+
+@pytest.fixture
+def home(tmp_path):
+    """A folder of its own with the network and its policies."""
+    shutil.copytree(folder(), tmp_path, dirs_exist_ok=True)
+    shutil.copy(tmp_path / "plain.json", tmp_path / "policy.json")
+    return tmp_path
+
+
+@pytest.fixture(autouse=True)
+def _own_handlers():
+    yield
+    for handler in [*LOGGER.handlers]:
+        LOGGER.removeHandler(handler)
+
+
+def test_killed_under_load_and_started_again_it_answers_rightly_and_stays_within_its_bound(home):
+    pictures = pixels(190)
+    table = record(model(), pictures[:, None], progress=False)
+    policy = load_policy(home / "cheap.json")
+    bodies = [{"images": [in_base64(picture)]} for picture in pictures]
+    asked, answers, lock = [0], [], threading.Lock()
+
+    def load(url, first, until):
+        with httpx.Client(timeout=30) as client:
+            index = first
+            while not until.is_set():
+                with lock:
+                    asked[0] += 1
+                try:
+                    reply = client.post(f"{url}/predict", json=bodies[index % len(bodies)])
+                except httpx.TransportError:
+                    return  # it was killed
+                assert reply.status_code == 200
+                with lock:
+                    answers.append((index % len(bodies), reply.json()["answers"][0]))
+                index += 7
+
+    def loaded(made, seconds, end):
+        until = threading.Event()
+        threads = [threading.Thread(target=load, args=(made.url, first, until)) for first in range(6)]
+        for thread in threads:
+            thread.start()
+        time.sleep(seconds)
+        end()
+        until.set()
+        for thread in threads:
+            thread.join()
+
+    line = "model cheap.json --batch-size 8 --state spending.json --log-level warning"
+    for _ in range(2):
+        with service(line.replace("warning", "info"), home) as made:
+            loaded(made, 1.5, lambda made=made: made.stop(signal.SIGKILL))
+        state = json.loads((home / "spending.json").read_text())
+        assert state["ahead"] > 0  # what was to come was in the file before it came
+    with service(line.replace("warning", "info"), home) as made:
+        loaded(made, 1.0, lambda: None)
+        assert made.stop() == 0
+        assert "drained" in [line["event"] for line in made.lines]
+    state = json.loads((home / "spending.json").read_text())
+    assert state["ahead"] == 0
+    assert len(answers) > 50
+    for index, answer in answers:  # every answer is what that exit says of that picture
+        assert answer["index"] == table.predictions[index, answer["exit"]]
+        assert answer["cost"] == policy.costs[answer["exit"]]
+    spent = sum(answer["cost"] for _, answer in answers)
+    assert spent <= asked[0] * policy.budget + policy.costs[-1]
+    owed = state["pace"]["spent"] - state["pace"]["admitted"] * policy.budget
+    assert spent - asked[0] * policy.budget <= owed + 1e-6  # what it believes to owe is no less than what it does
+
+
+def test_sigterm_lets_those_who_wait_have_their_answer(home):
+    (home / "spending.json").unlink(missing_ok=True)
+    with service("model dear.json --max-wait 1500", home) as made:
+        replies = []
+        body = {"images": [in_base64(pixels(1)[0])]}
+        asking = threading.Thread(target=lambda: replies.append(httpx.post(f"{made.url}/predict", json=body)))
+        asking.start()
+        time.sleep(0.5)
+        assert made.stop() == 0
+        asking.join()
+    assert [reply.status_code for reply in replies] == [200]
+    assert json.loads((home / "spending.json").read_text())["pace"]["admitted"] == 1
+    events = [line["event"] for line in made.lines]
+    assert events[-2:] == ["drained", "stopped"]
+
+
+def refused(line, capsys):
+    status, out, err = run(line, capsys)
+    assert (status, out) == (REFUSED, "")
+    return err
+
+
+def test_what_keeps_it_from_starting_is_one_clear_line(home, capsys, monkeypatch):
+    monkeypatch.chdir(home)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        told = refused(f"serve model policy.json --port {port}", capsys)
+    assert told == f"alight: 127.0.0.1:{port}: Address already in use\n"
+    assert refused("serve nowhere policy.json --port 0", capsys) == "alight: there is no folder nowhere\n"
+    told = refused("serve model dear.json --port 0 --state /dev/full", capsys)
+    assert told == "alight: /dev/full: No space left on device\n"
+    status, _, told = run("serve model dear.json --port 0 --state /proc/spending.json", capsys)
+    assert (status, told.count("\n")) in ((MISUSED, 1), (REFUSED, 1))
+    assert "/proc/spending.json" in told
+    assert "16 or more" in refused_with_token("short", capsys, monkeypatch)
+    (home / "same").mkdir()
+    shutil.copy("cheap.json", "same/dear.json")
+    assert "2 policies have 1 names" in refused("serve model dear.json same/dear.json", capsys)
+    content = (home / "model" / "model.safetensors").read_bytes()
+    for broken in (content[:1000], content[:-5] + bytes(5), b""):
+        (home / "model" / "model.safetensors").write_bytes(broken)
+        told = refused("serve model policy.json --port 0", capsys)
+        assert told.count("\n") == 1
+        assert told.startswith("alight: cannot read model")
+
+
+def refused_with_token(token, capsys, monkeypatch):
+    monkeypatch.setenv("ALIGHT_TOKEN", token)
+    told = refused("serve model policy.json --port 0", capsys)
+    monkeypatch.delenv("ALIGHT_TOKEN")
+    return told
+
+
+def fuzzing():
+    spec = importlib.util.spec_from_file_location("serve_fuzz", ROOT / "benchmarks" / "serve_fuzz.py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["serve_fuzz"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.filterwarnings("ignore")  # of what schemathesis does with requests that are wrong on purpose
+def test_the_example_runs_and_malformed_requests_get_nothing_but_4xx(home):
+    example = COMMANDS["serve"].examples[0].removeprefix("serve ").replace("--port 8000", "")
+    fuzz = fuzzing()
+    with service(example, home) as made:
+        port = int(made.url.rpartition(":")[2])
+        found = [*fuzz.from_here(port, 100, seed=1), *fuzz.from_schema(port, 60, seed=1)]
+        warm = fuzz.memory(made.process.pid)
+        found += [*fuzz.from_here(port, 200, seed=2)]
+        assert fuzz.memory(made.process.pid) < 1.1 * warm
+        assert httpx.get(f"{made.url}/healthz").status_code == 200
+        assert made.stop() == 0
+    wrong = [(kind, status) for kind, status in found if not 400 <= status < 500]
+    assert not wrong
+    assert len(found) >= 360
+    assert len({kind for kind, _ in found}) == 12
+    assert not [line for line in made.lines if line["level"] == "error"]
+
+
+EXPORTED = """
+import sys
+from pathlib import Path
+from fastapi.testclient import TestClient
+from alight.serve.limits import Limits
+from alight.serve.network import load_network
+from alight.serve.run import assembled, load_policies
+policies = load_policies([Path("exported/policy.json")])
+network = load_network(Path("exported"), policies, threads=1)
+with TestClient(assembled(network, policies, None, Limits())) as client:
+    print(client.post("/predict", content=Path("body.json").read_bytes(),
+                      headers={"Content-Type": "application/json"}).text)
+assert "torch" not in sys.modules
+"""
+
+
+def test_an_exported_network_is_served_alike_without_torch(home):
+    pytest.importorskip("onnxruntime")
+    from alight import Predictor
+    from alight.export.folder import export_model
+
+    network, policy = model(), load_policy(home / "plain.json")
+    export_model(network, policy, home / "exported")
+    pictures = pixels(32)
+    (home / "body.json").write_text(json.dumps({"images": [in_base64(picture) for picture in pictures]}))
+    done = subprocess.run([sys.executable, "-W", "error", "-c", EXPORTED], cwd=home, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    answers = json.loads(done.stdout)["answers"]
+    expected = Predictor(network, policy, probabilities=True)(pictures[:, None])
+    assert [answer["index"] for answer in answers] == expected.predictions.tolist()
+    assert [answer["exit"] for answer in answers] == expected.exits.tolist()
+    assert np.allclose([answer["probability"] for answer in answers], expected.probabilities, atol=1e-5)
+
+
+def curls():
+    """The lines of docs/deploy.md that ask the service."""
+    page = (ROOT / "docs" / "deploy.md").read_text()
+    return [line.removeprefix("$ ") for line in page.splitlines() if line.startswith("$ curl ")]
+
+
+def test_every_request_on_the_page_about_deployment_is_answered(home):
+    if shutil.which("curl") is None:
+        pytest.skip("curl is not installed")
+    (home / "digit.png").write_bytes(png(pixels(1)[0]))
+    (home / "body.json").write_text(json.dumps({"images": [in_base64(pixels(1)[0])], "budget": "60%"}))
+    with service("model dear.json cheap.json", home) as made:
+        for line in curls():
+            words = shlex.split(line.replace("http://localhost:8000", made.url))
+            done = subprocess.run([*words, "--silent", "--fail"], cwd=home, capture_output=True, text=True)
+            assert done.returncode == 0, (line, done.stdout)
+            assert done.stdout
+        assert httpx.get(f"{made.url}/budget").json()["policy"] == "dear"  # whose budget is not above 70%
+    assert len(curls()) > 9
+
+
+def test_the_manifest_for_kubernetes_fits_the_service():
+    yaml = pytest.importorskip("yaml")
+    page = (ROOT / "docs" / "deploy.md").read_text()
+    (manifest,) = re.findall(r"^```yaml\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)
+    (container,) = yaml.safe_load(manifest)["spec"]["template"]["spec"]["containers"]
+    command, *arguments = container["args"]
+    options = parser().parse_args([command, *(word for word in arguments if not word.startswith("--state"))])
+    assert options.host == "0.0.0.0"
+    assert container["readinessProbe"]["httpGet"]["path"] == container["startupProbe"]["httpGet"]["path"] == "/readyz"
+    assert container["livenessProbe"]["httpGet"]["path"] == "/healthz"
+    assert {"requests", "limits"} == set(container["resources"])
+    assert container["lifecycle"]["preStop"]
