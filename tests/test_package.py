@@ -1,8 +1,10 @@
 """What is installed: light to import, complete, and at work in an empty environment."""
 
+import json
 import os
 import subprocess
 import sys
+import sysconfig
 import tomllib
 import venv
 from pathlib import Path
@@ -37,17 +39,53 @@ def test_the_shipped_recordings_stay_small():
     assert 0 < sum(sizes) <= 1_500_000
 
 
-def test_a_wheel_installed_in_an_empty_environment_runs_the_demo(tmp_path):
-    build = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(tmp_path), str(ROOT)]
+@pytest.fixture(scope="module")
+def elsewhere(tmp_path_factory):
+    """An empty environment with nothing in it but a wheel of this tree and what that asks for."""
+    place = tmp_path_factory.mktemp("elsewhere")
+    build = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(place), str(ROOT)]
     subprocess.run(build, check=True, capture_output=True)
-    (wheel,) = tmp_path.glob("alight-*.whl")
-    venv.create(tmp_path / "elsewhere", with_pip=True)
-    scripts = tmp_path / "elsewhere" / ("Scripts" if os.name == "nt" else "bin")
-    subprocess.run([scripts / "python", "-m", "pip", "install", "--quiet", wheel], check=True, capture_output=True)
+    (wheel,) = place.glob("alight-*.whl")
+    venv.create(place / "venv", with_pip=True)
+    install = [scripts(place) / "python", "-m", "pip", "install", "--quiet", wheel]
+    subprocess.run(install, check=True, capture_output=True)
+    return place
+
+
+def scripts(place):
+    return place / "venv" / ("Scripts" if os.name == "nt" else "bin")
+
+
+def installed_demo(place, *options):
     clean = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    done = subprocess.run([scripts / "alight", "demo"], cwd=tmp_path, env=clean, capture_output=True, text=True)
+    command = [scripts(place) / "alight", "demo", *options]
+    return subprocess.run(command, cwd=place, env=clean, capture_output=True, text=True)
+
+
+def test_a_wheel_in_an_empty_environment_shows_what_it_can_and_says_what_is_missing(elsewhere):
+    done = installed_demo(elsewhere)
     assert done.returncode == 0, done.stderr
-    assert "50%" in done.stdout
-    report = tmp_path / "alight-demo" / "report.html"
-    assert str(report) in done.stdout
+    first, *_, last = done.stdout.splitlines()
+    told = 'torch and safetensors and scikit-learn missing: pip install "alight[torch,learn]"'
+    assert first.endswith(told)
+    assert told in done.stderr
+    report = elsewhere / "alight-demo" / "report.html"
+    assert last.endswith(str(report))
     assert report.stat().st_size > 100_000
+    assert not (elsewhere / "alight-demo" / "digits").exists()
+
+
+def test_a_wheel_beside_torch_runs_the_whole_demo_again_over_the_same_folder(elsewhere):
+    code = "import sysconfig; print(sysconfig.get_path('purelib'))"
+    run = subprocess.run([scripts(elsewhere) / "python", "-c", code], check=True, capture_output=True, text=True)
+    ours = Path(run.stdout.strip()) / "torch_and_more.pth"
+    ours.write_text(sysconfig.get_path("purelib"))  # behind the wheel's own folder, so alight is the wheel's
+    done = installed_demo(elsewhere, "--json", "--quiet")
+    assert (done.returncode, done.stderr) == (0, "")
+    found = json.loads(done.stdout)
+    assert found["missing"] == ""
+    assert found["digits"]["spent"] < 0.55
+    assert found["digits"]["plain"]["accuracy"] > 0.95
+    assert Path(found["folder"]) == elsewhere / "alight-demo"
+    assert '"name":"digits, live"' in Path(found["report"]).read_text()
+    assert {path.name for path in (elsewhere / "alight-demo").iterdir()} == {"cifar100", "digits", "report.html"}
