@@ -66,7 +66,7 @@ def test_a_wheel_in_an_empty_environment_shows_what_it_can_and_says_what_is_miss
     done = installed_demo(elsewhere)
     assert done.returncode == 0, done.stderr
     first, *_, last = done.stdout.splitlines()
-    told = 'torch and safetensors and scikit-learn missing: pip install "alight[torch,learn]"'
+    told = 'not live: torch, safetensors, scikit-learn missing: pip install "alight[torch,learn]"'
     assert first.endswith(told)
     assert told in done.stderr
     report = elsewhere / "alight-demo" / "report.html"

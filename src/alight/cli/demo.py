@@ -31,7 +31,7 @@ def run_demo(options: argparse.Namespace) -> Found:
         networks = {name: network for chapter in chapters for name, network in chapter.networks.items()}
         promises = [promise for chapter in chapters for promise in chapter.promises]
         report = write_report(networks, folder / "report.html", title=TITLE, promises=promises).resolve()
-    rows = {"digits": missing} if missing else {}
+    rows = {"digits": f"not live: {missing}"} if missing else {}
     for chapter in chapters:
         rows |= chapter.rows()
     rows |= {"report": str(report)} | ({} if missing else {"go on": _next(folder / "digits")})
@@ -43,7 +43,7 @@ def run_demo(options: argparse.Namespace) -> Found:
 def _live(say: Say, missing: str, progress: bool) -> list[Chapter]:
     """The chapter that needs torch and scikit-learn, where both are there."""
     if missing:
-        say(f"no digits live: {missing}")
+        say(f"digits are not live: {missing}")
         return []
     say("loading PyTorch and scikit-learn")
     from alight.cli.live import run_live

@@ -58,5 +58,5 @@ def missing_for(*extras: str) -> str:
     missing = {name: [p for module, p in EXTRAS[name].packages.items() if find_spec(module) is None] for name in extras}
     if not any(missing.values()):
         return ""
-    packages = " and ".join(package for each in missing.values() for package in each)
+    packages = ", ".join(package for each in missing.values() for package in each)
     return f'{packages} missing: pip install "alight[{",".join(name for name in extras if missing[name])}]"'
