@@ -14,20 +14,17 @@ import io
 import json
 import socket
 import struct
-import subprocess
-import sys
-import tempfile
 import time
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from PIL import Image
+from service_process import served
 
 from alight.files import write_rows
 from alight.provenance import provenance
@@ -242,41 +239,6 @@ def memory(pid: int) -> float:
     return next(int(line.split()[1]) / 1024 for line in lines if line.startswith("VmRSS"))
 
 
-@contextmanager
-def served(folder: Path, policy: Path) -> Iterator[tuple[int, int]]:
-    """Port and process of a service."""
-    line = [sys.executable, "-m", "alight.cli", "serve", str(folder), str(policy), "--port", "0", "--threads", "1"]
-    with tempfile.TemporaryDirectory() as home:
-        process = subprocess.Popen(line, cwd=home, stderr=subprocess.PIPE, text=True)
-        assert process.stderr is not None  # as asked for
-        try:
-            for told in process.stderr:
-                if '"serving"' in told:
-                    break
-            else:
-                raise SystemExit(f"the service has ended with {process.wait()}")
-            port = int(json.loads(told)["url"].rpartition(":")[2])
-            sink = subprocess.Popen(["tee", "/dev/null"], stdin=process.stderr, stdout=subprocess.DEVNULL)
-            wait(port)
-            yield port, process.pid
-        finally:
-            process.terminate()
-            process.wait()
-            sink.wait()
-
-
-def wait(port: int) -> None:
-    """Until the service answers."""
-    for _ in range(600):
-        try:
-            if sent(port, b"GET /readyz HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n") == 200:
-                return
-        except OSError:
-            pass
-        time.sleep(0.1)
-    raise SystemExit("the service is not ready after a minute")
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
@@ -287,7 +249,7 @@ def main() -> None:
     options = parser.parse_args()
     schema = int(FROM_SCHEMA * options.requests)
     statuses: dict[str, Counter[int]] = {}
-    with served(options.folder.resolve(), options.policy.resolve()) as (port, pid):
+    with served(options.folder, options.policy) as (port, pid):
         start, done, first = time.perf_counter(), 0, memory(pid)
         for source in (
             from_here(port, options.requests - schema, options.seed),

@@ -27,7 +27,7 @@ def folder() -> Path:
     torch.manual_seed(0)
     made = Path(mkdtemp())
     model = zoo.resnet_digits()
-    train_heads(model, loader(800), mode="joint", epochs=2, learning_rate=1e-2, progress=False)
+    train_heads(model, loader(640), mode="joint", epochs=1, learning_rate=1e-2, progress=False)
     model.save(made / "model")
     images, labels = digits()[1].tensors
     pictures = (255 * images[:200]).to(torch.uint8)

@@ -6,6 +6,7 @@ goodbye takes it that all of them came and cost what the bound lets them: the bo
 cannot be written, samples leave at exits that the budget covers on its own, of which nothing has to be remembered.
 """
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -93,7 +94,18 @@ class Book:
     def _write(self, ahead: int) -> None:
         if self.path is not None:
             write_json(self.path, KIND, replace(self.spending, ahead=ahead).to_dict())
+            _keep_names(self.path.resolve().parent)
         self._free = ahead
+
+
+def _keep_names(folder: Path) -> None:
+    """Have the names of a folder on the disk, where that can be asked for: a power cut must not bring back the old."""
+    if os.name == "posix":
+        opened = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(opened)
+        finally:
+            os.close(opened)
 
 
 def resumed(path: Path | None, policies: Mapping[str, Policy]) -> Spending:

@@ -1,0 +1,64 @@
+"""Networks as the service loads them: texts by their tokenizer, and policies that belong together."""
+
+import numpy as np
+import pytest
+import torch
+from fastapi.testclient import TestClient
+from transformers import BertConfig, BertTokenizerFast
+
+from alight import Predictor, from_transformers
+from alight.errors import BadInput
+from alight.policies.policy import ExitAt, Threshold
+from alight.serve.limits import Limits
+from alight.serve.network import check_policies, load_network
+from alight.serve.run import assembled
+
+WORDS = "[PAD] [UNK] [CLS] [SEP] [MASK] bread soup train hotel song the a".split()
+TEXTS = ["the bread", "a soup the train a hotel", "song", "", "unknown words " * 50]
+SIZES = {"hidden_size": 16, "num_attention_heads": 2, "num_hidden_layers": 3, "intermediate_size": 32}
+
+
+@pytest.fixture
+def folder(tmp_path):
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    model = from_transformers(BertConfig(vocab_size=len(WORDS), **SIZES), num_classes=3, count=2)
+    model.save(tmp_path)
+    (tmp_path / "words.txt").write_text("\n".join(WORDS))
+    BertTokenizerFast(vocab_file=str(tmp_path / "words.txt")).save_pretrained(tmp_path / "tokenizer")
+    return tmp_path, model
+
+
+def test_texts_get_the_decisions_of_the_predictor(folder):
+    home, model = folder
+    policy = Threshold(thresholds=(0.05,) * (model.num_exits - 1), costs=tuple(range(1, model.num_exits + 1)))
+    network = load_network(home, {"policy": policy}, tokens=16, threads=1)
+    assert network.kind == "texts"
+    batch = {name: torch.as_tensor(part) for name, part in network.texts(TEXTS).items()}
+    assert batch["input_ids"].shape == (5, 16)
+    expected = Predictor(model.eval(), policy, probabilities=True)(batch)
+    with TestClient(assembled(network, {"policy": policy}, None, Limits(tokens=16))) as client:
+        answers = client.post("/predict", json={"texts": TEXTS}).json()["answers"]
+        long = client.post("/predict", json={"texts": ["a" * 20_000]})
+        image = client.post("/predict", json={"images": ["Zm9v"]})
+    assert [each["index"] for each in answers] == expected.predictions.tolist()
+    assert [each["exit"] for each in answers] == expected.exits.tolist()
+    assert np.allclose([each["probability"] for each in answers], expected.probabilities, atol=1e-5)
+    assert (long.status_code, image.status_code) == (413, 422)
+    assert "takes texts, not images" in image.json()["error"]
+
+
+def test_a_text_network_without_a_tokenizer_is_refused(folder, tmp_path):
+    home, _ = folder
+    with pytest.raises(BadInput, match=r"there is no tokenizer in .*nowhere: name one"):
+        load_network(home, {"policy": ExitAt(costs=(1.0,), open_exits=(2,))}, tokenizer=tmp_path / "nowhere")
+
+
+def test_policies_that_do_not_belong_together_are_refused():
+    with pytest.raises(BadInput, match="there is no policy"):
+        check_policies({})
+    flops, seconds = (ExitAt(costs=(1.0,), budget=1.0, unit=unit) for unit in ("FLOPs", "ms"))
+    with pytest.raises(BadInput, match="costs in 'FLOPs' and 'ms'"):
+        check_policies({"a": flops, "b": seconds})
+    with pytest.raises(BadInput, match="each of several needs a budget of its own"):
+        check_policies({"a": flops, "b": flops})
