@@ -60,6 +60,12 @@ def test_figures_need_no_network_and_are_computed_drawn_and_put_on_the_page():
     assert not [command for command in commands if "[dev]" in command]
 
 
+def test_the_site_is_built_strictly_without_torch(tmp_path):
+    commands = planned("docs", f"VENV={tmp_path}/venv", f"TORCH_INDEX={INDEX}")
+    assert position(commands, "pip install", '".[docs]"') < position(commands, "mkdocs build", "--strict")
+    assert not [command for command in commands if "torch" in command]
+
+
 def test_testing_runs_lint_types_and_all_tests():
     commands = planned("test")
     for words in (["ruff", "check"], ["ruff", "format", "--check"], ["mypy"], ["pytest"]):
