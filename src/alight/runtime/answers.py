@@ -24,14 +24,7 @@ def write_answers(
 
     A label is the class's name where `classes` has names, else its index.
     """
-    columns: dict[str, Sequence[Any]] = {
-        "sample": list(names) if names is not None else list(range(len(decisions))),
-        "label": [classes[index] if classes else index for index in decisions.predictions.tolist()],
-        "exit": decisions.exits.tolist(),
-        f"cost_{unit}" if unit else "cost": decisions.spent.tolist(),
-    }
-    if decisions.probabilities is not None:
-        columns["probability"] = decisions.probabilities.tolist()
+    columns = answer_columns(decisions, names or range(len(decisions)), classes, unit)
     if Path(path).suffix != ".parquet":
         text = io.StringIO()
         writer = csv.writer(text, lineterminator="\n")
@@ -43,3 +36,22 @@ def write_answers(
     except ImportError as error:
         raise BadInput(f"{path} is to be Parquet, which needs pyarrow: pip install pyarrow, or write .csv") from error
     return write_whole(path, lambda file: parquet.write_table(arrow.table(columns), file))
+
+
+def answer_columns(
+    decisions: Decisions, samples: Sequence[Any], classes: Sequence[str] = (), unit: str = ""
+) -> dict[str, list[Any]]:
+    """The columns of a table of answers, each with a cell for every sample.
+
+    >>> answer_columns(Decisions([1], [0], [2.5]), ["a.png"], ["cat", "dog"], "ms")
+    {'sample': ['a.png'], 'label': ['dog'], 'exit': [0], 'cost_ms': [2.5]}
+    """
+    columns = {
+        "sample": list(samples),
+        "label": [classes[index] if classes else index for index in decisions.predictions.tolist()],
+        "exit": decisions.exits.tolist(),
+        f"cost_{unit}" if unit else "cost": decisions.spent.tolist(),
+    }
+    if decisions.probabilities is not None:
+        columns["probability"] = decisions.probabilities.tolist()
+    return columns

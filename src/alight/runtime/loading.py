@@ -56,12 +56,23 @@ def load_data(
     samples, kind = _open(str(where), model, split)
     if not len(samples):  # type: ignore[arg-type]
         raise BadInput(f"{where} has no samples: give data with at least one")
-    collate: Callable[[Sequence[Sample]], Any]
-    if kind == "text":
-        collate = _Texts(model, _tokenizer(tokenizer, where), max_tokens, str(where))
-    else:
-        collate = Images(model, augment, str(where))
+    collate = collation(kind, model, where, augment=augment, tokenizer=tokenizer, max_tokens=max_tokens)
     return DataLoader(samples, batch_size, shuffle=shuffle, collate_fn=collate, num_workers=workers)
+
+
+def collation(
+    kind: str,
+    model: MultiExitModel,
+    where: PathLike,
+    *,
+    augment: bool = False,
+    tokenizer: PathLike | None = None,
+    max_tokens: int = 128,
+) -> Callable[[Sequence[Sample]], Any]:
+    """What makes a batch of samples, "images" or "text", as this network takes them."""
+    if kind == "text":
+        return _Texts(model, _tokenizer(tokenizer, where), max_tokens, str(where))
+    return Images(model, augment, str(where))
 
 
 def example_of(model: MultiExitModel, tokens: int | None = None) -> Any:
@@ -141,7 +152,7 @@ def _folders(path: Path, model: MultiExitModel) -> _Samples:
     files = [(file, name) for name in names for file in sorted((path / name).rglob("*")) if _is_image(file)]
     if not files:
         raise BadInput(f"{path} has no folders with images ({' '.join(SUFFIXES)}): make one folder for each class")
-    indices = _class_indices(names, model, str(path))
+    indices = class_indices(names, model, str(path))
     return _Samples([file for file, _ in files], [indices[name] for _, name in files], _picture)
 
 
@@ -198,12 +209,12 @@ def _lines(path: Path, model: MultiExitModel) -> _Samples:
     if not all(type(label) is int for label in labels):
         if not all(isinstance(label, str) for label in labels):
             raise BadFile(path, "some labels are missing or no names", "give every line a name or an index as label")
-        indices = _class_indices(sorted(set(labels)), model, str(path))
+        indices = class_indices(sorted(set(labels)), model, str(path))
         labels = [indices[label] for label in labels]
     return _Samples(texts, labels)
 
 
-def _class_indices(names: Sequence[str], model: MultiExitModel, where: str) -> dict[str, int]:
+def class_indices(names: Sequence[str], model: MultiExitModel, where: str) -> dict[str, int]:
     """The index of every class: by the network's own names if it has them, by the alphabet if not."""
     if model.classes and (unknown := [name for name in names if name not in model.classes]):
         raise BadInput(f"{where} has a class {unknown[0]!r} that the network does not know: {_some(model.classes)}")
@@ -240,9 +251,14 @@ def _tokenizer(folder: PathLike | None, where: PathLike) -> Any:
 
 
 def _picture(path: Path) -> Any:
+    return picture(path, path)
+
+
+def picture(file: Any, path: PathLike) -> Any:
+    """The picture in a file, opened or by name; `path` is its name in errors."""
     image = _library("PIL.Image", "vision")
     try:
-        with image.open(path) as opened:
+        with image.open(file) as opened:
             opened.load()
             return opened.copy()
     except (OSError, SyntaxError, ValueError) as error:

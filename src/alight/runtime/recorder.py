@@ -81,7 +81,7 @@ def record(
     >>> record(model, [(torch.zeros(5, 4), torch.tensor([0, 1, 2, 0, 1]))], progress=False)
     HeadOutputs(5 samples, 2 exits, score 'margin', labelled)
     """
-    asked = _Asked(model, score, features, log_probabilities, device, dtype, channels_last, compile)
+    asked = Recorder(model, score, features, log_probabilities, device, dtype, channels_last, compile)
     with threads(num_threads), ThreadPoolExecutor(1) as aside:
         own = aside.submit(_fingerprint, asked.model, _beside(asked.device))
         parts = [*asked.tables(in_batches(loader, model, batch_size), progress)]
@@ -113,7 +113,7 @@ def record_to(
     >>> print(record_to(f"{tempfile.mkdtemp()}/outputs.npz", model, torch.zeros(5, 4), progress=False).num_samples)
     5
     """
-    asked = _Asked(model, score, features, log_probabilities, device, dtype, channels_last, compile)
+    asked = Recorder(model, score, features, log_probabilities, device, dtype, channels_last, compile)
     right, labelled = np.zeros(model.num_exits), False
     with GrowingArrays(path) as growing, threads(num_threads), ThreadPoolExecutor(1) as aside:
         own = aside.submit(_fingerprint, asked.model, _beside(asked.device))
@@ -158,19 +158,24 @@ class _Heads(nn.Module):
         return side_by_side(told(wide, self.columns)), shapes[0][1]
 
 
-class _Asked:
-    """A network made ready to be asked, and what it is asked for."""
+class Recorder:
+    """A network made ready to be asked, and what it is asked for: what `record` makes, for those who ask it often.
+
+    >>> model = MultiExitModel([nn.Linear(4, 8), nn.Linear(8, 8)], [nn.Linear(8, 3), nn.Linear(8, 3)])
+    >>> [len(table) for table in Recorder(model).tables([torch.zeros(5, 4), torch.zeros(2, 4)], progress=False)]
+    [5, 2]
+    """
 
     def __init__(
         self,
         model: MultiExitModel,
-        score: str,
-        features: Iterable[str],
-        log_probabilities: bool,
-        device: str | torch.device | None,
-        dtype: str | torch.dtype | None,
-        channels_last: bool,
-        compile: bool,  # noqa: A002
+        score: str = "margin",
+        features: Iterable[str] = (),
+        log_probabilities: bool = False,
+        device: str | torch.device | None = None,
+        dtype: str | torch.dtype | None = None,
+        channels_last: bool = False,
+        compile: bool = False,  # noqa: A002
     ) -> None:
         if not isinstance(model, MultiExitModel):
             raise BadInput(f"a {type(model).__name__} has no exits yet: attach_heads makes a MultiExitModel of it")
