@@ -15,14 +15,15 @@ PLAN, MANIFEST = "plan.json", "manifest.json"  # what is to be done, and that it
 
 @dataclass(frozen=True)
 class Scores:
-    """Scores of all samples in their order, block by block."""
+    """Scores of all samples in their order, block by block, from files that were found to be good."""
 
     paths: tuple[Path, ...]
-    score: str
+    array: str  # its name in a file
 
     def __iter__(self) -> Iterator[Floats]:
         for path in self.paths:
-            yield HeadOutputs.load(path, log_probabilities=False).column(self.score)
+            with np.load(path, allow_pickle=False) as file:
+                yield file[self.array]
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,6 +49,7 @@ class PartitionedOutputs:
     score: str
     fingerprint: str
     is_labelled: bool
+    scores: Scores
     right: Floats  # samples that each exit is right about
 
     @classmethod
@@ -57,7 +59,7 @@ class PartitionedOutputs:
         sizes, right, kinds = [], np.zeros(0), {}
         for path in paths:
             part = HeadOutputs.load(path, log_probabilities=False)
-            part = part.with_score(score) if score else part
+            part.column(score or part.score)  # is there, or that is told
             kinds[part.num_exits, part.score, part.fingerprint, part.is_labelled] = path
             if len(kinds) > 1:
                 first, second = kinds.values()
@@ -65,7 +67,8 @@ class PartitionedOutputs:
             sizes.append(len(part))
             right = part.correct().sum(axis=0) + (right if right.size else 0.0)
         ((num_exits, named, fingerprint, is_labelled),) = kinds
-        return cls(paths, tuple(sizes), num_exits, named, fingerprint, is_labelled, right)
+        scores = Scores(paths, "scores" if score in (None, named) else f"feature_{score}")
+        return cls(paths, tuple(sizes), num_exits, score or named, fingerprint, is_labelled, scores, right)
 
     def __len__(self) -> int:
         return sum(self.sizes)
@@ -74,11 +77,6 @@ class PartitionedOutputs:
         kind = "labelled" if self.is_labelled else "unlabelled"
         parts = f"{len(self)} samples in {len(self.paths)} partitions"
         return f"PartitionedOutputs({parts}, {self.num_exits} exits, score {self.score!r}, {kind})"
-
-    @property
-    def scores(self) -> Scores:
-        """The scores, block by block."""
-        return Scores(self.paths, self.score)
 
     def risks(self) -> Floats:
         """Error rate of each exit alone; without labels, its disagreement with the last exit."""

@@ -42,7 +42,7 @@ def eero(
     """
     if prune:
         own = _prunable(temperature=temperature, prior=prior, spend_all=spend_all, slack=slack, delta=delta)
-        whole = in_memory("prune", labelled), unlabelled and in_memory("prune", unlabelled)
+        whole = in_memory("prune", labelled), None if unlabelled is None else in_memory("prune", unlabelled)
         return pruned(eero, costs, budget, *whole, **own)
     task = PlannedTask.of("eero", costs, budget, labelled, unlabelled)
     plan, settings = _exponential(task, temperature, prior, spend_all)
@@ -74,7 +74,7 @@ def eero_marginal(
     """
     if prune:
         own = _prunable(temperature=temperature, prior=prior, spend_all=spend_all, slack=slack, delta=delta)
-        whole = in_memory("prune", labelled), unlabelled and in_memory("prune", unlabelled)
+        whole = in_memory("prune", labelled), None if unlabelled is None else in_memory("prune", unlabelled)
         return pruned(eero_marginal, costs, budget, *whole, **own)
     task = PlannedTask.of("eero_marginal", costs, budget, labelled, unlabelled)
     plan, settings = _exponential(task, temperature, prior, spend_all)

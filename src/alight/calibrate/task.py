@@ -142,8 +142,7 @@ class PlannedTask:
     ) -> Threshold:
         """The planned rates, met by thresholds on all samples at each exit (the paper)."""
         rates, samples = plan(self.budget), len(self.scored)
-        exact = slack == "exact"
-        ranks = exact_ranks(rates, samples, delta) if exact else marginal_ranks(rates, samples, slack)
+        ranks = exact_ranks(rates, samples, delta) if slack == "exact" else marginal_ranks(rates, samples, slack)
         return self._threshold(
             self._at_ranks(ranks), rates, None, _with_slack(settings, slack, delta) | {"thresholds": "marginal"}
         )
