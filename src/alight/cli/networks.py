@@ -6,6 +6,7 @@ import shutil
 from functools import partial
 from pathlib import Path
 
+from alight.cli.clusters import check_output_file, engine_arguments, output_or_folder, recorded_on_ray
 from alight.cli.command import Command, Found
 from alight.cli.given import check_data, check_name, check_network, new_folder
 from alight.cli.options import (
@@ -116,6 +117,9 @@ def run_record(options: argparse.Namespace) -> Found:
     """Write down what every head says about every sample."""
     distinct(options.data, options.output)
     check_network(options.model)
+    if options.engine == "ray":
+        return recorded_on_ray(options)
+    check_output_file(options)
     check_data(options.data, options.tokenizer)
     from alight.models.folder import load_model
     from alight.runtime.loading import load_data
@@ -214,7 +218,8 @@ def _record_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--features", type=words, default=(), help="further scores to keep, as negative_entropy")
     parser.add_argument("--log-probabilities", action="store_true", help="keep those too, in half precision")
     switch_arguments(parser, allow_mismatch=False)
-    output_option(parser, "outputs.npz")
+    engine_arguments(parser)
+    output_option(parser, "outputs.npz", "with --engine ray a folder", output_or_folder)
 
 
 def _costs_arguments(parser: argparse.ArgumentParser) -> None:
@@ -252,6 +257,7 @@ COMMANDS = (
         (
             "record model validation.npz -o labelled.npz",
             "record model test.npz --features negative_entropy -o test_outputs.npz",
+            "record model validation.npz --engine ray -o partitions",
         ),
     ),
     Command(

@@ -75,10 +75,12 @@ def set_option(parser: argparse.ArgumentParser, what: str) -> None:
     parser.add_argument("--set", metavar="NAME=VALUE", action="append", default=[], help=what)
 
 
-def output_option(parser: argparse.ArgumentParser, default: str | None, what: str = "") -> None:
+def output_option(
+    parser: argparse.ArgumentParser, default: str | None, what: str = "", kind: Callable[[str], str] = output
+) -> None:
     """-o, --output FILE."""
     told = ", ".join(part for part in (what, f"default: {default}" if default else "") if part)
-    parser.add_argument("-o", "--output", metavar="FILE", type=output, default=default, help=told)
+    parser.add_argument("-o", "--output", metavar="FILE", type=kind, default=default, help=told)
 
 
 def device_option(parser: argparse.ArgumentParser) -> None:

@@ -6,6 +6,7 @@ from dataclasses import fields
 from functools import partial
 from typing import Any
 
+from alight.cli.clusters import check_output_file, engine_arguments, output_or_folder, predicted_on_ray
 from alight.cli.command import Command, Found
 from alight.cli.given import check_data, check_network
 from alight.cli.options import count, counts, device_option, distinct, output, output_option
@@ -27,6 +28,9 @@ def run_predict(options: argparse.Namespace) -> Found:
     """Answer every sample under a policy."""
     distinct(options.data, options.policy, options.output)
     check_network(options.model)
+    if options.engine == "ray":
+        return predicted_on_ray(options, load_policy(options.policy))
+    check_output_file(options)
     check_data(options.data, options.tokenizer)
     policy = load_policy(options.policy)
     from alight.models.folder import load_model
@@ -123,7 +127,8 @@ def _figures(measured: Any) -> dict[str, Any]:
 def _predict_arguments(parser: argparse.ArgumentParser) -> None:
     data_arguments(parser, split="test", policy=True)
     switch_arguments(parser)
-    output_option(parser, "answers.csv", ".csv or .parquet")
+    engine_arguments(parser)
+    output_option(parser, "answers.csv", ".csv or .parquet; with --engine ray a folder", output_or_folder)
 
 
 def _plan_arguments(parser: argparse.ArgumentParser) -> None:
@@ -151,7 +156,11 @@ COMMANDS = (
         "predict",
         run_predict,
         _predict_arguments,
-        ("predict model policy.json test.npz -o answers.csv", "predict model policy.json test.npz --json --quiet"),
+        (
+            "predict model policy.json test.npz -o answers.csv",
+            "predict model policy.json test.npz --json --quiet",
+            "predict model policy.json test.npz --engine ray -o answers",
+        ),
     ),
     Command(
         "plan",

@@ -13,11 +13,13 @@ from alight.costs import Costs, as_costs
 from alight.errors import AlightError, BadInput
 from alight.evaluation import sweep, write_points
 from alight.outputs import HeadOutputs
+from alight.partitioned import PartitionedOutputs
 from alight.policies.policy import Policy
 from alight.report import Network, read_images, write_report
 
 TABLES = ("labelled", "unlabelled", "test")
 SLOW = ("genetic", "auto")  # seconds for each budget, so only on request
+UNHELD = ("eero", "eero_marginal")  # methods for which memory need not hold the tables
 
 
 def run_calibrate(options: argparse.Namespace) -> Found:
@@ -65,10 +67,11 @@ def run_report(options: argparse.Namespace) -> Found:
 
 
 def _calibrated(options: argparse.Namespace) -> Policy:
-    labelled, unlabelled = _tables(options, "labelled", "unlabelled")
     distinct(options.labelled, options.output, options.costs)
     method = calibrate.METHODS[options.method]
     own = own_options(method, options.set, progress=not options.quiet)
+    unheld = options.method in UNHELD and options.contract in (None, "batch") and not (options.risk or own.get("prune"))
+    labelled, unlabelled = _tables(options, "labelled", "unlabelled", held=not unheld)
     costs, budget = _costs(options.costs), options.budget
     if options.contract or options.risk:
         promised = {name: getattr(options, name) for name in ("contract", "delta", "risk", "alpha")}
@@ -78,11 +81,14 @@ def _calibrated(options: argparse.Namespace) -> Policy:
     return method(costs, budget, labelled, unlabelled, **own)
 
 
-def _tables(options: argparse.Namespace, *names: str) -> list[Any]:
-    """The tables behind these options; one file given twice is one table, so that methods notice."""
+def _tables(options: argparse.Namespace, *names: str, held: bool = True) -> list[Any]:
+    """The tables behind these options, in memory or not; one given twice is one table, so that methods notice."""
 
     @cache
-    def load(path: Path) -> HeadOutputs:
+    def load(path: Path) -> HeadOutputs | PartitionedOutputs:
+        if path.is_dir():
+            parts = PartitionedOutputs.open(path, options.score)
+            return parts.load() if held else parts
         table = HeadOutputs.load(path)
         return table.with_score(options.score) if options.score else table
 
@@ -140,11 +146,12 @@ def _contract_options(parser: argparse.ArgumentParser, *further: str) -> None:
 
 def _table_arguments(parser: argparse.ArgumentParser, *further: str) -> None:
     parser.add_argument(
-        "labelled", help="recorded outputs with labels (.npz); gives risks, and thresholds too if alone"
+        "labelled",
+        help="recorded outputs with labels, .npz or a folder of partitions; gives risks, and thresholds too if alone",
     )
     for name in further:
         parser.add_argument(name, help=f"recorded outputs of {name} data, with labels (.npz)")
-    parser.add_argument("--unlabelled", metavar="FILE", help="recorded outputs that set the thresholds (.npz)")
+    parser.add_argument("--unlabelled", metavar="FILE", help="recorded outputs that set the thresholds")
     parser.add_argument("--costs", required=True, help="costs.json, or cumulative costs of the exits as 1,2.5,4")
     parser.add_argument("--score", help="another score of the tables than the one they were recorded with")
 
@@ -158,6 +165,7 @@ COMMANDS = (
             "calibrate labelled.npz --costs costs.json --budget 50% -o policy.json",
             "calibrate labelled.npz --costs costs.json --budget 50% --contract probability --delta 0.05",
             "calibrate labelled.npz --costs costs.json --risk excess_error --alpha 0.1",
+            "calibrate partitions --costs costs.json --budget 50% -o policy.json",
         ),
     ),
     Command(
