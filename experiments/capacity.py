@@ -1,12 +1,12 @@
 """A fleet under load, bursts and drift: what is spent, how long answers take, when the alarm is raised.
 
     python experiments/capacity.py               # everything: half an hour on one core
-    python experiments/capacity.py drift         # one part: load, day, burst or drift
+    python experiments/capacity.py drift         # one part: decisions, load, day, burst or drift
 
 One device of the fleet is simulated in full (capacity_queue.py), with times that were measured (capacity_devices.py),
-on images drawn from a recording. `load` finds the rate that one device bears; fleets are sized by it for a billion
-images a day. Writes results/capacity_<part>.csv, a row per device and way to serve, and the same by time to
-results/capacity_<part>_series.csv; docs/scale.md states the figures.
+on images drawn from a recording. `decisions` times the policies alone, on the host; `load` finds the rate that one
+device bears; fleets are sized by it for a billion images a day. Writes results/capacity_<part>.csv, a row per device
+and way to serve, and the same by time to results/capacity_<part>_series.csv; docs/scale.md states the figures.
 """
 
 import sys
@@ -23,7 +23,7 @@ from capacity_devices import DEVICES, RECORDING, Device
 from capacity_queue import DAY, PEAK_HOUR, Burst, Dense, Exits, Served, Serving, Traffic, harder, simulate
 from recorded_cifar100 import RESULTS, load, rows
 
-from alight import HeadOutputs, Policy, calibrate, replay
+from alight import Costs, HeadOutputs, Policy, calibrate, replay
 from alight.files import write_rows
 from alight.provenance import provenance
 
@@ -40,9 +40,10 @@ CERTIFYING = 4000  # unlabelled images of the recording's test set, the others a
 ALARM_RATE = 0.01  # false alarms a day, of the whole fleet
 WINDOW = 1000  # images, of which the dearest in a row are looked for
 BINS = 36  # of a series
+DECIDED = 100  # batches of every size, to time policies
 SECONDS = {  # simulated, of each part; the day is played so much faster that it fits
     "cpu": {"load": 150.0, "day": 1800.0, "burst": 1800.0, "drift": 1800.0},
-    "h200": {"load": 8.0, "day": 90.0, "burst": 60.0, "drift": 60.0},
+    "h200": {"load": 15.0, "day": 120.0, "burst": 90.0, "drift": 90.0},
 }
 DEARER = {"cpu": 1.5, "h200": 1.25}  # drift: times what images cost as calibrated, once it is complete
 BURST = 1.5  # times the peak's rate
@@ -245,6 +246,23 @@ def ahead(spent: Floats, sizes: Integers, budget: float, dearest: float) -> floa
     return float(((np.cumsum(spent)[ends - 1] - ends * budget) / dearest).max())
 
 
+def decisions_part() -> Iterator[tuple[Row, list[Row]]]:
+    """Milliseconds that each policy takes to decide about a batch, of the GPU's costs and size."""
+    own = stream()
+    rng, costs = np.random.default_rng(0), Costs.from_cumulative(np.arange(1.0, own.table.num_exits + 1), "ms")
+    for contract in CONTRACTS.values():
+        policy = calibrate.certify(calibrate.eero, costs, "60%", own.calibration, own.certifying, contract=contract)  # type: ignore[arg-type]
+        for size in (1, 16, 256, 1024):
+            taken = []
+            for _ in range(DECIDED):
+                images = own.table.take(rng.integers(len(own.table), size=size))
+                start = time.perf_counter()
+                replay(policy, images)
+                taken.append(1e3 * (time.perf_counter() - start))
+            low, middle, high = np.quantile(taken, [0.25, 0.5, 0.75]).tolist()
+            yield {"contract": contract, "batch_size": size, "ms": middle, "ms_low": low, "ms_high": high}, []
+
+
 def load_part() -> Iterator[tuple[Row, list[Row]]]:
     for kind in DEVICES:
         for how in ("dense", "stream"):
@@ -267,6 +285,7 @@ def case_part(part: str) -> Iterator[tuple[Row, list[Row]]]:
 
 
 PARTS: dict[str, Callable[[], Iterator[tuple[Row, list[Row]]]]] = {
+    "decisions": decisions_part,
     "load": load_part,
     **{part: (lambda part=part: case_part(part)) for part in ("day", "burst", "drift")},  # type: ignore[misc]
 }

@@ -1,11 +1,12 @@
-"""What a device takes for a batch, from what was measured: two cores that run a ResNet-18, a GPU that runs a ResNet-50.
+"""What a device takes for a batch, from what was measured: a core that runs a ResNet-18, a GPU that runs a ResNet-50.
 
     python experiments/capacity_devices.py       # counts the FLOPs of benchmarked networks: results/capacity_shares.csv
 
 A batch pays a part for itself and a part for each of its images at every stage and head that anyone of it reaches. On
-the two cores every stage and head was timed at seven sizes (capacity_inputs.py). On the GPU whole networks were timed
-(benchmarks/runtime.py), plain and with exits; there an exit that stands at a share f of the FLOPs is taken to stand at
-a share a + (1 - a) f of the time, with the `a` that meets the measured mixes best.
+the core every stage and head was timed at seven sizes (capacity_inputs.py), and so were whole batches: what those took
+beyond is put down to asking at an exit, the same for each. On the GPU whole networks were timed, plain and with exits
+(benchmarks/runtime.py); there an exit that stands at a share f of the FLOPs is taken to stand at a share a + (1 - a) f
+of the time, with the `a` that meets the measured mixes best, and asking takes what a policy takes on the host.
 """
 
 from collections.abc import Sequence
@@ -17,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 from recorded_cifar100 import RESULTS, load, rows
 
-from alight import Costs
+from alight import Costs, Policy, calibrate, replay
 from alight.files import write_rows
 from alight.provenance import provenance
 
@@ -25,8 +26,9 @@ ROOT = Path(__file__).parent.parent
 Floats = npt.NDArray[np.float64]
 Integers = npt.NDArray[np.int64]
 RECORDING = "resnet18_mixed_distilled"
+CORE_SIZE = 16  # images of a batch
 GPU_NETWORK = "resnet50"
-GPU_SIZE, GPU_MODE = 256, "eager"
+GPU_SIZE, GPU_MODE = 1024, "eager"
 MIXES = {"uniform": 1.0, "early": 0.6}  # how many leave at an exit for one who leaves at the exit before: runtime.py
 
 
@@ -60,11 +62,6 @@ class Lines:
         )
         return Costs(stages, heads, "ms")
 
-    def dense(self, count: int) -> float:
-        """Seconds of the plain network for so many images."""
-        fixed = self.stage_fixed.sum() + self.head_fixed[-1]
-        return float(fixed + count * (self.stage_each.sum() + self.head_each[-1]))
-
 
 def line(sizes: Floats, seconds: Floats) -> tuple[float, float]:
     """What a batch and what an image of it takes: the straight line with the least relative errors, neither below 0.
@@ -94,7 +91,10 @@ class Device:
     name: str
     network: str
     lines: Lines
-    lost: float  # times what stages and heads alone would take
+    dense_fixed: float  # seconds of the plain network for a batch
+    dense_each: float  # and for each of its images
+    asking: float  # seconds at every exit that anyone of a batch reaches, beside its stage and head
+    lost: float  # times all that
     batch_size: int  # of a micro-batch, at most
     max_wait: float  # seconds that the first image of a micro-batch waits for others
     queue: int  # images that may wait
@@ -108,18 +108,47 @@ class Device:
     @property
     def dense_per_second(self) -> float:
         """Images a second of the plain network in full batches."""
-        return self.batch_size / self.lines.dense(self.batch_size)
+        return self.batch_size / self.dense_seconds(self.batch_size)
 
     def seconds(self, reached: Integers) -> float:
         """What a batch takes when so many of its images come to each exit."""
-        return self.lost * batch_seconds(reached, self.lines)
+        return self.lost * (batch_seconds(reached, self.lines) + self.asking * int((reached > 0).sum()))
+
+    def dense_seconds(self, count: int) -> float:
+        """What the plain network takes for so many images."""
+        return self.dense_fixed + count * self.dense_each
 
 
-def two_cores() -> Device:
-    """The machine that capacity_inputs.py timed, with the network whose recording is drawn from."""
-    lost = float(np.median([float(row["over_modelled"]) for row in rows(RESULTS / "capacity_batches.csv")]))
-    lines = Lines.of_rows(rows(RESULTS / "capacity_stages.csv"))
-    return Device("two CPU cores", "ResNet-18, 32 px", lines, lost, 64, 0.05, 1024, 1.0)
+def core() -> Device:
+    """The core that capacity_inputs.py timed, with the network whose recording is drawn from."""
+    measured, batches = rows(RESULTS / "capacity_stages.csv"), rows(RESULTS / "capacity_batches.csv")
+    sizes = np.array([float(row["batch_size"]) for row in batches])
+    fixed, each = line(sizes, np.array([float(row["dense_ms"]) for row in batches]) / 1e3)
+    lines = Lines.of_rows(measured)
+    asking = asking_seconds(measured, batches)
+    return Device("CPU core", "ResNet-18, 32 px", lines, fixed, each, asking, 1.0, CORE_SIZE, 0.05, 256, 1.0)
+
+
+def asking_seconds(measured: Sequence[dict[str, str]], batches: Sequence[dict[str, str]]) -> float:
+    """What every exit that anyone of a full batch reaches adds to stages and heads; of a smaller one it is less."""
+    full = next(row for row in batches if row["batch_size"] == str(CORE_SIZE))
+    missing = (float(full["exits_ms"]) - float(full["modelled_ms"])) / 1e3
+    return missing / exits_asked(half_of_the_time(measured), CORE_SIZE)
+
+
+def half_of_the_time(measured: Sequence[Any]) -> Policy:
+    """The policy under which batches were timed: a stream that may take half of the plain network's time."""
+    largest = max(int(row["batch_size"]) for row in measured)
+    own = [row for row in measured if int(row["batch_size"]) == largest]
+    stages, heads = (np.array([float(row[f"{part}_ms"]) for row in own]) / largest for part in ("stage", "head"))
+    given = (Costs(stages, heads, "ms"), "50%", load(RECORDING).calibration)
+    return calibrate.certify(calibrate.eero, *given, contract="stream", spend_all=True)
+
+
+def exits_asked(policy: Policy, batch_size: int, images: int = 1024) -> float:
+    """How many exits anyone of a batch reaches, on average over recorded images."""
+    exits = replay(policy, load(RECORDING).test.take(np.arange(images)), batch_size=batch_size).exits
+    return float(1 + exits.reshape(-1, batch_size).max(axis=1).mean())
 
 
 def h200() -> Device:
@@ -134,10 +163,17 @@ def h200() -> Device:
     heads = np.append(np.full(len(parts) - 1, head_share(measured)), 0.0)
     lines = Lines(parts * fixed, parts * each, heads * fixed, heads * each)
     lost = 1 / float(np.median([float(row["reached"]) for row in measured if row["mix"] in MIXES]))
-    return Device("H200", "ResNet-50, 224 px", lines, lost, GPU_SIZE, 0.005, 16 * GPU_SIZE, 0.1)
+    asking = deciding_seconds("stream", GPU_SIZE) / len(parts)
+    return Device("H200", "ResNet-50, 224 px", lines, fixed, each, asking, lost, GPU_SIZE, 0.02, 8 * GPU_SIZE, 0.25)
 
 
-DEVICES = {"cpu": two_cores, "h200": h200}
+def deciding_seconds(contract: str, batch_size: int) -> float:
+    """What a policy takes on the host to decide about a batch."""
+    found = {(row["contract"], row["batch_size"]): row for row in rows(RESULTS / "capacity_decisions.csv")}
+    return float(found[contract, str(batch_size)]["ms"]) / 1e3
+
+
+DEVICES = {"cpu": core, "h200": h200}
 
 
 def gpu_rows() -> list[dict[str, str]]:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from capacity import BINS
+from capacity import BINS, device_of
 from figure_style import BLACK, BLUE, GREEN, ORANGE, RED, Look, legend_below, panels, save
 from recorded_cifar100 import RESULTS, rows
 
@@ -17,11 +17,11 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 FOLDER = RESULTS.parent / "docs" / "figures"
-KINDS = {"cpu": "two CPU cores, ResNet-18", "h200": "H200, ResNet-50"}
+KINDS = {"cpu": "CPU core, ResNet-18", "h200": "H200, ResNet-50"}
 LOOKS = {
     "dense": Look("plain network", BLACK, "s"),
-    "stream": Look("exits, contract `stream`", BLUE, "o"),
-    "batch": Look("exits, contract `batch`", GREEN, "^"),
+    "stream": Look("exits, contract stream", BLUE, "o"),
+    "batch": Look("exits, contract batch", GREEN, "^"),
     "plain": Look("exits, plain thresholds", RED, "v"),
 }
 Rows = Sequence[dict[str, str]]
@@ -46,9 +46,10 @@ def load() -> "Figure":
             own, look = chosen("load", device=kind, serving=how), LOOKS[how]
             rates = column(own, "per_second")
             panel.plot(rates, column(own, "p99_ms"), color=look.colour, marker=look.marker, label=f"{look.label}: 99 %")
-            panel.plot(rates, column(own, "p50_ms"), color=look.colour, linestyle=":", label=f"{look.label}: half")
+            panel.plot(rates, column(own, "p50_ms"), color=look.colour, linestyle=":", label=f"{look.label}: 50 %")
+        panel.axhline(1e3 * device_of(kind).target, color=ORANGE, linewidth=1, label="asked for")
         panel.set(title=title, xlabel="images a second, of one device", ylabel="answered within, ms", yscale="log")
-    legend_below(figure, own_panels[0], 2)
+    legend_below(figure, own_panels[0])
     return figure
 
 
@@ -70,7 +71,7 @@ def day() -> "Figure":
     for panel in (rate, spent, delay):
         panel.set(xlabel="hour of the day", xticks=range(0, 25, 6))
     rate.set(title="the fleet's load", ylabel="thousand images a second", ylim=(0, None))
-    spent.set(title="spent in half an hour", ylabel="% of the budget")
+    spent.set(title="spent", ylabel="% of the budget")
     delay.set(title="99 % are answered within", ylabel="ms", ylim=(0, None))
     legend_below(figure, delay, 2)
     return figure

@@ -1,6 +1,6 @@
-"""How long a machine takes for a batch, by its size and by where its images leave: what the capacity model is fed with.
+"""How long a core takes for a batch, by its size and by where its images leave: what the capacity model is fed with.
 
-    python experiments/capacity_inputs.py STATE DATA --threads 2         # two minutes on two cores
+    python experiments/capacity_inputs.py STATE DATA      # three minutes
 
 STATE holds results of cifar100_train.py, DATA is CIFAR-100 (see cifar100_data.py). Writes
 
@@ -17,13 +17,12 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from capacity_devices import Lines, batch_seconds
+from capacity_devices import Lines, batch_seconds, half_of_the_time
 from cifar100_data import Batches, read
 from cifar100_train import Job, load_result
-from recorded_cifar100 import load
 from torch import Tensor
 
-from alight import MultiExitModel, Predictor, calibrate
+from alight import MultiExitModel, Predictor
 from alight.files import write_rows
 from alight.models.measure import Timings, time_stages
 from alight.models.multi_exit import advance
@@ -33,7 +32,6 @@ from alight.provenance import provenance
 
 ROOT = Path(__file__).parent.parent
 NETWORK = "resnet18_mixed_distilled"
-BUDGET = "50%"
 SIZES = (1, 2, 4, 8, 16, 32, 64)
 REPEATS = {1: 60, 2: 60, 4: 40, 8: 30, 16: 20, 32: 15, 64: 15}  # passes timed, by the batch's size
 ROUNDS = 7
@@ -97,7 +95,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("state", type=Path)
     parser.add_argument("data", type=Path)
-    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--output", type=Path, default=ROOT / "results")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
@@ -107,11 +105,7 @@ def main() -> None:
     timings = [time_stages(model, images[:size], repeats=REPEATS[size]) for size in SIZES]
     rows = [{**row, **made} for row in stage_rows(timings)]
     write_rows(options.output / "capacity_stages.csv", rows)
-    costs = timings[-1].costs()
-    given = load(NETWORK).calibration
-    policy = calibrate.certify(calibrate.eero, costs, BUDGET, given, contract="stream", spend_all=True)
-    lines = Lines.of_rows(rows)
-    predictor = Predictor(model, policy, batch_size=max(SIZES))
+    predictor, lines = Predictor(model, half_of_the_time(rows), batch_size=max(SIZES)), Lines.of_rows(rows)
     found = [{**row, **made} for row in batch_rows(model, images, lines, predictor)]
     write_rows(options.output / "capacity_batches.csv", found)
     for row in found:

@@ -12,7 +12,17 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 from capacity import BUDGETS, HEADROOM, PEAK, bearable, device_of, devices_for
-from capacity_devices import GPU_NETWORK, GPU_SIZE, first_share, fit_errors, gpu_rows, head_share, mixed_shares
+from capacity_devices import (
+    GPU_NETWORK,
+    GPU_SIZE,
+    exits_asked,
+    first_share,
+    fit_errors,
+    gpu_rows,
+    half_of_the_time,
+    head_share,
+    mixed_shares,
+)
 from capacity_figures import KINDS, LOOKS, chosen, column
 from capacity_queue import DAY
 from recorded_cifar100 import RESULTS, rows
@@ -43,11 +53,9 @@ class Energy:
     rates: Floats
 
     @classmethod
-    def of(cls, network: str, batch_size: int) -> "Energy | None":
-        """As measured, None where it was not."""
-        found = rows(ENERGY) if ENERGY.exists() else []
-        own = [row for row in found if row["model"] == network and row["batch_size"] == str(batch_size)]
-        if not own:
+    def of(cls, network: str) -> "Energy | None":
+        """As measured in the largest batches, None where it was not."""
+        if not (own := metered(network)):
             return None
         own = sorted(own, key=lambda row: float(row["time_share"]))
         parts = (column(own, name) for name in ("time_share", "joules_per_image", "images_per_second"))
@@ -57,6 +65,13 @@ class Energy:
         """Of a day: what idling devices draw, and what images take beyond that."""
         joules, rate = (float(np.interp(share, self.shares, each)) for each in (self.joules, self.rates))
         return (devices * DAY * self.idle + images * (joules - self.idle / rate)) / 3.6e6
+
+
+def metered(network: str) -> Rows:
+    """What was measured of a network's energy, in the largest batches."""
+    found = [row for row in rows(ENERGY) if row["model"] == network] if ENERGY.exists() else []
+    largest = max((int(row["batch_size"]) for row in found), default=0)
+    return [row for row in found if int(row["batch_size"]) == largest]
 
 
 def markdown(header: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
@@ -91,7 +106,7 @@ def inputs() -> str:
 
 def _benchmarked(network: str, title: str, mode: str, own: Rows) -> list[list[str]]:
     """The plain network and the benchmarked mixes, medians over all runs."""
-    energy, shares = Energy.of(network, GPU_SIZE), mixed_shares(network)
+    shares = mixed_shares(network)
     spelled = title if mode == "eager" else f"{title}, compiled"
     dense = float(np.median(column(own, "dense_per_second")))
     found = [("plain network", dense, 1.0, "dense")]
@@ -101,29 +116,27 @@ def _benchmarked(network: str, title: str, mode: str, own: Rows) -> list[list[st
         found.append((f"{share:.0%} of the FLOPs, by lot", rate, speedup, mix))
     lines = []
     for name, rate, speedup, mix in found:
-        joules = _joules(network, mix) if energy and mode == "eager" else "–"
+        joules = _joules(network, mix) if mode == "eager" else "–"
         lines.append(["H200", spelled, str(GPU_SIZE), name, f"{rate:,.0f}", f"{speedup:.2f}", joules])
     return lines
 
 
 def _joules(network: str, mode: str) -> str:
-    wanted = {"model": network, "batch_size": str(GPU_SIZE), "mode": mode}
-    own = [row for row in rows(ENERGY) if wanted.items() <= row.items()]
-    return f"{float(own[0]['joules_per_image']):.4f}" if own else "–"
+    own = [row for row in metered(network) if row["mode"] == mode]
+    return f"{float(own[0]['joules_per_image']):.4f} (batch {own[0]['batch_size']})" if own else "–"
 
 
 def model() -> str:
     """Batches as they were timed, and as straight lines say."""
-    own = rows(RESULTS / "capacity_batches.csv")
-    lines = [
-        [
-            row["batch_size"],
-            *(f"{float(row[name]):.1f} ms" for name in ("dense_ms", "exits_ms", "modelled_ms")),
-            f"{float(row['over_modelled']):.2f}",
-        ]
-        for row in own
-    ]
-    header = ["images", "plain network", "exits, half of the time", "stages and heads alone", "lost: times that"]
+    own, device = rows(RESULTS / "capacity_batches.csv"), device_of("cpu")
+    policy, lines = half_of_the_time(rows(RESULTS / "capacity_stages.csv")), []
+    for row in own:
+        size = int(row["batch_size"])
+        alone = float(row["modelled_ms"])
+        told = [float(row["dense_ms"]), 1e3 * device.dense_seconds(size), float(row["exits_ms"]), alone]
+        told.append(alone + 1e3 * device.asking * exits_asked(policy, size))
+        lines.append([row["batch_size"], *(f"{each:.1f}" for each in told)])
+    header = ["images", "plain network, ms", "modelled", "with exits, ms", "stages and heads alone", "and asking"]
     return f"{markdown(header, lines)}\n\n{made(own[0])}"
 
 
@@ -157,7 +170,7 @@ def capacity() -> str:
                 rate = bearable(kind, how)
                 share = 1.0 if how == "dense" else device.costs.budget(BUDGETS[kind]) / device.costs.plain
                 exact, fleet = images / DAY * PEAK / (HEADROOM * rate), devices_for(images, rate)
-                energy = Energy.of(GPU_NETWORK, GPU_SIZE) if kind == "h200" else None
+                energy = Energy.of(GPU_NETWORK) if kind == "h200" else None
                 power = f"{energy.kilowatt_hours(images, fleet, share):,.1f}" if energy else "–"
                 ingress = images / DAY * PEAK * 3 * PIXELS[kind] ** 2 * 8 / 1e9
                 served = "plain network" if how == "dense" else f"exits, {BUDGETS[kind].replace('%', ' %')} of the time"

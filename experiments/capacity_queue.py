@@ -106,7 +106,7 @@ class Dense:
     def __call__(self, rows: Integers) -> tuple[float, Integers, Floats]:
         """Everyone at the last exit."""
         spent = np.full(len(rows), self.device.costs.plain)
-        return self.device.lines.dense(len(rows)), np.full(len(rows), self.last), spent
+        return self.device.dense_seconds(len(rows)), np.full(len(rows), self.last), spent
 
 
 class Exits:

@@ -5,6 +5,7 @@ import importlib
 import sys
 from itertools import pairwise
 from pathlib import Path
+from xml.etree import ElementTree
 
 import numpy as np
 import pytest
@@ -13,7 +14,15 @@ from alight import HeadOutputs, calibrate
 from alight.policies.route import replay
 
 ROOT = Path(__file__).parent.parent.parent
-NAMES = ("recorded_cifar100", "figure_style", "capacity_devices", "capacity_queue", "capacity")
+NAMES = (
+    "recorded_cifar100",
+    "figure_style",
+    "capacity_devices",
+    "capacity_queue",
+    "capacity",
+    "capacity_figures",
+    "capacity_page",
+)
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +39,8 @@ def tiny_device(scripts, **changed):
     """A device with the recording's eight exits, on which a stage takes as long as any other."""
     devices = scripts["capacity_devices"]
     lines = devices.Lines(*(np.full(8, value) for value in (2e-4, 1e-3, 1e-5, 1e-5)))
-    given = {"lost": 1.0, "batch_size": 16, "max_wait": 0.01, "queue": 64, "target": 0.5}
+    given = {"dense_fixed": 1.6e-3, "dense_each": 8e-3, "asking": 0.0, "lost": 1.0, "batch_size": 16}
+    given |= {"max_wait": 0.01, "queue": 64, "target": 0.5}
     return devices.Device("tiny", "tiny", lines, **given | changed)
 
 
@@ -141,7 +151,11 @@ def test_a_batch_takes_what_the_stages_take_that_anyone_reaches(scripts):
     everyone, nobody = np.full(8, 5), np.array([5, 0, 0, 0, 0, 0, 0, 0])
     assert device.seconds(nobody) == pytest.approx(2.1e-4 + 5 * 1.01e-3)
     assert device.seconds(everyone) == pytest.approx(8 * (2.1e-4 + 5 * 1.01e-3))
-    assert device.lines.dense(5) == pytest.approx(8 * (2e-4 + 5e-3) + 1e-5 + 5e-5)
+    assert device.dense_seconds(5) == pytest.approx(8 * (2e-4 + 5e-3))
+    assert tiny_device(scripts, asking=0.1).seconds(nobody) == pytest.approx(0.1 + device.seconds(nobody))
+    assert tiny_device(scripts, asking=0.1, lost=2.0).seconds(everyone) == pytest.approx(
+        1.6 + 2 * device.seconds(everyone)
+    )
 
 
 def test_straight_lines_are_found_again(scripts):
@@ -157,6 +171,17 @@ def test_straight_lines_are_found_again(scripts):
     assert lines.stage_each == pytest.approx([0.5e-3, 2e-3])
     assert lines.head_fixed == pytest.approx([1e-3, 0])
     assert lines.costs(16).cumulative() == pytest.approx([3 / 16 + 0.5 + 1 / 16, 6 / 16 + 2.5 + 1 / 16])
+
+
+def test_full_batches_of_the_core_take_what_was_measured_and_others_nearly(scripts):
+    devices = scripts["capacity_devices"]
+    core, measured = devices.core(), devices.rows(devices.RESULTS / "capacity_stages.csv")
+    policy = devices.half_of_the_time(measured)
+    for row in devices.rows(devices.RESULTS / "capacity_batches.csv"):
+        size = int(row["batch_size"])
+        modelled = float(row["modelled_ms"]) / 1e3 + core.asking * devices.exits_asked(policy, size)
+        assert core.dense_seconds(size) == pytest.approx(float(row["dense_ms"]) / 1e3, rel=0.1)
+        assert modelled == pytest.approx(float(row["exits_ms"]) / 1e3, rel=1e-6 if size == 16 else 0.25)
 
 
 def test_the_times_of_the_gpu_are_met_within_three_percent(scripts):
@@ -206,3 +231,53 @@ def test_a_policy_that_closes_exits_is_refused(scripts):
     with pytest.raises(SystemExit, match="open all of them"):
         scripts["capacity_queue"].Exits(device, policy, own.table)
     assert isinstance(own.table, HeadOutputs)
+
+
+@pytest.mark.parametrize("how", ["dense", "stream"])
+def test_a_row_computed_anew_is_the_committed_one(scripts, how):
+    found = next(scripts["capacity"].load_rows("cpu", how))
+    expected = scripts["capacity_figures"].chosen("load", device="cpu", serving=how)[0]
+    for name, cell in found.items():
+        if isinstance(cell, float | int):
+            assert cell == pytest.approx(float(expected[name]), rel=1e-3, abs=1e-4), name
+        else:
+            assert cell == expected[name]
+
+
+def test_committed_streams_kept_their_bound_and_plain_thresholds_did_not(scripts):
+    chosen = scripts["capacity_figures"].chosen
+    for part in ("day", "burst", "drift"):
+        for row in chosen(part, serving="stream"):
+            assert float(row["ahead"]) <= 1
+    assert all(row["alarm_images"] for row in chosen("drift", serving="stream"))
+    assert all(float(row["ahead"]) > 1 for row in chosen("drift", serving="plain"))
+
+
+def test_energy_is_what_idles_and_what_images_take_beyond_that(scripts):
+    page = scripts["capacity_page"]
+    shares, joules, rates = np.array([0.5, 1.0]), np.array([0.2, 0.3]), np.array([400.0, 200.0])
+    energy = page.Energy(20.0, shares, joules, rates)
+    assert energy.kilowatt_hours(0, 3, 1.0) == pytest.approx(3 * 0.02 * 24)
+    assert energy.kilowatt_hours(86_400 * 200, 1, 1.0) == pytest.approx(0.3 * 200 * 24 / 1e3)  # busy all day
+    assert energy.kilowatt_hours(3.6e6, 0, 0.75) == pytest.approx(0.25 - 20 / 300)
+
+
+def test_the_page_on_scale_holds_what_results_give(scripts):
+    page = (ROOT / "docs" / "scale.md").read_text()
+    assert scripts["capacity_page"].page(page) == page
+
+
+def test_a_page_without_a_place_for_a_table_is_refused(scripts):
+    with pytest.raises(SystemExit, match="has no place <!-- inputs -->"):
+        scripts["capacity_page"].page("# Scale")
+
+
+def test_figures_of_scale_are_drawn_from_results_alone_shown_and_small(scripts, tmp_path):
+    figures, page = scripts["capacity_figures"], (ROOT / "docs" / "scale.md").read_text()
+    figures.draw(list(figures.FIGURES), tmp_path)
+    for name in figures.FIGURES:
+        drawn = ElementTree.fromstring((tmp_path / f"{name}.svg").read_text())
+        kept = ROOT / "docs" / "figures" / f"{name}.svg"
+        assert drawn.tag.endswith("svg")
+        assert f"(figures/{name}.svg)" in page
+        assert kept.stat().st_size < 80_000
