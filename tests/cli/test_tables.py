@@ -195,3 +195,15 @@ def test_a_policy_file_is_plain_json(folder, capsys):
     content = json.loads((folder / "policy.json").read_text())
     assert content["alight"] == "Policy"
     assert content["schema"] == 1
+
+
+@pytest.mark.parametrize("options", ["", "--method geometric", "--contract batch", "--contract probability"])
+def test_a_folder_of_partitions_gives_the_policy_of_the_whole_table(folder, capsys, options):
+    table = HeadOutputs.load("labelled.npz")
+    Path("partitions").mkdir()
+    for index, rows in enumerate((slice(0, 130), slice(130, 300))):
+        table.take(rows).save(f"partitions/part-0000{index}.npz")
+    for where in ("labelled.npz", "partitions"):
+        status, _, err = run(f"calibrate {where} --costs costs.json --budget 50% {options} -o {where}.json", capsys)
+        assert (status, err) == (0, "")
+    assert load_policy("partitions.json") == load_policy("labelled.npz.json")
