@@ -167,10 +167,11 @@ def _results(
     on_gpu = str(settings.switches.get("device", "cpu")).startswith("cuda")
     cores = settings.switches["num_threads"] or 1
     room = ray.cluster_resources()  # type: ignore[no-untyped-call]
-    count = workers or int(room.get("GPU", 0) if on_gpu else room.get("CPU", 1) // cores)
-    if not count or (on_gpu and not room.get("GPU")):
+    free = int(room.get("GPU", 0) if on_gpu else room.get("CPU", 0) // cores)
+    if not free:
         needs = "a GPU" if on_gpu else f"{cores} cores"
-        raise BadInput(f"a worker needs {needs} and no machine of the cluster has that: see --device, --threads")
+        raise BadInput(f"a worker needs {needs} and the cluster has none to give: see --device and --threads")
+    count = min(workers or free, len(shards))
     network = ray.put(files)
     given = ray.data.from_items(
         [{"shard": pickle.dumps(shard)} for shard in shards], override_num_blocks=min(len(shards), TASKS)
@@ -179,9 +180,8 @@ def _results(
         _Worker,
         fn_constructor_args=(network, settings),
         batch_size=1,
-        compute=ray.data.ActorPoolStrategy(size=min(count, len(shards))),
-        num_cpus=cores,
-        num_gpus=1 if on_gpu else None,
+        compute=ray.data.ActorPoolStrategy(min_size=min(count, free), max_size=count),  # more where the cluster grows
+        **({"num_gpus": 1} if on_gpu else {"num_cpus": cores}),
     )
     with _as_our_own(ray.exceptions.RayError):
         for row in done.iter_rows():
