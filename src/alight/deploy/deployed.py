@@ -101,6 +101,16 @@ class Deployed:
         shown = tqdm(batches, desc="predict", unit="batch", disable=not progress)
         return self._decided((admit(without_labels(batch), self.manifest) for batch in shown), samples)
 
+    def logits(self, inputs: Any) -> list[np.ndarray]:
+        """Logits of every exit that was exported, earliest first, as if nobody left: what a recording is made of."""
+        state: Any = admit(inputs, self.manifest)
+        self._check_inputs(np.arange(len(state[0])), state)
+        found = []
+        for position in range(len(self._stages)):
+            logits, state = self._run(position, state, None)
+            found.append(logits)
+        return found
+
     def _decided(self, given: Iterable[Carried], samples: npt.ArrayLike | None) -> Decisions:
         indices = None if samples is None else _indices(samples)
         found = [self._walked(*numbered) for numbered in self._numbered(given, indices)]
