@@ -1,0 +1,101 @@
+"""Which networks are exported to ONNX, by which of torch's two exporters, and how far the files are from the network.
+
+python benchmarks/export_coverage.py        # about three minutes on one core; writes results/export_coverage.csv
+
+Random weights, small sizes, the first exit and the last of each; files are compared with torch on batches of 1 and 3.
+"""
+
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from alight import MultiExitModel, export_model, from_timm, from_torchvision, from_transformers, zoo
+from alight.deploy.manifest import Manifest
+from alight.export import folder as exporting
+from alight.files import write_rows
+from alight.policies.policy import Threshold
+from alight.provenance import provenance
+
+ROOT = Path(__file__).parent.parent
+WIDTHS = {"hidden_size": 32, "num_attention_heads": 2, "num_hidden_layers": 2, "intermediate_size": 64}
+
+
+def bert(kind: str) -> MultiExitModel:
+    from transformers import AutoConfig
+
+    widths = WIDTHS if kind != "distilbert" else {"dim": 32, "n_heads": 2, "n_layers": 2, "hidden_dim": 64}
+    return from_transformers(AutoConfig.for_model(kind, vocab_size=100, **widths), num_classes=5, count=1)
+
+
+NETWORKS: dict[str, Callable[[], MultiExitModel]] = {
+    "zoo:resnet18_cifar": lambda: zoo.resnet18_cifar(10),
+    "zoo:convnext_cifar": lambda: zoo.convnext_cifar(10),
+    "zoo:msdnet_cifar": lambda: zoo.msdnet_cifar(10, blocks=3, channels=4),
+    "torchvision:resnet18": lambda: from_torchvision("resnet18", num_classes=10, image_size=64, count=1),
+    "torchvision:mobilenet_v3_small": lambda: from_torchvision("mobilenet_v3_small", image_size=64, count=1),
+    "torchvision:efficientnet_b0": lambda: from_torchvision("efficientnet_b0", image_size=64, count=1),
+    "torchvision:densenet121": lambda: from_torchvision("densenet121", image_size=64, count=1),
+    "timm:convnext_atto": lambda: from_timm("convnext_atto", image_size=64, count=1),
+    "timm:vit_tiny_patch16_224": lambda: from_timm("vit_tiny_patch16_224", count=1, depth=4),
+    "timm:swin_tiny_patch4_window7_224": lambda: from_timm(
+        "swin_tiny_patch4_window7_224", count=1, depths=(1, 1, 1, 1)
+    ),
+    "timm:mobilevit_xxs": lambda: from_timm("mobilevit_xxs", image_size=64, count=1),
+    "transformers:bert": lambda: bert("bert"),
+    "transformers:roberta": lambda: bert("roberta"),
+    "transformers:distilbert": lambda: bert("distilbert"),
+    "transformers:mpnet": lambda: bert("mpnet"),
+}
+
+
+def exported(name: str) -> dict[str, str | float | int]:
+    """How one network was exported."""
+    torch.manual_seed(0)
+    model = NETWORKS[name]()
+    opened = (0, model.num_exits - 1)  # large networks have many more
+    rule = Threshold((0.5,), costs=(1.0, 2.0), open_exits=opened, num_exits=model.num_exits)
+    traced, real = [], exporting.write_traced
+
+    def counting(*given: object) -> None:
+        traced.append(given)
+        real(*given)  # type: ignore[arg-type]
+
+    exporting.write_traced = counting
+    begin = time.perf_counter()
+    try:
+        with tempfile.TemporaryDirectory() as temporary:
+            folder = export_model(model, rule, Path(temporary) / "exported")
+            manifest = Manifest.load(folder)
+            lengths = "any" if any(None in each.shape[1:] for each in manifest.inputs) else "fixed"
+            gap, problem = manifest.made_with["largest difference"], ""
+    except Exception as error:
+        gap, problem, lengths = "", " ".join(str(error).split())[:200], ""
+    finally:
+        exporting.write_traced = real
+    return {
+        "network": name,
+        "ok": str(not problem),
+        "stages": len(opened),
+        "by_the_older_exporter": len(traced),
+        "sizes": lengths,
+        "largest_difference": gap,
+        "seconds": time.perf_counter() - begin,
+        "problem": problem,
+    }
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    made = provenance("torch", "torchvision", "timm", "transformers", "onnx", "onnxscript", "onnxruntime", folder=ROOT)
+    rows = []
+    for name in NETWORKS:
+        rows.append({**exported(name), **made})
+        print(", ".join(f"{key} {value}" for key, value in [*rows[-1].items()][:8]), flush=True)
+        write_rows(ROOT / "results/export_coverage.csv", rows)
+
+
+if __name__ == "__main__":
+    main()
