@@ -146,6 +146,7 @@ def test_a_thin_picture_that_resizing_would_blow_up_is_not_resized(client):
         ("/predict/files", b"{}", "application/json", 415),
         ("/budget", b"{}", "application/json", 405),
         ("/nowhere", b"{}", "application/json", 404),
+        ("/predict/", b"{}", "application/json", 404),
     ],
 )
 def test_what_is_no_request_is_refused(client, path, content, kind, status):

@@ -57,6 +57,7 @@ def test_a_picture_is_answered_and_exits_and_spend_move(shown):
     until(tab, "document.getElementById('spending').textContent.includes('of what the budget allows')")
     assert "sure, exit " in tab.text("#answers li")
     assert tab.ask("document.querySelector('#answers img').naturalWidth") == 8
+    until(tab, "document.getElementById('about').textContent.startsWith('3 samples')")
     counts = [int(text) for text in tab.texts("#exits td:nth-child(3)")]
     assert (len(counts), sum(counts)) == (4, 3)
     assert tab.ask("document.getElementById('spent').getBoundingClientRect().width") > 0

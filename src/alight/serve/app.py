@@ -65,7 +65,9 @@ def create_app(network: Network, worker: Worker, limits: Limits, metrics: Metric
         await run_sync(worker.close)
         event("drained", samples=sum(metrics.counts))
 
-    app = FastAPI(title="alight", version=__version__, docs_url=None, redoc_url=None, lifespan=at_work)
+    app = FastAPI(
+        title="alight", version=__version__, docs_url=None, redoc_url=None, lifespan=at_work, redirect_slashes=False
+    )
     app.add_middleware(Guard, limits=limits, metrics=metrics, token=token)
     _predictions(app, service)
     _operations(app, service)
@@ -98,7 +100,7 @@ def _predictions(app: FastAPI, service: Service) -> None:
     async def predict_files(request: Request) -> Answers:
         """Answer images that come as files."""
         _check_kind(request, "multipart/form-data")
-        async with request.form(max_files=limits.batch, max_fields=8, max_part_size=limits.body) as form:
+        async with request.form(max_fields=8, max_part_size=limits.body) as form:
             files = [await part.read() for part in form.getlist("images") if isinstance(part, UploadFile)]
             if len(files) < len(form.getlist("images")) or set(form) - {"images", "budget", "deadline_ms"}:
                 raise Refused(422, "send images as files, and at most budget and deadline_ms beside them")
