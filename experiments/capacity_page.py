@@ -182,11 +182,39 @@ def capacity() -> str:
                         f"{rate:,.0f}",
                         f"{fleet:,} ({exact:,.2f})",
                         power,
-                        f"{ingress:,.2f}",
+                        f"{ingress:.2g}",
                     ]
                 )
     header = ["images a day", "device", "served by", "bears, images a second", "devices (exactly)", "kWh a day"]
     return f"{markdown([*header, 'pixels in at the peak, Gbit/s'], lines)}\n\n{made(chosen('load')[0])}"
+
+
+def short() -> str:
+    """What it comes to for a billion images a day, in words."""
+    said = []
+    for kind, title in KINDS.items():
+        exact = [FLEETS[-1] / DAY * PEAK / (HEADROOM * bearable(kind, how)) for how in ("dense", "stream")]
+        right = [float(chosen("day", device=kind, serving=how)[-1]["accuracy"]) for how in ("dense", "stream")]
+        said.append(
+            f"- **{title}**: a billion images a day need {exact[0]:,.1f} devices with the plain network and"
+            f" {exact[1]:,.1f} with exits at {BUDGETS[kind].replace('%', ' %')} of its time,"
+            f" {1 - exact[1] / exact[0]:.0%} fewer; {right[0]:.1%} and {right[1]:.1%} of the answers are right."
+        )
+    energy, share = Energy.of(GPU_NETWORK), float(BUDGETS["h200"].removesuffix("%")) / 100
+    if energy:
+        joules = [float(np.interp(each, energy.shares, energy.joules)) for each in (1.0, share)]
+        said.append(
+            f"- **Energy**: on the H200 an image takes {1e3 * joules[0]:.1f} mJ, and {1e3 * joules[1]:.1f} mJ at that"
+            f" budget, {1 - joules[1] / joules[0]:.0%} less; an idle device draws {energy.idle:.0f} W all the same."
+        )
+    kept, plain = (chosen("drift", device="cpu", serving=how)[0] for how in ("stream", "plain"))
+    said.append(
+        f"- **Drift** that makes images half as dear again: plain thresholds spend"
+        f" {float(plain['spent_of_budget']):.0%} of the budget over the whole time and refuse"
+        f" {float(plain['refused']):.1%} of the images; `stream` spends {float(kept['spent_of_budget']):.1%}, refuses"
+        f" {float(kept['refused']):.1%}, and rings when images are {float(kept['alarm_dearer']) - 1:.0%} dearer."
+    )
+    return "\n".join(said)
 
 
 def part_table(part: str) -> str:
@@ -239,6 +267,7 @@ def _time(milliseconds: float) -> str:
 
 
 TABLES: dict[str, Callable[[], str]] = {
+    "short": short,
     "inputs": inputs,
     "model": model,
     "gpu": gpu,
