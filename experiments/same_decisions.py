@@ -1,13 +1,14 @@
-"""The same labels and exits from PyTorch and from ONNX, on images and on texts.
+"""The same labels and exits from PyTorch, from ONNX and from the HTTP service, on images and on texts.
 
     python experiments/same_decisions.py --networks STATE --images test.npz --texts FOLDER
 
 STATE holds results of cifar100_train.py, of which resnet18_mixed_distilled-0 is taken with the policy for half of its
 FLOPs; test.npz the test images of CIFAR-100; FOLDER banking77's train.csv and test.csv, on which heads of a frozen
-MiniLM are trained for some minutes. An engine is asked about every sample in batches of 32; a sample that it decides in
-another way is `near` if one of the scores that decided lies within 1e-5 of its threshold, or the two likeliest classes
-of an answer do of each other; others are `different`. `score_gap` is the largest difference of a score, over all exits
-and samples. Writes results/same_decisions.csv. About 4 minutes on one core.
+MiniLM are trained for some minutes. An engine is asked about every sample in batches of 32; the service, with PyTorch
+and with what was exported, in requests of one to eight under way together, as image files and as texts. A sample that
+is decided in another way is `near` if one of the scores that decided lies within 1e-5 of its threshold, or the two
+likeliest classes of an answer do of each other; others are `different`. `score_gap` is the largest difference of a
+score, over all exits and samples. Writes results/same_decisions.csv. About 6 minutes on one core.
 
 Measured (see the CSV for hardware, versions, date and commit): no sample differs, scores by less than 1e-5.
 """
@@ -24,6 +25,7 @@ import numpy as np
 import torch
 from cifar100_train import Job, load_result
 from minilm_exits import LAYERS, _weights, read_banking77
+from served_answers import as_png, ask_service
 
 from alight import (
     Costs,
@@ -41,6 +43,7 @@ from alight import (
     train_heads,
 )
 from alight.files import write_rows, write_text
+from alight.models.layout import WEIGHTS
 from alight.policies.policy import Threshold
 from alight.provenance import provenance
 from alight.runtime.loading import example_of, load_data
@@ -89,7 +92,42 @@ def by_onnx(case: Case) -> Said:
     return Said(deployed.run(case.batches, progress=False), scores)
 
 
-ENGINES: dict[str, Callable[[Case], Said]] = {"torch": by_torch, "onnx": by_onnx}  # the first is what others must equal
+def by_service(case: Case) -> Said:
+    """The HTTP service, with PyTorch."""
+    return Said(served_decisions(case.model.save(case.folder / "model"), case))
+
+
+def by_exported_service(case: Case) -> Said:
+    """The HTTP service, with what was exported."""
+    tokenizer = _weights() if case.model.input_names else None
+    return Said(
+        served_decisions(export_model(case.model, case.policy, case.folder / "served", tokenizer=tokenizer), case)
+    )
+
+
+ENGINES: dict[str, Callable[[Case], Said]] = {  # the first is what others must equal
+    "torch": by_torch,
+    "onnx": by_onnx,
+    "service": by_service,
+    "service, exported": by_exported_service,
+}
+
+
+def served_decisions(network: Path, case: Case) -> Decisions:
+    """What a service of the network decides about the samples."""
+    case.policy.save(case.folder / "policy.json")
+    options = ["--max-tokens", str(MAX_TOKENS), "--no-state"]
+    if case.model.input_names:
+        samples = [json.loads(line)["text"] for line in (case.folder / "test.jsonl").read_text("utf-8").splitlines()]
+        if (network / WEIGHTS).is_file():
+            options += ["--tokenizer", str(_weights())]
+        answers = ask_service(network, case.folder / "policy.json", "texts", samples, options)
+    else:
+        samples = [as_png(image) for batch in case.batches for image in batch]
+        answers = ask_service(network, case.folder / "policy.json", "images", samples, options)
+    names = ("index", "exit", "cost", "probability")
+    labels, exits, spent, chances = ([answer[name] for answer in answers] for name in names)
+    return Decisions(labels, exits, spent, case.policy.num_exits, chances)
 
 
 def images(state: Path, path: Path, folder: Path, count: int = IMAGES) -> Case:
