@@ -17,9 +17,11 @@ Row = dict[str, str]
 
 def same(rows: Sequence[Row]) -> list[list[str]]:
     """How many decisions differ."""
-    lines = [["data", "samples", "exits taken", "other labels", "other exits", "of them near", "not near", "score gap"]]
-    names = ("data", "samples", "exits_taken", "other_labels", "other_exits", "near", "different", "score_gap")
-    return lines + [[row[name] for name in names] for row in rows]
+    counts = ("samples", "exits_taken", "other_labels", "other_exits", "near", "different")
+    gaps = ("score_gap", "probability_gap")
+    names = ("data", "engine", *counts, *gaps)
+    head = ["data", "by", "samples", "exits taken", "other labels", "other exits", "of them near", "not near"]
+    return [[*head, "score gap", "probability gap"], *([row[name] or "–" for name in names] for row in rows)]
 
 
 def speed(rows: Sequence[Row]) -> list[list[str]]:

@@ -58,28 +58,8 @@ def faults_note(rows: Sequence[Row]) -> str:
     )
 
 
-def same(rows: Sequence[Row]) -> list[list[str]]:
-    """How many answers are those of the predictor."""
-    lines = [["data", "service with", "samples", "other labels", "other exits", "of them near a threshold"]]
-    for row in _of_the_service(rows):
-        engine = "onnxruntime" if "exported" in row["engine"] else "PyTorch"
-        lines.append([row["data"], engine, *(row[name] for name in ("samples", "other_labels", "other_exits", "near"))])
-    return lines
-
-
-def same_note(rows: Sequence[Row]) -> str:
-    """How far probabilities differ."""
-    largest = max((row["probability_gap"] for row in _of_the_service(rows)), key=float)
-    return f"Probabilities differ by at most {largest}."
-
-
-def _of_the_service(rows: Sequence[Row]) -> list[Row]:
-    return [row for row in rows if row["engine"].startswith("service")]
-
-
 Shown = tuple[str, Callable[[Sequence[Row]], list[list[str]]], Callable[[Sequence[Row]], str]]
 TABLES: dict[str, Shown] = {  # by marker: the file, what is shown, and what is said below
-    "serve same": ("same_decisions", same, same_note),
     "serve faults": ("serve_faults", faults, faults_note),
     "serve load": ("serve_load", load, load_note),
 }
