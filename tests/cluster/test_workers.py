@@ -60,6 +60,7 @@ def test_texts_of_parquet_are_recorded_as_one_process_does(folder):
     worker = Worker(pack(folder / "model"), settings)
     done = worker({"shard": [pickle.dumps(shard) for shard in data.shards]})
     assert done["index"] == [0, 1, 2]
+    assert done["error"] == ["", "", ""]
     assert [json.loads(summary)["rows"] for summary in done["summary"]] == [16, 16, 8]
     table = HeadOutputs.joined([HeadOutputs.load(folder / "parts" / f"part-0000{index}.npz") for index in range(3)])
     np.testing.assert_allclose(table.scores, whole.scores, atol=1e-6)

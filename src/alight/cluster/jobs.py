@@ -183,9 +183,10 @@ def _results(
         compute=ray.data.ActorPoolStrategy(min_size=min(count, free), max_size=count),  # more where the cluster grows
         **({"num_gpus": 1} if on_gpu else {"num_cpus": cores}),
     )
-    with _as_our_own(ray.exceptions.RayError):
-        for row in done.iter_rows():
-            yield row["index"], json.loads(row["summary"])
+    for row in done.iter_rows():
+        if row["error"]:
+            raise AlightError(row["error"])
+        yield row["index"], json.loads(row["summary"])
 
 
 class _Worker(Worker):
@@ -195,20 +196,6 @@ class _Worker(Worker):
         import ray
 
         super().__init__(ray.get(network), settings)
-
-
-@contextmanager
-def _as_our_own(kind: type[Exception]) -> Iterator[None]:
-    """Errors of workers as they were raised there, where they are ours or of the file system."""
-    try:
-        yield
-    except kind as error:
-        cause: BaseException | None = error
-        while cause is not None:
-            if isinstance(cause, AlightError | OSError) and not isinstance(cause, kind):
-                raise cause from None
-            cause = getattr(cause, "cause", None) or cause.__cause__
-        raise
 
 
 @contextmanager

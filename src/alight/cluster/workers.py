@@ -11,7 +11,8 @@ from typing import Any
 
 from alight.cluster.partitions import Partitions
 from alight.cluster.shards import Shard
-from alight.cluster.tasks import Task
+from alight.cluster.tasks import Summary, Task
+from alight.errors import AlightError
 from alight.models.folder import load_model
 from alight.models.images import Sample
 from alight.models.layout import CONFIG, WEIGHTS
@@ -63,16 +64,26 @@ class Worker:
         self.work = settings.task.ready(model, settings.batch_size, settings.switches)
 
     def __call__(self, rows: Mapping[str, Any]) -> dict[str, list[Any]]:
-        """What each partition amounts to, once it is in its place."""
-        done: dict[str, list[Any]] = {"index": [], "summary": []}
+        """What each partition amounts to, once it is in its place; or why it cannot be made, which is told as it is."""
+        done: dict[str, list[Any]] = {"index": [], "summary": [], "error": []}
         for content in rows["shard"]:
             shard: Shard = pickle.loads(content)  # from our own driver
-            batches = Batches(shard, self.opened, self.settings.batch_size, self.collate)
-            partition, summary = self.work(shard, batches)
-            self.settings.partitions.store(shard.index).write_whole(partition)
-            done["index"].append(shard.index)
-            done["summary"].append(json.dumps(summary))
+            summary, error = "", ""
+            try:
+                summary = json.dumps(self._made(shard))
+            except AlightError as refused:
+                error = str(refused)
+            except OSError as failed:
+                error = f"{failed.filename}: {failed.strerror}" if failed.filename else str(failed)
+            for name, value in {"index": shard.index, "summary": summary, "error": error}.items():
+                done[name].append(value)
         return done
+
+    def _made(self, shard: Shard) -> Summary:
+        batches = Batches(shard, self.opened, self.settings.batch_size, self.collate)
+        partition, summary = self.work(shard, batches)
+        self.settings.partitions.store(shard.index).write_whole(partition)
+        return summary
 
 
 def pack(folder: Path, tokenizer: Path | None = None) -> dict[str, bytes]:
