@@ -67,11 +67,11 @@ def run_report(options: argparse.Namespace) -> Found:
 
 
 def _calibrated(options: argparse.Namespace) -> Policy:
-    distinct(options.labelled, options.output, options.costs)
     method = calibrate.METHODS[options.method]
     own = own_options(method, options.set, progress=not options.quiet)
     unheld = options.method in UNHELD and options.contract in (None, "batch") and not (options.risk or own.get("prune"))
     labelled, unlabelled = _tables(options, "labelled", "unlabelled", held=not unheld)
+    distinct(options.labelled, options.output, options.costs)
     costs, budget = _costs(options.costs), options.budget
     if options.contract or options.risk:
         promised = {name: getattr(options, name) for name in ("contract", "delta", "risk", "alpha")}
