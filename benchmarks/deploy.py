@@ -30,9 +30,9 @@ from alight.policies.policy import ExitAt
 from alight.provenance import provenance
 
 ROOT = Path(__file__).parent.parent
-ROUNDS = 9
+ROUNDS = 7
 WALKS = 3  # of one batch through all stages in every round
-BATCHES = {1: 64, 32: 12}  # so many of a size make up a round
+BATCHES = {1: 64, 32: 6}  # so many of a size make up a round
 SETTINGS = {"device": "cpu", "dtype": None, "channels_last": False}
 Row = dict[str, str | float | int]
 Carried = tuple[np.ndarray, ...]

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from alight.costs import Costs
     from alight.errors import AlightError
     from alight.evaluation.sweep import Point, at_equal_spend, read_points, sweep, write_points
-    from alight.export.folder import export_model
+    from alight.export.exporting import export_model
     from alight.export.packages import load_compiled
     from alight.models import zoo
     from alight.models.attach import attach_heads
@@ -101,7 +101,7 @@ _HOMES = {
     "at_equal_spend": "alight.evaluation.sweep",
     "attach_heads": "alight.models.attach",
     "cut": "alight.models.cut",
-    "export_model": "alight.export.folder",
+    "export_model": "alight.export.exporting",
     "fingerprint": "alight.models.fingerprint",
     "from_timm": "alight.models.sources",
     "from_torchvision": "alight.models.sources",

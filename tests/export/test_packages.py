@@ -8,12 +8,11 @@ import torch
 from torch import nn
 
 from alight import MultiExitModel, Predictor, deploy, export_model, load_compiled
-from alight.errors import BadInput
-from alight.policies.policy import Threshold
-
-pytestmark = pytest.mark.compiled
+from alight.errors import AlightError, BadInput
+from alight.policies.policy import ExitAt, Threshold
 
 
+@pytest.mark.compiled
 @pytest.mark.skipif(shutil.which("c++") is None, reason="needs a C++ compiler")
 def test_compiled_stages_decide_what_the_predictor_decides(tmp_path):
     torch.manual_seed(0)
@@ -31,3 +30,12 @@ def test_compiled_stages_decide_what_the_predictor_decides(tmp_path):
         assert (found.exits == expected.exits).all()
     with pytest.raises(BadInput, match=r"load them with alight\.load_compiled"):
         deploy.load(folder)
+
+
+def test_a_machine_without_compiler_is_told_before_any_work(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CXX", raising=False)
+    model, rule = MultiExitModel([nn.Linear(4, 8)], [nn.Linear(8, 3)]), ExitAt(costs=(1.0,))
+    with pytest.raises(AlightError, match="no C\\+\\+ compiler: install one"):
+        export_model(model, rule, tmp_path / "exported", example=torch.zeros(1, 4), format="aoti")
+    assert not (tmp_path / "exported").exists()

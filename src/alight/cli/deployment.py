@@ -15,7 +15,7 @@ def run_export(options: argparse.Namespace) -> Found:
     check_network(options.model)
     policy = load_policy(options.policy)
     from alight.deploy.manifest import Manifest
-    from alight.export.folder import export_model
+    from alight.export.exporting import export_model
     from alight.models.folder import load_model
 
     tokenizer = Path(options.model) / TOKENIZER
@@ -50,13 +50,16 @@ def run_run(options: argparse.Namespace) -> Found:
         options.data, options.folder, manifest, batch_size=options.batch_size, max_tokens=options.max_tokens
     )
     policy = load_policy(options.policy) if options.policy else None
-    settings = {"batch_size": options.batch_size, "allow_mismatch": options.allow_mismatch}
+    load = deploy.load
     if manifest.format == AOTI:
-        from alight.export.packages import load_compiled
-
-        deployed = load_compiled(options.folder, policy, **settings)
-    else:
-        deployed = deploy.load(options.folder, policy, num_threads=options.threads, **settings)
+        from alight.export.packages import load_compiled as load
+    deployed = load(
+        options.folder,
+        policy,
+        batch_size=options.batch_size,
+        num_threads=options.threads,
+        allow_mismatch=options.allow_mismatch,
+    )
     deployed.probabilities = deployed.policy.lens is None
     decisions, unit = deployed.run(data, progress=not options.quiet), deployed.policy.unit
     write_answers(decisions, options.output, names=data.names, classes=manifest.classes, unit=unit)

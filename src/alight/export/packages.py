@@ -1,5 +1,7 @@
 """Stages that torch compiles ahead of time (AOTInductor), and what runs them: for those who keep PyTorch."""
 
+import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -13,21 +15,30 @@ from alight.errors import AlightError, BadInput
 from alight.export.programs import quietly
 from alight.files import PathLike
 from alight.policies.policy import Policy
+from alight.runtime.prepare import threads
+
+COMPILERS = ("c++", "g++", "clang++", "cl")
+
+
+def check_compiler() -> None:
+    """That this machine can compile packages."""
+    if not hasattr(torch._inductor, "aoti_compile_and_package"):
+        raise AlightError(f"torch {torch.__version__} compiles no packages: use torch 2.6 or newer, or format='onnx'")
+    if not any(map(shutil.which, (os.environ.get("CXX", ""), *COMPILERS))):
+        raise AlightError("there is no C++ compiler: install one (apt install g++), or use format='onnx'")
 
 
 def write_package(program: Any, path: Path) -> None:
     """Compile a captured part into a .pt2 package; takes a C++ compiler and most of a minute."""
-    compile_package = getattr(torch._inductor, "aoti_compile_and_package", None)
-    if compile_package is None:
-        raise AlightError(f"torch {torch.__version__} compiles no packages: use torch 2.6 or newer, or format='onnx'")
     with quietly():
-        compile_package(program, package_path=str(path))
+        torch._inductor.aoti_compile_and_package(program, package_path=str(path))
 
 
 class Package:
     """One compiled stage: takes what is carried, in order, and gives the logits and what is carried on."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, num_threads: int | None = None) -> None:
+        self._num_threads = num_threads
         with quietly():
             self._run = torch._inductor.aoti_load_package(str(path))
 
@@ -37,7 +48,7 @@ class Package:
         if rows is not None:
             chosen = torch.from_numpy(rows)
             tensors = tuple(each.index_select(0, chosen) for each in tensors)
-        with torch.inference_mode():
+        with torch.inference_mode(), threads(self._num_threads):
             logits, *others = self._run(*tensors)
         return logits.numpy(), tuple(others)
 
@@ -48,6 +59,7 @@ def load_compiled(
     *,
     batch_size: int = 256,
     probabilities: bool = False,
+    num_threads: int | None = None,
     allow_mismatch: bool = False,
 ) -> Deployed:
     """The network of a folder that `export_model(..., format="aoti")` wrote, to be called as any other deployed one.
@@ -67,7 +79,7 @@ def load_compiled(
     policy = saved_policy(folder, manifest) if policy is None else policy
     for stage in manifest.stages:
         verified(folder, stage.file, stage.checksum)
-    stages = [Package(folder / stage.file) for stage in manifest.stages]
+    stages = [Package(folder / stage.file, num_threads) for stage in manifest.stages]
     return Deployed(
         stages,
         policy,

@@ -1,7 +1,7 @@
 """A network and a policy become a folder: a file per open exit, the policy, and a manifest that says what they are."""
 
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -11,10 +11,21 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from alight.deploy.manifest import AOTI, MANIFEST, ONNX, POLICY, SUFFIXES, TOKENIZER, Described, Manifest, Stage, checksum
+from alight.deploy.manifest import (
+    AOTI,
+    MANIFEST,
+    ONNX,
+    POLICY,
+    SUFFIXES,
+    TOKENIZER,
+    Described,
+    Manifest,
+    Stage,
+    checksum,
+)
 from alight.deploy.sessions import Session
 from alight.errors import AlightError, BadInput, Mismatch
-from alight.export.packages import Package, write_package
+from alight.export.packages import Package, check_compiler, write_package
 from alight.export.parts import Part, Seen, described, parts_of, seen
 from alight.export.programs import captured, write_onnx, write_traced
 from alight.files import PathLike, whole_folder
@@ -73,11 +84,13 @@ def export_model(
     ]
     folder.parent.mkdir(parents=True, exist_ok=True)
     with whole_folder(folder) as filling:
-        stages, worst = [], 0.0
+        stages, gaps, used = [], [], []
         for index, (part, run) in enumerate(tqdm([*zip(parts, runs, strict=True)], "export", disable=not progress)):
             path = filling / f"stage_{index}{SUFFIXES[format]}"
             job = Job(part, run, path, tensors[index], tensors[index + 1])
-            worst = max(worst, job.written(format))
+            gap, way = job.written(format)
+            gaps.append(gap)
+            used.append(way)
             stages.append(Stage(path.name, checksum(path.read_bytes()), part.exit_index, tensors[index + 1]))
         policy.save(filling / POLICY)
         if tokenizer is not None:
@@ -96,7 +109,7 @@ def export_model(
             mean=model.normalisation.mean if model.normalisation else (),
             std=model.normalisation.std if model.normalisation else (),
             further={path.relative_to(filling).as_posix(): checksum(path.read_bytes()) for path in beside},
-            made_with=_versions() | {"largest difference": f"{worst:.1e}"},
+            made_with=_versions() | {"largest difference": f"{max(gaps):.1e}", "captured by": ", ".join(used)},
         ).save(filling)
     return folder
 
@@ -111,17 +124,17 @@ class Job:
     inputs: tuple[Described, ...]
     outputs: tuple[Described, ...]
 
-    def written(self, format: str) -> float:  # noqa: A002
-        """How far the file is from the network, once one of torch's ways has written one that is near enough."""
-        ways: Mapping[str, Sequence[Callable[[], None]]] = {
-            ONNX: (self._onnx, self._traced),  # the second where the first cannot, as with some pairs of libraries
-            AOTI: (self._package,),
+    def written(self, format: str) -> tuple[float, str]:  # noqa: A002
+        """How far the file is from the network, and the first of torch's ways that wrote one that is near enough."""
+        ways: Mapping[str, Mapping[str, Callable[[], None]]] = {
+            ONNX: {"export": self._onnx, "trace": self._traced},  # with some pairs of libraries only the second can
+            AOTI: {"export": self._package},
         }
         reasons = []
-        for way in ways[format]:
+        for name, way in ways[format].items():
             try:
                 way()
-                return self._difference(format)
+                return self._difference(format), name
             except ImportError as error:
                 raise AlightError(f'{error}: pip install "alight[export]"') from error
             except Exception as error:
@@ -176,6 +189,8 @@ def _check(model: MultiExitModel, policy: Policy, format: str, own: str) -> None
             f"the policy was calibrated on outputs of the network {policy.fingerprint} and this is {own}:"
             " record and calibrate again, or allow_mismatch=True"
         )
+    if format == AOTI:
+        check_compiler()
     odd = {each.dtype for each in model.state_dict().values() if each.is_floating_point()} - {torch.float32}
     if odd:
         raise BadInput(f"the network's weights are {odd.pop()}: export it in float32, as model.float()")

@@ -10,7 +10,7 @@ from transformers import BertConfig
 from alight import MultiExitModel, Predictor, deploy, export_model, from_transformers
 from alight.deploy.manifest import Manifest
 from alight.errors import AlightError, BadInput, Mismatch
-from alight.export import folder as exporting
+from alight.export import exporting
 from alight.policies.policy import ExitAt, Threshold
 
 
