@@ -75,6 +75,8 @@ class Service:
         try:
             await asyncio.wait_for(asyncio.wrap_future(self.worker.change(name)), self.limits.timeout)
         except OSError as error:
+            if isinstance(error, TimeoutError):
+                raise Refused(503, "the service is stopping: ask another one", 1) from error
             raise Refused(503, f"the change cannot be written down ({error}): make room on the disk", 60) from error
         event("budget changed", policy=name, budget=self.network.runners[name].policy.budget)
         return self.budget()

@@ -166,12 +166,13 @@ class Worker:
         self.metrics.queue.set(self._queued)
 
     def _change(self, name: str, done: "Future[None]") -> None:
-        try:
-            self.book.change(name, self.network.runners[name].policy)
-        except OSError as error:
-            done.set_exception(error)
-            return
-        self._resume()
+        if name != self.book.spending.name:
+            try:
+                self.book.change(name, self.network.runners[name].policy)
+                self._resume()
+            except Exception as error:  # whoever asked is told, and the worker goes on
+                done.set_exception(error)
+                return
         done.set_result(None)
 
     def _resume(self) -> None:
@@ -235,6 +236,8 @@ class Worker:
         except Exception as error:
             self._lost(len(samples))
             if len(samples) == 1:
+                level = logging.WARNING if isinstance(error, AlightError) else logging.ERROR
+                event("no answer", level, error=f"{type(error).__name__}: {error}")
                 return [error]
             pairs = zip(samples, limits, strict=True)
             return [answer for sample, limit in pairs for answer in self._decided([sample], [limit])]
