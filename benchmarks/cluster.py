@@ -1,0 +1,216 @@
+"""Ray on this machine: does a second worker pay, is memory constant, and is every row there once when a worker dies?
+
+    python benchmarks/cluster.py                        everything, about ten minutes on two cores
+    python benchmarks/cluster.py --only scaling         a part of it, the others kept: scaling, memory, faults
+    python benchmarks/cluster.py --only scaling --network test_resnet    beside a network that is very quick
+
+Random weights and made-up images of 32 x 32. Every job is `alight predict --engine ray` in a process of its own, as a
+user runs it, with workers of one thread. `scaling` counts rows between the first partitions and the last, when all
+workers are busy, and beside it the whole job with its start; `memory` is the most that a process ever held (VmHWM);
+`faults` kills -9 a worker, and then the driver, in the middle of 20,000 rows. Writes results/cluster.csv.
+"""
+
+import argparse
+import csv
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import torch
+from pyarrow import parquet
+
+from alight import calibrate, from_timm, measure_costs, record
+from alight.files import write_rows
+from alight.provenance import provenance
+
+ROOT = Path(__file__).parent.parent
+BATCH, PARTITION = 128, 512
+LOOK = 0.25  # seconds between two looks at the processes
+Row = dict[str, str | float | int]
+
+
+def prepare(folder: Path, name: str = "resnet18") -> None:
+    """A network with exits and a policy that uses all of them, in the folder."""
+    torch.manual_seed(0)
+    model = from_timm(name, num_classes=10, image_size=32, count=2)
+    model.save(folder / "model")
+    images = np.random.default_rng(0).integers(256, size=(512, 32, 32, 3), dtype=np.uint8)
+    labelled = record(model, images, progress=False)
+    policy = calibrate.eero(measure_costs(model, torch.zeros(1, 3, 32, 32)), "85%", labelled)
+    policy.save(folder / "policy.json")
+
+
+def images(folder: Path, rows: int) -> Path:
+    """An .npz of so many made-up images."""
+    path = folder / f"{rows}.npz"
+    if not path.exists():
+        rng = np.random.default_rng(rows)
+        np.savez(path, images=rng.integers(256, size=(rows, 32, 32, 3), dtype=np.uint8))
+    return path
+
+
+def workers() -> list[int]:
+    """The processes in which Ray runs our workers."""
+    found = []
+    for told in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            name = told.read_bytes()
+        except OSError:  # it has gone
+            continue
+        if name.startswith(b"ray::MapWorker"):
+            found.append(int(told.parent.name))
+    return sorted(found)
+
+
+def peak(process: int) -> float:
+    """The most memory that a process ever held, in MB; 0 once it has gone."""
+    try:
+        lines = Path(f"/proc/{process}/status").read_text().splitlines()
+    except OSError:
+        return 0.0
+    return next((float(line.split()[1]) / 1e3 for line in lines if line.startswith("VmHWM")), 0.0)
+
+
+@dataclass
+class Job:
+    """One `alight predict --engine ray`, watched."""
+
+    folder: Path
+    rows: int
+    actors: int
+    output: Path
+    peaks: dict[int, float] = field(default_factory=dict)  # of every process that was seen
+    seconds: float = 0.0
+
+    def start(self) -> "subprocess.Popen[str]":
+        """The command, running."""
+        line = [sys.executable, "-m", "alight.cli", "predict", str(self.folder / "model")]
+        line += [str(self.folder / "policy.json"), str(images(self.folder, self.rows)), "--engine", "ray", "--quiet"]
+        line += ["--actors", str(self.actors), "--batch-size", str(BATCH), "--partition-rows", str(PARTITION)]
+        line += ["-o", str(self.output), "--device", "cpu", "--threads", "1"]
+        env = {**os.environ, "OMP_NUM_THREADS": "1"}
+        return subprocess.Popen(line, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+
+    def run(self, kill: str = "") -> "Job":
+        """The job once it is done; or once its driver was killed. What is to be killed goes when half is done."""
+        begun, driver = time.perf_counter(), self.start()
+        while driver.poll() is None:
+            for process in (driver.pid, *workers()):
+                self.peaks[process] = max(self.peaks.get(process, 0.0), peak(process))
+            if kill and len(self.partitions()) >= self.rows // PARTITION // 2:
+                os.kill(workers()[0] if kill == "worker" else driver.pid, signal.SIGKILL)
+                kill = "" if kill == "worker" else "gone"
+                if kill:
+                    break
+            time.sleep(LOOK)
+        _, told = driver.communicate()
+        if driver.returncode and not kill:
+            raise RuntimeError(f"the job failed: {told}")
+        self.seconds, self.driver = time.perf_counter() - begun, driver.pid
+        return self
+
+    def partitions(self) -> list[Path]:
+        """Those that are done."""
+        return sorted(self.output.glob("part-*.parquet"))
+
+    def per_second(self) -> float:
+        """Rows a second while all workers are busy: between the first and the last partition of each, roughly."""
+        finished = np.sort([path.stat().st_mtime for path in self.partitions()])[self.actors : -self.actors]
+        return (len(finished) - 1) * PARTITION / float(finished[-1] - finished[0])
+
+    def counts(self) -> tuple[int, int]:
+        """Rows that are missing, and rows that are there more than once."""
+        samples = np.concatenate([parquet.read_table(path)["sample"].to_numpy() for path in self.partitions()])
+        seen = np.bincount(samples, minlength=self.rows)
+        return int((seen == 0).sum()), int((seen - 1).clip(0).sum())
+
+
+def scaling(folder: Path, rows: int, rounds: int = 3) -> Iterator[Row]:
+    """One worker and two, by turns."""
+    steady: list[list[float]] = []
+    whole: list[list[float]] = []
+    for turn in range(rounds):
+        jobs = [Job(folder, rows, actors, folder / f"scaling-{turn}-{actors}").run() for actors in (1, 2)]
+        steady.append([job.per_second() for job in jobs])
+        whole.append([job.seconds for job in jobs])
+    pace, clock = np.median(steady, axis=0), np.median(whole, axis=0)
+    ratio = float(np.median([two / one for one, two in steady]))
+    for actors in (1, 2):
+        yield row("rows a second, all busy", rows, actors, float(pace[actors - 1]), "rows/s", "")
+        yield row("whole job with Ray's start", rows, actors, float(clock[actors - 1]), "s", "")
+    yield row("two workers over one, all busy", rows, 2, ratio, "times", ">= 1.7")
+    yield row("two workers over one, whole job", rows, 2, float(clock[0] / clock[1]), "times", "")
+
+
+def memory(folder: Path, sizes: tuple[int, int]) -> Iterator[Row]:
+    """The most that driver and workers hold, for a few rows and for many."""
+    most: dict[str, list[float]] = {"driver": [], "dearest worker": []}
+    for rows in sizes:
+        job = Job(folder, rows, 2, folder / f"memory-{rows}").run()
+        most["driver"].append(job.peaks.pop(job.driver))
+        most["dearest worker"].append(max(job.peaks.values()))
+        for who, held in most.items():
+            yield row(f"peak memory, {who}", rows, 2, held[-1], "MB", "")
+    for who, held in most.items():
+        yield row(f"peak memory, {who}, many rows over few", sizes[1], 2, held[1] / held[0], "times", "<= 1.15")
+
+
+def faults(folder: Path, rows: int) -> Iterator[Row]:
+    """A worker killed half-way; and a driver, whose job is then begun again."""
+    job = Job(folder, rows, 2, folder / "faults-worker").run(kill="worker")
+    for what, value in zip(("missing", "double"), job.counts(), strict=True):
+        yield row(f"rows {what}, a worker killed -9 half-way", rows, 2, value, "rows", "0")
+    job = Job(folder, rows, 2, folder / "faults-driver").run(kill="driver")
+    before = len(job.partitions())
+    while workers():  # which notice that their driver has gone
+        time.sleep(LOOK)
+    job.run()
+    yield row("partitions done before, the driver killed -9 half-way", rows, 2, before, "partitions", "")
+    for what, value in zip(("missing", "double"), job.counts(), strict=True):
+        yield row(f"rows {what}, the driver killed -9 and started again", rows, 2, value, "rows", "0")
+
+
+def before(path: Path) -> list[Row]:
+    """What an earlier run has written."""
+    return [{**each} for each in csv.DictReader(path.read_text().splitlines())] if path.exists() else []
+
+
+def row(what: str, rows: int, actors: int, value: float, unit: str, target: str) -> Row:
+    return {"what": what, "rows": rows, "workers": actors, "value": value, "unit": unit, "target": target}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--only", choices=["scaling", "memory", "faults"])
+    parser.add_argument("--network", default="resnet18", help="a network of timm")
+    parser.add_argument("--rows", type=int, default=20_000, help="of scaling and faults")
+    parser.add_argument("--sizes", type=int, nargs=2, default=(1_000, 100_000), help="rows whose memory is compared")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--output", type=Path, default=ROOT / "results/cluster.csv")
+    options = parser.parse_args()
+    made = provenance("numpy", "torch", "timm", "ray", "pyarrow", folder=ROOT)
+    parts = {
+        "scaling": lambda folder: scaling(folder, options.rows, options.rounds),
+        "memory": lambda folder: memory(folder, tuple(options.sizes)),
+        "faults": lambda folder: faults(folder, options.rows),
+    }
+    asked = [options.only] if options.only else list(parts)
+    found = [each for each in before(options.output) if each["part"] not in asked or each["network"] != options.network]
+    with tempfile.TemporaryDirectory() as name:
+        prepare(Path(name), options.network)
+        for part in asked:
+            for each in parts[part](Path(name)):
+                print(", ".join(str(value) for value in each.values()), flush=True)
+                found.append({"part": part, **each, "network": options.network, **made})
+            write_rows(options.output, found)
+
+
+if __name__ == "__main__":
+    main()
