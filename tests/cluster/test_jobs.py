@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import signal
 import threading
 import time
@@ -11,18 +10,18 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-import pyarrow as pa
 import pytest
 from commands import run
-from networks import as_pictures, as_table, made, on_one_machine
-from pyarrow import fs, parquet
+from networks import check_once, made, on_one_machine
+from pyarrow import fs
 
-from alight import PartitionedOutputs, calibrate, load_model, load_policy, measure_costs, record
+from alight import PartitionedOutputs, calibrate, load_model, load_policy, record
+from alight.cli.parser import COMMANDS
 from alight.cluster.jobs import How, predict_on_ray, record_on_ray
 from alight.cluster.stores import Store
 from alight.errors import BadFile, BadInput, Mismatch
 from alight.policies.policy import Threshold
-from alight.runtime.loading import example_of, load_data
+from alight.runtime.loading import load_data
 
 HOW = How(batch_size=32, partition_rows=64, workers=2, progress=False)
 
@@ -51,8 +50,6 @@ def cluster():
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("network")
     made(folder)
-    as_pictures(folder / "test.npz", folder / "pictures")
-    as_table(folder / "test.npz", folder / "table")
     return folder
 
 
@@ -66,27 +63,13 @@ def policy(folder):
     return load_policy(folder / "policy.json")
 
 
-def answers(folder):
-    files = sorted(Path(folder).glob("part-*.parquet"))
-    return pa.concat_tables([parquet.read_table(file) for file in files])
-
-
-def check_once(folder, count, decisions):
-    """Every sample has one row, and that is what one machine decides."""
-    table = answers(folder)
-    assert table["sample"].to_pylist() == list(range(count))
-    assert table["label"].to_pylist() == decisions.predictions.tolist()
-    assert table["exit"].to_pylist() == decisions.exits.tolist()
-    assert table["cost_FLOPs"].to_pylist() == decisions.spent.tolist()
-
-
 def test_answers_are_those_of_one_machine_and_a_second_run_does_what_is_missing(folder, model, policy, tmp_path):
     data, output = str(folder / "test.npz"), tmp_path / "answers"
     decisions = on_one_machine(model, policy, data, 32)
     assert len(set(decisions.exits)) > 1
     done = predict_on_ray(folder / "model", policy, data, str(output), HOW)
     assert (done.num_samples, done.num_partitions, done.done_before) == (len(decisions), 5, 0)
-    check_once(output, len(decisions), decisions)
+    check_once(output, decisions)
     manifest = json.loads((output / "manifest.json").read_text())
     assert manifest["totals"]["rows"] == sum(manifest["partitions"].values()) == len(decisions)
     assert manifest["totals"]["exits"] == np.bincount(decisions.exits, minlength=3).tolist()
@@ -97,7 +80,7 @@ def test_answers_are_those_of_one_machine_and_a_second_run_does_what_is_missing(
     again = predict_on_ray(folder / "model", policy, data, str(output), HOW)
     assert again.done_before == 3
     assert again.totals == done.totals
-    check_once(output, len(decisions), decisions)
+    check_once(output, decisions)
     assert (output / "part-00000.parquet").stat().st_mtime_ns == untouched
     assert not list(output.glob(".part*"))
     other = replace(policy, thresholds=tuple(0.9 * value for value in policy.thresholds))
@@ -123,7 +106,7 @@ def test_a_worker_that_is_killed_loses_nothing_and_doubles_nothing(folder, model
     killer.join()
     assert killed
     assert done.done_before == 0
-    check_once(output, done.num_samples, on_one_machine(model, policy, data, 32))
+    check_once(output, on_one_machine(model, policy, data, 32))
 
 
 def workers():
@@ -132,28 +115,11 @@ def workers():
     return sorted(int(process) for process, name in told.items() if name.startswith(b"ray::MapWorker"))
 
 
-def test_a_quota_keeps_its_budget_in_every_batch_and_so_in_all(folder, model, policy, tmp_path):
-    quota = calibrate.contracts.as_quota(policy)
-    data = str(folder / "test.npz")
-    predict_on_ray(folder / "model", quota, data, str(tmp_path / "answers"), HOW)
-    decisions = on_one_machine(model, quota, data, 32)
-    check_once(tmp_path / "answers", len(decisions), decisions)  # the same batches
-    predict_on_ray(folder / "model", quota, str(folder / "table"), str(tmp_path / "other"), HOW)
-    costs, start = answers(tmp_path / "other")["cost_FLOPs"].to_numpy(), 0
-    for size in json.loads((tmp_path / "other" / "manifest.json").read_text())["partitions"].values():
-        for batch in np.split(costs[start : start + size], range(32, size, 32)):
-            assert batch.sum() <= len(batch) * quota.budget * (1 + 1e-12)
-        start += size
-    assert start == len(costs) == len(decisions)
-    assert costs.sum() <= len(costs) * quota.budget * (1 + 1e-12)
-
-
 def test_a_recording_in_partitions_is_the_recording(folder, model, tmp_path):
     whole = record(model, load_data(folder / "test.npz", model, batch_size=32), progress=False)
     store = Store(fs.SubTreeFileSystem(str(tmp_path), fs.LocalFileSystem()), "parts")
-    for data in (str(folder / "table"), str(folder / "test.npz")):
-        done = record_on_ray(folder / "model", data, store if "npz" in data else str(tmp_path / "table"), HOW)
-        assert done.totals["right"] == whole.correct().sum(axis=0).tolist()
+    done = record_on_ray(folder / "model", str(folder / "test.npz"), store, HOW)
+    assert done.totals["right"] == whole.correct().sum(axis=0).tolist()
     parts = PartitionedOutputs.open(tmp_path / "parts")
     table = parts.load()
     assert np.array_equal(table.scores, whole.scores)
@@ -164,40 +130,20 @@ def test_a_recording_in_partitions_is_the_recording(folder, model, tmp_path):
     assert calibrate.eero(costs, 2.0, parts).to_dict() == calibrate.eero(costs, 2.0, whole).to_dict()
 
 
-def test_pictures_keep_their_names_and_a_broken_one_is_told_in_a_line(folder, policy, tmp_path, capsys):
-    where = str(folder / "pictures")
-    predict_on_ray(folder / "model", policy, where, str(tmp_path / "answers"), HOW)
-    names = answers(tmp_path / "answers")["sample"].to_pylist()
-    assert sorted(names) == sorted(str(path) for path in (folder / "pictures").glob("*/*.png"))
-    broken = folder / "pictures" / "3" / "broken.png"
+def test_what_a_worker_cannot_read_is_told_in_a_line(folder, tmp_path, capsys):
+    where = tmp_path / "pictures"
+    where.mkdir()
+    broken = where / "broken.png"
     broken.write_bytes(b"no picture")
     line = (
         f"predict {folder}/model {folder}/policy.json {where} --engine ray --batch-size 32 --actors 1 -o {tmp_path}/b"
     )
     status, out, err = run(f"{line} --quiet", capsys)
-    broken.unlink()
     assert (status, out) == (1, "")
     assert err.startswith(f"alight: cannot read {broken}: it is no whole image")
     assert len(err.splitlines()) == 1
     with pytest.raises(BadFile, match="not finished"):
         PartitionedOutputs.open(tmp_path / "b")
-
-
-def test_the_commands_of_the_page_run(folder, model, tmp_path, monkeypatch, capsys):
-    page = (Path(__file__).parents[2] / "docs" / "deploy.md").read_text().partition("## A Ray cluster")[2]
-    lines = re.search(r"^```bash\n(alight .*?)^```", page, re.DOTALL | re.MULTILINE)[1].splitlines()
-    for name in ("model", "policy.json", "test.npz", "pictures"):
-        (tmp_path / {"pictures": "images", "test.npz": "validation.npz"}.get(name, name)).symlink_to(folder / name)
-    measure_costs(model, example_of(model)).save(tmp_path / "costs.json")
-    (tmp_path / "policy.json").unlink()
-    (tmp_path / "policy.json").write_bytes((folder / "policy.json").read_bytes())
-    monkeypatch.chdir(tmp_path)
-    assert len(lines) == 3
-    for line in lines:
-        status, out, err = run(line.removeprefix("alight "), capsys)
-        assert status == 0, err
-        assert out
-    assert load_policy("policy.json").method == "eero"
 
 
 def test_what_makes_no_sense_is_refused_before_anything_runs(folder, policy, tmp_path, capsys):
@@ -224,3 +170,11 @@ def test_what_makes_no_sense_is_refused_before_anything_runs(folder, policy, tmp
         assert status == 1
         assert told in err
     assert not (tmp_path / "a").exists()
+
+
+def test_the_commands_of_the_page_are_examples_that_run():
+    page = (Path(__file__).parents[2] / "docs" / "deploy.md").read_text().partition("## A Ray cluster")[2]
+    lines = [line.removeprefix("alight ") for line in page.splitlines() if line.startswith("alight ")]
+    examples = {example for command in COMMANDS.values() for example in command.examples}
+    assert len(lines) == 3
+    assert set(lines) <= examples  # each of which tests/cli/test_help.py runs

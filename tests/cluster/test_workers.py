@@ -1,21 +1,21 @@
 """A worker: the network travels as bytes, and what it writes is what one process would have said."""
 
 import json
-import pickle
 
 import numpy as np
 import pyarrow as pa
 import pytest
 import torch
+from networks import answers, as_pictures, as_table, by_a_worker, check_once, made, on_one_machine
 from pyarrow import parquet
 from transformers import BertConfig, BertForSequenceClassification, BertTokenizerFast
 
 from alight import HeadOutputs, load_model, record
+from alight.calibrate.contracts import as_quota
 from alight.cli import main
 from alight.cluster.partitions import Partitions
-from alight.cluster.shards import open_data
 from alight.cluster.stores import Store
-from alight.cluster.tasks import Recordings
+from alight.cluster.tasks import Answers, Recordings
 from alight.cluster.workers import Settings, Worker, pack
 from alight.errors import BadInput
 from alight.runtime.loading import load_data
@@ -53,12 +53,9 @@ def test_texts_of_parquet_are_recorded_as_one_process_does(folder):
     model = load_model(folder / "model")
     tokenizer = folder / "model" / "tokenizer"
     whole = record(model, load_data(folder / "texts.jsonl", model, batch_size=8, tokenizer=tokenizer), progress=False)
-    data = open_data(str(folder / "texts.parquet"), model, 16)
-    partitions = Partitions(Store.at(folder / "parts"), ".npz")
-    partitions.begin({})
-    settings = Settings(Recordings(), partitions, data.kind, data.where, 8, {"num_threads": 1})
-    worker = Worker(pack(folder / "model"), settings)
-    done = worker({"shard": [pickle.dumps(shard) for shard in data.shards]})
+    done = by_a_worker(
+        Recordings(), folder / "model", folder / "texts.parquet", folder / "parts", rows=16, batch_size=8
+    )
     assert done["index"] == [0, 1, 2]
     assert done["error"] == ["", "", ""]
     assert [json.loads(summary)["rows"] for summary in done["summary"]] == [16, 16, 8]
@@ -67,7 +64,7 @@ def test_texts_of_parquet_are_recorded_as_one_process_does(folder):
     assert np.array_equal(table.labels, whole.labels)
     assert table.fingerprint == whole.fingerprint
     for index, summary in enumerate(done["summary"]):
-        assert Recordings().summary(partitions.store(index).read()) == json.loads(summary)
+        assert Recordings().summary((folder / "parts" / f"part-0000{index}.npz").read_bytes()) == json.loads(summary)
 
 
 def test_texts_need_a_tokenizer(folder):
@@ -75,3 +72,42 @@ def test_texts_need_a_tokenizer(folder):
     files = {name: content for name, content in pack(folder / "model").items() if "/" not in name}
     with pytest.raises(BadInput, match="texts holds text, which needs a tokenizer"):
         Worker(files, settings)
+
+
+@pytest.fixture(scope="module")
+def digits(tmp_path_factory):
+    """A folder with digits and a network for them, and its policy."""
+    folder = tmp_path_factory.mktemp("digits")
+    return folder, *made(folder)
+
+
+def test_a_quota_keeps_its_budget_in_every_batch_and_so_in_all(digits, tmp_path):
+    folder, model, policy = digits
+    quota = as_quota(policy)
+    task = Answers(quota, model.classes)
+    by_a_worker(task, folder / "model", folder / "test.npz", tmp_path / "same", rows=64, batch_size=32)
+    check_once(tmp_path / "same", on_one_machine(model, quota, folder / "test.npz", 32))  # in the same batches
+    as_table(folder / "test.npz", tmp_path / "table")
+    done = by_a_worker(task, folder / "model", tmp_path / "table", tmp_path / "other", rows=64, batch_size=32)
+    costs, start = answers(tmp_path / "other")["cost_FLOPs"].to_numpy(), 0
+    for size in (json.loads(summary)["rows"] for summary in done["summary"]):
+        assert size % 32  # so that batches are others than on one machine
+        for batch in np.split(costs[start : start + size], range(32, size, 32)):
+            assert batch.sum() <= len(batch) * quota.budget * (1 + 1e-12)
+        start += size
+    assert start == len(costs) == 300
+    assert 0.95 * len(costs) * quota.budget < costs.sum() <= len(costs) * quota.budget * (1 + 1e-12)
+
+
+def test_pictures_keep_their_names_and_a_broken_one_is_told(digits, tmp_path):
+    folder, model, policy = digits
+    as_pictures(folder / "test.npz", tmp_path / "pictures")
+    where, task = tmp_path / "pictures", Answers(policy, model.classes)
+    by_a_worker(task, folder / "model", where, tmp_path / "answers", rows=100, batch_size=32)
+    names = answers(tmp_path / "answers")["sample"].to_pylist()
+    assert names == sorted(str(path) for path in where.glob("*/*.png"))
+    (where / "3" / "broken.png").write_bytes(b"no picture")
+    done = by_a_worker(task, folder / "model", where, tmp_path / "again", rows=100, batch_size=32)
+    assert [bool(error) for error in done["error"]] == [False, True, False, False]
+    assert "broken.png: it is no whole image" in done["error"][1]
+    assert len(list((tmp_path / "again").glob("part-*"))) == 3
