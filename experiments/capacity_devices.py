@@ -99,6 +99,7 @@ class Device:
     max_wait: float  # seconds that the first image of a micro-batch waits for others
     queue: int  # images that may wait
     target: float  # seconds within which 99 % are to be answered
+    entrance: float = 0.0  # seconds of every image beside the network: a request, its bytes, its answer
 
     @property
     def costs(self) -> Costs:
@@ -112,11 +113,12 @@ class Device:
 
     def seconds(self, reached: Integers) -> float:
         """What a batch takes when so many of its images come to each exit."""
-        return self.lost * (batch_seconds(reached, self.lines) + self.asking * int((reached > 0).sum()))
+        network = batch_seconds(reached, self.lines) + self.asking * int((reached > 0).sum())
+        return self.lost * network + self.entrance * int(reached[0])
 
     def dense_seconds(self, count: int) -> float:
         """What the plain network takes for so many images."""
-        return self.dense_fixed + count * self.dense_each
+        return self.dense_fixed + count * (self.dense_each + self.entrance)
 
 
 def core() -> Device:

@@ -217,6 +217,24 @@ def short() -> str:
     return "\n".join(said)
 
 
+def service() -> str:
+    """A service that was measured, and what the simulation says of it."""
+    own = chosen("service")
+    lines = []
+    for row in own:
+        pairs = [
+            f"{_time(float(row[f'measured_{name}']))} / {_time(float(row[f'simulated_{name}']))}"
+            for name in ("p50_ms", "p99_ms")
+        ]
+        both = f"{float(row['measured_capacity']):.1f} / {float(row['simulated_capacity']):.1f}"
+        named = "plain network" if row["service"] == "dense" else "exits, contract stream"
+        lines.append([named, f"{float(row['load']):.0%}", f"{float(row['rate']):.1f}", *pairs, both])
+    header = ["service", "of the dense capacity", "images a second", "half within, measured / simulated"]
+    header += ["99 % within, measured / simulated", "capacity, measured / simulated"]
+    told = f"Beside the network a request takes {float(own[0]['entrance_ms']):.1f} ms by the dense service's capacity."
+    return f"{markdown(header, lines)}\n\n{told} {made(own[0])}"
+
+
 def part_table(part: str) -> str:
     """Every device and way to serve of a part."""
     own = chosen(part)
@@ -272,6 +290,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "model": model,
     "gpu": gpu,
     "capacity": capacity,
+    "service": service,
     "day": lambda: part_table("day"),
     "burst": lambda: part_table("burst"),
     "drift": lambda: part_table("drift"),
