@@ -1,6 +1,6 @@
 """Calibration from a recording that memory need not hold: the same policy, in how much memory and time?
 
-    python benchmarks/large_calibration.py                     20 million rows, 1.5 GB of disk, about ten minutes
+    python benchmarks/large_calibration.py                     20 million rows, 1.5 GB of disk, about two minutes
     python benchmarks/large_calibration.py --rows 200000       a smaller one
 
 Made-up outputs of a network with four exits, in partitions of 65,536 rows, a tenth of the scores at the first exit
