@@ -88,13 +88,15 @@ class Live:
     def rows(self) -> dict[str, str]:
         """From the network to the plan, a line each."""
         shares = (self.flops.cumulative() / self.flops.plain).tolist()
-        exits = zip(self.model.exits, self.accuracies, shares, strict=True)
+        exits = [
+            f"{name} {right:.1%} at {share:.0%}"
+            for name, right, share in zip(self.model.exits, self.accuracies, shares, strict=True)
+        ]
         left = [f"{name} {share:.0%}" for name, share in zip(self.model.exits, self.decisions.exit_shares, strict=True)]
         return {
             "network": f"a ResNet with 4 exits, trained here on {TRAINED} digits in {self.seconds:.0f} s,"
-            f" {self.flops.plain / 1e6:.1f} MFLOPs, {self.times.plain:.2f} ms a digit on one thread",
-            "exits": "right at a share of the FLOPs: "
-            + ", ".join(f"{name} {right:.1%} at {share:.0%}" for name, right, share in exits),
+            f" {self.flops.plain / 1e6:.1f} MFLOPs, {self.times.plain:.2f} ms a digit in batches of {BATCH_SIZE}",
+            "exits": f"accuracy and share of the FLOPs: {', '.join(exits)}",
             "budget": f"{BUDGET} of the FLOPs. {self.policy.certificate.promise if self.policy.certificate else ''}",
             "spent": f"{self.spent:.1%} of the FLOPs, {self.accuracy:.1%} right; left at {', '.join(left)}",
             **{f"batch {run.batch_size}": _timed(run) for run in self.runs},

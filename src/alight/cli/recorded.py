@@ -50,7 +50,7 @@ class Recorded:
         told = [
             f"{RULES[each.method]} {each.accuracy:.1%}" for each in at_equal_spend(points, [points[0].plain_cost / 2])
         ]
-        return {"CIFAR-100": f"right with 50% spent, as a recorded ResNet-18: {', '.join(told)}"}
+        return {"CIFAR-100": f"accuracy of a recorded ResNet-18 that spends 50%: {', '.join(told)}"}
 
     def values(self) -> dict[str, Any]:
         """What the policies did."""
