@@ -17,7 +17,7 @@ from torch import Tensor
 from alight.errors import BadInput
 from alight.models.multi_exit import Carried
 from alight.policies.policy import Memory, Policy, Shared
-from alight.policies.route import visit
+from alight.policies.route import joined, visit
 from alight.runtime.pool import Group
 from alight.runtime.rows import own_memory
 from alight.runtime.schedule import Schedule
@@ -150,8 +150,12 @@ class Engine:
         """The answers of batches that have run to the end, which come to the host together."""
         if late:
             told = torch.cat([each.told for each in late]).cpu()  # type: ignore[misc]
-            for each, part in zip(late, torch.split(told, [len(each.group.samples) for each in late]), strict=True):
-                if (answers := self._settled(each._replace(told=part))) is not None:
+            groups = [each.group for each in late]
+            if bool(torch.isfinite(told).all()):  # else those before the one that is refused are answered first
+                samples = np.concatenate([group.samples for group in groups])
+                groups = [Group(samples, joined([group.recalled for group in groups]), ())]
+            for group, part in zip(groups, torch.split(told, [len(group.samples) for group in groups]), strict=True):
+                if (answers := self._settled(Awaited(late[0].position, group, part))) is not None:
                     yield answers
 
     def _rescued(self, late: Sequence[Awaited]) -> list[Answers]:
