@@ -92,7 +92,7 @@ def test_a_recording_on_a_gpu_keeps_the_order_while_batches_are_on_their_way(mod
     broken = images.clone()
     broken[1234] = float("nan")
     with pytest.raises(ValueError, match="sample 1234"):
-        record(model, broken.split(70), device="cuda", progress=False)
+        record(model, [*broken.split(70)], device="cuda", progress=False)
 
 
 def test_answers_of_the_last_exit_that_wait_to_be_fetched_survive_an_error(model, images):

@@ -86,7 +86,9 @@ class _Rows(Dataset[Any]):
         self.parts, self.names, self.model = parts, names, model
         sizes = [len(part) for part in parts]
         if len(set(sizes)) > 1:
-            raise BadInput(f"arrays of {sizes} samples: give as many rows of each")
+            raise BadInput(
+                f"a tuple or dict of arrays with {sizes} samples: give as many rows of each, or batches in a list"
+            )
 
     def __len__(self) -> int:
         return len(self.parts[0]) if self.parts else 0
