@@ -132,7 +132,7 @@ def test_bytes_are_left_alone_for_a_network_that_takes_no_images():
 
 
 BAD = {
-    "unlike lengths": (lambda: in_batches((TAKEN, LABELS[:3]), model()), r"arrays of \[40, 3\] samples"),
+    "unlike lengths": (lambda: in_batches((TAKEN, LABELS[:3]), model()), r"arrays with \[40, 3\] samples"),
     "nothing": (lambda: in_batches(TAKEN[:0], model()), "no samples"),
     "no batch": (lambda: in_batches(TAKEN, model(), 0), "batch size 0"),
     "pictures for a network by hand": (lambda: as_inputs(PICTURES, network()), "does not say which images"),
