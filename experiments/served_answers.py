@@ -36,7 +36,8 @@ def as_png(image: np.ndarray) -> str:
 
 
 async def _asked(client: Client, kind: str, samples: Sequence[str]) -> list[Answer]:
-    sizes, rng = [], np.random.default_rng(0)
+    sizes: list[int] = []
+    rng = np.random.default_rng(0)
     while sum(sizes) < len(samples):
         sizes.append(int(rng.integers(1, MOST + 1)))
     ends = np.cumsum(sizes).tolist()
