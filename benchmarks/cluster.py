@@ -56,17 +56,23 @@ def images(folder: Path, rows: int) -> Path:
     return path
 
 
-def workers() -> list[int]:
-    """The processes in which Ray runs our workers."""
-    found = []
-    for told in Path("/proc").glob("[0-9]*/cmdline"):
+def workers(driver: int) -> list[int]:
+    """The processes in which Ray runs the workers of a driver: below its own node."""
+    parents, named = {}, []
+    for told in Path("/proc").glob("[0-9]*"):
         try:
-            name = told.read_bytes()
+            parents[int(told.name)] = int((told / "stat").read_text().rpartition(")")[2].split()[1])
+            if (told / "cmdline").read_bytes().startswith(b"ray::MapWorker"):
+                named.append(int(told.name))
         except OSError:  # it has gone
             continue
-        if name.startswith(b"ray::MapWorker"):
-            found.append(int(told.parent.name))
-    return sorted(found)
+    return sorted(process for process in named if driver in _ancestors(process, parents))
+
+
+def _ancestors(process: int, parents: dict[int, int]) -> Iterator[int]:
+    while process in parents:
+        process = parents[process]
+        yield process
 
 
 def peak(process: int) -> float:
@@ -102,10 +108,10 @@ class Job:
         """The job once it is done; or once its driver was killed. What is to be killed goes when half is done."""
         begun, driver = time.perf_counter(), self.start()
         while driver.poll() is None:
-            for process in (driver.pid, *workers()):
+            for process in (driver.pid, *workers(driver.pid)):
                 self.peaks[process] = max(self.peaks.get(process, 0.0), peak(process))
             if kill and len(self.partitions()) >= self.rows // PARTITION // 2:
-                os.kill(workers()[0] if kill == "worker" else driver.pid, signal.SIGKILL)
+                os.kill(workers(driver.pid)[0] if kill == "worker" else driver.pid, signal.SIGKILL)
                 kill = "" if kill == "worker" else "gone"
                 if kill:
                     break
@@ -169,7 +175,7 @@ def faults(folder: Path, rows: int) -> Iterator[Row]:
         yield row(f"rows {what}, a worker killed -9 half-way", rows, 2, value, "rows", "0")
     job = Job(folder, rows, 2, folder / "faults-driver").run(kill="driver")
     before = len(job.partitions())
-    while workers():  # which notice that their driver has gone
+    while any(peak(process) for process in job.peaks):  # workers notice that their driver has gone
         time.sleep(LOOK)
     job.run()
     yield row("partitions done before, the driver killed -9 half-way", rows, 2, before, "partitions", "")
