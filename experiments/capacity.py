@@ -42,8 +42,8 @@ WINDOW = 1000  # images, of which the dearest in a row are looked for
 DRAWN, BINS = "cpu", 36  # whose series are kept, and in how many parts of the time
 DECIDED = 100  # batches of every size, to time policies
 SECONDS = {  # simulated, of each part; the day is played so much faster that it fits
-    "cpu": {"load": 150.0, "day": 1200.0, "burst": 1200.0, "drift": 1200.0},
-    "h200": {"load": 15.0, "day": 60.0, "burst": 60.0, "drift": 60.0},
+    "cpu": {"load": 150.0, "day": 1800.0, "burst": 1800.0, "drift": 1800.0},
+    "h200": {"load": 15.0, "day": 120.0, "burst": 90.0, "drift": 90.0},
 }
 DEARER = {"cpu": 1.5, "h200": 1.25}  # drift: times what images cost as calibrated, once it is complete
 BURST = 1.5  # times the peak's rate
