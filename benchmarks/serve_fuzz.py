@@ -111,7 +111,7 @@ def bomb(rng: np.random.Generator) -> Request:
 def thin(rng: np.random.Generator) -> Request:
     """An image of few pixels, one high, that resizing would make into a very large one."""
     file = io.BytesIO()
-    size = (int(rng.integers(60_000, 65_000)), 1)
+    size = (int(rng.integers(600_000, 1_000_000)), 1)
     Image.new("L", size if rng.random() < 0.5 else size[::-1]).save(file, "PNG")
     body, headers = form(file.getvalue())
     return Request("long and thin image", "/predict/files", body, headers)
