@@ -55,7 +55,7 @@ def test_every_block_says_what_it_is_and_no_code_goes_unrun(page):
     text = page.read_text()
     assert len(OUTPUTS.FENCE.findall(text)) * 2 == len(re.findall(r"^ *```", text, re.MULTILINE))
     for kind, code in OUTPUTS.FENCE.findall(text):
-        assert kind in ("", "text", *OUTPUTS.KINDS)
+        assert kind in ("", "text", "yaml", *OUTPUTS.KINDS)
         assert kind in OUTPUTS.KINDS or not re.search(r"^(import|from|>>>|alight) ", code, re.MULTILINE), code
 
 
@@ -92,10 +92,17 @@ def test_figures_of_speed_are_those_of_their_results():
     assert experiment("speed_page", "benchmarks").page(page) == page
 
 
+def test_figures_of_the_service_are_those_of_their_results():
+    page = (ROOT / "docs" / "deploy.md").read_text()
+    assert experiment("serve_page", "benchmarks").page(page) == page
+
+
 def test_the_page_on_models_counts_the_families_that_were_cut():
     with (ROOT / "results" / "cut_coverage.csv").open() as file:
         fine = [row["ok"] == "True" for row in csv.DictReader(file)]
     assert f"{sum(fine)} of {len(fine)} give" in (ROOT / "docs" / "models.md").read_text()
+    for name in ("README.md", "docs/how-to/backbone.md"):
+        assert f"of each of {len(fine)} families" in (ROOT / name).read_text()
 
 
 def test_the_tree_in_the_design_page_names_every_room():
