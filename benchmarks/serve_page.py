@@ -54,7 +54,7 @@ def faults_note(rows: Sequence[Row]) -> str:
     first, last = (float(rows[0][f"memory_mib_{moment}"]) for moment in ("first", "last"))
     ready = "ready" if rows[0]["ready_after"] == "True" else "not ready"
     return (
-        f"Memory was {first:.0f} MiB after the first thousand and {last:.0f} MiB in the end; the service was {ready}."
+        f"Memory was {first:.1f} MiB after the first thousand and {last:.1f} MiB in the end; the service was {ready}."
     )
 
 
