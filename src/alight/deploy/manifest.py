@@ -147,7 +147,8 @@ def verified(folder: Path, file: str, expected: str) -> bytes:
 
 def _described(content: Mapping[str, Any]) -> Described:
     shape, dtype = content["shape"], content["dtype"]
-    np.dtype(dtype)
+    if np.dtype(dtype).kind not in "biuf":
+        raise ValueError(f"a tensor of {dtype}")
     if not shape or not all(size is None or (type(size) is int and size > 0) for size in shape):
         raise ValueError(f"a tensor of shape {shape}")
     return Described(str(content["name"]), tuple(shape), dtype)

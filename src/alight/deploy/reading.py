@@ -3,6 +3,8 @@
     images.npz       images (samples, height, width, channels) or (samples, channels, height, width)
     folder           *.png, *.jpg, ... of its own or in a folder for each class
     lines.jsonl      one object per line with "text"
+
+Images are brought to the network's size and normalised as its manifest says; text is cut into tokens by its tokenizer.
 """
 
 import errno
