@@ -111,6 +111,9 @@ class Status(BaseModel):
     samples: int
     spent: float
     allowed: float
+    ahead_at_most: float | None = Field(
+        description="what `spent` may be beyond `allowed`; null where nothing is promised"
+    )
     exits: list[Left]
     queue: int
     alarm: bool = Field(description="whether samples have become dearer than they were at calibration")

@@ -9,6 +9,7 @@ from fastapi import Request
 
 from alight.costs import Costs
 from alight.errors import AlightError
+from alight.policies.paced import Paced
 from alight.serve.asked import Allowance, Answers, Asked, Budget, Change, Left, Offered, Status, Told
 from alight.serve.limits import Limits, Refused
 from alight.serve.logs import event
@@ -116,6 +117,7 @@ class Service:
             samples=sum(metrics.counts),
             spent=metrics.total_spent,
             allowed=metrics.total_allowed,
+            ahead_at_most=spending.policy.costs[-1] if isinstance(spending.policy, Paced) else None,
             exits=exits,
             queue=self.worker.queued,
             alarm=spending.pace.alarmed,

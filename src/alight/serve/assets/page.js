@@ -5,7 +5,14 @@ let token = "";
 let unit = "";
 let takes = "";
 
-const number = (value) => (value === null ? "–" : Number(value.toPrecision(3)).toLocaleString("en"));
+const PREFIXES = [[1e12, " T"], [1e9, " G"], [1e6, " M"], [1e3, " k"], [0, " "]];
+
+function amount(value, of) {
+  if (value === null) return "–";
+  const [scale, prefix] = of.endsWith("FLOPs") || of.endsWith("MACs") ? PREFIXES.find(([least]) => value >= least) : [0, " "];
+  return Number((value / (scale || 1)).toPrecision(3)).toLocaleString("en") + prefix + of;
+}
+
 const percent = (share) => (100 * share).toFixed(1) + "%";
 
 async function ask(path, options = {}) {
@@ -39,7 +46,7 @@ function show(told, pictures) {
     const label = document.createElement("strong");
     label.textContent = answer.label;
     const sure = answer.probability === null ? "" : percent(answer.probability) + " sure, ";
-    words.append(label, sure + `exit ${answer.exit}, cost ${number(answer.cost)} ${told.unit}, ${told.took_ms.toFixed(1)} ms`);
+    words.append(label, sure + `exit ${answer.exit}, cost ${amount(answer.cost, told.unit)}, ${told.took_ms.toFixed(1)} ms`);
     line.append(words);
     part("answers").prepend(line);
   });
@@ -78,7 +85,7 @@ function sendWords() {
 function row(exit, total) {
   const line = document.createElement("tr");
   const share = total ? exit.samples / total : 0;
-  for (const text of [exit.name, number(exit.cost), exit.samples.toLocaleString("en"), total ? percent(share) : "–"]) {
+  for (const text of [exit.name, amount(exit.cost, unit), exit.samples.toLocaleString("en"), total ? percent(share) : "–"]) {
     const cell = document.createElement("td");
     cell.textContent = text;
     line.append(cell);
@@ -105,9 +112,10 @@ async function look() {
   part("alarm").hidden = !now.alarm;
   part("policy").value = now.policy;
   if (!now.samples) return;
-  const mean = `${number(now.spent / now.samples)} ${unit} per sample`;
+  const mean = `${amount(now.spent / now.samples, unit)} per sample`;
   const share = now.allowed ? now.spent / now.allowed : 0;
-  const told = now.allowed ? `${mean}, ${percent(share)} of what the budget allows` : `${mean}, no budget`;
+  const ahead = share > 1 && now.ahead_at_most ? `, ahead by no more than one sample at ${amount(now.ahead_at_most, unit)}` : "";
+  const told = now.allowed ? `${mean}, ${percent(share)} of what the budget allows${ahead}` : `${mean}, no budget`;
   part("spending").textContent = told;
   part("meter").setAttribute("aria-label", told);
   part("spent").style.width = Math.min(100, 100 * share) + "%";
@@ -118,7 +126,7 @@ async function begin() {
   const options = offered.policies.map((policy) => {
     const option = document.createElement("option");
     option.value = policy.name;
-    option.textContent = policy.budget === null ? policy.name : `${policy.name}: ${number(policy.budget)} ${offered.unit}`;
+    option.textContent = policy.budget === null ? policy.name : `${policy.name}: ${amount(policy.budget, offered.unit)}`;
     return option;
   });
   part("policy").replaceChildren(...options);
