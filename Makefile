@@ -3,7 +3,7 @@
 #   make test   lint, types and all tests
 #   make lint   lint and types alone       make format   put the code in shape
 #   make bench  speed, as ratios in one run
-#   make figures  every figure and table of docs/experiments.md from committed recordings: two minutes on two cores
+#   make figures  every figure and table of docs/experiments.md and docs/scale.md from what is committed: two minutes on two cores
 #   make docs   the documentation site, into site/: a broken link or a missing page is an error
 # TORCH_INDEX=<url> takes torch and torchvision from another index, e.g. PyTorch's small CPU wheels.
 
@@ -41,6 +41,9 @@ figures: $(VENV)/.installed-figures
 	$(bin)/python experiments/paper_figures.py
 	$(bin)/python experiments/recorded_resnet18.py --draw > /dev/null
 	$(bin)/python experiments/paper_page.py
+	$(bin)/python experiments/capacity_figures.py
+	$(bin)/python experiments/capacity_page.py
+	$(bin)/python experiments/paper_report.py
 
 docs: $(VENV)/.installed-docs
 	NO_MKDOCS_2_WARNING=1 $(bin)/python -m mkdocs build --strict --quiet

@@ -24,6 +24,7 @@ LOOKS = {
     "batch": Look("exits, contract batch", GREEN, "^"),
     "plain": Look("exits, plain thresholds", RED, "v"),
 }
+TICKS = (10, 20, 50, 100, 200, 500, 1000, 2000)  # ms
 Rows = Sequence[dict[str, str]]
 
 
@@ -49,6 +50,10 @@ def load() -> "Figure":
             panel.plot(rates, column(own, "p50_ms"), color=look.colour, linestyle=":", label=f"{look.label}: 50 %")
         panel.axhline(1e3 * device_of(kind).target, color=ORANGE, linewidth=1, label="asked for")
         panel.set(title=title, xlabel="images a second, of one device", ylabel="answered within, ms", yscale="log")
+        panel.set_yticks(TICKS, [str(tick) for tick in TICKS])
+        panel.set(ylim=(10, 3000))
+        panel.tick_params(axis="y", which="minor", labelleft=False)
+        panel.locator_params(axis="x", nbins=5)
     legend_below(figure, own_panels[0])
     return figure
 

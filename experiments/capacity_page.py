@@ -198,7 +198,8 @@ def short() -> str:
         said.append(
             f"- **{title}**: a billion images a day need {exact[0]:,.1f} devices with the plain network and"
             f" {exact[1]:,.1f} with exits at {BUDGETS[kind].replace('%', ' %')} of its time,"
-            f" {1 - exact[1] / exact[0]:.0%} fewer; {right[0]:.1%} and {right[1]:.1%} of the answers are right."
+            f" {1 - exact[1] / exact[0]:.0%} fewer; {right[0]:.1%} and {right[1]:.1%} of the recorded network's answers"
+            " are right."
         )
     energy, share = Energy.of(GPU_NETWORK), float(BUDGETS["h200"].removesuffix("%")) / 100
     if energy:
@@ -209,10 +210,11 @@ def short() -> str:
         )
     kept, plain = (chosen("drift", device="cpu", serving=how)[0] for how in ("stream", "plain"))
     said.append(
-        f"- **Drift** that makes images half as dear again: plain thresholds spend"
-        f" {float(plain['spent_of_budget']):.0%} of the budget over the whole time and refuse"
-        f" {float(plain['refused']):.1%} of the images; `stream` spends {float(kept['spent_of_budget']):.1%}, refuses"
-        f" {float(kept['refused']):.1%}, and rings when images are {float(kept['alarm_dearer']) - 1:.0%} dearer."
+        "- **Drift** that makes images half as dear again, in half an hour at the peak: plain thresholds spend"
+        f" {float(plain['spent_of_budget']):.0%} of the budget and answer 99 % within {_time(float(plain['p99_ms']))};"
+        f" `stream` spends {float(kept['spent_of_budget']):.1%}, answers within {_time(float(kept['p99_ms']))}, and"
+        f" rings when images are {float(kept['alarm_dearer']) - 1:.0%} dearer, {float(kept['alarm_seconds']):.0f} s"
+        " after it began."
     )
     return "\n".join(said)
 
@@ -255,7 +257,7 @@ def part_table(part: str) -> str:
         shares = [f"{float(row[name]):.1%}" for name in ("refused", "accuracy")]
         line = [KINDS[row["device"]].split(",")[0], LOOKS[row["serving"]].label, row["devices"], *spent]
         line += [
-            f"{float(row['ahead']):,.1f}",
+            _ahead(row),
             *within,
             *shares,
             f"{float(row['batch']):.0f}",
@@ -269,6 +271,10 @@ def part_table(part: str) -> str:
         for first in chosen(part, device=kind, serving="stream")[:1]
     )
     return f"{markdown(header, lines)}\n\n{ratio}. {made(own[0])}"
+
+
+def _ahead(row: dict[str, str]) -> str:
+    return "–" if row["serving"] == "dense" else f"{max(0.0, float(row['ahead'])):,.2f}"
 
 
 def _alarm(row: dict[str, str]) -> str:

@@ -8,6 +8,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 INDEX = "https://wheels.example/cpu"
+DRAWN = ("paper_tables", "paper_figures", "paper_page", "capacity_figures", "capacity_page")  # in this order
 
 pytestmark = pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
 
@@ -55,7 +56,7 @@ def test_another_index_is_heeded_even_after_a_first_demo(tmp_path):
 
 def test_figures_need_no_network_and_are_computed_drawn_and_put_on_the_page():
     commands = planned("figures")
-    scripts = [position(commands, f"experiments/{name}.py") for name in ("paper_tables", "paper_figures", "paper_page")]
+    scripts = [position(commands, f"experiments/{name}.py") for name in DRAWN]
     assert scripts == sorted(scripts)
     assert not [command for command in commands if "[dev]" in command]
 

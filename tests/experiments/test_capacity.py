@@ -253,6 +253,18 @@ def test_committed_streams_kept_their_bound_and_plain_thresholds_did_not(scripts
     assert all(float(row["ahead"]) > 1 for row in chosen("drift", serving="plain"))
 
 
+def test_below_capacity_the_simulation_answers_as_the_measured_service_did(scripts):
+    calm = [
+        row
+        for row in scripts["capacity_figures"].chosen("service")
+        if float(row["rate"]) < 0.82 * float(row["simulated_capacity"])
+    ]
+    assert {row["service"] for row in calm} == {"dense", "early"}
+    for row in calm:
+        for name in ("p50_ms", "p99_ms"):
+            assert float(row[f"simulated_{name}"]) == pytest.approx(float(row[f"measured_{name}"]), rel=0.2)
+
+
 def test_energy_is_what_idles_and_what_images_take_beyond_that(scripts):
     page = scripts["capacity_page"]
     shares, joules, rates = np.array([0.5, 1.0]), np.array([0.2, 0.3]), np.array([400.0, 200.0])
