@@ -280,7 +280,7 @@ def test_the_page_on_scale_holds_what_results_give(scripts):
 
 
 def test_a_page_without_a_place_for_a_table_is_refused(scripts):
-    with pytest.raises(SystemExit, match="has no place <!-- inputs -->"):
+    with pytest.raises(SystemExit, match="has no place <!-- short -->"):
         scripts["capacity_page"].page("# Scale")
 
 
