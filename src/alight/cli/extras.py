@@ -27,7 +27,7 @@ EXTRAS = {
             "fastapi": "fastapi",
             "uvicorn": "uvicorn",
             "prometheus_client": "prometheus-client",
-            "multipart": "python-multipart",
+            "python_multipart": "python-multipart",
             "PIL": "pillow",
         },
         "the HTTP service",
