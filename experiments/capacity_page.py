@@ -98,10 +98,12 @@ def inputs() -> str:
             faster = float(row["per_second"]) / float(plain["per_second"])
             rate = f"{float(row['per_second']):,.0f}"
             lines.append(["two CPU cores", "ResNet-18, 32 px", "64", INSTEAD[row["name"]], rate, f"{faster:.2f}", "–"])
-    return markdown(
-        ["device", "network", "batch", "served by", "images a second", "times the plain network", "joules an image"],
-        lines,
+    joules = (
+        f"joules an image, batch {found[0]['batch_size']}" if (found := metered(GPU_NETWORK)) else "joules an image"
     )
+    header = ["device", "network", "batch", "served by", "images a second", "times the plain network", joules]
+    sources = [gpu_rows()[-1], *found[:1], rows(RESULTS / "instead.csv")[0]]
+    return f"{markdown(header, lines)}\n\n" + "\n".join(made(row) for row in sources)
 
 
 def _benchmarked(network: str, title: str, mode: str, own: Rows) -> list[list[str]]:
@@ -123,7 +125,7 @@ def _benchmarked(network: str, title: str, mode: str, own: Rows) -> list[list[st
 
 def _joules(network: str, mode: str) -> str:
     own = [row for row in metered(network) if row["mode"] == mode]
-    return f"{float(own[0]['joules_per_image']):.4f} (batch {own[0]['batch_size']})" if own else "–"
+    return f"{float(own[0]['joules_per_image']):.4f}" if own else "–"
 
 
 def model() -> str:
