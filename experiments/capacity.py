@@ -2,6 +2,7 @@
 
     python experiments/capacity.py               # everything: half an hour on one core
     python experiments/capacity.py drift         # one part: decisions, load, day, burst or drift
+    python experiments/capacity.py --device h200 # one device, when its inputs were measured anew: eight minutes
 
 One device of the fleet is simulated in full (capacity_queue.py), with times that were measured (capacity_devices.py),
 on images drawn from a recording. `decisions` times the policies alone, on the host; `load` finds the rate that one
@@ -9,11 +10,11 @@ device bears; fleets are sized by it for a billion images a day. Writes results/
 and way to serve, and the same by time to results/capacity_<part>_series.csv; docs/scale.md states the figures.
 """
 
-import sys
+import argparse
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from itertools import pairwise
 from pathlib import Path
 
@@ -246,7 +247,7 @@ def ahead(spent: Floats, sizes: Integers, budget: float, dearest: float) -> floa
     return float(((np.cumsum(spent)[ends - 1] - ends * budget) / dearest).max())
 
 
-def decisions_part() -> Iterator[tuple[Row, list[Row]]]:
+def decisions_part(_: Sequence[str]) -> Iterator[tuple[Row, list[Row]]]:
     """Milliseconds that each policy takes to decide about a batch, of the GPU's costs and size."""
     own = stream()
     rng, costs = np.random.default_rng(0), Costs.from_cumulative(np.arange(1.0, own.table.num_exits + 1), "ms")
@@ -263,48 +264,55 @@ def decisions_part() -> Iterator[tuple[Row, list[Row]]]:
             yield {"contract": contract, "batch_size": size, "ms": middle, "ms_low": low, "ms_high": high}, []
 
 
-def load_part() -> Iterator[tuple[Row, list[Row]]]:
-    for kind in DEVICES:
+def load_part(kinds: Sequence[str]) -> Iterator[tuple[Row, list[Row]]]:
+    for kind in kinds:
         for how in ("dense", "stream"):
             yield from ((row, []) for row in load_rows(kind, how))
 
 
-def cases(part: str) -> Iterator[Case]:
-    """Every device, way to serve and fleet of a part."""
-    for kind in DEVICES:
-        fleets = {how: devices_for(IMAGES, bearable(kind, how)) for how in ("dense", "stream")}
-        for how in CONTRACTS:
-            count = REPLICAS if (part, how) == ("drift", "stream") else 1
-            yield from (Case(part, kind, how, fleets["stream"], replica) for replica in range(count))
-        if part != "drift":  # the plain network does not mind
-            yield from (Case(part, kind, "dense", devices) for devices in sorted(set(fleets.values())))
+def cases(part: str, kind: str) -> Iterator[Case]:
+    """Every way to serve and fleet of a part."""
+    fleets = {how: devices_for(IMAGES, bearable(kind, how)) for how in ("dense", "stream")}
+    for how in CONTRACTS:
+        count = REPLICAS if (part, how) == ("drift", "stream") else 1
+        yield from (Case(part, kind, how, fleets["stream"], replica) for replica in range(count))
+    if part != "drift":  # the plain network does not mind
+        yield from (Case(part, kind, "dense", devices) for devices in sorted(set(fleets.values())))
 
 
-def case_part(part: str) -> Iterator[tuple[Row, list[Row]]]:
-    yield from (case.run() for case in cases(part))
+def case_part(part: str, kinds: Sequence[str]) -> Iterator[tuple[Row, list[Row]]]:
+    yield from (case.run() for kind in kinds for case in cases(part, kind))
 
 
-PARTS: dict[str, Callable[[], Iterator[tuple[Row, list[Row]]]]] = {
+PARTS: dict[str, Callable[[Sequence[str]], Iterator[tuple[Row, list[Row]]]]] = {
     "decisions": decisions_part,
     "load": load_part,
-    **{part: (lambda part=part: case_part(part)) for part in ("day", "burst", "drift")},  # type: ignore[misc]
+    **{part: partial(case_part, part) for part in ("day", "burst", "drift")},
 }
 
 
-def main(parts: list[str]) -> None:
-    for part in parts or list(PARTS):
-        begin, found, by_time = time.perf_counter(), [], []
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("parts", nargs="*", help=f"of {', '.join(PARTS)}; all, unless some are named")
+    parser.add_argument("--device", choices=DEVICES, help="of which rows are made anew; those of others stay")
+    options = parser.parse_args()
+    kinds = [options.device] if options.device else list(DEVICES)
+    for part in options.parts or list(PARTS):
+        begin, path = time.perf_counter(), RESULTS / f"capacity_{part}.csv"
         made = provenance("numpy", "scipy", folder=ROOT)
-        for row, own in PARTS[part]():
+        before = rows(path) if path.exists() else []
+        found: list[Row] = [{**row} for row in before if row.get("device") not in (None, *kinds)]
+        by_time: list[Row] = []
+        for row, own in PARTS[part](kinds):
             found.append({**row, **made})
             by_time += own if row.get("device") == DRAWN and not row.get("replica") else []
             shown = (f"{name}={cell:.4g}" if isinstance(cell, float) else str(cell) for name, cell in row.items())
             print(" ".join(shown), flush=True)
-        write_rows(RESULTS / f"capacity_{part}.csv", found)
+        write_rows(path, sorted(found, key=lambda row: str(row.get("device", ""))))  # stable: as they were made
         if by_time:
             write_rows(RESULTS / f"capacity_{part}_series.csv", by_time)
         print(f"{part}: {time.perf_counter() - begin:.0f} s", flush=True)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()
