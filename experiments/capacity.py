@@ -247,7 +247,7 @@ def ahead(spent: Floats, sizes: Integers, budget: float, dearest: float) -> floa
     return float(((np.cumsum(spent)[ends - 1] - ends * budget) / dearest).max())
 
 
-def decisions_part(_: Sequence[str]) -> Iterator[tuple[Row, list[Row]]]:
+def decisions_part(_kinds: Sequence[str]) -> Iterator[tuple[Row, list[Row]]]:
     """Milliseconds that each policy takes to decide about a batch, of the GPU's costs and size."""
     own = stream()
     rng, costs = np.random.default_rng(0), Costs.from_cumulative(np.arange(1.0, own.table.num_exits + 1), "ms")
