@@ -109,7 +109,8 @@ def main() -> None:
             said = list(run(text, path.name))
         seconds = time.perf_counter() - begin
         about = provenance(*PACKAGES, folder=path.parent)
-        made = f"Run on {about['date']} in {seconds:.0f} seconds: {about['hardware']}; {about['versions']}.\n"
+        taken = f" in {seconds:.0f} seconds" if seconds > 5 else ""
+        made = f"Run on {about['date']}{taken}: {about['hardware']}; {about['versions']}.\n"
         write_text(path, page(text, said, made))
 
 

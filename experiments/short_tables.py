@@ -31,7 +31,7 @@ def instead() -> str:
     """What is saved at which loss, on the clock."""
     rows = {row["name"]: row for row in read("instead")}
     plain = float(rows["ResNet-18"]["per_second"])
-    lines = [["", "accuracy", "images/s in batches of 64", "", "one image, median"]]
+    lines = [["", "accuracy", "images/s in batches of 64", "speed-up", "one image, median"]]
     for name, told in SHOWN.items():
         row = rows[name]
         rate = float(row["per_second"])
