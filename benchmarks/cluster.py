@@ -33,6 +33,7 @@ from alight.provenance import provenance
 ROOT = Path(__file__).parent.parent
 BATCH, PARTITION = 128, 512
 LOOK = 0.25  # seconds between two looks at the processes
+MARK = "ALIGHT_BENCHMARK_JOB"  # in the environment of a job's processes
 Row = dict[str, str | float | int]
 
 
@@ -56,23 +57,17 @@ def images(folder: Path, rows: int) -> Path:
     return path
 
 
-def workers(driver: int) -> list[int]:
-    """The processes in which Ray runs the workers of a driver: below its own node."""
-    parents, named = {}, []
+def workers(job: Path) -> list[int]:
+    """The processes in which Ray runs the workers of a job, which have its mark from their driver."""
+    found = []
     for told in Path("/proc").glob("[0-9]*"):
         try:
-            parents[int(told.name)] = int((told / "stat").read_text().rpartition(")")[2].split()[1])
-            if (told / "cmdline").read_bytes().startswith(b"ray::MapWorker"):
-                named.append(int(told.name))
+            named = (told / "cmdline").read_bytes().startswith(b"ray::MapWorker")
+            if named and f"{MARK}={job}\0".encode() in (told / "environ").read_bytes():
+                found.append(int(told.name))
         except OSError:  # it has gone
             continue
-    return sorted(process for process in named if driver in _ancestors(process, parents))
-
-
-def _ancestors(process: int, parents: dict[int, int]) -> Iterator[int]:
-    while process in parents:
-        process = parents[process]
-        yield process
+    return sorted(found)
 
 
 def peak(process: int) -> float:
@@ -101,17 +96,17 @@ class Job:
         line += [str(self.folder / "policy.json"), str(images(self.folder, self.rows)), "--engine", "ray", "--quiet"]
         line += ["--actors", str(self.actors), "--batch-size", str(BATCH), "--partition-rows", str(PARTITION)]
         line += ["-o", str(self.output), "--device", "cpu", "--threads", "1"]
-        env = {**os.environ, "OMP_NUM_THREADS": "1"}
+        env = {**os.environ, "OMP_NUM_THREADS": "1", MARK: str(self.output)}
         return subprocess.Popen(line, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
 
     def run(self, kill: str = "") -> "Job":
         """The job once it is done; or once its driver was killed. What is to be killed goes when half is done."""
         begun, driver = time.perf_counter(), self.start()
         while driver.poll() is None:
-            for process in (driver.pid, *workers(driver.pid)):
+            for process in (driver.pid, *workers(self.output)):
                 self.peaks[process] = max(self.peaks.get(process, 0.0), peak(process))
             if kill and len(self.partitions()) >= self.rows // PARTITION // 2:
-                os.kill(workers(driver.pid)[0] if kill == "worker" else driver.pid, signal.SIGKILL)
+                os.kill(workers(self.output)[0] if kill == "worker" else driver.pid, signal.SIGKILL)
                 kill = "" if kill == "worker" else "gone"
                 if kill:
                     break
@@ -175,7 +170,7 @@ def faults(folder: Path, rows: int) -> Iterator[Row]:
         yield row(f"rows {what}, a worker killed -9 half-way", rows, 2, value, "rows", "0")
     job = Job(folder, rows, 2, folder / "faults-driver").run(kill="driver")
     before = len(job.partitions())
-    while any(peak(process) for process in job.peaks):  # workers notice that their driver has gone
+    while workers(job.output):  # which notice that their driver has gone
         time.sleep(LOOK)
     job.run()
     yield row("partitions done before, the driver killed -9 half-way", rows, 2, before, "partitions", "")
