@@ -1,6 +1,8 @@
 """`alight demo`: the whole main job, live on digits, all methods on recordings, and a report to look at."""
 
 import argparse
+import shlex
+import shutil
 import sys
 import time
 from pathlib import Path
@@ -52,8 +54,9 @@ def _live(say: Say, missing: str, progress: bool) -> list[Chapter]:
 
 
 def _next(folder: Path) -> str:
-    """What to try then."""
-    return f"alight bench {folder / 'network'} {folder / 'policy.json'} {folder / 'test.npz'}"
+    """What to try then, as it can be typed here."""
+    alight = ["alight"] if shutil.which("alight") else [sys.executable, "-m", "alight.cli"]
+    return shlex.join([*alight, "bench", *(str(folder / name) for name in ("network", "policy.json", "test.npz"))])
 
 
 def _teller(quiet: bool) -> Say:
