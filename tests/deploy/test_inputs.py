@@ -90,3 +90,8 @@ def test_negative_tokens_are_found_since_onnx_would_count_them_from_the_end():
 
 def test_large_numbers_are_no_infinity():
     assert first_unusable((np.full((2, 4), 3e38, dtype=np.float32),)) is None
+
+
+def test_a_plain_array_is_taken_as_it_is(manifest):
+    array = np.zeros((2, 3, 6, 7), dtype=np.float32)
+    assert admit(array, manifest)[0] is array

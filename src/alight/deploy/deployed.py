@@ -10,7 +10,7 @@ from tqdm import tqdm
 
 from alight.deploy.inputs import Carried, admit, first_unusable, in_batches, without_labels
 from alight.deploy.manifest import Manifest
-from alight.deploy.told import Told, told, told_of_one, unusable
+from alight.deploy.told import told, told_of_one, unusable
 from alight.errors import BadInput, Mismatch
 from alight.outputs import Decisions
 from alight.policies.policy import Memory, Policy, Shared
@@ -57,6 +57,7 @@ class Deployed:
         _check(policy, self.manifest, self.probabilities, self._allow_mismatch)
         self._policy, self._admitted = policy, 0  # samples of a stream whose policy remembers it
         self._memory: Memory = ()
+        self._exits, self._costs = np.array(policy.open_exits), np.array(policy.costs)
         last = len(policy.open_exits) - 1
         # the last exit takes everyone, unread, unless a lens reads it
         self._columns = [policy.inputs if place < last or policy.lens else () for place in range(last + 1)]
@@ -144,7 +145,7 @@ class Deployed:
             position = self.policy.open_exits.index(exit_index)
             logits, state = self._run(position, state, chosen)
             if len(wrong := unusable(logits)):
-                self._refuse(position, samples[rows[wrong]])
+                raise self._useless(position, samples[rows[wrong]])
             head = told(logits, self._columns[position], self.probabilities)
             positions[rows] = position  # of those who leave here it is the last
             if head.chances is not None:
@@ -173,14 +174,14 @@ class Deployed:
 
     def _alone(self, carried: Carried, sample: int) -> Decisions:
         """What is decided about one sample, walked in numbers, since arrays of one cost more than they do."""
-        self._check_inputs(np.array([sample]), carried)
+        self._check_inputs((sample,), carried)
         state: Any = carried
         recalled: Any = ((), ())
         for position, columns in enumerate(self._columns):
             logits, state = self._run(position, state, None)
-            if len(unusable(logits)):
-                self._refuse(position, np.array([sample]))
-            head: Told = told_of_one(logits, columns, self.probabilities)
+            head = told_of_one(logits, columns, self.probabilities)
+            if head is None:
+                raise self._useless(position, np.array([sample]))
             read = head.columns or (0.0,)
             leaving, prediction, recalled = visit(self.policy, position, sample, head.predictions, read, recalled)
             if leaving:
@@ -198,19 +199,18 @@ class Deployed:
             raise
 
     def _table(self, predictions: np.ndarray, positions: Integers, chances: np.ndarray | None) -> Decisions:
-        policy = self.policy
-        exits, spent = np.array(policy.open_exits)[positions], np.array(policy.costs)[positions]
-        return Decisions.known(predictions, exits, spent, policy.num_exits, chances)
+        exits, spent = self._exits[positions], self._costs[positions]
+        return Decisions.known(predictions, exits, spent, self.policy.num_exits, chances)
 
-    def _check_inputs(self, samples: Integers, carried: Carried) -> None:
+    def _check_inputs(self, samples: Integers | Sequence[int], carried: Carried) -> None:
         if (row := first_unusable(carried)) is not None:
             raise BadInput(
                 f"the input of index {samples[row]} holds NaN, infinity or a negative token: look for it there, since a"
                 " network may answer it all the same"
             )
 
-    def _refuse(self, position: int, wrong: Integers) -> None:
-        raise BadInput(
+    def _useless(self, position: int, wrong: Integers) -> BadInput:
+        return BadInput(
             f"the network gives no usable logits for {len(wrong)} samples, the first of index {wrong[0]}, at exit"
             f" {self.policy.open_exits[position]}: look for overflow, or for numbers out of range in these inputs"
         )

@@ -30,14 +30,15 @@ class Session:
         except Exception as error:
             problem = f"onnxruntime {runtime.__version__} cannot load it ({_first_line(error)})"
             raise BadFile(name, problem, "upgrade onnxruntime, or export it again") from error
-        self._name, self._names = name, [each.name for each in self._session.get_inputs()]
+        self._name, self._inputs = name, [each.name for each in self._session.get_inputs()]
+        self._outputs = [each.name for each in self._session.get_outputs()]
 
     def __call__(self, carried: Carried, rows: Any) -> tuple[np.ndarray, Carried]:
         """Logits of those in these rows, None is everyone, and what is carried on."""
         if rows is not None:
             carried = tuple(each[rows] for each in carried)
         try:
-            logits, *others = self._session.run(None, dict(zip(self._names, carried, strict=True)))
+            logits, *others = self._session.run(self._outputs, dict(zip(self._inputs, carried, strict=True)))
         except Exception as error:  # of several types, none of which onnxruntime exports
             raise BadInput(
                 f"{self._name} cannot take these {len(carried[0])} samples ({_first_line(error)}): look for indices of"
