@@ -18,6 +18,7 @@ import json
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,7 @@ from alight import (
     train_heads,
 )
 from alight.files import write_rows, write_text
+from alight.models.data import as_inputs
 from alight.models.layout import WEIGHTS
 from alight.policies.policy import Threshold
 from alight.provenance import provenance
@@ -72,7 +74,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Said:
-    """What an engine has decided, and the scores of every exit where it tells them."""
+    """What an engine has decided, and the scores of every open exit where it tells them."""
 
     decisions: Decisions
     scores: np.ndarray | None = None
@@ -80,8 +82,9 @@ class Said:
 
 def by_torch(case: Case) -> Said:
     """The predictor, in PyTorch."""
-    table = _table(case)
-    return Said(Predictor(case.model, case.policy, probabilities=True).run(case.batches, progress=False), table.scores)
+    predictor = Predictor(case.model, case.policy, probabilities=True)
+    scores = _table(case).scores[:, list(case.policy.open_exits)]
+    return Said(predictor.run(_tensors(case), progress=False), scores)
 
 
 def by_onnx(case: Case) -> Said:
@@ -203,7 +206,11 @@ def near_a_threshold(policy: Policy, table: HeadOutputs) -> np.ndarray:
 
 
 def _table(case: Case) -> HeadOutputs:
-    return record(case.model, case.batches, progress=False)
+    return record(case.model, _tensors(case), progress=False)
+
+
+def _tensors(case: Case) -> list[Any]:
+    return [as_inputs(batch, case.model) for batch in case.batches]
 
 
 def _gap(one: Any, other: Any, rows: Any = slice(None)) -> float:
@@ -224,9 +231,9 @@ def main() -> None:
     torch.set_num_threads(1)
     made = provenance("torch", "onnxruntime", "transformers", "numpy", folder=ROOT)
     rows: list[Row] = []
-    with tempfile.TemporaryDirectory() as one, tempfile.TemporaryDirectory() as other:
-        for case in (images(options.networks, options.images, Path(one)), texts(options.texts, Path(other))):
-            for row in compared(case):
+    for make in (partial(images, options.networks, options.images), partial(texts, options.texts)):
+        with tempfile.TemporaryDirectory() as folder:
+            for row in compared(make(Path(folder))):
                 print(", ".join(f"{name} {value}" for name, value in row.items()), flush=True)
                 rows.append({**row, **made})
     write_rows(RESULT, rows)
