@@ -79,9 +79,11 @@ def markdown(header: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
     return "\n".join("| " + " | ".join(part) + " |" for part in parts)
 
 
-def made(row: dict[str, str]) -> str:
-    where = row["hardware"] if row.get("device", "cpu") in KINDS else row["device"]
-    return f"Run on {row['date']}: {where}; {row['versions']}; commit {row['commit']}."
+def made(own: Rows) -> str:
+    """Where, when and with what rows were made."""
+    first, commits = own[0], ", ".join(dict.fromkeys(row["commit"] for row in own))
+    where = first["hardware"] if first.get("device", "cpu") in KINDS else first["device"]
+    return f"Run on {first['date']}: {where}; {first['versions']}; commit {commits}."
 
 
 def inputs() -> str:
@@ -102,8 +104,8 @@ def inputs() -> str:
         f"joules an image, batch {found[0]['batch_size']}" if (found := metered(GPU_NETWORK)) else "joules an image"
     )
     header = ["device", "network", "batch", "served by", "images a second", "times the plain network", joules]
-    sources = [gpu_rows()[-1], *found[:1], rows(RESULTS / "instead.csv")[0]]
-    return f"{markdown(header, lines)}\n\n" + "\n".join(made(row) for row in sources)
+    sources = [[*gpu_rows(), *found], rows(RESULTS / "instead.csv")]
+    return f"{markdown(header, lines)}\n\n" + "\n".join(made(each) for each in sources)
 
 
 def _benchmarked(network: str, title: str, mode: str, own: Rows) -> list[list[str]]:
@@ -139,7 +141,7 @@ def model() -> str:
         told.append(alone + 1e3 * device.asking * exits_asked(policy, size))
         lines.append([row["batch_size"], *(f"{each:.1f}" for each in told)])
     header = ["images", "plain network, ms", "modelled", "with exits, ms", "stages and heads alone", "and asking"]
-    return f"{markdown(header, lines)}\n\n{made(own[0])}"
+    return f"{markdown(header, lines)}\n\n{made(own)}"
 
 
 def gpu() -> str:
@@ -188,7 +190,7 @@ def capacity() -> str:
                     ]
                 )
     header = ["images a day", "device", "served by", "bears, images a second", "devices (exactly)", "kWh a day"]
-    return f"{markdown([*header, 'pixels in at the peak, Gbit/s'], lines)}\n\n{made(chosen('load')[0])}"
+    return f"{markdown([*header, 'pixels in at the peak, Gbit/s'], lines)}\n\n{made(chosen('load'))}"
 
 
 def short() -> str:
@@ -236,7 +238,7 @@ def service() -> str:
     header = ["service", "of the dense capacity", "images a second", "half within, measured / simulated"]
     header += ["99 % within, measured / simulated", "capacity, measured / simulated"]
     told = f"Beside the network a request takes {float(own[0]['entrance_ms']):.1f} ms by the dense service's capacity."
-    return f"{markdown(header, lines)}\n\n{told} {made(own[0])}"
+    return f"{markdown(header, lines)}\n\n{told} {made(own)}"
 
 
 def part_table(part: str) -> str:
@@ -272,7 +274,7 @@ def part_table(part: str) -> str:
         for kind in KINDS
         for first in chosen(part, device=kind, serving="stream")[:1]
     )
-    return f"{markdown(header, lines)}\n\n{ratio}. {made(own[0])}"
+    return f"{markdown(header, lines)}\n\n{ratio}. {made(own)}"
 
 
 def _ahead(row: dict[str, str]) -> str:
