@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from alight import read_points
+from alight.runtime import plan as planning
 from alight.runtime import trial
 
 ROOT = Path(__file__).parent.parent
@@ -22,6 +23,7 @@ def experiment(name: str, folder: str = "experiments"):
 
 
 OUTPUTS = experiment("page_outputs")
+CLOCK = re.compile(r"\b(plan|tune_speed)\(")  # what these say hangs on the machine
 
 
 def told(page: Path) -> str:
@@ -37,17 +39,18 @@ def test_every_block_of_code_on_a_page_runs_and_prints_what_stands_below(page, t
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setattr(trial, "SECONDS", 0.02)
+    monkeypatch.setattr(planning, "ROUNDS", 2)
     text = page.read_text()
     shows = "<!-- run -->" in text
     for block, said in OUTPUTS.run(text, page.name):  # in order, as a reader would
         if shows or block.said is not None:
-            assert words(said) == words(block.said or ""), block.code
+            assert bool(said.strip()) == bool(block.said), block.code
+            assert CLOCK.search(block.code) or words(said) == words(block.said or ""), block.code
 
 
 def words(output: str) -> list[str]:
-    """The words of the first line: numbers, and what hangs on them, differ from machine to machine."""
-    first = output.strip().partition("\n")[0]
-    return re.findall(r"[A-Za-z]{2,}", first.partition("open exits")[0])
+    """The words of the first line: numbers differ from machine to machine."""
+    return re.findall(r"[A-Za-z]{2,}", output.strip().partition("\n")[0])
 
 
 @pytest.mark.parametrize("page", PAGES, ids=told)
