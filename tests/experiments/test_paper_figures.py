@@ -23,6 +23,7 @@ NAMES = (
     "paper_tables",
     "paper_figures",
     "paper_page",
+    "paper_report",
     "cifar100_ship",
     "cifar100_duplicates",
 )
@@ -185,3 +186,14 @@ def test_the_most_similar_picture_is_found_even_mirrored(scripts):
     assert which[:2].tolist() == [7, 11]
     assert similarity[:2] == pytest.approx([1, 1], abs=1e-5)
     assert similarity[2] < 0.5
+
+
+def test_all_networks_are_on_one_page_to_play_with(scripts, tmp_path, monkeypatch, capsys):
+    networks, report = scripts["recorded_cifar100"].NETWORKS, scripts["paper_report"]
+    monkeypatch.setattr(report, "METHODS", ("geometric",))
+    monkeypatch.setattr(report, "TEXTS", {})
+    monkeypatch.setattr(report, "NETWORKS", {name: networks[name] for name in ("msdnet_joint", "convnext_frozen")})
+    monkeypatch.setattr(sys, "argv", ["paper_report.py", "-o", str(tmp_path / "new" / "page.html")])
+    report.main()
+    page = Path(capsys.readouterr().out.strip()).read_text()
+    assert "MSDNet" in page and "ConvNeXt, frozen heads" in page and "geometric" in page
