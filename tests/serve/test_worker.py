@@ -81,7 +81,8 @@ def test_a_fault_of_the_network_is_told_to_those_it_befell_and_the_worker_goes_o
 def test_a_deadline_chooses_the_deepest_exit_that_is_reached_in_time():
     made = worker("plain", timing=Timing([1.0, 100.0, 10_000.0, 1_000_000.0], growth=1.0, most=8))
     now = time.monotonic()
-    hard = samples(3)
+    rng = np.random.default_rng(0)
+    hard = [rng.normal(size=(1, 1, 8, 8)).astype(np.float32) for _ in range(3)]  # of which no head is sure
     jobs = [
         Job(hard[:3], deadline=now + 1000),
         Job(hard[:3], deadline=now + 50),
@@ -91,7 +92,7 @@ def test_a_deadline_chooses_the_deepest_exit_that_is_reached_in_time():
         made.offer(job)
     made.start()
     made.close()
-    assert max(answer.exit for answer in jobs[0].answer.result().answers) <= 1
+    assert max(answer.exit for answer in jobs[0].answer.result().answers) == 1
     assert {answer.exit for answer in jobs[1].answer.result().answers} == {0}
     assert jobs[2].answer.exception().status == 504
 

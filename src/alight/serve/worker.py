@@ -189,9 +189,12 @@ class Worker:
         hurried = [job for job in in_time if job.deadline - now < self.timing.seconds(whole, last)]
         if not hurried:
             return self._answer(in_time, last)
-        count, tightest = sum(len(job.samples) for job in hurried), min(job.deadline for job in hurried)
-        self._answer(hurried, self.timing.deepest(count, tightest - now) or 0)
-        return self._serve([job for job in in_time if job not in hurried])
+        count = sum(len(job.samples) for job in hurried)
+        reached = {job: self.timing.deepest(count, job.deadline - now) or 0 for job in hurried}
+        shallowest = min(reached.values())
+        first = [job for job in hurried if reached[job] == shallowest]
+        self._answer(first, shallowest)
+        return self._serve([job for job in in_time if job not in first])
 
     def _too_late(self, job: Job, now: float) -> bool:
         if self.timing.deepest(len(job.samples), job.deadline - now) is not None:
