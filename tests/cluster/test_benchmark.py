@@ -1,0 +1,51 @@
+"""What the page on deployment says of Ray and of large recordings was measured, by code that can find fault."""
+
+import importlib.util
+import os
+import sys
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+from pyarrow import parquet
+
+ROOT = Path(__file__).parents[2]
+
+
+def benchmark(name):
+    spec = importlib.util.spec_from_file_location(name, ROOT / "benchmarks" / f"{name}.py")
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_figures_of_the_page_are_those_of_their_results():
+    page = (ROOT / "docs" / "deploy.md").read_text()
+    assert benchmark("cluster_page").page(page) == page
+
+
+def test_a_smaller_recording_gives_one_policy_both_ways(tmp_path, monkeypatch):
+    large = benchmark("large_calibration")
+    monkeypatch.setattr(large, "PARTITION", 1000)
+    parted, whole = large.measure(tmp_path, 3500, "50%")
+    assert (parted["same_policy"], whole["same_policy"]) == ("True", "True")
+    assert len(list((tmp_path / "3500").glob("part-*.npz"))) == 4
+    assert parted["held"] > 10
+
+
+def test_rows_that_are_missing_or_double_are_counted(tmp_path):
+    job = benchmark("cluster").Job(tmp_path, 6, 2, tmp_path)
+    for index, samples in enumerate([[0, 1, 2], [2, 3, 3]]):
+        parquet.write_table(pa.table({"sample": samples}), tmp_path / f"part-0000{index}.parquet")
+    assert job.counts() == (2, 2)
+
+
+def test_memory_of_a_process_is_what_the_system_says():
+    peak = benchmark("cluster").peak
+    assert 10 < peak(os.getpid()) < 1e5
+    assert peak(2**30) == 0.0
+
+
+@pytest.mark.parametrize("what", ["two workers over one, all busy", "rows missing, a worker killed -9 half-way"])
+def test_the_results_have_what_was_asked(what):
+    assert what in (ROOT / "results" / "cluster.csv").read_text()
