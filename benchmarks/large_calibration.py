@@ -59,7 +59,8 @@ def watched(line: list[str]) -> tuple[float, float]:
     begun = time.perf_counter()
     process = subprocess.Popen(line, stdout=subprocess.DEVNULL)
     _, status, usage = os.wait4(process.pid, 0)
-    if status:
+    process.returncode = os.waitstatus_to_exitcode(status)
+    if process.returncode:
         raise RuntimeError(f"it failed: {line}")
     return time.perf_counter() - begun, usage.ru_maxrss * 1024 / 1e6
 
