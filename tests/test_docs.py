@@ -100,6 +100,11 @@ def test_figures_of_the_service_are_those_of_their_results():
     assert experiment("serve_page", "benchmarks").page(page) == page
 
 
+def test_figures_of_exported_networks_are_those_of_their_results():
+    page = (ROOT / "docs" / "deploy.md").read_text()
+    assert experiment("deploy_page", "benchmarks").page(page) == page
+
+
 def test_the_page_on_models_counts_the_families_that_were_cut():
     with (ROOT / "results" / "cut_coverage.csv").open() as file:
         fine = [row["ok"] == "True" for row in csv.DictReader(file)]
