@@ -182,11 +182,11 @@ class Deployed:
             head = told_of_one(logits, columns, self.probabilities)
             if head is None:
                 raise self._useless(position, np.array([sample]))
-            read = head.columns or (0.0,)
+            chance, read = head.chances, head.columns or (0.0,)
             leaving, prediction, recalled = visit(self.policy, position, sample, head.predictions, read, recalled)
             if leaving:
                 break
-        chances = None if head.chances is None else np.array([head.chances])
+        chances = None if chance is None else np.array([chance])
         return self._table(np.array([prediction]), np.array([position]), chances)
 
     def _run(self, position: int, state: Any, rows: Any) -> tuple[np.ndarray, Any]:
