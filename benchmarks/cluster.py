@@ -6,7 +6,8 @@
 
 Random weights and made-up images of 32 x 32. Every job is `alight predict --engine ray` in a process of its own, as a
 user runs it, with workers of one thread. `scaling` counts rows between the first partitions and the last, when all
-workers are busy, and beside it the whole job with its start; `memory` is the most that a process ever held (VmHWM);
+workers are busy, and beside it the whole job with its start; `memory` is the most that a process ever held (VmHWM),
+and of it what is not shared with others (RssAnon, looked at four times a second);
 `faults` kills -9 a worker, and then the driver, in the middle of 20,000 rows. Writes results/cluster.csv.
 """
 
@@ -70,13 +71,13 @@ def workers(job: Path) -> list[int]:
     return sorted(found)
 
 
-def peak(process: int) -> float:
-    """The most memory that a process ever held, in MB; 0 once it has gone."""
+def held(process: int, what: str = "VmHWM") -> float:
+    """Memory of a process in MB, by default the most that it ever held; 0 once it has gone."""
     try:
         lines = Path(f"/proc/{process}/status").read_text().splitlines()
     except OSError:
         return 0.0
-    return next((float(line.split()[1]) / 1e3 for line in lines if line.startswith("VmHWM")), 0.0)
+    return next((float(line.split()[1]) / 1e3 for line in lines if line.startswith(what)), 0.0)
 
 
 @dataclass
@@ -88,6 +89,7 @@ class Job:
     actors: int
     output: Path
     peaks: dict[int, float] = field(default_factory=dict)  # of every process that was seen
+    owns: dict[int, float] = field(default_factory=dict)  # of that, without what is shared
     seconds: float = 0.0
 
     def start(self) -> "subprocess.Popen[str]":
@@ -104,7 +106,8 @@ class Job:
         begun, driver = time.perf_counter(), self.start()
         while driver.poll() is None:
             for process in (driver.pid, *workers(self.output)):
-                self.peaks[process] = max(self.peaks.get(process, 0.0), peak(process))
+                self.peaks[process] = max(self.peaks.get(process, 0.0), held(process))
+                self.owns[process] = max(self.owns.get(process, 0.0), held(process, "RssAnon"))
             if kill and len(self.partitions()) >= self.rows // PARTITION // 2:
                 os.kill(workers(self.output)[0] if kill == "worker" else driver.pid, signal.SIGKILL)
                 kill = "" if kill == "worker" else "gone"
@@ -152,15 +155,17 @@ def scaling(folder: Path, rows: int, rounds: int = 3) -> Iterator[Row]:
 
 def memory(folder: Path, sizes: list[int]) -> Iterator[Row]:
     """The most that driver and workers hold, for a few rows and for many."""
-    most: dict[str, list[float]] = {"driver": [], "dearest worker": []}
+    names = ("driver", "driver, not shared", "largest worker", "largest worker, not shared")
+    most: dict[str, list[float]] = {name: [] for name in names}
     for rows in sizes:
         job = Job(folder, rows, 2, folder / f"memory-{rows}").run()
-        most["driver"].append(job.peaks.pop(job.driver))
-        most["dearest worker"].append(max(job.peaks.values()))
-        for who, held in most.items():
-            yield row(f"peak memory, {who}", rows, 2, held[-1], "MB", "")
-    for who, held in most.items():
-        yield row(f"peak memory, {who}, most rows over fewest", sizes[-1], 2, held[-1] / held[0], "times", "<= 1.15")
+        drivers = [job.peaks.pop(job.driver), job.owns.pop(job.driver)]
+        for who, value in zip(names, (*drivers, max(job.peaks.values()), max(job.owns.values())), strict=True):
+            most[who].append(value)
+            yield row(f"peak memory, {who}", rows, 2, value, "MB", "")
+    for who, values in most.items():
+        ratio = values[-1] / values[0]
+        yield row(f"peak memory, {who}, most rows over fewest", sizes[-1], 2, ratio, "times", "<= 1.15")
 
 
 def faults(folder: Path, rows: int) -> Iterator[Row]:
