@@ -15,10 +15,17 @@ PAGE = ROOT / "docs" / "speed.md"
 Row = dict[str, str]
 
 
+def latest(rows: Sequence[Row]) -> list[Row]:
+    """The last run of everything that was run more than once, networks and batch sizes in order."""
+    told = ("model", "exits", "mode", "threads", "batch_size", "mix")
+    last = {tuple(row[name] for name in told): row for row in rows}
+    return sorted(last.values(), key=lambda row: (row["model"], int(row["exits"]), row["mode"], int(row["batch_size"])))
+
+
 def runtime(rows: Sequence[Row]) -> list[list[str]]:
     """Speed-up, what was possible and how much of it was reached."""
     lines = [["network", "exits", "leaving", "batch", "mode", "threads", "speed-up", "possible", "reached", "commit"]]
-    for row in rows:
+    for row in latest(rows):
         cells = [row[name] for name in ("model", "exits", "mix", "batch_size", "mode")]
         threads = row["threads"] if row["device"] == "cpu" else "–"
         reached = f"{float(row['reached']):.1%}"
@@ -29,7 +36,7 @@ def runtime(rows: Sequence[Row]) -> list[list[str]]:
 def asking(rows: Sequence[Row]) -> list[list[str]]:
     """What it costs to ask every head when nobody leaves, beyond the heads themselves."""
     lines = [["network", "batch", "threads", "slower than the plain network", "of it the heads", "all else", "commit"]]
-    for row in (each for each in rows if each["mix"] == "never"):
+    for row in (each for each in latest(rows) if each["mix"] == "never"):
         slower, heads = 1 / float(row["speedup"]) - 1, float(row["heads_share"])
         figures = [f"{slower:.1%}", f"{heads:.1%}", f"{slower - heads:.1%}"]
         lines.append([row["model"], row["batch_size"], row["threads"], *figures, row["commit"]])
@@ -43,6 +50,18 @@ def recording(rows: Sequence[Row]) -> list[list[str]]:
         bounds = [f"{float(row['heads_share']):.1%}", f"{float(row['at_most']):.3f}"]
         cells = [row["model"], row["batch_size"], row["kept"], _spread(row, "ratio", 3), *bounds, row["commit"]]
         lines.append(cells)
+    return lines
+
+
+def planner(rows: Sequence[Row]) -> list[list[str]]:
+    """What plans foretold, and what came."""
+    lines = [["network", "batch", "asked", "open exits", "foretold", "times as fast", "foretold images/s", "accuracy"]]
+    for row in rows:
+        told = float(row["predicted"]), float(row["predicted_over_measured"]) - 1
+        accuracy = [f"{float(row[name]):.1%}" for name in ("accuracy", "predicted_accuracy", "dense_accuracy")]
+        cells = [row["network"].rpartition("-")[0], row["batch_size"], row["question"], row["open_exits"]]
+        figures = [_number(row["foretold"]), _spread(row, "faster"), f"{told[0]:.0f} ({told[1]:+.0%})"]
+        lines.append([*cells, *figures, f"{accuracy[0]} (foretold {accuracy[1]}, plain {accuracy[2]})"])
     return lines
 
 
@@ -63,6 +82,8 @@ TABLES: dict[str, tuple[str, Callable[[Sequence[Row]], list[list[str]]]]] = {  #
     "asking": ("runtime_cpu", asking),
     "recording cuda": ("recording_cuda", recording),
     "recording cpu": ("recording_cpu", recording),
+    "planner cuda": ("planner_cuda", planner),
+    "planner cpu": ("planner_cpu", planner),
     "instead": ("instead", instead),
 }
 
@@ -86,7 +107,7 @@ def _markdown(lines: Sequence[Sequence[str]]) -> str:
 
 
 def _made(row: Row) -> str:
-    where = row["device"] if row.get("device", "cpu") != "cpu" else row["hardware"]
+    where = row["hardware"] if row.get("device", "cpu") in ("cpu", "cuda") else row["device"]
     return f"\nRun on {row['date']}: {where}; {row['versions']}.\n"
 
 
