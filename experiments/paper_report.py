@@ -21,8 +21,7 @@ def points(name: str) -> list[Point]:
     """What the methods make of a recording."""
     kept = load(name)
     methods = {method: calibrate.METHODS[method] for method in METHODS}
-    given = {"labelled": kept.calibration, "test": kept.test}
-    return sweep(methods, kept.costs, budgets(kept.costs, step=10), **given)
+    return sweep(methods, kept.costs, budgets(kept.costs, step=10), labelled=kept.calibration, test=kept.test)
 
 
 def main() -> None:
