@@ -174,7 +174,7 @@ def test_what_makes_no_sense_is_refused_before_anything_runs(folder, policy, tmp
 
 def test_the_commands_of_the_page_are_examples_that_run():
     page = (Path(__file__).parents[2] / "docs" / "deploy.md").read_text().partition("## A Ray cluster")[2]
-    lines = [line.removeprefix("alight ") for line in page.splitlines() if line.startswith("alight ")]
+    lines = [line.removeprefix("$ alight ") for line in page.splitlines() if line.startswith("$ alight ")]
     examples = {example for command in COMMANDS.values() for example in command.examples}
     assert len(lines) == 3
     assert set(lines) <= examples  # each of which tests/cli/test_help.py runs

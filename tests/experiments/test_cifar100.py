@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from alight import Costs, HeadOutputs, fingerprint, measure_costs, record
-from alight.models import resnet
 from alight.models.checkpoints import Checkpoint
 from alight.models.convnext import ConvNeXt
+from alight.models.resnet import ResNet
 from alight.models.zoo import CIFAR, msdnet_cifar
 
 EXPERIMENTS = Path(__file__).parent.parent.parent / "experiments"
@@ -27,9 +27,10 @@ def scripts():
     with pytest.MonkeyPatch.context() as patched:
         patched.syspath_prepend(str(EXPERIMENTS))
         found = {name: importlib.import_module(f"cifar100_{name}") for name in ("data", "train", "pack", "all")}
-        patched.setattr(resnet, "WIDTHS", (4, 8, 8, 16))
-        narrow = partial(ConvNeXt, (2, 2, 6, 2), (4, 8, 8, 16), 100, patch=2, drop_path=0.1)
-        patched.setitem(found["train"].PLAIN, "convnext", narrow)
+        plain, widths = found["train"].PLAIN, (4, 8, 8, 16)
+        patched.setitem(plain, "resnet18", partial(ResNet, 100, widths=widths))
+        patched.setitem(plain, "resnet10", partial(ResNet, 100, blocks=(1, 1, 1, 1), widths=widths))
+        patched.setitem(plain, "convnext", partial(ConvNeXt, (2, 2, 6, 2), widths, 100, patch=2, drop_path=0.1))
         patched.setitem(found["train"].WITH_EXITS, "msdnet", partial(msdnet_cifar, blocks=3, channels=4, growth=2))
         yield found
 
