@@ -3,16 +3,13 @@
 python benchmarks/cluster_page.py
 """
 
-import csv
-import io
 from collections.abc import Callable, Sequence
-from pathlib import Path
+
+from pages import ROOT, Row, markdown, put, rows_of
 
 from alight.files import write_text
 
-ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "deploy.md"
-Row = dict[str, str]
 
 
 def cluster(rows: Sequence[Row]) -> list[list[str]]:
@@ -44,15 +41,9 @@ TABLES: dict[str, tuple[str, Callable[[Sequence[Row]], list[list[str]]]]] = {  #
 def page(text: str) -> str:
     """The page with its tables."""
     for marker, (name, shown) in TABLES.items():
-        rows = list(csv.DictReader(io.StringIO((ROOT / f"results/{name}.csv").read_text())))
-        start, end = f"<!-- {marker} -->\n", f"<!-- end of {marker} -->"
-        before, found, rest = text.partition(start)
-        if not found or end not in rest:
-            raise SystemExit(f"{PAGE.name} has no place {start.strip()} ... {end}: make one")
-        head, *body = shown(rows)
-        table = "".join("| " + " | ".join(cells) + " |\n" for cells in (head, ["---"] * len(head), *body))
+        rows = rows_of(name)
         made = f"\nRun on {rows[0]['date']}: {rows[0]['hardware']}; {rows[0]['versions']}.\n"
-        text = before + start + table + made + end + rest.partition(end)[2]
+        text = put(text, marker, markdown(shown(rows)) + made)
     return text
 
 

@@ -3,17 +3,14 @@
 python benchmarks/serve_page.py
 """
 
-import csv
-import io
 from collections.abc import Callable, Sequence
-from pathlib import Path
+
+from pages import ROOT, Row, markdown, put, rows_of
 
 from alight.files import write_text
 
-ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "deploy.md"
 NAMES = {"dense": "dense", "early": "early exit"}
-Row = dict[str, str]
 
 
 def load(rows: Sequence[Row]) -> list[list[str]]:
@@ -68,25 +65,15 @@ TABLES: dict[str, Shown] = {  # by marker: the file, what is shown, and what is 
 def page(text: str) -> str:
     """The page with its tables."""
     for marker, (name, shown, note) in TABLES.items():
-        rows = list(csv.DictReader(io.StringIO((ROOT / f"results/{name}.csv").read_text())))
-        start, end = f"<!-- {marker} -->\n", f"<!-- end of {marker} -->"
-        before, found, rest = text.partition(start)
-        if not found or end not in rest:
-            raise SystemExit(f"{PAGE.name} has no place {start.strip()} ... {end}: make one")
+        rows = rows_of(name)
         said = f"\n{note(rows)} Run on {rows[0]['date']} at {rows[0]['commit']}: {rows[0]['hardware']};"
-        made = _markdown(shown(rows)) + said + f" {rows[0]['versions']}.\n"
-        text = before + start + made + end + rest.partition(end)[2]
+        made = markdown(shown(rows)) + said + f" {rows[0]['versions']}.\n"
+        text = put(text, marker, made)
     return text
 
 
 def _pairs(statuses: str) -> list[list[str]]:
     return [part.split(":") for part in statuses.split()]
-
-
-def _markdown(lines: Sequence[Sequence[str]]) -> str:
-    head, *body = lines
-    rows = [head, ["---"] * len(head), *body]
-    return "".join("| " + " | ".join(row) + " |\n" for row in rows)
 
 
 if __name__ == "__main__":

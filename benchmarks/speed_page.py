@@ -3,16 +3,13 @@
 python benchmarks/speed_page.py
 """
 
-import csv
-import io
 from collections.abc import Callable, Sequence
-from pathlib import Path
+
+from pages import ROOT, Row, markdown, put, rows_of
 
 from alight.files import write_text
 
-ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "speed.md"
-Row = dict[str, str]
 
 
 def latest(rows: Sequence[Row]) -> list[Row]:
@@ -91,19 +88,9 @@ TABLES: dict[str, tuple[str, Callable[[Sequence[Row]], list[list[str]]]]] = {  #
 def page(text: str) -> str:
     """The page with its tables."""
     for marker, (name, shown) in TABLES.items():
-        rows = list(csv.DictReader(io.StringIO((ROOT / f"results/{name}.csv").read_text())))
-        start, end = f"<!-- {marker} -->\n", f"<!-- end of {marker} -->"
-        before, found, rest = text.partition(start)
-        if not found or end not in rest:
-            raise SystemExit(f"{PAGE.name} has no place {start.strip()} ... {end}: make one")
-        text = before + start + _markdown(shown(rows)) + _made(rows[0]) + end + rest.partition(end)[2]
+        rows = rows_of(name)
+        text = put(text, marker, markdown(shown(rows)) + _made(rows[0]))
     return text
-
-
-def _markdown(lines: Sequence[Sequence[str]]) -> str:
-    head, *body = lines
-    rows = [head, ["---"] * len(head), *body]
-    return "".join("| " + " | ".join(row) + " |\n" for row in rows)
 
 
 def _made(row: Row) -> str:
