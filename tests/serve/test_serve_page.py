@@ -82,6 +82,7 @@ def test_the_policy_is_changed_on_the_page(shown):
     tab.ask(f"(() => {{ {chosen}; return select.dispatchEvent(new Event('change')) }})()")
     told = "fetch('budget', { headers: { Authorization: 'Bearer a-token-of-many-letters' } })"
     until(tab, f"{told}.then((answer) => answer.json()).then((found) => found.policy === 'cheap')")
+    assert tab.ask(f"{told}.then((answer) => answer.json()).then((found) => found.budget)") < 6e6  # 30 %, not 60
 
 
 def test_it_reads_in_both_themes_and_on_a_narrow_screen_and_asks_nobody_else(shown):
