@@ -5,11 +5,13 @@ import pytest
 import torch
 from torch import nn
 
-from alight import HeadOutputs
+from alight import Costs, HeadOutputs
+from alight.calibrate.eero import eero
 from alight.errors import BadInput
 from alight.models.multi_exit import MultiExitModel
 from alight.policies.policy import ExitAt
-from alight.runtime.plan import plan, walking_costs
+from alight.policies.route import replay
+from alight.runtime.plan import cheapest, largest_loss, plan, walking_costs
 
 pytestmark = pytest.mark.alone
 
@@ -49,7 +51,8 @@ def test_where_early_exits_are_good_and_the_rest_is_dear_they_pay():
     assert found.pays
     assert found.speedup > 1.3
     assert found.accuracy >= found.dense_accuracy - 0.07
-    assert "Exits pay" in str(found)
+    assert f"lose at most {found.largest_loss:.1%} of accuracy" in str(found)
+    assert found.dense_accuracy - found.accuracy < found.largest_loss <= 0.05
     decisions = found.predictor()(torch.randn(100, 32))
     assert set(decisions.exits) <= set(found.open_exits)
 
@@ -79,6 +82,34 @@ def test_a_budget_of_time_is_kept_by_the_measured_costs():
     assert found.pays
     assert found.policy.unit == "ms"
     assert found.policy.planned_cost <= 0.6 * found.costs.plain * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("lost, won", [(0.03, 0.01), (0.05, 0.02), (0.1, 0.08)])
+def test_the_largest_loss_is_exceeded_once_in_twenty(lost, won):
+    draws = np.random.default_rng(0).uniform(size=(4000, 500))
+    before, after = draws < 0.7, (draws < 0.7 - lost) | (draws > 1 - won)
+    bounds = np.array([largest_loss(*pair) for pair in zip(before, after, strict=True)])
+    assert (bounds < lost - won).mean() == pytest.approx(0.05, abs=0.015)
+    assert np.median(bounds) < lost - won + 0.035
+
+
+def test_few_samples_are_not_taken_for_certainty():
+    assert largest_loss(np.ones(20), np.ones(20)) > 0.05
+    assert largest_loss(np.ones(2000), np.ones(2000)) < 0.001
+    assert largest_loss(np.zeros(20), np.ones(20)) == 0.0
+
+
+def test_a_plan_loses_no_more_on_fresh_samples_than_it_says():
+    costs, asked = Costs([1.0, 1.0, 1.0], [0.05, 0.05, 0.05], "ms"), 0.02
+    fresh, accuracies = recorded([0.7, 0.8, 0.85], seed=99, size=20_000), []
+    amounts = []
+    for seed in range(30):
+        labelled = recorded([0.7, 0.8, 0.85], seed=seed, size=800)
+        amounts.append(cheapest(eero, costs, labelled, asked))
+        accuracies.append(replay(eero(costs, amounts[-1], labelled), fresh).accuracy(fresh.labels))
+    lost = fresh.correct()[:, -1].mean() - np.array(accuracies)
+    assert (lost > asked).sum() <= 4
+    assert np.median(amounts) < 0.95 * costs.plain
 
 
 def test_bad_input_says_what_to_do():

@@ -85,8 +85,8 @@ def run_plan(options: argparse.Namespace) -> Found:
     made.policy.save(options.output)
     if options.report:
         write_plan(made, labelled, options.report, title=f"{options.model}: does it pay here?")
-    told = ("pays", "throughput", "dense_throughput", "accuracy", "dense_accuracy", "batch_size", "settings", "reason")
-    values = {name: getattr(made, name) for name in (*told, "speedup", "open_exits")}
+    told = ("pays", "throughput", "dense_throughput", "speedup", "accuracy", "dense_accuracy", "largest_loss")
+    values = {name: getattr(made, name) for name in (*told, "open_exits", "batch_size", "settings", "reason")}
     text = f"{made}\n\n{made.policy}\n\n{options.output}"
     return Found(text, {"path": options.output, "report": options.report, **values, "policy": made.policy.to_dict()})
 

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
+from statistics import NormalDist
 from typing import Any
 
 import numpy as np
@@ -29,6 +30,7 @@ LOSS = 0.01  # of accuracy, where neither a budget nor a loss is given
 FOLDS = 3  # of the labelled data, each held out once
 HALVINGS = 6  # of the range of budgets: to a sixtieth of the plain network
 BATCHES, ROUNDS = 8, 7  # of the trial: batches of a run at least, and runs
+CONFIDENCE = 0.95  # that no more accuracy is lost than was said
 WORTH = 1.01  # times as fast as the plain network at least, in three of four runs, or it does not pay
 
 
@@ -53,6 +55,7 @@ class Plan:
     costs: Costs  # milliseconds per sample, as measured
     batch_size: int
     model: MultiExitModel = field(repr=False)
+    largest_loss: float = 0.0  # of accuracy, with 95 % confidence
     settings: dict[str, Any] = field(default_factory=dict)  # of the predictor
     reason: str = ""
     tuned: Tuned | None = field(default=None, repr=False)  # how the settings were chosen, where they were
@@ -107,10 +110,11 @@ def plan(
     """The policy that pays on this device at this batch size, or the plain network where none does.
 
     Stages and heads are timed. With a `budget` ("60%" of the plain network's time, "0.2 ms") the policy keeps to it;
-    with `max_accuracy_loss`, or without either (0.01), it is the cheapest that loses no more on held-out samples. Then
-    it is tried against the plain network, samples leaving by lot as often as planned: if it is not faster, the plain
-    network is the plan. `settings` go to the predictor: dtype, channels_last, compile, num_threads. With speed="auto"
-    they are chosen by measuring the plain network (`tune_speed`), compiled too if `compile` is set.
+    with `max_accuracy_loss`, or without either (0.01), it is the cheapest that loses no more with 95 % confidence,
+    judged by held-out samples: the more are labelled, the cheaper it may be. Then it is tried against the plain
+    network, samples leaving by lot as often as planned: if it is not faster, the plain network is the plan. `settings`
+    go to the predictor: dtype, channels_last, compile, num_threads. With speed="auto" they are chosen by measuring the
+    plain network (`tune_speed`), compiled too if `compile` is set.
 
     >>> from torch import nn
     >>> model = MultiExitModel([nn.Linear(4, 8), nn.Linear(8, 8)], [nn.Linear(8, 3), nn.Linear(8, 3)])
@@ -134,7 +138,7 @@ def plan(
         settings = dict(tuned.settings)
     costs = walking_costs(model, example, batch_size, settings)
     loss = LOSS if max_accuracy_loss is None else max_accuracy_loss
-    amount = _cheapest(fit, costs, labelled, loss) if budget is None else costs.budget(budget)
+    amount = cheapest(fit, costs, labelled, loss) if budget is None else costs.budget(budget)
     dense = _dense(costs)
     dense_accuracy = float(labelled.correct()[:, -1].mean())
     terms: dict[str, Any] = {"costs": costs, "batch_size": batch_size, "model": model, "settings": settings}
@@ -146,14 +150,17 @@ def plan(
 
     if amount >= costs.plain and budget is None:
         alone = _throughputs(model, dense, dense, example, batch_size, settings)[0]
-        return plain(alone, f"No cheaper policy loses at most {loss:.2%}")
+        sure = f"{CONFIDENCE:.0%} confidence from {len(labelled)} labelled samples"
+        return plain(alone, f"No cheaper policy loses at most {loss:.2%} with {sure}")
     policy = fit(costs, amount, labelled)
-    accuracy = float(held_out(fit, costs, amount, labelled, FOLDS)[0].mean())
+    right = held_out(fit, costs, amount, labelled, FOLDS)[0]
+    accuracy, lost = float(right.mean()), largest_loss(labelled.correct()[:, -1], right)
     lottery = by_lot(policy, replay(policy, labelled).exit_shares[list(policy.open_exits)].tolist())
     ours, theirs, ratios = _throughputs(model, lottery, dense, example, batch_size, settings)
     if np.quantile(ratios, 0.25) < WORTH:
         return plain(theirs, f"Exits do not pay here ({np.median(ratios):.2f} times as fast)")
-    return Plan(policy, True, ours, theirs, accuracy, dense_accuracy, reason="Exits pay.", **terms)
+    reason = f"Exits pay; they lose at most {lost:.1%} of accuracy, with {CONFIDENCE:.0%} confidence."
+    return Plan(policy, True, ours, theirs, accuracy, dense_accuracy, largest_loss=lost, reason=reason, **terms)
 
 
 def walking_costs(model: MultiExitModel, example: Any, batch_size: int, settings: dict[str, Any]) -> Costs:
@@ -181,15 +188,30 @@ def _compiled_times(times: Costs, segments: np.ndarray) -> Costs:
     return Costs(1e3 * segments * (1 - heads), 1e3 * segments * heads, "ms")
 
 
-def _cheapest(fit: Method, costs: Costs, labelled: HeadOutputs, loss: float) -> float:
-    """The least budget, to a sixtieth of the network, at which held-out accuracy loses at most so much."""
-    wanted = float(labelled.correct()[:, -1].mean()) - loss
+def cheapest(fit: Method, costs: Costs, labelled: HeadOutputs, loss: float) -> float:
+    """The least budget, to a sixtieth of the network, at which surely no more accuracy is lost than that."""
+    plain = labelled.correct()[:, -1]
     low, high = float(costs.cumulative()[0]), costs.plain
     for _ in range(HALVINGS):
         middle = (low + high) / 2
-        enough = held_out(fit, costs, middle, labelled, FOLDS)[0].mean() >= wanted
+        enough = largest_loss(plain, held_out(fit, costs, middle, labelled, FOLDS)[0]) <= loss
         low, high = (low, middle) if enough else (middle, high)
     return high
+
+
+def largest_loss(before: np.ndarray, after: np.ndarray, confidence: float = CONFIDENCE) -> float:
+    """How much accuracy is lost at most between two answers to every sample, each right or wrong.
+
+    The upper end of the interval for matched pairs by Agresti and Min (2005): half a sample is added to each of the
+    four cells (right or wrong before, right or wrong after), so that few samples are not taken for certainty.
+
+    >>> round(largest_loss(np.ones(100), np.arange(100) > 1), 3)
+    0.047
+    """
+    lost, won = ((before > after).sum() + 0.5, (before < after).sum() + 0.5)
+    count = len(before) + 2
+    spread = np.sqrt(lost + won - (lost - won) ** 2 / count)
+    return float(max(0.0, (lost - won + NormalDist().inv_cdf(confidence) * spread) / count))
 
 
 def _dense(costs: Costs) -> Policy:
