@@ -84,7 +84,7 @@ def test_a_budget_of_time_is_kept_by_the_measured_costs():
     assert found.policy.planned_cost <= 0.6 * found.costs.plain * (1 + 1e-9)
 
 
-@pytest.mark.parametrize("lost, won", [(0.03, 0.01), (0.05, 0.02), (0.1, 0.08)])
+@pytest.mark.parametrize(("lost", "won"), [(0.03, 0.01), (0.05, 0.02), (0.1, 0.08)])
 def test_the_largest_loss_is_exceeded_once_in_twenty(lost, won):
     draws = np.random.default_rng(0).uniform(size=(4000, 500))
     before, after = draws < 0.7, (draws < 0.7 - lost) | (draws > 1 - won)
