@@ -1,4 +1,4 @@
-"""Puts the tables of results/deploy_cpu.csv and results/same_decisions.csv into docs/deploy.md, between their markers.
+"""Puts tables of exported networks from results/ into docs/deploy.md, each between its markers.
 
 python benchmarks/deploy_page.py
 """
@@ -38,9 +38,33 @@ def speed(rows: Sequence[Row]) -> list[list[str]]:
     return lines
 
 
+def coverage(rows: Sequence[Row]) -> list[list[str]]:
+    """Which networks are exported, and how far they are from torch."""
+    lines = [["network", "exported", "captured by", "size of a sample", "largest difference"]]
+    for row in rows:
+        ways = " and ".join(sorted({*row["captured_by"].split(", ")})) or "–"
+        lines.append([row["network"], row["problem"] or "yes", ways, row["sizes"], row["largest_difference"]])
+    return lines
+
+
+def compiled(rows: Sequence[Row]) -> list[list[str]]:
+    """What compiled stages take to make, and their speed beside eager torch."""
+    lines = [["network", "format", "stages", "export", "size", "other labels", "other exits", "batch", "eager", "ours"]]
+    lines[0].append("speed-up")
+    for row in rows:
+        made = [f"{float(row['export_seconds']):.0f} s", f"{float(row['mib']):.0f} MiB"]
+        same = [f"{row[name]} of {row['samples']}" for name in ("other_labels", "other_exits")]
+        rates = [f"{float(row[name]):.0f}/s" for name in ("eager_per_second", "per_second")]
+        spread = " to ".join(f"{float(row[f'speedup_{part}']):.2f}" for part in ("low", "high"))
+        cells = [row[name] for name in ("network", "format", "stages")]
+        lines.append([*cells, *made, *same, row["batch_size"], *rates, f"{float(row['speedup']):.2f} ({spread})"])
+    return lines
+
+
 TABLES: dict[str, tuple[str, Callable[[Sequence[Row]], list[list[str]]]]] = {  # by marker: the file and what is shown
     "same decisions": ("same_decisions", same),
     "deploy cpu": ("deploy_cpu", speed),
+    "export coverage": ("export_coverage", coverage),
 }
 
 

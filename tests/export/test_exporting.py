@@ -72,6 +72,22 @@ def test_a_file_that_differs_from_the_network_is_not_kept(tmp_path, quick, monke
     assert left_over(tmp_path) == ["exported"]
 
 
+def test_small_numbers_are_compared_as_strictly_as_large_ones(tmp_path, quick, monkeypatch):
+    faint = tiny()
+    faint.heads[0].weight.data *= 1e-4
+    faint.heads[0].bias.data *= 1e-4
+    export_model(faint, FIRST, tmp_path / "exported", example=EXAMPLE)
+    other = (tmp_path / "exported" / "stage_0.onnx").read_bytes()
+    faint.heads[0].bias.data += 1e-5
+
+    def wrong(*given):
+        next(each for each in given if hasattr(each, "write_bytes")).write_bytes(other)
+
+    monkeypatch.setattr(exporting, "write_traced", wrong)
+    with pytest.raises(AlightError, match="cannot be exported"):
+        export_model(faint, FIRST, tmp_path / "exported", example=EXAMPLE)
+
+
 def test_the_older_exporter_is_taken_where_the_newer_cannot(tmp_path, quick, monkeypatch):
     model, numbers = tiny(), np.random.default_rng(0).normal(size=(50, 4)).astype(np.float32)
     export_model(model, BOTH, tmp_path / "exported", example=EXAMPLE)

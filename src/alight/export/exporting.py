@@ -36,6 +36,7 @@ from alight.runtime.loading import example_of
 from alight.runtime.prepare import prepared
 
 TOLERANCE = 1e-4  # of the largest number that a stage gives: a hundred times what float32 loses, and no wrong graph
+LEAST = 1e-2  # what a largest number counts at least: below, float32 loses too much of what it adds up to tell a graph
 LIBRARIES = ("alight", "torch", "onnx", "onnxscript", "onnxruntime")
 
 
@@ -172,7 +173,7 @@ class Job:
 def _apart(made: np.ndarray, wanted: np.ndarray) -> float:
     if made.shape != wanted.shape or made.dtype != wanted.dtype:
         raise AlightError(f"{made.dtype} of shape {made.shape} instead of {wanted.dtype} of {wanted.shape}")
-    largest = max(1.0, float(np.abs(wanted).max()))
+    largest = max(LEAST, float(np.abs(wanted).max()))
     return float(np.abs(made.astype(np.float64) - wanted).max()) / largest
 
 
