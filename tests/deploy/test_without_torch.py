@@ -1,12 +1,15 @@
 """Deploying needs onnxruntime and NumPy alone."""
 
+import os
 import subprocess
 import sys
+from importlib.metadata import version
 
 import numpy as np
 from exported import folder, images
 
 from alight import deploy
+from alight.deploy.sessions import TELEMETRY
 
 BLOCKED = """
 import sys
@@ -31,8 +34,8 @@ print(decisions.predictions.tolist(), decisions.exits.tolist())
 """
 
 
-def python(source, *arguments):
-    return subprocess.run([sys.executable, "-c", source, *map(str, arguments)], capture_output=True, text=True)
+def python(source, *arguments, env=None):
+    return subprocess.run([sys.executable, "-c", source, *map(str, arguments)], capture_output=True, text=True, env=env)
 
 
 def test_it_predicts_where_torch_cannot_be_imported_and_where_it_could(tmp_path):
@@ -42,6 +45,19 @@ def test_it_predicts_where_torch_cannot_be_imported_and_where_it_could(tmp_path)
         done = python(source, folder(), tmp_path / "images.npy")
         assert done.returncode == 0, done.stderr
         assert done.stdout.strip() == f"{here.predictions.tolist()} {here.exits.tolist()}"
+
+
+def test_nobody_is_told_which_networks_run(tmp_path):
+    quiet, heard = (tmp_path / name for name in ("quiet", "heard"))
+    for home, source in ((quiet, PREDICT), (heard, "import onnxruntime\n" + PREDICT)):
+        home.mkdir()
+        np.save(tmp_path / "images.npy", images())
+        told = {name: value for name, value in os.environ.items() if name not in (TELEMETRY, "CI", "XDG_CACHE_HOME")}
+        done = python(source, folder(), tmp_path / "images.npy", env={**told, "HOME": str(home)})
+        assert done.returncode == 0, done.stderr
+    assert not [*quiet.iterdir()]
+    if (1, 29) <= tuple(map(int, version("onnxruntime").split(".")[:2])):  # which keeps a name for this machine
+        assert [*heard.iterdir()]
 
 
 def test_the_test_can_fail(tmp_path):

@@ -13,6 +13,8 @@ SPIN = {  # threads of one stage must not keep a core busy while those of the ne
     "session.force_spinning_stop": "1",
 }
 
+TELEMETRY = "ORT_DISABLE_TELEMETRY"  # from 1.29 on it tells its makers of every network, unless this is set before
+
 
 class Session:
     """One stage: its graph takes what is carried, in order, and gives the logits and what is carried on."""
@@ -54,6 +56,7 @@ def available_cores() -> int:
 
 
 def _onnxruntime() -> Any:
+    os.environ.setdefault(TELEMETRY, "1")
     try:
         return importlib.import_module("onnxruntime")
     except ImportError as error:
