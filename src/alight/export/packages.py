@@ -17,6 +17,7 @@ from alight.files import PathLike
 from alight.policies.policy import Policy
 from alight.runtime.prepare import threads
 
+SETTINGS = {"cpp.dynamic_threads": True}  # as many threads as where it runs, not as where it was compiled
 COMPILERS = ("c++", "g++", "clang++", "cl")
 
 
@@ -31,7 +32,7 @@ def check_compiler() -> None:
 def write_package(program: Any, path: Path) -> None:
     """Compile a captured part into a .pt2 package; takes a C++ compiler and most of a minute."""
     with quietly():
-        torch._inductor.aoti_compile_and_package(program, package_path=str(path))
+        torch._inductor.aoti_compile_and_package(program, package_path=str(path), inductor_configs=SETTINGS)
 
 
 class Package:
