@@ -29,7 +29,7 @@ MAY_IMPORT = {
     "export": FOUNDATION | {"models", "policies", "runtime", "deploy"},
     "cluster": FOUNDATION | {"models", "policies", "runtime"},
     "report": FOUNDATION | {"policies", "evaluation"},
-    "serve": FOUNDATION | {"policies", "models", "runtime", "deploy", "__version__"},
+    "serve": FOUNDATION | {"policies", "models", "runtime", "deploy", "export", "__version__"},
     "cli": FOUNDATION
     | {"budgeting", "policies", "calibrate", "evaluation", "recordings", "report", "__version__"}
     | {"models", "runtime", "cluster", "provenance", "deploy", "export", "serve"},

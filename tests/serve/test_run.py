@@ -226,6 +226,17 @@ def test_an_exported_network_is_served_alike_without_torch(home):
     assert len(set(expected.exits.tolist())) == 2
 
 
+@pytest.mark.parametrize("asked", ["--compile", "--dtype bf16", "--device cuda", "--tokenizer model"])
+def test_what_an_exported_network_cannot_do_is_refused_and_not_left_undone(asked, home, monkeypatch, capsys):
+    monkeypatch.chdir(home)
+    (home / "exported").mkdir()
+    (home / "exported" / "manifest.json").touch()
+    status, _, err = run(f"serve exported plain.json --port 0 {asked}", capsys)
+    name = asked.split()[0].removeprefix("--")
+    assert (status, len(err.splitlines())) == (REFUSED, 1)
+    assert f"exported was exported, and {name} is for networks that were not" in err
+
+
 def curls():
     """The lines of docs/deploy.md that ask the service."""
     page = (ROOT / "docs" / "deploy.md").read_text()

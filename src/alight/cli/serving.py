@@ -3,6 +3,7 @@
 import argparse
 import os
 from pathlib import Path
+from typing import Any
 
 from alight.cli.command import Command
 from alight.cli.given import check_network
@@ -43,8 +44,15 @@ def run_serve(options: argparse.Namespace) -> None:
         tokenizer=Path(options.tokenizer) if options.tokenizer else None,
         threads=options.threads,
         allow_mismatch=options.allow_mismatch,
-        **{} if exported else {name: value for name, value in switches(options).items() if name != "num_threads"},
+        **_switches(options, exported),
     )
+
+
+def _switches(options: argparse.Namespace, exported: bool) -> dict[str, Any]:
+    """How the network is run; of one that was exported all that was asked for, so that it is refused by name."""
+    if exported:
+        return {name: getattr(options, name) for name in ("device", "dtype", "channels_last", "compile")}
+    return {name: value for name, value in switches(options).items() if name != "num_threads"}
 
 
 def _token(path: str | None) -> str | None:

@@ -73,9 +73,10 @@ def load_network(
 ) -> Network:
     """The network of a folder under each of these policies: one that was exported without torch, others with it."""
     check_policies(policies)
-    load = _exported if (folder / MANIFEST).is_file() else _saved
-    words = tokenizer or folder / TOKENIZER
-    return load(folder, policies, words, tokens, num_threads=threads, allow_mismatch=allow_mismatch, **switches)
+    given = {"num_threads": threads, "allow_mismatch": allow_mismatch, **switches}
+    if (folder / MANIFEST).is_file():
+        return _exported(folder, policies, tokens, tokenizer=tokenizer, **given)
+    return _saved(folder, policies, tokenizer or folder / TOKENIZER, tokens, **given)
 
 
 def check_policies(policies: Mapping[str, Policy]) -> None:
@@ -118,18 +119,29 @@ def _saved(folder: Path, policies: Mapping[str, Policy], words: Path, tokens: in
 
 
 def _exported(
-    folder: Path, policies: Mapping[str, Policy], words: Path, tokens: int, num_threads: int | None, **others: Any
+    folder: Path,
+    policies: Mapping[str, Policy],
+    tokens: int,
+    *,
+    num_threads: int | None,
+    allow_mismatch: bool,
+    **others: Any,
 ) -> Network:
-    from alight.deploy.folder import load
     from alight.deploy.inputs import admit
-    from alight.deploy.manifest import Manifest
+    from alight.deploy.manifest import AOTI, Manifest
     from alight.deploy.texts import Texts as Tokens
 
-    odd = [name for name, value in others.items() if value and name not in ("allow_mismatch", "device")]
-    if odd:
-        raise BadInput(f"{folder} was exported and takes no {odd[0]}: that is for networks that PyTorch runs")
+    if odd := [name for name, value in others.items() if value and (name, value) != ("device", "cpu")]:
+        raise BadInput(
+            f"{folder} was exported, and {odd[0]} is for networks that were not: leave it out, or serve the network"
+            " that was exported"
+        )
     manifest = Manifest.load(folder)
-    allow_mismatch = bool(others.get("allow_mismatch"))
+    compiled = manifest.format == AOTI
+    if compiled:
+        from alight.export.packages import load_compiled as load
+    else:
+        from alight.deploy.folder import load
 
     def made(policy: Policy) -> Any:
         chances = policy.lens is None
@@ -145,7 +157,7 @@ def _exported(
         manifest.image_shape,
         lambda picture: admit([picture], manifest)[0],
         Tokens(folder, manifest, tokens) if manifest.input_names else None,
-        "onnxruntime",
+        "PyTorch, compiled ahead of time" if compiled else "onnxruntime",
     )
 
 
