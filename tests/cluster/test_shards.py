@@ -14,7 +14,7 @@ from alight import from_timm
 from alight.cluster.archives import Member
 from alight.cluster.columns import values_of
 from alight.cluster.shards import open_data
-from alight.cluster.stores import Store
+from alight.cluster.stores import Store, public_name
 from alight.errors import BadFile, BadInput
 
 ROWS, COUNT = 16, 70
@@ -93,6 +93,13 @@ def test_any_file_system_of_pyarrow_will_do(kind, folder, model):
         there = where / name if isinstance(where, Store) else f"{where}/{name}"
         images, _ = read(open_data(there, model, ROWS))
         assert len(images) == COUNT
+
+
+def test_samples_of_a_uri_are_named_without_its_settings(folder, model):
+    data = open_data(f"file://{folder}/pictures?region=here", model, ROWS)
+    assert data.where == f"file://{folder}/pictures"
+    assert data.shards[0].names()[0] == f"file://{folder}/pictures/0/00000.png"
+    assert public_name(f"s3://key:secret@{folder}?region=here") == f"s3://{folder}"
 
 
 def test_a_place_that_nobody_knows_is_refused():

@@ -2,6 +2,7 @@
 
 import json
 
+import fsspec
 import numpy as np
 import pyarrow as pa
 import pytest
@@ -99,6 +100,20 @@ def test_a_quota_keeps_its_budget_in_every_batch_and_so_in_all(digits, tmp_path)
     assert start == len(costs) == 300
     assert costs.sum() <= len(costs) * quota.budget * (1 + 1e-12)
     assert costs.sum() == pytest.approx(decisions.spent.sum(), rel=0.05)
+
+
+def test_data_and_results_may_lie_where_there_are_no_folders(digits, tmp_path):
+    folder, model, policy = digits
+    task, memory = Answers(policy, model.classes), fsspec.filesystem("memory")  # which has keys alone, as a bucket does
+    memory.pipe("/bucket/test.npz", (folder / "test.npz").read_bytes())
+    where = "fsspec+memory://bucket"
+    by_a_worker(task, folder / "model", f"{where}/test.npz", f"{where}/answers", rows=64, batch_size=32)
+    assert Partitions(Store.at(f"{where}/answers"), ".parquet").there() == {0, 1, 2, 3, 4}
+    names = [name for name in memory.ls("/bucket/answers", detail=False) if "part-" in name]
+    assert len(names) == 5  # and nothing half-written
+    for name in names:
+        (tmp_path / name.rpartition("/")[2]).write_bytes(memory.cat(name))
+    check_once(tmp_path, on_one_machine(model, policy, folder / "test.npz", 32))
 
 
 def test_pictures_keep_their_names_and_a_broken_one_is_told(digits, tmp_path):

@@ -18,7 +18,7 @@ from pyarrow import ArrowException, parquet
 
 from alight.cluster.archives import Member
 from alight.cluster.columns import values_of
-from alight.cluster.stores import Store
+from alight.cluster.stores import Store, public_name
 from alight.errors import BadFile, BadInput
 from alight.models.images import Sample
 from alight.models.multi_exit import MultiExitModel
@@ -59,24 +59,24 @@ class Data:
 
 def open_data(where: "str | Store", model: MultiExitModel, rows: int) -> Data:
     """The data that lie there, in shards of so many samples; of Parquet in whole row groups, so many or more."""
-    store = Store.at(where)
+    store, named = Store.at(where), public_name(where)
     if store.is_folder():
         files = dict(store.files())
     elif store.is_file():
         files = {"": store.filesystem.get_file_info(store.path)}
     else:
-        raise FileNotFoundError(errno.ENOENT, "there is no such file or folder", str(where))
+        raise FileNotFoundError(errno.ENOENT, "there is no such file or folder", named)
     if store.suffix == ".npz" and "" in files:
         kind, shards = "images", _archive(store, rows)
     elif tables := [name for name in files if (name or store.path).endswith(".parquet")]:
         kind, shards = _tables([store / name if name else store for name in tables], model, rows)
     else:
         names = [name for name in files if PurePosixPath(name).suffix.lower() in SUFFIXES]
-        kind, shards = "images", _pictures(store, str(where), names, model, rows)
+        kind, shards = "images", _pictures(store, named, names, model, rows)
     if not shards:
-        raise BadInput(f"{where} has no samples: give data with at least one")
-    told = "\n".join(f"{name} {info.size} {info.mtime_ns}" for name, info in files.items())
-    return Data(str(where), kind, hashlib.sha256(told.encode()).hexdigest(), shards)
+        raise BadInput(f"{named} has no samples: give data with at least one")
+    listed = "\n".join(f"{name} {info.size} {info.mtime_ns}" for name, info in files.items())
+    return Data(named, kind, hashlib.sha256(listed.encode()).hexdigest(), shards)
 
 
 def _ranges(total: int, rows: int) -> list[tuple[int, int, int]]:

@@ -101,3 +101,16 @@ class Store:
     def make_folder(self) -> None:
         """Make the folder, unless it is there."""
         self.filesystem.create_dir(self.path, recursive=True)
+
+
+def public_name(where: "str | Store") -> str:
+    """A place as it may be written down: without the keys to it, and without settings behind its path.
+
+    >>> public_name("s3://key:secret@bucket/images?region=eu-west-1")
+    's3://bucket/images'
+    """
+    kind, found, rest = str(where).partition("://")
+    if not found:
+        return kind
+    machine, slash, path = rest.partition("?")[0].partition("/")
+    return f"{kind}://{machine.rpartition('@')[2]}{slash}{path}"
