@@ -21,7 +21,7 @@ from alight.policies.route import joined, visit
 from alight.runtime.pool import Group
 from alight.runtime.rows import own_memory
 from alight.runtime.schedule import Schedule
-from alight.runtime.segments import Segment, Told, apart, told_of_one
+from alight.runtime.segments import Segment, Told, apart, side_by_side, together, told_of_one
 
 Integers = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
@@ -44,7 +44,7 @@ class Awaited(NamedTuple):
 
     position: int
     group: Group
-    told: Told | Tensor  # side by side, where it is not on the host yet
+    told: Told | Tensor  # of tensors, or side by side, where it is not on the host yet
     arrived: Any = None  # a CUDA event, or None on the host
 
 
@@ -127,7 +127,8 @@ class Engine:
     def _run(self, position: int, group: Group) -> Awaited:
         """A group that is on its way through a segment, and what will be told of it."""
         segment, given = self.segments[position], group.carried
-        run: Callable[..., Any] = self.runs[position] if self.runs else segment.on_host if self._on_host else segment
+        plain = segment.on_host if self._on_host else segment.forward  # quicker than a call, which looks for hooks
+        run: Callable[..., Any] = self.runs[position] if self.runs else plain
         try:
             carried, told = run(*given)
         except Exception as error:
@@ -139,8 +140,10 @@ class Engine:
     def _sent(self, awaited: Awaited) -> Awaited:
         """What is told, on its way from the GPU to the host."""
         told = awaited.told
+        if isinstance(told, Told) and isinstance(told.predictions, Tensor):
+            told = side_by_side(told)
         if self._on_host or not isinstance(told, Tensor):
-            return awaited
+            return awaited._replace(told=told)
         there = torch.empty(told.shape, dtype=told.dtype, pin_memory=True).copy_(told, non_blocking=True)
         arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
         arrived.record()
@@ -149,9 +152,9 @@ class Engine:
     def _fetched(self, late: Sequence[Awaited]) -> Iterator[Answers]:
         """The answers of batches that have run to the end, which come to the host together."""
         if late:
-            told = torch.cat([each.told for each in late]).cpu()  # type: ignore[misc]
+            told = together([each.told for each in late]).cpu()
             groups = [each.group for each in late]
-            if bool(torch.isfinite(told).all()):  # else those before the one that is refused are answered first
+            if math.isfinite(told[:, 1].sum().item()):  # else those before the one that is refused are answered first
                 samples = np.concatenate([group.samples for group in groups])
                 groups = [Group(samples, joined([group.recalled for group in groups]), ())]
             for group, part in zip(groups, torch.split(told, [len(group.samples) for group in groups]), strict=True):

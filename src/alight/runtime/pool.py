@@ -56,11 +56,15 @@ class Filling:
         self.samples, self.recalled, self.rows = self.samples[first], kept(self.recalled, first), self.rows[first]
 
     def group(self) -> Group:
-        """All who are here, in the order of their rows."""
-        order = np.argsort(self.rows)
-        # Whole, but under new names: what was noted about the tensors by those who made them holds no more.
-        whole = tuple(each[:] for each in self.carried)
-        carried = gathered(self.carried, self.rows[order]) if len(self.room) else whole
+        """All who are here, in the order of their rows, once those behind have moved into the holes before them."""
+        count = len(self)
+        rows, behind = self.rows.copy(), self.rows >= count
+        if behind.any():
+            rows[behind] = self.room[self.room < count]
+            move(self.carried, self.rows[behind], self.carried, rows[behind])
+        order = np.argsort(rows)
+        # Under new names: what was noted about the tensors by those who made them holds no more.
+        carried = tuple(each[:count] for each in self.carried)
         return Group(self.samples[order], kept(self.recalled, order), carried, own=True)
 
 

@@ -106,7 +106,7 @@ class Predictor:
         size, total = self.batch_size, len(carried[0])
         if total == 1 and self.engine.walks_alone:
             return self._alone(carried, 0 if samples is None else int(_indices(samples)[0]))
-        parts = (tuple(each[start : start + size] for each in carried) for start in range(0, total, size))
+        parts = zip(*(torch.split(each, size) for each in carried), strict=True)
         return self._decided(parts, samples, joins=total > size)  # one batch has no other to wait for
 
     def run(self, loader: Any, *, samples: npt.ArrayLike | None = None, progress: bool = True) -> Decisions:
@@ -191,8 +191,11 @@ class Predictor:
             _keep(error, found)
             raise
         came = np.concatenate([each.samples for each in found])
-        order = np.argsort(came, kind="stable")
-        if indices is not None:
+        if indices is None:
+            order = np.empty_like(came)
+            order[came - came.min()] = np.arange(len(came))
+        else:
+            order = np.argsort(came, kind="stable")
             order = order[np.searchsorted(came, indices[: len(came)], sorter=order)]
         return self._table(found, order)
 

@@ -47,12 +47,15 @@ class Segment(nn.Module):
         self.carries_on = carries_on  # the last one's features are not needed again
         self.with_chance = with_chance
 
-    def forward(self, *carried: Tensor) -> tuple[Carried, Tensor]:
-        """What is carried on, and what is told of each sample, in float64, side by side: one tensor to be fetched."""
+    def forward(self, *carried: Tensor) -> tuple[Carried, Tensor | Told]:
+        """What is carried on, and what is told of each sample, in float64, side by side: one tensor to be fetched.
+
+        At the last exit, where only class and largest logit are read, these apart: many batches are fetched together.
+        """
         carried, logits = self.logits(*carried)
-        if not self.columns and not self.with_chance:  # the last exit: in one look
+        if not self.columns and not self.with_chance:
             largest, predictions = logits.max(-1)
-            return carried, torch.stack([predictions.double(), largest.double()], dim=1)
+            return carried, Told(predictions, largest, (), None)
         return carried, side_by_side(told(logits.double(), self.columns, self.with_chance))
 
     def logits(self, *carried: Tensor) -> tuple[Carried, Tensor]:
@@ -85,7 +88,8 @@ def told(logits: Tensor, columns: Sequence[str], with_chance: bool = False) -> T
     """What is told of some logits in float64, one row per sample."""
     read = [probabilities(logits).log() if name == LOGS else score_of(name, logits) for name in columns]
     chances = score_of("max_probability", logits) if with_chance else None
-    return Told(logits.argmax(-1), logits.amax(-1), tuple(read), chances)
+    largest, predictions = logits.max(-1)
+    return Told(predictions, largest, tuple(read), chances)
 
 
 def told_of_one(logits: Tensor, columns: Sequence[str], with_chance: bool = False) -> Told:
@@ -106,8 +110,18 @@ def told_of_one(logits: Tensor, columns: Sequence[str], with_chance: bool = Fals
 
 def side_by_side(told: Told) -> Tensor:
     """What is told as one tensor to be fetched: class, largest logit, columns, chance."""
-    parts = [told.predictions, told.largest, *told.columns, *(() if told.chances is None else (told.chances,))]
+    chances = () if told.chances is None else (told.chances,)
+    parts = [told.predictions.double(), told.largest, *told.columns, *chances]
     return torch.cat([part if part.ndim == 2 else part[:, None] for part in parts], dim=1)
+
+
+def together(batches: Sequence[Told | Tensor]) -> Tensor:
+    """What is told of several batches, one below the other, side by side."""
+    wide = [told for told in batches if isinstance(told, Tensor)]
+    if wide:
+        return torch.cat(wide)
+    predictions, largest = (torch.cat(parts) for parts in zip(*(told[:2] for told in batches), strict=True))
+    return side_by_side(Told(predictions, largest, (), None))
 
 
 def apart(values: Floats, columns: Sequence[str], with_chance: bool = False) -> Told:
