@@ -80,10 +80,10 @@ def sweep_rows(network: str, methods: Sequence[str] = tuple(calibrate.METHODS), 
 def gain_rows(network: str, rivals: Sequence[str] = RIVALS) -> Iterator[Row]:
     """What `eero` gains on others at equal spent budget, in accuracy, with paired intervals."""
     result = load(network)
-    draws = _draws(len(result.test))
-    own = _curve(calibrate.eero, result, draws)
+    draws = draws_of_test(len(result.test))
+    own = curve(calibrate.eero, result, draws)
     for rival in rivals:
-        other = _curve(calibrate.METHODS[rival], result, draws)
+        other = curve(calibrate.METHODS[rival], result, draws)
         for row in _gains(own, other):
             yield {"network": network, "rival": rival, **row}
 
@@ -91,13 +91,13 @@ def gain_rows(network: str, rivals: Sequence[str] = RIVALS) -> Iterator[Row]:
 def score_rows() -> Iterator[Row]:
     """What the margin gains on other scores at equal spent budget."""
     result = load(SCORED)
-    draws = _draws(len(result.test))
+    draws = draws_of_test(len(result.test))
     for name in ("eero", "global_threshold"):
         method = calibrate.METHODS[name]
-        own = _curve(method, result, draws)
+        own = curve(method, result, draws)
         for score in result.test.features:
             calibration, test = (table.with_score(score) for table in (result.calibration, result.test))
-            other = _curve(method, Result(result.run, calibration, test, result.costs), draws)
+            other = curve(method, Result(result.run, calibration, test, result.costs), draws)
             for row in _gains(own, other):
                 yield {"network": SCORED, "method": name, "score": score, **row}
 
@@ -105,10 +105,10 @@ def score_rows() -> Iterator[Row]:
 def label_rows(network: str) -> Iterator[Row]:
     """What labels gain: the same methods, calibrated with and without them."""
     result = load(network)
-    draws = _draws(len(result.test))
+    draws = draws_of_test(len(result.test))
     for name in ("eero", "optimal_stopping", "search"):
         blind = partial(_without_labels, calibrate.METHODS[name])
-        own, other = (_curve(method, result, draws, step=10) for method in (calibrate.METHODS[name], blind))
+        own, other = (curve(method, result, draws, step=10) for method in (calibrate.METHODS[name], blind))
         for row in _gains(own, other):
             yield {"network": network, "method": name, **row}
 
@@ -124,7 +124,7 @@ def temperature_rows(network: str, temperatures: Sequence[float] = TEMPERATURES)
     for spend_all in (False, True):
         for temperature in temperatures:
             method = partial(calibrate.eero, temperature=temperature, spend_all=spend_all)
-            accuracy, spent = (table[0] for table in _curve(method, result, draws))
+            accuracy, spent = (table[0] for table in curve(method, result, draws))
             allowed = [result.costs.budget(each) / result.costs.plain for each in budgets(result.costs)]
             for budget in (0.3, 0.5, 0.7):
                 at = allowed.index(budget)
@@ -136,7 +136,7 @@ def temperature_rows(network: str, temperatures: Sequence[float] = TEMPERATURES)
                     "budget": budget,
                     "spent": spent[at],
                     "accuracy": accuracy[at],
-                    "accuracy_at_equal_spend": _interpolated(budget, accuracy, spent) if reached else "",
+                    "accuracy_at_equal_spend": interpolated(budget, accuracy, spent) if reached else "",
                 }
 
 
@@ -263,13 +263,13 @@ def weight_rows(network: str) -> Iterator[Row]:
             }
 
 
-def _draws(size: int) -> Floats:
+def draws_of_test(size: int) -> Floats:
     """Weights of the test images: first all alike, then as they are drawn again."""
     counts = np.random.default_rng(SEED).multinomial(size, np.full(size, 1 / size), size=DRAWS)
     return np.concatenate([np.ones((1, size)), counts]) / size
 
 
-def _curve(method: Callable[..., object], result: Result, draws: Floats, step: int = 5) -> tuple[Floats, Floats]:
+def curve(method: Callable[..., object], result: Result, draws: Floats, step: int = 5) -> tuple[Floats, Floats]:
     """Accuracy and spent share at every budget, (draws, budgets) each."""
     labels = result.test.known_labels("a comparison")
     decided = [
@@ -286,14 +286,14 @@ def _gains(own: tuple[Floats, Floats], other: tuple[Floats, Floats]) -> Iterator
     for spend in SPENDS:
         if all(spent[0].min() <= spend <= spent[0].max() for _, spent in (own, other)):
             mine, theirs = (
-                np.array([_interpolated(spend, *each) for each in zip(*curve, strict=True)]) for curve in (own, other)
+                np.array([interpolated(spend, *each) for each in zip(*line, strict=True)]) for line in (own, other)
             )
             gain, *drawn = mine - theirs
             low, high = np.quantile(drawn, [0.025, 0.975])
             yield {"spent": spend, "accuracy": mine[0], "other": theirs[0], "gain": gain, "low": low, "high": high}
 
 
-def _interpolated(spend: float, accuracy: Floats, spent: Floats) -> float:
+def interpolated(spend: float, accuracy: Floats, spent: Floats) -> float:
     """Accuracy at a spent share: between two budgets lies the mixture of their policies."""
     order = np.argsort(spent, kind="stable")
     return float(np.interp(spend, spent[order], accuracy[order]))

@@ -22,6 +22,8 @@ NETWORKS = {  # kept as recordings, and what they are called
     "convnext_frozen": "ConvNeXt, frozen heads",
     "msdnet_joint": "MSDNet",
 }
+FROZEN = ("resnet18_frozen", "convnext_frozen")  # of them, those with the paper's heads
+PUBLISHED = ("geometric", "gaussian", "patience")  # what the paper compares EERO with
 TEXTS = {"minilm_banking77": "MiniLM, banking77", "minilm_clinc150": "MiniLM, CLINC150"}
 
 
