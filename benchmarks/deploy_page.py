@@ -65,6 +65,7 @@ TABLES: dict[str, tuple[str, Callable[[Sequence[Row]], list[list[str]]]]] = {  #
     "same decisions": ("same_decisions", same),
     "deploy cpu": ("deploy_cpu", speed),
     "export coverage": ("export_coverage", coverage),
+    "compiled cpu": ("compiled_cpu", compiled),
 }
 
 

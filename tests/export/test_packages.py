@@ -1,6 +1,7 @@
 """Stages that were compiled ahead of time decide what the predictor decides."""
 
 import shutil
+import zipfile
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ from torch import nn
 from alight import MultiExitModel, Predictor, deploy, export_model, load_compiled
 from alight.errors import AlightError, BadInput
 from alight.policies.policy import ExitAt, Threshold
+from alight.serve.network import load_network
 
 
 @pytest.mark.compiled
@@ -20,6 +22,9 @@ def test_compiled_stages_decide_what_the_predictor_decides(tmp_path):
     rule = Threshold((0.2,), costs=(1.0, 3.0))
     folder = export_model(model, rule, tmp_path / "exported", example=torch.zeros(1, 4), format="aoti")
     assert sorted(path.suffix for path in folder.iterdir()) == [".json", ".json", ".pt2", ".pt2"]
+    with zipfile.ZipFile(folder / "stage_0.pt2") as package:
+        code = "".join(package.read(name).decode() for name in package.namelist() if name.endswith(".cpp"))
+    assert "#pragma omp parallel\n" in code  # for as many threads as there are where it runs
     deployed, numbers = load_compiled(folder), np.random.default_rng(0).normal(size=(60, 4)).astype(np.float32)
     expected = Predictor(model, rule)(numbers)
     assert {*expected.exits.tolist()} == {0, 1}
@@ -28,6 +33,9 @@ def test_compiled_stages_decide_what_the_predictor_decides(tmp_path):
         found = deployed(numbers)
         assert (found.predictions == expected.predictions).all()
         assert (found.exits == expected.exits).all()
+    served = load_network(folder, {"rule": rule}, threads=1)
+    assert (served.runners["rule"](numbers).exits == expected.exits).all()
+    assert served.engine == "PyTorch, compiled ahead of time"
     with pytest.raises(BadInput, match=r"load them with alight\.load_compiled"):
         deploy.load(folder)
 

@@ -24,7 +24,9 @@ from alight import load_policy, record
 from alight.cli import MISUSED, REFUSED
 from alight.cli.parser import COMMANDS, parser
 from alight.policies.policy import Threshold
+from alight.serve.guards import OPEN
 from alight.serve.logs import LOGGER
+from alight.serve.run import GRACE
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -261,12 +263,36 @@ def test_every_request_on_the_page_about_deployment_is_answered(shared):
 def test_the_manifest_for_kubernetes_fits_the_service():
     yaml = pytest.importorskip("yaml")
     page = (ROOT / "docs" / "deploy.md").read_text()
-    (manifest,) = re.findall(r"^```yaml\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)
-    (container,) = yaml.safe_load(manifest)["spec"]["template"]["spec"]["containers"]
+    written, scraped = re.findall(r"^```yaml\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)
+    named, one, stateful = yaml.safe_load_all(written)
+    template = stateful["spec"]["template"]
+    (container,) = template["spec"]["containers"]
     command, *arguments = container["args"]
-    options = parser().parse_args([command, *(word for word in arguments if not word.startswith("--state"))])
+    files = ("--state", "--token-file")
+    paths = [word.partition("=")[2] for word in arguments if word.startswith(files)]
+    options = parser().parse_args([command, *(word for word in arguments if not word.startswith(files))])
+
     assert options.host == "0.0.0.0"
-    assert container["readinessProbe"]["httpGet"]["path"] == container["startupProbe"]["httpGet"]["path"] == "/readyz"
-    assert container["livenessProbe"]["httpGet"]["path"] == "/healthz"
-    assert {"requests", "limits"} == set(container["resources"])
-    assert container["lifecycle"]["preStop"]
+    assert options.threads == int(container["resources"]["limits"]["cpu"])
+    (port,) = container["ports"]
+    assert options.port == port["containerPort"] == named["spec"]["ports"][0]["port"]
+    assert options.port == one["spec"]["ports"][0]["targetPort"]
+    for kind, path in {"startup": "/readyz", "readiness": "/readyz", "liveness": "/healthz"}.items():
+        assert container[f"{kind}Probe"]["httpGet"] == {"path": path, "port": options.port}
+        assert path in OPEN  # probes bring no token
+
+    labels = stateful["spec"]["selector"]["matchLabels"]
+    assert labels == template["metadata"]["labels"] == named["spec"]["selector"] == one["spec"]["selector"]
+    assert stateful["spec"]["serviceName"] == named["metadata"]["name"]
+    assert f"server {stateful['metadata']['name']}-0.{named['metadata']['name']}:{options.port};" in page
+    mounts = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
+    assert [str(Path(path).parent) for path in paths] == [mounts["state"], mounts["token"]]
+    volumes = {volume["name"] for volume in template["spec"]["volumes"]}
+    assert {*mounts} == volumes | {claim["metadata"]["name"] for claim in stateful["spec"]["volumeClaimTemplates"]}
+    pause = int(container["lifecycle"]["preStop"]["exec"]["command"][1])
+    assert template["spec"]["terminationGracePeriodSeconds"] > pause + GRACE
+
+    (job,) = yaml.safe_load(scraped)["scrape_configs"]
+    assert "/metrics" not in OPEN  # so the job brings the token
+    assert job["authorization"]
+    assert job["dns_sd_configs"][0] == {"names": [named["metadata"]["name"]], "type": "A", "port": options.port}
