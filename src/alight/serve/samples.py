@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
-from PIL import Image
+from PIL import Image, UnidentifiedImageError
 
 from alight.serve.limits import Limits, Refused
 from alight.serve.network import Network, Sample
@@ -61,6 +61,8 @@ def picture(content: bytes, pixels: int, shape: tuple[int, int, int]) -> Image.I
         raise Refused(413, f"more than the {pixels:,} pixels that are taken") from error
     except Refused:
         raise
+    except UnidentifiedImageError as error:
+        raise Refused(422, f"no whole image in {', '.join(FORMATS)}") from error
     except Exception as error:  # a damaged image fails in a dozen ways, each decoder its own
         raise Refused(422, f"no whole image in {', '.join(FORMATS)} ({_line(error)})") from error
 
