@@ -29,6 +29,7 @@ from alight.runtime.recorder import Recorder
 
 TASKS = 5000  # that Ray Data is given at once; of more partitions, several are one task
 ROOM = 100 * 2**20  # bytes of shared memory for what passes between processes, beside the network
+ARENAS = "MALLOC_ARENA_MAX"  # of glibc, for whom each partition's thread is a new one, with an arena to fill
 
 
 @dataclass(frozen=True)
@@ -181,6 +182,7 @@ def _results(
         fn_constructor_args=(network, settings),
         batch_size=1,
         compute=ray.data.ActorPoolStrategy(min_size=min(count, free), max_size=count),  # more where the cluster grows
+        runtime_env={"env_vars": {ARENAS: os.environ.get(ARENAS, "1")}},
         **({"num_gpus": 1} if on_gpu else {"num_cpus": cores}),
     )
     for row in done.iter_rows():
