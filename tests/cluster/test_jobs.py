@@ -92,12 +92,13 @@ def test_a_worker_that_is_killed_loses_nothing_and_doubles_nothing(folder, model
     data, output = folder / "many.npz", tmp_path / "answers"
     with np.load(folder / "test.npz") as arrays:
         np.savez(data, images=np.tile(arrays["images"], (10, 1, 1, 1)), labels=np.tile(arrays["labels"], 10))
-    killed = []
+    killed, told = [], []
 
     def kill() -> None:
         while not list(output.glob("part-*")):
             time.sleep(0.01)
         killed.append(workers()[0])
+        told.append(Path(f"/proc/{killed[0]}/environ").read_bytes().split(b"\0"))
         os.kill(killed[0], signal.SIGKILL)
 
     killer = threading.Thread(target=kill)
@@ -105,6 +106,7 @@ def test_a_worker_that_is_killed_loses_nothing_and_doubles_nothing(folder, model
     done = predict_on_ray(folder / "model", policy, str(data), str(output), HOW)
     killer.join()
     assert killed
+    assert b"MALLOC_ARENA_MAX=1" in told[0]  # so that what threads held is there for the next
     assert done.done_before == 0
     check_once(output, on_one_machine(model, policy, data, 32))
 
@@ -128,6 +130,15 @@ def test_a_recording_in_partitions_is_the_recording(folder, model, tmp_path):
     assert table.fingerprint == whole.fingerprint
     costs = [1.0, 2.0, 3.0]
     assert calibrate.eero(costs, 2.0, parts).to_dict() == calibrate.eero(costs, 2.0, whole).to_dict()
+
+
+@pytest.mark.compiled
+def test_compiled_stages_give_the_same_rows(folder, model, policy, tmp_path, capsys):
+    line = f"predict {folder}/model {folder}/policy.json {folder}/test.npz --engine ray --device cpu --compile --quiet"
+    status, _, err = run(f"{line} --batch-size 32 --partition-rows 64 --actors 1 -o {tmp_path}/answers", capsys)
+    assert (status, err) == (0, "")
+    assert json.loads((tmp_path / "answers" / "plan.json").read_text())["switches"]["compile"]
+    check_once(tmp_path / "answers", on_one_machine(model, policy, folder / "test.npz", 32))
 
 
 def test_what_a_worker_cannot_read_is_told_in_a_line(folder, tmp_path, capsys):
