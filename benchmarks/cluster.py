@@ -7,7 +7,7 @@
 Random weights and made-up images of 32 x 32. Every job is `alight predict --engine ray` in a process of its own, as a
 user runs it, with workers of one thread. `scaling` counts rows between the first partitions and the last, when all
 workers are busy, and beside it the whole job with its start; `memory` is the most that a process ever held (VmHWM),
-and of it what is not shared with others (RssAnon, looked at four times a second);
+and of it what is not shared with others (RssAnon, looked at fifty times a second);
 `faults` kills -9 a worker, and then the driver, in the middle of 20,000 rows. Writes results/cluster.csv.
 """
 
@@ -19,7 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -33,7 +33,8 @@ from alight.provenance import provenance
 
 ROOT = Path(__file__).parent.parent
 BATCH, PARTITION = 128, 512
-LOOK = 0.25  # seconds between two looks at the processes
+LOOK = 0.25  # seconds between two looks at which processes there are
+BLINK = 0.02  # and at what they hold, where that is the question
 MARK = "ALIGHT_BENCHMARK_JOB"  # in the environment of a job's processes
 Row = dict[str, str | float | int]
 
@@ -91,6 +92,7 @@ class Job:
     peaks: dict[int, float] = field(default_factory=dict)  # of every process that was seen
     owns: dict[int, float] = field(default_factory=dict)  # of that, without what is shared
     seconds: float = 0.0
+    pause: float = LOOK  # between two looks at what they hold
 
     def start(self) -> "subprocess.Popen[str]":
         """The command, running."""
@@ -105,20 +107,26 @@ class Job:
         """The job once it is done; or once its driver was killed. What is to be killed goes when half is done."""
         begun, driver = time.perf_counter(), self.start()
         while driver.poll() is None:
-            for process in (driver.pid, *workers(self.output)):
-                self.peaks[process] = max(self.peaks.get(process, 0.0), held(process))
-                self.owns[process] = max(self.owns.get(process, 0.0), held(process, "RssAnon"))
+            self._look((driver.pid, *workers(self.output)))
             if kill and len(self.partitions()) >= self.rows // PARTITION // 2:
                 os.kill(workers(self.output)[0] if kill == "worker" else driver.pid, signal.SIGKILL)
                 kill = "" if kill == "worker" else "gone"
                 if kill:
                     break
-            time.sleep(LOOK)
         _, told = driver.communicate()
         if driver.returncode and not kill:
             raise RuntimeError(f"the job failed: {told}")
         self.seconds, self.driver = time.perf_counter() - begun, driver.pid
         return self
+
+    def _look(self, processes: Sequence[int]) -> None:
+        """What these processes hold, while `LOOK` lasts."""
+        until = time.perf_counter() + LOOK
+        while time.perf_counter() < until:
+            for process in processes:
+                self.peaks[process] = max(self.peaks.get(process, 0.0), held(process))
+                self.owns[process] = max(self.owns.get(process, 0.0), held(process, "RssAnon"))
+            time.sleep(self.pause)
 
     def partitions(self) -> list[Path]:
         """Those that are done."""
@@ -158,7 +166,7 @@ def memory(folder: Path, sizes: list[int]) -> Iterator[Row]:
     names = ("driver", "driver, not shared", "largest worker", "largest worker, not shared")
     most: dict[str, list[float]] = {name: [] for name in names}
     for rows in sizes:
-        job = Job(folder, rows, 2, folder / f"memory-{rows}").run()
+        job = Job(folder, rows, 2, folder / f"memory-{rows}", pause=BLINK).run()
         drivers = [job.peaks.pop(job.driver), job.owns.pop(job.driver)]
         for who, value in zip(names, (*drivers, max(job.peaks.values()), max(job.owns.values())), strict=True):
             most[who].append(value)
@@ -198,7 +206,11 @@ def main() -> None:
     parser.add_argument("--network", default="resnet18", help="a network of timm")
     parser.add_argument("--rows", type=int, default=20_000, help="of scaling and faults")
     parser.add_argument(
-        "--sizes", type=int, nargs="+", default=[1_000, 10_000, 100_000], help="rows whose memory is compared"
+        "--sizes",
+        type=int,
+        nargs="+",
+        default=[1_000, 10_000, 30_000, 100_000, 300_000],
+        help="rows whose memory is compared",
     )
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--output", type=Path, default=ROOT / "results/cluster.csv")
