@@ -1,13 +1,13 @@
-"""EERO against geometric, Gaussian and patience on frozen heads, for every seed that was trained.
+"""EERO against geometric, Gaussian and patience on frozen heads: every seed that was trained, and the package's own.
 
     python experiments/paper_seeds.py STATE      # a folder that cifar100_pack.py unpacked; two minutes on one core
 
 Writes results/paper/frozen_seeds.csv: what EERO gains at equal spent budget on each of the three and on the best of
 them, seed by seed with paired intervals over test images, as the mean of all seeds, and when other calibration images
 are drawn; and on the best, what EERO would gain with a flat prior, with the first half of the exits closed, and with
-the risks of the test images in place of those estimated. Writes results/paper/frozen_shares.csv: who leaves where at a
-large budget, and how many of them are right; and results/paper/frozen_seeds.json (how it was made). Recordings of seeds after the first are not in the repository, so
-`make figures` takes these files as they are.
+the risks of the test images in place of those estimated. Writes results/paper/frozen_shares.csv: who leaves where at
+the budgets of WATCHED, and how many of them are right; and results/paper/frozen_seeds.json (how it was made).
+Recordings of seeds after the first are not in the repository, so `make figures` takes these files as they are.
 """
 
 import json
@@ -19,9 +19,9 @@ from pathlib import Path
 
 import numpy as np
 from paper_tables import FOLDER, SEED, Floats, Row, curve, draws_of_test, interpolated, text_of
-from recorded_cifar100 import FROZEN, PUBLISHED, RESULTS, Result
+from recorded_cifar100 import FROZEN, PACKAGED, PUBLISHED, RESULTS, Result
 
-from alight import Costs, HeadOutputs, calibrate, replay
+from alight import Costs, HeadOutputs, calibrate, recordings, replay
 from alight.budgeting.rates import inverse_cost_prior
 from alight.errors import BudgetTooSmall
 from alight.files import write_text
@@ -32,7 +32,7 @@ BEST = "best"  # of the rivals, at each spent budget anew
 ALL = "mean"  # of the seeds
 SPENDS = tuple(percent / 100 for percent in range(20, 101, 5))  # of the plain network
 REDRAWS = 20  # of calibration images, as many as there were
-LARGE = "90%"  # the budget at which it is told who leaves where
+WATCHED = {"convnext_frozen": "90%", "resnet18_cifar100_frozen": "80%"}  # budgets for which it is told who leaves where
 
 
 def first_half_closed(costs: Costs, budget: str, labelled: HeadOutputs) -> Threshold:
@@ -46,7 +46,7 @@ def first_half_closed(costs: Costs, budget: str, labelled: HeadOutputs) -> Thres
 
 
 def ways(result: Result) -> dict[str, Callable[..., object]]:
-    """EERO as it is, and so changed that it shows what it loses by; the last way is for no one who has no test labels."""
+    """EERO as it is, and changed so that it shows what it loses by; nobody could use the last, which knows the test."""
     return {
         "eero": calibrate.eero,
         "eero, flat prior": partial(calibrate.eero, prior="uniform"),
@@ -123,7 +123,7 @@ def share_rows(network: str, result: Result) -> Iterator[Row]:
     labels = result.test.known_labels("a comparison")
     at_end = result.test.correct()[:, -1]
     for name in ("eero", "geometric", "gaussian"):
-        policy = calibrate.METHODS[name](result.costs, LARGE, result.calibration)
+        policy = calibrate.METHODS[name](result.costs, WATCHED[network], result.calibration)
         decisions = replay(policy, result.test)
         for index, planned in enumerate(policy.exit_rates):
             left = decisions.exits == index
@@ -131,7 +131,8 @@ def share_rows(network: str, result: Result) -> Iterator[Row]:
                 "network": network,
                 "seed": result.run["seed"],
                 "method": name,
-                "budget": LARGE,
+                "budget": WATCHED[network],
+                "spent": decisions.mean_cost / result.costs.plain,
                 "exit": index + 1,
                 "planned": float(planned),
                 "observed": float(left.mean()),
@@ -140,29 +141,32 @@ def share_rows(network: str, result: Result) -> Iterator[Row]:
             }
 
 
-def main(state: Path) -> None:
-    begin = time.perf_counter()
-    found = {
+def found(state: Path) -> dict[str, list[Result]]:
+    """The seeds of every network."""
+    trained = {
         network: [Result.of(folder / "result") for folder in sorted(state.glob(f"{network}-[0-9]"))]
         for network in FROZEN
     }
-    for network, results in found.items():
+    for network, results in trained.items():
         if not results:
             raise SystemExit(f"{state} has no folder {network}-0: name one that cifar100_pack.py unpacked")
-    seeds = [row for network, results in found.items() for row in seed_rows(network, results)]
-    shares = [row for network, results in found.items() for result in results for row in share_rows(network, result)]
+    return trained | {name: [Result({"seed": 0}, *recordings.load(name))] for name in PACKAGED}
+
+
+def main(state: Path) -> None:
+    begin = time.perf_counter()
+    networks = found(state)
+    seeds = [row for network, results in networks.items() for row in seed_rows(network, results)]
+    shares = [row for network in WATCHED for result in networks[network] for row in share_rows(network, result)]
     write_text(FOLDER / "frozen_seeds.csv", text_of(seeds))
     write_text(FOLDER / "frozen_shares.csv", text_of(shares))
-    made = provenance("numpy", "scipy", folder=RESULTS) | {
-        "seed": SEED,
-        "redraws": REDRAWS,
-        "fingerprints": {
-            f"{name}-{each.run['seed']}": each.run["fingerprint"] for name in found for each in found[name]
-        },
-        "seconds": round(time.perf_counter() - begin, 1),
+    prints = {
+        f"{network}-{each.run['seed']}": each.run["fingerprint"] for network in FROZEN for each in networks[network]
     }
+    made = provenance("numpy", "scipy", folder=RESULTS) | {"seed": SEED, "redraws": REDRAWS, "fingerprints": prints}
+    made |= {"seconds": round(time.perf_counter() - begin, 1)}
     write_text(FOLDER / "frozen_seeds.json", json.dumps(made, indent=2) + "\n")
-    print(f"{len(seeds)} rows of gains, {len(shares)} of shares: {made['seconds']:.0f} s")
+    print(f"{len(seeds)} rows of gains, {len(shares)} of shares: {made['seconds']} s")
 
 
 if __name__ == "__main__":

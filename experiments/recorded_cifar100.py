@@ -23,6 +23,7 @@ NETWORKS = {  # kept as recordings, and what they are called
     "msdnet_joint": "MSDNet",
 }
 FROZEN = ("resnet18_frozen", "convnext_frozen")  # of them, those with the paper's heads
+PACKAGED = {"resnet18_cifar100_frozen": "ResNet-18 of the package, frozen heads"}  # another one, in alight.recordings
 PUBLISHED = ("geometric", "gaussian", "patience")  # what the paper compares EERO with
 TEXTS = {"minilm_banking77": "MiniLM, banking77", "minilm_clinc150": "MiniLM, CLINC150"}
 
