@@ -1,6 +1,8 @@
 """A worker: the network travels as bytes, and what it writes is what one process would have said."""
 
 import json
+import platform
+from pathlib import Path
 
 import fsspec
 import numpy as np
@@ -100,6 +102,25 @@ def test_a_quota_keeps_its_budget_in_every_batch_and_so_in_all(digits, tmp_path)
     assert start == len(costs) == 300
     assert costs.sum() <= len(costs) * quota.budget * (1 + 1e-12)
     assert costs.sum() == pytest.approx(decisions.spent.sum(), rel=0.05)
+
+
+def held():
+    """What this process holds and does not share, in MB."""
+    told = Path("/proc/self/status").read_text().partition("RssAnon:")[2]
+    return int(told.split()[0]) / 1e3
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other allocators have their own ways")
+def test_what_was_freed_goes_back_to_the_system_after_a_partition(digits, tmp_path):
+    folder, model, policy = digits
+    blocks = [b"x" * size for size in range(100_000, 101_000)]
+    few = blocks[::50]  # between which the others leave holes
+    before = held()
+    del blocks
+    assert held() > before - 20
+    by_a_worker(Answers(policy, model.classes), folder / "model", folder / "test.npz", tmp_path, rows=64, batch_size=32)
+    assert held() < before - 60
+    assert len(few) == 20
 
 
 def test_data_and_results_may_lie_where_there_are_no_folders(digits, tmp_path):
