@@ -1,13 +1,14 @@
 """Ray on this machine: does a second worker pay, is memory constant, and is every row there once when a worker dies?
 
     python benchmarks/cluster.py                        everything, about ten minutes on two cores
-    python benchmarks/cluster.py --only scaling         a part of it, the others kept: scaling, memory, faults
+    python benchmarks/cluster.py --only scaling         a part of it: scaling, memory, kernels, faults; the others kept
     python benchmarks/cluster.py --only scaling --network test_resnet    beside a network that is very quick
 
 Random weights and made-up images of 32 x 32. Every job is `alight predict --engine ray` in a process of its own, as a
 user runs it, with workers of one thread. `scaling` counts rows between the first partitions and the last, when all
 workers are busy, and beside it the whole job with its start; `memory` is the most that a process ever held (VmHWM),
 and of it what is not shared with others (RssAnon, looked at fifty times a second);
+`kernels` is a worker's memory again where oneDNN keeps no kernels of the batch sizes that it has met, by default 1,024;
 `faults` kills -9 a worker, and then the driver, in the middle of 20,000 rows. Writes results/cluster.csv.
 """
 
@@ -19,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -93,6 +94,7 @@ class Job:
     owns: dict[int, float] = field(default_factory=dict)  # of that, without what is shared
     seconds: float = 0.0
     pause: float = LOOK  # between two looks at what they hold
+    settings: Mapping[str, str] = field(default_factory=dict)  # of its environment
 
     def start(self) -> "subprocess.Popen[str]":
         """The command, running."""
@@ -100,7 +102,7 @@ class Job:
         line += [str(self.folder / "policy.json"), str(images(self.folder, self.rows)), "--engine", "ray", "--quiet"]
         line += ["--actors", str(self.actors), "--batch-size", str(BATCH), "--partition-rows", str(PARTITION)]
         line += ["-o", str(self.output), "--device", "cpu", "--threads", "1"]
-        env = {**os.environ, "OMP_NUM_THREADS": "1", MARK: str(self.output)}
+        env = {**os.environ, **self.settings, "OMP_NUM_THREADS": "1", MARK: str(self.output)}
         return subprocess.Popen(line, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
 
     def run(self, kill: str = "") -> "Job":
@@ -176,6 +178,19 @@ def memory(folder: Path, sizes: list[int]) -> Iterator[Row]:
         yield row(f"peak memory, {who}, most rows over fewest", sizes[-1], 2, ratio, "times", "<= 1.15")
 
 
+def kernels(folder: Path, sizes: list[int]) -> Iterator[Row]:
+    """The most that a worker holds of its own where oneDNN keeps no kernels."""
+    most = []
+    for rows in sizes:
+        none = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "0"}
+        job = Job(folder, rows, 2, folder / f"kernels-{rows}", pause=BLINK, settings=none).run()
+        job.owns.pop(job.driver)
+        most.append(max(job.owns.values()))
+        yield row("peak memory, largest worker, not shared, no kernels kept", rows, 2, most[-1], "MB", "")
+    what = "peak memory, largest worker, not shared, no kernels kept, most rows over fewest"
+    yield row(what, sizes[-1], 2, most[-1] / most[0], "times", "<= 1.15")
+
+
 def faults(folder: Path, rows: int) -> Iterator[Row]:
     """A worker killed half-way; and a driver, whose job is then begun again."""
     job = Job(folder, rows, 2, folder / "faults-worker").run(kill="worker")
@@ -202,7 +217,7 @@ def row(what: str, rows: int, actors: int, value: float, unit: str, target: str)
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--only", choices=["scaling", "memory", "faults"])
+    parser.add_argument("--only", choices=["scaling", "memory", "kernels", "faults"])
     parser.add_argument("--network", default="resnet18", help="a network of timm")
     parser.add_argument("--rows", type=int, default=20_000, help="of scaling and faults")
     parser.add_argument(
@@ -219,6 +234,7 @@ def main() -> None:
     parts = {
         "scaling": lambda folder: scaling(folder, options.rows, options.rounds),
         "memory": lambda folder: memory(folder, options.sizes),
+        "kernels": lambda folder: kernels(folder, [size for size in options.sizes if size <= 100_000]),
         "faults": lambda folder: faults(folder, options.rows),
     }
     asked = [options.only] if options.only else list(parts)
