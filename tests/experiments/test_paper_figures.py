@@ -20,8 +20,12 @@ ROOT = Path(__file__).parent.parent.parent
 NAMES = (
     "recorded_cifar100",
     "figure_style",
+    "page_rows",
     "paper_tables",
     "paper_figures",
+    "paper_seeds",
+    "paper_seeds_page",
+    "paper_claims",
     "paper_page",
     "paper_report",
     "cifar100_ship",
@@ -104,6 +108,48 @@ def test_all_tables_are_committed_with_how_they_were_made(scripts):
         assert committed(name)
     made = json.loads((ROOT / "results" / "paper" / "made.json").read_text())
     assert {"hardware", "versions", "date", "commit", "seed", "seconds"} <= set(made)
+
+
+def test_gains_of_a_seed_with_frozen_heads_are_the_committed_ones(scripts):
+    seeds, tables, recorded = scripts["paper_seeds"], scripts["paper_tables"], scripts["recorded_cifar100"]
+    found = written(tables, seeds.seed_rows("convnext_frozen", [recorded.load("convnext_frozen")], redraws=2))
+    named = ("network", "seed", "method", "rival", "spent")
+    expected = {tuple(row[name] for name in named): row for row in committed("frozen_seeds")}
+    own = [row for row in found if row["seed"] == "0"]
+    assert len(own) == len(committed("frozen_seeds", network="convnext_frozen", seed=0)) > 0
+    for row in own:
+        other = expected[tuple(row[name] for name in named)]
+        for name in ("gain", "low", "high"):
+            assert float(row[name]) == pytest.approx(float(other[name]), abs=2e-6)
+    alone = [{name: row[name] for name in row if name != "seed"} for row in found if row["seed"] == "mean"]
+    assert alone == [{name: row[name] for name in row if name != "seed"} for row in own]  # the mean of one seed
+
+
+def test_who_leaves_where_is_the_committed_table_and_nobody_is_lost(scripts):
+    seeds, tables, recorded = scripts["paper_seeds"], scripts["paper_tables"], scripts["recorded_cifar100"]
+    found = written(tables, seeds.share_rows("convnext_frozen", recorded.load("convnext_frozen")))
+    assert_same(found, committed("frozen_shares", network="convnext_frozen", seed=0))
+    for method in ("eero", "geometric", "gaussian"):
+        own = [row for row in found if row["method"] == method]
+        assert sum(float(row["observed"]) for row in own) == pytest.approx(1, abs=1e-4)
+        assert all(float(row[name]) <= float(row["observed"]) for row in own for name in ("right", "right_at_end"))
+
+
+def test_nothing_is_planned_for_closed_exits_unless_the_budget_asks_for_them(scripts):
+    seeds, result = scripts["paper_seeds"], scripts["recorded_cifar100"].load("convnext_frozen")
+    ample, scarce = (seeds.first_half_closed(result.costs, budget, result.calibration) for budget in ("90%", "20%"))
+    assert not any(ample.exit_rates[:6])
+    assert sum(ample.exit_rates) == pytest.approx(1)
+    assert scarce.exit_rates == seeds.calibrate.eero(result.costs, "20%", result.calibration).exit_rates
+
+
+def test_the_best_rival_is_as_good_as_each(scripts):
+    found = committed("frozen_seeds", method="eero")
+    best = {(row["network"], row["seed"], row["spent"]): row for row in found if row["rival"] == "best"}
+    for row in found:
+        if row["seed"] != "mean":  # of the seeds: each has its own best
+            other = best[row["network"], row["seed"], row["spent"]]
+            assert float(other["gain"]) <= float(row["gain"]) + 2e-6
 
 
 def test_figures_are_drawn_from_results_alone(scripts, tmp_path):
