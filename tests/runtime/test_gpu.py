@@ -3,10 +3,14 @@
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
 from alight import calibrate, replay
+from alight.errors import AlightError
+from alight.models.multi_exit import MultiExitModel
 from alight.models.zoo import resnet18_cifar
-from alight.policies.policy import ExitAt
+from alight.policies.policy import ExitAt, Threshold
+from alight.runtime.graphs import SHAPES
 from alight.runtime.predictor import Predictor
 from alight.runtime.recorder import record, record_to
 from alight.runtime.rows import _kernel, move
@@ -132,3 +136,74 @@ def test_rows_move_on_a_gpu_as_they_do_on_the_host(dtype, shape, last):
     move((there[0][3:],), rows, (there[1][2:],), slots)
     assert torch.equal(there[1].cpu(), target)
     assert _kernel() is not None
+
+
+def test_replayed_batches_decide_as_those_that_are_run(model, images):
+    settings = {"device": "cuda", "dtype": "bf16", "channels_last": True}
+    table = record(model, [images], progress=False, **settings)
+    policy = calibrate.eero(COSTS, "60%", table)
+    plain = Predictor(model, policy, batch_size=100, **settings)(images)
+    quick = Predictor(model, policy, batch_size=100, graphs=True, **settings)
+    for _ in range(2):
+        decisions = quick(images)
+        near = (np.abs(table.scores - np.array([*policy.thresholds, np.inf])) < NEAR["bf16"]) | (table.scores < 2e-2)
+        differ = (decisions.exits != plain.exits) | (decisions.predictions != plain.predictions)
+        assert not (differ & ~near.any(axis=1)).any(), int(differ.sum())
+    assert [len(run.captured) for run in quick.engine.runs[:3]] == [1, 1, 1]
+    loaded = quick.run([*images.split(70)], progress=False)  # while another thread pins memory
+    assert (loaded.exits == decisions.exits).mean() > 0.95
+    np.testing.assert_array_equal(quick(images[:100]).predictions, quick(images).predictions[:100])
+
+
+def test_the_plain_network_is_replayed_too(model, images):
+    policy = ExitAt(costs=(8.0,), open_exits=(7,), num_exits=8)
+    settings = {"device": "cuda", "batch_size": 16}
+    plain, quick = (Predictor(model, policy, graphs=graphs, **settings)(images) for graphs in (False, True))
+    assert (plain.predictions == quick.predictions).mean() > 0.999
+    broken = images.clone()
+    broken[77] = float("nan")
+    with pytest.raises(ValueError, match="index 77"):
+        Predictor(model, policy, graphs=True, **settings)(broken)
+
+
+def test_a_recording_may_be_replayed(model, images):
+    options = {"device": "cuda", "batch_size": 200, "progress": False}
+    plain, quick = (record(model, images, graphs=graphs, **options) for graphs in (False, True))
+    np.testing.assert_allclose(quick.scores, plain.scores, atol=1e-3)
+    assert (quick.predictions == plain.predictions).mean() > 0.999
+
+
+class Waits(nn.Module):
+    """Looks at its numbers on the host, which no graph can."""
+
+    def forward(self, features):
+        return features * (1.0 if features.sum().item() > 0 else 2.0)
+
+
+def test_what_cannot_be_captured_is_an_error_and_no_silent_fall_back():
+    model = MultiExitModel([nn.Linear(4, 4), Waits()], [nn.Linear(4, 3), nn.Linear(4, 3)]).eval()
+    predictor = Predictor(model, Threshold((2.0,), costs=(1.0, 2.0)), device="cuda", graphs=True, batch_size=8)
+    with pytest.raises(AlightError, match=r"segment 1 cannot be captured as a CUDA graph .* graphs=False"):
+        predictor(torch.randn(64, 4))
+    assert torch.ones(3, device="cuda").sum().item() == 3  # the GPU is of use again
+
+
+class Mean(nn.Module):
+    """A head that reads sequences of any length."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 3)
+
+    def forward(self, features):
+        return self.linear(features.mean(1))
+
+
+def test_shapes_beyond_the_first_few_are_run_as_they_are():
+    model = MultiExitModel([nn.Linear(4, 4), nn.Linear(4, 4)], [Mean(), Mean()]).eval()
+    policy = Threshold((2.0,), costs=(1.0, 2.0))
+    plain, quick = (Predictor(model, policy, device="cuda", graphs=graphs, batch_size=8) for graphs in (False, True))
+    for length in range(1, 14):
+        texts = torch.randn(8, length, 4)
+        np.testing.assert_array_equal(quick(texts).predictions, plain(texts).predictions)
+    assert len(quick.engine.runs[0].captured) == SHAPES

@@ -38,6 +38,7 @@ def switch_arguments(parser: argparse.ArgumentParser, *, allow_mismatch: bool = 
     parser.add_argument("--channels-last", action="store_true", help="images with their channels last in memory")
     parser.add_argument("--threads", type=int, help="of the host (default: as many as torch takes)")
     parser.add_argument("--compile", action="store_true", help="compile each part of the network first")
+    parser.add_argument("--graphs", action="store_true", help="replay full batches on a GPU as CUDA graphs")
     parser.add_argument(
         "--speed", choices=["auto"], help="measure first which of these switches pay here; --compile is then tried too"
     )
@@ -57,6 +58,7 @@ def switches(options: argparse.Namespace) -> dict[str, Any]:
         "dtype": options.dtype,
         "channels_last": options.channels_last,
         "compile": options.compile,
+        "graphs": getattr(options, "graphs", False),  # of a service few batches are full
         "num_threads": options.threads,
     }
     given = {name: value for name, value in asked.items() if value is not None and value is not False}

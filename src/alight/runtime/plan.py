@@ -113,8 +113,8 @@ def plan(
     with `max_accuracy_loss`, or without either (0.01), it is the cheapest that loses no more with 95 % confidence,
     judged by held-out samples: the more are labelled, the cheaper it may be. Then it is tried against the plain
     network, samples leaving by lot as often as planned: if it is not faster, the plain network is the plan. `settings`
-    go to the predictor: dtype, channels_last, compile, num_threads. With speed="auto" they are chosen by measuring the
-    plain network (`tune_speed`), compiled too if `compile` is set.
+    go to the predictor: dtype, channels_last, compile, graphs, num_threads. With speed="auto" they are chosen by
+    measuring the plain network (`tune_speed`), compiled too if `compile` is set.
 
     >>> from torch import nn
     >>> model = MultiExitModel([nn.Linear(4, 8), nn.Linear(8, 8)], [nn.Linear(8, 3), nn.Linear(8, 3)])
@@ -173,17 +173,17 @@ def walking_costs(model: MultiExitModel, example: Any, batch_size: int, settings
     nobody = Threshold((np.inf,) * (model.num_exits - 1), costs=tuple(times.cumulative().tolist()))
     walk = Predictor(model, nobody, batch_size=batch_size, **settings)
     inputs, taken = enough(walk, example, batch_size, BATCHES)
-    if settings.get("compile"):
+    if settings.get("compile") or settings.get("graphs"):
         with threads(settings.get("num_threads")):
             together = segment_seconds(walk, tuple(each[:batch_size] for each in inputs))
-        times = _compiled_times(times, together / batch_size)
+        times = _whole_times(times, together / batch_size)
     walked = min(taken, float(np.median(by_turns([walk], inputs, ROUNDS)))) / len(inputs[0])
     beside = max(0.0, 1e3 * walked - float(times.cumulative()[-1])) / (model.num_exits - 1)
     return Costs(times.stages, times.heads + beside * (np.arange(len(times)) < len(times) - 1), "ms")
 
 
-def _compiled_times(times: Costs, segments: np.ndarray) -> Costs:
-    """Milliseconds of compiled stages and heads, from seconds of both as one, shared as by the uncompiled ones."""
+def _whole_times(times: Costs, segments: np.ndarray) -> Costs:
+    """Milliseconds of stages and heads that run as one, from seconds of both, shared as when they run apart."""
     heads = times.heads / (times.stages + times.heads)
     return Costs(1e3 * segments * (1 - heads), 1e3 * segments * heads, "ms")
 

@@ -1,7 +1,7 @@
 """Predictions under a budget: real exits inside a batch, decided by the policy, one answer for every sample."""
 
 import copy
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,9 +17,10 @@ from alight.models.multi_exit import Carried, MultiExitModel
 from alight.outputs import Decisions
 from alight.policies.policy import Memory, Policy
 from alight.runtime.engine import Answers, Engine
+from alight.runtime.graphs import graphed
 from alight.runtime.prefetch import ahead
 from alight.runtime.prepare import as_dtype, compiled, device_of, placed, prepared, threads
-from alight.runtime.segments import segments
+from alight.runtime.segments import Segment, segments
 
 Integers = npt.NDArray[np.int64]
 
@@ -31,6 +32,9 @@ class Predictor:
     answers as they are ready. Images may be tensors, NumPy arrays or a list of pictures, and a data set or an array
     does for a loader: pictures and bytes are normalised as the network says. A sample is known by its index, in the
     order of coming unless `samples` says otherwise: ties and mixtures are decided by it.
+
+    Switches for speed, all of which `tune_speed` tries: `dtype`, `channels_last`, `compile` (each part of the network),
+    `graphs` (full batches on a GPU are replayed as CUDA graphs), `rebatch` and `num_threads`.
 
     >>> from torch import nn
     >>> from alight.policies.policy import Threshold
@@ -48,6 +52,7 @@ class Predictor:
         dtype: str | torch.dtype | None = None,
         channels_last: bool = False,
         compile: bool = False,  # noqa: A002  # torch's own word for it
+        graphs: bool = False,
         batch_size: int = 256,
         rebatch: bool = True,
         probabilities: bool = False,
@@ -63,8 +68,16 @@ class Predictor:
         if not allow_mismatch:
             _check_fingerprint(policy, ready)
         parts = segments(ready, policy, with_chance=probabilities)
-        self.engine = Engine(parts, policy, compiled(parts) if compile else None)
+        self.engine = Engine(parts, policy, self._runs(parts, compile, graphs))
         self._admitted = 0  # samples of a stream whose policy remembers it
+
+    def _runs(self, parts: Sequence[Segment], compiling: bool, graphs: bool) -> list[Callable[..., Any]] | None:
+        """How the parts of the network are run, None is as they are."""
+        if compiling and graphs:
+            raise BadInput("compiled parts are not replayed as CUDA graphs: choose one of compile and graphs")
+        if graphs:
+            return graphed([part.forward for part in parts], self._device, self.batch_size)
+        return compiled(parts) if compiling else None
 
     def __repr__(self) -> str:
         kind = str(self._dtype or "").removeprefix("torch.")

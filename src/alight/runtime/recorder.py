@@ -21,6 +21,7 @@ from alight.models.fingerprint import fingerprint
 from alight.models.multi_exit import Carried, MultiExitModel, advance, read
 from alight.outputs import HeadOutputs
 from alight.runtime.engine import IN_FLIGHT
+from alight.runtime.graphs import graphed
 from alight.runtime.prefetch import ahead
 from alight.runtime.prepare import as_dtype, compiled, device_of, pinned, placed, prepared, threads
 from alight.runtime.segments import LOGS, apart, side_by_side, told
@@ -63,6 +64,7 @@ def record(
     dtype: str | torch.dtype | None = None,
     channels_last: bool = False,
     compile: bool = False,  # noqa: A002  # torch's own word for it
+    graphs: bool = False,
     num_threads: int | None = None,
     progress: bool = True,
 ) -> HeadOutputs:
@@ -81,7 +83,7 @@ def record(
     >>> record(model, [(torch.zeros(5, 4), torch.tensor([0, 1, 2, 0, 1]))], progress=False)
     HeadOutputs(5 samples, 2 exits, score 'margin', labelled)
     """
-    asked = Recorder(model, score, features, log_probabilities, device, dtype, channels_last, compile)
+    asked = Recorder(model, score, features, log_probabilities, device, dtype, channels_last, compile, graphs)
     with threads(num_threads), ThreadPoolExecutor(1) as aside:
         own = aside.submit(_fingerprint, asked.model, _beside(asked.device))
         parts = [*asked.tables(in_batches(loader, model, batch_size), progress)]
@@ -101,6 +103,7 @@ def record_to(
     dtype: str | torch.dtype | None = None,
     channels_last: bool = False,
     compile: bool = False,  # noqa: A002  # torch's own word for it
+    graphs: bool = False,
     num_threads: int | None = None,
     progress: bool = True,
 ) -> Recorded:
@@ -113,7 +116,7 @@ def record_to(
     >>> print(record_to(f"{tempfile.mkdtemp()}/outputs.npz", model, torch.zeros(5, 4), progress=False).num_samples)
     5
     """
-    asked = Recorder(model, score, features, log_probabilities, device, dtype, channels_last, compile)
+    asked = Recorder(model, score, features, log_probabilities, device, dtype, channels_last, compile, graphs)
     right, labelled = np.zeros(model.num_exits), False
     with GrowingArrays(path) as growing, threads(num_threads), ThreadPoolExecutor(1) as aside:
         own = aside.submit(_fingerprint, asked.model, _beside(asked.device))
@@ -176,6 +179,7 @@ class Recorder:
         dtype: str | torch.dtype | None = None,
         channels_last: bool = False,
         compile: bool = False,  # noqa: A002
+        graphs: bool = False,
     ) -> None:
         if not isinstance(model, MultiExitModel):
             raise BadInput(f"a {type(model).__name__} has no exits yet: attach_heads makes a MultiExitModel of it")
@@ -186,7 +190,9 @@ class Recorder:
         self.device, self.dtype, self.channels_last = device_of(self.model), as_dtype(dtype), channels_last
         self.columns = (*self.names, LOGS) if log_probabilities else self.names
         heads = _Heads(self.model, self.columns)
-        self.run = compiled([heads])[0] if compile else heads
+        if compile and graphs:
+            raise BadInput("a compiled network is not replayed as a CUDA graph: choose one of compile and graphs")
+        self.run = compiled([heads])[0] if compile else graphed([heads], self.device)[0] if graphs else heads
 
     def tables(self, loader: Iterable[Any], progress: bool) -> Iterator[HeadOutputs]:
         """The table of each batch, in their order."""

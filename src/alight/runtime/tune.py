@@ -82,12 +82,12 @@ def tune_speed(
 ) -> Tuned:
     """The switches with which a predictor is quickest here at this batch size: `Predictor(model, policy, **settings)`.
 
-    Tried are `channels_last` for images, `num_threads` on the host, and under a policy `rebatch`; `compile` only if
-    asked for, since compiling takes long, and only those `dtypes` that are named, since they change answers. Without a
-    policy the whole network runs. Switches are tried one after the other, by turns with the best so far; a switch is
-    taken if it is 1.03 times as fast in three of four rounds, and in the end all together must be. `settings` are
-    kept as given. The example is one batch of real inputs, or made as the network describes them; samples leave by lot
-    as often as the policy plans, or as it decides where it plans nothing.
+    Tried are `channels_last` for images, `num_threads` on the host, `graphs` on a GPU, and under a policy `rebatch`;
+    `compile` only if asked for, since compiling takes long, and only those `dtypes` that are named, since they change
+    answers. Without a policy the whole network runs. Switches are tried one after the other, by turns with the best so
+    far; a switch is taken if it is 1.03 times as fast in three of four rounds, and in the end all together must be.
+    `settings` are kept as given. The example is one batch of real inputs, or made as the network describes them;
+    samples leave by lot as often as the policy plans, or as it decides where it plans nothing.
 
     >>> from torch import nn
     >>> model = MultiExitModel([nn.Linear(4, 8), nn.Linear(8, 8)], [nn.Linear(8, 3), nn.Linear(8, 3)])
@@ -129,6 +129,7 @@ def _switches(
         "channels_last": [True] if images and filters else [],
         "num_threads": _thread_counts() if device.type == "cpu" else [],
         "compile": [True] if compiling else [],
+        "graphs": [True] if device.type == "cuda" else [],
         "rebatch": [False] if several else [],
     }
 
