@@ -8,8 +8,8 @@ or never (every head and score is evaluated and nobody leaves). `speedup` is the
 predictor's, taken by turns, medians with quartiles over rounds; `reached` is the time that stages and heads alone would
 take for the exits taken, each timed at the full batch size in the same round, over the predictor's time; `heads_share`
 is what the auxiliary heads take of it, over the plain network's time. Single samples on a CPU are timed one by one, the
-plain network, the predictor and the segments by turns. Compiled, the scores are fused into the heads and timed with
-them. Writes results/runtime_<device>.csv.
+plain network, the predictor and the segments by turns. Compiled or replayed as CUDA graphs (the plain network is too),
+the scores are part of the segments and timed with them. Writes results/runtime_<device>.csv.
 """
 
 import argparse
@@ -29,6 +29,7 @@ from alight.models.attach import attach_heads
 from alight.models.multi_exit import Carried, advance, read
 from alight.policies.policy import Lottery, Policy, Threshold
 from alight.provenance import provenance
+from alight.runtime.graphs import graphed
 from alight.runtime.predictor import Predictor
 from alight.runtime.prepare import as_dtype, placed
 
@@ -139,6 +140,9 @@ def measure(options: argparse.Namespace, name: str, count: int, mode: str) -> It
         dense = torch.compile(dense, dynamic=False)
     shared = Predictor(model, policy_for("uniform", count + 1), compile=mode == "compiled", **settings)
     for batch_size in map(int, options.batch_sizes.split(",")):
+        if mode == "graphs":  # each for batches of one size
+            shared = Predictor(model, shared.policy, batch_size=batch_size, graphs=True, **settings)
+            (dense,) = graphed([plain], torch.device(device), batch_size)
         total = max(batch_size, min(options.images, batch_size * 64 if device == "cpu" else options.images))
         inputs = random_inputs(example, total, settings)
         for mix in options.mixes.split(","):
@@ -243,7 +247,7 @@ def main() -> None:
     parser.add_argument("--models", default="resnet18_cifar")
     parser.add_argument("--exits", default="4", help="numbers of auxiliary exits")
     parser.add_argument("--batch-sizes", default="1,64")
-    parser.add_argument("--modes", default="eager")
+    parser.add_argument("--modes", default="eager", help="of eager, compiled, graphs")
     parser.add_argument("--mixes", default="uniform,early,never")
     parser.add_argument("--images", type=int, default=8192)
     parser.add_argument("--dtype", default=None)
