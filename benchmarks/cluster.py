@@ -1,6 +1,6 @@
 """Ray on this machine: does a second worker pay, is memory constant, and is every row there once when a worker dies?
 
-    python benchmarks/cluster.py                        everything, about ten minutes on two cores
+    python benchmarks/cluster.py                        everything, about half an hour on two cores
     python benchmarks/cluster.py --only scaling         a part of it: scaling, memory, kernels, faults; the others kept
     python benchmarks/cluster.py --only scaling --network test_resnet    beside a network that is very quick
 
