@@ -204,7 +204,9 @@ def _boundary(affordable: Callable[[float], bool], sign: float) -> float:
             size *= 2
         near_size, far_size = size / 2, size
     for _ in range(HALVINGS):
-        middle = float(np.sqrt(near_size) * np.sqrt(far_size))
+        middle = math.sqrt(near_size) * math.sqrt(far_size)
+        if middle in (near_size, far_size):  # no number lies between them
+            break
         near_size, far_size = (near_size, middle) if far(middle) else (middle, far_size)
     if sign > 0:
         return 0.0 if far(near_size) else near_size
