@@ -188,13 +188,14 @@ def _whole_times(times: Costs, segments: np.ndarray) -> Costs:
     return Costs(1e3 * segments * (1 - heads), 1e3 * segments * heads, "ms")
 
 
-def cheapest(fit: Method, costs: Costs, labelled: HeadOutputs, loss: float) -> float:
-    """The least budget, to a sixtieth of the network, at which surely no more accuracy is lost than that."""
+def cheapest(fit: Method, costs: Costs, labelled: HeadOutputs, loss: float, confidence: float = CONFIDENCE) -> float:
+    """The least budget, to a sixtieth of the network, at which no more accuracy is lost, with this confidence."""
     plain = labelled.correct()[:, -1]
     low, high = float(costs.cumulative()[0]), costs.plain
     for _ in range(HALVINGS):
         middle = (low + high) / 2
-        enough = largest_loss(plain, held_out(fit, costs, middle, labelled, FOLDS)[0]) <= loss
+        right = held_out(fit, costs, middle, labelled, FOLDS)[0]
+        enough = largest_loss(plain, right, confidence) <= loss
         low, high = (low, middle) if enough else (middle, high)
     return high
 
