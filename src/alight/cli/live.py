@@ -192,4 +192,5 @@ def _planned(made: Plan) -> str:
     if not made.pays:
         return f"{asked}: {made.reason}"
     lost = 100 * (made.dense_accuracy - made.accuracy)
-    return f"{asked}: {made.speedup:.2f} times as fast, {lost:.1f} points lost on held-out digits"
+    told = f"{lost:.1f} points lost on held-out digits, at most {100 * made.largest_loss:.1f} with 95 % confidence"
+    return f"{asked}: {made.speedup:.2f} times as fast, {told}"
