@@ -52,13 +52,17 @@ def recording(rows: Sequence[Row]) -> list[list[str]]:
 
 def planner(rows: Sequence[Row]) -> list[list[str]]:
     """What plans foretold, and what came."""
-    lines = [["network", "batch", "asked", "open exits", "foretold", "times as fast", "foretold images/s", "accuracy"]]
-    for row in rows:
-        told = float(row["predicted"]), float(row["predicted_over_measured"]) - 1
-        accuracy = [f"{float(row[name]):.1%}" for name in ("accuracy", "predicted_accuracy", "dense_accuracy")]
-        cells = [row["network"].rpartition("-")[0], row["batch_size"], row["question"], row["open_exits"]]
-        figures = [_number(row["foretold"]), _spread(row, "faster"), f"{told[0]:.0f} ({told[1]:+.0%})"]
-        lines.append([*cells, *figures, f"{accuracy[0]} (foretold {accuracy[1]}, plain {accuracy[2]})"])
+    header = ["network", "batch", "asked", "graphs", "open exits", "over a bare loop", "over the plain network"]
+    lines = [[*header, "foretold", "foretold images/s", "accuracy", "plain network's", "commit"]]
+    told = ("network", "batch_size", "question", "graphs")
+    for row in {tuple(row[name] for name in told): row for row in rows}.values():  # the last of each
+        name, *asked = (row[each] for each in told)
+        foretold = f"{float(row['predicted']):.0f} ({float(row['predicted_over_measured']) - 1:+.0%})"
+        beside = _number(row["over_plain"]) if row["over_plain"] else "–"
+        accuracy = [f"{float(row[each]):.1%}" if row[each] else "–" for each in ("accuracy", "plain_accuracy")]
+        figures = [row["open_exits"], _spread(row, "faster"), beside, _number(row["foretold"]), foretold]
+        asked[-1] = "yes" if asked[-1] == "True" else "no"
+        lines.append([name.rpartition("-")[0], *asked, *figures, *accuracy, row["commit"]])
     return lines
 
 
