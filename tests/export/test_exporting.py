@@ -100,6 +100,39 @@ def test_the_older_exporter_is_taken_where_the_newer_cannot(tmp_path, quick, mon
         export_model(model, BOTH, tmp_path / "exported", example=EXAMPLE)
 
 
+class Forked(nn.Module):
+    """A stage that takes another way for large numbers, which no example has."""
+
+    def __init__(self):
+        super().__init__()
+        self.small, self.large = nn.Linear(4, 8), nn.Linear(4, 8)
+
+    def forward(self, numbers):
+        return self.small(numbers) if numbers.abs().max() < 100 else self.large(numbers)
+
+
+class Eigenvalues(nn.Module):
+    """A stage with something that ONNX does not have."""
+
+    def forward(self, numbers):
+        return torch.linalg.eigvalsh(numbers[:, :, None] * numbers[:, None, :])
+
+
+@pytest.mark.parametrize(
+    ("stage", "told"),
+    [
+        (Forked(), r"it takes another way for other data, .*test_exporting\.py:[0-9]+: return self\.small"),
+        (Eigenvalues(), "linalg_eigh"),
+    ],
+)
+def test_a_stage_that_no_file_can_hold_is_refused_by_what_it_does(stage, told, tmp_path):
+    width = 8 if isinstance(stage, Forked) else 4
+    model = MultiExitModel([stage], [nn.Linear(width, 3)]).eval()
+    with pytest.raises(AlightError, match=rf"exit 0 cannot be exported \(.*{told}.*\): rewrite what it names"):
+        export_model(model, ExitAt(costs=(1.0,)), tmp_path / "exported", example=EXAMPLE)
+    assert not left_over(tmp_path)
+
+
 def test_what_does_not_belong_together_is_refused_before_any_work(tmp_path):
     with pytest.raises(Mismatch, match="for 1 exits and the network has 2"):
         export_model(tiny(), ExitAt(costs=(1.0,)), tmp_path / "exported", example=EXAMPLE)

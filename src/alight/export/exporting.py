@@ -27,7 +27,7 @@ from alight.deploy.sessions import Session
 from alight.errors import AlightError, BadInput, Mismatch
 from alight.export.packages import Package, check_compiler, write_package
 from alight.export.parts import Part, Seen, described, parts_of, seen
-from alight.export.programs import captured, write_onnx, write_traced
+from alight.export.programs import captured, goes_by_data, reason, write_onnx, write_traced
 from alight.files import PathLike, whole_folder
 from alight.models.fingerprint import fingerprint
 from alight.models.multi_exit import MultiExitModel
@@ -140,13 +140,12 @@ class Job:
                 raise AlightError(f'{error}: pip install "alight[export]"') from error
             except Exception as error:
                 reasons.append(error)
-        first = reasons[0]
-        told = (
-            str(first) if isinstance(first, AlightError) else f"{type(first).__name__}: {' '.join(str(first).split())}"
-        )
+                if goes_by_data(error):
+                    break
         raise AlightError(
-            f"the stage of exit {self.part.exit_index} cannot be exported ({told[:400]}): put the exit elsewhere"
-        ) from first
+            f"the stage of exit {self.part.exit_index} cannot be exported ({reason(reasons[0])}): rewrite what it"
+            " names, open only exits before it, or run the network with PyTorch"
+        ) from reasons[0]
 
     def _onnx(self) -> None:
         write_onnx(captured(self.part, self.seen, self.inputs), self.path, self.inputs, self.outputs)

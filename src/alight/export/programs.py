@@ -1,6 +1,7 @@
 """Parts of a network as programs that torch has captured, and those as ONNX files."""
 
 import logging
+import traceback
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from alight.deploy.manifest import Described
 from alight.errors import AlightError
@@ -24,14 +26,8 @@ def captured(part: Part, seen: Seen, inputs: Tensors) -> Any:
     sizes = tuple(
         {axis: torch.export.Dim.DYNAMIC for axis, size in enumerate(each.shape) if size is None} for each in inputs
     )
-    try:
-        with quietly(), torch.no_grad():
-            return torch.export.export(part, tuple(seen.given[0]), dynamic_shapes=(sizes,), strict=False)
-    except Exception as error:
-        raise AlightError(
-            f"torch.export cannot capture the stage of exit {part.exit_index} ({_line(error)}): put the exit elsewhere,"
-            " or rewrite what it names"
-        ) from error
+    with quietly(), torch.no_grad():
+        return torch.export.export(part, tuple(seen.given[0]), dynamic_shapes=(sizes,), strict=False)
 
 
 def write_onnx(program: Any, path: Path, inputs: Tensors, outputs: Tensors) -> None:
@@ -71,6 +67,29 @@ def quietly() -> Iterator[None]:
         logging.disable(before)
 
 
-def _line(error: Exception) -> str:
-    told = " ".join(str(error).split())
-    return f"{type(error).__name__}: {told[:300]}"
+def goes_by_data(error: Exception) -> bool:
+    """Whether a part takes another way for other data: of that, a trace would keep the one way that it saw."""
+    return any(isinstance(each, GuardOnDataDependentSymNode) for each in _causes(error))
+
+
+def reason(error: Exception) -> str:
+    """What torch's compilers ran into, in a line: the first cause, since the others tell of one another."""
+    *_, first = _causes(error)
+    told = " ".join(str(first).split())
+    if isinstance(first, GuardOnDataDependentSymNode):
+        return f"it takes another way for other data, {_place(first)}"
+    return told[:300] if isinstance(first, AlightError) else f"{type(first).__name__}: {told[:300]}"
+
+
+def _place(error: BaseException) -> str:
+    """The innermost line of a network that was running, none of torch's own."""
+    own = str(Path(torch.__file__).parent)
+    frames = [each for each in traceback.extract_tb(error.__traceback__) if not each.filename.startswith(own)]
+    return f"{frames[-1].filename}:{frames[-1].lineno}: {frames[-1].line}" if frames else "in a layer of torch's own"
+
+
+def _causes(error: BaseException) -> Iterator[BaseException]:
+    cause: BaseException | None = error
+    while cause is not None:
+        yield cause
+        cause = cause.__cause__
