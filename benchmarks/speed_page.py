@@ -4,6 +4,7 @@ python benchmarks/speed_page.py
 """
 
 from collections.abc import Callable, Sequence
+from statistics import mean, median
 
 from pages import ROOT, Row, markdown, put, rows_of
 
@@ -55,7 +56,8 @@ def planner(rows: Sequence[Row]) -> list[list[str]]:
     header = ["network", "batch", "asked", "graphs", "open exits", "over a bare loop", "over the plain network"]
     lines = [[*header, "foretold", "foretold images/s", "accuracy", "plain network's", "commit"]]
     told = ("network", "batch_size", "question", "graphs")
-    for row in {tuple(row[name] for name in told): row for row in rows}.values():  # the last of each
+    last = {tuple(row[name] for name in told): row for row in rows}
+    for row in sorted(last.values(), key=lambda row: (row["network"], int(row["batch_size"]), row["question"])):
         name, *asked = (row[each] for each in told)
         foretold = f"{float(row['predicted']):.0f} ({float(row['predicted_over_measured']) - 1:+.0%})"
         beside = _number(row["over_plain"]) if row["over_plain"] else "–"
@@ -63,6 +65,18 @@ def planner(rows: Sequence[Row]) -> list[list[str]]:
         figures = [row["open_exits"], _spread(row, "faster"), beside, _number(row["foretold"]), foretold]
         asked[-1] = "yes" if asked[-1] == "True" else "no"
         lines.append([name.rpartition("-")[0], *asked, *figures, *accuracy, row["commit"]])
+    return lines
+
+
+def planned_loss(rows: Sequence[Row]) -> list[list[str]]:
+    """What plans lose on fresh images, by the confidence with which they were made."""
+    lines = [["network", "confidence", "budget, median", "lost on fresh images", "lowest to highest", "over 0.01"]]
+    for name, confidence in dict.fromkeys((row["network"], row["confidence"]) for row in rows):
+        ours = [row for row in rows if (row["network"], row["confidence"]) == (name, confidence)]
+        lost = [float(row["fresh_loss"]) for row in ours]
+        figures = [f"{median(float(row['budget']) for row in ours):.0%}", f"{mean(lost):.2%}"]
+        above = f"{sum(each > 0.01 for each in lost)} of {len(lost)}"
+        lines.append([name, f"{float(confidence):.0%}", *figures, f"{min(lost):.2%} to {max(lost):.2%}", above])
     return lines
 
 
@@ -85,6 +99,7 @@ TABLES: dict[str, tuple[str, Callable[[Sequence[Row]], list[list[str]]]]] = {  #
     "recording cpu": ("recording_cpu", recording),
     "planner cuda": ("planner_cuda", planner),
     "planner cpu": ("planner_cpu", planner),
+    "planned loss": ("planned_loss", planned_loss),
     "instead": ("instead", instead),
 }
 

@@ -38,7 +38,6 @@ from alight.runtime.prepare import as_dtype, placed, prepared
 ROOT = Path(__file__).parent.parent
 NETWORKS = "resnet18_mixed_distilled-0,msdnet_joint-0"
 LABELLED = 2000  # images
-ROUNDS = 7
 LEAST = 400  # images, or who happens to come says more than the plan
 SECONDS = 0.4  # of a run of the plain network, at least
 QUESTIONS: dict[str, dict[str, Any]] = {
@@ -74,10 +73,10 @@ def measure(
             planned = time.perf_counter() - start
             told: Row = {"batch_size": batch_size, "question": question, "planning_seconds": planned}
             told["graphs"] = str(found.settings.get("graphs", False))
-            yield told | beside(found, ready, images, labels, batch_size)
+            yield told | beside(found, ready, images, labels, batch_size, options.rounds)
 
 
-def beside(found: Plan, ready: MultiExitModel, images: Tensor, labels: np.ndarray, batch_size: int) -> Row:
+def beside(found: Plan, ready: MultiExitModel, images: Tensor, labels: np.ndarray, batch_size: int, rounds: int) -> Row:
     """The plain network in a bare loop, by a predictor, and the planned predictor, by turns."""
     predictor = found.predictor()
     last = ready.num_exits - 1
@@ -91,13 +90,14 @@ def beside(found: Plan, ready: MultiExitModel, images: Tensor, labels: np.ndarra
     decisions = predictor(some)
     runs: list[Callable[[], object]] = [partial(dense, ready, some, batch_size)]
     runs += [partial(plain, some), partial(predictor, some)]
-    seconds = np.array([[clocked(run) for run in runs] for _ in range(ROUNDS + 1)])[1:]
+    seconds = np.array([[clocked(run) for run in runs] for _ in range(rounds + 1)])[1:]
     low, middle, high = np.quantile(seconds[:, 0] / seconds[:, 2], [0.25, 0.5, 0.75]).tolist()
     measured = count / float(np.median(seconds[:, 2]))
     return {
         "pays": str(found.pays),
         "open_exits": " ".join(map(str, found.open_exits)),
         "images": count,
+        "rounds": rounds,
         "dense": count / float(np.median(seconds[:, 0])),
         "measured": measured,
         "predicted": found.throughput,
@@ -144,6 +144,7 @@ def main() -> None:
     parser.add_argument("--batch-sizes", default="1,16,256,2048")
     parser.add_argument("--questions", default=",".join(QUESTIONS))
     parser.add_argument("--threads", type=int)
+    parser.add_argument("--rounds", type=int, default=7, help="runs of each (default: 7)")
     parser.add_argument("--speed", choices=["auto"], help="let the plan choose switches for speed")
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
