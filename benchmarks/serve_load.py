@@ -8,7 +8,7 @@ stream of which 1,000 calibration images say that it loses no more than a point 
 servers share one core with one thread each, and one works at a time; the client has the other core. What the dense
 service answers when it always has work is its capacity; both are then sent 50, 80, 100 and 120 % of it, by turns, the
 same test images at the same random moments. Latency counts from the moment a request was due. Writes
-results/serve_load.csv.
+results/serve_load.csv, in which other seeds are kept.
 
 With --folder, network and policies are kept there and used again, so that nothing but the load has to be run alone.
 """
@@ -16,6 +16,7 @@ With --folder, network and policies are kept there and used again, so that nothi
 import argparse
 import asyncio
 import base64
+import csv
 import io
 import os
 import sys
@@ -155,6 +156,14 @@ async def run(
     return rows
 
 
+def kept(path: Path) -> list[Row]:
+    """The rows of a file that may be there."""
+    if not path.exists():
+        return []
+    with path.open(newline="") as file:
+        return [dict(row) for row in csv.DictReader(file)]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("state", type=Path)
@@ -183,7 +192,8 @@ def main() -> None:
             rows = asyncio.run(run({"dense": dense.port, "early": early.port}, images, labels, plain, options))
     made = provenance("numpy", "torch", "fastapi", "uvicorn", folder=ROOT)
     fixed = {"batch_size": BATCH, "max_wait_ms": 2, "seconds": options.seconds, "seed": options.seed}
-    write_rows(options.output, [each | fixed | made for each in rows])
+    before = [row for row in kept(options.output) if row["seed"] != str(options.seed)]
+    write_rows(options.output, [*before, *(each | fixed | made for each in rows)])
 
 
 if __name__ == "__main__":

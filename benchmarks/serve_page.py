@@ -15,20 +15,22 @@ NAMES = {"dense": "dense", "early": "early exit"}
 
 def load(rows: Sequence[Row]) -> list[list[str]]:
     """Latency, accuracy and spend of both services at every load."""
-    lines = [["load", "requests a second", "service", "median", "99th percentile", "accuracy", "spend", "answered"]]
+    lines = [
+        ["seed", "load", "requests a second", "service", "median", "99th percentile", "accuracy", "spend", "answered"]
+    ]
     for row in rows:
         latency = [f"{float(row[name]):,.0f} ms" for name in ("p50_ms", "p99_ms")]
         shares = [f"{float(row['accuracy']):.1%}", f"{float(row['spend']):.1%}"]
         answered = f"{row['answered']} of {row['requests']}"
         rate = [f"{float(row['load']):.0%}", f"{float(row['rate']):.1f}"]
-        lines.append([*rate, NAMES[row["service"]], *latency, *shares, answered])
+        lines.append([row["seed"], *rate, NAMES[row["service"]], *latency, *shares, answered])
     return lines
 
 
 def load_note(rows: Sequence[Row]) -> str:
     """What the table was made with."""
-    capacities = {NAMES[row["service"]]: f"{float(row['capacity']):.0f}" for row in rows}
-    told = ", ".join(f"{name} {capacity}" for name, capacity in capacities.items())
+    capacities = {(NAMES[row["service"]], row["seed"]): f"{float(row['capacity']):.0f}" for row in rows}
+    told = ", ".join(f"{name} {capacity} (seed {seed})" for (name, seed), capacity in capacities.items())
     first = rows[0]
     return (
         f"Images a second at most: {told}. Spend is of the plain network's FLOPs. Batches of up to"

@@ -26,7 +26,7 @@ FULL = 400  # full batches, for the capacity
 
 def compared() -> Iterator[Row]:
     """Every load and service: measured, and simulated over as many seconds with several seeds."""
-    measured = rows(RESULTS / "serve_load.csv")
+    measured = [row for row in rows(RESULTS / "serve_load.csv") if row["seed"] == "0"]
     device = replace(core(), max_wait=float(measured[0]["max_wait_ms"]) / 1e3, queue=2048)
     dense = next(row for row in measured if row["service"] == "dense")
     device = replace(device, entrance=1 / float(dense["capacity"]) - 1 / device.dense_per_second)
