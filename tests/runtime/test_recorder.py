@@ -168,10 +168,12 @@ def test_a_recording_that_fails_leaves_the_old_file_and_nothing_else(tmp_path):
 
 
 ENDLESS = """
-import sys, time, torch
+import signal, sys, time, torch
 from torch import nn
 from alight.models.multi_exit import MultiExitModel
 from alight.runtime.recorder import record_to
+
+signal.signal(signal.SIGINT, signal.default_int_handler)  # which jobs in the background of a shell ignore
 
 def endless():
     while True:
