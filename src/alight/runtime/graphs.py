@@ -4,10 +4,11 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from alight.errors import AlightError, BadInput
+from alight.runtime.prepare import compiled
 
 Run = Callable[..., Any]
 
@@ -69,6 +70,17 @@ class Graphed:
                 " run it with graphs=False"
             ) from error
         return Captured(graph, given, made)
+
+
+def quickened(
+    parts: Sequence[nn.Module], device: torch.device, *, compiling: bool, graphs: bool, size: int | None = None
+) -> list[Run] | None:
+    """Parts of a network, compiled or replayed as graphs; None is as they are."""
+    if compiling and graphs:
+        raise BadInput("compiled parts are not replayed as CUDA graphs: choose one of compile and graphs")
+    if graphs:
+        return graphed([part.forward for part in parts], device, size)
+    return compiled(parts) if compiling else None
 
 
 def graphed(runs: Sequence[Run], device: torch.device, size: int | None = None) -> list[Run]:

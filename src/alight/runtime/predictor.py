@@ -1,7 +1,7 @@
 """Predictions under a budget: real exits inside a batch, decided by the policy, one answer for every sample."""
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -17,10 +17,10 @@ from alight.models.multi_exit import Carried, MultiExitModel
 from alight.outputs import Decisions
 from alight.policies.policy import Memory, Policy
 from alight.runtime.engine import Answers, Engine
-from alight.runtime.graphs import graphed
+from alight.runtime.graphs import quickened
 from alight.runtime.prefetch import ahead
-from alight.runtime.prepare import as_dtype, compiled, device_of, placed, prepared, threads
-from alight.runtime.segments import Segment, segments
+from alight.runtime.prepare import as_dtype, device_of, placed, prepared, threads
+from alight.runtime.segments import segments
 
 Integers = npt.NDArray[np.int64]
 
@@ -68,16 +68,9 @@ class Predictor:
         if not allow_mismatch:
             _check_fingerprint(policy, ready)
         parts = segments(ready, policy, with_chance=probabilities)
-        self.engine = Engine(parts, policy, self._runs(parts, compile, graphs))
+        runs = quickened(parts, self._device, compiling=compile, graphs=graphs, size=batch_size)
+        self.engine = Engine(parts, policy, runs)
         self._admitted = 0  # samples of a stream whose policy remembers it
-
-    def _runs(self, parts: Sequence[Segment], compiling: bool, graphs: bool) -> list[Callable[..., Any]] | None:
-        """How the parts of the network are run, None is as they are."""
-        if compiling and graphs:
-            raise BadInput("compiled parts are not replayed as CUDA graphs: choose one of compile and graphs")
-        if graphs:
-            return graphed([part.forward for part in parts], self._device, self.batch_size)
-        return compiled(parts) if compiling else None
 
     def __repr__(self) -> str:
         kind = str(self._dtype or "").removeprefix("torch.")

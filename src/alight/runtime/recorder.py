@@ -21,9 +21,9 @@ from alight.models.fingerprint import fingerprint
 from alight.models.multi_exit import Carried, MultiExitModel, advance, read
 from alight.outputs import HeadOutputs
 from alight.runtime.engine import IN_FLIGHT
-from alight.runtime.graphs import graphed
+from alight.runtime.graphs import quickened
 from alight.runtime.prefetch import ahead
-from alight.runtime.prepare import as_dtype, compiled, device_of, pinned, placed, prepared, threads
+from alight.runtime.prepare import as_dtype, device_of, pinned, placed, prepared, threads
 from alight.runtime.segments import LOGS, apart, side_by_side, told
 from alight.scores import SCORES
 
@@ -190,9 +190,7 @@ class Recorder:
         self.device, self.dtype, self.channels_last = device_of(self.model), as_dtype(dtype), channels_last
         self.columns = (*self.names, LOGS) if log_probabilities else self.names
         heads = _Heads(self.model, self.columns)
-        if compile and graphs:
-            raise BadInput("a compiled network is not replayed as a CUDA graph: choose one of compile and graphs")
-        self.run = compiled([heads])[0] if compile else graphed([heads], self.device)[0] if graphs else heads
+        (self.run,) = quickened([heads], self.device, compiling=compile, graphs=graphs) or [heads]
 
     def tables(self, loader: Iterable[Any], progress: bool) -> Iterator[HeadOutputs]:
         """The table of each batch, in their order."""
