@@ -46,6 +46,8 @@ def test_everyone_who_stays_comes_out_once_in_full_batches(data):
             assert all(map(torch.equal, came.carried, before))  # it is somebody else's
         for each in made:
             assert_whole(each)
+        if data.draw(st.booleans()):
+            pool.close_up()
         expected += (staying + number).tolist()
         found += [sample for each in made for sample in each.samples.tolist()]
         number += count
@@ -65,6 +67,19 @@ def test_no_more_are_moved_than_leave_or_stay(monkeypatch, leaving):
         fewer += min(len(staying), size - len(staying))
         list(pool.add(group(range(start, start + size)), staying))
     assert 0 < sum(moved) <= fewer
+
+
+def test_those_who_have_closed_up_need_not_move_when_they_are_a_rest(monkeypatch):
+    moved, pool = [], Pool(8)
+    monkeypatch.setattr(pools, "move", lambda *given: moved.append(len(given[1])) or move(*given))
+    assert not list(pool.add(group(range(8)), np.array([1, 3, 6, 7])))
+    pool.close_up()
+    assert moved == [2]  # 6 and 7, into the rows of 0 and 2
+    assert not list(pool.add(group(range(8, 10)), None))
+    rest = pool.rest()
+    assert moved == [2, 2]  # 8 and 9 once, right behind the others
+    assert_whole(rest)
+    assert sorted(rest.samples) == [1, 3, 6, 7, 8, 9]
 
 
 def test_without_a_size_groups_stay_apart():

@@ -21,12 +21,13 @@ from alight.policies.route import joined, visit
 from alight.runtime.pool import Group
 from alight.runtime.rows import own_memory
 from alight.runtime.schedule import Schedule
-from alight.runtime.segments import Segment, Told, apart, side_by_side, together, told_of_one
+from alight.runtime.segments import Segment, Told, apart, told_of_one
 
 Integers = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
 
 LATE = 32  # batches whose answers are fetched together, where nothing waits for them
+LATE_BYTES = 2**26  # of their logits at most, and one batch more
 IN_FLIGHT = 2  # batches whose answers are awaited while others run: enough to keep a GPU from idling
 
 
@@ -44,7 +45,7 @@ class Awaited(NamedTuple):
 
     position: int
     group: Group
-    told: Told | Tensor  # of tensors, or side by side, where it is not on the host yet
+    told: Any  # a tensor as the segment makes it, then side by side; in the end, or at once on the host, apart
     arrived: Any = None  # a CUDA event, or None on the host
 
 
@@ -88,9 +89,11 @@ class Engine:
                 elif not awaited:
                     yield from self._fetched(late)
                     return
-                if len(late) == LATE:
+                if late and (len(late) == LATE or len(late) * late[-1].told.nbytes > LATE_BYTES):
                     yield from self._fetched(late)
                     late.clear()
+                if chosen is None and not self._on_host:
+                    schedule.close_up()  # the GPU does it while the host decides
                 if awaited and (chosen is None or len(awaited) > self._in_flight):
                     chosen = None  # lets go of its tensors
                     if (answers := self._settled(awaited.popleft(), schedule)) is not None:
@@ -139,10 +142,10 @@ class Engine:
 
     def _sent(self, awaited: Awaited) -> Awaited:
         """What is told, on its way from the GPU to the host."""
-        told = awaited.told
-        if isinstance(told, Told) and isinstance(told.predictions, Tensor):
-            told = side_by_side(told)
-        if self._on_host or not isinstance(told, Tensor):
+        if isinstance(awaited.told, Told):
+            return awaited
+        told = self.segments[awaited.position].told_of(awaited.told)
+        if self._on_host:
             return awaited._replace(told=told)
         there = torch.empty(told.shape, dtype=told.dtype, pin_memory=True).copy_(told, non_blocking=True)
         arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -152,7 +155,7 @@ class Engine:
     def _fetched(self, late: Sequence[Awaited]) -> Iterator[Answers]:
         """The answers of batches that have run to the end, which come to the host together."""
         if late:
-            told = together([each.told for each in late]).cpu()
+            told = self.segments[late[0].position].told_of(torch.cat([each.told for each in late])).cpu()
             groups = [each.group for each in late]
             if math.isfinite(told[:, 1].sum().item()):  # else those before the one that is refused are answered first
                 samples = np.concatenate([group.samples for group in groups])
@@ -189,8 +192,9 @@ class Engine:
             self.memory = tuple(part for part in recalled[0] if isinstance(part, Shared))
         if not len(gone):
             return None
-        chances = None if told.chances is None else told.chances[gone]
-        return Answers(group.samples[gone], predictions[gone], np.full(len(gone), position), chances)
+        those: Any = gone if len(gone) < len(leaving) else slice(None)  # everyone, which is quicker
+        chances = None if told.chances is None else told.chances[those]
+        return Answers(group.samples[those], predictions[those], np.full(len(gone), position), chances)
 
     def _refuse(self, position: int, wrong: Integers) -> None:
         if len(wrong):  # large numbers may add up to infinity

@@ -55,16 +55,22 @@ class Filling:
         self.room = np.concatenate([self.room, self.rows[last]])
         self.samples, self.recalled, self.rows = self.samples[first], kept(self.recalled, first), self.rows[first]
 
-    def group(self) -> Group:
-        """All who are here, in the order of their rows, once those behind have moved into the holes before them."""
-        count = len(self)
-        rows, behind = self.rows.copy(), self.rows >= count
+    def close_up(self) -> None:
+        """Move those behind into the holes before them, so that everyone sits in the first rows."""
+        behind = self.rows >= len(self)
         if behind.any():
-            rows[behind] = self.room[self.room < count]
-            move(self.carried, self.rows[behind], self.carried, rows[behind])
-        order = np.argsort(rows)
+            holes = self.room < len(self)
+            move(self.carried, self.rows[behind], self.carried, self.room[holes])
+            self.rows, self.room = self.rows.copy(), self.room.copy()
+            self.rows[behind], self.room[holes] = self.room[holes], self.rows[behind]
+            self.room.sort()
+
+    def group(self) -> Group:
+        """All who are here, in the order of their rows."""
+        self.close_up()
+        order = np.argsort(self.rows)
         # Under new names: what was noted about the tensors by those who made them holds no more.
-        carried = tuple(each[:count] for each in self.carried)
+        carried = tuple(each[: len(self)] for each in self.carried)
         return Group(self.samples[order], kept(self.recalled, order), carried, own=True)
 
 
@@ -103,6 +109,11 @@ class Pool:
                 if left is not None and len(left):
                     self.filling[shape] = left
         return full
+
+    def close_up(self) -> None:
+        """Let those who wait sit together, so that nobody has to move when they are a rest."""
+        for filling in self.filling.values():
+            filling.close_up()
 
     def rest(self) -> Group | None:
         """Those of an unfilled batch, or None."""

@@ -33,7 +33,7 @@ def gathered(carried: Carried, rows: Integers) -> Carried:
 
 def move(source: Carried, rows: Integers, target: Carried, slots: Integers) -> None:
     """Put samples of some rows into other rows of tensors of the same kind."""
-    places, there = _on_device(rows, source[0]), _on_device(slots, target[0])
+    places, there = _on_device(np.stack([rows, slots]), source[0])
     for one, other in zip(source, target, strict=True):
         flat, into = _flat(one), _flat(other)
         if flat is None or into is None or _is_channels_last(one) != _is_channels_last(other):

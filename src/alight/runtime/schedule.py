@@ -44,6 +44,11 @@ class Schedule:
             self.ends = True
         return self._left(min(running, default=len(self.pools)))
 
+    def close_up(self) -> None:
+        """Let those who wait between exits sit together, while there is nothing else to do."""
+        for pool in self.pools:
+            pool.close_up()
+
     def _left(self, complete: int) -> tuple[int, Group] | None:
         """The first of what is left; no one will join the pools up to `complete` any more."""
         for position, pool in enumerate(self.pools):

@@ -47,16 +47,21 @@ class Segment(nn.Module):
         self.carries_on = carries_on  # the last one's features are not needed again
         self.with_chance = with_chance
 
-    def forward(self, *carried: Tensor) -> tuple[Carried, Tensor | Told]:
-        """What is carried on, and what is told of each sample, in float64, side by side: one tensor to be fetched.
+    def forward(self, *carried: Tensor) -> tuple[Carried, Tensor]:
+        """What is carried on, and what is told of each sample: in float64, side by side, one tensor to be fetched.
 
-        At the last exit, where only class and largest logit are read, these apart: many batches are fetched together.
+        Where nothing is read but the answer it is the logits, which `told_of` looks at for many batches at once.
         """
         carried, logits = self.logits(*carried)
-        if not self.columns and not self.with_chance:
-            largest, predictions = logits.max(-1)
-            return carried, Told(predictions, largest, (), None)
-        return carried, side_by_side(told(logits.double(), self.columns, self.with_chance))
+        return carried, self._wide(logits) if self.columns else logits
+
+    def told_of(self, made: Tensor) -> Tensor:
+        """What `forward` tells of one batch, or of several below each other, side by side."""
+        return made if self.columns else self._wide(made)
+
+    def _wide(self, logits: Tensor) -> Tensor:
+        exact = logits.double() if self.columns or self.with_chance else logits  # the largest is one of them as it is
+        return side_by_side(told(exact, self.columns, self.with_chance))
 
     def logits(self, *carried: Tensor) -> tuple[Carried, Tensor]:
         """What is carried on, and the head's logits."""
@@ -68,8 +73,7 @@ class Segment(nn.Module):
     def on_host(self, *carried: Tensor) -> tuple[Carried, Told]:
         """What is carried on, and what is told of each sample, for tensors that are on the host."""
         carried, logits = self.logits(*carried)
-        wide = side_by_side(told(logits.double(), self.columns, self.with_chance))
-        return carried, apart(wide.numpy(), self.columns, self.with_chance)
+        return carried, apart(self._wide(logits).numpy(), self.columns, self.with_chance)
 
 
 def segments(model: MultiExitModel, policy: Policy, *, with_chance: bool = False) -> list[Segment]:
@@ -85,7 +89,7 @@ def segments(model: MultiExitModel, policy: Policy, *, with_chance: bool = False
 
 
 def told(logits: Tensor, columns: Sequence[str], with_chance: bool = False) -> Told:
-    """What is told of some logits in float64, one row per sample."""
+    """What is told of some logits, one row per sample: in float64, where more is read than the largest."""
     read = [probabilities(logits).log() if name == LOGS else score_of(name, logits) for name in columns]
     chances = score_of("max_probability", logits) if with_chance else None
     largest, predictions = logits.max(-1)
@@ -109,19 +113,10 @@ def told_of_one(logits: Tensor, columns: Sequence[str], with_chance: bool = Fals
 
 
 def side_by_side(told: Told) -> Tensor:
-    """What is told as one tensor to be fetched: class, largest logit, columns, chance."""
+    """What is told as one tensor to be fetched, in float64: class, largest logit, columns, chance."""
     chances = () if told.chances is None else (told.chances,)
     parts = [told.predictions.double(), told.largest, *told.columns, *chances]
     return torch.cat([part if part.ndim == 2 else part[:, None] for part in parts], dim=1)
-
-
-def together(batches: Sequence[Told | Tensor]) -> Tensor:
-    """What is told of several batches, one below the other, side by side."""
-    wide = [told for told in batches if isinstance(told, Tensor)]
-    if wide:
-        return torch.cat(wide)
-    predictions, largest = (torch.cat(parts) for parts in zip(*(told[:2] for told in batches), strict=True))
-    return side_by_side(Told(predictions, largest, (), None))
 
 
 def apart(values: Floats, columns: Sequence[str], with_chance: bool = False) -> Told:
