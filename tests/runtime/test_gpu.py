@@ -166,11 +166,29 @@ def test_the_plain_network_is_replayed_too(model, images):
         Predictor(model, policy, graphs=True, **settings)(broken)
 
 
-def test_a_recording_may_be_replayed(model, images):
-    options = {"device": "cuda", "batch_size": 200, "progress": False}
+def test_a_recording_may_be_replayed(model, images, monkeypatch):
+    monkeypatch.setattr(
+        torch.backends.cudnn, "allow_tf32", False
+    )  # which rounds by batch size: a rest runs as a full one
+    options = {"device": "cuda", "batch_size": 200, "progress": False}  # 1,500 images: the last batch has 100
     plain, quick = (record(model, images, graphs=graphs, **options) for graphs in (False, True))
     np.testing.assert_allclose(quick.scores, plain.scores, atol=1e-3)
     assert (quick.predictions == plain.predictions).mean() > 0.999
+
+
+def test_rests_are_replayed_in_the_rows_of_a_full_batch_where_launching_takes_longer(model, images):
+    policy = Threshold((np.inf,) * 7, costs=tuple(COSTS))  # nobody leaves early
+    settings = {"device": "cuda", "dtype": "bf16", "channels_last": True, "batch_size": 64}
+    plain, quick = (Predictor(model, policy, graphs=graphs, **settings) for graphs in (False, True))
+    quick(images[:64])
+    assert all(each.quick for run in quick.engine.runs for each in run.captured.values())  # kernels of microseconds
+    run_as_they_are = []
+    for run in quick.engine.runs:
+        run.run = run_as_they_are.append
+    rests = quick(images[:100]), quick(images[100:130])
+    assert not run_as_they_are
+    expected = plain(images[:130]).predictions
+    assert (np.concatenate([each.predictions for each in rests]) == expected).mean() > 0.98
 
 
 class Waits(nn.Module):

@@ -1,5 +1,6 @@
-"""Full batches replayed as one CUDA graph: for networks whose kernels take longer to launch than to run."""
+"""Batches replayed as one CUDA graph: for networks whose kernels take longer to launch than to run."""
 
+import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -22,12 +23,14 @@ class Captured(NamedTuple):
     graph: Any
     given: tuple[Tensor, ...]
     made: Any
+    quick: bool  # is a replay done before the kernels would be launched one by one, be the batch ever so small?
 
 
 class Graphed:
-    """A part of a network whose full batches are replayed: captured when the first of a shape comes, then run at once.
+    """A part of a network whose batches are replayed: captured when the first full one of a kind comes.
 
-    What a graph writes, the next replay writes over, so everything is handed on in memory of its own.
+    Smaller ones are replayed in the first rows of a full one, where that is quicker than to launch them. What a graph
+    writes, the next replay writes over, so everything is handed on in memory of its own.
     """
 
     def __init__(self, position: int, run: Run, size: int | None, pool: Any) -> None:
@@ -37,20 +40,21 @@ class Graphed:
 
     def __call__(self, *carried: Tensor) -> Any:
         """What the part makes of these tensors."""
-        self.size = self.size or len(carried[0])
-        if len(carried[0]) != self.size:
-            return self.run(*carried)
-        kind = tuple((each.shape, each.stride(), each.dtype) for each in carried)
-        with torch.cuda.device(carried[0].device):
-            if kind not in self.captured:
-                if len(self.captured) == SHAPES:
-                    return self.run(*carried)
+        count = len(carried[0])
+        self.size = self.size or count
+        kind = tuple((each.shape[1:], each.stride(), each.dtype) for each in carried)
+        if kind not in self.captured and count == self.size and len(self.captured) < SHAPES:
+            with torch.cuda.device(carried[0].device):
                 self.captured[kind] = self._captured(carried)
-            graph, given, made = self.captured[kind]
-            for there, each in zip(given, carried, strict=True):
-                there.copy_(each)
-            graph.replay()
-            return tree_map_only(Tensor, torch.clone, made)
+        captured = self.captured.get(kind)
+        if captured is None or count > self.size or (count < self.size and not captured.quick):
+            return self.run(*carried)
+        with torch.cuda.device(carried[0].device):
+            for there, each in zip(captured.given, carried, strict=True):
+                there[:count].copy_(each)
+            captured.graph.replay()
+            size = self.size  # what is made has one row for each sample, or as many for each
+            return tree_map_only(Tensor, lambda each: each[: len(each) // size * count].clone(), captured.made)
 
     def _captured(self, carried: Sequence[Tensor]) -> Captured:
         given = tuple(each.clone() for each in carried)
@@ -59,6 +63,8 @@ class Graphed:
         with torch.cuda.stream(beside):
             for _ in range(WARMING):
                 self.run(*given)
+            beside.synchronize()
+            launching = _clocked(lambda: self.run(*given))
         torch.cuda.current_stream().wait_stream(beside)
         graph = torch.cuda.CUDAGraph()
         try:
@@ -69,7 +75,16 @@ class Graphed:
                 f"segment {self.position} cannot be captured as a CUDA graph ({str(error).splitlines()[0]}):"
                 " run it with graphs=False"
             ) from error
-        return Captured(graph, given, made)
+        replaying = min(_clocked(graph.replay, torch.cuda.synchronize) for _ in range(WARMING))
+        return Captured(graph, given, made, replaying < launching)
+
+
+def _clocked(*work: Callable[[], Any]) -> float:
+    """Seconds of some calls, one after the other."""
+    start = time.perf_counter()
+    for each in work:
+        each()
+    return time.perf_counter() - start
 
 
 def quickened(
@@ -84,7 +99,7 @@ def quickened(
 
 
 def graphed(runs: Sequence[Run], device: torch.device, size: int | None = None) -> list[Run]:
-    """Parts of a network, their full batches replayed as graphs that share their memory: one runs after the other."""
+    """Parts of a network, their batches replayed as graphs that share their memory: one runs after the other."""
     if device.type != "cuda":
         raise BadInput(f"CUDA graphs need a GPU and the network runs on {device}: leave graphs out")
     pool = torch.cuda.graph_pool_handle()
