@@ -21,6 +21,12 @@ DTYPES = {
     "fp16": torch.float16,
     "float16": torch.float16,
 }
+# The network is not changed any more: to look at all its layers before every call takes longer than to launch them.
+UNGUARDED: dict[str, Any] | None = (
+    {"guard_filter_fn": torch.compiler.skip_guard_on_all_nn_modules_unsafe}
+    if hasattr(torch.compiler, "skip_guard_on_all_nn_modules_unsafe")
+    else None
+)
 
 
 def prepared(
@@ -97,7 +103,7 @@ def _compiled(position: int, segment: nn.Module) -> Callable[..., Any]:
     own = types.FunctionType(
         run.__code__.replace(co_name=f"segment_{position}"), run.__globals__, "run", None, run.__closure__
     )
-    quick = torch.compile(own, fullgraph=True, dynamic=None)
+    quick = torch.compile(own, fullgraph=True, dynamic=None, options=UNGUARDED)
 
     def checked(*carried: Tensor) -> Any:
         for each in carried:
