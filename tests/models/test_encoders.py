@@ -9,6 +9,7 @@ from torch import nn
 
 from alight.errors import BadInput
 from alight.models.cut import cut
+from alight.models.encoders import SEEN
 from alight.models.places import suggest_exits
 
 SIZES = {"vocab_size": 60, "hidden_size": 16, "num_hidden_layers": 5, "num_attention_heads": 2, "intermediate_size": 32}
@@ -64,13 +65,27 @@ def test_the_chain_gives_the_logits_of_the_encoder_bit_by_bit(encoder):
 
 def test_layers_are_called_straight_where_that_gives_the_same(encoder):
     model, layers = encoder
-    *early, last = cut(model, names(layers, 0, 2), texts(2))
-    assert [stage.straight for stage in early] == [not layers.startswith("mpnet")] * 2  # its layers take more
-    assert not last.straight
-    if early[0].straight:
-        early[1].straight = False  # by way of the network it is the same
+    stages = cut(model, names(layers, 0, 2), texts(2))
+    assert [stage.straight for stage in stages] == [not layers.startswith("mpnet")] * 3  # its layers take more
+    for stage in stages[1:] if stages[0].straight else ():
+        stage.straight = False  # by way of the network it is the same
         batch = texts(5)
-        assert torch.equal(chained([*early, last], batch), model(**batch).logits)
+        assert torch.equal(chained(stages, batch), model(**batch).logits)
+
+
+def test_what_attention_sees_of_a_mask_is_made_once(encoder):
+    model, layers = encoder
+    *early, last = cut(model, names(layers, 0, 2), texts(2))
+    given = []
+    last.network.register_forward_pre_hook(
+        lambda _, args, kwargs: given.append(kwargs["attention_mask"]), with_kwargs=True
+    )
+    for batch in (texts(5), {**texts(5), "attention_mask": torch.ones(5, 9, dtype=torch.long)}):
+        carried = chained(early, batch)
+        logits = last(*carried)
+        assert given.pop() is getattr(carried[1], SEEN, carried[1])
+        assert hasattr(carried[1], SEEN) == last.straight
+        assert torch.equal(logits, model(**batch).logits)
 
 
 def test_a_mask_that_was_changed_in_place_counts(encoder):

@@ -2,8 +2,8 @@
 
 Each stage is the network's own code: the network once more, with the same parameters, of which only some layers are
 left. Hidden states come in where embeddings are expected, so masks are made exactly as the network makes them. Where
-calling the layers straight, without the network around them, gives the same to the last bit, that is done: it is
-quicker for single texts.
+calling the layers straight, without the network around them, gives the same to the last bit, that is done, and what
+attention sees of the mask is made once: it is quicker for single texts.
 """
 
 from collections.abc import Mapping, Sequence
@@ -49,7 +49,7 @@ def cut_text_encoder(model: nn.Module, after: Sequence[str], example: Any) -> Se
     for index, (start, stop) in enumerate(pairwise([0, *(index + 1 for index in indices), number])):
         part = _part(model, layers, range(start, stop), first=index == 0, last=index == len(after))
         stages.append(EncoderStage(part, layers, () if index else names, logits=index == len(after)))
-    for stage in stages[:-1] if _same_straight(stages, example) else ():
+    for stage in stages if indices and _same_straight(stages, example) else ():
         stage.straight = True
     return stages
 
@@ -58,7 +58,7 @@ class EncoderStage(nn.Module):
     """Some layers of a text encoder; the first with the embeddings, the last with the classifier."""
 
     network: nn.Module
-    straight = False  # whether the layers are called without the network around them
+    straight = False  # whether the layers are called without the network around them; the last spares the mask only
 
     def __init__(self, network: nn.Module, layers: str, input_names: Sequence[str], *, logits: bool) -> None:
         super().__init__()
@@ -71,7 +71,7 @@ class EncoderStage(nn.Module):
     def forward(self, *carried: Tensor) -> Any:
         """Hidden states and the mask, or the logits at the end."""
         if self.straight:
-            return self._straight(*carried)
+            return self._seeing(*carried) if self.logits else self._straight(*carried)
         inputs = dict(zip(self.input_names or ("inputs_embeds", MASK), carried, strict=True))
         if self.logits:
             return self.network(**inputs, return_dict=True).logits
@@ -96,6 +96,12 @@ class EncoderStage(nn.Module):
             setattr(mask, SEEN, seen)
         return hidden, mask
 
+    def _seeing(self, hidden: Tensor, mask: Tensor) -> Tensor:
+        """The logits, by way of the network, which takes what attention sees in the place of the mask."""
+        seen = getattr(mask, SEEN, mask)
+        logits: Tensor = self.network(inputs_embeds=hidden, attention_mask=seen, return_dict=True).logits
+        return logits
+
     def _embedded(self, base: Any, carried: Sequence[Tensor]) -> tuple[Tensor, Tensor | None]:
         """Hidden states of the tokens, and the mask if there is one."""
         inputs = dict(zip(self.input_names, carried, strict=True))
@@ -119,11 +125,11 @@ def _same_straight(stages: Sequence["EncoderStage"], example: Any) -> bool:
     with evaluating(nn.ModuleList(stages)):
         for whole in (given, padded):
             straight = whole
-            for stage in stages[:-1]:
+            for stage in stages:
                 whole = stage(*whole)
                 try:
-                    straight = stage._straight(*straight)
-                    same = torch.equal(whole[0], straight[0])
+                    straight = stage._seeing(*straight) if stage.logits else stage._straight(*straight)
+                    same = torch.equal(whole, straight) if stage.logits else torch.equal(whole[0], straight[0])
                 except (TypeError, AttributeError, KeyError, ImportError, RuntimeError):
                     return False  # another way of calling its layers, or no numbers to compare
                 if not same:
