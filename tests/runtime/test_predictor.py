@@ -343,6 +343,23 @@ def test_compiled_segments_decide_the_same_for_any_batch_size(model, images, tab
 
 
 @pytest.mark.compiled
+def test_networks_of_one_shape_are_compiled_apart_and_run_with_the_weights_they_have(images):
+    policy = Threshold((0.3,), costs=(1.0, 2.0))
+    made = []
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        stages = [nn.Sequential(nn.Flatten(), nn.Linear(147, 8), nn.Dropout()), nn.Linear(8, 8)]
+        made.append(MultiExitModel(stages, [nn.Linear(8, 5), nn.Linear(8, 5)]).eval())
+    plain, quick = ([Predictor(each, policy, compile=compiled) for each in made] for compiled in (False, True))
+    for one, other in zip(plain, quick, strict=True):
+        assert_equal(other(images), one(images))
+    made[0].load_state_dict(made[1].state_dict())
+    if hasattr(torch.compiler, "keep_tensor_guards_unsafe"):
+        made[0].train()  # what runs was compiled without dropout, and does not look again
+    assert_equal(quick[0](images), plain[1](images))
+
+
+@pytest.mark.compiled
 def test_a_network_that_cannot_be_compiled_is_an_error_and_no_silent_fall_back(images):
     class Asks(nn.Module):
         def forward(self, features):

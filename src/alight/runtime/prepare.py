@@ -21,12 +21,6 @@ DTYPES = {
     "fp16": torch.float16,
     "float16": torch.float16,
 }
-# The network is not changed any more: to look at all its layers before every call takes longer than to launch them.
-UNGUARDED: dict[str, Any] | None = (
-    {"guard_filter_fn": torch.compiler.skip_guard_on_all_nn_modules_unsafe}
-    if hasattr(torch.compiler, "skip_guard_on_all_nn_modules_unsafe")
-    else None
-)
 
 
 def prepared(
@@ -103,7 +97,10 @@ def _compiled(position: int, segment: nn.Module) -> Callable[..., Any]:
     own = types.FunctionType(
         run.__code__.replace(co_name=f"segment_{position}"), run.__globals__, "run", None, run.__closure__
     )
-    quick = torch.compile(own, fullgraph=True, dynamic=None, options=UNGUARDED)
+    options: dict[str, Any] | None = (
+        {"guard_filter_fn": _kept_guards} if hasattr(torch.compiler, "keep_tensor_guards_unsafe") else None
+    )
+    quick = torch.compile(own, fullgraph=True, dynamic=None, options=options)
 
     def checked(*carried: Tensor) -> Any:
         for each in carried:
@@ -118,6 +115,11 @@ def _compiled(position: int, segment: nn.Module) -> Callable[..., Any]:
             ) from error
 
     return checked
+
+
+def _kept_guards(guards: Sequence[Any]) -> list[bool]:
+    """What is looked at before every call: what is given, not all layers of the segment, which nobody changes."""
+    return ["segment" not in each.name for each in guards]
 
 
 def threads(count: int | None) -> AbstractContextManager[None]:
