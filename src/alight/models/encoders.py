@@ -3,7 +3,7 @@
 Each stage is the network's own code: the network once more, with the same parameters, of which only some layers are
 left. Hidden states come in where embeddings are expected, so masks are made exactly as the network makes them. Where
 calling the layers straight, without the network around them, gives the same to the last bit, that is done, and what
-attention sees of the mask is made once: it is quicker for single texts.
+attention sees of the mask is made once. It is quicker for single texts.
 """
 
 from collections.abc import Mapping, Sequence
@@ -58,7 +58,7 @@ class EncoderStage(nn.Module):
     """Some layers of a text encoder; the first with the embeddings, the last with the classifier."""
 
     network: nn.Module
-    straight = False  # whether the layers are called without the network around them; the last spares the mask only
+    straight = False  # whether the layers are called without the network around them
 
     def __init__(self, network: nn.Module, layers: str, input_names: Sequence[str], *, logits: bool) -> None:
         super().__init__()
@@ -71,36 +71,34 @@ class EncoderStage(nn.Module):
     def forward(self, *carried: Tensor) -> Any:
         """Hidden states and the mask, or the logits at the end."""
         if self.straight:
-            return self._seeing(*carried) if self.logits else self._straight(*carried)
+            return self._straight(*carried)
         inputs = dict(zip(self.input_names or ("inputs_embeds", MASK), carried, strict=True))
         if self.logits:
             return self.network(**inputs, return_dict=True).logits
         hidden = self.network.base_model(**inputs, return_dict=True).last_hidden_state  # type: ignore[operator]
         return hidden, _mask(inputs.get(MASK), hidden)
 
-    def _straight(self, first: Tensor, *others: Tensor) -> tuple[Tensor, Tensor]:
-        from transformers.masking_utils import create_bidirectional_mask
-
+    def _straight(self, first: Tensor, *others: Tensor) -> Any:
         base: Any = self._modules[self.way[0]]
         hidden, given = (first, others[0]) if not self.input_names else self._embedded(base, (first, *others))
-        mask = _mask(given, hidden).detach()  # our own, which nobody else changes
         made_before = hasattr(given, SEEN)  # by the stage before, of the same mask
-        seen = getattr(given, SEEN) if made_before else create_bidirectional_mask(base.config, hidden, given)
+        mask, seen = (given, getattr(given, SEEN)) if made_before else _looked_at(base.config, given, hidden)
         layers: Any = self
         for name in self.way:
             layers = layers._modules[name]  # quicker than by attribute
         for layer in layers._modules.values():
             made = layer(hidden, seen)
             hidden = made[0] if isinstance(made, tuple) else made
-        if not torch.compiler.is_compiling():
-            setattr(mask, SEEN, seen)
-        return hidden, mask
+        return self._classified(base, hidden) if self.logits else (hidden, mask)
 
-    def _seeing(self, hidden: Tensor, mask: Tensor) -> Tensor:
-        """The logits, by way of the network, which takes what attention sees in the place of the mask."""
-        seen = getattr(mask, SEEN, mask)
-        logits: Tensor = self.network(inputs_embeds=hidden, attention_mask=seen, return_dict=True).logits
-        return logits
+    def _classified(self, base: Any, hidden: Tensor) -> Any:
+        """The logits of hidden states, as these encoders make them: of the first token, of a pooled one, or of all."""
+        parts: Any = self._modules
+        if "pre_classifier" in parts:  # DistilBERT's
+            hidden = parts["pre_classifier"](hidden[:, 0]).relu()
+        elif base._modules.get("pooler") is not None:
+            hidden = base._modules["pooler"](hidden)
+        return parts["classifier"](parts["dropout"](hidden) if "dropout" in parts else hidden)
 
     def _embedded(self, base: Any, carried: Sequence[Tensor]) -> tuple[Tensor, Tensor | None]:
         """Hidden states of the tokens, and the mask if there is one."""
@@ -108,6 +106,16 @@ class EncoderStage(nn.Module):
         mask = inputs.pop(MASK, None)
         hidden: Tensor = base.embeddings(**inputs)
         return base.embeddings_project(hidden) if hasattr(base, "embeddings_project") else hidden, mask
+
+
+def _looked_at(config: Any, given: Tensor | None, hidden: Tensor) -> tuple[Tensor, Any]:
+    """A mask of our own, which nobody else changes, and what attention sees of it, which it carries along."""
+    from transformers.masking_utils import create_bidirectional_mask
+
+    mask, seen = _mask(given, hidden).detach(), create_bidirectional_mask(config, hidden, given)
+    if not torch.compiler.is_compiling():
+        setattr(mask, SEEN, seen)
+    return mask, seen
 
 
 def _mask(given: Tensor | None, hidden: Tensor) -> Tensor:
@@ -128,8 +136,8 @@ def _same_straight(stages: Sequence["EncoderStage"], example: Any) -> bool:
             for stage in stages:
                 whole = stage(*whole)
                 try:
-                    straight = stage._seeing(*straight) if stage.logits else stage._straight(*straight)
-                    same = torch.equal(whole, straight) if stage.logits else torch.equal(whole[0], straight[0])
+                    straight = stage._straight(*straight)
+                    same = torch.equal(*(each if stage.logits else each[0] for each in (whole, straight)))
                 except (TypeError, AttributeError, KeyError, ImportError, RuntimeError):
                     return False  # another way of calling its layers, or no numbers to compare
                 if not same:
