@@ -371,6 +371,21 @@ def test_a_network_that_cannot_be_compiled_is_an_error_and_no_silent_fall_back(i
         predictor(images)
 
 
+@pytest.mark.parametrize("entered", [False, True])
+def test_one_sample_alone_is_known_by_its_index_however_it_is_given(model, images, entered):
+    predictor = Predictor(model, Lottery(costs=COSTS, exit_rates=(0.25,) * 4))
+    own = np.arange(100, 100 + len(images))
+    together = predictor(images, samples=own)
+    with torch.inference_mode(entered):
+        for row, index in enumerate(own.tolist()):
+            for given in ([index], (index,), np.array([index]), [np.int32(index)]):
+                alone = predictor(images[row : row + 1], samples=given)
+                assert (alone.exits, alone.predictions) == (together.exits[row], together.predictions[row])
+    for wrong in ([0.5], [True], ["0"]):
+        with pytest.raises(BadInput, match="one whole number per sample"):
+            predictor(images[:1], samples=wrong)
+
+
 def test_bad_input_says_what_to_do(model, images, table):
     policy = Threshold((0.5, 0.5, 0.5), costs=COSTS)
     with pytest.raises(BadInput, match="at least 1"):

@@ -54,12 +54,12 @@ def as_inputs(inputs: Any, model: MultiExitModel) -> Any:
     """
     if isinstance(inputs, Tensor) and inputs.dtype is not torch.uint8:
         return inputs
-    if isinstance(inputs, Mapping):
-        return {name: _tensor(part) for name, part in inputs.items()}
     if isinstance(inputs, list) and _are_samples(inputs, model):
         return _stacked(inputs, model)
     if isinstance(inputs, list | tuple):
-        return tuple(_tensor(part) for part in inputs)
+        return tuple(map(_tensor, inputs))
+    if isinstance(inputs, Mapping):
+        return {name: _tensor(part) for name, part in inputs.items()}
     if _wants_pixels(inputs, model):
         return _pictures(inputs if isinstance(inputs, Tensor | np.ndarray) else [inputs], model)
     return _tensor(inputs)

@@ -22,6 +22,7 @@ class Head(nn.Module):
     """A head that knows how to be built again: `settings` are its arguments by name."""
 
     name: str  # under which HEADS has it
+    reads_everything = False  # of what is carried, not only the features
 
     def __init__(self, **settings: Any) -> None:
         super().__init__()

@@ -124,6 +124,8 @@ class MultiExitModel(nn.Module):
 
     def admit(self, inputs: Any) -> Carried:
         """A batch as the first stage takes it: a tensor, several, or a dict of them by name."""
+        if isinstance(inputs, tuple):
+            return inputs
         if isinstance(inputs, Tensor):
             return (inputs,)
         if isinstance(inputs, Mapping):
@@ -133,7 +135,7 @@ class MultiExitModel(nn.Module):
             if SEGMENTS in inputs and SEGMENTS not in self.input_names and bool(inputs[SEGMENTS].any()):
                 raise BadInput(f"the batch has pairs of texts ({SEGMENTS}): attach heads with an example that has them")
             return tuple(inputs[name] for name in self.input_names)
-        return tuple(inputs) if isinstance(inputs, list | tuple) else (inputs,)
+        return tuple(inputs) if isinstance(inputs, list) else (inputs,)
 
     def try_out(self, example: Any) -> list[Tensor]:
         """Logits of every exit in evaluation, without gradient, whatever mode the network is in."""

@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Iterable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -111,7 +112,7 @@ class Predictor:
         carried = self._sized(inputs)
         size, total = self.batch_size, len(carried[0])
         if total == 1 and self.engine.walks_alone:
-            return self._alone(carried, 0 if samples is None else int(_indices(samples)[0]))
+            return self._alone(carried, 0 if samples is None else _index(samples))
         parts = zip(*(torch.split(each, size) for each in carried), strict=True)
         return self._decided(parts, samples, joins=total > size)  # one batch has no other to wait for
 
@@ -157,8 +158,9 @@ class Predictor:
 
     def _alone(self, carried: Carried, sample: int) -> Decisions:
         """What is decided about one sample on its own, as quickly as may be."""
+        entered = torch.is_inference_mode_enabled()  # by who gives many samples one by one
         try:
-            with torch.inference_mode(), threads(self._num_threads):
+            with nullcontext() if entered else torch.inference_mode(), threads(self._num_threads):
                 given = placed(carried, self._device, self._dtype, self._channels_last)
                 prediction, position, chance = self.engine.alone(sample, given)
         except BaseException as error:
@@ -230,6 +232,13 @@ def _indices(samples: npt.ArrayLike) -> Integers:
     if not whole or (len(indices) > 1 and len(np.unique(indices)) != len(indices)):
         raise BadInput(f"samples of shape {indices.shape}: give one whole number per sample, each once")
     return indices.astype(np.int64)
+
+
+def _index(samples: npt.ArrayLike) -> int:
+    """The index of one sample alone; a list of one number is looked at without NumPy, which it would feel."""
+    if isinstance(samples, list) and len(samples) == 1 and type(samples[0]) is int:
+        return samples[0]
+    return int(_indices(samples)[0])
 
 
 def _check(model: MultiExitModel, policy: Policy, batch_size: int, probabilities: bool) -> None:

@@ -101,15 +101,19 @@ def told_of_one(logits: Tensor, columns: Sequence[str], with_chance: bool = Fals
 
     The bits are those of `told`: the same softmax in float64, its two largest, and their difference.
     """
+    if not columns and not with_chance:
+        greatest, place = logits.max(-1)
+        return Told(place.item(), greatest.item(), (), None)
     if columns not in (("margin",), ("max_probability",)):
         one = told(logits.double(), columns, with_chance)
         chance = None if one.chances is None else one.chances.item()
         return Told(one.predictions.item(), one.largest.item(), tuple(each.item() for each in one.columns), chance)
-    chances, classes = (each.tolist()[0] for each in logits.softmax(-1, dtype=torch.float64).topk(2))
-    prediction = classes[0] if chances[0] > chances[1] else logits.argmax(-1).item()
-    score = chances[0] - chances[1] if columns == ("margin",) else chances[0]
+    top, places = logits.softmax(-1, dtype=torch.float64).topk(2)
+    chance, second = top.tolist()[0]
+    prediction = (places if chance > second else logits.argmax(-1, keepdim=True)).tolist()[0][0]
+    score = chance - second if columns == ("margin",) else chance
     largest = 0.0 if score == score else logits.amax().item()  # NaN where the logits are of no use
-    return Told(prediction, largest, (score,), chances[0] if with_chance else None)
+    return Told(prediction, largest, (score,), chance if with_chance else None)
 
 
 def side_by_side(told: Told) -> Tensor:
