@@ -2,14 +2,18 @@
 
     python benchmarks/runtime.py --device cpu  --models resnet18_cifar --batch-sizes 1,64 --images 512
     python benchmarks/runtime.py --device cuda --models convnext_tiny,resnet50 --batch-sizes 256,1024,2048
+    python benchmarks/runtime.py --device cpu --models minilm --batch-sizes 64 --mixes never --images 128 --rounds 28
 
 Random weights; samples leave by lot, so that the mix of exits is what the row says: uniform, early (most leave early),
 or never (every head and score is evaluated and nobody leaves). `speedup` is the plain network's time over the
 predictor's, taken by turns, medians with quartiles over rounds; `reached` is the time that stages and heads alone would
 take for the exits taken, each timed at the full batch size in the same round, over the predictor's time; `heads_share`
-is what the auxiliary heads take of it, over the plain network's time. Single samples on a CPU are timed one by one, the
-plain network, the predictor and the segments by turns. Compiled or replayed as CUDA graphs (the plain network is too),
-the scores are part of the segments and timed with them. Writes results/runtime_<device>.csv.
+is what the auxiliary heads take of it, over the plain network's time. On a CPU heads are timed where they run, between
+the stages, since they find the caches full of other things there. Single samples on a CPU are timed one by one: the
+plain network, the predictor and the segments in all orders in turn, since each finds what the one before has left.
+Compiled or replayed as CUDA graphs (the plain network is too), the scores are part of the segments and timed with them.
+A machine that others use too is quicker at one time than at another: few images in many rounds, as in the last line
+above, bring what is compared closer together. Writes results/runtime_<device>.csv.
 """
 
 import argparse
@@ -17,6 +21,7 @@ import importlib.util
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from itertools import permutations
 from pathlib import Path
 from typing import Any
 
@@ -149,7 +154,7 @@ def measure(options: argparse.Namespace, name: str, count: int, mode: str) -> It
             predictor = shared.with_policy(policy_for(mix, count + 1))
             predictor.batch_size = batch_size
             with torch.inference_mode():
-                measured = compare(dense, predictor, inputs, model.input_names, batch_size, device)
+                measured = compare(dense, predictor, inputs, model.input_names, batch_size, device, options.rounds)
             yield {
                 "device": options.device_name,
                 "model": name,
@@ -163,7 +168,7 @@ def measure(options: argparse.Namespace, name: str, count: int, mode: str) -> It
 
 
 def compare(
-    dense: Any, predictor: Predictor, inputs: Carried, names: Sequence[str], batch_size: int, device: str
+    dense: Any, predictor: Predictor, inputs: Carried, names: Sequence[str], batch_size: int, device: str, rounds: int
 ) -> Row:
     """The plain network and the predictor, by turns, and what stages and heads alone would take."""
     total = len(inputs[0])
@@ -176,8 +181,8 @@ def compare(
         run_dense(part)
     exits = predictor(inputs).exits
     seconds = by_turns if device == "cpu" and batch_size == 1 else by_rounds
-    rounds = [seconds(run_dense, predictor, parts, inputs, exits, device) for _ in range(ROUNDS)]
-    theirs, ours, ideal, heads = np.array(rounds).T
+    taken = [seconds(run_dense, predictor, parts, inputs, exits, device, turn) for turn in range(rounds)]
+    theirs, ours, ideal, heads = np.array(taken).T
     low, middle, high = np.quantile(theirs / ours, [0.25, 0.5, 0.75]).tolist()
     reached_low, reached, reached_high = np.quantile(ideal / ours, [0.25, 0.5, 0.75]).tolist()
     return {
@@ -204,6 +209,7 @@ def by_rounds(
     inputs: Carried,
     exits: np.ndarray,
     device: str,
+    turn: int,
 ) -> Seconds:
     """Everything once: by the plain network, by the predictor, and one batch through every segment."""
 
@@ -211,15 +217,15 @@ def by_rounds(
         for part in parts:
             dense(part)
 
-    theirs = clocked(dense_pass, device)
-    ours = clocked(lambda: predictor(inputs), device)
+    passes: list[Callable[[], object]] = [dense_pass, partial(predictor, inputs)]
+    taken = {who: clocked(passes[who], device) for who in (turn % 2, 1 - turn % 2)}
     batches = [
         segment_seconds(predictor, parts[index % len(parts)], device)
         for index in range(1 if device == "cuda" else WALKS)
     ]
     reach = np.array([(exits >= index).sum() for index in range(len(batches[0]))]) / len(parts[0][0])
     alone = reach[:, None] * np.median(batches, axis=0)
-    return theirs, ours, float(alone.sum()), float(alone[:-1, 1].sum())
+    return taken[0], taken[1], float(alone.sum()), float(alone[:-1, 1].sum())
 
 
 def by_turns(
@@ -229,14 +235,23 @@ def by_turns(
     inputs: Carried,
     exits: np.ndarray,
     device: str,
+    turn: int,
 ) -> Seconds:
     """Sample after sample, each by the plain network, by the predictor and through every segment."""
-    turns = []
-    for index, part in enumerate(parts):
-        theirs = clocked(partial(dense, part), device)
-        ours = clocked(partial(predictor, part, [index]), device)
-        alone = segment_seconds(predictor, part, device)[: exits[index] + 1]
-        turns.append((theirs, ours, alone.sum(), alone[: len(predictor.policy.costs) - 1, 1].sum()))
+    aside = len(predictor.policy.costs) - 1  # auxiliary heads
+
+    def seconds(who: int, index: int) -> list[float]:
+        if who == 0:
+            return [clocked(partial(dense, parts[index]), device)]
+        if who == 1:
+            return [clocked(partial(predictor, parts[index], [index]), device)]
+        alone = segment_seconds(predictor, parts[index], device)[: exits[index] + 1]
+        return [alone.sum(), alone[:aside, 1].sum()]
+
+    turns, orders = [], [*permutations(range(3))]
+    for index in range(len(parts)):
+        taken = {who: seconds(who, index) for who in orders[(index + turn) % len(orders)]}
+        turns.append([*taken[0], *taken[1], *taken[2]])
     theirs, ours, ideal, heads = np.array(turns).sum(axis=0).tolist()
     return theirs, ours, ideal, heads
 
@@ -250,6 +265,7 @@ def main() -> None:
     parser.add_argument("--modes", default="eager", help="of eager, compiled, graphs")
     parser.add_argument("--mixes", default="uniform,early,never")
     parser.add_argument("--images", type=int, default=8192)
+    parser.add_argument("--rounds", type=int, default=ROUNDS)
     parser.add_argument("--dtype", default=None)
     parser.add_argument("--threads", type=int)
     parser.add_argument("--output", type=Path)
