@@ -10,10 +10,13 @@ from alight.errors import AlightError
 from alight.models.multi_exit import MultiExitModel
 from alight.models.zoo import resnet18_cifar
 from alight.policies.policy import ExitAt, Threshold
+from alight.runtime import segments
+from alight.runtime.fused import CLASSES, fused
 from alight.runtime.graphs import SHAPES
 from alight.runtime.predictor import Predictor
 from alight.runtime.recorder import record, record_to
 from alight.runtime.rows import _kernel, move
+from alight.runtime.segments import wide
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 NEAR = {"fp32": 1e-5, "bf16": 2e-2}  # last bits change with the batch size
@@ -136,6 +139,35 @@ def test_rows_move_on_a_gpu_as_they_do_on_the_host(dtype, shape, last):
     move((there[0][3:],), rows, (there[1][2:],), slots)
     assert torch.equal(there[1].cpu(), target)
     assert _kernel() is not None
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("classes", [2, 3, 100, 1000, 5000])
+@pytest.mark.parametrize("columns", [("margin",), ("max_probability",), ("margin", "negative_entropy")])
+@pytest.mark.parametrize("with_chance", [False, True])
+def test_one_kernel_tells_of_logits_what_ten_do(dtype, classes, columns, with_chance, monkeypatch):
+    logits = (4 * torch.randn(33, classes, generator=torch.Generator().manual_seed(2))).to(dtype).cuda()
+    logits[0] = 1.0  # all level
+    logits[1, 1:] = -np.inf  # masked out
+    logits[2, 1], logits[3, 0], logits[4] = np.nan, np.inf, -np.inf
+    quick = wide(logits, columns, with_chance).cpu().numpy()
+    assert fused(logits, columns[:1], with_chance) is not None
+    monkeypatch.setattr(segments, "fused", lambda *given: None)
+    slow = wide(logits, columns, with_chance).cpu().numpy()
+    assert quick.shape == slow.shape
+    assert not np.isfinite(quick[2:5, 1]).any()
+    assert not np.isfinite(slow[2:5, 1]).any()
+    usable = np.delete(np.arange(33), [2, 3, 4])
+    np.testing.assert_allclose(quick[usable, 1:], slow[usable, 1:], rtol=1e-12, atol=1e-14)
+    answers = quick[usable, 0].astype(int)
+    np.testing.assert_array_equal(logits.double().cpu().numpy()[usable, answers], quick[usable, 1])
+    turned = logits.t().contiguous().t()  # classes far apart in memory
+    np.testing.assert_array_equal(fused(turned, columns[:1], False).cpu(), fused(logits, columns[:1], False).cpu())
+
+
+def test_too_many_classes_for_one_program_are_told_by_torch():
+    assert fused(torch.zeros(2, CLASSES + 1, device="cuda"), ("margin",), False) is None
+    assert fused(torch.zeros(2, 3, device="cuda"), ("logit_margin",), False) is None
 
 
 def test_replayed_batches_decide_as_those_that_are_run(model, images):

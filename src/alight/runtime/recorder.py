@@ -24,7 +24,7 @@ from alight.runtime.engine import IN_FLIGHT
 from alight.runtime.graphs import quickened
 from alight.runtime.prefetch import ahead
 from alight.runtime.prepare import as_dtype, device_of, pinned, placed, prepared, threads
-from alight.runtime.segments import LOGS, apart, side_by_side, told
+from alight.runtime.segments import LOGS, apart, wide
 from alight.scores import SCORES
 
 
@@ -157,8 +157,7 @@ class _Heads(nn.Module):
                 f"the exits' logits have shapes {shapes}: attach heads that give (samples, classes), all with one"
                 " number of classes, at least 2"
             )
-        wide = torch.stack(logits, dim=1).double().flatten(0, 1)
-        return side_by_side(told(wide, self.columns)), shapes[0][1]
+        return wide(torch.stack(logits, dim=1).flatten(0, 1), self.columns), shapes[0][1]
 
 
 class Recorder:

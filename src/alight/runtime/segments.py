@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from alight.models.multi_exit import Carried, MultiExitModel, advance, read
 from alight.policies.policy import Policy
+from alight.runtime.fused import fused
 from alight.scores import probabilities, score_of
 
 Floats = npt.NDArray[np.float64]
@@ -60,8 +61,7 @@ class Segment(nn.Module):
         return made if self.columns else self._wide(made)
 
     def _wide(self, logits: Tensor) -> Tensor:
-        exact = logits.double() if self.columns or self.with_chance else logits  # the largest is one of them as it is
-        return side_by_side(told(exact, self.columns, self.with_chance))
+        return wide(logits, self.columns, self.with_chance)
 
     def logits(self, *carried: Tensor) -> tuple[Carried, Tensor]:
         """What is carried on, and the head's logits."""
@@ -116,10 +116,15 @@ def told_of_one(logits: Tensor, columns: Sequence[str], with_chance: bool = Fals
     return Told(prediction, largest, (score,), chance if with_chance else None)
 
 
-def side_by_side(told: Told) -> Tensor:
-    """What is told as one tensor to be fetched, in float64: class, largest logit, columns, chance."""
-    chances = () if told.chances is None else (told.chances,)
-    parts = [told.predictions.double(), told.largest, *told.columns, *chances]
+def wide(logits: Tensor, columns: Sequence[str], with_chance: bool = False) -> Tensor:
+    """What is told of some logits side by side, one tensor to be fetched: class, largest logit, columns, chance."""
+    made = fused(logits, columns[:1], with_chance and len(columns) == 1)
+    if made is not None and len(columns) == 1:
+        return made
+    exact = logits.double() if columns or with_chance else logits  # the largest is one of them as it is
+    said = told(exact, columns if made is None else columns[1:], with_chance)
+    parts = [said.predictions.double(), said.largest] if made is None else [made]
+    parts += [*said.columns] if said.chances is None else [*said.columns, said.chances]
     return torch.cat([part if part.ndim == 2 else part[:, None] for part in parts], dim=1)
 
 
