@@ -28,6 +28,7 @@ from cifar100_train import Job, load_result
 from torch import Tensor
 
 from alight import HeadOutputs, MultiExitModel, Plan, Predictor, plan, record
+from alight.errors import BudgetTooSmall
 from alight.files import write_rows
 from alight.models.multi_exit import advance, read
 from alight.models.zoo import CIFAR
@@ -69,7 +70,11 @@ def measure(
             asked = QUESTIONS[question]
             start = time.perf_counter()
             terms: dict[str, Any] = {"batch_size": batch_size, "speed": options.speed, **settings, **asked}
-            found = plan(model, labelled, example=images[:1].cpu(), **terms)
+            try:
+                found = plan(model, labelled, example=images[:1].cpu(), **terms)
+            except BudgetTooSmall as error:  # with what asking takes on this machine
+                print(f"batch {batch_size}, {question}: {error}", flush=True)
+                continue
             planned = time.perf_counter() - start
             told: Row = {"batch_size": batch_size, "question": question, "planning_seconds": planned}
             told["graphs"] = str(found.settings.get("graphs", False))
