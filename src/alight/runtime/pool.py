@@ -42,7 +42,7 @@ class Filling:
 
     def seat(self, samples: Integers, recalled: Recalled, carried: Carried, rows: Integers) -> None:
         """Move samples that sit in these rows of other tensors into free ones."""
-        slots, self.room = np.split(self.room, [len(rows)])
+        slots, self.room = self.room[: len(rows)], self.room[len(rows) :]
         move(carried, rows, self.carried, slots)
         self.samples = np.concatenate([self.samples, samples])
         self.recalled = joined([self.recalled, recalled])
@@ -101,7 +101,7 @@ class Pool:
                     waiting.give(filling, min(len(waiting), len(filling.room)))
             else:
                 filling, waiting = waiting or _empty(self.size, group), None
-                some, staying = np.split(staying, [len(filling.room)])
+                some, staying = staying[: len(filling.room)], staying[len(filling.room) :]
                 filling.seat(group.samples[some], kept(group.recalled, some), group.carried, some)
             if not len(filling.room):
                 full.append(filling.group())
