@@ -108,13 +108,14 @@ def page(text: str) -> str:
     """The page with its tables."""
     for marker, (name, shown) in TABLES.items():
         rows = rows_of(name)
-        text = put(text, marker, markdown(shown(rows)) + _made(rows[0]))
+        text = put(text, marker, markdown(shown(rows)) + _made(rows))
     return text
 
 
-def _made(row: Row) -> str:
+def _made(rows: Sequence[Row]) -> str:
+    row, days = rows[0], sorted({each["date"] for each in rows})
     where = row["hardware"] if row.get("device", "cpu") in ("cpu", "cuda") else row["device"]
-    return f"\nRun on {row['date']}: {where}; {row['versions']}.\n"
+    return f"\nRun on {' and '.join(days)}: {where}; {row['versions']}.\n"
 
 
 def _spread(row: Row, name: str, digits: int = 2) -> str:
