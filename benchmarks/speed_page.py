@@ -41,6 +41,16 @@ def asking(rows: Sequence[Row]) -> list[list[str]]:
     return lines
 
 
+def timeline(rows: Sequence[Row]) -> list[list[str]]:
+    """Where the time of a run goes that stages and heads alone would not take."""
+    shares = ("alone", "moves", "pauses", "edges")
+    lines = [["network", "leaving", "batch", "mode", "stages and heads", "moves", "pauses", "start and end", "commit"]]
+    for row in rows:
+        cells = [row[name] for name in ("model", "mix", "batch_size", "mode")]
+        lines.append([*cells, *(f"{float(row[name]):.1%}" for name in shares), row["commit"]])
+    return lines
+
+
 def recording(rows: Sequence[Row]) -> list[list[str]]:
     """What recordings take beside the plain network."""
     lines = [["network", "batch", "kept", "times the plain network", "heads' share", "at most", "commit"]]
@@ -56,6 +66,7 @@ def planner(rows: Sequence[Row]) -> list[list[str]]:
     header = ["network", "batch", "asked", "graphs", "open exits", "over a bare loop", "over the plain network"]
     lines = [[*header, "foretold", "foretold images/s", "accuracy", "plain network's", "commit"]]
     told = ("network", "batch_size", "question", "graphs")
+    rows = [{**row, "network": row["network"].rpartition("-")[0]} for row in rows]
     last = {tuple(row[name] for name in told): row for row in rows}
     for row in sorted(last.values(), key=lambda row: (row["network"], int(row["batch_size"]), row["question"])):
         name, *asked = (row[each] for each in told)
@@ -64,7 +75,7 @@ def planner(rows: Sequence[Row]) -> list[list[str]]:
         accuracy = [f"{float(row[each]):.1%}" if row[each] else "–" for each in ("accuracy", "plain_accuracy")]
         figures = [row["open_exits"], _spread(row, "faster"), beside, _number(row["foretold"]), foretold]
         asked[-1] = "yes" if asked[-1] == "True" else "no"
-        lines.append([name.rpartition("-")[0], *asked, *figures, *accuracy, row["commit"]])
+        lines.append([name, *asked, *figures, *accuracy, row["commit"]])
     return lines
 
 
@@ -94,6 +105,7 @@ def instead(rows: Sequence[Row]) -> list[list[str]]:
 TABLES: dict[str, tuple[str, Callable[[Sequence[Row]], list[list[str]]]]] = {  # by marker: the file and what is shown
     "cuda": ("runtime_cuda", runtime),
     "cpu": ("runtime_cpu", runtime),
+    "timeline": ("timeline_cuda", timeline),
     "asking": ("runtime_cpu", asking),
     "recording cuda": ("recording_cuda", recording),
     "recording cpu": ("recording_cpu", recording),

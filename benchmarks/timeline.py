@@ -4,8 +4,8 @@
 
 Runs what benchmarks/runtime.py runs, once under torch's profiler. A row has the shares of that run: `network` is what
 its kernels take, `moves` those that carry samples from batch to batch, `pauses` what the GPU waits between two kernels,
-`before` and `after` what it waits for the first and after the last. `alone` is what the stages and heads would take at
-the full batch size, so `network` less `alone` are scores, and rests that run less well than full batches. Writes
+`edges` what lies before the first and after the last. `alone` is what the stages and heads would take at the full batch
+size, so `network` less `alone` are scores, and rests that run less well than full batches. Writes
 results/timeline_cuda.csv.
 """
 
@@ -62,16 +62,9 @@ def split(predictor: Predictor, inputs: Carried, batch_size: int, *, show: bool)
         alone = segment_seconds(predictor, batch, "cuda").sum(axis=1)
         ideals.append(sum(seconds * (exits >= index).sum() / batch_size for index, seconds in enumerate(alone)))
     wall, alone = float(np.median(walls)), float(np.median(ideals))
-    marked = torch.zeros(1, device="cuda")
     with profile(activities=[ProfilerActivity.CUDA]) as profiled:
-        marked.add_(1)
-        predictor(inputs)
-        marked.add_(1)
-        torch.cuda.synchronize()
+        watched = clocked(partial(predictor, inputs), "cuda")
     names, starts, ends = kernels(profiled)
-    watched = float(starts[-1] - ends[0])  # between the two marks
-    before, after = float(starts[1] - ends[0]), float(starts[-1] - ends[:-1].max())
-    names, starts, ends = names[1:-1], starts[1:-1], ends[1:-1]
     behind = np.maximum.accumulate(ends)
     pauses = np.maximum(starts[1:] - behind[:-1], 0)
     if show:
@@ -90,8 +83,7 @@ def split(predictor: Predictor, inputs: Carried, batch_size: int, *, show: bool)
         "network": (busy - moves) / watched,
         "moves": moves / watched,
         "pauses": float(pauses.sum()) / watched,
-        "before": before / watched,
-        "after": after / watched,
+        "edges": 1 - float(behind[-1] - starts[0]) / watched,
         "kernels": len(names),
     }
 
