@@ -15,6 +15,8 @@ from alight.models.fingerprint import fingerprint
 from alight.models.multi_exit import MultiExitModel
 from alight.policies.policy import ExitAt, Lottery, Mixture, Patience, Streak, Threshold
 from alight.policies.route import replay_on
+from alight.runtime import engine
+from alight.runtime.engine import Engine
 from alight.runtime.predictor import Predictor
 from alight.runtime.recorder import record
 
@@ -329,6 +331,20 @@ def test_another_policy_can_take_over_the_same_network(model, images, table):
     assert_equal(predictor(images), replay(first, table))
     with pytest.raises(Mismatch, match="make a new predictor"):
         predictor.with_policy(ExitAt(costs=(1.0,), open_exits=(0,), num_exits=4))
+
+
+def test_answers_that_nobody_waits_for_are_fetched_before_their_logits_take_too_much_room(model, images, monkeypatch):
+    predictor = Predictor(model, ExitAt(costs=(1.0,), open_exits=(3,), num_exits=4), batch_size=10)
+    expected = predictor(images).predictions
+    predictor.engine._on_host = False  # as on a GPU, where answers are fetched late
+    counts, fetched = [], Engine._fetched
+    monkeypatch.setattr(Engine, "_fetched", lambda self, late: counts.append(len(late)) or fetched(self, late))
+    np.testing.assert_array_equal(predictor(images).predictions, expected)
+    assert counts == [15]
+    with torch.inference_mode():
+        monkeypatch.setattr(engine, "LATE_BYTES", 3 * model(images[:10])[-1].nbytes)
+    np.testing.assert_array_equal(predictor(images).predictions, expected)
+    assert counts[1:] == [4, 4, 4, 3]
 
 
 @pytest.mark.compiled
