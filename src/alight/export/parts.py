@@ -78,7 +78,9 @@ def _walk(parts: Sequence[Part], carried: Carried) -> Iterator[tuple[Carried, Ca
     for part in parts:
         made = part(*carried)
         yield carried, made
-        carried = made[1:]
+        carried = tuple(
+            each.detach() for each in made[1:]
+        )  # without what was noted about them, which a trace would keep
 
 
 def _random(model: MultiExitModel, example: Any, count: int, tokens: int | None, rng: torch.Generator) -> Carried:
