@@ -2,10 +2,10 @@
 
     python benchmarks/timeline.py --models resnet50 --batch-sizes 1024,2048 --mixes uniform,early --modes eager,compiled
 
-Runs what benchmarks/runtime.py runs, once under torch's profiler. A row has the shares of that run: `network` is what
+Runs what benchmarks/runtime.py runs, once under torch's profiler. Of that run a row has the shares: `network` is what
 its kernels take, `moves` those that carry samples from batch to batch, `pauses` what the GPU waits between two kernels,
-`edges` what lies before the first and after the last. `alone` is what the stages and heads would take at the full batch
-size, so `network` less `alone` are scores, and rests that run less well than full batches. Writes
+`edges` what lies before the first and after the last. `alone` is what stages and heads would take at the full batch
+size (and scores, where they are compiled or captured with them), as a share of runs without the profiler. Writes
 results/timeline_cuda.csv.
 """
 

@@ -1,4 +1,4 @@
-"""CUDA graphs are for GPUs, and for full batches."""
+"""CUDA graphs are for GPUs, and captured of full batches."""
 
 import pytest
 import torch
@@ -37,7 +37,7 @@ def test_without_a_gpu_the_switch_is_not_tried(model):
     assert not any("graphs" in trial.settings for trial in tuned.trials)
 
 
-def test_batches_that_are_not_full_are_run_as_they_are():
+def test_before_a_full_batch_came_smaller_ones_are_run_as_they_are():
     part = Graphed(0, lambda inputs: 2 * inputs, 4, pool=None)
     assert part(torch.ones(3)).tolist() == [2.0, 2.0, 2.0]
     assert not part.captured

@@ -370,9 +370,13 @@ def test_networks_of_one_shape_are_compiled_apart_and_run_with_the_weights_they_
     for one, other in zip(plain, quick, strict=True):
         assert_equal(other(images), one(images))
     made[0].load_state_dict(made[1].state_dict())
-    if hasattr(torch.compiler, "keep_tensor_guards_unsafe"):
-        made[0].train()  # what runs was compiled without dropout, and does not look again
     assert_equal(quick[0](images), plain[1](images))
+    for training in (True, False):  # what changes the network as a whole is noticed
+        made[0].train(training)
+        first, second = (quick[0](images).predictions for _ in range(2))
+        assert (first == second).all() == (not training)  # dropout
+    made[0].double()
+    assert_equal(quick[0](images.double()), plain[0](images.double()))
 
 
 @pytest.mark.compiled

@@ -38,7 +38,7 @@ def switch_arguments(parser: argparse.ArgumentParser, *, allow_mismatch: bool = 
     parser.add_argument("--channels-last", action="store_true", help="images with their channels last in memory")
     parser.add_argument("--threads", type=int, help="of the host (default: as many as torch takes)")
     parser.add_argument("--compile", action="store_true", help="compile each part of the network first")
-    parser.add_argument("--graphs", action="store_true", help="replay full batches on a GPU as CUDA graphs")
+    parser.add_argument("--graphs", action="store_true", help="replay batches on a GPU as CUDA graphs")
     parser.add_argument(
         "--speed", choices=["auto"], help="measure first which of these switches pay here; --compile is then tried too"
     )

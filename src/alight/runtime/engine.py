@@ -27,7 +27,7 @@ Integers = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
 
 LATE = 32  # batches whose answers are fetched together, where nothing waits for them
-LATE_BYTES = 2**26  # of their logits at most, and one batch more
+LATE_BYTES = 2**25  # of their logits at most, and one batch more
 IN_FLIGHT = 2  # batches whose answers are awaited while others run: enough to keep a GPU from idling
 
 
@@ -192,9 +192,8 @@ class Engine:
             self.memory = tuple(part for part in recalled[0] if isinstance(part, Shared))
         if not len(gone):
             return None
-        those: Any = gone if len(gone) < len(leaving) else slice(None)  # everyone, which is quicker
-        chances = None if told.chances is None else told.chances[those]
-        return Answers(group.samples[those], predictions[those], np.full(len(gone), position), chances)
+        chances = None if told.chances is None else told.chances[gone]
+        return Answers(group.samples[gone], predictions[gone], np.full(len(gone), position), chances)
 
     def _refuse(self, position: int, wrong: Integers) -> None:
         if len(wrong):  # large numbers may add up to infinity

@@ -41,19 +41,21 @@ class Graphed:
     def __call__(self, *carried: Tensor) -> Any:
         """What the part makes of these tensors."""
         count = len(carried[0])
-        self.size = self.size or count
+        self.size = size = self.size or count
         kind = tuple((each.shape[1:], each.stride(), each.dtype) for each in carried)
-        if kind not in self.captured and count == self.size and len(self.captured) < SHAPES:
+        if kind not in self.captured and 0 < count == size and len(self.captured) < SHAPES:
             with torch.cuda.device(carried[0].device):
                 self.captured[kind] = self._captured(carried)
         captured = self.captured.get(kind)
-        if captured is None or count > self.size or (count < self.size and not captured.quick):
+        if captured is None or count > size or (count < size and not captured.quick):
             return self.run(*carried)
         with torch.cuda.device(carried[0].device):
             for there, each in zip(captured.given, carried, strict=True):
                 there[:count].copy_(each)
             captured.graph.replay()
-            size = self.size  # what is made has one row for each sample, or as many for each
+            if count == size:
+                return tree_map_only(Tensor, torch.clone, captured.made)
+            # What is made has one row for each sample, or as many for each.
             return tree_map_only(Tensor, lambda each: each[: len(each) // size * count].clone(), captured.made)
 
     def _captured(self, carried: Sequence[Tensor]) -> Captured:
@@ -61,10 +63,10 @@ class Graphed:
         beside = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         beside.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(beside):
+            launching = []
             for _ in range(WARMING):
-                self.run(*given)
-            beside.synchronize()
-            launching = _clocked(lambda: self.run(*given))
+                launching.append(_clocked(lambda: self.run(*given)))
+                beside.synchronize()
         torch.cuda.current_stream().wait_stream(beside)
         graph = torch.cuda.CUDAGraph()
         try:
@@ -76,7 +78,7 @@ class Graphed:
                 " run it with graphs=False"
             ) from error
         replaying = min(_clocked(graph.replay, torch.cuda.synchronize) for _ in range(WARMING))
-        return Captured(graph, given, made, replaying < launching)
+        return Captured(graph, given, made, replaying < min(launching))
 
 
 def _clocked(*work: Callable[[], Any]) -> float:

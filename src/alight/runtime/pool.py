@@ -1,7 +1,8 @@
 """Samples that wait for a segment until a full batch is together.
 
 Those who leave a batch leave holes in its tensors. Samples that wait are moved into them, or the other way round,
-whichever moves fewer: never more than leave, and nothing of a batch that nobody leaves.
+whichever moves fewer: never more than leave, and nothing of a batch that nobody leaves. In the end, when no batch will
+be full any more, those who are left close up.
 """
 
 from collections.abc import Iterable

@@ -35,7 +35,7 @@ class Predictor:
     order of coming unless `samples` says otherwise: ties and mixtures are decided by it.
 
     Switches for speed, all of which `tune_speed` tries: `dtype`, `channels_last`, `compile` (each part of the network),
-    `graphs` (full batches on a GPU are replayed as CUDA graphs), `rebatch` and `num_threads`.
+    `graphs` (batches on a GPU are replayed as CUDA graphs), `rebatch` and `num_threads`.
 
     >>> from torch import nn
     >>> from alight.policies.policy import Threshold

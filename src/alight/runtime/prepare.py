@@ -21,6 +21,7 @@ DTYPES = {
     "fp16": torch.float16,
     "float16": torch.float16,
 }
+FILTERS = hasattr(torch.compiler, "keep_tensor_guards_unsafe")  # can this torch leave guards out?
 
 
 def prepared(
@@ -97,9 +98,7 @@ def _compiled(position: int, segment: nn.Module) -> Callable[..., Any]:
     own = types.FunctionType(
         run.__code__.replace(co_name=f"segment_{position}"), run.__globals__, "run", None, run.__closure__
     )
-    options: dict[str, Any] | None = (
-        {"guard_filter_fn": _kept_guards} if hasattr(torch.compiler, "keep_tensor_guards_unsafe") else None
-    )
+    options: dict[str, Any] | None = {"guard_filter_fn": _kept_guards} if FILTERS else None
     quick = torch.compile(own, fullgraph=True, dynamic=None, options=options)
 
     def checked(*carried: Tensor) -> Any:
@@ -118,8 +117,16 @@ def _compiled(position: int, segment: nn.Module) -> Callable[..., Any]:
 
 
 def _kept_guards(guards: Sequence[Any]) -> list[bool]:
-    """What is looked at before every call: what is given, not all layers of the segment, which nobody changes."""
-    return ["segment" not in each.name for each in guards]
+    """What is looked at before every call: what is given, and of the segment not every layer.
+
+    Its first tensor and its first mode are enough to notice that all of it has moved, or been set to training.
+    """
+    kept: dict[bool, str] = {}
+    for each in guards:
+        is_tensor = each.guard_type == "TENSOR_MATCH"
+        if "segment" in each.name and (is_tensor or each.name.endswith(".training")):
+            kept.setdefault(is_tensor, each.name)
+    return ["segment" not in each.name or each.name in kept.values() for each in guards]
 
 
 def threads(count: int | None) -> AbstractContextManager[None]:

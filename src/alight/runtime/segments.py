@@ -88,24 +88,16 @@ def segments(model: MultiExitModel, policy: Policy, *, with_chance: bool = False
     return made
 
 
-def told(logits: Tensor, columns: Sequence[str], with_chance: bool = False) -> Told:
-    """What is told of some logits, one row per sample: in float64, where more is read than the largest."""
-    read = [probabilities(logits).log() if name == LOGS else score_of(name, logits) for name in columns]
-    chances = score_of("max_probability", logits) if with_chance else None
-    largest, predictions = logits.max(-1)
-    return Told(predictions, largest, tuple(read), chances)
-
-
 def told_of_one(logits: Tensor, columns: Sequence[str], with_chance: bool = False) -> Told:
     """What is told of one sample on the host, in numbers: all of it in few calls, since each costs more than it does.
 
-    The bits are those of `told`: the same softmax in float64, its two largest, and their difference.
+    The bits are those of `wide`: the same softmax in float64, its two largest, and their difference.
     """
     if not columns and not with_chance:
         greatest, place = logits.max(-1)
         return Told(place.item(), greatest.item(), (), None)
     if columns not in (("margin",), ("max_probability",)):
-        one = told(logits.double(), columns, with_chance)
+        one = apart(wide(logits, columns, with_chance).numpy(), columns, with_chance)
         chance = None if one.chances is None else one.chances.item()
         return Told(one.predictions.item(), one.largest.item(), tuple(each.item() for each in one.columns), chance)
     top, places = logits.softmax(-1, dtype=torch.float64).topk(2)
@@ -122,18 +114,28 @@ def wide(logits: Tensor, columns: Sequence[str], with_chance: bool = False) -> T
     if made is not None and len(columns) == 1:
         return made
     exact = logits.double() if columns or with_chance else logits  # the largest is one of them as it is
-    said = told(exact, columns if made is None else columns[1:], with_chance)
-    parts = [said.predictions.double(), said.largest] if made is None else [made]
-    parts += [*said.columns] if said.chances is None else [*said.columns, said.chances]
+    if made is None:
+        largest, predictions = exact.max(-1)
+        parts = [predictions.double(), largest, *(_column(name, exact) for name in columns)]
+    else:
+        parts = [made, *(_column(name, exact) for name in columns[1:])]
+    if with_chance:
+        parts.append(score_of("max_probability", exact))
     return torch.cat([part if part.ndim == 2 else part[:, None] for part in parts], dim=1)
+
+
+def _column(name: str, logits: Tensor) -> Tensor:
+    """What is read of logits in float64: a score, or all logarithms."""
+    read: Tensor = probabilities(logits).log() if name == LOGS else score_of(name, logits)
+    return read
 
 
 def apart(values: Floats, columns: Sequence[str], with_chance: bool = False) -> Told:
     """What was told side by side, apart again once it is on the host."""
-    wide = values.shape[1] - 2 - with_chance - sum(name != LOGS for name in columns)
+    classes = values.shape[1] - 2 - with_chance - sum(name != LOGS for name in columns)
     start, read = 2, []
     for name in columns:
-        stop = start + (wide if name == LOGS else 1)
+        stop = start + (classes if name == LOGS else 1)
         read.append(values[:, start:stop].astype(np.float16) if name == LOGS else values[:, start])
         start = stop
     chances = values[:, -1] if with_chance else None
