@@ -1,5 +1,7 @@
 """CUDA graphs are for GPUs, and captured of full batches."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from torch import nn
@@ -7,7 +9,7 @@ from torch import nn
 from alight.errors import BadInput
 from alight.models.multi_exit import MultiExitModel
 from alight.policies.policy import Threshold
-from alight.runtime.graphs import Graphed
+from alight.runtime.graphs import Captured, Graphed
 from alight.runtime.predictor import Predictor
 from alight.runtime.recorder import record
 from alight.runtime.tune import tune_speed
@@ -41,3 +43,36 @@ def test_before_a_full_batch_came_smaller_ones_are_run_as_they_are():
     part = Graphed(0, lambda inputs: 2 * inputs, 4, pool=None)
     assert part(torch.ones(3)).tolist() == [2.0, 2.0, 2.0]
     assert not part.captured
+
+
+class Replayed:
+    """What a CUDA graph does, without a GPU: the same tensors are read and written every time."""
+
+    def __init__(self, run, given):
+        self.run, self.given, self.made = run, given, run(*given)
+
+    def replay(self):
+        for there, each in zip(self.made, self.run(*self.given), strict=True):
+            there.copy_(each)
+
+
+def test_rests_are_replayed_in_the_first_rows_and_keep_what_was_made_of_them(monkeypatch):
+    def run(inputs):
+        return 2 * inputs, inputs.repeat_interleave(3, dim=0), inputs.sum()  # a row for each sample, three, and none
+
+    monkeypatch.setattr(torch.cuda, "device", nullcontext)
+    part = Graphed(0, run, 4, pool=None)
+    batches = torch.arange(24.0).reshape(12, 2).split([4, 1, 3, 4])
+    graph = Replayed(run, (torch.full((4, 2), torch.nan),))
+    kind = ((batches[0].shape[1:], batches[0].stride(), batches[0].dtype),)
+    part.captured[kind] = Captured(graph, graph.given, graph.made[:2], quick=True)
+    part.run = None
+    kept = [part(batch) for batch in batches]
+    for batch, made in zip(batches, kept, strict=True):  # not written over by those after them
+        assert torch.equal(made[0], 2 * batch)
+        assert torch.equal(made[1], batch.repeat_interleave(3, dim=0))
+    part.captured[kind] = Captured(graph, graph.given, graph.made, quick=False)
+    assert torch.equal(part(batches[0])[2], batches[0].sum())  # a full batch is handed on whole
+    part.run = run
+    assert torch.equal(part(batches[1])[0], 2 * batches[1])
+    assert torch.equal(part(torch.ones(5, 2))[0], torch.full((5, 2), 2.0))  # larger than what was captured

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -51,12 +52,9 @@ class Graphed:
             return self.run(*carried)
         with torch.cuda.device(carried[0].device):
             for there, each in zip(captured.given, carried, strict=True):
-                there[:count].copy_(each)
+                (there if count == size else there[:count]).copy_(each)
             captured.graph.replay()
-            if count == size:
-                return tree_map_only(Tensor, torch.clone, captured.made)
-            # What is made has one row for each sample, or as many for each.
-            return tree_map_only(Tensor, lambda each: each[: len(each) // size * count].clone(), captured.made)
+            return tree_map_only(Tensor, partial(_of_first, count=count, size=size), captured.made)
 
     def _captured(self, carried: Sequence[Tensor]) -> Captured:
         given = tuple(each.clone() for each in carried)
@@ -79,6 +77,11 @@ class Graphed:
             ) from error
         replaying = min(_clocked(graph.replay, torch.cuda.synchronize) for _ in range(WARMING))
         return Captured(graph, given, made, replaying < min(launching))
+
+
+def _of_first(made: Tensor, count: int, size: int) -> Tensor:
+    """What was made of the first so many samples of a batch, in memory of its own; each has one row, or as many."""
+    return (made if count == size else made[: len(made) // size * count]).clone()
 
 
 def _clocked(*work: Callable[[], Any]) -> float:
