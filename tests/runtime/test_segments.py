@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from alight.runtime.segments import told, told_of_one
+from alight.runtime.segments import apart, told_of_one, wide
 
 COLUMNS = [(), ("margin",), ("max_probability",), ("logit_margin",), ("margin", "negative_entropy")]
 
@@ -15,7 +15,7 @@ COLUMNS = [(), ("margin",), ("max_probability",), ("logit_margin",), ("margin", 
 def test_one_sample_alone_is_told_as_in_a_batch_bit_by_bit(columns, with_chance):
     logits = torch.randn(50, 9, generator=torch.Generator().manual_seed(0)) * 20
     logits[0, [2, 5]] = logits[0].max() + 1  # the first of equals
-    batch = told(logits.double(), columns, with_chance)
+    batch = apart(wide(logits, columns, with_chance).numpy(), columns, with_chance)
     for row, prediction in enumerate(batch.predictions.tolist()):
         one = told_of_one(logits[row : row + 1], columns, with_chance)
         assert (one.predictions, one.columns) == (prediction, tuple(column[row].item() for column in batch.columns))
