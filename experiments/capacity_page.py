@@ -83,7 +83,8 @@ def made(own: Rows) -> str:
     """Where, when and with what rows were made."""
     first, commits = own[0], ", ".join(dict.fromkeys(row["commit"] for row in own))
     where = first["hardware"] if first.get("device", "cpu") in KINDS else first["device"]
-    return f"Run on {first['date']}: {where}; {first['versions']}; commit {commits}."
+    days = " and ".join(sorted({row["date"] for row in own}))
+    return f"Run on {days}: {where}; {first['versions']}; commit {commits}."
 
 
 def inputs() -> str:

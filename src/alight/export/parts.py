@@ -78,9 +78,8 @@ def _walk(parts: Sequence[Part], carried: Carried) -> Iterator[tuple[Carried, Ca
     for part in parts:
         made = part(*carried)
         yield carried, made
-        carried = tuple(
-            each.detach() for each in made[1:]
-        )  # without what was noted about them, which a trace would keep
+        # Under new names: a trace would keep what was noted about the tensors by those who made them.
+        carried = tuple(each.detach() for each in made[1:])
 
 
 def _random(model: MultiExitModel, example: Any, count: int, tokens: int | None, rng: torch.Generator) -> Carried:
