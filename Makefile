@@ -20,7 +20,7 @@ demo: $(VENV)/.installed
 	$(bin)/alight demo
 
 test: lint
-	$(bin)/python -m pytest -q -n auto --dist loadfile -m "not alone"
+	$(bin)/python -m pytest -q -n auto --dist worksteal --max-worker-restart 0 -m "not alone"
 	$(bin)/python -m pytest -q -m alone
 
 lint: $(VENV)/.installed-dev

@@ -122,6 +122,18 @@ def test_heads_of_a_network_that_was_born_with_exits_are_all_trained():
     assert not any(torch.equal(tensor, before[name]) for name, tensor in state(model).items())
 
 
+def test_images_are_trained_with_channels_first_on_a_cpu():
+    model = network()
+    layouts = []
+    for convolution in (part for part in model.modules() if isinstance(part, nn.Conv2d)):
+        convolution.register_forward_pre_hook(
+            lambda part, given: layouts.extend(each.is_contiguous() for each in (given[0], part.weight))
+        )
+    quick(model, mode="joint", channels_last=True)
+    assert layouts
+    assert all(layouts)
+
+
 def test_one_seed_is_one_training_and_leaves_all_other_dice_alone():
     results = []
     for _ in range(2):

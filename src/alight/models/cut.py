@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from alight.errors import BadInput
 from alight.models.encoders import cut_text_encoder, is_text_encoder
-from alight.models.recording import End, Value, walk
+from alight.models.recording import End, Value, walk, without_caches
 from alight.models.stages import Layout, Piece, build, layout_of
 from alight.models.trace import BATCHES, Inputs, Trace, in_mode, refusals, trace
 
@@ -287,7 +287,7 @@ def _checked(model: nn.Module, stages: list[nn.Module], inputs: Inputs) -> list[
     """The stages, if their chain is the network, bit by bit, at batch sizes that the trace has not seen."""
     for stage in stages:
         stage.training = model.training
-    with torch.no_grad(), in_mode(nn.ModuleList([model, *stages]), False), refusals():
+    with torch.no_grad(), in_mode(nn.ModuleList([model, *stages]), False), without_caches(model), refusals():
         for size in CHECKED:
             batch = inputs.of_size(size)
             expected, found = logits_of(inputs.run(model, batch)), chain(stages, batch)
@@ -321,7 +321,7 @@ def _fix_length(model: nn.Module, stages: Sequence[nn.Module], inputs: Inputs) -
     if len(lengths) != 1 or lengths <= {0, 1}:
         return
     batch = tuple(tensor[:, :-1] if _is_text(tensor) else tensor for tensor in inputs.of_size(CHECKED[-1]))
-    with torch.no_grad(), in_mode(nn.ModuleList([model, *stages]), False):
+    with torch.no_grad(), in_mode(nn.ModuleList([model, *stages]), False), without_caches(model):
         try:
             free = same_bits(logits_of(inputs.run(model, batch)), chain(stages, batch))
         except Exception:  # whatever goes wrong where a number in the code is of another length

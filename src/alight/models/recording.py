@@ -107,7 +107,7 @@ def record(
 ) -> Record:
     """One run of the network, written down, with the ends of watched modules."""
     recorder = _Recorder(model, batch, watched, opened)
-    with torch.no_grad(), _fixed_masks(), _no_caches(model), recorder.calls_noted(), recorder:
+    with torch.no_grad(), _fixed_masks(), without_caches(model), recorder.calls_noted(), recorder:
         result = run(model, batch)
     output = recorder.encoded(result)
     shapes, dtypes = recorder.shapes, recorder.dtypes
@@ -130,8 +130,11 @@ def _fixed_masks() -> Iterator[None]:
 
 
 @contextmanager
-def _no_caches(model: nn.Module) -> Iterator[None]:
-    """While this lasts, text decoders keep no keys and values for a next token: a classifier reads each text once."""
+def without_caches(model: nn.Module) -> Iterator[None]:
+    """Switch off the caches of text decoders: a classifier reads each text once, and a cache copies keys and values.
+
+    The copies have another memory layout, so on some CPUs the same network differs from itself in the last bits.
+    """
     configs: dict[int, Any] = {
         id(module.config): module.config for module in model.modules() if hasattr(module, "config")
     }

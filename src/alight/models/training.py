@@ -79,9 +79,10 @@ def train_heads(
 
     `schedule` is "cosine", "onecycle" or None; the learning rate is by default 1e-3 for "adamw" (whose first beta is
     `momentum`) and 3e-2 for "sgd", whose momentum may be `nesterov`. `amp` is "bf16" or "fp16"; `clip` bounds the
-    gradient's norm; with `ema`, a decay such as 0.999, the model ends with the average of its weights. `compile` runs
-    what is trained through torch.compile, which pays where many small kernels wait for the host: after minutes of
-    compiling, and with last bits that differ. The model is moved to `device` and stays there.
+    gradient's norm; `channels_last` lays images out for a GPU's kernels, and is ignored on a CPU; with `ema`, a decay
+    such as 0.999, the model ends with the average of its weights. `compile` runs what is trained through torch.compile,
+    which pays where many small kernels wait for the host: after minutes of compiling, and with last bits that differ.
+    The model is moved to `device` and stays there.
 
     A `checkpoint` is written after every epoch, or every few (`checkpoint_every`) where epochs are short, and taken up
     if it is there: on a CPU the result is bit for bit that of an uninterrupted training, as long as the data's own dice
@@ -125,7 +126,7 @@ def train_heads(
     own, place = processes(place)
     loader = in_batches(loader, model, batch_size, shuffle=True)
     judged = None if validation is None else own.share(in_batches(validation, model, batch_size))
-    with _as_found(model, channels_last), _own_dice(place):
+    with _as_found(model, _layout(settings, place)), _own_dice(place):
         model.to(place)
         training = _Training(model, settings, own, place, own.share(loader), checkpoint, checkpoint_every, compile)
         return training.run(judged, progress and own.is_first)
@@ -245,7 +246,7 @@ class _Training:
         tally = Tally(self.model.num_exits, self.device)
         for batch in batches(loader, "validation"):
             weight = loader.weight()
-            placed = batch.to(self.device, self.settings.channels_last)
+            placed = batch.to(self.device, _layout(self.settings, self.device))
             with self.autocast():
                 logits = self.model(placed.inputs)
             self.check(batch, logits)
@@ -323,7 +324,7 @@ class _Walk:
                 "the loader gives no labels: let a batch be (inputs, labels) or a dict with 'labels',"
                 " or distil from the last exit of a frozen backbone (mode='frozen', distill=1.0)"
             )
-        placed = batch.to(self.training.device, settings.channels_last)
+        placed = batch.to(self.training.device, _layout(settings, self.training.device))
         with self.training.autocast():
             logits = self.forward(self._admitted(placed.inputs))
         self.training.check(batch, list(logits.values()))
@@ -434,6 +435,14 @@ def _length(loader: Shared) -> int | None:
         return len(loader)
     except TypeError:
         return None
+
+
+def _layout(settings: Settings, device: torch.device) -> bool:
+    """Return whether images are trained with their channels last: on CUDA only.
+
+    On some CPUs the backward pass of narrow convolutions with channels last crashes torch 2.15.
+    """
+    return settings.channels_last and device.type == "cuda"
 
 
 def _device_of(model: nn.Module) -> torch.device:
