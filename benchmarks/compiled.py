@@ -24,12 +24,12 @@ import numpy as np
 import torch
 
 from alight import Policy, Predictor, deploy, export_model, load_compiled, load_policy, record
+from alight.data.batches import as_inputs
 from alight.deploy.deployed import Deployed
-from alight.deploy.manifest import AOTI, ONNX
+from alight.export.manifest import AOTI, ONNX
 from alight.files import write_rows, write_text
-from alight.models.data import as_inputs
-from alight.models.folder import load_model
-from alight.models.multi_exit import MultiExitModel
+from alight.networks.multi_exit import MultiExitModel
+from alight.networks.store import load_model
 from alight.provenance import provenance
 
 ROOT = Path(__file__).parent.parent

@@ -27,8 +27,8 @@ import timm
 import torch
 import torchvision
 
+from alight.cutting.placement import cut_evenly
 from alight.files import write_text
-from alight.models.places import cut_evenly
 from alight.provenance import provenance
 
 RESULTS = Path(__file__).parent.parent / "results" / "cut_coverage.csv"

@@ -25,7 +25,7 @@ from runtime import network, policy_for, random_inputs
 from alight import deploy, export_model
 from alight.deploy.deployed import Deployed
 from alight.files import write_rows
-from alight.models.attach import attach_heads
+from alight.networks.attach import attach_heads
 from alight.policies.policy import ExitAt
 from alight.provenance import provenance
 

@@ -20,13 +20,13 @@ import torch
 from runtime import ROOT, Row, network, policy_for, random_inputs
 from torch import Tensor
 
+from alight.costing.energy import Meter, meter_for
+from alight.costing.measure import time_stages
+from alight.engine.predictor import Predictor
+from alight.engine.prepare import as_dtype, prepared
 from alight.files import write_rows
-from alight.models.attach import attach_heads
-from alight.models.measure import time_stages
-from alight.models.meters import Meter, meter_for
+from alight.networks.attach import attach_heads
 from alight.provenance import provenance
-from alight.runtime.predictor import Predictor
-from alight.runtime.prepare import as_dtype, prepared
 
 ROUNDS = 3
 SECONDS = 2.0  # of every run, many ticks of a counter

@@ -16,11 +16,11 @@ import torch
 from torch import nn
 
 from alight import MultiExitModel, export_model, from_timm, from_torchvision, from_transformers, zoo
-from alight.deploy.manifest import Manifest
+from alight.data.formats import example_of
+from alight.export.manifest import Manifest
 from alight.files import write_rows
 from alight.policies.policy import Threshold
 from alight.provenance import provenance
-from alight.runtime.loading import example_of
 
 ROOT = Path(__file__).parent.parent
 IMAGES = 16  # that statistics are taken from

@@ -21,13 +21,13 @@ import numpy as np
 import torch
 from runtime import ROOT, ROUNDS, Row, clocked, network, random_inputs
 
+from alight.costing.measure import head_overhead, time_stages
+from alight.engine.prepare import as_dtype, placed, prepared
+from alight.engine.recorder import record, record_to
 from alight.files import write_rows
-from alight.models.attach import attach_heads
-from alight.models.measure import head_overhead, time_stages
-from alight.models.multi_exit import MultiExitModel
+from alight.networks.attach import attach_heads
+from alight.networks.multi_exit import MultiExitModel
 from alight.provenance import provenance
-from alight.runtime.prepare import as_dtype, placed, prepared
-from alight.runtime.recorder import record, record_to
 
 AT_MOST = 1.1  # times the plain network, beside the heads
 DRAWN = 4  # batches that are drawn, and come again and again

@@ -29,14 +29,14 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from alight.engine.graphs import graphed
+from alight.engine.predictor import Predictor
+from alight.engine.prepare import as_dtype, placed
 from alight.files import write_rows
-from alight.models.attach import attach_heads
-from alight.models.multi_exit import Carried, advance, read
+from alight.networks.attach import attach_heads
+from alight.networks.multi_exit import Carried, advance, read
 from alight.policies.policy import Lottery, Policy, Threshold
 from alight.provenance import provenance
-from alight.runtime.graphs import graphed
-from alight.runtime.predictor import Predictor
-from alight.runtime.prepare import as_dtype, placed
 
 ROOT = Path(__file__).parent.parent
 ROUNDS = 7
@@ -57,7 +57,7 @@ def network(name: str) -> tuple[nn.Module, Any]:
         plain = AutoModelForSequenceClassification.from_pretrained(weights, num_labels=77)
         return plain.eval(), {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
     if name == "resnet18_cifar":
-        from alight.models.resnet import ResNet
+        from alight.networks.zoo.resnet import ResNet
 
         return ResNet(num_classes=100).eval(), torch.randn(1, 3, 32, 32)
     import timm

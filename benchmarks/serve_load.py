@@ -53,7 +53,7 @@ def prepare(state: Path, data: Path, folder: Path) -> None:
     from cifar100_train import Job, load_result
 
     from alight import measure_costs, record
-    from alight.models.zoo import CIFAR
+    from alight.networks.zoo import CIFAR
 
     torch.set_num_threads(2)
     model = load_result(Job("resnet18_mixed_distilled"), state).eval()

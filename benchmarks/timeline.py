@@ -22,11 +22,11 @@ import torch
 from runtime import ROOT, Row, clocked, network, policy_for, random_inputs, segment_seconds
 from torch.profiler import ProfilerActivity, profile
 
+from alight.engine.predictor import Predictor
 from alight.files import write_rows
-from alight.models.attach import attach_heads
-from alight.models.multi_exit import Carried
+from alight.networks.attach import attach_heads
+from alight.networks.multi_exit import Carried
 from alight.provenance import provenance
-from alight.runtime.predictor import Predictor
 
 ROUNDS = 5
 MOVES = ("move_rows", "index_copy", "Memcpy DtoD")  # in the names of what carries samples

@@ -23,11 +23,11 @@ from cifar100_train import Job, load_result
 from torch import Tensor
 
 from alight import MultiExitModel, Predictor
+from alight.costing.measure import Timings, time_stages
 from alight.files import write_rows
-from alight.models.measure import Timings, time_stages
-from alight.models.multi_exit import advance
-from alight.models.multi_exit import read as read_head
-from alight.models.zoo import CIFAR
+from alight.networks.multi_exit import advance
+from alight.networks.multi_exit import read as read_head
+from alight.networks.zoo import CIFAR
 from alight.provenance import provenance
 
 ROOT = Path(__file__).parent.parent

@@ -28,11 +28,11 @@ from torch import Tensor, nn
 
 from alight import HeadOutputs, MultiExitModel, fingerprint, measure_costs, record, train_heads
 from alight.files import write_text
-from alight.models.convnext import ConvNeXt
-from alight.models.history import History
-from alight.models.resnet import ResNet
-from alight.models.zoo import CIFAR, convnext_cifar, msdnet_cifar, resnet18_cifar
+from alight.networks.zoo import CIFAR, convnext_cifar, msdnet_cifar, resnet18_cifar
+from alight.networks.zoo.convnext import ConvNeXt
+from alight.networks.zoo.resnet import ResNet
 from alight.provenance import provenance
+from alight.training.metrics import History
 
 ROOT = Path(__file__).parent.parent
 CLASSES = 100

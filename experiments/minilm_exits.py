@@ -29,9 +29,9 @@ from cifar100_ship import narrow
 from recorded_cifar100 import FOLDER, RESULTS, rows
 
 from alight import HeadOutputs, MultiExitModel, from_transformers, measure_costs, record, train_heads
+from alight.data.formats import example_of, load_data
 from alight.files import write_arrays, write_text
 from alight.provenance import provenance
-from alight.runtime.loading import example_of, load_data
 
 RESULT = RESULTS / "minilm_exits.csv"
 SEED = 0

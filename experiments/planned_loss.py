@@ -15,10 +15,10 @@ from pathlib import Path
 import numpy as np
 
 from alight import Costs, HeadOutputs, calibrate, replay
-from alight.calibrate.prune import held_out
+from alight.calibrate.crossval import held_out
 from alight.files import write_rows
+from alight.planning.plan import CONFIDENCE, FOLDS, cheapest
 from alight.provenance import provenance
-from alight.runtime.plan import CONFIDENCE, FOLDS, cheapest
 
 ROOT = Path(__file__).parent.parent
 NETWORKS = "msdnet_joint,resnet18_mixed_distilled"

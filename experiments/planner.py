@@ -28,13 +28,13 @@ from cifar100_train import Job, load_result
 from torch import Tensor
 
 from alight import HeadOutputs, MultiExitModel, Plan, Predictor, plan, record
+from alight.engine.prepare import as_dtype, placed, prepared
 from alight.errors import BudgetTooSmall
 from alight.files import write_rows
-from alight.models.multi_exit import advance, read
-from alight.models.zoo import CIFAR
+from alight.networks.multi_exit import advance, read
+from alight.networks.zoo import CIFAR
 from alight.policies.policy import ExitAt
 from alight.provenance import provenance
-from alight.runtime.prepare import as_dtype, placed, prepared
 
 ROOT = Path(__file__).parent.parent
 NETWORKS = "resnet18_mixed_distilled-0,msdnet_joint-0"

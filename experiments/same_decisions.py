@@ -43,12 +43,12 @@ from alight import (
     record,
     train_heads,
 )
+from alight.data.batches import as_inputs
+from alight.data.formats import example_of, load_data
 from alight.files import write_rows, write_text
-from alight.models.data import as_inputs
-from alight.models.layout import WEIGHTS
+from alight.networks.store import WEIGHTS
 from alight.policies.policy import Threshold
 from alight.provenance import provenance
-from alight.runtime.loading import example_of, load_data
 
 ROOT = Path(__file__).parent.parent
 RESULT = ROOT / "results" / "same_decisions.csv"

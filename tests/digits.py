@@ -7,7 +7,7 @@ from sklearn.datasets import load_digits
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from alight.models.multi_exit import MultiExitModel
+from alight.networks.multi_exit import MultiExitModel
 
 HELD_OUT = 397
 

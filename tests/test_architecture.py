@@ -23,16 +23,24 @@ MAY_IMPORT = {
     "policies": FOUNDATION | {"budgeting"},
     "calibrate": FOUNDATION | {"budgeting", "policies"},
     "evaluation": FOUNDATION | {"policies"},
-    "models": FOUNDATION | {"provenance"},
-    "runtime": FOUNDATION | {"models", "policies", "calibrate"},
-    "deploy": FOUNDATION | {"policies"},
-    "export": FOUNDATION | {"models", "policies", "runtime", "deploy"},
-    "cluster": FOUNDATION | {"models", "policies", "runtime"},
+    "cutting": FOUNDATION | {"networks"},
+    "networks": FOUNDATION | {"cutting"},
+    "data": FOUNDATION | {"networks", "export", "deploy"},
+    "training": FOUNDATION | {"networks", "data"},
+    "costing": FOUNDATION | {"networks", "data"},
+    "engine": FOUNDATION | {"networks", "data", "policies", "deploy"},
+    "planning": FOUNDATION | {"networks", "data", "policies", "calibrate", "costing", "engine"},
+    "deploy": FOUNDATION | {"policies", "export", "data", "engine"},
+    "export": FOUNDATION | {"networks", "data", "policies", "engine", "deploy"},
+    "cluster": FOUNDATION | {"networks", "data", "policies", "engine"},
     "report": FOUNDATION | {"policies", "evaluation"},
-    "serve": FOUNDATION | {"policies", "models", "runtime", "deploy", "export", "__version__"},
+    "serve": FOUNDATION | {"policies", "networks", "data", "engine", "deploy", "export", "__version__"},
     "cli": FOUNDATION
     | {"budgeting", "policies", "calibrate", "evaluation", "recordings", "report", "__version__"}
-    | {"models", "runtime", "cluster", "provenance", "deploy", "export", "serve"},
+    | {"cutting", "networks", "training", "costing", "data", "engine", "planning", "cluster", "provenance"}
+    | {"deploy", "export", "serve", "demo"},
+    "demo": FOUNDATION | {"calibrate", "evaluation", "recordings", "policies", "report", "provenance"}
+    | {"networks", "training", "costing", "data", "engine", "planning"},
 }
 NO_TORCH = {
     "budgeting",

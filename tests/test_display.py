@@ -9,9 +9,9 @@ from torch import nn
 
 from alight import Costs, calibrate, replay
 from alight.display import html_table
-from alight.models.multi_exit import MultiExitModel
+from alight.networks.multi_exit import MultiExitModel
+from alight.planning.plan import Plan
 from alight.policies.policy import ExitAt, Threshold
-from alight.runtime.plan import Plan
 
 COSTS = Costs([1.0, 1.0, 2.0, 2.0], [0.1] * 4, unit="<ms>")
 

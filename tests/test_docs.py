@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from alight import read_points
-from alight.runtime import plan as planning
-from alight.runtime import trial
+from alight.planning import plan as planning
+from alight.planning import timing
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -40,7 +40,7 @@ def blocks(page: Path) -> list:
 def test_every_block_of_code_on_a_page_runs_and_prints_what_stands_below(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    monkeypatch.setattr(trial, "SECONDS", 0.02)
+    monkeypatch.setattr(timing, "SECONDS", 0.02)
     monkeypatch.setattr(planning, "ROUNDS", 2)
     text = page.read_text()
     shows = "<!-- run -->" in text

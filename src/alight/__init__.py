@@ -8,31 +8,30 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from alight import calibrate, deploy, evaluation, recordings
+    from alight.costing.measure import head_overhead, measure_costs, time_stages
     from alight.costs import Costs
+    from alight.cutting.cut import cut
+    from alight.cutting.placement import suggest_exits
+    from alight.engine.predictor import Predictor
+    from alight.engine.recorder import Recorded, record, record_to
     from alight.errors import AlightError
     from alight.evaluation.sweep import Point, at_equal_spend, read_points, sweep, write_points
     from alight.export.exporting import export_model
     from alight.export.packages import load_compiled
-    from alight.models import zoo
-    from alight.models.attach import attach_heads
-    from alight.models.cut import cut
-    from alight.models.fingerprint import fingerprint
-    from alight.models.folder import load_model, save_model
-    from alight.models.measure import head_overhead, measure_costs, time_stages
-    from alight.models.multi_exit import MultiExitModel, Normalisation
-    from alight.models.places import suggest_exits
-    from alight.models.sources import from_timm, from_torchvision, from_transformers
-    from alight.models.training import train_heads
+    from alight.networks import zoo
+    from alight.networks.attach import attach_heads
+    from alight.networks.libraries import from_timm, from_torchvision, from_transformers
+    from alight.networks.multi_exit import MultiExitModel, Normalisation
+    from alight.networks.store import fingerprint, load_model, save_model
     from alight.outputs import Decisions, HeadOutputs
     from alight.partitioned import PartitionedOutputs
+    from alight.planning.plan import Plan, plan
+    from alight.planning.tune import Tuned, tune_speed
     from alight.policies.policy import Policy
     from alight.policies.route import replay, route
     from alight.policies.saved import load_policy
     from alight.report import write_report
-    from alight.runtime.plan import Plan, plan
-    from alight.runtime.predictor import Predictor
-    from alight.runtime.recorder import Recorded, record, record_to
-    from alight.runtime.tune import Tuned, tune_speed
+    from alight.training.training import train_heads
 
 __version__ = "0.1.0"
 
@@ -89,44 +88,44 @@ _HOMES = {
     "Costs": "alight.costs",
     "Decisions": "alight.outputs",
     "HeadOutputs": "alight.outputs",
-    "MultiExitModel": "alight.models.multi_exit",
-    "Normalisation": "alight.models.multi_exit",
+    "MultiExitModel": "alight.networks.multi_exit",
+    "Normalisation": "alight.networks.multi_exit",
     "PartitionedOutputs": "alight.partitioned",
-    "Plan": "alight.runtime.plan",
+    "Plan": "alight.planning.plan",
     "Point": "alight.evaluation.sweep",
     "Policy": "alight.policies.policy",
-    "Predictor": "alight.runtime.predictor",
-    "Recorded": "alight.runtime.recorder",
-    "Tuned": "alight.runtime.tune",
+    "Predictor": "alight.engine.predictor",
+    "Recorded": "alight.engine.recorder",
+    "Tuned": "alight.planning.tune",
     "at_equal_spend": "alight.evaluation.sweep",
-    "attach_heads": "alight.models.attach",
-    "cut": "alight.models.cut",
+    "attach_heads": "alight.networks.attach",
+    "cut": "alight.cutting.cut",
     "export_model": "alight.export.exporting",
-    "fingerprint": "alight.models.fingerprint",
-    "from_timm": "alight.models.sources",
-    "from_torchvision": "alight.models.sources",
-    "from_transformers": "alight.models.sources",
-    "head_overhead": "alight.models.measure",
+    "fingerprint": "alight.networks.store",
+    "from_timm": "alight.networks.libraries",
+    "from_torchvision": "alight.networks.libraries",
+    "from_transformers": "alight.networks.libraries",
+    "head_overhead": "alight.costing.measure",
     "load_compiled": "alight.export.packages",
-    "load_model": "alight.models.folder",
+    "load_model": "alight.networks.store",
     "load_policy": "alight.policies.saved",
-    "measure_costs": "alight.models.measure",
-    "plan": "alight.runtime.plan",
+    "measure_costs": "alight.costing.measure",
+    "plan": "alight.planning.plan",
     "read_points": "alight.evaluation.sweep",
-    "record": "alight.runtime.recorder",
-    "record_to": "alight.runtime.recorder",
+    "record": "alight.engine.recorder",
+    "record_to": "alight.engine.recorder",
     "replay": "alight.policies.route",
     "route": "alight.policies.route",
-    "save_model": "alight.models.folder",
-    "suggest_exits": "alight.models.places",
+    "save_model": "alight.networks.store",
+    "suggest_exits": "alight.cutting.placement",
     "sweep": "alight.evaluation.sweep",
-    "time_stages": "alight.models.measure",
-    "train_heads": "alight.models.training",
-    "tune_speed": "alight.runtime.tune",
+    "time_stages": "alight.costing.measure",
+    "train_heads": "alight.training.training",
+    "tune_speed": "alight.planning.tune",
     "write_points": "alight.evaluation.sweep",
     "write_report": "alight.report",
 }
-_ROOMS = {"zoo": "alight.models.zoo"}  # the others stand at the top
+_ROOMS = {"zoo": "alight.networks.zoo"}  # the others stand at the top
 
 
 def __getattr__(name: str) -> Any:

@@ -7,7 +7,7 @@ import pytest
 from conftest import made_up
 
 from alight import Costs, HeadOutputs, calibrate, read_points, recordings, replay
-from alight.calibrate.prune import held_out
+from alight.calibrate.crossval import held_out
 from alight.errors import BadInput
 
 COSTS = np.array([1.0, 2.0, 3.5, 4.0, 6.0])

@@ -9,9 +9,9 @@ from conftest import made_up
 from alight import Costs, calibrate, replay
 from alight.budgeting.rates import geometric_rates
 from alight.budgeting.thresholds import survivor_thresholds
-from alight.calibrate.ranked import Ranked, folds, halves
+from alight.calibrate.crossval import Ranked, folds, halves
+from alight.calibrate.problem import Task
 from alight.calibrate.search import _average, _climb, _closed, _exchanged, _planned, _starts
-from alight.calibrate.task import Task
 from alight.policies.policy import Threshold
 
 COSTS = Costs(stages=[1.0, 1.0, 1.5, 0.5, 2.0], heads=[0.2, 0.3, 0.1, 0.2, 0.1])

@@ -10,7 +10,7 @@ from scipy.optimize import isotonic_regression
 
 from alight import HeadOutputs, calibrate, replay
 from alight.budgeting.thresholds import survivor_thresholds
-from alight.calibrate.ranked import Ranked
+from alight.calibrate.crossval import Ranked
 from alight.calibrate.stopping import _concave, _Plan, _slope, _upper, rates_at_price
 from alight.policies.policy import Mixture, Threshold
 

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 
 from alight import cli
 from alight.cli.parser import COMMANDS, GROUPS
-from alight.runtime import trial
+from alight.planning import timing
 
 WORK = "attach train record costs calibrate sweep report predict plan bench doctor completion".split()
 
@@ -50,7 +50,7 @@ def test_every_help_is_there_with_its_examples(name, capsys):
 @pytest.mark.filterwarnings("ignore:the last exit is right for")  # of weights that know nothing
 def test_every_example_runs_and_gives_json_if_asked(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(trial, "SECONDS", 0.02)
+    monkeypatch.setattr(timing, "SECONDS", 0.02)
     save_file(torchvision.models.resnet18(num_classes=10).state_dict(), "resnet18.safetensors")
     images, labels = digits()[0][:264]
     pictures = np.tile(255 * images.numpy(), (1, 3, 4, 4)).astype(np.uint8)

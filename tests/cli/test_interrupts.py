@@ -5,8 +5,8 @@ import torch
 from commands import COSTS, interrupted, make_network, make_tables
 
 from alight import calibrate
-from alight.models.folder import load_model
-from alight.runtime.recorder import record
+from alight.engine.recorder import record
+from alight.networks.store import load_model
 
 MESSAGE = "alight: interrupted, nothing half-written is left"
 LINES = {  # what is interrupted, at which word on stderr, and so many seconds later

@@ -14,11 +14,10 @@ from commands import make_network, run
 from safetensors.torch import save_file
 
 from alight import Costs, HeadOutputs, load_policy, replay
-from alight.models.checkpoints import Checkpoint
-from alight.models.fingerprint import fingerprint
-from alight.models.folder import load_model
-from alight.models.measure import measure_costs
-from alight.runtime import trial
+from alight.costing.measure import measure_costs
+from alight.networks.store import fingerprint, load_model
+from alight.planning import timing
+from alight.training.checkpoints import Checkpoint
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +82,7 @@ def test_attach_train_record_costs_and_calibrate_chain(digit_files, tmp_path, ca
     assert "plain network" in out
     assert load_policy("planned.json").unit == "ms"
     assert run(f"predict trained planned.json {data}/test.npz -o planned.csv", capsys)[0] == 0
-    monkeypatch.setattr(trial, "SECONDS", 0.02)
+    monkeypatch.setattr(timing, "SECONDS", 0.02)
     for line in (
         f"predict trained policy.json {data}/test.npz -o quick.csv",
         f"bench trained policy.json {data}/test.npz --samples 32 --batch-sizes 16",

@@ -14,7 +14,7 @@ from alight.cluster.partitions import Partitions
 from alight.cluster.shards import open_data
 from alight.cluster.stores import Store
 from alight.cluster.workers import Settings, Worker, pack
-from alight.runtime.loading import example_of, load_data
+from alight.data.formats import example_of, load_data
 
 
 def made(folder: Path, samples: int = 300):

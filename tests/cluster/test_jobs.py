@@ -19,9 +19,9 @@ from alight import PartitionedOutputs, calibrate, load_model, load_policy, recor
 from alight.cli.parser import COMMANDS
 from alight.cluster.jobs import How, predict_on_ray, record_on_ray
 from alight.cluster.stores import Store
+from alight.data.formats import load_data
 from alight.errors import BadFile, BadInput, Mismatch
 from alight.policies.policy import Threshold
-from alight.runtime.loading import load_data
 
 HOW = How(batch_size=32, partition_rows=64, workers=2, progress=False)
 

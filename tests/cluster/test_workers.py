@@ -20,8 +20,8 @@ from alight.cluster.partitions import Partitions
 from alight.cluster.stores import Store
 from alight.cluster.tasks import Answers, Recordings
 from alight.cluster.workers import Settings, Worker, pack
+from alight.data.formats import load_data
 from alight.errors import BadInput
-from alight.runtime.loading import load_data
 
 WORDS = "bread soup sauce guitar song piano".split()
 

@@ -8,8 +8,8 @@ import torch
 from exported import COSTS, OPEN, folder, images, middle, network, policy, table
 
 from alight import Predictor, calibrate, deploy
-from alight.deploy.manifest import Manifest
 from alight.errors import BadInput, Mismatch
+from alight.export.manifest import Manifest
 from alight.policies.policy import ExitAt, Lottery, Mixture, Patience, Streak, Threshold
 from alight.policies.quota import Quota
 

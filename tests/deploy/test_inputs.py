@@ -6,10 +6,10 @@ import torch
 from exported import folder, network
 from PIL import Image
 
+from alight.data.batches import as_inputs
 from alight.deploy.inputs import admit, first_unusable
-from alight.deploy.manifest import Described, Manifest
 from alight.errors import BadInput
-from alight.models.data import as_inputs
+from alight.export.manifest import Described, Manifest
 
 PIXELS = np.random.default_rng(0).integers(0, 256, size=(5, 6, 7, 3), dtype=np.uint8)
 

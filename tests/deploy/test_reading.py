@@ -7,11 +7,11 @@ import pytest
 from exported import folder, network
 from PIL import Image
 
+from alight.data.formats import load_data
 from alight.deploy.inputs import admit
-from alight.deploy.manifest import Manifest
 from alight.deploy.reading import read_data
 from alight.errors import BadFile, BadInput
-from alight.runtime.loading import load_data
+from alight.export.manifest import Manifest
 
 PIXELS = np.random.default_rng(0).integers(0, 256, size=(5, 6, 7, 3), dtype=np.uint8)
 

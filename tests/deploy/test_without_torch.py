@@ -8,7 +8,7 @@ import numpy as np
 from exported import folder, images
 
 from alight import deploy
-from alight.deploy.sessions import TELEMETRY
+from alight.engine.backends.onnx import TELEMETRY
 
 BLOCKED = """
 import sys

@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from alight import Costs, HeadOutputs, fingerprint, measure_costs, record
-from alight.models.checkpoints import Checkpoint
-from alight.models.convnext import ConvNeXt
-from alight.models.resnet import ResNet
-from alight.models.zoo import CIFAR, msdnet_cifar
+from alight.networks.zoo import CIFAR, msdnet_cifar
+from alight.networks.zoo.convnext import ConvNeXt
+from alight.networks.zoo.resnet import ResNet
+from alight.training.checkpoints import Checkpoint
 
 EXPERIMENTS = Path(__file__).parent.parent.parent / "experiments"
 CPU = torch.device("cpu")

@@ -8,9 +8,9 @@ from torch import nn
 from transformers import BertConfig
 
 from alight import MultiExitModel, Predictor, deploy, export_model, from_transformers
-from alight.deploy.manifest import Manifest
 from alight.errors import AlightError, BadInput, Mismatch
 from alight.export import exporting
+from alight.export.manifest import Manifest
 from alight.policies.policy import ExitAt, Threshold
 
 

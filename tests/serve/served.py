@@ -12,7 +12,7 @@ from digits import digits, loader
 from PIL import Image
 
 from alight import calibrate, measure_costs, record, train_heads, zoo
-from alight.models.folder import load_model
+from alight.networks.store import load_model
 from alight.serve.limits import Limits
 from alight.serve.network import load_network
 from alight.serve.run import assembled, load_policies

@@ -24,8 +24,8 @@ from alight import load_policy, record
 from alight.cli import MISUSED, REFUSED
 from alight.cli.parser import COMMANDS, parser
 from alight.policies.policy import Threshold
-from alight.serve.guards import OPEN
 from alight.serve.logs import LOGGER
+from alight.serve.middleware import OPEN
 from alight.serve.run import GRACE
 
 ROOT = Path(__file__).parent.parent.parent

@@ -9,11 +9,11 @@ import pytest
 from served import folder, pixels
 
 from alight.policies.paced import Pace
+from alight.serve.ledger import Book, resumed
 from alight.serve.limits import Limits, Refused
 from alight.serve.metrics import Metrics
 from alight.serve.network import load_network
 from alight.serve.run import example, load_policies
-from alight.serve.spending import Book, resumed
 from alight.serve.timing import Timing, timings
 from alight.serve.worker import Job, Worker
 

@@ -6,7 +6,7 @@ from typing import TypeVar
 import numpy as np
 
 from alight.budgeting.thresholds import hash01
-from alight.calibrate.task import Floats, Task
+from alight.calibrate.problem import Floats, Task
 from alight.policies.policy import MIXTURE_SALT, Mixture, Policy
 from alight.policies.route import replay
 

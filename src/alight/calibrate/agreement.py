@@ -1,7 +1,7 @@
 """Patience: leave when several exits in a row agree (PABEE), or are all confident (PCEE)."""
 
 from alight.calibrate.affordable import highest_affordable, levels_between, mixed
-from alight.calibrate.task import AnyCosts, Budget, Task
+from alight.calibrate.problem import AnyCosts, Budget, Task
 from alight.outputs import HeadOutputs
 from alight.policies.policy import Patience, Policy, Streak
 

@@ -8,13 +8,13 @@ import numpy as np
 
 from alight.calibrate.agreement import patience, pcee
 from alight.calibrate.confidence import global_threshold, performance_control
+from alight.calibrate.crossval import held_out
 from alight.calibrate.distributions import gaussian, geometric
 from alight.calibrate.eero import eero, two_exits
-from alight.calibrate.prune import held_out
+from alight.calibrate.problem import AnyCosts, Budget, Floats, Settings, Task
 from alight.calibrate.search import search
 from alight.calibrate.single import best_single_exit
 from alight.calibrate.stopping import optimal_stopping
-from alight.calibrate.task import AnyCosts, Budget, Floats, Settings, Task
 from alight.errors import BadInput, BudgetTooSmall
 from alight.outputs import HeadOutputs
 from alight.policies.policy import Policy

@@ -16,8 +16,8 @@ from typing import Any, Literal
 import numpy as np
 
 from alight.calibrate.contracts import P_VALUES, as_paced, as_quota, certify_cost
+from alight.calibrate.problem import AnyCosts, Budget
 from alight.calibrate.risks import certify_risk
-from alight.calibrate.task import AnyCosts, Budget
 from alight.costs import as_costs
 from alight.errors import BadInput
 from alight.outputs import HeadOutputs

@@ -3,7 +3,7 @@
 import numpy as np
 
 from alight.calibrate.affordable import highest_affordable, levels_between, mixed
-from alight.calibrate.task import AnyCosts, Budget, Floats, Task
+from alight.calibrate.problem import AnyCosts, Budget, Floats, Task
 from alight.outputs import HeadOutputs
 from alight.policies.policy import Policy, Threshold
 

@@ -13,7 +13,7 @@ from alight.budgeting.bounds import exact_plan, expected_cost, overspend_probabi
 from alight.budgeting.rates import tilted_rates
 from alight.budgeting.thresholds import passing_counts, survivor_thresholds
 from alight.calibrate.families import carried, lowered
-from alight.calibrate.task import Floats
+from alight.calibrate.problem import Floats
 from alight.errors import BadInput
 from alight.outputs import HeadOutputs
 from alight.policies.paced import Paced

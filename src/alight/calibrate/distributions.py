@@ -3,8 +3,8 @@
 from typing import Literal
 
 from alight.budgeting.rates import gaussian_rates, geometric_rates
-from alight.calibrate.prune import pruned
-from alight.calibrate.task import AnyCosts, AnySlack, Budget, Task
+from alight.calibrate.crossval import pruned
+from alight.calibrate.problem import AnyCosts, AnySlack, Budget, Task
 from alight.outputs import HeadOutputs
 from alight.policies.policy import Threshold
 

@@ -7,8 +7,18 @@ import numpy as np
 
 from alight.budgeting.bounds import Plan
 from alight.budgeting.rates import Prior, budget_multiplier, exponential_weights, two_exit_rates
-from alight.calibrate.prune import pruned
-from alight.calibrate.task import AnyCosts, AnySlack, AnyTable, Budget, Floats, PlannedTask, Settings, Task, in_memory
+from alight.calibrate.crossval import pruned
+from alight.calibrate.problem import (
+    AnyCosts,
+    AnySlack,
+    AnyTable,
+    Budget,
+    Floats,
+    PlannedTask,
+    Settings,
+    Task,
+    in_memory,
+)
 from alight.errors import BadInput, BudgetTooSmall
 from alight.outputs import HeadOutputs
 from alight.policies.policy import Policy, Threshold

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from alight.calibrate.task import Floats
+from alight.calibrate.problem import Floats
 from alight.errors import BadInput
 from alight.policies.policy import ExitAt, Mixture, Patience, Policy, Streak, Threshold
 

@@ -8,7 +8,7 @@ from alight.budgeting.thresholds import passing_counts, thresholds_for_counts
 from alight.calibrate.confidence import global_threshold
 from alight.calibrate.distributions import geometric
 from alight.calibrate.eero import eero
-from alight.calibrate.task import AnyCosts, Budget, Floats, Settings, Task
+from alight.calibrate.problem import AnyCosts, Budget, Floats, Settings, Task
 from alight.errors import BadInput
 from alight.outputs import HeadOutputs
 from alight.policies.policy import Policy, Threshold

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from alight.calibrate.ranked import folds as folds_of
-from alight.calibrate.task import AnyCosts, Budget, Floats
+from alight.calibrate.crossval import folds as folds_of
+from alight.calibrate.problem import AnyCosts, Budget, Floats
 from alight.costs import Costs, as_costs
 from alight.errors import AlightError, BadInput, Mismatch
 from alight.outputs import HeadOutputs

@@ -7,7 +7,7 @@ import numpy as np
 
 from alight.budgeting.betting import smallest_sample
 from alight.calibrate.contracts import EXCHANGEABLE, P_VALUES, allowed_by, certified, certify_cost
-from alight.calibrate.task import Budget
+from alight.calibrate.problem import Budget
 from alight.costs import Costs
 from alight.errors import BadInput, LabelsNeeded
 from alight.outputs import HeadOutputs

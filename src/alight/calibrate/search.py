@@ -8,10 +8,9 @@ from itertools import combinations
 import numpy as np
 
 from alight.budgeting.rates import exponential_weights, gaussian_rates, geometric_rates, tilted_rates
+from alight.calibrate.crossval import Ranked, affordable_exits, halves, kept_exits
 from alight.calibrate.eero import eero
-from alight.calibrate.prune import affordable_exits, kept_exits
-from alight.calibrate.ranked import Ranked, halves
-from alight.calibrate.task import AnyCosts, Budget, Floats, Task
+from alight.calibrate.problem import AnyCosts, Budget, Floats, Task
 from alight.outputs import HeadOutputs
 from alight.policies.policy import Threshold
 

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from alight.calibrate.task import AnyCosts, Budget, Task
+from alight.calibrate.problem import AnyCosts, Budget, Task
 from alight.outputs import HeadOutputs
 from alight.policies.policy import ExitAt
 

@@ -7,8 +7,8 @@ import numpy as np
 import numpy.typing as npt
 
 from alight.calibrate.affordable import mixed
-from alight.calibrate.ranked import Ranked, halves
-from alight.calibrate.task import AnyCosts, Budget, Floats, Task
+from alight.calibrate.crossval import Ranked, halves
+from alight.calibrate.problem import AnyCosts, Budget, Floats, Task
 from alight.outputs import HeadOutputs
 from alight.policies.policy import Policy, Threshold
 

@@ -8,13 +8,13 @@ import time
 from pathlib import Path
 
 from alight import calibrate
-from alight.cli.chapter import Chapter, Say
 from alight.cli.command import Command, Found
 from alight.cli.extras import missing_for
 from alight.cli.given import new_folder
 from alight.cli.options import output_folder
-from alight.cli.recorded import run_recorded
 from alight.cli.tables import SLOW
+from alight.demo.chapter import Chapter, Say
+from alight.demo.recorded import run_recorded
 from alight.report import write_report
 
 METHODS = {name: method for name, method in calibrate.METHODS.items() if name not in SLOW}
@@ -48,7 +48,7 @@ def _live(say: Say, missing: str, progress: bool) -> list[Chapter]:
         say(f"digits are not live: {missing}")
         return []
     say("loading PyTorch and scikit-learn")
-    from alight.cli.live import run_live
+    from alight.demo.live import run_live
 
     return [run_live(say, METHODS, BUDGETS, progress)]
 

@@ -14,9 +14,9 @@ def run_export(options: argparse.Namespace) -> Found:
     """Write a network and its policy to a folder that runs without PyTorch."""
     check_network(options.model)
     policy = load_policy(options.policy)
-    from alight.deploy.manifest import Manifest
     from alight.export.exporting import export_model
-    from alight.models.folder import load_model
+    from alight.export.manifest import Manifest
+    from alight.networks.store import load_model
 
     tokenizer = Path(options.model) / TOKENIZER
     folder = export_model(
@@ -41,9 +41,9 @@ def run_run(options: argparse.Namespace) -> Found:
     """Answer every sample with an exported network, without PyTorch."""
     distinct(options.data, options.policy, options.output)
     from alight import deploy
-    from alight.deploy.manifest import AOTI
     from alight.deploy.reading import read_data
-    from alight.runtime.answers import write_answers
+    from alight.engine.answers import write_answers
+    from alight.export.manifest import AOTI
 
     manifest = deploy.Manifest.load(options.folder)
     data = read_data(

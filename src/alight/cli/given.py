@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from alight.errors import BadInput
-from alight.models.layout import check_layout
+from alight.networks.store import check_layout
 
 LIBRARIES = ("timm", "torchvision", "transformers", "zoo")
 

@@ -45,9 +45,9 @@ def run_attach(options: argparse.Namespace) -> Found:
     check_data(options.weights)
     import torch
 
-    from alight.models.multi_exit import Normalisation
-    from alight.models.named import from_name
-    from alight.models.weights import load_backbone
+    from alight.networks.libraries import from_name
+    from alight.networks.multi_exit import Normalisation
+    from alight.networks.store import load_backbone
 
     torch.manual_seed(options.seed)
     try:
@@ -85,9 +85,9 @@ def run_train(options: argparse.Namespace) -> Found | None:
     """Train the heads of a network, or all of it; an interrupted training goes on where it was."""
     check_network(options.model)
     check_data(options.data, options.validation, options.tokenizer)
-    from alight.models.folder import load_model
-    from alight.models.training import train_heads
-    from alight.runtime.loading import load_data
+    from alight.data.formats import load_data
+    from alight.networks.store import load_model
+    from alight.training.training import train_heads
 
     source, folder = Path(options.model), Path(options.output or options.model)
     model = load_model(source)
@@ -121,9 +121,9 @@ def run_record(options: argparse.Namespace) -> Found:
         return recorded_on_ray(options)
     check_output_file(options)
     check_data(options.data, options.tokenizer)
-    from alight.models.folder import load_model
-    from alight.runtime.loading import load_data
-    from alight.runtime.recorder import record_to
+    from alight.data.formats import load_data
+    from alight.engine.recorder import record_to
+    from alight.networks.store import load_model
 
     model = load_model(options.model)
     data = load_data(options.data, model, split=options.split, **data_options(options))
@@ -147,9 +147,9 @@ def run_record(options: argparse.Namespace) -> Found:
 def run_costs(options: argparse.Namespace) -> Found:
     """Measure what every stage and every head costs."""
     check_network(options.model)
-    from alight.models.folder import load_model
-    from alight.models.measure import head_overhead, measure_costs, time_stages
-    from alight.runtime.loading import example_of
+    from alight.costing.measure import head_overhead, measure_costs, time_stages
+    from alight.data.formats import example_of
+    from alight.networks.store import load_model
 
     model = load_model(options.model).to(device(options))
     example = example_of(model, options.tokens)

@@ -10,7 +10,6 @@ from alight.cli.clusters import check_output_file, engine_arguments, output_or_f
 from alight.cli.command import Command, Found
 from alight.cli.given import check_data, check_network
 from alight.cli.options import count, counts, device_option, distinct, output, output_option
-from alight.cli.pages import write_plan
 from alight.cli.switches import (
     data_arguments,
     data_options,
@@ -20,6 +19,7 @@ from alight.cli.switches import (
     switch_arguments,
     switches,
 )
+from alight.demo.pages import write_plan
 from alight.outputs import HeadOutputs
 from alight.policies.saved import load_policy
 
@@ -33,10 +33,10 @@ def run_predict(options: argparse.Namespace) -> Found:
     check_output_file(options)
     check_data(options.data, options.tokenizer)
     policy = load_policy(options.policy)
-    from alight.models.folder import load_model
-    from alight.runtime.answers import write_answers
-    from alight.runtime.loading import load_data, names_of
-    from alight.runtime.predictor import Predictor
+    from alight.data.formats import load_data, names_of
+    from alight.engine.answers import write_answers
+    from alight.engine.predictor import Predictor
+    from alight.networks.store import load_model
 
     model = load_model(options.model)
     data = load_data(options.data, model, split=options.split, **data_options(options))
@@ -67,9 +67,9 @@ def run_plan(options: argparse.Namespace) -> Found:
     distinct(options.labelled, options.output, options.report)
     check_network(options.model)
     labelled = HeadOutputs.load(options.labelled)
-    from alight.models.folder import load_model
-    from alight.runtime.loading import example_of
-    from alight.runtime.plan import plan
+    from alight.data.formats import example_of
+    from alight.networks.store import load_model
+    from alight.planning.plan import plan
 
     model = load_model(options.model)
     made = plan(
@@ -96,10 +96,10 @@ def run_bench(options: argparse.Namespace) -> Found:
     check_network(options.model)
     check_data(options.data, options.tokenizer)
     policy = load_policy(options.policy)
-    from alight.models.batches import as_batch
-    from alight.models.folder import load_model
-    from alight.runtime.bench import compare
-    from alight.runtime.loading import load_data
+    from alight.data.batches import as_batch
+    from alight.data.formats import load_data
+    from alight.networks.store import load_model
+    from alight.planning.timing import compare
 
     model = load_model(options.model)
     given = data_options(options) | {"batch_size": options.samples}

@@ -73,7 +73,7 @@ def speed_settings(
     batch_size: int | None = None,
 ) -> dict[str, Any]:
     """The speed tools that were asked for, or with --speed auto those that pay here."""
-    from alight.runtime.tune import tune_speed
+    from alight.planning.tune import tune_speed
 
     if options.speed is None:
         return switches(options)
@@ -86,7 +86,7 @@ def speed_settings(
 
 def first_inputs(data: Any) -> Any:
     """The inputs of the first batch."""
-    from alight.models.batches import as_batch
+    from alight.data.batches import as_batch
 
     return as_batch(next(iter(data))).inputs
 

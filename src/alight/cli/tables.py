@@ -8,8 +8,8 @@ from typing import Any
 from alight import calibrate
 from alight.cli.command import Command, Found
 from alight.cli.options import distinct, methods, output, output_option, own_options, set_option, words
-from alight.cli.pages import even_budgets, examples_of, points_of
 from alight.costs import Costs, as_costs
+from alight.demo.pages import even_budgets, examples_of, points_of
 from alight.errors import AlightError, BadInput
 from alight.evaluation import sweep, write_points
 from alight.outputs import HeadOutputs

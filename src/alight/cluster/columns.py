@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from alight.data.formats import picture
 from alight.errors import BadFile
-from alight.runtime.loading import picture
 
 
 def values_of(column: Any, where: str) -> Iterator[Any]:

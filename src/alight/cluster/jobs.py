@@ -18,14 +18,13 @@ from alight.cluster.shards import Data, Shard, open_data
 from alight.cluster.stores import Store
 from alight.cluster.tasks import Answers, Recordings, Summary, Task, added
 from alight.cluster.workers import Settings, Worker, pack
+from alight.engine.predictor import Predictor
+from alight.engine.recorder import Recorder
 from alight.errors import AlightError, BadInput
 from alight.files import PathLike
-from alight.models.fingerprint import fingerprint
-from alight.models.folder import load_model
-from alight.models.multi_exit import MultiExitModel
+from alight.networks.multi_exit import MultiExitModel
+from alight.networks.store import fingerprint, load_model
 from alight.policies.policy import Policy
-from alight.runtime.predictor import Predictor
-from alight.runtime.recorder import Recorder
 
 TASKS = 5000  # that Ray Data is given at once; of more partitions, several are one task
 ROOM = 100 * 2**20  # bytes of shared memory for what passes between processes, beside the network

@@ -19,10 +19,10 @@ from pyarrow import ArrowException, parquet
 from alight.cluster.archives import Member
 from alight.cluster.columns import values_of
 from alight.cluster.stores import Store, public_name
+from alight.data.formats import IMAGE_NAMES, LABEL_NAMES, SUFFIXES, TEXT_NAMES, class_indices, picture
+from alight.data.preprocess import Sample
 from alight.errors import BadFile, BadInput
-from alight.models.images import Sample
-from alight.models.multi_exit import MultiExitModel
-from alight.runtime.loading import IMAGE_NAMES, LABEL_NAMES, SUFFIXES, TEXT_NAMES, class_indices, picture
+from alight.networks.multi_exit import MultiExitModel
 
 AT_ONCE = 256  # rows that are read together
 

@@ -10,17 +10,17 @@ import pyarrow as pa
 from pyarrow import parquet
 
 from alight.cluster.shards import Shard
+from alight.engine.answers import answer_columns
+from alight.engine.predictor import Predictor
+from alight.engine.prepare import threads
+from alight.engine.recorder import Recorder
 from alight.errors import BadInput
 from alight.files import SCHEMA
-from alight.models.fingerprint import fingerprint
-from alight.models.multi_exit import MultiExitModel
+from alight.networks.multi_exit import MultiExitModel
+from alight.networks.store import fingerprint
 from alight.outputs import HeadOutputs
 from alight.policies.paced import Paced
 from alight.policies.policy import Policy
-from alight.runtime.answers import answer_columns
-from alight.runtime.predictor import Predictor
-from alight.runtime.prepare import threads
-from alight.runtime.recorder import Recorder
 
 Summary = dict[str, Any]  # numbers and lists of numbers, which add up over partitions
 Work = Callable[[Shard, Iterable[Any]], tuple[bytes, Summary]]  # a shard and its batches become a partition

@@ -14,11 +14,10 @@ from typing import Any
 from alight.cluster.partitions import Partitions
 from alight.cluster.shards import Shard
 from alight.cluster.tasks import Summary, Task
+from alight.data.formats import collation
+from alight.data.preprocess import Sample
 from alight.errors import AlightError
-from alight.models.folder import load_model
-from alight.models.images import Sample
-from alight.models.layout import CONFIG, WEIGHTS
-from alight.runtime.loading import collation
+from alight.networks.store import CONFIG, WEIGHTS, load_model
 
 TOKENIZER = "tokenizer"  # the folder beside a network that reads text
 

@@ -16,6 +16,6 @@ array([0, 0, 0, 0, 0])
 
 from alight.deploy.deployed import Deployed
 from alight.deploy.folder import load
-from alight.deploy.manifest import Manifest
+from alight.export.manifest import Manifest
 
 __all__ = ["Deployed", "Manifest", "load"]

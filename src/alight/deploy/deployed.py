@@ -9,9 +9,9 @@ import numpy.typing as npt
 from tqdm import tqdm
 
 from alight.deploy.inputs import Carried, admit, first_unusable, in_batches, without_labels
-from alight.deploy.manifest import Manifest
 from alight.deploy.told import told, told_of_one, unusable
 from alight.errors import BadInput, Mismatch
+from alight.export.manifest import Manifest
 from alight.outputs import Decisions
 from alight.policies.policy import Memory, Policy, Shared
 from alight.policies.route import route, visit
@@ -28,7 +28,7 @@ class Deployed:
     or arrays by name for text. A sample is known by its index, in the order of coming unless `samples` says otherwise:
     ties and mixtures are decided by it. `alight.deploy.load` makes one from a folder; here a stage is a function.
 
-    >>> from alight.deploy.manifest import Described, Stage
+    >>> from alight.export.manifest import Described, Stage
     >>> from alight.policies.policy import ExitAt
     >>> numbers = Described("numbers", (None, 4), "float32")
     >>> manifest = Manifest("onnx", "", ("end",), (numbers,), (), (Stage("stage_0.onnx", "", 0, ()),), "")

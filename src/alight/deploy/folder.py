@@ -3,9 +3,9 @@
 from pathlib import Path
 
 from alight.deploy.deployed import Deployed
-from alight.deploy.manifest import AOTI, POLICY, Manifest, verified
-from alight.deploy.sessions import Session
+from alight.engine.backends.onnx import Session
 from alight.errors import BadInput
+from alight.export.manifest import AOTI, POLICY, Manifest, verified
 from alight.files import PathLike
 from alight.policies.policy import Policy
 from alight.policies.saved import load_policy

@@ -11,7 +11,11 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from alight.deploy.manifest import (
+from alight.data.formats import example_of
+from alight.engine.backends.onnx import Session
+from alight.engine.prepare import prepared
+from alight.errors import AlightError, BadInput, Mismatch
+from alight.export.manifest import (
     AOTI,
     MANIFEST,
     ONNX,
@@ -23,17 +27,13 @@ from alight.deploy.manifest import (
     Stage,
     checksum,
 )
-from alight.deploy.sessions import Session
-from alight.errors import AlightError, BadInput, Mismatch
 from alight.export.packages import Package, check_compiler, write_package
 from alight.export.parts import Part, Seen, described, parts_of, seen
 from alight.export.programs import captured, goes_by_data, reason, write_onnx, write_traced
 from alight.files import PathLike, whole_folder
-from alight.models.fingerprint import fingerprint
-from alight.models.multi_exit import MultiExitModel
+from alight.networks.multi_exit import MultiExitModel
+from alight.networks.store import fingerprint
 from alight.policies.policy import Policy
-from alight.runtime.loading import example_of
-from alight.runtime.prepare import prepared
 
 TOLERANCE = 1e-4  # of the largest number that a stage gives: a hundred times what float32 loses, and no wrong graph
 LEAST = 1e-2  # what a largest number counts at least: below, float32 loses too much of what it adds up to tell a graph

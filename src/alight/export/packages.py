@@ -10,12 +10,12 @@ import torch
 
 from alight.deploy.deployed import Deployed
 from alight.deploy.folder import saved_policy
-from alight.deploy.manifest import AOTI, Manifest, verified
+from alight.engine.prepare import threads
 from alight.errors import AlightError, BadInput
+from alight.export.manifest import AOTI, Manifest, verified
 from alight.export.programs import quietly
 from alight.files import PathLike
 from alight.policies.policy import Policy
-from alight.runtime.prepare import threads
 
 SETTINGS = {"cpp.dynamic_threads": True}  # as many threads as where it runs, not as where it was compiled
 COMPILERS = ("c++", "g++", "clang++", "cl")

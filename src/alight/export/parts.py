@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from alight.deploy.manifest import Described
+from alight.engine.segments import Segment, segments
 from alight.errors import BadInput
-from alight.models.multi_exit import Carried, MultiExitModel
+from alight.export.manifest import Described
+from alight.networks.multi_exit import Carried, MultiExitModel
 from alight.policies.policy import Policy
-from alight.runtime.segments import Segment, segments
 
 BATCHES = (3, 1)  # samples in the examples: the first is traced, all are compared
 TOKENS = (7, 10)  # of texts in them, so that no size is that of another axis

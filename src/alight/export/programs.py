@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
-from alight.deploy.manifest import Described
 from alight.errors import AlightError
+from alight.export.manifest import Described
 from alight.export.parts import Part, Seen
 
 Tensors = tuple[Described, ...]

@@ -13,14 +13,14 @@ from starlette.datastructures import UploadFile
 from starlette.exceptions import HTTPException
 
 from alight import __version__
-from alight.serve.asked import Allowance, Answers, Asked, Budget, Change, State, Status, Wrong
-from alight.serve.guards import Guard, refusal
 from alight.serve.limits import Limits, Refused
 from alight.serve.logs import event
 from alight.serve.metrics import Metrics
+from alight.serve.middleware import Guard, refusal
 from alight.serve.network import Network, Sample
 from alight.serve.page import POLICY, page
 from alight.serve.samples import from_arrays, from_base64, from_pictures, from_texts
+from alight.serve.schemas import Allowance, Answers, Asked, Budget, Change, State, Status, Wrong
 from alight.serve.service import Service
 from alight.serve.worker import Worker
 

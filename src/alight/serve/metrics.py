@@ -7,7 +7,7 @@ from prometheus_client.process_collector import ProcessCollector
 
 from alight.outputs import Decisions
 from alight.policies.policy import Policy
-from alight.serve.spending import Spending
+from alight.serve.ledger import Spending
 
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)

@@ -92,9 +92,9 @@ def check_policies(policies: Mapping[str, Policy]) -> None:
 
 
 def _saved(folder: Path, policies: Mapping[str, Policy], words: Path, tokens: int, **switches: Any) -> Network:
-    from alight.models.folder import load_model
-    from alight.models.images import Images, image_shape
-    from alight.runtime.predictor import Predictor
+    from alight.data.preprocess import Images, image_shape
+    from alight.engine.predictor import Predictor
+    from alight.networks.store import load_model
 
     model = load_model(folder)
     shape = image_shape(model)
@@ -127,9 +127,9 @@ def _exported(
     allow_mismatch: bool,
     **others: Any,
 ) -> Network:
+    from alight.data.tokens import Texts as Tokens
     from alight.deploy.inputs import admit
-    from alight.deploy.manifest import AOTI, Manifest
-    from alight.deploy.texts import Texts as Tokens
+    from alight.export.manifest import AOTI, Manifest
 
     if odd := [name for name, value in others.items() if value and (name, value) != ("device", "cpu")]:
         raise BadInput(

@@ -20,11 +20,11 @@ from alight.policies.paced import Paced
 from alight.policies.policy import Policy
 from alight.policies.saved import load_policy
 from alight.serve.app import create_app
+from alight.serve.ledger import AHEAD, Book, resumed
 from alight.serve.limits import Limits
 from alight.serve.logs import event, log_in_lines
 from alight.serve.metrics import Metrics
 from alight.serve.network import Network, Sample, check_policies, load_network
-from alight.serve.spending import AHEAD, Book, resumed
 from alight.serve.timing import timings
 from alight.serve.worker import Worker
 

@@ -10,11 +10,11 @@ from fastapi import Request
 from alight.costs import Costs
 from alight.errors import AlightError
 from alight.policies.paced import Paced
-from alight.serve.asked import Allowance, Answers, Asked, Budget, Change, Left, Offered, Status, Told
 from alight.serve.limits import Limits, Refused
 from alight.serve.logs import event
 from alight.serve.metrics import Metrics
 from alight.serve.network import Network, Sample
+from alight.serve.schemas import Allowance, Answers, Asked, Budget, Change, Left, Offered, Status, Told
 from alight.serve.worker import Job, Worker
 
 

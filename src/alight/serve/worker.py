@@ -18,11 +18,11 @@ from alight.outputs import Decisions
 from alight.policies.capped import capped
 from alight.policies.paced import Pace, Paced
 from alight.policies.policy import Policy
+from alight.serve.ledger import Book
 from alight.serve.limits import Limits, Refused
 from alight.serve.logs import event
 from alight.serve.metrics import Metrics
 from alight.serve.network import Network, Sample
-from alight.serve.spending import Book
 from alight.serve.timing import Timing
 
 

@@ -1,0 +1,179 @@
+"""A labelled table sorted once, so that plans of exit rates are tried out fast."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from alight.budgeting.thresholds import hash01, passing_counts
+from alight.calibrate.problem import AnyCosts, Budget, Floats
+from alight.costs import Costs, as_costs
+from alight.errors import BudgetTooSmall
+from alight.outputs import HeadOutputs
+from alight.policies.policy import Mixture, Policy
+from alight.policies.route import replay
+
+Integers = npt.NDArray[np.int64]
+
+
+class Ranked:
+    """A table whose samples are ordered at every exit, least sure first; equal scores as survivor thresholds do."""
+
+    def __init__(self, outputs: HeadOutputs):
+        hashes = hash01(np.arange(len(outputs)))
+        self.order = [np.lexsort((-hashes, column)) for column in outputs.scores.T]  # per exit, (samples,)
+        self.correct = np.ascontiguousarray(outputs.correct().T)  # (exits, samples)
+
+    def __len__(self) -> int:
+        return self.correct.shape[1]
+
+    def accuracy(self, exit_rates: Floats) -> float:
+        """Accuracy when these shares leave, met by survivor thresholds on this very table.
+
+        What `replay` of such a policy would give, without the policy: only who waits is kept.
+        """
+        waiting, right = np.ones(len(self), dtype=bool), 0
+        for exit_index, count in enumerate(passing_counts(exit_rates, len(self)).tolist()):
+            if exit_rates[exit_index] <= 0 and count:  # nobody leaves
+                continue
+            order = self.order[exit_index]
+            leaving = order.compress(waiting.take(order))[max(count - 1, 0) :]
+            right += int(np.count_nonzero(self.correct[exit_index].take(leaving)))
+            waiting[leaving] = False
+            if count <= 1:  # nobody passes
+                return right / len(self)
+        return (right + np.count_nonzero(self.correct[-1] & waiting)) / len(self)
+
+
+def folds(num_samples: int, count: int, salt: int = 0) -> list[Integers]:
+    """Samples dealt into so many folds of nearly equal size by the hash of their index: no dice, no order.
+
+    >>> [fold.tolist() for fold in folds(5, 2)]
+    [[1, 3, 4], [0, 2]]
+    """
+    order = np.argsort(hash01(np.arange(num_samples), salt))
+    return [np.sort(fold) for fold in np.array_split(order, count)]
+
+
+def halves(num_samples: int, rounds: int) -> list[tuple[Integers, Integers]]:
+    """Both ways round, so many times: half of the samples and the other half; everyone twice where they are few."""
+    if num_samples < 4:  # halves of one sample say nothing
+        return [(np.arange(num_samples), np.arange(num_samples))]
+    pairs = [folds(num_samples, 2, salt) for salt in range(rounds)]
+    return [pair for one, other in pairs for pair in ((one, other), (other, one))]
+
+
+Rule = TypeVar("Rule", bound=Policy)
+
+FOLDS = 5  # of the labelled data, each held out once
+
+
+def on_exits(
+    method: Callable[..., Rule],
+    open_exits: Sequence[int],
+    costs: AnyCosts,
+    budget: Budget,
+    labelled: HeadOutputs,
+    unlabelled: HeadOutputs | None = None,
+    **own: Any,
+) -> Rule:
+    """The policy that a method makes for a network with these exits alone, as a policy of the whole network.
+
+    A percentage is still a share of the whole network, and without labels the truth is still its last exit.
+    """
+    network = as_costs(costs)
+    judged = labelled if labelled.labels is not None else replace(labelled, labels=labelled.predictions[:, -1])
+    policy = method(
+        network.at_exits(open_exits),
+        network.budget(budget),
+        judged.at_exits(open_exits),
+        None if unlabelled is None else unlabelled.at_exits(open_exits),
+        **own,
+    )
+    return _of_network(policy, tuple(open_exits), len(network))
+
+
+def pruned(
+    method: Callable[..., Rule],
+    costs: AnyCosts,
+    budget: Budget,
+    labelled: HeadOutputs,
+    unlabelled: HeadOutputs | None = None,
+    **own: Any,
+) -> Rule:
+    """The policy that a method makes when only those exits are open that are worth their heads."""
+    kept = kept_exits(method, costs, budget, labelled, **own)
+    policy = on_exits(method, kept, costs, budget, labelled, unlabelled, **own)
+    closed = [str(index) for index in range(labelled.num_exits) if index not in kept]
+    return replace(policy, settings={**policy.settings, "pruned": ", ".join(closed) or "none"})
+
+
+def kept_exits(
+    method: Callable[..., Policy], costs: AnyCosts, budget: Budget, labelled: HeadOutputs, **own: Any
+) -> tuple[int, ...]:
+    """The exits left open when they are closed one at a time while the routed accuracy does not fall.
+
+    Accuracy is counted on held-out folds of the labelled data: rates come from the other folds, thresholds from the
+    fold's own scores, so that what is compared costs the same. Each time the exit goes whose closing is best.
+    """
+    network = as_costs(costs)
+    amount = network.budget(budget)
+
+    def accuracy(opened: tuple[int, ...]) -> float:
+        def on_them(*data: Any) -> Policy:
+            return on_exits(method, opened, *data, **own)
+
+        return float(held_out(on_them, network, amount, labelled, FOLDS)[0].mean())
+
+    opened = affordable_exits(network, amount)
+    best = accuracy(opened)
+    while len(opened) > 1:
+        fewer = [tuple(index for index in opened if index != closed) for closed in opened]
+        accuracies = {each: accuracy(each) for each in fewer if network.cumulative(each)[0] <= amount}
+        if not accuracies or max(accuracies.values()) < best:
+            break
+        opened = max(accuracies, key=lambda each: accuracies[each])
+        best = accuracies[opened]
+    return opened
+
+
+def affordable_exits(network: Costs, budget: float) -> tuple[int, ...]:
+    """All exits from the first on that is affordable when no exit before it is open."""
+    alone = [float(network.cumulative([index])[0]) for index in range(len(network))]
+    firsts = [index for index, cost in enumerate(alone) if cost <= budget]
+    if not firsts:
+        raise BudgetTooSmall(budget, min(alone), network.unit)
+    return tuple(range(firsts[0], len(network)))
+
+
+def held_out(
+    method: Callable[..., Policy], costs: AnyCosts, budget: Budget, labelled: HeadOutputs, count: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Whether each labelled sample is answered rightly, and what it costs, by a policy that never saw its label.
+
+    Each fold's thresholds are set on its own scores, without labels, so that every method keeps the budget on it.
+    Fewer than 4 samples are too few to hold any out.
+    """
+    right, spent = np.empty(len(labelled)), np.empty(len(labelled))
+    count = min(count, len(labelled) // 2)
+    parts = folds(len(labelled), count) if count > 1 else [np.arange(len(labelled))]
+    truth = labelled.truth()
+    for part in parts:
+        rest = np.setdiff1d(np.arange(len(labelled)), part) if count > 1 else part
+        fold = labelled.take(part)
+        decisions = replay(method(costs, budget, labelled.take(rest), fold.unlabelled()), fold)
+        right[part], spent[part] = decisions.predictions == truth[part], decisions.spent
+    return right, spent
+
+
+def _of_network(policy: Rule, open_exits: tuple[int, ...], num_exits: int) -> Rule:
+    """The policy with its exits numbered as in the whole network, and so are a mixture's parts."""
+    changed: dict[str, Any] = {
+        "open_exits": tuple(open_exits[index] for index in policy.open_exits),
+        "num_exits": num_exits,
+    }
+    if isinstance(policy, Mixture):
+        changed |= {name: _of_network(getattr(policy, name), open_exits, num_exits) for name in ("first", "second")}
+    return replace(policy, **changed)

@@ -1,0 +1,1 @@
+"""What a network costs: FLOPs, milliseconds, joules."""

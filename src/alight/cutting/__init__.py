@@ -1,0 +1,1 @@
+"""A network becomes stages: tracing, cutting, placement, proof."""

@@ -1,0 +1,192 @@
+"""Where to put exits: block ends at even shares of the cost, at which the network can really be cut."""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from alight.cutting.cut import CUTTERS, alive_after, cut
+from alight.cutting.tracing import Inputs, Trace, in_mode, on_meta, refusals, trace
+from alight.errors import BadInput
+
+CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
+APART = 1 / 3  # of the even distance: exits that are nearer decide on nearly the same
+LAST = 0.99  # of the cost: an exit behind it saves nothing
+
+
+class Place(NamedTuple):
+    """The end of a module: the share of the network's cost until then, and how many tensors are alive."""
+
+    name: str
+    share: float
+    alive: int
+
+
+def suggest_exits(model: nn.Module, example: Any, count: int) -> list[str]:
+    """Names of `count` modules after which exits lie at even shares of the network's FLOPs, in order.
+
+    Only block ends are suggested, those first at which nothing but the block's output is alive; the cut was tried. Two
+    lie at least a third of the even distance apart, wherever the network has such places.
+
+    >>> blocks = [nn.Sequential(nn.Linear(8, 8), nn.ReLU()) for _ in range(8)]
+    >>> suggest_exits(nn.Sequential(*blocks, nn.Linear(8, 3)), torch.zeros(1, 8), count=3)
+    ['1', '3', '5']
+    """
+    return cut_evenly(model, example, count)[0]
+
+
+def cut_evenly(model: nn.Module, example: Any, count: int) -> tuple[list[str], list[nn.Module]]:
+    """The names that `suggest_exits` gives, and the stages of the network cut there."""
+    if count < 1:
+        raise BadInput(f"{count} exits: ask for at least one")
+    found, problem = _found(model, Inputs(example), count)
+    while True:
+        names = [place.name for place in _chosen(found, count)]
+        if len(names) < count:
+            remedy = f"elsewhere, {problem}" if problem else "ask for fewer, or name modules yourself"
+            raise BadInput(
+                f"{len(found)} places found to cut a {type(model).__name__} and {count} asked for: {remedy}"
+            ) from problem
+        try:
+            return names, cut(model, names, example)
+        except BadInput as error:
+            problem = error
+            failing = [name for name in names if _fails(model, name, example)] or names[-1:]
+            found = [place for place in found if place.name not in failing]
+
+
+def places(model: nn.Module, example: Any, count: int) -> list[Place]:
+    """Block ends after which the network can be cut, in order; single layers too where there are too few blocks."""
+    return _found(model, Inputs(example), count)[0]
+
+
+def _found(model: nn.Module, inputs: Inputs, count: int) -> tuple[list[Place], BadInput | None]:
+    """The places, and what is in the way elsewhere, if anything is."""
+    blocks = list(_blocks(model))
+    layers = [name for name, module in model.named_modules() if name and not any(True for _ in module.children())]
+    found, problem = _places(model, inputs, blocks)
+    return (found, problem) if len(found) >= count else _places(model, inputs, [*blocks, *layers])
+
+
+def _places(model: nn.Module, inputs: Inputs, names: Sequence[str]) -> tuple[list[Place], BadInput | None]:
+    shares = {name: share for name, share in _cost_shares(model, inputs, names).items() if 0 < share < LAST}
+    alive, problem = _alive(model, inputs, list(shares))
+    last = {
+        shares[name]: Place(name, shares[name], number) for name, number in alive.items()
+    }  # of those that cost alike
+    return sorted(last.values(), key=lambda place: place.share), problem
+
+
+def _blocks(module: nn.Module, prefix: str = "") -> Iterator[str]:
+    """Names of modules that are made of others, stages and blocks, but not of what is inside blocks."""
+    for name, child in module.named_children():
+        if not any(True for _ in child.children()):
+            continue
+        if any(weight.ndim > 1 for weight in child.parameters()):
+            yield prefix + name
+        if any(map(_holds_blocks, child.modules())):
+            yield from _blocks(child, f"{prefix}{name}.")
+
+
+def _holds_blocks(module: nn.Module) -> bool:
+    """Does this container hold two blocks of a kind, with two weights each at least?"""
+    kinds = [type(child) for child in module.children() if sum(weight.ndim > 1 for weight in child.parameters()) > 1]
+    return isinstance(module, CONTAINERS) and len(set(kinds)) < len(kinds)
+
+
+def _alive(model: nn.Module, inputs: Inputs, names: Sequence[str]) -> tuple[dict[str, int], BadInput | None]:
+    """How many tensors are alive after each module at which the network can be cut; what is in the way at others."""
+    if any(known(model) for known, _ in CUTTERS):
+        return dict.fromkeys(names, 1), None  # whoever taught the cutter knows better
+    traced, problem = _deepest(model, inputs, names)
+    alive = {}
+    for name in sorted(traced.ends, key=lambda name: ([end.time for end in traced.ends[name]], -_depth(name))):
+        try:
+            alive[name] = len(alive_after(traced, name))
+        except BadInput as error:
+            problem = error
+    return alive, problem
+
+
+def _deepest(model: nn.Module, inputs: Inputs, names: Sequence[str]) -> tuple[Trace, BadInput | None]:
+    """What the network does, with as many of its modules opened as it allows; why no more, if there are more."""
+    problem = None
+    for depth in range(max(map(_depth, names), default=0), -1, -1):
+        try:
+            return trace(model, inputs, [name for name in names if _depth(name) <= depth]), problem
+        except BadInput as error:
+            problem = error
+    raise problem or BadInput("the network has no modules: give one that is made of modules")
+
+
+def _depth(name: str) -> int:
+    return name.count(".")
+
+
+def _cost_shares(model: nn.Module, inputs: Inputs, names: Sequence[str]) -> dict[str, float]:
+    """The share of the network's FLOPs that is spent when each module ends, of those that are called once."""
+    try:
+        spent = _spent(on_meta(model), inputs, tuple(tensor.to("meta") for tensor in inputs.tensors), names)
+    except Exception:  # whatever a network does that cannot be done without data
+        with refusals(), sdpa_kernel(SDPBackend.MATH):  # the fused kernels of the CPU are not counted
+            spent = _spent(model, inputs, inputs.tensors, names)
+    (total,) = spent.pop("")
+    return {name: flops[0] / total for name, flops in spent.items() if total and len(flops) == 1}
+
+
+def _spent(model: nn.Module, inputs: Inputs, batch: tuple[Tensor, ...], names: Sequence[str]) -> dict[str, list[int]]:
+    """FLOPs spent at each end of each module; the whole network's under the empty name."""
+    counter = FlopCounterMode(display=False)
+    spent: dict[str, list[int]] = {name: [] for name in ("", *names)}
+
+    def noting(name: str) -> Callable[..., None]:
+        return lambda *_: spent[name].append(counter.get_total_flops())
+
+    learning = [weight for weight in model.parameters() if weight.requires_grad]
+    hooks = [model.get_submodule(name).register_forward_hook(noting(name)) for name in spent]
+    try:
+        for weight in learning:  # else the counter wants a gradient of each that a module is given
+            weight.requires_grad_(False)
+        with in_mode(model, False), torch.no_grad(), counter:
+            inputs.run(model, batch)
+    finally:
+        for weight in learning:
+            weight.requires_grad_(True)
+        for hook in hooks:
+            hook.remove()
+    return spent
+
+
+def _chosen(found: Sequence[Place], count: int) -> list[Place]:
+    """The places nearest to even shares: apart if possible, then where little is alive; fewer if there are fewer."""
+    few = [place for place in found if place.alive == 1]
+    ways = [(few, APART), (found, APART), (few, 0.0), (found, 0.0)]
+    choices = (_even(among, count, apart / (count + 1)) for among, apart in ways)
+    return next((choice for choice in choices if choice), list(found[:count]))
+
+
+def _even(found: Sequence[Place], count: int, apart: float) -> list[Place]:
+    """The places, in order, at least this far apart, whose shares are nearest to even ones in sum; none if too few."""
+    best = [(abs(place.share - 1 / (count + 1)), [place]) for place in found]  # choices that end with each place
+    for number in range(2, count + 1):
+        longer = []
+        for place in found:
+            before = [
+                choice for choice in best if choice[1][-1].share + apart <= place.share and place not in choice[1]
+            ]
+            if before:
+                distance, chosen = min(before, key=lambda choice: choice[0])
+                longer.append((distance + abs(place.share - number / (count + 1)), [*chosen, place]))
+        best = longer
+    return min(best, key=lambda choice: choice[0])[1] if best else []
+
+
+def _fails(model: nn.Module, name: str, example: Any) -> bool:
+    try:
+        cut(model, [name], example)
+    except BadInput:
+        return True
+    return False

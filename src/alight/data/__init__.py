@@ -1,0 +1,1 @@
+"""Bytes become arrays: formats, batches, preprocessing, tokens."""

@@ -1,0 +1,1 @@
+"""The demo: a network with exits learns digits and runs on half of its compute."""

@@ -1,0 +1,1 @@
+"""Samples flow through stages and leave where the policy says."""

@@ -1,0 +1,1 @@
+"""What executes stages: PyTorch, ONNX Runtime, AOTInductor."""

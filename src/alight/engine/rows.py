@@ -1,0 +1,104 @@
+"""Rows of tensors, one per sample, chosen and moved as plain memory whatever their layout."""
+
+from functools import cache
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from alight.networks.multi_exit import Carried
+
+Integers = npt.NDArray[np.int64]
+
+WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}  # by bytes, the widest first
+BLOCK = 2048  # words that one program of the kernel moves
+
+
+def gathered(carried: Carried, rows: Integers) -> Carried:
+    """The tensors of the samples in these rows, in new memory."""
+    places = _on_device(rows, carried[0])
+    made = []
+    for source in carried:
+        target = empty(len(rows), source)
+        flat, into = _flat(source), _flat(target)
+        if flat is None or into is None:
+            target.copy_(source[places])
+        else:
+            torch.index_select(flat, 0, places, out=into)
+        made.append(target)
+    return tuple(made)
+
+
+def move(source: Carried, rows: Integers, target: Carried, slots: Integers) -> None:
+    """Put samples of some rows into other rows of tensors of the same kind."""
+    places, there = _on_device(np.stack([rows, slots]), source[0])
+    for one, other in zip(source, target, strict=True):
+        flat, into = _flat(one), _flat(other)
+        if flat is None or into is None or _is_channels_last(one) != _is_channels_last(other):
+            other[there] = one[places]
+        elif not _moved_at_once(flat, places, into, there):
+            into.index_copy_(0, there, flat.index_select(0, places))
+
+
+def empty(size: int, like: Tensor) -> Tensor:
+    """Room for so many samples, laid out as they are."""
+    layout = torch.channels_last if _is_channels_last(like) else torch.contiguous_format
+    return torch.empty((size, *like.shape[1:]), dtype=like.dtype, device=like.device, memory_format=layout)
+
+
+def own_memory(made: Carried, given: Carried) -> bool:
+    """Whether what a segment has made lies in memory of its own, not in what it was given nor twice in the same."""
+    places = [each.untyped_storage().data_ptr() for each in made]
+    others = {each.untyped_storage().data_ptr() for each in given}
+    plain = all(_flat(each) is not None for each in made)
+    return plain and len({*places}) == len(places) and others.isdisjoint(places)
+
+
+def _on_device(rows: Integers, like: Tensor) -> Tensor:
+    places = torch.from_numpy(rows)
+    return places if like.device.type == "cpu" else places.pin_memory().to(like.device, non_blocking=True)
+
+
+def _flat(tensor: Tensor) -> Tensor | None:
+    """The tensor as (samples, numbers) in the order of memory, without copying; None where that is impossible."""
+    if tensor.is_contiguous():
+        return tensor.view(len(tensor), -1)
+    return tensor.permute(0, 2, 3, 1).view(len(tensor), -1) if _is_channels_last(tensor) else None
+
+
+def _is_channels_last(tensor: Tensor) -> bool:
+    is_last = tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last)
+    return is_last and not tensor.is_contiguous()
+
+
+def _moved_at_once(source: Tensor, rows: Tensor, target: Tensor, slots: Tensor) -> bool:
+    """Whether a kernel of our own has read and written every number once; torch's own calls do so twice."""
+    if source.device.type != "cuda" or (kernel := _kernel()) is None:
+        return False
+    width = next(size for size in WORDS if _is_made_of(source, size) and _is_made_of(target, size))
+    flat, into = (each.view(WORDS[width]) for each in (source, target))
+    words = flat.shape[1]
+    with torch.cuda.device(source.device):
+        kernel[(len(rows), -(-words // BLOCK))](flat, rows, into, slots, words, BLOCK=BLOCK)
+    return True
+
+
+def _is_made_of(tensor: Tensor, width: int) -> bool:
+    """Whether every row is made of whole words of so many bytes, none smaller than its numbers."""
+    size = tensor.element_size()
+    return width >= size and not tensor.shape[1] * size % width and not tensor.storage_offset() * size % width
+
+
+@cache
+def _kernel() -> Any:
+    """A Triton kernel that moves rows; None where there is no Triton, or no compiler for it."""
+    try:
+        from alight.engine.kernels import move_rows
+
+        words, place = (torch.zeros(count, dtype=torch.int64, device="cuda") for count in (8, 1))
+        move_rows[(1, 1)](words, place, words, place, 8, BLOCK=BLOCK)
+    except Exception:  # whatever is missing on this machine: torch's own calls do the same
+        return None
+    return move_rows

@@ -1,1 +1,0 @@
-"""Networks with exits: tensors have weights."""

@@ -1,0 +1,1 @@
+"""Tensors with weights: networks with exits, their heads, where they come from and how they are kept."""

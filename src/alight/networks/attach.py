@@ -1,0 +1,148 @@
+"""A trained classifier gets exits in one call."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from alight.cutting.cut import cut
+from alight.cutting.placement import cut_evenly
+from alight.errors import BadInput
+from alight.networks.heads import HEADS, Factory, TokenHead, are_channels_last, make_head
+from alight.networks.multi_exit import (
+    Carried,
+    MultiExitModel,
+    Normalisation,
+    advance,
+    describe,
+    evaluating,
+    input_names,
+    read,
+)
+
+EXITS = 3  # that "auto" places before the end: heads are dear where they do not pay, and `plan` can only close some
+END = "end"  # the name of the last exit, the network's own classifier
+
+
+def attach_heads(
+    backbone: nn.Module,
+    after: str | Sequence[str] = "auto",
+    *,
+    example: Any,
+    num_classes: int | None = None,
+    head: str | Factory | Sequence[str | Factory] = "auto",
+    count: int = EXITS,
+    classes: Sequence[str] = (),
+    normalisation: Normalisation | None = None,
+) -> MultiExitModel:
+    """The backbone with an untrained head after each named module; its last exit is the backbone itself, bit by bit.
+
+    `after` names modules in the order in which they run; "auto" puts `count` exits at even shares of the cost.
+    `example` is one batch as the backbone takes it: a tensor, several, or a dict. `head` is the name of a kind, a
+    function that makes one from the shape of the features, or one of these per exit.
+
+    >>> import torch
+    >>> backbone = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.Flatten(), nn.Linear(128, 10))
+    >>> images = torch.zeros(2, 3, 8, 8)
+    >>> model = attach_heads(backbone, after=["1"], num_classes=10, example=images)
+    >>> model.exits, torch.equal(model(images)[-1], backbone(images))
+    (('1', 'end'), True)
+    """
+    with evaluating(backbone):
+        if after == "auto":
+            names, stages = cut_evenly(backbone, example, count)
+        else:
+            names = _listed(after)
+            stages = cut(backbone, after=names, example=example)
+        model = MultiExitModel(
+            stages, [nn.Identity() for _ in stages], [*names, END], input_names(example), classes=classes
+        )
+        carried = _walk(model, example)
+        model.num_classes = _checked_classes(carried[-1][0], num_classes, classes)
+        for index, (kind, found) in enumerate(zip(_per_exit(head, len(names)), carried[:-1], strict=True)):
+            model.heads[index] = _fitted(kind, found, model.num_classes, example, names[index])
+    model.normalisation = normalisation
+    model.recipe = {"source": "backbone", "type": type(backbone).__name__, "after": names, "example": describe(example)}
+    return model
+
+
+def _listed(after: str | Sequence[str]) -> list[str]:
+    if isinstance(after, str):
+        raise BadInput(f"after={after!r} is one text: give a list of module names, or 'auto'")
+    if not after:
+        raise BadInput("after names no module: give at least one, or 'auto'")
+    return list(after)
+
+
+def _per_exit(head: str | Factory | Sequence[str | Factory], exits: int) -> list[str | Factory]:
+    if isinstance(head, str) or callable(head):
+        return [head] * exits
+    if len(head) != exits:
+        raise BadInput(f"{len(head)} heads for {exits} exits before the end: give one per exit, or one for all")
+    return list(head)
+
+
+def _walk(model: MultiExitModel, example: Any) -> list[Carried]:
+    """What is carried past each exit."""
+    carried, walked = model.admit(example), []
+    for stage in model.stages:
+        carried = advance(stage, carried)
+        walked.append(carried)
+    return walked
+
+
+def _checked_classes(logits: Tensor, num_classes: int | None, classes: Sequence[str]) -> int:
+    if not isinstance(logits, Tensor) or logits.ndim != 2:
+        given = f"a tensor of shape {tuple(logits.shape)}" if isinstance(logits, Tensor) else type(logits).__name__
+        raise BadInput(f"the network gives {given}, not (samples, classes): give a classifier")
+    own = logits.shape[1]
+    if classes and len(classes) != own:
+        raise BadInput(f"{len(classes)} names for {own} classes: give one name per class")
+    if num_classes not in (None, own):
+        raise BadInput(
+            f"num_classes is {num_classes}, but the network itself gives {own} logits:"
+            f" give num_classes={own}, or replace the network's classifier first"
+        )
+    return own
+
+
+def _fitted(kind: str | Factory, carried: Carried, num_classes: int, example: Any, name: str) -> nn.Module:
+    """A head for what is carried past this exit, on its device and in its dtype."""
+    features = carried[0]
+    if not features.is_floating_point() or features.ndim < 2:
+        raise BadInput(
+            f"the output of {name!r} is {features.dtype} of shape {tuple(features.shape)}: no features for a head;"
+            " put the exit after another module"
+        )
+    shape = tuple(features.shape[1:])
+    image = tuple(example.shape[1:]) if isinstance(example, Tensor) else ()
+    masked = _has_mask(carried)
+    if isinstance(example, Mapping) and "attention_mask" in example and isinstance(kind, str) and features.ndim == 3:
+        kind = _blind_to_padding(kind, masked, num_classes)
+    head = make_head(kind, shape, num_classes, channels_last=are_channels_last(shape, image), masked=masked).to(
+        features.device, features.dtype
+    )
+    with evaluating(head):
+        logits = read(head, carried)
+    if tuple(logits.shape) != (len(features), num_classes):
+        raise BadInput(
+            f"the head at {name!r} gives {tuple(logits.shape)} for {len(features)} samples and {num_classes} classes:"
+            " let it give one logit per sample and class"
+        )
+    return head
+
+
+def _blind_to_padding(kind: str, masked: bool, num_classes: int) -> str | Factory:
+    """A head for padded texts: what it says of one must not depend on the longest of its batch."""
+    if kind in HEADS and kind != "token":
+        raise BadInput(
+            f"head {kind!r} would read the padding of texts too: use head='token', or a function of your own"
+        )
+    if masked or kind not in ("auto", "token"):
+        return kind
+    return lambda shape: TokenHead(shape, num_classes, pooling="class")  # no mask is carried past this exit
+
+
+def _has_mask(carried: Carried) -> bool:
+    """Whether the second thing carried is an attention mask: one whole number per token."""
+    return len(carried) > 1 and carried[1].shape == carried[0].shape[:2] and not carried[1].is_floating_point()

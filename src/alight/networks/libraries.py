@@ -1,0 +1,320 @@
+"""Classifiers of torchvision, timm and Hugging Face with exits, and how to build them again from plain data."""
+
+import difflib
+import importlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from alight.errors import BadInput
+from alight.networks.attach import EXITS, attach_heads
+from alight.networks.heads import Factory
+from alight.networks.multi_exit import MultiExitModel, Normalisation
+from alight.networks.zoo import NATIVE, ZOO
+
+Heads = str | Factory | Sequence[str | Factory]
+
+EXTRAS = {"timm": "vision", "torchvision": "vision", "transformers": "text"}
+IMAGE_SIZE = 224  # of a network that does not name one
+TOKENS = 16  # in an example of text; a network takes any number of them
+REFUSED = (
+    "pretrained",
+    "checkpoint",
+    "weights",
+    "cache",
+    "hub",
+    "features_only",
+    "url",
+    "file",
+    "trust",
+    "quantization",
+)
+# Arguments and settings that could fetch something or change what is built; a folder with them is refused.
+
+
+def from_timm(
+    name: str,
+    *,
+    num_classes: int | None = None,
+    pretrained: bool = False,
+    after: str | Sequence[str] = "auto",
+    head: Heads = "auto",
+    count: int = EXITS,
+    image_size: int | None = None,
+    **arguments: Any,
+) -> MultiExitModel:
+    """A network of timm with exits; further arguments go to `timm.create_model`.
+
+    Weights are fresh unless `pretrained`. The folder that `save` writes is loaded without downloading them again.
+
+    >>> from_timm("test_resnet", num_classes=10, image_size=32, count=2).exits
+    ('conv1', 'layer1', 'end')
+    """
+    timm = _library("timm")
+    if ":" not in name:
+        _check_known("timm", name.partition(".")[0], timm.list_models())
+    if num_classes is not None:
+        arguments["num_classes"] = num_classes
+    network = timm.create_model(name, pretrained=pretrained, **arguments)
+    config = network.pretrained_cfg
+    channels = int(arguments.get("in_chans", config["input_size"][0]))
+    example = torch.zeros(2, channels, *_timm_size(network, image_size))
+    model = attach_heads(
+        network,
+        after,
+        example=example,
+        head=head,
+        count=count,
+        normalisation=_normalisation(config, channels),
+    )
+    if ":" not in name:  # one from the hub may be built in a way that only its hub knows: it is passed in again
+        arguments["num_classes"] = model.num_classes
+        model.recipe |= {"source": "timm", "name": name, "arguments": arguments}
+    return model
+
+
+def from_torchvision(
+    name: str,
+    *,
+    num_classes: int | None = None,
+    weights: str | None = None,
+    after: str | Sequence[str] = "auto",
+    head: Heads = "auto",
+    count: int = EXITS,
+    image_size: int = IMAGE_SIZE,
+    **arguments: Any,
+) -> MultiExitModel:
+    """A network of torchvision with exits; further arguments go to `torchvision.models.get_model`.
+
+    `weights` is one of torchvision's names, as in "DEFAULT" or "IMAGENET1K_V1"; without it weights are fresh.
+
+    >>> from_torchvision("resnet18", num_classes=10, image_size=32, after=["layer1", "layer2"]).exits
+    ('layer1', 'layer2', 'end')
+    """
+    models = _library("torchvision").models
+    _check_known("torchvision", name, models.list_models(module=models))
+    if num_classes is not None:
+        arguments["num_classes"] = num_classes
+    network = models.get_model(name, weights=weights, **arguments)
+    known = models.get_model_weights(name)[weights] if weights else None
+    prepare = (known or models.get_model_weights(name).DEFAULT).transforms()
+    model = attach_heads(
+        network,
+        after,
+        example=torch.zeros(2, 3, image_size, image_size),
+        head=head,
+        count=count,
+        classes=known.meta["categories"] if known else (),
+        normalisation=Normalisation(tuple(prepare.mean), tuple(prepare.std)),
+    )
+    arguments["num_classes"] = model.num_classes
+    model.recipe |= {"source": "torchvision", "name": name, "arguments": arguments}
+    return model
+
+
+def from_transformers(
+    source: Any,
+    *,
+    num_classes: int | None = None,
+    after: str | Sequence[str] = "auto",
+    head: Heads = "auto",
+    count: int = EXITS,
+    example: Any = None,
+) -> MultiExitModel:
+    """A text or image classifier of Hugging Face with exits: of a folder or a name, with its weights, or of a config.
+
+    Code that comes with a network is never run. A network without a classifier gets a fresh one. Text is taken as
+    "input_ids" and "attention_mask", images at the network's size, unless an `example` says otherwise: pairs of texts
+    need one with "token_type_ids".
+
+    >>> from transformers import BertConfig
+    >>> sizes = {"hidden_size": 16, "num_attention_heads": 2, "num_hidden_layers": 4, "intermediate_size": 32}
+    >>> from_transformers(BertConfig(vocab_size=50, **sizes), num_classes=3).num_exits
+    4
+    """
+    auto = _library("transformers")
+    settings = {} if num_classes is None else {"num_labels": num_classes}
+    if isinstance(source, str) or hasattr(source, "__fspath__"):
+        config = auto.AutoConfig.from_pretrained(source, trust_remote_code=False, **settings)
+        network = _classifier(config).from_pretrained(source, config=config, trust_remote_code=False)
+    else:
+        config = source
+        if num_classes is not None:
+            config.num_labels = num_classes
+        network = _classifier(config).from_config(config, trust_remote_code=False)
+    names = tuple(config.id2label[index] for index in range(config.num_labels))
+    model = attach_heads(
+        network,
+        after,
+        example=_transformers_example(config) if example is None else example,
+        head=head,
+        count=count,
+        classes=() if names == tuple(f"LABEL_{index}" for index in range(len(names))) else names,
+    )
+    plain = {key: value for key, value in config.to_diff_dict().items() if not _is_refused(key) and key != "auto_map"}
+    model.recipe |= {"source": "transformers", "name": config.model_type, "arguments": _as_data(plain)}
+    return model
+
+
+def build(source: str, name: str, arguments: Mapping[str, Any]) -> nn.Module:
+    """The network of a recipe, with fresh weights: nothing is fetched and no code but the library's is run."""
+    if refused := [key for key in arguments if _is_refused(key)]:
+        raise BadInput(
+            f"its recipe asks for {refused[0]!r}, which could fetch something: only plain settings are taken"
+        )
+    return BUILDERS[source](name, **arguments)
+
+
+def _timm(name: str, **arguments: Any) -> nn.Module:
+    timm = _library("timm")
+    if name.partition(".")[0] not in timm.list_models():
+        raise BadInput(f"this timm ({timm.__version__}) has no {name!r}: install the one it was saved with")
+    network: nn.Module = timm.create_model(name, pretrained=False, **arguments)
+    return network
+
+
+def _torchvision(name: str, **arguments: Any) -> nn.Module:
+    torchvision = _library("torchvision")
+    if name not in torchvision.models.list_models():
+        raise BadInput(
+            f"this torchvision ({torchvision.__version__}) has no {name!r}: install the one it was saved with"
+        )
+    network: nn.Module = torchvision.models.get_model(name, weights=None, **arguments)
+    return network
+
+
+def _transformers(name: str, **arguments: Any) -> nn.Module:
+    auto = _library("transformers")
+    plain = {key: value for key, value in arguments.items() if key not in ("model_type", "auto_map")}
+    if _asks_for_kernels(plain):
+        raise BadInput("its recipe asks for attention from a hub, which is code from elsewhere")
+    config = auto.AutoConfig.for_model(name, **plain)
+    network: nn.Module = _classifier(config).from_config(config, trust_remote_code=False)
+    return network
+
+
+BUILDERS: dict[str, Callable[..., nn.Module]] = {
+    "timm": _timm,
+    "torchvision": _torchvision,
+    "transformers": _transformers,
+}
+
+
+def _library(name: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise ImportError(f'{name} is not installed: pip install "alight[{EXTRAS[name]}]"') from error
+
+
+def _check_known(library: str, name: str, known: Sequence[str]) -> None:
+    if name not in known:
+        nearest = ", ".join(difflib.get_close_matches(name, known, cutoff=0.0))
+        raise BadInput(f"{library} has no classifier {name!r}: the nearest names are {nearest}")
+
+
+def _timm_size(network: Any, image_size: int | None) -> tuple[int, ...]:
+    _, *size = network.pretrained_cfg["input_size"]
+    if image_size is not None:
+        return image_size, image_size
+    embedding = getattr(network, "patch_embed", None)  # a transformer may have been built for another size
+    built = getattr(embedding, "img_size", None) or size
+    return tuple(built if len(built) == 2 else size)
+
+
+def _normalisation(config: Any, channels: int) -> Normalisation:
+    """What the network was trained with; for another number of channels, the mean for each."""
+    mean, std = tuple(config["mean"]), tuple(config["std"])
+    if len(mean) == channels:
+        return Normalisation(mean, std)
+    return Normalisation((sum(mean) / len(mean),) * channels, (sum(std) / len(std),) * channels)
+
+
+def _classifier(config: Any) -> Any:
+    """The kind of network that the config is of: one for text or one for images."""
+    auto = _library("transformers")
+    for kind in (auto.AutoModelForSequenceClassification, auto.AutoModelForImageClassification):
+        if type(config) in kind._model_mapping:
+            return kind
+    raise BadInput(f"a {config.model_type} classifies neither text nor images: give another network")
+
+
+def _transformers_example(config: Any) -> Any:
+    if "Image" in _classifier(config).__name__:
+        size = getattr(config, "image_size", IMAGE_SIZE)  # convolutional networks name none
+        sides = size if isinstance(size, list | tuple) else (size, size)
+        return torch.zeros(2, config.num_channels, *sides)
+    return {
+        "input_ids": torch.ones(2, TOKENS, dtype=torch.int64),
+        "attention_mask": torch.ones(2, TOKENS, dtype=torch.int64),
+    }
+
+
+def _asks_for_kernels(settings: Any) -> bool:
+    """Whether attention is named as hub/kernel, in the settings or in those of a part."""
+    if not isinstance(settings, Mapping):
+        return False
+    return any(
+        ("attn_implementation" in str(key) and "/" in str(value)) or _asks_for_kernels(value)
+        for key, value in settings.items()
+    )
+
+
+def _is_refused(key: str) -> bool:
+    return any(word in key for word in REFUSED)
+
+
+def _as_data(value: Any) -> Any:
+    """Settings as JSON has them: tuples as lists, dtypes by name, whole-number keys as text."""
+    if isinstance(value, Mapping):
+        return {str(key): _as_data(part) for key, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [_as_data(part) for part in value]
+    return str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else value
+
+
+LIBRARIES: dict[str, Callable[..., MultiExitModel]] = {
+    "timm": from_timm,
+    "torchvision": from_torchvision,
+    "transformers": from_transformers,
+}
+PRETRAINED: dict[str, dict[str, Any]] = {"timm": {"pretrained": True}, "torchvision": {"weights": "DEFAULT"}}
+
+
+def from_name(
+    network: str,
+    *,
+    num_classes: int | None = None,
+    pretrained: bool = False,
+    after: str | Sequence[str] = "auto",
+    head: str = "auto",
+    count: int = EXITS,
+    image_size: int | None = None,
+    arguments: Mapping[str, Any] | None = None,
+) -> MultiExitModel:
+    """The named network with exits; `arguments` are the network's own.
+
+    >>> from_name("zoo:msdnet_cifar", num_classes=10, arguments={"blocks": 2, "channels": 4}).exits
+    ('block 0', 'block 1')
+    """
+    library, _, name = network.partition(":")
+    given = {"num_classes": num_classes, "image_size": image_size} | dict(arguments or {})
+    if library in LIBRARIES and name:
+        given |= {"after": after, "head": head, "count": count} | (PRETRAINED.get(library, {}) if pretrained else {})
+        return LIBRARIES[library](name, **_given(given))
+    if library != "zoo" or name not in ZOO:
+        raise BadInput(
+            f"network {network!r}: write timm:NAME, torchvision:NAME, transformers:FOLDER, or zoo:NAME with NAME one of"
+            f" {', '.join(ZOO)}"
+        )
+    if after != "auto" or count != EXITS:
+        raise BadInput(f"the exits of {network} stand where its paper puts them: leave after and count out")
+    if head != "auto" and name not in NATIVE:
+        given["head"] = head
+    return ZOO[name](**_given(given))
+
+
+def _given(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in arguments.items() if value is not None}

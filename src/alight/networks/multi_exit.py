@@ -1,0 +1,232 @@
+"""A network with exits: stages in a chain, a head after each."""
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from alight.errors import BadInput
+from alight.networks.heads import Head
+
+Carried = tuple[Tensor, ...]  # what crosses a cut: the features that the head reads, then all else that is used later
+
+SEGMENTS = "token_type_ids"  # all 0 for single texts, as a network takes them to be where none are given
+
+
+@dataclass(frozen=True)
+class Normalisation:
+    """What was taken off every channel of an image in 0..1, and what the rest was divided by.
+
+    >>> Normalisation(mean=(0.5, 0.5, 0.5), std=(0.25, 0.25, 0.25)).mean
+    (0.5, 0.5, 0.5)
+    """
+
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+
+
+class MultiExitModel(nn.Module):
+    """A backbone cut into stages, with a head after each.
+
+    A stage takes what is carried, one argument each, and gives a tuple: the features for its head first. A head takes
+    the features, or all that is carried if it says `reads_everything = True`, and gives logits.
+
+    >>> model = MultiExitModel([nn.Linear(4, 8), nn.Linear(8, 8)], [nn.Linear(8, 3), nn.Linear(8, 3)])
+    >>> [tuple(logits.shape) for logits in model(torch.zeros(5, 4))]
+    [(5, 3), (5, 3)]
+    """
+
+    exits: tuple[str, ...]  # their names, earliest first
+    input_names: tuple[str, ...]  # of a network whose input is a dict of tensors
+    num_classes: int | None
+    classes: tuple[str, ...]  # their names, where known
+    normalisation: Normalisation | None  # of the images that it was trained on
+    recipe: dict[str, Any]  # how to build the stages again, as plain data
+
+    def __init__(
+        self,
+        stages: Sequence[nn.Module],
+        heads: Sequence[nn.Module],
+        exits: Sequence[str] = (),
+        input_names: Sequence[str] = (),
+        *,
+        num_classes: int | None = None,
+        classes: Sequence[str] = (),
+        normalisation: Normalisation | None = None,
+        recipe: Mapping[str, Any] | None = None,
+    ) -> None:
+        super().__init__()
+        if not stages or len(stages) != len(heads):
+            raise BadInput(f"{len(stages)} stages and {len(heads)} heads: give one stage and one head per exit")
+        if exits and len(exits) != len(stages):
+            raise BadInput(f"{len(exits)} names for {len(stages)} exits: give one name per exit")
+        if classes and num_classes not in (None, len(classes)):
+            raise BadInput(f"{len(classes)} names for {num_classes} classes: give one name per class")
+        self.stages, self.heads = nn.ModuleList(stages), nn.ModuleList(heads)
+        self.exits = tuple(exits) or tuple(f"exit {index}" for index in range(len(stages)))
+        self.input_names = tuple(input_names)
+        self.num_classes = num_classes or len(classes) or None
+        self.classes = tuple(classes)
+        self.normalisation = normalisation
+        self.recipe = dict(recipe or {"source": "stages"})
+
+    @classmethod
+    def from_outputs(cls, network: nn.Module, example: Any, exits: Sequence[str] = ()) -> "MultiExitModel":
+        """A network whose `forward` gives several logits, cut so that each can be had without the later ones."""
+        from alight.cutting.multi_output import split_outputs  # which builds on this module
+
+        stages, heads = split_outputs(network, example)
+        model = cls(
+            stages, heads, exits, input_names(example), recipe={"source": "outputs", "example": describe(example)}
+        )
+        shapes = [tuple(logits.shape[1:]) for logits in model.try_out(example)]
+        if len(set(shapes)) > 1 or len(shapes[0]) != 1:
+            raise BadInput(f"the outputs have shapes {shapes} per sample: every exit must give one logit per class")
+        model.num_classes = shapes[0][0]
+        return model
+
+    @classmethod
+    def cascade(cls, models: Sequence[nn.Module], exits: Sequence[str] = (), example: Any = None) -> "MultiExitModel":
+        """Separate networks from cheap to dear: a sample that does not leave after one is given to the next.
+
+        >>> model = MultiExitModel.cascade([nn.Linear(4, 3), nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 3))])
+        >>> [tuple(logits.shape) for logits in model(torch.zeros(5, 4))]
+        [(5, 3), (5, 3)]
+        """
+        names = input_names(example)
+        stages = [CascadeStage(network, first=index == 0, input_names=names) for index, network in enumerate(models)]
+        model = cls(stages, [nn.Identity() for _ in stages], exits, names, recipe={"source": "cascade"})
+        if example is not None:
+            widths = [logits.shape[-1] for logits in model.try_out(example)]
+            if len(set(widths)) > 1:
+                raise BadInput(f"the networks know {widths} classes: every one must know the same")
+            model.num_classes = widths[0]
+            model.recipe["example"] = describe(example)
+        return model
+
+    @property
+    def num_exits(self) -> int:
+        """Number of exits."""
+        return len(self.stages)
+
+    def forward(self, inputs: Any) -> list[Tensor]:
+        """Logits of every exit, earliest first."""
+        logits, carried = [], self.admit(inputs)
+        for stage, head in zip(self.stages, self.heads, strict=True):
+            carried = advance(stage, carried)
+            logits.append(read(head, carried))
+        return logits
+
+    def admit(self, inputs: Any) -> Carried:
+        """A batch as the first stage takes it: a tensor, several, or a dict of them by name."""
+        if isinstance(inputs, tuple):
+            return inputs
+        if isinstance(inputs, Tensor):
+            return (inputs,)
+        if isinstance(inputs, Mapping):
+            missing = [name for name in self.input_names if name not in inputs]
+            if missing or not self.input_names:
+                raise BadInput(f"the batch has {sorted(inputs)}, the network takes {list(self.input_names)}")
+            if SEGMENTS in inputs and SEGMENTS not in self.input_names and bool(inputs[SEGMENTS].any()):
+                raise BadInput(f"the batch has pairs of texts ({SEGMENTS}): attach heads with an example that has them")
+            return tuple(inputs[name] for name in self.input_names)
+        return tuple(inputs) if isinstance(inputs, list) else (inputs,)
+
+    def try_out(self, example: Any) -> list[Tensor]:
+        """Logits of every exit in evaluation, without gradient, whatever mode the network is in."""
+        with evaluating(self):
+            logits: list[Tensor] = self(example)
+        return logits
+
+    def save(self, folder: str | os.PathLike[str]) -> Path:
+        """The folder, once weights and description are in it: what `load_model` reads."""
+        from alight.networks.store import save_model  # which builds on this module
+
+        return save_model(self, folder)
+
+
+class CascadeStage(nn.Module):
+    """One network of a cascade: gives its logits, and hands on the inputs."""
+
+    def __init__(self, network: nn.Module, *, first: bool, input_names: Sequence[str] = ()) -> None:
+        super().__init__()
+        self.network, self.first, self.input_names = network, first, tuple(input_names)
+
+    def forward(self, *carried: Tensor) -> Carried:
+        """The logits, then the inputs."""
+        inputs = carried if self.first else carried[1:]
+        if self.input_names:
+            given = self.network(**dict(zip(self.input_names, inputs, strict=True)))
+        else:
+            given = self.network(*inputs)
+        return (getattr(given, "logits", given), *inputs)  # transformers give an object that has logits
+
+
+def advance(stage: nn.Module, carried: Carried) -> Carried:
+    """What a stage makes of what is carried."""
+    made = stage(*carried)
+    return made if isinstance(made, tuple) else (made,)
+
+
+def read(head: nn.Module, carried: Carried) -> Tensor:
+    """The logits of a head."""
+    logits: Tensor = head(*carried) if getattr(head, "reads_everything", False) else head(carried[0])
+    return logits
+
+
+@contextmanager
+def evaluating(module: nn.Module) -> Iterator[None]:
+    """Evaluation without gradient; afterwards every part is in the mode that it was in."""
+    modes = {part: part.training for part in module.modules()}
+    module.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for part, mode in modes.items():
+            part.training = mode
+
+
+def head_settings(head: nn.Module) -> dict[str, Any]:
+    """A head as plain data: one of alight's by name and arguments, another by its type."""
+    if isinstance(head, Head):
+        return {"head": head.name, **head.settings}
+    return {"type": f"{type(head).__module__}.{type(head).__qualname__}"}
+
+
+def structure(model: MultiExitModel) -> dict[str, Any]:
+    """What a network is besides its weights, as plain data."""
+    return {
+        "exits": list(model.exits),
+        "heads": [head_settings(head) for head in model.heads],
+        "input_names": list(model.input_names),
+        "normalisation": model.normalisation and asdict(model.normalisation),
+    }
+
+
+def describe(example: Any) -> dict[str, Any]:
+    """Shapes and dtypes of an example as plain data: of a tensor, of several in a list, or by name."""
+    if isinstance(example, Mapping):
+        return {name: describe(part) for name, part in example.items()}
+    if isinstance(example, list | tuple):
+        return {"several": [describe(part) for part in example]}
+    return {"shape": list(example.shape), "dtype": str(example.dtype).removeprefix("torch.")}
+
+
+def described_example(described: Mapping[str, Any]) -> Any:
+    """An example of the described shapes: ones, which are tokens, masks and numbers alike."""
+    if "several" in described:
+        return tuple(described_example(part) for part in described["several"])
+    if isinstance(described.get("shape"), list):
+        return torch.ones(described["shape"], dtype=getattr(torch, described["dtype"]))
+    return {name: described_example(part) for name, part in described.items()}
+
+
+def input_names(example: Any) -> tuple[str, ...]:
+    """Names of the inputs of an example that is a dict; none of any other."""
+    return tuple(example) if isinstance(example, Mapping) else ()

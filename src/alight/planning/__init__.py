@@ -1,0 +1,1 @@
+"""Does early exit pay on this machine? Timing, tuning and plans."""

@@ -1,1 +1,0 @@
-"""Tensors flow: recording what the heads say, and predicting under a budget."""

@@ -1,0 +1,1 @@
+"""Weights change: heads and backbones are trained."""

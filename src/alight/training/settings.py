@@ -1,0 +1,223 @@
+"""How to train: everything that makes one training another than the next."""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from math import cos, pi
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, AdamW, Optimizer
+
+from alight.errors import BadInput
+from alight.networks.multi_exit import Carried, MultiExitModel, advance, read
+from alight.training.losses import rescale_gradients
+
+MODES = ("frozen", "joint", "mixed")
+PRECISIONS = {None: None, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What makes one training another than the next."""
+
+    mode: str
+    epochs: int
+    backbone_epochs: int
+    optimizer: str
+    learning_rate: float
+    weight_decay: float
+    momentum: float
+    nesterov: bool
+    schedule: str | None
+    loss_weights: tuple[float, ...]
+    distill: float
+    temperature: float
+    rescale_gradients: bool
+    amp: str | None
+    channels_last: bool
+    clip: float | None
+    ema: float | None
+    seed: int
+
+    def __post_init__(self) -> None:
+        choices = {"mode": MODES, "optimizer": OPTIMIZERS, "schedule": SCHEDULES, "amp": PRECISIONS}
+        for name, known in choices.items():
+            if getattr(self, name) not in known:
+                raise BadInput(f"{name} {getattr(self, name)!r} is none of {', '.join(map(repr, known))}")
+        bounds = {
+            "epochs": (type(self.epochs) is int and self.epochs >= 1, "a whole number, at least 1"),
+            "learning_rate": (self.learning_rate > 0, "above 0"),
+            "weight_decay": (self.weight_decay >= 0, "at least 0"),
+            "momentum": (0 <= self.momentum < 1, "from 0 to below 1"),
+            "distill": (0 <= self.distill <= 1, "a share from 0 to 1"),
+            "temperature": (self.temperature > 0, "above 0"),
+            "clip": (self.clip is None or self.clip > 0, "above 0, or None"),
+            "ema": (self.ema is None or 0 < self.ema < 1, "between 0 and 1, or None"),
+            "seed": (self.seed >= 0, "at least 0"),
+            "loss_weights": (min(self.loss_weights) >= 0 < max(self.loss_weights), "none below 0 and some above"),
+            "backbone_epochs": (0 <= self.backbone_epochs < self.epochs, f"from 0 to below epochs, {self.epochs}"),
+        }
+        for name, (holds, bound) in bounds.items():
+            if not holds:
+                raise BadInput(f"{name} {getattr(self, name)} is out of bounds: give {bound}")
+        if self.mode == "mixed" and self.loss_weights[-1] == 0:
+            raise BadInput("mixed training starts with the last exit, whose loss weight is 0: give it some")
+        if self.nesterov and (self.optimizer != "sgd" or self.momentum == 0):
+            raise BadInput("nesterov is a kind of SGD's momentum: use optimizer='sgd' with some, or leave it out")
+        if self.rescale_gradients and self.mode == "frozen":
+            raise BadInput("rescale_gradients changes nothing in a frozen backbone: leave it out, or use mode='joint'")
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What a checkpoint must agree with; the number of epochs only where the learning rate depends on it."""
+        told = asdict(self) | {"loss_weights": list(self.loss_weights)}
+        if self.schedule is None:
+            del told["epochs"]
+        return told
+
+
+class _Heads(nn.Module):
+    """All heads, on features that were made before."""
+
+    def __init__(self, model: MultiExitModel) -> None:
+        super().__init__()
+        self.heads = model.heads
+
+    def forward(self, features: Sequence[Carried]) -> dict[int, Tensor]:
+        """Logits by exit."""
+        return {index: read(head, features[index]) for index, head in enumerate(self.heads)}
+
+
+class _LastExit(nn.Module):
+    """The backbone as it was before it had exits."""
+
+    def __init__(self, model: MultiExitModel) -> None:
+        super().__init__()
+        self.stages, self.head = model.stages, model.heads[-1]
+
+    def forward(self, carried: Carried) -> dict[int, Tensor]:
+        """Logits by exit: of the last alone."""
+        for stage in self.stages:
+            carried = advance(stage, carried)
+        return {len(self.stages) - 1: read(self.head, carried)}
+
+
+class _EveryExit(nn.Module):
+    """The whole network, its gradients rescaled where exits branch off if wanted."""
+
+    def __init__(self, model: MultiExitModel, rescale: bool) -> None:
+        super().__init__()
+        self.stages, self.heads, self._rescale = model.stages, model.heads, rescale
+
+    def forward(self, carried: Carried) -> dict[int, Tensor]:
+        """Logits by exit."""
+        logits = {}
+        for index, (stage, head) in enumerate(zip(self.stages, self.heads, strict=True)):
+            carried = advance(stage, carried)
+            share = 1 / (len(self.stages) - index)  # of all exits from here on
+            logits[index] = read(head, rescale_gradients(carried, share) if self._rescale else carried)
+            carried = rescale_gradients(carried, 1 - share) if self._rescale else carried
+        return logits
+
+
+@dataclass(frozen=True)
+class Phase:
+    """Epochs in which the same part of the network is trained."""
+
+    start: int
+    stop: int
+    module: nn.Module
+    frozen: bool = False
+
+
+def phases(model: MultiExitModel, settings: Settings) -> list[Phase]:
+    """The phases of a training, first to last."""
+    first, last = settings.backbone_epochs, settings.epochs
+    if settings.mode == "frozen":
+        return [Phase(0, last, _Heads(model), frozen=True)]
+    whole = Phase(first, last, _EveryExit(model, settings.rescale_gradients))
+    return [Phase(0, first, _LastExit(model)), whole] if first else [whole]
+
+
+OPTIMIZERS = {"adamw": 1e-3, "sgd": 3e-2}  # with the learning rate that is taken where none is given
+WARM_UP = 0.3  # share of the training in which a one-cycle schedule climbs
+FIRST, FINAL = 1 / 25, 1e-4 / 25  # of the peak, where a one-cycle schedule starts and ends (Smith and Topin 2018)
+
+
+def make_optimizer(
+    name: str,
+    parameters: Iterable[nn.Parameter],
+    learning_rate: float,
+    weight_decay: float,
+    momentum: float,
+    nesterov: bool = False,
+) -> Optimizer:
+    """The optimizer of this name."""
+    if name == "sgd":
+        return SGD(parameters, lr=learning_rate, weight_decay=weight_decay, momentum=momentum, nesterov=nesterov)
+    return AdamW(parameters, lr=learning_rate, weight_decay=weight_decay, betas=(momentum, 0.999))
+
+
+def _constant(_: float) -> float:
+    return 1.0
+
+
+def _cosine(done: float) -> float:
+    return 0.5 * (1 + cos(pi * done))
+
+
+def _one_cycle(done: float) -> float:
+    if done < WARM_UP:
+        return 1 - (1 - FIRST) * _cosine(done / WARM_UP)
+    return FINAL + (1 - FINAL) * _cosine((done - WARM_UP) / (1 - WARM_UP))
+
+
+SCHEDULES = {"cosine": _cosine, "onecycle": _one_cycle, None: _constant}
+
+
+def learning_rate_factor(schedule: str | None, done: float) -> float:
+    """By how much to multiply the learning rate once this share of the training is done.
+
+    >>> [round(learning_rate_factor("cosine", done), 2) for done in (0.0, 0.5, 1.0)]
+    [1.0, 0.5, 0.0]
+    """
+    return SCHEDULES[schedule](min(done, 1.0))
+
+
+class Average:
+    """The exponential moving average of a module's weights and statistics."""
+
+    def __init__(self, module: nn.Module, decay: float) -> None:
+        if not 0 < decay < 1:
+            raise BadInput(f"ema {decay:g} must lie inside (0, 1): 0.999 averages over the last thousand steps")
+        self._module, self._decay, self.steps = module, decay, 0
+        self.state = {name: tensor.detach().clone() for name, tensor in module.state_dict().items()}
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """Move towards the module's weights of now; at first quickly, so that the start is forgotten."""
+        self.steps += 1
+        decay = min(self._decay, (1 + self.steps) / (10 + self.steps))
+        for name, tensor in self._module.state_dict().items():
+            if tensor.is_floating_point():
+                self.state[name].lerp_(tensor, 1 - decay)
+            else:
+                self.state[name].copy_(tensor)
+
+    def load(self, state: Mapping[str, Tensor], steps: int) -> None:
+        """Take up an average where it was left."""
+        self.steps = steps
+        for name, tensor in state.items():
+            self.state[name].copy_(tensor)
+
+    @contextmanager
+    def worn(self) -> Iterator[None]:
+        """The module with averaged weights for a while."""
+        own = {name: tensor.detach().clone() for name, tensor in self._module.state_dict().items()}
+        self._module.load_state_dict(self.state)
+        try:
+            yield
+        finally:
+            self._module.load_state_dict(own)

@@ -1,0 +1,287 @@
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from alight.costing.energy import NvmlMeter, RaplMeter, meter_for
+from alight.costing.measure import head_overhead, measure_costs, time_stages
+from alight.costs import Costs
+from alight.errors import BadInput
+from alight.networks.multi_exit import MultiExitModel
+from alight.networks.zoo.convnext import ConvNeXt
+from alight.networks.zoo.resnet import ResNet
+
+FVCORE_RESNET18 = 556_705_792  # multiply-adds by fvcore 0.1.5 of ResNet-18 at 32 x 32: benchmarks/count_flops.py
+FVCORE_CONVNEXT_T = 4_470_399_744  # and of ConvNeXt-T at 224 x 224
+
+
+def plain(network: nn.Module) -> MultiExitModel:
+    """A network as one stage, so that its costs are the stage's."""
+    return MultiExitModel([network], [nn.Identity()])
+
+
+def flops(network: nn.Module, *shape: int) -> float:
+    return float(measure_costs(plain(network), torch.zeros(shape)).stages[0])
+
+
+def test_convolutions_count_as_by_hand():
+    assert flops(nn.Conv2d(3, 8, 3, padding=1), 1, 3, 10, 10) == 2 * 8 * 100 * 3 * 9
+    assert flops(nn.Conv2d(4, 8, 3, stride=2, groups=2), 1, 4, 11, 11) == 2 * 8 * 25 * 2 * 9
+    assert flops(nn.Conv2d(6, 6, 7, padding=3, groups=6), 1, 6, 14, 14) == 2 * 6 * 196 * 49
+    assert flops(nn.Conv1d(4, 5, 3), 1, 4, 12) == 2 * 5 * 10 * 4 * 3
+    assert flops(nn.ConvTranspose2d(4, 5, 2, stride=2), 1, 4, 6, 6) == 2 * 5 * 36 * 4 * 4
+
+
+def test_linear_layers_count_as_by_hand():
+    assert flops(nn.Linear(12, 7), 1, 12) == 2 * 12 * 7
+    assert flops(nn.Linear(12, 7, bias=False), 1, 5, 12) == 2 * 5 * 12 * 7
+
+
+class Attention(nn.Module):
+    def forward(self, tokens):
+        split = tokens.unflatten(-1, (4, 8)).transpose(1, 2)
+        return functional.scaled_dot_product_attention(split, split, split).flatten(1)
+
+
+def test_attention_counts_as_by_hand_fused_or_not():
+    tokens, width = 10, 32
+    inner = 2 * 2 * tokens * tokens * width  # queries with keys, then weights with values
+    projections = 2 * tokens * width * width * 4
+    assert flops(Attention(), 1, tokens, width) == inner
+
+    class Own(nn.MultiheadAttention):
+        def forward(self, x):
+            return super().forward(x, x, x)[0]
+
+    assert flops(Own(width, 4, batch_first=True), 1, tokens, width) == inner + projections
+    layer = nn.TransformerEncoderLayer(width, 4, 64, batch_first=True)
+    assert flops(layer, 1, tokens, width) == inner + projections + 2 * 2 * tokens * width * 64
+
+
+class Recurrent(nn.LSTM):
+    def forward(self, x):
+        return super().forward(x)[0]
+
+
+def test_recurrent_layers_count_as_by_hand():
+    assert flops(Recurrent(8, 16, batch_first=True), 1, 10, 8) == 2 * 10 * (8 + 16) * 4 * 16
+
+
+class Rounded(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("weight", torch.ones(32, 24, dtype=torch.int8))
+
+    def forward(self, x):
+        return torch._int_mm(x.to(torch.int8), self.weight).float()
+
+
+def test_whole_number_and_vector_products_count_as_by_hand():
+    assert flops(Rounded(), 20, 32) == 2 * 32 * 24
+    vector = torch.ones(6)
+
+    class Scored(nn.Module):
+        def forward(self, x):
+            return x @ vector
+
+    assert flops(Scored(), 4, 6) == 2 * 6
+
+
+def test_costs_are_per_sample_at_any_batch_size():
+    example = torch.zeros(3, 12)
+    for batch_size in (None, 1, 8):
+        assert measure_costs(plain(nn.Linear(12, 7)), example, batch_size=batch_size).stages == [2 * 12 * 7]
+
+
+def test_multiply_adds_are_half_the_flops():
+    model, example = plain(nn.Linear(12, 7)), torch.zeros(1, 12)
+    costs = measure_costs(model, example, unit="MACs")
+    assert costs.unit == "MACs"
+    assert costs.stages == measure_costs(model, example).stages / 2
+
+
+def test_counting_leaves_the_network_alone():
+    network = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(144, 5))
+    network[1].eval()
+    before = {name: tensor.clone() for name, tensor in network.state_dict().items()}
+    measure_costs(plain(network), torch.randn(2, 3, 8, 8))
+    assert network.training
+    assert not network[1].training
+    assert all(torch.equal(before[name], tensor) for name, tensor in network.state_dict().items())
+    assert all(parameter.device.type == "cpu" for parameter in network.parameters())
+
+
+@torch.library.custom_op("alight_tests::squared", mutates_args=())
+def squared(x: torch.Tensor) -> torch.Tensor:
+    return x @ x.mT
+
+
+@squared.register_fake
+def _(x):
+    return x.new_empty(*x.shape[:-1], x.shape[-2])
+
+
+@torch.library.custom_op("alight_tests::only_real", mutates_args=())
+def only_real(x: torch.Tensor) -> torch.Tensor:
+    return x @ x.mT
+
+
+class Calling(nn.Module):
+    def __init__(self, operation):
+        super().__init__()
+        self.linear, self.operation = nn.Linear(4, 4), operation
+
+    def forward(self, x):
+        return self.operation(self.linear(x))
+
+
+@pytest.mark.parametrize("operation", [squared, only_real], ids=["on meta", "on real tensors only"])
+def test_an_operation_without_a_formula_is_named(operation):
+    with pytest.warns(UserWarning, match=r"exit 'exit 0' runs alight_tests.\w+, which has no formula"):
+        costs = measure_costs(plain(Calling(operation)), torch.zeros(1, 3, 4))
+    assert costs.stages == [2 * 3 * 4 * 4]
+
+
+def test_fourier_transforms_and_distances_are_named():
+    for operation in (torch.fft.rfft, lambda x: torch.cdist(x, x), torch.linalg.svdvals):
+        with pytest.warns(UserWarning, match="no formula"):
+            measure_costs(plain(Calling(operation)), torch.zeros(1, 3, 4))
+
+
+class AsksForNumbers(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.linear(x) if x.sum().item() >= 0 else x
+
+
+def test_a_network_that_asks_for_numbers_is_counted_on_real_tensors():
+    assert flops(AsksForNumbers(), 1, 4) == 32
+
+
+def test_costs_are_twice_what_fvcore_counts():
+    with torch.device("meta"):
+        networks = ResNet(100), ConvNeXt((3, 3, 9, 3), (96, 192, 384, 768), 1000)
+    for network, size, counted in zip(networks, (32, 224), (FVCORE_RESNET18, FVCORE_CONVNEXT_T), strict=True):
+        assert flops(network, 1, 3, size, size) == pytest.approx(2 * counted, rel=0.01)
+
+
+def test_a_network_or_an_example_on_the_meta_device_will_do():
+    model, example = plain(nn.Linear(12, 7)), torch.zeros(3, 12, device="meta")
+    assert measure_costs(model, example, batch_size=2).stages == [2 * 12 * 7]
+    assert measure_costs(model.to("meta"), torch.zeros(3, 12)).stages == [2 * 12 * 7]
+
+
+def two_exits() -> MultiExitModel:
+    torch.manual_seed(0)
+    return MultiExitModel([nn.Linear(16, 256), nn.Linear(256, 256)], [nn.Linear(256, 3), nn.Identity()])
+
+
+def test_heads_stand_beside_their_stages():
+    costs = measure_costs(two_exits(), torch.zeros(1, 16))
+    assert costs.stages.tolist() == [2 * 16 * 256, 2 * 256 * 256]
+    assert costs.heads.tolist() == [2 * 256 * 3, 0]
+    assert head_overhead(costs) == pytest.approx(2 * 256 * 3 / (2 * 16 * 256 + 2 * 256 * 256))
+
+
+def test_one_exit_has_no_overhead():
+    assert head_overhead(Costs([5.0], [1.0])) == 0
+
+
+def test_milliseconds_are_medians_per_sample_with_their_quartiles():
+    timings = time_stages(two_exits(), torch.zeros(4, 16), batch_size=32, repeats=7, warmup=2)
+    assert timings.stages.shape == timings.heads.shape == (7, 2)
+    low, median, high = timings.stages_spread()
+    assert (low <= median).all()
+    assert (median <= high).all()
+    costs = timings.costs()
+    assert costs.unit == "ms"
+    np.testing.assert_allclose(costs.stages, np.median(timings.stages, axis=0) / 32)
+    assert costs.heads[1] == 0
+    assert "batch of 32" in str(timings)
+    assert "% of the plain network" in str(timings)
+
+
+def test_timed_costs_increase():
+    costs = measure_costs(two_exits(), torch.zeros(4, 16), unit="ms", repeats=5, warmup=1)
+    assert (np.diff(costs.cumulative()) > 0).all()
+
+
+def test_the_dtype_is_the_networks():
+    seen = []
+
+    class Watching(nn.Linear):
+        def forward(self, x):
+            seen.append((x.dtype, len(x)))
+            return super().forward(x)
+
+    model = plain(Watching(4, 4)).to(torch.bfloat16)
+    time_stages(model, torch.zeros(2, 4), batch_size=5, repeats=1, warmup=0)
+    assert seen == [(torch.bfloat16, 5)]
+
+
+def rapl(folder, counts, full=1000):
+    for index, count in enumerate(counts):
+        package = folder / f"intel-rapl:{index}"
+        (package / f"intel-rapl:{index}:0").mkdir(parents=True, exist_ok=True)
+        (package / "energy_uj").write_text(f"{count}\n")
+        (package / "max_energy_range_uj").write_text(f"{full}\n")
+
+
+def test_the_processors_meter_adds_packages_and_survives_a_counter_that_starts_again(tmp_path):
+    rapl(tmp_path, [100, 900])
+    meter = RaplMeter(tmp_path)
+    assert meter.joules() == 0
+    rapl(tmp_path, [150, 950])
+    assert meter.joules() == pytest.approx(100e-6)
+    rapl(tmp_path, [160, 20])
+    assert meter.joules() == pytest.approx((100 + 10 + 70) * 1e-6)
+
+
+def test_a_machine_without_a_meter_says_so(tmp_path):
+    with pytest.raises(BadInput, match=r"no energy counter .* measure unit='ms'"):
+        RaplMeter(tmp_path)
+    with pytest.raises(BadInput, match="no energy meter for meta"):
+        meter_for(torch.device("meta"))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_machine_without_a_gpu_says_so():
+    with pytest.raises(BadInput, match="cannot be read"):
+        NvmlMeter(torch.device("cuda"))
+
+
+def test_joules_come_from_the_meter(tmp_path, monkeypatch):
+    rapl(tmp_path, [0], full=10**12)
+    meter, reads = RaplMeter(tmp_path), iter(range(1, 100))
+
+    class Running(RaplMeter):
+        def joules(self):
+            rapl(tmp_path, [next(reads) * 10**6], full=10**12)
+            return super().joules()
+
+    meter.__class__ = Running
+    monkeypatch.setattr("alight.costing.measure.meter_for", lambda device: meter)
+    costs = measure_costs(two_exits(), torch.zeros(4, 16), unit="J", seconds=0.01, warmup=1)
+    assert costs.unit == "J"
+    assert (costs.stages > 0).all()
+    assert costs.heads[0] > 0
+    assert costs.heads[1] == 0
+
+
+def test_bad_input_is_refused():
+    model, example = two_exits(), torch.zeros(1, 16)
+    with pytest.raises(BadInput, match="no unit 'seconds'"):
+        measure_costs(model, example, unit="seconds")
+    with pytest.raises(BadInput, match="batch_size=0"):
+        measure_costs(model, example, batch_size=0)
+    with pytest.raises(BadInput, match="no samples"):
+        measure_costs(model, torch.zeros(0, 16))
+    with pytest.raises(BadInput, match="repeats=0"):
+        time_stages(model, example, repeats=0)
+    idle = MultiExitModel([nn.Linear(4, 4), nn.ReLU()], [nn.Linear(4, 2), nn.Identity()], exits=["a", "b"])
+    with pytest.raises(BadInput, match="between exit 'b' and the one before it is nothing that counts"):
+        measure_costs(idle, torch.zeros(1, 4))

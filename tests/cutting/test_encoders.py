@@ -1,0 +1,285 @@
+"""Text encoders are cut between layers, with the mask carried."""
+
+import copy
+
+import pytest
+import torch
+import transformers
+from torch import nn
+
+from alight.cutting.cut import cut
+from alight.cutting.placement import suggest_exits
+from alight.errors import BadInput
+
+SIZES = {"vocab_size": 60, "hidden_size": 16, "num_hidden_layers": 5, "num_attention_heads": 2, "intermediate_size": 32}
+DISTILLED = {"vocab_size": 60, "dim": 16, "n_layers": 5, "n_heads": 2, "hidden_dim": 32}
+ENCODERS = {
+    "bert.encoder.layer": lambda: transformers.BertForSequenceClassification(transformers.BertConfig(**SIZES)),
+    "roberta.encoder.layer": lambda: transformers.RobertaForSequenceClassification(transformers.RobertaConfig(**SIZES)),
+    "electra.encoder.layer": lambda: transformers.ElectraForSequenceClassification(transformers.ElectraConfig(**SIZES)),
+    "distilbert.transformer.layer": lambda: transformers.DistilBertForSequenceClassification(
+        transformers.DistilBertConfig(**DISTILLED)
+    ),
+    "mpnet.encoder.layer": lambda: transformers.MPNetForSequenceClassification(transformers.MPNetConfig(**SIZES)),
+}
+TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+TRACED = {  # need no cutter: the layers, and how the configuration is made
+    "transformer.h": lambda: transformers.GPT2Config(
+        vocab_size=60, n_embd=16, n_layer=3, n_head=2, n_positions=16, **TOKENS
+    ),
+    "model.layers": lambda: transformers.Qwen2Config(**SIZES, num_key_value_heads=2, **TOKENS),
+    "modernbert": lambda: transformers.ModernBertConfig(**SIZES, cls_token_id=1, sep_token_id=2, **TOKENS),
+}
+
+
+@pytest.fixture(params=ENCODERS)
+def encoder(request):
+    torch.manual_seed(0)
+    return ENCODERS[request.param]().eval(), request.param
+
+
+def texts(count, length=9):
+    dice = torch.Generator().manual_seed(count)
+    mask = (torch.arange(length) < torch.randint(3, length + 1, (count, 1), generator=dice)).long()
+    return {"input_ids": torch.randint(5, 60, (count, length), generator=dice) * mask, "attention_mask": mask}
+
+
+def chained(stages, batch):
+    carried = tuple(batch.values())
+    for stage in stages:
+        carried = stage(*carried)
+    return carried
+
+
+def names(layers, *indices):
+    return [f"{layers}.{index}" for index in indices]
+
+
+def test_the_chain_gives_the_logits_of_the_encoder_bit_by_bit(encoder):
+    model, layers = encoder
+    stages = cut(model, names(layers, 0, 2, 3), texts(2))
+    for batch in (texts(1), texts(5), texts(5, length=4)):
+        assert torch.equal(chained(stages, batch), model(**batch).logits)
+
+
+def test_layers_are_called_straight_where_that_gives_the_same(encoder):
+    model, layers = encoder
+    stages = cut(model, names(layers, 0, 2), texts(2))
+    assert [stage.straight for stage in stages] == [not layers.startswith("mpnet")] * 3  # its layers take more
+    for stage in stages[1:] if stages[0].straight else ():
+        stage.straight = False  # by way of the network it is the same
+        batch = texts(5)
+        assert torch.equal(chained(stages, batch), model(**batch).logits)
+
+
+def test_what_attention_sees_of_a_mask_is_made_once(encoder):
+    model, layers = encoder
+    first, *others = cut(model, names(layers, 0, 2), texts(2))
+    for batch in (texts(5), {**texts(5), "attention_mask": torch.ones(5, 9, dtype=torch.long)}):
+        expected = model(**batch).logits
+        hidden, mask = first(*batch.values())
+        mask[:, 1:] = 0  # no stage behind the first looks at it again
+        found = chained(others, {"hidden": hidden, "mask": mask})
+        assert torch.equal(found, expected) == first.straight
+
+
+def test_a_mask_that_was_changed_in_place_counts(encoder):
+    model, layers = encoder
+    stages, batch = cut(model, names(layers, 0, 2), texts(2)), texts(3)
+    chained(stages, batch)
+    batch["attention_mask"][:, 2:] = 0
+    assert torch.equal(chained(stages, batch), model(**batch).logits)
+
+
+def test_hidden_states_and_the_mask_are_carried_and_can_be_compacted(encoder):
+    model, layers = encoder
+    *early, last = cut(model, names(layers, 1, 4), texts(2))
+    carried, kept = tuple(texts(5).values()), [4, 1]
+    for stage in early:
+        carried = stage(*carried)
+    hidden, mask = carried
+    assert hidden.shape == (5, 9, 16)
+    assert torch.equal(mask, texts(5)["attention_mask"])
+    expected = model(**{name: tensor[kept] for name, tensor in texts(5).items()}).logits
+    torch.testing.assert_close(last(hidden[kept], mask[kept]), expected)
+
+
+def test_without_a_mask_every_token_counts(encoder):
+    model, layers = encoder
+    ids = texts(3)["input_ids"].clamp(min=5)
+    first, last = cut(model, names(layers, 2), ids)
+    hidden, mask = first(ids)
+    assert mask.all()
+    assert mask.shape == hidden.shape[:2]
+    assert torch.equal(last(hidden, mask), model(ids).logits)
+
+
+def test_stages_share_parameters_under_the_names_they_have_in_the_encoder(encoder):
+    model, layers = encoder
+    stages = cut(model, names(layers, 0, 2), texts(2))
+    theirs = model.state_dict(keep_vars=True)
+    held = [name for stage in stages for name in stage.state_dict()]
+    assert set(held) == set(theirs)  # a table of positions may be in several
+    for stage in stages:
+        assert all(tensor is theirs[name] for name, tensor in stage.state_dict(keep_vars=True).items())
+
+
+def test_gradients_through_the_chain_are_those_of_the_encoder(encoder):
+    model, layers = encoder
+    stages = cut(model, names(layers, 1, 3), texts(2))
+    expected, found = (
+        torch.autograd.grad(run().square().sum(), list(model.parameters()))
+        for run in (lambda: model(**texts(5)).logits, lambda: chained(stages, texts(5)))
+    )
+    torch.testing.assert_close(found, expected)
+
+
+def test_modes_dtypes_and_copies_are_those_of_the_encoder(encoder):
+    model, layers = encoder
+    stages = nn.ModuleList(cut(model, names(layers, 1, 3), texts(2)))
+    copied = copy.deepcopy(stages)
+    stages.train()
+    assert model.get_submodule(layers)[0].training
+    stages.eval().double()
+    assert torch.equal(chained(stages, texts(5)), model.double()(**texts(5)).logits)
+    assert next(copied.parameters()).dtype == torch.float32
+
+
+def test_exits_are_suggested_at_even_layers(encoder):
+    model, layers = encoder
+    assert suggest_exits(model, texts(2), count=4) == names(layers, 0, 1, 2, 3)
+
+
+def test_layers_alone_can_be_named_and_in_order(encoder):
+    model, layers = encoder
+    with pytest.raises(BadInput, match=f"is no layer of this encoder: name layers, {layers}.0 to {layers}.4"):
+        cut(model, [layers.rpartition(".")[0]], texts(2))
+    with pytest.raises(BadInput, match="out of order"):
+        cut(model, names(layers, 2, 1), texts(2))
+    with pytest.raises(BadInput, match="give at least 'input_ids'"):
+        cut(model, names(layers, 2), {"inputs_embeds": torch.zeros(1, 3, 16)})
+
+
+def test_vision_transformers_of_hugging_face_need_no_cutter():
+    sizes = {name: SIZES[name] for name in SIZES if name != "vocab_size"}
+    config = transformers.ViTConfig(image_size=32, patch_size=8, **sizes)
+    model = transformers.ViTForImageClassification(config).eval()
+    images = torch.randn(5, 3, 32, 32)
+    after = suggest_exits(model, images[:1], count=3)
+    for example in (images[:1], {"pixel_values": images[:1]}):
+        stages = cut(model, after, example)
+        assert torch.equal(chained(stages, {"pixel_values": images}), model(images).logits)
+
+
+@pytest.fixture(params=[(name, way) for name in TRACED for way in ("sdpa", "eager")])
+def traced(request):
+    """A text classifier without a cutter, and names of two of its layers."""
+    torch.manual_seed(0)
+    name, way = request.param
+    config = TRACED[name]()
+    config._attn_implementation = way
+    model = transformers.AutoModelForSequenceClassification.from_config(config).eval()
+    return model, names("model.layers" if name == "modernbert" else name, 0, 1)
+
+
+def test_text_classifiers_without_a_cutter_are_cut_bit_by_bit_with_padding(traced):
+    model, after = traced
+    stages = cut(model, after, texts(2))
+    with torch.no_grad():
+        for batch in (texts(1), texts(5), texts(8)):
+            found, as_called = chained(stages, batch), model(**batch).logits
+            assert torch.equal(found, without_cache(model, batch))
+            torch.testing.assert_close(found, as_called)  # a cache copies keys, and kernels may round by layout
+
+
+def without_cache(model, batch):
+    """Logits of a text decoder that keeps no keys and values: those of a stage have the same memory layout."""
+    caches = {"use_cache": False} if getattr(model.config, "use_cache", False) else {}
+    return model(**batch, **caches).logits
+
+
+def test_the_mask_is_carried_second_wherever_one_is_given(traced):
+    model, after = traced
+    first, second, last = cut(model, after, texts(2))
+    carried, kept = first(*texts(5).values()), [4, 1]
+    assert carried[0].shape == (5, 9, 16)
+    assert torch.equal(carried[1], texts(5)["attention_mask"])
+    assert all(len(tensor) == 5 for tensor in carried)
+    carried = second(*(tensor[kept] for tensor in carried))
+    assert torch.equal(carried[1], texts(5)["attention_mask"][kept])
+    expected = model(**{name: tensor[kept] for name, tensor in texts(5).items()}).logits
+    torch.testing.assert_close(last(*carried), expected)
+
+
+def test_cutting_leaves_the_settings_of_a_text_classifier_alone(traced):
+    model, after = traced
+    caching, is_tracing = getattr(model.config, "use_cache", None), transformers.masking_utils.is_tracing
+    cut(model, after, texts(2))
+    assert getattr(model.config, "use_cache", None) is caching
+    assert transformers.masking_utils.is_tracing is is_tracing
+
+
+def test_exits_are_suggested_at_layers_of_text_classifiers_without_a_cutter(traced):
+    model, after = traced
+    layers = after[0].rpartition(".")[0]
+    assert all(name.rpartition(".")[0] == layers for name in suggest_exits(model, texts(2), count=2))
+
+
+def test_texts_of_another_length_are_refused_in_words_where_the_code_fixes_it(traced):
+    model, after = traced
+    stages = cut(model, after, texts(2))
+    with pytest.raises(BadInput, match=r"texts of 4 tokens, and the network was cut for 9.*pad every batch to 9"):
+        chained(copy.deepcopy(stages), texts(5, length=4))
+
+
+class Bag(nn.Module):
+    """Layers on every token and the mean of those that the mask keeps."""
+
+    def __init__(self):
+        super().__init__()
+        self.words, self.one, self.two, self.fc = nn.Embedding(60, 8), nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 3)
+
+    def forward(self, input_ids, attention_mask):
+        tokens = self.two(self.one(self.words(input_ids)).relu())
+        return self.fc((tokens * attention_mask.unsqueeze(-1)).mean(1))
+
+
+def test_a_network_free_of_the_length_stays_free():
+    model = Bag().eval()
+    stages = cut(model, ["one"], texts(2))
+    with torch.no_grad():
+        assert torch.equal(chained(stages, texts(5, length=4)), model(**texts(5, length=4)))
+
+
+class BatchSecond(Bag):
+    """Tokens first and batch second."""
+
+    def forward(self, input_ids, attention_mask):
+        tokens = self.two(self.one(self.words(input_ids.T)).relu())
+        return self.fc((tokens * attention_mask.T.unsqueeze(-1)).mean(0))
+
+
+def test_the_mask_is_carried_where_tokens_come_before_the_batch_too():
+    model = BatchSecond().eval()
+    first, last = cut(model, ["one"], texts(2))
+    hidden, mask, *rest = first(*texts(5).values())
+    assert hidden.shape == (5, 9, 8)
+    assert torch.equal(mask, texts(5)["attention_mask"])
+    assert torch.equal(last(hidden, mask, *rest), model(**texts(5)))
+
+
+def test_layers_that_are_shared_are_refused_in_words():
+    config = transformers.AlbertConfig(**SIZES, embedding_size=8, **TOKENS)
+    model = transformers.AutoModelForSequenceClassification.from_config(config).eval()
+    with pytest.raises(BadInput, match="is called 5 times in a forward pass: cut after one called once"):
+        cut(model, ["albert.encoder.albert_layer_groups.0"], texts(2))
+    (first, last) = cut(model, ["albert.embeddings"], texts(2))
+    assert torch.equal(chained([first, last], texts(5)), model(**texts(5)).logits)
+
+
+def test_a_network_that_fails_on_the_example_says_where_and_what_to_do():
+    config = transformers.GPT2Config(vocab_size=60, n_embd=16, n_layer=3, n_head=2, n_positions=4, **TOKENS)
+    model = transformers.AutoModelForSequenceClassification.from_config(config).eval()
+    for attempt in (lambda: cut(model, names("transformer.h", 0), texts(2)), lambda: suggest_exits(model, texts(2), 1)):
+        with pytest.raises(BadInput, match=r"fails on the example with \w+Error: .*modeling_gpt2.py:.*register_cutter"):
+            attempt()

@@ -1,0 +1,121 @@
+"""Exits are suggested at even shares of the cost, at block ends where the network can be cut."""
+
+from itertools import pairwise
+
+import pytest
+import timm
+import torch
+import torchvision
+from torch import nn
+
+from alight.cutting.cut import cut
+from alight.cutting.placement import Place, places, suggest_exits
+from alight.errors import BadInput
+
+IMAGE = torch.randn(1, 3, 32, 32, generator=torch.Generator().manual_seed(0))
+
+
+def test_equal_blocks_are_shared_out_evenly():
+    blocks = [nn.Sequential(nn.Linear(8, 8), nn.ReLU()) for _ in range(12)]
+    assert suggest_exits(nn.Sequential(*blocks), torch.zeros(1, 8), count=3) == ["2", "5", "8"]
+    assert suggest_exits(nn.Sequential(*blocks), torch.zeros(1, 8), count=2) == ["3", "7"]
+
+
+def test_dear_blocks_weigh_more():
+    sizes = [(8, 64), (64, 64), (64, 8), (8, 8), (8, 8), (8, 8)]
+    blocks = [nn.Sequential(nn.Linear(*size), nn.ReLU()) for size in sizes]
+    assert suggest_exits(nn.Sequential(*blocks), torch.zeros(1, 8), count=1) == ["1"]
+
+
+@pytest.mark.parametrize(
+    ("network", "expected"),
+    [
+        (lambda: torchvision.models.resnet18(), ["layer1.0", "layer2", "layer3"]),
+        (lambda: torchvision.models.convnext_tiny(), ["features.3.0", "features.5.2", "features.5.7"]),
+        (lambda: timm.create_model("vit_tiny_patch16_224", img_size=32), ["blocks.2", "blocks.5", "blocks.8"]),
+    ],
+)
+def test_suggestions_are_block_ends(network, expected):
+    assert suggest_exits(network(), IMAGE, count=3) == expected
+
+
+@pytest.mark.parametrize("name", ["mobilenet_v3_small", "efficientnet_b0", "vgg11"])
+def test_wherever_an_exit_is_suggested_the_network_can_be_cut(name):
+    network = torchvision.models.get_model(name, num_classes=3).eval()
+    names = suggest_exits(network, IMAGE, count=5)
+    assert len(cut(network, names, IMAGE)) == 6
+
+
+def test_exits_keep_apart_where_they_can():
+    network = timm.create_model("mobilevit_xxs", num_classes=3)
+    image = torch.randn(1, 3, 64, 64)
+    shares = {place.name: place.share for place in places(network, image, 3)}
+    chosen = [shares[name] for name in suggest_exits(network, image, count=3)]
+    assert all(later - earlier >= 0.25 / 3 for earlier, later in pairwise(chosen))
+
+
+def test_places_too_near_to_each_other_are_still_used_where_there_are_no_others():
+    blocks = [nn.Sequential(nn.Linear(4, 4), nn.ReLU()) for _ in range(3)]
+    network = nn.Sequential(*blocks, nn.Sequential(nn.Linear(4, 400), nn.Linear(400, 3)))
+    assert suggest_exits(network, torch.zeros(1, 4), count=3) == ["0", "1", "2"]
+
+
+def test_shares_grow_and_end_before_the_network_does():
+    found = places(torchvision.models.resnet18(), IMAGE, 3)
+    shares = [place.share for place in found]
+    assert shares == sorted(set(shares))
+    assert shares[0] > 0
+    assert shares[-1] < 1
+    assert all(place.alive == 1 for place in found if isinstance(place, Place))
+
+
+def test_attention_is_counted():
+    network = timm.create_model("vit_tiny_patch16_224", img_size=64, depth=2, embed_dim=12)
+    first, *_ = [place for place in places(network, torch.zeros(1, 3, 64, 64), 1) if place.name == "blocks.0"]
+    tokens, width = 17, 12
+    linear = 2 * tokens * (3 + 1 + 4 + 4) * width * width
+    block = linear + 2 * 2 * tokens * tokens * width  # queries by keys, and weights by values
+    patches = 2 * 16 * 3 * 16 * 16 * width
+    assert first.share == pytest.approx((patches + block) / (patches + 2 * block + 2 * width * 1000), rel=1e-6)
+
+
+def test_suggesting_leaves_the_network_as_it_was():
+    network = torchvision.models.resnet18(num_classes=3).train()
+    before = {name: tensor.clone() for name, tensor in network.state_dict().items()}
+    suggest_exits(network, IMAGE, count=2)
+    assert network.training
+    assert all(weight.requires_grad for weight in network.parameters())
+    assert all(torch.equal(tensor, before[name]) for name, tensor in network.state_dict().items())
+    assert not any(module._forward_hooks for module in network.modules())
+
+
+class ReadsContent(nn.Module):
+    """Blocks between which the content of the input decides."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.ReLU()) for _ in range(4))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+            if x.sum() > 100:
+                x = -x
+        return x
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_where_nothing_can_be_cut_the_line_in_the_way_and_the_remedy_are_said(wrapped):
+    network = nn.Sequential(ReadsContent()) if wrapped else ReadsContent()
+    with pytest.raises(
+        BadInput, match=r"content of a tensor .*test_places\.py:\d+ in forward: if x\.sum.*register_cutter"
+    ):
+        suggest_exits(network, torch.zeros(1, 4), count=2)
+
+
+def test_too_many_or_no_exits_are_refused():
+    network = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 3))
+    with pytest.raises(BadInput, match="1 places found to cut a Sequential and 9 asked for: ask for fewer"):
+        suggest_exits(network, torch.zeros(1, 4), count=9)
+    with pytest.raises(BadInput, match="0 exits: ask for at least one"):
+        suggest_exits(network, torch.zeros(1, 4), count=0)

@@ -1,0 +1,333 @@
+"""Laws of stages, on small networks that each do one awkward thing."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+import torchvision
+from torch import nn
+from torch.nn import functional
+
+from alight.cutting.cut import cut
+from alight.cutting.stages import Stage
+from alight.errors import BadInput
+
+
+class Chain(nn.Module):
+    """Three blocks and a classifier; what differs is `forward`."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second, self.third = (nn.Sequential(nn.Linear(4, 4), nn.ReLU()) for _ in range(3))
+        self.fc = nn.Linear(4, 3)
+        self.bias = nn.Parameter(torch.randn(4))
+        self.register_buffer("scale", torch.randn(4))
+        self.drop = nn.Dropout(0.5)
+
+    def forward(self, x):
+        return self.fc(self.third(self.second(self.first(x))))
+
+
+class Skips(Chain):
+    def forward(self, x):
+        early = self.first(x)
+        late = self.second(early)
+        return self.fc(self.third(late) + early * self.scale + x)
+
+
+class UsesConstants(Chain):
+    """A table made of the batch size, a parameter and a device, used on both sides of the cut."""
+
+    def forward(self, x):
+        table = torch.zeros(len(x), 4, dtype=x.dtype, device=x.device) + self.bias
+        table[:, 0] = self.bias[0] * 2
+        steps = torch.arange(4, device=x.device).to(x.dtype)
+        x = self.first(x) + table
+        x = self.second(x + steps)
+        return self.fc(self.third(x) + table * steps)
+
+
+class BatchSecond(Chain):
+    """Tokens first and batch second, as older transformers do."""
+
+    def forward(self, x):
+        x = x.unsqueeze(0).repeat(6, 1, 1) + torch.arange(6.0).to(x)[:, None, None]
+        return self.fc(self.third(self.second(self.first(x))).mean(0))
+
+
+class ManyRows(Chain):
+    """Every sample in several rows, as windows are."""
+
+    def forward(self, x):
+        x = torch.stack([x, x + 1], dim=1).flatten(0, 1)
+        x = self.third(self.second(self.first(x)))
+        return self.fc(x.view(-1, 2, 4).sum(1))
+
+
+class Writes(Chain):
+    def forward(self, x):
+        x = self.first(x).clone()
+        x += self.bias
+        other = x[:, :2]
+        other.mul_(2)
+        return self.fc(functional.relu_(self.second(x)) + x)
+
+
+class Branches(Chain):
+    def forward(self, x):
+        if x.shape[-1] > 2 and x.ndim == 2:
+            x = self.first(x)
+        rows, *_ = x.shape
+        for part in x:
+            assert part.shape == (4,)
+        return self.fc(self.third(self.second(x)).reshape(rows, -1))
+
+
+class FunctionalDropout(Chain):
+    def forward(self, x):
+        x = self.first(x)
+        x = functional.dropout(self.second(x), 0.5, self.training)
+        return self.fc(self.third(x) if self.training else self.third(x) * 1)
+
+
+class Containers(Chain):
+    """Dicts, tuples and optional arguments between modules."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = Pair(), Pair()
+
+    def forward(self, x, shift=None):
+        made = self.first({"x": x, "sum": x * 0})
+        made = self.second(made)
+        x = made["x"] if shift is None else made["x"] + shift
+        return self.fc(self.third(x + made["sum"]))
+
+
+class Pair(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, pair):
+        return {"x": self.linear(pair["x"]), "sum": pair["sum"] + pair["x"]}
+
+
+class SharedTable(Chain):
+    """A table that a module makes of no content, one for all samples, used on both sides of the cut."""
+
+    def __init__(self):
+        super().__init__()
+        self.positions = Positions()
+
+    def forward(self, x):
+        table = self.positions(x)
+        return self.fc(self.third(self.second(self.first(x) + table) - table) + table)
+
+
+class Positions(nn.Module):
+    def forward(self, x):
+        return torch.arange(x.shape[1]).to(x)[None] * torch.zeros_like(x[:1]).cos()
+
+
+AWKWARD = [
+    SharedTable, Chain, Skips, UsesConstants, BatchSecond, ManyRows, Writes, FunctionalDropout, Containers
+]  # fmt: skip
+
+
+def chained(stages, *batch):
+    for stage in stages:
+        batch = stage(*batch)
+    return batch
+
+
+def rows(count):
+    return torch.randn(count, 4, generator=torch.Generator().manual_seed(count))
+
+
+@pytest.mark.parametrize("kind", AWKWARD)
+def test_awkward_networks_are_cut_bit_by_bit(kind):
+    network = kind().eval()
+    stages = cut(network, ["first", "second"], rows(1))
+    for count in (1, 2, 5, 8):
+        assert torch.equal(chained(stages, rows(count)), network(rows(count)))
+
+
+@pytest.mark.parametrize("kind", AWKWARD)
+def test_every_carried_tensor_has_a_row_per_sample_and_can_be_compacted(kind):
+    network = kind().eval()
+    first, second, last = cut(network, ["first", "second"], rows(1))
+    carried = first(rows(6))
+    assert all(len(tensor) == 6 for tensor in carried)
+    carried = second(*(tensor[[5, 1, 3]] for tensor in carried))
+    kept = last(*(tensor[[2, 0]] for tensor in carried))
+    torch.testing.assert_close(kept, network(rows(6)[[3, 5]]))
+
+
+@pytest.mark.parametrize("kind", AWKWARD)
+def test_stages_follow_the_network_to_another_dtype(kind):
+    network = kind().eval()
+    stages = nn.ModuleList(cut(network, ["first", "second"], rows(1))).double()
+    assert {weight.dtype for weight in network.first.parameters()} == {torch.float64}
+    network.double()
+    assert torch.equal(chained(stages, rows(5).double()), network(rows(5).double()))
+
+
+@pytest.mark.parametrize("kind", AWKWARD)
+def test_stages_follow_the_network_to_another_device(kind):
+    network = kind().eval()
+    stages = nn.ModuleList(cut(network, ["first", "second"], rows(1))).to("meta")
+    assert chained(stages, rows(5).to("meta")).device.type == "meta"
+
+
+@pytest.mark.parametrize("kind", AWKWARD)
+def test_in_training_mode_the_chain_draws_the_same_dice_as_the_network(kind):
+    network = kind()
+    stages = nn.ModuleList(cut(network, ["first", "second"], rows(1)))
+    assert all(stage.training for stage in stages)
+    torch.manual_seed(3)
+    expected = network(rows(5))
+    torch.manual_seed(3)
+    assert torch.equal(chained(stages, rows(5)), expected)
+
+
+def test_a_stage_changes_mode_with_what_contains_it():
+    network = FunctionalDropout()
+    stages = nn.ModuleList(cut(network, ["first"], rows(1)))
+    stages.eval()
+    network.eval()
+    assert torch.equal(chained(stages, rows(5)), network(rows(5)))
+    stages.train()
+    assert not torch.equal(chained(stages, rows(5)), chained(stages, rows(5)))
+
+
+def test_cutting_moves_neither_statistics_nor_modes_nor_dice():
+    network = torchvision.models.mobilenet_v3_small(num_classes=3)
+    network.features[0].eval()
+    before, modes = copy.deepcopy(network.state_dict()), [module.training for module in network.modules()]
+    torch.manual_seed(0)
+    expected = torch.rand(1)
+    torch.manual_seed(0)
+    cut(network, ["features.3"], torch.randn(1, 3, 32, 32, generator=torch.Generator()))
+    assert torch.equal(torch.rand(1), expected)
+    assert [module.training for module in network.modules()] == modes
+    for name, tensor in network.state_dict().items():
+        assert torch.equal(tensor, before[name])
+
+
+def test_batch_normalisation_keeps_its_own_mode_inside_a_stage():
+    network = torchvision.models.resnet18(num_classes=3)
+    stages = nn.ModuleList(cut(network, ["layer1"], torch.randn(1, 3, 32, 32))).train()
+    network.bn1.eval()
+    old = network.bn1.running_mean.clone(), network.layer1[0].bn1.running_mean.clone()
+    chained(stages, torch.randn(4, 3, 32, 32))
+    assert torch.equal(network.bn1.running_mean, old[0])
+    assert not torch.equal(network.layer1[0].bn1.running_mean, old[1])
+
+
+def test_every_name_in_the_state_dict_of_the_network_is_in_that_of_a_stage():
+    network = torchvision.models.resnet18(num_classes=3)
+    stages = cut(network, ["layer1", "layer2.0"], torch.randn(1, 3, 32, 32))
+    names = [name for stage in stages for name in stage.state_dict()]
+    assert sorted(names) == sorted(network.state_dict())
+
+
+def test_a_step_of_the_optimiser_on_stages_is_one_on_the_network():
+    network = UsesConstants().eval()
+    stages = nn.ModuleList(cut(network, ["first", "second"], rows(1)))
+    optimiser = torch.optim.SGD(stages.parameters(), lr=0.1)
+    chained(stages, rows(5)).sum().backward()
+    optimiser.step()
+    assert torch.equal(chained(stages, rows(5)), network(rows(5)))
+
+
+def test_buffers_of_opened_modules_stay_shared_when_stages_move():
+    network = Skips().eval()
+    stages = nn.ModuleList(cut(network, ["first", "second"], rows(1))).double()
+    assert network.scale.dtype == torch.float64
+    assert stages[2].get_buffer("scale") is network.scale
+
+
+def test_a_copy_of_a_stage_has_weights_of_its_own():
+    network = UsesConstants().eval()
+    stages = cut(network, ["first"], rows(1))
+    copied = copy.deepcopy(nn.ModuleList(stages))
+    expected = network(rows(5))
+    with torch.no_grad():
+        for weight in network.parameters():
+            weight.zero_()
+    assert torch.equal(chained(copied, rows(5)), expected)
+
+
+def test_a_copy_keeps_what_stages_share():
+    network = Skips().eval()
+    first, last = cut(network, ["first"], rows(1))
+    twins = copy.deepcopy([network, first, last])
+    assert torch.equal(chained(twins[1:], rows(5)), network(rows(5)))
+    assert twins[2].get_parameter("fc.weight") is twins[0].fc.weight
+    assert twins[2].get_buffer("scale") is twins[0].scale
+    assert copy.copy(last).get_parameter("fc.weight") is network.fc.weight
+
+
+def test_pickling_a_stage_is_refused_in_words(tmp_path):
+    stages = nn.ModuleList(cut(Chain(), ["first"], rows(1)))
+    for attempt in (lambda: pickle.dumps(stages), lambda: torch.save(stages, tmp_path / "stages.pt")):
+        with pytest.raises(BadInput, match=r"cannot be pickled.*model\.save\(folder\).*cut it again"):
+            attempt()
+
+
+def test_a_stage_shows_what_it_runs_and_has_code_of_its_own():
+    first, last = cut(Chain(), ["first"], rows(1))
+    assert isinstance(first, Stage)
+    assert "self.first(" in first.source
+    assert "self.fc(" in last.source
+    assert type(first).forward.__code__ is not type(last).forward.__code__
+
+
+def test_several_inputs_come_as_a_tuple_or_by_name():
+    network = Containers().eval()
+    batch = {"x": rows(5), "shift": rows(5) * 2}
+    for example in (batch, tuple(batch.values())):
+        stages = cut(network, ["first", "second"], example)
+        assert torch.equal(chained(stages, *batch.values()), network(**batch))
+
+
+class Inner(nn.Module):
+    """Gives a row per part of a sample, a map of attention that nobody reads, and the tokens, in this order."""
+
+    def __init__(self):
+        super().__init__()
+        self.pixels, self.tokens = nn.Linear(2, 2), nn.Linear(4, 4)
+
+    def forward(self, pixels, tokens):
+        pixels = self.pixels(pixels)
+        tokens = self.tokens(tokens) + pixels.view(-1, 4)
+        return pixels, tokens.softmax(-1), tokens
+
+
+class Nested(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second, self.fc = Inner(), Inner(), nn.Linear(4, 3)
+
+    def forward(self, x):
+        pixels, _, tokens = self.first(x.view(-1, 2), x)
+        pixels, _, tokens = self.second(pixels, tokens)
+        return self.fc(tokens)
+
+
+def test_of_several_outputs_a_head_reads_the_one_with_a_row_per_sample_that_is_used_later():
+    network = Nested().eval()
+    first, last = cut(network, ["first"], rows(1))
+    features, pixels = first(rows(5))
+    assert torch.equal(features, network.first(rows(5).view(-1, 2), rows(5))[2])
+    assert pixels.shape == (5, 2, 2)
+    assert torch.equal(last(features, pixels), network(rows(5)))
+
+
+def test_code_that_branches_on_shapes_and_walks_over_samples_is_followed():
+    network = Branches().eval()
+    assert torch.equal(chained(cut(network, ["first"], rows(1)), rows(5)), network(rows(5)))

@@ -1,0 +1,251 @@
+"""Data on disk: every kind gives the batches that the network takes, and damage gets one sentence."""
+
+import json
+import sys
+
+import datasets
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch import nn
+
+from alight.data.formats import example_of, load_data, names_of
+from alight.engine.recorder import record
+from alight.errors import BadFile, BadInput
+from alight.networks.attach import attach_heads
+from alight.networks.multi_exit import MultiExitModel, Normalisation
+
+CHANNELS, HEIGHT, WIDTH = 3, 8, 10
+HALF = Normalisation((0.5, 0.5, 0.5), (0.25, 0.5, 1.0))
+
+
+def network(channels: int = CHANNELS, normalisation: Normalisation | None = HALF, classes=()) -> MultiExitModel:
+    torch.manual_seed(0)
+    backbone = nn.Sequential(nn.Flatten(), nn.Linear(channels * HEIGHT * WIDTH, 4), nn.Linear(4, 2))
+    example = torch.zeros(2, channels, HEIGHT, WIDTH)
+    return attach_heads(backbone, ["1"], example=example, normalisation=normalisation, classes=classes)
+
+
+@pytest.fixture
+def images() -> np.ndarray:
+    return np.random.default_rng(0).integers(256, size=(5, HEIGHT, WIDTH, CHANNELS), dtype=np.uint8)
+
+
+def expected(images: np.ndarray) -> torch.Tensor:
+    scaled = torch.tensor(images).permute(0, 3, 1, 2).float() / 255
+    return (scaled - torch.tensor(HALF.mean)[:, None, None]) / torch.tensor(HALF.std)[:, None, None]
+
+
+@pytest.mark.parametrize("layout", ["NHWC", "NCHW"])
+@pytest.mark.parametrize("dtype", [np.uint8, np.float64])
+def test_arrays_of_either_layout_are_normalised_as_the_network_says(layout, dtype, images, tmp_path):
+    given = images if layout == "NHWC" else images.transpose(0, 3, 1, 2)
+    given = given if dtype is np.uint8 else given / 255
+    np.savez(tmp_path / "data.npz", images=given, labels=[0, 1, 0, 1, 1])
+    (one, labels), (two, _) = load_data(tmp_path / "data.npz", network(), batch_size=3)
+    torch.testing.assert_close(torch.cat([one, two]), expected(images))
+    assert labels.tolist() == [0, 1, 0]
+
+
+def test_arrays_need_no_labels_and_grey_images_no_channel(tmp_path):
+    grey = np.zeros((3, HEIGHT, WIDTH), np.uint8)
+    np.savez(tmp_path / "data.npz", x=grey)
+    table = record(network(1, None), load_data(tmp_path / "data.npz", network(1, None)), progress=False)
+    assert len(table) == 3
+    assert table.labels is None
+
+
+@pytest.mark.parametrize("named", [(), ("dog", "cat")])
+def test_a_folder_for_each_class_is_read_by_the_networks_own_names(named, images, tmp_path):
+    for name, pixels in {"cat/one.png": images[0], "dog/deep/two.png": images[1], "dog/three.png": images[2]}.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(pixels).save(tmp_path / name)
+    (tmp_path / "dog" / "notes.txt").write_text("no image")
+    ((pictures, labels),) = load_data(tmp_path, network(classes=named))
+    torch.testing.assert_close(pictures, expected(images[[0, 1, 2]]))
+    assert labels.tolist() == ([1, 0, 0] if named else [0, 1, 1])
+
+
+def test_pictures_of_any_size_and_mode_are_brought_to_the_networks(tmp_path):
+    for name, size in {"tall": (5, 40), "wide": (90, 16), "large": (100, 80)}.items():
+        (tmp_path / "a").mkdir(exist_ok=True)
+        Image.new("RGBA" if name == "wide" else "L", size, 255 if name != "wide" else "white").save(
+            tmp_path / "a" / f"{name}.png"
+        )
+    (tmp_path / "b").mkdir()
+    ((pictures, _),) = load_data(tmp_path, network(normalisation=None))
+    assert pictures.shape == (3, CHANNELS, HEIGHT, WIDTH)
+    torch.testing.assert_close(pictures, torch.ones_like(pictures))
+
+
+def test_a_torchvision_data_set_on_disk_is_read(tmp_path):
+    raw = tmp_path / "MNIST" / "raw"
+    raw.mkdir(parents=True)
+    for part, shade in {"train": 255, "t10k": 0}.items():  # as Yann LeCun's files are
+        pixels, labels = np.full((4, 28, 28), shade, np.uint8), np.arange(4, dtype=np.uint8) % 2
+        sizes = b"".join(size.to_bytes(4, "big") for size in pixels.shape)
+        (raw / f"{part}-images-idx3-ubyte").write_bytes(b"\x00\x00\x08\x03" + sizes + pixels.tobytes())
+        (raw / f"{part}-labels-idx1-ubyte").write_bytes(b"\x00\x00\x08\x01" + (4).to_bytes(4, "big") + labels.tobytes())
+    for split, shade in {"train": 1.0, "test": 0.0}.items():
+        ((pictures, labels),) = load_data(f"mnist:{tmp_path}", network(normalisation=None), split=split)
+        assert pictures.shape == (4, CHANNELS, HEIGHT, WIDTH)
+        assert pictures.unique().tolist() == [shade]
+        assert labels.tolist() == [0, 1, 0, 1]
+
+
+def test_augmented_images_are_flipped_and_moved_and_follow_the_seed(images, tmp_path):
+    np.savez(tmp_path / "data.npz", images=np.repeat(images, 20, axis=0))
+    data = load_data(tmp_path / "data.npz", network(normalisation=None), augment=True)
+    drawn = []
+    for seed in (0, 0, 1):
+        torch.manual_seed(seed)
+        drawn.append(next(iter(data)))
+    assert drawn[0].shape == (100, CHANNELS, HEIGHT, WIDTH)
+    assert torch.equal(drawn[0], drawn[1])
+    assert not torch.equal(drawn[0], drawn[2])
+    assert len(drawn[0][:20].unique(dim=0)) > 5  # of one image
+
+
+def test_workers_load_the_same(images, tmp_path):
+    np.savez(tmp_path / "data.npz", images=images)
+    (alone,), (helped,) = (load_data(tmp_path / "data.npz", network(), workers=count) for count in (0, 1))
+    assert torch.equal(alone, helped)
+
+
+def test_an_example_is_what_the_network_describes():
+    assert example_of(network()).shape == (2, CHANNELS, HEIGHT, WIDTH)
+    described = {name: {"shape": [2, 16], "dtype": "int64"} for name in ("input_ids", "attention_mask")}
+    text = MultiExitModel([nn.Identity()], [nn.Identity()], input_names=tuple(described), recipe={"example": described})
+    assert {name: tuple(tensor.shape) for name, tensor in example_of(text, 30).items()} == {
+        "input_ids": (2, 30),
+        "attention_mask": (2, 30),
+    }
+    with pytest.raises(BadInput, match="does not say what it takes"):
+        example_of(MultiExitModel([nn.Identity()], [nn.Identity()]))
+
+
+def test_loose_images_have_no_labels_and_are_known_by_their_files(images, tmp_path):
+    for index, image in enumerate(images[:3]):
+        Image.fromarray(image).save(tmp_path / f"{index}.png")
+    data = load_data(tmp_path, network(), batch_size=2)
+    assert [len(batch) for batch in data] == [2, 1]
+    assert names_of(data) == [str(tmp_path / f"{index}.png") for index in range(3)]
+    (tmp_path / "class").mkdir()
+    with pytest.raises(BadInput, match="both images and folders"):
+        load_data(tmp_path, network())
+
+
+def bad(name: str, folder) -> tuple[str, MultiExitModel]:
+    """A path to data that cannot be used, and the network."""
+    path, model = folder / "data.npz", network()
+    if name == "wrong size":
+        np.savez(path, images=np.zeros((2, 9, 9, 3), np.uint8))
+    elif name == "wrong range":
+        np.savez(path, images=np.full((2, HEIGHT, WIDTH, CHANNELS), 16.0))
+    elif name == "no images":
+        np.savez(path, pictures=np.zeros(3))
+    elif name == "no samples":
+        np.savez(path, images=np.zeros((0, HEIGHT, WIDTH, CHANNELS), np.uint8), labels=np.zeros(0, np.int64))
+    elif name == "pickled":
+        np.savez(path, images=np.array([{}], dtype=object))
+    elif name == "odd labels":
+        np.savez(path, images=np.zeros((2, HEIGHT, WIDTH, CHANNELS), np.uint8), labels=[0.5, 1.0])
+    elif name == "damaged":
+        path.write_bytes(b"PK nonsense")
+    elif name == "channels":
+        np.savez(path, images=np.zeros((2, HEIGHT, WIDTH), np.uint8))
+        model = network(1)
+    elif name == "damaged picture":
+        path = folder / "pictures"
+        for each in "ab":
+            (path / each).mkdir(parents=True)
+            (path / each / "one.png").write_bytes(b"no picture")
+    elif name == "empty folder":
+        path = folder / "empty"
+        path.mkdir()
+    elif name in ("one class", "unknown class"):
+        path = folder / "pictures"
+        (path / "cat").mkdir(parents=True)
+        Image.new("L", (8, 8)).save(path / "cat" / "one.png")
+        model = network(classes=("dog", "bird") if name == "unknown class" else ())
+    elif name == "text for images":
+        path = folder / "lines.jsonl"
+        path.write_text('{"text": "hello", "label": 0}\n')
+    elif name == "unknown kind":
+        path = folder / "data.parquet"
+        path.write_text("")
+    elif name == "hugging face":
+        path = folder / "saved"
+        path.mkdir()
+        (path / "dataset_info.json").write_text("{}")
+    else:
+        return {"no set": "cifar99:somewhere", "not there": f"cifar10:{folder}", "nowhere": "nowhere.npz"}[name], model
+    return str(path), model
+
+
+BAD = {
+    "wrong size": (BadInput, r"shape \(9, 9, 3\) and the network takes \(3, 8, 10\)"),
+    "wrong range": (BadInput, "images from 16 to 16"),
+    "no images": (BadFile, "it has pictures; save np.savez"),
+    "no samples": (BadInput, "has no samples"),
+    "pickled": (BadFile, "damaged or holds objects"),
+    "odd labels": (BadFile, "labels are float64"),
+    "damaged": (BadFile, "it is damaged"),
+    "channels": (BadInput, "normalises 3 channels and takes images of 1"),
+    "damaged picture": (BadFile, "it is no whole image"),
+    "empty folder": (BadInput, "has no folders with images"),
+    "one class": (BadInput, "has 1 classes by name and the network 2"),
+    "unknown class": (BadInput, "class 'cat' that the network does not know: dog, bird"),
+    "text for images": (BadInput, "needs a tokenizer"),
+    "unknown kind": (BadInput, "no kind of data that alight reads"),
+    "no set": (BadInput, "torchvision has no data set 'cifar99'"),
+    "not there": (BadInput, "CIFAR10 is not in"),
+    "nowhere": (FileNotFoundError, "there is no such file"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_data_get_an_error_that_says_what_to_do(name, tmp_path):
+    kind, message = BAD[name]
+    where, model = bad(name, tmp_path)
+    with pytest.raises(kind, match=message):
+        list(load_data(where, model))
+
+
+def test_a_hugging_face_data_set_on_disk_is_read(tmp_path):
+    pictures = [Image.new("RGB", (WIDTH, HEIGHT))] * 3
+    features = datasets.Features({"image": datasets.Image(), "label": datasets.Value("int64")})
+    table = datasets.Dataset.from_dict({"image": pictures, "label": [0, 1, 0]}, features=features)
+    datasets.DatasetDict({"train": table}).save_to_disk(tmp_path / "saved")
+    ((images, labels),) = load_data(tmp_path / "saved", network())
+    assert images.shape == (3, CHANNELS, HEIGHT, WIDTH)
+    assert labels.tolist() == [0, 1, 0]
+    with pytest.raises(BadInput, match="has no part 'test': choose among train"):
+        load_data(tmp_path / "saved", network(), split="test")
+    datasets.Dataset.from_dict({"sound": [1.0, 2.0]}).save_to_disk(tmp_path / "other")
+    with pytest.raises(BadInput, match="has columns sound"):
+        load_data(tmp_path / "other", network())
+
+
+def test_a_hugging_face_data_set_without_its_library_says_what_to_install(tmp_path, monkeypatch):
+    where, model = bad("hugging face", tmp_path)
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(BadInput, match="datasets is not installed: pip install datasets"):
+        load_data(where, model)
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        (["{"], "line 1 is no JSON"),
+        ([json.dumps({"text": "a", "label": 0}), json.dumps({"label": 1})], "line 2 has no text"),
+        ([], "it is empty"),
+        ([json.dumps({"text": "a", "label": "x"}), json.dumps({"text": "b"})], "some labels are missing"),
+    ],
+)
+def test_bad_lines_are_named(lines, message, tmp_path):
+    path = tmp_path / "lines.jsonl"
+    path.write_text("\n".join(lines))
+    with pytest.raises(BadFile, match=message):
+        load_data(path, network())

@@ -1,0 +1,78 @@
+"""CUDA graphs are for GPUs, and captured of full batches."""
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+from torch import nn
+
+from alight.engine.graphs import Captured, Graphed
+from alight.engine.predictor import Predictor
+from alight.engine.recorder import record
+from alight.errors import BadInput
+from alight.networks.multi_exit import MultiExitModel
+from alight.planning.tune import tune_speed
+from alight.policies.policy import Threshold
+
+
+@pytest.fixture
+def model():
+    return MultiExitModel([nn.Linear(4, 8), nn.Linear(8, 8)], [nn.Linear(8, 3), nn.Linear(8, 3)]).eval()
+
+
+def test_without_a_gpu_the_switch_is_refused(model):
+    with pytest.raises(BadInput, match="need a GPU and the network runs on cpu: leave graphs out"):
+        Predictor(model, Threshold((0.5,), costs=(1.0, 2.0)), device="cpu", graphs=True)
+    with pytest.raises(BadInput, match="need a GPU"):
+        record(model, torch.zeros(5, 4), device="cpu", graphs=True, progress=False)
+
+
+def test_compiled_parts_are_not_replayed(model):
+    with pytest.raises(BadInput, match="choose one of compile and graphs"):
+        Predictor(model, Threshold((0.5,), costs=(1.0, 2.0)), compile=True, graphs=True)
+    with pytest.raises(BadInput, match="choose one of compile and graphs"):
+        record(model, torch.zeros(5, 4), compile=True, graphs=True, progress=False)
+
+
+def test_without_a_gpu_the_switch_is_not_tried(model):
+    tuned = tune_speed(model, batch_size=8, example=torch.zeros(1, 4), device="cpu", num_threads=1)
+    assert not any("graphs" in trial.settings for trial in tuned.trials)
+
+
+def test_before_a_full_batch_came_smaller_ones_are_run_as_they_are():
+    part = Graphed(0, lambda inputs: 2 * inputs, 4, pool=None)
+    assert part(torch.ones(3)).tolist() == [2.0, 2.0, 2.0]
+    assert not part.captured
+
+
+class Replayed:
+    """What a CUDA graph does, without a GPU: the same tensors are read and written every time."""
+
+    def __init__(self, run, given):
+        self.run, self.given, self.made = run, given, run(*given)
+
+    def replay(self):
+        for there, each in zip(self.made, self.run(*self.given), strict=True):
+            there.copy_(each)
+
+
+def test_rests_are_replayed_in_the_first_rows_and_keep_what_was_made_of_them(monkeypatch):
+    def run(inputs):
+        return 2 * inputs, inputs.repeat_interleave(3, dim=0), inputs.sum()  # a row for each sample, three, and none
+
+    monkeypatch.setattr(torch.cuda, "device", nullcontext)
+    part = Graphed(0, run, 4, pool=None)
+    batches = torch.arange(24.0).reshape(12, 2).split([4, 1, 3, 4])
+    graph = Replayed(run, (torch.full((4, 2), torch.nan),))
+    kind = ((batches[0].shape[1:], batches[0].stride(), batches[0].dtype),)
+    part.captured[kind] = Captured(graph, graph.given, graph.made[:2], quick=True)
+    part.run = None
+    kept = [part(batch) for batch in batches]
+    for batch, made in zip(batches, kept, strict=True):  # not written over by those after them
+        assert torch.equal(made[0], 2 * batch)
+        assert torch.equal(made[1], batch.repeat_interleave(3, dim=0))
+    part.captured[kind] = Captured(graph, graph.given, graph.made, quick=False)
+    assert torch.equal(part(batches[0])[2], batches[0].sum())  # a full batch is handed on whole
+    part.run = run
+    assert torch.equal(part(batches[1])[0], 2 * batches[1])
+    assert torch.equal(part(torch.ones(5, 2))[0], torch.full((5, 2), 2.0))  # larger than what was captured

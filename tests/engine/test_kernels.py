@@ -1,0 +1,50 @@
+"""Our own kernels, run by Triton's interpreter where there is no GPU."""
+
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+from alight.engine.segments import wide
+
+pytest.importorskip("triton")
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # which Triton looks at when it is imported
+interpreted = pytest.mark.skipif(not INTERPRETED, reason="runs in a process of its own")
+
+
+@pytest.mark.skipif(INTERPRETED, reason="is that process")
+def test_kernels_are_interpreted_in_a_process_of_their_own():
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
+    done = subprocess.run(command, env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True)
+    assert "10 passed, 1 skipped" in done.stdout, done.stdout
+
+
+@interpreted
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
+@pytest.mark.parametrize("classes", [2, 3, 100])
+@pytest.mark.parametrize(("column", "width"), [("margin", 3), ("margin", 4), ("max_probability", 3)])
+def test_one_kernel_tells_of_logits_what_torch_does(classes, column, width):
+    from alight.engine.kernels import tell
+
+    logits = 4 * torch.randn(9, classes + 2, generator=torch.Generator().manual_seed(3))[:, :classes]  # rows far apart
+    logits[0], logits[1, 1:] = 1.0, -np.inf  # all level; all but one masked out
+    logits[2, 1], logits[3, 0], logits[4] = np.nan, np.inf, -np.inf
+    told = torch.empty(9, width, dtype=torch.float64)
+    block = 1 << (classes - 1).bit_length()
+    tell[(9,)](logits, told, logits.stride(0), classes, MARGIN=column == "margin", WIDTH=width, BLOCK=block)
+    expected = wide(logits, (column,), width == 4)
+    assert not told[2:5, 1].isfinite().any()
+    usable = [0, 1, 5, 6, 7, 8]
+    torch.testing.assert_close(told[usable], expected[usable], rtol=1e-12, atol=1e-14)
+
+
+@interpreted
+def test_rows_are_moved_and_nothing_else():
+    from alight.engine.kernels import move_rows
+
+    source, target = torch.arange(30).reshape(6, 5), -torch.ones(4, 5, dtype=torch.int64)
+    move_rows[(2, 2)](source, torch.tensor([5, 1]), target, torch.tensor([0, 3]), 5, BLOCK=4)
+    assert target.tolist() == [[25, 26, 27, 28, 29], [-1] * 5, [-1] * 5, [5, 6, 7, 8, 9]]

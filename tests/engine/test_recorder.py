@@ -1,0 +1,250 @@
+"""Recording: one dense pass, the same numbers whatever the batches, and a table that knows its network."""
+
+import signal
+import subprocess
+import sys
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from digits import digits, held_out, network
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from alight.engine.recorder import record, record_to
+from alight.errors import BadInput
+from alight.networks.multi_exit import MultiExitModel
+from alight.networks.store import fingerprint
+from alight.outputs import HeadOutputs
+
+IMAGES, LABELS = digits()[1][:50]
+
+
+def test_a_recording_is_what_the_logits_say():
+    model = network().eval()
+    with torch.no_grad():
+        logits = model(IMAGES)
+    options = {"score": "max_probability", "features": ["margin", "negative_entropy"]}
+    expected = HeadOutputs.from_logits(logits, LABELS, keep_log_probabilities=True, **options)
+    table = record(model, [(IMAGES, LABELS)], log_probabilities=True, progress=False, **options)
+    for name in ("predictions", "labels"):
+        np.testing.assert_array_equal(getattr(table, name), getattr(expected, name))
+    for name in ("max_probability", "margin", "negative_entropy"):
+        np.testing.assert_allclose(table.column(name), expected.column(name), rtol=1e-12, atol=1e-15)
+    np.testing.assert_allclose(table.log_probabilities, expected.log_probabilities, rtol=1e-3)
+    assert table.score == "max_probability"
+    assert table.fingerprint == fingerprint(model)
+
+
+def test_the_batch_size_does_not_matter_but_for_rounding():
+    tables = [record(network(), held_out(size), progress=False) for size in (7, 100, 397)]
+    assert [len(table) for table in tables] == [397] * 3
+    for table in tables[1:]:
+        np.testing.assert_allclose(table.scores, tables[0].scores, atol=1e-5)
+        np.testing.assert_array_equal(table.labels, digits()[1].tensors[1])
+
+
+def test_a_recording_leaves_mode_weights_and_statistics_as_they_were():
+    model = network(dropout=0.5).train()
+    model.heads[0].eval()
+    modes, weights = [each.training for each in model.modules()], [each.clone() for each in model.state_dict().values()]
+    one, two = (record(model, held_out(), progress=False) for _ in range(2))
+    np.testing.assert_array_equal(one.scores, two.scores)
+    assert modes == [each.training for each in model.modules()]
+    assert all(torch.equal(*pair) for pair in zip(weights, model.state_dict().values(), strict=True))
+
+
+def test_each_head_runs_once_per_batch_without_gradient():
+    model, seen = network(), []
+    for head in model.heads[:2]:
+        head.register_forward_hook(lambda _, __, logits: seen.append(logits.is_inference()))
+    record(model.eval(), [IMAGES, IMAGES], progress=False)
+    assert seen == [True] * 4
+
+
+@pytest.mark.parametrize(
+    "batch", [IMAGES, [IMAGES], {"pixel_values": IMAGES}, (IMAGES, LABELS), {"pixel_values": IMAGES, "label": LABELS}]
+)
+def test_batches_may_be_tensors_tuples_or_dicts(batch):
+    table = record(network(), [batch, batch], progress=False)
+    assert len(table) == 100
+    assert (table.labels is not None) == (len(batch) == 2)
+
+
+def test_half_precision_is_another_network():
+    model = network()
+    plain, half = (record(model, [IMAGES], dtype=dtype, progress=False) for dtype in (None, "bf16"))
+    assert plain.fingerprint != half.fingerprint
+    np.testing.assert_allclose(plain.scores, half.scores, atol=0.05)
+    assert {each.dtype for each in model.parameters()} == {torch.float32}
+
+
+def test_a_recording_keeps_its_fingerprint_through_files_and_splits(tmp_path):
+    table = record(network(), held_out(), progress=False)
+    table.save(tmp_path / "table.npz")
+    read = HeadOutputs.load(tmp_path / "table.npz")
+    first, second = read.split(0.5, np.random.default_rng(0))
+    assert {each.fingerprint for each in (read, first, second, read.at_exits([0, 2]))} == {table.fingerprint}
+
+
+class Unsure(nn.Module):
+    def forward(self, features):
+        return features / (features.sum(1, keepdim=True) - 4)
+
+
+def test_a_number_that_is_none_is_reported_with_its_sample():
+    images = torch.rand(30, 4)
+    images[23] = 1.0
+    model = MultiExitModel([nn.Identity(), nn.Identity()], [nn.Identity(), Unsure()], exits=["first", "end"])
+    with pytest.raises(BadInput, match=r"exit 1 \(end\) gives inf for sample 23"):
+        record(model, DataLoader(TensorDataset(images), 10), progress=False)
+
+
+@pytest.mark.parametrize(
+    ("loader", "message"),
+    [
+        ([], "no batch in the recording"),
+        ([(IMAGES, LABELS), IMAGES], "batch 1 has no labels, unlike those before it"),
+        ([(IMAGES, LABELS + 5)], "labels hold class 14"),
+    ],
+)
+def test_a_bad_loader_is_refused(loader, message):
+    with pytest.raises(BadInput, match=message):
+        record(network(), loader, progress=False)
+
+
+def test_an_unknown_score_is_refused():
+    with pytest.raises(BadInput, match="there is no score 'luck'"):
+        record(network(), [IMAGES], score="luck", progress=False)
+
+
+def test_a_plain_network_is_refused():
+    with pytest.raises(BadInput, match="a Linear has no exits yet"):
+        record(nn.Linear(3, 3), [IMAGES])
+
+
+def test_progress_is_shown(capfd):
+    record(network(), held_out())
+    assert "record: 100%" in capfd.readouterr().err
+
+
+def assert_same(table, expected):
+    assert (table.score, table.fingerprint) == (expected.score, expected.fingerprint)
+    assert table.rows().keys() == expected.rows().keys()
+    for name, values in expected.rows().items():
+        np.testing.assert_array_equal(table.rows()[name], values)
+        assert table.rows()[name].dtype == values.dtype
+
+
+@pytest.mark.parametrize("labelled", [True, False])
+def test_a_recording_on_the_disk_is_the_one_in_memory(labelled, tmp_path):
+    model, loader = network(), [(images, labels) if labelled else images for images, labels in held_out(64)]
+    options = {"score": "logit_margin", "features": ["margin"], "log_probabilities": True, "progress": False}
+    expected = record(model, loader, **options)
+    found = record_to(tmp_path / "table.npz", model, loader, **options)
+    assert_same(found.load(), expected)
+    assert_same(found.load(log_probabilities=False), replace(expected, log_probabilities=None))
+    assert [path.name for path in tmp_path.iterdir()] == ["table.npz"]
+    assert str(found) == f"397 samples, 3 exits, score 'logit_margin', {'' if labelled else 'un'}labelled: {found.path}"
+    assert found.fingerprint == expected.fingerprint
+    assert found.accuracies == (pytest.approx(tuple(1 - expected.risks())) if labelled else ())
+
+
+def test_a_recording_that_fails_leaves_the_old_file_and_nothing_else(tmp_path):
+    path = tmp_path / "table.npz"
+    path.write_text("old")
+
+    def failing():
+        yield IMAGES
+        raise OSError("the data are gone")
+
+    with pytest.raises(OSError, match="the data are gone"):
+        record_to(path, network(), failing(), progress=False)
+    with pytest.raises(BadInput, match="no batch in the recording"):
+        record_to(path, network(), [], progress=False)
+    assert path.read_text() == "old"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+ENDLESS = """
+import signal, sys, time, torch
+from torch import nn
+from alight.networks.multi_exit import MultiExitModel
+from alight.engine.recorder import record_to
+
+signal.signal(signal.SIGINT, signal.default_int_handler)  # which jobs in the background of a shell ignore
+
+def endless():
+    while True:
+        yield torch.zeros(10, 4)
+        print("went on", flush=True)
+        time.sleep(0.01)
+
+model = MultiExitModel([nn.Linear(4, 8), nn.Linear(8, 8)], [nn.Linear(8, 3), nn.Linear(8, 3)])
+record_to(sys.argv[1], model, endless(), progress=False)
+"""
+
+
+def test_an_interrupted_recording_leaves_nothing(tmp_path):
+    started = subprocess.Popen([sys.executable, "-c", ENDLESS, str(tmp_path / "table.npz")], stdout=-1, stderr=-1)
+    for _ in range(5):
+        assert started.stdout.readline() == b"went on\n"
+    assert [path.name.startswith(".table.npz.") for path in tmp_path.iterdir()] == [True]
+    started.send_signal(signal.SIGINT)
+    assert b"KeyboardInterrupt" in started.communicate(timeout=60)[1]
+    assert not list(tmp_path.iterdir())
+
+
+PEAK = """
+import resource, sys, torch
+from torch import nn
+from alight.networks.multi_exit import MultiExitModel
+from alight.engine.recorder import record_to
+
+torch.set_num_threads(1)
+model = MultiExitModel([nn.Linear(4, 8), nn.Linear(8, 8)], [nn.Linear(8, 1000), nn.Linear(8, 1000)])
+batches = (torch.randn(200, 4) for _ in range(int(sys.argv[2])))
+record_to(sys.argv[1], model, batches, log_probabilities=True, progress=False)
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+"""
+
+
+def test_the_memory_of_a_recording_on_the_disk_does_not_grow_with_the_data(tmp_path):
+    path = tmp_path / "table.npz"
+    peaks, sizes = [], []
+    for count in (15, 120):
+        ran = subprocess.run([sys.executable, "-c", PEAK, str(path), str(count)], capture_output=True, check=True)
+        peaks.append(int(ran.stdout) / 1e3)
+        sizes.append(path.stat().st_size / 1e6)
+    assert sizes[1] - sizes[0] > 80  # MB that memory does not hold
+    assert peaks[1] - peaks[0] < 15
+
+
+@pytest.mark.compiled
+def test_a_compiled_recording_says_the_same_but_for_rounding():
+    model = network()
+    plain, quick = (
+        record(model, held_out(100), compile=each, features=["negative_entropy"], progress=False)
+        for each in (False, True)
+    )
+    np.testing.assert_allclose(quick.scores, plain.scores, atol=1e-5)
+    np.testing.assert_allclose(quick.features["negative_entropy"], plain.features["negative_entropy"], atol=1e-5)
+    assert quick.fingerprint == plain.fingerprint
+
+
+def test_threads_are_as_before_once_a_recording_is_done():
+    before = torch.get_num_threads()
+    seen = []
+    model = network()
+    model.heads[0].register_forward_hook(lambda *_: seen.append(torch.get_num_threads()))
+    record(model, [IMAGES], num_threads=before + 1, progress=False)
+    assert seen == [before + 1]
+    assert torch.get_num_threads() == before
+
+
+@pytest.mark.parametrize("heads", [(3, 4), (1, 1)])
+def test_heads_that_do_not_agree_are_refused(heads):
+    model = MultiExitModel([nn.Linear(4, 8), nn.Linear(8, 8)], [nn.Linear(8, classes) for classes in heads])
+    with pytest.raises(BadInput, match=r"the exits' logits have shapes \[\(5, \d\), \(5, \d\)\]"):
+        record(model, [torch.zeros(5, 4)], progress=False)

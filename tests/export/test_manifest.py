@@ -1,0 +1,92 @@
+"""An exported folder is what was exported, or it is refused."""
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+from exported import folder, policy
+
+from alight import deploy
+from alight.errors import BadFile
+from alight.export.manifest import MANIFEST, Manifest
+
+
+@pytest.fixture
+def copied(tmp_path):
+    return shutil.copytree(folder(), tmp_path / "copied")
+
+
+def changed(path, **values):
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+
+def test_it_tells_what_the_network_takes_and_where_samples_leave():
+    manifest = Manifest.load(folder())
+    assert [stage.file for stage in manifest.stages] == ["stage_0.onnx", "stage_1.onnx", "stage_2.onnx"]
+    assert manifest.open_exits == (0, 1, 3)  # the closed one has no file
+    assert [str(each) for each in manifest.inputs] == ["input_0 of shape (samples, 3, 6, 7), float32"]
+    assert [len(stage.carries) for stage in manifest.stages] == [1, 2, 0]
+    assert manifest.image_shape == (3, 6, 7)
+    assert manifest.fingerprint == policy().fingerprint
+    assert float(manifest.made_with["largest difference"]) < 1e-5
+
+
+@pytest.mark.parametrize("file", ["stage_1.onnx", "policy.json"])
+def test_a_changed_file_is_refused_with_both_checksums(file, copied):
+    content = bytearray((copied / file).read_bytes())
+    content[len(content) // 2] ^= 1
+    (copied / file).write_bytes(content)
+    with pytest.raises(
+        BadFile, match=rf"{file}: it was changed.*SHA-256 [0-9a-f]{{64}}, the manifest says [0-9a-f]{{64}}"
+    ):
+        deploy.load(copied)
+
+
+def test_a_missing_file_is_named(copied):
+    (copied / "stage_2.onnx").unlink()
+    with pytest.raises(BadFile, match=r"its manifest names stage_2\.onnx, which is not there"):
+        deploy.load(copied)
+
+
+def test_a_folder_of_something_else_is_refused(tmp_path):
+    with pytest.raises(BadFile, match=r"it has no manifest\.json; give a folder that `alight export` wrote"):
+        deploy.load(tmp_path)
+    with pytest.raises(FileNotFoundError, match="there is no folder"):
+        deploy.load(tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize(
+    ("values", "told"),
+    [
+        ({"schema": 99}, "its schema is 99"),
+        ({"alight": "Policy"}, "it is a Policy"),
+        ({"format": "magic"}, "format 'magic'"),
+        ({"stages": []}, "0 stages"),
+        ({"stages": [{"file": "../model.onnx", "checksum": "", "exit": 0, "carries": []}]}, r"\.\./model\.onnx"),
+        ({"stages": [{"file": "a.onnx", "checksum": "", "exit": 7, "carries": []}]}, r"exits \(7,\) of 4"),
+        ({"inputs": [{"name": "images", "shape": [None, 0], "dtype": "float32"}]}, "a tensor of shape"),
+        ({"inputs": [{"name": "images", "shape": [None], "dtype": "nonsense"}]}, "not usable"),
+        ({"inputs": [{"name": "images", "shape": [None], "dtype": "object"}]}, "a tensor of object"),
+        ({"std": [0.0, 1.0, 1.0]}, "normalisation by"),
+        ({"unheard_of": 1}, "unheard_of"),
+    ],
+)
+def test_a_manifest_that_makes_no_sense_is_refused(values, told, copied):
+    changed(copied / MANIFEST, **values)
+    with pytest.raises(BadFile, match=told):
+        deploy.load(copied)
+
+
+def test_a_stage_that_onnxruntime_cannot_read_is_named(copied):
+    content = b"no graph"
+    (copied / "stage_0.onnx").write_bytes(content)
+    manifest = json.loads((copied / MANIFEST).read_text())
+    manifest["stages"][0]["checksum"] = deploy.manifest.checksum(content)
+    (copied / MANIFEST).write_text(json.dumps(manifest))
+    with pytest.raises(BadFile, match=r"stage_0\.onnx: onnxruntime .* cannot load it"):
+        deploy.load(copied)
+
+
+def test_the_folder_can_be_moved(copied):
+    assert len(deploy.load(copied)(np.zeros((2, 3, 6, 7)))) == 2

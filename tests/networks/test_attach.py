@@ -1,0 +1,238 @@
+import pytest
+import torch
+from torch import nn
+
+from alight.errors import BadInput
+from alight.networks.attach import attach_heads
+from alight.networks.heads import FlattenLinear, MLPHead, PooledLinear, TokenHead
+from alight.networks.libraries import from_transformers
+from alight.networks.multi_exit import MultiExitModel, Normalisation
+from alight.networks.store import fingerprint
+
+IMAGES = torch.randn(4, 3, 16, 16, generator=torch.Generator().manual_seed(0))
+
+
+def backbone(num_classes=5):
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU()),
+        nn.Sequential(nn.Conv2d(8, 16, 3, stride=2, padding=1), nn.BatchNorm2d(16), nn.ReLU()),
+        nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, num_classes)),
+    )
+
+
+def attached(**arguments):
+    return attach_heads(backbone(), ["0", "1"], **{"num_classes": 5, "example": IMAGES[:2]} | arguments)
+
+
+def test_the_last_exit_is_the_backbone_bit_by_bit():
+    network = backbone().eval()
+    model = attach_heads(network, ["0", "1"], num_classes=5, example=IMAGES[:2]).eval()
+    assert model.exits == ("0", "1", "end")
+    logits = model(IMAGES)
+    assert [tuple(each.shape) for each in logits] == [(4, 5)] * 3
+    assert torch.equal(logits[-1], network(IMAGES))
+
+
+def test_attaching_changes_no_weight_and_no_mode():
+    network = backbone()
+    network[1].eval()
+    before = {name: tensor.clone() for name, tensor in network.state_dict().items()}
+    model = attach_heads(network, ["0"], example=IMAGES)
+    assert all(torch.equal(before[name], tensor) for name, tensor in network.state_dict().items())
+    assert network[0].training
+    assert not network[1].training
+    assert model.heads.training
+
+
+def test_automatic_exits_are_as_many_as_asked_for():
+    torch.manual_seed(0)
+    blocks = [nn.Sequential(nn.Linear(8, 8), nn.ReLU()) for _ in range(6)]
+    model = attach_heads(nn.Sequential(*blocks, nn.Linear(8, 3)), example=torch.randn(2, 8), count=2)
+    assert model.num_exits == 3
+    assert model.num_classes == 3
+
+
+def test_the_number_of_classes_is_the_networks_own():
+    assert attached(num_classes=None).num_classes == 5
+    with pytest.raises(BadInput, match="num_classes is 7, but the network itself gives 5 logits"):
+        attached(num_classes=7)
+    with pytest.raises(BadInput, match="2 names for 5 classes"):
+        attached(classes=["cat", "dog"])
+
+
+def test_heads_are_chosen_for_all_exits_or_for_each():
+    assert {type(head) for head in attached().heads[:2]} == {PooledLinear}
+    assert {type(head) for head in attached(head="flatten_linear").heads[:2]} == {FlattenLinear}
+    assert [type(head) for head in attached(head=["mlp", "pooled_linear"]).heads] == [
+        MLPHead,
+        PooledLinear,
+        nn.Identity,
+    ]
+    own = attached(head=lambda shape: nn.Sequential(nn.Flatten(), nn.Linear(torch.Size(shape).numel(), 5)))
+    assert own.heads[0][1].in_features == 8 * 16 * 16
+
+
+def test_a_head_is_where_its_features_are():
+    model = attach_heads(backbone().double(), ["0"], example=IMAGES.double())
+    assert model.heads[0].linear.weight.dtype == torch.float64
+
+
+class ChannelsLast(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.patches, self.classifier = nn.Conv2d(3, 12, 4, 4), nn.Linear(12, 5)
+        self.block = nn.Linear(12, 12)
+
+    def forward(self, x):
+        return self.classifier(self.block(self.patches(x).permute(0, 2, 3, 1)).mean((1, 2)))
+
+
+def test_channels_last_maps_are_recognised():
+    model = attach_heads(ChannelsLast(), ["block"], example=torch.randn(2, 3, 16, 32))
+    assert model.heads[0].settings["channels_last"]
+    assert model.heads[0].linear.in_features == 12
+
+
+def test_text_gets_masked_heads():
+    from transformers import BertConfig, BertForSequenceClassification
+
+    torch.manual_seed(0)
+    config = BertConfig(vocab_size=50, hidden_size=16, num_hidden_layers=3, num_attention_heads=2, intermediate_size=32)
+    batch = {"input_ids": torch.randint(50, (3, 8)), "attention_mask": torch.ones(3, 8, dtype=torch.int64)}
+    batch["attention_mask"][:, 6:] = 0
+    network = BertForSequenceClassification(config).eval()
+    names = [name for name, part in network.named_modules() if type(part).__name__ == "BertLayer"]
+    model = attach_heads(network, names[:2], example=batch).eval()
+    assert [type(head) for head in model.heads] == [TokenHead, TokenHead, nn.Identity]
+    assert model.heads[0].reads_everything
+    assert model.input_names == ("input_ids", "attention_mask")
+    with torch.no_grad():
+        assert torch.equal(model(batch)[-1], network(**batch).logits)
+        changed = {**batch, "input_ids": batch["input_ids"].clone()}
+        changed["input_ids"][:, 6:] = 1
+        torch.testing.assert_close(model(batch)[0], model(changed)[0])
+
+
+def test_pairs_of_texts_are_told_apart_or_refused():
+    from transformers import BertConfig
+
+    torch.manual_seed(0)
+    config = BertConfig(vocab_size=50, hidden_size=16, num_hidden_layers=3, num_attention_heads=2, intermediate_size=32)
+    tokens = torch.randint(50, (3, 8))
+    single = {
+        "input_ids": tokens,
+        "attention_mask": torch.ones_like(tokens),
+        "token_type_ids": torch.zeros_like(tokens),
+    }
+    pair = {**single, "token_type_ids": (torch.arange(8) > 4).long().expand(3, 8).contiguous()}
+    model = from_transformers(config, count=1).eval()
+    assert model(single)[-1].shape == (3, 2)
+    with pytest.raises(BadInput, match="the batch has pairs of texts"):
+        model(pair)
+    model = from_transformers(config, count=1, example=pair).eval()
+    assert not torch.equal(model(single)[-1], model(pair)[-1])
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
+def test_what_a_head_says_of_a_text_does_not_depend_on_padding():
+    from transformers import DebertaV2Config, DebertaV2ForSequenceClassification
+
+    torch.manual_seed(0)
+    config = DebertaV2Config(
+        vocab_size=50, hidden_size=16, num_hidden_layers=3, num_attention_heads=2, intermediate_size=32
+    )
+    network = DebertaV2ForSequenceClassification(config).eval()  # whose layers are given no mask with a row per token
+    tokens = torch.randint(1, 50, (3, 6))
+    short = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
+    long = {name: nn.functional.pad(part, (0, 4)) for name, part in short.items()}
+    model = attach_heads(network, ["deberta.encoder.layer.1"], example=short).eval()
+    with torch.no_grad():
+        torch.testing.assert_close(model(short)[0], model(long)[0])
+    with pytest.raises(BadInput, match="head 'mlp' would read the padding of texts too"):
+        attach_heads(network, ["deberta.encoder.layer.1"], example=short, head="mlp")
+
+
+class Giving(nn.Module):
+    def __init__(self, output):
+        super().__init__()
+        self.linear, self.output = nn.Linear(4, 4), output
+
+    def forward(self, x):
+        return self.output(self.linear(x))
+
+
+def test_bad_input_is_refused():
+    with pytest.raises(BadInput, match="after='0' is one text"):
+        attach_heads(backbone(), "0", example=IMAGES)
+    with pytest.raises(BadInput, match="after names no module"):
+        attach_heads(backbone(), [], example=IMAGES)
+    with pytest.raises(BadInput, match="1 heads for 2 exits"):
+        attached(head=["mlp"])
+    with pytest.raises(BadInput, match="no head 'linear'"):
+        attached(head="linear")
+    with pytest.raises(BadInput, match=r"the head at '0' gives \(2, 4\) for 2 samples and 5 classes"):
+        attached(head=lambda shape: nn.Sequential(nn.Flatten(), nn.LazyLinear(4)))
+    with pytest.raises(BadInput, match="not \\(samples, classes\\)"):
+        attach_heads(Giving(lambda x: x[:, None]), ["linear"], example=torch.randn(2, 4))
+
+
+def test_a_cascade_hands_its_inputs_on():
+    torch.manual_seed(0)
+    cheap, dear = nn.Linear(6, 3), nn.Sequential(nn.Linear(6, 9), nn.Linear(9, 3))
+    batch = torch.randn(4, 6)
+    model = MultiExitModel.cascade([cheap, dear], exits=["cheap", "dear"], example=batch)
+    assert torch.equal(model(batch)[0], cheap(batch))
+    assert torch.equal(model(batch)[1], dear(batch))
+    assert model.num_classes == 3
+    with pytest.raises(BadInput, match=r"know \[3, 4\] classes"):
+        MultiExitModel.cascade([cheap, nn.Linear(6, 4)], example=batch)
+
+
+class TwoHeaded(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 8), nn.Linear(8, 8)
+        self.early, self.late = nn.Linear(8, 3), nn.Linear(8, 3)
+
+    def forward(self, x):
+        x = torch.relu(self.first(x))
+        early = self.early(x)
+        return [early, self.late(torch.relu(self.second(x)))]
+
+
+def test_a_network_with_several_outputs_is_split_between_them():
+    torch.manual_seed(0)
+    network, batch = TwoHeaded().eval(), torch.randn(4, 6)
+    model = MultiExitModel.from_outputs(network, batch).eval()
+    assert model.num_classes == 3
+    for ours, theirs in zip(model(batch), network(batch), strict=True):
+        assert torch.equal(ours, theirs)
+    with pytest.raises(BadInput, match="one logit per class"):
+        MultiExitModel.from_outputs(Giving(lambda x: [x, x[:, :2]]), torch.randn(2, 4))
+
+
+def test_the_fingerprint_follows_weights_heads_normalisation_and_dtype_alone():
+    model = attached()
+    own = fingerprint(model)
+    assert fingerprint(model.eval()) == own
+    assert fingerprint(attached(head="mlp")) != own
+    assert fingerprint(attached().train()) == own  # the same seed
+    nn.init.zeros_(model.heads[0].linear.bias)
+    assert fingerprint(model) != own
+    model = attached()
+    model.normalisation = Normalisation((0.5,), (0.5,))
+    assert fingerprint(model) != own
+    model.normalisation = None
+    assert fingerprint(model) == own
+    model.to(torch.bfloat16)
+    assert fingerprint(model) != own
+
+
+def test_names_must_fit():
+    with pytest.raises(BadInput, match="1 names for 2 exits"):
+        MultiExitModel([nn.Linear(2, 2)] * 2, [nn.Identity()] * 2, exits=["one"])
+    with pytest.raises(BadInput, match="one stage and one head"):
+        MultiExitModel([nn.Linear(2, 2)], [])
+    with pytest.raises(BadInput, match=r"the batch has \['pixels'\]"):
+        attached()({"pixels": IMAGES})

@@ -1,0 +1,68 @@
+import numpy as np
+import pytest
+import torch
+
+from alight.costing.measure import measure_costs
+from alight.errors import BadInput
+from alight.networks.zoo import msdnet_cifar, msdnet_imagenet
+from alight.networks.zoo.msdnet import MSDNetSettings
+
+# Cumulative million multiply-adds, heads included, and million weights, counted on the authors' released code.
+REFERENCE = {
+    "imagenet, steps of 7": (
+        lambda: msdnet_imagenet(base=7, step=7),
+        224,
+        [612.0, 1430.8, 2276.4, 2959.9, 3246.2],
+        62.31,
+    ),
+    "imagenet, steps of 4": (lambda: msdnet_imagenet(), 224, [337.2, 681.7, 1003.7, 1249.6, 1355.6], 23.96),
+    "cifar": (lambda: msdnet_cifar(), 32, [15.0, 25.3, 36.8, 46.0, 56.9, 66.5, 75.5], 3.07),
+}
+
+
+@pytest.mark.parametrize("name", REFERENCE)
+def test_multiply_adds_and_weights_are_the_authors(name):
+    make, size, macs, weights = REFERENCE[name]
+    with torch.device("meta"):
+        model = make()
+        costs = measure_costs(model, torch.zeros(1, 3, size, size), unit="MACs")
+    np.testing.assert_allclose(costs.cumulative() / 1e6, macs, rtol=0.005)
+    assert sum(parameter.numel() for parameter in model.parameters()) / 1e6 == pytest.approx(weights, rel=0.005)
+
+
+def small():
+    torch.manual_seed(0)
+    return msdnet_cifar(10, blocks=3, base=2, step=2, channels=4, growth=4)
+
+
+def test_every_exit_learns():
+    model = small()
+    logits = model(torch.randn(4, 3, 32, 32))
+    assert [tuple(each.shape) for each in logits] == [(4, 10)] * 3
+    sum(each.square().mean() for each in logits).backward()
+    for name, parameter in model.named_parameters():
+        if not name.startswith(("stages.2", "heads.2")):
+            assert parameter.grad is not None, name
+            assert torch.isfinite(parameter.grad).all(), name
+
+
+def test_what_is_carried_can_be_compacted_by_sample():
+    model, images = small().eval(), torch.randn(5, 3, 32, 32)
+    kept = torch.tensor([0, 3])
+    with torch.no_grad():
+        carried = model.stages[0](images)
+        assert all(len(part) == 5 for part in carried)
+        some = model.stages[1](*(part[kept] for part in carried))
+        torch.testing.assert_close(model.heads[1](some[0]), model(images)[1][kept])
+
+
+def test_blocks_may_grow():
+    settings = MSDNetSettings(4, 3, 2, 16, 6, (1, 2, 4), growing=True)
+    assert settings.layers_per_block == (3, 1, 3, 5)
+
+
+def test_bad_settings_are_refused():
+    with pytest.raises(BadInput, match="at least 1"):
+        MSDNetSettings(0, 4, 2, 16, 6, (1, 2, 4))
+    with pytest.raises(BadInput, match="reduction"):
+        MSDNetSettings(1, 4, 2, 16, 6, (1, 2, 4), reduction=0.0)

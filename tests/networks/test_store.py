@@ -1,0 +1,344 @@
+import json
+import subprocess
+import sys
+from importlib.metadata import version
+
+import pytest
+import torch
+from torch import nn
+
+from alight.errors import BadFile, BadInput, Mismatch
+from alight.networks import store as folders
+from alight.networks.attach import attach_heads
+from alight.networks.libraries import build, from_timm, from_torchvision, from_transformers
+from alight.networks.multi_exit import MultiExitModel, Normalisation
+from alight.networks.store import fingerprint, load_model, save_model
+from alight.networks.zoo import convnext_cifar, msdnet_cifar
+
+SMALL_TIMM = {"depths": (1, 1, 1, 1), "dims": (8, 16, 24, 32), "image_size": 64}
+
+
+def backbone(width=8):
+    return nn.Sequential(
+        nn.Sequential(nn.Conv2d(3, width, 3), nn.BatchNorm2d(width), nn.ReLU()),
+        nn.Sequential(nn.Conv2d(width, width, 3), nn.ReLU()),
+        nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(width, 4)),
+    )
+
+
+def attached(head="auto"):
+    return attach_heads(backbone(), ["0", "1"], example=torch.zeros(2, 3, 8, 8), head=head)
+
+
+def images(model):
+    return torch.randn(3, *model.recipe["example"]["shape"][1:], generator=torch.Generator().manual_seed(0))
+
+
+def same(one, other, batch):
+    with torch.no_grad():
+        pairs = zip(one.eval()(batch), other.eval()(batch), strict=True)
+        return all(torch.equal(ours, theirs) for ours, theirs in pairs)
+
+
+REBUILT = {
+    "msdnet": lambda: msdnet_cifar(10, blocks=2, base=1, step=1, channels=4, growth=4),
+    "convnext, heads as chosen": lambda: convnext_cifar(5, head=["mlp"] * 5 + ["conv"] * 6),
+    "timm": lambda: from_timm("convnext_atto", num_classes=5, **SMALL_TIMM),
+    "timm, one channel": lambda: from_timm("convnext_atto", num_classes=5, in_chans=1, **SMALL_TIMM),
+    "timm, a transformer": lambda: from_timm(
+        "vit_tiny_patch16_224", num_classes=5, after=["blocks.1"], img_size=64, depth=3, embed_dim=24
+    ),
+    "torchvision": lambda: from_torchvision("mobilenet_v3_small", num_classes=5, image_size=64, width_mult=0.25),
+}
+
+
+@pytest.mark.parametrize("name", REBUILT)
+def test_a_network_that_alight_can_build_comes_back_bit_by_bit(name, tmp_path):
+    torch.manual_seed(0)
+    model = REBUILT[name]()
+    assert model.save(tmp_path / "net") == tmp_path / "net"
+    again = load_model(tmp_path / "net")
+    assert same(model, again, images(model))
+    assert fingerprint(again) == fingerprint(model)
+    assert (again.exits, again.num_classes, again.normalisation) == (
+        model.exits,
+        model.num_classes,
+        model.normalisation,
+    )
+    assert again.recipe == json.loads(json.dumps(model.recipe))
+    assert not again.training
+
+
+def test_text_networks_come_back_bit_by_bit(tmp_path):
+    from transformers import BertConfig
+
+    torch.manual_seed(0)
+    config = BertConfig(vocab_size=50, hidden_size=16, num_hidden_layers=4, num_attention_heads=2, intermediate_size=32)
+    config.id2label = {0: "good", 1: "bad"}
+    model = from_transformers(config, count=2)
+    save_model(model, tmp_path)
+    again = load_model(tmp_path)
+    batch = {"input_ids": torch.randint(50, (3, 9)), "attention_mask": torch.ones(3, 9, dtype=torch.int64)}
+    assert same(model, again, batch)
+    assert again.classes == ("good", "bad")
+    assert again.input_names == ("input_ids", "attention_mask")
+
+
+def test_a_folder_of_hugging_face_is_a_source(tmp_path):
+    from transformers import ViTConfig, ViTForImageClassification
+
+    torch.manual_seed(0)
+    config = ViTConfig(
+        hidden_size=16, num_hidden_layers=3, num_attention_heads=2, intermediate_size=32, image_size=32, num_labels=3
+    )
+    network = ViTForImageClassification(config).eval()
+    network.save_pretrained(tmp_path / "theirs")
+    model = from_transformers(tmp_path / "theirs", count=1).eval()
+    batch = torch.randn(2, 3, 32, 32)
+    with torch.no_grad():
+        assert torch.equal(model(batch)[-1], network(batch).logits)
+    save_model(model, tmp_path / "ours")
+    assert same(model, load_model(tmp_path / "ours"), batch)
+
+
+def test_a_network_of_ones_own_is_passed_in_again(tmp_path):
+    model = attached()
+    save_model(model, tmp_path)
+    with pytest.raises(Mismatch, match=r"cannot build Sequential again: .* backbone="):
+        load_model(tmp_path)
+    fresh = backbone()
+    again = load_model(tmp_path, backbone=fresh)
+    assert same(model, again, images(model))
+    assert torch.equal(fresh[0][0].weight, model.state_dict()["stages.0.0.0.weight"])
+    with pytest.raises(Mismatch, match=r"what was passed in does not fit"):
+        load_model(tmp_path, backbone=backbone(width=9))
+
+
+def test_heads_of_ones_own_are_passed_in_again(tmp_path):
+    def head(shape):
+        return nn.Sequential(nn.Flatten(), nn.Linear(torch.Size(shape).numel(), 4))
+
+    model = attached(head=head)
+    save_model(model, tmp_path)
+    with pytest.raises(Mismatch, match=r"its heads are torch.*Sequential, not alight's: .* head="):
+        load_model(tmp_path, backbone=backbone())
+    assert same(model, load_model(tmp_path, backbone=backbone(), head=head), images(model))
+
+
+def test_stages_outputs_and_cascades_are_passed_in_again(tmp_path):
+    def stages():
+        return MultiExitModel([nn.Linear(4, 8), nn.Linear(8, 8)], [nn.Linear(8, 3), nn.Linear(8, 3)])
+
+    batch, model = torch.randn(2, 4), stages()
+    save_model(model, tmp_path / "stages")
+    assert same(model, load_model(tmp_path / "stages", backbone=stages()), batch)
+    other = MultiExitModel([nn.Linear(4, 9), nn.Linear(9, 8)], [nn.Linear(9, 3), nn.Linear(8, 3)])
+    with pytest.raises(
+        Mismatch, match=r"another network's \(4 weights differ, the first 'heads.0.weight': \(3, 9\) here"
+    ):
+        load_model(tmp_path / "stages", backbone=other)
+    with pytest.raises(Mismatch, match="cannot build a MultiExitModel built by hand again"):
+        load_model(tmp_path / "stages")
+
+    model = MultiExitModel.cascade([nn.Linear(4, 3), nn.Linear(4, 3)], exits=["a", "b"], example=batch)
+    save_model(model, tmp_path / "cascade")
+    again = load_model(tmp_path / "cascade", backbone=[nn.Linear(4, 3), nn.Linear(4, 3)])
+    assert same(model, again, batch)
+    assert again.exits == ("a", "b")
+    with pytest.raises(Mismatch, match="cannot build the networks of a cascade again"):
+        load_model(tmp_path / "cascade")
+
+    model = MultiExitModel.cascade([nn.Linear(4, 3), nn.Linear(4, 3)])  # whose inputs nobody has described
+    save_model(model, tmp_path / "undescribed")
+    assert same(model, load_model(tmp_path / "undescribed", backbone=[nn.Linear(4, 3), nn.Linear(4, 3)]), batch)
+
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.second.weight = self.first.weight
+
+    def forward(self, x):
+        return self.second(torch.relu(self.first(x)))
+
+
+def test_tied_weights_are_written_once_and_stay_tied(tmp_path):
+    model = attach_heads(Tied(), ["first"], example=torch.zeros(2, 4))
+    save_model(model, tmp_path)
+    assert json.loads((tmp_path / "config.json").read_text())["tied"] == {
+        "stages.1.second.weight": "stages.0.first.weight"
+    }
+    fresh = Tied()
+    assert same(model, load_model(tmp_path, backbone=fresh), torch.randn(3, 4))
+    assert fresh.second.weight is fresh.first.weight
+
+
+def test_the_dtype_comes_back(tmp_path):
+    model = attached().to(torch.bfloat16)
+    save_model(model, tmp_path)
+    again = load_model(tmp_path, backbone=backbone())
+    assert again.heads[0].linear.weight.dtype == torch.bfloat16
+    assert same(model, again, images(model).to(torch.bfloat16))
+
+
+def test_loading_draws_no_numbers(tmp_path):
+    save_model(REBUILT["msdnet"](), tmp_path)
+    before = torch.get_rng_state()
+    load_model(tmp_path)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_names_and_normalisation_come_back(tmp_path):
+    model = attach_heads(
+        backbone(),
+        ["0"],
+        example=torch.zeros(2, 3, 8, 8),
+        classes=["a", "b", "c", "d"],
+        normalisation=Normalisation((0.5, 0.5, 0.5), (0.2, 0.2, 0.2)),
+    )
+    save_model(model, tmp_path)
+    again = load_model(tmp_path, backbone=backbone())
+    assert again.classes == ("a", "b", "c", "d")
+    assert again.normalisation == model.normalisation
+    assert json.loads((tmp_path / "config.json").read_text())["versions"]["torch"] == version("torch")
+
+
+def test_saving_again_keeps_other_files(tmp_path):
+    model = attached()
+    save_model(model, tmp_path)
+    (tmp_path / "policy.json").write_text("{}")
+    save_model(model, tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {"config.json", "model.safetensors", "policy.json"}
+
+
+SAVE = """
+import os, resource, signal, sys
+from torch import nn
+from alight.networks.store import save_model
+from alight.networks.multi_exit import MultiExitModel
+model = MultiExitModel([nn.Linear(4, 8)], [nn.Linear(8, 3)])
+{trouble}
+save_model(model, sys.argv[1])
+"""
+TROUBLE = {
+    "a kill": "os.replace = lambda *_: os.kill(os.getpid(), signal.SIGKILL)",
+    "a full disk": "signal.signal(signal.SIGXFSZ, signal.SIG_IGN); resource.setrlimit(resource.RLIMIT_FSIZE, (99, 99))",
+}
+
+
+def by_hand():
+    return MultiExitModel([nn.Linear(4, 8)], [nn.Linear(8, 3)])
+
+
+@pytest.mark.parametrize("trouble", TROUBLE)
+def test_a_save_that_fails_leaves_the_old_network(trouble, tmp_path):
+    model = by_hand()
+    save_model(model, tmp_path)
+    program = SAVE.format(trouble=TROUBLE[trouble])
+    ended = subprocess.run([sys.executable, "-c", program, str(tmp_path)], capture_output=True, text=True)
+    assert ended.returncode == -9 or "OSError" in ended.stderr
+    assert fingerprint(load_model(tmp_path, backbone=by_hand())) == fingerprint(model)
+
+
+def test_a_save_cut_off_between_its_two_files_is_whole(tmp_path, monkeypatch):
+    save_model(by_hand(), tmp_path)
+    model = MultiExitModel([nn.Linear(4, 8)], [nn.Linear(8, 3)], exits=["another name"])
+    monkeypatch.setattr(folders, "write_json", lambda *_: None)
+    save_model(model, tmp_path)
+    again = load_model(tmp_path, backbone=MultiExitModel([nn.Linear(4, 8)], [nn.Linear(8, 3)], exits=["another name"]))
+    assert fingerprint(again) == fingerprint(model)
+
+
+def rewrite(path, change):
+    config = json.loads(path.read_text())
+    change(config)
+    path.write_text(json.dumps(config))
+
+
+DAMAGES = {
+    "no weights": lambda path: (path / "model.safetensors").unlink(),
+    "no config": lambda path: (path / "config.json").unlink(),
+    "half the weights": lambda path: (path / "model.safetensors").write_bytes(
+        (path / "model.safetensors").read_bytes()[:-1000]
+    ),
+    "no safetensors": lambda path: (path / "model.safetensors").write_bytes(b"PK\x03\x04"),
+    "a flipped bit": lambda path: (path / "model.safetensors").write_bytes(
+        (path / "model.safetensors").read_bytes()[:-1] + b"\x7f"
+    ),
+    "half a config": lambda path: (path / "config.json").write_text('{"alight": '),
+    "a foreign config": lambda path: (path / "config.json").write_text('{"model_type": "bert"}'),
+    "no recipe": lambda path: rewrite(path / "config.json", lambda config: config.pop("recipe")),
+    "a recipe of nonsense": lambda path: rewrite(
+        path / "config.json", lambda config: config["recipe"].update(name="nonsense")
+    ),
+    "settings of nonsense": lambda path: rewrite(
+        path / "config.json", lambda config: config["recipe"]["arguments"].update(nonsense=1)
+    ),
+    "something to fetch": lambda path: rewrite(
+        path / "config.json", lambda config: config["recipe"]["arguments"].update(checkpoint_path="/tmp/evil.pth")
+    ),
+    "a newer schema": lambda path: rewrite(path / "config.json", lambda config: config.update(schema=99)),
+}
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    torch.manual_seed(0)
+    return save_model(REBUILT["timm"](), tmp_path_factory.mktemp("saved"))
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_or_foreign_folder_is_refused_by_name(damage, saved, tmp_path):
+    for path in saved.iterdir():
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    DAMAGES[damage](tmp_path)
+    with pytest.raises(BadFile, match=str(tmp_path)):
+        load_model(tmp_path)
+
+
+@pytest.mark.parametrize("settings", [{"attn_implementation": "x/y"}, {"part": {"_attn_implementation": "x/y"}}])
+def test_code_from_a_hub_is_refused(settings):
+    with pytest.raises(BadInput, match="code from elsewhere"):
+        build("transformers", "bert", settings)
+
+
+def test_weights_from_elsewhere_are_refused(tmp_path):
+    from safetensors.torch import save_file
+
+    save_model(attached(), tmp_path)
+    save_file({"weight": torch.zeros(3)}, tmp_path / "model.safetensors")
+    with pytest.raises(BadFile, match="alight did not write it"):
+        load_model(tmp_path, backbone=backbone())
+
+
+def test_a_folder_that_is_not_there_is_said_to_be_missing(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"no folder .*nowhere"):
+        load_model(tmp_path / "nowhere")
+
+
+def test_a_missing_library_names_the_extra(monkeypatch):
+    monkeypatch.setitem(sys.modules, "timm", None)
+    with pytest.raises(ImportError, match=r"pip install \"alight\[vision\]\""):
+        from_timm("convnext_atto")
+
+
+def test_an_unknown_network_is_answered_with_the_nearest_names():
+    with pytest.raises(BadInput, match=r"timm has no classifier 'resnet19': the nearest names are resnet1"):
+        from_timm("resnet19")
+    with pytest.raises(BadInput, match=r"torchvision has no classifier 'resnet19': the nearest names are resnet1"):
+        from_torchvision("resnet19")
+
+
+def test_a_network_of_hugging_face_that_names_no_image_size_takes_the_usual_one():
+    from transformers import ResNetConfig
+
+    config = ResNetConfig(embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1], layer_type="basic", num_labels=3)
+    assert from_transformers(config, count=1).recipe["example"]["shape"] == [2, 3, 224, 224]
+
+
+def test_what_classifies_nothing_is_refused():
+    from transformers import CLIPTextConfig
+
+    with pytest.raises(BadInput, match="classifies neither text nor images"):
+        from_transformers(CLIPTextConfig())

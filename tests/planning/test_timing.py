@@ -1,0 +1,30 @@
+"""Trials run what was planned."""
+
+import numpy as np
+import pytest
+
+from alight.planning.timing import as_planned
+from alight.policies.policy import ExitAt, Lottery, Policy
+
+
+def shares(policy: Policy, samples: np.ndarray) -> list[int]:
+    """How many of the samples leave at each exit."""
+    counts = []
+    for position in range(len(policy.open_exits) - 1):
+        leaving, _ = policy.step(position, samples, None, None, ())
+        counts.append(int(leaving.sum()))
+        samples = samples[~leaving]
+    return [*counts, len(samples)]
+
+
+@pytest.mark.parametrize("rates", [(0.5, 0.3, 0.2), (0.02, 0.0, 0.98), (1.0, 0.0, 0.0)])
+@pytest.mark.parametrize("count", [8, 40, 1000])
+def test_samples_of_a_trial_leave_as_the_rates_say(rates, count):
+    policy = Lottery(costs=(1.0, 2.0, 3.0), exit_rates=rates)
+    samples = as_planned(policy, count)
+    assert len(np.unique(samples)) == count
+    assert np.abs(np.array(shares(policy, samples)) - count * np.array(rates)).max() <= 1
+
+
+def test_other_policies_take_samples_as_they_come():
+    assert as_planned(ExitAt(costs=(1.0,)), 10) is None
