@@ -78,7 +78,7 @@ def by_rounds(dense: Deployed, ours: Deployed, parts: Sequence[Carried], exits: 
     return theirs, own, float((reach * np.median(walks, axis=0)).sum())
 
 
-def by_turns(dense: Deployed, ours: Deployed, parts: Sequence[Carried], exits: np.ndarray) -> Seconds:
+def interleaved_timings(dense: Deployed, ours: Deployed, parts: Sequence[Carried], exits: np.ndarray) -> Seconds:
     """Sample after sample, by ours and through every stage, both after the plain network, which leaves caches alike."""
     turns = []
     for index, part in enumerate(parts):
@@ -94,7 +94,7 @@ def compare(dense: Deployed, ours: Deployed, inputs: Carried, batch_size: int) -
     total = len(inputs[0])
     parts = [tuple(each[start : start + batch_size] for each in inputs) for start in range(0, total, batch_size)]
     exits = np.concatenate([ours(part, [index] if batch_size == 1 else None).exits for index, part in enumerate(parts)])
-    seconds = by_turns if batch_size == 1 else by_rounds
+    seconds = interleaved_timings if batch_size == 1 else by_rounds
     seconds(dense, ours, parts[:8], exits)
     theirs, own, ideal = np.array([seconds(dense, ours, parts, exits) for _ in range(ROUNDS)]).T
     low, middle, high = np.quantile(theirs / own, [0.25, 0.5, 0.75]).tolist()

@@ -102,7 +102,7 @@ def measure(options: argparse.Namespace, name: str, watts_idle: float, meter: Me
 def cost_shares(model: Any, batch: Tensor, settings: dict[str, Any]) -> np.ndarray:
     """What stages and heads up to every exit take of the plain network's time, for those who leave there."""
     costs = time_stages(prepared(model, **settings), batch).costs()
-    return np.asarray(costs.cumulative() / costs.plain)
+    return np.asarray(costs.cumulative() / costs.full)
 
 
 def main() -> None:

@@ -48,7 +48,7 @@ def write(folder: Path, rows: int) -> int:
     rng, total = np.random.default_rng(0), 0
     for index, start in enumerate(range(0, rows, PARTITION)):
         table, path = made_up(rng, min(PARTITION, rows - start)), folder / f"part-{index:05}.npz"
-        arrays = {"alight": np.array("HeadOutputs"), "schema": np.array(1), **table.rows(), **table.titles()}
+        arrays = {"alight": np.array("HeadOutputs"), "schema": np.array(1), **table.rows(), **table.metadata()}
         np.savez(path, **arrays)  # type: ignore[arg-type]
         total += path.stat().st_size
     return total

@@ -111,9 +111,9 @@ def segment_seconds(predictor: Predictor, batch: Carried, device: str) -> np.nda
     found: list[tuple[float, float]] = []
     engine = predictor.engine
     carried: Any = batch
-    for position, segment in enumerate(engine.segments):
+    for open_index, segment in enumerate(engine.segments):
         if device == "cuda" or engine.runs:
-            run = partial(engine.runs[position] if engine.runs else segment.logits, *carried)
+            run = partial(engine.runs[open_index] if engine.runs else segment.logits, *carried)
             repeat = max(3, int(0.03 / max(clocked(run, device), 1e-6)))
             found.append((clocked(partial(_again, run, repeat), device) / repeat, 0.0))
             carried = run()[0]
@@ -180,7 +180,7 @@ def compare(
     for part in parts[:8]:
         run_dense(part)
     exits = predictor(inputs).exits
-    seconds = by_turns if device == "cpu" and batch_size == 1 else by_rounds
+    seconds = interleaved_timings if device == "cpu" and batch_size == 1 else by_rounds
     taken = [seconds(run_dense, predictor, parts, inputs, exits, device, turn) for turn in range(rounds)]
     theirs, ours, ideal, heads = np.array(taken).T
     low, middle, high = np.quantile(theirs / ours, [0.25, 0.5, 0.75]).tolist()
@@ -228,7 +228,7 @@ def by_rounds(
     return taken[0], taken[1], float(alone.sum()), float(alone[:-1, 1].sum())
 
 
-def by_turns(
+def interleaved_timings(
     dense: Callable[[Carried], None],
     predictor: Predictor,
     parts: Sequence[Carried],

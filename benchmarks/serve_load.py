@@ -68,10 +68,10 @@ def write_policies(labelled: HeadOutputs, costs: Costs, folder: Path) -> None:
     assert labelled.labels is not None  # as recorded
     last = labelled.num_exits - 1
     ExitAt(
-        costs=(costs.plain,),
+        costs=(costs.full,),
         open_exits=(last,),
         num_exits=last + 1,
-        budget=costs.plain,
+        budget=costs.full,
         unit=costs.unit,
         method="dense",
         fingerprint=labelled.fingerprint,

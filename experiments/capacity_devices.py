@@ -160,7 +160,7 @@ def h200() -> Device:
     dense = [size / _median(measured, "dense_per_second", batch_size=size) for size in sizes]
     fixed, each = line(np.array(sizes, dtype=np.float64), np.array(dense))
     costs = load(RECORDING).costs
-    trunk = time_shares(np.cumsum(costs.stages) / costs.plain, first_share(measured))
+    trunk = time_shares(np.cumsum(costs.stages) / costs.full, first_share(measured))
     parts = np.diff(trunk, prepend=0.0)
     heads = np.append(np.full(len(parts) - 1, head_share(measured)), 0.0)
     lines = Lines(parts * fixed, parts * each, heads * fixed, heads * each)
@@ -255,7 +255,7 @@ def count() -> None:
         plain = resnet50() if name == "resnet50" else timm.create_model(name, num_classes=1000)
         model = attach_heads(plain.eval(), after="auto", count=4, example=randn(1, 3, 224, 224))
         costs = measure_costs(model, randn(1, 3, 224, 224))
-        for exit_name, share in zip(model.exits, np.cumsum(costs.stages) / costs.plain, strict=True):
+        for exit_name, share in zip(model.exits, np.cumsum(costs.stages) / costs.full, strict=True):
             found.append({"network": name, "exit": exit_name, "flops_share": float(share), **made})
     write_rows(RESULTS / "capacity_shares.csv", found)
 

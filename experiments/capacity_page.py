@@ -149,7 +149,7 @@ def gpu() -> str:
     """The fit to the GPU's mixes, in words."""
     measured, costs = gpu_rows(), device_of("h200").costs
     errors = fit_errors(measured)
-    first = costs.cumulative()[0] / costs.plain
+    first = costs.cumulative()[0] / costs.full
     return (
         f"For ResNet-50 on the H200 `a` is {first_share(measured):.3f} and a head takes {head_share(measured):.2%} of"
         f" the plain network's time; modelled times of {len(errors)} measured runs are off by"
@@ -173,7 +173,7 @@ def capacity() -> str:
             device = device_of(kind)
             for how in ("dense", "stream"):
                 rate = bearable(kind, how)
-                share = 1.0 if how == "dense" else device.costs.budget(BUDGETS[kind]) / device.costs.plain
+                share = 1.0 if how == "dense" else device.costs.budget(BUDGETS[kind]) / device.costs.full
                 exact, fleet = images / DAY * PEAK / (HEADROOM * rate), devices_for(images, rate)
                 energy = Energy.of(GPU_NETWORK) if kind == "h200" else None
                 power = f"{energy.kilowatt_hours(images, fleet, share):,.1f}" if energy else "–"

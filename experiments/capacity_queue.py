@@ -18,7 +18,7 @@ from scipy.optimize import brentq
 from scipy.special import i0e
 
 from alight import HeadOutputs, Policy
-from alight.policies.policy import Memory, Shared
+from alight.policies.policy import Memory, BatchState
 from alight.policies.route import route
 
 Floats = npt.NDArray[np.float64]
@@ -105,7 +105,7 @@ class Dense:
 
     def __call__(self, rows: Integers) -> tuple[float, Integers, Floats]:
         """Everyone at the last exit."""
-        spent = np.full(len(rows), self.device.costs.plain)
+        spent = np.full(len(rows), self.device.costs.full)
         return self.device.dense_seconds(len(rows)), np.full(len(rows), self.last), spent
 
 
@@ -136,7 +136,7 @@ class Exits:
             try:
                 position, leaving, _ = next(walk)
             except StopIteration as end:
-                self.memory = tuple(part for part in end.value if isinstance(part, Shared))
+                self.memory = tuple(part for part in end.value if isinstance(part, BatchState))
                 break
             positions[leaving - self.served] = position
         self.served += len(rows)

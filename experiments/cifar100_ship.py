@@ -61,7 +61,7 @@ def narrow(table: HeadOutputs, further: Sequence[str]) -> dict[str, np.ndarray]:
         "predictions": table.predictions.astype(np.uint8),
         "labels": table.known_labels("a recording").astype(np.uint8),
         **{f"feature_{name}": table.features[name].astype(np.float32) for name in further},
-        **table.titles(),
+        **table.metadata(),
     }
 
 
@@ -82,7 +82,7 @@ def _decide(policy: Policy, table: HeadOutputs) -> np.ndarray:
 def run_rows(result: Result) -> Iterator[dict[str, object]]:
     """One row per exit of a training."""
     run = result.run
-    plain = result.costs.plain
+    plain = result.costs.full
     for index, name in enumerate(run["exits"]):
         yield {
             "run": run["run"],
@@ -109,8 +109,8 @@ def mode_rows(result: Result) -> Iterator[dict[str, object]]:
             "seed": result.run["seed"],
             "calibration_images": result.run["calibration"],
             "method": point.method,
-            "allowed": f"{point.budget / costs.plain:.4f}",
-            "spent": f"{point.mean_cost / costs.plain:.6f}",
+            "allowed": f"{point.budget / costs.full:.4f}",
+            "spent": f"{point.mean_cost / costs.full:.6f}",
             "accuracy": f"{point.accuracy:.6f}",
             "low": f"{point.accuracy_low:.6f}",
             "high": f"{point.accuracy_high:.6f}",

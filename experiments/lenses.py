@@ -114,8 +114,8 @@ def curve(method: calibrate.Method, recording: Recording, draws: Floats) -> tupl
     affordable = [budget for budget in BUDGETS if costs.budget(budget) >= costs.cumulative()[0]]
     decided = [replay(method(costs, budget, recording.labelled), test) for budget in affordable]
     right = np.stack([decisions.predictions == labels for decisions in decided], axis=1)  # (samples, budgets)
-    spent = np.stack([decisions.spent for decisions in decided], axis=1) / costs.plain
-    allowed = np.array([costs.budget(budget) for budget in affordable]) / costs.plain
+    spent = np.stack([decisions.spent for decisions in decided], axis=1) / costs.full
+    allowed = np.array([costs.budget(budget) for budget in affordable]) / costs.full
     return draws @ right, draws @ spent, float((spent.mean(axis=0) / allowed).max())
 
 

@@ -97,7 +97,7 @@ def run(name: str, folder: Path) -> None:
         **provenance("torch", "transformers", folder=RESULTS),
     }
     write_text(target / "run.json", json.dumps(about, indent=2) + "\n")
-    shares = costs.cumulative() / costs.plain
+    shares = costs.cumulative() / costs.full
     write_exits(name, about, shares.tolist())
 
 

@@ -100,7 +100,7 @@ def _overhead() -> str:
     parts = []
     for network, title in NETWORKS.items():
         costs = load(network).costs
-        parts.append(f"{title} {100 * (costs.cumulative()[-1] / costs.plain - 1):.1f} %")
+        parts.append(f"{title} {100 * (costs.cumulative()[-1] / costs.full - 1):.1f} %")
     return "All heads before the last: " + "; ".join(parts) + "."
 
 

@@ -132,7 +132,7 @@ def share_rows(network: str, result: Result) -> Iterator[Row]:
                 "seed": result.run["seed"],
                 "method": name,
                 "budget": WATCHED[network],
-                "spent": decisions.mean_cost / result.costs.plain,
+                "spent": decisions.mean_cost / result.costs.full,
                 "exit": index + 1,
                 "planned": float(planned),
                 "observed": float(left.mean()),

@@ -125,7 +125,7 @@ def temperature_rows(network: str, temperatures: Sequence[float] = TEMPERATURES)
         for temperature in temperatures:
             method = partial(calibrate.eero, temperature=temperature, spend_all=spend_all)
             accuracy, spent = (table[0] for table in curve(method, result, draws))
-            allowed = [result.costs.budget(each) / result.costs.plain for each in budgets(result.costs)]
+            allowed = [result.costs.budget(each) / result.costs.full for each in budgets(result.costs)]
             for budget in (0.3, 0.5, 0.7):
                 at = allowed.index(budget)
                 reached = spent.min() <= budget <= spent.max()
@@ -196,8 +196,8 @@ def two_exit_rows(network: str = "resnet18_frozen", early: Sequence[int] = EARLY
     for head in early:
         pair = (head - 1, last)
         costs, test = Costs.from_cumulative(result.costs.cumulative(pair)), result.test.at_exits(pair)
-        for share in np.linspace(costs.cumulative()[0], costs.cumulative()[1], 21) / result.costs.plain:
-            budget = float(share * result.costs.plain)
+        for share in np.linspace(costs.cumulative()[0], costs.cumulative()[1], 21) / result.costs.full:
+            budget = float(share * result.costs.full)
             decisions = replay(
                 calibrate.two_exits(result.costs, budget, result.calibration, early=head - 1), result.test
             )
@@ -207,11 +207,11 @@ def two_exit_rows(network: str = "resnet18_frozen", early: Sequence[int] = EARLY
                 "network": network,
                 "head": head,
                 "allowed": share,
-                "spent": decisions.mean_cost / result.costs.plain,
+                "spent": decisions.mean_cost / result.costs.full,
                 "accuracy": decisions.accuracy(labels),
                 "low": intervals.accuracy.low,
                 "high": intervals.accuracy.high,
-                "oracle_spent": best.mean_cost / result.costs.plain,
+                "oracle_spent": best.mean_cost / result.costs.full,
                 "oracle_accuracy": best.accuracy(labels),
             }
 
@@ -226,14 +226,14 @@ def overthinking_rows(network: str) -> Iterator[Row]:
             "network": network,
             "exit": index + 1,
             "name": name,
-            "share_alone": costs_alone(result.costs)[index] / result.costs.plain,
+            "share_alone": costs_alone(result.costs)[index] / result.costs.full,
             "accuracy": right[:, index].mean(),
             "calibration_accuracy": result.calibration.correct()[:, index].mean(),
             "right_here_wrong_last": (right[:, index] & ~right[:, -1]).mean(),
             "wrong_here_right_last": (~right[:, index] & right[:, -1]).mean(),
             "right_so_far_wrong_last": (right[:, : index + 1].any(axis=1) & ~right[:, -1]).mean(),
             "oracle_accuracy": best.accuracy(result.test.truth()),
-            "oracle_spent": best.mean_cost / result.costs.plain,
+            "oracle_spent": best.mean_cost / result.costs.full,
         }
 
 
@@ -250,9 +250,9 @@ def weight_rows(network: str) -> Iterator[Row]:
         for index in range(len(result.costs)):
             yield {
                 "network": network,
-                "budget": result.costs.budget(budget) / result.costs.plain,
+                "budget": result.costs.budget(budget) / result.costs.full,
                 "exit": index + 1,
-                "cost": result.costs.cumulative()[index] / result.costs.plain,
+                "cost": result.costs.cumulative()[index] / result.costs.full,
                 "risk": risks[index],
                 "prior": prior[index],
                 "planned": policies["eero"].exit_rates[index],
@@ -277,7 +277,7 @@ def curve(method: Callable[..., object], result: Result, draws: Floats, step: in
         for budget in budgets(result.costs, step)
     ]
     right = np.stack([decisions.predictions == labels for decisions in decided], axis=1).astype(float)
-    spent = np.stack([decisions.spent for decisions in decided], axis=1) / result.costs.plain
+    spent = np.stack([decisions.spent for decisions in decided], axis=1) / result.costs.full
     return draws @ right, draws @ spent
 
 

@@ -32,8 +32,8 @@ def planned(costs: Costs, table: HeadOutputs, labelled: int, seed: int, confiden
     given, fresh = table.take(order[:labelled]), table.take(order[labelled:])
     fit = partial(calibrate.eero, spend_all=True, prune=True)
     amount = cheapest(fit, costs, given, ASKED, confidence)
-    found: Row = {"labelled": labelled, "seed": seed, "confidence": confidence, "budget": amount / costs.plain}
-    if amount >= costs.plain:
+    found: Row = {"labelled": labelled, "seed": seed, "confidence": confidence, "budget": amount / costs.full}
+    if amount >= costs.full:
         return found | {"held_out_loss": 0.0, "fresh_loss": 0.0}
     right, _ = held_out(fit, costs, amount, given, FOLDS)
     decisions = replay(fit(costs, amount, given), fresh)

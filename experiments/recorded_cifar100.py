@@ -63,7 +63,7 @@ def costs_alone(costs: Costs) -> npt.NDArray[np.float64]:
 
 def budgets(costs: Costs, step: int = 5) -> list[str]:
     """Percentages of the plain network, from the cheapest exit to beyond the dearest, by so many percent."""
-    cheapest, dearest = 100 * costs.cumulative()[[0, -1]] / costs.plain
+    cheapest, dearest = 100 * costs.cumulative()[[0, -1]] / costs.full
     first = f"{np.ceil(10 * cheapest) / 10:g}%"  # as small as can be
     return [first, *(f"{percent}%" for percent in range(step, 1000, step) if cheapest < percent < dearest + step)]
 

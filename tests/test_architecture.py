@@ -39,7 +39,8 @@ MAY_IMPORT = {
     | {"budgeting", "policies", "calibrate", "evaluation", "recordings", "report", "__version__"}
     | {"cutting", "networks", "training", "costing", "data", "engine", "planning", "cluster", "provenance"}
     | {"deploy", "export", "serve", "demo"},
-    "demo": FOUNDATION | {"calibrate", "evaluation", "recordings", "policies", "report", "provenance"}
+    "demo": FOUNDATION
+    | {"calibrate", "evaluation", "recordings", "policies", "report", "provenance"}
     | {"networks", "training", "costing", "data", "engine", "planning"},
 }
 NO_TORCH = {

@@ -13,13 +13,13 @@ def test_cumulative_costs_hold_every_stage_and_every_open_head_on_the_way():
     np.testing.assert_array_equal(costs.cumulative(), [2.5, 5.75, 10.75])
     np.testing.assert_array_equal(costs.cumulative([1, 2]), [5.25, 10.25])
     np.testing.assert_array_equal(costs.cumulative([0]), [2.5])
-    assert costs.plain == 10.0
+    assert costs.full == 10.0
 
 
 def test_a_plain_array_is_taken_to_the_last_bit():
     values = np.cumsum(np.random.default_rng(0).uniform(size=30)) * 1e9
     np.testing.assert_array_equal(as_costs(values).cumulative(), values)
-    assert as_costs(values).plain == values[-1]
+    assert as_costs(values).full == values[-1]
     assert as_costs(values).budget("100%") == values[-1]
 
 

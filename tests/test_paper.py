@@ -86,11 +86,11 @@ def test_survivor_thresholds_gain_points_over_the_papers_rule_at_the_same_allowe
 
 @pytest.mark.parametrize("fraction", [*GAINS, 0.8, 0.9])
 def test_eero_spends_what_it_planned(frozen, fraction):
-    budget = fraction * frozen.costs.plain
+    budget = fraction * frozen.costs.full
     policy = calibrate.eero(frozen.costs, budget, frozen.labelled)
     calibrated, tested = replay(policy, frozen.labelled), replay(policy, frozen.test)
     samples, exits = len(frozen.labelled), policy.num_exits
-    assert policy.planned_cost - exits * frozen.costs.plain / samples <= calibrated.mean_cost <= policy.planned_cost
+    assert policy.planned_cost - exits * frozen.costs.full / samples <= calibrated.mean_cost <= policy.planned_cost
     assert tested.mean_cost == pytest.approx(budget, rel=0.025)
     assert (np.abs(calibrated.exit_shares - policy.exit_rates) < 2 / samples).all()
     expected = -np.diff(np.concatenate([[samples + 1], passing_counts(np.array(policy.exit_rates), samples), [0]]))
@@ -100,9 +100,9 @@ def test_eero_spends_what_it_planned(frozen, fraction):
 def test_the_papers_rule_leaves_much_of_the_budget_unspent(frozen):
     use = [
         replay(
-            calibrate.eero_marginal(frozen.costs, fraction * frozen.costs.plain, frozen.labelled), frozen.test
+            calibrate.eero_marginal(frozen.costs, fraction * frozen.costs.full, frozen.labelled), frozen.test
         ).mean_cost
-        / (fraction * frozen.costs.plain)
+        / (fraction * frozen.costs.full)
         for fraction in GAINS
     ]
     assert max(use) <= 1

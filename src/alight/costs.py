@@ -27,7 +27,7 @@ class Costs:
     A closed exit's head is never evaluated and costs nothing.
 
     >>> costs = Costs(stages=[2, 3, 4], heads=[1, 1, 1], unit="FLOPs")
-    >>> costs.cumulative(), costs.cumulative([0, 2]), costs.plain
+    >>> costs.cumulative(), costs.cumulative([0, 2]), costs.full
     (array([ 3.,  7., 12.]), array([ 3., 11.]), 10.0)
     """
 
@@ -71,7 +71,7 @@ class Costs:
         columns = [["exit", *(str(index) for index in range(len(self)))]]
         for name, values in {"stage": self.stages, "head": self.heads, "cumulative": self.cumulative()}.items():
             columns.append([name, *(f"{value:.4g}" for value in values)])
-        columns.append(["of the plain network", *(f"{value / self.plain:.1%}" for value in self.cumulative())])
+        columns.append(["of the plain network", *(f"{value / self.full:.1%}" for value in self.cumulative())])
         return html_table(f"Costs per sample{self.unit and ', in ' + self.unit}", columns)
 
     def cumulative(self, open_exits: Sequence[int] | None = None) -> Floats:
@@ -96,7 +96,7 @@ class Costs:
         return costs
 
     @property
-    def plain(self) -> float:
+    def full(self) -> float:
         """Cost of the plain network: all stages and the last head, no other head."""
         return float(self.cumulative([len(self) - 1])[0])
 
@@ -123,7 +123,7 @@ class Costs:
         if unit == "":
             return number
         if unit == "%":
-            return number / 100 * self.plain
+            return number / 100 * self.full
         return number * self._in_own_unit(budget, unit)
 
     def _in_own_unit(self, budget: str, unit: str) -> float:

@@ -237,7 +237,7 @@ class HeadOutputs:
             arrays["log_probabilities"] = self.log_probabilities
         return arrays
 
-    def titles(self) -> dict[str, np.ndarray]:
+    def metadata(self) -> dict[str, np.ndarray]:
         """What is said once of all rows, by its name in a file."""
         return {"score": np.array(self.score), "fingerprint": np.array(self.fingerprint)}
 
@@ -257,7 +257,7 @@ class HeadOutputs:
 
     def save(self, path: PathLike) -> None:
         """Write the table to an .npz file, whole or not at all."""
-        write_arrays(path, "HeadOutputs", {**self.rows(), **self.titles()})
+        write_arrays(path, "HeadOutputs", {**self.rows(), **self.metadata()})
 
     @classmethod
     def load(cls, path: PathLike, *, log_probabilities: bool = True) -> "HeadOutputs":
@@ -316,7 +316,7 @@ class Decisions:
             object.__setattr__(self, name, value)
 
     @classmethod
-    def known(
+    def unchecked(
         cls, predictions: Integers, exits: Integers, spent: Floats, num_exits: int, probabilities: Floats | None = None
     ) -> "Decisions":
         """Decisions of arrays that are known to fit together: nothing is checked, which one sample alone would feel."""

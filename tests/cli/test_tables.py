@@ -99,7 +99,7 @@ def test_sweep_chooses_budgets_from_the_cheapest_exit_to_the_plain_network(folde
     budgets = [point.budget for point in read_points("points.csv") if point.method == "geometric"]
     assert len(budgets) == 17
     assert budgets[0] == pytest.approx(COSTS.budget("19%"))
-    assert budgets[-1] == pytest.approx(COSTS.plain)
+    assert budgets[-1] == pytest.approx(COSTS.full)
 
 
 BAD = {

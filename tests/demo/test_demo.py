@@ -51,7 +51,7 @@ def test_the_network_that_is_left_does_what_was_printed(shown):
     with np.load(own / "test.npz") as file:
         images, labels = file["images"], file["labels"]
     decisions = Predictor(model, policy)(images)
-    plain = Costs.load(own / "costs.json").plain
+    plain = Costs.load(own / "costs.json").full
     spent, right, *shares = (float(number) for number in re.findall(r"([\d.]+)%", rows["spent"]))
     assert decisions.mean_cost / plain == pytest.approx(spent / 100, abs=0.003)
     assert decisions.accuracy(labels) == pytest.approx(right / 100, abs=0.003)

@@ -111,7 +111,7 @@ def test_answers_of_the_last_exit_that_wait_to_be_fetched_survive_an_error(model
     policy = calibrate.geometric(COSTS, "90%", table)
     with pytest.raises(OSError, match="disk gone") as caught:
         Predictor(model, policy, device="cuda", batch_size=100).run(loader(), progress=False)
-    assert 7 in np.concatenate([each.positions for each in caught.value.finished])
+    assert 7 in np.concatenate([each.open_indices for each in caught.value.finished])
     answered = np.concatenate([each.samples for each in caught.value.finished])
     assert len(np.unique(answered)) == len(answered) > 700
 

@@ -189,7 +189,7 @@ def test_a_loader_of_any_batches_gives_the_same_answers_in_its_order(model, imag
 def test_a_stream_gives_early_answers_before_late_ones_are_computed(model, images, table):
     policy = Threshold(tuple(middle(table, index, 0.5) for index in range(3)), costs=COSTS)
     answers = list(Predictor(model, policy, batch_size=150).stream([images]))
-    assert [set(each.positions) for each in answers] == [{0}, {1}, {2}, {3}]
+    assert [set(each.open_indices) for each in answers] == [{0}, {1}, {2}, {3}]
     assert sorted(np.concatenate([each.samples for each in answers])) == list(range(150))
 
 

@@ -23,7 +23,7 @@ def test_a_sweep_has_every_method_at_every_budget_and_the_references(points):
     assert [point.method for point in points] == [
         *(name for name in METHODS for _ in BUDGETS), *[ORACLE] * 4, *[SINGLE_EXIT] * 4,
     ]  # fmt: skip
-    assert {point.plain_cost for point in points} == {COSTS.plain}
+    assert {point.plain_cost for point in points} == {COSTS.full}
 
 
 def test_a_point_is_what_replaying_the_policy_gives(points):

@@ -193,8 +193,8 @@ def test_the_network_that_is_saved_is_the_one_that_was_recorded(scripts, data, s
         assert fingerprint(model) == recorded.fingerprint == outputs.fingerprint
         np.testing.assert_allclose(outputs.scores, recorded.scores, atol=1e-6)
         assert (
-            measure_costs(model, torch.zeros(1, 3, 32, 32)).plain
-            == Costs.load(state / f"{run}-0" / "result" / "costs.json").plain
+            measure_costs(model, torch.zeros(1, 3, 32, 32)).full
+            == Costs.load(state / f"{run}-0" / "result" / "costs.json").full
         )
 
 

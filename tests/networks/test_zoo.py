@@ -52,7 +52,7 @@ def test_a_resnet_for_digits_is_saved_and_loaded_as_any_other(tmp_path):
     images = torch.rand(3, 1, 8, 8)
     with torch.no_grad():
         assert torch.equal(load_model(model.save(tmp_path))(images)[-1], model(images)[-1])
-    shares = (costs := measure_costs(model, images)).cumulative() / costs.plain
+    shares = (costs := measure_costs(model, images)).cumulative() / costs.full
     assert shares.tolist() == pytest.approx([1 / 7, 2 / 5, 3 / 5, 1], abs=0.02)
     assert model.normalisation == DIGITS
 

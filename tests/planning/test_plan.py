@@ -81,7 +81,7 @@ def test_a_budget_of_time_is_kept_by_the_measured_costs():
     found = plan(model, table, example=EXAMPLE, batch_size=64, budget="60%")
     assert found.pays
     assert found.policy.unit == "ms"
-    assert found.policy.planned_cost <= 0.6 * found.costs.plain * (1 + 1e-9)
+    assert found.policy.planned_cost <= 0.6 * found.costs.full * (1 + 1e-9)
 
 
 @pytest.mark.parametrize(("lost", "won"), [(0.03, 0.01), (0.05, 0.02), (0.1, 0.08)])
@@ -109,7 +109,7 @@ def test_a_plan_loses_no_more_on_fresh_samples_than_it_says():
         accuracies.append(replay(eero(costs, amounts[-1], labelled), fresh).accuracy(fresh.labels))
     lost = fresh.correct()[:, -1].mean() - np.array(accuracies)
     assert (lost > asked).sum() <= 4
-    assert np.median(amounts) < 0.95 * costs.plain
+    assert np.median(amounts) < 0.95 * costs.full
 
 
 def test_bad_input_says_what_to_do():

@@ -10,8 +10,8 @@ from alight.policies.policy import ExitAt, Lottery, Policy
 def shares(policy: Policy, samples: np.ndarray) -> list[int]:
     """How many of the samples leave at each exit."""
     counts = []
-    for position in range(len(policy.open_exits) - 1):
-        leaving, _ = policy.step(position, samples, None, None, ())
+    for open_index in range(len(policy.open_exits) - 1):
+        leaving, _ = policy.step(open_index, samples, None, None, ())
         counts.append(int(leaving.sum()))
         samples = samples[~leaving]
     return [*counts, len(samples)]

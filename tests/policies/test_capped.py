@@ -33,7 +33,7 @@ def test_limits_move_those_who_have_one_and_nobody_else(policy, outputs):
 
 def test_one_sample_in_numbers_meets_its_limit_too():
     policy = capped(Threshold(thresholds=(0.8,) * 3, costs=COSTS), {5: 1})
-    assert [policy.step(position, 5, 0, 0.1, ())[0] for position in range(3)] == [False, True, True]
+    assert [policy.step(open_index, 5, 0, 0.1, ())[0] for open_index in range(3)] == [False, True, True]
     assert not policy.step(2, 6, 0, 0.1, ())[0]
 
 

@@ -104,7 +104,8 @@ def walked(policy, outputs, as_array):
 
     steps = list(route(policy, as_array(np.arange(len(outputs))), read))
     return [
-        (position, np.asarray(samples).tolist(), np.asarray(answers).tolist()) for position, samples, answers in steps
+        (open_index, np.asarray(samples).tolist(), np.asarray(answers).tolist())
+        for open_index, samples, answers in steps
     ]
 
 

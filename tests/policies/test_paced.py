@@ -143,10 +143,10 @@ def test_tensors_take_the_same_steps(policy, frozen):
     samples, memory = np.arange(200), ()
     others, remembered = torch.arange(200), ()
     waiting = slice(None)
-    for position in range(3):
-        column = scores[samples, position]
-        leaving, memory = policy.step(position, samples, samples * 0, column, memory)
-        also, remembered = policy.step(position, others, others * 0, torch.tensor(column), remembered)
+    for open_index in range(3):
+        column = scores[samples, open_index]
+        leaving, memory = policy.step(open_index, samples, samples * 0, column, memory)
+        also, remembered = policy.step(open_index, others, others * 0, torch.tensor(column), remembered)
         np.testing.assert_array_equal(also.numpy(), leaving)
         waiting = ~leaving
         samples, others = samples[waiting], others[torch.tensor(waiting)]
@@ -174,11 +174,11 @@ def test_the_guard_holds_tensors_back_too(policy, frozen):
             steps = route(policy, rows, read, memory)
             while True:
                 try:
-                    position, leaving, _ = next(steps)
+                    open_index, leaving, _ = next(steps)
                 except StopIteration as end:
                     memory = end.value[:1]
                     break
-                spent += len(leaving) * policy.costs[position]
+                spent += len(leaving) * policy.costs[open_index]
         return spent, memory[0].spent
 
     for as_array in (np.asarray, torch.tensor):

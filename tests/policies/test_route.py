@@ -11,12 +11,14 @@ from alight.budgeting.thresholds import hash01
 from alight.policies.policy import MIXTURE_SALT, ExitAt, Mixture, Patience, Streak, Threshold
 
 
-def leaves(policy, position, sample, predictions, scores):
+def leaves(policy, open_index, sample, predictions, scores):
     """Whether one sample leaves, given all it has seen so far; written from the definitions, sample by sample."""
     match policy:
         case Threshold():
-            score, threshold = scores[-1], policy.thresholds[position]
-            return score > threshold or (score == threshold and hash01(np.array(sample)) < policy.tie_shares[position])
+            score, threshold = scores[-1], policy.thresholds[open_index]
+            return score > threshold or (
+                score == threshold and hash01(np.array(sample)) < policy.tie_shares[open_index]
+            )
         case Streak():
             recent = scores[-policy.patience :]
             return len(recent) == policy.patience and all(score >= policy.threshold for score in recent)
@@ -25,7 +27,7 @@ def leaves(policy, position, sample, predictions, scores):
             return len(recent) == policy.patience + 1 and len(set(recent)) == 1
         case Mixture():
             part = policy.first if hash01(np.array(sample), MIXTURE_SALT) < policy.share else policy.second
-            return leaves(part, position, sample, predictions, scores)
+            return leaves(part, open_index, sample, predictions, scores)
         case ExitAt():
             return True
 
@@ -33,13 +35,13 @@ def leaves(policy, position, sample, predictions, scores):
 def naive(policy, outputs):
     decided = []
     for sample in range(len(outputs)):
-        for position, exit_index in enumerate(policy.open_exits):
-            seen = list(policy.open_exits[: position + 1])
-            last = position == len(policy.open_exits) - 1
+        for open_index, exit_index in enumerate(policy.open_exits):
+            seen = list(policy.open_exits[: open_index + 1])
+            last = open_index == len(policy.open_exits) - 1
             if last or leaves(
-                policy, position, sample, outputs.predictions[sample, seen], outputs.scores[sample, seen]
+                policy, open_index, sample, outputs.predictions[sample, seen], outputs.scores[sample, seen]
             ):
-                decided.append((outputs.predictions[sample, exit_index], exit_index, policy.costs[position]))
+                decided.append((outputs.predictions[sample, exit_index], exit_index, policy.costs[open_index]))
                 break
     return tuple(np.array(column) for column in zip(*decided, strict=True))
 
@@ -94,7 +96,8 @@ def walked(policy, outputs, as_array):
 
     steps = list(route(policy, as_array(np.arange(len(outputs))), read))
     return [
-        (position, np.asarray(samples).tolist(), np.asarray(answers).tolist()) for position, samples, answers in steps
+        (open_index, np.asarray(samples).tolist(), np.asarray(answers).tolist())
+        for open_index, samples, answers in steps
     ]
 
 
@@ -124,7 +127,7 @@ def test_the_walk_answers_early_samples_before_it_reads_later_exits():
 def test_the_walk_stops_when_everyone_has_left():
     outputs = made_up(0, 10, 4)
     policy = Threshold((-np.inf, 0.5, 0.5), costs=(1.0, 2.0, 3.0, 4.0))
-    assert [position for position, _, _ in walked(policy, outputs, np.asarray)] == [0]
+    assert [open_index for open_index, _, _ in walked(policy, outputs, np.asarray)] == [0]
 
 
 def test_closed_exits_are_never_read():

@@ -102,7 +102,7 @@ def test_measured_exits_take_longer_the_deeper_they_are():
     network = load_network(folder() / "model", policies, threads=1)
     found = timings(network, example(network), 8)
     timing = found["plain"]
-    seconds = [timing.seconds(1, position) for position in range(4)]
+    seconds = [timing.seconds(1, open_index) for open_index in range(4)]
     assert seconds == sorted(seconds)
     assert 0 < seconds[0] < seconds[-1] <= timing.seconds(8, 3)
     assert timing.deepest(1, seconds[-1]) == 3

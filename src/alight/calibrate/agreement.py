@@ -12,7 +12,7 @@ def patience(costs: AnyCosts, budget: Budget, labelled: HeadOutputs, unlabelled:
     >>> from alight import recordings, replay
     >>> labelled, test, costs = recordings.load()
     >>> decisions = replay(patience(costs, "50%", labelled), test)
-    >>> f"{decisions.accuracy(test.labels):.1%} right for {decisions.mean_cost / costs.plain:.1%} of the cost"
+    >>> f"{decisions.accuracy(test.labels):.1%} right for {decisions.mean_cost / costs.full:.1%} of the cost"
     '34.0% right for 50.0% of the cost'
     """
     task = Task.of("patience", costs, budget, labelled, unlabelled)
@@ -32,7 +32,7 @@ def pcee(costs: AnyCosts, budget: Budget, labelled: HeadOutputs, unlabelled: Hea
     >>> from alight import recordings, replay
     >>> labelled, test, costs = recordings.load()
     >>> decisions = replay(pcee(costs, "50%", labelled), test)
-    >>> f"{decisions.accuracy(test.labels):.1%} right for {decisions.mean_cost / costs.plain:.1%} of the cost"
+    >>> f"{decisions.accuracy(test.labels):.1%} right for {decisions.mean_cost / costs.full:.1%} of the cost"
     '40.9% right for 49.8% of the cost'
     """
     task = Task.of("pcee", costs, budget, labelled, unlabelled)

@@ -24,7 +24,7 @@ def geometric(
     >>> from alight import recordings, replay
     >>> labelled, test, costs = recordings.load()
     >>> decisions = replay(geometric(costs, "50%", labelled), test)
-    >>> f"{decisions.accuracy(test.labels):.1%} right for {decisions.mean_cost / costs.plain:.1%} of the cost"
+    >>> f"{decisions.accuracy(test.labels):.1%} right for {decisions.mean_cost / costs.full:.1%} of the cost"
     '41.7% right for 49.7% of the cost'
     """
     if prune:
@@ -50,7 +50,7 @@ def gaussian(
     >>> from alight import recordings, replay
     >>> labelled, test, costs = recordings.load()
     >>> decisions = replay(gaussian(costs, "50%", labelled), test)
-    >>> f"{decisions.accuracy(test.labels):.1%} right for {decisions.mean_cost / costs.plain:.1%} of the cost"
+    >>> f"{decisions.accuracy(test.labels):.1%} right for {decisions.mean_cost / costs.full:.1%} of the cost"
     '37.2% right for 49.8% of the cost'
     """
     if prune:

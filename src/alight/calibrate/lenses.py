@@ -194,16 +194,16 @@ def _going_on(labelled: HeadOutputs, policy: Policy | None) -> npt.NDArray[np.in
     last, rows = labelled.num_exits - 1, np.arange(len(labelled))
     leaving = np.zeros(labelled.predictions.shape, dtype=bool)
     memory: Memory = ()
-    for position in range(last if policy else 0):
+    for open_index in range(last if policy else 0):
         assert policy is not None  # the range says so
-        leaving[:, position], memory = policy.step(
-            position, rows, labelled.predictions[:, position], labelled.scores[:, position], memory
+        leaving[:, open_index], memory = policy.step(
+            open_index, rows, labelled.predictions[:, open_index], labelled.scores[:, open_index], memory
         )
     then = np.full(len(labelled), last)
     going_on = np.full(labelled.predictions.shape, last)
-    for position in range(last - 1, -1, -1):
-        going_on[:, position] = then
-        then = np.where(leaving[:, position], position, then)
+    for open_index in range(last - 1, -1, -1):
+        going_on[:, open_index] = then
+        then = np.where(leaving[:, open_index], open_index, then)
     return going_on
 
 

@@ -85,7 +85,7 @@ def _cheapest(
 ) -> Policy:
     """The cheapest policy of a fixed sequence, from the full network down, up to the first that fails the test."""
     full = ExitAt(
-        costs=(network.plain,),
+        costs=(network.full,),
         open_exits=(len(network) - 1,),
         num_exits=len(network),
         unit=network.unit,
@@ -95,7 +95,7 @@ def _cheapest(
     p_value, observed = _risk_test(full, testing, risk, alpha, delta, bound)
     if p_value > delta:
         raise BadInput(_too_much(risk, alpha, observed, len(testing), delta, bound, "of the full network"))
-    accepted: list[tuple[float, Policy, float]] = [(network.plain, full, observed)]  # mean cost, policy, risk
+    accepted: list[tuple[float, Policy, float]] = [(network.full, full, observed)]  # mean cost, policy, risk
     for amount in np.linspace(network.cumulative()[-1], network.cumulative()[0], BUDGETS):
         policy = fit(float(amount), fitting)
         p_value, observed = _risk_test(policy, testing, risk, alpha, delta, bound)
@@ -113,7 +113,7 @@ def _cheapest(
     }
     promise = (
         f"With probability {1 - delta:.4g} over the calibration data, its {_NAMES[risk]} on new samples is at most"
-        f" {alpha:g} ({observed:.4g} observed); it spent {spent / network.plain:.1%} of the plain network."
+        f" {alpha:g} ({observed:.4g} observed); it spent {spent / network.full:.1%} of the plain network."
     )
     how = (
         f"Fixed-sequence testing from the full network down with the {bound.replace('_', '-')} bound on"

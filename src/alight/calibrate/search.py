@@ -52,7 +52,7 @@ def search(
     >>> from alight import recordings, replay
     >>> labelled, test, costs = recordings.load()
     >>> decisions = replay(search(costs, "50%", labelled, rounds=2), test)
-    >>> f"{decisions.accuracy(test.labels):.1%} right for {decisions.mean_cost / costs.plain:.1%} of the cost"
+    >>> f"{decisions.accuracy(test.labels):.1%} right for {decisions.mean_cost / costs.full:.1%} of the cost"
     '43.9% right for 49.8% of the cost'
     """
     task = Task.of("search", costs, budget, labelled, unlabelled, closes_exits=True)

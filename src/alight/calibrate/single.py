@@ -15,7 +15,7 @@ def best_single_exit(
     >>> from alight import recordings, replay
     >>> labelled, test, costs = recordings.load()
     >>> decisions = replay(best_single_exit(costs, "50%", labelled), test)
-    >>> f"{decisions.accuracy(test.labels):.1%} right for {decisions.mean_cost / costs.plain:.1%} of the cost"
+    >>> f"{decisions.accuracy(test.labels):.1%} right for {decisions.mean_cost / costs.full:.1%} of the cost"
     '24.3% right for 38.1% of the cost'
     """
     task = Task.of("best_single_exit", costs, budget, labelled, unlabelled, closes_exits=True)

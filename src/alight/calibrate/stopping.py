@@ -50,7 +50,7 @@ def optimal_stopping(
     >>> from alight import recordings, replay
     >>> labelled, test, costs = recordings.load()
     >>> decisions = replay(optimal_stopping(costs, "50%", labelled), test)
-    >>> f"{decisions.accuracy(test.labels):.1%} right for {decisions.mean_cost / costs.plain:.1%} of the cost"
+    >>> f"{decisions.accuracy(test.labels):.1%} right for {decisions.mean_cost / costs.full:.1%} of the cost"
     '43.6% right for 49.4% of the cost'
     """
     task = Task.of("optimal_stopping", costs, budget, labelled, unlabelled)

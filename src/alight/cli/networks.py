@@ -169,7 +169,7 @@ def run_costs(options: argparse.Namespace) -> Found:
             "stages": costs.stages,
             "heads": costs.heads,
             "cumulative": costs.cumulative(),
-            "plain": costs.plain,
+            "plain": costs.full,
         },
     )
 

@@ -114,7 +114,7 @@ class Recordings:
             with threads(switches.get("num_threads")):
                 table = HeadOutputs.joined([*recorder.tables(batches, progress=False)])
             table = replace(table, fingerprint=own)
-            named = {"alight": np.array("HeadOutputs"), "schema": np.array(SCHEMA), **table.rows(), **table.titles()}
+            named = {"alight": np.array("HeadOutputs"), "schema": np.array(SCHEMA), **table.rows(), **table.metadata()}
             file = io.BytesIO()
             np.savez(file, **named)  # type: ignore[arg-type]  # not compressed: calibration reads it again and again
             return file.getvalue(), _right(table.predictions, table.labels)

@@ -62,7 +62,7 @@ def head_overhead(costs: Costs) -> float:
     >>> head_overhead(Costs(stages=[40, 59], heads=[2, 1]))
     0.02
     """
-    return float(costs.heads[:-1].sum() / costs.plain)
+    return float(costs.heads[:-1].sum() / costs.full)
 
 
 @dataclass(frozen=True, eq=False, repr=False)

@@ -83,11 +83,11 @@ class Live:
     @property
     def spent(self) -> float:
         """FLOPs that the test took, as a share of the plain network's."""
-        return self.decisions.mean_cost / self.flops.plain
+        return self.decisions.mean_cost / self.flops.full
 
     def rows(self) -> dict[str, str]:
         """From the network to the plan, a line each."""
-        shares = (self.flops.cumulative() / self.flops.plain).tolist()
+        shares = (self.flops.cumulative() / self.flops.full).tolist()
         exits = [
             f"{name} {right:.1%} at {share:.0%}"
             for name, right, share in zip(self.model.exits, self.accuracies, shares, strict=True)
@@ -95,7 +95,7 @@ class Live:
         left = [f"{name} {share:.0%}" for name, share in zip(self.model.exits, self.decisions.exit_shares, strict=True)]
         return {
             "network": f"a ResNet with 4 exits, trained here on {TRAINED} digits in {self.seconds:.0f} s,"
-            f" {self.flops.plain / 1e6:.1f} MFLOPs, {self.times.plain:.2f} ms a digit in batches of {BATCH_SIZE}",
+            f" {self.flops.full / 1e6:.1f} MFLOPs, {self.times.full:.2f} ms a digit in batches of {BATCH_SIZE}",
             "exits": f"accuracy and share of the FLOPs: {', '.join(exits)}",
             "budget": f"{BUDGET} of the FLOPs. {self.policy.certificate.promise if self.policy.certificate else ''}",
             "spent": f"{self.spent:.1%} of the FLOPs, {self.accuracy:.1%} right; left at {', '.join(left)}",
@@ -109,7 +109,7 @@ class Live:
         return {
             "digits": {
                 "training_seconds": self.seconds,
-                "plain": {"FLOPs": self.flops.plain, "ms": self.times.plain, "accuracy": self.accuracies[-1]},
+                "plain": {"FLOPs": self.flops.full, "ms": self.times.full, "accuracy": self.accuracies[-1]},
                 "exits": {name: {"accuracy": a, "FLOPs": cost, "share": share} for name, a, cost, share in exits},
                 "accuracy": self.accuracy,
                 "spent": self.spent,

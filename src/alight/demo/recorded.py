@@ -79,7 +79,7 @@ def run_recorded(say: Say, methods: Mapping[str, Any], budgets: Sequence[str], p
     for name in ("policy", "auto", "careful"):
         decisions = replay(policies[name], test)
         accuracy = decisions.accuracy(test.known_labels("the demo"))
-        measured[name] = {"accuracy": accuracy, "spent": decisions.mean_cost / costs.plain}
+        measured[name] = {"accuracy": accuracy, "spent": decisions.mean_cost / costs.full}
     shuffled = test.take(np.random.default_rng(0).permutation(len(test)))  # recorded class by class
     dearest, alarm = _dearest_batch(policies["batch"], shuffled), _alarm(policies["stream"], shuffled)
     return Recorded(points, policies, measured, dearest, alarm)

@@ -13,7 +13,7 @@ from alight.deploy.told import told, told_of_one, unusable
 from alight.errors import BadInput, Mismatch
 from alight.export.manifest import Manifest
 from alight.outputs import Decisions
-from alight.policies.policy import Memory, Policy, Shared
+from alight.policies.policy import BatchState, Memory, Policy
 from alight.policies.route import route, visit
 
 Integers = npt.NDArray[np.int64]
@@ -91,7 +91,7 @@ class Deployed:
         """What is decided about these inputs, as the network takes them, in their order."""
         carried = admit(inputs, self.manifest)
         size, total = self.batch_size, len(carried[0])
-        if total == 1 and self.policy.lens is None and not self.policy.together:
+        if total == 1 and self.policy.lens is None and not self.policy.is_batch_dependent:
             return self._alone(carried, 0 if samples is None else int(_indices(samples)[0]))
         parts = (tuple(each[start : start + size] for each in carried) for start in range(0, total, size))
         return self._decided(parts, samples)
@@ -107,8 +107,8 @@ class Deployed:
         state: Any = admit(inputs, self.manifest)
         self._check_inputs(np.arange(len(state[0])), state)
         found = []
-        for position in range(len(self._stages)):
-            logits, state = self._run(position, state, None)
+        for open_index in range(len(self._stages)):
+            logits, state = self._run(open_index, state, None)
             found.append(logits)
         return found
 
@@ -117,8 +117,8 @@ class Deployed:
         found = [self._walked(*numbered) for numbered in self._numbered(given, indices)]
         if not found:
             raise BadInput("there was no batch: give at least one sample")
-        predictions, positions, *chances = (np.concatenate(parts) for parts in zip(*found, strict=True))
-        return self._table(predictions, positions, chances[0] if chances else None)
+        predictions, open_indices, *chances = (np.concatenate(parts) for parts in zip(*found, strict=True))
+        return self._table(predictions, open_indices, chances[0] if chances else None)
 
     def _numbered(self, given: Iterable[Carried], indices: Integers | None) -> Iterator[tuple[Integers, Carried]]:
         start, before = 0, self._admitted
@@ -129,25 +129,25 @@ class Deployed:
                 raise BadInput(f"{len(chosen) + start} indices for {stop} samples or more: give one for each")
             yield chosen, carried
             start = stop
-            self._admitted = before + stop if self.policy.together else 0
+            self._admitted = before + stop if self.policy.is_batch_dependent else 0
 
     def _walked(self, samples: Integers, carried: Carried) -> tuple[np.ndarray, ...]:
         """Classes, positions among the open exits, and chances where they are wanted, of one batch in its order."""
         self._check_inputs(samples, carried)
         rows = np.arange(len(samples))  # of those who are still waiting
-        positions, chances = np.empty_like(rows), np.empty(len(rows))
+        open_indices, chances = np.empty_like(rows), np.empty(len(rows))
         state: Any = carried
 
         def read(exit_index: int, staying: Any) -> tuple[Any, tuple[Any, ...]]:
             nonlocal rows, state
             chosen = None if isinstance(staying, slice) or staying.all() else staying.nonzero()[0]
             rows = rows if chosen is None else rows[chosen]
-            position = self.policy.open_exits.index(exit_index)
-            logits, state = self._run(position, state, chosen)
+            open_index = self.policy.open_exits.index(exit_index)
+            logits, state = self._run(open_index, state, chosen)
             if len(wrong := unusable(logits)):
-                raise self._useless(position, samples[rows[wrong]])
-            head = told(logits, self._columns[position], self.probabilities)
-            positions[rows] = position  # of those who leave here it is the last
+                raise self._useless(open_index, samples[rows[wrong]])
+            head = told(logits, self._columns[open_index], self.probabilities)
+            open_indices[rows] = open_index  # of those who leave here it is the last
             if head.chances is not None:
                 chances[rows] = head.chances
             return head.predictions, head.columns or (head.predictions,)
@@ -156,7 +156,7 @@ class Deployed:
         places = np.argsort(samples, kind="stable")
         predictions = np.empty_like(answers)
         predictions[places[np.searchsorted(samples, came, sorter=places)]] = answers
-        return (predictions, positions, chances) if self.probabilities else (predictions, positions)
+        return (predictions, open_indices, chances) if self.probabilities else (predictions, open_indices)
 
     def _route(self, samples: Integers, read: Any) -> tuple[Integers, Integers]:
         """Everyone's index and class in the order of leaving; what the policy remembers is kept."""
@@ -167,7 +167,7 @@ class Deployed:
             try:
                 _, leaving, predictions = next(walk)
             except StopIteration as end:
-                self._memory = tuple(part for part in end.value if isinstance(part, Shared))
+                self._memory = tuple(part for part in end.value if isinstance(part, BatchState))
                 return np.concatenate(left), np.concatenate(answers)
             left.append(leaving)
             answers.append(predictions)
@@ -177,30 +177,30 @@ class Deployed:
         self._check_inputs((sample,), carried)
         state: Any = carried
         recalled: Any = ((), ())
-        for position, columns in enumerate(self._columns):
-            logits, state = self._run(position, state, None)
+        for open_index, columns in enumerate(self._columns):
+            logits, state = self._run(open_index, state, None)
             head = told_of_one(logits, columns, self.probabilities)
             if head is None:
-                raise self._useless(position, np.array([sample]))
+                raise self._useless(open_index, np.array([sample]))
             chance, read = head.chances, head.columns or (0.0,)
-            leaving, prediction, recalled = visit(self.policy, position, sample, head.predictions, read, recalled)
+            leaving, prediction, recalled = visit(self.policy, open_index, sample, head.predictions, read, recalled)
             if leaving:
                 break
         chances = None if chance is None else np.array([chance])
-        return self._table(np.array([prediction]), np.array([position]), chances)
+        return self._table(np.array([prediction]), np.array([open_index]), chances)
 
-    def _run(self, position: int, state: Any, rows: Any) -> tuple[np.ndarray, Any]:
+    def _run(self, open_index: int, state: Any, rows: Any) -> tuple[np.ndarray, Any]:
         try:
-            return self._stages[position](state, rows)
+            return self._stages[open_index](state, rows)
         except BadInput:
             raise
         except Exception as error:
-            error.add_note(f"This happened to {len(state[0])} samples between exits, in stage {position}.")
+            error.add_note(f"This happened to {len(state[0])} samples between exits, in stage {open_index}.")
             raise
 
-    def _table(self, predictions: np.ndarray, positions: Integers, chances: np.ndarray | None) -> Decisions:
-        exits, spent = self._exits[positions], self._costs[positions]
-        return Decisions.known(predictions, exits, spent, self.policy.num_exits, chances)
+    def _table(self, predictions: np.ndarray, open_indices: Integers, chances: np.ndarray | None) -> Decisions:
+        exits, spent = self._exits[open_indices], self._costs[open_indices]
+        return Decisions.unchecked(predictions, exits, spent, self.policy.num_exits, chances)
 
     def _check_inputs(self, samples: Integers | Sequence[int], carried: Carried) -> None:
         if (row := first_unusable(carried)) is not None:
@@ -209,10 +209,10 @@ class Deployed:
                 " network may answer it all the same"
             )
 
-    def _useless(self, position: int, wrong: Integers) -> BadInput:
+    def _useless(self, open_index: int, wrong: Integers) -> BadInput:
         return BadInput(
             f"the network gives no usable logits for {len(wrong)} samples, the first of index {wrong[0]}, at exit"
-            f" {self.policy.open_exits[position]}: look for overflow, or for numbers out of range in these inputs"
+            f" {self.policy.open_exits[open_index]}: look for overflow, or for numbers out of range in these inputs"
         )
 
 

@@ -34,8 +34,8 @@ class Graphed:
     writes, the next replay writes over, so everything is handed on in memory of its own.
     """
 
-    def __init__(self, position: int, run: Run, size: int | None, pool: Any) -> None:
-        self.position, self.run, self.pool = position, run, pool
+    def __init__(self, open_index: int, run: Run, size: int | None, pool: Any) -> None:
+        self.open_index, self.run, self.pool = open_index, run, pool
         self.size = size  # of a full batch; None is that of the first which comes
         self.captured: dict[Any, Captured] = {}
 
@@ -72,7 +72,7 @@ class Graphed:
                 made = self.run(*given)
         except RuntimeError as error:
             raise AlightError(
-                f"segment {self.position} cannot be captured as a CUDA graph ({str(error).splitlines()[0]}):"
+                f"segment {self.open_index} cannot be captured as a CUDA graph ({str(error).splitlines()[0]}):"
                 " run it with graphs=False"
             ) from error
         replaying = min(_clocked(graph.replay, torch.cuda.synchronize) for _ in range(WARMING))
@@ -108,4 +108,4 @@ def graphed(runs: Sequence[Run], device: torch.device, size: int | None = None) 
     if device.type != "cuda":
         raise BadInput(f"CUDA graphs need a GPU and the network runs on {device}: leave graphs out")
     pool = torch.cuda.graph_pool_handle()
-    return [Graphed(position, run, size, pool) for position, run in enumerate(runs)]
+    return [Graphed(open_index, run, size, pool) for open_index, run in enumerate(runs)]

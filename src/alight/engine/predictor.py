@@ -161,13 +161,13 @@ class Predictor:
         try:
             with nullcontext() if entered else torch.inference_mode(), threads(self._num_threads):
                 given = placed(carried, self._device, self._dtype, self._channels_last)
-                prediction, position, chance = self.engine.alone(sample, given)
+                prediction, open_index, chance = self.engine.alone(sample, given)
         except BaseException as error:
             _keep(error, [])
             raise
         policy, chances = self.policy, None if chance is None else np.array([chance])
-        exits, spent = np.array([policy.open_exits[position]]), np.array([policy.costs[position]])
-        return Decisions.known(np.array([prediction]), exits, spent, policy.num_exits, chances)
+        exits, spent = np.array([policy.open_exits[open_index]]), np.array([policy.costs[open_index]])
+        return Decisions.unchecked(np.array([prediction]), exits, spent, policy.num_exits, chances)
 
     def _answers(
         self, given: Iterator[Carried], samples: Integers | None, joins: bool = True, hurry: bool = True
@@ -181,10 +181,10 @@ class Predictor:
                     raise BadInput(f"{len(indices) + start} indices for {stop} samples or more: give one for each")
                 yield indices, placed(carried, self._device, self._dtype, self._channels_last)
                 start = stop
-                self._admitted = before + stop if self.policy.together else 0
+                self._admitted = before + stop if self.policy.is_batch_dependent else 0
 
         with torch.inference_mode(), threads(self._num_threads):
-            mixed = joins and self.rebatch and not self.policy.together  # not those that decide as a whole
+            mixed = joins and self.rebatch and not self.policy.is_batch_dependent  # not those that decide as a whole
             yield from self.engine.flow(numbered(), self.batch_size if mixed else None, hurry=hurry)
 
     def _decided(self, given: Iterator[Carried], samples: npt.ArrayLike | None, *, joins: bool = True) -> Decisions:
@@ -207,12 +207,12 @@ class Predictor:
         return self._table(found, order)
 
     def _table(self, found: list[Answers], order: Integers) -> Decisions:
-        positions = np.concatenate([each.positions for each in found])[order]
+        open_indices = np.concatenate([each.open_indices for each in found])[order]
         chances = [each.probabilities for each in found if each.probabilities is not None]
-        return Decisions.known(
+        return Decisions.unchecked(
             predictions=np.concatenate([each.predictions for each in found])[order],
-            exits=np.asarray(self.policy.open_exits)[positions],
-            spent=np.asarray(self.policy.costs)[positions],
+            exits=np.asarray(self.policy.open_exits)[open_indices],
+            spent=np.asarray(self.policy.costs)[open_indices],
             num_exits=self.policy.num_exits,
             probabilities=np.concatenate(chances)[order] if chances else None,
         )

@@ -86,17 +86,17 @@ def pinned(carried: Carried, device: torch.device) -> Carried:
 
 def compiled(segments: Sequence[nn.Module]) -> list[Callable[..., Any]]:
     """The segments, each compiled as a whole for batches of any size; where compilation gives up, that is an error."""
-    return [_compiled(position, segment) for position, segment in enumerate(segments)]
+    return [_compiled(open_index, segment) for open_index, segment in enumerate(segments)]
 
 
-def _compiled(position: int, segment: nn.Module) -> Callable[..., Any]:
+def _compiled(open_index: int, segment: nn.Module) -> Callable[..., Any]:
     """One segment, compiled under code of its own: the compiler counts recompilations by code, not by network."""
 
     def run(*carried: Tensor) -> Any:
         return segment(*carried)
 
     own = types.FunctionType(
-        run.__code__.replace(co_name=f"segment_{position}"), run.__globals__, "run", None, run.__closure__
+        run.__code__.replace(co_name=f"segment_{open_index}"), run.__globals__, "run", None, run.__closure__
     )
     options: dict[str, Any] | None = {"guard_filter_fn": _kept_guards} if FILTERS else None
     quick = torch.compile(own, fullgraph=True, dynamic=None, options=options)
@@ -109,7 +109,7 @@ def _compiled(position: int, segment: nn.Module) -> Callable[..., Any]:
             return quick(*carried)
         except torch._dynamo.exc.TorchDynamoException as error:
             raise AlightError(
-                f"compiling segment {position} gave up ({type(error).__name__}: {str(error).splitlines()[0]}):"
+                f"compiling segment {open_index} gave up ({type(error).__name__}: {str(error).splitlines()[0]}):"
                 " run it with compile=False"
             ) from error
 

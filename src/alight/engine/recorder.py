@@ -123,7 +123,7 @@ def record_to(
             growing.add(part.rows())
             right += part.correct().sum(axis=0)
             labelled = part.labels is not None
-        written = growing.write("HeadOutputs", replace(part, fingerprint=own.result()).titles())
+        written = growing.write("HeadOutputs", replace(part, fingerprint=own.result()).metadata())
         accuracies = tuple((right / growing.rows).tolist()) if labelled else ()
         return Recorded(written, growing.rows, model.num_exits, score, own.result(), accuracies)
 

@@ -25,11 +25,11 @@ class Schedule:
         self.ends = False  # whether no more samples come
         self.made = 0  # full batches so far: of those at one place the first made runs first
 
-    def add(self, position: int, group: Group, staying: Integers | None) -> None:
+    def add(self, open_index: int, group: Group, staying: Integers | None) -> None:
         """Take in those of a group that go on to a segment; None is everyone."""
-        for full in self.pools[position].add(group, staying):
+        for full in self.pools[open_index].add(group, staying):
             self.made += 1
-            heappush(self.full, (-position, self.made, full))
+            heappush(self.full, (-open_index, self.made, full))
 
     def next(self, running: Sequence[int]) -> tuple[int, Group] | None:
         """The place and the batch to run next, None if there is none before one of those that are running is done."""
@@ -51,11 +51,11 @@ class Schedule:
 
     def _left(self, complete: int) -> tuple[int, Group] | None:
         """The first of what is left; no one will join the pools up to `complete` any more."""
-        for position, pool in enumerate(self.pools):
-            waiting = [each for each in self.full if each[0] == -position]
+        for open_index, pool in enumerate(self.pools):
+            waiting = [each for each in self.full if each[0] == -open_index]
             if waiting:
                 self.full.remove(first := min(waiting))
-                return position, first[2]
-            if position <= complete and (rest := pool.rest()) is not None:
-                return position, rest
+                return open_index, first[2]
+            if open_index <= complete and (rest := pool.rest()) is not None:
+                return open_index, rest
         return None

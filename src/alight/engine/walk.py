@@ -20,7 +20,7 @@ from alight.engine.schedule import Schedule
 from alight.engine.segments import Segment, Told, apart, told_of_one
 from alight.errors import BadInput
 from alight.networks.multi_exit import Carried
-from alight.policies.policy import Memory, Policy, Shared
+from alight.policies.policy import BatchState, Memory, Policy
 from alight.policies.route import joined, visit
 
 Integers = npt.NDArray[np.int64]
@@ -36,14 +36,14 @@ class Answers(NamedTuple):
 
     samples: Integers
     predictions: Integers
-    positions: Integers
+    open_indices: Integers
     probabilities: Floats | None
 
 
 class Awaited(NamedTuple):
     """A group that has run through a segment, and what was told of it once it has arrived."""
 
-    position: int
+    open_index: int
     group: Group
     told: Any  # a tensor as the segment makes it, then side by side; in the end, or at once on the host, apart
     arrived: Any = None  # a CUDA event, or None on the host
@@ -75,10 +75,12 @@ class Engine:
         singly = self.walks_alone and batch_size in (None, 1)
         awaited: deque[Awaited] = deque()
         late: list[Awaited] = []
-        last = len(self.segments) if hurry or self._on_host or self.policy.together else len(self.segments) - 1
+        last = (
+            len(self.segments) if hurry or self._on_host or self.policy.is_batch_dependent else len(self.segments) - 1
+        )
         try:
             while True:
-                if (chosen := schedule.next([each.position for each in awaited])) is not None:
+                if (chosen := schedule.next([each.open_index for each in awaited])) is not None:
                     if singly and chosen[0] == 0 and len(chosen[1].samples) == 1:
                         yield _answer(chosen[1].samples, *self.alone(int(chosen[1].samples[0]), chosen[1].carried))
                         continue
@@ -107,44 +109,44 @@ class Engine:
     @property
     def walks_alone(self) -> bool:
         """Whether one sample on its own is walked in numbers: on the host, by a rule that looks at it alone."""
-        return self._on_host and self.runs is None and self.policy.lens is None and not self.policy.together
+        return self._on_host and self.runs is None and self.policy.lens is None and not self.policy.is_batch_dependent
 
     def alone(self, sample: int, carried: Carried) -> tuple[int, int, float | None]:
         """One sample's class, position and chance: walked in numbers, since arrays of one cost more than they do."""
         recalled: Any = ((), ())
-        for position, segment in enumerate(self.segments):
+        for open_index, segment in enumerate(self.segments):
             try:
                 carried, logits = segment.logits(*carried)
             except Exception as error:
-                _note(error, position, 1)
+                _note(error, open_index, 1)
                 raise
             told = told_of_one(logits, segment.columns, segment.with_chance)
             if not math.isfinite(told.largest):
-                self._refuse(position, np.array([sample]))
+                self._refuse(open_index, np.array([sample]))
             columns = told.columns or (told.largest,)
-            leaving, prediction, recalled = visit(self.policy, position, sample, told.predictions, columns, recalled)
+            leaving, prediction, recalled = visit(self.policy, open_index, sample, told.predictions, columns, recalled)
             if leaving:
                 break
-        return prediction, position, told.chances
+        return prediction, open_index, told.chances
 
-    def _run(self, position: int, group: Group) -> Awaited:
+    def _run(self, open_index: int, group: Group) -> Awaited:
         """A group that is on its way through a segment, and what will be told of it."""
-        segment, given = self.segments[position], group.carried
+        segment, given = self.segments[open_index], group.carried
         plain = segment.on_host if self._on_host else segment.forward  # quicker than a call, which looks for hooks
-        run: Callable[..., Any] = self.runs[position] if self.runs else plain
+        run: Callable[..., Any] = self.runs[open_index] if self.runs else plain
         try:
             carried, told = run(*given)
         except Exception as error:
-            _note(error, position, len(group.samples))
+            _note(error, open_index, len(group.samples))
             raise
         own = own_memory(carried, () if group.own else given) if carried else False
-        return Awaited(position, Group(group.samples, group.recalled, carried, own), told)
+        return Awaited(open_index, Group(group.samples, group.recalled, carried, own), told)
 
     def _sent(self, awaited: Awaited) -> Awaited:
         """What is told, on its way from the GPU to the host."""
         if isinstance(awaited.told, Told):
             return awaited
-        told = self.segments[awaited.position].told_of(awaited.told)
+        told = self.segments[awaited.open_index].told_of(awaited.told)
         if self._on_host:
             return awaited._replace(told=told)
         there = torch.empty(told.shape, dtype=told.dtype, pin_memory=True).copy_(told, non_blocking=True)
@@ -155,13 +157,13 @@ class Engine:
     def _fetched(self, late: Sequence[Awaited]) -> Iterator[Answers]:
         """The answers of batches that have run to the end, which come to the host together."""
         if late:
-            told = self.segments[late[0].position].told_of(torch.cat([each.told for each in late])).cpu()
+            told = self.segments[late[0].open_index].told_of(torch.cat([each.told for each in late])).cpu()
             groups = [each.group for each in late]
             if math.isfinite(told[:, 1].sum().item()):  # else those before the one that is refused are answered first
                 samples = np.concatenate([group.samples for group in groups])
                 groups = [Group(samples, joined([group.recalled for group in groups]), ())]
             for group, part in zip(groups, torch.split(told, [len(group.samples) for group in groups]), strict=True):
-                if (answers := self._settled(Awaited(late[0].position, group, part))) is not None:
+                if (answers := self._settled(Awaited(late[0].open_index, group, part))) is not None:
                     yield answers
 
     def _rescued(self, late: Sequence[Awaited]) -> list[Answers]:
@@ -173,42 +175,42 @@ class Engine:
 
     def _settled(self, awaited: Awaited, schedule: Schedule | None = None) -> Answers | None:
         """The answers of those who leave, None if nobody does; the others go on as scheduled."""
-        position, group, told, arrived = awaited
+        open_index, group, told, arrived = awaited
         if arrived is not None:
             arrived.synchronize()  # the only wait for this segment and batch
         if isinstance(told, Tensor):
-            segment = self.segments[position]
+            segment = self.segments[open_index]
             told = apart(told.numpy(), segment.columns, segment.with_chance)
         if not math.isfinite(told.largest.sum()):  # quick, and nearly never
-            self._refuse(position, group.samples[~np.isfinite(told.largest)])
+            self._refuse(open_index, group.samples[~np.isfinite(told.largest)])
         leaving, predictions, recalled = visit(
-            self.policy, position, group.samples, told.predictions, told.columns or (told.largest,), group.recalled
+            self.policy, open_index, group.samples, told.predictions, told.columns or (told.largest,), group.recalled
         )
         gone = leaving.nonzero()[0]
         if schedule is not None and len(gone) < len(leaving):
             staying = (~leaving).nonzero()[0] if len(gone) else None  # None is everyone
-            schedule.add(position + 1, group._replace(recalled=recalled), staying)
+            schedule.add(open_index + 1, group._replace(recalled=recalled), staying)
         else:
-            self.memory = tuple(part for part in recalled[0] if isinstance(part, Shared))
+            self.memory = tuple(part for part in recalled[0] if isinstance(part, BatchState))
         if not len(gone):
             return None
         chances = None if told.chances is None else told.chances[gone]
-        return Answers(group.samples[gone], predictions[gone], np.full(len(gone), position), chances)
+        return Answers(group.samples[gone], predictions[gone], np.full(len(gone), open_index), chances)
 
-    def _refuse(self, position: int, wrong: Integers) -> None:
+    def _refuse(self, open_index: int, wrong: Integers) -> None:
         if len(wrong):  # large numbers may add up to infinity
             raise BadInput(
                 f"the network gives no usable logits for {len(wrong)} samples, the first of index {wrong[0]}, at exit"
-                f" {self.policy.open_exits[position]}: look for NaN or infinity in these inputs, or for overflow"
+                f" {self.policy.open_exits[open_index]}: look for NaN or infinity in these inputs, or for overflow"
             )
 
 
-def _answer(samples: Integers, prediction: int, position: int, chance: float | None) -> Answers:
+def _answer(samples: Integers, prediction: int, open_index: int, chance: float | None) -> Answers:
     """The answers of one sample."""
     return Answers(
-        samples, np.array([prediction]), np.array([position]), None if chance is None else np.array([chance])
+        samples, np.array([prediction]), np.array([open_index]), None if chance is None else np.array([chance])
     )
 
 
-def _note(error: Exception, position: int, count: int) -> None:
-    error.add_note(f"This happened to {count} samples between exits, in segment {position}.")
+def _note(error: Exception, open_index: int, count: int) -> None:
+    error.add_note(f"This happened to {count} samples between exits, in segment {open_index}.")

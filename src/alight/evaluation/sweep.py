@@ -119,7 +119,7 @@ def sweep(
             accuracy_high=intervals.accuracy.high,
             mean_cost_low=intervals.mean_cost.low,
             mean_cost_high=intervals.mean_cost.high,
-            plain_cost=network.plain,
+            plain_cost=network.full,
             unit=network.unit,
             exit_shares=tuple(decisions.exit_shares.tolist()),
             **told,

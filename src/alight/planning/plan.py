@@ -19,7 +19,7 @@ from alight.engine.prepare import prepared, threads
 from alight.errors import BadInput
 from alight.networks.multi_exit import MultiExitModel
 from alight.outputs import HeadOutputs
-from alight.planning.timing import by_lot, by_turns, enough, segment_seconds
+from alight.planning.timing import inputs_for_duration, interleaved_timings, random_exits, segment_seconds
 from alight.planning.tune import Tuned, tune_speed
 from alight.policies.policy import ExitAt, Policy, Threshold, aligned
 from alight.policies.route import replay
@@ -148,14 +148,14 @@ def plan(
         figures = (throughput, throughput, dense_accuracy, dense_accuracy)
         return Plan(dense, False, *figures, reason=f"{reason}: run the plain network.", **terms)
 
-    if amount >= costs.plain and budget is None:
+    if amount >= costs.full and budget is None:
         alone = _throughputs(model, dense, dense, example, batch_size, settings)[0]
         sure = f"{CONFIDENCE:.0%} confidence from {len(labelled)} labelled samples"
         return plain(alone, f"No cheaper policy loses at most {loss:.2%} with {sure}")
     policy = fit(costs, amount, labelled)
     right = held_out(fit, costs, amount, labelled, FOLDS)[0]
     accuracy, lost = float(right.mean()), largest_loss(labelled.correct()[:, -1], right)
-    lottery = by_lot(policy, replay(policy, labelled).exit_shares[list(policy.open_exits)].tolist())
+    lottery = random_exits(policy, replay(policy, labelled).exit_shares[list(policy.open_exits)].tolist())
     ours, theirs, ratios = _throughputs(model, lottery, dense, example, batch_size, settings)
     if np.quantile(ratios, 0.25) < WORTH:
         return plain(theirs, f"Exits do not pay here ({np.median(ratios):.2f} times as fast)")
@@ -172,12 +172,12 @@ def walking_costs(model: MultiExitModel, example: Any, batch_size: int, settings
         return times
     nobody = Threshold((np.inf,) * (model.num_exits - 1), costs=tuple(times.cumulative().tolist()))
     walk = Predictor(model, nobody, batch_size=batch_size, **settings)
-    inputs, taken = enough(walk, example, batch_size, BATCHES)
+    inputs, taken = inputs_for_duration(walk, example, batch_size, BATCHES)
     if settings.get("compile") or settings.get("graphs"):
         with threads(settings.get("num_threads")):
             together = segment_seconds(walk, tuple(each[:batch_size] for each in inputs))
         times = _whole_times(times, together / batch_size)
-    walked = min(taken, float(np.median(by_turns([walk], inputs, ROUNDS)))) / len(inputs[0])
+    walked = min(taken, float(np.median(interleaved_timings([walk], inputs, ROUNDS)))) / len(inputs[0])
     beside = max(0.0, 1e3 * walked - float(times.cumulative()[-1])) / (model.num_exits - 1)
     return Costs(times.stages, times.heads + beside * (np.arange(len(times)) < len(times) - 1), "ms")
 
@@ -191,12 +191,12 @@ def _whole_times(times: Costs, segments: np.ndarray) -> Costs:
 def cheapest(fit: Method, costs: Costs, labelled: HeadOutputs, loss: float, confidence: float = CONFIDENCE) -> float:
     """The least budget, to a sixtieth of the network, at which no more accuracy is lost, with this confidence."""
     plain = labelled.correct()[:, -1]
-    low, high = float(costs.cumulative()[0]), costs.plain
+    low, high = float(costs.cumulative()[0]), costs.full
     for _ in range(HALVINGS):
         middle = (low + high) / 2
         right = held_out(fit, costs, middle, labelled, FOLDS)[0]
-        enough = largest_loss(plain, right, confidence) <= loss
-        low, high = (low, middle) if enough else (middle, high)
+        inputs_for_duration = largest_loss(plain, right, confidence) <= loss
+        low, high = (low, middle) if inputs_for_duration else (middle, high)
     return high
 
 
@@ -218,7 +218,7 @@ def largest_loss(before: np.ndarray, after: np.ndarray, confidence: float = CONF
 def _dense(costs: Costs) -> Policy:
     last = len(costs) - 1
     return ExitAt(
-        costs=(costs.plain,), open_exits=(last,), num_exits=len(costs), unit=costs.unit, method="plain network"
+        costs=(costs.full,), open_exits=(last,), num_exits=len(costs), unit=costs.unit, method="plain network"
     )
 
 
@@ -227,7 +227,7 @@ def _throughputs(
 ) -> tuple[float, float, np.ndarray]:
     """Samples per second of two policies, run by turns, and the ratio in each round."""
     pair = [Predictor(model, each, batch_size=batch_size, **settings) for each in (ours, theirs)]
-    inputs, _ = enough(pair[1], example, batch_size, BATCHES)  # the slower one, as a rule
-    rounds = by_turns(pair, inputs, ROUNDS)
+    inputs, _ = inputs_for_duration(pair[1], example, batch_size, BATCHES)  # the slower one, as a rule
+    rounds = interleaved_timings(pair, inputs, ROUNDS)
     rates = len(inputs[0]) / np.median(rounds, axis=0)
     return float(rates[0]), float(rates[1]), rounds[:, 1] / rounds[:, 0]

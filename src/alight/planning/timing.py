@@ -23,7 +23,7 @@ DRAWN = 50  # times as many samples as are needed, of which those are taken that
 SHORT = 0.03  # of a run of one segment, which is repeated
 
 
-def enough(predictor: Predictor, example: Any, batch_size: int, batches: int) -> tuple[Carried, float]:
+def inputs_for_duration(predictor: Predictor, example: Any, batch_size: int, batches: int) -> tuple[Carried, float]:
     """The example, repeated until a run takes a while, at least so many batches of it, and what the run took."""
     count = batches * batch_size
     while True:
@@ -35,7 +35,7 @@ def enough(predictor: Predictor, example: Any, batch_size: int, batches: int) ->
         count = max(2 * count, int(count * SECONDS / max(taken, 1e-3)) // batch_size * batch_size)
 
 
-def by_turns(predictors: Sequence[Predictor], inputs: Carried, rounds: int) -> Floats:
+def interleaved_timings(predictors: Sequence[Predictor], inputs: Carried, rounds: int) -> Floats:
     """Seconds of every predictor in every round, (rounds, predictors), after one that warms up."""
     drawn = [as_planned(each.policy, len(inputs[0])) for each in predictors]
     pairs = [*zip(predictors, drawn, strict=True)]
@@ -61,7 +61,7 @@ def segment_seconds(predictor: Predictor, inputs: Carried) -> Floats:
     return np.array(taken)
 
 
-def by_lot(policy: Policy, exit_rates: Sequence[float]) -> Policy:
+def random_exits(policy: Policy, exit_rates: Sequence[float]) -> Policy:
     """A lottery in which so many leave at the policy's open exits, for inputs whose scores mean nothing."""
     if len(policy.open_exits) == 1:
         return policy
@@ -75,8 +75,8 @@ def as_planned(policy: Policy, count: int) -> Integers | None:
         return None
     samples = np.arange(DRAWN * count)
     left = np.full(len(samples), len(policy.open_exits) - 1)
-    for position in reversed(range(len(policy.open_exits) - 1)):
-        left[policy.step(position, samples, None, None, ())[0]] = position  # the first at which it would leave
+    for open_index in reversed(range(len(policy.open_exits) - 1)):
+        left[policy.step(open_index, samples, None, None, ())[0]] = open_index  # the first at which it would leave
     ends = np.rint(count * np.cumsum(policy.exit_rates)).astype(int)
     wanted = np.diff([0, *ends[:-1], count])
     chosen = np.concatenate([np.flatnonzero(left == index)[:number] for index, number in enumerate(wanted)])

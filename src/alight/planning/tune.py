@@ -13,7 +13,7 @@ from alight.engine.predictor import Predictor
 from alight.engine.prepare import as_dtype, device_of
 from alight.errors import AlightError, BadInput
 from alight.networks.multi_exit import Carried, MultiExitModel
-from alight.planning.timing import by_lot, by_turns, enough, seconds
+from alight.planning.timing import inputs_for_duration, interleaved_timings, random_exits, seconds
 from alight.policies.policy import ExitAt, Policy, aligned
 
 Settings = Mapping[str, Any]
@@ -123,7 +123,7 @@ def _switches(
     own = next((each.dtype for each in model.parameters() if each.is_floating_point()), None)
     images = any(each.dim() == 4 and each.is_floating_point() for each in carried)
     filters = any(each.dim() == 4 for each in model.parameters())
-    several = policy is not None and len(policy.open_exits) > 1 and not policy.together
+    several = policy is not None and len(policy.open_exits) > 1 and not policy.is_batch_dependent
     return {
         "dtype": [each for each in dtypes if as_dtype(each) != own],
         "channels_last": [True] if images and filters else [],
@@ -153,7 +153,7 @@ class _Tuning:
         self.chosen: dict[str, Any] = {}
         self.plain = self.best = self._predictor({})
         batches = BATCHES if len(self.policy.open_exits) > 1 else 1
-        self.inputs, taken = enough(self.plain, example, batch_size, batches)
+        self.inputs, taken = inputs_for_duration(self.plain, example, batch_size, batches)
         self.trials = [Trial({}, len(self.inputs[0]) / taken, 1.0, 1.0, 1.0)]
 
     def attempt(self, options: Iterable[Settings]) -> None:
@@ -181,7 +181,7 @@ class _Tuning:
         plain = (dict(self.given), 1.0, self.batch_size)
         if not self.chosen:
             return Tuned(*plain, "No switch clearly pays here.", tuple(self.trials))
-        runs = by_turns([self.plain, self.best], self.inputs, ROUNDS)
+        runs = interleaved_timings([self.plain, self.best], self.inputs, ROUNDS)
         ratios, told = runs[:, 0] / runs[:, 1], _told(self.chosen)
         if np.quantile(ratios, 0.25) < WORTH:
             return Tuned(*plain, f"Tried once more, {told} does not clearly pay: plain stays.", tuple(self.trials))
@@ -190,7 +190,7 @@ class _Tuning:
         return Tuned({**self.given, **self.chosen}, gain, self.batch_size, reason, tuple(self.trials))
 
     def _compare(self, ready: Sequence[tuple[dict[str, Any], Predictor]]) -> None:
-        runs = by_turns([self.best, *(predictor for _, predictor in ready)], self.inputs, ROUNDS)
+        runs = interleaved_timings([self.best, *(predictor for _, predictor in ready)], self.inputs, ROUNDS)
         low, middle, high = np.quantile(runs[:, :1] / runs[:, 1:], [0.25, 0.5, 0.75], axis=0)
         clear = np.where(low >= WORTH, middle, 0.0)
         winner = int(clear.argmax()) if clear.any() else None
@@ -212,7 +212,7 @@ def _tried_under(policy: Policy | None, model: MultiExitModel) -> Policy:
     if policy is None:
         last = model.num_exits - 1
         return ExitAt(costs=(1.0,), open_exits=(last,), num_exits=model.num_exits)
-    return policy if policy.together or not policy.exit_rates else by_lot(policy, policy.exit_rates)
+    return policy if policy.is_batch_dependent or not policy.exit_rates else random_exits(policy, policy.exit_rates)
 
 
 def _not_run(settings: Settings, why: str) -> Trial:

@@ -19,7 +19,7 @@ class Capped(Policy):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        object.__setattr__(self, "together", self.policy.together)
+        object.__setattr__(self, "is_batch_dependent", self.policy.is_batch_dependent)
 
     def _check(self) -> None:
         super()._check()
@@ -27,21 +27,21 @@ class Capped(Policy):
             raise BadInput(f"limits {sorted(set(self.limits.values()))}: give positions among {len(self.costs)} exits")
 
     def step(
-        self, position: int, samples: Array, predictions: Array, scores: Array, memory: Memory
+        self, open_index: int, samples: Array, predictions: Array, scores: Array, memory: Memory
     ) -> tuple[Array, Memory]:
-        leaving, memory = self.policy.step(position, samples, predictions, scores, memory)
+        leaving, memory = self.policy.step(open_index, samples, predictions, scores, memory)
         if not isinstance(samples, np.ndarray):  # one sample, in numbers
-            return leaving or self._ends(samples, position), memory
-        forced = np.array([self._ends(sample, position) for sample in samples.tolist()]) & ~leaving
+            return leaving or self._ends(samples, open_index), memory
+        forced = np.array([self._ends(sample, open_index) for sample in samples.tolist()]) & ~leaving
         if count := int(forced.sum()):
-            leaving, memory = leaving | forced, self.policy.sent_out(position, count, memory)
+            leaving, memory = leaving | forced, self.policy.sent_out(open_index, count, memory)
         return leaving, memory
 
-    def _ends(self, sample: int, position: int) -> bool:
-        return self.limits.get(sample, len(self.costs)) <= position
+    def _ends(self, sample: int, open_index: int) -> bool:
+        return self.limits.get(sample, len(self.costs)) <= open_index
 
-    def sent_out(self, position: int, count: int, memory: Memory) -> Memory:
-        return self.policy.sent_out(position, count, memory)
+    def sent_out(self, open_index: int, count: int, memory: Memory) -> Memory:
+        return self.policy.sent_out(open_index, count, memory)
 
     def summary(self) -> str:
         return f"{self.policy.summary()}; {len(self.limits)} samples no later than at an exit of their own"

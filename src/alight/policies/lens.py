@@ -109,12 +109,12 @@ class Gain(Lens):
         for name, values in {"knots": self.knots, "weights": self.weights}.items():
             if not len(values) == len(self.exits) > 0:
                 raise BadInput(f"{name} for {len(values)} exits of a lens over {self.exits}: give one entry per exit")
-        for position, (knots, weights) in enumerate(zip(self.knots, self.weights, strict=True)):
-            first = position == 0
+        for open_index, (knots, weights) in enumerate(zip(self.knots, self.weights, strict=True)):
+            first = open_index == 0
             expected = 1 + sum(1 + len(each) if first else 4 + 2 * len(each) for each in knots) + (0 if first else 4)
             if len(knots) != len(self.columns) or len(weights) != expected:
                 raise BadInput(
-                    f"exit {self.exits[position]} has {len(weights)} weights, and knots for {len(knots)} columns:"
+                    f"exit {self.exits[open_index]} has {len(weights)} weights, and knots for {len(knots)} columns:"
                     f" {len(self.columns)} columns bent there take {expected} weights"
                 )
 
@@ -132,9 +132,9 @@ class Gain(Lens):
         self, exit_index: int, predictions: Array, columns: tuple[Array, ...], memory: Memory
     ) -> tuple[Array, Array, Memory]:
         """The heads' answers, and minus what going on is expected to bring; each exit is remembered as it spoke."""
-        position = self.exits.index(exit_index)
-        described = clues(self.knots[position], predictions, columns, memory)
-        constant, *weights = self.weights[position]
+        open_index = self.exits.index(exit_index)
+        described = clues(self.knots[open_index], predictions, columns, memory)
+        constant, *weights = self.weights[open_index]
         gain = 0.0 * columns[0] + constant
         for weight, clue in zip(weights, described, strict=True):
             gain = gain + weight * clue
@@ -222,11 +222,11 @@ class Recall(Lens):
         self, exit_index: int, predictions: Array, columns: tuple[Array, ...], memory: Memory
     ) -> tuple[Array, Array, Memory]:
         """The most reliable exit's answer and reliability; both are remembered."""
-        position = self.exits.index(exit_index)
-        reliability = _along(columns[0], self.levels[position], self.reliabilities[position])
+        open_index = self.exits.index(exit_index)
+        reliability = _along(columns[0], self.levels[open_index], self.reliabilities[open_index])
         if memory:
             answers, best = memory
-            best = best - self.handicaps[position]
+            best = best - self.handicaps[open_index]
             library = library_of(reliability)
             predictions = library.where(reliability >= best, predictions, answers)  # of equals the later
             reliability = library.maximum(reliability, best)
@@ -277,10 +277,10 @@ class Ensemble(Lens):
         self, exit_index: int, predictions: Array, columns: tuple[Array, ...], memory: Memory
     ) -> tuple[Array, Array, Memory]:
         """The ensemble's answer and margin; its logarithms are remembered."""
-        position = self.exits.index(exit_index)
-        logs = self.fresh[position] * possible(columns[0])  # (samples, classes)
+        open_index = self.exits.index(exit_index)
+        logs = self.fresh[open_index] * possible(columns[0])  # (samples, classes)
         if memory:
-            logs = self.kept[position] * memory[0] + logs
+            logs = self.kept[open_index] * memory[0] + logs
         return logs.argmax(-1), margin(probabilities(logs)).round(decimals=DIGITS), (logs,)
 
 

@@ -28,7 +28,7 @@ from alight.budgeting.rates import tilted_rates
 from alight.budgeting.thresholds import hashed_below
 from alight.errors import BadFile, BadInput, Mismatch
 from alight.files import PathLike, read_json, write_json
-from alight.policies.policy import Array, Memory, Policy, Shared, reaches
+from alight.policies.policy import Array, BatchState, Memory, Policy, reaches
 from alight.policies.quota import surest
 
 Floats = npt.NDArray[np.float64]
@@ -42,7 +42,7 @@ ROUNDING = 1e-12  # of the bound, so that no way of adding up exceeds it
 
 
 @dataclass(frozen=True, eq=False)
-class Pace(Shared):
+class Pace(BatchState):
     """What a paced policy remembers of its stream: small, plain, saved and restored.
 
     >>> Pace(admitted=10, spent=4.0).alarmed
@@ -120,7 +120,7 @@ class Pace(Shared):
 
 
 @dataclass(frozen=True)
-class Batch(Shared):
+class Batch(BatchState):
     """What holds for one batch: of those waiting, the share to leave at each exit, and what is left to spend."""
 
     shares: Floats
@@ -134,7 +134,7 @@ class Batch(Shared):
 class Paced(Policy):
     """Leave by thresholds that follow the stream, and never let it get ahead of its budget."""
 
-    together: ClassVar[bool] = True
+    is_batch_dependent: ClassVar[bool] = True
 
     thresholds: tuple[float, ...]  # as calibrated: what the alarm compares with
     tie_shares: tuple[float, ...]
@@ -158,18 +158,18 @@ class Paced(Policy):
             raise BadInput(f"a law {self.law} of the shares of {len(self.costs)} exits: give one count per exit")
 
     def step(
-        self, position: int, samples: Array, predictions: Array, scores: Array, memory: Memory
+        self, open_index: int, samples: Array, predictions: Array, scores: Array, memory: Memory
     ) -> tuple[Array, Memory]:
-        if position == 0:
+        if open_index == 0:
             state, batch = self._admit(memory[0] if memory else Pace(), len(samples))
             left_before = samples != samples  # nobody
         else:
             state, batch, left_before = memory
-        waiting, here, after = len(samples), self.costs[position], self.costs[position + 1]
-        state = replace(state, recent=self._seen(state, position, scores))
-        as_calibrated = reaches(scores, samples, self.thresholds[position], self.tie_shares[position])
-        window = state.recent[position] if batch.recent else self._windows[position]
-        leaving = reaches(scores, samples, *_cut(window, float(batch.shares[position])))
+        waiting, here, after = len(samples), self.costs[open_index], self.costs[open_index + 1]
+        state = replace(state, recent=self._seen(state, open_index, scores))
+        as_calibrated = reaches(scores, samples, self.thresholds[open_index], self.tie_shares[open_index])
+        window = state.recent[open_index] if batch.recent else self._windows[open_index]
+        leaving = reaches(scores, samples, *_cut(window, float(batch.shares[open_index])))
         witness = hashed_below(samples, WITNESSES, WITNESS_SALT)
         if not state.alarmed:  # what is left over may hold a witness back, nothing but the guard sends it out early
             leaving = (witness & as_calibrated & (leaving | batch.saving)) | (~witness & leaving)
@@ -183,21 +183,21 @@ class Paced(Policy):
                 forced[staying] = surest(scores[staying], samples[staying], cut)
                 leaving = leaving | forced
                 going_on -= cut
-        last = position == len(self.costs) - 2
+        last = open_index == len(self.costs) - 2
         paid = (waiting - going_on) * here + (going_on * after if last else 0.0)
         state = replace(state, spent=state.spent + paid)
-        followed = ~left_before & (witness | (position == 0))  # at the first exit everyone is seen
+        followed = ~left_before & (witness | (open_index == 0))  # at the first exit everyone is seen
         if batch.betting:
-            state = self._bet(state, position, ~as_calibrated[followed])
+            state = self._bet(state, open_index, ~as_calibrated[followed])
         sent_out = int((witness & followed & ~as_calibrated & leaving).sum())  # the others would be a biased choice
         batch = replace(batch, left=batch.left - paid, betting=batch.betting and not sent_out)
         return leaving, (state, batch, left_before | as_calibrated)
 
-    def sent_out(self, position: int, count: int, memory: Memory) -> Memory:
+    def sent_out(self, open_index: int, count: int, memory: Memory) -> Memory:
         state, batch, left_before = memory
-        paid = count * self.costs[position]
-        if position == len(self.costs) - 2:  # they were taken to go on to the last exit
-            paid -= count * self.costs[position + 1]
+        paid = count * self.costs[open_index]
+        if open_index == len(self.costs) - 2:  # they were taken to go on to the last exit
+            paid -= count * self.costs[open_index + 1]
         state = replace(state, spent=state.spent + paid)
         return state, replace(batch, left=batch.left - paid, betting=False), left_before
 
@@ -285,25 +285,25 @@ class Paced(Policy):
         waiting = 1 - np.concatenate([[0.0], np.cumsum(rates)[:-1]])
         return np.clip(rates / np.maximum(waiting, 1e-12), 0, 1)[:-1]
 
-    def _seen(self, state: Pace, position: int, scores: Array) -> tuple[Floats, ...]:
+    def _seen(self, state: Pace, open_index: int, scores: Array) -> tuple[Floats, ...]:
         """The scores last seen at each exit, these included."""
-        window = len(self.recent[position])
+        window = len(self.recent[open_index])
         fresh = np.asarray(scores.tolist(), dtype=np.float64)
-        seen = np.concatenate([state.recent[position], fresh])[-window:]
-        return (*state.recent[:position], seen, *state.recent[position + 1 :])
+        seen = np.concatenate([state.recent[open_index], fresh])[-window:]
+        return (*state.recent[:open_index], seen, *state.recent[open_index + 1 :])
 
-    def _bet(self, state: Pace, position: int, passing: Array) -> Pace:
+    def _bet(self, state: Pace, open_index: int, passing: Array) -> Pace:
         """The state after bets on whether samples that came to an exit as calibrated would pass it."""
         passes = np.asarray(passing.tolist(), dtype=np.float64)
         count, passed = len(passes), int(passes.sum())
-        inside = np.cumsum(passes) - passes + sum(self.law[position + 1 :]) + state.passed[position]
-        price = inside / (np.arange(count) + sum(self.law[position:]) + state.met[position])
-        odds = self._odds[:, position, None]
+        inside = np.cumsum(passes) - passes + sum(self.law[open_index + 1 :]) + state.passed[open_index]
+        price = inside / (np.arange(count) + sum(self.law[open_index:]) + state.met[open_index])
+        odds = self._odds[:, open_index, None]
         stakes = (passes * np.log(odds) - np.log1p(price * (odds - 1))).sum(axis=1)
         return replace(
             state,
-            met=_added(state.met, position, count),
-            passed=_added(state.passed, position, passed),
+            met=_added(state.met, open_index, count),
+            passed=_added(state.passed, open_index, passed),
             stakes=state.stakes + stakes,
         )
 
@@ -327,8 +327,8 @@ def _odds(rates: Floats) -> Floats:
     return np.where(both, beyond, 1.0) / np.where(both, rates[:-1], 1.0)
 
 
-def _added(counts: tuple[int, ...], position: int, count: int) -> tuple[int, ...]:
-    return (*counts[:position], counts[position] + count, *counts[position + 1 :])
+def _added(counts: tuple[int, ...], open_index: int, count: int) -> tuple[int, ...]:
+    return (*counts[:open_index], counts[open_index] + count, *counts[open_index + 1 :])
 
 
 def _cut(scores: Floats, share: float) -> tuple[float, float]:

@@ -29,7 +29,7 @@ Array = Any  # a NumPy array, a torch tensor, or one sample's number: steps use 
 Memory = tuple[Any, ...]  # arrays with one entry per sample still waiting, or such tuples again
 
 
-class Shared:
+class BatchState:
     """What a policy remembers of the whole batch or stream: handed on as it is, not sample by sample."""
 
 
@@ -77,7 +77,7 @@ class Policy(ABC):
     certificate: Certificate | None = None  # what is promised about it
     fingerprint: str = ""  # of the network on whose outputs it was calibrated, where it is known
 
-    together: ClassVar[bool] = False  # whether those who share a batch decide about each other
+    is_batch_dependent: ClassVar[bool] = False  # whether those who share a batch decide about each other
 
     def __post_init__(self) -> None:
         for each in fields(self):
@@ -117,7 +117,7 @@ class Policy(ABC):
 
     @abstractmethod
     def step(
-        self, position: int, samples: Array, predictions: Array, scores: Array, memory: Memory
+        self, open_index: int, samples: Array, predictions: Array, scores: Array, memory: Memory
     ) -> tuple[Array, Memory]:
         """Who of those waiting at the open exit of this position leaves, and what to remember of everyone.
 
@@ -125,7 +125,7 @@ class Policy(ABC):
         which takes everyone.
         """
 
-    def sent_out(self, position: int, count: int, memory: Memory) -> Memory:
+    def sent_out(self, open_index: int, count: int, memory: Memory) -> Memory:
         """What to remember once so many of those that it let go on have been made to leave here as well."""
         return memory
 
@@ -237,9 +237,9 @@ class Threshold(Policy):
             raise BadInput(f"tie shares {self.tie_shares} must lie in [0, 1]")
 
     def step(
-        self, position: int, samples: Array, predictions: Array, scores: Array, memory: Memory
+        self, open_index: int, samples: Array, predictions: Array, scores: Array, memory: Memory
     ) -> tuple[Array, Memory]:
-        return reaches(scores, samples, self.thresholds[position], self.tie_shares[position]), memory
+        return reaches(scores, samples, self.thresholds[open_index], self.tie_shares[open_index]), memory
 
     def rule(self) -> list[list[str]]:
         columns = [["threshold", *(_threshold(value) for value in self.thresholds), "everyone"]]
@@ -264,7 +264,7 @@ class Streak(Policy):
             raise BadInput(f"threshold {self.threshold} and patience {self.patience}: give a number, and 1 or more")
 
     def step(
-        self, position: int, samples: Array, predictions: Array, scores: Array, memory: Memory
+        self, open_index: int, samples: Array, predictions: Array, scores: Array, memory: Memory
     ) -> tuple[Array, Memory]:
         confident = scores >= self.threshold
         (streak,) = memory or (0 * predictions,)
@@ -294,7 +294,7 @@ class Patience(Policy):
             raise BadInput(f"patience {self.patience!r} must be a whole number, 0 or more")
 
     def step(
-        self, position: int, samples: Array, predictions: Array, scores: Array, memory: Memory
+        self, open_index: int, samples: Array, predictions: Array, scores: Array, memory: Memory
     ) -> tuple[Array, Memory]:
         previous, agreements = memory or (predictions, 0 * predictions - 1)
         agreements = (agreements + 1) * (predictions == previous)
@@ -314,7 +314,7 @@ class ExitAt(Policy):
             raise BadInput(f"ExitAt opens {len(self.open_exits)} exits, {self.open_exits}: open one")
 
     def step(
-        self, position: int, samples: Array, predictions: Array, scores: Array, memory: Memory
+        self, open_index: int, samples: Array, predictions: Array, scores: Array, memory: Memory
     ) -> tuple[Array, Memory]:
         return samples == samples, memory
 
@@ -337,11 +337,11 @@ class Lottery(Policy):
             raise BadInput("a lottery without exit rates: give one for each open exit")
 
     def step(
-        self, position: int, samples: Array, predictions: Array, scores: Array, memory: Memory
+        self, open_index: int, samples: Array, predictions: Array, scores: Array, memory: Memory
     ) -> tuple[Array, Memory]:
-        waiting = sum(self.exit_rates[position:])
-        share = min(1.0, self.exit_rates[position] / waiting) if waiting > 0 else 1.0
-        return hashed_below(samples, share, LOTTERY_SALT + position), memory
+        waiting = sum(self.exit_rates[open_index:])
+        share = min(1.0, self.exit_rates[open_index] / waiting) if waiting > 0 else 1.0
+        return hashed_below(samples, share, LOTTERY_SALT + open_index), memory
 
     def summary(self) -> str:
         return "leave by lot"
@@ -367,12 +367,12 @@ class Mixture(Policy):
             raise BadInput(f"share {self.share:g} of a mixture must lie in [0, 1]")
 
     def step(
-        self, position: int, samples: Array, predictions: Array, scores: Array, memory: Memory
+        self, open_index: int, samples: Array, predictions: Array, scores: Array, memory: Memory
     ) -> tuple[Array, Memory]:
         memories = memory or ((), ())
         chosen = hashed_below(samples, self.share, MIXTURE_SALT)
-        leave_first, first = self.first.step(position, samples, predictions, scores, memories[0])
-        leave_second, second = self.second.step(position, samples, predictions, scores, memories[1])
+        leave_first, first = self.first.step(open_index, samples, predictions, scores, memories[0])
+        leave_second, second = self.second.step(open_index, samples, predictions, scores, memories[1])
         return (chosen & leave_first) | ((chosen ^ True) & leave_second), (first, second)
 
     def rule(self) -> list[list[str]]:

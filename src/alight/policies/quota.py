@@ -8,11 +8,11 @@ import numpy as np
 from alight.budgeting.quotas import quota_counts
 from alight.budgeting.thresholds import hash32
 from alight.errors import BadInput
-from alight.policies.policy import Array, Memory, Policy, Shared
+from alight.policies.policy import Array, BatchState, Memory, Policy
 
 
 @dataclass(frozen=True)
-class Leaving(Shared):
+class Leaving(BatchState):
     """How many of this batch leave at each exit."""
 
     counts: tuple[int, ...]
@@ -27,7 +27,7 @@ class Quota(Policy):
     array([False,  True, False,  True])
     """
 
-    together: ClassVar[bool] = True
+    is_batch_dependent: ClassVar[bool] = True
 
     def _check(self) -> None:
         super()._check()
@@ -35,10 +35,10 @@ class Quota(Policy):
             raise BadInput("a quota needs exit rates and a budget: make it with certify(..., contract='batch')")
 
     def step(
-        self, position: int, samples: Array, predictions: Array, scores: Array, memory: Memory
+        self, open_index: int, samples: Array, predictions: Array, scores: Array, memory: Memory
     ) -> tuple[Array, Memory]:
-        (leaving,) = memory if position else (Leaving(self._counts(len(samples))),)  # each batch has its own
-        return surest(scores, samples, leaving.counts[position]), (leaving,)
+        (leaving,) = memory if open_index else (Leaving(self._counts(len(samples))),)  # each batch has its own
+        return surest(scores, samples, leaving.counts[open_index]), (leaving,)
 
     def _counts(self, total: int) -> tuple[int, ...]:
         assert self.budget is not None  # checked at the border

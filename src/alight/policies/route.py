@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from alight.outputs import Decisions, HeadOutputs
-from alight.policies.policy import Array, Memory, Policy, Shared
+from alight.policies.policy import Array, BatchState, Memory, Policy
 
 Recalled = tuple[Memory, Memory]  # what the policy remembers, and what its lens does
 Reader = Callable[[int, Any], tuple[Array, tuple[Array, ...]]]
@@ -28,17 +28,17 @@ def route(
     ...     global waiting
     ...     waiting = waiting[staying]
     ...     return predictions[waiting, exit_index], (scores[waiting, exit_index],)
-    >>> for position, samples, answers in route(Threshold(thresholds=(0.5,), costs=(1.0, 3.0)), np.arange(3), read):
-    ...     print(position, samples, answers)
+    >>> for open_index, samples, answers in route(Threshold(thresholds=(0.5,), costs=(1.0, 3.0)), np.arange(3), read):
+    ...     print(open_index, samples, answers)
     0 [0 2] [0 1]
     1 [1] [2]
     """
     staying: Any = slice(None)
     recalled: Recalled = (memory, ())
-    for position, exit_index in enumerate(policy.open_exits):
+    for open_index, exit_index in enumerate(policy.open_exits):
         predictions, columns = read(exit_index, staying)
-        leaving, predictions, recalled = visit(policy, position, samples, predictions, columns, recalled)
-        yield position, samples[leaving], predictions[leaving]
+        leaving, predictions, recalled = visit(policy, open_index, samples, predictions, columns, recalled)
+        yield open_index, samples[leaving], predictions[leaving]
         staying = ~leaving
         samples, recalled = samples[staying], kept(recalled, staying)
         if not len(samples):
@@ -47,7 +47,7 @@ def route(
 
 
 def visit(
-    policy: Policy, position: int, samples: Array, predictions: Array, columns: tuple[Array, ...], recalled: Recalled
+    policy: Policy, open_index: int, samples: Array, predictions: Array, columns: tuple[Array, ...], recalled: Recalled
 ) -> tuple[Array, Array, Recalled]:
     """Who of those at an open exit leaves, everyone's answers, and what is remembered of everyone.
 
@@ -56,10 +56,10 @@ def visit(
     memory, seen = recalled
     scores = columns[0]
     if policy.lens:
-        predictions, scores, seen = policy.lens.see(policy.open_exits[position], predictions, columns, seen)
-    if position == len(policy.open_exits) - 1:  # takes everyone
+        predictions, scores, seen = policy.lens.see(policy.open_exits[open_index], predictions, columns, seen)
+    if open_index == len(policy.open_exits) - 1:  # takes everyone
         return samples == samples, predictions, (memory, seen)
-    leaving, memory = policy.step(position, samples, predictions, scores, memory)
+    leaving, memory = policy.step(open_index, samples, predictions, scores, memory)
     return leaving, predictions, (memory, seen)
 
 
@@ -88,23 +88,23 @@ def replay_on(
         return outputs.predictions[waiting, exit_index], tuple(each[waiting, exit_index] for each in columns)
 
     rows = np.arange(len(outputs))
-    predictions, positions = np.empty_like(rows), np.empty_like(rows)
+    predictions, open_indices = np.empty_like(rows), np.empty_like(rows)
     size = batch_size or len(rows)
     for start in range(0, len(rows), size):
         waiting = rows[start : start + size]
         walk = route(policy, waiting, read, memory)
         while True:
             try:
-                position, leaving, answers = next(walk)
+                open_index, leaving, answers = next(walk)
             except StopIteration as end:
                 memory = end.value
                 break
-            predictions[leaving], positions[leaving] = answers, position
-        memory = tuple(part for part in memory if isinstance(part, Shared))
+            predictions[leaving], open_indices[leaving] = answers, open_index
+        memory = tuple(part for part in memory if isinstance(part, BatchState))
     decisions = Decisions(
         predictions=predictions,
-        exits=np.asarray(policy.open_exits)[positions],
-        spent=np.asarray(policy.costs)[positions],
+        exits=np.asarray(policy.open_exits)[open_indices],
+        spent=np.asarray(policy.costs)[open_indices],
         num_exits=policy.num_exits,
     )
     return decisions, memory
@@ -112,7 +112,7 @@ def replay_on(
 
 def kept(memory: Any, staying: Any) -> Any:
     """What is remembered of those who stay, chosen by a mask or by their places."""
-    if isinstance(memory, Shared):
+    if isinstance(memory, BatchState):
         return memory
     return tuple(kept(part, staying) for part in memory) if isinstance(memory, tuple) else memory[staying]
 

@@ -20,7 +20,7 @@ class Timing:
     """Seconds that a batch needs at most to get to each open exit: measured, and corrected while it runs.
 
     >>> timing = Timing([0.001, 0.004], growth=2.0, most=11)
-    >>> timing.seconds(1, position=1), timing.seconds(6, position=0)
+    >>> timing.seconds(1, open_index=1), timing.seconds(6, open_index=0)
     (0.004, 0.0015)
     >>> timing.deepest(1, within=0.002)
     0
@@ -31,19 +31,19 @@ class Timing:
         self.slowness = 1.0  # how many times longer it takes now than when it was measured
         self.per_sample = alone[-1] * growth / most  # seconds, of late
 
-    def seconds(self, count: int, position: int) -> float:
+    def seconds(self, count: int, open_index: int) -> float:
         """What so many samples need to get there, if nobody leaves before."""
         larger = (count - 1) / max(self._most - 1, 1)
-        return self._alone[position] * (1 + (self._growth - 1) * larger) * self.slowness
+        return self._alone[open_index] * (1 + (self._growth - 1) * larger) * self.slowness
 
     def deepest(self, count: int, within: float) -> int | None:
         """The last position to which so many samples get in time; None if not even to the first."""
-        reached = [position for position in range(len(self._alone)) if self.seconds(count, position) <= within]
+        reached = [open_index for open_index in range(len(self._alone)) if self.seconds(count, open_index) <= within]
         return reached[-1] if reached else None
 
-    def learn(self, count: int, position: int, seconds: float) -> None:
+    def learn(self, count: int, open_index: int, seconds: float) -> None:
         """Take note of what a batch took that went no further than to this position."""
-        ratio = seconds / self.seconds(count, position) * self.slowness
+        ratio = seconds / self.seconds(count, open_index) * self.slowness
         self.slowness = max(1.0, (1 - WEIGHT) * self.slowness + WEIGHT * ratio)
         self.per_sample = (1 - WEIGHT) * self.per_sample + WEIGHT * seconds / count
 
@@ -61,7 +61,7 @@ def timings(network: Network, sample: Sample, most: int) -> dict[str, Timing]:
 def _measured(runner: Runner, batch: Any, alone: Any, most: int) -> Timing:
     patient = _patient(runner.policy)
     exits = range(len(patient.costs))
-    single = [_seconds(runner, capped(patient, {0: position}), alone, 1) for position in exits]
+    single = [_seconds(runner, capped(patient, {0: open_index}), alone, 1) for open_index in exits]
     whole = _seconds(runner, patient, batch, most)
     return Timing(np.maximum.accumulate(single).tolist(), max(1.0, whole / single[-1]), most)
 

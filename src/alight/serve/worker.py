@@ -300,7 +300,7 @@ def dearest(budget: float | str | None, policy: Policy) -> int:
     if budget is None:
         return len(policy.costs) - 1
     amount = Costs.from_cumulative(policy.costs, unit=policy.unit).budget(budget)
-    covered = [position for position, cost in enumerate(policy.costs) if cost <= amount]
+    covered = [open_index for open_index, cost in enumerate(policy.costs) if cost <= amount]
     if not covered:
         raise BudgetTooSmall(amount, policy.costs[0], policy.unit)
     return covered[-1]

@@ -44,9 +44,9 @@ class Processes:
         if self.count > 1:
             distributed.barrier()
 
-    def share(self, loader: Iterable[Any]) -> "Shared":
+    def share(self, loader: Iterable[Any]) -> "ShardedLoader":
         """This process's part of every batch of a loader."""
-        return Shared(loader, self)
+        return ShardedLoader(loader, self)
 
 
 def processes(device: torch.device) -> tuple[Processes, torch.device]:
@@ -63,7 +63,7 @@ def processes(device: torch.device) -> tuple[Processes, torch.device]:
     return Processes(distributed.get_rank(), distributed.get_world_size()), device
 
 
-class Shared:
+class ShardedLoader:
     """A loader's batches, of each the part that is this process's, with the size of the whole batch.
 
     A batch of the loader is the batch of all processes together: each takes every n-th sample of it. A loader with a

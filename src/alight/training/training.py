@@ -21,7 +21,7 @@ from alight.files import PathLike, check_writable
 from alight.networks.multi_exit import MultiExitModel, advance
 from alight.networks.store import digest
 from alight.training.checkpoints import Checkpoint, optimizer_tensors, restore_optimizer
-from alight.training.distributed import Processes, Shared, processes
+from alight.training.distributed import Processes, ShardedLoader, processes
 from alight.training.losses import exit_losses
 from alight.training.metrics import Epoch, History, Row, Tally
 from alight.training.settings import (
@@ -147,7 +147,7 @@ class _Training:
         settings: Settings,
         own: Processes,
         device: torch.device,
-        loader: Shared,
+        loader: ShardedLoader,
         checkpoint: PathLike | None,
         checkpoint_every: int,
         compiles: bool,
@@ -164,7 +164,7 @@ class _Training:
             self.identity["backbone"] = digest(model.stages.state_dict())
         self.num_classes, self.warned = 0, settings.mode != "frozen" or not own.is_first
 
-    def run(self, validation: Shared | None, progress: bool) -> History:
+    def run(self, validation: ShardedLoader | None, progress: bool) -> History:
         """The history, once all epochs are done."""
         from tqdm import tqdm
 
@@ -191,7 +191,9 @@ class _Training:
         self.history = [Epoch.read(each) for each in found.numbers["history"]]
         return found
 
-    def _train(self, phase: Phase, start: int, found: Checkpoint | None, validation: Shared | None, bar: Any) -> None:
+    def _train(
+        self, phase: Phase, start: int, found: Checkpoint | None, validation: ShardedLoader | None, bar: Any
+    ) -> None:
         """Train one phase from an epoch on."""
         walk = _Walk(self, phase)
         if found:
@@ -246,7 +248,7 @@ class _Training:
             _warn_near_chance(accuracies, self.num_classes)
 
     @torch.no_grad()
-    def _judge(self, loader: Shared) -> tuple[Row, Row]:
+    def _judge(self, loader: ShardedLoader) -> tuple[Row, Row]:
         """Mean loss and accuracy of every exit on validation data."""
         self.model.eval()
         tally = Tally(self.model.num_exits, self.device)
@@ -436,7 +438,7 @@ def _warn_near_chance(accuracies: Row, num_classes: int) -> None:
         )
 
 
-def _length(loader: Shared) -> int | None:
+def _length(loader: ShardedLoader) -> int | None:
     try:
         return len(loader)
     except TypeError:
