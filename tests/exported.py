@@ -8,11 +8,14 @@ import numpy as np
 import torch
 from torch import nn
 
-from alight import HeadOutputs, MultiExitModel, Normalisation, export_model, fingerprint
-from alight.policies.policy import Policy, Threshold
+from alight import HeadOutputs, MultiExitModel, Normalisation, Predictor, export_model, fingerprint
+from alight.engine.settings import RunSettings
+from alight.policies.policy import Lottery, Mixture, Patience, Policy, Streak, Threshold
+from alight.policies.quota import Quota
 
-COSTS = (1.0, 2.5, 6.0)
+ALL_COSTS = (1.0, 2.5, 3.0, 6.0)
 OPEN = (0, 1, 3)  # of four exits
+COSTS = tuple(ALL_COSTS[index] for index in OPEN)
 
 
 class Second(nn.Module):
@@ -92,11 +95,39 @@ def middle(exit_index: int, share: float) -> float:
 def policy(share: float = 0.6) -> Policy:
     """Thresholds that this share of samples does not reach, for the exits that are exported."""
     thresholds = tuple(middle(index, share) for index in OPEN[:-1])
-    told = {"open_exits": OPEN, "num_exits": 4, "costs": COSTS, "fingerprint": fingerprint(network())}
-    return Threshold(thresholds, **told)
+    terms = {"open_exits": OPEN, "num_exits": 4, "costs": COSTS, "fingerprint": fingerprint(network())}
+    return Threshold(thresholds, **terms)
 
 
 @cache
-def folder() -> Path:
-    """The network, exported with the policy."""
-    return export_model(network(), policy(), Path(tempfile.mkdtemp()) / "exported")
+def folder(open_exits: tuple[int, ...] = OPEN) -> Path:
+    """The network, exported with these exits; with the policy above where they are its own."""
+    chosen = policy() if open_exits == OPEN else drawn("patience", np.random.default_rng(0), open_exits)
+    return export_model(network(), chosen, Path(tempfile.mkdtemp()) / "exported")
+
+
+def drawn(kind: str, rng: np.random.Generator, open_exits: tuple[int, ...]) -> Policy:
+    """A policy of this kind over these exits, its numbers drawn; no threshold lies at a recorded score."""
+    costs = tuple(ALL_COSTS[index] for index in open_exits)
+    terms = {"costs": costs, "open_exits": open_exits, "num_exits": 4}
+    thresholds = tuple(middle(index, rng.uniform()) for index in open_exits[:-1])
+    if kind == "threshold":
+        return Threshold(thresholds, **terms)
+    if kind == "patience":
+        return Patience(int(rng.integers(0, 3)), **terms)
+    if kind == "streak":
+        return Streak(thresholds[0], int(rng.integers(1, 3)), **terms)
+    if kind == "mixture":
+        return Mixture(Patience(1, **terms), Threshold(thresholds, **terms), float(rng.uniform()), **terms)
+    if kind == "quota":
+        rates = tuple(rng.dirichlet(np.ones(len(open_exits))).tolist())
+        return Quota(exit_rates=rates, budget=float(np.dot(rates, costs)) * 1.01, **terms)
+    return Lottery(exit_rates=tuple(rng.dirichlet(np.ones(len(open_exits))).tolist()), **terms)
+
+
+def predictor(backend: str, rule: Policy, **options) -> Predictor:
+    """The network under a policy, run by a backend on one thread."""
+    settings = RunSettings(threads=1)
+    if backend == "torch":
+        return Predictor(network(), rule, settings=settings, **options)
+    return Predictor.load(folder(rule.open_exits), rule, settings=settings, **options)

@@ -1,18 +1,21 @@
 """On a GPU the predictor equals a replay of its own recording, but for samples that lie on a threshold."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 from torch import nn
 
 from alight import calibrate, replay
-from alight.engine import segments
-from alight.engine.fused import CLASSES, fused
-from alight.engine.graphs import SHAPES
+from alight.engine.backends.torch import values
+from alight.engine.backends.torch.accelerate import SHAPES
+from alight.engine.backends.torch.rows import _kernel, move
+from alight.engine.backends.torch.values import CLASSES, pack, pack_by_kernel
+from alight.engine.head_values import Reads
 from alight.engine.predictor import Predictor
 from alight.engine.recorder import record, record_to
-from alight.engine.rows import _kernel, move
-from alight.engine.segments import wide
+from alight.engine.settings import RunSettings
 from alight.errors import AlightError
 from alight.networks.multi_exit import MultiExitModel
 from alight.networks.zoo import resnet18_cifar
@@ -21,6 +24,7 @@ from alight.policies.policy import ExitAt, Threshold
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 NEAR = {"fp32": 1e-5, "bf16": 2e-2}  # last bits change with the batch size
 COSTS = np.arange(1.0, 9.0)
+CUDA, GRAPHS = RunSettings("cuda"), RunSettings("cuda", graphs=True)
 
 
 @pytest.fixture(scope="module")
@@ -42,15 +46,15 @@ def images():
 @pytest.mark.parametrize("channels_last", [False, True])
 @pytest.mark.parametrize("batch_size", [64, 1000])
 def test_the_predictor_equals_replay_on_a_gpu(model, images, dtype, channels_last, batch_size):
-    settings = {"device": "cuda", "dtype": dtype, "channels_last": channels_last}
-    table = record(model, [images], progress=False, **settings)
+    settings = RunSettings("cuda", dtype, channels_last)
+    table = record(model, [images], progress=False, settings=settings)
     methods = {
         "eero": calibrate.eero(COSTS, "50%", table),
         "patience": calibrate.patience(COSTS, "50%", table),
         "quota": calibrate.certify(calibrate.geometric, COSTS, "50%", table, contract="batch"),
     }
     for name, policy in methods.items():
-        decisions = Predictor(model, policy, batch_size=batch_size, **settings)(images)
+        decisions = Predictor(model, policy, batch_size=batch_size, settings=settings)(images)
         expected = replay(policy, table, batch_size=batch_size)
         differ = (decisions.exits != expected.exits) | (decisions.predictions != expected.predictions)
         thresholds = np.array([*getattr(policy, "thresholds", ()), np.inf])
@@ -66,9 +70,9 @@ def test_the_predictor_equals_replay_on_a_gpu(model, images, dtype, channels_las
 
 
 def test_a_loader_and_a_stream_on_a_gpu_give_every_sample_once(model, images):
-    table = record(model, [images], device="cuda", progress=False)
+    table = record(model, [images], settings=CUDA, progress=False)
     policy = calibrate.eero(COSTS, "60%", table)
-    predictor = Predictor(model, policy, device="cuda", batch_size=128, probabilities=True)
+    predictor = Predictor(model, policy, settings=CUDA, batch_size=128, probabilities=True)
     whole = predictor.run([images[:700], images[700:]], progress=False)
     assert len(whole) == 1500
     assert ((whole.probabilities > 0) & (whole.probabilities <= 1)).all()
@@ -76,7 +80,7 @@ def test_a_loader_and_a_stream_on_a_gpu_give_every_sample_once(model, images):
     assert sorted(answered) == list(range(1500))
     broken = images.clone()
     broken[321] = float("nan")
-    with pytest.raises(ValueError, match="index 321"):
+    with pytest.raises(ValueError, match="sample 321"):
         predictor(broken)
 
 
@@ -87,7 +91,7 @@ def test_a_recording_on_a_gpu_keeps_the_order_while_batches_are_on_their_way(mod
         (part.cuda(), known.cuda()) if index % 2 else (part.cpu(), known)
         for index, (part, known) in enumerate(zip(images.split(70), labels.split(70), strict=True))
     ]
-    options = {"device": "cuda", "features": ["negative_entropy"], "log_probabilities": True, "progress": False}
+    options = {"settings": CUDA, "features": ["negative_entropy"], "log_probabilities": True, "progress": False}
     whole, parts = (record(model, each, **options) for each in ([(images, labels)], batches))
     np.testing.assert_array_equal(parts.labels, labels.numpy())
     np.testing.assert_allclose(parts.scores, whole.scores, atol=1e-4)
@@ -99,7 +103,7 @@ def test_a_recording_on_a_gpu_keeps_the_order_while_batches_are_on_their_way(mod
     broken = images.clone()
     broken[1234] = float("nan")
     with pytest.raises(ValueError, match="sample 1234"):
-        record(model, [*broken.split(70)], device="cuda", progress=False)
+        record(model, [*broken.split(70)], settings=CUDA, progress=False)
 
 
 def test_answers_of_the_last_exit_that_wait_to_be_fetched_survive_an_error(model, images):
@@ -107,18 +111,18 @@ def test_answers_of_the_last_exit_that_wait_to_be_fetched_survive_an_error(model
         yield from images.split(100)
         raise OSError("disk gone")
 
-    table = record(model, [images], device="cuda", progress=False)
+    table = record(model, [images], settings=CUDA, progress=False)
     policy = calibrate.geometric(COSTS, "90%", table)
     with pytest.raises(OSError, match="disk gone") as caught:
-        Predictor(model, policy, device="cuda", batch_size=100).run(loader(), progress=False)
+        Predictor(model, policy, settings=CUDA, batch_size=100).run(loader(), progress=False)
     assert 7 in np.concatenate([each.open_indices for each in caught.value.finished])
     answered = np.concatenate([each.samples for each in caught.value.finished])
     assert len(np.unique(answered)) == len(answered) > 700
 
 
-def test_the_plain_network_is_a_policy_too(model, images):
+def test_the_full_network_is_a_policy_too(model, images):
     policy = ExitAt(costs=(8.0,), open_exits=(7,), num_exits=8)
-    decisions = Predictor(model, policy, device="cuda", batch_size=16)(images)  # more batches than are fetched at once
+    decisions = Predictor(model, policy, settings=CUDA, batch_size=16)(images)  # more batches than are fetched at once
     with torch.inference_mode():
         expected = torch.cat([model.to("cuda")(part.to("cuda"))[-1].argmax(-1) for part in images.split(16)])
     model.to("cpu")
@@ -144,16 +148,16 @@ def test_rows_move_on_a_gpu_as_they_do_on_the_host(dtype, shape, last):
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("classes", [2, 3, 100, 1000, 5000])
 @pytest.mark.parametrize("columns", [("margin",), ("max_probability",), ("margin", "negative_entropy")])
-@pytest.mark.parametrize("with_chance", [False, True])
-def test_one_kernel_tells_of_logits_what_ten_do(dtype, classes, columns, with_chance, monkeypatch):
+@pytest.mark.parametrize("probability", [False, True])
+def test_one_kernel_packs_logits_as_ten_do(dtype, classes, columns, probability, monkeypatch):
     logits = (4 * torch.randn(33, classes, generator=torch.Generator().manual_seed(2))).to(dtype).cuda()
     logits[0] = 1.0  # all level
     logits[1, 1:] = -np.inf  # masked out
     logits[2, 1], logits[3, 0], logits[4] = np.nan, np.inf, -np.inf
-    quick = wide(logits, columns, with_chance).cpu().numpy()
-    assert fused(logits, columns[:1], with_chance) is not None
-    monkeypatch.setattr(segments, "fused", lambda *given: None)
-    slow = wide(logits, columns, with_chance).cpu().numpy()
+    quick = pack(logits, Reads(columns, probability)).cpu().numpy()
+    assert pack_by_kernel(logits, Reads(columns[:1], probability)) is not None
+    monkeypatch.setattr(values, "pack_by_kernel", lambda *given: None)
+    slow = pack(logits, Reads(columns, probability)).cpu().numpy()
     assert quick.shape == slow.shape
     assert not np.isfinite(quick[2:5, 1]).any()
     assert not np.isfinite(slow[2:5, 1]).any()
@@ -162,60 +166,60 @@ def test_one_kernel_tells_of_logits_what_ten_do(dtype, classes, columns, with_ch
     answers = quick[usable, 0].astype(int)
     np.testing.assert_array_equal(logits.double().cpu().numpy()[usable, answers], quick[usable, 1])
     turned = logits.t().contiguous().t()  # classes far apart in memory
-    np.testing.assert_array_equal(fused(turned, columns[:1], False).cpu(), fused(logits, columns[:1], False).cpu())
+    one, other = (pack_by_kernel(each, Reads(columns[:1])) for each in (turned, logits))
+    np.testing.assert_array_equal(one.cpu(), other.cpu())
 
 
-def test_too_many_classes_for_one_program_are_told_by_torch():
-    assert fused(torch.zeros(2, CLASSES + 1, device="cuda"), ("margin",), False) is None
-    assert fused(torch.zeros(2, 3, device="cuda"), ("logit_margin",), False) is None
+def test_too_many_classes_for_one_program_are_packed_by_torch():
+    assert pack_by_kernel(torch.zeros(2, CLASSES + 1, device="cuda"), Reads(("margin",))) is None
+    assert pack_by_kernel(torch.zeros(2, 3, device="cuda"), Reads(("logit_margin",))) is None
 
 
-def test_replayed_batches_decide_as_those_that_are_run(model, images):
-    settings = {"device": "cuda", "dtype": "bf16", "channels_last": True}
-    table = record(model, [images], progress=False, **settings)
+def test_replayed_batches_decide_as_launched_ones(model, images):
+    settings = RunSettings("cuda", "bf16", channels_last=True)
+    table = record(model, [images], progress=False, settings=settings)
     policy = calibrate.eero(COSTS, "60%", table)
-    plain = Predictor(model, policy, batch_size=100, **settings)(images)
-    quick = Predictor(model, policy, batch_size=100, graphs=True, **settings)
+    plain = Predictor(model, policy, batch_size=100, settings=settings)(images)
+    quick = Predictor(model, policy, batch_size=100, settings=replace(settings, graphs=True))
     for _ in range(2):
         decisions = quick(images)
         near = (np.abs(table.scores - np.array([*policy.thresholds, np.inf])) < NEAR["bf16"]) | (table.scores < 2e-2)
         differ = (decisions.exits != plain.exits) | (decisions.predictions != plain.predictions)
         assert not (differ & ~near.any(axis=1)).any(), int(differ.sum())
-    assert [len(run.captured) for run in quick.engine.runs[:3]] == [1, 1, 1]
+    assert [len(run.captured) for run in quick.backend.runs[:3]] == [1, 1, 1]
     loaded = quick.run([*images.split(70)], progress=False)  # while another thread pins memory
     assert (loaded.exits == decisions.exits).mean() > 0.95
     np.testing.assert_array_equal(quick(images[:100]).predictions, quick(images).predictions[:100])
 
 
-def test_the_plain_network_is_replayed_too(model, images):
+def test_the_full_network_is_replayed_too(model, images):
     policy = ExitAt(costs=(8.0,), open_exits=(7,), num_exits=8)
-    settings = {"device": "cuda", "batch_size": 16}
-    plain, quick = (Predictor(model, policy, graphs=graphs, **settings)(images) for graphs in (False, True))
+    plain, quick = (Predictor(model, policy, settings=each, batch_size=16)(images) for each in (CUDA, GRAPHS))
     assert (plain.predictions == quick.predictions).mean() > 0.999
     broken = images.clone()
     broken[77] = float("nan")
-    with pytest.raises(ValueError, match="index 77"):
-        Predictor(model, policy, graphs=True, **settings)(broken)
+    with pytest.raises(ValueError, match="sample 77"):
+        Predictor(model, policy, settings=GRAPHS, batch_size=16)(broken)
 
 
 def test_a_recording_may_be_replayed(model, images, monkeypatch):
     monkeypatch.setattr(
         torch.backends.cudnn, "allow_tf32", False
     )  # which rounds by batch size: a rest runs as a full one
-    options = {"device": "cuda", "batch_size": 200, "progress": False}  # 1,500 images: the last batch has 100
-    plain, quick = (record(model, images, graphs=graphs, **options) for graphs in (False, True))
+    options = {"batch_size": 200, "progress": False}  # 1,500 images: the last batch has 100
+    plain, quick = (record(model, images, settings=each, **options) for each in (CUDA, GRAPHS))
     np.testing.assert_allclose(quick.scores, plain.scores, atol=1e-3)
     assert (quick.predictions == plain.predictions).mean() > 0.999
 
 
-def test_rests_are_replayed_in_the_rows_of_a_full_batch_where_launching_takes_longer(model, images):
+def test_partial_batches_are_replayed_in_the_rows_of_a_full_batch_where_launching_takes_longer(model, images):
     policy = Threshold((np.inf,) * 7, costs=tuple(COSTS))  # nobody leaves early
-    settings = {"device": "cuda", "dtype": "bf16", "channels_last": True, "batch_size": 64}
-    plain, quick = (Predictor(model, policy, graphs=graphs, **settings) for graphs in (False, True))
+    chosen = [RunSettings("cuda", "bf16", channels_last=True, graphs=graphs) for graphs in (False, True)]
+    plain, quick = (Predictor(model, policy, settings=each, batch_size=64) for each in chosen)
     quick(images[:64])
-    assert all(each.quick for run in quick.engine.runs for each in run.captured.values())  # kernels of microseconds
+    assert all(each.fast for run in quick.backend.runs for each in run.captured.values())  # kernels of microseconds
     run_as_they_are = []
-    for run in quick.engine.runs:
+    for run in quick.backend.runs:
         run.run = run_as_they_are.append
     rests = quick(images[:100]), quick(images[100:130])
     assert not run_as_they_are
@@ -230,10 +234,10 @@ class Waits(nn.Module):
         return features * (1.0 if features.sum().item() > 0 else 2.0)
 
 
-def test_what_cannot_be_captured_is_an_error_and_no_silent_fall_back():
+def test_what_cannot_be_captured_is_an_error_and_never_a_silent_fall_back():
     model = MultiExitModel([nn.Linear(4, 4), Waits()], [nn.Linear(4, 3), nn.Linear(4, 3)]).eval()
-    predictor = Predictor(model, Threshold((2.0,), costs=(1.0, 2.0)), device="cuda", graphs=True, batch_size=8)
-    with pytest.raises(AlightError, match=r"segment 1 cannot be captured as a CUDA graph .* graphs=False"):
+    predictor = Predictor(model, Threshold((2.0,), costs=(1.0, 2.0)), settings=GRAPHS, batch_size=8)
+    with pytest.raises(AlightError, match=r"stage 1 cannot be captured as a CUDA graph .* graphs=False"):
         predictor(torch.randn(64, 4))
     assert torch.ones(3, device="cuda").sum().item() == 3  # the GPU is of use again
 
@@ -249,11 +253,11 @@ class Mean(nn.Module):
         return self.linear(features.mean(1))
 
 
-def test_shapes_beyond_the_first_few_are_run_as_they_are():
+def test_shapes_beyond_the_first_few_are_launched():
     model = MultiExitModel([nn.Linear(4, 4), nn.Linear(4, 4)], [Mean(), Mean()]).eval()
     policy = Threshold((2.0,), costs=(1.0, 2.0))
-    plain, quick = (Predictor(model, policy, device="cuda", graphs=graphs, batch_size=8) for graphs in (False, True))
+    plain, quick = (Predictor(model, policy, settings=each, batch_size=8) for each in (CUDA, GRAPHS))
     for length in range(1, 14):
         texts = torch.randn(8, length, 4)
         np.testing.assert_array_equal(quick(texts).predictions, plain(texts).predictions)
-    assert len(quick.engine.runs[0].captured) == SHAPES
+    assert len(quick.backend.runs[0].captured) == SHAPES

@@ -6,13 +6,17 @@ import pytest
 import torch
 from torch import nn
 
-from alight.engine.graphs import Captured, Graphed
+from alight.engine.backends.torch.accelerate import Captured, Graphed
 from alight.engine.predictor import Predictor
 from alight.engine.recorder import record
+from alight.engine.settings import RunSettings
 from alight.errors import BadInput
 from alight.networks.multi_exit import MultiExitModel
 from alight.planning.tune import tune_speed
 from alight.policies.policy import Threshold
+
+
+GRAPHS = RunSettings(device="cpu", graphs=True)
 
 
 @pytest.fixture
@@ -22,24 +26,17 @@ def model():
 
 def test_without_a_gpu_the_switch_is_refused(model):
     with pytest.raises(BadInput, match="need a GPU and the network runs on cpu: leave graphs out"):
-        Predictor(model, Threshold((0.5,), costs=(1.0, 2.0)), device="cpu", graphs=True)
+        Predictor(model, Threshold((0.5,), costs=(1.0, 2.0)), settings=GRAPHS)
     with pytest.raises(BadInput, match="need a GPU"):
-        record(model, torch.zeros(5, 4), device="cpu", graphs=True, progress=False)
-
-
-def test_compiled_parts_are_not_replayed(model):
-    with pytest.raises(BadInput, match="choose one of compile and graphs"):
-        Predictor(model, Threshold((0.5,), costs=(1.0, 2.0)), compile=True, graphs=True)
-    with pytest.raises(BadInput, match="choose one of compile and graphs"):
-        record(model, torch.zeros(5, 4), compile=True, graphs=True, progress=False)
+        record(model, torch.zeros(5, 4), settings=GRAPHS, progress=False)
 
 
 def test_without_a_gpu_the_switch_is_not_tried(model):
-    tuned = tune_speed(model, batch_size=8, example=torch.zeros(1, 4), device="cpu", num_threads=1)
-    assert not any("graphs" in trial.settings for trial in tuned.trials)
+    tuned = tune_speed(model, batch_size=8, example=torch.zeros(1, 4), settings=RunSettings(device="cpu", threads=1))
+    assert not any("graphs" in trial.switches for trial in tuned.trials)
 
 
-def test_before_a_full_batch_came_smaller_ones_are_run_as_they_are():
+def test_before_a_full_batch_came_smaller_ones_are_launched():
     part = Graphed(0, lambda inputs: 2 * inputs, 4, pool=None)
     assert part(torch.ones(3)).tolist() == [2.0, 2.0, 2.0]
     assert not part.captured
@@ -56,7 +53,7 @@ class Replayed:
             there.copy_(each)
 
 
-def test_rests_are_replayed_in_the_first_rows_and_keep_what_was_made_of_them(monkeypatch):
+def test_partial_batches_are_replayed_in_the_first_rows_and_keep_their_outputs(monkeypatch):
     def run(inputs):
         return 2 * inputs, inputs.repeat_interleave(3, dim=0), inputs.sum()  # a row for each sample, three, and none
 
@@ -65,13 +62,13 @@ def test_rests_are_replayed_in_the_first_rows_and_keep_what_was_made_of_them(mon
     batches = torch.arange(24.0).reshape(12, 2).split([4, 1, 3, 4])
     graph = Replayed(run, (torch.full((4, 2), torch.nan),))
     kind = ((batches[0].shape[1:], batches[0].stride(), batches[0].dtype),)
-    part.captured[kind] = Captured(graph, graph.given, graph.made[:2], quick=True)
+    part.captured[kind] = Captured(graph, graph.given, graph.made[:2], fast=True)
     part.run = None
     kept = [part(batch) for batch in batches]
     for batch, made in zip(batches, kept, strict=True):  # not written over by those after them
         assert torch.equal(made[0], 2 * batch)
         assert torch.equal(made[1], batch.repeat_interleave(3, dim=0))
-    part.captured[kind] = Captured(graph, graph.given, graph.made, quick=False)
+    part.captured[kind] = Captured(graph, graph.given, graph.made, fast=False)
     assert torch.equal(part(batches[0])[2], batches[0].sum())  # a full batch is handed on whole
     part.run = run
     assert torch.equal(part(batches[1])[0], 2 * batches[1])

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from alight.engine.segments import wide
+from alight.engine.backends.torch.values import pack
+from alight.engine.head_values import Reads
 
 pytest.importorskip("triton")
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # which Triton looks at when it is imported
@@ -26,24 +27,24 @@ def test_kernels_are_interpreted_in_a_process_of_their_own():
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
 @pytest.mark.parametrize("classes", [2, 3, 100])
 @pytest.mark.parametrize(("column", "width"), [("margin", 3), ("margin", 4), ("max_probability", 3)])
-def test_one_kernel_tells_of_logits_what_torch_does(classes, column, width):
-    from alight.engine.kernels import tell
+def test_one_kernel_packs_logits_as_torch_does(classes, column, width):
+    from alight.engine.backends.torch.kernels import pack_logits
 
     logits = 4 * torch.randn(9, classes + 2, generator=torch.Generator().manual_seed(3))[:, :classes]  # rows far apart
     logits[0], logits[1, 1:] = 1.0, -np.inf  # all level; all but one masked out
     logits[2, 1], logits[3, 0], logits[4] = np.nan, np.inf, -np.inf
-    told = torch.empty(9, width, dtype=torch.float64)
+    packed = torch.empty(9, width, dtype=torch.float64)
     block = 1 << (classes - 1).bit_length()
-    tell[(9,)](logits, told, logits.stride(0), classes, MARGIN=column == "margin", WIDTH=width, BLOCK=block)
-    expected = wide(logits, (column,), width == 4)
-    assert not told[2:5, 1].isfinite().any()
+    pack_logits[(9,)](logits, packed, logits.stride(0), classes, MARGIN=column == "margin", WIDTH=width, BLOCK=block)
+    expected = pack(logits, Reads((column,), width == 4))
+    assert not packed[2:5, 1].isfinite().any()
     usable = [0, 1, 5, 6, 7, 8]
-    torch.testing.assert_close(told[usable], expected[usable], rtol=1e-12, atol=1e-14)
+    torch.testing.assert_close(packed[usable], expected[usable], rtol=1e-12, atol=1e-14)
 
 
 @interpreted
 def test_rows_are_moved_and_nothing_else():
-    from alight.engine.kernels import move_rows
+    from alight.engine.backends.torch.kernels import move_rows
 
     source, target = torch.arange(30).reshape(6, 5), -torch.ones(4, 5, dtype=torch.int64)
     move_rows[(2, 2)](source, torch.tensor([5, 1]), target, torch.tensor([0, 3]), 5, BLOCK=4)

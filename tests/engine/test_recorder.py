@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from alight.engine.recorder import record, record_to
+from alight.engine.settings import RunSettings
 from alight.errors import BadInput
 from alight.networks.multi_exit import MultiExitModel
 from alight.networks.store import fingerprint
@@ -74,7 +75,7 @@ def test_batches_may_be_tensors_tuples_or_dicts(batch):
 
 def test_half_precision_is_another_network():
     model = network()
-    plain, half = (record(model, [IMAGES], dtype=dtype, progress=False) for dtype in (None, "bf16"))
+    plain, half = (record(model, [IMAGES], settings=RunSettings(dtype=dtype), progress=False) for dtype in (None, "bf16"))
     assert plain.fingerprint != half.fingerprint
     np.testing.assert_allclose(plain.scores, half.scores, atol=0.05)
     assert {each.dtype for each in model.parameters()} == {torch.float32}
@@ -221,11 +222,11 @@ def test_the_memory_of_a_recording_on_the_disk_does_not_grow_with_the_data(tmp_p
     assert peaks[1] - peaks[0] < 15
 
 
-@pytest.mark.compiled
+@pytest.mark.slow
 def test_a_compiled_recording_says_the_same_but_for_rounding():
     model = network()
     plain, quick = (
-        record(model, held_out(100), compile=each, features=["negative_entropy"], progress=False)
+        record(model, held_out(100), settings=RunSettings(compile=each), features=["negative_entropy"], progress=False)
         for each in (False, True)
     )
     np.testing.assert_allclose(quick.scores, plain.scores, atol=1e-5)
@@ -238,7 +239,7 @@ def test_threads_are_as_before_once_a_recording_is_done():
     seen = []
     model = network()
     model.heads[0].register_forward_hook(lambda *_: seen.append(torch.get_num_threads()))
-    record(model, [IMAGES], num_threads=before + 1, progress=False)
+    record(model, [IMAGES], settings=RunSettings(threads=before + 1), progress=False)
     assert seen == [before + 1]
     assert torch.get_num_threads() == before
 

@@ -2,42 +2,44 @@
 
 import copy
 from collections.abc import Iterable, Iterator
-from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import torch
 from tqdm import tqdm
 
-from alight.data.batches import Batch, as_inputs, batches, in_batches, length_of
-from alight.engine.graphs import quickened
-from alight.engine.prefetch import ahead
-from alight.engine.prepare import as_dtype, device_of, placed, prepared, threads
-from alight.engine.segments import segments
-from alight.engine.walk import Answers, Engine
-from alight.errors import BadInput, Mismatch
-from alight.networks.multi_exit import Carried, MultiExitModel
-from alight.networks.store import fingerprint
+from alight.data.batches import as_inputs, batches, in_batches, length_of
+from alight.engine.backends import Backend, Integers, State
+from alight.engine.head_values import Reads
+from alight.engine.manifest import AOTI, MANIFEST, POLICY, Manifest, verified
+from alight.engine.prefetch import prefetch
+from alight.engine.settings import RunSettings
+from alight.engine.walk import Answers, Walk
+from alight.errors import BadFile, BadInput, Mismatch
+from alight.files import PathLike
 from alight.outputs import Decisions
 from alight.policies.policy import Memory, Policy
+from alight.policies.saved import load_policy
 
-Integers = npt.NDArray[np.int64]
+BATCH_SIZE = 256
 
 
 class Predictor:
     """A network and a policy, ready to answer.
 
-    `predictor(images)` decides a batch, `predictor.run(loader)` a whole data set, and `predictor.stream(loader)` gives
+    `predictor(images)` decides a batch, `predictor.run(loader)` a whole data set, and `predictor.stream(loader)` yields
     answers as they are ready. Images may be tensors, NumPy arrays or a list of pictures, and a data set or an array
-    does for a loader: pictures and bytes are normalised as the network says. A sample is known by its index, in the
+    does for a loader: pictures and bytes are normalised as the network says. A sample is known by its number, in the
     order of coming unless `samples` says otherwise: ties and mixtures are decided by it.
 
-    Switches for speed, all of which `tune_speed` tries: `dtype`, `channels_last`, `compile` (each part of the network),
-    `graphs` (batches on a GPU are replayed as CUDA graphs), `rebatch` and `num_threads`.
+    The network is a `MultiExitModel`, which PyTorch runs as `settings` say, or any `Backend`; `Predictor.load` makes
+    one from an exported folder, which needs no PyTorch.
 
+    >>> import torch
     >>> from torch import nn
-    >>> from alight.policies.policy import Threshold
+    >>> from alight import MultiExitModel, Threshold
     >>> model = MultiExitModel([nn.Linear(4, 8), nn.Linear(8, 8)], [nn.Linear(8, 3), nn.Linear(8, 3)])
     >>> len(Predictor(model, Threshold(thresholds=(0.5,), costs=(1.0, 3.0)))(torch.zeros(5, 4)))
     5
@@ -45,176 +47,255 @@ class Predictor:
 
     def __init__(
         self,
-        model: MultiExitModel,
+        network: Any,
         policy: Policy,
         *,
-        device: str | torch.device | None = None,
-        dtype: str | torch.dtype | None = None,
-        channels_last: bool = False,
-        compile: bool = False,  # noqa: A002  # torch's own word for it
-        graphs: bool = False,
-        batch_size: int = 256,
+        settings: RunSettings | None = None,
+        batch_size: int = BATCH_SIZE,
         rebatch: bool = True,
         probabilities: bool = False,
-        num_threads: int | None = None,
         allow_mismatch: bool = False,
     ) -> None:
-        _check(model, policy, batch_size, probabilities)
-        self.batch_size, self.rebatch = batch_size, rebatch
-        self._num_threads = num_threads
-        self.admit, self._model = model.admit, model
-        self._device, self._dtype, self._channels_last = device_of(model, device), as_dtype(dtype), channels_last
-        ready = prepared(model, device=device, dtype=dtype, channels_last=channels_last)
-        if not allow_mismatch:
-            _check_fingerprint(policy, ready)
-        parts = segments(ready, policy, with_chance=probabilities)
-        runs = quickened(parts, self._device, compiling=compile, graphs=graphs, size=batch_size)
-        self.engine = Engine(parts, policy, runs)
+        if batch_size < 1:
+            raise BadInput(f"batch size {batch_size}: give 1 or more")
+        self.batch_size, self.rebatch, self.probabilities = batch_size, rebatch, probabilities
+        self._allow_mismatch = allow_mismatch
+        reads = _reads(policy, probabilities)
+        is_backend = hasattr(network, "with_reads")
+        if is_backend and settings is not None:
+            raise BadInput("the backend has its own settings: give them where it is made")
+        backend = network if is_backend else _torch_backend(network, policy, reads, settings, batch_size)
+        self._take(backend, policy)
+
+    @classmethod
+    def load(
+        cls,
+        folder: PathLike,
+        policy: Policy | None = None,
+        *,
+        settings: RunSettings | None = None,
+        batch_size: int = BATCH_SIZE,
+        rebatch: bool = True,
+        probabilities: bool = False,
+        allow_mismatch: bool = False,
+        allow_compiled: bool = False,
+    ) -> "Predictor":
+        """Return the predictor of a folder that `alight export` wrote, under its own policy or another one.
+
+        ONNX stages run without PyTorch. Every file is compared with the manifest's SHA-256 first. Stages that torch
+        compiled ahead of time hold machine code: `allow_compiled=True` says that you trust who compiled them. Of
+        `settings` only `threads` applies. In the folder of a saved model, which PyTorch runs, there is no policy: give
+        one.
+        """
+        folder, settings = Path(folder), settings or RunSettings()
+        options = {"batch_size": batch_size, "rebatch": rebatch, "probabilities": probabilities}
+        options["allow_mismatch"] = allow_mismatch
+        if not (folder / MANIFEST).is_file() and (folder / "config.json").is_file():
+            return cls(_saved_model(folder), _given(policy, folder), settings=settings, **options)
+        manifest = Manifest.load(folder)
+        if odd := [name for name, value in _others(settings).items() if value]:
+            raise BadInput(f"{folder} was exported, and {odd[0]} is for networks that were not: leave it out")
+        if policy is None:
+            verified(folder, POLICY, manifest.policy_checksum)
+            policy = load_policy(folder / POLICY)
+        reads = [Reads(())] * len(manifest.stages)  # until the policy is known to fit
+        if manifest.format == AOTI:
+            if not allow_compiled:
+                raise BadInput(
+                    f"{folder} holds machine code that torch compiled: load it with allow_compiled=True if you or"
+                    " people you trust compiled it"
+                )
+            from alight.engine.backends.aoti import AotiBackend as Stages
+        else:
+            from alight.engine.backends.onnx import OnnxBackend as Stages  # type: ignore[assignment]
+        return cls(Stages(folder, manifest, reads, settings.threads), policy, **options)
+
+    def _take(self, backend: Backend, policy: Policy) -> None:
+        _check_policy(policy, backend, self.probabilities, self._allow_mismatch)
+        self.backend = backend.with_reads(_reads(policy, self.probabilities))
+        self.walk = Walk(self.backend, policy)
         self._admitted = 0  # samples of a stream whose policy remembers it
 
     def __repr__(self) -> str:
-        kind = str(self._dtype or "").removeprefix("torch.")
-        return f"Predictor({self.policy.method or type(self.policy).__name__}, {self._device}{kind and ', ' + kind})"
+        policy = self.policy.method or type(self.policy).__name__
+        return f"Predictor({policy}, {len(self.policy.open_exits)} stages, {self.backend.name})"
 
     @property
     def policy(self) -> Policy:
         """The policy that decides."""
-        return self.engine.policy
+        return self.walk.policy
 
     def with_policy(self, policy: Policy) -> "Predictor":
-        """The same network, compiled code and all, under another policy that opens the same exits on such scores."""
-        now = self.policy
-        if (policy.open_exits, policy.inputs, policy.num_exits) != (now.open_exits, now.inputs, now.num_exits):
-            raise Mismatch(
-                f"the predictor opens exits {now.open_exits} and reads {', '.join(now.inputs)}, the policy"
-                f" {policy.open_exits} and {', '.join(policy.inputs)}: make a new predictor for it"
-            )
-        if policy.fingerprint not in ("", now.fingerprint):
-            raise Mismatch(f"the policy is for the network {policy.fingerprint}, this is {now.fingerprint}")
+        """Return the same network, compiled code and all, under another policy that opens the same exits."""
         other = copy.copy(self)
-        other.engine = Engine(self.engine.segments, policy, self.engine.runs)
-        other._admitted = 0
+        other._take(self.backend, policy)
         return other
 
     @property
     def memory(self) -> Memory:
         """What the policy remembers of the batches so far, such as the pace of a stream; may be set."""
-        return self.engine.memory
+        return self.walk.memory
 
     @memory.setter
     def memory(self, memory: Memory) -> None:
-        self.engine.memory = memory
+        self.walk.memory = memory
         self._admitted = getattr(memory[0], "admitted", 0) if memory else 0
 
     def __call__(self, inputs: Any, samples: npt.ArrayLike | None = None) -> Decisions:
-        """What is decided about these inputs, as the network takes them, in their order."""
-        carried = self._sized(inputs)
-        size, total = self.batch_size, len(carried[0])
-        if total == 1 and self.engine.walks_alone:
-            return self._alone(carried, 0 if samples is None else _index(samples))
-        parts = zip(*(torch.split(each, size) for each in carried), strict=True)
+        """Return the decisions about these inputs, in their order."""
+        arrays = as_inputs(inputs, self.backend.inputs)
+        size, total = self.batch_size, len(arrays[0])
+        if total == 1 and self.walk.supports_single_sample:
+            return self._single(arrays, 0 if samples is None else _number(samples))
+        parts = (tuple(each[start : start + size] for each in arrays) for start in range(0, total, size))
         return self._decided(parts, samples, joins=total > size)  # one batch has no other to wait for
 
     def run(self, loader: Any, *, samples: npt.ArrayLike | None = None, progress: bool = True) -> Decisions:
-        """What is decided about everything that a loader gives, in its order, whatever the size of the data set."""
-        loader = in_batches(loader, self._model, self.batch_size)
-        shown: dict[str, Any] = {
-            "desc": "predict",
-            "unit": "batch",
-            "total": length_of(loader),
-            "disable": not progress,
-        }
-        return self._decided(self._loaded(tqdm(batches(loader, "the prediction"), **shown)), samples)
+        """Return the decisions about everything that a loader gives, in its order, whatever its size."""
+        loader = in_batches(loader, self.backend.inputs, self.batch_size)
+        bar: dict[str, Any] = {"desc": "predict", "unit": "batch", "total": length_of(loader), "disable": not progress}
+        return self._decided(self._loaded(loader, "the prediction", **bar), samples)
 
     def stream(self, loader: Any) -> Iterator[Answers]:
-        """Answers as soon as they are ready: indices in the order of coming, classes, and exits as positions."""
-        loader = in_batches(loader, self._model, self.batch_size)
-        yield from self._answers(self._loaded(batches(loader, "the stream")), None)
+        """Yield answers as soon as they are ready: sample numbers in the order of coming, classes, open-exit indices."""
+        loader = in_batches(loader, self.backend.inputs, self.batch_size)
+        yield from self._answers(self._loaded(loader, "the stream", disable=True), None)
 
-    def place(self, carried: Carried, count: int) -> Carried:
-        """So many inputs where the network runs, as it takes them: these again and again."""
-        rows = torch.arange(count) % len(carried[0])
-        return placed(tuple(each[rows] for each in carried), self._device, self._dtype, self._channels_last)
+    def place(self, inputs: Any, count: int) -> State:
+        """Return `count` inputs where the stages run: the given ones, repeated."""
+        state = self.backend.admit(as_inputs(inputs, self.backend.inputs))
+        return self.backend.take(state, np.arange(count) % len(state[0]))
 
-    def _sized(self, inputs: Any) -> Carried:
-        """The inputs as the network takes them, of one number of samples."""
-        carried = self.admit(as_inputs(inputs, self._model))
-        sizes = {len(each) for each in carried}
-        if len(sizes) != 1 or 0 in sizes:
-            raise BadInput(f"inputs of {sorted(sizes)} samples: give tensors of one and the same number, at least 1")
-        return carried
+    def _loaded(self, loader: Iterable[Any], what: str, **bar: Any) -> Iterator[State]:
+        """Yield a loader's batches, fetched ahead, in memory from which a device copies while it works."""
+        loaded = tqdm(batches(loader, self.backend.inputs, what), **bar)
+        return prefetch(self.backend.pin(batch.inputs) for batch in loaded)
 
-    def _loaded(self, loader: Iterable[Batch]) -> Iterator[Carried]:
-        """A loader's batches, fetched ahead, in memory from which a GPU can copy while it works."""
-        on_gpu = self._device.type == "cuda"
-
-        def pinned() -> Iterator[Carried]:
-            for batch in loader:
-                carried = self.admit(batch.inputs)
-                yield tuple(each.pin_memory() if on_gpu and not each.is_cuda else each for each in carried)
-
-        return ahead(pinned())
-
-    def _alone(self, carried: Carried, sample: int) -> Decisions:
-        """What is decided about one sample on its own, as quickly as may be."""
-        entered = torch.is_inference_mode_enabled()  # by who gives many samples one by one
+    def _single(self, inputs: State, sample: int) -> Decisions:
+        """Return the decision about a single sample, as quickly as possible."""
         try:
-            with nullcontext() if entered else torch.inference_mode(), threads(self._num_threads):
-                given = placed(carried, self._device, self._dtype, self._channels_last)
-                prediction, open_index, chance = self.engine.alone(sample, given)
+            with self.backend.running():
+                prediction, stage, top = self.walk.single(sample, self.backend.admit(inputs))
         except BaseException as error:
             _keep(error, [])
             raise
-        policy, chances = self.policy, None if chance is None else np.array([chance])
-        exits, spent = np.array([policy.open_exits[open_index]]), np.array([policy.costs[open_index]])
-        return Decisions.unchecked(np.array([prediction]), exits, spent, policy.num_exits, chances)
+        policy, probabilities = self.policy, None if top is None else np.array([top])
+        exits, spent = np.array([policy.open_exits[stage]]), np.array([policy.costs[stage]])
+        return Decisions.unchecked(np.array([prediction]), exits, spent, policy.num_exits, probabilities)
 
     def _answers(
-        self, given: Iterator[Carried], samples: Integers | None, joins: bool = True, hurry: bool = True
+        self, inputs: Iterable[State], samples: Integers | None, joins: bool = True, low_latency: bool = True
     ) -> Iterator[Answers]:
-        def numbered() -> Iterator[tuple[Integers, Carried]]:
-            start, before = 0, self._admitted
-            for carried in given:
-                stop = start + len(carried[0])
-                indices = np.arange(before + start, before + stop) if samples is None else samples[start:stop]
-                if len(indices) < stop - start:
-                    raise BadInput(f"{len(indices) + start} indices for {stop} samples or more: give one for each")
-                yield indices, placed(carried, self._device, self._dtype, self._channels_last)
-                start = stop
-                self._admitted = before + stop if self.policy.is_batch_dependent else 0
+        with self.backend.running():
+            mixed = joins and self.rebatch and not self.policy.is_batch_dependent
+            size = self.batch_size if mixed else None
+            yield from self.walk.flow(self._numbered(inputs, samples), size, low_latency=low_latency)
 
-        with torch.inference_mode(), threads(self._num_threads):
-            mixed = joins and self.rebatch and not self.policy.is_batch_dependent  # not those that decide as a whole
-            yield from self.engine.flow(numbered(), self.batch_size if mixed else None, hurry=hurry)
+    def _numbered(self, inputs: Iterable[State], samples: Integers | None) -> Iterator[tuple[Integers, State]]:
+        """Yield sample numbers and admitted inputs of every batch."""
+        start, before = 0, self._admitted
+        for arrays in inputs:
+            stop = start + len(arrays[0])
+            numbers = np.arange(before + start, before + stop) if samples is None else samples[start:stop]
+            if len(numbers) < stop - start:
+                raise BadInput(f"{len(numbers) + start} sample numbers for {stop} samples or more: give one for each")
+            yield numbers, self.backend.admit(arrays)
+            start = stop
+            self._admitted = before + stop if self.policy.is_batch_dependent else 0
 
-    def _decided(self, given: Iterator[Carried], samples: npt.ArrayLike | None, *, joins: bool = True) -> Decisions:
-        """All answers in the order of coming; when something goes wrong, the error keeps those that are finished."""
-        indices = None if samples is None else _indices(samples)
+    def _decided(self, inputs: Iterable[State], samples: npt.ArrayLike | None, *, joins: bool = True) -> Decisions:
+        """Return all answers in the order of coming; when something fails, the error keeps those that are finished."""
+        numbers = None if samples is None else _numbers(samples)
         found: list[Answers] = []
         try:
-            for answers in self._answers(given, indices, joins, hurry=False):
+            for answers in self._answers(inputs, numbers, joins, low_latency=False):
                 found.append(answers)  # what is finished is kept when the next fails
         except BaseException as error:
             _keep(error, found)
             raise
         came = np.concatenate([each.samples for each in found])
-        if indices is None:
+        if numbers is None:
             order = np.empty_like(came)
             order[came - came.min()] = np.arange(len(came))
         else:
             order = np.argsort(came, kind="stable")
-            order = order[np.searchsorted(came, indices[: len(came)], sorter=order)]
+            order = order[np.searchsorted(came, numbers[: len(came)], sorter=order)]
         return self._table(found, order)
 
     def _table(self, found: list[Answers], order: Integers) -> Decisions:
         open_indices = np.concatenate([each.open_indices for each in found])[order]
-        chances = [each.probabilities for each in found if each.probabilities is not None]
+        probabilities = [each.probabilities for each in found if each.probabilities is not None]
         return Decisions.unchecked(
             predictions=np.concatenate([each.predictions for each in found])[order],
             exits=np.asarray(self.policy.open_exits)[open_indices],
             spent=np.asarray(self.policy.costs)[open_indices],
             num_exits=self.policy.num_exits,
-            probabilities=np.concatenate(chances)[order] if chances else None,
+            probabilities=np.concatenate(probabilities)[order] if probabilities else None,
+        )
+
+
+def _reads(policy: Policy, probabilities: bool) -> list[Reads]:
+    """Return what is computed at every open exit; the last takes all samples unread, unless a policy reads it too."""
+    last = len(policy.open_exits) - 1
+    return [
+        Reads(policy.inputs if stage < last or policy.reads_last_exit else (), probabilities)
+        for stage in range(last + 1)
+    ]
+
+
+def _torch_backend(
+    model: Any, policy: Policy, reads: list[Reads], settings: RunSettings | None, batch_size: int
+) -> Backend:
+    from alight.engine.backends.torch import TorchBackend  # PyTorch is imported where it runs
+
+    _check_exits(policy, getattr(model, "num_exits", policy.num_exits))
+    return TorchBackend(model, policy.open_exits, reads, settings, batch_size)
+
+
+def _saved_model(folder: Path) -> Any:
+    from alight.networks.store import load_model
+
+    return load_model(folder)
+
+
+def _given(policy: Policy | None, folder: Path) -> Policy:
+    if policy is None:
+        raise BadFile(folder, "it is a saved model, which has no policy", "give one: Predictor.load(folder, policy)")
+    return policy
+
+
+def _others(settings: RunSettings) -> dict[str, Any]:
+    """Return the settings that do not apply to exported stages."""
+    rest = replace(settings, threads=None, device=None if settings.device == "cpu" else settings.device)
+    return vars(rest)
+
+
+def _check_exits(policy: Policy, exits: int) -> None:
+    if policy.num_exits != exits:
+        raise Mismatch(
+            f"the policy is for {policy.num_exits} exits and the network has {exits}: calibrate on outputs of this"
+            " network"
+        )
+
+
+def _check_policy(policy: Policy, backend: Backend, probabilities: bool, allow_mismatch: bool) -> None:
+    """Check that the policy is one for these stages."""
+    _check_exits(policy, len(backend.exits))
+    if policy.open_exits != backend.open_exits:
+        raise Mismatch(
+            f"the policy opens exits {policy.open_exits} and these stages end at exits {backend.open_exits}: make a new"
+            " predictor for it, or export the network with this policy"
+        )
+    if not allow_mismatch and policy.fingerprint and policy.fingerprint != backend.fingerprint:
+        raise Mismatch(
+            f"the policy was calibrated on outputs of the network {policy.fingerprint} and this is"
+            f" {backend.fingerprint}: weights, exits, dtype or preprocessing differ; record and calibrate again, or"
+            " allow_mismatch=True"
+        )
+    if probabilities and not policy.keeps_predictions:
+        raise BadInput(
+            f"with {type(policy.lens).__name__} an answer need not be its exit's own, so it has no single probability:"
+            " leave probabilities out"
         )
 
 
@@ -225,40 +306,16 @@ def _keep(error: BaseException, found: list[Answers]) -> None:
     error.add_note(f"{answered} samples were answered before: `finished` of this error has their answers.")
 
 
-def _indices(samples: npt.ArrayLike) -> Integers:
-    indices = np.asarray(samples)
-    whole = indices.ndim == 1 and indices.dtype.kind in "iu"
-    if not whole or (len(indices) > 1 and len(np.unique(indices)) != len(indices)):
-        raise BadInput(f"samples of shape {indices.shape}: give one whole number per sample, each once")
-    return indices.astype(np.int64)
+def _numbers(samples: npt.ArrayLike) -> Integers:
+    numbers = np.asarray(samples)
+    whole = numbers.ndim == 1 and numbers.dtype.kind in "iu"
+    if not whole or (len(numbers) > 1 and len(np.unique(numbers)) != len(numbers)):
+        raise BadInput(f"samples of shape {numbers.shape}: give one whole number per sample, each once")
+    return numbers.astype(np.int64)
 
 
-def _index(samples: npt.ArrayLike) -> int:
-    """The index of one sample alone; a list of one number is looked at without NumPy, which it would feel."""
+def _number(samples: npt.ArrayLike) -> int:
+    """Return the number of a single sample; a list of one number is read without NumPy, which would take longer."""
     if isinstance(samples, list) and len(samples) == 1 and type(samples[0]) is int:
         return samples[0]
-    return int(_indices(samples)[0])
-
-
-def _check(model: MultiExitModel, policy: Policy, batch_size: int, probabilities: bool) -> None:
-    if policy.num_exits != model.num_exits:
-        raise Mismatch(
-            f"the policy is for {policy.num_exits} exits and the network has {model.num_exits}:"
-            " calibrate on outputs of this network"
-        )
-    if batch_size < 1:
-        raise BadInput(f"batch size {batch_size}: give 1 or more")
-    if probabilities and policy.lens:
-        raise BadInput(
-            f"through a lens ({type(policy.lens).__name__}) an answer need not be its exit's own, so it has no single"
-            " probability: leave probabilities out"
-        )
-
-
-def _check_fingerprint(policy: Policy, model: MultiExitModel) -> None:
-    own = fingerprint(model) if policy.fingerprint else ""
-    if own != policy.fingerprint:
-        raise Mismatch(
-            f"the policy was calibrated on outputs of the network {policy.fingerprint} and this is {own}: weights,"
-            " exits, dtype or preprocessing differ; record and calibrate again, or allow_mismatch=True"
-        )
+    return int(_numbers(samples)[0])

@@ -8,10 +8,10 @@ from typing import Any
 DEPTH = 2  # batches that wait ready
 
 
-def ahead(source: Iterable[Any]) -> Iterator[Any]:
+def prefetch(source: Iterable[Any]) -> Iterator[Any]:
     """What the source gives, in its order, fetched before it is asked for; its errors come when their turn comes.
 
-    >>> list(ahead(range(5)))
+    >>> list(prefetch(range(5)))
     [0, 1, 2, 3, 4]
     """
     ready: queue.Queue[tuple[str, Any]] = queue.Queue(maxsize=DEPTH)

@@ -1,216 +1,230 @@
-"""Samples flow through segments, leave where the policy says, and wait in pools until a full batch is together.
+"""Samples flow through stages, leave where the policy says, and wait in pools until a full batch is there.
 
-Tensors stay on their device; what a head says comes to the host as one small array per segment and batch, where the
-same NumPy lines decide that replay a recording. While one such array is on its way, the next batch is running.
+The state stays where the backend has it; head values come to the host as one small array per stage and batch, where
+the same NumPy code decides that replays a recording. While one such array is on its way, the next batch is running.
 """
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-import torch
-from torch import Tensor
 
-from alight.engine.pool import Group
-from alight.engine.rows import own_memory
-from alight.engine.schedule import Schedule
-from alight.engine.segments import Segment, Told, apart, told_of_one
+from alight.engine.backends import Backend, DeviceValues, Integers, State
+from alight.engine.head_values import HeadValues
+from alight.engine.scheduler import Group, Schedule
 from alight.errors import BadInput
-from alight.networks.multi_exit import Carried
 from alight.policies.policy import BatchState, Memory, Policy
 from alight.policies.route import joined, visit
 
-Integers = npt.NDArray[np.int64]
-Floats = npt.NDArray[np.float64]
-
-LATE = 32  # batches whose answers are fetched together, where nothing waits for them
-LATE_BYTES = 2**25  # of their logits at most, and one batch more
-IN_FLIGHT = 2  # batches whose answers are awaited while others run: enough to keep a GPU from idling
+LATE = 32  # batches whose last values are fetched together, where nothing waits for them
+LATE_BYTES = 2**25  # of their values at most, and one batch more
 
 
 class Answers(NamedTuple):
-    """What some samples got: their indices, classes, positions among the open exits, and chances of the class."""
+    """The answers of some samples: numbers, classes, indices among the open exits, probabilities of the classes."""
 
     samples: Integers
     predictions: Integers
     open_indices: Integers
-    probabilities: Floats | None
+    probabilities: npt.NDArray[np.float64] | None
 
 
-class Awaited(NamedTuple):
-    """A group that has run through a segment, and what was told of it once it has arrived."""
+class Launched(NamedTuple):
+    """A group that a stage has run, and its head values, perhaps still on their way."""
 
-    open_index: int
+    stage: int
     group: Group
-    told: Any  # a tensor as the segment makes it, then side by side; in the end, or at once on the host, apart
-    arrived: Any = None  # a CUDA event, or None on the host
+    values: HeadValues | DeviceValues
 
 
-class Engine:
-    """The walk of many batches at once through the segments of a network."""
+class Walk:
+    """The walk of many batches through the stages of a backend, under one policy."""
 
-    def __init__(
-        self, segments: Sequence[Segment], policy: Policy, runs: Sequence[Callable[..., Any]] | None = None
-    ) -> None:
-        self.segments, self.policy = list(segments), policy
-        self.runs = runs  # the segments, compiled
-        self.memory: Memory = ()  # of batches before, where the policy keeps one
-        self._on_host = all(each.device.type == "cpu" for segment in segments for each in segment.parameters())
-        self._in_flight = 0 if self._on_host else IN_FLIGHT
+    def __init__(self, backend: Backend, policy: Policy) -> None:
+        self.backend, self.policy = backend, policy
+        self.memory: Memory = ()  # what the policy remembers of earlier batches
+
+    @property
+    def supports_single_sample(self) -> bool:
+        """Whether one sample on its own is walked in numbers."""
+        return self.backend.supports_single_sample and self.policy.takes_single_samples
 
     def flow(
-        self, batches: Iterable[tuple[Integers, Carried]], batch_size: int | None, *, hurry: bool = True
+        self, batches: Iterable[tuple[Integers, State]], batch_size: int | None, *, low_latency: bool = True
     ) -> Iterator[Answers]:
-        """Answers as they are ready, of batches of samples and tensors.
+        """Yield answers as they are ready, of batches of sample numbers and admitted inputs.
 
-        With a batch size those who stay wait for others until a batch of that size is together: the deepest full batch
-        first, what is left in the end from the first exit on. Without one, every batch is walked to its end. Without
-        `hurry` the answers of the last exit, on which nothing depends, are fetched from a GPU for many batches at once.
+        With a batch size survivors wait until a batch of that size is full: the deepest full batch first, what is left
+        in the end from the first exit on. Without one, every batch is walked to its end. Without `low_latency` the
+        values of the last exit, on which nothing depends, are fetched from a device for many batches at once.
         """
-        fresh = (Group(samples, (self.memory, ()), carried) for samples, carried in batches)
-        schedule = Schedule(fresh, batch_size, len(self.segments))
-        singly = self.walks_alone and batch_size in (None, 1)
-        awaited: deque[Awaited] = deque()
-        late: list[Awaited] = []
-        last = (
-            len(self.segments) if hurry or self._on_host or self.policy.is_batch_dependent else len(self.segments) - 1
-        )
+        flow = _Flow(self, batches, batch_size, low_latency)
         try:
-            while True:
-                if (chosen := schedule.next([each.open_index for each in awaited])) is not None:
-                    if singly and chosen[0] == 0 and len(chosen[1].samples) == 1:
-                        yield _answer(chosen[1].samples, *self.alone(int(chosen[1].samples[0]), chosen[1].carried))
-                        continue
-                    if chosen[0] == last:
-                        late.append(self._run(*chosen))
-                    else:
-                        awaited.append(self._sent(self._run(*chosen)))
-                elif not awaited:
-                    yield from self._fetched(late)
-                    return
-                if late and (len(late) == LATE or len(late) * late[-1].told.nbytes > LATE_BYTES):
-                    yield from self._fetched(late)
-                    late.clear()
-                if chosen is None and not self._on_host:
-                    schedule.close_up()  # the GPU does it while the host decides
-                if awaited and (chosen is None or len(awaited) > self._in_flight):
-                    chosen = None  # lets go of its tensors
-                    if (answers := self._settled(awaited.popleft(), schedule)) is not None:
-                        yield answers
+            yield from flow.answers()
         except GeneratorExit:
             raise
         except BaseException:
-            yield from self._rescued(late)
+            yield from flow.rescued()
             raise
 
-    @property
-    def walks_alone(self) -> bool:
-        """Whether one sample on its own is walked in numbers: on the host, by a rule that looks at it alone."""
-        return self._on_host and self.runs is None and self.policy.lens is None and not self.policy.is_batch_dependent
-
-    def alone(self, sample: int, carried: Carried) -> tuple[int, int, float | None]:
-        """One sample's class, position and chance: walked in numbers, since arrays of one cost more than they do."""
+    def single(self, sample: int, state: State) -> tuple[int, int, float | None]:
+        """Return class, open-exit index and probability of one sample, walked in numbers: arrays of one cost more."""
+        self.check_inputs((sample,), state)
         recalled: Any = ((), ())
-        for open_index, segment in enumerate(self.segments):
+        for stage in range(len(self.policy.open_exits)):
             try:
-                carried, logits = segment.logits(*carried)
+                values, state = self.backend.run_one(stage, state)
             except Exception as error:
-                _note(error, open_index, 1)
+                _note(error, stage, 1)
                 raise
-            told = told_of_one(logits, segment.columns, segment.with_chance)
-            if not math.isfinite(told.largest):
-                self._refuse(open_index, np.array([sample]))
-            columns = told.columns or (told.largest,)
-            leaving, prediction, recalled = visit(self.policy, open_index, sample, told.predictions, columns, recalled)
+            if not math.isfinite(values.largest):
+                self._refuse(stage, np.array([sample]))
+            columns = values.columns or (values.largest,)
+            leaving, prediction, recalled = visit(self.policy, stage, sample, values.predictions, columns, recalled)
             if leaving:
                 break
-        return prediction, open_index, told.chances
+        return prediction, stage, values.probabilities
 
-    def _run(self, open_index: int, group: Group) -> Awaited:
-        """A group that is on its way through a segment, and what will be told of it."""
-        segment, given = self.segments[open_index], group.carried
-        plain = segment.on_host if self._on_host else segment.forward  # quicker than a call, which looks for hooks
-        run: Callable[..., Any] = self.runs[open_index] if self.runs else plain
+    def launch(self, stage: int, group: Group) -> Launched:
+        """Run one stage for a group."""
         try:
-            carried, told = run(*given)
+            values, state = self.backend.run(stage, group.state)
         except Exception as error:
-            _note(error, open_index, len(group.samples))
+            _note(error, stage, len(group.samples))
             raise
-        own = own_memory(carried, () if group.own else given) if carried else False
-        return Awaited(open_index, Group(group.samples, group.recalled, carried, own), told)
+        own = bool(state) and self.backend.owns(state, () if group.own else group.state)
+        return Launched(stage, Group(group.samples, group.recalled, state, own), values)
 
-    def _sent(self, awaited: Awaited) -> Awaited:
-        """What is told, on its way from the GPU to the host."""
-        if isinstance(awaited.told, Told):
-            return awaited
-        told = self.segments[awaited.open_index].told_of(awaited.told)
-        if self._on_host:
-            return awaited._replace(told=told)
-        there = torch.empty(told.shape, dtype=told.dtype, pin_memory=True).copy_(told, non_blocking=True)
-        arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        arrived.record()
-        return awaited._replace(told=there, arrived=arrived)
-
-    def _fetched(self, late: Sequence[Awaited]) -> Iterator[Answers]:
-        """The answers of batches that have run to the end, which come to the host together."""
-        if late:
-            told = self.segments[late[0].open_index].told_of(torch.cat([each.told for each in late])).cpu()
-            groups = [each.group for each in late]
-            if math.isfinite(told[:, 1].sum().item()):  # else those before the one that is refused are answered first
-                samples = np.concatenate([group.samples for group in groups])
-                groups = [Group(samples, joined([group.recalled for group in groups]), ())]
-            for group, part in zip(groups, torch.split(told, [len(group.samples) for group in groups]), strict=True):
-                if (answers := self._settled(Awaited(late[0].open_index, group, part))) is not None:
-                    yield answers
-
-    def _rescued(self, late: Sequence[Awaited]) -> list[Answers]:
-        """What has run to the end before something went wrong; nothing, if that cannot be had any more."""
-        try:
-            return [*self._fetched(late)]
-        except Exception:  # of a device that is lost, or of unusable logits: the first error is the one to tell
-            return []
-
-    def _settled(self, awaited: Awaited, schedule: Schedule | None = None) -> Answers | None:
-        """The answers of those who leave, None if nobody does; the others go on as scheduled."""
-        open_index, group, told, arrived = awaited
-        if arrived is not None:
-            arrived.synchronize()  # the only wait for this segment and batch
-        if isinstance(told, Tensor):
-            segment = self.segments[open_index]
-            told = apart(told.numpy(), segment.columns, segment.with_chance)
-        if not math.isfinite(told.largest.sum()):  # quick, and nearly never
-            self._refuse(open_index, group.samples[~np.isfinite(told.largest)])
+    def settle(self, launched: Launched, schedule: Schedule | None = None) -> Answers | None:
+        """Return the answers of the samples that leave, None if none does; survivors go to the schedule."""
+        stage, group, values = launched
+        if not isinstance(values, HeadValues):
+            values = values.get()  # the only wait for this stage and batch
+        if not math.isfinite(values.largest.sum()):  # quick, and nearly never
+            self._refuse(stage, group.samples[~np.isfinite(values.largest)])
+        columns = values.columns or (values.largest,)
         leaving, predictions, recalled = visit(
-            self.policy, open_index, group.samples, told.predictions, told.columns or (told.largest,), group.recalled
+            self.policy, stage, group.samples, values.predictions, columns, group.recalled
         )
         gone = leaving.nonzero()[0]
         if schedule is not None and len(gone) < len(leaving):
-            staying = (~leaving).nonzero()[0] if len(gone) else None  # None is everyone
-            schedule.add(open_index + 1, group._replace(recalled=recalled), staying)
+            staying = (~leaving).nonzero()[0] if len(gone) else None  # None is all
+            schedule.add(stage + 1, group._replace(recalled=recalled), staying)
         else:
             self.memory = tuple(part for part in recalled[0] if isinstance(part, BatchState))
         if not len(gone):
             return None
-        chances = None if told.chances is None else told.chances[gone]
-        return Answers(group.samples[gone], predictions[gone], np.full(len(gone), open_index), chances)
+        top = None if values.probabilities is None else values.probabilities[gone]
+        return Answers(group.samples[gone], predictions[gone], np.full(len(gone), stage), top)
 
-    def _refuse(self, open_index: int, wrong: Integers) -> None:
-        if len(wrong):  # large numbers may add up to infinity
+    def check_inputs(self, samples: Integers | Sequence[int], state: State) -> None:
+        """Check that no input is unusable where the backend would answer it all the same."""
+        if (row := self.backend.first_unusable(state)) is not None:
             raise BadInput(
-                f"the network gives no usable logits for {len(wrong)} samples, the first of index {wrong[0]}, at exit"
-                f" {self.policy.open_exits[open_index]}: look for NaN or infinity in these inputs, or for overflow"
+                f"the input of sample {samples[row]} holds NaN, infinity or a negative token: look for it there, since"
+                " a network may answer it all the same"
+            )
+
+    def _refuse(self, stage: int, unusable: Integers) -> None:
+        if len(unusable):  # large numbers may add up to infinity
+            raise BadInput(
+                f"the network gives unusable logits for {len(unusable)} samples, the first is sample {unusable[0]}, at"
+                f" exit {self.policy.open_exits[stage]}: look for NaN or infinity in these inputs, or for overflow"
             )
 
 
-def _answer(samples: Integers, prediction: int, open_index: int, chance: float | None) -> Answers:
-    """The answers of one sample."""
-    return Answers(
-        samples, np.array([prediction]), np.array([open_index]), None if chance is None else np.array([chance])
-    )
+class _Flow:
+    """One run of a walk: the schedule, the batches whose values are awaited, and those fetched late."""
+
+    def __init__(
+        self, walk: Walk, batches: Iterable[tuple[Integers, State]], batch_size: int | None, low_latency: bool
+    ) -> None:
+        self.walk, self.backend = walk, walk.backend
+        stages = len(walk.policy.open_exits)
+        fresh = (Group(samples, (walk.memory, ()), state) for samples, state in batches)
+        self.schedule = Schedule(fresh, batch_size, stages, walk.backend)
+        self.one_by_one = walk.supports_single_sample and batch_size in (None, 1)
+        late = not low_latency and self.backend.in_flight and not walk.policy.is_batch_dependent
+        self.late_stage = stages - 1 if late else None
+        self.awaited: deque[Launched] = deque()
+        self.late: list[Launched] = []
+
+    def answers(self) -> Iterator[Answers]:
+        """Yield the answers of all samples."""
+        while True:
+            step = self.schedule.next([each.stage for each in self.awaited])
+            if step is None and not self.awaited:
+                break
+            if step is not None and self.one_by_one and step[0] == 0 and len(step[1].samples) == 1:
+                yield self._single(step[1])
+                continue
+            if step is not None:
+                self._launch(*step)
+            elif self.backend.in_flight:
+                self.schedule.compact()  # the device does it while the host decides
+            if self._late_is_full():
+                yield from self._fetch_late()
+            if self.awaited and (step is None or len(self.awaited) > self.backend.in_flight):
+                step = None  # lets go of its state
+                if (answers := self.walk.settle(self.awaited.popleft(), self.schedule)) is not None:
+                    yield answers
+        yield from self._fetch_late()
+
+    def rescued(self) -> list[Answers]:
+        """Return what has run to the end before an error; nothing, if that is lost."""
+        try:
+            return [*self._fetch_late()]
+        except Exception:  # of a device that is lost, or of unusable logits: the first error is the one to show
+            return []
+
+    def _single(self, group: Group) -> Answers:
+        prediction, stage, top = self.walk.single(int(group.samples[0]), group.state)
+        top_array = None if top is None else np.array([top])
+        return Answers(group.samples, np.array([prediction]), np.array([stage]), top_array)
+
+    def _launch(self, stage: int, group: Group) -> None:
+        if stage == 0:
+            self.walk.check_inputs(group.samples, group.state)
+        launched = self.walk.launch(stage, group)
+        if stage == self.late_stage:
+            self.late.append(launched)
+            return
+        if not isinstance(launched.values, HeadValues):
+            launched.values.send()
+        self.awaited.append(launched)
+
+    def _late_is_full(self) -> bool:
+        return bool(self.late) and (
+            len(self.late) == LATE or len(self.late) * self.late[-1].values.nbytes > LATE_BYTES  # type: ignore[union-attr]
+        )
+
+    def _fetch_late(self) -> Iterator[Answers]:
+        """Yield the answers of batches that have run to the end, whose values come to the host together."""
+        late, self.late = self.late, []
+        if not late:
+            return
+        values = self.backend.gather([each.values for each in late])  # type: ignore[misc]
+        groups = [each.group for each in late]
+        if math.isfinite(values.largest.sum()):  # else the samples before the refused one are answered first
+            samples = np.concatenate([group.samples for group in groups])
+            groups = [Group(samples, joined([group.recalled for group in groups]), ())]
+        start = 0
+        for group in groups:
+            stop = start + len(group.samples)
+            part = _rows(values, slice(start, stop))
+            if (answers := self.walk.settle(Launched(late[0].stage, group, part))) is not None:
+                yield answers
+            start = stop
 
 
-def _note(error: Exception, open_index: int, count: int) -> None:
-    error.add_note(f"This happened to {count} samples between exits, in segment {open_index}.")
+def _rows(values: HeadValues, rows: slice) -> HeadValues:
+    top = None if values.probabilities is None else values.probabilities[rows]
+    columns = tuple(column[rows] for column in values.columns)
+    return HeadValues(values.predictions[rows], values.largest[rows], columns, top)
+
+
+def _note(error: Exception, stage: int, count: int) -> None:
+    error.add_note(f"This happened to {count} samples, in stage {stage} of those between open exits.")

@@ -1,1 +1,1 @@
-"""A trained network and its policy become files that run elsewhere; needs PyTorch, which `alight.deploy` does not."""
+"""A trained network and its policy become files that run elsewhere, without PyTorch; exporting needs it."""

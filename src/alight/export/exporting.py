@@ -1,4 +1,4 @@
-"""A network and a policy become a folder: a file per open exit, the policy, and a manifest that says what they are."""
+"""A network and a policy become a folder: a file per open exit, the policy, and a manifest that describes them."""
 
 import shutil
 from collections.abc import Callable, Mapping
@@ -11,32 +11,21 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from alight.data.formats import example_of
-from alight.engine.backends.onnx import Session
-from alight.engine.prepare import prepared
+from alight.data.spec import TensorSpec
+from alight.engine.backends.torch.prepare import prepared
+from alight.engine.manifest import AOTI, MANIFEST, ONNX, POLICY, SUFFIXES, TOKENIZER, Manifest, StageFile, checksum
+from alight.engine.settings import RunSettings
 from alight.errors import AlightError, BadInput, Mismatch
-from alight.export.manifest import (
-    AOTI,
-    MANIFEST,
-    ONNX,
-    POLICY,
-    SUFFIXES,
-    TOKENIZER,
-    Described,
-    Manifest,
-    Stage,
-    checksum,
-)
-from alight.export.packages import Package, check_compiler, write_package
-from alight.export.parts import Part, Seen, described, parts_of, seen
-from alight.export.programs import captured, goes_by_data, reason, write_onnx, write_traced
+from alight.export.programs import branches_on_data, captured, check_compiler, reason, write_onnx, write_package
+from alight.export.programs import write_traced
+from alight.export.stages import ExportedStage, StageRuns, exported_stages, run_stages, spec_of
 from alight.files import PathLike, whole_folder
-from alight.networks.multi_exit import MultiExitModel
+from alight.networks.multi_exit import MultiExitModel, example_of
 from alight.networks.store import fingerprint
 from alight.policies.policy import Policy
 
-TOLERANCE = 1e-4  # of the largest number that a stage gives: a hundred times what float32 loses, and no wrong graph
-LEAST = 1e-2  # what a largest number counts at least: below, float32 loses too much of what it adds up to tell a graph
+TOLERANCE = 1e-4  # of the largest number that a stage gives: a hundred times what float32 loses, far less than a fault
+LEAST = 1e-2  # what a largest number counts at least: below, float32 loses too much for the comparison to mean a thing
 LIBRARIES = ("alight", "torch", "onnx", "onnxscript", "onnxruntime")
 
 
@@ -51,82 +40,84 @@ def export_model(
     allow_mismatch: bool = False,
     progress: bool = False,
 ) -> Path:
-    """The folder, once every stage up to the policy's last open exit is in it with its head, whole or not at all.
+    """Write every stage up to the policy's last open exit, with its head, into a folder: whole, or not at all.
 
-    `alight.deploy.load` runs it without PyTorch. With `format="aoti"` the stages are compiled ahead of time instead,
-    for `load_compiled` on a machine like this one that has PyTorch. `example` is a batch as the network takes it, by
-    default the one that it was built with. Each file is compared with the network on random inputs before it is kept.
-    The folder of a `tokenizer` is copied, so that texts can be cut into tokens where the stages run.
+    `Predictor.load` runs it without PyTorch. With `format="aoti"` the stages are compiled ahead of time instead, for a
+    machine like this one that has PyTorch. `example` is a batch as the network takes it, by default the one that it was
+    built with. Each file is compared with the network on random inputs before it is kept. The folder of a `tokenizer`
+    is copied, so that texts become tokens where the stages run.
 
     >>> import tempfile
     >>> from torch import nn
-    >>> from alight.policies.policy import Threshold
+    >>> from alight import Predictor, Threshold
     >>> model = MultiExitModel([nn.Linear(4, 8), nn.Linear(8, 8)], [nn.Linear(8, 3), nn.Linear(8, 3)])
     >>> policy = Threshold(thresholds=(0.5,), costs=(1.0, 3.0))
     >>> folder = export_model(model, policy, f"{tempfile.mkdtemp()}/exported", example=torch.zeros(1, 4))
     >>> sorted(path.name for path in folder.iterdir())
     ['manifest.json', 'policy.json', 'stage_0.onnx', 'stage_1.onnx']
-    >>> from alight import deploy
-    >>> len(deploy.load(folder)(np.zeros((5, 4))))
+    >>> len(Predictor.load(folder)(np.zeros((5, 4))))
     5
     """
     folder = Path(folder)
     own = fingerprint(model)
     _check(model, policy, format, "" if allow_mismatch else own)
     _check_replaceable(folder)
-    ready = prepared(model, device="cpu")
-    parts = parts_of(ready, policy)
-    runs = seen(parts, ready, example_of(ready) if example is None else example)
-    names = model.input_names or tuple(f"input_{index}" for index in range(len(runs[0].given[0])))
-    tensors = [tuple(map(described, names, zip(*runs[0].given, strict=True)))]
-    tensors += [
-        tuple(described(f"stage_{stage}_{index}", each) for index, each in enumerate(zip(*run.made, strict=True)))[1:]
-        for stage, run in enumerate(runs)
-    ]
+    ready = prepared(model, RunSettings(device="cpu"))
+    stages = exported_stages(ready, policy)
+    runs = run_stages(stages, ready, example_of(ready) if example is None else example)
+    specs = _specs(model, runs)
     folder.parent.mkdir(parents=True, exist_ok=True)
     with whole_folder(folder) as filling:
-        stages, gaps, used = [], [], []
-        for index, (part, run) in enumerate(tqdm([*zip(parts, runs, strict=True)], "export", disable=not progress)):
+        files, notes = [], []
+        for index, (stage, run) in enumerate(tqdm([*zip(stages, runs, strict=True)], "export", disable=not progress)):
             path = filling / f"stage_{index}{SUFFIXES[format]}"
-            job = Job(part, run, path, tensors[index], tensors[index + 1])
-            gap, way = job.written(format)
-            gaps.append(gap)
-            used.append(way)
-            stages.append(Stage(path.name, checksum(path.read_bytes()), part.exit_index, tensors[index + 1]))
+            notes.append(ExportJob(stage, run, path, specs[index], specs[index + 1]).write(format))
+            files.append(StageFile(path.name, checksum(path.read_bytes()), stage.exit_index, specs[index + 1]))
         policy.save(filling / POLICY)
         if tokenizer is not None:
             shutil.copytree(tokenizer, filling / TOKENIZER)
-        beside = sorted(path for path in (filling / TOKENIZER).rglob("*") if path.is_file())
+        others = sorted(path for path in (filling / TOKENIZER).rglob("*") if path.is_file())
+        gap, ways = max(gap for gap, _ in notes), ", ".join(way for _, way in notes)
         Manifest(
             format=format,
             fingerprint=own,
             exits=model.exits,
-            inputs=tensors[0],
+            inputs=specs[0],
             input_names=model.input_names,
-            stages=tuple(stages),
+            stages=tuple(files),
             policy_checksum=checksum((filling / POLICY).read_bytes()),
             num_classes=model.num_classes,
             classes=model.classes,
             mean=model.normalisation.mean if model.normalisation else (),
             std=model.normalisation.std if model.normalisation else (),
-            further={path.relative_to(filling).as_posix(): checksum(path.read_bytes()) for path in beside},
-            made_with=_versions() | {"largest difference": f"{max(gaps):.1e}", "captured by": ", ".join(used)},
+            further={path.relative_to(filling).as_posix(): checksum(path.read_bytes()) for path in others},
+            made_with=_versions() | {"largest difference": f"{gap:.1e}", "captured by": ways},
         ).save(filling)
     return folder
 
 
+def _specs(model: MultiExitModel, runs: list[StageRuns]) -> list[tuple[TensorSpec, ...]]:
+    """Return what the first stage takes, and what every stage hands to the next."""
+    names = model.input_names or tuple(f"input_{index}" for index in range(len(runs[0].inputs[0])))
+    specs = [tuple(map(spec_of, names, zip(*runs[0].inputs, strict=True)))]
+    for stage, run in enumerate(runs):
+        outputs = enumerate(zip(*run.outputs, strict=True))
+        specs.append(tuple(spec_of(f"stage_{stage}_{index}", each) for index, each in outputs)[1:])
+    return specs
+
+
 @dataclass(frozen=True)
-class Job:
-    """One part that becomes one file."""
+class ExportJob:
+    """One stage that becomes one file."""
 
-    part: Part
-    seen: Seen
+    stage: ExportedStage
+    runs: StageRuns
     path: Path
-    inputs: tuple[Described, ...]
-    outputs: tuple[Described, ...]
+    inputs: tuple[TensorSpec, ...]
+    outputs: tuple[TensorSpec, ...]
 
-    def written(self, format: str) -> tuple[float, str]:  # noqa: A002
-        """How far the file is from the network, and the first of torch's ways that wrote one that is near enough."""
+    def write(self, format: str) -> tuple[float, str]:  # noqa: A002
+        """Write the file, and return how far it is from the network and which of torch's exporters wrote it."""
         ways: Mapping[str, Mapping[str, Callable[[], None]]] = {
             ONNX: {"export": self._onnx, "trace": self._traced},  # with some pairs of libraries only the second can
             AOTI: {"export": self._package},
@@ -140,40 +131,51 @@ class Job:
                 raise AlightError(f'{error}: pip install "alight[export]"') from error
             except Exception as error:
                 reasons.append(error)
-                if goes_by_data(error):
+                if branches_on_data(error):
                     break
         raise AlightError(
-            f"the stage of exit {self.part.exit_index} cannot be exported ({reason(reasons[0])}): rewrite what it"
+            f"the stage of exit {self.stage.exit_index} cannot be exported ({reason(reasons[0])}): rewrite what it"
             " names, open only exits before it, or run the network with PyTorch"
         ) from reasons[0]
 
     def _onnx(self) -> None:
-        write_onnx(captured(self.part, self.seen, self.inputs), self.path, self.inputs, self.outputs)
+        write_onnx(captured(self.stage, self.runs, self.inputs), self.path, self.inputs, self.outputs)
 
     def _traced(self) -> None:
-        write_traced(self.part, self.seen, self.path, self.inputs, self.outputs)
+        write_traced(self.stage, self.runs, self.path, self.inputs, self.outputs)
 
     def _package(self) -> None:
-        write_package(captured(self.part, self.seen, self.inputs), self.path)
+        write_package(captured(self.stage, self.runs, self.inputs), self.path)
 
     def _difference(self, format: str) -> float:  # noqa: A002
-        """The largest difference from the network, over its largest number; an error if that is too large."""
-        kind = Session(self.path.read_bytes(), self.path.name, 1) if format == ONNX else Package(self.path)
+        """Return the largest difference from the network, over its largest number; an error if that is too large."""
+        run = _runner(self.path, format)
         worst = 0.0
-        for given, expected in zip(self.seen.given, self.seen.made, strict=True):
-            logits, others = kind(tuple(each.numpy() for each in given), None)
-            for made, wanted in zip((logits, *others), expected, strict=True):
-                worst = max(worst, _apart(np.asarray(made), wanted.numpy()))
+        for given, expected in zip(self.runs.inputs, self.runs.outputs, strict=True):
+            logits, others = run(tuple(each.numpy() for each in given))
+            for found, wanted in zip((logits, *others), expected, strict=True):
+                worst = max(worst, _apart(np.asarray(found), wanted.numpy()))
         if not worst <= TOLERANCE:
             raise AlightError(f"{self.path.name} differs from the network by {worst:.1e} of its largest number")
         return worst
 
 
-def _apart(made: np.ndarray, wanted: np.ndarray) -> float:
-    if made.shape != wanted.shape or made.dtype != wanted.dtype:
-        raise AlightError(f"{made.dtype} of shape {made.shape} instead of {wanted.dtype} of {wanted.shape}")
+def _runner(path: Path, format: str) -> Any:  # noqa: A002
+    """Return the stage of a file, ready to run."""
+    if format == AOTI:
+        from alight.engine.backends.aoti import Package
+
+        return Package(path)
+    from alight.engine.backends.onnx import Session
+
+    return Session(path.read_bytes(), path.name, 1)
+
+
+def _apart(found: np.ndarray, wanted: np.ndarray) -> float:
+    if found.shape != wanted.shape or found.dtype != wanted.dtype:
+        raise AlightError(f"{found.dtype} of shape {found.shape} instead of {wanted.dtype} of {wanted.shape}")
     largest = max(LEAST, float(np.abs(wanted).max()))
-    return float(np.abs(made.astype(np.float64) - wanted).max()) / largest
+    return float(np.abs(found.astype(np.float64) - wanted).max()) / largest
 
 
 def _check(model: MultiExitModel, policy: Policy, format: str, own: str) -> None:  # noqa: A002
@@ -197,7 +199,7 @@ def _check(model: MultiExitModel, policy: Policy, format: str, own: str) -> None
 
 
 def _check_replaceable(folder: Path) -> None:
-    """That nothing is lost but an earlier export."""
+    """Check that nothing is lost but an earlier export."""
     if not folder.exists():
         return
     known = {MANIFEST, POLICY, TOKENIZER}

@@ -1,25 +1,25 @@
-"""Does it pay here? Times of this network on this machine, the exits and the policy for them, and a trial run."""
+"""Does early exit pay here? Times of this network on this machine, the exits and the policy for them, a trial run."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from statistics import NormalDist
 from typing import Any
 
 import numpy as np
-import torch
 
 from alight.calibrate.crossval import held_out
 from alight.calibrate.eero import eero
 from alight.costing.measure import time_stages
 from alight.costs import Costs
 from alight.display import html_table
+from alight.engine.backends.torch.prepare import prepared, threads
 from alight.engine.predictor import Predictor
-from alight.engine.prepare import prepared, threads
+from alight.engine.settings import RunSettings
 from alight.errors import BadInput
 from alight.networks.multi_exit import MultiExitModel
 from alight.outputs import HeadOutputs
-from alight.planning.timing import inputs_for_duration, interleaved_timings, random_exits, segment_seconds
+from alight.planning.timing import inputs_for_duration, interleaved_timings, random_exits, stage_seconds
 from alight.planning.tune import Tuned, tune_speed
 from alight.policies.policy import ExitAt, Policy, Threshold, aligned
 from alight.policies.route import replay
@@ -28,10 +28,11 @@ Method = Callable[..., Policy]
 
 LOSS = 0.01  # of accuracy, where neither a budget nor a loss is given
 FOLDS = 3  # of the labelled data, each held out once
-HALVINGS = 6  # of the range of budgets: to a sixtieth of the plain network
+HALVINGS = 6  # of the range of budgets: to a sixtieth of the full network
 BATCHES, ROUNDS = 8, 7  # of the trial: batches of a run at least, and runs
 CONFIDENCE = 0.95  # that no more accuracy is lost than was said
-WORTH = 1.01  # times as fast as the plain network at least, in three of four runs, or it does not pay
+WORTH = 1.01  # times as fast as the full network at least, in three of four runs, or it does not pay
+FULL = "full network"
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,7 @@ class Plan:
     """
 
     policy: Policy
-    pays: bool  # is it faster than the plain network?
+    pays: bool  # is it faster than the full network?
     throughput: float  # samples per second in the trial
     dense_throughput: float
     accuracy: float  # on labelled samples that it was not fitted to
@@ -56,7 +57,7 @@ class Plan:
     batch_size: int
     model: MultiExitModel = field(repr=False)
     largest_loss: float = 0.0  # of accuracy, with 95 % confidence
-    settings: dict[str, Any] = field(default_factory=dict)  # of the predictor
+    settings: RunSettings = field(default_factory=RunSettings)
     reason: str = ""
     tuned: Tuned | None = field(default=None, repr=False)  # how the settings were chosen, where they were
 
@@ -67,12 +68,13 @@ class Plan:
 
     @property
     def speedup(self) -> float:
-        """How many times as fast as the plain network."""
+        """How many times as fast as the full network."""
         return self.throughput / self.dense_throughput
 
-    def predictor(self, **settings: Any) -> Predictor:
-        """The planned predictor."""
-        return Predictor(self.model, self.policy, batch_size=self.batch_size, **self.settings | settings)
+    def predictor(self, *, probabilities: bool = False, allow_mismatch: bool = False) -> Predictor:
+        """Return the planned predictor."""
+        terms: dict[str, Any] = {"probabilities": probabilities, "allow_mismatch": allow_mismatch}
+        return Predictor(self.model, self.policy, settings=self.settings, batch_size=self.batch_size, **terms)
 
     def _title(self) -> str:
         names = ", ".join(self.model.exits[index] for index in self.open_exits)
@@ -80,7 +82,7 @@ class Plan:
 
     def _columns(self) -> list[list[str]]:
         return [
-            ["", "plain network", "planned"],
+            ["", FULL, "planned"],
             ["samples/s", f"{self.dense_throughput:,.0f}", f"{self.throughput:,.0f}"],
             ["speed-up", "1", f"{self.speedup:.2f}"],
             ["accuracy", f"{self.dense_accuracy:.1%}", f"{self.accuracy:.1%}"],
@@ -100,29 +102,71 @@ def plan(
     *,
     example: Any,
     batch_size: int,
-    device: str | torch.device | None = None,
     budget: float | str | None = None,
     max_accuracy_loss: float | None = None,
     method: Method | None = None,
     speed: str | None = None,
-    **settings: Any,
+    settings: RunSettings | None = None,
 ) -> Plan:
-    """The policy that pays on this device at this batch size, or the plain network where none does.
+    """Return the policy that pays on this machine at this batch size, or the full network where none does.
 
-    Stages and heads are timed. With a `budget` ("60%" of the plain network's time, "0.2 ms") the policy keeps to it;
+    Stages and heads are timed. With a `budget` ("60%" of the full network's time, "0.2 ms") the policy keeps to it;
     with `max_accuracy_loss`, or without either (0.01), it is the cheapest that loses no more with 95 % confidence,
-    judged by held-out samples: the more are labelled, the cheaper it may be. Then it is tried against the plain
-    network, samples leaving by lot as often as planned: if it is not faster, the plain network is the plan. `settings`
-    go to the predictor: dtype, channels_last, compile, graphs, num_threads. With speed="auto" they are chosen by
-    measuring the plain network (`tune_speed`), compiled too if `compile` is set.
+    judged by held-out samples: the more are labelled, the cheaper it may be. Then it is tried against the full network,
+    samples leaving at random as often as planned: if it is not faster, the full network is the plan. With speed="auto"
+    the `settings` are tuned by measuring the full network (`tune_speed`), compiled too if they ask for it.
 
+    >>> import torch
     >>> from torch import nn
     >>> model = MultiExitModel([nn.Linear(4, 8), nn.Linear(8, 8)], [nn.Linear(8, 3), nn.Linear(8, 3)])
     >>> labelled = HeadOutputs.from_logits(np.zeros((60, 2, 3)), np.arange(60) % 3)
-    >>> made = plan(model, labelled, example=torch.zeros(1, 4), batch_size=256, num_threads=1)
-    >>> made.pays == (made.policy.method != "plain network")
+    >>> settings = RunSettings(threads=1)
+    >>> planned = plan(model, labelled, example=torch.zeros(1, 4), batch_size=256, settings=settings)
+    >>> planned.pays == (planned.policy.method != "full network")
     True
     """
+    _check(model, labelled, budget, max_accuracy_loss, speed)
+    fit: Method = method or partial(eero, spend_all=True, prune=True)
+    settings, tuned = settings or RunSettings(), None
+    if speed:
+        tuned = tune_speed(model, batch_size=batch_size, example=example, settings=settings)
+        settings = tuned.settings
+    costs = walking_costs(model, example, batch_size, settings)
+    loss = LOSS if max_accuracy_loss is None else max_accuracy_loss
+    amount = cheapest(fit, costs, labelled, loss) if budget is None else costs.budget(budget)
+    trial = _Trial(model, example, batch_size, settings)
+    full_accuracy = float(labelled.correct()[:, -1].mean())
+    full = Plan(_full(costs), False, 0.0, 0.0, full_accuracy, full_accuracy, costs, batch_size, model, settings=settings)
+    full = replace(full, tuned=tuned)
+    if amount >= costs.full and budget is None:
+        sure = f"{CONFIDENCE:.0%} confidence from {len(labelled)} labelled samples"
+        reason = f"No cheaper policy loses at most {loss:.2%} with {sure}: use the full network."
+        return _at(full, trial.throughputs(full.policy, full.policy)[0], reason)
+    policy = fit(costs, amount, labelled)
+    correct = held_out(fit, costs, amount, labelled, FOLDS)[0]
+    accuracy, lost = float(correct.mean()), largest_loss(labelled.correct()[:, -1], correct)
+    shares = replay(policy, labelled).exit_shares[list(policy.open_exits)].tolist()
+    ours, theirs, ratios = trial.throughputs(random_exits(policy, shares), full.policy)
+    if np.quantile(ratios, 0.25) < WORTH:
+        slower = (ratios < 1).mean()
+        median = f"{np.median(ratios):.2f}x median, slower in {slower:.0%} of runs"
+        return _at(full, theirs, f"Early exit is not worth it here: {median}. Use the full network.")
+    reason = f"Early exit pays; it loses at most {lost:.1%} of accuracy, with {CONFIDENCE:.0%} confidence."
+    return replace(
+        full,
+        policy=policy,
+        pays=True,
+        throughput=ours,
+        dense_throughput=theirs,
+        accuracy=accuracy,
+        largest_loss=lost,
+        reason=reason,
+    )
+
+
+def _check(
+    model: MultiExitModel, labelled: HeadOutputs, budget: object, max_accuracy_loss: float | None, speed: str | None
+) -> None:
     if budget is not None and max_accuracy_loss is not None:
         raise BadInput("a budget and a largest loss are two questions: give one of them")
     if max_accuracy_loss is not None and not 0 <= max_accuracy_loss < 1:
@@ -130,81 +174,54 @@ def plan(
     if labelled.num_exits != model.num_exits:
         raise BadInput(f"a table of {labelled.num_exits} exits for a network of {model.num_exits}: record this network")
     if speed not in (None, "auto"):
-        raise BadInput(f"speed {speed!r}: give 'auto', or settings such as channels_last=True")
-    fit: Method = method or partial(eero, spend_all=True, prune=True)
-    settings, tuned = {"device": device, **settings}, None
-    if speed:
-        tuned = tune_speed(model, batch_size=batch_size, example=example, **settings)
-        settings = dict(tuned.settings)
-    costs = walking_costs(model, example, batch_size, settings)
-    loss = LOSS if max_accuracy_loss is None else max_accuracy_loss
-    amount = cheapest(fit, costs, labelled, loss) if budget is None else costs.budget(budget)
-    dense = _dense(costs)
-    dense_accuracy = float(labelled.correct()[:, -1].mean())
-    terms: dict[str, Any] = {"costs": costs, "batch_size": batch_size, "model": model, "settings": settings}
-    terms["tuned"] = tuned
-
-    def plain(throughput: float, reason: str) -> Plan:
-        figures = (throughput, throughput, dense_accuracy, dense_accuracy)
-        return Plan(dense, False, *figures, reason=f"{reason}: run the plain network.", **terms)
-
-    if amount >= costs.full and budget is None:
-        alone = _throughputs(model, dense, dense, example, batch_size, settings)[0]
-        sure = f"{CONFIDENCE:.0%} confidence from {len(labelled)} labelled samples"
-        return plain(alone, f"No cheaper policy loses at most {loss:.2%} with {sure}")
-    policy = fit(costs, amount, labelled)
-    right = held_out(fit, costs, amount, labelled, FOLDS)[0]
-    accuracy, lost = float(right.mean()), largest_loss(labelled.correct()[:, -1], right)
-    lottery = random_exits(policy, replay(policy, labelled).exit_shares[list(policy.open_exits)].tolist())
-    ours, theirs, ratios = _throughputs(model, lottery, dense, example, batch_size, settings)
-    if np.quantile(ratios, 0.25) < WORTH:
-        return plain(theirs, f"Exits do not pay here ({np.median(ratios):.2f} times as fast)")
-    reason = f"Exits pay; they lose at most {lost:.1%} of accuracy, with {CONFIDENCE:.0%} confidence."
-    return Plan(policy, True, ours, theirs, accuracy, dense_accuracy, largest_loss=lost, reason=reason, **terms)
+        raise BadInput(f"speed {speed!r}: give 'auto', or settings such as RunSettings(channels_last=True)")
 
 
-def walking_costs(model: MultiExitModel, example: Any, batch_size: int, settings: dict[str, Any]) -> Costs:
-    """Milliseconds per sample of stages and heads, and in the heads what the walk itself takes at an exit."""
-    chosen = {name: value for name, value in settings.items() if name in ("device", "dtype", "channels_last")}
-    with threads(settings.get("num_threads")):
-        times = time_stages(prepared(model, **chosen), example, batch_size).costs()
+def _at(full: Plan, throughput: float, reason: str) -> Plan:
+    """Return the plan of the full network with its measured throughput."""
+    return replace(full, throughput=throughput, dense_throughput=throughput, reason=reason)
+
+
+def walking_costs(model: MultiExitModel, example: Any, batch_size: int, settings: RunSettings) -> Costs:
+    """Return milliseconds per sample of stages and heads, and in the heads what the walk itself takes at an exit."""
+    with threads(settings.threads):
+        times = time_stages(prepared(model, settings), example, batch_size).costs()
     if model.num_exits == 1:
         return times
     nobody = Threshold((np.inf,) * (model.num_exits - 1), costs=tuple(times.cumulative().tolist()))
-    walk = Predictor(model, nobody, batch_size=batch_size, **settings)
+    walk = Predictor(model, nobody, settings=settings, batch_size=batch_size)
     inputs, taken = inputs_for_duration(walk, example, batch_size, BATCHES)
-    if settings.get("compile") or settings.get("graphs"):
-        with threads(settings.get("num_threads")):
-            together = segment_seconds(walk, tuple(each[:batch_size] for each in inputs))
-        times = _whole_times(times, together / batch_size)
+    if settings.compile or settings.graphs:
+        whole = stage_seconds(walk, tuple(each[:batch_size] for each in inputs))
+        times = _whole_times(times, whole / batch_size)
     walked = min(taken, float(np.median(interleaved_timings([walk], inputs, ROUNDS)))) / len(inputs[0])
     beside = max(0.0, 1e3 * walked - float(times.cumulative()[-1])) / (model.num_exits - 1)
     return Costs(times.stages, times.heads + beside * (np.arange(len(times)) < len(times) - 1), "ms")
 
 
-def _whole_times(times: Costs, segments: np.ndarray) -> Costs:
-    """Milliseconds of stages and heads that run as one, from seconds of both, shared as when they run apart."""
+def _whole_times(times: Costs, stages: np.ndarray) -> Costs:
+    """Return milliseconds of stages and heads that run as one, from seconds of both, shared as when they run apart."""
     heads = times.heads / (times.stages + times.heads)
-    return Costs(1e3 * segments * (1 - heads), 1e3 * segments * heads, "ms")
+    return Costs(1e3 * stages * (1 - heads), 1e3 * stages * heads, "ms")
 
 
 def cheapest(fit: Method, costs: Costs, labelled: HeadOutputs, loss: float, confidence: float = CONFIDENCE) -> float:
-    """The least budget, to a sixtieth of the network, at which no more accuracy is lost, with this confidence."""
-    plain = labelled.correct()[:, -1]
+    """Return the least budget, to a sixtieth of the network, at which no more accuracy is lost, with this confidence."""
+    full = labelled.correct()[:, -1]
     low, high = float(costs.cumulative()[0]), costs.full
     for _ in range(HALVINGS):
         middle = (low + high) / 2
-        right = held_out(fit, costs, middle, labelled, FOLDS)[0]
-        inputs_for_duration = largest_loss(plain, right, confidence) <= loss
+        correct = held_out(fit, costs, middle, labelled, FOLDS)[0]
+        inputs_for_duration = largest_loss(full, correct, confidence) <= loss
         low, high = (low, middle) if inputs_for_duration else (middle, high)
     return high
 
 
 def largest_loss(before: np.ndarray, after: np.ndarray, confidence: float = CONFIDENCE) -> float:
-    """How much accuracy is lost at most between two answers to every sample, each right or wrong.
+    """Return how much accuracy is lost at most between two answers to every sample, each correct or not.
 
     The upper end of the interval for matched pairs by Agresti and Min (2005): half a sample is added to each of the
-    four cells (right or wrong before, right or wrong after), so that few samples are not taken for certainty.
+    four cells (correct or not before, correct or not after), so that few samples do not look like certainty.
 
     >>> round(largest_loss(np.ones(100), np.arange(100) > 1), 3)
     0.047
@@ -215,19 +232,26 @@ def largest_loss(before: np.ndarray, after: np.ndarray, confidence: float = CONF
     return float(max(0.0, (lost - won + NormalDist().inv_cdf(confidence) * spread) / count))
 
 
-def _dense(costs: Costs) -> Policy:
+def _full(costs: Costs) -> Policy:
     last = len(costs) - 1
-    return ExitAt(
-        costs=(costs.full,), open_exits=(last,), num_exits=len(costs), unit=costs.unit, method="plain network"
-    )
+    return ExitAt(costs=(costs.full,), open_exits=(last,), num_exits=len(costs), unit=costs.unit, method=FULL)
 
 
-def _throughputs(
-    model: MultiExitModel, ours: Policy, theirs: Policy, example: Any, batch_size: int, settings: dict[str, Any]
-) -> tuple[float, float, np.ndarray]:
-    """Samples per second of two policies, run by turns, and the ratio in each round."""
-    pair = [Predictor(model, each, batch_size=batch_size, **settings) for each in (ours, theirs)]
-    inputs, _ = inputs_for_duration(pair[1], example, batch_size, BATCHES)  # the slower one, as a rule
-    rounds = interleaved_timings(pair, inputs, ROUNDS)
-    rates = len(inputs[0]) / np.median(rounds, axis=0)
-    return float(rates[0]), float(rates[1]), rounds[:, 1] / rounds[:, 0]
+@dataclass(frozen=True)
+class _Trial:
+    """What two policies are tried on."""
+
+    model: MultiExitModel
+    example: Any
+    batch_size: int
+    settings: RunSettings
+
+    def throughputs(self, ours: Policy, theirs: Policy) -> tuple[float, float, np.ndarray]:
+        """Return samples per second of two policies, interleaved, and the ratio in each round."""
+        pair = [
+            Predictor(self.model, each, settings=self.settings, batch_size=self.batch_size) for each in (ours, theirs)
+        ]
+        inputs, _ = inputs_for_duration(pair[1], self.example, self.batch_size, BATCHES)  # the slower one, as a rule
+        rounds = interleaved_timings(pair, inputs, ROUNDS)
+        rates = len(inputs[0]) / np.median(rounds, axis=0)
+        return float(rates[0]), float(rates[1]), rounds[:, 1] / rounds[:, 0]

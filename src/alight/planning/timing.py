@@ -1,4 +1,4 @@
-"""Predictors on the clock: enough inputs, runs by turns, so that whatever else the machine does hits all alike."""
+"""Predictors on the clock: runs long enough, interleaved, so that whatever else the machine does hits all alike."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -10,24 +10,33 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from alight.data.batches import as_inputs
+from alight.engine.backends import Integers, State
 from alight.engine.predictor import Predictor
-from alight.networks.multi_exit import Carried, MultiExitModel
+from alight.engine.settings import RunSettings
+from alight.networks.multi_exit import MultiExitModel
 from alight.outputs import Decisions
 from alight.policies.policy import ExitAt, Lottery, Policy
 
 Floats = npt.NDArray[np.float64]
-Integers = npt.NDArray[np.int64]
 
-SECONDS = 0.3  # of a run at least, or the clock and the machine's moods say more than the network
+SECONDS = 0.3  # of a run at least, or the clock and other work on the machine count for more than the network
 DRAWN = 50  # times as many samples as are needed, of which those are taken that leave as planned
-SHORT = 0.03  # of a run of one segment, which is repeated
+SHORT = 0.03  # seconds of a run of one stage, which is repeated
+ROUNDS = 5
 
 
-def inputs_for_duration(predictor: Predictor, example: Any, batch_size: int, batches: int) -> tuple[Carried, float]:
-    """The example, repeated until a run takes a while, at least so many batches of it, and what the run took."""
+def full_network(model: MultiExitModel) -> Policy:
+    """Return the policy under which every sample leaves at the last exit."""
+    last = model.num_exits - 1
+    return ExitAt(costs=(1.0,), open_exits=(last,), num_exits=model.num_exits)
+
+
+def inputs_for_duration(predictor: Predictor, example: Any, batch_size: int, batches: int) -> tuple[State, float]:
+    """Return the example repeated until a run takes a while, at least `batches` batches, and the seconds it took."""
     count = batches * batch_size
     while True:
-        inputs = predictor.place(predictor.admit(example), count)
+        inputs = predictor.place(example, count)
         seconds(predictor, inputs)
         taken = seconds(predictor, inputs)
         if taken >= SECONDS:
@@ -35,34 +44,32 @@ def inputs_for_duration(predictor: Predictor, example: Any, batch_size: int, bat
         count = max(2 * count, int(count * SECONDS / max(taken, 1e-3)) // batch_size * batch_size)
 
 
-def interleaved_timings(predictors: Sequence[Predictor], inputs: Carried, rounds: int) -> Floats:
-    """Seconds of every predictor in every round, (rounds, predictors), after one that warms up."""
+def interleaved_timings(predictors: Sequence[Predictor], inputs: State, rounds: int) -> Floats:
+    """Return the seconds of every predictor in every round, (rounds, predictors), after one that warms up."""
     drawn = [as_planned(each.policy, len(inputs[0])) for each in predictors]
     pairs = [*zip(predictors, drawn, strict=True)]
     return np.array([[seconds(each, inputs, samples) for each, samples in pairs] for _ in range(rounds + 1)])[1:]
 
 
-def seconds(predictor: Predictor, inputs: Carried, samples: Integers | None = None) -> float:
-    """What a run takes."""
+def seconds(predictor: Predictor, inputs: State, samples: Integers | None = None) -> float:
+    """Return the seconds of one run."""
     return _clocked(partial(predictor, inputs, samples))  # its answers are on the host, so all work is done
 
 
-def segment_seconds(predictor: Predictor, inputs: Carried) -> Floats:
-    """What every segment takes for these inputs at once, compiled if the predictor is."""
-    engine, carried = predictor.engine, inputs
-    taken = []
-    with torch.inference_mode():
-        for run in engine.runs or engine.segments:
-            carried_on, _ = run(*carried)
-            again = partial(_again, partial(run, *carried), inputs[0].device)
+def stage_seconds(predictor: Predictor, state: State) -> Floats:
+    """Return the seconds of every stage between open exits for these inputs, compiled if the predictor is."""
+    backend, found = predictor.backend, []
+    with backend.running():
+        for stage in range(len(predictor.policy.open_exits)):
+            again = partial(_again, partial(backend.run, stage, state))
             count = max(3, int(SHORT / max(_clocked(partial(again, 1)), 1e-6)))
-            taken.append(float(np.median([_clocked(partial(again, count)) for _ in range(3)])) / count)
-            carried = carried_on
-    return np.array(taken)
+            found.append(float(np.median([_clocked(partial(again, count)) for _ in range(3)])) / count)
+            _, state = backend.run(stage, state)
+    return np.array(found)
 
 
 def random_exits(policy: Policy, exit_rates: Sequence[float]) -> Policy:
-    """A lottery in which so many leave at the policy's open exits, for inputs whose scores mean nothing."""
+    """Return a policy by which so many samples leave at random at each open exit, for inputs without meaning."""
     if len(policy.open_exits) == 1:
         return policy
     terms: dict[str, Any] = {"open_exits": policy.open_exits, "num_exits": policy.num_exits}
@@ -70,7 +77,7 @@ def random_exits(policy: Policy, exit_rates: Sequence[float]) -> Policy:
 
 
 def as_planned(policy: Policy, count: int) -> Integers | None:
-    """So many samples whose lots fall as the rates say, to a sample: few would leave by chance, and not as planned."""
+    """Return sample numbers of which exactly the planned shares leave at each exit; None for other policies."""
     if not isinstance(policy, Lottery):
         return None
     samples = np.arange(DRAWN * count)
@@ -84,11 +91,11 @@ def as_planned(policy: Policy, count: int) -> Integers | None:
     return np.sort(np.concatenate([chosen, others]))
 
 
-def _again(run: Callable[[], object], device: torch.device, count: int) -> None:
+def _again(run: Callable[[], object], count: int) -> None:
     for _ in range(count):
         run()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
 
 
 def _clocked(work: Callable[[], object]) -> float:
@@ -97,61 +104,60 @@ def _clocked(work: Callable[[], object]) -> float:
     return time.perf_counter() - start
 
 
-ROUNDS = 5
-
-
 @dataclass(frozen=True)
-class Comparison:
-    """Both at one batch size, medians of runs taken by turns."""
+class SpeedComparison:
+    """A predictor beside the full network at one batch size, medians of interleaved runs."""
 
     batch_size: int
-    plain_per_second: float
+    full_per_second: float
     per_second: float
     speedup: float
     low: float  # of the speed-up, a quarter of the runs are below
     high: float
-    plain_latency: tuple[float, float]  # milliseconds of a batch, median and 99th percentile
+    full_latency: tuple[float, float]  # milliseconds of a batch, median and 99th percentile
     latency: tuple[float, float]
     decisions: Decisions
 
     def __str__(self) -> str:
-        plain, ours = self.plain_latency, self.latency
+        full, ours = self.full_latency, self.latency
         return (
-            f"batch {self.batch_size}: {self.plain_per_second:,.0f} samples/s plain, {self.per_second:,.0f} with exits,"
-            f" {self.speedup:.2f} times as fast ({self.low:.2f} to {self.high:.2f}); a batch takes {plain[0]:.2f} ms"
-            f" plain (99 %: {plain[1]:.2f}), {ours[0]:.2f} with exits (99 %: {ours[1]:.2f})"
+            f"batch {self.batch_size}: full network {self.full_per_second:,.0f} samples/s, with exits"
+            f" {self.per_second:,.0f}: {self.speedup:.2f}x ({self.low:.2f} to {self.high:.2f}); latency of a batch"
+            f" {full[0]:.2f} ms full (p99 {full[1]:.2f}), {ours[0]:.2f} ms with exits (p99 {ours[1]:.2f})"
         )
 
 
 def compare(
-    model: MultiExitModel, policy: Policy, inputs: Any, batch_size: int, *, rounds: int = ROUNDS, **settings: Any
-) -> Comparison:
-    """The predictor and the plain network on these inputs, in batches of this size; `settings` go to both."""
-    last = model.num_exits - 1
-    alone = ExitAt(costs=(1.0,), open_exits=(last,), num_exits=model.num_exits)
-    plain, early = (Predictor(model, each, batch_size=batch_size, **settings) for each in (alone, policy))
-    placed = early.place(early.admit(inputs), len(early.admit(inputs)[0]))
-    decisions = early(placed)
-    plain(placed)
-    runs = np.array([[_seconds(each, placed) for each in (plain, early)] for _ in range(rounds)])
-    ratios = np.quantile(runs[:, 0] / runs[:, 1], [0.25, 0.5, 0.75])
-    rates = len(decisions) / np.median(runs, axis=0)
-    latencies = [_latency(each, placed, batch_size) for each in (plain, early)]
-    low, middle, high = ratios.tolist()
-    return Comparison(
-        batch_size, float(rates[0]), float(rates[1]), middle, low, high, latencies[0], latencies[1], decisions
+    model: MultiExitModel,
+    policy: Policy,
+    inputs: Any,
+    batch_size: int,
+    *,
+    settings: RunSettings | None = None,
+    rebatch: bool = True,
+    allow_mismatch: bool = False,
+    rounds: int = ROUNDS,
+) -> SpeedComparison:
+    """Return the predictor beside the full network on these inputs, in batches of this size."""
+    full, early = (
+        Predictor(
+            model, each, settings=settings, batch_size=batch_size, rebatch=rebatch, allow_mismatch=allow_mismatch
+        )
+        for each in (full_network(model), policy)
     )
+    state = early.place(inputs, len(as_inputs(inputs, early.backend.inputs)[0]))
+    decisions = early(state)
+    full(state)
+    runs = np.array([[seconds(each, state) for each in (full, early)] for _ in range(rounds)])
+    low, middle, high = np.quantile(runs[:, 0] / runs[:, 1], [0.25, 0.5, 0.75]).tolist()
+    rates = len(decisions) / np.median(runs, axis=0)
+    latencies = [_latency(each, state, batch_size) for each in (full, early)]
+    return SpeedComparison(batch_size, float(rates[0]), float(rates[1]), middle, low, high, *latencies, decisions)
 
 
-def _seconds(run: Callable[[Carried], Any], inputs: Carried) -> float:
-    start = time.perf_counter()
-    run(inputs)  # its answers are on the host, so all work is done
-    return time.perf_counter() - start
-
-
-def _latency(predictor: Predictor, inputs: Carried, batch_size: int) -> tuple[float, float]:
-    """Milliseconds of single batches, each waited for: median and 99th percentile."""
-    starts = range(0, min(len(inputs[0]), 200 * batch_size), batch_size)
+def _latency(predictor: Predictor, state: State, batch_size: int) -> tuple[float, float]:
+    """Return milliseconds of single batches, each waited for: median and 99th percentile."""
+    starts = range(0, min(len(state[0]), 200 * batch_size), batch_size)
     with torch.inference_mode():
-        seconds = [_seconds(predictor, tuple(each[at : at + batch_size] for each in inputs)) for at in starts]
-    return 1e3 * float(np.median(seconds)), 1e3 * float(np.quantile(seconds, 0.99))
+        taken = [seconds(predictor, tuple(each[at : at + batch_size] for each in state)) for at in starts]
+    return 1e3 * float(np.median(taken)), 1e3 * float(np.quantile(taken, 0.99))

@@ -1,28 +1,105 @@
-"""Stages that onnxruntime runs."""
+"""Stages that ONNX Runtime runs, on NumPy arrays."""
 
+import copy
 import importlib
 import os
-from typing import Any
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any, Self
 
 import numpy as np
 
-from alight.deploy.inputs import Carried
+from alight.data.batches import fitted
+from alight.data.preprocess import first_unusable
+from alight.engine.backends import DeviceValues, Integers, State
+from alight.engine.head_values import HeadValues, Reads, score_one, score_rows
+from alight.engine.manifest import Manifest, verified
 from alight.errors import BadFile, BadInput
 
-SPIN = {  # threads of one stage must not keep a core busy while those of the next one work
-    "session.force_spinning_stop": "1",
-}
+SPIN = {"session.force_spinning_stop": "1"}  # threads of one stage must not keep a core busy while the next one works
+TELEMETRY = "ORT_DISABLE_TELEMETRY"  # from 1.29 on it reports every network to its makers, unless this is set before
 
-TELEMETRY = "ORT_DISABLE_TELEMETRY"  # from 1.29 on it tells its makers of every network, unless this is set before
+
+class OnnxBackend:
+    """The stages of an exported folder, run by ONNX Runtime without PyTorch."""
+
+    name = "onnxruntime"
+    in_flight = 0
+    supports_single_sample = True
+
+    def __init__(self, folder: Path, manifest: Manifest, reads: Sequence[Reads], threads: int | None = None) -> None:
+        self.stages = self._load(folder, manifest, threads)
+        self.reads, self.inputs, self.exits = [*reads], manifest.input_spec, manifest.exits
+        self.open_exits, self.fingerprint = manifest.open_exits, manifest.fingerprint
+
+    def _load(self, folder: Path, manifest: Manifest, threads: int | None) -> list[Any]:
+        return [
+            Session(verified(folder, stage.file, stage.checksum), f"{folder / stage.file}", threads)
+            for stage in manifest.stages
+        ]
+
+    def with_reads(self, reads: Sequence[Reads]) -> Self:
+        """Return the same stages with other values computed from their logits."""
+        other = copy.copy(self)
+        other.reads = [*reads]
+        return other
+
+    def admit(self, inputs: State) -> State:
+        """Return inputs as arrays of the shapes and dtypes that the first stage takes."""
+        return fitted(inputs, self.inputs)
+
+    def pin(self, inputs: State) -> State:
+        """Return the inputs unchanged: they are on the host."""
+        return inputs
+
+    def run(self, stage: int, state: State) -> tuple[HeadValues, State]:
+        """Run one stage."""
+        logits, state = self.stages[stage](state)
+        return score_rows(logits, self.reads[stage]), state
+
+    def run_one(self, stage: int, state: State) -> tuple[HeadValues, State]:
+        """Run one stage for a single sample."""
+        logits, state = self.stages[stage](state)
+        return score_one(logits, self.reads[stage]), state
+
+    def take(self, state: State, rows: Integers) -> State:
+        """Return the rows of survivors, compacted into new memory."""
+        return tuple(each[rows] for each in state)
+
+    def allocate(self, size: int, like: State) -> State:
+        """Return memory for so many samples."""
+        return tuple(np.empty((size, *each.shape[1:]), each.dtype) for each in like)
+
+    def move(self, source: State, rows: Integers, target: State, slots: Integers) -> None:
+        """Copy rows of one state into slots of another."""
+        for one, other in zip(source, target, strict=True):
+            other[slots] = one[rows]
+
+    def owns(self, made: State, given: State) -> bool:
+        """Return whether the arrays may be written to: ONNX Runtime gives every output memory of its own."""
+        return all(each.flags.writeable for each in made)
+
+    def first_unusable(self, state: State) -> int | None:
+        """Return the first row with NaN, infinity or a negative token, which some kernels would answer."""
+        return first_unusable(state)
+
+    def running(self) -> AbstractContextManager[Any]:
+        """Return an empty context: sessions know their threads."""
+        return nullcontext()
+
+    def gather(self, values: Sequence[DeviceValues]) -> HeadValues:
+        """Refuse: values of the host are never fetched later."""
+        raise BadInput(f"{self.name} computes values on the host: there is nothing to gather")
 
 
 class Session:
-    """One stage: its graph takes what is carried, in order, and gives the logits and what is carried on."""
+    """One stage: its graph takes the state, in order, and returns logits and the next state."""
 
-    def __init__(self, content: bytes, name: str, num_threads: int | None = None) -> None:
+    def __init__(self, content: bytes, name: str, threads: int | None = None) -> None:
         runtime = _onnxruntime()
         options = runtime.SessionOptions()
-        options.intra_op_num_threads = available_cores() if num_threads is None else num_threads
+        options.intra_op_num_threads = available_cores() if threads is None else threads
         options.inter_op_num_threads = 1
         options.log_severity_level = 3  # errors, which are raised as well
         for key, value in SPIN.items():
@@ -35,24 +112,22 @@ class Session:
         self._name, self._inputs = name, [each.name for each in self._session.get_inputs()]
         self._outputs = [each.name for each in self._session.get_outputs()]
 
-    def __call__(self, carried: Carried, rows: Any) -> tuple[np.ndarray, Carried]:
-        """Logits of those in these rows, None is everyone, and what is carried on."""
-        if rows is not None:
-            carried = tuple(each[rows] for each in carried)
+    def __call__(self, state: State) -> tuple[np.ndarray, State]:
+        """Return the logits and the next state."""
         try:
-            logits, *others = self._session.run(self._outputs, dict(zip(self._inputs, carried, strict=True)))
+            logits, *others = self._session.run(self._outputs, dict(zip(self._inputs, state, strict=True)))
         except Exception as error:  # of several types, none of which onnxruntime exports
             raise BadInput(
-                f"{self._name} cannot take these {len(carried[0])} samples ({_first_line(error)}): look for indices of"
+                f"{self._name} cannot take these {len(state[0])} samples ({_first_line(error)}): look for indices of"
                 " tokens that the network does not know, or for texts that are too long"
             ) from error
         return logits, tuple(others)
 
 
 def available_cores() -> int:
-    """Processors that this process may use."""
-    known = getattr(os, "sched_getaffinity", None)
-    return len(known(0)) if known else os.cpu_count() or 1
+    """Return the number of processors that this process may use."""
+    affinity = getattr(os, "sched_getaffinity", None)
+    return len(affinity(0)) if affinity else os.cpu_count() or 1
 
 
 def _onnxruntime() -> Any:

@@ -8,13 +8,13 @@ import pytest
 import torch
 from torch import nn
 
-from alight import MultiExitModel, Predictor, deploy, export_model, load_compiled
+from alight import MultiExitModel, Predictor, export_model
 from alight.errors import AlightError, BadInput
 from alight.policies.policy import ExitAt, Threshold
 from alight.serve.network import load_network
 
 
-@pytest.mark.compiled
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("c++") is None, reason="needs a C++ compiler")
 def test_compiled_stages_decide_what_the_predictor_decides(tmp_path):
     torch.manual_seed(0)
@@ -25,22 +25,22 @@ def test_compiled_stages_decide_what_the_predictor_decides(tmp_path):
     with zipfile.ZipFile(folder / "stage_0.pt2") as package:
         code = "".join(package.read(name).decode() for name in package.namelist() if name.endswith(".cpp"))
     assert "#pragma omp parallel\n" in code  # for as many threads as there are where it runs
-    deployed, numbers = load_compiled(folder), np.random.default_rng(0).normal(size=(60, 4)).astype(np.float32)
+    compiled, numbers = Predictor.load(folder, allow_compiled=True), np.random.default_rng(0).normal(size=(60, 4)).astype(np.float32)
     expected = Predictor(model, rule)(numbers)
     assert {*expected.exits.tolist()} == {0, 1}
     for batch_size in (1, 7, 60):
-        deployed.batch_size = batch_size
-        found = deployed(numbers)
+        compiled.batch_size = batch_size
+        found = compiled(numbers)
         assert (found.predictions == expected.predictions).all()
         assert (found.exits == expected.exits).all()
     served = load_network(folder, {"rule": rule}, threads=1)
     assert (served.runners["rule"](numbers).exits == expected.exits).all()
     assert served.engine == "PyTorch, compiled ahead of time"
-    with pytest.raises(BadInput, match=r"load them with alight\.load_compiled"):
-        deploy.load(folder)
+    with pytest.raises(BadInput, match="holds machine code that torch compiled: load it with allow_compiled=True"):
+        Predictor.load(folder)
 
 
-def test_a_machine_without_compiler_is_told_before_any_work(tmp_path, monkeypatch):
+def test_a_missing_compiler_is_reported_before_any_work(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CXX", raising=False)
     model, rule = MultiExitModel([nn.Linear(4, 8)], [nn.Linear(8, 3)]), ExitAt(costs=(1.0,))

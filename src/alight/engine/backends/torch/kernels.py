@@ -1,4 +1,4 @@
-"""Kernels of our own for CUDA devices; imported only where Triton is."""
+"""Triton kernels for CUDA devices; imported only where Triton is."""
 
 import triton
 import triton.language as tl
@@ -15,21 +15,21 @@ def move_rows(source, rows, target, slots, words, BLOCK: tl.constexpr):  # type:
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def tell(logits, told, stride, classes, MARGIN: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
-    """Class, largest logit, score and perhaps the chance of every row of logits, in float64; NaN if it has one."""
+def pack_logits(logits, packed, stride, classes, MARGIN: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
+    """Write class, largest logit, score and perhaps probability of every row of logits, in float64; NaN if it has one."""
     row = tl.program_id(0).to(tl.int64)
     places = tl.arange(0, BLOCK)
     values = tl.load(logits + row * stride + places, mask=places < classes, other=-float("inf")).to(tl.float64)
     largest, best = tl.max(values, 0, return_indices=True)
     weights = tl.exp(values - largest)
     total = tl.sum(weights, 0)
-    chance = 1.0 / total
-    score = chance
+    top = 1.0 / total
+    score = top
     if MARGIN:
-        score = chance - tl.max(tl.where(places == best, 0.0, weights), 0) / total
-    there = told + row * WIDTH
+        score = top - tl.max(tl.where(places == best, 0.0, weights), 0) / total
+    there = packed + row * WIDTH
     tl.store(there, best.to(tl.float64))
     tl.store(there + 1, tl.where(total == total, largest, total))
     tl.store(there + 2, score)
     if WIDTH == 4:
-        tl.store(there + 3, chance)
+        tl.store(there + 3, top)

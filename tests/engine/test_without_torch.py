@@ -1,4 +1,4 @@
-"""Deploying needs onnxruntime and NumPy alone."""
+"""Exported stages need onnxruntime and NumPy alone."""
 
 import os
 import subprocess
@@ -7,7 +7,7 @@ import sys
 import numpy as np
 from exported import folder, images
 
-from alight import deploy
+from alight import Predictor
 from alight.engine.backends.onnx import TELEMETRY
 
 BLOCKED = """
@@ -23,10 +23,10 @@ sys.meta_path.insert(0, Blocked())
 PREDICT = """
 import sys
 import numpy as np
-import alight.deploy
-deployed = alight.deploy.load(sys.argv[1], num_threads=1)
-decisions = deployed(np.load(sys.argv[2]))
-one = deployed(np.load(sys.argv[2])[:1])
+import alight
+predictor = alight.Predictor.load(sys.argv[1], settings=alight.RunSettings(threads=1))
+decisions = predictor(np.load(sys.argv[2]))
+one = predictor(np.load(sys.argv[2])[:1])
 assert one.exits[0] == decisions.exits[0]
 assert not {"torch", "onnx", "onnxscript", "transformers"} & set(sys.modules), "torch is there"
 print(decisions.predictions.tolist(), decisions.exits.tolist())
@@ -39,14 +39,14 @@ def python(source, *arguments, env=None):
 
 def test_it_predicts_where_torch_cannot_be_imported_and_where_it_could(tmp_path):
     np.save(tmp_path / "images.npy", images())
-    here = deploy.load(folder())(images())
+    here = Predictor.load(folder())(images())
     for source in (BLOCKED + PREDICT, PREDICT):
         done = python(source, folder(), tmp_path / "images.npy")
         assert done.returncode == 0, done.stderr
         assert done.stdout.strip() == f"{here.predictions.tolist()} {here.exits.tolist()}"
 
 
-def test_nobody_is_told_which_networks_run(tmp_path):
+def test_no_telemetry_is_kept_or_sent(tmp_path):
     np.save(tmp_path / "images.npy", images())
     (tmp_path / "home").mkdir()
     kept = {name: value for name, value in os.environ.items() if name not in (TELEMETRY, "CI", "XDG_CACHE_HOME")}

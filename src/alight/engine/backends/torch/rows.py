@@ -1,27 +1,24 @@
-"""Rows of tensors, one per sample, chosen and moved as plain memory whatever their layout."""
+"""Rows of tensors, one per sample, taken and moved as raw memory whatever their layout."""
 
 from functools import cache
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from alight.networks.multi_exit import Carried
-
-Integers = npt.NDArray[np.int64]
+from alight.engine.backends import Integers, State
 
 WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}  # by bytes, the widest first
 BLOCK = 2048  # words that one program of the kernel moves
 
 
-def gathered(carried: Carried, rows: Integers) -> Carried:
-    """The tensors of the samples in these rows, in new memory."""
-    places = _on_device(rows, carried[0])
+def take(state: State, rows: Integers) -> State:
+    """Return the tensors of the samples in these rows, in new memory."""
+    places = _on_device(rows, state[0])
     made = []
-    for source in carried:
-        target = empty(len(rows), source)
+    for source in state:
+        target = _empty(len(rows), source)
         flat, into = _flat(source), _flat(target)
         if flat is None or into is None:
             target.copy_(source[places])
@@ -31,8 +28,8 @@ def gathered(carried: Carried, rows: Integers) -> Carried:
     return tuple(made)
 
 
-def move(source: Carried, rows: Integers, target: Carried, slots: Integers) -> None:
-    """Put samples of some rows into other rows of tensors of the same kind."""
+def move(source: State, rows: Integers, target: State, slots: Integers) -> None:
+    """Copy rows of some tensors into slots of others of the same kind."""
     places, there = _on_device(np.stack([rows, slots]), source[0])
     for one, other in zip(source, target, strict=True):
         flat, into = _flat(one), _flat(other)
@@ -42,14 +39,18 @@ def move(source: Carried, rows: Integers, target: Carried, slots: Integers) -> N
             into.index_copy_(0, there, flat.index_select(0, places))
 
 
-def empty(size: int, like: Tensor) -> Tensor:
-    """Room for so many samples, laid out as they are."""
+def allocate(size: int, like: State) -> State:
+    """Return memory for so many samples, laid out like these."""
+    return tuple(_empty(size, each) for each in like)
+
+
+def _empty(size: int, like: Tensor) -> Tensor:
     layout = torch.channels_last if _is_channels_last(like) else torch.contiguous_format
     return torch.empty((size, *like.shape[1:]), dtype=like.dtype, device=like.device, memory_format=layout)
 
 
-def own_memory(made: Carried, given: Carried) -> bool:
-    """Whether what a segment has made lies in memory of its own, not in what it was given nor twice in the same."""
+def owns(made: State, given: State) -> bool:
+    """Return whether tensors lie in memory of their own: neither in that of `given` nor twice in the same."""
     places = [each.untyped_storage().data_ptr() for each in made]
     others = {each.untyped_storage().data_ptr() for each in given}
     plain = all(_flat(each) is not None for each in made)
@@ -62,7 +63,7 @@ def _on_device(rows: Integers, like: Tensor) -> Tensor:
 
 
 def _flat(tensor: Tensor) -> Tensor | None:
-    """The tensor as (samples, numbers) in the order of memory, without copying; None where that is impossible."""
+    """Return the tensor as (samples, numbers) in the order of memory, without copying; None where impossible."""
     if tensor.is_contiguous():
         return tensor.view(len(tensor), -1)
     return tensor.permute(0, 2, 3, 1).view(len(tensor), -1) if _is_channels_last(tensor) else None
@@ -74,7 +75,7 @@ def _is_channels_last(tensor: Tensor) -> bool:
 
 
 def _moved_at_once(source: Tensor, rows: Tensor, target: Tensor, slots: Tensor) -> bool:
-    """Whether a kernel of our own has read and written every number once; torch's own calls do so twice."""
+    """Move rows by one Triton kernel, which reads and writes every number once; False where there is none."""
     if source.device.type != "cuda" or (kernel := _kernel()) is None:
         return False
     width = next(size for size in WORDS if _is_made_of(source, size) and _is_made_of(target, size))
@@ -86,19 +87,19 @@ def _moved_at_once(source: Tensor, rows: Tensor, target: Tensor, slots: Tensor) 
 
 
 def _is_made_of(tensor: Tensor, width: int) -> bool:
-    """Whether every row is made of whole words of so many bytes, none smaller than its numbers."""
+    """Return whether every row consists of whole words of so many bytes, none smaller than its numbers."""
     size = tensor.element_size()
     return width >= size and not tensor.shape[1] * size % width and not tensor.storage_offset() * size % width
 
 
 @cache
 def _kernel() -> Any:
-    """A Triton kernel that moves rows; None where there is no Triton, or no compiler for it."""
+    """Return the Triton kernel that moves rows; None without Triton or a compiler for it."""
     try:
-        from alight.engine.kernels import move_rows
+        from alight.engine.backends.torch.kernels import move_rows
 
         words, place = (torch.zeros(count, dtype=torch.int64, device="cuda") for count in (8, 1))
         move_rows[(1, 1)](words, place, words, place, 8, BLOCK=BLOCK)
-    except Exception:  # whatever is missing on this machine: torch's own calls do the same
+    except Exception:  # anything may be missing on this machine; torch's own calls do the same
         return None
     return move_rows

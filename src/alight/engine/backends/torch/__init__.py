@@ -1,0 +1,195 @@
+"""Stages that PyTorch runs: eager, compiled, or as CUDA graphs."""
+
+import copy
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from functools import cached_property
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from alight.engine.backends import Integers, State
+from alight.engine.backends.torch import rows
+from alight.engine.backends.torch.accelerate import accelerate
+from alight.engine.backends.torch.prepare import device_of, pinned, placed, prepared, threads
+from alight.engine.backends.torch.values import OnDevice, gather, pack, score_one
+from alight.engine.head_values import HeadValues, Reads, unpack
+from alight.engine.settings import RunSettings
+from alight.errors import BadInput
+from alight.networks.multi_exit import MultiExitModel, advance, read
+from alight.networks.store import fingerprint
+
+IN_FLIGHT = 2  # batches whose values are awaited while others run: enough to keep a GPU from idling
+
+
+class OpenStage(nn.Module):
+    """The network's stages up to an open exit, and its head."""
+
+    def __init__(self, stages: Sequence[nn.Module], head: nn.Module, reads: Reads, *, last: bool) -> None:
+        super().__init__()
+        self.stages, self.head, self.reads, self.last = nn.ModuleList(stages), head, reads, last
+
+    def forward(self, *state: Tensor) -> tuple[State, Tensor]:
+        """Return the next state, and packed values; the logits where the policy reads nothing but the class."""
+        state, logits = self.logits(*state)
+        return state, pack(logits, self.reads) if self.reads.columns else logits
+
+    def logits(self, *state: Tensor) -> tuple[State, Tensor]:
+        """Return the next state, which is empty after the last open exit, and the head's logits."""
+        for stage in self._modules["stages"]._modules.values():  # type: ignore[union-attr]  # faster than by attribute
+            state = advance(stage, state)  # type: ignore[arg-type]
+        logits = read(self.head, state)
+        return (() if self.last else state), logits
+
+
+class AllHeads(nn.Module):
+    """A network of which every head is read for every sample, as one stage."""
+
+    def __init__(self, model: MultiExitModel, reads: Reads) -> None:
+        super().__init__()
+        self.stages, self.heads, self.reads = model.stages, model.heads, reads
+
+    def forward(self, *state: Tensor) -> tuple[tuple[int], Tensor]:
+        """Return the number of classes, and packed values of each sample at each exit, (samples x exits, numbers)."""
+        logits = []
+        for stage, head in zip(self.stages, self.heads, strict=True):
+            state = advance(stage, state)
+            logits.append(read(head, state))
+        shapes = [tuple(each.shape) for each in logits]
+        if any(shape != shapes[0] for shape in shapes) or len(shapes[0]) != 2 or shapes[0][1] < 2:
+            raise BadInput(
+                f"the exits' logits have shapes {shapes}: attach heads that give (samples, classes), all with one"
+                " number of classes, at least 2"
+            )
+        return (shapes[0][1],), pack(torch.stack(logits, dim=1).flatten(0, 1), self.reads)
+
+
+class TorchBackend:
+    """The stages of a network with exits between the exits that are open."""
+
+    name = "PyTorch"
+
+    def __init__(
+        self,
+        model: MultiExitModel,
+        open_exits: Sequence[int],
+        reads: Sequence[Reads],
+        settings: RunSettings | None = None,
+        batch_size: int | None = None,
+    ) -> None:
+        if not isinstance(model, MultiExitModel):
+            raise BadInput(f"a {type(model).__name__} has no exits yet: attach_heads makes a MultiExitModel of it")
+        self.settings = settings or RunSettings()
+        self.device = device_of(model, self.settings.device)
+        self.model = prepared(model, self.settings)
+        self.inputs, self.exits, self.open_exits = model.input_spec, model.exits, tuple(open_exits)
+        self.in_flight = 0 if self.device.type == "cpu" else IN_FLIGHT
+        self.batch_size = batch_size
+        self._build(reads)
+
+    def _build(self, reads: Sequence[Reads]) -> None:
+        self.stages: list[Any] = open_stages(self.model, self.open_exits, reads)
+        self._accelerate()
+
+    def _accelerate(self) -> None:
+        self.runs = accelerate(self.stages, self.device, self.settings, self.batch_size)
+        self.supports_single_sample = self.device.type == "cpu" and self.runs is None
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """The fingerprint of the network as it runs."""
+        return fingerprint(self.model)
+
+    def with_reads(self, reads: Sequence[Reads]) -> Self:
+        """Return the same stages with other values computed from their logits."""
+        if [*reads] == [stage.reads for stage in self.stages]:
+            return self
+        other = copy.copy(self)
+        other._build(reads)
+        return other
+
+    def admit(self, inputs: State) -> State:
+        """Place inputs where the stages run."""
+        return placed(inputs, self.device, self.settings)
+
+    def pin(self, inputs: State) -> State:
+        """Return inputs in memory from which a GPU copies while it works."""
+        return pinned(inputs, self.device)
+
+    def run(self, stage: int, state: State) -> tuple[HeadValues | OnDevice, State]:
+        """Run one stage; on a GPU its values are still there."""
+        reads = self.stages[stage].reads
+        run = self.runs[stage] if self.runs else self.stages[stage].forward  # faster than a call, which looks for hooks
+        state, values = run(*state)
+        if self.in_flight:
+            return OnDevice(values, reads, packed=bool(reads.columns)), state
+        return unpack((values if reads.columns else pack(values, reads)).numpy(), reads), state
+
+    def run_one(self, stage: int, state: State) -> tuple[HeadValues, State]:
+        """Run one stage for a single sample on the host."""
+        module = self.stages[stage]
+        state, logits = module.logits(*state)
+        return score_one(logits, module.reads), state
+
+    def take(self, state: State, chosen: Integers) -> State:
+        """Return the rows of survivors, compacted into new memory."""
+        return rows.take(state, chosen)
+
+    allocate = staticmethod(rows.allocate)
+    move = staticmethod(rows.move)
+    owns = staticmethod(rows.owns)
+    gather = staticmethod(gather)
+
+    def first_unusable(self, state: State) -> int | None:
+        """Return None: torch carries NaN through to the logits, where the engine finds it."""
+        return None
+
+    def running(self) -> AbstractContextManager[Any]:
+        """Return the context in which stages run: inference mode, and as many threads as the settings say."""
+        if self.settings.threads is None:
+            return nullcontext() if torch.is_inference_mode_enabled() else torch.inference_mode()
+        stack = ExitStack()
+        stack.enter_context(torch.inference_mode())
+        stack.enter_context(threads(self.settings.threads))
+        return stack
+
+
+class EveryExit(TorchBackend):
+    """The whole network as one stage that gives the values of every exit: what a recording is made of."""
+
+    num_classes = 0  # known once a batch has run
+
+    def fingerprint_aside(self) -> Callable[[], str]:
+        """Return a function that takes the fingerprint in another thread, on a GPU in a stream of its own."""
+        if self.device.type != "cuda":
+            return lambda: self.fingerprint
+        stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+        stream.wait_stream(torch.cuda.current_stream(self.device))
+
+        def take() -> str:
+            with torch.cuda.stream(stream):
+                return self.fingerprint
+
+        return take
+
+    def _build(self, reads: Sequence[Reads]) -> None:
+        self.stages = [AllHeads(self.model, reads[0])]
+        self._accelerate()
+
+    def run(self, stage: int, state: State) -> tuple[HeadValues | OnDevice, State]:
+        """Run the network; the values have a row for every sample and exit."""
+        run = self.runs[0] if self.runs else self.stages[0]
+        (self.num_classes,), values = run(*state)
+        reads = self.stages[0].reads
+        return (OnDevice(values, reads, packed=True) if self.in_flight else unpack(values.numpy(), reads)), ()
+
+
+def open_stages(model: MultiExitModel, open_exits: Sequence[int], reads: Sequence[Reads]) -> list[OpenStage]:
+    """Return the network between its open exits: without closed heads, and nothing after the last open exit."""
+    stages, start, last = [], 0, open_exits[-1]
+    for exit_index, read_here in zip(open_exits, reads, strict=True):
+        own = [*model.stages][start : exit_index + 1]
+        stages.append(OpenStage(own, model.heads[exit_index], read_here, last=exit_index == last))
+        start = exit_index + 1
+    return stages

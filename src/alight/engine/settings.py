@@ -1,0 +1,47 @@
+"""How a network runs: device, dtype, memory layout, compilation, CUDA graphs, threads."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from alight.errors import BadInput
+
+DTYPES = {  # by the names that people write
+    "fp32": "float32",
+    "float32": "float32",
+    "bf16": "bfloat16",
+    "bfloat16": "bfloat16",
+    "fp16": "float16",
+    "float16": "float16",
+}
+
+
+@dataclass(frozen=True)
+class RunSettings:
+    """How a network runs; what is None stays as the network has it.
+
+    `dtype` is "fp32", "bf16" or "fp16". `channels_last` lays images out with their channels last, `compile` compiles
+    every stage with torch.compile, `graphs` replays full batches as CUDA graphs, `threads` are those on the host.
+
+    >>> RunSettings(dtype="bf16").dtype
+    'bfloat16'
+    """
+
+    device: Any = None  # a name, or a torch.device
+    dtype: Any = None  # a name, or a torch.dtype
+    channels_last: bool = False
+    compile: bool = False
+    graphs: bool = False
+    threads: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.dtype is not None:
+            name = str(self.dtype).removeprefix("torch.")
+            if name not in DTYPES:
+                raise BadInput(f"there is no dtype {name!r} here: choose bf16, fp16 or fp32")
+            object.__setattr__(self, "dtype", DTYPES[name])
+        if self.device is not None:
+            object.__setattr__(self, "device", str(self.device))
+        if self.threads is not None and self.threads < 1:
+            raise BadInput(f"{self.threads} threads: give 1 or more")
+        if self.compile and self.graphs:
+            raise BadInput("compiled stages are not replayed as CUDA graphs: choose one of compile and graphs")

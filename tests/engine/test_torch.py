@@ -1,0 +1,182 @@
+"""What PyTorch's backend adds: closed exits, compaction, dtypes, modes, compilation, late values."""
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from exported import ALL_COSTS, images, middle, network, table
+from torch import nn
+
+from alight import HeadOutputs, Predictor, replay
+from alight.engine import walk
+from alight.engine.recorder import record
+from alight.engine.settings import RunSettings
+from alight.errors import AlightError
+from alight.networks.attach import attach_heads
+from alight.networks.multi_exit import MultiExitModel
+from alight.policies.policy import ExitAt, Threshold
+
+
+def thresholds(share):
+    return Threshold(tuple(middle(index, share) for index in range(3)), costs=ALL_COSTS)
+
+
+def assert_equal(decisions, expected):
+    np.testing.assert_array_equal(decisions.exits, expected.exits)
+    np.testing.assert_array_equal(decisions.predictions, expected.predictions)
+
+
+@pytest.mark.parametrize("batch_size", [1, 8, 64])
+def test_texts_of_unlike_length_keep_their_masks_when_they_are_rebatched(batch_size):
+    torch.manual_seed(0)
+    config = transformers.BertConfig(
+        vocab_size=60, hidden_size=16, num_hidden_layers=4, num_attention_heads=2, intermediate_size=32
+    )
+    config.initializer_range, config.num_labels = 0.5, 5  # attention that matters
+    encoder = transformers.BertForSequenceClassification(config).eval()
+    mask = (torch.arange(9) < torch.randint(2, 10, (400, 1))).long()
+    texts = {"input_ids": torch.randint(5, 60, (400, 9)) * mask, "attention_mask": mask}
+    model = attach_heads(encoder, [f"bert.encoder.layer.{index}" for index in range(3)], example=texts)
+    for each in model.heads[:-1].parameters():
+        nn.init.normal_(each)
+    recorded = record(model, [texts], log_probabilities=True, progress=False)
+    scores = np.sort(recorded.scores, axis=0)
+    place = int(0.8 * 398)
+    cuts = tuple(((scores[place] + scores[place + 1]) / 2).tolist()[:3])
+    rule = Threshold(cuts, costs=ALL_COSTS)
+    before = {name: each.clone() for name, each in texts.items()}
+    decisions = Predictor(model, rule, batch_size=batch_size, probabilities=True)(texts)
+    assert_equal(decisions, replay(rule, recorded))
+    logs = recorded.log_probabilities[np.arange(400), decisions.exits, decisions.predictions]
+    np.testing.assert_allclose(np.log(decisions.probabilities), logs, atol=2e-3)
+    assert all(torch.equal(texts[name], before[name]) for name in texts)
+
+
+def test_closed_exits_are_not_evaluated_and_the_rest_of_the_network_is_not_run():
+    model, ran = network(), []
+    hooks = [
+        module.register_forward_hook(lambda *_, name=name: ran.append(name))
+        for index in range(4)
+        for name, module in ((f"stage {index}", model.stages[index]), (f"head {index}", model.heads[index]))
+    ]
+    rule = Threshold((middle(1, 0.5),), costs=(2.5, 3.0), open_exits=(1, 2), num_exits=4)
+    Predictor(model, rule)(images())
+    for hook in hooks:
+        hook.remove()
+    assert ran == ["stage 0", "stage 1", "head 1", "stage 2", "head 2"]
+
+
+def test_only_survivors_run_on_and_are_put_together_into_full_batches():
+    sizes, rule = [], thresholds(0.8)
+    hook = network().stages[3].register_forward_hook(lambda _, inputs, __: sizes.append(len(inputs[0])))
+    staying = int((replay(rule, table()).exits == 3).sum())
+    Predictor(network(), rule, batch_size=15)(images())
+    hook.remove()
+    assert sum(sizes) == staying
+    assert sizes == [15] * (staying // 15) + [staying % 15] * (staying % 15 > 0)
+
+
+def test_half_precision_needs_and_has_its_own_decisions():
+    model = network()
+    with torch.inference_mode():
+        halved = copy.deepcopy(model).to(torch.bfloat16)(torch.from_numpy(images()).bfloat16())
+    recorded = HeadOutputs.from_logits([logits.float().numpy() for logits in halved])
+    cuts = np.quantile(recorded.scores[:, :3], 0.5, axis=0)
+    rule = Threshold(tuple(cuts.tolist()), costs=ALL_COSTS)
+    decisions = Predictor(model, rule, settings=RunSettings(dtype="bf16"))(images())
+    expected = replay(rule, recorded)
+    near = (np.abs(recorded.scores - np.array([*cuts, np.inf])) < 2e-2).any(axis=1)
+    np.testing.assert_array_equal(decisions.exits[~near], expected.exits[~near])
+    assert next(model.parameters()).dtype == torch.float32  # the user's network is unchanged
+
+
+def test_training_mode_does_not_change_answers_and_is_left_unchanged():
+    model, rule = copy.deepcopy(network()), thresholds(0.5)
+    model.train()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    decisions = Predictor(model, rule)(images())
+    assert model.training
+    assert model.stages[0].training
+    assert_equal(decisions, replay(rule, table()))
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_an_error_inside_a_stage_says_where():
+    class Full(nn.Module):
+        def forward(self, features, *others):
+            raise torch.OutOfMemoryError("no memory")
+
+    model = network()
+    stages = [*model.stages[:2], Full(), *model.stages[3:]]
+    broken = MultiExitModel(stages, [*model.heads])
+    for batch_size in (256, 1):
+        with pytest.raises(torch.OutOfMemoryError, match="no memory") as caught:
+            Predictor(broken, thresholds(0.9), batch_size=batch_size)(images())
+        assert "stage 2" in caught.value.__notes__[0]
+        assert batch_size == 1 or len(caught.value.finished) == 2
+
+
+def test_late_values_are_fetched_before_they_take_too_much_memory(monkeypatch):
+    model = network()
+    predictor = Predictor(model, ExitAt(costs=(1.0,), open_exits=(3,), num_exits=4), batch_size=10)
+    expected = predictor(images()).predictions
+    backend, counts = predictor.backend, []
+    backend.in_flight = 2  # as on a GPU, where values of the last exit are fetched late
+    monkeypatch.setattr(
+        type(backend), "gather", lambda _, values, gather=backend.gather: counts.append(len(values)) or gather(values)
+    )
+    np.testing.assert_array_equal(predictor(images()).predictions, expected)
+    assert counts == [15]
+    with torch.inference_mode():
+        monkeypatch.setattr(walk, "LATE_BYTES", 3 * model(torch.from_numpy(images()[:10]))[-1].nbytes)
+    np.testing.assert_array_equal(predictor(images()).predictions, expected)
+    assert counts[1:] == [4, 4, 4, 3]
+
+
+COMPILED = RunSettings(compile=True)
+
+
+@pytest.mark.slow
+def test_compiled_stages_decide_the_same_for_any_batch_size():
+    rule = Threshold((middle(1, 0.5),), costs=(2.5, 6.0), open_exits=(1, 3))
+    predictor = Predictor(network(), rule, settings=COMPILED, batch_size=64)
+    expected = replay(rule, table())
+    assert_equal(predictor(images()), expected)
+    for size in (7, 33):
+        predictor.batch_size = size
+        assert_equal(predictor(images()), expected)
+
+
+@pytest.mark.slow
+def test_networks_of_one_shape_are_compiled_apart_and_run_with_the_weights_they_have():
+    inputs, rule = torch.from_numpy(images()), Threshold((0.3,), costs=(1.0, 2.0))
+    models = []
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        stages = [nn.Sequential(nn.Flatten(), nn.Linear(126, 8), nn.Dropout()), nn.Linear(8, 8)]
+        models.append(MultiExitModel(stages, [nn.Linear(8, 5), nn.Linear(8, 5)]).eval())
+    eager, fast = ([Predictor(each, rule, settings=chosen) for each in models] for chosen in (None, COMPILED))
+    for one, other in zip(eager, fast, strict=True):
+        assert_equal(other(inputs), one(inputs))
+    models[0].load_state_dict(models[1].state_dict())
+    assert_equal(fast[0](inputs), eager[1](inputs))
+    for training in (True, False):  # what changes the network as a whole is noticed
+        models[0].train(training)
+        first, second = (fast[0](inputs).predictions for _ in range(2))
+        assert (first == second).all() == (not training)  # dropout
+    models[0].double()
+    assert_equal(fast[0](inputs.double()), eager[0](inputs.double()))
+
+
+@pytest.mark.slow
+def test_a_network_that_cannot_be_compiled_is_an_error_and_never_a_silent_fall_back():
+    class Asks(nn.Module):
+        def forward(self, features):
+            return features if float(features.sum()) > 0 else -features
+
+    model = MultiExitModel([nn.Flatten(), Asks()], [nn.Linear(126, 5), nn.Linear(126, 5)])
+    predictor = Predictor(model, Threshold((0.5,), costs=(1.0, 2.0)), settings=COMPILED)
+    with pytest.raises(AlightError, match=r"compiling stage 1 gave up .* compile=False"):
+        predictor(torch.from_numpy(images()))
