@@ -26,7 +26,7 @@ import torch
 from alight import Policy, Predictor, deploy, export_model, load_compiled, load_policy, record
 from alight.data.batches import as_inputs
 from alight.deploy.deployed import Deployed
-from alight.export.manifest import AOTI, ONNX
+from alight.engine.manifest import AOTI, ONNX
 from alight.files import write_rows, write_text
 from alight.networks.multi_exit import MultiExitModel
 from alight.networks.store import load_model

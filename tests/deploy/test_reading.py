@@ -10,8 +10,8 @@ from PIL import Image
 from alight.data.formats import load_data
 from alight.deploy.inputs import admit
 from alight.deploy.reading import read_data
+from alight.engine.manifest import Manifest
 from alight.errors import BadFile, BadInput
-from alight.export.manifest import Manifest
 
 PIXELS = np.random.default_rng(0).integers(0, 256, size=(5, 6, 7, 3), dtype=np.uint8)
 

@@ -25,7 +25,10 @@ def test_compiled_stages_decide_what_the_predictor_decides(tmp_path):
     with zipfile.ZipFile(folder / "stage_0.pt2") as package:
         code = "".join(package.read(name).decode() for name in package.namelist() if name.endswith(".cpp"))
     assert "#pragma omp parallel\n" in code  # for as many threads as there are where it runs
-    compiled, numbers = Predictor.load(folder, allow_compiled=True), np.random.default_rng(0).normal(size=(60, 4)).astype(np.float32)
+    compiled, numbers = (
+        Predictor.load(folder, allow_compiled=True),
+        np.random.default_rng(0).normal(size=(60, 4)).astype(np.float32),
+    )
     expected = Predictor(model, rule)(numbers)
     assert {*expected.exits.tolist()} == {0, 1}
     for batch_size in (1, 7, 60):

@@ -97,8 +97,8 @@ def test_a_recording_on_a_gpu_keeps_the_order_while_batches_are_on_their_way(mod
     np.testing.assert_allclose(parts.scores, whole.scores, atol=1e-4)
     np.testing.assert_allclose(parts.features["negative_entropy"], whole.features["negative_entropy"], atol=1e-3)
     written = record_to(tmp_path / "table.npz", model, batches, **options).load()
-    for name, values in parts.rows().items():
-        np.testing.assert_allclose(written.rows()[name], values, atol=1e-4)
+    for name, column in parts.rows().items():
+        np.testing.assert_allclose(written.rows()[name], column, atol=1e-4)
     assert written.fingerprint == parts.fingerprint == whole.fingerprint
     broken = images.clone()
     broken[1234] = float("nan")

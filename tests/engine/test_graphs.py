@@ -15,7 +15,6 @@ from alight.networks.multi_exit import MultiExitModel
 from alight.planning.tune import tune_speed
 from alight.policies.policy import Threshold
 
-
 GRAPHS = RunSettings(device="cpu", graphs=True)
 
 

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 from exported import folder, policy
 
-from alight import deploy
+from alight import Predictor
+from alight.engine.manifest import MANIFEST, Manifest, checksum
 from alight.errors import BadFile
-from alight.export.manifest import MANIFEST, Manifest
 
 
 @pytest.fixture
@@ -40,24 +40,24 @@ def test_a_changed_file_is_refused_with_both_checksums(file, copied):
     with pytest.raises(
         BadFile, match=rf"{file}: it was changed.*SHA-256 [0-9a-f]{{64}}, the manifest says [0-9a-f]{{64}}"
     ):
-        deploy.load(copied)
+        Predictor.load(copied)
 
 
 def test_a_missing_file_is_named(copied):
     (copied / "stage_2.onnx").unlink()
     with pytest.raises(BadFile, match=r"its manifest names stage_2\.onnx, which is not there"):
-        deploy.load(copied)
+        Predictor.load(copied)
 
 
 def test_a_folder_of_something_else_is_refused(tmp_path):
     with pytest.raises(BadFile, match=r"it has no manifest\.json; give a folder that `alight export` wrote"):
-        deploy.load(tmp_path)
+        Predictor.load(tmp_path)
     with pytest.raises(FileNotFoundError, match="there is no folder"):
-        deploy.load(tmp_path / "nowhere")
+        Predictor.load(tmp_path / "nowhere")
 
 
 @pytest.mark.parametrize(
-    ("values", "told"),
+    ("values", "message"),
     [
         ({"schema": 99}, "its schema is 99"),
         ({"alight": "Policy"}, "it is a Policy"),
@@ -72,21 +72,21 @@ def test_a_folder_of_something_else_is_refused(tmp_path):
         ({"unheard_of": 1}, "unheard_of"),
     ],
 )
-def test_a_manifest_that_makes_no_sense_is_refused(values, told, copied):
+def test_a_manifest_that_makes_no_sense_is_refused(values, message, copied):
     changed(copied / MANIFEST, **values)
-    with pytest.raises(BadFile, match=told):
-        deploy.load(copied)
+    with pytest.raises(BadFile, match=message):
+        Predictor.load(copied)
 
 
 def test_a_stage_that_onnxruntime_cannot_read_is_named(copied):
     content = b"no graph"
     (copied / "stage_0.onnx").write_bytes(content)
     manifest = json.loads((copied / MANIFEST).read_text())
-    manifest["stages"][0]["checksum"] = deploy.manifest.checksum(content)
+    manifest["stages"][0]["checksum"] = checksum(content)
     (copied / MANIFEST).write_text(json.dumps(manifest))
     with pytest.raises(BadFile, match=r"stage_0\.onnx: onnxruntime .* cannot load it"):
-        deploy.load(copied)
+        Predictor.load(copied)
 
 
 def test_the_folder_can_be_moved(copied):
-    assert len(deploy.load(copied)(np.zeros((2, 3, 6, 7)))) == 2
+    assert len(Predictor.load(copied)(np.zeros((2, 3, 6, 7)))) == 2

@@ -75,7 +75,9 @@ def test_batches_may_be_tensors_tuples_or_dicts(batch):
 
 def test_half_precision_is_another_network():
     model = network()
-    plain, half = (record(model, [IMAGES], settings=RunSettings(dtype=dtype), progress=False) for dtype in (None, "bf16"))
+    plain, half = (
+        record(model, [IMAGES], settings=RunSettings(dtype=dtype), progress=False) for dtype in (None, "bf16")
+    )
     assert plain.fingerprint != half.fingerprint
     np.testing.assert_allclose(plain.scores, half.scores, atol=0.05)
     assert {each.dtype for each in model.parameters()} == {torch.float32}

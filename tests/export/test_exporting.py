@@ -7,10 +7,10 @@ from exported import folder, images, network, policy
 from torch import nn
 from transformers import BertConfig
 
-from alight import MultiExitModel, Predictor, deploy, export_model, from_transformers
+from alight import MultiExitModel, Predictor, RunSettings, export_model, from_transformers
+from alight.engine.manifest import Manifest
 from alight.errors import AlightError, BadInput, Mismatch
 from alight.export import exporting
-from alight.export.manifest import Manifest
 from alight.policies.policy import ExitAt, Threshold
 
 
@@ -41,7 +41,7 @@ def left_over(path):
 def test_what_comes_after_the_last_open_exit_is_not_exported(tmp_path, quick):
     export_model(tiny(), FIRST, tmp_path / "exported", example=EXAMPLE)
     assert left_over(tmp_path / "exported") == ["manifest.json", "policy.json", "stage_0.onnx"]
-    assert deploy.load(tmp_path / "exported")(np.ones((3, 4))).exits.tolist() == [0, 0, 0]
+    assert Predictor.load(tmp_path / "exported")(np.ones((3, 4))).exits.tolist() == [0, 0, 0]
     assert Manifest.load(tmp_path / "exported").stages[0].carries == ()
 
 
@@ -91,7 +91,7 @@ def test_small_numbers_are_compared_as_strictly_as_large_ones(tmp_path, quick, m
 def test_the_older_exporter_is_taken_where_the_newer_cannot(tmp_path, quick, monkeypatch):
     model, numbers = tiny(), np.random.default_rng(0).normal(size=(50, 4)).astype(np.float32)
     export_model(model, BOTH, tmp_path / "exported", example=EXAMPLE)
-    found, expected = deploy.load(tmp_path / "exported")(numbers), Predictor(model, BOTH)(numbers)
+    found, expected = Predictor.load(tmp_path / "exported")(numbers), Predictor(model, BOTH)(numbers)
     assert (found.predictions == expected.predictions).all()
     assert (found.exits == expected.exits).all()
     assert Manifest.load(tmp_path / "exported").made_with["captured by"] == "trace, trace"
@@ -119,16 +119,16 @@ class Eigenvalues(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("stage", "told"),
+    ("stage", "reason"),
     [
-        (Forked(), r"it takes another way for other data, .*test_exporting\.py:[0-9]+: return self\.small"),
+        (Forked(), r"it branches on its data, .*test_exporting\.py:[0-9]+: return self\.small"),
         (Eigenvalues(), "linalg_eigh"),
     ],
 )
-def test_a_stage_that_no_file_can_hold_is_refused_by_what_it_does(stage, told, tmp_path):
+def test_a_stage_that_no_file_can_hold_is_refused_by_what_it_does(stage, reason, tmp_path):
     width = 8 if isinstance(stage, Forked) else 4
     model = MultiExitModel([stage], [nn.Linear(width, 3)]).eval()
-    with pytest.raises(AlightError, match=rf"exit 0 cannot be exported \(.*{told}.*\): rewrite what it names"):
+    with pytest.raises(AlightError, match=rf"exit 0 cannot be exported \(.*{reason}.*\): rewrite what it names"):
         export_model(model, ExitAt(costs=(1.0,)), tmp_path / "exported", example=EXAMPLE)
     assert not left_over(tmp_path)
 
@@ -184,7 +184,7 @@ def test_texts_of_any_length_with_masks_get_the_answers_that_torch_gives(tmp_pat
 
 
 def _deployed(rule, tmp_path, _):
-    return deploy.load(tmp_path / "exported", rule, probabilities=True, num_threads=1)
+    return Predictor.load(tmp_path / "exported", rule, settings=RunSettings(threads=1), probabilities=True)
 
 
 def _predictor(rule, _, model):
@@ -193,5 +193,5 @@ def _predictor(rule, _, model):
 
 def test_scores_agree_with_torch_to_five_digits():
     theirs = Predictor(network(), policy(), probabilities=True)(torch.from_numpy(images()))
-    ours = deploy.load(folder(), probabilities=True)(images())
+    ours = Predictor.load(folder(), probabilities=True)(images())
     assert np.abs(ours.probabilities - theirs.probabilities).max() < 1e-5

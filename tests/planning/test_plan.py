@@ -1,4 +1,4 @@
-"""A plan pays on this machine, or is the plain network."""
+"""A plan pays on this machine, or is the full network."""
 
 import numpy as np
 import pytest
@@ -7,6 +7,7 @@ from torch import nn
 
 from alight import Costs, HeadOutputs
 from alight.calibrate.eero import eero
+from alight.engine.settings import RunSettings
 from alight.errors import BadInput
 from alight.networks.multi_exit import MultiExitModel
 from alight.planning.plan import cheapest, largest_loss, plan, walking_costs
@@ -17,7 +18,7 @@ pytestmark = pytest.mark.alone
 
 
 def chain(widths):
-    """Stages as dear as their widths say, and small heads."""
+    """Stages as expensive as their widths say, and small heads."""
     stages, features = [], 32
     for width in widths:
         stages.append(nn.Sequential(nn.Linear(features, width), nn.ReLU(), nn.Linear(width, 32)))
@@ -45,34 +46,34 @@ def one_thread():
 EXAMPLE = torch.randn(1, 32, generator=torch.Generator().manual_seed(0))
 
 
-def test_where_early_exits_are_good_and_the_rest_is_dear_they_pay():
+def test_where_early_exits_are_good_and_later_stages_expensive_they_pay():
     model = chain([64, 16_000, 16_000])
     found = plan(model, recorded([0.85, 0.88, 0.9]), example=EXAMPLE, batch_size=64, max_accuracy_loss=0.05)
     assert found.pays
     assert found.speedup > 1.3
-    assert found.accuracy >= found.dense_accuracy - 0.07
-    assert f"lose at most {found.largest_loss:.1%} of accuracy" in str(found)
-    assert found.dense_accuracy - found.accuracy < found.largest_loss <= 0.05
+    assert found.accuracy >= found.full_accuracy - 0.07
+    assert f"loses at most {found.largest_loss:.1%} of accuracy" in str(found)
+    assert found.full_accuracy - found.accuracy < found.largest_loss <= 0.05
     decisions = found.predictor()(torch.randn(100, 32))
     assert set(decisions.exits) <= set(found.open_exits)
 
 
-def test_where_all_the_time_goes_into_the_first_stage_the_plain_network_is_the_plan():
+def test_where_all_the_time_goes_into_the_first_stage_the_full_network_is_the_plan():
     model = chain([20_000, 16, 16])
     found = plan(model, recorded([0.85, 0.88, 0.9]), example=EXAMPLE, batch_size=64, max_accuracy_loss=0.05)
     assert not found.pays
     assert isinstance(found.policy, ExitAt)
     assert found.open_exits == (2,)
-    assert "run the plain network" in found.reason
+    assert "se the full network" in found.reason
 
 
-def test_where_early_exits_know_nothing_the_plain_network_is_the_plan():
+def test_where_early_exits_know_nothing_the_full_network_is_the_plan():
     model = chain([64, 4000, 4000])
     table = recorded([0.25, 0.25, 0.95])
     hopeless = HeadOutputs(np.random.default_rng(0).uniform(size=table.scores.shape), table.predictions, table.labels)
     found = plan(model, hopeless, example=EXAMPLE, batch_size=16, max_accuracy_loss=0.0)
     assert not found.pays
-    assert found.accuracy == found.dense_accuracy
+    assert found.accuracy == found.full_accuracy
 
 
 def test_a_budget_of_time_is_kept_by_the_measured_costs():
@@ -133,10 +134,10 @@ class Steps(nn.Module):
         return features
 
 
-@pytest.mark.compiled
+@pytest.mark.slow
 def test_a_compiled_network_is_planned_by_its_compiled_times():
     stages = [nn.Sequential(nn.Linear(32, 32), Steps()) for _ in range(2)]
     model = MultiExitModel(stages, [nn.Linear(32, 4) for _ in stages]).eval()
-    plain, quick = (walking_costs(model, EXAMPLE, 16, {"compile": each}) for each in (False, True))
+    plain, quick = (walking_costs(model, EXAMPLE, 16, RunSettings(compile=each)) for each in (False, True))
     assert (quick.stages < 0.5 * plain.stages).all()
     assert (quick.heads > 0).all()

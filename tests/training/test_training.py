@@ -531,7 +531,7 @@ def test_the_loss_of_shares_is_that_of_the_classes_by_their_shares():
         torch.testing.assert_close(found, loss)
 
 
-@pytest.mark.compiled
+@pytest.mark.slow
 def test_a_compiled_training_goes_as_an_ordinary_one():
     one, other = network(), network()
     other.load_state_dict(one.state_dict())

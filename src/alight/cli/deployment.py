@@ -14,8 +14,8 @@ def run_export(options: argparse.Namespace) -> Found:
     """Write a network and its policy to a folder that runs without PyTorch."""
     check_network(options.model)
     policy = load_policy(options.policy)
+    from alight.engine.manifest import Manifest
     from alight.export.exporting import export_model
-    from alight.export.manifest import Manifest
     from alight.networks.store import load_model
 
     tokenizer = Path(options.model) / TOKENIZER
@@ -43,7 +43,7 @@ def run_run(options: argparse.Namespace) -> Found:
     from alight import deploy
     from alight.deploy.reading import read_data
     from alight.engine.answers import write_answers
-    from alight.export.manifest import AOTI
+    from alight.engine.manifest import AOTI
 
     manifest = deploy.Manifest.load(options.folder)
     data = read_data(

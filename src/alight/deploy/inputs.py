@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
+from alight.engine.manifest import Described, Manifest
 from alight.errors import BadInput
-from alight.export.manifest import Described, Manifest
 
 Carried = tuple[np.ndarray, ...]
 

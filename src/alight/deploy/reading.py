@@ -19,8 +19,8 @@ import numpy as np
 
 from alight.data.tokens import Texts
 from alight.deploy.inputs import normalised
+from alight.engine.manifest import Manifest
 from alight.errors import BadFile, BadInput
-from alight.export.manifest import Manifest
 from alight.files import PathLike
 
 IMAGES, TEXTS = ("images", "image", "img", "x", "data"), ("text", "sentence", "utterance")  # the first that is there

@@ -1,7 +1,6 @@
 """What the policy reads of a head: class, scores and probability of each sample, computed from logits in float64."""
 
 import math
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np

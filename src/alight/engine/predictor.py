@@ -157,7 +157,7 @@ class Predictor:
         return self._decided(self._loaded(loader, "the prediction", **bar), samples)
 
     def stream(self, loader: Any) -> Iterator[Answers]:
-        """Yield answers as soon as they are ready: sample numbers in the order of coming, classes, open-exit indices."""
+        """Yield answers as soon as they are ready: sample numbers, classes and open-exit indices."""
         loader = in_batches(loader, self.backend.inputs, self.batch_size)
         yield from self._answers(self._loaded(loader, "the stream", disable=True), None)
 

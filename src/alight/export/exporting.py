@@ -16,8 +16,15 @@ from alight.engine.backends.torch.prepare import prepared
 from alight.engine.manifest import AOTI, MANIFEST, ONNX, POLICY, SUFFIXES, TOKENIZER, Manifest, StageFile, checksum
 from alight.engine.settings import RunSettings
 from alight.errors import AlightError, BadInput, Mismatch
-from alight.export.programs import branches_on_data, captured, check_compiler, reason, write_onnx, write_package
-from alight.export.programs import write_traced
+from alight.export.programs import (
+    branches_on_data,
+    captured,
+    check_compiler,
+    reason,
+    write_onnx,
+    write_package,
+    write_traced,
+)
 from alight.export.stages import ExportedStage, StageRuns, exported_stages, run_stages, spec_of
 from alight.files import PathLike, whole_folder
 from alight.networks.multi_exit import MultiExitModel, example_of

@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from alight.data.spec import TensorSpec
 from alight.engine.backends import State
 from alight.engine.backends.torch import OpenStage, open_stages
 from alight.engine.head_values import Reads
 from alight.errors import BadInput
-from alight.data.spec import TensorSpec
 from alight.networks.multi_exit import MultiExitModel
 from alight.policies.policy import Policy
 

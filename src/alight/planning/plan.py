@@ -50,9 +50,9 @@ class Plan:
     policy: Policy
     pays: bool  # is it faster than the full network?
     throughput: float  # samples per second in the trial
-    dense_throughput: float
+    full_throughput: float
     accuracy: float  # on labelled samples that it was not fitted to
-    dense_accuracy: float
+    full_accuracy: float
     costs: Costs  # milliseconds per sample, as measured
     batch_size: int
     model: MultiExitModel = field(repr=False)
@@ -69,7 +69,7 @@ class Plan:
     @property
     def speedup(self) -> float:
         """How many times as fast as the full network."""
-        return self.throughput / self.dense_throughput
+        return self.throughput / self.full_throughput
 
     def predictor(self, *, probabilities: bool = False, allow_mismatch: bool = False) -> Predictor:
         """Return the planned predictor."""
@@ -83,9 +83,9 @@ class Plan:
     def _columns(self) -> list[list[str]]:
         return [
             ["", FULL, "planned"],
-            ["samples/s", f"{self.dense_throughput:,.0f}", f"{self.throughput:,.0f}"],
+            ["samples/s", f"{self.full_throughput:,.0f}", f"{self.throughput:,.0f}"],
             ["speed-up", "1", f"{self.speedup:.2f}"],
-            ["accuracy", f"{self.dense_accuracy:.1%}", f"{self.accuracy:.1%}"],
+            ["accuracy", f"{self.full_accuracy:.1%}", f"{self.accuracy:.1%}"],
         ]
 
     def _repr_html_(self) -> str:
@@ -136,7 +136,9 @@ def plan(
     amount = cheapest(fit, costs, labelled, loss) if budget is None else costs.budget(budget)
     trial = _Trial(model, example, batch_size, settings)
     full_accuracy = float(labelled.correct()[:, -1].mean())
-    full = Plan(_full(costs), False, 0.0, 0.0, full_accuracy, full_accuracy, costs, batch_size, model, settings=settings)
+    full = Plan(
+        _full(costs), False, 0.0, 0.0, full_accuracy, full_accuracy, costs, batch_size, model, settings=settings
+    )
     full = replace(full, tuned=tuned)
     if amount >= costs.full and budget is None:
         sure = f"{CONFIDENCE:.0%} confidence from {len(labelled)} labelled samples"
@@ -157,7 +159,7 @@ def plan(
         policy=policy,
         pays=True,
         throughput=ours,
-        dense_throughput=theirs,
+        full_throughput=theirs,
         accuracy=accuracy,
         largest_loss=lost,
         reason=reason,
@@ -179,7 +181,7 @@ def _check(
 
 def _at(full: Plan, throughput: float, reason: str) -> Plan:
     """Return the plan of the full network with its measured throughput."""
-    return replace(full, throughput=throughput, dense_throughput=throughput, reason=reason)
+    return replace(full, throughput=throughput, full_throughput=throughput, reason=reason)
 
 
 def walking_costs(model: MultiExitModel, example: Any, batch_size: int, settings: RunSettings) -> Costs:
@@ -206,7 +208,7 @@ def _whole_times(times: Costs, stages: np.ndarray) -> Costs:
 
 
 def cheapest(fit: Method, costs: Costs, labelled: HeadOutputs, loss: float, confidence: float = CONFIDENCE) -> float:
-    """Return the least budget, to a sixtieth of the network, at which no more accuracy is lost, with this confidence."""
+    """Return the least budget, to a sixtieth of the network, at which no more accuracy is lost."""
     full = labelled.correct()[:, -1]
     low, high = float(costs.cumulative()[0]), costs.full
     for _ in range(HALVINGS):

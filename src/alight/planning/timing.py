@@ -140,9 +140,7 @@ def compare(
 ) -> SpeedComparison:
     """Return the predictor beside the full network on these inputs, in batches of this size."""
     full, early = (
-        Predictor(
-            model, each, settings=settings, batch_size=batch_size, rebatch=rebatch, allow_mismatch=allow_mismatch
-        )
+        Predictor(model, each, settings=settings, batch_size=batch_size, rebatch=rebatch, allow_mismatch=allow_mismatch)
         for each in (full_network(model), policy)
     )
     state = early.place(inputs, len(as_inputs(inputs, early.backend.inputs)[0]))

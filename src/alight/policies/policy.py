@@ -135,6 +135,18 @@ class Policy(ABC):
         return self.lens.inputs if self.lens else (self.score,)
 
     @property
+    def reads_last_exit(self) -> bool:
+        return self.lens is not None
+
+    @property
+    def keeps_predictions(self) -> bool:
+        return self.lens is None
+
+    @property
+    def takes_single_samples(self) -> bool:
+        return self.lens is None and not self.is_batch_dependent
+
+    @property
     def planned_cost(self) -> float | None:
         """Mean cost that the planned rates would spend; None where the method plans none."""
         return float(np.dot(self.exit_rates, self.costs)) if self.exit_rates else None

@@ -129,7 +129,7 @@ def _exported(
 ) -> Network:
     from alight.data.tokens import Texts as Tokens
     from alight.deploy.inputs import admit
-    from alight.export.manifest import AOTI, Manifest
+    from alight.engine.manifest import AOTI, Manifest
 
     if odd := [name for name, value in others.items() if value and (name, value) != ("device", "cpu")]:
         raise BadInput(

@@ -16,7 +16,7 @@ def move_rows(source, rows, target, slots, words, BLOCK: tl.constexpr):  # type:
 
 @triton.jit  # type: ignore[untyped-decorator]
 def pack_logits(logits, packed, stride, classes, MARGIN: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
-    """Write class, largest logit, score and perhaps probability of every row of logits, in float64; NaN if it has one."""
+    """Write class, largest logit, score and perhaps probability of every row of logits, in float64."""
     row = tl.program_id(0).to(tl.int64)
     places = tl.arange(0, BLOCK)
     values = tl.load(logits + row * stride + places, mask=places < classes, other=-float("inf")).to(tl.float64)

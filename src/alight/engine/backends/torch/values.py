@@ -1,4 +1,4 @@
-"""Head values computed by torch where the logits are: packed into one tensor, so that one copy brings them to the host."""
+"""Head values computed by torch where the logits are, packed into one tensor: one copy brings them to the host."""
 
 from collections.abc import Sequence
 from functools import cache
