@@ -8,7 +8,8 @@ import numpy as np
 import numpy.typing as npt
 from tqdm import tqdm
 
-from alight.deploy.inputs import Carried, admit, first_unusable, in_batches, without_labels
+from alight.data.batches import as_inputs, batches, fitted, in_batches, length_of
+from alight.data.preprocess import first_unusable
 from alight.deploy.told import told, told_of_one, unusable
 from alight.errors import BadInput, Mismatch
 from alight.export.manifest import Manifest
@@ -17,6 +18,7 @@ from alight.policies.policy import BatchState, Memory, Policy
 from alight.policies.route import route, visit
 
 Integers = npt.NDArray[np.int64]
+Carried = tuple[np.ndarray, ...]
 Run = Callable[[Any, Any], tuple[np.ndarray, Any]]
 # A stage: of what is carried, and of which of its rows (None is all), the logits and what is carried on.
 
@@ -28,9 +30,10 @@ class Deployed:
     or arrays by name for text. A sample is known by its index, in the order of coming unless `samples` says otherwise:
     ties and mixtures are decided by it. `alight.deploy.load` makes one from a folder; here a stage is a function.
 
-    >>> from alight.export.manifest import Described, Stage
+    >>> from alight.data.spec import TensorSpec
+    >>> from alight.export.manifest import Stage
     >>> from alight.policies.policy import ExitAt
-    >>> numbers = Described("numbers", (None, 4), "float32")
+    >>> numbers = TensorSpec("numbers", (None, 4), "float32")
     >>> manifest = Manifest("onnx", "", ("end",), (numbers,), (), (Stage("stage_0.onnx", "", 0, ()),), "")
     >>> deployed = Deployed([lambda carried, rows: (carried[0][:, :3], ())], ExitAt(costs=(1.0,)), manifest)
     >>> deployed(np.eye(4)).predictions
@@ -50,7 +53,7 @@ class Deployed:
         if batch_size < 1:
             raise BadInput(f"batch size {batch_size}: give 1 or more")
         self.manifest, self.batch_size, self.probabilities = manifest, batch_size, probabilities
-        self._stages, self._allow_mismatch = list(stages), allow_mismatch
+        self._stages, self._allow_mismatch, self._spec = list(stages), allow_mismatch, manifest.input_spec
         self._take(policy)
 
     def _take(self, policy: Policy) -> None:
@@ -89,7 +92,7 @@ class Deployed:
 
     def __call__(self, inputs: Any, samples: npt.ArrayLike | None = None) -> Decisions:
         """What is decided about these inputs, as the network takes them, in their order."""
-        carried = admit(inputs, self.manifest)
+        carried = self._admit(inputs)
         size, total = self.batch_size, len(carried[0])
         if total == 1 and self.policy.lens is None and not self.policy.is_batch_dependent:
             return self._alone(carried, 0 if samples is None else int(_indices(samples)[0]))
@@ -98,19 +101,23 @@ class Deployed:
 
     def run(self, loader: Any, *, samples: npt.ArrayLike | None = None, progress: bool = True) -> Decisions:
         """What is decided about all batches, in their order; arrays and lists of samples do for batches, too."""
-        batches = in_batches(loader, self.manifest, self.batch_size)
-        shown = tqdm(batches, desc="predict", unit="batch", disable=not progress)
-        return self._decided((admit(without_labels(batch), self.manifest) for batch in shown), samples)
+        loader = in_batches(loader, self._spec, self.batch_size)
+        shown = tqdm(loader, desc="predict", unit="batch", total=length_of(loader), disable=not progress)
+        found = batches(shown, self._spec, "the prediction")
+        return self._decided((fitted(batch.inputs, self._spec) for batch in found), samples)
 
     def logits(self, inputs: Any) -> list[np.ndarray]:
         """Logits of every exit that was exported, earliest first, as if nobody left: what a recording is made of."""
-        state: Any = admit(inputs, self.manifest)
+        state: Any = self._admit(inputs)
         self._check_inputs(np.arange(len(state[0])), state)
         found = []
         for open_index in range(len(self._stages)):
             logits, state = self._run(open_index, state, None)
             found.append(logits)
         return found
+
+    def _admit(self, inputs: Any) -> Carried:
+        return fitted(as_inputs(inputs, self._spec), self._spec)
 
     def _decided(self, given: Iterable[Carried], samples: npt.ArrayLike | None) -> Decisions:
         indices = None if samples is None else _indices(samples)

@@ -10,7 +10,7 @@ import numpy.typing as npt
 import torch
 from tqdm import tqdm
 
-from alight.data.batches import Batch, as_inputs, batches, in_batches, length_of
+from alight.data.batches import Batch, as_inputs, as_tensor, batches, in_batches, length_of
 from alight.engine.graphs import quickened
 from alight.engine.prefetch import ahead
 from alight.engine.prepare import as_dtype, device_of, placed, prepared, threads
@@ -62,7 +62,7 @@ class Predictor:
         _check(model, policy, batch_size, probabilities)
         self.batch_size, self.rebatch = batch_size, rebatch
         self._num_threads = num_threads
-        self.admit, self._model = model.admit, model
+        self._spec = model.input_spec
         self._device, self._dtype, self._channels_last = device_of(model, device), as_dtype(dtype), channels_last
         ready = prepared(model, device=device, dtype=dtype, channels_last=channels_last)
         if not allow_mismatch:
@@ -108,7 +108,7 @@ class Predictor:
 
     def __call__(self, inputs: Any, samples: npt.ArrayLike | None = None) -> Decisions:
         """What is decided about these inputs, as the network takes them, in their order."""
-        carried = self._sized(inputs)
+        carried = self.admit(inputs)
         size, total = self.batch_size, len(carried[0])
         if total == 1 and self.engine.walks_alone:
             return self._alone(carried, 0 if samples is None else _index(samples))
@@ -117,32 +117,28 @@ class Predictor:
 
     def run(self, loader: Any, *, samples: npt.ArrayLike | None = None, progress: bool = True) -> Decisions:
         """What is decided about everything that a loader gives, in its order, whatever the size of the data set."""
-        loader = in_batches(loader, self._model, self.batch_size)
+        loader = in_batches(loader, self._spec, self.batch_size)
         shown: dict[str, Any] = {
             "desc": "predict",
             "unit": "batch",
             "total": length_of(loader),
             "disable": not progress,
         }
-        return self._decided(self._loaded(tqdm(batches(loader, "the prediction"), **shown)), samples)
+        return self._decided(self._loaded(tqdm(batches(loader, self._spec, "the prediction"), **shown)), samples)
 
     def stream(self, loader: Any) -> Iterator[Answers]:
         """Answers as soon as they are ready: indices in the order of coming, classes, and exits as positions."""
-        loader = in_batches(loader, self._model, self.batch_size)
-        yield from self._answers(self._loaded(batches(loader, "the stream")), None)
+        loader = in_batches(loader, self._spec, self.batch_size)
+        yield from self._answers(self._loaded(batches(loader, self._spec, "the stream")), None)
 
     def place(self, carried: Carried, count: int) -> Carried:
         """So many inputs where the network runs, as it takes them: these again and again."""
         rows = torch.arange(count) % len(carried[0])
         return placed(tuple(each[rows] for each in carried), self._device, self._dtype, self._channels_last)
 
-    def _sized(self, inputs: Any) -> Carried:
+    def admit(self, inputs: Any) -> Carried:
         """The inputs as the network takes them, of one number of samples."""
-        carried = self.admit(as_inputs(inputs, self._model))
-        sizes = {len(each) for each in carried}
-        if len(sizes) != 1 or 0 in sizes:
-            raise BadInput(f"inputs of {sorted(sizes)} samples: give tensors of one and the same number, at least 1")
-        return carried
+        return tuple(map(as_tensor, as_inputs(inputs, self._spec)))
 
     def _loaded(self, loader: Iterable[Batch]) -> Iterator[Carried]:
         """A loader's batches, fetched ahead, in memory from which a GPU can copy while it works."""
@@ -150,7 +146,7 @@ class Predictor:
 
         def pinned() -> Iterator[Carried]:
             for batch in loader:
-                carried = self.admit(batch.inputs)
+                carried = tuple(map(as_tensor, batch.inputs))
                 yield tuple(each.pin_memory() if on_gpu and not each.is_cuda else each for each in carried)
 
         return ahead(pinned())

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from alight.data.batches import BATCH_SIZE, Batch, batches, in_batches, length_of
+from alight.data.batches import BATCH_SIZE, Batch, as_tensor, batches, in_batches, length_of
 from alight.engine.graphs import quickened
 from alight.engine.prefetch import ahead
 from alight.engine.prepare import as_dtype, device_of, pinned, placed, prepared, threads
@@ -85,7 +85,7 @@ def record(
     asked = Recorder(model, score, features, log_probabilities, device, dtype, channels_last, compile, graphs)
     with threads(num_threads), ThreadPoolExecutor(1) as aside:
         own = aside.submit(_fingerprint, asked.model, _beside(asked.device))
-        parts = [*asked.tables(in_batches(loader, model, batch_size), progress)]
+        parts = [*asked.tables(in_batches(loader, model.input_spec, batch_size), progress)]
         return replace(HeadOutputs.joined(parts), fingerprint=own.result())
 
 
@@ -119,7 +119,7 @@ def record_to(
     right, labelled = np.zeros(model.num_exits), False
     with GrowingArrays(path) as growing, threads(num_threads), ThreadPoolExecutor(1) as aside:
         own = aside.submit(_fingerprint, asked.model, _beside(asked.device))
-        for part in asked.tables(in_batches(loader, model, batch_size), progress):
+        for part in asked.tables(in_batches(loader, model.input_spec, batch_size), progress):
             growing.add(part.rows())
             right += part.correct().sum(axis=0)
             labelled = part.labels is not None
@@ -209,7 +209,7 @@ class Recorder:
         yield from awaited
 
     def _admitted(self, loader: Iterable[Any]) -> Iterator[tuple[Batch, Carried]]:
-        for index, batch in enumerate(batches(loader, "the recording")):
+        for index, batch in enumerate(batches(loader, self.model.input_spec, "the recording")):
             if index == 0:
                 labelled = batch.labels is not None
             if labelled != (batch.labels is not None):
@@ -217,13 +217,13 @@ class Recorder:
                     f"batch {index} has {'no ' if labelled else ''}labels, unlike those before it: give labels for all"
                     " or none"
                 )
-            yield batch, pinned(self.model.admit(batch.inputs), self.device)
+            yield batch, pinned(tuple(map(as_tensor, batch.inputs)), self.device)
 
     def _launched(self, batch: Batch, carried: Carried) -> _Told:
         """A batch on its way through the network."""
         with torch.inference_mode():
             values, classes = self.run(*placed(carried, self.device, self.dtype, self.channels_last))
-            sent, labels = _to_host(values), None if batch.labels is None else _to_host(batch.labels)
+            sent, labels = _to_host(values), None if batch.labels is None else _to_host(as_tensor(batch.labels))
         if self.device.type != "cuda":
             return _Told(sent, labels, classes, None)
         arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]

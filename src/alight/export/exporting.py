@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from alight.data.formats import example_of
+from alight.data.spec import TensorSpec
 from alight.engine.backends.onnx import Session
 from alight.engine.prepare import prepared
 from alight.errors import AlightError, BadInput, Mismatch
@@ -22,7 +22,6 @@ from alight.export.manifest import (
     POLICY,
     SUFFIXES,
     TOKENIZER,
-    Described,
     Manifest,
     Stage,
     checksum,
@@ -31,7 +30,7 @@ from alight.export.packages import Package, check_compiler, write_package
 from alight.export.parts import Part, Seen, described, parts_of, seen
 from alight.export.programs import captured, goes_by_data, reason, write_onnx, write_traced
 from alight.files import PathLike, whole_folder
-from alight.networks.multi_exit import MultiExitModel
+from alight.networks.multi_exit import MultiExitModel, example_of
 from alight.networks.store import fingerprint
 from alight.policies.policy import Policy
 
@@ -122,8 +121,8 @@ class Job:
     part: Part
     seen: Seen
     path: Path
-    inputs: tuple[Described, ...]
-    outputs: tuple[Described, ...]
+    inputs: tuple[TensorSpec, ...]
+    outputs: tuple[TensorSpec, ...]
 
     def written(self, format: str) -> tuple[float, str]:  # noqa: A002
         """How far the file is from the network, and the first of torch's ways that wrote one that is near enough."""

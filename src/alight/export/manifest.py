@@ -1,14 +1,16 @@
 """What an exported network is, besides its stages and its policy: `manifest.json` in its folder."""
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from alight.errors import BadFile
+from alight.data.spec import InputSpec, TensorSpec
+from alight.data.tokens import TOKENIZER_FILES
+from alight.errors import BadFile, BadInput
 from alight.files import PathLike, read_json, write_json
 
 KIND = "Deployment"
@@ -19,52 +21,29 @@ SUFFIXES = {ONNX: ".onnx", AOTI: ".pt2"}
 
 
 @dataclass(frozen=True)
-class Described:
-    """A tensor's name, shape and dtype; None stands for a size that may differ, as that of the batch, the first."""
-
-    name: str
-    shape: tuple[int | None, ...]
-    dtype: str
-
-    def fits(self, shape: Sequence[int]) -> bool:
-        """Whether an array of this shape is such a tensor.
-
-        >>> Described("images", (None, 3, 32, 32), "float32").fits((5, 3, 32, 32))
-        True
-        """
-        return len(shape) == len(self.shape) and all(
-            own in (None, size) for own, size in zip(self.shape, shape, strict=True)
-        )
-
-    def __str__(self) -> str:
-        sizes = ", ".join("any" if size is None else str(size) for size in self.shape[1:])
-        return f"{self.name} of shape (samples{sizes and ', ' + sizes}), {self.dtype}"
-
-
-@dataclass(frozen=True)
 class Stage:
     """A stage's file and its SHA-256, the exit that it ends with, and what it gives beside the logits."""
 
     file: str
     checksum: str
     exit: int
-    carries: tuple[Described, ...]
+    carries: tuple[TensorSpec, ...]
 
 
 @dataclass(frozen=True)
 class Manifest:
     """All that is known of an exported network: what it takes, what its stages are, and which policy came with it.
 
-    >>> images = Described("images", (None, 3, 32, 32), "float32")
+    >>> images = TensorSpec("images", (None, 3, 32, 32), "float32")
     >>> stage = Stage("stage_0.onnx", 64 * "0", 0, ())
-    >>> Manifest("onnx", "5e88", ("end",), (images,), (), (stage,), 64 * "1").image_shape
+    >>> Manifest("onnx", "5e88", ("end",), (images,), (), (stage,), 64 * "1").input_spec.image_shape
     (3, 32, 32)
     """
 
     format: str  # "onnx", or "aoti" of stages that torch compiled
     fingerprint: str  # of the network
     exits: tuple[str, ...]  # names of all its exits, open or closed
-    inputs: tuple[Described, ...]
+    inputs: tuple[TensorSpec, ...]
     input_names: tuple[str, ...]  # of a network whose input is a dict of tensors
     stages: tuple[Stage, ...]  # one for each open exit
     policy_checksum: str
@@ -76,13 +55,9 @@ class Manifest:
     made_with: Mapping[str, str] = field(default_factory=dict)  # versions, and how far the stages are from torch
 
     @property
-    def image_shape(self) -> tuple[int, int, int] | None:
-        """Channels, height and width of the images that it takes; None of a network that takes none."""
-        shape = self.inputs[0].shape
-        if len(self.inputs) != 1 or len(shape) != 4 or None in shape[1:]:
-            return None
-        channels, height, width = (int(size or 0) for size in shape[1:])
-        return channels, height, width
+    def input_spec(self) -> InputSpec:
+        """What the network takes, as pictures, pixels and texts are made into it."""
+        return InputSpec(self.inputs, self.input_names, self.mean, self.std, self.classes, self.num_classes)
 
     @property
     def open_exits(self) -> tuple[int, ...]:
@@ -145,13 +120,22 @@ def verified(folder: Path, file: str, expected: str) -> bytes:
     return content
 
 
-def _described(content: Mapping[str, Any]) -> Described:
+def exported_tokenizer(folder: PathLike, manifest: Manifest) -> Path:
+    """Return the folder of the tokenizer that a network was exported with, once its files are verified."""
+    if missing := [name for name in TOKENIZER_FILES if f"{TOKENIZER}/{name}" not in manifest.further]:
+        raise BadInput(f"{folder} has no {TOKENIZER}/{missing[0]}: export the network with its tokenizer")
+    for file, expected in manifest.further.items():
+        verified(Path(folder), file, expected)
+    return Path(folder) / TOKENIZER
+
+
+def _described(content: Mapping[str, Any]) -> TensorSpec:
     shape, dtype = content["shape"], content["dtype"]
     if np.dtype(dtype).kind not in "biuf":
         raise ValueError(f"a tensor of {dtype}")
     if not shape or not all(size is None or (type(size) is int and size > 0) for size in shape):
         raise ValueError(f"a tensor of shape {shape}")
-    return Described(str(content["name"]), tuple(shape), dtype)
+    return TensorSpec(str(content["name"]), tuple(shape), dtype)
 
 
 def _stage(content: Mapping[str, Any]) -> Stage:

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from alight.data.spec import TensorSpec
 from alight.engine.segments import Segment, segments
 from alight.errors import BadInput
-from alight.export.manifest import Described
 from alight.networks.multi_exit import Carried, MultiExitModel
 from alight.policies.policy import Policy
 
@@ -60,13 +60,13 @@ def seen(parts: Sequence[Part], model: MultiExitModel, example: Any) -> list[See
     return [Seen(*(list(each) for each in zip(*run, strict=True))) for run in zip(*runs, strict=True)]
 
 
-def described(name: str, tensors: Sequence[Tensor]) -> Described:
+def described(name: str, tensors: Sequence[Tensor]) -> TensorSpec:
     """One tensor as it was seen several times: sizes that differed may differ."""
     sizes = zip(*(each.shape for each in tensors), strict=True)
     first, *others = (None if len({*each}) > 1 else each[0] for each in sizes)
     if first is not None:
         raise BadInput(f"{name} has {first} rows whatever the batch: every tensor must have one row per sample")
-    return Described(name, (None, *others), str(tensors[0].dtype).removeprefix("torch."))
+    return TensorSpec(name, (None, *others), str(tensors[0].dtype).removeprefix("torch."))
 
 
 def _runs(parts: Sequence[Part], inputs: Sequence[Carried]) -> list[list[tuple[Carried, Carried]]]:

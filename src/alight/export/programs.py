@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
+from alight.data.spec import TensorSpec
 from alight.errors import AlightError
-from alight.export.manifest import Described
 from alight.export.parts import Part, Seen
 
-Tensors = tuple[Described, ...]
+Tensors = tuple[TensorSpec, ...]
 
-LOGITS = Described("logits", (None, None), "float32")
+LOGITS = TensorSpec("logits", (None, None), "float32")
 OPSET = 18  # of ONNX, from 2022: old enough for runtimes on devices, new enough for torch
 
 

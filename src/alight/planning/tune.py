@@ -8,11 +8,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from alight.data.formats import example_of
 from alight.engine.predictor import Predictor
 from alight.engine.prepare import as_dtype, device_of
 from alight.errors import AlightError, BadInput
-from alight.networks.multi_exit import Carried, MultiExitModel
+from alight.networks.multi_exit import Carried, MultiExitModel, example_of
 from alight.planning.timing import inputs_for_duration, interleaved_timings, random_exits, seconds
 from alight.policies.policy import ExitAt, Policy, aligned
 

@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 
-from alight.deploy.inputs import Carried
 from alight.errors import BadFile, BadInput
 
 SPIN = {  # threads of one stage must not keep a core busy while those of the next one work
@@ -35,7 +34,7 @@ class Session:
         self._name, self._inputs = name, [each.name for each in self._session.get_inputs()]
         self._outputs = [each.name for each in self._session.get_outputs()]
 
-    def __call__(self, carried: Carried, rows: Any) -> tuple[np.ndarray, Carried]:
+    def __call__(self, carried: tuple[np.ndarray, ...], rows: Any) -> tuple[np.ndarray, tuple[np.ndarray, ...]]:
         """Logits of those in these rows, None is everyone, and what is carried on."""
         if rows is not None:
             carried = tuple(each[rows] for each in carried)
