@@ -24,7 +24,7 @@ import numpy as np
 import torch
 
 from alight import Policy, Predictor, deploy, export_model, load_compiled, load_policy, record
-from alight.data.batches import as_inputs
+from alight.data.batches import as_inputs, as_tensor
 from alight.deploy.deployed import Deployed
 from alight.engine.manifest import AOTI, ONNX
 from alight.files import write_rows, write_text
@@ -39,7 +39,7 @@ ROUND = {1: 64, 32: SAMPLES}  # samples of a round, by batch size
 LOADS: dict[str, Callable[..., Deployed]] = {AOTI: load_compiled, ONNX: deploy.load}
 SECONDS = "seconds.json"  # that exporting took, by format
 Row = dict[str, str | float | int]
-Batch = Any  # tensors as the network takes them, one or several by name
+Batch = tuple[torch.Tensor, ...]  # as the network takes them
 
 
 def prepare(options: argparse.Namespace) -> None:
@@ -57,7 +57,8 @@ def prepare(options: argparse.Namespace) -> None:
         if not (folder / "model").exists():
             case = make(folder, count=SAMPLES)
             case.policy.save(folder / "policy.json")
-            torch.save([as_inputs(batch, case.model) for batch in case.batches], folder / "batches.pt")
+            inputs = [as_inputs(batch, case.model.input_spec) for batch in case.batches]
+            torch.save([tuple(map(as_tensor, batch)) for batch in inputs], folder / "batches.pt")
             case.model.save(folder / "model")
         export(folder)
 
@@ -79,20 +80,15 @@ def kept(folder: Path) -> tuple[MultiExitModel, Policy, list[Batch]]:
     return load_model(folder / "model").eval(), load_policy(folder / "policy.json"), torch.load(folder / "batches.pt")
 
 
-def as_arrays(batch: Batch) -> Any:
-    return {name: each.numpy() for name, each in batch.items()} if isinstance(batch, dict) else batch.numpy()
-
-
-def rows_of(batch: Batch, rows: slice) -> Batch:
-    return {name: each[rows] for name, each in batch.items()} if isinstance(batch, dict) else batch[rows]
+def as_arrays(batch: Batch) -> tuple[np.ndarray, ...]:
+    return tuple(each.numpy() for each in batch)
 
 
 def in_sizes(batches: Sequence[Batch], size: int) -> list[Batch]:
     """So many samples as a round has, in batches of a size; texts stay as long as they were filled up to."""
     cut = []
     for batch in batches:
-        total = len(next(iter(batch.values())) if isinstance(batch, dict) else batch)
-        cut += [rows_of(batch, slice(start, start + size)) for start in range(0, total, size)]
+        cut += zip(*(each.split(size) for each in batch), strict=True)
     return cut[: ROUND[size] // size + 1]
 
 
@@ -132,7 +128,7 @@ def compare(folder: Path, threads: int) -> Iterator[Row]:
     for size in ROUND:
         tensors = in_sizes(batches, size)
         arrays = [as_arrays(batch) for batch in tensors]
-        total = sum(len(next(iter(each.values())) if isinstance(each, dict) else each) for each in arrays)
+        total = sum(len(batch[0]) for batch in arrays)
         turns = [
             [timed(eager, tensors), *(timed(each, arrays) for each in engines.values())] for _ in range(ROUNDS + 1)
         ]

@@ -16,9 +16,9 @@ import torch
 from torch import nn
 
 from alight import MultiExitModel, export_model, from_timm, from_torchvision, from_transformers, zoo
-from alight.data.formats import example_of
 from alight.engine.manifest import Manifest
 from alight.files import write_rows
+from alight.networks.multi_exit import example_of
 from alight.policies.policy import Threshold
 from alight.provenance import provenance
 

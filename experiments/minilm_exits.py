@@ -29,8 +29,9 @@ from cifar100_ship import narrow
 from recorded_cifar100 import FOLDER, RESULTS, rows
 
 from alight import HeadOutputs, MultiExitModel, from_transformers, measure_costs, record, train_heads
-from alight.data.formats import example_of, load_data
+from alight.data.formats import load_data
 from alight.files import write_arrays, write_text
+from alight.networks.multi_exit import example_of
 from alight.provenance import provenance
 
 RESULT = RESULTS / "minilm_exits.csv"
@@ -108,11 +109,13 @@ def trained(model: MultiExitModel, parts: dict[str, Sentences], intents: list[st
     given: dict[str, Any] = {"batch_size": BATCH, "tokenizer": _weights(), "max_tokens": MAX_TOKENS}
     with tempfile.TemporaryDirectory() as prepared:
         paths = {part: _lines(own, intents, Path(prepared) / f"{part}.jsonl") for part, own in parts.items()}
-        data = load_data(paths["train"], model, shuffle=True, **given)
+        data = load_data(paths["train"], model.input_spec, shuffle=True, **given)
         last_alone = [0.0] * len(LAYERS) + [1.0]
         print(train_heads(model, data, mode="joint", loss_weights=last_alone, seed=SEED, **TUNING))
         print(train_heads(model, data, seed=SEED, **HEADS))
-        return {part: record(model, load_data(paths[part], model, **given)) for part in ("calibration", "test")}
+        return {
+            part: record(model, load_data(paths[part], model.input_spec, **given)) for part in ("calibration", "test")
+        }
 
 
 def _weights() -> Path:

@@ -43,9 +43,9 @@ from alight import (
     record,
     train_heads,
 )
-from alight.data.batches import as_inputs
-from alight.data.formats import example_of, load_data
+from alight.data.formats import load_data
 from alight.files import write_rows, write_text
+from alight.networks.multi_exit import example_of
 from alight.networks.store import WEIGHTS
 from alight.policies.policy import Threshold
 from alight.provenance import provenance
@@ -84,7 +84,7 @@ def by_torch(case: Case) -> Said:
     """The predictor, in PyTorch."""
     predictor = Predictor(case.model, case.policy, probabilities=True)
     scores = _table(case).scores[:, list(case.policy.open_exits)]
-    return Said(predictor.run(_tensors(case), progress=False), scores)
+    return Said(predictor.run(case.batches, progress=False), scores)
 
 
 def by_onnx(case: Case) -> Said:
@@ -159,7 +159,7 @@ def texts(path: Path, folder: Path, count: int = SENTENCES, trained: int = TRAIN
     for part, sentences in chosen.items():
         lines = [json.dumps({"text": text, "label": intents.index(intent)}) for text, intent in sentences]
         where = write_text(folder / f"{part}.jsonl", "\n".join(lines))
-        loaders[part] = load_data(where, model, shuffle=part == "train", **given)
+        loaders[part] = load_data(where, model.input_spec, shuffle=part == "train", **given)
     for name, weight in model.stages.named_parameters():
         weight.requires_grad_("classifier" in name or "pooler" in name)  # the last exit's own head
     train_heads(model, loaders["train"], mode="joint", epochs=EPOCHS, learning_rate=3e-3, seed=0, progress=False)
@@ -206,11 +206,7 @@ def near_a_threshold(policy: Policy, table: HeadOutputs) -> np.ndarray:
 
 
 def _table(case: Case) -> HeadOutputs:
-    return record(case.model, _tensors(case), progress=False)
-
-
-def _tensors(case: Case) -> list[Any]:
-    return [as_inputs(batch, case.model) for batch in case.batches]
+    return record(case.model, case.batches, progress=False)
 
 
 def _gap(one: Any, other: Any, rows: Any = slice(None)) -> float:

@@ -14,14 +14,15 @@ from alight.cluster.partitions import Partitions
 from alight.cluster.shards import open_data
 from alight.cluster.stores import Store
 from alight.cluster.workers import Settings, Worker, pack
-from alight.data.formats import example_of, load_data
+from alight.data.formats import load_data
+from alight.networks.multi_exit import example_of
 
 
 def made(folder: Path, samples: int = 300):
     """A folder with a network, digits as .npz, and a policy for them."""
     make_network(folder, samples)
     model = load_model(folder / "model")
-    labelled = record(model, load_data(folder / "train.npz", model), progress=False)
+    labelled = record(model, load_data(folder / "train.npz", model.input_spec), progress=False)
     costs = measure_costs(model, example_of(model))
     policy = calibrate.eero(costs, "80%", labelled)
     policy.save(folder / "policy.json")
@@ -31,7 +32,7 @@ def made(folder: Path, samples: int = 300):
 def on_one_machine(model, policy, where, batch_size):
     """What one process decides about the same data."""
     predictor = Predictor(model, policy, batch_size=batch_size)
-    return predictor.run(load_data(where, model, split="test", batch_size=batch_size), progress=False)
+    return predictor.run(load_data(where, model.input_spec, split="test", batch_size=batch_size), progress=False)
 
 
 def by_a_worker(task, model_folder, data, output, *, rows, batch_size):

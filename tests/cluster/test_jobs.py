@@ -118,7 +118,7 @@ def workers():
 
 
 def test_a_recording_in_partitions_is_the_recording(folder, model, tmp_path):
-    whole = record(model, load_data(folder / "test.npz", model, batch_size=32), progress=False)
+    whole = record(model, load_data(folder / "test.npz", model.input_spec, batch_size=32), progress=False)
     store = Store(fs.SubTreeFileSystem(str(tmp_path), fs.LocalFileSystem()), "parts")
     done = record_on_ray(folder / "model", str(folder / "test.npz"), store, HOW)
     assert done.totals["right"] == whole.correct().sum(axis=0).tolist()
@@ -159,7 +159,7 @@ def test_what_a_worker_cannot_read_is_told_in_a_line(folder, tmp_path, capsys):
 
 def test_what_makes_no_sense_is_refused_before_anything_runs(folder, policy, tmp_path, capsys):
     data, model = str(folder / "test.npz"), folder / "model"
-    labelled = record(load_model(model), load_data(folder / "train.npz", load_model(model)), progress=False)
+    labelled = record(load_model(model), load_data(folder / "train.npz", load_model(model).input_spec), progress=False)
     paced = calibrate.certify(calibrate.eero, policy.costs, policy.budget, labelled, contract="stream")
     with pytest.raises(BadInput, match="a paced policy keeps its budget along one stream, and many workers are many"):
         predict_on_ray(model, paced, data, str(tmp_path / "a"), HOW)

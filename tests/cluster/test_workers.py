@@ -55,7 +55,9 @@ def folder(tmp_path_factory):
 def test_texts_of_parquet_are_recorded_as_one_process_does(folder):
     model = load_model(folder / "model")
     tokenizer = folder / "model" / "tokenizer"
-    whole = record(model, load_data(folder / "texts.jsonl", model, batch_size=8, tokenizer=tokenizer), progress=False)
+    whole = record(
+        model, load_data(folder / "texts.jsonl", model.input_spec, batch_size=8, tokenizer=tokenizer), progress=False
+    )
     done = by_a_worker(
         Recordings(), folder / "model", folder / "texts.parquet", folder / "parts", rows=16, batch_size=8
     )

@@ -9,7 +9,8 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from alight import Normalisation, Predictor, attach_heads, record, train_heads
-from alight.data.batches import as_inputs, in_batches
+from alight.data.batches import as_batch, as_inputs, as_tensor, fitted, in_batches, split_labels
+from alight.data.spec import InputSpec, TensorSpec
 from alight.errors import BadInput
 from alight.networks.store import fingerprint
 from alight.policies.policy import Threshold
@@ -19,6 +20,7 @@ BYTES = (255 * IMAGES).round().to(torch.uint8)  # (40, 1, 8, 8)
 PICTURES = [Image.fromarray(each[0].numpy()) for each in BYTES]
 MEAN, STD = 0.3, 0.4
 TAKEN = (BYTES.float() / 255 - MEAN) / STD  # what the network takes
+NOTHING = InputSpec()  # of a network that was built by hand
 
 
 class Pictures(Dataset):
@@ -39,15 +41,19 @@ def model():
     return made.eval()
 
 
+SPEC = model().input_spec
 DATA = {
     "loader": DataLoader(TensorDataset(TAKEN, LABELS), 16),
     "list of batches": [(TAKEN[:30], LABELS[:30]), (TAKEN[30:], LABELS[30:])],
+    "list of batches of bytes": [(BYTES[:30], LABELS[:30]), (BYTES[30:].numpy(), LABELS[30:].numpy())],
+    "list of batches of pictures": [(PICTURES[:30], LABELS[:30].tolist()), [PICTURES[30:], LABELS[30:]]],
     "data set": TensorDataset(TAKEN, LABELS),
     "data set of pictures": Pictures(),
     "tensors": (TAKEN, LABELS),
     "arrays": (TAKEN.numpy(), LABELS.numpy()),
     "arrays of doubles": (TAKEN.double().numpy(), LABELS.numpy()),
     "dict": {"images": TAKEN.numpy(), "labels": LABELS.numpy()},
+    "dict of lists": {"images": TAKEN.tolist(), "labels": LABELS.tolist()},
     "bytes": (BYTES, LABELS),
     "bytes with channels last": (BYTES.permute(0, 2, 3, 1).numpy(), LABELS.numpy()),
     "list of pictures and labels": [(picture, int(label)) for picture, label in zip(PICTURES, LABELS, strict=True)],
@@ -102,13 +108,24 @@ def test_one_picture_is_a_batch_of_one():
 
 
 @pytest.mark.parametrize("form", ["tensors", "arrays", "data set", "list of pictures and labels"])
-def test_training_shuffles_what_is_no_loader_and_can_be_repeated(form):
+def test_training_shuffles_what_comes_without_a_loader_and_can_be_repeated(form):
     networks = [model() for _ in range(3)]
     for each, seed in zip(networks, (0, 0, 1), strict=True):
         train_heads(each, DATA[form], batch_size=16, mode="joint", epochs=2, seed=seed, progress=False)
     first, again, other = map(fingerprint, networks)
     assert first == again
     assert first != other
+
+
+@pytest.mark.parametrize("form", ["arrays of doubles", "bytes", "data set of pictures", "list of pictures and labels"])
+def test_training_draws_the_same_batches_from_any_form_of_data(form):
+    drawn = []
+    for data in (TensorDataset(TAKEN, LABELS), DATA[form]):
+        torch.manual_seed(5)
+        drawn.append([as_batch(batch, SPEC).to("cpu") for batch in in_batches(data, SPEC, 16, shuffle=True)])
+    for expected, found in zip(*drawn, strict=True):
+        assert torch.equal(found.inputs[0], expected.inputs[0])
+        assert torch.equal(found.labels, expected.labels)
 
 
 def test_training_takes_the_same_forms_for_validation():
@@ -118,27 +135,140 @@ def test_training_takes_the_same_forms_for_validation():
     assert all(each is not None for each in history.epochs[-1].validation_accuracies)
 
 
-def test_what_comes_in_batches_stays_as_it_is():
+def test_what_comes_in_batches_stays_unchanged():
     for form in ("loader", "list of batches"):
-        assert in_batches(DATA[form], model()) is DATA[form]
+        assert in_batches(DATA[form], SPEC) is DATA[form]
     stream = iter(DATA["loader"])
-    assert in_batches(stream, model()) is stream
-    assert in_batches([TAKEN[:20], TAKEN[20:]], network()) is not TAKEN
+    assert in_batches(stream, SPEC) is stream
+    assert in_batches([TAKEN[:20], TAKEN[20:]], NOTHING) is not TAKEN
+
+
+@pytest.mark.parametrize("shuffle", [None, False, True])
+@pytest.mark.parametrize("form", ["arrays", "list of images and labels", "data set"])
+def test_a_loader_knows_how_many_batches_it_gives_and_starts_anew(form, shuffle):
+    loader = in_batches(DATA[form], SPEC, 16, shuffle=shuffle)
+    assert len(loader) == 3
+    for _ in range(2):
+        assert [len(labels) for _, labels in loader] == [16, 16, 8]
 
 
 def test_bytes_are_left_alone_for_a_network_that_takes_no_images():
     tokens = torch.ones(3, 5, dtype=torch.uint8)
-    assert as_inputs(tokens, network()).dtype is torch.uint8
+    assert as_inputs(tokens, network().input_spec)[0] is tokens
+    bytes_taken = InputSpec((TensorSpec("images", (None, 1, 8, 8), "uint8"),))
+    assert as_inputs(BYTES, bytes_taken)[0] is BYTES
+
+
+def test_tensors_and_arrays_are_passed_on_without_a_copy():
+    array = np.zeros((2, 1, 8, 8), dtype=np.float32)
+    assert as_inputs(array, SPEC)[0] is array
+    assert fitted((array,), SPEC)[0] is array
+    assert np.shares_memory(as_tensor(array).numpy(), array)
+    for tensor in (TAKEN, TAKEN.half(), TAKEN.permute(0, 1, 3, 2)):
+        assert as_inputs(tensor, SPEC)[0] is tensor
+        assert as_tensor(tensor) is tensor
+
+
+def test_an_array_that_cannot_be_written_to_becomes_a_tensor_without_a_warning():
+    array = np.zeros((2, 1, 8, 8), dtype=np.float32)
+    array.flags.writeable = False
+    assert as_tensor(as_inputs(array, SPEC)[0]).sum() == 0
+
+
+def test_doubles_stay_doubles_where_the_network_takes_them():
+    double = InputSpec((TensorSpec("numbers", (None, 4), "float64"),))
+    assert as_inputs(np.zeros((2, 4)), double)[0].dtype == np.float64
+    assert as_inputs(np.zeros((2, 4)), NOTHING)[0].dtype == np.float32
+
+
+def test_numbers_in_lists_are_one_input_and_arrays_in_a_list_are_several():
+    assert as_inputs([[0.5, 1.0], [2.0, 3.0]], NOTHING)[0].tolist() == [[0.5, 1.0], [2.0, 3.0]]
+    assert len(as_inputs([np.zeros((2, 3)), torch.zeros(2, 5)], NOTHING)) == 2
+
+
+TEXT = InputSpec(
+    (TensorSpec("input_ids", (None, None), "int64"), TensorSpec("attention_mask", (None, None), "int64")),
+    ("input_ids", "attention_mask"),
+)
+
+
+def test_texts_come_by_name_or_in_order_with_any_whole_numbers():
+    ids, mask = np.arange(6, dtype=np.int32).reshape(2, 3), np.ones((2, 3), dtype=bool)
+    batch = {"input_ids": ids, "attention_mask": mask, "token_type_ids": 0 * ids, "labels": [0, 1]}
+    for given in (batch, (ids, mask), [ids, mask], {name: as_tensor(np.array(part)) for name, part in batch.items()}):
+        found = fitted(as_inputs(given, TEXT), TEXT)
+        assert [each.dtype for each in found] == [np.int64, np.int64]
+        assert np.array_equal(found[0], ids)
+
+
+@pytest.mark.parametrize("kind", [np.asarray, torch.as_tensor, np.ndarray.tolist])
+@pytest.mark.parametrize(
+    ("batch", "message"),
+    [
+        ({"input_ids": np.zeros((2, 3), int)}, "the network takes"),
+        ({"input_ids": np.zeros((2, 3)), "attention_mask": np.ones((2, 3), int)}, "array of float(32|64)"),
+        ({"input_ids": np.zeros((2, 3), int), "attention_mask": np.ones((1, 3), int)}, r"\[1, 2\] samples"),
+        (
+            {name: np.ones((2, 3), int) for name in ("input_ids", "attention_mask", "token_type_ids")},
+            "pairs of texts",
+        ),
+    ],
+)
+def test_texts_that_do_not_fit_are_refused(batch, message, kind):
+    with pytest.raises(BadInput, match=message):
+        fitted(as_inputs({name: kind(part) for name, part in batch.items()}, TEXT), TEXT)
+
+
+def test_the_last_of_several_is_the_labels_if_it_has_one_axis():
+    ids, mask, labels = np.ones((2, 3)), np.ones((2, 3)), np.array([1, 0])
+    for batch in ((ids, labels), [ids, [1, 0]], {"x": ids, "label": labels}, {"x": ids, "labels": labels, "label": None}):
+        assert np.array_equal(split_labels(batch).inputs, ids)
+        assert np.array_equal(split_labels(batch).labels, labels)
+    for batch in ((ids, mask), (ids,), ids, {"x": ids, "mask": mask}):
+        assert split_labels(batch).labels is None
+    assert len(split_labels((ids, mask, labels)).inputs) == 2
+
+
+@pytest.mark.parametrize("kind", [torch.as_tensor, np.asarray])
+def test_labels_are_whole_numbers_or_shares_of_classes(kind):
+    ids = np.ones((2, 3))
+    assert as_batch((ids, kind(np.array([1, 0], np.uint8))), NOTHING).labels.tolist() == [1, 0]
+    assert str(as_batch((ids, kind(np.array([1, 0], np.int32))), NOTHING).labels.dtype).endswith("int64")
+    shares = as_batch({"x": ids, "labels": kind(np.eye(2))}, NOTHING)
+    assert str(shares.labels.dtype).endswith("float32")
+    with pytest.raises(BadInput, match="among 2 classes, but the network has 3"):
+        shares.check(3)
+    for bad in (np.array([0.5, 1.0]), np.array([True, False]), np.array([1j, 0])):
+        with pytest.raises(BadInput, match="not class indices"):
+            as_batch((ids, kind(bad)), NOTHING)
 
 
 BAD = {
-    "unlike lengths": (lambda: in_batches((TAKEN, LABELS[:3]), model()), r"arrays with \[40, 3\] samples"),
-    "nothing": (lambda: in_batches(TAKEN[:0], model()), "no samples"),
-    "no batch": (lambda: in_batches(TAKEN, model(), 0), "batch size 0"),
-    "pictures for a network by hand": (lambda: as_inputs(PICTURES, network()), "does not say which images"),
-    "another size": (lambda: as_inputs(BYTES[:, :, :4], model()), r"shape \(1, 4, 8\) and the network takes"),
-    "unlike shapes": (lambda: as_inputs([TAKEN[0], TAKEN[1, :, :4]], model()), "do not fit into one batch"),
-    "words": (lambda: as_inputs(np.array(["a", "b"]), model()), "is no numbers"),
+    "unlike lengths": (lambda: in_batches((TAKEN, LABELS[:3]), SPEC), r"arrays with \[40, 3\] samples"),
+    "nothing": (lambda: in_batches(TAKEN[:0], SPEC), "no samples"),
+    "no batch": (lambda: in_batches(TAKEN, SPEC, 0), "batch size 0"),
+    "no sample": (lambda: as_inputs(TAKEN[:0], SPEC), r"\[0\] samples: the first axis is the samples, at least one"),
+    "a number": (lambda: as_inputs(np.float32(3), NOTHING), r"\[0\] samples: the first axis is the samples"),
+    "pictures for a network by hand": (lambda: as_inputs(PICTURES, NOTHING), "does not say which images"),
+    "pictures for numbers": (
+        lambda: as_inputs(PICTURES, InputSpec((TensorSpec("numbers", (None, 4), "float32"),))),
+        "does not take images",
+    ),
+    "another size": (lambda: as_inputs(BYTES[:, :, :4], SPEC), r"shape \(1, 4, 8\) and the network takes"),
+    "unlike shapes": (lambda: as_inputs([TAKEN[0], TAKEN[1, :, :4]], SPEC), "do not fit into one batch"),
+    "unlike arrays": (
+        lambda: as_inputs([TAKEN[0].numpy(), TAKEN[1, :, :4].numpy()], SPEC),
+        "do not fit into one batch",
+    ),
+    "words": (lambda: as_inputs(np.array(["a", "b"]), SPEC), "is not an array of numbers"),
+    "a text": (lambda: as_inputs("text", SPEC), "is not an array of numbers"),
+    "complex numbers": (lambda: as_inputs(np.zeros((2, 1, 8, 8), complex), SPEC), "is not an array of numbers"),
+    "two inputs": (lambda: as_inputs((TAKEN, TAKEN), SPEC), "2 inputs, and the network takes input_0 of shape"),
+    "other sizes for a graph": (
+        lambda: fitted(as_inputs(TAKEN[..., :4], SPEC), SPEC),
+        r"shape \(40, 1, 8, 4\), and the network takes input_0 of shape \(samples, 1, 8, 8\), float32",
+    ),
+    "names for one tensor": (lambda: as_inputs({"a": TAKEN, "b": TAKEN}, SPEC), r"the batch has \['a', 'b'\]"),
 }
 
 

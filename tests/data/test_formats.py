@@ -7,14 +7,19 @@ import datasets
 import numpy as np
 import pytest
 import torch
+from exported import folder as exported
+from exported import network as exported_network
 from PIL import Image
 from torch import nn
 
-from alight.data.formats import example_of, load_data, names_of
+from alight.data.batches import batches
+from alight.data.formats import load_data, names_of
+from alight.data.spec import InputSpec
 from alight.engine.recorder import record
 from alight.errors import BadFile, BadInput
+from alight.engine.manifest import Manifest
 from alight.networks.attach import attach_heads
-from alight.networks.multi_exit import MultiExitModel, Normalisation
+from alight.networks.multi_exit import MultiExitModel, Normalisation, example_of
 
 CHANNELS, HEIGHT, WIDTH = 3, 8, 10
 HALF = Normalisation((0.5, 0.5, 0.5), (0.25, 0.5, 1.0))
@@ -27,14 +32,18 @@ def network(channels: int = CHANNELS, normalisation: Normalisation | None = HALF
     return attach_heads(backbone, ["1"], example=example, normalisation=normalisation, classes=classes)
 
 
+def spec(channels: int = CHANNELS, normalisation: Normalisation | None = HALF, classes=()) -> InputSpec:
+    return network(channels, normalisation, classes).input_spec
+
+
 @pytest.fixture
 def images() -> np.ndarray:
     return np.random.default_rng(0).integers(256, size=(5, HEIGHT, WIDTH, CHANNELS), dtype=np.uint8)
 
 
-def expected(images: np.ndarray) -> torch.Tensor:
+def expected(images: np.ndarray) -> np.ndarray:
     scaled = torch.tensor(images).permute(0, 3, 1, 2).float() / 255
-    return (scaled - torch.tensor(HALF.mean)[:, None, None]) / torch.tensor(HALF.std)[:, None, None]
+    return ((scaled - torch.tensor(HALF.mean)[:, None, None]) / torch.tensor(HALF.std)[:, None, None]).numpy()
 
 
 @pytest.mark.parametrize("layout", ["NHWC", "NCHW"])
@@ -43,15 +52,15 @@ def test_arrays_of_either_layout_are_normalised_as_the_network_says(layout, dtyp
     given = images if layout == "NHWC" else images.transpose(0, 3, 1, 2)
     given = given if dtype is np.uint8 else given / 255
     np.savez(tmp_path / "data.npz", images=given, labels=[0, 1, 0, 1, 1])
-    (one, labels), (two, _) = load_data(tmp_path / "data.npz", network(), batch_size=3)
-    torch.testing.assert_close(torch.cat([one, two]), expected(images))
+    (one, labels), (two, _) = load_data(tmp_path / "data.npz", spec(), batch_size=3)
+    np.testing.assert_array_equal(np.concatenate([one, two]), expected(images))
     assert labels.tolist() == [0, 1, 0]
 
 
 def test_arrays_need_no_labels_and_grey_images_no_channel(tmp_path):
     grey = np.zeros((3, HEIGHT, WIDTH), np.uint8)
     np.savez(tmp_path / "data.npz", x=grey)
-    table = record(network(1, None), load_data(tmp_path / "data.npz", network(1, None)), progress=False)
+    table = record(network(1, None), load_data(tmp_path / "data.npz", spec(1, None)), progress=False)
     assert len(table) == 3
     assert table.labels is None
 
@@ -62,8 +71,8 @@ def test_a_folder_for_each_class_is_read_by_the_networks_own_names(named, images
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         Image.fromarray(pixels).save(tmp_path / name)
     (tmp_path / "dog" / "notes.txt").write_text("no image")
-    ((pictures, labels),) = load_data(tmp_path, network(classes=named))
-    torch.testing.assert_close(pictures, expected(images[[0, 1, 2]]))
+    ((pictures, labels),) = load_data(tmp_path, spec(classes=named))
+    np.testing.assert_array_equal(pictures, expected(images[[0, 1, 2]]))
     assert labels.tolist() == ([1, 0, 0] if named else [0, 1, 1])
 
 
@@ -74,9 +83,9 @@ def test_pictures_of_any_size_and_mode_are_brought_to_the_networks(tmp_path):
             tmp_path / "a" / f"{name}.png"
         )
     (tmp_path / "b").mkdir()
-    ((pictures, _),) = load_data(tmp_path, network(normalisation=None))
+    ((pictures, _),) = load_data(tmp_path, spec(normalisation=None))
     assert pictures.shape == (3, CHANNELS, HEIGHT, WIDTH)
-    torch.testing.assert_close(pictures, torch.ones_like(pictures))
+    np.testing.assert_array_equal(pictures, np.ones_like(pictures))
 
 
 def test_a_torchvision_data_set_on_disk_is_read(tmp_path):
@@ -88,7 +97,7 @@ def test_a_torchvision_data_set_on_disk_is_read(tmp_path):
         (raw / f"{part}-images-idx3-ubyte").write_bytes(b"\x00\x00\x08\x03" + sizes + pixels.tobytes())
         (raw / f"{part}-labels-idx1-ubyte").write_bytes(b"\x00\x00\x08\x01" + (4).to_bytes(4, "big") + labels.tobytes())
     for split, shade in {"train": 1.0, "test": 0.0}.items():
-        ((pictures, labels),) = load_data(f"mnist:{tmp_path}", network(normalisation=None), split=split)
+        ((pictures, labels),) = load_data(f"mnist:{tmp_path}", spec(normalisation=None), split=split)
         assert pictures.shape == (4, CHANNELS, HEIGHT, WIDTH)
         assert pictures.unique().tolist() == [shade]
         assert labels.tolist() == [0, 1, 0, 1]
@@ -96,7 +105,7 @@ def test_a_torchvision_data_set_on_disk_is_read(tmp_path):
 
 def test_augmented_images_are_flipped_and_moved_and_follow_the_seed(images, tmp_path):
     np.savez(tmp_path / "data.npz", images=np.repeat(images, 20, axis=0))
-    data = load_data(tmp_path / "data.npz", network(normalisation=None), augment=True)
+    data = load_data(tmp_path / "data.npz", spec(normalisation=None), augment=True)
     drawn = []
     for seed in (0, 0, 1):
         torch.manual_seed(seed)
@@ -109,8 +118,8 @@ def test_augmented_images_are_flipped_and_moved_and_follow_the_seed(images, tmp_
 
 def test_workers_load_the_same(images, tmp_path):
     np.savez(tmp_path / "data.npz", images=images)
-    (alone,), (helped,) = (load_data(tmp_path / "data.npz", network(), workers=count) for count in (0, 1))
-    assert torch.equal(alone, helped)
+    (alone,), (helped,) = (load_data(tmp_path / "data.npz", spec(), workers=count) for count in (0, 1))
+    assert np.array_equal(alone, helped.numpy())
 
 
 def test_an_example_is_what_the_network_describes():
@@ -128,12 +137,12 @@ def test_an_example_is_what_the_network_describes():
 def test_loose_images_have_no_labels_and_are_known_by_their_files(images, tmp_path):
     for index, image in enumerate(images[:3]):
         Image.fromarray(image).save(tmp_path / f"{index}.png")
-    data = load_data(tmp_path, network(), batch_size=2)
+    data = load_data(tmp_path, spec(), batch_size=2)
     assert [len(batch) for batch in data] == [2, 1]
     assert names_of(data) == [str(tmp_path / f"{index}.png") for index in range(3)]
     (tmp_path / "class").mkdir()
     with pytest.raises(BadInput, match="both images and folders"):
-        load_data(tmp_path, network())
+        load_data(tmp_path, spec())
 
 
 def bad(name: str, folder) -> tuple[str, MultiExitModel]:
@@ -193,12 +202,12 @@ BAD = {
     "odd labels": (BadFile, "labels are float64"),
     "damaged": (BadFile, "it is damaged"),
     "channels": (BadInput, "normalises 3 channels and takes images of 1"),
-    "damaged picture": (BadFile, "it is no whole image"),
-    "empty folder": (BadInput, "has no folders with images"),
+    "damaged picture": (BadFile, "it is not a whole image"),
+    "empty folder": (BadInput, "has no images"),
     "one class": (BadInput, "has 1 classes by name and the network 2"),
     "unknown class": (BadInput, "class 'cat' that the network does not know: dog, bird"),
-    "text for images": (BadInput, "needs a tokenizer"),
-    "unknown kind": (BadInput, "no kind of data that alight reads"),
+    "text for images": (BadInput, "the network does not take text"),
+    "unknown kind": (BadInput, "is not a kind of data that alight reads"),
     "no set": (BadInput, "torchvision has no data set 'cifar99'"),
     "not there": (BadInput, "CIFAR10 is not in"),
     "nowhere": (FileNotFoundError, "there is no such file"),
@@ -210,7 +219,7 @@ def test_bad_data_get_an_error_that_says_what_to_do(name, tmp_path):
     kind, message = BAD[name]
     where, model = bad(name, tmp_path)
     with pytest.raises(kind, match=message):
-        list(load_data(where, model))
+        list(load_data(where, model.input_spec))
 
 
 def test_a_hugging_face_data_set_on_disk_is_read(tmp_path):
@@ -218,27 +227,27 @@ def test_a_hugging_face_data_set_on_disk_is_read(tmp_path):
     features = datasets.Features({"image": datasets.Image(), "label": datasets.Value("int64")})
     table = datasets.Dataset.from_dict({"image": pictures, "label": [0, 1, 0]}, features=features)
     datasets.DatasetDict({"train": table}).save_to_disk(tmp_path / "saved")
-    ((images, labels),) = load_data(tmp_path / "saved", network())
+    ((images, labels),) = load_data(tmp_path / "saved", spec())
     assert images.shape == (3, CHANNELS, HEIGHT, WIDTH)
     assert labels.tolist() == [0, 1, 0]
     with pytest.raises(BadInput, match="has no part 'test': choose among train"):
-        load_data(tmp_path / "saved", network(), split="test")
+        load_data(tmp_path / "saved", spec(), split="test")
     datasets.Dataset.from_dict({"sound": [1.0, 2.0]}).save_to_disk(tmp_path / "other")
     with pytest.raises(BadInput, match="has columns sound"):
-        load_data(tmp_path / "other", network())
+        load_data(tmp_path / "other", spec())
 
 
 def test_a_hugging_face_data_set_without_its_library_says_what_to_install(tmp_path, monkeypatch):
     where, model = bad("hugging face", tmp_path)
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(BadInput, match="datasets is not installed: pip install datasets"):
-        load_data(where, model)
+        load_data(where, model.input_spec)
 
 
 @pytest.mark.parametrize(
     ("lines", "message"),
     [
-        (["{"], "line 1 is no JSON"),
+        (["{"], "line 1 is not JSON"),
         ([json.dumps({"text": "a", "label": 0}), json.dumps({"label": 1})], "line 2 has no text"),
         ([], "it is empty"),
         ([json.dumps({"text": "a", "label": "x"}), json.dumps({"text": "b"})], "some labels are missing"),
@@ -248,4 +257,56 @@ def test_bad_lines_are_named(lines, message, tmp_path):
     path = tmp_path / "lines.jsonl"
     path.write_text("\n".join(lines))
     with pytest.raises(BadFile, match=message):
-        load_data(path, network())
+        load_data(path, spec())
+
+
+PIXELS = np.random.default_rng(0).integers(0, 256, size=(5, 6, 7, 3), dtype=np.uint8)
+
+
+def read_by_both(where) -> tuple[np.ndarray, np.ndarray]:
+    """What a network in PyTorch and its export get of the data, once read by torch's loader, once without torch."""
+    ours, theirs = exported_network().input_spec, Manifest.load(exported()).input_spec
+    loaders = load_data(where, ours, shuffle=False, batch_size=3), load_data(where, theirs, batch_size=2, labels=False)
+    return tuple(
+        np.concatenate([np.asarray(batch.inputs[0]) for batch in batches(loader, each, "the test")])
+        for loader, each in zip(loaders, (ours, theirs), strict=True)
+    )
+
+
+@pytest.mark.parametrize(
+    "images", [PIXELS, PIXELS.transpose(0, 3, 1, 2), PIXELS / 255.0], ids=["last", "first", "0..1"]
+)
+def test_arrays_are_read_for_an_export_as_for_the_network_bit_for_bit(images, tmp_path):
+    np.savez(tmp_path / "images.npz", images=images, labels=np.zeros(5, int))
+    ours, theirs = read_by_both(tmp_path / "images.npz")
+    assert theirs.dtype == np.float32
+    assert np.array_equal(ours, theirs)
+
+
+@pytest.mark.parametrize("depth", ["", "deep/er"])
+def test_pictures_are_read_for_an_export_as_for_the_network_bit_for_bit(depth, tmp_path):
+    (tmp_path / depth).mkdir(parents=True, exist_ok=True)
+    for name, pixels in zip("edcba", PIXELS, strict=True):
+        Image.fromarray(pixels).resize((20, 30)).save(tmp_path / depth / f"{name}.png")
+    samples = load_data(tmp_path, Manifest.load(exported()).input_spec, batch_size=2, labels=False)
+    assert len(samples) == 3
+    assert [name[-5:] for name in names_of(samples)] == ["a.png", "b.png", "c.png", "d.png", "e.png"]
+    if not depth:  # with labels, a folder has the name of a class
+        ours, theirs = read_by_both(tmp_path)
+        assert np.array_equal(ours, theirs)
+
+
+def test_without_labels_inputs_are_read_whatever_the_labels_are(images, tmp_path):
+    np.savez(tmp_path / "data.npz", images=images, labels=[0.5] * 5)
+    (batch,) = load_data(tmp_path / "data.npz", spec(), labels=False)
+    np.testing.assert_array_equal(batch, expected(images))
+
+
+def test_pictures_are_read_when_their_batch_is_asked_for(tmp_path):
+    for index, pixels in enumerate(PIXELS[:3]):
+        Image.fromarray(pixels).save(tmp_path / f"{index}.png")
+    (tmp_path / "2.png").write_bytes(b"\x89PNG")
+    loaded = iter(load_data(tmp_path, Manifest.load(exported()).input_spec, batch_size=2))
+    assert len(next(loaded)) == 2
+    with pytest.raises(BadFile, match=r"2\.png: it is not a whole image"):
+        next(loaded)

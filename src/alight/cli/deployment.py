@@ -14,8 +14,8 @@ def run_export(options: argparse.Namespace) -> Found:
     """Write a network and its policy to a folder that runs without PyTorch."""
     check_network(options.model)
     policy = load_policy(options.policy)
-    from alight.engine.manifest import Manifest
     from alight.export.exporting import export_model
+    from alight.engine.manifest import Manifest
     from alight.networks.store import load_model
 
     tokenizer = Path(options.model) / TOKENIZER
@@ -41,13 +41,19 @@ def run_run(options: argparse.Namespace) -> Found:
     """Answer every sample with an exported network, without PyTorch."""
     distinct(options.data, options.policy, options.output)
     from alight import deploy
-    from alight.deploy.reading import read_data
+    from alight.data.formats import load_data, names_of
     from alight.engine.answers import write_answers
-    from alight.engine.manifest import AOTI
+    from alight.engine.manifest import AOTI, exported_tokenizer
 
     manifest = deploy.Manifest.load(options.folder)
-    data = read_data(
-        options.data, options.folder, manifest, batch_size=options.batch_size, max_tokens=options.max_tokens
+    data = load_data(
+        options.data,
+        manifest.input_spec,
+        split="test",
+        batch_size=options.batch_size,
+        tokenizer=exported_tokenizer(options.folder, manifest) if manifest.input_names else None,
+        max_tokens=options.max_tokens,
+        labels=False,
     )
     policy = load_policy(options.policy) if options.policy else None
     load = deploy.load
@@ -62,7 +68,7 @@ def run_run(options: argparse.Namespace) -> Found:
     )
     deployed.probabilities = deployed.policy.lens is None
     decisions, unit = deployed.run(data, progress=not options.quiet), deployed.policy.unit
-    write_answers(decisions, options.output, names=data.names, classes=manifest.classes, unit=unit)
+    write_answers(decisions, options.output, names=names_of(data), classes=manifest.classes, unit=unit)
     return Found(
         f"{decisions}: {options.output}",
         {

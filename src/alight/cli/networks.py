@@ -91,9 +91,11 @@ def run_train(options: argparse.Namespace) -> Found | None:
 
     source, folder = Path(options.model), Path(options.output or options.model)
     model = load_model(source)
-    given = data_options(options)
-    data = load_data(options.data, model, split=options.split, shuffle=True, augment=options.augment, **given)
-    validation = load_data(options.validation, model, split="test", **given) if options.validation else None
+    spec, given = model.input_spec, data_options(options)
+    data = load_data(options.data, spec, split=options.split, shuffle=True, augment=options.augment, **given)
+    validation = None
+    if options.validation:
+        validation = load_data(options.validation, spec, split="test", shuffle=False, **given)
     settings = {"mode": options.mode, "epochs": options.epochs, "device": device(options)}
     taken = [*settings, "validation", "checkpoint", "batch_size"]
     settings |= own_options(train_heads, options.set, taken=taken, progress=not options.quiet)
@@ -126,7 +128,7 @@ def run_record(options: argparse.Namespace) -> Found:
     from alight.networks.store import load_model
 
     model = load_model(options.model)
-    data = load_data(options.data, model, split=options.split, **data_options(options))
+    data = load_data(options.data, model.input_spec, split=options.split, **data_options(options))
     recorded = record_to(
         options.output,
         model,
@@ -135,7 +137,7 @@ def run_record(options: argparse.Namespace) -> Found:
         features=options.features,
         log_probabilities=options.log_probabilities,
         progress=not options.quiet,
-        **speed_settings(options, model, partial(first_inputs, data)),
+        **speed_settings(options, model, partial(first_inputs, data, model)),
     )
     lines = [str(recorded)]
     if recorded.accuracies:
@@ -148,7 +150,7 @@ def run_costs(options: argparse.Namespace) -> Found:
     """Measure what every stage and every head costs."""
     check_network(options.model)
     from alight.costing.measure import head_overhead, measure_costs, time_stages
-    from alight.data.formats import example_of
+    from alight.networks.multi_exit import example_of
     from alight.networks.store import load_model
 
     model = load_model(options.model).to(device(options))

@@ -39,14 +39,14 @@ def run_predict(options: argparse.Namespace) -> Found:
     from alight.networks.store import load_model
 
     model = load_model(options.model)
-    data = load_data(options.data, model, split=options.split, **data_options(options))
+    data = load_data(options.data, model.input_spec, split=options.split, **data_options(options))
     predictor = Predictor(
         model,
         policy,
         batch_size=options.batch_size,
         probabilities=policy.lens is None,
         allow_mismatch=options.allow_mismatch,
-        **speed_settings(options, model, partial(first_inputs, data), policy),
+        **speed_settings(options, model, partial(first_inputs, data, model), policy),
     )
     decisions = predictor.run(data, progress=not options.quiet)
     write_answers(decisions, options.output, names=names_of(data), classes=model.classes, unit=policy.unit)
@@ -67,7 +67,7 @@ def run_plan(options: argparse.Namespace) -> Found:
     distinct(options.labelled, options.output, options.report)
     check_network(options.model)
     labelled = HeadOutputs.load(options.labelled)
-    from alight.data.formats import example_of
+    from alight.networks.multi_exit import example_of
     from alight.networks.store import load_model
     from alight.planning.plan import plan
 
@@ -103,8 +103,8 @@ def run_bench(options: argparse.Namespace) -> Found:
 
     model = load_model(options.model)
     given = data_options(options) | {"batch_size": options.samples}
-    data = load_data(options.data, model, split=options.split, **given)
-    batch, measured = as_batch(next(iter(data))), []
+    data = load_data(options.data, model.input_spec, split=options.split, **given)
+    batch, measured = as_batch(next(iter(data)), model.input_spec).to("cpu"), []
     for size in options.batch_sizes:
         if not options.quiet:
             print(f"batches of {size}", file=sys.stderr)

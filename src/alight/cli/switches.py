@@ -84,11 +84,11 @@ def speed_settings(
     return {name: value for name, value in tuned.settings.items() if name != "allow_mismatch"}
 
 
-def first_inputs(data: Any) -> Any:
+def first_inputs(data: Any, model: Any) -> Any:
     """The inputs of the first batch."""
     from alight.data.batches import as_batch
 
-    return as_batch(next(iter(data))).inputs
+    return as_batch(next(iter(data)), model.input_spec).to("cpu").inputs
 
 
 def device(options: argparse.Namespace) -> str:

@@ -112,7 +112,7 @@ def _pictures(store: Store, where: str, names: Sequence[str], model: MultiExitMo
     labels = None
     if not loose:
         classes = [name.partition("/")[0] for name in names]
-        indices = class_indices(sorted(set(classes)), model, where)
+        indices = class_indices(sorted(set(classes)), model.input_spec, where)
         labels = [indices[name] for name in classes]
     return [
         PictureShard(

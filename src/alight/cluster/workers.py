@@ -61,7 +61,7 @@ class Worker:
             folder = Path(name)
             unpack(network, folder)
             model = load_model(folder)
-            self.collate = collation(settings.kind, model, settings.where, tokenizer=folder / TOKENIZER)
+            self.collate = collation(settings.kind, model.input_spec, settings.where, tokenizer=folder / TOKENIZER)
         self.work = settings.task.ready(model, settings.batch_size, settings.switches)
 
     def __call__(self, rows: Mapping[str, Any]) -> dict[str, list[Any]]:

@@ -1,45 +1,58 @@
-"""What a loader gives, as a network takes it: inputs, and labels where there are any."""
+"""One way in for data: a batch as the network takes it, and batches of whatever form the data has.
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+an array or a tensor          taken unchanged; bytes (uint8) of images are normalised, float64 arrays become float32
+a list of pictures or arrays  stacked; pictures (Pillow) are brought to the network's size first
+a dict by name, or a tuple    one array per input, as of text: tokens and mask
+"""
+
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
-from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
-from alight.data.preprocess import Images, image_shape, is_picture
+from alight.data.preprocess import as_array, image_batch, is_picture, is_pixels, is_tensor
+from alight.data.spec import InputSpec, TensorSpec
+from alight.data.tokens import SEGMENTS
 from alight.errors import BadInput
-from alight.networks.multi_exit import MultiExitModel
 
+if TYPE_CHECKING:
+    import torch
+
+Array = Any  # a NumPy array, or a tensor of torch
+Arrays = tuple[Array, ...]
+
+BATCH_SIZE = 128  # by default
 LABELS = ("labels", "label")  # the names that Hugging Face gives them
 SPENT = "an iterator is spent after one pass, so give a DataLoader, a list, or anything that starts anew"
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Inputs as the network admits them, and the labels, None where the loader gives none."""
+    """Inputs of a network, and the labels, None where the loader gives none."""
 
     inputs: Any
-    labels: Tensor | None  # (samples,), class indices; or (samples, classes), shares of classes
+    labels: Array | None  # (samples,), class indices; or (samples, classes), shares of classes
 
     def __len__(self) -> int:
-        return len(_first(self.inputs))
+        return len(self.inputs[0] if isinstance(self.inputs, tuple) else self.inputs)
 
-    def to(self, device: torch.device, channels_last: bool = False) -> "Batch":
-        """The batch on a device, images with their channels last if wanted."""
+    def to(self, device: "str | torch.device", channels_last: bool = False) -> "Batch":
+        """Return the batch as tensors on a device, images with their channels last if wanted."""
+        import torch
 
-        def moved(tensor: Tensor) -> Tensor:
-            placed = tensor.to(device, non_blocking=True)
+        def moved(value: Array) -> torch.Tensor:
+            placed = as_tensor(value).to(device, non_blocking=True)
             images = channels_last and placed.ndim == 4 and placed.is_floating_point()
             return placed.to(memory_format=torch.channels_last) if images else placed
 
-        labels = None if self.labels is None else self.labels.to(device, non_blocking=True)
-        return Batch(_each(self.inputs, moved), labels)
+        labels = None if self.labels is None else as_tensor(self.labels).to(device, non_blocking=True)
+        return Batch(tuple(map(moved, self.inputs)), labels)
 
     def check(self, num_classes: int) -> None:
-        """That the labels are classes of the network."""
+        """Check that the labels are classes of the network."""
         if self.labels is None:
             return
         if self.labels.ndim == 2:
@@ -57,161 +70,243 @@ class Batch:
             )
 
 
-def batches(loader: Iterable[Any], what: str) -> Iterator[Batch]:
-    """Every batch of a loader; `what` says in the error which pass found none.
+def as_inputs(inputs: Any, spec: InputSpec) -> Arrays:
+    """Return one batch as the first stage takes it, in the order of the names that the network has for its inputs.
 
-    >>> [len(batch) for batch in batches([(torch.zeros(3, 2), torch.tensor([0, 1, 1]))], "the test")]
+    Tensors stay tensors, wherever they are; all else becomes contiguous NumPy arrays. Sizes are not compared with the
+    spec, since a network may take others than it was built with: `fitted` does that for exported ones.
+
+    >>> as_inputs(np.zeros((5, 4)), InputSpec())[0].dtype
+    dtype('float32')
+    """
+    parts = (inputs,) if isinstance(inputs, np.ndarray) or is_tensor(inputs) else _parts(inputs, spec)
+    if spec.tensors and len(parts) != len(spec.tensors):
+        raise BadInput(f"{len(parts)} inputs, and the network takes {'; '.join(map(str, spec.tensors))}")
+    arrays = tuple([_numbers(part, spec) for part in parts])
+    sizes = {part.shape[0] if part.ndim else 0 for part in arrays}
+    if len(sizes) != 1 or 0 in sizes:
+        raise BadInput(
+            f"inputs of {sorted(sizes)} samples: the first axis is the samples, at least one, as many of each input"
+        )
+    return arrays
+
+
+def fitted(inputs: Arrays, spec: InputSpec) -> tuple[np.ndarray, ...]:
+    """Return inputs as NumPy arrays of the sizes and dtypes that the spec names, as an exported network takes them.
+
+    >>> spec = InputSpec((TensorSpec("tokens", (None, None), "int64"),))
+    >>> fitted((np.array([[1, 2]], dtype=np.int32),), spec)[0].dtype
+    dtype('int64')
+    """
+    return tuple([_fitted(each, own) for each, own in zip(inputs, spec.tensors, strict=True)])
+
+
+def by_name(inputs: Mapping[str, Any], names: Sequence[str]) -> tuple[Any, ...]:
+    """Return the inputs of these names from a dict, which may hold more."""
+    if not names or any(name not in inputs for name in names):
+        raise BadInput(f"the batch has {sorted(inputs)}, the network takes {list(names) or 'one tensor'}")
+    if SEGMENTS in inputs and SEGMENTS not in names and bool(_any(inputs[SEGMENTS])):
+        raise BadInput(  # all 0 for single texts, as a network takes them to be where none are given
+            f"the batch has pairs of texts ({SEGMENTS}): attach heads with an example that has them"
+        )
+    return tuple([inputs[name] for name in names])
+
+
+def as_tensor(values: Array) -> "torch.Tensor":
+    """Return numbers as a tensor, of a tensor or a writable array without a copy."""
+    import torch
+
+    if isinstance(values, torch.Tensor):
+        return values
+    array = as_array(values)
+    return torch.from_numpy(array if array.flags.writeable else array.copy())
+
+
+def split_labels(batch: Any) -> Batch:
+    """Return a loader's batch with its labels apart: a tensor, (inputs, ..., labels), or a dict with "labels".
+
+    The last of several is the labels if it has one axis; a mask or a second image has more. In a dict labels may also
+    be shares of classes, (samples, classes): of smoothed labels and mixed images.
+
+    >>> split_labels({"input_ids": np.ones((2, 4)), "labels": np.array([1, 0])}).labels
+    array([1, 0])
+    """
+    labels = None
+    inputs = batch
+    if isinstance(batch, Mapping):
+        inputs = {name: part for name, part in batch.items() if name not in LABELS}
+        labels = next((batch[name] for name in LABELS if batch.get(name) is not None), None)
+    elif isinstance(batch, list | tuple) and len(batch) > 1 and _ndim(batch[-1]) == 1:
+        inputs, labels = batch[:-1], batch[-1]
+    if isinstance(inputs, Mapping | list | tuple) and not inputs:
+        raise BadInput("a batch holds no tensor: give a tensor, (inputs, labels), or a dict of tensors")
+    if isinstance(inputs, Mapping) and len(inputs) == 1:
+        inputs = next(iter(inputs.values()))
+    elif isinstance(inputs, list | tuple) and len(inputs) == 1 and labels is not None:
+        inputs = inputs[0]
+    return Batch(inputs, labels)
+
+
+def as_batch(batch: Any, spec: InputSpec) -> Batch:
+    """Return a loader's batch as the network takes it, with its labels, which are checked.
+
+    >>> as_batch((np.zeros((3, 2)), [0, 1, 1]), InputSpec()).labels
+    array([0, 1, 1])
+    """
+    raw = split_labels(batch)
+    inputs = as_inputs(raw.inputs, spec)
+    return Batch(inputs, None if raw.labels is None else _class_indices(raw.labels, len(inputs[0])))
+
+
+def batches(loader: Iterable[Any], spec: InputSpec, what: str) -> Iterator[Batch]:
+    """Yield every batch of a loader as the network takes it; `what` says in the error which pass got none.
+
+    >>> [len(batch) for batch in batches([(np.zeros((3, 2)), np.array([0, 1, 1]))], InputSpec(), "the test")]
     [3]
     """
-    found = False
+    empty = True
     for batch in loader:
-        found = True
-        yield as_batch(batch)
-    if not found:
+        empty = False
+        yield as_batch(batch, spec)
+    if empty:
         raise BadInput(f"the loader gave no batch in {what}: {SPENT}")
 
 
 def length_of(loader: Iterable[Any]) -> int | None:
-    """How many batches a loader gives, None where it does not know."""
+    """Return the number of batches that a loader gives, None where it does not know."""
     try:
         return len(loader)  # type: ignore[arg-type]
     except TypeError:
         return None
 
 
-def as_batch(batch: Any) -> Batch:
-    """A loader's batch with its labels told apart: a tensor, (inputs, ..., labels), or a dict with "labels".
+def in_batches(
+    data: Any, spec: InputSpec, batch_size: int = BATCH_SIZE, *, shuffle: bool | None = None
+) -> Iterable[Any]:
+    """Return batches of arrays, tensors, data sets or lists of samples; what comes in batches is returned unchanged.
 
-    The last of several is the labels if it has one axis; a mask or a second image has more. In a dict labels may also
-    be shares of classes, (samples, classes): of smoothed labels and mixed images.
+    Samples come in order and without torch, unless `shuffle` is True or False: then torch's DataLoader reads them,
+    shuffled by torch's generator or not, for trainings.
 
-    >>> as_batch({"input_ids": torch.ones(2, 4), "labels": torch.tensor([1, 0])}).labels
-    tensor([1, 0])
+    >>> [len(labels) for _, labels in in_batches((np.zeros((5, 4)), np.arange(5)), InputSpec(), batch_size=2)]
+    [2, 2, 1]
     """
-    if isinstance(batch, Mapping):
-        inputs: Any = {name: _named_tensor(name, value) for name, value in batch.items() if name not in LABELS}
-        given = [batch[name] for name in LABELS if batch.get(name) is not None]
-        labels = _named_tensor("labels", given[0]) if given else None
-        inputs = next(iter(inputs.values())) if len(inputs) == 1 else inputs
-    elif isinstance(batch, list | tuple):
-        parts = [_named_tensor(f"part {index}", value) for index, value in enumerate(batch)]
-        labels = parts.pop() if len(parts) > 1 and parts[-1].ndim == 1 else None
-        inputs = parts[0] if len(parts) == 1 else tuple(parts)
-    else:
-        inputs, labels = _named_tensor("the batch", batch), None
-    return Batch(_full(inputs), None if labels is None else _labels(labels, len(_first(inputs))))
+    rows = _rows(data, spec)
+    if rows is None:
+        return data  # type: ignore[no-any-return]
+    if not len(rows):
+        raise BadInput(f"the {type(data).__name__} has no samples: give at least one")
+    return make_loader(rows, _unchanged if isinstance(rows, _Rows) else partial(_collated, spec), batch_size, shuffle)
 
 
-def _named_tensor(name: str, value: Any) -> Tensor:
-    if isinstance(value, Tensor):
+@dataclass(frozen=True)
+class Loader:
+    """Samples in their order, read when their batch is asked for."""
+
+    dataset: Any
+    batch_size: int
+    collate: Callable[[Any], Any]
+
+    def __len__(self) -> int:
+        return -(-len(self.dataset) // self.batch_size)
+
+    def __iter__(self) -> Iterator[Any]:
+        rows = range(len(self.dataset))
+        for start in rows[:: self.batch_size]:
+            chosen = rows[start : start + self.batch_size]
+            together = getattr(self.dataset, "__getitems__", None)
+            yield self.collate(together(chosen) if together else [self.dataset[row] for row in chosen])
+
+
+def make_loader(
+    dataset: Any, collate: Callable[[Any], Any], batch_size: int, shuffle: bool | None = None, workers: int = 0
+) -> Iterable[Any]:
+    """Return a loader of a data set with indices: torch's, with batches of tensors, where it takes its services."""
+    if batch_size < 1:
+        raise BadInput(f"batch size {batch_size}: give 1 or more")
+    if shuffle is None and not workers and not _is_torch_dataset(dataset):
+        return Loader(dataset, batch_size, collate)
+    from torch.utils.data import DataLoader
+
+    together = partial(_tensors, collate)
+    return DataLoader(dataset, batch_size, shuffle=bool(shuffle), collate_fn=together, num_workers=workers)
+
+
+def _parts(inputs: Any, spec: InputSpec) -> tuple[Any, ...]:
+    """Return the inputs one by one, samples and pictures stacked."""
+    if isinstance(inputs, Mapping):
+        return by_name(inputs, spec.names)
+    if is_picture(inputs):
+        return (image_batch([inputs], spec),)
+    if isinstance(inputs, list) and inputs and _is_sample(inputs[0], spec):
+        return (_stacked(inputs, spec),)
+    if isinstance(inputs, list) and len(spec.tensors) < 2 and not any(map(_is_array, inputs)):
+        return (inputs,)  # numbers in lists
+    return tuple(inputs) if isinstance(inputs, list | tuple) else (inputs,)
+
+
+def _numbers(value: Any, spec: InputSpec) -> Array:
+    """Return one input: a tensor unchanged, bytes of images normalised, all else as an array."""
+    if is_pixels(value, spec):
+        return image_batch(value, spec)
+    if is_tensor(value):
         return value
-    try:
-        return torch.as_tensor(value)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise BadInput(
-            f"{name} of a batch is a {type(value).__name__}, not a tensor: let the loader's collate_fn make tensors"
-        ) from error
+    array = as_array(value)
+    if array.dtype == np.float64 and all(own.dtype != "float64" for own in spec.tensors):
+        array = array.astype(np.float32)  # the precision of networks
+    return np.asarray(array, order="C")
 
 
-def _full(inputs: Any) -> Any:
-    if not isinstance(inputs, Tensor) and not inputs:
-        raise BadInput("a batch holds no tensor: give a tensor, (inputs, labels), or a dict of tensors")
-    if not (first := _first(inputs)).ndim or not len(first):
-        raise BadInput(f"a batch has inputs of shape {tuple(first.shape)}: the first axis is the samples, at least one")
-    return inputs
+def _fitted(values: Array, own: TensorSpec) -> np.ndarray:
+    """Return the array in the dtype that the network takes, if that loses no more than digits."""
+    array = as_array(values)
+    if not own.fits(array.shape):
+        raise BadInput(f"an array of shape {array.shape}, and the network takes {own}")
+    if array.dtype != own.dtype:
+        if not np.can_cast(array.dtype, own.dtype, casting="same_kind"):
+            raise BadInput(f"an array of {array.dtype}, and the network takes {own}")
+        array = array.astype(own.dtype)
+    return np.ascontiguousarray(array)
 
 
-def _labels(labels: Tensor, num_samples: int) -> Tensor:
-    if labels.is_floating_point() and labels.ndim == 2 and len(labels) == num_samples:
-        return labels.float()
-    if labels.is_floating_point() or labels.is_complex() or labels.dtype is torch.bool:
+def _class_indices(labels: Any, num_samples: int) -> Array:
+    """Return labels as integers, one per sample, or as shares of classes in float32."""
+    tensor = is_tensor(labels)
+    labels = labels if tensor else np.asarray(labels)
+    floating = labels.is_floating_point() if tensor else labels.dtype.kind == "f"
+    if floating and labels.ndim == 2 and len(labels) == num_samples:
+        return labels.float() if tensor else labels.astype(np.float32)
+    kind = str(labels.dtype).removeprefix("torch.")
+    if not kind.startswith(("int", "uint")):
         raise BadInput(f"labels are {labels.dtype}, not class indices: give integers, or rows of shares")
     if labels.shape != (num_samples,):
         raise BadInput(
             f"labels have shape {tuple(labels.shape)} for {num_samples} samples: give one class index per sample"
             " (argmax of one-hot rows)"
         )
-    return labels.long()
+    return labels.long() if tensor else labels.astype(np.int64)
 
 
-def _first(inputs: Any) -> Tensor:
-    if isinstance(inputs, Tensor):
-        return inputs
-    return next(iter(inputs.values())) if isinstance(inputs, Mapping) else inputs[0]
-
-
-def _each(inputs: Any, change: Any) -> Any:
-    if isinstance(inputs, Tensor):
-        return change(inputs)
-    if isinstance(inputs, Mapping):
-        return {name: change(tensor) for name, tensor in inputs.items()}
-    return tuple(change(tensor) for tensor in inputs)
-
-
-BATCH_SIZE = 128  # where nobody says otherwise
-
-
-def in_batches(
-    data: Any, model: MultiExitModel, batch_size: int = BATCH_SIZE, *, shuffle: bool = False
-) -> Iterable[Any]:
-    """Batches of whatever was given; what comes in batches already stays as it is.
-
-    >>> from torch import nn
-    >>> model = MultiExitModel([nn.Linear(4, 8)], [nn.Linear(8, 3)])
-    >>> [len(labels) for _, labels in in_batches((np.zeros((5, 4)), np.arange(5)), model, batch_size=2)]
-    [2, 2, 1]
-    """
-    rows = _rows(data, model)
-    if rows is None:
-        return data
-    if batch_size < 1:
-        raise BadInput(f"batch size {batch_size}: give 1 or more")
-    if not len(rows):  # type: ignore[arg-type]
-        raise BadInput(f"the {type(data).__name__} has no samples: give at least one")
-    collate = _as_it_is if isinstance(rows, _Rows) else _Collate(model)
-    return DataLoader(rows, batch_size, shuffle=shuffle, collate_fn=collate)
-
-
-def as_inputs(inputs: Any, model: MultiExitModel) -> Any:
-    """One batch of inputs as the network takes them: also of NumPy arrays, pictures, bytes, or a list of images.
-
-    >>> from torch import nn
-    >>> as_inputs(np.zeros((5, 4)), MultiExitModel([nn.Linear(4, 8)], [nn.Linear(8, 3)])).dtype
-    torch.float32
-    """
-    if isinstance(inputs, Tensor) and inputs.dtype is not torch.uint8:
-        return inputs
-    if isinstance(inputs, list) and _are_samples(inputs, model):
-        return _stacked(inputs, model)
-    if isinstance(inputs, list | tuple):
-        return tuple(map(_tensor, inputs))
-    if isinstance(inputs, Mapping):
-        return {name: _tensor(part) for name, part in inputs.items()}
-    if _wants_pixels(inputs, model):
-        return _pictures(inputs if isinstance(inputs, Tensor | np.ndarray) else [inputs], model)
-    return _tensor(inputs)
-
-
-def _rows(data: Any, model: MultiExitModel) -> "Dataset[Any] | None":
-    """The data sample by sample; None of data that comes in batches."""
-    if isinstance(data, Tensor | np.ndarray):
-        return _Rows([data], model)
+def _rows(data: Any, spec: InputSpec) -> Any:
+    """Return the data sample by sample; None of data that comes in batches."""
+    if _is_array(data):
+        return _Rows([data])
     if isinstance(data, Mapping):
-        return _Rows([*data.values()], model, [*data])
-    if isinstance(data, tuple) and data and all(isinstance(part, Tensor | np.ndarray) for part in data):
-        return _Rows([*data], model)
+        return _Rows([*data.values()], [*data])
+    if isinstance(data, tuple) and data and all(map(_is_array, data)):
+        return _Rows(data)
     if isinstance(data, list):
-        return _List(data) if _are_samples(data, model) else None
-    indexed = hasattr(data, "__getitem__") and hasattr(data, "__len__")
-    return data if isinstance(data, Dataset) and indexed and not isinstance(data, IterableDataset) else None
+        first = data[0] if data else None
+        return data if _is_sample(first[0] if isinstance(first, tuple) and first else first, spec) else None
+    return data if _is_torch_dataset(data) and hasattr(data, "__len__") and hasattr(data, "__getitem__") else None
 
 
-class _Rows(Dataset[Any]):
+class _Rows:
     """Arrays of one length, whose rows are samples."""
 
-    def __init__(self, parts: Sequence[Any], model: MultiExitModel, names: Sequence[str] = ()) -> None:
-        self.parts, self.names, self.model = parts, names, model
-        sizes = [len(part) for part in parts]
+    def __init__(self, parts: Sequence[Any], names: Sequence[str] = ()) -> None:
+        self.parts, self.names = [part if _is_array(part) else np.asarray(part) for part in parts], names
+        sizes = [len(part) for part in self.parts]
         if len(set(sizes)) > 1:
             raise BadInput(
                 f"a tuple or dict of arrays with {sizes} samples: give as many rows of each, or batches in a list"
@@ -220,100 +315,83 @@ class _Rows(Dataset[Any]):
     def __len__(self) -> int:
         return len(self.parts[0]) if self.parts else 0
 
-    def __getitem__(self, index: int) -> Any:
-        return self.__getitems__([index])
+    def __getitem__(self, row: int) -> Any:
+        return self.__getitems__([row])
 
-    def __getitems__(self, rows: list[int]) -> Any:
-        chosen = [
-            part[torch.as_tensor(rows)] if isinstance(part, Tensor) else np.asarray(part)[rows] for part in self.parts
-        ]
+    def __getitems__(self, rows: Sequence[int]) -> Any:
+        chosen = slice(rows.start, rows.stop) if isinstance(rows, range) else rows
+        parts = [part[chosen] for part in self.parts]
         if self.names:
-            return dict(zip(self.names, (_tensor(each) for each in chosen), strict=True))
-        first, *others = chosen
-        inputs = _pictures(first, self.model) if _wants_pixels(first, self.model) else _tensor(first)
-        return (inputs, *map(_tensor, others)) if others else inputs
+            return dict(zip(self.names, parts, strict=True))
+        return tuple(parts) if len(parts) > 1 else parts[0]
 
 
-class _List(Dataset[Any]):
-    """The samples of a list."""
-
-    def __init__(self, samples: Sequence[Any]) -> None:
-        self.samples = samples
-
-    def __len__(self) -> int:
-        return len(self.samples)
-
-    def __getitem__(self, index: int) -> Any:
-        return self.samples[index]
+def _collated(spec: InputSpec, samples: Sequence[Any]) -> Any:
+    """Return samples as a batch: each an input, a tuple whose first is one, or a dict."""
+    first = samples[0]
+    if isinstance(first, Mapping):
+        return {name: _stacked([each[name] for each in samples]) for name in first}
+    if not isinstance(first, tuple | list):
+        return _stacked(samples, spec)
+    inputs, *others = zip(*samples, strict=True)
+    return (_stacked(inputs, spec), *map(_stacked, others))
 
 
-class _Collate:
-    """Samples to a batch: pictures and bytes as the network takes them, all else as torch does it."""
-
-    def __init__(self, model: MultiExitModel) -> None:
-        self.model = model
-
-    def __call__(self, samples: Sequence[Any]) -> Any:
-        first = samples[0]
-        if isinstance(first, Mapping):
-            return default_collate([{name: _bare(part) for name, part in each.items()} for each in samples])
-        if not isinstance(first, tuple | list):
-            return _stacked(samples, self.model)
-        inputs = _stacked([each[0] for each in samples], self.model)
-        return (inputs, *default_collate([tuple(map(_bare, each[1:])) for each in samples]))
-
-
-def _are_samples(data: Sequence[Any], model: MultiExitModel) -> bool:
-    """Whether a list holds single images or (image, label) pairs, not batches."""
-    first = data[0] if data else None
-    image = first[0] if isinstance(first, tuple) and len(first) == 2 else first
-    if isinstance(image, Tensor | np.ndarray):
-        example = model.recipe.get("example", {}).get("shape")
-        return isinstance(example, list) and image.ndim == len(example) - 1
-    return is_picture(image)
-
-
-def _wants_pixels(value: Any, model: MultiExitModel) -> bool:
-    """Whether it is a picture, or bytes for a network that takes images of other numbers."""
-    if not isinstance(value, Tensor | np.ndarray):
-        return is_picture(value)
-    return is_picture(value) and image_shape(model) is not None and model.recipe["example"]["dtype"] != "uint8"
-
-
-def _stacked(samples: Sequence[Any], model: MultiExitModel) -> Tensor:
-    if _wants_pixels(samples[0], model):
-        return _pictures(samples, model)
+def _stacked(samples: Sequence[Any], spec: InputSpec | None = None) -> Array:
+    spec = spec or InputSpec()
+    if any(is_picture(each) or is_pixels(each, spec) for each in samples):
+        return image_batch(samples, spec)
     try:
-        return torch.stack([_tensor(each) for each in samples])
-    except RuntimeError as error:
+        if is_tensor(samples[0]):
+            return sys.modules["torch"].stack([*map(as_tensor, samples)])
+        return np.stack([*map(as_array, samples)])
+    except (RuntimeError, ValueError) as error:
+        if isinstance(error, BadInput):
+            raise
         raise BadInput(f"the samples do not fit into one batch ({error}): bring them to one shape") from error
 
 
-def _pictures(pictures: Any, model: MultiExitModel) -> Tensor:
-    if image_shape(model) is None:
-        raise BadInput(
-            "the network does not say which images it takes, so pictures cannot be brought to its size: build it with"
-            " attach_heads, which keeps an example, or give tensors"
-        )
-    return Images(model, False, "the data").stacked(pictures)
+def _tensors(collate: Callable[[Any], Any], samples: Any) -> Any:
+    """Return a batch as tensors, which torch's loaders hand from process to process in shared memory."""
+    import torch
+
+    def tensor(values: Any) -> torch.Tensor:
+        made = as_tensor(values)
+        return made.to(torch.get_default_dtype()) if made.dtype is torch.float64 and not is_tensor(values) else made
+
+    batch = collate(samples)
+    if isinstance(batch, Mapping):
+        return {name: tensor(part) for name, part in batch.items()}
+    return tuple(map(tensor, batch)) if isinstance(batch, tuple) else tensor(batch)
 
 
-def _tensor(values: Any) -> Tensor:
-    """Numbers as a tensor; NumPy's float64 in torch's own precision."""
-    if isinstance(values, Tensor):
-        return values
-    try:
-        tensor = torch.as_tensor(values)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise BadInput(
-            f"a {type(values).__name__} is no numbers ({error}): give an array, a tensor or images"
-        ) from error
-    return tensor.to(torch.get_default_dtype()) if tensor.dtype is torch.float64 else tensor
-
-
-def _bare(value: Any) -> Any:
-    return _tensor(value) if isinstance(value, np.ndarray) else value
-
-
-def _as_it_is(batch: Any) -> Any:
+def _unchanged(batch: Any) -> Any:
     return batch
+
+
+def _is_sample(value: Any, spec: InputSpec) -> bool:
+    """Return whether it is one image or one row of numbers, not a batch or a part of one."""
+    if _is_array(value):
+        return len(spec.tensors) == 1 and value.ndim == len(spec.tensors[0].shape) - 1
+    return is_picture(value)
+
+
+def _is_array(value: Any) -> bool:
+    return isinstance(value, np.ndarray) or is_tensor(value)
+
+
+def _is_torch_dataset(value: Any) -> bool:
+    torch = sys.modules.get("torch")
+    data = getattr(getattr(torch, "utils", None), "data", None)
+    return data is not None and isinstance(value, data.Dataset) and not isinstance(value, data.IterableDataset)
+
+
+def _ndim(value: Any) -> int:
+    try:
+        return int(value.ndim) if _is_array(value) else np.ndim(value)
+    except ValueError:  # lists of unlike lengths
+        return 0
+
+
+def _any(values: Any) -> Any:
+    return values.any() if _is_array(values) else np.any(values)

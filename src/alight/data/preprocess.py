@@ -1,118 +1,168 @@
-"""Pictures and pixels as an image network takes them: at its size, in 0..1, normalised as it was trained."""
+"""Pictures and pixels become arrays as an image network takes them: at its size, in 0..1, normalised.
 
-from collections.abc import Sequence
+One pipeline in NumPy for every backend, so that a network in PyTorch and its export get the same inputs, bit for bit.
+"""
+
+import math
+import sys
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
-import torch
-from torch import Tensor
 
+from alight.data.spec import InputSpec
 from alight.errors import BadInput
-from alight.networks.multi_exit import MultiExitModel
 
 SHIFT = 8  # augmented images are moved by up to an eighth of their size, as is usual for 32 x 32
 
 Sample = tuple[Any, int | None]  # an image or a text, and its class
 
 
-class Images:
-    """Images to tensors of the network's size, in 0..1, normalised; `where` they come from is named in errors."""
+def image_batch(
+    pictures: np.ndarray | Sequence[Any], spec: InputSpec, where: str = "the data", augment: bool = False
+) -> np.ndarray:
+    """Return pictures (Pillow), pixels (uint8) or images in 0..1 as one batch: (samples, channels, height, width).
 
-    def __init__(self, model: MultiExitModel, augment: bool, where: str) -> None:
-        shape = image_shape(model)
-        if shape is None:
-            raise BadInput(f"the network does not take images, and {where} holds some: give text (.jsonl)")
-        self.shape, self.augment, self.where = shape, augment, where
-        self.mean, self.std = (
-            _per_channel(None if model.normalisation is None else getattr(model.normalisation, name), shape[0])
-            for name in ("mean", "std")
+    Pictures are brought to the network's size; `where` they come from is named in errors; `augment` moves and flips
+    them at random.
+
+    >>> from alight.data.spec import TensorSpec
+    >>> spec = InputSpec((TensorSpec("images", (None, 1, 1, 2), "float32"),), mean=(0.5,), std=(0.5,))
+    >>> image_batch(np.array([[[0, 255]]], dtype=np.uint8), spec)
+    array([[[[-1.,  1.]]]], dtype=float32)
+    """
+    shape = spec.image_shape
+    if shape is None:
+        raise BadInput(
+            f"the network does not take images, and {where} holds some: give what it takes"
+            if spec.tensors
+            else "the network does not say which images it takes, so pictures cannot be brought to its size: build it"
+            " with attach_heads, which keeps an example, or give tensors"
         )
-
-    def __call__(self, samples: Sequence[Sample]) -> Any:
-        """A batch of images, and of labels where all have one."""
-        images = self.stacked([image for image, _ in samples])
-        labels = [label for _, label in samples]
-        return images if None in labels else (images, torch.tensor(labels))
-
-    def stacked(self, pictures: Sequence[Any]) -> Tensor:
-        """The pictures as one tensor that the network takes."""
-        images = torch.stack([self._image(picture) for picture in pictures])
-        if self.augment:
-            images = torch.stack([_moved(image) for image in images])
-        if self.mean is not None and self.std is not None:
-            images = (images - self.mean) / self.std
-        return images
-
-    def _image(self, image: Any) -> Tensor:
-        """Channels first, in 0..1."""
-        if not isinstance(image, np.ndarray):
-            image = self._pixels(image)
-        channels, height, width = self.shape
-        if image.shape == (height, width) and channels == 1:
-            image = image[None]
-        elif image.shape == (height, width, channels) and image.shape != self.shape:
-            image = image.transpose(2, 0, 1)
-        if image.shape != self.shape:
-            raise BadInput(
-                f"{self.where} has images of shape {image.shape} and the network takes {self.shape} (channels, height,"
-                " width): resize them, or attach heads for this image size"
-            )
-        tensor = torch.from_numpy(np.array(image, order="C"))  # a copy, since some may not be written to
-        if image.dtype == np.uint8:
-            return tensor.float() / 255
-        tensor = tensor.float()
-        if self.mean is not None and not (tensor.min() >= 0 and tensor.max() <= 1):
-            raise BadInput(
-                f"{self.where} has images from {tensor.min():g} to {tensor.max():g}, and the network normalises ones"
-                " in 0..1: give bytes (uint8), or divide them"
-            )
-        return tensor
-
-    def _pixels(self, picture: Any) -> np.ndarray:
-        """A picture's bytes at the network's size: its shorter side resized, its middle taken."""
-        if isinstance(picture, Tensor):
-            return picture.numpy(force=True)
-        channels, height, width = self.shape
-        picture = picture.convert("L" if channels == 1 else "RGB")
-        scale = max(height / picture.height, width / picture.width)
-        if scale != 1:
-            size = (max(width, round(scale * picture.width)), max(height, round(scale * picture.height)))
-            picture = picture.resize(size, resample=2)  # bilinear
-        left, top = (picture.width - width) // 2, (picture.height - height) // 2
-        return np.asarray(picture.crop((left, top, left + width, top + height)))
+    if spec.mean and len(spec.mean) != shape[0]:
+        raise BadInput(
+            f"the network normalises {len(spec.mean)} channels and takes images of {shape[0]}: attach heads with as"
+            " many means and standard deviations as channels"
+        )
+    if isinstance(pictures, np.ndarray) or is_tensor(pictures):
+        images = _scaled(as_array(pictures), spec, where)
+    else:
+        images = np.concatenate([_scaled(_pixels(each, shape)[None], spec, where) for each in pictures])
+    if augment:
+        images = _augmented(images)
+    if spec.mean:
+        mean, std = (np.array(each, dtype=np.float32)[:, None, None] for each in (spec.mean, spec.std))
+        images -= mean
+        images /= std
+    return images
 
 
-def image_shape(model: MultiExitModel) -> tuple[int, int, int] | None:
-    """Channels, height and width of the images that a network takes; None of one that takes none, or does not say."""
-    shape = model.recipe.get("example", {}).get("shape")
-    return (shape[1], shape[2], shape[3]) if isinstance(shape, list) and len(shape) == 4 else None
+def first_unusable(arrays: Iterable[np.ndarray]) -> int | None:
+    """Return the first row that holds NaN, infinity or a negative index, which a network may take in silence.
+
+    >>> first_unusable([np.array([[1, 2], [3, -1]])])
+    1
+    """
+    rows = [row for each in arrays if (row := _first_unusable(each)) is not None]
+    return min(rows, default=None)
 
 
 def is_picture(value: Any) -> bool:
-    """Whether it is a picture as Pillow makes them, or bytes: what is not yet as a network takes it."""
-    if isinstance(value, Tensor):
-        return value.dtype is torch.uint8
-    if isinstance(value, np.ndarray):
-        return value.dtype == np.uint8
+    """Return whether it is a picture as Pillow makes them."""
     return callable(getattr(value, "convert", None)) and callable(getattr(value, "resize", None))
 
 
-def _moved(image: Tensor) -> Tensor:
-    """The image, flipped or not, moved by a few pixels; what comes in from outside is black."""
-    _, height, width = image.shape
-    down, right = height // SHIFT, width // SHIFT
-    padded = torch.nn.functional.pad(image, (right, right, down, down))
-    top, left = int(torch.randint(2 * down + 1, ())), int(torch.randint(2 * right + 1, ()))
-    image = padded[:, top : top + height, left : left + width]
-    return image.flip(-1) if torch.rand(()) < 0.5 else image
+def is_tensor(value: Any) -> bool:
+    """Return whether it is a tensor of torch, which is not imported for the question."""
+    return isinstance(value, getattr(sys.modules.get("torch"), "Tensor", ()))
 
 
-def _per_channel(values: Sequence[float] | None, channels: int) -> Tensor | None:
-    if values is None:
-        return None
-    if len(values) != channels:
+def is_pixels(value: Any, spec: InputSpec) -> bool:
+    """Return whether it is an array or tensor of bytes for a network that takes images of other numbers."""
+    if is_tensor(value):
+        is_bytes = value.dtype is sys.modules["torch"].uint8
+    else:
+        is_bytes = isinstance(value, np.ndarray) and value.dtype == np.uint8
+    return is_bytes and spec.image_shape is not None and spec.tensors[0].dtype != "uint8"
+
+
+def as_array(values: Any) -> np.ndarray:
+    """Return numbers as an array, of a tensor or an array without a copy where that can be."""
+    try:
+        array = values.numpy(force=True) if is_tensor(values) else np.asarray(values)
+    except (TypeError, ValueError, RuntimeError) as error:
         raise BadInput(
-            f"the network normalises {len(values)} channels and takes images of {channels}: attach heads with as many"
-            " means and standard deviations as channels"
+            f"a {type(values).__name__} is not an array of numbers ({error}): give arrays, tensors or pictures"
+        ) from error
+    if array.dtype.kind not in "biuf":
+        raise BadInput(
+            f"a {type(values).__name__} of {array.dtype} is not an array of numbers: give arrays, tensors or pictures"
         )
-    return torch.tensor(values)[:, None, None]
+    return array
+
+
+def _pixels(picture: Any, shape: tuple[int, int, int]) -> np.ndarray:
+    """Return a picture's bytes at the network's size, its shorter side resized and its middle cut out; or an array."""
+    if not is_picture(picture):
+        return as_array(picture)
+    channels, height, width = shape
+    picture = picture.convert("L" if channels == 1 else "RGB")
+    scale = max(height / picture.height, width / picture.width)
+    if scale != 1:
+        size = (max(width, round(scale * picture.width)), max(height, round(scale * picture.height)))
+        picture = picture.resize(size, resample=2)  # bilinear
+    left, top = (picture.width - width) // 2, (picture.height - height) // 2
+    return np.asarray(picture.crop((left, top, left + width, top + height)))
+
+
+def _scaled(images: np.ndarray, spec: InputSpec, where: str) -> np.ndarray:
+    """Return images in 0..1 as a new array, channels first."""
+    shape = spec.image_shape or ()
+    channels, height, width = shape
+    if images.shape[1:] == (height, width) and channels == 1:
+        images = images[:, None]
+    elif images.shape[1:] == (height, width, channels) and images.shape[1:] != shape:
+        images = images.transpose(0, 3, 1, 2)
+    if images.shape[1:] != shape:
+        raise BadInput(
+            f"{where} has images of shape {images.shape[1:]} and the network takes {shape} (channels, height, width):"
+            " resize them, or attach heads for this image size"
+        )
+    scaled = np.array(images, dtype=np.float32, order="C")
+    if images.dtype == np.uint8:
+        scaled /= np.float32(255)
+    elif spec.mean and scaled.size and not (scaled.min() >= 0 and scaled.max() <= 1):
+        raise BadInput(
+            f"{where} has images from {scaled.min():g} to {scaled.max():g}, and the network normalises ones in 0..1:"
+            " give bytes (uint8), or divide them"
+        )
+    return scaled
+
+
+def _augmented(images: np.ndarray) -> np.ndarray:
+    """Return each image moved by a few pixels, flipped or not, by torch's generator; what comes in is black."""
+    import torch
+
+    height, width = images.shape[2:]
+    down, right = height // SHIFT, width // SHIFT
+    padded = np.pad(images, ((0, 0), (0, 0), (down, down), (right, right)))
+    moved = np.empty_like(images)
+    for index, image in enumerate(padded):
+        top, left = int(torch.randint(2 * down + 1, ())), int(torch.randint(2 * right + 1, ()))
+        flipped = bool(torch.rand(()) < 0.5)
+        cropped = image[:, top : top + height, left : left + width]
+        moved[index] = cropped[..., ::-1] if flipped else cropped
+    return moved
+
+
+def _first_unusable(array: np.ndarray) -> int | None:
+    if array.dtype.kind == "f":
+        if math.isfinite(np.vdot(array, array)):  # quick, and nearly always; large numbers are looked at again
+            return None
+        bad = ~np.isfinite(array)
+    elif array.dtype.kind == "i" and array.size and array.min() < 0:
+        bad = array < 0
+    else:
+        return None
+    rows = np.flatnonzero(bad.reshape(len(array), -1).any(axis=1))
+    return int(rows[0]) if len(rows) else None

@@ -1,61 +1,121 @@
-"""Texts become tokens by the tokenizer that was exported with a network, without PyTorch."""
+"""Texts become tokens by the tokenizer that lies beside a network: by `tokenizers` alone wherever that can read it."""
 
 import importlib
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from alight.errors import BadInput
-from alight.export.manifest import TOKENIZER, Manifest, verified
+from alight.data.spec import InputSpec
+from alight.errors import BadFile, BadInput
+from alight.files import PathLike
 
-FILE, CONFIG = "tokenizer.json", "tokenizer_config.json"
-MASK, SEGMENTS = "attention_mask", "token_type_ids"
+FILE, CONFIG = TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
+IDS, MASK, SEGMENTS = "input_ids", "attention_mask", "token_type_ids"
 
 
 class Texts:
-    """A tokenizer: texts in, arrays by name out, as many tokens as the longest has, or `max_tokens`."""
+    """A tokenizer: texts in, arrays by name out, as many tokens as the longest has, or `max_tokens`.
 
-    def __init__(self, folder: Path, manifest: Manifest, max_tokens: int = 128) -> None:
-        if not manifest.input_names:
-            raise BadInput(f"the network does not take text but {manifest.inputs[0]}: give that")
-        files = {name: f"{TOKENIZER}/{name}" for name in (FILE, CONFIG)}
-        if missing := [name for name in files.values() if name not in manifest.further]:
-            raise BadInput(f"{folder} has no {missing[0]}: export the network with its tokenizer")
-        content = {name: verified(folder, file, manifest.further[file]) for name, file in files.items()}
-        config = json.loads(content[CONFIG])
-        self._tokenizer = _tokenizers().Tokenizer.from_str(content[FILE].decode())
-        self._tokenizer.no_padding()
-        self._tokenizer.enable_truncation(min(max_tokens, config.get("model_max_length") or max_tokens))
-        pad = config.get("pad_token") or ""
-        pad = pad["content"] if isinstance(pad, dict) else pad
-        self._names, self._filler = manifest.input_names, self._tokenizer.token_to_id(pad) or 0
+    `Texts(folder, model.input_spec)(["Where is my card?"])` has the ids that transformers' own tokenizer gives.
+    """
+
+    def __init__(self, folder: PathLike, spec: InputSpec, max_tokens: int = 128) -> None:
+        if not spec.names:
+            takes = f" but {spec.tensors[0]}" if spec.tensors else ""
+            raise BadInput(f"the network does not take text{takes}: give that")
+        if unknown := [name for name in spec.names if name not in (IDS, MASK, SEGMENTS)]:
+            raise BadInput(f"the network takes {unknown[0]!r}, which a tokenizer does not give: give arrays")
+        if not Path(folder).is_dir():
+            raise BadInput(
+                f"the network reads text, and there is no tokenizer in {folder}: name one (--tokenizer FOLDER)"
+            )
+        self._names = spec.names
+        self._encode = _encoder(Path(folder), max_tokens)
 
     def __call__(self, texts: Sequence[str]) -> dict[str, np.ndarray]:
-        """The texts as the network takes them."""
-        made = self._tokenizer.encode_batch(list(texts))
-        longest = max(len(each.ids) for each in made)
-        columns = {
-            "input_ids": ([each.ids for each in made], self._filler),
-            MASK: ([each.attention_mask for each in made], 0),
-            SEGMENTS: ([each.type_ids for each in made], 0),
+        """Return the texts as the network takes them."""
+        columns = self._encode(list(texts))
+        return {name: columns[name] for name in self._names}
+
+
+def _encoder(folder: Path, max_tokens: int) -> Callable[[list[str]], Mapping[str, np.ndarray]]:
+    return _Encoder(folder, max_tokens) if (folder / FILE).is_file() else _of_transformers(folder, max_tokens)
+
+
+class _Encoder:
+    """A tokenizer.json, run by the package `tokenizers`."""
+
+    def __init__(self, folder: Path, max_tokens: int) -> None:
+        config = _json(folder / CONFIG) if (folder / CONFIG).is_file() else {}
+        try:
+            self._tokenizer = library("tokenizers", "tokenizers").Tokenizer.from_file(str(folder / FILE))
+        except BadInput:
+            raise
+        except Exception as error:  # of Rust, without a type of its own
+            raise BadFile(folder / FILE, f"it is not a tokenizer ({error})", "save it again") from error
+        self._tokenizer.no_padding()
+        self._tokenizer.enable_truncation(
+            min(max_tokens, config.get("model_max_length") or max_tokens),
+            direction=config.get("truncation_side", "right"),
+        )
+        pad = config.get("pad_token") or ""
+        self._filler = self._tokenizer.token_to_id(pad["content"] if isinstance(pad, dict) else pad) or 0
+        self._left = config.get("padding_side") == "left"
+
+    def __call__(self, texts: list[str]) -> dict[str, np.ndarray]:
+        rows = self._tokenizer.encode_batch(texts)
+        return {
+            IDS: self._padded([each.ids for each in rows], self._filler),
+            MASK: self._padded([each.attention_mask for each in rows], 0),
+            SEGMENTS: self._padded([each.type_ids for each in rows], 0),
         }
-        if unknown := [name for name in self._names if name not in columns]:
-            raise BadInput(f"the network takes {unknown[0]!r}, which a tokenizer does not give: give arrays")
-        return {name: _filled(columns[name][0], longest, columns[name][1]) for name in self._names}
+
+    def _padded(self, rows: Sequence[Sequence[int]], filler: int) -> np.ndarray:
+        padded = np.full((len(rows), max(map(len, rows))), filler, dtype=np.int64)
+        for row, numbers in enumerate(rows):
+            start = padded.shape[1] - len(numbers) if self._left else 0
+            padded[row, start : start + len(numbers)] = numbers
+        return padded
 
 
-def _filled(rows: Sequence[Sequence[int]], width: int, filler: int) -> np.ndarray:
-    filled = np.full((len(rows), width), filler, dtype=np.int64)
-    for row, numbers in enumerate(rows):
-        filled[row, : len(numbers)] = numbers
-    return filled
-
-
-def _tokenizers() -> Any:
+def _of_transformers(folder: Path, max_tokens: int) -> Callable[[list[str]], Mapping[str, np.ndarray]]:
+    """Return a tokenizer that only transformers can load, as one without a tokenizer.json."""
+    auto = library("transformers", '"alight[text]"').AutoTokenizer
     try:
-        return importlib.import_module("tokenizers")
+        tokenizer = auto.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+    except (OSError, ValueError, KeyError) as error:
+        raise BadFile(folder, f"it has no tokenizer that can be read ({error})", f"save one with {FILE}") from error
+    longest = min(max_tokens, tokenizer.model_max_length)
+
+    def encode(texts: list[str]) -> Mapping[str, np.ndarray]:
+        made: Mapping[str, np.ndarray] = tokenizer(
+            texts,
+            padding=True,
+            truncation=True,
+            max_length=longest,
+            return_tensors="np",
+            return_attention_mask=True,
+            return_token_type_ids=True,
+        )
+        return made
+
+    return encode
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_bytes())
+    except ValueError as error:
+        raise BadFile(path, f"it is not JSON ({error})", "save the tokenizer again") from error
+    return content if isinstance(content, dict) else {}
+
+
+def library(name: str, package: str) -> Any:
+    """Return a module that is optional, or say which package has it."""
+    try:
+        return importlib.import_module(name)
     except ImportError as error:
-        raise BadInput("texts need the package tokenizers: pip install tokenizers") from error
+        raise BadInput(f"{name.partition('.')[0]} is not installed: pip install {package}") from error

@@ -13,7 +13,7 @@ from sklearn.datasets import load_digits
 from alight import calibrate
 from alight.costing.measure import measure_costs
 from alight.costs import Costs
-from alight.data.batches import as_inputs
+from alight.data.batches import as_inputs, as_tensor
 from alight.demo.chapter import Say
 from alight.demo.pages import examples_of, measured_on
 from alight.engine.predictor import Predictor
@@ -139,7 +139,7 @@ def run_live(say: Say, methods: Mapping[str, Any], budgets: Sequence[str], progr
         start = time.perf_counter()
         model = _trained(training, progress)
         seconds = time.perf_counter() - start
-        inputs = as_inputs(test.images, model)
+        (inputs,) = map(as_tensor, as_inputs(test.images, model.input_spec))
         say("measuring what each stage and head costs: FLOPs, and milliseconds on this machine")
         flops, times = measure_costs(model, inputs[:1]), measure_costs(model, inputs, "ms", BATCH_SIZE)
         say(f"recording what the exits say, and calibrating for {BUDGET} of the plain network's FLOPs")

@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from alight.data.batches import by_name
+from alight.data.spec import InputSpec, TensorSpec
 from alight.errors import BadInput
 from alight.networks.heads import Head
 
 Carried = tuple[Tensor, ...]  # what crosses a cut: the features that the head reads, then all else that is used later
-
-SEGMENTS = "token_type_ids"  # all 0 for single texts, as a network takes them to be where none are given
 
 
 @dataclass(frozen=True)
@@ -114,6 +114,16 @@ class MultiExitModel(nn.Module):
         """Number of exits."""
         return len(self.stages)
 
+    @property
+    def input_spec(self) -> InputSpec:
+        """What the network takes, of the sizes of its example; without one it has no tensors, as one built by hand."""
+        example = self.recipe.get("example", {})
+        if "several" in example or isinstance(example.get("shape"), list):
+            example = {f"input_{index}": part for index, part in enumerate(example.get("several", [example]))}
+        tensors = (TensorSpec(name, (None, *part["shape"][1:]), part["dtype"]) for name, part in example.items())
+        mean, std = (self.normalisation.mean, self.normalisation.std) if self.normalisation else ((), ())
+        return InputSpec(tuple(tensors), self.input_names, mean, std, self.classes, self.num_classes)
+
     def forward(self, inputs: Any) -> list[Tensor]:
         """Logits of every exit, earliest first."""
         logits, carried = [], self.admit(inputs)
@@ -129,12 +139,7 @@ class MultiExitModel(nn.Module):
         if isinstance(inputs, Tensor):
             return (inputs,)
         if isinstance(inputs, Mapping):
-            missing = [name for name in self.input_names if name not in inputs]
-            if missing or not self.input_names:
-                raise BadInput(f"the batch has {sorted(inputs)}, the network takes {list(self.input_names)}")
-            if SEGMENTS in inputs and SEGMENTS not in self.input_names and bool(inputs[SEGMENTS].any()):
-                raise BadInput(f"the batch has pairs of texts ({SEGMENTS}): attach heads with an example that has them")
-            return tuple(inputs[name] for name in self.input_names)
+            return by_name(inputs, self.input_names)
         return tuple(inputs) if isinstance(inputs, list) else (inputs,)
 
     def try_out(self, example: Any) -> list[Tensor]:
@@ -225,6 +230,17 @@ def described_example(described: Mapping[str, Any]) -> Any:
     if isinstance(described.get("shape"), list):
         return torch.ones(described["shape"], dtype=getattr(torch, described["dtype"]))
     return {name: described_example(part) for name, part in described.items()}
+
+
+def example_of(model: MultiExitModel, tokens: int | None = None) -> Any:
+    """Return a batch as the network takes it, of ones: as its config describes it, or of text with so many tokens."""
+    described = model.recipe.get("example")
+    if not described:
+        raise BadInput("the network does not say what it takes: build it with attach_heads, which keeps an example")
+    example = described_example(described)
+    if isinstance(example, dict) and tokens is not None:
+        example = {name: torch.ones(len(part), tokens, dtype=part.dtype) for name, part in example.items()}
+    return example
 
 
 def input_names(example: Any) -> tuple[str, ...]:

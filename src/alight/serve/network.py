@@ -1,6 +1,5 @@
 """What is served: a network of a folder, and a runner for every policy that may be in force."""
 
-import importlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,7 +7,7 @@ from typing import Any, Protocol, Self
 
 import numpy as np
 
-from alight.errors import BadInput, Mismatch
+from alight.errors import BadInput
 from alight.outputs import Decisions
 from alight.policies.policy import Memory, Policy
 
@@ -92,28 +91,26 @@ def check_policies(policies: Mapping[str, Policy]) -> None:
 
 
 def _saved(folder: Path, policies: Mapping[str, Policy], words: Path, tokens: int, **switches: Any) -> Network:
-    from alight.data.preprocess import Images, image_shape
+    from alight.data.batches import as_inputs
+    from alight.data.tokens import Texts as Tokens
     from alight.engine.predictor import Predictor
     from alight.networks.store import load_model
 
     model = load_model(folder)
-    shape = image_shape(model)
-    images = Images(model, False, "the request") if shape else None
+    spec = model.input_spec
 
     def made(policy: Policy) -> Any:
         return Predictor(model, policy, probabilities=policy.lens is None, **switches)
 
-    described = model.recipe.get("example", {})
-    whole = described.get("shape") if isinstance(described.get("shape"), list) else []
     return Network(
         _runners(policies, made),
         model.exits,
         model.classes,
-        tuple(whole[1:]),
+        spec.tensors[0].shape[1:] if len(spec.tensors) == 1 and not spec.names else (),
         "float32",
-        shape,
-        (lambda picture: images.stacked([picture]).numpy()) if images else _no_picture,
-        _texts(model.input_names, words, tokens),
+        spec.image_shape,
+        lambda picture: as_inputs(picture, spec)[0],
+        Tokens(words, spec, tokens) if spec.names else None,
         "PyTorch",
     )
 
@@ -127,9 +124,9 @@ def _exported(
     allow_mismatch: bool,
     **others: Any,
 ) -> Network:
+    from alight.data.batches import as_inputs
     from alight.data.tokens import Texts as Tokens
-    from alight.deploy.inputs import admit
-    from alight.engine.manifest import AOTI, Manifest
+    from alight.engine.manifest import AOTI, Manifest, exported_tokenizer
 
     if odd := [name for name, value in others.items() if value and (name, value) != ("device", "cpu")]:
         raise BadInput(
@@ -147,16 +144,16 @@ def _exported(
         chances = policy.lens is None
         return load(folder, policy, probabilities=chances, num_threads=num_threads, allow_mismatch=allow_mismatch)
 
-    first = manifest.inputs[0]
+    first, spec = manifest.inputs[0], manifest.input_spec
     return Network(
         _runners(policies, made),
         manifest.exits,
         manifest.classes,
         () if manifest.input_names else first.shape[1:],
         first.dtype,
-        manifest.image_shape,
-        lambda picture: admit([picture], manifest)[0],
-        Tokens(folder, manifest, tokens) if manifest.input_names else None,
+        spec.image_shape,
+        lambda picture: as_inputs(picture, spec)[0],
+        Tokens(exported_tokenizer(folder, manifest), spec, tokens) if spec.names else None,
         "PyTorch, compiled ahead of time" if compiled else "onnxruntime",
     )
 
@@ -173,27 +170,3 @@ def _runners(policies: Mapping[str, Policy], made: Callable[[Policy], Any]) -> d
         else:
             runners[name] = made(policy)
     return runners
-
-
-def _texts(names: Sequence[str], folder: Path, tokens: int) -> Texts | None:
-    """Texts as a network of these inputs takes them, by the tokenizer in a folder; None where it takes none."""
-    if not names:
-        return None
-    if not folder.is_dir():
-        raise BadInput(f"the network reads text, and there is no tokenizer in {folder}: name one (--tokenizer FOLDER)")
-    try:
-        auto = importlib.import_module("transformers").AutoTokenizer
-    except ImportError as error:
-        raise BadInput('texts need transformers to be read: pip install "alight[text]"') from error
-    tokenizer = auto.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
-    most = min(tokens, tokenizer.model_max_length)
-
-    def read(texts: Sequence[str]) -> Mapping[str, np.ndarray]:
-        made = tokenizer(list(texts), padding=True, truncation=True, max_length=most, return_tensors="np")
-        return {name: made[name] for name in names}
-
-    return read
-
-
-def _no_picture(picture: Any) -> np.ndarray:
-    raise Mismatch("the network does not take images")

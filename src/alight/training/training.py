@@ -130,8 +130,9 @@ def train_heads(
         raise BadInput(f"checkpoint_every {checkpoint_every} is out of bounds: give a number of epochs, at least 1")
     place = torch.device(device) if device is not None else _device_of(model)
     own, place = processes(place)
-    loader = in_batches(loader, model, batch_size, shuffle=True)
-    judged = None if validation is None else own.share(in_batches(validation, model, batch_size))
+    spec = model.input_spec
+    loader = in_batches(loader, spec, batch_size, shuffle=True)
+    judged = None if validation is None else own.share(in_batches(validation, spec, batch_size, shuffle=False))
     with _as_found(model, _layout(settings, place)), _own_dice(place):
         model.to(place)
         training = _Training(model, settings, own, place, own.share(loader), checkpoint, checkpoint_every, compile)
@@ -218,7 +219,7 @@ class _Training:
         self.loader.begin(epoch, seed)
         walk.phase_mode()
         tally, watch = Tally(self.model.num_exits, self.device), _Watch(self, epoch)
-        for step, batch in enumerate(batches(self.loader, f"epoch {epoch + 1}")):
+        for step, batch in enumerate(batches(self.loader, self.model.input_spec, f"epoch {epoch + 1}")):
             weight = self.loader.weight()
             walk.set_learning_rate(epoch, step)
             losses, logits, labels = walk.losses(batch)
@@ -252,7 +253,7 @@ class _Training:
         """Mean loss and accuracy of every exit on validation data."""
         self.model.eval()
         tally = Tally(self.model.num_exits, self.device)
-        for batch in batches(loader, "validation"):
+        for batch in batches(loader, self.model.input_spec, "validation"):
             weight = loader.weight()
             placed = batch.to(self.device, _layout(self.settings, self.device))
             with self.autocast():
@@ -274,7 +275,7 @@ class _Training:
         if len(set(sizes)) > 1:
             raise BadInput(f"the exits' logits have {sizes} classes: attach heads with as many as the network has")
         self.num_classes = sizes[0]
-        if not (batch.labels is not None and batch.labels.is_cuda and self.history):  # after an epoch, do not wait
+        if not (getattr(batch.labels, "is_cuda", False) and self.history):  # after an epoch, do not wait
             batch.check(self.num_classes)
 
     def _save(self, walk: "_Walk", epochs_done: int) -> None:
