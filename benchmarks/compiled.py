@@ -23,9 +23,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from alight import Policy, Predictor, deploy, export_model, load_compiled, load_policy, record
+from alight import Policy, Predictor, RunSettings, export_model, load_policy, record
 from alight.data.batches import as_inputs, as_tensor
-from alight.deploy.deployed import Deployed
 from alight.engine.manifest import AOTI, ONNX
 from alight.files import write_rows, write_text
 from alight.networks.multi_exit import MultiExitModel
@@ -36,7 +35,7 @@ ROOT = Path(__file__).parent.parent
 SAMPLES = 500
 ROUNDS = 7
 ROUND = {1: 64, 32: SAMPLES}  # samples of a round, by batch size
-LOADS: dict[str, Callable[..., Deployed]] = {AOTI: load_compiled, ONNX: deploy.load}
+FORMATS = (AOTI, ONNX)
 SECONDS = "seconds.json"  # that exporting took, by format
 Row = dict[str, str | float | int]
 Batch = tuple[torch.Tensor, ...]  # as the network takes them
@@ -117,8 +116,9 @@ def compare(folder: Path, threads: int) -> Iterator[Row]:
     from same_decisions import near_a_threshold
 
     model, policy, batches = kept(folder)
-    eager = Predictor(model, policy, num_threads=threads)
-    engines = {form: load(folder / form, num_threads=threads) for form, load in LOADS.items()}
+    settings = RunSettings(threads=threads)
+    eager = Predictor(model, policy, settings=settings)
+    engines = {form: Predictor.load(folder / form, settings=settings, allow_compiled=True) for form in FORMATS}
     seconds = json.loads((folder / SECONDS).read_text())
     truth, near = eager.run(batches, progress=False), near_a_threshold(policy, record(model, batches, progress=False))
     same = {

@@ -22,8 +22,9 @@ import numpy as np
 import torch
 from runtime import network, policy_for, random_inputs
 
-from alight import deploy, export_model
-from alight.deploy.deployed import Deployed
+from alight import Predictor, export_model
+from alight.engine.backends import State
+from alight.engine.settings import RunSettings
 from alight.files import write_rows
 from alight.networks.attach import attach_heads
 from alight.policies.policy import ExitAt
@@ -35,7 +36,7 @@ WALKS = 3  # of one batch through all stages in every round
 BATCHES = {1: 64, 32: 6}  # so many of a size make up a round
 SETTINGS = {"device": "cpu", "dtype": None, "channels_last": False}
 Row = dict[str, str | float | int]
-Carried = tuple[np.ndarray, ...]
+State = tuple[np.ndarray, ...]
 Seconds = tuple[float, float, float]  # of the plain network, ours, and the stages alone
 
 
@@ -59,38 +60,44 @@ def timed(work: Callable[[], object]) -> float:
     return time.perf_counter() - start
 
 
-def stage_seconds(deployed: Deployed, batch: Carried) -> np.ndarray:
-    """Seconds of every stage for one batch, one after the other, as in a walk."""
-    found, carried = [], batch
-    for stage in deployed._stages:
+def stage_seconds(ours: Predictor, batch: State) -> np.ndarray:
+    """Return seconds of every stage for one batch, one after the other, as in a walk."""
+    found, state = [], batch
+    for stage in sessions(ours):
         start = time.perf_counter()
-        _, carried = stage(carried, None)
+        _, state = stage(state)
         found.append(time.perf_counter() - start)
     return np.array(found)
 
 
-def by_rounds(dense: Deployed, ours: Deployed, parts: Sequence[Carried], exits: np.ndarray) -> Seconds:
+def sessions(predictor: Predictor) -> list[Any]:
+    """Return the stages, without head values."""
+    backend: Any = predictor.backend
+    return backend.stages
+
+
+def by_rounds(dense: Predictor, ours: Predictor, parts: Sequence[State], exits: np.ndarray) -> Seconds:
     """Everything once by the plain network and once by ours, and a few batches through every stage."""
-    theirs = timed(lambda: [dense._stages[0](part, None) for part in parts])
+    theirs = timed(lambda: [sessions(dense)[0](part) for part in parts])
     own = timed(lambda: [ours(part) for part in parts])
     walks = [stage_seconds(ours, parts[index % len(parts)]) for index in range(WALKS)]
     reach = np.array([(exits >= index).sum() for index in range(len(walks[0]))]) / len(parts[0][0])
     return theirs, own, float((reach * np.median(walks, axis=0)).sum())
 
 
-def interleaved_timings(dense: Deployed, ours: Deployed, parts: Sequence[Carried], exits: np.ndarray) -> Seconds:
+def interleaved_timings(dense: Predictor, ours: Predictor, parts: Sequence[State], exits: np.ndarray) -> Seconds:
     """Sample after sample, by ours and through every stage, both after the plain network, which leaves caches alike."""
     turns = []
     for index, part in enumerate(parts):
-        before = timed(partial(dense._stages[0], part, None))
+        before = timed(partial(sessions(dense)[0], part))
         own = timed(partial(ours, part, [index]))
-        again = timed(partial(dense._stages[0], part, None))
+        again = timed(partial(sessions(dense)[0], part))
         turns.append(((before + again) / 2, own, stage_seconds(ours, part)[: exits[index] + 1].sum()))
     theirs, own, ideal = np.array(turns).sum(axis=0).tolist()
     return theirs, own, ideal
 
 
-def compare(dense: Deployed, ours: Deployed, inputs: Carried, batch_size: int) -> Row:
+def compare(dense: Predictor, ours: Predictor, inputs: State, batch_size: int) -> Row:
     total = len(inputs[0])
     parts = [tuple(each[start : start + batch_size] for each in inputs) for start in range(0, total, batch_size)]
     exits = np.concatenate([ours(part, [index] if batch_size == 1 else None).exits for index, part in enumerate(parts)])
@@ -130,15 +137,17 @@ def main() -> None:
             early, plain, example = exported(name, options.exits, options.folder or Path(temporary))
             if options.only_export:
                 continue
-            dense, shared = (deploy.load(folder, num_threads=options.threads) for folder in (plain, early))
+            dense, shared = (
+                Predictor.load(folder, settings=RunSettings(threads=options.threads)) for folder in (plain, early)
+            )
             for batch_size in map(int, options.batch_sizes.split(",")):
                 given = random_inputs(example, batch_size * BATCHES.get(batch_size, 8), SETTINGS)
                 inputs = tuple(each.numpy() for each in given)
                 for mix in options.mixes.split(","):
                     ours = shared.with_policy(policy_for(mix, options.exits + 1))
                     row = compare(dense, ours, inputs, batch_size)
-                    told: Row = {"model": name, "exits": options.exits, "mix": mix, "batch_size": batch_size}
-                    rows.append({**told, **row, **made})
+                    row_of: Row = {"model": name, "exits": options.exits, "mix": mix, "batch_size": batch_size}
+                    rows.append({**row_of, **row, **made})
                     print(
                         f"{name}, {mix}, batch {batch_size}: {row['speedup']:.3f}x ({row['speedup_low']:.3f} to"
                         f" {row['speedup_high']:.3f}), possible {row['possible']:.3f}, reached {row['reached']:.1%}"

@@ -20,6 +20,7 @@ import argparse
 import importlib.util
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import permutations
 from pathlib import Path
@@ -29,12 +30,14 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from alight.engine.graphs import graphed
+from alight.engine.backends import State
+from alight.engine.backends.torch.accelerate import graphed
+from alight.engine.backends.torch.prepare import dtype_of, placed
 from alight.engine.predictor import Predictor
-from alight.engine.prepare import as_dtype, placed
+from alight.engine.settings import RunSettings
 from alight.files import write_rows
 from alight.networks.attach import attach_heads
-from alight.networks.multi_exit import Carried, advance, read
+from alight.networks.multi_exit import advance, read
 from alight.policies.policy import Lottery, Policy, Threshold
 from alight.provenance import provenance
 
@@ -67,18 +70,18 @@ def network(name: str) -> tuple[nn.Module, Any]:
     return plain.eval(), torch.randn(1, 3, 224, 224)
 
 
-def random_inputs(example: Any, total: int, settings: dict[str, Any]) -> Carried:
+def random_inputs(example: Any, total: int, settings: RunSettings) -> State:
     """So many random inputs like the example, where and as the network takes them."""
     parts = list(example.values()) if isinstance(example, dict) else [example]
-    kind = as_dtype(settings["dtype"])
+    kind = dtype_of(settings)
 
     def drawn(part: Tensor) -> Tensor:
         shape = (total, *part.shape[1:])
         if part.is_floating_point():
-            return torch.randn(shape, device=settings["device"], dtype=kind)
+            return torch.randn(shape, device=settings.device, dtype=kind)
         return torch.randint(1000, 20_000, shape) if part.max() > 1 else torch.ones(shape, dtype=part.dtype)
 
-    return placed(tuple(map(drawn, parts)), torch.device(settings["device"]), kind, settings["channels_last"])
+    return placed(tuple(map(drawn, parts)), torch.device(settings.device), settings)
 
 
 def rates(mix: str, exits: int) -> tuple[float, ...]:
@@ -103,17 +106,17 @@ def clocked(work: Callable[[], object], device: str) -> float:
     return time.perf_counter() - start
 
 
-def segment_seconds(predictor: Predictor, batch: Carried, device: str) -> np.ndarray:
-    """Seconds of stages and head of every segment for one batch, (segments, 2); if compiled, all of it is the first.
+def stage_seconds(predictor: Predictor, batch: State, device: str) -> np.ndarray:
+    """Return seconds of layers and head of every stage for one batch, (stages, 2); if compiled, all is the first.
 
     On a GPU each is run again and again; on the host one after the other, as in a walk, since what ran before matters.
     """
     found: list[tuple[float, float]] = []
-    engine = predictor.engine
+    backend: Any = predictor.backend
     carried: Any = batch
-    for open_index, segment in enumerate(engine.segments):
-        if device == "cuda" or engine.runs:
-            run = partial(engine.runs[open_index] if engine.runs else segment.logits, *carried)
+    for open_index, segment in enumerate(backend.stages):
+        if device == "cuda" or backend.runs:
+            run = partial(backend.runs[open_index] if backend.runs else segment.logits, *carried)
             repeat = max(3, int(0.03 / max(clocked(run, device), 1e-6)))
             found.append((clocked(partial(_again, run, repeat), device) / repeat, 0.0))
             carried = run()[0]
@@ -137,16 +140,16 @@ def measure(options: argparse.Namespace, name: str, count: int, mode: str) -> It
     torch.manual_seed(0)
     plain, example = network(name)
     model = attach_heads(plain, after="auto", count=count, example=example)
-    settings: dict[str, Any] = {"device": device, "dtype": options.dtype, "channels_last": options.channels_last}
-    dense: Any = plain.to(device=device, dtype=as_dtype(options.dtype))
+    settings = RunSettings(device, options.dtype, options.channels_last)
+    dense: Any = plain.to(device=device, dtype=dtype_of(settings))
     if options.channels_last:
         dense = dense.to(memory_format=torch.channels_last)
     if mode == "compiled":
         dense = torch.compile(dense, dynamic=False)
-    shared = Predictor(model, policy_for("uniform", count + 1), compile=mode == "compiled", **settings)
+    shared = Predictor(model, policy_for("uniform", count + 1), settings=replace(settings, compile=mode == "compiled"))
     for batch_size in map(int, options.batch_sizes.split(",")):
         if mode == "graphs":  # each for batches of one size
-            shared = Predictor(model, shared.policy, batch_size=batch_size, graphs=True, **settings)
+            shared = Predictor(model, shared.policy, batch_size=batch_size, settings=replace(settings, graphs=True))
             (dense,) = graphed([plain], torch.device(device), batch_size)
         total = max(batch_size, min(options.images, batch_size * 64 if device == "cpu" else options.images))
         inputs = random_inputs(example, total, settings)
@@ -168,13 +171,13 @@ def measure(options: argparse.Namespace, name: str, count: int, mode: str) -> It
 
 
 def compare(
-    dense: Any, predictor: Predictor, inputs: Carried, names: Sequence[str], batch_size: int, device: str, rounds: int
+    dense: Any, predictor: Predictor, inputs: State, names: Sequence[str], batch_size: int, device: str, rounds: int
 ) -> Row:
-    """The plain network and the predictor, by turns, and what stages and heads alone would take."""
+    """Compare the full network and the predictor, interleaved, and what stages and heads alone would take."""
     total = len(inputs[0])
     parts = [tuple(each[start : start + batch_size] for each in inputs) for start in range(0, total, batch_size)]
 
-    def run_dense(batch: Carried) -> None:
+    def run_dense(batch: State) -> None:
         dense(**dict(zip(names, batch, strict=True))) if names else dense(*batch)
 
     for part in parts[:8]:
@@ -203,10 +206,10 @@ Seconds = tuple[float, float, float, float]  # of the plain network, the predict
 
 
 def by_rounds(
-    dense: Callable[[Carried], None],
+    dense: Callable[[State], None],
     predictor: Predictor,
-    parts: Sequence[Carried],
-    inputs: Carried,
+    parts: Sequence[State],
+    inputs: State,
     exits: np.ndarray,
     device: str,
     turn: int,
@@ -220,8 +223,7 @@ def by_rounds(
     passes: list[Callable[[], object]] = [dense_pass, partial(predictor, inputs)]
     taken = {who: clocked(passes[who], device) for who in (turn % 2, 1 - turn % 2)}
     batches = [
-        segment_seconds(predictor, parts[index % len(parts)], device)
-        for index in range(1 if device == "cuda" else WALKS)
+        stage_seconds(predictor, parts[index % len(parts)], device) for index in range(1 if device == "cuda" else WALKS)
     ]
     reach = np.array([(exits >= index).sum() for index in range(len(batches[0]))]) / len(parts[0][0])
     alone = reach[:, None] * np.median(batches, axis=0)
@@ -229,10 +231,10 @@ def by_rounds(
 
 
 def interleaved_timings(
-    dense: Callable[[Carried], None],
+    dense: Callable[[State], None],
     predictor: Predictor,
-    parts: Sequence[Carried],
-    inputs: Carried,
+    parts: Sequence[State],
+    inputs: State,
     exits: np.ndarray,
     device: str,
     turn: int,
@@ -245,7 +247,7 @@ def interleaved_timings(
             return [clocked(partial(dense, parts[index]), device)]
         if who == 1:
             return [clocked(partial(predictor, parts[index], [index]), device)]
-        alone = segment_seconds(predictor, parts[index], device)[: exits[index] + 1]
+        alone = stage_seconds(predictor, parts[index], device)[: exits[index] + 1]
         return [alone.sum(), alone[:aside, 1].sum()]
 
     turns, orders = [], [*permutations(range(3))]
