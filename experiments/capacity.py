@@ -134,9 +134,13 @@ class Replica:
         """Requests per second in full batches."""
         return len(self.seconds) / float(self.seconds[-1])
 
+    def replicas(self, rate: float, utilisation: float = UTILISATION) -> int:
+        """Return how many replicas a load needs."""
+        return int(np.ceil(rate / (utilisation * self.capacity)))
+
     def plan(self, rate: float, utilisation: float = UTILISATION) -> Row:
         """Return what a load takes: replicas that share it at random, and their latency, price and energy."""
-        count = int(np.ceil(rate / (utilisation * self.capacity)))
+        count = self.replicas(rate, utilisation)
         joules = self.joules - self.idle_watts / self.capacity + count * self.idle_watts / rate
         return {
             "device": self.device,
@@ -151,26 +155,26 @@ class Replica:
         }
 
 
-def staged(tables: Sequence[Rows], size: int, request: float, price: float) -> list[Replica]:
+def tables_of(folder: Path) -> tuple[Rows, Rows, Floats]:
+    """Return stages, whole batches (empty where they were not timed) and exit shares."""
+    stages, batches, shares = (folder / f"capacity_{name}.csv" for name in ("stages", "batches", "shares"))
+    return rows(stages), rows(batches) if batches.exists() else [], column(rows(shares), "share")
+
+
+def staged(folder: Path, size: int, request: float, price: float) -> list[Replica]:
     """Return the full network and exits where stages were timed; a request takes seconds beside the network."""
-    (stages, batches), shares, counts = tables[:2], column(tables[2], "share"), np.arange(size) + 1.0
+    (stages, batches, shares), counts = tables_of(folder), np.arange(1, size + 1, dtype=np.float64)
     full = full_seconds(stages, batches, counts) + request * counts
     mean, slow = (exit_seconds(stages, batches, counts, shares, stays) + request * counts for stays in (0, 1))
     return [Replica("CPU core", FULL, full, full, price), Replica("CPU core", SERVED["early"], mean, slow, price)]
 
 
-def tables_of(folder: Path) -> list[Rows]:
-    """Return stages, whole batches (empty where they were not timed) and exit shares."""
-    paths = [folder / f"capacity_{name}.csv" for name in ("stages", "batches", "shares")]
-    return [rows(path) if path.exists() or "batches" not in path.name else [] for path in paths]
-
-
 def measured() -> list[Replica]:
     """Return the replicas that were measured: a CPU core with a ResNet-18, an H200 with a ResNet-50."""
-    tables, load = tables_of(RESULTS), rows(RESULTS / "serve_load.csv")
+    (stages, batches, _), load = tables_of(RESULTS), rows(RESULTS / "serve_load.csv")
     size, dense = int(load[0]["batch_size"]), column([row for row in load if row["service"] == "dense"], "capacity")
-    request = 1 / float(np.median(dense)) - float(full_seconds(*tables[:2], np.array([size]))[0]) / size
-    found = staged(tables, size, request, DOLLARS_PER_HOUR["CPU core"])
+    request = 1 / float(np.median(dense)) - float(full_seconds(stages, batches, np.array([float(size)]))[0]) / size
+    found = staged(RESULTS, size, request, DOLLARS_PER_HOUR["CPU core"])
     for row in rows(RESULTS / "energy_cuda.csv"):
         seconds = np.full(int(row["batch_size"]), int(row["batch_size"]) / float(row["images_per_second"]))
         metered = float(row["joules_per_image"]), float(row["watts_idle"])
@@ -227,7 +231,7 @@ def main() -> None:
     parser.add_argument("--utilisation", type=float, default=UTILISATION)
     own = parser.parse_args()
     if own.rate:
-        for replica in staged(tables_of(own.folder), own.batch_size, own.request_ms / 1e3, own.price):
+        for replica in staged(own.folder, own.batch_size, own.request_ms / 1e3, own.price):
             made = {name: cell for name, cell in replica.plan(own.rate, own.utilisation).items() if name != "device"}
             print(", ".join(f"{name} {cell}" for name, cell in made.items() if cell != ""))
         return
