@@ -35,7 +35,7 @@ from alight.files import write_rows
 FIGURE = RESULTS.parent / "docs" / "figures" / "capacity.svg"
 UTILISATION = 0.7  # of its capacity that a replica is planned for: room for bursts, restarts and a lost replica
 DOLLARS_PER_HOUR = {"CPU core": 0.04, "H200": 4.0}  # of a replica; assumed, not measured
-LOADS = {"CPU core": (100, 1_000, 10_000), "H200": (10_000, 100_000)}  # requests per second
+LOADS = {"CPU core": (100, 1_000, 10_000), "H200": (10_000, 100_000, 1_000_000)}  # requests per second
 FULL = "full network"
 SERVED = {"dense": FULL, "early": "exits"}  # by benchmarks/serve_load.py
 MIXES = {"dense": FULL, "uniform": "exits, uniform mix", "early": "exits, early mix"}  # by benchmarks/energy.py
@@ -145,7 +145,7 @@ class Replica:
         return {
             "device": self.device,
             "served_by": self.served_by,
-            "requests_per_second": f"{rate:g}",
+            "requests_per_second": f"{rate:.12g}",
             "replica_capacity": f"{self.capacity:.1f}",
             "replicas": count,
             "utilisation": f"{rate / count / self.capacity:.2f}",

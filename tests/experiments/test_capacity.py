@@ -149,10 +149,10 @@ def test_the_answer_on_the_page_is_that_of_the_results(capacity):
     saved = exits["replicas_saved"].replace("%", " %")
     answer = f"{full['replicas']} replicas with the full network and {exits['replicas']} with exits: {saved} fewer"
     assert answer in PAGE
-    mixes = [found["H200", f"exits, {name} mix", "100000"] for name in ("uniform", "early")]
+    mixes = [found["H200", f"exits, {name} mix", "1000000"] for name in ("uniform", "early")]
     low, high = (row["replicas_saved"].replace("%", "") for row in mixes)
     assert f"{low} to {high} % fewer replicas" in PAGE
-    whole = float(found["H200", "full network", "100000"]["wh_per_million"])
+    whole = float(found["H200", "full network", "1000000"]["wh_per_million"])
     low, high = (f"{100 * (1 - float(row['wh_per_million']) / whole):.0f}" for row in mixes)
     assert f"{low} to {high} % less energy" in PAGE
 
