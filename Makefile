@@ -41,8 +41,7 @@ figures: $(VENV)/.installed-figures
 	$(bin)/python experiments/paper_figures.py
 	$(bin)/python experiments/recorded_resnet18.py --draw > /dev/null
 	$(bin)/python experiments/paper_page.py
-	$(bin)/python experiments/capacity_figures.py
-	$(bin)/python experiments/capacity_page.py
+	$(bin)/python experiments/capacity.py
 	$(bin)/python experiments/paper_report.py
 
 docs: $(VENV)/.installed-docs

@@ -1,317 +1,245 @@
-"""A fleet under load, bursts and drift: what is spent, how long answers take, when the alarm is raised.
+"""How many replicas a load needs, what they cost, and what exits save: an analytic model from measured times.
 
-    python experiments/capacity.py               # everything: half an hour on one core
-    python experiments/capacity.py drift         # one part: decisions, load, day, burst or drift
-    python experiments/capacity.py --device h200 # one device, when its inputs were measured anew: eight minutes
+    python experiments/capacity.py                         # results/capacity*.csv and the figure, in ten seconds
+    python experiments/capacity.py --folder MINE --rate 500      # prints your own numbers
 
-One device of the fleet is simulated in full (capacity_queue.py), with times that were measured (capacity_devices.py),
-on images drawn from a recording. `decisions` times the policies alone, on the host; `load` finds the rate that one
-device bears; fleets are sized by it for a billion images a day. Writes results/capacity_<part>.csv, a row per device
-and way to serve, and the same by time to results/capacity_<part>_series.csv; docs/scale.md states the figures.
+Measured inputs, and the script that writes each (MINE holds the first three; without the second, batches take what
+their stages and heads do):
+
+    results/capacity_stages.csv     ms of every stage and head, by batch size        experiments/capacity_inputs.py
+    results/capacity_batches.csv    ms of whole batches, full network and exits      experiments/capacity_inputs.py
+    results/capacity_shares.csv     share of the samples that leaves at each exit    experiments/capacity_inputs.py
+    results/serve_load.csv          capacity and latency of the HTTP service         benchmarks/serve_load.py
+    results/energy_cuda.csv         images per second and joules on a GPU            benchmarks/energy.py
+
+A stage takes a fixed time for a batch and a time for each sample in it: a line through the measured batch sizes. With
+exits a stage runs for the samples that reach it, and its fixed time is paid if at least one does. What whole batches
+take beyond their stages and heads was measured and is added, as is what an HTTP request takes beside the network. On
+the GPU whole batches were measured with exits; their times are used directly.
 """
 
 import argparse
-import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from functools import cache, partial
-from itertools import pairwise
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
-from capacity_devices import DEVICES, RECORDING, Device
-from capacity_queue import DAY, PEAK_HOUR, Burst, Dense, Exits, Served, Serving, Traffic, harder, simulate
-from recorded_cifar100 import RESULTS, load, rows
+from figure_style import BLACK, BLUE, panels, save
+from recorded_cifar100 import RESULTS, rows
+from scipy.optimize import nnls
+from scipy.stats import poisson
 
-from alight import Costs, HeadOutputs, Policy, calibrate, replay
 from alight.files import write_rows
-from alight.provenance import provenance
 
-ROOT = Path(__file__).parent.parent
+FIGURE = RESULTS.parent / "docs" / "figures" / "capacity.svg"
+UTILISATION = 0.7  # of its capacity that a replica is planned for: room for bursts, restarts and a lost replica
+DOLLARS_PER_HOUR = {"CPU core": 0.04, "H200": 4.0}  # of a replica; assumed, not measured
+LOADS = {"CPU core": (100, 1_000, 10_000), "H200": (10_000, 100_000, 1_000_000)}  # requests per second
+FULL = "full network"
+SERVED = {"dense": FULL, "early": "exits"}  # by benchmarks/serve_load.py
+MIXES = {"dense": FULL, "uniform": "exits, uniform mix", "early": "exits, early mix"}  # by benchmarks/energy.py
+STEADY = 0.99  # above this utilisation a queue takes minutes to settle, and its stationary law says little
+NODES = (np.arange(20) + 0.5) / 20  # midpoints of probability, to integrate over arrivals
 Floats = npt.NDArray[np.float64]
-Integers = npt.NDArray[np.int64]
 Row = dict[str, str | float | int]
-IMAGES = 10**9  # a day, of the whole fleet
-PEAK = 2.0  # the day's highest rate over its mean
-HEADROOM = 0.7  # of what a device bears is planned for at the peak: bursts, restarts, a device that fails
-BUDGETS = {"cpu": "50%", "h200": "75%"}  # of the plain network's time
-CONTRACTS = {"stream": "stream", "batch": "batch", "plain": "mean"}  # ways to serve with exits
-CERTIFYING = 4000  # unlabelled images of the recording's test set, the others are drawn from
-ALARM_RATE = 0.01  # false alarms a day, of the whole fleet
-WINDOW = 1000  # images, of which the dearest in a row are looked for
-DRAWN, BINS = "cpu", 36  # whose series are kept, and in how many parts of the time
-DECIDED = 100  # batches of every size, to time policies
-SECONDS = {  # simulated, of each part; the day is played so much faster that it fits
-    "cpu": {"load": 150.0, "day": 1800.0, "burst": 1800.0, "drift": 1800.0},
-    "h200": {"load": 15.0, "day": 120.0, "burst": 90.0, "drift": 90.0},
-}
-DEARER = {"cpu": 1.5, "h200": 1.25}  # drift: times what images cost as calibrated, once it is complete
-BURST = 1.5  # times the peak's rate
-REPLICAS = 4  # devices that are simulated under drift, to see how they differ
-STEPS = np.arange(0.1, 2.2, 0.05)  # of the plain network's rate in full batches
+Rows = Sequence[dict[str, str]]
+
+
+def column(table: Rows, name: str) -> Floats:
+    return np.array([float(row[name]) for row in table])
+
+
+def line(sizes: Floats, values: Floats) -> Floats:
+    """Return the fixed part and the part per sample, neither below 0, with the least squared relative errors."""
+    if not values.any():
+        return np.zeros(2)
+    weights = 1 / np.maximum(values, values[values > 0].min())
+    return nnls(np.stack([weights, weights * sizes], axis=1), weights * values)[0]
+
+
+def stage_lines(stages: Rows) -> Floats:
+    """Return the lines of stages and heads in seconds, (2, exits, 2): the fixed part and the part per sample."""
+    by_exit = [[row for row in stages if row["exit"] == name] for name in dict.fromkeys(row["exit"] for row in stages)]
+    parts = ("stage_ms", "head_ms")
+    return np.array([[line(column(own, "batch_size"), column(own, part) / 1e3) for own in by_exit] for part in parts])
+
+
+def full_seconds(stages: Rows, batches: Rows, counts: Floats) -> Floats:
+    """Return the seconds of batches of these sizes by the full network: all stages and the last head."""
+    (trunk, heads), sizes = stage_lines(stages), column(batches, "batch_size")
+    fixed, each = trunk.sum(axis=0) + heads[-1]
+    return fixed + each * counts + between(counts, sizes, column(batches, "dense_ms") / 1e3 - fixed - each * sizes)
+
+
+def exit_seconds(stages: Rows, batches: Rows, counts: Floats, shares: Floats, stays: int = 0) -> Floats:
+    """Return the seconds of batches of these sizes with exits; `stays` samples of each go to the last exit."""
+    (trunk, heads), sizes = stage_lines(stages), column(batches, "batch_size")
+    if len(shares) != len(trunk) or (shares < 0).any() or abs(shares.sum() - 1) > 1e-3:
+        raise SystemExit(f"exit shares {shares.tolist()} do not fit: give {len(trunk)}, one per exit, with the sum 1")
+    reached = np.cumsum(shares[::-1])[::-1].clip(max=1)  # share of the samples that reaches each stage
+    others, (fixed, each) = counts[:, None] - stays, (trunk + heads).T
+    someone = 1 - (1 - reached) ** others * (stays == 0)  # probability that the stage runs at all
+    extra = (column(batches, "exits_ms") - column(batches, "modelled_ms")) / 1e3
+    return someone @ fixed + (stays + others * reached) @ each + between(counts, sizes, extra)
+
+
+def between(counts: Floats, sizes: Floats, extra: Floats) -> Floats:
+    """Return what batches take beyond stages and heads, interpolated; 0 where no whole batches were measured."""
+    return np.interp(counts, sizes, extra.clip(min=0)) if len(sizes) else np.zeros(len(counts))
+
+
+def latency(rate: float, seconds: Floats, quantile: float = 0.99) -> float:
+    """Return a quantile of the latency, in seconds, of one replica that gets `rate` requests per second.
+
+    Stationary law of the M/D/1 queue with bulk service (Bailey 1954), solved numerically: Poisson arrivals; a free
+    replica takes all requests that wait, up to len(seconds); a batch of n takes seconds[n - 1]; its requests are
+    answered together. Infinite above the steady utilisation.
+    """
+    size, full = len(seconds), seconds[-1]
+    if (utilisation := rate * full / size) >= STEADY:
+        return float("inf")
+    waiting = np.arange(2 * size + int(10 / (1 - utilisation)))  # when a replica becomes free; longer queues are rare
+    taken = waiting.clip(1, size)  # a replica that finds no request waits for one
+    left, time = (waiting - taken).clip(min=0), seconds[taken - 1]
+    moves = poisson.pmf(waiting - left[:, None], rate * time[:, None])
+    balance = (moves / moves.sum(axis=1, keepdims=True)).T - np.eye(len(waiting))
+    balance[-1] = 1  # shares sum to one
+    share = np.linalg.solve(balance, np.eye(len(waiting))[-1])
+    passed = time[:, None, None] * NODES[:, None]  # of the running batch, when a request arrives
+    ahead, place = np.divmod(left[:, None, None] + poisson.ppf(NODES, rate * passed), size)  # full batches, requests
+    until = time[:, None, None] - passed + ahead * full  # its own batch starts
+    own = (place + 1 + rate * until).clip(max=size)  # those that come later at their mean number
+    delays = np.append(until + np.interp(own, np.arange(size) + 1, seconds), seconds[0])  # the last finds no queue
+    arrivals = np.broadcast_to((share * rate * time)[:, None, None] / len(NODES) ** 2, own.shape)
+    order, weights = np.argsort(delays), np.append(arrivals, share[0])
+    total = np.cumsum(weights[order])
+    return float(delays[order[np.searchsorted(total, quantile * total[-1])]])
 
 
 @dataclass(frozen=True, eq=False)
-class Stream:
-    """Images to draw from, and what the exits know of them."""
+class Replica:
+    """One device that serves a network: how long its batches take, and what it costs."""
 
-    table: HeadOutputs
-    correct: npt.NDArray[np.bool_]  # (rows, exits)
-    certifying: HeadOutputs  # like the stream, unlabelled, and not drawn from
-    calibration: HeadOutputs  # labelled
+    device: str
+    served_by: str
+    seconds: Floats  # of batches of 1, 2, ... requests, on average
+    slow: Floats  # the same if one request of the batch stays to the last exit, for p99
+    dollars_per_hour: float
+    joules: float = np.nan  # of a request at full load, idle draw included; nan where it was not measured
+    idle_watts: float = np.nan
 
+    @property
+    def capacity(self) -> float:
+        """Requests per second in full batches."""
+        return len(self.seconds) / float(self.seconds[-1])
 
-@cache
-def stream() -> Stream:
-    """The recording, its test images in two parts."""
-    found = load(RECORDING)
-    order = np.random.default_rng(0).permutation(len(found.test))
-    certifying, table = (found.test.take(part) for part in (order[:CERTIFYING], order[CERTIFYING:]))
-    correct = table.predictions == table.known_labels("the simulation")[:, None]
-    return Stream(table, correct, certifying, found.calibration)
+    def replicas(self, rate: float, utilisation: float = UTILISATION) -> int:
+        """Return how many replicas a load needs."""
+        return int(np.ceil(rate / (utilisation * self.capacity)))
 
-
-@cache
-def device_of(kind: str) -> Device:
-    """The device of this kind."""
-    return DEVICES[kind]()
-
-
-def policy_for(kind: str, contract: str, devices: int = 1) -> Policy:
-    """A policy for the device's own costs; its alarm is false once in a hundred days of the whole fleet."""
-    own, per_day = stream(), IMAGES // devices
-    given = (device_of(kind).costs, BUDGETS[kind], own.calibration, own.certifying)
-    told = {"alarm_rate": ALARM_RATE / devices, "horizon": per_day} if contract == "stream" else {}
-    return calibrate.certify(calibrate.eero, *given, contract=contract, spend_all=True, **told)  # type: ignore[arg-type]
-
-
-def serving_for(kind: str, how: str, devices: int = 1) -> Serving:
-    """What serves: the plain network, or exits under a contract."""
-    device = device_of(kind)
-    return Dense(device) if how == "dense" else Exits(device, policy_for(kind, CONTRACTS[how], devices), stream().table)
+    def plan(self, rate: float, utilisation: float = UTILISATION) -> Row:
+        """Return what a load takes: replicas that share it at random, and their latency, price and energy."""
+        count = self.replicas(rate, utilisation)
+        joules = self.joules - self.idle_watts / self.capacity + count * self.idle_watts / rate
+        return {
+            "device": self.device,
+            "served_by": self.served_by,
+            "requests_per_second": f"{rate:.12g}",
+            "replica_capacity": f"{self.capacity:.1f}",
+            "replicas": count,
+            "utilisation": f"{rate / count / self.capacity:.2f}",
+            "p99_ms": f"{1e3 * latency(rate / count, self.slow):.0f}",
+            "dollars_per_million": f"{count * self.dollars_per_hour / 3600 * 1e6 / rate:.3f}",
+            "wh_per_million": "" if np.isnan(joules) else f"{joules / 3600 * 1e6:.1f}",
+        }
 
 
-def budget_of(kind: str) -> float:
-    """Milliseconds of an image that the budget allows."""
-    return device_of(kind).costs.budget(BUDGETS[kind])
+def tables_of(folder: Path) -> tuple[Rows, Rows, Floats]:
+    """Return stages, whole batches (empty where they were not timed) and exit shares."""
+    stages, batches, shares = (folder / f"capacity_{name}.csv" for name in ("stages", "batches", "shares"))
+    return rows(stages), rows(batches) if batches.exists() else [], column(rows(shares), "share")
 
 
-def drawn(arrivals: Floats, rng: np.random.Generator, kind: str, hard: Floats | None = None) -> Integers:
-    """Rows for the images that arrive; `hard` is the share of each that comes from a distribution of dear ones."""
-    own = stream()
-    found = rng.integers(len(own.table), size=len(arrivals))
-    if hard is not None:
-        chosen = rng.uniform(size=len(arrivals)) < hard
-        spent = replay(policy_for(kind, "mean"), own.table).spent
-        found[chosen] = rng.choice(len(own.table), size=int(chosen.sum()), p=harder(spent, DEARER[kind]))
+def staged(folder: Path, size: int, request: float, price: float) -> list[Replica]:
+    """Return the full network and exits where stages were timed; a request takes seconds beside the network."""
+    (stages, batches, shares), counts = tables_of(folder), np.arange(1, size + 1, dtype=np.float64)
+    full = full_seconds(stages, batches, counts) + request * counts
+    mean, slow = (exit_seconds(stages, batches, counts, shares, stays) + request * counts for stays in (0, 1))
+    return [Replica("CPU core", FULL, full, full, price), Replica("CPU core", SERVED["early"], mean, slow, price)]
+
+
+def measured() -> list[Replica]:
+    """Return the replicas that were measured: a CPU core with a ResNet-18, an H200 with a ResNet-50."""
+    (stages, batches, _), load = tables_of(RESULTS), rows(RESULTS / "serve_load.csv")
+    size, dense = int(load[0]["batch_size"]), column([row for row in load if row["service"] == "dense"], "capacity")
+    request = 1 / float(np.median(dense)) - float(full_seconds(stages, batches, np.array([float(size)]))[0]) / size
+    found = staged(RESULTS, size, request, DOLLARS_PER_HOUR["CPU core"])
+    for row in rows(RESULTS / "energy_cuda.csv"):
+        seconds = np.full(int(row["batch_size"]), int(row["batch_size"]) / float(row["images_per_second"]))
+        metered = float(row["joules_per_image"]), float(row["watts_idle"])
+        found.append(Replica("H200", MIXES[row["mode"]], seconds, seconds, DOLLARS_PER_HOUR["H200"], *metered))
     return found
 
 
-def drift(moments: Floats, length: float) -> Floats:
-    """How far the drift has come: it begins after a third of the time and is complete after two.
-
-    >>> drift(np.array([10.0, 45.0, 80.0]), 90.0).tolist()
-    [0.0, 0.5, 1.0]
-    """
-    return np.clip(3 * moments / length - 1, 0, 1)
-
-
-def load_rows(kind: str, how: str) -> Iterator[Row]:
-    """One device at rates that grow, until it refuses or answers late."""
-    device, seconds = device_of(kind), SECONDS[kind]["load"]
-    for step in STEPS.tolist():
-        rng, rate = np.random.default_rng(0), step * device.dense_per_second
-        arrivals = Traffic(rate, 1.0).arrivals(0.0, seconds, 1.0, rng)
-        served = simulate(
-            arrivals, drawn(arrivals, rng, kind), device, serving_for(kind, how), stream().correct, seconds
-        )
-        yield {"device": kind, "serving": how, "per_second": round(rate, 1)} | figures(served, budget_of(kind))
-        if len(served.refused) or np.quantile(served.delays, 0.99) > 2 * device.target:
-            return
+def planned(replicas: Sequence[Replica]) -> list[Row]:
+    """Return a row for every replica and load, with what is saved against the full network."""
+    found = [replica.plan(rate) for replica in replicas for rate in LOADS[replica.device]]
+    full = {(row["device"], row["requests_per_second"]): row for row in found if row["served_by"] == FULL}
+    for row in found:
+        whole = full[row["device"], row["requests_per_second"]]
+        row["replicas_saved"] = f"{1 - int(row['replicas']) / int(whole['replicas']):.0%}"
+    return found
 
 
-def bearable(kind: str, how: str) -> float:
-    """Images a second at which, as at all below, 99 % are answered in time; of results/capacity_load.csv."""
-    device = device_of(kind)
-    best = 0.0
-    for row in rows(RESULTS / "capacity_load.csv"):
-        if (row["device"], row["serving"]) == (kind, how):
-            if float(row["refused"]) > 0 or float(row["p99_ms"]) > 1e3 * device.target:
-                break
-            best = float(row["per_second"])
-    return best
+def compared(replicas: Sequence[Replica]) -> list[Row]:
+    """Return every load of the measured service beside the model; no p99 above the steady utilisation."""
+    found: list[Row] = []
+    for row in rows(RESULTS / "serve_load.csv"):
+        own = next(each for each in replicas if (each.device, each.served_by) == ("CPU core", SERVED[row["service"]]))
+        p99 = 1e3 * latency(rate := float(row["rate"]), own.slow)
+        made: Row = {"seed": row["seed"], "served_by": own.served_by, "requests_per_second": f"{rate:.1f}"}
+        made |= {"measured_capacity": f"{float(row['capacity']):.1f}", "predicted_capacity": f"{own.capacity:.1f}"}
+        made |= {"utilisation": f"{rate / own.capacity:.2f}", "measured_p99_ms": f"{float(row['p99_ms']):.0f}"}
+        found.append(made | {"predicted_p99_ms": f"{p99:.0f}" if np.isfinite(p99) else ""})
+    return found
 
 
-def devices_for(images: float, per_second: float) -> int:
-    """Devices for so many images a day, each of which bears this rate."""
-    return int(np.ceil(images / DAY * PEAK / (HEADROOM * per_second)))
-
-
-def figures(served: Served, budget: float) -> Row:
-    """What one device did, in numbers."""
-    p50, p99 = (1e3 * np.quantile(served.delays, [0.5, 0.99])).tolist()
-    return {
-        "images": len(served.spent),
-        "spent_of_budget": float(served.spent.mean() / budget),
-        "worst_window": worst_window(served.spent, budget),
-        "p50_ms": p50,
-        "p99_ms": p99,
-        "refused": len(served.refused) / max(1, len(served.refused) + len(served.spent)),
-        "accuracy": float(served.right.mean()),
-        "batch": float(served.sizes.mean()),
-        "busy": float(served.busy.sum() / max(served.length, served.answered[-1])),
-    }
-
-
-def worst_window(spent: Floats, budget: float) -> float:
-    """What the dearest images in a row cost on average, over the budget."""
-    size = min(WINDOW, len(spent))
-    sums = np.cumsum(np.concatenate([[0.0], spent]))
-    return float((sums[size:] - sums[:-size]).max() / size / budget)
-
-
-def series(served: Served, budget: float) -> Iterator[Row]:
-    """The same by time: a row for each part of what was simulated, by the moment of arrival."""
-    edges = np.linspace(0, served.length, BINS + 1)
-    for index, (first, last) in enumerate(pairwise(edges)):
-        own = (served.arrived >= first) & (served.arrived < last)
-        batches = (served.starts >= first) & (served.starts < last)
-        refused = int(((served.refused >= first) & (served.refused < last)).sum())
-        if own.any() and batches.any():
-            p50, p99 = (1e3 * np.quantile(served.delays[own], [0.5, 0.99])).tolist()
-            yield {
-                "bin": index,
-                "per_second": f"{(int(own.sum()) + refused) / (last - first):.1f}",
-                "spent": f"{served.spent[own].mean() / budget:.4f}",
-                "p50_ms": f"{p50:.1f}",
-                "p99_ms": f"{p99:.1f}",
-                "accuracy": f"{served.right[own].mean():.4f}",
-                "refused": f"{refused / (int(own.sum()) + refused):.3g}",
-                "batch": f"{served.sizes[batches].mean():.1f}",
-                "busy": f"{served.busy[batches].sum() / (last - first):.3f}",
-            }
-
-
-@dataclass(frozen=True)
-class Case:
-    """One device of a fleet for some time."""
-
-    part: str
-    kind: str
-    how: str
-    devices: int
-    replica: int = 0
-    seconds: float = 0.0  # simulated; by default the part's own
-
-    def run(self) -> tuple[Row, list[Row]]:
-        """What it did, in all and by time."""
-        device, length = device_of(self.kind), self.seconds or SECONDS[self.kind][self.part]
-        rng = np.random.default_rng(self.replica)
-        traffic, start, speed = Traffic(IMAGES / DAY / self.devices, PEAK), PEAK_HOUR * 3600 - length / 2, 1.0
-        if self.part == "day":
-            start, speed = 0.0, DAY / length
-        if self.part == "burst":
-            traffic = replace(traffic, bursts=(Burst(start + length / 3, length / 3, BURST),))
-        arrivals = traffic.arrivals(start, start + speed * length, speed, rng)
-        hard = drift(arrivals, length) if self.part == "drift" else None
-        images = drawn(arrivals, rng, self.kind, hard)
-        serving = serving_for(self.kind, self.how, self.devices)
-        served = simulate(arrivals, images, device, serving, stream().correct, length)
-        budget = budget_of(self.kind)
-        told: Row = {"device": self.kind, "serving": self.how, "devices": self.devices, "replica": self.replica}
-        told |= figures(served, budget) | {
-            "of_the_stream": f"{1 / self.devices / speed:.3g}",
-            "seconds": length,
-            "ahead": ahead(served.spent, served.sizes, budget, float(device.costs.cumulative()[-1])),
-            **self._alarm(served, serving),
-        }
-        named: Row = {"device": self.kind, "serving": self.how, "devices": self.devices}
-        return told, [named | row for row in series(served, budget)]
-
-    def _alarm(self, served: Served, serving: Serving) -> Row:
-        """When the alarm was raised, after the drift began where there is one, and how dear images were by then."""
-        at = getattr(serving, "alarmed_at", -1)
-        if at < 0:
-            return {"alarm_seconds": "", "alarm_images": "", "alarm_dearer": ""}
-        since = served.length / 3 if self.part == "drift" else 0.0
-        moment = served.arrived[min(at, len(served.arrived) - 1)]
-        dearer = 1 + (DEARER[self.kind] - 1) * drift(moment, served.length) if self.part == "drift" else 1.0
-        before = int((served.arrived < since).sum())
-        return {"alarm_seconds": float(moment - since), "alarm_images": at - before, "alarm_dearer": float(dearer)}
-
-
-def ahead(spent: Floats, sizes: Integers, budget: float, dearest: float) -> float:
-    """By how many full passes the stream was ahead of its budget at most, at the end of a batch."""
-    ends = np.cumsum(sizes)
-    return float(((np.cumsum(spent)[ends - 1] - ends * budget) / dearest).max())
-
-
-def decisions_part(_kinds: Sequence[str]) -> Iterator[tuple[Row, list[Row]]]:
-    """Milliseconds that each policy takes to decide about a batch, of the GPU's costs and size."""
-    own = stream()
-    rng, costs = np.random.default_rng(0), Costs.from_cumulative(np.arange(1.0, own.table.num_exits + 1), "ms")
-    for contract in CONTRACTS.values():
-        policy = calibrate.certify(calibrate.eero, costs, "60%", own.calibration, own.certifying, contract=contract)  # type: ignore[arg-type]
-        for size in (1, 16, 256, 1024):
-            taken = []
-            for _ in range(DECIDED):
-                images = own.table.take(rng.integers(len(own.table), size=size))
-                start = time.perf_counter()
-                replay(policy, images)
-                taken.append(1e3 * (time.perf_counter() - start))
-            low, middle, high = np.quantile(taken, [0.25, 0.5, 0.75]).tolist()
-            yield {"contract": contract, "batch_size": size, "ms": middle, "ms_low": low, "ms_high": high}, []
-
-
-def load_part(kinds: Sequence[str]) -> Iterator[tuple[Row, list[Row]]]:
-    for kind in kinds:
-        for how in ("dense", "stream"):
-            yield from ((row, []) for row in load_rows(kind, how))
-
-
-def cases(part: str, kind: str) -> Iterator[Case]:
-    """Every way to serve and fleet of a part."""
-    fleets = {how: devices_for(IMAGES, bearable(kind, how)) for how in ("dense", "stream")}
-    for how in CONTRACTS:
-        count = REPLICAS if (part, how) == ("drift", "stream") else 1
-        yield from (Case(part, kind, how, fleets["stream"], replica) for replica in range(count))
-    if part != "drift":  # the plain network does not mind
-        yield from (Case(part, kind, "dense", devices) for devices in sorted(set(fleets.values())))
-
-
-def case_part(part: str, kinds: Sequence[str]) -> Iterator[tuple[Row, list[Row]]]:
-    yield from (case.run() for kind in kinds for case in cases(part, kind))
-
-
-PARTS: dict[str, Callable[[Sequence[str]], Iterator[tuple[Row, list[Row]]]]] = {
-    "decisions": decisions_part,
-    "load": load_part,
-    **{part: partial(case_part, part) for part in ("day", "burst", "drift")},
-}
+def draw(replicas: Sequence[Replica], services: Sequence[Row], path: Path) -> None:
+    """Draw p99 of one CPU core by its load, predicted and measured."""
+    figure, [[panel]] = panels(width=6)
+    for replica, colour, marker in zip(replicas, (BLACK, BLUE), ("s", "o"), strict=False):
+        rates = np.linspace(0.1, 0.97, 40) * len(replica.slow) / replica.slow[-1]
+        predicted = [1e3 * latency(rate, replica.slow) for rate in rates.tolist()]
+        panel.plot(rates, predicted, color=colour, label=f"{replica.served_by}, predicted")
+        own = [row for row in services if row["served_by"] == replica.served_by]
+        points = np.array([[row["requests_per_second"], row["measured_p99_ms"]] for row in own], dtype=float).T
+        panel.plot(*points, color=colour, marker=marker, linestyle="", label=f"{replica.served_by}, measured")
+        panel.axvline(replica.capacity, color=colour, linestyle=":", linewidth=1)
+    panel.set(xlabel="requests per second to one CPU core (dotted: capacity)", ylabel="p99 latency, ms", yscale="log")
+    panel.legend()
+    save(figure, path)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("parts", nargs="*", help=f"of {', '.join(PARTS)}; all, unless some are named")
-    parser.add_argument("--device", choices=DEVICES, help="of which rows are made anew; those of others stay")
-    options = parser.parse_args()
-    kinds = [options.device] if options.device else list(DEVICES)
-    for part in options.parts or list(PARTS):
-        begin, path = time.perf_counter(), RESULTS / f"capacity_{part}.csv"
-        made = provenance("numpy", "scipy", folder=ROOT)
-        before = rows(path) if path.exists() else []
-        found: list[Row] = [{**row} for row in before if row.get("device") not in (None, *kinds)]
-        by_time: list[Row] = []
-        for row, own in PARTS[part](kinds):
-            found.append({**row, **made})
-            by_time += own if row.get("device") == DRAWN and not row.get("replica") else []
-            shown = (f"{name}={cell:.4g}" if isinstance(cell, float) else str(cell) for name, cell in row.items())
-            print(" ".join(shown), flush=True)
-        write_rows(path, sorted(found, key=lambda row: str(row.get("device", ""))))  # stable: as they were made
-        if by_time:
-            write_rows(RESULTS / f"capacity_{part}_series.csv", by_time)
-        print(f"{part}: {time.perf_counter() - begin:.0f} s", flush=True)
+    parser.add_argument("--rate", type=float, help="requests per second; prints what they need and writes nothing")
+    parser.add_argument("--folder", type=Path, default=RESULTS, help="of your own measured CSV files")
+    parser.add_argument("--batch-size", type=int, default=16, help="largest batch of the service")
+    parser.add_argument("--request-ms", type=float, default=0.0, help="what a request takes beside the network")
+    parser.add_argument("--price", type=float, default=DOLLARS_PER_HOUR["CPU core"], help="dollars per replica hour")
+    parser.add_argument("--utilisation", type=float, default=UTILISATION)
+    own = parser.parse_args()
+    if own.rate:
+        for replica in staged(own.folder, own.batch_size, own.request_ms / 1e3, own.price):
+            made = {name: cell for name, cell in replica.plan(own.rate, own.utilisation).items() if name != "device"}
+            print(", ".join(f"{name} {cell}" for name, cell in made.items() if cell != ""))
+        return
+    replicas = measured()
+    services = compared(replicas)
+    write_rows(RESULTS / "capacity.csv", planned(replicas))
+    write_rows(RESULTS / "capacity_service.csv", services)
+    draw(replicas, services, FIGURE)
 
 
 if __name__ == "__main__":

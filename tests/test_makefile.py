@@ -8,7 +8,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 INDEX = "https://wheels.example/cpu"
-DRAWN = ("paper_tables", "paper_figures", "paper_page", "capacity_figures", "capacity_page")  # in this order
+DRAWN = ("paper_tables", "paper_figures", "paper_page", "capacity")  # in this order
 
 pytestmark = pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
 

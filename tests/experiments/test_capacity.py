@@ -1,295 +1,191 @@
-"""The capacity model: its queue is exact, its policies are the real ones, its page holds what results give."""
+"""The capacity model: its laws, its queue, and what it predicts beside what was measured."""
 
-import heapq
 import importlib
+import subprocess
 import sys
-from itertools import pairwise
 from pathlib import Path
 from xml.etree import ElementTree
 
 import numpy as np
 import pytest
 
-from alight import HeadOutputs, calibrate
-from alight.policies.route import replay
-
 ROOT = Path(__file__).parent.parent.parent
-NAMES = (
-    "recorded_cifar100",
-    "figure_style",
-    "capacity_devices",
-    "capacity_queue",
-    "capacity",
-    "capacity_figures",
-    "capacity_page",
-)
+PAGE = (ROOT / "docs" / "scale.md").read_text()
 
 
 @pytest.fixture(scope="module")
-def scripts():
-    """The scripts, by name."""
+def capacity():
+    """The script as a module."""
+    before = set(sys.modules)
     with pytest.MonkeyPatch.context() as patched:
         patched.syspath_prepend(str(ROOT / "experiments"))
-        yield {name: importlib.import_module(name) for name in NAMES}
-        for name in NAMES:
+        yield importlib.import_module("capacity")
+    for name in set(sys.modules) - before:
+        if (ROOT / "experiments" / f"{name}.py").exists():
             sys.modules.pop(name)
 
 
-def tiny_device(scripts, **changed):
-    """A device with the recording's eight exits, on which a stage takes as long as any other."""
-    devices = scripts["capacity_devices"]
-    lines = devices.Lines(*(np.full(8, value) for value in (2e-4, 1e-3, 1e-5, 1e-5)))
-    given = {"dense_fixed": 1.6e-3, "dense_each": 8e-3, "asking": 0.0, "lost": 1.0, "batch_size": 16}
-    given |= {"max_wait": 0.01, "queue": 64, "target": 0.5}
-    return devices.Device("tiny", "tiny", lines, **given | changed)
+@pytest.fixture(scope="module")
+def replicas(capacity):
+    return capacity.measured()
 
 
-@pytest.mark.parametrize("load", [0.5, 0.8])
-def test_single_images_of_one_length_wait_as_the_formula_of_pollaczek_and_khinchin_says(scripts, load):
-    arrivals = np.cumsum(np.random.default_rng(0).exponential(1 / load, size=150_000))
-    found = scripts["capacity_queue"].batches(arrivals, lambda taken: 1.0, 1, 0.0, 10**6)
-    waits = np.array([start - arrivals[taken[0]] for start, _, taken, _ in found])
-    assert waits.mean() == pytest.approx(load / (2 * (1 - load)), rel=0.04)
+@pytest.fixture(scope="module")
+def services(capacity, replicas):
+    return capacity.compared(replicas)
 
 
-def event_by_event(arrivals, seconds, batch_size, max_wait, queue):
-    """The same queue, one event after another: an image comes, patience ends, a batch is done."""
-    events = [(moment, 1, index) for index, moment in enumerate(arrivals)]
-    heapq.heapify(events)
-    waiting, busy, found, refused = [], False, [], []
-    while events:
-        now, kind, which = heapq.heappop(events)
-        if kind == 0:
-            busy = False
-        elif kind == 1 and len(waiting) < queue:
-            waiting.append(which)
-            heapq.heappush(events, (now + max_wait, 2, which))
-        elif kind == 1:
-            refused.append(which)
-        if not busy and waiting and (len(waiting) >= batch_size or now >= arrivals[waiting[0]] + max_wait):
-            taken, waiting = waiting[:batch_size], waiting[batch_size:]
-            busy = True
-            heapq.heappush(events, (now + seconds(len(taken)), 0, -1))
-            found.append((now, taken))
-    return found, refused
+def as_read(rows):
+    return [{name: str(cell) for name, cell in row.items()} for row in rows]
 
 
-@pytest.mark.parametrize("seed", range(30))
-def test_batches_are_those_of_a_simulation_event_by_event(scripts, seed):
-    rng = np.random.default_rng(seed)
-    batch_size, max_wait, rate = int(rng.integers(1, 9)), float(rng.uniform(0, 2)), float(rng.uniform(0.5, 6))
-    queue = batch_size + int(rng.integers(0, 12))
-    arrivals = np.cumsum(rng.exponential(1 / rate, size=400))
-
-    def seconds(count):
-        return 0.5 + 0.2 * count
-
-    found = list(
-        scripts["capacity_queue"].batches(arrivals, lambda taken: seconds(len(taken)), batch_size, max_wait, queue)
-    )
-    expected, refused = event_by_event(arrivals, seconds, batch_size, max_wait, queue)
-    assert [taken.tolist() for _, _, taken, _ in found] == [taken for _, taken in expected]
-    assert [start for start, *_ in found] == pytest.approx([start for start, _ in expected])
-    assert np.concatenate([each for *_, each in found]).astype(int).tolist() == refused
+def test_lines_through_measured_times_are_found_again(capacity):
+    sizes = np.array([1.0, 2.0, 4.0])
+    assert capacity.line(sizes, 2 + sizes) == pytest.approx([2, 1])
+    assert capacity.line(sizes, np.zeros(3)).tolist() == [0, 0]
+    assert (capacity.line(sizes, np.array([3.0, 2.0, 1.0])) >= 0).all()
 
 
-def test_a_day_has_its_mean_its_peak_and_its_bursts(scripts):
-    queue = scripts["capacity_queue"]
-    calm, hours = queue.Traffic(5.0, 3.0), np.arange(24) * 3600.0
-    assert calm.rates(np.linspace(0, queue.DAY, 10_000, endpoint=False)).mean() == pytest.approx(5)
-    assert calm.rates(hours).argmax() == queue.PEAK_HOUR
-    assert calm.rates(hours).max() == pytest.approx(15)
-    burst = queue.Traffic(5.0, 3.0, (queue.Burst(7200.0, 600.0, 4.0),))
-    changed = burst.rates(hours) / calm.rates(hours)
-    assert changed.tolist() == [4.0 if hour == 2 else 1.0 for hour in range(24)]
+def test_more_load_needs_no_fewer_replicas(replicas):
+    for replica in replicas:
+        counts = [replica.replicas(rate) for rate in replica.capacity * np.linspace(0.1, 3.3, 9)]
+        assert counts == sorted(counts)
+        assert counts[0] == 1
+        assert counts[-1] == 5  # 3.3 / 0.7
 
 
-def test_arrivals_come_at_the_rate_of_the_moment(scripts):
-    queue = scripts["capacity_queue"]
-    traffic = queue.Traffic(400.0, 2.0, (queue.Burst(43_200.0, 7200.0, 3.0),))
-    arrivals = traffic.arrivals(0.0, queue.DAY, 300.0, np.random.default_rng(0))  # a day in 288 seconds
-    found, edges = np.histogram(arrivals, bins=np.arange(0, 289, 12))
-    expected = [traffic.rates(300 * np.linspace(*span, 200)).mean() * 12 for span in pairwise(edges)]
-    assert (np.diff(arrivals) >= 0).all()
-    assert np.abs((found - expected) / np.sqrt(expected)).max() < 4
+def test_planned_replicas_stay_below_the_target_utilisation(replicas):
+    for replica in replicas:
+        for target in (0.5, 0.9):
+            assert 7.3 / replica.replicas(7.3 * replica.capacity, target) <= target
 
 
-def test_a_device_that_gets_its_share_by_lot_stands_for_its_fleet(scripts):
-    queue, rng = scripts["capacity_queue"], np.random.default_rng(0)
-    whole = queue.Traffic(300.0, 1.0).arrivals(0.0, 200.0, 1.0, rng)
-    lots = rng.integers(3, size=len(whole))
-    alone = queue.Traffic(100.0, 1.0).arrivals(0.0, 200.0, 1.0, rng)
-
-    def delays(arrivals):
-        found = queue.batches(arrivals, lambda taken: 0.02 + 0.006 * len(taken), 16, 0.02, 10**6)
-        return np.concatenate([end - arrivals[taken] for _, end, taken, _ in found])
-
-    fleet = np.concatenate([delays(whole[lots == lot]) for lot in range(3)])
-    assert np.quantile(delays(alone), [0.5, 0.9]) == pytest.approx(np.quantile(fleet, [0.5, 0.9]), rel=0.05)
+@pytest.mark.parametrize("timed", [True, False])
+def test_exits_that_every_sample_passes_cost_at_least_the_full_network(capacity, timed):
+    stages, batches, _ = capacity.tables_of(ROOT / "results")
+    counts, end = np.arange(1.0, 65.0), np.eye(8)[-1]
+    full = capacity.full_seconds(stages, batches if timed else [], counts)
+    assert (capacity.exit_seconds(stages, batches if timed else [], counts, end) >= full).all()
 
 
-def test_harder_images_cost_as_much_more_as_is_asked(scripts):
-    spent = np.random.default_rng(0).uniform(1, 4, size=500)
-    weights = scripts["capacity_queue"].harder(spent, 1.3)
-    assert weights @ spent == pytest.approx(1.3 * spent.mean())
-    assert weights.sum() == pytest.approx(1)
+def test_earlier_exits_never_make_a_batch_slower(capacity):
+    stages, batches, _ = capacity.tables_of(ROOT / "results")
+    counts = np.arange(1.0, 65.0)
+    times = [capacity.exit_seconds(stages, batches, counts, np.eye(8)[index]) for index in range(8)]
+    assert (np.diff(times, axis=0) > 0).all()
+    mixed = capacity.exit_seconds(stages, batches, counts, np.full(8, 1 / 8))
+    assert (capacity.exit_seconds(stages, batches, counts, np.full(8, 1 / 8), stays=1) >= mixed).all()
 
 
-@pytest.mark.parametrize("contract", ["stream", "batch", "mean"])
-def test_the_policy_decides_in_the_queue_as_it_does_in_replay(scripts, contract):
-    queue, own, device = scripts["capacity_queue"], scripts["capacity"].stream(), tiny_device(scripts)
-    given = (device.costs, "60%", own.calibration, own.certifying)
-    policy = calibrate.certify(calibrate.eero, *given, contract=contract, spend_all=True)
-    rows = np.random.default_rng(0).integers(len(own.table), size=320)
-    serving = queue.Exits(device, policy, own.table)
-    spent = [serving(part)[2] for part in rows.reshape(10, 32)]
-    assert np.array_equal(np.concatenate(spent), replay(policy, own.table.take(rows), batch_size=32).spent)
+def test_exit_shares_that_do_not_fit_are_refused(capacity):
+    stages, batches, _ = capacity.tables_of(ROOT / "results")
+    for shares in (np.full(7, 1 / 7), np.full(8, 0.2)):
+        with pytest.raises(SystemExit, match="give 8, one per exit, with the sum 1"):
+            capacity.exit_seconds(stages, batches, np.ones(1), shares)
 
 
-def test_a_batch_takes_what_the_stages_take_that_anyone_reaches(scripts):
-    device = tiny_device(scripts)
-    everyone, nobody = np.full(8, 5), np.array([5, 0, 0, 0, 0, 0, 0, 0])
-    assert device.seconds(nobody) == pytest.approx(2.1e-4 + 5 * 1.01e-3)
-    assert device.seconds(everyone) == pytest.approx(8 * (2.1e-4 + 5 * 1.01e-3))
-    assert device.dense_seconds(5) == pytest.approx(8 * (2e-4 + 5e-3))
-    assert tiny_device(scripts, asking=0.1).seconds(nobody) == pytest.approx(0.1 + device.seconds(nobody))
-    assert tiny_device(scripts, asking=0.1, lost=2.0).seconds(everyone) == pytest.approx(
-        1.6 + 2 * device.seconds(everyone)
-    )
+def test_predicted_p99_grows_with_utilisation(capacity, replicas):
+    for replica in replicas[:2]:
+        full = len(replica.slow) / replica.slow[-1]
+        values = [capacity.latency(share * full, replica.slow) for share in (0.1, 0.3, 0.5, 0.7, 0.9, 0.97)]
+        assert values == sorted(values)
+        assert values[0] >= replica.slow[0]
+        assert capacity.latency(full, replica.slow) == float("inf")
 
 
-def test_straight_lines_are_found_again(scripts):
-    devices = scripts["capacity_devices"]
-    sizes = (1, 4, 16)
-    rows = [
-        {"exit": name, "batch_size": size, "stage_ms": 3 + own * size, "head_ms": 0.0 if name == "end" else 1.0}
-        for size in sizes
-        for name, own in (("a", 0.5), ("end", 2.0))
-    ]
-    lines = devices.Lines.of_rows(rows)
-    assert lines.stage_fixed == pytest.approx([3e-3, 3e-3])
-    assert lines.stage_each == pytest.approx([0.5e-3, 2e-3])
-    assert lines.head_fixed == pytest.approx([1e-3, 0])
-    assert lines.costs(16).cumulative() == pytest.approx([3 / 16 + 0.5 + 1 / 16, 6 / 16 + 2.5 + 1 / 16])
+def test_single_requests_wait_as_in_an_m_d_1_queue(capacity):
+    """Of requests served one by one in a second each, 1 - load do not wait, (1 - load) e^load wait at most a second."""
+    for load in (0.3, 0.6, 0.8):
+        quantile = (1 - load) * np.exp(load)
+        assert capacity.latency(load, np.ones(1), 0.98 * (1 - load)) == pytest.approx(1)
+        assert capacity.latency(load, np.ones(1), 1.03 * (1 - load)) > 1
+        assert capacity.latency(load, np.ones(1), quantile) == pytest.approx(2, abs=0.1)
 
 
-def test_full_batches_of_the_core_take_what_was_measured_and_others_nearly(scripts):
-    devices = scripts["capacity_devices"]
-    core, measured = devices.core(), devices.rows(devices.RESULTS / "capacity_stages.csv")
-    policy = devices.half_of_the_time(measured)
-    for row in devices.rows(devices.RESULTS / "capacity_batches.csv"):
-        size = int(row["batch_size"])
-        modelled = float(row["modelled_ms"]) / 1e3 + core.asking * devices.exits_asked(policy, size)
-        assert core.dense_seconds(size) == pytest.approx(float(row["dense_ms"]) / 1e3, rel=0.1)
-        assert modelled == pytest.approx(float(row["exits_ms"]) / 1e3, rel=1e-6 if size == 16 else 0.25)
+@pytest.mark.parametrize("load", [0.4, 0.8, 0.93])
+def test_the_queue_of_batches_is_within_a_tenth_of_a_simulation(capacity, load):
+    seconds = 0.5 + 0.2 * np.arange(1.0, 9.0)
+    rate = load * len(seconds) / seconds[-1]
+    arrivals = np.cumsum(np.random.default_rng(0).exponential(1 / rate, size=100_000))
+    delays, first, free = [], 0, 0.0
+    while first < len(arrivals):
+        start = max(free, arrivals[first])
+        last = min(int(np.searchsorted(arrivals, start, side="right")), first + len(seconds))
+        free = start + seconds[last - first - 1]
+        delays.append(free - arrivals[first:last])
+        first = last
+    for quantile in (0.5, 0.99):
+        expected = np.quantile(np.concatenate(delays), quantile)
+        assert capacity.latency(rate, seconds, quantile) == pytest.approx(expected, rel=0.1)
 
 
-def test_the_times_of_the_gpu_are_met_within_three_percent(scripts):
-    devices = scripts["capacity_devices"]
-    assert np.abs(devices.fit_errors(devices.gpu_rows())).max() < 0.03
+def test_energy_counts_what_idles_and_what_requests_take_beyond(capacity):
+    replica = capacity.Replica("H200", "full network", np.array([0.005]), np.array([0.005]), 3.6, 0.3, 20.0)
+    busy = replica.plan(200 * 0.98, utilisation=0.98)
+    assert float(busy["wh_per_million"]) == pytest.approx((0.3 - 20 / 200 + 20 / 196) / 3600 * 1e6, abs=0.1)
+    assert float(busy["dollars_per_million"]) == pytest.approx(3.6 / 3600 / 196 * 1e6, abs=1e-3)
+    assert replica.replicas(100, utilisation=0.25) == 2
 
 
-def drifting(scripts, monkeypatch, how, seconds=30.0):
-    """A tiny device whose images become half as dear again after a third of the time."""
-    capacity = scripts["capacity"]
-    monkeypatch.setattr(capacity, "device_of", lambda kind: tiny_device(scripts))
-    monkeypatch.setitem(capacity.BUDGETS, "cpu", "60%")
-    monkeypatch.setattr(capacity, "IMAGES", int(capacity.DAY * 75))  # 75 a second, 150 at the peak: busy, not full
-    return capacity.Case("drift", "cpu", how, 1, seconds=seconds).run()
+def test_whole_batches_take_what_was_measured(capacity):
+    stages, batches, shares = capacity.tables_of(ROOT / "results")
+    sizes = capacity.column(batches, "batch_size")
+    full = capacity.full_seconds(stages, batches, sizes)
+    assert full == pytest.approx(capacity.column(batches, "dense_ms") / 1e3)
+    # Timed under a policy of half of the time, which spends nearly what the service's policy does.
+    exits = capacity.exit_seconds(stages, batches, sizes, shares)
+    assert exits == pytest.approx(capacity.column(batches, "exits_ms") / 1e3, rel=0.25)
 
 
-def test_under_drift_a_stream_keeps_its_budget_and_says_so_while_plain_thresholds_overspend(scripts, monkeypatch):
-    paced, by_time = drifting(scripts, monkeypatch, "stream")
-    assert paced["ahead"] <= 1
-    assert paced["spent_of_budget"] <= 1.01
-    assert 0 < paced["alarm_images"] < 1500
-    assert 0 < paced["alarm_seconds"] < 20
-    plain, later = drifting(scripts, monkeypatch, "plain")
-    assert plain["alarm_images"] == ""
-    assert plain["ahead"] > 10
-    assert np.mean([float(row["spent"]) for row in later[-20:]]) > 1.3
-    assert np.mean([float(row["spent"]) for row in by_time[-20:]]) < 1.03
-    assert plain["p99_ms"] > paced["p99_ms"]
+def test_committed_results_are_those_of_the_script(capacity, replicas, services):
+    assert as_read(capacity.planned(replicas)) == capacity.rows(ROOT / "results" / "capacity.csv")
+    assert as_read(services) == capacity.rows(ROOT / "results" / "capacity_service.csv")
 
 
-def test_the_dearest_window_is_found(scripts):
-    spent = np.ones(5000)
-    spent[2000:3000] = 3
-    assert scripts["capacity"].worst_window(spent, 2.0) == pytest.approx(1.5)
-    assert scripts["capacity"].worst_window(spent[:500], 2.0) == pytest.approx(0.5)
+def test_the_answer_on_the_page_is_that_of_the_results(capacity):
+    committed = capacity.rows(ROOT / "results" / "capacity.csv")
+    found = {(row["device"], row["served_by"], row["requests_per_second"]): row for row in committed}
+    full, exits = (found["CPU core", name, "10000"] for name in ("full network", "exits"))
+    saved = exits["replicas_saved"].replace("%", " %")
+    answer = f"{full['replicas']} replicas with the full network and {exits['replicas']} with exits: {saved} fewer"
+    assert answer in PAGE
+    mixes = [found["H200", f"exits, {name} mix", "1000000"] for name in ("uniform", "early")]
+    low, high = (row["replicas_saved"].replace("%", "") for row in mixes)
+    assert f"{low} to {high} % fewer replicas" in PAGE
+    whole = float(found["H200", "full network", "1000000"]["wh_per_million"])
+    low, high = (f"{100 * (1 - float(row['wh_per_million']) / whole):.0f}" for row in mixes)
+    assert f"{low} to {high} % less energy" in PAGE
 
 
-def test_a_fleet_grows_with_its_images(scripts):
-    capacity = scripts["capacity"]
-    assert capacity.devices_for(capacity.DAY * 70, 100.0) == 2  # 140 a second at the peak, 70 planned for each
-    assert capacity.devices_for(1, 100.0) == 1
+def test_committed_exit_shares_are_those_of_the_recording(capacity):
+    shares = importlib.import_module("capacity_inputs").share_rows()
+    committed = capacity.rows(ROOT / "results" / "capacity_shares.csv")
+    assert [f"{row['share']:.4f}" for row in shares] == [row["share"] for row in committed]
 
 
-def test_a_policy_that_closes_exits_is_refused(scripts):
-    own, device = scripts["capacity"].stream(), tiny_device(scripts)
-    policy = calibrate.best_single_exit(device.costs, "50%", own.calibration)
-    with pytest.raises(SystemExit, match="open all of them"):
-        scripts["capacity_queue"].Exits(device, policy, own.table)
-    assert isinstance(own.table, HeadOutputs)
-
-
-@pytest.mark.parametrize("how", ["dense", "stream"])
-def test_a_row_computed_anew_is_the_committed_one(scripts, how):
-    found = next(scripts["capacity"].load_rows("cpu", how))
-    expected = scripts["capacity_figures"].chosen("load", device="cpu", serving=how)[0]
-    for name, cell in found.items():
-        if isinstance(cell, float | int):
-            assert cell == pytest.approx(float(expected[name]), rel=1e-3, abs=1e-4), name
+def test_the_measured_service_is_predicted_within_the_factors_that_the_page_states(services):
+    assert "within 20 %" in PAGE
+    assert "within a factor of 2" in PAGE
+    for row in services:
+        assert 1 / 1.2 < float(row["predicted_capacity"]) / float(row["measured_capacity"]) < 1.2
+        if row["predicted_p99_ms"]:
+            assert 0.5 < float(row["predicted_p99_ms"]) / float(row["measured_p99_ms"]) < 2
         else:
-            assert cell == expected[name]
+            assert float(row["measured_p99_ms"]) > 2000  # overloaded, and it was
+    assert sum(bool(row["predicted_p99_ms"]) for row in services) == 13
 
 
-def test_committed_streams_kept_their_bound_and_plain_thresholds_did_not(scripts):
-    chosen = scripts["capacity_figures"].chosen
-    for part in ("day", "burst", "drift"):
-        for row in chosen(part, serving="stream"):
-            assert float(row["ahead"]) <= 1
-    assert all(row["alarm_images"] for row in chosen("drift", serving="stream"))
-    assert all(float(row["ahead"]) > 1 for row in chosen("drift", serving="plain"))
+def test_your_own_numbers_are_printed(capacity, tmp_path):
+    for name in ("stages", "shares"):
+        (tmp_path / f"capacity_{name}.csv").write_text((ROOT / "results" / f"capacity_{name}.csv").read_text())
+    command = [sys.executable, ROOT / "experiments" / "capacity.py", "--folder", tmp_path, "--rate", "500"]
+    full, exits = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+    assert full.startswith("served_by full network, requests_per_second 500, replica_capacity ")
+    assert exits.startswith("served_by exits, requests_per_second 500, replica_capacity ")
 
 
-def test_below_capacity_the_simulation_answers_as_the_measured_service_did(scripts):
-    calm = [
-        row
-        for row in scripts["capacity_figures"].chosen("service")
-        if float(row["rate"]) < 0.82 * float(row["simulated_capacity"])
-    ]
-    assert {row["service"] for row in calm} == {"dense", "early"}
-    for row in calm:
-        for name in ("p50_ms", "p99_ms"):
-            assert float(row[f"simulated_{name}"]) == pytest.approx(float(row[f"measured_{name}"]), rel=0.2)
-
-
-def test_energy_is_what_idles_and_what_images_take_beyond_that(scripts):
-    page = scripts["capacity_page"]
-    shares, joules, rates = np.array([0.5, 1.0]), np.array([0.2, 0.3]), np.array([400.0, 200.0])
-    energy = page.Energy(20.0, shares, joules, rates)
-    assert energy.kilowatt_hours(0, 3, 1.0) == pytest.approx(3 * 0.02 * 24)
-    assert energy.kilowatt_hours(86_400 * 200, 1, 1.0) == pytest.approx(0.3 * 200 * 24 / 1e3)  # busy all day
-    assert energy.kilowatt_hours(3.6e6, 0, 0.75) == pytest.approx(0.25 - 20 / 300)
-
-
-def test_the_page_on_scale_holds_what_results_give(scripts):
-    page = (ROOT / "docs" / "scale.md").read_text()
-    assert scripts["capacity_page"].page(page) == page
-
-
-def test_a_page_without_a_place_for_a_table_is_refused(scripts):
-    with pytest.raises(SystemExit, match="has no place <!-- short -->"):
-        scripts["capacity_page"].page("# Scale")
-
-
-def test_figures_of_scale_are_drawn_from_results_alone_shown_and_small(scripts, tmp_path):
-    figures, page = scripts["capacity_figures"], (ROOT / "docs" / "scale.md").read_text()
-    figures.draw(list(figures.FIGURES), tmp_path)
-    for name in figures.FIGURES:
-        drawn = ElementTree.fromstring((tmp_path / f"{name}.svg").read_text())
-        kept = ROOT / "docs" / "figures" / f"{name}.svg"
-        assert drawn.tag.endswith("svg")
-        assert f"(figures/{name}.svg)" in page
-        assert kept.stat().st_size < 80_000
+def test_the_figure_is_drawn_from_results_shown_and_small(capacity, replicas, services, tmp_path):
+    capacity.draw(replicas, services, tmp_path / "capacity.svg")
+    assert ElementTree.fromstring((tmp_path / "capacity.svg").read_text()).tag.endswith("svg")
+    assert "(figures/capacity.svg)" in PAGE
+    assert capacity.FIGURE.stat().st_size < 80_000
