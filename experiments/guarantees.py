@@ -2,10 +2,9 @@
 
     python experiments/guarantees.py             # everything
     python experiments/guarantees.py alarm       # one part: contracts, tight, quota, paced or alarm
-    python experiments/guarantees.py --page      # puts the tables of results/ into docs/guarantees.md
 
 Writes results/guarantees_<part>.csv: one row per claim with what was measured, what was promised, whether it holds, and
-on what it was run. docs/guarantees.md states the figures.
+on what it was run. docs/guarantees.md shows the tables.
 """
 
 import csv
@@ -319,35 +318,5 @@ def main(parts: list[str]) -> None:
         print(f"{part}: {time.perf_counter() - start:.0f} s", flush=True)
 
 
-def page(text: str) -> str:
-    """The page with the tables of results/ between its markers."""
-    for part in PARTS:
-        path = ROOT / f"results/guarantees_{part}.csv"
-        if path.exists():
-            start, end = f"<!-- {part} -->\n", f"<!-- end of {part} -->"
-            before, rest = text.split(start)
-            text = before + start + table_of(path) + rest[rest.index(end) :]
-    return text
-
-
-def table_of(path: Path) -> str:
-    """The rows of a CSV as Markdown, and what they were run on."""
-    rows = list(csv.DictReader(io.StringIO(path.read_text())))
-    shown = ("claim", "distribution", "samples", "draws", "measured", "promised", "holds")
-    columns = [name for name in shown if any(row[name] for row in rows)]
-    lines = ["| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
-    words = {"True": "yes", "False": "**no**"}
-    lines += ["| " + " | ".join(words.get(row[name], row[name]) for name in columns) + " |" for row in rows]
-    made = rows[0]
-    return (
-        "\n".join(lines)
-        + f"\n\nRun on {made['date']}: {made['hardware']}; {made['versions']}; commit {made['commit']}.\n"
-    )
-
-
 if __name__ == "__main__":
-    if sys.argv[1:] == ["--page"]:  # put the tables of results/ into the page
-        written = ROOT / "docs" / "guarantees.md"
-        write_text(written, page(written.read_text()))
-    else:
-        main(sys.argv[1:])
+    main(sys.argv[1:])

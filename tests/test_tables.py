@@ -146,7 +146,7 @@ def test_a_table_keeps_the_indentation_of_its_directive(tables):
     ],
 )
 def test_what_cannot_be_shown_is_an_error_that_names_the_page_and_the_file(tables, directive, reason):
-    with pytest.raises(PluginError, match="page.md: the table of .*csv cannot be rendered") as error:
+    with pytest.raises(PluginError, match=r"page.md: the table of .*csv cannot be rendered") as error:
         shown(tables, f"<!-- table: {directive} -->")
     assert reason in str(error.value)
 
@@ -155,5 +155,5 @@ def test_what_cannot_be_shown_is_an_error_that_names_the_page_and_the_file(table
     "text", ["<!-- table speed.csv -->", "<!--table: speed.csv-->", "see <!-- table: speed.csv -->"]
 )
 def test_a_directive_that_is_misspelt_is_an_error(tables, text):
-    with pytest.raises(PluginError, match="page.md: .* is not a directive"):
+    with pytest.raises(PluginError, match=r"page.md: .* is not a directive"):
         shown(tables, text)
