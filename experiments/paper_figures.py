@@ -4,8 +4,8 @@
     python experiments/paper_figures.py --png FOLDER       # also as PNG, to look at
 
 Needs results/paper/*.csv (paper_tables.py), results/cifar100_runs.csv and results/cifar100_modes.csv
-(cifar100_ship.py). `make figures` computes the first anew, draws, and fills the tables of docs/experiments.md. Some
-ten seconds. FIGURES names the paper's figure for each.
+(cifar100_ship.py). `make figures` computes the first anew, then draws. Some ten seconds. FIGURES names the paper's
+figure for each.
 """
 
 import argparse

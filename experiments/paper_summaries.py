@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
 from paper_tables import FOLDER, Floats, Row, interpolated, text_of
-from recorded_cifar100 import FROZEN, MODES, NETWORKS, PACKAGED, PUBLISHED, TEXTS, load, rows, usual
+from recorded_cifar100 import FROZEN, MODES, NETWORKS, PACKAGED, PUBLISHED, load, rows, usual
 
 from alight.files import write_text
 
