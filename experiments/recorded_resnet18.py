@@ -1,4 +1,4 @@
-"""All methods on the shipped recordings of a ResNet-18 on CIFAR-100: 8 exits, 15 to 100 % of the plain network.
+"""All methods on the shipped recordings of a ResNet-18 on CIFAR-100: 8 exits, 15 to 100 % of the full network.
 
     python experiments/recorded_resnet18.py             # sweeps, then draws: 5 minutes, most of it genetic and auto
     python experiments/recorded_resnet18.py --draw      # draws from results/ alone: seconds
@@ -8,7 +8,7 @@ results/recorded_resnet18_equal_spend.csv (the tables of docs/comparison.md) and
 
 Measured (see the JSON for hardware, versions, date and commit): with frozen heads, at half of the FLOPs, EERO with
 survivor thresholds reaches 43.1 %, the paper's rule 29.2 % because it spends only 35.5 %, the best single exit 24.3 %;
-the plain network has 75.1 %. At equal spent budget EERO and the paper's rule differ by less than two points.
+the full network has 75.1 %. At equal spent budget EERO and the paper's rule differ by less than two points.
 """
 
 import json
@@ -31,7 +31,7 @@ FIGURE = ROOT / "docs/figures/recorded_resnet18.svg"
 BUDGETS = [f"{percent}%" for percent in range(15, 101, 5)]
 SPENT = [0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9]  # of the full network: the columns of the tables
 SEED = 0  # of the bootstrap
-DRAWN = {  # colours of Okabe and Ito, told apart without colour too
+DRAWN = {  # colours of Okabe and Ito, distinct without colour too
     "eero": ("#0072B2", "o", "EERO, survivor thresholds"),
     "eero_marginal": ("#D55E00", "s", "EERO, the paper's thresholds"),
     "geometric": ("#009E73", "^", "geometric"),
@@ -87,7 +87,7 @@ def draw() -> None:
         panel.plot(spent, accuracy, color="black", linestyle="--", linewidth=1, label="oracle (knows the labels)")
         spent, accuracy, _, _ = _curve(points, SINGLE_EXIT)
         panel.plot(spent, accuracy, "x", color="black", markersize=5, label="each exit alone")
-        panel.set(title=titles[name], xlabel="FLOPs spent, % of the plain network", xlim=(10, 103))
+        panel.set(title=titles[name], xlabel="FLOPs spent, % of the full network", xlim=(10, 103))
         panel.grid(alpha=0.25)
     panels[0].set_ylabel("test accuracy, %")
     panels[1].legend(loc="lower right", frameon=False)

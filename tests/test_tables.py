@@ -49,7 +49,7 @@ def test_without_options_every_column_is_shown_with_what_it_was_measured_on_belo
 | a | 16 | 9 | 8 | 10 | – |
 | a | 8 | 5 | 4 | 6 | 0.75 |
 
-Measured on 2026-01-02 and 2026-01-03 at abc, def: a CPU; python 3.12.
+Measured on 2026-01-02 and 2026-01-03 at commit abc, def: a CPU; python 3.12.
 
 after"""
     )
@@ -86,7 +86,7 @@ def test_the_latest_of_equal_configurations_is_kept_and_numbers_sort_as_numbers(
     assert body(lines) == [["8", "5"], ["16", "9"], ["64", "1200.5"]]
     assert "2026-01-02 and 2026-01-03" in lines[-1]
     only = tables.render("speed.csv", "where: {network: b}\ncolumns: [rate]")
-    assert "2026-01-02 at abc:" in only[-1]  # of the rows that are shown
+    assert "2026-01-02 at commit abc:" in only[-1]  # of the rows that are shown
 
 
 def test_groups_show_all_their_values_or_reduce_them(tables):
@@ -119,7 +119,7 @@ def test_a_named_device_is_hardware_and_a_file_may_say_what_was_used(tables):
     made = '{"date": "2026-01-04", "commit": "fed", "hardware": "a phone", "versions": "python 3.13"}'
     (tables.ROOT / "made.json").write_text(made)
     last = tables.render("bare.csv", "measured: made.json")[-1]
-    assert last == "Measured on 2026-01-04 at fed: a phone; python 3.13."
+    assert last == "Measured on 2026-01-04 at commit fed: a phone; python 3.13."
 
 
 def test_a_table_keeps_the_indentation_of_its_directive(tables):

@@ -157,7 +157,7 @@ def measured(rows: list[Row], path: str | None = None) -> list[str]:
     found = {name: sorted({value for row in rows for value in row[name]} - {""}) for name in PROVENANCE}
     # A device with a name of its own, such as NVIDIA H200, is hardware too; "cpu" and "cuda" are kinds.
     devices = sorted({value for row in rows for value in row.get("device", ()) if " " in value})
-    commits = f" at {', '.join(found['commit'])}" if found["commit"] else ""
+    commits = f" at commit {', '.join(found['commit'])}" if found["commit"] else ""
     on = "; ".join(filter(None, [", ".join([*devices, *found["hardware"]]), *found["versions"]]))
     return ["", f"Measured on {' and '.join(found['date'])}{commits}: {on}."]
 
