@@ -51,7 +51,7 @@ def equal_spend() -> Iterator[Row]:
             points = of(own, network=network, seed=seed, method=method)
             for spend in SPENDS:
                 if (accuracy := accuracy_at(points, spend)) is not None:
-                    named = {"network": network, "seed": seed, "method": method}
+                    named: Row = {"network": network, "seed": seed, "method": method}
                     yield named | {"spent": spend, "accuracy": accuracy}
 
 
@@ -64,8 +64,8 @@ def mean_gains() -> Iterator[Row]:
             curves = [of(own, method=method) for method in ("eero", rival)]
             pairs = [[accuracy_at(curve, spend) for curve in curves] for spend in FINE_SPENDS]
             gains = [ours - theirs for ours, theirs in pairs if ours is not None and theirs is not None]
-            measured = {"gain": float(np.mean(gains)), "lowest": min(gains), "highest": max(gains)}
-            yield {"network": run, "seed": seed, "rival": rival} | measured
+            named: Row = {"network": run, "seed": seed, "rival": rival}
+            yield named | {"gain": float(np.mean(gains)), "lowest": min(gains), "highest": max(gains)}
 
 
 def frozen_groups() -> Iterator[Row]:

@@ -21,7 +21,7 @@ from alight import calibrate, deploy, evaluation
 from alight.cli.parser import COMMANDS
 
 ROOT = Path(__file__).parent.parent
-VALUES = {"evaluation.ORACLE", "evaluation.SINGLE_EXIT"}  # told in words on the page
+VALUES = {"evaluation.ORACLE", "evaluation.SINGLE_EXIT"}  # described in words on the page
 ROOMS = {"calibrate", "evaluation"}  # whose names are there one by one
 
 pytestmark = pytest.mark.site

@@ -249,5 +249,5 @@ def test_all_networks_are_on_one_page_to_play_with(scripts, tmp_path, monkeypatc
     monkeypatch.setattr(sys, "argv", ["paper_report.py", "-o", str(tmp_path / "new" / "page.html")])
     report.main()
     page = Path(capsys.readouterr().out.strip()).read_text()
-    for told in ("MSDNet", "ConvNeXt, frozen heads", "geometric"):
-        assert told in page
+    for name in ("MSDNet", "ConvNeXt, frozen heads", "geometric"):
+        assert name in page
