@@ -3,8 +3,8 @@
 #   make test   lint, types and all tests
 #   make lint   lint and types alone       make format   put the code in shape
 #   make bench  speed, as ratios in one run
-#   make figures  every figure and table of docs/experiments.md and docs/scale.md from what is committed: two minutes on two cores
-#   make docs   the documentation site, into site/: a broken link or a missing page is an error
+#   make figures  the figures of docs/ and the tables in results/paper from committed recordings: two minutes on two cores
+#   make docs   the documentation site with tables of results/, into site/: a broken link, a missing page or column is an error
 # TORCH_INDEX=<url> takes torch and torchvision from another index, e.g. PyTorch's small CPU wheels.
 
 PYTHON ?= python3
@@ -20,7 +20,7 @@ demo: $(VENV)/.installed
 	$(bin)/alight demo
 
 test: lint
-	$(bin)/python -m pytest -q -n auto --dist worksteal --max-worker-restart 0 -m "not alone"
+	$(bin)/python -m pytest -q -n auto --dist loadfile -m "not alone"
 	$(bin)/python -m pytest -q -m alone
 
 lint: $(VENV)/.installed-dev
@@ -38,9 +38,9 @@ bench: $(VENV)/.installed-dev
 
 figures: $(VENV)/.installed-figures
 	OPENBLAS_NUM_THREADS=1 $(bin)/python experiments/paper_tables.py
+	$(bin)/python experiments/paper_summaries.py
 	$(bin)/python experiments/paper_figures.py
-	$(bin)/python experiments/recorded_resnet18.py --draw > /dev/null
-	$(bin)/python experiments/paper_page.py
+	$(bin)/python experiments/recorded_resnet18.py --draw
 	$(bin)/python experiments/capacity.py
 	$(bin)/python experiments/paper_report.py
 

@@ -14,13 +14,13 @@ import torch
 from fvcore.nn import FlopCountAnalysis
 from torch import nn
 
-from alight.costing.measure import head_overhead, measure_costs
 from alight.files import write_text
-from alight.networks.heads import make_head
-from alight.networks.multi_exit import MultiExitModel, head_settings
-from alight.networks.zoo import convnext_tiny, resnet18_cifar
-from alight.networks.zoo.convnext import ConvNeXt
-from alight.networks.zoo.resnet import ResNet
+from alight.models.convnext import ConvNeXt
+from alight.models.heads import make_head
+from alight.models.measure import head_overhead, measure_costs
+from alight.models.multi_exit import MultiExitModel, head_settings
+from alight.models.resnet import ResNet
+from alight.models.zoo import convnext_tiny, resnet18_cifar
 from alight.provenance import provenance
 
 RESULTS = Path(__file__).parent.parent / "results" / "head_overhead.csv"
@@ -54,12 +54,12 @@ def _rows(name: str) -> list[dict[str, object]]:
                 "classes": classes,
                 "head": kind,
                 "heads": model.num_exits - 1,
-                "plain_mflops": f"{costs.full / 1e6:.2f}",
+                "full_mflops": f"{costs.full / 1e6:.2f}",
                 "fvcore_mmacs": f"{theirs / 1e6:.2f}",
                 "over_twice_fvcore": f"{costs.full / theirs / 2:.4f}",
                 "heads_mflops": f"{costs.heads[:-1].sum() / 1e6:.2f}",
                 "all_heads_percent": f"{100 * head_overhead(costs):.3f}",
-                "dearest_head_percent": f"{100 * costs.heads[:-1].max() / costs.full:.3f}",
+                "most_expensive_head_percent": f"{100 * costs.heads[:-1].max() / costs.full:.3f}",
                 "paper_percent": claimed,
                 **provenance("torch", "fvcore", folder=RESULTS.parent),
             }

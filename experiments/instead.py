@@ -198,6 +198,7 @@ def main() -> None:
             "per_second": float(np.median(batched[each.name])),
             "per_second_low": float(batched[each.name].min()),
             "per_second_high": float(batched[each.name].max()),
+            "speedup": float(np.median(batched[each.name]) / np.median(batched[everyone[0].name])),
             "batch_size": BATCH,
             "images": len(images),
             "earlyon": version("earlyon"),

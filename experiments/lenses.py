@@ -2,7 +2,6 @@
 
     python experiments/lenses.py                             # the shipped recordings and made-up logits
     python experiments/lenses.py FOLDER_OF_RAW_RECORDINGS    # also recordings that have entropies
-    python experiments/lenses.py --table                     # prints the tables of docs/lenses.md from results/ alone
 
 Writes results/lenses.csv and results/lenses.json (how it was made); 10 minutes on a busy core. Each row is a difference
 of accuracies at one spent budget, on the same test samples, with a paired bootstrap interval: both curves come from
@@ -35,7 +34,6 @@ ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "results/lenses.csv"
 BUDGETS = [f"{percent}%" for percent in range(15, 101, 5)]
 SPENDS = [percent / 100 for percent in range(20, 91, 10)]  # of the plain network
-TABLE_SPENDS = [0.3, 0.5, 0.7, 0.9]
 SEED, DRAWS = 0, 1000  # of the bootstrap
 METHODS = {
     "eero": calibrate.eero,
@@ -159,35 +157,5 @@ def run(folder: Path | None) -> None:
     write_text(RESULTS.with_suffix(".json"), json.dumps(made, indent=2) + "\n")
 
 
-def read() -> list[Row]:
-    with RESULTS.open(encoding="utf-8") as file:
-        return [
-            Row(row["outputs"], row["lens"], row["method"], *(float(row[name]) for name in Row._fields[3:]))
-            for row in csv.DictReader(file)
-        ]
-
-
-def table(rows: Sequence[Row], outputs: str) -> str:
-    """Gains in points with their intervals as Markdown; a dash where one of the two never spends so much."""
-    lines = [
-        "| lens | method | " + " | ".join(f"{share:.0%}" for share in TABLE_SPENDS) + " |",
-        "|---|---|" + "---|" * len(TABLE_SPENDS),
-    ]
-    own = {(row.lens, row.method, round(row.spent, 6)): row for row in rows if row.outputs == outputs}
-    for lens, method in dict.fromkeys((lens, method) for lens, method, _ in own):
-        cells = [_cell(own.get((lens, method, share))) for share in TABLE_SPENDS]
-        lines.append(f"| {lens} | `{method}` | " + " | ".join(cells) + " |")
-    return "\n".join(lines)
-
-
-def _cell(row: Row | None) -> str:
-    return "–" if row is None else f"{100 * row.gain:+.2f} [{100 * row.low:+.2f}, {100 * row.high:+.2f}]"
-
-
 if __name__ == "__main__":
-    given = [each for each in sys.argv[1:] if each != "--table"]
-    if "--table" not in sys.argv[1:]:
-        run(Path(given[0]) if given else None)
-    measured = read()
-    for outputs in dict.fromkeys(row.outputs for row in measured):
-        print(f"\n{outputs}\n\n{table(measured, outputs)}")
+    run(Path(sys.argv[1]) if len(sys.argv) > 1 else None)

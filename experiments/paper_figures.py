@@ -4,8 +4,8 @@
     python experiments/paper_figures.py --png FOLDER       # also as PNG, to look at
 
 Needs results/paper/*.csv (paper_tables.py), results/cifar100_runs.csv and results/cifar100_modes.csv
-(cifar100_ship.py). `make figures` computes the first anew, draws, and fills the tables of docs/experiments.md. Some
-ten seconds. FIGURES names the paper's figure for each.
+(cifar100_ship.py). `make figures` computes the first anew, then draws. Some ten seconds. FIGURES names the paper's
+figure for each.
 """
 
 import argparse
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 
 TABLES = RESULTS / "paper"
 FOLDER = RESULTS.parent / "docs" / "figures"
-SPENT = "FLOPs spent, % of the plain network"
-ALLOWED = "FLOPs allowed, % of the plain network"
+SPENT = "FLOPs spent, % of the full network"
+ALLOWED = "FLOPs allowed, % of the full network"
 ACCURACY = "test accuracy, %"
 COMPARED = ("eero", "eero_marginal", "geometric", "gaussian", "patience")
 
@@ -58,7 +58,7 @@ def accuracy_budget() -> "Figure":
             label=f"head {head}, oracle",
         )
     plain = float(table("overthinking", network="resnet18_frozen")[-1]["accuracy"])
-    panel.axhline(100 * plain, color=BLACK, linewidth=0.8, linestyle=":", label="plain network")
+    panel.axhline(100 * plain, color=BLACK, linewidth=0.8, linestyle=":", label="full network")
     panel.set(xlabel=f"{SPENT} (oracle: allowed)", ylabel=ACCURACY)
     legend_below(figure, panel, 4)
     return figure
@@ -150,7 +150,7 @@ def _budgets(networks: Sequence[str], methods: Sequence[str]) -> "Figure":
             )
         panel.plot(allowed, allowed, color=BLACK, linestyle=":", linewidth=1, label="all that is allowed")
         panel.set(title=NETWORKS[network], xlabel=ALLOWED)
-    panels[0][0].set_ylabel("FLOPs measured, %\nof the plain network")
+    panels[0][0].set_ylabel("FLOPs measured, %\nof the full network")
     legend_below(figure, panels[0][0], 4 if len(networks) > 1 else 2)
     return figure
 
@@ -293,17 +293,20 @@ def training_modes() -> "Figure":
             label=look.label,
         )
     plain = next(float(row["flops_alone"]) for row in runs if row["run"] == "resnet18_plain")
-    stars = (("resnet18_plain", "plain ResNet-18", "*"), ("resnet18_longer", "plain, 60 epochs more", "p"))
+    stars = (
+        ("resnet18_plain", "full ResNet-18, without exits", "*"),
+        ("resnet18_longer", "the same, 60 epochs more", "p"),
+    )
     for panel in panels[0]:
-        for run, label, marker in (*stars, ("resnet10_plain", "plain ResNet-10", "h")):
+        for run, label, marker in (*stars, ("resnet10_plain", "ResNet-10, without exits", "h")):
             every = [row for row in usual(RUN_ROWS) if row["run"] == run]
             share = 100 * float(every[0]["flops_alone"]) / plain
             accuracies = percent(every, "test_accuracy")
             panel.plot(
                 [share] * len(every), accuracies, marker, color=BLACK, fillstyle="none", markersize=8, label=label
             )
-    panels[0][0].set(title="each exit alone", xlabel="FLOPs, % of the plain ResNet-18", ylabel=ACCURACY, ylim=(33, 81))
-    panels[0][1].set(title="EERO with survivor thresholds on all exits", xlabel="FLOPs spent, % of the plain ResNet-18")
+    panels[0][0].set(title="each exit alone", xlabel="FLOPs, % of the full ResNet-18", ylabel=ACCURACY, ylim=(33, 81))
+    panels[0][1].set(title="EERO with survivor thresholds on all exits", xlabel="FLOPs spent, % of the full ResNet-18")
     legend_below(figure, panels[0][0], 4)
     return figure
 

@@ -1,17 +1,16 @@
-"""Does `plan` keep its word? Planned against measured, on trained networks and images they have not seen.
+"""Are plans right? Predicted against measured, on trained networks and images they have not seen.
 
     python experiments/planner.py STATE IMAGES --device cuda --dtype bf16 --batch-sizes 256,2048   # 4 minutes, H200
     python experiments/planner.py STATE IMAGES --device cuda --dtype bf16 --batch-sizes 256 --speed auto
     python experiments/planner.py STATE IMAGES --batch-sizes 1,16 --threads 1
 
-STATE holds results of cifar100_train.py, IMAGES is CIFAR-100's test.npz (see cifar100_data.py): 2,000 of its images are
-what the plan is made with, the others what it is measured on. For every network, batch size and question (a budget, or
-a largest loss of accuracy) the plan's predictor and the plain network run by turns over the same images; images come
-again where eight batches need more. Writes results/planner_<device>.csv: `faster` is the time of the plain network,
-called straight in a bare loop, over the planned one's, median and quartiles over rounds; `over_plain` is the same with
-the plain network by a predictor of the plan's settings, which is what the plan itself compares with, and `foretold`
-what it said; `predicted` over `measured` is in images per second, for which the machine has to be as quick as it was
-when the plan was made.
+STATE holds results of cifar100_train.py, IMAGES is CIFAR-100's test.npz (see cifar100_data.py): the plan is made with
+2,000 of its images and measured on the others. For every network, batch size and question (a budget, or a largest loss
+of accuracy) the plan's predictor and the full network run interleaved over the same images; images are repeated where
+eight batches need more. Writes results/planner_<device>.csv: `faster` is the time of the full network in a bare loop
+over that of the plan, median and quartiles over rounds; `over_full` is the same with the full network run by a
+predictor of the plan's settings, which is what the plan compares with, and `predicted_speedup` is its prediction;
+`predicted` over `measured` is in images per second, which assumes a machine as fast as when the plan was made.
 """
 
 import argparse
@@ -107,13 +106,13 @@ def beside(found: Plan, ready: MultiExitModel, images: Tensor, labels: np.ndarra
         "measured": measured,
         "predicted": found.throughput,
         "predicted_over_measured": found.throughput / measured,
-        "foretold": found.speedup,
-        "over_plain": float(np.median(seconds[:, 1] / seconds[:, 2])),
+        "predicted_speedup": found.speedup,
+        "over_full": float(np.median(seconds[:, 1] / seconds[:, 2])),
         "faster": middle,
         "faster_low": low,
         "faster_high": high,
         "accuracy": decisions.accuracy(labels),
-        "plain_accuracy": plain(some).accuracy(labels),
+        "full_accuracy": plain(some).accuracy(labels),
         "predicted_accuracy": found.accuracy,
         "dense_accuracy": found.dense_accuracy,
         "largest_loss": found.largest_loss,
@@ -172,10 +171,10 @@ def main() -> None:
             rows.append({"network": name, "device": options.device, "dtype": options.dtype or "fp32", **row, **made})
             print(
                 f"{name}, batch {row['batch_size']}, {row['question']}: exits {row['open_exits']}, {row['faster']:.3f}"
-                f" times as fast ({row['faster_low']:.3f} to {row['faster_high']:.3f}; over the plain predictor"
-                f" {row['over_plain']:.3f}, foretold {row['foretold']:.3f}), graphs {row['graphs']},"
+                f" times as fast ({row['faster_low']:.3f} to {row['faster_high']:.3f}; over the full network"
+                f" {row['over_full']:.3f}, predicted {row['predicted_speedup']:.3f}), graphs {row['graphs']},"
                 f" predicted over measured {row['predicted_over_measured']:.3f}, accuracy {row['accuracy']:.3f}"
-                f" (plain {row['plain_accuracy']:.3f}, predicted {row['predicted_accuracy']:.3f}),"
+                f" (full {row['full_accuracy']:.3f}, predicted {row['predicted_accuracy']:.3f}),"
                 f" planned in {row['planning_seconds']:.1f} s",
                 flush=True,
             )

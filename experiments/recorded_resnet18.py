@@ -1,14 +1,14 @@
-"""All methods on the shipped recordings of a ResNet-18 on CIFAR-100: 8 exits, 15 to 100 % of the plain network.
+"""All methods on the shipped recordings of a ResNet-18 on CIFAR-100: 8 exits, 15 to 100 % of the full network.
 
     python experiments/recorded_resnet18.py             # sweeps, then draws: 5 minutes, most of it genetic and auto
     python experiments/recorded_resnet18.py --draw      # draws from results/ alone: seconds
 
-Writes results/recorded_resnet18_{frozen,joint}.csv, results/recorded_resnet18.json (how they were made) and
-docs/figures/recorded_resnet18.svg, and prints the tables of docs/comparison.md.
+Writes results/recorded_resnet18_{frozen,joint}.csv, results/recorded_resnet18.json (how they were made),
+results/recorded_resnet18_equal_spend.csv (the tables of docs/comparison.md) and docs/figures/recorded_resnet18.svg.
 
 Measured (see the JSON for hardware, versions, date and commit): with frozen heads, at half of the FLOPs, EERO with
 survivor thresholds reaches 43.1 %, the paper's rule 29.2 % because it spends only 35.5 %, the best single exit 24.3 %;
-the plain network has 75.1 %. At equal spent budget EERO and the paper's rule differ by less than two points.
+the full network has 75.1 %. At equal spent budget EERO and the paper's rule differ by less than two points.
 """
 
 import json
@@ -18,7 +18,7 @@ from pathlib import Path
 
 from alight import Point, at_equal_spend, calibrate, read_points, recordings, sweep, write_points
 from alight.evaluation import ORACLE, SINGLE_EXIT
-from alight.files import write_text
+from alight.files import write_rows, write_text
 from alight.provenance import provenance
 
 ROOT = Path(__file__).parent.parent
@@ -26,11 +26,12 @@ RESULTS = {
     "frozen": ROOT / "results/recorded_resnet18_frozen.csv",
     "joint": ROOT / "results/recorded_resnet18_joint.csv",
 }
+EQUAL_SPEND = ROOT / "results/recorded_resnet18_equal_spend.csv"
 FIGURE = ROOT / "docs/figures/recorded_resnet18.svg"
 BUDGETS = [f"{percent}%" for percent in range(15, 101, 5)]
-SPENT = [0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9]  # of the plain network: the columns of the tables
+SPENT = [0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9]  # of the full network: the columns of the tables
 SEED = 0  # of the bootstrap
-DRAWN = {  # colours of Okabe and Ito, told apart without colour too
+DRAWN = {  # colours of Okabe and Ito, distinct without colour too
     "eero": ("#0072B2", "o", "EERO, survivor thresholds"),
     "eero_marginal": ("#D55E00", "s", "EERO, the paper's thresholds"),
     "geometric": ("#009E73", "^", "geometric"),
@@ -55,21 +56,14 @@ def run() -> None:
     write_text(ROOT / "results/recorded_resnet18.json", json.dumps(made, indent=2) + "\n")
 
 
-def table(points: Sequence[Point], spends: Sequence[float] = SPENT) -> str:
-    """Accuracy at equal spent budget as Markdown, by mean accuracy; last those that do not spend it all."""
+def equal_spend(heads: str, points: Sequence[Point]) -> list[dict[str, str]]:
+    """Return accuracies at equal spent budget, by mean accuracy; last the methods that do not spend it all."""
     plain = points[0].plain_cost
-    rows = at_equal_spend(points, [share * plain for share in spends])
-    cells = {(row.method, round(row.spent / plain, 6)): 100 * row.accuracy for row in rows}
-    methods = dict.fromkeys(row.method for row in rows if row.method != ORACLE)
-    ordered = sorted(methods, key=lambda method: -sum(cells.get((method, share), 0.0) for share in spends))
-    lines = [
-        "| spent | " + " | ".join(f"{share:.0%}" for share in spends) + " |",
-        "|---|" + "---|" * len(spends),
-    ]
-    for method in ordered:
-        values = [f"{cells[method, share]:.1f}" if (method, share) in cells else "–" for share in spends]
-        lines.append(f"| `{method}` | " + " | ".join(values) + " |")
-    return "\n".join(lines)
+    rows = at_equal_spend([point for point in points if point.method != ORACLE], [share * plain for share in SPENT])
+    totals = {each.method: sum(row.accuracy for row in rows if row.method == each.method) for each in rows}
+    rows = sorted(rows, key=lambda row: -totals[row.method])
+    digits = [(row.method, f"{row.spent / plain:.6f}", f"{row.accuracy:.6f}") for row in rows]
+    return [{"heads": heads, "method": method, "spent": spent, "accuracy": right} for method, spent, right in digits]
 
 
 def draw() -> None:
@@ -93,7 +87,7 @@ def draw() -> None:
         panel.plot(spent, accuracy, color="black", linestyle="--", linewidth=1, label="oracle (knows the labels)")
         spent, accuracy, _, _ = _curve(points, SINGLE_EXIT)
         panel.plot(spent, accuracy, "x", color="black", markersize=5, label="each exit alone")
-        panel.set(title=titles[name], xlabel="FLOPs spent, % of the plain network", xlim=(10, 103))
+        panel.set(title=titles[name], xlabel="FLOPs spent, % of the full network", xlim=(10, 103))
         panel.grid(alpha=0.25)
     panels[0].set_ylabel("test accuracy, %")
     panels[1].legend(loc="lower right", frameon=False)
@@ -116,5 +110,4 @@ if __name__ == "__main__":
     if "--draw" not in sys.argv[1:]:
         run()
     draw()
-    for name, path in RESULTS.items():
-        print(f"\n{name}\n\n{table(read_points(path))}")
+    write_rows(EQUAL_SPEND, [row for name, path in RESULTS.items() for row in equal_spend(name, read_points(path))])

@@ -4,6 +4,7 @@ import csv
 import importlib.util
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -25,10 +26,11 @@ def experiment(name: str, folder: str = "experiments"):
 
 
 OUTPUTS = experiment("page_outputs")
+TABLES = experiment("tables", "docs/hooks")
 CLOCK = re.compile(r"\b(plan|tune_speed)\(")  # what these say hangs on the machine
 
 
-def told(page: Path) -> str:
+def name_of(page: Path) -> str:
     return str(page.relative_to(ROOT))
 
 
@@ -36,7 +38,7 @@ def blocks(page: Path) -> list:
     return OUTPUTS.blocks(page.read_text())
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page)], ids=told)
+@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page)], ids=name_of)
 def test_every_block_of_code_on_a_page_runs_and_prints_what_stands_below(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
@@ -55,7 +57,7 @@ def words(output: str) -> list[str]:
     return re.findall(r"[A-Za-z]{2,}", output.strip().partition("\n")[0])
 
 
-@pytest.mark.parametrize("page", PAGES, ids=told)
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_every_block_says_what_it_is_and_no_code_goes_unrun(page):
     text = page.read_text()
     assert len(OUTPUTS.FENCE.findall(text)) * 2 == len(re.findall(r"^ *```", text, re.MULTILINE))
@@ -68,43 +70,44 @@ def test_the_readme_has_code_to_run():
     assert blocks(ROOT / "README.md")
 
 
-@pytest.mark.parametrize("page", PAGES, ids=told)
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_every_local_link_leads_somewhere(page):
     for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text()):
         assert (page.parent / target).exists(), target
 
 
-def test_tables_of_methods_are_those_that_results_give():
+@pytest.mark.parametrize("page", [page for page in PAGES if TABLES.DIRECTIVE.search(page.read_text())], ids=name_of)
+def test_every_table_of_a_page_is_rendered_from_results(page):
+    text = page.read_text()
+    shown = TABLES.on_page_markdown(text, SimpleNamespace(file=SimpleNamespace(src_uri=name_of(page))))
+    assert "<!-- table" not in shown
+    assert len(re.findall(r"^ *\| --- \|", shown, re.MULTILINE)) >= len(TABLES.DIRECTIVE.findall(text)) > 0
+
+
+def test_the_table_of_the_readme_is_that_of_the_first_page():
+    _, path, options = TABLES.DIRECTIVE.search((ROOT / "docs" / "index.md").read_text()).groups()
+    assert path == "results/instead.csv"
+    table = "\n".join(TABLES.render(path, options))
+    assert "| --- |" in table
+    assert f"\n\n{table}\n\n" in (ROOT / "README.md").read_text()
+
+
+def test_speed_ups_over_the_full_network_are_ratios_of_its_throughput():
+    with (ROOT / "results" / "instead.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert rows[0]["name"] == "ResNet-18"
+    for row in rows:
+        ratio = float(row["per_second"]) / float(rows[0]["per_second"])
+        assert float(row["speedup"]) == pytest.approx(ratio, abs=1e-4)
+
+
+def test_accuracies_of_methods_at_equal_spent_budget_are_those_that_results_give():
     recorded = experiment("recorded_resnet18")
-    for path in recorded.RESULTS.values():
-        assert recorded.table(read_points(path)) in (ROOT / "docs" / "comparison.md").read_text()
-
-
-@pytest.mark.parametrize("name", ["README.md", "docs/index.md", "docs/does_not_pay.md"])
-def test_short_tables_are_those_that_results_give(name):
-    tables = experiment("short_tables")
-    text = (ROOT / name).read_text()
-    assert tables.page(text, tables.PAGES[name]) == text
-
-
-def test_figures_of_guarantees_are_those_of_their_results():
-    page = (ROOT / "docs" / "guarantees.md").read_text()
-    assert experiment("guarantees").page(page) == page
-
-
-def test_figures_of_speed_are_those_of_their_results():
-    page = (ROOT / "docs" / "speed.md").read_text()
-    assert experiment("speed_page", "benchmarks").page(page) == page
-
-
-def test_figures_of_the_service_are_those_of_their_results():
-    page = (ROOT / "docs" / "deploy.md").read_text()
-    assert experiment("serve_page", "benchmarks").page(page) == page
-
-
-def test_figures_of_exported_networks_are_those_of_their_results():
-    page = (ROOT / "docs" / "deploy.md").read_text()
-    assert experiment("deploy_page", "benchmarks").page(page) == page
+    with recorded.EQUAL_SPEND.open() as file:
+        committed = list(csv.DictReader(file))
+    found = [row for heads, path in recorded.RESULTS.items() for row in recorded.equal_spend(heads, read_points(path))]
+    assert found == committed
+    assert {row["heads"] for row in committed} == {"frozen", "joint"}
 
 
 def test_the_page_on_models_counts_the_families_that_were_cut():

@@ -21,7 +21,7 @@ from alight import calibrate, deploy, evaluation
 from alight.cli.parser import COMMANDS
 
 ROOT = Path(__file__).parent.parent
-VALUES = {"evaluation.ORACLE", "evaluation.SINGLE_EXIT"}  # told in words on the page
+VALUES = {"evaluation.ORACLE", "evaluation.SINGLE_EXIT"}  # described in words on the page
 ROOMS = {"calibrate", "evaluation"}  # whose names are there one by one
 
 pytestmark = pytest.mark.site
@@ -102,22 +102,32 @@ class Quiet(SimpleHTTPRequestHandler):
         pass
 
 
-def test_broken_links_missing_anchors_and_forgotten_pages_are_errors(tmp_path):
-    (tmp_path / "docs").mkdir()
-    for name, text in {"index": "[a](nowhere.md) [b](other.md#nothing)", "other": "# Other", "lost": "# Lost"}.items():
-        (tmp_path / "docs" / f"{name}.md").write_text(text)
+def built_pages(folder: Path, hook: str, pages: dict[str, str], nav: list[str]) -> subprocess.CompletedProcess[str]:
+    """Build a site of these pages with one of our hooks and our settings."""
+    (folder / "docs").mkdir()
+    for name, text in pages.items():
+        (folder / "docs" / f"{name}.md").write_text(text)
     config = yaml.load((ROOT / "mkdocs.yml").read_text(), yaml.SafeLoader)
-    config |= {
-        "plugins": [],
-        "extra_css": [],
-        "nav": ["index.md", "other.md"],
-        "hooks": [str(ROOT / "docs/hooks/site.py")],
-    }
-    (tmp_path / "mkdocs.yml").write_text(yaml.dump(config))
-    done = built(tmp_path / "mkdocs.yml", tmp_path / "site")
+    config |= {"plugins": [], "extra_css": [], "nav": nav, "hooks": [str(ROOT / "docs/hooks" / hook)]}
+    (folder / "mkdocs.yml").write_text(yaml.dump(config))
+    return built(folder / "mkdocs.yml", folder / "site")
+
+
+def test_broken_links_missing_anchors_and_forgotten_pages_are_errors(tmp_path):
+    pages = {"index": "[a](nowhere.md) [b](other.md#nothing)", "other": "# Other", "lost": "# Lost"}
+    done = built_pages(tmp_path, "site.py", pages, ["index.md", "other.md"])
     assert done.returncode != 0
     for word in ("nowhere.md", "#nothing", "lost.md"):
         assert word in done.stderr
+
+
+def test_tables_come_from_results_and_a_missing_file_fails_the_build(tmp_path, site):
+    table = (site / "speed.html").read_text()
+    assert "<td>ResNet-10, compiled</td>" in table
+    assert "<!-- table" not in table
+    done = built_pages(tmp_path, "tables.py", {"index": "<!-- table: results/nothing.csv -->"}, ["index.md"])
+    assert done.returncode != 0
+    assert "index.md: the table of results/nothing.csv cannot be rendered" in done.stderr
 
 
 @pytest.mark.parametrize("tag", ['<script src="https://cdn.example/a.js">', "<img alt='' src=//cdn.example/a.png>"])

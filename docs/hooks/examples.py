@@ -1,4 +1,4 @@
-"""Examples in docstrings are shown as code."""
+"""Show examples in docstrings as code."""
 
 import re
 from typing import Any
@@ -9,7 +9,7 @@ EXAMPLE = re.compile(r"^>>> .*?(?=\n\n|\Z)", re.DOTALL | re.MULTILINE)
 
 
 class Examples(Extension):
-    """Puts a fence around every example."""
+    """Put a fence around every example."""
 
     def on_object(self, *, obj: Object, **_: Any) -> None:
         """Change an object's docstring."""

@@ -1,8 +1,7 @@
-"""What the site needs beside its pages: formulas as MathML, files of the repository, the commands' help, a last look.
+"""Formulas as MathML, linked files of the repository, the commands' help, and a check that nothing is fetched.
 
-Formulas are turned into MathML when the site is built, which browsers draw by themselves. A page may link to any file
-of the repository: what lies outside of docs/ is put beside the pages. Nothing in the site is fetched from another host,
-and a page that would is an error.
+Formulas become MathML when the site is built, which browsers draw without a script. A page may link to any file of the
+repository: files outside of docs/ are copied beside the pages. A page that fetches from another host is an error.
 """
 
 import io
@@ -30,7 +29,7 @@ COMMANDS_HERE = "<!-- commands -->"
 
 
 def on_files(files: Files, config: Any) -> Files:
-    """All files, and those of the repository that pages link to."""
+    """Add the files of the repository that pages link to."""
     for page in files.documentation_pages():
         for place in filter(None, (outside(page.src_uri, target) for target in LINK.findall(page.content_string))):
             if not files.get_file_from_path(place):
@@ -39,7 +38,7 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
-    """The page with links as they lead in the site, and every command's help where it is asked for."""
+    """Return the page with links that hold in the site, and every command's help at its marker."""
     here = page.file.src_uri
 
     def led(match: re.Match[str]) -> str:
@@ -50,25 +49,25 @@ def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
 
 
 def on_page_content(html: str, **_: Any) -> str:
-    """The page with its formulas as MathML."""
+    """Return the page with its formulas as MathML."""
     return FORMULA.sub(lambda found: formula(unescape(found[3]), inline=found[2] == "("), html)
 
 
 def on_post_page(output: str, page: Page, **_: Any) -> str:
-    """The page as it is, unless it would fetch something from elsewhere."""
+    """Return the page unchanged; raise an error if it fetches something from another host."""
     if found := FETCHED.search(output):
         raise PluginError(f"{page.file.src_uri} fetches from another host: {found[0]}; put the file into docs/")
     return output
 
 
 def formula(latex: str, *, inline: bool) -> str:
-    """A formula as MathML; one that stands alone in a box that can be scrolled."""
+    """Return a formula as MathML; a display formula in a box that scrolls."""
     made: str = convert(latex, "inline" if inline else "block")
     return made if inline else f'<div class="formula">{made}</div>'
 
 
 def outside(page: str, target: str) -> str | None:
-    """The file of the repository, by its path from the root, that a page links to outside of docs/; None if inside."""
+    """Return the path from the root of the file outside of docs/ that a page links to, None if it is inside."""
     path = (ROOT / "docs" / page).parent.joinpath(target).resolve()
     if path.is_relative_to(ROOT / "docs") or not path.is_file():
         return None
@@ -76,7 +75,7 @@ def outside(page: str, target: str) -> str | None:
 
 
 def commands() -> Iterator[str]:
-    """Every command and what its --help says, as Markdown."""
+    """Yield every command and the output of its --help as Markdown."""
     os.environ |= {"COLUMNS": "100", "NO_COLOR": "1"}
     for name in COMMANDS:
         with redirect_stdout(io.StringIO()) as said, suppress(SystemExit):

@@ -21,11 +21,6 @@ def benchmark(name):
     return module
 
 
-def test_figures_of_the_page_are_those_of_their_results():
-    page = (ROOT / "docs" / "deploy.md").read_text()
-    assert benchmark("cluster_page").page(page) == page
-
-
 def test_a_smaller_recording_gives_one_policy_both_ways(tmp_path, monkeypatch):
     large = benchmark("large_calibration")
     monkeypatch.setattr(large, "PARTITION", 1000)

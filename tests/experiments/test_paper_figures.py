@@ -1,4 +1,4 @@
-"""Figures and tables of the paper: computed anew they are those that are committed, and the page shows them."""
+"""Figures, tables and summaries of the paper: computed anew they are those that are committed."""
 
 import csv
 import importlib
@@ -20,13 +20,10 @@ ROOT = Path(__file__).parent.parent.parent
 NAMES = (
     "recorded_cifar100",
     "figure_style",
-    "page_rows",
     "paper_tables",
     "paper_figures",
     "paper_seeds",
-    "paper_seeds_page",
-    "paper_claims",
-    "paper_page",
+    "paper_summaries",
     "paper_report",
     "cifar100_ship",
     "cifar100_duplicates",
@@ -173,9 +170,19 @@ def test_every_figure_is_committed_shown_and_small(scripts):
     assert shown == set(names)
 
 
-def test_the_page_holds_what_results_give(scripts):
-    page = (ROOT / "docs" / "experiments.md").read_text()
-    assert scripts["paper_page"].page(page) == page
+@pytest.mark.parametrize("name", ["claims", "equal_spend", "mean_gains", "frozen_groups"])
+def test_a_summary_computed_anew_is_the_committed_one(scripts, name):
+    summaries = scripts["paper_summaries"]
+    assert name in summaries.SUMMARIES
+    text = scripts["paper_tables"].text_of(list(summaries.SUMMARIES[name]()))
+    assert text == (ROOT / "results" / "paper" / f"{name}.csv").read_text()
+
+
+def test_accuracy_between_two_points_is_interpolated_and_beyond_them_there_is_none(scripts):
+    accuracy_at = scripts["paper_summaries"].accuracy_at
+    own = [{"spent": "0.6", "accuracy": "0.9"}, {"spent": "0.2", "accuracy": "0.5"}]
+    assert accuracy_at(own, 0.3) == pytest.approx(0.6)
+    assert accuracy_at(own, 0.1) is accuracy_at(own, 0.7) is None
 
 
 def test_a_small_picture_is_the_same_picture(scripts):
@@ -242,5 +249,5 @@ def test_all_networks_are_on_one_page_to_play_with(scripts, tmp_path, monkeypatc
     monkeypatch.setattr(sys, "argv", ["paper_report.py", "-o", str(tmp_path / "new" / "page.html")])
     report.main()
     page = Path(capsys.readouterr().out.strip()).read_text()
-    for told in ("MSDNet", "ConvNeXt, frozen heads", "geometric"):
-        assert told in page
+    for name in ("MSDNet", "ConvNeXt, frozen heads", "geometric"):
+        assert name in page
