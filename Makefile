@@ -1,6 +1,6 @@
 # Works on a fresh clone with nothing but Python (>= 3.11) and make.
 #   make demo   the main job, live: a network with exits learns digits and runs on half of its compute; a report to look at
-#   make test   lint, types and all tests
+#   make test   lint, types and tests: five minutes on two cores       make test-all   the slow tests, too
 #   make lint   lint and types alone       make format   put the code in shape
 #   make bench  speed, as ratios in one run
 #   make figures  the figures of docs/ and the tables in results/paper from committed recordings: two minutes on two cores
@@ -14,14 +14,20 @@ TORCH_INDEX ?=
 bin := $(VENV)/bin
 pip := $(bin)/python -m pip install --quiet --disable-pip-version-check
 
-.PHONY: demo test lint format bench figures docs clean
+together := -n auto --dist worksteal --max-worker-restart 0  # a crashed worker ends the run with the test's name
+
+.PHONY: demo test test-all lint format bench figures docs clean
 
 demo: $(VENV)/.installed
 	$(bin)/alight demo
 
 test: lint
-	$(bin)/python -m pytest -q -n auto --dist loadfile -m "not alone"
-	$(bin)/python -m pytest -q -m alone
+	$(bin)/python -m pytest -q $(together) -m "not slow and not alone"
+	$(bin)/python -m pytest -q -m "alone and not slow"
+
+test-all: test
+	$(bin)/python -m pytest -q $(together) -m "slow and not alone"
+	$(bin)/python -m pytest -q -m "alone and slow"
 
 lint: $(VENV)/.installed-dev
 	$(bin)/ruff check .

@@ -16,11 +16,11 @@ from torch import nn
 
 from alight.files import write_text
 from alight.models.convnext import ConvNeXt
-from alight.models.heads import make_head
-from alight.models.measure import head_overhead, measure_costs
+from alight.networks.heads import make_head
+from alight.costing.measure import head_overhead, measure_costs
 from alight.models.multi_exit import MultiExitModel, head_settings
 from alight.models.resnet import ResNet
-from alight.models.zoo import convnext_tiny, resnet18_cifar
+from alight.networks.zoo import convnext_tiny, resnet18_cifar
 from alight.provenance import provenance
 
 RESULTS = Path(__file__).parent.parent / "results" / "head_overhead.csv"
