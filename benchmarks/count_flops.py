@@ -15,11 +15,11 @@ from fvcore.nn import FlopCountAnalysis
 from torch import nn
 
 from alight.files import write_text
-from alight.models.convnext import ConvNeXt
+from alight.networks.zoo.convnext import ConvNeXt
 from alight.networks.heads import make_head
 from alight.costing.measure import head_overhead, measure_costs
-from alight.models.multi_exit import MultiExitModel, head_settings
-from alight.models.resnet import ResNet
+from alight.networks.multi_exit import MultiExitModel, head_settings
+from alight.networks.zoo.resnet import ResNet
 from alight.networks.zoo import convnext_tiny, resnet18_cifar
 from alight.provenance import provenance
 
