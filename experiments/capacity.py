@@ -83,7 +83,7 @@ def policy_for(kind: str, contract: str, devices: int = 1) -> Policy:
     own, per_day = stream(), IMAGES // devices
     given = (device_of(kind).costs, BUDGETS[kind], own.calibration, own.certifying)
     told = {"alarm_rate": ALARM_RATE / devices, "horizon": per_day} if contract == "stream" else {}
-    return calibrate.certify(calibrate.eero, *given, contract=contract, spend_all=True, **told)  # type: ignore[arg-type]
+    return calibrate.CONTRACTS[contract](calibrate.eero, **told)(*given, spend_all=True)
 
 
 def serving_for(kind: str, how: str, devices: int = 1) -> Serving:
@@ -252,7 +252,7 @@ def decisions_part(_kinds: Sequence[str]) -> Iterator[tuple[Row, list[Row]]]:
     own = stream()
     rng, costs = np.random.default_rng(0), Costs.from_cumulative(np.arange(1.0, own.table.num_exits + 1), "ms")
     for contract in CONTRACTS.values():
-        policy = calibrate.certify(calibrate.eero, costs, "60%", own.calibration, own.certifying, contract=contract)  # type: ignore[arg-type]
+        policy = calibrate.CONTRACTS[contract](calibrate.eero)(costs, "60%", own.calibration, own.certifying)
         for size in (1, 16, 256, 1024):
             taken = []
             for _ in range(DECIDED):

@@ -144,7 +144,7 @@ def half_of_the_time(measured: Sequence[Any]) -> Policy:
     own = [row for row in measured if int(row["batch_size"]) == largest]
     stages, heads = (np.array([float(row[f"{part}_ms"]) for row in own]) / largest for part in ("stage", "head"))
     given = (Costs(stages, heads, "ms"), "50%", load(RECORDING).calibration)
-    return calibrate.certify(calibrate.eero, *given, contract="stream", spend_all=True)
+    return calibrate.certified_stream(calibrate.eero)(*given, spend_all=True)
 
 
 def exits_asked(policy: Policy, batch_size: int, images: int = 1024) -> float:

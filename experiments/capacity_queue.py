@@ -18,7 +18,7 @@ from scipy.optimize import brentq
 from scipy.special import i0e
 
 from alight import HeadOutputs, Policy
-from alight.policies.policy import Memory, BatchState
+from alight.policies.policy import BatchState, Memory
 from alight.policies.route import route
 
 Floats = npt.NDArray[np.float64]

@@ -63,7 +63,7 @@ def serving_for(device: Device, service: str, percent: int) -> Serving:
     if service == "dense":
         return Dense(device)
     found = load(RECORDING)
-    policy = calibrate.certify(calibrate.eero, found.costs, f"{percent}%", found.calibration, contract="stream")
+    policy = calibrate.certified_stream(calibrate.eero)(found.costs, f"{percent}%", found.calibration)
     return Exits(device, policy, stream().table)
 
 

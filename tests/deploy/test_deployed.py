@@ -17,7 +17,7 @@ GIVEN = {"open_exits": OPEN, "num_exits": 4, "costs": COSTS}
 
 
 def certified(contract):
-    method = calibrate.certify(calibrate.eero, np.array(COSTS), 3.0, table().at_exits(OPEN), contract=contract)
+    method = calibrate.CONTRACTS[contract](calibrate.eero)(np.array(COSTS), 3.0, table().at_exits(OPEN))
     return replace(method, open_exits=OPEN, num_exits=4)
 
 

@@ -156,7 +156,7 @@ def test_texts_of_unlike_length_keep_their_masks_when_they_are_put_together(batc
 
 @pytest.mark.parametrize("contract", ["batch", "stream"])
 def test_contracts_of_batches_and_streams_equal_replay_on_the_same_batches(model, images, table, contract):
-    policy = calibrate.certify(calibrate.geometric, COSTS, 3.0, table, contract=contract)
+    policy = calibrate.CONTRACTS[contract](calibrate.geometric)(COSTS, 3.0, table)
     predictor = Predictor(model, policy, batch_size=20)
     expected, memory = replay_on(policy, table, batch_size=20)
     assert_equal(predictor(images), expected)
@@ -171,7 +171,7 @@ def test_contracts_of_batches_and_streams_equal_replay_on_the_same_batches(model
 
 
 def test_indices_of_ones_own_serve_a_stream_again_and_again(model, images, table):
-    policy = calibrate.certify(calibrate.geometric, COSTS, 3.0, table, contract="stream")
+    policy = calibrate.certified_stream(calibrate.geometric)(COSTS, 3.0, table)
     predictor = Predictor(model, policy, batch_size=20)
     own = np.arange(1000, 1000 + len(images))
     first, again = predictor(images, samples=own), predictor(images, samples=own)

@@ -139,7 +139,7 @@ def test_harder_images_cost_as_much_more_as_is_asked(scripts):
 def test_the_policy_decides_in_the_queue_as_it_does_in_replay(scripts, contract):
     queue, own, device = scripts["capacity_queue"], scripts["capacity"].stream(), tiny_device(scripts)
     given = (device.costs, "60%", own.calibration, own.certifying)
-    policy = calibrate.certify(calibrate.eero, *given, contract=contract, spend_all=True)
+    policy = calibrate.CONTRACTS[contract](calibrate.eero)(*given, spend_all=True)
     rows = np.random.default_rng(0).integers(len(own.table), size=320)
     serving = queue.Exits(device, policy, own.table)
     spent = [serving(part)[2] for part in rows.reshape(10, 32)]

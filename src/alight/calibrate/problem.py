@@ -1,7 +1,7 @@
 """What every method is given, checked once: costs, a budget, and tables of outputs."""
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Self
 
@@ -31,6 +31,7 @@ Budget = float | str
 AnySlack = Slack | Literal["exact"]
 AnyTable = HeadOutputs | PartitionedOutputs
 Settings = dict[str, float | str]
+Method = Callable[..., Policy]  # (costs, budget, labelled, unlabelled=None, *, ...): a policy for the budget
 
 
 @dataclass(frozen=True)

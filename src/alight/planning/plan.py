@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from alight.calibrate.crossval import held_out
+from alight.calibrate.crossval import held_out, pruned
 from alight.calibrate.eero import eero
 from alight.costing.measure import time_stages
 from alight.costs import Costs
@@ -131,7 +131,7 @@ def plan(
         raise BadInput(f"a table of {labelled.num_exits} exits for a network of {model.num_exits}: record this network")
     if speed not in (None, "auto"):
         raise BadInput(f"speed {speed!r}: give 'auto', or settings such as channels_last=True")
-    fit: Method = method or partial(eero, spend_all=True, prune=True)
+    fit: Method = method or pruned(partial(eero, spend_all=True))
     settings, tuned = {"device": device, **settings}, None
     if speed:
         tuned = tune_speed(model, batch_size=batch_size, example=example, **settings)

@@ -160,6 +160,10 @@ class Policy(ABC):
                 f" use with_score({self.score!r}) or calibrate again"
             )
 
+    def terms(self) -> dict[str, Any]:
+        """Return what the policy carries beside its rule, by field."""
+        return {each.name: getattr(self, each.name) for each in fields(Policy)}
+
     def rule(self) -> list[list[str]]:
         """The rule's own numbers as columns of text: a name, then one entry per open exit."""
         return []
