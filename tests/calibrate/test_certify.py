@@ -161,13 +161,13 @@ def test_streams_at_large_budgets_can_be_promised(frozen, percent):
 
 def test_a_lens_does_not_stop_the_first_exit_from_being_promised():
     few = made_up(1, 100, 4)
-
-    def seen(costs, budget, labelled, unlabelled=None):
-        return calibrate.through(calibrate.fit_recall, calibrate.geometric, costs, budget, labelled, unlabelled)
-
-    policy = certified_probability(seen, delta=1e-9)(COSTS, 1.11, few)
-    assert isinstance(policy, ExitAt)
-    assert (replay(policy, few).exits == 0).all()
+    logits = np.random.default_rng(0).normal(size=(100, 4, 3))
+    spoken = HeadOutputs.from_logits(logits, logits[:, -1].argmax(-1), keep_log_probabilities=True)
+    for fit, table in {calibrate.fit_recall: few, calibrate.fit_ensemble: spoken}.items():
+        seen = calibrate.with_lens(calibrate.geometric, fit)
+        policy = certified_probability(seen, delta=1e-9)(COSTS, 1.11, table)
+        assert isinstance(policy, ExitAt)
+        assert (replay(policy, table).exits == 0).all()
 
 
 def test_what_is_fitted_on_a_table_cannot_be_certified_on_it():

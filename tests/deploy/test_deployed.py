@@ -66,7 +66,7 @@ def test_it_decides_what_the_predictor_decides(name, batch_size, deployed):
 
 @pytest.mark.parametrize("fit", [calibrate.fit_gain, calibrate.fit_recall, calibrate.fit_ensemble])
 def test_it_looks_through_lenses_as_the_predictor_does(fit):
-    rule = calibrate.through(fit, calibrate.geometric, COSTS, 3.0, table().at_exits(OPEN))
+    rule = calibrate.with_lens(calibrate.geometric, fit)(COSTS, 3.0, table().at_exits(OPEN))
     lens = replace(rule.lens, exits=tuple(OPEN[index] for index in rule.lens.exits))
     rule = replace(rule, open_exits=tuple(OPEN[index] for index in rule.open_exits), num_exits=4, lens=lens)
     ours = deploy.load(folder(), rule, num_threads=1)

@@ -127,7 +127,7 @@ def test_the_predictor_equals_replay_for_any_batch_size_and_order(model, images,
 
 @pytest.mark.parametrize("fit", [calibrate.fit_gain, calibrate.fit_recall, calibrate.fit_ensemble])
 def test_a_lens_sees_in_the_network_what_it_sees_in_the_table(model, images, table, fit):
-    policy = calibrate.through(fit, calibrate.geometric, COSTS, 3.0, table)
+    policy = calibrate.with_lens(calibrate.geometric, fit)(COSTS, 3.0, table)
     assert_equal(Predictor(model, policy, batch_size=16)(images), replay(policy, table))
 
 
@@ -420,6 +420,6 @@ def test_bad_input_says_what_to_do(model, images, table):
         Predictor(model, policy, dtype="int3")
     with pytest.raises(BadInput, match="gave no batch"):
         Predictor(model, policy).run([])
-    lens = calibrate.through(calibrate.fit_recall, calibrate.geometric, COSTS, 3.0, table)
+    lens = calibrate.with_lens(calibrate.geometric, calibrate.fit_recall)(COSTS, 3.0, table)
     with pytest.raises(BadInput, match="through a lens"):
         Predictor(model, lens, probabilities=True)

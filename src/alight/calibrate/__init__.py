@@ -22,7 +22,7 @@ from alight.calibrate.crossval import pruned
 from alight.calibrate.distributions import gaussian, geometric
 from alight.calibrate.eero import eero, eero_marginal, two_exits
 from alight.calibrate.genetic import genetic
-from alight.calibrate.lenses import Fit, fit_ensemble, fit_gain, fit_recall, through
+from alight.calibrate.lenses import Fit, fit_ensemble, fit_gain, fit_recall, with_lens
 from alight.calibrate.problem import Method
 from alight.calibrate.search import search
 from alight.calibrate.single import best_single_exit
@@ -55,8 +55,8 @@ __all__ = [
     "performance_control",
     "pruned",
     "search",
-    "through",
     "two_exits",
+    "with_lens",
 ]
 
 METHODS: dict[str, Method] = {

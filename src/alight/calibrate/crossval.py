@@ -182,11 +182,11 @@ def held_out(
 
 
 def _of_network(policy: Policy, open_exits: tuple[int, ...], num_exits: int) -> Policy:
-    """The policy with its exits numbered as in the whole network, and so are a mixture's parts."""
-    changed: dict[str, Any] = {
-        "open_exits": tuple(open_exits[index] for index in policy.open_exits),
-        "num_exits": num_exits,
-    }
+    """Return the policy with its exits numbered as in the whole network, its lens and a mixture's parts included."""
+    opened = tuple(open_exits[index] for index in policy.open_exits)
+    changed: dict[str, Any] = {"open_exits": opened, "num_exits": num_exits}
+    if policy.lens:
+        changed["lens"] = replace(policy.lens, exits=opened)
     if isinstance(policy, Mixture):
         changed |= {name: _of_network(getattr(policy, name), open_exits, num_exits) for name in ("first", "second")}
     return replace(policy, **changed)

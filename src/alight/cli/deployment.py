@@ -60,7 +60,7 @@ def run_run(options: argparse.Namespace) -> Found:
         num_threads=options.threads,
         allow_mismatch=options.allow_mismatch,
     )
-    deployed.probabilities = deployed.policy.lens is None
+    deployed.probabilities = deployed.policy.keeps_predictions
     decisions, unit = deployed.run(data, progress=not options.quiet), deployed.policy.unit
     write_answers(decisions, options.output, names=data.names, classes=manifest.classes, unit=unit)
     return Found(

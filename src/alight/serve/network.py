@@ -101,7 +101,7 @@ def _saved(folder: Path, policies: Mapping[str, Policy], words: Path, tokens: in
     images = Images(model, False, "the request") if shape else None
 
     def made(policy: Policy) -> Any:
-        return Predictor(model, policy, probabilities=policy.lens is None, **switches)
+        return Predictor(model, policy, probabilities=policy.keeps_predictions, **switches)
 
     described = model.recipe.get("example", {})
     whole = described.get("shape") if isinstance(described.get("shape"), list) else []
@@ -144,7 +144,7 @@ def _exported(
         from alight.deploy.folder import load
 
     def made(policy: Policy) -> Any:
-        chances = policy.lens is None
+        chances = policy.keeps_predictions
         return load(folder, policy, probabilities=chances, num_threads=num_threads, allow_mismatch=allow_mismatch)
 
     first = manifest.inputs[0]

@@ -182,7 +182,7 @@ def _as_paced(
     """The shares of the policy, kept along a stream."""
     if policy.costs[-1] <= budget_of(policy):
         return _always_kept(policy, "stream")
-    table, costs, samples = seen_through(policy, certifying), np.array(policy.costs), len(certifying)
+    table, costs, samples = policy.view(certifying), np.array(policy.costs), len(certifying)
     rates = np.array(policy.exit_rates or replay(policy, fitting).exit_shares[list(policy.open_exits)])
     scores = table.scores[:, list(policy.open_exits)]
     thresholds = survivor_thresholds(scores, rates)
@@ -236,8 +236,9 @@ def _by_law(policy: Threshold, certifying: HeadOutputs, contract: str, delta: fl
         "law": "Dirichlet(" + ", ".join(map(str, law.tolist())) + ")",
     }
     if law[0] == samples + 1:
-        return _first_exit_only(policy, contract, delta, numbers, _smallest_for_law(policy, contract, delta))
-    thresholds = survivor_thresholds(seen_through(policy, certifying).scores[:, list(policy.open_exits)], rates)
+        smallest = _smallest_for_law(policy, contract, delta)
+        return _first_exit_only(policy, certifying.score, contract, delta, numbers, smallest)
+    thresholds = survivor_thresholds(policy.view(certifying).scores[:, list(policy.open_exits)], rates)
     moved = replace(
         policy,
         thresholds=tuple(thresholds.values.tolist()),
@@ -263,7 +264,7 @@ def _by_family(
 ) -> Policy:
     """The dearest member of a nested family of policies that can be certified."""
     costs, budget, samples = np.array(policy.costs), budget_of(policy), len(certifying)
-    reference = seen_through(policy, fitting).scores
+    reference = policy.view(fitting).scores
     levels = np.linspace(1, -1, LEVELS)  # from everyone leaving at once to nobody, chosen before certifying
 
     def spent(level: float) -> Floats:
@@ -291,7 +292,7 @@ def _by_family(
         how = f"Fixed-sequence testing, {named} bound, {samples:,} samples{_by_hash(policy)}. {EXCHANGEABLE}"
         smallest = smallest_sample(allowed, delta, test=test) if allowed > 0 else 0
     if accepted < 0 or levels[accepted] == 1:
-        return _first_exit_only(policy, contract, delta, numbers, smallest)
+        return _first_exit_only(policy, certifying.score, contract, delta, numbers, smallest)
     member = lowered(policy, float(levels[accepted]), reference)
     numbers |= {"level": float(levels[accepted]), "mean cost": float(spent(levels[accepted]).mean())}
     return certified(member, contract, promise, how, numbers)
@@ -303,12 +304,11 @@ def _by_hash(policy: Policy) -> str:
 
 
 def _first_exit_only(
-    policy: Policy, contract: str, delta: float, numbers: dict[str, float | str], smallest: int
+    policy: Policy, score: str, contract: str, delta: float, numbers: dict[str, float | str], smallest: int
 ) -> Policy:
     """Everyone at the first exit: all that so few samples can certify."""
     opened: dict[str, Any] = {"open_exits": policy.open_exits[:1], "costs": policy.costs[:1], "exit_rates": (1.0,)}
-    if policy.lens and policy.lens.inputs != ("log_probabilities",):  # alone, the first exit answers for itself
-        opened |= {"lens": None, "score": policy.lens.inputs[0]}
+    opened |= {"lens": None, "score": score}  # alone, the first exit answers for itself
     more = (
         f"at least {smallest:,} samples are needed for more" if smallest else "no number of samples would do for more"
     )
@@ -372,11 +372,6 @@ def _windows(scores: Floats, thresholds: Floats, rng: np.random.Generator) -> tu
 def _plans_rates(policy: Policy) -> TypeGuard[Threshold]:
     """Whether the policy meets planned rates by survivor thresholds, so that the exact law holds."""
     return isinstance(policy, Threshold) and bool(policy.exit_rates) and policy.settings.get("thresholds") != "marginal"
-
-
-def seen_through(policy: Policy, table: HeadOutputs) -> HeadOutputs:
-    """The table as the policy sees it."""
-    return policy.lens.through(table) if policy.lens else table
 
 
 def budget_of(policy: Policy) -> float:
