@@ -14,13 +14,13 @@ import torch
 from fvcore.nn import FlopCountAnalysis
 from torch import nn
 
-from alight.files import write_text
-from alight.networks.zoo.convnext import ConvNeXt
-from alight.networks.heads import make_head
 from alight.costing.measure import head_overhead, measure_costs
+from alight.files import write_text
+from alight.networks.heads import make_head
 from alight.networks.multi_exit import MultiExitModel, head_settings
-from alight.networks.zoo.resnet import ResNet
 from alight.networks.zoo import convnext_tiny, resnet18_cifar
+from alight.networks.zoo.convnext import ConvNeXt
+from alight.networks.zoo.resnet import ResNet
 from alight.provenance import provenance
 
 RESULTS = Path(__file__).parent.parent / "results" / "head_overhead.csv"

@@ -78,7 +78,7 @@ def write_policies(labelled: HeadOutputs, costs: Costs, folder: Path) -> None:
     ).save(folder / "dense.json")
     chosen = None
     for percent in BUDGETS:  # from the dearest on, as long as all that are dearer will do
-        policy = calibrate.certify(calibrate.eero, costs, f"{percent}%", labelled, contract="stream")
+        policy = calibrate.certified_stream(calibrate.eero)(costs, f"{percent}%", labelled)
         if most_lost(policy, labelled) > LOSS:
             break
         chosen, policy_percent = policy, percent

@@ -27,8 +27,8 @@ from recorded_cifar100 import RESULTS, load
 from torch import Tensor
 
 from alight import MultiExitModel, Policy, Predictor, calibrate, replay
-from alight.files import write_rows
 from alight.costing.measure import Timings, time_stages
+from alight.files import write_rows
 from alight.networks.multi_exit import advance
 from alight.networks.multi_exit import read as read_head
 from alight.networks.zoo import CIFAR
@@ -44,7 +44,7 @@ IMAGES, BATCHES = 128, 16  # of a round and size, at most
 def share_rows(batch_size: int = 16) -> list[Row]:
     """Return the share of recorded test images that leaves at each exit."""
     own = load(NETWORK)
-    policy = calibrate.certify(calibrate.eero, own.costs, SERVED, own.calibration, contract="stream")
+    policy = calibrate.certified_stream(calibrate.eero)(own.costs, SERVED, own.calibration)
     left = np.bincount(replay(policy, own.test, batch_size=batch_size).exits, minlength=len(own.costs))
     policy_name = f"stream at {SERVED} of the FLOPs"
     return [
@@ -105,7 +105,7 @@ def full_network(model: MultiExitModel, images: Tensor) -> Tensor:
 def half_of_the_time(timed: Timings) -> Policy:
     """Return a stream policy that may take half of the full network's time in batches of this size."""
     given = (timed.costs(), "50%", load(NETWORK).calibration)
-    return calibrate.certify(calibrate.eero, *given, contract="stream", spend_all=True)
+    return calibrate.certified_stream(calibrate.eero)(*given, spend_all=True)
 
 
 def main() -> None:

@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from fractions import Fraction
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ import numpy.typing as npt
 from scipy.stats import binom
 
 from alight import HeadOutputs, Policy, calibrate, recordings, replay
-from alight.calibrate.certify import certify
+from alight.calibrate import certified_mean, certified_probability, certified_stream
 from alight.files import write_text
 from alight.policies.policy import Threshold
 from alight.policies.quota import Quota
@@ -87,11 +88,14 @@ def contracts() -> Iterator[Row]:
         fresh, fresh_error = truth(name)
         fitting = table(draw(np.random.default_rng(10**5), 500))
         for method, kind, samples in cases:
-            for contract in ("mean", "probability"):
+            for contract, certified in {
+                "mean": certified_mean(method),
+                "probability": certified_probability(method, delta=DELTA),
+            }.items():
                 spent = np.empty(DRAWS)
                 for seed in range(DRAWS):
                     drawn = table(draw(np.random.default_rng(seed), samples))
-                    policy = certify(method, COSTS, BUDGET, fitting, drawn, contract=contract, delta=DELTA)
+                    policy = certified(COSTS, BUDGET, fitting, drawn)
                     spent[seed] = replay(policy, fresh[seed % len(fresh)]).mean_cost
                 yield _judged(f"{contract}, {kind}", name, samples, spent, fresh_error)
 
@@ -117,11 +121,12 @@ def tight() -> Iterator[Row]:
     """How much of the budget is used with 5,000 samples: law, betting, Hoeffding-Bentkus and the paper's slack."""
     for name, draw in DISTRIBUTIONS.items():
         fresh, fitting = truth(name)[0], table(draw(np.random.default_rng(10**5), 500))
+        sure = partial(certified_probability, delta=DELTA)
         ways: dict[str, Callable[[HeadOutputs], Policy]] = {
-            "mean, exact law": _way(calibrate.geometric, fitting, contract="mean"),
-            "probability, exact law": _way(calibrate.geometric, fitting, contract="probability"),
-            "probability, betting": _way(_marked, fitting, contract="probability"),
-            "probability, Hoeffding-Bentkus": _way(_marked, fitting, contract="probability", bound="hoeffding_bentkus"),
+            "mean, exact law": partial(certified_mean(calibrate.geometric), COSTS, BUDGET, fitting),
+            "probability, exact law": partial(sure(calibrate.geometric), COSTS, BUDGET, fitting),
+            "probability, betting": partial(sure(_marked), COSTS, BUDGET, fitting),
+            "probability, Hoeffding-Bentkus": partial(sure(_marked, bound="hoeffding_bentkus"), COSTS, BUDGET, fitting),
             "the paper's slack": lambda drawn: calibrate.geometric(COSTS, BUDGET, drawn, slack="paper"),
             "the proof's slack": lambda drawn: calibrate.geometric(COSTS, BUDGET, drawn, slack=2.507),
         }
@@ -142,10 +147,6 @@ def tight() -> Iterator[Row]:
                 "guaranteed": f"at least {required:.4f}" if judged else "for comparison",
                 "holds": str(bool(np.mean(spent) / BUDGET >= required)) if judged else "",
             }
-
-
-def _way(method: Callable[..., Policy], fitting: HeadOutputs, **options: Any) -> Callable[[HeadOutputs], Policy]:
-    return lambda drawn: certify(method, COSTS, BUDGET, fitting, drawn, delta=DELTA, **options)
 
 
 def _marked(costs: Any, budget: Any, labelled: HeadOutputs, unlabelled: HeadOutputs | None = None) -> Policy:
@@ -219,7 +220,7 @@ def paced() -> Iterator[Row]:
     for seed in range(count):
         rng = np.random.default_rng(seed)
         budget = f"{rng.integers(25, 86)}%"
-        policy = certify(calibrate.eero, RECORDING.costs, budget, RECORDING.labelled, contract="stream", spend_all=True)
+        policy = certified_stream(calibrate.eero)(RECORDING.costs, budget, RECORDING.labelled, spend_all=True)
         size = int(rng.choice([1, 7, 50, 200, 1000], p=[0.02, 0.08, 0.3, 0.3, 0.3]))
         for kind, scores in streams(rng, length).items():
             spent = np.cumsum(replay(policy, table(scores), batch_size=size).spent)
@@ -248,8 +249,8 @@ def alarm() -> Iterator[Row]:
             calibration, rest = everything.split(1 / 3, rng)
             first, second = calibration.split(0.1, rng)
             given = (RECORDING.costs, f"{percent}%", first, second)
-            policy = certify(calibrate.eero, *given, contract="stream", spend_all=True)
-            plain = certify(calibrate.eero, *given, contract="mean", spend_all=True)
+            policy = certified_stream(calibrate.eero)(*given, spend_all=True)
+            plain = certified_mean(calibrate.eero)(*given, spend_all=True)
             spent = replay(plain, rest).spent
             calm = rng.integers(len(spent), size=100_000)
             _, (state, *_) = replay_on(policy, rest.take(calm), batch_size=200)

@@ -41,12 +41,12 @@ METHODS = {
     "global_threshold": calibrate.global_threshold,
 }
 LENSES = {
-    "gain": partial(calibrate.through, calibrate.fit_gain),
-    "gain, logistic": partial(calibrate.through, partial(calibrate.fit_gain, model="logistic")),
-    "gain, cross-fitted": partial(calibrate.through, calibrate.fit_gain, folds=5),
-    "recall": partial(calibrate.through, calibrate.fit_recall),
-    "recall, no handicap": partial(calibrate.through, partial(calibrate.fit_recall, handicap=0.0)),
-    "ensemble": partial(calibrate.through, calibrate.fit_ensemble),
+    "gain": partial(calibrate.with_lens, fit=calibrate.fit_gain),
+    "gain, logistic": partial(calibrate.with_lens, fit=partial(calibrate.fit_gain, model="logistic")),
+    "gain, cross-fitted": partial(calibrate.with_lens, fit=calibrate.fit_gain, folds=5),
+    "recall": partial(calibrate.with_lens, fit=calibrate.fit_recall),
+    "recall, no handicap": partial(calibrate.with_lens, fit=partial(calibrate.fit_recall, handicap=0.0)),
+    "ensemble": partial(calibrate.with_lens, fit=calibrate.fit_ensemble),
 }
 
 Floats = npt.NDArray[np.float64]
@@ -125,7 +125,7 @@ def compare(outputs: str, recording: Recording, lenses: Sequence[str]) -> Iterat
     for name, method in METHODS.items():
         plain = curve(method, recording, draws)
         for lens in lenses:
-            seen = curve(partial(LENSES[lens], method), recording, draws)
+            seen = curve(LENSES[lens](method), recording, draws)
             for spend in SPENDS:
                 if all(spent[0].min() <= spend <= spent[0].max() for _, spent, _ in (plain, seen)):
                     without, through = (_at(spend, accuracy, spent) for accuracy, spent, _ in (plain, seen))

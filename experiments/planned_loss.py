@@ -30,7 +30,7 @@ def planned(costs: Costs, table: HeadOutputs, labelled: int, seed: int, confiden
     """What a plan made with some images loses on the others."""
     order = np.random.default_rng(seed).permutation(len(table))
     given, fresh = table.take(order[:labelled]), table.take(order[labelled:])
-    fit = partial(calibrate.eero, spend_all=True, prune=True)
+    fit = calibrate.pruned(partial(calibrate.eero, spend_all=True))
     amount = cheapest(fit, costs, given, ASKED, confidence)
     found: Row = {"labelled": labelled, "seed": seed, "confidence": confidence, "budget": amount / costs.full}
     if amount >= costs.full:

@@ -22,12 +22,12 @@ from typing import Any
 
 import numpy as np
 import torch
+from alight.engine.prepare import as_dtype, placed, prepared
 from cifar100_data import Batches, Pictures
 from cifar100_train import Job, load_result
 from torch import Tensor
 
 from alight import HeadOutputs, MultiExitModel, Plan, Predictor, plan, record
-from alight.engine.prepare import as_dtype, placed, prepared
 from alight.errors import BudgetTooSmall
 from alight.files import write_rows
 from alight.networks.multi_exit import advance, read

@@ -45,7 +45,7 @@ class Reader(HTMLParser):
 
 def things():
     table = made_up(1, 300, 4)
-    policy = calibrate.certify(calibrate.eero, COSTS, "50%", table, contract="probability")
+    policy = calibrate.certified_probability(calibrate.eero)(COSTS, "50%", table)
     model = MultiExitModel([nn.Linear(4, 8), nn.Linear(8, 8)], [nn.Linear(8, 3), nn.Linear(8, 3)], ["<a>", "end"])
     last = ExitAt(costs=(2.0,), open_exits=(1,), num_exits=2)
     return {

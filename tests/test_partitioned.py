@@ -39,8 +39,8 @@ def test_partitions_of_a_real_network_with_unlabelled_ones_beside_them(tmp_path)
     beside = parted(unlabelled, tmp_path / "unlabelled", (1500,))
     whole = calibrate.eero(costs, "50%", labelled, unlabelled)
     assert calibrate.eero(costs, "50%", parts, beside).to_dict() == whole.to_dict()
-    batch = calibrate.certify(calibrate.eero, costs, "50%", parts, contract="batch")
-    assert batch.to_dict() == calibrate.certify(calibrate.eero, costs, "50%", labelled, contract="batch").to_dict()
+    batch = calibrate.certified_batch(calibrate.eero)(costs, "50%", parts)
+    assert batch.to_dict() == calibrate.certified_batch(calibrate.eero)(costs, "50%", labelled).to_dict()
 
 
 def test_partitions_load_as_one_table_of_any_of_its_scores(tmp_path):
@@ -61,8 +61,6 @@ def test_what_needs_the_table_says_so(tmp_path):
     for method in (calibrate.search, calibrate.two_exits, calibrate.geometric, calibrate.patience):
         with pytest.raises(BadInput, match=message):
             method(COSTS, 2.4, parts)
-    with pytest.raises(BadInput, match=message):
-        calibrate.eero(COSTS, 2.4, parts, prune=True)
 
 
 def test_folders_that_are_no_recording_are_refused(tmp_path):

@@ -198,7 +198,7 @@ def test_an_exit_of_prior_zero_is_never_planned():
         ({"temperature": 0.0}, "temperature 0 must be positive"),
         ({"temperature": float("nan")}, "temperature nan"),
         ({"prior": "flat"}, "no prior 'flat'"),
-        ({"prior": [1.0]}, "2 weights"),
+        ({"prior": [1.0]}, "1 weights for 2 exits"),
         ({"prior": [-1.0, 2.0]}, "2 weights >= 0"),
         ({"prior": [0.0, 0.0]}, "not all 0"),
     ],

@@ -8,8 +8,16 @@ from conftest import made_up
 from scipy.stats import binom
 
 from alight import Costs, HeadOutputs, calibrate, load_policy, replay
-from alight.calibrate import METHODS, certify
-from alight.calibrate.families import lowered
+from alight.calibrate import (
+    CONTRACTS,
+    METHODS,
+    certified_batch,
+    certified_mean,
+    certified_probability,
+    certified_risk,
+    certified_stream,
+)
+from alight.calibrate.certify.cost import lowered
 from alight.errors import BadInput, BudgetTooSmall, LabelsNeeded, Mismatch
 from alight.policies.paced import Paced
 from alight.policies.policy import ExitAt, Threshold
@@ -23,7 +31,7 @@ FAST = [name for name in METHODS if name not in ("genetic", "auto", "search")]
 @pytest.mark.parametrize("name", FAST)
 @pytest.mark.parametrize("contract", ["mean", "probability"])
 def test_every_method_can_be_certified(name, contract, tmp_path):
-    policy = certify(METHODS[name], COSTS, 3.0, TABLE, contract=contract)
+    policy = CONTRACTS[contract](METHODS[name])(COSTS, 3.0, TABLE)
     assert policy.certificate.contract == contract
     assert "3 ms" in str(policy.certificate)
     assert "not about the clock" in policy.certificate.assumption
@@ -38,49 +46,47 @@ def test_every_method_can_be_certified(name, contract, tmp_path):
 def test_a_probable_promise_spends_less_than_one_on_average(name):
     if name == "best_single_exit":
         return
-    spent = [
-        replay(certify(METHODS[name], COSTS, 3.0, TABLE, contract=c), TABLE).mean_cost for c in ("probability", "mean")
-    ]
+    spent = [replay(CONTRACTS[c](METHODS[name])(COSTS, 3.0, TABLE), TABLE).mean_cost for c in ("probability", "mean")]
     assert spent[0] <= spent[1]
 
 
 def test_a_smaller_delta_spends_less():
     spent = [
-        replay(certify(calibrate.eero, COSTS, 3.0, TABLE, contract="probability", delta=delta), TABLE).mean_cost
+        replay(certified_probability(calibrate.eero, delta=delta)(COSTS, 3.0, TABLE), TABLE).mean_cost
         for delta in (0.001, 0.05, 0.4)
     ]
     assert spent == sorted(spent)
 
 
 def test_options_go_to_the_method():
-    hot = certify(calibrate.eero, COSTS, 3.0, TABLE, temperature=0.5, spend_all=True)
+    hot = certified_mean(calibrate.eero)(COSTS, 3.0, TABLE, temperature=0.5, spend_all=True)
     assert hot.settings["temperature"] == 0.5
 
 
 def test_the_same_seed_gives_the_same_certificate():
-    first, again, other = (certify(calibrate.eero, COSTS, 3.0, TABLE, seed=seed) for seed in (0, 0, 1))
+    first, again, other = (certified_mean(calibrate.eero, seed=seed)(COSTS, 3.0, TABLE) for seed in (0, 0, 1))
     assert first == again
     assert first.thresholds != other.thresholds
 
 
 def test_unlabelled_data_are_used_whole_for_the_certificate():
-    policy = certify(calibrate.eero, COSTS, 3.0, TABLE, made_up(5, 700, 4).unlabelled())
+    policy = certified_mean(calibrate.eero)(COSTS, 3.0, TABLE, made_up(5, 700, 4).unlabelled())
     assert policy.certificate.numbers["samples"] == 700
 
 
 def test_batch_gives_a_quota_and_needs_planned_rates():
-    policy = certify(calibrate.eero, COSTS, 3.0, TABLE, contract="batch")
+    policy = certified_batch(calibrate.eero)(COSTS, 3.0, TABLE)
     assert isinstance(policy, Quota)
     decisions = replay(policy, made_up(3, 999, 4), batch_size=100)
     assert decisions.mean_cost <= 3.0
     with pytest.raises(BadInput, match="plans none: use eero"):
-        certify(calibrate.global_threshold, COSTS, 3.0, TABLE, contract="batch")
-    assert isinstance(certify(calibrate.best_single_exit, COSTS, 3.0, TABLE, contract="batch"), ExitAt)
+        certified_batch(calibrate.global_threshold)(COSTS, 3.0, TABLE)
+    assert isinstance(certified_batch(calibrate.best_single_exit)(COSTS, 3.0, TABLE), ExitAt)
 
 
 @pytest.mark.parametrize("name", ["eero", "global_threshold", "patience"])
 def test_stream_gives_a_paced_policy_for_any_method(name):
-    policy = certify(METHODS[name], COSTS, 3.0, TABLE, contract="stream", alarm_rate=0.02, horizon=5000)
+    policy = certified_stream(METHODS[name], alarm_rate=0.02, horizon=5000)(COSTS, 3.0, TABLE)
     assert isinstance(policy, Paced)
     assert (policy.alarm_rate, policy.horizon) == (0.02, 5000)
     spent = np.cumsum(replay(policy, made_up(3, 2000, 4), batch_size=10).spent)
@@ -101,22 +107,20 @@ def test_lowering_thresholds_nests_costs(name):
 
 def test_too_few_samples_certify_the_first_exit_alone_and_say_how_many_would_do():
     few = made_up(1, 6, 4)
-    policy = certify(calibrate.geometric, COSTS, 1.2, few, contract="probability", delta=0.001)
+    policy = certified_probability(calibrate.geometric, delta=0.001)(COSTS, 1.2, few)
     assert isinstance(policy, ExitAt)
     needed = policy.certificate.numbers["smallest sample"]
     assert f"at least {needed:,} samples are needed" in policy.certificate.promise
     enough = made_up(2, int(needed), 4)
-    assert isinstance(
-        certify(calibrate.geometric, COSTS, 1.2, few, enough, contract="probability", delta=0.001), Threshold
-    )
+    assert isinstance(certified_probability(calibrate.geometric, delta=0.001)(COSTS, 1.2, few, enough), Threshold)
     short = made_up(2, int(needed) - 1, 4)
-    assert isinstance(certify(calibrate.geometric, COSTS, 1.2, few, short, contract="probability", delta=0.001), ExitAt)
+    assert isinstance(certified_probability(calibrate.geometric, delta=0.001)(COSTS, 1.2, few, short), ExitAt)
 
 
 def test_the_order_of_a_table_does_not_change_what_can_be_certified():
     table = made_up(3, 1000, 4).unlabelled()
     easy_first = table.take(np.argsort(-table.scores[:, 0]))
-    policy = certify(calibrate.global_threshold, COSTS, 3.0, TABLE, easy_first, contract="probability")
+    policy = certified_probability(calibrate.global_threshold)(COSTS, 3.0, TABLE, easy_first)
     assert replay(policy, made_up(4, 20_000, 4)).mean_cost <= 3.0
 
 
@@ -127,7 +131,7 @@ def test_a_method_that_plans_too_much_is_held_to_the_budget():
         return replace(calibrate.geometric(costs, 5.0, labelled, unlabelled), budget=3.0)
 
     for contract in ("mean", "probability"):
-        policy = certify(greedy, COSTS, 3.0, TABLE, contract=contract)
+        policy = CONTRACTS[contract](greedy)(COSTS, 3.0, TABLE)
         assert policy.planned_cost <= 3.0
         assert replay(policy, made_up(4, 20_000, 4)).mean_cost <= 3.1
 
@@ -135,7 +139,7 @@ def test_a_method_that_plans_too_much_is_held_to_the_budget():
 @pytest.mark.parametrize("contract", ["mean", "probability", "batch", "stream"])
 @pytest.mark.parametrize("budget", [1.1, 6.4, 9.0])
 def test_budgets_at_the_ends_can_be_promised(contract, budget):
-    policy = certify(calibrate.geometric, COSTS, budget, TABLE, contract=contract)
+    policy = CONTRACTS[contract](calibrate.geometric)(COSTS, budget, TABLE)
     assert policy.certificate.contract == contract
     assert replay(policy, made_up(2, 500, 4), batch_size=50).mean_cost <= budget * (1 + 1e-12)
 
@@ -143,13 +147,13 @@ def test_budgets_at_the_ends_can_be_promised(contract, budget):
 @pytest.mark.parametrize("contract", ["mean", "probability", "batch", "stream"])
 @pytest.mark.parametrize("name", ["eero", "global_threshold", "patience"])
 def test_a_network_with_one_exit_can_be_promised(contract, name):
-    policy = certify(METHODS[name], [2.0], 2.5, made_up(0, 50, 1), contract=contract)
+    policy = CONTRACTS[contract](METHODS[name])([2.0], 2.5, made_up(0, 50, 1))
     assert policy.certificate.contract == contract
 
 
 @pytest.mark.parametrize("percent", [90, 99])
 def test_streams_at_large_budgets_can_be_promised(frozen, percent):
-    policy = certify(calibrate.eero, frozen.costs, f"{percent}%", frozen.labelled, contract="stream")
+    policy = certified_stream(calibrate.eero)(frozen.costs, f"{percent}%", frozen.labelled)
     assert sum(policy.law) == len(frozen.labelled) // 2 + 1  # half of the table certifies
     spent = replay(policy, frozen.test, batch_size=100).spent.sum()
     assert spent <= len(frozen.test) * policy.budget + policy.costs[-1]
@@ -157,31 +161,31 @@ def test_streams_at_large_budgets_can_be_promised(frozen, percent):
 
 def test_a_lens_does_not_stop_the_first_exit_from_being_promised():
     few = made_up(1, 100, 4)
-
-    def seen(costs, budget, labelled, unlabelled=None):
-        return calibrate.through(calibrate.fit_recall, calibrate.geometric, costs, budget, labelled, unlabelled)
-
-    policy = certify(seen, COSTS, 1.11, few, contract="probability", delta=1e-9)
-    assert isinstance(policy, ExitAt)
-    assert (replay(policy, few).exits == 0).all()
+    logits = np.random.default_rng(0).normal(size=(100, 4, 3))
+    spoken = HeadOutputs.from_logits(logits, logits[:, -1].argmax(-1), keep_log_probabilities=True)
+    for fit, table in {calibrate.fit_recall: few, calibrate.fit_ensemble: spoken}.items():
+        seen = calibrate.with_lens(calibrate.geometric, fit)
+        policy = certified_probability(seen, delta=1e-9)(COSTS, 1.11, table)
+        assert isinstance(policy, ExitAt)
+        assert (replay(policy, table).exits == 0).all()
 
 
 def test_what_is_fitted_on_a_table_cannot_be_certified_on_it():
     with pytest.raises(BadInput, match="cannot be certified on it"):
-        certify(calibrate.eero, COSTS, 3.0, TABLE, TABLE)
+        certified_mean(calibrate.eero)(COSTS, 3.0, TABLE, TABLE)
     with pytest.raises(BadInput, match="leave unlabelled out"):
-        certify(calibrate.eero, COSTS, None, TABLE, made_up(2, 50, 4), risk="error", alpha=0.5)
+        certified_risk(calibrate.eero, risk="error", alpha=0.5)(COSTS, None, TABLE, made_up(2, 50, 4))
     with pytest.raises(Mismatch):
-        certify(calibrate.eero, COSTS, 3.0, TABLE, made_up(2, 50, 3))
+        certified_mean(calibrate.eero)(COSTS, 3.0, TABLE, made_up(2, 50, 3))
 
 
 def test_a_budget_below_the_first_exit_cannot_be_promised():
     with pytest.raises(BudgetTooSmall):
-        certify(calibrate.eero, COSTS, 1.0, TABLE)
+        certified_mean(calibrate.eero)(COSTS, 1.0, TABLE)
 
 
 def test_a_budget_of_the_whole_network_needs_no_statistics():
-    policy = certify(calibrate.eero, COSTS, 10.0, TABLE, contract="probability")
+    policy = certified_probability(calibrate.eero)(COSTS, 10.0, TABLE)
     assert "whatever comes" in policy.certificate.promise
 
 
@@ -199,7 +203,7 @@ def accurate(seed: int, samples: int) -> HeadOutputs:
 def test_the_cheapest_policy_for_a_promised_risk(risk, alpha, tmp_path):
     calibration, fresh = accurate(1, 4000), accurate(2, 20_000)
     given = calibration.unlabelled() if risk == "disagreement" else calibration
-    policy = certify(calibrate.eero, COSTS, None, given, risk=risk, alpha=alpha, spend_all=True)
+    policy = certified_risk(calibrate.eero, risk=risk, alpha=alpha)(COSTS, None, given, spend_all=True)
     decisions = replay(policy, fresh)
     wrong, last = decisions.predictions != fresh.labels, fresh.predictions[:, -1]
     risks = {
@@ -216,45 +220,50 @@ def test_the_cheapest_policy_for_a_promised_risk(risk, alpha, tmp_path):
 @pytest.mark.guarantee
 def test_a_promised_risk_is_exceeded_no_more_often_than_delta():
     fresh = accurate(10**6, 20_000)
-    failures = 0
+    method, failures = certified_risk(calibrate.geometric, risk="error", alpha=0.1, delta=0.1), 0
     for seed in range(100):
-        policy = certify(calibrate.geometric, COSTS, None, accurate(seed, 600), risk="error", alpha=0.1, delta=0.1)
+        policy = method(COSTS, None, accurate(seed, 600))
         failures += replay(policy, fresh).accuracy(fresh.labels) < 0.9
     assert failures <= binom.ppf(0.999, 100, 0.1)
 
 
 def test_cost_and_risk_can_be_promised_together():
     calibration = accurate(1, 6000)
-    policy = certify(calibrate.eero, COSTS, "70%", calibration, contract="probability", risk="error", alpha=0.15)
+    policy = certified_risk(calibrate.eero, risk="error", alpha=0.15, cost="probability")(COSTS, "70%", calibration)
     assert policy.certificate.contract == "probability, error"
     assert "error is at most 0.15" in policy.certificate.promise
     with pytest.raises(BadInput, match="too near or above alpha"):
-        certify(calibrate.eero, COSTS, "25%", calibration, contract="probability", risk="error", alpha=0.1)
+        certified_risk(calibrate.eero, risk="error", alpha=0.1, cost="probability")(COSTS, "25%", calibration)
 
 
 BAD = {
-    "alpha too small": ({"risk": "error", "alpha": 0.02}, "error of the full network is 0.03.*raise alpha above"),
-    "too few samples": ({"risk": "error", "alpha": 0.0005}, "at least 6,1.. are needed"),
-    "no alpha": ({"risk": "error"}, "alpha None must lie inside"),
-    "unknown risk": ({"risk": "luck", "alpha": 0.1}, "no risk 'luck'"),
-    "unknown contract": ({"contract": "word of honour"}, "no contract 'word of honour'"),
-    "unknown bound": ({"bound": "hope"}, "no bound 'hope'"),
-    "delta": ({"delta": 1.0}, "delta 1 must lie inside"),
-    "contract without budget": ({"risk": "error", "alpha": 0.2, "contract": "mean"}, "on cost needs a budget"),
-    "too few for excess": ({"risk": "excess_error", "alpha": 0.0005}, "test samples cannot certify"),
-    "no budget": ({"contract": "mean"}, "needs a budget"),
-    "risk with batch": ({"risk": "error", "alpha": 0.2, "contract": "batch", "budget": "70%"}, "not 'batch'"),
-}  # fmt: skip
+    "alpha too small": (
+        certified_risk,
+        {"risk": "error", "alpha": 0.02},
+        "error of the full network is 0.03.*raise alpha above",
+    ),
+    "too few samples": (certified_risk, {"risk": "error", "alpha": 0.0005}, "at least 6,1.. are needed"),
+    "no alpha": (certified_risk, {"risk": "error", "alpha": None}, "alpha None must lie inside"),
+    "unknown risk": (certified_risk, {"risk": "luck", "alpha": 0.1}, "no risk 'luck'"),
+    "unknown bound": (certified_probability, {"bound": "hope"}, "no bound 'hope'"),
+    "unknown bound of a risk": (certified_risk, {"risk": "error", "alpha": 0.1, "bound": "hope"}, "no bound 'hope'"),
+    "delta": (certified_probability, {"delta": 1.0}, "delta 1 must lie inside"),
+    "delta of a risk": (certified_risk, {"risk": "error", "alpha": 0.1, "delta": 1.0}, "delta 1 must lie inside"),
+    "cost without budget": (certified_risk, {"risk": "error", "alpha": 0.2, "cost": "mean"}, "on cost needs a budget"),
+    "too few for excess": (certified_risk, {"risk": "excess_error", "alpha": 0.0005}, "test samples cannot certify"),
+    "no budget": (certified_mean, {}, "needs a budget"),
+    "no budget for batches": (certified_batch, {}, "needs a budget"),
+    "risk with batch": (certified_risk, {"risk": "error", "alpha": 0.2, "cost": "batch"}, "not 'batch'"),
+}
 
 
 @pytest.mark.parametrize("case", BAD)
 def test_what_cannot_be_promised_is_refused_with_the_numbers(case):
-    options, message = BAD[case]
-    budget = options.pop("budget", None) if case != "unknown contract" else "50%"
+    certified, options, message = BAD[case]
     with pytest.raises(BadInput, match=message):
-        certify(calibrate.eero, COSTS, budget, accurate(1, 2000), **options)
+        certified(calibrate.eero, **options)(COSTS, None, accurate(1, 2000))
 
 
 def test_a_promise_on_error_needs_labels():
-    with pytest.raises(LabelsNeeded, match="a promise on error"):
-        certify(calibrate.eero, COSTS, None, TABLE.unlabelled(), risk="error", alpha=0.1)
+    with pytest.raises(LabelsNeeded, match="a guarantee on error"):
+        certified_risk(calibrate.eero, risk="error", alpha=0.1)(COSTS, None, TABLE.unlabelled())

@@ -1,10 +1,13 @@
 """Fewer exits: a method on some exits alone, and which to keep."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 from conftest import made_up
 
 from alight import Costs, HeadOutputs, calibrate, load_policy, replay
+from alight.calibrate import pruned
 from alight.calibrate.crossval import held_out, kept_exits, on_exits
 from alight.errors import BadInput, BudgetTooSmall
 
@@ -26,7 +29,7 @@ def test_costs_and_tables_of_some_exits_are_those_of_the_network():
 @pytest.mark.parametrize("method", [calibrate.eero, calibrate.patience, calibrate.performance_control])
 def test_a_method_on_some_exits_is_a_policy_of_the_whole_network(method, tmp_path):
     opened = (0, 2, 4)
-    policy = on_exits(method, opened, COSTS, "60%", TABLE)
+    policy = on_exits(method, opened)(COSTS, "60%", TABLE)
     inner = method(COSTS.at_exits(opened), COSTS.budget("60%"), TABLE.at_exits(opened))
     assert set(policy.open_exits) <= set(opened)
     assert (policy.num_exits, policy.budget) == (5, COSTS.budget("60%"))
@@ -39,35 +42,31 @@ def test_a_method_on_some_exits_is_a_policy_of_the_whole_network(method, tmp_pat
 
 
 def test_without_labels_the_truth_stays_the_last_exit_of_the_network():
-    policy = on_exits(calibrate.eero, (0, 1), COSTS, 2.0, TABLE.unlabelled())
+    policy = on_exits(calibrate.eero, (0, 1))(COSTS, 2.0, TABLE.unlabelled())
     judged = HeadOutputs(TABLE.scores, TABLE.predictions, TABLE.predictions[:, -1])
-    assert policy == on_exits(calibrate.eero, (0, 1), COSTS, 2.0, judged)
+    assert policy == on_exits(calibrate.eero, (0, 1))(COSTS, 2.0, judged)
 
 
 @pytest.mark.parametrize("name", METHODS)
 def test_pruning_closes_heads_that_are_not_worth_their_cost(name):
     method = calibrate.METHODS[name]
     fresh = made_up(9, 5000, 5)
-    plain, pruned = method(DEAR, 4.5, TABLE), method(DEAR, 4.5, TABLE, prune=True)
-    assert not {1, 3} & set(pruned.open_exits)
-    assert pruned.method == name
-    assert replay(pruned, TABLE).mean_cost <= 4.5
-    assert replay(pruned, fresh).accuracy(fresh.labels) > replay(plain, fresh).accuracy(fresh.labels) - 0.005
+    chooser = partial(calibrate.eero, spend_all=True) if name == "search" else None  # itself would take a minute
+    plain, closed = method(DEAR, 4.5, TABLE), pruned(method, chooser=chooser)(DEAR, 4.5, TABLE)
+    assert not {1, 3} & set(closed.open_exits)
+    assert closed.method == name
+    assert replay(closed, TABLE).mean_cost <= 4.5
+    assert replay(closed, fresh).accuracy(fresh.labels) > replay(plain, fresh).accuracy(fresh.labels) - 0.005
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_the_default_prunes_nothing(name):
-    method = calibrate.METHODS[name]
-    assert method(COSTS, "60%", TABLE) == method(COSTS, "60%", TABLE, prune=False)
-    assert "pruned" not in method(COSTS, "60%", TABLE).settings
+def test_a_method_alone_prunes_nothing(name):
+    assert "pruned" not in calibrate.METHODS[name](COSTS, "60%", TABLE).settings
 
 
 def test_pruning_never_lowers_the_held_out_accuracy():
     def accuracy(opened) -> float:
-        def method(*data):
-            return on_exits(calibrate.geometric, opened, *data)
-
-        return held_out(method, DEAR, 4.5, TABLE, 5)[0].mean()
+        return held_out(on_exits(calibrate.geometric, opened), DEAR, 4.5, TABLE, 5)[0].mean()
 
     kept = kept_exits(calibrate.geometric, DEAR, 4.5, TABLE)
     assert accuracy(kept) >= accuracy((0, 1, 2, 3, 4))
@@ -79,7 +78,7 @@ def test_pruning_never_lowers_the_held_out_accuracy():
 
 def test_the_last_exit_is_closed_when_the_one_before_is_as_good_and_cheaper():
     copied = HeadOutputs(TABLE.scores[:, [0, 1, 2, 3, 3]], TABLE.predictions[:, [0, 1, 2, 3, 3]], TABLE.labels)
-    policy = calibrate.eero(COSTS, 3.5, copied, prune=True, spend_all=True)
+    policy = pruned(calibrate.eero)(COSTS, 3.5, copied, spend_all=True)
     assert policy.open_exits[-1] < 4
     decisions = replay(policy, copied)
     assert decisions.mean_cost <= 3.5
@@ -103,16 +102,16 @@ def test_pruning_is_judged_on_samples_that_set_no_rates():
 
 def test_a_first_head_too_dear_is_pruned_and_a_budget_below_all_is_refused():
     costs = Costs(stages=[1.0, 0.1, 1.0, 1.0, 1.0], heads=[5.0, 0.1, 0.1, 0.1, 0.1])
-    assert 0 not in calibrate.eero(costs, 2.0, TABLE, prune=True).open_exits
+    assert 0 not in pruned(calibrate.eero)(costs, 2.0, TABLE).open_exits
     with pytest.raises(BudgetTooSmall, match=r"cheapest exit \(1.2 FLOPs\)"):
-        calibrate.eero(costs, 1.1, TABLE, prune=True)
+        pruned(calibrate.eero)(costs, 1.1, TABLE)
 
 
 def test_a_prior_given_exit_by_exit_cannot_be_pruned():
-    with pytest.raises(BadInput, match="a prior of 5 weights fits no network with exits closed"):
-        calibrate.eero(COSTS, 4.0, TABLE, prior=[1, 1, 1, 1, 1], prune=True)
+    with pytest.raises(BadInput, match=r"a prior of 5 weights for 4 exits: .* where exits are closed, name it"):
+        pruned(calibrate.eero)(COSTS, 4.0, TABLE, prior=[1, 1, 1, 1, 1])
 
 
 def test_two_samples_are_enough_to_prune():
-    policy = calibrate.eero(COSTS, 4.0, made_up(0, 2, 5), prune=True)
+    policy = pruned(calibrate.eero)(COSTS, 4.0, made_up(0, 2, 5))
     assert replay(policy, made_up(0, 2, 5)).mean_cost <= 4.0

@@ -1,7 +1,8 @@
 """Lenses as they are fitted: laws of each, and of methods calibrated through them."""
 
+import importlib.util
 import sys
-from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -18,8 +19,8 @@ from alight.calibrate import (
     geometric,
     global_threshold,
     patience,
-    through,
     two_exits,
+    with_lens,
 )
 from alight.errors import AlightError, BadInput, BudgetTooSmall, LabelsNeeded, Mismatch
 
@@ -50,7 +51,7 @@ every_lens = pytest.mark.parametrize("kind", TABLES)
 def test_fresh_samples_cost_what_was_allowed_up_to_sampling_error(kind, method):
     fit, labelled, unlabelled, fresh = TABLES[kind]
     for table, other in ((labelled, None), (labelled, unlabelled)):
-        policy = through(fit, method, COSTS, 5.0, table, other)
+        policy = with_lens(method, fit)(COSTS, 5.0, table, other)
         decisions = replay(policy, fresh)
         calibrated = len(table) // 2 if other is None else len(other)
         error = decisions.spent.std() * np.sqrt(1 / calibrated + 1 / len(fresh))
@@ -60,13 +61,13 @@ def test_fresh_samples_cost_what_was_allowed_up_to_sampling_error(kind, method):
 @every_lens
 def test_the_unlabelled_table_keeps_the_budget_that_it_sets(kind):
     fit, labelled, unlabelled, _ = TABLES[kind]
-    assert replay(through(fit, eero, COSTS, 5.0, labelled, unlabelled), unlabelled).mean_cost <= 5.0
+    assert replay(with_lens(eero, fit)(COSTS, 5.0, labelled, unlabelled), unlabelled).mean_cost <= 5.0
 
 
 @every_lens
 def test_the_same_seed_gives_the_same_policy_and_another_another(kind):
     fit, labelled, _, _ = TABLES[kind]
-    first, again, other = (through(fit, eero, COSTS, 5.0, labelled, seed=seed) for seed in (0, 0, 1))
+    first, again, other = (with_lens(eero, fit, seed=seed)(COSTS, 5.0, labelled) for seed in (0, 0, 1))
     assert first == again
     assert first != other
 
@@ -74,7 +75,7 @@ def test_the_same_seed_gives_the_same_policy_and_another_another(kind):
 @every_lens
 def test_a_policy_with_its_lens_survives_saving(kind, tmp_path):
     fit, labelled, _, fresh = TABLES[kind]
-    policy = through(fit, eero, COSTS, 5.0, labelled)
+    policy = with_lens(eero, fit)(COSTS, 5.0, labelled)
     policy.save(tmp_path / "policy.json")
     loaded = load_policy(tmp_path / "policy.json")
     assert loaded == policy
@@ -86,7 +87,7 @@ def test_a_policy_with_its_lens_survives_saving(kind, tmp_path):
 @every_lens
 def test_a_method_through_a_lens_is_a_method(kind):
     fit, labelled, _, fresh = TABLES[kind]
-    methods = {"with": partial(through, fit, eero), "without": eero}
+    methods = {"with": with_lens(eero, fit), "without": eero}
     points = sweep(methods, COSTS, ["50%", "80%"], labelled=labelled, test=fresh, references=False)
     assert [point.method for point in points] == ["with", "with", "without", "without"]
 
@@ -94,7 +95,7 @@ def test_a_method_through_a_lens_is_a_method(kind):
 @pytest.mark.parametrize("name", METHODS)
 def test_every_method_can_be_calibrated_through_a_lens(name):
     own = {"population": 8, "generations": 2} if name == "genetic" else {}
-    policy = through(fit_recall, METHODS[name], COSTS, 5.0, LABELLED, UNLABELLED, **own)
+    policy = with_lens(METHODS[name], fit_recall)(COSTS, 5.0, LABELLED, UNLABELLED, **own)
     decisions = replay(policy, UNLABELLED)
     assert decisions.mean_cost <= 5.0 * (1 + 1e-12)
     np.testing.assert_allclose(policy.costs, COSTS.cumulative(policy.open_exits))
@@ -104,17 +105,17 @@ def test_every_method_can_be_calibrated_through_a_lens(name):
 @every_lens
 def test_where_exits_are_closed_the_lens_is_fitted_for_those_left(kind, method):
     fit, labelled, _, fresh = TABLES[kind]
-    policy = through(fit, method, COSTS, 5.0, labelled)
+    policy = with_lens(method, fit)(COSTS, 5.0, labelled)
     assert policy.lens.exits == policy.open_exits != (0, 1, 2, 3)
     assert policy.num_exits == 4
     assert replay(policy, fresh).num_exits == 4
-    plain = replay(policy.__class__(**{**vars(policy), "lens": None}), policy.lens.through(fresh))
+    plain = replay(policy.__class__(**{**vars(policy), "lens": None}), policy.lens.apply(fresh))
     np.testing.assert_array_equal(replay(policy, fresh).predictions, plain.predictions)
 
 
 def test_gain_is_learned_where_there_is_something_to_learn():
     outputs, fresh = made_up(5, 4000, 3), made_up(6, 4000, 3)
-    seen = fit_gain(outputs).through(fresh)
+    seen = fit_gain(outputs).apply(fresh)
     right = fresh.correct().astype(float)
     for index in range(2):
         gain = right[:, -1] - right[:, index]
@@ -126,7 +127,7 @@ def test_gain_is_learned_where_there_is_something_to_learn():
 
 def test_logistic_regression_orders_samples_by_whether_going_on_mends_them(frozen):
     lens = fit_gain(frozen.labelled, model="logistic")
-    seen = lens.through(frozen.test)
+    seen = lens.apply(frozen.test)
     mended = frozen.test.correct()[:, -1] & ~frozen.test.correct()[:, 5]
     nothing_to_gain, something = seen.scores[~mended, 5], seen.scores[mended, 5]
     assert (nothing_to_gain[:, None] > something[None, :500]).mean() > 0.7  # higher is surer
@@ -135,14 +136,14 @@ def test_logistic_regression_orders_samples_by_whether_going_on_mends_them(froze
 
 
 def test_cross_fitting_uses_every_sample_and_nearly_keeps_the_budget(frozen):
-    policy = through(fit_recall, eero, frozen.costs, "50%", frozen.labelled, folds=4)
+    policy = with_lens(eero, fit_recall, folds=4)(frozen.costs, "50%", frozen.labelled)
     assert policy.settings["folds"] == 4
     assert "share" not in policy.settings
     assert replay(policy, frozen.test).mean_cost <= 1.1 * policy.budget
     whole = fit_recall(frozen.labelled, eero(frozen.costs, "50%", frozen.labelled))
     assert policy.lens == whole
     with pytest.raises(BadInput, match="1 folds"):
-        through(fit_recall, eero, frozen.costs, "50%", frozen.labelled, folds=1)
+        with_lens(eero, fit_recall, folds=1)(frozen.costs, "50%", frozen.labelled)
 
 
 def test_gain_asks_where_the_policy_would_go_on_to():
@@ -157,7 +158,7 @@ def test_gain_reads_every_score_of_the_table():
 
 
 def test_reliability_is_how_often_an_exit_is_right():
-    seen = fit_recall(LABELLED, handicap=1.0).through(FRESH)
+    seen = fit_recall(LABELLED, handicap=1.0).apply(FRESH)
     right = FRESH.correct()
     for index in range(4):
         for part in np.array_split(np.argsort(seen.scores[:, index]), 5):
@@ -165,7 +166,7 @@ def test_reliability_is_how_often_an_exit_is_right():
 
 
 def test_recall_keeps_the_order_of_scores_inside_an_exit():
-    seen = fit_recall(LABELLED, handicap=1.0).through(LABELLED)
+    seen = fit_recall(LABELLED, handicap=1.0).apply(LABELLED)
     np.testing.assert_array_equal(seen.predictions, LABELLED.predictions)
     order = np.argsort(LABELLED.scores[:, 0], kind="stable")
     assert (np.diff(seen.scores[order, 0]) >= 0).all()
@@ -173,20 +174,20 @@ def test_recall_keeps_the_order_of_scores_inside_an_exit():
 
 
 def test_fitted_handicaps_leave_no_fewer_answers_right_than_the_exits_themselves():
-    seen = fit_recall(LABELLED).through(LABELLED)
+    seen = fit_recall(LABELLED).apply(LABELLED)
     assert (seen.correct().sum(axis=0) >= LABELLED.correct().sum(axis=0)).all()
 
 
 def test_recall_without_labels_trusts_the_last_exit():
     blind = fit_recall(LABELLED.unlabelled())
-    np.testing.assert_array_equal(blind.through(LABELLED).predictions[:, -1], LABELLED.predictions[:, -1])
-    assert isinstance(through(fit_gain, eero, COSTS, 5.0, LABELLED.unlabelled()).planned_cost, float)
+    np.testing.assert_array_equal(blind.apply(LABELLED).predictions[:, -1], LABELLED.predictions[:, -1])
+    assert isinstance(with_lens(eero, fit_gain)(COSTS, 5.0, LABELLED.unlabelled()).planned_cost, float)
 
 
 def test_equal_scores_of_an_exit_are_no_trouble():
     flat = HeadOutputs(np.ones((50, 2)), np.zeros((50, 2), dtype=int), np.zeros(50, dtype=int))
     for fit in (fit_gain, fit_recall):
-        policy = through(fit, eero, [1.0, 2.0], 1.5, flat)
+        policy = with_lens(eero, fit)([1.0, 2.0], 1.5, flat)
         assert replay(policy, flat).accuracy(flat.labels) == 1
 
 
@@ -194,13 +195,13 @@ def test_an_ensemble_of_independent_exits_beats_its_last_one():
     labelled, fresh = spoken(1, 3000), spoken(2, 6000)
     lens = fit_ensemble(labelled)
     assert min(*lens.kept, *lens.fresh) >= 0
-    gain = lens.through(fresh).correct()[:, -1].astype(float) - fresh.correct()[:, -1]
+    gain = lens.apply(fresh).correct()[:, -1].astype(float) - fresh.correct()[:, -1]
     assert gain.mean() > 4 * gain.std() / np.sqrt(len(gain))
 
 
 def test_an_ensemble_of_one_exit_answers_as_it_does():
     outputs = spoken(0, 500, exits=1)
-    seen = fit_ensemble(outputs).through(outputs)
+    seen = fit_ensemble(outputs).apply(outputs)
     clear = outputs.scores > 1e-2
     np.testing.assert_array_equal(seen.predictions[clear], outputs.predictions[clear])
 
@@ -214,16 +215,27 @@ def test_labels_or_logarithms_that_are_missing_are_asked_for():
 
 def test_too_few_samples_and_foreign_tables_are_refused():
     with pytest.raises(BadInput, match=r"0\.5 of 30 labelled samples to fit a lens: both parts need at least 20"):
-        through(fit_recall, eero, COSTS, 5.0, made_up(0, 30, 4))
+        with_lens(eero, fit_recall)(COSTS, 5.0, made_up(0, 30, 4))
     with pytest.raises(BadInput, match=r"1\.5 of 1000 labelled samples"):
-        through(fit_recall, eero, COSTS, 5.0, LABELLED, share=1.5)
+        with_lens(eero, fit_recall, share=1.5)(COSTS, 5.0, LABELLED)
     with pytest.raises(Mismatch, match="the labelled table has 3 exits, but there are 4 costs"):
-        through(fit_recall, eero, COSTS, 5.0, made_up(0, 100, 3))
+        with_lens(eero, fit_recall)(COSTS, 5.0, made_up(0, 100, 3))
     with pytest.raises(BudgetTooSmall, match="below the cheapest exit"):
-        through(fit_recall, eero, COSTS, 2.0, LABELLED)
+        with_lens(eero, fit_recall)(COSTS, 2.0, LABELLED)
 
 
 def test_without_scikit_learn_the_error_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "sklearn.linear_model", None)
     with pytest.raises(AlightError, match=r"pip install 'alight\[learn\]'"):
         fit_gain(LABELLED)
+
+
+def test_the_tables_on_the_page_are_those_that_results_give():
+    root = Path(__file__).parent.parent.parent
+    spec = importlib.util.spec_from_file_location("lenses_experiment", root / "experiments" / "lenses.py")
+    experiment = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(experiment)
+    rows = experiment.read()
+    page = (root / "docs" / "lenses.md").read_text()
+    for outputs in {row.outputs for row in rows}:
+        assert experiment.table(rows, outputs) in page

@@ -160,7 +160,7 @@ def test_what_a_worker_cannot_read_is_told_in_a_line(folder, tmp_path, capsys):
 def test_what_makes_no_sense_is_refused_before_anything_runs(folder, policy, tmp_path, capsys):
     data, model = str(folder / "test.npz"), folder / "model"
     labelled = record(load_model(model), load_data(folder / "train.npz", load_model(model).input_spec), progress=False)
-    paced = calibrate.certify(calibrate.eero, policy.costs, policy.budget, labelled, contract="stream")
+    paced = calibrate.certified_stream(calibrate.eero)(policy.costs, policy.budget, labelled)
     with pytest.raises(BadInput, match="a paced policy keeps its budget along one stream, and many workers are many"):
         predict_on_ray(model, paced, data, str(tmp_path / "a"), HOW)
     foreign = Threshold(thresholds=(0.5, 0.5), costs=policy.costs, fingerprint="another")

@@ -14,7 +14,7 @@ from pyarrow import parquet
 from transformers import BertConfig, BertForSequenceClassification, BertTokenizerFast
 
 from alight import HeadOutputs, load_model, record
-from alight.calibrate.contracts import as_quota
+from alight.calibrate import certified_batch
 from alight.cli import main
 from alight.cluster.partitions import Partitions
 from alight.cluster.stores import Store
@@ -88,7 +88,7 @@ def digits(tmp_path_factory):
 
 def test_a_quota_keeps_its_budget_in_every_batch_and_so_in_all(digits, tmp_path):
     folder, model, policy = digits
-    quota = as_quota(policy)
+    quota = certified_batch(lambda *_: policy)(policy.costs, policy.budget, None)
     task = Answers(quota, model.classes)
     by_a_worker(task, folder / "model", folder / "test.npz", tmp_path / "same", rows=64, batch_size=32)
     decisions = on_one_machine(model, quota, folder / "test.npz", 32)

@@ -15,9 +15,9 @@ from torch import nn
 from alight.data.batches import batches
 from alight.data.formats import load_data, names_of
 from alight.data.spec import InputSpec
+from alight.engine.manifest import Manifest
 from alight.engine.recorder import record
 from alight.errors import BadFile, BadInput
-from alight.engine.manifest import Manifest
 from alight.networks.attach import attach_heads
 from alight.networks.multi_exit import MultiExitModel, Normalisation, example_of
 

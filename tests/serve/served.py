@@ -34,7 +34,7 @@ def folder() -> Path:
     labelled = record(model, (pictures, labels[:200]), progress=False)
     costs = measure_costs(model, images[:1])
     for name, budget in BUDGETS.items():
-        policy = calibrate.certify(calibrate.eero, costs, budget, labelled, contract="stream", spend_all=True)
+        policy = calibrate.certified_stream(calibrate.eero)(costs, budget, labelled, spend_all=True)
         policy.save(made / f"{name}.json")
     calibrate.eero(costs, "50%", labelled).save(made / "plain.json")
     return made

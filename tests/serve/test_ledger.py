@@ -14,7 +14,7 @@ from alight.serve.ledger import Book, Spending, resumed
 @pytest.fixture(scope="module")
 def policies(frozen):
     def made(budget):
-        return calibrate.certify(calibrate.eero, frozen.costs, budget, frozen.labelled, contract="stream")
+        return calibrate.certified_stream(calibrate.eero)(frozen.costs, budget, frozen.labelled)
 
     return {"half": made("50%"), "third": made("33%")}
 

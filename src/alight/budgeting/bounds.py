@@ -98,7 +98,7 @@ def exact_plan(plan: Plan, costs: Floats, budget: float, num_samples: int, delta
 
     One joint bound for all exits: survivor thresholds on N samples follow the Dirichlet law.
     """
-    _check_delta(delta)
+    check_delta(delta)
 
     def safe(planned: float) -> bool:
         law = share_law(passing_counts(plan(planned), num_samples), num_samples)
@@ -121,7 +121,7 @@ def exact_ranks(exit_rates: Floats, num_samples: int, delta: float) -> Integers:
 
     The marginal rule has no joint law, so delta is shared out evenly among the exits.
     """
-    _check_delta(delta)
+    check_delta(delta)
     left = 1 - cumulative_rates(exit_rates)[:-1]
     ranks = marginal_ranks(exit_rates, num_samples, None)
     for exit_index in np.flatnonzero(ranks <= num_samples):  # the others are closed
@@ -163,6 +163,7 @@ def routing_gain(exit_rates: Floats, risks: Floats, routed_error: float) -> floa
     return mixture_risk(exit_rates, risks) - routed_error
 
 
-def _check_delta(delta: float) -> None:
+def check_delta(delta: float) -> None:
+    """Check that a probability of failure lies inside (0, 1)."""
     if not 0 < delta < 1:
-        raise BadInput(f"delta {delta:g} must lie inside (0, 1): 0.05 promises with 95 % confidence")
+        raise BadInput(f"delta {delta:g} must lie inside (0, 1): 0.05 is 95 % confidence")

@@ -36,7 +36,12 @@ def prior_weights(prior: Prior, costs: Floats) -> Floats:
             raise BadInput(f"there is no prior {prior!r}: give 'inverse_cost', 'uniform' or one weight per exit")
         return inverse_cost_prior(costs) if prior == "inverse_cost" else np.full(len(costs), 1 / len(costs))
     weights = np.asarray(prior, dtype=np.float64)
-    if weights.shape != costs.shape or not (np.isfinite(weights) & (weights >= 0)).all() or not weights.any():
+    if weights.shape != costs.shape:
+        raise BadInput(
+            f"a prior of {weights.size} weights for {len(costs)} exits: give one per exit, or, where exits are closed,"
+            " name it, 'inverse_cost' or 'uniform'"
+        )
+    if not (np.isfinite(weights) & (weights >= 0)).all() or not weights.any():
         raise BadInput(f"prior {np.asarray(prior).tolist()} must be {len(costs)} weights >= 0, not all 0: one per exit")
     return weights / weights.sum()
 

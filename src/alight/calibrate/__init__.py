@@ -7,28 +7,39 @@
 True
 """
 
-from collections.abc import Callable
-
 from alight.calibrate.agreement import patience, pcee
 from alight.calibrate.auto import auto
-from alight.calibrate.certify import certify
+from alight.calibrate.certify.cost import (
+    CONTRACTS,
+    certified_batch,
+    certified_mean,
+    certified_probability,
+    certified_stream,
+)
+from alight.calibrate.certify.risk import certified_risk
 from alight.calibrate.confidence import global_threshold, performance_control
+from alight.calibrate.crossval import pruned
 from alight.calibrate.distributions import gaussian, geometric
 from alight.calibrate.eero import eero, eero_marginal, two_exits
 from alight.calibrate.genetic import genetic
-from alight.calibrate.lenses import Fit, fit_ensemble, fit_gain, fit_recall, through
+from alight.calibrate.lenses import Fit, fit_ensemble, fit_gain, fit_recall, with_lens
+from alight.calibrate.problem import Method
 from alight.calibrate.search import search
 from alight.calibrate.single import best_single_exit
 from alight.calibrate.stopping import optimal_stopping
-from alight.policies.policy import Policy
 
 __all__ = [
+    "CONTRACTS",
     "METHODS",
     "Fit",
     "Method",
     "auto",
     "best_single_exit",
-    "certify",
+    "certified_batch",
+    "certified_mean",
+    "certified_probability",
+    "certified_risk",
+    "certified_stream",
     "eero",
     "eero_marginal",
     "fit_ensemble",
@@ -42,13 +53,11 @@ __all__ = [
     "patience",
     "pcee",
     "performance_control",
+    "pruned",
     "search",
-    "through",
     "two_exits",
+    "with_lens",
 ]
-
-
-Method = Callable[..., Policy]  # (costs, budget, labelled, unlabelled=None, *, ...): a policy for the budget
 
 METHODS: dict[str, Method] = {
     "eero": eero,

@@ -1,14 +1,15 @@
 """A labelled table sorted once, so that plans of exit rates are tried out fast."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, TypeVar
+from functools import partial
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from alight.budgeting.thresholds import hash01, passing_counts
-from alight.calibrate.problem import AnyCosts, Budget, Floats
+from alight.calibrate.problem import AnyCosts, Budget, Floats, Method
 from alight.costs import Costs, as_costs
 from alight.errors import BudgetTooSmall
 from alight.outputs import HeadOutputs
@@ -65,55 +66,70 @@ def halves(num_samples: int, rounds: int) -> list[tuple[Integers, Integers]]:
     return [pair for one, other in pairs for pair in ((one, other), (other, one))]
 
 
-Rule = TypeVar("Rule", bound=Policy)
-
 FOLDS = 5  # of the labelled data, each held out once
 
 
-def on_exits(
-    method: Callable[..., Rule],
-    open_exits: Sequence[int],
-    costs: AnyCosts,
-    budget: Budget,
-    labelled: HeadOutputs,
-    unlabelled: HeadOutputs | None = None,
-    **own: Any,
-) -> Rule:
-    """The policy that a method makes for a network with these exits alone, as a policy of the whole network.
+def on_exits(method: Method, open_exits: Sequence[int]) -> Method:
+    """Return the method for a network with these exits alone; its policies are for the whole network.
 
     A percentage is still a share of the whole network, and without labels the truth is still its last exit.
+
+    >>> from alight import calibrate, recordings
+    >>> labelled, test, costs = recordings.load()
+    >>> on_exits(calibrate.eero, (3, 5, 7))(costs, "80%", labelled).open_exits
+    (3, 5, 7)
     """
-    network = as_costs(costs)
-    judged = labelled if labelled.labels is not None else replace(labelled, labels=labelled.predictions[:, -1])
-    policy = method(
-        network.at_exits(open_exits),
-        network.budget(budget),
-        judged.at_exits(open_exits),
-        None if unlabelled is None else unlabelled.at_exits(open_exits),
-        **own,
-    )
-    return _of_network(policy, tuple(open_exits), len(network))
+
+    def calibrated(
+        costs: AnyCosts,
+        budget: Budget,
+        labelled: HeadOutputs,
+        unlabelled: HeadOutputs | None = None,
+        **options: object,
+    ) -> Policy:
+        network = as_costs(costs)
+        judged = labelled if labelled.labels is not None else replace(labelled, labels=labelled.predictions[:, -1])
+        policy = method(
+            network.at_exits(open_exits),
+            network.budget(budget),
+            judged.at_exits(open_exits),
+            None if unlabelled is None else unlabelled.at_exits(open_exits),
+            **options,
+        )
+        return _of_network(policy, tuple(open_exits), len(network))
+
+    return calibrated
 
 
-def pruned(
-    method: Callable[..., Rule],
-    costs: AnyCosts,
-    budget: Budget,
-    labelled: HeadOutputs,
-    unlabelled: HeadOutputs | None = None,
-    **own: Any,
-) -> Rule:
-    """The policy that a method makes when only those exits are open that are worth their heads."""
-    kept = kept_exits(method, costs, budget, labelled, **own)
-    policy = on_exits(method, kept, costs, budget, labelled, unlabelled, **own)
-    closed = [str(index) for index in range(labelled.num_exits) if index not in kept]
-    return replace(policy, settings={**policy.settings, "pruned": ", ".join(closed) or "none"})
+def pruned(method: Method, *, chooser: Method | None = None) -> Method:
+    """Return the method with only those exits open that are worth their heads.
+
+    Exits are closed one at a time, heads no longer paid, while the accuracy of `chooser`, by default the method itself,
+    does not fall on held-out labelled data.
+
+    >>> from alight import calibrate, recordings
+    >>> labelled, test, costs = recordings.load()
+    >>> pruned(calibrate.geometric)(costs, "50%", labelled).settings["pruned"]
+    '3'
+    """
+
+    def calibrated(
+        costs: AnyCosts,
+        budget: Budget,
+        labelled: HeadOutputs,
+        unlabelled: HeadOutputs | None = None,
+        **options: object,
+    ) -> Policy:
+        kept = kept_exits(chooser or partial(method, **options), costs, budget, labelled)
+        policy = on_exits(method, kept)(costs, budget, labelled, unlabelled, **options)
+        closed = [str(index) for index in range(labelled.num_exits) if index not in kept]
+        return replace(policy, settings={**policy.settings, "pruned": ", ".join(closed) or "none"})
+
+    return calibrated
 
 
-def kept_exits(
-    method: Callable[..., Policy], costs: AnyCosts, budget: Budget, labelled: HeadOutputs, **own: Any
-) -> tuple[int, ...]:
-    """The exits left open when they are closed one at a time while the routed accuracy does not fall.
+def kept_exits(method: Method, costs: AnyCosts, budget: Budget, labelled: HeadOutputs) -> tuple[int, ...]:
+    """Return the exits left open when they are closed one at a time while the routed accuracy does not fall.
 
     Accuracy is counted on held-out folds of the labelled data: rates come from the other folds, thresholds from the
     fold's own scores, so that what is compared costs the same. Each time the exit goes whose closing is best.
@@ -122,10 +138,7 @@ def kept_exits(
     amount = network.budget(budget)
 
     def accuracy(opened: tuple[int, ...]) -> float:
-        def on_them(*data: Any) -> Policy:
-            return on_exits(method, opened, *data, **own)
-
-        return float(held_out(on_them, network, amount, labelled, FOLDS)[0].mean())
+        return float(held_out(on_exits(method, opened), network, amount, labelled, FOLDS)[0].mean())
 
     opened = affordable_exits(network, amount)
     best = accuracy(opened)
@@ -149,7 +162,7 @@ def affordable_exits(network: Costs, budget: float) -> tuple[int, ...]:
 
 
 def held_out(
-    method: Callable[..., Policy], costs: AnyCosts, budget: Budget, labelled: HeadOutputs, count: int
+    method: Method, costs: AnyCosts, budget: Budget, labelled: HeadOutputs, count: int
 ) -> tuple[np.ndarray, np.ndarray]:
     """Whether each labelled sample is answered rightly, and what it costs, by a policy that never saw its label.
 
@@ -168,12 +181,12 @@ def held_out(
     return right, spent
 
 
-def _of_network(policy: Rule, open_exits: tuple[int, ...], num_exits: int) -> Rule:
-    """The policy with its exits numbered as in the whole network, and so are a mixture's parts."""
-    changed: dict[str, Any] = {
-        "open_exits": tuple(open_exits[index] for index in policy.open_exits),
-        "num_exits": num_exits,
-    }
+def _of_network(policy: Policy, open_exits: tuple[int, ...], num_exits: int) -> Policy:
+    """Return the policy with its exits numbered as in the whole network, its lens and a mixture's parts included."""
+    opened = tuple(open_exits[index] for index in policy.open_exits)
+    changed: dict[str, Any] = {"open_exits": opened, "num_exits": num_exits}
+    if policy.lens:
+        changed["lens"] = replace(policy.lens, exits=opened)
     if isinstance(policy, Mixture):
         changed |= {name: _of_network(getattr(policy, name), open_exits, num_exits) for name in ("first", "second")}
     return replace(policy, **changed)

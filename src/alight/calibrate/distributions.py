@@ -3,7 +3,6 @@
 from typing import Literal
 
 from alight.budgeting.rates import gaussian_rates, geometric_rates
-from alight.calibrate.crossval import pruned
 from alight.calibrate.problem import AnyCosts, AnySlack, Budget, Task
 from alight.outputs import HeadOutputs
 from alight.policies.policy import Threshold
@@ -17,9 +16,8 @@ def geometric(
     *,
     slack: AnySlack = None,
     delta: float = 0.05,
-    prune: bool = False,
 ) -> Threshold:
-    """Rates that grow or fall by one factor from exit to exit, met by survivor thresholds; see `eero` for `prune`.
+    """Rates that grow or fall by one factor from exit to exit, met by survivor thresholds.
 
     >>> from alight import recordings, replay
     >>> labelled, test, costs = recordings.load()
@@ -27,8 +25,6 @@ def geometric(
     >>> f"{decisions.accuracy(test.labels):.1%} right for {decisions.mean_cost / costs.full:.1%} of the cost"
     '41.7% right for 49.7% of the cost'
     """
-    if prune:
-        return pruned(geometric, costs, budget, labelled, unlabelled, slack=slack, delta=delta)
     task = Task.of("geometric", costs, budget, labelled, unlabelled)
     return task.survivor_policy(lambda budget: geometric_rates(task.costs, budget), slack=slack, delta=delta)
 
@@ -43,9 +39,8 @@ def gaussian(
     axis: Literal["index", "cost"] = "index",
     slack: AnySlack = None,
     delta: float = 0.05,
-    prune: bool = False,
 ) -> Threshold:
-    """Rates of a bell shape around one exit, met by survivor thresholds; see `eero` for `prune`.
+    """Rates of a bell shape around one exit, met by survivor thresholds.
 
     >>> from alight import recordings, replay
     >>> labelled, test, costs = recordings.load()
@@ -53,8 +48,6 @@ def gaussian(
     >>> f"{decisions.accuracy(test.labels):.1%} right for {decisions.mean_cost / costs.full:.1%} of the cost"
     '37.2% right for 49.8% of the cost'
     """
-    if prune:
-        return pruned(gaussian, costs, budget, labelled, unlabelled, width=width, axis=axis, slack=slack, delta=delta)
     task = Task.of("gaussian", costs, budget, labelled, unlabelled)
     return task.survivor_policy(
         lambda budget: gaussian_rates(task.costs, budget, width=width, axis=axis), slack=slack, delta=delta

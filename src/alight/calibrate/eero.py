@@ -1,13 +1,11 @@
 """EERO: exponential weights turned into thresholds; with survivors, as the paper has it, and for two exits."""
 
 from operator import index
-from typing import Any
 
 import numpy as np
 
 from alight.budgeting.bounds import Plan
 from alight.budgeting.rates import Prior, budget_multiplier, exponential_weights, two_exit_rates
-from alight.calibrate.crossval import pruned
 from alight.calibrate.problem import (
     AnyCosts,
     AnySlack,
@@ -17,7 +15,6 @@ from alight.calibrate.problem import (
     PlannedTask,
     Settings,
     Task,
-    in_memory,
 )
 from alight.errors import BadInput, BudgetTooSmall
 from alight.outputs import HeadOutputs
@@ -35,13 +32,11 @@ def eero(
     spend_all: bool = False,
     slack: AnySlack = None,
     delta: float = 0.05,
-    prune: bool = False,
 ) -> Threshold:
     """Exponential weights, met by thresholds on the samples still waiting at each exit.
 
     `slack="exact"` keeps the budget with probability 1 - delta over the calibration data, exactly so when `unlabelled`
-    samples set the thresholds; `spend_all` spends the budget even where a cheaper plan has less risk. `prune` closes
-    exits one at a time, heads no longer paid, while the accuracy on held-out labelled data does not fall. Tables may be
+    samples set the thresholds; `spend_all` spends the budget even where a cheaper plan has less risk. Tables may be
     `PartitionedOutputs`, of any size: the policy is the same.
 
     >>> from alight import recordings, replay
@@ -50,10 +45,6 @@ def eero(
     >>> f"{decisions.accuracy(test.labels):.1%} right for {decisions.mean_cost / costs.full:.1%} of the cost"
     '43.1% right for 49.3% of the cost'
     """
-    if prune:
-        own = _prunable(temperature=temperature, prior=prior, spend_all=spend_all, slack=slack, delta=delta)
-        whole = in_memory("prune", labelled), None if unlabelled is None else in_memory("prune", unlabelled)
-        return pruned(eero, costs, budget, *whole, **own)
     task = PlannedTask.of("eero", costs, budget, labelled, unlabelled)
     plan, settings = _exponential(task, temperature, prior, spend_all)
     return task.survivor_policy(plan, slack=slack, delta=delta, settings=settings)
@@ -70,11 +61,8 @@ def eero_marginal(
     spend_all: bool = False,
     slack: AnySlack = "paper",
     delta: float = 0.05,
-    prune: bool = False,
 ) -> Threshold:
     """Exponential weights, met by thresholds on all samples at each exit: the paper to the letter (C = eps).
-
-    See `eero` for `prune`, which the paper does not have.
 
     >>> from alight import recordings, replay
     >>> labelled, test, costs = recordings.load()
@@ -82,10 +70,6 @@ def eero_marginal(
     >>> f"{decisions.accuracy(test.labels):.1%} right for {decisions.mean_cost / costs.full:.1%} of the cost"
     '29.2% right for 35.5% of the cost'
     """
-    if prune:
-        own = _prunable(temperature=temperature, prior=prior, spend_all=spend_all, slack=slack, delta=delta)
-        whole = in_memory("prune", labelled), None if unlabelled is None else in_memory("prune", unlabelled)
-        return pruned(eero_marginal, costs, budget, *whole, **own)
     task = PlannedTask.of("eero_marginal", costs, budget, labelled, unlabelled)
     plan, settings = _exponential(task, temperature, prior, spend_all)
     return task.marginal_policy(plan, slack=slack, delta=delta, settings=settings)
@@ -140,16 +124,6 @@ def _exponential(task: PlannedTask, temperature: float, prior: Prior, spend_all:
         "spend_all": str(spend_all).lower(),
     }
     return plan, settings
-
-
-def _prunable(*, prior: Prior, **own: Any) -> dict[str, Any]:
-    """The settings, once it is known that they mean something for fewer exits."""
-    if not isinstance(prior, str):
-        raise BadInput(
-            f"a prior of {np.size(prior)} weights fits no network with exits closed: with prune=True name the prior,"
-            " 'inverse_cost' or 'uniform'; or close exits by a weight of 0"
-        )
-    return {"prior": prior, **own}
 
 
 def _affordable(task: Task, early: int) -> bool:

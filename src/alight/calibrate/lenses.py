@@ -1,23 +1,24 @@
-"""Lenses, fitted: a learned gain score, the most reliable exit so far, and ensembles of exits.
+"""Fit lenses: a learned gain score, the most reliable exit so far, and ensembles of exits.
 
-`through` calibrates any method through a lens. One part of the labelled table fits the lens, the other and the
+`with_lens` calibrates any method with a lens. One part of the labelled table fits the lens, the other and the
 unlabelled table calibrate: no threshold is set on a score that its sample helped to fit, so what holds for the method
-on fresh tables holds through the lens. With `folds` every labelled sample does both (cross-fitting).
+on fresh tables holds with the lens. With `folds` every labelled sample does both (cross-fitting).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
 
 from alight.calibrate.crossval import folds as folds_of
-from alight.calibrate.problem import AnyCosts, Budget, Floats
+from alight.calibrate.crossval import on_exits
+from alight.calibrate.problem import AnyCosts, Budget, Floats, Method, Settings, check_exits
 from alight.costs import Costs, as_costs
 from alight.errors import AlightError, BadInput, Mismatch
 from alight.outputs import HeadOutputs
-from alight.policies.lens import Ensemble, Gain, Lens, Recall, clues, possible
+from alight.policies.lenses import Ensemble, Gain, Lens, Recall, clues, possible
 from alight.policies.policy import Memory, Policy
 
 Fit = Callable[[HeadOutputs, Policy | None], Lens]
@@ -27,117 +28,87 @@ LEAST_SAMPLES = 20  # to fit a lens to, and to calibrate on
 BENDS = (0.1, 0.3, 0.5, 0.7, 0.9)  # quantiles of a score where the gain may bend
 PENALTIES = np.logspace(0, 4, 5)  # of ridge regression; leave-one-out chooses
 TILT = 1e-6  # by which reliability rises even where isotonic regression is level, so that scores keep their order
-SMALLEST_BLOCK = 10  # samples below which a level of reliability is not told apart from its neighbour
+SMALLEST_BLOCK = 10  # samples below which a level of reliability is joined to its neighbour
 HANDICAPS = (1.0, 0.5, 0.3, 0.2, 0.15, 0.1, 0.05, 0.0)  # of earlier answers, to choose from; 1 never recalls
 
 
-def through(
-    fit: Fit,
-    method: Callable[..., Policy],
-    costs: AnyCosts,
-    budget: Budget,
-    labelled: HeadOutputs,
-    unlabelled: HeadOutputs | None = None,
-    *,
-    share: float = 0.5,
-    folds: int | None = None,
-    seed: int = 0,
-    **own: Any,
-) -> Policy:
-    """A method's policy, calibrated and run through a lens.
+def with_lens(method: Method, fit: Fit, *, share: float = 0.5, folds: int | None = None, seed: int = 0) -> Method:
+    """Return the method, calibrated on what a lens makes of the tables; its policies carry the lens.
 
-    This share of the labelled samples fits the lens, the rest calibrates; `own` goes to the method. With `folds`, all
-    samples fit the lens, and thresholds are set on each fold as a lens fitted to the others sees it: more data for
-    both, but the lens that is kept sees a little differently, so a budget is kept only nearly. Where the method closes
-    exits, the lens is fitted for those left open. `functools.partial(through, fit_gain, eero)` is a method like any
-    other.
+    This share of the labelled samples fits the lens, the rest calibrates. With `folds`, all samples fit the lens, and
+    thresholds are set on each fold as mapped by a lens fitted to the others: more data for both, but the lens that is
+    kept differs a little, so a budget is kept only nearly. Where the method closes exits, the lens is fitted for those
+    left open.
 
     >>> from alight import calibrate, recordings
     >>> labelled, test, costs = recordings.load("resnet18_cifar100_joint")
-    >>> through(fit_recall, calibrate.eero, costs, "50%", labelled).method
+    >>> with_lens(calibrate.eero, fit_recall)(costs, "50%", labelled).method
     'eero through recall'
     """
-    network = as_costs(costs)
-    amount = network.budget(budget)
-    for name, table in {"labelled": labelled, "unlabelled": unlabelled}.items():
-        if table is not None and table.num_exits != len(network):
-            raise Mismatch(
-                f"the {name} table has {table.num_exits} exits, but there are {len(network)} costs: give one each"
-            )
-    fitting = round(share * len(labelled)) if 0 < share < 1 else 0
-    if min(fitting, len(labelled) - fitting) < LEAST_SAMPLES:
+
+    def calibrated(
+        costs: AnyCosts,
+        budget: Budget,
+        labelled: HeadOutputs,
+        unlabelled: HeadOutputs | None = None,
+        **options: object,
+    ) -> Policy:
+        network = as_costs(costs)
+        amount = network.budget(budget)
+        check_exits(network, labelled, unlabelled)
+        _check_parts(len(labelled), share, folds)
+        at_open_exits = _with_open_exits(partial(method, **options), fit, share, folds, seed)
+        policy = at_open_exits(network, amount, labelled, unlabelled)
+        while policy.lens is None:  # the method closes exits: fewer each time
+            policy = on_exits(at_open_exits, policy.open_exits)(network, amount, labelled, unlabelled)
+        chosen: Settings = {"share": share, "seed": seed} if folds is None else {"folds": folds}
+        name = f"{policy.method} through {type(policy.lens).__name__.lower()}"
+        return replace(policy, method=name, settings={**policy.settings, **chosen})
+
+    return calibrated
+
+
+def _check_parts(samples: int, share: float, folds: int | None) -> None:
+    fitting = round(share * samples) if 0 < share < 1 else 0
+    if min(fitting, samples - fitting) < LEAST_SAMPLES:
         raise BadInput(
-            f"{share:g} of {len(labelled)} labelled samples to fit a lens: both parts need at least {LEAST_SAMPLES},"
+            f"{share:g} of {samples} labelled samples to fit a lens: both parts need at least {LEAST_SAMPLES},"
             " so record more or choose another share"
         )
-    if folds is not None and not 2 <= folds <= len(labelled) // 2:
-        raise BadInput(f"{folds} folds of {len(labelled)} samples: give from 2 to half as many as samples")
-    first, second = labelled.split(share, np.random.default_rng(seed))
-    if folds is not None:
-        first = second = labelled
-    exits: tuple[int, ...] = tuple(range(len(network)))
-    while True:  # each round opens fewer exits, or is the last
-        policy = _through_at(exits, fit, method, network, amount, (first, second, unlabelled), own, folds)
-        if policy.lens:
-            settings = {**policy.settings, **({"share": share, "seed": seed} if folds is None else {"folds": folds})}
-            name = f"{policy.method} through {type(policy.lens).__name__.lower()}"
-            return replace(policy, method=name, settings=settings)
-        exits = policy.open_exits
+    if folds is not None and not 2 <= folds <= samples // 2:
+        raise BadInput(f"{folds} folds of {samples} samples: give from 2 to half as many as samples")
 
 
-def _through_at(
-    exits: tuple[int, ...],
-    fit: Fit,
-    method: Callable[..., Policy],
-    network: Costs,
-    budget: float,
-    tables: tuple[HeadOutputs, HeadOutputs, HeadOutputs | None],
-    own: dict[str, Any],
-    count: int | None,
-) -> Policy:
-    """The policy with its lens if the method keeps these exits open; else the policy without, to say which it keeps."""
-    costs = network.at_exits(exits)
-    first, second, unlabelled = (table and _at(table, exits) for table in tables)
-    assert first is not None  # only the third may be
-    assert second is not None
+def _with_open_exits(method: Method, fit: Fit, share: float, folds: int | None, seed: int) -> Method:
+    """Return the method with a lens for all exits of a network; without one where it closes some, to say which."""
 
-    def placed(policy: Policy, lens: Lens | None = None) -> Policy:
-        """The policy at its place in the whole network."""
-        opened = tuple(exits[index] for index in policy.open_exits)
-        costs = tuple(network.cumulative(opened).tolist())
-        parts: dict[str, Any] = {  # of a mixture
-            name: placed(getattr(policy, name)) for name in ("first", "second") if hasattr(policy, name)
-        }
-        lens = lens and replace(lens, exits=opened)
-        return replace(policy, costs=costs, open_exits=opened, num_exits=len(network), lens=lens, **parts)
+    def calibrated(costs: Costs, budget: float, labelled: HeadOutputs, unlabelled: HeadOutputs | None = None) -> Policy:
+        fitting, setting = labelled, labelled
+        if folds is None:
+            fitting, setting = labelled.split(share, np.random.default_rng(seed))
+        without = method(costs, budget, fitting)
+        if len(without.open_exits) < len(costs):
+            return without
+        lens = fit(fitting, without)
+        mapped = lens.apply(setting)
+        if folds is not None:
+            mapped = _cross_fitted(mapped, labelled, folds, lambda table: fit(table, method(costs, budget, table)))
+        policy = method(costs, budget, mapped, None if unlabelled is None else lens.apply(unlabelled))
+        return replace(policy, lens=lens) if len(policy.open_exits) == len(costs) else policy
 
-    plain = method(costs, budget, first, **own)
-    if len(plain.open_exits) < len(exits):
-        return placed(plain)
-    lens = fit(first, plain)
-    seen = lens.through(second) if count is None else _cross_fitted(lens, first, count, fit, method, costs, budget, own)
-    policy = method(costs, budget, seen, unlabelled and lens.through(unlabelled), **own)
-    return placed(policy, lens if len(policy.open_exits) == len(exits) else None)
+    return calibrated
 
 
 def _cross_fitted(
-    lens: Lens,
-    labelled: HeadOutputs,
-    count: int,
-    fit: Fit,
-    method: Callable[..., Policy],
-    costs: Costs,
-    budget: float,
-    own: dict[str, Any],
+    mapped: HeadOutputs, labelled: HeadOutputs, count: int, fit: Callable[[HeadOutputs], Lens]
 ) -> HeadOutputs:
-    """The table as lenses see it that were each fitted to the other folds."""
-    seen = lens.through(labelled)
-    scores, predictions = seen.scores.copy(), seen.predictions.copy()
+    """Return the mapped table with each fold mapped by a lens that was fitted to the others."""
+    scores, predictions = mapped.scores.copy(), mapped.predictions.copy()
     for fold in folds_of(len(labelled), count):
         rest = labelled.take(np.setdiff1d(np.arange(len(labelled)), fold))
-        other = fit(rest, method(costs, budget, rest, **own)).through(labelled.take(fold))
+        other = fit(rest).apply(labelled.take(fold))
         scores[fold], predictions[fold] = other.scores, other.predictions
-    return replace(seen, scores=scores, predictions=predictions)
+    return replace(mapped, scores=scores, predictions=predictions)
 
 
 def fit_gain(labelled: HeadOutputs, policy: Policy | None = None, *, model: str = "ridge") -> Gain:
@@ -241,13 +212,13 @@ def _handicapped(lens: Recall, labelled: HeadOutputs) -> Recall:
             replace(lens, handicaps=(*lens.handicaps[:exit_index], each, *lens.handicaps[exit_index + 1 :]))
             for each in (HANDICAPS if exit_index else (0.0,))
         ]
-        lens = max(tried, key=lambda one: (one.see(exit_index, *said, memory)[0] == truth).mean())
-        memory = lens.see(exit_index, *said, memory)[2]
+        lens = max(tried, key=lambda one: (one.step(exit_index, *said, memory)[0] == truth).mean())
+        memory = lens.step(exit_index, *said, memory)[2]
     return lens
 
 
 def _reliability(scores: Floats, right: npt.NDArray[np.bool_]) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """The points of a rising line from scores to the chance of being right."""
+    """Return the points of a rising line from scores to the probability of being right."""
     from scipy.optimize import isotonic_regression  # slow to import
 
     order = np.argsort(scores, kind="stable")
@@ -294,17 +265,17 @@ def fit_ensemble(labelled: HeadOutputs, policy: Policy | None = None) -> Ensembl
     for exit_index in range(labelled.num_exits):
         own = possible(labelled.log_probabilities[:, exit_index])
         logs = np.stack([own] if mean is None else [mean, own])  # (weights, samples, classes)
-        told = logs[:, rows, labels]  # (weights, samples)
+        label_logs = logs[:, rows, labels]  # (weights, samples)
 
-        def surprise(weights: Floats, logs: Floats = logs, told: Floats = told) -> tuple[float, Floats]:
+        def surprise(weights: Floats, logs: Floats = logs, label_logs: Floats = label_logs) -> tuple[float, Floats]:
             """Mean negative log-likelihood of the labels, and its slope."""
             joint = np.tensordot(weights, logs, axes=1)
             joint = joint - joint.max(axis=1, keepdims=True)
-            chances = np.exp(joint)
-            totals = chances.sum(axis=1, keepdims=True)
-            expected = (logs * (chances / totals)).sum(axis=2)  # (weights, samples)
+            exponentials = np.exp(joint)
+            totals = exponentials.sum(axis=1, keepdims=True)
+            expected = (logs * (exponentials / totals)).sum(axis=2)  # (weights, samples)
             value = np.log(totals[:, 0]).mean() - joint[rows, labels].mean()
-            return float(value), (expected - told).mean(axis=1)
+            return float(value), (expected - label_logs).mean(axis=1)
 
         start = np.full(len(logs), 1.0 / len(logs))
         found = minimize(surprise, start, jac=True, method="L-BFGS-B", bounds=[(0.0, None)] * len(logs)).x
@@ -312,10 +283,3 @@ def fit_ensemble(labelled: HeadOutputs, policy: Policy | None = None) -> Ensembl
         kept.append(float(found[0]) if exit_index else 0.0)
         fresh.append(float(found[-1]))
     return Ensemble(exits=tuple(range(labelled.num_exits)), kept=tuple(kept), fresh=tuple(fresh))
-
-
-def _at(table: HeadOutputs, exits: Sequence[int]) -> HeadOutputs:
-    """The table of these exits alone; without labels, the truth is still the whole network's last exit."""
-    if len(exits) == table.num_exits:
-        return table
-    return replace(table, labels=table.truth()).at_exits(exits)

@@ -1,7 +1,7 @@
 """What every method is given, checked once: costs, a budget, and tables of outputs."""
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Self
 
@@ -31,6 +31,7 @@ Budget = float | str
 AnySlack = Slack | Literal["exact"]
 AnyTable = HeadOutputs | PartitionedOutputs
 Settings = dict[str, float | str]
+Method = Callable[..., Policy]  # (costs, budget, labelled, unlabelled=None, *, ...): a policy for the budget
 
 
 @dataclass(frozen=True)
@@ -62,11 +63,8 @@ class PlannedTask:
                 " the rates; split it, or leave unlabelled out",
                 stacklevel=3,
             )
+        check_exits(network, labelled, unlabelled)
         for name, table in {"labelled": labelled, "unlabelled": unlabelled}.items():
-            if table is not None and table.num_exits != len(network):
-                raise Mismatch(
-                    f"the {name} table has {table.num_exits} exits, but there are {len(network)} costs: give one each"
-                )
             if table is not None and len(table) < 2:
                 raise BadInput(
                     f"the {name} table has {len(table)} sample: record at least 2, better 1,000, to calibrate"
@@ -190,6 +188,15 @@ class Task(PlannedTask):
     def accuracy(self, policy: Policy) -> float:
         """Accuracy of the policy on the labelled table; without labels, its agreement with the last exit."""
         return replay(policy, self.labelled).accuracy(self.labelled.truth())
+
+
+def check_exits(network: Costs, labelled: AnyTable, unlabelled: AnyTable | None) -> None:
+    """Check that the tables have as many exits as there are costs."""
+    for name, table in {"labelled": labelled, "unlabelled": unlabelled}.items():
+        if table is not None and table.num_exits != len(network):
+            raise Mismatch(
+                f"the {name} table has {table.num_exits} exits, but there are {len(network)} costs: give one each"
+            )
 
 
 def in_memory(purpose: str, table: AnyTable) -> HeadOutputs:

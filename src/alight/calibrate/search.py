@@ -8,8 +8,7 @@ from itertools import combinations
 import numpy as np
 
 from alight.budgeting.rates import exponential_weights, gaussian_rates, geometric_rates, tilted_rates
-from alight.calibrate.crossval import Ranked, affordable_exits, halves, kept_exits
-from alight.calibrate.eero import eero
+from alight.calibrate.crossval import Ranked, affordable_exits, halves
 from alight.calibrate.problem import AnyCosts, Budget, Floats, Task
 from alight.outputs import HeadOutputs
 from alight.policies.policy import Threshold
@@ -39,7 +38,6 @@ def search(
     seed: int = 0,
     steps: int = STEPS,
     rounds: int = ROUNDS,
-    prune: bool = False,
 ) -> Threshold:
     """The most accurate exit rates that a local search finds, met by survivor thresholds.
 
@@ -47,7 +45,6 @@ def search(
     from two exits to one between them, or the other way round, at no change in cost; or it closes an exit, whose
     head is then paid no more. Moves are accepted on one half of the labelled data; the plan kept is the best on
     the other. The plans of several such halves are averaged, and an exit is closed that most of them closed.
-    `prune` closes exits first, as for `eero`.
 
     >>> from alight import recordings, replay
     >>> labelled, test, costs = recordings.load()
@@ -56,10 +53,7 @@ def search(
     '43.9% right for 49.8% of the cost'
     """
     task = Task.of("search", costs, budget, labelled, unlabelled, closes_exits=True)
-    if prune:
-        opened = kept_exits(eero, task.network, task.budget, labelled, spend_all=True)
-    else:
-        opened = affordable_exits(task.network, task.budget)
+    opened = affordable_exits(task.network, task.budget)
     rng = np.random.default_rng(seed)
     starts, plans = _starts(task, opened), []
     for half, other in halves(len(labelled), rounds):

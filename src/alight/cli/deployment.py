@@ -14,8 +14,8 @@ def run_export(options: argparse.Namespace) -> Found:
     """Write a network and its policy to a folder that runs without PyTorch."""
     check_network(options.model)
     policy = load_policy(options.policy)
-    from alight.export.exporting import export_model
     from alight.engine.manifest import Manifest
+    from alight.export.exporting import export_model
     from alight.networks.store import load_model
 
     tokenizer = Path(options.model) / TOKENIZER
@@ -66,7 +66,7 @@ def run_run(options: argparse.Namespace) -> Found:
         num_threads=options.threads,
         allow_mismatch=options.allow_mismatch,
     )
-    deployed.probabilities = deployed.policy.lens is None
+    deployed.probabilities = deployed.policy.keeps_predictions
     decisions, unit = deployed.run(data, progress=not options.quiet), deployed.policy.unit
     write_answers(decisions, options.output, names=names_of(data), classes=manifest.classes, unit=unit)
     return Found(

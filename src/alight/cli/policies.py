@@ -44,7 +44,7 @@ def run_predict(options: argparse.Namespace) -> Found:
         model,
         policy,
         batch_size=options.batch_size,
-        probabilities=policy.lens is None,
+        probabilities=policy.keeps_predictions,
         allow_mismatch=options.allow_mismatch,
         **speed_settings(options, model, partial(first_inputs, data, model), policy),
     )

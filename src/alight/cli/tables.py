@@ -1,11 +1,12 @@
 """Commands on recorded outputs, which need no network: calibrate, sweep, report."""
 
 import argparse
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from alight import calibrate
+from alight.budgeting.bounds import check_delta
 from alight.cli.command import Command, Found
 from alight.cli.options import distinct, methods, output, output_option, own_options, set_option, words
 from alight.costs import Costs, as_costs
@@ -44,8 +45,7 @@ def run_sweep(options: argparse.Namespace) -> Found:
     costs = _costs(options.costs)
     chosen, promises = {name: calibrate.METHODS[name] for name in options.methods}, []
     if options.contract:
-        promised = {"contract": options.contract, "delta": options.delta}
-        chosen = {name: partial(calibrate.certify, method, **promised) for name, method in chosen.items()}
+        chosen = {name: _certified(method, options) for name, method in chosen.items()}
         promises = [f"Every policy here was certified: contract '{options.contract}', delta {options.delta:g}."]
     budgets, shown = options.budgets or even_budgets(costs), not options.quiet
     images = read_images(options.images) if options.images else None
@@ -69,16 +69,25 @@ def run_report(options: argparse.Namespace) -> Found:
 def _calibrated(options: argparse.Namespace) -> Policy:
     method = calibrate.METHODS[options.method]
     own = own_options(method, options.set, progress=not options.quiet)
-    unheld = options.method in UNHELD and options.contract in (None, "batch") and not (options.risk or own.get("prune"))
+    unheld = options.method in UNHELD and options.contract in (None, "batch") and not (options.risk or options.prune)
     labelled, unlabelled = _tables(options, "labelled", "unlabelled", held=not unheld)
     distinct(options.labelled, options.output, options.costs)
-    costs, budget = _costs(options.costs), options.budget
-    if options.contract or options.risk:
-        promised = {name: getattr(options, name) for name in ("contract", "delta", "risk", "alpha")}
-        return calibrate.certify(method, costs, budget, labelled, unlabelled, **promised, **own)
-    if options.budget is None:
+    if options.budget is None and not (options.contract or options.risk):
         raise BadInput("there is no budget: give --budget, or --risk and --alpha for the cheapest policy")
-    return method(costs, budget, labelled, unlabelled, **own)
+    method = calibrate.pruned(method) if options.prune else method
+    if options.risk:
+        of_risk = {name: getattr(options, name) for name in ("risk", "alpha", "delta")}
+        method = calibrate.certified_risk(method, **of_risk, cost=options.contract)
+    elif options.contract:
+        method = _certified(method, options)
+    return method(_costs(options.costs), options.budget, labelled, unlabelled, **own)
+
+
+def _certified(method: calibrate.Method, options: argparse.Namespace) -> calibrate.Method:
+    """Return the method with the guarantee on cost that the options name."""
+    check_delta(options.delta)
+    of_cost = {"delta": options.delta} if options.contract == "probability" else {}
+    return calibrate.CONTRACTS[options.contract](method, **of_cost)
 
 
 def _tables(options: argparse.Namespace, *names: str, held: bool = True) -> list[Any]:
@@ -112,6 +121,7 @@ def _calibrate_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--budget", help="a number in the costs' unit, '50%%', '2.5 GFLOPs', '3 ms'")
     known = f"{', '.join(calibrate.METHODS)} (default: eero)"
     parser.add_argument("--method", choices=calibrate.METHODS, metavar="METHOD", default="eero", help=known)
+    parser.add_argument("--prune", action="store_true", help="close exits that are not worth their heads")
     _contract_options(parser, "batch", "stream")
     risks = ["error", "excess_error", "disagreement"]
     parser.add_argument("--risk", choices=risks, help="what to promise about answers")

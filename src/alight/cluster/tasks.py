@@ -68,7 +68,7 @@ class Answers:
             model,
             policy,
             batch_size=batch_size,
-            probabilities=policy.lens is None,
+            probabilities=policy.keeps_predictions,
             allow_mismatch=self.allow_mismatch,
             **switches,
         )

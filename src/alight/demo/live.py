@@ -144,7 +144,7 @@ def run_live(say: Say, methods: Mapping[str, Any], budgets: Sequence[str], progr
         flops, times = measure_costs(model, inputs[:1]), measure_costs(model, inputs, "ms", BATCH_SIZE)
         say(f"recording what the exits say, and calibrating for {BUDGET} of the plain network's FLOPs")
         labelled, tested = (record(model, tuple(each), progress=progress) for each in (calibration, test))
-        policy = calibrate.certify(calibrate.eero, flops, BUDGET, labelled, contract="probability")
+        policy = calibrate.certified_probability(calibrate.eero)(flops, BUDGET, labelled)
         decisions = Predictor(model, policy, batch_size=BATCH_SIZE)(inputs)
         say("timing it against the plain network, by turns")
         runs = [compare(model, policy, inputs[:count], size) for size, count in TIMED.items()]

@@ -86,12 +86,12 @@ def run_recorded(say: Say, methods: Mapping[str, Any], budgets: Sequence[str], p
 
 
 def _policies(costs: Costs, labelled: HeadOutputs) -> dict[str, Policy]:
-    given = (calibrate.eero, costs, BUDGET, labelled)
+    cheapest = calibrate.certified_risk(calibrate.eero, risk="excess_error", alpha=LOSS)
     return {
-        "policy": calibrate.certify(*given, contract="probability"),
-        "batch": calibrate.certify(*given, contract="batch"),
-        "stream": calibrate.certify(*given, contract="stream"),
-        "careful": calibrate.certify(calibrate.eero, costs, None, labelled, risk="excess_error", alpha=LOSS),
+        "policy": calibrate.certified_probability(calibrate.eero)(costs, BUDGET, labelled),
+        "batch": calibrate.certified_batch(calibrate.eero)(costs, BUDGET, labelled),
+        "stream": calibrate.certified_stream(calibrate.eero)(costs, BUDGET, labelled),
+        "careful": cheapest(costs, None, labelled),
         "auto": calibrate.auto(costs, BUDGET, labelled),
     }
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from alight.calibrate.crossval import held_out
+from alight.calibrate.crossval import held_out, pruned
 from alight.calibrate.eero import eero
 from alight.costing.measure import time_stages
 from alight.costs import Costs
@@ -126,7 +126,7 @@ def plan(
     True
     """
     _check(model, labelled, budget, max_accuracy_loss, speed)
-    fit: Method = method or partial(eero, spend_all=True, prune=True)
+    fit: Method = method or partial(pruned(eero), spend_all=True)
     settings, tuned = settings or RunSettings(), None
     if speed:
         tuned = tune_speed(model, batch_size=batch_size, example=example, settings=settings)

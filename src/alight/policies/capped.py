@@ -1,8 +1,7 @@
 """Capped: as another policy says, but some samples no later than at an exit of their own."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
-from typing import Any
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -55,5 +54,4 @@ def capped(policy: Policy, limits: Mapping[int, int]) -> Policy:
     >>> policy.step(0, np.array([6, 7]), np.zeros(2), np.array([0.1, 0.2]), ())[0]
     array([False,  True])
     """
-    carried: dict[str, Any] = {each.name: getattr(policy, each.name) for each in fields(Policy)}
-    return Capped(policy=policy, limits=dict(limits), **carried)
+    return Capped(policy=policy, limits=dict(limits), **policy.terms())

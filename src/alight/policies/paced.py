@@ -147,7 +147,7 @@ class Paced(Policy):
     def _check(self) -> None:
         super()._check()
         if not self.exit_rates or self.budget is None or len(self.costs) < 2:
-            raise BadInput("pacing needs a budget, exit rates and two open exits: use certify(..., contract='stream')")
+            raise BadInput("pacing needs a budget, exit rates and two open exits: use certified_stream(method)")
         if not len(self.thresholds) == len(self.tie_shares) == len(self.recent) == len(self.costs) - 1:
             raise BadInput(
                 f"{len(self.recent)} windows of scores for {len(self.costs)} exits: give one less than exits"

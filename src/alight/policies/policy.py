@@ -23,7 +23,7 @@ from alight.display import html_table
 from alight.errors import BadInput, Mismatch
 from alight.files import PathLike, write_json
 from alight.outputs import HeadOutputs
-from alight.policies.lens import Lens
+from alight.policies.lenses import Lens
 
 Array = Any  # a NumPy array, a torch tensor, or one sample's number: steps use operators that mean the same for all
 Memory = tuple[Any, ...]  # arrays with one entry per sample still waiting, or such tuples again
@@ -131,20 +131,27 @@ class Policy(ABC):
 
     @property
     def inputs(self) -> tuple[str, ...]:
-        """Names of the recorded columns that it reads."""
+        """Names of the columns that a walk reads at each exit: the score, or what the lens needs."""
         return self.lens.inputs if self.lens else (self.score,)
 
     @property
     def reads_last_exit(self) -> bool:
+        """Whether a walk reads the columns of the last open exit, too, although it takes every sample."""
         return self.lens is not None
 
     @property
     def keeps_predictions(self) -> bool:
+        """Whether an answer is the prediction of the exit where the sample leaves, so that its probability is known."""
         return self.lens is None
 
     @property
     def takes_single_samples(self) -> bool:
+        """Whether `visit` and `step` also take the numbers of one sample instead of arrays."""
         return self.lens is None and not self.is_batch_dependent
+
+    def view(self, outputs: HeadOutputs) -> HeadOutputs:
+        """Return a recorded table as the policy decides on it: mapped by its lens, if it has one."""
+        return self.lens.apply(outputs) if self.lens else outputs
 
     @property
     def planned_cost(self) -> float | None:
@@ -171,6 +178,10 @@ class Policy(ABC):
                 f"the policy was calibrated on {self.score!r} and the table's score is {outputs.score!r}:"
                 f" use with_score({self.score!r}) or calibrate again"
             )
+
+    def terms(self) -> dict[str, Any]:
+        """Return what the policy carries beside its rule, by field."""
+        return {each.name: getattr(self, each.name) for each in fields(Policy)}
 
     def rule(self) -> list[list[str]]:
         """The rule's own numbers as columns of text: a name, then one entry per open exit."""

@@ -32,7 +32,7 @@ class Quota(Policy):
     def _check(self) -> None:
         super()._check()
         if not self.exit_rates or self.budget is None:
-            raise BadInput("a quota needs exit rates and a budget: make it with certify(..., contract='batch')")
+            raise BadInput("a quota needs exit rates and a budget: make it with certified_batch(method)")
 
     def step(
         self, open_index: int, samples: Array, predictions: Array, scores: Array, memory: Memory

@@ -56,7 +56,7 @@ def visit(
     memory, seen = recalled
     scores = columns[0]
     if policy.lens:
-        predictions, scores, seen = policy.lens.see(policy.open_exits[open_index], predictions, columns, seen)
+        predictions, scores, seen = policy.lens.step(policy.open_exits[open_index], predictions, columns, seen)
     if open_index == len(policy.open_exits) - 1:  # takes everyone
         return samples == samples, predictions, (memory, seen)
     leaving, memory = policy.step(open_index, samples, predictions, scores, memory)

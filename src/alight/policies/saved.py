@@ -6,7 +6,7 @@ from typing import Any
 
 from alight.errors import BadFile
 from alight.files import PathLike, read_json
-from alight.policies.lens import lens_from_dict
+from alight.policies.lenses import lens_from_dict
 from alight.policies.paced import Paced
 from alight.policies.policy import Certificate, ExitAt, Lottery, Mixture, Patience, Policy, Streak, Threshold
 from alight.policies.quota import Quota

@@ -100,7 +100,7 @@ def _saved(folder: Path, policies: Mapping[str, Policy], words: Path, tokens: in
     spec = model.input_spec
 
     def made(policy: Policy) -> Any:
-        return Predictor(model, policy, probabilities=policy.lens is None, **switches)
+        return Predictor(model, policy, probabilities=policy.keeps_predictions, **switches)
 
     return Network(
         _runners(policies, made),
@@ -141,7 +141,7 @@ def _exported(
         from alight.deploy.folder import load
 
     def made(policy: Policy) -> Any:
-        chances = policy.lens is None
+        chances = policy.keeps_predictions
         return load(folder, policy, probabilities=chances, num_threads=num_threads, allow_mismatch=allow_mismatch)
 
     first, spec = manifest.inputs[0], manifest.input_spec

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from alight import HeadOutputs, load_policy, replay, route
 from alight.errors import BadFile, BadInput
-from alight.policies.lens import LENSES, Ensemble, Gain, Recall, lens_from_dict
+from alight.policies.lenses import LENSES, Ensemble, Gain, Recall, lens_from_dict
 from alight.policies.policy import Mixture, Patience, Streak, Threshold
 
 KINDS = ["gain", "recall", "ensemble"]
@@ -53,7 +53,7 @@ def cases(draw):
     outputs = spoken(int(rng.integers(10**6)), draw(st.integers(1, 50)), exits)
     opened = tuple(sorted(draw(st.sets(st.integers(0, exits - 1), min_size=1))))
     lens = some_lens(draw(st.sampled_from(KINDS)), opened, rng)
-    seen = lens.through(outputs)
+    seen = lens.apply(outputs)
     common = {
         "costs": np.cumsum(np.ones(len(opened))),
         "open_exits": opened,
@@ -82,7 +82,7 @@ def cases(draw):
 @given(cases(), st.integers(1, 60))
 def test_the_lens_in_the_walk_is_the_lens_over_the_table(case, batch_size):
     policy, lens, outputs = case
-    over_table = replay(policy, lens.through(outputs))
+    over_table = replay(policy, lens.apply(outputs))
     in_walk = replay(replace(policy, lens=lens), outputs)
     in_batches = replay(replace(policy, lens=lens), outputs, batch_size=batch_size)
     for decisions in (in_walk, in_batches):
@@ -125,9 +125,9 @@ def test_arrays_and_tensors_look_alike_through_a_lens(kind):
     arrays, tensors = (), ()
     for index in range(4):
         columns = [outputs.column(name)[:, index] for name in lens.inputs]
-        answers, scores, arrays = lens.see(index, outputs.predictions[:, index], tuple(columns), arrays)
+        answers, scores, arrays = lens.step(index, outputs.predictions[:, index], tuple(columns), arrays)
         said = torch.tensor(outputs.predictions[:, index])
-        others, levels, tensors = lens.see(index, said, tuple(map(torch.tensor, columns)), tensors)
+        others, levels, tensors = lens.step(index, said, tuple(map(torch.tensor, columns)), tensors)
         assert levels.dtype == torch.float64
         np.testing.assert_array_equal(answers, others.numpy())
         np.testing.assert_allclose(scores, levels.numpy(), rtol=0, atol=1e-12)
@@ -139,12 +139,12 @@ def test_arrays_and_tensors_look_alike_through_a_lens(kind):
 def test_recall_without_handicap_never_lowers_reliability_along_exits(seed):
     outputs = spoken(seed, 40, 5)
     lens = replace(some_lens("recall", tuple(range(5)), np.random.default_rng(seed)), handicaps=())
-    seen = lens.through(outputs)
+    seen = lens.apply(outputs)
     assert (np.diff(seen.scores, axis=1) >= 0).all()
     alone = np.stack(
         [
             replace(lens, exits=(index,), levels=(line,), reliabilities=(height,), handicaps=())
-            .through(outputs)
+            .apply(outputs)
             .scores[:, index]
             for index, (line, height) in enumerate(zip(lens.levels, lens.reliabilities, strict=True))
         ],
@@ -159,7 +159,7 @@ def test_recall_without_handicap_never_lowers_reliability_along_exits(seed):
 def test_a_handicap_of_one_never_recalls():
     outputs = spoken(3, 100, 4)
     lens = replace(some_lens("recall", (0, 1, 2, 3), np.random.default_rng(3)), handicaps=(0.0, 1.0, 1.0, 1.0))
-    np.testing.assert_array_equal(lens.through(outputs).predictions, outputs.predictions)
+    np.testing.assert_array_equal(lens.apply(outputs).predictions, outputs.predictions)
 
 
 def test_reliability_never_falls_as_the_score_rises():
@@ -167,25 +167,25 @@ def test_reliability_never_falls_as_the_score_rises():
     rng = np.random.default_rng(1)
     levels, heights = (tuple(np.sort(rng.uniform(size=30)).tolist()) for _ in range(2))
     lens = Recall(exits=(0,), levels=(levels,), reliabilities=(heights,))
-    seen = lens.through(HeadOutputs(scores, np.zeros((2000, 1), dtype=int)))
+    seen = lens.apply(HeadOutputs(scores, np.zeros((2000, 1), dtype=int)))
     assert (np.diff(seen.scores[:, 0]) >= 0).all()
     np.testing.assert_allclose(seen.scores[:, 0], np.interp(scores[:, 0], levels, heights), rtol=0, atol=1e-12)
 
 
 def test_recall_of_one_exit_answers_as_it_does():
     outputs = made_up(0, 50, 1)
-    seen = Recall(exits=(0,), levels=((-1.0, 2.0),), reliabilities=((0.0, 1.0),)).through(outputs)
+    seen = Recall(exits=(0,), levels=((-1.0, 2.0),), reliabilities=((0.0, 1.0),)).apply(outputs)
     np.testing.assert_array_equal(seen.predictions, outputs.predictions)
     np.testing.assert_array_equal(np.argsort(seen.scores[:, 0]), np.argsort(outputs.scores[:, 0]))
 
 
 def test_an_ensemble_with_one_weight_is_that_exit():
     outputs = spoken(0, 300, 3)
-    own = Ensemble(exits=(0, 1, 2), kept=(0.0, 0.0, 0.0), fresh=(1.0, 1.0, 1.0)).through(outputs)
+    own = Ensemble(exits=(0, 1, 2), kept=(0.0, 0.0, 0.0), fresh=(1.0, 1.0, 1.0)).apply(outputs)
     np.testing.assert_allclose(own.scores, outputs.scores, atol=5e-3)  # log-probabilities are kept in float16
     clear = outputs.scores > 1e-2
     np.testing.assert_array_equal(own.predictions[clear], outputs.predictions[clear])
-    first = Ensemble(exits=(0, 1, 2), kept=(0.0, 1.0, 1.0), fresh=(1.0, 0.0, 0.0)).through(outputs)
+    first = Ensemble(exits=(0, 1, 2), kept=(0.0, 1.0, 1.0), fresh=(1.0, 0.0, 0.0)).apply(outputs)
     np.testing.assert_array_equal(first.predictions, own.predictions[:, [0, 0, 0]])
     np.testing.assert_array_equal(first.scores, own.scores[:, [0, 0, 0]])
 
@@ -197,20 +197,20 @@ def test_an_ensemble_is_the_weighted_geometric_mean():
     mean = np.exp(logs[:, 0] + 0.5 * logs[:, 1] + 0.75 * logs[:, 2])  # 2 * 0.5, 2 * 0.25, 0.75
     mean /= mean.sum(axis=1, keepdims=True)
     ordered = np.sort(mean, axis=1)
-    np.testing.assert_allclose(lens.through(outputs).scores[:, 2], ordered[:, -1] - ordered[:, -2], atol=1e-9)
+    np.testing.assert_allclose(lens.apply(outputs).scores[:, 2], ordered[:, -1] - ordered[:, -2], atol=1e-9)
 
 
 def test_an_impossible_class_does_not_spoil_an_ensemble():
     logits = np.array([[[0.0, 1.0, -np.inf], [0.0, 1.0, 2.0]]])
     outputs = HeadOutputs.from_logits(logits, keep_log_probabilities=True)
-    seen = Ensemble(exits=(0, 1), kept=(0.0, 0.0), fresh=(0.0, 1.0)).through(outputs)
+    seen = Ensemble(exits=(0, 1), kept=(0.0, 0.0), fresh=(0.0, 1.0)).apply(outputs)
     assert np.isfinite(seen.scores).all()
     assert seen.predictions.tolist() == [[0, 2]]
 
 
 def test_gain_leaves_answers_as_they_are():
     outputs = spoken(0, 60, 3)
-    seen = some_lens("gain", (0, 1, 2), np.random.default_rng(0)).through(outputs)
+    seen = some_lens("gain", (0, 1, 2), np.random.default_rng(0)).apply(outputs)
     np.testing.assert_array_equal(seen.predictions, outputs.predictions)
     assert seen.score == "negative_gain"
 
@@ -249,7 +249,7 @@ def test_a_policy_that_closes_an_exit_of_its_lens_is_refused():
 def test_a_table_of_fewer_exits_is_refused():
     lens = some_lens("recall", (0, 1, 2), np.random.default_rng(0))
     with pytest.raises(BadInput, match=r"a lens for exits \(0, 1, 2\) and a table of 2"):
-        lens.through(made_up(0, 10, 2))
+        lens.apply(made_up(0, 10, 2))
 
 
 @pytest.mark.parametrize(

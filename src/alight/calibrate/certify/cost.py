@@ -1,25 +1,27 @@
-"""Promises on cost: the policy, made cheaper or dearer until what it spends can be promised."""
+"""Guarantees on cost: the policy, made cheaper or more expensive until what it spends can be certified."""
 
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from functools import lru_cache
-from typing import Any, TypeGuard
+from functools import lru_cache, partial
+from typing import Any, Literal, TypeGuard
 
 import numpy as np
 
 from alight.budgeting.betting import betting_p_value, hoeffding_bentkus_p_value, smallest_sample
-from alight.budgeting.bounds import exact_plan, expected_cost, overspend_probability, share_law
+from alight.budgeting.bounds import check_delta, exact_plan, expected_cost, overspend_probability, share_law
 from alight.budgeting.rates import tilted_rates
 from alight.budgeting.thresholds import passing_counts, survivor_thresholds
-from alight.calibrate.families import carried, lowered
-from alight.calibrate.problem import Floats
+from alight.calibrate.problem import AnyCosts, Budget, Floats, Method
 from alight.errors import BadInput
 from alight.outputs import HeadOutputs
 from alight.policies.paced import Paced
-from alight.policies.policy import Certificate, ExitAt, Mixture, Patience, Policy, Threshold
+from alight.policies.policy import Certificate, ExitAt, Mixture, Patience, Policy, Streak, Threshold
 from alight.policies.quota import Quota
 from alight.policies.route import replay
+
+Bound = Literal["betting", "hoeffding_bentkus"]
+Certify = Callable[[Policy, HeadOutputs, HeadOutputs], Policy]  # the tables that fitted the policy, and that certify it
 
 LEVELS = 401  # members of a family of lowered policies: each moves thresholds by half a percent of the samples
 WINDOW = 400  # scores that a paced policy remembers of each exit
@@ -30,8 +32,127 @@ P_VALUES: dict[str, Callable[[Floats, float, float], float]] = {
 }
 
 
+def certified_mean(method: Method, *, seed: int = 0) -> Method:
+    """Return the method with a guarantee: a new sample costs at most the budget on average.
+
+    The average is over calibration data and sample. `seed` splits the labelled table where there is no unlabelled one.
+
+    >>> from alight import calibrate, recordings
+    >>> labelled, test, costs = recordings.load()
+    >>> certified_mean(calibrate.eero)(costs, "50%", labelled).certificate.contract
+    'mean'
+    """
+    return _certified(method, seed, partial(certify_cost, contract="mean"))
+
+
+def certified_probability(method: Method, *, delta: float = 0.05, bound: Bound = "betting", seed: int = 0) -> Method:
+    """Return the method with a guarantee: with probability 1 - delta over the data, the mean cost is within the budget.
+
+    `bound` tests policies that plan no exit rates; `seed` splits the labelled table where there is no unlabelled one.
+
+    >>> from alight import calibrate, recordings
+    >>> labelled, test, costs = recordings.load()
+    >>> policy = certified_probability(calibrate.eero, delta=0.05)(costs, "50%", labelled)
+    >>> print(policy.certificate.promise)
+    With probability 0.95 over the calibration data, new samples cost at most the budget of 5.554e+08 FLOPs on average.
+    """
+    check_delta(delta)
+    check_bound(bound)
+    return _certified(method, seed, partial(certify_cost, contract="probability", delta=delta, bound=bound))
+
+
+def certified_batch(method: Method) -> Method:
+    """Return the method with a guarantee: every batch costs at most its size times the budget, whatever it holds.
+
+    The method must plan exit rates.
+
+    >>> from alight import calibrate, recordings
+    >>> labelled, test, costs = recordings.load()
+    >>> type(certified_batch(calibrate.eero)(costs, "50%", labelled)).__name__
+    'Quota'
+    """
+
+    def calibrated(
+        costs: AnyCosts,
+        budget: Budget,
+        labelled: HeadOutputs,
+        unlabelled: HeadOutputs | None = None,
+        **options: object,
+    ) -> Policy:
+        _check_given(budget, labelled, unlabelled)
+        return _as_quota(method(costs, budget, labelled, unlabelled, **options))
+
+    return calibrated
+
+
+def certified_stream(method: Method, *, alarm_rate: float = 0.01, horizon: int = 100_000, seed: int = 0) -> Method:
+    """Return the method with a guarantee: at every moment, t samples have cost at most t times the budget and one more.
+
+    An alarm is raised when samples become more expensive, and with probability `alarm_rate` at most within `horizon`
+    samples like the calibration's.
+
+    >>> from alight import calibrate, recordings
+    >>> labelled, test, costs = recordings.load()
+    >>> type(certified_stream(calibrate.eero)(costs, "50%", labelled)).__name__
+    'Paced'
+    """
+    return _certified(method, seed, partial(_as_paced, alarm_rate=alarm_rate, horizon=horizon, seed=seed))
+
+
+CONTRACTS: dict[str, Callable[..., Method]] = {
+    "mean": certified_mean,
+    "probability": certified_probability,
+    "batch": certified_batch,
+    "stream": certified_stream,
+}
+
+
+def _certified(method: Method, seed: int, certify: Certify) -> Method:
+    """Return the method, fitted on one part of the data and certified on the other."""
+
+    def calibrated(
+        costs: AnyCosts,
+        budget: Budget,
+        labelled: HeadOutputs,
+        unlabelled: HeadOutputs | None = None,
+        **options: object,
+    ) -> Policy:
+        _check_given(budget, labelled, unlabelled)
+        rng = np.random.default_rng(seed)
+        if unlabelled is None:
+            fitting, certifying = labelled.split(0.5, rng)
+        else:  # betting goes through the samples in order, and recordings are often sorted
+            fitting, certifying = labelled, unlabelled.take(rng.permutation(len(unlabelled)))
+        policy = method(costs, budget, fitting, **options)
+        policy.check(certifying)
+        return certify(policy, fitting, certifying)
+
+    return calibrated
+
+
+def _check_given(budget: Budget | None, labelled: HeadOutputs, unlabelled: HeadOutputs | None) -> None:
+    if labelled is unlabelled:
+        raise BadInput(
+            "the same table was given as labelled and unlabelled: what is fitted on it cannot be certified on it"
+        )
+    if budget is None:
+        raise BadInput("a guarantee on cost needs a budget: give one, or certified_risk for the cheapest policy")
+
+
+def check_bound(bound: str) -> None:
+    """Check that there is such a bound."""
+    if bound not in P_VALUES:
+        raise BadInput(f"there is no bound {bound!r}: choose one of {', '.join(P_VALUES)}")
+
+
 def certify_cost(
-    policy: Policy, fitting: HeadOutputs, certifying: HeadOutputs, contract: str, delta: float, bound: str
+    policy: Policy,
+    fitting: HeadOutputs,
+    certifying: HeadOutputs,
+    *,
+    contract: str,
+    delta: float = 0.05,
+    bound: Bound = "betting",
 ) -> Policy:
     """The policy, made cheaper or dearer until its cost can be promised."""
     if policy.costs[-1] <= budget_of(policy):
@@ -41,7 +162,7 @@ def certify_cost(
     return _by_family(policy, fitting, certifying, contract, delta, bound)
 
 
-def as_quota(policy: Policy) -> Policy:
+def _as_quota(policy: Policy) -> Policy:
     """The rates of the policy, met by rank inside each batch."""
     if policy.costs[-1] <= budget_of(policy):
         return _always_kept(policy, "batch")
@@ -52,16 +173,16 @@ def as_quota(policy: Policy) -> Policy:
         )
     promise = f"Every batch costs at most its size times {allowed_by(policy)}, whatever it holds."
     how = "By ranks inside the batch: no assumption on the data."
-    return certified(Quota(**carried(policy)), "batch", promise, how, {"budget": budget_of(policy)})
+    return certified(Quota(**policy.terms()), "batch", promise, how, {"budget": budget_of(policy)})
 
 
-def as_paced(
+def _as_paced(
     policy: Policy, fitting: HeadOutputs, certifying: HeadOutputs, alarm_rate: float, horizon: int, seed: int
 ) -> Policy:
     """The shares of the policy, kept along a stream."""
     if policy.costs[-1] <= budget_of(policy):
         return _always_kept(policy, "stream")
-    table, costs, samples = seen_through(policy, certifying), np.array(policy.costs), len(certifying)
+    table, costs, samples = policy.view(certifying), np.array(policy.costs), len(certifying)
     rates = np.array(policy.exit_rates or replay(policy, fitting).exit_shares[list(policy.open_exits)])
     scores = table.scores[:, list(policy.open_exits)]
     thresholds = survivor_thresholds(scores, rates)
@@ -73,7 +194,7 @@ def as_paced(
         law=tuple(law.tolist()),
         alarm_rate=alarm_rate,
         horizon=horizon,
-        **carried(policy) | {"exit_rates": tuple(rates.tolist())},
+        **policy.terms() | {"exit_rates": tuple(rates.tolist())},
     )
     promise = (
         f"At every moment, t samples have cost at most t times {allowed_by(policy)} plus {costs[-1]:.4g}, whatever they"
@@ -115,8 +236,9 @@ def _by_law(policy: Threshold, certifying: HeadOutputs, contract: str, delta: fl
         "law": "Dirichlet(" + ", ".join(map(str, law.tolist())) + ")",
     }
     if law[0] == samples + 1:
-        return _first_exit_only(policy, contract, delta, numbers, _smallest_for_law(policy, contract, delta))
-    thresholds = survivor_thresholds(seen_through(policy, certifying).scores[:, list(policy.open_exits)], rates)
+        smallest = _smallest_for_law(policy, contract, delta)
+        return _first_exit_only(policy, certifying.score, contract, delta, numbers, smallest)
+    thresholds = survivor_thresholds(policy.view(certifying).scores[:, list(policy.open_exits)], rates)
     moved = replace(
         policy,
         thresholds=tuple(thresholds.values.tolist()),
@@ -142,7 +264,7 @@ def _by_family(
 ) -> Policy:
     """The dearest member of a nested family of policies that can be certified."""
     costs, budget, samples = np.array(policy.costs), budget_of(policy), len(certifying)
-    reference = seen_through(policy, fitting).scores
+    reference = policy.view(fitting).scores
     levels = np.linspace(1, -1, LEVELS)  # from everyone leaving at once to nobody, chosen before certifying
 
     def spent(level: float) -> Floats:
@@ -170,7 +292,7 @@ def _by_family(
         how = f"Fixed-sequence testing, {named} bound, {samples:,} samples{_by_hash(policy)}. {EXCHANGEABLE}"
         smallest = smallest_sample(allowed, delta, test=test) if allowed > 0 else 0
     if accepted < 0 or levels[accepted] == 1:
-        return _first_exit_only(policy, contract, delta, numbers, smallest)
+        return _first_exit_only(policy, certifying.score, contract, delta, numbers, smallest)
     member = lowered(policy, float(levels[accepted]), reference)
     numbers |= {"level": float(levels[accepted]), "mean cost": float(spent(levels[accepted]).mean())}
     return certified(member, contract, promise, how, numbers)
@@ -182,12 +304,11 @@ def _by_hash(policy: Policy) -> str:
 
 
 def _first_exit_only(
-    policy: Policy, contract: str, delta: float, numbers: dict[str, float | str], smallest: int
+    policy: Policy, score: str, contract: str, delta: float, numbers: dict[str, float | str], smallest: int
 ) -> Policy:
     """Everyone at the first exit: all that so few samples can certify."""
     opened: dict[str, Any] = {"open_exits": policy.open_exits[:1], "costs": policy.costs[:1], "exit_rates": (1.0,)}
-    if policy.lens and policy.lens.inputs != ("log_probabilities",):  # alone, the first exit answers for itself
-        opened |= {"lens": None, "score": policy.lens.inputs[0]}
+    opened |= {"lens": None, "score": score}  # alone, the first exit answers for itself
     more = (
         f"at least {smallest:,} samples are needed for more" if smallest else "no number of samples would do for more"
     )
@@ -195,7 +316,7 @@ def _first_exit_only(
         f"Everyone leaves at exit {policy.open_exits[0]}, which {allowed_by(policy)} always allows: nothing dearer can"
         f" be certified with {numbers['samples']:,} samples and delta {delta:g}; {more}."
     )
-    return certified(ExitAt(**carried(policy) | opened), contract, promise, "", numbers | {"smallest sample": smallest})
+    return certified(ExitAt(**policy.terms() | opened), contract, promise, "", numbers | {"smallest sample": smallest})
 
 
 def _smallest_for_law(policy: Policy, contract: str, delta: float) -> int:
@@ -253,11 +374,6 @@ def _plans_rates(policy: Policy) -> TypeGuard[Threshold]:
     return isinstance(policy, Threshold) and bool(policy.exit_rates) and policy.settings.get("thresholds") != "marginal"
 
 
-def seen_through(policy: Policy, table: HeadOutputs) -> HeadOutputs:
-    """The table as the policy sees it."""
-    return policy.lens.through(table) if policy.lens else table
-
-
 def budget_of(policy: Policy) -> float:
     """The budget of a policy, without which nothing can be promised about its cost."""
     if policy.budget is None:
@@ -286,3 +402,56 @@ def _last(count: int, holds: Callable[[int], bool]) -> int:
         middle = (low + high + 1) // 2
         low, high = (middle, high) if holds(middle) else (low, middle - 1)
     return low
+
+
+def lowered(policy: Policy, level: float, scores: Floats) -> Policy:
+    """The policy with all its thresholds moved together: 1 lets everyone leave at once, 0 is the policy, -1 nobody.
+
+    A threshold moves along the scores of its exit in a table: a level of 0.1 takes a tenth off the share of samples
+    below it. Costs are nested: no sample leaves later at a higher level.
+    """
+    if level == 0 or isinstance(policy, ExitAt):
+        return policy
+    if isinstance(policy, Threshold):
+        columns = [scores[:, exit_index] for exit_index in policy.open_exits]
+        moved = [_moved(value, column, level) for value, column in zip(policy.thresholds, columns, strict=False)]
+        ties = [
+            share if value == old else 1.0
+            for share, value, old in zip(policy.tie_shares, moved, policy.thresholds, strict=True)
+        ]
+        return replace(policy, thresholds=tuple(moved), tie_shares=tuple(ties), exit_rates=())
+    if isinstance(policy, Streak):
+        if level >= 1:
+            return replace(policy, threshold=-math.inf, patience=1)
+        pooled = scores[:, list(policy.open_exits)].ravel()
+        return replace(policy, threshold=_moved(policy.threshold, pooled, level))
+    if isinstance(policy, Patience):
+        return _patience(policy, _towards(policy.patience, level, len(policy.costs)))
+    if isinstance(policy, Mixture):
+        first, second = policy.first, policy.second
+        if isinstance(first, Patience) and isinstance(second, Patience):
+            length = policy.share * first.patience + (1 - policy.share) * second.patience
+            return _patience(first, _towards(length, level, len(policy.costs)))
+        return replace(policy, first=lowered(first, level, scores), second=lowered(second, level, scores))
+    raise BadInput(f"a {type(policy).__name__} has no thresholds to lower: certify another method")
+
+
+def _towards(value: float, level: float, most: float) -> float:
+    return value * (1 - level) if level > 0 else value - level * (most - value)
+
+
+def _moved(threshold: float, column: Floats, level: float) -> float:
+    """The threshold below which that much less, or more, of the column lies."""
+    below = _towards(float((column < threshold).mean()), level, 1.0)
+    rank = math.floor(below * len(column) + 1e-9)
+    if level >= 1 or rank <= 0:
+        return -math.inf
+    return math.inf if rank >= len(column) else float(np.partition(column, rank)[rank])
+
+
+def _patience(policy: Patience, length: float) -> Policy:
+    """Patience of any length: a mixture of the two whole ones beside it."""
+    whole, part = math.floor(length), length - math.floor(length)
+    longer, shorter = replace(policy, patience=whole + 1), replace(policy, patience=whole)
+    terms = policy.terms() | {"settings": {"patience": whole, "share of next": part}}
+    return Mixture(longer, shorter, part, **terms)

@@ -1,13 +1,13 @@
-"""What a policy makes of what the heads say, before it decides: a lens changes scores, answers, or both.
+"""Maps from what the heads say to what a policy decides on: a lens changes scores, answers, or both.
 
 Lens
 ├── Gain       scores by what going on is expected to bring
 ├── Recall     answers with the most reliable exit so far
 └── Ensemble   answers with all exits so far, their probabilities multiplied
 
-A lens sees each sample exit by exit, as the walk does, and remembers what it needs. The same lines serve a recorded
-table (`through`) and the live walk, so a policy calibrated through a lens is run through it too. `alight.calibrate`
-fits lenses; what was fitted is kept as plain numbers.
+A lens takes one step per exit, as a policy does, and remembers what it needs. `visit` applies the lens of a policy in
+the walk, `Lens.apply` maps a recorded table by the same steps, so a policy calibrated with a lens runs with it too.
+`alight.calibrate` fits lenses; what was fitted is kept as plain numbers.
 """
 
 from abc import ABC, abstractmethod
@@ -26,13 +26,13 @@ Array = Any  # a NumPy array or a torch tensor
 Memory = tuple[Any, ...]
 Floats = tuple[float, ...]
 
-IMPOSSIBLE = -30.0  # log-probabilities below are raised to it: 1e-13 of a chance, and never 0 * infinity
+IMPOSSIBLE = -30.0  # log-probabilities below are raised to it: a probability of 1e-13, and never 0 * infinity
 DIGITS = 12  # of a score that took an exponential, in whose last bits libraries differ: equal scores stay equal
 
 
 @dataclass(frozen=True, kw_only=True)
 class Lens(ABC):
-    """What every lens has: its exits, the recorded columns that it needs, the score that it gives, and `see`."""
+    """What every lens has: its exits, the recorded columns that it reads, the score that it gives, and `step`."""
 
     exits: tuple[int, ...] = ()  # those that it was fitted for, all of which must be open; () is any
 
@@ -55,15 +55,15 @@ class Lens(ABC):
         """Name of the score that it gives."""
 
     @abstractmethod
-    def see(
+    def step(
         self, exit_index: int, predictions: Array, columns: tuple[Array, ...], memory: Memory
     ) -> tuple[Array, Array, Memory]:
-        """Answers and scores of those waiting at an exit, and what to remember of them; memory is empty at first."""
+        """Return answers and scores of the samples waiting at an exit, and what to remember of them, first ()."""
 
-    def through(self, outputs: HeadOutputs) -> HeadOutputs:
-        """The table as it looks through the lens: what it would say at every exit, had no sample left before.
+    def apply(self, outputs: HeadOutputs) -> HeadOutputs:
+        """Return the table that the lens makes of a recorded one: answers and scores of every exit, had no sample left.
 
-        Exits that it was not fitted for stay as they are: no policy with this lens opens them.
+        Exits that it was not fitted for stay unchanged: no policy with this lens opens them.
         """
         exits = self.exits or tuple(range(outputs.num_exits))
         if exits[-1] >= outputs.num_exits:
@@ -72,7 +72,7 @@ class Lens(ABC):
         answers, scores = outputs.predictions.copy(), outputs.scores.copy()
         for exit_index in exits:
             columns = tuple(outputs.column(name)[:, exit_index] for name in self.inputs)
-            seen = self.see(exit_index, outputs.predictions[:, exit_index], columns, memory)
+            seen = self.step(exit_index, outputs.predictions[:, exit_index], columns, memory)
             answers[:, exit_index], scores[:, exit_index], memory = seen
         return replace(
             outputs, scores=scores, predictions=answers, score=self.score, features={}, log_probabilities=None
@@ -83,7 +83,7 @@ class Lens(ABC):
         if self.exits and tuple(open_exits) != self.exits:
             raise BadInput(
                 f"the lens was fitted for exits {self.exits} and the policy opens {tuple(open_exits)}:"
-                " fit it for these, as calibrate.through does"
+                " fit it for these, as calibrate.with_lens does"
             )
 
     def to_dict(self) -> dict[str, Any]:
@@ -95,8 +95,8 @@ class Lens(ABC):
 class Gain(Lens):
     """Scores by what going on is expected to bring; answers stay.
 
-    The gain of going on is the chance that a wrong answer becomes right, less the chance that a right one becomes
-    wrong; the score is its negative. At each exit it is a linear function of what has been said so far: every column
+    The gain of going on is the probability that a wrong answer becomes right, less that of a right one becoming wrong;
+    the score is its negative. At each exit it is a linear function of what has been said so far: every column
     now, before, at best and on average, bent at knots; and which earlier exits agree. Sums and products alone, so
     arrays and tensors agree to the last bit.
     """
@@ -128,7 +128,7 @@ class Gain(Lens):
         """Name of the score that it gives: higher is leave, as everywhere."""
         return "negative_gain"
 
-    def see(
+    def step(
         self, exit_index: int, predictions: Array, columns: tuple[Array, ...], memory: Memory
     ) -> tuple[Array, Array, Memory]:
         """The heads' answers, and minus what going on is expected to bring; each exit is remembered as it spoke."""
@@ -170,13 +170,13 @@ def clues(
 
 @dataclass(frozen=True, kw_only=True)
 class Recall(Lens):
-    """Answers with the most reliable exit so far; its reliability, the chance that it is right, is the score.
+    """Answers with the most reliable exit so far; its reliability, the probability that it is right, is the score.
 
     At each exit what was answered before loses the exit's handicap: that another exit has spoken since, and perhaps
     disagrees, makes it less reliable than its own score says.
 
     >>> lens = Recall(exits=(0, 1), levels=((0.0, 1.0), (0.0, 1.0)), reliabilities=((0.0, 0.8), (0.5, 0.6)))
-    >>> lens.through(HeadOutputs(scores=[[0.75, 0.5]], predictions=[[3, 4]])).predictions
+    >>> lens.apply(HeadOutputs(scores=[[0.75, 0.5]], predictions=[[3, 4]])).predictions
     array([[3, 3]])
     """
 
@@ -218,7 +218,7 @@ class Recall(Lens):
         """Name of the score that it gives."""
         return "reliability"
 
-    def see(
+    def step(
         self, exit_index: int, predictions: Array, columns: tuple[Array, ...], memory: Memory
     ) -> tuple[Array, Array, Memory]:
         """The most reliable exit's answer and reliability; both are remembered."""
@@ -273,7 +273,7 @@ class Ensemble(Lens):
         """Name of the score that it gives."""
         return "ensemble_margin"
 
-    def see(
+    def step(
         self, exit_index: int, predictions: Array, columns: tuple[Array, ...], memory: Memory
     ) -> tuple[Array, Array, Memory]:
         """The ensemble's answer and margin; its logarithms are remembered."""

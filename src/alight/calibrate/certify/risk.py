@@ -1,0 +1,203 @@
+"""Guarantees on accuracy: the cheapest policy whose risk can be certified, or one whose cost and risk both can."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import numpy as np
+
+from alight.budgeting.betting import smallest_sample
+from alight.budgeting.bounds import check_delta
+from alight.calibrate.certify.cost import (
+    EXCHANGEABLE,
+    P_VALUES,
+    Bound,
+    allowed_by,
+    certified,
+    certify_cost,
+    check_bound,
+)
+from alight.calibrate.problem import AnyCosts, Budget, Method
+from alight.costs import Costs, as_costs
+from alight.errors import BadInput, LabelsNeeded
+from alight.outputs import HeadOutputs
+from alight.policies.policy import ExitAt, Policy
+from alight.policies.route import replay
+
+Risk = Literal["error", "excess_error", "disagreement"]
+Fit = Callable[[Budget, HeadOutputs], Policy]  # the method with its costs and options
+
+BUDGETS = 41  # members of a family of cheaper and cheaper policies
+RISKS = {
+    "error": "error",
+    "excess_error": "error above the last exit's",
+    "disagreement": "disagreement with the last exit",
+}
+
+
+def certified_risk(
+    method: Method,
+    *,
+    risk: Risk,
+    alpha: float,
+    delta: float = 0.05,
+    cost: Literal["mean", "probability"] | None = None,
+    bound: Bound = "betting",
+    seed: int = 0,
+) -> Method:
+    """Return the method with a guarantee: with probability 1 - delta over the data, the risk is at most alpha.
+
+    `risk` is "error", "excess_error" over the last exit, or "disagreement" with it, which needs no labels. With
+    `budget=None` the policy is the cheapest that can be certified. With a budget, its cost is certified as well, by
+    `cost`: on average ("mean", the default), or with probability, where cost and risk share delta evenly.
+
+    >>> from alight import calibrate, recordings
+    >>> labelled, test, costs = recordings.load()
+    >>> policy = certified_risk(calibrate.eero, risk="excess_error", alpha=0.05)(costs, None, labelled)
+    >>> replay(policy, test).mean_cost < costs.full
+    True
+    """
+    check_delta(delta)
+    check_bound(bound)
+    if risk not in RISKS:
+        raise BadInput(f"there is no risk {risk!r}: choose error, excess_error or disagreement")
+    if alpha is None or not 0 < alpha < 1:
+        raise BadInput(f"alpha {alpha} must lie inside (0, 1): 0.01 allows one point")
+    if cost not in (None, "mean", "probability"):
+        raise BadInput(f"a guarantee on {risk} goes with one on cost of 'mean' or 'probability', not {cost!r}")
+    share = delta / 2 if cost == "probability" else delta
+    test = _RiskTest(risk, alpha, share, bound)
+
+    def calibrated(
+        costs: AnyCosts,
+        budget: Budget | None,
+        labelled: HeadOutputs,
+        unlabelled: HeadOutputs | None = None,
+        **options: object,
+    ) -> Policy:
+        if unlabelled is not None:
+            raise BadInput("a guarantee on accuracy is tested on the labelled table alone: leave unlabelled out")
+        if risk != "disagreement" and labelled.labels is None:
+            raise LabelsNeeded(f"a guarantee on {risk}")
+        if budget is None and cost is not None:
+            raise BadInput(f"the guarantee {cost!r} on cost needs a budget: give one, or leave cost out")
+        network, rng = as_costs(costs), np.random.default_rng(seed)
+
+        def fit(amount: Budget, table: HeadOutputs) -> Policy:
+            return method(network, amount, table, **options)
+
+        if budget is None:
+            return _cheapest(fit, network, *labelled.split(0.5, rng), test)
+        fitting, rest = labelled.split(1 / 3, rng)
+        certifying, testing = rest.split(0.5, rng)
+        policy = certify_cost(
+            fit(budget, fitting), fitting, certifying, contract=cost or "mean", delta=share, bound=bound
+        )
+        return _with_risk(policy, testing, test)
+
+    return calibrated
+
+
+@dataclass(frozen=True)
+class _RiskTest:
+    """The claim that a risk is at most alpha, tested at level delta."""
+
+    risk: Risk
+    alpha: float
+    delta: float
+    bound: Bound
+
+    @property
+    def name(self) -> str:
+        return RISKS[self.risk]
+
+    def observe(self, policy: Policy, testing: HeadOutputs, where: str | None = None) -> tuple[bool, float]:
+        """Return whether the claim is certified on this table, and the risk observed.
+
+        `where` names the policy in the error that is raised if it is not.
+        """
+        decided, last = replay(policy, testing).predictions, testing.predictions[:, -1]
+        paired = self.risk == "excess_error"
+        if self.risk == "disagreement":
+            losses = (decided != last).astype(np.float64)
+        else:
+            losses = (decided != testing.labels).astype(np.float64)
+        if paired:  # differences in [-1, 1], moved to [0, 1]
+            losses = (losses - (last != testing.labels) + 1) / 2
+        limit = (self.alpha + 1) / 2 if paired else self.alpha
+        observed = float(2 * losses.mean() - 1) if paired else float(losses.mean())
+        certified = P_VALUES[self.bound](losses, limit, self.delta) <= self.delta
+        if not certified and where is not None:
+            raise BadInput(self._refusal(observed, len(testing), where))
+        return certified, observed
+
+    def _refusal(self, observed: float, samples: int, where: str) -> str:
+        paired = self.risk == "excess_error"
+        limit, best = ((1 + self.alpha) / 2, 0.5) if paired else (self.alpha, 0.0)
+        needed = smallest_sample(limit, self.delta, best=best, test=P_VALUES[self.bound])
+        if samples < needed:
+            return (
+                f"{samples:,} test samples cannot certify {self.name} <= {self.alpha:g} with delta {self.delta:g}:"
+                f" at least {needed:,} are needed even without a single loss, so record more"
+            )
+        return (
+            f"the {self.name} {where} is {observed:.4g} on {samples:,} samples, too near or above alpha"
+            f" {self.alpha:g} to be certified with delta {self.delta:g}: raise alpha above {observed:.4g}, the budget"
+            " or the number of samples"
+        )
+
+
+def _with_risk(policy: Policy, testing: HeadOutputs, test: _RiskTest) -> Policy:
+    """Return the policy, certified for its cost, with a guarantee on its risk as well."""
+    _, observed = test.observe(policy, testing, where=f"at {allowed_by(policy)}")
+    on_risk = (
+        f"with probability {1 - test.delta:.4g} its {test.name} is at most {test.alpha:g} ({len(testing):,} further"
+        " samples)"
+    )
+    assert policy.certificate is not None
+    certificate = replace(
+        policy.certificate,
+        contract=f"{policy.certificate.contract}, {test.risk}",
+        promise=f"{policy.certificate.promise} And {on_risk}.",
+        assumption=policy.certificate.assumption or EXCHANGEABLE,
+        numbers={**policy.certificate.numbers, "alpha": test.alpha, test.risk: observed, "test samples": len(testing)},
+    )
+    return replace(policy, certificate=certificate)
+
+
+def _cheapest(fit: Fit, network: Costs, fitting: HeadOutputs, testing: HeadOutputs, test: _RiskTest) -> Policy:
+    """Return the cheapest policy of a fixed sequence, from the full network down, up to the first that fails."""
+    full = ExitAt(
+        costs=(network.full,),
+        open_exits=(len(network) - 1,),
+        num_exits=len(network),
+        unit=network.unit,
+        score=fitting.score,
+        method="full network",
+    )
+    _, observed = test.observe(full, testing, where="of the full network")
+    accepted: list[tuple[float, Policy, float]] = [(network.full, full, observed)]  # mean cost, policy, risk
+    for amount in np.linspace(network.cumulative()[-1], network.cumulative()[0], BUDGETS):
+        policy = fit(float(amount), fitting)
+        is_certified, observed = test.observe(policy, testing)
+        if not is_certified:
+            break
+        accepted.append((replay(policy, testing).mean_cost, policy, observed))
+    spent, chosen, observed = min(accepted, key=lambda each: each[0])  # the guarantee holds for all of them at once
+    numbers: dict[str, float | str] = {
+        "alpha": test.alpha,
+        "delta": test.delta,
+        test.risk: observed,
+        "samples": len(testing),
+        "mean cost": spent,
+        "bound": test.bound,
+    }
+    promise = (
+        f"With probability {1 - test.delta:.4g} over the calibration data, its {test.name} on new samples is at most"
+        f" {test.alpha:g} ({observed:.4g} observed); it spent {spent / network.full:.1%} of the plain network."
+    )
+    how = (
+        f"Fixed-sequence testing from the full network down with the {test.bound.replace('_', '-')} bound on"
+        f" {len(testing):,} samples. {EXCHANGEABLE}"
+    )
+    return certified(chosen, test.risk, promise, how, numbers)
