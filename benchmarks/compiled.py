@@ -29,7 +29,7 @@ from alight.deploy.deployed import Deployed
 from alight.export.manifest import AOTI, ONNX
 from alight.files import write_rows, write_text
 from alight.networks.multi_exit import MultiExitModel
-from alight.networks.store import load_model
+from alight.networks.store import load_model, save_model
 from alight.provenance import provenance
 
 ROOT = Path(__file__).parent.parent
@@ -58,7 +58,7 @@ def prepare(options: argparse.Namespace) -> None:
             case = make(folder, count=SAMPLES)
             case.policy.save(folder / "policy.json")
             torch.save([as_inputs(batch, case.model) for batch in case.batches], folder / "batches.pt")
-            case.model.save(folder / "model")
+            save_model(case.model, folder / "model")
         export(folder)
 
 
