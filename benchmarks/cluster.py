@@ -28,7 +28,7 @@ import numpy as np
 import torch
 from pyarrow import parquet
 
-from alight import calibrate, from_timm, measure_costs, record
+from alight import calibrate, from_timm, measure_costs, record, save_model
 from alight.files import write_rows
 from alight.provenance import provenance
 
@@ -44,7 +44,7 @@ def prepare(folder: Path, name: str = "resnet18") -> None:
     """A network with exits and a policy that uses all of them, in the folder."""
     torch.manual_seed(0)
     model = from_timm(name, num_classes=10, image_size=32, count=2)
-    model.save(folder / "model")
+    save_model(model, folder / "model")
     images = np.random.default_rng(0).integers(256, size=(512, 32, 32, 3), dtype=np.uint8)
     labelled = record(model, images, progress=False)
     policy = calibrate.eero(measure_costs(model, torch.zeros(1, 3, 32, 32)), "85%", labelled)

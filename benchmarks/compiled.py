@@ -28,7 +28,7 @@ from alight.data.batches import as_inputs, as_tensor
 from alight.engine.manifest import AOTI, ONNX
 from alight.files import write_rows, write_text
 from alight.networks.multi_exit import MultiExitModel
-from alight.networks.store import load_model
+from alight.networks.store import load_model, save_model
 from alight.provenance import provenance
 
 ROOT = Path(__file__).parent.parent
@@ -58,7 +58,7 @@ def prepare(options: argparse.Namespace) -> None:
             case.policy.save(folder / "policy.json")
             inputs = [as_inputs(batch, case.model.input_spec) for batch in case.batches]
             torch.save([tuple(map(as_tensor, batch)) for batch in inputs], folder / "batches.pt")
-            case.model.save(folder / "model")
+            save_model(case.model, folder / "model")
         export(folder)
 
 
@@ -66,7 +66,7 @@ def export(folder: Path) -> None:
     """Export a network in every format, and write down how long that took."""
     model, policy, _ = kept(folder)
     seconds: dict[str, float] = {}
-    for form in LOADS:
+    for form in FORMATS:
         begin = time.perf_counter()
         export_model(model, policy, folder / form, format=form, progress=True)
         seconds[form] = time.perf_counter() - begin

@@ -34,9 +34,8 @@ ROOT = Path(__file__).parent.parent
 ROUNDS = 7
 WALKS = 3  # of one batch through all stages in every round
 BATCHES = {1: 64, 32: 6}  # so many of a size make up a round
-SETTINGS = {"device": "cpu", "dtype": None, "channels_last": False}
+SETTINGS = RunSettings(device="cpu")
 Row = dict[str, str | float | int]
-State = tuple[np.ndarray, ...]
 Seconds = tuple[float, float, float]  # of the plain network, ours, and the stages alone
 
 

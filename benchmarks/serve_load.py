@@ -52,12 +52,12 @@ def prepare(state: Path, data: Path, folder: Path) -> None:
     from cifar100_data import Batches, read
     from cifar100_train import Job, load_result
 
-    from alight import measure_costs, record
+    from alight import measure_costs, record, save_model
     from alight.networks.zoo import CIFAR
 
     torch.set_num_threads(2)
     model = load_result(Job("resnet18_mixed_distilled"), state).eval()
-    model.save(folder / "model")
+    save_model(model, folder / "model")
     loader = [*Batches(read(data, 0, 1000).calibration, CIFAR, 250)]
     labelled, costs = record(model, loader, progress=False), measure_costs(model, loader[0][0][:1])
     write_policies(labelled, costs, folder)

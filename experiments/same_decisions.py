@@ -46,7 +46,7 @@ from alight import (
 from alight.data.formats import load_data
 from alight.files import write_rows, write_text
 from alight.networks.multi_exit import example_of
-from alight.networks.store import WEIGHTS
+from alight.networks.store import WEIGHTS, save_model
 from alight.policies.policy import Threshold
 from alight.provenance import provenance
 
@@ -97,7 +97,7 @@ def by_onnx(case: Case) -> Said:
 
 def by_service(case: Case) -> Said:
     """The HTTP service, with PyTorch."""
-    return Said(served_decisions(case.model.save(case.folder / "model"), case))
+    return Said(served_decisions(save_model(case.model, case.folder / "model"), case))
 
 
 def by_exported_service(case: Case) -> Said:

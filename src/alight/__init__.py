@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from alight import calibrate, deploy, evaluation, recordings
     from alight.costing.measure import head_overhead, measure_costs, time_stages
     from alight.costs import Costs
-    from alight.cutting.cut import cut
+    from alight.cutting.cut import cut, register_cutter
     from alight.cutting.placement import suggest_exits
     from alight.engine.predictor import Predictor
     from alight.engine.recorder import Recorded, record, record_to
@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from alight.export.exporting import export_model
     from alight.export.packages import load_compiled
     from alight.networks import zoo
-    from alight.networks.attach import attach_heads
+    from alight.networks.attach import attach_heads, from_outputs
+    from alight.networks.cascade import cascade
     from alight.networks.libraries import from_timm, from_torchvision, from_transformers
     from alight.networks.multi_exit import MultiExitModel, Normalisation
     from alight.networks.store import fingerprint, load_model, save_model
@@ -52,11 +53,13 @@ __all__ = [
     "at_equal_spend",
     "attach_heads",
     "calibrate",
+    "cascade",
     "cut",
     "deploy",
     "evaluation",
     "export_model",
     "fingerprint",
+    "from_outputs",
     "from_timm",
     "from_torchvision",
     "from_transformers",
@@ -70,6 +73,7 @@ __all__ = [
     "record",
     "record_to",
     "recordings",
+    "register_cutter",
     "replay",
     "route",
     "save_model",
@@ -99,11 +103,13 @@ _HOMES = {
     "Tuned": "alight.planning.tune",
     "at_equal_spend": "alight.evaluation.sweep",
     "attach_heads": "alight.networks.attach",
+    "cascade": "alight.networks.cascade",
     "cut": "alight.cutting.cut",
     "export_model": "alight.export.exporting",
     "RunSettings": "alight.engine.settings",
     "Threshold": "alight.policies.policy",
     "fingerprint": "alight.networks.store",
+    "from_outputs": "alight.networks.attach",
     "from_timm": "alight.networks.libraries",
     "from_torchvision": "alight.networks.libraries",
     "from_transformers": "alight.networks.libraries",
@@ -115,6 +121,7 @@ _HOMES = {
     "read_points": "alight.evaluation.sweep",
     "record": "alight.engine.recorder",
     "record_to": "alight.engine.recorder",
+    "register_cutter": "alight.cutting.cut",
     "replay": "alight.policies.route",
     "route": "alight.policies.route",
     "save_model": "alight.networks.store",

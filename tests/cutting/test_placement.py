@@ -108,7 +108,7 @@ class ReadsContent(nn.Module):
 def test_where_nothing_can_be_cut_the_line_in_the_way_and_the_remedy_are_said(wrapped):
     network = nn.Sequential(ReadsContent()) if wrapped else ReadsContent()
     with pytest.raises(
-        BadInput, match=r"content of a tensor .*test_places\.py:\d+ in forward: if x\.sum.*register_cutter"
+        BadInput, match=r"content of a tensor .*test_placement\.py:\d+ in forward: if x\.sum.*register_cutter"
     ):
         suggest_exits(network, torch.zeros(1, 4), count=2)
 

@@ -3,7 +3,8 @@ import torch
 from torch import nn
 
 from alight.errors import BadInput
-from alight.networks.attach import attach_heads
+from alight.networks.attach import attach_heads, from_outputs
+from alight.networks.cascade import cascade
 from alight.networks.heads import FlattenLinear, MLPHead, PooledLinear, TokenHead
 from alight.networks.libraries import from_transformers
 from alight.networks.multi_exit import MultiExitModel, Normalisation
@@ -181,12 +182,12 @@ def test_a_cascade_hands_its_inputs_on():
     torch.manual_seed(0)
     cheap, dear = nn.Linear(6, 3), nn.Sequential(nn.Linear(6, 9), nn.Linear(9, 3))
     batch = torch.randn(4, 6)
-    model = MultiExitModel.cascade([cheap, dear], exits=["cheap", "dear"], example=batch)
+    model = cascade([cheap, dear], exits=["cheap", "dear"], example=batch)
     assert torch.equal(model(batch)[0], cheap(batch))
     assert torch.equal(model(batch)[1], dear(batch))
     assert model.num_classes == 3
-    with pytest.raises(BadInput, match=r"know \[3, 4\] classes"):
-        MultiExitModel.cascade([cheap, nn.Linear(6, 4)], example=batch)
+    with pytest.raises(BadInput, match=r"give \[3, 4\] logits"):
+        cascade([cheap, nn.Linear(6, 4)], example=batch)
 
 
 class TwoHeaded(nn.Module):
@@ -204,12 +205,12 @@ class TwoHeaded(nn.Module):
 def test_a_network_with_several_outputs_is_split_between_them():
     torch.manual_seed(0)
     network, batch = TwoHeaded().eval(), torch.randn(4, 6)
-    model = MultiExitModel.from_outputs(network, batch).eval()
+    model = from_outputs(network, batch).eval()
     assert model.num_classes == 3
     for ours, theirs in zip(model(batch), network(batch), strict=True):
         assert torch.equal(ours, theirs)
     with pytest.raises(BadInput, match="one logit per class"):
-        MultiExitModel.from_outputs(Giving(lambda x: [x, x[:, :2]]), torch.randn(2, 4))
+        from_outputs(Giving(lambda x: [x, x[:, :2]]), torch.randn(2, 4))
 
 
 def test_the_fingerprint_follows_weights_heads_normalisation_and_dtype_alone():

@@ -6,7 +6,7 @@ import torch
 from fastapi.testclient import TestClient
 from transformers import BertConfig, BertTokenizerFast
 
-from alight import Predictor, from_transformers
+from alight import Predictor, from_transformers, save_model
 from alight.errors import BadInput
 from alight.policies.policy import ExitAt, Threshold
 from alight.serve.limits import Limits
@@ -23,7 +23,7 @@ def folder(tmp_path):
     torch.set_num_threads(1)
     torch.manual_seed(0)
     model = from_transformers(BertConfig(vocab_size=len(WORDS), **SIZES), num_classes=3, count=2)
-    model.save(tmp_path)
+    save_model(model, tmp_path)
     (tmp_path / "words.txt").write_text("\n".join(WORDS))
     BertTokenizerFast(vocab_file=str(tmp_path / "words.txt")).save_pretrained(tmp_path / "tokenizer")
     return tmp_path, model

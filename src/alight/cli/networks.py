@@ -47,7 +47,7 @@ def run_attach(options: argparse.Namespace) -> Found:
 
     from alight.networks.libraries import from_name
     from alight.networks.multi_exit import Normalisation
-    from alight.networks.store import load_backbone
+    from alight.networks.store import load_backbone, save_model
 
     torch.manual_seed(options.seed)
     try:
@@ -68,7 +68,7 @@ def run_attach(options: argparse.Namespace) -> Found:
     if options.mean:
         model.normalisation = Normalisation(options.mean, options.std or (1.0,) * len(options.mean))
     with new_folder(Path(options.output)) as folder:
-        model.save(folder)
+        save_model(model, folder)
         _keep_tokenizer(Path(options.network.removeprefix("transformers:")), folder)
     return Found(
         f"{options.network}, {model.num_classes} classes, exits after {', '.join(model.exits)}: {folder.resolve()}",
@@ -86,7 +86,7 @@ def run_train(options: argparse.Namespace) -> Found | None:
     check_network(options.model)
     check_data(options.data, options.validation, options.tokenizer)
     from alight.data.formats import load_data
-    from alight.networks.store import load_model
+    from alight.networks.store import load_model, save_model
     from alight.training.training import train_heads
 
     source, folder = Path(options.model), Path(options.output or options.model)
@@ -107,7 +107,7 @@ def run_train(options: argparse.Namespace) -> Found | None:
             raise BadInput(f"--set {' '.join(options.set)}: a value is of the wrong kind ({error})") from error
         if int(os.environ.get("RANK", "0")):  # of the processes that torchrun started, the first writes
             return None
-        model.save(folder)
+        save_model(model, folder)
         if source.resolve() != folder.resolve() and (source / TOKENIZER).is_dir():
             with whole_folder(folder / TOKENIZER) as filling:
                 shutil.copytree(source / TOKENIZER, filling, dirs_exist_ok=True)

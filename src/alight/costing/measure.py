@@ -14,8 +14,9 @@ from torch.utils._pytree import tree_map
 from alight.costing.energy import Meter, meter_for
 from alight.costing.flops import OnMeta, as_meta, count_flops, warn_of
 from alight.costs import Costs
+from alight.cutting.modes import in_mode
 from alight.errors import BadInput
-from alight.networks.multi_exit import Carried, MultiExitModel, advance, evaluating, read
+from alight.networks.multi_exit import Carried, MultiExitModel, advance, read
 
 Floats = npt.NDArray[np.float64]
 
@@ -114,7 +115,7 @@ def time_stages(
     if repeats < 1 or warmup < 0:
         raise BadInput(f"repeats={repeats}, warmup={warmup}: time at least one pass")
     inputs = _batch(model, example, batch_size)
-    with evaluating(model):
+    with in_mode(model, training=False):
         for _ in range(warmup):
             model(inputs)
         passes = np.array([_timed_pass(model, inputs) for _ in range(repeats)])  # (passes, 2 x exits)
@@ -167,7 +168,7 @@ class _Clock:
 
 def _counted(model: MultiExitModel, example: Any, batch_size: int | None) -> Costs:
     inputs = _batch(model, example, batch_size)
-    with evaluating(model):
+    with in_mode(model, training=False):
         try:
             with OnMeta():
                 stages, heads, unknown = _count_walk(model, tree_map(as_meta, inputs))
@@ -208,7 +209,7 @@ def _metered(model: MultiExitModel, example: Any, batch_size: int | None, warmup
     inputs = _batch(model, example, batch_size)
     meter = meter_for(inputs[0].device)
     stages, heads = [], []
-    with evaluating(model):
+    with in_mode(model, training=False):
         for _ in range(warmup):
             model(inputs)
         for stage, head, carried, features in _walk(model, inputs):

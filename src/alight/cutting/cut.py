@@ -8,8 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from alight.cutting.encoders import cut_text_encoder, is_text_encoder
+from alight.cutting.modes import in_mode
 from alight.cutting.stages import Layout, Piece, build, layout_of
-from alight.cutting.tracing import BATCHES, End, Inputs, Trace, Value, in_mode, refusals, trace, walk, without_caches
+from alight.cutting.tracing import BATCHES, End, Inputs, Trace, Value, refusals, trace, walk, without_caches
 from alight.errors import BadInput
 
 Cutter = Callable[[nn.Module, Sequence[str], Any], Sequence[nn.Module]]
@@ -109,7 +110,7 @@ def _check_shared(model: nn.Module, name: str, piece: Piece, before: Sequence[nn
     for tensor in batch:
         if _is_text(tensor):
             tensor[1::2, -1] = 0  # a text that is padded among others
-    with torch.no_grad(), in_mode(nn.ModuleList([model, *before]), False):
+    with in_mode(model, *before, training=False):
         each = [chain(before, tuple(tensor[row : row + 1] for tensor in batch)) for row in range(CHECKED[-1])]
     for index, value in enumerate(piece.outgoing):
         if not rows_of(piece.trace, value) and not all(same_bits(each[0][index], one[index]) for one in each):
@@ -120,7 +121,7 @@ def _check_apart(
     model: nn.Module, name: str, before: Sequence[nn.Module], behind: Sequence[nn.Module], inputs: Inputs
 ) -> None:
     """Raise unless samples keep apart where each has several rows: turned round at the cut, they come out turned."""
-    with torch.no_grad(), in_mode(nn.ModuleList([model, *before, *behind]), False):
+    with in_mode(model, *before, *behind, training=False):
         carried = chain(before, inputs.of_size(CHECKED[-1]))
         plain, turned = chain(behind, carried), chain(behind, tuple(tensor.flip(0) for tensor in carried))
     if (turned.flip(0) - plain).abs().max() > 1e-3 * plain.abs().max():
@@ -286,7 +287,7 @@ def _checked(model: nn.Module, stages: list[nn.Module], inputs: Inputs) -> list[
     """The stages, if their chain is the network, bit by bit, at batch sizes that the trace has not seen."""
     for stage in stages:
         stage.training = model.training
-    with torch.no_grad(), in_mode(nn.ModuleList([model, *stages]), False), without_caches(model), refusals():
+    with in_mode(model, *stages, training=False), without_caches(model), refusals():
         for size in CHECKED:
             batch = inputs.of_size(size)
             expected, found = logits_of(inputs.run(model, batch)), chain(stages, batch)
@@ -320,7 +321,7 @@ def _fix_length(model: nn.Module, stages: Sequence[nn.Module], inputs: Inputs) -
     if len(lengths) != 1 or lengths <= {0, 1}:
         return
     batch = tuple(tensor[:, :-1] if _is_text(tensor) else tensor for tensor in inputs.of_size(CHECKED[-1]))
-    with torch.no_grad(), in_mode(nn.ModuleList([model, *stages]), False), without_caches(model):
+    with in_mode(model, *stages, training=False), without_caches(model):
         try:
             free = same_bits(logits_of(inputs.run(model, batch)), chain(stages, batch))
         except Exception:  # whatever goes wrong where a number in the code is of another length

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from alight.cutting.modes import in_mode
 from alight.errors import BadInput
-from alight.networks.multi_exit import evaluating
 
 KINDS = {
     "bert",
@@ -130,7 +130,7 @@ def _same_straight(stages: Sequence["EncoderStage"], example: Any) -> bool:
     padded = tuple(_last_hidden(*pair) for pair in zip(names, given, strict=True))
     whole: Any
     straight: Any
-    with evaluating(nn.ModuleList(stages)):
+    with in_mode(*stages, training=False):
         for whole in (given, padded):
             straight = whole
             for stage in stages:

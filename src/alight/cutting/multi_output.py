@@ -3,14 +3,14 @@
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from alight.cutting.cut import CHECKED, check_carried, in_order, needed_calls, rows_of, same_bits
+from alight.cutting.modes import in_mode
 from alight.cutting.stages import Piece, Stage, build
-from alight.cutting.tracing import Inputs, Trace, Value, in_mode, refusals, trace, walk
+from alight.cutting.tracing import Inputs, Trace, Value, refusals, trace, walk
 from alight.errors import BadInput
 
 
@@ -20,6 +20,7 @@ def split_outputs(network: nn.Module, example: Any) -> tuple[list[nn.Module], li
     A stage is what later outputs need too, a head what one output alone needs; so a head reads all that is carried.
     Together they give the network's outputs, bit by bit.
 
+    >>> import torch
     >>> class Two(nn.Module):
     ...     def __init__(self):
     ...         super().__init__()
@@ -152,7 +153,7 @@ def _ancestors(traced: Trace, output: Value) -> set[int]:
 
 def _check(network: nn.Module, stages: Sequence[Stage], heads: Sequence[nn.Module], inputs: Inputs) -> None:
     """Raise unless stages and heads give what the network gives, bit by bit."""
-    with torch.no_grad(), in_mode(nn.ModuleList([network, *stages, *heads]), False):
+    with in_mode(network, *stages, *heads, training=False):
         for size in CHECKED:
             batch = inputs.of_size(size)
             expected = [item for item in walk(inputs.run(network, batch)) if isinstance(item, Tensor)]
@@ -176,7 +177,7 @@ def _check_order(
     for output, need in zip(outputs, needs, strict=True):
         piece = Piece(traced, needed_calls(traced, need, incoming, [output]), incoming, [output], last=True)
         alone = build(network, piece, piece)
-        with torch.no_grad(), in_mode(nn.ModuleList([network, alone]), False), refusals():
+        with in_mode(network, alone, training=False), refusals():
             totals.append(_flops(alone, batch))
     useless = [index for index in range(1, len(needs)) if needs[index] <= set[int]().union(*needs[:index])]
     if useless or totals != sorted(totals):

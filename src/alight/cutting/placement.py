@@ -3,13 +3,13 @@
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from alight.cutting.cut import CUTTERS, alive_after, cut
-from alight.cutting.tracing import Inputs, Trace, in_mode, on_meta, refusals, trace
+from alight.cutting.modes import in_mode
+from alight.cutting.tracing import Inputs, Trace, on_meta, refusals, trace
 from alight.errors import BadInput
 
 CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
@@ -31,6 +31,7 @@ def suggest_exits(model: nn.Module, example: Any, count: int) -> list[str]:
     Only block ends are suggested, those first at which nothing but the block's output is alive; the cut was tried. Two
     lie at least a third of the even distance apart, wherever the network has such places.
 
+    >>> import torch
     >>> blocks = [nn.Sequential(nn.Linear(8, 8), nn.ReLU()) for _ in range(8)]
     >>> suggest_exits(nn.Sequential(*blocks, nn.Linear(8, 3)), torch.zeros(1, 8), count=3)
     ['1', '3', '5']
@@ -150,7 +151,7 @@ def _spent(model: nn.Module, inputs: Inputs, batch: tuple[Tensor, ...], names: S
     try:
         for weight in learning:  # else the counter wants a gradient of each that a module is given
             weight.requires_grad_(False)
-        with in_mode(model, False), torch.no_grad(), counter:
+        with in_mode(model, training=False), counter:
             inputs.run(model, batch)
     finally:
         for weight in learning:

@@ -43,8 +43,8 @@ class Stage(nn.Module):
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Refuses to be pickled, whatever the protocol."""
         raise BadInput(
-            "a stage cannot be pickled, as its code was made in this process: save a model with model.save(folder) and"
-            " load it with load_model, or pickle the network and cut it again"
+            "a stage cannot be pickled, as its code was made in this process: save a model with save_model and load"
+            " it with load_model, or pickle the network and cut it again"
         )
 
 

@@ -5,7 +5,6 @@ Tensors are known by identity, so any Python is allowed in between, as long as i
 
 import copy
 import dataclasses
-import itertools
 import linecache
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -20,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from alight.cutting.modes import in_mode
 from alight.errors import BadInput
 
 READING = {  # what turns the content of a tensor into a number
@@ -435,7 +435,7 @@ def trace(
             return _seen(bare, batches, inputs, watched, ways, training)
         except Exception:  # whatever a network does that cannot be done without data
             continue
-    with in_mode(model, training), refusals():
+    with in_mode(model, training=training), refusals():
         return _seen((model, model), [inputs.of_size(size) for size in BATCHES], inputs, watched, ways, training)
 
 
@@ -476,24 +476,6 @@ def _seen(
         f"{problem}, so it has no fixed graph: cut after modules that do not lie around this line, or teach alight this"
         " network with register_cutter"
     )
-
-
-@contextmanager
-def in_mode(model: nn.Module, training: bool) -> Iterator[None]:
-    """While this lasts the network is in training or evaluation mode; statistics, modes and dice are put back."""
-    modes = [(module, module.training) for module in model.modules()]
-    buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()] if training else []
-    devices = {tensor.device for tensor in itertools.chain(model.parameters(), model.buffers())}
-    with torch.random.fork_rng([device for device in devices if device.type == "cuda"]):
-        model.train(training)
-        try:
-            yield
-        finally:
-            for module, mode in modes:
-                module.training = mode
-            with torch.no_grad():
-                for buffer, old in buffers:
-                    buffer.copy_(old)
 
 
 def on_meta(model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:

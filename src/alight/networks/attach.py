@@ -6,19 +6,12 @@ from typing import Any
 from torch import Tensor, nn
 
 from alight.cutting.cut import cut
+from alight.cutting.modes import in_mode
+from alight.cutting.multi_output import split_outputs
 from alight.cutting.placement import cut_evenly
 from alight.errors import BadInput
 from alight.networks.heads import HEADS, Factory, TokenHead, are_channels_last, make_head
-from alight.networks.multi_exit import (
-    Carried,
-    MultiExitModel,
-    Normalisation,
-    advance,
-    describe,
-    evaluating,
-    input_names,
-    read,
-)
+from alight.networks.multi_exit import Carried, MultiExitModel, Normalisation, advance, describe, input_names, read
 
 EXITS = 3  # that "auto" places before the end: heads are dear where they do not pay, and `plan` can only close some
 END = "end"  # the name of the last exit, the network's own classifier
@@ -48,7 +41,7 @@ def attach_heads(
     >>> model.exits, torch.equal(model(images)[-1], backbone(images))
     (('1', 'end'), True)
     """
-    with evaluating(backbone):
+    with in_mode(backbone, training=False):
         if after == "auto":
             names, stages = cut_evenly(backbone, example, count)
         else:
@@ -58,11 +51,38 @@ def attach_heads(
             stages, [nn.Identity() for _ in stages], [*names, END], input_names(example), classes=classes
         )
         carried = _walk(model, example)
-        model.num_classes = _checked_classes(carried[-1][0], num_classes, classes)
-        for index, (kind, found) in enumerate(zip(_per_exit(head, len(names)), carried[:-1], strict=True)):
-            model.heads[index] = _fitted(kind, found, model.num_classes, example, names[index])
+    model.num_classes = _checked_classes(carried[-1][0], num_classes, classes)
+    for index, (kind, features) in enumerate(zip(_per_exit(head, len(names)), carried[:-1], strict=True)):
+        model.heads[index] = _fitted(kind, features, model.num_classes, example, names[index])
     model.normalisation = normalisation
     model.recipe = {"source": "backbone", "type": type(backbone).__name__, "after": names, "example": describe(example)}
+    return model
+
+
+def from_outputs(network: nn.Module, example: Any, exits: Sequence[str] = ()) -> MultiExitModel:
+    """Split a network whose `forward` returns several logits, so that each can be computed without the later ones.
+
+    The logits come in a list, tuple or dict, from early to late; `exits` names them.
+
+    >>> import torch
+    >>> class TwoOutputs(nn.Module):
+    ...     def __init__(self):
+    ...         super().__init__()
+    ...         self.first, self.second, self.early, self.late = (nn.Linear(4, 4) for _ in range(4))
+    ...     def forward(self, x):
+    ...         x = self.first(x)
+    ...         return [self.early(x), self.late(self.second(x))]
+    >>> from_outputs(TwoOutputs(), torch.zeros(1, 4), exits=["early", "late"]).exits
+    ('early', 'late')
+    """
+    stages, heads = split_outputs(network, example)
+    model = MultiExitModel(
+        stages, heads, exits, input_names(example), recipe={"source": "outputs", "example": describe(example)}
+    )
+    shapes = [tuple(logits.shape[1:]) for logits in model.try_out(example)]
+    if len(set(shapes)) > 1 or len(shapes[0]) != 1:
+        raise BadInput(f"the outputs have shapes {shapes} per sample: every exit must give one logit per class")
+    model.num_classes = shapes[0][0]
     return model
 
 
@@ -122,7 +142,7 @@ def _fitted(kind: str | Factory, carried: Carried, num_classes: int, example: An
     head = make_head(kind, shape, num_classes, channels_last=are_channels_last(shape, image), masked=masked).to(
         features.device, features.dtype
     )
-    with evaluating(head):
+    with in_mode(head, training=False):
         logits = read(head, carried)
     if tuple(logits.shape) != (len(features), num_classes):
         raise BadInput(

@@ -47,7 +47,7 @@ def from_timm(
 ) -> MultiExitModel:
     """A network of timm with exits; further arguments go to `timm.create_model`.
 
-    Weights are fresh unless `pretrained`. The folder that `save` writes is loaded without downloading them again.
+    Weights are fresh unless `pretrained`. The folder that `save_model` writes is loaded without downloading them again.
 
     >>> from_timm("test_resnet", num_classes=10, image_size=32, count=2).exits
     ('conv1', 'layer1', 'end')

@@ -1,15 +1,13 @@
 """A network with exits: stages in a chain, a head after each."""
 
-import os
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from alight.cutting.modes import in_mode
 from alight.data.batches import by_name
 from alight.data.spec import InputSpec, TensorSpec
 from alight.errors import BadInput
@@ -75,40 +73,6 @@ class MultiExitModel(nn.Module):
         self.normalisation = normalisation
         self.recipe = dict(recipe or {"source": "stages"})
 
-    @classmethod
-    def from_outputs(cls, network: nn.Module, example: Any, exits: Sequence[str] = ()) -> "MultiExitModel":
-        """A network whose `forward` gives several logits, cut so that each can be had without the later ones."""
-        from alight.cutting.multi_output import split_outputs  # which builds on this module
-
-        stages, heads = split_outputs(network, example)
-        model = cls(
-            stages, heads, exits, input_names(example), recipe={"source": "outputs", "example": describe(example)}
-        )
-        shapes = [tuple(logits.shape[1:]) for logits in model.try_out(example)]
-        if len(set(shapes)) > 1 or len(shapes[0]) != 1:
-            raise BadInput(f"the outputs have shapes {shapes} per sample: every exit must give one logit per class")
-        model.num_classes = shapes[0][0]
-        return model
-
-    @classmethod
-    def cascade(cls, models: Sequence[nn.Module], exits: Sequence[str] = (), example: Any = None) -> "MultiExitModel":
-        """Separate networks from cheap to dear: a sample that does not leave after one is given to the next.
-
-        >>> model = MultiExitModel.cascade([nn.Linear(4, 3), nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 3))])
-        >>> [tuple(logits.shape) for logits in model(torch.zeros(5, 4))]
-        [(5, 3), (5, 3)]
-        """
-        names = input_names(example)
-        stages = [CascadeStage(network, first=index == 0, input_names=names) for index, network in enumerate(models)]
-        model = cls(stages, [nn.Identity() for _ in stages], exits, names, recipe={"source": "cascade"})
-        if example is not None:
-            widths = [logits.shape[-1] for logits in model.try_out(example)]
-            if len(set(widths)) > 1:
-                raise BadInput(f"the networks know {widths} classes: every one must know the same")
-            model.num_classes = widths[0]
-            model.recipe["example"] = describe(example)
-        return model
-
     @property
     def num_exits(self) -> int:
         """Number of exits."""
@@ -144,32 +108,9 @@ class MultiExitModel(nn.Module):
 
     def try_out(self, example: Any) -> list[Tensor]:
         """Logits of every exit in evaluation, without gradient, whatever mode the network is in."""
-        with evaluating(self):
+        with in_mode(self, training=False):
             logits: list[Tensor] = self(example)
         return logits
-
-    def save(self, folder: str | os.PathLike[str]) -> Path:
-        """The folder, once weights and description are in it: what `load_model` reads."""
-        from alight.networks.store import save_model  # which builds on this module
-
-        return save_model(self, folder)
-
-
-class CascadeStage(nn.Module):
-    """One network of a cascade: gives its logits, and hands on the inputs."""
-
-    def __init__(self, network: nn.Module, *, first: bool, input_names: Sequence[str] = ()) -> None:
-        super().__init__()
-        self.network, self.first, self.input_names = network, first, tuple(input_names)
-
-    def forward(self, *carried: Tensor) -> Carried:
-        """The logits, then the inputs."""
-        inputs = carried if self.first else carried[1:]
-        if self.input_names:
-            given = self.network(**dict(zip(self.input_names, inputs, strict=True)))
-        else:
-            given = self.network(*inputs)
-        return (getattr(given, "logits", given), *inputs)  # transformers give an object that has logits
 
 
 def advance(stage: nn.Module, carried: Carried) -> Carried:
@@ -182,19 +123,6 @@ def read(head: nn.Module, carried: Carried) -> Tensor:
     """The logits of a head."""
     logits: Tensor = head(*carried) if getattr(head, "reads_everything", False) else head(carried[0])
     return logits
-
-
-@contextmanager
-def evaluating(module: nn.Module) -> Iterator[None]:
-    """Evaluation without gradient; afterwards every part is in the mode that it was in."""
-    modes = {part: part.training for part in module.modules()}
-    module.eval()
-    try:
-        with torch.no_grad():
-            yield
-    finally:
-        for part, mode in modes.items():
-            part.training = mode
 
 
 def head_settings(head: nn.Module) -> dict[str, Any]:

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from alight.errors import BadFile, BadInput, Mismatch
 from alight.files import PathLike, read_json, write_json, write_whole
-from alight.networks.attach import attach_heads
+from alight.networks.attach import attach_heads, from_outputs
+from alight.networks.cascade import cascade
 from alight.networks.heads import HEADS, Factory
 from alight.networks.libraries import BUILDERS, Heads, build
 from alight.networks.multi_exit import MultiExitModel, Normalisation, described_example, structure
@@ -123,7 +124,7 @@ def save_model(model: MultiExitModel, folder: PathLike) -> Path:
 
 
 def load_model(folder: PathLike, backbone: Any = None, head: Heads | None = None) -> MultiExitModel:
-    """The network of a folder that `save` wrote, on the CPU, in evaluation mode.
+    """The network of a folder that `save_model` wrote, on the CPU, in evaluation mode.
 
     One that alight cannot build again is passed in: the `backbone` that `attach_heads` or `from_outputs` was given, the
     networks of a cascade, or a `MultiExitModel` built by hand; `head` if heads were made by a function of one's own.
@@ -131,7 +132,7 @@ def load_model(folder: PathLike, backbone: Any = None, head: Heads | None = None
 
     >>> import tempfile
     >>> from alight import from_timm
-    >>> folder = from_timm("test_resnet", num_classes=10, image_size=32, count=2).save(tempfile.mkdtemp())
+    >>> folder = save_model(from_timm("test_resnet", num_classes=10, image_size=32, count=2), tempfile.mkdtemp())
     >>> load_model(folder).num_exits
     3
     """
@@ -224,9 +225,9 @@ def _rebuilt(config: Mapping[str, Any], backbone: Any, head: Heads | None) -> Mu
         raise Mismatch(f"alight cannot build {what} again: pass it in as load_model(folder, backbone=...)")
     example = described_example(recipe["example"]) if "example" in recipe else None
     if source == "cascade":
-        return MultiExitModel.cascade([*backbone], config["exits"], example)
+        return cascade([*backbone], config["exits"], example)
     if source == "outputs":
-        return MultiExitModel.from_outputs(backbone, example, config["exits"])
+        return from_outputs(backbone, example, config["exits"])
     return attach_heads(backbone, recipe["after"], example=example, head=_factories(config["heads"], head))
 
 
