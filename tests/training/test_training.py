@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -23,7 +24,7 @@ from alight.networks.multi_exit import MultiExitModel
 from alight.training.checkpoints import Checkpoint
 from alight.training.losses import exit_losses, rescale_gradients
 from alight.training.metrics import History
-from alight.training.settings import learning_rate_factor
+from alight.training.settings import TrainingSettings, learning_rate_factor
 from alight.training.training import train_heads
 
 FEW = 256  # samples, for tests that need not learn
@@ -33,7 +34,7 @@ FEW = 256  # samples, for tests that need not learn
 def trained() -> MultiExitModel:
     """A network whose last exit knows the digits and whose heads know nothing."""
     model = network()
-    train_heads(model, loader(), mode="joint", loss_weights=[0, 0, 1], epochs=4, progress=False)
+    train_heads(model, loader(), TrainingSettings(mode="joint", loss_weights=[0, 0, 1], epochs=4), progress=False)
     return model
 
 
@@ -46,14 +47,19 @@ def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
 
 
 def quick(model: MultiExitModel, data=None, **options) -> History:
-    return train_heads(model, loader(FEW) if data is None else data, **{"epochs": 2, "progress": False, **options})
+    """Train for two epochs; options are of the call where it has them, of the settings otherwise."""
+    of_the_call = {
+        name: options.pop(name) for name in options.keys() & {"validation", "checkpoint", "checkpoint_every"}
+    }
+    settings = TrainingSettings(**{"epochs": 2, **options})
+    return train_heads(model, loader(FEW) if data is None else data, settings, progress=False, **of_the_call)
 
 
 @pytest.mark.parametrize("mode", ["frozen", "joint", "mixed"])
 def test_every_exit_learns_the_digits(mode, trained):
     model = copy.deepcopy(trained) if mode == "frozen" else network()
     optimizer = {"optimizer": "sgd", "learning_rate": 0.1} if mode == "joint" else {"learning_rate": 5e-3}
-    history = train_heads(model, loader(), mode=mode, epochs=12, validation=held_out(), progress=False, **optimizer)
+    history = quick(model, loader(), mode=mode, epochs=12, validation=held_out(), **optimizer)
     assert min(history.epochs[-1].validation_accuracies) > 0.9
     assert history.epochs[-1].losses[0] < 0.6
     assert "validation accuracy" in str(history)
@@ -313,6 +319,7 @@ def test_a_kill_while_saving_keeps_the_old_checkpoint(tmp_path):
     code = """
         import os, signal
         from alight.training import checkpoints
+        from alight.training.settings import TrainingSettings
         from alight.training.training import train_heads
         from digits import loader, network
 
@@ -322,7 +329,8 @@ def test_a_kill_while_saving_keeps_the_old_checkpoint(tmp_path):
             if len(saves) == 2:
                 os.kill(os.getpid(), signal.SIGKILL)  # the second one lies half-way between memory and its place
         checkpoints.os.fsync = flushed
-        train_heads(network(), loader(256), mode="joint", epochs=3, checkpoint=sys.argv[1], progress=False)
+        settings = TrainingSettings(mode="joint", epochs=3)
+        train_heads(network(), loader(256), settings, checkpoint=sys.argv[1], progress=False)
     """
     assert run_python(code, path).returncode == -signal.SIGKILL
     assert Checkpoint.load(path).epochs_done == 1
@@ -334,20 +342,21 @@ def test_a_kill_while_saving_keeps_the_old_checkpoint(tmp_path):
 def test_two_processes_in_frozen_mode_give_the_loss_curve_of_one(tmp_path):
     code = """
         import json, os
+        from alight.training.settings import TrainingSettings
         from alight.training.training import train_heads
         from digits import held_out, loader, network
 
-        def told(name, **options):
-            model = network()
-            options |= {"checkpoint": f"{sys.argv[1]}.{name}", "validation": held_out(), "progress": False}
-            history = train_heads(model, loader(321, 64), epochs=3, **options)
+        def write(name, **options):
+            model, settings = network(), TrainingSettings(epochs=3, **options)
+            call = {"checkpoint": f"{sys.argv[1]}.{name}", "validation": held_out(), "progress": False}
+            history = train_heads(model, loader(321, 64), settings, **call)
             if os.environ["RANK"] == "0":
                 weights = [tensor.tolist() for tensor in model.heads.state_dict().values()]
                 epochs = [each.plain() for each in history.epochs]
                 open(f"{sys.argv[1]}.{name}.json", "w").write(json.dumps([epochs, weights]))
 
-        told("frozen")
-        told("mixed", mode="mixed", clip=1.0)
+        write("frozen")
+        write("mixed", mode="mixed", clip=1.0)
     """
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
     done = run_python(code, tmp_path / "two", launcher=launcher)
@@ -371,16 +380,8 @@ def test_distillation_needs_no_labels_and_brings_heads_close_to_the_last_exit(tr
     model = copy.deepcopy(trained)
     images = digits()[0].tensors[0]
     unlabelled = DataLoader(TensorDataset(images), 64, shuffle=True)
-    history = train_heads(
-        model,
-        unlabelled,
-        epochs=10,
-        learning_rate=1e-2,
-        distill=1.0,
-        temperature=2.0,
-        validation=held_out(),
-        progress=False,
-    )
+    teaching = {"distill": 1.0, "temperature": 2.0}
+    history = quick(model, unlabelled, epochs=10, learning_rate=1e-2, validation=held_out(), **teaching)
     assert history.epochs[-1].losses[0] < history.epochs[0].losses[0]
     assert history.epochs[-1].accuracies == ()
     assert min(history.epochs[-1].validation_accuracies) > 0.9
@@ -478,7 +479,7 @@ def test_a_network_that_knows_nothing_is_warned_of(trained):
 
 
 def test_progress_shows_the_accuracy_of_every_exit(capfd):
-    train_heads(network(), loader(FEW), mode="joint", epochs=1)
+    train_heads(network(), loader(FEW), TrainingSettings(mode="joint", epochs=1))
     assert "epoch 1/1, accuracy %" in capfd.readouterr().err
 
 
@@ -579,7 +580,7 @@ def test_a_bad_loader_gets_an_error_that_says_what_to_do(case):
     if case == "an iterator":
         batches = iter([(IMAGES, LABELS)])
     with pytest.raises(BadInput, match=message):
-        train_heads(network(), batches, epochs=2, progress=False)
+        quick(network(), batches)
 
 
 @pytest.mark.parametrize(
@@ -609,6 +610,15 @@ def test_a_bad_loader_gets_an_error_that_says_what_to_do(case):
 def test_a_setting_out_of_bounds_is_refused(options, message):
     with pytest.raises(BadInput, match=message):
         quick(network(), **options)
+
+
+def test_defaults_that_depend_on_others_follow_them():
+    settings = TrainingSettings(mode="mixed", epochs=5, loss_weights=[1, 0, 2])
+    resolved = settings.resolve(3)
+    assert (resolved.learning_rate, resolved.backbone_epochs, resolved.loss_weights) == (1e-3, 2, (1.0, 0.0, 2.0))
+    assert replace(settings, optimizer="sgd").resolve(3).learning_rate == 3e-2
+    assert replace(settings, mode="joint", loss_weights=None).resolve(2).loss_weights == (1.0, 1.0)
+    assert settings == TrainingSettings(mode="mixed", epochs=5, loss_weights=(1.0, 0.0, 2.0))
 
 
 def test_a_plain_network_is_refused():

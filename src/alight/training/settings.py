@@ -1,8 +1,8 @@
-"""How to train: everything that makes one training another than the next."""
+"""How to train: settings, the phases they mean, optimizers, schedules and the average of weights."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from math import cos, pi
 from typing import Any
 
@@ -18,64 +18,108 @@ MODES = ("frozen", "joint", "mixed")
 PRECISIONS = {None: None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-@dataclass(frozen=True)
-class Settings:
-    """What makes one training another than the next."""
+@dataclass(frozen=True, kw_only=True)
+class TrainingSettings:
+    """How to train: everything that makes one training differ from another.
 
-    mode: str
-    epochs: int
-    backbone_epochs: int
-    optimizer: str
-    learning_rate: float
-    weight_decay: float
-    momentum: float
-    nesterov: bool
-    schedule: str | None
-    loss_weights: tuple[float, ...]
-    distill: float
-    temperature: float
-    rescale_gradients: bool
-    amp: str | None
-    channels_last: bool
-    clip: float | None
-    ema: float | None
-    seed: int
+    `mode` says what is trained. "frozen" (the paper): the heads alone, on the sum of their cross-entropies; the
+    backbone runs once per batch without gradient, and neither its weights nor its batch-norm statistics change.
+    "joint": everything. "mixed": for `backbone_epochs` the backbone on its last exit, then everything.
+
+    `distill` replaces that share of every earlier exit's loss by the divergence from the last exit's probabilities, at
+    a softmax `temperature`; with a frozen backbone it needs no labels. `rescale_gradients` gives every stage the
+    average of its exits' gradients instead of their sum (Li et al. 2019). `compile` runs what is trained through
+    torch.compile, which pays where many small kernels wait for the host: after minutes of compiling, and with last
+    bits that differ.
+
+    >>> TrainingSettings(mode="joint", optimizer="sgd").resolve(num_exits=2).learning_rate
+    0.03
+    """
+
+    mode: str = "frozen"  # or "joint", "mixed"
+    epochs: int = 10
+    backbone_epochs: int | None = None  # of mode "mixed"; None: half of all
+    optimizer: str = "adamw"  # whose first beta is the momentum; or "sgd"
+    learning_rate: float | None = None  # None: 1e-3 for adamw, 3e-2 for sgd
+    weight_decay: float = 1e-4
+    momentum: float = 0.9
+    nesterov: bool = False  # for sgd
+    schedule: str | None = "cosine"  # of the learning rate; or "onecycle", None
+    loss_weights: Sequence[float] | None = None  # one per exit; None: 1 each
+    distill: float = 0.0
+    temperature: float = 1.0
+    rescale_gradients: bool = False
+    amp: str | None = None  # mixed precision: "bf16" or "fp16"
+    channels_last: bool = False  # memory layout of images for a GPU's kernels; ignored on a CPU
+    clip: float | None = None  # largest norm of the gradient
+    ema: float | None = None  # decay, such as 0.999: the model ends with the average of its weights
+    compile: bool = False
+    seed: int = 0
 
     def __post_init__(self) -> None:
+        if self.loss_weights is not None:
+            object.__setattr__(self, "loss_weights", tuple(map(float, self.loss_weights)))
         choices = {"mode": MODES, "optimizer": OPTIMIZERS, "schedule": SCHEDULES, "amp": PRECISIONS}
         for name, known in choices.items():
             if getattr(self, name) not in known:
                 raise BadInput(f"{name} {getattr(self, name)!r} is none of {', '.join(map(repr, known))}")
-        bounds = {
-            "epochs": (type(self.epochs) is int and self.epochs >= 1, "a whole number, at least 1"),
-            "learning_rate": (self.learning_rate > 0, "above 0"),
-            "weight_decay": (self.weight_decay >= 0, "at least 0"),
-            "momentum": (0 <= self.momentum < 1, "from 0 to below 1"),
-            "distill": (0 <= self.distill <= 1, "a share from 0 to 1"),
-            "temperature": (self.temperature > 0, "above 0"),
-            "clip": (self.clip is None or self.clip > 0, "above 0, or None"),
-            "ema": (self.ema is None or 0 < self.ema < 1, "between 0 and 1, or None"),
-            "seed": (self.seed >= 0, "at least 0"),
-            "loss_weights": (min(self.loss_weights) >= 0 < max(self.loss_weights), "none below 0 and some above"),
-            "backbone_epochs": (0 <= self.backbone_epochs < self.epochs, f"from 0 to below epochs, {self.epochs}"),
-        }
-        for name, (holds, bound) in bounds.items():
+        for name, (holds, bound) in self._bounds().items():
             if not holds:
                 raise BadInput(f"{name} {getattr(self, name)} is out of bounds: give {bound}")
-        if self.mode == "mixed" and self.loss_weights[-1] == 0:
+        if self.mode == "mixed" and (self.loss_weights or (1.0,))[-1] == 0:
             raise BadInput("mixed training starts with the last exit, whose loss weight is 0: give it some")
         if self.nesterov and (self.optimizer != "sgd" or self.momentum == 0):
             raise BadInput("nesterov is a kind of SGD's momentum: use optimizer='sgd' with some, or leave it out")
         if self.rescale_gradients and self.mode == "frozen":
             raise BadInput("rescale_gradients changes nothing in a frozen backbone: leave it out, or use mode='joint'")
 
+    def _bounds(self) -> dict[str, tuple[bool, str]]:
+        """Return for every number whether it is allowed, and what is."""
+        rate, weights, first = self.learning_rate, self.loss_weights, self.backbone_epochs
+        in_epochs = self.mode != "mixed" or first is None or (type(first) is int and 0 <= first < self.epochs)
+        return {
+            "epochs": (type(self.epochs) is int and self.epochs >= 1, "a whole number, at least 1"),
+            "learning_rate": (rate is None or rate > 0, "above 0"),
+            "weight_decay": (self.weight_decay >= 0, "at least 0"),
+            "momentum": (0 <= self.momentum < 1, "from 0 to below 1"),
+            "distill": (0 <= self.distill <= 1, "a share from 0 to 1"),
+            "temperature": (self.temperature > 0, "above 0"),
+            "clip": (self.clip is None or self.clip > 0, "above 0, or None"),
+            "ema": (self.ema is None or 0 < self.ema < 1, "between 0 and 1, or None"),
+            "seed": (type(self.seed) is int and self.seed >= 0, "a whole number, at least 0"),
+            "loss_weights": (not weights or min(weights) >= 0 < max(weights), "none below 0 and some above"),
+            "backbone_epochs": (in_epochs, f"a whole number from 0 to below epochs, {self.epochs}"),
+        }
+
+    def resolve(self, num_exits: int) -> "ResolvedSettings":
+        """Fill in the defaults that depend on other settings and on the network."""
+        weights = (1.0,) * num_exits if self.loss_weights is None else tuple(self.loss_weights)
+        if len(weights) != num_exits:
+            raise BadInput(f"{len(weights)} loss weights for {num_exits} exits: give one per exit")
+        first = self.epochs // 2 if self.backbone_epochs is None else self.backbone_epochs
+        rate = OPTIMIZERS[self.optimizer] if self.learning_rate is None else self.learning_rate
+        filled_in = {
+            "backbone_epochs": first if self.mode == "mixed" else 0,
+            "learning_rate": rate,
+            "loss_weights": weights,
+        }
+        return ResolvedSettings(**{each.name: getattr(self, each.name) for each in fields(self)} | filled_in)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResolvedSettings(TrainingSettings):
+    """Settings for one network, without defaults left open."""
+
+    backbone_epochs: int
+    learning_rate: float
+    loss_weights: tuple[float, ...]
+
     @property
     def identity(self) -> dict[str, Any]:
         """What a checkpoint must agree with; the number of epochs only where the learning rate depends on it."""
-        told = asdict(self) | {"loss_weights": list(self.loss_weights)}
-        if self.schedule is None:
-            del told["epochs"]
-        return told
+        found = asdict(self) | {"loss_weights": list(self.loss_weights)}
+        left_out = {"compile"} | ({"epochs"} if self.schedule is None else set())
+        return {name: value for name, value in found.items() if name not in left_out}
 
 
 class _Heads(nn.Module):
@@ -132,7 +176,7 @@ class Phase:
     frozen: bool = False
 
 
-def phases(model: MultiExitModel, settings: Settings) -> list[Phase]:
+def phases(model: MultiExitModel, settings: ResolvedSettings) -> list[Phase]:
     """The phases of a training, first to last."""
     first, last = settings.backbone_epochs, settings.epochs
     if settings.mode == "frozen":

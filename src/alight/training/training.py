@@ -25,11 +25,11 @@ from alight.training.distributed import Processes, ShardedLoader, processes
 from alight.training.losses import exit_losses
 from alight.training.metrics import Epoch, History, Row, Tally
 from alight.training.settings import (
-    OPTIMIZERS,
     PRECISIONS,
     Average,
     Phase,
-    Settings,
+    ResolvedSettings,
+    TrainingSettings,
     learning_rate_factor,
     make_optimizer,
     phases,
@@ -41,100 +41,48 @@ ENOUGH = 500  # samples by which a backbone shows whether it knows anything
 
 def train_heads(
     model: MultiExitModel,
-    loader: Any,
+    data: Any,
+    settings: TrainingSettings | None = None,
     *,
-    batch_size: int = BATCH_SIZE,
-    mode: str = "frozen",
-    epochs: int = 10,
-    backbone_epochs: int | None = None,
-    optimizer: str = "adamw",
-    learning_rate: float | None = None,
-    weight_decay: float = 1e-4,
-    momentum: float = 0.9,
-    nesterov: bool = False,
-    schedule: str | None = "cosine",
-    loss_weights: Sequence[float] | None = None,
-    distill: float = 0.0,
-    temperature: float = 1.0,
-    rescale_gradients: bool = False,
-    amp: str | None = None,
-    channels_last: bool = False,
-    clip: float | None = None,
-    ema: float | None = None,
-    compile: bool = False,  # noqa: A002  # torch's own word for it
-    device: str | torch.device | None = None,
-    seed: int = 0,
+    validation: Any = None,
     checkpoint: PathLike | None = None,
     checkpoint_every: int = 1,
-    validation: Any = None,
+    device: str | torch.device | None = None,
+    batch_size: int = BATCH_SIZE,
     progress: bool = True,
 ) -> History:
-    """The history of a training that changes the model in place.
+    """Train heads, or the whole network with them, in place; return the loss and accuracy of every epoch.
 
-    `mode` says what is trained. "frozen" (the paper): the heads alone, on the sum of their cross-entropies; the
-    backbone runs once per batch without gradient, and neither its weights nor its statistics move. "joint": everything.
-    "mixed": for `backbone_epochs` (by default half of all) the backbone on its last exit, then everything.
+    `data` is a loader, a data set, arrays or tensors as (inputs, labels), or a list of (image, label). All but loaders
+    are shuffled and taken in batches of `batch_size`; pictures and bytes are normalised for the network. A batch is
+    (inputs, labels), or a dict with "labels", which may there be shares of classes (smoothed labels, mixed images)
+    instead of one class each. `validation` is evaluated after every epoch. The model is moved to `device` and stays
+    there.
 
-    Instead of a loader there may be a data set, arrays or tensors as (inputs, labels), or a list of (image, label):
-    they are shuffled and taken in batches of `batch_size`; pictures and bytes are normalised as the network says.
-    A batch is (inputs, labels), or a dict with "labels", which may there be shares of classes (smoothed labels, mixed
-    images) instead of one class each. `loss_weights` has one number per exit. `distill` replaces that share of every
-    earlier exit's loss by the divergence from what the last exit says, at a softmax `temperature`; with a frozen
-    backbone it needs no labels. `rescale_gradients` gives every stage the average of its exits' gradients instead of
-    their sum (Li et al. 2019).
-
-    `schedule` is "cosine", "onecycle" or None; the learning rate is by default 1e-3 for "adamw" (whose first beta is
-    `momentum`) and 3e-2 for "sgd", whose momentum may be `nesterov`. `amp` is "bf16" or "fp16"; `clip` bounds the
-    gradient's norm; `channels_last` lays images out for a GPU's kernels, and is ignored on a CPU; with `ema`, a decay
-    such as 0.999, the model ends with the average of its weights. `compile` runs what is trained through torch.compile,
-    which pays where many small kernels wait for the host: after minutes of compiling, and with last bits that differ.
-    The model is moved to `device` and stays there.
-
-    A `checkpoint` is written after every epoch, or every few (`checkpoint_every`) where epochs are short, and taken up
-    if it is there: on a CPU the result is bit for bit that of an uninterrupted training, as long as the data's own dice
-    are torch's, NumPy's or Python's global ones or the loader's generator. Under `torchrun` all processes together work
-    on each batch of the loader.
+    A `checkpoint` is written after every epoch, or every few (`checkpoint_every`) where epochs are short, and training
+    resumes from it: on a CPU the result is bit for bit that of an uninterrupted training, as long as the data draw
+    random numbers from the global generators of torch, NumPy or Python, or from the loader's generator. Under
+    `torchrun` all processes together work on each batch of the loader.
 
     >>> model = MultiExitModel([nn.Linear(4, 8), nn.Linear(8, 3)], [nn.Linear(8, 3), nn.Identity()])
     >>> batch = (torch.randn(6, 4), torch.tensor([0, 1, 2, 0, 1, 2]))
-    >>> train_heads(model, [batch], mode="joint", epochs=2, progress=False).exits
+    >>> train_heads(model, [batch], TrainingSettings(mode="joint", epochs=2), progress=False).exits
     ('exit 0', 'exit 1')
     """
     if not isinstance(model, MultiExitModel):
         raise BadInput(f"a {type(model).__name__} has no exits yet: attach_heads makes a MultiExitModel of it")
-    if loss_weights is not None and len(loss_weights) != model.num_exits:
-        raise BadInput(f"{len(loss_weights)} loss weights for {model.num_exits} exits: give one per exit")
-    settings = Settings(
-        mode=mode,
-        epochs=epochs,
-        backbone_epochs=(epochs // 2 if backbone_epochs is None else backbone_epochs) if mode == "mixed" else 0,
-        optimizer=optimizer,
-        learning_rate=OPTIMIZERS.get(optimizer, 1.0) if learning_rate is None else learning_rate,
-        weight_decay=weight_decay,
-        momentum=momentum,
-        nesterov=nesterov,
-        schedule=schedule,
-        loss_weights=(1.0,) * model.num_exits if loss_weights is None else tuple(map(float, loss_weights)),
-        distill=distill,
-        temperature=temperature,
-        rescale_gradients=rescale_gradients,
-        amp=amp,
-        channels_last=channels_last,
-        clip=clip,
-        ema=ema,
-        seed=seed,
-    )
+    resolved = (settings or TrainingSettings()).resolve(model.num_exits)
     if checkpoint is not None:
         check_writable(checkpoint)
     if checkpoint_every < 1:
         raise BadInput(f"checkpoint_every {checkpoint_every} is out of bounds: give a number of epochs, at least 1")
     place = torch.device(device) if device is not None else _device_of(model)
     own, place = processes(place)
-    loader = in_batches(loader, model, batch_size, shuffle=True)
+    loader = own.share(in_batches(data, model, batch_size, shuffle=True))
     judged = None if validation is None else own.share(in_batches(validation, model, batch_size))
-    with _as_found(model, _layout(settings, place)), _own_dice(place):
+    with _as_found(model, _layout(resolved, place)), _own_dice(place):
         model.to(place)
-        training = _Training(model, settings, own, place, own.share(loader), checkpoint, checkpoint_every, compile)
+        training = _Training(model, resolved, own, place, loader, checkpoint, checkpoint_every)
         return training.run(judged, progress and own.is_first)
 
 
@@ -144,17 +92,15 @@ class _Training:
     def __init__(
         self,
         model: MultiExitModel,
-        settings: Settings,
+        settings: ResolvedSettings,
         own: Processes,
         device: torch.device,
         loader: ShardedLoader,
         checkpoint: PathLike | None,
         checkpoint_every: int,
-        compiles: bool,
     ) -> None:
         self.model, self.settings, self.own, self.device, self.loader = model, settings, own, device, loader
         self.checkpoint, self.checkpoint_every, self.history = checkpoint, checkpoint_every, list[Epoch]()
-        self.compiles = compiles
         self.batches = _length(loader)
         self.kept: nn.Module = model.heads if settings.mode == "frozen" else model  # what training changes
         if not any(parameter.requires_grad for parameter in self.kept.parameters()):
@@ -299,7 +245,7 @@ class _Walk:
         if not self.trained:
             raise BadInput(f"loss weights {settings.loss_weights} leave no head to train: give one of them some weight")
         self.module = training.own.join(phase.module)
-        self.forward = torch.compile(self.module, dynamic=False) if training.compiles else self.module
+        self.forward = torch.compile(self.module, dynamic=False) if settings.compile else self.module
         self.parameters = [each for each in phase.module.parameters() if each.requires_grad]
         self.optimizer = make_optimizer(
             settings.optimizer,
@@ -445,7 +391,7 @@ def _length(loader: ShardedLoader) -> int | None:
         return None
 
 
-def _layout(settings: Settings, device: torch.device) -> bool:
+def _layout(settings: ResolvedSettings, device: torch.device) -> bool:
     """Return whether images are trained with their channels last: on CUDA only.
 
     On some CPUs the backward pass of narrow convolutions with channels last crashes torch 2.15.
