@@ -153,7 +153,7 @@ def state(scripts, data, tmp_path_factory):
     return folder
 
 
-pytestmark = pytest.mark.filterwarnings("ignore:the last exit is right")
+pytestmark = pytest.mark.filterwarnings("ignore:the last exit has")
 
 
 def test_every_run_leaves_tables_costs_a_history_and_how_it_was_made(scripts, state):

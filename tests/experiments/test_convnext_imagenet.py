@@ -20,7 +20,7 @@ EXPERIMENTS = Path(__file__).parent.parent.parent / "experiments"
 CLASSES = ("cat", "dog", "owl")
 TINY = [CNBlockConfig(4, 8, 2), CNBlockConfig(8, 12, 1), CNBlockConfig(12, None, 2)]
 
-pytestmark = pytest.mark.filterwarnings("ignore:the last exit is right")
+pytestmark = pytest.mark.filterwarnings("ignore:the last exit has")
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""Training: every exit learns, what is frozen stays, and what was interrupted goes on as if it had not been."""
+"""Training: every exit learns, what is frozen stays, and what was interrupted resumes as if it had not been."""
 
 import copy
 import errno
@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import textwrap
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
@@ -120,8 +120,8 @@ def test_mixed_training_starts_with_the_backbone_alone():
     assert not same(before, state(again))
 
 
-@pytest.mark.filterwarnings("ignore:the last exit is right")
-def test_heads_of_a_network_that_was_born_with_exits_are_all_trained():
+@pytest.mark.filterwarnings("ignore:the last exit has")
+def test_heads_of_a_network_built_with_exits_are_all_trained():
     model = MultiExitModel([nn.Flatten(), nn.Identity()], [nn.Linear(64, 10), nn.Linear(64, 10)])
     before = state(model)
     quick(model)
@@ -140,7 +140,7 @@ def test_images_are_trained_with_channels_first_on_a_cpu():
     assert all(layouts)
 
 
-def test_one_seed_is_one_training_and_leaves_all_other_dice_alone():
+def test_one_seed_gives_one_training_and_restores_all_random_generators():
     results = []
     for _ in range(2):
         model = network(dropout=0.3)
@@ -182,7 +182,7 @@ class Interrupted(Exception):
     pass
 
 
-@pytest.mark.filterwarnings("ignore:the last exit is right")
+@pytest.mark.filterwarnings("ignore:the last exit has")
 @pytest.mark.parametrize(
     ("case", "stop"), [*((case, 2) for case in RESUMED), ("frozen", 1), ("mixed", 1), ("mixed", 3)]
 )
@@ -214,7 +214,7 @@ def test_a_resumed_training_equals_an_uninterrupted_one_bit_for_bit(case, stop, 
     assert same(state(model), state(whole))
 
 
-@pytest.mark.filterwarnings("ignore:the last exit is right")
+@pytest.mark.filterwarnings("ignore:the last exit has")
 def test_a_finished_training_is_not_repeated(tmp_path):
     first, second = network(), network()
     expected = quick(first, checkpoint=tmp_path / "last")
@@ -235,8 +235,8 @@ def test_a_checkpoint_every_few_epochs_is_there_at_the_end_of_each_phase(tmp_pat
     assert written == [3, 4, 6, 8]
 
 
-@pytest.mark.filterwarnings("ignore:the last exit is right")
-def test_a_training_without_a_schedule_may_be_made_longer(tmp_path):
+@pytest.mark.filterwarnings("ignore:the last exit has")
+def test_a_training_without_a_schedule_may_be_extended(tmp_path):
     model, whole = network(), network()
     quick(model, checkpoint=tmp_path / "last", epochs=1, schedule=None)
     history = quick(model, checkpoint=tmp_path / "last", epochs=3, schedule=None)
@@ -244,7 +244,7 @@ def test_a_training_without_a_schedule_may_be_made_longer(tmp_path):
     assert same(state(model), state(whole))
 
 
-@pytest.mark.filterwarnings("ignore:the last exit is right")
+@pytest.mark.filterwarnings("ignore:the last exit has")
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -263,7 +263,7 @@ def test_a_checkpoint_of_another_training_is_refused(change, message, tmp_path):
         quick(model, data, checkpoint=tmp_path / "last", **options)
 
 
-@pytest.mark.filterwarnings("ignore:the last exit is right")
+@pytest.mark.filterwarnings("ignore:the last exit has")
 @pytest.mark.parametrize("damage", ["cut", "foreign", "text"])
 def test_a_damaged_or_foreign_checkpoint_is_refused(damage, tmp_path):
     from safetensors.torch import save_file
@@ -280,7 +280,7 @@ def test_a_damaged_or_foreign_checkpoint_is_refused(damage, tmp_path):
         quick(network(), checkpoint=path)
 
 
-@pytest.mark.filterwarnings("ignore:the last exit is right")
+@pytest.mark.filterwarnings("ignore:the last exit has")
 def test_a_full_disk_keeps_the_old_checkpoint(tmp_path, monkeypatch):
     path = tmp_path / "last"
     quick(network(), checkpoint=path, epochs=1, schedule=None)
@@ -290,7 +290,7 @@ def test_a_full_disk_keeps_the_old_checkpoint(tmp_path, monkeypatch):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr("alight.training.checkpoints.os.fsync", full)
-    with pytest.raises(OSError, match="the checkpoint before it is kept") as error:
+    with pytest.raises(OSError, match="the previous checkpoint is kept") as error:
         quick(network(), checkpoint=path, epochs=2, schedule=None)
     assert error.value.errno == errno.ENOSPC
     assert error.value.filename == str(path)
@@ -342,6 +342,7 @@ def test_a_kill_while_saving_keeps_the_old_checkpoint(tmp_path):
 def test_two_processes_in_frozen_mode_give_the_loss_curve_of_one(tmp_path):
     code = """
         import json, os
+        from dataclasses import asdict
         from alight.training.settings import TrainingSettings
         from alight.training.training import train_heads
         from digits import held_out, loader, network
@@ -352,7 +353,7 @@ def test_two_processes_in_frozen_mode_give_the_loss_curve_of_one(tmp_path):
             history = train_heads(model, loader(321, 64), settings, **call)
             if os.environ["RANK"] == "0":
                 weights = [tensor.tolist() for tensor in model.heads.state_dict().values()]
-                epochs = [each.plain() for each in history.epochs]
+                epochs = [asdict(each) for each in history.epochs]
                 open(f"{sys.argv[1]}.{name}.json", "w").write(json.dumps([epochs, weights]))
 
         write("frozen")
@@ -361,13 +362,13 @@ def test_two_processes_in_frozen_mode_give_the_loss_curve_of_one(tmp_path):
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
     done = run_python(code, tmp_path / "two", launcher=launcher)
     assert done.returncode == 0, done.stderr
-    assert done.stderr.count("UserWarning") == done.stderr.count("the last exit is right for") == 1
+    assert done.stderr.count("UserWarning") == done.stderr.count("the last exit has") == 1
     model = network()
-    with pytest.warns(UserWarning, match="the last exit is right"):
+    with pytest.warns(UserWarning, match="the last exit has"):
         history = quick(model, loader(321, 64), epochs=3, validation=held_out())  # a last batch of one sample
     epochs, weights = json.loads((tmp_path / "two.frozen.json").read_text())
     for one, two in zip(history.epochs, epochs, strict=True):
-        for name, values in one.plain().items():
+        for name, values in asdict(one).items():
             np.testing.assert_allclose(two[name], values, atol=1e-5, rtol=0)
     for one, two in zip(model.heads.state_dict().values(), weights, strict=True):
         np.testing.assert_allclose(two, one, atol=1e-4, rtol=0)
@@ -387,7 +388,7 @@ def test_distillation_needs_no_labels_and_brings_heads_close_to_the_last_exit(tr
     assert min(history.epochs[-1].validation_accuracies) > 0.9
 
 
-def test_the_distillation_loss_is_zero_only_where_an_exit_says_what_the_last_one_says():
+def test_the_distillation_loss_is_zero_only_where_an_exit_equals_the_last_one():
     logits = torch.randn(5, 4, generator=torch.Generator().manual_seed(0))
     same_as_last, other, last = exit_losses([logits + 3.0, -logits, logits], None, temperature=3.0)
     torch.testing.assert_close(same_as_last, torch.zeros(5), atol=1e-6, rtol=0)
@@ -417,7 +418,7 @@ def test_rescaled_gradients_are_the_average_over_the_exits_behind():
     torch.testing.assert_close(feature.grad, pulls.mean()[None])
 
 
-def test_rescaling_leaves_what_is_said_alone_and_changes_what_the_first_stage_learns():
+def test_rescaling_leaves_logits_alone_and_changes_gradients_of_the_first_stage():
     plain, rescaled = network(), network()
     one = quick(plain, mode="joint", epochs=1, optimizer="sgd", momentum=0.0)
     two = quick(rescaled, mode="joint", epochs=1, optimizer="sgd", momentum=0.0, rescale_gradients=True)
@@ -453,7 +454,7 @@ def test_the_average_of_weights_lies_behind_the_weights():
     assert 0 < moved[1] < moved[0]
 
 
-@pytest.mark.filterwarnings("ignore:the last exit is right")
+@pytest.mark.filterwarnings("ignore:the last exit has")
 def test_loaders_may_give_dicts_tuples_and_several_inputs(trained):
     images, labels = digits()[0][:64]
     expected = quick(copy.deepcopy(trained), [(images, labels)])
@@ -472,7 +473,7 @@ def test_loaders_may_give_dicts_tuples_and_several_inputs(trained):
     assert quick(model(("left", "right")), [{"left": images, "right": images, "label": labels}]) == pair
 
 
-def test_a_network_that_knows_nothing_is_warned_of(trained):
+def test_an_untrained_backbone_raises_a_warning(trained):
     with pytest.warns(UserWarning, match=r"near the 10\.0% of guessing: heads on an untrained backbone"):
         quick(network(), loader())
     quick(copy.deepcopy(trained), loader())  # warnings are errors
@@ -488,7 +489,7 @@ class Stream(IterableDataset):
         return iter(digits()[0])
 
 
-def test_loaders_without_a_length_are_taken():
+def test_loaders_without_a_length_are_accepted():
     history = quick(network(), DataLoader(Stream(), 128), mode="joint")
     assert history.epochs[1].losses[2] < history.epochs[0].losses[2]
 
@@ -498,16 +499,14 @@ def nan_after(steps: int):
     return [(images, labels)] * steps + [(torch.full_like(images, torch.nan), labels)]
 
 
-@pytest.mark.filterwarnings("ignore:the last exit is right")
-def test_a_loss_that_is_no_number_stops_training_and_keeps_the_last_good_checkpoint(tmp_path):
+@pytest.mark.filterwarnings("ignore:the last exit has")
+def test_a_nan_loss_stops_training_and_keeps_the_last_good_checkpoint(tmp_path):
     path = tmp_path / "last"
     model = network()
     quick(model, nan_after(3)[:3], epochs=1, schedule=None, checkpoint=path)
     good = path.read_bytes()
-    images, labels = digits()[0][:64]
-    spoilt = [(images, labels), (images, labels), (images * torch.nan, labels)]
     with pytest.raises(Diverged, match=rf"exit 0 \(exit 0\) is nan at step 3 of epoch 2: .*{path} holds the last good"):
-        quick(network(), spoilt, epochs=2, schedule=None, checkpoint=path)
+        quick(network(), nan_after(2), epochs=2, schedule=None, checkpoint=path)
     assert path.read_bytes() == good
 
 
@@ -533,7 +532,7 @@ def test_the_loss_of_shares_is_that_of_the_classes_by_their_shares():
 
 
 @pytest.mark.compiled
-def test_a_compiled_training_goes_as_an_ordinary_one():
+def test_a_compiled_training_equals_an_eager_one():
     one, other = network(), network()
     other.load_state_dict(one.state_dict())
     plain = quick(one, mode="joint", seed=3)
@@ -542,14 +541,15 @@ def test_a_compiled_training_goes_as_an_ordinary_one():
     assert one.state_dict().keys() == other.state_dict().keys()
 
 
-def test_the_exit_whose_loss_is_no_number_is_named():
-    class Spoilt(nn.Module):
+def test_the_exit_whose_loss_is_not_finite_is_named():
+    class Infinite(nn.Module):
         def forward(self, features):
             return features.flatten(1)[:, :10] / 0
 
     model = network()
-    model.heads[1] = Spoilt()
-    with pytest.raises(Diverged, match=r"the loss of exit 1 \(exit 1\) is (nan|inf) at step 1 of epoch 1: lower"):
+    model.heads[1] = Infinite()
+    message = r"training diverged: the loss of exit 1 \(exit 1\) is (nan|inf) at step 1 of epoch 1: lower"
+    with pytest.raises(Diverged, match=message):
         quick(model, mode="joint")
 
 
@@ -573,7 +573,7 @@ BAD_BATCHES = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:the last exit is right")
+@pytest.mark.filterwarnings("ignore:the last exit has")
 @pytest.mark.parametrize("case", BAD_BATCHES)
 def test_a_bad_loader_gets_an_error_that_says_what_to_do(case):
     batches, message = BAD_BATCHES[case]
@@ -621,7 +621,7 @@ def test_defaults_that_depend_on_others_follow_them():
     assert settings == TrainingSettings(mode="mixed", epochs=5, loss_weights=(1.0, 0.0, 2.0))
 
 
-def test_a_plain_network_is_refused():
+def test_a_network_without_exits_is_refused():
     with pytest.raises(BadInput, match="a Linear has no exits yet"):
         quick(nn.Linear(3, 3))
 

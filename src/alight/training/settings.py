@@ -1,4 +1,4 @@
-"""How to train: settings, the phases they mean, optimizers, schedules and the average of weights."""
+"""How to train: settings, and the optimizer, schedule, phases and weight average that they stand for."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -114,6 +114,10 @@ class ResolvedSettings(TrainingSettings):
     learning_rate: float
     loss_weights: tuple[float, ...]
 
+    def uses_channels_last(self, device: torch.device) -> bool:
+        """Return whether images have their channels last on this device: on a CPU, torch 2.15 may crash with it."""
+        return self.channels_last and device.type == "cuda"
+
     @property
     def identity(self) -> dict[str, Any]:
         """What a checkpoint must agree with; the number of epochs only where the learning rate depends on it."""
@@ -122,86 +126,17 @@ class ResolvedSettings(TrainingSettings):
         return {name: value for name, value in found.items() if name not in left_out}
 
 
-class _Heads(nn.Module):
-    """All heads, on features that were made before."""
-
-    def __init__(self, model: MultiExitModel) -> None:
-        super().__init__()
-        self.heads = model.heads
-
-    def forward(self, features: Sequence[Carried]) -> dict[int, Tensor]:
-        """Logits by exit."""
-        return {index: read(head, features[index]) for index, head in enumerate(self.heads)}
-
-
-class _LastExit(nn.Module):
-    """The backbone as it was before it had exits."""
-
-    def __init__(self, model: MultiExitModel) -> None:
-        super().__init__()
-        self.stages, self.head = model.stages, model.heads[-1]
-
-    def forward(self, carried: Carried) -> dict[int, Tensor]:
-        """Logits by exit: of the last alone."""
-        for stage in self.stages:
-            carried = advance(stage, carried)
-        return {len(self.stages) - 1: read(self.head, carried)}
-
-
-class _EveryExit(nn.Module):
-    """The whole network, its gradients rescaled where exits branch off if wanted."""
-
-    def __init__(self, model: MultiExitModel, rescale: bool) -> None:
-        super().__init__()
-        self.stages, self.heads, self._rescale = model.stages, model.heads, rescale
-
-    def forward(self, carried: Carried) -> dict[int, Tensor]:
-        """Logits by exit."""
-        logits = {}
-        for index, (stage, head) in enumerate(zip(self.stages, self.heads, strict=True)):
-            carried = advance(stage, carried)
-            share = 1 / (len(self.stages) - index)  # of all exits from here on
-            logits[index] = read(head, rescale_gradients(carried, share) if self._rescale else carried)
-            carried = rescale_gradients(carried, 1 - share) if self._rescale else carried
-        return logits
-
-
-@dataclass(frozen=True)
-class Phase:
-    """Epochs in which the same part of the network is trained."""
-
-    start: int
-    stop: int
-    module: nn.Module
-    frozen: bool = False
-
-
-def phases(model: MultiExitModel, settings: ResolvedSettings) -> list[Phase]:
-    """The phases of a training, first to last."""
-    first, last = settings.backbone_epochs, settings.epochs
-    if settings.mode == "frozen":
-        return [Phase(0, last, _Heads(model), frozen=True)]
-    whole = Phase(first, last, _EveryExit(model, settings.rescale_gradients))
-    return [Phase(0, first, _LastExit(model)), whole] if first else [whole]
-
-
-OPTIMIZERS = {"adamw": 1e-3, "sgd": 3e-2}  # with the learning rate that is taken where none is given
+OPTIMIZERS = {"adamw": 1e-3, "sgd": 3e-2}  # with their default learning rates
 WARM_UP = 0.3  # share of the training in which a one-cycle schedule climbs
 FIRST, FINAL = 1 / 25, 1e-4 / 25  # of the peak, where a one-cycle schedule starts and ends (Smith and Topin 2018)
 
 
-def make_optimizer(
-    name: str,
-    parameters: Iterable[nn.Parameter],
-    learning_rate: float,
-    weight_decay: float,
-    momentum: float,
-    nesterov: bool = False,
-) -> Optimizer:
-    """The optimizer of this name."""
-    if name == "sgd":
-        return SGD(parameters, lr=learning_rate, weight_decay=weight_decay, momentum=momentum, nesterov=nesterov)
-    return AdamW(parameters, lr=learning_rate, weight_decay=weight_decay, betas=(momentum, 0.999))
+def make_optimizer(settings: ResolvedSettings, parameters: Iterable[nn.Parameter]) -> Optimizer:
+    """Return the optimizer of these settings."""
+    rate, decay, momentum = settings.learning_rate, settings.weight_decay, settings.momentum
+    if settings.optimizer == "sgd":
+        return SGD(parameters, lr=rate, weight_decay=decay, momentum=momentum, nesterov=settings.nesterov)
+    return AdamW(parameters, lr=rate, weight_decay=decay, betas=(momentum, 0.999))
 
 
 def _constant(_: float) -> float:
@@ -222,7 +157,7 @@ SCHEDULES = {"cosine": _cosine, "onecycle": _one_cycle, None: _constant}
 
 
 def learning_rate_factor(schedule: str | None, done: float) -> float:
-    """By how much to multiply the learning rate once this share of the training is done.
+    """Return the factor of the learning rate once this share of the training is done.
 
     >>> [round(learning_rate_factor("cosine", done), 2) for done in (0.0, 0.5, 1.0)]
     [1.0, 0.5, 0.0]
@@ -230,18 +165,76 @@ def learning_rate_factor(schedule: str | None, done: float) -> float:
     return SCHEDULES[schedule](min(done, 1.0))
 
 
-class Average:
-    """The exponential moving average of a module's weights and statistics."""
+@dataclass(frozen=True)
+class Phase:
+    """Epochs in which the same part of the network is trained: a module that returns logits by exit."""
+
+    start: int
+    stop: int
+    module: nn.Module
+    frozen: bool = False  # whether the module takes features of a frozen backbone instead of inputs
+
+
+def phases(model: MultiExitModel, settings: ResolvedSettings) -> list[Phase]:
+    """Return the phases of a training, first to last."""
+    first, last = settings.backbone_epochs, settings.epochs
+    if settings.mode == "frozen":
+        return [Phase(0, last, _HeadsAlone(model), frozen=True)]
+    whole = Phase(first, last, _AllExits(model, settings.rescale_gradients))
+    return [Phase(0, first, _LastExit(model)), whole] if first else [whole]
+
+
+class _HeadsAlone(nn.Module):
+    """All heads, on features that were computed before."""
+
+    def __init__(self, model: MultiExitModel) -> None:
+        super().__init__()
+        self.heads = model.heads
+
+    def forward(self, features: Sequence[Carried]) -> dict[int, Tensor]:
+        return {index: read(head, features[index]) for index, head in enumerate(self.heads)}
+
+
+class _LastExit(nn.Module):
+    """The backbone without the earlier heads."""
+
+    def __init__(self, model: MultiExitModel) -> None:
+        super().__init__()
+        self.stages, self.head = model.stages, model.heads[-1]
+
+    def forward(self, carried: Carried) -> dict[int, Tensor]:
+        for stage in self.stages:
+            carried = advance(stage, carried)
+        return {len(self.stages) - 1: read(self.head, carried)}
+
+
+class _AllExits(nn.Module):
+    """The whole network, with gradients rescaled at every exit if wanted."""
+
+    def __init__(self, model: MultiExitModel, rescale: bool) -> None:
+        super().__init__()
+        self.stages, self.heads, self._rescale = model.stages, model.heads, rescale
+
+    def forward(self, carried: Carried) -> dict[int, Tensor]:
+        logits = {}
+        for index, (stage, head) in enumerate(zip(self.stages, self.heads, strict=True)):
+            carried = advance(stage, carried)
+            share = 1 / (len(self.stages) - index)  # of all exits from here on
+            logits[index] = read(head, rescale_gradients(carried, share) if self._rescale else carried)
+            carried = rescale_gradients(carried, 1 - share) if self._rescale else carried
+        return logits
+
+
+class WeightAverage:
+    """The exponential moving average of a module's weights and batch-norm statistics."""
 
     def __init__(self, module: nn.Module, decay: float) -> None:
-        if not 0 < decay < 1:
-            raise BadInput(f"ema {decay:g} must lie inside (0, 1): 0.999 averages over the last thousand steps")
         self._module, self._decay, self.steps = module, decay, 0
-        self.state = {name: tensor.detach().clone() for name, tensor in module.state_dict().items()}
+        self.state = _cloned(module)
 
     @torch.no_grad()
     def update(self) -> None:
-        """Move towards the module's weights of now; at first quickly, so that the start is forgotten."""
+        """Move towards the module's weights; in early steps faster, so that the initial weights are forgotten."""
         self.steps += 1
         decay = min(self._decay, (1 + self.steps) / (10 + self.steps))
         for name, tensor in self._module.state_dict().items():
@@ -251,17 +244,21 @@ class Average:
                 self.state[name].copy_(tensor)
 
     def load(self, state: Mapping[str, Tensor], steps: int) -> None:
-        """Take up an average where it was left."""
+        """Resume from the state of a checkpoint."""
         self.steps = steps
         for name, tensor in state.items():
             self.state[name].copy_(tensor)
 
     @contextmanager
-    def worn(self) -> Iterator[None]:
-        """The module with averaged weights for a while."""
-        own = {name: tensor.detach().clone() for name, tensor in self._module.state_dict().items()}
+    def applied(self) -> Iterator[None]:
+        """Give the module the averaged weights for a while."""
+        own = _cloned(self._module)
         self._module.load_state_dict(self.state)
         try:
             yield
         finally:
             self._module.load_state_dict(own)
+
+
+def _cloned(module: nn.Module) -> dict[str, Tensor]:
+    return {name: tensor.detach().clone() for name, tensor in module.state_dict().items()}
