@@ -121,7 +121,8 @@ def summary(jobs: Sequence[Job], state: Path) -> str:
         told = f"{job.name:28}"
         if runs and len(rows := runs[-1]) > 1:
             (first, begin), (last, end) = rows[0], rows[-1]
-            told += f" epoch {last} of {RUNS[job.run].epochs}, {(end - begin) / max(last - first, 1):.2f} s each"
+            seconds, epochs = (end - begin) / max(last - first, 1), RUNS[job.run].training.epochs
+            told += f" epoch {last} of {epochs}, {seconds:.2f} s each"
         if (folder / "result").exists():
             found = json.loads((folder / "result" / "run.json").read_text())
             told += ": % " + " ".join(f"{100 * each:.1f}" for each in found["test_accuracy"])

@@ -26,7 +26,7 @@ from cifar100_data import Batches, Pictures, Split, read
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from alight import HeadOutputs, MultiExitModel, fingerprint, measure_costs, record, train_heads
+from alight import HeadOutputs, MultiExitModel, TrainingSettings, fingerprint, measure_costs, record, train_heads
 from alight.files import write_text
 from alight.networks.zoo import CIFAR, convnext_cifar, msdnet_cifar, resnet18_cifar
 from alight.networks.zoo.convnext import ConvNeXt
@@ -48,11 +48,11 @@ class Run:
     """How a network is trained."""
 
     network: str  # in PLAIN or WITH_EXITS
-    epochs: int
-    training: dict[str, Any]  # further options of train_heads
+    training: TrainingSettings
     head: str = ""  # of its exits; none: the plain network
     start: str = ""  # the run whose backbone it begins with
     batch_size: int = 512
+    checkpoint_every: int = 5
     all_scores: bool = False  # are they recorded, or the margin alone?
     mixing: float = 0.0  # chance that a picture is mixed with another
     smoothing: float = 0.0  # share of a label that all classes get
@@ -71,50 +71,67 @@ WITH_EXITS: dict[str, Callable[..., MultiExitModel]] = {
     "msdnet": msdnet_cifar,
 }
 
-SGD: dict[str, Any] = {"mode": "joint", "optimizer": "sgd", "momentum": 0.9, "nesterov": True, "schedule": "onecycle"}
-RESNET = SGD | {"weight_decay": 5e-4, "clip": 5.0, "checkpoint_every": 5}
-FRESH = RESNET | {"learning_rate": 0.4}  # 0.1 for a batch of 128, four times as much for 512
-EXITS = RESNET | {"learning_rate": 0.2, "loss_weights": [0.5] * 7 + [1.0]}
-ON = RESNET | {"learning_rate": 0.2}  # from a trained backbone
-DISTILLED = {"distill": 0.5, "temperature": 3.0}
-ADAMW = {"mode": "joint", "optimizer": "adamw", "learning_rate": 2e-3, "weight_decay": 0.05, "schedule": "onecycle"}
-CONVNEXT = ADAMW | {"clip": 1.0, "ema": 0.999, "checkpoint_every": 2}
+SGD = TrainingSettings(mode="joint", optimizer="sgd", momentum=0.9, nesterov=True, schedule="onecycle", clip=5.0)
+RESNET = replace(SGD, weight_decay=5e-4)
+FRESH = replace(RESNET, epochs=100, learning_rate=0.4)  # 0.1 for a batch of 128, four times as much for 512
+ON = replace(RESNET, epochs=60, learning_rate=0.2)  # from a trained backbone
+EXITS = replace(ON, loss_weights=[0.5] * 7 + [1.0])
+FROZEN = replace(RESNET, mode="frozen", epochs=30, learning_rate=0.2)
+CONVNEXT = TrainingSettings(
+    mode="joint",
+    epochs=100,
+    optimizer="adamw",
+    learning_rate=2e-3,
+    weight_decay=0.05,
+    schedule="onecycle",
+    clip=1.0,
+    ema=0.999,
+)
+MSDNET = replace(SGD, epochs=150, learning_rate=0.4, weight_decay=4e-4)
+PAPER = TrainingSettings(mode="frozen", optimizer="sgd", momentum=0.9, schedule="cosine", clip=5.0)
+RESNET_PAPER = replace(PAPER, epochs=20, learning_rate=3e-3, weight_decay=0.0)
+CONVNEXT_PAPER = replace(PAPER, epochs=30, learning_rate=3e-2, weight_decay=1e-4)
 SOFT: dict[str, Any] = {"mixing": 0.5, "smoothing": 0.1}  # without, a ConvNeXt knows its training images by heart
-MSDNET = SGD | {"learning_rate": 0.4, "weight_decay": 4e-4, "clip": 5.0, "checkpoint_every": 2}
-PAPER = {"mode": "frozen", "optimizer": "sgd", "momentum": 0.9, "schedule": "cosine", "clip": 5.0}
-RESNET_PAPER = PAPER | {"learning_rate": 3e-3, "weight_decay": 0.0, "checkpoint_every": 5}
-CONVNEXT_PAPER = PAPER | {"learning_rate": 3e-2, "weight_decay": 1e-4, "checkpoint_every": 5}
-FROZEN = RESNET | {"mode": "frozen", "learning_rate": 0.2}
 
 RUNS = {
-    "resnet18_plain": Run("resnet18", 100, FRESH, ships="everything", about="the backbone alone"),
-    "resnet18_longer": Run("resnet18", 60, ON, start="resnet18_plain", about="as long as mixed, the last exit alone"),
+    "resnet18_plain": Run("resnet18", FRESH, ships="everything", about="the backbone alone"),
+    "resnet18_longer": Run("resnet18", ON, start="resnet18_plain", about="as long as mixed, the last exit alone"),
     "resnet18_frozen": Run(
-        "resnet18", 20, RESNET_PAPER, "flatten_linear", "resnet18_plain", 128, True, about="the paper's heads"
+        "resnet18",
+        RESNET_PAPER,
+        "flatten_linear",
+        "resnet18_plain",
+        batch_size=128,
+        all_scores=True,
+        about="the paper's heads",
     ),
     "resnet18_frozen_separable": Run(
-        "resnet18", 30, FROZEN, "separable", "resnet18_plain", ships="heads", about="better heads, frozen backbone"
+        "resnet18", FROZEN, "separable", "resnet18_plain", ships="heads", about="better heads, frozen backbone"
     ),
-    "resnet18_joint": Run("resnet18", 100, EXITS, "separable", ships="everything", about="everything from the start"),
+    "resnet18_joint": Run(
+        "resnet18", replace(EXITS, epochs=100), "separable", ships="everything", about="everything from the start"
+    ),
     "resnet18_mixed": Run(
-        "resnet18", 60, EXITS, "separable", "resnet18_plain", ships="everything", about="the backbone, then everything"
+        "resnet18", EXITS, "separable", "resnet18_plain", ships="everything", about="the backbone, then everything"
     ),
     "resnet18_mixed_distilled": Run(
         "resnet18",
-        60,
-        EXITS | DISTILLED,
+        replace(EXITS, distill=0.5, temperature=3.0),
         "separable",
         "resnet18_plain",
         all_scores=True,
         ships="everything",
         about="mixed, and earlier exits learn from the last",
     ),
-    "resnet10_plain": Run("resnet10", 100, FRESH, ships="everything", about="a smaller network instead of exits"),
-    "msdnet_joint": Run("msdnet", 150, MSDNET, "own", all_scores=True, ships="everything", about="made for exits"),
-    "convnext_plain": Run("convnext", 100, CONVNEXT, ships="everything", about="the backbone alone", **SOFT),
+    "resnet10_plain": Run("resnet10", FRESH, ships="everything", about="a smaller network instead of exits"),
+    "msdnet_joint": Run(
+        "msdnet", MSDNET, "own", checkpoint_every=2, all_scores=True, ships="everything", about="made for exits"
+    ),
+    "convnext_plain": Run(
+        "convnext", CONVNEXT, checkpoint_every=2, ships="everything", about="the backbone alone", **SOFT
+    ),
     "convnext_frozen": Run(
         "convnext",
-        30,
         CONVNEXT_PAPER,
         "pooled_linear",
         "convnext_plain",
@@ -124,9 +141,9 @@ RUNS = {
     ),
     "convnext_joint": Run(
         "convnext",
-        100,
-        CONVNEXT | {"loss_weights": [0.5] * 11 + [1.0]},
+        replace(CONVNEXT, loss_weights=[0.5] * 11 + [1.0]),
         "separable",
+        checkpoint_every=2,
         about="everything from the start",
         **SOFT,
     ),
@@ -172,9 +189,9 @@ class Sizes:
     def of(self, run: Run) -> Run:
         """The run, changed."""
         size = self.batch_size or run.batch_size
-        rate = run.training["learning_rate"] * (size / run.batch_size) ** 0.5
-        training = run.training | {"learning_rate": rate}
-        return replace(run, epochs=self.epochs or run.epochs, batch_size=size, training=training)
+        rate = (run.training.learning_rate or 0.0) * (size / run.batch_size) ** 0.5
+        training = replace(run.training, learning_rate=rate, epochs=self.epochs or run.training.epochs)
+        return replace(run, batch_size=size, training=training)
 
 
 def build(job: Job, state: Path) -> MultiExitModel:
@@ -210,8 +227,11 @@ def train(
         return result
     folder.mkdir(parents=True, exist_ok=True)
     run, split, model = sizes.of(RUNS[job.run]), read(data, job.seed, job.calibration, sizes.limit), build(job, state)
+    on_gpu = device.type == "cuda"
+    amp = "bf16" if on_gpu else None
+    training = replace(run.training, seed=job.seed, compile=compiled, channels_last=on_gpu, amp=amp)
+    run = replace(run, training=training)
     progress = Progress(folder / "progress.csv")
-    options = run.training | {"epochs": run.epochs, "amp": "bf16" if device.type == "cuda" else None}
     history = train_heads(
         model,
         Batches(
@@ -223,14 +243,12 @@ def train(
             smoothing=run.smoothing,
             on_epoch=progress.note,
         ),
+        training,
         validation=Batches(split.calibration.to(device), CIFAR, RECORDED),
-        channels_last=True,
-        device=device,
-        seed=job.seed,
         checkpoint=folder / "checkpoint.safetensors",
+        checkpoint_every=run.checkpoint_every,
+        device=device,
         progress=False,
-        compile=compiled,
-        **options,
     )
     progress.note(len(history.epochs))
     model = model.cpu().eval()
@@ -247,18 +265,13 @@ def train(
         "calibration": job.calibration,
         "fingerprint": fingerprint(model),
     }
-    about |= {"exits": list(model.exits), **accuracies, "settings": settings(run, options) | {"compiled": compiled}}
+    about |= {"exits": list(model.exits), **accuracies, "settings": asdict(run)}
     about |= {"images": {part: len(getattr(split, part)) for part in ("train", "calibration", "test")}}
     about |= {"seconds": round(progress.seconds(), 1), **_made(device, commit)}
     write_text(partial / "run.json", json.dumps(about, indent=2) + "\n")
     partial.rename(result)
     (folder / "checkpoint.safetensors").unlink()
     return result
-
-
-def settings(run: Run, options: dict[str, Any]) -> dict[str, Any]:
-    """How a network was trained: the run, with the options that the training was really given."""
-    return {name: value for name, value in asdict(run).items() if name != "epochs"} | {"training": options}
 
 
 def _record(

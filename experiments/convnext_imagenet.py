@@ -17,6 +17,7 @@ ImageNet: an epoch is a pass of the plain network over 1.28 million images, with
 import argparse
 import json
 from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ from torchvision.models.convnext import CNBlock
 from alight import (
     MultiExitModel,
     Normalisation,
+    TrainingSettings,
     attach_heads,
     calibrate,
     measure_costs,
@@ -51,15 +53,15 @@ NETWORKS: dict[str, Callable[..., nn.Module]] = {
     name: getattr(torchvision.models, name)
     for name in ("convnext_tiny", "convnext_small", "convnext_base", "convnext_large")
 }
-PAPER: dict[str, Any] = {
-    "mode": "frozen",
-    "optimizer": "sgd",
-    "momentum": 0.9,
-    "weight_decay": 1e-4,
-    "learning_rate": 0.1,  # for a batch of 256; the paper names none
-    "schedule": "cosine",
-}
-EPOCHS = 300
+PAPER = TrainingSettings(
+    mode="frozen",
+    epochs=300,
+    optimizer="sgd",
+    momentum=0.9,
+    weight_decay=1e-4,
+    learning_rate=0.1,  # for a batch of 256; the paper names none
+    schedule="cosine",
+)
 CALIBRATION = 5000
 SCORES = ("max_probability", "negative_entropy")  # beside the margin
 BUDGETS = [f"{percent}%" for percent in range(10, 101, 5)]
@@ -133,18 +135,12 @@ def run(options: argparse.Namespace) -> None:
     given: dict[str, Any] = {"batch_size": options.batch_size, "num_workers": options.workers, "pin_memory": False}
     loaders = {name: DataLoader(part, shuffle=name == "train", **given) for name, part in parts.items()}
     model = build(options.network, options.weights, len(train.classes), options.size, options.positions)
-    amp = "bf16" if torch.device(options.device).type == "cuda" else None
-    history = train_heads(
-        model,
-        loaders["train"],
-        epochs=options.epochs,
-        amp=amp,
-        channels_last=True,
-        device=options.device,
-        seed=options.seed,
-        checkpoint=out / "checkpoint.safetensors",
-        **PAPER,
+    on_gpu = torch.device(options.device).type == "cuda"
+    settings = replace(
+        PAPER, epochs=options.epochs, seed=options.seed, amp="bf16" if on_gpu else None, channels_last=on_gpu
     )
+    checkpoint = out / "checkpoint.safetensors"
+    history = train_heads(model, loaders["train"], settings, checkpoint=checkpoint, device=options.device)
     save_file(
         {name: tensor.contiguous() for name, tensor in model.heads.state_dict().items()}, out / "heads.safetensors"
     )
@@ -162,7 +158,7 @@ def run(options: argparse.Namespace) -> None:
     write_report(points, out / "report.html", title=f"{options.network} on ImageNet")
     told = {name: str(value) for name, value in vars(options).items()} | provenance("torch", "torchvision", folder=ROOT)
     told |= {"test_accuracy": " ".join(f"{1 - risk:.4f}" for risk in tables["test"].risks()), "history": str(history)}
-    write_text(out / "run.json", json.dumps(told | {"training": PAPER}, indent=2) + "\n")
+    write_text(out / "run.json", json.dumps(told | {"training": asdict(settings)}, indent=2) + "\n")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -172,7 +168,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--network", choices=NETWORKS, default="convnext_tiny")
     parser.add_argument("--weights", default="pretrained", help="pretrained, random, or a safetensors file")
     parser.add_argument("--positions", choices=("all", "blocks"), default="all")
-    parser.add_argument("--epochs", type=int, default=EPOCHS)
+    parser.add_argument("--epochs", type=int, default=PAPER.epochs)
     parser.add_argument("--batch-size", type=int, default=256)
     parser.add_argument("--calibration", type=int, default=CALIBRATION)
     parser.add_argument("--size", type=int, default=224, help="of the images")

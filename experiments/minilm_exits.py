@@ -20,6 +20,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,15 @@ import torch
 from cifar100_ship import narrow
 from recorded_cifar100 import FOLDER, RESULTS, rows
 
-from alight import HeadOutputs, MultiExitModel, from_transformers, measure_costs, record, train_heads
+from alight import (
+    HeadOutputs,
+    MultiExitModel,
+    TrainingSettings,
+    from_transformers,
+    measure_costs,
+    record,
+    train_heads,
+)
 from alight.data.formats import load_data
 from alight.files import write_arrays, write_text
 from alight.networks.multi_exit import example_of
@@ -41,8 +50,11 @@ CALIBRATION = 1000
 BATCH = 32
 MAX_TOKENS = 24  # of a sentence: few are longer
 LAYERS = [f"bert.encoder.layer.{index}" for index in range(5)]
-TUNING: dict[str, Any] = {"epochs": 3, "learning_rate": 1e-3, "schedule": "onecycle", "clip": 1.0}
-HEADS: dict[str, Any] = {"epochs": 5, "learning_rate": 1e-2}  # heads only, so a high rate is safe
+LAST_ALONE = [0.0] * len(LAYERS) + [1.0]
+TUNING = TrainingSettings(
+    mode="joint", loss_weights=LAST_ALONE, epochs=3, learning_rate=1e-3, schedule="onecycle", clip=1.0, seed=SEED
+)
+HEADS = TrainingSettings(epochs=5, learning_rate=1e-2, seed=SEED)  # heads only, so a high rate is safe
 TOKENS = 16  # of a sentence, about the average
 
 Sentences = list[tuple[str, str]]  # a text and its intent
@@ -92,7 +104,7 @@ def run(name: str, folder: Path) -> None:
         "calibration": CALIBRATION,
         "exits": list(model.exits),
         **{f"{part}_accuracy": [round(1 - float(risk), 6) for risk in table.risks()] for part, table in tables.items()},
-        "settings": {"tuning": TUNING, "heads": HEADS, "max_tokens": MAX_TOKENS, "batch_size": BATCH},
+        "settings": {"tuning": asdict(TUNING), "heads": asdict(HEADS), "max_tokens": MAX_TOKENS, "batch_size": BATCH},
         "sentences": {part: len(own) for part, own in parts.items()},
         "seconds": round(seconds, 1),
         **provenance("torch", "transformers", folder=RESULTS),
@@ -110,12 +122,10 @@ def trained(model: MultiExitModel, parts: dict[str, Sentences], intents: list[st
     with tempfile.TemporaryDirectory() as prepared:
         paths = {part: _lines(own, intents, Path(prepared) / f"{part}.jsonl") for part, own in parts.items()}
         data = load_data(paths["train"], model.input_spec, shuffle=True, **given)
-        last_alone = [0.0] * len(LAYERS) + [1.0]
-        print(train_heads(model, data, mode="joint", loss_weights=last_alone, seed=SEED, **TUNING))
-        print(train_heads(model, data, seed=SEED, **HEADS))
-        return {
-            part: record(model, load_data(paths[part], model.input_spec, **given)) for part in ("calibration", "test")
-        }
+        print(train_heads(model, data, TUNING))
+        print(train_heads(model, data, HEADS))
+        spec = model.input_spec
+        return {part: record(model, load_data(paths[part], spec, **given)) for part in ("calibration", "test")}
 
 
 def _weights() -> Path:

@@ -35,6 +35,7 @@ from alight import (
     MultiExitModel,
     Policy,
     Predictor,
+    TrainingSettings,
     calibrate,
     deploy,
     export_model,
@@ -162,7 +163,8 @@ def texts(path: Path, folder: Path, count: int = SENTENCES, trained: int = TRAIN
         loaders[part] = load_data(where, model.input_spec, shuffle=part == "train", **given)
     for name, weight in model.stages.named_parameters():
         weight.requires_grad_("classifier" in name or "pooler" in name)  # the last exit's own head
-    train_heads(model, loaders["train"], mode="joint", epochs=EPOCHS, learning_rate=3e-3, seed=0, progress=False)
+    settings = TrainingSettings(mode="joint", epochs=EPOCHS, learning_rate=3e-3)
+    train_heads(model, loaders["train"], settings, progress=False)
     costs = measure_costs(model, example_of(model, 16))
     policy = calibrate.eero(costs, BUDGET, record(model, loaders["calibration"], progress=False))
     batches = [{name: batch[name].numpy() for name in model.input_names} for batch in loaders["test"]]

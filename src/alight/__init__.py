@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from alight.policies.route import replay, route
     from alight.policies.saved import load_policy
     from alight.report import write_report
+    from alight.training.settings import TrainingSettings
     from alight.training.training import train_heads
 
 __version__ = "0.1.0"
@@ -49,6 +50,7 @@ __all__ = [
     "Policy",
     "Predictor",
     "Recorded",
+    "TrainingSettings",
     "Tuned",
     "at_equal_spend",
     "attach_heads",
@@ -100,6 +102,7 @@ _HOMES = {
     "Policy": "alight.policies.policy",
     "Predictor": "alight.engine.predictor",
     "Recorded": "alight.engine.recorder",
+    "TrainingSettings": "alight.training.settings",
     "Tuned": "alight.planning.tune",
     "at_equal_spend": "alight.evaluation.sweep",
     "attach_heads": "alight.networks.attach",

@@ -47,7 +47,7 @@ def test_every_help_is_there_with_its_examples(name, capsys):
         assert example.startswith(name)
 
 
-@pytest.mark.filterwarnings("ignore:the last exit is right for")  # of weights that know nothing
+@pytest.mark.filterwarnings("ignore:the last exit has")  # of weights that know nothing
 def test_every_example_runs_and_gives_json_if_asked(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(timing, "SECONDS", 0.02)

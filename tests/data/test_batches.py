@@ -8,7 +8,7 @@ from PIL import Image
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-from alight import Normalisation, Predictor, attach_heads, record, train_heads
+from alight import Normalisation, Predictor, TrainingSettings, attach_heads, record, train_heads
 from alight.data.batches import as_batch, as_inputs, as_tensor, fitted, in_batches, split_labels
 from alight.data.spec import InputSpec, TensorSpec
 from alight.errors import BadInput
@@ -111,7 +111,8 @@ def test_one_picture_is_a_batch_of_one():
 def test_training_shuffles_what_comes_without_a_loader_and_can_be_repeated(form):
     networks = [model() for _ in range(3)]
     for each, seed in zip(networks, (0, 0, 1), strict=True):
-        train_heads(each, DATA[form], batch_size=16, mode="joint", epochs=2, seed=seed, progress=False)
+        settings = TrainingSettings(mode="joint", epochs=2, seed=seed)
+        train_heads(each, DATA[form], settings, batch_size=16, progress=False)
     first, again, other = map(fingerprint, networks)
     assert first == again
     assert first != other
@@ -129,9 +130,8 @@ def test_training_draws_the_same_batches_from_any_form_of_data(form):
 
 
 def test_training_takes_the_same_forms_for_validation():
-    history = train_heads(
-        model(), DATA["tensors"], validation=DATA["arrays"], batch_size=16, mode="joint", epochs=1, progress=False
-    )
+    settings = TrainingSettings(mode="joint", epochs=1)
+    history = train_heads(model(), DATA["tensors"], settings, validation=DATA["arrays"], batch_size=16, progress=False)
     assert all(each is not None for each in history.epochs[-1].validation_accuracies)
 
 

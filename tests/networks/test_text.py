@@ -17,6 +17,7 @@ from alight.engine.recorder import record
 from alight.networks.libraries import from_transformers
 from alight.networks.store import load_model
 from alight.outputs import HeadOutputs
+from alight.training.settings import TrainingSettings
 from alight.training.training import train_heads
 
 TOPICS = {
@@ -71,9 +72,11 @@ def test_minilm_gets_exits_and_learns_topics_offline(quiet, monkeypatch):
     model = from_transformers(folder, num_classes=3, after=[f"bert.encoder.layer.{index}" for index in (2, 4)])
     tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     train, test = (batches(part, tokenizer) for part in ("train", "test"))
-    train_heads(model, train, mode="joint", loss_weights=[0, 0, 1], epochs=3, learning_rate=3e-4, progress=False)
+    last_alone = TrainingSettings(mode="joint", loss_weights=[0, 0, 1], epochs=3, learning_rate=3e-4)
+    train_heads(model, train, last_alone, progress=False)
     before = {name: tensor.clone() for name, tensor in model.stages.state_dict().items()}
-    history = train_heads(model, train, epochs=15, learning_rate=1e-2, validation=test, progress=False)
+    settings = TrainingSettings(epochs=15, learning_rate=1e-2)
+    history = train_heads(model, train, settings, validation=test, progress=False)
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.stages.state_dict().items())
     assert min(history.accuracies) > 0.9
     table = record(model, test, progress=False)

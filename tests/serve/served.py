@@ -11,8 +11,8 @@ import torch
 from digits import digits, loader
 from PIL import Image
 
-from alight import calibrate, measure_costs, record, train_heads, zoo
-from alight.networks.store import load_model, save_model
+from alight import TrainingSettings, calibrate, measure_costs, record, train_heads, zoo
+from alight.networks.store import load_model
 from alight.serve.limits import Limits
 from alight.serve.network import load_network
 from alight.serve.run import assembled, load_policies
@@ -27,8 +27,8 @@ def folder() -> Path:
     torch.manual_seed(0)
     made = Path(mkdtemp())
     model = zoo.resnet_digits()
-    train_heads(model, loader(640), mode="joint", epochs=1, learning_rate=1e-2, progress=False)
-    save_model(model, made / "model")
+    train_heads(model, loader(640), TrainingSettings(mode="joint", epochs=1, learning_rate=1e-2), progress=False)
+    model.save(made / "model")
     images, labels = digits()[1].tensors
     pictures = (255 * images[:200]).to(torch.uint8)
     labelled = record(model, (pictures, labels[:200]), progress=False)

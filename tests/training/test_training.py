@@ -1,4 +1,4 @@
-"""Training: every exit learns, what is frozen stays, and what was interrupted goes on as if it had not been."""
+"""Training: every exit learns, what is frozen stays, and what was interrupted resumes as if it had not been."""
 
 import copy
 import errno
@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
@@ -23,7 +24,7 @@ from alight.networks.multi_exit import MultiExitModel
 from alight.training.checkpoints import Checkpoint
 from alight.training.losses import exit_losses, rescale_gradients
 from alight.training.metrics import History
-from alight.training.settings import learning_rate_factor
+from alight.training.settings import TrainingSettings, learning_rate_factor
 from alight.training.training import train_heads
 
 FEW = 256  # samples, for tests that need not learn
@@ -33,7 +34,7 @@ FEW = 256  # samples, for tests that need not learn
 def trained() -> MultiExitModel:
     """A network whose last exit knows the digits and whose heads know nothing."""
     model = network()
-    train_heads(model, loader(), mode="joint", loss_weights=[0, 0, 1], epochs=4, progress=False)
+    train_heads(model, loader(), TrainingSettings(mode="joint", loss_weights=[0, 0, 1], epochs=4), progress=False)
     return model
 
 
@@ -46,14 +47,19 @@ def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
 
 
 def quick(model: MultiExitModel, data=None, **options) -> History:
-    return train_heads(model, loader(FEW) if data is None else data, **{"epochs": 2, "progress": False, **options})
+    """Train for two epochs; options are of the call where it has them, of the settings otherwise."""
+    of_the_call = {
+        name: options.pop(name) for name in options.keys() & {"validation", "checkpoint", "checkpoint_every"}
+    }
+    settings = TrainingSettings(**{"epochs": 2, **options})
+    return train_heads(model, loader(FEW) if data is None else data, settings, progress=False, **of_the_call)
 
 
 @pytest.mark.parametrize("mode", ["frozen", "joint", "mixed"])
 def test_every_exit_learns_the_digits(mode, trained):
     model = copy.deepcopy(trained) if mode == "frozen" else network()
     optimizer = {"optimizer": "sgd", "learning_rate": 0.1} if mode == "joint" else {"learning_rate": 5e-3}
-    history = train_heads(model, loader(), mode=mode, epochs=12, validation=held_out(), progress=False, **optimizer)
+    history = quick(model, loader(), mode=mode, epochs=12, validation=held_out(), **optimizer)
     assert min(history.epochs[-1].validation_accuracies) > 0.9
     assert history.epochs[-1].losses[0] < 0.6
     assert "validation accuracy" in str(history)
@@ -114,8 +120,8 @@ def test_mixed_training_starts_with_the_backbone_alone():
     assert not same(before, state(again))
 
 
-@pytest.mark.filterwarnings("ignore:the last exit is right")
-def test_heads_of_a_network_that_was_born_with_exits_are_all_trained():
+@pytest.mark.filterwarnings("ignore:the last exit has")
+def test_heads_of_a_network_built_with_exits_are_all_trained():
     model = MultiExitModel([nn.Flatten(), nn.Identity()], [nn.Linear(64, 10), nn.Linear(64, 10)])
     before = state(model)
     quick(model)
@@ -134,7 +140,7 @@ def test_images_are_trained_with_channels_first_on_a_cpu():
     assert all(layouts)
 
 
-def test_one_seed_is_one_training_and_leaves_all_other_dice_alone():
+def test_one_seed_gives_one_training_and_restores_all_random_generators():
     results = []
     for _ in range(2):
         model = network(dropout=0.3)
@@ -176,7 +182,7 @@ class Interrupted(Exception):
     pass
 
 
-@pytest.mark.filterwarnings("ignore:the last exit is right")
+@pytest.mark.filterwarnings("ignore:the last exit has")
 @pytest.mark.parametrize(
     ("case", "stop"), [*((case, 2) for case in RESUMED), ("frozen", 1), ("mixed", 1), ("mixed", 3)]
 )
@@ -208,7 +214,7 @@ def test_a_resumed_training_equals_an_uninterrupted_one_bit_for_bit(case, stop, 
     assert same(state(model), state(whole))
 
 
-@pytest.mark.filterwarnings("ignore:the last exit is right")
+@pytest.mark.filterwarnings("ignore:the last exit has")
 def test_a_finished_training_is_not_repeated(tmp_path):
     first, second = network(), network()
     expected = quick(first, checkpoint=tmp_path / "last")
@@ -229,8 +235,8 @@ def test_a_checkpoint_every_few_epochs_is_there_at_the_end_of_each_phase(tmp_pat
     assert written == [3, 4, 6, 8]
 
 
-@pytest.mark.filterwarnings("ignore:the last exit is right")
-def test_a_training_without_a_schedule_may_be_made_longer(tmp_path):
+@pytest.mark.filterwarnings("ignore:the last exit has")
+def test_a_training_without_a_schedule_may_be_extended(tmp_path):
     model, whole = network(), network()
     quick(model, checkpoint=tmp_path / "last", epochs=1, schedule=None)
     history = quick(model, checkpoint=tmp_path / "last", epochs=3, schedule=None)
@@ -238,7 +244,7 @@ def test_a_training_without_a_schedule_may_be_made_longer(tmp_path):
     assert same(state(model), state(whole))
 
 
-@pytest.mark.filterwarnings("ignore:the last exit is right")
+@pytest.mark.filterwarnings("ignore:the last exit has")
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -257,7 +263,7 @@ def test_a_checkpoint_of_another_training_is_refused(change, message, tmp_path):
         quick(model, data, checkpoint=tmp_path / "last", **options)
 
 
-@pytest.mark.filterwarnings("ignore:the last exit is right")
+@pytest.mark.filterwarnings("ignore:the last exit has")
 @pytest.mark.parametrize("damage", ["cut", "foreign", "text"])
 def test_a_damaged_or_foreign_checkpoint_is_refused(damage, tmp_path):
     from safetensors.torch import save_file
@@ -274,7 +280,7 @@ def test_a_damaged_or_foreign_checkpoint_is_refused(damage, tmp_path):
         quick(network(), checkpoint=path)
 
 
-@pytest.mark.filterwarnings("ignore:the last exit is right")
+@pytest.mark.filterwarnings("ignore:the last exit has")
 def test_a_full_disk_keeps_the_old_checkpoint(tmp_path, monkeypatch):
     path = tmp_path / "last"
     quick(network(), checkpoint=path, epochs=1, schedule=None)
@@ -284,7 +290,7 @@ def test_a_full_disk_keeps_the_old_checkpoint(tmp_path, monkeypatch):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr("alight.training.checkpoints.os.fsync", full)
-    with pytest.raises(OSError, match="the checkpoint before it is kept") as error:
+    with pytest.raises(OSError, match="the previous checkpoint is kept") as error:
         quick(network(), checkpoint=path, epochs=2, schedule=None)
     assert error.value.errno == errno.ENOSPC
     assert error.value.filename == str(path)
@@ -313,6 +319,7 @@ def test_a_kill_while_saving_keeps_the_old_checkpoint(tmp_path):
     code = """
         import os, signal
         from alight.training import checkpoints
+        from alight.training.settings import TrainingSettings
         from alight.training.training import train_heads
         from digits import loader, network
 
@@ -322,7 +329,8 @@ def test_a_kill_while_saving_keeps_the_old_checkpoint(tmp_path):
             if len(saves) == 2:
                 os.kill(os.getpid(), signal.SIGKILL)  # the second one lies half-way between memory and its place
         checkpoints.os.fsync = flushed
-        train_heads(network(), loader(256), mode="joint", epochs=3, checkpoint=sys.argv[1], progress=False)
+        settings = TrainingSettings(mode="joint", epochs=3)
+        train_heads(network(), loader(256), settings, checkpoint=sys.argv[1], progress=False)
     """
     assert run_python(code, path).returncode == -signal.SIGKILL
     assert Checkpoint.load(path).epochs_done == 1
@@ -334,31 +342,33 @@ def test_a_kill_while_saving_keeps_the_old_checkpoint(tmp_path):
 def test_two_processes_in_frozen_mode_give_the_loss_curve_of_one(tmp_path):
     code = """
         import json, os
+        from dataclasses import asdict
+        from alight.training.settings import TrainingSettings
         from alight.training.training import train_heads
         from digits import held_out, loader, network
 
-        def told(name, **options):
-            model = network()
-            options |= {"checkpoint": f"{sys.argv[1]}.{name}", "validation": held_out(), "progress": False}
-            history = train_heads(model, loader(321, 64), epochs=3, **options)
+        def write(name, **options):
+            model, settings = network(), TrainingSettings(epochs=3, **options)
+            call = {"checkpoint": f"{sys.argv[1]}.{name}", "validation": held_out(), "progress": False}
+            history = train_heads(model, loader(321, 64), settings, **call)
             if os.environ["RANK"] == "0":
                 weights = [tensor.tolist() for tensor in model.heads.state_dict().values()]
-                epochs = [each.plain() for each in history.epochs]
+                epochs = [asdict(each) for each in history.epochs]
                 open(f"{sys.argv[1]}.{name}.json", "w").write(json.dumps([epochs, weights]))
 
-        told("frozen")
-        told("mixed", mode="mixed", clip=1.0)
+        write("frozen")
+        write("mixed", mode="mixed", clip=1.0)
     """
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
     done = run_python(code, tmp_path / "two", launcher=launcher)
     assert done.returncode == 0, done.stderr
-    assert done.stderr.count("UserWarning") == done.stderr.count("the last exit is right for") == 1
+    assert done.stderr.count("UserWarning") == done.stderr.count("the last exit has") == 1
     model = network()
-    with pytest.warns(UserWarning, match="the last exit is right"):
+    with pytest.warns(UserWarning, match="the last exit has"):
         history = quick(model, loader(321, 64), epochs=3, validation=held_out())  # a last batch of one sample
     epochs, weights = json.loads((tmp_path / "two.frozen.json").read_text())
     for one, two in zip(history.epochs, epochs, strict=True):
-        for name, values in one.plain().items():
+        for name, values in asdict(one).items():
             np.testing.assert_allclose(two[name], values, atol=1e-5, rtol=0)
     for one, two in zip(model.heads.state_dict().values(), weights, strict=True):
         np.testing.assert_allclose(two, one, atol=1e-4, rtol=0)
@@ -371,22 +381,14 @@ def test_distillation_needs_no_labels_and_brings_heads_close_to_the_last_exit(tr
     model = copy.deepcopy(trained)
     images = digits()[0].tensors[0]
     unlabelled = DataLoader(TensorDataset(images), 64, shuffle=True)
-    history = train_heads(
-        model,
-        unlabelled,
-        epochs=10,
-        learning_rate=1e-2,
-        distill=1.0,
-        temperature=2.0,
-        validation=held_out(),
-        progress=False,
-    )
+    teaching = {"distill": 1.0, "temperature": 2.0}
+    history = quick(model, unlabelled, epochs=10, learning_rate=1e-2, validation=held_out(), **teaching)
     assert history.epochs[-1].losses[0] < history.epochs[0].losses[0]
     assert history.epochs[-1].accuracies == ()
     assert min(history.epochs[-1].validation_accuracies) > 0.9
 
 
-def test_the_distillation_loss_is_zero_only_where_an_exit_says_what_the_last_one_says():
+def test_the_distillation_loss_is_zero_only_where_an_exit_equals_the_last_one():
     logits = torch.randn(5, 4, generator=torch.Generator().manual_seed(0))
     same_as_last, other, last = exit_losses([logits + 3.0, -logits, logits], None, temperature=3.0)
     torch.testing.assert_close(same_as_last, torch.zeros(5), atol=1e-6, rtol=0)
@@ -416,7 +418,7 @@ def test_rescaled_gradients_are_the_average_over_the_exits_behind():
     torch.testing.assert_close(feature.grad, pulls.mean()[None])
 
 
-def test_rescaling_leaves_what_is_said_alone_and_changes_what_the_first_stage_learns():
+def test_rescaling_leaves_logits_alone_and_changes_gradients_of_the_first_stage():
     plain, rescaled = network(), network()
     one = quick(plain, mode="joint", epochs=1, optimizer="sgd", momentum=0.0)
     two = quick(rescaled, mode="joint", epochs=1, optimizer="sgd", momentum=0.0, rescale_gradients=True)
@@ -452,7 +454,7 @@ def test_the_average_of_weights_lies_behind_the_weights():
     assert 0 < moved[1] < moved[0]
 
 
-@pytest.mark.filterwarnings("ignore:the last exit is right")
+@pytest.mark.filterwarnings("ignore:the last exit has")
 def test_loaders_may_give_dicts_tuples_and_several_inputs(trained):
     images, labels = digits()[0][:64]
     expected = quick(copy.deepcopy(trained), [(images, labels)])
@@ -471,14 +473,14 @@ def test_loaders_may_give_dicts_tuples_and_several_inputs(trained):
     assert quick(model(("left", "right")), [{"left": images, "right": images, "label": labels}]) == pair
 
 
-def test_a_network_that_knows_nothing_is_warned_of(trained):
+def test_an_untrained_backbone_raises_a_warning(trained):
     with pytest.warns(UserWarning, match=r"near the 10\.0% of guessing: heads on an untrained backbone"):
         quick(network(), loader())
     quick(copy.deepcopy(trained), loader())  # warnings are errors
 
 
 def test_progress_shows_the_accuracy_of_every_exit(capfd):
-    train_heads(network(), loader(FEW), mode="joint", epochs=1)
+    train_heads(network(), loader(FEW), TrainingSettings(mode="joint", epochs=1))
     assert "epoch 1/1, accuracy %" in capfd.readouterr().err
 
 
@@ -487,7 +489,7 @@ class Stream(IterableDataset):
         return iter(digits()[0])
 
 
-def test_loaders_without_a_length_are_taken():
+def test_loaders_without_a_length_are_accepted():
     history = quick(network(), DataLoader(Stream(), 128), mode="joint")
     assert history.epochs[1].losses[2] < history.epochs[0].losses[2]
 
@@ -497,16 +499,14 @@ def nan_after(steps: int):
     return [(images, labels)] * steps + [(torch.full_like(images, torch.nan), labels)]
 
 
-@pytest.mark.filterwarnings("ignore:the last exit is right")
-def test_a_loss_that_is_no_number_stops_training_and_keeps_the_last_good_checkpoint(tmp_path):
+@pytest.mark.filterwarnings("ignore:the last exit has")
+def test_a_nan_loss_stops_training_and_keeps_the_last_good_checkpoint(tmp_path):
     path = tmp_path / "last"
     model = network()
     quick(model, nan_after(3)[:3], epochs=1, schedule=None, checkpoint=path)
     good = path.read_bytes()
-    images, labels = digits()[0][:64]
-    spoilt = [(images, labels), (images, labels), (images * torch.nan, labels)]
     with pytest.raises(Diverged, match=rf"exit 0 \(exit 0\) is nan at step 3 of epoch 2: .*{path} holds the last good"):
-        quick(network(), spoilt, epochs=2, schedule=None, checkpoint=path)
+        quick(network(), nan_after(2), epochs=2, schedule=None, checkpoint=path)
     assert path.read_bytes() == good
 
 
@@ -531,8 +531,8 @@ def test_the_loss_of_shares_is_that_of_the_classes_by_their_shares():
         torch.testing.assert_close(found, loss)
 
 
-@pytest.mark.slow
-def test_a_compiled_training_goes_as_an_ordinary_one():
+@pytest.mark.compiled
+def test_a_compiled_training_equals_an_eager_one():
     one, other = network(), network()
     other.load_state_dict(one.state_dict())
     plain = quick(one, mode="joint", seed=3)
@@ -541,14 +541,15 @@ def test_a_compiled_training_goes_as_an_ordinary_one():
     assert one.state_dict().keys() == other.state_dict().keys()
 
 
-def test_the_exit_whose_loss_is_no_number_is_named():
-    class Spoilt(nn.Module):
+def test_the_exit_whose_loss_is_not_finite_is_named():
+    class Infinite(nn.Module):
         def forward(self, features):
             return features.flatten(1)[:, :10] / 0
 
     model = network()
-    model.heads[1] = Spoilt()
-    with pytest.raises(Diverged, match=r"the loss of exit 1 \(exit 1\) is (nan|inf) at step 1 of epoch 1: lower"):
+    model.heads[1] = Infinite()
+    message = r"training diverged: the loss of exit 1 \(exit 1\) is (nan|inf) at step 1 of epoch 1: lower"
+    with pytest.raises(Diverged, match=message):
         quick(model, mode="joint")
 
 
@@ -572,14 +573,14 @@ BAD_BATCHES = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:the last exit is right")
+@pytest.mark.filterwarnings("ignore:the last exit has")
 @pytest.mark.parametrize("case", BAD_BATCHES)
 def test_a_bad_loader_gets_an_error_that_says_what_to_do(case):
     batches, message = BAD_BATCHES[case]
     if case == "an iterator":
         batches = iter([(IMAGES, LABELS)])
     with pytest.raises(BadInput, match=message):
-        train_heads(network(), batches, epochs=2, progress=False)
+        quick(network(), batches)
 
 
 @pytest.mark.parametrize(
@@ -611,7 +612,16 @@ def test_a_setting_out_of_bounds_is_refused(options, message):
         quick(network(), **options)
 
 
-def test_a_plain_network_is_refused():
+def test_defaults_that_depend_on_others_follow_them():
+    settings = TrainingSettings(mode="mixed", epochs=5, loss_weights=[1, 0, 2])
+    resolved = settings.resolve(3)
+    assert (resolved.learning_rate, resolved.backbone_epochs, resolved.loss_weights) == (1e-3, 2, (1.0, 0.0, 2.0))
+    assert replace(settings, optimizer="sgd").resolve(3).learning_rate == 3e-2
+    assert replace(settings, mode="joint", loss_weights=None).resolve(2).loss_weights == (1.0, 1.0)
+    assert settings == TrainingSettings(mode="mixed", epochs=5, loss_weights=(1.0, 0.0, 2.0))
+
+
+def test_a_network_without_exits_is_refused():
     with pytest.raises(BadInput, match="a Linear has no exits yet"):
         quick(nn.Linear(3, 3))
 

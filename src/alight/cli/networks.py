@@ -87,6 +87,7 @@ def run_train(options: argparse.Namespace) -> Found | None:
     check_data(options.data, options.validation, options.tokenizer)
     from alight.data.formats import load_data
     from alight.networks.store import load_model, save_model
+    from alight.training.settings import TrainingSettings
     from alight.training.training import train_heads
 
     source, folder = Path(options.model), Path(options.output or options.model)
@@ -96,15 +97,23 @@ def run_train(options: argparse.Namespace) -> Found | None:
     validation = None
     if options.validation:
         validation = load_data(options.validation, spec, split="test", shuffle=False, **given)
-    settings = {"mode": options.mode, "epochs": options.epochs, "device": device(options)}
-    taken = [*settings, "validation", "checkpoint", "batch_size"]
-    settings |= own_options(train_heads, options.set, taken=taken, progress=not options.quiet)
+    try:
+        own = own_options(TrainingSettings, options.set, taken=["mode", "epochs"])
+        settings = TrainingSettings(mode=options.mode, epochs=options.epochs, **own)
+    except TypeError as error:
+        raise BadInput(f"--set {' '.join(options.set)}: a value is of the wrong kind ({error})") from error
     with new_folder(folder, keep=CHECKPOINT):
         checkpoint = folder / CHECKPOINT
-        try:
-            history = train_heads(model, data, validation=validation, checkpoint=checkpoint, **settings)
-        except TypeError as error:
-            raise BadInput(f"--set {' '.join(options.set)}: a value is of the wrong kind ({error})") from error
+        history = train_heads(
+            model,
+            data,
+            settings,
+            validation=validation,
+            checkpoint=checkpoint,
+            checkpoint_every=options.checkpoint_every,
+            device=device(options),
+            progress=not options.quiet,
+        )
         if int(os.environ.get("RANK", "0")):  # of the processes that torchrun started, the first writes
             return None
         save_model(model, folder)
@@ -209,7 +218,8 @@ def _train_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--mode", choices=["frozen", "joint", "mixed"], default="frozen", help="default: frozen")
     parser.add_argument("--epochs", type=count, default=10, help="default: 10")
     parser.add_argument("--augment", action="store_true", help="flip and move images at random")
-    set_option(parser, "an option of train_heads, as distill=0.5")
+    parser.add_argument("--checkpoint-every", metavar="EPOCHS", type=count, default=1, help="default: 1")
+    set_option(parser, "a field of TrainingSettings, as distill=0.5")
     folder = "folder for the trained network (default: where it was)"
     parser.add_argument("-o", "--output", metavar="FOLDER", type=output_folder, help=folder)
 

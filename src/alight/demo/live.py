@@ -29,6 +29,7 @@ from alight.planning.plan import Plan, plan
 from alight.planning.timing import Comparison, compare
 from alight.policies.policy import Policy
 from alight.report import Network
+from alight.training.settings import TrainingSettings
 from alight.training.training import train_heads
 
 TRAINED, CALIBRATED = 797, 500  # of 1,797 digits; the other 500 are for the test
@@ -174,10 +175,8 @@ def _trained(training: Digits, progress: bool) -> MultiExitModel:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = resnet_digits()
-    rate, size = LEARNING_RATE, BATCH_SIZE
-    train_heads(
-        model, tuple(training), mode="joint", epochs=EPOCHS, learning_rate=rate, batch_size=size, progress=progress
-    )
+    settings = TrainingSettings(mode="joint", epochs=EPOCHS, learning_rate=LEARNING_RATE)
+    train_heads(model, tuple(training), settings, batch_size=BATCH_SIZE, progress=progress)
     return model.eval()
 
 

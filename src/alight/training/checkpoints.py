@@ -1,4 +1,4 @@
-"""Where training stood at the end of an epoch: one safetensors file, written whole or not at all."""
+"""Checkpoints: the state of a training at the end of an epoch, in one safetensors file written atomically."""
 
 import json
 import os
@@ -18,81 +18,77 @@ KIND = "Checkpoint"
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """All that the next epoch needs: tensors by name, and plain numbers."""
+    """All that the next epoch needs: tensors by name, and JSON values."""
 
     epochs_done: int
-    settings: Mapping[str, Any]  # of the training; another training must not go on from here
+    settings: Mapping[str, Any]  # a training with other settings must not resume from here
     tensors: Mapping[str, Tensor]  # "model.", "optimizer." or "average." and a name
     numbers: Mapping[str, Any] = field(default_factory=dict)  # history, counters, the loss scale
 
     def part(self, name: str) -> dict[str, Tensor]:
-        """The tensors of one part."""
-        return {
-            key.removeprefix(f"{name}."): tensor for key, tensor in self.tensors.items() if key.startswith(f"{name}.")
-        }
+        """Return the tensors of one part, by their names in it."""
+        prefix = f"{name}."
+        return {key.removeprefix(prefix): tensor for key, tensor in self.tensors.items() if key.startswith(prefix)}
 
     def check(self, settings: Mapping[str, Any], path: PathLike) -> "Checkpoint":
-        """This checkpoint, unless it is of a training with other settings."""
-        other = [name for name in settings if self.settings.get(name) != settings[name]]
-        if other:
-            told = "; ".join(f"{name} was {self.settings.get(name)!r}, now {settings[name]!r}" for name in other)
+        """Return this checkpoint if it belongs to a training with these settings; raise otherwise."""
+        if changed := [name for name in settings if self.settings.get(name) != settings[name]]:
+            changes = "; ".join(f"{name} was {self.settings.get(name)!r}, now {settings[name]!r}" for name in changed)
             raise Mismatch(
-                f"the checkpoint {path} is of another training ({told}):"
-                " give the same settings, or delete it to start anew"
+                f"the checkpoint {path} belongs to another training ({changes}):"
+                " give the same settings, or delete it to train from the start"
             )
         return self
 
     def save(self, path: PathLike) -> None:
-        """Write the checkpoint; if that fails the one before it is still there."""
+        """Write the checkpoint; if that fails, the previous one is still there."""
         from safetensors.torch import save
 
-        told = {"alight": KIND, "schema": SCHEMA, "epochs_done": self.epochs_done}
-        told |= {"settings": self.settings, "numbers": self.numbers}
-        whole = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in self.tensors.items()}
-        content = save(whole, metadata={"alight": json.dumps(told)})
+        metadata = {"alight": KIND, "schema": SCHEMA, "epochs_done": self.epochs_done}
+        metadata |= {"settings": self.settings, "numbers": self.numbers}
+        tensors = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in self.tensors.items()}
+        content = save(tensors, metadata={"alight": json.dumps(metadata)})
         try:
             write_whole(path, lambda file: file.write(content))
         except OSError as error:
-            problem = f"{error.strerror}; " + (
-                "the checkpoint before it is kept" if Path(path).exists() else "no space"
-            )
-            raise OSError(error.errno, problem, str(path)) from error
+            state = "the previous checkpoint is kept" if Path(path).exists() else "there is no previous checkpoint"
+            raise OSError(error.errno, f"{error.strerror}; {state}", str(path)) from error
 
     @classmethod
     def load(cls, path: PathLike) -> "Checkpoint":
-        """The checkpoint of a file that `save` wrote."""
+        """Read the file that `save` wrote."""
         from safetensors import SafetensorError, safe_open
 
         try:
             with safe_open(os.fspath(path), framework="pt") as file:
-                told = json.loads((file.metadata() or {}).get("alight", "null"))
-                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (it is no dict)
+                metadata = json.loads((file.metadata() or {}).get("alight", "null"))
+                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
         except (SafetensorError, json.JSONDecodeError) as error:
             raise BadFile(path, f"it is damaged ({error})", "delete it to train from the start") from error
-        if not isinstance(told, dict) or told.get("alight") != KIND or not isinstance(told.get("schema"), int):
-            raise BadFile(path, "it is no checkpoint of alight", "give another path for the checkpoint")
-        if told["schema"] > SCHEMA:
-            raise BadFile(path, f"its schema is {told['schema']}, this alight reads up to {SCHEMA}", "upgrade alight")
+        if not isinstance(metadata, dict) or metadata.get("alight") != KIND or type(metadata.get("schema")) is not int:
+            raise BadFile(path, "it is not a checkpoint of alight", "give another path for the checkpoint")
+        if (schema := metadata["schema"]) > SCHEMA:
+            raise BadFile(path, f"its schema is {schema}, this alight reads up to {SCHEMA}", "upgrade alight")
         try:
-            return cls(told["epochs_done"], told["settings"], tensors, told["numbers"])
+            return cls(metadata["epochs_done"], metadata["settings"], tensors, metadata["numbers"])
         except KeyError as error:
             raise BadFile(path, f"it lacks {error}", "delete it to train from the start") from error
 
 
 def optimizer_tensors(optimizer: Optimizer) -> dict[str, Tensor]:
-    """What an optimizer remembers, by the place of the parameter and the name of the memory."""
+    """Return the state tensors of an optimizer, named by the parameter's index and the state's name."""
     return {
-        f"{place}.{name}": value
-        for place, memory in optimizer.state_dict()["state"].items()
-        for name, value in memory.items()
+        f"{index}.{name}": value
+        for index, state in optimizer.state_dict()["state"].items()
+        for name, value in state.items()
         if isinstance(value, Tensor)
     }
 
 
 def restore_optimizer(optimizer: Optimizer, tensors: Mapping[str, Tensor]) -> None:
-    """Let an optimizer remember what `optimizer_tensors` gave."""
+    """Give an optimizer the state that `optimizer_tensors` returned."""
     state: dict[int, dict[str, Tensor]] = {}
     for key, tensor in tensors.items():
-        place, _, name = key.partition(".")
-        state.setdefault(int(place), {})[name] = tensor
+        index, _, name = key.partition(".")
+        state.setdefault(int(index), {})[name] = tensor
     optimizer.load_state_dict({**optimizer.state_dict(), "state": state})

@@ -1,4 +1,4 @@
-"""Several processes that train one network: what `torchrun` started, and which part of each batch is whose."""
+"""Training in several processes: those that `torchrun` started, and each one's shard of every batch."""
 
 import atexit
 import os
@@ -17,40 +17,36 @@ from alight.errors import BadInput
 
 @dataclass(frozen=True)
 class Processes:
-    """This process among those that train together; alone it is 0 of 1."""
+    """The processes that train one network, and which of them this one is; without others it is 0 of 1."""
 
     rank: int = 0
     count: int = 1
 
     @property
     def is_first(self) -> bool:
-        """Whether this one prints and saves."""
+        """Whether this process prints and saves."""
         return self.rank == 0
 
-    def join(self, module: nn.Module) -> nn.Module:
-        """The module with gradients averaged over all processes."""
+    def average_gradients(self, module: nn.Module) -> nn.Module:
+        """Return the module with gradients averaged over all processes."""
         if self.count == 1 or not any(parameter.requires_grad for parameter in module.parameters()):
             return module
         return DistributedDataParallel(module, static_graph=True)  # some weights may be unused, but always the same
 
-    def total(self, values: Tensor) -> Tensor:
-        """The sum of a tensor over all processes."""
+    def sum(self, values: Tensor) -> Tensor:
+        """Return the sum of a tensor over all processes."""
         if self.count > 1:
             distributed.all_reduce(values)
         return values
 
     def wait(self) -> None:
-        """Return once every process has come here."""
+        """Return once every process has called this."""
         if self.count > 1:
             distributed.barrier()
 
-    def share(self, loader: Iterable[Any]) -> "ShardedLoader":
-        """This process's part of every batch of a loader."""
-        return ShardedLoader(loader, self)
 
-
-def processes(device: torch.device) -> tuple[Processes, torch.device]:
-    """The processes that `torchrun` started, or this one alone; and this one's device."""
+def join_processes(device: torch.device) -> tuple[Processes, torch.device]:
+    """Return the processes that `torchrun` started, or this one alone; and the device of this one."""
     joined = distributed.is_available() and distributed.is_initialized()
     if int(os.environ.get("WORLD_SIZE", "1")) == 1 and not joined:
         return Processes(), device
@@ -64,17 +60,17 @@ def processes(device: torch.device) -> tuple[Processes, torch.device]:
 
 
 class ShardedLoader:
-    """A loader's batches, of each the part that is this process's, with the size of the whole batch.
+    """A loader of which each process gets its shard of every batch.
 
     A batch of the loader is the batch of all processes together: each takes every n-th sample of it. A loader with a
-    DistributedSampler is taken as it stands.
+    DistributedSampler is used unchanged.
     """
 
-    def __init__(self, loader: Iterable[Any], own: Processes) -> None:
-        self._given = self._loader = loader
-        self._own, self._sizes = own, deque[int]()  # sizes of whole batches that are under way
-        if own.count > 1 and not isinstance(getattr(loader, "sampler", None), DistributedSampler):
-            self._loader = _parted(loader, own, self._sizes)
+    def __init__(self, loader: Iterable[Any], processes: Processes) -> None:
+        self._original = self._loader = loader
+        self._processes, self._sizes = processes, deque[int]()  # sizes of whole batches that were not weighed yet
+        if processes.count > 1 and not isinstance(getattr(loader, "sampler", None), DistributedSampler):
+            self._loader = _sharded(loader, processes, self._sizes)
 
     def __iter__(self) -> Iterator[Any]:
         self._sizes.clear()
@@ -83,52 +79,53 @@ class ShardedLoader:
     def __len__(self) -> int:
         return len(self._loader)  # type: ignore[arg-type]
 
-    def begin(self, epoch: int, seed: int) -> None:
+    def begin_epoch(self, epoch: int, seed: int) -> None:
         """Make the order of the samples a function of the seed and the epoch."""
-        samplers = (getattr(self._given, name, None) for name in ("sampler", "batch_sampler"))
-        for owner in (self._given, *samplers):
-            if callable(tell := getattr(owner, "set_epoch", None)):
-                tell(epoch)
+        samplers = (getattr(self._original, name, None) for name in ("sampler", "batch_sampler"))
+        for owner in (self._original, *samplers):
+            if callable(set_epoch := getattr(owner, "set_epoch", None)):
+                set_epoch(epoch)
             if isinstance(generator := getattr(owner, "generator", None), torch.Generator):
                 generator.manual_seed(seed)
 
-    def weight(self) -> float:
-        """By how much to multiply this process's mean loss, so that the average over processes is the batch's."""
+    def next_weight(self) -> float:
+        """Return the factor of this process's mean loss that makes the average over processes that of the batch."""
         if not self._sizes:
             return 1.0
-        whole = self._sizes.popleft()
-        return len(range(self._own.rank, whole, self._own.count)) * self._own.count / whole
+        whole, count = self._sizes.popleft(), self._processes.count
+        return len(range(self._processes.rank, whole, count)) * count / whole
 
 
-class _Parts(Sampler[list[int]]):
-    """Every batch's part for one process; a batch too small for all lends its first sample, which then counts 0."""
+class _ShardSampler(Sampler[list[int]]):
+    """One process's shard of every batch; one that would be empty gets the first sample, with weight 0."""
 
-    def __init__(self, whole: Any, own: Processes, sizes: deque[int]) -> None:
-        self._whole, self._own, self._sizes = whole, own, sizes
+    def __init__(self, batch_sampler: Any, processes: Processes, sizes: deque[int]) -> None:
+        self._batch_sampler, self._processes, self._sizes = batch_sampler, processes, sizes
 
     def __iter__(self) -> Iterator[list[int]]:
-        batches = [list(batch) for batch in self._whole]  # the same in every process: all have the same seed
-        if self._own.rank:
-            torch.manual_seed(torch.initial_seed() + self._own.rank)  # from here on dropout differs
+        rank, count = self._processes.rank, self._processes.count
+        batches = [list(batch) for batch in self._batch_sampler]  # the same in every process: all have the same seed
+        if rank:
+            torch.manual_seed(torch.initial_seed() + rank)  # from here on dropout differs
         for batch in batches:
             self._sizes.append(len(batch))
-            yield batch[self._own.rank :: self._own.count] or batch[:1]
+            yield batch[rank::count] or batch[:1]
 
     def __len__(self) -> int:
-        return len(self._whole)
+        return len(self._batch_sampler)
 
 
-def _parted(loader: Iterable[Any], own: Processes, sizes: deque[int]) -> DataLoader[Any]:
-    """The loader with its workers and its collation, but for the part of each batch that is this process's."""
-    whole = getattr(loader, "batch_sampler", None)
-    if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset) or whole is None:
+def _sharded(loader: Iterable[Any], processes: Processes, sizes: deque[int]) -> DataLoader[Any]:
+    """Return a loader with the same workers and collation for the shards of one process."""
+    batch_sampler = getattr(loader, "batch_sampler", None)
+    if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset) or batch_sampler is None:
         raise BadInput(
-            f"a {type(loader).__name__} cannot be parted among processes: give a DataLoader over a data set with"
+            f"a {type(loader).__name__} cannot be divided among processes: give a DataLoader over a data set with"
             " indices and a batch size (of all processes together), or one with a DistributedSampler"
         )
     return DataLoader(
         loader.dataset,
-        batch_sampler=_Parts(whole, own, sizes),
+        batch_sampler=_ShardSampler(batch_sampler, processes, sizes),
         num_workers=loader.num_workers,
         collate_fn=loader.collate_fn,
         pin_memory=loader.pin_memory,
