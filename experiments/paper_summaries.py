@@ -167,7 +167,7 @@ def _scores() -> str:
 def _overhead() -> str:
     costs = {title: load(network).costs for network, title in NETWORKS.items()}
     return "All heads before the last: " + _listed(
-        f"{title} {100 * (each.cumulative()[-1] / each.plain - 1):.1f} %" for title, each in costs.items()
+        f"{title} {100 * (each.cumulative()[-1] / each.full - 1):.1f} %" for title, each in costs.items()
     )
 
 
