@@ -88,7 +88,7 @@ class Predictor:
         one.
         """
         folder, settings = Path(folder), settings or RunSettings()
-        options = {"batch_size": batch_size, "rebatch": rebatch, "probabilities": probabilities}
+        options: dict[str, Any] = {"batch_size": batch_size, "rebatch": rebatch, "probabilities": probabilities}
         options["allow_mismatch"] = allow_mismatch
         if not (folder / MANIFEST).is_file() and (folder / "config.json").is_file():
             return cls(_saved_model(folder), _given(policy, folder), settings=settings, **options)

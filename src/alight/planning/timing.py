@@ -150,7 +150,8 @@ def compare(
     low, middle, high = np.quantile(runs[:, 0] / runs[:, 1], [0.25, 0.5, 0.75]).tolist()
     rates = len(decisions) / np.median(runs, axis=0)
     latencies = [_latency(each, state, batch_size) for each in (full, early)]
-    return SpeedComparison(batch_size, float(rates[0]), float(rates[1]), middle, low, high, *latencies, decisions)
+    rates_and_ratios = (float(rates[0]), float(rates[1]), middle, low, high)
+    return SpeedComparison(batch_size, *rates_and_ratios, latencies[0], latencies[1], decisions)
 
 
 def _latency(predictor: Predictor, state: State, batch_size: int) -> tuple[float, float]:

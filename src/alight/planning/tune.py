@@ -125,7 +125,7 @@ def _options(
     default = RunSettings()
     fixed = {each.name for each in fields(given) if getattr(given, each.name) != getattr(default, each.name)}
     device = device_of(model, given.device)
-    options = {
+    options: dict[str, list[Any]] = {
         "dtype": _other_dtypes(model, dtypes),
         "channels_last": [True] if _has_images(model, inputs) else [],
         "threads": _thread_counts() if device.type == "cpu" else [],

@@ -40,9 +40,12 @@ class Backend(Protocol):
     inputs: InputSpec  # what the first stage takes
     exits: tuple[str, ...]  # names of all exits of the network
     open_exits: tuple[int, ...]  # those that have a stage here
-    fingerprint: str  # of the network
     in_flight: int
     supports_single_sample: bool  # is there `run_one`?
+
+    @property
+    def fingerprint(self) -> str:
+        """The fingerprint of the network."""
 
     def admit(self, inputs: State) -> State:
         """Place inputs where the stages run."""
