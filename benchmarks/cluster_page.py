@@ -23,12 +23,12 @@ def cluster(rows: Sequence[Row]) -> list[list[str]]:
 
 
 def calibration(rows: Sequence[Row]) -> list[list[str]]:
-    """Calibration part by part beside that in memory."""
-    lines = [["rows", "recording", "read", "peak memory", "time", "same policy"]]
+    """Calibration on a random sample beside that on all rows."""
+    lines = [["rows", "recording", "calibrated on", "peak memory", "time", "budget spent", "accuracy"]]
     for row in rows:
         figures = [f"{float(row[name]):,.0f} {unit}" for name, unit in (("held", "MB"), ("seconds", "s"))]
-        same = "yes" if row["same_policy"] == "True" else "no"
-        lines.append([f"{int(row['rows']):,}", f"{float(row['megabytes']):,.0f} MB", row["way"], *figures, same])
+        figures += [f"{float(row[name]):.2%}" for name in ("spent", "accuracy")]
+        lines.append([f"{int(row['rows']):,}", f"{float(row['megabytes']):,.0f} MB", row["way"], *figures])
     return lines
 
 

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from alight import Costs, HeadOutputs
-from alight.calibrate.eero import eero
+from alight.calibrate.planned_rates import eero
 from alight.errors import BadInput
 from alight.networks.multi_exit import MultiExitModel
 from alight.planning.plan import cheapest, largest_loss, plan, walking_costs

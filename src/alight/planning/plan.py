@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from alight.calibrate.crossval import held_out, pruned
-from alight.calibrate.eero import eero
+from alight.calibrate.planned_rates import eero
 from alight.costing.measure import time_stages
 from alight.costs import Costs
 from alight.display import html_table
