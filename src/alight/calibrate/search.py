@@ -21,7 +21,7 @@ SMALLEST = 1e-6  # rate from which an exit of rate 0 can grow again
 
 
 @dataclass(frozen=True)
-class _Plan:
+class _OpenPlan:
     """Rates of all exits, 0 where closed, and what the open ones cost."""
 
     rates: Floats  # (exits,)
@@ -68,7 +68,7 @@ def search(
     )
 
 
-def _starts(problem: Problem, opened: tuple[int, ...]) -> list[_Plan]:
+def _starts(problem: Problem, opened: tuple[int, ...]) -> list[_OpenPlan]:
     """The plans that other methods make."""
     costs, risks = problem.network.cumulative(opened), problem.labelled.risks()[list(opened)]
     starts = [
@@ -77,10 +77,12 @@ def _starts(problem: Problem, opened: tuple[int, ...]) -> list[_Plan]:
         for spend_all in (False, True)
     ]
     starts += [geometric_rates(costs, problem.budget), gaussian_rates(costs, problem.budget)]
-    return [_Plan(_spread(rates, opened, len(problem.network)), opened, costs) for rates in starts]
+    return [_OpenPlan(_spread(rates, opened, len(problem.network)), opened, costs) for rates in starts]
 
 
-def _climb(problem: Problem, plan: _Plan, tried: Ranked, kept: Ranked, steps: int, rng: np.random.Generator) -> _Plan:
+def _climb(
+    problem: Problem, plan: _OpenPlan, tried: Ranked, kept: Ranked, steps: int, rng: np.random.Generator
+) -> _OpenPlan:
     """The plan that is best on `kept` among those that a climb on `tried` passes through."""
     accuracy = tried.accuracy(plan.rates)
     best, best_accuracy = plan, kept.accuracy(plan.rates)
@@ -97,7 +99,7 @@ def _climb(problem: Problem, plan: _Plan, tried: Ranked, kept: Ranked, steps: in
     return best
 
 
-def _exchanged(plan: _Plan, amount: float, rng: np.random.Generator) -> _Plan | None:
+def _exchanged(plan: _OpenPlan, amount: float, rng: np.random.Generator) -> _OpenPlan | None:
     """A share of samples moved to an exit from two around it, or away from it, so that the cost stays."""
     triples = _triples(len(plan.open_exits))
     if not triples:
@@ -113,7 +115,7 @@ def _exchanged(plan: _Plan, amount: float, rng: np.random.Generator) -> _Plan | 
     rates = plan.rates.copy()
     rates[first], rates[middle] = max(before - part * amount, 0.0), max(here + amount, 0.0)
     rates[last] = max(after - (1 - part) * amount, 0.0)
-    return _Plan(rates, plan.open_exits, plan.costs)
+    return _OpenPlan(rates, plan.open_exits, plan.costs)
 
 
 @cache
@@ -121,14 +123,14 @@ def _triples(count: int) -> tuple[tuple[int, int, int], ...]:
     return tuple(combinations(range(count), 3))
 
 
-def _closed(problem: Problem, plan: _Plan, rng: np.random.Generator) -> _Plan | None:
+def _closed(problem: Problem, plan: _OpenPlan, rng: np.random.Generator) -> _OpenPlan | None:
     """The plan with one exit less, its samples and its head's cost shared out among the others."""
     left_out = rng.integers(len(plan.open_exits))
     opened = [index for position, index in enumerate(plan.open_exits) if position != left_out]
     return _fitted(problem, plan.rates, opened, _planned(plan)) if _affordable(problem, opened) else None
 
 
-def _average(problem: Problem, plans: Sequence[_Plan]) -> _Plan:
+def _average(problem: Problem, plans: Sequence[_OpenPlan]) -> _OpenPlan:
     """The mean of the plans, with the exits open that at least half of them open."""
     votes = np.bincount([index for plan in plans for index in plan.open_exits], minlength=len(problem.network))
     opened = np.flatnonzero(2 * votes >= len(plans)).tolist()
@@ -136,19 +138,19 @@ def _average(problem: Problem, plans: Sequence[_Plan]) -> _Plan:
     return _fitted(problem, rates, opened if _affordable(problem, opened) else plans[0].open_exits, float(planned))
 
 
-def _fitted(problem: Problem, rates: Floats, opened: Sequence[int], planned: float) -> _Plan:
+def _fitted(problem: Problem, rates: Floats, opened: Sequence[int], planned: float) -> _OpenPlan:
     """The nearest rates over these exits that cost what is planned, or a little less where it must be."""
     costs = problem.network.cumulative(opened)
     target = min(max(planned, float(costs[0])), problem.budget)
     own = tilted_rates(np.maximum(rates[list(opened)], SMALLEST), costs, target)
-    return _Plan(_spread(own, opened, len(problem.network)), tuple(opened), costs)
+    return _OpenPlan(_spread(own, opened, len(problem.network)), tuple(opened), costs)
 
 
 def _affordable(problem: Problem, opened: Sequence[int]) -> bool:
     return bool(opened) and bool(problem.network.cumulative(opened)[0] <= problem.budget)
 
 
-def _planned(plan: _Plan) -> float:
+def _planned(plan: _OpenPlan) -> float:
     return float(plan.rates[list(plan.open_exits)] @ plan.costs)
 
 

@@ -18,7 +18,7 @@ PASSES = 3  # backward inductions at one price, each on those who wait under the
 LOWEST_PRICE = 1e-4  # accuracy per cost of the last exit: next to nothing
 
 
-class _Plan(NamedTuple):
+class _PricedPlan(NamedTuple):
     """The exit rates of one price, the mean of those of several halves, what they cost, and how accurate they are."""
 
     price: float
@@ -55,7 +55,7 @@ def optimal_stopping(
     """
     problem = Problem.of("optimal_stopping", costs, budget, labelled, unlabelled)
 
-    def at(plan: _Plan) -> Threshold:
+    def at(plan: _PricedPlan) -> Threshold:
         return problem.survivor_policy(lambda _: plan.rates, settings={"price": plan.price})
 
     plans = _plans(problem, [Ranked(labelled.take(half)) for half, _ in halves(len(labelled), rounds)], prices)
@@ -99,14 +99,14 @@ def _upper(advantage: Floats, order: npt.NDArray[np.int64]) -> npt.NDArray[np.bo
     return leaving
 
 
-def _plans(problem: Problem, parts: list[Ranked], prices: int) -> list[_Plan]:
+def _plans(problem: Problem, parts: list[Ranked], prices: int) -> list[_PricedPlan]:
     """Plans from the highest price, at which everyone leaves at once, to the lowest, cheapest plan first."""
     everyone, costs = Ranked(problem.labelled), problem.costs / problem.costs[-1]
 
-    def of(price: float, rates: Floats) -> _Plan:
-        return _Plan(price, rates, float(rates @ problem.costs), everyone.accuracy(rates))
+    def of(price: float, rates: Floats) -> _PricedPlan:
+        return _PricedPlan(price, rates, float(rates @ problem.costs), everyone.accuracy(rates))
 
-    def at(price: float) -> _Plan:
+    def at(price: float) -> _PricedPlan:
         return of(price, np.mean([rates_at_price(part, costs, price) for part in parts], axis=0))
 
     if len(costs) == 1:
@@ -119,7 +119,7 @@ def _plans(problem: Problem, parts: list[Ranked], prices: int) -> list[_Plan]:
     return plans
 
 
-def _spending(problem: Problem, plans: list[_Plan]) -> _Plan:
+def _spending(problem: Problem, plans: list[_PricedPlan]) -> _PricedPlan:
     """The dearest plan that keeps the budget, its rates mixed with those of the next so that it is spent."""
     index = max(index for index, plan in enumerate(plans) if plan.cost <= problem.budget)
     if index == len(plans) - 1:
@@ -131,12 +131,12 @@ def _spending(problem: Problem, plans: list[_Plan]) -> _Plan:
     while rates @ problem.costs > problem.budget:  # by a rounding
         share, back = share * (1 - back), min(2 * back, 1.0)
         rates = cheaper.rates + share * (dearer.rates - cheaper.rates)
-    return _Plan(cheaper.price, rates, float(rates @ problem.costs), Ranked(problem.labelled).accuracy(rates))
+    return _PricedPlan(cheaper.price, rates, float(rates @ problem.costs), Ranked(problem.labelled).accuracy(rates))
 
 
-def _concave(plans: list[_Plan]) -> list[_Plan]:
+def _concave(plans: list[_PricedPlan]) -> list[_PricedPlan]:
     """The plans on the concave hull of accuracy over cost, from the cheapest to the most accurate."""
-    hull: list[_Plan] = []
+    hull: list[_PricedPlan] = []
     for plan in sorted(plans, key=lambda plan: (plan.cost, -plan.accuracy)):
         if hull and plan.accuracy <= hull[-1].accuracy:
             continue
@@ -146,5 +146,5 @@ def _concave(plans: list[_Plan]) -> list[_Plan]:
     return hull
 
 
-def _slope(cheaper: _Plan, dearer: _Plan) -> float:
+def _slope(cheaper: _PricedPlan, dearer: _PricedPlan) -> float:
     return (dearer.accuracy - cheaper.accuracy) / (dearer.cost - cheaper.cost)

@@ -1,7 +1,7 @@
 """Commands on recorded outputs, which need no network: calibrate, sweep, report."""
 
 import argparse
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from alight.errors import AlightError, BadInput
 from alight.evaluation import sweep, write_points
 from alight.outputs import HeadOutputs
 from alight.policies.policy import Policy
-from alight.report import Network, read_images, write_report
+from alight.report import ReportedNetwork, read_images, write_report
 
 TABLES = ("labelled", "unlabelled", "test")
 SLOW = ("genetic", "auto")  # seconds for each budget, so only on request
@@ -50,7 +50,7 @@ def run_sweep(options: argparse.Namespace) -> Found:
     points = sweep(chosen, costs, budgets, **tables, progress=shown)
     if options.report:
         left = None if images is None else examples_of(images, chosen, costs, budgets, tables)
-        write_report(Network(points, examples=left), options.report, title=f"{options.test}", promises=promises)
+        write_report(ReportedNetwork(points, examples=left), options.report, title=f"{options.test}", promises=promises)
     write_points(points, options.output)
     lines = [str(point) for point in points if point.method in chosen]
     return Found("\n".join(lines), {"path": options.output, "report": options.report, "points": points})
@@ -92,10 +92,9 @@ def _tables(options: argparse.Namespace, *names: str) -> list[Any]:
 
     @cache
     def load(path: Path) -> HeadOutputs:
-        if path.is_dir():  # no method here reads log-probabilities, which are by far the most of a recording
-            table = HeadOutputs.load_sample(path, log_probabilities=False)
-        else:
-            table = HeadOutputs.load(path)
+        # no method here reads log-probabilities, which are by far the most of a recording
+        sample = partial(HeadOutputs.load_sample, log_probabilities=False)
+        table = sample(path) if path.is_dir() else HeadOutputs.load(path)
         return table.with_score(options.score) if options.score else table
 
     return [path and load(Path(path).resolve()) for path in (getattr(options, name) for name in names)]
@@ -154,8 +153,8 @@ def _contract_options(parser: argparse.ArgumentParser, *further: str) -> None:
 def _table_arguments(parser: argparse.ArgumentParser, *further: str) -> None:
     parser.add_argument(
         "labelled",
-        help="recorded outputs with labels, .npz or a folder of partitions (of more than a million rows, a random sample of"
-        " a million); gives risks, and thresholds too if alone",
+        help="recorded outputs with labels, .npz or a folder of partitions, of which at most a million rows are drawn"
+        " at random; gives risks, and thresholds too if alone",
     )
     for name in further:
         parser.add_argument(name, help=f"recorded outputs of {name} data, with labels (.npz)")
