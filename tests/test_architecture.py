@@ -8,14 +8,13 @@ import pytest
 import alight
 
 PACKAGE = Path(alight.__file__).parent
-FOUNDATION = {"errors", "files", "scores", "outputs", "partitioned", "costs", "display"}
+FOUNDATION = {"errors", "files", "scores", "outputs", "costs", "display"}
 MAY_IMPORT = {
     "errors": set(),
     "files": {"errors"},
     "scores": set(),
     "display": set(),
     "outputs": {"errors", "files", "scores", "display"},
-    "partitioned": {"errors", "files", "outputs"},
     "costs": {"errors", "files", "display"},
     "provenance": set(),
     "recordings": FOUNDATION,
@@ -49,7 +48,6 @@ NO_TORCH = {
     "calibrate",
     "evaluation",
     "outputs",
-    "partitioned",
     "costs",
     "scores",
     "report",
@@ -102,7 +100,7 @@ def test_every_room_is_in_the_table():
 @pytest.mark.parametrize(
     "line",
     [
-        "from alight.calibrate.eero import eero",
+        "from alight.calibrate.planned_rates import eero",
         "from alight import calibrate",
         "import alight.calibrate",
         "import alight.calibrate.eero as e",

@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from alight.networks.multi_exit import MultiExitModel, Normalisation
     from alight.networks.store import fingerprint, load_model, save_model
     from alight.outputs import Decisions, HeadOutputs
-    from alight.partitioned import PartitionedOutputs
     from alight.planning.plan import Plan, plan
     from alight.planning.tune import Tuned, tune_speed
     from alight.policies.policy import Policy
@@ -44,7 +43,6 @@ __all__ = [
     "HeadOutputs",
     "MultiExitModel",
     "Normalisation",
-    "PartitionedOutputs",
     "Plan",
     "Point",
     "Policy",
@@ -96,7 +94,6 @@ _HOMES = {
     "HeadOutputs": "alight.outputs",
     "MultiExitModel": "alight.networks.multi_exit",
     "Normalisation": "alight.networks.multi_exit",
-    "PartitionedOutputs": "alight.partitioned",
     "Plan": "alight.planning.plan",
     "Point": "alight.evaluation.sweep",
     "Policy": "alight.policies.policy",

@@ -4,18 +4,22 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from alight.display import html_table
-from alight.errors import BadFile, BadInput, LabelsNeeded
+from alight.errors import BadFile, BadInput, LabelsNeeded, Mismatch
 from alight.files import PathLike, read_arrays, write_arrays
 from alight.scores import SCORES, logit_margin, probabilities
 
 Floats = npt.NDArray[np.float64]
 Integers = npt.NDArray[np.int64]
+
+PLAN, MANIFEST = "plan.json", "manifest.json"  # beside partitions that a job writes: what is to be done, and that it is
+ROWS = 1_000_000  # of a sample: rates and risks are then known to 0.0005, one standard error
 
 
 @dataclass(frozen=True, eq=False, repr=False, init=False)
@@ -270,6 +274,42 @@ class HeadOutputs:
             score, fingerprint = str(arrays.pop("score")), str(arrays.pop("fingerprint", ""))
             return cls(score=score, fingerprint=fingerprint, **_named(arrays))
 
+    @classmethod
+    def load_sample(
+        cls, folder: PathLike, rows: int = ROWS, seed: int = 0, *, log_probabilities: bool = True
+    ) -> "HeadOutputs":
+        """Return a table of partitions (.npz, in the order of names), or so many of its rows, drawn at random.
+
+        The draw is uniform, without replacement, and depends on `seed` alone, not on how the rows are partitioned;
+        the order stays. Memory holds one partition and twice the rows. Every method takes the sample as it takes any
+        table, and what it guarantees holds for the n rows drawn: exit shares follow the Beta and Dirichlet laws of n
+        samples. What sampling loses is a standard error of at most 0.5 / sqrt(n) in a rate, a risk or an accuracy.
+
+        >>> import tempfile
+        >>> table = HeadOutputs(scores=[[0.2, 0.9], [0.7, 0.8]], predictions=[[1, 0], [2, 2]], labels=[0, 2])
+        >>> folder = Path(tempfile.mkdtemp())
+        >>> for name in ("part-00000.npz", "part-00001.npz"):
+        ...     table.save(folder / name)
+        >>> HeadOutputs.load_sample(folder), HeadOutputs.load_sample(folder, rows=3).predictions.tolist()
+        (HeadOutputs(4 samples, 2 exits, score 'margin', labelled), [[2, 2], [1, 0], [2, 2]])
+        """
+        if rows < 1:
+            raise BadInput(f"a sample of {rows} rows: draw at least 1")
+        rng, limit = np.random.default_rng(seed), np.inf  # of the rows' random keys: the smallest are kept
+        kinds: dict[tuple[Any, ...], Path] = {}
+        parts: list[tuple[HeadOutputs, Floats]] = []
+        for path in _partitions(Path(folder)):
+            part = cls.load(path, log_probabilities=log_probabilities)
+            kinds.setdefault((part.num_exits, part.score, part.fingerprint, *part.rows()), path)
+            if len(kinds) > 1:
+                first, second = kinds.values()
+                raise Mismatch(f"{first} and {second} differ in exits, score, network or columns: give one recording")
+            parts += _below(limit, [(part, rng.random(len(part)))])
+            if sum(len(keys) for _, keys in parts) > 2 * rows:
+                limit = _smallest(parts, rows)
+                parts = _below(limit, parts)
+        return cls.joined([part for part, _ in _below(_smallest(parts, rows), parts)])
+
 
 @dataclass(frozen=True, eq=False, repr=False, init=False)
 class Decisions:
@@ -368,6 +408,28 @@ class Decisions:
         arrays = read_arrays(path, "Decisions")
         with _as_bad_file(path):
             return cls(num_exits=int(arrays.pop("num_exits")), **arrays)
+
+
+def _partitions(folder: Path) -> list[Path]:
+    if (folder / PLAN).exists() and not (folder / MANIFEST).exists():
+        raise BadFile(folder, "its recording is not finished", "run the command that began it again, to resume it")
+    paths = sorted(path for path in folder.glob("*.npz") if not path.name.startswith("."))
+    if not paths:
+        raise BadFile(folder, "it has no partitions (*.npz)", "give a folder that `alight record --engine ray` wrote")
+    return paths
+
+
+def _smallest(parts: Sequence[tuple[HeadOutputs, Floats]], count: int) -> float:
+    """Return the key up to which this many keys lie; infinity where there are no more."""
+    keys = np.concatenate([keys for _, keys in parts])
+    return float(np.partition(keys, count - 1)[count - 1]) if count < len(keys) else np.inf
+
+
+def _below(limit: float, parts: Sequence[tuple[HeadOutputs, Floats]]) -> list[tuple[HeadOutputs, Floats]]:
+    """Return the rows whose keys are at most the limit, without parts that have none."""
+    if limit == np.inf:
+        return list(parts)
+    return [(part.take(keys <= limit), keys[keys <= limit]) for part, keys in parts if (keys <= limit).any()]
 
 
 def _named(rows: Mapping[str, np.ndarray]) -> dict[str, Any]:

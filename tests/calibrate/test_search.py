@@ -10,7 +10,7 @@ from alight import Costs, calibrate, replay
 from alight.budgeting.rates import geometric_rates
 from alight.budgeting.thresholds import survivor_thresholds
 from alight.calibrate.crossval import Ranked, folds, halves
-from alight.calibrate.problem import Task
+from alight.calibrate.problem import Problem
 from alight.calibrate.search import _average, _climb, _closed, _exchanged, _planned, _starts
 from alight.policies.policy import Threshold
 
@@ -38,9 +38,9 @@ def test_folds_hold_everyone_once_and_halves_come_both_ways_round():
 
 
 def test_exchanges_keep_the_sum_and_the_cost():
-    task = Task.of("search", COSTS, "60%", TABLE, None)
+    problem = Problem.of("search", COSTS, "60%", TABLE, None)
     rng = np.random.default_rng(0)
-    for plan in _starts(task, (0, 1, 2, 3, 4)):
+    for plan in _starts(problem, (0, 1, 2, 3, 4)):
         for _ in range(50):
             moved = _exchanged(plan, rng.normal(), rng) or plan
             assert moved.rates.min() >= 0
@@ -50,10 +50,10 @@ def test_exchanges_keep_the_sum_and_the_cost():
 
 
 def test_closing_an_exit_takes_its_head_off_the_bill_and_keeps_the_spending():
-    task = Task.of("search", COSTS, "60%", TABLE, None)
-    plan = _starts(task, (0, 1, 2, 3, 4))[0]
+    problem = Problem.of("search", COSTS, "60%", TABLE, None)
+    plan = _starts(problem, (0, 1, 2, 3, 4))[0]
     for seed in range(5):
-        closed = _closed(task, plan, np.random.default_rng(seed))
+        closed = _closed(problem, plan, np.random.default_rng(seed))
         assert len(closed.open_exits) == 4
         np.testing.assert_array_equal(closed.costs, COSTS.cumulative(closed.open_exits))
         assert _planned(closed) == pytest.approx(_planned(plan), rel=1e-9)
@@ -61,19 +61,19 @@ def test_closing_an_exit_takes_its_head_off_the_bill_and_keeps_the_spending():
 
 
 def test_a_climb_never_ends_worse_on_the_half_that_keeps():
-    task = Task.of("search", COSTS, "60%", TABLE, None)
+    problem = Problem.of("search", COSTS, "60%", TABLE, None)
     tried, kept = (Ranked(TABLE.take(part)) for part in folds(len(TABLE), 2))
-    for start in _starts(task, (0, 1, 2, 3, 4))[::5]:
-        best = _climb(task, start, tried, kept, 100, np.random.default_rng(0))
+    for start in _starts(problem, (0, 1, 2, 3, 4))[::5]:
+        best = _climb(problem, start, tried, kept, 100, np.random.default_rng(0))
         assert kept.accuracy(best.rates) >= kept.accuracy(start.rates)
 
 
 def test_the_average_of_plans_keeps_the_budget_exactly():
-    task = Task.of("search", COSTS, "60%", TABLE, None)
+    problem = Problem.of("search", COSTS, "60%", TABLE, None)
     rng = np.random.default_rng(0)
-    plans = [_closed(task, plan, rng) for plan in _starts(task, (0, 1, 2, 3, 4))]
-    mean = _average(task, plans)
-    assert _planned(mean) <= task.budget
+    plans = [_closed(problem, plan, rng) for plan in _starts(problem, (0, 1, 2, 3, 4))]
+    mean = _average(problem, plans)
+    assert _planned(mean) <= problem.budget
     assert _planned(mean) == pytest.approx(np.mean([_planned(plan) for plan in plans]), rel=1e-9)
 
 

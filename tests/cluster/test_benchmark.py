@@ -21,13 +21,15 @@ def benchmark(name):
     return module
 
 
-def test_a_smaller_recording_gives_one_policy_both_ways(tmp_path, monkeypatch):
+def test_a_sample_spends_what_the_whole_recording_does(tmp_path, monkeypatch):
     large = benchmark("large_calibration")
     monkeypatch.setattr(large, "PARTITION", 1000)
-    parted, whole = large.measure(tmp_path, 3500, "50%")
-    assert (parted["same_policy"], whole["same_policy"]) == ("True", "True")
+    sample, whole = large.measure(tmp_path, 3500, "50%", sample=2000)
     assert len(list((tmp_path / "3500").glob("part-*.npz"))) == 4
-    assert parted["held"] > 10
+    assert (sample["drawn"], whole["drawn"]) == (2000, 3500)
+    assert sample["held"] > 10
+    assert sample["spent"] == pytest.approx(whole["spent"], abs=0.05)
+    assert sample["accuracy"] == pytest.approx(whole["accuracy"], abs=0.05)
 
 
 def test_rows_that_are_missing_or_double_are_counted(tmp_path):

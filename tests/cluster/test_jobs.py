@@ -15,7 +15,7 @@ from commands import run
 from networks import check_once, made, on_one_machine
 from pyarrow import fs
 
-from alight import PartitionedOutputs, calibrate, load_model, load_policy, record
+from alight import HeadOutputs, calibrate, load_model, load_policy, record
 from alight.cli.parser import COMMANDS
 from alight.cluster.jobs import How, predict_on_ray, record_on_ray
 from alight.cluster.stores import Store
@@ -122,14 +122,13 @@ def test_a_recording_in_partitions_is_the_recording(folder, model, tmp_path):
     store = Store(fs.SubTreeFileSystem(str(tmp_path), fs.LocalFileSystem()), "parts")
     done = record_on_ray(folder / "model", str(folder / "test.npz"), store, HOW)
     assert done.totals["right"] == whole.correct().sum(axis=0).tolist()
-    parts = PartitionedOutputs.open(tmp_path / "parts")
-    table = parts.load()
+    table = HeadOutputs.load_sample(tmp_path / "parts")
     assert np.array_equal(table.scores, whole.scores)
     assert np.array_equal(table.predictions, whole.predictions)
     assert np.array_equal(table.labels, whole.labels)
     assert table.fingerprint == whole.fingerprint
     costs = [1.0, 2.0, 3.0]
-    assert calibrate.eero(costs, 2.0, parts).to_dict() == calibrate.eero(costs, 2.0, whole).to_dict()
+    assert calibrate.eero(costs, 2.0, table).to_dict() == calibrate.eero(costs, 2.0, whole).to_dict()
 
 
 @pytest.mark.slow
@@ -154,7 +153,7 @@ def test_what_a_worker_cannot_read_is_told_in_a_line(folder, tmp_path, capsys):
     assert err.startswith(f"alight: cannot read {broken}: it is no whole image")
     assert len(err.splitlines()) == 1
     with pytest.raises(BadFile, match="not finished"):
-        PartitionedOutputs.open(tmp_path / "b")
+        HeadOutputs.load_sample(tmp_path / "b")
 
 
 def test_what_makes_no_sense_is_refused_before_anything_runs(folder, policy, tmp_path, capsys):

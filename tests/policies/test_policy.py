@@ -93,7 +93,10 @@ BAD = {
     "exits out of order": (lambda: Patience(1, costs=(1.0, 2.0), open_exits=(1, 0)), "increasing indices"),
     "exits beyond": (lambda: Patience(1, costs=(1.0,), open_exits=(4,), num_exits=3), "open exits"),
     "costs for others": (lambda: Patience(1, costs=(1.0, 2.0), open_exits=(1,)), "one each"),
-    "rates for others": (lambda: Patience(1, costs=(1.0, 2.0), exit_rates=(1.0,)), "1 exit rates for 2 open exits"),
+    "rates for others": (
+        lambda: Patience(1, costs=(1.0, 2.0), exit_rates=(1.0,)),
+        r"exit rates \(1.0,\) for open exits \(0, 1\)",
+    ),
     "thresholds for others": (lambda: Threshold((0.5, 0.5), costs=(1.0, 2.0)), "2 thresholds and 2 tie shares for 2"),
     "NaN": (lambda: Threshold((math.nan,), costs=(1.0, 2.0)), "NaN"),
     "two exits at once": (lambda: ExitAt(costs=(1.0, 2.0)), "opens 2 exits"),
@@ -106,7 +109,10 @@ BAD = {
     "score of no text": (lambda: Patience(1, costs=(1.0,), score=3), "must be texts"),
     "negative budget": (lambda: Patience(1, costs=(1.0,), budget=-1.0), "budget -1.0"),
     "rates beyond 1": (lambda: Patience(1, costs=(1.0,), exit_rates=(2.0,)), "must lie in"),
-    "rates that do not add up": (lambda: Patience(1, costs=(1.0, 2.0), exit_rates=(0.5, 0.4)), "add up to 0.9"),
+    "rates that do not add up": (
+        lambda: Patience(1, costs=(1.0, 2.0), exit_rates=(0.5, 0.4)),
+        r"exit rates \(0.5, 0.4\) must add up to 1",
+    ),
     "tie share": (lambda: Threshold((0.5,), (1.5,), costs=(1.0, 2.0)), "tie shares"),
     "impatience": (lambda: Patience(-1, costs=(1.0,)), "0 or more"),
     "no streak": (lambda: Streak(0.5, 0, costs=(1.0,)), "1 or more"),

@@ -18,7 +18,7 @@ from chromium import Tab
 from points import HOSTILE, PLAIN, STEPS, made_point, made_points
 
 from alight.evaluation.sweep import ORACLE, SINGLE_EXIT, Point, read_points
-from alight.report import Examples, Network, Walk, write_report
+from alight.report import Examples, ReportedNetwork, Walk, write_report
 from alight.report.pictures import data_address
 
 FIGURES = [
@@ -70,7 +70,7 @@ def made_examples() -> Examples:
 def shown(fresh: Tab, tmp_path: Path) -> Tab:
     """A page with everything, open at 1200 pixels."""
     points = made_points()
-    network = Network(points, exits=["layer1", "layer2", "layer3"], examples=made_examples(), plan=Plan())
+    network = ReportedNetwork(points, exits=["layer1", "layer2", "layer3"], examples=made_examples(), plan=Plan())
     other = [replace(each, plain_cost=2.0, budget=each.budget / 6e8, mean_cost=each.mean_cost / 6e8, unit="ms")
              for each in points if each.method != "patience"]  # fmt: skip
     fresh.open(write_report({"small": network, "large": other}, tmp_path / "report.html", title="Drawn"))

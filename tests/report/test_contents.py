@@ -4,18 +4,18 @@ import pytest
 from points import made_points
 
 from alight.errors import BadInput, Mismatch
-from alight.report import Examples, Network, Page, Walk
+from alight.report import Examples, Page, ReportedNetwork, Walk
 
 
 def test_a_network_knows_its_unit_its_cost_and_its_exits():
-    network = Network(made_points())
+    network = ReportedNetwork(made_points())
     assert (network.unit, network.plain_cost, network.num_exits) == ("FLOPs", 1.2e9, 3)
 
 
 def test_names_must_be_as_many_as_exits():
-    assert Network(made_points(), exits=["a", "b", "c"]).exits == ["a", "b", "c"]
+    assert ReportedNetwork(made_points(), exits=["a", "b", "c"]).exits == ["a", "b", "c"]
     with pytest.raises(Mismatch, match="2 names for 3 exits of mine: give one each"):
-        Network(made_points(), name="mine", exits=["a", "b"])
+        ReportedNetwork(made_points(), name="mine", exits=["a", "b"])
 
 
 def test_every_example_has_its_entry_in_every_walk():

@@ -14,8 +14,8 @@ from points import HOSTILE, PLAIN, made_points
 
 from alight.errors import BadInput, Mismatch
 from alight.evaluation.sweep import ORACLE, Point
-from alight.report import Network, as_html, write_report
 from alight.report import Page as Contents
+from alight.report import ReportedNetwork, as_html, write_report
 
 
 @pytest.fixture
@@ -175,7 +175,7 @@ def test_an_existing_report_survives_a_failure(points: list[Point], tmp_path: Pa
 
 
 def test_a_network_brings_its_name_its_exits_and_its_note(points: list[Point], tmp_path: Path) -> None:
-    network = Network(points, name="mine", exits=["a", "b", "c"], note="on a laptop")
+    network = ReportedNetwork(points, name="mine", exits=["a", "b", "c"], note="on a laptop")
     (told,) = data_of(write_report(network, tmp_path / "report.html"))["networks"]
     assert (told["name"], told["exits"], told["note"]) == ("mine", ["a", "b", "c"], "on a laptop")
     (told,) = data_of(write_report({"other": network}, tmp_path / "report.html"))["networks"]
@@ -184,4 +184,4 @@ def test_a_network_brings_its_name_its_exits_and_its_note(points: list[Point], t
 
 def test_a_written_page_is_the_page(points: list[Point], tmp_path: Path) -> None:
     text = write_report(points, tmp_path / "report.html", title="T", promises=["P."]).read_text(encoding="utf-8")
-    assert text == as_html(Contents("T", [Network(points)], ["P."]))
+    assert text == as_html(Contents("T", [ReportedNetwork(points)], ["P."]))

@@ -7,7 +7,6 @@
 True
 """
 
-from alight.calibrate.agreement import patience, pcee
 from alight.calibrate.auto import auto
 from alight.calibrate.certify.cost import (
     CONTRACTS,
@@ -17,15 +16,13 @@ from alight.calibrate.certify.cost import (
     certified_stream,
 )
 from alight.calibrate.certify.risk import certified_risk
-from alight.calibrate.confidence import global_threshold, performance_control
 from alight.calibrate.crossval import pruned
-from alight.calibrate.distributions import gaussian, geometric
-from alight.calibrate.eero import eero, eero_marginal, two_exits
 from alight.calibrate.genetic import genetic
 from alight.calibrate.lenses import Fit, fit_ensemble, fit_gain, fit_recall, with_lens
+from alight.calibrate.levels import global_threshold, patience, pcee, performance_control
+from alight.calibrate.planned_rates import best_single_exit, eero, eero_marginal, gaussian, geometric, two_exits
 from alight.calibrate.problem import Method
 from alight.calibrate.search import search
-from alight.calibrate.single import best_single_exit
 from alight.calibrate.stopping import optimal_stopping
 
 __all__ = [
@@ -60,18 +57,21 @@ __all__ = [
 ]
 
 METHODS: dict[str, Method] = {
-    "eero": eero,
-    "eero_marginal": eero_marginal,
-    "two_exits": two_exits,
-    "geometric": geometric,
-    "gaussian": gaussian,
-    "global_threshold": global_threshold,
-    "patience": patience,
-    "pcee": pcee,
-    "performance_control": performance_control,
-    "genetic": genetic,
-    "best_single_exit": best_single_exit,
-    "search": search,
-    "optimal_stopping": optimal_stopping,
-    "auto": auto,
+    method.__name__: method
+    for method in (
+        eero,
+        eero_marginal,
+        two_exits,
+        geometric,
+        gaussian,
+        global_threshold,
+        patience,
+        pcee,
+        performance_control,
+        genetic,
+        best_single_exit,
+        search,
+        optimal_stopping,
+        auto,
+    )
 }

@@ -6,14 +6,11 @@ from functools import partial
 
 import numpy as np
 
-from alight.calibrate.agreement import patience, pcee
-from alight.calibrate.confidence import global_threshold, performance_control
 from alight.calibrate.crossval import held_out
-from alight.calibrate.distributions import gaussian, geometric
-from alight.calibrate.eero import eero, two_exits
-from alight.calibrate.problem import AnyCosts, Budget, Floats, Settings, Task
+from alight.calibrate.levels import global_threshold, patience, pcee, performance_control
+from alight.calibrate.planned_rates import best_single_exit, eero, gaussian, geometric, two_exits
+from alight.calibrate.problem import AnyCosts, Budget, Floats, Problem, Settings
 from alight.calibrate.search import search
-from alight.calibrate.single import best_single_exit
 from alight.calibrate.stopping import optimal_stopping
 from alight.errors import BadInput, BudgetTooSmall
 from alight.outputs import HeadOutputs
@@ -58,22 +55,22 @@ def auto(
     >>> auto(costs, "50%", labelled.take(slice(0, 1000)), folds=2).settings["winner"]
     'optimal_stopping'
     """
-    task = Task.of("auto", costs, budget, labelled, unlabelled, closes_exits=True)
+    problem = Problem.of("auto", costs, budget, labelled, unlabelled, closes_exits=True)
     if not candidates:
         raise BadInput("auto has 0 candidates: give at least one method by name")
     tried: dict[str, tuple[Floats, float]] = {}  # per candidate: who is answered rightly, and the mean cost
     for name, method in candidates.items():
         try:
-            right, spent = held_out(method, task.network, task.budget, labelled, folds)
+            right, spent = held_out(method, problem.network, problem.budget, labelled, folds)
         except BudgetTooSmall:  # for a method that opens every exit
             continue
         tried[name] = right, float(spent.mean())
     if not tried:
-        raise BadInput(f"none of {', '.join(candidates)} affords the budget {task.budget:g}: add best_single_exit")
+        raise BadInput(f"none of {', '.join(candidates)} affords the budget {problem.budget:g}: add best_single_exit")
     first = next(iter(tried))
     best = max(tried, key=lambda name: (tried[name][0].mean(), -tried[name][1]))
     winner = best if _beyond_doubt(tried[best][0] - tried[first][0]) else first
-    policy = candidates[winner](task.network, task.budget, labelled, unlabelled)
+    policy = candidates[winner](problem.network, problem.budget, labelled, unlabelled)
     settings: Settings = {"winner": winner, "held-out accuracy": float(tried[winner][0].mean()), "best on folds": best}
     return replace(policy, method="auto", settings=settings | dict(policy.settings))
 

@@ -5,10 +5,9 @@ from operator import index
 import numpy as np
 
 from alight.budgeting.thresholds import passing_counts, thresholds_for_counts
-from alight.calibrate.confidence import global_threshold
-from alight.calibrate.distributions import geometric
-from alight.calibrate.eero import eero
-from alight.calibrate.problem import AnyCosts, Budget, Floats, Settings, Task
+from alight.calibrate.levels import global_threshold
+from alight.calibrate.planned_rates import eero, geometric
+from alight.calibrate.problem import AnyCosts, Budget, Floats, Problem, Settings
 from alight.errors import BadInput
 from alight.outputs import HeadOutputs
 from alight.policies.policy import Policy, Threshold
@@ -40,15 +39,15 @@ def genetic(
     >>> f"{decisions.accuracy(test.labels):.1%} right for {decisions.mean_cost / costs.full:.1%} of the cost"
     '43.1% right for 49.3% of the cost'
     """
-    task = Task.of("genetic", costs, budget, labelled, unlabelled)
+    problem = Problem.of("genetic", costs, budget, labelled, unlabelled)
     seed, population, generations = index(seed), index(population), index(generations)
     if seed < 0 or population <= ELITES or generations < 0:
         raise BadInput(f"seed {seed} and {generations} generations must be >= 0, the population more than {ELITES}")
     rng = np.random.default_rng(seed)
     known = [method(costs, budget, labelled, unlabelled) for method in (eero, geometric, global_threshold)]
-    seeds = np.array([quantiles_of(_shares(policy, task)) for policy in known])  # (3, exits - 1)
+    seeds = np.array([quantiles_of(_shares(policy, problem)) for policy in known])  # (3, exits - 1)
     genes = np.concatenate([seeds, rng.uniform(size=(max(population - len(seeds), 1), seeds.shape[1]))])
-    fitness = np.array([_fitness(task, each) for each in genes])
+    fitness = np.array([_fitness(problem, each) for each in genes])
     from tqdm import tqdm
 
     for generation in tqdm(range(generations), desc="genetic", unit="generation", disable=not progress):
@@ -59,8 +58,8 @@ def genetic(
         children += rng.normal(0, MUTATION * (1 - generation / generations), size=children.shape)
         genes = np.concatenate([elite, np.clip(children, 0, 1)])
         kept = np.sort(fitness)[::-1][:ELITES]
-        fitness = np.concatenate([kept, [_fitness(task, each) for each in genes[len(elite) :]]])
-    return _policy(task, genes[int(np.argmax(fitness))], {"seed": seed, "generations": generations})
+        fitness = np.concatenate([kept, [_fitness(problem, each) for each in genes[len(elite) :]]])
+    return _policy(problem, genes[int(np.argmax(fitness))], {"seed": seed, "generations": generations})
 
 
 def quantiles_of(exit_rates: Floats) -> Floats:
@@ -75,24 +74,24 @@ def rates_of(quantiles: Floats) -> Floats:
     return waiting * np.append(quantiles, 1.0)
 
 
-def _policy(task: Task, quantiles: Floats, settings: Settings | None = None) -> Threshold:
+def _policy(problem: Problem, quantiles: Floats, settings: Settings | None = None) -> Threshold:
     rates = rates_of(quantiles)
-    thresholds = thresholds_for_counts(task.scored.scores, passing_counts(rates, len(task.scored)))
+    thresholds = thresholds_for_counts(problem.scored.scores, passing_counts(rates, len(problem.scored)))
     return Threshold(
         thresholds=tuple(thresholds.values.tolist()),
         tie_shares=tuple(thresholds.tie_shares.tolist()),
-        **task.terms(settings=settings, exit_rates=rates),
+        **problem.terms(settings=settings, exit_rates=rates),
     )
 
 
-def _fitness(task: Task, quantiles: Floats) -> float:
+def _fitness(problem: Problem, quantiles: Floats) -> float:
     """Accuracy if the plan is within the budget; else minus the relative excess, so that the feasible always win."""
-    excess = float(rates_of(quantiles) @ task.costs) / task.budget - 1
-    return task.accuracy(_policy(task, quantiles)) if excess <= ROUNDING else -excess
+    excess = float(rates_of(quantiles) @ problem.costs) / problem.budget - 1
+    return problem.accuracy(_policy(problem, quantiles)) if excess <= ROUNDING else -excess
 
 
-def _shares(policy: Policy, task: Task) -> Floats:
-    return replay(policy, task.scored).exit_shares
+def _shares(policy: Policy, problem: Problem) -> Floats:
+    return replay(policy, problem.scored).exit_shares
 
 
 def _tournaments(fitness: Floats, count: int, rng: np.random.Generator) -> np.ndarray:

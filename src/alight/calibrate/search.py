@@ -9,7 +9,7 @@ import numpy as np
 
 from alight.budgeting.rates import exponential_weights, gaussian_rates, geometric_rates, tilted_rates
 from alight.calibrate.crossval import Ranked, affordable_exits, halves
-from alight.calibrate.problem import AnyCosts, Budget, Floats, Task
+from alight.calibrate.problem import AnyCosts, Budget, Floats, Problem
 from alight.outputs import HeadOutputs
 from alight.policies.policy import Threshold
 
@@ -21,7 +21,7 @@ SMALLEST = 1e-6  # rate from which an exit of rate 0 can grow again
 
 
 @dataclass(frozen=True)
-class _Plan:
+class _OpenPlan:
     """Rates of all exits, 0 where closed, and what the open ones cost."""
 
     rates: Floats  # (exits,)
@@ -52,41 +52,43 @@ def search(
     >>> f"{decisions.accuracy(test.labels):.1%} right for {decisions.mean_cost / costs.full:.1%} of the cost"
     '43.9% right for 49.8% of the cost'
     """
-    task = Task.of("search", costs, budget, labelled, unlabelled, closes_exits=True)
-    opened = affordable_exits(task.network, task.budget)
+    problem = Problem.of("search", costs, budget, labelled, unlabelled, closes_exits=True)
+    opened = affordable_exits(problem.network, problem.budget)
     rng = np.random.default_rng(seed)
-    starts, plans = _starts(task, opened), []
+    starts, plans = _starts(problem, opened), []
     for half, other in halves(len(labelled), rounds):
         tried, kept = Ranked(labelled.take(half)), Ranked(labelled.take(other))
         start = max(starts, key=lambda plan: tried.accuracy(plan.rates))
-        plans.append(_climb(task, start, tried, kept, steps, rng))
-    plan = _average(task, plans)
-    return task.survivor_policy(
+        plans.append(_climb(problem, start, tried, kept, steps, rng))
+    plan = _average(problem, plans)
+    return problem.survivor_policy(
         lambda _: plan.rates[list(plan.open_exits)],
         open_exits=plan.open_exits,
         settings={"seed": seed, "steps": steps, "halves": len(plans)},
     )
 
 
-def _starts(task: Task, opened: tuple[int, ...]) -> list[_Plan]:
+def _starts(problem: Problem, opened: tuple[int, ...]) -> list[_OpenPlan]:
     """The plans that other methods make."""
-    costs, risks = task.network.cumulative(opened), task.labelled.risks()[list(opened)]
+    costs, risks = problem.network.cumulative(opened), problem.labelled.risks()[list(opened)]
     starts = [
-        exponential_weights(risks, costs, task.budget, temperature=temperature, spend_all=spend_all)
+        exponential_weights(risks, costs, problem.budget, temperature=temperature, spend_all=spend_all)
         for temperature in TEMPERATURES
         for spend_all in (False, True)
     ]
-    starts += [geometric_rates(costs, task.budget), gaussian_rates(costs, task.budget)]
-    return [_Plan(_spread(rates, opened, len(task.network)), opened, costs) for rates in starts]
+    starts += [geometric_rates(costs, problem.budget), gaussian_rates(costs, problem.budget)]
+    return [_OpenPlan(_spread(rates, opened, len(problem.network)), opened, costs) for rates in starts]
 
 
-def _climb(task: Task, plan: _Plan, tried: Ranked, kept: Ranked, steps: int, rng: np.random.Generator) -> _Plan:
+def _climb(
+    problem: Problem, plan: _OpenPlan, tried: Ranked, kept: Ranked, steps: int, rng: np.random.Generator
+) -> _OpenPlan:
     """The plan that is best on `kept` among those that a climb on `tried` passes through."""
     accuracy = tried.accuracy(plan.rates)
     best, best_accuracy = plan, kept.accuracy(plan.rates)
     for step in range(steps):
         if rng.random() < CLOSINGS:
-            moved = _closed(task, plan, rng)
+            moved = _closed(problem, plan, rng)
         else:
             moved = _exchanged(plan, WIDEST * (1 - step / steps) * rng.normal(), rng)
         if moved is None or (now := tried.accuracy(moved.rates)) < accuracy:
@@ -97,7 +99,7 @@ def _climb(task: Task, plan: _Plan, tried: Ranked, kept: Ranked, steps: int, rng
     return best
 
 
-def _exchanged(plan: _Plan, amount: float, rng: np.random.Generator) -> _Plan | None:
+def _exchanged(plan: _OpenPlan, amount: float, rng: np.random.Generator) -> _OpenPlan | None:
     """A share of samples moved to an exit from two around it, or away from it, so that the cost stays."""
     triples = _triples(len(plan.open_exits))
     if not triples:
@@ -113,7 +115,7 @@ def _exchanged(plan: _Plan, amount: float, rng: np.random.Generator) -> _Plan | 
     rates = plan.rates.copy()
     rates[first], rates[middle] = max(before - part * amount, 0.0), max(here + amount, 0.0)
     rates[last] = max(after - (1 - part) * amount, 0.0)
-    return _Plan(rates, plan.open_exits, plan.costs)
+    return _OpenPlan(rates, plan.open_exits, plan.costs)
 
 
 @cache
@@ -121,34 +123,34 @@ def _triples(count: int) -> tuple[tuple[int, int, int], ...]:
     return tuple(combinations(range(count), 3))
 
 
-def _closed(task: Task, plan: _Plan, rng: np.random.Generator) -> _Plan | None:
+def _closed(problem: Problem, plan: _OpenPlan, rng: np.random.Generator) -> _OpenPlan | None:
     """The plan with one exit less, its samples and its head's cost shared out among the others."""
     left_out = rng.integers(len(plan.open_exits))
     opened = [index for position, index in enumerate(plan.open_exits) if position != left_out]
-    return _fitted(task, plan.rates, opened, _planned(plan)) if _affordable(task, opened) else None
+    return _fitted(problem, plan.rates, opened, _planned(plan)) if _affordable(problem, opened) else None
 
 
-def _average(task: Task, plans: Sequence[_Plan]) -> _Plan:
+def _average(problem: Problem, plans: Sequence[_OpenPlan]) -> _OpenPlan:
     """The mean of the plans, with the exits open that at least half of them open."""
-    votes = np.bincount([index for plan in plans for index in plan.open_exits], minlength=len(task.network))
+    votes = np.bincount([index for plan in plans for index in plan.open_exits], minlength=len(problem.network))
     opened = np.flatnonzero(2 * votes >= len(plans)).tolist()
     rates, planned = np.mean([plan.rates for plan in plans], axis=0), np.mean([_planned(plan) for plan in plans])
-    return _fitted(task, rates, opened if _affordable(task, opened) else plans[0].open_exits, float(planned))
+    return _fitted(problem, rates, opened if _affordable(problem, opened) else plans[0].open_exits, float(planned))
 
 
-def _fitted(task: Task, rates: Floats, opened: Sequence[int], planned: float) -> _Plan:
+def _fitted(problem: Problem, rates: Floats, opened: Sequence[int], planned: float) -> _OpenPlan:
     """The nearest rates over these exits that cost what is planned, or a little less where it must be."""
-    costs = task.network.cumulative(opened)
-    target = min(max(planned, float(costs[0])), task.budget)
+    costs = problem.network.cumulative(opened)
+    target = min(max(planned, float(costs[0])), problem.budget)
     own = tilted_rates(np.maximum(rates[list(opened)], SMALLEST), costs, target)
-    return _Plan(_spread(own, opened, len(task.network)), tuple(opened), costs)
+    return _OpenPlan(_spread(own, opened, len(problem.network)), tuple(opened), costs)
 
 
-def _affordable(task: Task, opened: Sequence[int]) -> bool:
-    return bool(opened) and bool(task.network.cumulative(opened)[0] <= task.budget)
+def _affordable(problem: Problem, opened: Sequence[int]) -> bool:
+    return bool(opened) and bool(problem.network.cumulative(opened)[0] <= problem.budget)
 
 
-def _planned(plan: _Plan) -> float:
+def _planned(plan: _OpenPlan) -> float:
     return float(plan.rates[list(plan.open_exits)] @ plan.costs)
 
 

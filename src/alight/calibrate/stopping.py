@@ -6,9 +6,9 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from alight.calibrate.affordable import mixed
 from alight.calibrate.crossval import Ranked, halves
-from alight.calibrate.problem import AnyCosts, Budget, Floats, Task
+from alight.calibrate.levels import mixed
+from alight.calibrate.problem import AnyCosts, Budget, Floats, Problem
 from alight.outputs import HeadOutputs
 from alight.policies.policy import Policy, Threshold
 
@@ -18,7 +18,7 @@ PASSES = 3  # backward inductions at one price, each on those who wait under the
 LOWEST_PRICE = 1e-4  # accuracy per cost of the last exit: next to nothing
 
 
-class _Plan(NamedTuple):
+class _PricedPlan(NamedTuple):
     """The exit rates of one price, the mean of those of several halves, what they cost, and how accurate they are."""
 
     price: float
@@ -53,20 +53,20 @@ def optimal_stopping(
     >>> f"{decisions.accuracy(test.labels):.1%} right for {decisions.mean_cost / costs.full:.1%} of the cost"
     '43.6% right for 49.4% of the cost'
     """
-    task = Task.of("optimal_stopping", costs, budget, labelled, unlabelled)
+    problem = Problem.of("optimal_stopping", costs, budget, labelled, unlabelled)
 
-    def at(plan: _Plan) -> Threshold:
-        return task.survivor_policy(lambda _: plan.rates, settings={"price": plan.price})
+    def at(plan: _PricedPlan) -> Threshold:
+        return problem.survivor_policy(lambda _: plan.rates, settings={"price": plan.price})
 
-    plans = _plans(task, [Ranked(labelled.take(half)) for half, _ in halves(len(labelled), rounds)], prices)
-    exact, hull = _spending(task, plans), _concave(plans)
-    below = [plan for plan in hull if plan.cost <= task.budget]
+    plans = _plans(problem, [Ranked(labelled.take(half)) for half, _ in halves(len(labelled), rounds)], prices)
+    exact, hull = _spending(problem, plans), _concave(plans)
+    below = [plan for plan in hull if plan.cost <= problem.budget]
     if len(below) == len(hull):  # no more budget is of use
         return at(hull[-1])
     cheaper, dearer = below[-1], hull[len(below)]
     bridge = cheaper.accuracy + _slope(cheaper, dearer) * (exact.cost - cheaper.cost)
     chance = 0.5 / np.sqrt(len(labelled))  # the largest standard error of an accuracy
-    return mixed(task, at(cheaper), at(dearer)) if bridge - exact.accuracy > chance else at(exact)
+    return mixed(problem, at(cheaper), at(dearer)) if bridge - exact.accuracy > chance else at(exact)
 
 
 def rates_at_price(ranked: Ranked, costs: Floats, price: float) -> Floats:
@@ -99,14 +99,14 @@ def _upper(advantage: Floats, order: npt.NDArray[np.int64]) -> npt.NDArray[np.bo
     return leaving
 
 
-def _plans(task: Task, parts: list[Ranked], prices: int) -> list[_Plan]:
+def _plans(problem: Problem, parts: list[Ranked], prices: int) -> list[_PricedPlan]:
     """Plans from the highest price, at which everyone leaves at once, to the lowest, cheapest plan first."""
-    everyone, costs = Ranked(task.labelled), task.costs / task.costs[-1]
+    everyone, costs = Ranked(problem.labelled), problem.costs / problem.costs[-1]
 
-    def of(price: float, rates: Floats) -> _Plan:
-        return _Plan(price, rates, float(rates @ task.costs), everyone.accuracy(rates))
+    def of(price: float, rates: Floats) -> _PricedPlan:
+        return _PricedPlan(price, rates, float(rates @ problem.costs), everyone.accuracy(rates))
 
-    def at(price: float) -> _Plan:
+    def at(price: float) -> _PricedPlan:
         return of(price, np.mean([rates_at_price(part, costs, price) for part in parts], axis=0))
 
     if len(costs) == 1:
@@ -119,24 +119,24 @@ def _plans(task: Task, parts: list[Ranked], prices: int) -> list[_Plan]:
     return plans
 
 
-def _spending(task: Task, plans: list[_Plan]) -> _Plan:
+def _spending(problem: Problem, plans: list[_PricedPlan]) -> _PricedPlan:
     """The dearest plan that keeps the budget, its rates mixed with those of the next so that it is spent."""
-    index = max(index for index, plan in enumerate(plans) if plan.cost <= task.budget)
+    index = max(index for index, plan in enumerate(plans) if plan.cost <= problem.budget)
     if index == len(plans) - 1:
         return plans[index]
     cheaper, dearer = plans[index], plans[index + 1]
-    share = (task.budget - cheaper.cost) / (dearer.cost - cheaper.cost)
+    share = (problem.budget - cheaper.cost) / (dearer.cost - cheaper.cost)
     rates = cheaper.rates + share * (dearer.rates - cheaper.rates)
     back = 1e-15
-    while rates @ task.costs > task.budget:  # by a rounding
+    while rates @ problem.costs > problem.budget:  # by a rounding
         share, back = share * (1 - back), min(2 * back, 1.0)
         rates = cheaper.rates + share * (dearer.rates - cheaper.rates)
-    return _Plan(cheaper.price, rates, float(rates @ task.costs), Ranked(task.labelled).accuracy(rates))
+    return _PricedPlan(cheaper.price, rates, float(rates @ problem.costs), Ranked(problem.labelled).accuracy(rates))
 
 
-def _concave(plans: list[_Plan]) -> list[_Plan]:
+def _concave(plans: list[_PricedPlan]) -> list[_PricedPlan]:
     """The plans on the concave hull of accuracy over cost, from the cheapest to the most accurate."""
-    hull: list[_Plan] = []
+    hull: list[_PricedPlan] = []
     for plan in sorted(plans, key=lambda plan: (plan.cost, -plan.accuracy)):
         if hull and plan.accuracy <= hull[-1].accuracy:
             continue
@@ -146,5 +146,5 @@ def _concave(plans: list[_Plan]) -> list[_Plan]:
     return hull
 
 
-def _slope(cheaper: _Plan, dearer: _Plan) -> float:
+def _slope(cheaper: _PricedPlan, dearer: _PricedPlan) -> float:
     return (dearer.accuracy - cheaper.accuracy) / (dearer.cost - cheaper.cost)

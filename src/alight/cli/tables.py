@@ -1,7 +1,7 @@
 """Commands on recorded outputs, which need no network: calibrate, sweep, report."""
 
 import argparse
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +14,11 @@ from alight.demo.pages import even_budgets, examples_of, points_of
 from alight.errors import AlightError, BadInput
 from alight.evaluation import sweep, write_points
 from alight.outputs import HeadOutputs
-from alight.partitioned import PartitionedOutputs
 from alight.policies.policy import Policy
-from alight.report import Network, read_images, write_report
+from alight.report import ReportedNetwork, read_images, write_report
 
 TABLES = ("labelled", "unlabelled", "test")
 SLOW = ("genetic", "auto")  # seconds for each budget, so only on request
-UNHELD = ("eero", "eero_marginal")  # methods for which memory need not hold the tables
 
 
 def run_calibrate(options: argparse.Namespace) -> Found:
@@ -52,7 +50,7 @@ def run_sweep(options: argparse.Namespace) -> Found:
     points = sweep(chosen, costs, budgets, **tables, progress=shown)
     if options.report:
         left = None if images is None else examples_of(images, chosen, costs, budgets, tables)
-        write_report(Network(points, examples=left), options.report, title=f"{options.test}", promises=promises)
+        write_report(ReportedNetwork(points, examples=left), options.report, title=f"{options.test}", promises=promises)
     write_points(points, options.output)
     lines = [str(point) for point in points if point.method in chosen]
     return Found("\n".join(lines), {"path": options.output, "report": options.report, "points": points})
@@ -69,8 +67,7 @@ def run_report(options: argparse.Namespace) -> Found:
 def _calibrated(options: argparse.Namespace) -> Policy:
     method = calibrate.METHODS[options.method]
     own = own_options(method, options.set, progress=not options.quiet)
-    unheld = options.method in UNHELD and options.contract in (None, "batch") and not (options.risk or options.prune)
-    labelled, unlabelled = _tables(options, "labelled", "unlabelled", held=not unheld)
+    labelled, unlabelled = _tables(options, "labelled", "unlabelled")
     distinct(options.labelled, options.output, options.costs)
     if options.budget is None and not (options.contract or options.risk):
         raise BadInput("there is no budget: give --budget, or --risk and --alpha for the cheapest policy")
@@ -90,15 +87,14 @@ def _certified(method: calibrate.Method, options: argparse.Namespace) -> calibra
     return calibrate.CONTRACTS[options.contract](method, **of_cost)
 
 
-def _tables(options: argparse.Namespace, *names: str, held: bool = True) -> list[Any]:
-    """The tables behind these options, in memory or not; one given twice is one table, so that methods notice."""
+def _tables(options: argparse.Namespace, *names: str) -> list[Any]:
+    """The tables behind these options; one given twice is one table, so that methods notice."""
 
     @cache
-    def load(path: Path) -> HeadOutputs | PartitionedOutputs:
-        if path.is_dir():
-            parts = PartitionedOutputs.open(path, options.score)
-            return parts.load() if held else parts
-        table = HeadOutputs.load(path)
+    def load(path: Path) -> HeadOutputs:
+        # no method here reads log-probabilities, which are by far the most of a recording
+        sample = partial(HeadOutputs.load_sample, log_probabilities=False)
+        table = sample(path) if path.is_dir() else HeadOutputs.load(path)
         return table.with_score(options.score) if options.score else table
 
     return [path and load(Path(path).resolve()) for path in (getattr(options, name) for name in names)]
@@ -157,7 +153,8 @@ def _contract_options(parser: argparse.ArgumentParser, *further: str) -> None:
 def _table_arguments(parser: argparse.ArgumentParser, *further: str) -> None:
     parser.add_argument(
         "labelled",
-        help="recorded outputs with labels, .npz or a folder of partitions; gives risks, and thresholds too if alone",
+        help="recorded outputs with labels, .npz or a folder of partitions, of which at most a million rows are drawn"
+        " at random; gives risks, and thresholds too if alone",
     )
     for name in further:
         parser.add_argument(name, help=f"recorded outputs of {name} data, with labels (.npz)")

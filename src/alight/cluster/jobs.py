@@ -99,7 +99,7 @@ def record_on_ray(
     features: Sequence[str] = (),
     log_probabilities: bool = False,
 ) -> Finished:
-    """What every head says about all data, in a folder of .npz partitions that `PartitionedOutputs.open` reads.
+    """What every head says about all data, in a folder of .npz partitions that `HeadOutputs.load_sample` reads.
 
     See `predict_on_ray` for what the arguments mean.
     """

@@ -13,7 +13,7 @@ from typing import Any
 from alight.cluster.stores import Store
 from alight.errors import BadFile, BadInput, Mismatch
 from alight.files import SCHEMA
-from alight.partitioned import MANIFEST, PLAN
+from alight.outputs import MANIFEST, PLAN
 
 DIGITS = 5  # of a partition's number, more where there are more
 

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from alight.evaluation import Point
-from alight.report import Network
+from alight.report import ReportedNetwork
 
 Say = Callable[[str], None]  # what is done next
 
@@ -14,7 +14,7 @@ class Chapter(Protocol):
     """One part of the demo, done."""
 
     @property
-    def networks(self) -> Mapping[str, Network | Sequence[Point]]:
+    def networks(self) -> Mapping[str, ReportedNetwork | Sequence[Point]]:
         """What the report shows, by name."""
 
     @property

@@ -28,7 +28,7 @@ from alight.outputs import Decisions, HeadOutputs
 from alight.planning.plan import Plan, plan
 from alight.planning.timing import Comparison, compare
 from alight.policies.policy import Policy
-from alight.report import Network
+from alight.report import ReportedNetwork
 from alight.training.settings import TrainingSettings
 from alight.training.training import train_heads
 
@@ -63,7 +63,7 @@ class Live:
     decisions: Decisions
     runs: Sequence[Comparison]  # beside the plain network
     plan: Plan
-    networks: Mapping[str, Network]
+    networks: Mapping[str, ReportedNetwork]
 
     @property
     def promises(self) -> list[str]:
@@ -155,7 +155,7 @@ def run_live(say: Say, methods: Mapping[str, Any], budgets: Sequence[str], progr
     points = sweep(methods, flops, budgets, labelled=labelled, test=tested, progress=progress)
     tables = {"labelled": labelled, "unlabelled": None, "test": tested}
     shown = examples_of(test.images, methods, flops, budgets, tables)
-    page = Network(points, exits=model.exits, examples=shown, plan=made, note=measured_on("torch"))
+    page = ReportedNetwork(points, exits=model.exits, examples=shown, plan=made, note=measured_on("torch"))
     return Live(
         model, seconds, flops, times, labelled, tested, test, policy, decisions, runs, made, {"digits, live": page}
     )

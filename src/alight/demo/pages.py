@@ -13,7 +13,7 @@ from alight.evaluation import Point, read_points, sweep
 from alight.outputs import HeadOutputs
 from alight.policies.policy import Policy
 from alight.provenance import provenance
-from alight.report import Examples, Network, examples, write_report
+from alight.report import Examples, ReportedNetwork, examples, write_report
 
 if TYPE_CHECKING:
     from alight.planning.plan import Plan
@@ -61,7 +61,7 @@ def write_plan(made: "Plan", labelled: HeadOutputs, path: str, title: str) -> Pa
     fitted, judged = labelled.split(0.5, np.random.default_rng(0))
     methods = {name: calibrate.METHODS[name] for name in BESIDE_A_PLAN}
     points = sweep(methods, made.costs, even_budgets(made.costs), labelled=fitted, test=judged)
-    network = Network(points, exits=tuple(made.model.exits), plan=made, note=measured_on("torch"))
+    network = ReportedNetwork(points, exits=tuple(made.model.exits), plan=made, note=measured_on("torch"))
     return write_report(network, path, title=title)
 
 

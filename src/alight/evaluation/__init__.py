@@ -12,7 +12,7 @@ from alight.evaluation.oracle import oracle, oracle_within
 from alight.evaluation.sweep import (
     ORACLE,
     SINGLE_EXIT,
-    Comparison,
+    MethodComparison,
     Point,
     at_equal_spend,
     read_points,
@@ -25,8 +25,8 @@ __all__ = [
     "SINGLE_EXIT",
     "Bootstrap",
     "Classes",
-    "Comparison",
     "Interval",
+    "MethodComparison",
     "Point",
     "at_equal_spend",
     "bootstrap",

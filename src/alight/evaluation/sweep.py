@@ -54,7 +54,7 @@ class Point:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class MethodComparison:
     """A method at a given spent budget, between its two neighbouring points."""
 
     method: str
@@ -141,7 +141,7 @@ def sweep(
     return points
 
 
-def at_equal_spend(points: Sequence[Point], spends: Iterable[float]) -> list[Comparison]:
+def at_equal_spend(points: Sequence[Point], spends: Iterable[float]) -> list[MethodComparison]:
     """Every method's accuracy at the same spent budgets, not the same allowed ones.
 
     Between two points of a method lies the mixture of their policies, so accuracy is interpolated along the spent
@@ -162,7 +162,7 @@ def at_equal_spend(points: Sequence[Point], spends: Iterable[float]) -> list[Com
                     float(np.interp(target, spent, [getattr(point, name) for point in own]))
                     for name in ("accuracy", "accuracy_low", "accuracy_high")
                 )
-                rows.append(Comparison(method, target, *figures))
+                rows.append(MethodComparison(method, target, *figures))
     return rows
 
 

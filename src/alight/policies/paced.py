@@ -120,7 +120,7 @@ class Pace(BatchState):
 
 
 @dataclass(frozen=True)
-class Batch(BatchState):
+class PacedBatch(BatchState):
     """What holds for one batch: of those waiting, the share to leave at each exit, and what is left to spend."""
 
     shares: Floats
@@ -237,7 +237,7 @@ class Paced(Policy):
         rates, costs = np.array(self.exit_rates), np.array(self.costs)
         return 3 * math.sqrt(self.pace * float(rates @ (costs - rates @ costs) ** 2))
 
-    def _admit(self, state: Pace, count: int) -> tuple[Pace, Batch]:
+    def _admit(self, state: Pace, count: int) -> tuple[Pace, PacedBatch]:
         """The state as a batch begins, with the bets of the last one settled, and what holds for the batch."""
         assert self.budget is not None  # checked at the border
         if state.recent and len(state.recent) != len(self.recent):
@@ -268,7 +268,7 @@ class Paced(Policy):
         ample = (
             credit > GENEROUS * self._reserve
         )  # samples have become easy: thresholds as calibrated let them all leave
-        return admitted, Batch(shares, credit < 0, admitted.alarmed or ample, not admitted.alarmed, left)
+        return admitted, PacedBatch(shares, credit < 0, admitted.alarmed or ample, not admitted.alarmed, left)
 
     @cached_property
     def _windows(self) -> tuple[Floats, ...]:

@@ -12,8 +12,9 @@ Policy
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
+from itertools import pairwise
 from typing import Any, ClassVar
 
 import numpy as np
@@ -90,28 +91,10 @@ class Policy(ABC):
         self._check()
 
     def _check(self) -> None:
-        """Whether the parts fit together; rules add their own."""
-        if not all(type(index) is int for index in (*self.open_exits, self.num_exits)):
-            raise BadInput(f"open exits {self.open_exits} of {self.num_exits}: give whole numbers")
-        if not all(map(_is_number, self.costs)):
-            raise BadInput(f"costs {self.costs} must be finite numbers")
-        steps = np.diff(self.open_exits)
-        if self.open_exits[0] < 0 or (steps <= 0).any() or self.open_exits[-1] >= self.num_exits:
-            raise BadInput(f"open exits {self.open_exits} of {self.num_exits}: give increasing indices, from 0")
-        if len(self.costs) != len(self.open_exits) or (np.diff(self.costs) <= 0).any() or self.costs[0] <= 0:
-            raise BadInput(f"costs {self.costs} for open exits {self.open_exits}: give one each, positive, increasing")
-        if not (isinstance(self.score, str) and isinstance(self.unit, str) and isinstance(self.method, str)):
-            raise BadInput(f"score {self.score!r}, unit {self.unit!r} and method {self.method!r} must be texts")
-        if not isinstance(self.fingerprint, str):
-            raise BadInput(f"fingerprint {self.fingerprint!r} must be a text")
-        if self.budget is not None and not (_is_number(self.budget) and self.budget > 0):
-            raise BadInput(f"budget {self.budget!r} must be a positive number")
-        if not all(_is_number(rate) and 0 <= rate <= 1 for rate in self.exit_rates):
-            raise BadInput(f"exit rates {self.exit_rates} must lie in [0, 1]")
-        if self.exit_rates and abs(sum(self.exit_rates) - 1) > 1e-6:
-            raise BadInput(f"exit rates {self.exit_rates} add up to {sum(self.exit_rates):g}: they must add up to 1")
-        if self.exit_rates and len(self.exit_rates) != len(self.open_exits):
-            raise BadInput(f"{len(self.exit_rates)} exit rates for {len(self.open_exits)} open exits: give one each")
+        """Check that the parts fit together; rules add their own checks."""
+        for holds, message in CHECKS:
+            if not holds(self):
+                raise BadInput(message.format(self))
         if self.lens:
             self.lens.check(self.open_exits)
 
@@ -224,6 +207,45 @@ class Policy(ABC):
     def save(self, path: PathLike) -> None:
         """Write the policy to a JSON file, whole or not at all."""
         write_json(path, "Policy", self.to_dict())
+
+
+CHECKS: tuple[tuple[Callable[[Policy], bool], str], ...] = (  # what must hold, and the error, about the policy {0}
+    (
+        lambda policy: all(type(index) is int for index in (*policy.open_exits, policy.num_exits)),
+        "open exits {0.open_exits} of {0.num_exits}: give whole numbers",
+    ),
+    (lambda policy: all(map(_is_number, policy.costs)), "costs {0.costs} must be finite numbers"),
+    (
+        lambda policy: _increases(-1, *policy.open_exits, policy.num_exits),
+        "open exits {0.open_exits} of {0.num_exits}: give increasing indices, from 0",
+    ),
+    (
+        lambda policy: len(policy.costs) == len(policy.open_exits) and _increases(0, *policy.costs),
+        "costs {0.costs} for open exits {0.open_exits}: give one each, positive, increasing",
+    ),
+    (
+        lambda policy: all(
+            isinstance(getattr(policy, name), str) for name in ("score", "unit", "method", "fingerprint")
+        ),
+        "score {0.score!r}, unit {0.unit!r}, method {0.method!r} and fingerprint {0.fingerprint!r} must be texts",
+    ),
+    (
+        lambda policy: policy.budget is None or (_is_number(policy.budget) and policy.budget > 0),
+        "budget {0.budget!r} must be a positive number",
+    ),
+    (
+        lambda policy: all(_is_number(rate) and 0 <= rate <= 1 for rate in policy.exit_rates),
+        "exit rates {0.exit_rates} must lie in [0, 1]",
+    ),
+    (
+        lambda policy: not policy.exit_rates or abs(sum(policy.exit_rates) - 1) <= 1e-6,
+        "exit rates {0.exit_rates} must add up to 1",
+    ),
+    (
+        lambda policy: len(policy.exit_rates) in (0, len(policy.open_exits)),
+        "exit rates {0.exit_rates} for open exits {0.open_exits}: give one each",
+    ),
+)
 
 
 @dataclass(frozen=True)
@@ -443,6 +465,10 @@ def _plain_value(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {name: _plain_value(each) for name, each in value.items()}
     return value
+
+
+def _increases(*values: float) -> bool:
+    return all(before < after for before, after in pairwise(values))
 
 
 def _is_number(value: Any) -> bool:

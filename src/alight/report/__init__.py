@@ -1,13 +1,13 @@
 """Show me: the points of a sweep as one HTML page that opens from disk and asks nothing of any network.
 
     write_report(points, "report.html", title="ResNet-18 on CIFAR-100")
-    write_report({"small": Network(points, examples=examples(images, policies, test)), "large": others}, "report.html")
+    write_report({"small": ReportedNetwork(points, examples=examples(images, policies, test)), "large": others}, "report.html")
 
 The page is drawn in the browser by d3 and Observable Plot, which it carries along (`assets/`).
 """
 
-from alight.report.contents import Examples, Network, Page, Walk
+from alight.report.contents import Examples, Page, ReportedNetwork, Walk
 from alight.report.page import as_html, write_report
 from alight.report.pictures import examples, read_images
 
-__all__ = ["Examples", "Network", "Page", "Walk", "as_html", "examples", "read_images", "write_report"]
+__all__ = ["Examples", "Page", "ReportedNetwork", "Walk", "as_html", "examples", "read_images", "write_report"]

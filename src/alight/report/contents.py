@@ -55,10 +55,10 @@ class Planned(Protocol):
 
 
 @dataclass(frozen=True)
-class Network:
+class ReportedNetwork:
     """What a page shows of one network.
 
-    >>> Network(points=(Point("eero", budget=4.0, accuracy=0.8, mean_cost=3.0, plain_cost=8.0),)).num_exits
+    >>> ReportedNetwork(points=(Point("eero", budget=4.0, accuracy=0.8, mean_cost=3.0, plain_cost=8.0),)).num_exits
     0
     """
 
@@ -109,7 +109,7 @@ class Page:
     """One report."""
 
     title: str
-    networks: Sequence[Network]
+    networks: Sequence[ReportedNetwork]
     promises: Sequence[str] = ()  # sentences to stand above the figures
 
     def __post_init__(self) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 from alight.evaluation.sweep import ORACLE, SINGLE_EXIT, Point, at_equal_spend
 from alight.files import PathLike, write_text
-from alight.report.contents import Network, Page, Planned
+from alight.report.contents import Page, Planned, ReportedNetwork
 
 SPENDS = range(20, 100, 10)  # columns of the table, in percent of the plain network
 COLUMNS = [each.name for each in fields(Point)]
@@ -20,7 +20,7 @@ SCRIPTS = ("data.js", "looks.js", "figures.js", "tables.js", "page.js")  # one a
 
 
 def write_report(
-    shown: Sequence[Point] | Network | Mapping[str, Sequence[Point] | Network],
+    shown: Sequence[Point] | ReportedNetwork | Mapping[str, Sequence[Point] | ReportedNetwork],
     path: PathLike,
     *,
     title: str = "Early exits under a budget",
@@ -28,7 +28,7 @@ def write_report(
 ) -> Path:
     """The path of one self-contained HTML page about these points, written whole or not at all.
 
-    `shown` are the points of one network, or a `Network` with examples or a plan beside its points, or several by name;
+    `shown` are the points of one network, or a `ReportedNetwork` with examples or a plan beside its points, or several by name;
     `promises` are sentences to stand above the figures, such as a policy's certificate.
 
     >>> import tempfile
@@ -61,15 +61,17 @@ def as_html(page: Page) -> str:
     )
 
 
-def _networks(shown: Sequence[Point] | Network | Mapping[str, Sequence[Point] | Network]) -> tuple[Network, ...]:
+def _networks(
+    shown: Sequence[Point] | ReportedNetwork | Mapping[str, Sequence[Point] | ReportedNetwork],
+) -> tuple[ReportedNetwork, ...]:
     named = shown if isinstance(shown, Mapping) else {"": shown}
     return tuple(
-        replace(own, name=name or own.name) if isinstance(own, Network) else Network(own, name)
+        replace(own, name=name or own.name) if isinstance(own, ReportedNetwork) else ReportedNetwork(own, name)
         for name, own in named.items()
     )
 
 
-def _network(network: Network) -> dict[str, Any]:
+def _network(network: ReportedNetwork) -> dict[str, Any]:
     """One network as the page's scripts read it: its points row by row, and its methods at equal spent budget."""
     points, plain = network.points, network.plain_cost
     return {
