@@ -81,9 +81,8 @@ def _cut_places(model: nn.Module, inputs: Inputs, count: int) -> tuple[list[CutP
 def _places_among(model: nn.Module, inputs: Inputs, names: Sequence[str]) -> tuple[list[CutPlace], BadInput | None]:
     shares = {name: share for name, share in _cost_shares(model, inputs, names).items() if 0 < share < MAX_SHARE}
     alive, problem = _alive(model, inputs, list(shares))
-    by_share = {
-        shares[name]: CutPlace(name, shares[name], number) for name, number in alive.items()
-    }  # the last of each
+    # of places with the same share, the last
+    by_share = {shares[name]: CutPlace(name, shares[name], number) for name, number in alive.items()}
     return sorted(by_share.values(), key=lambda place: place.share), problem
 
 

@@ -1,4 +1,4 @@
-"""Stages: consecutive calls of a network as a module of their own, which shares its parameters, buffers and submodules."""
+"""Stages: calls of a network as modules of their own, which share its parameters, buffers and submodules."""
 
 import copy
 import linecache
