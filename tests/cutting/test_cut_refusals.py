@@ -133,8 +133,8 @@ def test_asking_for_the_content_of_a_tensor_is_refused_with_the_line_and_the_rem
         cut(ReadsContent(), ["first"], EXAMPLE)
 
 
-def test_other_steps_at_another_batch_size_are_refused_with_the_line():
-    with pytest.raises(BadInput, match=r"2 than at|steps at batch size 2 and \d+ at 3|something else at batch size 3"):
+def test_other_calls_at_another_batch_size_are_refused_with_the_line():
+    with pytest.raises(BadInput, match=r"2 than at|calls at batch size 2 and \d+ at 3|other functions at batch size 3"):
         cut(LoopsOverSamples(), ["first"], EXAMPLE)
 
 
@@ -185,7 +185,7 @@ def test_content_may_be_asked_for_inside_a_module_that_stays_closed():
 @pytest.mark.parametrize(
     "example", [None, [1, 2], {}, (EXAMPLE, torch.zeros(2, 4)), torch.zeros(0, 4), torch.tensor(1.0)]
 )
-def test_an_example_that_is_no_batch_is_refused(example):
+def test_an_example_without_a_batch_is_refused(example):
     with pytest.raises(BadInput, match="the example"):
         cut(Blocks(), ["first"], example)
 

@@ -62,17 +62,17 @@ def test_the_chain_gives_the_logits_of_the_encoder_bit_by_bit(encoder):
         assert torch.equal(chained(stages, batch), model(**batch).logits)
 
 
-def test_layers_are_called_straight_where_that_gives_the_same(encoder):
+def test_layers_are_called_directly_where_that_gives_the_same(encoder):
     model, layers = encoder
     stages = cut(model, names(layers, 0, 2), texts(2))
-    assert [stage.straight for stage in stages] == [not layers.startswith("mpnet")] * 3  # its layers take more
-    for stage in stages[1:] if stages[0].straight else ():
-        stage.straight = False  # by way of the network it is the same
+    assert [stage.direct for stage in stages] == [not layers.startswith("mpnet")] * 3  # its layers take more
+    for stage in stages[1:] if stages[0].direct else ():
+        stage.direct = False  # by way of the network it is the same
         batch = texts(5)
         assert torch.equal(chained(stages, batch), model(**batch).logits)
 
 
-def test_what_attention_sees_of_a_mask_is_made_once(encoder):
+def test_what_attention_reads_of_a_mask_is_made_once(encoder):
     model, layers = encoder
     first, *others = cut(model, names(layers, 0, 2), texts(2))
     for batch in (texts(5), {**texts(5), "attention_mask": torch.ones(5, 9, dtype=torch.long)}):
@@ -80,7 +80,7 @@ def test_what_attention_sees_of_a_mask_is_made_once(encoder):
         hidden, mask = first(*batch.values())
         mask[:, 1:] = 0  # no stage behind the first looks at it again
         found = chained(others, {"hidden": hidden, "mask": mask})
-        assert torch.equal(found, expected) == first.straight
+        assert torch.equal(found, expected) == first.direct
 
 
 def test_a_mask_that_was_changed_in_place_counts(encoder):
@@ -152,7 +152,7 @@ def test_exits_are_suggested_at_even_layers(encoder):
 
 def test_layers_alone_can_be_named_and_in_order(encoder):
     model, layers = encoder
-    with pytest.raises(BadInput, match=f"is no layer of this encoder: name layers, {layers}.0 to {layers}.4"):
+    with pytest.raises(BadInput, match=f"is not a layer of this encoder: name layers, {layers}.0 to {layers}.4"):
         cut(model, [layers.rpartition(".")[0]], texts(2))
     with pytest.raises(BadInput, match="out of order"):
         cut(model, names(layers, 2, 1), texts(2))

@@ -9,7 +9,7 @@ import torchvision
 from torch import nn
 
 from alight.cutting.cut import cut
-from alight.cutting.placement import Place, places, suggest_exits
+from alight.cutting.placement import CutPlace, cut_places, suggest_exits
 from alight.errors import BadInput
 
 IMAGE = torch.randn(1, 3, 32, 32, generator=torch.Generator().manual_seed(0))
@@ -21,7 +21,7 @@ def test_equal_blocks_are_shared_out_evenly():
     assert suggest_exits(nn.Sequential(*blocks), torch.zeros(1, 8), count=2) == ["3", "7"]
 
 
-def test_dear_blocks_weigh_more():
+def test_expensive_blocks_weigh_more():
     sizes = [(8, 64), (64, 64), (64, 8), (8, 8), (8, 8), (8, 8)]
     blocks = [nn.Sequential(nn.Linear(*size), nn.ReLU()) for size in sizes]
     assert suggest_exits(nn.Sequential(*blocks), torch.zeros(1, 8), count=1) == ["1"]
@@ -49,7 +49,7 @@ def test_wherever_an_exit_is_suggested_the_network_can_be_cut(name):
 def test_exits_keep_apart_where_they_can():
     network = timm.create_model("mobilevit_xxs", num_classes=3)
     image = torch.randn(1, 3, 64, 64)
-    shares = {place.name: place.share for place in places(network, image, 3)}
+    shares = {place.name: place.share for place in cut_places(network, image, 3)}
     chosen = [shares[name] for name in suggest_exits(network, image, count=3)]
     assert all(later - earlier >= 0.25 / 3 for earlier, later in pairwise(chosen))
 
@@ -61,17 +61,17 @@ def test_places_too_near_to_each_other_are_still_used_where_there_are_no_others(
 
 
 def test_shares_grow_and_end_before_the_network_does():
-    found = places(torchvision.models.resnet18(), IMAGE, 3)
+    found = cut_places(torchvision.models.resnet18(), IMAGE, 3)
     shares = [place.share for place in found]
     assert shares == sorted(set(shares))
     assert shares[0] > 0
     assert shares[-1] < 1
-    assert all(place.alive == 1 for place in found if isinstance(place, Place))
+    assert all(place.alive == 1 for place in found if isinstance(place, CutPlace))
 
 
 def test_attention_is_counted():
     network = timm.create_model("vit_tiny_patch16_224", img_size=64, depth=2, embed_dim=12)
-    first, *_ = [place for place in places(network, torch.zeros(1, 3, 64, 64), 1) if place.name == "blocks.0"]
+    first, *_ = [place for place in cut_places(network, torch.zeros(1, 3, 64, 64), 1) if place.name == "blocks.0"]
     tokens, width = 17, 12
     linear = 2 * tokens * (3 + 1 + 4 + 4) * width * width
     block = linear + 2 * 2 * tokens * tokens * width  # queries by keys, and weights by values

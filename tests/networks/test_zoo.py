@@ -20,7 +20,7 @@ def test_every_network_for_small_images_has_its_exits(name, exits):
     assert model.recipe["name"] == name
 
 
-def test_a_trained_backbone_is_taken_as_it_is():
+def test_a_trained_backbone_is_kept_unchanged():
     torch.manual_seed(0)
     backbone = ResNet(10).eval()
     model = resnet18_cifar(10, backbone=backbone, head="pooled_linear").eval()
@@ -106,7 +106,7 @@ def test_blocks_are_left_out_in_training_alone_and_the_mean_stays():
     assert torch.equal(left, left[:, :1, :1].expand_as(left))  # a sample as a whole
     assert torch.equal(dropping.eval()(features), features)
     network = ConvNeXt((1, 2), (8, 16), 10, drop_path=0.2)
-    assert [part.chance for part in network.modules() if isinstance(part, DropPath)] == [0, 0.1, 0.2]
+    assert [part.probability for part in network.modules() if isinstance(part, DropPath)] == [0, 0.1, 0.2]
     with pytest.raises(BadInput, match="drop_path 1 is out of bounds"):
         ConvNeXt((1, 2), (8, 16), 10, drop_path=1.0)
 

@@ -2,19 +2,20 @@
 
 import difflib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from alight.cutting.encoders import cut_text_encoder, is_text_encoder
 from alight.cutting.modes import in_mode
-from alight.cutting.stages import Layout, Piece, build, layout_of
-from alight.cutting.tracing import BATCHES, End, Inputs, Trace, Value, refusals, trace, walk, without_caches
+from alight.cutting.stages import Layout, StagePlan, build, layout_of
+from alight.cutting.tracing import BATCHES, Inputs, ModuleEnd, Trace, Value, refusals, trace, walk, without_caches
 from alight.errors import BadInput
 
+Item = TypeVar("Item", Value, Tensor)
 Cutter = Callable[[nn.Module, Sequence[str], Any], Sequence[nn.Module]]
-CUTTERS: list[tuple[Callable[[nn.Module], bool], Cutter]] = [  # the latest is asked first
+CUTTERS: list[tuple[Callable[[nn.Module], bool], Cutter]] = [  # the latest is tried first
     (is_text_encoder, cut_text_encoder)
 ]
 MASK = "attention_mask"  # the name of the input that says which tokens are read
@@ -22,14 +23,14 @@ CHECKED = (1, 5)  # batch sizes at which the chain is compared with the network,
 
 
 def cut(model: nn.Module, after: Sequence[str], example: Any) -> list[nn.Module]:
-    """Stages that end after the named modules, the last with the logits; their chain is the network, bit by bit.
+    """Return stages that end after the named modules, the last with the logits; their chain is the network, bit by bit.
 
     `example` is a batch as the network takes it: a tensor, several in a tuple, or a dict of them by name. Each stage
-    takes and gives what is carried: first the output of the named module, then all else that is needed later, each with
-    the batch as its first dimension. Of a module that gives several tensors, the features for a head are the first that
-    has one row per sample and is used later. Where the example has an `attention_mask` and the output is tokens, the
-    mask is carried second, so that a head can tell them from padding. Parameters, buffers and submodules are those of
-    the network.
+    takes and returns what is carried: first the output of the named module, then all else that is needed later, each
+    with the batch as its first dimension. Of a module that returns several tensors, the features for a head are the
+    first that has one row per sample and is used later. Where the example has an `attention_mask` and the output is
+    tokens, the mask is carried second, so that a head can tell them from padding. Parameters, buffers and submodules
+    are those of the network.
 
     >>> network = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
     >>> first, last = cut(network, after=["1"], example=torch.zeros(1, 4))
@@ -38,7 +39,7 @@ def cut(model: nn.Module, after: Sequence[str], example: Any) -> list[nn.Module]
     (True, ['2.weight', '2.bias'])
     """
     names = _checked_names(model, after)
-    cutter = next((cutter for known, cutter in reversed(CUTTERS) if known(model)), None)
+    cutter = next((cutter for recognises, cutter in reversed(CUTTERS) if recognises(model)), None)
     if cutter is None:
         return cut_by_trace(model, names, example)
     stages = list(cutter(model, names, example))
@@ -47,7 +48,7 @@ def cut(model: nn.Module, after: Sequence[str], example: Any) -> list[nn.Module]
     return _checked(model, stages, Inputs(example))
 
 
-def register_cutter(known: type[nn.Module] | Callable[[nn.Module], bool]) -> Callable[[Cutter], Cutter]:
+def register_cutter(kind: type[nn.Module] | Callable[[nn.Module], bool]) -> Callable[[Cutter], Cutter]:
     """Teach `cut` a kind of network: a class, or a function that recognises it; decorates `(model, after, example)`.
 
     >>> class Twice(nn.Linear):
@@ -59,17 +60,17 @@ def register_cutter(known: type[nn.Module] | Callable[[nn.Module], bool]) -> Cal
     >>> cut(Twice(4, 4), after=[], example=torch.zeros(1, 4))
     [Twice(in_features=4, out_features=4, bias=True)]
     """
-    recognise = (lambda model: isinstance(model, known)) if isinstance(known, type) else known
+    recognises = (lambda model: isinstance(model, kind)) if isinstance(kind, type) else kind
 
     def register(cutter: Cutter) -> Cutter:
-        CUTTERS.append((recognise, cutter))
+        CUTTERS.append((recognises, cutter))
         return cutter
 
     return register
 
 
 def cut_by_trace(model: nn.Module, after: Sequence[str], example: Any) -> list[nn.Module]:
-    """Stages made from what the network was seen to do: without data if that is enough, else with."""
+    """Return stages made from a trace of the network: without data if that is enough, else with."""
     inputs = Inputs(example)
     try:
         stages = _checked(model, _stages(model, after, inputs, with_data=False), inputs)
@@ -80,88 +81,97 @@ def cut_by_trace(model: nn.Module, after: Sequence[str], example: Any) -> list[n
 
 
 def _stages(model: nn.Module, after: Sequence[str], inputs: Inputs, *, with_data: bool) -> list[nn.Module]:
-    pieces = pieces_of(trace(model, inputs, after, with_data=with_data), after, inputs)
-    training: Sequence[Piece | BadInput]
+    plans = stage_plans(trace(model, inputs, after, with_data=with_data), after, inputs)
+    training: Sequence[StagePlan | BadInput]
     try:
         with refusals():
-            training = pieces_of(trace(model, inputs, after, training=True, with_data=with_data), after, inputs)
+            training = stage_plans(trace(model, inputs, after, training=True, with_data=with_data), after, inputs)
     except BadInput as error:
-        training = [error] * len(pieces)
-    stages: list[nn.Module] = [build(model, *both) for both in zip(pieces, training, strict=True)]
-    for name, piece, cut_here in zip(after, pieces, range(1, len(stages)), strict=False):
-        rows = [rows_of(piece.trace, value) for value in piece.outgoing]
+        training = [error] * len(plans)
+    stages: list[nn.Module] = [build(model, *both) for both in zip(plans, training, strict=True)]
+    for name, plan, cut_here in zip(after, plans, range(1, len(stages)), strict=False):
+        rows = [rows_per_sample(plan.trace, value) for value in plan.outgoing]
         with refusals():
             if 0 in rows:
-                _check_shared(model, name, piece, stages[:cut_here], inputs)
+                _check_shared(model, name, plan, stages[:cut_here], inputs)
             if max(rows) > 1:
-                _check_apart(model, name, stages[:cut_here], stages[cut_here:], inputs)
+                _check_side_by_side(model, name, stages[:cut_here], stages[cut_here:], inputs)
     return stages
 
 
-def rows_of(traced: Trace, value: Value) -> int:
-    """How many rows each sample has in a value; 0 if there is one for all samples."""
+def rows_per_sample(traced: Trace, value: Value) -> int:
+    """Return how many rows each sample has in a value; 0 if there is one for all samples."""
     layout = layout_of(traced.shapes[value])
     return layout.rows if layout else 1
 
 
-def _check_shared(model: nn.Module, name: str, piece: Piece, before: Sequence[nn.Module], inputs: Inputs) -> None:
-    """Raise unless what is carried once for all samples is the same whatever they are, as tables of positions are."""
+def _check_shared(model: nn.Module, name: str, plan: StagePlan, before: Sequence[nn.Module], inputs: Inputs) -> None:
+    """Raise unless what is carried once for all samples is the same for every batch, as tables of positions are."""
     batch = [tensor.clone() for tensor in inputs.of_size(CHECKED[-1])]
     for tensor in batch:
         if _is_text(tensor):
             tensor[1::2, -1] = 0  # a text that is padded among others
     with in_mode(model, *before, training=False):
         each = [chain(before, tuple(tensor[row : row + 1] for tensor in batch)) for row in range(CHECKED[-1])]
-    for index, value in enumerate(piece.outgoing):
-        if not rows_of(piece.trace, value) and not all(same_bits(each[0][index], one[index]) for one in each):
-            raise _without_batch(piece.trace, name, value)
+    for index, value in enumerate(plan.outgoing):
+        if not rows_per_sample(plan.trace, value) and not all(same_bits(each[0][index], one[index]) for one in each):
+            raise _without_batch(plan.trace, name, value)
 
 
-def _check_apart(
+def _check_side_by_side(
     model: nn.Module, name: str, before: Sequence[nn.Module], behind: Sequence[nn.Module], inputs: Inputs
 ) -> None:
-    """Raise unless samples keep apart where each has several rows: turned round at the cut, they come out turned."""
+    """Raise unless the rows of a sample lie side by side: samples reversed at the cut come out reversed."""
     with in_mode(model, *before, *behind, training=False):
         carried = chain(before, inputs.of_size(CHECKED[-1]))
-        plain, turned = chain(behind, carried), chain(behind, tuple(tensor.flip(0) for tensor in carried))
-    if (turned.flip(0) - plain).abs().max() > 1e-3 * plain.abs().max():
+        logits, reversed_logits = chain(behind, carried), chain(behind, tuple(tensor.flip(0) for tensor in carried))
+    if (reversed_logits.flip(0) - logits).abs().max() > 1e-3 * logits.abs().max():
         raise BadInput(
             f"a tensor that is alive after {name!r} holds several rows for each sample, not side by side:"
             " cut at another place"
         )
 
 
-def pieces_of(traced: Trace, after: Sequence[str], inputs: Inputs) -> list[Piece]:
-    """What each stage does."""
+def stage_plans(traced: Trace, after: Sequence[str], inputs: Inputs) -> list[StagePlan]:
+    """Return what each stage does."""
     ends = [_end(traced, name) for name in after]
     _check_order(traced, after, ends)
     features = [_feature(traced, name, end) for name, end in zip(after, ends, strict=True)]
-    logits = logits_in(traced.output)
+    logits = logits_in(traced.output, Value)
     mask = Value(-1, (inputs.names.index(MASK),)) if MASK in inputs.names else None
     crossings = [_carried(traced, end.time, features[index:], logits, mask) for index, end in enumerate(ends)]
     for name, values in zip(after, crossings, strict=True):
         check_carried(traced, name, values)
-    entering = [[Value(-1, (index,)) for index in range(len(inputs.tensors))], *crossings]
+    entering = [input_values(inputs), *crossings]
     times = [0, *(end.time for end in ends), len(traced.calls)]
-    names = inputs.names or ([f"input_{index}" for index in range(len(inputs.tensors))])
     return [
-        Piece(
+        StagePlan(
             traced,
             needed_calls(traced, range(times[index], times[index + 1]), entering[index], leaving),
             entering[index],
             leaving,
             last=index == len(after),
-            input_names=() if index else names,
+            input_names=() if index else input_arguments(inputs),
         )
         for index, leaving in enumerate([*crossings, [logits]])
     ]
 
 
+def input_values(inputs: Inputs) -> list[Value]:
+    """Return the network's inputs as values of a trace."""
+    return [Value(-1, (index,)) for index in range(len(inputs.tensors))]
+
+
+def input_arguments(inputs: Inputs) -> Sequence[str]:
+    """Return names for the arguments of the first stage."""
+    return inputs.names or [f"input_{index}" for index in range(len(inputs.tensors))]
+
+
 def alive_after(traced: Trace, name: str) -> list[Value]:
-    """What would be carried if the network were cut after this module alone; an error if it cannot be."""
+    """Return what would be carried if the network were cut after this module alone; raise if it cannot be."""
     end = _end(traced, name)
     _check_order(traced, [name], [end])
-    values = _carried(traced, end.time, [_feature(traced, name, end)], logits_in(traced.output))
+    values = _carried(traced, end.time, [_feature(traced, name, end)], logits_in(traced.output, Value))
     check_carried(traced, name, values)
     return values
 
@@ -169,9 +179,9 @@ def alive_after(traced: Trace, name: str) -> list[Value]:
 def needed_calls(
     traced: Trace, calls: Iterable[int], incoming: Sequence[Value], outgoing: Sequence[Value]
 ) -> list[int]:
-    """These calls, less what is constant and unused, with all that is constant and used, whenever it was made."""
+    """Return these calls without unused constant ones, and with all constant ones that they use, however early."""
     own = set(calls)
-    chosen = {index for index in own if _must_run(traced, index)}
+    chosen = {index for index in own if traced.calls[index].tainted or traced.calls[index].changes_state}
     wanted = [*outgoing, *(value for index in chosen for value in traced.calls[index].values)]
     while wanted:
         value = wanted.pop()
@@ -189,12 +199,7 @@ def needed_calls(
     return sorted(chosen)
 
 
-def _must_run(traced: Trace, index: int) -> bool:
-    call = traced.calls[index]
-    return call.tainted or call.changes_state
-
-
-def _end(traced: Trace, name: str) -> End:
+def _end(traced: Trace, name: str) -> ModuleEnd:
     ends = traced.ends[name]
     if not ends:
         raise BadInput(f"module {name!r} is never called in a forward pass: cut after one that is")
@@ -203,11 +208,11 @@ def _end(traced: Trace, name: str) -> End:
     return ends[0]
 
 
-def _check_order(traced: Trace, after: Sequence[str], ends: Sequence[End]) -> None:
+def _check_order(traced: Trace, after: Sequence[str], ends: Sequence[ModuleEnd]) -> None:
     times = [end.time for end in ends]
     if times != sorted(times):
-        found = [after[index] for index in sorted(range(len(after)), key=times.__getitem__)]
-        raise BadInput(f"exits {list(after)} are out of order: the network runs them as {found}")
+        order = [after[index] for index in sorted(range(len(after)), key=times.__getitem__)]
+        raise BadInput(f"exits {list(after)} are out of order: the network runs them as {order}")
     for name, other, start, stop in zip(after, [*after[1:], ""], times, [*times[1:], len(traced.calls)], strict=True):
         if not any(traced.calls[index].tainted for index in range(start, stop)):
             raise BadInput(
@@ -216,27 +221,27 @@ def _check_order(traced: Trace, after: Sequence[str], ends: Sequence[End]) -> No
             )
 
 
-def _feature(traced: Trace, name: str, end: End) -> Value:
-    """What a head reads of a module's output: of several tensors the first with one row per sample and a later use."""
+def _feature(traced: Trace, name: str, end: ModuleEnd) -> Value:
+    """Return what a head reads: of several tensors the first with one row per sample and a later use."""
     made = [item for item in walk(end.result) if isinstance(item, Value) and item in traced.tainted]
     if not made:
-        raise BadInput(f"module {name!r} gives nothing that depends on the input: cut after one that does")
-    used = {value for call in traced.calls[end.time :] for value in call.values} | {logits_in(traced.output)}
-    fit = [
+        raise BadInput(f"module {name!r} returns nothing that depends on the input: cut after one that does")
+    used = {value for call in traced.calls[end.time :] for value in call.values} | {logits_in(traced.output, Value)}
+    suitable = [
         value
         for value in made
         if value in used
         and layout_of(traced.shapes[value]) == Layout()
-        and (value in traced.typed or not traced.typed)  # features, neither indices nor masks
+        and (value in traced.follows_dtype or not traced.follows_dtype)  # features, neither indices nor masks
     ]
-    return (fit or made)[0]
+    return (suitable or made)[0]
 
 
-def logits_in(output: Any) -> Value:
-    """The logits in what a network gives: the tensor, the one of that name, or the first."""
+def logits_in(output: Any, kind: type[Item]) -> Item:
+    """Return the logits in a network's output: the tensor or value, the one of that name, or the first."""
     named = output.get("logits", output) if isinstance(output, Mapping) else output
     for item in walk(named):
-        if isinstance(item, Value):
+        if isinstance(item, kind):
             return item
     raise BadInput("the network's output holds no tensor that it computed: give a network that returns logits")
 
@@ -244,15 +249,15 @@ def logits_in(output: Any) -> Value:
 def _carried(
     traced: Trace, time: int, features: Sequence[Value], logits: Value, mask: Value | None = None
 ) -> list[Value]:
-    """Values alive at a time: the feature of the exit there first, then what later calls and exits use."""
+    """Return values alive at a time: the feature of the exit there first, then what later calls and exits use."""
     used = {value for call in traced.calls[time:] for value in call.values} | {*features[1:], logits}
     first = [features[0], mask] if mask and _masks(traced, mask, features[0]) else features[:1]
     alive = {value for value in used if value.call < time and value in traced.tainted} - {*first}
-    return [*first, *sorted(alive, key=in_order)]
+    return [*first, *sorted(alive, key=by_time)]
 
 
 def _masks(traced: Trace, mask: Value, feature: Value) -> bool:
-    """Does this mask say which of the feature's tokens are read, once the batch comes first?"""
+    """Check whether this mask says which of the feature's tokens are read, once the batch comes first."""
     layout = layout_of(traced.shapes[feature])
     if layout is None or layout.rows != 1:
         return False
@@ -263,8 +268,8 @@ def _masks(traced: Trace, mask: Value, feature: Value) -> bool:
     return True
 
 
-def in_order(value: Value) -> tuple[int, str]:
-    """What values are sorted by: when they were made."""
+def by_time(value: Value) -> tuple[int, str]:
+    """Return the key that sorts values by when they were made."""
     return value.call, str(value.path)
 
 
@@ -284,33 +289,39 @@ def _without_batch(traced: Trace, name: str, value: Value) -> BadInput:
 
 
 def _checked(model: nn.Module, stages: list[nn.Module], inputs: Inputs) -> list[nn.Module]:
-    """The stages, if their chain is the network, bit by bit, at batch sizes that the trace has not seen."""
+    """Return the stages if their chain is the network, bit by bit, at batch sizes that the trace has not seen."""
     for stage in stages:
         stage.training = model.training
-    with in_mode(model, *stages, training=False), without_caches(model), refusals():
-        for size in CHECKED:
-            batch = inputs.of_size(size)
-            expected, found = logits_of(inputs.run(model, batch)), chain(stages, batch)
-            if not same_bits(expected, found):
-                raise BadInput(
-                    f"at batch size {size} the stages do not give what the network gives: is it random in evaluation"
-                    " mode, or does it branch on the batch size or on content? Cut elsewhere, or teach alight this"
-                    " network with register_cutter"
-                )
+    for size in CHECKED:
+        with refusals():
+            equal = is_chain_of(model, stages, inputs, inputs.of_size(size))
+        if not equal:
+            raise BadInput(
+                f"at batch size {size} the stages do not give what the network gives: is it random in evaluation"
+                " mode, or does it branch on the batch size or on content? Cut elsewhere, or teach alight this"
+                " network with register_cutter"
+            )
     return stages
 
 
-class _Length:
-    """Refuses texts of another length than those that the network was cut for."""
+def is_chain_of(model: nn.Module, stages: Sequence[nn.Module], inputs: Inputs, batch: tuple[Tensor, ...]) -> bool:
+    """Check whether stages in a row give the logits that the network gives for a batch in evaluation, bit by bit."""
+    with in_mode(model, *stages, training=False), without_caches(model):
+        return same_bits(logits_in(inputs.run(model, batch), Tensor), chain(stages, batch))
+
+
+class FixedLength:
+    """A hook that refuses texts of another length than those that the network was cut for."""
 
     def __init__(self, length: int) -> None:
         self.length = length
 
     def __call__(self, stage: nn.Module, batch: tuple[Tensor, ...]) -> None:
-        found = [tensor.shape[1] for tensor in batch if _is_text(tensor)]
-        if any(length != self.length for length in found):
+        """Raise unless every text has the length."""
+        lengths = [tensor.shape[1] for tensor in batch if _is_text(tensor)]
+        if any(length != self.length for length in lengths):
             raise BadInput(
-                f"texts of {found[0]} tokens, and the network was cut for {self.length}, which its code fixes:"
+                f"texts of {lengths[0]} tokens, and the network was cut for {self.length}, which its code fixes:"
                 f" pad every batch to {self.length}, or cut with an example of the length that you need"
             )
 
@@ -321,47 +332,40 @@ def _fix_length(model: nn.Module, stages: Sequence[nn.Module], inputs: Inputs) -
     if len(lengths) != 1 or lengths <= {0, 1}:
         return
     batch = tuple(tensor[:, :-1] if _is_text(tensor) else tensor for tensor in inputs.of_size(CHECKED[-1]))
-    with in_mode(model, *stages, training=False), without_caches(model):
-        try:
-            free = same_bits(logits_of(inputs.run(model, batch)), chain(stages, batch))
-        except Exception:  # whatever goes wrong where a number in the code is of another length
-            free = False
-    if not free:
-        stages[0].register_forward_pre_hook(_Length(*lengths))
+    try:
+        is_free = is_chain_of(model, stages, inputs, batch)
+    except Exception:  # whatever fails where a number in the code is of another length
+        is_free = False
+    if not is_free:
+        stages[0].register_forward_pre_hook(FixedLength(*lengths))
 
 
 def _is_text(tensor: Tensor) -> bool:
-    """Whole numbers for each token?"""
+    """Check for whole numbers, one per token."""
     return tensor.ndim == 2 and not tensor.is_floating_point()
 
 
 def chain(stages: Iterable[nn.Module], batch: tuple[Tensor, ...]) -> Any:
-    """What comes out when stages run one after the other."""
+    """Return what comes out when stages run one after the other."""
     carried = batch
     for stage in stages:
         carried = stage(*carried)
     return carried
 
 
-def logits_of(output: Any) -> Tensor:
-    """The logits in what a network gave."""
-    named = output.get("logits", output) if isinstance(output, Mapping) else output
-    return next(item for item in walk(named) if isinstance(item, Tensor))
-
-
 def same_bits(one: Tensor, other: Tensor) -> bool:
-    """Are two tensors the same, bit by bit?"""
+    """Check whether two tensors are the same, bit by bit."""
     return one.shape == other.shape and one.dtype == other.dtype and torch.allclose(one, other, 0, 0, equal_nan=True)
 
 
 def _checked_names(model: nn.Module, after: Sequence[str]) -> list[str]:
-    """The names, if there are such modules and none is named twice."""
+    """Return the names if there are such modules and none is named twice."""
     if isinstance(after, str):
         raise BadInput(f"after={after!r} is one text: give a list of names, as in after=[{after!r}]")
-    real = [name for name, _ in model.named_modules(remove_duplicate=False) if name]
+    known = [name for name, _ in model.named_modules(remove_duplicate=False) if name]
     for name in after:
-        if name not in real:
-            near = difflib.get_close_matches(str(name), real, n=3, cutoff=0.4) or real[:3]
+        if name not in known:
+            near = difflib.get_close_matches(str(name), known, n=3, cutoff=0.4) or known[:3]
             raise BadInput(f"no module is called {name!r}: the nearest names are {', '.join(map(repr, near))}")
     twice = sorted({name for name in after if list(after).count(name) > 1})
     if twice:

@@ -1,4 +1,4 @@
-"""Where to put exits: block ends at even shares of the cost, at which the network can really be cut."""
+"""Where to put exits: block ends at even shares of the cost, at which the network can be cut."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -9,15 +9,14 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from alight.cutting.cut import CUTTERS, alive_after, cut
 from alight.cutting.modes import in_mode
-from alight.cutting.tracing import Inputs, Trace, on_meta, refusals, trace
+from alight.cutting.tracing import CONTAINERS, Inputs, Trace, on_meta, refusals, trace
 from alight.errors import BadInput
 
-CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
-APART = 1 / 3  # of the even distance: exits that are nearer decide on nearly the same
-LAST = 0.99  # of the cost: an exit behind it saves nothing
+MIN_DISTANCE = 1 / 3  # of the even distance: exits that are nearer decide on nearly the same
+MAX_SHARE = 0.99  # of the cost: a later exit saves nothing
 
 
-class Place(NamedTuple):
+class CutPlace(NamedTuple):
     """The end of a module: the share of the network's cost until then, and how many tensors are alive."""
 
     name: str
@@ -26,7 +25,7 @@ class Place(NamedTuple):
 
 
 def suggest_exits(model: nn.Module, example: Any, count: int) -> list[str]:
-    """Names of `count` modules after which exits lie at even shares of the network's FLOPs, in order.
+    """Return names of `count` modules after which exits lie at even shares of the network's FLOPs, in order.
 
     Only block ends are suggested, those first at which nothing but the block's output is alive; the cut was tried. Two
     lie at least a third of the even distance apart, wherever the network has such places.
@@ -40,49 +39,55 @@ def suggest_exits(model: nn.Module, example: Any, count: int) -> list[str]:
 
 
 def cut_evenly(model: nn.Module, example: Any, count: int) -> tuple[list[str], list[nn.Module]]:
-    """The names that `suggest_exits` gives, and the stages of the network cut there."""
+    """Return the names that `suggest_exits` returns, and the stages of the network cut there."""
     if count < 1:
         raise BadInput(f"{count} exits: ask for at least one")
-    found, problem = _found(model, Inputs(example), count)
+    places, problem = _cut_places(model, Inputs(example), count)
     while True:
-        names = [place.name for place in _chosen(found, count)]
+        names = [place.name for place in _chosen(places, count)]
         if len(names) < count:
             remedy = f"elsewhere, {problem}" if problem else "ask for fewer, or name modules yourself"
             raise BadInput(
-                f"{len(found)} places found to cut a {type(model).__name__} and {count} asked for: {remedy}"
+                f"{len(places)} places found to cut a {type(model).__name__} and {count} asked for: {remedy}"
             ) from problem
         try:
             return names, cut(model, names, example)
         except BadInput as error:
             problem = error
             failing = [name for name in names if _fails(model, name, example)] or names[-1:]
-            found = [place for place in found if place.name not in failing]
+            places = [place for place in places if place.name not in failing]
 
 
-def places(model: nn.Module, example: Any, count: int) -> list[Place]:
-    """Block ends after which the network can be cut, in order; single layers too where there are too few blocks."""
-    return _found(model, Inputs(example), count)[0]
+def cut_places(model: nn.Module, example: Any, count: int) -> list[CutPlace]:
+    """Return block ends after which the network can be cut; single layers too where there are fewer than `count`."""
+    return _cut_places(model, Inputs(example), count)[0]
 
 
-def _found(model: nn.Module, inputs: Inputs, count: int) -> tuple[list[Place], BadInput | None]:
-    """The places, and what is in the way elsewhere, if anything is."""
+def flops_of(run: Callable[[], object]) -> int:
+    """Return the FLOPs of a run, without the fused attention kernels of the CPU, which are not counted."""
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        run()
+    return int(counter.get_total_flops())
+
+
+def _cut_places(model: nn.Module, inputs: Inputs, count: int) -> tuple[list[CutPlace], BadInput | None]:
+    """Return the places, and what prevents a cut elsewhere, if anything does."""
     blocks = list(_blocks(model))
     layers = [name for name, module in model.named_modules() if name and not any(True for _ in module.children())]
-    found, problem = _places(model, inputs, blocks)
-    return (found, problem) if len(found) >= count else _places(model, inputs, [*blocks, *layers])
+    places, problem = _places_among(model, inputs, blocks)
+    return (places, problem) if len(places) >= count else _places_among(model, inputs, [*blocks, *layers])
 
 
-def _places(model: nn.Module, inputs: Inputs, names: Sequence[str]) -> tuple[list[Place], BadInput | None]:
-    shares = {name: share for name, share in _cost_shares(model, inputs, names).items() if 0 < share < LAST}
+def _places_among(model: nn.Module, inputs: Inputs, names: Sequence[str]) -> tuple[list[CutPlace], BadInput | None]:
+    shares = {name: share for name, share in _cost_shares(model, inputs, names).items() if 0 < share < MAX_SHARE}
     alive, problem = _alive(model, inputs, list(shares))
-    last = {
-        shares[name]: Place(name, shares[name], number) for name, number in alive.items()
-    }  # of those that cost alike
-    return sorted(last.values(), key=lambda place: place.share), problem
+    # of places with the same share, the last
+    by_share = {shares[name]: CutPlace(name, shares[name], number) for name, number in alive.items()}
+    return sorted(by_share.values(), key=lambda place: place.share), problem
 
 
 def _blocks(module: nn.Module, prefix: str = "") -> Iterator[str]:
-    """Names of modules that are made of others, stages and blocks, but not of what is inside blocks."""
+    """Yield names of modules that are made of others, stages and blocks, but not of what is inside blocks."""
     for name, child in module.named_children():
         if not any(True for _ in child.children()):
             continue
@@ -93,16 +98,16 @@ def _blocks(module: nn.Module, prefix: str = "") -> Iterator[str]:
 
 
 def _holds_blocks(module: nn.Module) -> bool:
-    """Does this container hold two blocks of a kind, with two weights each at least?"""
+    """Check whether this container holds two blocks of a kind, with at least two weights each."""
     kinds = [type(child) for child in module.children() if sum(weight.ndim > 1 for weight in child.parameters()) > 1]
     return isinstance(module, CONTAINERS) and len(set(kinds)) < len(kinds)
 
 
 def _alive(model: nn.Module, inputs: Inputs, names: Sequence[str]) -> tuple[dict[str, int], BadInput | None]:
-    """How many tensors are alive after each module at which the network can be cut; what is in the way at others."""
-    if any(known(model) for known, _ in CUTTERS):
-        return dict.fromkeys(names, 1), None  # whoever taught the cutter knows better
-    traced, problem = _deepest(model, inputs, names)
+    """Return how many tensors are alive after each module that the network can be cut after, and the last problem."""
+    if any(recognises(model) for recognises, _ in CUTTERS):
+        return dict.fromkeys(names, 1), None  # its cutter knows what is carried
+    traced, problem = _deepest_trace(model, inputs, names)
     alive = {}
     for name in sorted(traced.ends, key=lambda name: ([end.time for end in traced.ends[name]], -_depth(name))):
         try:
@@ -112,8 +117,8 @@ def _alive(model: nn.Module, inputs: Inputs, names: Sequence[str]) -> tuple[dict
     return alive, problem
 
 
-def _deepest(model: nn.Module, inputs: Inputs, names: Sequence[str]) -> tuple[Trace, BadInput | None]:
-    """What the network does, with as many of its modules opened as it allows; why no more, if there are more."""
+def _deepest_trace(model: nn.Module, inputs: Inputs, names: Sequence[str]) -> tuple[Trace, BadInput | None]:
+    """Return a trace with as many modules opened as the network allows; why no more, if there are more."""
     problem = None
     for depth in range(max(map(_depth, names), default=0), -1, -1):
         try:
@@ -128,7 +133,7 @@ def _depth(name: str) -> int:
 
 
 def _cost_shares(model: nn.Module, inputs: Inputs, names: Sequence[str]) -> dict[str, float]:
-    """The share of the network's FLOPs that is spent when each module ends, of those that are called once."""
+    """Return the share of the network's FLOPs that is spent when each module ends, of those that are called once."""
     try:
         spent = _spent(on_meta(model), inputs, tuple(tensor.to("meta") for tensor in inputs.tensors), names)
     except Exception:  # whatever a network does that cannot be done without data
@@ -139,7 +144,7 @@ def _cost_shares(model: nn.Module, inputs: Inputs, names: Sequence[str]) -> dict
 
 
 def _spent(model: nn.Module, inputs: Inputs, batch: tuple[Tensor, ...], names: Sequence[str]) -> dict[str, list[int]]:
-    """FLOPs spent at each end of each module; the whole network's under the empty name."""
+    """Return FLOPs spent at each end of each module; the whole network's under the empty name."""
     counter = FlopCounterMode(display=False)
     spent: dict[str, list[int]] = {name: [] for name in ("", *names)}
 
@@ -161,26 +166,26 @@ def _spent(model: nn.Module, inputs: Inputs, batch: tuple[Tensor, ...], names: S
     return spent
 
 
-def _chosen(found: Sequence[Place], count: int) -> list[Place]:
-    """The places nearest to even shares: apart if possible, then where little is alive; fewer if there are fewer."""
-    few = [place for place in found if place.alive == 1]
-    ways = [(few, APART), (found, APART), (few, 0.0), (found, 0.0)]
-    choices = (_even(among, count, apart / (count + 1)) for among, apart in ways)
-    return next((choice for choice in choices if choice), list(found[:count]))
+def _chosen(places: Sequence[CutPlace], count: int) -> list[CutPlace]:
+    """Return the places nearest to even shares: at a distance if possible, then where little is alive."""
+    single = [place for place in places if place.alive == 1]
+    tries = [(single, MIN_DISTANCE), (places, MIN_DISTANCE), (single, 0.0), (places, 0.0)]
+    choices = (_even(among, count, distance / (count + 1)) for among, distance in tries)
+    return next((choice for choice in choices if choice), list(places[:count]))
 
 
-def _even(found: Sequence[Place], count: int, apart: float) -> list[Place]:
-    """The places, in order, at least this far apart, whose shares are nearest to even ones in sum; none if too few."""
-    best = [(abs(place.share - 1 / (count + 1)), [place]) for place in found]  # choices that end with each place
+def _even(places: Sequence[CutPlace], count: int, distance: float) -> list[CutPlace]:
+    """Return the places, in order, at least this far apart, whose shares are nearest to even ones in sum, if any."""
+    best = [(abs(place.share - 1 / (count + 1)), [place]) for place in places]  # choices that end with each place
     for number in range(2, count + 1):
         longer = []
-        for place in found:
+        for place in places:
             before = [
-                choice for choice in best if choice[1][-1].share + apart <= place.share and place not in choice[1]
+                choice for choice in best if choice[1][-1].share + distance <= place.share and place not in choice[1]
             ]
             if before:
-                distance, chosen = min(before, key=lambda choice: choice[0])
-                longer.append((distance + abs(place.share - number / (count + 1)), [*chosen, place]))
+                total, chosen = min(before, key=lambda choice: choice[0])
+                longer.append((total + abs(place.share - number / (count + 1)), [*chosen, place]))
         best = longer
     return min(best, key=lambda choice: choice[0])[1] if best else []
 

@@ -13,7 +13,7 @@ from alight.networks.attach import attach_heads
 from alight.networks.heads import Factory
 from alight.networks.multi_exit import MultiExitModel, Normalisation, describe
 from alight.networks.zoo.convnext import ConvNeXt
-from alight.networks.zoo.msdnet import MSDNetSettings, msdnet_parts
+from alight.networks.zoo.msdnet import MSDNetSettings, msdnet_modules
 from alight.networks.zoo.resnet import ResNet
 
 IMAGENET = Normalisation((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
@@ -111,7 +111,7 @@ ZOO: dict[str, Callable[..., MultiExitModel]] = {
 def _msdnet(
     settings: MSDNetSettings, num_classes: int, normalisation: Normalisation, size: int, recipe: dict[str, Any]
 ) -> MultiExitModel:
-    stages, heads = msdnet_parts(settings, num_classes)
+    stages, heads = msdnet_modules(settings, num_classes)
     model = MultiExitModel(
         stages,
         heads,

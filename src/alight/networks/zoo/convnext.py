@@ -13,8 +13,8 @@ from alight.errors import BadInput
 class ConvNeXt(nn.Module):
     """Four stages of blocks, the map halved between them; its weights are named as timm's are.
 
-    `drop_path` is the chance that the last block is left out for a sample in training, the first never, those between
-    by their place (stochastic depth, Huang et al. 2016).
+    `drop_path` is the probability that the last block is left out for a sample in training; it grows from 0 at the
+    first block (stochastic depth, Huang et al. 2016).
 
     >>> ConvNeXt(depths=(1, 1, 2, 1), widths=(8, 16, 32, 64), num_classes=10)(torch.zeros(2, 3, 64, 64)).shape
     torch.Size([2, 10])
@@ -37,15 +37,15 @@ class ConvNeXt(nn.Module):
         channels = [widths[0], *widths]
         self.stages = nn.Sequential(
             *(
-                Stage(*pair, depth, scale, halve=index > 0)
+                ConvNeXtStage(*pair, depth, scale, halve=index > 0)
                 for index, (pair, depth) in enumerate(zip(pairwise(channels), depths, strict=True))
             )
         )
         if not 0 <= drop_path < 1:
-            raise BadInput(f"drop_path {drop_path:g} is out of bounds: give a chance from 0 to below 1")
+            raise BadInput(f"drop_path {drop_path:g} is out of bounds: give a probability from 0 to below 1")
         blocks = [part for part in self.stages.modules() if isinstance(part, Block)]
         for index, block in enumerate(blocks):
-            block.drop_path.chance = drop_path * index / max(len(blocks) - 1, 1)
+            block.drop_path.probability = drop_path * index / max(len(blocks) - 1, 1)
         self.head = Classifier(widths[-1], num_classes)
         for part in self.modules():
             if isinstance(part, nn.Conv2d | nn.Linear) and part.bias is not None:
@@ -54,11 +54,11 @@ class ConvNeXt(nn.Module):
 
     @property
     def blocks(self) -> list[str]:
-        """Names of all blocks, in the order in which they run."""
+        """Return names of all blocks, in the order in which they run."""
         return [name for name, part in self.named_modules() if isinstance(part, Block)]
 
     def forward(self, images: Tensor) -> Tensor:
-        """Logits."""
+        """Return the logits."""
         logits: Tensor = self.head(self.stages(self.stem(images)))
         return logits
 
@@ -70,7 +70,7 @@ class ChannelNorm(nn.LayerNorm):
         super().__init__(channels, eps=1e-6)
 
     def forward(self, features: Tensor) -> Tensor:
-        """Features of the same shape."""
+        """Return features of the same shape."""
         return super().forward(features.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
 
 
@@ -84,24 +84,24 @@ class MLP(nn.Module):
         self.fc2 = nn.Linear(4 * channels, channels)
 
     def forward(self, features: Tensor) -> Tensor:
-        """Features of the same shape, channels last."""
+        """Return features of the same shape, channels last."""
         changed: Tensor = self.fc2(self.act(self.fc1(features)))
         return changed
 
 
 class DropPath(nn.Module):
-    """In training, zeros instead of a sample with some chance; the others grow, so that the mean stays."""
+    """Zeros in the place of random samples in training; the others are scaled so that the mean stays."""
 
-    def __init__(self, chance: float = 0.0) -> None:
+    def __init__(self, probability: float = 0.0) -> None:
         super().__init__()
-        self.chance = chance
+        self.probability = probability
 
     def forward(self, features: Tensor) -> Tensor:
-        """Features of the same shape."""
-        if not self.training or self.chance == 0:
+        """Return features of the same shape."""
+        if not self.training or self.probability == 0:
             return features
         ones = features.new_ones(features.shape[:1] + (1,) * (features.ndim - 1))
-        return features * functional.dropout(ones, self.chance)
+        return features * functional.dropout(ones, self.probability)
 
 
 class Block(nn.Module):
@@ -116,13 +116,13 @@ class Block(nn.Module):
         self.drop_path = DropPath()
 
     def forward(self, features: Tensor) -> Tensor:
-        """Features of the same shape."""
+        """Return features of the same shape."""
         changed = self.mlp(self.norm(self.conv_dw(features).permute(0, 2, 3, 1))).permute(0, 3, 1, 2)
         added: Tensor = features + self.drop_path(changed * self.gamma.reshape(1, -1, 1, 1))
         return added
 
 
-class Stage(nn.Module):
+class ConvNeXtStage(nn.Module):
     """Blocks of one width, behind a halving of the map where there is one."""
 
     def __init__(self, channels: int, width: int, depth: int, scale: float, *, halve: bool) -> None:
@@ -133,7 +133,7 @@ class Stage(nn.Module):
         self.blocks = nn.Sequential(*(Block(width, scale) for _ in range(depth)))
 
     def forward(self, features: Tensor) -> Tensor:
-        """Features of this stage's width."""
+        """Return features of this stage's width."""
         made: Tensor = self.blocks(self.downsample(features))
         return made
 
@@ -147,6 +147,6 @@ class Classifier(nn.Module):
         self.fc = nn.Linear(channels, num_classes)
 
     def forward(self, features: Tensor) -> Tensor:
-        """Logits."""
+        """Return the logits."""
         logits: Tensor = self.fc(self.norm(features.mean((2, 3))))
         return logits

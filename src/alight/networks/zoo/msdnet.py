@@ -45,7 +45,7 @@ class MSDNetSettings:
 
     @property
     def layers_per_block(self) -> tuple[int, ...]:
-        """Number of layers of each block."""
+        """Return the number of layers of each block."""
         later = range(1, self.blocks)
         return (self.base, *(self.step * (index - 1) + 1 if self.growing else self.step for index in later))
 
@@ -58,7 +58,7 @@ class MSDNetStage(nn.Module):
         self.layers = nn.ModuleList(layers)
 
     def forward(self, *carried: Tensor) -> Carried:
-        """The scales after the last layer, the coarsest first."""
+        """Return the scales after the last layer, the coarsest first."""
         scales = [*carried[1:], carried[0]]
         for layer in self.layers:
             scales = layer(scales)
@@ -76,14 +76,14 @@ class Stem(nn.Module):
         self.coarser = nn.ModuleList(nn.Sequential(*_convolution(*pair, stride=2)) for pair in pairwise(widths))
 
     def forward(self, images: list[Tensor]) -> list[Tensor]:
-        """Features at every scale, finest first."""
+        """Return features at every scale, finest first."""
         scales = [self.finest(images[-1])]
         for halve in self.coarser:
             scales.append(halve(scales[-1]))
         return scales
 
 
-class Grown(nn.Module):
+class DenseScale(nn.Module):
     """One scale of a layer: its features, and new ones made from them and, where there is one, from a finer scale."""
 
     def __init__(self, settings: MSDNetSettings, channels: int, scale: int, *, from_finer: bool) -> None:
@@ -96,7 +96,7 @@ class Grown(nn.Module):
             self.finer = nn.Sequential(*_bottleneck(channels * factor, made, factor, stride=2))
 
     def forward(self, finer: Tensor | None, features: Tensor) -> Tensor:
-        """All features of this scale so far."""
+        """Return all features of this scale so far."""
         halved = [] if finer is None else [self.finer(finer)]
         return torch.cat([features, *halved, self.same(features)], 1)
 
@@ -107,12 +107,12 @@ class DenseLayer(nn.Module):
     def __init__(self, settings: MSDNetSettings, channels: int, finest: int, finest_in: int) -> None:
         super().__init__()
         self.scales = nn.ModuleList(
-            Grown(settings, channels, scale, from_finer=scale > finest_in)
+            DenseScale(settings, channels, scale, from_finer=scale > finest_in)
             for scale in range(finest, len(settings.factors))
         )
 
     def forward(self, scales: list[Tensor]) -> list[Tensor]:
-        """All features so far of every scale from the finest that is still needed."""
+        """Return all features so far of every scale from the finest that is still needed."""
         with_finer = [*zip([None, *scales[:-1]], scales, strict=True)][-len(self.scales) :]
         return [grow(finer, scale) for grow, (finer, scale) in zip(self.scales, with_finer, strict=True)]
 
@@ -127,12 +127,12 @@ class Transition(nn.Module):
         )
 
     def forward(self, scales: list[Tensor]) -> list[Tensor]:
-        """The reduced features of every scale, finest first."""
+        """Return the reduced features of every scale, finest first."""
         return [reduce(scale) for reduce, scale in zip(self.scales, scales, strict=True)]
 
 
-def msdnet_parts(settings: MSDNetSettings, num_classes: int) -> tuple[list[nn.Module], list[nn.Module]]:
-    """Stages and heads of an MSDNet with fresh weights."""
+def msdnet_modules(settings: MSDNetSettings, num_classes: int) -> tuple[list[nn.Module], list[nn.Module]]:
+    """Return stages and heads of an MSDNet with random weights."""
     layers = _layers(settings)
     stages: list[nn.Module] = []
     heads: list[nn.Module] = []
@@ -150,7 +150,7 @@ def msdnet_parts(settings: MSDNetSettings, num_classes: int) -> tuple[list[nn.Mo
 
 
 def _layers(settings: MSDNetSettings) -> Iterator[tuple[list[nn.Module], int]]:
-    """Each layer, with the transition that may follow it, and the channels (of a scale of factor 1) that come out."""
+    """Yield each layer, with the transition that may follow, and the channels (of a scale of factor 1) that come out."""
     count = sum(settings.layers_per_block)
     group = math.ceil(count / len(settings.factors))  # layers after which a scale is dropped
     channels = settings.channels
@@ -166,7 +166,7 @@ def _layers(settings: MSDNetSettings) -> Iterator[tuple[list[nn.Module], int]]:
 
 
 def _head(settings: MSDNetSettings, channels: int, num_classes: int) -> nn.Module:
-    """Two convolutions that halve the coarsest scale, an average and a linear layer."""
+    """Return two convolutions that halve the coarsest scale, an average and a linear layer."""
     width = channels if settings.large_images else SMALL_HEAD
     return nn.Sequential(
         *_convolution(channels, width, stride=2),
@@ -183,7 +183,7 @@ def _convolution(channels: int, made: int, size: int = 3, stride: int = 1) -> li
 
 
 def _bottleneck(channels: int, made: int, width: int, stride: int = 1) -> list[nn.Module]:
-    """A 1 x 1 convolution to at most `width` times the channels to be made, then a 3 x 3 one."""
+    """Return a 1 x 1 convolution to at most `width` times the channels to be made, then a 3 x 3 one."""
     inner = min(channels, width * made)
     return [*_convolution(channels, inner, 1), *_convolution(inner, made, 3, stride)]
 

@@ -11,7 +11,7 @@ WIDTHS = (64, 128, 256, 512)
 
 
 class ResidualBlock(nn.Module):
-    """Two 3 x 3 convolutions and what came in."""
+    """Two 3 x 3 convolutions, added to the input."""
 
     def __init__(self, channels: int, width: int, stride: int) -> None:
         super().__init__()
@@ -25,7 +25,7 @@ class ResidualBlock(nn.Module):
             self.downsample = nn.Sequential(nn.Conv2d(channels, width, 1, stride, bias=False), nn.BatchNorm2d(width))
 
     def forward(self, features: Tensor) -> Tensor:
-        """Features of as many channels as the block is wide."""
+        """Return features of as many channels as the block is wide."""
         changed = self.bn2(self.conv2(self.relu(self.bn1(self.conv1(features)))))
         added: Tensor = self.relu(changed + self.downsample(features))
         return added
@@ -68,7 +68,7 @@ class ResNet(nn.Module):
                 nn.init.kaiming_normal_(part.weight, mode="fan_out", nonlinearity="relu")
 
     def forward(self, images: Tensor) -> Tensor:
-        """Logits."""
+        """Return the logits."""
         features = self.relu(self.bn1(self.conv1(images)))
         for name in self.layers:
             features = self.get_submodule(name)(features)
