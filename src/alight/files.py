@@ -22,6 +22,9 @@ SCHEMA = 1  # raised whenever an older alight could no longer read what is writt
 AT_ONCE = 2**20  # bytes that are copied from file to file
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # the disk, what a user may have of it, or a file, is full
 
+WEIGHTS, CONFIG = "model.safetensors", "config.json"  # in the folder of a saved network
+MANIFEST = "manifest.json"  # in the folder of an exported one
+
 PathLike = str | os.PathLike[str]
 
 
@@ -105,6 +108,18 @@ def whole_folder(folder: Path) -> Iterator[Path]:
     finally:
         for each in (filling, old):
             shutil.rmtree(each, ignore_errors=True)
+
+
+def check_network_folder(folder: PathLike) -> None:
+    """Check that the folder holds a saved network, without loading torch."""
+    path = Path(folder)
+    if not path.is_dir():
+        raise FileNotFoundError(f"there is no folder {path}")
+    if (path / MANIFEST).is_file() and not (path / WEIGHTS).is_file():
+        raise BadFile(path, "it holds an exported network", "use `alight run`, or give the folder it was exported from")
+    for name in (WEIGHTS, CONFIG):
+        if not (path / name).is_file():
+            raise BadFile(path, f"it has no {name}", "give a folder that alight saved a network to")
 
 
 def write_text(path: PathLike, text: str) -> Path:

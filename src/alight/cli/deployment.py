@@ -4,15 +4,15 @@ import argparse
 from pathlib import Path
 
 from alight.cli.command import Command, Found
-from alight.cli.given import check_network
 from alight.cli.options import count, distinct, output_folder, output_option
 from alight.cli.switches import TOKENIZER, model_argument
+from alight.files import check_network_folder
 from alight.policies.saved import load_policy
 
 
 def run_export(options: argparse.Namespace) -> Found:
     """Write a network and its policy to a folder that runs without PyTorch."""
-    check_network(options.model)
+    check_network_folder(options.model)
     policy = load_policy(options.policy)
     from alight.export.exporting import export_model
     from alight.export.manifest import Manifest

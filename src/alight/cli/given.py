@@ -7,14 +7,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from alight.errors import BadInput
-from alight.networks.store import check_layout
 
 LIBRARIES = ("timm", "torchvision", "transformers", "zoo")
-
-
-def check_network(folder: str) -> None:
-    """That a network lies in the folder."""
-    check_layout(Path(folder))
 
 
 def check_data(*places: str | None) -> None:

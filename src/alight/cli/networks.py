@@ -8,7 +8,7 @@ from pathlib import Path
 
 from alight.cli.clusters import check_output_file, engine_arguments, output_or_folder, recorded_on_ray
 from alight.cli.command import Command, Found
-from alight.cli.given import check_data, check_name, check_network, new_folder
+from alight.cli.given import check_data, check_name, new_folder
 from alight.cli.options import (
     any_options,
     count,
@@ -33,7 +33,7 @@ from alight.cli.switches import (
     switch_arguments,
 )
 from alight.errors import BadInput
-from alight.files import whole_folder
+from alight.files import check_network_folder, whole_folder
 from alight.scores import SCORES
 
 CHECKPOINT = "checkpoint.safetensors"
@@ -83,7 +83,7 @@ def run_attach(options: argparse.Namespace) -> Found:
 
 def run_train(options: argparse.Namespace) -> Found | None:
     """Train the heads of a network, or all of it; an interrupted training goes on where it was."""
-    check_network(options.model)
+    check_network_folder(options.model)
     check_data(options.data, options.validation, options.tokenizer)
     from alight.data.formats import load_data
     from alight.networks.store import load_model
@@ -116,7 +116,7 @@ def run_train(options: argparse.Namespace) -> Found | None:
 def run_record(options: argparse.Namespace) -> Found:
     """Write down what every head says about every sample."""
     distinct(options.data, options.output)
-    check_network(options.model)
+    check_network_folder(options.model)
     if options.engine == "ray":
         return recorded_on_ray(options)
     check_output_file(options)
@@ -146,7 +146,7 @@ def run_record(options: argparse.Namespace) -> Found:
 
 def run_costs(options: argparse.Namespace) -> Found:
     """Measure what every stage and every head costs."""
-    check_network(options.model)
+    check_network_folder(options.model)
     from alight.costing.measure import head_overhead, measure_costs, time_stages
     from alight.data.formats import example_of
     from alight.networks.store import load_model

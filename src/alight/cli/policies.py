@@ -8,7 +8,7 @@ from typing import Any
 
 from alight.cli.clusters import check_output_file, engine_arguments, output_or_folder, predicted_on_ray
 from alight.cli.command import Command, Found
-from alight.cli.given import check_data, check_network
+from alight.cli.given import check_data
 from alight.cli.options import count, counts, device_option, distinct, output, output_option
 from alight.cli.switches import (
     data_arguments,
@@ -20,6 +20,7 @@ from alight.cli.switches import (
     switches,
 )
 from alight.demo.pages import write_plan
+from alight.files import check_network_folder
 from alight.outputs import HeadOutputs
 from alight.policies.saved import load_policy
 
@@ -27,7 +28,7 @@ from alight.policies.saved import load_policy
 def run_predict(options: argparse.Namespace) -> Found:
     """Answer every sample under a policy."""
     distinct(options.data, options.policy, options.output)
-    check_network(options.model)
+    check_network_folder(options.model)
     if options.engine == "ray":
         return predicted_on_ray(options, load_policy(options.policy))
     check_output_file(options)
@@ -65,7 +66,7 @@ def run_predict(options: argparse.Namespace) -> Found:
 def run_plan(options: argparse.Namespace) -> Found:
     """Measure whether exits pay on this machine, and write the policy that does."""
     distinct(options.labelled, options.output, options.report)
-    check_network(options.model)
+    check_network_folder(options.model)
     labelled = HeadOutputs.load(options.labelled)
     from alight.data.formats import example_of
     from alight.networks.store import load_model
@@ -93,7 +94,7 @@ def run_plan(options: argparse.Namespace) -> Found:
 
 def run_bench(options: argparse.Namespace) -> Found:
     """Time a policy beside the plain network on real samples."""
-    check_network(options.model)
+    check_network_folder(options.model)
     check_data(options.data, options.tokenizer)
     policy = load_policy(options.policy)
     from alight.data.batches import as_batch

@@ -6,21 +6,20 @@ from pathlib import Path
 from typing import Any
 
 from alight.cli.command import Command
-from alight.cli.given import check_network
 from alight.cli.options import count, device_option, output
 from alight.cli.switches import model_argument, switches
 from alight.errors import BadInput
+from alight.files import MANIFEST, check_network_folder
 
 TOKEN = "ALIGHT_TOKEN"
-EXPORTED = "manifest.json"  # in the folder of an exported network
 
 
 def run_serve(options: argparse.Namespace) -> None:
     """Answer over HTTP under a policy, in small batches, until it is told to stop."""
     folder = Path(options.model)
-    exported = (folder / EXPORTED).is_file()
+    exported = (folder / MANIFEST).is_file()
     if not exported:
-        check_network(options.model)
+        check_network_folder(options.model)
     from alight.serve.limits import Limits
     from alight.serve.run import Address, load_policies, serve
 
