@@ -7,6 +7,7 @@ import torch
 from commands import run
 
 import alight
+from alight import provenance
 from alight.cli import doctor
 from alight.cli.extras import EXTRAS
 
@@ -29,7 +30,7 @@ def test_the_doctor_names_versions_extras_and_devices(capsys):
 
 
 def test_what_is_missing_comes_with_a_line_of_advice(capsys, monkeypatch):
-    monkeypatch.setattr(doctor, "version", missing)
+    monkeypatch.setattr(provenance, "version", missing)
     found = findings(capsys)
     for name in ("torch", "vision", "text"):
         assert not found[name]["fine"]

@@ -6,12 +6,11 @@ import os
 import platform
 import shutil
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 
 from alight import __version__
 from alight.cli.command import Command, Found
 from alight.cli.extras import BESIDE, EXTRAS
-from alight.provenance import processor
+from alight.provenance import installed_version, processor
 
 CORE = ("numpy", "scipy", "tqdm")
 
@@ -37,13 +36,13 @@ def run_doctor(options: argparse.Namespace) -> Found:
 
 
 def _core() -> Finding:
-    told = [f"Python {platform.python_version()}", *(f"{name} {_version(name)}" for name in CORE)]
+    told = [f"Python {platform.python_version()}", *(f"{name} {installed_version(name)}" for name in CORE)]
     return Finding("alight", True, f"{__version__}, {', '.join(told)}: calibrate, sweep, report, demo")
 
 
 def _extra(name: str) -> Finding:
     extra = EXTRAS[name]
-    found = {module: _version(package) for module, package in extra.packages.items()}
+    found = {module: installed_version(package) for module, package in extra.packages.items()}
     missing = [extra.packages[module] for module, number in found.items() if number is None]
     advice = f'pip install "alight[{name}]"' if missing else ""
     broken = None if missing else _trouble(found)
@@ -56,7 +55,7 @@ def _extra(name: str) -> Finding:
 
 
 def _beside() -> list[Finding]:
-    found = {name: _version(name) for name in BESIDE}
+    found = {name: installed_version(name) for name in BESIDE}
     return [
         Finding(
             name,
@@ -72,7 +71,7 @@ def _devices() -> list[Finding]:
     host = Finding(
         "processor", True, f"{processor()}, {os.cpu_count()} cores, {platform.system()} {platform.machine()}"
     )
-    if _version("torch") is None or _trouble(["torch"]):
+    if installed_version("torch") is None or _trouble(["torch"]):
         return [host]
     import torch
 
@@ -89,13 +88,6 @@ def _compiler() -> Finding:
     found = next((each for each in ("c++", "g++", "clang++", "cl") if shutil.which(each)), None)
     advice = "" if found else "install one (apt install g++), or leave --compile out"
     return Finding("compiler", found is not None, f"--compile on a processor ({found or 'no C++ compiler'})", advice)
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
 
 
 def _trouble(modules: "list[str] | dict[str, str | None]") -> str | None:

@@ -4,8 +4,11 @@ import argparse
 import sys
 from dataclasses import fields
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
+from alight import calibrate
 from alight.cli.clusters import check_output_file, engine_arguments, output_or_folder, predicted_on_ray
 from alight.cli.command import Command, Found
 from alight.cli.given import check_data
@@ -19,10 +22,18 @@ from alight.cli.switches import (
     switch_arguments,
     switches,
 )
-from alight.demo.pages import write_plan
+from alight.cli.tables import even_budgets
+from alight.evaluation import sweep
 from alight.files import check_network_folder
 from alight.outputs import HeadOutputs
 from alight.policies.saved import load_policy
+from alight.provenance import measured_on
+from alight.report import Network, write_report
+
+if TYPE_CHECKING:
+    from alight.planning.plan import Plan
+
+BESIDE_A_PLAN = ("eero", "best_single_exit")  # methods that a plan's page compares, in milliseconds
 
 
 def run_predict(options: argparse.Namespace) -> Found:
@@ -85,7 +96,7 @@ def run_plan(options: argparse.Namespace) -> Found:
     )
     made.policy.save(options.output)
     if options.report:
-        write_plan(made, labelled, options.report, title=f"{options.model}: does it pay here?")
+        _write_plan(made, labelled, options.report, title=f"{options.model}: does it pay here?")
     told = ("pays", "throughput", "dense_throughput", "speedup", "accuracy", "dense_accuracy", "largest_loss")
     values = {name: getattr(made, name) for name in (*told, "open_exits", "batch_size", "settings", "reason")}
     text = f"{made}\n\n{made.policy}\n\n{options.output}"
@@ -118,6 +129,15 @@ def run_bench(options: argparse.Namespace) -> Found:
     return Found(
         "\n".join(lines), {"samples": len(batch), "accuracy": accuracy, "runs": [_figures(e) for e in measured]}
     )
+
+
+def _write_plan(made: "Plan", labelled: HeadOutputs, path: str, title: str) -> None:
+    """Write a page with a plan, and with methods at many budgets, fitted on one half of the samples."""
+    fitted, judged = labelled.split(0.5, np.random.default_rng(0))
+    methods = {name: calibrate.METHODS[name] for name in BESIDE_A_PLAN}
+    points = sweep(methods, made.costs, even_budgets(made.costs), labelled=fitted, test=judged)
+    network = Network(points, exits=tuple(made.model.exits), plan=made, note=measured_on("torch"))
+    write_report(network, path, title=title)
 
 
 def _figures(measured: Any) -> dict[str, Any]:

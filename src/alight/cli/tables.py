@@ -1,24 +1,27 @@
 """Commands on recorded outputs, which need no network: calibrate, sweep, report."""
 
 import argparse
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from alight import calibrate
 from alight.cli.command import Command, Found
 from alight.cli.options import distinct, methods, output, output_option, own_options, set_option, words
 from alight.costs import Costs, as_costs
-from alight.demo.pages import even_budgets, examples_of, points_of
 from alight.errors import AlightError, BadInput
-from alight.evaluation import sweep, write_points
+from alight.evaluation import Point, read_points, sweep, write_points
 from alight.outputs import HeadOutputs
 from alight.partitioned import PartitionedOutputs
 from alight.policies.policy import Policy
-from alight.report import Network, read_images, write_report
+from alight.report import Network, examples, read_images, write_report
 
 TABLES = ("labelled", "unlabelled", "test")
-SLOW = ("genetic", "auto")  # seconds for each budget, so only on request
+FAST_METHODS = {name: method for name, method in calibrate.METHODS.items() if name not in ("genetic", "auto")}
 UNHELD = ("eero", "eero_marginal")  # methods for which memory need not hold the tables
 
 
@@ -47,12 +50,16 @@ def run_sweep(options: argparse.Namespace) -> Found:
         promised = {"contract": options.contract, "delta": options.delta}
         chosen = {name: partial(calibrate.certify, method, **promised) for name, method in chosen.items()}
         promises = [f"Every policy here was certified: contract '{options.contract}', delta {options.delta:g}."]
-    budgets, shown = options.budgets or even_budgets(costs), not options.quiet
+    budgets = options.budgets or even_budgets(costs)
     images = read_images(options.images) if options.images else None
-    points = sweep(chosen, costs, budgets, **tables, progress=shown)
+    points = sweep(chosen, costs, budgets, **tables, progress=not options.quiet)
     if options.report:
-        left = None if images is None else examples_of(images, chosen, costs, budgets, tables)
-        write_report(Network(points, examples=left), options.report, title=f"{options.test}", promises=promises)
+        shown = None
+        if images is not None:  # where they leave under the first of the methods, at every budget
+            name, method = next(iter(chosen.items()))
+            policies = [method(costs, budget, tables["labelled"], tables["unlabelled"]) for budget in budgets]
+            shown = examples(images, [replace(policy, method=name) for policy in policies], tables["test"])
+        write_report(Network(points, examples=shown), options.report, title=f"{options.test}", promises=promises)
     write_points(points, options.output)
     lines = [str(point) for point in points if point.method in chosen]
     return Found("\n".join(lines), {"path": options.output, "report": options.report, "points": points})
@@ -62,8 +69,29 @@ def run_report(options: argparse.Namespace) -> Found:
     """Draw the points of sweeps as one HTML page."""
     distinct(*options.points, options.output)
     title = options.title or ", ".join(options.points)
-    page = write_report(points_of(options.points), options.output, title=title).resolve()
+    page = write_report(_points(options.points), options.output, title=title).resolve()
     return Found(str(page), {"path": page})
+
+
+def even_budgets(costs: Costs) -> list[str]:
+    """Return 17 percentages from the first exit to the full network; one alone where the first exit costs more.
+
+    >>> even_budgets(Costs([4.0, 4.0], [0.0, 0.0]))[:2]
+    ['50%', '53.125%']
+    >>> even_budgets(Costs([4.0, 1.0], [2.0, 0.0]))
+    ['120%']
+    """
+    lowest = np.ceil(100 * costs.cumulative()[0] / costs.full)
+    return list(dict.fromkeys(f"{percent:g}%" for percent in np.linspace(lowest, max(lowest, 100), 17)))
+
+
+def _points(paths: Sequence[str]) -> list[Point] | dict[str, list[Point]]:
+    """Return the points of one table, or those of several by the names of their files."""
+    if len(paths) == 1:
+        return read_points(paths[0])
+    stems = [Path(path).stem for path in paths]
+    names = stems if len(set(stems)) == len(stems) else paths
+    return {name: read_points(path) for name, path in zip(names, paths, strict=True)}
 
 
 def _calibrated(options: argparse.Namespace) -> Policy:
@@ -122,9 +150,8 @@ def _calibrate_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _sweep_arguments(parser: argparse.ArgumentParser) -> None:
     _table_arguments(parser, "test")
-    fast = [name for name in calibrate.METHODS if name not in SLOW]
     slow = "default: all but genetic and auto, which take seconds each"
-    parser.add_argument("--methods", type=methods, default=fast, help=slow)
+    parser.add_argument("--methods", type=methods, default=list(FAST_METHODS), help=slow)
     parser.add_argument("--budgets", type=words, help="default: 17 from the cheapest exit to the plain network")
     _contract_options(parser)
     output_option(parser, "points.csv")
