@@ -8,14 +8,14 @@ import time
 from pathlib import Path
 
 from alight import demo
-from alight.cli.command import Command, Found
-from alight.cli.extras import missing_for
-from alight.cli.given import new_folder
-from alight.cli.options import output_folder
+from alight.cli.arguments import new_folder
+from alight.cli.command import Command, CommandResult
+from alight.cli.doctor import missing_for
+from alight.cli.options import folder_option
 from alight.cli.tables import FAST_METHODS
 
 
-def run_demo(options: argparse.Namespace) -> Found:
+def run_demo(options: argparse.Namespace) -> CommandResult:
     """Train a network with exits on digits, run it on half of its compute, and write a report."""
     start, missing = time.monotonic(), missing_for("torch", "learn")
 
@@ -27,7 +27,8 @@ def run_demo(options: argparse.Namespace) -> Found:
         result = demo.run_demo(folder, FAST_METHODS, missing, say, progress=not options.quiet)
     lines = result.lines | {"report": str(result.report)} | ({} if missing else {"next": _next(folder / "digits")})
     text = "\n".join(f"{name:<{max(map(len, lines))}}  {line}" for name, line in lines.items())
-    return Found(text, {"report": result.report, "folder": folder.resolve(), "missing": missing, **result.values})
+    values = {"report": result.report, "folder": folder.resolve(), "missing": missing, **result.values}
+    return CommandResult(text, values)
 
 
 def _next(folder: Path) -> str:
@@ -37,8 +38,7 @@ def _next(folder: Path) -> str:
 
 
 def _arguments(parser: argparse.ArgumentParser) -> None:
-    folder = "folder for the report, the network and the policies (default: alight-demo)"
-    parser.add_argument("-o", "--output", metavar="FOLDER", type=output_folder, default="alight-demo", help=folder)
+    folder_option(parser, "alight-demo", "folder for the report, the network and the policies")
 
 
 COMMANDS = (Command("demo", run_demo, _arguments, ("demo",)),)
