@@ -45,8 +45,7 @@ from alight import (
 )
 from alight.data.batches import as_inputs
 from alight.data.formats import example_of, load_data
-from alight.files import write_rows, write_text
-from alight.networks.store import WEIGHTS
+from alight.files import WEIGHTS, write_rows, write_text
 from alight.policies.policy import Threshold
 from alight.provenance import provenance
 

@@ -99,7 +99,7 @@ def _calibrated(options: argparse.Namespace) -> Policy:
     method = calibrate.METHODS[options.method]
     own = own_options(method, options.set, progress=not options.quiet)
     certified = options.contract not in (None, "batch") or options.risk
-    in_memory = options.method not in OUT_OF_CORE or certified or own.get("prune")
+    in_memory = bool(options.method not in OUT_OF_CORE or certified or own.get("prune"))
     labelled, unlabelled = _tables(options, "labelled", "unlabelled", in_memory=in_memory)
     check_distinct(options.labelled, options.output, options.costs)
     costs, budget = _costs(options.costs), options.budget
