@@ -114,7 +114,7 @@ def beside(found: Plan, ready: MultiExitModel, images: Tensor, labels: np.ndarra
         "accuracy": decisions.accuracy(labels),
         "full_accuracy": plain(some).accuracy(labels),
         "predicted_accuracy": found.accuracy,
-        "dense_accuracy": found.dense_accuracy,
+        "full_accuracy": found.full_accuracy,
         "largest_loss": found.largest_loss,
     }
 

@@ -45,9 +45,9 @@ from alight import (
     train_heads,
 )
 from alight.data.formats import load_data
-from alight.files import write_rows, write_text
+from alight.files import WEIGHTS, write_rows, write_text
 from alight.networks.multi_exit import example_of
-from alight.networks.store import WEIGHTS, save_model
+from alight.networks.store import save_model
 from alight.policies.policy import Threshold
 from alight.provenance import provenance
 

@@ -1,11 +1,14 @@
 """Commands run in this process or one of their own, on small made-up files."""
 
+import fcntl
 import os
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -24,6 +27,20 @@ signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell's back
 print("ready", file=sys.stderr, flush=True)
 sys.exit(main())
 """
+
+
+def shared_folder(base: Path, name: str, fill: Callable[[Path], object]) -> Path:
+    """Return a folder that is filled once for all processes of a test session; `base` is that of one process."""
+    base = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+    folder, done = base / name, base / f"{name}.done"
+    with (base / f"{name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not done.exists():
+            shutil.rmtree(folder, ignore_errors=True)  # of a process that failed
+            folder.mkdir()
+            fill(folder)
+            done.touch()
+    return folder
 
 
 def run(line, capsys):

@@ -104,7 +104,7 @@ def test_rows_of_another_kind_are_refused(tmp_path, rows):
 def test_a_full_disk_says_how_far_it_came_and_what_to_do():
     with GrowingArrays("/dev/full") as growing:
         growing.add({"rows": np.zeros((1000, 100))})
-        with pytest.raises(OSError, match=r"after 1,000 rows \(0.8 MB\): make room") as caught:
+        with pytest.raises(OSError, match=r"after 1,000 rows \(0.8 MB\): free twice") as caught:
             growing.write("Test", {})
     assert caught.value.filename == "/dev/full"
 
@@ -124,7 +124,7 @@ with GrowingArrays(sys.argv[1]) as growing:
 def test_a_disk_that_fills_up_on_the_way_leaves_nothing(tmp_path):
     path = tmp_path / "rows.npz"
     ran = subprocess.run([sys.executable, "-c", GROWING, str(path)], capture_output=True, text=True)
-    assert f"make room for twice of all rows, or write to another disk: '{path}'" in ran.stderr
+    assert f"free twice the space of all rows, or write to another disk: '{path}'" in ran.stderr
     assert "after 12,000 rows" in ran.stderr
     assert not list(tmp_path.iterdir())
 

@@ -235,11 +235,11 @@ def test_files_that_are_not_tables_are_refused_by_name(tmp_path):
     Decisions([0], [0], [1.0]).save(tmp_path / "decisions.npz")
     for name, message in {
         "truncated.npz": "it is damaged",
-        "text.npz": "it is no .npz",
-        "empty.npz": "it is no .npz",
+        "text.npz": "it is not an .npz file",
+        "empty.npz": "it is not an .npz file",
         "foreign.npz": "a file from elsewhere",
         "pickled.npz": "it is damaged",
-        "lone.npy": "it is no .npz",
+        "lone.npy": "it is not an .npz file",
         "newer.npz": "schema is 99 and this alight reads up to 1; upgrade alight",
         "lacking.npz": "not usable",
         "decisions.npz": "it is a Decisions, not a HeadOutputs",

@@ -1,11 +1,11 @@
-"""Small tables for notebooks: plain HTML, everything escaped, no scripts and no styles of their own."""
+"""Small tables for notebooks: HTML without scripts or styles, every text escaped."""
 
 from collections.abc import Sequence
 from html import escape
 
 
 def html_table(title: str, columns: Sequence[Sequence[str]], notes: Sequence[str] = ()) -> str:
-    """A table with a title, columns that are each headed by their name, and notes below.
+    """Return a table with a title, columns whose first cell is their name, and notes below.
 
     >>> html_table("Two < three", [["exit", "0"], ["cost", "1.5"]])
     '<table><caption>Two &lt; three</caption><thead><tr><th>exit</th><th>cost</th></tr></thead><tbody><tr><td>0</td><td>1.5</td></tr></tbody></table>'

@@ -1,14 +1,14 @@
-"""What can go wrong, as a tree. Every message says what happened, the number, and what to do.
+"""All errors of alight, as a tree. Every message says what happened, the number, and what to do.
 
     AlightError
-    ├── BadInput            a value that cannot be used as it stands
+    ├── BadInput            invalid value
     │   ├── BudgetTooSmall  no exit is cheap enough
-    │   └── LabelsNeeded    a table without labels where the truth is asked for
+    │   └── LabelsNeeded    a table without labels where labels are needed
     ├── Mismatch            two things that do not belong together (a policy and another network's table)
-    ├── BadFile             a file that is damaged, foreign, or newer than this alight
-    └── Diverged            a training whose loss is no number any more
+    ├── BadFile             a file that is damaged, not written by alight, or newer than this alight
+    └── Diverged            training diverged: the loss is NaN or infinite
 
-All of them are `ValueError`s too, so code that knows nothing of alight can catch them.
+All of them are `ValueError`s too, so code that does not import alight can catch them.
 """
 
 from os import PathLike
@@ -17,17 +17,17 @@ from os import PathLike
 class AlightError(Exception):
     """Any error that alight raises on purpose.
 
-    >>> from alight import Costs
+    >>> from alight import recordings
     >>> try:
-    ...     Costs([1.0, 2.0], [0.1, 0.1]).budget("much")
+    ...     recordings.load("resnet18")
     ... except AlightError as error:
     ...     print(error)
-    budget 'much' is no number, percentage or quantity: write '50%', '2.5 GFLOPs', '3 ms'
+    there is no recording 'resnet18': choose one of resnet18_cifar100_frozen, resnet18_cifar100_joint
     """
 
 
 class BadInput(AlightError, ValueError):
-    """A value that cannot be used as it stands."""
+    """Invalid value."""
 
 
 class BudgetTooSmall(BadInput):
@@ -41,7 +41,7 @@ class BudgetTooSmall(BadInput):
 
 
 class LabelsNeeded(BadInput):
-    """A table without labels where the truth is asked for."""
+    """A table without labels where labels are needed."""
 
     def __init__(self, what: str):
         super().__init__(f"{what} needs labels and this table has none: record it from labelled data")
@@ -52,11 +52,11 @@ class Mismatch(AlightError, ValueError):
 
 
 class BadFile(AlightError, ValueError):
-    """A file that is damaged, foreign, or newer than this alight."""
+    """A file that is damaged, not written by alight, or newer than this alight."""
 
     def __init__(self, path: str | PathLike[str], problem: str, remedy: str):
         super().__init__(f"cannot read {path}: {problem}; {remedy}")
 
 
 class Diverged(AlightError, ValueError):
-    """A training whose loss is no number any more."""
+    """Training diverged: the loss is NaN or infinite."""

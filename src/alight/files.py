@@ -1,4 +1,4 @@
-"""Files are written whole or not at all, hold only data, and say what they are."""
+"""Files that are written completely or not at all, hold only data, and state their kind and schema."""
 
 import csv
 import errno
@@ -19,27 +19,30 @@ import numpy as np
 from alight.errors import BadFile, BadInput
 
 SCHEMA = 1  # raised whenever an older alight could no longer read what is written
-AT_ONCE = 2**20  # bytes that are copied from file to file
-FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # the disk, what a user may have of it, or a file, is full
+BLOCK_SIZE = 2**20  # bytes that are copied at a time
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # no space on the disk, in the quota, or in the file
+
+WEIGHTS, CONFIG = "model.safetensors", "config.json"  # in the folder of a saved network
+MANIFEST = "manifest.json"  # in the folder of an exported one
 
 PathLike = str | os.PathLike[str]
 
 
 def write_whole(path: PathLike, write: Callable[[IO[bytes]], object]) -> Path:
-    """The path, once `write` has filled a temporary file beside it and that has taken its place."""
+    """Write a temporary file beside the path by `write`, move it to the path, and return the path."""
     check_writable(path)
     path = Path(path)
     target = path.resolve()  # what a link points to, not the link
     if target.exists() and not target.is_file():  # a device or a pipe cannot be replaced
-        with _naming(path), target.open("wb") as file:
+        with _named_errors(path), target.open("wb") as file:
             write(file)
         return path
-    temporary = _beside(target)  # known before it is made, so that an interrupt at any moment leaves nothing
+    temporary = _beside(target)  # named before it is created, so that an interrupt at any moment leaves nothing
     try:
-        with _naming(path), open(temporary, "xb", opener=_private) as file:
+        with _named_errors(path), open(temporary, "xb", opener=_private) as file:
             write(file)
             file.flush()
-            os.fsync(file.fileno())  # on the disk before it takes the old one's place
+            os.fsync(file.fileno())  # on the disk before it replaces the old file
         temporary.chmod(target.stat().st_mode if target.exists() else 0o666 & ~_umask())
         temporary.replace(target)
     except BaseException:
@@ -49,21 +52,21 @@ def write_whole(path: PathLike, write: Callable[[IO[bytes]], object]) -> Path:
 
 
 def check_writable(path: PathLike) -> None:
-    """Raise an OSError that names the path unless a file can be written there."""
+    """Check that a file can be written there; the OSError names the path."""
     target = Path(path).resolve()
     if not str(path):
-        raise FileNotFoundError(errno.ENOENT, "an empty name is no file to write to", str(path))
+        raise FileNotFoundError(errno.ENOENT, "an empty name is not a file to write to", str(path))
     if target.is_dir():
         raise IsADirectoryError(errno.EISDIR, "it is a folder, not a file to write to", str(path))
     if not target.parent.is_dir():
         raise FileNotFoundError(errno.ENOENT, "there is no such folder to write to", str(target.parent))
     if not os.access(target if target.exists() else target.parent, os.W_OK):
-        raise PermissionError(errno.EACCES, "it must not be written to", str(path))
+        raise PermissionError(errno.EACCES, "it is read-only", str(path))
 
 
 @contextmanager
-def _naming(path: PathLike) -> Iterator[None]:
-    """Errors in the middle of writing, which know no name, name the file."""
+def _named_errors(path: PathLike) -> Iterator[None]:
+    """Add the file's name to errors in the middle of writing, which have none."""
     try:
         yield
     except OSError as error:
@@ -73,7 +76,7 @@ def _naming(path: PathLike) -> Iterator[None]:
 
 
 def _beside(target: Path) -> Path:
-    """A hidden name beside the target that nobody has."""
+    """Return an unused hidden name beside the target."""
     return target.with_name(f".{target.name}.{secrets.token_hex(4)}")
 
 
@@ -89,7 +92,7 @@ def _umask() -> int:
 
 @contextmanager
 def whole_folder(folder: Path) -> Iterator[Path]:
-    """A folder to fill, which takes the place of this one once it is full."""
+    """Yield a temporary folder, which replaces this one at the end, completely or not at all."""
     folder = folder.resolve()
     filling, old = _beside(folder), _beside(folder)
     try:
@@ -107,13 +110,25 @@ def whole_folder(folder: Path) -> Iterator[Path]:
             shutil.rmtree(each, ignore_errors=True)
 
 
+def check_network_folder(folder: PathLike) -> None:
+    """Check that the folder holds a saved network, without loading torch."""
+    path = Path(folder)
+    if not path.is_dir():
+        raise FileNotFoundError(f"there is no folder {path}")
+    if (path / MANIFEST).is_file() and not (path / WEIGHTS).is_file():
+        raise BadFile(path, "it holds an exported network", "use `alight run`, or give the folder it was exported from")
+    for name in (WEIGHTS, CONFIG):
+        if not (path / name).is_file():
+            raise BadFile(path, f"it has no {name}", "give a folder that alight saved a network to")
+
+
 def write_text(path: PathLike, text: str) -> Path:
-    """The path of a text file written whole."""
+    """Write a text file, completely or not at all, and return its path."""
     return write_whole(path, lambda file: file.write(text.encode("utf-8")))
 
 
 def write_rows(path: PathLike, rows: Sequence[Mapping[str, str | float | int]]) -> Path:
-    """Write rows of the same columns as CSV, whole or not at all; fractions with four digits."""
+    """Write rows of the same columns as CSV, floats with four digits, and return the path."""
     text = io.StringIO()
     writer = csv.DictWriter(text, rows[0], lineterminator="\n")
     writer.writeheader()
@@ -124,13 +139,13 @@ def write_rows(path: PathLike, rows: Sequence[Mapping[str, str | float | int]]) 
 
 
 def write_json(path: PathLike, kind: str, content: Mapping[str, Any]) -> Path:
-    """The path of a JSON file that says its kind and schema."""
+    """Write a JSON file with its kind and schema, and return its path."""
     document = {"alight": kind, "schema": SCHEMA, **content}
     return write_text(path, json.dumps(document, indent=2, allow_nan=False) + "\n")
 
 
 def read_json(path: PathLike, kind: str) -> dict[str, Any]:
-    """The content of a JSON file of this kind."""
+    """Return the content of a JSON file of this kind."""
     try:
         document = json.loads(Path(path).read_text(encoding="utf-8"))
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
@@ -142,26 +157,26 @@ def read_json(path: PathLike, kind: str) -> dict[str, Any]:
 
 
 def write_arrays(path: PathLike, kind: str, arrays: Mapping[str, np.ndarray]) -> Path:
-    """The path of an .npz file that says its kind and schema."""
+    """Write an .npz file with its kind and schema, and return its path."""
     named = {"alight": np.array(kind), "schema": np.array(SCHEMA), **arrays}
     return write_whole(path, lambda file: np.savez_compressed(file, **named))  # type: ignore[arg-type]
 
 
 class GrowingArrays:
-    """Arrays that grow row by row on the disk, and become one .npz file in the end.
+    """Arrays that grow on the disk, and become one .npz file in the end.
 
-    Memory holds no more than one part at a time. Rows wait in a hidden folder beside the file, so that the disk needs
-    room for twice of them; however it ends, the folder is gone, and the file is whole or as it was.
+    Memory holds the rows of one `add` at a time. They are kept in a hidden folder beside the file until the end, so
+    the disk needs twice their space. In any case the folder is removed, and the file is complete or unchanged.
     """
 
     def __init__(self, path: PathLike) -> None:
         check_writable(path)
         target = Path(path).resolve()
-        device = target.exists() and not target.is_file()  # there is no room beside a device
+        device = target.exists() and not target.is_file()  # a hidden folder cannot lie beside a device
         self.path, self.rows = path, 0
         self._folder = _beside(Path(tempfile.gettempdir()) / target.name if device else target)
         self._files: dict[str, IO[bytes]] = {}
-        self._kinds: dict[str, tuple[np.dtype[Any], tuple[int, ...]]] = {}  # of a row
+        self._kinds: dict[str, tuple[np.dtype[Any], tuple[int, ...]]] = {}  # dtype and shape of a row
 
     def __enter__(self) -> Self:
         try:
@@ -173,25 +188,25 @@ class GrowingArrays:
 
     def __exit__(self, *_: object) -> None:
         for file in self._files.values():
-            with suppress(OSError):  # of a full disk, which has been told
+            with suppress(OSError):  # of a full disk, which was reported
                 file.close()
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def add(self, arrays: Mapping[str, np.ndarray]) -> None:
-        """Put rows after those that are there: of the same names, dtypes and shapes each time."""
+        """Append rows, of the same names, dtypes and shapes each time."""
         kinds = {name: (array.dtype, array.shape[1:]) for name, array in arrays.items()}
         if not self._files:
             self._kinds = kinds
             self._files = {name: (self._folder / name).open("w+b") for name in arrays}
         if kinds != self._kinds or len({len(array) for array in arrays.values()}) != 1:
             raise BadInput(f"rows of {kinds} after rows of {self._kinds}: give the same arrays each time")
-        with self._room():
+        with self._full_disk_errors():
             for name, array in arrays.items():
                 self._files[name].write(np.ascontiguousarray(array).data)
         self.rows += len(next(iter(arrays.values())))
 
     def write(self, kind: str, arrays: Mapping[str, np.ndarray]) -> Path:
-        """The path of the .npz file, which says its kind and schema: all rows, and these arrays beside them."""
+        """Write the .npz file with its kind and schema, all rows and these arrays, and return its path."""
         named = {"alight": np.array(kind), "schema": np.array(SCHEMA), **arrays}
 
         def assemble(file: IO[bytes]) -> None:
@@ -202,51 +217,52 @@ class GrowingArrays:
                 for name in self._files:
                     self._copy(name, archive)
 
-        with self._room():
+        with self._full_disk_errors():
             return write_whole(self.path, assemble)
 
     def _copy(self, name: str, archive: zipfile.ZipFile) -> None:
         dtype, row = self._kinds[name]
-        told = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": (self.rows, *row)}
+        header = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": (self.rows, *row)}
         info = zipfile.ZipInfo(f"{name}.npy")
-        # scores hardly shrink, and shrinking them takes longer than the network takes to give them
+        # scores hardly compress, and compressing them takes longer than computing them
         info.compress_type = zipfile.ZIP_DEFLATED if dtype.kind in "iu" else zipfile.ZIP_STORED
         with archive.open(info, "w", force_zip64=True) as member:
-            np.lib.format.write_array_header_1_0(member, told)
+            np.lib.format.write_array_header_1_0(member, header)
             self._files[name].seek(0)
-            shutil.copyfileobj(self._files[name], member, AT_ONCE)
+            shutil.copyfileobj(self._files[name], member, BLOCK_SIZE)
 
     @contextmanager
-    def _room(self) -> Iterator[None]:
-        with _naming(self.path):
+    def _full_disk_errors(self) -> Iterator[None]:
+        """Say in the error of a full disk how many rows were written, and what to do."""
+        with _named_errors(self.path):
             try:
                 yield
             except OSError as error:
-                if error.errno in FULL:
+                if error.errno in DISK_FULL:
                     size = sum(file.stat().st_size for file in self._folder.iterdir())
                     error.strerror = (
-                        f"{error.strerror} after {self.rows:,} rows ({size / 1e6:,.1f} MB): make room for twice of all"
+                        f"{error.strerror} after {self.rows:,} rows ({size / 1e6:,.1f} MB): free twice the space of all"
                         " rows, or write to another disk"
                     )
                 raise
 
 
 def read_arrays(path: PathLike, kind: str, without: Collection[str] = ()) -> dict[str, np.ndarray]:
-    """The arrays of an .npz file of this kind, but for some; pickled ones are refused, since they could run code."""
+    """Return the arrays of an .npz file of this kind; pickled ones are refused, since they could run code."""
     with Path(path).open("rb") as opened:
         if opened.read(2) != b"PK":
-            raise BadFile(path, "it is no .npz", f"give a file that alight wrote as a {kind}")
+            raise BadFile(path, "it is not an .npz file", f"give a file that alight wrote as a {kind}")
         opened.seek(0)
         try:
             with np.load(opened, allow_pickle=False) as file:
                 arrays = {name: file[name] for name in file.files if name not in without}
         except Exception as error:  # a damaged archive fails in a dozen ways
             raise BadFile(path, f"it is damaged ({error})", f"save the {kind} again") from error
-    _check_kind(path, kind, *(_plain(arrays.pop(name, None)) for name in ("alight", "schema")))
+    _check_kind(path, kind, *(_scalar(arrays.pop(name, None)) for name in ("alight", "schema")))
     return arrays
 
 
-def _plain(value: np.ndarray | None) -> Any:
+def _scalar(value: np.ndarray | None) -> Any:
     return None if value is None or value.ndim else value.item()
 
 

@@ -1,4 +1,4 @@
-"""Where, when and with what a number was measured: what stands beside every result."""
+"""Where, when and with what a number was measured."""
 
 import os
 import platform
@@ -9,38 +9,53 @@ from pathlib import Path
 
 
 def provenance(*packages: str, folder: str | os.PathLike[str] = ".") -> dict[str, str]:
-    """Hardware, versions, date and commit of this run, as text; `packages` are those whose versions matter.
+    """Return hardware, versions, date and commit of this run as text; `packages` are those whose versions matter.
 
     >>> sorted(provenance("numpy"))
     ['commit', 'date', 'hardware', 'versions']
     """
-    versions = {"python": platform.python_version()} | {name: _version(name) for name in ("alight", *packages)}
+    versions = [f"{name} {installed_version(name) or 'not installed'}" for name in ("alight", *packages)]
     return {
         "hardware": f"{processor()}, {os.cpu_count()} cores",
-        "versions": ", ".join(f"{name} {number}" for name, number in versions.items()),
+        "versions": ", ".join([f"python {platform.python_version()}", *versions]),
         "date": date.today().isoformat(),
         "commit": _commit(folder),
     }
 
 
+def measured_on(*packages: str) -> str:
+    """Return where, with which versions of these packages and when something was measured, as a note.
+
+    >>> measured_on("numpy").startswith("measured on ")
+    True
+    """
+    about = provenance(*packages)
+    return f"measured on {about['hardware']}, {about['versions']}, {about['date']}"
+
+
 def processor() -> str:
-    """The processor's own name, where the system tells."""
-    told = Path("/proc/cpuinfo")
-    lines = told.read_text().splitlines() if told.exists() else []
-    named = (line.partition(": ")[2] for line in lines if line.startswith("model name"))
-    return next(named, platform.processor() or platform.machine())
+    """Return the processor's name, where the system gives one."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    names = (line.partition(": ")[2] for line in lines if line.startswith("model name"))
+    return next(names, platform.processor() or platform.machine())
 
 
-def _version(package: str) -> str:
+def installed_version(package: str) -> str | None:
+    """Return the version of a package, None where it is not installed.
+
+    >>> installed_version("nonsense") is None
+    True
+    """
     try:
         return version(package)
     except PackageNotFoundError:
-        return "not installed"
+        return None
 
 
 def _commit(folder: str | os.PathLike[str]) -> str:
     try:
-        told = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=folder, capture_output=True, text=True)
+        git = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=folder, capture_output=True, text=True)
     except OSError:
         return ""
-    return told.stdout.strip()
+    return git.stdout.strip()

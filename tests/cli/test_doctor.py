@@ -7,8 +7,9 @@ import torch
 from commands import run
 
 import alight
+from alight import provenance
 from alight.cli import doctor
-from alight.cli.extras import EXTRAS
+from alight.cli.doctor import EXTRAS
 
 
 def findings(capsys):
@@ -20,22 +21,22 @@ def findings(capsys):
 def test_the_doctor_names_versions_extras_and_devices(capsys):
     found = findings(capsys)
     assert {"alight", *EXTRAS, "processor", "compiler"} <= set(found)
-    assert alight.__version__ in found["alight"]["told"]
-    assert f"torch {metadata.version('torch')}" in found["torch"]["told"]
-    assert found["GPU"]["fine"] == torch.cuda.is_available()
-    assert all(bool(each["advice"]) != each["fine"] for each in found.values())
+    assert alight.__version__ in found["alight"]["detail"]
+    assert f"torch {metadata.version('torch')}" in found["torch"]["detail"]
+    assert found["GPU"]["ok"] == torch.cuda.is_available()
+    assert all(bool(each["advice"]) != each["ok"] for each in found.values())
     _, out, _ = run("doctor", capsys)
-    assert len(out.splitlines()) == len(found) + sum(not each["fine"] for each in found.values())
+    assert len(out.splitlines()) == len(found) + sum(not each["ok"] for each in found.values())
 
 
 def test_what_is_missing_comes_with_a_line_of_advice(capsys, monkeypatch):
-    monkeypatch.setattr(doctor, "version", missing)
+    monkeypatch.setattr(provenance, "version", missing)
     found = findings(capsys)
     for name in ("torch", "vision", "text"):
-        assert not found[name]["fine"]
+        assert not found[name]["ok"]
         assert found[name]["advice"] == f'pip install "alight[{name}]"'
     assert found["pyarrow"]["advice"] == "pip install pyarrow"
-    assert "GPU" not in found  # nobody to ask
+    assert "GPU" not in found  # torch is missing
 
 
 def missing(package):
@@ -44,17 +45,17 @@ def missing(package):
     raise metadata.PackageNotFoundError(package)
 
 
-def test_what_is_installed_but_broken_is_told(capsys, monkeypatch):
+def test_what_is_installed_but_broken_is_reported(capsys, monkeypatch):
     def broken(name):
         raise OSError("libfoo.so: cannot open\nmore")
 
     monkeypatch.setattr(doctor.importlib, "import_module", broken)
     found = findings(capsys)["vision"]
-    assert not found["fine"]
-    assert "libfoo.so: cannot open" in found["told"]
-    assert "more" not in found["told"]
+    assert not found["ok"]
+    assert "libfoo.so: cannot open" in found["detail"]
+    assert "more" not in found["detail"]
 
 
 def test_every_extra_of_the_project_is_looked_at():
-    told = metadata.metadata("alight").get_all("Provides-Extra")
-    assert set(told) - {"dev", "test", "docs"} <= set(EXTRAS)
+    extras = metadata.metadata("alight").get_all("Provides-Extra")
+    assert set(extras) - {"dev", "test", "docs"} <= set(EXTRAS)

@@ -8,7 +8,7 @@ from alight import calibrate
 from alight.engine.recorder import record
 from alight.networks.store import load_model
 
-MESSAGE = "alight: interrupted, nothing half-written is left"
+MESSAGE = "alight: interrupted, no partial file is left"
 LINES = {  # what is interrupted, at which word on stderr, and so many seconds later
     "while libraries load": ("sweep tables/labelled.npz tables/test.npz --costs tables/costs.json", "ready", 0.1),
     "sweep": ("sweep tables/labelled.npz tables/test.npz --costs tables/costs.json --methods auto", "sweep", 0.5),

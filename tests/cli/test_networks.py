@@ -184,7 +184,7 @@ NETWORK_BAD = {
     "unknown in the zoo": ("attach zoo:lenet", "NAME one of convnext_cifar"),
     "exits of the zoo": ("attach zoo:resnet18_cifar --count 5", "stand where its paper puts them"),
     "unknown module": ("attach timm:test_resnet --after layer9", "layer9"),
-    "unknown option": ("attach timm:test_resnet --set depth=3", "does not take these options"),
+    "unknown option": ("attach timm:test_resnet --set depth=3", "does not accept these options"),
     "no weights": ("attach timm:test_resnet --weights nowhere.safetensors", "nowhere.safetensors"),
     "no model": ("train nowhere train.npz", "there is no folder nowhere"),
     "no data": ("train {data}/model nowhere.npz", "nowhere.npz: there is no such file"),

@@ -7,7 +7,7 @@ import warnings
 import pytest
 from commands import make_tables, run
 
-from alight.cli import FAULT, MISUSED, REFUSED, UNREAD
+from alight.cli.command import ExitStatus
 
 SWEEP = "sweep labelled.npz test.npz --costs costs.json --methods geometric,eero --budgets 50%"
 
@@ -32,8 +32,10 @@ def test_a_fault_is_one_line_and_debug_shows_where(folder, capsys, monkeypatch):
 
     monkeypatch.setattr("alight.cli.tables.sweep", broken)
     status, out, err = run(SWEEP, capsys)
-    assert (status, out) == (FAULT, "")
-    assert err == "alight: ZeroDivisionError: by nothing (a fault of alight or of a library: --debug shows where)\n"
+    assert (status, out) == (ExitStatus.INTERNAL_ERROR, "")
+    assert (
+        err == "alight: ZeroDivisionError: by nothing (internal error of alight or of a library: --debug shows where)\n"
+    )
     with pytest.raises(ZeroDivisionError):
         run(f"{SWEEP} --debug", capsys)
 
@@ -56,7 +58,7 @@ def test_a_warning_is_one_line_and_does_not_stop(folder, capsys, monkeypatch):
 def test_an_unknown_word_is_one_line(capsys):
     for line in ("swep", "sweep", "report points.csv --titel x", "plan a b --batch-size 0"):
         status, out, err = run(line, capsys)
-        assert (status, out) == (MISUSED, "")
+        assert (status, out) == (ExitStatus.INVALID_ARGUMENTS, "")
         assert err.startswith("alight: ")
         assert err.count("\n") == 1
         assert "--help" in err
@@ -64,16 +66,16 @@ def test_an_unknown_word_is_one_line(capsys):
 
 def test_no_word_at_all_shows_what_there_is(capsys):
     status, out, err = run("", capsys)
-    assert (status, out) == (MISUSED, "")
+    assert (status, out) == (ExitStatus.INVALID_ARGUMENTS, "")
     assert "recorded outputs:" in err
 
 
-def test_a_reader_that_has_gone_is_no_error(folder):
+def test_a_closed_pipe_is_not_an_error(folder):
     command = f"{sys.executable} -m alight.cli {SWEEP} --quiet | exec 0<&-; echo ${{PIPESTATUS[0]}}"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True)
     assert done.stderr == ""
-    assert done.stdout.strip() == str(UNREAD)
+    assert done.stdout.strip() == str(int(ExitStatus.BROKEN_PIPE))
 
 
 def test_a_missing_file_of_costs_is_refused(folder, capsys):
-    assert run("calibrate labelled.npz --costs nowhere.json --budget 50%", capsys)[0] == REFUSED
+    assert run("calibrate labelled.npz --costs nowhere.json --budget 50%", capsys)[0] == ExitStatus.FAILURE

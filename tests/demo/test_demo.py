@@ -3,89 +3,123 @@
 import csv
 import html
 import io
+import json
 import re
 import shlex
 import subprocess
-from contextlib import chdir, redirect_stderr, redirect_stdout
+from contextlib import chdir, redirect_stderr
 from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import pytest
+from commands import shared_folder
 
 from alight import Costs, Decisions, HeadOutputs, Predictor, load_model, load_policy, record, recordings
-from alight.cli import main
-from alight.cli.parser import COMMANDS
-from alight.demo.live import _planned, _timed, digits_in_three
+from alight.cli.parser import COMMANDS, parser
+from alight.demo.live import _planned, _timed, split_digits
 from alight.planning.plan import Plan
 from alight.planning.timing import Comparison
 from alight.policies.policy import ExitAt
 from alight.policies.route import replay_on
 
-ROWS = ["network", "exits", "budget", "spent", "batch 1", "batch 64", "plan", "CIFAR-100", "report", "go on"]
+LINES = ["full network", "exits", "budget", "spent", "batch 1", "batch 64", "plan", "CIFAR-100", "report", "next"]
+PERCENT = r"([\d.]+) %"
+RESULT = ("out.txt", "out.json", "err.txt")
 
 
-@pytest.fixture(scope="module")
+class Shown(NamedTuple):
+    """The folder in which the demo has run, its lines by name, its values, and its progress."""
+
+    place: Path
+    lines: dict[str, str]
+    values: dict
+    progress: str
+
+
+@pytest.fixture(scope="session")
 def shown(tmp_path_factory):
-    """The folder in which a demo has run, its lines by their names, and what it told on the way."""
-    place, out, err = tmp_path_factory.mktemp("demo"), io.StringIO(), io.StringIO()
-    with chdir(place), redirect_stdout(out), redirect_stderr(err):
-        assert main(shlex.split(COMMANDS["demo"].examples[0])) == 0
-    rows = [re.split(r" {2,}", line, maxsplit=1) for line in out.getvalue().splitlines()]
-    assert [name for name, _ in rows] == ROWS
-    return place, dict(rows), err.getvalue()
+    """Run the demo once for all tests, over the folder of an earlier one."""
+    place = shared_folder(tmp_path_factory.getbasetemp(), "demo", run_demo)
+    text, values, progress = ((place / name).read_text() for name in RESULT)
+    lines = [re.split(r" {2,}", line, maxsplit=1) for line in text.splitlines()]
+    assert [name for name, _ in lines] == LINES
+    return Shown(place, dict(lines), json.loads(values), progress)
 
 
-def test_progress_is_told_with_the_seconds_and_in_the_order_of_the_work(shown):
-    told = re.findall(r"^\[ *\d+ s\] (\w+)", shown[2], re.MULTILINE)
-    assert told == [
+def run_demo(place):
+    (place / "alight-demo" / "digits" / "network").mkdir(parents=True)
+    (place / "alight-demo" / "report.html").write_text("old")
+    with chdir(place), redirect_stderr(io.StringIO()) as err:
+        options = parser().parse_args(shlex.split(COMMANDS["demo"].examples[0]))
+        result = options.run(options)
+    for name, text in zip(RESULT, (result.text, result.as_json(), err.getvalue()), strict=True):
+        (place / name).write_text(text)
+
+
+def test_progress_comes_with_the_seconds_and_in_the_order_of_the_work(shown):
+    steps = re.findall(r"^\[ *\d+ s\] (\w+)", shown.progress, re.MULTILINE)
+    assert steps == [
         *("loading", "training", "measuring", "recording", "timing", "planning", "comparing"),
         *("comparing", "comparing", "calibrating", "writing"),
     ]
-    assert all(bar in shown[2] for bar in ("train:", "record:", "sweep:"))
+    assert all(bar in shown.progress for bar in ("train:", "record:", "sweep:"))
+
+
+def test_the_values_for_programs_are_those_of_the_lines(shown):
+    digits = shown.values["digits"]
+    assert shown.values["missing"] == ""
+    assert Path(shown.values["folder"]) == shown.place / "alight-demo"
+    assert shown.values["report"] == shown.lines["report"]
+    assert {path.name for path in (shown.place / "alight-demo").iterdir()} == {"cifar100", "digits", "report.html"}
+    flops, accuracy = re.match(rf"([\d.]+) MFLOPs per sample, {PERCENT} accuracy", shown.lines["full network"]).groups()
+    assert digits["full_network"]["FLOPs"] == pytest.approx(1e6 * float(flops), rel=0.01)
+    assert digits["full_network"]["accuracy"] == pytest.approx(float(accuracy) / 100, abs=0.001)
+    assert digits["spent"] < 0.55
+    assert digits["full_network"]["accuracy"] > 0.95
 
 
 def test_the_network_that_is_left_does_what_was_printed(shown):
-    place, rows, _ = shown
-    own = place / "alight-demo" / "digits"
+    own = shown.place / "alight-demo" / "digits"
     model, policy = load_model(own / "network"), load_policy(own / "policy.json")
     with np.load(own / "test.npz") as file:
         images, labels = file["images"], file["labels"]
     decisions = Predictor(model, policy)(images)
-    plain = Costs.load(own / "costs.json").full
-    spent, right, *shares = (float(number) for number in re.findall(r"([\d.]+)%", rows["spent"]))
-    assert decisions.mean_cost / plain == pytest.approx(spent / 100, abs=0.003)
-    assert decisions.accuracy(labels) == pytest.approx(right / 100, abs=0.003)
+    full = Costs.load(own / "costs.json").full
+    spent, accuracy, *shares = (float(number) for number in re.findall(PERCENT, shown.lines["spent"]))
+    assert decisions.mean_cost / full == pytest.approx(spent / 100, abs=0.003)
+    assert decisions.accuracy(labels) == pytest.approx(accuracy / 100, abs=0.003)
     assert shares == pytest.approx(100 * decisions.exit_shares, abs=1)
     again, tested = record(model, (images, labels), progress=False), HeadOutputs.load(own / "test_outputs.npz")
     assert again.predictions.tolist() == tested.predictions.tolist()
-    accuracies = [float(number) for number in re.findall(r"([\d.]+)% at", rows["exits"])]
+    accuracies = [float(number) for number in re.findall(rf"{PERCENT} at", shown.lines["exits"])]
     assert accuracies == pytest.approx(100 * tested.correct().mean(axis=0), abs=0.06)
 
 
 def test_half_of_the_compute_loses_little_and_all_exits_are_used(shown):
-    _, rows, _ = shown
-    spent, right, *shares = (float(number) for number in re.findall(r"([\d.]+)%", rows["spent"]))
-    plain = float(re.findall(r"([\d.]+)% at 100%", rows["exits"])[0])
-    assert plain >= 97
-    assert right >= plain - 1.5
-    assert 40 <= spent <= 53  # the promise is about the mean of all digits there may be, these are 500
+    spent, accuracy, *shares = (float(number) for number in re.findall(PERCENT, shown.lines["spent"]))
+    full = float(re.findall(rf"{PERCENT} at 100 %", shown.lines["exits"])[0])
+    assert full >= 97
+    assert accuracy >= full - 1.5
+    assert 40 <= spent <= 53  # the guarantee is about the mean of all digits there may be, these are 500
     assert sum(share > 0 for share in shares) >= 3
-    assert rows["budget"].startswith("50% of the FLOPs. With probability 0.95")
+    certificate = load_policy(shown.place / "alight-demo" / "digits" / "policy.json").certificate
+    assert certificate.contract == "probability"
+    assert str(certificate).startswith(shown.lines["budget"].removeprefix("50% of the FLOPs. "))
 
 
-def test_the_line_to_go_on_with_runs_as_it_stands(shown):
-    place, rows, _ = shown
-    line = [*shlex.split(rows["go on"]), "--samples", "32", "--batch-sizes", "32"]
-    done = subprocess.run(line, cwd=place, capture_output=True, text=True)
+def test_the_next_command_runs_as_printed(shown):
+    line = [*shlex.split(shown.lines["next"]), "--samples", "32", "--batch-sizes", "32"]
+    done = subprocess.run(line, cwd=shown.place, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "times as fast" in done.stdout
 
 
-def test_the_report_has_the_promises_the_digits_and_the_plan(shown):
-    place, rows, _ = shown
-    page = (place / "alight-demo" / "report.html").read_text()
-    assert rows["report"] == str(place / "alight-demo" / "report.html")
-    policy = load_policy(place / "alight-demo" / "digits" / "policy.json")
+def test_the_report_has_the_guarantees_the_digits_and_the_plan(shown):
+    page = (shown.place / "alight-demo" / "report.html").read_text()
+    assert shown.lines["report"] == str(shown.place / "alight-demo" / "report.html")
+    policy = load_policy(shown.place / "alight-demo" / "digits" / "policy.json")
     assert html.escape(str(policy.certificate)) in page
     assert page.count("data:image/png;base64,") == 60
     assert '"plan":{"pays":' in page
@@ -93,8 +127,7 @@ def test_the_report_has_the_promises_the_digits_and_the_plan(shown):
 
 
 def test_eero_is_ahead_of_the_papers_rule_and_of_single_exits(shown):
-    place, rows, _ = shown
-    with (place / "alight-demo" / "cifar100" / "resnet18_cifar100_frozen.csv").open() as file:
+    with (shown.place / "alight-demo" / "cifar100" / "resnet18_cifar100_frozen.csv").open() as file:
         points = [*csv.DictReader(file)]
     assert {point["method"] for point in points} >= {"eero", "patience", "oracle", "single_exit"}
     rules = ("eero", "eero_marginal", "best_single_exit")
@@ -104,34 +137,33 @@ def test_eero_is_ahead_of_the_papers_rule_and_of_single_exits(shown):
         assert float(ours["accuracy"]) >= float(single["accuracy"]) - 0.001
         assert float(paper["mean_cost"]) <= float(ours["mean_cost"]) + 0.001 * float(ours["plain_cost"])
         assert float(ours["mean_cost"]) <= 1.025 * float(ours["budget"])
-    ours, paper, single = (float(number) for number in re.findall(r"([\d.]+)%(?:,|$)", rows["CIFAR-100"]))
+    ours, paper, single = (float(number) for number in re.findall(rf"{PERCENT}(?:,|$)", shown.lines["CIFAR-100"]))
     assert ours >= paper >= single
 
 
-def test_policies_with_further_promises_are_left(shown):
-    place, _, _ = shown
-    own = place / "alight-demo" / "cifar100"
-    promised = {path.stem: load_policy(path).certificate for path in own.glob("*.json")}
-    kinds = {name: certificate and certificate.contract for name, certificate in promised.items()}
-    page = html.unescape((place / "alight-demo" / "report.html").read_text())
-    told = {"policy": "probability", "batch": "batch", "stream": "stream", "careful": "excess_error", "auto": None}
-    assert kinds == told
-    assert all(str(certificate) in page for certificate in promised.values() if certificate)
-    dearest, delay = re.search(r"dearest batch spent ([\d.]+)%.*raised after (\d+) of", page, re.DOTALL).groups()
-    assert float(dearest) <= 100
+def test_policies_with_further_guarantees_are_written(shown):
+    own = shown.place / "alight-demo" / "cifar100"
+    certificates = {path.stem: load_policy(path).certificate for path in own.glob("*.json")}
+    contracts = {name: certificate and certificate.contract for name, certificate in certificates.items()}
+    page = html.unescape((shown.place / "alight-demo" / "report.html").read_text())
+    kinds = {"policy": "probability", "batch": "batch", "stream": "stream", "careful": "excess_error", "auto": None}
+    assert contracts == kinds
+    assert all(str(certificate) in page for certificate in certificates.values() if certificate)
+    most, delay = re.search(r"most expensive batch spent ([\d.]+)%.*raised after (\d+) of", page, re.DOTALL).groups()
+    assert float(most) <= 100
     assert int(delay) <= 2000
 
 
 def test_the_stream_is_never_ahead_of_its_budget_by_more_than_a_full_pass(shown):
-    stream, test = load_policy(shown[0] / "alight-demo" / "cifar100" / "stream.json"), recordings.load().test
+    stream, test = load_policy(shown.place / "alight-demo" / "cifar100" / "stream.json"), recordings.load().test
     test, half = test.take(np.random.default_rng(0).permutation(len(test))), len(test) // 2
     scores = np.concatenate([test.scores[:half], 0.3 * test.scores[half:]])  # which turn hard half-way
     decisions, _ = replay_on(stream, replace(test, scores=scores), batch_size=50)
     assert np.cumsum(decisions.spent - stream.budget)[49::50].max() <= stream.costs[-1]
 
 
-def test_digits_to_train_to_calibrate_and_to_test_are_apart():
-    parts = digits_in_three()
+def test_digits_for_training_calibration_and_test_are_disjoint():
+    parts = split_digits()
     assert [len(each.labels) for each in parts] == [797, 500, 500]
     assert {each.images.dtype for each in parts} == {np.dtype("uint8")}
     whole = np.concatenate([each.images for each in parts])
@@ -139,13 +171,13 @@ def test_digits_to_train_to_calibrate_and_to_test_are_apart():
     assert [len(set(each.labels.tolist())) for each in parts] == [10, 10, 10]
 
 
-def test_where_exits_do_not_pay_the_line_says_so():
+def test_where_early_exit_is_not_worth_it_the_line_says_so():
     nothing = Decisions([0], [0], [1.0], 1)
     slower = Comparison(64, 1000.0, 980.0, 0.98, 0.95, 1.02, (1.0, 1.0), (1.0, 1.0), nothing)
-    assert _timed(slower).startswith("exits do not pay here: 0.98 times as fast")
-    assert _timed(replace(slower, speedup=1.5, low=1.4)).startswith("1.50 times as fast")
+    assert _timed(slower).startswith("early exit is not worth it here: 0.98x as fast")
+    assert _timed(replace(slower, speedup=1.5, low=1.4)).startswith("1.50x as fast")
     policy, costs = ExitAt(costs=(1.0,), open_exits=(0,), num_exits=1), Costs([1.0], [0.0], "ms")
-    told = "Exits do not pay here (0.98 times as fast): run the plain network."
-    plain = Plan(policy, False, 9.0, 9.0, 0.9, 0.9, costs, 64, None, reason=told)
-    assert _planned(plain).endswith(f": {told}")
-    assert "2.00 times as fast, 1.0 points lost" in _planned(replace(plain, pays=True, throughput=18.0, accuracy=0.89))
+    reason = "Use the full network."
+    full = Plan(policy, False, 9.0, 9.0, 0.9, 0.9, costs, 64, None, reason=reason)
+    assert _planned(full).endswith(f": {reason}")
+    assert "2.00x as fast, 1.0 points lost" in _planned(replace(full, pays=True, throughput=18.0, accuracy=0.89))

@@ -34,7 +34,7 @@ TITLES = {"accuracy": "spent", "spending": "allowed", "overspending": "allowed"}
 class Plan:
     """A plan as the page reads it."""
 
-    pays, throughput, dense_throughput, accuracy, dense_accuracy = True, 1500.0, 1000.0, 0.79, 0.8
+    pays, throughput, full_throughput, accuracy, full_accuracy = True, 1500.0, 1000.0, 0.79, 0.8
     batch_size, open_exits, reason = 64, (0, 2), "Exits pay."
 
 

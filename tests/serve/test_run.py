@@ -21,7 +21,7 @@ from processes import service
 from served import folder, in_base64, model, pixels, png
 
 from alight import load_policy, record
-from alight.cli import MISUSED, REFUSED
+from alight.cli.command import ExitStatus
 from alight.cli.parser import COMMANDS, parser
 from alight.policies.policy import Threshold
 from alight.serve.logs import LOGGER
@@ -129,7 +129,7 @@ def test_the_example_runs_and_sigterm_lets_those_who_wait_have_their_answer(home
 
 def refused(line, capsys):
     status, out, err = run(line, capsys)
-    assert (status, out) == (REFUSED, "")
+    assert (status, out) == (ExitStatus.FAILURE, "")
     return err
 
 
@@ -143,7 +143,7 @@ def test_what_keeps_it_from_starting_is_one_clear_line(home, capsys, monkeypatch
     told = refused("serve model dear.json --port 0 --state /dev/full", capsys)
     assert told == "alight: /dev/full: No space left on device\n"
     status, _, told = run("serve model dear.json --port 0 --state /proc/spending.json", capsys)
-    assert (status, told.count("\n")) in ((MISUSED, 1), (REFUSED, 1))
+    assert (status, told.count("\n")) in ((ExitStatus.INVALID_ARGUMENTS, 1), (ExitStatus.FAILURE, 1))
     assert "spending.json" in told
     assert "16 or more" in refused_with_token("short", capsys, monkeypatch)
     (home / "same").mkdir()
@@ -235,7 +235,7 @@ def test_what_an_exported_network_cannot_do_is_refused_and_not_left_undone(asked
     (home / "exported" / "manifest.json").touch()
     status, _, err = run(f"serve exported plain.json --port 0 {asked}", capsys)
     name = asked.split()[0].removeprefix("--")
-    assert (status, len(err.splitlines())) == (REFUSED, 1)
+    assert (status, len(err.splitlines())) == (ExitStatus.FAILURE, 1)
     assert f"exported was exported, and {name} is for networks that were not" in err
 
 

@@ -1,27 +1,81 @@
-"""The command line: each command reads what the one before it wrote. Progress on stderr, results on stdout.
+"""The command line: each command reads what the one before it wrote. Progress on stderr, results on stdout."""
 
-Exit status:
-    0    done
-    1    it cannot be done: the data, the budget, a file or a missing library, in one line on stderr
-    2    the command makes no sense as it was written
-    3    a fault of alight or of a library; --debug shows where
-    130  interrupted (Ctrl-C), nothing half-written is left
-    141  whoever read the output has gone, as in `alight sweep ... | head -1`
-"""
-
+import os
 import sys
-from collections.abc import Sequence
+import warnings
+from argparse import Namespace
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 
-DONE, REFUSED, MISUSED, FAULT, INTERRUPTED, UNREAD = 0, 1, 2, 3, 130, 141
+from alight.cli.command import ExitStatus
+from alight.errors import AlightError
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The exit status of a command line, by default that of this process."""
+    """Run a command line, by default that of this process, and return its exit status."""
     try:
-        from alight.cli.running import run  # late: an interrupt while libraries load is one line, too
+        from alight.cli.parser import parser  # late: an interrupt while libraries load is one line, too
 
-        return run(arguments)
+        options = parser().parse_args(arguments)
+        return _run(options) if options.debug else _run_with_short_errors(options)
     except KeyboardInterrupt:
-        pass  # what was running, a progress bar perhaps, is let go first
-    print("alight: interrupted, nothing half-written is left", file=sys.stderr)
-    return INTERRUPTED
+        pass  # what was running, a progress bar perhaps, is released first
+    print("alight: interrupted, no partial file is left", file=sys.stderr)
+    return ExitStatus.INTERRUPTED
+
+
+def _run(options: Namespace) -> int:
+    with _short_warnings(options.quiet):
+        result = options.run(options)
+    if result is not None:
+        print(result.as_json() if options.json else result.text)
+    sys.stdout.flush()
+    return ExitStatus.SUCCESS
+
+
+def _run_with_short_errors(options: Namespace) -> int:
+    """Run the command; an error is one line on stderr."""
+    try:
+        return _run(options)
+    except BrokenPipeError:
+        return _discard_output()
+    except AlightError as error:
+        return _fail(str(error))
+    except OSError as error:
+        return _fail(f"{error.filename}: {error.strerror}" if error.filename else str(error))
+    except ImportError as error:
+        from alight.cli.doctor import extra_of
+
+        extra = extra_of(error.name or "")
+        return _fail(f'{error}: pip install "alight[{extra}]"' if extra else str(error))
+    except MemoryError as error:
+        return _fail(f"out of memory ({error}): use a smaller batch, or fewer samples")
+    except Exception as error:
+        _fail(f"{type(error).__name__}: {error} (internal error of alight or of a library: --debug shows where)")
+        return ExitStatus.INTERNAL_ERROR
+
+
+@contextmanager
+def _short_warnings(quiet: bool) -> Iterator[None]:
+    with warnings.catch_warnings():
+        if quiet:
+            warnings.simplefilter("ignore")
+        warnings.showwarning = lambda message, *_, **__: print(f"alight: {_line(str(message))}", file=sys.stderr)
+        yield
+
+
+def _fail(message: str) -> int:
+    print(f"alight: {_line(message)}", file=sys.stderr)
+    return ExitStatus.FAILURE
+
+
+def _line(message: str) -> str:
+    return " ".join(part.strip() for part in message.splitlines() if part.strip())
+
+
+def _discard_output() -> int:
+    """Send the rest of the output nowhere, since its reader has closed it, so that Python reports nothing at exit."""
+    with suppress(OSError, ValueError):
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())
+    return ExitStatus.BROKEN_PIPE

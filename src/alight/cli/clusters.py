@@ -4,9 +4,9 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from alight.cli.command import Found
-from alight.cli.options import count, output
-from alight.cli.switches import switches
+from alight.cli.arguments import count, output
+from alight.cli.command import CommandResult
+from alight.cli.options import run_settings
 from alight.errors import BadInput
 from alight.policies.policy import Policy
 
@@ -14,59 +14,64 @@ FILES = (".csv", ".parquet", ".npz")
 
 
 def engine_arguments(parser: argparse.ArgumentParser) -> None:
-    """Where it runs, and how many at once."""
-    told = "this process, or Ray: data and output are then paths or URIs, and the output a folder of partitions"
-    parser.add_argument("--engine", choices=["local", "ray"], default="local", help=f"{told} (default: local)")
-    parser.add_argument("--actors", type=count, help="of Ray, each a network (default: as many as there is room for)")
+    """Add where it runs, and how many at once."""
+    engine = "this process, or Ray: data and output are then paths or URIs, and the output a folder of partitions"
+    parser.add_argument("--engine", choices=["local", "ray"], default="local", help=f"{engine} (default: local)")
+    parser.add_argument("--actors", type=count, help="of Ray, each a network (default: as many as fit)")
     parser.add_argument("--partition-rows", type=count, default=4096, help="samples of a partition (default: 4096)")
 
 
 def output_or_folder(text: str) -> str:
-    """A file that can be written to, a folder that is there, or a URI."""
+    """Return the path of a file that can be written to, of a folder that exists, or a URI."""
     return text if "://" in text or Path(text).is_dir() else output(text)
 
 
 def check_output_file(options: argparse.Namespace) -> None:
-    """That the output is a file's name, as all but Ray write."""
+    """Check that the output is a file, which all engines but Ray write."""
     if "://" in options.output or Path(options.output).is_dir():
         raise BadInput(f"{options.output} is a folder or a URI: give a file, or --engine ray")
 
 
-def predicted_on_ray(options: argparse.Namespace, policy: Policy) -> Found:
-    """Answers in partitions."""
+def predicted_on_ray(options: argparse.Namespace, policy: Policy) -> CommandResult:
+    """Predict all samples, in partitions."""
     from alight.cluster.jobs import predict_on_ray
 
     done = predict_on_ray(
-        options.model, policy, options.data, _folder(options), _how(options), allow_mismatch=options.allow_mismatch
+        options.model,
+        policy,
+        options.data,
+        _folder(options),
+        _job_config(options),
+        allow_mismatch=options.allow_mismatch,
     )
     cost = done.totals["spent"] / done.num_samples
     shares = [each / done.num_samples for each in done.totals["exits"]]
-    left = ", ".join(f"{share:.1%}" for share in shares)
-    found = {"path": done.folder, "samples": done.num_samples, "mean_cost": cost, "unit": policy.unit}
-    return Found(
-        f"{done}\nmean cost {cost:g} {policy.unit}".rstrip() + f", left at exits {left}",
-        {**found, "exit_shares": shares, "partitions": done.num_partitions, "done_before": done.done_before},
-    )
+    text = f"{done}\nmean cost {cost:g} {policy.unit}".rstrip() + f", exit shares {_percentages(shares)}"
+    return CommandResult(text, {**_values(done), "mean_cost": cost, "unit": policy.unit, "exit_shares": shares})
 
 
-def recorded_on_ray(options: argparse.Namespace) -> Found:
-    """A recording in partitions."""
+def recorded_on_ray(options: argparse.Namespace) -> CommandResult:
+    """Record all samples, in partitions."""
     from alight.cluster.jobs import record_on_ray
 
     kept = {name: getattr(options, name) for name in ("score", "features", "log_probabilities")}
-    done = record_on_ray(options.model, options.data, _folder(options), _how(options), **kept)
-    accuracies = [right / done.num_samples for right in done.totals["right"]]
-    told = "\naccuracy " + ", ".join(f"{accuracy:.1%}" for accuracy in accuracies) if accuracies else ""
-    return Found(
-        f"{done}{told}",
-        {
-            "path": done.folder,
-            "num_samples": done.num_samples,
-            "accuracies": accuracies,
-            "partitions": done.num_partitions,
-            "done_before": done.done_before,
-        },
-    )
+    done = record_on_ray(options.model, options.data, _folder(options), _job_config(options), **kept)
+    accuracies = [correct / done.num_samples for correct in done.totals["right"]]
+    text = f"{done}\naccuracy {_percentages(accuracies)}" if accuracies else f"{done}"
+    return CommandResult(text, {**_values(done), "accuracies": accuracies})
+
+
+def _values(done: Any) -> dict[str, Any]:
+    return {
+        "path": done.folder,
+        "num_samples": done.num_samples,
+        "partitions": done.num_partitions,
+        "done_before": done.done_before,
+    }
+
+
+def _percentages(shares: list[float]) -> str:
+    return ", ".join(f"{share:.1%}" for share in shares)
 
 
 def _folder(options: argparse.Namespace) -> str:
@@ -75,16 +80,16 @@ def _folder(options: argparse.Namespace) -> str:
     return str(options.output)
 
 
-def _how(options: argparse.Namespace) -> Any:
-    from alight.cluster.jobs import How
+def _job_config(options: argparse.Namespace) -> Any:
+    from alight.cluster.jobs import How as JobConfig
 
     if options.speed:
-        raise BadInput("--speed auto measures this machine, not those of the cluster: name the switches that pay there")
-    return How(
+        raise BadInput("--speed auto measures this machine, not those of the cluster: give the options that pay there")
+    return JobConfig(
         batch_size=options.batch_size,
         partition_rows=options.partition_rows,
         workers=options.actors,
         tokenizer=options.tokenizer,
         progress=not options.quiet,
-        switches=switches(options),
+        switches=run_settings(options),
     )

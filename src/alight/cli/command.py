@@ -1,27 +1,46 @@
-"""What a command is: what it takes, what it does, and what it has found."""
+"""What a command is, what it returns, and with which status it exits."""
 
 import argparse
-import inspect
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, is_dataclass
+from enum import IntEnum
 from typing import Any
 
-import numpy as np
+
+class ExitStatus(IntEnum):
+    """Exit status of a command."""
+
+    SUCCESS = 0
+    FAILURE = 1
+    INVALID_ARGUMENTS = 2
+    INTERNAL_ERROR = 3
+    INTERRUPTED = 130
+    BROKEN_PIPE = 141
+
+
+MEANINGS = {
+    ExitStatus.SUCCESS: "success",
+    ExitStatus.FAILURE: "failure: the data, the budget, a file or a missing library; stderr says what to do",
+    ExitStatus.INVALID_ARGUMENTS: "invalid arguments",
+    ExitStatus.INTERNAL_ERROR: "internal error of alight or of a library; --debug shows where",
+    ExitStatus.INTERRUPTED: "interrupted (Ctrl-C); no partial file is left",
+    ExitStatus.BROKEN_PIPE: "the reader of the output has closed it, as in `alight sweep ... | head -1`",
+}
 
 
 @dataclass(frozen=True)
-class Found:
-    """What a command has found: a text for people, values for programs."""
+class CommandResult:
+    """Result of a command: a text for people, values for programs."""
 
     text: str
     values: Any
 
     def as_json(self) -> str:
-        """The values as JSON; what is no number is null.
+        """Return the values as JSON; NaN and infinity become null.
 
-        >>> print(Found("", {"cost": float("nan"), "exits": (1, 2)}).as_json())
+        >>> print(CommandResult("", {"cost": float("nan"), "exits": (1, 2)}).as_json())
         {
           "cost": null,
           "exits": [
@@ -30,7 +49,7 @@ class Found:
           ]
         }
         """
-        return json.dumps(_plain(self.values), indent=2, allow_nan=False, ensure_ascii=False)
+        return json.dumps(_json_value(self.values), indent=2, allow_nan=False, ensure_ascii=False)
 
 
 @dataclass(frozen=True)
@@ -38,7 +57,7 @@ class Command:
     """A command by its name; the first line of `run` says what it does."""
 
     name: str
-    run: Callable[[argparse.Namespace], Found | None]
+    run: Callable[[argparse.Namespace], CommandResult | None]
     arguments: Callable[[argparse.ArgumentParser], None]
     examples: Sequence[str]  # without the leading `alight`
     results: bool = True  # whether it prints some, so that --json and --quiet mean something
@@ -46,19 +65,19 @@ class Command:
     @property
     def purpose(self) -> str:
         """What it does, in a sentence."""
-        return (inspect.getdoc(self.run) or "").partition("\n")[0]
+        return (self.run.__doc__ or "").partition("\n")[0]
 
 
-def _plain(value: Any) -> Any:
-    """The value in JSON's own kinds."""
+def _json_value(value: Any) -> Any:
+    """Return the value in JSON's own types."""
     if is_dataclass(value) and not isinstance(value, type):
-        return _plain(asdict(value))
+        return _json_value(asdict(value))
     if isinstance(value, Mapping):
-        return {str(name): _plain(each) for name, each in value.items()}
-    if isinstance(value, np.ndarray | np.generic):
-        return _plain(value.tolist())
+        return {str(name): _json_value(each) for name, each in value.items()}
+    if hasattr(value, "tolist"):  # of NumPy
+        return _json_value(value.tolist())
     if isinstance(value, list | tuple):
-        return [_plain(each) for each in value]
+        return [_json_value(each) for each in value]
     if isinstance(value, float) and not math.isfinite(value):
         return None
     return value if value is None or isinstance(value, bool | int | float | str) else str(value)

@@ -1,78 +1,123 @@
-"""`alight doctor`: what is installed here, what runs, and what is missing for what."""
+"""`alight doctor`: what is installed here, which devices there are, and what is missing for what."""
 
 import argparse
 import importlib
 import os
 import platform
 import shutil
+from collections.abc import Iterable
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from typing import NamedTuple
 
 from alight import __version__
-from alight.cli.command import Command, Found
-from alight.cli.extras import BESIDE, EXTRAS
-from alight.provenance import processor
+from alight.cli.command import Command, CommandResult
+from alight.provenance import installed_version, processor
+
+
+class Extra(NamedTuple):
+    """An optional part of alight: what it is for, and its packages."""
+
+    purpose: str
+    packages: dict[str, str]  # by module: the name under which it is installed
+
 
 CORE = ("numpy", "scipy", "tqdm")
+EXTRAS = {
+    "torch": Extra("networks: attach, train, record, predict", {"torch": "torch", "safetensors": "safetensors"}),
+    "vision": Extra(
+        "networks of timm and torchvision, image files", {"torchvision": "torchvision", "timm": "timm", "PIL": "pillow"}
+    ),
+    "text": Extra("networks of Hugging Face that read text", {"transformers": "transformers"}),
+    "deploy": Extra("exported networks, without PyTorch: run", {"onnxruntime": "onnxruntime"}),
+    "export": Extra("networks to ONNX: export", {"onnx": "onnx", "onnxscript": "onnxscript"}),
+    "ray": Extra("many machines: predict and record --engine ray", {"ray": "ray", "pyarrow": "pyarrow"}),
+    "figures": Extra("figures of the experiments", {"matplotlib": "matplotlib"}),
+    "learn": Extra("learned scores, and the digits that come with scikit-learn", {"sklearn": "scikit-learn"}),
+    "serve": Extra(
+        "the HTTP service",
+        {
+            "fastapi": "fastapi",
+            "uvicorn": "uvicorn",
+            "prometheus_client": "prometheus-client",
+            "python_multipart": "python-multipart",
+            "PIL": "pillow",
+        },
+    ),
+    "completion": Extra("completion of commands in your shell", {"shtab": "shtab"}),
+}
+OTHERS = {"pyarrow": "answers as Parquet", "datasets": "data sets of Hugging Face"}  # installed by their own name
+
+
+def extra_of(module: str) -> str | None:
+    """Return the extra that brings a module, None where none does.
+
+    >>> extra_of("timm.layers"), extra_of("nonsense")
+    ('vision', None)
+    """
+    top = module.partition(".")[0]
+    return next((name for name, extra in EXTRAS.items() if top in extra.packages), None)
+
+
+def missing_for(*extras: str) -> str:
+    """Return which packages of these extras are missing and how to install them, in a line; empty if none is.
+
+    >>> missing_for()
+    ''
+    """
+    missing = {name: [p for module, p in EXTRAS[name].packages.items() if find_spec(module) is None] for name in extras}
+    if not any(missing.values()):
+        return ""
+    packages = ", ".join(package for each in missing.values() for package in each)
+    return f'{packages} missing: pip install "alight[{",".join(name for name in extras if missing[name])}]"'
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that was looked at: whether it is there, and if not, what to do."""
+    """One thing that was checked: whether it is there, and if not, what to do."""
 
     name: str
-    fine: bool
-    told: str
+    ok: bool
+    detail: str
     advice: str = ""
 
     def __str__(self) -> str:
-        told = f"{'ok     ' if self.fine else 'missing'}  {self.name:<10}  {self.told}"
-        return f"{told}\n{'':21}{self.advice}" if self.advice else told
+        line = f"{'ok     ' if self.ok else 'missing'}  {self.name:<10}  {self.detail}"
+        return f"{line}\n{'':21}{self.advice}" if self.advice else line
 
 
-def run_doctor(options: argparse.Namespace) -> Found:
-    """Say what is installed here, which devices there are, and what is missing for what."""
-    findings = [_core(), *map(_extra, EXTRAS), *_beside(), *_devices(), _compiler()]
-    return Found("\n".join(map(str, findings)), {"alight": __version__, "findings": findings})
+def run_doctor(options: argparse.Namespace) -> CommandResult:
+    """Show what is installed here, which devices there are, and what is missing for what."""
+    findings = [_core(), *map(_extra, EXTRAS), *map(_other, OTHERS), *_devices(), _compiler()]
+    return CommandResult("\n".join(map(str, findings)), {"alight": __version__, "findings": findings})
 
 
 def _core() -> Finding:
-    told = [f"Python {platform.python_version()}", *(f"{name} {_version(name)}" for name in CORE)]
-    return Finding("alight", True, f"{__version__}, {', '.join(told)}: calibrate, sweep, report, demo")
+    versions = [f"Python {platform.python_version()}", *(f"{name} {installed_version(name)}" for name in CORE)]
+    return Finding("alight", True, f"{__version__}, {', '.join(versions)}: calibrate, sweep, report, demo")
 
 
 def _extra(name: str) -> Finding:
-    extra = EXTRAS[name]
-    found = {module: _version(package) for module, package in extra.packages.items()}
-    missing = [extra.packages[module] for module, number in found.items() if number is None]
+    purpose, packages = EXTRAS[name]
+    versions = {package: installed_version(package) for package in packages.values()}
+    missing = [package for package, number in versions.items() if number is None]
     advice = f'pip install "alight[{name}]"' if missing else ""
-    broken = None if missing else _trouble(found)
-    if broken:
-        missing, advice = [broken], f'pip install --force-reinstall "alight[{name}]"'
-    told = ", ".join(f"{extra.packages[module]} {number}" for module, number in found.items() if number)
-    return Finding(
-        name, not missing, f"{extra.purpose} ({'without ' + ', '.join(missing) if missing else told})", advice
-    )
+    if not missing and (error := _import_error(packages)):
+        missing, advice = [error], f'pip install --force-reinstall "alight[{name}]"'
+    detail = ", ".join(f"{package} {number}" for package, number in versions.items())
+    return Finding(name, not missing, f"{purpose} ({'without ' + ', '.join(missing) if missing else detail})", advice)
 
 
-def _beside() -> list[Finding]:
-    found = {name: _version(name) for name in BESIDE}
-    return [
-        Finding(
-            name,
-            number is not None,
-            f"{BESIDE[name]} ({number or 'not installed'})",
-            "" if number else f"pip install {name}",
-        )
-        for name, number in found.items()
-    ]
+def _other(name: str) -> Finding:
+    number = installed_version(name)
+    detail = f"{OTHERS[name]} ({number or 'not installed'})"
+    return Finding(name, number is not None, detail, "" if number else f"pip install {name}")
 
 
 def _devices() -> list[Finding]:
-    host = Finding(
-        "processor", True, f"{processor()}, {os.cpu_count()} cores, {platform.system()} {platform.machine()}"
-    )
-    if _version("torch") is None or _trouble(["torch"]):
+    system = f"{platform.system()} {platform.machine()}"
+    host = Finding("processor", True, f"{processor()}, {os.cpu_count()} cores, {system}")
+    if installed_version("torch") is None or _import_error(["torch"]):
         return [host]
     import torch
 
@@ -80,26 +125,18 @@ def _devices() -> list[Finding]:
         built = torch.version.cuda or torch.version.hip
         advice = "networks run on the processor" + ("" if built else ": this torch was built without GPU support")
         return [host, Finding("GPU", False, "none that torch can use", advice)]
-    names = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
-    told = [f"{each.name}, {each.total_memory / 2**30:.0f} GiB" for each in names]
-    return [host, *(Finding("GPU", True, each) for each in told)]
+    devices = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
+    return [host, *(Finding("GPU", True, f"{each.name}, {each.total_memory / 2**30:.0f} GiB") for each in devices)]
 
 
 def _compiler() -> Finding:
-    found = next((each for each in ("c++", "g++", "clang++", "cl") if shutil.which(each)), None)
-    advice = "" if found else "install one (apt install g++), or leave --compile out"
-    return Finding("compiler", found is not None, f"--compile on a processor ({found or 'no C++ compiler'})", advice)
+    name = next((each for each in ("c++", "g++", "clang++", "cl") if shutil.which(each)), None)
+    advice = "" if name else "install one (apt install g++), or leave --compile out"
+    return Finding("compiler", name is not None, f"--compile on a processor ({name or 'no C++ compiler'})", advice)
 
 
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
-
-
-def _trouble(modules: "list[str] | dict[str, str | None]") -> str | None:
-    """What goes wrong when they are imported, in a line; None if nothing does."""
+def _import_error(modules: Iterable[str]) -> str | None:
+    """Return the error of the first module that cannot be imported, in a line; None if all can."""
     for module in modules:
         try:
             importlib.import_module(module)

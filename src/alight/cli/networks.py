@@ -1,4 +1,4 @@
-"""Commands that make a network with exits and look at it: attach, train, record, costs."""
+"""Commands that build and examine a network with exits: attach, train, record, costs."""
 
 import argparse
 import os
@@ -6,42 +6,44 @@ import shutil
 from functools import partial
 from pathlib import Path
 
-from alight.cli.clusters import check_output_file, engine_arguments, output_or_folder, recorded_on_ray
-from alight.cli.command import Command, Found
-from alight.cli.given import check_data, check_name, check_network, new_folder
-from alight.cli.options import (
+from alight.cli.arguments import (
     any_options,
+    check_data,
+    check_distinct,
+    check_network_name,
     count,
-    device_option,
-    distinct,
+    new_folder,
     numbers,
-    output_folder,
-    output_option,
     own_options,
-    set_option,
     words,
     words_or_auto,
 )
-from alight.cli.switches import (
+from alight.cli.clusters import check_output_file, engine_arguments, output_or_folder, recorded_on_ray
+from alight.cli.command import Command, CommandResult
+from alight.cli.options import (
     TOKENIZER,
     data_arguments,
     data_options,
     device,
+    device_option,
     first_inputs,
+    folder_option,
     model_argument,
-    speed_settings,
-    switch_arguments,
+    output_option,
+    run_arguments,
+    set_option,
+    tuned_settings,
 )
 from alight.errors import BadInput
-from alight.files import whole_folder
+from alight.files import check_network_folder, whole_folder
 from alight.scores import SCORES
 
 CHECKPOINT = "checkpoint.safetensors"
 
 
-def run_attach(options: argparse.Namespace) -> Found:
-    """Put exits with untrained heads on a network, and write it to a folder."""
-    check_name(options.network)
+def run_attach(options: argparse.Namespace) -> CommandResult:
+    """Add exits with untrained heads to a network, and write it to a folder."""
+    check_network_name(options.network)
     check_data(options.weights)
     import torch
 
@@ -62,7 +64,7 @@ def run_attach(options: argparse.Namespace) -> Found:
             arguments=any_options(options.set),
         )
     except TypeError as error:
-        raise BadInput(f"{options.network} does not take these options ({error})") from error
+        raise BadInput(f"{options.network} does not accept these options ({error})") from error
     if options.weights:
         load_backbone(model, options.weights)
     if options.mean:
@@ -70,7 +72,7 @@ def run_attach(options: argparse.Namespace) -> Found:
     with new_folder(Path(options.output)) as folder:
         save_model(model, folder)
         _keep_tokenizer(Path(options.network.removeprefix("transformers:")), folder)
-    return Found(
+    return CommandResult(
         f"{options.network}, {model.num_classes} classes, exits after {', '.join(model.exits)}: {folder.resolve()}",
         {
             "path": folder.resolve(),
@@ -81,9 +83,9 @@ def run_attach(options: argparse.Namespace) -> Found:
     )
 
 
-def run_train(options: argparse.Namespace) -> Found | None:
-    """Train the heads of a network, or all of it; an interrupted training goes on where it was."""
-    check_network(options.model)
+def run_train(options: argparse.Namespace) -> CommandResult | None:
+    """Train the heads of a network, or all of it; resumes an interrupted training."""
+    check_network_folder(options.model)
     check_data(options.data, options.validation, options.tokenizer)
     from alight.data.formats import load_data
     from alight.networks.store import load_model, save_model
@@ -92,13 +94,13 @@ def run_train(options: argparse.Namespace) -> Found | None:
 
     source, folder = Path(options.model), Path(options.output or options.model)
     model = load_model(source)
-    spec, given = model.input_spec, data_options(options)
-    data = load_data(options.data, spec, split=options.split, shuffle=True, augment=options.augment, **given)
+    spec, reading = model.input_spec, data_options(options)
+    data = load_data(options.data, spec, split=options.split, shuffle=True, augment=options.augment, **reading)
     validation = None
     if options.validation:
-        validation = load_data(options.validation, spec, split="test", shuffle=False, **given)
+        validation = load_data(options.validation, spec, split="test", shuffle=False, **reading)
     try:
-        own = own_options(TrainingSettings, options.set, taken=["mode", "epochs"])
+        own = own_options(TrainingSettings, options.set, ["mode", "epochs"])
         settings = TrainingSettings(mode=options.mode, epochs=options.epochs, **own)
     except TypeError as error:
         raise BadInput(f"--set {' '.join(options.set)}: a value is of the wrong kind ({error})") from error
@@ -121,13 +123,13 @@ def run_train(options: argparse.Namespace) -> Found | None:
             with whole_folder(folder / TOKENIZER) as filling:
                 shutil.copytree(source / TOKENIZER, filling, dirs_exist_ok=True)
         checkpoint.unlink(missing_ok=True)
-    return Found(str(history), {"path": folder.resolve(), "exits": history.exits, "epochs": history.epochs})
+    return CommandResult(str(history), {"path": folder.resolve(), "exits": history.exits, "epochs": history.epochs})
 
 
-def run_record(options: argparse.Namespace) -> Found:
-    """Write down what every head says about every sample."""
-    distinct(options.data, options.output)
-    check_network(options.model)
+def run_record(options: argparse.Namespace) -> CommandResult:
+    """Record the outputs of every head for every sample."""
+    check_distinct(options.data, options.output)
+    check_network_folder(options.model)
     if options.engine == "ray":
         return recorded_on_ray(options)
     check_output_file(options)
@@ -145,19 +147,19 @@ def run_record(options: argparse.Namespace) -> Found:
         score=options.score,
         features=options.features,
         log_probabilities=options.log_probabilities,
+        settings=tuned_settings(options, model, partial(first_inputs, data, model))[0],
         progress=not options.quiet,
-        **speed_settings(options, model, partial(first_inputs, data, model)),
     )
     lines = [str(recorded)]
     if recorded.accuracies:
         pairs = zip(model.exits, recorded.accuracies, strict=True)
         lines.append("accuracy " + ", ".join(f"{name} {accuracy:.1%}" for name, accuracy in pairs))
-    return Found("\n".join(lines), recorded)
+    return CommandResult("\n".join(lines), recorded)
 
 
-def run_costs(options: argparse.Namespace) -> Found:
-    """Measure what every stage and every head costs."""
-    check_network(options.model)
+def run_costs(options: argparse.Namespace) -> CommandResult:
+    """Measure the cost of every stage and every head."""
+    check_network_folder(options.model)
     from alight.costing.measure import head_overhead, measure_costs, time_stages
     from alight.networks.multi_exit import example_of
     from alight.networks.store import load_model
@@ -166,13 +168,13 @@ def run_costs(options: argparse.Namespace) -> Found:
     example = example_of(model, options.tokens)
     if options.unit == "ms":
         timings = time_stages(model, example, options.batch_size)
-        costs, told = timings.costs(), str(timings)
+        costs, summary = timings.costs(), str(timings)
     else:
         costs = measure_costs(model, example, options.unit, options.batch_size)
-        told = f"heads before the last: {head_overhead(costs):.2%} of the plain network"
+        summary = f"heads before the last: {head_overhead(costs):.2%} of the full network"
     costs.save(options.output)
-    return Found(
-        f"{told}\n{costs}: {options.output}",
+    return CommandResult(
+        f"{summary}\n{costs}: {options.output}",
         {
             "path": options.output,
             "unit": costs.unit,
@@ -180,13 +182,13 @@ def run_costs(options: argparse.Namespace) -> Found:
             "stages": costs.stages,
             "heads": costs.heads,
             "cumulative": costs.cumulative(),
-            "plain": costs.full,
+            "full_network": costs.full,
         },
     )
 
 
 def _keep_tokenizer(source: Path, folder: Path) -> None:
-    """Put the tokenizer of a folder beside the network that reads its tokens."""
+    """Save the tokenizer of a folder beside the network that reads its tokens."""
     if (source / "tokenizer_config.json").is_file():
         from transformers import AutoTokenizer
 
@@ -203,33 +205,32 @@ def _attach_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--classes", type=count, help="number of classes (default: the network's own)")
     parser.add_argument("--image-size", type=count, help="height and width of images (default: the network's own)")
     parser.add_argument("--pretrained", action="store_true", help="download the library's weights")
-    parser.add_argument("--weights", metavar="FILE", help="trained weights of the plain network (.safetensors)")
-    parser.add_argument("--mean", type=numbers, help="taken off each channel of images in 0..1, as 0.5,0.5,0.5")
-    parser.add_argument("--std", type=numbers, help="what each channel is then divided by")
-    set_option(parser, "the network's own option")
+    parser.add_argument("--weights", metavar="FILE", help="trained weights of the full network (.safetensors)")
+    parser.add_argument("--mean", type=numbers, help="subtracted from each channel of images in 0..1, as 0.5,0.5,0.5")
+    parser.add_argument("--std", type=numbers, help="divisor of each channel then")
+    set_option(parser, "option of the network")
     parser.add_argument("--seed", type=int, default=0, help="of fresh weights (default: 0)")
-    folder = "folder for the network (default: model)"
-    parser.add_argument("-o", "--output", metavar="FOLDER", type=output_folder, default="model", help=folder)
+    folder_option(parser, "model", "folder for the network")
 
 
 def _train_arguments(parser: argparse.ArgumentParser) -> None:
     data_arguments(parser, split="train")
-    parser.add_argument("--validation", metavar="DATA", help="data to judge every epoch by")
+    device_option(parser)
+    parser.add_argument("--validation", metavar="DATA", help="data to evaluate every epoch on")
     parser.add_argument("--mode", choices=["frozen", "joint", "mixed"], default="frozen", help="default: frozen")
     parser.add_argument("--epochs", type=count, default=10, help="default: 10")
-    parser.add_argument("--augment", action="store_true", help="flip and move images at random")
+    parser.add_argument("--augment", action="store_true", help="flip and shift images at random")
     parser.add_argument("--checkpoint-every", metavar="EPOCHS", type=count, default=1, help="default: 1")
     set_option(parser, "a field of TrainingSettings, as distill=0.5")
-    folder = "folder for the trained network (default: where it was)"
-    parser.add_argument("-o", "--output", metavar="FOLDER", type=output_folder, help=folder)
+    folder_option(parser, None, "folder for the trained network (default: that of the model)")
 
 
 def _record_arguments(parser: argparse.ArgumentParser) -> None:
     data_arguments(parser, split="test")
-    parser.add_argument("--score", choices=SCORES, default="margin", help="default: margin")
-    parser.add_argument("--features", type=words, default=(), help="further scores to keep, as negative_entropy")
-    parser.add_argument("--log-probabilities", action="store_true", help="keep those too, in half precision")
-    switch_arguments(parser, allow_mismatch=False)
+    parser.add_argument("--score", choices=[*SCORES], default="margin", help="default: margin")
+    parser.add_argument("--features", type=words, default=(), help="further scores to record, as negative_entropy")
+    parser.add_argument("--log-probabilities", action="store_true", help="record them too, in half precision")
+    run_arguments(parser)
     engine_arguments(parser)
     output_option(parser, "outputs.npz", "with --engine ray a folder", output_or_folder)
 

@@ -1,136 +1,134 @@
-"""Options that several commands take, and what their words mean."""
+"""Options that several commands share: the network, its data, how it runs, and where results go."""
 
 import argparse
-import inspect
-import os
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from alight import calibrate
-from alight.errors import BadInput
-from alight.files import check_writable
+from alight.cli.arguments import count, output, output_folder
+from alight.engine.settings import RunSettings
+from alight.policies.policy import Policy
+
+TOKENIZER = "tokenizer"  # the folder beside a network that reads text
 
 
-def output(text: str) -> str:
-    """A file that can be written to, checked before the work begins."""
-    try:
-        check_writable(text)
-    except OSError as error:
-        raise argparse.ArgumentTypeError(f"cannot write {text!r}: {error.strerror}") from error
-    return text
+def model_argument(parser: argparse.ArgumentParser) -> None:
+    """Add the network."""
+    parser.add_argument("model", help="folder of a network with exits")
 
 
-def output_folder(text: str) -> str:
-    """A folder that is there or can be made, checked before the work begins."""
-    target = Path(text).resolve()
-    there = next(path for path in (target, *target.parents) if path.exists())
-    if not text or not there.is_dir():
-        raise argparse.ArgumentTypeError(f"cannot write {text!r}: {there if text else 'an empty name'} is no folder")
-    if not os.access(there, os.W_OK):
-        raise argparse.ArgumentTypeError(f"cannot write {text!r}: nothing may be written to {there}")
-    return text
+def policy_argument(parser: argparse.ArgumentParser) -> None:
+    """Add the policy."""
+    parser.add_argument("policy", help="JSON that `alight calibrate` or `alight plan` wrote")
 
 
-def count(text: str) -> int:
-    """A whole number, 1 or more."""
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r}: give a whole number, 1 or more")
-    return int(text)
+def data_arguments(parser: argparse.ArgumentParser, split: str, *, policy: bool = False) -> None:
+    """Add the network, a policy where one is used, and the data."""
+    model_argument(parser)
+    if policy:
+        policy_argument(parser)
+    parser.add_argument(
+        "data", help=".npz of images and labels, folder of class folders, cifar100:FOLDER, .jsonl of texts, ..."
+    )
+    parser.add_argument("--split", default=split, help=f"part of a data set that has several (default: {split})")
+    parser.add_argument("--batch-size", type=count, default=128, help="default: 128")
+    parser.add_argument("--workers", type=int, default=0, help="processes that load data (default: 0)")
+    tokenizer_option(parser)
 
 
-def counts(text: str) -> tuple[int, ...]:
-    """Whole numbers, as 1,64."""
-    return tuple(count(part) for part in text.split(","))
+def tokenizer_option(parser: argparse.ArgumentParser) -> None:
+    """Add --tokenizer FOLDER."""
+    parser.add_argument("--tokenizer", metavar="FOLDER", help="folder of a tokenizer (default: that of the model)")
 
 
-def numbers(text: str) -> tuple[float, ...]:
-    """Numbers, as 0.5,0.5,0.5."""
-    try:
-        return tuple(float(part) for part in text.split(","))
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{text!r}: give numbers, as 0.5,0.5,0.5") from error
+def device_option(parser: argparse.ArgumentParser) -> None:
+    """Add --device."""
+    parser.add_argument("--device", help="default: cuda if there is one")
 
 
-def words(text: str) -> list[str]:
-    """Words, as layer1,layer2."""
-    return text.split(",")
+def mismatch_option(parser: argparse.ArgumentParser) -> None:
+    """Add --allow-mismatch."""
+    parser.add_argument("--allow-mismatch", action="store_true", help="accept a policy of another network")
 
 
-def words_or_auto(text: str) -> str | list[str]:
-    """Words, or auto."""
-    return text if text == "auto" else text.split(",")
-
-
-def methods(text: str) -> list[str]:
-    """Methods, as eero,geometric."""
-    names = text.split(",")
-    if unknown := [name for name in names if name not in calibrate.METHODS]:
-        raise argparse.ArgumentTypeError(f"no method {unknown[0]!r}: choose among {', '.join(calibrate.METHODS)}")
-    return names
+def run_arguments(parser: argparse.ArgumentParser, *, tuning: bool = True) -> None:
+    """Add how a network runs: device, precision, memory layout, threads, compilation; with tuning CUDA graphs too."""
+    device_option(parser)
+    parser.add_argument("--dtype", choices=["fp32", "bf16", "fp16"], help="default: the network's own")
+    parser.add_argument("--channels-last", action="store_true", help="images with their channels last in memory")
+    parser.add_argument("--threads", type=int, help="of the CPU (default: PyTorch's own)")
+    parser.add_argument("--compile", action="store_true", help="compile each stage of the network first")
+    if tuning:
+        parser.add_argument("--graphs", action="store_true", help="replay batches on a GPU as CUDA graphs")
+        parser.add_argument(
+            "--speed", choices=["auto"], help="measure first which of these options pay here, --compile included"
+        )
 
 
 def set_option(parser: argparse.ArgumentParser, what: str) -> None:
-    """--set NAME=VALUE, as often as needed."""
+    """Add --set NAME=VALUE, as often as needed."""
     parser.add_argument("--set", metavar="NAME=VALUE", action="append", default=[], help=what)
 
 
 def output_option(
     parser: argparse.ArgumentParser, default: str | None, what: str = "", kind: Callable[[str], str] = output
 ) -> None:
-    """-o, --output FILE."""
-    told = ", ".join(part for part in (what, f"default: {default}" if default else "") if part)
-    parser.add_argument("-o", "--output", metavar="FILE", type=kind, default=default, help=told)
+    """Add -o, --output FILE."""
+    text = ", ".join(part for part in (what, f"default: {default}" if default else "") if part)
+    parser.add_argument("-o", "--output", metavar="FILE", type=kind, default=default, help=text)
 
 
-def device_option(parser: argparse.ArgumentParser) -> None:
-    """--device."""
-    parser.add_argument("--device", help="default: cuda if there is one")
+def folder_option(parser: argparse.ArgumentParser, default: str | None, what: str) -> None:
+    """Add -o, --output FOLDER."""
+    text = f"{what} (default: {default})" if default else what
+    parser.add_argument("-o", "--output", metavar="FOLDER", type=output_folder, default=default, help=text)
 
 
-def own_options(
-    method: Callable[..., Any], settings: Sequence[str], taken: Sequence[str] = (), *, progress: bool = True
-) -> dict[str, Any]:
-    """A function's own keyword arguments, from name=value; those taken have an option of their own."""
-    parameters = inspect.signature(method).parameters.items()
-    known = [name for name, each in parameters if each.kind is each.KEYWORD_ONLY and name not in taken]
-    values: dict[str, Any] = {}
-    if "progress" in known:
-        known.remove("progress")
-        values["progress"] = progress
-    for setting in settings:
-        name, equals, value = setting.partition("=")
-        if name not in known or not equals:
-            raise BadInput(f"--set {setting!r}: write NAME=VALUE with NAME one of {', '.join(known) or 'none here'}")
-        values[name] = _value(value)
-    return values
+def data_options(options: argparse.Namespace) -> dict[str, Any]:
+    """Return how data is read, as keyword arguments of `load_data`."""
+    tokenizer = options.tokenizer or Path(options.model) / TOKENIZER
+    return {"batch_size": options.batch_size, "workers": options.workers, "tokenizer": tokenizer}
 
 
-def any_options(settings: Sequence[str]) -> dict[str, Any]:
-    """Keyword arguments for a function that takes any, from name=value."""
-    if odd := [setting for setting in settings if "=" not in setting]:
-        raise BadInput(f"--set {odd[0]!r}: write NAME=VALUE")
-    return {setting.partition("=")[0]: _value(setting.partition("=")[2]) for setting in settings}
+def run_settings(options: argparse.Namespace) -> RunSettings:
+    """Return how the network runs."""
+    graphs = getattr(options, "graphs", False)  # few batches of a service are full
+    return RunSettings(
+        device(options), options.dtype, options.channels_last, options.compile, graphs, threads=options.threads
+    )
 
 
-def distinct(*paths: str | None) -> None:
-    """Refuse a command that would write over what it reads, or write one file twice."""
-    given = [Path(path).resolve() for path in paths if path]
-    if len(set(given)) < len(given):
-        twice = next(path for path in given if given.count(path) > 1)
-        raise BadInput(f"{twice} is named twice among inputs and outputs: give each its own file")
+def tuned_settings(
+    options: argparse.Namespace,
+    model: Any,
+    example: Callable[[], Any],
+    policy: Policy | None = None,
+    batch_size: int | None = None,
+) -> tuple[RunSettings, bool]:
+    """Return how the network runs, and whether survivors are rebatched; with --speed auto what is fastest here."""
+    from alight.planning.tune import tune_speed
+
+    settings = run_settings(options)
+    if options.speed is None:
+        return settings, True
+    mismatch = getattr(options, "allow_mismatch", False)
+    size = batch_size or options.batch_size
+    tuned = tune_speed(model, policy, batch_size=size, example=example(), settings=settings, allow_mismatch=mismatch)
+    if not options.quiet:
+        print(tuned, file=sys.stderr)
+    return tuned.settings, tuned.rebatch
 
 
-def _value(text: str) -> float | int | bool | str | list[float] | None:
-    named = {"true": True, "yes": True, "false": False, "no": False, "none": None}
-    if text.lower() in named:
-        return named[text.lower()]
-    for kind in (int, float):
-        try:
-            return kind(text)
-        except ValueError:
-            continue
-    try:
-        return [float(part) for part in text.split(",")] if "," in text else text
-    except ValueError:
-        return text
+def first_inputs(data: Any, model: Any) -> Any:
+    """Return the inputs of the first batch."""
+    from alight.data.batches import as_batch
+
+    return as_batch(next(iter(data)), model.input_spec).inputs
+
+
+def device(options: argparse.Namespace) -> str:
+    """Return where the network runs."""
+    import torch
+
+    return str(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))

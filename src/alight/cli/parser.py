@@ -1,33 +1,57 @@
-"""All commands, in groups, and what their --help says."""
+"""All commands in groups, their parser, and a script by which shells complete them."""
 
 import argparse
-import textwrap
 from typing import Any, NoReturn
 
-from alight import __version__, cli
-from alight.cli import completion, demo, deployment, doctor, networks, policies, serving, tables
-from alight.cli.command import Command
+from alight import __version__
+from alight.cli import demo, deployment, doctor, networks, policies, tables
+from alight.cli.arguments import count, counts, numbers
+from alight.cli.command import MEANINGS, Command, CommandResult, ExitStatus
 
+ABOUT = "Early-exit inference under a budget: say what you can spend, get predictions that keep to it."
+SHELLS = {
+    "bash": 'eval "$(alight completion bash)" in ~/.bashrc',
+    "zsh": 'eval "$(alight completion zsh)" in ~/.zshrc, after compinit',
+    "tcsh": "alight completion tcsh > ~/.alight.csh, and `source ~/.alight.csh` in ~/.tcshrc",
+}
+
+
+def run_completion(options: argparse.Namespace) -> CommandResult:
+    """Print a script that completes commands and options in your shell."""
+    import shtab
+
+    overview = parser()
+    (commands,) = (action for action in overview._actions if isinstance(action, argparse._SubParsersAction))
+    for each in commands.choices.values():
+        for action in each._actions:
+            if action.choices is None and action.nargs != 0 and action.type not in (int, float, count, counts, numbers):
+                action.complete = shtab.FILE
+    return CommandResult(shtab.complete(overview, options.shell).rstrip("\n"), None)
+
+
+def _completion_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("shell", choices=[*SHELLS], help="; ".join(f"{name}: {how}" for name, how in SHELLS.items()))
+
+
+COMPLETION = Command(
+    "completion", run_completion, _completion_arguments, tuple(f"completion {name}" for name in SHELLS), results=False
+)
 GROUPS = {
     "try it": (*demo.COMMANDS, *doctor.COMMANDS),
     "recorded outputs": tables.COMMANDS,
     "networks (with PyTorch)": (*networks.COMMANDS, *policies.COMMANDS),
-    "at work": (*deployment.COMMANDS, *serving.COMMANDS),
-    "your shell": completion.COMMANDS,
+    "deployment": deployment.COMMANDS,
+    "your shell": (COMPLETION,),
 }
 COMMANDS = {command.name: command for group in GROUPS.values() for command in group}
-ABOUT = "Early-exit inference under a budget: say what you can spend, get predictions that keep to it."
 
 
 class Parser(argparse.ArgumentParser):
     """A parser whose errors are one line."""
 
-    def __init__(self, **settings: Any) -> None:
-        super().__init__(formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False, **settings)
-
     def error(self, message: str) -> NoReturn:
-        """Say what is wrong, and leave."""
-        self.exit(cli.MISUSED, f"alight: {message} (see {self.prog} --help)\n")
+        """Print the error, and exit."""
+        self.exit(ExitStatus.INVALID_ARGUMENTS, f"alight: {message} (see {self.prog} --help)\n")
 
 
 class _Overview(Parser):
@@ -36,34 +60,40 @@ class _Overview(Parser):
     def format_help(self) -> str:
         width = max(map(len, COMMANDS))
         groups = [
-            f"{title}:\n" + "\n".join(f"  {each.name:<{width}}  {each.purpose}" for each in group)
+            "\n".join([f"{title}:", *(f"  {each.name:<{width}}  {each.purpose}" for each in group)])
             for title, group in GROUPS.items()
         ]
-        status = textwrap.indent(textwrap.dedent((cli.__doc__ or "").partition("Exit status:\n")[2]).rstrip(), "  ")
+        statuses = "\n".join(["exit status:", *(f"  {status:<3}  {text}" for status, text in MEANINGS.items())])
         closing = "alight COMMAND --help shows options and examples; alight --version the version."
-        return "\n\n".join(["usage: alight COMMAND ...", ABOUT, *groups, f"exit status:\n{status}", closing]) + "\n"
+        return "\n\n".join(["usage: alight COMMAND ...", ABOUT, *groups, statuses, closing]) + "\n"
 
     def error(self, message: str) -> NoReturn:
-        if "required: COMMAND" in message:  # nothing was asked for
-            self.exit(cli.MISUSED, self.format_help())
+        if "required: COMMAND" in message:  # an empty command line
+            self.exit(ExitStatus.INVALID_ARGUMENTS, self.format_help())
         super().error(message)
 
 
 def parser() -> argparse.ArgumentParser:
-    """The parser of all commands."""
-    overview = _Overview(prog="alight", description=ABOUT)
+    """Return the parser of all commands."""
+    overview = _Overview(prog="alight", description=ABOUT, allow_abbrev=False)
     overview.add_argument("--version", action="version", version=f"alight {__version__}")
     commands = overview.add_subparsers(required=True, metavar="COMMAND", parser_class=Parser)
     for command in COMMANDS.values():
-        add(commands, command)
+        _add(commands, command)
     return overview
 
 
-def add(commands: Any, command: Command) -> None:
-    """Put a command's parser among the others."""
+def _add(commands: Any, command: Command) -> None:
     examples = "\n".join(f"  alight {example}" for example in command.examples)
     title = "examples" if len(command.examples) > 1 else "example"
-    added = commands.add_parser(command.name, description=command.purpose, epilog=f"{title}:\n{examples}")
+    added = commands.add_parser(
+        command.name,
+        help=command.purpose,
+        description=command.purpose,
+        epilog=f"{title}:\n{examples}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
     command.arguments(added)
     if command.results:
         added.add_argument("--json", action="store_true", help="print results as JSON, for programs")

@@ -4,30 +4,47 @@ import argparse
 import sys
 from dataclasses import fields
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING
 
+import numpy as np
+
+from alight import calibrate
+from alight.cli.arguments import check_data, check_distinct, count, counts, output
 from alight.cli.clusters import check_output_file, engine_arguments, output_or_folder, predicted_on_ray
-from alight.cli.command import Command, Found
-from alight.cli.given import check_data, check_network
-from alight.cli.options import count, counts, device_option, distinct, output, output_option
-from alight.cli.switches import (
+from alight.cli.command import Command, CommandResult
+from alight.cli.options import (
     data_arguments,
     data_options,
     first_inputs,
+    mismatch_option,
     model_argument,
-    speed_settings,
-    switch_arguments,
-    switches,
+    output_option,
+    run_arguments,
+    run_settings,
+    tuned_settings,
 )
-from alight.demo.pages import write_plan
-from alight.outputs import HeadOutputs
+from alight.cli.tables import even_budgets
+from alight.evaluation import sweep
+from alight.files import check_network_folder
+from alight.outputs import Decisions, HeadOutputs
 from alight.policies.saved import load_policy
+from alight.provenance import measured_on
+from alight.report import ReportedNetwork, write_report
+
+if TYPE_CHECKING:
+    from alight.planning.plan import Plan
+
+BESIDE_A_PLAN = ("eero", "best_single_exit")  # methods that a plan's page compares, in milliseconds
+PLAN_VALUES = (
+    *("pays", "throughput", "full_throughput", "speedup", "accuracy", "full_accuracy", "largest_loss"),
+    *("open_exits", "batch_size", "settings", "reason"),
+)
 
 
-def run_predict(options: argparse.Namespace) -> Found:
-    """Answer every sample under a policy."""
-    distinct(options.data, options.policy, options.output)
-    check_network(options.model)
+def run_predict(options: argparse.Namespace) -> CommandResult:
+    """Predict every sample under a policy."""
+    check_distinct(options.data, options.policy, options.output)
+    check_network_folder(options.model)
     if options.engine == "ray":
         return predicted_on_ray(options, load_policy(options.policy))
     check_output_file(options)
@@ -40,39 +57,39 @@ def run_predict(options: argparse.Namespace) -> Found:
 
     model = load_model(options.model)
     data = load_data(options.data, model.input_spec, split=options.split, **data_options(options))
+    settings, rebatch = tuned_settings(options, model, partial(first_inputs, data, model), policy)
     predictor = Predictor(
         model,
         policy,
+        settings=settings,
         batch_size=options.batch_size,
+        rebatch=rebatch,
         probabilities=policy.keeps_predictions,
         allow_mismatch=options.allow_mismatch,
-        **speed_settings(options, model, partial(first_inputs, data, model), policy),
     )
     decisions = predictor.run(data, progress=not options.quiet)
     write_answers(decisions, options.output, names=names_of(data), classes=model.classes, unit=policy.unit)
-    return Found(
-        f"{decisions}: {options.output}",
-        {
-            "path": options.output,
-            "samples": len(decisions),
-            "mean_cost": decisions.mean_cost,
-            "unit": policy.unit,
-            "exit_shares": decisions.exit_shares,
-        },
-    )
+    return decisions_result(decisions, options.output, policy.unit)
 
 
-def run_plan(options: argparse.Namespace) -> Found:
-    """Measure whether exits pay on this machine, and write the policy that does."""
-    distinct(options.labelled, options.output, options.report)
-    check_network(options.model)
+def decisions_result(decisions: Decisions, path: str, unit: str) -> CommandResult:
+    """Return the result of a command that wrote these decisions."""
+    cost, shares = decisions.mean_cost, decisions.exit_shares
+    values = {"path": path, "num_samples": len(decisions), "mean_cost": cost, "unit": unit, "exit_shares": shares}
+    return CommandResult(f"{decisions}: {path}", values)
+
+
+def run_plan(options: argparse.Namespace) -> CommandResult:
+    """Measure whether early exit pays on this machine, and write the best policy."""
+    check_distinct(options.labelled, options.output, options.report)
+    check_network_folder(options.model)
     labelled = HeadOutputs.load(options.labelled)
     from alight.networks.multi_exit import example_of
     from alight.networks.store import load_model
     from alight.planning.plan import plan
 
     model = load_model(options.model)
-    made = plan(
+    planned = plan(
         model,
         labelled,
         example=example_of(model, options.tokens),
@@ -80,20 +97,28 @@ def run_plan(options: argparse.Namespace) -> Found:
         budget=options.budget,
         max_accuracy_loss=options.max_accuracy_loss,
         speed=options.speed,
-        **switches(options),
+        settings=run_settings(options),
     )
-    made.policy.save(options.output)
+    planned.policy.save(options.output)
     if options.report:
-        write_plan(made, labelled, options.report, title=f"{options.model}: does it pay here?")
-    told = ("pays", "throughput", "dense_throughput", "speedup", "accuracy", "dense_accuracy", "largest_loss")
-    values = {name: getattr(made, name) for name in (*told, "open_exits", "batch_size", "settings", "reason")}
-    text = f"{made}\n\n{made.policy}\n\n{options.output}"
-    return Found(text, {"path": options.output, "report": options.report, **values, "policy": made.policy.to_dict()})
+        _write_plan(planned, labelled, options.report, title=f"{options.model}: does it pay here?")
+    values = {name: getattr(planned, name) for name in PLAN_VALUES} | {"policy": planned.policy.to_dict()}
+    text = f"{planned}\n\n{planned.policy}\n\n{options.output}"
+    return CommandResult(text, {"path": options.output, "report": options.report, **values})
 
 
-def run_bench(options: argparse.Namespace) -> Found:
-    """Time a policy beside the plain network on real samples."""
-    check_network(options.model)
+def _write_plan(planned: "Plan", labelled: HeadOutputs, path: str, title: str) -> None:
+    """Write a page with a plan, and with methods at many budgets, fitted on one half of the samples."""
+    fitted, judged = labelled.split(0.5, np.random.default_rng(0))
+    methods = {name: calibrate.METHODS[name] for name in BESIDE_A_PLAN}
+    points = sweep(methods, planned.costs, even_budgets(planned.costs), labelled=fitted, test=judged)
+    network = ReportedNetwork(points, exits=tuple(planned.model.exits), plan=planned, note=measured_on("torch"))
+    write_report(network, path, title=title)
+
+
+def run_bench(options: argparse.Namespace) -> CommandResult:
+    """Time a policy against the full network on real samples."""
+    check_network_folder(options.model)
     check_data(options.data, options.tokenizer)
     policy = load_policy(options.policy)
     from alight.data.batches import as_batch
@@ -102,31 +127,28 @@ def run_bench(options: argparse.Namespace) -> Found:
     from alight.planning.timing import compare
 
     model = load_model(options.model)
-    given = data_options(options) | {"batch_size": options.samples}
-    data = load_data(options.data, model.input_spec, split=options.split, **given)
+    reading = data_options(options) | {"batch_size": options.samples}
+    data = load_data(options.data, model.input_spec, split=options.split, **reading)
     batch, measured = as_batch(next(iter(data)), model.input_spec).to("cpu"), []
     for size in options.batch_sizes:
         if not options.quiet:
             print(f"batches of {size}", file=sys.stderr)
-        settings = speed_settings(options, model, lambda: batch.inputs, policy, size)
-        measured += [compare(model, policy, batch.inputs, size, allow_mismatch=options.allow_mismatch, **settings)]
+        settings, rebatch = tuned_settings(options, model, lambda: batch.inputs, policy, size)
+        terms = {"settings": settings, "rebatch": rebatch, "allow_mismatch": options.allow_mismatch}
+        measured += [compare(model, policy, batch.inputs, size, **terms)]
     lines, accuracy = [str(each) for each in measured], None
     if batch.labels is not None:
         accuracy = measured[-1].decisions.accuracy(batch.labels.numpy())
         lines.append(f"accuracy with exits {accuracy:.1%} on {len(batch)} samples")
-    return Found(
-        "\n".join(lines), {"samples": len(batch), "accuracy": accuracy, "runs": [_figures(e) for e in measured]}
-    )
-
-
-def _figures(measured: Any) -> dict[str, Any]:
-    """The figures of a comparison, without the answers."""
-    return {each.name: getattr(measured, each.name) for each in fields(measured) if each.name != "decisions"}
+    names = [field.name for field in fields(measured[0]) if field.name != "decisions"]
+    runs = [{name: getattr(each, name) for name in names} for each in measured]
+    return CommandResult("\n".join(lines), {"num_samples": len(batch), "accuracy": accuracy, "runs": runs})
 
 
 def _predict_arguments(parser: argparse.ArgumentParser) -> None:
     data_arguments(parser, split="test", policy=True)
-    switch_arguments(parser)
+    run_arguments(parser)
+    mismatch_option(parser)
     engine_arguments(parser)
     output_option(parser, "answers.csv", ".csv or .parquet; with --engine ray a folder", output_or_folder)
 
@@ -135,18 +157,18 @@ def _plan_arguments(parser: argparse.ArgumentParser) -> None:
     model_argument(parser)
     parser.add_argument("labelled", help="recorded outputs with labels (.npz)")
     parser.add_argument("--batch-size", type=count, default=64, help="default: 64")
-    parser.add_argument("--budget", help="'60%%' of the plain network's time, or '0.2 ms' per sample")
+    parser.add_argument("--budget", help="'60%%' of the full network's time, or '0.2 ms' per sample")
     parser.add_argument("--max-accuracy-loss", type=float, help="0.01 is one point (the default without a budget)")
     parser.add_argument("--tokens", type=count, help="length of texts to measure with")
-    device_option(parser)
     output_option(parser, "policy.json")
-    parser.add_argument("--report", metavar="FILE", type=output, help="where to show the plan as an HTML page")
-    switch_arguments(parser, allow_mismatch=False)
+    parser.add_argument("--report", metavar="FILE", type=output, help="HTML page to show the plan on")
+    run_arguments(parser)
 
 
 def _bench_arguments(parser: argparse.ArgumentParser) -> None:
     data_arguments(parser, split="test", policy=True)
-    switch_arguments(parser)
+    run_arguments(parser)
+    mismatch_option(parser)
     parser.add_argument("--samples", type=count, default=512, help="how many to run (default: 512)")
     parser.add_argument("--batch-sizes", type=counts, default=(1, 64), help="default: 1,64")
 

@@ -1,74 +1,105 @@
 """Commands on recorded outputs, which need no network: calibrate, sweep, report."""
 
 import argparse
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from alight import calibrate
 from alight.budgeting.bounds import check_delta
-from alight.cli.command import Command, Found
-from alight.cli.options import distinct, methods, output, output_option, own_options, set_option, words
+from alight.cli.arguments import check_distinct, methods, output, own_options, words
+from alight.cli.command import Command, CommandResult
+from alight.cli.options import output_option, set_option
 from alight.costs import Costs, as_costs
-from alight.demo.pages import even_budgets, examples_of, points_of
 from alight.errors import AlightError, BadInput
-from alight.evaluation import sweep, write_points
+from alight.evaluation import Point, read_points, sweep, write_points
 from alight.outputs import HeadOutputs
 from alight.policies.policy import Policy
-from alight.report import ReportedNetwork, read_images, write_report
+from alight.report import ReportedNetwork, examples, read_images, write_report
 
-TABLES = ("labelled", "unlabelled", "test")
-SLOW = ("genetic", "auto")  # seconds for each budget, so only on request
+TABLES = ("labelled", "unlabelled", "test")  # arguments of `sweep`
+FAST_METHODS = {name: method for name, method in calibrate.METHODS.items() if name not in ("genetic", "auto")}
 
 
-def run_calibrate(options: argparse.Namespace) -> Found:
-    """Fit a policy to a budget, and promise to keep it."""
+def run_calibrate(options: argparse.Namespace) -> CommandResult:
+    """Fit a policy to a budget, with a guarantee if you ask for one."""
     try:
         policy = _calibrated(options)
-    except TypeError as error:  # the only values whose type nobody has checked yet
+    except TypeError as error:  # of a value of --set, the only ones whose type is not checked yet
         raise BadInput(f"--set {' '.join(options.set)}: a value is of the wrong kind ({error})") from error
     if options.output:
         policy.save(options.output)
-    return Found(str(policy), {"path": options.output, "policy": policy.to_dict()})
+    return CommandResult(str(policy), {"path": options.output, "policy": policy.to_dict()})
 
 
-def run_sweep(options: argparse.Namespace) -> Found:
+def run_sweep(options: argparse.Namespace) -> CommandResult:
     """Compare methods over budgets on test data."""
-    distinct(options.output, options.report, options.costs)
+    check_distinct(options.output, options.report, options.costs)
     if options.images and not options.report:
         raise BadInput("--images are shown in a report: give --report FILE, too")
     for path in (options.labelled, options.unlabelled, options.test, options.images):
-        distinct(path, options.output, options.report)
+        check_distinct(path, options.output, options.report)
     tables = dict(zip(TABLES, _tables(options, *TABLES), strict=True))
     costs = _costs(options.costs)
-    chosen, promises = {name: calibrate.METHODS[name] for name in options.methods}, []
+    chosen, guarantees = {name: calibrate.METHODS[name] for name in options.methods}, []
     if options.contract:
         chosen = {name: _certified(method, options) for name, method in chosen.items()}
-        promises = [f"Every policy here was certified: contract '{options.contract}', delta {options.delta:g}."]
-    budgets, shown = options.budgets or even_budgets(costs), not options.quiet
+        guarantees = [f"Every policy here was certified: contract '{options.contract}', delta {options.delta:g}."]
+    budgets = options.budgets or even_budgets(costs)
     images = read_images(options.images) if options.images else None
-    points = sweep(chosen, costs, budgets, **tables, progress=shown)
+    points = sweep(chosen, costs, budgets, **tables, progress=not options.quiet)
     if options.report:
-        left = None if images is None else examples_of(images, chosen, costs, budgets, tables)
-        write_report(ReportedNetwork(points, examples=left), options.report, title=f"{options.test}", promises=promises)
+        shown = None
+        if images is not None:  # where they leave under the first of the methods, at every budget
+            name, method = next(iter(chosen.items()))
+            policies = [method(costs, budget, tables["labelled"], tables["unlabelled"]) for budget in budgets]
+            shown = examples(images, [replace(policy, method=name) for policy in policies], tables["test"])
+        write_report(
+            ReportedNetwork(points, examples=shown), options.report, title=f"{options.test}", promises=guarantees
+        )
     write_points(points, options.output)
     lines = [str(point) for point in points if point.method in chosen]
-    return Found("\n".join(lines), {"path": options.output, "report": options.report, "points": points})
+    return CommandResult("\n".join(lines), {"path": options.output, "report": options.report, "points": points})
 
 
-def run_report(options: argparse.Namespace) -> Found:
-    """Draw the points of sweeps as one HTML page."""
-    distinct(*options.points, options.output)
+def run_report(options: argparse.Namespace) -> CommandResult:
+    """Draw the points of sweeps on one HTML page."""
+    check_distinct(*options.points, options.output)
     title = options.title or ", ".join(options.points)
-    page = write_report(points_of(options.points), options.output, title=title).resolve()
-    return Found(str(page), {"path": page})
+    page = write_report(_points(options.points), options.output, title=title).resolve()
+    return CommandResult(str(page), {"path": page})
+
+
+def even_budgets(costs: Costs) -> list[str]:
+    """Return 17 percentages from the first exit to the full network; one alone where the first exit costs more.
+
+    >>> even_budgets(Costs([4.0, 4.0], [0.0, 0.0]))[:2]
+    ['50%', '53.125%']
+    >>> even_budgets(Costs([4.0, 1.0], [2.0, 0.0]))
+    ['120%']
+    """
+    lowest = np.ceil(100 * costs.cumulative()[0] / costs.full)
+    return list(dict.fromkeys(f"{percent:g}%" for percent in np.linspace(lowest, max(lowest, 100), 17)))
+
+
+def _points(paths: Sequence[str]) -> list[Point] | dict[str, list[Point]]:
+    """Return the points of one table, or those of several by the names of their files."""
+    if len(paths) == 1:
+        return read_points(paths[0])
+    stems = [Path(path).stem for path in paths]
+    names = stems if len(set(stems)) == len(stems) else paths
+    return {name: read_points(path) for name, path in zip(names, paths, strict=True)}
 
 
 def _calibrated(options: argparse.Namespace) -> Policy:
     method = calibrate.METHODS[options.method]
     own = own_options(method, options.set, progress=not options.quiet)
     labelled, unlabelled = _tables(options, "labelled", "unlabelled")
-    distinct(options.labelled, options.output, options.costs)
+    check_distinct(options.labelled, options.output, options.costs)
     if options.budget is None and not (options.contract or options.risk):
         raise BadInput("there is no budget: give --budget, or --risk and --alpha for the cheapest policy")
     method = calibrate.pruned(method) if options.prune else method
@@ -88,7 +119,7 @@ def _certified(method: calibrate.Method, options: argparse.Namespace) -> calibra
 
 
 def _tables(options: argparse.Namespace, *names: str) -> list[Any]:
-    """The tables behind these options; one given twice is one table, so that methods notice."""
+    """Return the tables of these options; one given twice is one object, so that methods notice."""
 
     @cache
     def load(path: Path) -> HeadOutputs:
@@ -101,7 +132,7 @@ def _tables(options: argparse.Namespace, *names: str) -> list[Any]:
 
 
 def _costs(text: str) -> Costs:
-    """Costs from a file, or cumulative ones written out as 1,2.5,4."""
+    """Return costs from a file, or cumulative ones from text such as 1,2.5,4."""
     if Path(text).is_file():
         return Costs.load(text)
     try:
@@ -116,22 +147,21 @@ def _calibrate_arguments(parser: argparse.ArgumentParser) -> None:
     _table_arguments(parser)
     parser.add_argument("--budget", help="a number in the costs' unit, '50%%', '2.5 GFLOPs', '3 ms'")
     known = f"{', '.join(calibrate.METHODS)} (default: eero)"
-    parser.add_argument("--method", choices=calibrate.METHODS, metavar="METHOD", default="eero", help=known)
+    parser.add_argument("--method", choices=[*calibrate.METHODS], metavar="METHOD", default="eero", help=known)
     parser.add_argument("--prune", action="store_true", help="close exits that are not worth their heads")
     _contract_options(parser, "batch", "stream")
     risks = ["error", "excess_error", "disagreement"]
-    parser.add_argument("--risk", choices=risks, help="what to promise about answers")
-    parser.add_argument("--alpha", type=float, help="the most that the risk may be")
+    parser.add_argument("--risk", choices=risks, help="what to guarantee about predictions")
+    parser.add_argument("--alpha", type=float, help="highest risk that is allowed")
     set_option(parser, "a method's own option")
     output_option(parser, None, "where to write the policy (JSON)")
 
 
 def _sweep_arguments(parser: argparse.ArgumentParser) -> None:
     _table_arguments(parser, "test")
-    fast = [name for name in calibrate.METHODS if name not in SLOW]
     slow = "default: all but genetic and auto, which take seconds each"
-    parser.add_argument("--methods", type=methods, default=fast, help=slow)
-    parser.add_argument("--budgets", type=words, help="default: 17 from the cheapest exit to the plain network")
+    parser.add_argument("--methods", type=methods, default=list(FAST_METHODS), help=slow)
+    parser.add_argument("--budgets", type=words, help="default: 17 from the cheapest exit to the full network")
     _contract_options(parser)
     output_option(parser, "points.csv")
     parser.add_argument("--report", metavar="FILE", type=output, help="where to draw the points as an HTML page")
@@ -139,15 +169,15 @@ def _sweep_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _report_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("points", nargs="+", help="CSV that `alight sweep` wrote; of several, one network each")
+    parser.add_argument("points", nargs="+", help="CSV that `alight sweep` wrote; each is shown as one network")
     output_option(parser, "report.html")
     parser.add_argument("--title", help="default: the name of the CSV")
 
 
 def _contract_options(parser: argparse.ArgumentParser, *further: str) -> None:
     contracts = ["mean", "probability", *further]
-    parser.add_argument("--contract", choices=contracts, help="what to promise about cost")
-    parser.add_argument("--delta", type=float, default=0.05, help="probability that a promise fails (default: 0.05)")
+    parser.add_argument("--contract", choices=contracts, help="what to guarantee about cost")
+    parser.add_argument("--delta", type=float, default=0.05, help="probability that a guarantee fails (default: 0.05)")
 
 
 def _table_arguments(parser: argparse.ArgumentParser, *further: str) -> None:
@@ -160,7 +190,7 @@ def _table_arguments(parser: argparse.ArgumentParser, *further: str) -> None:
         parser.add_argument(name, help=f"recorded outputs of {name} data, with labels (.npz)")
     parser.add_argument("--unlabelled", metavar="FILE", help="recorded outputs that set the thresholds")
     parser.add_argument("--costs", required=True, help="costs.json, or cumulative costs of the exits as 1,2.5,4")
-    parser.add_argument("--score", help="another score of the tables than the one they were recorded with")
+    parser.add_argument("--score", help="score to use instead of the one the tables were recorded with")
 
 
 COMMANDS = (

@@ -1,7 +1,7 @@
-"""The main job on handwritten digits, live: a network with exits is trained, measured, held to a budget and timed."""
+"""Digits, live: train a network with exits, measure its costs, calibrate it to a budget, and time it."""
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,10 +14,8 @@ from alight import calibrate
 from alight.costing.measure import measure_costs
 from alight.costs import Costs
 from alight.data.batches import as_inputs, as_tensor
-from alight.demo.chapter import Say
-from alight.demo.pages import examples_of, measured_on
+from alight.engine.backends.torch.prepare import threads
 from alight.engine.predictor import Predictor
-from alight.engine.prepare import threads
 from alight.engine.recorder import record
 from alight.evaluation import sweep
 from alight.files import write_arrays
@@ -26,31 +24,32 @@ from alight.networks.store import save_model
 from alight.networks.zoo import resnet_digits
 from alight.outputs import Decisions, HeadOutputs
 from alight.planning.plan import Plan, plan
-from alight.planning.timing import Comparison, compare
+from alight.planning.timing import compare
 from alight.policies.policy import Policy
-from alight.report import ReportedNetwork
+from alight.provenance import measured_on
+from alight.report import ReportedNetwork, examples
 from alight.training.settings import TrainingSettings
 from alight.training.training import train_heads
 
-TRAINED, CALIBRATED = 797, 500  # of 1,797 digits; the other 500 are for the test
+TRAINED, CALIBRATED = 797, 500  # of 1,797 digits; the other 500 are the test set
 EPOCHS, LEARNING_RATE = 10, 3e-3
 BUDGET, LOSS = "50%", 0.01
 THREADS = 1  # of torch, so that times are those of one core whatever else the machine does
 BATCH_SIZE = 64
-TIMED = {1: 200, BATCH_SIZE: 500}  # samples to time, by batch size
-FIGURES = ("batch_size", "plain_per_second", "per_second", "speedup", "low", "high")  # of a run, for programs
+TIMED = {1: 200, BATCH_SIZE: 500}  # number of samples by batch size
+TIMINGS = ("batch_size", "full_per_second", "per_second", "speedup", "low", "high")  # of a comparison, in JSON
 
 
 class Digits(NamedTuple):
-    """Grey images of 8 x 8 as bytes, and what they show."""
+    """Grey images of 8 x 8 as bytes, and their labels."""
 
     images: np.ndarray
     labels: np.ndarray
 
 
 @dataclass(frozen=True)
-class Live:
-    """A network that was trained here, and what was measured of it."""
+class LiveDemo:
+    """A network that was trained here, and what was measured."""
 
     model: MultiExitModel
     seconds: float  # of training
@@ -58,64 +57,66 @@ class Live:
     times: Costs  # milliseconds in batches of 64
     labelled: HeadOutputs
     test: HeadOutputs
-    digits: Digits  # of the test
+    digits: Digits  # of the test set
     policy: Policy
     decisions: Decisions
-    runs: Sequence[Comparison]  # beside the plain network
+    runs: Sequence[SpeedComparison]  # with the full network
     plan: Plan
     networks: Mapping[str, ReportedNetwork]
 
     @property
-    def promises(self) -> list[str]:
-        """What is promised about the policy, and how it turned out."""
-        told = f"On {len(self.test)} test digits it spent {self.spent:.1%} of the plain network's FLOPs."
-        return [f"Digits, {BUDGET} of the plain network's FLOPs: {self.policy.certificate} {told}"]
+    def guarantees(self) -> list[str]:
+        """The policy's certificate, and what was measured on the test set."""
+        measured = f"On {len(self.test)} test digits it spent {_percent(self.spent)} of the full network's FLOPs."
+        return [f"Digits, {BUDGET} of the full network's FLOPs: {self.policy.certificate} {measured}"]
 
     @property
     def accuracies(self) -> list[float]:
-        """Share of test digits that every exit has right."""
+        """Test accuracy of each exit."""
         return self.test.correct().mean(axis=0).tolist()
 
     @property
     def accuracy(self) -> float:
-        """Share of test digits that are right where they left."""
+        """Test accuracy under the policy."""
         return self.decisions.accuracy(self.digits.labels)
 
     @property
     def spent(self) -> float:
-        """FLOPs that the test took, as a share of the plain network's."""
+        """FLOPs spent on the test set, as a share of the full network's."""
         return self.decisions.mean_cost / self.flops.full
 
-    def rows(self) -> dict[str, str]:
-        """From the network to the plan, a line each."""
-        shares = (self.flops.cumulative() / self.flops.full).tolist()
+    def lines(self) -> dict[str, str]:
+        """Return one line per result, by name."""
+        names, shares = self.model.exits, self.flops.cumulative() / self.flops.full
         exits = [
-            f"{name} {right:.1%} at {share:.0%}"
-            for name, right, share in zip(self.model.exits, self.accuracies, shares, strict=True)
+            f"{n} {_percent(a)} at {_percent(s, 0)}" for n, a, s in zip(names, self.accuracies, shares, strict=True)
         ]
-        left = [f"{name} {share:.0%}" for name, share in zip(self.model.exits, self.decisions.exit_shares, strict=True)]
+        left = [f"{n} {_percent(s, 0)}" for n, s in zip(names, self.decisions.exit_shares, strict=True)]
+        guarantee = self.policy.certificate.promise if self.policy.certificate else ""
         return {
-            "network": f"a ResNet with 4 exits, trained here on {TRAINED} digits in {self.seconds:.0f} s,"
-            f" {self.flops.full / 1e6:.1f} MFLOPs, {self.times.full:.2f} ms a digit in batches of {BATCH_SIZE}",
-            "exits": f"accuracy and share of the FLOPs: {', '.join(exits)}",
-            "budget": f"{BUDGET} of the FLOPs. {self.policy.certificate.promise if self.policy.certificate else ''}",
-            "spent": f"{self.spent:.1%} of the FLOPs, {self.accuracy:.1%} right; left at {', '.join(left)}",
+            "full network": f"{self.flops.full / 1e6:.1f} MFLOPs per sample, {_percent(self.accuracies[-1])} accuracy,"
+            f" {self.times.full:.2f} ms per digit in batches of {BATCH_SIZE};"
+            f" a ResNet with {len(names)} exits, trained on {TRAINED} digits in {self.seconds:.0f} s",
+            "exits": f"accuracy at share of the FLOPs: {', '.join(exits)}",
+            "budget": f"{BUDGET} of the FLOPs. {guarantee}",
+            "spent": f"{_percent(self.spent)} of the FLOPs, {_percent(self.accuracy)} accuracy; share of samples that"
+            f" leave at each exit: {', '.join(left)}",
             **{f"batch {run.batch_size}": _timed(run) for run in self.runs},
             "plan": _planned(self.plan),
         }
 
     def values(self) -> dict[str, Any]:
-        """All that was measured."""
+        """Return all measurements, for programs."""
         exits = zip(self.model.exits, self.accuracies, self.flops.cumulative(), self.decisions.exit_shares, strict=True)
         return {
             "digits": {
                 "training_seconds": self.seconds,
-                "plain": {"FLOPs": self.flops.full, "ms": self.times.full, "accuracy": self.accuracies[-1]},
+                "full_network": {"FLOPs": self.flops.full, "ms": self.times.full, "accuracy": self.accuracies[-1]},
                 "exits": {name: {"accuracy": a, "FLOPs": cost, "share": share} for name, a, cost, share in exits},
                 "accuracy": self.accuracy,
                 "spent": self.spent,
-                "promise": str(self.policy.certificate),
-                "runs": [{name: getattr(run, name) for name in FIGURES} for run in self.runs],
+                "guarantee": str(self.policy.certificate),
+                "runs": [{name: getattr(run, name) for name in TIMINGS} for run in self.runs],
                 "plan": {name: getattr(self.plan, name) for name in ("pays", "speedup", "accuracy", "reason")},
             }
         }
@@ -132,46 +133,47 @@ class Live:
         write_arrays(own / "test.npz", "digits", self.digits._asdict())
 
 
-def run_live(say: Say, methods: Mapping[str, Any], budgets: Sequence[str], progress: bool) -> Live:
-    """Everything on the processor, from bare digits to a plan, and all methods on what the exits said."""
+def run_live(
+    say: Callable[[str], None], methods: Mapping[str, calibrate.Method], budgets: Sequence[str], progress: bool
+) -> LiveDemo:
+    """Train, measure, calibrate, time and plan on the CPU, and run all methods on the recorded outputs."""
     with threads(THREADS):
-        training, calibration, test = digits_in_three()
+        training, calibration, test = split_digits()
         say(f"training a ResNet with 4 exits on {len(training.labels)} digits")
         start = time.perf_counter()
-        model = _trained(training, progress)
+        model = _train(training, progress)
         seconds = time.perf_counter() - start
         (inputs,) = map(as_tensor, as_inputs(test.images, model.input_spec))
-        say("measuring what each stage and head costs: FLOPs, and milliseconds on this machine")
+        say("measuring the cost of each stage and head: FLOPs, and milliseconds on this machine")
         flops, times = measure_costs(model, inputs[:1]), measure_costs(model, inputs, "ms", BATCH_SIZE)
-        say(f"recording what the exits say, and calibrating for {BUDGET} of the plain network's FLOPs")
+        say(f"recording the outputs of all exits, and calibrating for {BUDGET} of the full network's FLOPs")
         labelled, tested = (record(model, tuple(each), progress=progress) for each in (calibration, test))
         policy = calibrate.certified_probability(calibrate.eero)(flops, BUDGET, labelled)
         decisions = Predictor(model, policy, batch_size=BATCH_SIZE)(inputs)
-        say("timing it against the plain network, by turns")
+        say("timing it against the full network, interleaved")
         runs = [compare(model, policy, inputs[:count], size) for size, count in TIMED.items()]
         say(f"planning: which policy loses at most {100 * LOSS:g} point, and does it pay here?")
-        made = plan(model, labelled, example=inputs, batch_size=BATCH_SIZE, max_accuracy_loss=LOSS)
+        planned = plan(model, labelled, example=inputs, batch_size=BATCH_SIZE, max_accuracy_loss=LOSS)
     say(f"comparing {len(methods)} methods on the digits")
     points = sweep(methods, flops, budgets, labelled=labelled, test=tested, progress=progress)
-    tables = {"labelled": labelled, "unlabelled": None, "test": tested}
-    shown = examples_of(test.images, methods, flops, budgets, tables)
-    page = ReportedNetwork(points, exits=model.exits, examples=shown, plan=made, note=measured_on("torch"))
-    return Live(
-        model, seconds, flops, times, labelled, tested, test, policy, decisions, runs, made, {"digits, live": page}
+    shown = examples(test.images, [calibrate.eero(flops, budget, labelled) for budget in budgets], tested)
+    page = ReportedNetwork(points, exits=model.exits, examples=shown, plan=planned, note=measured_on("torch"))
+    return LiveDemo(
+        model, seconds, flops, times, labelled, tested, test, policy, decisions, runs, planned, {"digits, live": page}
     )
 
 
-def digits_in_three() -> tuple[Digits, Digits, Digits]:
-    """Scikit-learn's digits, shuffled: to train on, to calibrate on, and to test on."""
-    found = load_digits()
-    order = np.random.default_rng(0).permutation(len(found.target))
-    images = np.round(found.images[order] * (255 / 16)).astype(np.uint8)
+def split_digits() -> tuple[Digits, Digits, Digits]:
+    """Return scikit-learn's digits, shuffled, in three parts: training, calibration and test."""
+    data = load_digits()
+    order = np.random.default_rng(0).permutation(len(data.target))
+    images = np.round(data.images[order] * (255 / 16)).astype(np.uint8)
     ends = [TRAINED, TRAINED + CALIBRATED]
-    training, calibration, test = map(Digits, np.split(images, ends), np.split(found.target[order], ends))
+    training, calibration, test = map(Digits, np.split(images, ends), np.split(data.target[order], ends))
     return training, calibration, test
 
 
-def _trained(training: Digits, progress: bool) -> MultiExitModel:
+def _train(training: Digits, progress: bool) -> MultiExitModel:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = resnet_digits()
@@ -180,16 +182,20 @@ def _trained(training: Digits, progress: bool) -> MultiExitModel:
     return model.eval()
 
 
-def _timed(run: Comparison) -> str:
-    verdict = "" if run.low > 1 else "exits do not pay here: "
-    spread = f"{run.speedup:.2f} times as fast as the plain network ({run.low:.2f} to {run.high:.2f})"
-    return f"{verdict}{spread}, {run.per_second:,.0f} digits/s instead of {run.plain_per_second:,.0f}"
+def _timed(run: SpeedComparison) -> str:
+    verdict = "" if run.low > 1 else "early exit is not worth it here: "
+    speedup = f"{run.speedup:.2f}x as fast as the full network (quartiles {run.low:.2f}x to {run.high:.2f}x)"
+    return f"{verdict}{speedup}, {run.per_second:,.0f} digits/s instead of {run.full_per_second:,.0f}"
 
 
-def _planned(made: Plan) -> str:
-    asked = f"at most {100 * LOSS:g} point lost, batches of {made.batch_size}"
-    if not made.pays:
-        return f"{asked}: {made.reason}"
-    lost = 100 * (made.dense_accuracy - made.accuracy)
-    told = f"{lost:.1f} points lost on held-out digits, at most {100 * made.largest_loss:.1f} with 95 % confidence"
-    return f"{asked}: {made.speedup:.2f} times as fast, {told}"
+def _planned(planned: Plan) -> str:
+    limit = f"at most {100 * LOSS:g} point of accuracy lost, batches of {planned.batch_size}"
+    if not planned.pays:
+        return f"{limit}: {planned.reason}"
+    lost = 100 * (planned.full_accuracy - planned.accuracy)
+    loss = f"{lost:.1f} points lost on held-out digits, at most {100 * planned.largest_loss:.1f} with 95 % confidence"
+    return f"{limit}: {planned.speedup:.2f}x as fast, {loss}"
+
+
+def _percent(share: float, digits: int = 1) -> str:
+    return f"{100 * share:.{digits}f} %"

@@ -1,4 +1,4 @@
-"""What lies in the folder of a network, known without torch."""
+"""Save networks to folders and load them."""
 
 import hashlib
 import json
@@ -15,29 +15,13 @@ from safetensors.torch import save
 from torch import Tensor
 
 from alight.errors import BadFile, BadInput, Mismatch
-from alight.files import PathLike, read_json, write_json, write_whole
+from alight.files import CONFIG, WEIGHTS, PathLike, check_network_folder, read_json, write_json, write_whole
 from alight.networks.attach import attach_heads, from_outputs
 from alight.networks.cascade import cascade
 from alight.networks.heads import HEADS, Factory
 from alight.networks.libraries import BUILDERS, Heads, build
 from alight.networks.multi_exit import MultiExitModel, Normalisation, described_example, structure
 from alight.networks.zoo import NATIVE, ZOO
-
-WEIGHTS, CONFIG = "model.safetensors", "config.json"
-EXPORTED = "manifest.json"  # in a folder of stages for elsewhere
-
-
-def check_layout(folder: Path) -> None:
-    """That weights and config are in the folder."""
-    if not folder.is_dir():
-        raise FileNotFoundError(f"there is no folder {folder}")
-    if (folder / EXPORTED).is_file() and not (folder / WEIGHTS).is_file():
-        raise BadFile(
-            folder, "it holds an exported network", "use `alight run`, or give the folder it was exported from"
-        )
-    for name in (WEIGHTS, CONFIG):
-        if not (folder / name).is_file():
-            raise BadFile(folder, f"it has no {name}", "give a folder that alight saved a network to")
 
 
 def fingerprint(model: MultiExitModel, **settings: object) -> str:
@@ -191,7 +175,7 @@ def _apart(state: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, str]]
 
 def _read(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Weights and config of a folder."""
-    check_layout(folder)
+    check_network_folder(folder)
     config = read_json(folder / CONFIG, KIND)
     try:
         with safetensors.safe_open(folder / WEIGHTS, framework="pt") as file:

@@ -41,11 +41,11 @@ class Planned(Protocol):
     @property
     def throughput(self) -> float: ...  # noqa: D102
     @property
-    def dense_throughput(self) -> float: ...  # noqa: D102
+    def full_throughput(self) -> float: ...  # noqa: D102
     @property
     def accuracy(self) -> float: ...  # noqa: D102
     @property
-    def dense_accuracy(self) -> float: ...  # noqa: D102
+    def full_accuracy(self) -> float: ...  # noqa: D102
     @property
     def batch_size(self) -> int: ...  # noqa: D102
     @property

@@ -94,7 +94,7 @@ def _plan(plan: Planned, exits: Sequence[str]) -> dict[str, Any]:
         "reason": plan.reason,
         "batchSize": plan.batch_size,
         "openExits": names,
-        "plain": {"throughput": plan.dense_throughput, "accuracy": plan.dense_accuracy},
+        "plain": {"throughput": plan.full_throughput, "accuracy": plan.full_accuracy},
         "planned": {"throughput": plan.throughput, "accuracy": plan.accuracy},
     }
 

@@ -69,7 +69,7 @@ def test_a_plan_is_shown_beside_the_plain_network(tmp_path, monkeypatch, capsys)
     (network,) = networks_of("page.html")
     assert told["report"] == "page.html"
     assert network["plan"]["planned"] == {"throughput": told["throughput"], "accuracy": told["accuracy"]}
-    assert network["plan"]["plain"]["throughput"] == told["dense_throughput"]
+    assert network["plan"]["plain"]["throughput"] == told["full_throughput"]
     assert network["unit"] == "ms"
     assert network["exits"][:2] == ["layer1", "layer2"]
     assert "measured on" in network["note"]

@@ -1,0 +1,173 @@
+"""Values of arguments, checked before the work begins and before torch is loaded, which takes seconds."""
+
+import argparse
+import errno
+import inspect
+import os
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from alight import calibrate
+from alight.errors import BadInput
+from alight.files import check_writable
+
+LIBRARIES = ("timm", "torchvision", "transformers", "zoo")
+
+
+def output(text: str) -> str:
+    """Return the path of a file that can be written to."""
+    try:
+        check_writable(text)
+    except OSError as error:
+        raise argparse.ArgumentTypeError(f"cannot write {text!r}: {error.strerror}") from error
+    return text
+
+
+def output_folder(text: str) -> str:
+    """Return the path of a folder that exists or can be created."""
+    target = Path(text).resolve()
+    existing = next(path for path in (target, *target.parents) if path.exists())
+    if not text or not existing.is_dir():
+        where = existing if text else "an empty name"
+        raise argparse.ArgumentTypeError(f"cannot write {text!r}: {where} is not a folder")
+    if not os.access(existing, os.W_OK):
+        raise argparse.ArgumentTypeError(f"cannot write {text!r}: {existing} is read-only")
+    return text
+
+
+def count(text: str) -> int:
+    """Return a whole number, 1 or more."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r}: give a whole number, 1 or more")
+    return int(text)
+
+
+def counts(text: str) -> tuple[int, ...]:
+    """Return whole numbers from text such as 1,64."""
+    return tuple(count(part) for part in text.split(","))
+
+
+def numbers(text: str) -> tuple[float, ...]:
+    """Return numbers from text such as 0.5,0.5,0.5."""
+    try:
+        return tuple(float(part) for part in text.split(","))
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r}: give numbers, as 0.5,0.5,0.5") from error
+
+
+def words(text: str) -> list[str]:
+    """Return words from text such as layer1,layer2."""
+    return text.split(",")
+
+
+def words_or_auto(text: str) -> str | list[str]:
+    """Return words, or auto."""
+    return text if text == "auto" else text.split(",")
+
+
+def methods(text: str) -> list[str]:
+    """Return names of methods from text such as eero,geometric."""
+    names = text.split(",")
+    if unknown := [name for name in names if name not in calibrate.METHODS]:
+        raise argparse.ArgumentTypeError(f"no method {unknown[0]!r}: choose among {', '.join(calibrate.METHODS)}")
+    return names
+
+
+def own_options(
+    function: Callable[..., Any], settings: Sequence[str], reserved: Sequence[str] = (), *, progress: bool = True
+) -> dict[str, Any]:
+    """Return a function's keyword arguments from NAME=VALUE, except reserved ones, which have an option."""
+    parameters = inspect.signature(function).parameters.items()
+    known = [name for name, each in parameters if each.kind is each.KEYWORD_ONLY and name not in reserved]
+    values: dict[str, Any] = {}
+    if "progress" in known:
+        known.remove("progress")
+        values["progress"] = progress
+    for setting in settings:
+        name, equals, value = setting.partition("=")
+        if name not in known or not equals:
+            raise BadInput(f"--set {setting!r}: write NAME=VALUE with NAME one of {', '.join(known) or 'none here'}")
+        values[name] = _value(value)
+    return values
+
+
+def any_options(settings: Sequence[str]) -> dict[str, Any]:
+    """Return keyword arguments from NAME=VALUE for a function that takes any."""
+    if invalid := [setting for setting in settings if "=" not in setting]:
+        raise BadInput(f"--set {invalid[0]!r}: write NAME=VALUE")
+    return {setting.partition("=")[0]: _value(setting.partition("=")[2]) for setting in settings}
+
+
+def check_distinct(*paths: str | None) -> None:
+    """Check that no file is named twice, so that a command does not write over what it reads."""
+    resolved = [Path(path).resolve() for path in paths if path]
+    if len(set(resolved)) < len(resolved):
+        twice = next(path for path in resolved if resolved.count(path) > 1)
+        raise BadInput(f"{twice} is named twice among inputs and outputs: give each its own file")
+
+
+def check_data(*places: str | None) -> None:
+    """Check that the data exists: a file, a folder, or the folder of NAME:FOLDER."""
+    for where in places:
+        if where is not None and not Path(where).exists() and not Path(where.partition(":")[2] or where).exists():
+            raise FileNotFoundError(errno.ENOENT, "there is no such file or folder", where)
+
+
+def check_network_name(network: str) -> None:
+    """Check that a network is named as one of a library."""
+    library, _, name = network.partition(":")
+    if library not in LIBRARIES or not name:
+        raise BadInput(f"network {network!r}: write timm:NAME, torchvision:NAME, transformers:FOLDER or zoo:NAME")
+
+
+@contextmanager
+def new_folder(folder: Path, keep: str = "") -> Iterator[Path]:
+    """Yield the folder, created if need be; if the work fails, remove what was created, except the file to keep.
+
+    >>> from tempfile import mkdtemp
+    >>> folder = Path(mkdtemp()) / "runs" / "first"
+    >>> try:
+    ...     with new_folder(folder):
+    ...         raise ValueError
+    ... except ValueError:
+    ...     folder.parent.exists()
+    False
+    """
+    missing = [path for path in (folder, *folder.parents) if not path.exists()]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        yield folder
+    except BaseException:
+        if missing:
+            _clear(folder, missing[-1], keep)
+        raise
+
+
+def _clear(folder: Path, first: Path, keep: str) -> None:
+    """Remove the first folder that was created, or all but the file to keep in the last."""
+    if not (keep and (folder / keep).exists()):
+        shutil.rmtree(first, ignore_errors=True)
+        return
+    for path in folder.iterdir():
+        if path.is_dir():
+            shutil.rmtree(path, ignore_errors=True)
+        elif path.name != keep:
+            path.unlink()
+
+
+def _value(text: str) -> float | int | bool | str | list[float] | None:
+    named = {"true": True, "yes": True, "false": False, "no": False, "none": None}
+    if text.lower() in named:
+        return named[text.lower()]
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    try:
+        return [float(part) for part in text.split(",")] if "," in text else text
+    except ValueError:
+        return text
