@@ -11,7 +11,7 @@ from torch import nn
 from alight import MultiExitModel, Predictor, deploy, export_model, load_compiled
 from alight.errors import AlightError, BadInput
 from alight.policies.policy import ExitAt, Threshold
-from alight.serve.network import load_network
+from alight.serve.model import load_served_model
 
 
 @pytest.mark.compiled
@@ -33,7 +33,7 @@ def test_compiled_stages_decide_what_the_predictor_decides(tmp_path):
         found = deployed(numbers)
         assert (found.predictions == expected.predictions).all()
         assert (found.exits == expected.exits).all()
-    served = load_network(folder, {"rule": rule}, threads=1)
+    served = load_served_model(folder, {"rule": rule}, threads=1)
     assert (served.runners["rule"](numbers).exits == expected.exits).all()
     assert served.engine == "PyTorch, compiled ahead of time"
     with pytest.raises(BadInput, match=r"load them with alight\.load_compiled"):

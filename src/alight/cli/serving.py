@@ -2,6 +2,7 @@
 
 import argparse
 import os
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,9 @@ def run_serve(options: argparse.Namespace) -> None:
     exported = (folder / EXPORTED).is_file()
     if not exported:
         check_network(options.model)
-    from alight.serve.limits import Limits
+    from alight.serve.model import load_served_model
     from alight.serve.run import Address, load_policies, serve
+    from alight.serve.schemas import Limits
 
     limits = Limits(
         batch=options.batch_size,
@@ -33,18 +35,23 @@ def run_serve(options: argparse.Namespace) -> None:
         tokens=options.max_tokens,
         timeout=options.timeout,
     )
-    serve(
+    load = partial(
+        load_served_model,
         folder,
         load_policies([Path(path) for path in options.policies]),
+        tokenizer=Path(options.tokenizer) if options.tokenizer else None,
+        max_tokens=options.max_tokens,
+        threads=options.threads,
+        allow_mismatch=options.allow_mismatch,
+        switches=_switches(options, exported),
+    )
+    serve(
+        load,
         Address(options.host, options.port),
         limits,
         state=None if options.no_state else Path(options.state),
         token=_token(options.token_file),
         log_level=options.log_level,
-        tokenizer=Path(options.tokenizer) if options.tokenizer else None,
-        threads=options.threads,
-        allow_mismatch=options.allow_mismatch,
-        **_switches(options, exported),
     )
 
 
