@@ -19,6 +19,7 @@ import numpy as np
 from alight.errors import BadFile, BadInput
 
 SCHEMA = 1  # raised whenever an older alight could no longer read what is written
+PLAN, DONE = "plan.json", "job.json"  # beside partitions of a job: what is to be done, and that all of it is
 AT_ONCE = 2**20  # bytes that are copied from file to file
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # the disk, what a user may have of it, or a file, is full
 

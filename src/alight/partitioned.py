@@ -7,10 +7,8 @@ from pathlib import Path
 import numpy as np
 
 from alight.errors import BadFile, Mismatch
-from alight.files import PathLike
+from alight.files import DONE, PLAN, PathLike
 from alight.outputs import Floats, HeadOutputs
-
-PLAN, MANIFEST = "plan.json", "manifest.json"  # what is to be done, and that it is: beside partitions that a job writes
 
 
 @dataclass(frozen=True)
@@ -89,7 +87,7 @@ class PartitionedOutputs:
 
 
 def _paths(folder: Path) -> tuple[Path, ...]:
-    if (folder / PLAN).exists() and not (folder / MANIFEST).exists():
+    if (folder / PLAN).exists() and not (folder / DONE).exists():
         raise BadFile(folder, "its recording is not finished", "run the command that began it again, it goes on")
     paths = tuple(sorted(path for path in folder.glob("*.npz") if not path.name.startswith(".")))
     if not paths:

@@ -37,7 +37,12 @@ def predicted_on_ray(options: argparse.Namespace, policy: Policy) -> Found:
     from alight.cluster.jobs import predict_on_ray
 
     done = predict_on_ray(
-        options.model, policy, options.data, _folder(options), _how(options), allow_mismatch=options.allow_mismatch
+        options.model,
+        policy,
+        options.data,
+        _folder(options),
+        _job_config(options),
+        allow_mismatch=options.allow_mismatch,
     )
     cost = done.totals["spent"] / done.num_samples
     shares = [each / done.num_samples for each in done.totals["exits"]]
@@ -54,8 +59,8 @@ def recorded_on_ray(options: argparse.Namespace) -> Found:
     from alight.cluster.jobs import record_on_ray
 
     kept = {name: getattr(options, name) for name in ("score", "features", "log_probabilities")}
-    done = record_on_ray(options.model, options.data, _folder(options), _how(options), **kept)
-    accuracies = [right / done.num_samples for right in done.totals["right"]]
+    done = record_on_ray(options.model, options.data, _folder(options), _job_config(options), **kept)
+    accuracies = [correct / done.num_samples for correct in done.totals["correct"]]
     told = "\naccuracy " + ", ".join(f"{accuracy:.1%}" for accuracy in accuracies) if accuracies else ""
     return Found(
         f"{done}{told}",
@@ -75,12 +80,12 @@ def _folder(options: argparse.Namespace) -> str:
     return str(options.output)
 
 
-def _how(options: argparse.Namespace) -> Any:
-    from alight.cluster.jobs import How
+def _job_config(options: argparse.Namespace) -> Any:
+    from alight.cluster.jobs import JobConfig
 
     if options.speed:
         raise BadInput("--speed auto measures this machine, not those of the cluster: name the switches that pay there")
-    return How(
+    return JobConfig(
         batch_size=options.batch_size,
         partition_rows=options.partition_rows,
         workers=options.actors,
