@@ -1,10 +1,10 @@
-"""Ray on this machine: does a second worker pay, is memory constant, and is every row there once when a worker dies?
+"""Measure Ray on this machine: speed-up by a second worker, memory, and rows lost or doubled when a process is killed.
 
     python benchmarks/cluster.py                        everything, about half an hour on two cores
     python benchmarks/cluster.py --only scaling         a part of it: scaling, memory, kernels, faults; the others kept
-    python benchmarks/cluster.py --only scaling --network test_resnet    beside a network that is very quick
+    python benchmarks/cluster.py --only scaling --network test_resnet    beside a network that is very fast
 
-Random weights and made-up images of 32 x 32. Every job is `alight predict --engine ray` in a process of its own, as a
+Random weights and random images of 32 x 32. Every job is `alight predict --engine ray` in a process of its own, as a
 user runs it, with workers of one thread. `scaling` counts rows between the first partitions and the last, when all
 workers are busy, and beside it the whole job with its start; `memory` is the most that a process ever held (VmHWM),
 and of it what is not shared with others (RssAnon, looked at fifty times a second);
@@ -52,25 +52,25 @@ def prepare(folder: Path, name: str = "resnet18") -> None:
 
 
 def images(folder: Path, rows: int) -> Path:
-    """An .npz of so many made-up images."""
-    path = folder / f"{rows}.npz"
+    """Write an .npy file of so many random images."""
+    path = folder / f"{rows}.npy"
     if not path.exists():
         rng = np.random.default_rng(rows)
-        np.savez(path, images=rng.integers(256, size=(rows, 32, 32, 3), dtype=np.uint8))
+        np.save(path, rng.integers(256, size=(rows, 32, 32, 3), dtype=np.uint8))
     return path
 
 
 def workers(job: Path) -> list[int]:
     """The processes in which Ray runs the workers of a job, which have its mark from their driver."""
-    found = []
-    for told in Path("/proc").glob("[0-9]*"):
+    processes = []
+    for process in Path("/proc").glob("[0-9]*"):
         try:
-            named = (told / "cmdline").read_bytes().startswith(b"ray::MapWorker")
-            if named and f"{MARK}={job}\0".encode() in (told / "environ").read_bytes():
-                found.append(int(told.name))
+            named = (process / "cmdline").read_bytes().startswith(b"ray::MapWorker")
+            if named and f"{MARK}={job}\0".encode() in (process / "environ").read_bytes():
+                processes.append(int(process.name))
         except OSError:  # it has gone
             continue
-    return sorted(found)
+    return sorted(processes)
 
 
 def held(process: int, what: str = "VmHWM") -> float:
@@ -115,9 +115,9 @@ class Job:
                 kill = "" if kill == "worker" else "gone"
                 if kill:
                     break
-        _, told = driver.communicate()
+        _, errors = driver.communicate()
         if driver.returncode and not kill:
-            raise RuntimeError(f"the job failed: {told}")
+            raise RuntimeError(f"the job failed: {errors}")
         self.seconds, self.driver = time.perf_counter() - begun, driver.pid
         return self
 
@@ -147,7 +147,7 @@ class Job:
 
 
 def scaling(folder: Path, rows: int, rounds: int = 3) -> Iterator[Row]:
-    """One worker and two, by turns."""
+    """Run one worker and two, interleaved."""
     steady: list[list[float]] = []
     whole: list[list[float]] = []
     for turn in range(rounds):
@@ -192,13 +192,13 @@ def kernels(folder: Path, sizes: list[int]) -> Iterator[Row]:
 
 
 def faults(folder: Path, rows: int) -> Iterator[Row]:
-    """A worker killed half-way; and a driver, whose job is then begun again."""
+    """Kill a worker half-way, and then a driver, whose job is started again."""
     job = Job(folder, rows, 2, folder / "faults-worker").run(kill="worker")
     for what, value in zip(("missing", "double"), job.counts(), strict=True):
         yield row(f"rows {what}, a worker killed -9 half-way", rows, 2, value, "rows", "0")
     job = Job(folder, rows, 2, folder / "faults-driver").run(kill="driver")
     before = len(job.partitions())
-    while workers(job.output):  # which notice that their driver has gone
+    while workers(job.output):  # which notice that their driver is gone
         time.sleep(LOOK)
     job.run()
     yield row("partitions done before, the driver killed -9 half-way", rows, 2, before, "partitions", "")
@@ -207,7 +207,7 @@ def faults(folder: Path, rows: int) -> Iterator[Row]:
 
 
 def before(path: Path) -> list[Row]:
-    """What an earlier run has written."""
+    """Return the rows of an earlier run."""
     return [{**each} for each in csv.DictReader(path.read_text().splitlines())] if path.exists() else []
 
 
@@ -230,22 +230,22 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--output", type=Path, default=ROOT / "results/cluster.csv")
     options = parser.parse_args()
-    made = provenance("numpy", "torch", "timm", "ray", "pyarrow", folder=ROOT)
+    versions = provenance("numpy", "torch", "timm", "ray", "pyarrow", folder=ROOT)
     parts = {
         "scaling": lambda folder: scaling(folder, options.rows, options.rounds),
         "memory": lambda folder: memory(folder, options.sizes),
         "kernels": lambda folder: kernels(folder, [size for size in options.sizes if size <= 100_000]),
         "faults": lambda folder: faults(folder, options.rows),
     }
-    asked = [options.only] if options.only else list(parts)
-    found = [each for each in before(options.output) if each["part"] not in asked or each["network"] != options.network]
+    chosen = [options.only] if options.only else list(parts)
+    rows = [each for each in before(options.output) if each["part"] not in chosen or each["network"] != options.network]
     with tempfile.TemporaryDirectory() as name:
         prepare(Path(name), options.network)
-        for part in asked:
+        for part in chosen:
             for each in parts[part](Path(name)):
                 print(", ".join(str(value) for value in each.values()), flush=True)
-                found.append({"part": part, **each, "network": options.network, **made})
-            write_rows(options.output, found)
+                rows.append({"part": part, **each, "network": options.network, **versions})
+            write_rows(options.output, rows)
 
 
 if __name__ == "__main__":

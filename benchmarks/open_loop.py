@@ -58,9 +58,9 @@ class Client:
         )
         writer.write(head.encode() + body)
         first, *lines = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
-        told = {name.lower(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
-        content = await reader.readexactly(int(told["content-length"]))
-        if told.get("connection", "").lower() == "close":
+        fields = {name.lower(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
+        content = await reader.readexactly(int(fields["content-length"]))
+        if fields.get("connection", "").lower() == "close":
             writer.close()
         else:
             self._idle.append(connection)
@@ -85,7 +85,7 @@ async def open_loop(client: Client, path: str, bodies: Sequence[bytes], rate: fl
 
 
 async def closed_loop(client: Client, path: str, bodies: Sequence[bytes], clients: int, seconds: float) -> float:
-    """Requests a second that so many clients get answered who each ask again at once."""
+    """Requests a second that are answered when each of so many clients sends the next one at once."""
     end, done = time.perf_counter() + seconds, 0
 
     async def ask(first: int) -> None:

@@ -4,7 +4,7 @@
 
 Requests that break the OpenAPI schema come from schemathesis; the others are made here from one good image: truncated
 and damaged files, decompression bombs, arrays with NaN and of wrong shapes, JSON that is deep or broken, wrong types of
-content, bodies and headers that are too large, and bytes that are no HTTP. Writes results/serve_faults.csv: requests
+content, bodies and headers that are too large, and bytes that are not HTTP. Writes results/serve_faults.csv: requests
 and statuses of each kind, and the service's memory after the first thousand and in the end.
 """
 
@@ -144,7 +144,7 @@ def broken_json(rng: np.random.Generator) -> Request:
     return Request("broken JSON", "/predict", choices[int(rng.integers(len(choices)))], {"Content-Type": JSON})
 
 
-def wrong_allowance(rng: np.random.Generator) -> Request:
+def wrong_options(rng: np.random.Generator) -> Request:
     values = [-1, 0, "much", "50 parsecs", "1e999%", [], {}, True, "9" * 100, float("nan")]
     name = str(rng.choice(["budget", "deadline_ms"]))
     value = values[int(rng.integers(len(values)))]
@@ -174,7 +174,7 @@ MADE: tuple[Callable[[np.random.Generator], Request], ...] = (
     not_finite,
     wrong_shape,
     broken_json,
-    wrong_allowance,
+    wrong_options,
     wrong_address,
     too_large,
 )
@@ -183,13 +183,13 @@ MADE: tuple[Callable[[np.random.Generator], Request], ...] = (
 def sent(port: int, content: bytes) -> int:
     """The status of the answer to these bytes; 0 if the connection was closed without one."""
     with socket.create_connection(("127.0.0.1", port), timeout=SLOW) as connection:
-        told = b""
+        reply = b""
         with suppress(ConnectionError):  # it need not read all of what it refuses
             connection.sendall(content)
         with suppress(ConnectionError):
-            while b"\r\n" not in told and (more := connection.recv(4096)):
-                told += more
-    parts = told.split(b" ", 2)
+            while b"\r\n" not in reply and (more := connection.recv(4096)):
+                reply += more
+    parts = reply.split(b" ", 2)
     return int(parts[1]) if len(parts) > 1 and parts[1].isdigit() else 0
 
 

@@ -4,11 +4,11 @@
 
 STATE holds results of experiments/cifar100_train.py, DATA is CIFAR-100 (see experiments/cifar100_data.py). Both
 services run the same ResNet-18 (mixed, distilled), one to its last exit, the other under the cheapest policy of a
-stream of which 1,000 calibration images say that it loses no more than a point of accuracy, with 95 % confidence. The
-servers share one core with one thread each, and one works at a time; the client has the other core. What the dense
-service answers when it always has work is its capacity; both are then sent 50, 80, 100 and 120 % of it, by turns, the
-same test images at the same random moments. Latency counts from the moment a request was due. Writes
-results/serve_load.csv, in which other seeds are kept.
+stream that by 1,000 calibration images loses at most a point of accuracy, with 95 % confidence. The servers share one
+core with one thread each, and one works at a time; the client has the other core. The capacity of the dense service is
+what it answers when it always has work; both are then sent 50, 80, 100 and 120 % of it, interleaved, the same test
+images at the same random moments. Latency counts from the moment a request was due. Writes results/serve_load.csv, in
+which other seeds are kept.
 
 With --folder, network and policies are kept there and used again, so that nothing but the load has to be run alone.
 """
@@ -40,7 +40,7 @@ BATCH = 16
 QUEUE = 2048  # samples: all that may wait, so that latencies are seen and nothing is refused
 SERVER_CORE, CLIENT_CORE = 0, 1
 LOSS = 0.01  # of accuracy on new images, at most
-BUDGETS = range(70, 16, -2)  # in percent of the plain network
+BUDGETS = range(70, 16, -2)  # in percent of the full network
 Row = dict[str, str | float | int]
 
 
@@ -77,15 +77,17 @@ def write_policies(labelled: HeadOutputs, costs: Costs, folder: Path) -> None:
         fingerprint=labelled.fingerprint,
     ).save(folder / "dense.json")
     chosen = None
-    for percent in BUDGETS:  # from the dearest on, as long as all that are dearer will do
+    for percent in BUDGETS:  # from the most expensive on, until one loses too much
         policy = calibrate.certified_stream(calibrate.eero)(costs, f"{percent}%", labelled)
         if most_lost(policy, labelled) > LOSS:
             break
         chosen, policy_percent = policy, percent
     if chosen is None:
-        raise SystemExit(f"no budget up to {BUDGETS[0]}% loses less than {LOSS:g} for sure: give more images")
+        raise SystemExit(
+            f"no budget up to {BUDGETS[0]}% loses less than {LOSS:g} with 95 % confidence: give more images"
+        )
     chosen.save(folder / "early.json")
-    print(f"a budget of {policy_percent}% of the plain network", flush=True)
+    print(f"a budget of {policy_percent}% of the full network", flush=True)
 
 
 def most_lost(policy: Policy, labelled: HeadOutputs) -> float:
@@ -105,12 +107,12 @@ def bodies(images: np.ndarray) -> list[bytes]:
     return made
 
 
-def row(name: str, load: float, rate: float, replies: Sequence[Reply], labels: np.ndarray, plain: float) -> Row:
-    """What came of one load."""
+def row(name: str, load: float, rate: float, replies: Sequence[Reply], labels: np.ndarray, full: float) -> Row:
+    """The latencies, accuracy and spend of one load."""
     fine = [(reply, label) for reply, label in zip(replies, labels.tolist(), strict=True) if reply.status == 200]
     seconds = np.array([reply.seconds for reply, _ in fine])
-    answers = [reply.content["answers"][0] for reply, _ in fine]
-    right = [answer["index"] == label for answer, (_, label) in zip(answers, fine, strict=True)]
+    predictions = [reply.content["predictions"][0] for reply, _ in fine]
+    correct = [each["index"] == label for each, (_, label) in zip(predictions, fine, strict=True)]
     return {
         "service": name,
         "load": load,
@@ -120,37 +122,38 @@ def row(name: str, load: float, rate: float, replies: Sequence[Reply], labels: n
         "p50_ms": float(1e3 * np.median(seconds)),
         "p99_ms": float(1e3 * np.quantile(seconds, 0.99)),
         "max_ms": float(1e3 * seconds.max()),
-        "accuracy": float(np.mean(right)),
-        "spend": float(np.mean([answer["cost"] for answer in answers]) / plain),
+        "accuracy": float(np.mean(correct)),
+        "spend": float(np.mean([each["cost"] for each in predictions]) / full),
     }
 
 
 async def run(
-    ports: dict[str, int], images: np.ndarray, labels: np.ndarray, plain: float, options: argparse.Namespace
+    ports: dict[str, int], images: np.ndarray, labels: np.ndarray, full: float, options: argparse.Namespace
 ) -> list[Row]:
     clients = {name: Client("127.0.0.1", port) for name, port in ports.items()}
-    asked = bodies(images)
+    requests = bodies(images)
     for client in clients.values():
-        await closed_loop(client, "/predict", asked, 4, 1.0)  # warm
+        await closed_loop(client, "/predict", requests, 4, 1.0)  # warm
     capacities = {
-        name: await closed_loop(client, "/predict", asked, 4 * BATCH, options.seconds / 2)
+        name: await closed_loop(client, "/predict", requests, 4 * BATCH, options.seconds / 2)
         for name, client in clients.items()
     }
-    told = ", ".join(f"{name} {capacity:.1f}/s" for name, capacity in capacities.items())
-    print(f"capacity: {told}", flush=True)
+    shown = ", ".join(f"{name} {capacity:.1f}/s" for name, capacity in capacities.items())
+    print(f"capacity: {shown}", flush=True)
     rows = []
     for place, load in enumerate(LOADS):
         rate = load * capacities["dense"]
         count = int(rate * options.seconds)
-        chosen = np.arange(count) % len(asked)
+        chosen = np.arange(count) % len(requests)
         for name, client in clients.items():
             replies = await open_loop(
-                client, "/predict", [asked[index] for index in chosen], rate, options.seed + place
+                client, "/predict", [requests[index] for index in chosen], rate, options.seed + place
             )
-            made = row(name, load, rate, replies, labels[chosen], plain)
-            rows.append(made | {"capacity": capacities[name]})
-            told = f"p50 {made['p50_ms']:.0f} ms, p99 {made['p99_ms']:.0f} ms, accuracy {made['accuracy']:.3f}"
-            print(f"{name} at {load:.0%}: {told}, spend {made['spend']:.3f}, {made['answered']}/{count}", flush=True)
+            measured = row(name, load, rate, replies, labels[chosen], full)
+            rows.append(measured | {"capacity": capacities[name]})
+            latency = f"p50 {measured['p50_ms']:.0f} ms, p99 {measured['p99_ms']:.0f} ms"
+            spend = f"accuracy {measured['accuracy']:.3f}, spend {measured['spend']:.3f}"
+            print(f"{name} at {load:.0%}: {latency}, {spend}, {measured['answered']}/{count}", flush=True)
     for client in clients.values():
         client.close()
     return rows
@@ -178,18 +181,18 @@ def main() -> None:
         folder.mkdir(exist_ok=True)
         if not (folder / "early.json").exists():
             prepare(options.state, options.data, folder)
-        plain = load_policy(folder / "dense.json").costs[0]
+        full = load_policy(folder / "dense.json").costs[0]
         with np.load(options.data / "test.npz") as file:
             order = np.random.default_rng(options.seed).permutation(len(file["labels"]))[:4000]
             images, labels = file["images"][order], file["labels"][order]
         os.sched_setaffinity(0, {CLIENT_CORE})
-        given = ["--batch-size", str(BATCH), "--queue", str(QUEUE), "--timeout", "120", "--no-state"]
+        arguments = ["--batch-size", str(BATCH), "--queue", str(QUEUE), "--timeout", "120", "--no-state"]
         network, policies = folder / "model", [folder / f"{name}.json" for name in ("dense", "early")]
         with (
-            served(network, policies[0], *given, core=SERVER_CORE) as dense,
-            served(network, policies[1], *given, core=SERVER_CORE) as early,
+            served(network, policies[0], *arguments, core=SERVER_CORE) as dense,
+            served(network, policies[1], *arguments, core=SERVER_CORE) as early,
         ):
-            rows = asyncio.run(run({"dense": dense.port, "early": early.port}, images, labels, plain, options))
+            rows = asyncio.run(run({"dense": dense.port, "early": early.port}, images, labels, full, options))
     made = provenance("numpy", "torch", "fastapi", "uvicorn", folder=ROOT)
     fixed = {"batch_size": BATCH, "max_wait_ms": 2, "seconds": options.seconds, "seed": options.seed}
     before = [row for row in kept(options.output) if row["seed"] != str(options.seed)]

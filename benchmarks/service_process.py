@@ -25,7 +25,7 @@ class Process(NamedTuple):
 
 @contextmanager
 def served(folder: Path, policy: Path, *options: str, core: int | None = None) -> Iterator[Process]:
-    """A service of a network under a policy, with one thread, perhaps on one core; gone afterwards."""
+    """Run a service of a network under a policy, with one thread, perhaps on one core, for as long as needed."""
     line = [sys.executable, "-m", "alight.cli", "serve", str(folder.resolve()), str(policy.resolve()), *options]
     pin = ["taskset", "-c", str(core)] if core is not None else []
     with tempfile.TemporaryDirectory() as home:
@@ -36,36 +36,36 @@ def served(folder: Path, policy: Path, *options: str, core: int | None = None) -
             stderr=subprocess.PIPE,
             text=True,
         )
-        told: list[dict[str, Any]] = []
+        lines: list[dict[str, Any]] = []
         begun = threading.Event()
-        reader = threading.Thread(target=_listen, args=(process, told, begun), daemon=True)
+        reader = threading.Thread(target=_listen, args=(process, lines, begun), daemon=True)
         reader.start()
         try:
             begun.wait()
             if process.poll() is not None:
-                raise SystemExit(f"the service has ended with {process.returncode}: {told}")
-            yield Process(_ready(told), process.pid)
+                raise SystemExit(f"the service has ended with {process.returncode}: {lines}")
+            yield Process(_ready(lines), process.pid)
         finally:
             process.terminate()
             process.wait()
             reader.join()
 
 
-def _listen(process: "subprocess.Popen[str]", told: list[dict[str, Any]], begun: threading.Event) -> None:
-    """Take over what it logs, so that it never waits for a reader; the first lines are kept."""
-    lines: Sequence[str] | Any = process.stderr
-    for line in lines:
+def _listen(process: "subprocess.Popen[str]", lines: list[dict[str, Any]], begun: threading.Event) -> None:
+    """Read what it logs, so that it never waits for a reader; the first lines are kept."""
+    logged: Sequence[str] | Any = process.stderr
+    for line in logged:
         if not begun.is_set():
-            told.append(json.loads(line) if line.startswith("{") else {"event": line.strip()})
-            if told[-1]["event"] == "serving":
+            lines.append(json.loads(line) if line.startswith("{") else {"event": line.strip()})
+            if lines[-1]["event"] == "serving":
                 begun.set()
     process.wait()
     begun.set()
 
 
-def _ready(told: Sequence[dict[str, Any]]) -> int:
+def _ready(lines: Sequence[dict[str, Any]]) -> int:
     """The port, once the service is ready."""
-    url = str(told[-1]["url"])
+    url = str(lines[-1]["url"])
     end = time.monotonic() + READY
     while time.monotonic() < end:
         try:

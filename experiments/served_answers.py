@@ -50,7 +50,7 @@ async def _asked(client: Client, kind: str, samples: Sequence[str]) -> list[Answ
             reply = await client.post("/predict", json.dumps({kind: list(part)}).encode())
             if reply.status != 200:
                 raise SystemExit(f"the service answered {reply.status}: {reply.content}")
-            found[index] = reply.content["answers"]
+            found[index] = reply.content["predictions"]
 
     await asyncio.gather(*(ask() for _ in range(UNDER_WAY)))
     client.close()

@@ -7,10 +7,12 @@ import sys
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
 import pytest
 import torchvision
 from commands import run
 from digits import digits
+from pyarrow import parquet
 from safetensors.torch import save_file
 
 from alight.cli.command import MEANINGS, ExitStatus
@@ -57,6 +59,8 @@ def test_every_example_runs_and_gives_json_if_asked(tmp_path, monkeypatch, capsy
     pictures = np.tile(255 * images.numpy(), (1, 3, 4, 4)).astype(np.uint8)
     for name, rows in {"train": slice(32), "validation": slice(32, 232), "test": slice(232, 264)}.items():
         np.savez(f"{name}.npz", images=pictures[rows], labels=labels[rows].numpy())
+        tensors = pa.FixedShapeTensorArray.from_numpy_ndarray(pictures[rows])
+        parquet.write_table(pa.table({"image": tensors, "label": labels[rows].numpy()}), f"{name}.parquet")
     assert {*WORK, "demo", "export", "run", "serve"} == set(COMMANDS)  # the last four have tests of their own
     for name in WORK:
         for example in COMMANDS[name].examples:

@@ -1,4 +1,4 @@
-"""A small network and data on disk, and a policy for it: what jobs are made of."""
+"""A small network, data on disk, and a policy, as jobs need them."""
 
 import pickle
 from pathlib import Path
@@ -10,17 +10,17 @@ from PIL import Image
 from pyarrow import parquet
 
 from alight import Predictor, calibrate, load_model, measure_costs, record
-from alight.cluster.partitions import Partitions
 from alight.cluster.shards import open_data
-from alight.cluster.stores import Store
-from alight.cluster.workers import Settings, Worker, pack
+from alight.cluster.stores import PartitionFolder, Store
+from alight.cluster.workers import ShardWorker, WorkerSettings, pack
 from alight.data.formats import load_data
 from alight.networks.multi_exit import example_of
 
 
-def made(folder: Path, samples: int = 300):
-    """A folder with a network, digits as .npz, and a policy for them."""
+def make_job(folder: Path, samples: int = 300):
+    """Fill a folder with a network, digits as test.npz and as arrays in test, and a policy; return model and policy."""
     make_network(folder, samples)
+    as_arrays(folder / "test.npz", folder / "test")
     model = load_model(folder / "model")
     labelled = record(model, load_data(folder / "train.npz", model.input_spec), progress=False)
     costs = measure_costs(model, example_of(model))
@@ -30,27 +30,27 @@ def made(folder: Path, samples: int = 300):
 
 
 def on_one_machine(model, policy, where, batch_size):
-    """What one process decides about the same data."""
+    """Return the decisions of one process about the same data."""
     predictor = Predictor(model, policy, batch_size=batch_size)
     return predictor.run(load_data(where, model.input_spec, split="test", batch_size=batch_size), progress=False)
 
 
 def by_a_worker(task, model_folder, data, output, *, rows, batch_size):
-    """What a worker in this process says of all shards; the partitions are in the output folder."""
-    given = open_data(str(data), load_model(model_folder), rows)
-    partitions = Partitions(Store.at(output), task.suffix)
+    """Return the rows that a worker in this process returns for all shards; it writes the partitions."""
+    sharded = open_data(str(data), load_model(model_folder), rows)
+    partitions = PartitionFolder(Store.at(output), task.suffix)
     partitions.begin({})
-    settings = Settings(task, partitions, given.kind, given.where, batch_size, {"num_threads": 1})
-    return Worker(pack(model_folder), settings)({"shard": [pickle.dumps(shard) for shard in given.shards]})
+    settings = WorkerSettings(task, partitions, sharded.kind, sharded.where, batch_size, {"num_threads": 1})
+    return ShardWorker(pack(model_folder), settings)({"shard": [pickle.dumps(shard) for shard in sharded.shards]})
 
 
 def answers(folder):
-    """All rows of the partitions, in their order."""
+    """Return all rows of the partitions, in their order."""
     return pa.concat_tables([parquet.read_table(file) for file in sorted(Path(folder).glob("part-*.parquet"))])
 
 
 def check_once(folder, decisions):
-    """Every sample has one row, and that is what one machine decides."""
+    """Check that every sample has one row, with the decision of one machine."""
     table = answers(folder)
     assert table["sample"].to_pylist() == list(range(len(decisions)))
     assert table["label"].to_pylist() == decisions.predictions.tolist()
@@ -58,8 +58,16 @@ def check_once(folder, decisions):
     assert table["cost_FLOPs"].to_pylist() == decisions.spent.tolist()
 
 
+def as_arrays(archive: Path, folder: Path, times: int = 1) -> None:
+    """Write the arrays of an .npz as images.npy and labels.npy, several times one after the other."""
+    folder.mkdir()
+    with np.load(archive) as arrays:
+        for name in ("images", "labels"):
+            np.save(folder / f"{name}.npy", np.concatenate([arrays[name]] * times))
+
+
 def as_pictures(archive: Path, folder: Path) -> None:
-    """The images of an .npz as files in a folder for each class."""
+    """Write the images of an .npz as files in a folder for each class."""
     with np.load(archive) as arrays:
         for number, (image, label) in enumerate(zip(arrays["images"], arrays["labels"], strict=True)):
             (folder / str(label)).mkdir(parents=True, exist_ok=True)
@@ -67,7 +75,7 @@ def as_pictures(archive: Path, folder: Path) -> None:
 
 
 def as_table(archive: Path, folder: Path, rows: int = 50) -> None:
-    """The images of an .npz as two Parquet files of tensors, in row groups."""
+    """Write the images of an .npz as two Parquet files of tensors, in row groups."""
     folder.mkdir()
     with np.load(archive) as arrays:
         half = len(arrays["labels"]) // 2

@@ -1,4 +1,4 @@
-"""What the page on deployment says of Ray and of large recordings was measured, by code that can find fault."""
+"""The figures about Ray and large recordings come from results, and the benchmark counts faults."""
 
 import importlib.util
 import os
@@ -39,12 +39,12 @@ def test_rows_that_are_missing_or_double_are_counted(tmp_path):
     assert job.counts() == (2, 2)
 
 
-def test_memory_of_a_process_is_what_the_system_says():
+def test_memory_of_a_process_is_read_from_the_system():
     held = benchmark("cluster").held
     assert 10 < held(os.getpid(), "RssAnon") <= held(os.getpid()) < 1e5
     assert held(2**30) == 0.0
 
 
 @pytest.mark.parametrize("what", ["two workers over one, all busy", "rows missing, a worker killed -9 half-way"])
-def test_the_results_have_what_was_asked(what):
+def test_the_results_hold_the_measures_of_the_goals(what):
     assert what in (ROOT / "results" / "cluster.csv").read_text()

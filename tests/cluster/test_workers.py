@@ -1,4 +1,4 @@
-"""A worker: the network travels as bytes, and what it writes is what one process would have said."""
+"""A worker: the network is sent as bytes, and its partitions hold the decisions of one process."""
 
 import json
 import platform
@@ -9,17 +9,16 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import torch
-from networks import answers, as_pictures, as_table, by_a_worker, check_once, made, on_one_machine
+from networks import answers, as_pictures, as_table, by_a_worker, check_once, make_job, on_one_machine
 from pyarrow import parquet
 from transformers import BertConfig, BertForSequenceClassification, BertTokenizerFast
 
 from alight import HeadOutputs, load_model, record
 from alight.calibrate import certified_batch
 from alight.cli import main
-from alight.cluster.partitions import Partitions
-from alight.cluster.stores import Store
-from alight.cluster.tasks import Answers, Recordings
-from alight.cluster.workers import Settings, Worker, pack
+from alight.cluster.stores import PartitionFolder, Store
+from alight.cluster.tasks import PredictTask, RecordTask
+from alight.cluster.workers import ShardWorker, WorkerSettings, pack
 from alight.data.formats import load_data
 from alight.errors import BadInput
 
@@ -59,7 +58,7 @@ def test_texts_of_parquet_are_recorded_as_one_process_does(folder):
         model, load_data(folder / "texts.jsonl", model.input_spec, batch_size=8, tokenizer=tokenizer), progress=False
     )
     done = by_a_worker(
-        Recordings(), folder / "model", folder / "texts.parquet", folder / "parts", rows=16, batch_size=8
+        RecordTask(), folder / "model", folder / "texts.parquet", folder / "parts", rows=16, batch_size=8
     )
     assert done["index"] == [0, 1, 2]
     assert done["error"] == ["", "", ""]
@@ -69,35 +68,35 @@ def test_texts_of_parquet_are_recorded_as_one_process_does(folder):
     assert np.array_equal(table.labels, whole.labels)
     assert table.fingerprint == whole.fingerprint
     for index, summary in enumerate(done["summary"]):
-        assert Recordings().summary((folder / "parts" / f"part-0000{index}.npz").read_bytes()) == json.loads(summary)
+        assert RecordTask().summary((folder / "parts" / f"part-0000{index}.npz").read_bytes()) == json.loads(summary)
 
 
 def test_texts_need_a_tokenizer(folder):
-    settings = Settings(Recordings(), Partitions(Store.at(folder), ".npz"), "text", "texts", 8, {})
+    settings = WorkerSettings(RecordTask(), PartitionFolder(Store.at(folder), ".npz"), "text", "texts", 8, {})
     files = {name: content for name, content in pack(folder / "model").items() if "/" not in name}
     with pytest.raises(BadInput, match="texts holds text, which needs a tokenizer"):
-        Worker(files, settings)
+        ShardWorker(files, settings)
 
 
 @pytest.fixture(scope="module")
 def digits(tmp_path_factory):
     """A folder with digits and a network for them, and its policy."""
     folder = tmp_path_factory.mktemp("digits")
-    return folder, *made(folder)
+    return folder, *make_job(folder)
 
 
-def test_a_quota_keeps_its_budget_in_every_batch_and_so_in_all(digits, tmp_path):
+def test_a_quota_keeps_its_budget_in_every_batch_and_in_total(digits, tmp_path):
     folder, model, policy = digits
     quota = certified_batch(lambda *_: policy)(policy.costs, policy.budget, None)
-    task = Answers(quota, model.classes)
-    by_a_worker(task, folder / "model", folder / "test.npz", tmp_path / "same", rows=64, batch_size=32)
+    task = PredictTask(quota, model.classes)
+    by_a_worker(task, folder / "model", folder / "test", tmp_path / "same", rows=64, batch_size=32)
     decisions = on_one_machine(model, quota, folder / "test.npz", 32)
     check_once(tmp_path / "same", decisions)  # in the same batches
     as_table(folder / "test.npz", tmp_path / "table")
     done = by_a_worker(task, folder / "model", tmp_path / "table", tmp_path / "other", rows=64, batch_size=32)
     costs, start = answers(tmp_path / "other")["cost_FLOPs"].to_numpy(), 0
     for size in (json.loads(summary)["rows"] for summary in done["summary"]):
-        assert size % 32  # so that batches are others than on one machine
+        assert size % 32  # so that batches differ from those of one machine
         for batch in np.split(costs[start : start + size], range(32, size, 32)):
             assert batch.sum() <= len(batch) * quota.budget * (1 + 1e-12)
         start += size
@@ -107,42 +106,44 @@ def test_a_quota_keeps_its_budget_in_every_batch_and_so_in_all(digits, tmp_path)
 
 
 def held():
-    """What this process holds and does not share, in MB."""
-    told = Path("/proc/self/status").read_text().partition("RssAnon:")[2]
-    return int(told.split()[0]) / 1e3
+    """Return the memory that this process does not share, in MB."""
+    return int(Path("/proc/self/status").read_text().partition("RssAnon:")[2].split()[0]) / 1e3
 
 
-@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other allocators have their own ways")
-def test_what_was_freed_goes_back_to_the_system_after_a_partition(digits, tmp_path):
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="malloc_trim is of glibc")
+def test_freed_memory_is_returned_to_the_system_after_a_partition(digits, tmp_path):
     folder, model, policy = digits
     blocks = [b"x" * size for size in range(100_000, 101_000)]
     few = blocks[::50]  # between which the others leave holes
     before = held()
     del blocks
     assert held() > before - 20
-    by_a_worker(Answers(policy, model.classes), folder / "model", folder / "test.npz", tmp_path, rows=64, batch_size=32)
+    by_a_worker(PredictTask(policy, model.classes), folder / "model", folder / "test", tmp_path, rows=64, batch_size=32)
     assert held() < before - 60
     assert len(few) == 20
 
 
-def test_data_and_results_may_lie_where_there_are_no_folders(digits, tmp_path):
+def test_data_and_results_may_be_in_a_file_system_without_folders(digits, tmp_path):
     folder, model, policy = digits
-    task, memory = Answers(policy, model.classes), fsspec.filesystem("memory")  # which has keys alone, as a bucket does
-    memory.pipe("/bucket/test.npz", (folder / "test.npz").read_bytes())
+    task, memory = (
+        PredictTask(policy, model.classes),
+        fsspec.filesystem("memory"),
+    )  # which has keys alone, like a bucket
+    memory.pipe("/bucket/images.npy", (folder / "test" / "images.npy").read_bytes())
     where = "fsspec+memory://bucket"
-    by_a_worker(task, folder / "model", f"{where}/test.npz", f"{where}/answers", rows=64, batch_size=32)
-    assert Partitions(Store.at(f"{where}/answers"), ".parquet").there() == {0, 1, 2, 3, 4}
+    by_a_worker(task, folder / "model", f"{where}/images.npy", f"{where}/answers", rows=64, batch_size=32)
+    assert PartitionFolder(Store.at(f"{where}/answers"), ".parquet").existing() == {0, 1, 2, 3, 4}
     names = [name for name in memory.ls("/bucket/answers", detail=False) if "part-" in name]
-    assert len(names) == 5  # and nothing half-written
+    assert len(names) == 5  # and no incomplete file
     for name in names:
         (tmp_path / name.rpartition("/")[2]).write_bytes(memory.cat(name))
     check_once(tmp_path, on_one_machine(model, policy, folder / "test.npz", 32))
 
 
-def test_pictures_keep_their_names_and_a_broken_one_is_told(digits, tmp_path):
+def test_images_keep_their_names_and_a_damaged_one_is_named(digits, tmp_path):
     folder, model, policy = digits
     as_pictures(folder / "test.npz", tmp_path / "pictures")
-    where, task = tmp_path / "pictures", Answers(policy, model.classes)
+    where, task = tmp_path / "pictures", PredictTask(policy, model.classes)
     by_a_worker(task, folder / "model", where, tmp_path / "answers", rows=100, batch_size=32)
     names = answers(tmp_path / "answers")["sample"].to_pylist()
     assert names == sorted(str(path) for path in where.glob("*/*.png"))

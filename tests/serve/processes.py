@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -14,11 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import httpx2 as httpx
+from waiting import wait_until
 
 
 @dataclass
 class Service:
-    """A process, where it answers, and what it has logged."""
+    """A process, its address, and the lines that it has logged."""
 
     process: "subprocess.Popen[str]"
     url: str = ""
@@ -26,14 +26,21 @@ class Service:
     ready: threading.Event = field(default_factory=threading.Event)
 
     def read(self) -> None:
-        """Take over what it logs, until it ends."""
+        """Keep what it logs, until it ends."""
         for text in self.process.stderr:
-            line = json.loads(text)
+            line = json.loads(text) if text.startswith("{") else {"event": text.strip(), "level": "error"}
             self.lines.append(line)
             if line["event"] == "serving":
                 self.url = line["url"]
                 self.ready.set()
         self.ready.set()
+
+    def is_ready(self) -> bool:
+        """Whether it answers requests."""
+        try:
+            return httpx.get(f"{self.url}/readyz").status_code == 200
+        except httpx.TransportError:
+            return False
 
     def stop(self, kind: signal.Signals = signal.SIGTERM) -> int:
         """The exit status, once it has ended."""
@@ -51,21 +58,16 @@ def service(line: str, cwd: Path, **environment: str) -> Iterator[Service]:
         stderr=subprocess.PIPE,
         text=True,
     )
-    made = Service(process)
-    reader = threading.Thread(target=made.read, daemon=True)
+    started = Service(process)
+    reader = threading.Thread(target=started.read, daemon=True)
     reader.start()
     try:
-        assert made.ready.wait(120)
-        assert made.url, made.lines
-        for _ in range(600):
-            try:
-                if httpx.get(f"{made.url}/readyz").status_code == 200:
-                    break
-            except httpx.TransportError:
-                time.sleep(0.05)
-        yield made
+        assert started.ready.wait(120)
+        assert started.url, started.lines
+        wait_until(started.is_ready)
+        yield started
     finally:
         if process.poll() is None:
-            made.stop(signal.SIGKILL)
+            started.stop(signal.SIGKILL)
         reader.join()
         process.stderr.close()

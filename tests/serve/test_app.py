@@ -1,4 +1,4 @@
-"""Over HTTP come the decisions of the predictor, within every limit, and what is wrong is told by its place."""
+"""The service answers with the decisions of the predictor, keeps every limit, and names what is wrong by index."""
 
 import io
 import json
@@ -8,12 +8,12 @@ import threading
 
 import numpy as np
 import pytest
+from digit_service import application, folder, in_base64, model, pixels, png
 from fastapi.testclient import TestClient
 from PIL import Image
-from served import application, folder, in_base64, model, pixels, png
 
 from alight import Predictor, load_policy
-from alight.serve.logs import LOGGER, Lines
+from alight.serve.monitoring import LOGGER, JsonFormatter
 
 TOKEN = "a-token-of-many-letters"
 JSON = {"Content-Type": "application/json"}
@@ -21,8 +21,8 @@ JSON = {"Content-Type": "application/json"}
 
 @pytest.fixture(scope="module")
 def client():
-    with TestClient(application("plain", body=200_000, pixels=10_000, batch=8)) as made:
-        yield made
+    with TestClient(application("unpaced", body=200_000, pixels=10_000, batch=8)) as client:
+        yield client
 
 
 def ask(client, **body):
@@ -31,7 +31,7 @@ def ask(client, **body):
 
 def test_labels_exits_costs_and_probabilities_are_those_of_the_predictor(client):
     pictures = pixels(48)
-    policy = load_policy(folder() / "plain.json")
+    policy = load_policy(folder() / "unpaced.json")
     expected = Predictor(model(), policy, probabilities=True)(pictures[:, None])
     found = []
     for start in range(0, 48, 8):
@@ -42,22 +42,22 @@ def test_labels_exits_costs_and_probabilities_are_those_of_the_predictor(client)
             answer = client.post("/predict/files", files=[("images", png(picture)) for picture in part])
         assert answer.status_code == 200
         assert answer.json()["unit"] == "FLOPs"
-        found += answer.json()["answers"]
+        found += answer.json()["predictions"]
     assert [each["index"] for each in found] == expected.predictions.tolist()
     assert [each["exit"] for each in found] == expected.exits.tolist()
     assert [each["cost"] for each in found] == expected.spent.tolist()
     assert np.allclose([each["probability"] for each in found], expected.probabilities, atol=1e-5)
     assert len(set(expected.exits.tolist())) > 1
     arrays = [((picture / 255 - 0.305) / 0.376)[None].tolist() for picture in pictures[:8]]
-    assert [each["exit"] for each in ask(client, arrays=arrays).json()["answers"]] == expected.exits[:8].tolist()
+    assert [each["exit"] for each in ask(client, arrays=arrays).json()["predictions"]] == expected.exits[:8].tolist()
 
 
-def test_a_request_may_ask_for_less(client):
-    policy = load_policy(folder() / "plain.json")
+def test_a_request_may_lower_its_budget_and_set_a_deadline(client):
+    policy = load_policy(folder() / "unpaced.json")
     images = [in_base64(picture) for picture in pixels(8)]
     for budget in (policy.costs[0], f"{100 * policy.costs[1] / policy.costs[-1] + 0.1}%"):
-        answers = ask(client, images=images, budget=budget).json()["answers"]
-        assert {each["cost"] for each in answers} <= set(policy.costs[: 1 + isinstance(budget, str)])
+        predictions = ask(client, images=images, budget=budget).json()["predictions"]
+        assert {each["cost"] for each in predictions} <= set(policy.costs[: 1 + isinstance(budget, str)])
     refused = ask(client, images=images, budget=1.0)
     assert refused.status_code == 422
     assert "below the cheapest exit" in refused.json()["error"]
@@ -66,19 +66,19 @@ def test_a_request_may_ask_for_less(client):
     assert "no exit is left in time" in late.json()["error"]
     budget = f"{policy.costs[0] / 1e6 + 1e-3} MFLOPs"
     files = {"files": [("images", png(pixels(1)[0]))], "data": {"budget": budget, "deadline_ms": "30000"}}
-    assert client.post("/predict/files", **files).json()["answers"][0]["exit"] == 0
+    assert client.post("/predict/files", **files).json()["predictions"][0]["exit"] == 0
 
 
-WRONG = [
-    ({"images": ["no base64!"]}, 422, "image 0: no base64"),
-    ({"images": [in_base64(np.zeros((8, 8), np.uint8))[:-40]]}, 422, "image 0: no"),
+UNUSABLE = [
+    ({"images": ["no base64!"]}, 422, "image 0: not base64"),
+    ({"images": [in_base64(np.zeros((8, 8), np.uint8))[:-40]]}, 422, "image 0: not"),
     ({"images": [in_base64(np.zeros((300, 300), np.uint8))]}, 413, "image 0: 300 x 300 pixels"),
-    ({"images": [in_base64(np.zeros((8, 8), np.uint8)), "Zm9v"]}, 422, "image 1: no whole image"),
+    ({"images": [in_base64(np.zeros((8, 8), np.uint8)), "Zm9v"]}, 422, "image 1: not a complete image"),
     ({"images": []}, 422, "no image: send at least one"),
     ({"images": ["Zm9v"] * 9}, 413, "9 images in one request, and at most 8"),
     ({"arrays": [[1, 2]]}, 422, "array 0: shape (2,), and the network takes (1, 8, 8)"),
-    ({"arrays": [[[[0] * 8] * 7 + [["x"] * 8]]]}, 422, "array 0: no array of numbers"),
-    ({"arrays": [[[[0] * 8] * 7 + [[0] * 7]]]}, 422, "array 0: no array of numbers"),
+    ({"arrays": [[[[0] * 8] * 7 + [["x"] * 8]]]}, 422, "array 0: not an array of numbers"),
+    ({"arrays": [[[[0] * 8] * 7 + [[0] * 7]]]}, 422, "array 0: not an array of numbers"),
     ({"arrays": [[[[0.0] * 8] * 8], [[[0.0] * 8] * 7 + [[1e30] * 8]]]}, 422, "array 1: 8 numbers that are NaN"),
     ({"arrays": [[[[None] * 8] * 8]]}, 422, "array 0: "),
     ({"texts": ["hello"]}, 422, "takes images, not texts"),
@@ -91,14 +91,14 @@ WRONG = [
 ]
 
 
-@pytest.mark.parametrize(("body", "status", "told"), WRONG, ids=[told for _, _, told in WRONG])
-def test_what_cannot_be_used_is_told(client, body, status, told):
+@pytest.mark.parametrize(("body", "status", "error"), UNUSABLE, ids=[error for _, _, error in UNUSABLE])
+def test_the_error_names_what_cannot_be_used(client, body, status, error):
     answer = ask(client, **body)
     assert answer.status_code == status
-    assert told in answer.json()["error"]
+    assert error in answer.json()["error"]
 
 
-def test_nan_is_told_by_its_place(client):
+def test_the_error_names_the_place_of_nan(client):
     array = np.zeros((1, 8, 8)).tolist()
     array[0][2][3] = float("nan")
     content = json.dumps({"arrays": [np.zeros((1, 8, 8)).tolist(), array]})
@@ -107,7 +107,7 @@ def test_nan_is_told_by_its_place(client):
     assert "array 1: 1 numbers that are NaN, infinite or beyond 1e+06, the first at [0, 2, 3]" in answer.json()["error"]
 
 
-def test_no_more_of_a_body_is_read_than_may_be(client):
+def test_a_body_is_read_up_to_its_limit(client):
     def endless():
         for _ in range(100):
             yield b" " * 10_000
@@ -118,7 +118,7 @@ def test_no_more_of_a_body_is_read_than_may_be(client):
     assert "at most 200,000 bytes" in streamed.json()["error"]
 
 
-def test_a_small_file_of_many_pixels_is_not_unpacked(client):
+def test_a_decompression_bomb_is_refused_before_it_is_decoded(client):
     bomb = io.BytesIO()
     Image.new("1", (20_000, 20_000)).save(bomb, "PNG")
     answer = client.post("/predict/files", files={"images": bomb.getvalue()})
@@ -126,7 +126,7 @@ def test_a_small_file_of_many_pixels_is_not_unpacked(client):
     assert "pixels" in answer.json()["error"]
 
 
-def test_a_thin_picture_that_resizing_would_blow_up_is_not_resized(client):
+def test_a_thin_image_that_would_have_too_many_pixels_once_resized_is_refused(client):
     thin = io.BytesIO()
     Image.new("L", (9_000, 1)).save(thin, "PNG")  # 8 x 72,000 once it is 8 high
     answer = client.post("/predict/files", files={"images": thin.getvalue()})
@@ -149,13 +149,13 @@ def test_a_thin_picture_that_resizing_would_blow_up_is_not_resized(client):
         ("/predict/", b"{}", "application/json", 404),
     ],
 )
-def test_what_is_no_request_is_refused(client, path, content, kind, status):
+def test_malformed_requests_are_refused(client, path, content, kind, status):
     answer = client.post(path, content=content, headers={"Content-Type": kind})
     assert answer.status_code == status
     assert answer.json()["error"]
 
 
-def test_a_token_is_asked_of_all_but_probes_and_the_page():
+def test_all_paths_but_probes_and_the_page_need_the_token():
     with TestClient(application(token=TOKEN)) as client:
         body = {"images": [in_base64(pixels(1)[0])]}
         for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": f"Basic {TOKEN}"}):
@@ -168,8 +168,8 @@ def test_a_token_is_asked_of_all_but_probes_and_the_page():
         assert good.status_code == 200
 
 
-def test_metrics_and_status_count_what_was_done():
-    with TestClient(application("dear", "cheap")) as client:
+def test_metrics_and_status_count_samples_and_spend():
+    with TestClient(application("expensive", "cheap")) as client:
         for _ in range(5):
             assert ask(client, images=[in_base64(picture) for picture in pixels(8)]).status_code == 200
         status, metrics = client.get("/status").json(), client.get("/metrics").text
@@ -185,28 +185,38 @@ def test_metrics_and_status_count_what_was_done():
         'alight_request_seconds_count{path="/predict"} 5.0',
     ):
         assert line in metrics
-    told = float(re.search(r"^alight_spent_total (.*)$", metrics, re.MULTILINE)[1])
-    assert told == pytest.approx(spent)
+    counted = float(re.search(r"^alight_spent_total (.*)$", metrics, re.MULTILINE)[1])
+    assert counted == pytest.approx(spent)
 
 
 def test_the_budget_changes_between_calibrated_policies_and_no_others():
-    with TestClient(application("dear", "cheap")) as client:
+    with TestClient(application("expensive", "cheap")) as client:
         before = client.get("/budget").json()
         budgets = {each["name"]: each["budget"] for each in before["policies"]}
-        assert before["policy"] == "dear"
+        assert before["policy"] == "expensive"
         assert {each["contract"] for each in before["policies"]} == {"stream"}
-        for body, name in (({"policy": "cheap"}, "cheap"), ({"budget": "90%"}, "dear"), ({"budget": "45%"}, "cheap")):
+        for body, name in (
+            ({"policy": "cheap"}, "cheap"),
+            ({"budget": "90%"}, "expensive"),
+            ({"budget": "45%"}, "cheap"),
+        ):
             assert client.put("/budget", json=body).json()["policy"] == name
             answer = ask(client, images=[in_base64(pixels(1)[0])]).json()
             assert (answer["policy"], answer["budget"]) == (name, budgets[name])
-        for body in ({"policy": "none"}, {"budget": "1%"}, {"budget": "much"}, {}, {"policy": "dear", "budget": 1.0}):
+        for body in (
+            {"policy": "none"},
+            {"budget": "1%"},
+            {"budget": "much"},
+            {},
+            {"policy": "expensive", "budget": 1.0},
+        ):
             answer = client.put("/budget", json=body)
             assert answer.status_code == 422, body
             assert client.get("/budget").json()["policy"] == "cheap"
 
 
-def test_a_full_queue_says_when_to_come_again():
-    app = application("plain", queue=8, batch=8, wait=0.5)
+def test_a_full_queue_says_when_to_retry():
+    app = application("unpaced", queue=8, batch=8, wait=0.5)
     with TestClient(app) as client:
         images = [in_base64(picture) for picture in pixels(7)]
         replies = []
@@ -222,10 +232,10 @@ def test_a_full_queue_says_when_to_come_again():
         assert all(int(reply.headers["Retry-After"]) >= 1 for reply in refused)
 
 
-def test_every_request_is_one_line_of_json_that_names_it(client):
+def test_every_request_is_logged_as_one_line_of_json_with_its_id(client):
     lines = []
     handler = logging.Handler()
-    handler.emit = lambda record: lines.append(json.loads(Lines().format(record)))
+    handler.emit = lambda record: lines.append(json.loads(JsonFormatter().format(record)))
     LOGGER.addHandler(handler)
     LOGGER.setLevel("INFO")
     try:
@@ -241,11 +251,11 @@ def test_every_request_is_one_line_of_json_that_names_it(client):
     assert (second["status"], second["path"]) == (415, "/predict")
 
 
-def test_openapi_tells_of_every_endpoint_and_status(client):
-    told = client.get("/openapi.json").json()
-    assert set(told["paths"]) == {
+def test_openapi_describes_every_endpoint_and_status(client):
+    openapi = client.get("/openapi.json").json()
+    assert set(openapi["paths"]) == {
         "/predict", "/predict/files", "/budget", "/status", "/healthz", "/readyz", "/metrics",
     }  # fmt: skip
     assert {"200", "401", "408", "413", "415", "422", "429", "503", "504"} <= set(
-        told["paths"]["/predict"]["post"]["responses"]
+        openapi["paths"]["/predict"]["post"]["responses"]
     )

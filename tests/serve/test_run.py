@@ -1,4 +1,4 @@
-"""The service as a process: it drains, survives being killed with its promise intact, and fails in one clear line."""
+"""The service as a process: it drains, keeps its guarantee when it is killed, and fails with one clear line."""
 
 import importlib.util
 import json
@@ -10,22 +10,22 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 
 import httpx2 as httpx
 import numpy as np
 import pytest
 from commands import run
+from digit_service import folder, in_base64, model, pixels, png
 from processes import service
-from served import folder, in_base64, model, pixels, png
+from waiting import wait_until
 
 from alight import load_policy, record
 from alight.cli.command import ExitStatus
 from alight.cli.parser import COMMANDS, parser
 from alight.policies.policy import Threshold
-from alight.serve.logs import LOGGER
-from alight.serve.middleware import OPEN
+from alight.serve.middleware import PUBLIC
+from alight.serve.monitoring import LOGGER
 from alight.serve.run import GRACE
 
 ROOT = Path(__file__).parent.parent.parent
@@ -35,7 +35,7 @@ ROOT = Path(__file__).parent.parent.parent
 def home(tmp_path):
     """A folder of its own with the network and its policies."""
     shutil.copytree(folder(), tmp_path, dirs_exist_ok=True)
-    shutil.copy(tmp_path / "plain.json", tmp_path / "policy.json")
+    shutil.copy(tmp_path / "unpaced.json", tmp_path / "policy.json")
     return tmp_path
 
 
@@ -44,8 +44,8 @@ def shared(tmp_path_factory):
     """A service under two policies, and its folder."""
     home = tmp_path_factory.mktemp("shared")
     shutil.copytree(folder(), home, dirs_exist_ok=True)
-    with service("model dear.json cheap.json", home) as made:
-        yield made, home
+    with service("model expensive.json cheap.json", home) as running:
+        yield running, home
 
 
 @pytest.fixture(autouse=True)
@@ -55,75 +55,76 @@ def _own_handlers():
         LOGGER.removeHandler(handler)
 
 
-def test_killed_under_load_and_started_again_it_answers_rightly_and_stays_within_its_bound(home):
+@pytest.mark.slow
+def test_a_service_killed_under_load_and_restarted_stays_within_its_bound(home):
     pictures = pixels(190)
     table = record(model(), pictures[:, None], progress=False)
     policy = load_policy(home / "cheap.json")
     bodies = [{"images": [in_base64(picture)]} for picture in pictures]
-    asked, answers, lock = [0], [], threading.Lock()
+    sent, predictions, lock = [0], [], threading.Lock()
 
-    def load(url, first, until):
+    def load(url, first, stop):
         with httpx.Client(timeout=30) as client:
             index = first
-            while not until.is_set():
+            while not stop.is_set():
                 with lock:
-                    asked[0] += 1
+                    sent[0] += 1
                 try:
                     reply = client.post(f"{url}/predict", json=bodies[index % len(bodies)])
                 except httpx.TransportError:
                     return  # it was killed
                 assert reply.status_code == 200
                 with lock:
-                    answers.append((index % len(bodies), reply.json()["answers"][0]))
+                    predictions.append((index % len(bodies), reply.json()["predictions"][0]))
                 index += 7
 
-    def loaded(made, count, end):
-        until, before, start = threading.Event(), len(answers), time.monotonic()
-        threads = [threading.Thread(target=load, args=(made.url, first, until)) for first in range(6)]
+    def under_load(running, count, end):
+        stop, target = threading.Event(), len(predictions) + count
+        threads = [threading.Thread(target=load, args=(running.url, first, stop)) for first in range(6)]
         for thread in threads:
             thread.start()
-        while len(answers) < before + count and time.monotonic() < start + 60:
-            time.sleep(0.01)
+        wait_until(lambda: len(predictions) >= target)
         end()
-        until.set()
+        stop.set()
         for thread in threads:
             thread.join()
 
     line = "model cheap.json --batch-size 8 --state spending.json"
-    with service(line, home) as made:
-        loaded(made, 60, lambda: made.stop(signal.SIGKILL))
+    with service(line, home) as running:
+        under_load(running, 60, lambda: running.stop(signal.SIGKILL))
     state = json.loads((home / "spending.json").read_text())
-    assert state["ahead"] > 0  # what was to come was in the file before it came
-    with service(line, home) as made:
-        loaded(made, 60, lambda: None)
-        assert made.stop() == 0
-        assert "drained" in [line["event"] for line in made.lines]
+    assert state["reserved"] > 0  # samples were in the file before they were admitted
+    with service(line, home) as running:
+        under_load(running, 60, lambda: None)
+        assert running.stop() == 0
+        assert "drained" in [line["event"] for line in running.lines]
     state = json.loads((home / "spending.json").read_text())
-    assert state["ahead"] == 0
-    assert len(answers) >= 120
-    for index, answer in answers:  # every answer is what that exit says of that picture
-        assert answer["index"] == table.predictions[index, answer["exit"]]
-        assert answer["cost"] == policy.costs[answer["exit"]]
-    spent = sum(answer["cost"] for _, answer in answers)
-    assert spent <= asked[0] * policy.budget + policy.costs[-1]
+    assert state["reserved"] == 0
+    assert len(predictions) >= 120
+    for index, prediction in predictions:  # every prediction is that of its exit for its image
+        assert prediction["index"] == table.predictions[index, prediction["exit"]]
+        assert prediction["cost"] == policy.costs[prediction["exit"]]
+    spent = sum(prediction["cost"] for _, prediction in predictions)
+    assert spent <= sent[0] * policy.budget + policy.costs[-1]
     owed = state["pace"]["spent"] - state["pace"]["admitted"] * policy.budget
-    assert spent - asked[0] * policy.budget <= owed + 1  # what it believes to owe is no less than what it does
+    assert spent - sent[0] * policy.budget <= owed + 1  # it assumes to owe no less than it owes
 
 
-def test_the_example_runs_and_sigterm_lets_those_who_wait_have_their_answer(home):
-    shutil.copy(home / "dear.json", home / "policy.json")
+@pytest.mark.slow
+def test_the_example_runs_and_requests_that_wait_at_sigterm_are_answered(home):
+    shutil.copy(home / "expensive.json", home / "policy.json")
     example = COMMANDS["serve"].examples[0].removeprefix("serve ").replace("--port 8000", "--max-wait 1500")
-    with service(example, home) as made:
+    with service(example, home) as running:
         replies = []
         body = {"images": [in_base64(pixels(1)[0])]}
-        asking = threading.Thread(target=lambda: replies.append(httpx.post(f"{made.url}/predict", json=body)))
+        asking = threading.Thread(target=lambda: replies.append(httpx.post(f"{running.url}/predict", json=body)))
         asking.start()
-        time.sleep(0.5)
-        assert made.stop() == 0
+        wait_until(lambda: httpx.get(f"{running.url}/status").json()["queue"] == 1)
+        assert running.stop() == 0
         asking.join()
     assert [reply.status_code for reply in replies] == [200]
     assert json.loads((home / "spending.json").read_text())["pace"]["admitted"] == 1
-    events = [line["event"] for line in made.lines]
+    events = [line["event"] for line in running.lines]
     assert events[-2:] == ["drained", "stopped"]
 
 
@@ -133,35 +134,35 @@ def refused(line, capsys):
     return err
 
 
-def test_what_keeps_it_from_starting_is_one_clear_line(home, capsys, monkeypatch):
+def test_a_service_that_cannot_start_says_why_in_one_line(home, capsys, monkeypatch):
     monkeypatch.chdir(home)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        told = refused(f"serve model policy.json --port {port}", capsys)
-    assert told == f"alight: 127.0.0.1:{port}: Address already in use\n"
+        error = refused(f"serve model policy.json --port {port}", capsys)
+    assert error == f"alight: 127.0.0.1:{port}: Address already in use\n"
     assert refused("serve nowhere policy.json --port 0", capsys) == "alight: there is no folder nowhere\n"
-    told = refused("serve model dear.json --port 0 --state /dev/full", capsys)
-    assert told == "alight: /dev/full: No space left on device\n"
-    status, _, told = run("serve model dear.json --port 0 --state /proc/spending.json", capsys)
-    assert (status, told.count("\n")) in ((ExitStatus.INVALID_ARGUMENTS, 1), (ExitStatus.FAILURE, 1))
-    assert "spending.json" in told
+    error = refused("serve model expensive.json --port 0 --state /dev/full", capsys)
+    assert error == "alight: /dev/full: No space left on device\n"
+    status, _, error = run("serve model expensive.json --port 0 --state /proc/spending.json", capsys)
+    assert (status, error.count("\n")) in ((ExitStatus.INVALID_ARGUMENTS, 1), (ExitStatus.FAILURE, 1))
+    assert "spending.json" in error
     assert "16 or more" in refused_with_token("short", capsys, monkeypatch)
     (home / "same").mkdir()
-    shutil.copy("cheap.json", "same/dear.json")
-    assert "2 policies have 1 names" in refused("serve model dear.json same/dear.json", capsys)
+    shutil.copy("cheap.json", "same/expensive.json")
+    assert "2 policies have 1 names" in refused("serve model expensive.json same/expensive.json", capsys)
     content = (home / "model" / "model.safetensors").read_bytes()
     for broken in (content[:1000], content[:-5] + bytes(5), b""):
         (home / "model" / "model.safetensors").write_bytes(broken)
-        told = refused("serve model policy.json --port 0", capsys)
-        assert told.count("\n") == 1
-        assert told.startswith("alight: cannot read model")
+        error = refused("serve model policy.json --port 0", capsys)
+        assert error.count("\n") == 1
+        assert error.startswith("alight: cannot read model")
 
 
 def refused_with_token(token, capsys, monkeypatch):
     monkeypatch.setenv("ALIGHT_TOKEN", token)
-    told = refused("serve model policy.json --port 0", capsys)
+    error = refused("serve model policy.json --port 0", capsys)
     monkeypatch.delenv("ALIGHT_TOKEN")
-    return told
+    return error
 
 
 def fuzzing():
@@ -174,45 +175,44 @@ def fuzzing():
     return module
 
 
-@pytest.mark.filterwarnings("ignore")  # of what schemathesis does with requests that are wrong on purpose
-def test_malformed_requests_get_nothing_but_4xx(shared):
-    made, _ = shared
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # of schemathesis about requests that are malformed on purpose
+def test_fuzzed_requests_get_nothing_but_4xx(shared):
+    running, _ = shared
     fuzz = fuzzing()
-    port = int(made.url.rpartition(":")[2])
+    port = int(running.url.rpartition(":")[2])
     found = [*fuzz.from_here(port, 110, seed=1), *fuzz.from_schema(port, 60, seed=1)]
-    warm = fuzz.memory(made.process.pid)
+    warm = fuzz.memory(running.process.pid)
     found += [*fuzz.from_here(port, 220, seed=2)]
-    assert fuzz.memory(made.process.pid) < 1.1 * warm
-    assert httpx.get(f"{made.url}/healthz").status_code == 200
-    wrong = [(kind, status) for kind, status in found if not 400 <= status < 500]
-    assert not wrong
+    assert fuzz.memory(running.process.pid) < 1.1 * warm
+    assert httpx.get(f"{running.url}/healthz").status_code == 200
+    assert not [(kind, status) for kind, status in found if not 400 <= status < 500]
     assert len(found) >= 360
     assert len({kind for kind, _ in found}) == 12
-    assert not [line for line in made.lines if line["level"] == "error"]
+    assert not [line for line in running.lines if line["level"] == "error"]
 
 
 EXPORTED = """
 import sys
 from pathlib import Path
 from fastapi.testclient import TestClient
-from alight.serve.limits import Limits
-from alight.serve.network import load_network
-from alight.serve.run import assembled, load_policies
-policies = load_policies([Path("exported/policy.json")])
-network = load_network(Path("exported"), policies, threads=1)
-with TestClient(assembled(network, policies, None, Limits())) as client:
+from alight.serve.model import load_served_model
+from alight.serve.run import build_app, load_policies
+from alight.serve.schemas import Limits
+model = load_served_model(Path("exported"), load_policies([Path("exported/policy.json")]), threads=1)
+with TestClient(build_app(model, None, Limits())) as client:
     print(client.post("/predict", content=Path("body.json").read_bytes(),
                       headers={"Content-Type": "application/json"}).text)
 assert "torch" not in sys.modules
 """
 
 
-def test_an_exported_network_is_served_alike_without_torch(home):
+def test_an_exported_network_is_served_without_torch_and_decides_the_same(home):
     pytest.importorskip("onnxruntime")
     from alight import Predictor
     from alight.export.exporting import export_model
 
-    network, four = model(), load_policy(home / "plain.json")
+    network, four = model(), load_policy(home / "unpaced.json")
     ends, costs = (four.open_exits[0], four.open_exits[-1]), (four.costs[0], four.costs[-1])
     policy = Threshold(thresholds=four.thresholds[:1], costs=costs, open_exits=ends, fingerprint=four.fingerprint)
     export_model(network, policy, home / "exported")
@@ -220,43 +220,44 @@ def test_an_exported_network_is_served_alike_without_torch(home):
     (home / "body.json").write_text(json.dumps({"images": [in_base64(picture) for picture in pictures]}))
     done = subprocess.run([sys.executable, "-W", "error", "-c", EXPORTED], cwd=home, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    answers = json.loads(done.stdout)["answers"]
+    predictions = json.loads(done.stdout)["predictions"]
     expected = Predictor(network, policy, probabilities=True)(pictures[:, None])
-    assert [answer["index"] for answer in answers] == expected.predictions.tolist()
-    assert [answer["exit"] for answer in answers] == expected.exits.tolist()
-    assert np.allclose([answer["probability"] for answer in answers], expected.probabilities, atol=1e-5)
+    assert [each["index"] for each in predictions] == expected.predictions.tolist()
+    assert [each["exit"] for each in predictions] == expected.exits.tolist()
+    assert np.allclose([each["probability"] for each in predictions], expected.probabilities, atol=1e-5)
     assert len(set(expected.exits.tolist())) == 2
 
 
-@pytest.mark.parametrize("asked", ["--compile", "--dtype bf16", "--device cuda", "--tokenizer model"])
-def test_what_an_exported_network_cannot_do_is_refused_and_not_left_undone(asked, home, monkeypatch, capsys):
+@pytest.mark.parametrize("option", ["--compile", "--dtype bf16", "--device cuda", "--tokenizer model"])
+def test_an_option_that_an_exported_network_cannot_honour_is_refused(option, home, monkeypatch, capsys):
     monkeypatch.chdir(home)
     (home / "exported").mkdir()
     (home / "exported" / "manifest.json").touch()
-    status, _, err = run(f"serve exported plain.json --port 0 {asked}", capsys)
-    name = asked.split()[0].removeprefix("--")
+    status, _, err = run(f"serve exported unpaced.json --port 0 {option}", capsys)
+    name = option.split()[0].removeprefix("--")
     assert (status, len(err.splitlines())) == (ExitStatus.FAILURE, 1)
     assert f"exported was exported, and {name} is for networks that were not" in err
 
 
 def curls():
-    """The lines of docs/deploy.md that ask the service."""
+    """The lines of docs/deploy.md that send a request."""
     page = (ROOT / "docs" / "deploy.md").read_text()
     return [line.removeprefix("$ ") for line in page.splitlines() if line.startswith("$ curl ")]
 
 
+@pytest.mark.slow  # with its start
 def test_every_request_on_the_page_about_deployment_is_answered(shared):
-    made, home = shared
+    running, home = shared
     if shutil.which("curl") is None:
         pytest.skip("curl is not installed")
     (home / "digit.png").write_bytes(png(pixels(1)[0]))
     (home / "body.json").write_text(json.dumps({"images": [in_base64(pixels(1)[0])], "budget": "60%"}))
     for line in curls():
-        words = shlex.split(line.replace("http://localhost:8000", made.url))
+        words = shlex.split(line.replace("http://localhost:8000", running.url))
         done = subprocess.run([*words, "--silent", "--fail"], cwd=home, capture_output=True, text=True)
         assert done.returncode == 0, (line, done.stdout)
         assert done.stdout
-    assert httpx.get(f"{made.url}/budget").json()["policy"] == "dear"  # whose budget is not above 70%
+    assert httpx.get(f"{running.url}/budget").json()["policy"] == "expensive"  # whose budget is not above 70%
     assert len(curls()) > 9
 
 
@@ -279,7 +280,7 @@ def test_the_manifest_for_kubernetes_fits_the_service():
     assert options.port == one["spec"]["ports"][0]["targetPort"]
     for kind, path in {"startup": "/readyz", "readiness": "/readyz", "liveness": "/healthz"}.items():
         assert container[f"{kind}Probe"]["httpGet"] == {"path": path, "port": options.port}
-        assert path in OPEN  # probes bring no token
+        assert path in PUBLIC  # probes bring no token
 
     labels = stateful["spec"]["selector"]["matchLabels"]
     assert labels == template["metadata"]["labels"] == named["spec"]["selector"] == one["spec"]["selector"]
@@ -293,6 +294,6 @@ def test_the_manifest_for_kubernetes_fits_the_service():
     assert template["spec"]["terminationGracePeriodSeconds"] > pause + GRACE
 
     (job,) = yaml.safe_load(scraped)["scrape_configs"]
-    assert "/metrics" not in OPEN  # so the job brings the token
+    assert "/metrics" not in PUBLIC  # so the job brings the token
     assert job["authorization"]
     assert job["dns_sd_configs"][0] == {"names": [named["metadata"]["name"]], "type": "A", "port": options.port}

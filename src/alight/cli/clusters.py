@@ -56,7 +56,7 @@ def recorded_on_ray(options: argparse.Namespace) -> CommandResult:
 
     kept = {name: getattr(options, name) for name in ("score", "features", "log_probabilities")}
     done = record_on_ray(options.model, options.data, _folder(options), _job_config(options), **kept)
-    accuracies = [correct / done.num_samples for correct in done.totals["right"]]
+    accuracies = [correct / done.num_samples for correct in done.totals["correct"]]
     text = f"{done}\naccuracy {_percentages(accuracies)}" if accuracies else f"{done}"
     return CommandResult(text, {**_values(done), "accuracies": accuracies})
 
@@ -81,7 +81,7 @@ def _folder(options: argparse.Namespace) -> str:
 
 
 def _job_config(options: argparse.Namespace) -> Any:
-    from alight.cluster.jobs import How as JobConfig
+    from alight.cluster.jobs import JobConfig
 
     if options.speed:
         raise BadInput("--speed auto measures this machine, not those of the cluster: give the options that pay there")

@@ -270,7 +270,7 @@ COMMANDS = (
         (
             "record model validation.npz -o labelled.npz",
             "record model test.npz --features negative_entropy -o test_outputs.npz",
-            "record model validation.npz --engine ray -o partitions",
+            "record model validation.parquet --engine ray -o partitions",
         ),
     ),
     Command(

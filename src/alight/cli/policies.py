@@ -181,7 +181,7 @@ COMMANDS = (
         (
             "predict model policy.json test.npz -o answers.csv",
             "predict model policy.json test.npz --json --quiet",
-            "predict model policy.json test.npz --engine ray -o answers",
+            "predict model policy.json test.parquet --engine ray -o answers",
         ),
     ),
     Command(

@@ -1,1 +1,1 @@
-"""The same work on many machines by Ray Data: partitions of answers or of recordings, each written once."""
+"""Prediction and recording on many machines with Ray Data: partitions of results, each written exactly once."""

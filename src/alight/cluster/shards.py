@@ -1,23 +1,28 @@
-"""Data cut into shards, the same ones every time: what a worker reads for one partition of results.
+"""Data cut into shards, the same ones every time: a worker reads one shard for each partition of results.
 
-folder/class/*.png     a folder for each class; folder/*.png without labels
-images.npz             images and labels, in one file
-*.parquet              a file or a folder of files: images as bytes of files or as arrays, or text; and labels
+    folder/class/*.png     a folder for each class; folder/*.png without labels
+    folder/images.npy      one array of images, and labels.npy beside it; or images.npy alone
+    *.parquet              a file or a folder of files: images as bytes of files or as arrays, or text; and labels
+
+Ray Data's own readers group rows by the size of blocks and of the cluster, and rows of a file have no number there. A
+partition has to hold the same samples in every run, so shards are ranges of files, rows or row groups that are fixed
+here; pyarrow, NumPy and Pillow read them.
 """
 
 import errno
 import hashlib
 import io
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
 from pathlib import PurePosixPath
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
+import pyarrow as pa
 from pyarrow import ArrowException, parquet
 
-from alight.cluster.archives import Member
-from alight.cluster.columns import values_of
 from alight.cluster.stores import Store, public_name
 from alight.data.formats import IMAGE_NAMES, LABEL_NAMES, SUFFIXES, TEXT_NAMES, class_indices, picture
 from alight.data.preprocess import Sample
@@ -25,28 +30,32 @@ from alight.errors import BadFile, BadInput
 from alight.networks.multi_exit import MultiExitModel
 
 AT_ONCE = 256  # rows that are read together
+SAVE = "save it with np.save"
 
 
 @dataclass(frozen=True)
 class Shard(ABC):
-    """A run of the samples, which can be read on any machine."""
+    """A range of the samples, which can be read on any machine."""
 
     index: int
     start: int  # the number of its first sample
     stop: int
 
+    def __len__(self) -> int:
+        return self.stop - self.start
+
     def names(self) -> list[str] | None:
-        """The samples' files, None where they are known by number alone."""
+        """Return the files of the samples, None where samples have numbers alone."""
         return None
 
     @abstractmethod
-    def samples(self, opened: dict[str, Any]) -> Iterator[Sample]:
-        """Its samples; `opened` is what a worker keeps open from one shard to the next."""
+    def samples(self) -> Iterator[Sample]:
+        """Yield the samples."""
 
 
 @dataclass(frozen=True)
-class Data:
-    """All shards of some data."""
+class ShardedData:
+    """All shards of a data set."""
 
     where: str
     kind: str  # "images" or "text"
@@ -57,8 +66,8 @@ class Data:
         return self.shards[-1].stop
 
 
-def open_data(where: "str | Store", model: MultiExitModel, rows: int) -> Data:
-    """The data that lie there, in shards of so many samples; of Parquet in whole row groups, so many or more."""
+def open_data(where: "str | Store", model: MultiExitModel, rows: int) -> ShardedData:
+    """Open data in shards of so many samples; of Parquet in whole row groups, so many samples or more."""
     store, named = Store.at(where), public_name(where)
     if store.is_folder():
         files = dict(store.files())
@@ -66,17 +75,23 @@ def open_data(where: "str | Store", model: MultiExitModel, rows: int) -> Data:
         files = {"": store.filesystem.get_file_info(store.path)}
     else:
         raise FileNotFoundError(errno.ENOENT, "there is no such file or folder", named)
-    if store.suffix == ".npz" and "" in files:
-        kind, shards = "images", _archive(store, rows)
-    elif tables := [name for name in files if (name or store.path).endswith(".parquet")]:
-        kind, shards = _tables([store / name if name else store for name in tables], model, rows)
+    stores = {suffix: _with_suffix(store, files, suffix) for suffix in (".parquet", ".npy")}
+    kind, shards = "images", list[Shard]()
+    if stores[".parquet"]:
+        kind, shards = _parquet_shards(stores[".parquet"], model, rows)
+    elif stores[".npy"]:
+        shards = _array_shards(stores[".npy"], named, rows)
     else:
         names = [name for name in files if PurePosixPath(name).suffix.lower() in SUFFIXES]
-        kind, shards = "images", _pictures(store, named, names, model, rows)
+        shards = _image_shards(store, named, names, model, rows)
     if not shards:
         raise BadInput(f"{named} has no samples: give data with at least one")
     listed = "\n".join(f"{name} {info.size} {info.mtime_ns}" for name, info in files.items())
-    return Data(named, kind, hashlib.sha256(listed.encode()).hexdigest(), shards)
+    return ShardedData(named, kind, hashlib.sha256(listed.encode()).hexdigest(), shards)
+
+
+def _with_suffix(store: Store, files: dict[str, Any], suffix: str) -> list[Store]:
+    return [store / name if name else store for name in files if (name or store.path).endswith(suffix)]
 
 
 def _ranges(total: int, rows: int) -> list[tuple[int, int, int]]:
@@ -84,148 +99,223 @@ def _ranges(total: int, rows: int) -> list[tuple[int, int, int]]:
 
 
 @dataclass(frozen=True)
-class PictureShard(Shard):
+class ImageShard(Shard):
     """Image files of a folder."""
 
     folder: Store
     where: str
     files: tuple[str, ...]
-    labels: tuple[int, ...] | None
+    labels: tuple[int | None, ...]
 
     def names(self) -> list[str] | None:
-        """The files, as their folder was named."""
+        """Return the files, below the folder as it was named."""
         return [f"{self.where.rstrip('/')}/{file}" for file in self.files]
 
-    def samples(self, opened: dict[str, Any]) -> Iterator[Sample]:
-        """Its pictures."""
-        for position, file in enumerate(self.files):
-            image = picture(io.BytesIO((self.folder / file).read()), f"{self.where.rstrip('/')}/{file}")
-            yield image, None if self.labels is None else self.labels[position]
+    def samples(self) -> Iterator[Sample]:
+        """Yield the images."""
+        for file, label in zip(self.files, self.labels, strict=True):
+            content = io.BytesIO((self.folder / file).read())
+            yield picture(content, f"{self.where.rstrip('/')}/{file}"), label
 
 
-def _pictures(store: Store, where: str, names: Sequence[str], model: MultiExitModel, rows: int) -> list[Shard]:
+def _image_shards(store: Store, where: str, names: Sequence[str], model: MultiExitModel, rows: int) -> list[Shard]:
     loose = [name for name in names if "/" not in name]
     if loose and len(loose) < len(names):
         raise BadInput(f"{where} has both images and folders: put each image into the folder of its class, or all here")
     if not names:
-        raise BadInput(f"{where} has no images ({' '.join(SUFFIXES)}), .npz or .parquet: give one of these")
-    labels = None
+        raise BadInput(
+            f"{where} has no images ({' '.join(SUFFIXES)}), .npy or .parquet: give one of these (np.save writes .npy)"
+        )
+    labels: list[int | None] = [None] * len(names)
     if not loose:
         classes = [name.partition("/")[0] for name in names]
         indices = class_indices(sorted(set(classes)), model.input_spec, where)
         labels = [indices[name] for name in classes]
     return [
-        PictureShard(
-            index,
-            start,
-            stop,
-            store,
-            where,
-            tuple(names[start:stop]),
-            None if labels is None else tuple(labels[start:stop]),
-        )
-        for index, start, stop in _ranges(len(names), rows)
+        ImageShard(*bounds, store, where, tuple(names[slice(*bounds[1:])]), tuple(labels[slice(*bounds[1:])]))
+        for bounds in _ranges(len(names), rows)
     ]
 
 
 @dataclass(frozen=True)
-class ArchiveShard(Shard):
-    """Rows of the arrays in an .npz file."""
+class ArrayFile:
+    """An array in an .npy file, of which any rows can be read."""
 
     file: Store
-    images: str
-    labels: str | None
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+    offset: int  # of the first row, in bytes
 
-    def samples(self, opened: dict[str, Any]) -> Iterator[Sample]:
-        """Its rows."""
-        names = [name for name in (self.images, self.labels) if name]
-        for name in names:
-            if name not in opened:
-                opened[name] = Member(self.file, name)
-        for start in range(self.start, self.stop, AT_ONCE):
-            stop = min(start + AT_ONCE, self.stop)
-            labels = opened[self.labels].rows(start, stop).tolist() if self.labels else [None] * (stop - start)
-            yield from zip(opened[self.images].rows(start, stop), labels, strict=True)
+    @classmethod
+    def open(cls, file: Store) -> "ArrayFile":
+        """Read the header."""
+        try:
+            with file.open() as source:
+                version = np.lib.format.read_magic(source)
+                read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+                shape, by_column, dtype = read(source)
+                offset = source.tell()
+        except (ValueError, OSError) as error:
+            raise BadFile(str(file), f"it is not a complete .npy file ({error})", SAVE) from error
+        if dtype.hasobject or by_column or not shape:
+            raise BadFile(str(file), "it holds objects, a single number, or columns first", SAVE)
+        return cls(file, shape, dtype, offset)
 
-
-def _archive(file: Store, rows: int) -> list[Shard]:
-    arrays = Member.names(file)
-    images, labels = (next((name for name in names if name in arrays), None) for names in (IMAGE_NAMES, LABEL_NAMES))
-    if images is None:
-        raise BadFile(str(file), f"it has {', '.join(arrays) or 'nothing'}", "save images=..., labels=... by np.savez")
-    total = len(Member(file, images))
-    if labels is not None:
-        told = Member(file, labels)
-        if told.kind not in "iu" or told.shape != (total,):
-            raise BadFile(str(file), f"its labels have shape {told.shape}", f"give {total} class indices")
-    return [ArchiveShard(*each, file, images, labels) for each in _ranges(total, rows)]
+    def rows(self, start: int, stop: int) -> Iterator[np.ndarray]:
+        """Yield these rows one by one; a few of them are in memory at a time."""
+        size = self.dtype.itemsize * int(np.prod(self.shape[1:], dtype=np.int64))
+        with self.file.open() as source:
+            source.seek(self.offset + start * size)
+            for first in range(start, stop, AT_ONCE):
+                count = min(AT_ONCE, stop - first)
+                content = source.read(count * size)
+                if len(content) < count * size:
+                    raise BadFile(str(self.file), f"it ends before row {first + count}", SAVE)
+                yield from np.frombuffer(content, self.dtype).reshape(count, *self.shape[1:])
 
 
 @dataclass(frozen=True)
-class TableShard(Shard):
+class ArrayShard(Shard):
+    """Rows of arrays in .npy files."""
+
+    images: ArrayFile
+    labels: ArrayFile | None
+
+    def samples(self) -> Iterator[Sample]:
+        """Yield the rows."""
+        images = self.images.rows(self.start, self.stop)
+        if self.labels is None:
+            yield from ((image, None) for image in images)
+            return
+        for image, label in zip(images, self.labels.rows(self.start, self.stop), strict=True):
+            yield image, int(label)
+
+
+def _array_shards(files: Sequence[Store], where: str, rows: int) -> list[Shard]:
+    arrays = {PurePosixPath(file.path).stem: ArrayFile.open(file) for file in files}
+    images, labels = (
+        next((arrays[name] for name in names if name in arrays), None) for names in (IMAGE_NAMES, LABEL_NAMES)
+    )
+    if len(arrays) == 1:
+        (images,), labels = arrays.values(), None
+    if images is None:
+        raise BadInput(f"{where} has {', '.join(sorted(arrays))}: save images.npy, and labels.npy beside it")
+    total = images.shape[0]
+    if labels is not None and (labels.dtype.kind not in "iu" or labels.shape != (total,)):
+        raise BadFile(str(labels.file), f"its labels have shape {labels.shape}", f"give {total} class indices")
+    return [ArrayShard(*bounds, images, labels) for bounds in _ranges(total, rows)]
+
+
+class RowGroup(NamedTuple):
+    """A row group of a Parquet file."""
+
+    file: Store
+    index: int
+    rows: int
+
+
+@dataclass(frozen=True)
+class ParquetShard(Shard):
     """Row groups of Parquet files."""
 
-    groups: tuple[tuple[Store, tuple[int, ...]], ...]  # of each file, which
+    groups: tuple[RowGroup, ...]
     column: str
     label: str | None
     classes: tuple[str, ...]
-    found: Mapping[str, int] = field(init=False, repr=False)
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "found", {name: index for index, name in enumerate(self.classes)})
+    def samples(self) -> Iterator[Sample]:
+        """Yield the rows."""
+        indices: dict[Any, int] = {name: index for index, name in enumerate(self.classes)}
+        for file, batch in self._batches():
+            labels = batch.column(1).to_pylist() if self.label else [None] * len(batch)
+            for value, label in zip(column_values(batch.column(0), str(file)), labels, strict=True):
+                if self.label and not isinstance(label, int) and label not in indices:
+                    problem = f"it has a label {label!r}, which the network does not know"
+                    raise BadFile(str(file), problem, "give names or indices")
+                yield value, indices.get(label, label)
 
-    def samples(self, opened: dict[str, Any]) -> Iterator[Sample]:
-        """Its rows."""
+    def _batches(self) -> Iterator[tuple[Store, Any]]:
         columns = [self.column, *([self.label] if self.label else [])]
-        for file, groups in self.groups:
-            with file.open() as source:
-                table = parquet.ParquetFile(source)
-                for batch in table.iter_batches(AT_ONCE, row_groups=list(groups), columns=columns):
-                    labels = batch.column(1).to_pylist() if self.label else [None] * len(batch)
-                    for value, label in zip(values_of(batch.column(0), str(file)), labels, strict=True):
-                        yield value, self._class(label, file)
-
-    def _class(self, label: Any, file: Store) -> int | None:
-        if label is None and self.label is None:
-            return None
-        if isinstance(label, int):
-            return label
-        if label not in self.found:
-            raise BadFile(
-                str(file), f"it has a label {label!r}, which the network does not know", "give names or indices"
-            )
-        return self.found[label]
+        for _, groups in groupby(self.groups, key=lambda group: group.file.path):
+            chosen = [*groups]
+            with chosen[0].file.open() as source:
+                table, indices = parquet.ParquetFile(source), [group.index for group in chosen]
+                for batch in table.iter_batches(AT_ONCE, row_groups=indices, columns=columns):
+                    yield chosen[0].file, batch
 
 
-def _tables(files: Sequence[Store], model: MultiExitModel, rows: int) -> tuple[str, list[Shard]]:
-    groups, schema = [], None
-    for file in files:
-        try:
-            with file.open() as source:
-                told = parquet.ParquetFile(source)
-                schema = schema or told.schema_arrow
-                sizes = [told.metadata.row_group(group).num_rows for group in range(told.metadata.num_row_groups)]
-        except ArrowException as error:
-            raise BadFile(str(file), f"it is no whole Parquet file ({error})", "write it again") from error
-        groups += [(file, group, size) for group, size in enumerate(sizes) if size]
-    there = schema.names if schema is not None else []
+def _parquet_shards(files: Sequence[Store], model: MultiExitModel, rows: int) -> tuple[str, list[Shard]]:
+    groups, names = _row_groups(files)
     image, text, label = (
-        next((name for name in names if name in there), None) for names in (IMAGE_NAMES, TEXT_NAMES, LABEL_NAMES)
+        next((name for name in choices if name in names), None) for choices in (IMAGE_NAMES, TEXT_NAMES, LABEL_NAMES)
     )
-    if image is None and text is None:
-        raise BadInput(f"{files[0]} has columns {', '.join(there)}: name one 'image' or 'text', and one 'label'")
+    column = image or text
+    if column is None:
+        raise BadInput(f"{files[0]} has columns {', '.join(names)}: name one 'image' or 'text', and one 'label'")
     shards: list[Shard] = []
-    start, waiting, held = 0, [], 0
-    for position, (file, group, size) in enumerate(groups):
-        waiting.append((file, group))
-        held += size
-        if held >= rows or position == len(groups) - 1:
-            whole = tuple((each, tuple(g for other, g in waiting if other is each)) for each in _unique(waiting))
-            column = str(image or text)
-            shards.append(TableShard(len(shards), start, start + held, whole, column, label, tuple(model.classes)))
-            start, waiting, held = start + held, [], 0
+    for chunk in _chunks(groups, rows):
+        start = shards[-1].stop if shards else 0
+        stop = start + sum(group.rows for group in chunk)
+        shards.append(ParquetShard(len(shards), start, stop, chunk, column, label, tuple(model.classes)))
     return "images" if image else "text", shards
 
 
-def _unique(groups: Sequence[tuple[Store, int]]) -> list[Store]:
-    return list({id(file): file for file, _ in groups}.values())
+def _row_groups(files: Sequence[Store]) -> tuple[list[RowGroup], list[str]]:
+    """Return the row groups of all files that have rows, and the columns of the first file."""
+    groups: list[RowGroup] = []
+    names: list[str] = []
+    for file in files:
+        try:
+            with file.open() as source:
+                table = parquet.ParquetFile(source)
+                names = names or table.schema_arrow.names
+                sizes = [table.metadata.row_group(index).num_rows for index in range(table.metadata.num_row_groups)]
+        except ArrowException as error:
+            raise BadFile(str(file), f"it is not a complete Parquet file ({error})", "write it again") from error
+        groups += [RowGroup(file, index, size) for index, size in enumerate(sizes) if size]
+    return groups, names
+
+
+def _chunks(groups: Sequence[RowGroup], rows: int) -> Iterator[tuple[RowGroup, ...]]:
+    """Yield row groups that follow each other, so many rows or more at a time."""
+    chunk: list[RowGroup] = []
+    for group in groups:
+        chunk.append(group)
+        if sum(each.rows for each in chunk) >= rows:
+            yield tuple(chunk)
+            chunk = []
+    if chunk:
+        yield tuple(chunk)
+
+
+def column_values(column: Any, where: str) -> Iterator[Any]:
+    """Yield each value of a Parquet column as a picture, an array or a text.
+
+    Images may be bytes of image files, with or without a path beside them (as Hugging Face writes them), tensors, or
+    lists of lists.
+
+    >>> [*column_values(pa.array([[[1, 2], [3, 4]]]), "a.parquet")]
+    [array([[1, 2],
+            [3, 4]])]
+    """
+    if isinstance(column.type, pa.FixedShapeTensorType):
+        yield from column.to_numpy_ndarray()
+        return
+    dtype = column.type
+    while pa.types.is_list(dtype) or pa.types.is_large_list(dtype) or pa.types.is_fixed_size_list(dtype):
+        dtype = dtype.value_type
+    for value in column.to_pylist():
+        if isinstance(value, dict) and isinstance(value.get("bytes"), bytes):
+            yield picture(io.BytesIO(value["bytes"]), value.get("path") or where)
+        elif isinstance(value, bytes):
+            yield picture(io.BytesIO(value), where)
+        elif isinstance(value, str):
+            yield value
+        elif isinstance(value, list):
+            yield np.array(value, dtype=dtype.to_pandas_dtype())
+        else:
+            raise BadFile(
+                where,
+                f"a row holds {'nothing' if value is None else type(value).__name__} where an image or text should be",
+                "write bytes of image files, tensors, lists of numbers, or strings",
+            )

@@ -1,8 +1,15 @@
-"""Where data lies and results go: a path of any file system that pyarrow knows."""
+"""Where data lies and results go: files and folders of any file system that pyarrow supports.
 
+A folder of results holds
+    plan.json             what the partitions are made from, and how; another job is refused
+    part-00000.parquet    one partition for each shard of the data, there once it is complete
+    job.json              there once all partitions are: their sizes and totals
+"""
+
+import json
 import os
 import secrets
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import PurePosixPath
@@ -10,23 +17,26 @@ from typing import Any
 
 from pyarrow import ArrowException, fs
 
-from alight.errors import BadInput
+from alight.errors import BadFile, BadInput, Mismatch
+from alight.files import DONE, PLAN, SCHEMA
+
+DIGITS = 5  # of a partition's number, more where there are more
 
 
 @dataclass(frozen=True)
 class Store:
-    """A file or folder of a file system: here, in a bucket, or wherever else.
+    """A file or folder of a file system: local, in a bucket, or elsewhere.
 
     >>> Store.at("results") / "part-00000.parquet" == Store.at("results/part-00000.parquet")
     True
     """
 
-    filesystem: Any  # a pyarrow.fs.FileSystem, which goes with the path to other machines
+    filesystem: Any  # a pyarrow.fs.FileSystem, which is sent to other machines with the path
     path: str
 
     @classmethod
     def at(cls, where: "str | os.PathLike[str] | Store") -> "Store":
-        """The place of a path here, or of a URI as s3://bucket/folder, gs://..., hdfs://..., fsspec+PROTOCOL://..."""
+        """Return the store of a local path, or of a URI: s3://bucket/folder, gs://..., hdfs://..., fsspec+PROTOCOL://..."""
         if isinstance(where, Store):
             return where
         text = os.fspath(where)
@@ -36,7 +46,7 @@ class Store:
             return cls(*fs.FileSystem.from_uri(text))
         except (ArrowException, ImportError, ValueError) as error:
             raise BadInput(
-                f"{text} is no place that pyarrow knows ({error}): give a path, or s3://BUCKET/..."
+                f"{text} is not a URI that pyarrow supports ({error}): give a path, or s3://BUCKET/..."
             ) from error
 
     def __truediv__(self, name: str) -> "Store":
@@ -52,36 +62,36 @@ class Store:
 
     @property
     def suffix(self) -> str:
-        """How its name ends, with the dot."""
+        """The extension of the name, with the dot."""
         return PurePosixPath(self.path).suffix.lower()
 
     def is_file(self) -> bool:
-        """Whether it is a file."""
+        """Return whether it is a file."""
         return bool(self.filesystem.get_file_info(self.path).type == fs.FileType.File)
 
     def is_folder(self) -> bool:
-        """Whether it is a folder."""
+        """Return whether it is a folder."""
         return bool(self.filesystem.get_file_info(self.path).type == fs.FileType.Directory)
 
     def files(self) -> Iterator[tuple[str, Any]]:
-        """Every file below it, by its path from here, in the order of names, with its size and date."""
+        """Yield every file below it, by its path from here, in the order of names, with its size and date."""
         below = self.filesystem.get_file_info(fs.FileSelector(self.path, recursive=True, allow_not_found=True))
         root = PurePosixPath(self.path)
-        found = {PurePosixPath(each.path).relative_to(root): each for each in below if each.type == fs.FileType.File}
-        for path in sorted(found):
-            yield str(path), found[path]
+        files = {PurePosixPath(each.path).relative_to(root): each for each in below if each.type == fs.FileType.File}
+        for path in sorted(files):
+            yield str(path), files[path]
 
     def open(self) -> Any:
-        """The file, to be read from any position."""
+        """Open the file for reading from any position."""
         return self.filesystem.open_input_file(self.path)
 
     def read(self) -> bytes:
-        """The content of the file."""
+        """Return the content of the file."""
         with self.open() as file:
             return bytes(file.read())
 
     def write_whole(self, content: bytes) -> None:
-        """Put a file in place: nobody sees less than all of it, and whoever comes second puts the same there."""
+        """Write a file that appears complete or not at all, also if two workers write it at once."""
         path = PurePosixPath(self.path)
         temporary = str(path.with_name(f".{path.name}.{secrets.token_hex(4)}"))
         try:
@@ -94,23 +104,81 @@ class Store:
             raise
 
     def remove(self) -> None:
-        """Take the file away, if it is still there."""
+        """Delete the file, if it is still there."""
         with suppress(FileNotFoundError):
             self.filesystem.delete_file(self.path)
 
     def make_folder(self) -> None:
-        """Make the folder, unless it is there."""
+        """Create the folder, unless it is there."""
         self.filesystem.create_dir(self.path, recursive=True)
 
 
 def public_name(where: "str | Store") -> str:
-    """A place as it may be written down: without the keys to it, and without settings behind its path.
+    """Return a path or URI without credentials and settings, so that it may be written to files.
 
     >>> public_name("s3://key:secret@bucket/images?region=eu-west-1")
     's3://bucket/images'
     """
-    kind, found, rest = str(where).partition("://")
-    if not found:
-        return kind
+    scheme, separator, rest = str(where).partition("://")
+    if not separator:
+        return scheme
     machine, slash, path = rest.partition("?")[0].partition("/")
-    return f"{kind}://{machine.rpartition('@')[2]}{slash}{path}"
+    return f"{scheme}://{machine.rpartition('@')[2]}{slash}{path}"
+
+
+@dataclass(frozen=True)
+class PartitionFolder:
+    """A folder of results in partitions, whose names end with the suffix."""
+
+    folder: Store
+    suffix: str
+
+    def begin(self, plan: Mapping[str, Any]) -> None:
+        """Write the plan, or check that the folder has the same one; a folder of other things is refused."""
+        file = self.folder / PLAN
+        if not file.is_file():
+            if other := next((name for name, _ in self.folder.files()), None):
+                raise BadInput(f"{self.folder} has {other} and no {PLAN}: give a folder that is empty or not there yet")
+            self.folder.make_folder()
+            file.write_whole(_document("Plan", plan))
+            return
+        written, plan = _read_document(file, "Plan"), json.loads(json.dumps(plan))
+        if differing := [name for name in sorted({*written, *plan}) if written.get(name) != plan.get(name)]:
+            raise Mismatch(
+                f"{self.folder} has partitions of another job, whose {' and '.join(differing)} differ: give another"
+                " folder, or remove this one"
+            )
+
+    def partition(self, index: int) -> Store:
+        """Return the file of a partition, written or not."""
+        return self.folder / f"part-{index:0{DIGITS}}{self.suffix}"
+
+    def existing(self) -> set[int]:
+        """Return the indices of partitions that are written; incomplete files of workers that died are removed."""
+        indices = set()
+        for name, _ in self.folder.files():
+            if name.startswith(".part-"):
+                (self.folder / name).remove()
+            elif name.startswith("part-") and name.endswith(self.suffix):
+                indices.add(int(name.removeprefix("part-").removesuffix(self.suffix)))
+        return indices
+
+    def finish(self, summary: Mapping[str, Any]) -> None:
+        """Write that all partitions are done, with their sizes and totals."""
+        (self.folder / DONE).write_whole(_document("Job", summary))
+
+
+def _document(kind: str, content: Mapping[str, Any]) -> bytes:
+    document = {"alight": kind, "schema": SCHEMA, **content}
+    return (json.dumps(document, indent=2, allow_nan=False) + "\n").encode()
+
+
+def _read_document(file: Store, kind: str) -> dict[str, Any]:
+    try:
+        document = json.loads(file.read())
+        written, schema = document.pop("alight"), document.pop("schema")
+    except (ValueError, KeyError, AttributeError) as error:
+        raise BadFile(str(file), f"it is not a {kind} ({error})", "give a folder that alight wrote") from error
+    if written != kind or schema > SCHEMA:
+        raise BadFile(str(file), f"it is a {written} of schema {schema}", f"upgrade alight, which reads up to {SCHEMA}")
+    return dict(document)

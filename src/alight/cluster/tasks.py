@@ -1,4 +1,4 @@
-"""What is done with every shard: answers under a policy, or a recording of what every head says."""
+"""What is done with every shard: prediction under a policy, or recording the outputs of every head."""
 
 import io
 from collections.abc import Callable, Iterable, Mapping
@@ -22,28 +22,28 @@ from alight.outputs import HeadOutputs
 from alight.policies.paced import Paced
 from alight.policies.policy import Policy
 
-Summary = dict[str, Any]  # numbers and lists of numbers, which add up over partitions
-Work = Callable[[Shard, Iterable[Any]], tuple[bytes, Summary]]  # a shard and its batches become a partition
+Summary = dict[str, Any]  # numbers and lists of numbers, which are added up over partitions
+Work = Callable[[Shard, Iterable[Any]], tuple[bytes, Summary]]  # from a shard and its batches to a partition
 
 
-class Task(Protocol):
+class ClusterTask(Protocol):
     """Something to be done with every shard."""
 
     suffix: ClassVar[str]
 
-    def told(self) -> dict[str, Any]:
-        """All that the results depend on beside network and data, as JSON has it."""
+    def plan(self) -> dict[str, Any]:
+        """Return all that the results depend on beside network and data, as JSON values."""
 
-    def ready(self, model: MultiExitModel, batch_size: int, switches: Mapping[str, Any]) -> Work:
-        """The work itself, with the network ready to run."""
+    def prepare(self, model: MultiExitModel, batch_size: int, switches: Mapping[str, Any]) -> Work:
+        """Return the work on a shard, with the network ready to run."""
 
     def summary(self, content: bytes) -> Summary:
-        """What a partition that is there already amounts to."""
+        """Return the summary of a partition that is written already."""
 
 
 @dataclass(frozen=True)
-class Answers:
-    """Answers under a policy, as Parquet."""
+class PredictTask:
+    """Prediction under a policy; partitions are Parquet files."""
 
     suffix: ClassVar[str] = ".parquet"
     policy: Policy
@@ -53,16 +53,16 @@ class Answers:
     def __post_init__(self) -> None:
         if isinstance(self.policy, Paced):
             raise BadInput(
-                "a paced policy keeps its budget along one stream, and many workers are many: calibrate with"
-                " --contract batch, which adds up, or predict without --engine ray"
+                "a paced policy keeps its budget along one stream, and every worker is a stream of its own: calibrate"
+                " with --contract batch, which adds up, or predict without --engine ray"
             )
 
-    def told(self) -> dict[str, Any]:
-        """The policy."""
+    def plan(self) -> dict[str, Any]:
+        """Return the policy."""
         return {"task": "predict", "policy": self.policy.to_dict(), "allow_mismatch": self.allow_mismatch}
 
-    def ready(self, model: MultiExitModel, batch_size: int, switches: Mapping[str, Any]) -> Work:
-        """A predictor, to be run on each shard."""
+    def prepare(self, model: MultiExitModel, batch_size: int, switches: Mapping[str, Any]) -> Work:
+        """Return prediction of a shard."""
         policy = self.policy
         predictor = Predictor(
             model,
@@ -73,65 +73,73 @@ class Answers:
             **switches,
         )
 
-        def work(shard: Shard, batches: Iterable[Any]) -> tuple[bytes, Summary]:
-            numbers = np.arange(shard.start, shard.stop)  # by which ties are decided, as on one machine
+        def predict(shard: Shard, batches: Iterable[Any]) -> tuple[bytes, Summary]:
+            numbers = np.arange(shard.start, shard.stop)  # as on one machine: ties are broken by them
             decisions = predictor.run(batches, samples=numbers, progress=False)
             columns = answer_columns(decisions, shard.names() or numbers.tolist(), self.classes, policy.unit)
             file = io.BytesIO()
             parquet.write_table(pa.table(columns), file)
-            return file.getvalue(), _spent(decisions.exits, decisions.spent, policy.num_exits)
+            return file.getvalue(), self._summary(decisions.exits, decisions.spent)
 
-        return work
+        return predict
 
     def summary(self, content: bytes) -> Summary:
-        """Samples, what they cost, and where they left."""
+        """Return the number of samples, their cost, and how many left at each exit."""
         table = parquet.read_table(io.BytesIO(content))
         cost = f"cost_{self.policy.unit}" if self.policy.unit else "cost"
-        return _spent(table["exit"].to_numpy(), table[cost].to_numpy(), self.policy.num_exits)
+        return self._summary(table["exit"].to_numpy(), table[cost].to_numpy())
+
+    def _summary(self, exits: np.ndarray, spent: np.ndarray) -> Summary:
+        counts = np.bincount(exits, minlength=self.policy.num_exits).tolist()
+        return {"rows": len(exits), "spent": float(spent.sum()), "exits": counts}
 
 
 @dataclass(frozen=True)
-class Recordings:
-    """What every head says about every sample, as .npz that `HeadOutputs.load` reads."""
+class RecordTask:
+    """Recording of the outputs of every head; partitions are .npz files that `HeadOutputs.load` reads."""
 
     suffix: ClassVar[str] = ".npz"
     score: str = "margin"
     features: tuple[str, ...] = ()
     log_probabilities: bool = False
 
-    def told(self) -> dict[str, Any]:
-        """Which scores are kept."""
-        kept = {"score": self.score, "features": list(self.features), "log_probabilities": self.log_probabilities}
-        return {"task": "record", **kept}
+    def plan(self) -> dict[str, Any]:
+        """Return which scores are recorded."""
+        scores = {"score": self.score, "features": list(self.features), "log_probabilities": self.log_probabilities}
+        return {"task": "record", **scores}
 
-    def ready(self, model: MultiExitModel, batch_size: int, switches: Mapping[str, Any]) -> Work:
-        """A recorder, to be asked about each shard."""
-        asked = {name: value for name, value in switches.items() if name != "num_threads"}
-        recorder = Recorder(model, self.score, self.features, self.log_probabilities, **asked)
+    def prepare(self, model: MultiExitModel, batch_size: int, switches: Mapping[str, Any]) -> Work:
+        """Return recording of a shard."""
+        others = {name: value for name, value in switches.items() if name != "num_threads"}
+        recorder = Recorder(model, self.score, self.features, self.log_probabilities, **others)
         own = fingerprint(recorder.model)
 
-        def work(shard: Shard, batches: Iterable[Any]) -> tuple[bytes, Summary]:
+        def record(shard: Shard, batches: Iterable[Any]) -> tuple[bytes, Summary]:
             with threads(switches.get("num_threads")):
                 table = HeadOutputs.joined([*recorder.tables(batches, progress=False)])
             table = replace(table, fingerprint=own)
             named = {"alight": np.array("HeadOutputs"), "schema": np.array(SCHEMA), **table.rows(), **table.metadata()}
             file = io.BytesIO()
             np.savez(file, **named)  # type: ignore[arg-type]  # not compressed: calibration reads it again and again
-            return file.getvalue(), _right(table.predictions, table.labels)
+            return file.getvalue(), self._summary(table.predictions, table.labels)
 
-        return work
+        return record
 
     def summary(self, content: bytes) -> Summary:
-        """Samples, and how many of them each exit is right about."""
+        """Return the number of samples, and for how many of them each exit predicts the label."""
         with np.load(io.BytesIO(content), allow_pickle=False) as arrays:
             labels = arrays["labels"] if "labels" in arrays.files else None
-            return _right(arrays["predictions"], labels)
+            return self._summary(arrays["predictions"], labels)
+
+    def _summary(self, predictions: np.ndarray, labels: np.ndarray | None) -> Summary:
+        correct = [] if labels is None else (predictions == labels[:, None]).sum(axis=0).tolist()
+        return {"rows": len(predictions), "correct": correct}
 
 
-def added(summaries: Iterable[Summary]) -> Summary:
-    """What partitions amount to together.
+def add_summaries(summaries: Iterable[Summary]) -> Summary:
+    """Return the totals over partitions.
 
-    >>> added([{"rows": 2, "exits": [1, 1]}, {"rows": 1, "exits": [0, 1]}])
+    >>> add_summaries([{"rows": 2, "exits": [1, 1]}, {"rows": 1, "exits": [0, 1]}])
     {'rows': 3, 'exits': [1, 2]}
     """
     total: Summary = {}
@@ -142,13 +150,3 @@ def added(summaries: Iterable[Summary]) -> Summary:
             else:
                 total[name] = total.get(name, 0) + value
     return total
-
-
-def _spent(exits: np.ndarray, spent: np.ndarray, num_exits: int) -> Summary:
-    counts = np.bincount(exits, minlength=num_exits).tolist()
-    return {"rows": len(exits), "spent": float(spent.sum()), "exits": counts}
-
-
-def _right(predictions: np.ndarray, labels: np.ndarray | None) -> Summary:
-    right = [] if labels is None else (predictions == labels[:, None]).sum(axis=0).tolist()
-    return {"rows": len(predictions), "right": right}

@@ -1,4 +1,4 @@
-"""A network in a process of its own, on whatever machine: it takes one shard at a time and writes its partition."""
+"""A worker: a network in a process of its own that reads one shard at a time and writes its partition."""
 
 import ctypes
 import json
@@ -11,9 +11,9 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from alight.cluster.partitions import Partitions
 from alight.cluster.shards import Shard
-from alight.cluster.tasks import Summary, Task
+from alight.cluster.stores import PartitionFolder
+from alight.cluster.tasks import ClusterTask, Summary
 from alight.data.formats import collation
 from alight.data.preprocess import Sample
 from alight.errors import AlightError
@@ -24,55 +24,54 @@ TOKENIZER = "tokenizer"  # the folder beside a network that reads text
 
 
 @dataclass(frozen=True)
-class Settings:
-    """What a worker has to know beside the network."""
+class WorkerSettings:
+    """What a worker needs beside the network."""
 
-    task: Task
-    partitions: Partitions
+    task: ClusterTask
+    partitions: PartitionFolder
     kind: str  # of the data, "images" or "text"
     where: str
     batch_size: int
-    switches: Mapping[str, Any]
+    switches: Mapping[str, Any]  # keyword arguments of `Predictor` and `Recorder`
 
 
 @dataclass(frozen=True)
-class Batches:
-    """The batches of a shard, as often as asked for."""
+class ShardBatches:
+    """The batches of a shard; they can be iterated over many times."""
 
     shard: Shard
-    opened: dict[str, Any]
     batch_size: int
     collate: Callable[[Sequence[Sample]], Any]
 
     def __iter__(self) -> Iterator[Any]:
-        samples = self.shard.samples(self.opened)
+        samples = self.shard.samples()
         while batch := list(islice(samples, self.batch_size)):
             yield self.collate(batch)
 
     def __len__(self) -> int:
-        return -(-(self.shard.stop - self.shard.start) // self.batch_size)
+        return -(-len(self.shard) // self.batch_size)
 
 
-class Worker:
-    """Holds the network, and answers Ray Data for a row: a shard in, what its partition amounts to out."""
+class ShardWorker:
+    """Holds the network, and turns rows of Ray Data that name shards into rows that sum up their partitions."""
 
-    def __init__(self, network: Mapping[str, bytes], settings: Settings) -> None:
-        self.settings, self.opened = settings, dict[str, Any]()
+    def __init__(self, network: Mapping[str, bytes], settings: WorkerSettings) -> None:
+        self.settings = settings
         with tempfile.TemporaryDirectory() as name:
             folder = Path(name)
             unpack(network, folder)
             model = load_model(folder)
             self.collate = collation(settings.kind, model.input_spec, settings.where, tokenizer=folder / TOKENIZER)
-        self.work = settings.task.ready(model, settings.batch_size, settings.switches)
+        self.work = settings.task.prepare(model, settings.batch_size, settings.switches)
 
     def __call__(self, rows: Mapping[str, Any]) -> dict[str, list[Any]]:
-        """What each partition amounts to, once it is in its place; or why it cannot be made, which is told as it is."""
+        """Return the summary of each partition once it is written, or the error, which the job raises."""
         done: dict[str, list[Any]] = {"index": [], "summary": [], "error": []}
         for content in rows["shard"]:
             shard: Shard = pickle.loads(content)  # from our own driver
             summary, error = "", ""
             try:
-                summary = json.dumps(self._made(shard))
+                summary = json.dumps(self._write_partition(shard))
             except AlightError as refused:
                 error = str(refused)
             except OSError as failed:
@@ -81,23 +80,22 @@ class Worker:
                 done[name].append(value)
         return done
 
-    def _made(self, shard: Shard) -> Summary:
-        batches = Batches(shard, self.opened, self.settings.batch_size, self.collate)
-        partition, summary = self.work(shard, batches)
-        self.settings.partitions.store(shard.index).write_whole(partition)
-        give_back()
+    def _write_partition(self, shard: Shard) -> Summary:
+        partition, summary = self.work(shard, ShardBatches(shard, self.settings.batch_size, self.collate))
+        self.settings.partitions.partition(shard.index).write_whole(partition)
+        release_memory()
         return summary
 
 
-def give_back() -> None:
-    """Let the system have what this process has freed: glibc would keep it, in pieces, for what may come."""
+def release_memory() -> None:
+    """Return freed memory to the system: glibc would keep it, in pieces, for later."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
     if trim is not None:
         trim(0)
 
 
 def pack(folder: Path, tokenizer: Path | None = None) -> dict[str, bytes]:
-    """The files of a network's folder, to be sent to workers, with its tokenizer or another."""
+    """Return the files of a network's folder, with its tokenizer or another, to be sent to workers."""
     files = {name: (folder / name).read_bytes() for name in (CONFIG, WEIGHTS)}
     words = tokenizer or folder / TOKENIZER
     if words.is_dir():
@@ -106,7 +104,7 @@ def pack(folder: Path, tokenizer: Path | None = None) -> dict[str, bytes]:
 
 
 def unpack(files: Mapping[str, bytes], folder: Path) -> None:
-    """Put the files into a folder."""
+    """Write the files into a folder."""
     for name, content in files.items():
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_bytes(content)

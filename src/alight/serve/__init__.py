@@ -1,1 +1,1 @@
-"""A network under calibrated policies, behind HTTP: answers in small batches, never ahead of the budget."""
+"""A network under calibrated policies behind HTTP: it answers in small batches and never exceeds its budget."""

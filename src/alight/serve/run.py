@@ -1,14 +1,13 @@
-"""The service from its folder to its last answer: loaded, warmed up, served, drained."""
+"""The service as a process: its network is loaded and timed, it serves, and it drains before it stops."""
 
 import logging
 import os
 import signal
 import socket
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import uvicorn
@@ -20,15 +19,13 @@ from alight.policies.paced import Paced
 from alight.policies.policy import Policy
 from alight.policies.saved import load_policy
 from alight.serve.app import create_app
-from alight.serve.ledger import AHEAD, Book, resumed
-from alight.serve.limits import Limits
-from alight.serve.logs import event, log_in_lines
-from alight.serve.metrics import Metrics
-from alight.serve.network import Network, Sample, check_policies, load_network
-from alight.serve.timing import timings
-from alight.serve.worker import Worker
+from alight.serve.ledger import RESERVE, SpendLedger, resume_state
+from alight.serve.model import Sample, ServedModel, check_policies, measure_timings
+from alight.serve.monitoring import Metrics, log_as_json, log_event
+from alight.serve.schemas import Limits
+from alight.serve.worker import BatchWorker
 
-GRACE = 30  # seconds for requests under way, once it is to stop
+GRACE = 30  # seconds for requests under way, once the service is to stop
 KEEP_ALIVE = 75  # seconds that an idle connection lasts: longer than load balancers keep theirs, which is 60 mostly
 
 
@@ -41,7 +38,7 @@ class Address:
 
 
 def load_policies(paths: list[Path]) -> dict[str, Policy]:
-    """The policies of these files by their names, without .json."""
+    """Load the policies of these files by their names, without .json."""
     policies = {path.stem: load_policy(path) for path in paths}
     if len(policies) < len(paths):
         raise BadInput(f"{len(paths)} policies have {len(policies)} names: give each file a name of its own")
@@ -49,66 +46,62 @@ def load_policies(paths: list[Path]) -> dict[str, Policy]:
     return policies
 
 
-def bound(address: Address) -> socket.socket:
-    """A socket with the address, which does not listen yet."""
+def bind(address: Address) -> socket.socket:
+    """Return a socket with the address, which does not listen yet."""
     family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
-    taken = socket.socket(family, socket.SOCK_STREAM)
-    taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    bound = socket.socket(family, socket.SOCK_STREAM)
+    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        taken.bind((address.host, address.port))
+        bound.bind((address.host, address.port))
     except OSError as error:
-        taken.close()
+        bound.close()
         error.filename = f"{address.host}:{address.port}"
         raise
-    return taken
+    return bound
 
 
-def assembled(
-    network: Network, policies: Mapping[str, Policy], state: Path | None, limits: Limits, token: str | None = None
-) -> FastAPI:
-    """The application of a network that is loaded: its stream resumed, its exits timed."""
-    metrics = Metrics(network.exits)
-    book = Book(resumed(state, policies), state, max(AHEAD, 4 * limits.batch))
-    worker = Worker(network, book, timings(network, example(network), limits.batch), limits, metrics)
-    for name, policy in policies.items():
+def build_app(model: ServedModel, state: Path | None, limits: Limits, token: str | None = None) -> FastAPI:
+    """Return the application of a network: its stream is resumed and its exits are timed."""
+    ledger = SpendLedger(resume_state(state, model.policies), state, max(RESERVE, 4 * limits.batch))
+    timings = measure_timings(model, example(model), limits.batch)
+    for name, policy in model.policies.items():
         if not isinstance(policy, Paced):
-            event("no promise about the stream", logging.WARNING, policy=name, advice="calibrate --contract stream")
-    return create_app(network, worker, limits, metrics, token)
+            log_event("no guarantee for the stream", logging.WARNING, policy=name, advice="calibrate --contract stream")
+    return create_app(BatchWorker(model, ledger, timings, limits, Metrics(model.exits)), token)
 
 
-def example(network: Network) -> Sample:
-    """A sample such as the network takes, to warm up with."""
-    if network.texts:
+def example(model: ServedModel) -> Sample:
+    """Return a sample such as the network takes, to warm up with."""
+    if model.tokenize:
         return "a few words to begin with, about as many as people write when they ask for something"
-    if network.image_shape:
-        _, height, width = network.image_shape
-        return network.picture(Image.new("RGB", (width, height), (128, 128, 128)))
-    if not network.shape or None in network.shape:
+    if model.image_shape:
+        _, height, width = model.image_shape
+        return model.preprocess(Image.new("RGB", (width, height), (128, 128, 128)))
+    if not model.shape or None in model.shape:
         raise BadInput("the network does not say what it takes: build it with attach_heads, which keeps an example")
-    sizes = [int(size or 0) for size in network.shape]
-    return np.zeros((1, *sizes), dtype=network.dtype)
+    sizes = [int(size or 0) for size in model.shape]
+    return np.zeros((1, *sizes), dtype=model.dtype)
 
 
 def serve(
-    folder: Path,
-    policies: Mapping[str, Policy],
+    load: Callable[[], ServedModel],
     address: Address,
     limits: Limits,
     *,
     state: Path | None = None,
     token: str | None = None,
     log_level: str = "info",
-    **switches: Any,
 ) -> None:
-    """Answer until SIGTERM or SIGINT: then what is under way is answered, and what was spent written down."""
-    log_in_lines(log_level)
-    warnings.filterwarnings("ignore", module="PIL")  # of pictures that are refused anyway
-    listening = bound(address)
-    with listening:
-        network = load_network(folder, policies, tokens=limits.tokens, **switches)
-        app = assembled(network, policies, state, limits, token)
+    """Serve until SIGTERM or SIGINT, then answer requests under way and write the final state.
+
+    `load` loads the network, once the address is found to be free.
+    """
+    log_as_json(log_level)
+    warnings.filterwarnings("ignore", module="PIL")  # about images that are refused anyway
+    with bind(address) as listening:
+        model = load()
         config = uvicorn.Config(
-            app,
+            build_app(model, state, limits, token),
             http="h11",  # which bounds headers
             ws="none",
             lifespan="on",
@@ -119,10 +112,12 @@ def serve(
             timeout_graceful_shutdown=GRACE,
         )
         host, port = listening.getsockname()[:2]
-        event("serving", url=f"http://{host}:{port}", policies=[*policies], engine=network.engine, pid=os.getpid())
-        signal.signal(signal.SIGTERM, _stopped)  # uvicorn raises it again once it has drained, which is no failure
+        log_event(
+            "serving", url=f"http://{host}:{port}", policies=[*model.runners], engine=model.engine, pid=os.getpid()
+        )
+        signal.signal(signal.SIGTERM, _stopped)  # uvicorn raises it again once it has drained, which is not a failure
         uvicorn.Server(config).run(sockets=[listening])
 
 
 def _stopped(*_: object) -> None:
-    event("stopped")
+    log_event("stopped")

@@ -1,120 +1,140 @@
-"""Images, arrays and texts of a request become samples as the network takes them; what is wrong is told by index."""
+"""The images, arrays and texts of a request become samples as the network takes them; errors name the index."""
 
 import base64
 import binascii
 import io
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from PIL import Image, UnidentifiedImageError
+from pydantic import BaseModel, ValidationError
 
-from alight.serve.limits import Limits, Refused
-from alight.serve.network import Network, Sample
+from alight.serve.model import Sample, ServedModel
+from alight.serve.schemas import Limits, PredictRequest, RequestRefused
 
-FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")  # no more decoders than people send pictures in
-LETTERS = 1000  # of a text for each token that is read of it
-LARGEST = 1e6  # of a number in an array: beyond, networks overflow
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")  # the only decoders that untrusted bytes reach
+MAX_LETTERS = 1000  # of a text for each token that is read of it
+MAX_NUMBER = 1e6  # in an array: beyond, networks overflow
+KINDS = ("images", "arrays", "texts")
+Schema = TypeVar("Schema", bound=BaseModel)
 
 
-def from_pictures(contents: Sequence[bytes], network: Network, limits: Limits) -> list[Sample]:
-    """Samples of encoded images."""
-    shape = network.image_shape
+def check_content_type(header: str, content_type: str) -> None:
+    """Check that a request's header names this type of content."""
+    given = header.partition(";")[0].strip().lower()
+    if given != content_type:
+        raise RequestRefused(415, f"content of type {given[:100]!r}: send {content_type}")
+
+
+def parse(schema: type[Schema], content: bytes | dict[str, Any]) -> Schema:
+    """Return JSON, or values, as an object of this schema; the first error refuses the request."""
+    try:
+        return schema.model_validate_json(content) if isinstance(content, bytes) else schema.model_validate(content)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False, include_context=False)[0]
+        place = ".".join(str(part) for part in first["loc"])[:100]
+        raise RequestRefused(422, f"{place + ': ' if place else ''}{first['msg'][:200]}") from error
+
+
+def read_request(content: bytes, model: ServedModel, limits: Limits) -> tuple[PredictRequest, list[Sample]]:
+    """Return a request in JSON and its samples."""
+    request = parse(PredictRequest, content)
+    given = [name for name in KINDS if getattr(request, name) is not None]
+    if len(given) != 1:
+        raise RequestRefused(422, f"{' and '.join(given) or 'no samples'}: give one of images, arrays and texts")
+    if given[0] == "images":
+        return request, read_images(request.images or [], model, limits)
+    taken = {"arrays": model.tokenize is None, "texts": model.tokenize is not None}
+    if not taken[given[0]]:
+        raise RequestRefused(422, f"this network takes {model.input_kind}, not {given[0]}")
+    if given[0] == "arrays":
+        return request, _read_each("array", request.arrays or [], limits, lambda values: _array(values, model))
+    return request, _read_each("text", request.texts or [], limits, lambda text: _text(text, limits))
+
+
+def read_images(files: Sequence[str | bytes], model: ServedModel, limits: Limits) -> list[Sample]:
+    """Return the samples of image files, as bytes or in base64, with or without data:...;base64, before it."""
+    shape = model.image_shape
     if shape is None:
-        raise Refused(422, f"this network takes {network.kind}, not images")
-    return _each("image", contents, limits, lambda content: network.picture(picture(content, limits.pixels, shape)))
+        raise RequestRefused(422, f"this network takes {model.input_kind}, not images")
+    return _read_each("image", files, limits, lambda file: model.preprocess(decode_image(file, limits.pixels, shape)))
 
 
-def from_base64(texts: Sequence[str], network: Network, limits: Limits) -> list[Sample]:
-    """Samples of images in base64, with or without data:...;base64, before it."""
-    return from_pictures(_each("image", texts, limits, _decoded), network, limits)
-
-
-def from_arrays(arrays: Sequence[Any], network: Network, limits: Limits) -> list[Sample]:
-    """Samples of numbers as the network takes them, normalised already."""
-    if network.texts:
-        raise Refused(422, "this network takes texts, not arrays")
-    return _each("array", arrays, limits, lambda values: _array(values, network)[None])
-
-
-def from_texts(texts: Sequence[str], network: Network, limits: Limits) -> list[Sample]:
-    """Samples of texts."""
-    if network.texts is None:
-        raise Refused(422, f"this network takes {network.kind}, not texts")
-    return _each("text", texts, limits, lambda text: _bounded(text, LETTERS * limits.tokens))
-
-
-def picture(content: bytes, pixels: int, shape: tuple[int, int, int]) -> Image.Image:
-    """The first picture of an image file, decoded only if it has no more pixels than that, nor will have once resized.
+def decode_image(file: str | bytes, max_pixels: int, shape: tuple[int, int, int]) -> Image.Image:
+    """Return the first picture of an image file, decoded only if it has few enough pixels, also once it is resized.
 
     Its shorter side is brought to the network's size, so that a long and thin one becomes larger than it is.
     """
     try:
-        with Image.open(io.BytesIO(content), formats=FORMATS) as opened:
+        if isinstance(file, str):
+            _, found, encoded = file.partition(";base64,")
+            file = base64.b64decode(encoded if found else file, validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise RequestRefused(422, f"not base64 ({_line(error)})") from error
+    try:
+        with Image.open(io.BytesIO(file), formats=FORMATS) as opened:
             width, height = opened.size
             scale = max(1.0, shape[1] / height, shape[2] / width)
-            if scale**2 * width * height > pixels:
-                raise Refused(413, f"{width} x {height} pixels, and at most {pixels:,} are taken, resized ones too")
+            if scale**2 * width * height > max_pixels:
+                raise RequestRefused(
+                    413, f"{width} x {height} pixels, and at most {max_pixels:,} are taken, resized ones too"
+                )
             opened.load()
             return opened.copy()
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
-        raise Refused(413, f"more than the {pixels:,} pixels that are taken") from error
-    except Refused:
+        raise RequestRefused(413, f"more than the {max_pixels:,} pixels that are taken") from error
+    except RequestRefused:
         raise
     except UnidentifiedImageError as error:
-        raise Refused(422, f"no whole image in {', '.join(FORMATS)}") from error
+        raise RequestRefused(422, f"not a complete image in {', '.join(FORMATS)}") from error
     except Exception as error:  # a damaged image fails in a dozen ways, each decoder its own
-        raise Refused(422, f"no whole image in {', '.join(FORMATS)} ({_line(error)})") from error
+        raise RequestRefused(422, f"not a complete image in {', '.join(FORMATS)} ({_line(error)})") from error
 
 
-def _each(kind: str, values: Sequence[Any], limits: Limits, made: Callable[[Any], Any]) -> list[Any]:
-    """What is made of each; what is wrong with one is told with its index."""
+def _read_each(kind: str, values: Sequence[Any], limits: Limits, read: Callable[[Any], Sample]) -> list[Sample]:
+    """Return the sample of each value; an error names the index."""
     if not values:
-        raise Refused(422, f"no {kind}: send at least one")
+        raise RequestRefused(422, f"no {kind}: send at least one")
     if len(values) > limits.batch:
-        raise Refused(413, f"{len(values)} {kind}s in one request, and at most {limits.batch} are taken: send several")
+        raise RequestRefused(
+            413, f"{len(values)} {kind}s in one request, and at most {limits.batch} are taken: send several"
+        )
     samples = []
     for index, value in enumerate(values):
         try:
-            samples.append(made(value))
-        except Refused as refused:
-            raise Refused(refused.status, f"{kind} {index}: {refused.reason}") from refused
+            samples.append(read(value))
+        except RequestRefused as refused:
+            raise RequestRefused(refused.status, f"{kind} {index}: {refused.reason}") from refused
         except (ValueError, TypeError) as error:  # all errors of alight are among them
-            raise Refused(422, f"{kind} {index}: {_line(error)}") from error
+            raise RequestRefused(422, f"{kind} {index}: {_line(error)}") from error
     return samples
 
 
-def _decoded(text: str) -> bytes:
-    start, comma, rest = text.partition(",")
-    try:
-        return base64.b64decode(rest if comma and start.endswith(";base64") else text, validate=True)
-    except (binascii.Error, ValueError) as error:
-        raise Refused(422, f"no base64 ({_line(error)})") from error
-
-
-def _bounded(text: str, letters: int) -> str:
+def _text(text: str, limits: Limits) -> str:
+    letters = MAX_LETTERS * limits.tokens
     if len(text) > letters:
-        raise Refused(413, f"{len(text):,} letters, and at most {letters:,} are taken")
+        raise RequestRefused(413, f"{len(text):,} letters, and at most {letters:,} are taken")
     return text
 
 
-def _array(values: Any, network: Network) -> np.ndarray:
+def _array(values: Any, model: ServedModel) -> np.ndarray:
     try:
         with np.errstate(over="ignore"):
             array = np.asarray(values, dtype=np.float64)
     except (TypeError, ValueError, OverflowError) as error:
-        raise Refused(422, f"no array of numbers ({_line(error)})") from error
-    wanted = network.shape
-    if wanted and (
-        array.ndim != len(wanted) or any(own not in (None, n) for own, n in zip(wanted, array.shape, strict=True))
+        raise RequestRefused(422, f"not an array of numbers ({_line(error)})") from error
+    if model.shape and (
+        array.ndim != len(model.shape)
+        or any(size not in (None, own) for size, own in zip(model.shape, array.shape, strict=True))
     ):
-        raise Refused(422, f"shape {array.shape}, and the network takes {wanted}")
-    unusable = ~(np.abs(array) <= LARGEST)
+        raise RequestRefused(422, f"shape {array.shape}, and the network takes {model.shape}")
+    unusable = ~(np.abs(array) <= MAX_NUMBER)
     if unusable.any():
         place = tuple(int(axis) for axis in np.argwhere(unusable)[0])
-        what = f"{int(unusable.sum())} numbers that are NaN, infinite or beyond {LARGEST:g}"
-        raise Refused(422, f"{what}, the first at {list(place)}")
-    return array.astype(network.dtype)
+        what = f"{int(unusable.sum())} numbers that are NaN, infinite or beyond {MAX_NUMBER:g}"
+        raise RequestRefused(422, f"{what}, the first at {list(place)}")
+    return array.astype(model.dtype)[None]
 
 
 def _line(error: Exception) -> str:

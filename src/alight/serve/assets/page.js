@@ -3,7 +3,7 @@ const part = (id) => document.getElementById(id);
 const PAUSE = 1000; // milliseconds between two looks at the service
 let token = "";
 let unit = "";
-let takes = "";
+let inputKind = "";
 
 const PREFIXES = [[1e12, " T"], [1e9, " G"], [1e6, " M"], [1e3, " k"], [0, " "]];
 
@@ -17,24 +17,24 @@ const percent = (share) => (100 * share).toFixed(1) + "%";
 
 async function ask(path, options = {}) {
   const headers = { ...options.headers, ...(token ? { Authorization: "Bearer " + token } : {}) };
-  const answer = await fetch(path, { ...options, headers });
-  part("key").hidden = answer.status !== 401;
-  const told = await answer.json();
-  if (!answer.ok) throw new Error(told.error);
-  return told;
+  const response = await fetch(path, { ...options, headers });
+  part("key").hidden = response.status !== 401;
+  const content = await response.json();
+  if (!response.ok) throw new Error(content.error);
+  return content;
 }
 
-function allowance() {
-  const asked = {};
+function options() {
+  const chosen = {};
   const most = part("most").value.trim();
   const within = part("within").value.trim();
-  if (most) asked.budget = most;
-  if (within) asked.deadline_ms = Number(within);
-  return asked;
+  if (most) chosen.budget = most;
+  if (within) chosen.deadline_ms = Number(within);
+  return chosen;
 }
 
-function show(told, pictures) {
-  told.answers.forEach((answer, index) => {
+function show(response, pictures) {
+  response.predictions.forEach((prediction, index) => {
     const line = document.createElement("li");
     if (pictures[index]) {
       const image = document.createElement("img");
@@ -44,23 +44,24 @@ function show(told, pictures) {
     }
     const words = document.createElement("div");
     const label = document.createElement("strong");
-    label.textContent = answer.label;
-    const sure = answer.probability === null ? "" : percent(answer.probability) + " sure, ";
-    words.append(label, sure + `exit ${answer.exit}, cost ${amount(answer.cost, told.unit)}, ${told.took_ms.toFixed(1)} ms`);
+    label.textContent = prediction.label;
+    const sure = prediction.probability === null ? "" : `probability ${percent(prediction.probability)}, `;
+    const cost = amount(prediction.cost, response.unit);
+    words.append(label, sure + `exit ${prediction.exit}, cost ${cost}, ${response.latency_ms.toFixed(1)} ms`);
     line.append(words);
-    part("answers").prepend(line);
+    part("predictions").prepend(line);
   });
-  while (part("answers").children.length > 20) part("answers").lastChild.remove();
+  while (part("predictions").children.length > 20) part("predictions").lastChild.remove();
 }
 
-async function answered(work, pictures) {
-  part("wrong").hidden = true;
+async function perform(work, pictures) {
+  part("error").hidden = true;
   try {
     show(await work(), pictures);
     await look();
   } catch (error) {
-    part("wrong").textContent = error.message;
-    part("wrong").hidden = false;
+    part("error").textContent = error.message;
+    part("error").hidden = false;
   }
 }
 
@@ -68,16 +69,16 @@ function sendFiles(files) {
   if (!files.length) return;
   const form = new FormData();
   for (const file of files) form.append("images", file);
-  for (const [name, value] of Object.entries(allowance())) form.append(name, value);
+  for (const [name, value] of Object.entries(options())) form.append(name, value);
   const pictures = Array.from(files, (file) => URL.createObjectURL(file));
-  answered(() => ask("predict/files", { method: "POST", body: form }), pictures);
+  perform(() => ask("predict/files", { method: "POST", body: form }), pictures);
 }
 
 function sendWords() {
   const words = part("words").value;
-  answered(() => {
-    const samples = takes === "texts" ? { texts: [words] } : { arrays: [JSON.parse(words)] };
-    const body = JSON.stringify({ ...samples, ...allowance() });
+  perform(() => {
+    const samples = inputKind === "texts" ? { texts: [words] } : { arrays: [JSON.parse(words)] };
+    const body = JSON.stringify({ ...samples, ...options() });
     return ask("predict", { method: "POST", body, headers: { "Content-Type": "application/json" } });
   }, []);
 }
@@ -102,10 +103,10 @@ function row(exit, total) {
 async function look() {
   const now = await ask("status");
   unit = now.unit;
-  takes = now.takes;
-  part("drop").hidden = takes !== "images";
-  part("write").hidden = takes === "images";
-  part("words-label").textContent = takes === "texts" ? "A text" : `An array of shape ${now.shape.join(" × ")}, as JSON`;
+  inputKind = now.input_kind;
+  part("drop").hidden = inputKind !== "images";
+  part("write").hidden = inputKind === "images";
+  part("words-label").textContent = inputKind === "texts" ? "A text" : `An array of shape ${now.input_shape.join(" × ")}, as JSON`;
   part("about").textContent = `${now.samples.toLocaleString("en")} samples answered since the start`;
   part("exits").replaceChildren(...now.exits.map((exit) => row(exit, now.samples)));
   part("queue").textContent = `${now.queue} samples wait`;
@@ -114,22 +115,22 @@ async function look() {
   if (!now.samples) return;
   const mean = `${amount(now.spent / now.samples, unit)} per sample`;
   const share = now.allowed ? now.spent / now.allowed : 0;
-  const ahead = share > 1 && now.ahead_at_most ? `, ahead by no more than one sample at ${amount(now.ahead_at_most, unit)}` : "";
-  const told = now.allowed ? `${mean}, ${percent(share)} of what the budget allows${ahead}` : `${mean}, no budget`;
-  part("spending").textContent = told;
-  part("meter").setAttribute("aria-label", told);
+  const over = share > 1 && now.max_overspend ? `, at most ${amount(now.max_overspend, unit)} beyond it in all` : "";
+  const spending = now.allowed ? `${mean}, ${percent(share)} of what the budget allows${over}` : `${mean}, no budget`;
+  part("spending").textContent = spending;
+  part("meter").setAttribute("aria-label", spending);
   part("spent").style.width = Math.min(100, 100 * share) + "%";
 }
 
 async function begin() {
-  const offered = await ask("budget");
-  const options = offered.policies.map((policy) => {
+  const budget = await ask("budget");
+  const choices = budget.policies.map((policy) => {
     const option = document.createElement("option");
     option.value = policy.name;
-    option.textContent = policy.budget === null ? policy.name : `${policy.name}: ${amount(policy.budget, offered.unit)}`;
+    option.textContent = policy.budget === null ? policy.name : `${policy.name}: ${amount(policy.budget, budget.unit)}`;
     return option;
   });
-  part("policy").replaceChildren(...options);
+  part("policy").replaceChildren(...choices);
   await look();
 }
 
@@ -160,9 +161,9 @@ part("drop").addEventListener("drop", (event) => {
 part("send").addEventListener("click", sendWords);
 part("policy").addEventListener("change", (event) => {
   const body = JSON.stringify({ policy: event.target.value });
-  answered(async () => {
+  perform(async () => {
     await ask("budget", { method: "PUT", body, headers: { "Content-Type": "application/json" } });
-    return { answers: [] };
+    return { predictions: [] };
   }, []);
 });
 part("key").addEventListener("submit", (event) => {

@@ -1,4 +1,4 @@
-"""Networks as the service loads them: texts by their tokenizer, and policies that belong together."""
+"""Networks as the service loads them: texts by their tokenizer, and policies that fit together."""
 
 import numpy as np
 import pytest
@@ -9,9 +9,9 @@ from transformers import BertConfig, BertTokenizerFast
 from alight import Predictor, from_transformers, save_model
 from alight.errors import BadInput
 from alight.policies.policy import ExitAt, Threshold
-from alight.serve.limits import Limits
-from alight.serve.network import check_policies, load_network
-from alight.serve.run import assembled
+from alight.serve.model import check_policies, load_served_model
+from alight.serve.run import build_app
+from alight.serve.schemas import Limits
 
 WORDS = "[PAD] [UNK] [CLS] [SEP] [MASK] bread soup train hotel song the a".split()
 TEXTS = ["the bread", "a soup the train a hotel", "song", "", "unknown words " * 50]
@@ -32,18 +32,18 @@ def folder(tmp_path):
 def test_texts_get_the_decisions_of_the_predictor(folder):
     home, model = folder
     policy = Threshold(thresholds=(0.05,) * (model.num_exits - 1), costs=tuple(range(1, model.num_exits + 1)))
-    network = load_network(home, {"policy": policy}, tokens=16, threads=1)
-    assert network.kind == "texts"
-    batch = {name: torch.as_tensor(part) for name, part in network.texts(TEXTS).items()}
+    served = load_served_model(home, {"policy": policy}, max_tokens=16, threads=1)
+    assert served.input_kind == "texts"
+    batch = {name: torch.as_tensor(part) for name, part in served.tokenize(TEXTS).items()}
     assert batch["input_ids"].shape == (5, 16)
     expected = Predictor(model.eval(), policy, probabilities=True)(batch)
-    with TestClient(assembled(network, {"policy": policy}, None, Limits(tokens=16))) as client:
-        answers = client.post("/predict", json={"texts": TEXTS}).json()["answers"]
+    with TestClient(build_app(served, None, Limits(tokens=16))) as client:
+        predictions = client.post("/predict", json={"texts": TEXTS}).json()["predictions"]
         long = client.post("/predict", json={"texts": ["a" * 20_000]})
         image = client.post("/predict", json={"images": ["Zm9v"]})
-    assert [each["index"] for each in answers] == expected.predictions.tolist()
-    assert [each["exit"] for each in answers] == expected.exits.tolist()
-    assert np.allclose([each["probability"] for each in answers], expected.probabilities, atol=1e-5)
+    assert [each["index"] for each in predictions] == expected.predictions.tolist()
+    assert [each["exit"] for each in predictions] == expected.exits.tolist()
+    assert np.allclose([each["probability"] for each in predictions], expected.probabilities, atol=1e-5)
     assert (long.status_code, image.status_code) == (413, 422)
     assert "takes texts, not images" in image.json()["error"]
 
@@ -51,10 +51,10 @@ def test_texts_get_the_decisions_of_the_predictor(folder):
 def test_a_text_network_without_a_tokenizer_is_refused(folder, tmp_path):
     home, _ = folder
     with pytest.raises(BadInput, match=r"there is no tokenizer in .*nowhere: name one"):
-        load_network(home, {"policy": ExitAt(costs=(1.0,), open_exits=(2,))}, tokenizer=tmp_path / "nowhere")
+        load_served_model(home, {"policy": ExitAt(costs=(1.0,), open_exits=(2,))}, tokenizer=tmp_path / "nowhere")
 
 
-def test_policies_that_do_not_belong_together_are_refused():
+def test_policies_of_several_units_or_of_one_budget_are_refused():
     with pytest.raises(BadInput, match="there is no policy"):
         check_policies({})
     flops, seconds = (ExitAt(costs=(1.0,), budget=1.0, unit=unit) for unit in ("FLOPs", "ms"))

@@ -1,4 +1,4 @@
-"""A small network that has learned digits, policies for it, and pictures to ask about."""
+"""A small network that has learned digits, policies for it, and images to send."""
 
 import base64
 import io
@@ -13,31 +13,31 @@ from PIL import Image
 
 from alight import TrainingSettings, calibrate, measure_costs, record, train_heads, zoo
 from alight.networks.store import load_model
-from alight.serve.limits import Limits
-from alight.serve.network import load_network
-from alight.serve.run import assembled, load_policies
+from alight.serve.model import load_served_model
+from alight.serve.run import build_app, load_policies
+from alight.serve.schemas import Limits
 
-BUDGETS = {"cheap": "30%", "dear": "60%"}
+BUDGETS = {"cheap": "30%", "expensive": "60%"}
 
 
 @cache
 def folder() -> Path:
-    """A folder with the network, model, and its policies: cheap.json and dear.json of a stream, and plain.json."""
+    """A folder with the network, model, and its policies: cheap.json, expensive.json (of streams), unpaced.json."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    made = Path(mkdtemp())
+    home = Path(mkdtemp())
     model = zoo.resnet_digits()
     train_heads(model, loader(640), TrainingSettings(mode="joint", epochs=1, learning_rate=1e-2), progress=False)
-    model.save(made / "model")
+    save_model(model, home / "model")
     images, labels = digits()[1].tensors
     pictures = (255 * images[:200]).to(torch.uint8)
     labelled = record(model, (pictures, labels[:200]), progress=False)
     costs = measure_costs(model, images[:1])
     for name, budget in BUDGETS.items():
         policy = calibrate.certified_stream(calibrate.eero)(costs, budget, labelled, spend_all=True)
-        policy.save(made / f"{name}.json")
-    calibrate.eero(costs, "50%", labelled).save(made / "plain.json")
-    return made
+        policy.save(home / f"{name}.json")
+    calibrate.eero(costs, "50%", labelled).save(home / "unpaced.json")
+    return home
 
 
 def model():
@@ -63,6 +63,5 @@ def in_base64(picture: np.ndarray) -> str:
 
 def application(*names: str, state: Path | None = None, token: str | None = None, **limits):
     """The service of the network under these policies."""
-    policies = load_policies([folder() / f"{name}.json" for name in names or ("plain",)])
-    network = load_network(folder() / "model", policies, threads=1)
-    return assembled(network, policies, state, Limits(**limits), token)
+    policies = load_policies([folder() / f"{name}.json" for name in names or ("unpaced",)])
+    return build_app(load_served_model(folder() / "model", policies, threads=1), state, Limits(**limits), token)
