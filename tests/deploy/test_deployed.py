@@ -147,10 +147,10 @@ def test_another_network_or_other_exits_are_refused_and_both_named(deployed):
     [
         (np.zeros((4, 3, 8, 8), np.float32), r"shape \(4, 3, 8, 8\), and the network takes input_0"),
         (np.zeros((0, 3, 6, 7), np.float32), "at least 1"),
-        (np.zeros((2, 3, 6, 7), complex), "no array of numbers"),
+        (np.zeros((2, 3, 6, 7), complex), "not an array of numbers"),
         ((images(), images()), "2 inputs"),
         ({"pixels": images()}, "the batch has"),
-        ("text", "no array of numbers"),
+        ("text", "not an array of numbers"),
         (np.zeros((2, 9, 9, 3), np.uint8), r"images of shape \(9, 9, 3\)"),
     ],
 )

@@ -9,7 +9,7 @@ from exported import folder, policy
 
 from alight import deploy
 from alight.errors import BadFile
-from alight.export.manifest import MANIFEST, Manifest
+from alight.export.manifest import MANIFEST, Manifest, checksum
 
 
 @pytest.fixture
@@ -27,7 +27,7 @@ def test_it_tells_what_the_network_takes_and_where_samples_leave():
     assert manifest.open_exits == (0, 1, 3)  # the closed one has no file
     assert [str(each) for each in manifest.inputs] == ["input_0 of shape (samples, 3, 6, 7), float32"]
     assert [len(stage.carries) for stage in manifest.stages] == [1, 2, 0]
-    assert manifest.image_shape == (3, 6, 7)
+    assert manifest.input_spec.image_shape == (3, 6, 7)
     assert manifest.fingerprint == policy().fingerprint
     assert float(manifest.made_with["largest difference"]) < 1e-5
 
@@ -82,7 +82,7 @@ def test_a_stage_that_onnxruntime_cannot_read_is_named(copied):
     content = b"no graph"
     (copied / "stage_0.onnx").write_bytes(content)
     manifest = json.loads((copied / MANIFEST).read_text())
-    manifest["stages"][0]["checksum"] = deploy.manifest.checksum(content)
+    manifest["stages"][0]["checksum"] = checksum(content)
     (copied / MANIFEST).write_text(json.dumps(manifest))
     with pytest.raises(BadFile, match=r"stage_0\.onnx: onnxruntime .* cannot load it"):
         deploy.load(copied)
