@@ -252,7 +252,7 @@ BAD = {
     "unlike lengths": (lambda: in_batches((TAKEN, LABELS[:3]), SPEC), r"arrays with \[40, 3\] samples"),
     "nothing": (lambda: in_batches(TAKEN[:0], SPEC), "no samples"),
     "no batch": (lambda: in_batches(TAKEN, SPEC, 0), "batch size 0"),
-    "no sample": (lambda: as_inputs(TAKEN[:0], SPEC), r"\[0\] samples: the first axis is the samples, at least one"),
+    "no sample": (lambda: as_inputs(TAKEN[:0], SPEC), r"\[0\] samples: the first axis is the samples, at least 1"),
     "a number": (lambda: as_inputs(np.float32(3), NOTHING), r"\[0\] samples: the first axis is the samples"),
     "pictures for a network by hand": (lambda: as_inputs(PICTURES, NOTHING), "does not say which images"),
     "pictures for numbers": (

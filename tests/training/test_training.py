@@ -562,9 +562,9 @@ BAD_BATCHES = {
     "one-hot labels": ([{"x": IMAGES, "labels": torch.eye(8).long()}], r"shape \(8, 8\) for 8 samples"),
     "no labels": ([IMAGES], "the loader gives no labels"),
     "an empty loader": ([], "no batch in epoch 1"),
-    "an empty batch": ([(IMAGES[:0], LABELS[:0])], "the first axis is the samples, at least one"),
+    "an empty batch": ([(IMAGES[:0], LABELS[:0])], "the first axis is the samples, at least 1"),
     "an iterator": (iter([(IMAGES, LABELS)]), "no batch in epoch 2: an iterator is spent after one pass"),
-    "text": ([("a picture", LABELS)], "part 0 of a batch is a str"),
+    "text": ([("a picture", LABELS)], "a str of .* is not an array of numbers"),
     "nothing": ([{}], "a batch holds no tensor"),
     "shares of too few classes": (
         [{"x": IMAGES, "labels": torch.eye(8)}],

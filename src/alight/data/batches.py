@@ -86,7 +86,7 @@ def as_inputs(inputs: Any, spec: InputSpec) -> Arrays:
     sizes = {part.shape[0] if part.ndim else 0 for part in arrays}
     if len(sizes) != 1 or 0 in sizes:
         raise BadInput(
-            f"inputs of {sorted(sizes)} samples: the first axis is the samples, at least one, as many of each input"
+            f"inputs of {sorted(sizes)} samples: the first axis is the samples, at least 1, as many of each input"
         )
     return arrays
 
