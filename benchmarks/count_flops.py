@@ -1,4 +1,4 @@
-"""What heads cost, and whether our counts are those of fvcore: results/head_overhead.csv.
+"""Count what heads cost, and compare the counts of full networks with fvcore's: results/head_overhead.csv.
 
 About half a minute; `pip install fvcore` first. ResNet-18 (32 x 32) with flatten-linear heads after its first seven
 blocks needs 4.3 % more, ConvNeXt-T (224 x 224) with pooled linear heads after its first seventeen 0.13 %.
@@ -7,14 +7,15 @@ blocks needs 4.3 % more, ConvNeXt-T (224 x 224) with pooled linear heads after i
 import csv
 import io
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
-from fvcore.nn import FlopCountAnalysis
 from torch import nn
 
 from alight.costing.measure import head_overhead, measure_costs
+from alight.costs import Costs
 from alight.files import write_text
 from alight.networks.heads import make_head
 from alight.networks.multi_exit import MultiExitModel, head_settings
@@ -24,10 +25,23 @@ from alight.networks.zoo.resnet import ResNet
 from alight.provenance import provenance
 
 RESULTS = Path(__file__).parent.parent / "results" / "head_overhead.csv"
-NETWORKS: dict[str, tuple[Callable[[], nn.Module], Callable[..., MultiExitModel], int, int, float]] = {
-    "ResNet-18": (lambda: ResNet(100), resnet18_cifar, 32, 100, 4.0),
-    "ConvNeXt-T": (lambda: ConvNeXt((3, 3, 9, 3), (96, 192, 384, 768), 1000), convnext_tiny, 224, 1000, 2.5),
-}  # name: the plain network, the one with exits, image size, classes, and the percentage that the paper names
+HEADS = ("pooled_linear", "flatten_linear")
+
+
+class Network(NamedTuple):
+    """A network with and without exits, and what the paper says that its heads cost."""
+
+    backbone: Callable[[], nn.Module]
+    with_exits: Callable[..., MultiExitModel]
+    image_size: int
+    classes: int
+    paper_percent: float
+
+
+NETWORKS = {
+    "ResNet-18": Network(lambda: ResNet(100), resnet18_cifar, 32, 100, 4.0),
+    "ConvNeXt-T": Network(lambda: ConvNeXt((3, 3, 9, 3), (96, 192, 384, 768), 1000), convnext_tiny, 224, 1000, 2.5),
+}
 
 
 def main() -> None:
@@ -39,37 +53,39 @@ def main() -> None:
     write_text(RESULTS, text.getvalue())
 
 
-def _rows(name: str) -> list[dict[str, object]]:
-    plain, with_exits, size, classes, claimed = NETWORKS[name]
-    backbone, image = plain().eval(), torch.zeros(1, 3, size, size)
-    model = with_exits(classes, backbone=backbone, head="pooled_linear")
-    theirs = _fvcore(backbone, image)
-    rows: list[dict[str, object]] = []
-    for kind in ("pooled_linear", "flatten_linear"):
-        costs = measure_costs(_with_heads(model, kind, classes), image)
-        rows.append(
-            {
-                "network": name,
-                "image": size,
-                "classes": classes,
-                "head": kind,
-                "heads": model.num_exits - 1,
-                "full_mflops": f"{costs.full / 1e6:.2f}",
-                "fvcore_mmacs": f"{theirs / 1e6:.2f}",
-                "over_twice_fvcore": f"{costs.full / theirs / 2:.4f}",
-                "heads_mflops": f"{costs.heads[:-1].sum() / 1e6:.2f}",
-                "all_heads_percent": f"{100 * head_overhead(costs):.3f}",
-                "most_expensive_head_percent": f"{100 * costs.heads[:-1].max() / costs.full:.3f}",
-                "paper_percent": claimed,
-                **provenance("torch", "fvcore", folder=RESULTS.parent),
-            }
-        )
-        print(", ".join(f"{key} {value}" for key, value in rows[-1].items()), flush=True)
-    return rows
+def _rows(name: str) -> Iterator[dict[str, object]]:
+    network = NETWORKS[name]
+    backbone = network.backbone().eval()
+    theirs = _fvcore(backbone, torch.zeros(1, 3, network.image_size, network.image_size))
+    for kind, costs in costs_by_head(network, backbone).items():
+        row: dict[str, object] = {
+            "network": name,
+            "image": network.image_size,
+            "classes": network.classes,
+            "head": kind,
+            "heads": len(costs) - 1,
+            "full_mflops": f"{costs.full / 1e6:.2f}",
+            "fvcore_mmacs": f"{theirs / 1e6:.2f}",
+            "over_twice_fvcore": f"{costs.full / theirs / 2:.4f}",
+            "heads_mflops": f"{costs.heads[:-1].sum() / 1e6:.2f}",
+            "all_heads_percent": f"{100 * head_overhead(costs):.3f}",
+            "most_expensive_head_percent": f"{100 * costs.heads[:-1].max() / costs.full:.3f}",
+            "paper_percent": network.paper_percent,
+            **provenance("torch", "fvcore", folder=RESULTS.parent),
+        }
+        print(", ".join(f"{key} {value}" for key, value in row.items()), flush=True)
+        yield row
+
+
+def costs_by_head(network: Network, backbone: nn.Module) -> dict[str, Costs]:
+    """Count the costs of a network with heads of every kind."""
+    model = network.with_exits(network.classes, backbone=backbone, head="pooled_linear")
+    image = torch.zeros(1, 3, network.image_size, network.image_size)
+    return {kind: measure_costs(_with_heads(model, kind, network.classes), image) for kind in HEADS}
 
 
 def _with_heads(model: MultiExitModel, kind: str, classes: int) -> MultiExitModel:
-    """The same stages with heads of this kind, whose weights need no memory: some have two billion."""
+    """Return the same stages with heads of this kind, whose weights need no memory: some have two billion."""
     shapes = [head_settings(head)["shape"] for head in model.heads[:-1]]
     with torch.device("meta"):
         heads = [make_head(kind, shape, classes) for shape in shapes]
@@ -77,7 +93,9 @@ def _with_heads(model: MultiExitModel, kind: str, classes: int) -> MultiExitMode
 
 
 def _fvcore(network: nn.Module, image: torch.Tensor) -> float:
-    """Multiply-adds as fvcore counts them."""
+    """Return the multiply-adds that fvcore counts."""
+    from fvcore.nn import FlopCountAnalysis
+
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return float(FlopCountAnalysis(network, image).unsupported_ops_warnings(False).total())

@@ -1,10 +1,10 @@
-"""Images a second and joules per image, with exits and without, for those who buy machines by the dozen.
+"""Measure images per second and joules per image, with exits and without.
 
     python benchmarks/energy.py --device cuda --models resnet50,convnext_tiny --batch-sizes 256
 
-Random weights; samples leave by lot, as in runtime.py. The plain network and the predictor run by turns for some
-seconds each, under the device's own energy counter (NVML, RAPL); `watts_idle` is what it draws before anything runs.
-Medians over rounds, with the least and the most. Joules are the device's, not the host's around it. Writes
+Weights are random and samples leave at random exits, as in runtime.py. The full network and the predictor run
+interleaved, some seconds each, under the device's own energy counter (NVML, RAPL); `watts_idle` is the power before
+anything runs. Medians over rounds, with minimum and maximum. Joules are of the device, without its host. Writes
 results/energy_<device>.csv.
 """
 
@@ -29,11 +29,11 @@ from alight.networks.attach import attach_heads
 from alight.provenance import provenance
 
 ROUNDS = 3
-SECONDS = 2.0  # of every run, many ticks of a counter
+SECONDS = 2.0  # of every run, many updates of a counter
 
 
 def metered(work: Callable[[], object], images: int, meter: Meter, seconds: float) -> tuple[float, float]:
-    """Images a second and joules per image, of work that handles so many images and fetches its answers."""
+    """Return images per second and joules per image of work on this many images that fetches its predictions."""
     work()
     start, begin, count = meter.joules(), time.perf_counter(), 0
     while time.perf_counter() - begin < seconds:
@@ -51,17 +51,17 @@ def idle_watts(meter: Meter, seconds: float) -> float:
 
 @torch.inference_mode()
 def dense_classes(dense: Any, images: Tensor, batch_size: int) -> np.ndarray:
-    """The plain network's answers, fetched once."""
+    """Return the predictions of the full network, fetched once."""
     classes: np.ndarray = torch.cat([dense(part).argmax(-1) for part in torch.split(images, batch_size)]).cpu().numpy()
     return classes
 
 
 def measure(options: argparse.Namespace, name: str, watts_idle: float, meter: Meter) -> Iterator[Row]:
     torch.manual_seed(0)
-    plain, example = network(name)
-    model = attach_heads(plain, after="auto", count=options.exits, example=example)
+    full, example = network(name)
+    model = attach_heads(full, after="auto", count=options.exits, example=example)
     settings: dict[str, Any] = {"device": options.device, "dtype": options.dtype, "channels_last": options.on_gpu}
-    dense = plain.to(device=options.device, dtype=as_dtype(options.dtype))
+    dense = full.to(device=options.device, dtype=as_dtype(options.dtype))
     if options.on_gpu:
         dense = dense.to(memory_format=torch.channels_last)
     for batch_size in map(int, options.batch_sizes.split(",")):
@@ -100,7 +100,7 @@ def measure(options: argparse.Namespace, name: str, watts_idle: float, meter: Me
 
 
 def cost_shares(model: Any, batch: Tensor, settings: dict[str, Any]) -> np.ndarray:
-    """What stages and heads up to every exit take of the plain network's time, for those who leave there."""
+    """Return the time up to every exit, heads included, as a share of the full network's."""
     costs = time_stages(prepared(model, **settings), batch).costs()
     return np.asarray(costs.cumulative() / costs.full)
 
@@ -114,7 +114,7 @@ def main() -> None:
     parser.add_argument("--images", type=int, default=4096)
     parser.add_argument("--seconds", type=float, default=SECONDS)
     parser.add_argument("--dtype", default=None)
-    parser.add_argument("--commit", default="", help="of this code, where it is no git repository")
+    parser.add_argument("--commit", default="", help="of this code, where it is not a git repository")
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
     options.on_gpu = options.device == "cuda"

@@ -1,3 +1,10 @@
+"""Costs: FLOPs by hand and as published, milliseconds by quartiles, joules by the meter."""
+
+import csv
+import importlib.util
+from functools import partial
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -5,24 +12,27 @@ from torch import nn
 from torch.nn import functional
 
 from alight.costing.energy import NvmlMeter, RaplMeter, meter_for
+from alight.costing.flops import count_flops
 from alight.costing.measure import head_overhead, measure_costs, time_stages
 from alight.costs import Costs
 from alight.errors import BadInput
 from alight.networks.multi_exit import MultiExitModel
+from alight.networks.zoo import convnext_cifar, msdnet_cifar, resnet18_cifar
 from alight.networks.zoo.convnext import ConvNeXt
 from alight.networks.zoo.resnet import ResNet
 
+ROOT = Path(__file__).parent.parent.parent
 FVCORE_RESNET18 = 556_705_792  # multiply-adds by fvcore 0.1.5 of ResNet-18 at 32 x 32: benchmarks/count_flops.py
 FVCORE_CONVNEXT_T = 4_470_399_744  # and of ConvNeXt-T at 224 x 224
 
 
-def plain(network: nn.Module) -> MultiExitModel:
-    """A network as one stage, so that its costs are the stage's."""
+def one_stage(network: nn.Module) -> MultiExitModel:
+    """Return a network as one stage, so that its costs are the stage's."""
     return MultiExitModel([network], [nn.Identity()])
 
 
 def flops(network: nn.Module, *shape: int) -> float:
-    return float(measure_costs(plain(network), torch.zeros(shape)).stages[0])
+    return float(measure_costs(one_stage(network), torch.zeros(shape)).stages[0])
 
 
 def test_convolutions_count_as_by_hand():
@@ -91,11 +101,11 @@ def test_whole_number_and_vector_products_count_as_by_hand():
 def test_costs_are_per_sample_at_any_batch_size():
     example = torch.zeros(3, 12)
     for batch_size in (None, 1, 8):
-        assert measure_costs(plain(nn.Linear(12, 7)), example, batch_size=batch_size).stages == [2 * 12 * 7]
+        assert measure_costs(one_stage(nn.Linear(12, 7)), example, batch_size=batch_size).stages == [2 * 12 * 7]
 
 
 def test_multiply_adds_are_half_the_flops():
-    model, example = plain(nn.Linear(12, 7)), torch.zeros(1, 12)
+    model, example = one_stage(nn.Linear(12, 7)), torch.zeros(1, 12)
     costs = measure_costs(model, example, unit="MACs")
     assert costs.unit == "MACs"
     assert costs.stages == measure_costs(model, example).stages / 2
@@ -105,7 +115,7 @@ def test_counting_leaves_the_network_alone():
     network = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(144, 5))
     network[1].eval()
     before = {name: tensor.clone() for name, tensor in network.state_dict().items()}
-    measure_costs(plain(network), torch.randn(2, 3, 8, 8))
+    measure_costs(one_stage(network), torch.randn(2, 3, 8, 8))
     assert network.training
     assert not network[1].training
     assert all(torch.equal(before[name], tensor) for name, tensor in network.state_dict().items())
@@ -139,27 +149,71 @@ class Calling(nn.Module):
 @pytest.mark.parametrize("operation", [squared, only_real], ids=["on meta", "on real tensors only"])
 def test_an_operation_without_a_formula_is_named(operation):
     with pytest.warns(UserWarning, match=r"exit 'exit 0' runs alight_tests.\w+, which has no formula"):
-        costs = measure_costs(plain(Calling(operation)), torch.zeros(1, 3, 4))
+        costs = measure_costs(one_stage(Calling(operation)), torch.zeros(1, 3, 4))
     assert costs.stages == [2 * 3 * 4 * 4]
 
 
 def test_fourier_transforms_and_distances_are_named():
     for operation in (torch.fft.rfft, lambda x: torch.cdist(x, x), torch.linalg.svdvals):
         with pytest.warns(UserWarning, match="no formula"):
-            measure_costs(plain(Calling(operation)), torch.zeros(1, 3, 4))
+            measure_costs(one_stage(Calling(operation)), torch.zeros(1, 3, 4))
 
 
-class AsksForNumbers(nn.Module):
-    def __init__(self):
+class NeedsValues(nn.Module):
+    def __init__(self, module):
         super().__init__()
-        self.linear = nn.Linear(4, 4)
+        self.module = module
 
     def forward(self, x):
-        return self.linear(x) if x.sum().item() >= 0 else x
+        return self.module(x) if x.sum().item() >= 0 else x
 
 
-def test_a_network_that_asks_for_numbers_is_counted_on_real_tensors():
-    assert flops(AsksForNumbers(), 1, 4) == 32
+def test_a_network_that_needs_values_is_counted_on_real_tensors():
+    assert flops(NeedsValues(nn.Linear(4, 4)), 1, 4) == 32
+    assert flops(NeedsValues(Attention()), 1, 10, 32) == flops(Attention(), 1, 10, 32)
+
+
+def test_the_flops_of_one_call_are_those_of_the_stage():
+    network = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Flatten(), nn.Linear(288, 5))
+    images = torch.zeros(4, 3, 8, 8)
+    assert count_flops(network, images) == 4 * flops(network, 4, 3, 8, 8)
+    assert count_flops(NeedsValues(network), images) == count_flops(network, images)
+
+
+def test_costs_are_those_of_the_published_results():
+    spec = importlib.util.spec_from_file_location("count_flops", ROOT / "benchmarks" / "count_flops.py")
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    with script.RESULTS.open(newline="") as file:
+        published = {(row["network"], row["head"]): row for row in csv.DictReader(file)}
+    for name, network in script.NETWORKS.items():
+        for kind, costs in script.costs_by_head(network, network.backbone()).items():
+            row = published.pop((name, kind))
+            assert f"{costs.full / 1e6:.2f} {costs.heads[:-1].sum() / 1e6:.2f}" == (
+                f"{row['full_mflops']} {row['heads_mflops']}"
+            )
+    assert not published
+
+
+def convnext_without_patches(num_classes: int) -> MultiExitModel:
+    backbone = ConvNeXt((2, 2, 6, 2), (40, 80, 160, 320), num_classes, patch=1)
+    return convnext_cifar(num_classes, backbone=backbone, head="pooled_linear")
+
+
+@pytest.mark.parametrize(
+    ("recording", "network"),
+    [
+        ("resnet18_frozen", partial(resnet18_cifar, head="flatten_linear")),
+        ("resnet18_mixed_distilled", partial(resnet18_cifar, head="separable")),
+        ("convnext_frozen", convnext_without_patches),
+        ("msdnet_joint", msdnet_cifar),
+    ],
+)
+def test_costs_are_those_of_the_recordings(recording, network):
+    published = Costs.load(ROOT / "results" / "recordings" / recording / "costs.json")
+    counted = measure_costs(network(100), torch.zeros(1, 3, 32, 32))
+    assert counted.stages.tolist() == published.stages.tolist()
+    assert counted.heads.tolist() == published.heads.tolist()
 
 
 def test_costs_are_twice_what_fvcore_counts():
@@ -169,8 +223,8 @@ def test_costs_are_twice_what_fvcore_counts():
         assert flops(network, 1, 3, size, size) == pytest.approx(2 * counted, rel=0.01)
 
 
-def test_a_network_or_an_example_on_the_meta_device_will_do():
-    model, example = plain(nn.Linear(12, 7)), torch.zeros(3, 12, device="meta")
+def test_network_and_example_may_be_on_the_meta_device():
+    model, example = one_stage(nn.Linear(12, 7)), torch.zeros(3, 12, device="meta")
     assert measure_costs(model, example, batch_size=2).stages == [2 * 12 * 7]
     assert measure_costs(model.to("meta"), torch.zeros(3, 12)).stages == [2 * 12 * 7]
 
@@ -180,7 +234,7 @@ def two_exits() -> MultiExitModel:
     return MultiExitModel([nn.Linear(16, 256), nn.Linear(256, 256)], [nn.Linear(256, 3), nn.Identity()])
 
 
-def test_heads_stand_beside_their_stages():
+def test_heads_are_counted_apart_from_stages():
     costs = measure_costs(two_exits(), torch.zeros(1, 16))
     assert costs.stages.tolist() == [2 * 16 * 256, 2 * 256 * 256]
     assert costs.heads.tolist() == [2 * 256 * 3, 0]
@@ -202,7 +256,7 @@ def test_milliseconds_are_medians_per_sample_with_their_quartiles():
     np.testing.assert_allclose(costs.stages, np.median(timings.stages, axis=0) / 32)
     assert costs.heads[1] == 0
     assert "batch of 32" in str(timings)
-    assert "% of the plain network" in str(timings)
+    assert "% of the full network" in str(timings)
 
 
 def test_timed_costs_increase():
@@ -210,7 +264,7 @@ def test_timed_costs_increase():
     assert (np.diff(costs.cumulative()) > 0).all()
 
 
-def test_the_dtype_is_the_networks():
+def test_timing_runs_in_the_dtype_of_the_network():
     seen = []
 
     class Watching(nn.Linear):
@@ -218,7 +272,7 @@ def test_the_dtype_is_the_networks():
             seen.append((x.dtype, len(x)))
             return super().forward(x)
 
-    model = plain(Watching(4, 4)).to(torch.bfloat16)
+    model = one_stage(Watching(4, 4)).to(torch.bfloat16)
     time_stages(model, torch.zeros(2, 4), batch_size=5, repeats=1, warmup=0)
     assert seen == [(torch.bfloat16, 5)]
 
@@ -231,7 +285,7 @@ def rapl(folder, counts, full=1000):
         (package / "max_energy_range_uj").write_text(f"{full}\n")
 
 
-def test_the_processors_meter_adds_packages_and_survives_a_counter_that_starts_again(tmp_path):
+def test_the_rapl_meter_adds_packages_and_survives_a_counter_that_wraps_around(tmp_path):
     rapl(tmp_path, [100, 900])
     meter = RaplMeter(tmp_path)
     assert meter.joules() == 0

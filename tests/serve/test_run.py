@@ -196,10 +196,11 @@ EXPORTED = """
 import sys
 from pathlib import Path
 from fastapi.testclient import TestClient
+from alight.engine.settings import RunSettings
 from alight.serve.model import load_served_model
 from alight.serve.run import build_app, load_policies
 from alight.serve.schemas import Limits
-model = load_served_model(Path("exported"), load_policies([Path("exported/policy.json")]), threads=1)
+model = load_served_model(Path("exported"), load_policies([Path("exported/policy.json")]), settings=RunSettings(threads=1))
 with TestClient(build_app(model, None, Limits())) as client:
     print(client.post("/predict", content=Path("body.json").read_bytes(),
                       headers={"Content-Type": "application/json"}).text)

@@ -6,6 +6,7 @@ import torch
 from fastapi.testclient import TestClient
 from transformers import BertConfig, BertTokenizerFast
 
+from alight.engine.settings import RunSettings
 from alight import Predictor, from_transformers, save_model
 from alight.errors import BadInput
 from alight.policies.policy import ExitAt, Threshold
@@ -32,7 +33,7 @@ def folder(tmp_path):
 def test_texts_get_the_decisions_of_the_predictor(folder):
     home, model = folder
     policy = Threshold(thresholds=(0.05,) * (model.num_exits - 1), costs=tuple(range(1, model.num_exits + 1)))
-    served = load_served_model(home, {"policy": policy}, max_tokens=16, threads=1)
+    served = load_served_model(home, {"policy": policy}, max_tokens=16, settings=RunSettings(threads=1))
     assert served.input_kind == "texts"
     batch = {name: torch.as_tensor(part) for name, part in served.tokenize(TEXTS).items()}
     assert batch["input_ids"].shape == (5, 16)

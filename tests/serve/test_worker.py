@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from digit_service import folder, pixels
 
+from alight.engine.settings import RunSettings
 from alight.policies.paced import Pace
 from alight.serve.ledger import SpendLedger, resume_state
 from alight.serve.model import ExitTiming, load_served_model, measure_timings
@@ -21,7 +22,7 @@ INSTANT = ExitTiming([1e-9] * 4, growth=1.0, max_batch=8)
 
 def make_worker(*names, timing=INSTANT, state=None, reserve=64, **limits):
     policies = load_policies([folder() / f"{name}.json" for name in names])
-    model = load_served_model(folder() / "model", policies, threads=1)
+    model = load_served_model(folder() / "model", policies, settings=RunSettings(threads=1))
     ledger = SpendLedger(resume_state(state, policies), state, reserve)
     bounds = Limits(**{"batch": 8, "wait": 0.05} | limits)
     return BatchWorker(model, ledger, dict.fromkeys(policies, timing), bounds, Metrics(model.exits))
@@ -100,7 +101,7 @@ def test_a_deadline_chooses_the_deepest_exit_that_is_reached_in_time():
 
 def test_measured_exits_take_longer_the_deeper_they_are():
     policies = load_policies([folder() / "unpaced.json", folder() / "expensive.json"])
-    model = load_served_model(folder() / "model", policies, threads=1)
+    model = load_served_model(folder() / "model", policies, settings=RunSettings(threads=1))
     timing = measure_timings(model, example(model), 8)["unpaced"]
     seconds = [timing.seconds(1, open_index) for open_index in range(4)]
     assert seconds == sorted(seconds)

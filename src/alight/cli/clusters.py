@@ -91,5 +91,5 @@ def _job_config(options: argparse.Namespace) -> Any:
         workers=options.actors,
         tokenizer=options.tokenizer,
         progress=not options.quiet,
-        switches=run_settings(options),
+        settings=run_settings(options),
     )

@@ -2,8 +2,8 @@
 
 import argparse
 import os
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 from alight.cli.arguments import check_distinct, count, output
 from alight.cli.command import Command, CommandResult
@@ -114,8 +114,9 @@ def run_serve(options: argparse.Namespace) -> None:
     exported = (folder / MANIFEST).is_file()
     if not exported:
         check_network_folder(options.model)
-    from alight.serve.limits import Limits
+    from alight.serve.model import load_served_model
     from alight.serve.run import Address, load_policies, serve
+    from alight.serve.schemas import Limits
 
     limits = Limits(
         batch=options.batch_size,
@@ -126,26 +127,30 @@ def run_serve(options: argparse.Namespace) -> None:
         tokens=options.max_tokens,
         timeout=options.timeout,
     )
-    serve(
+    load = partial(
+        load_served_model,
         folder,
         load_policies([Path(path) for path in options.policies]),
+        tokenizer=Path(options.tokenizer) if options.tokenizer else None,
+        max_tokens=options.max_tokens,
+        settings=_exported_settings(options) if exported else run_settings(options),
+        allow_mismatch=options.allow_mismatch,
+    )
+    serve(
+        load,
         Address(options.host, options.port),
         limits,
         state=None if options.no_state else Path(options.state),
         token=_token(options.token_file),
         log_level=options.log_level,
-        tokenizer=Path(options.tokenizer) if options.tokenizer else None,
-        threads=options.threads,
-        allow_mismatch=options.allow_mismatch,
-        **_serve_settings(options, exported),
     )
 
 
-def _serve_settings(options: argparse.Namespace, exported: bool) -> dict[str, Any]:
-    """Return how the network runs; all options for an exported one, so that each is refused by name."""
-    if exported:
-        return {name: getattr(options, name) for name in ("device", "dtype", "channels_last", "compile")}
-    return {name: value for name, value in run_settings(options).items() if name != "num_threads"}
+def _exported_settings(options: argparse.Namespace) -> RunSettings:
+    """Return all settings that were given, of which an exported network refuses most by name."""
+    return RunSettings(
+        options.device, options.dtype, options.channels_last, options.compile, threads=options.threads
+    )
 
 
 def _token(path: str | None) -> str | None:

@@ -7,7 +7,7 @@ import pickle
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from alight.cluster.tasks import ClusterTask, PredictTask, RecordTask, Summary, 
 from alight.cluster.workers import ShardWorker, WorkerSettings, pack
 from alight.engine.predictor import Predictor
 from alight.engine.recorder import Recorder
+from alight.engine.settings import RunSettings
 from alight.errors import AlightError, BadInput
 from alight.files import PathLike
 from alight.networks.multi_exit import MultiExitModel
@@ -62,7 +63,7 @@ class JobConfig:
     workers: int | None = None  # by default as many as the cluster has room for
     tokenizer: PathLike | None = None  # another than that of the network
     progress: bool = True
-    switches: Mapping[str, Any] = field(default_factory=dict)  # keyword arguments of `Predictor` and `record`
+    settings: RunSettings = RunSettings()
 
     @property
     def rows(self) -> int:
@@ -88,7 +89,7 @@ def predict_on_ray(
     """
     network = load_model(model)
     if not allow_mismatch:  # once here, before every worker does
-        Predictor(network, policy, dtype=config.switches.get("dtype"))
+        Predictor(network, policy, settings=RunSettings(dtype=config.settings.dtype))
     return _run_job(PredictTask(policy, network.classes, allow_mismatch), model, network, data, output, config)
 
 
@@ -126,8 +127,8 @@ def _run_job(
     summaries = dict(_summaries_before(task, partitions, data))
     before = len(summaries)
     if before < len(data.shards):
-        switches = {"num_threads": 1, **config.switches}
-        settings = WorkerSettings(task, partitions, data.kind, data.where, config.batch_size, switches)
+        run = replace(config.settings, threads=config.settings.threads or 1)
+        settings = WorkerSettings(task, partitions, data.kind, data.where, config.batch_size, run)
         files = pack(Path(folder), Path(config.tokenizer) if config.tokenizer else None)
         missing = [shard for shard in data.shards if shard.index not in summaries]
         bar = tqdm(total=len(data.shards), initial=before, unit="partition", disable=not config.progress)
@@ -148,8 +149,8 @@ def _plan(task: ClusterTask, data: ShardedData, network: str, config: JobConfig)
     """Return all that the partitions depend on."""
     inputs = {"data": data.where, "content": data.content, "samples": len(data), "network": network}
     sizes = {"batch_size": config.batch_size, "partition_rows": config.rows}
-    switches = {name: value for name, value in config.switches.items() if name not in ("device", "num_threads")}
-    return {**task.plan(), **inputs, **sizes, "switches": switches}
+    run = replace(config.settings, device=None, threads=None)  # which change no answer
+    return {**task.plan(), **inputs, **sizes, "settings": asdict(run)}
 
 
 def _summaries_before(
@@ -173,8 +174,8 @@ def _summaries(
     """Yield the summary of each partition once it is written; a worker that dies is replaced, its shard redone."""
     import ray
 
-    on_gpu = str(settings.switches.get("device", "cpu")).startswith("cuda")
-    cores = settings.switches["num_threads"] or 1
+    on_gpu = (settings.run.device or "cpu").startswith("cuda")
+    cores = settings.run.threads or 1
     resources = ray.cluster_resources()  # type: ignore[no-untyped-call]
     free = int(resources.get("GPU", 0) if on_gpu else resources.get("CPU", 0) // cores)
     if not free:

@@ -12,12 +12,11 @@ from pyarrow import parquet
 from alight.cluster.shards import Shard
 from alight.engine.answers import answer_columns
 from alight.engine.predictor import Predictor
-from alight.engine.prepare import threads
 from alight.engine.recorder import Recorder
+from alight.engine.settings import RunSettings
 from alight.errors import BadInput
 from alight.files import SCHEMA
 from alight.networks.multi_exit import MultiExitModel
-from alight.networks.store import fingerprint
 from alight.outputs import HeadOutputs
 from alight.policies.paced import Paced
 from alight.policies.policy import Policy
@@ -34,7 +33,7 @@ class ClusterTask(Protocol):
     def plan(self) -> dict[str, Any]:
         """Return all that the results depend on beside network and data, as JSON values."""
 
-    def prepare(self, model: MultiExitModel, batch_size: int, switches: Mapping[str, Any]) -> Work:
+    def prepare(self, model: MultiExitModel, batch_size: int, settings: RunSettings) -> Work:
         """Return the work on a shard, with the network ready to run."""
 
     def summary(self, content: bytes) -> Summary:
@@ -61,16 +60,16 @@ class PredictTask:
         """Return the policy."""
         return {"task": "predict", "policy": self.policy.to_dict(), "allow_mismatch": self.allow_mismatch}
 
-    def prepare(self, model: MultiExitModel, batch_size: int, switches: Mapping[str, Any]) -> Work:
+    def prepare(self, model: MultiExitModel, batch_size: int, settings: RunSettings) -> Work:
         """Return prediction of a shard."""
         policy = self.policy
         predictor = Predictor(
             model,
             policy,
+            settings=settings,
             batch_size=batch_size,
             probabilities=policy.keeps_predictions,
             allow_mismatch=self.allow_mismatch,
-            **switches,
         )
 
         def predict(shard: Shard, batches: Iterable[Any]) -> tuple[bytes, Summary]:
@@ -108,16 +107,13 @@ class RecordTask:
         scores = {"score": self.score, "features": list(self.features), "log_probabilities": self.log_probabilities}
         return {"task": "record", **scores}
 
-    def prepare(self, model: MultiExitModel, batch_size: int, switches: Mapping[str, Any]) -> Work:
+    def prepare(self, model: MultiExitModel, batch_size: int, settings: RunSettings) -> Work:
         """Return recording of a shard."""
-        others = {name: value for name, value in switches.items() if name != "num_threads"}
-        recorder = Recorder(model, self.score, self.features, self.log_probabilities, **others)
-        own = fingerprint(recorder.model)
+        recorder = Recorder(model, self.score, self.features, self.log_probabilities, settings)
+        own = recorder.backend.fingerprint
 
         def record(shard: Shard, batches: Iterable[Any]) -> tuple[bytes, Summary]:
-            with threads(switches.get("num_threads")):
-                table = HeadOutputs.joined([*recorder.tables(batches, progress=False)])
-            table = replace(table, fingerprint=own)
+            table = replace(HeadOutputs.joined([*recorder.tables(batches, progress=False)]), fingerprint=own)
             named = {"alight": np.array("HeadOutputs"), "schema": np.array(SCHEMA), **table.rows(), **table.metadata()}
             file = io.BytesIO()
             np.savez(file, **named)  # type: ignore[arg-type]  # not compressed: calibration reads it again and again

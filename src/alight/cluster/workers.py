@@ -16,6 +16,7 @@ from alight.cluster.stores import PartitionFolder
 from alight.cluster.tasks import ClusterTask, Summary
 from alight.data.formats import collation
 from alight.data.preprocess import Sample
+from alight.engine.settings import RunSettings
 from alight.errors import AlightError
 from alight.files import CONFIG, WEIGHTS
 from alight.networks.store import load_model
@@ -32,7 +33,7 @@ class WorkerSettings:
     kind: str  # of the data, "images" or "text"
     where: str
     batch_size: int
-    switches: Mapping[str, Any]  # keyword arguments of `Predictor` and `Recorder`
+    run: RunSettings
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,7 @@ class ShardWorker:
             unpack(network, folder)
             model = load_model(folder)
             self.collate = collation(settings.kind, model.input_spec, settings.where, tokenizer=folder / TOKENIZER)
-        self.work = settings.task.prepare(model, settings.batch_size, settings.switches)
+        self.work = settings.task.prepare(model, settings.batch_size, settings.run)
 
     def __call__(self, rows: Mapping[str, Any]) -> dict[str, list[Any]]:
         """Return the summary of each partition once it is written, or the error, which the job raises."""

@@ -1,4 +1,4 @@
-"""Meters of energy: what a processor has used so far, in joules."""
+"""Energy meters: the joules that a processor has used so far."""
 
 import ctypes
 from pathlib import Path
@@ -16,12 +16,12 @@ class Meter(Protocol):
     """Counts the joules that a device uses."""
 
     def joules(self) -> float:
-        """Joules since some fixed moment."""
+        """Return the joules since a fixed moment."""
         ...
 
 
 class RaplMeter:
-    """The energy of all processor packages, as Linux tells it (Intel and AMD: Running Average Power Limit)."""
+    """The energy counters of all processor packages under Linux (Intel and AMD: Running Average Power Limit)."""
 
     def __init__(self, folder: Path = POWERCAP) -> None:
         packages = [path for path in sorted(folder.glob("*-rapl:*")) if path.name.count(":") == 1]
@@ -31,15 +31,15 @@ class RaplMeter:
             self.last = self._counts()
         except OSError as error:
             raise BadInput(
-                f"the processor's energy counter must not be read ({error}):"
+                f"the processor's energy counter cannot be read ({error}):"
                 f" as root, chmod a+r {folder}/*-rapl:*/energy_uj; or measure unit='ms'"
             ) from error
         if not packages:
-            raise BadInput(f"this machine shows no energy counter under {folder}: measure unit='ms' or 'FLOPs'")
+            raise BadInput(f"this machine has no energy counter under {folder}: measure unit='ms' or 'FLOPs'")
         self.used = 0
 
     def joules(self) -> float:
-        """Joules since the meter was made; a counter that has started again from zero is understood."""
+        """Return the joules since the meter was made; counters may wrap around to zero."""
         counts = self._counts()
         pairs = zip(counts, self.last, self.ranges, strict=True)
         self.used += sum(now - before if now >= before else now - before + full for now, before, full in pairs)
@@ -51,7 +51,7 @@ class RaplMeter:
 
 
 class NvmlMeter:
-    """The energy of an NVIDIA GPU, as its driver tells it."""
+    """The energy counter of an NVIDIA GPU, from its driver."""
 
     def __init__(self, device: torch.device) -> None:
         try:
@@ -64,7 +64,7 @@ class NvmlMeter:
         self._call("nvmlDeviceGetHandleByUUID", name.encode(), ctypes.byref(self.handle))
 
     def joules(self) -> float:
-        """Joules since the driver was loaded."""
+        """Return the joules since the driver was loaded."""
         millijoules = ctypes.c_ulonglong()
         self._call("nvmlDeviceGetTotalEnergyConsumption", self.handle, ctypes.byref(millijoules))
         return millijoules.value / 1e3
@@ -75,7 +75,7 @@ class NvmlMeter:
 
 
 def meter_for(device: torch.device) -> Meter:
-    """The meter of the device that a network is on, or an error that says why there is none."""
+    """Return the meter of a device; raise an error that says why if there is none."""
     if device.type == "cuda":
         return NvmlMeter(device)
     if device.type == "cpu":

@@ -1,26 +1,27 @@
-"""Multiply-adds, counted by running on the meta device: shapes flow, numbers do not, and no weight is copied.
+"""The counter of FLOPs: a module runs on the meta device, so shapes flow, no data do, and no weight is copied.
 
-Counted are matrix products, convolutions and attention, by the formulas of torch's own counter; a multiply-add is 2
-FLOPs. What is done once per element (activations, norms, pooling, sums) or only moves numbers counts as nothing, as is
-usual. Any other operation raises a warning that names it. On real tensors torch takes fused ways through attention and
-recurrent layers that have no formula; on the meta device it takes the plain ones, which have.
+Counted are matrix products, convolutions and attention, by the formulas of torch's registry; a multiply-add is 2 FLOPs.
+Operations that work once per element (activations, norms, pooling, sums) or only move data count 0, as is usual; any
+other operation without a formula is listed as unknown. On real tensors torch runs fused kernels for attention and
+recurrent layers, some of which have no formula; on the meta device it runs their decompositions, which have.
 """
 
-import warnings
 from collections.abc import Callable, Mapping
 from math import prod
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import flop_registry
 
+Result = TypeVar("Result")
 aten = torch.ops.aten
 
-# What torch's counter has no formula for: from the shapes of the operands.
+# Formulas that torch's registry lacks, from the shapes of the operands.
 FORMULAS: Mapping[Any, Callable[..., int]] = {
     aten.dot: lambda a, b: 2 * prod(a),
     aten.vdot: lambda a, b: 2 * prod(a),
@@ -31,7 +32,7 @@ FORMULAS: Mapping[Any, Callable[..., int]] = {
     aten._int_mm: lambda a, b: 2 * prod(a) * b[-1],
 }
 
-# What costs once per element or only moves numbers, and is neither a view nor marked as pointwise by torch.
+# Operations that cost once per element or only move data, and are neither views nor marked as pointwise by torch.
 FREE = frozenset(
     """
     _adaptive_avg_pool2d _adaptive_avg_pool3d adaptive_max_pool2d adaptive_max_pool3d avg_pool1d avg_pool2d avg_pool3d
@@ -64,32 +65,46 @@ FREE = frozenset(
 )
 
 
-def count_flops(run: Callable[[], Any]) -> tuple[int, set[str]]:
-    """FLOPs of what `run` does, and the names of the operations that have no formula."""
-    with Tally() as tally:
-        run()
-    return tally.flops, tally.unknown
+def count_flops(module: nn.Module, *inputs: Tensor) -> int:
+    """Return the FLOPs of one call of a module, in its present mode.
+
+    >>> count_flops(nn.Linear(12, 7), torch.zeros(5, 12))
+    840
+    """
+
+    def counted(inputs: tuple[Tensor, ...]) -> int:
+        with torch.no_grad(), FlopCounter() as counter:
+            module(*inputs)
+        return counter.flops
+
+    return without_data(counted, inputs)
 
 
-def warn_of(unknown: set[str], where: str) -> None:
-    """A warning that names operations which could not be counted."""
-    if unknown:
-        warnings.warn(
-            f"{where} runs {', '.join(sorted(unknown))}, which has no formula: its FLOPs are not in these costs."
-            " Give one with torch.utils.flop_counter.register_flop_formula, or measure unit='ms'",
-            stacklevel=4,
-        )
+def without_data(run: Callable[[Any], Result], inputs: Any) -> Result:
+    """Run a function of tensors on the meta device, or on the tensors themselves if it needs their values."""
+    try:
+        with _WeightsOnMeta():
+            return run(tree_map(_as_meta, inputs))
+    except Exception:  # it asks for values, or an operation has no meta kernel; other errors are raised again below
+        with sdpa_kernel(SDPBackend.MATH):  # fused attention has no formula on a CPU
+            return run(inputs)
 
 
-class Tally(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Adds up the FLOPs of every operation that torch dispatches while it is open."""
+class FlopCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts the FLOPs of every operation that torch dispatches while it is open.
+
+    >>> with FlopCounter() as counter:
+    ...     result = torch.ones(2, 3) @ torch.ones(3, 4)
+    >>> counter.flops
+    48
+    """
 
     supports_higher_order_operators = True
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.flops = 0
-        self.unknown: set[str] = set()
+        self.unknown: set[str] = set()  # operations without a formula
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -97,35 +112,35 @@ class Tally(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         kind = getattr(func, "_overloadpacket", func)
         if kind not in flop_registry and hasattr(func, "decompose"):
-            with self:  # an operation made of others is counted by them
-                made = func.decompose(*args, **kwargs)
-            if made is not NotImplemented:
-                return made
-        made = func(*args, **kwargs)
+            with self:  # a composite operation is counted by its parts
+                result = func.decompose(*args, **kwargs)
+            if result is not NotImplemented:
+                return result
+        result = func(*args, **kwargs)
         if kind in flop_registry:
-            self.flops += flop_registry[kind](*args, **kwargs, out_val=made)
+            self.flops += flop_registry[kind](*args, **kwargs, out_val=result)
         elif kind in FORMULAS:
             self.flops += FORMULAS[kind](*(part.shape for part in args if isinstance(part, Tensor)))
         elif not _is_free(func):
             self.unknown.add(str(kind))
-        return made
+        return result
 
 
-class OnMeta(TorchFunctionMode):
-    """Every tensor that meets one on the meta device is taken as one there too: weights and constants are not moved."""
+class _WeightsOnMeta(TorchFunctionMode):
+    """Replaces every tensor that meets one on the meta device by one there: weights and constants are not moved."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        given = (args, kwargs or {})
-        if any(isinstance(part, Tensor) and part.is_meta for part in tree_leaves(given)):
-            given = tree_map(as_meta, given)
-        args, kwargs = given
+        arguments = (args, kwargs or {})
+        if any(isinstance(part, Tensor) and part.is_meta for part in tree_leaves(arguments)):
+            arguments = tree_map(_as_meta, arguments)
+        args, kwargs = arguments
         return func(*args, **kwargs)
 
 
-def as_meta(part: Any) -> Any:
-    """A tensor's shape, strides and dtype without its numbers; anything else as it is."""
+def _as_meta(part: Any) -> Any:
+    """Return a tensor's shape, strides and dtype without its data; anything else unchanged."""
     return part.to("meta") if isinstance(part, Tensor) and not part.is_meta else part
 
 

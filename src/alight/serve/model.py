@@ -3,23 +3,27 @@
 Every call into the engine is in this file: `load_served_model` and `ServedModel.decide`.
 """
 
-import importlib
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
+from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import Any
 
 import numpy as np
 
+from alight.data.preprocess import image_batch
+from alight.data.tokens import Texts
+from alight.engine.manifest import MANIFEST, Manifest, exported_tokenizer
+from alight.engine.predictor import Predictor
+from alight.engine.settings import RunSettings
 from alight.errors import BadInput, Mismatch
 from alight.outputs import Decisions
 from alight.policies.capped import capped
 from alight.policies.paced import Pace
-from alight.policies.policy import Memory, Policy, Threshold
+from alight.policies.policy import Policy, Threshold
 
-MANIFEST = "manifest.json"  # in an exported folder alone
 TOKENIZER = "tokenizer"  # the folder beside a network that reads text
 ROUNDS = 3  # of which the fastest counts: the others are slowed down by noise of the machine
 WEIGHT = 0.1  # of the latest batch in the running estimate of the machine's speed
@@ -28,27 +32,11 @@ Sample = np.ndarray | str  # a batch of one as the network takes it, or a text
 Tokenize = Callable[[Sequence[str]], Mapping[str, np.ndarray]]  # texts to arrays, as long as the longest text
 
 
-class Runner(Protocol):
-    """A network that decides under a policy: a `Predictor`, or a `Deployed`."""
-
-    memory: Memory
-
-    @property
-    def policy(self) -> Policy:
-        """The policy that decides."""
-
-    def __call__(self, inputs: Any, samples: Any = None) -> Decisions:
-        """Decide a batch."""
-
-    def with_policy(self, policy: Policy) -> Self:
-        """Return the same network under another policy."""
-
-
 @dataclass(frozen=True)
 class ServedModel:
     """A network ready to answer under each of its policies, and the inputs it takes."""
 
-    runners: Mapping[str, Runner]  # by the name of the policy
+    predictors: Mapping[str, Predictor]  # by the name of the policy
     exits: tuple[str, ...]
     classes: tuple[str, ...]  # their names, where known
     shape: tuple[int | None, ...]  # of one array, where it takes arrays
@@ -61,7 +49,7 @@ class ServedModel:
     @property
     def policies(self) -> dict[str, Policy]:
         """The policies by their names."""
-        return {name: runner.policy for name, runner in self.runners.items()}
+        return {name: predictor.policy for name, predictor in self.predictors.items()}
 
     @property
     def input_kind(self) -> str:
@@ -81,16 +69,16 @@ class ServedModel:
 
         A sample leaves at the latest at the open exit of its limit. `pace` is None where the policy keeps none.
         """
-        runner = self.runners[name]
-        numbers, last = np.arange(first, first + len(samples)), len(runner.policy.costs) - 1
+        predictor = self.predictors[name]
+        numbers, last = np.arange(first, first + len(samples)), len(predictor.policy.costs) - 1
         if min(limits) < last:
             bounds = {int(number): limit for number, limit in zip(numbers, limits, strict=True) if limit < last}
-            runner = runner.with_policy(capped(runner.policy, bounds))
+            predictor = predictor.with_policy(capped(predictor.policy, bounds))
         if pace is None:
-            return runner(self.batch(samples), numbers), None
-        runner.memory = (pace,)
-        decisions = runner(self.batch(samples), numbers)
-        after: Pace = runner.memory[0]
+            return predictor(self.batch(samples), numbers), None
+        predictor.memory = (pace,)
+        decisions = predictor(self.batch(samples), numbers)
+        after: Pace = predictor.memory[0]
         return decisions, after
 
 
@@ -100,25 +88,43 @@ def load_served_model(
     *,
     tokenizer: Path | None = None,
     max_tokens: int = 128,
-    threads: int | None = None,
+    settings: RunSettings | None = None,
     allow_mismatch: bool = False,
-    switches: Mapping[str, Any] | None = None,
 ) -> ServedModel:
-    """Load the network of a folder under each of these policies: an exported one without torch, others with it.
-
-    `switches` are keyword arguments of `Predictor`; an exported network is refused with any of them.
-    """
+    """Load the network of a folder under each of these policies: an exported one without torch, others with it."""
     check_policies(policies)
-    common = {"num_threads": threads, "allow_mismatch": allow_mismatch}
-    if (folder / MANIFEST).is_file():
-        unused = {"tokenizer": tokenizer, **(switches or {})}
-        if odd := [name for name, value in unused.items() if value and (name, value) != ("device", "cpu")]:
-            raise BadInput(
-                f"{folder} was exported, and {odd[0]} is for networks that were not: leave it out, or serve the network"
-                " that was exported"
-            )
-        return _exported(folder, policies, max_tokens, common)
-    return _saved(folder, policies, tokenizer or folder / TOKENIZER, max_tokens, {**common, **(switches or {})})
+    exported = (folder / MANIFEST).is_file()
+    if exported and tokenizer:
+        raise BadInput(f"{folder} was exported, and tokenizer is for networks that were not: leave it out")
+    load = _exported(folder) if exported else _saved(folder)
+    terms: dict[str, Any] = {"settings": settings, "allow_mismatch": allow_mismatch}
+    predictors = _predictors(policies, lambda policy: load(policy, probabilities=policy.keeps_predictions, **terms))
+    backend = next(iter(predictors.values())).backend
+    spec = backend.inputs
+    words = None
+    if spec.names:
+        words = exported_tokenizer(folder, Manifest.load(folder)) if exported else tokenizer or folder / TOKENIZER
+    return ServedModel(
+        predictors,
+        backend.exits,
+        spec.classes,
+        spec.tensors[0].shape[1:] if spec.tensors and not spec.names else (),
+        spec.tensors[0].dtype if spec.tensors else "float32",
+        spec.image_shape,
+        (lambda picture: image_batch([picture], spec, "the request")) if spec.image_shape else _no_images,
+        Texts(words, spec, max_tokens) if words else None,
+        backend.name,
+    )
+
+
+def _exported(folder: Path) -> Callable[..., Predictor]:
+    return partial(Predictor.load, folder, allow_compiled=True)
+
+
+def _saved(folder: Path) -> Callable[..., Predictor]:
+    from alight.networks.store import load_model  # PyTorch is imported where it runs
+
+    return partial(Predictor, load_model(folder))
 
 
 def check_policies(policies: Mapping[str, Policy]) -> None:
@@ -133,85 +139,15 @@ def check_policies(policies: Mapping[str, Policy]) -> None:
         raise BadInput(f"policies with budgets {budgets}: each of several needs a budget of its own")
 
 
-def _saved(
-    folder: Path, policies: Mapping[str, Policy], tokenizer: Path, max_tokens: int, settings: Mapping[str, Any]
-) -> ServedModel:
-    from alight.data.preprocess import Images, image_shape
-    from alight.engine.predictor import Predictor
-    from alight.networks.store import load_model
-
-    model = load_model(folder)
-    shape = image_shape(model)
-    images = Images(model, False, "the request") if shape else None
-    example = model.recipe.get("example", {}).get("shape")
-    return ServedModel(
-        _runners(policies, lambda policy: Predictor(model, policy, probabilities=policy.lens is None, **settings)),
-        model.exits,
-        model.classes,
-        tuple(example[1:]) if isinstance(example, list) else (),
-        "float32",
-        shape,
-        (lambda picture: images.stacked([picture]).numpy()) if images else _no_images,
-        _tokenize(model.input_names, tokenizer, max_tokens) if model.input_names else None,
-        "PyTorch",
-    )
-
-
-def _exported(
-    folder: Path, policies: Mapping[str, Policy], max_tokens: int, settings: Mapping[str, Any]
-) -> ServedModel:
-    from alight.data.tokens import Texts
-    from alight.deploy.inputs import admit
-    from alight.export.manifest import AOTI, Manifest
-
-    manifest = Manifest.load(folder)
-    compiled = manifest.format == AOTI
-    if compiled:
-        from alight.export.packages import load_compiled as load
-    else:
-        from alight.deploy.folder import load
-
-    first = manifest.inputs[0]
-    return ServedModel(
-        _runners(policies, lambda policy: load(folder, policy, probabilities=policy.lens is None, **settings)),
-        manifest.exits,
-        manifest.classes,
-        () if manifest.input_names else first.shape[1:],
-        first.dtype,
-        manifest.image_shape,
-        lambda picture: admit([picture], manifest)[0],
-        Texts(folder, manifest, max_tokens) if manifest.input_names else None,
-        "PyTorch, compiled ahead of time" if compiled else "onnxruntime",
-    )
-
-
-def _runners(policies: Mapping[str, Policy], load: Callable[[Policy], Any]) -> dict[str, Runner]:
-    """Return a runner for each policy; policies that open the same exits share one network."""
-    runners: dict[str, Runner] = {}
-    shared: dict[tuple[Any, ...], Runner] = {}
+def _predictors(policies: Mapping[str, Policy], load: Callable[[Policy], Predictor]) -> dict[str, Predictor]:
+    """Return a predictor for each policy; policies that open the same exits share one network."""
+    predictors: dict[str, Predictor] = {}
+    shared: dict[tuple[Any, ...], Predictor] = {}
     for name, policy in policies.items():
         key = (policy.open_exits, policy.inputs, policy.fingerprint)
-        runners[name] = shared[key].with_policy(policy) if key in shared else load(policy)
-        shared.setdefault(key, runners[name])
-    return runners
-
-
-def _tokenize(names: Sequence[str], folder: Path, max_tokens: int) -> Tokenize:
-    """Return a function from texts to the inputs of these names, by the tokenizer in a folder."""
-    if not folder.is_dir():
-        raise BadInput(f"the network reads text, and there is no tokenizer in {folder}: name one (--tokenizer FOLDER)")
-    try:
-        auto = importlib.import_module("transformers").AutoTokenizer
-    except ImportError as error:
-        raise BadInput('texts need transformers to be read: pip install "alight[text]"') from error
-    tokenizer = auto.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
-    length = min(max_tokens, tokenizer.model_max_length)
-
-    def tokenize(texts: Sequence[str]) -> Mapping[str, np.ndarray]:
-        encoded = tokenizer(list(texts), padding=True, truncation=True, max_length=length, return_tensors="np")
-        return {name: encoded[name] for name in names}
-
-    return tokenize
+        predictors[name] = shared[key].with_policy(policy) if key in shared else load(policy)
+        shared.setdefault(key, predictors[name])
+    return predictors
 
 
 def _no_images(picture: Any) -> np.ndarray:
@@ -254,11 +190,11 @@ def measure_timings(model: ServedModel, sample: Sample, max_batch: int) -> dict[
     """Measure how long exits take under every policy; policies that open the same exits share a timing."""
     batch, single = model.batch([sample] * max_batch), model.batch([sample])
     timings: dict[tuple[int, ...], ExitTiming] = {}
-    for runner in model.runners.values():
-        policy = _to_the_end(runner.policy)
+    for predictor in model.predictors.values():
+        policy = _to_the_end(predictor.policy)
         if policy.open_exits not in timings:
-            exits = [_seconds(runner, capped(policy, {0: last}), single, 1) for last in range(len(policy.costs))]
-            growth = max(1.0, _seconds(runner, policy, batch, max_batch) / exits[-1])
+            exits = [_seconds(predictor, capped(policy, {0: last}), single, 1) for last in range(len(policy.costs))]
+            growth = max(1.0, _seconds(predictor, policy, batch, max_batch) / exits[-1])
             timings[policy.open_exits] = ExitTiming(np.maximum.accumulate(exits).tolist(), growth, max_batch)
     return {name: timings[policy.open_exits] for name, policy in model.policies.items()}
 
@@ -269,8 +205,8 @@ def _to_the_end(policy: Policy) -> Policy:
     return Threshold(thresholds=(math.inf,) * (len(policy.costs) - 1), **carried)
 
 
-def _seconds(runner: Runner, policy: Policy, inputs: Any, count: int) -> float:
-    timed, seconds = runner.with_policy(policy), []
+def _seconds(predictor: Predictor, policy: Policy, inputs: Any, count: int) -> float:
+    timed, seconds = predictor.with_policy(policy), []
     for _ in range(ROUNDS):
         start = time.perf_counter()
         timed(inputs, np.arange(count))

@@ -113,7 +113,7 @@ def serve(
         )
         host, port = listening.getsockname()[:2]
         log_event(
-            "serving", url=f"http://{host}:{port}", policies=[*model.runners], engine=model.engine, pid=os.getpid()
+            "serving", url=f"http://{host}:{port}", policies=[*model.predictors], engine=model.engine, pid=os.getpid()
         )
         signal.signal(signal.SIGTERM, _stopped)  # uvicorn raises it again once it has drained, which is not a failure
         uvicorn.Server(config).run(sockets=[listening])
