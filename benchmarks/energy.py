@@ -17,13 +17,13 @@ from typing import Any
 
 import numpy as np
 import torch
+from alight.engine.prepare import as_dtype, prepared
 from runtime import ROOT, Row, network, policy_for, random_inputs
 from torch import Tensor
 
 from alight.costing.energy import Meter, meter_for
 from alight.costing.measure import time_stages
 from alight.engine.predictor import Predictor
-from alight.engine.prepare import as_dtype, prepared
 from alight.files import write_rows
 from alight.networks.attach import attach_heads
 from alight.provenance import provenance

@@ -142,7 +142,7 @@ def test_compiled_stages_give_the_same_rows(folder, model, policy, tmp_path, cap
     line = f"predict {folder}/model {folder}/policy.json {folder}/test --engine ray --device cpu --compile --quiet"
     status, _, err = run(f"{line} --batch-size 32 --partition-rows 64 --actors 1 -o {tmp_path}/answers", capsys)
     assert (status, err) == (0, "")
-    assert json.loads((tmp_path / "answers" / "plan.json").read_text())["switches"]["compile"]
+    assert json.loads((tmp_path / "answers" / "plan.json").read_text())["settings"]["compile"]
     check_once(tmp_path / "answers", on_one_machine(model, policy, folder / "test.npz", 32))
 
 

@@ -11,9 +11,9 @@ import torch
 from digits import digits, loader
 from PIL import Image
 
-from alight.engine.settings import RunSettings
 from alight import TrainingSettings, calibrate, measure_costs, record, train_heads, zoo
-from alight.networks.store import load_model
+from alight.engine.settings import RunSettings
+from alight.networks.store import load_model, save_model
 from alight.serve.model import load_served_model
 from alight.serve.run import build_app, load_policies
 from alight.serve.schemas import Limits
@@ -65,4 +65,6 @@ def in_base64(picture: np.ndarray) -> str:
 def application(*names: str, state: Path | None = None, token: str | None = None, **limits):
     """The service of the network under these policies."""
     policies = load_policies([folder() / f"{name}.json" for name in names or ("unpaced",)])
-    return build_app(load_served_model(folder() / "model", policies, settings=RunSettings(threads=1)), state, Limits(**limits), token)
+    return build_app(
+        load_served_model(folder() / "model", policies, settings=RunSettings(threads=1)), state, Limits(**limits), token
+    )

@@ -200,7 +200,8 @@ from alight.engine.settings import RunSettings
 from alight.serve.model import load_served_model
 from alight.serve.run import build_app, load_policies
 from alight.serve.schemas import Limits
-model = load_served_model(Path("exported"), load_policies([Path("exported/policy.json")]), settings=RunSettings(threads=1))
+policies = load_policies([Path("exported/policy.json")])
+model = load_served_model(Path("exported"), policies, settings=RunSettings(threads=1))
 with TestClient(build_app(model, None, Limits())) as client:
     print(client.post("/predict", content=Path("body.json").read_bytes(),
                       headers={"Content-Type": "application/json"}).text)

@@ -6,8 +6,8 @@ import torch
 from fastapi.testclient import TestClient
 from transformers import BertConfig, BertTokenizerFast
 
-from alight.engine.settings import RunSettings
 from alight import Predictor, from_transformers, save_model
+from alight.engine.settings import RunSettings
 from alight.errors import BadInput
 from alight.policies.policy import ExitAt, Threshold
 from alight.serve.model import check_policies, load_served_model

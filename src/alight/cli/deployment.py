@@ -148,9 +148,7 @@ def run_serve(options: argparse.Namespace) -> None:
 
 def _exported_settings(options: argparse.Namespace) -> RunSettings:
     """Return all settings that were given, of which an exported network refuses most by name."""
-    return RunSettings(
-        options.device, options.dtype, options.channels_last, options.compile, threads=options.threads
-    )
+    return RunSettings(options.device, options.dtype, options.channels_last, options.compile, threads=options.threads)
 
 
 def _token(path: str | None) -> str | None:

@@ -7,7 +7,7 @@ import pickle
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +63,7 @@ class JobConfig:
     workers: int | None = None  # by default as many as the cluster has room for
     tokenizer: PathLike | None = None  # another than that of the network
     progress: bool = True
-    settings: RunSettings = RunSettings()
+    settings: RunSettings = field(default_factory=RunSettings)
 
     @property
     def rows(self) -> int:
@@ -181,6 +181,7 @@ def _summaries(
     if not free:
         needs = "a GPU" if on_gpu else f"{cores} cores"
         raise BadInput(f"a worker needs {needs} and the cluster has none to give: see --device and --threads")
+    resources_of_worker: dict[str, Any] = {"num_gpus": 1} if on_gpu else {"num_cpus": cores}
     count = min(workers or free, len(shards))
     network = ray.put(files)
     rows = ray.data.from_items(
@@ -192,7 +193,7 @@ def _summaries(
         batch_size=1,
         compute=ray.data.ActorPoolStrategy(min_size=min(count, free), max_size=count),  # more where the cluster grows
         runtime_env={"env_vars": {ARENAS: os.environ.get(ARENAS, "1")}},
-        **({"num_gpus": 1} if on_gpu else {"num_cpus": cores}),
+        **resources_of_worker,
     )
     for row in done.iter_rows():
         if row["error"]:

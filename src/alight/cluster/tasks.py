@@ -1,7 +1,7 @@
 """What is done with every shard: prediction under a policy, or recording the outputs of every head."""
 
 import io
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Protocol
 

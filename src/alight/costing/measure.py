@@ -53,7 +53,7 @@ def measure_costs(
     if unit == "ms":
         return time_stages(model, example, batch_size, repeats=repeats, warmup=warmup).costs()
     inputs = _batch(model, example, batch_size)
-    with evaluating(model):
+    with in_mode(model, training=False):
         if unit == "J":
             return _metered(model, inputs, warmup, seconds)
         stages, heads, unknown = without_data(partial(_count, model), inputs)

@@ -193,7 +193,7 @@ def in_batches(
     """
     rows = _rows(data, spec)
     if rows is None:
-        return data  # type: ignore[no-any-return]
+        return data
     if not len(rows):
         raise BadInput(f"the {type(data).__name__} has no samples: give at least one")
     return make_loader(rows, _unchanged if isinstance(rows, _Rows) else partial(_collated, spec), batch_size, shuffle)

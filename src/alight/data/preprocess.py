@@ -117,8 +117,7 @@ def _pixels(picture: Any, shape: tuple[int, int, int]) -> np.ndarray:
 
 def _scaled(images: np.ndarray, spec: InputSpec, where: str) -> np.ndarray:
     """Return images in 0..1 as a new array, channels first."""
-    shape = spec.image_shape or ()
-    channels, height, width = shape
+    shape = channels, height, width = spec.image_shape or (0, 0, 0)
     if images.shape[1:] == (height, width) and channels == 1:
         images = images[:, None]
     elif images.shape[1:] == (height, width, channels) and images.shape[1:] != shape:

@@ -24,7 +24,7 @@ from alight.networks.store import save_model
 from alight.networks.zoo import resnet_digits
 from alight.outputs import Decisions, HeadOutputs
 from alight.planning.plan import Plan, plan
-from alight.planning.timing import compare
+from alight.planning.timing import SpeedComparison, compare
 from alight.policies.policy import Policy
 from alight.provenance import measured_on
 from alight.report import ReportedNetwork, examples
