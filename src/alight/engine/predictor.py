@@ -92,9 +92,9 @@ class Predictor:
         options["allow_mismatch"] = allow_mismatch
         if not (folder / MANIFEST).is_file() and (folder / "config.json").is_file():
             return cls(_saved_model(folder), _given(policy, folder), settings=settings, **options)
-        manifest = Manifest.load(folder)
         if odd := [name for name, value in _others(settings).items() if value]:
             raise BadInput(f"{folder} was exported, and {odd[0]} is for networks that were not: leave it out")
+        manifest = Manifest.load(folder)
         if policy is None:
             verified(folder, POLICY, manifest.policy_checksum)
             policy = load_policy(folder / POLICY)
