@@ -46,7 +46,8 @@ from alight import (
 from alight.data.batches import as_inputs
 from alight.data.formats import example_of, load_data
 from alight.files import write_rows, write_text
-from alight.networks.store import WEIGHTS, save_model
+from alight.networks.folder import WEIGHTS
+from alight.networks.store import save_model
 from alight.policies.policy import Threshold
 from alight.provenance import provenance
 

@@ -7,14 +7,14 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from alight.errors import BadInput
-from alight.networks.store import check_layout
+from alight.networks.folder import check_folder
 
 LIBRARIES = ("timm", "torchvision", "transformers", "zoo")
 
 
 def check_network(folder: str) -> None:
     """That a network lies in the folder."""
-    check_layout(Path(folder))
+    check_folder(Path(folder))
 
 
 def check_data(*places: str | None) -> None:

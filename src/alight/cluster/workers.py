@@ -17,7 +17,8 @@ from alight.cluster.tasks import Summary, Task
 from alight.data.formats import collation
 from alight.data.preprocess import Sample
 from alight.errors import AlightError
-from alight.networks.store import CONFIG, WEIGHTS, load_model
+from alight.networks.folder import CONFIG, WEIGHTS
+from alight.networks.store import load_model
 
 TOKENIZER = "tokenizer"  # the folder beside a network that reads text
 

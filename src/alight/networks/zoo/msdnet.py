@@ -150,7 +150,7 @@ def msdnet_modules(settings: MSDNetSettings, num_classes: int) -> tuple[list[nn.
 
 
 def _layers(settings: MSDNetSettings) -> Iterator[tuple[list[nn.Module], int]]:
-    """Yield each layer, with the transition that may follow, and the channels (of a scale of factor 1) that come out."""
+    """Yield each layer with the transition that may follow, and the channels (of a scale of factor 1) that come out."""
     count = sum(settings.layers_per_block)
     group = math.ceil(count / len(settings.factors))  # layers after which a scale is dropped
     channels = settings.channels
