@@ -1,11 +1,14 @@
 """The chain of stages is the network: networks of many kinds, cut at three places."""
 
+import json
+
 import pytest
 import timm
 import torch
 import torchvision
 from torch.nn import functional
 
+from alight.cutting.graph_data import cut_data, stages_from_data
 from alight.cutting.placement import cut_evenly
 
 vision = torchvision.models
@@ -55,7 +58,7 @@ NETWORKS = {  # how to make each, and the side of its images
 
 
 @pytest.fixture(scope="module", params=NETWORKS)
-def pieces(request):
+def network_and_stages(request):
     """A network, its stages when cut at three places, and five images."""
     torch.manual_seed(0)
     create, side = NETWORKS[request.param]
@@ -72,15 +75,15 @@ def chained(stages, *batch):
     return batch
 
 
-def test_the_chain_is_the_network_bit_by_bit_for_any_batch_size(pieces):
-    network, stages, images = pieces
+def test_the_chain_is_the_network_bit_by_bit_for_any_batch_size(network_and_stages):
+    network, stages, images = network_and_stages
     with torch.no_grad():
         for batch in (images[:1], images):
             assert torch.equal(chained(stages, batch), network(batch))
 
 
-def test_gradients_through_the_chain_are_those_of_the_network(pieces):
-    network, stages, images = pieces
+def test_gradients_through_the_chain_are_those_of_the_network(network_and_stages):
+    network, stages, images = network_and_stages
     found, expected = (gradients(network, run(images)) for run in (lambda x: chained(stages, x), network))
     assert found.keys() == expected.keys()
     for name, gradient in expected.items():
@@ -93,8 +96,8 @@ def gradients(network, logits):
     return {name: weight.grad.clone() for name, weight in network.named_parameters() if weight.grad is not None}
 
 
-def test_samples_can_leave_after_every_stage(pieces):
-    network, stages, images = pieces
+def test_samples_can_leave_after_every_stage(network_and_stages):
+    network, stages, images = network_and_stages
     staying, carried = torch.arange(5), (images,)
     with torch.no_grad():
         for stage, kept in zip(stages[:-1], ([4, 0, 2, 1], [2, 0, 1], [1, 2]), strict=True):
@@ -104,9 +107,19 @@ def test_samples_can_leave_after_every_stage(pieces):
         torch.testing.assert_close(stages[-1](*carried), network(images[staying]), rtol=1e-4, atol=1e-5)
 
 
-def test_stages_hold_the_networks_own_parameters_and_buffers_under_their_names(pieces):
-    network, stages, _ = pieces
+def test_stages_hold_the_networks_own_parameters_and_buffers_under_their_names(network_and_stages):
+    network, stages, _ = network_and_stages
     theirs = dict(network.state_dict(keep_vars=True))
     for stage in stages:
         for name, tensor in stage.state_dict(keep_vars=True).items():
             assert tensor is theirs[name]
+
+
+def test_stages_built_from_data_run_the_same_code_on_the_same_weights(network_and_stages):
+    network, stages, images = network_and_stages
+    data, constants = cut_data(stages)
+    rebuilt = stages_from_data(network, json.loads(json.dumps(data)), constants, (), None)
+    assert [stage.source for stage in rebuilt] == [stage.source for stage in stages]
+    assert [list(stage.state_dict()) for stage in rebuilt] == [list(stage.state_dict()) for stage in stages]
+    with torch.no_grad():
+        assert torch.equal(chained([stage.eval() for stage in rebuilt], images), network(images))

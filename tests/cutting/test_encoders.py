@@ -72,6 +72,14 @@ def test_layers_are_called_directly_where_that_gives_the_same(encoder):
         assert torch.equal(chained(stages, batch), model(**batch).logits)
 
 
+def test_layers_that_need_more_are_not_called_directly_though_the_example_does_not_show_it():
+    torch.manual_seed(0)
+    model, layers = ENCODERS["mpnet.encoder.layer"]().eval(), "mpnet.encoder.layer"
+    ones = {name: torch.ones_like(tensor) for name, tensor in texts(2).items()}
+    stages = cut(model, names(layers, 0, 2), ones)
+    assert torch.equal(chained(stages, texts(5)), model(**texts(5)).logits)
+
+
 def test_what_attention_reads_of_a_mask_is_made_once(encoder):
     model, layers = encoder
     first, *others = cut(model, names(layers, 0, 2), texts(2))

@@ -115,7 +115,7 @@ def test_text_gets_masked_heads():
         torch.testing.assert_close(model(batch)[0], model(changed)[0])
 
 
-def test_pairs_of_texts_are_told_apart_or_refused():
+def test_pairs_of_texts_are_distinguished_or_refused():
     from transformers import BertConfig
 
     torch.manual_seed(0)
@@ -180,11 +180,11 @@ def test_bad_input_is_refused():
 
 def test_a_cascade_hands_its_inputs_on():
     torch.manual_seed(0)
-    cheap, dear = nn.Linear(6, 3), nn.Sequential(nn.Linear(6, 9), nn.Linear(9, 3))
+    cheap, expensive = nn.Linear(6, 3), nn.Sequential(nn.Linear(6, 9), nn.Linear(9, 3))
     batch = torch.randn(4, 6)
-    model = cascade([cheap, dear], exits=["cheap", "dear"], example=batch)
+    model = cascade([cheap, expensive], exits=["cheap", "expensive"], example=batch)
     assert torch.equal(model(batch)[0], cheap(batch))
-    assert torch.equal(model(batch)[1], dear(batch))
+    assert torch.equal(model(batch)[1], expensive(batch))
     assert model.num_classes == 3
     with pytest.raises(BadInput, match=r"give \[3, 4\] logits"):
         cascade([cheap, nn.Linear(6, 4)], example=batch)

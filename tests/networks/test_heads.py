@@ -71,7 +71,7 @@ def test_a_separable_head_halves_the_map_to_4_x_4_and_doubles_the_channels_up_to
     assert SeparableHead((64, 32, 32), 5, width=100).linear.in_features == 100
 
 
-def test_the_place_of_the_channels_is_told_by_the_proportions_of_the_image():
+def test_channels_last_is_recognised_by_the_proportions_of_the_image():
     assert are_channels_last((7, 7, 768))
     assert not are_channels_last((768, 7, 7))
     assert not are_channels_last((8, 8, 8))
@@ -112,15 +112,15 @@ def test_a_head_of_ones_own_is_made_for_the_shape():
 def test_bad_input_is_refused():
     with pytest.raises(BadInput, match="no head 'pooled': choose 'auto', 'pooled_linear'"):
         make_head("pooled", (12, 6, 6), 5)
-    with pytest.raises(BadInput, match="no tokens"):
+    with pytest.raises(BadInput, match="not tokens"):
         make_head("token", (12, 6, 6), 5)
-    with pytest.raises(BadInput, match="are no map"):
+    with pytest.raises(BadInput, match="are not a map"):
         make_head("conv", (12,), 5)
-    with pytest.raises(BadInput, match="are no map"):
+    with pytest.raises(BadInput, match="are not a map"):
         make_head("separable", (9, 12), 5)
     with pytest.raises(BadInput, match="nothing for a head to read"):
         make_head("auto", (), 5)
     with pytest.raises(BadInput, match="no pooling 'max'"):
         TokenHead((9, 12), 5, pooling="max")
-    with pytest.raises(BadInput, match="gave a str"):
+    with pytest.raises(BadInput, match="returned a str"):
         make_head(lambda shape: "linear", (12,), 5)

@@ -1,3 +1,6 @@
+"""A network comes back from its folder bit by bit, without being traced; what is damaged or foreign is refused."""
+
+import copy
 import json
 import subprocess
 import sys
@@ -6,15 +9,18 @@ from importlib.metadata import version
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional
 
+from alight.cutting import tracing
+from alight.cutting.cut import CUTTERS, register_cutter
 from alight.errors import BadFile, BadInput, Mismatch
 from alight.networks import store as folders
-from alight.networks.attach import attach_heads
+from alight.networks.attach import attach_heads, from_outputs
 from alight.networks.cascade import cascade
-from alight.networks.libraries import build, from_timm, from_torchvision, from_transformers
+from alight.networks.libraries import build_network, from_timm, from_torchvision, from_transformers
 from alight.networks.multi_exit import MultiExitModel, Normalisation
 from alight.networks.store import fingerprint, load_model, save_model
-from alight.networks.zoo import convnext_cifar, msdnet_cifar
+from alight.networks.zoo import convnext_cifar, msdnet_cifar, resnet_digits
 
 SMALL_TIMM = {"depths": (1, 1, 1, 1), "dims": (8, 16, 24, 32), "image_size": 64}
 
@@ -70,19 +76,192 @@ def test_a_network_that_alight_can_build_comes_back_bit_by_bit(name, tmp_path):
     assert not again.training
 
 
-def test_text_networks_come_back_bit_by_bit(tmp_path):
-    from transformers import BertConfig
+SIZES = {"vocab_size": 50, "hidden_size": 16, "num_hidden_layers": 4, "num_attention_heads": 2, "intermediate_size": 32}
+
+
+def text_model(name, count=2, **settings):
+    """A small text classifier of Hugging Face with exits, its weights far from where training starts."""
+    import transformers
 
     torch.manual_seed(0)
-    config = BertConfig(vocab_size=50, hidden_size=16, num_hidden_layers=4, num_attention_heads=2, intermediate_size=32)
+    model = from_transformers(getattr(transformers, name)(**settings), count=count)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight += torch.randn_like(weight) / 4
+    return model
+
+
+def texts(tokens=16):
+    generator = torch.Generator().manual_seed(0)
+    mask = (torch.arange(tokens) < torch.randint(3, tokens + 1, (5, 1), generator=generator)).long()
+    return {"input_ids": torch.randint(4, 50, (5, tokens), generator=generator) * mask, "attention_mask": mask}
+
+
+def test_names_of_classes_and_inputs_of_a_text_network_come_back(tmp_path):
+    from transformers import BertConfig
+
+    config = BertConfig(**SIZES)
     config.id2label = {0: "good", 1: "bad"}
     model = from_transformers(config, count=2)
-    save_model(model, tmp_path)
-    again = load_model(tmp_path)
-    batch = {"input_ids": torch.randint(50, (3, 9)), "attention_mask": torch.ones(3, 9, dtype=torch.int64)}
-    assert same(model, again, batch)
+    again = load_model(save_model(model, tmp_path))
+    assert same(model, again, texts())
     assert again.classes == ("good", "bad")
     assert again.input_names == ("input_ids", "attention_mask")
+
+
+def test_mpnet_keeps_its_position_bias_when_it_is_loaded(tmp_path):
+    """Its layers must be called by the network, which adds the bias; random weights alone do not show that."""
+    model = text_model("MPNetConfig", **SIZES)
+    assert not any(stage.direct for stage in model.stages)
+    again = load_model(save_model(model, tmp_path))
+    assert not any(stage.direct for stage in again.stages)
+    assert same(model, again, texts())
+
+
+class TwoOutputs(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 8), nn.Linear(8, 8)
+        self.early, self.late, self.drop = nn.Linear(8, 3), nn.Linear(8, 3), nn.Dropout(0.5)
+
+    def forward(self, x):
+        x = self.drop(torch.relu(self.first(x)))
+        return [self.early(x), self.late(torch.relu(self.second(x)))]
+
+
+class WithConstant(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 3)
+        self.table = torch.arange(4.0)  # neither a parameter nor a buffer
+
+    def forward(self, x):
+        return self.second(functional.dropout(self.first(x) + self.table, 0.5, self.training))
+
+
+DECODER = {"n_embd": 16, "n_layer": 3, "n_head": 2, "n_positions": 16, "vocab_size": 50, "pad_token_id": 0}
+FAMILIES = {  # how to make each, what it is passed when it is loaded, and a batch
+    "timm": (REBUILT["timm"], None, images),
+    "torchvision": (REBUILT["torchvision"], None, images),
+    "zoo": (resnet_digits, None, images),
+    "zoo, with exits of its own": (REBUILT["msdnet"], None, images),
+    "transformers, cut by layers": (lambda: text_model("BertConfig", **SIZES), None, lambda _: texts()),
+    "transformers, traced": (lambda: text_model("GPT2Config", **DECODER), None, lambda _: texts()),
+    "own backbone": (attached, backbone, images),
+    "own backbone, constants": (
+        lambda: attach_heads(WithConstant(), ["first"], example=torch.randn(2, 4)),
+        WithConstant,
+        lambda _: torch.randn(5, 4),
+    ),
+    "several outputs": (lambda: from_outputs(TwoOutputs(), torch.randn(2, 4)), TwoOutputs, lambda _: torch.randn(5, 4)),
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_and_gradients_come_back_bit_by_bit_and_nothing_is_traced(family, tmp_path, monkeypatch):
+    torch.manual_seed(0)
+    make, passed_in, batch_of = FAMILIES[family]
+    model = make()
+    batch = batch_of(model)
+    save_model(model, tmp_path)
+
+    def refuse(*_):
+        raise AssertionError("the network is traced again")
+
+    monkeypatch.setattr(tracing, "record_calls", refuse)
+    again = load_model(tmp_path, **({} if passed_in is None else {"backbone": passed_in()}))
+    assert same(model, again, batch)
+    found, expected = gradients(again, batch), gradients(model, batch)
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], gradient) for name, gradient in expected.items())
+
+
+def gradients(model, batch):
+    """Of all weights, in training mode."""
+    model = copy.deepcopy(model).train()
+    torch.manual_seed(0)
+    sum(logits.square().sum() for logits in model(batch)).backward()
+    return {name: weight.grad for name, weight in model.named_parameters() if weight.grad is not None}
+
+
+def test_a_network_is_loaded_with_one_run_that_checks_it(tmp_path):
+    save_model(attached(), tmp_path)
+    network, runs = backbone(), []
+    network.register_forward_hook(lambda _, inputs, output: runs.append(len(inputs[0])))
+    load_model(tmp_path, backbone=network)
+    assert runs == [3]
+
+
+def test_a_length_that_the_code_fixes_comes_back(tmp_path):
+    again = load_model(save_model(text_model("GPT2Config", **DECODER), tmp_path))
+    with pytest.raises(BadInput, match=r"texts of 9 tokens, and the network was cut for 16"):
+        again(texts(9))
+
+
+def negated(config):
+    """Negate what the second stage returns."""
+    nodes = config["graph"]["stages"][1]["evaluation"]
+    op, target, args, kwargs = nodes.pop()
+    (returned,) = args[0]["tuple"]
+    nodes.append(["call_method", "neg", [returned], {}])
+    nodes.append([op, target, [{"tuple": [{"node": len(nodes) - 1}]}], kwargs])
+
+
+def test_a_graph_that_is_not_the_networks_is_found_out(tmp_path):
+    save_model(attached(), tmp_path)
+    rewrite(tmp_path / "config.json", negated)
+    with pytest.raises(Mismatch, match=r"stages do not give what the network gives that was passed in"):
+        load_model(tmp_path, backbone=backbone())
+    save_model(resnet_digits(), tmp_path)
+    rewrite(tmp_path / "config.json", negated)
+    with pytest.raises(BadFile, match=r"stages do not give what the network gives; it was saved with .*torch \d"):
+        load_model(tmp_path)
+
+
+def test_a_backbone_with_other_code_is_found_out(tmp_path):
+    save_model(attached(), tmp_path)
+    other = backbone()
+    other.forward = lambda x: nn.Sequential.forward(other, x) * 2  # with the same weights
+    with pytest.raises(Mismatch, match=r"pass in the one that was saved"):
+        load_model(tmp_path, backbone=other)
+
+
+def test_a_graph_that_names_other_code_is_refused(tmp_path):
+    save_model(resnet_digits(), tmp_path)
+    call = ["call_function", "os.system", ["true"], {}]
+    rewrite(tmp_path / "config.json", lambda config: config["graph"]["stages"][0]["evaluation"].insert(1, call))
+    with pytest.raises(BadFile, match=r"the graph calls 'os.system', which is not a tensor function"):
+        load_model(tmp_path)
+
+
+class Doubled(nn.Module):
+    def __init__(self, *modules):
+        super().__init__()
+        self.modules_in_order = nn.Sequential(*modules)
+
+    def forward(self, features):
+        return (self.modules_in_order(features),)
+
+
+class OwnNetwork(nn.Sequential):
+    def __init__(self):
+        super().__init__(nn.Linear(4, 4), nn.Linear(4, 3))
+
+
+def test_a_network_of_a_registered_cutter_is_cut_again(tmp_path):
+    @register_cutter(OwnNetwork)
+    def cut_own(model, after, example):
+        return [Doubled(model[0]), model[1]]
+
+    try:
+        model = attach_heads(OwnNetwork(), ["0"], example=torch.randn(2, 4))
+        save_model(model, tmp_path)
+        config = json.loads((tmp_path / "config.json").read_text())
+        assert config["graph"] is None
+        assert config["cut_again"] == "a registered cutter made the stages"
+        assert same(model, load_model(tmp_path, backbone=OwnNetwork()), torch.randn(3, 4))
+    finally:
+        CUTTERS.pop()
 
 
 def test_a_folder_of_hugging_face_is_a_source(tmp_path):
@@ -111,7 +290,7 @@ def test_a_network_of_ones_own_is_passed_in_again(tmp_path):
     again = load_model(tmp_path, backbone=fresh)
     assert same(model, again, images(model))
     assert torch.equal(fresh[0][0].weight, model.state_dict()["stages.0.0.0.weight"])
-    with pytest.raises(Mismatch, match=r"what was passed in does not fit"):
+    with pytest.raises(Mismatch, match=r"another network's \(9 weights differ.*pass in the one that was saved"):
         load_model(tmp_path, backbone=backbone(width=9))
 
 
@@ -124,6 +303,10 @@ def test_heads_of_ones_own_are_passed_in_again(tmp_path):
     with pytest.raises(Mismatch, match=r"its heads are torch.*Sequential, not alight's: .* head="):
         load_model(tmp_path, backbone=backbone())
     assert same(model, load_model(tmp_path, backbone=backbone(), head=head), images(model))
+    model = attached(head=lambda shape: nn.Sequential(nn.Flatten(), nn.LazyLinear(4)))
+    save_model(model, tmp_path)
+    lazy = [lambda shape: nn.Sequential(nn.Flatten(), nn.LazyLinear(4))] * 2
+    assert same(model, load_model(tmp_path, backbone=backbone(), head=lazy), images(model))
 
 
 def test_stages_outputs_and_cascades_are_passed_in_again(tmp_path):
@@ -301,7 +484,7 @@ def test_a_damaged_or_foreign_folder_is_refused_by_name(damage, saved, tmp_path)
 @pytest.mark.parametrize("settings", [{"attn_implementation": "x/y"}, {"part": {"_attn_implementation": "x/y"}}])
 def test_code_from_a_hub_is_refused(settings):
     with pytest.raises(BadInput, match="code from elsewhere"):
-        build("transformers", "bert", settings)
+        build_network({"source": "transformers", "name": "bert", "arguments": settings})
 
 
 def test_weights_from_elsewhere_are_refused(tmp_path):

@@ -124,10 +124,10 @@ def _mask(carried: Tensor | None, hidden: Tensor) -> Tensor:
 
 
 def _is_same_directly(stages: Sequence["EncoderStage"], example: Any) -> bool:
-    """Check whether layers called directly give the same to the last bit, also for texts of different length."""
-    names = stages[0].input_names
+    """Check whether layers called directly give the same to the last bit, also for random texts of different length."""
+    names, config = stages[0].input_names, stages[0].network.config
     inputs = tuple(example[name] for name in names) if isinstance(example, Mapping) else (example,)
-    padded = tuple(_shortened(*pair) for pair in zip(names, inputs, strict=True))
+    padded = tuple(_random_texts(name, tensor, config) for name, tensor in zip(names, inputs, strict=True))
     carried: Any
     directly: Any
     with in_mode(*stages, training=False):
@@ -145,8 +145,11 @@ def _is_same_directly(stages: Sequence["EncoderStage"], example: Any) -> bool:
     return True
 
 
-def _shortened(name: str, tensor: Tensor) -> Tensor:
-    """Return the input; a mask without the last token of the first text."""
+def _random_texts(name: str, tensor: Tensor, config: Any) -> Tensor:
+    """Return the input with random tokens in the place of the example's, and a mask without the first text's last."""
+    if name == "input_ids":
+        generator = torch.Generator().manual_seed(0)
+        return torch.randint(config.vocab_size, tensor.shape, generator=generator).to(tensor)
     if name != MASK or tensor.shape[1] < 2:
         return tensor
     tensor = tensor.clone()

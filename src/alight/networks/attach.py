@@ -1,4 +1,4 @@
-"""A trained classifier gets exits in one call."""
+"""Exits on a classifier: heads attached to its features, or the outputs that it already has."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -10,10 +10,19 @@ from alight.cutting.modes import in_mode
 from alight.cutting.multi_output import split_outputs
 from alight.cutting.placement import cut_evenly
 from alight.errors import BadInput
-from alight.networks.heads import HEADS, Factory, TokenHead, are_channels_last, make_head
-from alight.networks.multi_exit import Carried, MultiExitModel, Normalisation, advance, describe, input_names, read
+from alight.networks.heads import HEADS, HeadChoice, HeadFactory, TokenHead, are_channels_last, make_head
+from alight.networks.multi_exit import (
+    MASK,
+    Carried,
+    MultiExitModel,
+    Normalisation,
+    advance,
+    describe,
+    input_names,
+    read,
+)
 
-EXITS = 3  # that "auto" places before the end: heads are dear where they do not pay, and `plan` can only close some
+EXITS = 3  # that "auto" places before the end: heads cost where they save nothing, and `plan` can only close exits
 END = "end"  # the name of the last exit, the network's own classifier
 
 
@@ -23,12 +32,12 @@ def attach_heads(
     *,
     example: Any,
     num_classes: int | None = None,
-    head: str | Factory | Sequence[str | Factory] = "auto",
+    head: HeadChoice = "auto",
     count: int = EXITS,
     classes: Sequence[str] = (),
     normalisation: Normalisation | None = None,
 ) -> MultiExitModel:
-    """The backbone with an untrained head after each named module; its last exit is the backbone itself, bit by bit.
+    """Attach an untrained head after each named module; the last exit is the backbone itself, bit by bit.
 
     `after` names modules in the order in which they run; "auto" puts `count` exits at even shares of the cost.
     `example` is one batch as the backbone takes it: a tensor, several, or a dict. `head` is the name of a kind, a
@@ -45,17 +54,23 @@ def attach_heads(
         if after == "auto":
             names, stages = cut_evenly(backbone, example, count)
         else:
-            names = _listed(after)
+            names = _checked_names(after)
             stages = cut(backbone, after=names, example=example)
         model = MultiExitModel(
             stages, [nn.Identity() for _ in stages], [*names, END], input_names(example), classes=classes
         )
-        carried = _walk(model, example)
+        carried = _carried_past_exits(model, example)
     model.num_classes = _checked_classes(carried[-1][0], num_classes, classes)
     for index, (kind, features) in enumerate(zip(_per_exit(head, len(names)), carried[:-1], strict=True)):
         model.heads[index] = _fitted(kind, features, model.num_classes, example, names[index])
     model.normalisation = normalisation
-    model.recipe = {"source": "backbone", "type": type(backbone).__name__, "after": names, "example": describe(example)}
+    model.recipe = {
+        "source": "backbone",
+        "type": type(backbone).__name__,
+        "after": names,
+        "example": describe(example),
+        "features": [list(each[0].shape[1:]) for each in carried[:-1]],
+    }
     return model
 
 
@@ -86,7 +101,7 @@ def from_outputs(network: nn.Module, example: Any, exits: Sequence[str] = ()) ->
     return model
 
 
-def _listed(after: str | Sequence[str]) -> list[str]:
+def _checked_names(after: str | Sequence[str]) -> list[str]:
     if isinstance(after, str):
         raise BadInput(f"after={after!r} is one text: give a list of module names, or 'auto'")
     if not after:
@@ -94,7 +109,7 @@ def _listed(after: str | Sequence[str]) -> list[str]:
     return list(after)
 
 
-def _per_exit(head: str | Factory | Sequence[str | Factory], exits: int) -> list[str | Factory]:
+def _per_exit(head: HeadChoice, exits: int) -> list[str | HeadFactory]:
     if isinstance(head, str) or callable(head):
         return [head] * exits
     if len(head) != exits:
@@ -102,19 +117,19 @@ def _per_exit(head: str | Factory | Sequence[str | Factory], exits: int) -> list
     return list(head)
 
 
-def _walk(model: MultiExitModel, example: Any) -> list[Carried]:
-    """What is carried past each exit."""
-    carried, walked = model.admit(example), []
+def _carried_past_exits(model: MultiExitModel, example: Any) -> list[Carried]:
+    """Return what is carried past each exit."""
+    carried, every = model.admit(example), []
     for stage in model.stages:
         carried = advance(stage, carried)
-        walked.append(carried)
-    return walked
+        every.append(carried)
+    return every
 
 
 def _checked_classes(logits: Tensor, num_classes: int | None, classes: Sequence[str]) -> int:
     if not isinstance(logits, Tensor) or logits.ndim != 2:
-        given = f"a tensor of shape {tuple(logits.shape)}" if isinstance(logits, Tensor) else type(logits).__name__
-        raise BadInput(f"the network gives {given}, not (samples, classes): give a classifier")
+        output = f"a tensor of shape {tuple(logits.shape)}" if isinstance(logits, Tensor) else type(logits).__name__
+        raise BadInput(f"the network gives {output}, not (samples, classes): give a classifier")
     own = logits.shape[1]
     if classes and len(classes) != own:
         raise BadInput(f"{len(classes)} names for {own} classes: give one name per class")
@@ -126,19 +141,19 @@ def _checked_classes(logits: Tensor, num_classes: int | None, classes: Sequence[
     return own
 
 
-def _fitted(kind: str | Factory, carried: Carried, num_classes: int, example: Any, name: str) -> nn.Module:
-    """A head for what is carried past this exit, on its device and in its dtype."""
+def _fitted(kind: str | HeadFactory, carried: Carried, num_classes: int, example: Any, name: str) -> nn.Module:
+    """Return a head for what is carried past this exit, on its device and in its dtype."""
     features = carried[0]
     if not features.is_floating_point() or features.ndim < 2:
         raise BadInput(
-            f"the output of {name!r} is {features.dtype} of shape {tuple(features.shape)}: no features for a head;"
+            f"the output of {name!r} is {features.dtype} of shape {tuple(features.shape)}, without features for a head:"
             " put the exit after another module"
         )
     shape = tuple(features.shape[1:])
     image = tuple(example.shape[1:]) if isinstance(example, Tensor) else ()
     masked = _has_mask(carried)
-    if isinstance(example, Mapping) and "attention_mask" in example and isinstance(kind, str) and features.ndim == 3:
-        kind = _blind_to_padding(kind, masked, num_classes)
+    if isinstance(example, Mapping) and MASK in example and isinstance(kind, str) and features.ndim == 3:
+        kind = _without_padding(kind, masked, num_classes)
     head = make_head(kind, shape, num_classes, channels_last=are_channels_last(shape, image), masked=masked).to(
         features.device, features.dtype
     )
@@ -152,8 +167,8 @@ def _fitted(kind: str | Factory, carried: Carried, num_classes: int, example: An
     return head
 
 
-def _blind_to_padding(kind: str, masked: bool, num_classes: int) -> str | Factory:
-    """A head for padded texts: what it says of one must not depend on the longest of its batch."""
+def _without_padding(kind: str, masked: bool, num_classes: int) -> str | HeadFactory:
+    """Return a kind of head whose logits of a text do not depend on the longest text of its batch."""
     if kind in HEADS and kind != "token":
         raise BadInput(
             f"head {kind!r} would read the padding of texts too: use head='token', or a function of your own"
@@ -164,5 +179,5 @@ def _blind_to_padding(kind: str, masked: bool, num_classes: int) -> str | Factor
 
 
 def _has_mask(carried: Carried) -> bool:
-    """Whether the second thing carried is an attention mask: one whole number per token."""
+    """Check whether the second tensor carried is an attention mask: one whole number per token."""
     return len(carried) > 1 and carried[1].shape == carried[0].shape[:2] and not carried[1].is_floating_point()

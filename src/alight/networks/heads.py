@@ -1,4 +1,4 @@
-"""Heads: features of one exit in, logits out."""
+"""Heads: modules that turn the features at one exit into logits."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from alight.errors import BadInput
 
 Shape = tuple[int, ...]  # of the features of one sample, without the batch
-Factory = Callable[[Shape], nn.Module]  # a head of one's own, made for features of this shape
+HeadFactory = Callable[[Shape], nn.Module]  # makes a head for features of this shape
+HeadChoice = str | HeadFactory | Sequence[str | HeadFactory]  # for all exits, or one per exit
 
 CONV_WIDTH = 128  # channels inside a conv head, as in MSDNet for small images
 SEPARABLE_WIDTH = 512  # channels at most inside a separable head, as many as a ResNet-18 ends with
@@ -19,7 +20,7 @@ SMALL_MAP = 4  # rows and columns at which a separable head takes the average
 
 
 class Head(nn.Module):
-    """A head that knows how to be built again: `settings` are its arguments by name."""
+    """A head that can be built again: `settings` are its arguments by name."""
 
     name: str  # under which HEADS has it
     reads_everything = False  # of what is carried, not only the features
@@ -48,7 +49,7 @@ class PooledLinear(Head):
         self.linear = nn.Linear(channels, num_classes)
 
     def forward(self, features: Tensor) -> Tensor:
-        """Logits of (batch, channels, ...) or, channels last, (batch, ..., channels)."""
+        """Return the logits of (batch, channels, ...) or, channels last, (batch, ..., channels)."""
         logits: Tensor = self.linear(self.norm(_average(features, self.channels_last)))
         return logits
 
@@ -67,7 +68,7 @@ class FlattenLinear(Head):
         self.linear = nn.Linear(torch.Size(shape).numel(), num_classes)
 
     def forward(self, features: Tensor) -> Tensor:
-        """Logits of features of any shape, as long as it is always the same."""
+        """Return the logits of features of any shape, as long as it is always the same."""
         logits: Tensor = self.linear(features.flatten(1))
         return logits
 
@@ -92,7 +93,7 @@ class ConvHead(Head):
         self.linear = nn.Linear(width, num_classes)
 
     def forward(self, features: Tensor) -> Tensor:
-        """Logits of (batch, channels, height, width) or, channels last, (batch, height, width, channels)."""
+        """Return the logits of (batch, channels, height, width) or, channels last, (batch, height, width, channels)."""
         maps = self.convolutions(features.movedim(-1, 1) if self.channels_last else features)
         logits: Tensor = self.linear(maps.mean((2, 3)))
         return logits
@@ -101,8 +102,8 @@ class ConvHead(Head):
 class SeparableHead(Head):
     """Separable convolutions that halve the map and double the channels, the average, and a linear layer.
 
-    They go on until the map is 4 x 4 and stop growing at `width` channels, so an early head is a small network of its
-    own at a few percent of the backbone's cost (Zhang et al., Be Your Own Teacher, ICCV 2019).
+    They end where the map is 4 x 4 and stop growing at `width` channels, so an early head is a small network of its own
+    at a few percent of the backbone's cost (Zhang et al., Be Your Own Teacher, ICCV 2019).
 
     >>> SeparableHead((64, 32, 32), 10)(torch.zeros(2, 64, 32, 32)).shape
     torch.Size([2, 10])
@@ -123,7 +124,7 @@ class SeparableHead(Head):
         self.linear = nn.Linear(widths[-1], num_classes)
 
     def forward(self, features: Tensor) -> Tensor:
-        """Logits of (batch, channels, height, width) or, channels last, (batch, height, width, channels)."""
+        """Return the logits of (batch, channels, height, width) or, channels last, (batch, height, width, channels)."""
         maps = self.convolutions(features.movedim(-1, 1) if self.channels_last else features)
         logits: Tensor = self.linear(maps.mean((2, 3)))
         return logits
@@ -148,7 +149,7 @@ class TokenHead(Head):
     ) -> None:
         super().__init__(shape=list(shape), num_classes=num_classes, pooling=pooling, masked=masked, norm=norm)
         if len(shape) != 2:
-            raise BadInput(f"features of shape {tuple(shape)} are no tokens (tokens, width): use head='pooled_linear'")
+            raise BadInput(f"features of shape {tuple(shape)} are not tokens (tokens, width): use head='pooled_linear'")
         if pooling not in ("mean", "class"):
             raise BadInput(f"there is no pooling {pooling!r}: choose 'mean' or 'class'")
         self.pooling, self.reads_everything = pooling, masked
@@ -156,7 +157,7 @@ class TokenHead(Head):
         self.linear = nn.Linear(shape[-1], num_classes)
 
     def forward(self, tokens: Tensor, mask: Tensor | None = None, *_: Tensor) -> Tensor:
-        """Logits of (batch, tokens, width)."""
+        """Return the logits of (batch, tokens, width)."""
         pooled = tokens[:, 0] if self.pooling == "class" else _mean_token(tokens, mask)
         logits: Tensor = self.linear(self.norm(pooled))
         return logits
@@ -183,7 +184,7 @@ class MLPHead(Head):
         )
 
     def forward(self, features: Tensor) -> Tensor:
-        """Logits of (batch, channels, ...) or, channels last, (batch, ..., channels)."""
+        """Return the logits of (batch, channels, ...) or, channels last, (batch, ..., channels)."""
         logits: Tensor = self.layers(_average(features, self.channels_last))
         return logits
 
@@ -194,9 +195,14 @@ HEADS: dict[str, Callable[..., Head]] = {
 
 
 def make_head(
-    head: str | Factory, shape: Sequence[int], num_classes: int, *, channels_last: bool = False, masked: bool = False
+    head: str | HeadFactory,
+    shape: Sequence[int],
+    num_classes: int,
+    *,
+    channels_last: bool = False,
+    masked: bool = False,
 ) -> nn.Module:
-    """A head for features of this shape (one sample's, without the batch).
+    """Return a head for features of this shape (one sample's, without the batch).
 
     `head` is a name in HEADS, or "auto": a token head for (tokens, width), a pooled linear one for all else; or a
     function that makes one from the shape. `masked` says that an attention mask is carried beside the features.
@@ -219,7 +225,7 @@ def make_head(
 
 
 def are_channels_last(shape: Sequence[int], image: Sequence[int] = ()) -> bool:
-    """Whether features of three axes are (height, width, channels), judged by the proportions of the image.
+    """Check whether features of three axes are (height, width, channels), by the proportions of the image.
 
     `image` is the shape of one input, (channels, height, width); without it, images are taken to be square.
 
@@ -234,10 +240,10 @@ def are_channels_last(shape: Sequence[int], image: Sequence[int] = ()) -> bool:
     return last < first
 
 
-def _made(factory: Factory, shape: Shape) -> nn.Module:
+def _made(factory: HeadFactory, shape: Shape) -> nn.Module:
     made = factory(shape)
     if not isinstance(made, nn.Module):
-        raise BadInput(f"the function for heads gave a {type(made).__name__}: let it give a torch module")
+        raise BadInput(f"the function for heads returned a {type(made).__name__}: let it return a torch module")
     return made
 
 
@@ -246,7 +252,7 @@ def _channels(shape: Shape, channels_last: bool) -> int:
 
 
 def _average(features: Tensor, channels_last: bool) -> Tensor:
-    """(batch, channels), averaged over all other axes."""
+    """Return (batch, channels), averaged over all other axes."""
     rows = features.flatten(1, -2).mean(1) if channels_last and features.ndim > 2 else features
     return rows.flatten(2).mean(2) if rows.ndim > 2 else rows
 
@@ -260,11 +266,11 @@ def _mean_token(tokens: Tensor, mask: Tensor | None) -> Tensor:
 
 def _check_map(shape: Shape) -> None:
     if len(shape) != 3:
-        raise BadInput(f"features of shape {tuple(shape)} are no map: use head='pooled_linear' or 'mlp'")
+        raise BadInput(f"features of shape {tuple(shape)} are not a map: use head='pooled_linear' or 'mlp'")
 
 
 def _separable(channels: int, width: int) -> nn.Module:
-    """Two pairs of a convolution over every channel alone and one over all channels; the first halves the map."""
+    """Return two pairs of convolutions, over every channel alone and over all channels; the first halves the map."""
     layers: list[nn.Module] = []
     for made, stride in ((channels, 2), (width, 1)):
         layers += [

@@ -10,28 +10,16 @@ from torch import nn
 
 from alight.errors import BadInput
 from alight.networks.attach import EXITS, attach_heads
-from alight.networks.heads import Factory
-from alight.networks.multi_exit import MultiExitModel, Normalisation
-from alight.networks.zoo import NATIVE, ZOO
-
-Heads = str | Factory | Sequence[str | Factory]
+from alight.networks.heads import HeadChoice
+from alight.networks.multi_exit import MASK, MultiExitModel, Normalisation
+from alight.networks.zoo import BACKBONES, ZOO
 
 EXTRAS = {"timm": "vision", "torchvision": "vision", "transformers": "text"}
 IMAGE_SIZE = 224  # of a network that does not name one
 TOKENS = 16  # in an example of text; a network takes any number of them
-REFUSED = (
-    "pretrained",
-    "checkpoint",
-    "weights",
-    "cache",
-    "hub",
-    "features_only",
-    "url",
-    "file",
-    "trust",
-    "quantization",
-)
-# Arguments and settings that could fetch something or change what is built; a folder with them is refused.
+REFUSED = (  # parts of names of arguments that could fetch something or change what is built: a folder cannot have them
+    "pretrained", "checkpoint", "weights", "cache", "hub", "features_only", "url", "file", "trust", "quantization",
+)  # fmt: skip
 
 
 def from_timm(
@@ -40,14 +28,14 @@ def from_timm(
     num_classes: int | None = None,
     pretrained: bool = False,
     after: str | Sequence[str] = "auto",
-    head: Heads = "auto",
+    head: HeadChoice = "auto",
     count: int = EXITS,
     image_size: int | None = None,
     **arguments: Any,
 ) -> MultiExitModel:
-    """A network of timm with exits; further arguments go to `timm.create_model`.
+    """Build a network of timm with exits; further arguments go to `timm.create_model`.
 
-    Weights are fresh unless `pretrained`. The folder that `save_model` writes is loaded without downloading them again.
+    Weights are random unless `pretrained`. A folder that `save_model` wrote is loaded without downloading them again.
 
     >>> from_timm("test_resnet", num_classes=10, image_size=32, count=2).exits
     ('conv1', 'layer1', 'end')
@@ -60,11 +48,10 @@ def from_timm(
     network = timm.create_model(name, pretrained=pretrained, **arguments)
     config = network.pretrained_cfg
     channels = int(arguments.get("in_chans", config["input_size"][0]))
-    example = torch.zeros(2, channels, *_timm_size(network, image_size))
     model = attach_heads(
         network,
         after,
-        example=example,
+        example=torch.zeros(2, channels, *_timm_size(network, image_size)),
         head=head,
         count=count,
         normalisation=_normalisation(config, channels),
@@ -81,14 +68,14 @@ def from_torchvision(
     num_classes: int | None = None,
     weights: str | None = None,
     after: str | Sequence[str] = "auto",
-    head: Heads = "auto",
+    head: HeadChoice = "auto",
     count: int = EXITS,
     image_size: int = IMAGE_SIZE,
     **arguments: Any,
 ) -> MultiExitModel:
-    """A network of torchvision with exits; further arguments go to `torchvision.models.get_model`.
+    """Build a network of torchvision with exits; further arguments go to `torchvision.models.get_model`.
 
-    `weights` is one of torchvision's names, as in "DEFAULT" or "IMAGENET1K_V1"; without it weights are fresh.
+    `weights` is one of torchvision's names, as in "DEFAULT" or "IMAGENET1K_V1"; without it weights are random.
 
     >>> from_torchvision("resnet18", num_classes=10, image_size=32, after=["layer1", "layer2"]).exits
     ('layer1', 'layer2', 'end')
@@ -119,13 +106,13 @@ def from_transformers(
     *,
     num_classes: int | None = None,
     after: str | Sequence[str] = "auto",
-    head: Heads = "auto",
+    head: HeadChoice = "auto",
     count: int = EXITS,
     example: Any = None,
 ) -> MultiExitModel:
-    """A text or image classifier of Hugging Face with exits: of a folder or a name, with its weights, or of a config.
+    """Build a text or image classifier of Hugging Face with exits, from a folder or name with weights, or a config.
 
-    Code that comes with a network is never run. A network without a classifier gets a fresh one. Text is taken as
+    Code that comes with a network is never run. A network without a classifier gets a random one. Text is taken as
     "input_ids" and "attention_mask", images at the network's size, unless an `example` says otherwise: pairs of texts
     need one with "token_type_ids".
 
@@ -138,12 +125,12 @@ def from_transformers(
     settings = {} if num_classes is None else {"num_labels": num_classes}
     if isinstance(source, str) or hasattr(source, "__fspath__"):
         config = auto.AutoConfig.from_pretrained(source, trust_remote_code=False, **settings)
-        network = _classifier(config).from_pretrained(source, config=config, trust_remote_code=False)
+        network = _auto_class(config).from_pretrained(source, config=config, trust_remote_code=False)
     else:
         config = source
         if num_classes is not None:
             config.num_labels = num_classes
-        network = _classifier(config).from_config(config, trust_remote_code=False)
+        network = _auto_class(config).from_config(config, trust_remote_code=False)
     names = tuple(config.id2label[index] for index in range(config.num_labels))
     model = attach_heads(
         network,
@@ -153,21 +140,70 @@ def from_transformers(
         count=count,
         classes=() if names == tuple(f"LABEL_{index}" for index in range(len(names))) else names,
     )
-    plain = {key: value for key, value in config.to_diff_dict().items() if not _is_refused(key) and key != "auto_map"}
-    model.recipe |= {"source": "transformers", "name": config.model_type, "arguments": _as_data(plain)}
+    kept = {key: value for key, value in config.to_diff_dict().items() if not _is_refused(key) and key != "auto_map"}
+    model.recipe |= {"source": "transformers", "name": config.model_type, "arguments": _as_json(kept)}
     return model
 
 
-def build(source: str, name: str, arguments: Mapping[str, Any]) -> nn.Module:
-    """The network of a recipe, with fresh weights: nothing is fetched and no code but the library's is run."""
-    if refused := [key for key in arguments if _is_refused(key)]:
+LIBRARIES: dict[str, Callable[..., MultiExitModel]] = {
+    "timm": from_timm,
+    "torchvision": from_torchvision,
+    "transformers": from_transformers,
+}
+PRETRAINED: dict[str, dict[str, Any]] = {"timm": {"pretrained": True}, "torchvision": {"weights": "DEFAULT"}}
+
+
+def from_name(
+    network: str,
+    *,
+    num_classes: int | None = None,
+    pretrained: bool = False,
+    after: str | Sequence[str] = "auto",
+    head: str = "auto",
+    count: int = EXITS,
+    image_size: int | None = None,
+    arguments: Mapping[str, Any] | None = None,
+) -> MultiExitModel:
+    """Build the network LIBRARY:NAME with exits; `arguments` are the network's own.
+
+    >>> from_name("zoo:msdnet_cifar", num_classes=10, arguments={"blocks": 2, "channels": 4}).exits
+    ('block 0', 'block 1')
+    """
+    library, _, name = network.partition(":")
+    options = {"num_classes": num_classes, "image_size": image_size} | dict(arguments or {})
+    if library in LIBRARIES and name:
+        options |= {"after": after, "head": head, "count": count} | (PRETRAINED.get(library, {}) if pretrained else {})
+        return LIBRARIES[library](name, **_without_none(options))
+    if library != "zoo" or name not in ZOO:
         raise BadInput(
-            f"its recipe asks for {refused[0]!r}, which could fetch something: only plain settings are taken"
+            f"network {network!r}: write timm:NAME, torchvision:NAME, transformers:FOLDER, or zoo:NAME with NAME one of"
+            f" {', '.join(ZOO)}"
         )
+    if after != "auto" or count != EXITS:
+        raise BadInput(f"the exits of {network} stand where its paper puts them: leave after and count out")
+    if head != "auto" and name in BACKBONES:
+        options["head"] = head
+    return ZOO[name](**_without_none(options))
+
+
+def build_network(recipe: Mapping[str, Any]) -> nn.Module:
+    """Return the full network of a recipe, with random weights; nothing is fetched and only the library's code is run.
+
+    >>> type(build_network({"source": "zoo", "name": "resnet_digits", "num_classes": 10})).__name__
+    'ResNet'
+    """
+    source, name = recipe["source"], recipe["name"]
+    if source == "zoo":
+        if name not in BACKBONES:
+            raise BadInput(f"this alight has no network {name!r}")
+        return BACKBONES[name](recipe["num_classes"])
+    arguments = recipe["arguments"]
+    if refused := [key for key in arguments if _is_refused(key)]:
+        raise BadInput(f"its recipe asks for {refused[0]!r}, which could fetch something: only settings are taken")
     return BUILDERS[source](name, **arguments)
 
 
-def _timm(name: str, **arguments: Any) -> nn.Module:
+def _build_timm(name: str, **arguments: Any) -> nn.Module:
     timm = _library("timm")
     if name.partition(".")[0] not in timm.list_models():
         raise BadInput(f"this timm ({timm.__version__}) has no {name!r}: install the one it was saved with")
@@ -175,7 +211,7 @@ def _timm(name: str, **arguments: Any) -> nn.Module:
     return network
 
 
-def _torchvision(name: str, **arguments: Any) -> nn.Module:
+def _build_torchvision(name: str, **arguments: Any) -> nn.Module:
     torchvision = _library("torchvision")
     if name not in torchvision.models.list_models():
         raise BadInput(
@@ -185,20 +221,20 @@ def _torchvision(name: str, **arguments: Any) -> nn.Module:
     return network
 
 
-def _transformers(name: str, **arguments: Any) -> nn.Module:
+def _build_transformers(name: str, **arguments: Any) -> nn.Module:
     auto = _library("transformers")
-    plain = {key: value for key, value in arguments.items() if key not in ("model_type", "auto_map")}
-    if _asks_for_kernels(plain):
+    settings = {key: value for key, value in arguments.items() if key not in ("model_type", "auto_map")}
+    if _asks_for_kernels(settings):
         raise BadInput("its recipe asks for attention from a hub, which is code from elsewhere")
-    config = auto.AutoConfig.for_model(name, **plain)
-    network: nn.Module = _classifier(config).from_config(config, trust_remote_code=False)
+    config = auto.AutoConfig.for_model(name, **settings)
+    network: nn.Module = _auto_class(config).from_config(config, trust_remote_code=False)
     return network
 
 
 BUILDERS: dict[str, Callable[..., nn.Module]] = {
-    "timm": _timm,
-    "torchvision": _torchvision,
-    "transformers": _transformers,
+    "timm": _build_timm,
+    "torchvision": _build_torchvision,
+    "transformers": _build_transformers,
 }
 
 
@@ -225,15 +261,15 @@ def _timm_size(network: Any, image_size: int | None) -> tuple[int, ...]:
 
 
 def _normalisation(config: Any, channels: int) -> Normalisation:
-    """What the network was trained with; for another number of channels, the mean for each."""
+    """Return what the network was trained with; for another number of channels, the mean for each."""
     mean, std = tuple(config["mean"]), tuple(config["std"])
     if len(mean) == channels:
         return Normalisation(mean, std)
     return Normalisation((sum(mean) / len(mean),) * channels, (sum(std) / len(std),) * channels)
 
 
-def _classifier(config: Any) -> Any:
-    """The kind of network that the config is of: one for text or one for images."""
+def _auto_class(config: Any) -> Any:
+    """Return the class of transformers that builds the classifier of a config: one for text or one for images."""
     auto = _library("transformers")
     for kind in (auto.AutoModelForSequenceClassification, auto.AutoModelForImageClassification):
         if type(config) in kind._model_mapping:
@@ -242,18 +278,17 @@ def _classifier(config: Any) -> Any:
 
 
 def _transformers_example(config: Any) -> Any:
-    if "Image" in _classifier(config).__name__:
+    """Return two images of the network's size, or two texts of different tokens, each in both."""
+    if "Image" in _auto_class(config).__name__:
         size = getattr(config, "image_size", IMAGE_SIZE)  # convolutional networks name none
         sides = size if isinstance(size, list | tuple) else (size, size)
         return torch.zeros(2, config.num_channels, *sides)
-    return {
-        "input_ids": torch.ones(2, TOKENS, dtype=torch.int64),
-        "attention_mask": torch.ones(2, TOKENS, dtype=torch.int64),
-    }
+    tokens = torch.arange(TOKENS) % getattr(config, "vocab_size", 2)
+    return {"input_ids": torch.stack([tokens, tokens.roll(1)]), MASK: torch.ones(2, TOKENS, dtype=torch.int64)}
 
 
 def _asks_for_kernels(settings: Any) -> bool:
-    """Whether attention is named as hub/kernel, in the settings or in those of a part."""
+    """Check whether attention is named as hub/kernel, in the settings or in nested ones."""
     if not isinstance(settings, Mapping):
         return False
     return any(
@@ -266,55 +301,14 @@ def _is_refused(key: str) -> bool:
     return any(word in key for word in REFUSED)
 
 
-def _as_data(value: Any) -> Any:
-    """Settings as JSON has them: tuples as lists, dtypes by name, whole-number keys as text."""
+def _as_json(value: Any) -> Any:
+    """Return settings as JSON has them: tuples as lists, dtypes by name, whole-number keys as text."""
     if isinstance(value, Mapping):
-        return {str(key): _as_data(part) for key, part in value.items()}
+        return {str(key): _as_json(part) for key, part in value.items()}
     if isinstance(value, list | tuple):
-        return [_as_data(part) for part in value]
+        return [_as_json(part) for part in value]
     return str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else value
 
 
-LIBRARIES: dict[str, Callable[..., MultiExitModel]] = {
-    "timm": from_timm,
-    "torchvision": from_torchvision,
-    "transformers": from_transformers,
-}
-PRETRAINED: dict[str, dict[str, Any]] = {"timm": {"pretrained": True}, "torchvision": {"weights": "DEFAULT"}}
-
-
-def from_name(
-    network: str,
-    *,
-    num_classes: int | None = None,
-    pretrained: bool = False,
-    after: str | Sequence[str] = "auto",
-    head: str = "auto",
-    count: int = EXITS,
-    image_size: int | None = None,
-    arguments: Mapping[str, Any] | None = None,
-) -> MultiExitModel:
-    """The named network with exits; `arguments` are the network's own.
-
-    >>> from_name("zoo:msdnet_cifar", num_classes=10, arguments={"blocks": 2, "channels": 4}).exits
-    ('block 0', 'block 1')
-    """
-    library, _, name = network.partition(":")
-    given = {"num_classes": num_classes, "image_size": image_size} | dict(arguments or {})
-    if library in LIBRARIES and name:
-        given |= {"after": after, "head": head, "count": count} | (PRETRAINED.get(library, {}) if pretrained else {})
-        return LIBRARIES[library](name, **_given(given))
-    if library != "zoo" or name not in ZOO:
-        raise BadInput(
-            f"network {network!r}: write timm:NAME, torchvision:NAME, transformers:FOLDER, or zoo:NAME with NAME one of"
-            f" {', '.join(ZOO)}"
-        )
-    if after != "auto" or count != EXITS:
-        raise BadInput(f"the exits of {network} stand where its paper puts them: leave after and count out")
-    if head != "auto" and name not in NATIVE:
-        given["head"] = head
-    return ZOO[name](**_given(given))
-
-
-def _given(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in arguments.items() if value is not None}
+def _without_none(options: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in options.items() if value is not None}

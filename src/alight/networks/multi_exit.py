@@ -1,6 +1,6 @@
 """A network with exits: stages in a chain, a head after each."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -15,10 +15,12 @@ from alight.networks.heads import Head
 
 Carried = tuple[Tensor, ...]  # what crosses a cut: the features that the head reads, then all else that is used later
 
+MASK = "attention_mask"
+
 
 @dataclass(frozen=True)
 class Normalisation:
-    """What was taken off every channel of an image in 0..1, and what the rest was divided by.
+    """What is subtracted from every channel of an image in 0..1, and what the difference is divided by.
 
     >>> Normalisation(mean=(0.5, 0.5, 0.5), std=(0.25, 0.25, 0.25)).mean
     (0.5, 0.5, 0.5)
@@ -31,8 +33,8 @@ class Normalisation:
 class MultiExitModel(nn.Module):
     """A backbone cut into stages, with a head after each.
 
-    A stage takes what is carried, one argument each, and gives a tuple: the features for its head first. A head takes
-    the features, or all that is carried if it says `reads_everything = True`, and gives logits.
+    A stage takes what is carried, one argument each, and returns a tuple: the features for its head first. A head takes
+    the features, or all that is carried if it has `reads_everything = True`, and returns logits.
 
     >>> model = MultiExitModel([nn.Linear(4, 8), nn.Linear(8, 8)], [nn.Linear(8, 3), nn.Linear(8, 3)])
     >>> [tuple(logits.shape) for logits in model(torch.zeros(5, 4))]
@@ -44,7 +46,7 @@ class MultiExitModel(nn.Module):
     num_classes: int | None
     classes: tuple[str, ...]  # their names, where known
     normalisation: Normalisation | None  # of the images that it was trained on
-    recipe: dict[str, Any]  # how to build the stages again, as plain data
+    recipe: dict[str, Any]  # how to build the network again, as plain data
 
     def __init__(
         self,
@@ -75,7 +77,7 @@ class MultiExitModel(nn.Module):
 
     @property
     def num_exits(self) -> int:
-        """Number of exits."""
+        """Return the number of exits."""
         return len(self.stages)
 
     @property
@@ -89,7 +91,7 @@ class MultiExitModel(nn.Module):
         return InputSpec(tuple(tensors), self.input_names, mean, std, self.classes, self.num_classes)
 
     def forward(self, inputs: Any) -> list[Tensor]:
-        """Logits of every exit, earliest first."""
+        """Return the logits of every exit, earliest first."""
         logits, carried = [], self.admit(inputs)
         for stage, head in zip(self.stages, self.heads, strict=True):
             carried = advance(stage, carried)
@@ -97,7 +99,7 @@ class MultiExitModel(nn.Module):
         return logits
 
     def admit(self, inputs: Any) -> Carried:
-        """A batch as the first stage takes it: a tensor, several, or a dict of them by name."""
+        """Return a batch as the first stage takes it, of a tensor, several, or a dict of them by name."""
         if isinstance(inputs, tuple):
             return inputs
         if isinstance(inputs, Tensor):
@@ -107,33 +109,33 @@ class MultiExitModel(nn.Module):
         return tuple(inputs) if isinstance(inputs, list) else (inputs,)
 
     def try_out(self, example: Any) -> list[Tensor]:
-        """Logits of every exit in evaluation, without gradient, whatever mode the network is in."""
+        """Return the logits of every exit in evaluation mode without gradients, whatever mode the network is in."""
         with in_mode(self, training=False):
             logits: list[Tensor] = self(example)
         return logits
 
 
 def advance(stage: nn.Module, carried: Carried) -> Carried:
-    """What a stage makes of what is carried."""
-    made = stage(*carried)
-    return made if isinstance(made, tuple) else (made,)
+    """Return what is carried after a stage."""
+    output = stage(*carried)
+    return output if isinstance(output, tuple) else (output,)
 
 
 def read(head: nn.Module, carried: Carried) -> Tensor:
-    """The logits of a head."""
+    """Return the logits of a head."""
     logits: Tensor = head(*carried) if getattr(head, "reads_everything", False) else head(carried[0])
     return logits
 
 
 def head_settings(head: nn.Module) -> dict[str, Any]:
-    """A head as plain data: one of alight's by name and arguments, another by its type."""
+    """Return a head as plain data: one of alight's by name and arguments, another by its type."""
     if isinstance(head, Head):
         return {"head": head.name, **head.settings}
     return {"type": f"{type(head).__module__}.{type(head).__qualname__}"}
 
 
 def structure(model: MultiExitModel) -> dict[str, Any]:
-    """What a network is besides its weights, as plain data."""
+    """Return what a network is besides its weights, as plain data."""
     return {
         "exits": list(model.exits),
         "heads": [head_settings(head) for head in model.heads],
@@ -143,21 +145,49 @@ def structure(model: MultiExitModel) -> dict[str, Any]:
 
 
 def describe(example: Any) -> dict[str, Any]:
-    """Shapes and dtypes of an example as plain data: of a tensor, of several in a list, or by name."""
+    """Return shapes and dtypes of an example as plain data, and the smallest and largest of whole numbers.
+
+    >>> describe({"input_ids": torch.tensor([[1, 5]])})
+    {'input_ids': {'shape': [1, 2], 'dtype': 'int64', 'range': [1, 5]}}
+    """
     if isinstance(example, Mapping):
         return {name: describe(part) for name, part in example.items()}
     if isinstance(example, list | tuple):
         return {"several": [describe(part) for part in example]}
-    return {"shape": list(example.shape), "dtype": str(example.dtype).removeprefix("torch.")}
+    described = {"shape": list(example.shape), "dtype": str(example.dtype).removeprefix("torch.")}
+    if example.dtype.is_floating_point or example.dtype.is_complex or not example.numel():
+        return described
+    return described | {"range": [int(example.min()), int(example.max())]}
 
 
 def described_example(described: Mapping[str, Any]) -> Any:
-    """An example of the described shapes: ones, which are tokens, masks and numbers alike."""
+    """Return an example of the described shapes: ones, which are tokens, masks and numbers alike."""
+    return _example(described, lambda one, _: torch.ones(one["shape"], dtype=getattr(torch, one["dtype"])))
+
+
+def random_example(described: Mapping[str, Any], generator: torch.Generator) -> Any:
+    """Return a random example of the described shapes and ranges; a mask hides the end of each text."""
+
+    def draw(one: Mapping[str, Any], name: str) -> Tensor:
+        dtype = getattr(torch, one["dtype"])
+        if "range" not in one:
+            return torch.randn(one["shape"], generator=generator).to(dtype)
+        if name == MASK:
+            samples, tokens = one["shape"]
+            lengths = torch.randint(1, tokens + 1, (samples, 1), generator=generator)
+            return (torch.arange(tokens) < lengths).to(dtype)
+        lowest, highest = one["range"]
+        return torch.randint(lowest, highest + 1, one["shape"], generator=generator).to(dtype)
+
+    return _example(described, draw)
+
+
+def _example(described: Mapping[str, Any], make: Callable[[Mapping[str, Any], str], Tensor], name: str = "") -> Any:
     if "several" in described:
-        return tuple(described_example(part) for part in described["several"])
+        return tuple(_example(part, make) for part in described["several"])
     if isinstance(described.get("shape"), list):
-        return torch.ones(described["shape"], dtype=getattr(torch, described["dtype"]))
-    return {name: described_example(part) for name, part in described.items()}
+        return make(described, name)
+    return {name: _example(part, make, name) for name, part in described.items()}
 
 
 def example_of(model: MultiExitModel, tokens: int | None = None) -> Any:
@@ -172,5 +202,5 @@ def example_of(model: MultiExitModel, tokens: int | None = None) -> Any:
 
 
 def input_names(example: Any) -> tuple[str, ...]:
-    """Names of the inputs of an example that is a dict; none of any other."""
+    """Return the names of the inputs of an example that is a dict; none of any other."""
     return tuple(example) if isinstance(example, Mapping) else ()

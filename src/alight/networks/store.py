@@ -1,10 +1,8 @@
-"""Save networks to folders and load them."""
+"""Networks as folders: weights, a description, and the graphs of their stages; nothing in them can run code."""
 
-import hashlib
 import json
-import os
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -12,74 +10,27 @@ from typing import Any
 import safetensors
 import torch
 from safetensors.torch import save
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
-from alight.errors import BadFile, BadInput, Mismatch
+from alight.cutting.cut import cut, is_chain_of
+from alight.cutting.graph_data import NotPlainData, cut_data, stages_from_data
+from alight.cutting.modes import in_mode
+from alight.cutting.multi_output import as_head, is_split_of, split_outputs
+from alight.cutting.tracing import Inputs
+from alight.errors import BadFile, Mismatch
 from alight.files import CONFIG, WEIGHTS, PathLike, check_network_folder, read_json, write_json, write_whole
-from alight.networks.attach import attach_heads, from_outputs
-from alight.networks.cascade import cascade
-from alight.networks.heads import HEADS, Factory
-from alight.networks.libraries import BUILDERS, Heads, build
-from alight.networks.multi_exit import MultiExitModel, Normalisation, described_example, structure
-from alight.networks.zoo import NATIVE, ZOO
-
-
-def fingerprint(model: MultiExitModel, **settings: object) -> str:
-    """The network's fingerprint: its weights, statistics and their dtype, exits, heads, normalisation, and settings.
-
-    >>> from torch import nn
-    >>> model = MultiExitModel([nn.Linear(4, 8)], [nn.Linear(8, 3)])
-    >>> fingerprint(model) == fingerprint(model), fingerprint(model) == fingerprint(model, dtype="bfloat16")
-    (True, False)
-    """
-    told = json.dumps({**structure(model), **settings}, sort_keys=True, default=str)
-    return digest(model.state_dict(), told)
-
-
-def digest(state: Mapping[str, Tensor], told: str = "") -> str:
-    """SHA-256 of tensors with their names, types and shapes, the first 16 hexadecimal digits."""
-    hashed = hashlib.sha256(told.encode())
-    for name, tensor in state.items():
-        whole = tensor.detach().cpu().contiguous()
-        hashed.update(f"{name} {whole.dtype} {tuple(whole.shape)}".encode())
-        hashed.update(whole.reshape(-1).view(torch.uint8).numpy().data)
-    return hashed.hexdigest()[:16]
-
-
-CONVERT = 'convert it once: safetensors.torch.save_file(torch.load(path, weights_only=True), "weights.safetensors")'
-
-
-def load_backbone(model: MultiExitModel, path: PathLike) -> None:
-    """Give the stages the weights of a safetensors file, by the names that they had before the network was cut."""
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
-    try:
-        found = load_file(os.fspath(path))
-    except SafetensorError as error:
-        raise BadFile(path, f"it is no whole safetensors file ({error})", CONVERT) from error
-    put_backbone(model, found)
-
-
-def put_backbone(model: MultiExitModel, state: Mapping[str, Tensor]) -> None:
-    """Give the stages these weights, by the names that they had before the network was cut."""
-    own = {name: tensor for name, tensor in model.state_dict().items() if name.startswith("stages.")}
-    original = {name: name.split(".", 2)[2] for name in own}  # after "stages." and the stage's number
-    missing = [each for each in original.values() if each not in state]
-    other = [each for name, each in original.items() if each in state and state[each].shape != own[name].shape]
-    unknown = sorted(state.keys() - set(original.values()))
-    for what, names in {"are missing": missing, "have another shape": other, "belong nowhere": unknown}.items():
-        if names:
-            raise Mismatch(
-                f"the weights are another network's: {len(names)} {what}, the first {names[0]!r};"
-                " name the network (and its number of classes) that they were saved from"
-            )
-    for name, tensor in own.items():
-        tensor.copy_(state[original[name]])
-
+from alight.networks.cascade import chained
+from alight.networks.heads import HEADS, HeadFactory
+from alight.networks.libraries import BUILDERS, build_network
+from alight.networks.multi_exit import MultiExitModel, Normalisation, random_example, read, structure
+from alight.networks.weights import digest, put, untied
+from alight.networks.zoo import BACKBONES, ZOO
 
 KIND = "MultiExitModel"
-MADE_BY_HAND = {
+CONSTANT = "constants."  # before the names of tensors that have none in the network
+CHECKED = 3  # samples in the batch that a loaded network is checked with
+PASSED_IN = {
     "stages": "a MultiExitModel built by hand",
     "cascade": "the networks of a cascade",
     "outputs": "a network with several outputs",
@@ -87,32 +38,55 @@ MADE_BY_HAND = {
 LIBRARIES = ("alight", "torch", "torchvision", "timm", "transformers", "safetensors")
 
 
+def fingerprint(model: MultiExitModel, **settings: object) -> str:
+    """Return the network's fingerprint: of weights, statistics, their dtype, exits, heads, normalisation and settings.
+
+    >>> model = MultiExitModel([nn.Linear(4, 8)], [nn.Linear(8, 3)])
+    >>> fingerprint(model) == fingerprint(model), fingerprint(model) == fingerprint(model, dtype="bfloat16")
+    (True, False)
+    """
+    return digest(model.state_dict(), json.dumps({**structure(model), **settings}, sort_keys=True, default=str))
+
+
 def save_model(model: MultiExitModel, folder: PathLike) -> Path:
-    """The folder, once weights and config are in it, whole or as it was before.
+    """Write weights, description and graphs to a folder, whole or not at all, and return it.
 
     >>> import tempfile
-    >>> from torch import nn
     >>> stages, heads = [nn.Linear(4, 8), nn.Linear(8, 8)], [nn.Linear(8, 3), nn.Linear(8, 3)]
     >>> folder = save_model(MultiExitModel(stages, heads), tempfile.mkdtemp())
     >>> sorted(path.name for path in folder.iterdir())
     ['config.json', 'model.safetensors']
     """
     folder = Path(folder)
-    tensors, tied = _apart(model.state_dict())
-    config = _config(model) | {"tied": tied}
-    content = save(tensors, {"alight": KIND, "config": json.dumps(config)})
+    cut_graph, constants = _cut_config(model)
+    constants = {f"{CONSTANT}{name}": tensor.detach().cpu().clone() for name, tensor in constants.items()}
+    tensors, tied = untied(model.state_dict())
+    config = {
+        "recipe": model.recipe,
+        **structure(model),
+        "num_classes": model.num_classes,
+        "classes": list(model.classes),
+        "fingerprint": fingerprint(model),
+        "versions": {name: number for name in LIBRARIES if (number := _version(name))},
+        "tied": tied,
+        **cut_graph,
+    }
+    content = save({**tensors, **constants}, {"alight": KIND, "config": json.dumps(config)})
     folder.mkdir(parents=True, exist_ok=True)
     write_whole(folder / WEIGHTS, lambda file: file.write(content))
     write_json(folder / CONFIG, KIND, config)
     return folder
 
 
-def load_model(folder: PathLike, backbone: Any = None, head: Heads | None = None) -> MultiExitModel:
-    """The network of a folder that `save_model` wrote, on the CPU, in evaluation mode.
+def load_model(
+    folder: PathLike, backbone: Any = None, head: HeadFactory | Sequence[HeadFactory] | None = None
+) -> MultiExitModel:
+    """Load the network of a folder that `save_model` wrote, on the CPU, in evaluation mode.
 
-    One that alight cannot build again is passed in: the `backbone` that `attach_heads` or `from_outputs` was given, the
-    networks of a cascade, or a `MultiExitModel` built by hand; `head` if heads were made by a function of one's own.
-    What is passed in gets the weights of the folder.
+    A network that alight cannot build again is passed in: the `backbone` that `attach_heads` or `from_outputs` was
+    given, the networks of a cascade, or a `MultiExitModel` built by hand; `head` if heads were made by a function of
+    one's own. What is passed in gets the weights of the folder. The stages are built from the saved graphs, without
+    tracing the network, and compared with it on one random batch.
 
     >>> import tempfile
     >>> from alight import from_timm
@@ -121,144 +95,173 @@ def load_model(folder: PathLike, backbone: Any = None, head: Heads | None = None
     3
     """
     folder = Path(folder)
-    tensors, config = _read(folder)
-    try:
-        with torch.random.fork_rng(devices=[]):  # fresh weights draw numbers before they are overwritten
-            model = _rebuilt(config, backbone, head)
+    tensors, constants, config = _read(folder)
+    with _refusals(folder, backbone):
+        with torch.random.fork_rng(devices=[]):  # random weights draw numbers before they are overwritten
+            network = _network(config["recipe"], backbone)
+            model = _model(config, network, constants, head)
         _check_same(model, config, tensors)
-        _fill(model, tensors, config["tied"])
-        if normalisation := config["normalisation"]:
-            model.normalisation = Normalisation(tuple(normalisation["mean"]), tuple(normalisation["std"]))
+        put(model, tensors, config["tied"])
         model.num_classes, model.classes = config["num_classes"], tuple(config["classes"])
         model.recipe = config["recipe"]
-        found, saved = fingerprint(model), config["fingerprint"]
+        computed, saved = fingerprint(model), config["fingerprint"]
+        if computed != saved:
+            raise BadFile(folder, f"it is damaged (fingerprint {computed}, saved as {saved})", "save the network again")
+        if "graph" in config and not isinstance(network, MultiExitModel) and not _is_whole(model, network):
+            problem = "its stages do not give what the network gives"
+            if backbone is not None:
+                raise Mismatch(f"{folder}: {problem} that was passed in: pass in the one that was saved")
+            versions = ", ".join(f"{name} {number}" for name, number in config["versions"].items())
+            raise BadFile(folder, f"{problem}; it was saved with {versions}", "install these, or save it again")
+    return model.eval()
+
+
+def _cut_config(model: MultiExitModel) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Return the graphs of a network that was cut, or why it has to be cut again, as config; and constant tensors."""
+    recipe = model.recipe
+    if recipe["source"] in ("stages", "cascade") or recipe.get("name") in ZOO.keys() - BACKBONES.keys():
+        return {}, {}
+    heads = model.heads[:-1] if recipe["source"] == "outputs" else ()
+    try:
+        graph, tensors = cut_data([*model.stages, *heads])
+    except NotPlainData as error:
+        return {"graph": None, "cut_again": str(error)}, {}
+    return {"graph": graph}, tensors
+
+
+def _read(folder: Path) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Any]]:
+    """Return weights, constants and config of a folder."""
+    check_network_folder(folder)
+    config = read_json(folder / CONFIG, KIND)
+    try:
+        with safetensors.safe_open(folder / WEIGHTS, framework="pt") as file:
+            metadata = file.metadata() or {}
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except safetensors.SafetensorError as error:
+        raise BadFile(folder / WEIGHTS, f"it is damaged ({error})", "save the network again") from error
+    if metadata.get("alight") != KIND or "config" not in metadata:
+        raise BadFile(folder / WEIGHTS, "alight did not write it", "give a folder that alight saved a network to")
+    try:
+        beside = json.loads(metadata["config"])
+    except json.JSONDecodeError as error:
+        raise BadFile(folder / WEIGHTS, f"its config is damaged ({error})", "save the network again") from error
+    if beside.get("fingerprint") != config.get("fingerprint"):  # a save was cut off between the two files
+        config = beside
+    constants = {name: tensors.pop(name) for name in list(tensors) if name.startswith(CONSTANT)}
+    return tensors, {name.removeprefix(CONSTANT): tensor for name, tensor in constants.items()}, config
+
+
+@contextmanager
+def _refusals(folder: Path, backbone: Any) -> Iterator[None]:
+    """Raise what a damaged config or another backbone leads to as an error that names the folder."""
+    try:
+        yield
     except (BadFile, Mismatch, ImportError):
         raise
     except Exception as error:  # a damaged config fails in a dozen ways
         if backbone is not None:
             raise Mismatch(f"what was passed in does not fit {folder} ({error}): pass in what was saved") from error
         raise BadFile(folder, f"the network cannot be built again ({error})", "save it again") from error
-    if found != saved:
-        raise BadFile(folder, f"it is damaged (fingerprint {found}, saved as {saved})", "save the network again")
-    return model.eval()
 
 
-def _config(model: MultiExitModel) -> dict[str, Any]:
-    return {
-        "recipe": model.recipe,
-        **structure(model),
-        "num_classes": model.num_classes,
-        "classes": list(model.classes),
-        "fingerprint": fingerprint(model),
-        "versions": {name: number for name in LIBRARIES if (number := _version(name))},
-    }
-
-
-def _apart(state: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Every tensor once, whole and in memory of its own; and the names of those that are another one."""
-    tensors: dict[str, Tensor] = {}
-    tied: dict[str, str] = {}
-    seen: dict[tuple[Any, ...], str] = {}
-    for name, tensor in state.items():
-        if not isinstance(tensor, Tensor):
-            raise BadInput(f"{name} is a {type(tensor).__name__}, no tensor: only tensors can be saved")
-        place = (tensor.data_ptr(), tensor.device, tensor.dtype, tensor.shape, tensor.stride())
-        if tensor.numel() and place in seen:
-            tied[name] = seen[place]
-        else:
-            seen[place] = name
-            tensors[name] = tensor.detach().cpu().contiguous()
-    stored = Counter(tensor.untyped_storage().data_ptr() for tensor in tensors.values())
-    alone = {name: stored[tensor.untyped_storage().data_ptr()] == 1 for name, tensor in tensors.items()}
-    return {name: tensor if alone[name] else tensor.clone() for name, tensor in tensors.items()}, tied
-
-
-def _read(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Weights and config of a folder."""
-    check_network_folder(folder)
-    config = read_json(folder / CONFIG, KIND)
-    try:
-        with safetensors.safe_open(folder / WEIGHTS, framework="pt") as file:
-            told = file.metadata() or {}
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    except safetensors.SafetensorError as error:
-        raise BadFile(folder / WEIGHTS, f"it is damaged ({error})", "save the network again") from error
-    if told.get("alight") != KIND or "config" not in told:
-        raise BadFile(folder / WEIGHTS, "alight did not write it", "give a folder that alight saved a network to")
-    try:
-        beside = json.loads(told["config"])
-    except json.JSONDecodeError as error:
-        raise BadFile(folder / WEIGHTS, f"its config is damaged ({error})", "save the network again") from error
-    if beside.get("fingerprint") != config.get("fingerprint"):  # a save was cut off between the two files
-        config = beside
-    return tensors, config
-
-
-def _rebuilt(config: Mapping[str, Any], backbone: Any, head: Heads | None) -> MultiExitModel:
-    """The network of a config, with whatever weights."""
-    recipe = config["recipe"]
+def _network(recipe: Mapping[str, Any], backbone: Any) -> Any:
+    """Return the full network, with whatever weights; None if it has stages and heads of its own."""
     source = recipe["source"]
-    if isinstance(backbone, MultiExitModel):
+    if isinstance(backbone, MultiExitModel) or (backbone is not None and source != "stages"):
         return backbone
-    if source in BUILDERS and backbone is None:
-        backbone = build(source, recipe["name"], recipe["arguments"])
-    if source == "zoo":
-        return _from_zoo(recipe, config["heads"], head)
-    if backbone is None or source == "stages":
-        what = recipe.get("type") or MADE_BY_HAND.get(source, "the network")
-        raise Mismatch(f"alight cannot build {what} again: pass it in as load_model(folder, backbone=...)")
-    example = described_example(recipe["example"]) if "example" in recipe else None
-    if source == "cascade":
-        return cascade([*backbone], config["exits"], example)
-    if source == "outputs":
-        return from_outputs(backbone, example, config["exits"])
-    return attach_heads(backbone, recipe["after"], example=example, head=_factories(config["heads"], head))
+    if source == "zoo" and recipe["name"] not in BACKBONES:
+        return ZOO[recipe["name"]](recipe["num_classes"], **recipe["arguments"])
+    if source == "zoo" or source in BUILDERS:
+        return build_network(recipe)
+    what = recipe.get("type") or PASSED_IN.get(source, "the network")
+    raise Mismatch(f"alight cannot build {what} again: pass it in as load_model(folder, backbone=...)")
 
 
-def _from_zoo(recipe: Mapping[str, Any], heads: Sequence[Mapping[str, Any]], head: Heads | None) -> MultiExitModel:
-    if recipe["name"] not in ZOO:
-        raise BadInput(f"this alight has no network {recipe['name']!r}")
-    own = {} if recipe["name"] in NATIVE else {"head": _factories(heads, head)}
-    return ZOO[recipe["name"]](recipe["num_classes"], **recipe["arguments"], **own)
+def _model(
+    config: Mapping[str, Any],
+    network: Any,
+    constants: Mapping[str, Tensor],
+    head: HeadFactory | Sequence[HeadFactory] | None,
+) -> MultiExitModel:
+    """Return the network with its stages and heads, with whatever weights."""
+    recipe = config["recipe"]
+    saved = config["normalisation"]
+    normalisation = Normalisation(tuple(saved["mean"]), tuple(saved["std"])) if saved else None
+    if isinstance(network, MultiExitModel):
+        network.normalisation = normalisation or network.normalisation
+        return network
+    if recipe["source"] == "cascade":
+        return chained([*network], config["exits"], config["input_names"])
+    stages, heads = _stages_and_heads(config, network, constants)
+    return MultiExitModel(
+        stages,
+        heads or [*_heads(config["heads"][:-1], recipe["features"], head), nn.Identity()],
+        config["exits"],
+        config["input_names"],
+        normalisation=normalisation,
+    )
 
 
-def _factories(heads: Sequence[Mapping[str, Any]], head: Heads | None) -> Heads:
-    """What makes the heads before the last: those of alight from their settings, others as passed in."""
-    if head is not None:
-        return head
-    if foreign := [settings["type"] for settings in heads[:-1] if "type" in settings]:
-        raise Mismatch(
-            f"its heads are {foreign[0]}, not alight's: pass in what made them, load_model(folder, head=...)"
-        )
-    return [_factory(settings) for settings in heads[:-1]]
+def _stages_and_heads(
+    config: Mapping[str, Any], network: nn.Module, constants: Mapping[str, Tensor]
+) -> tuple[list[nn.Module], list[nn.Module]]:
+    """Return the stages of the saved graphs, or the network cut again; and heads if the network has its own."""
+    recipe, graph = config["recipe"], config["graph"]
+    has_heads = recipe["source"] == "outputs"
+    example = random_example(recipe["example"], torch.Generator().manual_seed(0))
+    if graph is None:
+        return split_outputs(network, example) if has_heads else (cut(network, recipe["after"], example), [])
+    modules = stages_from_data(network, graph, constants, recipe.get("after", ()), example)
+    if not has_heads:
+        return modules, []
+    stages = modules[: len(config["exits"])]
+    return stages, [*map(as_head, modules[len(stages) :]), nn.Identity()]
 
 
-def _factory(settings: Mapping[str, Any]) -> Factory:
-    arguments = {key: value for key, value in settings.items() if key != "head"}
-    return lambda _: HEADS[settings["head"]](**arguments)
+def _heads(
+    saved: Sequence[Mapping[str, Any]],
+    shapes: Sequence[Sequence[int]],
+    head: HeadFactory | Sequence[HeadFactory] | None,
+) -> list[nn.Module]:
+    """Return heads: those of alight from their settings, others from the functions passed in."""
+    if head is None:
+        if foreign := [settings["type"] for settings in saved if "type" in settings]:
+            raise Mismatch(
+                f"its heads are {foreign[0]}, not alight's: pass in what made them, load_model(folder, head=...)"
+            )
+        return [HEADS[kind](**settings) for kind, settings in ((each.pop("head"), each) for each in map(dict, saved))]
+    factories = [head] * len(shapes) if callable(head) else head
+    heads = [factory(tuple(shape)) for factory, shape in zip(factories, shapes, strict=True)]
+    for made, shape in zip(heads, shapes, strict=True):
+        if any(map(is_lazy, made.parameters())):  # a lazy layer gets its shape from a first batch
+            with in_mode(made, training=False):
+                read(made, (torch.zeros(2, *shape),))
+    return heads
 
 
 def _check_same(model: MultiExitModel, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-    """That the weights of the folder belong to this network."""
+    """Raise unless the weights of the folder belong to this network."""
     own = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     saved = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     saved |= {name: saved[other] for name, other in config["tied"].items()}
     if own == saved and list(model.exits) == config["exits"]:
         return
     odd = sorted(name for name in own.keys() | saved.keys() if own.get(name) != saved.get(name))
-    what = f"exits {list(model.exits)} here, {config['exits']} there"
+    difference = f"exits {list(model.exits)} here, {config['exits']} there"
     if odd:
         shapes = f"{own.get(odd[0], 'missing')} here, {saved.get(odd[0], 'missing')} there"
-        what = f"{len(odd)} weights differ, the first {odd[0]!r}: {shapes}"
-    raise Mismatch(f"the folder is another network's ({what}): pass in the one that was saved")
+        difference = f"{len(odd)} weights differ, the first {odd[0]!r}: {shapes}"
+    raise Mismatch(f"the folder is another network's ({difference}): pass in the one that was saved")
 
 
-def _fill(model: MultiExitModel, tensors: Mapping[str, Tensor], tied: Mapping[str, str]) -> None:
-    """Put the weights in place, in their dtype; what is shared stays shared."""
-    whole = {**tensors, **{name: tensors[other] for name, other in tied.items()}}
-    for name, tensor in model.state_dict(keep_vars=True).items():
-        tensor.data = tensor.data.to(whole[name].dtype)
-    model.load_state_dict(whole)
+def _is_whole(model: MultiExitModel, network: nn.Module) -> bool:
+    """Check whether the stages give what the network gives for random samples, bit by bit."""
+    dtype = next((weight.dtype for weight in model.stages.parameters() if weight.is_floating_point()), None)
+    inputs = Inputs(random_example(model.recipe["example"], torch.Generator().manual_seed(1)))
+    batch = inputs.of_size(CHECKED, dtype=dtype)
+    if model.recipe["source"] == "outputs":
+        return is_split_of(network, [*model.stages], [*model.heads], inputs, batch)
+    return is_chain_of(network, [*model.stages], inputs, batch)
 
 
 def _version(package: str) -> str | None:
