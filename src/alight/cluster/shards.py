@@ -210,7 +210,7 @@ class RowGroup(NamedTuple):
     """A row group of a Parquet file."""
 
     file: Store
-    index: int
+    number: int
     rows: int
 
 
@@ -239,7 +239,7 @@ class ParquetShard(Shard):
         for _, groups in groupby(self.groups, key=lambda group: group.file.path):
             chosen = [*groups]
             with chosen[0].file.open() as source:
-                table, indices = parquet.ParquetFile(source), [group.index for group in chosen]
+                table, indices = parquet.ParquetFile(source), [group.number for group in chosen]
                 for batch in table.iter_batches(AT_ONCE, row_groups=indices, columns=columns):
                     yield chosen[0].file, batch
 
@@ -272,7 +272,7 @@ def _row_groups(files: Sequence[Store]) -> tuple[list[RowGroup], list[str]]:
                 sizes = [table.metadata.row_group(index).num_rows for index in range(table.metadata.num_row_groups)]
         except ArrowException as error:
             raise BadFile(str(file), f"it is not a complete Parquet file ({error})", "write it again") from error
-        groups += [RowGroup(file, index, size) for index, size in enumerate(sizes) if size]
+        groups += [RowGroup(file, number, size) for number, size in enumerate(sizes) if size]
     return groups, names
 
 

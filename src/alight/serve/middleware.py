@@ -77,8 +77,8 @@ class LimitsMiddleware:
             where = f"{last.filename}:{last.lineno}"
             log_event("fault", logging.ERROR, id=request_id, error=f"{type(error).__name__}: {error}", where=where)
             if not status:
-                refused = RequestRefused(500, "a fault of the service: its log says more")
-                await error_response(refused)(scope, receive, send_with_id)
+                fault = RequestRefused(500, "a fault of the service: its log says more")
+                await error_response(fault)(scope, receive, send_with_id)
         finally:
             self._held -= body.size
             self._finish(scope, request_id, status, time.monotonic() - start)
