@@ -272,7 +272,7 @@ def _row_groups(files: Sequence[Store]) -> tuple[list[RowGroup], list[str]]:
                 sizes = [table.metadata.row_group(index).num_rows for index in range(table.metadata.num_row_groups)]
         except ArrowException as error:
             raise BadFile(str(file), f"it is not a complete Parquet file ({error})", "write it again") from error
-        groups += [RowGroup(file, index, size) for index, size in enumerate(sizes) if size]
+        groups += [RowGroup(file, number, size) for number, size in enumerate(sizes) if size]
     return groups, names
 
 

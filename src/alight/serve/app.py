@@ -17,7 +17,7 @@ from alight.serve.middleware import LimitsMiddleware, error_response
 from alight.serve.model import Sample
 from alight.serve.monitoring import log_event
 from alight.serve.operations import add_operations
-from alight.serve.samples import check_content_type, parse, read_images, read_request
+from alight.serve.samples import check_content_type, parse, read_request, read_samples
 from alight.serve.schemas import (
     PredictOptions,
     PredictRequest,
@@ -101,7 +101,7 @@ def _add_predictions(app: FastAPI, worker: BatchWorker) -> None:
             if len(files) < len(form.getlist("images")) or set(form) - {"images", "budget", "deadline_ms"}:
                 raise RequestRefused(422, "send images as files, and at most budget and deadline_ms beside them")
             options = parse(PredictOptions, {name: form[name] for name in ("budget", "deadline_ms") if name in form})
-        samples = await run_sync(read_images, files, model, limits, limiter=decoders)
+        samples = await run_sync(read_samples, "images", files, model, limits, limiter=decoders)
         return await _answer(request, worker, samples, options)
 
 

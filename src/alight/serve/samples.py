@@ -16,7 +16,6 @@ from alight.serve.schemas import Limits, PredictRequest, RequestRefused
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")  # the only decoders that untrusted bytes reach
 MAX_LETTERS = 1000  # of a text for each token that is read of it
 MAX_NUMBER = 1e6  # in an array: beyond, networks overflow
-KINDS = ("images", "arrays", "texts")
 Schema = TypeVar("Schema", bound=BaseModel)
 
 
@@ -40,32 +39,42 @@ def parse(schema: type[Schema], content: bytes | dict[str, Any]) -> Schema:
 def read_request(content: bytes, model: ServedModel, limits: Limits) -> tuple[PredictRequest, list[Sample]]:
     """Return a request in JSON and its samples."""
     request = parse(PredictRequest, content)
-    given = [name for name in KINDS if getattr(request, name) is not None]
+    given = {kind: values for kind in READERS if (values := getattr(request, kind)) is not None}
     if len(given) != 1:
         raise RequestRefused(422, f"{' and '.join(given) or 'no samples'}: give one of images, arrays and texts")
-    if given[0] == "images":
-        return request, read_images(request.images or [], model, limits)
-    taken = {"arrays": model.tokenize is None, "texts": model.tokenize is not None}
-    if not taken[given[0]]:
-        raise RequestRefused(422, f"this network takes {model.input_kind}, not {given[0]}")
-    if given[0] == "arrays":
-        return request, _read_each("array", request.arrays or [], limits, lambda values: _array(values, model))
-    return request, _read_each("text", request.texts or [], limits, lambda text: _text(text, limits))
+    ((kind, values),) = given.items()
+    return request, read_samples(kind, values, model, limits)
 
 
-def read_images(files: Sequence[str | bytes], model: ServedModel, limits: Limits) -> list[Sample]:
-    """Return the samples of image files, as bytes or in base64, with or without data:...;base64, before it."""
-    shape = model.image_shape
-    if shape is None:
-        raise RequestRefused(422, f"this network takes {model.input_kind}, not images")
-    return _read_each("image", files, limits, lambda file: model.preprocess(decode_image(file, limits.pixels, shape)))
+def read_samples(kind: str, values: Sequence[Any], model: ServedModel, limits: Limits) -> list[Sample]:
+    """Return the samples of "images", as bytes or in base64, of "arrays" or of "texts"; an error names the index."""
+    if not {"images": model.image_shape, "arrays": not model.tokenize, "texts": model.tokenize}[kind]:
+        raise RequestRefused(422, f"this network takes {model.input_kind}, not {kind}")
+    name, read, samples = kind.removesuffix("s"), READERS[kind], []
+    if not values:
+        raise RequestRefused(422, f"no {name}: send at least one")
+    if len(values) > limits.batch:
+        raise RequestRefused(
+            413, f"{len(values)} {kind} in one request, and at most {limits.batch} are taken: send several"
+        )
+    for index, value in enumerate(values):
+        try:
+            samples.append(read(value, model, limits))
+        except RequestRefused as refused:
+            raise RequestRefused(refused.status, f"{name} {index}: {refused.reason}") from refused
+        except (ValueError, TypeError) as error:  # all errors of alight are among them
+            raise RequestRefused(422, f"{name} {index}: {_line(error)}") from error
+    return samples
 
 
-def decode_image(file: str | bytes, max_pixels: int, shape: tuple[int, int, int]) -> Image.Image:
+def _read_image(file: str | bytes, model: ServedModel, limits: Limits) -> Sample:
     """Return the first picture of an image file, decoded only if it has few enough pixels, also once it is resized.
 
-    Its shorter side is brought to the network's size, so that a long and thin one becomes larger than it is.
+    Its shorter side is brought to the network's size, so that a long and thin one becomes larger than it is. In base64
+    it may begin with data:...;base64, and then the file.
     """
+    assert model.image_shape is not None  # checked before
+    _, rows, columns = model.image_shape
     try:
         if isinstance(file, str):
             _, found, encoded = file.partition(";base64,")
@@ -75,50 +84,32 @@ def decode_image(file: str | bytes, max_pixels: int, shape: tuple[int, int, int]
     try:
         with Image.open(io.BytesIO(file), formats=FORMATS) as opened:
             width, height = opened.size
-            scale = max(1.0, shape[1] / height, shape[2] / width)
-            if scale**2 * width * height > max_pixels:
+            scale = max(1.0, rows / height, columns / width)
+            if scale**2 * width * height > limits.pixels:
                 raise RequestRefused(
-                    413, f"{width} x {height} pixels, and at most {max_pixels:,} are taken, resized ones too"
+                    413, f"{width} x {height} pixels, and at most {limits.pixels:,} are taken, resized ones too"
                 )
             opened.load()
-            return opened.copy()
+            image = opened.copy()
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
-        raise RequestRefused(413, f"more than the {max_pixels:,} pixels that are taken") from error
+        raise RequestRefused(413, f"more than the {limits.pixels:,} pixels that are taken") from error
     except RequestRefused:
         raise
     except UnidentifiedImageError as error:
         raise RequestRefused(422, f"not a complete image in {', '.join(FORMATS)}") from error
     except Exception as error:  # a damaged image fails in a dozen ways, each decoder its own
         raise RequestRefused(422, f"not a complete image in {', '.join(FORMATS)} ({_line(error)})") from error
+    return model.preprocess(image)
 
 
-def _read_each(kind: str, values: Sequence[Any], limits: Limits, read: Callable[[Any], Sample]) -> list[Sample]:
-    """Return the sample of each value; an error names the index."""
-    if not values:
-        raise RequestRefused(422, f"no {kind}: send at least one")
-    if len(values) > limits.batch:
-        raise RequestRefused(
-            413, f"{len(values)} {kind}s in one request, and at most {limits.batch} are taken: send several"
-        )
-    samples = []
-    for index, value in enumerate(values):
-        try:
-            samples.append(read(value))
-        except RequestRefused as refused:
-            raise RequestRefused(refused.status, f"{kind} {index}: {refused.reason}") from refused
-        except (ValueError, TypeError) as error:  # all errors of alight are among them
-            raise RequestRefused(422, f"{kind} {index}: {_line(error)}") from error
-    return samples
-
-
-def _text(text: str, limits: Limits) -> str:
+def _read_text(text: str, model: ServedModel, limits: Limits) -> Sample:
     letters = MAX_LETTERS * limits.tokens
     if len(text) > letters:
         raise RequestRefused(413, f"{len(text):,} letters, and at most {letters:,} are taken")
     return text
 
 
-def _array(values: Any, model: ServedModel) -> np.ndarray:
+def _read_array(values: Any, model: ServedModel, limits: Limits) -> Sample:
     try:
         with np.errstate(over="ignore"):
             array = np.asarray(values, dtype=np.float64)
@@ -135,6 +126,13 @@ def _array(values: Any, model: ServedModel) -> np.ndarray:
         what = f"{int(unusable.sum())} numbers that are NaN, infinite or beyond {MAX_NUMBER:g}"
         raise RequestRefused(422, f"{what}, the first at {list(place)}")
     return array.astype(model.dtype)[None]
+
+
+READERS: dict[str, Callable[[Any, ServedModel, Limits], Sample]] = {
+    "images": _read_image,
+    "arrays": _read_array,
+    "texts": _read_text,
+}
 
 
 def _line(error: Exception) -> str:
