@@ -34,6 +34,7 @@ from torchvision.models.convnext import CNBlock
 from alight import (
     MultiExitModel,
     Normalisation,
+    RunSettings,
     TrainingSettings,
     attach_heads,
     calibrate,
@@ -144,9 +145,8 @@ def run(options: argparse.Namespace) -> None:
     save_file(
         {name: tensor.contiguous() for name, tensor in model.heads.state_dict().items()}, out / "heads.safetensors"
     )
-    tables = {
-        name: record(model, loaders[name], features=SCORES, device=options.device) for name in ("calibration", "test")
-    }
+    here = RunSettings(options.device)
+    tables = {name: record(model, loaders[name], features=SCORES, settings=here) for name in ("calibration", "test")}
     for name, table in tables.items():
         table.save(out / f"{name}.npz")
     costs = measure_costs(model.cpu(), torch.zeros(1, 3, options.size, options.size))

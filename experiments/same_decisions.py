@@ -37,14 +37,15 @@ from alight import (
     Predictor,
     TrainingSettings,
     calibrate,
-    deploy,
     export_model,
     from_transformers,
     measure_costs,
     record,
     train_heads,
 )
+from alight.data.batches import as_inputs
 from alight.data.formats import load_data
+from alight.engine.head_values import HeadValues, Reads
 from alight.files import write_rows, write_text
 from alight.networks.multi_exit import example_of
 from alight.networks.store import WEIGHTS, save_model
@@ -74,42 +75,54 @@ class Case:
 
 
 @dataclass(frozen=True)
-class Said:
+class EngineResult:
     """What an engine has decided, and the scores of every open exit where it tells them."""
 
     decisions: Decisions
     scores: np.ndarray | None = None
 
 
-def by_torch(case: Case) -> Said:
+def by_torch(case: Case) -> EngineResult:
     """The predictor, in PyTorch."""
     predictor = Predictor(case.model, case.policy, probabilities=True)
     scores = _table(case).scores[:, list(case.policy.open_exits)]
-    return Said(predictor.run(case.batches, progress=False), scores)
+    return EngineResult(predictor.run(case.batches, progress=False), scores)
 
 
-def by_onnx(case: Case) -> Said:
-    """What was exported, by onnxruntime."""
-    deployed = deploy.load(export_model(case.model, case.policy, case.folder / "exported"), probabilities=True)
-    logits = [deployed.logits(batch) for batch in case.batches]
-    scores = HeadOutputs.from_logits([np.concatenate(each) for each in zip(*logits, strict=True)]).scores
-    return Said(deployed.run(case.batches, progress=False), scores)
+def by_onnx(case: Case) -> EngineResult:
+    """Return what onnxruntime decides with the exported stages."""
+    folder = export_model(case.model, case.policy, case.folder / "exported")
+    predictor = Predictor.load(folder, probabilities=True)
+    scores = np.concatenate([_scores(predictor, batch) for batch in case.batches])
+    return EngineResult(predictor.run(case.batches, progress=False), scores)
 
 
-def by_service(case: Case) -> Said:
+def _scores(predictor: Predictor, batch: Any) -> np.ndarray:
+    """Return the margins of every open exit, (samples, open exits)."""
+    stages = len(predictor.policy.open_exits)
+    backend = predictor.backend.with_reads([Reads(("margin",))] * stages)
+    state, columns = backend.admit(as_inputs(batch, backend.inputs)), []
+    for stage in range(stages):
+        values, state = backend.run(stage, state)
+        assert isinstance(values, HeadValues)  # stages run on the host
+        columns.append(values.columns[0])
+    return np.stack(columns, axis=1)
+
+
+def by_service(case: Case) -> EngineResult:
     """The HTTP service, with PyTorch."""
-    return Said(served_decisions(save_model(case.model, case.folder / "model"), case))
+    return EngineResult(served_decisions(save_model(case.model, case.folder / "model"), case))
 
 
-def by_exported_service(case: Case) -> Said:
+def by_exported_service(case: Case) -> EngineResult:
     """The HTTP service, with what was exported."""
     tokenizer = _weights() if case.model.input_names else None
-    return Said(
+    return EngineResult(
         served_decisions(export_model(case.model, case.policy, case.folder / "served", tokenizer=tokenizer), case)
     )
 
 
-ENGINES: dict[str, Callable[[Case], Said]] = {  # the first is what others must equal
+ENGINES: dict[str, Callable[[Case], EngineResult]] = {  # the first is what others must equal
     "torch": by_torch,
     "onnx": by_onnx,
     "service": by_service,
