@@ -1,4 +1,4 @@
-"""What heads cost, and whether our counts are those of fvcore: results/head_overhead.csv.
+"""What heads cost, and whether our counts equal those of fvcore: results/head_overhead.csv.
 
 About half a minute; `pip install fvcore` first. ResNet-18 (32 x 32) with flatten-linear heads after its first seven
 blocks needs 4.3 % more, ConvNeXt-T (224 x 224) with pooled linear heads after its first seventeen 0.13 %.
@@ -27,7 +27,7 @@ RESULTS = Path(__file__).parent.parent / "results" / "head_overhead.csv"
 NETWORKS: dict[str, tuple[Callable[[], nn.Module], Callable[..., MultiExitModel], int, int, float]] = {
     "ResNet-18": (lambda: ResNet(100), resnet18_cifar, 32, 100, 4.0),
     "ConvNeXt-T": (lambda: ConvNeXt((3, 3, 9, 3), (96, 192, 384, 768), 1000), convnext_tiny, 224, 1000, 2.5),
-}  # name: the plain network, the one with exits, image size, classes, and the percentage that the paper names
+}  # name: the full network, the one with exits, image size, classes, and the percentage in the paper
 
 
 def main() -> None:

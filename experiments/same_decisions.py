@@ -4,7 +4,7 @@
 
 STATE holds results of cifar100_train.py, of which resnet18_mixed_distilled-0 is taken with the policy for half of its
 FLOPs; test.npz the test images of CIFAR-100; FOLDER banking77's train.csv and test.csv, on which heads of a frozen
-MiniLM are trained for some minutes. An engine is asked about every sample in batches of 32; the service, with PyTorch
+MiniLM are trained for some minutes. An engine decides every sample in batches of 32; the service, with PyTorch
 and with what was exported, in requests of one to eight under way together, as image files and as texts. A sample that
 is decided in another way is `near` if one of the scores that decided lies within 1e-5 of its threshold, or the two
 likeliest classes of an answer do of each other; others are `different`. `score_gap` is the largest difference of a
@@ -76,7 +76,7 @@ class Case:
 
 @dataclass(frozen=True)
 class EngineResult:
-    """What an engine has decided, and the scores of every open exit where it tells them."""
+    """What an engine has decided, and the scores of every open exit where it returns them."""
 
     decisions: Decisions
     scores: np.ndarray | None = None
@@ -143,8 +143,8 @@ def served_decisions(network: Path, case: Case) -> Decisions:
         samples = [as_png(image) for batch in case.batches for image in batch]
         answers = ask_service(network, case.folder / "policy.json", "images", samples, options)
     names = ("index", "exit", "cost", "probability")
-    labels, exits, spent, chances = ([answer[name] for answer in answers] for name in names)
-    return Decisions(labels, exits, spent, case.policy.num_exits, chances)
+    labels, exits, spent, probabilities = ([answer[name] for answer in answers] for name in names)
+    return Decisions(labels, exits, spent, case.policy.num_exits, probabilities)
 
 
 def images(state: Path, path: Path, folder: Path, count: int = IMAGES) -> Case:
@@ -186,15 +186,15 @@ def texts(path: Path, folder: Path, count: int = SENTENCES, trained: int = TRAIN
 
 def compared(case: Case) -> Iterator[Row]:
     """A row for every engine beside the first."""
-    table, said = _table(case), {name: engine(case) for name, engine in ENGINES.items()}
-    first, *others = said
-    truth = said[first]
+    table, results = _table(case), {name: engine(case) for name, engine in ENGINES.items()}
+    first, *others = results
+    truth = results[first]
     for name in others:
-        other = said[name]
+        other = results[name]
         labels = truth.decisions.predictions != other.decisions.predictions
         exits = truth.decisions.exits != other.decisions.exits
         near = near_a_threshold(case.policy, table)
-        chances = _gap(truth.decisions.probabilities, other.decisions.probabilities, ~exits)
+        gap = _gap(truth.decisions.probabilities, other.decisions.probabilities, ~exits)
         yield {
             "data": case.name,
             "engine": name,
@@ -207,7 +207,7 @@ def compared(case: Case) -> Iterator[Row]:
             "different": int(((labels | exits) & ~near).sum()),
             "near_in_all": int(near.sum()),
             "score_gap": "" if other.scores is None else f"{_gap(truth.scores, other.scores):.2e}",
-            "probability_gap": f"{chances:.2e}",
+            "probability_gap": f"{gap:.2e}",
         }
 
 
