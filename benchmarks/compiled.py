@@ -7,7 +7,7 @@ Networks, policies and samples are those of experiments/same_decisions.py: a tra
 MiniLM with trained heads on texts of several lengths, with their masks. Each is exported twice, as packages of
 AOTInductor and as ONNX, which is timed and kept in WORK. Then 500 samples are decided by each and by a `Predictor` in
 eager PyTorch; a decision that differs is near where a score lies within 1e-5 of its threshold. `speedup` is the time of
-eager PyTorch under the same policy over that of the exported stages, taken by turns, median and quartiles over rounds.
+eager PyTorch under the same policy over that of the exported stages, interleaved, median and quartiles over rounds.
 The second command writes results/compiled_cpu.csv.
 """
 
@@ -75,7 +75,7 @@ def export(folder: Path) -> None:
 
 
 def kept(folder: Path) -> tuple[MultiExitModel, Policy, list[Batch]]:
-    """A network, its policy and its samples in batches."""
+    """Return a network, its policy and its samples in batches."""
     return load_model(folder / "model").eval(), load_policy(folder / "policy.json"), torch.load(folder / "batches.pt")
 
 
@@ -84,15 +84,15 @@ def as_arrays(batch: Batch) -> tuple[np.ndarray, ...]:
 
 
 def in_sizes(batches: Sequence[Batch], size: int) -> list[Batch]:
-    """So many samples as a round has, in batches of a size; texts stay as long as they were filled up to."""
-    cut = []
+    """Return the samples of a round in batches of a size; texts keep the length that they were padded to."""
+    cut: list[Batch] = []
     for batch in batches:
-        cut += zip(*(each.split(size) for each in batch), strict=True)
+        cut += zip(*(torch.split(each, size) for each in batch), strict=True)
     return cut[: ROUND[size] // size + 1]
 
 
 def differing(truth: Any, other: Any, near: np.ndarray) -> Row:
-    """How many decisions differ."""
+    """Return how many decisions differ."""
     labels, exits = truth.predictions != other.predictions, truth.exits != other.exits
     return {
         "samples": len(truth),
@@ -111,7 +111,7 @@ def timed(decide: Callable[[Any], object], batches: Sequence[Any]) -> float:
 
 
 def compare(folder: Path, threads: int) -> Iterator[Row]:
-    """A row for every format and batch size."""
+    """Yield a row for every format and batch size."""
     sys.path.insert(0, str(ROOT / "experiments"))
     from same_decisions import near_a_threshold
 

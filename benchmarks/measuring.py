@@ -1,4 +1,4 @@
-"""Measurements: medians with their spread, ratios taken by turns, written with what they were made on."""
+"""Measurements: medians with their spread, ratios of interleaved timings, written with the machine and versions."""
 
 import csv
 import io
@@ -35,7 +35,7 @@ def ratio(
     at_most: float,
     less: Callable[[], object] | None = None,
 ) -> Measurement:
-    """Time of ours over theirs, taken by turns; `less` is timed too and taken off both."""
+    """Return the time of ours over theirs, interleaved; `less` is timed too and subtracted from both."""
     ours(), theirs()
     values = []
     for _ in range(ROUNDS):
@@ -55,7 +55,7 @@ def timed(work: Callable[[], object]) -> float:
 
 
 def report(measurements: Iterable[Measurement], path: Path) -> int:
-    """The exit status, 1 if anything was too much, once all measurements are printed and written as CSV."""
+    """Print all measurements, write them as CSV, and return the exit status: 1 if any exceeds its limit."""
     made = provenance("numpy", "scipy", folder=path.parent)
     rows = []
     for each in measurements:

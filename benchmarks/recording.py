@@ -1,12 +1,12 @@
-"""What a recording takes beside one pass of the plain network over the same batches, on this machine.
+"""What a recording takes beside one pass of the full network over the same batches, on this machine.
 
     python benchmarks/recording.py --device cpu  --models resnet18_cifar,minilm --batch-sizes 64 --images 512
     python benchmarks/recording.py --device cuda --models resnet50,convnext_tiny --batch-sizes 256 --sources device,host
 
-Random weights. `ratio` is the recording's time over the plain network's, taken by turns, median and quartiles;
-`at_most` is what we aim at: 1.1 times the plain network, and the heads' own share, each head timed in the same run.
-Recorded are margins and classes, into `memory` or straight to the `disk`, there also with `logs`, the logarithms of all
-chances. Batches lie where the network runs (`device`), or on the `host`, from where both bring them. Writes
+Random weights. `ratio` is the recording's time over the full network's, interleaved, median and quartiles; `at_most`
+is the aim: 1.1 times the full network, and the heads' own share, each head timed in the same run. Margins and classes
+are recorded into `memory` or straight to the `disk`, there also with `logs`, the log probabilities of all classes.
+Batches lie where the network runs (`device`), or on the `host`, from where both copy them. Writes
 results/recording_<device>.csv.
 """
 
@@ -19,23 +19,23 @@ from typing import Any
 
 import numpy as np
 import torch
-from runtime import ROOT, ROUNDS, Row, clocked, network, random_inputs
+from runtime import ROOT, ROUNDS, Row, clocked, device_parser, network, parsed, random_inputs, with_settings
 
 from alight.costing.measure import head_overhead, time_stages
-from alight.engine.prepare import as_dtype, placed, prepared
+from alight.engine.backends.torch.prepare import placed, prepared
 from alight.engine.recorder import record, record_to
+from alight.engine.settings import RunSettings
 from alight.files import write_rows
 from alight.networks.attach import attach_heads
 from alight.networks.multi_exit import MultiExitModel
-from alight.provenance import provenance
 
-AT_MOST = 1.1  # times the plain network, beside the heads
+AT_MOST = 1.1  # times the full network, beside the heads
 DRAWN = 4  # batches that are drawn, and come again and again
 
 
-def batches(example: Any, count: int, batch_size: int, settings: dict[str, Any], source: str) -> list[Any]:
-    """So many labelled batches as a loader gives them."""
-    here = settings if source == "device" else {**settings, "device": "cpu", "dtype": "fp32", "channels_last": False}
+def batches(example: Any, count: int, batch_size: int, settings: RunSettings, source: str) -> list[Any]:
+    """Return so many labelled batches as a loader gives them."""
+    here = settings if source == "device" else RunSettings("cpu", "fp32")
     inputs = random_inputs(example, min(count, DRAWN) * batch_size, here)
     labels = torch.zeros(len(inputs[0]), dtype=torch.long)
     names = [*example] if isinstance(example, dict) else []
@@ -46,43 +46,38 @@ def batches(example: Any, count: int, batch_size: int, settings: dict[str, Any],
     return [made[index % len(made)] for index in range(count)]
 
 
-def dense_pass(dense: Any, loader: list[Any], settings: dict[str, Any]) -> None:
-    """All batches through the plain network."""
-    device, kind, last = torch.device(settings["device"]), as_dtype(settings["dtype"]), settings["channels_last"]
+def full_pass(full: Any, loader: list[Any], settings: RunSettings) -> None:
+    """Run all batches through the full network."""
+    device = torch.device(settings.device)
     with torch.inference_mode():
         for batch in loader:
             if isinstance(batch, dict):
                 *names, _ = batch
-                dense(**dict(zip(names, placed(tuple(batch[name] for name in names), device, kind, last), strict=True)))
+                full(**dict(zip(names, placed(tuple(batch[name] for name in names), device, settings), strict=True)))
             else:
-                dense(*placed(batch[:-1], device, kind, last))
+                full(*placed(batch[:-1], device, settings))
 
 
 def recordings(
-    model: MultiExitModel, loader: list[Any], settings: dict[str, Any], folder: str
+    model: MultiExitModel, loader: list[Any], settings: RunSettings, folder: str
 ) -> dict[str, Callable[[], object]]:
-    """The ways to record, by name."""
-    given: dict[str, Any] = {"model": model, "loader": loader, "progress": False, **settings}
-    disk = partial(record_to, Path(folder) / "table.npz", **given)
-    return {"memory": partial(record, **given), "disk": disk, "disk, logs": partial(disk, log_probabilities=True)}
+    """Return the ways to record, by name."""
+    memory = partial(record, model, loader, settings=settings, progress=False)
+    disk = partial(record_to, Path(folder) / "table.npz", model, loader, settings=settings, progress=False)
+    return {"memory": memory, "disk": disk, "disk, logs": partial(disk, log_probabilities=True)}
 
 
 def measure(options: argparse.Namespace, name: str, batch_size: int, source: str) -> Iterator[Row]:
     torch.manual_seed(0)
-    plain, example = network(name)
-    settings: dict[str, Any] = {
-        "device": options.device,
-        "dtype": options.dtype,
-        "channels_last": options.channels_last,
-    }
-    model = prepared(attach_heads(plain, after="auto", count=options.exits, example=example), **settings)
-    dense: Any = plain.to(device=options.device, dtype=as_dtype(options.dtype))
-    dense = dense.to(memory_format=torch.channels_last) if options.channels_last else dense
+    backbone, example = network(name)
+    settings: RunSettings = options.settings
+    model = prepared(attach_heads(backbone, after="auto", count=options.exits, example=example), settings)
+    full = with_settings(backbone, settings)
     loader = batches(example, -(-options.images // batch_size), batch_size, settings, source)
     heads = head_overhead(time_stages(model, example, batch_size).costs())
     with tempfile.TemporaryDirectory() as folder:
         ways = recordings(model, loader, settings, folder)
-        runs: list[Callable[[], object]] = [partial(dense_pass, dense, loader, settings), *ways.values()]
+        runs: list[Callable[[], object]] = [partial(full_pass, full, loader, settings), *ways.values()]
         rounds = np.array([[clocked(run, options.device) for run in runs] for _ in range(ROUNDS + 1)])[1:]
     images = len(loader) * batch_size
     for way, seconds in zip(ways, rounds[:, 1:].T, strict=True):
@@ -108,34 +103,19 @@ def measure(options: argparse.Namespace, name: str, batch_size: int, source: str
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--models", default="resnet18_cifar")
+    parser = device_parser(__doc__)
     parser.add_argument("--exits", type=int, default=4, help="auxiliary exits")
-    parser.add_argument("--batch-sizes", default="64")
     parser.add_argument("--sources", default="device", help="device, host")
-    parser.add_argument("--images", type=int, default=8192)
-    parser.add_argument("--dtype", default=None)
-    parser.add_argument("--threads", type=int)
-    parser.add_argument("--output", type=Path)
-    options = parser.parse_args()
-    on_gpu = options.device == "cuda"
-    options.dtype = options.dtype or ("bf16" if on_gpu else "fp32")
-    options.channels_last = on_gpu
-    options.device_name = torch.cuda.get_device_name() if on_gpu else "cpu"
-    if options.threads:
-        torch.set_num_threads(options.threads)
-    torch.backends.cudnn.benchmark = on_gpu
-    made = provenance("numpy", "torch", "torchvision", "timm", folder=ROOT) | {"threads": str(torch.get_num_threads())}
+    options, machine = parsed(parser)
     rows: list[Row] = []
     for name in options.models.split(","):
         for batch_size in map(int, options.batch_sizes.split(",")):
             for source in options.sources.split(","):
                 for row in measure(options, name, batch_size, source):
-                    rows.append({**row, **made})
+                    rows.append({**row, **machine})
                     print(
                         f"{name}, batch {batch_size} on the {source}, {row['kept']}: {row['ratio']:.3f} times the"
-                        f" plain network ({row['ratio_low']:.3f} to {row['ratio_high']:.3f}), at most"
+                        f" full network ({row['ratio_low']:.3f} to {row['ratio_high']:.3f}), at most"
                         f" {row['at_most']:.3f}; {row['per_second']:.0f}/s",
                         flush=True,
                     )

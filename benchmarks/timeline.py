@@ -2,11 +2,10 @@
 
     python benchmarks/timeline.py --models resnet50 --batch-sizes 1024,2048 --mixes uniform,early --modes eager,compiled
 
-Runs what benchmarks/runtime.py runs, once under torch's profiler. Of that run a row has the shares: `network` is what
-its kernels take, `moves` those that carry samples from batch to batch, `pauses` what the GPU waits between two kernels,
-`edges` what lies before the first and after the last. `alone` is what stages and heads would take at the full batch
-size (and scores, where they are compiled or captured with them), as a share of runs without the profiler. Writes
-results/timeline_cuda.csv.
+Runs what benchmarks/runtime.py runs, once under torch's profiler. A row has shares of that run's time: `network` of
+its kernels, `moves` of those that copy survivors from batch to batch, `pauses` between two kernels, `edges` before the
+first and after the last. `alone` is the time of stages and heads at the full batch size (and of scores, where they are
+compiled or captured with them), as a share of runs without the profiler. Writes results/timeline_cuda.csv.
 """
 
 import argparse
@@ -19,31 +18,31 @@ from typing import Any
 
 import numpy as np
 import torch
-from runtime import ROOT, Row, clocked, network, policy_for, random_inputs, segment_seconds
+from runtime import ROOT, Row, clocked, network, policy_for, random_inputs, stage_seconds
 from torch.profiler import ProfilerActivity, profile
 
+from alight.engine.backends import State
 from alight.engine.predictor import Predictor
+from alight.engine.settings import RunSettings
 from alight.files import write_rows
 from alight.networks.attach import attach_heads
-from alight.networks.multi_exit import Carried
 from alight.provenance import provenance
 
 ROUNDS = 5
-MOVES = ("move_rows", "index_copy", "Memcpy DtoD")  # in the names of what carries samples
+MOVES = ("move_rows", "index_copy", "Memcpy DtoD")  # in the names of kernels that copy survivors
 SHOWN = 8  # pauses, the longest
 
 
 def measure(options: argparse.Namespace, name: str, mode: str) -> Iterator[Row]:
-    """One row for each batch size and mix of exits."""
+    """Yield a row for each batch size and mix of exits."""
     torch.manual_seed(0)
-    plain, example = network(name)
-    model = attach_heads(plain, after="auto", count=options.exits, example=example)
-    settings: dict[str, Any] = {"device": "cuda", "dtype": "bf16", "channels_last": True}
+    backbone, example = network(name)
+    model = attach_heads(backbone, after="auto", count=options.exits, example=example)
+    settings = RunSettings("cuda", "bf16", channels_last=True, compile=mode == "compiled", graphs=mode == "graphs")
     for batch_size in map(int, options.batch_sizes.split(",")):
         inputs = random_inputs(example, options.images, settings)
         uniform = policy_for("uniform", options.exits + 1)
-        switches: dict[str, Any] = {"compile": mode == "compiled", "graphs": mode == "graphs"}
-        shared = Predictor(model, uniform, batch_size=batch_size, **switches, **settings)
+        shared = Predictor(model, uniform, batch_size=batch_size, settings=settings)
         for mix in options.mixes.split(","):
             predictor = shared.with_policy(policy_for(mix, options.exits + 1))
             with torch.inference_mode():
@@ -51,15 +50,15 @@ def measure(options: argparse.Namespace, name: str, mode: str) -> Iterator[Row]:
             yield {"model": name, "exits": options.exits, "mix": mix, "batch_size": batch_size, "mode": mode, **parts}
 
 
-def split(predictor: Predictor, inputs: Carried, batch_size: int, *, show: bool) -> Row:
-    """One run in its parts."""
+def split(predictor: Predictor, inputs: State, batch_size: int, *, show: bool) -> Row:
+    """Return one run in its parts."""
     exits = predictor(inputs).exits
     predictor(inputs)
     batch = tuple(each[:batch_size] for each in inputs)
     walls, ideals = [], []
     for _ in range(ROUNDS):
         walls.append(clocked(partial(predictor, inputs), "cuda"))
-        alone = segment_seconds(predictor, batch, "cuda").sum(axis=1)
+        alone = stage_seconds(predictor, batch, "cuda").sum(axis=1)
         ideals.append(sum(seconds * (exits >= index).sum() / batch_size for index, seconds in enumerate(alone)))
     wall, alone = float(np.median(walls)), float(np.median(ideals))
     with profile(activities=[ProfilerActivity.CUDA]) as profiled:
@@ -89,7 +88,7 @@ def split(predictor: Predictor, inputs: Carried, batch_size: int, *, show: bool)
 
 
 def kernels(profiled: Any) -> tuple[list[str], np.ndarray, np.ndarray]:
-    """Names, starts and ends in seconds of all that the GPU did, by start."""
+    """Return names, starts and ends in seconds of everything that the GPU ran, by start."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"
         profiled.export_chrome_trace(str(path))

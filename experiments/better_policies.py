@@ -26,7 +26,7 @@ from alight.provenance import provenance
 
 RESULTS = Path(__file__).parent.parent / "results"
 FILES = {name: RESULTS / f"recorded_resnet18_{name}.csv" for name in ("frozen", "joint")}
-COMPARED = range(20, 91, 10)  # percent of the plain network
+COMPARED = range(20, 91, 10)  # percent of the full network
 SEED, DRAWS = 0, 2000  # of the bootstrap
 
 

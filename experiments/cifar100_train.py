@@ -26,7 +26,16 @@ from cifar100_data import Batches, Pictures, Split, read
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from alight import HeadOutputs, MultiExitModel, TrainingSettings, fingerprint, measure_costs, record, train_heads
+from alight import (
+    HeadOutputs,
+    MultiExitModel,
+    RunSettings,
+    TrainingSettings,
+    fingerprint,
+    measure_costs,
+    record,
+    train_heads,
+)
 from alight.files import write_text
 from alight.networks.zoo import CIFAR, convnext_cifar, msdnet_cifar, resnet18_cifar
 from alight.networks.zoo.convnext import ConvNeXt
@@ -283,7 +292,7 @@ def _record(
     for part in ("calibration", "test"):
         pictures: Pictures = getattr(split, part)
         loader = Batches(pictures, CIFAR, RECORDED)
-        outputs: HeadOutputs = record(model, loader, features=scores, device=device, progress=False)
+        outputs: HeadOutputs = record(model, loader, features=scores, settings=RunSettings(device), progress=False)
         outputs.save(folder / f"{part}.npz")
         accuracies[f"{part}_accuracy"] = [round(1 - float(risk), 6) for risk in outputs.risks()]
     return accuracies

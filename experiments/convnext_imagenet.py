@@ -11,7 +11,7 @@ and weight decay 1e-4 on the whole training set. 5,000 validation images, drawn 
 
 Writes to OUT: heads.safetensors, calibration.npz, test.npz, costs.json, points.csv, report.html and run.json; a
 training that was stopped goes on from OUT/checkpoint.safetensors. What it costs was not measured, for want of
-ImageNet: an epoch is a pass of the plain network over 1.28 million images, with gradients for the heads alone.
+ImageNet: an epoch is a pass of the full network over 1.28 million images, with gradients for the heads alone.
 """
 
 import argparse
@@ -34,6 +34,7 @@ from torchvision.models.convnext import CNBlock
 from alight import (
     MultiExitModel,
     Normalisation,
+    RunSettings,
     TrainingSettings,
     attach_heads,
     calibrate,
@@ -144,9 +145,8 @@ def run(options: argparse.Namespace) -> None:
     save_file(
         {name: tensor.contiguous() for name, tensor in model.heads.state_dict().items()}, out / "heads.safetensors"
     )
-    tables = {
-        name: record(model, loaders[name], features=SCORES, device=options.device) for name in ("calibration", "test")
-    }
+    here = RunSettings(options.device)
+    tables = {name: record(model, loaders[name], features=SCORES, settings=here) for name in ("calibration", "test")}
     for name, table in tables.items():
         table.save(out / f"{name}.npz")
     costs = measure_costs(model.cpu(), torch.zeros(1, 3, options.size, options.size))
@@ -156,9 +156,9 @@ def run(options: argparse.Namespace) -> None:
     points = sweep(methods, costs, affordable, labelled=tables["calibration"], test=tables["test"])
     write_points(points, out / "points.csv")
     write_report(points, out / "report.html", title=f"{options.network} on ImageNet")
-    told = {name: str(value) for name, value in vars(options).items()} | provenance("torch", "torchvision", folder=ROOT)
-    told |= {"test_accuracy": " ".join(f"{1 - risk:.4f}" for risk in tables["test"].risks()), "history": str(history)}
-    write_text(out / "run.json", json.dumps(told | {"training": asdict(settings)}, indent=2) + "\n")
+    run = {name: str(value) for name, value in vars(options).items()} | provenance("torch", "torchvision", folder=ROOT)
+    run |= {"test_accuracy": " ".join(f"{1 - risk:.4f}" for risk in tables["test"].risks()), "history": str(history)}
+    write_text(out / "run.json", json.dumps(run | {"training": asdict(settings)}, indent=2) + "\n")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

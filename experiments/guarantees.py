@@ -225,22 +225,22 @@ def paced() -> Iterator[Row]:
         for kind, scores in streams(rng, length).items():
             spent = np.cumsum(replay(policy, table(scores), batch_size=size).spent)
             ends = np.unique(np.append(np.arange(size, length + 1, size), length))
-            ahead = (spent[ends - 1] - ends * (policy.budget or 0.0)) / policy.costs[-1]
-            worst[kind] = max(worst.get(kind, -np.inf), float(ahead.max()))
+            excess = (spent[ends - 1] - ends * (policy.budget or 0.0)) / policy.costs[-1]
+            worst[kind] = max(worst.get(kind, -np.inf), float(excess.max()))
             use.setdefault(kind, []).append(float(spent[-1] / (length * (policy.budget or 1.0))))
-    for kind, ahead in worst.items():
+    for kind, excess in worst.items():
         demanding = kind not in ("drift to easy", "all sure", "all equal")  # these leave early by themselves
         yield {
             "claim": f"stream, {kind}",
             "draws": count,
-            "measured": f"ahead by {ahead:.4f} of the last exit; {min(use[kind]):.4f} of the budget used at least",
+            "measured": f"ahead by {excess:.4f} of the last exit; {min(use[kind]):.4f} of the budget used at least",
             "guaranteed": "ahead by at most 1" + ("; 0.99 used" if demanding else ""),
-            "holds": str(bool(ahead <= 1 and (min(use[kind]) >= 0.99 or not demanding))),
+            "holds": str(bool(excess <= 1 and (min(use[kind]) >= 0.99 or not demanding))),
         }
 
 
 def alarm() -> Iterator[Row]:
-    """How often the alarm is raised without a shift, and how soon after one that makes the plain policy 20 % dearer."""
+    """Yield how often the alarm is raised without a shift, and how soon after one that adds 20 % to the mean cost."""
     for percent in (30, 50, 70):
         everything = _pooled()
         false, delays = 0, []
@@ -288,7 +288,7 @@ def _pooled() -> HeadOutputs:
 
 
 def _harder(spent: Floats, factor: float) -> Floats:
-    """Weights that draw dear samples more often, so that the mean cost grows by this factor."""
+    """Return weights that draw expensive samples more often, so that the mean cost grows by this factor."""
     low, high = 0.0, 60.0
     for _ in range(60):
         tilt = (low + high) / 2

@@ -1,12 +1,12 @@
-"""What a user would pick instead: the plain network, compiled, a smaller one, or `earlyon`, beside alight; one machine.
+"""What a user would pick instead: the full network, compiled, a smaller one, or `earlyon`, beside alight; one machine.
 
     pip install earlyon
     python experiments/instead.py STATE DATA         # 12 minutes on two cores, a third of it compiling
 
 STATE holds results of cifar100_train.py, DATA is CIFAR-100 (see cifar100_data.py). The early exits are those of the
 ResNet-18 that was trained with them (mixed, distilled), for alight and for earlyon alike: the same weights, the same
-heads, thresholds calibrated by each on the same 1,000 images for half of the FLOPs. Single images go through all
-contenders by turns, batches of 64 too. Writes results/instead.csv: accuracy on 2,000 test images, latency of single
+heads, thresholds calibrated by each on the same 1,000 images for half of the FLOPs. Single images are interleaved
+between all contenders, batches of 64 too. Writes results/instead.csv: accuracy on 2,000 test images, latency of single
 images (median and 99th percentile), and throughput in batches, the median of the rounds with the lowest and the
 highest.
 """
@@ -28,7 +28,7 @@ from earlyon.core.types import EarlyExitConfig, ExitPoint
 from earlyon.core.wrappers import EarlyExitWrapper
 from torch import Tensor, nn
 
-from alight import Costs, MultiExitModel, Predictor, calibrate, measure_costs, plan, record
+from alight import Costs, MultiExitModel, Predictor, RunSettings, calibrate, measure_costs, plan, record
 from alight.files import write_rows
 from alight.networks.zoo import CIFAR, RESNET_EXITS, resnet18_cifar
 from alight.networks.zoo.resnet import ResNet
@@ -38,6 +38,7 @@ ROOT = Path(__file__).parent.parent
 EXITS = Job("resnet18_mixed_distilled")
 IMAGES, LATENCIES, BATCHED = 2000, 1000, 1024  # for accuracy, for single images, for batches
 BATCH = 64
+COMPILED = RunSettings(compile=True)
 ROUNDS = 3
 WARM = 20
 Row = dict[str, str | float | int]
@@ -54,7 +55,7 @@ class Contender:
 
 
 def plain(name: str, weights: str, network: nn.Module) -> Contender:
-    """A network without exits."""
+    """Return a network without exits."""
 
     @torch.inference_mode()
     def many(images: Tensor) -> np.ndarray:
@@ -69,7 +70,7 @@ def plain(name: str, weights: str, network: nn.Module) -> Contender:
 
 
 def ours(name: str, predictor: Predictor) -> Contender:
-    """Exits by alight."""
+    """Return exits by alight."""
     return Contender(
         name,
         EXITS.run,
@@ -79,7 +80,7 @@ def ours(name: str, predictor: Predictor) -> Contender:
 
 
 def earlyon(network: nn.Module, model: MultiExitModel, calibration: Any) -> Contender:
-    """Exits by earlyon on the same backbone and heads; it lets a batch leave only as a whole."""
+    """Return exits by earlyon on the same backbone and heads; it lets a batch leave only as a whole."""
     names = [name.replace(".", "_") for name in RESNET_EXITS]
     channels = [64, 64, 128, 128, 256, 256, 512]
     points = [ExitPoint(name, layer, width) for name, layer, width in zip(names, RESNET_EXITS, channels, strict=True)]
@@ -101,7 +102,7 @@ def earlyon(network: nn.Module, model: MultiExitModel, calibration: Any) -> Cont
 
 
 def contenders(state: Path, data: Path, compiled: bool) -> list[Contender]:
-    """All of them, ready."""
+    """Return all contenders."""
     networks = {}
     for name in ("resnet18_plain", "resnet10_plain"):
         networks[name] = load_result(Job(name), state).stages[0].eval()
@@ -128,13 +129,13 @@ def contenders(state: Path, data: Path, compiled: bool) -> list[Contender]:
         made += [
             plain("ResNet-18, compiled", "resnet18_plain", compiled_(networks["resnet18_plain"])),
             plain("ResNet-10, compiled", "resnet10_plain", compiled_(networks["resnet10_plain"])),
-            ours("alight, half of the FLOPs, compiled", Predictor(model, half, batch_size=BATCH, compile=True)),
+            ours("alight, half of the FLOPs, compiled", Predictor(model, half, batch_size=BATCH, settings=COMPILED)),
         ]
     return made
 
 
 def split(loader: list[Any]) -> list[tuple[Tensor, Tensor]]:
-    """The images of a loader one by one."""
+    """Return the images of a loader one by one."""
     return [(images[row : row + 1], labels[row : row + 1]) for images, labels in loader for row in range(len(labels))]
 
 
@@ -143,7 +144,7 @@ def compiled_(network: nn.Module) -> Any:
 
 
 def latencies(everyone: list[Contender], images: Tensor) -> dict[str, np.ndarray]:
-    """Milliseconds of every contender for every image, by turns, after a few that warm up."""
+    """Return milliseconds of every contender for every image, interleaved, after a few that warm up."""
     found: dict[str, list[float]] = {each.name: [] for each in everyone}
     for index in range(-WARM, len(images)):
         image = images[index : index + 1] if index >= 0 else images[:1]
@@ -156,7 +157,7 @@ def latencies(everyone: list[Contender], images: Tensor) -> dict[str, np.ndarray
 
 
 def throughputs(everyone: list[Contender], images: Tensor) -> dict[str, np.ndarray]:
-    """Images per second of every contender in every round, by turns."""
+    """Return images per second of every contender in every round, interleaved."""
     found: dict[str, list[float]] = {each.name: [] for each in everyone}
     for _ in range(ROUNDS):
         for each in everyone:

@@ -33,7 +33,7 @@ from alight.recordings import Recording
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "results/lenses.csv"
 BUDGETS = [f"{percent}%" for percent in range(15, 101, 5)]
-SPENDS = [percent / 100 for percent in range(20, 91, 10)]  # of the plain network
+SPENDS = [percent / 100 for percent in range(20, 91, 10)]  # of the full network
 SEED, DRAWS = 0, 1000  # of the bootstrap
 METHODS = {
     "eero": calibrate.eero,
@@ -58,7 +58,7 @@ class Row(NamedTuple):
     outputs: str
     lens: str
     method: str
-    spent: float  # share of the plain network
+    spent: float  # share of the full network
     without: float  # accuracy
     gain: float
     low: float

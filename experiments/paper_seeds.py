@@ -7,7 +7,7 @@ them, seed by seed with paired intervals over test images, as the mean of all se
 are drawn; and on the best, what EERO would gain with a flat prior, with the first half of the exits closed, and with
 the risks of the test images in place of those estimated. Writes results/paper/frozen_shares.csv: who leaves where at
 the budgets of WATCHED, and how many of them are right; and results/paper/frozen_seeds.json (how it was made).
-Recordings of seeds after the first are not in the repository, so `make figures` takes these files as they are.
+Recordings of seeds after the first are not in the repository, so `make figures` takes these files unchanged.
 """
 
 import json
@@ -30,9 +30,9 @@ from alight.provenance import provenance
 
 BEST = "best"  # of the rivals, at each spent budget anew
 ALL = "mean"  # of the seeds
-SPENDS = tuple(percent / 100 for percent in range(20, 101, 5))  # of the plain network
+SPENDS = tuple(percent / 100 for percent in range(20, 101, 5))  # of the full network
 REDRAWS = 20  # of calibration images, as many as there were
-WATCHED = {"convnext_frozen": "90%", "resnet18_cifar100_frozen": "80%"}  # budgets for which it is told who leaves where
+WATCHED = {"convnext_frozen": "90%", "resnet18_cifar100_frozen": "80%"}  # budgets for which exit shares are written
 
 
 def first_half_closed(costs: Costs, budget: str, labelled: HeadOutputs) -> Threshold:
@@ -46,7 +46,7 @@ def first_half_closed(costs: Costs, budget: str, labelled: HeadOutputs) -> Thres
 
 
 def ways(result: Result) -> dict[str, Callable[..., object]]:
-    """EERO as it is, and changed so that it shows what it loses by; nobody could use the last, which knows the test."""
+    """Return EERO unchanged, and variants that show where it loses; the last knows the test set: not for use."""
     return {
         "eero": calibrate.eero,
         "eero, flat prior": partial(calibrate.eero, prior="uniform"),
@@ -103,23 +103,23 @@ def seed_rows(network: str, results: Sequence[Result], redraws: int = REDRAWS) -
             for at, spend in enumerate(SPENDS):
                 if np.isfinite(values[0, at]):
                     named = {"network": network, "seed": seed, "method": method, "rival": rival, "spent": spend}
-                    yield named | _told(values[:, at]) | _told_redrawn(redrawn[seed][:, at])
+                    yield named | _gain_columns(values[:, at]) | _redrawn_columns(redrawn[seed][:, at])
 
 
-def _told(values: Floats) -> Row:
+def _gain_columns(values: Floats) -> Row:
     gain, *drawn = values
     low, high = np.quantile(drawn, [0.025, 0.975])
     return {"gain": gain, "low": low, "high": high}
 
 
-def _told_redrawn(values: Floats) -> Row:
-    """Empty where not every draw spends so much."""
-    told = (values.mean(), values.std(ddof=1), (values < 0).mean()) if np.isfinite(values).all() else ("", "", "")
-    return dict(zip(("redrawn", "redrawn_deviation", "redrawn_below"), told, strict=True))
+def _redrawn_columns(values: Floats) -> Row:
+    """Return the columns of redrawn calibration images, empty where not every draw spends so much."""
+    cells = (values.mean(), values.std(ddof=1), (values < 0).mean()) if np.isfinite(values).all() else ("", "", "")
+    return dict(zip(("redrawn", "redrawn_deviation", "redrawn_below"), cells, strict=True))
 
 
 def share_rows(network: str, result: Result) -> Iterator[Row]:
-    """Of every exit: planned and observed share, and how many of those who leave are right, there and at the end."""
+    """Yield planned and observed share of every exit, and the accuracy of its samples, there and at the last exit."""
     labels = result.test.known_labels("a comparison")
     at_end = result.test.correct()[:, -1]
     for name in ("eero", "geometric", "gaussian"):

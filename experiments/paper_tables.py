@@ -32,7 +32,7 @@ SEED, DRAWS = 0, 1000  # of the bootstrap over test images
 SLOW = ("genetic", "auto")  # seconds for one budget
 FAST = tuple(name for name in calibrate.METHODS if name not in SLOW)
 RIVALS = ("eero_marginal", "geometric", "gaussian", "patience", "best_single_exit")
-SPENDS = tuple(percent / 100 for percent in range(20, 101, 10))  # of the plain network
+SPENDS = tuple(percent / 100 for percent in range(20, 101, 10))  # of the full network
 EARLY = (2, 3, 4)  # auxiliary heads that the paper takes one at a time, counted from 1
 WEIGHED = {"convnext_frozen": ("20%", "50%", "80%")}  # a small, a medium and a large budget
 TEMPERATURES = (0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28)
@@ -264,7 +264,7 @@ def weight_rows(network: str) -> Iterator[Row]:
 
 
 def draws_of_test(size: int) -> Floats:
-    """Weights of the test images: first all alike, then as they are drawn again."""
+    """Return weights of the test images: first all equal, then resampled."""
     counts = np.random.default_rng(SEED).multinomial(size, np.full(size, 1 / size), size=DRAWS)
     return np.concatenate([np.ones((1, size)), counts]) / size
 

@@ -22,24 +22,24 @@ from typing import Any
 
 import numpy as np
 import torch
-from alight.engine.prepare import as_dtype, placed, prepared
 from cifar100_data import Batches, Pictures
 from cifar100_train import Job, load_result
 from torch import Tensor
 
-from alight import HeadOutputs, MultiExitModel, Plan, Predictor, plan, record
+from alight import HeadOutputs, MultiExitModel, Plan, Predictor, RunSettings, plan, record
+from alight.engine.backends.torch.prepare import placed, prepared
 from alight.errors import BudgetTooSmall
 from alight.files import write_rows
 from alight.networks.multi_exit import advance, read
 from alight.networks.zoo import CIFAR
-from alight.policies.policy import ExitAt
+from alight.planning.timing import full_network
 from alight.provenance import provenance
 
 ROOT = Path(__file__).parent.parent
 NETWORKS = "resnet18_mixed_distilled-0,msdnet_joint-0"
 LABELLED = 2000  # images
-LEAST = 400  # images, or who happens to come says more than the plan
-SECONDS = 0.4  # of a run of the plain network, at least
+LEAST = 400  # images: with fewer, the sample says more than the plan
+SECONDS = 0.4  # of a run of the full network, at least
 QUESTIONS: dict[str, dict[str, Any]] = {
     "60%": {"budget": "60%"},
     "85%": {"budget": "85%"},
@@ -49,7 +49,7 @@ Row = dict[str, str | float | int]
 
 
 def images_of(path: Path) -> tuple[Pictures, Pictures]:
-    """The pictures to plan with, and those to measure on."""
+    """Return the images to plan with, and those to measure on."""
     with np.load(path, allow_pickle=False) as file:
         pixels, labels = torch.from_numpy(file["images"]), torch.from_numpy(file["labels"])
     order = torch.from_numpy(np.random.default_rng(0).permutation(len(labels)))
@@ -61,75 +61,70 @@ def images_of(path: Path) -> tuple[Pictures, Pictures]:
 def measure(
     model: MultiExitModel, labelled: HeadOutputs, images: Tensor, labels: np.ndarray, options: argparse.Namespace
 ) -> Iterator[Row]:
-    """One row for each batch size and question."""
-    settings = {"device": options.device, "dtype": options.dtype, "channels_last": options.channels_last}
-    ready = prepared(model, **settings)
+    """Yield a row for each batch size and question."""
+    network = prepared(model, options.settings)
     for batch_size in map(int, options.batch_sizes.split(",")):
         for question in options.questions.split(","):
-            asked = QUESTIONS[question]
             start = time.perf_counter()
-            terms: dict[str, Any] = {"batch_size": batch_size, "speed": options.speed, **settings, **asked}
+            terms: dict[str, Any] = {"batch_size": batch_size, "speed": options.speed, "settings": options.settings}
             try:
-                found = plan(model, labelled, example=images[:1].cpu(), **terms)
-            except BudgetTooSmall as error:  # with what asking takes on this machine
+                planned = plan(model, labelled, example=images[:1].cpu(), **terms, **QUESTIONS[question])
+            except BudgetTooSmall as error:  # the heads included, on this machine
                 print(f"batch {batch_size}, {question}: {error}", flush=True)
                 continue
-            planned = time.perf_counter() - start
-            told: Row = {"batch_size": batch_size, "question": question, "planning_seconds": planned}
-            told["graphs"] = str(found.settings.get("graphs", False))
-            yield told | beside(found, ready, images, labels, batch_size, options.rounds)
+            seconds = time.perf_counter() - start
+            row: Row = {"batch_size": batch_size, "question": question, "planning_seconds": seconds}
+            row["graphs"] = str(planned.settings.graphs)
+            yield row | compare(planned, network, images, labels, options.rounds)
 
 
-def beside(found: Plan, ready: MultiExitModel, images: Tensor, labels: np.ndarray, batch_size: int, rounds: int) -> Row:
-    """The plain network in a bare loop, by a predictor, and the planned predictor, by turns."""
-    predictor = found.predictor()
-    last = ready.num_exits - 1
-    everyone = ExitAt(costs=(1.0,), open_exits=(last,), num_exits=ready.num_exits)
-    plain = Predictor(found.model, everyone, batch_size=batch_size, **found.settings)
-    once = clocked(partial(dense, ready, images[:batch_size], batch_size))
-    once = clocked(partial(dense, ready, images[:batch_size], batch_size))
+def compare(planned: Plan, network: MultiExitModel, images: Tensor, labels: np.ndarray, rounds: int) -> Row:
+    """Time the full network in a bare loop, by a predictor, and the planned predictor, interleaved."""
+    predictor, batch_size = planned.predictor(), planned.batch_size
+    full = Predictor(planned.model, full_network(network), batch_size=batch_size, settings=planned.settings)
+    once = min(clocked(partial(classes, network, images[:batch_size], batch_size)) for _ in range(2))
     count = max(LEAST, batch_size * max(8, min(int(SECONDS / once), len(images) // batch_size)))
     rows = torch.arange(count) % len(images)
-    some, labels = images[rows.to(images.device)], labels[rows.numpy()]
-    decisions = predictor(some)
-    runs: list[Callable[[], object]] = [partial(dense, ready, some, batch_size)]
-    runs += [partial(plain, some), partial(predictor, some)]
+    chosen, labels = images[rows.to(images.device)], labels[rows.numpy()]
+    decisions = predictor(chosen)
+    runs: list[Callable[[], object]] = [partial(classes, network, chosen, batch_size)]
+    runs += [partial(full, chosen), partial(predictor, chosen)]
     seconds = np.array([[clocked(run) for run in runs] for _ in range(rounds + 1)])[1:]
     low, middle, high = np.quantile(seconds[:, 0] / seconds[:, 2], [0.25, 0.5, 0.75]).tolist()
     measured = count / float(np.median(seconds[:, 2]))
     return {
-        "pays": str(found.pays),
-        "open_exits": " ".join(map(str, found.open_exits)),
+        "pays": str(planned.pays),
+        "open_exits": " ".join(map(str, planned.open_exits)),
         "images": count,
         "rounds": rounds,
         "dense": count / float(np.median(seconds[:, 0])),
         "measured": measured,
-        "predicted": found.throughput,
-        "predicted_over_measured": found.throughput / measured,
-        "predicted_speedup": found.speedup,
+        "predicted": planned.throughput,
+        "predicted_over_measured": planned.throughput / measured,
+        "predicted_speedup": planned.speedup,
         "over_full": float(np.median(seconds[:, 1] / seconds[:, 2])),
         "faster": middle,
         "faster_low": low,
         "faster_high": high,
         "accuracy": decisions.accuracy(labels),
-        "full_accuracy": plain(some).accuracy(labels),
-        "predicted_accuracy": found.accuracy,
-        "full_accuracy": found.full_accuracy,
-        "largest_loss": found.largest_loss,
+        "full_accuracy": full(chosen).accuracy(labels),
+        "predicted_accuracy": planned.accuracy,
+        "dense_accuracy": planned.full_accuracy,
+        "largest_loss": planned.largest_loss,
     }
 
 
 @torch.inference_mode()
-def dense(model: MultiExitModel, images: Tensor, batch_size: int) -> np.ndarray:
-    """Classes by the plain network, fetched once."""
+def classes(model: MultiExitModel, images: Tensor, batch_size: int) -> np.ndarray:
+    """Return the classes by the full network, fetched once."""
     answers = []
     for batch in torch.split(images, batch_size):
         carried: tuple[Tensor, ...] = (batch,)
         for stage in model.stages:
             carried = advance(stage, carried)
         answers.append(read(model.heads[-1], carried).argmax(-1))
-    classes: np.ndarray = torch.cat(answers).cpu().numpy()
-    return classes
+    found: np.ndarray = torch.cat(answers).cpu().numpy()
+    return found
 
 
 def clocked(work: Callable[[], object]) -> float:
@@ -152,7 +147,7 @@ def main() -> None:
     parser.add_argument("--speed", choices=["auto"], help="let the plan choose switches for speed")
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
-    options.channels_last = options.device == "cuda"
+    options.settings = RunSettings(options.device, options.dtype, channels_last=options.device == "cuda")
     torch.backends.cudnn.benchmark = options.device == "cuda"
     if options.threads:
         torch.set_num_threads(options.threads)
@@ -163,10 +158,9 @@ def main() -> None:
     rows: list[Row] = []
     for name in options.networks.split(","):
         model = load_result(Job.named(name), options.state)
-        settings = {"device": options.device, "dtype": options.dtype, "channels_last": options.channels_last}
-        labelled = record(model, Batches(first, CIFAR, 500), progress=False, **settings)
+        labelled = record(model, Batches(first, CIFAR, 500), settings=options.settings, progress=False)
         whole = torch.cat([images for images, _ in Batches(second, CIFAR, 1000)])
-        (images,) = placed((whole,), torch.device(options.device), as_dtype(options.dtype), options.channels_last)
+        (images,) = placed((whole,), torch.device(options.device), options.settings)
         for row in measure(model, labelled, images, second.labels.numpy(), options):
             rows.append({"network": name, "device": options.device, "dtype": options.dtype or "fp32", **row, **made})
             print(

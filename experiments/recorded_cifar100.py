@@ -1,4 +1,4 @@
-"""Recordings of the networks that were trained for the experiments, as they are kept in results/."""
+"""Recordings of the networks that were trained for the experiments, kept in results/."""
 
 import csv
 import json
@@ -62,10 +62,10 @@ def costs_alone(costs: Costs) -> npt.NDArray[np.float64]:
 
 
 def budgets(costs: Costs, step: int = 5) -> list[str]:
-    """Percentages of the plain network, from the cheapest exit to beyond the dearest, by so many percent."""
-    cheapest, dearest = 100 * costs.cumulative()[[0, -1]] / costs.full
+    """Return percentages of the full network, from the cheapest exit to beyond the last, by so many percent."""
+    cheapest, last = 100 * costs.cumulative()[[0, -1]] / costs.full
     first = f"{np.ceil(10 * cheapest) / 10:g}%"  # as small as can be
-    return [first, *(f"{percent}%" for percent in range(step, 1000, step) if cheapest < percent < dearest + step)]
+    return [first, *(f"{percent}%" for percent in range(step, 1000, step) if cheapest < percent < last + step)]
 
 
 def rows(path: Path) -> list[dict[str, str]]:

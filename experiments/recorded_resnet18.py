@@ -76,7 +76,7 @@ def draw() -> None:
         {"svg.hashsalt": "alight", "font.size": 9, "axes.spines.top": False, "axes.spines.right": False}
     )
     figure, panels = pyplot.subplots(1, 2, figsize=(9, 3.6), sharey=True, layout="constrained")
-    titles = {"frozen": "heads on a frozen backbone", "joint": "heads and backbone trained together"}
+    captions = {"frozen": "heads on a frozen backbone", "joint": "heads and backbone trained together"}
     for panel, (name, path) in zip(panels, RESULTS.items(), strict=True):
         points = read_points(path)
         for method, (colour, marker, label) in DRAWN.items():
@@ -87,7 +87,7 @@ def draw() -> None:
         panel.plot(spent, accuracy, color="black", linestyle="--", linewidth=1, label="oracle (knows the labels)")
         spent, accuracy, _, _ = _curve(points, SINGLE_EXIT)
         panel.plot(spent, accuracy, "x", color="black", markersize=5, label="each exit alone")
-        panel.set(title=titles[name], xlabel="FLOPs spent, % of the full network", xlim=(10, 103))
+        panel.set(title=captions[name], xlabel="FLOPs spent, % of the full network", xlim=(10, 103))
         panel.grid(alpha=0.25)
     panels[0].set_ylabel("test accuracy, %")
     panels[1].legend(loc="lower right", frameon=False)

@@ -4,7 +4,7 @@
 
 STATE holds results of cifar100_train.py, of which resnet18_mixed_distilled-0 is taken with the policy for half of its
 FLOPs; test.npz the test images of CIFAR-100; FOLDER banking77's train.csv and test.csv, on which heads of a frozen
-MiniLM are trained for some minutes. An engine is asked about every sample in batches of 32; the service, with PyTorch
+MiniLM are trained for some minutes. An engine decides every sample in batches of 32; the service, with PyTorch
 and with what was exported, in requests of one to eight under way together, as image files and as texts. A sample that
 is decided in another way is `near` if one of the scores that decided lies within 1e-5 of its threshold, or the two
 likeliest classes of an answer do of each other; others are `different`. `score_gap` is the largest difference of a
@@ -37,13 +37,13 @@ from alight import (
     Predictor,
     TrainingSettings,
     calibrate,
-    deploy,
     export_model,
     from_transformers,
     measure_costs,
     record,
     train_heads,
 )
+from alight.data.batches import as_inputs
 from alight.data.formats import load_data
 from alight.files import WEIGHTS, write_rows, write_text
 from alight.networks.multi_exit import example_of
@@ -74,42 +74,54 @@ class Case:
 
 
 @dataclass(frozen=True)
-class Said:
-    """What an engine has decided, and the scores of every open exit where it tells them."""
+class EngineResult:
+    """What an engine has decided, and the scores of every open exit where it returns them."""
 
     decisions: Decisions
     scores: np.ndarray | None = None
 
 
-def by_torch(case: Case) -> Said:
+def by_torch(case: Case) -> EngineResult:
     """The predictor, in PyTorch."""
     predictor = Predictor(case.model, case.policy, probabilities=True)
     scores = _table(case).scores[:, list(case.policy.open_exits)]
-    return Said(predictor.run(case.batches, progress=False), scores)
+    return EngineResult(predictor.run(case.batches, progress=False), scores)
 
 
-def by_onnx(case: Case) -> Said:
-    """What was exported, by onnxruntime."""
-    deployed = deploy.load(export_model(case.model, case.policy, case.folder / "exported"), probabilities=True)
-    logits = [deployed.logits(batch) for batch in case.batches]
-    scores = HeadOutputs.from_logits([np.concatenate(each) for each in zip(*logits, strict=True)]).scores
-    return Said(deployed.run(case.batches, progress=False), scores)
+def by_onnx(case: Case) -> EngineResult:
+    """Return what onnxruntime decides with the exported stages."""
+    folder = export_model(case.model, case.policy, case.folder / "exported")
+    predictor = Predictor.load(folder, probabilities=True)
+    scores = np.concatenate([_scores(predictor, batch) for batch in case.batches])
+    return EngineResult(predictor.run(case.batches, progress=False), scores)
 
 
-def by_service(case: Case) -> Said:
+def _scores(predictor: Predictor, batch: Any) -> np.ndarray:
+    """Return the margins of every open exit, (samples, open exits)."""
+    stages = len(predictor.policy.open_exits)
+    backend = predictor.backend.with_reads([Reads(("margin",))] * stages)
+    state, columns = backend.admit(as_inputs(batch, backend.inputs)), []
+    for stage in range(stages):
+        values, state = backend.run(stage, state)
+        assert isinstance(values, HeadValues)  # stages run on the host
+        columns.append(values.columns[0])
+    return np.stack(columns, axis=1)
+
+
+def by_service(case: Case) -> EngineResult:
     """The HTTP service, with PyTorch."""
-    return Said(served_decisions(save_model(case.model, case.folder / "model"), case))
+    return EngineResult(served_decisions(save_model(case.model, case.folder / "model"), case))
 
 
-def by_exported_service(case: Case) -> Said:
+def by_exported_service(case: Case) -> EngineResult:
     """The HTTP service, with what was exported."""
     tokenizer = _weights() if case.model.input_names else None
-    return Said(
+    return EngineResult(
         served_decisions(export_model(case.model, case.policy, case.folder / "served", tokenizer=tokenizer), case)
     )
 
 
-ENGINES: dict[str, Callable[[Case], Said]] = {  # the first is what others must equal
+ENGINES: dict[str, Callable[[Case], EngineResult]] = {  # the first is what others must equal
     "torch": by_torch,
     "onnx": by_onnx,
     "service": by_service,
@@ -130,8 +142,8 @@ def served_decisions(network: Path, case: Case) -> Decisions:
         samples = [as_png(image) for batch in case.batches for image in batch]
         answers = ask_service(network, case.folder / "policy.json", "images", samples, options)
     names = ("index", "exit", "cost", "probability")
-    labels, exits, spent, chances = ([answer[name] for answer in answers] for name in names)
-    return Decisions(labels, exits, spent, case.policy.num_exits, chances)
+    labels, exits, spent, probabilities = ([answer[name] for answer in answers] for name in names)
+    return Decisions(labels, exits, spent, case.policy.num_exits, probabilities)
 
 
 def images(state: Path, path: Path, folder: Path, count: int = IMAGES) -> Case:
@@ -173,15 +185,15 @@ def texts(path: Path, folder: Path, count: int = SENTENCES, trained: int = TRAIN
 
 def compared(case: Case) -> Iterator[Row]:
     """A row for every engine beside the first."""
-    table, said = _table(case), {name: engine(case) for name, engine in ENGINES.items()}
-    first, *others = said
-    truth = said[first]
+    table, results = _table(case), {name: engine(case) for name, engine in ENGINES.items()}
+    first, *others = results
+    truth = results[first]
     for name in others:
-        other = said[name]
+        other = results[name]
         labels = truth.decisions.predictions != other.decisions.predictions
         exits = truth.decisions.exits != other.decisions.exits
         near = near_a_threshold(case.policy, table)
-        chances = _gap(truth.decisions.probabilities, other.decisions.probabilities, ~exits)
+        gap = _gap(truth.decisions.probabilities, other.decisions.probabilities, ~exits)
         yield {
             "data": case.name,
             "engine": name,
@@ -194,7 +206,7 @@ def compared(case: Case) -> Iterator[Row]:
             "different": int(((labels | exits) & ~near).sum()),
             "near_in_all": int(near.sum()),
             "score_gap": "" if other.scores is None else f"{_gap(truth.scores, other.scores):.2e}",
-            "probability_gap": f"{chances:.2e}",
+            "probability_gap": f"{gap:.2e}",
         }
 
 

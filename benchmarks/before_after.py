@@ -1,0 +1,57 @@
+"""Is one checkout as fast as another? Runs benchmarks/runtime.py of both, interleaved, in fresh processes, on the CPU.
+
+    python benchmarks/before_after.py OLD NEW --runs 5 --threads 1
+
+OLD and NEW are roots of checkouts; each runs its own benchmarks/runtime.py on its own src/, with the options that are
+not known here. Prints for every network, mix of exits and batch size the samples per second of NEW over those of OLD:
+the median of the runs, the lowest and the highest. The order of the two alternates from run to run.
+"""
+
+import argparse
+import csv
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+OPTIONS = ("--device", "cpu", "--batch-sizes", "1,64", "--images", "512")  # those that are given come after them
+
+
+def speeds(checkout: Path, options: Sequence[str]) -> dict[str, float]:
+    """Return samples per second by case, as one run of a checkout's benchmark measures them."""
+    with tempfile.TemporaryDirectory() as folder:
+        output = Path(folder) / "runtime.csv"
+        command = [sys.executable, str(checkout / "benchmarks/runtime.py"), *options, "--output", str(output)]
+        environment = os.environ | {"PYTHONPATH": str(checkout / "src")}
+        subprocess.run(command, check=True, env=environment, stdout=subprocess.DEVNULL)
+        with output.open(newline="") as file:
+            rows = [*csv.DictReader(file)]
+    names = ("model", "exits", "mode", "mix")
+    return {
+        f"{' '.join(row[name] for name in names)}, batch {row['batch_size']}": float(row["per_second"]) for row in rows
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("old", type=Path)
+    parser.add_argument("new", type=Path)
+    parser.add_argument("--runs", type=int, default=5, help="of each checkout (default: 5)")
+    known, others = parser.parse_known_args()
+    checkouts, runs = (known.old.resolve(), known.new.resolve()), []
+    for run in range(known.runs):
+        first = run % 2
+        measured = {index: speeds(checkouts[index], [*OPTIONS, *others]) for index in (first, 1 - first)}
+        runs.append({case: measured[1][case] / old for case, old in measured[0].items()})
+        print(f"run {run + 1} of {known.runs}", file=sys.stderr, flush=True)
+    for case in runs[0]:
+        ratios = [each[case] for each in runs]
+        print(f"{case}: new / old {np.median(ratios):.3f} ({min(ratios):.3f} to {max(ratios):.3f})")
+
+
+if __name__ == "__main__":
+    main()
