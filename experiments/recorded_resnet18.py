@@ -57,7 +57,7 @@ def run() -> None:
 
 def table(points: Sequence[Point], spends: Sequence[float] = SPENT) -> str:
     """Accuracy at equal spent budget as Markdown, by mean accuracy; last those that do not spend it all."""
-    plain = points[0].plain_cost
+    plain = points[0].full_cost
     rows = at_equal_spend(points, [share * plain for share in spends])
     cells = {(row.method, round(row.spent / plain, 6)): 100 * row.accuracy for row in rows}
     methods = dict.fromkeys(row.method for row in rows if row.method != ORACLE)
@@ -105,7 +105,7 @@ def _curve(points: Sequence[Point], method: str) -> tuple[list[float], ...]:
     """Spent, accuracy and its interval of one method, in percent, along the spent budget."""
     own = sorted((point for point in points if point.method == method), key=lambda point: point.mean_cost)
     return (
-        [100 * point.mean_cost / point.plain_cost for point in own],
+        [100 * point.mean_cost / point.full_cost for point in own],
         [100 * point.accuracy for point in own],
         [100 * point.accuracy_low for point in own],
         [100 * point.accuracy_high for point in own],

@@ -32,7 +32,7 @@ def run_demo(options: argparse.Namespace) -> Found:
             chapter.write(folder)
         networks = {name: network for chapter in chapters for name, network in chapter.networks.items()}
         promises = [promise for chapter in chapters for promise in chapter.promises]
-        report = write_report(networks, folder / "report.html", title=TITLE, promises=promises).resolve()
+        report = write_report(networks, folder / "report.html", title=TITLE, guarantees=promises).resolve()
     rows = {"digits": f"not live: {missing}"} if missing else {}
     for chapter in chapters:
         rows |= chapter.rows()

@@ -41,16 +41,17 @@ def run_sweep(options: argparse.Namespace) -> Found:
         distinct(path, options.output, options.report)
     tables = dict(zip(TABLES, _tables(options, *TABLES), strict=True))
     costs = _costs(options.costs)
-    chosen, promises = {name: calibrate.METHODS[name] for name in options.methods}, []
+    chosen, guarantees = {name: calibrate.METHODS[name] for name in options.methods}, []
     if options.contract:
         chosen = {name: _certified(method, options) for name, method in chosen.items()}
-        promises = [f"Every policy here was certified: contract '{options.contract}', delta {options.delta:g}."]
+        guarantees = [f"Every policy here was certified: contract '{options.contract}', delta {options.delta:g}."]
     budgets, shown = options.budgets or even_budgets(costs), not options.quiet
     images = read_images(options.images) if options.images else None
     points = sweep(chosen, costs, budgets, **tables, progress=shown)
     if options.report:
         left = None if images is None else examples_of(images, chosen, costs, budgets, tables)
-        write_report(ReportedNetwork(points, examples=left), options.report, title=f"{options.test}", promises=promises)
+        shown_points = ReportedNetwork(points, examples=left)
+        write_report(shown_points, options.report, title=f"{options.test}", guarantees=guarantees)
     write_points(points, options.output)
     lines = [str(point) for point in points if point.method in chosen]
     return Found("\n".join(lines), {"path": options.output, "report": options.report, "points": points})

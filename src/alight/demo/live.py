@@ -97,7 +97,7 @@ class Live:
             "network": f"a ResNet with 4 exits, trained here on {TRAINED} digits in {self.seconds:.0f} s,"
             f" {self.flops.full / 1e6:.1f} MFLOPs, {self.times.full:.2f} ms a digit in batches of {BATCH_SIZE}",
             "exits": f"accuracy and share of the FLOPs: {', '.join(exits)}",
-            "budget": f"{BUDGET} of the FLOPs. {self.policy.certificate.promise if self.policy.certificate else ''}",
+            "budget": f"{BUDGET} of the FLOPs. {self.policy.certificate.guarantee if self.policy.certificate else ''}",
             "spent": f"{self.spent:.1%} of the FLOPs, {self.accuracy:.1%} right; left at {', '.join(left)}",
             **{f"batch {run.batch_size}": _timed(run) for run in self.runs},
             "plan": _planned(self.plan),
@@ -113,7 +113,7 @@ class Live:
                 "exits": {name: {"accuracy": a, "FLOPs": cost, "share": share} for name, a, cost, share in exits},
                 "accuracy": self.accuracy,
                 "spent": self.spent,
-                "promise": str(self.policy.certificate),
+                "guarantee": str(self.policy.certificate),
                 "runs": [{name: getattr(run, name) for name in FIGURES} for run in self.runs],
                 "plan": {name: getattr(self.plan, name) for name in ("pays", "speedup", "accuracy", "reason")},
             }

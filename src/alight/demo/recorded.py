@@ -48,7 +48,7 @@ class Recorded:
         """What three methods reach at half of the first network's cost."""
         points = [point for point in self.networks[recordings.NAMES[0]] if point.method in RULES]
         told = [
-            f"{RULES[each.method]} {each.accuracy:.1%}" for each in at_equal_spend(points, [points[0].plain_cost / 2])
+            f"{RULES[each.method]} {each.accuracy:.1%}" for each in at_equal_spend(points, [points[0].full_cost / 2])
         ]
         return {"CIFAR-100": f"accuracy of a recorded ResNet-18 that spends 50%: {', '.join(told)}"}
 

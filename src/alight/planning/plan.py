@@ -120,7 +120,7 @@ def plan(
     >>> model = MultiExitModel([nn.Linear(4, 8), nn.Linear(8, 8)], [nn.Linear(8, 3), nn.Linear(8, 3)])
     >>> labelled = HeadOutputs.from_logits(np.zeros((60, 2, 3)), np.arange(60) % 3)
     >>> made = plan(model, labelled, example=torch.zeros(1, 4), batch_size=256, num_threads=1)
-    >>> made.pays == (made.policy.method != "plain network")
+    >>> made.pays == (made.policy.method != "full network")
     True
     """
     if budget is not None and max_accuracy_loss is not None:
@@ -217,9 +217,7 @@ def largest_loss(before: np.ndarray, after: np.ndarray, confidence: float = CONF
 
 def _dense(costs: Costs) -> Policy:
     last = len(costs) - 1
-    return ExitAt(
-        costs=(costs.full,), open_exits=(last,), num_exits=len(costs), unit=costs.unit, method="plain network"
-    )
+    return ExitAt(costs=(costs.full,), open_exits=(last,), num_exits=len(costs), unit=costs.unit, method="full network")
 
 
 def _throughputs(
