@@ -4,7 +4,7 @@
     python experiments/guarantees.py alarm       # one part: contracts, tight, quota, paced or alarm
     python experiments/guarantees.py --page      # puts the tables of results/ into docs/guarantees.md
 
-Writes results/guarantees_<part>.csv: one row per claim with what was measured, what was promised, whether it holds, and
+Writes results/guarantees_<part>.csv: one row per claim with what was measured, what is guaranteed, whether it holds, and
 on what it was run. docs/guarantees.md states the figures.
 """
 
@@ -107,13 +107,13 @@ def _judged(claim: str, distribution: str, samples: int, spent: Floats, fresh_er
     if claim.startswith("mean"):
         return row | {
             "measured": f"{spent.mean() / BUDGET:.4f} of the budget",
-            "promised": f"at most 1 (Monte-Carlo error {error / BUDGET:.4f})",
+            "guaranteed": f"at most 1 (Monte-Carlo error {error / BUDGET:.4f})",
             "holds": str(bool(spent.mean() <= BUDGET + 3 * error)),
         }
     failures = int((spent > BUDGET).sum())
     return row | {
         "measured": f"{failures / len(spent):.4f} of draws overspend, {spent.mean() / BUDGET:.4f} of the budget spent",
-        "promised": f"at most {DELTA:g} of draws",
+        "guaranteed": f"at most {DELTA:g} of draws",
         "holds": str(bool(failures <= binom.ppf(0.999, len(spent), DELTA))),
     }
 
@@ -137,7 +137,7 @@ def tight() -> Iterator[Row]:
                 decisions = replay(make(table(draw(np.random.default_rng(seed), 5000))), fresh[seed % len(fresh)])
                 spent.append(decisions.mean_cost)
                 deviations.append(float(decisions.spent.std()))
-            promised = 0.99 if way.startswith("mean") else 1 - 2.5 * np.mean(deviations) / (BUDGET * np.sqrt(5000))
+            least = 0.99 if way.startswith("mean") else 1 - 2.5 * np.mean(deviations) / (BUDGET * np.sqrt(5000))
             judged = way in ("mean, exact law", "probability, exact law")
             yield {
                 "claim": way,
@@ -145,8 +145,8 @@ def tight() -> Iterator[Row]:
                 "samples": 5000,
                 "draws": 200,
                 "measured": f"{np.mean(spent) / BUDGET:.4f} used; {np.mean(np.array(spent) > BUDGET):.3f} overspend",
-                "promised": f"at least {promised:.4f}" if judged else "for comparison",
-                "holds": str(bool(np.mean(spent) / BUDGET >= promised)) if judged else "",
+                "guaranteed": f"at least {least:.4f}" if judged else "for comparison",
+                "holds": str(bool(np.mean(spent) / BUDGET >= least)) if judged else "",
             }
 
 
@@ -181,7 +181,7 @@ def quota() -> Iterator[Row]:
         "claim": "batches that overspend",
         "draws": 100_000,
         "measured": overspent,
-        "promised": 0,
+        "guaranteed": 0,
         "holds": str(overspent == 0),
     }
     yield {
@@ -189,7 +189,7 @@ def quota() -> Iterator[Row]:
         "draws": len(use),
         "measured": f"{np.mean(use):.5f} on average; below 0.99 in {sum(each < 0.99 for each in use)}"
         f" ({min(use):.4f} at least), in {missed} of which one more sample could have gone on",
-        "promised": "at least 0.99, where whole samples allow it",
+        "guaranteed": "at least 0.99, where whole samples allow it",
         "holds": str(missed == 0),
     }
 
@@ -235,13 +235,13 @@ def paced() -> Iterator[Row]:
             "claim": f"stream, {kind}",
             "draws": count,
             "measured": f"ahead by {ahead:.4f} of the last exit; {min(use[kind]):.4f} of the budget used at least",
-            "promised": "ahead by at most 1" + ("; 0.99 used" if demanding else ""),
+            "guaranteed": "ahead by at most 1" + ("; 0.99 used" if demanding else ""),
             "holds": str(bool(ahead <= 1 and (min(use[kind]) >= 0.99 or not demanding))),
         }
 
 
 def alarm() -> Iterator[Row]:
-    """How often the alarm is raised without a shift, and how soon after one that makes the plain policy 20 % dearer."""
+    """How often the alarm is raised without a shift, and how soon after one that makes the plain policy 20 % more expensive."""
     for percent in (30, 50, 70):
         everything = _pooled()
         false, delays = 0, []
@@ -265,7 +265,7 @@ def alarm() -> Iterator[Row]:
             "samples": len(second),
             "draws": STREAMS,
             "measured": false,
-            "promised": "at most 0.01 of streams of 100,000",
+            "guaranteed": "at most 0.01 of streams of 100,000",
             "holds": str(bool(false <= binom.ppf(0.999, STREAMS, 0.01))),
         }
         yield {
@@ -273,7 +273,7 @@ def alarm() -> Iterator[Row]:
             "samples": len(second),
             "draws": STREAMS,
             "measured": f"median {np.median(delays):.0f}, all within {max(delays):.0f}",
-            "promised": "2,000 samples",
+            "guaranteed": "2,000 samples",
             "holds": str(bool(max(delays) <= 2000)),
         }
 
@@ -289,7 +289,7 @@ def _pooled() -> HeadOutputs:
 
 
 def _harder(spent: Floats, factor: float) -> Floats:
-    """Weights that draw dear samples more often, so that the mean cost grows by this factor."""
+    """Weights that draw expensive samples more often, so that the mean cost grows by this factor."""
     low, high = 0.0, 60.0
     for _ in range(60):
         tilt = (low + high) / 2
@@ -334,7 +334,7 @@ def page(text: str) -> str:
 def table_of(path: Path) -> str:
     """The rows of a CSV as Markdown, and what they were run on."""
     rows = list(csv.DictReader(io.StringIO(path.read_text())))
-    shown = ("claim", "distribution", "samples", "draws", "measured", "promised", "holds")
+    shown = ("claim", "distribution", "samples", "draws", "measured", "guaranteed", "holds")
     columns = [name for name in shown if any(row[name] for row in rows)]
     lines = ["| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
     words = {"True": "yes", "False": "**no**"}

@@ -159,7 +159,7 @@ class CostContract:
         """Return what is guaranteed when so much is allowed."""
         if self.name == "mean":
             return f"Guaranteed on average over calibration data and new samples: mean cost <= {allowed}."
-        return f"Guaranteed with {percent(1 - self.delta)} confidence: mean cost <= {allowed}."
+        return f"Guaranteed with {percent(1 - self.delta, 10)} confidence: mean cost <= {allowed}."
 
 
 def certify_cost(
@@ -399,9 +399,9 @@ def allowed_by(policy: Policy, network: Costs) -> str:
     return f"{quantity(budget_of(policy), policy.unit)} ({percent(budget_of(policy) / network.full)})"
 
 
-def percent(share: float) -> str:
+def percent(share: float, digits: int = 3) -> str:
     """Return a share in percent."""
-    return f"{100 * share:.4g} %"
+    return f"{100 * share:.{digits}g} %"
 
 
 def same_distribution(samples: int) -> str:

@@ -115,7 +115,7 @@ class _RiskTest:
 
     def sentence(self, observed: float) -> str:
         """Return what is guaranteed when this risk was observed."""
-        confidence = percent(1 - self.delta)
+        confidence = percent(1 - self.delta, 10)
         return f"Guaranteed with {confidence} confidence: {self.name} <= {self.alpha:g} ({observed:.4g} observed)."
 
     def observe(self, policy: Policy, testing: HeadOutputs, where: str | None = None) -> tuple[bool, float]:
