@@ -24,7 +24,7 @@ def cluster(rows: Sequence[Row]) -> list[list[str]]:
 
 def calibration(rows: Sequence[Row]) -> list[list[str]]:
     """Calibration on a random sample beside that on all rows."""
-    lines = [["rows", "recording", "calibrated on", "peak memory", "time", "budget spent", "accuracy"]]
+    lines = [["rows", "recording", "calibrated on", "peak memory", "CPU time", "budget spent", "accuracy"]]
     for row in rows:
         figures = [f"{float(row[name]):,.0f} {unit}" for name, unit in (("held", "MB"), ("seconds", "s"))]
         figures += [f"{float(row[name]):.2%}" for name in ("spent", "accuracy")]

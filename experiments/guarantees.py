@@ -4,8 +4,8 @@
     python experiments/guarantees.py alarm       # one part: contracts, tight, quota, paced or alarm
     python experiments/guarantees.py --page      # puts the tables of results/ into docs/guarantees.md
 
-Writes results/guarantees_<part>.csv: one row per claim with what was measured, what is guaranteed, whether it holds, and
-on what it was run. docs/guarantees.md states the figures.
+Writes results/guarantees_<part>.csv: one row per claim with what was measured, what is guaranteed, whether it holds,
+and on what it was run. docs/guarantees.md states the figures.
 """
 
 import csv
@@ -241,7 +241,7 @@ def paced() -> Iterator[Row]:
 
 
 def alarm() -> Iterator[Row]:
-    """How often the alarm is raised without a shift, and how soon after one that makes the plain policy 20 % more expensive."""
+    """How often the alarm is raised without a shift, and how soon after one that makes samples 20 % more expensive."""
     for percent in (30, 50, 70):
         everything = _pooled()
         false, delays = 0, []
