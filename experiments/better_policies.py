@@ -59,7 +59,7 @@ def gain(method: str, rival: str, costs: Costs, labelled: HeadOutputs, test: Hea
 
 def table(points: Sequence[Point]) -> str:
     """Auto beside the best other method at each budget, allowed and spent, as Markdown, in percent."""
-    plain = points[0].plain_cost
+    plain = points[0].full_cost
     widths = {
         round(100 * point.budget / plain): 100 * (point.accuracy_high - point.accuracy_low)
         for point in points

@@ -63,7 +63,7 @@ def sweep_rows(network: str, methods: Sequence[str] = tuple(calibrate.METHODS), 
             seed=SEED,
         )
         for point in points:
-            plain = point.plain_cost
+            plain = point.full_cost
             yield {
                 "network": network,
                 "method": point.method,

@@ -58,7 +58,7 @@ def run() -> None:
 
 def equal_spend(heads: str, points: Sequence[Point]) -> list[dict[str, str]]:
     """Return accuracies at equal spent budget, by mean accuracy; last the methods that do not spend it all."""
-    plain = points[0].plain_cost
+    plain = points[0].full_cost
     rows = at_equal_spend([point for point in points if point.method != ORACLE], [share * plain for share in SPENT])
     totals = {each.method: sum(row.accuracy for row in rows if row.method == each.method) for each in rows}
     rows = sorted(rows, key=lambda row: -totals[row.method])
@@ -99,7 +99,7 @@ def _curve(points: Sequence[Point], method: str) -> tuple[list[float], ...]:
     """Spent, accuracy and its interval of one method, in percent, along the spent budget."""
     own = sorted((point for point in points if point.method == method), key=lambda point: point.mean_cost)
     return (
-        [100 * point.mean_cost / point.plain_cost for point in own],
+        [100 * point.mean_cost / point.full_cost for point in own],
         [100 * point.accuracy for point in own],
         [100 * point.accuracy_low for point in own],
         [100 * point.accuracy_high for point in own],

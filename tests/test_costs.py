@@ -63,24 +63,24 @@ def test_budgets_are_numbers_percentages_or_quantities(unit, budget):
     assert costs.budget(budget) == pytest.approx(BUDGETS[unit, budget], rel=1e-12)
 
 
-def test_a_percentage_is_of_the_plain_network_without_the_early_heads():
+def test_a_percentage_is_of_the_full_network_without_the_early_heads():
     assert Costs([10, 10], [5, 1]).budget("50%") == 10.5
 
 
 BAD_BUDGETS = {
-    "word": ("half", "no number, percentage or quantity"),
+    "word": ("half", "not a number, percentage or quantity"),
     "other unit": ("3 ms", "not in the costs' unit FLOPs"),
     "unknown unit": ("3 apples", "unknown unit 'apples'"),
     "rate": ("3 mflop/s", "unknown unit"),
     "nanoflops": ("1 nFLOPs", "unknown unit 'nFLOPs'"),
     "upper-case newton": ("3 NJ", "unknown unit 'NJ'"),
-    "too large": (10**400, "no number"),
+    "too large": (10**400, "not a number"),
     "beyond floats": ("1e400", "not a positive, finite amount"),
     "zero": (0, "not a positive, finite amount"),
     "negative": ("-5%", "not a positive, finite amount"),
     "NaN": (float("nan"), "not a positive, finite amount"),
     "infinite": (float("inf"), "not a positive, finite amount"),
-    "nothing": (None, "no number"),
+    "nothing": (None, "not a number"),
 }
 
 
@@ -103,7 +103,7 @@ BAD_COSTS = {
     "NaN": ([1.0, float("nan")], "finite"),
     "empty": ([], r"shape \(0,\)"),
     "table": ([[1.0, 2.0]], r"shape \(1, 2\)"),
-    "words": (["a"], "no numbers"),
+    "words": (["a"], "not numbers"),
 }
 
 

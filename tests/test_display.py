@@ -70,7 +70,7 @@ def test_a_table_is_small_closed_and_harmless(name):
 def test_cells_are_those_of_the_thing():
     shown = things()
     rows = Reader(shown["costs"]._repr_html_()).rows
-    assert rows[0] == ["exit", "stage", "head", "cumulative", "of the plain network"]
+    assert rows[0] == ["exit", "stage", "head", "cumulative", "of the full network"]
     assert [float(row[3]) for row in rows[1:]] == pytest.approx(COSTS.cumulative())
     shares = [float(row[2].rstrip("%")) / 100 for row in Reader(shown["decisions"]._repr_html_()).rows[1:]]
     assert shares == pytest.approx(shown["decisions"].exit_shares, abs=1e-3)

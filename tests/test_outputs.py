@@ -133,7 +133,7 @@ BAD_TABLES = {
         {"scores": np.zeros((2, 2)), "predictions": TWO, "features": {"margin": np.zeros((2, 2))}}, "rename it"
     ),
     "huge index": ({"scores": np.zeros((2, 2)), "predictions": np.full((2, 2), 2**63, np.uint64)}, "stay below"),
-    "words": ({"scores": [["a", "b"]], "predictions": [[0, 1]]}, "no table of numbers"),
+    "words": ({"scores": [["a", "b"]], "predictions": [[0, 1]]}, "not a table of numbers"),
     "feature shape": ({"scores": np.zeros((2, 2)), "predictions": TWO, "features": {"x": [[1.0]]}}, "feature 'x' have"),
     "log shape": ({"scores": np.zeros((2, 2)), "predictions": TWO, "log_probabilities": np.zeros((2, 3, 4))}, "log_pr"),
 }  # fmt: skip
@@ -163,7 +163,7 @@ BAD_LOGITS = {
     ),
     "unknown score": ({"logits": np.zeros((1, 1, 3)), "score": "luck"}, "no score 'luck': choose one of margin"),
     "ragged": ({"logits": [np.zeros((2, 3)), np.zeros((2, 4))]}, "disagree in shape"),
-    "words": ({"logits": "abc"}, "no numbers"),
+    "words": ({"logits": "abc"}, "not numbers"),
     "complex": ({"logits": np.zeros((1, 1, 3), dtype=complex)}, "complex"),
     "no exits": ({"logits": []}, "empty"),
     "NaN noise": ({"logits": np.zeros((1, 1, 3)), "noise": float("nan")}, "noise nan"),

@@ -42,7 +42,7 @@ class Costs:
         if (heads < 0).any() or (stages < 0).any():
             raise BadInput(f"a cost is negative (stages {stages.tolist()}, heads {heads.tolist()}): measure again")
         if not isinstance(unit, str):
-            raise BadInput(f"unit {unit!r} is no text: give 'FLOPs', 'ms', 'J' or ''")
+            raise BadInput(f"unit {unit!r} is not a text: give 'FLOPs', 'ms', 'J' or ''")
         for name, value in {"stages": stages, "heads": heads, "unit": unit, "_through": np.cumsum(stages)}.items():
             object.__setattr__(self, name, value)
         _check_increasing(self.cumulative())
@@ -71,7 +71,7 @@ class Costs:
         columns = [["exit", *(str(index) for index in range(len(self)))]]
         for name, values in {"stage": self.stages, "head": self.heads, "cumulative": self.cumulative()}.items():
             columns.append([name, *(f"{value:.4g}" for value in values)])
-        columns.append(["of the plain network", *(f"{value / self.full:.1%}" for value in self.cumulative())])
+        columns.append(["of the full network", *(f"{value / self.full:.1%}" for value in self.cumulative())])
         return html_table(f"Costs per sample{self.unit and ', in ' + self.unit}", columns)
 
     def cumulative(self, open_exits: Sequence[int] | None = None) -> Floats:
@@ -97,11 +97,11 @@ class Costs:
 
     @property
     def full(self) -> float:
-        """Cost of the plain network: all stages and the last head, no other head."""
+        """Cost of the full network: all stages and the last head, no other head."""
         return float(self.cumulative([len(self) - 1])[0])
 
     def budget(self, budget: "float | str") -> float:
-        """A budget as a number in the unit of these costs: 3e8, "50%" of the plain network, or "2.5 GFLOPs".
+        """A budget as a number in the unit of these costs: 3e8, "50%" of the full network, or "2.5 GFLOPs".
 
         >>> Costs.from_cumulative([1e9, 4e9], unit="FLOPs").budget("2.5 GFLOPs")
         2500000000.0
@@ -117,7 +117,7 @@ class Costs:
                 return float(budget)
             except (TypeError, ValueError, OverflowError) as error:
                 raise BadInput(
-                    f"budget {budget!r} is no number, percentage or quantity such as '2.5 GFLOPs'"
+                    f"budget {budget!r} is not a number, percentage or quantity such as '2.5 GFLOPs'"
                 ) from error
         number, unit = _number_and_unit(budget)
         if unit == "":
@@ -166,14 +166,27 @@ class Costs:
 
 
 def as_costs(costs: Costs | npt.ArrayLike) -> Costs:
-    """Costs as they are, or of a plain array of cumulative costs."""
+    """Return costs unchanged, or those of an array of cumulative costs."""
     return costs if isinstance(costs, Costs) else Costs.from_cumulative(costs)
+
+
+def quantity(value: float, unit: str) -> str:
+    """Return a cost with its unit, FLOPs and MACs with the prefix that leaves up to three digits.
+
+    >>> quantity(9_194_000.0, "FLOPs"), quantity(2.5, "ms"), quantity(1234.5, "")
+    ('9.19 MFLOPs', '2.5 ms', '1,234')
+    """
+    scale, kind = _base(unit) or (1.0, "")
+    if kind in ("flops", "macs"):
+        prefix = max((each for each in LARGE if LARGE[each] <= value * scale), key=LARGE.__getitem__, default="")
+        value, unit = value * scale / LARGE[prefix], prefix + {"flops": "FLOPs", "macs": "MACs"}[kind]
+    return f"{value:,.0f}{unit and ' ' + unit}" if value >= 1000 else f"{value:.3g}{unit and ' ' + unit}"
 
 
 def _number_and_unit(text: str) -> tuple[float, str]:
     match = re.fullmatch(r"\s*([-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?)\s*(\S*)\s*", text)
     if match is None:
-        raise BadInput(f"budget {text!r} is no number, percentage or quantity: write '50%', '2.5 GFLOPs', '3 ms'")
+        raise BadInput(f"budget {text!r} is not a number, percentage or quantity: write '50%', '2.5 GFLOPs', '3 ms'")
     return float(match[1]), match[2]
 
 
@@ -191,7 +204,7 @@ def _numbers(what: str, values: npt.ArrayLike) -> Floats:
     try:
         numbers = np.asarray(values, dtype=np.float64)
     except (TypeError, ValueError, OverflowError) as error:
-        raise BadInput(f"{what} are no numbers ({error}): give one cost per exit") from error
+        raise BadInput(f"{what} are not numbers ({error}): give one cost per exit") from error
     if numbers.ndim != 1 or not numbers.size:
         raise BadInput(f"{what} have shape {numbers.shape}: give one cost per exit")
     if not np.isfinite(numbers).all():

@@ -114,11 +114,11 @@ class HeadOutputs:
             )
         if noise > 0 and "logit_margin" in names:
             raise BadInput("noise is added to probabilities, which logit_margin does not use: choose another score")
-        chances = probabilities(stacked)
+        noisy = probabilities(stacked)  # with noise, where it is asked for
         if noise > 0 and rng is not None:
-            chances = chances + rng.uniform(0, noise, size=chances.shape)
-        tables = {name: logit_margin(stacked) if name == "logit_margin" else SCORES[name](chances) for name in names}
-        predictions = (chances if noise > 0 else stacked).argmax(-1)
+            noisy = noisy + rng.uniform(0, noise, size=noisy.shape)
+        tables = {name: logit_margin(stacked) if name == "logit_margin" else SCORES[name](noisy) for name in names}
+        predictions = (noisy if noise > 0 else stacked).argmax(-1)
         if labels is not None:
             _check_classes(predictions, _labels(labels, len(stacked)), stacked.shape[2])
         with np.errstate(divide="ignore"):
@@ -324,7 +324,7 @@ class Decisions:
     exits: Integers  # (samples,), where each left
     spent: Floats  # (samples,), in the unit of the costs
     num_exits: int  # of the network; by default as many as were taken
-    probabilities: Floats | None  # (samples,), of the class that was chosen, None where nobody asked
+    probabilities: Floats | None  # (samples,), of the class that was chosen, None where they were not requested
 
     def __init__(
         self,
@@ -343,15 +343,15 @@ class Decisions:
                 f"spent holds {int((~np.isfinite(spent)).sum())} values that are NaN or infinite: give costs"
             )
         taken = int(exits.max()) + 1
-        chances = None if probabilities is None else np.asarray(probabilities, dtype=np.float64)
-        if chances is not None:
-            _same_shape("probabilities", chances, "predictions", predictions)
+        of_class = None if probabilities is None else np.asarray(probabilities, dtype=np.float64)
+        if of_class is not None:
+            _same_shape("probabilities", of_class, "predictions", predictions)
         for name, value in {
             "predictions": predictions,
             "exits": exits,
             "spent": spent,
             "num_exits": max(int(num_exits), taken),
-            "probabilities": chances,
+            "probabilities": of_class,
         }.items():
             object.__setattr__(self, name, value)
 
@@ -451,7 +451,7 @@ def _table(what: str, values: npt.ArrayLike) -> Floats:
     try:
         table = np.asarray(values, dtype=np.float64)
     except (TypeError, ValueError) as error:
-        raise BadInput(f"{what} are no table of numbers ({error}): give (samples, exits)") from error
+        raise BadInput(f"{what} are not a table of numbers ({error}): give (samples, exits)") from error
     if table.ndim != 2:
         raise BadInput(f"{what} have {table.ndim} axes, shape {table.shape}: give (samples, exits)")
     if not table.size:
@@ -506,7 +506,7 @@ def _logits(logits: npt.ArrayLike | Sequence[npt.ArrayLike]) -> Floats:
         listed = isinstance(logits, list | tuple)
         arrays = [_array(part) for part in logits] if listed else [_array(logits)]  # type: ignore[union-attr]
     except (TypeError, ValueError) as error:
-        raise BadInput(f"logits are no numbers ({error}): give (samples, exits, classes)") from error
+        raise BadInput(f"logits are not numbers ({error}): give (samples, exits, classes)") from error
     if len({part.shape for part in arrays}) > 1:
         shapes = [part.shape for part in arrays]
         raise BadInput(f"the exits' logits disagree in shape, {shapes}: give (samples, classes) for each")

@@ -65,7 +65,7 @@ def test_auto_gains_half_a_point_over_eero_on_the_frozen_recording(frozen):
 @pytest.mark.parametrize("name", ["frozen", "joint"])
 def test_in_the_committed_results_no_method_beats_auto_by_the_width_of_its_interval(name):
     points = read_points(RESULTS / f"recorded_resnet18_{name}.csv")
-    plain = points[0].plain_cost
+    plain = points[0].full_cost
     for percent in PERCENTS:
         here = {point.method: point for point in points if round(100 * point.budget / plain, 6) == percent}
         auto = here["auto"]
@@ -78,7 +78,7 @@ def test_the_committed_results_are_those_of_this_code():
     points = read_points(RESULTS / "recorded_resnet18_joint.csv")
     for method in ("search", "optimal_stopping"):
         point = next(
-            point for point in points if (point.method, round(100 * point.budget / point.plain_cost)) == (method, 50)
+            point for point in points if (point.method, round(100 * point.budget / point.full_cost)) == (method, 50)
         )
         policy = calibrate.METHODS[method](recording.costs, "50%", recording.labelled)
         assert replay(policy, recording.test).accuracy(recording.test.labels) == point.accuracy

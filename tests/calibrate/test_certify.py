@@ -110,7 +110,7 @@ def test_too_few_samples_certify_the_first_exit_alone_and_say_how_many_would_do(
     policy = certified_probability(calibrate.geometric, delta=0.001)(COSTS, 1.2, few)
     assert isinstance(policy, ExitAt)
     needed = policy.certificate.numbers["smallest sample"]
-    assert f"at least {needed:,} samples are needed" in policy.certificate.promise
+    assert f"at least {needed:,} samples are needed" in policy.certificate.guarantee
     enough = made_up(2, int(needed), 4)
     assert isinstance(certified_probability(calibrate.geometric, delta=0.001)(COSTS, 1.2, few, enough), Threshold)
     short = made_up(2, int(needed) - 1, 4)
@@ -186,7 +186,7 @@ def test_a_budget_below_the_first_exit_cannot_be_promised():
 
 def test_a_budget_of_the_whole_network_needs_no_statistics():
     policy = certified_probability(calibrate.eero)(COSTS, 10.0, TABLE)
-    assert "whatever comes" in policy.certificate.promise
+    assert "Guaranteed for every sample" in policy.certificate.guarantee
 
 
 def accurate(seed: int, samples: int) -> HeadOutputs:
@@ -231,7 +231,7 @@ def test_cost_and_risk_can_be_promised_together():
     calibration = accurate(1, 6000)
     policy = certified_risk(calibrate.eero, risk="error", alpha=0.15, cost="probability")(COSTS, "70%", calibration)
     assert policy.certificate.contract == "probability, error"
-    assert "error is at most 0.15" in policy.certificate.promise
+    assert "error <= 0.15" in policy.certificate.guarantee
     with pytest.raises(BadInput, match="too near or above alpha"):
         certified_risk(calibrate.eero, risk="error", alpha=0.1, cost="probability")(COSTS, "25%", calibration)
 

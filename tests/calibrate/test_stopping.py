@@ -11,7 +11,7 @@ from scipy.optimize import isotonic_regression
 from alight import HeadOutputs, calibrate, replay
 from alight.budgeting.thresholds import survivor_thresholds
 from alight.calibrate.crossval import Ranked
-from alight.calibrate.stopping import _concave, _Plan, _slope, _upper, rates_at_price
+from alight.calibrate.stopping import _concave, _PricedPlan, _slope, _upper, rates_at_price
 from alight.policies.policy import Mixture, Threshold
 
 COSTS = np.array([1.0, 2.0, 3.5, 4.0, 6.0])
@@ -75,7 +75,7 @@ def test_where_the_unsure_are_beyond_help_policies_are_mixed_and_not_rates():
 
 def test_plans_on_the_hull_rise_with_falling_slope():
     rng = np.random.default_rng(0)
-    plans = [_Plan(1.0, np.ones(1), *pair) for pair in rng.uniform(size=(50, 2))]
+    plans = [_PricedPlan(1.0, np.ones(1), *pair) for pair in rng.uniform(size=(50, 2))]
     hull = _concave(plans)
     slopes = [_slope(*pair) for pair in pairwise(hull)]
     assert slopes == sorted(slopes, reverse=True)

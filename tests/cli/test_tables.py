@@ -109,7 +109,7 @@ BAD = {
     "falling costs": ("calibrate labelled.npz --costs 3,2,1,4 --budget 50%", 1, "exit 0 costs 3 and exit 1 costs 2"),
     "too few costs": ("calibrate labelled.npz --costs 1,2 --budget 50%", 1, "4 exits, but there are 2 costs"),
     "foreign file": ("calibrate costs.json --costs costs.json --budget 50%", 1, "it is not an .npz file"),
-    "policy as points": ("report costs.json", 1, "no table of points"),
+    "policy as points": ("report costs.json", 1, "not a table of points"),
     "unknown option": (
         "calibrate labelled.npz --costs costs.json --budget 3 --set heat=1",
         1,

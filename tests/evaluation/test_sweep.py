@@ -23,7 +23,7 @@ def test_a_sweep_has_every_method_at_every_budget_and_the_references(points):
     assert [point.method for point in points] == [
         *(name for name in METHODS for _ in BUDGETS), *[ORACLE] * 4, *[SINGLE_EXIT] * 4,
     ]  # fmt: skip
-    assert {point.plain_cost for point in points} == {COSTS.full}
+    assert {point.full_cost for point in points} == {COSTS.full}
 
 
 def test_a_point_is_what_replaying_the_policy_gives(points):
@@ -50,7 +50,7 @@ def test_a_point_tells_the_thresholds_of_every_exit_and_the_rule(points):
     point = next(point for point in points if point.method == "eero" and point.budget == 3.0)
     assert point.thresholds == (*policy.thresholds, -np.inf)  # the last exit takes everyone
     assert point.rule == f"{policy.summary()}, on the margin"
-    assert point.promise == ""
+    assert point.guarantee == ""
     for each in points:
         if each.method == "two_exits" and each.thresholds:
             assert [each.thresholds[index] for index in range(4) if each.exit_rates[index] == 0] == [np.inf] * 2
@@ -59,12 +59,12 @@ def test_a_point_tells_the_thresholds_of_every_exit_and_the_rule(points):
             assert "agree" in each.rule or "at once" in each.rule
 
 
-def test_a_certified_point_carries_its_promise():
+def test_a_certified_point_carries_its_guarantee():
     def certified(*given):
         return calibrate.certified_probability(calibrate.eero)(*given)
 
     (point,) = sweep({"eero": certified}, COSTS, [3.0], labelled=LABELLED, test=TEST, references=False)
-    assert point.promise == str(certified(COSTS, 3.0, LABELLED, None).certificate)
+    assert point.guarantee == str(certified(COSTS, 3.0, LABELLED, None).certificate)
 
 
 def test_no_method_beats_the_oracle_at_what_it_spent(points):
@@ -139,10 +139,10 @@ def test_files_that_are_not_points_are_refused_by_name(points, tmp_path):
         "": "it has no rows",
         "a,b\n1,2\n": "lacks the column 'method'",
         text.splitlines()[0]: "it has no rows",
-        text[: len(text) // 2]: "no table of points",
+        text[: len(text) // 2]: "not a table of points",
         text[:-5]: "cut short",
-        text.replace(str(points[0].accuracy), "nan", 1): "line 2 is no point",
-        text.replace("0.", "x", 3): "no table of points",
+        text.replace(str(points[0].accuracy), "nan", 1): "line 2 is not a point",
+        text.replace("0.", "x", 3): "not a table of points",
     }
     for content, message in cases.items():
         (tmp_path / "points.csv").write_text(content)

@@ -6,23 +6,23 @@ from typing import Any
 from alight.evaluation.sweep import ORACLE, SINGLE_EXIT, Point
 
 HOSTILE = "</script><script>alert('method')</script><img src=x onerror=alert(1)> & \"quoted\""
-PLAIN = 1.2e9
+FULL = 1.2e9
 STEPS = [0.2, 0.4, 0.6, 0.8, 1.0]
 ALONE = [(1.0, 0.0, 0.0), (0.0, 1.0, 0.0), (0.0, 0.0, 1.0)]
 
 
 def made_point(method: str, budget: float, spent: float, accuracy: float, **others: Any) -> Point:
-    """A point with intervals; budget and spent as shares of the plain network."""
+    """A point with intervals; budget and spent as shares of the full network."""
     return Point(
         method,
-        budget=budget * PLAIN,
+        budget=budget * FULL,
         accuracy=accuracy,
-        mean_cost=spent * PLAIN,
+        mean_cost=spent * FULL,
         accuracy_low=accuracy - 0.01,
         accuracy_high=accuracy + 0.01,
-        mean_cost_low=(spent - 0.01) * PLAIN,
-        mean_cost_high=(spent + 0.01) * PLAIN,
-        plain_cost=PLAIN,
+        mean_cost_low=(spent - 0.01) * FULL,
+        mean_cost_high=(spent + 0.01) * FULL,
+        full_cost=FULL,
         unit="FLOPs",
         **others,
     )
@@ -33,7 +33,7 @@ def made_points() -> list[Point]:
     shares = [(1 - step, 0.0, step) for step in STEPS]
     both = list(zip(STEPS, shares, strict=True))
     return [
-        *(made_point("eero", step, step - 0.01, 0.5 + 0.3 * step, **_told(step, share)) for step, share in both),
+        *(made_point("eero", step, step - 0.01, 0.5 + 0.3 * step, **_described(step, share)) for step, share in both),
         *(made_point("patience", step, step, 0.4 + 0.4 * step, exit_shares=share) for step, share in both),
         *(made_point(HOSTILE, step, 0.3 + 0.1 * step, 0.9 * step) for step in STEPS),
         *(made_point(ORACLE, step, step, 0.6 + 0.35 * step, exit_shares=share) for step, share in both),
@@ -41,15 +41,15 @@ def made_points() -> list[Point]:
             made_point(SINGLE_EXIT, cost, cost, accuracy, exit_shares=here)
             for cost, accuracy, here in zip((0.2, 0.5, 1.0), (0.5, 0.65, 0.8), ALONE, strict=True)
         ),
-        Point("bare", budget=0.5 * PLAIN, accuracy=0.55, mean_cost=0.45 * PLAIN, plain_cost=PLAIN, unit="FLOPs"),
+        Point("bare", budget=0.5 * FULL, accuracy=0.55, mean_cost=0.45 * FULL, full_cost=FULL, unit="FLOPs"),
     ]
 
 
-def _told(step: float, share: tuple[float, ...]) -> dict[str, Any]:
+def _described(step: float, share: tuple[float, ...]) -> dict[str, Any]:
     return {
         "exit_rates": share,
         "exit_shares": share,
         "thresholds": (step / 2 + 0.25, math.inf, -math.inf),
         "rule": "leave at the first score that reaches its threshold, on the margin",
-        "promise": f"Keeps to {step:.0%}, with luck.",
+        "guarantee": f"Keeps to {step:.0%}, with luck.",
     }

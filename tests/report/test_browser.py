@@ -15,7 +15,7 @@ import chromium
 import numpy as np
 import pytest
 from chromium import Tab
-from points import HOSTILE, PLAIN, STEPS, made_point, made_points
+from points import FULL, HOSTILE, STEPS, made_point, made_points
 
 from alight.evaluation.sweep import ORACLE, SINGLE_EXIT, Point, read_points
 from alight.report import Examples, ReportedNetwork, Walk, write_report
@@ -60,8 +60,8 @@ def made_examples() -> Examples:
     """Four images, each a grey of its own, which leave later the more is allowed."""
     images = tuple(data_address(np.full((8, 8), 60 * shade, np.uint8)) for shade in range(4))
     walks = (
-        Walk("eero", 0.2 * PLAIN, exits=(0, 0, 0, 2), answers=("a", "a", "b", "b")),
-        Walk("eero", 0.8 * PLAIN, exits=(0, 2, 2, 2), answers=("a", "b", "b", "b")),
+        Walk("eero", 0.2 * FULL, exits=(0, 0, 0, 2), answers=("a", "a", "b", "b")),
+        Walk("eero", 0.8 * FULL, exits=(0, 2, 2, 2), answers=("a", "b", "b", "b")),
     )
     return Examples(images, labels=("a", "b", "b", "b"), walks=walks)
 
@@ -71,7 +71,7 @@ def shown(fresh: Tab, tmp_path: Path) -> Tab:
     """A page with everything, open at 1200 pixels."""
     points = made_points()
     network = ReportedNetwork(points, exits=["layer1", "layer2", "layer3"], examples=made_examples(), plan=Plan())
-    other = [replace(each, plain_cost=2.0, budget=each.budget / 6e8, mean_cost=each.mean_cost / 6e8, unit="ms")
+    other = [replace(each, full_cost=2.0, budget=each.budget / 6e8, mean_cost=each.mean_cost / 6e8, unit="ms")
              for each in points if each.method != "patience"]  # fmt: skip
     fresh.open(write_report({"small": network, "large": other}, tmp_path / "report.html", title="Drawn"))
     return fresh
@@ -111,7 +111,7 @@ def test_every_figure_is_drawn_without_a_word_on_the_console_or_a_request(shown:
 
 
 def test_the_slider_moves_the_line_through_all_curves_and_the_numbers_follow(shown: Tab) -> None:
-    points = {round(each.budget / PLAIN, 9): each for each in made_points() if each.method == "eero"}
+    points = {round(each.budget / FULL, 9): each for each in made_points() if each.method == "eero"}
     stops = sorted({*STEPS, 0.5})  # one method has a single budget, between the others'
     assert int(shown.ask("budget.max")) == len(stops) - 1
     places: dict[str, list[float]] = {figure: [] for figure in TITLES}
@@ -119,19 +119,19 @@ def test_the_slider_moves_the_line_through_all_curves_and_the_numbers_follow(sho
         set_slider(shown, stop)
         for figure, seen in places.items():
             seen.append(line_of(shown, figure))
-        assert shown.text("#allowed").startswith(f"{100 * allowed:g}% of the plain network")
+        assert shown.text("#allowed").startswith(f"{100 * allowed:g}% of the full network")
         assert shown.ask("budget.ariaValueText ?? budget.getAttribute('aria-valuetext')").startswith(
             f"{100 * allowed:g}%"
         )
         if allowed not in points:
             continue
         point = points[allowed]
-        assert f"{point.accuracy:.1%} right, {point.mean_cost / PLAIN:.1%} spent" in shown.text("#chosen")
+        assert f"{point.accuracy:.1%} right, {point.mean_cost / FULL:.1%} spent" in shown.text("#chosen")
         (row,) = [each for each in table_of(shown, "readout") if each[0] == "eero"]
         assert row[1:] == [
             f"{point.accuracy:.1%}",
             f"{100 * (point.accuracy - 0.8):+.1f}".replace("-", "−"),
-            f"{point.mean_cost / PLAIN:.1%}",
+            f"{point.mean_cost / FULL:.1%}",
             f"{point.mean_cost / point.budget:.1%}",
         ]
         assert table_of(shown, "exits") == [
@@ -146,7 +146,7 @@ def test_the_slider_moves_the_line_through_all_curves_and_the_numbers_follow(sho
                 zip((20, 50, 100), point.thresholds, point.exit_rates, point.exit_shares, strict=True)
             )
         ]
-        assert shown.text("#promise") == point.promise
+        assert shown.text("#guarantee") == point.guarantee
         assert point.rule in shown.text("#rule")
     for seen in places.values():
         assert seen == sorted(set(seen))  # to the right with every step
@@ -169,9 +169,9 @@ def test_the_slider_obeys_the_keyboard(shown: Tab) -> None:
     shown.press("ArrowRight", "#budget")
     assert line_of(shown, "accuracy") > before
     shown.press("Home", "#budget")
-    assert shown.text("#allowed").startswith("20% of the plain network · 240 MFLOPs")
+    assert shown.text("#allowed").startswith("20% of the full network · 240 MFLOPs")
     shown.press("End", "#budget")
-    assert shown.text("#allowed").startswith("100% of the plain network · 1.2 GFLOPs")
+    assert shown.text("#allowed").startswith("100% of the full network · 1.2 GFLOPs")
 
 
 def test_methods_are_switched_off_and_on_in_all_figures(shown: Tab) -> None:
@@ -201,7 +201,7 @@ def test_a_method_is_chosen_by_its_name_or_from_the_list(shown: Tab) -> None:
     shown.ask(f"method.value = {json.dumps(HOSTILE)}; method.dispatchEvent(new Event('change', {{bubbles: true}}))")
     assert shown.text("#chosen").startswith(HOSTILE)
     assert shown.text("#shares .note") == "This point does not say how many samples left at each exit."
-    assert shown.ask("promise.hidden")
+    assert shown.ask("guarantee.hidden")
     assert shown.console == []
 
 
@@ -230,8 +230,8 @@ def test_examples_stand_at_the_exit_where_they_left(shown: Tab) -> None:
     assert shown.ask("[...document.querySelectorAll('#examples img')].every((image) => image.naturalWidth === 8)")
 
 
-def test_a_plan_stands_beside_the_plain_network(shown: Tab) -> None:
-    assert shown.text("#plan-title") == "The plan: exits pay here"
+def test_a_plan_stands_beside_the_full_network(shown: Tab) -> None:
+    assert shown.text("#plan-title") == "The plan: early exit is faster here"
     assert table_of(shown, "plan") == [
         ["samples per second", "1,000", "1,500"],
         ["speed-up", "1", "1.50"],
@@ -259,12 +259,12 @@ def test_the_data_behind_each_figure_are_the_points(shown: Tab, tmp_path: Path) 
     assert numbers(csv_of(shown, "spending-csv"), *names) == [row for row in drawn if row[0] != SINGLE_EXIT]
     assert numbers(csv_of(shown, "risk-csv"), *names) == [row for row in drawn if row[0] == SINGLE_EXIT]
     assert {row["method"] for row in csv_of(shown, "readout-csv")} == {"eero", "patience", HOSTILE, ORACLE, "bare"}
-    (eero,) = [each for each in points if each.method == "eero" and each.budget == 0.4 * PLAIN]
+    (eero,) = [each for each in points if each.method == "eero" and each.budget == 0.4 * FULL]
     exits = csv_of(shown, "exits-csv")
     assert tuple(float(row["threshold"]) for row in exits) == eero.thresholds
     assert tuple(float(row["planned"]) for row in exits) == eero.exit_rates
     assert tuple(float(row["observed"]) for row in exits) == eero.exit_shares
-    table = {(row["method"], float(row["spent_share_of_plain"])): row for row in csv_of(shown, "table-csv")}
+    table = {(row["method"], float(row["spent_share_of_full"])): row for row in csv_of(shown, "table-csv")}
     assert float(table["patience", 0.5]["accuracy"]) == pytest.approx(0.6)
 
 
@@ -344,23 +344,23 @@ def test_paper_is_white_and_has_no_controls(shown: Tab) -> None:
 def test_every_control_and_figure_has_a_name_for_those_who_listen(shown: Tab) -> None:
     roles = {"slider", "checkbox", "combobox", "button", "image", "link", "table", "region", "group"}
     nodes = shown.call("Accessibility.getFullAXTree")["nodes"]
-    told = [(node["role"]["value"], node.get("name", {}).get("value", "")) for node in nodes if not node["ignored"]]
-    found = {role for role, _ in told}
+    named = [(node["role"]["value"], node.get("name", {}).get("value", "")) for node in nodes if not node["ignored"]]
+    found = {role for role, _ in named}
     assert {"slider", "checkbox", "combobox", "button", "image", "link"} <= found
-    nameless = [role for role, name in told if role in roles - {"table", "group"} and not name]
+    nameless = [role for role, name in named if role in roles - {"table", "group"} and not name]
     assert nameless == []
-    assert sum(role == "image" for role, _ in told) >= 5 + 4
-    assert ("slider", "Budget allowed per sample") in told
+    assert sum(role == "image" for role, _ in named) >= 5 + 4
+    assert ("slider", "Budget allowed per sample") in named
     assert shown.ask("[...document.querySelectorAll('table')].every((each) => !each.rows.length || each.tHead)")
 
 
 def test_a_page_of_little_says_what_is_missing(fresh: Tab, tmp_path: Path) -> None:
-    fresh.open(write_report({"one": [Point("mine", 4.0, 0.8, 3.0, plain_cost=8.0)]}, tmp_path / "report.html"))
+    fresh.open(write_report({"one": [Point("mine", 4.0, 0.8, 3.0, full_cost=8.0)]}, tmp_path / "report.html"))
     assert fresh.console == []
     assert len(fresh.texts("svg[role=img]")) == 3
     assert len(fresh.texts("figure .note")) == 2  # no shares, no single exits
     assert fresh.ask("budget.disabled")
-    assert fresh.text("#allowed").startswith("50% of the plain network · 4")
+    assert fresh.text("#allowed").startswith("50% of the full network · 4")
 
 
 def many(name: str) -> list[Point]:
@@ -370,11 +370,11 @@ def many(name: str) -> list[Point]:
     for method in range(12):
         for allowed in np.linspace(0.1, 1.0, 40):
             shares = rng.dirichlet(np.ones(12))
-            told: dict[str, Any] = {"exit_rates": tuple(shares.tolist()), "exit_shares": tuple(shares.tolist())}
-            told["thresholds"] = (*rng.uniform(size=11).tolist(), -math.inf)
-            told["rule"] = "leave at the first score that reaches its threshold, on the margin"
-            told["promise"] = f"With probability 95% the mean cost of {name} stays within its budget. " * 2
-            points.append(made_point(f"{name}_{method}", allowed, allowed * 0.98, 0.9 * allowed**0.1, **told))
+            texts: dict[str, Any] = {"exit_rates": tuple(shares.tolist()), "exit_shares": tuple(shares.tolist())}
+            texts["thresholds"] = (*rng.uniform(size=11).tolist(), -math.inf)
+            texts["rule"] = "leave at the first score that reaches its threshold, on the margin"
+            texts["guarantee"] = f"With probability 95% the mean cost of {name} stays within its budget. " * 2
+            points.append(made_point(f"{name}_{method}", allowed, allowed * 0.98, 0.9 * allowed**0.1, **texts))
     return points
 
 

@@ -9,7 +9,7 @@ from alight.report import Examples, Page, ReportedNetwork, Walk
 
 def test_a_network_knows_its_unit_its_cost_and_its_exits():
     network = ReportedNetwork(made_points())
-    assert (network.unit, network.plain_cost, network.num_exits) == ("FLOPs", 1.2e9, 3)
+    assert (network.unit, network.full_cost, network.num_exits) == ("FLOPs", 1.2e9, 3)
 
 
 def test_names_must_be_as_many_as_exits():

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from points import HOSTILE, PLAIN, made_points
+from points import FULL, HOSTILE, made_points
 
 from alight.errors import BadInput, Mismatch
 from alight.evaluation.sweep import ORACLE, Point
@@ -85,11 +85,11 @@ def test_hostile_titles_and_names_stay_text(points: list[Point], tmp_path: Path)
     assert HOSTILE in {row[0] for row in network["points"]}
 
 
-def test_promises_stand_above_the_figures_as_text(points: list[Point], tmp_path: Path) -> None:
-    text = write_report(points, tmp_path / "report.html", promises=["A <b> promise.", "Another."]).read_text()
-    assert "A &lt;b&gt; promise." in text
+def test_guarantees_stand_above_the_figures_as_text(points: list[Point], tmp_path: Path) -> None:
+    text = write_report(points, tmp_path / "report.html", guarantees=["A <b> guarantee.", "Another."]).read_text()
+    assert "A &lt;b&gt; guarantee." in text
     assert text.index("Another.") < text.index('id="accuracy-title"')
-    assert '<p class="promise">' not in write_report(points, tmp_path / "report.html").read_text()
+    assert '<p class="guarantee">' not in write_report(points, tmp_path / "report.html").read_text()
 
 
 def test_a_dollar_sign_is_no_placeholder(points: list[Point], tmp_path: Path) -> None:
@@ -102,12 +102,12 @@ def test_every_point_is_in_the_page_with_every_figure(points: list[Point], tmp_p
     (network,) = data["networks"]
     assert data["columns"] == [each.name for each in fields(Point)]
     assert len(network["points"]) == len(points)
-    assert [as_told(each) for each in network["points"]] == [
+    assert [as_shown(each) for each in network["points"]] == [
         [getattr(given, name) for name in data["columns"]] for given in map(without_nan, points)
     ]
 
 
-def as_told(row: list[Any]) -> list[Any]:
+def as_shown(row: list[Any]) -> list[Any]:
     """A row of the page's JSON as Python values, None for NaN."""
     infinite = {"inf": math.inf, "-inf": -math.inf}
     return [tuple(infinite.get(each, each) for each in cell) if isinstance(cell, list) else cell for cell in row]
@@ -119,7 +119,7 @@ def without_nan(given: Point) -> Point:
 
 
 def test_points_of_one_network_and_of_several_are_both_reported(points: list[Point], tmp_path: Path) -> None:
-    other = [replace(each, plain_cost=2.0, budget=1.0, mean_cost=1.0, unit="ms") for each in points]
+    other = [replace(each, full_cost=2.0, budget=1.0, mean_cost=1.0, unit="ms") for each in points]
     one = data_of(write_report(tuple(points), tmp_path / "one.html"))
     two = data_of(write_report({"small": points, "large": other}, tmp_path / "two.html"))
     assert [network["name"] for network in one["networks"]] == [""]
@@ -154,15 +154,15 @@ def test_no_points_are_refused_and_leave_no_file(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_points_without_the_plain_cost_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(BadInput, match="plain_cost"):
+def test_points_without_the_full_cost_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(BadInput, match="full_cost"):
         write_report([Point("eero", budget=4.0, accuracy=0.8, mean_cost=3.0)], tmp_path / "report.html")
     assert list(tmp_path.iterdir()) == []
 
 
 def test_points_of_two_networks_in_one_list_are_refused(points: list[Point], tmp_path: Path) -> None:
     with pytest.raises(Mismatch, match="not of one network"):
-        write_report([*points, replace(points[0], plain_cost=2 * PLAIN)], tmp_path / "report.html")
+        write_report([*points, replace(points[0], full_cost=2 * FULL)], tmp_path / "report.html")
 
 
 def test_an_existing_report_survives_a_failure(points: list[Point], tmp_path: Path) -> None:
@@ -176,12 +176,12 @@ def test_an_existing_report_survives_a_failure(points: list[Point], tmp_path: Pa
 
 def test_a_network_brings_its_name_its_exits_and_its_note(points: list[Point], tmp_path: Path) -> None:
     network = ReportedNetwork(points, name="mine", exits=["a", "b", "c"], note="on a laptop")
-    (told,) = data_of(write_report(network, tmp_path / "report.html"))["networks"]
-    assert (told["name"], told["exits"], told["note"]) == ("mine", ["a", "b", "c"], "on a laptop")
-    (told,) = data_of(write_report({"other": network}, tmp_path / "report.html"))["networks"]
-    assert told["name"] == "other"
+    (written,) = data_of(write_report(network, tmp_path / "report.html"))["networks"]
+    assert (written["name"], written["exits"], written["note"]) == ("mine", ["a", "b", "c"], "on a laptop")
+    (written,) = data_of(write_report({"other": network}, tmp_path / "report.html"))["networks"]
+    assert written["name"] == "other"
 
 
 def test_a_written_page_is_the_page(points: list[Point], tmp_path: Path) -> None:
-    text = write_report(points, tmp_path / "report.html", title="T", promises=["P."]).read_text(encoding="utf-8")
+    text = write_report(points, tmp_path / "report.html", title="T", guarantees=["P."]).read_text(encoding="utf-8")
     assert text == as_html(Contents("T", [ReportedNetwork(points)], ["P."]))

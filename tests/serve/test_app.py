@@ -85,7 +85,7 @@ UNUSABLE = [
     ({}, 422, "give one of images, arrays and texts"),
     ({"images": ["Zm9v"], "texts": ["a"]}, 422, "images and texts"),
     ({"images": ["Zm9v"], "budget": -1}, 422, "budget"),
-    ({"images": [in_base64(np.zeros((8, 8), np.uint8))], "budget": "much"}, 422, "budget 'much' is no number"),
+    ({"images": [in_base64(np.zeros((8, 8), np.uint8))], "budget": "much"}, 422, "budget 'much' is not a number"),
     ({"images": ["Zm9v"], "deadline_ms": "soon"}, 422, "deadline_ms"),
     ({"images": ["Zm9v"], "colour": "red"}, 422, "colour"),
 ]

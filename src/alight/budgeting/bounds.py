@@ -1,4 +1,4 @@
-"""What can be promised: exact laws of exit shares and cost given calibration, and the paper's risk bound.
+"""What can be guaranteed: exact laws of exit shares and cost given calibration, and the paper's risk bound.
 
 With continuous scores and thresholds set on N exchangeable samples by `passing_counts` k_1 >= k_2 >= ..., the shares
 of fresh samples that leave at each exit are Dirichlet(k_0 - k_1, k_1 - k_2, ...), with k_0 = N + 1 and k_M = 0,
@@ -22,7 +22,7 @@ Plan = Callable[[float], Floats]  # a budget becomes exit rates
 
 
 def share_law(counts: Integers, num_samples: int) -> Integers:
-    """Parameters of the Dirichlet law of the exit shares; 0 where nobody ever leaves.
+    """Parameters of the Dirichlet law of the exit shares; 0 where no sample ever leaves.
 
     >>> share_law(np.array([4, 2]), num_samples=7)
     array([4, 2, 2])
@@ -109,7 +109,7 @@ def exact_plan(plan: Plan, costs: Floats, budget: float, num_samples: int, delta
     generous = plan(budget)
     if safe(budget):
         return generous
-    low, high = float(costs[generous > 0][0]), budget  # everyone at the first exit that is planned at all is safe
+    low, high = float(costs[generous > 0][0]), budget  # all samples at the first exit that is planned at all are safe
     for _ in range(40):  # far below one sample's share of the budget
         middle = low + (high - low) / 2
         low, high = (middle, high) if safe(middle) else (low, middle)

@@ -16,9 +16,9 @@ LEFT = 0.005  # of what is planned: where whole moves leave more, exchanges are 
 def quota_counts(exit_rates: Floats, costs: Floats, budget: float, total: int) -> Integers:
     """Numbers of a batch of `total` samples that leave at each exit: nearest to the rates, at most `total * budget`.
 
-    Largest remainder first; then samples move to cheaper exits while the batch is too dear, and to dearer ones while
-    it is cheaper than planned; where that leaves much, two samples move at a time. Exits of rate 0 get nobody, but for
-    the first when nothing else is affordable.
+    Largest remainder first; then samples move to cheaper exits while the batch costs too much, and to more
+    expensive ones while it costs less than planned; where that leaves much, two samples move at a time. Exits of rate 0
+    get no sample, but for the first when nothing else is affordable.
 
     >>> quota_counts(np.array([0.5, 0.3, 0.2]), np.array([1.0, 2.0, 4.0]), 1.9, 7)
     array([3, 3, 1])
@@ -36,7 +36,7 @@ def quota_counts(exit_rates: Floats, costs: Floats, budget: float, total: int) -
         counts[source], counts[target] = counts[source] - 1, counts[target] + 1
         spent = math.fsum(counts * costs)
     planned = min(allowed, total * float(exit_rates @ costs)) * (1 - 1e-12)  # filling up leaves room for rounding
-    while (move := _dearest_move(counts, costs, exit_rates, planned - spent)) is not None:
+    while (move := _upward_move(counts, costs, exit_rates, planned - spent)) is not None:
         counts = counts + move
         spent = math.fsum(counts * costs)
     while (
@@ -73,31 +73,31 @@ def _cheapening(counts: Integers, costs: Floats, exit_rates: Floats, excess: flo
     """The move of one sample to a cheaper planned exit, or the first, that saves just enough, or else the most."""
     targets = {0, *np.flatnonzero(exit_rates > 0).tolist()}
     moves = [(costs[i] - costs[j], i, j) for i in np.flatnonzero(counts) for j in targets if j < i]
-    enough = [move for move in moves if move[0] >= excess]
-    _, source, target = min(enough) if enough else max(moves)
+    sufficient = [move for move in moves if move[0] >= excess]
+    _, source, target = min(sufficient) if sufficient else max(moves)
     return int(source), int(target)
 
 
-def _dearest_move(counts: Integers, costs: Floats, exit_rates: Floats, slack: float) -> Integers | None:
-    """What changes when the sample moves to a dearer exit that uses most of what is left."""
-    affordable = [move for move in _dearer_moves(counts, costs, exit_rates) if move[0] <= slack]
+def _upward_move(counts: Integers, costs: Floats, exit_rates: Floats, slack: float) -> Integers | None:
+    """Return the change of counts when a sample moves to a more expensive exit and uses most of what is left."""
+    affordable = [move for move in _moves(counts, costs, exit_rates) if move[0] <= slack]
     return max(affordable, key=lambda move: move[:3])[3] if affordable else None
 
 
 def _finest_exchange(counts: Integers, costs: Floats, exit_rates: Floats, slack: float) -> Integers | None:
-    """What changes when one sample moves to a dearer exit and another to a cheaper one, using most of what is left."""
+    """Return the change of counts when one sample moves up and another down, using most of what is left."""
     best: tuple[float, Integers | None] = (slack / 1000, None)
-    for dearer, _, _, up in _dearer_moves(counts, costs, exit_rates):
-        for cheaper, _, _, down in _dearer_moves(counts + up, costs, exit_rates, cheaper=True):
-            if best[0] < dearer - cheaper <= slack:
-                best = (dearer - cheaper, up + down)
+    for more, _, _, up in _moves(counts, costs, exit_rates):
+        for less, _, _, down in _moves(counts + up, costs, exit_rates, cheaper=True):
+            if best[0] < more - less <= slack:
+                best = (more - less, up + down)
     return best[1]
 
 
-def _dearer_moves(
+def _moves(
     counts: Integers, costs: Floats, exit_rates: Floats, *, cheaper: bool = False
 ) -> list[tuple[float, int, int, Integers]]:
-    """Moves of one sample to a dearer exit, or a cheaper one, that is planned: cost, source, target, what changes."""
+    """Return moves of one sample to a costlier or cheaper planned exit: cost, source, target, change of counts."""
     moves = []
     for source in np.flatnonzero(counts):
         for target in np.flatnonzero(exit_rates > 0):

@@ -1,7 +1,7 @@
 """Thresholds: which score lets the planned share of samples leave.
 
 A sample leaves at the first exit whose score is at least its threshold; of the samples whose score equals the
-threshold, those with `hash01(sample) < tie_share` leave. The last exit takes everyone and has no threshold.
+threshold, those with `hash01(sample) < tie_share` leave. The last exit takes every sample and has no threshold.
 """
 
 import math
@@ -31,7 +31,7 @@ class Thresholds(NamedTuple):
 def padded_rates(exit_rates: Floats, num_samples: int, slack: Slack = None) -> Floats:
     """Share of samples to have left by each exit, with the paper's slack C / sqrt(N) on top (Eq. 9).
 
-    C is the cumulative rate itself for `"paper"`, as in its experiments; a number is C; None is no slack.
+    C is the cumulative rate itself for `"paper"`, as in its experiments; a number is C; None adds nothing.
 
     >>> padded_rates(np.array([0.5, 0.5]), 100, "paper")
     array([0.55, 1.  ])
@@ -80,7 +80,7 @@ def thresholds_at_ranks(scores: Floats, ranks: Integers) -> Thresholds:
 def passing_counts(exit_rates: Floats, num_samples: int, slack: Slack = None) -> Integers:
     """k_l = floor((N + 1)(1 - share gone by exit l)) for every exit but the last.
 
-    Of N calibration samples and one new one, exchangeable, k_l should pass exit l, so that its chance to do so is
+    Of N calibration samples and one new one, exchangeable, k_l should pass exit l, so that it does so with probability
     k_l / (N + 1), at most the planned share.
 
     >>> passing_counts(np.array([0.5, 0.25, 0.25]), 7)
@@ -88,7 +88,7 @@ def passing_counts(exit_rates: Floats, num_samples: int, slack: Slack = None) ->
     """
     left = 1 - padded_rates(exit_rates, num_samples, slack)[:-1]
     counts = np.floor((num_samples + 1) * left + ROUNDING).astype(np.int64)
-    silent = np.asarray(exit_rates)[:-1] <= 0  # nobody is planned to leave here, so nobody does
+    silent = np.asarray(exit_rates)[:-1] <= 0  # none is planned to leave here, so none does
     for exit_index in np.flatnonzero(silent):
         before = counts[exit_index - 1] if exit_index else num_samples + 1
         counts[exit_index] = before if left[exit_index] > 0 else 0
@@ -115,7 +115,7 @@ def thresholds_for_counts(scores: Floats, counts: Integers) -> Thresholds:
     waiting: Any = slice(None)  # the samples that passed all exits so far
     before = num_samples + 1
     for exit_index, count in enumerate(counts.tolist()):
-        if count == before:  # nobody leaves
+        if count == before:  # none leaves
             continue
         if count == 0:
             values[exit_index:] = -np.inf
@@ -128,7 +128,7 @@ def thresholds_for_counts(scores: Floats, counts: Integers) -> Thresholds:
 
 
 def _divide(column: Floats, waiting: Any, count: int) -> tuple[npt.NDArray[np.bool_], float, float]:
-    """Who passes on (count - 1 of them), and the threshold and tie share that make it so."""
+    """Return which samples pass on (count - 1 of them), and the threshold and tie share for it."""
     ordered = np.partition(column, sorted({max(count - 2, 0), count - 1}))
     upper = float(ordered[count - 1])
     lower = float(ordered[count - 2]) if count > 1 else upper
@@ -147,7 +147,7 @@ def _divide(column: Floats, waiting: Any, count: int) -> tuple[npt.NDArray[np.bo
 
 
 def between(lower: float, upper: float) -> float:
-    """A number midway that still tells the two apart: above `lower` and at most `upper`."""
+    """Return a number midway that still separates the two: above `lower` and at most `upper`."""
     middle = lower + (upper - lower) / 2
     return middle if lower < middle <= upper else upper
 

@@ -36,8 +36,8 @@ def genetic(
     >>> from alight import recordings, replay
     >>> labelled, test, costs = recordings.load()
     >>> decisions = replay(genetic(costs, "50%", labelled, generations=2), test)
-    >>> f"{decisions.accuracy(test.labels):.1%} right for {decisions.mean_cost / costs.full:.1%} of the cost"
-    '43.1% right for 49.3% of the cost'
+    >>> f"{decisions.accuracy(test.labels):.1%} accuracy at {decisions.mean_cost / costs.full:.1%} of the cost"
+    '43.1% accuracy at 49.3% of the cost'
     """
     problem = Problem.of("genetic", costs, budget, labelled, unlabelled)
     seed, population, generations = index(seed), index(population), index(generations)

@@ -22,8 +22,8 @@ def global_threshold(
     >>> from alight import recordings, replay
     >>> labelled, test, costs = recordings.load()
     >>> decisions = replay(global_threshold(costs, "50%", labelled), test)
-    >>> f"{decisions.accuracy(test.labels):.1%} right for {decisions.mean_cost / costs.full:.1%} of the cost"
-    '40.9% right for 49.8% of the cost'
+    >>> f"{decisions.accuracy(test.labels):.1%} accuracy at {decisions.mean_cost / costs.full:.1%} of the cost"
+    '40.9% accuracy at 49.8% of the cost'
     """
     problem = Problem.of("global_threshold", costs, budget, labelled, unlabelled)
     early = problem.scored.scores[:, :-1]
@@ -47,8 +47,8 @@ def performance_control(
     >>> from alight import recordings, replay
     >>> labelled, test, costs = recordings.load()
     >>> decisions = replay(performance_control(costs, "50%", labelled), test)
-    >>> f"{decisions.accuracy(test.labels):.1%} right for {decisions.mean_cost / costs.full:.1%} of the cost"
-    '38.7% right for 49.8% of the cost'
+    >>> f"{decisions.accuracy(test.labels):.1%} accuracy at {decisions.mean_cost / costs.full:.1%} of the cost"
+    '38.7% accuracy at 49.8% of the cost'
     """
     from scipy.optimize import isotonic_regression  # slow to import
 
@@ -77,8 +77,8 @@ def patience(costs: AnyCosts, budget: Budget, labelled: HeadOutputs, unlabelled:
     >>> from alight import recordings, replay
     >>> labelled, test, costs = recordings.load()
     >>> decisions = replay(patience(costs, "50%", labelled), test)
-    >>> f"{decisions.accuracy(test.labels):.1%} right for {decisions.mean_cost / costs.full:.1%} of the cost"
-    '34.0% right for 50.0% of the cost'
+    >>> f"{decisions.accuracy(test.labels):.1%} accuracy at {decisions.mean_cost / costs.full:.1%} of the cost"
+    '34.0% accuracy at 50.0% of the cost'
     """
     problem = Problem.of("patience", costs, budget, labelled, unlabelled)
 
@@ -97,8 +97,8 @@ def pcee(costs: AnyCosts, budget: Budget, labelled: HeadOutputs, unlabelled: Hea
     >>> from alight import recordings, replay
     >>> labelled, test, costs = recordings.load()
     >>> decisions = replay(pcee(costs, "50%", labelled), test)
-    >>> f"{decisions.accuracy(test.labels):.1%} right for {decisions.mean_cost / costs.full:.1%} of the cost"
-    '40.9% right for 49.8% of the cost'
+    >>> f"{decisions.accuracy(test.labels):.1%} accuracy at {decisions.mean_cost / costs.full:.1%} of the cost"
+    '40.9% accuracy at 49.8% of the cost'
     """
     problem = Problem.of("pcee", costs, budget, labelled, unlabelled)
     levels = levels_between(problem.scored.scores)

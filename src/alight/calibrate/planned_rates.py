@@ -40,8 +40,8 @@ def eero(
     >>> from alight import recordings, replay
     >>> labelled, test, costs = recordings.load()
     >>> decisions = replay(eero(costs, "50%", labelled), test)
-    >>> f"{decisions.accuracy(test.labels):.1%} right for {decisions.mean_cost / costs.full:.1%} of the cost"
-    '43.1% right for 49.3% of the cost'
+    >>> f"{decisions.accuracy(test.labels):.1%} accuracy at {decisions.mean_cost / costs.full:.1%} of the cost"
+    '43.1% accuracy at 49.3% of the cost'
     """
     problem = Problem.of("eero", costs, budget, labelled, unlabelled)
     plan, settings = _exponential(problem, temperature, prior, spend_all)
@@ -65,8 +65,8 @@ def eero_marginal(
     >>> from alight import recordings, replay
     >>> labelled, test, costs = recordings.load()
     >>> decisions = replay(eero_marginal(costs, "50%", labelled), test)
-    >>> f"{decisions.accuracy(test.labels):.1%} right for {decisions.mean_cost / costs.full:.1%} of the cost"
-    '29.2% right for 35.5% of the cost'
+    >>> f"{decisions.accuracy(test.labels):.1%} accuracy at {decisions.mean_cost / costs.full:.1%} of the cost"
+    '29.2% accuracy at 35.5% of the cost'
     """
     problem = Problem.of("eero_marginal", costs, budget, labelled, unlabelled)
     plan, settings = _exponential(problem, temperature, prior, spend_all)
@@ -88,8 +88,8 @@ def two_exits(
     >>> from alight import recordings, replay
     >>> labelled, test, costs = recordings.load()
     >>> decisions = replay(two_exits(costs, "50%", labelled), test)
-    >>> f"{decisions.accuracy(test.labels):.1%} right for {decisions.mean_cost / costs.full:.1%} of the cost"
-    '39.6% right for 49.9% of the cost'
+    >>> f"{decisions.accuracy(test.labels):.1%} accuracy at {decisions.mean_cost / costs.full:.1%} of the cost"
+    '39.6% accuracy at 49.9% of the cost'
     """
     problem = Problem.of("two_exits", costs, budget, labelled, unlabelled, closes_exits=True)
     last = len(problem.network) - 1
@@ -121,8 +121,8 @@ def geometric(
     >>> from alight import recordings, replay
     >>> labelled, test, costs = recordings.load()
     >>> decisions = replay(geometric(costs, "50%", labelled), test)
-    >>> f"{decisions.accuracy(test.labels):.1%} right for {decisions.mean_cost / costs.full:.1%} of the cost"
-    '41.7% right for 49.7% of the cost'
+    >>> f"{decisions.accuracy(test.labels):.1%} accuracy at {decisions.mean_cost / costs.full:.1%} of the cost"
+    '41.7% accuracy at 49.7% of the cost'
     """
     problem = Problem.of("geometric", costs, budget, labelled, unlabelled)
     return problem.survivor_policy(lambda budget: geometric_rates(problem.costs, budget), slack=slack, delta=delta)
@@ -144,8 +144,8 @@ def gaussian(
     >>> from alight import recordings, replay
     >>> labelled, test, costs = recordings.load()
     >>> decisions = replay(gaussian(costs, "50%", labelled), test)
-    >>> f"{decisions.accuracy(test.labels):.1%} right for {decisions.mean_cost / costs.full:.1%} of the cost"
-    '37.2% right for 49.8% of the cost'
+    >>> f"{decisions.accuracy(test.labels):.1%} accuracy at {decisions.mean_cost / costs.full:.1%} of the cost"
+    '37.2% accuracy at 49.8% of the cost'
     """
     problem = Problem.of("gaussian", costs, budget, labelled, unlabelled)
     return problem.survivor_policy(
@@ -161,8 +161,8 @@ def best_single_exit(
     >>> from alight import recordings, replay
     >>> labelled, test, costs = recordings.load()
     >>> decisions = replay(best_single_exit(costs, "50%", labelled), test)
-    >>> f"{decisions.accuracy(test.labels):.1%} right for {decisions.mean_cost / costs.full:.1%} of the cost"
-    '24.3% right for 38.1% of the cost'
+    >>> f"{decisions.accuracy(test.labels):.1%} accuracy at {decisions.mean_cost / costs.full:.1%} of the cost"
+    '24.3% accuracy at 38.1% of the cost'
     """
     problem = Problem.of("best_single_exit", costs, budget, labelled, unlabelled, closes_exits=True)
     alone = np.array([problem.network.cumulative([index])[0] for index in range(len(problem.network))])

@@ -33,7 +33,15 @@ Method = Callable[..., Policy]  # (costs, budget, labelled, unlabelled=None, *, 
 
 @dataclass(frozen=True)
 class Problem:
-    """One calibration: the budget in the costs' unit, and the tables."""
+    """One calibration: the budget in the costs' unit, and the tables.
+
+    >>> from alight import recordings
+    >>> labelled, test, costs = recordings.load()
+    >>> problem = Problem.of("by hand", costs, "50%", labelled, None)
+    >>> rates = np.full(8, 1 / 8)
+    >>> problem.spends(problem.survivor_policy(lambda budget: rates)) > problem.budget
+    True
+    """
 
     network: Costs
     budget: float

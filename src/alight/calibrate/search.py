@@ -49,8 +49,8 @@ def search(
     >>> from alight import recordings, replay
     >>> labelled, test, costs = recordings.load()
     >>> decisions = replay(search(costs, "50%", labelled, rounds=2), test)
-    >>> f"{decisions.accuracy(test.labels):.1%} right for {decisions.mean_cost / costs.full:.1%} of the cost"
-    '43.9% right for 49.8% of the cost'
+    >>> f"{decisions.accuracy(test.labels):.1%} accuracy at {decisions.mean_cost / costs.full:.1%} of the cost"
+    '43.9% accuracy at 49.8% of the cost'
     """
     problem = Problem.of("search", costs, budget, labelled, unlabelled, closes_exits=True)
     opened = affordable_exits(problem.network, problem.budget)
@@ -107,7 +107,7 @@ def _exchanged(plan: _OpenPlan, amount: float, rng: np.random.Generator) -> _Ope
     triple = triples[int(rng.integers(len(triples)))]
     first, middle, last = (plan.open_exits[position] for position in triple)
     low, cost, high = (float(plan.costs[position]) for position in triple)
-    part = (high - cost) / (high - low)  # of those who move, so many have to do with the first exit
+    part = (high - cost) / (high - low)  # of the samples that move, this share has to do with the first exit
     before, here, after = (float(plan.rates[index]) for index in (first, middle, last))
     amount = min(max(amount, -here), before / part, after / (1 - part))
     if amount == 0:

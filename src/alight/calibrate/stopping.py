@@ -14,12 +14,12 @@ from alight.policies.policy import Policy, Threshold
 
 ROUNDS = 4  # pairs of halves whose plans are averaged
 PRICES = 32  # tried, where the plans of neighbours differ most in cost
-PASSES = 3  # backward inductions at one price, each on those who wait under the one before
+PASSES = 3  # backward inductions at one price, each on the samples that wait under the one before
 LOWEST_PRICE = 1e-4  # accuracy per cost of the last exit: next to nothing
 
 
 class _PricedPlan(NamedTuple):
-    """The exit rates of one price, the mean of those of several halves, what they cost, and how accurate they are."""
+    """The exit rates of one price, the mean over several halves, their cost and accuracy."""
 
     price: float
     rates: Floats  # (exits,)
@@ -36,22 +36,21 @@ def optimal_stopping(
     rounds: int = ROUNDS,
     prices: int = PRICES,
 ) -> Policy:
-    """Leave where the chance to be right beats the value of going on, at the price that spends the budget.
+    """Leave where the probability of being right beats the value of going on, at the price that spends the budget.
 
         maximise    P(right at the exit taken) - price * cost of the exit taken
 
-    From the last exit back, the advantage of leaving (right here, less what going on would bring) is made
-    isotonic in the score, so that those who leave are those above one threshold. This is done on several halves of
-    the labelled data and the exit rates are averaged: one half's thresholds follow its noise, the average less.
-    A budget between two neighbouring prices mixes their rates;
-    but where accuracy over cost is not concave, beyond sampling error, the policies of the two prices at the ends of
-    the gap are mixed, sample by sample.
+    From the last exit back, the advantage of leaving (right here, less what going on would bring) is made isotonic in
+    the score, so that samples above one threshold leave. This is done on several halves of the labelled data and the
+    exit rates are averaged: one half's thresholds follow its noise, the average less. A budget between two neighbouring
+    prices mixes their rates; but where accuracy over cost is not concave, beyond sampling error, the policies of the
+    two prices at the ends of the gap are mixed, sample by sample.
 
     >>> from alight import recordings, replay
     >>> labelled, test, costs = recordings.load()
     >>> decisions = replay(optimal_stopping(costs, "50%", labelled), test)
-    >>> f"{decisions.accuracy(test.labels):.1%} right for {decisions.mean_cost / costs.full:.1%} of the cost"
-    '43.6% right for 49.4% of the cost'
+    >>> f"{decisions.accuracy(test.labels):.1%} accuracy at {decisions.mean_cost / costs.full:.1%} of the cost"
+    '43.6% accuracy at 49.4% of the cost'
     """
     problem = Problem.of("optimal_stopping", costs, budget, labelled, unlabelled)
 
@@ -63,14 +62,14 @@ def optimal_stopping(
     below = [plan for plan in hull if plan.cost <= problem.budget]
     if len(below) == len(hull):  # no more budget is of use
         return at(hull[-1])
-    cheaper, dearer = below[-1], hull[len(below)]
-    bridge = cheaper.accuracy + _slope(cheaper, dearer) * (exact.cost - cheaper.cost)
-    chance = 0.5 / np.sqrt(len(labelled))  # the largest standard error of an accuracy
-    return mixed(problem, at(cheaper), at(dearer)) if bridge - exact.accuracy > chance else at(exact)
+    cheaper, costlier = below[-1], hull[len(below)]
+    bridge = cheaper.accuracy + _slope(cheaper, costlier) * (exact.cost - cheaper.cost)
+    error = 0.5 / np.sqrt(len(labelled))  # the largest standard error of an accuracy
+    return mixed(problem, at(cheaper), at(costlier)) if bridge - exact.accuracy > error else at(exact)
 
 
 def rates_at_price(ranked: Ranked, costs: Floats, price: float) -> Floats:
-    """Shares that leave at each exit when cost has this price: backward induction on those who wait.
+    """Shares that leave at each exit when cost has this price: backward induction on the samples that wait.
 
     The isotonic fit of advantages in the order of the scores is below 0 before, and above 0 after, the minimum of
     their running sum: no fit is needed to find its sign.
@@ -83,7 +82,7 @@ def rates_at_price(ranked: Ranked, costs: Floats, price: float) -> Floats:
         going_on = worth[last]
         for exit_index in reversed(range(last)):
             advantage, here = worth[exit_index] - going_on, waiting[exit_index]
-            if here.any():  # those who left before do not count; where all did, everyone does
+            if here.any():  # samples that left before do not count, unless all did
                 advantage = np.where(here, advantage, 0.0)
             leaving[exit_index] = _upper(advantage, ranked.order[exit_index])
             going_on = np.where(leaving[exit_index], worth[exit_index], going_on)
@@ -92,7 +91,7 @@ def rates_at_price(ranked: Ranked, costs: Floats, price: float) -> Floats:
 
 
 def _upper(advantage: Floats, order: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
-    """Who leaves: from the sample on where the sum of all advantages above is largest."""
+    """Return which samples leave: from the one on where the sum of all advantages above is largest."""
     below = np.concatenate([[0.0], np.cumsum(advantage[order])])
     leaving = np.ones(len(order), dtype=bool)
     leaving[order[: int(np.argmin(below))]] = False
@@ -100,7 +99,7 @@ def _upper(advantage: Floats, order: npt.NDArray[np.int64]) -> npt.NDArray[np.bo
 
 
 def _plans(problem: Problem, parts: list[Ranked], prices: int) -> list[_PricedPlan]:
-    """Plans from the highest price, at which everyone leaves at once, to the lowest, cheapest plan first."""
+    """Plans from the highest price, at which all samples leave at once, to the lowest, cheapest plan first."""
     everyone, costs = Ranked(problem.labelled), problem.costs / problem.costs[-1]
 
     def of(price: float, rates: Floats) -> _PricedPlan:
@@ -120,17 +119,17 @@ def _plans(problem: Problem, parts: list[Ranked], prices: int) -> list[_PricedPl
 
 
 def _spending(problem: Problem, plans: list[_PricedPlan]) -> _PricedPlan:
-    """The dearest plan that keeps the budget, its rates mixed with those of the next so that it is spent."""
+    """Return the most expensive plan within the budget, its rates mixed with those of the next, to spend it all."""
     index = max(index for index, plan in enumerate(plans) if plan.cost <= problem.budget)
     if index == len(plans) - 1:
         return plans[index]
-    cheaper, dearer = plans[index], plans[index + 1]
-    share = (problem.budget - cheaper.cost) / (dearer.cost - cheaper.cost)
-    rates = cheaper.rates + share * (dearer.rates - cheaper.rates)
+    cheaper, costlier = plans[index], plans[index + 1]
+    share = (problem.budget - cheaper.cost) / (costlier.cost - cheaper.cost)
+    rates = cheaper.rates + share * (costlier.rates - cheaper.rates)
     back = 1e-15
     while rates @ problem.costs > problem.budget:  # by a rounding
         share, back = share * (1 - back), min(2 * back, 1.0)
-        rates = cheaper.rates + share * (dearer.rates - cheaper.rates)
+        rates = cheaper.rates + share * (costlier.rates - cheaper.rates)
     return _PricedPlan(cheaper.price, rates, float(rates @ problem.costs), Ranked(problem.labelled).accuracy(rates))
 
 
@@ -146,5 +145,5 @@ def _concave(plans: list[_PricedPlan]) -> list[_PricedPlan]:
     return hull
 
 
-def _slope(cheaper: _PricedPlan, dearer: _PricedPlan) -> float:
-    return (dearer.accuracy - cheaper.accuracy) / (dearer.cost - cheaper.cost)
+def _slope(cheaper: _PricedPlan, costlier: _PricedPlan) -> float:
+    return (costlier.accuracy - cheaper.accuracy) / (costlier.cost - cheaper.cost)

@@ -59,7 +59,7 @@ def run_sweep(options: argparse.Namespace) -> CommandResult:
             policies = [method(costs, budget, tables["labelled"], tables["unlabelled"]) for budget in budgets]
             shown = examples(images, [replace(policy, method=name) for policy in policies], tables["test"])
         write_report(
-            ReportedNetwork(points, examples=shown), options.report, title=f"{options.test}", promises=guarantees
+            ReportedNetwork(points, examples=shown), options.report, title=f"{options.test}", guarantees=guarantees
         )
     write_points(points, options.output)
     lines = [str(point) for point in points if point.method in chosen]

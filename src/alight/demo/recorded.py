@@ -46,7 +46,7 @@ class RecordedDemo:
     def lines(self) -> dict[str, str]:
         """Return the accuracy of three methods at half of the first network's cost, in a line."""
         points = [point for point in self.networks[recordings.NAMES[0]] if point.method in RULES]
-        at_half = at_equal_spend(points, [points[0].plain_cost / 2])
+        at_half = at_equal_spend(points, [points[0].full_cost / 2])
         accuracies = ", ".join(f"{RULES[point.method]} {100 * point.accuracy:.1f} %" for point in at_half)
         return {"CIFAR-100": f"accuracy of a recorded ResNet-18 at 50 % of its FLOPs: {accuracies}"}
 

@@ -7,8 +7,16 @@
 ['eero', 'oracle', 'single_exit']
 """
 
-from alight.evaluation.metrics import Bootstrap, Classes, Interval, bootstrap, budget_use, per_class
-from alight.evaluation.oracle import oracle, oracle_within
+from alight.evaluation.metrics import (
+    Bootstrap,
+    Classes,
+    Interval,
+    bootstrap,
+    budget_use,
+    oracle,
+    oracle_within,
+    per_class,
+)
 from alight.evaluation.sweep import (
     ORACLE,
     SINGLE_EXIT,

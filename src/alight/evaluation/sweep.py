@@ -4,7 +4,8 @@ import csv
 import io
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import MISSING, dataclass, fields, replace
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,7 @@ import numpy.typing as npt
 
 from alight.costs import Costs, as_costs
 from alight.errors import BadFile, BadInput, BudgetTooSmall, Mismatch
-from alight.evaluation.metrics import bootstrap
-from alight.evaluation.oracle import oracle_within
+from alight.evaluation.metrics import bootstrap, oracle_within
 from alight.files import PathLike, write_text
 from alight.outputs import Decisions, HeadOutputs
 from alight.policies.paced import Paced
@@ -41,13 +41,13 @@ class Point:
     accuracy_high: float = float("nan")
     mean_cost_low: float = float("nan")
     mean_cost_high: float = float("nan")
-    plain_cost: float = float("nan")  # of the plain network
+    full_cost: float = float("nan")  # of the full network
     unit: str = ""
     exit_rates: tuple[float, ...] = ()  # planned, per exit of the network
     exit_shares: tuple[float, ...] = ()  # observed
     thresholds: tuple[float, ...] = ()  # per exit of the network: inf where nobody leaves, -inf where everyone does
     rule: str = ""  # by which samples leave, in a few words
-    promise: str = ""  # what is certified about the policy, in a sentence
+    guarantee: str = ""  # what is certified about the policy, in a sentence
 
     def __str__(self) -> str:
         return f"{self.method}: {self.accuracy:.2%} at {self.mean_cost / self.budget:.0%} of the budget"
@@ -89,8 +89,30 @@ def sweep(
     >>> print(points[0])
     eero: 43.14% at 99% of the budget
     """
+    from tqdm import tqdm
+
     network = as_costs(costs)
     labels = test.known_labels("a sweep's test table")
+    _check_tables(network, labelled, unlabelled, test)
+    amounts = [network.budget(budget) for budget in budgets]
+    cheapest = min(float(network.cumulative([index])[0]) for index in range(len(network)))
+    if amounts and min(amounts) < cheapest:
+        raise BudgetTooSmall(min(amounts), cheapest, network.unit)
+    measured = partial(_measured, network, labels, seed)
+    points = []
+    for method, amount in tqdm(list(product(methods, amounts)), desc="sweep", unit="policy", disable=not progress):
+        policy = methods[method](network, amount, labelled, unlabelled)
+        points.append(replace(measured(method, amount, replay(policy, test)), **_described(policy)))
+    if references:
+        points += [measured(ORACLE, amount, oracle_within(network, amount, test)) for amount in amounts]
+        for index in range(len(network)):
+            cost = float(network.cumulative([index])[0])
+            alone = ExitAt(costs=(cost,), open_exits=(index,), num_exits=len(network), score=test.score)
+            points.append(measured(SINGLE_EXIT, cost, replay(alone, test)))
+    return points
+
+
+def _check_tables(network: Costs, labelled: HeadOutputs, unlabelled: HeadOutputs | None, test: HeadOutputs) -> None:
     for name, table in {"labelled": labelled, "unlabelled": unlabelled}.items():
         if table is test:
             raise BadInput(f"the {name} table is also the test table: split it, so that the test is on fresh samples")
@@ -102,43 +124,26 @@ def sweep(
         raise Mismatch(
             f"the labelled table's score is {labelled.score!r}, the test table's {test.score!r}: record both with one"
         )
-    amounts = [network.budget(budget) for budget in budgets]
-    cheapest = min(float(network.cumulative([index])[0]) for index in range(len(network)))
-    if amounts and min(amounts) < cheapest:
-        raise BudgetTooSmall(min(amounts), cheapest, network.unit)
-    runs = product(methods, amounts)
 
-    def point(method: str, budget: float, decisions: Decisions, **told: Any) -> Point:
-        intervals = bootstrap(decisions, labels, np.random.default_rng(seed))
-        return Point(
-            method=method,
-            budget=budget,
-            accuracy=decisions.accuracy(labels),
-            mean_cost=decisions.mean_cost,
-            accuracy_low=intervals.accuracy.low,
-            accuracy_high=intervals.accuracy.high,
-            mean_cost_low=intervals.mean_cost.low,
-            mean_cost_high=intervals.mean_cost.high,
-            plain_cost=network.full,
-            unit=network.unit,
-            exit_shares=tuple(decisions.exit_shares.tolist()),
-            **told,
-        )
 
-    from tqdm import tqdm
-
-    points = []
-    for method, amount in tqdm(list(runs), desc="sweep", unit="policy", disable=not progress):
-        policy = methods[method](network, amount, labelled, unlabelled)
-        points.append(point(method, amount, replay(policy, test), **_told_by(policy)))
-    if references:
-        for amount in amounts:
-            points.append(point(ORACLE, amount, oracle_within(network, amount, test)))
-        for index in range(len(network)):
-            cost = float(network.cumulative([index])[0])
-            alone = ExitAt(costs=(cost,), open_exits=(index,), num_exits=len(network), score=test.score)
-            points.append(point(SINGLE_EXIT, cost, replay(alone, test)))
-    return points
+def _measured(
+    network: Costs, labels: npt.NDArray[np.int64], seed: int, method: str, budget: float, decisions: Decisions
+) -> Point:
+    """Return what was measured on the test table, with bootstrap intervals."""
+    intervals = bootstrap(decisions, labels, np.random.default_rng(seed))
+    return Point(
+        method=method,
+        budget=budget,
+        accuracy=decisions.accuracy(labels),
+        mean_cost=decisions.mean_cost,
+        accuracy_low=intervals.accuracy.low,
+        accuracy_high=intervals.accuracy.high,
+        mean_cost_low=intervals.mean_cost.low,
+        mean_cost_high=intervals.mean_cost.high,
+        full_cost=network.full,
+        unit=network.unit,
+        exit_shares=tuple(decisions.exit_shares.tolist()),
+    )
 
 
 def at_equal_spend(points: Sequence[Point], spends: Iterable[float]) -> list[MethodComparison]:
@@ -197,7 +202,7 @@ def read_points(path: PathLike) -> list[Point]:
         points = [_point(row) for row in rows]
     except (KeyError, ValueError, TypeError, csv.Error) as error:
         reason = f"it lacks the column {error}" if isinstance(error, KeyError) else str(error)
-        raise BadFile(path, f"it is no table of points ({reason})", remedy) from error
+        raise BadFile(path, f"it is not a table of points ({reason})", remedy) from error
     if not points:
         raise BadFile(path, "it has no rows", remedy)
     if not text.endswith("\n"):
@@ -207,12 +212,12 @@ def read_points(path: PathLike) -> list[Point]:
         lengths = {len(own) for own in (point.exit_rates, point.exit_shares, point.thresholds) if own}
         finite = np.isfinite([point.budget, point.accuracy, point.mean_cost, *shares]).all()
         if not finite or np.isnan(point.thresholds).any() or len(lengths) > 1:
-            raise BadFile(path, f"line {row} is no point (not finite, or cut short)", remedy)
+            raise BadFile(path, f"line {row} is not a point (not finite, or cut short)", remedy)
     return points
 
 
-def _told_by(policy: Policy) -> dict[str, Any]:
-    """What a policy says of itself, exit by exit of the network."""
+def _described(policy: Policy) -> dict[str, Any]:
+    """Return how a point describes its policy, exit by exit of the network."""
     thresholds: tuple[float, ...] = ()
     if isinstance(policy, Threshold | Paced):
         thresholds = _spread(policy, (*policy.thresholds, -math.inf), closed=math.inf)
@@ -220,7 +225,7 @@ def _told_by(policy: Policy) -> dict[str, Any]:
         "exit_rates": _spread(policy, policy.exit_rates, closed=0.0) if policy.exit_rates else (),
         "thresholds": thresholds,
         "rule": f"{policy.summary()}, on the {policy.score}",
-        "promise": str(policy.certificate or ""),
+        "guarantee": str(policy.certificate or ""),
     }
 
 

@@ -3,7 +3,7 @@
 For every number t of samples admitted, whatever they are: spent <= t * budget + costs[-1]. A batch is one step, and the
 bound holds at its end. Three parts work together:
 
-- *the guard* lets no more of those waiting go on than the bound allows;
+- *the guard* lets no more samples go on than the bound allows;
 - *the plan* sets thresholds for a budget that saves or gives back, over the next `pace` samples, what a small reserve
   lacks or what is left over, so that the guard is seldom needed;
 - *the alarm* bets that more samples than at calibration would now pass each exit, were its thresholds kept. To see
@@ -34,9 +34,9 @@ from alight.policies.quota import surest
 Floats = npt.NDArray[np.float64]
 
 PLANS = 65  # rates are solved for so many budgets and interpolated between: costs are linear in rates
-SHIFTS = (1.1, 1.2, 1.4)  # the alarm bets as if samples had become so many times dearer
+SHIFTS = (1.1, 1.2, 1.4)  # the alarm bets as if samples had become this many times as expensive
 WITNESSES, WITNESS_SALT = 0.75, 2  # their share of the samples, and what keeps their hash apart from that of ties
-GENEROUS = 2  # reserves left over, so that chance seldom is the reason
+GENEROUS = 2  # reserves left over, so that random variation is seldom the reason
 RESERVED = 0.005  # of the budget so far, at most, is kept back
 ROUNDING = 1e-12  # of the bound, so that no way of adding up exceeds it
 
@@ -162,7 +162,7 @@ class Paced(Policy):
     ) -> tuple[Array, Memory]:
         if open_index == 0:
             state, batch = self._admit(memory[0] if memory else Pace(), len(samples))
-            left_before = samples != samples  # nobody
+            left_before = samples != samples  # none
         else:
             state, batch, left_before = memory
         waiting, here, after = len(samples), self.costs[open_index], self.costs[open_index + 1]
@@ -179,7 +179,7 @@ class Paced(Policy):
             if (excess := going_on - affordable) > 0:
                 staying = group & ~leaving
                 cut = min(excess, int(staying.sum()))
-                forced = leaving & ~leaving  # nobody
+                forced = leaving & ~leaving  # none
                 forced[staying] = surest(scores[staying], samples[staying], cut)
                 leaving = leaving | forced
                 going_on -= cut
@@ -204,7 +204,7 @@ class Paced(Policy):
     def owing(self, state: Pace, count: int) -> Pace:
         """The state if up to `count` more samples were admitted and nobody knows at what cost: it owes all they may.
 
-        The guard lets them get no further ahead of the budget than by the dearest exit, whatever they were.
+        The guard lets them exceed the budget by the cost of the last exit at most, whatever they were.
         """
         assert self.budget is not None  # checked at the border
         owed = most_owed(state, self.budget, self.costs[-1], count)
@@ -217,7 +217,7 @@ class Paced(Policy):
 
     @cached_property
     def _plans(self) -> tuple[Floats, Floats]:
-        """Budgets from the cheapest planned exit to the dearest, and the rates that spend each."""
+        """Budgets from the cheapest planned exit to the most expensive, and the rates that spend each."""
         rates, costs = np.array(self.exit_rates), np.array(self.costs)
         ends = costs[np.flatnonzero(rates)[[0, -1]]]
         budgets = np.linspace(ends[0], ends[1], PLANS)
@@ -225,15 +225,15 @@ class Paced(Policy):
 
     @cached_property
     def _odds(self) -> Floats:
-        """By what the odds of passing each exit grow when samples become dearer; (shifts, exits - 1)."""
+        """Factors by which the odds of passing each exit grow as samples become more expensive; (shifts, exits - 1)."""
         rates, costs = np.array(self.exit_rates), np.array(self.costs)
-        mean, dearest = float(rates @ costs), float(costs[np.flatnonzero(rates)[-1]])
-        dearer = [min(shift * mean, (mean + dearest) / 2) for shift in SHIFTS]
-        return np.array([_odds(tilted_rates(rates, costs, budget)) for budget in dearer]) / _odds(rates)
+        mean, last = float(rates @ costs), float(costs[np.flatnonzero(rates)[-1]])
+        shifted = [min(shift * mean, (mean + last) / 2) for shift in SHIFTS]
+        return np.array([_odds(tilted_rates(rates, costs, budget)) for budget in shifted]) / _odds(rates)
 
     @cached_property
     def _reserve(self) -> float:
-        """What is kept back, so that chance alone seldom needs the guard: three deviations of `pace` samples."""
+        """What is kept back so that random variation seldom needs the guard: three deviations of `pace` samples."""
         rates, costs = np.array(self.exit_rates), np.array(self.costs)
         return 3 * math.sqrt(self.pace * float(rates @ (costs - rates @ costs) ** 2))
 
@@ -262,12 +262,10 @@ class Paced(Policy):
         )
         meant = min(self.budget, float(np.dot(self.exit_rates, self.costs)))  # a plan may leave some of the budget
         credit = before * meant - state.spent - min(self._reserve, RESERVED * before * meant)
-        those_who_save = 1 - WITNESSES if credit < 0 and not admitted.alarmed else 1.0
-        shares = self._shares(meant + credit / max(self.pace, count) / those_who_save)
+        saving = 1 - WITNESSES if credit < 0 and not admitted.alarmed else 1.0  # share of the samples that save
+        shares = self._shares(meant + credit / max(self.pace, count) / saving)
         left = (admitted.admitted * self.budget + self.costs[-1]) * (1 - ROUNDING) - state.spent
-        ample = (
-            credit > GENEROUS * self._reserve
-        )  # samples have become easy: thresholds as calibrated let them all leave
+        ample = credit > GENEROUS * self._reserve  # samples have become easy: as calibrated, all of them would leave
         return admitted, PacedBatch(shares, credit < 0, admitted.alarmed or ample, not admitted.alarmed, left)
 
     @cached_property
@@ -308,20 +306,20 @@ class Paced(Policy):
         )
 
 
-def most_owed(state: Pace, budget: float, dearest: float, count: int) -> float:
-    """By how much a stream may be ahead of its budget once up to `count` samples more, of unknown cost, are in it.
+def most_owed(state: Pace, budget: float, last_cost: float, count: int) -> float:
+    """Return how far a stream may exceed its budget once up to `count` samples more, of unknown cost, are in it.
 
-    >>> most_owed(Pace(admitted=10, spent=4.0), budget=0.5, dearest=2.0, count=1)
+    >>> most_owed(Pace(admitted=10, spent=4.0), budget=0.5, last_cost=2.0, count=1)
     0.5
-    >>> most_owed(Pace(admitted=10, spent=4.0), budget=0.5, dearest=2.0, count=100)
+    >>> most_owed(Pace(admitted=10, spent=4.0), budget=0.5, last_cost=2.0, count=100)
     2.0
     """
-    ahead = state.spent - state.admitted * budget
-    return max(ahead, min(dearest, ahead + count * (dearest - budget)))
+    excess = state.spent - state.admitted * budget
+    return max(excess, min(last_cost, excess + count * (last_cost - budget)))
 
 
 def _odds(rates: Floats) -> Floats:
-    """Odds of passing each exit but the last for those who come to it; 1 where all pass or none."""
+    """Odds of passing each exit but the last for samples that reach it; 1 where all pass or none."""
     beyond = np.cumsum(rates[::-1])[::-1][1:]
     both = (beyond > 0) & (rates[:-1] > 0)
     return np.where(both, beyond, 1.0) / np.where(both, rates[:-1], 1.0)

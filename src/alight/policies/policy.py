@@ -2,10 +2,10 @@
 
 Policy
 ├── Threshold   the score has reached the exit's threshold
-├── Streak      the score has reached one threshold at so many exits in a row (PCEE)
-├── Patience    the prediction has stayed the same for so many exits (PABEE)
-├── ExitAt      everyone leaves at one exit
-├── Lottery     so many leave at each exit, drawn by lot
+├── Streak      the score has reached one threshold at several exits in a row (PCEE)
+├── Patience    the prediction has stayed the same for several exits (PABEE)
+├── ExitAt      every sample leaves at one exit
+├── Lottery     planned shares leave at each exit, drawn at random
 ├── Capped      as another policy says, but some no later than at an exit of their own (capped.py)
 └── Mixture     a share of the samples follows one policy, the rest another
 """
@@ -31,24 +31,24 @@ Memory = tuple[Any, ...]  # arrays with one entry per sample still waiting, or s
 
 
 class BatchState:
-    """What a policy remembers of the whole batch or stream: handed on as it is, not sample by sample."""
+    """What a policy remembers of the whole batch or stream: handed on whole, not sample by sample."""
 
 
 @dataclass(frozen=True)
 class Certificate:
-    """What is promised about a policy, under which assumption, with which numbers, in one honest sentence."""
+    """What is guaranteed about a policy, under which assumption, with which numbers."""
 
     contract: str  # "mean", "probability", "batch", "stream", or the risk that is bounded
-    promise: str
+    guarantee: str
     assumption: str
     numbers: Mapping[str, float | str] = field(default_factory=dict, hash=False)
 
     def __str__(self) -> str:
-        return f"{self.promise} {self.assumption}"
+        return f"{self.guarantee} {self.assumption}".strip()
 
 
 LOTTERY_SALT = 100  # plus the exit's position: every exit draws anew
-MIXTURE_SALT = 1  # so that who is in a mixture's share says nothing about how its ties fall
+MIXTURE_SALT = 1  # so that the samples of a mixture's share and the ties that leave are independent
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +59,7 @@ class Policy(ABC):
     >>> labelled, test, costs = recordings.load()
     >>> policy = calibrate.best_single_exit(costs, "50%", labelled)
     >>> print(policy)
-    best_single_exit: everyone leaves at exit 2, on the margin
+    best_single_exit: every sample leaves at exit 2, on the margin
     budget 5.554e+08 FLOPs per sample, of which 76.2% is planned to be spent
     exit      cost     rate
        2  4.23e+08  100.00%
@@ -73,16 +73,16 @@ class Policy(ABC):
     score: str = "margin"
     method: str = ""
     exit_rates: tuple[float, ...] = ()  # planned shares of the open exits, where the method plans them
-    settings: Mapping[str, float | str] = field(default_factory=dict, hash=False)  # what the method chose or was told
-    lens: Lens | None = None  # what it makes of what the heads say
-    certificate: Certificate | None = None  # what is promised about it
+    settings: Mapping[str, float | str] = field(default_factory=dict, hash=False)  # what the method chose or was given
+    lens: Lens | None = None  # maps what the heads say before the policy decides
+    certificate: Certificate | None = None  # what is guaranteed about it
     fingerprint: str = ""  # of the network on whose outputs it was calibrated, where it is known
 
-    is_batch_dependent: ClassVar[bool] = False  # whether those who share a batch decide about each other
+    is_batch_dependent: ClassVar[bool] = False  # whether samples that share a batch decide about each other
 
     def __post_init__(self) -> None:
         for each in fields(self):
-            object.__setattr__(self, each.name, _plain_value(getattr(self, each.name)))
+            object.__setattr__(self, each.name, _as_python(getattr(self, each.name)))
         if not self.costs:
             raise BadInput("a policy with no costs opens no exit: give the cumulative cost of each open exit")
         if not self.open_exits:
@@ -102,14 +102,14 @@ class Policy(ABC):
     def step(
         self, open_index: int, samples: Array, predictions: Array, scores: Array, memory: Memory
     ) -> tuple[Array, Memory]:
-        """Who of those waiting at the open exit of this position leaves, and what to remember of everyone.
+        """Return which samples leave at the open exit of this position, and what to remember of all of them.
 
-        `samples` are stable indices; `memory` is empty at the first exit. Never asked at the last open exit,
-        which takes everyone.
+        `samples` are stable indices; `memory` is empty at the first exit. Never called at the last open exit,
+        which takes every sample.
         """
 
     def sent_out(self, open_index: int, count: int, memory: Memory) -> Memory:
-        """What to remember once so many of those that it let go on have been made to leave here as well."""
+        """Return what to remember once this many samples that it kept have been made to leave here as well."""
         return memory
 
     @property
@@ -182,26 +182,26 @@ class Policy(ABC):
         return html_table(title, self._columns(), notes)
 
     def _lines(self) -> list[str]:
-        """What is said of the whole policy: its rule, budget, settings and promise."""
+        """Return lines about the whole policy: its rule, budget, settings and guarantee."""
         unit = f" {self.unit}" if self.unit else ""
         lines = [f"{self.method or 'policy'}: {self.summary()}, on the {self.score}"]
         if self.budget is not None:
             lines.append(f"budget {self.budget:.4g}{unit} per sample{_spending(self.planned_cost, self.budget)}")
         if self.settings:
-            lines.append(", ".join(f"{name} {_plain(value)}" for name, value in self.settings.items()))
+            lines.append(", ".join(f"{name} {_as_text(value)}" for name, value in self.settings.items()))
         if self.certificate:
             lines.append(str(self.certificate))
         return lines
 
     def _columns(self) -> list[list[str]]:
-        """What is said of every open exit, as columns of text."""
+        """Return columns of text about every open exit."""
         columns = [["exit", *map(str, self.open_exits)], ["cost", *(f"{cost:.4g}" for cost in self.costs)]]
         if self.exit_rates:
             columns.append(["rate", *(f"{rate:.2%}" for rate in self.exit_rates)])
         return [*columns, *self.rule()]
 
     def to_dict(self) -> dict[str, Any]:
-        """The policy as plain JSON values; infinite thresholds are "never" and "always"."""
+        """Return the policy as JSON values; infinite thresholds are "never" and "always"."""
         return {"rule": type(self).__name__} | {each.name: _to_json(getattr(self, each.name)) for each in fields(self)}
 
     def save(self, path: PathLike) -> None:
@@ -318,7 +318,7 @@ class Streak(Policy):
 
     def summary(self) -> str:
         if self.threshold == math.inf:
-            return "nobody leaves early"
+            return "no sample leaves early"
         reach = f"reach {_threshold(self.threshold)}" if self.threshold > -math.inf else "have been seen"
         return (
             f"leave when {self.patience} scores in a row {reach}"
@@ -346,12 +346,14 @@ class Patience(Policy):
         return agreements >= self.patience, (predictions, agreements)
 
     def summary(self) -> str:
-        return f"leave when {self.patience + 1} exits in a row agree" if self.patience else "everyone leaves at once"
+        return (
+            f"leave when {self.patience + 1} exits in a row agree" if self.patience else "every sample leaves at once"
+        )
 
 
 @dataclass(frozen=True)
 class ExitAt(Policy):
-    """Everyone leaves at one exit; no other head is evaluated."""
+    """Every sample leaves at one exit; no other head is evaluated."""
 
     def _check(self) -> None:
         super()._check()
@@ -364,12 +366,12 @@ class ExitAt(Policy):
         return samples == samples, memory
 
     def summary(self) -> str:
-        return f"everyone leaves at exit {self.open_exits[0]}"
+        return f"every sample leaves at exit {self.open_exits[0]}"
 
 
 @dataclass(frozen=True)
 class Lottery(Policy):
-    """Leave by lot, whatever the scores, so many at each exit as its rates say: the theorem's randomised mixture.
+    """Leave at random, whatever the scores, at the planned rates: the theorem's randomised mixture.
 
     >>> policy = Lottery(costs=(1.0, 3.0), exit_rates=(0.25, 0.75))
     >>> policy.step(0, np.arange(1000), None, None, ())[0].mean()
@@ -389,7 +391,7 @@ class Lottery(Policy):
         return hashed_below(samples, share, LOTTERY_SALT + open_index), memory
 
     def summary(self) -> str:
-        return "leave by lot"
+        return "leave at random"
 
 
 @dataclass(frozen=True)
@@ -448,7 +450,7 @@ def _spending(planned: float | None, budget: float) -> str:
     return "" if planned is None else f", of which {planned / budget:.1%} is planned to be spent"
 
 
-def _plain(value: float | str) -> str:
+def _as_text(value: float | str) -> str:
     return value if isinstance(value, str) else f"{value:.4g}"
 
 
@@ -456,14 +458,14 @@ def _threshold(value: float) -> str:
     return {math.inf: "never", -math.inf: "always"}.get(value, f"{value:.6g}")
 
 
-def _plain_value(value: Any) -> Any:
+def _as_python(value: Any) -> Any:
     """The value without NumPy: scalars as Python numbers, arrays and lists as tuples, mappings as dicts."""
     if isinstance(value, np.generic | np.ndarray):
         value = value.tolist()
     if isinstance(value, list | tuple):
-        return tuple(_plain_value(each) for each in value)
+        return tuple(_as_python(each) for each in value)
     if isinstance(value, Mapping):
-        return {name: _plain_value(each) for name, each in value.items()}
+        return {name: _as_python(each) for name, each in value.items()}
     return value
 
 

@@ -57,6 +57,6 @@ def surest(scores: Array, samples: Array, count: int) -> Array:
     else:
         order = hashes.argsort(stable=True)
         order = order[(-scores[order]).argsort(stable=True)]
-    chosen = scores != scores  # nobody
+    chosen = scores != scores  # none
     chosen[order[:count]] = True
     return chosen

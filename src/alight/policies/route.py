@@ -15,7 +15,7 @@ Reader = Callable[[int, Any], tuple[Array, tuple[Array, ...]]]
 def route(
     policy: Policy, samples: Array, read: Reader, memory: Memory = ()
 ) -> Generator[tuple[int, Array, Array], None, Memory]:
-    """Yield (position among the open exits, samples, predictions) of those who leave, exit by exit.
+    """Yield (position among the open exits, samples, predictions) of the samples that leave, exit by exit.
 
     `read(exit_index, staying)` gives predictions and the columns of `policy.inputs` for the samples that stayed, from a
     table or a network; `staying` selects them among those it was last asked about. Early answers are out before late
@@ -49,15 +49,15 @@ def route(
 def visit(
     policy: Policy, open_index: int, samples: Array, predictions: Array, columns: tuple[Array, ...], recalled: Recalled
 ) -> tuple[Array, Array, Recalled]:
-    """Who of those at an open exit leaves, everyone's answers, and what is remembered of everyone.
+    """Return which samples leave at an open exit, the answers of all, and what is remembered of all.
 
-    A walk is one visit after another; between two, those who stay may be joined by others who wait at the same exit.
+    A walk is one visit after another; between two, the samples that stay may be joined by others at the same exit.
     """
     memory, seen = recalled
     scores = columns[0]
     if policy.lens:
         predictions, scores, seen = policy.lens.step(policy.open_exits[open_index], predictions, columns, seen)
-    if open_index == len(policy.open_exits) - 1:  # takes everyone
+    if open_index == len(policy.open_exits) - 1:  # takes every sample
         return samples == samples, predictions, (memory, seen)
     leaving, memory = policy.step(open_index, samples, predictions, scores, memory)
     return leaving, predictions, (memory, seen)
@@ -111,7 +111,7 @@ def replay_on(
 
 
 def kept(memory: Any, staying: Any) -> Any:
-    """What is remembered of those who stay, chosen by a mask or by their places."""
+    """Return what is remembered of the samples that stay, selected by a mask or by their positions."""
     if isinstance(memory, BatchState):
         return memory
     return tuple(kept(part, staying) for part in memory) if isinstance(memory, tuple) else memory[staying]

@@ -1,7 +1,8 @@
 """Show me: the points of a sweep as one HTML page that opens from disk and asks nothing of any network.
 
     write_report(points, "report.html", title="ResNet-18 on CIFAR-100")
-    write_report({"small": ReportedNetwork(points, examples=examples(images, policies, test)), "large": others}, "report.html")
+    small = ReportedNetwork(points, examples=examples(images, policies, test))
+    write_report({"small": small, "large": others}, "report.html")
 
 The page is drawn in the browser by d3 and Observable Plot, which it carries along (`assets/`).
 """

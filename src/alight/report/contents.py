@@ -1,4 +1,4 @@
-"""What a page shows, as data: networks, their points, examples of who left where, and a plan."""
+"""What a page shows, as data: networks, their points, examples of where samples left, and a plan."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -58,7 +58,7 @@ class Planned(Protocol):
 class ReportedNetwork:
     """What a page shows of one network.
 
-    >>> ReportedNetwork(points=(Point("eero", budget=4.0, accuracy=0.8, mean_cost=3.0, plain_cost=8.0),)).num_exits
+    >>> ReportedNetwork(points=(Point("eero", budget=4.0, accuracy=0.8, mean_cost=3.0, full_cost=8.0),)).num_exits
     0
     """
 
@@ -70,28 +70,28 @@ class ReportedNetwork:
     note: str = ""  # where and how it was measured
 
     def __post_init__(self) -> None:
-        of_whom = f" of {self.name}" if self.name else ""
+        of_name = f" of {self.name}" if self.name else ""
         if not self.points:
-            raise BadInput(f"there are no points{of_whom} to report: sweep at least one method at one budget")
-        plain, unit = self.plain_cost, self.unit
-        if not (isfinite(plain) and plain > 0):
+            raise BadInput(f"there are no points{of_name} to report: sweep at least one method at one budget")
+        full_cost, unit = self.full_cost, self.unit
+        if not (isfinite(full_cost) and full_cost > 0):
             raise BadInput(
-                f"the points{of_whom} give {plain} as plain_cost: give what the plain network costs per sample"
+                f"the points{of_name} give {full_cost} as full_cost: give what the full network costs per sample"
             )
-        strangers = [point for point in self.points if (point.plain_cost, point.unit) != (plain, unit)]
-        if strangers:
+        others = [point for point in self.points if (point.full_cost, point.unit) != (full_cost, unit)]
+        if others:
             raise Mismatch(
-                f"the points{of_whom} are not of one network (plain costs {plain:g} {unit} and"
-                f" {strangers[0].plain_cost:g} {strangers[0].unit}): give a mapping from each network's name to its"
+                f"the points{of_name} are not of one network (full networks of {full_cost:g} {unit} and"
+                f" {others[0].full_cost:g} {others[0].unit}): give a mapping from each network's name to its"
                 " points"
             )
         if self.exits and self.num_exits not in (0, len(self.exits)):
-            raise Mismatch(f"{len(self.exits)} names for {self.num_exits} exits{of_whom}: give one each")
+            raise Mismatch(f"{len(self.exits)} names for {self.num_exits} exits{of_name}: give one each")
 
     @property
-    def plain_cost(self) -> float:
-        """What the plain network costs per sample."""
-        return self.points[0].plain_cost
+    def full_cost(self) -> float:
+        """What the full network costs per sample."""
+        return self.points[0].full_cost
 
     @property
     def unit(self) -> str:
@@ -110,7 +110,7 @@ class Page:
 
     title: str
     networks: Sequence[ReportedNetwork]
-    promises: Sequence[str] = ()  # sentences to stand above the figures
+    guarantees: Sequence[str] = ()  # sentences to stand above the figures
 
     def __post_init__(self) -> None:
         if not self.networks:

@@ -14,7 +14,7 @@ from alight.evaluation.sweep import ORACLE, SINGLE_EXIT, Point, at_equal_spend
 from alight.files import PathLike, write_text
 from alight.report.contents import Page, Planned, ReportedNetwork
 
-SPENDS = range(20, 100, 10)  # columns of the table, in percent of the plain network
+SPENDS = range(20, 100, 10)  # columns of the table, in percent of the full network
 COLUMNS = [each.name for each in fields(Point)]
 SCRIPTS = ("data.js", "looks.js", "figures.js", "tables.js", "page.js")  # one after the other, in one scope
 
@@ -24,20 +24,20 @@ def write_report(
     path: PathLike,
     *,
     title: str = "Early exits under a budget",
-    promises: Sequence[str] = (),
+    guarantees: Sequence[str] = (),
 ) -> Path:
     """The path of one self-contained HTML page about these points, written whole or not at all.
 
-    `shown` are the points of one network, or a `ReportedNetwork` with examples or a plan beside its points, or several by name;
-    `promises` are sentences to stand above the figures, such as a policy's certificate.
+    `shown` are the points of one network, or a `ReportedNetwork` of them, or several by name;
+    `guarantees` are sentences to stand above the figures, such as a policy's certificate.
 
     >>> import tempfile
     >>> from alight import Point
-    >>> points = [Point("eero", 4.0, accuracy=0.8, mean_cost=3.0, plain_cost=6.0)]
+    >>> points = [Point("eero", 4.0, accuracy=0.8, mean_cost=3.0, full_cost=6.0)]
     >>> write_report(points, f"{tempfile.mkdtemp()}/report.html").name
     'report.html'
     """
-    return write_text(path, as_html(Page(title, _networks(shown), tuple(promises))))
+    return write_text(path, as_html(Page(title, _networks(shown), tuple(guarantees))))
 
 
 def as_html(page: Page) -> str:
@@ -51,7 +51,7 @@ def as_html(page: Page) -> str:
     }
     return Template(_asset("page.html")).substitute(
         title=html.escape(page.title),
-        promises="\n".join(f'<p class="promise">{html.escape(promise)}</p>' for promise in page.promises),
+        guarantees="\n".join(f'<p class="guarantee">{html.escape(guarantee)}</p>' for guarantee in page.guarantees),
         style=_asset("page.css"),
         data=_json_in_html(data),
         d3=_asset("d3.min.js"),
@@ -73,15 +73,15 @@ def _networks(
 
 def _network(network: ReportedNetwork) -> dict[str, Any]:
     """One network as the page's scripts read it: its points row by row, and its methods at equal spent budget."""
-    points, plain = network.points, network.plain_cost
+    points, full_cost = network.points, network.full_cost
     return {
         "name": network.name,
         "unit": network.unit,
-        "plainCost": plain,
+        "fullCost": full_cost,
         "exits": list(network.exits),
         "note": network.note,
         "points": [[_in_json(getattr(point, column)) for column in COLUMNS] for point in points],
-        "table": _table(points, [spend / 100 * plain for spend in SPENDS]),
+        "table": _table(points, [spend / 100 * full_cost for spend in SPENDS]),
         "examples": asdict(network.examples) if network.examples else None,
         "plan": _plan(network.plan, network.exits) if network.plan else None,
     }
@@ -94,7 +94,7 @@ def _plan(plan: Planned, exits: Sequence[str]) -> dict[str, Any]:
         "reason": plan.reason,
         "batchSize": plan.batch_size,
         "openExits": names,
-        "plain": {"throughput": plan.full_throughput, "accuracy": plan.full_accuracy},
+        "full": {"throughput": plan.full_throughput, "accuracy": plan.full_accuracy},
         "planned": {"throughput": plan.throughput, "accuracy": plan.accuracy},
     }
 

@@ -98,7 +98,7 @@ def _chunk(part: tuple[bytes, bytes]) -> bytes:
 
 
 def _first_of_each(exits: npt.NDArray[np.int64], count: int) -> npt.NDArray[np.int64]:
-    """Rows in their order: so many in all, as evenly over the exits as those who left there allow."""
+    """Rows in their order: so many in all, as evenly over the exits as the samples that left there allow."""
     ranks = np.empty_like(exits)  # the first to leave at its exit is 0
     for index in np.unique(exits):
         here = exits == index

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import Any, Literal, TypeGuard
 
@@ -13,6 +13,7 @@ from alight.budgeting.bounds import check_delta, exact_plan, expected_cost, over
 from alight.budgeting.rates import tilted_rates
 from alight.budgeting.thresholds import passing_counts, survivor_thresholds
 from alight.calibrate.problem import AnyCosts, Budget, Floats, Method
+from alight.costs import Costs, as_costs, quantity
 from alight.errors import BadInput
 from alight.outputs import HeadOutputs
 from alight.policies.paced import Paced
@@ -21,11 +22,11 @@ from alight.policies.quota import Quota
 from alight.policies.route import replay
 
 Bound = Literal["betting", "hoeffding_bentkus"]
-Certify = Callable[[Policy, HeadOutputs, HeadOutputs], Policy]  # the tables that fitted the policy, and that certify it
+Numbers = dict[str, float | str]
+Certify = Callable[[Policy, Costs, HeadOutputs, HeadOutputs], Policy]  # the tables are of fitting and of certifying
 
 LEVELS = 401  # members of a family of lowered policies: each moves thresholds by half a percent of the samples
 WINDOW = 400  # scores that a paced policy remembers of each exit
-EXCHANGEABLE = "New samples are assumed to be like the calibration's (exchangeable)."
 P_VALUES: dict[str, Callable[[Floats, float, float], float]] = {
     "betting": betting_p_value,
     "hoeffding_bentkus": lambda values, bound, _: hoeffding_bentkus_p_value(values, bound),
@@ -42,7 +43,7 @@ def certified_mean(method: Method, *, seed: int = 0) -> Method:
     >>> certified_mean(calibrate.eero)(costs, "50%", labelled).certificate.contract
     'mean'
     """
-    return _certified(method, seed, partial(certify_cost, contract="mean"))
+    return _certified(method, seed, partial(certify_cost, contract=CostContract("mean")))
 
 
 def certified_probability(method: Method, *, delta: float = 0.05, bound: Bound = "betting", seed: int = 0) -> Method:
@@ -53,12 +54,13 @@ def certified_probability(method: Method, *, delta: float = 0.05, bound: Bound =
     >>> from alight import calibrate, recordings
     >>> labelled, test, costs = recordings.load()
     >>> policy = certified_probability(calibrate.eero, delta=0.05)(costs, "50%", labelled)
-    >>> print(policy.certificate.promise)
-    With probability 0.95 over the calibration data, new samples cost at most the budget of 5.554e+08 FLOPs on average.
+    >>> print(policy.certificate)
+    Guaranteed with 95 % confidence: mean cost <= 555 MFLOPs (50 %).
+    Assumes new samples come from the same distribution as the 2,500 calibration samples.
     """
     check_delta(delta)
     check_bound(bound)
-    return _certified(method, seed, partial(certify_cost, contract="probability", delta=delta, bound=bound))
+    return _certified(method, seed, partial(certify_cost, contract=CostContract("probability", delta, bound)))
 
 
 def certified_batch(method: Method) -> Method:
@@ -80,7 +82,7 @@ def certified_batch(method: Method) -> Method:
         **options: object,
     ) -> Policy:
         _check_given(budget, labelled, unlabelled)
-        return _as_quota(method(costs, budget, labelled, unlabelled, **options))
+        return _as_quota(method(costs, budget, labelled, unlabelled, **options), as_costs(costs))
 
     return calibrated
 
@@ -125,7 +127,7 @@ def _certified(method: Method, seed: int, certify: Certify) -> Method:
             fitting, certifying = labelled, unlabelled.take(rng.permutation(len(unlabelled)))
         policy = method(costs, budget, fitting, **options)
         policy.check(certifying)
-        return certify(policy, fitting, certifying)
+        return certify(policy, as_costs(costs), fitting, certifying)
 
     return calibrated
 
@@ -145,43 +147,58 @@ def check_bound(bound: str) -> None:
         raise BadInput(f"there is no bound {bound!r}: choose one of {', '.join(P_VALUES)}")
 
 
+@dataclass(frozen=True)
+class CostContract:
+    """A guarantee on the mean cost: "mean", or "probability" with delta and the bound that tests it."""
+
+    name: Literal["mean", "probability"]
+    delta: float = 0.05
+    bound: Bound = "betting"
+
+    def sentence(self, allowed: str) -> str:
+        """Return what is guaranteed when so much is allowed."""
+        if self.name == "mean":
+            return f"Guaranteed on average over calibration data and new samples: mean cost <= {allowed}."
+        return f"Guaranteed with {percent(1 - self.delta, 10)} confidence: mean cost <= {allowed}."
+
+
 def certify_cost(
-    policy: Policy,
-    fitting: HeadOutputs,
-    certifying: HeadOutputs,
-    *,
-    contract: str,
-    delta: float = 0.05,
-    bound: Bound = "betting",
+    policy: Policy, network: Costs, fitting: HeadOutputs, certifying: HeadOutputs, contract: CostContract
 ) -> Policy:
-    """The policy, made cheaper or dearer until its cost can be promised."""
+    """Return the policy, made cheaper or more expensive until its cost can be guaranteed."""
     if policy.costs[-1] <= budget_of(policy):
-        return _always_kept(policy, contract)
+        return _always_kept(policy, network, contract.name)
     if _plans_rates(policy):
-        return _by_law(policy, certifying, contract, delta)
-    return _by_family(policy, fitting, certifying, contract, delta, bound)
+        return _by_law(policy, network, certifying, contract)
+    return _by_family(policy, network, fitting, certifying, contract)
 
 
-def _as_quota(policy: Policy) -> Policy:
-    """The rates of the policy, met by rank inside each batch."""
+def _as_quota(policy: Policy, network: Costs) -> Policy:
+    """Return the rates of the policy, met by rank inside each batch."""
     if policy.costs[-1] <= budget_of(policy):
-        return _always_kept(policy, "batch")
+        return _always_kept(policy, network, "batch")
     if not policy.exit_rates:
         raise BadInput(
             f"the contract 'batch' needs planned exit rates and {policy.method} plans none: use eero, geometric,"
             " gaussian, two_exits or search"
         )
-    promise = f"Every batch costs at most its size times {allowed_by(policy)}, whatever it holds."
-    how = "By ranks inside the batch: no assumption on the data."
-    return certified(Quota(**policy.terms()), "batch", promise, how, {"budget": budget_of(policy)})
+    guarantee = f"Guaranteed for every batch: mean cost <= {allowed_by(policy, network)}."
+    numbers: Numbers = {"budget": budget_of(policy), "basis": "ranks inside the batch"}
+    return certified(Quota(**policy.terms()), Certificate("batch", guarantee, "No assumption on the data.", numbers))
 
 
 def _as_paced(
-    policy: Policy, fitting: HeadOutputs, certifying: HeadOutputs, alarm_rate: float, horizon: int, seed: int
+    policy: Policy,
+    network: Costs,
+    fitting: HeadOutputs,
+    certifying: HeadOutputs,
+    alarm_rate: float,
+    horizon: int,
+    seed: int,
 ) -> Policy:
-    """The shares of the policy, kept along a stream."""
+    """Return the shares of the policy, kept along a stream."""
     if policy.costs[-1] <= budget_of(policy):
-        return _always_kept(policy, "stream")
+        return _always_kept(policy, network, "stream")
     table, costs, samples = policy.view(certifying), np.array(policy.costs), len(certifying)
     rates = np.array(policy.exit_rates or replay(policy, fitting).exit_shares[list(policy.open_exits)])
     scores = table.scores[:, list(policy.open_exits)]
@@ -196,39 +213,45 @@ def _as_paced(
         horizon=horizon,
         **policy.terms() | {"exit_rates": tuple(rates.tolist())},
     )
-    promise = (
-        f"At every moment, t samples have cost at most t times {allowed_by(policy)} plus {costs[-1]:.4g}, whatever they"
-        f" are; within {horizon:,} samples like the calibration's, the alarm is raised with probability at most"
-        f" {alarm_rate:g}."
+    guarantee = (
+        f"Guaranteed at every moment: t samples cost <= t x {allowed_by(policy, network)} +"
+        f" {quantity(costs[-1], policy.unit)}. False alarm within {horizon:,} samples: probability <= {alarm_rate:g}."
     )
-    how = f"By counting: no assumption on the data but for the alarm, set on {samples:,} exchangeable samples."
-    numbers: dict[str, float | str] = {
+    assumption = (
+        "No assumption on the data, except for the alarm: that samples come from the same distribution as the"
+        f" {samples:,} calibration samples."
+    )
+    numbers: Numbers = {
         "budget": budget_of(policy),
         "ahead at most": float(costs[-1]),
         "alarm rate": alarm_rate,
         "horizon": horizon,
         "samples": samples,
         "expected cost": expected_cost(costs, law),
+        "basis": "counting of what was spent",
     }
-    return certified(paced, "stream", promise, how, numbers)
+    return certified(paced, Certificate("stream", guarantee, assumption, numbers))
 
 
-def _always_kept(policy: Policy, contract: str) -> Policy:
-    """The policy, whose dearest exit the budget allows: nothing has to be estimated."""
-    promise = f"No sample costs more than {policy.costs[-1]:.4g}, so {allowed_by(policy)} is kept whatever comes."
-    return certified(policy, contract, promise, "", {"budget": budget_of(policy)})
+def _always_kept(policy: Policy, network: Costs, contract: str) -> Policy:
+    """Return the policy, whose most expensive exit the budget allows: nothing has to be estimated."""
+    guarantee = (
+        f"Guaranteed for every sample: cost <= {quantity(policy.costs[-1], policy.unit)}, within the budget of"
+        f" {allowed_by(policy, network)}."
+    )
+    return certified(policy, Certificate(contract, guarantee, "", {"budget": budget_of(policy)}))
 
 
-def _by_law(policy: Threshold, certifying: HeadOutputs, contract: str, delta: float) -> Policy:
-    """Rates met by survivor thresholds on the certifying table, whose exit shares follow a Dirichlet law."""
+def _by_law(policy: Threshold, network: Costs, certifying: HeadOutputs, contract: CostContract) -> Policy:
+    """Return the policy with survivor thresholds of the certifying table, whose exit shares follow a Dirichlet law."""
     costs, budget, samples = np.array(policy.costs), budget_of(policy), len(certifying)
     rates = np.array(policy.exit_rates)
     if rates @ costs > budget:
         rates = tilted_rates(rates, costs, budget)
-    if contract == "probability":
-        rates = _safe_rates(rates, costs, budget, samples, delta)
+    if contract.name == "probability":
+        rates = _safe_rates(rates, costs, budget, samples, contract.delta)
     law = share_law(passing_counts(rates, samples), samples)
-    numbers: dict[str, float | str] = {
+    numbers: Numbers = {
         "budget": budget,
         "samples": samples,
         "expected cost": expected_cost(costs, law),
@@ -236,8 +259,8 @@ def _by_law(policy: Threshold, certifying: HeadOutputs, contract: str, delta: fl
         "law": "Dirichlet(" + ", ".join(map(str, law.tolist())) + ")",
     }
     if law[0] == samples + 1:
-        smallest = _smallest_for_law(policy, contract, delta)
-        return _first_exit_only(policy, certifying.score, contract, delta, numbers, smallest)
+        smallest = _smallest_for_law(policy, contract)
+        return _first_exit_only(policy, certifying.score, contract, numbers, smallest)
     thresholds = survivor_thresholds(policy.view(certifying).scores[:, list(policy.open_exits)], rates)
     moved = replace(
         policy,
@@ -245,57 +268,46 @@ def _by_law(policy: Threshold, certifying: HeadOutputs, contract: str, delta: fl
         tie_shares=tuple(thresholds.tie_shares.tolist()),
         exit_rates=tuple(rates.tolist()),
     )
-    if contract == "mean":
-        promise = f"A new sample costs at most {allowed_by(policy)} on average, over calibration data and sample."
-    else:
-        numbers["delta"] = delta
-        promise = (
-            f"With probability {1 - delta:.4g} over the calibration data, new samples cost at most"
-            f" {allowed_by(policy)} on average."
-        )
-    how = (
-        f"Exact law of the exit shares, {samples:,} samples; ties are broken by a hash, taken as random. {EXCHANGEABLE}"
-    )
-    return certified(moved, contract, promise, how, numbers)
+    if contract.name == "probability":
+        numbers["delta"] = contract.delta
+    numbers["basis"] = "exact law of the exit shares; ties are broken by a hash, taken as random"
+    sentence = contract.sentence(allowed_by(policy, network))
+    return certified(moved, Certificate(contract.name, sentence, same_distribution(samples), numbers))
 
 
 def _by_family(
-    policy: Policy, fitting: HeadOutputs, certifying: HeadOutputs, contract: str, delta: float, bound: str
+    policy: Policy, network: Costs, fitting: HeadOutputs, certifying: HeadOutputs, contract: CostContract
 ) -> Policy:
-    """The dearest member of a nested family of policies that can be certified."""
+    """Return the most expensive member of a nested family of policies that can be certified."""
     costs, budget, samples = np.array(policy.costs), budget_of(policy), len(certifying)
     reference = policy.view(fitting).scores
-    levels = np.linspace(1, -1, LEVELS)  # from everyone leaving at once to nobody, chosen before certifying
+    levels = np.linspace(1, -1, LEVELS)  # from all samples leaving at once to none, chosen before certifying
 
     def spent(level: float) -> Floats:
         return replay(lowered(policy, level, reference), certifying).spent
 
-    span, low = costs[-1] - costs[0], costs[0]
-    if contract == "mean":
+    span, low, delta = costs[-1] - costs[0], costs[0], contract.delta
+    numbers: Numbers = {"budget": budget, "samples": samples}
+    if contract.name == "mean":
         accepted = _last(LEVELS, lambda index: (spent(levels[index]).sum() + costs[-1]) / (samples + 1) <= budget)
-        numbers: dict[str, float | str] = {"budget": budget, "samples": samples}
-        promise = f"A new sample costs at most {allowed_by(policy)} on average, over calibration data and sample."
-        how = f"Conformal risk control on {samples:,} samples{_by_hash(policy)}. {EXCHANGEABLE}"
+        basis = "conformal risk control"
         smallest = math.ceil((costs[-1] - budget) / (budget - costs[0])) if budget > costs[0] else 0
     else:
         allowed = float((budget - low) / span)
-        test = P_VALUES[bound]
+        test = P_VALUES[contract.bound]
         accepted = -1
         while accepted + 1 < LEVELS and test((spent(levels[accepted + 1]) - low) / span, allowed, delta) <= delta:
             accepted += 1  # a fixed sequence: each is tested at delta, up to the first that fails
-        numbers = {"budget": budget, "samples": samples, "delta": delta, "bound": bound}
-        promise = (
-            f"With probability {1 - delta:.4g} over the calibration data, new samples cost at most"
-            f" {allowed_by(policy)} on average."
-        )
-        named = bound.replace("_", "-")
-        how = f"Fixed-sequence testing, {named} bound, {samples:,} samples{_by_hash(policy)}. {EXCHANGEABLE}"
+        numbers |= {"delta": delta, "bound": contract.bound}
+        basis = f"fixed-sequence testing, {contract.bound.replace('_', '-')} bound"
         smallest = smallest_sample(allowed, delta, test=test) if allowed > 0 else 0
     if accepted < 0 or levels[accepted] == 1:
-        return _first_exit_only(policy, certifying.score, contract, delta, numbers, smallest)
+        return _first_exit_only(policy, certifying.score, contract, numbers, smallest)
     member = lowered(policy, float(levels[accepted]), reference)
     numbers |= {"level": float(levels[accepted]), "mean cost": float(spent(levels[accepted]).mean())}
-    return certified(member, contract, promise, how, numbers)
+    numbers["basis"] = basis + _by_hash(policy)
+    sentence = contract.sentence(allowed_by(policy, network))
+    return certified(member, Certificate(contract.name, sentence, same_distribution(samples), numbers))
 
 
 def _by_hash(policy: Policy) -> str:
@@ -303,41 +315,40 @@ def _by_hash(policy: Policy) -> str:
     return "; mixtures and ties are decided by a hash, taken as random" if decided else ""
 
 
-def _first_exit_only(
-    policy: Policy, score: str, contract: str, delta: float, numbers: dict[str, float | str], smallest: int
-) -> Policy:
-    """Everyone at the first exit: all that so few samples can certify."""
+def _first_exit_only(policy: Policy, score: str, contract: CostContract, numbers: Numbers, smallest: int) -> Policy:
+    """Return the policy that sends every sample out at the first exit: all that so few samples can certify."""
     opened: dict[str, Any] = {"open_exits": policy.open_exits[:1], "costs": policy.costs[:1], "exit_rates": (1.0,)}
     opened |= {"lens": None, "score": score}  # alone, the first exit answers for itself
-    more = (
-        f"at least {smallest:,} samples are needed for more" if smallest else "no number of samples would do for more"
+    needed = f"at least {smallest:,} samples are needed" if smallest else "no number of samples suffices"
+    guarantee = (
+        f"Guaranteed for every sample: cost <= {quantity(policy.costs[0], policy.unit)}, at exit {policy.open_exits[0]}"
+        f" alone. With {numbers['samples']:,} samples and delta {contract.delta:g} no more can be certified: {needed}."
     )
-    promise = (
-        f"Everyone leaves at exit {policy.open_exits[0]}, which {allowed_by(policy)} always allows: nothing dearer can"
-        f" be certified with {numbers['samples']:,} samples and delta {delta:g}; {more}."
-    )
-    return certified(ExitAt(**policy.terms() | opened), contract, promise, "", numbers | {"smallest sample": smallest})
+    alone = ExitAt(**policy.terms() | opened)
+    return certified(alone, Certificate(contract.name, guarantee, "", numbers | {"smallest sample": smallest}))
 
 
-def _smallest_for_law(policy: Policy, contract: str, delta: float) -> int:
-    """The smallest number of samples with which some sample may pass the first exit."""
+def _smallest_for_law(policy: Policy, contract: CostContract) -> int:
+    """Return the smallest number of samples with which some sample may pass the first exit."""
     rates, costs, budget = np.array(policy.exit_rates), np.array(policy.costs), budget_of(policy)
     if budget <= costs[0]:
         return 0
 
-    def enough(samples: int) -> bool:
-        safe = _safe_rates(rates, costs, budget, samples, delta) if contract == "probability" else rates
+    def suffices(samples: int) -> bool:
+        safe = rates
+        if contract.name == "probability":
+            safe = _safe_rates(rates, costs, budget, samples, contract.delta)
         return bool(share_law(passing_counts(safe, samples), samples)[0] <= samples)
 
     high = 2
-    while not enough(high):
+    while not suffices(high):
         high *= 2
         if high > 10**9:
             return 0
     low = high // 2
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (low, middle) if enough(middle) else (middle, high)
+        low, high = (low, middle) if suffices(middle) else (middle, high)
     return high
 
 
@@ -375,24 +386,35 @@ def _plans_rates(policy: Policy) -> TypeGuard[Threshold]:
 
 
 def budget_of(policy: Policy) -> float:
-    """The budget of a policy, without which nothing can be promised about its cost."""
+    """Return the budget of a policy, without which nothing can be guaranteed about its cost."""
     if policy.budget is None:
         raise BadInput(
-            f"the method {policy.method or 'given'} made a policy without a budget: a contract on cost needs one"
+            f"the method {policy.method or 'given'} made a policy without a budget: a guarantee on cost needs one"
         )
     return policy.budget
 
 
-def allowed_by(policy: Policy) -> str:
-    """The budget in words."""
-    return f"the budget of {budget_of(policy):.4g}{policy.unit and ' ' + policy.unit}"
+def allowed_by(policy: Policy, network: Costs) -> str:
+    """Return the budget in words, with its share of the full network."""
+    return f"{quantity(budget_of(policy), policy.unit)} ({percent(budget_of(policy) / network.full)})"
 
 
-def certified(policy: Policy, contract: str, promise: str, assumption: str, numbers: dict[str, float | str]) -> Policy:
-    """The policy with its certificate."""
+def percent(share: float, digits: int = 3) -> str:
+    """Return a share in percent."""
+    return f"{100 * share:.{digits}g} %"
+
+
+def same_distribution(samples: int) -> str:
+    """Return the assumption that new samples are exchangeable with those of the calibration."""
+    return f"Assumes new samples come from the same distribution as the {samples:,} calibration samples."
+
+
+def certified(policy: Policy, certificate: Certificate) -> Policy:
+    """Return the policy with its certificate."""
     if policy.unit and not policy.unit.lower().endswith(("flops", "macs")):
-        assumption = f"{assumption} The promise is about the measured costs, not about the clock or the meter.".strip()
-    return replace(policy, certificate=Certificate(contract, promise, assumption, numbers))
+        measured = "The guarantee is about the measured costs, not about the clock or the meter."
+        certificate = replace(certificate, assumption=f"{certificate.assumption} {measured}".strip())
+    return replace(policy, certificate=certificate)
 
 
 def _last(count: int, holds: Callable[[int], bool]) -> int:
@@ -405,7 +427,7 @@ def _last(count: int, holds: Callable[[int], bool]) -> int:
 
 
 def lowered(policy: Policy, level: float, scores: Floats) -> Policy:
-    """The policy with all its thresholds moved together: 1 lets everyone leave at once, 0 is the policy, -1 nobody.
+    """Return the policy with all thresholds moved together: at 1 all samples leave at once, at -1 none leaves.
 
     A threshold moves along the scores of its exit in a table: a level of 0.1 takes a tenth off the share of samples
     below it. Costs are nested: no sample leaves later at a higher level.

@@ -9,19 +9,22 @@ import numpy as np
 from alight.budgeting.betting import smallest_sample
 from alight.budgeting.bounds import check_delta
 from alight.calibrate.certify.cost import (
-    EXCHANGEABLE,
     P_VALUES,
     Bound,
+    CostContract,
+    Numbers,
     allowed_by,
     certified,
     certify_cost,
     check_bound,
+    percent,
+    same_distribution,
 )
 from alight.calibrate.problem import AnyCosts, Budget, Method
 from alight.costs import Costs, as_costs
 from alight.errors import BadInput, LabelsNeeded
 from alight.outputs import HeadOutputs
-from alight.policies.policy import ExitAt, Policy
+from alight.policies.policy import Certificate, ExitAt, Policy
 from alight.policies.route import replay
 
 Risk = Literal["error", "excess_error", "disagreement"]
@@ -90,10 +93,9 @@ def certified_risk(
             return _cheapest(fit, network, *labelled.split(0.5, rng), test)
         fitting, rest = labelled.split(1 / 3, rng)
         certifying, testing = rest.split(0.5, rng)
-        policy = certify_cost(
-            fit(budget, fitting), fitting, certifying, contract=cost or "mean", delta=share, bound=bound
-        )
-        return _with_risk(policy, testing, test)
+        contract = CostContract(cost or "mean", share, bound)
+        policy = certify_cost(fit(budget, fitting), network, fitting, certifying, contract)
+        return _with_risk(policy, network, testing, test)
 
     return calibrated
 
@@ -110,6 +112,11 @@ class _RiskTest:
     @property
     def name(self) -> str:
         return RISKS[self.risk]
+
+    def sentence(self, observed: float) -> str:
+        """Return what is guaranteed when this risk was observed."""
+        confidence = percent(1 - self.delta, 10)
+        return f"Guaranteed with {confidence} confidence: {self.name} <= {self.alpha:g} ({observed:.4g} observed)."
 
     def observe(self, policy: Policy, testing: HeadOutputs, where: str | None = None) -> tuple[bool, float]:
         """Return whether the claim is certified on this table, and the risk observed.
@@ -147,19 +154,15 @@ class _RiskTest:
         )
 
 
-def _with_risk(policy: Policy, testing: HeadOutputs, test: _RiskTest) -> Policy:
+def _with_risk(policy: Policy, network: Costs, testing: HeadOutputs, test: _RiskTest) -> Policy:
     """Return the policy, certified for its cost, with a guarantee on its risk as well."""
-    _, observed = test.observe(policy, testing, where=f"at {allowed_by(policy)}")
-    on_risk = (
-        f"with probability {1 - test.delta:.4g} its {test.name} is at most {test.alpha:g} ({len(testing):,} further"
-        " samples)"
-    )
+    _, observed = test.observe(policy, testing, where=f"at a mean cost <= {allowed_by(policy, network)}")
     assert policy.certificate is not None
     certificate = replace(
         policy.certificate,
         contract=f"{policy.certificate.contract}, {test.risk}",
-        promise=f"{policy.certificate.promise} And {on_risk}.",
-        assumption=policy.certificate.assumption or EXCHANGEABLE,
+        guarantee=f"{policy.certificate.guarantee} {test.sentence(observed)}",
+        assumption=policy.certificate.assumption or same_distribution(len(testing)),
         numbers={**policy.certificate.numbers, "alpha": test.alpha, test.risk: observed, "test samples": len(testing)},
     )
     return replace(policy, certificate=certificate)
@@ -184,20 +187,14 @@ def _cheapest(fit: Fit, network: Costs, fitting: HeadOutputs, testing: HeadOutpu
             break
         accepted.append((replay(policy, testing).mean_cost, policy, observed))
     spent, chosen, observed = min(accepted, key=lambda each: each[0])  # the guarantee holds for all of them at once
-    numbers: dict[str, float | str] = {
+    numbers: Numbers = {
         "alpha": test.alpha,
         "delta": test.delta,
         test.risk: observed,
         "samples": len(testing),
         "mean cost": spent,
         "bound": test.bound,
+        "basis": f"fixed-sequence testing from the full network down, {test.bound.replace('_', '-')} bound",
     }
-    promise = (
-        f"With probability {1 - test.delta:.4g} over the calibration data, its {test.name} on new samples is at most"
-        f" {test.alpha:g} ({observed:.4g} observed); it spent {spent / network.full:.1%} of the plain network."
-    )
-    how = (
-        f"Fixed-sequence testing from the full network down with the {test.bound.replace('_', '-')} bound on"
-        f" {len(testing):,} samples. {EXCHANGEABLE}"
-    )
-    return certified(chosen, test.risk, promise, how, numbers)
+    sentence = f"{test.sentence(observed)} Mean cost in the test: {percent(spent / network.full)} of the full network."
+    return certified(chosen, Certificate(test.risk, sentence, same_distribution(len(testing)), numbers))

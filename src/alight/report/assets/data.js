@@ -10,11 +10,11 @@ const infinite = {inf: Infinity, "-inf": -Infinity};
 const revive = (value, column) => {
   if (Array.isArray(value)) return value.map((each) => revive(each, column));
   if (value === null) return NaN;
-  return column === "rule" || column === "promise" || column === "method" ? value : (infinite[value] ?? value);
+  return column === "rule" || column === "guarantee" || column === "method" ? value : (infinite[value] ?? value);
 };
 
 for (const network of networks) {
-  const share = (amount) => amount / network.plainCost;
+  const share = (amount) => amount / network.fullCost;
   network.points = network.points.map((row) => {
     const point = Object.fromEntries(columns.map((column, index) => [column, revive(row[index], column)]));
     point.network = network;
@@ -31,7 +31,7 @@ for (const network of networks) {
   network.alone.forEach((point, rank) => {
     point.exit = point.exit_shares.length ? d3.maxIndex(point.exit_shares) : rank;
   });
-  network.plain = network.alone.length ? d3.greatest(network.alone, (point) => point.exit) : null;
+  network.full = network.alone.length ? d3.greatest(network.alone, (point) => point.exit) : null;
   network.numExits = d3.max(network.points, (point) => point.exit_shares.length);
   network.exitName = (exit) => network.exits[exit] ?? `${exit}`;
   const budgeted = network.points.filter((point) => point.method !== singleExit);

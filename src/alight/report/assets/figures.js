@@ -139,7 +139,7 @@ const everyFew = (width, exits) => {
 };
 
 // What a curve shows of its points.
-const figured = columns.filter((name) => !/^exit_|^thresholds$|^rule$|^promise$/.test(name));
+const figured = columns.filter((name) => !/^exit_|^thresholds$|^rule$|^guarantee$/.test(name));
 
 function drawAccuracy() {
   const chosen = drawn();
@@ -158,7 +158,7 @@ function drawAccuracy() {
     y: {nice: true, zero: false},
     marks: [
       ...axes(
-        {...everyTenth(width), label: "spent, share of the plain network"},
+        {...everyTenth(width), label: "spent, share of the full network"},
         {ticks: 8, tickFormat: whole, label: "accuracy"},
       ),
       ...[...chosen].reverse().flatMap((method) => series(width, method, state.network.bySpent.get(method), where)),
@@ -188,7 +188,7 @@ function drawSpending() {
       y: {domain: [low, high]},
       marks: [
         ...axes(
-          {...everyTenth(width), label: "allowed, share of the plain network"},
+          {...everyTenth(width), label: "allowed, share of the full network"},
           {...everyTenth(width), label: "spent"},
         ),
         Plot.line(
@@ -241,7 +241,7 @@ function drawOverspending() {
     y: {domain: [Math.min(-0.01, d3.min(ends)), Math.max(0.01, d3.max(ends))], nice: true},
     marks: [
       ...axes(
-        {...everyTenth(width), label: "allowed, share of the plain network"},
+        {...everyTenth(width), label: "allowed, share of the full network"},
         {
           ticks: 6,
           tickFormat: (share) => (Math.abs(share) < 1e-9 ? "0" : signed(share)),
@@ -356,7 +356,7 @@ function drawRisk() {
         width / rows.length < 40
           ? {label: "exit", tickFormat: everyFew(width, rows.length)}
           : {
-              label: "exit, and its cost as share of the plain network",
+              label: "exit, and its cost as share of the full network",
               tickFormat: (exit) => `${exit}\n${whole(costs.get(exit).spent)}`,
             },
         {ticks: 5, tickFormat: whole, label: "error rate"},

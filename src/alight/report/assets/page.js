@@ -8,8 +8,8 @@ function fillFacts() {
     network.numExits ? count(network.numExits, "exit") : "",
     count(used.length, "method"),
     count(network.budgets.length, "budget"),
-    `the plain network costs ${cost(network.plainCost, network)} per sample` +
-      (network.plain ? ` and is right ${exact(network.plain.accuracy)} of the time` : ""),
+    `full network: ${cost(network.fullCost, network)} per sample` +
+      (network.full ? `, ${exact(network.full.accuracy)} accuracy` : ""),
     network.note,
   ]
     .filter(Boolean)
@@ -72,9 +72,9 @@ function fillBudgets() {
 function takeBudget() {
   const {network} = state;
   state.allowed = network.budgets[find("budget").value] ?? 1;
-  const words = `${percent(state.allowed)} of the plain network`;
+  const words = `${percent(state.allowed)} of the full network`;
   find("budget").setAttribute("aria-valuetext", words);
-  find("allowed").textContent = `${words} · ${cost(state.allowed * network.plainCost, network)}`;
+  find("allowed").textContent = `${words} · ${cost(state.allowed * network.fullCost, network)}`;
 }
 
 function drawMethods() {

@@ -10,7 +10,7 @@ function drawReadout() {
   const best = d3.max(points, (point) => (point.method === oracle ? -1 : Number(point.accuracy.toFixed(3))));
   const table = d3.select("#readout").html("");
   const head = table.append("thead").append("tr");
-  for (const title of ["method", "accuracy", "against plain", "spent", "of its budget"])
+  for (const title of ["method", "accuracy", "against full", "spent", "of its budget"])
     head.append("th").attr("scope", "col").text(title);
   const rows = table
     .append("tbody")
@@ -48,7 +48,7 @@ function drawReadout() {
   accuracy.append("small").text((point) => between(point.accuracy_low, point.accuracy_high));
   rows
     .append("td")
-    .text((point) => (state.network.plain ? `${signedTenths(point.accuracy - state.network.plain.accuracy)}` : "–"));
+    .text((point) => (state.network.full ? `${signedTenths(point.accuracy - state.network.full.accuracy)}` : "–"));
   const spent = rows.append("td").text((point) => exact(point.spent));
   spent.append("small").text((point) => cost(point.mean_cost, state.network));
   rows.append("td").text((point) => exact(point.mean_cost / point.budget));
@@ -64,8 +64,8 @@ const between = (low, high) =>
 function fillDetails(point) {
   const table = d3.select("#exits").html("");
   find("rule").textContent = point?.rule ? `${label(point.method)}: ${point.rule}.` : "";
-  find("promise").textContent = point?.promise ?? "";
-  find("promise").hidden = !point?.promise;
+  find("guarantee").textContent = point?.guarantee ?? "";
+  find("guarantee").hidden = !point?.guarantee;
   if (!point) return void find("chosen").replaceChildren();
   find("chosen").textContent =
     `${label(point.method)} with ${amountOf(point.allowed, point.budget, state.network)} allowed: ` +
@@ -84,8 +84,8 @@ function fillDetails(point) {
   const rows = table.append("tbody").selectAll("tr").data(exits).join("tr");
   rows.append("th").attr("scope", "row").text(state.network.exitName);
   for (const title of titles) rows.append("td").text(given[title]);
-  const told = (values) => (values.length ? (exit) => values[exit] : () => "");
-  const [threshold, planned] = [told(point.thresholds), told(point.exit_rates)];
+  const perExit = (values) => (values.length ? (exit) => values[exit] : () => "");
+  const [threshold, planned] = [perExit(point.thresholds), perExit(point.exit_rates)];
   offer(
     "exits-csv",
     ["method", "budget", "unit", "exit", "threshold", "planned", "observed"],
@@ -108,8 +108,8 @@ function drawExamples() {
   if (!examples) return;
   const of = (method) => examples.walks.filter((walk) => walk.method === method);
   const walks = of(state.method).length ? of(state.method) : of(examples.walks[0].method);
-  const walk = d3.least(walks, (each) => Math.abs(each.budget / state.network.plainCost - state.allowed));
-  const allowed = walk.budget / state.network.plainCost;
+  const walk = d3.least(walks, (each) => Math.abs(each.budget / state.network.fullCost - state.allowed));
+  const allowed = walk.budget / state.network.fullCost;
   const right = (index) => !examples.labels.length || examples.labels[index] === walk.answers[index];
   const words = (index) =>
     right(index) ? walk.answers[index] : `${walk.answers[index]}, wrongly: it is ${examples.labels[index]}`;
@@ -160,25 +160,25 @@ function drawExamples() {
   );
 }
 
-/** The plain network beside the planned one. */
+/** The full network beside the planned one. */
 function drawPlan() {
   const {plan} = state.network;
   find("plan-section").hidden = !plan;
   if (!plan) return;
   const perSecond = d3.format(",.0f");
-  find("plan-title").textContent = plan.pays ? "The plan: exits pay here" : "The plan: run the plain network";
+  find("plan-title").textContent = plan.pays ? "The plan: early exit is faster here" : "The plan: use the full network";
   find("plan-how").textContent =
     `Measured in batches of ${plan.batchSize}; accuracy on labelled samples that the policy was not fitted to. ` +
     `Open: ${plan.openExits.join(", ")}. ${plan.reason}`;
-  const speedup = plan.planned.throughput / plan.plain.throughput;
+  const speedup = plan.planned.throughput / plan.full.throughput;
   const figures = [
-    ["samples per second", perSecond(plan.plain.throughput), perSecond(plan.planned.throughput)],
+    ["samples per second", perSecond(plan.full.throughput), perSecond(plan.planned.throughput)],
     ["speed-up", "1", d3.format(".2f")(speedup)],
-    ["accuracy", exact(plan.plain.accuracy), exact(plan.planned.accuracy)],
+    ["accuracy", exact(plan.full.accuracy), exact(plan.planned.accuracy)],
   ];
   const table = d3.select("#plan").html("");
   const head = table.append("thead").append("tr");
-  for (const title of ["", "plain network", "planned"]) head.append("th").attr("scope", "col").text(title);
+  for (const title of ["", "full network", "planned"]) head.append("th").attr("scope", "col").text(title);
   const rows = table.append("tbody").selectAll("tr").data(figures).join("tr");
   rows
     .append("th")
@@ -189,11 +189,11 @@ function drawPlan() {
     .data((row) => row.slice(1))
     .join("td")
     .text((words) => words);
-  const told = [
-    ["plain network", plan.plain],
+  const runs = [
+    ["full network", plan.full],
     ["planned", plan.planned],
   ].map(([name, each]) => [name, each.throughput, each.accuracy]);
-  offer("plan-csv", ["run", "samples_per_second", "accuracy"], told);
+  offer("plan-csv", ["run", "samples_per_second", "accuracy"], runs);
 }
 
 /** Every method where it spends the same. */
@@ -224,10 +224,10 @@ function drawTable() {
         if (cell.low !== null && cell.high !== null) place.append("small").text(between(cell.low, cell.high));
       });
   }
-  const told = rows.flatMap((row) =>
+  const cells = rows.flatMap((row) =>
     row.cells.flatMap((cell, index) =>
       cell ? [[row.method, spends[index], cell.accuracy, cell.low ?? NaN, cell.high ?? NaN]] : [],
     ),
   );
-  offer("table-csv", ["method", "spent_share_of_plain", "accuracy", "accuracy_low", "accuracy_high"], told);
+  offer("table-csv", ["method", "spent_share_of_full", "accuracy", "accuracy_low", "accuracy_high"], cells);
 }
