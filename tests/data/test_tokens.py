@@ -125,7 +125,7 @@ def test_a_network_without_tokenizer_or_without_texts_says_so(folder):
     shutil.rmtree(folder / "tokenizer")
     with pytest.raises(BadInput, match=r"has no tokenizer/tokenizer\.json: export the network with its tokenizer"):
         exported_tokenizer(folder, manifest(folder))
-    with pytest.raises(BadInput, match="there is no tokenizer in .*: name one"):
+    with pytest.raises(BadInput, match=r"there is no tokenizer in .*: name one"):
         Texts(folder / "tokenizer", spec())
 
 

@@ -87,7 +87,7 @@ def _split(network: nn.Module, inputs: Inputs, *, with_data: bool) -> tuple[list
     return stages, heads
 
 
-def as_head(stage: Stage) -> Stage:
+def as_head(stage: nn.Module) -> nn.Module:
     """Return a stage as a head that reads all that is carried."""
     stage.reads_everything = True  # type: ignore[assignment]
     return stage

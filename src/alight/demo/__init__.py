@@ -47,7 +47,7 @@ def run_demo(
         part.write(folder)
     networks = {name: network for part in parts for name, network in part.networks.items()}
     guarantees = [sentence for part in parts for sentence in part.guarantees]
-    report = write_report(networks, folder / "report.html", title=TITLE, promises=guarantees).resolve()
+    report = write_report(networks, folder / "report.html", title=TITLE, guarantees=guarantees).resolve()
     lines = {"digits": f"not live: {missing}"} if missing else {}
     for part in parts:
         lines |= part.lines()

@@ -92,7 +92,7 @@ class LiveDemo:
             f"{n} {_percent(a)} at {_percent(s, 0)}" for n, a, s in zip(names, self.accuracies, shares, strict=True)
         ]
         left = [f"{n} {_percent(s, 0)}" for n, s in zip(names, self.decisions.exit_shares, strict=True)]
-        guarantee = self.policy.certificate.promise if self.policy.certificate else ""
+        guarantee = self.policy.certificate.guarantee if self.policy.certificate else ""
         return {
             "full network": f"{self.flops.full / 1e6:.1f} MFLOPs per sample, {_percent(self.accuracies[-1])} accuracy,"
             f" {self.times.full:.2f} ms per digit in batches of {BATCH_SIZE};"
