@@ -17,7 +17,7 @@ from alight.cutting.cut import (
 )
 from alight.cutting.modes import in_mode
 from alight.cutting.placement import flops_of
-from alight.cutting.stages import Stage, StagePlan, build
+from alight.cutting.stages import StagePlan, build
 from alight.cutting.tracing import Inputs, Trace, Value, refusals, trace, walk
 from alight.errors import BadInput
 
