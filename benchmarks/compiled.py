@@ -88,7 +88,7 @@ def in_sizes(batches: Sequence[Batch], size: int) -> list[Batch]:
     """So many samples as a round has, in batches of a size; texts stay as long as they were filled up to."""
     cut = []
     for batch in batches:
-        cut += zip(*(each.split(size) for each in batch), strict=True)
+        cut += [tuple(each[start : start + size] for each in batch) for start in range(0, len(batch[0]), size)]
     return cut[: ROUND[size] // size + 1]
 
 
