@@ -87,7 +87,7 @@ def in_sizes(batches: Sequence[Batch], size: int) -> list[Batch]:
     """Return the samples of a round in batches of a size; texts keep the length that they were padded to."""
     cut: list[Batch] = []
     for batch in batches:
-        cut += zip(*(torch.split(each, size) for each in batch), strict=True)
+        cut += [tuple(each[start : start + size] for each in batch) for start in range(0, len(batch[0]), size)]
     return cut[: ROUND[size] // size + 1]
 
 

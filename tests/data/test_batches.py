@@ -221,12 +221,7 @@ def test_texts_that_do_not_fit_are_refused(batch, message, kind):
 
 def test_the_last_of_several_is_the_labels_if_it_has_one_axis():
     ids, mask, labels = np.ones((2, 3)), np.ones((2, 3)), np.array([1, 0])
-    for batch in (
-        (ids, labels),
-        [ids, [1, 0]],
-        {"x": ids, "label": labels},
-        {"x": ids, "labels": labels, "label": None},
-    ):
+    for batch in ((ids, labels), [ids, [1, 0]], {"x": ids, "label": labels}, {"labels": labels, "x": ids, "label": 0}):
         assert np.array_equal(split_labels(batch).inputs, ids)
         assert np.array_equal(split_labels(batch).labels, labels)
     for batch in ((ids, mask), (ids,), ids, {"x": ids, "mask": mask}):

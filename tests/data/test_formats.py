@@ -206,7 +206,7 @@ BAD = {
     "empty folder": (BadInput, "has no images"),
     "one class": (BadInput, "has 1 classes by name and the network 2"),
     "unknown class": (BadInput, "class 'cat' that the network does not know: dog, bird"),
-    "text for images": (BadInput, "the network does not take text"),
+    "text for images": (BadInput, "needs a tokenizer"),
     "unknown kind": (BadInput, "is not a kind of data that alight reads"),
     "no set": (BadInput, "torchvision has no data set 'cifar99'"),
     "not there": (BadInput, "CIFAR10 is not in"),

@@ -79,7 +79,9 @@ def as_inputs(inputs: Any, spec: InputSpec) -> Arrays:
     >>> as_inputs(np.zeros((5, 4)), InputSpec())[0].dtype
     dtype('float32')
     """
-    parts = (inputs,) if isinstance(inputs, np.ndarray) or is_tensor(inputs) else _parts(inputs, spec)
+    if len(spec.tensors) < 2 and _is_ready(inputs):
+        return (inputs,)
+    parts = (inputs,) if _is_array(inputs) else _parts(inputs, spec)
     if spec.tensors and len(parts) != len(spec.tensors):
         raise BadInput(f"{len(parts)} inputs, and the network takes {'; '.join(map(str, spec.tensors))}")
     arrays = tuple([_numbers(part, spec) for part in parts])
@@ -105,7 +107,7 @@ def by_name(inputs: Mapping[str, Any], names: Sequence[str]) -> tuple[Any, ...]:
     """Return the inputs of these names from a dict, which may hold more."""
     if not names or any(name not in inputs for name in names):
         raise BadInput(f"the batch has {sorted(inputs)}, the network takes {list(names) or 'one tensor'}")
-    if SEGMENTS in inputs and SEGMENTS not in names and bool(_any(inputs[SEGMENTS])):
+    if SEGMENTS in inputs and SEGMENTS not in names and as_array(inputs[SEGMENTS]).any():
         raise BadInput(  # all 0 for single texts, as a network takes them to be where none are given
             f"the batch has pairs of texts ({SEGMENTS}): attach heads with an example that has them"
         )
@@ -131,20 +133,18 @@ def split_labels(batch: Any) -> Batch:
     >>> split_labels({"input_ids": np.ones((2, 4)), "labels": np.array([1, 0])}).labels
     array([1, 0])
     """
-    labels = None
-    inputs = batch
     if isinstance(batch, Mapping):
-        inputs = {name: part for name, part in batch.items() if name not in LABELS}
+        inputs: Any = {name: part for name, part in batch.items() if name not in LABELS}
         labels = next((batch[name] for name in LABELS if batch.get(name) is not None), None)
-    elif isinstance(batch, list | tuple) and len(batch) > 1 and _ndim(batch[-1]) == 1:
-        inputs, labels = batch[:-1], batch[-1]
-    if isinstance(inputs, Mapping | list | tuple) and not inputs:
+    elif isinstance(batch, list | tuple):
+        inputs, labels = (batch[:-1], batch[-1]) if len(batch) > 1 and np.ndim(batch[-1]) == 1 else (batch, None)
+    else:
+        return Batch(batch, None)
+    if not inputs:
         raise BadInput("a batch holds no tensor: give a tensor, (inputs, labels), or a dict of tensors")
-    if isinstance(inputs, Mapping) and len(inputs) == 1:
-        inputs = next(iter(inputs.values()))
-    elif isinstance(inputs, list | tuple) and len(inputs) == 1 and labels is not None:
-        inputs = inputs[0]
-    return Batch(inputs, labels)
+    if isinstance(batch, Mapping):
+        return Batch(inputs if len(inputs) > 1 else next(iter(inputs.values())), labels)
+    return Batch(inputs[0] if len(inputs) == 1 and labels is not None else inputs, labels)
 
 
 def as_batch(batch: Any, spec: InputSpec) -> Batch:
@@ -232,6 +232,13 @@ def make_loader(
     return DataLoader(dataset, batch_size, shuffle=bool(shuffle), collate_fn=together, num_workers=workers)
 
 
+def _is_ready(inputs: Any) -> bool:
+    """Return whether it is a batch in single precision, quickly, since a single sample is that at best."""
+    if type(inputs) is np.ndarray:
+        return bool(inputs.dtype.char == "f" and inputs.ndim and len(inputs) and inputs.flags.c_contiguous)
+    return is_tensor(inputs) and inputs.is_floating_point() and inputs.ndim > 0 and len(inputs) > 0
+
+
 def _parts(inputs: Any, spec: InputSpec) -> tuple[Any, ...]:
     """Return the inputs one by one, samples and pictures stacked."""
     if isinstance(inputs, Mapping):
@@ -259,7 +266,7 @@ def _numbers(value: Any, spec: InputSpec) -> Array:
 
 def _fitted(values: Array, own: TensorSpec) -> np.ndarray:
     """Return the array in the dtype that the network takes, if that loses no more than digits."""
-    array = as_array(values)
+    array = values if type(values) is np.ndarray else as_array(values)
     if not own.fits(array.shape):
         raise BadInput(f"an array of shape {array.shape}, and the network takes {own}")
     if array.dtype != own.dtype:
@@ -341,13 +348,11 @@ def _stacked(samples: Sequence[Any], spec: InputSpec | None = None) -> Array:
     spec = spec or InputSpec()
     if any(is_picture(each) or is_pixels(each, spec) for each in samples):
         return image_batch(samples, spec)
+    tensors = is_tensor(samples[0])
+    parts = [as_tensor(each) if tensors else as_array(each) for each in samples]
     try:
-        if is_tensor(samples[0]):
-            return sys.modules["torch"].stack([*map(as_tensor, samples)])
-        return np.stack([*map(as_array, samples)])
+        return sys.modules["torch"].stack(parts) if tensors else np.stack(parts)
     except (RuntimeError, ValueError) as error:
-        if isinstance(error, BadInput):
-            raise
         raise BadInput(f"the samples do not fit into one batch ({error}): bring them to one shape") from error
 
 
@@ -384,14 +389,3 @@ def _is_torch_dataset(value: Any) -> bool:
     torch = sys.modules.get("torch")
     data = getattr(getattr(torch, "utils", None), "data", None)
     return data is not None and isinstance(value, data.Dataset) and not isinstance(value, data.IterableDataset)
-
-
-def _ndim(value: Any) -> int:
-    try:
-        return int(value.ndim) if _is_array(value) else np.ndim(value)
-    except ValueError:  # lists of unlike lengths
-        return 0
-
-
-def _any(values: Any) -> Any:
-    return values.any() if _is_array(values) else np.any(values)

@@ -74,8 +74,6 @@ def collation(
 ) -> Callable[[Sequence[Sample]], Any]:
     """Return what makes a batch of samples, "images" or "text", as a network of this spec takes them."""
     if kind == "text":
-        if not spec.names:
-            raise BadInput(f"the network does not take text, and {where} holds some: give images")
         if tokenizer is None or not Path(tokenizer).is_dir():
             raise BadInput(f"{where} holds text, which needs a tokenizer: name the folder of one (--tokenizer FOLDER)")
         return partial(_text_batch, Texts(tokenizer, spec, max_tokens))
@@ -87,7 +85,7 @@ def collation(
 def names_of(data: Any) -> list[str] | None:
     """Return the samples' files, where each lies in one of its own; None where they are known by number alone."""
     samples = data.dataset
-    return [*map(str, samples.items)] if isinstance(samples, _Samples) and samples.read is _picture else None
+    return [*map(str, samples.items)] if isinstance(samples, _Samples) and samples.read is picture else None
 
 
 def class_indices(names: Sequence[str], spec: InputSpec, where: str) -> dict[str, int]:
@@ -103,15 +101,16 @@ def class_indices(names: Sequence[str], spec: InputSpec, where: str) -> dict[str
     return {name: index for index, name in enumerate(spec.classes or names)}
 
 
-def picture(file: Any, path: PathLike) -> Any:
-    """Return the picture in a file, opened or by name; `path` is its name in errors."""
+def picture(file: Any, path: PathLike | None = None) -> Any:
+    """Return the picture in a file, opened or by name; `path` is its name in errors, where it has another."""
     image = library("PIL.Image", "pillow")
     try:
         with image.open(file) as opened:
             opened.load()
             return opened.copy()
     except (OSError, SyntaxError, ValueError) as error:
-        raise BadFile(path, f"it is not a whole image ({error})", "take it out of the folder") from error
+        remedy = "take it out of the folder"
+        raise BadFile(file if path is None else path, f"it is not a whole image ({error})", remedy) from error
 
 
 class _Samples:
@@ -187,12 +186,12 @@ def _folder(path: Path, spec: InputSpec, labelled: bool) -> _Samples:
         raise BadInput(f"{path} has no images ({' '.join(SUFFIXES)}): give some, for labels in a folder for each class")
     loose = [file for file in files if file.parent == path]
     if not labelled or (len(loose) == len(files) and not any(each.is_dir() for each in path.iterdir())):
-        return _Samples(files, None, _picture)
+        return _Samples(files, None, picture)
     if loose:
         raise BadInput(f"{path} has both images and folders: put each image into the folder of its class, or all here")
     names = sorted(folder.name for folder in path.iterdir() if folder.is_dir())
     indices = class_indices(names, spec, str(path))
-    return _Samples(files, [indices[file.relative_to(path).parts[0]] for file in files], _picture)
+    return _Samples(files, [indices[file.relative_to(path).parts[0]] for file in files], picture)
 
 
 def _torchvision(name: str, root: str, split: str) -> Any:
@@ -259,10 +258,6 @@ def _indices(labels: Sequence[Any], path: Path, spec: InputSpec) -> list[int] | 
         raise BadFile(path, "some labels are missing or not names", "give every line a name or an index as label")
     indices = class_indices(sorted(set(labels)), spec, str(path))
     return [indices[label] for label in labels]
-
-
-def _picture(path: Path) -> Any:
-    return picture(path, path)
 
 
 def _first(values: Mapping[str, Any], names: Sequence[str]) -> Any:

@@ -45,9 +45,9 @@ def image_batch(
             " many means and standard deviations as channels"
         )
     if isinstance(pictures, np.ndarray) or is_tensor(pictures):
-        images = _scaled(as_array(pictures), spec, where)
+        images = _scaled(as_array(pictures), shape, spec, where)
     else:
-        images = np.concatenate([_scaled(_pixels(each, shape)[None], spec, where) for each in pictures])
+        images = np.concatenate([_scaled(_pixels(each, shape)[None], shape, spec, where) for each in pictures])
     if augment:
         images = _augmented(images)
     if spec.mean:
@@ -115,9 +115,9 @@ def _pixels(picture: Any, shape: tuple[int, int, int]) -> np.ndarray:
     return np.asarray(picture.crop((left, top, left + width, top + height)))
 
 
-def _scaled(images: np.ndarray, spec: InputSpec, where: str) -> np.ndarray:
+def _scaled(images: np.ndarray, shape: tuple[int, int, int], spec: InputSpec, where: str) -> np.ndarray:
     """Return images in 0..1 as a new array, channels first."""
-    shape = channels, height, width = spec.image_shape or (0, 0, 0)
+    channels, height, width = shape
     if images.shape[1:] == (height, width) and channels == 1:
         images = images[:, None]
     elif images.shape[1:] == (height, width, channels) and images.shape[1:] != shape:

@@ -3,6 +3,7 @@
 import importlib
 import json
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,8 @@ class Texts:
                 f"the network reads text, and there is no tokenizer in {folder}: name one (--tokenizer FOLDER)"
             )
         self._names = spec.names
-        self._encode = _encoder(Path(folder), max_tokens)
+        encoder = _Encoder if (Path(folder) / FILE).is_file() else _of_transformers
+        self._encode: Callable[[list[str]], Mapping[str, np.ndarray]] = encoder(Path(folder), max_tokens)
 
     def __call__(self, texts: Sequence[str]) -> dict[str, np.ndarray]:
         """Return the texts as the network takes them."""
@@ -41,21 +43,16 @@ class Texts:
         return {name: columns[name] for name in self._names}
 
 
-def _encoder(folder: Path, max_tokens: int) -> Callable[[list[str]], Mapping[str, np.ndarray]]:
-    return _Encoder(folder, max_tokens) if (folder / FILE).is_file() else _of_transformers(folder, max_tokens)
-
-
 class _Encoder:
     """A tokenizer.json, run by the package `tokenizers`."""
 
     def __init__(self, folder: Path, max_tokens: int) -> None:
-        config = _json(folder / CONFIG) if (folder / CONFIG).is_file() else {}
+        tokenizers = library("tokenizers", "tokenizers")
         try:
-            self._tokenizer = library("tokenizers", "tokenizers").Tokenizer.from_file(str(folder / FILE))
-        except BadInput:
-            raise
+            config = json.loads((folder / CONFIG).read_bytes()) if (folder / CONFIG).is_file() else {}
+            self._tokenizer = tokenizers.Tokenizer.from_file(str(folder / FILE))
         except Exception as error:  # of Rust, without a type of its own
-            raise BadFile(folder / FILE, f"it is not a tokenizer ({error})", "save it again") from error
+            raise BadFile(folder, f"its tokenizer is damaged ({error})", "save it again") from error
         self._tokenizer.no_padding()
         self._tokenizer.enable_truncation(
             min(max_tokens, config.get("model_max_length") or max_tokens),
@@ -88,29 +85,15 @@ def _of_transformers(folder: Path, max_tokens: int) -> Callable[[list[str]], Map
         tokenizer = auto.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:
         raise BadFile(folder, f"it has no tokenizer that can be read ({error})", f"save one with {FILE}") from error
-    longest = min(max_tokens, tokenizer.model_max_length)
-
-    def encode(texts: list[str]) -> Mapping[str, np.ndarray]:
-        made: Mapping[str, np.ndarray] = tokenizer(
-            texts,
-            padding=True,
-            truncation=True,
-            max_length=longest,
-            return_tensors="np",
-            return_attention_mask=True,
-            return_token_type_ids=True,
-        )
-        return made
-
-    return encode
-
-
-def _json(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_bytes())
-    except ValueError as error:
-        raise BadFile(path, f"it is not JSON ({error})", "save the tokenizer again") from error
-    return content if isinstance(content, dict) else {}
+    return partial(
+        tokenizer,
+        padding=True,
+        truncation=True,
+        max_length=min(max_tokens, tokenizer.model_max_length),
+        return_tensors="np",
+        return_attention_mask=True,
+        return_token_type_ids=True,
+    )
 
 
 def library(name: str, package: str) -> Any:
