@@ -26,7 +26,7 @@ MAY_IMPORT = {
     "evaluation": FOUNDATION | {"policies"},
     "cutting": FOUNDATION,
     "networks": FOUNDATION | {"cutting", "data"},
-    "data": {"errors", "files"},
+    "data": {"errors", "files", "outputs"},
     "training": FOUNDATION | {"networks", "data"},
     "costing": FOUNDATION | {"cutting", "networks", "data"},
     "engine": FOUNDATION | {"networks", "data", "policies"},

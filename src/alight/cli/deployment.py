@@ -58,8 +58,7 @@ def run_export(options: argparse.Namespace) -> CommandResult:
 def run_run(options: argparse.Namespace) -> CommandResult:
     """Predict every sample with an exported network, without PyTorch."""
     check_distinct(options.data, options.policy, options.output)
-    from alight.data.formats import load_data, names_of
-    from alight.engine.answers import write_answers
+    from alight.data.formats import load_data, names_of, write_answers
     from alight.engine.manifest import Manifest, exported_tokenizer
     from alight.engine.predictor import Predictor
 

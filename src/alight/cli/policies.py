@@ -50,8 +50,7 @@ def run_predict(options: argparse.Namespace) -> CommandResult:
     check_output_file(options)
     check_data(options.data, options.tokenizer)
     policy = load_policy(options.policy)
-    from alight.data.formats import load_data, names_of
-    from alight.engine.answers import write_answers
+    from alight.data.formats import load_data, names_of, write_answers
     from alight.engine.predictor import Predictor
     from alight.networks.store import load_model
 

@@ -10,7 +10,7 @@ import pyarrow as pa
 from pyarrow import parquet
 
 from alight.cluster.shards import Shard
-from alight.engine.answers import answer_columns
+from alight.data.formats import answer_columns
 from alight.engine.predictor import Predictor
 from alight.engine.recorder import Recorder
 from alight.engine.settings import RunSettings

@@ -9,8 +9,11 @@
 Images are brought to the network's size and normalised as it says; text is cut into tokens by its tokenizer.
 """
 
+import csv
 import errno
+import importlib
 import inspect
+import io
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
@@ -25,7 +28,8 @@ from alight.data.preprocess import Sample, image_batch
 from alight.data.spec import InputSpec
 from alight.data.tokens import Texts, library
 from alight.errors import BadFile, BadInput
-from alight.files import PathLike
+from alight.files import PathLike, write_text, write_whole
+from alight.outputs import Decisions
 
 IMAGE_NAMES, LABEL_NAMES, TEXT_NAMES = (
     ("images", "image", "img", "x", "data"),
@@ -262,3 +266,48 @@ def _indices(labels: Sequence[Any], path: Path, spec: InputSpec) -> list[int] | 
 
 def _first(values: Mapping[str, Any], names: Sequence[str]) -> Any:
     return next((values[name] for name in names if values.get(name) is not None), None)
+
+
+def write_answers(
+    decisions: Decisions,
+    path: PathLike,
+    *,
+    names: Sequence[str] | None = None,
+    classes: Sequence[str] = (),
+    unit: str = "",
+) -> Path:
+    """The path of a table of samples, labels, exits, probabilities and costs; .parquet needs pyarrow.
+
+    A label is the class's name where `classes` has names, else its index.
+    """
+    columns = answer_columns(decisions, names or range(len(decisions)), classes, unit)
+    if Path(path).suffix != ".parquet":
+        text = io.StringIO()
+        writer = csv.writer(text, lineterminator="\n")
+        writer.writerow(columns)
+        writer.writerows(zip(*columns.values(), strict=True))
+        return write_text(path, text.getvalue())
+    try:
+        arrow, parquet = importlib.import_module("pyarrow"), importlib.import_module("pyarrow.parquet")
+    except ImportError as error:
+        raise BadInput(f"{path} is to be Parquet, which needs pyarrow: pip install pyarrow, or write .csv") from error
+    return write_whole(path, lambda file: parquet.write_table(arrow.table(columns), file))
+
+
+def answer_columns(
+    decisions: Decisions, samples: Sequence[Any], classes: Sequence[str] = (), unit: str = ""
+) -> dict[str, list[Any]]:
+    """The columns of a table of answers, each with a cell for every sample.
+
+    >>> answer_columns(Decisions([1], [0], [2.5]), ["a.png"], ["cat", "dog"], "ms")
+    {'sample': ['a.png'], 'label': ['dog'], 'exit': [0], 'cost_ms': [2.5]}
+    """
+    columns = {
+        "sample": list(samples),
+        "label": [classes[index] if classes else index for index in decisions.predictions.tolist()],
+        "exit": decisions.exits.tolist(),
+        f"cost_{unit}" if unit else "cost": decisions.spent.tolist(),
+    }
+    if decisions.probabilities is not None:
+        columns["probability"] = decisions.probabilities.tolist()
+    return columns

@@ -10,11 +10,10 @@ import numpy as np
 import numpy.typing as npt
 from tqdm import tqdm
 
-from alight.data.batches import as_inputs, batches, in_batches, length_of
+from alight.data.batches import as_inputs, batches, in_batches, length_of, prefetch
 from alight.engine.backends import Backend, Integers, State
 from alight.engine.head_values import Reads
 from alight.engine.manifest import AOTI, MANIFEST, POLICY, Manifest, verified
-from alight.engine.prefetch import prefetch
 from alight.engine.settings import RunSettings
 from alight.engine.walk import Answers, Walk
 from alight.errors import BadFile, BadInput, Mismatch

@@ -10,9 +10,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from tqdm import tqdm
 
-from alight.data.batches import BATCH_SIZE, Batch, batches, in_batches, length_of
+from alight.data.batches import BATCH_SIZE, Batch, batches, in_batches, length_of, prefetch
 from alight.engine.head_values import LOGS, HeadValues, Reads
-from alight.engine.prefetch import prefetch
 from alight.engine.settings import RunSettings
 from alight.errors import BadInput
 from alight.files import GrowingArrays, PathLike

@@ -17,15 +17,19 @@ from alight.engine.manifest import AOTI, MANIFEST, ONNX, POLICY, SUFFIXES, TOKEN
 from alight.engine.settings import RunSettings
 from alight.errors import AlightError, BadInput, Mismatch
 from alight.export.programs import (
+    ExportedStage,
+    StageRuns,
     branches_on_data,
     captured,
     check_compiler,
+    exported_stages,
     reason,
+    run_stages,
+    spec_of,
     write_onnx,
     write_package,
     write_traced,
 )
-from alight.export.stages import ExportedStage, StageRuns, exported_stages, run_stages, spec_of
 from alight.files import PathLike, whole_folder
 from alight.networks.multi_exit import MultiExitModel, example_of
 from alight.networks.store import fingerprint
