@@ -20,8 +20,8 @@ from alight.policies.policy import Threshold
 def work(tmp_path_factory):
     folder = make_network(tmp_path_factory.mktemp("work"), samples=24)
     costs = Costs([1.0, 1.0, 1.0], [0.1, 0.1, 0.1], unit="ms").cumulative((0, 2))
-    told = {"costs": tuple(costs), "open_exits": (0, 2), "num_exits": 3, "unit": "ms"}
-    Threshold((0.02,), **told).save(folder / "policy.json")
+    terms = {"costs": tuple(costs), "open_exits": (0, 2), "num_exits": 3, "unit": "ms"}
+    Threshold((0.02,), **terms).save(folder / "policy.json")
     return folder
 
 
@@ -33,8 +33,8 @@ def test_every_example_runs_and_gives_json_if_asked(work, monkeypatch, capsys):
     monkeypatch.chdir(work)
     for name in ("export", "run"):
         for example in COMMANDS[name].examples:
-            told = example if "--json" in example else f"{example} --json --quiet"
-            status, out, err = run(told, capsys)
+            line = example if "--json" in example else f"{example} --json --quiet"
+            status, out, err = run(line, capsys)
             assert (status, err) == (0, "")
             assert json.loads(out)
     manifest = json.loads((work / "exported" / "manifest.json").read_text())
@@ -82,7 +82,7 @@ def test_texts_are_answered_as_torch_answers_them(tmp_path, monkeypatch, capsys)
 
 
 @pytest.mark.parametrize(
-    ("line", "told"),
+    ("line", "message"),
     [
         ("export nowhere policy.json", "there is no folder nowhere"),
         ("export model test.npz", "it is not whole JSON"),
@@ -91,10 +91,10 @@ def test_texts_are_answered_as_torch_answers_them(tmp_path, monkeypatch, capsys)
         ("predict exported policy.json test.npz", "it holds an exported network; use `alight run`"),
     ],
 )
-def test_what_cannot_be_done_is_told_in_a_line(line, told, work, monkeypatch, capsys):
+def test_a_failure_is_reported_in_a_line(line, message, work, monkeypatch, capsys):
     monkeypatch.chdir(work)
     Path("exported").mkdir(exist_ok=True)
     Path("exported/manifest.json").touch()
     status, out, err = run(line, capsys)
     assert (status, out, len(err.splitlines())) == (1, "", 1)
-    assert told in err
+    assert message in err

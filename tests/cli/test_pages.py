@@ -57,7 +57,7 @@ def test_a_report_of_several_tables_has_a_network_for_each(folder, capsys):
 
 
 @pytest.mark.filterwarnings("ignore:the last exit has")  # of weights that know nothing
-def test_a_plan_is_shown_beside_the_plain_network(tmp_path, monkeypatch, capsys):
+def test_a_plan_is_shown_beside_the_full_network(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(timing, "SECONDS", 0.02)
     make_network(tmp_path, samples=120)

@@ -122,7 +122,7 @@ def test_an_unknown_score_is_refused():
         record(network(), [IMAGES], score="luck", progress=False)
 
 
-def test_a_plain_network_is_refused():
+def test_a_network_without_exits_is_refused():
     with pytest.raises(BadInput, match="a Linear has no exits yet"):
         record(nn.Linear(3, 3), [IMAGES])
 

@@ -29,7 +29,7 @@ class Predictor:
     """A network and a policy, ready to answer.
 
     `predictor(images)` decides a batch, `predictor.run(loader)` a whole data set, and `predictor.stream(loader)` yields
-    answers as they are ready. Images may be tensors, NumPy arrays or a list of pictures, and a data set or an array
+    answers when they are ready. Images may be tensors, NumPy arrays or a list of pictures, and a data set or an array
     does for a loader: pictures and bytes are normalised as the network says. A sample is known by its number, in the
     order of coming unless `samples` says otherwise: ties and mixtures are decided by it.
 

@@ -55,7 +55,7 @@ class Walk:
     def flow(
         self, batches: Iterable[tuple[Integers, State]], batch_size: int | None, *, low_latency: bool = True
     ) -> Iterator[Answers]:
-        """Yield answers as they are ready, of batches of sample numbers and admitted inputs.
+        """Yield answers when they are ready, of batches of sample numbers and admitted inputs.
 
         With a batch size survivors wait until a batch of that size is full: the deepest full batch first, what is left
         in the end from the first exit on. Without one, every batch is walked to its end. Without `low_latency` the

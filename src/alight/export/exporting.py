@@ -165,7 +165,7 @@ class ExportJob:
         for given, expected in zip(self.runs.inputs, self.runs.outputs, strict=True):
             logits, others = run(tuple(each.numpy() for each in given))
             for found, wanted in zip((logits, *others), expected, strict=True):
-                worst = max(worst, _apart(np.asarray(found), wanted.numpy()))
+                worst = max(worst, _difference_of(np.asarray(found), wanted.numpy()))
         if not worst <= TOLERANCE:
             raise AlightError(f"{self.path.name} differs from the network by {worst:.1e} of its largest number")
         return worst
@@ -182,7 +182,7 @@ def _runner(path: Path, format: str) -> Any:  # noqa: A002
     return Session(path.read_bytes(), path.name, 1)
 
 
-def _apart(found: np.ndarray, wanted: np.ndarray) -> float:
+def _difference_of(found: np.ndarray, wanted: np.ndarray) -> float:
     if found.shape != wanted.shape or found.dtype != wanted.dtype:
         raise AlightError(f"{found.dtype} of shape {found.shape} instead of {wanted.dtype} of {wanted.shape}")
     largest = max(LEAST, float(np.abs(wanted).max()))
