@@ -151,7 +151,7 @@ def test_what_a_worker_cannot_read_is_told_in_a_line(folder, tmp_path, capsys):
     )
     status, out, err = run(f"{line} --quiet", capsys)
     assert (status, out) == (1, "")
-    assert err.startswith(f"alight: cannot read {broken}: it is no whole image")
+    assert err.startswith(f"alight: cannot read {broken}: it is not a whole image")
     assert len(err.splitlines()) == 1
     with pytest.raises(BadFile, match="not finished"):
         PartitionedOutputs.open(tmp_path / "b")
