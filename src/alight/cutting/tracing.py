@@ -115,8 +115,8 @@ class Inputs:
 
     def __init__(self, example: Any) -> None:
         self.names: tuple[str, ...] = tuple(example) if isinstance(example, Mapping) else ()
-        several = list(example.values()) if self.names else example
-        tensors = list(several) if isinstance(several, list | tuple) else [several]
+        several = tuple(example.values()) if self.names else example
+        tensors = several if isinstance(several, list | tuple) else [several]
         other = [type(tensor).__name__ for tensor in tensors if not isinstance(tensor, Tensor)]
         if other or not tensors:
             raise BadInput(f"the example holds {other or 'nothing'}: give tensors as the network takes them")
@@ -125,7 +125,11 @@ class Inputs:
             raise BadInput(f"the example's tensors hold {sorted(sizes)} samples: give the same batch in each")
         self.tensors: tuple[Tensor, ...] = tuple(tensors)
         self.values = [Value(-1, (index,)) for index in range(len(tensors))]  # in a trace
-        self.arguments = self.names or tuple(f"input_{index}" for index in range(len(tensors)))  # of the first stage
+
+    @property
+    def arguments(self) -> Sequence[str]:
+        """Return names for the arguments of the first stage."""
+        return self.names or [f"input_{index}" for index in range(len(self.tensors))]
 
     def of_size(self, size: int, device: Any = None, dtype: torch.dtype | None = None) -> tuple[Tensor, ...]:
         """Return a batch of samples like those of the example, all different."""
@@ -530,50 +534,20 @@ def _aligned(first: _CallRecorder, second: _CallRecorder, device: torch.device) 
 
 def _merged(one: Any, other: Any, line: str) -> Any:
     """Return one argument for all batch sizes, of what it was at two of them."""
-    merge = next(merge for kind, merge in MERGES if isinstance(one, kind))
-    return merge(one, other, line)
-
-
-def _merged_reference(one: Any, other: Any, line: str) -> Any:
-    if isinstance(one, ConstantTensor):
-        if one.tensor.is_meta or not isinstance(other, ConstantTensor) or not _is_same(one.tensor, other.tensor):
-            raise Untraceable(f"a tensor of unknown origin is used at {line}")
-    elif one != other:
-        raise Untraceable(f"another tensor is used at each batch size at {line}")
-    return one
-
-
-def _merged_dtype(one: torch.dtype, other: Any, line: str) -> Any:
-    is_other = isinstance(other, torch.dtype) and one != other
-    return NetworkDtype(one) if is_other else _merged_object(one, other, line)
-
-
-def _merged_number(one: int, other: Any, line: str) -> Any:
-    if type(one) is not int or type(other) is not int or one == other:
-        return _merged_object(one, other, line)
-    times = (other - one) // (BATCHES[1] - BATCHES[0])
-    return BatchMultiple(times, one - times * BATCHES[0])
-
-
-def _merged_mapping(one: Mapping[Any, Any], other: Any, line: str) -> Any:
-    if not isinstance(other, Mapping) or one.keys() != other.keys():
-        return _merged_object(one, other, line)
-    return {key: _merged(part, other[key], line) for key, part in one.items()}
-
-
-def _merged_sequence(one: Any, other: Any, line: str) -> Any:
-    if not isinstance(other, list | tuple) or len(one) != len(other):
-        return _merged_object(one, other, line)
-    return type(one)(_merged(part, twin, line) for part, twin in zip(one, other, strict=True))
-
-
-def _merged_slice(one: slice, other: Any, line: str) -> Any:
-    if not isinstance(other, slice):
-        return _merged_object(one, other, line)
-    return slice(*_merged((one.start, one.stop, one.step), (other.start, other.stop, other.step), line))
-
-
-def _merged_object(one: Any, other: Any, line: str) -> Any:
+    if isinstance(one, SYMBOLS):
+        return _merged_symbol(one, other, line)
+    match one, other:
+        case Mapping(), Mapping() if one.keys() == other.keys():
+            return {key: _merged(part, other[key], line) for key, part in one.items()}
+        case ((list() | tuple()), (list() | tuple())) if len(one) == len(other):
+            return type(one)(_merged(*pair, line) for pair in zip(one, other, strict=True))
+        case slice(), slice():
+            return slice(*_merged((one.start, one.stop, one.step), (other.start, other.stop, other.step), line))
+        case torch.dtype(), torch.dtype() if one != other:
+            return NetworkDtype(one)
+        case int(), int() if one != other and not isinstance(one, bool):
+            times = (other - one) // (BATCHES[1] - BATCHES[0])
+            return BatchMultiple(times, one - times * BATCHES[0])
     if type(one) is not type(other) or (isinstance(one, SCALARS) and one != other):
         raise BadInput(
             f"{one!r} at batch size {BATCHES[0]} is {other!r} at {BATCHES[1]} ({line}): only whole numbers may follow"
@@ -582,15 +556,13 @@ def _merged_object(one: Any, other: Any, line: str) -> Any:
     return one
 
 
-MERGES: tuple[tuple[Any, Callable[[Any, Any, str], Any]], ...] = (  # the first kind that fits counts
-    (SYMBOLS, _merged_reference),
-    (torch.dtype, _merged_dtype),
-    (int, _merged_number),
-    (Mapping, _merged_mapping),
-    ((list, tuple), _merged_sequence),
-    (slice, _merged_slice),
-    (object, _merged_object),
-)
+def _merged_symbol(one: Any, other: Any, line: str) -> Any:
+    if isinstance(one, ConstantTensor):
+        if one.tensor.is_meta or not isinstance(other, ConstantTensor) or not _is_same(one.tensor, other.tensor):
+            raise Untraceable(f"a tensor of unknown origin is used at {line}")
+    elif one != other:
+        raise Untraceable(f"another tensor is used at each batch size at {line}")
+    return one
 
 
 def _is_same(one: Tensor, other: Tensor) -> bool:
