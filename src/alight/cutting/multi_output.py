@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from alight.cutting.cut import CHECKED, by_time, check_carried, needed_calls, rows_per_sample, same_bits
 from alight.cutting.modes import in_mode
 from alight.cutting.placement import flops_of
-from alight.cutting.stages import Stage, StagePlan, build
+from alight.cutting.stages import StagePlan, build
 from alight.cutting.tracing import Inputs, Trace, Value, refusals, trace, walk
 from alight.errors import BadInput
 
@@ -78,7 +78,7 @@ def _split(network: nn.Module, inputs: Inputs, *, with_data: bool) -> tuple[list
     return stages, heads
 
 
-def as_head(stage: Stage) -> Stage:
+def as_head(stage: nn.Module) -> nn.Module:
     """Return a stage as a head that reads all that is carried."""
     stage.reads_everything = True  # type: ignore[assignment]
     return stage

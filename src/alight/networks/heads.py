@@ -50,8 +50,7 @@ class PooledLinear(Head):
 
     def forward(self, features: Tensor) -> Tensor:
         """Return the logits of (batch, channels, ...) or, channels last, (batch, ..., channels)."""
-        logits: Tensor = self.linear(self.norm(_average(features, self.channels_last)))
-        return logits
+        return self.linear(self.norm(_average(features, self.channels_last)))
 
 
 class FlattenLinear(Head):
@@ -69,8 +68,7 @@ class FlattenLinear(Head):
 
     def forward(self, features: Tensor) -> Tensor:
         """Return the logits of features of any shape, as long as it is always the same."""
-        logits: Tensor = self.linear(features.flatten(1))
-        return logits
+        return self.linear(features.flatten(1))
 
 
 class _MapHead(Head):
@@ -85,8 +83,7 @@ class _MapHead(Head):
     def forward(self, features: Tensor) -> Tensor:
         """Return the logits of (batch, channels, height, width) or, channels last, (batch, height, width, channels)."""
         maps = self.convolutions(features.movedim(-1, 1) if self.channels_last else features)
-        logits: Tensor = self.linear(maps.mean((2, 3)))
-        return logits
+        return self.linear(maps.mean((2, 3)))
 
 
 class ConvHead(_MapHead):
@@ -157,8 +154,7 @@ class TokenHead(Head):
     def forward(self, tokens: Tensor, mask: Tensor | None = None, *_: Tensor) -> Tensor:
         """Return the logits of (batch, tokens, width)."""
         pooled = tokens[:, 0] if self.pooling == "class" else _mean_token(tokens, mask)
-        logits: Tensor = self.linear(self.norm(pooled))
-        return logits
+        return self.linear(self.norm(pooled))
 
 
 class MLPHead(Head):
@@ -183,8 +179,7 @@ class MLPHead(Head):
 
     def forward(self, features: Tensor) -> Tensor:
         """Return the logits of (batch, channels, ...) or, channels last, (batch, ..., channels)."""
-        logits: Tensor = self.layers(_average(features, self.channels_last))
-        return logits
+        return self.layers(_average(features, self.channels_last))
 
 
 HEADS: dict[str, Callable[..., Head]] = {
