@@ -4,16 +4,18 @@
     python benchmarks/cut_coverage.py timm/vgg     # tries some families again and replaces their rows
 
 A family is a module of `timm.models` or `torchvision.models` that defines classifiers; the one with the fewest weights
-times pixels stands for it, with random weights at its own input size. Giants are made smaller: images of 224 pixels
-where there would be more than 331, eight blocks where there would be more than 150 million weights. The places are
-those of `suggest_exits`. The output of the chain of stages must have the very bits of the network's, for batches of 1
-and 5. Every family runs in a process of its own, with one thread and a limit on its time.
+times pixels represents it, with random weights at its own input size. The largest are made smaller: images of 224
+pixels instead of more than 331, eight blocks instead of more than 150 million weights. The places are those of
+`suggest_exits`. The chain of stages must give the network's output bit by bit, for batches of 1 and 5, and so must
+stages that were rebuilt from their saved graphs. Every family runs in a process of its own, with one thread and a time
+limit.
 
 Measured: 114 of 114 families (97 of timm 1.0.30, 17 of torchvision 0.29.2) on torch 2.15.0.
 """
 
 import csv
 import io
+import json
 import multiprocessing
 import sys
 import time
@@ -27,13 +29,14 @@ import timm
 import torch
 import torchvision
 
+from alight.cutting.graph_data import cut_data, stages_from_data
 from alight.cutting.placement import cut_evenly
 from alight.files import write_text
 from alight.provenance import provenance
 
 RESULTS = Path(__file__).parent.parent / "results" / "cut_coverage.csv"
 AT_LEAST = 0.95
-SECONDS = 600.0  # that a family may take
+SECONDS = 600.0  # time limit of a family
 WORKERS = 2
 MOST_PIXELS = 331  # along a side
 MOST_WEIGHTS = 150e6
@@ -41,7 +44,7 @@ MOST_WEIGHTS = 150e6
 
 @dataclass(frozen=True)
 class Row:
-    """What became of one family."""
+    """The result for one family."""
 
     family: str
     model: str
@@ -53,7 +56,7 @@ class Row:
 
 
 def families() -> Iterator[str]:
-    """All families as library/module."""
+    """Yield all families as library/module."""
     yield from (f"timm/{module}" for module in timm.list_modules() if timm.list_models(module=module))
     yield from sorted({f"torchvision/{_module_of(name)}" for name in _torchvision_names()})
 
@@ -67,7 +70,7 @@ def _module_of(name: str) -> str:
 
 
 def smallest(family: str) -> tuple[str, tuple[int, ...], dict[str, Any]]:
-    """The network with the fewest weights times pixels of a family, the size of its input, and how to make it."""
+    """Return the network with the fewest weights times pixels of a family, its input size, and how to build it."""
     library, module = family.split("/")
     if library == "torchvision":
         names = [name for name in _torchvision_names() if _module_of(name) == module]
@@ -75,7 +78,7 @@ def smallest(family: str) -> tuple[str, tuple[int, ...], dict[str, Any]]:
         best = min(names, key=lambda name: known[name]["num_params"])
         return best, (3, 299, 299) if module == "inception" else (3, 224, 224), {}
     names = timm.list_models(module=module)
-    names = [name for name in names if not name.startswith("test_")] or names  # toys stand for nothing
+    names = [name for name in names if not name.startswith("test_")] or names  # test networks represent nothing
     weights = {name: weights_of(name) for name in names}
     best = min(names, key=lambda name: weights[name] * input_size(name)[1] ** 2)
     size = input_size(best)
@@ -87,13 +90,13 @@ def smallest(family: str) -> tuple[str, tuple[int, ...], dict[str, Any]]:
 
 
 def input_size(name: str) -> tuple[int, ...]:
-    """Channels, height and width of the images that a network of timm takes."""
+    """Return channels, height and width of the images that a network of timm takes."""
     known = timm.get_pretrained_cfg(name)
     return tuple(known.input_size) if known else (3, 224, 224)
 
 
 def weights_of(name: str) -> float:
-    """How many weights a network of timm has; infinitely many if it cannot be built without data."""
+    """Return the number of weights of a network of timm; infinity if it cannot be built without data."""
     try:
         with torch.device("meta"):
             return sum(weight.numel() for weight in timm.create_model(name).parameters())
@@ -101,8 +104,8 @@ def weights_of(name: str) -> float:
         return float("inf")
 
 
-def tried(family: str) -> Row:
-    """What becomes of a family."""
+def try_family(family: str) -> Row:
+    """Cut one family and compare the chain with the network."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     warnings.simplefilter("ignore")
@@ -117,8 +120,8 @@ def tried(family: str) -> Row:
         name = f"{name} {settings or ''}".strip()
         example = torch.randn(1, *size)
         places, stages = cut_evenly(model, example, count=3)
-        problem = difference(model, stages, size)
-    except Exception as error:  # whatever stops it is the reason
+        problem = difference(model, stages, size) or difference(model, rebuilt(model, stages), size)
+    except Exception as error:  # the reason of the row
         problem = f"{type(error).__name__}: {error}"
     seconds = time.perf_counter() - start
     return Row(family.split("/")[1], name, library, " ".join(places), not problem, problem, round(seconds, 1))
@@ -126,7 +129,7 @@ def tried(family: str) -> Row:
 
 @torch.no_grad()
 def difference(model: torch.nn.Module, stages: list[torch.nn.Module], size: tuple[int, ...]) -> str:
-    """Where the chain of stages is not the network; nothing if it is."""
+    """Return where the chain of stages differs from the network; an empty text if it does not."""
     for samples in (1, 5):
         batch = torch.randn(samples, *size)
         carried: Any = (batch,)
@@ -138,15 +141,22 @@ def difference(model: torch.nn.Module, stages: list[torch.nn.Module], size: tupl
     return ""
 
 
+def rebuilt(model: torch.nn.Module, stages: list[torch.nn.Module]) -> list[torch.nn.Module]:
+    """Return the stages as they come back from a saved model."""
+    data, constants = cut_data(stages)
+    again = stages_from_data(model, json.loads(json.dumps(data)), constants, (), None)
+    return [stage.eval() for stage in again]
+
+
 def in_processes(names: list[str]) -> Iterator[Row]:
-    """What becomes of each family, in a process of its own that may take so long and no longer."""
-    fork = multiprocessing.get_context("fork")  # so that every one has the libraries already
+    """Yield the result of each family, each in a process of its own with a time limit."""
+    fork = multiprocessing.get_context("fork")  # so that the libraries are loaded once
     waiting, running = list(reversed(names)), list[tuple[str, Any, Any, float]]()
     while waiting or running:
         while waiting and len(running) < WORKERS:
             family = waiting.pop()
             ours, theirs = fork.Pipe(duplex=False)
-            process = fork.Process(target=tell, args=(family, theirs))
+            process = fork.Process(target=send_result, args=(family, theirs))
             process.start()
             theirs.close()
             running.append((family, process, ours, time.monotonic() + SECONDS))
@@ -157,8 +167,8 @@ def in_processes(names: list[str]) -> Iterator[Row]:
                 yield outcome(family, process, pipe)
 
 
-def tell(family: str, pipe: Any) -> None:
-    pipe.send(tried(family))
+def send_result(family: str, pipe: Any) -> None:
+    pipe.send(try_family(family))
 
 
 def outcome(family: str, process: Any, pipe: Any) -> Row:
@@ -166,7 +176,7 @@ def outcome(family: str, process: Any, pipe: Any) -> Row:
     try:
         row = pipe.recv() if pipe.poll() else Row(module, "", library, "", False, f"took over {SECONDS:g} s", SECONDS)
     except EOFError:
-        row = Row(module, "", library, "", False, "its process broke down", 0.0)
+        row = Row(module, "", library, "", False, "its process crashed", 0.0)
     process.kill()
     process.join()
     print(f"{family}: {row.model} {row.places} {'ok' if row.ok else row.reason} ({row.seconds:g} s)", flush=True)

@@ -118,14 +118,14 @@ def test_an_exit_at_the_end_of_the_network_is_refused():
         cut(Blocks(), ["fc"], EXAMPLE)
 
 
-def test_modules_that_run_never_or_often_are_refused():
+def test_modules_that_run_never_or_more_than_once_are_refused():
     with pytest.raises(BadInput, match="'spare' is never called"):
         cut(Blocks(), ["spare"], EXAMPLE)
     with pytest.raises(BadInput, match="'first' is called 2 times"):
         cut(CallsTwice(), ["first"], EXAMPLE)
 
 
-def test_asking_for_the_content_of_a_tensor_is_refused_with_the_line_and_the_remedy():
+def test_reading_the_content_of_a_tensor_is_refused_with_the_line_and_the_remedy():
     message = (
         r"content of a tensor \(__bool__\) at .*test_cut_refusals\.py:\d+ in forward: if x\.sum\(\) > 0:.*register"
     )
@@ -149,12 +149,12 @@ def test_a_value_without_a_batch_that_crosses_the_cut_is_named():
         cut(MixesSamples(), ["second"], EXAMPLE)
 
 
-def test_rows_of_a_sample_that_lie_apart_are_found_out():
+def test_rows_of_a_sample_that_do_not_lie_side_by_side_are_detected():
     with pytest.raises(BadInput, match="alive after 'first' holds several rows for each sample, not side by side"):
         cut(RowsApart(), ["first"], EXAMPLE)
 
 
-def test_a_network_that_does_something_else_for_larger_batches_is_found_out():
+def test_a_network_that_behaves_differently_for_larger_batches_is_detected():
     with pytest.raises(BadInput, match="at batch size 5 the stages do not give what the network gives"):
         cut(BranchesOnTheBatch(), ["first"], EXAMPLE)
 
@@ -176,7 +176,7 @@ def test_a_network_that_fails_in_training_mode_is_cut_for_evaluation():
         first.train()(EXAMPLE)
 
 
-def test_content_may_be_asked_for_inside_a_module_that_stays_closed():
+def test_content_may_be_read_inside_a_module_that_stays_closed():
     network = nn.Sequential(nn.Linear(4, 4), ReadsContent(), nn.Linear(3, 3)).eval()
     first, last = cut(network, ["0"], EXAMPLE)
     assert torch.equal(last(*first(EXAMPLE)), network(EXAMPLE))
@@ -190,7 +190,7 @@ def test_an_example_without_a_batch_is_refused(example):
         cut(Blocks(), ["first"], example)
 
 
-def test_a_registered_cutter_is_asked_and_its_stages_are_checked():
+def test_a_registered_cutter_is_used_and_its_stages_are_checked():
     class Own(ReadsContent):
         pass
 

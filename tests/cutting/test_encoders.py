@@ -39,9 +39,9 @@ def encoder(request):
 
 
 def texts(count, length=9):
-    dice = torch.Generator().manual_seed(count)
-    mask = (torch.arange(length) < torch.randint(3, length + 1, (count, 1), generator=dice)).long()
-    return {"input_ids": torch.randint(5, 60, (count, length), generator=dice) * mask, "attention_mask": mask}
+    generator = torch.Generator().manual_seed(count)
+    mask = (torch.arange(length) < torch.randint(3, length + 1, (count, 1), generator=generator)).long()
+    return {"input_ids": torch.randint(5, 60, (count, length), generator=generator) * mask, "attention_mask": mask}
 
 
 def chained(stages, batch):
@@ -233,7 +233,7 @@ def test_exits_are_suggested_at_layers_of_text_classifiers_without_a_cutter(trac
     assert all(name.rpartition(".")[0] == layers for name in suggest_exits(model, texts(2), count=2))
 
 
-def test_texts_of_another_length_are_refused_in_words_where_the_code_fixes_it(traced):
+def test_texts_of_another_length_are_refused_where_the_code_fixes_the_length(traced):
     model, after = traced
     stages = cut(model, after, texts(2))
     with pytest.raises(BadInput, match=r"texts of 4 tokens, and the network was cut for 9.*pad every batch to 9"):
@@ -276,7 +276,7 @@ def test_the_mask_is_carried_where_tokens_come_before_the_batch_too():
     assert torch.equal(last(hidden, mask, *rest), model(**texts(5)))
 
 
-def test_layers_that_are_shared_are_refused_in_words():
+def test_shared_layers_are_refused_with_the_number_of_calls():
     config = transformers.AlbertConfig(**SIZES, embedding_size=8, **TOKENS)
     model = transformers.AutoModelForSequenceClassification.from_config(config).eval()
     with pytest.raises(BadInput, match="is called 5 times in a forward pass: cut after one called once"):

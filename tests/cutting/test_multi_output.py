@@ -123,7 +123,7 @@ def test_samples_can_leave_between_stages():
     torch.testing.assert_close(stages[2](*(tensor[[1]] for tensor in carried)), network(rows(5))[2][[1]])
 
 
-def test_training_mode_draws_the_same_dice_and_moves_the_same_statistics():
+def test_training_mode_draws_the_same_random_numbers_and_updates_the_same_statistics():
     network = Exits()
     twin = copy.deepcopy(network)
     model = MultiExitModel(*split_outputs(network, rows(1))).train()

@@ -15,7 +15,7 @@ from alight.errors import BadInput
 IMAGE = torch.randn(1, 3, 32, 32, generator=torch.Generator().manual_seed(0))
 
 
-def test_equal_blocks_are_shared_out_evenly():
+def test_exits_on_equal_blocks_are_evenly_spaced():
     blocks = [nn.Sequential(nn.Linear(8, 8), nn.ReLU()) for _ in range(12)]
     assert suggest_exits(nn.Sequential(*blocks), torch.zeros(1, 8), count=3) == ["2", "5", "8"]
     assert suggest_exits(nn.Sequential(*blocks), torch.zeros(1, 8), count=2) == ["3", "7"]
@@ -46,7 +46,7 @@ def test_wherever_an_exit_is_suggested_the_network_can_be_cut(name):
     assert len(cut(network, names, IMAGE)) == 6
 
 
-def test_exits_keep_apart_where_they_can():
+def test_exits_keep_a_minimum_distance_where_they_can():
     network = timm.create_model("mobilevit_xxs", num_classes=3)
     image = torch.randn(1, 3, 64, 64)
     shares = {place.name: place.share for place in cut_places(network, image, 3)}
@@ -79,7 +79,7 @@ def test_attention_is_counted():
     assert first.share == pytest.approx((patches + block) / (patches + 2 * block + 2 * width * 1000), rel=1e-6)
 
 
-def test_suggesting_leaves_the_network_as_it_was():
+def test_suggesting_exits_leaves_the_network_unchanged():
     network = torchvision.models.resnet18(num_classes=3).train()
     before = {name: tensor.clone() for name, tensor in network.state_dict().items()}
     suggest_exits(network, IMAGE, count=2)
@@ -105,7 +105,7 @@ class ReadsContent(nn.Module):
 
 
 @pytest.mark.parametrize("wrapped", [False, True])
-def test_where_nothing_can_be_cut_the_line_in_the_way_and_the_remedy_are_said(wrapped):
+def test_an_uncuttable_network_is_refused_with_the_line_and_the_remedy(wrapped):
     network = nn.Sequential(ReadsContent()) if wrapped else ReadsContent()
     with pytest.raises(
         BadInput, match=r"content of a tensor .*test_placement\.py:\d+ in forward: if x\.sum.*register_cutter"

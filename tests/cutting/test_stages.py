@@ -1,4 +1,4 @@
-"""Laws of stages, on small networks that each do one awkward thing."""
+"""Laws of stages, on small networks that each do one unusual thing."""
 
 import copy
 import pickle
@@ -132,7 +132,7 @@ class Positions(nn.Module):
         return torch.arange(x.shape[1]).to(x)[None] * torch.zeros_like(x[:1]).cos()
 
 
-AWKWARD = [
+UNUSUAL = [
     SharedTable, Chain, Skips, UsesConstants, BatchSecond, ManyRows, Writes, FunctionalDropout, Containers
 ]  # fmt: skip
 
@@ -147,15 +147,15 @@ def rows(count):
     return torch.randn(count, 4, generator=torch.Generator().manual_seed(count))
 
 
-@pytest.mark.parametrize("kind", AWKWARD)
-def test_awkward_networks_are_cut_bit_by_bit(kind):
+@pytest.mark.parametrize("kind", UNUSUAL)
+def test_unusual_networks_are_cut_bit_by_bit(kind):
     network = kind().eval()
     stages = cut(network, ["first", "second"], rows(1))
     for count in (1, 2, 5, 8):
         assert torch.equal(chained(stages, rows(count)), network(rows(count)))
 
 
-@pytest.mark.parametrize("kind", AWKWARD)
+@pytest.mark.parametrize("kind", UNUSUAL)
 def test_every_carried_tensor_has_a_row_per_sample_and_can_be_compacted(kind):
     network = kind().eval()
     first, second, last = cut(network, ["first", "second"], rows(1))
@@ -166,7 +166,7 @@ def test_every_carried_tensor_has_a_row_per_sample_and_can_be_compacted(kind):
     torch.testing.assert_close(kept, network(rows(6)[[3, 5]]))
 
 
-@pytest.mark.parametrize("kind", AWKWARD)
+@pytest.mark.parametrize("kind", UNUSUAL)
 def test_stages_follow_the_network_to_another_dtype(kind):
     network = kind().eval()
     stages = nn.ModuleList(cut(network, ["first", "second"], rows(1))).double()
@@ -175,15 +175,15 @@ def test_stages_follow_the_network_to_another_dtype(kind):
     assert torch.equal(chained(stages, rows(5).double()), network(rows(5).double()))
 
 
-@pytest.mark.parametrize("kind", AWKWARD)
+@pytest.mark.parametrize("kind", UNUSUAL)
 def test_stages_follow_the_network_to_another_device(kind):
     network = kind().eval()
     stages = nn.ModuleList(cut(network, ["first", "second"], rows(1))).to("meta")
     assert chained(stages, rows(5).to("meta")).device.type == "meta"
 
 
-@pytest.mark.parametrize("kind", AWKWARD)
-def test_in_training_mode_the_chain_draws_the_same_dice_as_the_network(kind):
+@pytest.mark.parametrize("kind", UNUSUAL)
+def test_in_training_mode_the_chain_draws_the_same_random_numbers_as_the_network(kind):
     network = kind()
     stages = nn.ModuleList(cut(network, ["first", "second"], rows(1)))
     assert all(stage.training for stage in stages)
@@ -203,7 +203,7 @@ def test_a_stage_changes_mode_with_what_contains_it():
     assert not torch.equal(chained(stages, rows(5)), chained(stages, rows(5)))
 
 
-def test_cutting_moves_neither_statistics_nor_modes_nor_dice():
+def test_cutting_changes_neither_statistics_nor_modes_nor_random_state():
     network = torchvision.models.mobilenet_v3_small(num_classes=3)
     network.features[0].eval()
     before, modes = copy.deepcopy(network.state_dict()), [module.training for module in network.modules()]
@@ -271,7 +271,7 @@ def test_a_copy_keeps_what_stages_share():
     assert copy.copy(last).get_parameter("fc.weight") is network.fc.weight
 
 
-def test_pickling_a_stage_is_refused_in_words(tmp_path):
+def test_pickling_a_stage_is_refused_with_the_alternative(tmp_path):
     stages = nn.ModuleList(cut(Chain(), ["first"], rows(1)))
     for attempt in (lambda: pickle.dumps(stages), lambda: torch.save(stages, tmp_path / "stages.pt")):
         with pytest.raises(BadInput, match=r"cannot be pickled.*save_model.*cut it again"):
@@ -295,7 +295,7 @@ def test_several_inputs_come_as_a_tuple_or_by_name():
 
 
 class Inner(nn.Module):
-    """Gives a row per part of a sample, a map of attention that nobody reads, and the tokens, in this order."""
+    """Gives a row per part of a sample, a map of attention that is not used, and the tokens, in this order."""
 
     def __init__(self):
         super().__init__()

@@ -46,7 +46,7 @@ def test_attaching_changes_no_weight_and_no_mode():
     assert model.heads.training
 
 
-def test_automatic_exits_are_as_many_as_asked_for():
+def test_automatic_placement_gives_the_requested_number_of_exits():
     torch.manual_seed(0)
     blocks = [nn.Sequential(nn.Linear(8, 8), nn.ReLU()) for _ in range(6)]
     model = attach_heads(nn.Sequential(*blocks, nn.Linear(8, 3)), example=torch.randn(2, 8), count=2)
@@ -74,7 +74,7 @@ def test_heads_are_chosen_for_all_exits_or_for_each():
     assert own.heads[0][1].in_features == 8 * 16 * 16
 
 
-def test_a_head_is_where_its_features_are():
+def test_a_head_has_the_device_and_dtype_of_its_features():
     model = attach_heads(backbone().double(), ["0"], example=IMAGES.double())
     assert model.heads[0].linear.weight.dtype == torch.float64
 
@@ -136,7 +136,7 @@ def test_pairs_of_texts_are_distinguished_or_refused():
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
-def test_what_a_head_says_of_a_text_does_not_depend_on_padding():
+def test_logits_of_a_text_do_not_depend_on_padding():
     from transformers import DebertaV2Config, DebertaV2ForSequenceClassification
 
     torch.manual_seed(0)
@@ -178,7 +178,7 @@ def test_bad_input_is_refused():
         attach_heads(Giving(lambda x: x[:, None]), ["linear"], example=torch.randn(2, 4))
 
 
-def test_a_cascade_hands_its_inputs_on():
+def test_a_cascade_passes_its_inputs_to_the_next_network():
     torch.manual_seed(0)
     cheap, expensive = nn.Linear(6, 3), nn.Sequential(nn.Linear(6, 9), nn.Linear(9, 3))
     batch = torch.randn(4, 6)
@@ -230,7 +230,7 @@ def test_the_fingerprint_follows_weights_heads_normalisation_and_dtype_alone():
     assert fingerprint(model) != own
 
 
-def test_names_must_fit():
+def test_numbers_of_names_stages_and_inputs_are_checked():
     with pytest.raises(BadInput, match="1 names for 2 exits"):
         MultiExitModel([nn.Linear(2, 2)] * 2, [nn.Identity()] * 2, exits=["one"])
     with pytest.raises(BadInput, match="one stage and one head"):

@@ -98,7 +98,7 @@ def test_a_class_token_is_the_first_token():
     assert torch.equal(head(tokens), head(tokens[:, :1]))
 
 
-def test_a_head_of_ones_own_is_made_for_the_shape():
+def test_a_custom_head_is_made_for_the_shape():
     shapes = []
 
     def make(shape):

@@ -21,7 +21,7 @@ REFERENCE = {
 
 
 @pytest.mark.parametrize("name", REFERENCE)
-def test_multiply_adds_and_weights_are_the_authors(name):
+def test_multiply_adds_and_weights_are_those_of_the_authors(name):
     make, size, macs, weights = REFERENCE[name]
     with torch.device("meta"):
         model = make()

@@ -47,7 +47,7 @@ def test_a_resnet_with_one_block_per_layer_is_the_smaller_half_of_a_resnet_18():
         ResNet(10, blocks=(2, 2))
 
 
-def test_a_resnet_for_digits_is_saved_and_loaded_as_any_other(tmp_path):
+def test_a_resnet_for_digits_is_saved_and_loaded(tmp_path):
     model = resnet_digits().eval()
     images = torch.rand(3, 1, 8, 8)
     with torch.no_grad():
@@ -84,7 +84,7 @@ def test_the_whole_convnext_tiny_is_built():
         assert [len(each) for each in model(torch.zeros(1, 3, 224, 224))] == [1] * 18
 
 
-def test_pooled_heads_cost_next_to_nothing_and_flattening_ones_do_not():
+def test_pooled_heads_cost_below_one_percent_and_flattening_heads_do_not():
     example = torch.zeros(1, 3, 32, 32)
     backbone = convnext_cifar(100, head="pooled_linear")
     assert head_overhead(measure_costs(backbone, example)) < 0.01
@@ -97,7 +97,7 @@ def test_bad_settings_are_refused():
         ConvNeXt((1, 1), (8,), 10)
 
 
-def test_blocks_are_left_out_in_training_alone_and_the_mean_stays():
+def test_blocks_are_dropped_only_in_training_and_the_mean_stays():
     dropping, features = DropPath(0.25), torch.ones(4000, 2, 3)
     torch.manual_seed(0)
     left = dropping(features)
@@ -111,7 +111,7 @@ def test_blocks_are_left_out_in_training_alone_and_the_mean_stays():
         ConvNeXt((1, 2), (8, 16), 10, drop_path=1.0)
 
 
-def test_exits_do_not_take_stochastic_depth_away():
+def test_exits_keep_stochastic_depth():
     backbone = ConvNeXt((1, 1, 2, 1), (4, 8, 8, 16), 10, patch=1, scale=1.0, drop_path=0.9)
     model = convnext_cifar(10, backbone=backbone)
     images = torch.randn(8, 3, 32, 32)

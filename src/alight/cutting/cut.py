@@ -142,7 +142,7 @@ def stage_plans(traced: Trace, after: Sequence[str], inputs: Inputs) -> list[Sta
     crossings = [_carried(traced, end.time, features[index:], logits, mask) for index, end in enumerate(ends)]
     for name, values in zip(after, crossings, strict=True):
         check_carried(traced, name, values)
-    entering = [input_values(inputs), *crossings]
+    entering = [inputs.values, *crossings]
     times = [0, *(end.time for end in ends), len(traced.calls)]
     return [
         StagePlan(
@@ -151,20 +151,10 @@ def stage_plans(traced: Trace, after: Sequence[str], inputs: Inputs) -> list[Sta
             entering[index],
             leaving,
             last=index == len(after),
-            input_names=() if index else input_arguments(inputs),
+            input_names=() if index else inputs.arguments,
         )
         for index, leaving in enumerate([*crossings, [logits]])
     ]
-
-
-def input_values(inputs: Inputs) -> list[Value]:
-    """Return the network's inputs as values of a trace."""
-    return [Value(-1, (index,)) for index in range(len(inputs.tensors))]
-
-
-def input_arguments(inputs: Inputs) -> Sequence[str]:
-    """Return names for the arguments of the first stage."""
-    return inputs.names or [f"input_{index}" for index in range(len(inputs.tensors))]
 
 
 def alive_after(traced: Trace, name: str) -> list[Value]:

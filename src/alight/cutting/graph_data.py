@@ -7,7 +7,7 @@ and modules and parameters that the network has. Anything else is refused, so a 
 import keyword
 import math
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -124,9 +124,7 @@ def _graph(nodes: Sequence[Any], constants: Mapping[str, Tensor]) -> fx.Graph:
     """Return the graph of a list of nodes, each of which was checked against the lists above."""
     graph, made = fx.Graph(), list[fx.Node]()
     for op, target, args, kwargs in nodes:
-        checked = OPERATIONS[op](target, args)
-        if op == "get_attr" and target.startswith(f"{CONSTANTS}.") and target.partition(".")[2] not in constants:
-            raise BadInput(f"the graph uses {target!r}, and there is no such constant")
+        checked = _checked_target(op, target, args, constants)
         if not all(map(_is_name, kwargs)):
             raise BadInput(f"the graph names arguments {sorted(kwargs)}: some are not names")
         keywords = {name: _decoded(item, made) for name, item in kwargs.items()}
@@ -146,8 +144,7 @@ def _functions() -> dict[str, Callable[..., Any]]:
     }
     in_place = [f"{name}_" for name in vars(torch) if f"torch.{name}" in found and hasattr(torch, f"{name}_")]
     found |= {f"torch.{name}": getattr(torch, name) for name in (*FACTORIES, *in_place)}
-    found |= {f"operator.{name}": getattr(operator, name) for name in OPERATORS}
-    return found | {"getattr": getattr}
+    return found | {f"operator.{name}": getattr(operator, name) for name in OPERATORS}
 
 
 @cache
@@ -159,50 +156,34 @@ def _methods() -> set[str]:
 
 
 def _function_name(function: Any) -> str:
-    name = _names_of_functions().get(function)
-    if name is None:
-        raise NotPlainData(f"the network calls {getattr(function, '__qualname__', function)!s}")
-    return name
+    if function is getattr:
+        return "getattr"
+    for name, known in _functions().items():
+        if known == function:
+            return name
+    raise NotPlainData(f"the network calls {getattr(function, '__qualname__', function)!s}")
 
 
-@cache
-def _names_of_functions() -> dict[Any, str]:
-    return {function: name for name, function in reversed(_functions().items())}
-
-
-def _known_function(name: str, args: Sequence[Any]) -> Callable[..., Any]:
-    if name not in _functions():
-        raise BadInput(f"the graph calls {name!r}, which is not a tensor function that alight knows")
-    if name == "getattr" and (len(args) != 2 or args[1] not in ATTRIBUTES):
-        raise BadInput(f"the graph reads the attribute {args[1:]!r}, which is not one of {sorted(ATTRIBUTES)}")
-    return _functions()[name]
-
-
-def _known_method(name: str, args: Sequence[Any]) -> str:
-    if name not in _methods():
-        raise BadInput(f"the graph calls the method {name!r}, which is not a method of tensors that alight knows")
-    return name
-
-
-def _argument_name(name: str, args: Sequence[Any]) -> str:
-    if not _is_name(name):
-        raise BadInput(f"the graph takes an input {name!r}, which is not a name")
-    return name
-
-
-def _unchecked(name: str, args: Sequence[Any]) -> str:
-    """Return a name that is looked up in the network before any code is made of it, or is not used at all."""
-    return str(name)
-
-
-OPERATIONS: dict[str, Callable[[str, Sequence[Any]], Any]] = {
-    "placeholder": _argument_name,
-    "call_function": _known_function,
-    "call_method": _known_method,
-    "call_module": _unchecked,
-    "get_attr": _unchecked,
-    "output": lambda name, args: "output",
-}
+def _checked_target(op: str, target: Any, args: Sequence[Any], constants: Mapping[str, Tensor]) -> Any:
+    """Return the target of a node if it is one that a graph may have."""
+    match op:
+        case "call_function" if target == "getattr":
+            if len(args) != 2 or args[1] not in ATTRIBUTES:
+                raise BadInput(f"the graph reads the attribute {args[1:]!r}, which is not one of {sorted(ATTRIBUTES)}")
+            return getattr
+        case "call_function" if target in _functions():
+            return _functions()[target]
+        case "call_method" if target in _methods():
+            return target
+        case "get_attr" if str(target).startswith(f"{CONSTANTS}.") and target.partition(".")[2] not in constants:
+            raise BadInput(f"the graph uses {target!r}, and there is no such constant")
+        case "call_module" | "get_attr":
+            return str(target)  # which is looked up in the network before code is made of it
+        case "placeholder" if _is_name(target):
+            return target
+        case "output":
+            return "output"
+    raise BadInput(f"the graph has a {op} of {target!r}, which is not a tensor function or name that alight knows")
 
 
 def _is_name(text: Any) -> bool:
@@ -210,25 +191,30 @@ def _is_name(text: Any) -> bool:
 
 
 def _encoded(item: Any, numbers: Mapping[fx.Node, int]) -> Any:
-    """Return an argument as JSON has it."""
-    if isinstance(item, fx.Node):
-        return {"node": numbers[item]}
-    if item is None or type(item) in (bool, int, str) or (type(item) is float and math.isfinite(item)):
-        return item
-    if isinstance(item, list):
-        return [_encoded(part, numbers) for part in item]
-    if isinstance(item, tuple):
-        return {"tuple": [_encoded(part, numbers) for part in item]}
-    if isinstance(item, dict):
-        return {"dict": [[_encoded(part, numbers) for part in pair] for pair in item.items()]}
-    if isinstance(item, slice):
-        return {"slice": [_encoded(part, numbers) for part in (item.start, item.stop, item.step)]}
-    if isinstance(item, float):
-        return {"float": repr(float(item))}
-    if isinstance(item, torch.device):
-        return {"device": str(item)}
-    if isinstance(item, TORCH_KINDS):
-        return {"torch": str(item)}
+    """Return an argument as JSON has it: what JSON does not know is an object with one key, its kind."""
+
+    def several(items: Iterable[Any]) -> list[Any]:
+        return [_encoded(part, numbers) for part in items]
+
+    match item:
+        case fx.Node():
+            return {"node": numbers[item]}
+        case list():
+            return several(item)
+        case tuple():
+            return {"tuple": several(item)}
+        case dict():
+            return {"dict": [several(pair) for pair in item.items()]}
+        case slice():
+            return {"slice": several((item.start, item.stop, item.step))}
+        case torch.device():
+            return {"device": str(item)}
+        case torch.dtype() | torch.layout() | torch.memory_format():
+            return {"torch": str(item)}
+        case float():
+            return float(item) if math.isfinite(item) else {"float": repr(float(item))}
+        case None | bool() | int() | str():
+            return item
     if item is ...:
         return {"ellipsis": None}
     raise NotPlainData(f"the network is called with a {type(item).__name__}")

@@ -1,20 +1,11 @@
 """A network that returns several logits, split into stages and heads."""
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor, nn
 
-from alight.cutting.cut import (
-    CHECKED,
-    by_time,
-    check_carried,
-    input_arguments,
-    input_values,
-    needed_calls,
-    rows_per_sample,
-    same_bits,
-)
+from alight.cutting.cut import CHECKED, by_time, check_carried, needed_calls, rows_per_sample, same_bits
 from alight.cutting.modes import in_mode
 from alight.cutting.placement import flops_of
 from alight.cutting.stages import StagePlan, build
@@ -93,13 +84,6 @@ def as_head(stage: nn.Module) -> nn.Module:
     return stage
 
 
-class _OutputCalls(NamedTuple):
-    """Calls that one output needs: those that later outputs need too, and those that it alone needs."""
-
-    shared: set[int]
-    own: set[int]
-
-
 def _plans(network: nn.Module, inputs: Inputs, *, training: bool, with_data: bool) -> list[StagePlan]:
     """Return what each stage and head does: stage, head, stage, head, ..., stage."""
     traced = _opened_trace(network, inputs, training=training, with_data=with_data)
@@ -107,19 +91,20 @@ def _plans(network: nn.Module, inputs: Inputs, *, training: bool, with_data: boo
     needs = [_ancestors(traced, output) for output in outputs]
     if not training:
         _check_order(network, inputs, traced, outputs, needs)
-    calls, done = [], set[int]()
+    calls, done = [], set[int]()  # that later outputs need too, and that one output alone needs
     for index, need in enumerate(needs):
         later = set[int]().union(*needs[index + 1 :]) or need
-        calls.append(_OutputCalls((need & later) - done, need - later))
-        done |= calls[-1].shared
+        calls.append(((need & later) - done, need - later))
+        done |= need & later
     return _assembled(traced, inputs, outputs, calls)
 
 
 def _assembled(
-    traced: Trace, inputs: Inputs, outputs: Sequence[Value], calls: Sequence[_OutputCalls]
+    traced: Trace, inputs: Inputs, outputs: Sequence[Value], calls: Sequence[tuple[set[int], set[int]]]
 ) -> list[StagePlan]:
     plans: list[StagePlan] = []
-    incoming, names = input_values(inputs), input_arguments(inputs)
+    incoming: Sequence[Value] = inputs.values
+    names = inputs.arguments
     done: set[int] = {-1}
     for index, (output, (stage, head)) in enumerate(zip(outputs, calls, strict=True)):
         last = index == len(outputs) - 1
@@ -192,7 +177,7 @@ def _check_order(
     network: nn.Module, inputs: Inputs, traced: Trace, outputs: Sequence[Value], needs: Sequence[set[int]]
 ) -> None:
     """Raise if an output needs nothing beyond those before it, or costs less than one of them."""
-    incoming, batch, totals = input_values(inputs), inputs.of_size(1), []
+    incoming, batch, totals = inputs.values, inputs.of_size(1), []
     for output, need in zip(outputs, needs, strict=True):
         plan = StagePlan(traced, needed_calls(traced, need, incoming, [output]), incoming, [output], last=True)
         alone = build(network, plan, plan)

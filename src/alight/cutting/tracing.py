@@ -11,7 +11,6 @@ import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import singledispatch
 from pathlib import Path
 from traceback import walk_tb
 from types import FrameType
@@ -92,18 +91,6 @@ class ModuleEnd(NamedTuple):
 
 
 @dataclass
-class RunRecord:
-    """One run of a network."""
-
-    calls: list[Call]
-    ends: dict[str, list[ModuleEnd]]
-    output: Any
-    shapes: dict[Value, tuple[int, ...]]
-    dtypes: dict[Value, torch.dtype]
-    tainted: set[Value]
-
-
-@dataclass
 class Trace:
     """What a network does, for any batch size."""
 
@@ -128,8 +115,8 @@ class Inputs:
 
     def __init__(self, example: Any) -> None:
         self.names: tuple[str, ...] = tuple(example) if isinstance(example, Mapping) else ()
-        several = list(example.values()) if self.names else example
-        tensors = list(several) if isinstance(several, list | tuple) else [several]
+        several = tuple(example.values()) if self.names else example
+        tensors = several if isinstance(several, list | tuple) else [several]
         other = [type(tensor).__name__ for tensor in tensors if not isinstance(tensor, Tensor)]
         if other or not tensors:
             raise BadInput(f"the example holds {other or 'nothing'}: give tensors as the network takes them")
@@ -137,6 +124,12 @@ class Inputs:
         if len(sizes) > 1 or 0 in sizes:
             raise BadInput(f"the example's tensors hold {sorted(sizes)} samples: give the same batch in each")
         self.tensors: tuple[Tensor, ...] = tuple(tensors)
+        self.values = [Value(-1, (index,)) for index in range(len(tensors))]  # in a trace
+
+    @property
+    def arguments(self) -> Sequence[str]:
+        """Return names for the arguments of the first stage."""
+        return self.names or [f"input_{index}" for index in range(len(self.tensors))]
 
     def of_size(self, size: int, device: Any = None, dtype: torch.dtype | None = None) -> tuple[Tensor, ...]:
         """Return a batch of samples like those of the example, all different."""
@@ -245,14 +238,13 @@ def record_calls(
     batch: tuple[Tensor, ...],
     watched: Collection[str],
     is_opened: IsOpened,
-) -> RunRecord:
+) -> "_CallRecorder":
     """Run the network once and record its calls, with the ends of watched modules."""
     recorder = _CallRecorder(model, batch, watched, is_opened)
     with torch.no_grad(), _fixed_masks(), without_caches(model), recorder.module_calls_recorded(), recorder:
         result = run(model, batch)
-    output = recorder.encoded(result)
-    shapes, dtypes = recorder.shapes, recorder.dtypes
-    return RunRecord(recorder.calls, recorder.ends, output, shapes, dtypes, recorder.all_tainted())
+    recorder.output = recorder.encoded(result)
+    return recorder
 
 
 @contextmanager
@@ -290,6 +282,10 @@ def without_caches(model: nn.Module) -> Iterator[None]:
 
 
 class _CallRecorder(TorchFunctionMode):
+    """Records the calls of one run."""
+
+    output: Any
+
     def __init__(
         self, model: nn.Module, tensors: tuple[Tensor, ...], watched: Collection[str], is_opened: IsOpened
     ) -> None:
@@ -509,7 +505,7 @@ def _shown(frame: FrameType, number: int) -> str:
     return f"{path}:{number} in {frame.f_code.co_name}: {linecache.getline(path, number).strip()}"
 
 
-def _aligned(first: RunRecord, second: RunRecord, device: torch.device) -> Trace:
+def _aligned(first: _CallRecorder, second: _CallRecorder, device: torch.device) -> Trace:
     """Return two runs at different batch sizes as one trace."""
     for one, other in zip(first.calls, second.calls, strict=False):
         if one.target != other.target:
@@ -533,12 +529,25 @@ def _aligned(first: RunRecord, second: RunRecord, device: torch.device) -> Trace
     shapes = {value: (shape, second.shapes[value]) for value, shape in first.shapes.items() if value in second.shapes}
     output = _merged(first.output, second.output, "the output")
     follows_dtype = {value for value in shapes if first.dtypes[value] != second.dtypes[value]}
-    return Trace(first.calls, ends, output, shapes, first.tainted, follows_dtype, device)
+    return Trace(first.calls, ends, output, shapes, first.all_tainted(), follows_dtype, device)
 
 
-@singledispatch
 def _merged(one: Any, other: Any, line: str) -> Any:
     """Return one argument for all batch sizes, of what it was at two of them."""
+    if isinstance(one, SYMBOLS):
+        return _merged_symbol(one, other, line)
+    match one, other:
+        case Mapping(), Mapping() if one.keys() == other.keys():
+            return {key: _merged(part, other[key], line) for key, part in one.items()}
+        case ((list() | tuple()), (list() | tuple())) if len(one) == len(other):
+            return type(one)(_merged(*pair, line) for pair in zip(one, other, strict=True))
+        case slice(), slice():
+            return slice(*_merged((one.start, one.stop, one.step), (other.start, other.stop, other.step), line))
+        case torch.dtype(), torch.dtype() if one != other:
+            return NetworkDtype(one)
+        case int(), int() if one != other and not isinstance(one, bool):
+            times = (other - one) // (BATCHES[1] - BATCHES[0])
+            return BatchMultiple(times, one - times * BATCHES[0])
     if type(one) is not type(other) or (isinstance(one, SCALARS) and one != other):
         raise BadInput(
             f"{one!r} at batch size {BATCHES[0]} is {other!r} at {BATCHES[1]} ({line}): only whole numbers may follow"
@@ -547,59 +556,13 @@ def _merged(one: Any, other: Any, line: str) -> Any:
     return one
 
 
-_merged_scalar = _merged.dispatch(object)
-
-
-@_merged.register
-def _(one: ConstantTensor, other: Any, line: str) -> Any:
-    if one.tensor.is_meta or not isinstance(other, ConstantTensor) or not _is_same(one.tensor, other.tensor):
-        raise Untraceable(f"a tensor of unknown origin is used at {line}")
-    return one
-
-
-@_merged.register(Value)
-@_merged.register(StateName)
-def _(one: Any, other: Any, line: str) -> Any:
-    if one != other:
+def _merged_symbol(one: Any, other: Any, line: str) -> Any:
+    if isinstance(one, ConstantTensor):
+        if one.tensor.is_meta or not isinstance(other, ConstantTensor) or not _is_same(one.tensor, other.tensor):
+            raise Untraceable(f"a tensor of unknown origin is used at {line}")
+    elif one != other:
         raise Untraceable(f"another tensor is used at each batch size at {line}")
     return one
-
-
-@_merged.register
-def _(one: torch.dtype, other: Any, line: str) -> Any:
-    follows = isinstance(other, torch.dtype) and one != other
-    return NetworkDtype(one) if follows else _merged_scalar(one, other, line)
-
-
-@_merged.register
-def _(one: int, other: Any, line: str) -> Any:
-    if type(one) is not int or type(other) is not int or one == other:
-        return _merged_scalar(one, other, line)
-    times = (other - one) // (BATCHES[1] - BATCHES[0])
-    return BatchMultiple(times, one - times * BATCHES[0])
-
-
-@_merged.register(Mapping)
-def _(one: Mapping[Any, Any], other: Any, line: str) -> Any:
-    if not isinstance(other, Mapping) or one.keys() != other.keys():
-        return _merged_scalar(one, other, line)
-    return {key: _merged(part, other[key], line) for key, part in one.items()}
-
-
-@_merged.register(list)
-@_merged.register(tuple)
-def _(one: Any, other: Any, line: str) -> Any:
-    if not isinstance(other, list | tuple) or len(one) != len(other):
-        return _merged_scalar(one, other, line)
-    return type(one)(_merged(part, twin, line) for part, twin in zip(one, other, strict=True))
-
-
-@_merged.register
-def _(one: slice, other: Any, line: str) -> Any:
-    if not isinstance(other, slice):
-        return _merged_scalar(one, other, line)
-    ends = zip((one.start, one.stop, one.step), (other.start, other.stop, other.step), strict=True)
-    return slice(*(_merged(ours, theirs, line) for ours, theirs in ends))
 
 
 def _is_same(one: Tensor, other: Tensor) -> bool:

@@ -50,12 +50,14 @@ def attach_heads(
     >>> model.exits, torch.equal(model(images)[-1], backbone(images))
     (('1', 'end'), True)
     """
+    if not after:
+        raise BadInput("after names no module: give at least one, or 'auto'")
     with in_mode(backbone, training=False):
         if after == "auto":
             names, stages = cut_evenly(backbone, example, count)
         else:
-            names = _checked_names(after)
-            stages = cut(backbone, after=names, example=example)
+            stages = cut(backbone, after, example)
+            names = list(after)
         model = MultiExitModel(
             stages, [nn.Identity() for _ in stages], [*names, END], input_names(example), classes=classes
         )
@@ -99,14 +101,6 @@ def from_outputs(network: nn.Module, example: Any, exits: Sequence[str] = ()) ->
         raise BadInput(f"the outputs have shapes {shapes} per sample: every exit must give one logit per class")
     model.num_classes = shapes[0][0]
     return model
-
-
-def _checked_names(after: str | Sequence[str]) -> list[str]:
-    if isinstance(after, str):
-        raise BadInput(f"after={after!r} is one text: give a list of module names, or 'auto'")
-    if not after:
-        raise BadInput("after names no module: give at least one, or 'auto'")
-    return list(after)
 
 
 def _per_exit(head: HeadChoice, exits: int) -> list[str | HeadFactory]:

@@ -19,7 +19,9 @@ def cascade(models: Sequence[nn.Module], exits: Sequence[str] = (), example: Any
     >>> [tuple(logits.shape) for logits in model(torch.zeros(5, 4))]
     [(5, 3), (5, 3)]
     """
-    model = chained(models, exits, input_names(example))
+    names = input_names(example)
+    stages = [CascadeStage(network, first=index == 0, input_names=names) for index, network in enumerate(models)]
+    model = MultiExitModel(stages, [nn.Identity() for _ in stages], exits, names, recipe={"source": "cascade"})
     if example is not None:
         widths = [logits.shape[-1] for logits in model.try_out(example)]
         if len(set(widths)) > 1:
@@ -27,13 +29,6 @@ def cascade(models: Sequence[nn.Module], exits: Sequence[str] = (), example: Any
         model.num_classes = widths[0]
         model.recipe["example"] = describe(example)
     return model
-
-
-def chained(models: Sequence[nn.Module], exits: Sequence[str], input_names: Sequence[str]) -> MultiExitModel:
-    """Return separate networks as one model, without a try."""
-    stages = [CascadeStage(network, first=index == 0, input_names=input_names) for index, network in enumerate(models)]
-    heads = [nn.Identity() for _ in stages]
-    return MultiExitModel(stages, heads, exits, input_names, recipe={"source": "cascade"})
 
 
 class CascadeStage(nn.Module):

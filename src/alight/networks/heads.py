@@ -50,8 +50,7 @@ class PooledLinear(Head):
 
     def forward(self, features: Tensor) -> Tensor:
         """Return the logits of (batch, channels, ...) or, channels last, (batch, ..., channels)."""
-        logits: Tensor = self.linear(self.norm(_average(features, self.channels_last)))
-        return logits
+        return self.linear(self.norm(_average(features, self.channels_last)))
 
 
 class FlattenLinear(Head):
@@ -69,11 +68,25 @@ class FlattenLinear(Head):
 
     def forward(self, features: Tensor) -> Tensor:
         """Return the logits of features of any shape, as long as it is always the same."""
-        logits: Tensor = self.linear(features.flatten(1))
-        return logits
+        return self.linear(features.flatten(1))
 
 
-class ConvHead(Head):
+class _MapHead(Head):
+    """Convolutions from width to width on a map, the average, and a linear layer."""
+
+    def __init__(self, layer: Callable[[int, int], nn.Module], widths: Sequence[int], **settings: Any) -> None:
+        super().__init__(**settings)
+        self.channels_last = settings["channels_last"]
+        self.convolutions = nn.Sequential(*(layer(*pair) for pair in pairwise(widths)))
+        self.linear = nn.Linear(widths[-1], settings["num_classes"])
+
+    def forward(self, features: Tensor) -> Tensor:
+        """Return the logits of (batch, channels, height, width) or, channels last, (batch, height, width, channels)."""
+        maps = self.convolutions(features.movedim(-1, 1) if self.channels_last else features)
+        return self.linear(maps.mean((2, 3)))
+
+
+class ConvHead(_MapHead):
     """Two 3 x 3 convolutions that halve the map, the average, and a linear layer.
 
     >>> ConvHead((64, 8, 8), 10)(torch.zeros(2, 64, 8, 8)).shape
@@ -83,23 +96,13 @@ class ConvHead(Head):
     name = "conv"
 
     def __init__(self, shape: Shape, num_classes: int, *, channels_last: bool = False, width: int = CONV_WIDTH) -> None:
-        super().__init__(shape=list(shape), num_classes=num_classes, channels_last=channels_last, width=width)
         _check_map(shape)
-        self.channels_last = channels_last
-        self.convolutions = nn.Sequential(
-            _convolution(_channels(shape, channels_last), width),
-            _convolution(width, width),
-        )
-        self.linear = nn.Linear(width, num_classes)
-
-    def forward(self, features: Tensor) -> Tensor:
-        """Return the logits of (batch, channels, height, width) or, channels last, (batch, height, width, channels)."""
-        maps = self.convolutions(features.movedim(-1, 1) if self.channels_last else features)
-        logits: Tensor = self.linear(maps.mean((2, 3)))
-        return logits
+        widths = [_channels(shape, channels_last), width, width]
+        settings = {"shape": list(shape), "num_classes": num_classes, "channels_last": channels_last, "width": width}
+        super().__init__(_convolution, widths, **settings)
 
 
-class SeparableHead(Head):
+class SeparableHead(_MapHead):
     """Separable convolutions that halve the map and double the channels, the average, and a linear layer.
 
     They end where the map is 4 x 4 and stop growing at `width` channels, so an early head is a small network of its own
@@ -114,20 +117,12 @@ class SeparableHead(Head):
     def __init__(
         self, shape: Shape, num_classes: int, *, channels_last: bool = False, width: int = SEPARABLE_WIDTH
     ) -> None:
-        super().__init__(shape=list(shape), num_classes=num_classes, channels_last=channels_last, width=width)
         _check_map(shape)
-        self.channels_last = channels_last
         channels, size = _channels(shape, channels_last), max(shape[:-1] if channels_last else shape[1:])
         halvings = max(1, math.ceil(math.log2(size / SMALL_MAP)))
         widths = [channels, *(max(channels, min(width, channels << index)) for index in range(1, halvings + 1))]
-        self.convolutions = nn.Sequential(*(_separable(*pair) for pair in pairwise(widths)))
-        self.linear = nn.Linear(widths[-1], num_classes)
-
-    def forward(self, features: Tensor) -> Tensor:
-        """Return the logits of (batch, channels, height, width) or, channels last, (batch, height, width, channels)."""
-        maps = self.convolutions(features.movedim(-1, 1) if self.channels_last else features)
-        logits: Tensor = self.linear(maps.mean((2, 3)))
-        return logits
+        settings = {"shape": list(shape), "num_classes": num_classes, "channels_last": channels_last, "width": width}
+        super().__init__(_separable, widths, **settings)
 
 
 class TokenHead(Head):
@@ -159,8 +154,7 @@ class TokenHead(Head):
     def forward(self, tokens: Tensor, mask: Tensor | None = None, *_: Tensor) -> Tensor:
         """Return the logits of (batch, tokens, width)."""
         pooled = tokens[:, 0] if self.pooling == "class" else _mean_token(tokens, mask)
-        logits: Tensor = self.linear(self.norm(pooled))
-        return logits
+        return self.linear(self.norm(pooled))
 
 
 class MLPHead(Head):
@@ -185,8 +179,7 @@ class MLPHead(Head):
 
     def forward(self, features: Tensor) -> Tensor:
         """Return the logits of (batch, channels, ...) or, channels last, (batch, ..., channels)."""
-        logits: Tensor = self.layers(_average(features, self.channels_last))
-        return logits
+        return self.layers(_average(features, self.channels_last))
 
 
 HEADS: dict[str, Callable[..., Head]] = {

@@ -40,12 +40,9 @@ def from_timm(
     >>> from_timm("test_resnet", num_classes=10, image_size=32, count=2).exits
     ('conv1', 'layer1', 'end')
     """
-    timm = _library("timm")
-    if ":" not in name:
-        _check_known("timm", name.partition(".")[0], timm.list_models())
     if num_classes is not None:
         arguments["num_classes"] = num_classes
-    network = timm.create_model(name, pretrained=pretrained, **arguments)
+    network = _timm_network(name, pretrained=pretrained, from_hub=":" in name, **arguments)
     config = network.pretrained_cfg
     channels = int(arguments.get("in_chans", config["input_size"][0]))
     model = attach_heads(
@@ -80,11 +77,10 @@ def from_torchvision(
     >>> from_torchvision("resnet18", num_classes=10, image_size=32, after=["layer1", "layer2"]).exits
     ('layer1', 'layer2', 'end')
     """
-    models = _library("torchvision").models
-    _check_known("torchvision", name, models.list_models(module=models))
     if num_classes is not None:
         arguments["num_classes"] = num_classes
-    network = models.get_model(name, weights=weights, **arguments)
+    network = _torchvision_network(name, weights=weights, **arguments)
+    models = _library("torchvision").models
     known = models.get_model_weights(name)[weights] if weights else None
     prepare = (known or models.get_model_weights(name).DEFAULT).transforms()
     model = attach_heads(
@@ -203,38 +199,32 @@ def build_network(recipe: Mapping[str, Any]) -> nn.Module:
     return BUILDERS[source](name, **arguments)
 
 
-def _build_timm(name: str, **arguments: Any) -> nn.Module:
+def _timm_network(name: str, *, pretrained: bool = False, from_hub: bool = False, **arguments: Any) -> Any:
     timm = _library("timm")
-    if name.partition(".")[0] not in timm.list_models():
-        raise BadInput(f"this timm ({timm.__version__}) has no {name!r}: install the one it was saved with")
-    network: nn.Module = timm.create_model(name, pretrained=False, **arguments)
-    return network
+    if not from_hub:
+        _check_known(timm, name.partition(".")[0], timm.list_models())
+    return timm.create_model(name, pretrained=pretrained, **arguments)
 
 
-def _build_torchvision(name: str, **arguments: Any) -> nn.Module:
+def _torchvision_network(name: str, *, weights: str | None = None, **arguments: Any) -> Any:
     torchvision = _library("torchvision")
-    if name not in torchvision.models.list_models():
-        raise BadInput(
-            f"this torchvision ({torchvision.__version__}) has no {name!r}: install the one it was saved with"
-        )
-    network: nn.Module = torchvision.models.get_model(name, weights=None, **arguments)
-    return network
+    _check_known(torchvision, name, torchvision.models.list_models(module=torchvision.models))
+    return torchvision.models.get_model(name, weights=weights, **arguments)
 
 
-def _build_transformers(name: str, **arguments: Any) -> nn.Module:
+def _transformers_network(name: str, **arguments: Any) -> Any:
     auto = _library("transformers")
     settings = {key: value for key, value in arguments.items() if key not in ("model_type", "auto_map")}
     if _asks_for_kernels(settings):
         raise BadInput("its recipe asks for attention from a hub, which is code from elsewhere")
     config = auto.AutoConfig.for_model(name, **settings)
-    network: nn.Module = _auto_class(config).from_config(config, trust_remote_code=False)
-    return network
+    return _auto_class(config).from_config(config, trust_remote_code=False)
 
 
 BUILDERS: dict[str, Callable[..., nn.Module]] = {
-    "timm": _build_timm,
-    "torchvision": _build_torchvision,
-    "transformers": _build_transformers,
+    "timm": _timm_network,
+    "torchvision": _torchvision_network,
+    "transformers": _transformers_network,
 }
 
 
@@ -245,10 +235,11 @@ def _library(name: str) -> Any:
         raise ImportError(f'{name} is not installed: pip install "alight[{EXTRAS[name]}]"') from error
 
 
-def _check_known(library: str, name: str, known: Sequence[str]) -> None:
+def _check_known(library: Any, name: str, known: Sequence[str]) -> None:
     if name not in known:
         nearest = ", ".join(difflib.get_close_matches(name, known, cutoff=0.0))
-        raise BadInput(f"{library} has no classifier {name!r}: the nearest names are {nearest}")
+        version = f"{library.__name__} {library.__version__}"
+        raise BadInput(f"{version} has no classifier {name!r}: the nearest names are {nearest}")
 
 
 def _timm_size(network: Any, image_size: int | None) -> tuple[int, ...]:

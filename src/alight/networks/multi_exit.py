@@ -111,8 +111,7 @@ class MultiExitModel(nn.Module):
     def try_out(self, example: Any) -> list[Tensor]:
         """Return the logits of every exit in evaluation mode without gradients, whatever mode the network is in."""
         with in_mode(self, training=False):
-            logits: list[Tensor] = self(example)
-        return logits
+            return self(example)
 
 
 def advance(stage: nn.Module, carried: Carried) -> Carried:
@@ -123,8 +122,7 @@ def advance(stage: nn.Module, carried: Carried) -> Carried:
 
 def read(head: nn.Module, carried: Carried) -> Tensor:
     """Return the logits of a head."""
-    logits: Tensor = head(*carried) if getattr(head, "reads_everything", False) else head(carried[0])
-    return logits
+    return head(*carried) if getattr(head, "reads_everything", False) else head(carried[0])
 
 
 def head_settings(head: nn.Module) -> dict[str, Any]:

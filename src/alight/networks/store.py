@@ -20,7 +20,7 @@ from alight.cutting.multi_output import as_head, is_split_of, split_outputs
 from alight.cutting.tracing import Inputs
 from alight.errors import BadFile, Mismatch
 from alight.files import CONFIG, WEIGHTS, PathLike, check_network_folder, read_json, write_json, write_whole
-from alight.networks.cascade import chained
+from alight.networks.cascade import cascade
 from alight.networks.heads import HEADS, HeadFactory
 from alight.networks.libraries import BUILDERS, build_network
 from alight.networks.multi_exit import MultiExitModel, Normalisation, random_example, read, structure
@@ -190,9 +190,11 @@ def _model(
     if isinstance(network, MultiExitModel):
         network.normalisation = normalisation or network.normalisation
         return network
+    described = recipe.get("example")
+    example = random_example(described, torch.Generator().manual_seed(0)) if described else None
     if recipe["source"] == "cascade":
-        return chained([*network], config["exits"], config["input_names"])
-    stages, heads = _stages_and_heads(config, network, constants)
+        return cascade([*network], config["exits"], example)
+    stages, heads = _stages_and_heads(config, network, constants, example)
     return MultiExitModel(
         stages,
         heads or [*_heads(config["heads"][:-1], recipe["features"], head), nn.Identity()],
@@ -203,12 +205,11 @@ def _model(
 
 
 def _stages_and_heads(
-    config: Mapping[str, Any], network: nn.Module, constants: Mapping[str, Tensor]
+    config: Mapping[str, Any], network: nn.Module, constants: Mapping[str, Tensor], example: Any
 ) -> tuple[list[nn.Module], list[nn.Module]]:
     """Return the stages of the saved graphs, or the network cut again; and heads if the network has its own."""
     recipe, graph = config["recipe"], config["graph"]
     has_heads = recipe["source"] == "outputs"
-    example = random_example(recipe["example"], torch.Generator().manual_seed(0))
     if graph is None:
         return split_outputs(network, example) if has_heads else (cut(network, recipe["after"], example), [])
     modules = stages_from_data(network, graph, constants, recipe.get("after", ()), example)

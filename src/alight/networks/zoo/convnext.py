@@ -59,8 +59,7 @@ class ConvNeXt(nn.Module):
 
     def forward(self, images: Tensor) -> Tensor:
         """Return the logits."""
-        logits: Tensor = self.head(self.stages(self.stem(images)))
-        return logits
+        return self.head(self.stages(self.stem(images)))
 
 
 class ChannelNorm(nn.LayerNorm):
@@ -85,8 +84,7 @@ class MLP(nn.Module):
 
     def forward(self, features: Tensor) -> Tensor:
         """Return features of the same shape, channels last."""
-        changed: Tensor = self.fc2(self.act(self.fc1(features)))
-        return changed
+        return self.fc2(self.act(self.fc1(features)))
 
 
 class DropPath(nn.Module):
@@ -118,8 +116,7 @@ class Block(nn.Module):
     def forward(self, features: Tensor) -> Tensor:
         """Return features of the same shape."""
         changed = self.mlp(self.norm(self.conv_dw(features).permute(0, 2, 3, 1))).permute(0, 3, 1, 2)
-        added: Tensor = features + self.drop_path(changed * self.gamma.reshape(1, -1, 1, 1))
-        return added
+        return features + self.drop_path(changed * self.gamma.reshape(1, -1, 1, 1))
 
 
 class ConvNeXtStage(nn.Module):
@@ -134,8 +131,7 @@ class ConvNeXtStage(nn.Module):
 
     def forward(self, features: Tensor) -> Tensor:
         """Return features of this stage's width."""
-        made: Tensor = self.blocks(self.downsample(features))
-        return made
+        return self.blocks(self.downsample(features))
 
 
 class Classifier(nn.Module):
@@ -148,5 +144,4 @@ class Classifier(nn.Module):
 
     def forward(self, features: Tensor) -> Tensor:
         """Return the logits."""
-        logits: Tensor = self.fc(self.norm(features.mean((2, 3))))
-        return logits
+        return self.fc(self.norm(features.mean((2, 3))))

@@ -27,8 +27,7 @@ class ResidualBlock(nn.Module):
     def forward(self, features: Tensor) -> Tensor:
         """Return features of as many channels as the block is wide."""
         changed = self.bn2(self.conv2(self.relu(self.bn1(self.conv1(features)))))
-        added: Tensor = self.relu(changed + self.downsample(features))
-        return added
+        return self.relu(changed + self.downsample(features))
 
 
 class ResNet(nn.Module):
@@ -72,8 +71,7 @@ class ResNet(nn.Module):
         features = self.relu(self.bn1(self.conv1(images)))
         for name in self.layers:
             features = self.get_submodule(name)(features)
-        logits: Tensor = self.fc(torch.flatten(self.avgpool(features), 1))
-        return logits
+        return self.fc(torch.flatten(self.avgpool(features), 1))
 
 
 def _layer(channels: int, width: int, stride: int, blocks: int) -> nn.Sequential:
