@@ -156,6 +156,7 @@ def state(scripts, data, tmp_path_factory):
 pytestmark = pytest.mark.filterwarnings("ignore:the last exit has")
 
 
+@pytest.mark.slow
 def test_every_run_leaves_tables_costs_a_history_and_how_it_was_made(scripts, state):
     for run, settings in scripts["train"].RUNS.items():
         result = state / f"{run}-0" / "result"
@@ -173,6 +174,7 @@ def test_every_run_leaves_tables_costs_a_history_and_how_it_was_made(scripts, st
         assert not (result.parent / "checkpoint.safetensors").exists()
 
 
+@pytest.mark.slow
 def test_a_training_that_was_stopped_goes_on_as_if_it_had_not_been(scripts, data, state, tmp_path):
     whole = trained(scripts, "convnext_plain-0", data, tmp_path)
     begun = scripts["train"].Progress.read(state / "convnext_plain-0/progress.csv")
@@ -181,6 +183,7 @@ def test_a_training_that_was_stopped_goes_on_as_if_it_had_not_been(scripts, data
         assert (whole / name).read_bytes() == (state / "convnext_plain-0/result" / name).read_bytes()
 
 
+@pytest.mark.slow
 def test_the_network_that_is_saved_is_the_one_that_was_recorded(scripts, data, state):
     train = scripts["train"]
     split = scripts["data"].read(data, 0, train.CALIBRATION, limit=16)
@@ -196,6 +199,7 @@ def test_the_network_that_is_saved_is_the_one_that_was_recorded(scripts, data, s
         )
 
 
+@pytest.mark.slow
 def test_a_frozen_backbone_is_that_of_the_run_before(scripts, state):
     train = scripts["train"]
     backbone = train.load_result(train.Job("resnet18_plain"), state).stages[0].state_dict()
@@ -205,6 +209,7 @@ def test_a_frozen_backbone_is_that_of_the_run_before(scripts, state):
     assert all(torch.equal(stages[name], tensor) for name, tensor in backbone.items())
 
 
+@pytest.mark.slow
 def test_archives_are_small_hold_tables_first_and_come_back_as_they_were(scripts, state, tmp_path, monkeypatch):
     pack, jobs = scripts["pack"], [scripts["train"].Job(run) for run in scripts["train"].RUNS]
     monkeypatch.setattr(pack, "LARGEST", 1_300_000)
@@ -237,7 +242,8 @@ def test_a_job_is_named_by_run_seed_and_calibration_images(scripts):
             named(name)
 
 
-def test_the_driver_waits_for_a_backbone_stops_in_time_and_goes_on(scripts, data, tmp_path, monkeypatch, capfd):
+@pytest.mark.slow
+def test_the_driver_waits_for_a_backbone_stops_in_time_and_resumes(scripts, data, tmp_path, monkeypatch, capfd):
     told = [data, tmp_path / "state", tmp_path / "out", "--limit=4", "--epochs=1", "--device=cpu"]
     command = ["cifar100_all.py", *map(str, told)]
     jobs = ["--jobs", "convnext_frozen-0", "convnext_plain-0", "--parallel", "2"]
