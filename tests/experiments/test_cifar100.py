@@ -1,4 +1,4 @@
-"""The trainings on CIFAR-100: every run trains, goes on where it was stopped, and comes back as what was recorded."""
+"""The trainings on CIFAR-100: every run trains, resumes where it was stopped, and loads as what was recorded."""
 
 import importlib
 import json
@@ -27,10 +27,10 @@ def scripts():
     with pytest.MonkeyPatch.context() as patched:
         patched.syspath_prepend(str(EXPERIMENTS))
         found = {name: importlib.import_module(f"cifar100_{name}") for name in ("data", "train", "pack", "all")}
-        plain, widths = found["train"].PLAIN, (4, 8, 8, 16)
-        patched.setitem(plain, "resnet18", partial(ResNet, 100, widths=widths))
-        patched.setitem(plain, "resnet10", partial(ResNet, 100, blocks=(1, 1, 1, 1), widths=widths))
-        patched.setitem(plain, "convnext", partial(ConvNeXt, (2, 2, 6, 2), widths, 100, patch=2, drop_path=0.1))
+        backbones, widths = found["train"].BACKBONES, (4, 8, 8, 16)
+        patched.setitem(backbones, "resnet18", partial(ResNet, 100, widths=widths))
+        patched.setitem(backbones, "resnet10", partial(ResNet, 100, blocks=(1, 1, 1, 1), widths=widths))
+        patched.setitem(backbones, "convnext", partial(ConvNeXt, (2, 2, 6, 2), widths, 100, patch=2, drop_path=0.1))
         patched.setitem(found["train"].WITH_EXITS, "msdnet", partial(msdnet_cifar, blocks=3, channels=4, growth=2))
         yield found
 
@@ -175,7 +175,7 @@ def test_every_run_leaves_tables_costs_a_history_and_how_it_was_made(scripts, st
 
 
 @pytest.mark.slow
-def test_a_training_that_was_stopped_goes_on_as_if_it_had_not_been(scripts, data, state, tmp_path):
+def test_a_training_that_was_stopped_resumes_as_if_it_had_not_been(scripts, data, state, tmp_path):
     whole = trained(scripts, "convnext_plain-0", data, tmp_path)
     begun = scripts["train"].Progress.read(state / "convnext_plain-0/progress.csv")
     assert [[epoch for epoch, _ in rows] for rows in begun] == [[0, 1], [2, 3]]  # the last is the end
@@ -238,7 +238,7 @@ def test_a_job_is_named_by_run_seed_and_calibration_images(scripts):
     assert named("resnet18_frozen-2-5000").start.name == "resnet18_plain-2-5000"
     assert named("resnet18_plain-0").start is None
     for name in ("resnet18_plain", "resnet99-0", "resnet18_plain-x"):
-        with pytest.raises(SystemExit, match="is no RUN-SEED"):
+        with pytest.raises(SystemExit, match="is not RUN-SEED"):
             named(name)
 
 
