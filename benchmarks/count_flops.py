@@ -4,8 +4,6 @@ About half a minute; `pip install fvcore` first. ResNet-18 (32 x 32) with flatte
 blocks needs 4.3 % more, ConvNeXt-T (224 x 224) with pooled linear heads after its first seventeen 0.13 %.
 """
 
-import csv
-import io
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,7 +14,7 @@ from torch import nn
 
 from alight.costing.measure import head_overhead, measure_costs
 from alight.costs import Costs
-from alight.files import write_text
+from alight.files import write_rows
 from alight.networks.heads import make_head
 from alight.networks.multi_exit import MultiExitModel, head_settings
 from alight.networks.zoo import convnext_tiny, resnet18_cifar
@@ -45,20 +43,15 @@ NETWORKS = {
 
 
 def main() -> None:
-    rows = [row for name in NETWORKS for row in _rows(name)]
-    text = io.StringIO()
-    writer = csv.DictWriter(text, rows[0], lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
-    write_text(RESULTS, text.getvalue())
+    write_rows(RESULTS, [row for name in NETWORKS for row in _rows(name)])
 
 
-def _rows(name: str) -> Iterator[dict[str, object]]:
+def _rows(name: str) -> Iterator[dict[str, str | int]]:
     network = NETWORKS[name]
     backbone = network.backbone().eval()
     theirs = _fvcore(backbone, torch.zeros(1, 3, network.image_size, network.image_size))
     for kind, costs in costs_by_head(network, backbone).items():
-        row: dict[str, object] = {
+        row: dict[str, str | int] = {
             "network": name,
             "image": network.image_size,
             "classes": network.classes,
@@ -70,7 +63,7 @@ def _rows(name: str) -> Iterator[dict[str, object]]:
             "heads_mflops": f"{costs.heads[:-1].sum() / 1e6:.2f}",
             "all_heads_percent": f"{100 * head_overhead(costs):.3f}",
             "most_expensive_head_percent": f"{100 * costs.heads[:-1].max() / costs.full:.3f}",
-            "paper_percent": network.paper_percent,
+            "paper_percent": f"{network.paper_percent}",
             **provenance("torch", "fvcore", folder=RESULTS.parent),
         }
         print(", ".join(f"{key} {value}" for key, value in row.items()), flush=True)

@@ -1,10 +1,10 @@
-"""All trainings on CIFAR-100, several at a time on one device, for as long as there is time; called again, they go on.
+"""Run all trainings on CIFAR-100, several at a time on one device, until the time is up; a second call resumes them.
 
     python experiments/cifar100_all.py DATA STATE OUT --seconds 560 --parallel 4
 
 DATA holds train.npz and test.npz; STATE keeps checkpoints and results; OUT gets archives of what is finished (see
 cifar100_pack.py). Jobs are started in the order of JOBS, each as soon as the backbone it starts from is there. When the
-time is up they are stopped; their checkpoints stay. A job that fails is told of and left for the next call.
+time is up they are stopped; their checkpoints stay. A job that fails is reported and left for the next call.
 """
 
 import argparse
@@ -19,7 +19,7 @@ from pathlib import Path
 from cifar100_pack import pack
 from cifar100_train import RUNS, Job, Progress
 
-JOBS = (  # by importance, but for those that fill a device which others leave idle
+JOBS = (  # by importance, except small ones that fill a device which others leave idle
     "resnet18_plain-0",
     "msdnet_joint-0",
     "resnet10_plain-0",
@@ -48,7 +48,7 @@ class Driver:
         self.begin = time.monotonic()
 
     def run(self, seconds: float, parallel: int) -> None:
-        """Work until all is done or the time is up."""
+        """Run jobs until all are done or the time is up."""
         try:
             while time.monotonic() - self.begin < seconds and (self.running or self._ready()):
                 for job in self._ready()[: parallel - len(self.running)]:
@@ -59,7 +59,7 @@ class Driver:
             self._stop()
 
     def _ready(self) -> list[Job]:
-        """Jobs that could be started now."""
+        """Return the jobs that could be started now."""
         return [
             job
             for job in self.jobs
@@ -76,25 +76,25 @@ class Driver:
         folder = self.state / job.name
         folder.mkdir(parents=True, exist_ok=True)
         script = Path(__file__).with_name("cifar100_train.py")
-        told = [job.run, str(self.data), str(self.state), f"--seed={job.seed}", f"--calibration={job.calibration}"]
+        arguments = [job.run, str(self.data), str(self.state), f"--seed={job.seed}", f"--calibration={job.calibration}"]
         with (folder / "log.txt").open("ab") as log:
             self.running[job] = subprocess.Popen(
-                [sys.executable, str(script), *told, *self.further], stdout=log, stderr=subprocess.STDOUT
+                [sys.executable, str(script), *arguments, *self.further], stdout=log, stderr=subprocess.STDOUT
             )
-        self._say(f"{job.name} begins")
+        self._print(f"{job.name} begins")
 
     def _reap(self) -> None:
-        """Take note of processes that have ended."""
+        """Remove processes that have ended, and report them."""
         for job, process in [*self.running.items()]:
             if process.poll() is None:
                 continue
             del self.running[job]
             log = (self.state / job.name / "log.txt").read_text(errors="replace")
             if process.returncode == 0:
-                self._say(log.strip().splitlines()[-1])
+                self._print(log.strip().splitlines()[-1])
             else:
                 self.failed.append(job)
-                self._say(f"{job.name} failed with {process.returncode}:\n{log[-TAIL:]}")
+                self._print(f"{job.name} failed with {process.returncode}:\n{log[-TAIL:]}")
 
     def _stop(self) -> None:
         for process in self.running.values():
@@ -105,28 +105,28 @@ class Driver:
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
-            self._say(f"{job.name} is stopped")
+            self._print(f"{job.name} is stopped")
         self.running.clear()
 
-    def _say(self, line: str) -> None:
+    def _print(self, line: str) -> None:
         print(f"{time.monotonic() - self.begin:6.1f} s  {line}", flush=True)
 
 
 def summary(jobs: Sequence[Job], state: Path) -> str:
-    """How far every job is, and what it has reached."""
+    """Return a line per job: its epoch, and its accuracy if it is finished."""
     lines = []
     for job in jobs:
         folder = state / job.name
         runs = [rows for rows in Progress.read(folder / "progress.csv") if rows]
-        told = f"{job.name:28}"
+        line = f"{job.name:28}"
         if runs and len(rows := runs[-1]) > 1:
             (first, begin), (last, end) = rows[0], rows[-1]
             seconds, epochs = (end - begin) / max(last - first, 1), RUNS[job.run].training.epochs
-            told += f" epoch {last} of {epochs}, {seconds:.2f} s each"
+            line += f" epoch {last} of {epochs}, {seconds:.2f} s each"
         if (folder / "result").exists():
-            found = json.loads((folder / "result" / "run.json").read_text())
-            told += ": % " + " ".join(f"{100 * each:.1f}" for each in found["test_accuracy"])
-        lines.append(told.rstrip())
+            about = json.loads((folder / "result" / "run.json").read_text())
+            line += ": % " + " ".join(f"{100 * each:.1f}" for each in about["test_accuracy"])
+        lines.append(line.rstrip())
     return "\n".join(lines)
 
 

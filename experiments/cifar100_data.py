@@ -1,4 +1,4 @@
-"""CIFAR-100 for the experiments: split by a seed, kept on the device, moved about there.
+"""CIFAR-100 for the experiments: split by a seed, kept on the device and augmented there.
 
 A folder holds train.npz and test.npz, each with `images` (uint8, N x 32 x 32 x 3) and `labels` (fine classes, 0 to 99).
 """
@@ -16,7 +16,7 @@ from alight import Normalisation
 
 SIZE = 32
 PADDING = 4  # pixels by which a picture may be moved
-HOLE = 8  # rows and columns that cutout takes away, as its paper chose for CIFAR-100 (DeVries and Taylor 2017)
+HOLE = 8  # rows and columns that cutout removes, the choice of its paper for CIFAR-100 (DeVries and Taylor 2017)
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Pictures:
         return len(self.labels)
 
     def to(self, device: torch.device) -> "Pictures":
-        """The same, on a device."""
+        """Return the same pictures on a device."""
         return Pictures(self.pixels.to(device), self.labels.to(device))
 
 
@@ -44,12 +44,11 @@ class Split:
 
 
 def read(folder: Path, seed: int, calibration: int, limit: int | None = None) -> Split:
-    """The split of a seed; `limit` keeps so many of each part, for a rehearsal."""
+    """Return the split of a seed; `limit` keeps this many of each part, for a rehearsal."""
     train, test = (_pictures(folder / f"{name}.npz") for name in ("train", "test"))
     order = torch.from_numpy(np.random.default_rng(seed).permutation(len(train)))  # the file is sorted by class
     if limit is not None:
-        some = torch.from_numpy(np.random.default_rng(seed).permutation(len(test))[:limit])
-        test = _chosen(test, some)
+        test = _chosen(test, torch.from_numpy(np.random.default_rng(seed).permutation(len(test))[:limit]))
         order = order[: limit + min(limit, calibration)]
         calibration = min(limit, calibration)
     return Split(_chosen(train, order[calibration:]), _chosen(train, order[:calibration]), test)
@@ -67,11 +66,11 @@ def _chosen(pictures: Pictures, rows: Tensor) -> Pictures:
 class Batches:
     """Batches as a network takes them, made on the device that the pictures are on.
 
-    To train on, every epoch has a new order, and every picture is moved by up to four pixels, mirrored or not, and
-    loses a square; the last pictures that fill no batch are left for another epoch. All dice are torch's.
+    For training, every epoch has a new order; every picture is moved by up to four pixels, mirrored at random, and
+    loses a square (cutout); a last partial batch is dropped. All random numbers are torch's.
 
-    With `mixing`, the chance that a picture is mixed with another of its batch, or `smoothing`, the share of a label
-    that goes to all classes alike, a batch is a dict whose labels are shares of `num_classes` classes.
+    With `mixing`, the probability that a picture is mixed with another of its batch, or `smoothing`, the share of a
+    label that goes to all classes alike, a batch is a dict whose labels are shares of `num_classes` classes.
     """
 
     def __init__(
@@ -99,7 +98,7 @@ class Batches:
         return count // self.batch_size if self.training else -(-count // self.batch_size)
 
     def set_epoch(self, epoch: int) -> None:
-        """Called by the training at the start of an epoch."""
+        """Note that an epoch starts; the training calls this."""
         if self.on_epoch is not None:
             self.on_epoch(epoch)
 
@@ -124,7 +123,7 @@ class Batches:
                 yield images * _kept(holes[:, rows]), self.labels[rows]
 
     def _mixed(self, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """Some pictures mixed with others, half of them everywhere and half by a window, and shares of classes."""
+        """Mix some pictures with others, half of them everywhere and half in a window; labels become class shares."""
         count = len(images)
         other = torch.randperm(count, device=self.device)
         own = torch.rand(count, 1, 1, 1, device=self.device)  # share of the picture itself
@@ -140,29 +139,29 @@ class Batches:
         return mixed, (1 - self.smoothing) * shares + self.smoothing / self.num_classes
 
     def _images(self, pixels: Tensor) -> Tensor:
-        """(samples, channels, rows, columns), normalised."""
+        """Return (samples, channels, rows, columns), normalised."""
         return ((pixels.float() / 255 - self.mean) / self.std).permute(0, 3, 1, 2)
 
 
 def _padded(pixels: Tensor) -> Tensor:
-    """Pictures with a black border."""
+    """Return pictures with a black border."""
     return torch.nn.functional.pad(pixels, (0, 0, PADDING, PADDING, PADDING, PADDING))
 
 
 def _moved(pixels: Tensor, rows: Tensor, top: Tensor, left: Tensor, mirrored: Tensor) -> Tensor:
-    """Of every padded picture the part that begins at `top` and `left`, perhaps mirrored."""
+    """Return of every padded picture the part that begins at `top` and `left`, mirrored where wanted."""
     along = torch.arange(SIZE, device=rows.device)
     across = torch.where(mirrored[:, None], along.flip(0), along)
     return pixels[rows[:, None, None], (top[:, None] + along)[:, :, None], (left[:, None] + across)[:, None, :]]
 
 
 def _kept(centres: Tensor) -> Tensor:
-    """(samples, 1, rows, columns): what cutout leaves; the centre of what it takes away may lie at an edge."""
+    """Return (samples, 1, rows, columns): True where cutout leaves a pixel; its centre may lie at an edge."""
     return ~_window(centres, torch.full_like(centres[0], HOLE))
 
 
 def _window(centres: Tensor, sizes: Tensor) -> Tensor:
-    """(samples, 1, rows, columns): True inside a square of this size about its centre, as far as the picture goes."""
+    """Return (samples, 1, rows, columns): True inside a square of this size about its centre, cut at the edges."""
     along = torch.arange(SIZE, device=centres.device)
     distance = along - centres[..., None]  # (2, samples, SIZE)
     half = (sizes / 2)[:, None]

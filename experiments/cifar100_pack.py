@@ -1,4 +1,4 @@
-"""Results of trainings in a few archives of a bounded size, the most important first; and out of them again.
+"""Pack the results of trainings into a few archives of bounded size, the most important first; unpack them again.
 
     python experiments/cifar100_pack.py FOLDER STATE       # unpacks every archive of FOLDER into STATE
 
@@ -23,7 +23,7 @@ END = 20 * BLOCK  # bytes at the end of an archive
 
 
 def pack(jobs: Sequence[Job], state: Path, out: Path, again: bool = False) -> list[Path]:
-    """The archives; weights that were packed before are left out, unless `again`."""
+    """Write the archives and return their paths; weights that were packed before are left out, unless `again`."""
     packed = state / "packed.json"
     before: list[str] = json.loads(packed.read_text()) if packed.exists() and not again else []
     small = [path for job in jobs for path in _small(state / job.name)]
@@ -34,39 +34,39 @@ def pack(jobs: Sequence[Job], state: Path, out: Path, again: bool = False) -> li
     write_text(packed, json.dumps(before + sent, indent=1))
     left = len(weights) - len(sent)
     if left:
-        print(f"{left} files of weights wait for the next time")
+        print(f"{left} files of weights are left for the next call")
     return archives + later
 
 
 def unpack(archives: Iterable[Path], state: Path) -> None:
-    """Put all files back where they were."""
+    """Extract all files to their places in the state folder."""
     for archive in archives:
         with tarfile.open(archive) as file:
             file.extractall(state, filter="data")
 
 
 def names(archive: Path) -> list[str]:
-    """Of the files in an archive."""
+    """Return the names of the files in an archive."""
     with tarfile.open(archive) as file:
         return file.getnames()
 
 
 def _small(folder: Path) -> list[Path]:
-    """Tables, histories and settings of a finished job, or the log and the progress of another."""
+    """Return tables, histories and settings of a finished job, or log and progress of another."""
     if (folder / "result").exists():
         return sorted(path for path in (folder / "result").iterdir() if path.suffix != ".safetensors")
     return [path for path in (folder / "log.txt", folder / "progress.csv") if path.exists()]
 
 
 def _weights(job: Job, state: Path) -> list[Path]:
-    """What is worth keeping of a job's weights; of seeds after the first, nothing."""
+    """Return the files of a job's weights that are worth keeping: none of seeds after the first."""
     kinds = {"": (), "heads": ("heads",), "everything": ("heads", "stages")}[RUNS[job.run].ships]
     result = state / job.name / "result"
     return [] if job.seed else [path for kind in kinds for path in sorted(result.glob(f"{kind}-*.safetensors"))]
 
 
 def _filled(name: str, paths: Sequence[Path], state: Path, out: Path, most: int) -> list[Path]:
-    """Archives of the files in their order, as many as there may be."""
+    """Write files in their order into at most `most` archives."""
     groups: list[list[Path]] = []
     room = 0
     for path in paths:

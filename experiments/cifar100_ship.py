@@ -1,18 +1,16 @@
-"""What is kept in the repository of the trainings on CIFAR-100: recordings of four networks, all others as CSV.
+"""Write what the repository keeps of the trainings on CIFAR-100: recordings of four networks, all others as CSV.
 
     python experiments/cifar100_ship.py STATE      # a folder that cifar100_pack.py unpacked; seconds
 
-Writes for each network of SHIPPED a folder results/recordings/NAME (calibration.npz and test.npz, scores in single
+Writes for each network of NETWORKS a folder results/recordings/NAME (calibration.npz and test.npz, scores in single
 precision, costs.json, run.json, and policy_50.json, what `eero` fits for half of the FLOPs), results/cifar100_runs.csv
 (accuracy and cost of every exit of every training, with its seconds, hardware and commit) and
-results/cifar100_modes.csv (what policies make of the exits of every training). A better training takes the place of
-another by running this again, then `make figures`.
+results/cifar100_modes.csv (accuracy and cost of policies on the exits of every training). To replace a training by a
+better one, run this again, then `make figures`.
 
 Weights are not kept: heads are worth nothing without their backbone, and the smallest network is 6.3 MB.
 """
 
-import csv
-import io
 import json
 import sys
 from collections.abc import Iterator, Sequence
@@ -22,8 +20,8 @@ from typing import Any
 import numpy as np
 from recorded_cifar100 import FOLDER, MODES, NETWORKS, RUNS, Result, budgets, costs_alone
 
-from alight import HeadOutputs, Policy, calibrate, replay, sweep
-from alight.files import write_arrays, write_text
+from alight import HeadOutputs, calibrate, replay, sweep
+from alight.files import write_arrays, write_rows, write_text
 
 FURTHER = {"resnet18_frozen": ("max_probability", "negative_entropy")}  # scores beside the margin
 METHODS = ("eero", "eero_marginal", "geometric", "gaussian", "patience", "best_single_exit")
@@ -38,7 +36,7 @@ def ship(state: Path) -> None:
 
 
 def keep(source: Path, target: Path, further: Sequence[str]) -> None:
-    """Write the recording of a training, and say how many decisions rounding its scores changes."""
+    """Write the recording of a training, and print how many decisions rounding its scores changes."""
     result = Result.of(source)
     target.mkdir(parents=True, exist_ok=True)
     for name, table in {"calibration": result.calibration, "test": result.test}.items():
@@ -51,11 +49,11 @@ def keep(source: Path, target: Path, further: Sequence[str]) -> None:
     policy.save(target / "policy_50.json")
     changed, of = _changed(result, kept)
     size = sum(path.stat().st_size for path in target.iterdir())
-    print(f"{target.name}: {size / 1e6:.2f} MB, {changed} of {of} decisions differ from those on whole scores")
+    print(f"{target.name}: {size / 1e6:.2f} MB, {changed} of {of} decisions differ from those on unrounded scores")
 
 
 def narrow(table: HeadOutputs, further: Sequence[str]) -> dict[str, np.ndarray]:
-    """The arrays of a table's file, scores in single precision, classes (at most 256 of them) in bytes."""
+    """Return the arrays of a table's file: scores in single precision, classes (at most 256) in bytes."""
     return {
         "scores": table.scores.astype(np.float32),
         "predictions": table.predictions.astype(np.uint8),
@@ -66,23 +64,18 @@ def narrow(table: HeadOutputs, further: Sequence[str]) -> dict[str, np.ndarray]:
 
 
 def _changed(whole: Result, kept: Result) -> tuple[int, int]:
-    """Decisions of `eero` and `global_threshold` at all budgets that differ after rounding, and how many there are."""
+    """Count the decisions of `eero` and `global_threshold` at all budgets, and how many differ after rounding."""
     changed = of = 0
     for method in (calibrate.eero, calibrate.global_threshold):
         for budget in budgets(whole.costs):
-            exits = [_decide(method(each.costs, budget, each.calibration), each.test) for each in (whole, kept)]
+            exits = [replay(method(each.costs, budget, each.calibration), each.test).exits for each in (whole, kept)]
             changed, of = changed + int((exits[0] != exits[1]).sum()), of + len(exits[0])
     return changed, of
 
 
-def _decide(policy: Policy, table: HeadOutputs) -> np.ndarray:
-    return replay(policy, table).exits
-
-
 def run_rows(result: Result) -> Iterator[dict[str, object]]:
-    """One row per exit of a training."""
-    run = result.run
-    plain = result.costs.full
+    """Yield one row per exit of a training."""
+    run, alone = result.run, costs_alone(result.costs)
     for index, name in enumerate(run["exits"]):
         yield {
             "run": run["run"],
@@ -90,8 +83,8 @@ def run_rows(result: Result) -> Iterator[dict[str, object]]:
             "calibration_images": run["calibration"],
             "epochs": run["settings"]["training"]["epochs"],
             "exit": name,
-            "flops_alone": round(costs_alone(result.costs)[index]),
-            "share_alone": f"{costs_alone(result.costs)[index] / plain:.5f}",
+            "flops_alone": round(alone[index]),
+            "share_alone": f"{alone[index] / result.costs.full:.5f}",
             "test_accuracy": run["test_accuracy"][index],
             "calibration_accuracy": run["calibration_accuracy"][index],
             **{name: run[name] for name in ("seconds", "hardware", "versions", "date", "commit", "fingerprint")},
@@ -99,7 +92,7 @@ def run_rows(result: Result) -> Iterator[dict[str, object]]:
 
 
 def mode_rows(result: Result) -> Iterator[dict[str, object]]:
-    """One row per method and budget of a training with exits."""
+    """Yield one row per method and budget of a training with exits."""
     costs = result.costs
     methods = {name: calibrate.METHODS[name] for name in METHODS}
     points = sweep(methods, costs, budgets(costs), labelled=result.calibration, test=result.test, references=False)
@@ -118,11 +111,7 @@ def mode_rows(result: Result) -> Iterator[dict[str, object]]:
 
 
 def _write(path: Path, rows: list[dict[str, Any]]) -> None:
-    text = io.StringIO()
-    writer = csv.DictWriter(text, list(rows[0]), lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
-    write_text(path, text.getvalue())
+    write_rows(path, [{name: str(cell) for name, cell in row.items()} for row in rows])  # all digits of fractions
     print(f"{path.name}: {len(rows)} rows")
 
 

@@ -1,10 +1,10 @@
-"""One network, trained in one way with one seed on CIFAR-100, and what its exits say about images it has not seen.
+"""Train one network in one way with one seed on CIFAR-100, and record its exits on images it has not seen.
 
     python experiments/cifar100_train.py resnet18_plain DATA STATE --seed 0
 
 DATA holds train.npz and test.npz (see cifar100_data.py). Writes the folder STATE/resnet18_plain-0/result: weights in
 half precision, calibration.npz and test.npz (`HeadOutputs`), costs.json, history.csv, and run.json with settings,
-hardware and accuracy. A training that was stopped goes on from its checkpoint. A run that starts from the backbone of
+hardware and accuracy. A training that was stopped resumes from its checkpoint. A run that starts from the backbone of
 another needs that one's result in STATE. `cifar100_all.py` runs them all.
 """
 
@@ -49,27 +49,27 @@ CALIBRATION = 1000  # images, as in the paper; the other 49,000 are trained on
 RECORDED = 1000  # images at a time
 PART = 14 * 2**20  # bytes of a file of weights at most
 SCORES = ("max_probability", "negative_entropy", "logit_margin")  # beside the margin
-STOPPED = 75  # exit status of a training that was asked to stop
+STOPPED = 75  # exit status of a training that got SIGTERM
 
 
 @dataclass(frozen=True)
 class Run:
     """How a network is trained."""
 
-    network: str  # in PLAIN or WITH_EXITS
+    network: str  # in BACKBONES or WITH_EXITS
     training: TrainingSettings
-    head: str = ""  # of its exits; none: the plain network
-    start: str = ""  # the run whose backbone it begins with
+    head: str = ""  # of its exits; none: the backbone alone
+    start: str = ""  # the run whose trained backbone it starts from
     batch_size: int = 512
     checkpoint_every: int = 5
-    all_scores: bool = False  # are they recorded, or the margin alone?
-    mixing: float = 0.0  # chance that a picture is mixed with another
+    all_scores: bool = False  # record SCORES beside the margin
+    mixing: float = 0.0  # probability that a picture is mixed with another
     smoothing: float = 0.0  # share of a label that all classes get
     ships: str = ""  # which weights are worth keeping: "heads", "everything"
     about: str = field(default="", compare=False)
 
 
-PLAIN: dict[str, Callable[[], nn.Module]] = {
+BACKBONES: dict[str, Callable[[], nn.Module]] = {
     "resnet18": lambda: ResNet(CLASSES),
     "resnet10": lambda: ResNet(CLASSES, blocks=(1, 1, 1, 1)),
     "convnext": lambda: ConvNeXt((2, 2, 6, 2), (40, 80, 160, 320), CLASSES, patch=1, drop_path=0.1),
@@ -169,34 +169,34 @@ class Job:
 
     @classmethod
     def named(cls, name: str) -> "Job":
-        """The job of a name: "resnet18_plain-0", or "resnet18_plain-0-5000" with 5,000 calibration images."""
+        """Return the job of a name: "resnet18_plain-0", or "resnet18_plain-0-5000" with 5,000 calibration images."""
         run, *numbers = name.split("-")
         if run not in RUNS or not 1 <= len(numbers) <= 2 or not all(each.isdigit() for each in numbers):
-            raise SystemExit(f"{name!r} is no RUN-SEED or RUN-SEED-CALIBRATION with a run of {', '.join(RUNS)}")
+            raise SystemExit(f"{name!r} is not RUN-SEED or RUN-SEED-CALIBRATION with a run of {', '.join(RUNS)}")
         return cls(run, *map(int, numbers))
 
     @property
     def name(self) -> str:
-        """Of its folder."""
+        """Name of the job's folder."""
         return f"{self.run}-{self.seed}" + ("" if self.calibration == CALIBRATION else f"-{self.calibration}")
 
     @property
     def start(self) -> "Job | None":
-        """The job whose backbone it begins with."""
+        """Job whose trained backbone this one starts from."""
         before = RUNS[self.run].start
         return Job(before, self.seed, self.calibration) if before else None
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """What is asked for instead of what a run says: less for a rehearsal, larger batches for a fast device."""
+    """Changes to a run: less for a rehearsal, larger batches for a fast device."""
 
     limit: int | None = None  # images of each part
     epochs: int | None = None
     batch_size: int | None = None  # the learning rate changes by the root of the ratio
 
     def of(self, run: Run) -> Run:
-        """The run, changed."""
+        """Return the run with these changes."""
         size = self.batch_size or run.batch_size
         rate = (run.training.learning_rate or 0.0) * (size / run.batch_size) ** 0.5
         training = replace(run.training, learning_rate=rate, epochs=self.epochs or run.training.epochs)
@@ -204,18 +204,18 @@ class Sizes:
 
 
 def build(job: Job, state: Path) -> MultiExitModel:
-    """The network before its training; its backbone trained where the run says so."""
+    """Return the network before its training, with the trained backbone that the run starts from, if any."""
     run = RUNS[job.run]
     torch.manual_seed(job.seed)
     backbone = load_result(job.start, state).stages[0] if job.start else None
     if not run.head:
-        return _plain(backbone or PLAIN[run.network]())
+        return _one_exit(backbone or BACKBONES[run.network]())
     if run.head == "own":
         return WITH_EXITS[run.network](CLASSES)
-    return WITH_EXITS[run.network](CLASSES, backbone=backbone or PLAIN[run.network](), head=run.head)
+    return WITH_EXITS[run.network](CLASSES, backbone=backbone or BACKBONES[run.network](), head=run.head)
 
 
-def _plain(network: nn.Module) -> MultiExitModel:
+def _one_exit(network: nn.Module) -> MultiExitModel:
     return MultiExitModel([network], [nn.Identity()], ["end"], num_classes=CLASSES, normalisation=CIFAR)
 
 
@@ -229,7 +229,7 @@ def train(
     *,
     compiled: bool = False,
 ) -> Path:
-    """The folder of the job's result, which is made unless it is there."""
+    """Return the folder of the job's result, after training unless it exists."""
     folder, sizes = state / job.name, sizes or Sizes()
     result, partial = folder / "result", folder / "partial"
     if result.exists():
@@ -286,7 +286,7 @@ def train(
 def _record(
     model: MultiExitModel, split: Split, device: torch.device, folder: Path, scores: tuple[str, ...]
 ) -> dict[str, list[float]]:
-    """Test and calibration accuracy of every exit, once what they say is in the folder; in whole single precision."""
+    """Record all exits into the folder in full single precision; return test and calibration accuracy."""
     torch.backends.cudnn.allow_tf32 = False
     accuracies = {}
     for part in ("calibration", "test"):
@@ -306,7 +306,7 @@ def _made(device: torch.device, commit: str) -> dict[str, str]:
 
 
 class Progress:
-    """When epochs began, over all processes that worked on a job: what remains when one is stopped."""
+    """A log of when epochs began, over all processes that worked on a job; it survives when one is stopped."""
 
     def __init__(self, path: Path) -> None:
         self.path, self.begin = path, time.monotonic()
@@ -314,17 +314,17 @@ class Progress:
             file.write("begin\n")
 
     def note(self, epoch: int) -> None:
-        """An epoch begins; that after the last is the end."""
+        """Log that an epoch begins; the one after the last is the end."""
         with self.path.open("a") as file:
             file.write(f"{epoch},{time.monotonic() - self.begin:.2f}\n")
 
     def seconds(self) -> float:
-        """Of training in all processes, up to the last epoch that each began."""
+        """Return the seconds of training in all processes, up to the last epoch that each began."""
         return sum(rows[-1][1] for rows in self.read(self.path) if rows)
 
     @staticmethod
     def read(path: Path) -> list[list[tuple[int, float]]]:
-        """For each process, the epochs that it began and the seconds since its begin."""
+        """Return for each process the epochs that it began and the seconds since its start."""
         runs = path.read_text().split("begin\n")[1:] if path.exists() else []
         return [
             [(int(epoch), float(seconds)) for epoch, seconds in (line.split(",") for line in lines.splitlines())]
@@ -333,7 +333,7 @@ class Progress:
 
 
 def history_csv(history: History) -> str:
-    """Loss and accuracy of every epoch and exit."""
+    """Return the loss and accuracy of every epoch and exit as CSV."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     names = ("losses", "accuracies", "validation_losses", "validation_accuracies")
@@ -347,14 +347,14 @@ def history_csv(history: History) -> str:
 
 @torch.no_grad()
 def round_weights(model: nn.Module) -> None:
-    """Leave every matrix and kernel with numbers that half precision can hold."""
+    """Round every matrix and kernel to values that half precision can hold."""
     for tensor in model.state_dict().values():
         if _is_halved(tensor):
             tensor.copy_(tensor.half())
 
 
 def _is_halved(tensor: Tensor) -> bool:
-    return tensor.is_floating_point() and tensor.ndim >= 2  # norms and their statistics are few and reach far
+    return tensor.is_floating_point() and tensor.ndim >= 2  # norms and their statistics are small and need the range
 
 
 def save_weights(model: nn.Module, folder: Path) -> None:
@@ -382,21 +382,21 @@ def _parts(state: dict[str, Tensor]) -> list[dict[str, Tensor]]:
 
 
 def load_result(job: Job, state: Path) -> MultiExitModel:
-    """The trained network of a job, in single precision, in evaluation mode; the very one that was recorded.
+    """Return the trained network of a job, in single precision and evaluation mode: the one that was recorded.
 
-    Where the weights of a frozen backbone are not beside those of its heads, they are those of the run before.
+    Where the weights of a frozen backbone are not beside those of its heads, they are those of the run it started from.
     """
     result = state / job.name / "result"
-    told = json.loads((result / "run.json").read_text())
+    about = json.loads((result / "run.json").read_text())
     model = build(job, state)
     found: dict[str, Tensor] = {}
     for path in sorted(result.glob("*.safetensors")):
         found |= load_file(path)
-    frozen = told["settings"]["training"]["mode"] == "frozen"
+    frozen = about["settings"]["training"]["mode"] == "frozen"
     own = {name: tensor for name, tensor in model.state_dict().items() if frozen and name.startswith("stages.")}
     model.load_state_dict({**own, **found})
-    if (own_print := fingerprint(model)) != told["fingerprint"]:
-        raise SystemExit(f"{result} is damaged: fingerprint {own_print}, recorded as {told['fingerprint']}")
+    if (found_print := fingerprint(model)) != about["fingerprint"]:
+        raise SystemExit(f"{result} is damaged: fingerprint {found_print}, recorded as {about['fingerprint']}")
     return model.eval()
 
 
@@ -408,7 +408,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--calibration", type=int, default=CALIBRATION, help="images that are not trained on")
     parser.add_argument("--device", default="cuda:0" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--commit", default="", help="of this code, where it is no git repository")
+    parser.add_argument("--commit", default="", help="of this code, where it is not a git repository")
     parser.add_argument("--limit", type=int, help="images of each part, for a rehearsal")
     parser.add_argument("--epochs", type=int, help="for a rehearsal")
     parser.add_argument("--batch-size", type=int, help="other than the run's; the learning rate follows")
@@ -424,11 +424,11 @@ def main() -> None:
         result = train(job, options.data, options.state, device, sizes, options.commit, compiled=options.compile)
     except KeyboardInterrupt:
         if device.type == "cuda":
-            torch.cuda.synchronize()  # so that nothing is cut off on a device that others use
+            torch.cuda.synchronize()  # so that no kernel is cut off on a device that others use
         sys.exit(STOPPED)
-    told = json.loads((result / "run.json").read_text())
-    shown = " ".join(f"{100 * each:.1f}" for each in told["test_accuracy"])
-    print(f"{job.name}: test accuracy % {shown}, {told['seconds']:.0f} s")
+    about = json.loads((result / "run.json").read_text())
+    shown = " ".join(f"{100 * each:.1f}" for each in about["test_accuracy"])
+    print(f"{job.name}: test accuracy % {shown}, {about['seconds']:.0f} s")
 
 
 def _stop(*_: object) -> None:

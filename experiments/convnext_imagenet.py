@@ -1,6 +1,6 @@
-"""ConvNeXt on ImageNet with the paper's settings: 20 heads on frozen, pretrained weights, then every policy.
+"""Train 20 heads on a frozen, pretrained ConvNeXt for ImageNet with the paper's settings, then test every policy.
 
-    python experiments/convnext_imagenet.py IMAGENET OUT                              # as the paper, on a GPU
+    python experiments/convnext_imagenet.py IMAGENET OUT                              # the paper's, on a GPU
     python experiments/convnext_imagenet.py FOLDER OUT --weights random --limit 64    # a rehearsal
 
 IMAGENET holds train/CLASS/*.JPEG and val/CLASS/*.JPEG. Heads are an average over the map and a linear layer, after
@@ -10,8 +10,8 @@ and weight decay 1e-4 on the whole training set. 5,000 validation images, drawn 
 45,000 test.
 
 Writes to OUT: heads.safetensors, calibration.npz, test.npz, costs.json, points.csv, report.html and run.json; a
-training that was stopped goes on from OUT/checkpoint.safetensors. What it costs was not measured, for want of
-ImageNet: an epoch is a pass of the full network over 1.28 million images, with gradients for the heads alone.
+training that was stopped resumes from OUT/checkpoint.safetensors. Its cost was not measured, since ImageNet was not at
+hand: an epoch is a pass of the full network over 1.28 million images, with gradients for the heads alone.
 """
 
 import argparse
@@ -69,7 +69,7 @@ BUDGETS = [f"{percent}%" for percent in range(10, 101, 5)]
 
 
 def places(network: nn.Module, positions: str = "all") -> list[str]:
-    """Where heads stand: after every block but the last, and after every halving of the map unless "blocks" is said."""
+    """Return where heads are: after every block but the last and, unless `positions` is "blocks", every halving."""
     blocks = [name for name, part in network.named_modules() if isinstance(part, CNBlock)]
     halvings = [f"features.{index}" for index in range(2, len(network.features), 2)]  # type: ignore[arg-type]
     named = [name for name, _ in network.named_modules()]
@@ -78,14 +78,14 @@ def places(network: nn.Module, positions: str = "all") -> list[str]:
 
 
 def _order(name: str, named: Sequence[str]) -> tuple[int, ...]:
-    """By the numbers of the modules on the way to it."""
+    """Return the indices in a module's name, by which modules are sorted."""
     if name not in named:
         raise SystemExit(f"the network has no module {name!r}: give one of {', '.join(NETWORKS)}")
     return tuple(int(part) for part in name.split(".")[1:])
 
 
 def build(name: str, weights: str, num_classes: int, size: int, positions: str) -> MultiExitModel:
-    """The network with its heads untrained; weights are "pretrained", "random" or a safetensors file."""
+    """Return the network with untrained heads; weights are "pretrained", "random" or a safetensors file."""
     if weights == "pretrained":
         backbone = NETWORKS[name](weights="IMAGENET1K_V1")
     else:
@@ -103,18 +103,20 @@ def build(name: str, weights: str, num_classes: int, size: int, positions: str) 
 
 
 def folders(root: Path, size: int) -> tuple[ImageFolder, ImageFolder]:
-    """Training and validation images, as torchvision's weights were trained and are judged."""
+    """Return training and validation images, preprocessed like those of torchvision's weights."""
     normalise = [transforms.ToTensor(), transforms.Normalize(NORMALISATION.mean, NORMALISATION.std)]
     training = transforms.Compose([transforms.RandomResizedCrop(size), transforms.RandomHorizontalFlip(), *normalise])
-    judging = transforms.Compose([transforms.Resize(round(size * 236 / 224)), transforms.CenterCrop(size), *normalise])
-    train, val = ImageFolder(str(root / "train"), training), ImageFolder(str(root / "val"), judging)
+    evaluation = transforms.Compose(
+        [transforms.Resize(round(size * 236 / 224)), transforms.CenterCrop(size), *normalise]
+    )
+    train, val = ImageFolder(str(root / "train"), training), ImageFolder(str(root / "val"), evaluation)
     if train.classes != val.classes:
         raise SystemExit(f"{root}/train has {len(train.classes)} classes, val {len(val.classes)}: give them the same")
     return train, val
 
 
-def parted(val: Dataset[Any], calibration: int, seed: int) -> tuple[Subset[Any], Subset[Any]]:
-    """Images to calibrate on and images to test on."""
+def split(val: Dataset[Any], calibration: int, seed: int) -> tuple[Subset[Any], Subset[Any]]:
+    """Return the images to calibrate on and those to test on."""
     count = len(val)  # type: ignore[arg-type]
     if not 0 < calibration < count:
         raise SystemExit(f"{calibration} of {count} validation images to calibrate on leave none: choose fewer")
@@ -128,7 +130,7 @@ def run(options: argparse.Namespace) -> None:
     out.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(options.seed)
     train, val = folders(options.imagenet, options.size)
-    calibration, test = parted(val, options.calibration, options.seed)
+    calibration, test = split(val, options.calibration, options.seed)
     parts: dict[str, Dataset[Any]] = {"train": train, "calibration": calibration, "test": test}
     if options.limit:
         chosen = np.random.default_rng(options.seed).permutation(len(train))[: options.limit]
@@ -156,9 +158,10 @@ def run(options: argparse.Namespace) -> None:
     points = sweep(methods, costs, affordable, labelled=tables["calibration"], test=tables["test"])
     write_points(points, out / "points.csv")
     write_report(points, out / "report.html", title=f"{options.network} on ImageNet")
-    run = {name: str(value) for name, value in vars(options).items()} | provenance("torch", "torchvision", folder=ROOT)
-    run |= {"test_accuracy": " ".join(f"{1 - risk:.4f}" for risk in tables["test"].risks()), "history": str(history)}
-    write_text(out / "run.json", json.dumps(run | {"training": asdict(settings)}, indent=2) + "\n")
+    about: dict[str, Any] = {name: str(value) for name, value in vars(options).items()}
+    about |= provenance("torch", "torchvision", folder=ROOT) | {"training": asdict(settings)}
+    about |= {"test_accuracy": " ".join(f"{1 - risk:.4f}" for risk in tables["test"].risks()), "history": str(history)}
+    write_text(out / "run.json", json.dumps(about, indent=2) + "\n")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -12,9 +12,7 @@ on the test sentences and the cost of every exit. About 15 minutes on one busy c
 Measured (see the CSV for hardware, versions, date and commit): see "Text" in docs/experiments.md.
 """
 
-import csv
 import importlib.util
-import io
 import json
 import sys
 import tempfile
@@ -39,13 +37,13 @@ from alight import (
     train_heads,
 )
 from alight.data.formats import load_data
-from alight.files import write_arrays, write_text
+from alight.files import write_arrays, write_rows, write_text
 from alight.networks.multi_exit import example_of
 from alight.provenance import provenance
 
 RESULT = RESULTS / "minilm_exits.csv"
 SEED = 0
-SENTENCES = 5000  # of the training set, so that it stays a matter of minutes
+SENTENCES = 5000  # of the training set, so that it takes minutes
 CALIBRATION = 1000
 BATCH = 32
 MAX_TOKENS = 24  # of a sentence: few are longer
@@ -61,13 +59,13 @@ Sentences = list[tuple[str, str]]  # a text and its intent
 
 
 def read_banking77(folder: Path) -> tuple[Sentences, Sentences]:
-    """Training and test sentences."""
+    """Return training and test sentences."""
     train, test = (rows(folder / f"{part}.csv") for part in ("train", "test"))
     return [(row["text"], row["category"]) for row in train], [(row["text"], row["category"]) for row in test]
 
 
 def read_clinc150(folder: Path) -> tuple[Sentences, Sentences]:
-    """Training and test sentences, without those out of scope."""
+    """Return training and test sentences, without those out of scope."""
     found = json.loads((folder / "data_full.json").read_text(encoding="utf-8"))
     return [(text, intent) for text, intent in found["train"]], [(text, intent) for text, intent in found["test"]]
 
@@ -115,7 +113,7 @@ def run(name: str, folder: Path) -> None:
 
 
 def trained(model: MultiExitModel, parts: dict[str, Sentences], intents: list[str]) -> dict[str, HeadOutputs]:
-    """What the exits say about calibration and test sentences, once the model is trained."""
+    """Train the model; return the outputs of its exits on calibration and test sentences."""
     for stage in model.stages[:4]:
         stage.requires_grad_(False)
     given: dict[str, Any] = {"batch_size": BATCH, "tokenizer": _weights(), "max_tokens": MAX_TOKENS}
@@ -136,24 +134,20 @@ def _weights() -> Path:
 
 
 def _lines(sentences: Sentences, intents: list[str], path: Path) -> Path:
-    """Sentences as one object per line, the intents numbered by the alphabet."""
+    """Write sentences as one JSON object per line, the intents numbered alphabetically."""
     lines = [json.dumps({"text": text, "label": intents.index(intent)}) for text, intent in sentences]
     return write_text(path, "\n".join(lines))
 
 
 def write_exits(name: str, about: dict[str, Any], shares: list[float]) -> None:
-    """Put the rows of one data set in the place of those that were there."""
+    """Replace the rows of one data set in the results."""
     made = {key: str(about[key]) for key in ("hardware", "versions", "date", "commit", "seed", "seconds")}
     own = [
         {"data": name, "exit": exit_name, "accuracy": f"{accuracy:.4f}", "share_of_flops": f"{share:.4f}"} | made
         for exit_name, accuracy, share in zip(about["exits"], about["test_accuracy"], shares, strict=True)
     ]
     kept = [row for row in rows(RESULT) if row.get("data") not in (None, name)] if RESULT.exists() else []
-    text = io.StringIO()
-    writer = csv.DictWriter(text, list(own[0]), lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(sorted(kept + own, key=lambda row: row["data"]))
-    write_text(RESULT, text.getvalue())
+    write_rows(RESULT, sorted(kept + own, key=lambda row: row["data"]))
     for row in own:
         print(f"{row['exit']}: {float(row['accuracy']):.1%} at {float(row['share_of_flops']):.0%} of the FLOPs")
 

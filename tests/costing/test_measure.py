@@ -180,6 +180,7 @@ def test_the_flops_of_one_call_are_those_of_the_stage():
     assert count_flops(NeedsValues(network), images) == count_flops(network, images)
 
 
+@pytest.mark.slow
 def test_costs_are_those_of_the_published_results():
     spec = importlib.util.spec_from_file_location("count_flops", ROOT / "benchmarks" / "count_flops.py")
     script = importlib.util.module_from_spec(spec)

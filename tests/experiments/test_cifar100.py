@@ -1,4 +1,4 @@
-"""The trainings on CIFAR-100: every run trains, goes on where it was stopped, and comes back as what was recorded."""
+"""The trainings on CIFAR-100: every run trains, resumes where it was stopped, and loads as what was recorded."""
 
 import importlib
 import json
@@ -27,10 +27,10 @@ def scripts():
     with pytest.MonkeyPatch.context() as patched:
         patched.syspath_prepend(str(EXPERIMENTS))
         found = {name: importlib.import_module(f"cifar100_{name}") for name in ("data", "train", "pack", "all")}
-        plain, widths = found["train"].PLAIN, (4, 8, 8, 16)
-        patched.setitem(plain, "resnet18", partial(ResNet, 100, widths=widths))
-        patched.setitem(plain, "resnet10", partial(ResNet, 100, blocks=(1, 1, 1, 1), widths=widths))
-        patched.setitem(plain, "convnext", partial(ConvNeXt, (2, 2, 6, 2), widths, 100, patch=2, drop_path=0.1))
+        backbones, widths = found["train"].BACKBONES, (4, 8, 8, 16)
+        patched.setitem(backbones, "resnet18", partial(ResNet, 100, widths=widths))
+        patched.setitem(backbones, "resnet10", partial(ResNet, 100, blocks=(1, 1, 1, 1), widths=widths))
+        patched.setitem(backbones, "convnext", partial(ConvNeXt, (2, 2, 6, 2), widths, 100, patch=2, drop_path=0.1))
         patched.setitem(found["train"].WITH_EXITS, "msdnet", partial(msdnet_cifar, blocks=3, channels=4, growth=2))
         yield found
 
@@ -156,6 +156,7 @@ def state(scripts, data, tmp_path_factory):
 pytestmark = pytest.mark.filterwarnings("ignore:the last exit has")
 
 
+@pytest.mark.slow
 def test_every_run_leaves_tables_costs_a_history_and_how_it_was_made(scripts, state):
     for run, settings in scripts["train"].RUNS.items():
         result = state / f"{run}-0" / "result"
@@ -173,7 +174,8 @@ def test_every_run_leaves_tables_costs_a_history_and_how_it_was_made(scripts, st
         assert not (result.parent / "checkpoint.safetensors").exists()
 
 
-def test_a_training_that_was_stopped_goes_on_as_if_it_had_not_been(scripts, data, state, tmp_path):
+@pytest.mark.slow
+def test_a_training_that_was_stopped_resumes_as_if_it_had_not_been(scripts, data, state, tmp_path):
     whole = trained(scripts, "convnext_plain-0", data, tmp_path)
     begun = scripts["train"].Progress.read(state / "convnext_plain-0/progress.csv")
     assert [[epoch for epoch, _ in rows] for rows in begun] == [[0, 1], [2, 3]]  # the last is the end
@@ -181,6 +183,7 @@ def test_a_training_that_was_stopped_goes_on_as_if_it_had_not_been(scripts, data
         assert (whole / name).read_bytes() == (state / "convnext_plain-0/result" / name).read_bytes()
 
 
+@pytest.mark.slow
 def test_the_network_that_is_saved_is_the_one_that_was_recorded(scripts, data, state):
     train = scripts["train"]
     split = scripts["data"].read(data, 0, train.CALIBRATION, limit=16)
@@ -196,6 +199,7 @@ def test_the_network_that_is_saved_is_the_one_that_was_recorded(scripts, data, s
         )
 
 
+@pytest.mark.slow
 def test_a_frozen_backbone_is_that_of_the_run_before(scripts, state):
     train = scripts["train"]
     backbone = train.load_result(train.Job("resnet18_plain"), state).stages[0].state_dict()
@@ -205,6 +209,7 @@ def test_a_frozen_backbone_is_that_of_the_run_before(scripts, state):
     assert all(torch.equal(stages[name], tensor) for name, tensor in backbone.items())
 
 
+@pytest.mark.slow
 def test_archives_are_small_hold_tables_first_and_come_back_as_they_were(scripts, state, tmp_path, monkeypatch):
     pack, jobs = scripts["pack"], [scripts["train"].Job(run) for run in scripts["train"].RUNS]
     monkeypatch.setattr(pack, "LARGEST", 1_300_000)
@@ -233,11 +238,12 @@ def test_a_job_is_named_by_run_seed_and_calibration_images(scripts):
     assert named("resnet18_frozen-2-5000").start.name == "resnet18_plain-2-5000"
     assert named("resnet18_plain-0").start is None
     for name in ("resnet18_plain", "resnet99-0", "resnet18_plain-x"):
-        with pytest.raises(SystemExit, match="is no RUN-SEED"):
+        with pytest.raises(SystemExit, match="is not RUN-SEED"):
             named(name)
 
 
-def test_the_driver_waits_for_a_backbone_stops_in_time_and_goes_on(scripts, data, tmp_path, monkeypatch, capfd):
+@pytest.mark.slow
+def test_the_driver_waits_for_a_backbone_stops_in_time_and_resumes(scripts, data, tmp_path, monkeypatch, capfd):
     told = [data, tmp_path / "state", tmp_path / "out", "--limit=4", "--epochs=1", "--device=cpu"]
     command = ["cifar100_all.py", *map(str, told)]
     jobs = ["--jobs", "convnext_frozen-0", "convnext_plain-0", "--parallel", "2"]

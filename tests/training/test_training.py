@@ -313,6 +313,7 @@ def run_python(code: str, *arguments: str, launcher: tuple[str, ...] = ()) -> su
     )
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="processes cannot be killed at once here")
 def test_a_kill_while_saving_keeps_the_old_checkpoint(tmp_path):
     path = tmp_path / "last"
@@ -339,6 +340,7 @@ def test_a_kill_while_saving_keeps_the_old_checkpoint(tmp_path):
     assert same(state(model), state(whole))
 
 
+@pytest.mark.slow
 def test_two_processes_in_frozen_mode_give_the_loss_curve_of_one(tmp_path):
     code = """
         import json, os
@@ -531,6 +533,7 @@ def test_the_loss_of_shares_is_that_of_the_classes_by_their_shares():
         torch.testing.assert_close(found, loss)
 
 
+@pytest.mark.slow
 @pytest.mark.compiled
 def test_a_compiled_training_equals_an_eager_one():
     one, other = network(), network()
