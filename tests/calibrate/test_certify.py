@@ -19,9 +19,9 @@ from alight.calibrate import (
 )
 from alight.calibrate.certify.cost import lowered
 from alight.errors import BadInput, BudgetTooSmall, LabelsNeeded, Mismatch
+from alight.policies.limits import Quota
 from alight.policies.paced import Paced
 from alight.policies.policy import ExitAt, Threshold
-from alight.policies.quota import Quota
 
 COSTS = Costs(stages=[1.0, 1.0, 2.0, 2.0], heads=[0.1] * 4, unit="ms")
 TABLE = made_up(1, 1200, 4)

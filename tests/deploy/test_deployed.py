@@ -10,8 +10,8 @@ from exported import COSTS, OPEN, folder, images, middle, network, policy, table
 from alight import Predictor, calibrate, deploy
 from alight.errors import BadInput, Mismatch
 from alight.export.manifest import Manifest
+from alight.policies.limits import Quota
 from alight.policies.policy import ExitAt, Lottery, Mixture, Patience, Streak, Threshold
-from alight.policies.quota import Quota
 
 GIVEN = {"open_exits": OPEN, "num_exits": 4, "costs": COSTS}
 

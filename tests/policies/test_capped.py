@@ -6,7 +6,7 @@ from conftest import made_up
 
 from alight import calibrate, replay
 from alight.errors import BadInput
-from alight.policies.capped import capped
+from alight.policies.limits import capped
 from alight.policies.paced import Pace
 from alight.policies.policy import Patience, Threshold
 from alight.policies.route import replay_on

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from alight import HeadOutputs, load_policy, replay
 from alight.budgeting.quotas import quota_counts
 from alight.errors import BadInput, BudgetTooSmall
-from alight.policies.quota import Quota, surest
+from alight.policies.limits import Quota, surest
 
 
 @st.composite

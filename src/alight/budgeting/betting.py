@@ -9,6 +9,8 @@ from collections.abc import Callable
 import numpy as np
 import numpy.typing as npt
 
+from alight.budgeting.bounds import largest
+
 Floats = npt.NDArray[np.float64]
 
 
@@ -59,15 +61,16 @@ def smallest_sample(
     >>> smallest_sample(0.01, 0.05)
     308
     """
-    low, high = 0, 1
-    while test(np.full(high, best), bound, delta) > delta:
-        low, high = high, 2 * high
+
+    def fails(count: int) -> bool:
+        return test(np.full(count, best), bound, delta) > delta
+
+    high = 1
+    while fails(high):
+        high *= 2
         if high > 10**8:
             raise ValueError(f"no sample refutes a mean above {bound:g} when values are {best:g}")
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (low, middle) if test(np.full(middle, best), bound, delta) <= delta else (middle, high)
-    return high
+    return 1 + largest(high // 2, high - 1, fails)
 
 
 def _divergence(mean: float, bound: float) -> float:

@@ -125,12 +125,12 @@ def exact_ranks(exit_rates: Floats, num_samples: int, delta: float) -> Integers:
     left = 1 - cumulative_rates(exit_rates)[:-1]
     ranks = marginal_ranks(exit_rates, num_samples, None)
     for exit_index in np.flatnonzero(ranks <= num_samples):  # the others are closed
-        low, high = 0, int(ranks[exit_index])  # the largest rank whose Beta quantile is within the plan, by bisection
-        while low < high:
-            middle = (low + high + 1) // 2
-            within = passing_bound(middle, num_samples, delta / len(ranks)) <= left[exit_index]
-            low, high = (middle, high) if within else (low, middle - 1)
-        ranks[exit_index] = low
+        planned = left[exit_index]
+
+        def within(rank: int, planned: float = planned) -> bool:
+            return passing_bound(rank, num_samples, delta / len(ranks)) <= planned
+
+        ranks[exit_index] = largest(0, int(ranks[exit_index]), within)
     return ranks
 
 
@@ -161,6 +161,18 @@ def routing_gain(exit_rates: Floats, risks: Floats, routed_error: float) -> floa
     -0.5
     """
     return mixture_risk(exit_rates, risks) - routed_error
+
+
+def largest(low: int, high: int, holds: Callable[[int], bool]) -> int:
+    """Return the largest number up to `high` for which it holds, `low` if there is none; it holds for all smaller ones.
+
+    >>> largest(0, 100, lambda number: number**2 < 50)
+    7
+    """
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if holds(middle) else (low, middle - 1)
+    return low
 
 
 def check_delta(delta: float) -> None:

@@ -81,11 +81,7 @@ def on_exits(method: Method, open_exits: Sequence[int]) -> Method:
     """
 
     def calibrated(
-        costs: AnyCosts,
-        budget: Budget,
-        labelled: HeadOutputs,
-        unlabelled: HeadOutputs | None = None,
-        **options: object,
+        costs: AnyCosts, budget: Budget, labelled: HeadOutputs, unlabelled: HeadOutputs | None = None, **options: object
     ) -> Policy:
         network = as_costs(costs)
         judged = labelled if labelled.labels is not None else replace(labelled, labels=labelled.predictions[:, -1])
@@ -114,11 +110,7 @@ def pruned(method: Method, *, chooser: Method | None = None) -> Method:
     """
 
     def calibrated(
-        costs: AnyCosts,
-        budget: Budget,
-        labelled: HeadOutputs,
-        unlabelled: HeadOutputs | None = None,
-        **options: object,
+        costs: AnyCosts, budget: Budget, labelled: HeadOutputs, unlabelled: HeadOutputs | None = None, **options: object
     ) -> Policy:
         kept = kept_exits(chooser or partial(method, **options), costs, budget, labelled)
         policy = on_exits(method, kept)(costs, budget, labelled, unlabelled, **options)

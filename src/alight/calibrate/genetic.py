@@ -4,7 +4,6 @@ from operator import index
 
 import numpy as np
 
-from alight.budgeting.thresholds import passing_counts, thresholds_for_counts
 from alight.calibrate.levels import global_threshold
 from alight.calibrate.planned_rates import eero, geometric
 from alight.calibrate.problem import AnyCosts, Budget, Floats, Problem, Settings
@@ -75,13 +74,7 @@ def rates_of(quantiles: Floats) -> Floats:
 
 
 def _policy(problem: Problem, quantiles: Floats, settings: Settings | None = None) -> Threshold:
-    rates = rates_of(quantiles)
-    thresholds = thresholds_for_counts(problem.scored.scores, passing_counts(rates, len(problem.scored)))
-    return Threshold(
-        thresholds=tuple(thresholds.values.tolist()),
-        tie_shares=tuple(thresholds.tie_shares.tolist()),
-        **problem.terms(settings=settings, exit_rates=rates),
-    )
+    return problem.survivor_policy(lambda _: rates_of(quantiles), settings=settings)
 
 
 def _fitness(problem: Problem, quantiles: Floats) -> float:

@@ -47,11 +47,7 @@ def with_lens(method: Method, fit: Fit, *, share: float = 0.5, folds: int | None
     """
 
     def calibrated(
-        costs: AnyCosts,
-        budget: Budget,
-        labelled: HeadOutputs,
-        unlabelled: HeadOutputs | None = None,
-        **options: object,
+        costs: AnyCosts, budget: Budget, labelled: HeadOutputs, unlabelled: HeadOutputs | None = None, **options: object
     ) -> Policy:
         network = as_costs(costs)
         amount = network.budget(budget)

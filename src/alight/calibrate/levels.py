@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from alight.budgeting.bounds import largest
 from alight.budgeting.thresholds import hash01
 from alight.calibrate.problem import AnyCosts, Budget, Floats, Problem
 from alight.outputs import HeadOutputs
@@ -127,11 +128,7 @@ def levels_between(values: Floats) -> Floats:
 
 def highest_affordable(problem: Problem, levels: Sequence[float] | Floats, at: Callable[[float], Policy]) -> int:
     """Index of the highest level whose policy keeps the budget on the scored table; higher levels never cost less."""
-    low, high = 0, len(levels) - 1  # the lowest level is affordable
-    while low < high:
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if problem.spends(at(float(levels[middle]))) <= problem.budget else (low, middle - 1)
-    return low
+    return largest(0, len(levels) - 1, lambda index: problem.spends(at(float(levels[index]))) <= problem.budget)
 
 
 def mixed(problem: Problem, cheaper: Policy, costlier: Policy) -> Mixture:

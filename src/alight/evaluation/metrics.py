@@ -43,11 +43,6 @@ class Classes(NamedTuple):
         return self.accuracy - self.full_accuracy
 
 
-def budget_use(decisions: Decisions, budget: float) -> float:
-    """Mean cost as a share of the budget."""
-    return decisions.mean_cost / budget
-
-
 def bootstrap(
     decisions: Decisions,
     labels: npt.ArrayLike,

@@ -17,7 +17,7 @@ fair, and a Shiryaev-Roberts sum of such bets is raised to 1 / alarm_rate with p
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any, ClassVar
 
@@ -28,8 +28,8 @@ from alight.budgeting.rates import tilted_rates
 from alight.budgeting.thresholds import hashed_below
 from alight.errors import BadFile, BadInput, Mismatch
 from alight.files import PathLike, read_json, write_json
-from alight.policies.policy import Array, BatchState, Memory, Policy, reaches
-from alight.policies.quota import surest
+from alight.policies.limits import surest
+from alight.policies.policy import Array, BatchState, Memory, Policy, Step, reaches
 
 Floats = npt.NDArray[np.float64]
 
@@ -77,18 +77,10 @@ class Pace(BatchState):
         return self
 
     def to_dict(self) -> dict[str, Any]:
-        """The state as plain JSON values."""
-        return {
-            "admitted": self.admitted,
-            "last": self.last,
-            "spent": self.spent,
-            "recent": [scores.tolist() for scores in self.recent],
-            "met": list(self.met),
-            "passed": list(self.passed),
-            "evidence": np.maximum(self.evidence, -1e300).tolist(),  # JSON has no infinity
-            "stakes": self.stakes.tolist(),
-            "alarmed_at": self.alarmed_at,
-        }
+        """Return the state as JSON values."""
+        content = {each.name: getattr(self, each.name) for each in fields(self)}
+        content |= {"recent": [scores.tolist() for scores in self.recent], "stakes": self.stakes.tolist()}
+        return content | {"evidence": np.maximum(self.evidence, -1e300).tolist()}  # JSON has no infinity
 
     @classmethod
     def from_dict(cls, content: Mapping[str, Any]) -> "Pace":
@@ -157,9 +149,7 @@ class Paced(Policy):
         if len(self.law) != len(self.costs) or min(self.law) < 0 or not sum(self.law):
             raise BadInput(f"a law {self.law} of the shares of {len(self.costs)} exits: give one count per exit")
 
-    def step(
-        self, open_index: int, samples: Array, predictions: Array, scores: Array, memory: Memory
-    ) -> tuple[Array, Memory]:
+    def step(self, open_index: int, samples: Array, predictions: Array, scores: Array, memory: Memory) -> Step:
         if open_index == 0:
             state, batch = self._admit(memory[0] if memory else Pace(), len(samples))
             left_before = samples != samples  # none

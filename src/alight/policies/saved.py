@@ -7,9 +7,9 @@ from typing import Any
 from alight.errors import BadFile
 from alight.files import PathLike, read_json
 from alight.policies.lenses import lens_from_dict
+from alight.policies.limits import Quota
 from alight.policies.paced import Paced
 from alight.policies.policy import Certificate, ExitAt, Lottery, Mixture, Patience, Policy, Streak, Threshold
-from alight.policies.quota import Quota
 
 RULES: Mapping[str, type[Policy]] = {
     rule.__name__: rule for rule in (Threshold, Streak, Patience, ExitAt, Lottery, Mixture, Quota, Paced)

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from alight.policies.capped import capped
+from alight.policies.limits import capped
 from alight.policies.policy import Policy, Threshold
 from alight.serve.network import Network, Runner, Sample
 

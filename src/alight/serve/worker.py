@@ -15,7 +15,7 @@ import numpy as np
 from alight.costs import Costs
 from alight.errors import AlightError, BudgetTooSmall
 from alight.outputs import Decisions
-from alight.policies.capped import capped
+from alight.policies.limits import capped
 from alight.policies.paced import Pace, Paced
 from alight.policies.policy import Policy
 from alight.serve.ledger import Book
