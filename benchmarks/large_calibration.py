@@ -68,7 +68,8 @@ def measure(folder: Path, rows: int, budget: str, sample: int = ROWS) -> list[di
     """By a sample and by all rows: time, memory, and what the policy spends and gets right on all of them."""
     recording = folder / str(rows)
     recording.mkdir()
-    size, found = write(recording, rows) / 1e6, []
+    size = write(recording, rows) / 1e6
+    found: list[dict[str, str | float | int]] = []
     for way, drawn in {"a random sample": min(sample, rows), "all rows": rows}.items():
         policy = folder / f"{drawn}.json"
         line = [sys.executable, "-c", CALIBRATE, str(recording), str(drawn), budget, str(policy)]

@@ -28,7 +28,7 @@ def genetic(
     generations: int = GENERATIONS,
     progress: bool = False,
 ) -> Threshold:
-    """The best survivor quantiles that evolution finds: accurate on the labelled data if within the budget.
+    """Find survivor quantiles by evolution: the most accurate on the labelled data within the budget.
 
     An individual is the share of those waiting that leaves at each exit but the last.
 
@@ -62,13 +62,13 @@ def genetic(
 
 
 def quantiles_of(exit_rates: Floats) -> Floats:
-    """Of those waiting at each exit but the last, the share that leaves."""
+    """Return the share of the waiting samples that leaves at each exit but the last."""
     waiting = 1 - np.concatenate([[0.0], np.cumsum(exit_rates)[:-1]])
     return np.clip(np.divide(exit_rates, waiting, out=np.ones_like(waiting), where=waiting > 1e-12), 0, 1)[:-1]
 
 
 def rates_of(quantiles: Floats) -> Floats:
-    """Exit rates when those shares of the waiting leave."""
+    """Return exit rates when those shares of the waiting samples leave."""
     waiting = np.concatenate([[1.0], np.cumprod(1 - quantiles)])
     return waiting * np.append(quantiles, 1.0)
 
@@ -78,7 +78,7 @@ def _policy(problem: Problem, quantiles: Floats, settings: Settings | None = Non
 
 
 def _fitness(problem: Problem, quantiles: Floats) -> float:
-    """Accuracy if the plan is within the budget; else minus the relative excess, so that the feasible always win."""
+    """Return the accuracy if the plan is within the budget, else minus the relative excess: the feasible win."""
     excess = float(rates_of(quantiles) @ problem.costs) / problem.budget - 1
     return problem.accuracy(_policy(problem, quantiles)) if excess <= ROUNDING else -excess
 
@@ -88,11 +88,11 @@ def _shares(policy: Policy, problem: Problem) -> Floats:
 
 
 def _tournaments(fitness: Floats, count: int, rng: np.random.Generator) -> np.ndarray:
-    """Indices of the winners of so many tournaments."""
+    """Return indices of the winners of this many tournaments."""
     contestants = rng.integers(len(fitness), size=(count, TOURNAMENT))
     return contestants[np.arange(count), np.argmax(fitness[contestants], axis=1)]
 
 
 def _crossed(first: Floats, second: Floats, rng: np.random.Generator) -> Floats:
-    """Children drawn evenly from the parents' interval, widened on both sides by BLEND of it."""
+    """Draw children evenly from the parents' interval, widened on both sides by BLEND of it."""
     return first + rng.uniform(-BLEND, 1 + BLEND, size=first.shape) * (second - first)

@@ -44,7 +44,7 @@ class Lens(ABC):
         self._check()
 
     def _check(self) -> None:  # noqa: B027  # a lens with nothing to check is a lens
-        """Whether the numbers fit together; lenses add their own."""
+        """Check that the numbers fit together; lenses add their own checks."""
 
     @property
     @abstractmethod
@@ -82,7 +82,7 @@ class Lens(ABC):
             )
 
     def to_dict(self) -> dict[str, Any]:
-        """The lens as plain JSON values."""
+        """Return the lens as JSON values."""
         return {"lens": type(self).__name__} | {each.name: _plain(getattr(self, each.name)) for each in fields(self)}
 
 
@@ -120,7 +120,7 @@ class Gain(Lens):
         return self.columns
 
     def step(self, exit_index: int, predictions: Array, columns: tuple[Array, ...], memory: Memory) -> Mapped:
-        """The heads' answers, and minus what going on is expected to bring; each exit is remembered as it spoke."""
+        """Return the heads' answers, and minus what going on is expected to bring; all outputs are remembered."""
         open_index = self.exits.index(exit_index)
         described = clues(self.knots[open_index], predictions, columns, memory)
         constant, *weights = self.weights[open_index]
@@ -133,7 +133,7 @@ class Gain(Lens):
 def clues(
     knots: Sequence[Floats], predictions: Array, columns: Sequence[Array], memory: Sequence[tuple[Array, ...]]
 ) -> list[Array]:
-    """What the exits have said so far, as numbers: one array per clue, in a fixed order.
+    """Describe what the exits have said so far as numbers: one array per clue, in a fixed order.
 
     >>> clues([(0.5,)], np.array([3]), [np.array([0.75])], [])
     [array([0.75]), array([0.25])]
@@ -204,7 +204,7 @@ class Recall(Lens):
         return (self.column,)
 
     def step(self, exit_index: int, predictions: Array, columns: tuple[Array, ...], memory: Memory) -> Mapped:
-        """The most reliable exit's answer and reliability; both are remembered."""
+        """Return the most reliable exit's answer and reliability; both are remembered."""
         open_index = self.exits.index(exit_index)
         reliability = _along(columns[0], self.levels[open_index], self.reliabilities[open_index])
         if memory:
@@ -217,7 +217,7 @@ class Recall(Lens):
 
 
 def _along(values: Array, levels: Floats, heights: Floats) -> Array:
-    """The height of each value on the line through these points; a sum of rising parts, so that it never falls."""
+    """Return the height of each value on the line through these points: a sum of rising parts, which never falls."""
     clip = library_of(values).clip
     height = 0.0 * values + heights[0]
     for (low, high), (lower, higher) in zip(pairwise(levels), pairwise(heights), strict=True):
@@ -253,7 +253,7 @@ class Ensemble(Lens):
         return ("log_probabilities",)
 
     def step(self, exit_index: int, predictions: Array, columns: tuple[Array, ...], memory: Memory) -> Mapped:
-        """The ensemble's answer and margin; its logarithms are remembered."""
+        """Return the ensemble's answer and margin; its logarithms are remembered."""
         open_index = self.exits.index(exit_index)
         logs = self.fresh[open_index] * possible(columns[0])  # (samples, classes)
         if memory:
@@ -262,7 +262,7 @@ class Ensemble(Lens):
 
 
 def possible(logs: Array) -> Array:
-    """Log-probabilities in float64, none below that of the practically impossible."""
+    """Return log-probabilities in float64, none below that of the practically impossible."""
     library = library_of(logs)
     return library.clip(logs.astype(np.float64) if library is np else logs.double(), IMPOSSIBLE, None)
 
@@ -271,7 +271,7 @@ LENSES: dict[str, type[Lens]] = {lens.__name__: lens for lens in (Gain, Recall, 
 
 
 def lens_from_dict(content: Mapping[str, Any]) -> Lens:
-    """The lens that `to_dict` wrote."""
+    """Return the lens that `to_dict` wrote."""
     values = dict(content)
     kind = LENSES[values.pop("lens")]
     return kind(**{name: _tuples(value) for name, value in values.items()})

@@ -84,7 +84,7 @@ class Capped(Policy):
 
 
 def capped(policy: Policy, limits: Mapping[int, int]) -> Policy:
-    """The policy for a batch in which these samples leave at their limit at the latest.
+    """Return the policy for a batch in which these samples leave at their limit at the latest.
 
     >>> from alight.policies.policy import Threshold
     >>> policy = capped(Threshold(thresholds=(0.9, 0.9), costs=(1.0, 2.0, 3.0)), {7: 0})
@@ -95,7 +95,7 @@ def capped(policy: Policy, limits: Mapping[int, int]) -> Policy:
 
 
 def surest(scores: Array, samples: Array, count: int) -> Array:
-    """Where the `count` highest scores stand; equal ones are ordered by the samples' hash."""
+    """Return where the `count` highest scores stand; equal ones are ordered by the samples' hash."""
     hashes = hash32(samples)
     if isinstance(scores, np.ndarray):
         order = np.lexsort((hashes, -scores))

@@ -84,7 +84,7 @@ class Pace(BatchState):
 
     @classmethod
     def from_dict(cls, content: Mapping[str, Any]) -> "Pace":
-        """The state that `to_dict` gave; a KeyError, TypeError or ValueError says what is wrong with it."""
+        """Return the state that `to_dict` gave; a KeyError, TypeError or ValueError says what is wrong with it."""
         return cls(
             admitted=int(content["admitted"]),
             last=int(content["last"]),
@@ -103,7 +103,7 @@ class Pace(BatchState):
 
     @classmethod
     def load(cls, path: PathLike) -> "Pace":
-        """The state of a JSON file that `save` wrote."""
+        """Load the state of a JSON file that `save` wrote."""
         content = read_json(path, "Pace")
         try:
             return cls.from_dict(content)
@@ -192,7 +192,7 @@ class Paced(Policy):
         return state, replace(batch, left=batch.left - paid, betting=False), left_before
 
     def owing(self, state: Pace, count: int) -> Pace:
-        """The state if up to `count` more samples were admitted and nobody knows at what cost: it owes all they may.
+        """Return the state if up to `count` more samples were admitted at unknown cost: it owes what they may have spent.
 
         The guard lets them exceed the budget by the cost of the last exit at most, whatever they were.
         """
@@ -228,7 +228,7 @@ class Paced(Policy):
         return 3 * math.sqrt(self.pace * float(rates @ (costs - rates @ costs) ** 2))
 
     def _admit(self, state: Pace, count: int) -> tuple[Pace, PacedBatch]:
-        """The state as a batch begins, with the bets of the last one settled, and what holds for the batch."""
+        """Return the state as a batch begins, with the bets of the last one settled, and what holds for the batch."""
         assert self.budget is not None  # checked at the border
         if state.recent and len(state.recent) != len(self.recent):
             raise Mismatch(
@@ -263,7 +263,7 @@ class Paced(Policy):
         return tuple(np.array(scores) for scores in self.recent)
 
     def _shares(self, aim: float) -> Floats:
-        """Of those waiting at each exit but the last, the share to leave, for this budget."""
+        """Return the share of the waiting samples that leaves at each exit but the last, for this budget."""
         budgets, plans = self._plans
         if budgets[0] == budgets[1]:  # all at one exit
             return np.where(np.array(self.exit_rates) > 0, 1.0, 0.0)[:-1]
@@ -274,14 +274,14 @@ class Paced(Policy):
         return np.clip(rates / np.maximum(waiting, 1e-12), 0, 1)[:-1]
 
     def _seen(self, state: Pace, open_index: int, scores: Array) -> tuple[Floats, ...]:
-        """The scores last seen at each exit, these included."""
+        """Return the scores last seen at each exit, these included."""
         window = len(self.recent[open_index])
         fresh = np.asarray(scores.tolist(), dtype=np.float64)
         seen = np.concatenate([state.recent[open_index], fresh])[-window:]
         return (*state.recent[:open_index], seen, *state.recent[open_index + 1 :])
 
     def _bet(self, state: Pace, open_index: int, passing: Array) -> Pace:
-        """The state after bets on whether samples that came to an exit as calibrated would pass it."""
+        """Return the state after bets on whether samples that came to an exit as calibrated would pass it."""
         passes = np.asarray(passing.tolist(), dtype=np.float64)
         count, passed = len(passes), int(passes.sum())
         inside = np.cumsum(passes) - passes + sum(self.law[open_index + 1 :]) + state.passed[open_index]
@@ -309,7 +309,7 @@ def most_owed(state: Pace, budget: float, last_cost: float, count: int) -> float
 
 
 def _odds(rates: Floats) -> Floats:
-    """Odds of passing each exit but the last for samples that reach it; 1 where all pass or none."""
+    """Return the odds of passing each exit but the last for samples that reach it; 1 where all pass or none."""
     beyond = np.cumsum(rates[::-1])[::-1][1:]
     both = (beyond > 0) & (rates[:-1] > 0)
     return np.where(both, beyond, 1.0) / np.where(both, rates[:-1], 1.0)
@@ -320,7 +320,7 @@ def _added(counts: tuple[int, ...], open_index: int, count: int) -> tuple[int, .
 
 
 def _cut(scores: Floats, share: float) -> tuple[float, float]:
-    """Threshold and tie share with which this share of the scores leaves."""
+    """Return the threshold and tie share with which this share of the scores leaves."""
     passing = round((1 - share) * len(scores))
     if passing in (0, len(scores)):
         return (math.inf if passing else -math.inf), 1.0

@@ -166,11 +166,11 @@ class Policy(ABC):
         return {each.name: getattr(self, each.name) for each in fields(Policy)}
 
     def rule(self) -> list[list[str]]:
-        """The rule's own numbers as columns of text: a name, then one entry per open exit."""
+        """Return the rule's own numbers as columns of text: a name, then one entry per open exit."""
         return []
 
     def summary(self) -> str:
-        """The rule in a few words."""
+        """Return the rule in a few words."""
         return type(self).__name__
 
     def __str__(self) -> str:
@@ -420,14 +420,14 @@ class Mixture(Policy):
 
 
 def reaches(scores: Array, samples: Array, threshold: float, tie_share: float) -> Array:
-    """Where a score is above the threshold, or equals it and the sample is in the share of ties that leaves."""
+    """Return where a score is above the threshold, or equals it and the sample is in the share of ties that leaves."""
     if tie_share >= 1:
         return scores >= threshold
     return (scores > threshold) | ((scores == threshold) & hashed_below(samples, tie_share))
 
 
 def aligned(columns: Sequence[Sequence[str]]) -> list[str]:
-    """Lines of a table whose columns, each headed by its name, are aligned to the right."""
+    """Return lines of a table whose columns, each headed by its name, are aligned to the right."""
     widths = [max(map(len, column)) for column in columns]
     rows = zip(*columns, strict=True)
     return ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
@@ -446,7 +446,7 @@ def _threshold(value: float) -> str:
 
 
 def _as_python(value: Any) -> Any:
-    """The value without NumPy: scalars as Python numbers, arrays and lists as tuples, mappings as dicts."""
+    """Return the value without NumPy: scalars as Python numbers, arrays and lists as tuples, mappings as dicts."""
     if isinstance(value, np.generic | np.ndarray):
         value = value.tolist()
     if isinstance(value, list | tuple):

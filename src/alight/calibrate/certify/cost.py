@@ -350,7 +350,7 @@ def _smallest_for_law(policy: Policy, contract: CostContract) -> int:
 
 
 def _safe_rates(rates: Floats, costs: Floats, budget: float, samples: int, delta: float) -> Floats:
-    """The rates, tilted towards cheap exits until overspending has probability delta."""
+    """Return the rates, tilted towards cheap exits until overspending has probability delta."""
     return np.array(_safe_plan(tuple(rates.tolist()), tuple(costs.tolist()), budget, samples, delta))
 
 
@@ -368,7 +368,7 @@ def _safe_plan(
 
 
 def _windows(scores: Floats, thresholds: Floats, rng: np.random.Generator) -> tuple[tuple[float, ...], ...]:
-    """Scores of the samples waiting at each exit but the last, at most WINDOW of them, in random order."""
+    """Return scores of the samples waiting at each exit but the last, at most WINDOW of them, in random order."""
     windows, waiting = [], scores
     for exit_index, threshold in enumerate(thresholds):
         column = (waiting if len(waiting) else scores)[:, exit_index]
@@ -378,7 +378,7 @@ def _windows(scores: Floats, thresholds: Floats, rng: np.random.Generator) -> tu
 
 
 def _plans_rates(policy: Policy) -> TypeGuard[Threshold]:
-    """Whether the policy meets planned rates by survivor thresholds, so that the exact law holds."""
+    """Return whether the policy meets planned rates by survivor thresholds, so that the exact law holds."""
     return isinstance(policy, Threshold) and bool(policy.exit_rates) and policy.settings.get("thresholds") != "marginal"
 
 
@@ -451,7 +451,7 @@ def _towards(value: float, level: float, most: float) -> float:
 
 
 def _moved(threshold: float, column: Floats, level: float) -> float:
-    """The threshold below which that much less, or more, of the column lies."""
+    """Return the threshold below which that much less, or more, of the column lies."""
     below = _towards(float((column < threshold).mean()), level, 1.0)
     rank = math.floor(below * len(column) + 1e-9)
     if level >= 1 or rank <= 0:
@@ -460,7 +460,7 @@ def _moved(threshold: float, column: Floats, level: float) -> float:
 
 
 def _patience(policy: Patience, length: float) -> Policy:
-    """Patience of any length: a mixture of the two whole ones beside it."""
+    """Return patience of any length: a mixture of the two whole ones beside it."""
     whole, part = math.floor(length), length - math.floor(length)
     longer, shorter = replace(policy, patience=whole + 1), replace(policy, patience=whole)
     terms = policy.terms() | {"settings": {"patience": whole, "share of next": part}}
