@@ -75,7 +75,7 @@ class Costs:
         return html_table(f"Costs per sample{self.unit and ', in ' + self.unit}", columns)
 
     def cumulative(self, open_exits: Sequence[int] | None = None) -> Floats:
-        """Return the cost of answering at each open exit: the stages up to it and every open head on the way (B-hat)."""
+        """Return the cost of answering at each open exit: the stages up to it and all open heads on the way (B-hat)."""
         chosen = np.arange(len(self)) if open_exits is None else np.asarray(open_exits)
         ordered = chosen.ndim == 1 and chosen.dtype.kind in "iu" and (np.diff(chosen) > 0).all()
         if not (ordered and len(chosen) and chosen[0] >= 0 and chosen[-1] < len(self)):

@@ -192,7 +192,7 @@ class Paced(Policy):
         return state, replace(batch, left=batch.left - paid, betting=False), left_before
 
     def owing(self, state: Pace, count: int) -> Pace:
-        """Return the state if up to `count` more samples were admitted at unknown cost: it owes what they may have spent.
+        """Return the state if up to `count` more samples were admitted at unknown cost: it owes all they may cost.
 
         The guard lets them exceed the budget by the cost of the last exit at most, whatever they were.
         """
