@@ -24,8 +24,8 @@ from scipy.stats import binom
 from alight import HeadOutputs, Policy, calibrate, recordings, replay
 from alight.calibrate import certified_mean, certified_probability, certified_stream
 from alight.files import write_text
+from alight.policies.limits import Quota
 from alight.policies.policy import Threshold
-from alight.policies.quota import Quota
 from alight.policies.route import replay_on
 from alight.provenance import provenance
 

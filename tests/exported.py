@@ -10,8 +10,8 @@ from torch import nn
 
 from alight import HeadOutputs, MultiExitModel, Normalisation, Predictor, export_model, fingerprint
 from alight.engine.settings import RunSettings
+from alight.policies.limits import Quota
 from alight.policies.policy import Lottery, Mixture, Patience, Policy, Streak, Threshold
-from alight.policies.quota import Quota
 
 ALL_COSTS = (1.0, 2.5, 3.0, 6.0)
 OPEN = (0, 1, 3)  # of four exits

@@ -1,4 +1,4 @@
-"""Statistical promises, each over many calibration draws; a bound fails by chance once in a thousand checks."""
+"""Statistical guarantees, each over many calibration draws; a bound fails by chance once in a thousand checks."""
 
 import numpy as np
 import pytest

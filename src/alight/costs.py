@@ -49,7 +49,7 @@ class Costs:
 
     @classmethod
     def from_cumulative(cls, values: npt.ArrayLike, unit: str = "") -> "Costs":
-        """Costs of which only the cumulative ones are known; heads are then part of their stage.
+        """Return costs of which only the cumulative ones are known; heads are then part of their stage.
 
         >>> Costs.from_cumulative([1.0, 2.5]).cumulative()
         array([1. , 2.5])
@@ -75,7 +75,7 @@ class Costs:
         return html_table(f"Costs per sample{self.unit and ', in ' + self.unit}", columns)
 
     def cumulative(self, open_exits: Sequence[int] | None = None) -> Floats:
-        """Cost of answering at each open exit: all stages up to it and every open head on the way (B-hat)."""
+        """Return the cost of answering at each open exit: the stages up to it and all open heads on the way (B-hat)."""
         chosen = np.arange(len(self)) if open_exits is None else np.asarray(open_exits)
         ordered = chosen.ndim == 1 and chosen.dtype.kind in "iu" and (np.diff(chosen) > 0).all()
         if not (ordered and len(chosen) and chosen[0] >= 0 and chosen[-1] < len(self)):
@@ -84,7 +84,7 @@ class Costs:
         return through[chosen] + np.cumsum(self.heads[chosen])
 
     def at_exits(self, open_exits: Sequence[int]) -> "Costs":
-        """The costs of the network that has these exits alone: their heads, and the stages between them.
+        """Return the costs of the network that has these exits alone: their heads, and the stages between them.
 
         >>> Costs(stages=[2, 3, 4], heads=[1, 1, 1]).at_exits([0, 2])
         Costs(3, 11 FLOPs per sample, cumulative)
@@ -101,7 +101,7 @@ class Costs:
         return float(self.cumulative([len(self) - 1])[0])
 
     def budget(self, budget: "float | str") -> float:
-        """A budget as a number in the unit of these costs: 3e8, "50%" of the full network, or "2.5 GFLOPs".
+        """Return a budget as a number in the unit of these costs: 3e8, "50%" of the full network, or "2.5 GFLOPs".
 
         >>> Costs.from_cumulative([1e9, 4e9], unit="FLOPs").budget("2.5 GFLOPs")
         2500000000.0
@@ -155,7 +155,7 @@ class Costs:
 
     @classmethod
     def load(cls, path: PathLike) -> "Costs":
-        """The costs of a JSON file that `save` wrote."""
+        """Load the costs of a JSON file that `save` wrote."""
         content = read_json(path, "Costs")
         try:
             if "cumulative" in content:
@@ -191,7 +191,7 @@ def _number_and_unit(text: str) -> tuple[float, str]:
 
 
 def _base(unit: str) -> tuple[float, str] | None:
-    """Scale and kind of a unit: "GFLOPs" is (1e9, "flops"), "ms" is (1e-3, "s"); None if there is no such unit."""
+    """Return scale and kind of a unit: "GFLOPs" is (1e9, "flops"), "ms" is (1e-3, "s"); None if it is unknown."""
     for name, kind in {"FLOPS": "flops", "FLOP": "flops", "MACS": "macs", "MAC": "macs"}.items():
         if unit.upper().endswith(name) and unit.upper().removesuffix(name) in LARGE:
             return LARGE[unit.upper().removesuffix(name)], kind  # in any case: a milliflop is never meant

@@ -95,7 +95,7 @@ class HeadOutputs:
         noise: float = 0.0,
         rng: np.random.Generator | None = None,
     ) -> "HeadOutputs":
-        """The table of a network's logits, given as (samples, exits, classes) or one (samples, classes) per exit.
+        """Return the table of a network's logits, (samples, exits, classes) or a list of (samples, classes) per exit.
 
         `features` names further scores to keep. `noise` is the paper's u: uniform noise of that width on
         every class probability, drawn from `rng`, so that no two scores stay equal.
@@ -159,19 +159,19 @@ class HeadOutputs:
         return self.labels is not None
 
     def truth(self) -> Integers:
-        """What counts as right: the labels, or without them what the last exit says."""
+        """Return what counts as right: the labels, or without them what the last exit says."""
         return self.predictions[:, -1] if self.labels is None else self.labels
 
     def correct(self) -> npt.NDArray[np.bool_]:
-        """Where an exit is right, (samples, exits)."""
+        """Return where an exit is right, (samples, exits)."""
         return np.equal(self.predictions, self.truth()[:, None])
 
     def risks(self) -> Floats:
-        """Error rate of each exit alone (R-hat); without labels, its disagreement with the last exit."""
+        """Return the error rate of each exit alone (R-hat); without labels, its disagreement with the last exit."""
         return 1.0 - self.correct().mean(axis=0)
 
     def column(self, name: str) -> np.ndarray:
-        """The score, a feature, or "log_probabilities", of every sample and exit."""
+        """Return the score, a feature, or "log_probabilities", of every sample and exit."""
         if name == self.score:
             return self.scores
         if name == "log_probabilities" and self.log_probabilities is not None:
@@ -182,13 +182,13 @@ class HeadOutputs:
         return self.features[name]
 
     def known_labels(self, purpose: str) -> Integers:
-        """The labels, or an error that says what they are needed for."""
+        """Return the labels, or raise an error that says what they are needed for."""
         if self.labels is None:
             raise LabelsNeeded(purpose)
         return self.labels
 
     def take(self, rows: npt.NDArray[Any] | slice) -> "HeadOutputs":
-        """The table of these samples, in this order."""
+        """Return the table of these samples, in this order."""
         return replace(
             self,
             scores=self.scores[rows],
@@ -199,7 +199,7 @@ class HeadOutputs:
         )
 
     def at_exits(self, open_exits: Sequence[int]) -> "HeadOutputs":
-        """The table of these exits alone. Without labels the truth is then the last of *them*."""
+        """Return the table of these exits alone. Without labels the truth is then the last of *them*."""
         chosen = list(open_exits)
         return replace(
             self,
@@ -210,7 +210,7 @@ class HeadOutputs:
         )
 
     def split(self, fraction: float, rng: np.random.Generator) -> tuple["HeadOutputs", "HeadOutputs"]:
-        """Two disjoint tables of shuffled samples, the first with this fraction of them."""
+        """Return two disjoint tables of shuffled samples, the first with this fraction of them."""
         first = round(fraction * len(self)) if np.isfinite(fraction) else 0
         if not 0 < first < len(self):
             raise BadInput(
@@ -220,11 +220,11 @@ class HeadOutputs:
         return self.take(order[:first]), self.take(order[first:])
 
     def unlabelled(self) -> "HeadOutputs":
-        """The same table without its labels."""
+        """Return the same table without its labels."""
         return replace(self, labels=None)
 
     def with_score(self, name: str) -> "HeadOutputs":
-        """The same table with another of its features as the score."""
+        """Return the same table with another of its features as the score."""
         if name == self.score:
             return self
         scores = self.column(name)
@@ -232,7 +232,7 @@ class HeadOutputs:
         return replace(self, scores=scores, score=name, features={**others, self.score: self.scores})
 
     def rows(self) -> dict[str, np.ndarray]:
-        """All that has a row for each sample, by its name in a file."""
+        """Return all arrays that have a row for each sample, by their name in a file."""
         arrays: dict[str, np.ndarray] = {"scores": self.scores, "predictions": self.predictions}
         arrays |= {f"feature_{name}": values for name, values in self.features.items()}
         if self.labels is not None:
@@ -242,12 +242,12 @@ class HeadOutputs:
         return arrays
 
     def metadata(self) -> dict[str, np.ndarray]:
-        """What is said once of all rows, by its name in a file."""
+        """Return what is said once of all rows, by its name in a file."""
         return {"score": np.array(self.score), "fingerprint": np.array(self.fingerprint)}
 
     @classmethod
     def joined(cls, parts: Sequence["HeadOutputs"]) -> "HeadOutputs":
-        """One table of several, in their order.
+        """Return one table of several, in their order.
 
         >>> table = HeadOutputs(scores=[[0.2, 0.9], [0.7, 0.8]], predictions=[[1, 0], [2, 2]])
         >>> HeadOutputs.joined([table, table]).predictions.tolist()
@@ -265,9 +265,9 @@ class HeadOutputs:
 
     @classmethod
     def load(cls, path: PathLike, *, log_probabilities: bool = True) -> "HeadOutputs":
-        """The table of an .npz file that `save` wrote; `log_probabilities` are by far the most of it, if there are any.
+        """Load the table of an .npz file that `save` wrote.
 
-        Without them a table fits into memory that could not hold them.
+        `log_probabilities` are by far the most of it; without them a table fits into memory that could not hold them.
         """
         arrays = read_arrays(path, "HeadOutputs", without=() if log_probabilities else ("log_probabilities",))
         with _as_bad_file(path):
@@ -359,7 +359,7 @@ class Decisions:
     def unchecked(
         cls, predictions: Integers, exits: Integers, spent: Floats, num_exits: int, probabilities: Floats | None = None
     ) -> "Decisions":
-        """Decisions of arrays that are known to fit together: nothing is checked, which one sample alone would feel."""
+        """Return decisions of arrays that are known to fit together: checks would be slow for a single sample."""
         made = object.__new__(cls)
         made.__dict__.update(
             predictions=predictions, exits=exits, spent=spent, num_exits=num_exits, probabilities=probabilities
@@ -393,7 +393,7 @@ class Decisions:
         return np.bincount(self.exits, minlength=self.num_exits) / len(self)
 
     def accuracy(self, labels: npt.ArrayLike) -> float:
-        """Share of samples whose prediction is the label."""
+        """Return the share of samples whose prediction is the label."""
         return float(np.mean(self.predictions == _labels(labels, len(self))))
 
     def save(self, path: PathLike) -> None:
@@ -404,7 +404,7 @@ class Decisions:
 
     @classmethod
     def load(cls, path: PathLike) -> "Decisions":
-        """The decisions of an .npz file that `save` wrote."""
+        """Load the decisions of an .npz file that `save` wrote."""
         arrays = read_arrays(path, "Decisions")
         with _as_bad_file(path):
             return cls(num_exits=int(arrays.pop("num_exits")), **arrays)
@@ -433,14 +433,14 @@ def _below(limit: float, parts: Sequence[tuple[HeadOutputs, Floats]]) -> list[tu
 
 
 def _named(rows: Mapping[str, np.ndarray]) -> dict[str, Any]:
-    """Arrays of a file as the table's constructor takes them."""
+    """Return the arrays of a file as the table's constructor takes them."""
     features = {name.removeprefix("feature_"): values for name, values in rows.items() if name.startswith("feature_")}
     return {name: values for name, values in rows.items() if not name.startswith("feature_")} | {"features": features}
 
 
 @contextmanager
 def _as_bad_file(path: PathLike) -> Iterator[None]:
-    """What a constructor cannot use came from the file, so the error names it."""
+    """Name the file in errors about content that a constructor cannot use."""
     try:
         yield
     except (BadInput, KeyError, TypeError) as error:
@@ -535,7 +535,7 @@ def _logits(logits: npt.ArrayLike | Sequence[npt.ArrayLike]) -> Floats:
 
 
 def _array(values: Any) -> Floats:
-    """Numbers as float64, from anything like an array; tensors leave their graph and device."""
+    """Return numbers as float64, from anything like an array; tensors leave their graph and device."""
     if hasattr(values, "detach"):
         values = values.detach().double().cpu().numpy()
     if np.iscomplexobj(values):

@@ -15,7 +15,7 @@ ARRAYS = (np.ndarray, np.generic)
 
 
 def probabilities(logits: Array) -> Array:
-    """Softmax of logits, in float64.
+    """Return the softmax of logits, in float64.
 
     >>> probabilities(np.array([0.0, np.log(3.0)]))
     array([0.25, 0.75])
@@ -28,7 +28,7 @@ def probabilities(logits: Array) -> Array:
 
 
 def margin(probabilities: Array) -> Array:
-    """Gap between the two likeliest classes, the paper's "breaking ties".
+    """Return the gap between the two likeliest classes, the paper's "breaking ties".
 
     >>> margin(np.array([0.5, 0.2, 0.3]))
     np.float64(0.2)
@@ -38,7 +38,7 @@ def margin(probabilities: Array) -> Array:
 
 
 def max_probability(probabilities: Array) -> Array:
-    """Probability of the likeliest class (the paper's Eq. 5).
+    """Return the probability of the likeliest class (the paper's Eq. 5).
 
     >>> max_probability(np.array([0.5, 0.2, 0.3]))
     np.float64(0.5)
@@ -47,7 +47,7 @@ def max_probability(probabilities: Array) -> Array:
 
 
 def negative_entropy(probabilities: Array) -> Array:
-    """Minus the Shannon entropy in nats; 0 when one class is certain.
+    """Return minus the Shannon entropy in nats; 0 when one class is certain.
 
     >>> negative_entropy(np.array([0.0, 1.0]))
     np.float64(0.0)
@@ -58,7 +58,7 @@ def negative_entropy(probabilities: Array) -> Array:
 
 
 def logit_margin(logits: Array) -> Array:
-    """Gap between the two largest logits: never saturates, whatever the confidence.
+    """Return the gap between the two largest logits: never saturates, whatever the confidence.
 
     >>> logit_margin(np.array([3.0, -1.0, 2.5]))
     np.float64(0.5)
@@ -76,14 +76,14 @@ SCORES: dict[str, Callable[[Array], Array]] = {  # of probabilities, but for log
 
 
 def score_of(name: str, logits: Array) -> Array:
-    """The score of this name, from logits."""
+    """Return the score of this name, from logits."""
     if name != "logit_margin":
         return SCORES[name](probabilities(logits))
     return logit_margin(logits.astype(np.float64) if library_of(logits) is np else logits.double())
 
 
 def _top_two(values: Array) -> tuple[Array, Array]:
-    """Largest and second largest value; equal where the largest stands twice."""
+    """Return the largest and second largest value; equal where the largest stands twice."""
     if library_of(values) is np:
         ordered = np.partition(values, -2, axis=-1)
         return ordered[..., -1], ordered[..., -2]
@@ -95,5 +95,5 @@ def _top_two(values: Array) -> tuple[Array, Array]:
 
 
 def library_of(array: Array) -> Any:
-    """NumPy or torch, whichever made the array; torch is never imported here."""
+    """Return NumPy or torch, whichever made the array; torch is never imported here."""
     return np if isinstance(array, ARRAYS) else sys.modules["torch"]

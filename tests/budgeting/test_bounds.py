@@ -89,7 +89,7 @@ def test_the_exact_plan_of_a_budget_that_does_not_bind_is_the_plan():
     np.testing.assert_array_equal(exact_plan(plan, costs, 1.9, 500, 0.05), plan(1.9))
 
 
-def test_the_exact_plan_refuses_what_cannot_be_promised():
+def test_the_exact_plan_refuses_what_cannot_be_guaranteed():
     costs = np.array([1.0, 2.0])
     with pytest.raises(BadInput, match="delta 0 must lie inside"):
         exact_plan(lambda b: geometric_rates(costs, b), costs, 1.5, 100, 0.0)

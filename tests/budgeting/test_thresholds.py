@@ -120,7 +120,7 @@ def test_thresholds_lie_midway_so_that_small_errors_of_the_score_do_not_cross_th
     assert thresholds.values[0] == pytest.approx(0.15)
 
 
-def test_neighbouring_doubles_are_still_told_apart():
+def test_neighbouring_doubles_are_still_separated():
     low = 1.0
     scores = np.array([[low], [np.nextafter(low, 2)], [2.0]]).repeat(2, axis=1)
     thresholds = survivor_thresholds(scores, np.array([0.5, 0.5]))

@@ -19,9 +19,9 @@ from alight.calibrate import (
 )
 from alight.calibrate.certify.cost import lowered
 from alight.errors import BadInput, BudgetTooSmall, LabelsNeeded, Mismatch
+from alight.policies.limits import Quota
 from alight.policies.paced import Paced
 from alight.policies.policy import ExitAt, Threshold
-from alight.policies.quota import Quota
 
 COSTS = Costs(stages=[1.0, 1.0, 2.0, 2.0], heads=[0.1] * 4, unit="ms")
 TABLE = made_up(1, 1200, 4)
@@ -43,7 +43,7 @@ def test_every_method_can_be_certified(name, contract, tmp_path):
 
 
 @pytest.mark.parametrize("name", FAST)
-def test_a_probable_promise_spends_less_than_one_on_average(name):
+def test_a_probable_guarantee_spends_less_than_one_on_average(name):
     if name == "best_single_exit":
         return
     spent = [replay(CONTRACTS[c](METHODS[name])(COSTS, 3.0, TABLE), TABLE).mean_cost for c in ("probability", "mean")]
@@ -138,7 +138,7 @@ def test_a_method_that_plans_too_much_is_held_to_the_budget():
 
 @pytest.mark.parametrize("contract", ["mean", "probability", "batch", "stream"])
 @pytest.mark.parametrize("budget", [1.1, 6.4, 9.0])
-def test_budgets_at_the_ends_can_be_promised(contract, budget):
+def test_budgets_at_the_ends_can_be_guaranteed(contract, budget):
     policy = CONTRACTS[contract](calibrate.geometric)(COSTS, budget, TABLE)
     assert policy.certificate.contract == contract
     assert replay(policy, made_up(2, 500, 4), batch_size=50).mean_cost <= budget * (1 + 1e-12)
@@ -146,20 +146,20 @@ def test_budgets_at_the_ends_can_be_promised(contract, budget):
 
 @pytest.mark.parametrize("contract", ["mean", "probability", "batch", "stream"])
 @pytest.mark.parametrize("name", ["eero", "global_threshold", "patience"])
-def test_a_network_with_one_exit_can_be_promised(contract, name):
+def test_a_network_with_one_exit_can_be_guaranteed(contract, name):
     policy = CONTRACTS[contract](METHODS[name])([2.0], 2.5, made_up(0, 50, 1))
     assert policy.certificate.contract == contract
 
 
 @pytest.mark.parametrize("percent", [90, 99])
-def test_streams_at_large_budgets_can_be_promised(frozen, percent):
+def test_streams_at_large_budgets_can_be_guaranteed(frozen, percent):
     policy = certified_stream(calibrate.eero)(frozen.costs, f"{percent}%", frozen.labelled)
     assert sum(policy.law) == len(frozen.labelled) // 2 + 1  # half of the table certifies
     spent = replay(policy, frozen.test, batch_size=100).spent.sum()
     assert spent <= len(frozen.test) * policy.budget + policy.costs[-1]
 
 
-def test_a_lens_does_not_stop_the_first_exit_from_being_promised():
+def test_a_lens_does_not_stop_the_first_exit_from_being_guaranteed():
     few = made_up(1, 100, 4)
     logits = np.random.default_rng(0).normal(size=(100, 4, 3))
     spoken = HeadOutputs.from_logits(logits, logits[:, -1].argmax(-1), keep_log_probabilities=True)
@@ -179,7 +179,7 @@ def test_what_is_fitted_on_a_table_cannot_be_certified_on_it():
         certified_mean(calibrate.eero)(COSTS, 3.0, TABLE, made_up(2, 50, 3))
 
 
-def test_a_budget_below_the_first_exit_cannot_be_promised():
+def test_a_budget_below_the_first_exit_cannot_be_guaranteed():
     with pytest.raises(BudgetTooSmall):
         certified_mean(calibrate.eero)(COSTS, 1.0, TABLE)
 
@@ -200,7 +200,7 @@ def accurate(seed: int, samples: int) -> HeadOutputs:
 
 
 @pytest.mark.parametrize(("risk", "alpha"), [("error", 0.1), ("excess_error", 0.03), ("disagreement", 0.05)])
-def test_the_cheapest_policy_for_a_promised_risk(risk, alpha, tmp_path):
+def test_the_cheapest_policy_for_a_guaranteed_risk(risk, alpha, tmp_path):
     calibration, fresh = accurate(1, 4000), accurate(2, 20_000)
     given = calibration.unlabelled() if risk == "disagreement" else calibration
     policy = certified_risk(calibrate.eero, risk=risk, alpha=alpha)(COSTS, None, given, spend_all=True)
@@ -218,7 +218,7 @@ def test_the_cheapest_policy_for_a_promised_risk(risk, alpha, tmp_path):
 
 
 @pytest.mark.guarantee
-def test_a_promised_risk_is_exceeded_no_more_often_than_delta():
+def test_a_guaranteed_risk_is_exceeded_no_more_often_than_delta():
     fresh = accurate(10**6, 20_000)
     method, failures = certified_risk(calibrate.geometric, risk="error", alpha=0.1, delta=0.1), 0
     for seed in range(100):
@@ -227,7 +227,7 @@ def test_a_promised_risk_is_exceeded_no_more_often_than_delta():
     assert failures <= binom.ppf(0.999, 100, 0.1)
 
 
-def test_cost_and_risk_can_be_promised_together():
+def test_cost_and_risk_can_be_guaranteed_together():
     calibration = accurate(1, 6000)
     policy = certified_risk(calibrate.eero, risk="error", alpha=0.15, cost="probability")(COSTS, "70%", calibration)
     assert policy.certificate.contract == "probability, error"
@@ -258,12 +258,12 @@ BAD = {
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_what_cannot_be_promised_is_refused_with_the_numbers(case):
+def test_what_cannot_be_guaranteed_is_refused_with_the_numbers(case):
     certified, options, message = BAD[case]
     with pytest.raises(BadInput, match=message):
         certified(calibrate.eero, **options)(COSTS, None, accurate(1, 2000))
 
 
-def test_a_promise_on_error_needs_labels():
+def test_a_guarantee_on_error_needs_labels():
     with pytest.raises(LabelsNeeded, match="a guarantee on error"):
         certified_risk(calibrate.eero, risk="error", alpha=0.1)(COSTS, None, TABLE.unlabelled())

@@ -100,7 +100,7 @@ def test_pruning_is_judged_on_samples_that_set_no_rates():
     assert spent.mean() <= 4.0
 
 
-def test_a_first_head_too_dear_is_pruned_and_a_budget_below_all_is_refused():
+def test_a_too_expensive_first_head_is_pruned_and_a_budget_below_all_is_refused():
     costs = Costs(stages=[1.0, 0.1, 1.0, 1.0, 1.0], heads=[5.0, 0.1, 0.1, 0.1, 0.1])
     assert 0 not in pruned(calibrate.eero)(costs, 2.0, TABLE).open_exits
     with pytest.raises(BudgetTooSmall, match=r"cheapest exit \(1.2 FLOPs\)"):

@@ -157,7 +157,7 @@ def test_best_single_exit_is_the_most_accurate_one_that_is_affordable():
     assert policy.costs == (pytest.approx(3.6),)  # no other head is paid for
 
 
-def test_a_dear_first_head_does_not_stop_methods_that_close_it():
+def test_an_expensive_first_head_does_not_stop_methods_that_close_it():
     costs = Costs(stages=[1.0, 0.1], heads=[5.0, 0.1])
     table = made_up(0, 50, 2)
     assert calibrate.best_single_exit(costs, 2.0, table).open_exits == (1,)

@@ -77,7 +77,7 @@ def test_the_average_of_plans_keeps_the_budget_exactly():
     assert _planned(mean) == pytest.approx(np.mean([_planned(plan) for plan in plans]), rel=1e-9)
 
 
-def test_search_closes_a_dear_head_that_tells_nothing():
+def test_search_closes_an_expensive_head_that_adds_nothing():
     costs = Costs(stages=[1.0, 1.0, 1.0, 1.0, 1.0], heads=[0.1, 3.0, 0.1, 0.1, 0.1])
     policy = calibrate.search(costs, 4.0, TABLE)
     assert 1 not in policy.open_exits

@@ -4,15 +4,11 @@ from conftest import made_up
 
 from alight import Decisions, HeadOutputs, replay
 from alight.errors import BadInput, LabelsNeeded, Mismatch
-from alight.evaluation import bootstrap, budget_use, per_class
+from alight.evaluation import bootstrap, per_class
 from alight.policies.policy import Threshold
 
 TABLE = made_up(1, 2000, 4)
 DECISIONS = replay(Threshold((0.8, 0.7, 0.6), costs=(1.0, 2.0, 4.0, 5.0)), TABLE)
-
-
-def test_budget_use_is_what_was_spent_of_what_was_allowed():
-    assert budget_use(DECISIONS, 2 * DECISIONS.mean_cost) == pytest.approx(0.5)
 
 
 def test_the_bootstrap_over_kinds_is_the_bootstrap_over_samples():

@@ -6,7 +6,7 @@ from conftest import made_up
 
 from alight import calibrate, replay
 from alight.errors import BadInput
-from alight.policies.capped import capped
+from alight.policies.limits import capped
 from alight.policies.paced import Pace
 from alight.policies.policy import Patience, Threshold
 from alight.policies.route import replay_on
@@ -20,7 +20,7 @@ def outputs():
 
 
 @pytest.mark.parametrize("policy", [Threshold(thresholds=(0.8,) * 3, costs=COSTS), Patience(patience=1, costs=COSTS)])
-def test_limits_move_those_who_have_one_and_nobody_else(policy, outputs):
+def test_limits_move_samples_that_have_one_and_no_others(policy, outputs):
     free = replay(policy, outputs)
     limits = {sample: sample % 4 for sample in range(0, 600, 2)}
     bound = replay(capped(policy, limits), outputs)
@@ -62,6 +62,6 @@ def test_what_nobody_knows_of_is_owed_as_far_as_the_bound_lets_it(frozen):
     assert policy.owing(ahead, 5).spent == pytest.approx(ahead.spent)
 
 
-def test_a_limit_that_is_no_exit_is_refused():
+def test_a_limit_beyond_the_exits_is_refused():
     with pytest.raises(BadInput, match=r"limits \[4\]: give positions among 4 exits"):
         capped(Threshold(thresholds=(0.8,) * 3, costs=COSTS), {0: 4})

@@ -208,7 +208,7 @@ def test_an_impossible_class_does_not_spoil_an_ensemble():
     assert seen.predictions.tolist() == [[0, 2]]
 
 
-def test_gain_leaves_answers_as_they_are():
+def test_gain_leaves_answers_unchanged():
     outputs = spoken(0, 60, 3)
     seen = some_lens("gain", (0, 1, 2), np.random.default_rng(0)).apply(outputs)
     np.testing.assert_array_equal(seen.predictions, outputs.predictions)

@@ -7,8 +7,8 @@ import pytest
 from alight import HeadOutputs, load_policy
 from alight.errors import BadFile, BadInput, Mismatch
 from alight.policies.lenses import Recall
+from alight.policies.limits import Quota
 from alight.policies.policy import ExitAt, Mixture, Patience, Streak, Threshold
-from alight.policies.quota import Quota
 
 COMMON = {
     "costs": (1.0, 2.5, 4.0),

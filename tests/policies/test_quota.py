@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from alight import HeadOutputs, load_policy, replay
 from alight.budgeting.quotas import quota_counts
 from alight.errors import BadInput, BudgetTooSmall
-from alight.policies.quota import Quota, surest
+from alight.policies.limits import Quota, surest
 
 
 @st.composite
@@ -38,7 +38,7 @@ def test_quotas_are_whole_complete_affordable_and_near_the_plan(plan):
 
 
 @given(plans(), st.floats(0, 1))
-def test_a_plan_dearer_than_the_budget_is_made_to_keep_it(plan, place):
+def test_a_plan_more_expensive_than_the_budget_is_made_to_keep_it(plan, place):
     rates, costs, total = plan
     budget = float(costs[0] + place * (costs[-1] - costs[0]))
     counts = quota_counts(rates, costs, budget, total)
@@ -49,7 +49,7 @@ def test_a_plan_dearer_than_the_budget_is_made_to_keep_it(plan, place):
 
 
 @given(plans())
-def test_a_plan_cheaper_than_the_budget_is_not_made_dearer(plan):
+def test_a_plan_cheaper_than_the_budget_is_not_made_more_expensive(plan):
     rates, costs, total = plan
     counts = quota_counts(rates, costs, float(2 * costs[-1]), total)
     assert (counts * costs).sum() <= total * float(rates @ costs) + costs[-1]

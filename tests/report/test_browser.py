@@ -341,7 +341,7 @@ def test_paper_is_white_and_has_no_controls(shown: Tab) -> None:
     assert len(shown.call("Page.printToPDF", printBackground=False)["data"]) > 10_000
 
 
-def test_every_control_and_figure_has_a_name_for_those_who_listen(shown: Tab) -> None:
+def test_every_control_and_figure_has_a_name_for_screen_readers(shown: Tab) -> None:
     roles = {"slider", "checkbox", "combobox", "button", "image", "link", "table", "region", "group"}
     nodes = shown.call("Accessibility.getFullAXTree")["nodes"]
     named = [(node["role"]["value"], node.get("name", {}).get("value", "")) for node in nodes if not node["ignored"]]

@@ -92,7 +92,7 @@ def test_guarantees_stand_above_the_figures_as_text(points: list[Point], tmp_pat
     assert '<p class="guarantee">' not in write_report(points, tmp_path / "report.html").read_text()
 
 
-def test_a_dollar_sign_is_no_placeholder(points: list[Point], tmp_path: Path) -> None:
+def test_a_dollar_sign_is_not_a_placeholder(points: list[Point], tmp_path: Path) -> None:
     path = write_report(points, tmp_path / "report.html", title="$data costs $5")
     assert Page(path.read_text(encoding="utf-8")).texts["title"].strip() == "$data costs $5"
 

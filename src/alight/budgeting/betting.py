@@ -9,11 +9,13 @@ from collections.abc import Callable
 import numpy as np
 import numpy.typing as npt
 
+from alight.budgeting.bounds import largest
+
 Floats = npt.NDArray[np.float64]
 
 
 def betting_p_value(values: Floats, bound: float, delta: float = 0.05) -> float:
-    """P-value of the betting test of Waudby-Smith and Ramdas: one over the largest capital won against the claim.
+    """Return the p-value of the betting test of Waudby-Smith and Ramdas: one over the largest capital won.
 
     Stakes are set before each value is seen, for the variance so far; `delta` is the level they are tuned to.
 
@@ -34,7 +36,7 @@ def betting_p_value(values: Floats, bound: float, delta: float = 0.05) -> float:
 
 
 def hoeffding_bentkus_p_value(values: Floats, bound: float) -> float:
-    """P-value of Hoeffding's and Bentkus' inequalities, the smaller of the two (Bates et al. 2021).
+    """Return the p-value of Hoeffding's and Bentkus' inequalities, the smaller of the two (Bates et al. 2021).
 
     >>> hoeffding_bentkus_p_value(np.zeros(100), 0.1) < 0.001
     True
@@ -54,23 +56,24 @@ def hoeffding_bentkus_p_value(values: Floats, bound: float) -> float:
 def smallest_sample(
     bound: float, delta: float, *, best: float = 0.0, test: Callable[[Floats, float, float], float] = betting_p_value
 ) -> int:
-    """How many values a test needs at least, were they all as good as can be, to refute a mean above the bound.
+    """Return how many values a test needs to refute a mean above the bound, if all are as good as possible.
 
     >>> smallest_sample(0.01, 0.05)
     308
     """
-    low, high = 0, 1
-    while test(np.full(high, best), bound, delta) > delta:
-        low, high = high, 2 * high
+
+    def fails(count: int) -> bool:
+        return test(np.full(count, best), bound, delta) > delta
+
+    high = 1
+    while fails(high):
+        high *= 2
         if high > 10**8:
             raise ValueError(f"no sample refutes a mean above {bound:g} when values are {best:g}")
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (low, middle) if test(np.full(middle, best), bound, delta) <= delta else (middle, high)
-    return high
+    return 1 + largest(high // 2, high - 1, fails)
 
 
 def _divergence(mean: float, bound: float) -> float:
-    """Kullback-Leibler divergence of two coins."""
+    """Return the Kullback-Leibler divergence of two Bernoulli distributions."""
     first = mean * math.log(mean / bound) if mean > 0 else 0.0
     return first + (1 - mean) * math.log((1 - mean) / (1 - bound)) if mean < 1 else first

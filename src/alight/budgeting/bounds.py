@@ -22,7 +22,7 @@ Plan = Callable[[float], Floats]  # a budget becomes exit rates
 
 
 def share_law(counts: Integers, num_samples: int) -> Integers:
-    """Parameters of the Dirichlet law of the exit shares; 0 where no sample ever leaves.
+    """Return the parameters of the Dirichlet law of the exit shares; 0 where no sample ever leaves.
 
     >>> share_law(np.array([4, 2]), num_samples=7)
     array([4, 2, 2])
@@ -31,12 +31,12 @@ def share_law(counts: Integers, num_samples: int) -> Integers:
 
 
 def expected_cost(costs: Floats, law: Integers) -> float:
-    """Mean cost of a fresh sample, over calibration data and sample."""
+    """Return the mean cost of a fresh sample, over calibration data and sample."""
     return float(costs @ law / law.sum())
 
 
 def overspend_probability(costs: Floats, law: Integers, budget: float) -> float:
-    """Probability, over the calibration data, that the mean cost of fresh samples exceeds the budget.
+    """Return the probability, over the calibration data, that the mean cost of fresh samples exceeds the budget.
 
     P(costs . Dirichlet(law) > budget) is P(Q > 0) for Q = sum_l (costs_l - budget) G_l with independent Gamma(law_l)
     variables G_l: one integral of Q's moment generating function along the line through its saddle point, on which it
@@ -69,7 +69,7 @@ def overspend_probability(costs: Floats, law: Integers, budget: float) -> float:
 
 
 def cost_quantile(costs: Floats, law: Integers, confidence: float) -> float:
-    """Mean cost of fresh samples that is exceeded with probability 1 - confidence over the calibration data."""
+    """Return the mean cost that fresh samples exceed with probability 1 - confidence over the calibration data."""
     from scipy.optimize import brentq
 
     open_costs = costs[law > 0]
@@ -81,7 +81,7 @@ def cost_quantile(costs: Floats, law: Integers, confidence: float) -> float:
 
 
 def passing_bound(count: int, num_samples: int, delta: float) -> float:
-    """Share of fresh samples that pass one exit, at most, with probability 1 - delta: a quantile of Beta(k, N + 1 - k).
+    """Bound the share of fresh samples that pass an exit, with probability 1 - delta: a quantile of Beta(k, N + 1 - k).
 
     >>> round(passing_bound(50, 99, 0.05), 3)
     0.582
@@ -94,7 +94,7 @@ def passing_bound(count: int, num_samples: int, delta: float) -> float:
 
 
 def exact_plan(plan: Plan, costs: Floats, budget: float, num_samples: int, delta: float) -> Floats:
-    """The plan for the largest budget b <= budget with which overspending `budget` has probability <= delta.
+    """Return the plan for the largest budget b <= budget with which overspending `budget` has probability <= delta.
 
     One joint bound for all exits: survivor thresholds on N samples follow the Dirichlet law.
     """
@@ -117,7 +117,7 @@ def exact_plan(plan: Plan, costs: Floats, budget: float, num_samples: int, delta
 
 
 def exact_ranks(exit_rates: Floats, num_samples: int, delta: float) -> Integers:
-    """Ranks of marginal thresholds with which, with probability 1 - delta, no exit passes on more than planned.
+    """Return ranks of marginal thresholds with which, with probability 1 - delta, no exit passes on more than planned.
 
     The marginal rule has no joint law, so delta is shared out evenly among the exits.
     """
@@ -125,19 +125,19 @@ def exact_ranks(exit_rates: Floats, num_samples: int, delta: float) -> Integers:
     left = 1 - cumulative_rates(exit_rates)[:-1]
     ranks = marginal_ranks(exit_rates, num_samples, None)
     for exit_index in np.flatnonzero(ranks <= num_samples):  # the others are closed
-        low, high = 0, int(ranks[exit_index])  # the largest rank whose Beta quantile is within the plan, by bisection
-        while low < high:
-            middle = (low + high + 1) // 2
-            within = passing_bound(middle, num_samples, delta / len(ranks)) <= left[exit_index]
-            low, high = (middle, high) if within else (low, middle - 1)
-        ranks[exit_index] = low
+        planned = left[exit_index]
+
+        def within(rank: int, planned: float = planned) -> bool:
+            return passing_bound(rank, num_samples, delta / len(ranks)) <= planned
+
+        ranks[exit_index] = largest(0, int(ranks[exit_index]), within)
     return ranks
 
 
 def oracle_bound(
     risks: Floats, costs: Floats, budget: float, *, temperature: float = 0.04, prior: Prior = "inverse_cost"
 ) -> float:
-    """Right-hand side of Theorem 3.9: min over affordable exits of R_l + temperature * log(1 / prior_l).
+    """Return the right-hand side of Theorem 3.9: min over affordable exits of R_l + temperature * log(1 / prior_l).
 
     It bounds the error of the random mixture that sends a share e_l of the samples to exit l whatever they are, plus
     the divergence term; not the error of the confidence-routed rule, as the paper states it.
@@ -150,17 +150,29 @@ def oracle_bound(
 
 
 def mixture_risk(exit_rates: Floats, risks: Floats) -> float:
-    """Error of the random mixture, sum_l e_l R_l."""
+    """Return the error of the random mixture, sum_l e_l R_l."""
     return float(exit_rates @ risks)
 
 
 def routing_gain(exit_rates: Floats, risks: Floats, routed_error: float) -> float:
-    """How much lower the routed rule's error is than the random mixture's; negative where confidence misleads.
+    """Return how much lower the routed rule's error is than the random mixture's; negative where confidence misleads.
 
     >>> routing_gain(np.array([0.5, 0.5]), np.array([0.5, 0.5]), routed_error=1.0)  # sure exactly where it is wrong
     -0.5
     """
     return mixture_risk(exit_rates, risks) - routed_error
+
+
+def largest(low: int, high: int, holds: Callable[[int], bool]) -> int:
+    """Return the largest number up to `high` for which it holds, `low` if there is none; it holds for all smaller ones.
+
+    >>> largest(0, 100, lambda number: number**2 < 50)
+    7
+    """
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if holds(middle) else (low, middle - 1)
+    return low
 
 
 def check_delta(delta: float) -> None:

@@ -14,7 +14,7 @@ LEFT = 0.005  # of what is planned: where whole moves leave more, exchanges are 
 
 
 def quota_counts(exit_rates: Floats, costs: Floats, budget: float, total: int) -> Integers:
-    """Numbers of a batch of `total` samples that leave at each exit: nearest to the rates, at most `total * budget`.
+    """Return how many of `total` samples leave at each exit: nearest to the rates, at most `total * budget`.
 
     Largest remainder first; then samples move to cheaper exits while the batch costs too much, and to more
     expensive ones while it costs less than planned; where that leaves much, two samples move at a time. Exits of rate 0
@@ -49,7 +49,7 @@ def quota_counts(exit_rates: Floats, costs: Floats, budget: float, total: int) -
 
 
 def _affordable(exit_rates: Floats, costs: Floats, budget: float) -> Floats:
-    """The rates, tilted to spend at most the budget; the first exit helps where no planned one is cheap enough."""
+    """Return the rates, tilted to the budget; the first exit helps where no planned one is cheap enough."""
     if exit_rates @ costs <= budget:
         return exit_rates
     first = int(np.flatnonzero(exit_rates)[0])
@@ -61,7 +61,7 @@ def _affordable(exit_rates: Floats, costs: Floats, budget: float) -> Floats:
 
 
 def _within(counts: Integers, costs: Floats, total: int, budget: float) -> bool:
-    """Whether a batch keeps its budget, decided exactly where floats are too near to tell."""
+    """Return whether a batch keeps its budget, decided exactly where floats are too near."""
     excess = math.fsum(counts * costs) / (total * budget) - 1
     if abs(excess) > 1e-12:
         return excess < 0
@@ -70,7 +70,7 @@ def _within(counts: Integers, costs: Floats, total: int, budget: float) -> bool:
 
 
 def _cheapening(counts: Integers, costs: Floats, exit_rates: Floats, excess: float) -> tuple[int, int]:
-    """The move of one sample to a cheaper planned exit, or the first, that saves just enough, or else the most."""
+    """Return the move of one sample to a cheaper planned exit, or the first, that saves just enough, or most."""
     targets = {0, *np.flatnonzero(exit_rates > 0).tolist()}
     moves = [(costs[i] - costs[j], i, j) for i in np.flatnonzero(counts) for j in targets if j < i]
     sufficient = [move for move in moves if move[0] >= excess]

@@ -20,7 +20,7 @@ HALVINGS = 80  # of an interval of logarithms at most 1 wide: past double precis
 
 
 def inverse_cost_prior(costs: Floats) -> Floats:
-    """Prior over exits that favours cheap ones (pi in the paper).
+    """Return the prior over exits that favours cheap ones (pi in the paper).
 
     >>> inverse_cost_prior(np.array([1.0, 3.0]))
     array([0.75, 0.25])
@@ -30,7 +30,7 @@ def inverse_cost_prior(costs: Floats) -> Floats:
 
 
 def prior_weights(prior: Prior, costs: Floats) -> Floats:
-    """The prior as a probability vector, from its name or from one weight per exit."""
+    """Return the prior as a probability vector, from its name or from one weight per exit."""
     if isinstance(prior, str):
         if prior not in ("inverse_cost", "uniform"):
             raise BadInput(f"there is no prior {prior!r}: give 'inverse_cost', 'uniform' or one weight per exit")
@@ -77,7 +77,7 @@ def budget_multiplier(
     prior: Prior = "inverse_cost",
     spend_all: bool = False,
 ) -> float:
-    """Price of cost in that problem (mu-hat), for costs scaled so that the last exit costs 1; 0: the budget is slack.
+    """Return the price of cost in that problem (mu-hat), for a last exit that costs 1; 0 where the budget is slack.
 
     >>> budget_multiplier(np.array([0.5, 0.1]), np.array([1.0, 2.0]), 2.0)
     0.0
@@ -138,7 +138,7 @@ def two_exit_rates(costs: Floats, budget: float) -> Floats:
 
 
 def tilted_rates(exit_rates: Floats, costs: Floats, budget: float) -> Floats:
-    """The rates nearest to these, in divergence, that spend the budget; exits of rate 0 stay closed.
+    """Return the rates nearest to these, in divergence, that spend the budget; exits of rate 0 stay closed.
 
     >>> tilted_rates(np.array([0.5, 0.0, 0.5]), np.array([1.0, 2.0, 3.0]), 1.5).round(6)
     array([0.75, 0.  , 0.25])
@@ -149,7 +149,7 @@ def tilted_rates(exit_rates: Floats, costs: Floats, budget: float) -> Floats:
 
 
 def cumulative_rates(exit_rates: Floats) -> Floats:
-    """Share of samples that should have left by each exit (Eq. 8, epsilon_seq); exactly 1 at the last."""
+    """Return the share of samples that should have left by each exit (Eq. 8, epsilon_seq); exactly 1 at the last."""
     gone = np.minimum(np.cumsum(exit_rates), 1.0)
     gone[-1] = 1.0
     return gone
@@ -163,7 +163,7 @@ def _log_weights(risks: Floats, costs: Floats, temperature: float, prior: Prior)
 
 
 def _tilted(base: Floats, direction: Floats, tilt: float) -> Floats:
-    """The family's member: exp(base + tilt * direction), normalised without overflow; all mass at an end for ±inf."""
+    """Return exp(base + tilt * direction), normalised without overflow; all mass at an end for ±inf."""
     if np.isinf(tilt):
         rates = np.zeros(len(base))
         rates[np.flatnonzero(np.isfinite(base))[0 if tilt < 0 else -1]] = 1.0
@@ -176,7 +176,7 @@ def _tilted(base: Floats, direction: Floats, tilt: float) -> Floats:
 def _largest_affordable_tilt(
     base: Floats, direction: Floats, costs: Floats, budget: float, highest: float = np.inf
 ) -> float:
-    """The largest tilt up to `highest` (0 or inf) whose rates cost at most the budget, exactly."""
+    """Return the largest tilt up to `highest` (0 or inf) whose rates cost at most the budget, exactly."""
     possible = costs[np.isfinite(base)]
     if budget < possible[0]:
         raise BudgetTooSmall(budget, float(possible[0]))
@@ -194,7 +194,7 @@ def _largest_affordable_tilt(
 
 
 def _boundary(affordable: Callable[[float], bool], sign: float) -> float:
-    """The affordable side of the boundary among tilts of this sign, by bisection of the tilt's logarithm."""
+    """Return the affordable side of the boundary among tilts of this sign, by bisection of the tilt's logarithm."""
 
     def far(size: float) -> bool:  # beyond the boundary, seen from 0
         return affordable(sign * size) == (sign < 0)

@@ -29,7 +29,7 @@ class Thresholds(NamedTuple):
 
 
 def padded_rates(exit_rates: Floats, num_samples: int, slack: Slack = None) -> Floats:
-    """Share of samples to have left by each exit, with the paper's slack C / sqrt(N) on top (Eq. 9).
+    """Return the share of samples to have left by each exit, with the paper's slack C / sqrt(N) on top (Eq. 9).
 
     C is the cumulative rate itself for `"paper"`, as in its experiments; a number is C; None adds nothing.
 
@@ -49,7 +49,7 @@ def padded_rates(exit_rates: Floats, num_samples: int, slack: Slack = None) -> F
 
 
 def marginal_thresholds(scores: Floats, exit_rates: Floats, slack: Slack = "paper") -> Thresholds:
-    """Each exit calibrated on all samples, for the share that should have left by then (Def. 3.3, Eq. 8-9).
+    """Calibrate each exit on all samples, for the share that should have left by then (Def. 3.3, Eq. 8-9).
 
     The threshold is the k-th smallest score, k = ceil(N (1 - padded share)): fewer than k samples lie below it.
 
@@ -60,14 +60,14 @@ def marginal_thresholds(scores: Floats, exit_rates: Floats, slack: Slack = "pape
 
 
 def marginal_ranks(exit_rates: Floats, num_samples: int, slack: Slack = "paper") -> Integers:
-    """k = ceil(N (1 - padded share)) for each exit but the last; N + 1, above every score, where the rate is 0."""
+    """Return k = ceil(N (1 - padded share)) for each exit but the last; N + 1, above all scores, for a rate of 0."""
     gone = padded_rates(exit_rates, num_samples, slack)[:-1]
     ranks = np.ceil(num_samples * (1 - gone) - ROUNDING).astype(np.int64)
     return np.where((np.asarray(exit_rates)[:-1] > 0) | (gone >= 1), ranks, num_samples + 1)
 
 
 def thresholds_at_ranks(scores: Floats, ranks: Integers) -> Thresholds:
-    """Thresholds at the k-th smallest score of all samples, k the exit's rank; -inf for rank 0, +inf above all."""
+    """Return thresholds at the k-th smallest score of all samples, k the exit's rank; -inf for 0, +inf above all."""
     values = np.full(len(ranks), np.inf)
     for exit_index, rank in enumerate(ranks.tolist()):
         if rank == 0:
@@ -78,7 +78,7 @@ def thresholds_at_ranks(scores: Floats, ranks: Integers) -> Thresholds:
 
 
 def passing_counts(exit_rates: Floats, num_samples: int, slack: Slack = None) -> Integers:
-    """k_l = floor((N + 1)(1 - share gone by exit l)) for every exit but the last.
+    """Return k_l = floor((N + 1)(1 - share gone by exit l)) for every exit but the last.
 
     Of N calibration samples and one new one, exchangeable, k_l should pass exit l, so that it does so with probability
     k_l / (N + 1), at most the planned share.
@@ -96,7 +96,7 @@ def passing_counts(exit_rates: Floats, num_samples: int, slack: Slack = None) ->
 
 
 def survivor_thresholds(scores: Floats, exit_rates: Floats, slack: Slack = None) -> Thresholds:
-    """Each exit calibrated on the samples still waiting there, so that the share gone by it is as planned.
+    """Calibrate each exit on the samples still waiting there, so that the share gone by it is as planned.
 
     The threshold lies midway between the (k - 1)-th and k-th smallest score of those waiting, with k of
     `passing_counts`: k - 1 of them pass on. Equal scores are ordered by the samples' hash.
@@ -109,7 +109,7 @@ def survivor_thresholds(scores: Floats, exit_rates: Floats, slack: Slack = None)
 
 
 def thresholds_for_counts(scores: Floats, counts: Integers) -> Thresholds:
-    """Survivor thresholds with which k - 1 of the calibration samples pass each exit, k its count."""
+    """Return survivor thresholds with which k - 1 of the calibration samples pass each exit, k its count."""
     num_samples = len(scores)
     values, tie_shares = np.full(len(counts), np.inf), np.ones(len(counts))
     waiting: Any = slice(None)  # the samples that passed all exits so far
@@ -153,7 +153,7 @@ def between(lower: float, upper: float) -> float:
 
 
 def hash01(samples: Integers, salt: int = 0) -> Floats:
-    """A number in [0, 1) for each sample index: looks random, is the same everywhere and at all times.
+    """Return a number in [0, 1) for each sample index: it looks random and is the same everywhere and at all times.
 
     >>> hash01(np.array([0, 1, 2])).round(3)
     array([0.759, 0.126, 0.998])
@@ -162,12 +162,12 @@ def hash01(samples: Integers, salt: int = 0) -> Floats:
 
 
 def hashed_below(samples: Any, share: float, salt: int = 0) -> Any:
-    """Where hash01 is below a share; takes NumPy arrays, torch tensors or a number, and compares integers: exactly."""
+    """Return where hash01 is below a share, compared exactly, for NumPy arrays, torch tensors or a number."""
     return hash32(samples, salt) < math.ceil(share * 2**32)
 
 
 def hash32(samples: Any, salt: int = 0) -> Any:
-    """A whole number below 2^32 for each sample index, for arrays, tensors and numbers alike."""
+    """Return a whole number below 2^32 for each sample index, for arrays, tensors and numbers alike."""
     if not isinstance(samples, int):
         samples = samples.astype(np.int64) if isinstance(samples, np.ndarray | np.generic) else samples.long()
     mixed = ((samples & 0xFFFFFFFF) ^ (samples >> 32)) + (0x9E3779B9 * (salt + 1)) & 0xFFFFFFFF

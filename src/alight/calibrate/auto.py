@@ -44,7 +44,7 @@ def auto(
     candidates: Candidates = CANDIDATES,
     folds: int = FOLDS,
 ) -> Policy:
-    """The policy of the candidate that is most accurate on labels it has not seen, fitted again on all data.
+    """Choose the candidate that is most accurate on labels it has not seen, and fit it again on all data.
 
     On each fold every candidate keeps the budget, by thresholds from the fold's own scores, so accuracies compare
     at equal allowance; of equals the cheaper wins. The best of many is often only lucky: the first candidate yields
@@ -76,5 +76,5 @@ def auto(
 
 
 def _beyond_doubt(gains: Floats) -> bool:
-    """Whether the mean of paired differences is above its standard error."""
+    """Return whether the mean of paired differences is above its standard error."""
     return bool(gains.mean() > gains.std() / np.sqrt(len(gains)))

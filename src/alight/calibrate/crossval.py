@@ -31,7 +31,7 @@ class Ranked:
         return self.correct.shape[1]
 
     def accuracy(self, exit_rates: Floats) -> float:
-        """Accuracy when these shares leave, met by survivor thresholds on this very table.
+        """Return the accuracy when these shares leave, met by survivor thresholds on this very table.
 
         What `replay` of such a policy would give, without the policy: only who waits is kept.
         """
@@ -49,7 +49,7 @@ class Ranked:
 
 
 def folds(num_samples: int, count: int, salt: int = 0) -> list[Integers]:
-    """Samples dealt into so many folds of nearly equal size by the hash of their index: no dice, no order.
+    """Deal samples into folds of nearly equal size by the hash of their index: nothing random, no order.
 
     >>> [fold.tolist() for fold in folds(5, 2)]
     [[1, 3, 4], [0, 2]]
@@ -59,7 +59,7 @@ def folds(num_samples: int, count: int, salt: int = 0) -> list[Integers]:
 
 
 def halves(num_samples: int, rounds: int) -> list[tuple[Integers, Integers]]:
-    """Both ways round, so many times: half of the samples and the other half; everyone twice where they are few."""
+    """Return pairs of halves of the samples, each pair both ways round; all samples twice where there are few."""
     if num_samples < 4:  # halves of one sample say nothing
         return [(np.arange(num_samples), np.arange(num_samples))]
     pairs = [folds(num_samples, 2, salt) for salt in range(rounds)]
@@ -81,11 +81,7 @@ def on_exits(method: Method, open_exits: Sequence[int]) -> Method:
     """
 
     def calibrated(
-        costs: AnyCosts,
-        budget: Budget,
-        labelled: HeadOutputs,
-        unlabelled: HeadOutputs | None = None,
-        **options: object,
+        costs: AnyCosts, budget: Budget, labelled: HeadOutputs, unlabelled: HeadOutputs | None = None, **options: object
     ) -> Policy:
         network = as_costs(costs)
         judged = labelled if labelled.labels is not None else replace(labelled, labels=labelled.predictions[:, -1])
@@ -114,11 +110,7 @@ def pruned(method: Method, *, chooser: Method | None = None) -> Method:
     """
 
     def calibrated(
-        costs: AnyCosts,
-        budget: Budget,
-        labelled: HeadOutputs,
-        unlabelled: HeadOutputs | None = None,
-        **options: object,
+        costs: AnyCosts, budget: Budget, labelled: HeadOutputs, unlabelled: HeadOutputs | None = None, **options: object
     ) -> Policy:
         kept = kept_exits(chooser or partial(method, **options), costs, budget, labelled)
         policy = on_exits(method, kept)(costs, budget, labelled, unlabelled, **options)
@@ -153,7 +145,7 @@ def kept_exits(method: Method, costs: AnyCosts, budget: Budget, labelled: HeadOu
 
 
 def affordable_exits(network: Costs, budget: float) -> tuple[int, ...]:
-    """All exits from the first on that is affordable when no exit before it is open."""
+    """Return all exits from the first on that is affordable when no exit before it is open."""
     alone = [float(network.cumulative([index])[0]) for index in range(len(network))]
     firsts = [index for index, cost in enumerate(alone) if cost <= budget]
     if not firsts:
@@ -164,7 +156,7 @@ def affordable_exits(network: Costs, budget: float) -> tuple[int, ...]:
 def held_out(
     method: Method, costs: AnyCosts, budget: Budget, labelled: HeadOutputs, count: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Whether each labelled sample is answered rightly, and what it costs, by a policy that never saw its label.
+    """Return whether each labelled sample is answered correctly, and its cost, by a policy that never saw its label.
 
     Each fold's thresholds are set on its own scores, without labels, so that every method keeps the budget on it.
     Fewer than 4 samples are too few to hold any out.

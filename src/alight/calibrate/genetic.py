@@ -4,7 +4,6 @@ from operator import index
 
 import numpy as np
 
-from alight.budgeting.thresholds import passing_counts, thresholds_for_counts
 from alight.calibrate.levels import global_threshold
 from alight.calibrate.planned_rates import eero, geometric
 from alight.calibrate.problem import AnyCosts, Budget, Floats, Problem, Settings
@@ -29,7 +28,7 @@ def genetic(
     generations: int = GENERATIONS,
     progress: bool = False,
 ) -> Threshold:
-    """The best survivor quantiles that evolution finds: accurate on the labelled data if within the budget.
+    """Find survivor quantiles by evolution: the most accurate on the labelled data within the budget.
 
     An individual is the share of those waiting that leaves at each exit but the last.
 
@@ -63,29 +62,23 @@ def genetic(
 
 
 def quantiles_of(exit_rates: Floats) -> Floats:
-    """Of those waiting at each exit but the last, the share that leaves."""
+    """Return the share of the waiting samples that leaves at each exit but the last."""
     waiting = 1 - np.concatenate([[0.0], np.cumsum(exit_rates)[:-1]])
     return np.clip(np.divide(exit_rates, waiting, out=np.ones_like(waiting), where=waiting > 1e-12), 0, 1)[:-1]
 
 
 def rates_of(quantiles: Floats) -> Floats:
-    """Exit rates when those shares of the waiting leave."""
+    """Return exit rates when those shares of the waiting samples leave."""
     waiting = np.concatenate([[1.0], np.cumprod(1 - quantiles)])
     return waiting * np.append(quantiles, 1.0)
 
 
 def _policy(problem: Problem, quantiles: Floats, settings: Settings | None = None) -> Threshold:
-    rates = rates_of(quantiles)
-    thresholds = thresholds_for_counts(problem.scored.scores, passing_counts(rates, len(problem.scored)))
-    return Threshold(
-        thresholds=tuple(thresholds.values.tolist()),
-        tie_shares=tuple(thresholds.tie_shares.tolist()),
-        **problem.terms(settings=settings, exit_rates=rates),
-    )
+    return problem.survivor_policy(lambda _: rates_of(quantiles), settings=settings)
 
 
 def _fitness(problem: Problem, quantiles: Floats) -> float:
-    """Accuracy if the plan is within the budget; else minus the relative excess, so that the feasible always win."""
+    """Return the accuracy if the plan is within the budget, else minus the relative excess: the feasible win."""
     excess = float(rates_of(quantiles) @ problem.costs) / problem.budget - 1
     return problem.accuracy(_policy(problem, quantiles)) if excess <= ROUNDING else -excess
 
@@ -95,11 +88,11 @@ def _shares(policy: Policy, problem: Problem) -> Floats:
 
 
 def _tournaments(fitness: Floats, count: int, rng: np.random.Generator) -> np.ndarray:
-    """Indices of the winners of so many tournaments."""
+    """Return indices of the winners of this many tournaments."""
     contestants = rng.integers(len(fitness), size=(count, TOURNAMENT))
     return contestants[np.arange(count), np.argmax(fitness[contestants], axis=1)]
 
 
 def _crossed(first: Floats, second: Floats, rng: np.random.Generator) -> Floats:
-    """Children drawn evenly from the parents' interval, widened on both sides by BLEND of it."""
+    """Draw children evenly from the parents' interval, widened on both sides by BLEND of it."""
     return first + rng.uniform(-BLEND, 1 + BLEND, size=first.shape) * (second - first)

@@ -47,11 +47,7 @@ def with_lens(method: Method, fit: Fit, *, share: float = 0.5, folds: int | None
     """
 
     def calibrated(
-        costs: AnyCosts,
-        budget: Budget,
-        labelled: HeadOutputs,
-        unlabelled: HeadOutputs | None = None,
-        **options: object,
+        costs: AnyCosts, budget: Budget, labelled: HeadOutputs, unlabelled: HeadOutputs | None = None, **options: object
     ) -> Policy:
         network = as_costs(costs)
         amount = network.budget(budget)
@@ -112,7 +108,7 @@ def _cross_fitted(
 
 
 def fit_gain(labelled: HeadOutputs, policy: Policy | None = None, *, model: str = "ridge") -> Gain:
-    """What going on brings, learned: right where it would leave next, minus right now, by ridge regression.
+    """Learn what going on brings: right where the sample would leave next, minus right now, by ridge regression.
 
     `model="logistic"` learns by logistic regression instead whether going on mends a wrong answer. Where a sample
     would leave if it went on is up to the policy; without one, it is the last exit. Without labels right means: as the
@@ -161,7 +157,7 @@ def fit_gain(labelled: HeadOutputs, policy: Policy | None = None, *, model: str 
 
 
 def _going_on(labelled: HeadOutputs, policy: Policy | None) -> npt.NDArray[np.int64]:
-    """The exit at which each sample would leave if it did not leave at this one, (samples, exits)."""
+    """Return the exit at which each sample would leave if it did not leave at this one, (samples, exits)."""
     last, rows = labelled.num_exits - 1, np.arange(len(labelled))
     leaving = np.zeros(labelled.predictions.shape, dtype=bool)
     memory: Memory = ()
@@ -179,7 +175,7 @@ def _going_on(labelled: HeadOutputs, policy: Policy | None) -> npt.NDArray[np.in
 
 
 def fit_recall(labelled: HeadOutputs, policy: Policy | None = None, *, handicap: float | None = None) -> Recall:
-    """How reliable each score of each exit is, by isotonic regression; without labels: as the last exit says.
+    """Learn how reliable each score of each exit is, by isotonic regression; without labels: as the last exit says.
 
     `handicap` is what an earlier answer must be more reliable by to be recalled; None chooses it exit by exit, by how
     many answers are then right.
@@ -203,7 +199,7 @@ def fit_recall(labelled: HeadOutputs, policy: Policy | None = None, *, handicap:
 
 
 def _handicapped(lens: Recall, labelled: HeadOutputs) -> Recall:
-    """The lens with the handicaps that leave most answers right; of equals the highest, which recalls least."""
+    """Return the lens with the handicaps that leave most answers right; of equals the highest, which recalls least."""
     truth = labelled.predictions[:, -1] if labelled.labels is None else labelled.labels
     memory: Memory = ()
     for exit_index in lens.exits:
@@ -240,7 +236,7 @@ def _reliability(scores: Floats, right: npt.NDArray[np.bool_]) -> tuple[tuple[fl
 
 
 def fit_ensemble(labelled: HeadOutputs, policy: Policy | None = None) -> Ensemble:
-    """Two weights per exit, for the mean so far and for the exit itself, that make the labels likeliest.
+    """Fit two weights per exit, for the mean so far and for the exit itself, that make the labels likeliest.
 
     Exit by exit a convex problem of two numbers, neither below 0.
 
@@ -268,7 +264,7 @@ def fit_ensemble(labelled: HeadOutputs, policy: Policy | None = None) -> Ensembl
         label_logs = logs[:, rows, labels]  # (weights, samples)
 
         def surprise(weights: Floats, logs: Floats = logs, label_logs: Floats = label_logs) -> tuple[float, Floats]:
-            """Mean negative log-likelihood of the labels, and its slope."""
+            """Return the mean negative log-likelihood of the labels, and its slope."""
             joint = np.tensordot(weights, logs, axes=1)
             joint = joint - joint.max(axis=1, keepdims=True)
             exponentials = np.exp(joint)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from alight.budgeting.bounds import largest
 from alight.budgeting.thresholds import hash01
 from alight.calibrate.problem import AnyCosts, Budget, Floats, Problem
 from alight.outputs import HeadOutputs
@@ -17,7 +18,7 @@ from alight.policies.route import replay
 def global_threshold(
     costs: AnyCosts, budget: Budget, labelled: HeadOutputs, unlabelled: HeadOutputs | None = None
 ) -> Threshold:
-    """One threshold for all exits, the highest that the budget allows.
+    """Use one threshold for all exits, the highest that the budget allows.
 
     >>> from alight import recordings, replay
     >>> labelled, test, costs = recordings.load()
@@ -40,7 +41,7 @@ def global_threshold(
 def performance_control(
     costs: AnyCosts, budget: Budget, labelled: HeadOutputs, unlabelled: HeadOutputs | None = None
 ) -> Policy:
-    """One accuracy asked of every exit: leave where an isotonic map of the score reaches it (Mofakhami et al. 2024).
+    """Ask one accuracy of every exit: leave where an isotonic map of the score reaches it (Mofakhami et al. 2024).
 
     The map has steps, so the highest affordable accuracy is mixed with the next one to use the budget.
 
@@ -72,7 +73,7 @@ def performance_control(
 
 
 def patience(costs: AnyCosts, budget: Budget, labelled: HeadOutputs, unlabelled: HeadOutputs | None = None) -> Policy:
-    """The longest patience that the budget allows, mixed with the next longer one so that the budget is used.
+    """Use the longest patience that the budget allows, mixed with the next longer one so that the budget is used.
 
     >>> from alight import recordings, replay
     >>> labelled, test, costs = recordings.load()
@@ -90,7 +91,7 @@ def patience(costs: AnyCosts, budget: Budget, labelled: HeadOutputs, unlabelled:
 
 
 def pcee(costs: AnyCosts, budget: Budget, labelled: HeadOutputs, unlabelled: HeadOutputs | None = None) -> Streak:
-    """Confident exits in a row, at the highest threshold that the budget allows; how many, by the labelled data.
+    """Leave after confident exits in a row, at the highest affordable threshold; the labelled data choose how many.
 
     The published score is the negative entropy; any table's score is taken.
 
@@ -114,7 +115,7 @@ def pcee(costs: AnyCosts, budget: Budget, labelled: HeadOutputs, unlabelled: Hea
 
 
 def levels_between(values: Floats) -> Floats:
-    """A level below, between and above all distinct values: each tells other samples apart.
+    """Return a level below, between and above all distinct values: each separates other samples.
 
     Midway between neighbours, so that rounding in a faster dtype rarely crosses it.
 
@@ -126,12 +127,8 @@ def levels_between(values: Floats) -> Floats:
 
 
 def highest_affordable(problem: Problem, levels: Sequence[float] | Floats, at: Callable[[float], Policy]) -> int:
-    """Index of the highest level whose policy keeps the budget on the scored table; higher levels never cost less."""
-    low, high = 0, len(levels) - 1  # the lowest level is affordable
-    while low < high:
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if problem.spends(at(float(levels[middle]))) <= problem.budget else (low, middle - 1)
-    return low
+    """Return the index of the highest level that keeps the budget on the scored table; higher ones never cost less."""
+    return largest(0, len(levels) - 1, lambda index: problem.spends(at(float(levels[index]))) <= problem.budget)
 
 
 def mixed(problem: Problem, cheaper: Policy, costlier: Policy) -> Mixture:
@@ -146,7 +143,7 @@ def mixed(problem: Problem, cheaper: Policy, costlier: Policy) -> Mixture:
 
 
 def _first_reaching(scores: Floats, accuracies: Floats, accuracy: float) -> float:
-    """The threshold above which the isotonic map reaches an accuracy, midway to the score below."""
+    """Return the threshold above which the isotonic map reaches an accuracy, midway to the score below."""
     index = int(np.searchsorted(accuracies, accuracy))
     if index in (0, len(scores)):
         return np.inf if index else -np.inf

@@ -32,7 +32,7 @@ def eero(
     slack: AnySlack = None,
     delta: float = 0.05,
 ) -> Threshold:
-    """Exponential weights, met by thresholds on the samples still waiting at each exit.
+    """Plan exit rates by exponential weights, met by thresholds on the samples still waiting at each exit.
 
     `slack="exact"` keeps the budget with probability 1 - delta over the calibration data, exactly so when `unlabelled`
     samples set the thresholds; `spend_all` spends the budget even where a cheaper plan has less risk.
@@ -60,7 +60,7 @@ def eero_marginal(
     slack: AnySlack = "paper",
     delta: float = 0.05,
 ) -> Threshold:
-    """Exponential weights, met by thresholds on all samples at each exit: the paper to the letter (C = eps).
+    """Plan exit rates by exponential weights, met by thresholds on all samples at each exit: the paper (C = eps).
 
     >>> from alight import recordings, replay
     >>> labelled, test, costs = recordings.load()
@@ -83,7 +83,7 @@ def two_exits(
     slack: AnySlack = None,
     delta: float = 0.05,
 ) -> Policy:
-    """One early exit and the last, the others closed (Prop. C.1); `early=None` takes the best on the labelled data.
+    """Open one early exit and the last (Prop. C.1); `early=None` takes the best on the labelled data.
 
     >>> from alight import recordings, replay
     >>> labelled, test, costs = recordings.load()
@@ -156,7 +156,7 @@ def gaussian(
 def best_single_exit(
     costs: AnyCosts, budget: Budget, labelled: HeadOutputs, unlabelled: HeadOutputs | None = None
 ) -> ExitAt:
-    """Everyone leaves at the most accurate exit that the budget allows.
+    """Let every sample leave at the most accurate exit that the budget allows.
 
     >>> from alight import recordings, replay
     >>> labelled, test, costs = recordings.load()
@@ -171,7 +171,7 @@ def best_single_exit(
 
 
 def _exponential(problem: Problem, temperature: float, prior: Prior, spend_all: bool) -> tuple[Plan, Settings]:
-    """Exponential weights as a function of the budget, and what to write down of them."""
+    """Return exponential weights as a function of the budget, and the settings to record."""
     if not isinstance(spend_all, bool | np.bool_):
         raise BadInput(f"spend_all {spend_all!r} must be True or False")
     risks, costs = problem.labelled.risks(), problem.costs

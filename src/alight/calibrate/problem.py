@@ -130,12 +130,7 @@ class Problem:
         return self._threshold(thresholds, rates, open_exits, _with_slack(settings, slack, delta))
 
     def marginal_policy(
-        self,
-        plan: Plan,
-        *,
-        slack: AnySlack = "paper",
-        delta: float = 0.05,
-        settings: Settings | None = None,
+        self, plan: Plan, *, slack: AnySlack = "paper", delta: float = 0.05, settings: Settings | None = None
     ) -> Threshold:
         """Return the policy that meets planned rates by thresholds on all samples at each exit (the paper)."""
         rates, samples = plan(self.budget), len(self.scored)

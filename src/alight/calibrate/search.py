@@ -39,7 +39,7 @@ def search(
     steps: int = STEPS,
     rounds: int = ROUNDS,
 ) -> Threshold:
-    """The most accurate exit rates that a local search finds, met by survivor thresholds.
+    """Find the most accurate exit rates by a local search, met by survivor thresholds.
 
     It starts from the best of EERO at several temperatures, geometric and Gaussian rates. A move takes samples
     from two exits to one between them, or the other way round, at no change in cost; or it closes an exit, whose
@@ -69,7 +69,7 @@ def search(
 
 
 def _starts(problem: Problem, opened: tuple[int, ...]) -> list[_OpenPlan]:
-    """The plans that other methods make."""
+    """Return the plans that other methods make."""
     costs, risks = problem.network.cumulative(opened), problem.labelled.risks()[list(opened)]
     starts = [
         exponential_weights(risks, costs, problem.budget, temperature=temperature, spend_all=spend_all)
@@ -83,7 +83,7 @@ def _starts(problem: Problem, opened: tuple[int, ...]) -> list[_OpenPlan]:
 def _climb(
     problem: Problem, plan: _OpenPlan, tried: Ranked, kept: Ranked, steps: int, rng: np.random.Generator
 ) -> _OpenPlan:
-    """The plan that is best on `kept` among those that a climb on `tried` passes through."""
+    """Return the plan that is best on `kept` among those that a climb on `tried` passes through."""
     accuracy = tried.accuracy(plan.rates)
     best, best_accuracy = plan, kept.accuracy(plan.rates)
     for step in range(steps):
@@ -100,7 +100,7 @@ def _climb(
 
 
 def _exchanged(plan: _OpenPlan, amount: float, rng: np.random.Generator) -> _OpenPlan | None:
-    """A share of samples moved to an exit from two around it, or away from it, so that the cost stays."""
+    """Move a share of samples to an exit from two around it, or away from it, so that the cost stays."""
     triples = _triples(len(plan.open_exits))
     if not triples:
         return None
@@ -124,14 +124,14 @@ def _triples(count: int) -> tuple[tuple[int, int, int], ...]:
 
 
 def _closed(problem: Problem, plan: _OpenPlan, rng: np.random.Generator) -> _OpenPlan | None:
-    """The plan with one exit less, its samples and its head's cost shared out among the others."""
+    """Close one exit of the plan, its samples and its head's cost shared out among the others."""
     left_out = rng.integers(len(plan.open_exits))
     opened = [index for position, index in enumerate(plan.open_exits) if position != left_out]
     return _fitted(problem, plan.rates, opened, _planned(plan)) if _affordable(problem, opened) else None
 
 
 def _average(problem: Problem, plans: Sequence[_OpenPlan]) -> _OpenPlan:
-    """The mean of the plans, with the exits open that at least half of them open."""
+    """Return the mean of the plans, with the exits open that at least half of them open."""
     votes = np.bincount([index for plan in plans for index in plan.open_exits], minlength=len(problem.network))
     opened = np.flatnonzero(2 * votes >= len(plans)).tolist()
     rates, planned = np.mean([plan.rates for plan in plans], axis=0), np.mean([_planned(plan) for plan in plans])
@@ -139,7 +139,7 @@ def _average(problem: Problem, plans: Sequence[_OpenPlan]) -> _OpenPlan:
 
 
 def _fitted(problem: Problem, rates: Floats, opened: Sequence[int], planned: float) -> _OpenPlan:
-    """The nearest rates over these exits that cost what is planned, or a little less where it must be."""
+    """Return the nearest rates over these exits that cost what is planned, or a little less where it must be."""
     costs = problem.network.cumulative(opened)
     target = min(max(planned, float(costs[0])), problem.budget)
     own = tilted_rates(np.maximum(rates[list(opened)], SMALLEST), costs, target)

@@ -69,7 +69,7 @@ def optimal_stopping(
 
 
 def rates_at_price(ranked: Ranked, costs: Floats, price: float) -> Floats:
-    """Shares that leave at each exit when cost has this price: backward induction on the samples that wait.
+    """Return the shares that leave at each exit when cost has this price: backward induction on the waiting samples.
 
     The isotonic fit of advantages in the order of the scores is below 0 before, and above 0 after, the minimum of
     their running sum: no fit is needed to find its sign.
@@ -99,7 +99,7 @@ def _upper(advantage: Floats, order: npt.NDArray[np.int64]) -> npt.NDArray[np.bo
 
 
 def _plans(problem: Problem, parts: list[Ranked], prices: int) -> list[_PricedPlan]:
-    """Plans from the highest price, at which all samples leave at once, to the lowest, cheapest plan first."""
+    """Return plans from the highest price, at which all samples leave at once, to the lowest, cheapest plan first."""
     everyone, costs = Ranked(problem.labelled), problem.costs / problem.costs[-1]
 
     def of(price: float, rates: Floats) -> _PricedPlan:
@@ -134,7 +134,7 @@ def _spending(problem: Problem, plans: list[_PricedPlan]) -> _PricedPlan:
 
 
 def _concave(plans: list[_PricedPlan]) -> list[_PricedPlan]:
-    """The plans on the concave hull of accuracy over cost, from the cheapest to the most accurate."""
+    """Return the plans on the concave hull of accuracy over cost, from the cheapest to the most accurate."""
     hull: list[_PricedPlan] = []
     for plan in sorted(plans, key=lambda plan: (plan.cost, -plan.accuracy)):
         if hull and plan.accuracy <= hull[-1].accuracy:

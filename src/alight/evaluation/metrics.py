@@ -43,11 +43,6 @@ class Classes(NamedTuple):
         return self.accuracy - self.full_accuracy
 
 
-def budget_use(decisions: Decisions, budget: float) -> float:
-    """Mean cost as a share of the budget."""
-    return decisions.mean_cost / budget
-
-
 def bootstrap(
     decisions: Decisions,
     labels: npt.ArrayLike,
@@ -56,7 +51,7 @@ def bootstrap(
     confidence: float = 0.95,
     draws: int = 1000,
 ) -> Bootstrap:
-    """Percentile intervals over test samples drawn again with replacement.
+    """Return percentile intervals over test samples drawn again with replacement.
 
     A sample matters only by its cost and whether it is right, so the draws are of how many samples of each such
     kind there are: one multinomial instead of a table of samples.
@@ -77,7 +72,7 @@ def bootstrap(
 
 
 def per_class(decisions: Decisions, outputs: HeadOutputs) -> Classes:
-    """Accuracy, cost and exits of each class, beside the last exit's accuracy on it.
+    """Return accuracy, cost and exits of each class, beside the last exit's accuracy on it.
 
     >>> outputs = HeadOutputs(scores=[[1, 1], [1, 1]], predictions=[[0, 0], [0, 1]], labels=[0, 1])
     >>> decisions = Decisions(predictions=[0, 0], exits=[0, 0], spent=[1, 1], num_exits=2)
@@ -105,7 +100,7 @@ def per_class(decisions: Decisions, outputs: HeadOutputs) -> Classes:
 
 
 def oracle(costs: Costs | npt.ArrayLike, outputs: HeadOutputs) -> Decisions:
-    """Each sample leaves at its cheapest correct exit; where none is correct, at the cheapest exit."""
+    """Let each sample leave at its cheapest correct exit; where none is correct, at the cheapest exit."""
     network = as_costs(costs)
     outputs.known_labels("the oracle")
     if outputs.num_exits != len(network):
@@ -115,7 +110,7 @@ def oracle(costs: Costs | npt.ArrayLike, outputs: HeadOutputs) -> Decisions:
 
 
 def oracle_within(costs: Costs | npt.ArrayLike, budget: float | str, outputs: HeadOutputs) -> Decisions:
-    """The oracle under a budget: samples go on to their cheapest correct exit, the cheapest to help first.
+    """Return the oracle under a budget: samples go on to their cheapest correct exit, the cheapest to help first.
 
     Every such step gains one correct answer, so the best gain per cost is the smallest extra cost, and releasing
     them in that order is optimal.

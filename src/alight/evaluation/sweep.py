@@ -79,7 +79,7 @@ def sweep(
     seed: int = 0,
     progress: bool = False,
 ) -> list[Point]:
-    """Every method calibrated for every budget and replayed on the test table, with bootstrap intervals.
+    """Calibrate every method for every budget and replay it on the test table, with bootstrap intervals.
 
     `references` adds the oracle at every budget and each exit alone.
 
@@ -147,7 +147,7 @@ def _measured(
 
 
 def at_equal_spend(points: Sequence[Point], spends: Iterable[float]) -> list[MethodComparison]:
-    """Every method's accuracy at the same spent budgets, not the same allowed ones.
+    """Return every method's accuracy at the same spent budgets, not the same allowed ones.
 
     Between two points of a method lies the mixture of their policies, so accuracy is interpolated along the spent
     budget; where a method never spends so much or so little there is no row.
@@ -172,7 +172,7 @@ def at_equal_spend(points: Sequence[Point], spends: Iterable[float]) -> list[Met
 
 
 def write_points(points: Sequence[Point], path: PathLike) -> Path:
-    """The path of a CSV file with one row per point, written whole or not at all.
+    """Write a CSV file with one row per point, whole or not at all, and return its path.
 
     >>> import tempfile
     >>> path = write_points([Point("eero", 4.0, accuracy=0.8, mean_cost=3.0)], Path(tempfile.mkdtemp()) / "points.csv")
@@ -188,7 +188,7 @@ def write_points(points: Sequence[Point], path: PathLike) -> Path:
 
 
 def read_points(path: PathLike) -> list[Point]:
-    """The points of a CSV file that `write_points` wrote; columns that `Point` has a default for may be missing.
+    """Read the points of a CSV file that `write_points` wrote; columns that `Point` has a default for may be missing.
 
     >>> import tempfile
     >>> path = write_points([Point("eero", 4.0, accuracy=0.8, mean_cost=3.0)], Path(tempfile.mkdtemp()) / "points.csv")
@@ -230,7 +230,7 @@ def _described(policy: Policy) -> dict[str, Any]:
 
 
 def _spread(policy: Policy, values: Sequence[float], closed: float) -> tuple[float, ...]:
-    """One value for each exit of the network, from one for each open exit."""
+    """Return one value for each exit of the network, from one for each open exit."""
     by_exit = dict(zip(policy.open_exits, values, strict=True))
     return tuple(by_exit.get(index, closed) for index in range(policy.num_exits))
 

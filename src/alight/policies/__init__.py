@@ -1,7 +1,7 @@
 """Does it leave? The rules, the lenses, and the one walk through the exits."""
 
-from alight.policies.capped import Capped, capped
 from alight.policies.lenses import Ensemble, Gain, Lens, Recall
+from alight.policies.limits import Capped, Quota, capped
 from alight.policies.paced import Pace, Paced
 from alight.policies.policy import (
     BatchState,
@@ -14,7 +14,6 @@ from alight.policies.policy import (
     Streak,
     Threshold,
 )
-from alight.policies.quota import Quota
 from alight.policies.route import replay, replay_on, route, visit
 from alight.policies.saved import load_policy, policy_from_dict
 

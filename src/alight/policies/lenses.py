@@ -14,7 +14,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import pairwise
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -24,6 +24,7 @@ from alight.scores import library_of, margin, probabilities
 
 Array = Any  # a NumPy array or a torch tensor
 Memory = tuple[Any, ...]
+Mapped = tuple[Array, Array, Memory]  # answers, scores, and what to remember of the samples
 Floats = tuple[float, ...]
 
 IMPOSSIBLE = -30.0  # log-probabilities below are raised to it: a probability of 1e-13, and never 0 * infinity
@@ -34,6 +35,7 @@ DIGITS = 12  # of a score that took an exponential, in whose last bits libraries
 class Lens(ABC):
     """What every lens has: its exits, the recorded columns that it reads, the score that it gives, and `step`."""
 
+    score: ClassVar[str]  # name of the score that it gives; higher is leave, as everywhere
     exits: tuple[int, ...] = ()  # those that it was fitted for, all of which must be open; () is any
 
     def __post_init__(self) -> None:
@@ -42,22 +44,15 @@ class Lens(ABC):
         self._check()
 
     def _check(self) -> None:  # noqa: B027  # a lens with nothing to check is a lens
-        """Whether the numbers fit together; lenses add their own."""
+        """Check that the numbers fit together; lenses add their own checks."""
 
     @property
     @abstractmethod
     def inputs(self) -> tuple[str, ...]:
         """Names of the columns that it reads: scores of the table, or "log_probabilities"."""
 
-    @property
     @abstractmethod
-    def score(self) -> str:
-        """Name of the score that it gives."""
-
-    @abstractmethod
-    def step(
-        self, exit_index: int, predictions: Array, columns: tuple[Array, ...], memory: Memory
-    ) -> tuple[Array, Array, Memory]:
+    def step(self, exit_index: int, predictions: Array, columns: tuple[Array, ...], memory: Memory) -> Mapped:
         """Return answers and scores of the samples waiting at an exit, and what to remember of them, first ()."""
 
     def apply(self, outputs: HeadOutputs) -> HeadOutputs:
@@ -87,7 +82,7 @@ class Lens(ABC):
             )
 
     def to_dict(self) -> dict[str, Any]:
-        """The lens as plain JSON values."""
+        """Return the lens as JSON values."""
         return {"lens": type(self).__name__} | {each.name: _plain(getattr(self, each.name)) for each in fields(self)}
 
 
@@ -101,6 +96,7 @@ class Gain(Lens):
     arrays and tensors agree to the last bit.
     """
 
+    score: ClassVar[str] = "negative_gain"
     columns: tuple[str, ...]
     knots: tuple[tuple[Floats, ...], ...]  # per exit and column, where the function may bend
     weights: tuple[Floats, ...]  # per exit, the constant first
@@ -123,15 +119,8 @@ class Gain(Lens):
         """Names of the columns that it reads."""
         return self.columns
 
-    @property
-    def score(self) -> str:
-        """Name of the score that it gives: higher is leave, as everywhere."""
-        return "negative_gain"
-
-    def step(
-        self, exit_index: int, predictions: Array, columns: tuple[Array, ...], memory: Memory
-    ) -> tuple[Array, Array, Memory]:
-        """The heads' answers, and minus what going on is expected to bring; each exit is remembered as it spoke."""
+    def step(self, exit_index: int, predictions: Array, columns: tuple[Array, ...], memory: Memory) -> Mapped:
+        """Return the heads' answers, and minus what going on is expected to bring; all outputs are remembered."""
         open_index = self.exits.index(exit_index)
         described = clues(self.knots[open_index], predictions, columns, memory)
         constant, *weights = self.weights[open_index]
@@ -144,7 +133,7 @@ class Gain(Lens):
 def clues(
     knots: Sequence[Floats], predictions: Array, columns: Sequence[Array], memory: Sequence[tuple[Array, ...]]
 ) -> list[Array]:
-    """What the exits have said so far, as numbers: one array per clue, in a fixed order.
+    """Describe what the exits have said so far as numbers: one array per clue, in a fixed order.
 
     >>> clues([(0.5,)], np.array([3]), [np.array([0.75])], [])
     [array([0.75]), array([0.25])]
@@ -180,6 +169,7 @@ class Recall(Lens):
     array([[3, 3]])
     """
 
+    score: ClassVar[str] = "reliability"
     column: str = "margin"
     levels: tuple[Floats, ...]  # per exit, scores in increasing order
     reliabilities: tuple[Floats, ...]  # per exit, of those scores; straight lines between, level beyond
@@ -213,15 +203,8 @@ class Recall(Lens):
         """Names of the columns that it reads."""
         return (self.column,)
 
-    @property
-    def score(self) -> str:
-        """Name of the score that it gives."""
-        return "reliability"
-
-    def step(
-        self, exit_index: int, predictions: Array, columns: tuple[Array, ...], memory: Memory
-    ) -> tuple[Array, Array, Memory]:
-        """The most reliable exit's answer and reliability; both are remembered."""
+    def step(self, exit_index: int, predictions: Array, columns: tuple[Array, ...], memory: Memory) -> Mapped:
+        """Return the most reliable exit's answer and reliability; both are remembered."""
         open_index = self.exits.index(exit_index)
         reliability = _along(columns[0], self.levels[open_index], self.reliabilities[open_index])
         if memory:
@@ -234,7 +217,7 @@ class Recall(Lens):
 
 
 def _along(values: Array, levels: Floats, heights: Floats) -> Array:
-    """The height of each value on the line through these points; a sum of rising parts, so that it never falls."""
+    """Return the height of each value on the line through these points: a sum of rising parts, which never falls."""
     clip = library_of(values).clip
     height = 0.0 * values + heights[0]
     for (low, high), (lower, higher) in zip(pairwise(levels), pairwise(heights), strict=True):
@@ -250,6 +233,7 @@ class Ensemble(Lens):
     is the margin of what results.
     """
 
+    score: ClassVar[str] = "ensemble_margin"
     kept: Floats  # per exit, what the mean so far counts; 0 at the first
     fresh: Floats  # per exit, what the exit itself counts
 
@@ -268,15 +252,8 @@ class Ensemble(Lens):
         """Names of the columns that it reads."""
         return ("log_probabilities",)
 
-    @property
-    def score(self) -> str:
-        """Name of the score that it gives."""
-        return "ensemble_margin"
-
-    def step(
-        self, exit_index: int, predictions: Array, columns: tuple[Array, ...], memory: Memory
-    ) -> tuple[Array, Array, Memory]:
-        """The ensemble's answer and margin; its logarithms are remembered."""
+    def step(self, exit_index: int, predictions: Array, columns: tuple[Array, ...], memory: Memory) -> Mapped:
+        """Return the ensemble's answer and margin; its logarithms are remembered."""
         open_index = self.exits.index(exit_index)
         logs = self.fresh[open_index] * possible(columns[0])  # (samples, classes)
         if memory:
@@ -285,7 +262,7 @@ class Ensemble(Lens):
 
 
 def possible(logs: Array) -> Array:
-    """Log-probabilities in float64, none below that of the practically impossible."""
+    """Return log-probabilities in float64, none below that of the practically impossible."""
     library = library_of(logs)
     return library.clip(logs.astype(np.float64) if library is np else logs.double(), IMPOSSIBLE, None)
 
@@ -294,7 +271,7 @@ LENSES: dict[str, type[Lens]] = {lens.__name__: lens for lens in (Gain, Recall, 
 
 
 def lens_from_dict(content: Mapping[str, Any]) -> Lens:
-    """The lens that `to_dict` wrote."""
+    """Return the lens that `to_dict` wrote."""
     values = dict(content)
     kind = LENSES[values.pop("lens")]
     return kind(**{name: _tuples(value) for name, value in values.items()})

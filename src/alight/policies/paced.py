@@ -17,7 +17,7 @@ fair, and a Shiryaev-Roberts sum of such bets is raised to 1 / alarm_rate with p
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any, ClassVar
 
@@ -28,8 +28,8 @@ from alight.budgeting.rates import tilted_rates
 from alight.budgeting.thresholds import hashed_below
 from alight.errors import BadFile, BadInput, Mismatch
 from alight.files import PathLike, read_json, write_json
-from alight.policies.policy import Array, BatchState, Memory, Policy, reaches
-from alight.policies.quota import surest
+from alight.policies.limits import surest
+from alight.policies.policy import Array, BatchState, Memory, Policy, Step, reaches
 
 Floats = npt.NDArray[np.float64]
 
@@ -77,22 +77,14 @@ class Pace(BatchState):
         return self
 
     def to_dict(self) -> dict[str, Any]:
-        """The state as plain JSON values."""
-        return {
-            "admitted": self.admitted,
-            "last": self.last,
-            "spent": self.spent,
-            "recent": [scores.tolist() for scores in self.recent],
-            "met": list(self.met),
-            "passed": list(self.passed),
-            "evidence": np.maximum(self.evidence, -1e300).tolist(),  # JSON has no infinity
-            "stakes": self.stakes.tolist(),
-            "alarmed_at": self.alarmed_at,
-        }
+        """Return the state as JSON values."""
+        content = {each.name: getattr(self, each.name) for each in fields(self)}
+        content |= {"recent": [scores.tolist() for scores in self.recent], "stakes": self.stakes.tolist()}
+        return content | {"evidence": np.maximum(self.evidence, -1e300).tolist()}  # JSON has no infinity
 
     @classmethod
     def from_dict(cls, content: Mapping[str, Any]) -> "Pace":
-        """The state that `to_dict` gave; a KeyError, TypeError or ValueError says what is wrong with it."""
+        """Return the state that `to_dict` gave; a KeyError, TypeError or ValueError says what is wrong with it."""
         return cls(
             admitted=int(content["admitted"]),
             last=int(content["last"]),
@@ -111,7 +103,7 @@ class Pace(BatchState):
 
     @classmethod
     def load(cls, path: PathLike) -> "Pace":
-        """The state of a JSON file that `save` wrote."""
+        """Load the state of a JSON file that `save` wrote."""
         content = read_json(path, "Pace")
         try:
             return cls.from_dict(content)
@@ -157,9 +149,7 @@ class Paced(Policy):
         if len(self.law) != len(self.costs) or min(self.law) < 0 or not sum(self.law):
             raise BadInput(f"a law {self.law} of the shares of {len(self.costs)} exits: give one count per exit")
 
-    def step(
-        self, open_index: int, samples: Array, predictions: Array, scores: Array, memory: Memory
-    ) -> tuple[Array, Memory]:
+    def step(self, open_index: int, samples: Array, predictions: Array, scores: Array, memory: Memory) -> Step:
         if open_index == 0:
             state, batch = self._admit(memory[0] if memory else Pace(), len(samples))
             left_before = samples != samples  # none
@@ -202,7 +192,7 @@ class Paced(Policy):
         return state, replace(batch, left=batch.left - paid, betting=False), left_before
 
     def owing(self, state: Pace, count: int) -> Pace:
-        """The state if up to `count` more samples were admitted and nobody knows at what cost: it owes all they may.
+        """Return the state if up to `count` more samples were admitted at unknown cost: it owes all they may cost.
 
         The guard lets them exceed the budget by the cost of the last exit at most, whatever they were.
         """
@@ -238,7 +228,7 @@ class Paced(Policy):
         return 3 * math.sqrt(self.pace * float(rates @ (costs - rates @ costs) ** 2))
 
     def _admit(self, state: Pace, count: int) -> tuple[Pace, PacedBatch]:
-        """The state as a batch begins, with the bets of the last one settled, and what holds for the batch."""
+        """Return the state as a batch begins, with the bets of the last one settled, and what holds for the batch."""
         assert self.budget is not None  # checked at the border
         if state.recent and len(state.recent) != len(self.recent):
             raise Mismatch(
@@ -273,7 +263,7 @@ class Paced(Policy):
         return tuple(np.array(scores) for scores in self.recent)
 
     def _shares(self, aim: float) -> Floats:
-        """Of those waiting at each exit but the last, the share to leave, for this budget."""
+        """Return the share of the waiting samples that leaves at each exit but the last, for this budget."""
         budgets, plans = self._plans
         if budgets[0] == budgets[1]:  # all at one exit
             return np.where(np.array(self.exit_rates) > 0, 1.0, 0.0)[:-1]
@@ -284,14 +274,14 @@ class Paced(Policy):
         return np.clip(rates / np.maximum(waiting, 1e-12), 0, 1)[:-1]
 
     def _seen(self, state: Pace, open_index: int, scores: Array) -> tuple[Floats, ...]:
-        """The scores last seen at each exit, these included."""
+        """Return the scores last seen at each exit, these included."""
         window = len(self.recent[open_index])
         fresh = np.asarray(scores.tolist(), dtype=np.float64)
         seen = np.concatenate([state.recent[open_index], fresh])[-window:]
         return (*state.recent[:open_index], seen, *state.recent[open_index + 1 :])
 
     def _bet(self, state: Pace, open_index: int, passing: Array) -> Pace:
-        """The state after bets on whether samples that came to an exit as calibrated would pass it."""
+        """Return the state after bets on whether samples that came to an exit as calibrated would pass it."""
         passes = np.asarray(passing.tolist(), dtype=np.float64)
         count, passed = len(passes), int(passes.sum())
         inside = np.cumsum(passes) - passes + sum(self.law[open_index + 1 :]) + state.passed[open_index]
@@ -319,7 +309,7 @@ def most_owed(state: Pace, budget: float, last_cost: float, count: int) -> float
 
 
 def _odds(rates: Floats) -> Floats:
-    """Odds of passing each exit but the last for samples that reach it; 1 where all pass or none."""
+    """Return the odds of passing each exit but the last for samples that reach it; 1 where all pass or none."""
     beyond = np.cumsum(rates[::-1])[::-1][1:]
     both = (beyond > 0) & (rates[:-1] > 0)
     return np.where(both, beyond, 1.0) / np.where(both, rates[:-1], 1.0)
@@ -330,7 +320,7 @@ def _added(counts: tuple[int, ...], open_index: int, count: int) -> tuple[int, .
 
 
 def _cut(scores: Floats, share: float) -> tuple[float, float]:
-    """Threshold and tie share with which this share of the scores leaves."""
+    """Return the threshold and tie share with which this share of the scores leaves."""
     passing = round((1 - share) * len(scores))
     if passing in (0, len(scores)):
         return (math.inf if passing else -math.inf), 1.0

@@ -6,7 +6,7 @@ Policy
 ├── Patience    the prediction has stayed the same for several exits (PABEE)
 ├── ExitAt      every sample leaves at one exit
 ├── Lottery     planned shares leave at each exit, drawn at random
-├── Capped      as another policy says, but some no later than at an exit of their own (capped.py)
+├── Capped      as another policy says, but some no later than at an exit of their own (limits.py)
 └── Mixture     a share of the samples follows one policy, the rest another
 """
 
@@ -28,6 +28,7 @@ from alight.policies.lenses import Lens
 
 Array = Any  # a NumPy array, a torch tensor, or one sample's number: steps use operators that mean the same for all
 Memory = tuple[Any, ...]  # arrays with one entry per sample still waiting, or such tuples again
+Step = tuple[Array, Memory]  # which samples leave, and what to remember of all of them
 
 
 class BatchState:
@@ -99,9 +100,7 @@ class Policy(ABC):
             self.lens.check(self.open_exits)
 
     @abstractmethod
-    def step(
-        self, open_index: int, samples: Array, predictions: Array, scores: Array, memory: Memory
-    ) -> tuple[Array, Memory]:
+    def step(self, open_index: int, samples: Array, predictions: Array, scores: Array, memory: Memory) -> Step:
         """Return which samples leave at the open exit of this position, and what to remember of all of them.
 
         `samples` are stable indices; `memory` is empty at the first exit. Never called at the last open exit,
@@ -167,11 +166,11 @@ class Policy(ABC):
         return {each.name: getattr(self, each.name) for each in fields(Policy)}
 
     def rule(self) -> list[list[str]]:
-        """The rule's own numbers as columns of text: a name, then one entry per open exit."""
+        """Return the rule's own numbers as columns of text: a name, then one entry per open exit."""
         return []
 
     def summary(self) -> str:
-        """The rule in a few words."""
+        """Return the rule in a few words."""
         return type(self).__name__
 
     def __str__(self) -> str:
@@ -281,9 +280,7 @@ class Threshold(Policy):
         if not all(_is_number(share) and 0 <= share <= 1 for share in self.tie_shares):
             raise BadInput(f"tie shares {self.tie_shares} must lie in [0, 1]")
 
-    def step(
-        self, open_index: int, samples: Array, predictions: Array, scores: Array, memory: Memory
-    ) -> tuple[Array, Memory]:
+    def step(self, open_index: int, samples: Array, predictions: Array, scores: Array, memory: Memory) -> Step:
         return reaches(scores, samples, self.thresholds[open_index], self.tie_shares[open_index]), memory
 
     def rule(self) -> list[list[str]]:
@@ -308,9 +305,7 @@ class Streak(Policy):
         if math.isnan(self.threshold) or type(self.patience) is not int or self.patience < 1:
             raise BadInput(f"threshold {self.threshold} and patience {self.patience}: give a number, and 1 or more")
 
-    def step(
-        self, open_index: int, samples: Array, predictions: Array, scores: Array, memory: Memory
-    ) -> tuple[Array, Memory]:
+    def step(self, open_index: int, samples: Array, predictions: Array, scores: Array, memory: Memory) -> Step:
         confident = scores >= self.threshold
         (streak,) = memory or (0 * predictions,)
         streak = (streak + 1) * confident
@@ -338,9 +333,7 @@ class Patience(Policy):
         if type(self.patience) is not int or self.patience < 0:
             raise BadInput(f"patience {self.patience!r} must be a whole number, 0 or more")
 
-    def step(
-        self, open_index: int, samples: Array, predictions: Array, scores: Array, memory: Memory
-    ) -> tuple[Array, Memory]:
+    def step(self, open_index: int, samples: Array, predictions: Array, scores: Array, memory: Memory) -> Step:
         previous, agreements = memory or (predictions, 0 * predictions - 1)
         agreements = (agreements + 1) * (predictions == previous)
         return agreements >= self.patience, (predictions, agreements)
@@ -360,9 +353,7 @@ class ExitAt(Policy):
         if len(self.open_exits) != 1:
             raise BadInput(f"ExitAt opens {len(self.open_exits)} exits, {self.open_exits}: open one")
 
-    def step(
-        self, open_index: int, samples: Array, predictions: Array, scores: Array, memory: Memory
-    ) -> tuple[Array, Memory]:
+    def step(self, open_index: int, samples: Array, predictions: Array, scores: Array, memory: Memory) -> Step:
         return samples == samples, memory
 
     def summary(self) -> str:
@@ -383,9 +374,7 @@ class Lottery(Policy):
         if not self.exit_rates:
             raise BadInput("a lottery without exit rates: give one for each open exit")
 
-    def step(
-        self, open_index: int, samples: Array, predictions: Array, scores: Array, memory: Memory
-    ) -> tuple[Array, Memory]:
+    def step(self, open_index: int, samples: Array, predictions: Array, scores: Array, memory: Memory) -> Step:
         waiting = sum(self.exit_rates[open_index:])
         share = min(1.0, self.exit_rates[open_index] / waiting) if waiting > 0 else 1.0
         return hashed_below(samples, share, LOTTERY_SALT + open_index), memory
@@ -413,9 +402,7 @@ class Mixture(Policy):
         if not 0 <= self.share <= 1:
             raise BadInput(f"share {self.share:g} of a mixture must lie in [0, 1]")
 
-    def step(
-        self, open_index: int, samples: Array, predictions: Array, scores: Array, memory: Memory
-    ) -> tuple[Array, Memory]:
+    def step(self, open_index: int, samples: Array, predictions: Array, scores: Array, memory: Memory) -> Step:
         memories = memory or ((), ())
         chosen = hashed_below(samples, self.share, MIXTURE_SALT)
         leave_first, first = self.first.step(open_index, samples, predictions, scores, memories[0])
@@ -433,14 +420,14 @@ class Mixture(Policy):
 
 
 def reaches(scores: Array, samples: Array, threshold: float, tie_share: float) -> Array:
-    """Where a score is above the threshold, or equals it and the sample is in the share of ties that leaves."""
+    """Return where a score is above the threshold, or equals it and the sample is in the share of ties that leaves."""
     if tie_share >= 1:
         return scores >= threshold
     return (scores > threshold) | ((scores == threshold) & hashed_below(samples, tie_share))
 
 
 def aligned(columns: Sequence[Sequence[str]]) -> list[str]:
-    """Lines of a table whose columns, each headed by its name, are aligned to the right."""
+    """Return lines of a table whose columns, each headed by its name, are aligned to the right."""
     widths = [max(map(len, column)) for column in columns]
     rows = zip(*columns, strict=True)
     return ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
@@ -459,7 +446,7 @@ def _threshold(value: float) -> str:
 
 
 def _as_python(value: Any) -> Any:
-    """The value without NumPy: scalars as Python numbers, arrays and lists as tuples, mappings as dicts."""
+    """Return the value without NumPy: scalars as Python numbers, arrays and lists as tuples, mappings as dicts."""
     if isinstance(value, np.generic | np.ndarray):
         value = value.tolist()
     if isinstance(value, list | tuple):

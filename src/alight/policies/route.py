@@ -64,7 +64,7 @@ def visit(
 
 
 def replay(policy: Policy, outputs: HeadOutputs, *, batch_size: int | None = None) -> Decisions:
-    """What the policy decides on a recorded table, whose rows are the samples' indices, in one batch or in several.
+    """Return what the policy decides on a recorded table, whose rows are the samples' indices, in one batch or several.
 
     >>> from alight.policies.policy import Threshold
     >>> outputs = HeadOutputs(scores=[[0.2, 0.9], [0.7, 0.8]], predictions=[[1, 0], [2, 2]])
@@ -77,7 +77,7 @@ def replay(policy: Policy, outputs: HeadOutputs, *, batch_size: int | None = Non
 def replay_on(
     policy: Policy, outputs: HeadOutputs, memory: Memory = (), *, batch_size: int | None = None
 ) -> tuple[Decisions, Memory]:
-    """What the policy decides, given what it remembers of samples before these, and what it remembers then."""
+    """Return what the policy decides, given what it remembers of earlier samples, and what it remembers then."""
     policy.check(outputs)
     columns = [outputs.column(name) for name in policy.inputs]
     waiting = np.empty(0, dtype=np.int64)
@@ -118,7 +118,7 @@ def kept(memory: Any, staying: Any) -> Any:
 
 
 def joined(memories: Sequence[Any]) -> Any:
-    """What is remembered of several groups that now wait together."""
+    """Join what is remembered of several groups that now wait together."""
     first = memories[0]
     if isinstance(first, tuple):
         return tuple(joined(parts) for parts in zip(*memories, strict=True))

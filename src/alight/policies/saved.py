@@ -7,9 +7,9 @@ from typing import Any
 from alight.errors import BadFile
 from alight.files import PathLike, read_json
 from alight.policies.lenses import lens_from_dict
+from alight.policies.limits import Quota
 from alight.policies.paced import Paced
 from alight.policies.policy import Certificate, ExitAt, Lottery, Mixture, Patience, Policy, Streak, Threshold
-from alight.policies.quota import Quota
 
 RULES: Mapping[str, type[Policy]] = {
     rule.__name__: rule for rule in (Threshold, Streak, Patience, ExitAt, Lottery, Mixture, Quota, Paced)
@@ -17,7 +17,7 @@ RULES: Mapping[str, type[Policy]] = {
 
 
 def load_policy(path: PathLike) -> Policy:
-    """The policy of a JSON file that `Policy.save` wrote.
+    """Load the policy of a JSON file that `Policy.save` wrote.
 
     >>> import tempfile
     >>> path = f"{tempfile.mkdtemp()}/policy.json"
@@ -34,7 +34,7 @@ def load_policy(path: PathLike) -> Policy:
 
 
 def policy_from_dict(content: Mapping[str, Any]) -> Policy:
-    """The policy that `Policy.to_dict` wrote."""
+    """Return the policy that `Policy.to_dict` wrote."""
     values = dict(content)
     rule = RULES[values.pop("rule")]
     return rule(**{name: _from_json(name, value) for name, value in values.items()})

@@ -26,7 +26,7 @@ def write_report(
     title: str = "Early exits under a budget",
     guarantees: Sequence[str] = (),
 ) -> Path:
-    """The path of one self-contained HTML page about these points, written whole or not at all.
+    """Write one self-contained HTML page about these points, whole or not at all, and return its path.
 
     `shown` are the points of one network, or a `ReportedNetwork` of them, or several by name;
     `guarantees` are sentences to stand above the figures, such as a policy's certificate.
@@ -41,7 +41,7 @@ def write_report(
 
 
 def as_html(page: Page) -> str:
-    """The page as HTML that needs nothing beside itself."""
+    """Return the page as HTML that needs no other file."""
     data = {
         "networks": [_network(network) for network in page.networks],
         "spends": [spend / 100 for spend in SPENDS],
@@ -72,7 +72,7 @@ def _networks(
 
 
 def _network(network: ReportedNetwork) -> dict[str, Any]:
-    """One network as the page's scripts read it: its points row by row, and its methods at equal spent budget."""
+    """Return one network as the page's scripts read it: points row by row, and methods at equal spent budget."""
     points, full_cost = network.points, network.full_cost
     return {
         "name": network.name,
@@ -100,7 +100,7 @@ def _plan(plan: Planned, exits: Sequence[str]) -> dict[str, Any]:
 
 
 def _table(points: Sequence[Point], spends: Sequence[float]) -> list[dict[str, Any]]:
-    """A row per method: its accuracy at each spent budget, None where it never spends that."""
+    """Return a row per method: its accuracy at each spent budget, None where it never spends that."""
     compared = at_equal_spend(points, spends)
     rivals = [row for row in compared if row.method != ORACLE]
     best = {row.spent: max(round(each.accuracy, 3) for each in rivals if each.spent == row.spent) for row in rivals}
@@ -119,7 +119,7 @@ def _table(points: Sequence[Point], spends: Sequence[float]) -> list[dict[str, A
 
 
 def _in_json(value: Any) -> Any:
-    """The value, where it is a number that JSON does not know None or "inf" or "-inf"."""
+    """Return the value; a number that JSON does not know becomes None, "inf" or "-inf"."""
     if isinstance(value, tuple):
         return [_in_json(each) for each in value]
     if not isinstance(value, float) or math.isfinite(value):
@@ -128,7 +128,7 @@ def _in_json(value: Any) -> Any:
 
 
 def _json_in_html(data: object) -> str:
-    """JSON that no text in it can lead out of its script element."""
+    """Return JSON that no text in it can lead out of its script element."""
     text = json.dumps(data, allow_nan=False, separators=(",", ":"))
     return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
 

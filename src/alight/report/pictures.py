@@ -27,7 +27,7 @@ Pixels = npt.NDArray[np.uint8]
 def examples(
     images: Any, policies: Sequence[Policy], outputs: HeadOutputs, *, classes: Sequence[str] = (), count: int = COUNT
 ) -> Examples:
-    """Some of these images, and where they leave under each of the policies.
+    """Choose some of these images, and return where they leave under each of the policies.
 
     `images` are in the order of the table `outputs`: grey or RGB, channels first or last, of bytes or of floats. Shown
     are the first to leave at each exit under the policy in the middle, an equal number of each as far as there are.
@@ -60,7 +60,7 @@ def examples(
 
 
 def read_images(path: PathLike) -> np.ndarray:
-    """The array `images` of an .npz file; pickled ones are refused, since they could run code."""
+    """Read the array `images` of an .npz file; pickled ones are refused, since they could run code."""
     remedy = "save np.savez(path, images=...), in the order in which they were recorded"
     try:
         with np.load(path, allow_pickle=False) as file:
@@ -70,7 +70,7 @@ def read_images(path: PathLike) -> np.ndarray:
 
 
 def as_pixels(images: Sequence[np.ndarray]) -> list[Pixels]:
-    """Images as bytes, (height, width) or (height, width, 3), shrunk to `SIDE`; floats beyond [0, 1] are stretched."""
+    """Return images as bytes, (height, width[, 3]), shrunk to `SIDE`; floats beyond [0, 1] are stretched."""
     shaped = [_channels_last(image) for image in images]
     if all(image.dtype == np.uint8 for image in shaped):
         low, high = 0.0, 255.0
@@ -82,7 +82,7 @@ def as_pixels(images: Sequence[np.ndarray]) -> list[Pixels]:
 
 
 def data_address(pixels: Pixels) -> str:
-    """The image as a PNG file that an address holds whole."""
+    """Return the image as a PNG file in a data: address."""
     height, width = pixels.shape[:2]
     kind = GREY if pixels.ndim == 2 else COLOUR
     lines = pixels.reshape(height, -1)
@@ -98,7 +98,7 @@ def _chunk(part: tuple[bytes, bytes]) -> bytes:
 
 
 def _first_of_each(exits: npt.NDArray[np.int64], count: int) -> npt.NDArray[np.int64]:
-    """Rows in their order: so many in all, as evenly over the exits as the samples that left there allow."""
+    """Return rows in their order, `count` in all, as evenly over the exits as the samples that left there allow."""
     ranks = np.empty_like(exits)  # the first to leave at its exit is 0
     for index in np.unique(exits):
         here = exits == index
@@ -107,7 +107,7 @@ def _first_of_each(exits: npt.NDArray[np.int64], count: int) -> npt.NDArray[np.i
 
 
 def _channels_last(image: np.ndarray) -> np.ndarray:
-    """(height, width) or (height, width, 3)."""
+    """Return the image as (height, width) or (height, width, 3)."""
     if image.ndim == 3 and image.shape[0] in (1, 3) and image.shape[2] not in (1, 3):
         image = np.moveaxis(image, 0, -1)
     if image.ndim == 3 and image.shape[2] == 1:
@@ -118,7 +118,7 @@ def _channels_last(image: np.ndarray) -> np.ndarray:
 
 
 def _shrunk(image: np.ndarray) -> npt.NDArray[np.float64]:
-    """The image with each block of pixels made one, so that no side is longer than `SIDE`."""
+    """Return the image with each block of pixels made one, so that no side is longer than `SIDE`."""
     step = -(-max(image.shape[:2]) // SIDE)
     height, width = (side // step * step for side in image.shape[:2])
     blocks = image[:height, :width].astype(np.float64).reshape(height // step, step, width // step, step, -1)

@@ -20,7 +20,7 @@ from alight.engine.predictor import Predictor
 from alight.engine.settings import RunSettings
 from alight.errors import BadInput, Mismatch
 from alight.outputs import Decisions
-from alight.policies.capped import capped
+from alight.policies.limits import capped
 from alight.policies.paced import Pace
 from alight.policies.policy import Policy, Threshold
 

@@ -9,16 +9,23 @@ from typing import Any, Literal, TypeGuard
 import numpy as np
 
 from alight.budgeting.betting import betting_p_value, hoeffding_bentkus_p_value, smallest_sample
-from alight.budgeting.bounds import check_delta, exact_plan, expected_cost, overspend_probability, share_law
+from alight.budgeting.bounds import (
+    check_delta,
+    exact_plan,
+    expected_cost,
+    largest,
+    overspend_probability,
+    share_law,
+)
 from alight.budgeting.rates import tilted_rates
 from alight.budgeting.thresholds import passing_counts, survivor_thresholds
 from alight.calibrate.problem import AnyCosts, Budget, Floats, Method
 from alight.costs import Costs, as_costs, quantity
 from alight.errors import BadInput
 from alight.outputs import HeadOutputs
+from alight.policies.limits import Quota
 from alight.policies.paced import Paced
 from alight.policies.policy import Certificate, ExitAt, Mixture, Patience, Policy, Streak, Threshold
-from alight.policies.quota import Quota
 from alight.policies.route import replay
 
 Bound = Literal["betting", "hoeffding_bentkus"]
@@ -75,11 +82,7 @@ def certified_batch(method: Method) -> Method:
     """
 
     def calibrated(
-        costs: AnyCosts,
-        budget: Budget,
-        labelled: HeadOutputs,
-        unlabelled: HeadOutputs | None = None,
-        **options: object,
+        costs: AnyCosts, budget: Budget, labelled: HeadOutputs, unlabelled: HeadOutputs | None = None, **options: object
     ) -> Policy:
         _check_given(budget, labelled, unlabelled)
         return _as_quota(method(costs, budget, labelled, unlabelled, **options), as_costs(costs))
@@ -113,11 +116,7 @@ def _certified(method: Method, seed: int, certify: Certify) -> Method:
     """Return the method, fitted on one part of the data and certified on the other."""
 
     def calibrated(
-        costs: AnyCosts,
-        budget: Budget,
-        labelled: HeadOutputs,
-        unlabelled: HeadOutputs | None = None,
-        **options: object,
+        costs: AnyCosts, budget: Budget, labelled: HeadOutputs, unlabelled: HeadOutputs | None = None, **options: object
     ) -> Policy:
         _check_given(budget, labelled, unlabelled)
         rng = np.random.default_rng(seed)
@@ -289,7 +288,9 @@ def _by_family(
     span, low, delta = costs[-1] - costs[0], costs[0], contract.delta
     numbers: Numbers = {"budget": budget, "samples": samples}
     if contract.name == "mean":
-        accepted = _last(LEVELS, lambda index: (spent(levels[index]).sum() + costs[-1]) / (samples + 1) <= budget)
+        accepted = largest(
+            -1, LEVELS - 1, lambda index: (spent(levels[index]).sum() + costs[-1]) / (samples + 1) <= budget
+        )
         basis = "conformal risk control"
         smallest = math.ceil((costs[-1] - budget) / (budget - costs[0])) if budget > costs[0] else 0
     else:
@@ -345,15 +346,11 @@ def _smallest_for_law(policy: Policy, contract: CostContract) -> int:
         high *= 2
         if high > 10**9:
             return 0
-    low = high // 2
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (low, middle) if suffices(middle) else (middle, high)
-    return high
+    return 1 + largest(high // 2, high - 1, lambda samples: not suffices(samples))
 
 
 def _safe_rates(rates: Floats, costs: Floats, budget: float, samples: int, delta: float) -> Floats:
-    """The rates, tilted towards cheap exits until overspending has probability delta."""
+    """Return the rates, tilted towards cheap exits until overspending has probability delta."""
     return np.array(_safe_plan(tuple(rates.tolist()), tuple(costs.tolist()), budget, samples, delta))
 
 
@@ -371,7 +368,7 @@ def _safe_plan(
 
 
 def _windows(scores: Floats, thresholds: Floats, rng: np.random.Generator) -> tuple[tuple[float, ...], ...]:
-    """Scores of the samples waiting at each exit but the last, at most WINDOW of them, in random order."""
+    """Return scores of the samples waiting at each exit but the last, at most WINDOW of them, in random order."""
     windows, waiting = [], scores
     for exit_index, threshold in enumerate(thresholds):
         column = (waiting if len(waiting) else scores)[:, exit_index]
@@ -381,7 +378,7 @@ def _windows(scores: Floats, thresholds: Floats, rng: np.random.Generator) -> tu
 
 
 def _plans_rates(policy: Policy) -> TypeGuard[Threshold]:
-    """Whether the policy meets planned rates by survivor thresholds, so that the exact law holds."""
+    """Return whether the policy meets planned rates by survivor thresholds, so that the exact law holds."""
     return isinstance(policy, Threshold) and bool(policy.exit_rates) and policy.settings.get("thresholds") != "marginal"
 
 
@@ -415,15 +412,6 @@ def certified(policy: Policy, certificate: Certificate) -> Policy:
         measured = "The guarantee is about the measured costs, not about the clock or the meter."
         certificate = replace(certificate, assumption=f"{certificate.assumption} {measured}".strip())
     return replace(policy, certificate=certificate)
-
-
-def _last(count: int, holds: Callable[[int], bool]) -> int:
-    """The last index for which it holds, -1 for none; once it fails it fails for all after."""
-    low, high = -1, count - 1
-    while low < high:
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if holds(middle) else (low, middle - 1)
-    return low
 
 
 def lowered(policy: Policy, level: float, scores: Floats) -> Policy:
@@ -463,7 +451,7 @@ def _towards(value: float, level: float, most: float) -> float:
 
 
 def _moved(threshold: float, column: Floats, level: float) -> float:
-    """The threshold below which that much less, or more, of the column lies."""
+    """Return the threshold below which that much less, or more, of the column lies."""
     below = _towards(float((column < threshold).mean()), level, 1.0)
     rank = math.floor(below * len(column) + 1e-9)
     if level >= 1 or rank <= 0:
@@ -472,7 +460,7 @@ def _moved(threshold: float, column: Floats, level: float) -> float:
 
 
 def _patience(policy: Patience, length: float) -> Policy:
-    """Patience of any length: a mixture of the two whole ones beside it."""
+    """Return patience of any length: a mixture of the two whole ones beside it."""
     whole, part = math.floor(length), length - math.floor(length)
     longer, shorter = replace(policy, patience=whole + 1), replace(policy, patience=whole)
     terms = policy.terms() | {"settings": {"patience": whole, "share of next": part}}
