@@ -31,8 +31,7 @@ import torch
 from torch import Tensor, nn
 
 from alight.engine.backends import State
-from alight.engine.backends.torch.accelerate import graphed
-from alight.engine.backends.torch.prepare import dtype_of, placed
+from alight.engine.backends.torch.prepare import dtype_of, graphed, placed
 from alight.engine.predictor import Predictor
 from alight.engine.settings import RunSettings
 from alight.files import write_rows

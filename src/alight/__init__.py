@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from alight.export.exporting import export_model as export_model
     from alight.networks import zoo as zoo
     from alight.networks.attach import attach_heads as attach_heads, from_outputs as from_outputs
-    from alight.networks.cascade import cascade as cascade
+    from alight.networks.attach import cascade as cascade
     from alight.networks.libraries import from_timm as from_timm, from_torchvision as from_torchvision
     from alight.networks.libraries import from_transformers as from_transformers
     from alight.networks.multi_exit import MultiExitModel as MultiExitModel, Normalisation as Normalisation

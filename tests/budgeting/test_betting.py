@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 from scipy.stats import binom
 
-from alight.budgeting.betting import betting_p_value, hoeffding_bentkus_p_value, smallest_sample
+from alight.budgeting.bounds import betting_p_value, hoeffding_bentkus_p_value, smallest_sample
 
 TESTS = {
     "betting": lambda values, bound: betting_p_value(values, bound, 0.05),

@@ -7,7 +7,7 @@ from conftest import made_up
 from alight import Costs, HeadOutputs, calibrate, replay
 from alight.budgeting.rates import exponential_weights, geometric_rates
 from alight.budgeting.thresholds import marginal_thresholds, passing_counts, survivor_thresholds
-from alight.calibrate.genetic import quantiles_of, rates_of
+from alight.calibrate.search import quantiles_of, rates_of
 from alight.errors import BadInput, BudgetTooSmall
 from alight.policies.policy import Mixture, Patience, Streak, Threshold
 

@@ -9,7 +9,7 @@ from torch import nn
 
 from alight import calibrate, replay
 from alight.engine.backends.torch import values
-from alight.engine.backends.torch.accelerate import SHAPES
+from alight.engine.backends.torch.prepare import SHAPES
 from alight.engine.backends.torch.rows import _kernel, move
 from alight.engine.backends.torch.values import CLASSES, pack, pack_by_kernel
 from alight.engine.head_values import Reads

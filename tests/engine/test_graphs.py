@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from alight.engine.backends.torch.accelerate import Captured, Graphed
+from alight.engine.backends.torch.prepare import Captured, Graphed
 from alight.engine.predictor import Predictor
 from alight.engine.recorder import record
 from alight.engine.settings import RunSettings

@@ -3,8 +3,7 @@ import torch
 from torch import nn
 
 from alight.errors import BadInput
-from alight.networks.attach import attach_heads, from_outputs
-from alight.networks.cascade import cascade
+from alight.networks.attach import attach_heads, cascade, from_outputs
 from alight.networks.heads import FlattenLinear, MLPHead, PooledLinear, TokenHead
 from alight.networks.libraries import from_transformers
 from alight.networks.multi_exit import MultiExitModel, Normalisation

@@ -19,7 +19,7 @@ from points import FULL, HOSTILE, STEPS, made_point, made_points
 
 from alight.evaluation.sweep import ORACLE, SINGLE_EXIT, Point, read_points
 from alight.report import Examples, ReportedNetwork, Walk, write_report
-from alight.report.pictures import data_address
+from alight.report.contents import data_address
 
 FIGURES = [
     "Accuracy against budget spent",

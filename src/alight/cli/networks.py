@@ -49,8 +49,7 @@ def run_attach(options: argparse.Namespace) -> CommandResult:
 
     from alight.networks.libraries import from_name
     from alight.networks.multi_exit import Normalisation
-    from alight.networks.store import save_model
-    from alight.networks.weights import load_backbone
+    from alight.networks.store import load_backbone, save_model
 
     torch.manual_seed(options.seed)
     try:

@@ -1,4 +1,4 @@
-"""Exits on a classifier: heads attached to its features, or the outputs that it already has."""
+"""Exits on a classifier: heads attached to its features, the outputs that it has, or separate networks in a cascade."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -175,3 +175,42 @@ def _without_padding(kind: str, masked: bool, num_classes: int) -> str | HeadFac
 def _has_mask(carried: Carried) -> bool:
     """Check whether the second tensor carried is an attention mask: one whole number per token."""
     return len(carried) > 1 and carried[1].shape == carried[0].shape[:2] and not carried[1].is_floating_point()
+
+
+def cascade(models: Sequence[nn.Module], exits: Sequence[str] = (), example: Any = None) -> MultiExitModel:
+    """Chain separate networks, from cheap to expensive, as one model with an exit after each.
+
+    `exits` names the networks. With an `example`, a batch as every network takes it, the number of classes is checked.
+
+    >>> import torch
+    >>> model = cascade([nn.Linear(4, 3), nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 3))])
+    >>> [tuple(logits.shape) for logits in model(torch.zeros(5, 4))]
+    [(5, 3), (5, 3)]
+    """
+    names = input_names(example)
+    stages = [CascadeStage(network, first=index == 0, input_names=names) for index, network in enumerate(models)]
+    model = MultiExitModel(stages, [nn.Identity() for _ in stages], exits, names, recipe={"source": "cascade"})
+    if example is not None:
+        widths = [logits.shape[-1] for logits in model.try_out(example)]
+        if len(set(widths)) > 1:
+            raise BadInput(f"the networks give {widths} logits: give networks with the same classes")
+        model.num_classes = widths[0]
+        model.recipe["example"] = describe(example)
+    return model
+
+
+class CascadeStage(nn.Module):
+    """One network of a cascade: returns its logits, then the inputs."""
+
+    def __init__(self, network: nn.Module, *, first: bool, input_names: Sequence[str] = ()) -> None:
+        super().__init__()
+        self.network, self.first, self.input_names = network, first, tuple(input_names)
+
+    def forward(self, *carried: Tensor) -> Carried:
+        """Return the logits, then the inputs."""
+        inputs = carried if self.first else carried[1:]
+        if self.input_names:
+            output = self.network(**dict(zip(self.input_names, inputs, strict=True)))
+        else:
+            output = self.network(*inputs)
+        return (getattr(output, "logits", output), *inputs)  # transformers return an object that has logits

@@ -7,8 +7,7 @@
 The page is drawn in the browser by d3 and Observable Plot, which it carries along (`assets/`).
 """
 
-from alight.report.contents import Examples, Page, ReportedNetwork, Walk
+from alight.report.contents import Examples, Page, ReportedNetwork, Walk, examples, read_images
 from alight.report.page import as_html, write_report
-from alight.report.pictures import examples, read_images
 
 __all__ = ["Examples", "Page", "ReportedNetwork", "Walk", "as_html", "examples", "read_images", "write_report"]

@@ -1,12 +1,23 @@
 """What a page shows, as data: networks, their points, examples of where samples left, and a plan."""
 
+import base64
+import struct
+import zipfile
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import isfinite
-from typing import Protocol
+from typing import Any, Protocol
 
-from alight.errors import BadInput, Mismatch
+import numpy as np
+import numpy.typing as npt
+
+from alight.errors import BadFile, BadInput, Mismatch
 from alight.evaluation.sweep import Point
+from alight.files import PathLike
+from alight.outputs import HeadOutputs
+from alight.policies.policy import Policy
+from alight.policies.route import replay
 
 
 @dataclass(frozen=True)
@@ -115,3 +126,111 @@ class Page:
     def __post_init__(self) -> None:
         if not self.networks:
             raise BadInput("there are no networks to report: give at least one, with its points")
+
+
+SIDE = 64  # pixels of an image at most, so that a hundred of them stay under a megabyte
+COUNT = 60
+GREY, COLOUR = 0, 2  # as PNG calls them
+
+Pixels = npt.NDArray[np.uint8]
+
+
+def examples(
+    images: Any, policies: Sequence[Policy], outputs: HeadOutputs, *, classes: Sequence[str] = (), count: int = COUNT
+) -> Examples:
+    """Choose some of these images, and return where they leave under each of the policies.
+
+    `images` are in the order of the table `outputs`: grey or RGB, channels first or last, of bytes or of floats. Shown
+    are the first to leave at each exit under the policy in the middle, an equal number of each as far as there are.
+
+    >>> from alight.policies.policy import Threshold
+    >>> policy = Threshold(thresholds=(0.5,), costs=(1.0, 3.0), budget=2.0, method="by hand")
+    >>> outputs = HeadOutputs(scores=[[0.2, 0.9], [0.7, 0.8]], predictions=[[1, 0], [2, 2]])
+    >>> examples(np.zeros((2, 8, 8)), [policy], outputs).walks
+    (Walk(method='by hand', budget=2.0, exits=(1, 0), answers=('0', '2')),)
+    """
+    if len(images) != len(outputs):
+        raise BadInput(f"{len(images)} images for a table of {len(outputs)} samples: give those that were recorded")
+    if not policies or count < 1:
+        raise BadInput(f"{len(policies)} policies and {count} examples: give at least one of each")
+    if any(policy.budget is None for policy in policies):
+        raise BadInput("a policy without a budget has no place on the slider: calibrate it for one")
+    decided = [replay(policy, outputs) for policy in policies]
+    rows = _first_of_each(decided[len(decided) // 2].exits, count)
+
+    def names(indices: npt.NDArray[np.int64]) -> tuple[str, ...]:
+        return tuple(classes[index] if index < len(classes) else str(index) for index in indices.tolist())
+
+    walks = [
+        Walk(policy.method, float(policy.budget or 0), tuple(each.exits[rows].tolist()), names(each.predictions[rows]))
+        for policy, each in zip(policies, decided, strict=True)
+    ]
+    pixels = as_pixels([np.asarray(images[row]) for row in rows.tolist()])
+    labels = () if outputs.labels is None else names(outputs.labels[rows])
+    return Examples(tuple(map(data_address, pixels)), labels, tuple(walks))
+
+
+def read_images(path: PathLike) -> np.ndarray:
+    """Read the array `images` of an .npz file; pickled ones are refused, since they could run code."""
+    remedy = "save np.savez(path, images=...), in the order in which they were recorded"
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            return np.asarray(file["images"])
+    except (ValueError, KeyError, zipfile.BadZipFile, AttributeError, TypeError) as error:
+        raise BadFile(path, f"it holds no images ({error})", remedy) from error
+
+
+def as_pixels(images: Sequence[np.ndarray]) -> list[Pixels]:
+    """Return images as bytes, (height, width[, 3]), shrunk to `SIDE`; floats beyond [0, 1] are stretched."""
+    shaped = [_channels_last(image) for image in images]
+    if all(image.dtype == np.uint8 for image in shaped):
+        low, high = 0.0, 255.0
+    else:
+        low, high = min(0.0, *(float(image.min()) for image in shaped)), max(float(image.max()) for image in shaped)
+        high = 1.0 if low == 0 and high <= 1 else high
+    scale = 255 / (high - low)
+    return [np.round((_shrunk(image) - low) * scale).clip(0, 255).astype(np.uint8) for image in shaped]
+
+
+def data_address(pixels: Pixels) -> str:
+    """Return the image as a PNG file in a data: address."""
+    height, width = pixels.shape[:2]
+    kind = GREY if pixels.ndim == 2 else COLOUR
+    lines = pixels.reshape(height, -1)
+    raw = np.concatenate([np.zeros((height, 1), np.uint8), lines], axis=1).tobytes()  # each line: no filter, pixels
+    header = struct.pack(">IIBBBBB", width, height, 8, kind, 0, 0, 0)
+    parts = [(b"IHDR", header), (b"IDAT", zlib.compress(raw, 9)), (b"IEND", b"")]
+    return "data:image/png;base64," + base64.b64encode(b"\x89PNG\r\n\x1a\n" + b"".join(map(_chunk, parts))).decode()
+
+
+def _chunk(part: tuple[bytes, bytes]) -> bytes:
+    kind, content = part
+    return struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(kind + content))
+
+
+def _first_of_each(exits: npt.NDArray[np.int64], count: int) -> npt.NDArray[np.int64]:
+    """Return rows in their order, `count` in all, as evenly over the exits as the samples that left there allow."""
+    ranks = np.empty_like(exits)  # the first to leave at its exit is 0
+    for index in np.unique(exits):
+        here = exits == index
+        ranks[here] = np.arange(here.sum())
+    return np.sort(np.lexsort((exits, ranks))[:count])
+
+
+def _channels_last(image: np.ndarray) -> np.ndarray:
+    """Return the image as (height, width) or (height, width, 3)."""
+    if image.ndim == 3 and image.shape[0] in (1, 3) and image.shape[2] not in (1, 3):
+        image = np.moveaxis(image, 0, -1)
+    if image.ndim == 3 and image.shape[2] == 1:
+        image = image[..., 0]
+    if image.ndim not in (2, 3) or (image.ndim == 3 and image.shape[2] != 3):
+        raise BadInput(f"an image of shape {image.shape}: give (height, width) with 1 or 3 channels, first or last")
+    return image
+
+
+def _shrunk(image: np.ndarray) -> npt.NDArray[np.float64]:
+    """Return the image with each block of pixels made one, so that no side is longer than `SIDE`."""
+    step = -(-max(image.shape[:2]) // SIDE)
+    height, width = (side // step * step for side in image.shape[:2])
+    blocks = image[:height, :width].astype(np.float64).reshape(height // step, step, width // step, step, -1)
+    return blocks.mean(axis=(1, 3)).reshape(height // step, width // step, *image.shape[2:])

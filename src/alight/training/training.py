@@ -20,7 +20,7 @@ from alight.data.batches import BATCH_SIZE, Batch, batches, in_batches, length_o
 from alight.errors import BadInput, Diverged, Mismatch
 from alight.files import PathLike, check_writable
 from alight.networks.multi_exit import MultiExitModel, advance
-from alight.networks.weights import digest
+from alight.networks.store import digest
 from alight.training.checkpoints import Checkpoint, optimizer_tensors, restore_optimizer
 from alight.training.distributed import Processes, ShardedLoader, join_processes
 from alight.training.losses import exit_losses

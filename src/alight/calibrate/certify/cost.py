@@ -8,14 +8,16 @@ from typing import Any, Literal, TypeGuard
 
 import numpy as np
 
-from alight.budgeting.betting import betting_p_value, hoeffding_bentkus_p_value, smallest_sample
 from alight.budgeting.bounds import (
+    betting_p_value,
     check_delta,
     exact_plan,
     expected_cost,
+    hoeffding_bentkus_p_value,
     largest,
     overspend_probability,
     share_law,
+    smallest_sample,
 )
 from alight.budgeting.rates import tilted_rates
 from alight.budgeting.thresholds import passing_counts, survivor_thresholds

@@ -6,8 +6,7 @@ from typing import Literal
 
 import numpy as np
 
-from alight.budgeting.betting import smallest_sample
-from alight.budgeting.bounds import check_delta
+from alight.budgeting.bounds import check_delta, smallest_sample
 from alight.calibrate.certify.cost import (
     P_VALUES,
     Bound,

@@ -11,8 +11,7 @@ from torch import Tensor, nn
 
 from alight.engine.backends import Integers, State
 from alight.engine.backends.torch import rows
-from alight.engine.backends.torch.accelerate import accelerate
-from alight.engine.backends.torch.prepare import device_of, pinned, placed, prepared, threads
+from alight.engine.backends.torch.prepare import accelerate, device_of, pinned, placed, prepared, threads
 from alight.engine.backends.torch.values import OnDevice, gather, pack, score_one
 from alight.engine.head_values import HeadValues, Reads, unpack
 from alight.engine.settings import RunSettings

@@ -1,17 +1,21 @@
-"""A network made ready to run: on its device, in its dtype and memory layout; inputs placed for it."""
+"""A network made ready to run: on its device, in its dtype and memory layout, compiled, or as CUDA graphs."""
 
 import copy
-from collections.abc import Iterator
+import time
+import types
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from alight.data.batches import as_tensor
 from alight.engine.backends import State
 from alight.engine.settings import RunSettings
-from alight.errors import BadInput
+from alight.errors import AlightError, BadInput
 from alight.networks.multi_exit import MultiExitModel
 
 LAST = torch.channels_last
@@ -83,3 +87,143 @@ def _threads(count: int) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
+
+
+Run = Callable[..., Any]
+
+SHAPES = 8  # captured for each stage; batches of further shapes are launched kernel by kernel
+WARMING = 3  # runs before a capture, in which libraries choose their kernels
+FILTERS = hasattr(torch.compiler, "keep_tensor_guards_unsafe")  # can this torch leave guards out?
+
+
+def accelerate(
+    stages: Sequence[nn.Module], device: torch.device, settings: RunSettings, batch_size: int | None = None
+) -> list[Run] | None:
+    """Return the stages compiled or as CUDA graphs; None where the settings ask for neither."""
+    if settings.graphs:
+        return graphed([stage.forward for stage in stages], device, batch_size)
+    return [_compiled(index, stage) for index, stage in enumerate(stages)] if settings.compile else None
+
+
+def _compiled(index: int, stage: nn.Module) -> Run:
+    """Return one stage compiled as a whole for any batch size; where compilation gives up, that is an error.
+
+    It has code of its own: the compiler counts recompilations by code, not by network.
+    """
+
+    def run(*state: Tensor) -> Any:
+        return stage(*state)
+
+    own = types.FunctionType(
+        run.__code__.replace(co_name=f"stage_{index}"), run.__globals__, "run", None, run.__closure__
+    )
+    options: dict[str, Any] | None = {"guard_filter_fn": _kept_guards} if FILTERS else None
+    fast = torch.compile(own, fullgraph=True, dynamic=None, options=options)
+
+    def checked(*state: Tensor) -> Any:
+        for each in state:
+            if len(each) > 1:  # a single sample is compiled for itself
+                torch._dynamo.maybe_mark_dynamic(each, 0)
+        try:
+            return fast(*state)
+        except torch._dynamo.exc.TorchDynamoException as error:
+            raise AlightError(
+                f"compiling stage {index} gave up ({type(error).__name__}: {str(error).splitlines()[0]}):"
+                " run it with compile=False"
+            ) from error
+
+    return checked
+
+
+def _kept_guards(guards: Sequence[Any]) -> list[bool]:
+    """Return which guards are checked before every call: those on inputs, and of the stage not every layer.
+
+    Its first tensor and its first mode are enough to notice that all of it has moved, or was set to training.
+    """
+    kept: dict[bool, str] = {}
+    for each in guards:
+        is_tensor = each.guard_type == "TENSOR_MATCH"
+        if "stage" in each.name and (is_tensor or each.name.endswith(".training")):
+            kept.setdefault(is_tensor, each.name)
+    return ["stage" not in each.name or each.name in kept.values() for each in guards]
+
+
+def graphed(runs: Sequence[Run], device: torch.device, batch_size: int | None = None) -> list[Run]:
+    """Return stages whose full batches are replayed as CUDA graphs that share their memory: they run in turn."""
+    if device.type != "cuda":
+        raise BadInput(f"CUDA graphs need a GPU and the network runs on {device}: leave graphs out")
+    pool = torch.cuda.graph_pool_handle()
+    return [Graphed(index, run, batch_size, pool) for index, run in enumerate(runs)]
+
+
+class Captured(NamedTuple):
+    """A graph, the tensors that it reads, and those that it writes."""
+
+    graph: Any
+    given: tuple[Tensor, ...]
+    made: Any
+    fast: bool  # is a replay done before the kernels would be launched one by one, even for the smallest batch?
+
+
+class Graphed:
+    """A stage whose batches are replayed: captured when the first full one of a shape comes.
+
+    Smaller ones are replayed in the first rows of a full one, where that is faster than launching them. The next replay
+    overwrites what a graph writes, so everything is handed on in memory of its own.
+    """
+
+    def __init__(self, index: int, run: Run, size: int | None, pool: Any) -> None:
+        self.index, self.run, self.pool = index, run, pool
+        self.size = size  # of a full batch; None is that of the first which comes
+        self.captured: dict[Any, Captured] = {}
+
+    def __call__(self, *state: Tensor) -> Any:
+        """Return what the stage makes of these tensors."""
+        count = len(state[0])
+        self.size = size = self.size or count
+        shape = tuple((each.shape[1:], each.stride(), each.dtype) for each in state)
+        if shape not in self.captured and 0 < count == size and len(self.captured) < SHAPES:
+            with torch.cuda.device(state[0].device):
+                self.captured[shape] = self._captured(state)
+        captured = self.captured.get(shape)
+        if captured is None or count > size or (count < size and not captured.fast):
+            return self.run(*state)
+        with torch.cuda.device(state[0].device):
+            for there, each in zip(captured.given, state, strict=True):
+                (there if count == size else there[:count]).copy_(each)
+            captured.graph.replay()
+            return tree_map_only(Tensor, partial(_first_rows, count=count, size=size), captured.made)
+
+    def _captured(self, state: Sequence[Tensor]) -> Captured:
+        given = tuple(each.clone() for each in state)
+        side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            launching = []
+            for _ in range(WARMING):
+                launching.append(_seconds(lambda: self.run(*given)))
+                side.synchronize()
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        try:
+            with torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"):
+                made = self.run(*given)
+        except RuntimeError as error:
+            raise AlightError(
+                f"stage {self.index} cannot be captured as a CUDA graph ({str(error).splitlines()[0]}):"
+                " run it with graphs=False"
+            ) from error
+        replaying = min(_seconds(graph.replay, torch.cuda.synchronize) for _ in range(WARMING))
+        return Captured(graph, given, made, replaying < min(launching))
+
+
+def _first_rows(made: Tensor, count: int, size: int) -> Tensor:
+    """Return what was made of the first `count` samples of a batch, in memory of its own."""
+    return (made if count == size else made[: len(made) // size * count]).clone()
+
+
+def _seconds(*work: Callable[[], Any]) -> float:
+    start = time.perf_counter()
+    for each in work:
+        each()
+    return time.perf_counter() - start
