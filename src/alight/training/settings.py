@@ -1,6 +1,6 @@
 """How to train: settings, and the optimizer, schedule, phases and weight average that they stand for."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
 from math import cos, pi
@@ -139,10 +139,6 @@ def make_optimizer(settings: ResolvedSettings, parameters: Iterable[nn.Parameter
     return AdamW(parameters, lr=rate, weight_decay=decay, betas=(momentum, 0.999))
 
 
-def _constant(_: float) -> float:
-    return 1.0
-
-
 def _cosine(done: float) -> float:
     return 0.5 * (1 + cos(pi * done))
 
@@ -153,7 +149,11 @@ def _one_cycle(done: float) -> float:
     return FINAL + (1 - FINAL) * _cosine((done - WARM_UP) / (1 - WARM_UP))
 
 
-SCHEDULES = {"cosine": _cosine, "onecycle": _one_cycle, None: _constant}
+SCHEDULES: dict[str | None, Callable[[float], float]] = {
+    "cosine": _cosine,
+    "onecycle": _one_cycle,
+    None: lambda done: 1.0,
+}
 
 
 def learning_rate_factor(schedule: str | None, done: float) -> float:
@@ -180,8 +180,8 @@ def phases(model: MultiExitModel, settings: ResolvedSettings) -> list[Phase]:
     first, last = settings.backbone_epochs, settings.epochs
     if settings.mode == "frozen":
         return [Phase(0, last, _HeadsAlone(model), frozen=True)]
-    whole = Phase(first, last, _AllExits(model, settings.rescale_gradients))
-    return [Phase(0, first, _LastExit(model)), whole] if first else [whole]
+    whole = Phase(first, last, _Exits(model, range(model.num_exits), settings.rescale_gradients))
+    return [Phase(0, first, _Exits(model, [model.num_exits - 1])), whole] if first else [whole]
 
 
 class _HeadsAlone(nn.Module):
@@ -195,33 +195,23 @@ class _HeadsAlone(nn.Module):
         return {index: read(head, features[index]) for index, head in enumerate(self.heads)}
 
 
-class _LastExit(nn.Module):
-    """The backbone without the earlier heads."""
+class _Exits(nn.Module):
+    """All stages with the heads of some exits, and gradients rescaled at each if wanted."""
 
-    def __init__(self, model: MultiExitModel) -> None:
+    def __init__(self, model: MultiExitModel, exits: Iterable[int], rescale: bool = False) -> None:
         super().__init__()
-        self.stages, self.head = model.stages, model.heads[-1]
-
-    def forward(self, carried: Carried) -> dict[int, Tensor]:
-        for stage in self.stages:
-            carried = advance(stage, carried)
-        return {len(self.stages) - 1: read(self.head, carried)}
-
-
-class _AllExits(nn.Module):
-    """The whole network, with gradients rescaled at every exit if wanted."""
-
-    def __init__(self, model: MultiExitModel, rescale: bool) -> None:
-        super().__init__()
-        self.stages, self.heads, self._rescale = model.stages, model.heads, rescale
+        self.stages, self._rescale = model.stages, rescale
+        self.heads = nn.ModuleDict({str(index): model.heads[index] for index in exits})
 
     def forward(self, carried: Carried) -> dict[int, Tensor]:
         logits = {}
-        for index, (stage, head) in enumerate(zip(self.stages, self.heads, strict=True)):
+        for index, stage in enumerate(self.stages):
             carried = advance(stage, carried)
-            share = 1 / (len(self.stages) - index)  # of all exits from here on
-            logits[index] = read(head, rescale_gradients(carried, share) if self._rescale else carried)
-            carried = rescale_gradients(carried, 1 - share) if self._rescale else carried
+            if str(index) in self.heads:
+                share = 1 / (len(self.stages) - index)  # of all exits from here on
+                towards_head = rescale_gradients(carried, share) if self._rescale else carried
+                logits[index] = read(self.heads[str(index)], towards_head)
+                carried = rescale_gradients(carried, 1 - share) if self._rescale else carried
         return logits
 
 
