@@ -4,8 +4,6 @@ About half a minute; `pip install fvcore` first. ResNet-18 (32 x 32) with flatte
 blocks needs 4.3 % more, ConvNeXt-T (224 x 224) with pooled linear heads after its first seventeen 0.13 %.
 """
 
-import csv
-import io
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +13,7 @@ from fvcore.nn import FlopCountAnalysis
 from torch import nn
 
 from alight.costing.measure import head_overhead, measure_costs
-from alight.files import write_text
+from alight.files import write_rows
 from alight.networks.heads import make_head
 from alight.networks.multi_exit import MultiExitModel, head_settings
 from alight.networks.zoo import convnext_tiny, resnet18_cifar
@@ -32,19 +30,15 @@ NETWORKS: dict[str, tuple[Callable[[], nn.Module], Callable[..., MultiExitModel]
 
 def main() -> None:
     rows = [row for name in NETWORKS for row in _rows(name)]
-    text = io.StringIO()
-    writer = csv.DictWriter(text, rows[0], lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
-    write_text(RESULTS, text.getvalue())
+    write_rows(RESULTS, rows)
 
 
-def _rows(name: str) -> list[dict[str, object]]:
-    plain, with_exits, size, classes, claimed = NETWORKS[name]
-    backbone, image = plain().eval(), torch.zeros(1, 3, size, size)
+def _rows(name: str) -> list[dict[str, str | float | int]]:
+    full, with_exits, size, classes, claimed = NETWORKS[name]
+    backbone, image = full().eval(), torch.zeros(1, 3, size, size)
     model = with_exits(classes, backbone=backbone, head="pooled_linear")
     theirs = _fvcore(backbone, image)
-    rows: list[dict[str, object]] = []
+    rows: list[dict[str, str | float | int]] = []
     for kind in ("pooled_linear", "flatten_linear"):
         costs = measure_costs(_with_heads(model, kind, classes), image)
         rows.append(
@@ -60,7 +54,7 @@ def _rows(name: str) -> list[dict[str, object]]:
                 "heads_mflops": f"{costs.heads[:-1].sum() / 1e6:.2f}",
                 "all_heads_percent": f"{100 * head_overhead(costs):.3f}",
                 "most_expensive_head_percent": f"{100 * costs.heads[:-1].max() / costs.full:.3f}",
-                "paper_percent": claimed,
+                "paper_percent": f"{claimed}",
                 **provenance("torch", "fvcore", folder=RESULTS.parent),
             }
         )
@@ -69,7 +63,7 @@ def _rows(name: str) -> list[dict[str, object]]:
 
 
 def _with_heads(model: MultiExitModel, kind: str, classes: int) -> MultiExitModel:
-    """The same stages with heads of this kind, whose weights need no memory: some have two billion."""
+    """Return the same stages with heads of this kind, whose weights take no memory: some have two billion."""
     shapes = [head_settings(head)["shape"] for head in model.heads[:-1]]
     with torch.device("meta"):
         heads = [make_head(kind, shape, classes) for shape in shapes]
@@ -77,7 +71,7 @@ def _with_heads(model: MultiExitModel, kind: str, classes: int) -> MultiExitMode
 
 
 def _fvcore(network: nn.Module, image: torch.Tensor) -> float:
-    """Multiply-adds as fvcore counts them."""
+    """Return multiply-adds as fvcore counts them."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return float(FlopCountAnalysis(network, image).unsupported_ops_warnings(False).total())

@@ -4,16 +4,15 @@
     python benchmarks/cut_coverage.py timm/vgg     # tries some families again and replaces their rows
 
 A family is a module of `timm.models` or `torchvision.models` that defines classifiers; the one with the fewest weights
-times pixels stands for it, with random weights at its own input size. Giants are made smaller: images of 224 pixels
-where there would be more than 331, eight blocks where there would be more than 150 million weights. The places are
-those of `suggest_exits`. The output of the chain of stages must have the very bits of the network's, for batches of 1
+times pixels represents it, with random weights at its own input size. Large ones are made smaller: images of 224
+pixels where there would be more than 331, eight blocks where there would be more than 150 million weights. The places
+are those of `suggest_exits`. The output of the chain of stages must equal the network's to the bit, for batches of 1
 and 5. Every family runs in a process of its own, with one thread and a limit on its time.
 
 Measured: 114 of 114 families (97 of timm 1.0.30, 17 of torchvision 0.29.2) on torch 2.15.0.
 """
 
 import csv
-import io
 import multiprocessing
 import sys
 import time
@@ -28,7 +27,7 @@ import torch
 import torchvision
 
 from alight.cutting.placement import cut_evenly
-from alight.files import write_text
+from alight.files import write_rows
 from alight.provenance import provenance
 
 RESULTS = Path(__file__).parent.parent / "results" / "cut_coverage.csv"
@@ -41,7 +40,7 @@ MOST_WEIGHTS = 150e6
 
 @dataclass(frozen=True)
 class Row:
-    """What became of one family."""
+    """The outcome of one family."""
 
     family: str
     model: str
@@ -53,7 +52,7 @@ class Row:
 
 
 def families() -> Iterator[str]:
-    """All families as library/module."""
+    """Yield all families as library/module."""
     yield from (f"timm/{module}" for module in timm.list_modules() if timm.list_models(module=module))
     yield from sorted({f"torchvision/{_module_of(name)}" for name in _torchvision_names()})
 
@@ -67,7 +66,7 @@ def _module_of(name: str) -> str:
 
 
 def smallest(family: str) -> tuple[str, tuple[int, ...], dict[str, Any]]:
-    """The network with the fewest weights times pixels of a family, the size of its input, and how to make it."""
+    """Return the network with the fewest weights times pixels of a family, its input size, and how to make it."""
     library, module = family.split("/")
     if library == "torchvision":
         names = [name for name in _torchvision_names() if _module_of(name) == module]
@@ -87,13 +86,13 @@ def smallest(family: str) -> tuple[str, tuple[int, ...], dict[str, Any]]:
 
 
 def input_size(name: str) -> tuple[int, ...]:
-    """Channels, height and width of the images that a network of timm takes."""
+    """Return channels, height and width of the images that a network of timm takes."""
     known = timm.get_pretrained_cfg(name)
     return tuple(known.input_size) if known else (3, 224, 224)
 
 
 def weights_of(name: str) -> float:
-    """How many weights a network of timm has; infinitely many if it cannot be built without data."""
+    """Return the number of weights of a network of timm; infinity if it cannot be built without data."""
     try:
         with torch.device("meta"):
             return sum(weight.numel() for weight in timm.create_model(name).parameters())
@@ -101,8 +100,8 @@ def weights_of(name: str) -> float:
         return float("inf")
 
 
-def tried(family: str) -> Row:
-    """What becomes of a family."""
+def attempt(family: str) -> Row:
+    """Cut the smallest network of a family, and return the outcome."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     warnings.simplefilter("ignore")
@@ -126,7 +125,7 @@ def tried(family: str) -> Row:
 
 @torch.no_grad()
 def difference(model: torch.nn.Module, stages: list[torch.nn.Module], size: tuple[int, ...]) -> str:
-    """Where the chain of stages is not the network; nothing if it is."""
+    """Return where the chain of stages differs from the network; an empty text if it does not."""
     for samples in (1, 5):
         batch = torch.randn(samples, *size)
         carried: Any = (batch,)
@@ -139,14 +138,14 @@ def difference(model: torch.nn.Module, stages: list[torch.nn.Module], size: tupl
 
 
 def in_processes(names: list[str]) -> Iterator[Row]:
-    """What becomes of each family, in a process of its own that may take so long and no longer."""
+    """Yield the outcome of each family, in a process of its own with a time limit."""
     fork = multiprocessing.get_context("fork")  # so that every one has the libraries already
     waiting, running = list(reversed(names)), list[tuple[str, Any, Any, float]]()
     while waiting or running:
         while waiting and len(running) < WORKERS:
             family = waiting.pop()
             ours, theirs = fork.Pipe(duplex=False)
-            process = fork.Process(target=tell, args=(family, theirs))
+            process = fork.Process(target=send_outcome, args=(family, theirs))
             process.start()
             theirs.close()
             running.append((family, process, ours, time.monotonic() + SECONDS))
@@ -157,8 +156,8 @@ def in_processes(names: list[str]) -> Iterator[Row]:
                 yield outcome(family, process, pipe)
 
 
-def tell(family: str, pipe: Any) -> None:
-    pipe.send(tried(family))
+def send_outcome(family: str, pipe: Any) -> None:
+    pipe.send(attempt(family))
 
 
 def outcome(family: str, process: Any, pipe: Any) -> Row:
@@ -176,16 +175,15 @@ def outcome(family: str, process: Any, pipe: Any) -> Row:
 def main(names: list[str]) -> int:
     torch.set_num_threads(1)
     made = provenance("torch", "torchvision", "timm", folder=RESULTS.parent)
-    tries = {f"{row.library}/{row.family}": asdict(row) | made for row in in_processes(names or list(families()))}
+    tries: dict[str, dict[str, Any]] = {
+        f"{row.library}/{row.family}": asdict(row) | {"seconds": f"{row.seconds:g}"} | made
+        for row in in_processes(names or list(families()))
+    }
     if names and RESULTS.exists():
         with RESULTS.open(newline="") as file:
             tries = {f"{row['library']}/{row['family']}": row for row in csv.DictReader(file)} | tries
     rows = [tries[family] for family in sorted(tries)]
-    text = io.StringIO()
-    writer = csv.DictWriter(text, rows[0], lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
-    write_text(RESULTS, text.getvalue())
+    write_rows(RESULTS, rows)
     cut = sum(str(row["ok"]) == "True" for row in rows)
     print(f"{cut} of {len(rows)} families ({cut / len(rows):.1%}) cut at three places, bit by bit")
     return int(cut < AT_LEAST * len(rows))

@@ -12,9 +12,7 @@ on the test sentences and the cost of every exit. About 15 minutes on one busy c
 Measured (see the CSV for hardware, versions, date and commit): see "Text" in docs/experiments.md.
 """
 
-import csv
 import importlib.util
-import io
 import json
 import sys
 import tempfile
@@ -39,7 +37,7 @@ from alight import (
     train_heads,
 )
 from alight.data.formats import load_data
-from alight.files import write_arrays, write_text
+from alight.files import write_arrays, write_rows, write_text
 from alight.networks.multi_exit import example_of
 from alight.provenance import provenance
 
@@ -142,18 +140,14 @@ def _lines(sentences: Sentences, intents: list[str], path: Path) -> Path:
 
 
 def write_exits(name: str, about: dict[str, Any], shares: list[float]) -> None:
-    """Put the rows of one data set in the place of those that were there."""
+    """Replace the rows of one data set."""
     made = {key: str(about[key]) for key in ("hardware", "versions", "date", "commit", "seed", "seconds")}
     own = [
         {"data": name, "exit": exit_name, "accuracy": f"{accuracy:.4f}", "share_of_flops": f"{share:.4f}"} | made
         for exit_name, accuracy, share in zip(about["exits"], about["test_accuracy"], shares, strict=True)
     ]
     kept = [row for row in rows(RESULT) if row.get("data") not in (None, name)] if RESULT.exists() else []
-    text = io.StringIO()
-    writer = csv.DictWriter(text, list(own[0]), lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(sorted(kept + own, key=lambda row: row["data"]))
-    write_text(RESULT, text.getvalue())
+    write_rows(RESULT, sorted(own + kept, key=lambda row: row["data"]))
     for row in own:
         print(f"{row['exit']}: {float(row['accuracy']):.1%} at {float(row['share_of_flops']):.0%} of the FLOPs")
 
