@@ -14,7 +14,6 @@ Measured: 114 of 114 families (97 of timm 1.0.30, 17 of torchvision 0.29.2) on t
 """
 
 import csv
-import io
 import json
 import multiprocessing
 import sys
@@ -31,7 +30,7 @@ import torchvision
 
 from alight.cutting.graph_data import cut_data, stages_from_data
 from alight.cutting.placement import cut_evenly
-from alight.files import write_text
+from alight.files import write_rows
 from alight.provenance import provenance
 
 RESULTS = Path(__file__).parent.parent / "results" / "cut_coverage.csv"
@@ -186,16 +185,15 @@ def outcome(family: str, process: Any, pipe: Any) -> Row:
 def main(names: list[str]) -> int:
     torch.set_num_threads(1)
     made = provenance("torch", "torchvision", "timm", folder=RESULTS.parent)
-    tries = {f"{row.library}/{row.family}": asdict(row) | made for row in in_processes(names or list(families()))}
+    tries: dict[str, dict[str, Any]] = {
+        f"{row.library}/{row.family}": asdict(row) | {"seconds": f"{row.seconds:g}"} | made
+        for row in in_processes(names or list(families()))
+    }
     if names and RESULTS.exists():
         with RESULTS.open(newline="") as file:
             tries = {f"{row['library']}/{row['family']}": row for row in csv.DictReader(file)} | tries
     rows = [tries[family] for family in sorted(tries)]
-    text = io.StringIO()
-    writer = csv.DictWriter(text, rows[0], lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
-    write_text(RESULTS, text.getvalue())
+    write_rows(RESULTS, rows)
     cut = sum(str(row["ok"]) == "True" for row in rows)
     print(f"{cut} of {len(rows)} families ({cut / len(rows):.1%}) cut at three places, bit by bit")
     return int(cut < AT_LEAST * len(rows))

@@ -1,7 +1,5 @@
 """Measurements: medians with their spread, ratios of interleaved timings, written with the machine and versions."""
 
-import csv
-import io
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
@@ -9,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from alight.files import write_text
+from alight.files import write_rows
 from alight.provenance import provenance
 
 ROUNDS = 7
@@ -57,17 +55,13 @@ def timed(work: Callable[[], object]) -> float:
 def report(measurements: Iterable[Measurement], path: Path) -> int:
     """Print all measurements, write them as CSV, and return the exit status: 1 if any exceeds its limit."""
     made = provenance("numpy", "scipy", folder=path.parent)
-    rows = []
+    rows, exceeded = [], False
     for each in measurements:
         verdict = "ok" if each.value <= each.at_most else "TOO MUCH"
         bounds = f"{each.low:.2f} to {each.high:.2f}; at most {each.at_most:g}"
         print(f"{each.what}: {each.value:.2f} {each.unit} ({bounds}) {verdict}", flush=True)
-        rows.append(asdict(each) | made)
-    text = io.StringIO()
-    writer = csv.DictWriter(text, rows[0], lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(
-        {name: f"{cell:.4g}" if isinstance(cell, float) else cell for name, cell in row.items()} for row in rows
-    )
-    write_text(path, text.getvalue())
-    return int(any(row["value"] > row["at_most"] for row in rows))
+        cells = {name: f"{cell:.4g}" if isinstance(cell, float) else cell for name, cell in asdict(each).items()}
+        rows.append(cells | made)
+        exceeded |= each.value > each.at_most
+    write_rows(path, rows)
+    return int(exceeded)

@@ -7,8 +7,6 @@ Writes results/guarantees_<part>.csv: one row per claim with what was measured, 
 and on what it was run. docs/guarantees.md shows the tables.
 """
 
-import csv
-import io
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -23,7 +21,7 @@ from scipy.stats import binom
 
 from alight import HeadOutputs, Policy, calibrate, recordings, replay
 from alight.calibrate import certified_mean, certified_probability, certified_stream
-from alight.files import write_text
+from alight.files import write_rows
 from alight.policies.limits import Quota
 from alight.policies.policy import Threshold
 from alight.policies.route import replay_on
@@ -311,11 +309,7 @@ def main(parts: list[str]) -> None:
             rows.append(empty | row)
             print(" | ".join(str(cell) for cell in row.values()), flush=True)
         made: Row = {**provenance("numpy", "scipy", folder=ROOT)}
-        text = io.StringIO()
-        writer = csv.DictWriter(text, [*rows[0], *made], lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(row | made for row in rows)
-        write_text(ROOT / f"results/guarantees_{part}.csv", text.getvalue())
+        write_rows(ROOT / f"results/guarantees_{part}.csv", [row | made for row in rows])
         print(f"{part}: {time.perf_counter() - start:.0f} s", flush=True)
 
 
