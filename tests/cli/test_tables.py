@@ -36,7 +36,7 @@ def test_calibrate_takes_a_method_its_options_and_unlabelled_data(folder, capsys
 
 
 @pytest.mark.parametrize("contract", ["mean", "probability", "batch", "stream"])
-def test_calibrate_writes_what_it_promises(folder, capsys, contract):
+def test_calibrate_writes_what_it_guarantees(folder, capsys, contract):
     line = f"calibrate labelled.npz --costs costs.json --budget 50% --contract {contract} --delta 0.1 -o policy.json"
     status, out, _ = run(line, capsys)
     policy = load_policy("policy.json")
@@ -94,7 +94,7 @@ def test_a_sweep_of_certified_policies_says_so(folder, capsys):
     assert "contract &#x27;probability&#x27;, delta 0.1" in Path("sure.html").read_text()
 
 
-def test_sweep_chooses_budgets_from_the_cheapest_exit_to_the_plain_network(folder, capsys):
+def test_sweep_chooses_budgets_from_the_cheapest_exit_to_the_full_network(folder, capsys):
     assert run("sweep labelled.npz test.npz --costs costs.json --methods geometric", capsys)[0] == 0
     budgets = [point.budget for point in read_points("points.csv") if point.method == "geometric"]
     assert len(budgets) == 17
