@@ -9,17 +9,38 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import chdir, redirect_stderr, redirect_stdout
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
 import torch
 from conftest import made_up
 from digits import digits
+from pyarrow import parquet
 
-from alight import Costs, HeadOutputs
+from alight import (
+    Costs,
+    HeadOutputs,
+    calibrate,
+    from_timm,
+    measure_costs,
+    record,
+    save_model,
+    sweep,
+    write_points,
+)
 from alight.cli import main
 
 COSTS = Costs([1.0, 1.0, 2.0, 2.0], [0.1] * 4, unit="ms")
+CHAIN = {  # each command reads what the one before it wrote
+    "train": "train {network}/model {network}/train.npz --validation {network}/test.npz --mode joint --epochs 4"
+    " --set learning_rate=0.003 -o model",
+    "record": "record model {network}/test.npz -o labelled.npz --features negative_entropy",
+    "costs": "costs model",
+    "calibrate": "calibrate labelled.npz --costs costs.json --budget 90% -o policy.json",
+    "predict": "predict model policy.json {network}/test.npz",
+}
 BOOT = """
 import signal, sys
 from alight.cli import main
@@ -79,6 +100,49 @@ def make_network(folder: Path, samples: int | None = None) -> Path:
     return folder
 
 
+def copy_network(source: Path, folder: Path, samples: int | None = None) -> Path:
+    """Copy a network, and the first samples of its data where it has some, to another folder."""
+    shutil.copytree(source / "model", folder / "model")
+    for path in source.glob("t*.npz"):
+        with np.load(path) as arrays:
+            np.savez(folder / path.name, **{name: array[:samples] for name, array in arrays.items()})
+    return folder
+
+
+def run_chain(network: Path, folder: Path) -> None:
+    """Run the chain of commands in the folder; what they print is in COMMAND.out and COMMAND.err."""
+    for name, line in CHAIN.items():
+        with chdir(folder), Path(f"{name}.out").open("w") as out, Path(f"{name}.err").open("w") as err:
+            with redirect_stdout(out), redirect_stderr(err):
+                status = main(line.format(network=network).split())
+            assert status == 0, Path(f"{name}.err").read_text()
+
+
+def write_example_files(folder: Path) -> None:
+    """Write every file that examples of the commands read: an untrained network, images, tables, a policy."""
+    images, labels = digits()[0][:264]
+    pictures = np.tile(255 * images.numpy(), (1, 3, 4, 4)).astype(np.uint8)
+    for name, rows in {"train": slice(32), "validation": slice(32, 232), "test": slice(232, 264)}.items():
+        np.savez(folder / f"{name}.npz", images=pictures[rows], labels=labels[rows].numpy())
+        tensors = pa.FixedShapeTensorArray.from_numpy_ndarray(pictures[rows])
+        parquet.write_table(pa.table({"image": tensors, "label": labels[rows].numpy()}), folder / f"{name}.parquet")
+    torch.manual_seed(0)
+    model = from_timm("test_convnext", num_classes=10, image_size=32)
+    save_model(model, folder / "model")
+    costs = measure_costs(model, torch.zeros(1, 3, 32, 32))
+    costs.save(folder / "costs.json")
+    table = record(model, (pictures, labels), progress=False)
+    labelled, test = table.take(slice(32, 232)), table.take(slice(232, 264))
+    labelled.save(folder / "labelled.npz")
+    test.save(folder / "test_outputs.npz")
+    calibrate.eero(costs, "60%", labelled).save(folder / "policy.json")
+    (folder / "partitions").mkdir()
+    for index, rows in enumerate((slice(0, 120), slice(120, 200))):
+        labelled.take(rows).save(folder / "partitions" / f"part-0000{index}.npz")
+    points = sweep({"geometric": calibrate.geometric}, costs, ["60%"], labelled=labelled, test=test)
+    write_points(points, folder / "points.csv")
+
+
 def interrupted(line: str, folder: Path, word: str, wait: float = 0.0) -> subprocess.CompletedProcess[str]:
     """A command in a process and folder of its own, interrupted as by Ctrl-C once its stderr has said a word."""
     process = subprocess.Popen(
@@ -88,10 +152,10 @@ def interrupted(line: str, folder: Path, word: str, wait: float = 0.0) -> subpro
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
     )
-    told = b""
-    while word.encode() not in told and (said := os.read(process.stderr.fileno(), 4096)):
-        told += said
+    seen = b""
+    while word.encode() not in seen and (printed := os.read(process.stderr.fileno(), 4096)):
+        seen += printed
     time.sleep(wait)
     process.send_signal(signal.SIGINT)
     out, rest = process.communicate(timeout=60)
-    return subprocess.CompletedProcess(line, process.returncode, out.decode(), (told + rest).decode())
+    return subprocess.CompletedProcess(line, process.returncode, out.decode(), (seen + rest).decode())

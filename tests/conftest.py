@@ -1,4 +1,6 @@
 import os
+from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -30,3 +32,27 @@ def made_up(seed: int, samples: int, exits: int, *, classes: int = 5, ties: bool
 @pytest.fixture(scope="session")
 def frozen() -> recordings.Recording:
     return recordings.load("resnet18_cifar100_frozen")
+
+
+@pytest.fixture(scope="session")
+def network(tmp_path_factory) -> Path:
+    """A folder with a small network `model`, and digits as `train.npz` and `test.npz`; to be read only."""
+    from commands import make_network, shared_folder
+
+    return shared_folder(tmp_path_factory.getbasetemp(), "network", make_network)
+
+
+@pytest.fixture(scope="session")
+def chain(tmp_path_factory, network) -> Path:
+    """A folder in which a chain of commands has trained, recorded, measured, calibrated; to be read only."""
+    from commands import run_chain, shared_folder
+
+    return shared_folder(tmp_path_factory.getbasetemp(), "chain", partial(run_chain, network))
+
+
+@pytest.fixture(scope="session")
+def example_files(tmp_path_factory) -> Path:
+    """A folder with every file that examples of the commands read; to be copied."""
+    from commands import shared_folder, write_example_files
+
+    return shared_folder(tmp_path_factory.getbasetemp(), "example_files", write_example_files)

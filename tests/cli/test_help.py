@@ -1,25 +1,24 @@
-"""Help is short, grouped and true: every example in it runs, in the order of the work, each on what others wrote."""
+"""Help is short, grouped and true: every example in it runs."""
 
 import json
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
-import numpy as np
-import pyarrow as pa
 import pytest
 import torchvision
 from commands import run
-from digits import digits
-from pyarrow import parquet
 from safetensors.torch import save_file
 
 from alight.cli.command import MEANINGS, ExitStatus
 from alight.cli.parser import COMMANDS, GROUPS
+from alight.planning import plan as planning
 from alight.planning import timing
 
-WORK = "attach train record costs calibrate sweep report predict plan bench doctor completion".split()
+TESTED_ELSEWHERE = ("demo", "export", "run", "serve")
+SLOW = ("--engine ray", "plan")  # more than five seconds
 
 
 def test_the_installed_command_answers():
@@ -50,27 +49,32 @@ def test_every_help_is_there_with_its_examples(name, capsys):
         assert example.startswith(name)
 
 
-@pytest.mark.filterwarnings("ignore:the last exit has")  # of weights that know nothing
-def test_every_example_runs_and_gives_json_if_asked(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
+def examples():
+    for name, command in COMMANDS.items():
+        for number, example in enumerate(command.examples):
+            if name not in TESTED_ELSEWHERE:
+                slow = [pytest.mark.slow] if any(word in example for word in SLOW) else []
+                yield pytest.param(name, example, number == 0, id=example, marks=slow)
+
+
+@pytest.mark.filterwarnings("ignore:the last exit")  # of weights that are not trained
+@pytest.mark.parametrize(("name", "example", "first"), [*examples()])
+def test_every_example_runs_and_gives_json_if_asked(name, example, first, example_files, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(timing, "SECONDS", 0.02)
-    save_file(torchvision.models.resnet18(num_classes=10).state_dict(), "resnet18.safetensors")
-    images, labels = digits()[0][:264]
-    pictures = np.tile(255 * images.numpy(), (1, 3, 4, 4)).astype(np.uint8)
-    for name, rows in {"train": slice(32), "validation": slice(32, 232), "test": slice(232, 264)}.items():
-        np.savez(f"{name}.npz", images=pictures[rows], labels=labels[rows].numpy())
-        tensors = pa.FixedShapeTensorArray.from_numpy_ndarray(pictures[rows])
-        parquet.write_table(pa.table({"image": tensors, "label": labels[rows].numpy()}), f"{name}.parquet")
-    assert {*WORK, "demo", "export", "run", "serve"} == set(COMMANDS)  # the last four have tests of their own
-    for name in WORK:
-        for example in COMMANDS[name].examples:
-            status, out, err = run(example, capsys)
-            assert status == 0, (example, err)
-            assert out.strip(), example
-        if COMMANDS[name].results:
-            status, out, err = run(f"{example} --quiet" + " --json" * ("--json" not in example), capsys)
-            assert (status, err) == (0, ""), example
-            assert json.loads(out), example
+    monkeypatch.setattr(planning, "ROUNDS", 2)
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(example_files, tmp_path, dirs_exist_ok=True)
+    if example.endswith("-o partitions"):
+        shutil.rmtree("partitions")  # which must be new
+    if "resnet18.safetensors" in example:
+        save_file(torchvision.models.resnet18(num_classes=10).state_dict(), "resnet18.safetensors")
+    status, out, err = run(example, capsys)
+    assert status == 0, err
+    assert out.strip()
+    if first and COMMANDS[name].results:
+        status, out, err = run(f"{example} --quiet" + " --json" * ("--json" not in example), capsys)
+        assert (status, err) == (0, "")
+        assert json.loads(out)
     assert not [path for path in tmp_path.rglob(".*") if path.is_file()]
 
 

@@ -1,8 +1,8 @@
-"""Ctrl-C, whenever it comes: one line, status 130, and no file that was not there or is half-written."""
+"""Ctrl-C, whenever it comes: one line, status 130, and no new or partial file."""
 
 import pytest
 import torch
-from commands import COSTS, interrupted, make_network, make_tables
+from commands import COSTS, copy_network, interrupted, make_tables
 
 from alight import calibrate
 from alight.engine.recorder import record
@@ -19,7 +19,7 @@ LINES = {  # what is interrupted, at which word on stderr, and so many seconds l
         1.5,
     ),
     "demo": ("demo -o shown/deep", "train:", 0.5),
-    "demo over a folder": ("demo -o tables", "calibrating", 0.2),
+    "demo over a folder": ("demo -o tables", "train:", 0.5),
     "while torch loads": ("attach timm:test_resnet -o new/model", "ready", 1.0),
     "train": ("train model train.npz --mode joint --epochs 100000 -o new/trained", "train:", 0.2),
     "record": ("record model train.npz --batch-size 1 -o new.npz", "record:", 0.3),
@@ -27,11 +27,12 @@ LINES = {  # what is interrupted, at which word on stderr, and so many seconds l
     "predict": ("predict model policy.json train.npz --batch-size 1 -o answers.parquet", "predict:", 0.3),
     "bench": ("bench model policy.json train.npz --batch-sizes 1 --samples 1400", "batches of 1", 0.5),
 }
+QUICK = ("while libraries load", "sweep", "calibrate", "while torch loads")  # less than five seconds
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory):
-    folder = make_network(tmp_path_factory.mktemp("interrupted"))
+def place(tmp_path_factory, network):
+    folder = copy_network(network, tmp_path_factory.mktemp("interrupted"))
     (folder / "tables").mkdir()
     make_tables(folder / "tables")
     model = load_model(folder / "model")
@@ -46,8 +47,10 @@ def contents(folder):
     return {path.relative_to(folder): path.is_file() and path.read_bytes() for path in folder.rglob("*")}
 
 
-@pytest.mark.parametrize("case", LINES)
-def test_an_interrupt_prints_one_line_and_leaves_no_half_written_file(case, place):
+@pytest.mark.parametrize(
+    "case", [case if case in QUICK else pytest.param(case, marks=pytest.mark.slow) for case in LINES]
+)
+def test_an_interrupt_prints_one_line_and_leaves_no_partial_file(case, place):
     before = contents(place)
     line, word, wait = LINES[case]
     done = interrupted(line, place, word, wait)
@@ -59,7 +62,7 @@ def test_an_interrupt_prints_one_line_and_leaves_no_half_written_file(case, plac
     assert own == [MESSAGE]
     after = contents(place)
     kept = {path for path in after if path.parts[:2] == ("new", "trained") or path.parts == ("new",)}
-    if case == "train":  # what it goes on from, if an epoch was done
+    if case == "train":  # what it resumes from, if an epoch was done
         assert {path.name for path in kept if path.parts[2:]} <= {"checkpoint.safetensors"}
         assert all((place / path).is_dir() == (len(path.parts) < 3) for path in kept)
         after = {path: content for path, content in after.items() if path not in kept}

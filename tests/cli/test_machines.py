@@ -6,8 +6,9 @@ import socket
 import subprocess
 import sys
 
+import pytest
 import torch
-from commands import make_network
+from commands import copy_network
 
 from alight import load_model
 
@@ -18,8 +19,9 @@ def port() -> int:
         return int(free.getsockname()[1])
 
 
-def test_two_machines_train_the_network_that_one_does(tmp_path):
-    folder = make_network(tmp_path, samples=96)
+@pytest.mark.slow
+def test_two_machines_train_the_network_that_one_does(network, tmp_path):
+    folder = copy_network(network, tmp_path, samples=96)
     train = (
         f"-m alight.cli train {folder}/model {folder}/train.npz --epochs 2 --batch-size 32 --device cpu --json".split()
     )
@@ -31,12 +33,12 @@ def test_two_machines_train_the_network_that_one_does(tmp_path):
     machines = [
         subprocess.Popen(line, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for _ in range(2)
     ]
-    said = [machine.communicate(timeout=120) for machine in machines]
-    assert [machine.returncode for machine in machines] == [0, 0], said
-    assert sorted(bool(out) for out, _ in said) == [False, True]  # one of them tells what came out
-    told = json.loads(next(out for out, _ in said if out))
-    assert told["path"] == str(folder / "together")
-    assert len(told["epochs"]) == 2
+    outputs = [machine.communicate(timeout=120) for machine in machines]
+    assert [machine.returncode for machine in machines] == [0, 0], outputs
+    assert sorted(bool(out) for out, _ in outputs) == [False, True]  # one of them prints the result
+    values = json.loads(next(out for out, _ in outputs if out))
+    assert values["path"] == str(folder / "together")
+    assert len(values["epochs"]) == 2
     assert sorted(path.name for path in (folder / "together").iterdir()) == ["config.json", "model.safetensors"]
     before, alone, together = (load_model(folder / name).state_dict() for name in ("model", "alone", "together"))
     moved = [name for name in before if not torch.equal(before[name], alone[name])]

@@ -10,7 +10,7 @@ import pyarrow.parquet as parquet
 import pytest
 import timm
 import torch
-from commands import make_network, run
+from commands import run
 from safetensors.torch import save_file
 
 from alight import Costs, HeadOutputs, load_policy, replay
@@ -20,90 +20,88 @@ from alight.planning import timing
 from alight.training.checkpoints import Checkpoint
 
 
-@pytest.fixture(scope="module")
-def digit_files(tmp_path_factory):
-    """Digits as pictures of 16 x 16, and a small network of timm with exits, in a folder."""
-    return make_network(tmp_path_factory.mktemp("digits"))
-
-
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
 
-def test_attach_train_record_costs_and_calibrate_chain(digit_files, tmp_path, capsys, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    data = digit_files
-    line = f"train {data}/model {data}/train.npz --mode joint --epochs 4 --validation {data}/test.npz -o trained"
-    status, out, err = run(f"{line} --set learning_rate=0.003", capsys)
-    assert status == 0, err
-    assert "validation accuracy" in out
-    assert "accuracy %" in err
-    assert sorted(path.name for path in (tmp_path / "trained").iterdir()) == ["config.json", "model.safetensors"]
-    status, out, err = run(f"record trained {data}/test.npz -o labelled.npz --features negative_entropy", capsys)
-    assert status == 0, err
-    assert "record: 100%" in err
-    table, model = HeadOutputs.load("labelled.npz"), load_model("trained")
-    assert f"end {1 - table.risks()[-1]:.1%}" in out
+def test_attach_train_record_costs_and_calibrate_chain(chain):
+    out, err = ({path.stem: path.read_text() for path in chain.glob(f"*.{kind}")} for kind in ("out", "err"))
+    assert "validation accuracy" in out["train"]
+    assert "accuracy %" in err["train"]
+    assert sorted(path.name for path in (chain / "model").iterdir()) == ["config.json", "model.safetensors"]
+    assert "record: 100%" in err["record"]
+    table, model = HeadOutputs.load(chain / "labelled.npz"), load_model(chain / "model")
+    assert f"end {1 - table.risks()[-1]:.1%}" in out["record"]
     assert table.risks()[-1] < 0.1
     assert table.fingerprint == fingerprint(model)
     assert set(table.features) == {"negative_entropy"}
-    status, out, err = run("costs trained", capsys)
-    assert status == 0, err
-    assert "heads before the last: 0." in out
-    costs = Costs.load("costs.json")
+    assert "heads before the last: 0." in out["costs"]
     expected = measure_costs(model, torch.zeros(1, 3, 16, 16))
-    np.testing.assert_allclose(costs.cumulative(), expected.cumulative())
-    assert run("costs trained --unit ms --batch-size 8 -o ms.json", capsys)[0] == 0
-    assert Costs.load("ms.json").unit == "ms"
-    status, _, err = run("calibrate labelled.npz --costs costs.json --budget 90% -o policy.json", capsys)
-    assert status == 0, err
-    policy = load_policy("policy.json")
+    np.testing.assert_allclose(Costs.load(chain / "costs.json").cumulative(), expected.cumulative())
+    policy = load_policy(chain / "policy.json")
     assert policy.fingerprint == table.fingerprint
-    status, out, err = run(f"predict trained policy.json {data}/test.npz", capsys)
-    assert status == 0, err
-    assert "predict: 100%" in err
-    with Path("answers.csv").open() as file:
+    assert "predict: 100%" in err["predict"]
+    with (chain / "answers.csv").open() as file:
         rows = list(csv.DictReader(file))
-    expected = replay(policy, table)
-    assert [int(row["label"]) for row in rows] == expected.predictions.tolist()
-    assert [int(row["exit"]) for row in rows] == expected.exits.tolist()
-    assert sum(float(row["cost_FLOPs"]) for row in rows) == pytest.approx(expected.spent.sum())
+    decisions = replay(policy, table)
+    assert [int(row["label"]) for row in rows] == decisions.predictions.tolist()
+    assert [int(row["exit"]) for row in rows] == decisions.exits.tolist()
+    assert sum(float(row["cost_FLOPs"]) for row in rows) == pytest.approx(decisions.spent.sum())
     assert all(0 < float(row["probability"]) <= 1 for row in rows)
-    assert run(f"predict trained policy.json {data}/test.npz -o answers.parquet", capsys)[0] == 0
-    assert parquet.read_table("answers.parquet").column("exit").to_pylist() == expected.exits.tolist()
-    status, out, err = run(f"bench trained policy.json {data}/test.npz --samples 32 --batch-sizes 16", capsys)
+
+
+def test_answers_may_be_parquet_and_costs_milliseconds(network, chain, folder, capsys):
+    assert run(f"predict {chain}/model {chain}/policy.json {network}/test.npz -o answers.parquet", capsys)[0] == 0
+    decisions = replay(load_policy(chain / "policy.json"), HeadOutputs.load(chain / "labelled.npz"))
+    assert parquet.read_table("answers.parquet").column("exit").to_pylist() == decisions.exits.tolist()
+    assert run(f"costs {chain}/model --unit ms --batch-size 8 -o ms.json", capsys)[0] == 0
+    assert Costs.load("ms.json").unit == "ms"
+
+
+def test_a_policy_of_another_network_is_refused(network, chain, folder, capsys):
+    status, _, err = run(f"predict {network}/model {chain}/policy.json {network}/test.npz", capsys)
+    assert status == 1
+    assert "was calibrated on outputs of the network" in err
+
+
+def test_bench_and_plan_compare_with_the_full_network(network, chain, folder, capsys, monkeypatch):
+    monkeypatch.setattr(timing, "SECONDS", 0.02)
+    line = f"bench {chain}/model {chain}/policy.json {network}/test.npz --samples 32 --batch-sizes 16"
+    status, out, err = run(line, capsys)
     assert status == 0, err
     assert "batch 16: " in out
     assert "accuracy with exits" in out
-    status, out, err = run("plan trained labelled.npz --batch-size 16 --max-accuracy-loss 0.3 -o planned.json", capsys)
+    line = f"plan {chain}/model {chain}/labelled.npz --batch-size 16 --max-accuracy-loss 0.3 -o planned.json"
+    status, out, err = run(line, capsys)
     assert status == 0, err
     assert "plain network" in out
     assert load_policy("planned.json").unit == "ms"
-    assert run(f"predict trained planned.json {data}/test.npz -o planned.csv", capsys)[0] == 0
+    assert run(f"predict {chain}/model planned.json {network}/test.npz -o planned.csv", capsys)[0] == 0
+
+
+@pytest.mark.slow
+def test_speed_auto_measures_which_options_pay(network, chain, folder, capsys, monkeypatch):
     monkeypatch.setattr(timing, "SECONDS", 0.02)
     for line in (
-        f"predict trained policy.json {data}/test.npz -o quick.csv",
-        f"bench trained policy.json {data}/test.npz --samples 32 --batch-sizes 16",
-        f"record trained {data}/test.npz -o quick.npz",
+        f"predict {chain}/model {chain}/policy.json {network}/test.npz -o quick.csv",
+        f"bench {chain}/model {chain}/policy.json {network}/test.npz --samples 32 --batch-sizes 16",
+        f"record {chain}/model {network}/test.npz -o quick.npz",
     ):
-        status, out, err = run(f"{line} --speed auto --threads 1", capsys)
+        status, _, err = run(f"{line} --speed auto --threads 1", capsys)
         assert status == 0, err
         assert "channels_last=True" in err
-    assert Path("quick.csv").read_text().count("\n") == len(rows) + 1
-    status, out, err = run("plan trained labelled.npz --batch-size 16 --speed auto --threads 1 -o quick.json", capsys)
+    assert len(Path("quick.csv").read_text().splitlines()) == 1 + len(HeadOutputs.load(chain / "labelled.npz"))
+    line = f"plan {chain}/model {chain}/labelled.npz --batch-size 16 --speed auto --threads 1 -o quick.json"
+    status, out, err = run(line, capsys)
     assert status == 0, err
     assert "channels_last=True" in out
-    assert (
-        "was calibrated on outputs of the network"
-        in run(f"predict {data}/model policy.json {data}/test.npz", capsys)[2]
-    )
 
 
-def test_an_interrupted_training_goes_on_where_it_was(digit_files, tmp_path, capsys, monkeypatch):
+def test_an_interrupted_training_resumes_where_it_stopped(network, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    line = f"train {digit_files}/model {digit_files}/test.npz --mode joint --epochs 2 --augment -o"
+    line = f"train {network}/model {network}/test.npz --mode joint --epochs 2 --augment -o"
     assert run(f"{line} whole", capsys)[0] == 0
     save = Checkpoint.save
 
@@ -121,9 +119,9 @@ def test_an_interrupted_training_goes_on_where_it_was(digit_files, tmp_path, cap
     assert not (tmp_path / "parts" / "checkpoint.safetensors").exists()
 
 
-def test_a_training_that_diverges_leaves_no_empty_folder(digit_files, tmp_path, capsys, monkeypatch):
+def test_a_training_that_diverges_leaves_no_empty_folder(network, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    line = f"train {digit_files}/model {digit_files}/test.npz --mode joint --epochs 2 -o runs/first"
+    line = f"train {network}/model {network}/test.npz --mode joint --epochs 2 -o runs/first"
     status, _, err = run(f"{line} --quiet --set optimizer=sgd --set learning_rate=1e30", capsys)
     assert status == 1
     assert err.startswith("alight: the loss of exit")
@@ -155,7 +153,7 @@ def test_a_bad_path_is_refused_before_torch_is_loaded(line, folder):
     assert done.stderr.count("\n") == 1
 
 
-def test_attach_takes_trained_weights_and_a_normalisation(digit_files, tmp_path, capsys, monkeypatch):
+def test_attach_takes_trained_weights_and_a_normalisation(network, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     torch.manual_seed(1)
     backbone = timm.create_model("test_resnet", num_classes=7).eval()
@@ -197,10 +195,10 @@ NETWORK_BAD = {
 
 
 @pytest.mark.parametrize("case", NETWORK_BAD)
-def test_bad_input_to_a_network_gets_one_sentence_and_a_status(case, digit_files, folder, capsys):
+def test_bad_input_to_a_network_gets_one_sentence_and_a_status(case, network, folder, capsys):
     line, message = NETWORK_BAD[case]
     np.savez("other.npz", scores=np.zeros(3))
-    status, out, err = run(line.format(data=digit_files), capsys)
+    status, out, err = run(line.format(data=network), capsys)
     assert status == 1
     assert message in err
     assert err.startswith("alight: ")

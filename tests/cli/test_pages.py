@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from commands import make_network, make_tables, run
+from commands import make_tables, run
 
 from alight import read_points
 from alight.planning import timing
@@ -22,8 +22,8 @@ def folder(tmp_path, monkeypatch):
 
 
 def networks_of(path: str) -> list[dict]:
-    found = re.search(r'<script type="application/json" id="data">(.*?)</script>', Path(path).read_text(), re.DOTALL)
-    return json.loads(found[1])["networks"]
+    data = re.search(r'<script type="application/json" id="data">(.*?)</script>', Path(path).read_text(), re.DOTALL)
+    return json.loads(data[1])["networks"]
 
 
 def test_a_sweep_shows_test_images_where_they_left_under_its_first_method(folder, capsys):
@@ -56,20 +56,17 @@ def test_a_report_of_several_tables_has_a_network_for_each(folder, capsys):
     assert "named twice" in run("report small.csv small.csv -o page.html", capsys)[2]
 
 
-@pytest.mark.filterwarnings("ignore:the last exit has")  # of weights that know nothing
-def test_a_plan_is_shown_beside_the_full_network(tmp_path, monkeypatch, capsys):
+def test_a_plan_is_shown_beside_the_full_network(chain, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(timing, "SECONDS", 0.02)
-    make_network(tmp_path, samples=120)
-    assert run("record model test.npz -o labelled.npz", capsys)[0] == 0
-    line = "plan model labelled.npz --batch-size 16 --max-accuracy-loss 0.3 -o policy.json --report page.html --json"
+    line = f"plan {chain}/model {chain}/labelled.npz --batch-size 16 --max-accuracy-loss 0.3 --report page.html --json"
     status, out, err = run(line, capsys)
     assert status == 0, err
-    told = json.loads(out)
+    values = json.loads(out)
     (network,) = networks_of("page.html")
-    assert told["report"] == "page.html"
-    assert network["plan"]["planned"] == {"throughput": told["throughput"], "accuracy": told["accuracy"]}
-    assert network["plan"]["plain"]["throughput"] == told["full_throughput"]
+    assert values["report"] == "page.html"
+    assert network["plan"]["planned"] == {"throughput": values["throughput"], "accuracy": values["accuracy"]}
+    assert network["plan"]["full"]["throughput"] == values["full_throughput"]
     assert network["unit"] == "ms"
     assert network["exits"][:2] == ["layer1", "layer2"]
     assert "measured on" in network["note"]

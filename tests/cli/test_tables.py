@@ -36,7 +36,7 @@ def test_calibrate_takes_a_method_its_options_and_unlabelled_data(folder, capsys
 
 
 @pytest.mark.parametrize("contract", ["mean", "probability", "batch", "stream"])
-def test_calibrate_writes_its_guarantee(folder, capsys, contract):
+def test_calibrate_writes_what_it_guarantees(folder, capsys, contract):
     line = f"calibrate labelled.npz --costs costs.json --budget 50% --contract {contract} --delta 0.1 -o policy.json"
     status, out, _ = run(line, capsys)
     policy = load_policy("policy.json")

@@ -58,6 +58,7 @@ def run_demo(place):
         (place / name).write_text(text)
 
 
+@pytest.mark.slow
 def test_progress_comes_with_the_seconds_and_in_the_order_of_the_work(shown):
     steps = re.findall(r"^\[ *\d+ s\] (\w+)", shown.progress, re.MULTILINE)
     assert steps == [
@@ -67,6 +68,7 @@ def test_progress_comes_with_the_seconds_and_in_the_order_of_the_work(shown):
     assert all(bar in shown.progress for bar in ("train:", "record:", "sweep:"))
 
 
+@pytest.mark.slow
 def test_the_values_for_programs_are_those_of_the_lines(shown):
     digits = shown.values["digits"]
     assert shown.values["missing"] == ""
@@ -80,6 +82,7 @@ def test_the_values_for_programs_are_those_of_the_lines(shown):
     assert digits["full_network"]["accuracy"] > 0.95
 
 
+@pytest.mark.slow
 def test_the_network_that_is_left_does_what_was_printed(shown):
     own = shown.place / "alight-demo" / "digits"
     model, policy = load_model(own / "network"), load_policy(own / "policy.json")
@@ -97,6 +100,7 @@ def test_the_network_that_is_left_does_what_was_printed(shown):
     assert accuracies == pytest.approx(100 * tested.correct().mean(axis=0), abs=0.06)
 
 
+@pytest.mark.slow
 def test_half_of_the_compute_loses_little_and_all_exits_are_used(shown):
     spent, accuracy, *shares = (float(number) for number in re.findall(PERCENT, shown.lines["spent"]))
     full = float(re.findall(rf"{PERCENT} at 100 %", shown.lines["exits"])[0])
@@ -109,6 +113,7 @@ def test_half_of_the_compute_loses_little_and_all_exits_are_used(shown):
     assert str(certificate).startswith(shown.lines["budget"].removeprefix("50% of the FLOPs. "))
 
 
+@pytest.mark.slow
 def test_the_next_command_runs_as_printed(shown):
     line = [*shlex.split(shown.lines["next"]), "--samples", "32", "--batch-sizes", "32"]
     done = subprocess.run(line, cwd=shown.place, capture_output=True, text=True)
@@ -116,6 +121,7 @@ def test_the_next_command_runs_as_printed(shown):
     assert "times as fast" in done.stdout
 
 
+@pytest.mark.slow
 def test_the_report_has_the_guarantees_the_digits_and_the_plan(shown):
     page = (shown.place / "alight-demo" / "report.html").read_text()
     assert shown.lines["report"] == str(shown.place / "alight-demo" / "report.html")
@@ -126,6 +132,7 @@ def test_the_report_has_the_guarantees_the_digits_and_the_plan(shown):
     assert '"name":"digits, live"' in page
 
 
+@pytest.mark.slow
 def test_eero_is_ahead_of_the_papers_rule_and_of_single_exits(shown):
     with (shown.place / "alight-demo" / "cifar100" / "resnet18_cifar100_frozen.csv").open() as file:
         points = [*csv.DictReader(file)]
@@ -141,6 +148,7 @@ def test_eero_is_ahead_of_the_papers_rule_and_of_single_exits(shown):
     assert ours >= paper >= single
 
 
+@pytest.mark.slow
 def test_policies_with_further_guarantees_are_written(shown):
     own = shown.place / "alight-demo" / "cifar100"
     certificates = {path.stem: load_policy(path).certificate for path in own.glob("*.json")}
@@ -154,6 +162,7 @@ def test_policies_with_further_guarantees_are_written(shown):
     assert int(delay) <= 2000
 
 
+@pytest.mark.slow
 def test_the_stream_is_never_ahead_of_its_budget_by_more_than_a_full_pass(shown):
     stream, test = load_policy(shown.place / "alight-demo" / "cifar100" / "stream.json"), recordings.load().test
     test, half = test.take(np.random.default_rng(0).permutation(len(test))), len(test) // 2
