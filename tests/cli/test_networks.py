@@ -124,7 +124,7 @@ def test_a_training_that_diverges_leaves_no_empty_folder(network, tmp_path, caps
     line = f"train {network}/model {network}/test.npz --mode joint --epochs 2 -o runs/first"
     status, _, err = run(f"{line} --quiet --set optimizer=sgd --set learning_rate=1e30", capsys)
     assert status == 1
-    assert err.startswith("alight: the loss of exit")
+    assert err.startswith("alight: training diverged: the loss of exit")
     assert not (tmp_path / "runs").exists()
 
 
