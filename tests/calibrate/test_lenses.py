@@ -228,14 +228,3 @@ def test_without_scikit_learn_the_error_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "sklearn.linear_model", None)
     with pytest.raises(AlightError, match=r"pip install 'alight\[learn\]'"):
         fit_gain(LABELLED)
-
-
-def test_the_tables_on_the_page_are_those_that_results_give():
-    root = Path(__file__).parent.parent.parent
-    spec = importlib.util.spec_from_file_location("lenses_experiment", root / "experiments" / "lenses.py")
-    experiment = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(experiment)
-    rows = experiment.read()
-    page = (root / "docs" / "lenses.md").read_text()
-    for outputs in {row.outputs for row in rows}:
-        assert experiment.table(rows, outputs) in page

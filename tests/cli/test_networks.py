@@ -76,7 +76,7 @@ def test_bench_and_plan_compare_with_the_full_network(network, chain, folder, ca
     line = f"plan {chain}/model {chain}/labelled.npz --batch-size 16 --max-accuracy-loss 0.3 -o planned.json"
     status, out, err = run(line, capsys)
     assert status == 0, err
-    assert "plain network" in out
+    assert "full network" in out
     assert load_policy("planned.json").unit == "ms"
     assert run(f"predict {chain}/model planned.json {network}/test.npz -o planned.csv", capsys)[0] == 0
 

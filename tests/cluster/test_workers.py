@@ -87,7 +87,7 @@ def digits(tmp_path_factory):
 
 def test_a_quota_keeps_its_budget_in_every_batch_and_in_total(digits, tmp_path):
     folder, model, policy = digits
-    quota = certified_batch(lambda *_: policy)(policy.costs, policy.budget, None)
+    quota = certified_batch(lambda *_: policy)(policy.costs, policy.budget, ())
     task = PredictTask(quota, model.classes)
     by_a_worker(task, folder / "model", folder / "test", tmp_path / "same", rows=64, batch_size=32)
     decisions = on_one_machine(model, quota, folder / "test.npz", 32)

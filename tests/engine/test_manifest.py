@@ -21,13 +21,13 @@ def changed(path, **values):
     path.write_text(json.dumps(json.loads(path.read_text()) | values))
 
 
-def test_it_tells_what_the_network_takes_and_where_samples_leave():
+def test_it_describes_inputs_and_stages():
     manifest = Manifest.load(folder())
     assert [stage.file for stage in manifest.stages] == ["stage_0.onnx", "stage_1.onnx", "stage_2.onnx"]
     assert manifest.open_exits == (0, 1, 3)  # the closed one has no file
     assert [str(each) for each in manifest.inputs] == ["input_0 of shape (samples, 3, 6, 7), float32"]
     assert [len(stage.carries) for stage in manifest.stages] == [1, 2, 0]
-    assert manifest.image_shape == (3, 6, 7)
+    assert manifest.input_spec.image_shape == (3, 6, 7)
     assert manifest.fingerprint == policy().fingerprint
     assert float(manifest.made_with["largest difference"]) < 1e-5
 

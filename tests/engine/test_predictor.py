@@ -223,7 +223,7 @@ def test_a_single_sample_is_known_by_its_number_however_it_is_given(backend, ent
 @each_backend
 def test_bad_input_says_what_to_do(backend):
     found = predictor(backend, thresholds(0.5))
-    with pytest.raises(BadInput, match="at least one"):
+    with pytest.raises(BadInput, match="at least 1"):
         found(images()[:0])
     with pytest.raises(BadInput, match="each once"):
         found(images()[:2], samples=[4, 4])
@@ -248,7 +248,7 @@ def test_bad_input_says_what_to_do(backend):
     ("inputs", "message"),
     [
         (np.zeros((4, 3, 8, 8), np.float32), r"shape \(4, 3, 8, 8\), and the network takes input_0"),
-        (np.zeros((0, 3, 6, 7), np.float32), "at least one"),
+        (np.zeros((0, 3, 6, 7), np.float32), "at least 1"),
         ((images(), images()), "2 inputs"),
         ({"pixels": images()}, "the batch has"),
         (np.zeros((2, 9, 9, 3), np.uint8), r"images of shape \(9, 9, 3\)"),
