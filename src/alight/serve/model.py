@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import Any
 
 import numpy as np
 
@@ -17,31 +17,16 @@ from alight.errors import BadInput, Mismatch
 from alight.outputs import Decisions
 from alight.policies.capped import capped
 from alight.policies.paced import Pace
-from alight.policies.policy import Memory, Policy, Threshold
+from alight.policies.policy import Policy, Threshold
 
 MANIFEST = "manifest.json"  # in an exported folder alone
 TOKENIZER = "tokenizer"  # the folder beside a network that reads text
 ROUNDS = 3  # of which the fastest counts: the others are slowed down by noise of the machine
 WEIGHT = 0.1  # of the latest batch in the running estimate of the machine's speed
 
+Runner = Any  # a network under a policy: a `Predictor` or a `Deployed`, with policy, memory, with_policy and a call
 Sample = np.ndarray | str  # a batch of one as the network takes it, or a text
 Tokenize = Callable[[Sequence[str]], Mapping[str, np.ndarray]]  # texts to arrays, as long as the longest text
-
-
-class Runner(Protocol):
-    """A network that decides under a policy: a `Predictor`, or a `Deployed`."""
-
-    memory: Memory
-
-    @property
-    def policy(self) -> Policy:
-        """The policy that decides."""
-
-    def __call__(self, inputs: Any, samples: Any = None) -> Decisions:
-        """Decide a batch."""
-
-    def with_policy(self, policy: Policy) -> Self:
-        """Return the same network under another policy."""
 
 
 @dataclass(frozen=True)
@@ -90,8 +75,7 @@ class ServedModel:
             return runner(self.batch(samples), numbers), None
         runner.memory = (pace,)
         decisions = runner(self.batch(samples), numbers)
-        after: Pace = runner.memory[0]
-        return decisions, after
+        return decisions, runner.memory[0]
 
 
 def load_served_model(
