@@ -20,7 +20,7 @@ from alight import Costs, Decisions, HeadOutputs, Predictor, load_model, load_po
 from alight.cli.parser import COMMANDS, parser
 from alight.demo.live import _planned, _timed, split_digits
 from alight.planning.plan import Plan
-from alight.planning.timing import Comparison
+from alight.planning.timing import SpeedComparison
 from alight.policies.policy import ExitAt
 from alight.policies.route import replay_on
 
@@ -182,7 +182,7 @@ def test_digits_for_training_calibration_and_test_are_disjoint():
 
 def test_where_early_exit_is_not_worth_it_the_line_says_so():
     nothing = Decisions([0], [0], [1.0], 1)
-    slower = Comparison(64, 1000.0, 980.0, 0.98, 0.95, 1.02, (1.0, 1.0), (1.0, 1.0), nothing)
+    slower = SpeedComparison(64, 1000.0, 980.0, 0.98, 0.95, 1.02, (1.0, 1.0), (1.0, 1.0), nothing)
     assert _timed(slower).startswith("early exit is not worth it here: 0.98x as fast")
     assert _timed(replace(slower, speedup=1.5, low=1.4)).startswith("1.50x as fast")
     policy, costs = ExitAt(costs=(1.0,), open_exits=(0,), num_exits=1), Costs([1.0], [0.0], "ms")

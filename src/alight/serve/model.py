@@ -28,6 +28,7 @@ TOKENIZER = "tokenizer"  # the folder beside a network that reads text
 ROUNDS = 3  # of which the fastest counts: the others are slowed down by noise of the machine
 WEIGHT = 0.1  # of the latest batch in the running estimate of the machine's speed
 
+Runner = Any  # a network under a policy: a `Predictor` or a `Deployed`, with policy, memory, with_policy and a call
 Sample = np.ndarray | str  # a batch of one as the network takes it, or a text
 Tokenize = Callable[[Sequence[str]], Mapping[str, np.ndarray]]  # texts to arrays, as long as the longest text
 
