@@ -110,7 +110,7 @@ def test_half_of_the_compute_loses_little_and_all_exits_are_used(shown):
     assert sum(share > 0 for share in shares) >= 3
     certificate = load_policy(shown.place / "alight-demo" / "digits" / "policy.json").certificate
     assert certificate.contract == "probability"
-    assert str(certificate).startswith(shown.lines["budget"].removeprefix("50% of the FLOPs. "))
+    assert str(certificate).startswith(shown.lines["budget"].removeprefix("50 % of the FLOPs. "))
 
 
 @pytest.mark.slow

@@ -98,7 +98,7 @@ class LiveDemo:
             f" {self.times.full:.2f} ms per digit in batches of {BATCH_SIZE};"
             f" a ResNet with {len(names)} exits, trained on {TRAINED} digits in {self.seconds:.0f} s",
             "exits": f"accuracy at share of the FLOPs: {', '.join(exits)}",
-            "budget": f"{BUDGET} of the FLOPs. {guarantee}",
+            "budget": f"{BUDGET[:-1]} % of the FLOPs. {guarantee}",
             "spent": f"{_percent(self.spent)} of the FLOPs, {_percent(self.accuracy)} accuracy; share of samples that"
             f" leave at each exit: {', '.join(left)}",
             **{f"batch {run.batch_size}": _timed(run) for run in self.runs},
