@@ -17,7 +17,7 @@ import yaml
 from mkdocs.exceptions import PluginError
 
 import alight
-from alight import calibrate, deploy, evaluation
+from alight import calibrate, evaluation
 from alight.cli.parser import COMMANDS
 
 ROOT = Path(__file__).parent.parent
@@ -50,7 +50,7 @@ def test_every_public_name_is_in_the_reference(site):
     for page in (site / "reference").glob("*.html"):
         anchors |= set(re.findall(r'id="(alight\.[\w.]+)"', page.read_text()))
     names = [name for name in alight.__all__ if name not in ROOMS]
-    names += [f"calibrate.{name}" for name in calibrate.__all__] + [f"deploy.{name}" for name in deploy.__all__]
+    names += [f"calibrate.{name}" for name in calibrate.__all__]
     names += [f"evaluation.{name}" for name in evaluation.__all__ if name not in alight.__all__]
     missing = {name for name in names if not anchors & {f"alight.{name}", f"alight.{name}.{name.split('.')[-1]}"}}
     assert missing == VALUES

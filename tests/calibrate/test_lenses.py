@@ -1,8 +1,6 @@
 """Lenses as they are fitted: laws of each, and of methods calibrated through them."""
 
-import importlib.util
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
