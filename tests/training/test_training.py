@@ -534,7 +534,7 @@ def test_the_loss_of_shares_is_that_of_the_classes_by_their_shares():
 
 
 @pytest.mark.slow
-@pytest.mark.compiled
+@pytest.mark.slow
 def test_a_compiled_training_equals_an_eager_one():
     one, other = network(), network()
     other.load_state_dict(one.state_dict())
