@@ -12,9 +12,9 @@ from torch import nn
 from torch.nn import functional
 
 from alight.costing.energy import NvmlMeter, RaplMeter, meter_for
-from alight.costing.flops import count_flops
 from alight.costing.measure import head_overhead, measure_costs, time_stages
 from alight.costs import Costs
+from alight.cutting.flops import count_flops
 from alight.errors import BadInput
 from alight.networks.multi_exit import MultiExitModel
 from alight.networks.zoo import convnext_cifar, msdnet_cifar, resnet18_cifar

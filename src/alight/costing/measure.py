@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from alight.costing.energy import Meter, meter_for
-from alight.costing.flops import FlopCounter, without_data
 from alight.costs import Costs
+from alight.cutting.flops import FlopCounter, without_data
 from alight.cutting.modes import in_mode
 from alight.errors import BadInput
 from alight.networks.multi_exit import Carried, MultiExitModel, advance, read

@@ -6,8 +6,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from alight.cutting.cut import CHECKED, by_time, check_carried, needed_calls, rows_per_sample, same_bits
+from alight.cutting.flops import count_flops
 from alight.cutting.modes import in_mode
-from alight.cutting.placement import flops_of
 from alight.cutting.stages import StagePlan, build
 from alight.cutting.tracing import Inputs, Trace, Value, refusals, trace, walk
 from alight.errors import BadInput
@@ -182,7 +182,7 @@ def _check_order(
         plan = StagePlan(traced, needed_calls(traced, need, incoming, [output]), incoming, [output], last=True)
         alone = build(network, plan, plan)
         with in_mode(network, alone, training=False), refusals():
-            totals.append(flops_of(lambda: alone(*batch)))  # noqa: B023
+            totals.append(count_flops(alone, *batch))
     useless = [index for index in range(1, len(needs)) if needs[index] <= set[int]().union(*needs[:index])]
     if useless or totals != sorted(totals):
         order = sorted(range(len(totals)), key=totals.__getitem__)

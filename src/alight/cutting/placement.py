@@ -1,15 +1,15 @@
 """Where to put exits: block ends at even shares of the cost, at which the network can be cut."""
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils.flop_counter import FlopCounterMode
 
 from alight.cutting.cut import CUTTERS, alive_after, cut
+from alight.cutting.flops import FlopCounter, without_data
 from alight.cutting.modes import in_mode
-from alight.cutting.tracing import CONTAINERS, Inputs, Trace, on_meta, refusals, trace
+from alight.cutting.tracing import CONTAINERS, Inputs, Trace, refusals, trace
 from alight.errors import BadInput
 
 MIN_DISTANCE = 1 / 3  # of the even distance: exits that are nearer decide on nearly the same
@@ -61,13 +61,6 @@ def cut_evenly(model: nn.Module, example: Any, count: int) -> tuple[list[str], l
 def cut_places(model: nn.Module, example: Any, count: int) -> list[CutPlace]:
     """Return block ends after which the network can be cut; single layers too where there are fewer than `count`."""
     return _cut_places(model, Inputs(example), count)[0]
-
-
-def flops_of(run: Callable[[], object]) -> int:
-    """Return the FLOPs of a run, without the fused attention kernels of the CPU, which are not counted."""
-    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
-        run()
-    return int(counter.get_total_flops())
 
 
 def _cut_places(model: nn.Module, inputs: Inputs, count: int) -> tuple[list[CutPlace], BadInput | None]:
@@ -134,33 +127,24 @@ def _depth(name: str) -> int:
 
 def _cost_shares(model: nn.Module, inputs: Inputs, names: Sequence[str]) -> dict[str, float]:
     """Return the share of the network's FLOPs that is spent when each module ends, of those that are called once."""
-    try:
-        spent = _spent(on_meta(model), inputs, tuple(tensor.to("meta") for tensor in inputs.tensors), names)
-    except Exception:  # whatever a network does that cannot be done without data
-        with refusals(), sdpa_kernel(SDPBackend.MATH):  # the fused kernels of the CPU are not counted
-            spent = _spent(model, inputs, inputs.tensors, names)
+    with refusals():
+        spent = without_data(partial(_spent, model, inputs, names), inputs.tensors)
     (total,) = spent.pop("")
     return {name: flops[0] / total for name, flops in spent.items() if total and len(flops) == 1}
 
 
-def _spent(model: nn.Module, inputs: Inputs, batch: tuple[Tensor, ...], names: Sequence[str]) -> dict[str, list[int]]:
-    """Return FLOPs spent at each end of each module; the whole network's under the empty name."""
-    counter = FlopCounterMode(display=False)
+def _spent(model: nn.Module, inputs: Inputs, names: Sequence[str], batch: tuple[Tensor, ...]) -> dict[str, list[int]]:
+    """Return the FLOPs spent at each end of each module; the whole network's under the empty name."""
     spent: dict[str, list[int]] = {name: [] for name in ("", *names)}
 
     def noting(name: str) -> Callable[..., None]:
-        return lambda *_: spent[name].append(counter.get_total_flops())
+        return lambda *_: spent[name].append(counter.flops)
 
-    learning = [weight for weight in model.parameters() if weight.requires_grad]
     hooks = [model.get_submodule(name).register_forward_hook(noting(name)) for name in spent]
     try:
-        for weight in learning:  # else the counter wants a gradient of each that a module is given
-            weight.requires_grad_(False)
-        with in_mode(model, training=False), counter:
+        with in_mode(model, training=False), FlopCounter() as counter:
             inputs.run(model, batch)
     finally:
-        for weight in learning:
-            weight.requires_grad_(True)
         for hook in hooks:
             hook.remove()
     return spent
