@@ -1,7 +1,7 @@
 # Works on a fresh clone with nothing but Python (>= 3.11) and make.
 #   make demo   the main job, live: a network with exits learns digits and runs on half of its compute; a report to look at
 #   make test   lint, types and tests: five minutes on two cores       make test-all   the slow tests, too
-#   make lint   lint and types alone       make format   put the code in shape
+#   make lint   lint, words and types alone       make format   format the code
 #   make bench  speed, as ratios in one run
 #   make figures  the figures of docs/ and the tables in results/paper from committed recordings: two minutes on two cores
 #   make docs   the documentation site with tables of results/, into site/: a broken link, a missing page or column is an error
@@ -32,6 +32,7 @@ test-all: test
 lint: $(VENV)/.installed-dev
 	$(bin)/ruff check .
 	$(bin)/ruff format --check .
+	$(bin)/python benchmarks/words.py
 	$(bin)/mypy
 
 format: $(VENV)/.installed-dev

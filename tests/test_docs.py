@@ -13,6 +13,7 @@ from alight.planning import plan as planning
 from alight.planning import timing
 
 ROOT = Path(__file__).parent.parent
+SLOW = ("docs/tutorial/images.md", "docs/tutorial/texts.md", "docs/how-to/latency.md", "docs/method.md")
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
@@ -38,7 +39,11 @@ def blocks(page: Path) -> list:
     return OUTPUTS.blocks(page.read_text())
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page)], ids=name_of)
+def slow_or_not(page):
+    return pytest.param(page, marks=[pytest.mark.slow] * (name_of(page) in SLOW), id=name_of(page))
+
+
+@pytest.mark.parametrize("page", [slow_or_not(page) for page in PAGES if blocks(page)])
 def test_every_block_of_code_on_a_page_runs_and_prints_what_stands_below(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")

@@ -66,6 +66,7 @@ def test_a_sample_keeps_the_order_draws_no_row_twice_and_depends_on_its_seed_alo
     assert same(first, HeadOutputs.load_sample(other, rows=120))
 
 
+@pytest.mark.slow
 def test_every_row_and_every_pair_is_drawn_equally_often(tmp_path):
     folder = parted(numbered(40), tmp_path / "parts", (5, 2, 20))
     drawn = np.array([HeadOutputs.load_sample(folder, rows=12, seed=seed).labels for seed in range(2000)])

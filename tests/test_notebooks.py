@@ -26,6 +26,7 @@ def test_there_is_a_tour():
     assert [path.name for path in NOTEBOOKS] == ["tour.ipynb"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.name)
 def test_a_notebook_runs_and_its_tables_are_shown(path, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

@@ -53,6 +53,7 @@ def test_candidates_that_cannot_afford_the_budget_are_passed_over():
         calibrate.auto(costs, 2.0, TABLE, candidates={})
 
 
+@pytest.mark.slow
 @pytest.mark.guarantee
 def test_auto_gains_half_a_point_over_eero_on_the_frozen_recording(frozen):
     def mean_accuracy(method) -> float:

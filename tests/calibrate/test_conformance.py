@@ -18,7 +18,9 @@ COSTS = Costs(stages=[2.0, 1.0, 3.0, 2.0], heads=[0.5, 0.25, 0.25, 0.5], unit="m
 TABLES = {"plain": LABELLED, "tied": made_up(4, 400, 4, ties=True), "tiny": made_up(5, 7, 4)}
 BUDGETS = [2.5, 2.6, "40%", 5.0, "75%", 7.999, "100%", 9.0, 20.0]
 
-every_method = pytest.mark.parametrize("name", METHODS)
+every_method = pytest.mark.parametrize(  # the slow two search for seconds at each budget
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name in ("genetic", "auto"))) for name in METHODS]
+)
 
 
 def decide(name: str, budget=5.0, labelled=LABELLED, unlabelled=None, costs=COSTS) -> tuple[Policy, Decisions]:

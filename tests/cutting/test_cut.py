@@ -57,7 +57,13 @@ NETWORKS = {  # how to make each, and the side of its images
 }
 
 
-@pytest.fixture(scope="module", params=NETWORKS)
+QUICK = ("mobilenet_v3", "swin", "resnet10t", "convnext", "vit", "deit distilled")  # one of each kind of cut
+
+
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow, id=name) for name in NETWORKS],
+)
 def network_and_stages(request):
     """A network, its stages when cut at three places, and five images."""
     torch.manual_seed(0)

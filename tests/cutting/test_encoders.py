@@ -168,6 +168,7 @@ def test_layers_alone_can_be_named_and_in_order(encoder):
         cut(model, names(layers, 2), {"inputs_embeds": torch.zeros(1, 3, 16)})
 
 
+@pytest.mark.slow
 def test_vision_transformers_of_hugging_face_need_no_cutter():
     sizes = {name: SIZES[name] for name in SIZES if name != "vocab_size"}
     config = transformers.ViTConfig(image_size=32, patch_size=8, **sizes)

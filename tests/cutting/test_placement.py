@@ -39,6 +39,7 @@ def test_suggestions_are_block_ends(network, expected):
     assert suggest_exits(network(), IMAGE, count=3) == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["mobilenet_v3_small", "efficientnet_b0", "vgg11"])
 def test_wherever_an_exit_is_suggested_the_network_can_be_cut(name):
     network = torchvision.models.get_model(name, num_classes=3).eval()
@@ -46,6 +47,7 @@ def test_wherever_an_exit_is_suggested_the_network_can_be_cut(name):
     assert len(cut(network, names, IMAGE)) == 6
 
 
+@pytest.mark.slow
 def test_exits_keep_a_minimum_distance_where_they_can():
     network = timm.create_model("mobilevit_xxs", num_classes=3)
     image = torch.randn(1, 3, 64, 64)

@@ -106,6 +106,7 @@ def test_the_alarm_is_raised_after_a_shift_and_not_before(policy, frozen):
     assert not quiet.alarmed
 
 
+@pytest.mark.slow
 @pytest.mark.guarantee
 @pytest.mark.parametrize("batch_size", [10, 100])
 def test_false_alarms_are_as_rare_as_stated_even_after_a_small_calibration(frozen, batch_size):
