@@ -18,7 +18,7 @@ from chromium import Tab
 from points import FULL, HOSTILE, STEPS, made_point, made_points
 
 from alight.evaluation.sweep import ORACLE, SINGLE_EXIT, Point, read_points
-from alight.report import Examples, ReportedNetwork, Walk, write_report
+from alight.report import Examples, ReportedNetwork, SampleWalk, write_report
 from alight.report.contents import data_address
 
 FIGURES = [
@@ -60,8 +60,8 @@ def made_examples() -> Examples:
     """Four images, each a grey of its own, which leave later the more is allowed."""
     images = tuple(data_address(np.full((8, 8), 60 * shade, np.uint8)) for shade in range(4))
     walks = (
-        Walk("eero", 0.2 * FULL, exits=(0, 0, 0, 2), answers=("a", "a", "b", "b")),
-        Walk("eero", 0.8 * FULL, exits=(0, 2, 2, 2), answers=("a", "b", "b", "b")),
+        SampleWalk("eero", 0.2 * FULL, exits=(0, 0, 0, 2), answers=("a", "a", "b", "b")),
+        SampleWalk("eero", 0.8 * FULL, exits=(0, 2, 2, 2), answers=("a", "b", "b", "b")),
     )
     return Examples(images, labels=("a", "b", "b", "b"), walks=walks)
 

@@ -4,7 +4,7 @@ import pytest
 from points import made_points
 
 from alight.errors import BadInput, Mismatch
-from alight.report import Examples, Page, ReportedNetwork, Walk
+from alight.report import Examples, Page, ReportedNetwork, SampleWalk
 
 
 def test_a_network_knows_its_unit_its_cost_and_its_exits():
@@ -19,7 +19,7 @@ def test_names_must_be_as_many_as_exits():
 
 
 def test_every_example_has_its_entry_in_every_walk():
-    walk = Walk("eero", 1.0, exits=(0, 1), answers=("a", "b"))
+    walk = SampleWalk("eero", 1.0, exits=(0, 1), answers=("a", "b"))
     assert Examples(("x", "y"), (), (walk,)).walks == (walk,)
     with pytest.raises(BadInput, match="1 images, but labels or walks of others"):
         Examples(("x",), (), (walk,))

@@ -158,8 +158,8 @@ class _Flow:
             step = self.schedule.next([each.stage for each in self.awaited])
             if step is None and not self.awaited:
                 break
-            if step is not None and self.one_by_one and step[0] == 0 and len(step[1].samples) == 1:
-                yield self._single(step[1])
+            if self._is_single(step):
+                yield self._single(step[1])  # type: ignore[index]
                 continue
             if step is not None:
                 self._launch(*step)
@@ -179,6 +179,9 @@ class _Flow:
             return [*self._fetch_late()]
         except Exception:  # of a device that is lost, or of unusable logits: the first error is the one to show
             return []
+
+    def _is_single(self, step: tuple[int, Group] | None) -> bool:
+        return step is not None and self.one_by_one and step[0] == 0 and len(step[1].samples) == 1
 
     def _single(self, group: Group) -> Answers:
         prediction, stage, top = self.walk.single(int(group.samples[0]), group.state)

@@ -21,7 +21,7 @@ from alight.policies.route import replay
 
 
 @dataclass(frozen=True)
-class Walk:
+class SampleWalk:
     """Where each example left under one policy, and what it was answered there."""
 
     method: str
@@ -36,7 +36,7 @@ class Examples:
 
     images: tuple[str, ...]  # PNG files as data: addresses
     labels: tuple[str, ...]  # their classes, () where these are not known
-    walks: tuple[Walk, ...]
+    walks: tuple[SampleWalk, ...]
 
     def __post_init__(self) -> None:
         counts = {len(own) for walk in self.walks for own in (walk.exits, walk.answers)} | {len(self.images)}
@@ -147,7 +147,7 @@ def examples(
     >>> policy = Threshold(thresholds=(0.5,), costs=(1.0, 3.0), budget=2.0, method="by hand")
     >>> outputs = HeadOutputs(scores=[[0.2, 0.9], [0.7, 0.8]], predictions=[[1, 0], [2, 2]])
     >>> examples(np.zeros((2, 8, 8)), [policy], outputs).walks
-    (Walk(method='by hand', budget=2.0, exits=(1, 0), answers=('0', '2')),)
+    (SampleWalk(method='by hand', budget=2.0, exits=(1, 0), answers=('0', '2')),)
     """
     if len(images) != len(outputs):
         raise BadInput(f"{len(images)} images for a table of {len(outputs)} samples: give those that were recorded")
@@ -162,7 +162,9 @@ def examples(
         return tuple(classes[index] if index < len(classes) else str(index) for index in indices.tolist())
 
     walks = [
-        Walk(policy.method, float(policy.budget or 0), tuple(each.exits[rows].tolist()), names(each.predictions[rows]))
+        SampleWalk(
+            policy.method, float(policy.budget or 0), tuple(each.exits[rows].tolist()), names(each.predictions[rows])
+        )
         for policy, each in zip(policies, decided, strict=True)
     ]
     pixels = as_pixels([np.asarray(images[row]) for row in rows.tolist()])
