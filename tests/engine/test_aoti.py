@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from alight import MultiExitModel, Predictor, export_model
+from alight import MultiExitModel, Predictor, RunSettings, export_model
 from alight.errors import AlightError, BadInput
 from alight.policies.policy import ExitAt, Threshold
 from alight.serve.model import load_served_model
@@ -36,8 +36,8 @@ def test_compiled_stages_decide_what_the_predictor_decides(tmp_path):
         found = compiled(numbers)
         assert (found.predictions == expected.predictions).all()
         assert (found.exits == expected.exits).all()
-    served = load_served_model(folder, {"rule": rule}, threads=1)
-    assert (served.runners["rule"](numbers).exits == expected.exits).all()
+    served = load_served_model(folder, {"rule": rule}, settings=RunSettings(threads=1))
+    assert (served.predictors["rule"](numbers).exits == expected.exits).all()
     assert served.engine == "PyTorch, compiled ahead of time"
     with pytest.raises(BadInput, match="holds machine code that torch compiled: load it with allow_compiled=True"):
         Predictor.load(folder)
