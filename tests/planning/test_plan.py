@@ -58,6 +58,7 @@ def test_where_early_exits_are_good_and_later_stages_expensive_they_pay():
     assert set(decisions.exits) <= set(found.open_exits)
 
 
+@pytest.mark.slow
 def test_where_all_the_time_goes_into_the_first_stage_the_full_network_is_the_plan():
     model = chain([20_000, 16, 16])
     found = plan(model, recorded([0.85, 0.88, 0.9]), example=EXAMPLE, batch_size=64, max_accuracy_loss=0.05)
@@ -67,6 +68,7 @@ def test_where_all_the_time_goes_into_the_first_stage_the_full_network_is_the_pl
     assert "se the full network" in found.reason
 
 
+@pytest.mark.slow
 def test_where_early_exits_know_nothing_the_full_network_is_the_plan():
     model = chain([64, 4000, 4000])
     table = recorded([0.25, 0.25, 0.95])
@@ -76,6 +78,7 @@ def test_where_early_exits_know_nothing_the_full_network_is_the_plan():
     assert found.accuracy == found.full_accuracy
 
 
+@pytest.mark.slow
 def test_a_budget_of_time_is_kept_by_the_measured_costs():
     model = chain([64, 16_000, 16_000])
     table = recorded([0.7, 0.8, 0.9])
