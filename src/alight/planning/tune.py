@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from alight.data.batches import as_inputs, as_tensor
 from alight.engine.backends.torch.prepare import device_of
 from alight.engine.predictor import Predictor
 from alight.engine.settings import RunSettings
@@ -143,7 +144,8 @@ def _other_dtypes(model: MultiExitModel, dtypes: Sequence[str | torch.dtype]) ->
 
 
 def _has_images(model: MultiExitModel, inputs: Any) -> bool:
-    images = any(each.dim() == 4 and each.is_floating_point() for each in model.admit(inputs))
+    tensors = map(as_tensor, as_inputs(inputs, model.input_spec))
+    images = any(each.dim() == 4 and each.is_floating_point() for each in tensors)
     return images and any(each.dim() == 4 for each in model.parameters())
 
 
