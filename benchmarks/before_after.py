@@ -4,7 +4,7 @@
 
 OLD and NEW are roots of checkouts; each runs its own benchmarks/runtime.py on its own src/, with the options that are
 not known here. Prints for every network, mix of exits and batch size the samples per second of NEW over those of OLD:
-the median of the runs, the lowest and the highest. The order of the two alternates from run to run.
+the median of the runs so far, the lowest and the highest. The order of the two alternates from run to run.
 """
 
 import argparse
@@ -47,10 +47,10 @@ def main() -> None:
         first = run % 2
         measured = {index: speeds(checkouts[index], [*OPTIONS, *others]) for index in (first, 1 - first)}
         runs.append({case: measured[1][case] / old for case, old in measured[0].items()})
-        print(f"run {run + 1} of {known.runs}", file=sys.stderr, flush=True)
-    for case in runs[0]:
-        ratios = [each[case] for each in runs]
-        print(f"{case}: new / old {np.median(ratios):.3f} ({min(ratios):.3f} to {max(ratios):.3f})")
+        print(f"after {run + 1} of {known.runs} runs:")
+        for case in runs[0]:
+            ratios = [each[case] for each in runs]
+            print(f"{case}: new / old {np.median(ratios):.3f} ({min(ratios):.3f} to {max(ratios):.3f})", flush=True)
 
 
 if __name__ == "__main__":
