@@ -9,7 +9,8 @@ from scipy.stats import chisquare
 
 from alight import calibrate, recordings
 from alight.errors import BadFile, BadInput, Mismatch
-from alight.outputs import PLAN, HeadOutputs
+from alight.files import PLAN
+from alight.outputs import HeadOutputs
 
 COSTS = np.array([1.0, 2.0, 3.5, 5.0])
 

@@ -12,13 +12,12 @@ import numpy.typing as npt
 
 from alight.display import html_table
 from alight.errors import BadFile, BadInput, LabelsNeeded, Mismatch
-from alight.files import PathLike, read_arrays, write_arrays
+from alight.files import DONE, PLAN, PathLike, read_arrays, write_arrays
 from alight.scores import SCORES, logit_margin, probabilities
 
 Floats = npt.NDArray[np.float64]
 Integers = npt.NDArray[np.int64]
 
-PLAN, MANIFEST = "plan.json", "manifest.json"  # beside partitions that a job writes: what is to be done, and that it is
 ROWS = 1_000_000  # of a sample: rates and risks are then known to 0.0005, one standard error
 
 
@@ -411,7 +410,7 @@ class Decisions:
 
 
 def _partitions(folder: Path) -> list[Path]:
-    if (folder / PLAN).exists() and not (folder / MANIFEST).exists():
+    if (folder / PLAN).exists() and not (folder / DONE).exists():
         raise BadFile(folder, "its recording is not finished", "run the command that began it again, to resume it")
     paths = sorted(path for path in folder.glob("*.npz") if not path.name.startswith("."))
     if not paths:
