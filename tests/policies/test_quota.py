@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from alight import HeadOutputs, load_policy, replay
-from alight.budgeting.quotas import quota_counts
+from alight.budgeting.rates import quota_counts
 from alight.errors import BadInput, BudgetTooSmall
 from alight.policies.limits import Quota, surest
 

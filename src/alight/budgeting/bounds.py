@@ -10,14 +10,10 @@ from collections.abc import Callable
 from itertools import pairwise
 
 import numpy as np
-import numpy.typing as npt
 
-from alight.budgeting.rates import Prior, cumulative_rates, prior_weights
+from alight.budgeting.rates import Floats, Integers, Prior, cumulative_rates, prior_weights
 from alight.budgeting.thresholds import marginal_ranks, passing_counts
 from alight.errors import BadInput, BudgetTooSmall
-
-Floats = npt.NDArray[np.float64]
-Integers = npt.NDArray[np.int64]
 
 Plan = Callable[[float], Floats]  # a budget becomes exit rates
 
@@ -69,18 +65,6 @@ def overspend_probability(costs: Floats, law: Integers, budget: float) -> float:
     return float(np.clip((start < 0) + area / np.pi, 0, 1))
 
 
-def cost_quantile(costs: Floats, law: Integers, confidence: float) -> float:
-    """Return the mean cost that fresh samples exceed with probability 1 - confidence over the calibration data."""
-    from scipy.optimize import brentq
-
-    open_costs = costs[law > 0]
-    if len(open_costs) == 1:
-        return float(open_costs[0])
-    return float(
-        brentq(lambda cost: overspend_probability(costs, law, cost) - (1 - confidence), open_costs[0], open_costs[-1])
-    )
-
-
 def passing_bound(count: int, num_samples: int, delta: float) -> float:
     """Bound the share of fresh samples that pass an exit, with probability 1 - delta: a quantile of Beta(k, N + 1 - k).
 
@@ -89,9 +73,9 @@ def passing_bound(count: int, num_samples: int, delta: float) -> float:
     """
     from scipy.special import betaincinv
 
-    return (
-        float(betaincinv(count, num_samples + 1 - count, 1 - delta)) if 0 < count <= num_samples else float(count > 0)
-    )
+    if not 0 < count <= num_samples:
+        return float(count > 0)
+    return float(betaincinv(count, num_samples + 1 - count, 1 - delta))
 
 
 def exact_plan(plan: Plan, costs: Floats, budget: float, num_samples: int, delta: float) -> Floats:
@@ -126,9 +110,8 @@ def exact_ranks(exit_rates: Floats, num_samples: int, delta: float) -> Integers:
     left = 1 - cumulative_rates(exit_rates)[:-1]
     ranks = marginal_ranks(exit_rates, num_samples, None)
     for exit_index in np.flatnonzero(ranks <= num_samples):  # the others are closed
-        planned = left[exit_index]
 
-        def within(rank: int, planned: float = planned) -> bool:
+        def within(rank: int, planned: float = left[exit_index]) -> bool:
             return passing_bound(rank, num_samples, delta / len(ranks)) <= planned
 
         ranks[exit_index] = largest(0, int(ranks[exit_index]), within)
@@ -176,6 +159,20 @@ def largest(low: int, high: int, holds: Callable[[int], bool]) -> int:
     return low
 
 
+def smallest(start: int, most: int, holds: Callable[[int], bool]) -> int | None:
+    """Return the smallest number for which it holds, and for all larger ones; None if doubling `start` exceeds `most`.
+
+    >>> smallest(1, 100, lambda number: number**2 > 50)
+    8
+    """
+    high = start
+    while not holds(high):
+        high *= 2
+        if high > most:
+            return None
+    return 1 + largest(high // 2, high - 1, lambda number: not holds(number))
+
+
 def check_delta(delta: float) -> None:
     """Check that a probability of failure lies inside (0, 1)."""
     if not 0 < delta < 1:
@@ -209,14 +206,15 @@ def hoeffding_bentkus_p_value(values: Floats, bound: float) -> float:
     >>> hoeffding_bentkus_p_value(np.zeros(100), 0.1) < 0.001
     True
     """
-    from scipy.special import bdtr
+    from scipy.special import bdtr, rel_entr  # slow to import
 
     count, mean = len(values), float(np.mean(values))
     if bound <= 0 or mean >= bound:
         return 1.0
     if bound >= 1:
         return 0.0
-    hoeffding = math.exp(-count * _divergence(mean, bound))
+    divergence = float(rel_entr(mean, bound) + rel_entr(1 - mean, 1 - bound))  # of two Bernoulli distributions
+    hoeffding = math.exp(-count * divergence)
     bentkus = math.e * float(bdtr(math.ceil(count * mean), count, bound))
     return min(1.0, hoeffding, bentkus)
 
@@ -230,18 +228,7 @@ def smallest_sample(
     308
     """
 
-    def fails(count: int) -> bool:
-        return test(np.full(count, best), bound, delta) > delta
-
-    high = 1
-    while fails(high):
-        high *= 2
-        if high > 10**8:
-            raise ValueError(f"no sample refutes a mean above {bound:g} when values are {best:g}")
-    return 1 + largest(high // 2, high - 1, fails)
-
-
-def _divergence(mean: float, bound: float) -> float:
-    """Return the Kullback-Leibler divergence of two Bernoulli distributions."""
-    first = mean * math.log(mean / bound) if mean > 0 else 0.0
-    return first + (1 - mean) * math.log((1 - mean) / (1 - bound)) if mean < 1 else first
+    count = smallest(1, 10**8, lambda count: test(np.full(count, best), bound, delta) <= delta)
+    if count is None:
+        raise ValueError(f"no sample refutes a mean above {bound:g} when values are {best:g}")
+    return count

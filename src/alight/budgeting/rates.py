@@ -1,11 +1,12 @@
-"""Exit rates: the planned share of samples that leaves at each exit, for an average budget.
+"""Exit rates: the share of samples that leaves at each exit, planned for an average budget or counted in a batch.
 
 Exponential weights, geometric and Gaussian rates are each a family `exp(base + tilt * direction)`, normalised,
 whose mean cost rises with the tilt. One bisection serves them all, and ends on the affordable side.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Iterable, Sequence
+from fractions import Fraction
 from typing import Literal
 
 import numpy as np
@@ -14,9 +15,12 @@ import numpy.typing as npt
 from alight.errors import BadInput, BudgetTooSmall
 
 Floats = npt.NDArray[np.float64]
+Integers = npt.NDArray[np.int64]
 Prior = Literal["inverse_cost", "uniform"] | npt.ArrayLike
+Move = tuple[float, int, int]  # of one sample in a batch: by how much its cost changes, and its exit before and after
 
 HALVINGS = 80  # of an interval of logarithms at most 1 wide: past double precision
+LEFT = 0.005  # of what a batch is planned to cost: where whole moves leave more, exchanges are tried
 
 
 def inverse_cost_prior(costs: Floats) -> Floats:
@@ -188,31 +192,102 @@ def _largest_affordable_tilt(
         return highest
     if budget == possible[0]:
         return -np.inf
-    if affordable(0.0):  # seek above 0: towards 0 is cheaper
-        return _boundary(affordable, sign=1.0)
-    return _boundary(affordable, sign=-1.0)
+    sign = 1.0 if affordable(0.0) else -1.0  # the boundary is sought above 0, or below
 
-
-def _boundary(affordable: Callable[[float], bool], sign: float) -> float:
-    """Return the affordable side of the boundary among tilts of this sign, by bisection of the tilt's logarithm."""
-
-    def far(size: float) -> bool:  # beyond the boundary, seen from 0
+    def beyond(size: float) -> bool:  # the boundary, seen from 0
         return affordable(sign * size) == (sign < 0)
 
-    size = 1.0
-    if far(size):
-        while far(size) and size > 1e-300:
-            size /= 2
-        near_size, far_size = size, 2 * size
-    else:
-        while not far(size) and size < 1e300:
-            size *= 2
-        near_size, far_size = size / 2, size
-    for _ in range(HALVINGS):
-        middle = math.sqrt(near_size) * math.sqrt(far_size)
-        if middle in (near_size, far_size):  # no number lies between them
+    near = 1.0
+    while beyond(near) and near > 1e-300:
+        near /= 2
+    while not beyond(2 * near) and 2 * near < 1e300:
+        near *= 2
+    far = 2 * near
+    for _ in range(HALVINGS):  # of the logarithm
+        middle = math.sqrt(near) * math.sqrt(far)
+        if middle in (near, far):  # no number lies between them
             break
-        near_size, far_size = (near_size, middle) if far(middle) else (middle, far_size)
+        near, far = (near, middle) if beyond(middle) else (middle, far)
     if sign > 0:
-        return 0.0 if far(near_size) else near_size
-    return -far_size if far(far_size) else -np.inf  # only the cheapest exit is affordable
+        return 0.0 if beyond(near) else near
+    return -far if beyond(far) else -np.inf  # only the cheapest exit is affordable
+
+
+def quota_counts(exit_rates: Floats, costs: Floats, budget: float, total: int) -> Integers:
+    """Return how many of `total` samples leave at each exit: nearest to the rates, at most `total * budget`.
+
+    Largest remainder first; then samples move to cheaper exits while the batch costs too much, and to more
+    expensive ones while it costs less than planned; where that leaves much, two samples move at a time. Exits of rate 0
+    get no sample, but for the first when nothing else is affordable.
+
+    >>> quota_counts(np.array([0.5, 0.3, 0.2]), np.array([1.0, 2.0, 4.0]), 1.9, 7)
+    array([3, 3, 1])
+    """
+    if budget < costs[0]:
+        raise BudgetTooSmall(budget, float(costs[0]))
+    exit_rates = _affordable(exit_rates / exit_rates.sum(), costs, budget)
+    planned_exits = np.flatnonzero(exit_rates > 0).tolist()
+    counts = np.floor(total * exit_rates + 1e-9).astype(np.int64)
+    remainders = np.where(exit_rates > 0, total * exit_rates - counts, -1.0)
+    counts[np.argsort(-remainders, kind="stable")[: total - counts.sum()]] += 1
+    while not _within(counts, costs, total, budget) and (counts[1:] > 0).any():
+        excess = math.fsum(counts * costs) - total * budget
+        moves = _moves(counts, costs, {0, *planned_exits}, cheaper=True)
+        counts = _moved(counts, min((move for move in moves if move[0] >= excess), default=max(moves)))
+    planned = total * min(budget, float(exit_rates @ costs)) * (1 - 1e-12)  # filling up leaves room for rounding
+    left = planned - math.fsum(counts * costs)
+    while upward := [move for move in _moves(counts, costs, planned_exits) if move[0] <= left]:
+        counts = _moved(counts, max(upward))
+        left = planned - math.fsum(counts * costs)
+    while left > LEFT * planned and (exchange := _finest_exchange(counts, costs, planned_exits, left)):
+        counts = _moved(counts, *exchange)
+        left = planned - math.fsum(counts * costs)
+    return counts
+
+
+def _affordable(exit_rates: Floats, costs: Floats, budget: float) -> Floats:
+    """Return the rates, tilted to the budget; the first exit helps where no planned one is cheap enough."""
+    if exit_rates @ costs <= budget:
+        return exit_rates
+    first = int(np.flatnonzero(exit_rates)[0])
+    if costs[first] <= budget:
+        return tilted_rates(exit_rates, costs, budget)
+    rates = np.zeros(len(costs))
+    rates[[0, first]] = two_exit_rates(costs[[0, first]], budget)
+    return rates
+
+
+def _within(counts: Integers, costs: Floats, total: int, budget: float) -> bool:
+    """Return whether a batch keeps its budget, decided exactly where floats are too near."""
+    excess = math.fsum(counts * costs) / (total * budget) - 1
+    if abs(excess) > 1e-12:
+        return excess < 0
+    exact = sum(int(count) * Fraction(float(cost)) for count, cost in zip(counts, costs, strict=True))
+    return exact <= total * Fraction(float(budget))
+
+
+def _moves(counts: Integers, costs: Floats, targets: Iterable[int], *, cheaper: bool = False) -> list[Move]:
+    """Return the moves of one sample to a more expensive exit among the targets, or to a cheaper one."""
+    return [
+        (abs(float(costs[target] - costs[source])), source, target)
+        for source in np.flatnonzero(counts).tolist()
+        for target in targets
+        if (target < source if cheaper else target > source)
+    ]
+
+
+def _moved(counts: Integers, *moves: Move) -> Integers:
+    counts = counts.copy()
+    for _, source, target in moves:
+        counts[[source, target]] += -1, 1
+    return counts
+
+
+def _finest_exchange(counts: Integers, costs: Floats, targets: Sequence[int], left: float) -> tuple[Move, ...]:
+    """Return a move up and one down that together use most of what is left, or none."""
+    best, used = (), left / 1000
+    for up in _moves(counts, costs, targets):
+        for down in _moves(_moved(counts, up), costs, targets, cheaper=True):
+            if used < up[0] - down[0] <= left:
+                best, used = (up, down), up[0] - down[0]
+    return best

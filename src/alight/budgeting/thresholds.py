@@ -10,11 +10,9 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from alight.budgeting.rates import cumulative_rates
+from alight.budgeting.rates import Floats, Integers, cumulative_rates
 from alight.errors import BadInput
 
-Floats = npt.NDArray[np.float64]
-Integers = npt.NDArray[np.int64]
 Slack = Literal["paper"] | float | None
 
 ROUNDING = 1e-9  # of a sample: 30.9999999999 samples are 31
@@ -105,15 +103,10 @@ def survivor_thresholds(scores: Floats, exit_rates: Floats, slack: Slack = None)
     >>> survivor_thresholds(scores, np.array([0.5, 0.5])).values
     array([0.25])
     """
-    return thresholds_for_counts(scores, passing_counts(exit_rates, len(scores), slack))
-
-
-def thresholds_for_counts(scores: Floats, counts: Integers) -> Thresholds:
-    """Return survivor thresholds with which k - 1 of the calibration samples pass each exit, k its count."""
-    num_samples = len(scores)
+    counts = passing_counts(exit_rates, len(scores), slack)
     values, tie_shares = np.full(len(counts), np.inf), np.ones(len(counts))
     waiting: Any = slice(None)  # the samples that passed all exits so far
-    before = num_samples + 1
+    before = len(scores) + 1
     for exit_index, count in enumerate(counts.tolist()):
         if count == before:  # none leaves
             continue

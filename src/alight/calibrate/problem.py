@@ -13,9 +13,8 @@ from alight.budgeting.thresholds import (
     Slack,
     Thresholds,
     marginal_ranks,
-    passing_counts,
+    survivor_thresholds,
     thresholds_at_ranks,
-    thresholds_for_counts,
 )
 from alight.costs import Costs, as_costs
 from alight.errors import BadInput, BudgetTooSmall, Mismatch
@@ -126,7 +125,7 @@ class Problem:
         else:
             rates, padding = plan(self.budget), slack
         scores = self.scored.scores if open_exits is None else self.scored.scores[:, list(open_exits)]
-        thresholds = thresholds_for_counts(scores, passing_counts(rates, len(self.scored), padding))
+        thresholds = survivor_thresholds(scores, rates, padding)
         return self._threshold(thresholds, rates, open_exits, _with_slack(settings, slack, delta))
 
     def marginal_policy(

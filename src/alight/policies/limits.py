@@ -6,7 +6,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from alight.budgeting.quotas import quota_counts
+from alight.budgeting.rates import quota_counts
 from alight.budgeting.thresholds import hash32
 from alight.errors import BadInput
 from alight.policies.policy import Array, BatchState, Memory, Policy, Step

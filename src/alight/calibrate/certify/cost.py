@@ -17,6 +17,7 @@ from alight.budgeting.bounds import (
     largest,
     overspend_probability,
     share_law,
+    smallest,
     smallest_sample,
 )
 from alight.budgeting.rates import tilted_rates
@@ -343,12 +344,7 @@ def _smallest_for_law(policy: Policy, contract: CostContract) -> int:
             safe = _safe_rates(rates, costs, budget, samples, contract.delta)
         return bool(share_law(passing_counts(safe, samples), samples)[0] <= samples)
 
-    high = 2
-    while not suffices(high):
-        high *= 2
-        if high > 10**9:
-            return 0
-    return 1 + largest(high // 2, high - 1, lambda samples: not suffices(samples))
+    return smallest(2, 10**9, suffices) or 0
 
 
 def _safe_rates(rates: Floats, costs: Floats, budget: float, samples: int, delta: float) -> Floats:
