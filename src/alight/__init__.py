@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from alight.planning.tune import Tuned as Tuned, tune_speed as tune_speed
     from alight.policies.policy import Policy as Policy, Threshold as Threshold
     from alight.policies.route import replay as replay, route as route
-    from alight.policies.saved import load_policy as load_policy
+    from alight.policies import load_policy as load_policy
     from alight.report import write_report as write_report
     from alight.training.settings import TrainingSettings as TrainingSettings
     from alight.training.training import train_heads as train_heads

@@ -285,7 +285,8 @@ def _moved(counts: Integers, *moves: Move) -> Integers:
 
 def _finest_exchange(counts: Integers, costs: Floats, targets: Sequence[int], left: float) -> tuple[Move, ...]:
     """Return a move up and one down that together use most of what is left, or none."""
-    best, used = (), left / 1000
+    best: tuple[Move, ...] = ()
+    used = left / 1000  # less is not worth an exchange
     for up in _moves(counts, costs, targets):
         for down in _moves(_moved(counts, up), costs, targets, cheaper=True):
             if used < up[0] - down[0] <= left:

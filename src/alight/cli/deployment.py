@@ -23,7 +23,7 @@ from alight.engine.manifest import POLICY
 from alight.engine.settings import RunSettings
 from alight.errors import BadInput
 from alight.files import MANIFEST, check_network_folder
-from alight.policies.saved import load_policy
+from alight.policies import load_policy
 
 TOKEN = "ALIGHT_TOKEN"  # variable of the environment
 

@@ -27,7 +27,7 @@ from alight.cli.tables import even_budgets
 from alight.evaluation import sweep
 from alight.files import check_network_folder
 from alight.outputs import Decisions, HeadOutputs
-from alight.policies.saved import load_policy
+from alight.policies import load_policy
 from alight.provenance import measured_on
 from alight.report import ReportedNetwork, write_report
 

@@ -20,7 +20,7 @@ from alight.errors import BadFile, BadInput, Mismatch
 from alight.files import PathLike
 from alight.outputs import Decisions
 from alight.policies.policy import Memory, Policy
-from alight.policies.saved import load_policy
+from alight.policies import load_policy
 
 BATCH_SIZE = 256
 

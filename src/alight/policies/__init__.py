@@ -1,45 +1,54 @@
-"""Does it leave? The rules, the lenses, and the one walk through the exits."""
+"""Does it leave? The rules, the lenses, the one walk through the exits; and policies from their files."""
 
-from alight.policies.lenses import Ensemble, Gain, Lens, Recall
-from alight.policies.limits import Capped, Quota, capped
-from alight.policies.paced import Pace, Paced
-from alight.policies.policy import (
-    BatchState,
-    Certificate,
-    ExitAt,
-    Lottery,
-    Mixture,
-    Patience,
-    Policy,
-    Streak,
-    Threshold,
-)
-from alight.policies.route import replay, replay_on, route, visit
-from alight.policies.saved import load_policy, policy_from_dict
+import math
+from collections.abc import Mapping
+from typing import Any
 
-__all__ = [
-    "BatchState",
-    "Capped",
-    "Certificate",
-    "Ensemble",
-    "ExitAt",
-    "Gain",
-    "Lens",
-    "Lottery",
-    "Mixture",
-    "Pace",
-    "Paced",
-    "Patience",
-    "Policy",
-    "Quota",
-    "Recall",
-    "Streak",
-    "Threshold",
-    "capped",
-    "load_policy",
-    "policy_from_dict",
-    "replay",
-    "replay_on",
-    "route",
-    "visit",
-]
+from alight.errors import BadFile
+from alight.files import PathLike, read_json
+from alight.policies.lenses import lens_from_dict
+from alight.policies.limits import Quota
+from alight.policies.paced import Paced
+from alight.policies.policy import Certificate, ExitAt, Lottery, Mixture, Patience, Policy, Streak, Threshold
+
+RULES: Mapping[str, type[Policy]] = {
+    rule.__name__: rule for rule in (Threshold, Streak, Patience, ExitAt, Lottery, Mixture, Quota, Paced)
+}
+
+
+def load_policy(path: PathLike) -> Policy:
+    """Load the policy of a JSON file that `Policy.save` wrote.
+
+    >>> import tempfile
+    >>> path = f"{tempfile.mkdtemp()}/policy.json"
+    >>> Threshold(thresholds=(0.9,), costs=(1.0, 3.0), method="by hand").save(path)
+    >>> load_policy(path).method
+    'by hand'
+    """
+    content = read_json(path, "Policy")
+    try:
+        return policy_from_dict(content)
+    except (KeyError, TypeError, ValueError, IndexError) as error:
+        reason = f"it lacks {error}" if isinstance(error, KeyError) else str(error)
+        raise BadFile(path, f"its content is not usable ({reason})", "calibrate and save the policy again") from error
+
+
+def policy_from_dict(content: Mapping[str, Any]) -> Policy:
+    """Return the policy that `Policy.to_dict` wrote."""
+    values = dict(content)
+    rule = RULES[values.pop("rule")]
+    return rule(**{name: _from_json(name, value) for name, value in values.items()})
+
+
+def _from_json(name: str, value: Any) -> Any:
+    if isinstance(value, dict) and "rule" in value:
+        return policy_from_dict(value)
+    if name == "lens" and value is not None:
+        return lens_from_dict(value)
+    if name == "certificate" and value is not None:
+        return Certificate(**value)
+    if isinstance(value, list):
+        return tuple(_from_json(name, each) for each in value)
+    if name in ("threshold", "thresholds") and isinstance(value, str):
+        return {"never": math.inf, "always": -math.inf}[value]
+    return value

@@ -12,7 +12,7 @@ the walk, `Lens.apply` maps a recorded table by the same steps, so a policy cali
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from typing import Any, ClassVar
 
@@ -83,7 +83,7 @@ class Lens(ABC):
 
     def to_dict(self) -> dict[str, Any]:
         """Return the lens as JSON values."""
-        return {"lens": type(self).__name__} | {each.name: _plain(getattr(self, each.name)) for each in fields(self)}
+        return {"lens": type(self).__name__} | asdict(self)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,11 +116,9 @@ class Gain(Lens):
 
     @property
     def inputs(self) -> tuple[str, ...]:
-        """Names of the columns that it reads."""
         return self.columns
 
     def step(self, exit_index: int, predictions: Array, columns: tuple[Array, ...], memory: Memory) -> Mapped:
-        """Return the heads' answers, and minus what going on is expected to bring; all outputs are remembered."""
         open_index = self.exits.index(exit_index)
         described = clues(self.knots[open_index], predictions, columns, memory)
         constant, *weights = self.weights[open_index]
@@ -189,22 +187,15 @@ class Recall(Lens):
         if not all(handicap >= 0 for handicap in self.handicaps):
             raise BadInput(f"handicaps {self.handicaps} of earlier answers must be at least 0")
         for exit_index, levels, reliabilities in zip(self.exits, self.levels, self.reliabilities, strict=True):
-            rising = all(low < high for low, high in pairwise(levels))
-            if (
-                len(levels) != len(reliabilities)
-                or not levels
-                or not rising
-                or list(reliabilities) != sorted(reliabilities)
-            ):
+            rising = all(low < high for low, high in pairwise(levels)) and list(reliabilities) == sorted(reliabilities)
+            if not 0 < len(levels) == len(reliabilities) or not rising:
                 raise BadInput(f"exit {exit_index}'s levels and reliabilities do not rise side by side: fit them again")
 
     @property
     def inputs(self) -> tuple[str, ...]:
-        """Names of the columns that it reads."""
         return (self.column,)
 
     def step(self, exit_index: int, predictions: Array, columns: tuple[Array, ...], memory: Memory) -> Mapped:
-        """Return the most reliable exit's answer and reliability; both are remembered."""
         open_index = self.exits.index(exit_index)
         reliability = _along(columns[0], self.levels[open_index], self.reliabilities[open_index])
         if memory:
@@ -249,11 +240,9 @@ class Ensemble(Lens):
 
     @property
     def inputs(self) -> tuple[str, ...]:
-        """Names of the columns that it reads."""
         return ("log_probabilities",)
 
     def step(self, exit_index: int, predictions: Array, columns: tuple[Array, ...], memory: Memory) -> Mapped:
-        """Return the ensemble's answer and margin; its logarithms are remembered."""
         open_index = self.exits.index(exit_index)
         logs = self.fresh[open_index] * possible(columns[0])  # (samples, classes)
         if memory:
@@ -275,10 +264,6 @@ def lens_from_dict(content: Mapping[str, Any]) -> Lens:
     values = dict(content)
     kind = LENSES[values.pop("lens")]
     return kind(**{name: _tuples(value) for name, value in values.items()})
-
-
-def _plain(value: Any) -> Any:
-    return [_plain(each) for each in value] if isinstance(value, tuple) else value
 
 
 def _tuples(value: Any) -> Any:

@@ -36,13 +36,11 @@ class Quota(Policy):
             raise BadInput("a quota needs exit rates and a budget: make it with certified_batch(method)")
 
     def step(self, open_index: int, samples: Array, predictions: Array, scores: Array, memory: Memory) -> Step:
-        (leaving,) = memory if open_index else (Leaving(self._counts(len(samples))),)  # each batch has its own
-        return surest(scores, samples, leaving.counts[open_index]), (leaving,)
-
-    def _counts(self, total: int) -> tuple[int, ...]:
-        assert self.budget is not None  # checked at the border
-        counts = quota_counts(np.array(self.exit_rates), np.array(self.costs), self.budget, total)
-        return tuple(counts.tolist())
+        if not open_index:  # each batch has its own
+            assert self.budget is not None  # checked at the border
+            counts = quota_counts(np.array(self.exit_rates), np.array(self.costs), self.budget, len(samples))
+            memory = (Leaving(tuple(counts.tolist())),)
+        return surest(scores, samples, memory[0].counts[open_index]), memory
 
     def summary(self) -> str:
         return "the surest of each batch leave, as many at each exit as the batch can afford"

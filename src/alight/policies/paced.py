@@ -22,16 +22,13 @@ from functools import cached_property
 from typing import Any, ClassVar
 
 import numpy as np
-import numpy.typing as npt
 
-from alight.budgeting.rates import tilted_rates
-from alight.budgeting.thresholds import hashed_below
+from alight.budgeting.rates import Floats, tilted_rates
+from alight.budgeting.thresholds import between, hashed_below
 from alight.errors import BadFile, BadInput, Mismatch
 from alight.files import PathLike, read_json, write_json
 from alight.policies.limits import surest
 from alight.policies.policy import Array, BatchState, Memory, Policy, Step, reaches
-
-Floats = npt.NDArray[np.float64]
 
 PLANS = 65  # rates are solved for so many budgets and interpolated between: costs are linear in rates
 SHIFTS = (1.1, 1.2, 1.4)  # the alarm bets as if samples had become this many times as expensive
@@ -140,14 +137,13 @@ class Paced(Policy):
         super()._check()
         if not self.exit_rates or self.budget is None or len(self.costs) < 2:
             raise BadInput("pacing needs a budget, exit rates and two open exits: use certified_stream(method)")
-        if not len(self.thresholds) == len(self.tie_shares) == len(self.recent) == len(self.costs) - 1:
-            raise BadInput(
-                f"{len(self.recent)} windows of scores for {len(self.costs)} exits: give one less than exits"
-            )
+        exits = len(self.costs)
+        if not len(self.thresholds) == len(self.tie_shares) == len(self.recent) == exits - 1:
+            raise BadInput(f"{len(self.recent)} windows of scores for {exits} exits: give one less than exits")
         if not (0 < self.alarm_rate < 1 and self.horizon > 0 and self.pace > 0):
             raise BadInput(f"alarm rate {self.alarm_rate:g} must lie inside (0, 1), horizon and pace be positive")
-        if len(self.law) != len(self.costs) or min(self.law) < 0 or not sum(self.law):
-            raise BadInput(f"a law {self.law} of the shares of {len(self.costs)} exits: give one count per exit")
+        if len(self.law) != exits or min(self.law) < 0 or not sum(self.law):
+            raise BadInput(f"a law {self.law} of the shares of {exits} exits: give one count per exit")
 
     def step(self, open_index: int, samples: Array, predictions: Array, scores: Array, memory: Memory) -> Step:
         if open_index == 0:
@@ -156,7 +152,8 @@ class Paced(Policy):
         else:
             state, batch, left_before = memory
         waiting, here, after = len(samples), self.costs[open_index], self.costs[open_index + 1]
-        state = replace(state, recent=self._seen(state, open_index, scores))
+        seen = np.concatenate([state.recent[open_index], np.asarray(scores.tolist(), dtype=np.float64)])
+        state = replace(state, recent=_with(state.recent, open_index, seen[-len(self.recent[open_index]) :]))
         as_calibrated = reaches(scores, samples, self.thresholds[open_index], self.tie_shares[open_index])
         window = state.recent[open_index] if batch.recent else self._windows[open_index]
         leaving = reaches(scores, samples, *_cut(window, float(batch.shares[open_index])))
@@ -201,16 +198,15 @@ class Paced(Policy):
         return replace(state, spent=state.admitted * self.budget + owed)
 
     def summary(self) -> str:
-        return (
-            f"leave at thresholds that follow the stream, never ahead of its budget by more than {self.costs[-1]:.4g}"
-        )
+        ahead = f"{self.costs[-1]:.4g}"
+        return f"leave at thresholds that follow the stream, never ahead of its budget by more than {ahead}"
 
     @cached_property
     def _plans(self) -> tuple[Floats, Floats]:
         """Budgets from the cheapest planned exit to the most expensive, and the rates that spend each."""
         rates, costs = np.array(self.exit_rates), np.array(self.costs)
-        ends = costs[np.flatnonzero(rates)[[0, -1]]]
-        budgets = np.linspace(ends[0], ends[1], PLANS)
+        cheapest, costliest = costs[np.flatnonzero(rates)[[0, -1]]]
+        budgets = np.linspace(cheapest, costliest, PLANS)
         return budgets, np.array([tilted_rates(rates, costs, float(budget)) for budget in budgets])
 
     @cached_property
@@ -230,10 +226,9 @@ class Paced(Policy):
     def _admit(self, state: Pace, count: int) -> tuple[Pace, PacedBatch]:
         """Return the state as a batch begins, with the bets of the last one settled, and what holds for the batch."""
         assert self.budget is not None  # checked at the border
-        if state.recent and len(state.recent) != len(self.recent):
-            raise Mismatch(
-                f"a state of {len(state.recent) + 1} exits for a policy of {len(self.costs)}: start a fresh one"
-            )
+        exits = len(state.recent or self.recent) + 1
+        if exits != len(self.costs):
+            raise Mismatch(f"a state of {exits} exits for a policy of {len(self.costs)}: start a fresh one")
         before, evidence = state.admitted, state.evidence
         if state.last:  # R becomes (R + the batch's share of the horizon) times what the batch multiplied it by
             evidence = np.logaddexp(evidence, math.log(state.last / self.horizon)) + state.stakes
@@ -273,25 +268,18 @@ class Paced(Policy):
         waiting = 1 - np.concatenate([[0.0], np.cumsum(rates)[:-1]])
         return np.clip(rates / np.maximum(waiting, 1e-12), 0, 1)[:-1]
 
-    def _seen(self, state: Pace, open_index: int, scores: Array) -> tuple[Floats, ...]:
-        """Return the scores last seen at each exit, these included."""
-        window = len(self.recent[open_index])
-        fresh = np.asarray(scores.tolist(), dtype=np.float64)
-        seen = np.concatenate([state.recent[open_index], fresh])[-window:]
-        return (*state.recent[:open_index], seen, *state.recent[open_index + 1 :])
-
     def _bet(self, state: Pace, open_index: int, passing: Array) -> Pace:
         """Return the state after bets on whether samples that came to an exit as calibrated would pass it."""
         passes = np.asarray(passing.tolist(), dtype=np.float64)
-        count, passed = len(passes), int(passes.sum())
-        inside = np.cumsum(passes) - passes + sum(self.law[open_index + 1 :]) + state.passed[open_index]
-        price = inside / (np.arange(count) + sum(self.law[open_index:]) + state.met[open_index])
+        met, passed = state.met[open_index], state.passed[open_index]
+        inside = np.cumsum(passes) - passes + sum(self.law[open_index + 1 :]) + passed
+        price = inside / (np.arange(len(passes)) + sum(self.law[open_index:]) + met)
         odds = self._odds[:, open_index, None]
         stakes = (passes * np.log(odds) - np.log1p(price * (odds - 1))).sum(axis=1)
         return replace(
             state,
-            met=_added(state.met, open_index, count),
-            passed=_added(state.passed, open_index, passed),
+            met=_with(state.met, open_index, met + len(passes)),
+            passed=_with(state.passed, open_index, passed + int(passes.sum())),
             stakes=state.stakes + stakes,
         )
 
@@ -315,8 +303,8 @@ def _odds(rates: Floats) -> Floats:
     return np.where(both, beyond, 1.0) / np.where(both, rates[:-1], 1.0)
 
 
-def _added(counts: tuple[int, ...], open_index: int, count: int) -> tuple[int, ...]:
-    return (*counts[:open_index], counts[open_index] + count, *counts[open_index + 1 :])
+def _with(values: tuple[Any, ...], open_index: int, value: Any) -> tuple[Any, ...]:
+    return (*values[:open_index], value, *values[open_index + 1 :])
 
 
 def _cut(scores: Floats, share: float) -> tuple[float, float]:
@@ -327,7 +315,6 @@ def _cut(scores: Floats, share: float) -> tuple[float, float]:
     ordered = np.partition(scores, [passing - 1, passing])
     lower, upper = float(ordered[passing - 1]), float(ordered[passing])
     if lower < upper:
-        middle = lower + (upper - lower) / 2
-        return (middle if middle > lower else upper), 1.0
+        return between(lower, upper), 1.0
     tied, below = int((scores == upper).sum()), int((scores < upper).sum())
     return upper, 1 - (passing - below) / tied

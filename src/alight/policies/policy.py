@@ -12,7 +12,7 @@ Policy
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from itertools import pairwise
 from typing import Any, ClassVar
@@ -93,9 +93,25 @@ class Policy(ABC):
 
     def _check(self) -> None:
         """Check that the parts fit together; rules add their own checks."""
-        for holds, message in CHECKS:
-            if not holds(self):
-                raise BadInput(message.format(self))
+        exits, names = f"open exits {self.open_exits}", (self.score, self.unit, self.method, self.fingerprint)
+        if not all(type(index) is int for index in (*self.open_exits, self.num_exits)):
+            raise BadInput(f"{exits} of {self.num_exits}: give whole numbers")
+        if not all(map(_is_number, self.costs)):
+            raise BadInput(f"costs {self.costs} must be finite numbers")
+        if not _increases(-1, *self.open_exits, self.num_exits):
+            raise BadInput(f"{exits} of {self.num_exits}: give increasing indices, from 0")
+        if len(self.costs) != len(self.open_exits) or not _increases(0, *self.costs):
+            raise BadInput(f"costs {self.costs} for {exits}: give one each, positive, increasing")
+        if not all(isinstance(name, str) for name in names):
+            raise BadInput("score {!r}, unit {!r}, method {!r} and fingerprint {!r} must be texts".format(*names))
+        if self.budget is not None and not _is_number(self.budget, above=0):
+            raise BadInput(f"budget {self.budget!r} must be a positive number")
+        if not all(map(_is_share, self.exit_rates)):
+            raise BadInput(f"exit rates {self.exit_rates} must lie in [0, 1]")
+        if abs(sum(self.exit_rates or [1]) - 1) > 1e-6:
+            raise BadInput(f"exit rates {self.exit_rates} must add up to 1")
+        if len(self.exit_rates) not in (0, len(self.open_exits)):
+            raise BadInput(f"exit rates {self.exit_rates} for {exits}: give one each")
         if self.lens:
             self.lens.check(self.open_exits)
 
@@ -182,12 +198,14 @@ class Policy(ABC):
 
     def _lines(self) -> list[str]:
         """Return lines about the whole policy: its rule, budget, settings and guarantee."""
-        unit = f" {self.unit}" if self.unit else ""
         lines = [f"{self.method or 'policy'}: {self.summary()}, on the {self.score}"]
         if self.budget is not None:
-            lines.append(f"budget {self.budget:.4g}{unit} per sample{_spending(self.planned_cost, self.budget)}")
+            planned = self.planned_cost
+            spent = "" if planned is None else f", of which {planned / self.budget:.1%} is planned to be spent"
+            lines.append(f"budget {self.budget:.4g}{self.unit and ' ' + self.unit} per sample{spent}")
         if self.settings:
-            lines.append(", ".join(f"{name} {_as_text(value)}" for name, value in self.settings.items()))
+            texts = {name: value if isinstance(value, str) else f"{value:.4g}" for name, value in self.settings.items()}
+            lines.append(", ".join(map(" ".join, texts.items())))
         if self.certificate:
             lines.append(str(self.certificate))
         return lines
@@ -206,45 +224,6 @@ class Policy(ABC):
     def save(self, path: PathLike) -> None:
         """Write the policy to a JSON file, whole or not at all."""
         write_json(path, "Policy", self.to_dict())
-
-
-CHECKS: tuple[tuple[Callable[[Policy], bool], str], ...] = (  # what must hold, and the error, about the policy {0}
-    (
-        lambda policy: all(type(index) is int for index in (*policy.open_exits, policy.num_exits)),
-        "open exits {0.open_exits} of {0.num_exits}: give whole numbers",
-    ),
-    (lambda policy: all(map(_is_number, policy.costs)), "costs {0.costs} must be finite numbers"),
-    (
-        lambda policy: _increases(-1, *policy.open_exits, policy.num_exits),
-        "open exits {0.open_exits} of {0.num_exits}: give increasing indices, from 0",
-    ),
-    (
-        lambda policy: len(policy.costs) == len(policy.open_exits) and _increases(0, *policy.costs),
-        "costs {0.costs} for open exits {0.open_exits}: give one each, positive, increasing",
-    ),
-    (
-        lambda policy: all(
-            isinstance(getattr(policy, name), str) for name in ("score", "unit", "method", "fingerprint")
-        ),
-        "score {0.score!r}, unit {0.unit!r}, method {0.method!r} and fingerprint {0.fingerprint!r} must be texts",
-    ),
-    (
-        lambda policy: policy.budget is None or (_is_number(policy.budget) and policy.budget > 0),
-        "budget {0.budget!r} must be a positive number",
-    ),
-    (
-        lambda policy: all(_is_number(rate) and 0 <= rate <= 1 for rate in policy.exit_rates),
-        "exit rates {0.exit_rates} must lie in [0, 1]",
-    ),
-    (
-        lambda policy: not policy.exit_rates or abs(sum(policy.exit_rates) - 1) <= 1e-6,
-        "exit rates {0.exit_rates} must add up to 1",
-    ),
-    (
-        lambda policy: len(policy.exit_rates) in (0, len(policy.open_exits)),
-        "exit rates {0.exit_rates} for open exits {0.open_exits}: give one each",
-    ),
-)
 
 
 @dataclass(frozen=True)
@@ -277,7 +256,7 @@ class Threshold(Policy):
             )
         if any(math.isnan(value) for value in self.thresholds):
             raise BadInput(f"thresholds {self.thresholds} hold NaN: give numbers")
-        if not all(_is_number(share) and 0 <= share <= 1 for share in self.tie_shares):
+        if not all(map(_is_share, self.tie_shares)):
             raise BadInput(f"tie shares {self.tie_shares} must lie in [0, 1]")
 
     def step(self, open_index: int, samples: Array, predictions: Array, scores: Array, memory: Memory) -> Step:
@@ -315,11 +294,7 @@ class Streak(Policy):
         if self.threshold == math.inf:
             return "no sample leaves early"
         reach = f"reach {_threshold(self.threshold)}" if self.threshold > -math.inf else "have been seen"
-        return (
-            f"leave when {self.patience} scores in a row {reach}"
-            if self.patience > 1
-            else f"leave when a score has {reach}"
-        )
+        return f"leave when {f'{self.patience} scores in a row' if self.patience > 1 else 'a score has'} {reach}"
 
 
 @dataclass(frozen=True)
@@ -414,9 +389,8 @@ class Mixture(Policy):
         return [[f"{name} {column[0]}", *column[1:]] for name, columns in parts.items() for column in columns]
 
     def summary(self) -> str:
-        return (
-            f"first, {self.share:.1%} of samples: {self.first.summary()}; second, the others: {self.second.summary()}"
-        )
+        first, second = self.first.summary(), self.second.summary()
+        return f"first, {self.share:.1%} of samples: {first}; second, the others: {second}"
 
 
 def reaches(scores: Array, samples: Array, threshold: float, tie_share: float) -> Array:
@@ -431,14 +405,6 @@ def aligned(columns: Sequence[Sequence[str]]) -> list[str]:
     widths = [max(map(len, column)) for column in columns]
     rows = zip(*columns, strict=True)
     return ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
-
-
-def _spending(planned: float | None, budget: float) -> str:
-    return "" if planned is None else f", of which {planned / budget:.1%} is planned to be spent"
-
-
-def _as_text(value: float | str) -> str:
-    return value if isinstance(value, str) else f"{value:.4g}"
 
 
 def _threshold(value: float) -> str:
@@ -460,8 +426,12 @@ def _increases(*values: float) -> bool:
     return all(before < after for before, after in pairwise(values))
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+def _is_number(value: Any, above: float = -math.inf) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and above < value < math.inf
+
+
+def _is_share(value: Any) -> bool:
+    return _is_number(value) and 0 <= value <= 1
 
 
 def _to_json(value: Any) -> Any:
