@@ -116,7 +116,7 @@ def test_every_room_is_in_the_table():
 @pytest.mark.parametrize(
     "line",
     [
-        "from alight.calibrate.planned_rates import eero",
+        "from alight.calibrate.published import eero",
         "from alight import calibrate",
         "import alight.calibrate",
         "import alight.calibrate.eero as e",

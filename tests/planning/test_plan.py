@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from alight import Costs, HeadOutputs
-from alight.calibrate.planned_rates import eero
+from alight.calibrate.published import eero
 from alight.engine.settings import RunSettings
 from alight.errors import BadInput
 from alight.networks.multi_exit import MultiExitModel

@@ -25,6 +25,10 @@ class Thresholds(NamedTuple):
     values: Floats  # (exits - 1,)
     tie_shares: Floats  # (exits - 1,)
 
+    def fields(self) -> dict[str, Any]:
+        """Return them under the names that a policy has for them."""
+        return {"thresholds": self.values, "tie_shares": self.tie_shares}
+
 
 def padded_rates(exit_rates: Floats, num_samples: int, slack: Slack = None) -> Floats:
     """Return the share of samples to have left by each exit, with the paper's slack C / sqrt(N) on top (Eq. 9).

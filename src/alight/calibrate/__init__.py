@@ -18,9 +18,19 @@ from alight.calibrate.certify.cost import (
 from alight.calibrate.certify.risk import certified_risk
 from alight.calibrate.crossval import pruned
 from alight.calibrate.lenses import Fit, fit_ensemble, fit_gain, fit_recall, with_lens
-from alight.calibrate.levels import global_threshold, patience, pcee, performance_control
-from alight.calibrate.planned_rates import best_single_exit, eero, eero_marginal, gaussian, geometric, two_exits
 from alight.calibrate.problem import Method, Problem
+from alight.calibrate.published import (
+    best_single_exit,
+    eero,
+    eero_marginal,
+    gaussian,
+    geometric,
+    global_threshold,
+    patience,
+    pcee,
+    performance_control,
+    two_exits,
+)
 from alight.calibrate.search import genetic, search
 from alight.calibrate.stopping import optimal_stopping
 

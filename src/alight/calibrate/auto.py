@@ -6,10 +6,20 @@ from functools import partial
 
 import numpy as np
 
+from alight.budgeting.rates import Floats
 from alight.calibrate.crossval import held_out
-from alight.calibrate.levels import global_threshold, patience, pcee, performance_control
-from alight.calibrate.planned_rates import best_single_exit, eero, gaussian, geometric, two_exits
-from alight.calibrate.problem import AnyCosts, Budget, Floats, Problem, Settings
+from alight.calibrate.problem import AnyCosts, Budget, Problem, Settings
+from alight.calibrate.published import (
+    best_single_exit,
+    eero,
+    gaussian,
+    geometric,
+    global_threshold,
+    patience,
+    pcee,
+    performance_control,
+    two_exits,
+)
 from alight.calibrate.search import search
 from alight.calibrate.stopping import optimal_stopping
 from alight.errors import BadInput, BudgetTooSmall

@@ -6,17 +6,17 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
+from alight.budgeting.rates import Floats, Integers
 from alight.budgeting.thresholds import hash01, passing_counts
-from alight.calibrate.problem import AnyCosts, Budget, Floats, Method
+from alight.calibrate.problem import AnyCosts, Budget, Method, costs_alone
 from alight.costs import Costs, as_costs
 from alight.errors import BudgetTooSmall
 from alight.outputs import HeadOutputs
 from alight.policies.policy import Mixture, Policy
 from alight.policies.route import replay
 
-Integers = npt.NDArray[np.int64]
+FOLDS = 5  # of the labelled data, each held out once
 
 
 class Ranked:
@@ -64,9 +64,6 @@ def halves(num_samples: int, rounds: int) -> list[tuple[Integers, Integers]]:
         return [(np.arange(num_samples), np.arange(num_samples))]
     pairs = [folds(num_samples, 2, salt) for salt in range(rounds)]
     return [pair for one, other in pairs for pair in ((one, other), (other, one))]
-
-
-FOLDS = 5  # of the labelled data, each held out once
 
 
 def on_exits(method: Method, open_exits: Sequence[int]) -> Method:
@@ -146,11 +143,10 @@ def kept_exits(method: Method, costs: AnyCosts, budget: Budget, labelled: HeadOu
 
 def affordable_exits(network: Costs, budget: float) -> tuple[int, ...]:
     """Return all exits from the first on that is affordable when no exit before it is open."""
-    alone = [float(network.cumulative([index])[0]) for index in range(len(network))]
-    firsts = [index for index, cost in enumerate(alone) if cost <= budget]
-    if not firsts:
-        raise BudgetTooSmall(budget, min(alone), network.unit)
-    return tuple(range(firsts[0], len(network)))
+    alone = costs_alone(network)
+    if not (alone <= budget).any():
+        raise BudgetTooSmall(budget, float(alone.min()), network.unit)
+    return tuple(range(int(np.argmax(alone <= budget)), len(network)))
 
 
 def held_out(

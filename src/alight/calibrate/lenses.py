@@ -12,9 +12,10 @@ from functools import partial
 import numpy as np
 import numpy.typing as npt
 
+from alight.budgeting.rates import Floats
 from alight.calibrate.crossval import folds as folds_of
 from alight.calibrate.crossval import on_exits
-from alight.calibrate.problem import AnyCosts, Budget, Floats, Method, Settings, check_exits
+from alight.calibrate.problem import AnyCosts, Budget, Method, Settings, check_exits
 from alight.costs import Costs, as_costs
 from alight.errors import AlightError, BadInput, Mismatch
 from alight.outputs import HeadOutputs

@@ -9,20 +9,14 @@ import numpy as np
 import numpy.typing as npt
 
 from alight.budgeting.bounds import Plan, exact_plan, exact_ranks
-from alight.budgeting.thresholds import (
-    Slack,
-    Thresholds,
-    marginal_ranks,
-    survivor_thresholds,
-    thresholds_at_ranks,
-)
+from alight.budgeting.rates import Floats
+from alight.budgeting.thresholds import Slack, hash01, marginal_ranks, survivor_thresholds, thresholds_at_ranks
 from alight.costs import Costs, as_costs
 from alight.errors import BadInput, BudgetTooSmall, Mismatch
 from alight.outputs import HeadOutputs
-from alight.policies.policy import Policy, Threshold
+from alight.policies.policy import MIXTURE_SALT, Mixture, Policy, Threshold
 from alight.policies.route import replay
 
-Floats = npt.NDArray[np.float64]
 AnyCosts = Costs | npt.ArrayLike
 Budget = float | str
 AnySlack = Slack | Literal["exact"]
@@ -69,8 +63,7 @@ class Problem:
             )
         _check_tables(network, labelled, unlabelled)
         amount = network.budget(budget)
-        firsts = range(len(network)) if closes_exits else [0]
-        cheapest = min(float(network.cumulative([first])[0]) for first in firsts)
+        cheapest = float(costs_alone(network).min() if closes_exits else network.cumulative()[0])
         if amount < cheapest:
             raise BudgetTooSmall(amount, cheapest, network.unit)
         return cls(network, amount, labelled, labelled if unlabelled is None else unlabelled, method)
@@ -97,7 +90,7 @@ class Problem:
         """Return what a policy for this problem carries beside its rule."""
         opened = tuple(range(len(self.network))) if open_exits is None else tuple(open_exits)
         return {
-            "costs": tuple(self.network.cumulative(opened).tolist()),
+            "costs": self.network.cumulative(opened),
             "open_exits": opened,
             "num_exits": len(self.network),
             "unit": self.network.unit,
@@ -106,7 +99,7 @@ class Problem:
             "fingerprint": self.labelled.fingerprint,
             "method": self.method,
             "settings": dict(settings or {}) | ({} if self.labelled.is_labelled else {"truth": "the last exit"}),
-            "exit_rates": () if exit_rates is None else tuple(exit_rates.tolist()),
+            "exit_rates": () if exit_rates is None else exit_rates,
         }
 
     def survivor_policy(
@@ -125,8 +118,8 @@ class Problem:
         else:
             rates, padding = plan(self.budget), slack
         scores = self.scored.scores if open_exits is None else self.scored.scores[:, list(open_exits)]
-        thresholds = survivor_thresholds(scores, rates, padding)
-        return self._threshold(thresholds, rates, open_exits, _with_slack(settings, slack, delta))
+        terms = self.terms(open_exits, {**(settings or {}), **_named(slack, delta)}, rates)
+        return Threshold(**survivor_thresholds(scores, rates, padding).fields(), **terms)
 
     def marginal_policy(
         self, plan: Plan, *, slack: AnySlack = "paper", delta: float = 0.05, settings: Settings | None = None
@@ -134,17 +127,28 @@ class Problem:
         """Return the policy that meets planned rates by thresholds on all samples at each exit (the paper)."""
         rates, samples = plan(self.budget), len(self.scored)
         ranks = exact_ranks(rates, samples, delta) if slack == "exact" else marginal_ranks(rates, samples, slack)
-        named = _with_slack(settings, slack, delta) | {"thresholds": "marginal"}
-        return self._threshold(thresholds_at_ranks(self.scored.scores, ranks), rates, None, named)
+        named = {**(settings or {}), **_named(slack, delta), "thresholds": "marginal"}
+        return Threshold(**thresholds_at_ranks(self.scored.scores, ranks).fields(), **self.terms(None, named, rates))
 
-    def _threshold(
-        self, thresholds: Thresholds, rates: Floats, open_exits: Sequence[int] | None, settings: Settings
-    ) -> Threshold:
-        return Threshold(
-            thresholds=tuple(thresholds.values.tolist()),
-            tie_shares=tuple(thresholds.tie_shares.tolist()),
-            **self.terms(open_exits, settings, rates),
-        )
+    def mixture(self, cheaper: Policy, costlier: Policy | None = None) -> Policy:
+        """Return the mixture with the largest share of the costlier policy that keeps the budget on the scored table.
+
+        Without a costlier one it is the cheaper one alone.
+        """
+        if costlier is None:
+            return cheaper
+        low, high = (replay(policy, self.scored).spent for policy in (cheaper, costlier))
+        hashes = hash01(np.arange(len(high)), MIXTURE_SALT)
+        order = np.argsort(hashes)
+        exceeds = low.sum() + np.cumsum((high - low)[order]) > self.budget * len(high)
+        share = float(hashes[order[np.argmax(exceeds)]]) if exceeds.any() else 1.0  # below the first that is too much
+        settings = dict(cheaper.settings) | {"share of next": share}
+        return Mixture(costlier, cheaper, share, **self.terms(settings=settings))
+
+
+def costs_alone(network: Costs) -> Floats:
+    """Return what it costs to answer at each exit when no other is open."""
+    return np.array([network.cumulative([exit_index])[0] for exit_index in range(len(network))])
 
 
 def check_exits(network: Costs, labelled: HeadOutputs, unlabelled: HeadOutputs | None) -> None:
@@ -176,10 +180,5 @@ def _check_tables(network: Costs, labelled: HeadOutputs, unlabelled: HeadOutputs
         )
 
 
-def _with_slack(settings: Settings | None, slack: AnySlack, delta: float) -> Settings:
-    named: Settings = dict(settings or {})
-    if slack is not None:
-        named["slack"] = slack
-    if slack == "exact":
-        named["delta"] = delta
-    return named
+def _named(slack: AnySlack, delta: float) -> Settings:
+    return {} if slack is None else {"slack": slack, "delta": delta} if slack == "exact" else {"slack": slack}

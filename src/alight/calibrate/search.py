@@ -8,14 +8,13 @@ from operator import index
 
 import numpy as np
 
-from alight.budgeting.rates import exponential_weights, gaussian_rates, geometric_rates, tilted_rates
+from alight.budgeting.rates import Floats, exponential_weights, gaussian_rates, geometric_rates, tilted_rates
 from alight.calibrate.crossval import Ranked, affordable_exits, halves
-from alight.calibrate.levels import global_threshold
-from alight.calibrate.planned_rates import eero, geometric
-from alight.calibrate.problem import AnyCosts, Budget, Floats, Problem, Settings
+from alight.calibrate.problem import AnyCosts, Budget, Problem, Settings
+from alight.calibrate.published import eero, geometric, global_threshold
 from alight.errors import BadInput
 from alight.outputs import HeadOutputs
-from alight.policies.policy import Policy, Threshold
+from alight.policies.policy import Threshold
 from alight.policies.route import replay
 
 TEMPERATURES = (0.02, 0.04, 0.08, 0.15, 0.3, 0.6, 1.0, 3.0)
@@ -130,8 +129,7 @@ def _triples(count: int) -> tuple[tuple[int, int, int], ...]:
 
 def _closed(problem: Problem, plan: _OpenPlan, rng: np.random.Generator) -> _OpenPlan | None:
     """Close one exit of the plan, its samples and its head's cost shared out among the others."""
-    left_out = rng.integers(len(plan.open_exits))
-    opened = [index for position, index in enumerate(plan.open_exits) if position != left_out]
+    opened = np.delete(plan.open_exits, rng.integers(len(plan.open_exits))).tolist()
     return _fitted(problem, plan.rates, opened, _planned(plan)) if _affordable(problem, opened) else None
 
 
@@ -198,7 +196,7 @@ def genetic(
         raise BadInput(f"seed {seed} and {generations} generations must be >= 0, the population more than {ELITES}")
     rng = np.random.default_rng(seed)
     known = [method(costs, budget, labelled, unlabelled) for method in (eero, geometric, global_threshold)]
-    seeds = np.array([quantiles_of(_shares(policy, problem)) for policy in known])  # (3, exits - 1)
+    seeds = np.array([quantiles_of(replay(policy, problem.scored).exit_shares) for policy in known])  # (3, exits - 1)
     genes = np.concatenate([seeds, rng.uniform(size=(max(population - len(seeds), 1), seeds.shape[1]))])
     fitness = np.array([_fitness(problem, each) for each in genes])
     from tqdm import tqdm
@@ -235,10 +233,6 @@ def _fitness(problem: Problem, quantiles: Floats) -> float:
     """Return the accuracy if the plan is within the budget, else minus the relative excess: the feasible win."""
     excess = float(rates_of(quantiles) @ problem.costs) / problem.budget - 1
     return problem.accuracy(_policy(problem, quantiles)) if excess <= ROUNDING else -excess
-
-
-def _shares(policy: Policy, problem: Problem) -> Floats:
-    return replay(policy, problem.scored).exit_shares
 
 
 def _tournaments(fitness: Floats, count: int, rng: np.random.Generator) -> np.ndarray:

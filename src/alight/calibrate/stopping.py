@@ -6,9 +6,9 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from alight.budgeting.rates import Floats, Integers
 from alight.calibrate.crossval import Ranked, halves
-from alight.calibrate.levels import mixed
-from alight.calibrate.problem import AnyCosts, Budget, Floats, Problem
+from alight.calibrate.problem import AnyCosts, Budget, Problem
 from alight.outputs import HeadOutputs
 from alight.policies.policy import Policy, Threshold
 
@@ -65,7 +65,7 @@ def optimal_stopping(
     cheaper, costlier = below[-1], hull[len(below)]
     bridge = cheaper.accuracy + _slope(cheaper, costlier) * (exact.cost - cheaper.cost)
     error = 0.5 / np.sqrt(len(labelled))  # the largest standard error of an accuracy
-    return mixed(problem, at(cheaper), at(costlier)) if bridge - exact.accuracy > error else at(exact)
+    return problem.mixture(at(cheaper), at(costlier)) if bridge - exact.accuracy > error else at(exact)
 
 
 def rates_at_price(ranked: Ranked, costs: Floats, price: float) -> Floats:
@@ -90,7 +90,7 @@ def rates_at_price(ranked: Ranked, costs: Floats, price: float) -> Floats:
     return (waiting & leaving).mean(axis=1)
 
 
-def _upper(advantage: Floats, order: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+def _upper(advantage: Floats, order: Integers) -> npt.NDArray[np.bool_]:
     """Return which samples leave: from the one on where the sum of all advantages above is largest."""
     below = np.concatenate([[0.0], np.cumsum(advantage[order])])
     leaving = np.ones(len(order), dtype=bool)

@@ -19,8 +19,8 @@ from alight.engine.walk import Answers, Walk
 from alight.errors import BadFile, BadInput, Mismatch
 from alight.files import PathLike
 from alight.outputs import Decisions
-from alight.policies.policy import Memory, Policy
 from alight.policies import load_policy
+from alight.policies.policy import Memory, Policy
 
 BATCH_SIZE = 256
 

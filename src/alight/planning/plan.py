@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from alight.calibrate.crossval import held_out, pruned
-from alight.calibrate.planned_rates import eero
+from alight.calibrate.published import eero
 from alight.costing.measure import time_stages
 from alight.costs import Costs
 from alight.display import html_table

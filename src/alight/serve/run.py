@@ -15,9 +15,9 @@ from fastapi import FastAPI
 from PIL import Image
 
 from alight.errors import BadInput
+from alight.policies import load_policy
 from alight.policies.paced import Paced
 from alight.policies.policy import Policy
-from alight.policies import load_policy
 from alight.serve.app import create_app
 from alight.serve.ledger import RESERVE, SpendLedger, resume_state
 from alight.serve.model import Sample, ServedModel, check_policies, measure_timings

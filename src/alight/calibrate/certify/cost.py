@@ -20,9 +20,9 @@ from alight.budgeting.bounds import (
     smallest,
     smallest_sample,
 )
-from alight.budgeting.rates import tilted_rates
+from alight.budgeting.rates import Floats, tilted_rates
 from alight.budgeting.thresholds import passing_counts, survivor_thresholds
-from alight.calibrate.problem import AnyCosts, Budget, Floats, Method
+from alight.calibrate.problem import AnyCosts, Budget, Method
 from alight.costs import Costs, as_costs, quantity
 from alight.errors import BadInput
 from alight.outputs import HeadOutputs
