@@ -17,7 +17,7 @@ from alight.calibrate import (
     certified_risk,
     certified_stream,
 )
-from alight.calibrate.certify.cost import lowered
+from alight.calibrate.cost_guarantees import lowered
 from alight.errors import BadInput, BudgetTooSmall, LabelsNeeded, Mismatch
 from alight.policies.limits import Quota
 from alight.policies.paced import Paced

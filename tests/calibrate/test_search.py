@@ -11,7 +11,7 @@ from alight.budgeting.rates import geometric_rates
 from alight.budgeting.thresholds import survivor_thresholds
 from alight.calibrate.crossval import Ranked, folds, halves
 from alight.calibrate.problem import Problem
-from alight.calibrate.search import _average, _climb, _closed, _exchanged, _planned, _starts
+from alight.calibrate.search import _average, _climb, _closed, _exchanged, _starts
 from alight.policies.policy import Threshold
 
 COSTS = Costs(stages=[1.0, 1.0, 1.5, 0.5, 2.0], heads=[0.2, 0.3, 0.1, 0.2, 0.1])
@@ -45,7 +45,7 @@ def test_exchanges_keep_the_sum_and_the_cost():
             moved = _exchanged(plan, rng.normal(), rng) or plan
             assert moved.rates.min() >= 0
             assert moved.rates.sum() == pytest.approx(1, abs=1e-12)
-            assert _planned(moved) == pytest.approx(_planned(plan), rel=1e-12)
+            assert moved.planned == pytest.approx(plan.planned, rel=1e-12)
             plan = moved
 
 
@@ -56,7 +56,7 @@ def test_closing_an_exit_takes_its_head_off_the_bill_and_keeps_the_spending():
         closed = _closed(problem, plan, np.random.default_rng(seed))
         assert len(closed.open_exits) == 4
         np.testing.assert_array_equal(closed.costs, COSTS.cumulative(closed.open_exits))
-        assert _planned(closed) == pytest.approx(_planned(plan), rel=1e-9)
+        assert closed.planned == pytest.approx(plan.planned, rel=1e-9)
         assert closed.rates.sum() == pytest.approx(1)
 
 
@@ -73,8 +73,8 @@ def test_the_average_of_plans_keeps_the_budget_exactly():
     rng = np.random.default_rng(0)
     plans = [_closed(problem, plan, rng) for plan in _starts(problem, (0, 1, 2, 3, 4))]
     mean = _average(problem, plans)
-    assert _planned(mean) <= problem.budget
-    assert _planned(mean) == pytest.approx(np.mean([_planned(plan) for plan in plans]), rel=1e-9)
+    assert mean.planned <= problem.budget
+    assert mean.planned == pytest.approx(np.mean([plan.planned for plan in plans]), rel=1e-9)
 
 
 def test_search_closes_an_expensive_head_that_adds_nothing():

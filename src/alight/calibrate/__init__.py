@@ -8,14 +8,13 @@ True
 """
 
 from alight.calibrate.auto import auto
-from alight.calibrate.certify.cost import (
+from alight.calibrate.cost_guarantees import (
     CONTRACTS,
     certified_batch,
     certified_mean,
     certified_probability,
     certified_stream,
 )
-from alight.calibrate.certify.risk import certified_risk
 from alight.calibrate.crossval import pruned
 from alight.calibrate.lenses import Fit, fit_ensemble, fit_gain, fit_recall, with_lens
 from alight.calibrate.problem import Method, Problem
@@ -31,6 +30,7 @@ from alight.calibrate.published import (
     performance_control,
     two_exits,
 )
+from alight.calibrate.risk_guarantees import certified_risk
 from alight.calibrate.search import genetic, search
 from alight.calibrate.stopping import optimal_stopping
 

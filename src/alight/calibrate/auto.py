@@ -7,19 +7,9 @@ from functools import partial
 import numpy as np
 
 from alight.budgeting.rates import Floats
+from alight.calibrate import published
 from alight.calibrate.crossval import held_out
 from alight.calibrate.problem import AnyCosts, Budget, Problem, Settings
-from alight.calibrate.published import (
-    best_single_exit,
-    eero,
-    gaussian,
-    geometric,
-    global_threshold,
-    patience,
-    pcee,
-    performance_control,
-    two_exits,
-)
 from alight.calibrate.search import search
 from alight.calibrate.stopping import optimal_stopping
 from alight.errors import BadInput, BudgetTooSmall
@@ -32,16 +22,19 @@ FOLDS = 3  # of the labelled data, each held out once
 CANDIDATES: Candidates = {  # the first is kept unless another is better beyond doubt
     "optimal_stopping": optimal_stopping,
     "search": search,
-    "eero": eero,
-    **{f"eero at temperature {each:g}": partial(eero, temperature=each, spend_all=True) for each in (0.02, 0.04, 0.3)},
-    "geometric": geometric,
-    "gaussian": gaussian,
-    "global_threshold": global_threshold,
-    "performance_control": performance_control,
-    "pcee": pcee,
-    "patience": patience,
-    "two_exits": two_exits,
-    "best_single_exit": best_single_exit,
+    "eero": published.eero,
+    **{
+        f"eero at temperature {each:g}": partial(published.eero, temperature=each, spend_all=True)
+        for each in (0.02, 0.04, 0.3)
+    },
+    "geometric": published.geometric,
+    "gaussian": published.gaussian,
+    "global_threshold": published.global_threshold,
+    "performance_control": published.performance_control,
+    "pcee": published.pcee,
+    "patience": published.patience,
+    "two_exits": published.two_exits,
+    "best_single_exit": published.best_single_exit,
 }
 
 

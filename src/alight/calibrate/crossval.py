@@ -31,10 +31,7 @@ class Ranked:
         return self.correct.shape[1]
 
     def accuracy(self, exit_rates: Floats) -> float:
-        """Return the accuracy when these shares leave, met by survivor thresholds on this very table.
-
-        What `replay` of such a policy would give, without the policy: only who waits is kept.
-        """
+        """Return the accuracy that `replay` gives when survivor thresholds on this very table meet these rates."""
         waiting, right = np.ones(len(self), dtype=bool), 0
         for exit_index, count in enumerate(passing_counts(exit_rates, len(self)).tolist()):
             if exit_rates[exit_index] <= 0 and count:  # nobody leaves
@@ -82,13 +79,8 @@ def on_exits(method: Method, open_exits: Sequence[int]) -> Method:
     ) -> Policy:
         network = as_costs(costs)
         judged = labelled if labelled.labels is not None else replace(labelled, labels=labelled.predictions[:, -1])
-        policy = method(
-            network.at_exits(open_exits),
-            network.budget(budget),
-            judged.at_exits(open_exits),
-            None if unlabelled is None else unlabelled.at_exits(open_exits),
-            **options,
-        )
+        tables = [None if table is None else table.at_exits(open_exits) for table in (judged, unlabelled)]
+        policy = method(network.at_exits(open_exits), network.budget(budget), *tables, **options)
         return _of_network(policy, tuple(open_exits), len(network))
 
     return calibrated
@@ -120,8 +112,7 @@ def pruned(method: Method, *, chooser: Method | None = None) -> Method:
 def kept_exits(method: Method, costs: AnyCosts, budget: Budget, labelled: HeadOutputs) -> tuple[int, ...]:
     """Return the exits left open when they are closed one at a time while the routed accuracy does not fall.
 
-    Accuracy is counted on held-out folds of the labelled data: rates come from the other folds, thresholds from the
-    fold's own scores, so that what is compared costs the same. Each time the exit goes whose closing is best.
+    Accuracy is counted on held-out folds, as by `held_out`. Each time the exit goes whose closing is best.
     """
     network = as_costs(costs)
     amount = network.budget(budget)

@@ -160,19 +160,15 @@ def fit_gain(labelled: HeadOutputs, policy: Policy | None = None, *, model: str 
 def _going_on(labelled: HeadOutputs, policy: Policy | None) -> npt.NDArray[np.int64]:
     """Return the exit at which each sample would leave if it did not leave at this one, (samples, exits)."""
     last, rows = labelled.num_exits - 1, np.arange(len(labelled))
-    leaving = np.zeros(labelled.predictions.shape, dtype=bool)
+    would_leave = np.full(labelled.predictions.shape, last)  # the exit itself where the sample would leave, or the last
     memory: Memory = ()
     for open_index in range(last if policy else 0):
         assert policy is not None  # the range says so
-        leaving[:, open_index], memory = policy.step(
-            open_index, rows, labelled.predictions[:, open_index], labelled.scores[:, open_index], memory
-        )
-    then = np.full(len(labelled), last)
-    going_on = np.full(labelled.predictions.shape, last)
-    for open_index in range(last - 1, -1, -1):
-        going_on[:, open_index] = then
-        then = np.where(leaving[:, open_index], open_index, then)
-    return going_on
+        said = labelled.predictions[:, open_index], labelled.scores[:, open_index]
+        leaving, memory = policy.step(open_index, rows, *said, memory)
+        would_leave[leaving, open_index] = open_index
+    soonest = np.minimum.accumulate(would_leave[:, ::-1], axis=1)[:, ::-1]  # from this exit on
+    return np.concatenate([soonest[:, 1:], np.full((len(labelled), 1), last)], axis=1)
 
 
 def fit_recall(labelled: HeadOutputs, policy: Policy | None = None, *, handicap: float | None = None) -> Recall:
@@ -201,7 +197,7 @@ def fit_recall(labelled: HeadOutputs, policy: Policy | None = None, *, handicap:
 
 def _handicapped(lens: Recall, labelled: HeadOutputs) -> Recall:
     """Return the lens with the handicaps that leave most answers right; of equals the highest, which recalls least."""
-    truth = labelled.predictions[:, -1] if labelled.labels is None else labelled.labels
+    truth = labelled.truth()
     memory: Memory = ()
     for exit_index in lens.exits:
         said = labelled.predictions[:, exit_index], (labelled.scores[:, exit_index],)

@@ -1,13 +1,16 @@
-"""Guarantees on accuracy: the cheapest policy whose risk can be certified, or one whose cost and risk both can."""
+"""Guarantees on accuracy: the cheapest policy whose risk can be certified, or one whose cost and risk both can.
+
+The risk, an error, an excess error or a disagreement, is at most alpha with probability 1 - delta over the data.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
 from alight.budgeting.bounds import check_delta, smallest_sample
-from alight.calibrate.certify.cost import (
+from alight.calibrate.cost_guarantees import (
     P_VALUES,
     Bound,
     CostContract,
@@ -108,14 +111,10 @@ class _RiskTest:
     delta: float
     bound: Bound
 
-    @property
-    def name(self) -> str:
-        return RISKS[self.risk]
-
     def sentence(self, observed: float) -> str:
         """Return what is guaranteed when this risk was observed."""
-        confidence = percent(1 - self.delta, 10)
-        return f"Guaranteed with {confidence} confidence: {self.name} <= {self.alpha:g} ({observed:.4g} observed)."
+        claim = f"{RISKS[self.risk]} <= {self.alpha:g} ({observed:.4g} observed)"
+        return f"Guaranteed with {percent(1 - self.delta, 10)} confidence: {claim}."
 
     def observe(self, policy: Policy, testing: HeadOutputs, where: str | None = None) -> tuple[bool, float]:
         """Return whether the claim is certified on this table, and the risk observed.
@@ -123,31 +122,27 @@ class _RiskTest:
         `where` names the policy in the error that is raised if it is not.
         """
         decided, last = replay(policy, testing).predictions, testing.predictions[:, -1]
-        paired = self.risk == "excess_error"
-        if self.risk == "disagreement":
-            losses = (decided != last).astype(np.float64)
-        else:
-            losses = (decided != testing.labels).astype(np.float64)
-        if paired:  # differences in [-1, 1], moved to [0, 1]
-            losses = (losses - (last != testing.labels) + 1) / 2
-        limit = (self.alpha + 1) / 2 if paired else self.alpha
-        observed = float(2 * losses.mean() - 1) if paired else float(losses.mean())
-        certified = P_VALUES[self.bound](losses, limit, self.delta) <= self.delta
+        truth = last if self.risk == "disagreement" else testing.labels
+        losses, limit, best = (decided != truth).astype(np.float64), self.alpha, 0.0
+        observed = float(losses.mean())
+        if self.risk == "excess_error":  # paired differences in [-1, 1], moved to [0, 1]
+            losses, limit, best = (losses - (last != truth) + 1) / 2, (1 + self.alpha) / 2, 0.5
+            observed = float(2 * losses.mean() - 1)
+        test = P_VALUES[self.bound]
+        certified = test(losses, limit, self.delta) <= self.delta
         if not certified and where is not None:
-            raise BadInput(self._refusal(observed, len(testing), where))
+            needed = smallest_sample(limit, self.delta, best=best, test=test)
+            raise BadInput(self._refusal(observed, len(testing), needed, where))
         return certified, observed
 
-    def _refusal(self, observed: float, samples: int, where: str) -> str:
-        paired = self.risk == "excess_error"
-        limit, best = ((1 + self.alpha) / 2, 0.5) if paired else (self.alpha, 0.0)
-        needed = smallest_sample(limit, self.delta, best=best, test=P_VALUES[self.bound])
+    def _refusal(self, observed: float, samples: int, needed: int, where: str) -> str:
         if samples < needed:
             return (
-                f"{samples:,} test samples cannot certify {self.name} <= {self.alpha:g} with delta {self.delta:g}:"
-                f" at least {needed:,} are needed even without a single loss, so record more"
+                f"{samples:,} test samples cannot certify {RISKS[self.risk]} <= {self.alpha:g} with delta"
+                f" {self.delta:g}: at least {needed:,} are needed even without a single loss, so record more"
             )
         return (
-            f"the {self.name} {where} is {observed:.4g} on {samples:,} samples, too near or above alpha"
+            f"the {RISKS[self.risk]} {where} is {observed:.4g} on {samples:,} samples, too near or above alpha"
             f" {self.alpha:g} to be certified with delta {self.delta:g}: raise alpha above {observed:.4g}, the budget"
             " or the number of samples"
         )
@@ -169,14 +164,8 @@ def _with_risk(policy: Policy, network: Costs, testing: HeadOutputs, test: _Risk
 
 def _cheapest(fit: Fit, network: Costs, fitting: HeadOutputs, testing: HeadOutputs, test: _RiskTest) -> Policy:
     """Return the cheapest policy of a fixed sequence, from the full network down, up to the first that fails."""
-    full = ExitAt(
-        costs=(network.full,),
-        open_exits=(len(network) - 1,),
-        num_exits=len(network),
-        unit=network.unit,
-        score=fitting.score,
-        method="full network",
-    )
+    terms: dict[str, Any] = {"num_exits": len(network), "unit": network.unit, "score": fitting.score}
+    full = ExitAt(costs=(network.full,), open_exits=(len(network) - 1,), method="full network", **terms)
     _, observed = test.observe(full, testing, where="of the full network")
     accepted: list[tuple[float, Policy, float]] = [(network.full, full, observed)]  # mean cost, policy, risk
     for amount in np.linspace(network.cumulative()[-1], network.cumulative()[0], BUDGETS):

@@ -1,10 +1,21 @@
-"""Guarantees on cost: the policy, made cheaper or more expensive until what it spends can be certified."""
+"""Guarantees on cost: a method becomes one whose policies are certified from finite samples (METHODS, section 4).
+
+    certified_mean           E[cost of a new sample] <= budget: the Dirichlet mean, or conformal risk control
+    certified_probability    with probability 1 - delta over the data, E[cost] <= budget: Dirichlet quantile, or betting
+    certified_batch          every batch costs at most its size times the budget: a Quota, by ranks inside the batch
+    certified_stream         t samples cost at most t * budget and one sample more, at every t: a Paced policy
+
+The method is fitted once, on one part of the data, and certified on the other: `unlabelled`, or without it half of
+`labelled`, split by `seed`. Methods that plan exit rates and meet them with survivor thresholds are certified by the
+exact law of the exit shares; others by a family that moves all thresholds of the fitted policy together, so that costs
+are nested.
+"""
 
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
-from typing import Any, Literal, TypeGuard
+from typing import Any, Literal
 
 import numpy as np
 
@@ -46,7 +57,7 @@ P_VALUES: dict[str, Callable[[Floats, float, float], float]] = {
 def certified_mean(method: Method, *, seed: int = 0) -> Method:
     """Return the method with a guarantee: a new sample costs at most the budget on average.
 
-    The average is over calibration data and sample. `seed` splits the labelled table where there is no unlabelled one.
+    The average is over calibration data and sample.
 
     >>> from alight import calibrate, recordings
     >>> labelled, test, costs = recordings.load()
@@ -59,7 +70,7 @@ def certified_mean(method: Method, *, seed: int = 0) -> Method:
 def certified_probability(method: Method, *, delta: float = 0.05, bound: Bound = "betting", seed: int = 0) -> Method:
     """Return the method with a guarantee: with probability 1 - delta over the data, the mean cost is within the budget.
 
-    `bound` tests policies that plan no exit rates; `seed` splits the labelled table where there is no unlabelled one.
+    `bound` tests policies that plan no exit rates.
 
     >>> from alight import calibrate, recordings
     >>> labelled, test, costs = recordings.load()
@@ -170,7 +181,7 @@ def certify_cost(
     """Return the policy, made cheaper or more expensive until its cost can be guaranteed."""
     if policy.costs[-1] <= budget_of(policy):
         return _always_kept(policy, network, contract.name)
-    if _plans_rates(policy):
+    if isinstance(policy, Threshold) and policy.exit_rates and policy.settings.get("thresholds") != "marginal":
         return _by_law(policy, network, certifying, contract)
     return _by_family(policy, network, fitting, certifying, contract)
 
@@ -206,15 +217,9 @@ def _as_paced(
     scores = table.scores[:, list(policy.open_exits)]
     thresholds = survivor_thresholds(scores, rates)
     law = share_law(passing_counts(rates, samples), samples)
-    paced = Paced(
-        thresholds=tuple(thresholds.values.tolist()),
-        tie_shares=tuple(thresholds.tie_shares.tolist()),
-        recent=_windows(scores, thresholds.values, np.random.default_rng(seed)),
-        law=tuple(law.tolist()),
-        alarm_rate=alarm_rate,
-        horizon=horizon,
-        **policy.terms() | {"exit_rates": tuple(rates.tolist())},
-    )
+    recent = _windows(scores, thresholds.values, np.random.default_rng(seed))
+    terms = policy.terms() | thresholds.fields() | {"exit_rates": rates, "law": law}
+    paced = Paced(recent=recent, alarm_rate=alarm_rate, horizon=horizon, **terms)
     guarantee = (
         f"Guaranteed at every moment: t samples cost <= t x {allowed_by(policy, network)} +"
         f" {quantity(costs[-1], policy.unit)}. False alarm within {horizon:,} samples: probability <= {alarm_rate:g}."
@@ -251,7 +256,7 @@ def _by_law(policy: Threshold, network: Costs, certifying: HeadOutputs, contract
     if rates @ costs > budget:
         rates = tilted_rates(rates, costs, budget)
     if contract.name == "probability":
-        rates = _safe_rates(rates, costs, budget, samples, contract.delta)
+        rates = _safe_rates(tuple(rates), policy.costs, budget, samples, contract.delta)
     law = share_law(passing_counts(rates, samples), samples)
     numbers: Numbers = {
         "budget": budget,
@@ -261,15 +266,9 @@ def _by_law(policy: Threshold, network: Costs, certifying: HeadOutputs, contract
         "law": "Dirichlet(" + ", ".join(map(str, law.tolist())) + ")",
     }
     if law[0] == samples + 1:
-        smallest = _smallest_for_law(policy, contract)
-        return _first_exit_only(policy, certifying.score, contract, numbers, smallest)
+        return _first_exit_only(policy, certifying.score, contract, numbers, _smallest_for_law(policy, contract))
     thresholds = survivor_thresholds(policy.view(certifying).scores[:, list(policy.open_exits)], rates)
-    moved = replace(
-        policy,
-        thresholds=tuple(thresholds.values.tolist()),
-        tie_shares=tuple(thresholds.tie_shares.tolist()),
-        exit_rates=tuple(rates.tolist()),
-    )
+    moved = replace(policy, **thresholds.fields(), exit_rates=tuple(rates))
     if contract.name == "probability":
         numbers["delta"] = contract.delta
     numbers["basis"] = "exact law of the exit shares; ties are broken by a hash, taken as random"
@@ -309,60 +308,51 @@ def _by_family(
         return _first_exit_only(policy, certifying.score, contract, numbers, smallest)
     member = lowered(policy, float(levels[accepted]), reference)
     numbers |= {"level": float(levels[accepted]), "mean cost": float(spent(levels[accepted]).mean())}
-    numbers["basis"] = basis + _by_hash(policy)
+    by_hash = isinstance(policy, Mixture | Patience) or any(share < 1 for share in getattr(policy, "tie_shares", ()))
+    numbers["basis"] = basis + ("; mixtures and ties are decided by a hash, taken as random" if by_hash else "")
     sentence = contract.sentence(allowed_by(policy, network))
     return certified(member, Certificate(contract.name, sentence, same_distribution(samples), numbers))
 
 
-def _by_hash(policy: Policy) -> str:
-    decided = isinstance(policy, Mixture | Patience) or any(share < 1 for share in getattr(policy, "tie_shares", ()))
-    return "; mixtures and ties are decided by a hash, taken as random" if decided else ""
-
-
 def _first_exit_only(policy: Policy, score: str, contract: CostContract, numbers: Numbers, smallest: int) -> Policy:
     """Return the policy that sends every sample out at the first exit: all that so few samples can certify."""
-    opened: dict[str, Any] = {"open_exits": policy.open_exits[:1], "costs": policy.costs[:1], "exit_rates": (1.0,)}
-    opened |= {"lens": None, "score": score}  # alone, the first exit answers for itself
+    first: dict[str, Any] = {"open_exits": policy.open_exits[:1], "costs": policy.costs[:1], "exit_rates": (1.0,)}
+    first |= {"lens": None, "score": score}  # alone, it answers for itself
     needed = f"at least {smallest:,} samples are needed" if smallest else "no number of samples suffices"
     guarantee = (
         f"Guaranteed for every sample: cost <= {quantity(policy.costs[0], policy.unit)}, at exit {policy.open_exits[0]}"
         f" alone. With {numbers['samples']:,} samples and delta {contract.delta:g} no more can be certified: {needed}."
     )
-    alone = ExitAt(**policy.terms() | opened)
-    return certified(alone, Certificate(contract.name, guarantee, "", numbers | {"smallest sample": smallest}))
+    certificate = Certificate(contract.name, guarantee, "", numbers | {"smallest sample": smallest})
+    return certified(ExitAt(**policy.terms() | first), certificate)
 
 
 def _smallest_for_law(policy: Policy, contract: CostContract) -> int:
     """Return the smallest number of samples with which some sample may pass the first exit."""
-    rates, costs, budget = np.array(policy.exit_rates), np.array(policy.costs), budget_of(policy)
-    if budget <= costs[0]:
+    if budget_of(policy) <= policy.costs[0]:
         return 0
 
     def suffices(samples: int) -> bool:
-        safe = rates
+        rates = np.array(policy.exit_rates)
         if contract.name == "probability":
-            safe = _safe_rates(rates, costs, budget, samples, contract.delta)
-        return bool(share_law(passing_counts(safe, samples), samples)[0] <= samples)
+            rates = _safe_rates(policy.exit_rates, policy.costs, budget_of(policy), samples, contract.delta)
+        return bool(share_law(passing_counts(rates, samples), samples)[0] <= samples)
 
     return smallest(2, 10**9, suffices) or 0
 
 
-def _safe_rates(rates: Floats, costs: Floats, budget: float, samples: int, delta: float) -> Floats:
-    """Return the rates, tilted towards cheap exits until overspending has probability delta."""
-    return np.array(_safe_plan(tuple(rates.tolist()), tuple(costs.tolist()), budget, samples, delta))
-
-
 @lru_cache(maxsize=64)  # a tenth of a second, and often asked again for the same plan
-def _safe_plan(
-    planned_rates: tuple[float, ...], cumulative: tuple[float, ...], budget: float, samples: int, delta: float
-) -> tuple[float, ...]:
-    rates, costs = np.array(planned_rates), np.array(cumulative)
+def _safe_rates(
+    exit_rates: tuple[float, ...], cumulative: tuple[float, ...], budget: float, samples: int, delta: float
+) -> Floats:
+    """Return the rates, tilted towards cheap exits until overspending has probability delta."""
+    rates, costs = np.array(exit_rates), np.array(cumulative)
     cheapest, planned = float(costs[rates > 0][0]), float(rates @ costs)
 
     def plan(amount: float) -> Floats:
         return rates if amount >= planned else tilted_rates(rates, costs, max(amount, cheapest))
 
-    return tuple(exact_plan(plan, costs, budget, samples, delta).tolist())
+    return exact_plan(plan, costs, budget, samples, delta)
 
 
 def _windows(scores: Floats, thresholds: Floats, rng: np.random.Generator) -> tuple[tuple[float, ...], ...]:
@@ -375,17 +365,11 @@ def _windows(scores: Floats, thresholds: Floats, rng: np.random.Generator) -> tu
     return tuple(windows)
 
 
-def _plans_rates(policy: Policy) -> TypeGuard[Threshold]:
-    """Return whether the policy meets planned rates by survivor thresholds, so that the exact law holds."""
-    return isinstance(policy, Threshold) and bool(policy.exit_rates) and policy.settings.get("thresholds") != "marginal"
-
-
 def budget_of(policy: Policy) -> float:
     """Return the budget of a policy, without which nothing can be guaranteed about its cost."""
     if policy.budget is None:
-        raise BadInput(
-            f"the method {policy.method or 'given'} made a policy without a budget: a guarantee on cost needs one"
-        )
+        method = policy.method or "given"
+        raise BadInput(f"the method {method} made a policy without a budget: a guarantee on cost needs one")
     return policy.budget
 
 
@@ -415,19 +399,16 @@ def certified(policy: Policy, certificate: Certificate) -> Policy:
 def lowered(policy: Policy, level: float, scores: Floats) -> Policy:
     """Return the policy with all thresholds moved together: at 1 all samples leave at once, at -1 none leaves.
 
-    A threshold moves along the scores of its exit in a table: a level of 0.1 takes a tenth off the share of samples
-    below it. Costs are nested: no sample leaves later at a higher level.
+    A level of 0.1 takes a tenth off the share of scores below a threshold. Costs are nested: no sample leaves later at
+    a higher level.
     """
     if level == 0 or isinstance(policy, ExitAt):
         return policy
     if isinstance(policy, Threshold):
-        columns = [scores[:, exit_index] for exit_index in policy.open_exits]
-        moved = [_moved(value, column, level) for value, column in zip(policy.thresholds, columns, strict=False)]
-        ties = [
-            share if value == old else 1.0
-            for share, value, old in zip(policy.tie_shares, moved, policy.thresholds, strict=True)
-        ]
-        return replace(policy, thresholds=tuple(moved), tie_shares=tuple(ties), exit_rates=())
+        columns = [scores[:, exit_index] for exit_index in policy.open_exits[:-1]]
+        moved = tuple(_moved(*pair, level) for pair in zip(policy.thresholds, columns, strict=True))
+        ties = np.where(np.equal(moved, policy.thresholds), policy.tie_shares, 1.0)
+        return replace(policy, thresholds=moved, tie_shares=tuple(ties), exit_rates=())
     if isinstance(policy, Streak):
         if level >= 1:
             return replace(policy, threshold=-math.inf, patience=1)
@@ -436,9 +417,9 @@ def lowered(policy: Policy, level: float, scores: Floats) -> Policy:
     if isinstance(policy, Patience):
         return _patience(policy, _towards(policy.patience, level, len(policy.costs)))
     if isinstance(policy, Mixture):
-        first, second = policy.first, policy.second
+        first, second, share = policy.first, policy.second, policy.share
         if isinstance(first, Patience) and isinstance(second, Patience):
-            length = policy.share * first.patience + (1 - policy.share) * second.patience
+            length = share * first.patience + (1 - share) * second.patience
             return _patience(first, _towards(length, level, len(policy.costs)))
         return replace(policy, first=lowered(first, level, scores), second=lowered(second, level, scores))
     raise BadInput(f"a {type(policy).__name__} has no thresholds to lower: certify another method")
@@ -459,7 +440,6 @@ def _moved(threshold: float, column: Floats, level: float) -> float:
 
 def _patience(policy: Patience, length: float) -> Policy:
     """Return patience of any length: a mixture of the two whole ones beside it."""
-    whole, part = math.floor(length), length - math.floor(length)
-    longer, shorter = replace(policy, patience=whole + 1), replace(policy, patience=whole)
-    terms = policy.terms() | {"settings": {"patience": whole, "share of next": part}}
-    return Mixture(longer, shorter, part, **terms)
+    whole = math.floor(length)
+    terms = policy.terms() | {"settings": {"patience": whole, "share of next": length - whole}}
+    return Mixture(replace(policy, patience=whole + 1), replace(policy, patience=whole), length - whole, **terms)
