@@ -14,8 +14,8 @@ from alight.costs import Costs
 from alight.errors import AlightError
 from alight.policies.paced import Paced
 from alight.serve.monitoring import log_event
-from alight.serve.samples import check_content_type, parse
-from alight.serve.schemas import (
+from alight.serve.requests import (
+    JSON,
     BudgetChange,
     BudgetResponse,
     ExitCount,
@@ -23,7 +23,9 @@ from alight.serve.schemas import (
     PolicyInfo,
     RequestRefused,
     StatusResponse,
+    check_content_type,
     error_schemas,
+    parse,
     request_body,
 )
 from alight.serve.worker import BatchWorker
@@ -41,11 +43,11 @@ def add_operations(app: FastAPI, worker: BatchWorker) -> None:
         "/budget",
         response_model=BudgetResponse,
         responses=error_schemas(400, 401, 408, 413, 415, 422, 503),
-        openapi_extra=request_body("application/json", BudgetChange.model_json_schema()),
+        openapi_extra=request_body(JSON, BudgetChange.model_json_schema()),
     )
     async def change(request: Request) -> BudgetResponse:
         """Put another policy in force, between two batches."""
-        check_content_type(request.headers.get("content-type", ""), "application/json")
+        check_content_type(request, JSON)
         name = _chosen(worker, parse(BudgetChange, await request.body()))
         try:
             await asyncio.wait_for(asyncio.wrap_future(worker.change_policy(name)), worker.limits.timeout)
@@ -59,20 +61,38 @@ def add_operations(app: FastAPI, worker: BatchWorker) -> None:
     @app.get("/status", responses=error_schemas(400, 401))
     async def status() -> StatusResponse:
         """Return samples and spend since the start, and the state of the stream."""
-        return _status(worker)
+        state, counted, model = worker.ledger.state, worker.metrics, worker.model
+        costs = dict(zip(state.policy.open_exits, state.policy.costs, strict=True))
+        return StatusResponse(
+            policy=state.name,
+            budget=state.policy.budget,
+            unit=state.policy.unit,
+            samples=sum(counted.counts),
+            spent=counted.total_spent,
+            allowed=counted.total_allowed,
+            max_overspend=state.policy.costs[-1] if isinstance(state.policy, Paced) else None,
+            exits=[
+                ExitCount(exit=index, name=name, cost=costs.get(index), samples=counted.counts[index])
+                for index, name in enumerate(model.exits)
+            ],
+            queue=worker.queued,
+            alarm=state.pace.alarmed,
+            input_kind=model.input_kind,
+            input_shape=list(model.shape),
+            max_samples=worker.limits.batch,
+        )
 
     @app.get("/healthz", responses={503: {"model": HealthResponse}})
     async def healthz() -> Response:
         """Return whether the process should stay alive."""
-        return JSONResponse(
-            {"state": "the worker has ended" if worker.failed else "alive"}, 503 if worker.failed else 200
-        )
+        state, status = ("the worker has ended", 503) if worker.failed else ("alive", 200)
+        return JSONResponse({"state": state}, status)
 
     @app.get("/readyz", responses={503: {"model": HealthResponse}})
     async def readyz() -> Response:
         """Return whether requests should be sent here."""
-        ready = worker.ready
-        return JSONResponse({"state": "ready" if ready else "starting or stopping"}, 200 if ready else 503)
+        state, status = ("ready", 200) if worker.ready else ("starting or stopping", 503)
+        return JSONResponse({"state": state}, status)
 
     @app.get("/metrics", responses=error_schemas(400, 401), response_class=PlainTextResponse)
     async def metrics() -> PlainTextResponse:
@@ -122,29 +142,6 @@ def _chosen(worker: BatchWorker, change: BudgetChange) -> str:
     return max(affordable, key=lambda name: budgets[name])
 
 
-def _status(worker: BatchWorker) -> StatusResponse:
-    state, metrics, model = worker.ledger.state, worker.metrics, worker.model
-    costs = dict(zip(state.policy.open_exits, state.policy.costs, strict=True))
-    return StatusResponse(
-        policy=state.name,
-        budget=state.policy.budget,
-        unit=state.policy.unit,
-        samples=sum(metrics.counts),
-        spent=metrics.total_spent,
-        allowed=metrics.total_allowed,
-        max_overspend=state.policy.costs[-1] if isinstance(state.policy, Paced) else None,
-        exits=[
-            ExitCount(exit=index, name=name, cost=costs.get(index), samples=metrics.counts[index])
-            for index, name in enumerate(model.exits)
-        ],
-        queue=worker.queued,
-        alarm=state.pace.alarmed,
-        input_kind=model.input_kind,
-        input_shape=list(model.shape),
-        max_samples=worker.limits.batch,
-    )
-
-
 @cache
 def page() -> str:
     """Return the page at /, one document that asks nothing of any other host.
@@ -162,17 +159,10 @@ def content_security_policy() -> str:
         f"'sha256-{base64.b64encode(hashlib.sha256(_asset(name).encode()).digest()).decode()}'"
         for name in ("page.css", "page.js")
     )
-    rules = [
-        "default-src 'none'",
-        f"style-src {style}",
-        f"script-src {script}",
-        "connect-src 'self'",
-        "img-src data: blob:",
-        "base-uri 'none'",
-        "form-action 'none'",
-        "frame-ancestors 'none'",
-    ]
-    return "; ".join(rules)
+    return (
+        f"default-src 'none'; style-src {style}; script-src {script}; connect-src 'self'; img-src data: blob:;"
+        " base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    )
 
 
 def _asset(name: str) -> str:

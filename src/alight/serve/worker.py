@@ -17,7 +17,7 @@ from alight.policies.policy import Policy
 from alight.serve.ledger import SpendLedger
 from alight.serve.model import ExitTiming, Sample, ServedModel
 from alight.serve.monitoring import Metrics, log_event
-from alight.serve.schemas import Limits, Prediction, PredictResponse, RequestRefused
+from alight.serve.requests import Limits, Prediction, PredictResponse, RequestRefused
 
 
 @dataclass(eq=False)
@@ -45,6 +45,8 @@ class BatchWorker:
     ) -> None:
         self.model, self.ledger, self.limits, self.metrics = model, ledger, limits, metrics
         self.queued = 0  # samples that wait
+        self.failed = False  # whether the thread has ended
+        self.timing = timings[ledger.state.name]  # of exits under the policy in force
         self._timings = timings  # by policy
         self._queue: deque[QueuedRequest] = deque()
         self._changes: deque[tuple[str, Future[None]]] = deque()
@@ -58,24 +60,9 @@ class BatchWorker:
         self._thread.start()
 
     @property
-    def alive(self) -> bool:
-        """Whether the thread runs."""
-        return self._thread.is_alive()
-
-    @property
-    def failed(self) -> bool:
-        """Whether the thread was started and runs no longer."""
-        return self._thread.ident is not None and not self._thread.is_alive()
-
-    @property
     def ready(self) -> bool:
         """Whether requests are decided and more of them accepted."""
-        return self.alive and not self._closing
-
-    @property
-    def timing(self) -> ExitTiming:
-        """How long exits take under the policy in force."""
-        return self._timings[self.ledger.state.name]
+        return self._thread.is_alive() and not self._closing
 
     def submit(self, request: QueuedRequest) -> None:
         """Put a request into the queue, before the thread has started, too; or refuse it."""
@@ -106,15 +93,18 @@ class BatchWorker:
         self.ledger.close()
 
     def _work(self) -> None:
-        while (requests := self._next_batch()) is not None:
-            try:
-                while requests:
-                    requests = self._decide_first(requests)
-            except Exception as error:  # a fault of ours: these requests get it, and later ones are decided
-                log_event("fault", logging.ERROR, error=f"{type(error).__name__}: {error}")
-                for request in requests:
-                    if not request.response.done():
-                        request.response.set_exception(error)
+        try:
+            while (requests := self._next_batch()) is not None:
+                try:
+                    while requests:
+                        requests = self._decide_first(requests)
+                except Exception as error:  # a fault of ours: these requests get it, and later ones are decided
+                    log_event("fault", logging.ERROR, error=f"{type(error).__name__}: {error}")
+                    for request in requests:
+                        if not request.response.done():
+                            request.response.set_exception(error)
+        finally:
+            self.failed = True
 
     def _next_batch(self) -> list[QueuedRequest] | None:
         """Wait for the next requests; an empty list where only the policy was changed, None once all are decided."""
@@ -140,6 +130,7 @@ class BatchWorker:
         try:
             if name != self.ledger.state.name:
                 self.ledger.change(name, self.model.policies[name])
+                self.timing = self._timings[name]
         except Exception as error:  # the caller gets it, and the worker continues
             done.set_exception(error)
         else:
@@ -153,22 +144,17 @@ class BatchWorker:
         if not urgent:
             self._decide(requests, last)
             return []
-        reachable = [request for request in urgent if not self._too_late(request, now)]
+        for request in urgent:
+            if self.timing.deepest(len(request.samples), request.deadline - now) is None:
+                reason = f"after {1e3 * (now - request.queued):.0f} ms in the queue no exit is left in time"
+                request.response.set_exception(RequestRefused(504, reason))
+        reachable = [request for request in urgent if not request.response.done()]
         count = sum(len(request.samples) for request in reachable)
         deepest = {request: self.timing.deepest(count, request.deadline - now) or 0 for request in reachable}
         first = [request for request in reachable if deepest[request] == min(deepest.values())]
         if first:
             self._decide(first, deepest[first[0]])
         return [request for request in requests if not request.response.done()]
-
-    def _too_late(self, request: QueuedRequest, now: float) -> bool:
-        if self.timing.deepest(len(request.samples), request.deadline - now) is not None:
-            return False
-        waited = 1e3 * (now - request.queued)
-        request.response.set_exception(
-            RequestRefused(504, f"after {waited:.0f} ms in the queue no exit is left in time")
-        )
-        return True
 
     def _decide(self, requests: list[QueuedRequest], deepest: int) -> None:
         """Decide the samples of these requests together, none beyond this open exit, and set the responses."""
@@ -231,7 +217,7 @@ class BatchWorker:
         if pace is not None:
             self.ledger.settle(pace)
         self.metrics.add_batch(decisions, state.policy.budget)
-        return predictions_of(decisions, self.model.classes)
+        return predictions_of(decisions, self.model.spec.classes)
 
     def _admit(self, limits: Sequence[int]) -> Sequence[int]:
         """Return the limits, lowered to exits that the budget covers on its own if the state cannot be written."""
