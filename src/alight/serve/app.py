@@ -1,38 +1,45 @@
-"""The application: bounds, authorisation, log and counters of every request, and the endpoints that answer samples."""
+"""The application: endpoints that answer samples, and those for the people who run the service."""
 
 import asyncio
-import hmac
+import base64
+import hashlib
 import logging
 import math
-import re
-import secrets
-import time
-import traceback
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
-from functools import partial
+from functools import cache
+from importlib.resources import files
+from pathlib import Path
+from string import Template
 
 from anyio import CapacityLimiter
 from anyio.to_thread import run_sync
 from fastapi import FastAPI, Request, Response
-from fastapi.responses import JSONResponse
+from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse
 from starlette.datastructures import UploadFile
 from starlette.exceptions import HTTPException
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from alight import __version__
-from alight.serve.model import Sample
-from alight.serve.monitoring import Metrics, log_event
-from alight.serve.operations import add_operations
+from alight.costs import Costs
+from alight.errors import AlightError
+from alight.policies.paced import Paced
+from alight.serve.ledger import RESERVE, SpendLedger, resume_state
+from alight.serve.model import Sample, ServedModel, measure_timings
+from alight.serve.monitoring import LimitsMiddleware, Metrics, error_response, log_event
 from alight.serve.requests import (
     FORM,
     JSON,
+    BudgetChange,
+    BudgetResponse,
+    ExitCount,
+    HealthResponse,
     Limits,
+    PolicyInfo,
     PredictOptions,
     PredictRequest,
     PredictResponse,
     RequestRefused,
+    StatusResponse,
     check_content_type,
     error_schemas,
     parse,
@@ -43,11 +50,10 @@ from alight.serve.requests import (
 from alight.serve.worker import BatchWorker, QueuedRequest
 
 DECODERS = 4  # requests that are decoded at once: each may hold an image of as many pixels as are taken
-MAX_BODIES = 16  # times the largest request: bytes of all requests under way
-REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")  # as clients may name a request
-PATHS = ("/", "/predict", "/predict/files", "/budget", "/status", "/healthz", "/readyz", "/metrics", "/openapi.json")
-PUBLIC = ("/", "/healthz", "/readyz")  # the page, which holds no data, and probes
-QUIET = ("/healthz", "/readyz", "/metrics", "/status")  # paths logged at level debug
+PAGE_RULES = (
+    "default-src 'none'; style-src 'sha256-{}'; script-src 'sha256-{}'; connect-src 'self'; img-src data: blob:;"
+    " base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)  # of what a browser lets the page do
 FILES = {
     "type": "object",
     "required": ["images"],
@@ -60,8 +66,14 @@ FILES = {
 }
 
 
-def create_app(worker: BatchWorker, token: str | None = None) -> FastAPI:
-    """Return the application; its worker starts and ends with it."""
+def build_app(model: ServedModel, state: Path | None, limits: Limits, token: str | None = None) -> FastAPI:
+    """Return the application of a network: its stream is resumed, its exits are timed, its worker starts with it."""
+    ledger = SpendLedger(resume_state(state, model.policies), state, max(RESERVE, 4 * limits.batch))
+    timings = measure_timings(model, limits.batch)
+    for name, policy in model.policies.items():
+        if not isinstance(policy, Paced):
+            log_event("no guarantee for the stream", logging.WARNING, policy=name, advice="calibrate --contract stream")
+    worker = BatchWorker(model, ledger, timings, limits, Metrics(model.exits))
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -73,121 +85,16 @@ def create_app(worker: BatchWorker, token: str | None = None) -> FastAPI:
     app = FastAPI(
         title="alight", version=__version__, docs_url=None, redoc_url=None, lifespan=lifespan, redirect_slashes=False
     )
-    app.add_middleware(LimitsMiddleware, limits=worker.limits, metrics=worker.metrics, token=token)
+    app.add_middleware(LimitsMiddleware, limits=limits, metrics=worker.metrics, token=token)
     _add_predictions(app, worker)
-    add_operations(app, worker)
+    _add_operations(app, worker)
 
     @app.exception_handler(HTTPException)
     async def refused(_: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)  # the type it is registered for
-        return _error_response(error)
+        return error_response(error)
 
     return app
-
-
-@dataclass
-class ReceivedBody:
-    """How much of a request's body has arrived, and until when all of it must."""
-
-    deadline: float
-    size: int = 0
-    complete: bool = False
-
-
-class LimitsMiddleware:
-    """An application whose requests are bounded, authorised, logged and counted."""
-
-    def __init__(self, app: ASGIApp, limits: Limits, metrics: Metrics, token: str | None) -> None:
-        self.app, self.limits, self.metrics = app, limits, metrics
-        self.token = None if token is None else token.encode()
-        self._held = 0  # bytes of all requests under way
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass a request on, or refuse it."""
-        if scope["type"] != "http":
-            return await self.app(scope, receive, send)
-        start, headers, status = time.monotonic(), dict(scope["headers"]), 0
-        own_id = headers.get(b"x-request-id", b"").decode("latin-1")
-        request_id = own_id if REQUEST_ID.fullmatch(own_id) else secrets.token_hex(8)
-        scope.setdefault("state", {})["arrived"] = start
-        body = ReceivedBody(start + self.limits.timeout)
-
-        async def send_with_id(message: Message) -> None:
-            nonlocal status
-            if message["type"] == "http.response.start":
-                status = message["status"]
-                message["headers"] = [*message.get("headers", []), (b"x-request-id", request_id.encode())]
-            await send(message)
-
-        try:
-            self._check(scope["path"], headers)
-            await self.app(scope, partial(self._receive, receive, body), send_with_id)
-        except RequestRefused as refused:
-            if not status:
-                await _error_response(refused)(scope, receive, send_with_id)
-        except Exception as error:  # a fault of ours, or of a library
-            last = traceback.extract_tb(error.__traceback__)[-1]
-            where = f"{last.filename}:{last.lineno}"
-            log_event("fault", logging.ERROR, id=request_id, error=f"{type(error).__name__}: {error}", where=where)
-            if not status:
-                fault = RequestRefused(500, "a fault of the service: its log says more")
-                await _error_response(fault)(scope, receive, send_with_id)
-        finally:
-            self._held -= body.size
-            self._finish(scope, request_id, status, time.monotonic() - start)
-
-    def _check(self, path: str, headers: Mapping[bytes, bytes]) -> None:
-        """Check the token and the length that a request states."""
-        if self.token is not None and path not in PUBLIC:
-            scheme, _, token = headers.get(b"authorization", b"").partition(b" ")
-            if scheme.lower() != b"bearer" or not hmac.compare_digest(token.strip(), self.token):
-                raise RequestRefused(401, "a bearer token is needed: send the header Authorization: Bearer TOKEN")
-        length = headers.get(b"content-length", b"0")
-        if length.isdigit() and int(length[:20]) > self.limits.body:
-            raise self._too_large()
-
-    async def _receive(self, receive: Receive, body: ReceivedBody) -> Message:
-        """Return the next message, unless the body is too large, alone or with others, or too slow."""
-        if body.complete:
-            return await receive()  # says whether the client has disconnected
-        try:
-            message = await asyncio.wait_for(receive(), max(0.0, body.deadline - time.monotonic()))
-        except TimeoutError as error:
-            raise RequestRefused(408, f"the request did not arrive within {self.limits.timeout:g} seconds") from error
-        size = len(message.get("body", b""))
-        body.size += size
-        self._held += size
-        body.complete = not message.get("more_body", False)
-        if body.size > self.limits.body:
-            raise self._too_large()
-        if self._held > MAX_BODIES * self.limits.body:
-            raise RequestRefused(429, f"{self._held:,} bytes of requests are under way: come again", retry_after=1)
-        return message
-
-    def _too_large(self) -> RequestRefused:
-        return RequestRefused(413, f"the request is too large: at most {self.limits.body:,} bytes are taken")
-
-    def _finish(self, scope: Scope, request_id: str, status: int, seconds: float) -> None:
-        """Count and log a request that has ended."""
-        path = scope["path"] if scope["path"] in PATHS else "other"
-        self.metrics.requests.labels(path, str(status)).inc()
-        self.metrics.seconds.labels(path).observe(seconds)
-        if status >= 400:
-            self.metrics.refused.labels(str(status)).inc()
-        log_event(
-            "request",
-            logging.DEBUG if path in QUIET and status < 400 else logging.INFO,
-            id=request_id,
-            method=scope["method"],
-            path=scope["path"][:200],
-            status=status,
-            ms=round(1e3 * seconds, 3),
-            **scope["state"].get("logged", {}),
-        )
-
-
-def _error_response(error: HTTPException) -> JSONResponse:
-    return JSONResponse({"error": str(error.detail)}, error.status_code, error.headers)
 
 
 def _add_predictions(app: FastAPI, worker: BatchWorker) -> None:
@@ -239,3 +146,130 @@ async def _answer(
     exits = [prediction.exit for prediction in response.predictions]
     request.scope["state"]["logged"] = {"samples": len(exits), "exits": exits[:32], "policy": response.policy}
     return response
+
+
+def _add_operations(app: FastAPI, worker: BatchWorker) -> None:
+
+    @app.get("/budget", responses=error_schemas(400, 401))
+    async def budget() -> BudgetResponse:
+        """Return the policy in force, and the policies that may be."""
+        return _budget(worker)
+
+    @app.put(
+        "/budget",
+        response_model=BudgetResponse,
+        responses=error_schemas(400, 401, 408, 413, 415, 422, 503),
+        openapi_extra=request_body(JSON, BudgetChange.model_json_schema()),
+    )
+    async def change(request: Request) -> BudgetResponse:
+        """Put another policy in force, between two batches."""
+        check_content_type(request, JSON)
+        name = _chosen(worker, parse(BudgetChange, await request.body()))
+        try:
+            await asyncio.wait_for(asyncio.wrap_future(worker.change_policy(name)), worker.limits.timeout)
+        except TimeoutError as error:
+            raise RequestRefused(503, "the service is stopping: ask another one", 1) from error
+        except OSError as error:
+            raise RequestRefused(503, f"the change cannot be saved ({error}): make room on the disk", 60) from error
+        log_event("budget changed", policy=name, budget=worker.model.policies[name].budget)
+        return _budget(worker)
+
+    @app.get("/status", responses=error_schemas(400, 401))
+    async def status() -> StatusResponse:
+        """Return samples and spend since the start, and the state of the stream."""
+        state, counted, model = worker.ledger.state, worker.metrics, worker.model
+        costs = dict(zip(state.policy.open_exits, state.policy.costs, strict=True))
+        return StatusResponse(
+            policy=state.name,
+            budget=state.policy.budget,
+            unit=state.policy.unit,
+            samples=sum(counted.counts),
+            spent=counted.total_spent,
+            allowed=counted.total_allowed,
+            max_overspend=state.policy.costs[-1] if isinstance(state.policy, Paced) else None,
+            exits=[
+                ExitCount(exit=index, name=name, cost=costs.get(index), samples=counted.counts[index])
+                for index, name in enumerate(model.exits)
+            ],
+            queue=worker.queued,
+            alarm=state.pace.alarmed,
+            input_kind=model.input_kind,
+            input_shape=list(model.shape),
+            max_samples=worker.limits.batch,
+        )
+
+    @app.get("/healthz", responses={503: {"model": HealthResponse}})
+    async def healthz() -> Response:
+        """Return whether the process should stay alive."""
+        state, status = ("the worker has ended", 503) if worker.failed else ("alive", 200)
+        return JSONResponse({"state": state}, status)
+
+    @app.get("/readyz", responses={503: {"model": HealthResponse}})
+    async def readyz() -> Response:
+        """Return whether requests should be sent here."""
+        state, status = ("ready", 200) if worker.ready else ("starting or stopping", 503)
+        return JSONResponse({"state": state}, status)
+
+    @app.get("/metrics", responses=error_schemas(400, 401), response_class=PlainTextResponse)
+    async def metrics() -> PlainTextResponse:
+        """Return the metrics for Prometheus."""
+        text = worker.metrics.text(worker.ledger.state, worker.queued)
+        return PlainTextResponse(text, media_type="text/plain; version=0.0.4")
+
+    @app.get("/", include_in_schema=False)
+    async def show_page() -> HTMLResponse:
+        """Return a page to try the service."""
+        content, headers = page()
+        return HTMLResponse(content, headers=headers)
+
+
+def _budget(worker: BatchWorker) -> BudgetResponse:
+    state = worker.ledger.state
+    infos = [
+        PolicyInfo(
+            name=name,
+            budget=policy.budget,
+            rule=policy.summary(),
+            contract=policy.certificate.contract if policy.certificate else None,
+        )
+        for name, policy in worker.model.policies.items()
+    ]
+    return BudgetResponse(policy=state.name, budget=state.policy.budget, unit=state.policy.unit, policies=infos)
+
+
+def _chosen(worker: BatchWorker, change: BudgetChange) -> str:
+    """Return the name of the policy that a change asks for."""
+    policies = worker.model.policies
+    known = ", ".join(f"{name} ({policy.budget})" for name, policy in policies.items())
+    if change.policy is not None:
+        if change.policy not in policies:
+            raise RequestRefused(422, f"there is no policy {change.policy[:100]!r}: choose among {known}")
+        return change.policy
+    costs = max((policy.costs for policy in policies.values()), key=lambda costs: costs[-1])
+    assert change.budget is not None  # one of both is given
+    try:
+        amount = Costs.from_cumulative(costs, unit=worker.ledger.state.policy.unit).budget(change.budget)
+    except AlightError as error:
+        raise RequestRefused(422, str(error)) from error
+    budgets = {name: policy.budget for name, policy in policies.items() if policy.budget is not None}
+    affordable = [name for name, budget in budgets.items() if budget <= amount]
+    if not affordable:
+        raise RequestRefused(422, f"no policy has a budget of {amount:g} or less: choose among {known}")
+    return max(affordable, key=lambda name: budgets[name])
+
+
+@cache
+def page() -> tuple[str, dict[str, str]]:
+    """Return the page at /, one document that asks nothing of any other host, and the headers that hold it to that.
+
+    >>> "<title>alight</title>" in page()[0]
+    True
+    """
+    style, script = _asset("page.css"), _asset("page.js")
+    hashes = (base64.b64encode(hashlib.sha256(each.encode()).digest()).decode() for each in (style, script))
+    headers = {"Content-Security-Policy": PAGE_RULES.format(*hashes), "X-Content-Type-Options": "nosniff"}
+    return Template(_asset("page.html")).substitute(style=style, script=script), headers
+
+
+def _asset(name: str) -> str:
+    return (files("alight.serve") / "assets" / name).read_text(encoding="utf-8")

@@ -1,6 +1,5 @@
 """The service as a process: its network is loaded and timed, it serves, and it drains before it stops."""
 
-import logging
 import os
 import signal
 import socket
@@ -9,15 +8,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import uvicorn
-from fastapi import FastAPI
 
-from alight.policies.paced import Paced
-from alight.serve.app import create_app
-from alight.serve.ledger import RESERVE, SpendLedger, resume_state
-from alight.serve.model import ServedModel, measure_timings
-from alight.serve.monitoring import Metrics, log_as_json, log_event
+from alight.serve.app import build_app
+from alight.serve.model import ServedModel
+from alight.serve.monitoring import log_as_json, log_event
 from alight.serve.requests import Limits
-from alight.serve.worker import BatchWorker
 
 GRACE = 30  # seconds for requests under way, once the service is to stop
 KEEP_ALIVE = 75  # seconds that an idle connection lasts: longer than load balancers keep theirs, which is 60 mostly
@@ -34,16 +29,6 @@ def bind(host: str, port: int) -> socket.socket:
         error.filename = f"{host}:{port}"
         raise
     return bound
-
-
-def build_app(model: ServedModel, state: Path | None, limits: Limits, token: str | None = None) -> FastAPI:
-    """Return the application of a network: its stream is resumed and its exits are timed."""
-    ledger = SpendLedger(resume_state(state, model.policies), state, max(RESERVE, 4 * limits.batch))
-    timings = measure_timings(model, limits.batch)
-    for name, policy in model.policies.items():
-        if not isinstance(policy, Paced):
-            log_event("no guarantee for the stream", logging.WARNING, policy=name, advice="calibrate --contract stream")
-    return create_app(BatchWorker(model, ledger, timings, limits, Metrics(model.exits)), token)
 
 
 def serve(

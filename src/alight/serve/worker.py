@@ -162,10 +162,10 @@ class BatchWorker:
         limits: list[int] = []
         accepted: list[QueuedRequest] = []
         for request in requests:
+            limit = deepest
             try:
-                limit = (
-                    deepest if request.budget is None else min(deepest, deepest_within(request.budget, state.policy))
-                )
+                if request.budget is not None:
+                    limit = min(deepest, deepest_within(request.budget, state.policy))
             except AlightError as error:
                 request.response.set_exception(RequestRefused(422, str(error)))
                 continue
@@ -176,7 +176,11 @@ class BatchWorker:
             self.metrics.queued_seconds.observe(start - request.queued)
             own, predictions = predictions[: len(request.samples)], predictions[len(request.samples) :]
             if failed := [(index, each) for index, each in enumerate(own) if isinstance(each, Exception)]:
-                request.response.set_exception(_refusal(*failed[0]))
+                index, fault = failed[0]
+                if isinstance(fault, AlightError):
+                    advice = "the network gives no usable answer: look for numbers out of range"
+                    fault = RequestRefused(422, f"sample {index}: {advice}")
+                request.response.set_exception(fault)
                 continue
             now = time.monotonic()
             if now > request.deadline:
@@ -258,10 +262,3 @@ def predictions_of(decisions: Decisions, classes: Sequence[str]) -> list[Predict
         Prediction(label=label, index=index, exit=exit_index, cost=cost, probability=probability)
         for label, index, exit_index, cost, probability in zip(*columns, strict=True)
     ]
-
-
-def _refusal(index: int, error: Exception) -> Exception:
-    """Return the error of a request one of whose samples could not be decided."""
-    if isinstance(error, AlightError):
-        return RequestRefused(422, f"sample {index}: the network gives no usable answer: look for numbers out of range")
-    return error
