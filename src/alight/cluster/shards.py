@@ -16,6 +16,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby, repeat
+from operator import attrgetter
 from pathlib import PurePosixPath
 from typing import Any, NamedTuple
 
@@ -228,13 +229,11 @@ class ParquetShard(Shard):
                 yield value, indices.get(label, label)
 
     def _batches(self) -> Iterator[tuple[Store, Any]]:
-        columns = [self.column, *([self.label] if self.label else [])]
-        for _, groups in groupby(self.groups, key=lambda group: group.file.path):
-            chosen = [*groups]
-            with chosen[0].file.open() as source:
-                table, indices = parquet.ParquetFile(source), [group.number for group in chosen]
-                for batch in table.iter_batches(AT_ONCE, row_groups=indices, columns=columns):
-                    yield chosen[0].file, batch
+        columns = [self.column, self.label] if self.label else [self.column]
+        for file, groups in groupby(self.groups, key=attrgetter("file")):
+            with file.open() as source:
+                table, numbers = parquet.ParquetFile(source), [group.number for group in groups]
+                yield from ((file, batch) for batch in table.iter_batches(AT_ONCE, numbers, columns))
 
 
 def _parquet_shards(files: Sequence[Store], model: MultiExitModel, rows: int) -> tuple[str, list[Shard]]:

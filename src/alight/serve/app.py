@@ -177,26 +177,7 @@ def _add_operations(app: FastAPI, worker: BatchWorker) -> None:
     @app.get("/status", responses=error_schemas(400, 401))
     async def status() -> StatusResponse:
         """Return samples and spend since the start, and the state of the stream."""
-        state, counted, model = worker.ledger.state, worker.metrics, worker.model
-        costs = dict(zip(state.policy.open_exits, state.policy.costs, strict=True))
-        return StatusResponse(
-            policy=state.name,
-            budget=state.policy.budget,
-            unit=state.policy.unit,
-            samples=sum(counted.counts),
-            spent=counted.total_spent,
-            allowed=counted.total_allowed,
-            max_overspend=state.policy.costs[-1] if isinstance(state.policy, Paced) else None,
-            exits=[
-                ExitCount(exit=index, name=name, cost=costs.get(index), samples=counted.counts[index])
-                for index, name in enumerate(model.exits)
-            ],
-            queue=worker.queued,
-            alarm=state.pace.alarmed,
-            input_kind=model.input_kind,
-            input_shape=list(model.shape),
-            max_samples=worker.limits.batch,
-        )
+        return _status(worker)
 
     @app.get("/healthz", responses={503: {"model": HealthResponse}})
     async def healthz() -> Response:
@@ -258,6 +239,29 @@ def _chosen(worker: BatchWorker, change: BudgetChange) -> str:
     return max(affordable, key=lambda name: budgets[name])
 
 
+def _status(worker: BatchWorker) -> StatusResponse:
+    state, metrics, model = worker.ledger.state, worker.metrics, worker.model
+    costs = dict(zip(state.policy.open_exits, state.policy.costs, strict=True))
+    return StatusResponse(
+        policy=state.name,
+        budget=state.policy.budget,
+        unit=state.policy.unit,
+        samples=sum(metrics.counts),
+        spent=metrics.total_spent,
+        allowed=metrics.total_allowed,
+        max_overspend=state.policy.costs[-1] if isinstance(state.policy, Paced) else None,
+        exits=[
+            ExitCount(exit=index, name=name, cost=costs.get(index), samples=metrics.counts[index])
+            for index, name in enumerate(model.exits)
+        ],
+        queue=worker.queued,
+        alarm=state.pace.alarmed,
+        input_kind=model.input_kind,
+        input_shape=list(model.shape),
+        max_samples=worker.limits.batch,
+    )
+
+
 @cache
 def page() -> tuple[str, dict[str, str]]:
     """Return the page at /, one document that asks nothing of any other host, and the headers that hold it to that.
@@ -265,11 +269,8 @@ def page() -> tuple[str, dict[str, str]]:
     >>> "<title>alight</title>" in page()[0]
     True
     """
-    style, script = _asset("page.css"), _asset("page.js")
+    folder = files("alight.serve") / "assets"
+    style, script, html = ((folder / f"page.{kind}").read_text(encoding="utf-8") for kind in ("css", "js", "html"))
     hashes = (base64.b64encode(hashlib.sha256(each.encode()).digest()).decode() for each in (style, script))
     headers = {"Content-Security-Policy": PAGE_RULES.format(*hashes), "X-Content-Type-Options": "nosniff"}
-    return Template(_asset("page.html")).substitute(style=style, script=script), headers
-
-
-def _asset(name: str) -> str:
-    return (files("alight.serve") / "assets" / name).read_text(encoding="utf-8")
+    return Template(html).substitute(style=style, script=script), headers

@@ -144,11 +144,13 @@ class BatchWorker:
         if not urgent:
             self._decide(requests, last)
             return []
+        reachable: list[QueuedRequest] = []
         for request in urgent:
-            if self.timing.deepest(len(request.samples), request.deadline - now) is None:
-                reason = f"after {1e3 * (now - request.queued):.0f} ms in the queue no exit is left in time"
-                request.response.set_exception(RequestRefused(504, reason))
-        reachable = [request for request in urgent if not request.response.done()]
+            if self.timing.deepest(len(request.samples), request.deadline - now) is not None:
+                reachable.append(request)
+                continue
+            reason = f"after {1e3 * (now - request.queued):.0f} ms in the queue no exit is left in time"
+            request.response.set_exception(RequestRefused(504, reason))
         count = sum(len(request.samples) for request in reachable)
         deepest = {request: self.timing.deepest(count, request.deadline - now) or 0 for request in reachable}
         first = [request for request in reachable if deepest[request] == min(deepest.values())]
