@@ -8,10 +8,10 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from itertools import repeat
 
 from alight.costs import Costs
 from alight.errors import AlightError, BudgetTooSmall
-from alight.outputs import Decisions
 from alight.policies.paced import Paced
 from alight.policies.policy import Policy
 from alight.serve.ledger import SpendLedger
@@ -223,7 +223,13 @@ class BatchWorker:
         if pace is not None:
             self.ledger.settle(pace)
         self.metrics.add_batch(decisions, state.policy.budget)
-        return predictions_of(decisions, self.model.spec.classes)
+        names, classes = self.model.spec.classes, decisions.predictions.tolist()
+        probabilities = repeat(None) if decisions.probabilities is None else decisions.probabilities.tolist()
+        columns = zip(classes, decisions.exits.tolist(), decisions.spent.tolist(), probabilities, strict=False)
+        return [
+            Prediction(label=names[index] if names else index, index=index, exit=left, cost=cost, probability=top)
+            for index, left, cost, top in columns
+        ]
 
     def _admit(self, limits: Sequence[int]) -> Sequence[int]:
         """Return the limits, lowered to exits that the budget covers on its own if the state cannot be written."""
@@ -252,15 +258,3 @@ def deepest_within(budget: float | str | None, policy: Policy) -> int:
     if not covered:
         raise BudgetTooSmall(amount, policy.costs[0], policy.unit)
     return covered[-1]
-
-
-def predictions_of(decisions: Decisions, classes: Sequence[str]) -> list[Prediction | Exception]:
-    """Return decisions sample by sample."""
-    indices = decisions.predictions.tolist()
-    labels = [classes[index] for index in indices] if classes else indices
-    probabilities = [None] * len(indices) if decisions.probabilities is None else decisions.probabilities.tolist()
-    columns = (labels, indices, decisions.exits.tolist(), decisions.spent.tolist(), probabilities)
-    return [
-        Prediction(label=label, index=index, exit=exit_index, cost=cost, probability=probability)
-        for label, index, exit_index, cost, probability in zip(*columns, strict=True)
-    ]
