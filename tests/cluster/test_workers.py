@@ -17,8 +17,7 @@ from alight import HeadOutputs, load_model, record
 from alight.calibrate import certified_batch
 from alight.cli import main
 from alight.cluster.stores import PartitionFolder, Store
-from alight.cluster.tasks import PredictTask, RecordTask
-from alight.cluster.workers import ShardWorker, WorkerSettings, pack
+from alight.cluster.workers import PredictTask, RecordTask, ShardWorker, WorkerSettings, pack
 from alight.data.formats import load_data
 from alight.errors import BadInput
 

@@ -14,9 +14,9 @@ from PIL import Image
 from alight import TrainingSettings, calibrate, measure_costs, record, train_heads, zoo
 from alight.engine.settings import RunSettings
 from alight.networks.store import load_model, save_model
-from alight.serve.model import load_served_model
-from alight.serve.run import build_app, load_policies
-from alight.serve.schemas import Limits
+from alight.serve.app import build_app
+from alight.serve.model import load_policies, load_served_model
+from alight.serve.requests import Limits
 
 BUDGETS = {"cheap": "30%", "expensive": "60%"}
 

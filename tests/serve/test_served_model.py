@@ -10,9 +10,9 @@ from alight import Predictor, from_transformers, save_model
 from alight.engine.settings import RunSettings
 from alight.errors import BadInput
 from alight.policies.policy import ExitAt, Threshold
+from alight.serve.app import build_app
 from alight.serve.model import check_policies, load_served_model
-from alight.serve.run import build_app
-from alight.serve.schemas import Limits
+from alight.serve.requests import Limits
 
 WORDS = "[PAD] [UNK] [CLS] [SEP] [MASK] bread soup train hotel song the a".split()
 TEXTS = ["the bread", "a soup the train a hotel", "song", "", "unknown words " * 50]

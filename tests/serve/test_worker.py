@@ -11,10 +11,9 @@ from digit_service import folder, pixels
 from alight.engine.settings import RunSettings
 from alight.policies.paced import Pace
 from alight.serve.ledger import SpendLedger, resume_state
-from alight.serve.model import ExitTiming, load_served_model, measure_timings
+from alight.serve.model import ExitTiming, load_policies, load_served_model, measure_timings
 from alight.serve.monitoring import Metrics
-from alight.serve.run import example, load_policies
-from alight.serve.schemas import Limits, RequestRefused
+from alight.serve.requests import Limits, RequestRefused
 from alight.serve.worker import BatchWorker, QueuedRequest
 
 INSTANT = ExitTiming([1e-9] * 4, growth=1.0, max_batch=8)
@@ -68,9 +67,9 @@ def test_a_bad_sample_fails_alone(unpaced):
         unpaced, [QueuedRequest([good]), QueuedRequest([good, bad]), QueuedRequest([good])]
     )
     assert first.predictions == third.predictions
-    assert second.status == 422
-    assert "sample 1: the network gives no usable answer" in second.reason
-    assert unpaced.alive
+    assert second.status_code == 422
+    assert "sample 1: the network gives no usable answer" in second.detail
+    assert unpaced.ready
 
 
 def test_a_request_that_makes_the_network_fail_gets_the_error_and_the_worker_continues(unpaced):
@@ -96,13 +95,13 @@ def test_a_deadline_chooses_the_deepest_exit_that_is_reached_in_time():
     worker.close()
     assert max(each.exit for each in requests[0].response.result().predictions) == 1
     assert {each.exit for each in requests[1].response.result().predictions} == {0}
-    assert requests[2].response.exception().status == 504
+    assert requests[2].response.exception().status_code == 504
 
 
 def test_measured_exits_take_longer_the_deeper_they_are():
     policies = load_policies([folder() / "unpaced.json", folder() / "expensive.json"])
     model = load_served_model(folder() / "model", policies, settings=RunSettings(threads=1))
-    timing = measure_timings(model, example(model), 8)["unpaced"]
+    timing = measure_timings(model, 8)["unpaced"]
     seconds = [timing.seconds(1, open_index) for open_index in range(4)]
     assert seconds == sorted(seconds)
     assert 0 < seconds[0] < seconds[-1] <= timing.seconds(8, 3)

@@ -113,9 +113,9 @@ def run_serve(options: argparse.Namespace) -> None:
     exported = (folder / MANIFEST).is_file()
     if not exported:
         check_network_folder(options.model)
-    from alight.serve.model import load_served_model
-    from alight.serve.run import Address, load_policies, serve
-    from alight.serve.schemas import Limits
+    from alight.serve.model import load_policies, load_served_model
+    from alight.serve.requests import Limits
+    from alight.serve.run import serve
 
     limits = Limits(
         batch=options.batch_size,
@@ -137,8 +137,9 @@ def run_serve(options: argparse.Namespace) -> None:
     )
     serve(
         load,
-        Address(options.host, options.port),
         limits,
+        host=options.host,
+        port=options.port,
         state=None if options.no_state else Path(options.state),
         token=_token(options.token_file),
         log_level=options.log_level,

@@ -6,7 +6,7 @@ import os
 import pickle
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -15,8 +15,7 @@ from tqdm import tqdm
 
 from alight.cluster.shards import Shard, ShardedData, open_data
 from alight.cluster.stores import PartitionFolder, Store
-from alight.cluster.tasks import ClusterTask, PredictTask, RecordTask, Summary, add_summaries
-from alight.cluster.workers import ShardWorker, WorkerSettings, pack
+from alight.cluster.workers import ClusterTask, PredictTask, RecordTask, ShardWorker, Summary, WorkerSettings, pack
 from alight.engine.predictor import Predictor
 from alight.engine.recorder import Recorder
 from alight.engine.settings import RunSettings
@@ -124,7 +123,7 @@ def _run_job(
     data = open_data(where, network, config.rows)
     partitions = PartitionFolder(Store.at(output), task.suffix)
     partitions.begin(_plan(task, data, fingerprint(network), config))
-    summaries = dict(_summaries_before(task, partitions, data))
+    summaries = _summaries_before(task, partitions, data)
     before = len(summaries)
     if before < len(data.shards):
         run = replace(config.settings, threads=config.settings.threads or 1)
@@ -137,12 +136,25 @@ def _run_job(
                 summaries[index] = summary
                 bar.update()
         partitions.existing()  # removes incomplete files of workers that died
-    totals = add_summaries(summaries[index] for index in sorted(summaries))
+    totals = add_summaries([summaries[index] for index in sorted(summaries)])
     if totals["rows"] != len(data):
         raise AlightError(f"{totals['rows']} rows for {len(data)} samples: the data changed meanwhile, start again")
     sizes = {partitions.partition(shard.index).name: len(shard) for shard in data.shards}
     partitions.finish({"totals": totals, "partitions": sizes})
     return JobResult(str(partitions.folder), len(data), len(data.shards), before, totals)
+
+
+def add_summaries(summaries: Sequence[Summary]) -> Summary:
+    """Return the totals over partitions.
+
+    >>> add_summaries([{"rows": 2, "exits": [1, 1]}, {"rows": 1, "exits": [0, 1]}])
+    {'rows': 3, 'exits': [1, 2]}
+    """
+    totals: Summary = {}
+    for name, first in summaries[0].items():
+        values = [each[name] for each in summaries]
+        totals[name] = [*map(sum, zip(*values, strict=True))] if isinstance(first, list) else sum(values)
+    return totals
 
 
 def _plan(task: ClusterTask, data: ShardedData, network: str, config: JobConfig) -> dict[str, Any]:
@@ -153,19 +165,15 @@ def _plan(task: ClusterTask, data: ShardedData, network: str, config: JobConfig)
     return {**task.plan(), **inputs, **sizes, "settings": asdict(run)}
 
 
-def _summaries_before(
-    task: ClusterTask, partitions: PartitionFolder, data: ShardedData
-) -> Iterator[tuple[int, Summary]]:
-    """Yield the summaries of partitions that are written; one that is damaged, or has other rows, is made again."""
-    existing = partitions.existing()
-    for shard in data.shards:
-        if shard.index in existing:
-            try:
-                summary = task.summary(partitions.partition(shard.index).read())
-            except (OSError, ValueError, KeyError):
-                continue
-            if summary["rows"] == len(shard):
-                yield shard.index, summary
+def _summaries_before(task: ClusterTask, partitions: PartitionFolder, data: ShardedData) -> dict[int, Summary]:
+    """Return the summaries of partitions that are written; one that is damaged, or has other rows, is made again."""
+    summaries: dict[int, Summary] = {}
+    for index in partitions.existing() & {shard.index for shard in data.shards}:
+        with suppress(OSError, ValueError, KeyError):
+            summary = task.summary(partitions.partition(index).read())
+            if summary["rows"] == len(data.shards[index]):
+                summaries[index] = summary
+    return summaries
 
 
 def _summaries(
@@ -222,17 +230,12 @@ def _ray(network_bytes: int) -> Iterator[None]:
 
         own = not ray.is_initialized()
         if own:
-            address = os.environ.get("RAY_ADDRESS")
-            local: dict[str, Any] = {
-                "object_store_memory": SHARED_MEMORY + 2 * network_bytes,
-                "include_dashboard": False,
-            }
+            options: dict[str, Any] = {"logging_level": logging.ERROR, "log_to_driver": False}
+            if not (address := os.environ.get("RAY_ADDRESS")):
+                options |= {"object_store_memory": SHARED_MEMORY + 2 * network_bytes, "include_dashboard": False}
             with _silent_stderr():
-                ray.init(
-                    address or "local", logging_level=logging.ERROR, log_to_driver=False, **({} if address else local)
-                )
-        context = ray.data.DataContext.get_current()
-        context.enable_progress_bars = False
+                ray.init(address or "local", **options)
+        ray.data.DataContext.get_current().enable_progress_bars = False
         logging.getLogger("ray.data").setLevel(logging.ERROR)
         try:
             yield

@@ -15,13 +15,14 @@ import io
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import groupby, repeat
+from operator import attrgetter
 from pathlib import PurePosixPath
 from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
-from pyarrow import ArrowException, parquet
+from pyarrow import ArrowException, fs, parquet
 
 from alight.cluster.stores import Store, public_name
 from alight.data.formats import IMAGE_NAMES, LABEL_NAMES, SUFFIXES, TEXT_NAMES, class_indices, picture
@@ -69,18 +70,19 @@ class ShardedData:
 def open_data(where: "str | Store", model: MultiExitModel, rows: int) -> ShardedData:
     """Open data in shards of so many samples; of Parquet in whole row groups, so many samples or more."""
     store, named = Store.at(where), public_name(where)
-    if store.is_folder():
-        files = dict(store.files())
-    elif store.is_file():
-        files = {"": store.filesystem.get_file_info(store.path)}
-    else:
+    info = store.info()
+    if info.type not in (fs.FileType.File, fs.FileType.Directory):
         raise FileNotFoundError(errno.ENOENT, "there is no such file or folder", named)
-    stores = {suffix: _with_suffix(store, files, suffix) for suffix in (".parquet", ".npy")}
+    files = {"": info} if info.is_file else dict(store.files())
+    tables, arrays = (
+        [store / name if name else store for name in files if (name or store.path).endswith(suffix)]
+        for suffix in (".parquet", ".npy")
+    )
     kind, shards = "images", list[Shard]()
-    if stores[".parquet"]:
-        kind, shards = _parquet_shards(stores[".parquet"], model, rows)
-    elif stores[".npy"]:
-        shards = _array_shards(stores[".npy"], named, rows)
+    if tables:
+        kind, shards = _parquet_shards(tables, model, rows)
+    elif arrays:
+        shards = _array_shards(arrays, named, rows)
     else:
         names = [name for name in files if PurePosixPath(name).suffix.lower() in SUFFIXES]
         shards = _image_shards(store, named, names, model, rows)
@@ -88,10 +90,6 @@ def open_data(where: "str | Store", model: MultiExitModel, rows: int) -> Sharded
         raise BadInput(f"{named} has no samples: give data with at least one")
     listed = "\n".join(f"{name} {info.size} {info.mtime_ns}" for name, info in files.items())
     return ShardedData(named, kind, hashlib.sha256(listed.encode()).hexdigest(), shards)
-
-
-def _with_suffix(store: Store, files: dict[str, Any], suffix: str) -> list[Store]:
-    return [store / name if name else store for name in files if (name or store.path).endswith(suffix)]
 
 
 def _ranges(total: int, rows: int) -> list[tuple[int, int, int]]:
@@ -107,15 +105,14 @@ class ImageShard(Shard):
     files: tuple[str, ...]
     labels: tuple[int | None, ...]
 
-    def names(self) -> list[str] | None:
+    def names(self) -> list[str]:
         """Return the files, below the folder as it was named."""
         return [f"{self.where.rstrip('/')}/{file}" for file in self.files]
 
     def samples(self) -> Iterator[Sample]:
         """Yield the images."""
-        for file, label in zip(self.files, self.labels, strict=True):
-            content = io.BytesIO((self.folder / file).read())
-            yield picture(content, f"{self.where.rstrip('/')}/{file}"), label
+        for file, name, label in zip(self.files, self.names(), self.labels, strict=True):
+            yield picture(io.BytesIO((self.folder / file).read()), name), label
 
 
 def _image_shards(store: Store, where: str, names: Sequence[str], model: MultiExitModel, rows: int) -> list[Shard]:
@@ -184,11 +181,8 @@ class ArrayShard(Shard):
     def samples(self) -> Iterator[Sample]:
         """Yield the rows."""
         images = self.images.rows(self.start, self.stop)
-        if self.labels is None:
-            yield from ((image, None) for image in images)
-            return
-        for image, label in zip(images, self.labels.rows(self.start, self.stop), strict=True):
-            yield image, int(label)
+        labels = map(int, self.labels.rows(self.start, self.stop)) if self.labels else repeat(None)
+        yield from zip(images, labels, strict=False)
 
 
 def _array_shards(files: Sequence[Store], where: str, rows: int) -> list[Shard]:
@@ -235,13 +229,11 @@ class ParquetShard(Shard):
                 yield value, indices.get(label, label)
 
     def _batches(self) -> Iterator[tuple[Store, Any]]:
-        columns = [self.column, *([self.label] if self.label else [])]
-        for _, groups in groupby(self.groups, key=lambda group: group.file.path):
-            chosen = [*groups]
-            with chosen[0].file.open() as source:
-                table, indices = parquet.ParquetFile(source), [group.number for group in chosen]
-                for batch in table.iter_batches(AT_ONCE, row_groups=indices, columns=columns):
-                    yield chosen[0].file, batch
+        columns = [self.column, self.label] if self.label else [self.column]
+        for file, groups in groupby(self.groups, key=attrgetter("file")):
+            with file.open() as source:
+                table, numbers = parquet.ParquetFile(source), [group.number for group in groups]
+                yield from ((file, batch) for batch in table.iter_batches(AT_ONCE, numbers, columns))
 
 
 def _parquet_shards(files: Sequence[Store], model: MultiExitModel, rows: int) -> tuple[str, list[Shard]]:
@@ -253,10 +245,14 @@ def _parquet_shards(files: Sequence[Store], model: MultiExitModel, rows: int) ->
     if column is None:
         raise BadInput(f"{files[0]} has columns {', '.join(names)}: name one 'image' or 'text', and one 'label'")
     shards: list[Shard] = []
-    for chunk in _chunks(groups, rows):
-        start = shards[-1].stop if shards else 0
-        stop = start + sum(group.rows for group in chunk)
-        shards.append(ParquetShard(len(shards), start, stop, chunk, column, label, tuple(model.classes)))
+    chunk: list[RowGroup] = []
+    start = stop = 0
+    for place, group in enumerate(groups, start=1):
+        chunk.append(group)
+        stop += group.rows
+        if stop - start >= rows or place == len(groups):
+            shards.append(ParquetShard(len(shards), start, stop, tuple(chunk), column, label, tuple(model.classes)))
+            chunk, start = [], stop
     return "images" if image else "text", shards
 
 
@@ -274,18 +270,6 @@ def _row_groups(files: Sequence[Store]) -> tuple[list[RowGroup], list[str]]:
             raise BadFile(str(file), f"it is not a complete Parquet file ({error})", "write it again") from error
         groups += [RowGroup(file, number, size) for number, size in enumerate(sizes) if size]
     return groups, names
-
-
-def _chunks(groups: Sequence[RowGroup], rows: int) -> Iterator[tuple[RowGroup, ...]]:
-    """Yield row groups that follow each other, so many rows or more at a time."""
-    chunk: list[RowGroup] = []
-    for group in groups:
-        chunk.append(group)
-        if sum(each.rows for each in chunk) >= rows:
-            yield tuple(chunk)
-            chunk = []
-    if chunk:
-        yield tuple(chunk)
 
 
 def column_values(column: Any, where: str) -> Iterator[Any]:

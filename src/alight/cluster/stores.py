@@ -60,26 +60,16 @@ class Store:
         """The last part of the path."""
         return PurePosixPath(self.path).name
 
-    @property
-    def suffix(self) -> str:
-        """The extension of the name, with the dot."""
-        return PurePosixPath(self.path).suffix.lower()
-
-    def is_file(self) -> bool:
-        """Return whether it is a file."""
-        return bool(self.filesystem.get_file_info(self.path).type == fs.FileType.File)
-
-    def is_folder(self) -> bool:
-        """Return whether it is a folder."""
-        return bool(self.filesystem.get_file_info(self.path).type == fs.FileType.Directory)
+    def info(self) -> fs.FileInfo:
+        """Return the type, size and date of the file or folder."""
+        return self.filesystem.get_file_info(self.path)
 
     def files(self) -> Iterator[tuple[str, Any]]:
         """Yield every file below it, by its path from here, in the order of names, with its size and date."""
         below = self.filesystem.get_file_info(fs.FileSelector(self.path, recursive=True, allow_not_found=True))
         root = PurePosixPath(self.path)
         files = {PurePosixPath(each.path).relative_to(root): each for each in below if each.type == fs.FileType.File}
-        for path in sorted(files):
-            yield str(path), files[path]
+        yield from ((str(path), files[path]) for path in sorted(files))
 
     def open(self) -> Any:
         """Open the file for reading from any position."""
@@ -102,15 +92,6 @@ class Store:
             with suppress(OSError):
                 self.filesystem.delete_file(temporary)
             raise
-
-    def remove(self) -> None:
-        """Delete the file, if it is still there."""
-        with suppress(FileNotFoundError):
-            self.filesystem.delete_file(self.path)
-
-    def make_folder(self) -> None:
-        """Create the folder, unless it is there."""
-        self.filesystem.create_dir(self.path, recursive=True)
 
 
 def public_name(where: "str | Store") -> str:
@@ -136,10 +117,10 @@ class PartitionFolder:
     def begin(self, plan: Mapping[str, Any]) -> None:
         """Write the plan, or check that the folder has the same one; a folder of other things is refused."""
         file = self.folder / PLAN
-        if not file.is_file():
+        if not file.info().is_file:
             if other := next((name for name, _ in self.folder.files()), None):
                 raise BadInput(f"{self.folder} has {other} and no {PLAN}: give a folder that is empty or not there yet")
-            self.folder.make_folder()
+            self.folder.filesystem.create_dir(self.folder.path, recursive=True)
             file.write_whole(_document("Plan", plan))
             return
         written, plan = _read_document(file, "Plan"), json.loads(json.dumps(plan))
@@ -158,7 +139,8 @@ class PartitionFolder:
         indices = set()
         for name, _ in self.folder.files():
             if name.startswith(".part-"):
-                (self.folder / name).remove()
+                with suppress(FileNotFoundError):  # another job may have removed it
+                    self.folder.filesystem.delete_file((self.folder / name).path)
             elif name.startswith("part-") and name.endswith(self.suffix):
                 indices.add(int(name.removeprefix("part-").removesuffix(self.suffix)))
         return indices

@@ -1,27 +1,128 @@
-"""A worker: a network in a process of its own that reads one shard at a time and writes its partition."""
+"""A worker: a network in a process of its own that predicts or records one shard at a time and writes its partition."""
 
 import ctypes
+import io
 import json
 import pickle
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
+
+import numpy as np
+import pyarrow as pa
+from pyarrow import parquet
 
 from alight.cluster.shards import Shard
 from alight.cluster.stores import PartitionFolder
-from alight.cluster.tasks import ClusterTask, Summary
-from alight.data.formats import collation
-from alight.data.preprocess import Sample
+from alight.data.formats import answer_columns, collation
+from alight.engine.manifest import TOKENIZER
+from alight.engine.predictor import Predictor
+from alight.engine.recorder import Recorder
 from alight.engine.settings import RunSettings
-from alight.errors import AlightError
-from alight.files import CONFIG, WEIGHTS
+from alight.errors import AlightError, BadInput
+from alight.files import CONFIG, SCHEMA, WEIGHTS
+from alight.networks.multi_exit import MultiExitModel
 from alight.networks.store import load_model
+from alight.outputs import HeadOutputs
+from alight.policies.paced import Paced
+from alight.policies.policy import Policy
 
-TOKENIZER = "tokenizer"  # the folder beside a network that reads text
+Summary = dict[str, Any]  # numbers and lists of numbers, which are added up over partitions
+Work = Callable[[Shard, Iterable[Any]], bytes]  # from a shard and its batches to the content of a partition
+
+
+@dataclass(frozen=True)
+class PredictTask:
+    """Prediction under a policy; partitions are Parquet files."""
+
+    suffix: ClassVar[str] = ".parquet"
+    policy: Policy
+    classes: tuple[str, ...]
+    allow_mismatch: bool = False
+
+    def __post_init__(self) -> None:
+        if isinstance(self.policy, Paced):
+            raise BadInput(
+                "a paced policy keeps its budget along one stream, and every worker is a stream of its own: calibrate"
+                " with --contract batch, which adds up, or predict without --engine ray"
+            )
+
+    def plan(self) -> dict[str, Any]:
+        """Return all that the results depend on beside network and data, as JSON values."""
+        return {"task": "predict", "policy": self.policy.to_dict(), "allow_mismatch": self.allow_mismatch}
+
+    def prepare(self, model: MultiExitModel, batch_size: int, settings: RunSettings) -> Work:
+        """Return prediction of a shard, with the network ready to run."""
+        policy = self.policy
+        predictor = Predictor(
+            model,
+            policy,
+            settings=settings,
+            batch_size=batch_size,
+            probabilities=policy.keeps_predictions,
+            allow_mismatch=self.allow_mismatch,
+        )
+
+        def predict(shard: Shard, batches: Iterable[Any]) -> bytes:
+            numbers = np.arange(shard.start, shard.stop)  # as on one machine: ties are broken by them
+            decisions = predictor.run(batches, samples=numbers, progress=False)
+            columns = answer_columns(decisions, shard.names() or numbers.tolist(), self.classes, policy.unit)
+            file = io.BytesIO()
+            parquet.write_table(pa.table(columns), file)
+            return file.getvalue()
+
+        return predict
+
+    def summary(self, content: bytes) -> Summary:
+        """Return the number of samples of a partition, their cost, and how many left at each exit."""
+        cost = f"cost_{self.policy.unit}" if self.policy.unit else "cost"
+        table = parquet.read_table(io.BytesIO(content), columns=["exit", cost])
+        exits, spent = table["exit"].to_numpy(), table[cost].to_numpy()
+        counts = np.bincount(exits, minlength=self.policy.num_exits).tolist()
+        return {"rows": len(exits), "spent": float(spent.sum()), "exits": counts}
+
+
+@dataclass(frozen=True)
+class RecordTask:
+    """Recording of the outputs of every head; partitions are .npz files that `HeadOutputs.load` reads."""
+
+    suffix: ClassVar[str] = ".npz"
+    score: str = "margin"
+    features: tuple[str, ...] = ()
+    log_probabilities: bool = False
+
+    def plan(self) -> dict[str, Any]:
+        """Return all that the results depend on beside network and data, as JSON values."""
+        scores = {"score": self.score, "features": list(self.features), "log_probabilities": self.log_probabilities}
+        return {"task": "record", **scores}
+
+    def prepare(self, model: MultiExitModel, batch_size: int, settings: RunSettings) -> Work:
+        """Return recording of a shard, with the network ready to run."""
+        recorder = Recorder(model, self.score, self.features, self.log_probabilities, settings)
+        own = recorder.backend.fingerprint
+
+        def record(shard: Shard, batches: Iterable[Any]) -> bytes:
+            table = replace(HeadOutputs.joined([*recorder.tables(batches, progress=False)]), fingerprint=own)
+            named = {"alight": np.array("HeadOutputs"), "schema": np.array(SCHEMA), **table.rows(), **table.metadata()}
+            file = io.BytesIO()
+            np.savez(file, **named)  # type: ignore[arg-type]  # not compressed: calibration reads it again and again
+            return file.getvalue()
+
+        return record
+
+    def summary(self, content: bytes) -> Summary:
+        """Return the number of samples of a partition, and for how many of them each exit predicts the label."""
+        with np.load(io.BytesIO(content), allow_pickle=False) as arrays:
+            predictions, labels = arrays["predictions"], arrays.get("labels")
+        correct = [] if labels is None else (predictions == labels[:, None]).sum(axis=0).tolist()
+        return {"rows": len(predictions), "correct": correct}
+
+
+ClusterTask = PredictTask | RecordTask  # what is done with every shard
 
 
 @dataclass(frozen=True)
@@ -36,23 +137,6 @@ class WorkerSettings:
     run: RunSettings
 
 
-@dataclass(frozen=True)
-class ShardBatches:
-    """The batches of a shard; they can be iterated over many times."""
-
-    shard: Shard
-    batch_size: int
-    collate: Callable[[Sequence[Sample]], Any]
-
-    def __iter__(self) -> Iterator[Any]:
-        samples = self.shard.samples()
-        while batch := list(islice(samples, self.batch_size)):
-            yield self.collate(batch)
-
-    def __len__(self) -> int:
-        return -(-len(self.shard) // self.batch_size)
-
-
 class ShardWorker:
     """Holds the network, and turns rows of Ray Data that name shards into rows that sum up their partitions."""
 
@@ -60,7 +144,9 @@ class ShardWorker:
         self.settings = settings
         with tempfile.TemporaryDirectory() as name:
             folder = Path(name)
-            unpack(network, folder)
+            for file, content in network.items():
+                (folder / file).parent.mkdir(exist_ok=True)
+                (folder / file).write_bytes(content)
             model = load_model(folder)
             self.collate = collation(settings.kind, model.input_spec, settings.where, tokenizer=folder / TOKENIZER)
         self.work = settings.task.prepare(model, settings.batch_size, settings.run)
@@ -82,10 +168,16 @@ class ShardWorker:
         return done
 
     def _write_partition(self, shard: Shard) -> Summary:
-        partition, summary = self.work(shard, ShardBatches(shard, self.settings.batch_size, self.collate))
-        self.settings.partitions.partition(shard.index).write_whole(partition)
+        content = self.work(shard, self._batches(shard))
+        self.settings.partitions.partition(shard.index).write_whole(content)
+        summary = self.settings.task.summary(content)
         release_memory()
         return summary
+
+    def _batches(self, shard: Shard) -> Iterator[Any]:
+        samples = shard.samples()
+        while batch := list(islice(samples, self.settings.batch_size)):
+            yield self.collate(batch)
 
 
 def release_memory() -> None:
@@ -102,10 +194,3 @@ def pack(folder: Path, tokenizer: Path | None = None) -> dict[str, bytes]:
     if words.is_dir():
         files |= {f"{TOKENIZER}/{file.name}": file.read_bytes() for file in words.iterdir() if file.is_file()}
     return files
-
-
-def unpack(files: Mapping[str, bytes], folder: Path) -> None:
-    """Write the files into a folder."""
-    for name, content in files.items():
-        (folder / name).parent.mkdir(exist_ok=True)
-        (folder / name).write_bytes(content)

@@ -10,7 +10,6 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from alight.errors import BadFile, Mismatch
 from alight.files import read_json, write_json
@@ -28,26 +27,13 @@ class SpendState:
     name: str
     policy: Policy
     pace: Pace
-    reserved: int = 0  # samples that may have been admitted since it was written
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return all of it as JSON values."""
-        return {
-            "policy": self.name,
-            "budget": self.policy.budget,
-            "costs": list(self.policy.costs),
-            "unit": self.policy.unit,
-            "fingerprint": self.policy.fingerprint,
-            "reserved": self.reserved,
-            "pace": self.pace.to_dict(),
-        }
 
     @property
     def owed(self) -> float:
         """By how much the spend may exceed the budget; 0 where it does not, or where the policy keeps none."""
         if not isinstance(self.policy, Paced) or self.policy.budget is None:
             return 0.0
-        return max(0.0, most_owed(self.pace, self.policy.budget, self.policy.costs[-1], self.reserved))
+        return max(0.0, most_owed(self.pace, self.policy.budget, self.policy.costs[-1], 0))
 
     def under(self, name: str, policy: Policy) -> "SpendState":
         """Return the first state of another policy, which takes over what is owed and not what was saved."""
@@ -61,7 +47,7 @@ class SpendLedger:
         self.state, self.path, self._reserve = state, path, reserve
         self._free = 0  # samples that may still be admitted before the next write
         if isinstance(state.policy, Paced):
-            self._write(0)  # so that a file that cannot be written is noticed at once
+            self._write(state, 0)  # so that a file that cannot be written is noticed at once
 
     def admit(self, count: int) -> None:
         """Make sure that the file allows for so many samples more; an OSError says why it does not."""
@@ -69,7 +55,7 @@ class SpendLedger:
             return
         if count > self._free:
             self._free = 0
-            self._write(max(count, self._reserve))
+            self._write(self.state, max(count, self._reserve))
         self._free -= count
 
     def settle(self, pace: Pace) -> None:
@@ -78,22 +64,27 @@ class SpendLedger:
 
     def change(self, name: str, policy: Policy) -> None:
         """Put another policy in force, in the file first; after an OSError nothing has changed."""
-        before, free = self.state, self._free
-        self.state, self._free = before.under(name, policy), 0
-        try:
-            self._write(0)
-        except OSError:
-            self.state, self._free = before, free
-            raise
+        changed = self.state.under(name, policy)
+        self._write(changed, 0)
+        self.state = changed
 
     def close(self) -> None:
         """Write the final state, with nothing reserved."""
         if isinstance(self.state.policy, Paced):
-            self._write(0)
+            self._write(self.state, 0)
 
-    def _write(self, reserved: int) -> None:
+    def _write(self, state: SpendState, reserved: int) -> None:
         if self.path is not None:
-            write_json(self.path, KIND, replace(self.state, reserved=reserved).to_dict())
+            content = {
+                "policy": state.name,
+                "budget": state.policy.budget,
+                "costs": list(state.policy.costs),
+                "unit": state.policy.unit,
+                "fingerprint": state.policy.fingerprint,
+                "reserved": reserved,  # samples that may be admitted before the next write
+                "pace": state.pace.to_dict(),
+            }
+            write_json(self.path, KIND, content)
             _sync_folder(self.path.resolve().parent)
         self._free = reserved
 

@@ -12,25 +12,25 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from PIL import Image
 
 from alight.data.preprocess import image_batch
+from alight.data.spec import InputSpec
 from alight.data.tokens import Texts
-from alight.engine.manifest import MANIFEST, Manifest, exported_tokenizer
+from alight.engine.manifest import MANIFEST, TOKENIZER, Manifest, exported_tokenizer
 from alight.engine.predictor import Predictor
 from alight.engine.settings import RunSettings
-from alight.errors import BadInput, Mismatch
+from alight.errors import BadInput
 from alight.outputs import Decisions
 from alight.policies.limits import capped
 from alight.policies.paced import Pace
 from alight.policies.policy import Policy, Threshold
+from alight.policies.saved import load_policy
 
-TOKENIZER = "tokenizer"  # the folder beside a network that reads text
 ROUNDS = 3  # of which the fastest counts: the others are slowed down by noise of the machine
 WEIGHT = 0.1  # of the latest batch in the running estimate of the machine's speed
 
-Runner = Any  # a network under a policy: a `Predictor` or a `Deployed`, with policy, memory, with_policy and a call
 Sample = np.ndarray | str  # a batch of one as the network takes it, or a text
-Tokenize = Callable[[Sequence[str]], Mapping[str, np.ndarray]]  # texts to arrays, as long as the longest text
 
 
 @dataclass(frozen=True)
@@ -38,13 +38,9 @@ class ServedModel:
     """A network ready to answer under each of its policies, and the inputs it takes."""
 
     predictors: Mapping[str, Predictor]  # by the name of the policy
+    spec: InputSpec
+    tokenize: Texts | None  # of a network that reads text
     exits: tuple[str, ...]
-    classes: tuple[str, ...]  # their names, where known
-    shape: tuple[int | None, ...]  # of one array, where it takes arrays
-    dtype: str
-    image_shape: tuple[int, int, int] | None  # channels, height, width
-    preprocess: Callable[[Any], np.ndarray]  # a picture as the network takes it, as a batch of one
-    tokenize: Tokenize | None
     engine: str  # which library runs it
 
     @property
@@ -55,13 +51,32 @@ class ServedModel:
     @property
     def input_kind(self) -> str:
         """What a request holds: "images", "texts" or "arrays"."""
-        return "texts" if self.tokenize else "images" if self.image_shape else "arrays"
+        return "texts" if self.tokenize else "images" if self.spec.image_shape else "arrays"
+
+    @property
+    def shape(self) -> tuple[int | None, ...]:
+        """The shape of one array; () where the network reads text or does not say."""
+        return self.spec.tensors[0].shape[1:] if self.spec.tensors and not self.spec.names else ()
+
+    @property
+    def dtype(self) -> str:
+        """The dtype of one array."""
+        return self.spec.tensors[0].dtype if self.spec.tensors else "float32"
+
+    def example(self) -> Sample:
+        """Return a sample such as the network takes, to warm up with."""
+        if self.tokenize:
+            return "a few words to begin with, about as many as people write when they ask for something"
+        if self.spec.image_shape:
+            _, height, width = self.spec.image_shape
+            return image_batch([Image.new("RGB", (width, height), (128, 128, 128))], self.spec)
+        if not self.shape or None in self.shape:
+            raise BadInput("the network does not say what it takes: build it with attach_heads, which keeps an example")
+        return np.zeros((1, *(int(size or 0) for size in self.shape)), dtype=self.dtype)
 
     def batch(self, samples: Sequence[Sample]) -> Any:
         """Return samples as one batch of inputs."""
-        if self.tokenize:
-            return self.tokenize([str(sample) for sample in samples])
-        return np.concatenate(samples)
+        return self.tokenize([*map(str, samples)]) if self.tokenize else np.concatenate(samples)
 
     def decide(
         self, name: str, samples: Sequence[Sample], first: int, limits: Sequence[int], pace: Pace | None
@@ -71,16 +86,22 @@ class ServedModel:
         A sample leaves at the latest at the open exit of its limit. `pace` is None where the policy keeps none.
         """
         predictor = self.predictors[name]
-        numbers, last = np.arange(first, first + len(samples)), len(predictor.policy.costs) - 1
+        numbers, last = [*range(first, first + len(samples))], len(predictor.policy.costs) - 1
         if min(limits) < last:
-            bounds = {int(number): limit for number, limit in zip(numbers, limits, strict=True) if limit < last}
+            bounds = {number: limit for number, limit in zip(numbers, limits, strict=True) if limit < last}
             predictor = predictor.with_policy(capped(predictor.policy, bounds))
-        if pace is None:
-            return predictor(self.batch(samples), numbers), None
-        predictor.memory = (pace,)
+        if pace is not None:
+            predictor.memory = (pace,)
         decisions = predictor(self.batch(samples), numbers)
-        after: Pace = predictor.memory[0]
-        return decisions, after
+        return decisions, None if pace is None else predictor.memory[0]
+
+
+def load_policies(paths: Sequence[Path]) -> dict[str, Policy]:
+    """Load the policies of these files by their names, without .json."""
+    policies = {path.stem: load_policy(path) for path in paths}
+    if len(policies) < len(paths):
+        raise BadInput(f"{len(paths)} policies have {len(policies)} names: give each file a name of its own")
+    return policies
 
 
 def load_served_model(
@@ -92,40 +113,34 @@ def load_served_model(
     settings: RunSettings | None = None,
     allow_mismatch: bool = False,
 ) -> ServedModel:
-    """Load the network of a folder under each of these policies: an exported one without torch, others with it."""
+    """Load the network of a folder under each of these policies: an exported one without torch, others with it.
+
+    Policies that open the same exits share one network.
+    """
     check_policies(policies)
     exported = (folder / MANIFEST).is_file()
     if exported and tokenizer:
         raise BadInput(f"{folder} was exported, and tokenizer is for networks that were not: leave it out")
-    load = _exported(folder) if exported else _saved(folder)
+    if exported:
+        load: Callable[..., Predictor] = partial(Predictor.load, folder, allow_compiled=True)
+    else:
+        from alight.networks.store import load_model  # PyTorch is imported where it runs
+
+        load = partial(Predictor, load_model(folder))
     terms: dict[str, Any] = {"settings": settings, "allow_mismatch": allow_mismatch}
-    predictors = _predictors(policies, lambda policy: load(policy, probabilities=policy.keeps_predictions, **terms))
-    backend = next(iter(predictors.values())).backend
-    spec = backend.inputs
+    predictors: dict[str, Predictor] = {}
+    shared: dict[tuple[Any, ...], Predictor] = {}
+    for name, policy in policies.items():
+        key = (policy.open_exits, policy.inputs, policy.fingerprint)
+        terms["probabilities"] = policy.keeps_predictions
+        predictors[name] = shared[key].with_policy(policy) if key in shared else load(policy, **terms)
+        shared.setdefault(key, predictors[name])
+    backend = next(iter(shared.values())).backend
     words = None
-    if spec.names:
+    if backend.inputs.names:
         words = exported_tokenizer(folder, Manifest.load(folder)) if exported else tokenizer or folder / TOKENIZER
-    return ServedModel(
-        predictors,
-        backend.exits,
-        spec.classes,
-        spec.tensors[0].shape[1:] if spec.tensors and not spec.names else (),
-        spec.tensors[0].dtype if spec.tensors else "float32",
-        spec.image_shape,
-        (lambda picture: image_batch([picture], spec, "the request")) if spec.image_shape else _no_images,
-        Texts(words, spec, max_tokens) if words else None,
-        backend.name,
-    )
-
-
-def _exported(folder: Path) -> Callable[..., Predictor]:
-    return partial(Predictor.load, folder, allow_compiled=True)
-
-
-def _saved(folder: Path) -> Callable[..., Predictor]:
-    from alight.networks.store import load_model  # PyTorch is imported where it runs
-
-    return partial(Predictor, load_model(folder))
+    texts = Texts(words, backend.inputs, max_tokens) if words else None
+    return ServedModel(predictors, backend.inputs, texts, backend.exits, backend.name)
 
 
 def check_policies(policies: Mapping[str, Policy]) -> None:
@@ -138,21 +153,6 @@ def check_policies(policies: Mapping[str, Policy]) -> None:
     budgets = [policy.budget for policy in policies.values()]
     if len(policies) > 1 and (None in budgets or len(set(budgets)) < len(budgets)):
         raise BadInput(f"policies with budgets {budgets}: each of several needs a budget of its own")
-
-
-def _predictors(policies: Mapping[str, Policy], load: Callable[[Policy], Predictor]) -> dict[str, Predictor]:
-    """Return a predictor for each policy; policies that open the same exits share one network."""
-    predictors: dict[str, Predictor] = {}
-    shared: dict[tuple[Any, ...], Predictor] = {}
-    for name, policy in policies.items():
-        key = (policy.open_exits, policy.inputs, policy.fingerprint)
-        predictors[name] = shared[key].with_policy(policy) if key in shared else load(policy)
-        shared.setdefault(key, predictors[name])
-    return predictors
-
-
-def _no_images(picture: Any) -> np.ndarray:
-    raise Mismatch("the network does not take images")
 
 
 class ExitTiming:
@@ -187,8 +187,9 @@ class ExitTiming:
         self.per_sample = (1 - WEIGHT) * self.per_sample + WEIGHT * seconds / count
 
 
-def measure_timings(model: ServedModel, sample: Sample, max_batch: int) -> dict[str, ExitTiming]:
+def measure_timings(model: ServedModel, max_batch: int) -> dict[str, ExitTiming]:
     """Measure how long exits take under every policy; policies that open the same exits share a timing."""
+    sample = model.example()
     batch, single = model.batch([sample] * max_batch), model.batch([sample])
     timings: dict[tuple[int, ...], ExitTiming] = {}
     for predictor in model.predictors.values():

@@ -1,16 +1,32 @@
-"""Logs as one JSON object per line on stderr, and metrics for Prometheus."""
+"""Around every request: it is bounded, authorised, logged as one line of JSON, and counted for Prometheus."""
 
+import asyncio
+import hmac
 import json
 import logging
+import re
+import secrets
 import time
-from collections.abc import Sequence
+import traceback
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.process_collector import ProcessCollector
+from starlette.exceptions import HTTPException
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from alight.outputs import Decisions
 from alight.serve.ledger import SpendState
+from alight.serve.requests import Limits, RequestRefused
 
+MAX_BODIES = 16  # times the largest request: bytes of all requests under way
+REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")  # as clients may name a request
+PATHS = ("/", "/predict", "/predict/files", "/budget", "/status", "/healthz", "/readyz", "/metrics", "/openapi.json")
+PUBLIC = ("/", "/healthz", "/readyz")  # the page, which holds no data, and probes
+QUIET = ("/healthz", "/readyz", "/metrics", "/status")  # paths logged at level debug
 LOGGER = logging.getLogger("alight.serve")
 OTHERS = ("uvicorn", "uvicorn.error", "uvicorn.access", "fastapi", "python_multipart", "PIL")
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
@@ -62,8 +78,8 @@ class Metrics:
 
     >>> metrics = Metrics(["layer1", "end"])
     >>> metrics.requests.labels("/predict", "200").inc()
-    >>> [line for line in metrics.text().splitlines() if line.startswith("alight_requests_total")]
-    ['alight_requests_total{path="/predict",status="200"} 1.0']
+    >>> metrics.registry.get_sample_value("alight_requests_total", {"path": "/predict", "status": "200"})
+    1.0
     """
 
     def __init__(self, exits: Sequence[str]) -> None:
@@ -93,23 +109,128 @@ class Metrics:
 
     def add_batch(self, decisions: Decisions, budget: float | None) -> None:
         """Count the samples and the cost of a batch that was decided under this budget."""
-        count = len(decisions)
-        self.batches.observe(count)
-        for exit_index in decisions.exits.tolist():
+        exits = decisions.exits.tolist()
+        self.batches.observe(len(exits))
+        for exit_index in exits:
             self.samples.labels(self._exits[exit_index]).inc()
             self.counts[exit_index] += 1
-        spent, allowed = float(decisions.spent.sum()), count * (budget or 0.0)
+        spent, allowed = float(decisions.spent.sum()), len(exits) * (budget or 0.0)
         self.spent.inc(spent)
         self.allowed.inc(allowed)
         self.total_spent += spent
         self.total_allowed += allowed
 
-    def text(self, state: SpendState | None = None, queued: int = 0) -> str:
+    def text(self, state: SpendState, queued: int) -> str:
         """Return all metrics as Prometheus reads them, those of the stream and the queue as they stand now."""
         self.queue.set(queued)
-        if state is not None:
-            budget = state.policy.budget or 0.0
-            self.budget.set(budget)
-            self.overspend.set(state.pace.spent - state.pace.admitted * budget)
-            self.alarm.set(state.pace.alarmed)
+        budget = state.policy.budget or 0.0
+        self.budget.set(budget)
+        self.overspend.set(state.pace.spent - state.pace.admitted * budget)
+        self.alarm.set(state.pace.alarmed)
         return generate_latest(self.registry).decode()
+
+
+@dataclass
+class ReceivedBody:
+    """How much of a request's body has arrived, and until when all of it must."""
+
+    deadline: float
+    size: int = 0
+    complete: bool = False
+
+
+class LimitsMiddleware:
+    """An application whose requests are bounded, authorised, logged and counted."""
+
+    def __init__(self, app: ASGIApp, limits: Limits, metrics: Metrics, token: str | None) -> None:
+        self.app, self.limits, self.metrics = app, limits, metrics
+        self.token = None if token is None else token.encode()
+        self._held = 0  # bytes of all requests under way
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass a request on, or refuse it."""
+        if scope["type"] != "http":
+            return await self.app(scope, receive, send)
+        start, headers, status = time.monotonic(), dict(scope["headers"]), 0
+        own_id = headers.get(b"x-request-id", b"").decode("latin-1")
+        request_id = own_id if REQUEST_ID.fullmatch(own_id) else secrets.token_hex(8)
+        scope.setdefault("state", {})["arrived"] = start
+        body = ReceivedBody(start + self.limits.timeout)
+
+        async def send_with_id(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                message["headers"] = [*message.get("headers", []), (b"x-request-id", request_id.encode())]
+            await send(message)
+
+        try:
+            self._check(scope["path"], headers)
+            await self.app(scope, partial(self._receive, receive, body), send_with_id)
+        except RequestRefused as refused:
+            if not status:
+                await error_response(refused)(scope, receive, send_with_id)
+        except Exception as error:  # a fault of ours, or of a library
+            last = traceback.extract_tb(error.__traceback__)[-1]
+            where = f"{last.filename}:{last.lineno}"
+            log_event("fault", logging.ERROR, id=request_id, error=f"{type(error).__name__}: {error}", where=where)
+            if not status:
+                fault = RequestRefused(500, "a fault of the service: its log says more")
+                await error_response(fault)(scope, receive, send_with_id)
+        finally:
+            self._held -= body.size
+            self._finish(scope, request_id, status, time.monotonic() - start)
+
+    def _check(self, path: str, headers: Mapping[bytes, bytes]) -> None:
+        """Check the token and the length that a request states."""
+        if self.token is not None and path not in PUBLIC:
+            scheme, _, token = headers.get(b"authorization", b"").partition(b" ")
+            if scheme.lower() != b"bearer" or not hmac.compare_digest(token.strip(), self.token):
+                raise RequestRefused(401, "a bearer token is needed: send the header Authorization: Bearer TOKEN")
+        length = headers.get(b"content-length", b"0")
+        if length.isdigit() and int(length[:20]) > self.limits.body:
+            raise self._too_large()
+
+    async def _receive(self, receive: Receive, body: ReceivedBody) -> Message:
+        """Return the next message, unless the body is too large, alone or with others, or too slow."""
+        if body.complete:
+            return await receive()  # says whether the client has disconnected
+        try:
+            message = await asyncio.wait_for(receive(), max(0.0, body.deadline - time.monotonic()))
+        except TimeoutError as error:
+            raise RequestRefused(408, f"the request did not arrive within {self.limits.timeout:g} seconds") from error
+        size = len(message.get("body", b""))
+        body.size += size
+        self._held += size
+        body.complete = not message.get("more_body", False)
+        if body.size > self.limits.body:
+            raise self._too_large()
+        if self._held > MAX_BODIES * self.limits.body:
+            raise RequestRefused(429, f"{self._held:,} bytes of requests are under way: come again", retry_after=1)
+        return message
+
+    def _too_large(self) -> RequestRefused:
+        return RequestRefused(413, f"the request is too large: at most {self.limits.body:,} bytes are taken")
+
+    def _finish(self, scope: Scope, request_id: str, status: int, seconds: float) -> None:
+        """Count and log a request that has ended."""
+        path = scope["path"] if scope["path"] in PATHS else "other"
+        self.metrics.requests.labels(path, str(status)).inc()
+        self.metrics.seconds.labels(path).observe(seconds)
+        if status >= 400:
+            self.metrics.refused.labels(str(status)).inc()
+        log_event(
+            "request",
+            logging.DEBUG if path in QUIET and status < 400 else logging.INFO,
+            id=request_id,
+            method=scope["method"],
+            path=scope["path"][:200],
+            status=status,
+            ms=round(1e3 * seconds, 3),
+            **scope["state"].get("logged", {}),
+        )
+
+
+def error_response(error: HTTPException) -> JSONResponse:
+    """Return the response that says why a request is refused."""
+    return JSONResponse({"error": str(error.detail)}, error.status_code, error.headers)

@@ -8,16 +8,16 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from itertools import repeat
 
 from alight.costs import Costs
 from alight.errors import AlightError, BudgetTooSmall
-from alight.outputs import Decisions
 from alight.policies.paced import Paced
 from alight.policies.policy import Policy
 from alight.serve.ledger import SpendLedger
 from alight.serve.model import ExitTiming, Sample, ServedModel
 from alight.serve.monitoring import Metrics, log_event
-from alight.serve.schemas import Limits, Prediction, PredictResponse, RequestRefused
+from alight.serve.requests import Limits, Prediction, PredictResponse, RequestRefused
 
 
 @dataclass(eq=False)
@@ -45,6 +45,8 @@ class BatchWorker:
     ) -> None:
         self.model, self.ledger, self.limits, self.metrics = model, ledger, limits, metrics
         self.queued = 0  # samples that wait
+        self.failed = False  # whether the thread has ended
+        self.timing = timings[ledger.state.name]  # of exits under the policy in force
         self._timings = timings  # by policy
         self._queue: deque[QueuedRequest] = deque()
         self._changes: deque[tuple[str, Future[None]]] = deque()
@@ -58,24 +60,9 @@ class BatchWorker:
         self._thread.start()
 
     @property
-    def alive(self) -> bool:
-        """Whether the thread runs."""
-        return self._thread.is_alive()
-
-    @property
-    def failed(self) -> bool:
-        """Whether the thread was started and runs no longer."""
-        return self._thread.ident is not None and not self._thread.is_alive()
-
-    @property
     def ready(self) -> bool:
         """Whether requests are decided and more of them accepted."""
-        return self.alive and not self._closing
-
-    @property
-    def timing(self) -> ExitTiming:
-        """How long exits take under the policy in force."""
-        return self._timings[self.ledger.state.name]
+        return self._thread.is_alive() and not self._closing
 
     def submit(self, request: QueuedRequest) -> None:
         """Put a request into the queue, before the thread has started, too; or refuse it."""
@@ -106,15 +93,18 @@ class BatchWorker:
         self.ledger.close()
 
     def _work(self) -> None:
-        while (requests := self._next_batch()) is not None:
-            try:
-                while requests:
-                    requests = self._decide_first(requests)
-            except Exception as error:  # a fault of ours: these requests get it, and later ones are decided
-                log_event("fault", logging.ERROR, error=f"{type(error).__name__}: {error}")
-                for request in requests:
-                    if not request.response.done():
-                        request.response.set_exception(error)
+        try:
+            while (requests := self._next_batch()) is not None:
+                try:
+                    while requests:
+                        requests = self._decide_first(requests)
+                except Exception as error:  # a fault of ours: these requests get it, and later ones are decided
+                    log_event("fault", logging.ERROR, error=f"{type(error).__name__}: {error}")
+                    for request in requests:
+                        if not request.response.done():
+                            request.response.set_exception(error)
+        finally:
+            self.failed = True
 
     def _next_batch(self) -> list[QueuedRequest] | None:
         """Wait for the next requests; an empty list where only the policy was changed, None once all are decided."""
@@ -140,6 +130,7 @@ class BatchWorker:
         try:
             if name != self.ledger.state.name:
                 self.ledger.change(name, self.model.policies[name])
+                self.timing = self._timings[name]
         except Exception as error:  # the caller gets it, and the worker continues
             done.set_exception(error)
         else:
@@ -153,7 +144,13 @@ class BatchWorker:
         if not urgent:
             self._decide(requests, last)
             return []
-        reachable = [request for request in urgent if not self._too_late(request, now)]
+        reachable: list[QueuedRequest] = []
+        for request in urgent:
+            if self.timing.deepest(len(request.samples), request.deadline - now) is not None:
+                reachable.append(request)
+                continue
+            reason = f"after {1e3 * (now - request.queued):.0f} ms in the queue no exit is left in time"
+            request.response.set_exception(RequestRefused(504, reason))
         count = sum(len(request.samples) for request in reachable)
         deepest = {request: self.timing.deepest(count, request.deadline - now) or 0 for request in reachable}
         first = [request for request in reachable if deepest[request] == min(deepest.values())]
@@ -161,25 +158,16 @@ class BatchWorker:
             self._decide(first, deepest[first[0]])
         return [request for request in requests if not request.response.done()]
 
-    def _too_late(self, request: QueuedRequest, now: float) -> bool:
-        if self.timing.deepest(len(request.samples), request.deadline - now) is not None:
-            return False
-        waited = 1e3 * (now - request.queued)
-        request.response.set_exception(
-            RequestRefused(504, f"after {waited:.0f} ms in the queue no exit is left in time")
-        )
-        return True
-
     def _decide(self, requests: list[QueuedRequest], deepest: int) -> None:
         """Decide the samples of these requests together, none beyond this open exit, and set the responses."""
         state, start = self.ledger.state, time.monotonic()
         limits: list[int] = []
         accepted: list[QueuedRequest] = []
         for request in requests:
+            limit = deepest
             try:
-                limit = (
-                    deepest if request.budget is None else min(deepest, deepest_within(request.budget, state.policy))
-                )
+                if request.budget is not None:
+                    limit = min(deepest, deepest_within(request.budget, state.policy))
             except AlightError as error:
                 request.response.set_exception(RequestRefused(422, str(error)))
                 continue
@@ -190,7 +178,11 @@ class BatchWorker:
             self.metrics.queued_seconds.observe(start - request.queued)
             own, predictions = predictions[: len(request.samples)], predictions[len(request.samples) :]
             if failed := [(index, each) for index, each in enumerate(own) if isinstance(each, Exception)]:
-                request.response.set_exception(_refusal(*failed[0]))
+                index, fault = failed[0]
+                if isinstance(fault, AlightError):
+                    advice = "the network gives no usable answer: look for numbers out of range"
+                    fault = RequestRefused(422, f"sample {index}: {advice}")
+                request.response.set_exception(fault)
                 continue
             now = time.monotonic()
             if now > request.deadline:
@@ -231,7 +223,13 @@ class BatchWorker:
         if pace is not None:
             self.ledger.settle(pace)
         self.metrics.add_batch(decisions, state.policy.budget)
-        return predictions_of(decisions, self.model.classes)
+        names, classes = self.model.spec.classes, decisions.predictions.tolist()
+        probabilities = repeat(None) if decisions.probabilities is None else decisions.probabilities.tolist()
+        columns = zip(classes, decisions.exits.tolist(), decisions.spent.tolist(), probabilities, strict=False)
+        return [
+            Prediction(label=names[index] if names else index, index=index, exit=left, cost=cost, probability=top)
+            for index, left, cost, top in columns
+        ]
 
     def _admit(self, limits: Sequence[int]) -> Sequence[int]:
         """Return the limits, lowered to exits that the budget covers on its own if the state cannot be written."""
@@ -260,22 +258,3 @@ def deepest_within(budget: float | str | None, policy: Policy) -> int:
     if not covered:
         raise BudgetTooSmall(amount, policy.costs[0], policy.unit)
     return covered[-1]
-
-
-def predictions_of(decisions: Decisions, classes: Sequence[str]) -> list[Prediction | Exception]:
-    """Return decisions sample by sample."""
-    indices = decisions.predictions.tolist()
-    labels = [classes[index] for index in indices] if classes else indices
-    probabilities = [None] * len(indices) if decisions.probabilities is None else decisions.probabilities.tolist()
-    columns = (labels, indices, decisions.exits.tolist(), decisions.spent.tolist(), probabilities)
-    return [
-        Prediction(label=label, index=index, exit=exit_index, cost=cost, probability=probability)
-        for label, index, exit_index, cost, probability in zip(*columns, strict=True)
-    ]
-
-
-def _refusal(index: int, error: Exception) -> Exception:
-    """Return the error of a request one of whose samples could not be decided."""
-    if isinstance(error, AlightError):
-        return RequestRefused(422, f"sample {index}: the network gives no usable answer: look for numbers out of range")
-    return error
