@@ -15,11 +15,10 @@ from torch import nn
 from alight.costing.measure import head_overhead, measure_costs
 from alight.costs import Costs
 from alight.files import write_rows
+from alight.networks.architectures import ConvNeXt, ResNet
 from alight.networks.heads import make_head
 from alight.networks.multi_exit import MultiExitModel, head_settings
 from alight.networks.zoo import convnext_tiny, resnet18_cifar
-from alight.networks.zoo.convnext import ConvNeXt
-from alight.networks.zoo.resnet import ResNet
 from alight.provenance import provenance
 
 RESULTS = Path(__file__).parent.parent / "results" / "head_overhead.csv"

@@ -16,10 +16,9 @@ from alight.costing.measure import head_overhead, measure_costs, time_stages
 from alight.costs import Costs
 from alight.cutting.flops import count_flops
 from alight.errors import BadInput
+from alight.networks.architectures import ConvNeXt, ResNet
 from alight.networks.multi_exit import MultiExitModel
 from alight.networks.zoo import convnext_cifar, msdnet_cifar, resnet18_cifar
-from alight.networks.zoo.convnext import ConvNeXt
-from alight.networks.zoo.resnet import ResNet
 
 ROOT = Path(__file__).parent.parent.parent
 FVCORE_RESNET18 = 556_705_792  # multiply-adds by fvcore 0.1.5 of ResNet-18 at 32 x 32: benchmarks/count_flops.py
