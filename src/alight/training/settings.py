@@ -1,6 +1,6 @@
 """How to train: settings, and the optimizer, schedule, phases and weight average that they stand for."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
 from math import cos, pi
@@ -12,9 +12,9 @@ from torch.optim import SGD, AdamW, Optimizer
 
 from alight.errors import BadInput
 from alight.networks.multi_exit import Carried, MultiExitModel, advance, read
-from alight.training.losses import rescale_gradients
 
 MODES = ("frozen", "joint", "mixed")
+SCHEDULES = ("cosine", "onecycle", None)
 PRECISIONS = {None: None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -139,30 +139,24 @@ def make_optimizer(settings: ResolvedSettings, parameters: Iterable[nn.Parameter
     return AdamW(parameters, lr=rate, weight_decay=decay, betas=(momentum, 0.999))
 
 
-def _cosine(done: float) -> float:
-    return 0.5 * (1 + cos(pi * done))
-
-
-def _one_cycle(done: float) -> float:
-    if done < WARM_UP:
-        return 1 - (1 - FIRST) * _cosine(done / WARM_UP)
-    return FINAL + (1 - FINAL) * _cosine((done - WARM_UP) / (1 - WARM_UP))
-
-
-SCHEDULES: dict[str | None, Callable[[float], float]] = {
-    "cosine": _cosine,
-    "onecycle": _one_cycle,
-    None: lambda done: 1.0,
-}
-
-
 def learning_rate_factor(schedule: str | None, done: float) -> float:
     """Return the factor of the learning rate once this share of the training is done.
 
     >>> [round(learning_rate_factor("cosine", done), 2) for done in (0.0, 0.5, 1.0)]
     [1.0, 0.5, 0.0]
     """
-    return SCHEDULES[schedule](min(done, 1.0))
+    if schedule is None:
+        return 1.0
+    done = min(done, 1.0)
+    if schedule == "cosine":
+        return _cosine(done)
+    if done < WARM_UP:
+        return 1 - (1 - FIRST) * _cosine(done / WARM_UP)
+    return FINAL + (1 - FINAL) * _cosine((done - WARM_UP) / (1 - WARM_UP))
+
+
+def _cosine(done: float) -> float:
+    return 0.5 * (1 + cos(pi * done))
 
 
 @dataclass(frozen=True)
@@ -213,6 +207,28 @@ class _Exits(nn.Module):
                 logits[index] = read(self.heads[str(index)], towards_head)
                 carried = rescale_gradients(carried, 1 - share) if self._rescale else carried
         return logits
+
+
+class _RescaleGradient(torch.autograd.Function):
+    """Identity whose gradient is multiplied by a factor."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, factor: float) -> Tensor:
+        ctx.factor = factor
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return ctx.factor * gradients[0], None
+
+
+def rescale_gradients(carried: Carried, factor: float) -> Carried:
+    """Return the carried tensors with gradients multiplied by a factor in the backward pass.
+
+    With 1 / n towards a head and 1 - 1 / n towards the next stage, n being the number of exits from here on, every
+    stage gets the average of the gradients of all later exits (Li et al. 2019, gradient equilibrium).
+    """
+    return tuple(_RescaleGradient.apply(tensor, factor) if tensor.requires_grad else tensor for tensor in carried)
 
 
 class WeightAverage:
