@@ -5,6 +5,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -137,49 +138,37 @@ def time_stages(
 
 def _timed_pass(model: MultiExitModel, carried: Carried) -> list[float]:
     """Return the milliseconds of stage, head, stage, head, ..."""
-    clock = _Clock(carried[0].device)
-    clock.mark()
+    device = carried[0].device
+    moments = [_now(device)]
     for stage, head in zip(model.stages, model.heads, strict=True):
         carried = advance(stage, carried)
-        clock.mark()
+        moments.append(_now(device))
         read(head, carried)
-        clock.mark()
-    return clock.milliseconds()
+        moments.append(_now(device))
+    _synchronize(device)
+    if device.type == "cuda":
+        return [before.elapsed_time(after) for before, after in pairwise(moments)]
+    return [1e3 * (after - before) for before, after in pairwise(moments)]
 
 
-class _Clock:
-    """Marks in time: events in the stream of a GPU, or the wall clock once all work is done."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.marks: list[Any] = []
-
-    def mark(self) -> None:
-        if self.device.type == "cuda":
-            event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-            event.record(torch.cuda.current_stream(self.device))
-            self.marks.append(event)
-        else:
-            _synchronize(self.device)
-            self.marks.append(time.perf_counter())
-
-    def milliseconds(self) -> list[float]:
-        """Return the time between each mark and the next."""
-        _synchronize(self.device)
-        pairs = zip(self.marks[:-1], self.marks[1:], strict=True)
-        if self.device.type == "cuda":
-            return [before.elapsed_time(after) for before, after in pairs]
-        return [1e3 * (after - before) for before, after in pairs]
+def _now(device: torch.device) -> Any:
+    """Return this moment: an event in the stream of a GPU, or the wall clock once all work is done."""
+    if device.type == "cuda":
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(device))
+        return event
+    _synchronize(device)
+    return time.perf_counter()
 
 
 def _count(model: MultiExitModel, carried: Carried) -> tuple[list[int], list[int], list[set[str]]]:
     """Return the FLOPs of every stage and of every head, and the operations without a formula in both."""
     stages, heads, unknown = [], [], []
     for stage, head in zip(model.stages, model.heads, strict=True):
-        with FlopCounter() as in_stage:
-            carried = advance(_eager(stage), carried)
+        with FlopCounter() as in_stage:  # modules from before torch.compile
+            carried = advance(getattr(stage, "_orig_mod", stage), carried)
         with FlopCounter() as in_head:
-            read(_eager(head), carried)
+            read(getattr(head, "_orig_mod", head), carried)
         stages.append(in_stage.flops)
         heads.append(in_head.flops)
         unknown.append(in_stage.unknown | in_head.unknown)
@@ -188,7 +177,7 @@ def _count(model: MultiExitModel, carried: Carried) -> tuple[list[int], list[int
 
 def _check_counts(model: MultiExitModel, stages: list[int], heads: list[int], unknown: list[set[str]]) -> None:
     """Warn of operations that could not be counted; raise if an exit costs nothing more than the one before it."""
-    for name, operations in zip(model.exits, unknown, strict=True):
+    for name, stage, head, operations in zip(model.exits, stages, heads, unknown, strict=True):
         if operations:
             warnings.warn(
                 f"the way to exit {name!r} runs {', '.join(sorted(operations))}, which has no formula: its FLOPs are"
@@ -196,17 +185,11 @@ def _check_counts(model: MultiExitModel, stages: list[int], heads: list[int], un
                 " unit='ms'",
                 stacklevel=3,
             )
-    for name, stage, head in zip(model.exits, stages, heads, strict=True):
         if stage + head == 0:
             raise BadInput(
                 f"between exit {name!r} and the one before it is nothing that counts as FLOPs:"
                 " leave one of the two out, or measure unit='ms'"
             )
-
-
-def _eager(module: nn.Module) -> nn.Module:
-    """Return the module from before torch.compile."""
-    return getattr(module, "_orig_mod", module)
 
 
 def _metered(model: MultiExitModel, inputs: Carried, warmup: int, seconds: float) -> Costs:
@@ -245,16 +228,16 @@ def _batch(model: MultiExitModel, example: Any, batch_size: int | None) -> Carri
     if batch_size is not None and batch_size < 1:
         raise BadInput(f"batch_size={batch_size}: give at least 1")
     rows = torch.arange(batch_size or len(inputs[0])) % len(inputs[0])
-    resized = (part if len(rows) == len(part) else part[rows.to(part.device)] for part in inputs)
     weights = [*model.parameters(), *model.buffers()]
-    return tuple(_placed(part, weights) for part in resized)
-
-
-def _placed(part: Tensor, weights: list[Tensor]) -> Tensor:
-    """Return a tensor on the device of the weights, unless it holds no data, and in their dtype if both are floats."""
-    device = weights[0].device if weights and not part.is_meta else part.device
-    dtypes = [tensor.dtype for tensor in weights if tensor.is_floating_point()]
-    return part.to(device, dtypes[0] if dtypes and part.is_floating_point() else part.dtype)
+    dtype = next((tensor.dtype for tensor in weights if tensor.is_floating_point()), None)
+    resized = (part if len(rows) == len(part) else part[rows.to(part.device)] for part in inputs)
+    return tuple(
+        part.to(
+            weights[0].device if weights and not part.is_meta else None,  # a meta tensor has no data to move
+            dtype if part.is_floating_point() else None,
+        )
+        for part in resized
+    )
 
 
 def _synchronize(device: torch.device) -> None:
