@@ -248,7 +248,7 @@ def test_one_exit_has_no_overhead():
 def test_milliseconds_are_medians_per_sample_with_their_quartiles():
     timings = time_stages(two_exits(), torch.zeros(4, 16), batch_size=32, repeats=7, warmup=2)
     assert timings.stages.shape == timings.heads.shape == (7, 2)
-    low, median, high = timings.stages_spread()
+    low, median, high = timings.quartiles()
     assert (low <= median).all()
     assert (median <= high).all()
     costs = timings.costs()

@@ -13,7 +13,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from alight.costing.energy import Meter, meter_for
+from alight.costing.energy import meter_for
 from alight.costs import Costs
 from alight.cutting.flops import FlopCounter, without_data
 from alight.cutting.modes import in_mode
@@ -83,20 +83,20 @@ class Timings:
 
     def costs(self) -> Costs:
         """Return medians per sample. They increase from exit to exit, since every stage takes time of its own."""
-        return Costs(self.stages_spread()[1] / self.batch_size, self.heads_spread()[1] / self.batch_size, "ms")
+        _, (stages, heads), _ = self.quartiles()
+        return Costs(stages / self.batch_size, heads / self.batch_size, "ms")
 
-    def stages_spread(self) -> Floats:
-        """Return lower quartile, median and upper quartile of every stage, for one batch."""
-        return np.quantile(self.stages, [0.25, 0.5, 0.75], axis=0)
-
-    def heads_spread(self) -> Floats:
-        """Return lower quartile, median and upper quartile of every head, for one batch."""
-        return np.quantile(self.heads, [0.25, 0.5, 0.75], axis=0)
+    def quartiles(self) -> Floats:
+        """Return lower quartile, median and upper quartile for one batch: (3, 2, exits), stages before heads."""
+        return np.quantile([self.stages, self.heads], [0.25, 0.5, 0.75], axis=1)
 
     def __repr__(self) -> str:
         rows = [f"milliseconds of a batch of {self.batch_size}, median (quartiles) of {len(self.stages)} passes"]
-        spreads = zip(self.exits, self.stages_spread().T, self.heads_spread().T, strict=True)
-        rows += [f"{name}: stage {_spread(stage)}, head {_spread(head)}" for name, stage, head in spreads]
+        quartiles = self.quartiles()
+        rows += [
+            f"{name}: stage {_spread(quartiles[:, 0, index])}, head {_spread(quartiles[:, 1, index])}"
+            for index, name in enumerate(self.exits)
+        ]
         return "\n".join([*rows, f"heads before the last: {head_overhead(self.costs()):.2%} of the full network"])
 
 
@@ -195,7 +195,19 @@ def _check_counts(model: MultiExitModel, stages: list[int], heads: list[int], un
 def _metered(model: MultiExitModel, inputs: Carried, warmup: int, seconds: float) -> Costs:
     """Meter joules per sample: every part runs for some seconds on the same features; idle power is included."""
     device, samples = inputs[0].device, len(inputs[0])
-    joules = partial(_joules, meter_for(device), device, seconds)
+    meter = meter_for(device)
+
+    def joules(run: Callable[[], object]) -> float:
+        """Return the joules of one run, from as many as fit into these seconds."""
+        _synchronize(device)
+        before, start, runs = meter.joules(), time.perf_counter(), 0
+        while time.perf_counter() - start < seconds:
+            for _ in range(BETWEEN_SYNCS):
+                run()
+            _synchronize(device)
+            runs += BETWEEN_SYNCS
+        return (meter.joules() - before) / runs
+
     for _ in range(warmup):
         model(inputs)
     stages, heads, carried = [], [], inputs
@@ -206,18 +218,6 @@ def _metered(model: MultiExitModel, inputs: Carried, warmup: int, seconds: float
     if min(stages) <= 0:
         raise BadInput(f"the energy meter did not move within {seconds:g} s: give more seconds")
     return Costs(np.array(stages) / samples, np.array(heads) / samples, "J")
-
-
-def _joules(meter: Meter, device: torch.device, seconds: float, run: Callable[[], object]) -> float:
-    """Return the joules of one run, from as many as fit into these seconds."""
-    _synchronize(device)
-    before, start, runs = meter.joules(), time.perf_counter(), 0
-    while time.perf_counter() - start < seconds:
-        for _ in range(BETWEEN_SYNCS):
-            run()
-        _synchronize(device)
-        runs += BETWEEN_SYNCS
-    return (meter.joules() - before) / runs
 
 
 def _batch(model: MultiExitModel, example: Any, batch_size: int | None) -> Carried:

@@ -190,40 +190,28 @@ def _model(
     constants: Mapping[str, Tensor],
     head: HeadFactory | Sequence[HeadFactory] | None,
 ) -> MultiExitModel:
-    """Return the network with its stages and heads, with whatever weights."""
-    recipe = config["recipe"]
-    saved = config["normalisation"]
+    """Return the network with its stages and heads, of the saved graphs or cut again, with whatever weights."""
+    recipe, saved = config["recipe"], config["normalisation"]
     normalisation = Normalisation(tuple(saved["mean"]), tuple(saved["std"])) if saved else None
     if isinstance(network, MultiExitModel):
         network.normalisation = normalisation or network.normalisation
         return network
-    described = recipe.get("example")
+    described, after = recipe.get("example"), recipe.get("after", ())
     example = random_example(described, torch.Generator().manual_seed(0)) if described else None
     if recipe["source"] == "cascade":
         return cascade([*network], config["exits"], example)
-    stages, heads = _stages_and_heads(config, network, constants, example)
-    return MultiExitModel(
-        stages,
-        heads or [*_heads(config["heads"][:-1], recipe["features"], head), nn.Identity()],
-        config["exits"],
-        config["input_names"],
-        normalisation=normalisation,
-    )
-
-
-def _stages_and_heads(
-    config: Mapping[str, Any], network: nn.Module, constants: Mapping[str, Tensor], example: Any
-) -> tuple[list[nn.Module], list[nn.Module]]:
-    """Return the stages of the saved graphs, or the network cut again; and heads if the network has its own."""
-    recipe, graph = config["recipe"], config["graph"]
-    has_heads = recipe["source"] == "outputs"
-    if graph is None:
-        return split_outputs(network, example) if has_heads else (cut(network, recipe["after"], example), [])
-    modules = stages_from_data(network, graph, constants, recipe.get("after", ()), example)
-    if not has_heads:
-        return modules, []
-    stages = modules[: len(config["exits"])]
-    return stages, [*map(as_head, modules[len(stages) :]), nn.Identity()]
+    is_split, graph = recipe["source"] == "outputs", config["graph"]
+    if graph is not None:
+        stages = stages_from_data(network, graph, constants, after, example)
+        own = stages[len(config["exits"]) :]  # the network's own heads but the last
+        stages, heads = stages[: len(config["exits"])], [*map(as_head, own), nn.Identity()]
+    elif is_split:
+        stages, heads = split_outputs(network, example)
+    else:
+        stages = cut(network, after, example)
+    if not is_split:
+        heads = [*_heads(config["heads"][:-1], recipe["features"], head), nn.Identity()]
+    return MultiExitModel(stages, heads, config["exits"], config["input_names"], normalisation=normalisation)
 
 
 def _heads(

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from math import cos, pi
 from typing import Any
 
@@ -98,12 +98,9 @@ class TrainingSettings:
             raise BadInput(f"{len(weights)} loss weights for {num_exits} exits: give one per exit")
         first = self.epochs // 2 if self.backbone_epochs is None else self.backbone_epochs
         rate = OPTIMIZERS[self.optimizer] if self.learning_rate is None else self.learning_rate
-        filled_in = {
-            "backbone_epochs": first if self.mode == "mixed" else 0,
-            "learning_rate": rate,
-            "loss_weights": weights,
-        }
-        return ResolvedSettings(**{each.name: getattr(self, each.name) for each in fields(self)} | filled_in)
+        first = first if self.mode == "mixed" else 0
+        filled_in = {"backbone_epochs": first, "learning_rate": rate, "loss_weights": weights}
+        return ResolvedSettings(**asdict(self) | filled_in)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,7 +7,7 @@ the state before it: a training that was stopped resumes as if it had not been.
 import json
 import random
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -229,7 +229,12 @@ class _Training:
         for step, batch in enumerate(batches(self.loader, self.model.input_spec, f"epoch {epoch + 1}")):
             weight = self.loader.next_weight()
             running.set_learning_rate(epoch, step)
-            losses, logits, labels = running.losses(batch)
+            if batch.labels is None and (self.settings.mode != "frozen" or self.settings.distill == 0):
+                raise BadInput(
+                    "the loader gives no labels: let a batch be (inputs, labels) or a dict with 'labels',"
+                    " or distil from the last exit of a frozen backbone (mode='frozen', distill=1.0)"
+                )
+            losses, logits, labels = self._losses(batch, running.logits, self.settings.distill)
             unchecked[step] = {index: loss.detach().mean() for index, loss in losses.items()}
             if self.device.type == "cpu" or len(unchecked) == CHECK_EVERY:
                 self._check_finite(unchecked, epoch)
@@ -277,32 +282,27 @@ class _Training:
         metrics = RunningMetrics(self.model.num_exits, self.device)
         for batch in batches(loader, self.model.input_spec, "validation"):
             weight = loader.next_weight()
-            placed = self.place(batch)
-            with self.autocast():
-                logits = self.model(placed.inputs)
-            self.check(batch, logits)
-            losses = exit_losses(logits, placed.labels, temperature=self.settings.temperature)
+            losses, logits, labels = self._losses(batch, lambda inputs: dict(enumerate(self.model(inputs))))
             if weight:
-                metrics.add(dict(enumerate(losses)), dict(enumerate(logits)), placed.labels)
+                metrics.add(losses, logits, labels)
         return metrics.means(self.processes)
 
-    def place(self, batch: Batch) -> Batch:
-        """Return the batch on the device of the network, in its memory layout."""
-        return batch.to(self.device, self.settings.uses_channels_last(self.device))
-
-    def autocast(self) -> torch.autocast:
-        """Return the context in which the network runs in the precision of the settings."""
+    def _losses(
+        self, batch: Batch, forward: Callable[[Any], dict[int, Tensor]], distill: float = 0.0
+    ) -> tuple[dict[int, Tensor], dict[int, Tensor], Tensor | None]:
+        """Return by exit the loss of every sample and the logits, which `forward` gives; and the labels."""
+        placed = batch.to(self.device, self.settings.uses_channels_last(self.device))
         dtype = PRECISIONS[self.settings.amp]
-        return torch.autocast(self.device.type, dtype=dtype, enabled=dtype is not None)
-
-    def check(self, batch: Batch, logits: Sequence[Tensor]) -> None:
-        """Check that the labels of a batch, before it was placed, are classes of every head."""
-        sizes = [each.shape[-1] for each in logits]
+        with torch.autocast(self.device.type, dtype=dtype, enabled=dtype is not None):
+            logits = forward(placed.inputs)
+        sizes = [each.shape[-1] for each in logits.values()]
         if len(set(sizes)) > 1:
             raise BadInput(f"the exits' logits have {sizes} classes: attach heads with as many as the network has")
         self.num_classes = sizes[0]
         if not (getattr(batch.labels, "is_cuda", False) and self.history):  # after an epoch, do not wait
             batch.check(self.num_classes)
+        losses = exit_losses([*logits.values()], placed.labels, distill=distill, temperature=self.settings.temperature)
+        return dict(zip(logits, losses, strict=True)), logits, placed.labels
 
 
 class _RunningPhase:
@@ -337,25 +337,14 @@ class _RunningPhase:
         for group in self.optimizer.param_groups:
             group["lr"] = self.settings.learning_rate * learning_rate_factor(self.settings.schedule, done)
 
-    def losses(self, batch: Batch) -> tuple[dict[int, Tensor], dict[int, Tensor], Tensor | None]:
-        """Return by exit the loss of every sample and the logits; and the labels."""
-        settings, model = self.settings, self.training.model
-        if batch.labels is None and (settings.mode != "frozen" or settings.distill == 0):
-            raise BadInput(
-                "the loader gives no labels: let a batch be (inputs, labels) or a dict with 'labels',"
-                " or distil from the last exit of a frozen backbone (mode='frozen', distill=1.0)"
-            )
-        placed = self.training.place(batch)
-        with self.training.autocast():
-            inputs: Any = model.admit(placed.inputs)
-            if self.phase.frozen:
-                with torch.no_grad():
-                    inputs = model.carried_past_exits(inputs)
-            logits = self.forward(inputs)
-        by_exit = [*logits.values()]
-        self.training.check(batch, by_exit)
-        losses = exit_losses(by_exit, placed.labels, distill=settings.distill, temperature=settings.temperature)
-        return dict(zip(logits, losses, strict=True)), logits, placed.labels
+    def logits(self, inputs: Any) -> dict[int, Tensor]:
+        """Return the logits by exit; the stages of a frozen backbone run without gradient."""
+        model = self.training.model
+        if not self.phase.frozen:
+            return self.forward(model.admit(inputs))
+        with torch.no_grad():
+            features = model.carried_past_exits(inputs)
+        return self.forward(features)
 
     def step(self, losses: Mapping[int, Tensor], weight: float) -> None:
         """Take an optimizer step on the weighted sum of the exits' mean losses."""
