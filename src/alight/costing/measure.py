@@ -228,16 +228,16 @@ def _batch(model: MultiExitModel, example: Any, batch_size: int | None) -> Carri
     if batch_size is not None and batch_size < 1:
         raise BadInput(f"batch_size={batch_size}: give at least 1")
     rows = torch.arange(batch_size or len(inputs[0])) % len(inputs[0])
-    weights = [*model.parameters(), *model.buffers()]
-    dtype = next((tensor.dtype for tensor in weights if tensor.is_floating_point()), None)
     resized = (part if len(rows) == len(part) else part[rows.to(part.device)] for part in inputs)
-    return tuple(
-        part.to(
-            weights[0].device if weights and not part.is_meta else None,  # a meta tensor has no data to move
-            dtype if part.is_floating_point() else None,
-        )
-        for part in resized
-    )
+    weights = [*model.parameters(), *model.buffers()]
+    return tuple(_placed(part, weights) for part in resized)
+
+
+def _placed(part: Tensor, weights: list[Tensor]) -> Tensor:
+    """Return a tensor on the device of the weights, unless it holds no data, and in their dtype if both are floats."""
+    device = weights[0].device if weights and not part.is_meta else None
+    dtype = next((tensor.dtype for tensor in weights if tensor.is_floating_point()), None)
+    return part.to(device, dtype if part.is_floating_point() else None)
 
 
 def _synchronize(device: torch.device) -> None:

@@ -196,7 +196,8 @@ def build_network(recipe: Mapping[str, Any]) -> nn.Module:
     if source == "zoo":
         if name not in ZOO:
             raise BadInput(f"this alight has no network {name!r}")
-        return BACKBONES.get(name, ZOO[name])(recipe["num_classes"], **arguments)
+        classes = recipe["num_classes"]
+        return BACKBONES[name](classes) if name in BACKBONES else ZOO[name](classes, **arguments)
     if refused := [key for key in arguments if _is_refused(key)]:
         raise BadInput(f"its recipe asks for {refused[0]!r}, which could fetch something: only settings are taken")
     return BUILDERS[source](name, **arguments)

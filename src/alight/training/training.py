@@ -414,7 +414,9 @@ def _state_restored(model: MultiExitModel, device: torch.device, channels_last: 
     python, numpy = random.getstate(), np.random.get_state()  # noqa: NPY002 (augmentations may use it)
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         try:
-            model.to(device, memory_format=torch.channels_last if channels_last else torch.preserve_format)
+            model.to(device)
+            if channels_last:
+                model.to(memory_format=torch.channels_last)
             yield
         finally:
             random.setstate(python)
