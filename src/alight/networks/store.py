@@ -201,16 +201,13 @@ def _model(
     if recipe["source"] == "cascade":
         return cascade([*network], config["exits"], example)
     is_split, graph = recipe["source"] == "outputs", config["graph"]
-    if graph is not None:
-        stages = stages_from_data(network, graph, constants, after, example)
-        own = stages[len(config["exits"]) :]  # the network's own heads but the last
-        stages, heads = stages[: len(config["exits"])], [*map(as_head, own), nn.Identity()]
-    elif is_split:
-        stages, heads = split_outputs(network, example)
+    if graph is None:
+        stages, heads = split_outputs(network, example) if is_split else (cut(network, after, example), [])
     else:
-        stages = cut(network, after, example)
-    if not is_split:
-        heads = [*_heads(config["heads"][:-1], recipe["features"], head), nn.Identity()]
+        stages, heads, count = stages_from_data(network, graph, constants, after, example), [], len(config["exits"])
+        if is_split:  # behind the stages are the network's own heads, but for the last, which does nothing
+            stages, heads = stages[:count], [*map(as_head, stages[count:]), nn.Identity()]
+    heads = heads or [*_heads(config["heads"][:-1], recipe["features"], head), nn.Identity()]
     return MultiExitModel(stages, heads, config["exits"], config["input_names"], normalisation=normalisation)
 
 
