@@ -15,11 +15,10 @@ from torch import nn
 from alight.costing.measure import head_overhead, measure_costs
 from alight.costs import Costs
 from alight.files import write_rows
+from alight.networks.architectures import ConvNeXt, ResNet
 from alight.networks.heads import make_head
-from alight.networks.multi_exit import MultiExitModel, head_settings
+from alight.networks.multi_exit import MultiExitModel, structure
 from alight.networks.zoo import convnext_tiny, resnet18_cifar
-from alight.networks.zoo.convnext import ConvNeXt
-from alight.networks.zoo.resnet import ResNet
 from alight.provenance import provenance
 
 RESULTS = Path(__file__).parent.parent / "results" / "head_overhead.csv"
@@ -79,7 +78,7 @@ def costs_by_head(network: Network, backbone: nn.Module) -> dict[str, Costs]:
 
 def _with_heads(model: MultiExitModel, kind: str, classes: int) -> MultiExitModel:
     """Return the same stages with heads of this kind, whose weights need no memory: some have two billion."""
-    shapes = [head_settings(head)["shape"] for head in model.heads[:-1]]
+    shapes = [head["shape"] for head in structure(model)["heads"][:-1]]
     with torch.device("meta"):
         heads = [make_head(kind, shape, classes) for shape in shapes]
     return MultiExitModel([*model.stages], [*heads, nn.Identity()], model.exits)

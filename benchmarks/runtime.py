@@ -59,7 +59,7 @@ def network(name: str) -> tuple[nn.Module, Any]:
         full = AutoModelForSequenceClassification.from_pretrained(weights, num_labels=77)
         return full.eval(), {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
     if name == "resnet18_cifar":
-        from alight.networks.zoo.resnet import ResNet
+        from alight.networks.architectures import ResNet
 
         return ResNet(num_classes=100).eval(), torch.randn(1, 3, 32, 32)
     import timm

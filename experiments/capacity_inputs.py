@@ -56,10 +56,10 @@ def share_rows(batch_size: int = 16) -> list[Row]:
 def stage_rows(timings: Sequence[Timings]) -> Iterator[Row]:
     """Yield every stage and head at every size."""
     for timed in timings:
-        stages, heads = timed.stages_spread(), timed.heads_spread()
+        quartiles = timed.quartiles()
         for index, name in enumerate(timed.exits):
             row: Row = {"network": NETWORK, "batch_size": timed.batch_size, "exit": name}
-            for part, spread in (("stage", stages), ("head", heads)):
+            for part, spread in (("stage", quartiles[:, 0]), ("head", quartiles[:, 1])):
                 low, middle, high = spread[:, index].tolist()
                 row |= {f"{part}_ms": middle, f"{part}_ms_low": low, f"{part}_ms_high": high}
             yield row

@@ -37,9 +37,8 @@ from alight import (
     train_heads,
 )
 from alight.files import write_text
+from alight.networks.architectures import ConvNeXt, ResNet
 from alight.networks.zoo import CIFAR, convnext_cifar, msdnet_cifar, resnet18_cifar
-from alight.networks.zoo.convnext import ConvNeXt
-from alight.networks.zoo.resnet import ResNet
 from alight.provenance import provenance
 from alight.training.metrics import History
 

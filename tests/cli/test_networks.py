@@ -17,7 +17,7 @@ from alight import Costs, HeadOutputs, load_policy, replay
 from alight.costing.measure import measure_costs
 from alight.networks.store import fingerprint, load_model
 from alight.planning import timing
-from alight.training.checkpoints import Checkpoint
+from alight.training.training import Checkpoint
 
 
 @pytest.fixture

@@ -16,10 +16,9 @@ from alight.costing.measure import head_overhead, measure_costs, time_stages
 from alight.costs import Costs
 from alight.cutting.flops import count_flops
 from alight.errors import BadInput
+from alight.networks.architectures import ConvNeXt, ResNet
 from alight.networks.multi_exit import MultiExitModel
 from alight.networks.zoo import convnext_cifar, msdnet_cifar, resnet18_cifar
-from alight.networks.zoo.convnext import ConvNeXt
-from alight.networks.zoo.resnet import ResNet
 
 ROOT = Path(__file__).parent.parent.parent
 FVCORE_RESNET18 = 556_705_792  # multiply-adds by fvcore 0.1.5 of ResNet-18 at 32 x 32: benchmarks/count_flops.py
@@ -249,7 +248,7 @@ def test_one_exit_has_no_overhead():
 def test_milliseconds_are_medians_per_sample_with_their_quartiles():
     timings = time_stages(two_exits(), torch.zeros(4, 16), batch_size=32, repeats=7, warmup=2)
     assert timings.stages.shape == timings.heads.shape == (7, 2)
-    low, median, high = timings.stages_spread()
+    low, median, high = timings.quartiles()
     assert (low <= median).all()
     assert (median <= high).all()
     costs = timings.costs()

@@ -13,10 +13,9 @@ import pytest
 import torch
 
 from alight import Costs, HeadOutputs, fingerprint, measure_costs, record
+from alight.networks.architectures import ConvNeXt, ResNet
 from alight.networks.zoo import CIFAR, msdnet_cifar
-from alight.networks.zoo.convnext import ConvNeXt
-from alight.networks.zoo.resnet import ResNet
-from alight.training.checkpoints import Checkpoint
+from alight.training.training import Checkpoint
 
 EXPERIMENTS = Path(__file__).parent.parent.parent / "experiments"
 CPU = torch.device("cpu")

@@ -5,7 +5,6 @@ import torch
 from alight.costing.measure import measure_costs
 from alight.errors import BadInput
 from alight.networks.zoo import msdnet_cifar, msdnet_imagenet
-from alight.networks.zoo.msdnet import MSDNetSettings
 
 # Cumulative million multiply-adds, heads included, and million weights, counted on the authors' released code.
 REFERENCE = {
@@ -56,13 +55,6 @@ def test_what_is_carried_can_be_compacted_by_sample():
         torch.testing.assert_close(model.heads[1](some[0]), model(images)[1][kept])
 
 
-def test_blocks_may_grow():
-    settings = MSDNetSettings(4, 3, 2, 16, 6, (1, 2, 4), growing=True)
-    assert settings.layers_per_block == (3, 1, 3, 5)
-
-
 def test_bad_settings_are_refused():
     with pytest.raises(BadInput, match="at least 1"):
-        MSDNetSettings(0, 4, 2, 16, 6, (1, 2, 4))
-    with pytest.raises(BadInput, match="reduction"):
-        MSDNetSettings(1, 4, 2, 16, 6, (1, 2, 4), reduction=0.0)
+        msdnet_cifar(blocks=0)

@@ -3,11 +3,10 @@ import torch
 
 from alight.costing.measure import head_overhead, measure_costs
 from alight.errors import BadInput
+from alight.networks.architectures import ConvNeXt, DropPath, ResNet
 from alight.networks.attach import attach_heads
 from alight.networks.store import load_model, save_model
 from alight.networks.zoo import DIGITS, ZOO, convnext_cifar, convnext_tiny, resnet18_cifar, resnet_digits
-from alight.networks.zoo.convnext import ConvNeXt, DropPath
-from alight.networks.zoo.resnet import ResNet
 
 
 @pytest.mark.parametrize(("name", "exits"), [("resnet18_cifar", 8), ("convnext_cifar", 12), ("msdnet_cifar", 7)])

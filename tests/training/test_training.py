@@ -21,11 +21,9 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from alight.errors import BadFile, BadInput, Diverged, Mismatch
 from alight.networks.multi_exit import MultiExitModel
-from alight.training.checkpoints import Checkpoint
-from alight.training.losses import exit_losses, rescale_gradients
-from alight.training.metrics import History
-from alight.training.settings import TrainingSettings, learning_rate_factor
-from alight.training.training import train_heads
+from alight.training.metrics import History, exit_losses
+from alight.training.settings import TrainingSettings, learning_rate_factor, rescale_gradients
+from alight.training.training import Checkpoint, train_heads
 
 FEW = 256  # samples, for tests that need not learn
 
@@ -289,7 +287,7 @@ def test_a_full_disk_keeps_the_old_checkpoint(tmp_path, monkeypatch):
     def full(*_):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr("alight.training.checkpoints.os.fsync", full)
+    monkeypatch.setattr("alight.files.os.fsync", full)
     with pytest.raises(OSError, match="the previous checkpoint is kept") as error:
         quick(network(), checkpoint=path, epochs=2, schedule=None)
     assert error.value.errno == errno.ENOSPC
@@ -319,7 +317,7 @@ def test_a_kill_while_saving_keeps_the_old_checkpoint(tmp_path):
     path = tmp_path / "last"
     code = """
         import os, signal
-        from alight.training import checkpoints
+        from alight import files
         from alight.training.settings import TrainingSettings
         from alight.training.training import train_heads
         from digits import loader, network
@@ -329,7 +327,7 @@ def test_a_kill_while_saving_keeps_the_old_checkpoint(tmp_path):
             saves.append(1)
             if len(saves) == 2:
                 os.kill(os.getpid(), signal.SIGKILL)  # the second one lies half-way between memory and its place
-        checkpoints.os.fsync = flushed
+        files.os.fsync = flushed
         settings = TrainingSettings(mode="joint", epochs=3)
         train_heads(network(), loader(256), settings, checkpoint=sys.argv[1], progress=False)
     """

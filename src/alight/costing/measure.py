@@ -5,6 +5,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from alight.costing.energy import Meter, meter_for
+from alight.costing.energy import meter_for
 from alight.costs import Costs
 from alight.cutting.flops import FlopCounter, without_data
 from alight.cutting.modes import in_mode
@@ -82,20 +83,20 @@ class Timings:
 
     def costs(self) -> Costs:
         """Return medians per sample. They increase from exit to exit, since every stage takes time of its own."""
-        return Costs(self.stages_spread()[1] / self.batch_size, self.heads_spread()[1] / self.batch_size, "ms")
+        _, (stages, heads), _ = self.quartiles()
+        return Costs(stages / self.batch_size, heads / self.batch_size, "ms")
 
-    def stages_spread(self) -> Floats:
-        """Return lower quartile, median and upper quartile of every stage, for one batch."""
-        return np.quantile(self.stages, [0.25, 0.5, 0.75], axis=0)
-
-    def heads_spread(self) -> Floats:
-        """Return lower quartile, median and upper quartile of every head, for one batch."""
-        return np.quantile(self.heads, [0.25, 0.5, 0.75], axis=0)
+    def quartiles(self) -> Floats:
+        """Return lower quartile, median and upper quartile for one batch: (3, 2, exits), stages before heads."""
+        return np.quantile([self.stages, self.heads], [0.25, 0.5, 0.75], axis=1)
 
     def __repr__(self) -> str:
         rows = [f"milliseconds of a batch of {self.batch_size}, median (quartiles) of {len(self.stages)} passes"]
-        spreads = zip(self.exits, self.stages_spread().T, self.heads_spread().T, strict=True)
-        rows += [f"{name}: stage {_spread(stage)}, head {_spread(head)}" for name, stage, head in spreads]
+        quartiles = self.quartiles()
+        rows += [
+            f"{name}: stage {_spread(quartiles[:, 0, index])}, head {_spread(quartiles[:, 1, index])}"
+            for index, name in enumerate(self.exits)
+        ]
         return "\n".join([*rows, f"heads before the last: {head_overhead(self.costs()):.2%} of the full network"])
 
 
@@ -137,49 +138,37 @@ def time_stages(
 
 def _timed_pass(model: MultiExitModel, carried: Carried) -> list[float]:
     """Return the milliseconds of stage, head, stage, head, ..."""
-    clock = _Clock(carried[0].device)
-    clock.mark()
+    device = carried[0].device
+    moments = [_now(device)]
     for stage, head in zip(model.stages, model.heads, strict=True):
         carried = advance(stage, carried)
-        clock.mark()
+        moments.append(_now(device))
         read(head, carried)
-        clock.mark()
-    return clock.milliseconds()
+        moments.append(_now(device))
+    _synchronize(device)
+    if device.type == "cuda":
+        return [before.elapsed_time(after) for before, after in pairwise(moments)]
+    return [1e3 * (after - before) for before, after in pairwise(moments)]
 
 
-class _Clock:
-    """Marks in time: events in the stream of a GPU, or the wall clock once all work is done."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.marks: list[Any] = []
-
-    def mark(self) -> None:
-        if self.device.type == "cuda":
-            event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-            event.record(torch.cuda.current_stream(self.device))
-            self.marks.append(event)
-        else:
-            _synchronize(self.device)
-            self.marks.append(time.perf_counter())
-
-    def milliseconds(self) -> list[float]:
-        """Return the time between each mark and the next."""
-        _synchronize(self.device)
-        pairs = zip(self.marks[:-1], self.marks[1:], strict=True)
-        if self.device.type == "cuda":
-            return [before.elapsed_time(after) for before, after in pairs]
-        return [1e3 * (after - before) for before, after in pairs]
+def _now(device: torch.device) -> Any:
+    """Return this moment: an event in the stream of a GPU, or the wall clock once all work is done."""
+    if device.type == "cuda":
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(device))
+        return event
+    _synchronize(device)
+    return time.perf_counter()
 
 
 def _count(model: MultiExitModel, carried: Carried) -> tuple[list[int], list[int], list[set[str]]]:
     """Return the FLOPs of every stage and of every head, and the operations without a formula in both."""
     stages, heads, unknown = [], [], []
     for stage, head in zip(model.stages, model.heads, strict=True):
-        with FlopCounter() as in_stage:
-            carried = advance(_eager(stage), carried)
+        with FlopCounter() as in_stage:  # modules from before torch.compile
+            carried = advance(getattr(stage, "_orig_mod", stage), carried)
         with FlopCounter() as in_head:
-            read(_eager(head), carried)
+            read(getattr(head, "_orig_mod", head), carried)
         stages.append(in_stage.flops)
         heads.append(in_head.flops)
         unknown.append(in_stage.unknown | in_head.unknown)
@@ -188,7 +177,7 @@ def _count(model: MultiExitModel, carried: Carried) -> tuple[list[int], list[int
 
 def _check_counts(model: MultiExitModel, stages: list[int], heads: list[int], unknown: list[set[str]]) -> None:
     """Warn of operations that could not be counted; raise if an exit costs nothing more than the one before it."""
-    for name, operations in zip(model.exits, unknown, strict=True):
+    for name, stage, head, operations in zip(model.exits, stages, heads, unknown, strict=True):
         if operations:
             warnings.warn(
                 f"the way to exit {name!r} runs {', '.join(sorted(operations))}, which has no formula: its FLOPs are"
@@ -196,7 +185,6 @@ def _check_counts(model: MultiExitModel, stages: list[int], heads: list[int], un
                 " unit='ms'",
                 stacklevel=3,
             )
-    for name, stage, head in zip(model.exits, stages, heads, strict=True):
         if stage + head == 0:
             raise BadInput(
                 f"between exit {name!r} and the one before it is nothing that counts as FLOPs:"
@@ -204,15 +192,22 @@ def _check_counts(model: MultiExitModel, stages: list[int], heads: list[int], un
             )
 
 
-def _eager(module: nn.Module) -> nn.Module:
-    """Return the module from before torch.compile."""
-    return getattr(module, "_orig_mod", module)
-
-
 def _metered(model: MultiExitModel, inputs: Carried, warmup: int, seconds: float) -> Costs:
     """Meter joules per sample: every part runs for some seconds on the same features; idle power is included."""
     device, samples = inputs[0].device, len(inputs[0])
-    joules = partial(_joules, meter_for(device), device, seconds)
+    meter = meter_for(device)
+
+    def joules(run: Callable[[], object]) -> float:
+        """Return the joules of one run, from as many as fit into these seconds."""
+        _synchronize(device)
+        before, start, runs = meter.joules(), time.perf_counter(), 0
+        while time.perf_counter() - start < seconds:
+            for _ in range(BETWEEN_SYNCS):
+                run()
+            _synchronize(device)
+            runs += BETWEEN_SYNCS
+        return (meter.joules() - before) / runs
+
     for _ in range(warmup):
         model(inputs)
     stages, heads, carried = [], [], inputs
@@ -223,18 +218,6 @@ def _metered(model: MultiExitModel, inputs: Carried, warmup: int, seconds: float
     if min(stages) <= 0:
         raise BadInput(f"the energy meter did not move within {seconds:g} s: give more seconds")
     return Costs(np.array(stages) / samples, np.array(heads) / samples, "J")
-
-
-def _joules(meter: Meter, device: torch.device, seconds: float, run: Callable[[], object]) -> float:
-    """Return the joules of one run, from as many as fit into these seconds."""
-    _synchronize(device)
-    before, start, runs = meter.joules(), time.perf_counter(), 0
-    while time.perf_counter() - start < seconds:
-        for _ in range(BETWEEN_SYNCS):
-            run()
-        _synchronize(device)
-        runs += BETWEEN_SYNCS
-    return (meter.joules() - before) / runs
 
 
 def _batch(model: MultiExitModel, example: Any, batch_size: int | None) -> Carried:
@@ -252,9 +235,9 @@ def _batch(model: MultiExitModel, example: Any, batch_size: int | None) -> Carri
 
 def _placed(part: Tensor, weights: list[Tensor]) -> Tensor:
     """Return a tensor on the device of the weights, unless it holds no data, and in their dtype if both are floats."""
-    device = weights[0].device if weights and not part.is_meta else part.device
-    dtypes = [tensor.dtype for tensor in weights if tensor.is_floating_point()]
-    return part.to(device, dtypes[0] if dtypes and part.is_floating_point() else part.dtype)
+    device = weights[0].device if weights and not part.is_meta else None
+    dtype = next((tensor.dtype for tensor in weights if tensor.is_floating_point()), None)
+    return part.to(device, dtype if part.is_floating_point() else None)
 
 
 def _synchronize(device: torch.device) -> None:

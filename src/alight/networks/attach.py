@@ -9,18 +9,10 @@ from alight.cutting.cut import cut
 from alight.cutting.modes import in_mode
 from alight.cutting.multi_output import split_outputs
 from alight.cutting.placement import cut_evenly
+from alight.data.tokens import MASK
 from alight.errors import BadInput
 from alight.networks.heads import HEADS, HeadChoice, HeadFactory, TokenHead, are_channels_last, make_head
-from alight.networks.multi_exit import (
-    MASK,
-    Carried,
-    MultiExitModel,
-    Normalisation,
-    advance,
-    describe,
-    input_names,
-    read,
-)
+from alight.networks.multi_exit import Carried, MultiExitModel, Normalisation, describe, input_names, read
 
 EXITS = 3  # that "auto" places before the end: heads cost where they save nothing, and `plan` can only close exits
 END = "end"  # the name of the last exit, the network's own classifier
@@ -61,7 +53,7 @@ def attach_heads(
         model = MultiExitModel(
             stages, [nn.Identity() for _ in stages], [*names, END], input_names(example), classes=classes
         )
-        carried = _carried_past_exits(model, example)
+        carried = model.carried_past_exits(example)
     model.num_classes = _checked_classes(carried[-1][0], num_classes, classes)
     for index, (kind, features) in enumerate(zip(_per_exit(head, len(names)), carried[:-1], strict=True)):
         model.heads[index] = _fitted(kind, features, model.num_classes, example, names[index])
@@ -96,7 +88,8 @@ def from_outputs(network: nn.Module, example: Any, exits: Sequence[str] = ()) ->
     model = MultiExitModel(
         stages, heads, exits, input_names(example), recipe={"source": "outputs", "example": describe(example)}
     )
-    shapes = [tuple(logits.shape[1:]) for logits in model.try_out(example)]
+    with in_mode(model, training=False):
+        shapes = [tuple(logits.shape[1:]) for logits in model(example)]
     if len(set(shapes)) > 1 or len(shapes[0]) != 1:
         raise BadInput(f"the outputs have shapes {shapes} per sample: every exit must give one logit per class")
     model.num_classes = shapes[0][0]
@@ -109,15 +102,6 @@ def _per_exit(head: HeadChoice, exits: int) -> list[str | HeadFactory]:
     if len(head) != exits:
         raise BadInput(f"{len(head)} heads for {exits} exits before the end: give one per exit, or one for all")
     return list(head)
-
-
-def _carried_past_exits(model: MultiExitModel, example: Any) -> list[Carried]:
-    """Return what is carried past each exit."""
-    carried, every = model.admit(example), []
-    for stage in model.stages:
-        carried = advance(stage, carried)
-        every.append(carried)
-    return every
 
 
 def _checked_classes(logits: Tensor, num_classes: int | None, classes: Sequence[str]) -> int:
@@ -137,7 +121,7 @@ def _checked_classes(logits: Tensor, num_classes: int | None, classes: Sequence[
 
 def _fitted(kind: str | HeadFactory, carried: Carried, num_classes: int, example: Any, name: str) -> nn.Module:
     """Return a head for what is carried past this exit, on its device and in its dtype."""
-    features = carried[0]
+    features, masked = carried[0], _has_mask(carried)
     if not features.is_floating_point() or features.ndim < 2:
         raise BadInput(
             f"the output of {name!r} is {features.dtype} of shape {tuple(features.shape)}, without features for a head:"
@@ -145,12 +129,10 @@ def _fitted(kind: str | HeadFactory, carried: Carried, num_classes: int, example
         )
     shape = tuple(features.shape[1:])
     image = tuple(example.shape[1:]) if isinstance(example, Tensor) else ()
-    masked = _has_mask(carried)
     if isinstance(example, Mapping) and MASK in example and isinstance(kind, str) and features.ndim == 3:
         kind = _without_padding(kind, masked, num_classes)
-    head = make_head(kind, shape, num_classes, channels_last=are_channels_last(shape, image), masked=masked).to(
-        features.device, features.dtype
-    )
+    head = make_head(kind, shape, num_classes, channels_last=are_channels_last(shape, image), masked=masked)
+    head.to(features.device, features.dtype)
     with in_mode(head, training=False):
         logits = read(head, carried)
     if tuple(logits.shape) != (len(features), num_classes):
@@ -188,10 +170,11 @@ def cascade(models: Sequence[nn.Module], exits: Sequence[str] = (), example: Any
     [(5, 3), (5, 3)]
     """
     names = input_names(example)
-    stages = [CascadeStage(network, first=index == 0, input_names=names) for index, network in enumerate(models)]
+    stages = [_CascadeStage(network, first=index == 0, input_names=names) for index, network in enumerate(models)]
     model = MultiExitModel(stages, [nn.Identity() for _ in stages], exits, names, recipe={"source": "cascade"})
     if example is not None:
-        widths = [logits.shape[-1] for logits in model.try_out(example)]
+        with in_mode(model, training=False):
+            widths = [logits.shape[-1] for logits in model(example)]
         if len(set(widths)) > 1:
             raise BadInput(f"the networks give {widths} logits: give networks with the same classes")
         model.num_classes = widths[0]
@@ -199,7 +182,7 @@ def cascade(models: Sequence[nn.Module], exits: Sequence[str] = (), example: Any
     return model
 
 
-class CascadeStage(nn.Module):
+class _CascadeStage(nn.Module):
     """One network of a cascade: returns its logits, then the inputs."""
 
     def __init__(self, network: nn.Module, *, first: bool, input_names: Sequence[str] = ()) -> None:
@@ -207,7 +190,6 @@ class CascadeStage(nn.Module):
         self.network, self.first, self.input_names = network, first, tuple(input_names)
 
     def forward(self, *carried: Tensor) -> Carried:
-        """Return the logits, then the inputs."""
         inputs = carried if self.first else carried[1:]
         if self.input_names:
             output = self.network(**dict(zip(self.input_names, inputs, strict=True)))

@@ -14,8 +14,6 @@ Shape = tuple[int, ...]  # of the features of one sample, without the batch
 HeadFactory = Callable[[Shape], nn.Module]  # makes a head for features of this shape
 HeadChoice = str | HeadFactory | Sequence[str | HeadFactory]  # for all exits, or one per exit
 
-CONV_WIDTH = 128  # channels inside a conv head, as in MSDNet for small images
-SEPARABLE_WIDTH = 512  # channels at most inside a separable head, as many as a ResNet-18 ends with
 SMALL_MAP = 4  # rows and columns at which a separable head takes the average
 
 
@@ -25,9 +23,9 @@ class Head(nn.Module):
     name: str  # under which HEADS has it
     reads_everything = False  # of what is carried, not only the features
 
-    def __init__(self, **settings: Any) -> None:
+    def __init__(self, shape: Shape, num_classes: int, **options: Any) -> None:
         super().__init__()
-        self.settings = settings
+        self.settings = {"shape": list(shape), "num_classes": num_classes, **options}
 
 
 class PooledLinear(Head):
@@ -42,9 +40,9 @@ class PooledLinear(Head):
     name = "pooled_linear"
 
     def __init__(self, shape: Shape, num_classes: int, *, channels_last: bool = False, norm: bool = False) -> None:
-        super().__init__(shape=list(shape), num_classes=num_classes, channels_last=channels_last, norm=norm)
+        super().__init__(shape, num_classes, channels_last=channels_last, norm=norm)
         self.channels_last = channels_last
-        channels = _channels(shape, channels_last)
+        channels = shape[-1 if channels_last else 0]
         self.norm = nn.LayerNorm(channels) if norm else nn.Identity()
         self.linear = nn.Linear(channels, num_classes)
 
@@ -63,7 +61,7 @@ class FlattenLinear(Head):
     name = "flatten_linear"
 
     def __init__(self, shape: Shape, num_classes: int) -> None:
-        super().__init__(shape=list(shape), num_classes=num_classes)
+        super().__init__(shape, num_classes)
         self.linear = nn.Linear(torch.Size(shape).numel(), num_classes)
 
     def forward(self, features: Tensor) -> Tensor:
@@ -72,18 +70,34 @@ class FlattenLinear(Head):
 
 
 class _MapHead(Head):
-    """Convolutions from width to width on a map, the average, and a linear layer."""
+    """Layers of convolutions on a map, the average, and a linear layer."""
 
-    def __init__(self, layer: Callable[[int, int], nn.Module], widths: Sequence[int], **settings: Any) -> None:
-        super().__init__(**settings)
-        self.channels_last = settings["channels_last"]
-        self.convolutions = nn.Sequential(*(layer(*pair) for pair in pairwise(widths)))
-        self.linear = nn.Linear(widths[-1], settings["num_classes"])
+    default_width: int
+
+    def __init__(
+        self, shape: Shape, num_classes: int, *, channels_last: bool = False, width: int | None = None
+    ) -> None:
+        width = self.default_width if width is None else width
+        super().__init__(shape, num_classes, channels_last=channels_last, width=width)
+        if len(shape) != 3:
+            raise BadInput(f"features of shape {tuple(shape)} are not a map: use head='pooled_linear' or 'mlp'")
+        self.channels_last = channels_last
+        channels, *size = (shape[-1], *shape[:-1]) if channels_last else shape
+        widths = [channels, *self._widths(channels, max(size), width)]
+        self.convolutions = nn.Sequential(*(self._layer(*pair) for pair in pairwise(widths)))
+        self.linear = nn.Linear(widths[-1], num_classes)
 
     def forward(self, features: Tensor) -> Tensor:
         """Return the logits of (batch, channels, height, width) or, channels last, (batch, height, width, channels)."""
         maps = self.convolutions(features.movedim(-1, 1) if self.channels_last else features)
         return self.linear(maps.mean((2, 3)))
+
+    def _widths(self, channels: int, size: int, width: int) -> list[int]:
+        """Return the channels after each layer."""
+        raise NotImplementedError
+
+    def _layer(self, channels: int, width: int) -> nn.Module:
+        raise NotImplementedError
 
 
 class ConvHead(_MapHead):
@@ -94,12 +108,14 @@ class ConvHead(_MapHead):
     """
 
     name = "conv"
+    default_width = 128  # as in MSDNet for small images
 
-    def __init__(self, shape: Shape, num_classes: int, *, channels_last: bool = False, width: int = CONV_WIDTH) -> None:
-        _check_map(shape)
-        widths = [_channels(shape, channels_last), width, width]
-        settings = {"shape": list(shape), "num_classes": num_classes, "channels_last": channels_last, "width": width}
-        super().__init__(_convolution, widths, **settings)
+    def _widths(self, channels: int, size: int, width: int) -> list[int]:
+        return [width, width]
+
+    def _layer(self, channels: int, width: int) -> nn.Module:
+        convolution = nn.Conv2d(channels, width, 3, stride=2, padding=1, bias=False)
+        return nn.Sequential(convolution, nn.BatchNorm2d(width), nn.ReLU(inplace=True))
 
 
 class SeparableHead(_MapHead):
@@ -113,16 +129,23 @@ class SeparableHead(_MapHead):
     """
 
     name = "separable"
+    default_width = 512  # as many as a ResNet-18 ends with
 
-    def __init__(
-        self, shape: Shape, num_classes: int, *, channels_last: bool = False, width: int = SEPARABLE_WIDTH
-    ) -> None:
-        _check_map(shape)
-        channels, size = _channels(shape, channels_last), max(shape[:-1] if channels_last else shape[1:])
+    def _widths(self, channels: int, size: int, width: int) -> list[int]:
         halvings = max(1, math.ceil(math.log2(size / SMALL_MAP)))
-        widths = [channels, *(max(channels, min(width, channels << index)) for index in range(1, halvings + 1))]
-        settings = {"shape": list(shape), "num_classes": num_classes, "channels_last": channels_last, "width": width}
-        super().__init__(_separable, widths, **settings)
+        return [max(channels, min(width, channels << index)) for index in range(1, halvings + 1)]
+
+    def _layer(self, channels: int, width: int) -> nn.Module:
+        """Return two pairs of convolutions, over each channel alone and over all channels; the first halves the map."""
+        layers: list[nn.Module] = []
+        for made, stride in ((channels, 2), (width, 1)):
+            layers += [
+                nn.Conv2d(channels, channels, 3, stride, 1, groups=channels, bias=False),
+                nn.Conv2d(channels, made, 1, bias=False),
+                nn.BatchNorm2d(made),
+                nn.ReLU(inplace=True),
+            ]
+        return nn.Sequential(*layers)
 
 
 class TokenHead(Head):
@@ -142,7 +165,7 @@ class TokenHead(Head):
     def __init__(
         self, shape: Shape, num_classes: int, *, pooling: str = "mean", masked: bool = False, norm: bool = True
     ) -> None:
-        super().__init__(shape=list(shape), num_classes=num_classes, pooling=pooling, masked=masked, norm=norm)
+        super().__init__(shape, num_classes, pooling=pooling, masked=masked, norm=norm)
         if len(shape) != 2:
             raise BadInput(f"features of shape {tuple(shape)} are not tokens (tokens, width): use head='pooled_linear'")
         if pooling not in ("mean", "class"):
@@ -153,7 +176,13 @@ class TokenHead(Head):
 
     def forward(self, tokens: Tensor, mask: Tensor | None = None, *_: Tensor) -> Tensor:
         """Return the logits of (batch, tokens, width)."""
-        pooled = tokens[:, 0] if self.pooling == "class" else _mean_token(tokens, mask)
+        if self.pooling == "class":
+            pooled = tokens[:, 0]
+        elif mask is None:
+            pooled = tokens.mean(1)
+        else:
+            kept = mask.to(tokens.dtype).unsqueeze(-1)  # (batch, tokens, 1)
+            pooled = (tokens * kept).sum(1) / kept.sum(1).clamp(min=1)
         return self.linear(self.norm(pooled))
 
 
@@ -169,9 +198,9 @@ class MLPHead(Head):
     def __init__(
         self, shape: Shape, num_classes: int, *, channels_last: bool = False, hidden: int | None = None
     ) -> None:
-        super().__init__(shape=list(shape), num_classes=num_classes, channels_last=channels_last, hidden=hidden)
+        super().__init__(shape, num_classes, channels_last=channels_last, hidden=hidden)
         self.channels_last = channels_last
-        channels = _channels(shape, channels_last)
+        channels = shape[-1 if channels_last else 0]
         width = hidden or channels
         self.layers = nn.Sequential(
             nn.LayerNorm(channels), nn.Linear(channels, width), nn.GELU(), nn.Linear(width, num_classes)
@@ -207,7 +236,10 @@ def make_head(
     if not shape:
         raise BadInput("features of shape (batch,) have nothing for a head to read: put the exit after another module")
     if not isinstance(head, str):
-        return _made(head, shape)
+        made = head(shape)
+        if not isinstance(made, nn.Module):
+            raise BadInput(f"the function for heads returned a {type(made).__name__}: let it return a torch module")
+        return made
     name = ("token" if len(shape) == 2 else "pooled_linear") if head == "auto" else head
     if name not in HEADS:
         raise BadInput(f"there is no head {name!r}: choose 'auto', {', '.join(map(repr, HEADS))}, or give a function")
@@ -233,49 +265,8 @@ def are_channels_last(shape: Sequence[int], image: Sequence[int] = ()) -> bool:
     return last < first
 
 
-def _made(factory: HeadFactory, shape: Shape) -> nn.Module:
-    made = factory(shape)
-    if not isinstance(made, nn.Module):
-        raise BadInput(f"the function for heads returned a {type(made).__name__}: let it return a torch module")
-    return made
-
-
-def _channels(shape: Shape, channels_last: bool) -> int:
-    return shape[-1 if channels_last else 0]
-
-
 def _average(features: Tensor, channels_last: bool) -> Tensor:
     """Return (batch, channels), averaged over all other axes."""
-    rows = features.flatten(1, -2).mean(1) if channels_last and features.ndim > 2 else features
-    return rows.flatten(2).mean(2) if rows.ndim > 2 else rows
-
-
-def _mean_token(tokens: Tensor, mask: Tensor | None) -> Tensor:
-    if mask is None:
-        return tokens.mean(1)
-    kept = mask.to(tokens.dtype).unsqueeze(-1)  # (batch, tokens, 1)
-    return (tokens * kept).sum(1) / kept.sum(1).clamp(min=1)
-
-
-def _check_map(shape: Shape) -> None:
-    if len(shape) != 3:
-        raise BadInput(f"features of shape {tuple(shape)} are not a map: use head='pooled_linear' or 'mlp'")
-
-
-def _separable(channels: int, width: int) -> nn.Module:
-    """Return two pairs of convolutions, over every channel alone and over all channels; the first halves the map."""
-    layers: list[nn.Module] = []
-    for made, stride in ((channels, 2), (width, 1)):
-        layers += [
-            nn.Conv2d(channels, channels, 3, stride, 1, groups=channels, bias=False),
-            nn.Conv2d(channels, made, 1, bias=False),
-            nn.BatchNorm2d(made),
-            nn.ReLU(inplace=True),
-        ]
-    return nn.Sequential(*layers)
-
-
-def _convolution(channels: int, width: int) -> nn.Module:
-    return nn.Sequential(
-        nn.Conv2d(channels, width, 3, stride=2, padding=1, bias=False), nn.BatchNorm2d(width), nn.ReLU(inplace=True)
-    )
+    if features.ndim < 3:
+        return features
+    return features.flatten(1, -2).mean(1) if channels_last else features.flatten(2).mean(2)

@@ -8,10 +8,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from alight.data.tokens import MASK
 from alight.errors import BadInput
 from alight.networks.attach import EXITS, attach_heads
 from alight.networks.heads import HeadChoice
-from alight.networks.multi_exit import MASK, MultiExitModel, Normalisation
+from alight.networks.multi_exit import MultiExitModel, Normalisation
 from alight.networks.zoo import BACKBONES, ZOO
 
 EXTRAS = {"timm": "vision", "torchvision": "vision", "transformers": "text"}
@@ -167,9 +168,10 @@ def from_name(
     """
     library, _, name = network.partition(":")
     options = {"num_classes": num_classes, "image_size": image_size} | dict(arguments or {})
+    options = {key: value for key, value in options.items() if value is not None}
     if library in LIBRARIES and name:
         options |= {"after": after, "head": head, "count": count} | (PRETRAINED.get(library, {}) if pretrained else {})
-        return LIBRARIES[library](name, **_without_none(options))
+        return LIBRARIES[library](name, **options)
     if library != "zoo" or name not in ZOO:
         raise BadInput(
             f"network {network!r}: write timm:NAME, torchvision:NAME, transformers:FOLDER, or zoo:NAME with NAME one of"
@@ -179,21 +181,23 @@ def from_name(
         raise BadInput(f"the exits of {network} stand where its paper puts them: leave after and count out")
     if head != "auto" and name in BACKBONES:
         options["head"] = head
-    return ZOO[name](**_without_none(options))
+    return ZOO[name](**options)
 
 
 def build_network(recipe: Mapping[str, Any]) -> nn.Module:
-    """Return the full network of a recipe, with random weights; nothing is fetched and only the library's code is run.
+    """Return the full network of a recipe, or one made with exits, with random weights.
 
-    >>> type(build_network({"source": "zoo", "name": "resnet_digits", "num_classes": 10})).__name__
+    Nothing is fetched and only the library's code is run.
+
+    >>> type(build_network({"source": "zoo", "name": "resnet_digits", "num_classes": 10, "arguments": {}})).__name__
     'ResNet'
     """
-    source, name = recipe["source"], recipe["name"]
+    source, name, arguments = recipe["source"], recipe["name"], recipe["arguments"]
     if source == "zoo":
-        if name not in BACKBONES:
+        if name not in ZOO:
             raise BadInput(f"this alight has no network {name!r}")
-        return BACKBONES[name](recipe["num_classes"])
-    arguments = recipe["arguments"]
+        classes = recipe["num_classes"]
+        return BACKBONES[name](classes) if name in BACKBONES else ZOO[name](classes, **arguments)
     if refused := [key for key in arguments if _is_refused(key)]:
         raise BadInput(f"its recipe asks for {refused[0]!r}, which could fetch something: only settings are taken")
     return BUILDERS[source](name, **arguments)
@@ -299,7 +303,3 @@ def _as_json(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_as_json(part) for part in value]
     return str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else value
-
-
-def _without_none(options: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in options.items() if value is not None}

@@ -7,15 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from alight.cutting.modes import in_mode
 from alight.data.batches import by_name
 from alight.data.spec import InputSpec, TensorSpec
+from alight.data.tokens import MASK
 from alight.errors import BadInput
 from alight.networks.heads import Head
 
 Carried = tuple[Tensor, ...]  # what crosses a cut: the features that the head reads, then all else that is used later
-
-MASK = "attention_mask"
 
 
 @dataclass(frozen=True)
@@ -100,18 +98,16 @@ class MultiExitModel(nn.Module):
 
     def admit(self, inputs: Any) -> Carried:
         """Return a batch as the first stage takes it, of a tensor, several, or a dict of them by name."""
-        if isinstance(inputs, tuple):
-            return inputs
-        if isinstance(inputs, Tensor):
-            return (inputs,)
-        if isinstance(inputs, Mapping):
-            return by_name(inputs, self.input_names)
-        return tuple(inputs) if isinstance(inputs, list) else (inputs,)
+        if isinstance(inputs, tuple | list):
+            return tuple(inputs)
+        return by_name(inputs, self.input_names) if isinstance(inputs, Mapping) else (inputs,)
 
-    def try_out(self, example: Any) -> list[Tensor]:
-        """Return the logits of every exit in evaluation mode without gradients, whatever mode the network is in."""
-        with in_mode(self, training=False):
-            return self(example)
+    def carried_past_exits(self, inputs: Any) -> list[Carried]:
+        """Return what is carried past each exit, earliest first: what its head reads, then all else."""
+        carried = [self.admit(inputs)]
+        for stage in self.stages:
+            carried.append(advance(stage, carried[-1]))
+        return carried[1:]
 
 
 def advance(stage: nn.Module, carried: Carried) -> Carried:
@@ -125,18 +121,16 @@ def read(head: nn.Module, carried: Carried) -> Tensor:
     return head(*carried) if getattr(head, "reads_everything", False) else head(carried[0])
 
 
-def head_settings(head: nn.Module) -> dict[str, Any]:
-    """Return a head as plain data: one of alight's by name and arguments, another by its type."""
-    if isinstance(head, Head):
-        return {"head": head.name, **head.settings}
-    return {"type": f"{type(head).__module__}.{type(head).__qualname__}"}
-
-
 def structure(model: MultiExitModel) -> dict[str, Any]:
-    """Return what a network is besides its weights, as plain data."""
+    """Return what a network is besides its weights, as plain data; a head that is not alight's by its type."""
     return {
         "exits": list(model.exits),
-        "heads": [head_settings(head) for head in model.heads],
+        "heads": [
+            {"head": head.name, **head.settings}
+            if isinstance(head, Head)
+            else {"type": f"{type(head).__module__}.{type(head).__qualname__}"}
+            for head in model.heads
+        ],
         "input_names": list(model.input_names),
         "normalisation": model.normalisation and asdict(model.normalisation),
     }
@@ -156,11 +150,6 @@ def describe(example: Any) -> dict[str, Any]:
     if example.dtype.is_floating_point or example.dtype.is_complex or not example.numel():
         return described
     return described | {"range": [int(example.min()), int(example.max())]}
-
-
-def described_example(described: Mapping[str, Any]) -> Any:
-    """Return an example of the described shapes: ones, which are tokens, masks and numbers alike."""
-    return _example(described, lambda one, _: torch.ones(one["shape"], dtype=getattr(torch, one["dtype"])))
 
 
 def random_example(described: Mapping[str, Any], generator: torch.Generator) -> Any:
@@ -189,11 +178,14 @@ def _example(described: Mapping[str, Any], make: Callable[[Mapping[str, Any], st
 
 
 def example_of(model: MultiExitModel, tokens: int | None = None) -> Any:
-    """Return a batch as the network takes it, of ones: as its config describes it, or of text with so many tokens."""
+    """Return a batch as the network takes it, of the sizes of its example, or of texts of so many tokens.
+
+    All values are one, which is a token, a mask and a number alike.
+    """
     described = model.recipe.get("example")
     if not described:
         raise BadInput("the network does not say what it takes: build it with attach_heads, which keeps an example")
-    example = described_example(described)
+    example = _example(described, lambda one, _: torch.ones(one["shape"], dtype=getattr(torch, one["dtype"])))
     if isinstance(example, dict) and tokens is not None:
         example = {name: torch.ones(len(part), tokens, dtype=part.dtype) for name, part in example.items()}
     return example

@@ -30,6 +30,7 @@ from alight.networks.multi_exit import MultiExitModel, Normalisation, random_exa
 from alight.networks.zoo import BACKBONES, ZOO
 
 KIND = "MultiExitModel"
+CONVERT = 'convert it once: safetensors.torch.save_file(torch.load(path, weights_only=True), "weights.safetensors")'
 CONSTANT = "constants."  # before the names of tensors that have none in the network
 CHECKED = 3  # samples in the batch that a loaded network is checked with
 PASSED_IN = {
@@ -135,12 +136,7 @@ def _read(folder: Path) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str,
     """Return weights, constants and config of a folder."""
     check_network_folder(folder)
     config = read_json(folder / CONFIG, KIND)
-    try:
-        with safetensors.safe_open(folder / WEIGHTS, framework="pt") as file:
-            metadata = file.metadata() or {}
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    except safetensors.SafetensorError as error:
-        raise BadFile(folder / WEIGHTS, f"it is damaged ({error})", "save the network again") from error
+    tensors, metadata = read_tensors(folder / WEIGHTS, remedy="save the network again")
     if metadata.get("alight") != KIND or "config" not in metadata:
         raise BadFile(folder / WEIGHTS, "alight did not write it", "give a folder that alight saved a network to")
     try:
@@ -151,6 +147,17 @@ def _read(folder: Path) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str,
         config = beside
     constants = {name: tensors.pop(name) for name in list(tensors) if name.startswith(CONSTANT)}
     return tensors, {name.removeprefix(CONSTANT): tensor for name, tensor in constants.items()}, config
+
+
+def read_tensors(
+    path: PathLike, problem: str = "it is damaged", remedy: str = ""
+) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Return the tensors of a safetensors file by name, and its metadata."""
+    try:
+        with safetensors.safe_open(os.fspath(path), framework="pt") as file:
+            return {name: file.get_tensor(name) for name in file.keys()}, file.metadata() or {}  # noqa: SIM118
+    except safetensors.SafetensorError as error:
+        raise BadFile(path, f"{problem} ({error})", remedy) from error
 
 
 @contextmanager
@@ -167,12 +174,10 @@ def _refusals(folder: Path, backbone: Any) -> Iterator[None]:
 
 
 def _network(recipe: Mapping[str, Any], backbone: Any) -> Any:
-    """Return the full network, with whatever weights; None if it has stages and heads of its own."""
+    """Return the full network, or one made with exits, with whatever weights."""
     source = recipe["source"]
     if isinstance(backbone, MultiExitModel) or (backbone is not None and source != "stages"):
         return backbone
-    if source == "zoo" and recipe["name"] not in BACKBONES:
-        return ZOO[recipe["name"]](recipe["num_classes"], **recipe["arguments"])
     if source == "zoo" or source in BUILDERS:
         return build_network(recipe)
     what = recipe.get("type") or PASSED_IN.get(source, "the network")
@@ -185,40 +190,25 @@ def _model(
     constants: Mapping[str, Tensor],
     head: HeadFactory | Sequence[HeadFactory] | None,
 ) -> MultiExitModel:
-    """Return the network with its stages and heads, with whatever weights."""
-    recipe = config["recipe"]
-    saved = config["normalisation"]
+    """Return the network with its stages and heads, of the saved graphs or cut again, with whatever weights."""
+    recipe, saved = config["recipe"], config["normalisation"]
     normalisation = Normalisation(tuple(saved["mean"]), tuple(saved["std"])) if saved else None
     if isinstance(network, MultiExitModel):
         network.normalisation = normalisation or network.normalisation
         return network
-    described = recipe.get("example")
+    described, after = recipe.get("example"), recipe.get("after", ())
     example = random_example(described, torch.Generator().manual_seed(0)) if described else None
     if recipe["source"] == "cascade":
         return cascade([*network], config["exits"], example)
-    stages, heads = _stages_and_heads(config, network, constants, example)
-    return MultiExitModel(
-        stages,
-        heads or [*_heads(config["heads"][:-1], recipe["features"], head), nn.Identity()],
-        config["exits"],
-        config["input_names"],
-        normalisation=normalisation,
-    )
-
-
-def _stages_and_heads(
-    config: Mapping[str, Any], network: nn.Module, constants: Mapping[str, Tensor], example: Any
-) -> tuple[list[nn.Module], list[nn.Module]]:
-    """Return the stages of the saved graphs, or the network cut again; and heads if the network has its own."""
-    recipe, graph = config["recipe"], config["graph"]
-    has_heads = recipe["source"] == "outputs"
+    is_split, graph = recipe["source"] == "outputs", config["graph"]
     if graph is None:
-        return split_outputs(network, example) if has_heads else (cut(network, recipe["after"], example), [])
-    modules = stages_from_data(network, graph, constants, recipe.get("after", ()), example)
-    if not has_heads:
-        return modules, []
-    stages = modules[: len(config["exits"])]
-    return stages, [*map(as_head, modules[len(stages) :]), nn.Identity()]
+        stages, heads = split_outputs(network, example) if is_split else (cut(network, after, example), [])
+    else:
+        stages, heads, count = stages_from_data(network, graph, constants, after, example), [], len(config["exits"])
+        if is_split:  # behind the stages are the network's own heads, but for the last, which does nothing
+            stages, heads = stages[:count], [*map(as_head, stages[count:]), nn.Identity()]
+    heads = heads or [*_heads(config["heads"][:-1], recipe["features"], head), nn.Identity()]
+    return MultiExitModel(stages, heads, config["exits"], config["input_names"], normalisation=normalisation)
 
 
 def _heads(
@@ -274,9 +264,6 @@ def _version(package: str) -> str | None:
         return None
 
 
-CONVERT = 'convert it once: safetensors.torch.save_file(torch.load(path, weights_only=True), "weights.safetensors")'
-
-
 def digest(state: Mapping[str, Tensor], structure: str = "") -> str:
     """Return the SHA-256 of a text and of tensors with names, types and shapes, the first 16 hexadecimal digits."""
     hashed = hashlib.sha256(structure.encode())
@@ -289,13 +276,7 @@ def digest(state: Mapping[str, Tensor], structure: str = "") -> str:
 
 def load_backbone(model: MultiExitModel, path: PathLike) -> None:
     """Give the stages the weights of a safetensors file, by the names that they had before the network was cut."""
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
-    try:
-        state = load_file(os.fspath(path))
-    except SafetensorError as error:
-        raise BadFile(path, f"it is not a whole safetensors file ({error})", CONVERT) from error
+    state, _ = read_tensors(path, "it is not a whole safetensors file", CONVERT)
     own = {name: tensor for name, tensor in model.state_dict().items() if name.startswith("stages.")}
     original = {name: name.split(".", 2)[2] for name in own}  # after "stages." and the stage's number
     missing = [each for each in original.values() if each not in state]

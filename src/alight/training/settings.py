@@ -1,8 +1,8 @@
 """How to train: settings, and the optimizer, schedule, phases and weight average that they stand for."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from math import cos, pi
 from typing import Any
 
@@ -12,9 +12,9 @@ from torch.optim import SGD, AdamW, Optimizer
 
 from alight.errors import BadInput
 from alight.networks.multi_exit import Carried, MultiExitModel, advance, read
-from alight.training.losses import rescale_gradients
 
 MODES = ("frozen", "joint", "mixed")
+SCHEDULES = ("cosine", "onecycle", None)
 PRECISIONS = {None: None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -98,12 +98,9 @@ class TrainingSettings:
             raise BadInput(f"{len(weights)} loss weights for {num_exits} exits: give one per exit")
         first = self.epochs // 2 if self.backbone_epochs is None else self.backbone_epochs
         rate = OPTIMIZERS[self.optimizer] if self.learning_rate is None else self.learning_rate
-        filled_in = {
-            "backbone_epochs": first if self.mode == "mixed" else 0,
-            "learning_rate": rate,
-            "loss_weights": weights,
-        }
-        return ResolvedSettings(**{each.name: getattr(self, each.name) for each in fields(self)} | filled_in)
+        first = first if self.mode == "mixed" else 0
+        filled_in = {"backbone_epochs": first, "learning_rate": rate, "loss_weights": weights}
+        return ResolvedSettings(**asdict(self) | filled_in)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,30 +136,24 @@ def make_optimizer(settings: ResolvedSettings, parameters: Iterable[nn.Parameter
     return AdamW(parameters, lr=rate, weight_decay=decay, betas=(momentum, 0.999))
 
 
-def _cosine(done: float) -> float:
-    return 0.5 * (1 + cos(pi * done))
-
-
-def _one_cycle(done: float) -> float:
-    if done < WARM_UP:
-        return 1 - (1 - FIRST) * _cosine(done / WARM_UP)
-    return FINAL + (1 - FINAL) * _cosine((done - WARM_UP) / (1 - WARM_UP))
-
-
-SCHEDULES: dict[str | None, Callable[[float], float]] = {
-    "cosine": _cosine,
-    "onecycle": _one_cycle,
-    None: lambda done: 1.0,
-}
-
-
 def learning_rate_factor(schedule: str | None, done: float) -> float:
     """Return the factor of the learning rate once this share of the training is done.
 
     >>> [round(learning_rate_factor("cosine", done), 2) for done in (0.0, 0.5, 1.0)]
     [1.0, 0.5, 0.0]
     """
-    return SCHEDULES[schedule](min(done, 1.0))
+    if schedule is None:
+        return 1.0
+    done = min(done, 1.0)
+    if schedule == "cosine":
+        return _cosine(done)
+    if done < WARM_UP:
+        return 1 - (1 - FIRST) * _cosine(done / WARM_UP)
+    return FINAL + (1 - FINAL) * _cosine((done - WARM_UP) / (1 - WARM_UP))
+
+
+def _cosine(done: float) -> float:
+    return 0.5 * (1 + cos(pi * done))
 
 
 @dataclass(frozen=True)
@@ -213,6 +204,28 @@ class _Exits(nn.Module):
                 logits[index] = read(self.heads[str(index)], towards_head)
                 carried = rescale_gradients(carried, 1 - share) if self._rescale else carried
         return logits
+
+
+class _RescaleGradient(torch.autograd.Function):
+    """Identity whose gradient is multiplied by a factor."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, factor: float) -> Tensor:
+        ctx.factor = factor
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return ctx.factor * gradients[0], None
+
+
+def rescale_gradients(carried: Carried, factor: float) -> Carried:
+    """Return the carried tensors with gradients multiplied by a factor in the backward pass.
+
+    With 1 / n towards a head and 1 - 1 / n towards the next stage, n being the number of exits from here on, every
+    stage gets the average of the gradients of all later exits (Li et al. 2019, gradient equilibrium).
+    """
+    return tuple(_RescaleGradient.apply(tensor, factor) if tensor.requires_grad else tensor for tensor in carried)
 
 
 class WeightAverage:

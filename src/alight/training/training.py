@@ -4,27 +4,28 @@ Every epoch seeds all random number generators from the seed and the epoch's ind
 the state before it: a training that was stopped resumes as if it had not been.
 """
 
+import json
 import random
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from safetensors.torch import save
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from alight.data.batches import BATCH_SIZE, Batch, batches, in_batches, length_of
-from alight.errors import BadInput, Diverged, Mismatch
-from alight.files import PathLike, check_writable
-from alight.networks.multi_exit import MultiExitModel, advance
-from alight.networks.store import digest
-from alight.training.checkpoints import Checkpoint, optimizer_tensors, restore_optimizer
+from alight.errors import BadFile, BadInput, Diverged, Mismatch
+from alight.files import SCHEMA, PathLike, check_writable, write_whole
+from alight.networks.multi_exit import MultiExitModel
+from alight.networks.store import digest, read_tensors
 from alight.training.distributed import Processes, ShardedLoader, join_processes
-from alight.training.losses import exit_losses
-from alight.training.metrics import Epoch, History, Row, RunningMetrics
+from alight.training.metrics import Epoch, History, Row, RunningMetrics, exit_losses
 from alight.training.settings import (
     PRECISIONS,
     Phase,
@@ -38,6 +39,8 @@ from alight.training.settings import (
 
 CHECK_EVERY = 20  # steps between checks of the loss on a GPU, since each check waits for it
 WARN_AFTER = 500  # samples after which an untrained backbone shows
+KIND = "Checkpoint"
+DELETE = "delete it to train from the start"
 
 
 def train_heads(
@@ -77,16 +80,61 @@ def train_heads(
         check_writable(checkpoint)
     if checkpoint_every < 1:
         raise BadInput(f"checkpoint_every {checkpoint_every} is out of bounds: give a number of epochs, at least 1")
-    processes, place = join_processes(_device_of(model) if device is None else torch.device(device))
+    if device is None:
+        device = next((tensor.device for tensor in (*model.parameters(), *model.buffers())), "cpu")
+    processes, place = join_processes(torch.device(device))
     spec = model.input_spec
     loader = ShardedLoader(in_batches(data, spec, batch_size, shuffle=True), processes)
     held_out = None
     if validation is not None:
         held_out = ShardedLoader(in_batches(validation, spec, batch_size, shuffle=False), processes)
-    with _layout_and_modes_restored(model, resolved.uses_channels_last(place)), _random_state_restored(place):
-        model.to(place)
+    with _state_restored(model, place, resolved.uses_channels_last(place)):
         training = _Training(model, resolved, processes, place, loader, checkpoint, checkpoint_every)
         return training.run(held_out, progress and processes.is_first)
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """The state of a training at the end of an epoch, in one safetensors file: all that the next epoch needs."""
+
+    epochs_done: int
+    settings: Mapping[str, Any]  # a training with other settings must not resume from here
+    tensors: Mapping[str, Tensor]  # "model.", "optimizer." or "average." and a name
+    numbers: Mapping[str, Any]  # history, counters, the loss scale
+
+    def part(self, name: str) -> dict[str, Tensor]:
+        """Return the tensors of one part, by their names in it."""
+        prefix = f"{name}."
+        return {key.removeprefix(prefix): tensor for key, tensor in self.tensors.items() if key.startswith(prefix)}
+
+    def save(self, path: PathLike) -> None:
+        """Write the checkpoint; if that fails, the previous one is still there."""
+        metadata = {"alight": KIND, "schema": SCHEMA, "epochs_done": self.epochs_done}
+        metadata |= {"settings": self.settings, "numbers": self.numbers}
+        tensors = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in self.tensors.items()}
+        content = save(tensors, metadata={"alight": json.dumps(metadata)})
+        try:
+            write_whole(path, lambda file: file.write(content))
+        except OSError as error:
+            state = "the previous checkpoint is kept" if Path(path).exists() else "there is no previous checkpoint"
+            raise OSError(error.errno, f"{error.strerror}; {state}", str(path)) from error
+
+    @classmethod
+    def load(cls, path: PathLike) -> "Checkpoint":
+        """Read the file that `save` wrote."""
+        tensors, text = read_tensors(path, remedy=DELETE)
+        try:
+            metadata = json.loads(text.get("alight", "null"))
+        except json.JSONDecodeError as error:
+            raise BadFile(path, f"it is damaged ({error})", DELETE) from error
+        if not isinstance(metadata, dict) or metadata.get("alight") != KIND or type(metadata.get("schema")) is not int:
+            raise BadFile(path, "it is not a checkpoint of alight", "give another path for the checkpoint")
+        if (schema := metadata["schema"]) > SCHEMA:
+            raise BadFile(path, f"its schema is {schema}, this alight reads up to {SCHEMA}", "upgrade alight")
+        try:
+            return cls(metadata["epochs_done"], metadata["settings"], tensors, metadata["numbers"])
+        except KeyError as error:
+            raise BadFile(path, f"it lacks {error}", DELETE) from error
 
 
 class _Training:
@@ -124,40 +172,50 @@ class _Training:
             bar.update(done * (self.num_batches or 0))
             for phase in phases(self.model, self.settings):
                 if done < phase.stop:
-                    resumed = checkpoint if phase.start < done else None
-                    self._train(phase, max(done, phase.start), resumed, validation, bar)
+                    running = _RunningPhase(self, phase)
+                    if checkpoint and phase.start < done:
+                        running.restore(checkpoint)
+                    self._train(running, max(done, phase.start), validation, bar)
         return History(self.model.exits, tuple(self.history))
 
     def _load_checkpoint(self) -> Checkpoint | None:
         """Return the checkpoint if there is one, once its weights are in the model."""
-        if self.checkpoint is None or not Path(self.checkpoint).exists():
+        path = self.checkpoint
+        if path is None or not Path(path).exists():
             return None
-        checkpoint = Checkpoint.load(self.checkpoint).check(self.identity, self.checkpoint)
+        checkpoint = Checkpoint.load(path)
+        before, now = checkpoint.settings, self.identity
+        changed = [name for name in now if before.get(name) != now[name]]
+        if changed:
+            changes = "; ".join(f"{name} was {before.get(name)!r}, now {now[name]!r}" for name in changed)
+            raise Mismatch(
+                f"the checkpoint {path} belongs to another training ({changes}):"
+                " give the same settings, or delete it to train from the start"
+            )
         try:
             self.changed.load_state_dict(checkpoint.part("model"))
         except RuntimeError as error:
-            raise Mismatch(f"the checkpoint {self.checkpoint} belongs to another network: {error}") from error
-        self.history = [Epoch.from_json(epoch) for epoch in checkpoint.numbers["history"]]
+            raise Mismatch(f"the checkpoint {path} belongs to another network: {error}") from error
+        self.history = [
+            Epoch(**{name: tuple(row) for name, row in epoch.items()}) for epoch in checkpoint.numbers["history"]
+        ]
         return checkpoint
 
-    def _train(
-        self, phase: Phase, start: int, checkpoint: Checkpoint | None, validation: ShardedLoader | None, bar: Any
-    ) -> None:
-        """Train one phase from an epoch on."""
-        running = _RunningPhase(self, phase)
-        if checkpoint:
-            running.restore(checkpoint)
-        for epoch in range(start, phase.stop):
-            losses, accuracies = self._epoch(running, epoch, bar)
+    def _train(self, running: "_RunningPhase", start: int, validation: ShardedLoader | None, bar: Any) -> None:
+        for epoch in range(start, running.phase.stop):
+            last = epoch == running.phase.stop - 1
+            trained = self._epoch(running, epoch, bar)
             validated: tuple[Row, Row] = ((), ())
             if validation is not None:
                 with running.average.applied() if running.average else nullcontext():
                     validated = self._validate(validation)
-            if running.average and epoch == phase.stop - 1:
+            if running.average and last:
                 self.changed.load_state_dict(running.average.state)
-            self.history.append(Epoch(losses, accuracies, *validated))
-            if epoch + 1 == phase.stop or (epoch + 1) % self.checkpoint_every == 0:
-                self._save(running, epoch + 1)
+            self.history.append(Epoch(*trained, *validated))
+            if last or (epoch + 1) % self.checkpoint_every == 0:
+                if self.checkpoint is not None and self.processes.is_first:
+                    running.state(epoch + 1).save(self.checkpoint)
+                self.processes.wait()
         running.optimizer.zero_grad(set_to_none=True)
 
     def _epoch(self, running: "_RunningPhase", epoch: int, bar: Any) -> tuple[Row, Row]:
@@ -166,21 +224,45 @@ class _Training:
         torch.manual_seed(seed), random.seed(seed), np.random.seed(seed)  # noqa: NPY002 (augmentations may use it)
         self.loader.begin_epoch(epoch, seed)
         running.set_modes()
-        metrics, divergence = RunningMetrics(self.model.num_exits, self.device), _DivergenceCheck(self, epoch)
+        metrics = RunningMetrics(self.model.num_exits, self.device)
+        unchecked: dict[int, dict[int, Tensor]] = {}  # mean losses by step and exit
         for step, batch in enumerate(batches(self.loader, self.model.input_spec, f"epoch {epoch + 1}")):
             weight = self.loader.next_weight()
             running.set_learning_rate(epoch, step)
-            losses, logits, labels = running.losses(batch)
-            divergence.add({index: loss.mean() for index, loss in losses.items()}, step)
+            if batch.labels is None and (self.settings.mode != "frozen" or self.settings.distill == 0):
+                raise BadInput(
+                    "the loader gives no labels: let a batch be (inputs, labels) or a dict with 'labels',"
+                    " or distil from the last exit of a frozen backbone (mode='frozen', distill=1.0)"
+                )
+            losses, logits, labels = self._losses(batch, running.logits, self.settings.distill)
+            unchecked[step] = {index: loss.detach().mean() for index, loss in losses.items()}
+            if self.device.type == "cpu" or len(unchecked) == CHECK_EVERY:
+                self._check_finite(unchecked, epoch)
             running.step(losses, weight)
             if weight:
                 metrics.add(losses, logits, labels)
             bar.update()
-            if not divergence.pending:
+            if not unchecked:
                 self._show(metrics, epoch, bar)
-        divergence.check()
+        self._check_finite(unchecked, epoch)
         self._show(metrics, epoch, bar, last=True)
         return metrics.means(self.processes)
+
+    def _check_finite(self, unchecked: dict[int, dict[int, Tensor]], epoch: int) -> None:
+        """Raise an error that names exit and step if one of these losses is NaN or infinite; forget them otherwise."""
+        losses = [torch.stack([*each.values()]) for each in unchecked.values()]
+        if losses and not (finite := torch.stack(losses).isfinite()).all():  # (steps, exits)
+            row, column = torch.nonzero(~finite)[0].tolist()
+            step = [*unchecked][row]
+            index, path = [*unchecked[step]][column], self.checkpoint
+            saved = path is not None and Path(path).exists()
+            raise Diverged(
+                f"training diverged: the loss of exit {index} ({self.model.exits[index]}) is"
+                f" {float(losses[row][column])} at step {step + 1} of epoch {epoch + 1}: lower the learning rate, set"
+                " clip=1.0, or look for NaN in the inputs or weights"
+                + (f"; the checkpoint {path} holds the last good epoch" if saved else "")
+            )
+        unchecked.clear()
 
     def _show(self, metrics: RunningMetrics, epoch: int, bar: Any, last: bool = False) -> None:
         """Show the accuracy of every exit beside the progress bar; warn once if the backbone is untrained."""
@@ -200,38 +282,27 @@ class _Training:
         metrics = RunningMetrics(self.model.num_exits, self.device)
         for batch in batches(loader, self.model.input_spec, "validation"):
             weight = loader.next_weight()
-            placed = self.place(batch)
-            with self.autocast():
-                logits = self.model(placed.inputs)
-            self.check(batch, logits)
-            losses = exit_losses(logits, placed.labels, temperature=self.settings.temperature)
+            losses, logits, labels = self._losses(batch, lambda inputs: dict(enumerate(self.model(inputs))))
             if weight:
-                metrics.add(dict(enumerate(losses)), dict(enumerate(logits)), placed.labels)
+                metrics.add(losses, logits, labels)
         return metrics.means(self.processes)
 
-    def place(self, batch: Batch) -> Batch:
-        """Return the batch on the device of the network, in its memory layout."""
-        return batch.to(self.device, self.settings.uses_channels_last(self.device))
-
-    def autocast(self) -> torch.autocast:
-        """Return the context in which the network runs in the precision of the settings."""
+    def _losses(
+        self, batch: Batch, forward: Callable[[Any], dict[int, Tensor]], distill: float = 0.0
+    ) -> tuple[dict[int, Tensor], dict[int, Tensor], Tensor | None]:
+        """Return by exit the loss of every sample and the logits, which `forward` gives; and the labels."""
+        placed = batch.to(self.device, self.settings.uses_channels_last(self.device))
         dtype = PRECISIONS[self.settings.amp]
-        return torch.autocast(self.device.type, dtype=dtype, enabled=dtype is not None)
-
-    def check(self, batch: Batch, logits: Sequence[Tensor]) -> None:
-        """Check that the labels of a batch, before it was placed, are classes of every head."""
-        sizes = [each.shape[-1] for each in logits]
+        with torch.autocast(self.device.type, dtype=dtype, enabled=dtype is not None):
+            logits = forward(placed.inputs)
+        sizes = [each.shape[-1] for each in logits.values()]
         if len(set(sizes)) > 1:
             raise BadInput(f"the exits' logits have {sizes} classes: attach heads with as many as the network has")
         self.num_classes = sizes[0]
         if not (getattr(batch.labels, "is_cuda", False) and self.history):  # after an epoch, do not wait
             batch.check(self.num_classes)
-
-    def _save(self, running: "_RunningPhase", epochs_done: int) -> None:
-        if self.checkpoint is not None and self.processes.is_first:
-            numbers = running.numbers() | {"history": [asdict(epoch) for epoch in self.history]}
-            Checkpoint(epochs_done, self.identity, running.tensors(), numbers).save(self.checkpoint)
-        self.processes.wait()
+        losses = exit_losses([*logits.values()], placed.labels, distill=distill, temperature=self.settings.temperature)
+        return dict(zip(logits, losses, strict=True)), logits, placed.labels
 
 
 class _RunningPhase:
@@ -261,41 +332,19 @@ class _RunningPhase:
         self.phase.module.train()
 
     def set_learning_rate(self, epoch: int, step: int) -> None:
-        """Set the learning rate of this step, by the schedule of the phase."""
         within = min(step / self.training.num_batches, 1) if self.training.num_batches else 0.0
         done = (epoch - self.phase.start + within) / (self.phase.stop - self.phase.start)
         for group in self.optimizer.param_groups:
             group["lr"] = self.settings.learning_rate * learning_rate_factor(self.settings.schedule, done)
 
-    def losses(self, batch: Batch) -> tuple[dict[int, Tensor], dict[int, Tensor], Tensor | None]:
-        """Return by exit the loss of every sample and the logits; and the labels."""
-        settings = self.settings
-        if batch.labels is None and (settings.mode != "frozen" or settings.distill == 0):
-            raise BadInput(
-                "the loader gives no labels: let a batch be (inputs, labels) or a dict with 'labels',"
-                " or distil from the last exit of a frozen backbone (mode='frozen', distill=1.0)"
-            )
-        placed = self.training.place(batch)
-        with self.training.autocast():
-            logits = self.forward(self._module_inputs(placed.inputs))
-        self.training.check(batch, list(logits.values()))
-        losses = exit_losses(
-            list(logits.values()), placed.labels, distill=settings.distill, temperature=settings.temperature
-        )
-        return dict(zip(logits, losses, strict=True)), logits, placed.labels
-
-    def _module_inputs(self, inputs: Any) -> Any:
-        """Return what the trained module takes: the batch, or the features that a frozen backbone computes of it."""
+    def logits(self, inputs: Any) -> dict[int, Tensor]:
+        """Return the logits by exit; the stages of a frozen backbone run without gradient."""
         model = self.training.model
-        carried = model.admit(inputs)
         if not self.phase.frozen:
-            return carried
-        features = []
+            return self.forward(model.admit(inputs))
         with torch.no_grad():
-            for stage in model.stages:
-                carried = advance(stage, carried)
-                features.append(carried)
-        return features
+            features = model.carried_past_exits(inputs)
+        return self.forward(features)
 
     def step(self, losses: Mapping[int, Tensor], weight: float) -> None:
         """Take an optimizer step on the weighted sum of the exits' mean losses."""
@@ -311,57 +360,41 @@ class _RunningPhase:
         if self.average:
             self.average.update()
 
-    def tensors(self) -> dict[str, Tensor]:
-        """Return the tensors of a checkpoint."""
-        parts = {"model": self.training.changed.state_dict(), "optimizer": optimizer_tensors(self.optimizer)}
+    def state(self, epochs_done: int) -> Checkpoint:
+        """Return the checkpoint to resume from."""
+        training = self.training
+        parts = {"model": training.changed.state_dict(), "optimizer": _optimizer_tensors(self.optimizer)}
         if self.average:
             parts["average"] = self.average.state
-        return {f"{part}.{name}": tensor for part, state in parts.items() for name, tensor in state.items()}
-
-    def numbers(self) -> dict[str, Any]:
-        """Return the JSON values of a checkpoint."""
-        return {"scaler": self.scaler.state_dict(), "averaged_steps": self.average.steps if self.average else 0}
+        tensors = {f"{part}.{name}": tensor for part, state in parts.items() for name, tensor in state.items()}
+        numbers = {
+            "scaler": self.scaler.state_dict(),
+            "averaged_steps": self.average.steps if self.average else 0,
+            "history": [asdict(epoch) for epoch in training.history],
+        }
+        return Checkpoint(epochs_done, training.identity, tensors, numbers)
 
     def restore(self, checkpoint: Checkpoint) -> None:
         """Resume from a checkpoint of this phase."""
-        restore_optimizer(self.optimizer, checkpoint.part("optimizer"))
+        state: dict[int, dict[str, Tensor]] = {}
+        for key, tensor in checkpoint.part("optimizer").items():
+            index, _, name = key.partition(".")
+            state.setdefault(int(index), {})[name] = tensor
+        self.optimizer.load_state_dict({**self.optimizer.state_dict(), "state": state})
         if checkpoint.numbers["scaler"]:
             self.scaler.load_state_dict(dict(checkpoint.numbers["scaler"]))
         if self.average:
             self.average.load(checkpoint.part("average"), checkpoint.numbers["averaged_steps"])
 
 
-class _DivergenceCheck:
-    """Stops a training whose loss is NaN or infinite: at once on a CPU, after a few steps on a GPU."""
-
-    def __init__(self, training: _Training, epoch: int) -> None:
-        self.training, self.epoch = training, epoch
-        self.every = 1 if training.device.type == "cpu" else CHECK_EVERY
-        self.pending: list[tuple[int, list[int], Tensor]] = []  # step, exits, their losses: not checked yet
-
-    def add(self, losses: Mapping[int, Tensor], step: int) -> None:
-        """Add the losses of a step, by exit."""
-        self.pending.append((step, list(losses), torch.stack([each.detach() for each in losses.values()])))
-        if len(self.pending) == self.every:
-            self.check()
-
-    def check(self) -> None:
-        """Raise an error that names exit and step if a pending loss is NaN or infinite."""
-        if not self.pending:
-            return
-        values = torch.stack([losses for _, _, losses in self.pending])  # (steps, exits)
-        if not bool(torch.isfinite(values).all()):
-            row, column = torch.nonzero(~torch.isfinite(values))[0].tolist()
-            step, exits, losses = self.pending[row]
-            index, path = exits[column], self.training.checkpoint
-            saved = path is not None and Path(path).exists()
-            raise Diverged(
-                f"training diverged: the loss of exit {index} ({self.training.model.exits[index]}) is"
-                f" {float(losses[column])} at step {step + 1} of epoch {self.epoch + 1}: lower the learning rate, set"
-                " clip=1.0, or look for NaN in the inputs or weights"
-                + (f"; the checkpoint {path} holds the last good epoch" if saved else "")
-            )
-        self.pending.clear()
+def _optimizer_tensors(optimizer: Optimizer) -> dict[str, Tensor]:
+    """Return the state tensors of an optimizer, named by the parameter's index and the state's name."""
+    return {
+        f"{index}.{name}": value
+        for index, state in optimizer.state_dict()["state"].items()
+        for name, value in state.items()
+        if isinstance(value, Tensor)
+    }
 
 
 def _warn_if_untrained(accuracies: Row, num_classes: int) -> None:
@@ -374,33 +407,21 @@ def _warn_if_untrained(accuracies: Row, num_classes: int) -> None:
         )
 
 
-def _device_of(model: nn.Module) -> torch.device:
-    tensors = (*model.parameters(), *model.buffers())
-    return tensors[0].device if tensors else torch.device("cpu")
-
-
 @contextmanager
-def _layout_and_modes_restored(model: MultiExitModel, channels_last: bool) -> Iterator[None]:
-    """Train with this memory layout; afterwards channels are first and every module is in its mode from before."""
+def _state_restored(model: MultiExitModel, device: torch.device, channels_last: bool) -> Iterator[None]:
+    """Train on a device in this memory layout; afterwards channels are first, modes and random states as before."""
     modes = [(module, module.training) for module in model.modules()]
-    if channels_last:
-        model.to(memory_format=torch.channels_last)
-    try:
-        yield
-    finally:
-        for module, training in modes:
-            module.training = training
-        if channels_last:
-            model.to(memory_format=torch.contiguous_format)
-
-
-@contextmanager
-def _random_state_restored(device: torch.device) -> Iterator[None]:
-    """Leave the random number generators of torch, NumPy and Python unchanged for other code."""
     python, numpy = random.getstate(), np.random.get_state()  # noqa: NPY002 (augmentations may use it)
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         try:
+            model.to(device)
+            if channels_last:
+                model.to(memory_format=torch.channels_last)
             yield
         finally:
             random.setstate(python)
             np.random.set_state(numpy)  # noqa: NPY002
+            for module, training in modes:
+                module.training = training
+            if channels_last:
+                model.to(memory_format=torch.contiguous_format)

@@ -10,12 +10,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from alight.networks.architectures import ConvNeXt, MSDNetSettings, ResNet, msdnet_modules
 from alight.networks.attach import attach_heads
 from alight.networks.heads import HeadChoice
 from alight.networks.multi_exit import MultiExitModel, Normalisation, describe
-from alight.networks.zoo.convnext import ConvNeXt
-from alight.networks.zoo.msdnet import MSDNetSettings, msdnet_modules
-from alight.networks.zoo.resnet import ResNet
 
 IMAGENET = Normalisation((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 CIFAR = Normalisation((0.5071, 0.4865, 0.4409), (0.2673, 0.2564, 0.2762))  # of CIFAR-100's training images
@@ -113,36 +111,23 @@ def _attached(
 ) -> MultiExitModel:
     """Return a backbone with heads after the named exits, or after every block but the last."""
     network: Any = backbone or BACKBONES[name](num_classes)
+    after = exits or network.blocks[:-1]
     model = attach_heads(
-        network,
-        exits or network.blocks[:-1],
-        num_classes=num_classes,
-        example=example,
-        head=head,
-        normalisation=normalisation,
+        network, after, num_classes=num_classes, example=example, head=head, normalisation=normalisation
     )
-    return _named(model, name, {})
+    model.recipe |= {"source": "zoo", "name": name, "arguments": {}, "num_classes": model.num_classes}
+    return model
 
 
 def _msdnet(
     name: str, settings: MSDNetSettings, num_classes: int, normalisation: Normalisation, size: int
 ) -> MultiExitModel:
     stages, heads = msdnet_modules(settings, num_classes)
-    model = MultiExitModel(
-        stages,
-        heads,
-        [f"block {index}" for index in range(len(stages))],
-        num_classes=num_classes,
-        normalisation=normalisation,
-        recipe={"example": describe(_images(size))},
-    )
-    arguments = ("blocks", "base", "step", "channels", "growth")
-    return _named(model, name, {argument: getattr(settings, argument) for argument in arguments})
-
-
-def _named(model: MultiExitModel, name: str, arguments: dict[str, Any]) -> MultiExitModel:
-    model.recipe |= {"source": "zoo", "name": name, "arguments": arguments, "num_classes": model.num_classes}
-    return model
+    exits = [f"block {index}" for index in range(len(stages))]
+    arguments = {each: getattr(settings, each) for each in ("blocks", "base", "step", "channels", "growth")}
+    recipe = {"source": "zoo", "name": name, "arguments": arguments, "num_classes": num_classes}
+    recipe["example"] = describe(_images(size))
+    return MultiExitModel(stages, heads, exits, num_classes=num_classes, normalisation=normalisation, recipe=recipe)
 
 
 def _images(size: int, channels: int = 3) -> torch.Tensor:
