@@ -22,10 +22,10 @@ from alight.engine.predictor import Predictor
 from alight.engine.settings import RunSettings
 from alight.errors import BadInput
 from alight.outputs import Decisions
+from alight.policies import load_policy
 from alight.policies.limits import capped
 from alight.policies.paced import Pace
 from alight.policies.policy import Policy, Threshold
-from alight.policies.saved import load_policy
 
 ROUNDS = 3  # of which the fastest counts: the others are slowed down by noise of the machine
 WEIGHT = 0.1  # of the latest batch in the running estimate of the machine's speed
