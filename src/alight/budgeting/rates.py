@@ -67,8 +67,7 @@ def exponential_weights(
     >>> exponential_weights(np.array([0.5, 0.1]), np.array([1.0, 2.0]), 1.5).round(6)
     array([0.5, 0.5])
     """
-    base = _log_weights(risks, costs, temperature, prior)
-    tilt = _largest_affordable_tilt(base, costs / costs[-1], costs, budget, highest=np.inf if spend_all else 0.0)
+    base, tilt = _exponential(risks, costs, budget, temperature, prior, spend_all)
     return _tilted(base, costs / costs[-1], tilt)
 
 
@@ -86,8 +85,7 @@ def budget_multiplier(
     >>> budget_multiplier(np.array([0.5, 0.1]), np.array([1.0, 2.0]), 2.0)
     0.0
     """
-    base = _log_weights(risks, costs, temperature, prior)
-    tilt = _largest_affordable_tilt(base, costs / costs[-1], costs, budget, highest=np.inf if spend_all else 0.0)
+    _, tilt = _exponential(risks, costs, budget, temperature, prior, spend_all)
     return -temperature * tilt if tilt else 0.0
 
 
@@ -159,11 +157,15 @@ def cumulative_rates(exit_rates: Floats) -> Floats:
     return gone
 
 
-def _log_weights(risks: Floats, costs: Floats, temperature: float, prior: Prior) -> Floats:
+def _exponential(
+    risks: Floats, costs: Floats, budget: float, temperature: float, prior: Prior, spend_all: bool
+) -> tuple[Floats, float]:
+    """Return the logarithms of the weights before the budget counts, and the tilt that makes them keep it."""
     if not (math.isfinite(temperature) and temperature >= 1e-12):
         raise BadInput(f"temperature {temperature:g} must be positive and not vanish: the paper uses 0.04")
     with np.errstate(divide="ignore"):  # an exit of prior 0 is never planned
-        return np.log(prior_weights(prior, costs)) - risks / temperature
+        base = np.log(prior_weights(prior, costs)) - risks / temperature
+    return base, _largest_affordable_tilt(base, costs / costs[-1], costs, budget, np.inf if spend_all else 0.0)
 
 
 def _tilted(base: Floats, direction: Floats, tilt: float) -> Floats:
@@ -258,12 +260,9 @@ def _affordable(exit_rates: Floats, costs: Floats, budget: float) -> Floats:
 
 
 def _within(counts: Integers, costs: Floats, total: int, budget: float) -> bool:
-    """Return whether a batch keeps its budget, decided exactly where floats are too near."""
-    excess = math.fsum(counts * costs) / (total * budget) - 1
-    if abs(excess) > 1e-12:
-        return excess < 0
-    exact = sum(int(count) * Fraction(float(cost)) for count, cost in zip(counts, costs, strict=True))
-    return exact <= total * Fraction(float(budget))
+    """Return whether a batch keeps its budget, in exact arithmetic."""
+    spent = sum(count * Fraction(cost) for count, cost in zip(counts.tolist(), costs.tolist(), strict=True))
+    return spent <= total * Fraction(budget)
 
 
 def _moves(counts: Integers, costs: Floats, targets: Iterable[int], *, cheaper: bool = False) -> list[Move]:

@@ -99,7 +99,18 @@ def certified_batch(method: Method) -> Method:
         costs: AnyCosts, budget: Budget, labelled: HeadOutputs, unlabelled: HeadOutputs | None = None, **options: object
     ) -> Policy:
         _check_given(budget, labelled, unlabelled)
-        return _as_quota(method(costs, budget, labelled, unlabelled, **options), as_costs(costs))
+        policy, network = method(costs, budget, labelled, unlabelled, **options), as_costs(costs)
+        if policy.costs[-1] <= budget_of(policy):
+            return _always_kept(policy, network, "batch")
+        if not policy.exit_rates:
+            raise BadInput(
+                f"the contract 'batch' needs planned exit rates and {policy.method} plans none: use eero, geometric,"
+                " gaussian, two_exits or search"
+            )
+        guarantee = f"Guaranteed for every batch: mean cost <= {allowed_by(policy, network)}."
+        numbers: Numbers = {"budget": budget_of(policy), "basis": "ranks inside the batch"}
+        certificate = Certificate("batch", guarantee, "No assumption on the data.", numbers)
+        return certified(Quota(**policy.terms()), certificate)
 
     return calibrated
 
@@ -184,20 +195,6 @@ def certify_cost(
     if isinstance(policy, Threshold) and policy.exit_rates and policy.settings.get("thresholds") != "marginal":
         return _by_law(policy, network, certifying, contract)
     return _by_family(policy, network, fitting, certifying, contract)
-
-
-def _as_quota(policy: Policy, network: Costs) -> Policy:
-    """Return the rates of the policy, met by rank inside each batch."""
-    if policy.costs[-1] <= budget_of(policy):
-        return _always_kept(policy, network, "batch")
-    if not policy.exit_rates:
-        raise BadInput(
-            f"the contract 'batch' needs planned exit rates and {policy.method} plans none: use eero, geometric,"
-            " gaussian, two_exits or search"
-        )
-    guarantee = f"Guaranteed for every batch: mean cost <= {allowed_by(policy, network)}."
-    numbers: Numbers = {"budget": budget_of(policy), "basis": "ranks inside the batch"}
-    return certified(Quota(**policy.terms()), Certificate("batch", guarantee, "No assumption on the data.", numbers))
 
 
 def _as_paced(

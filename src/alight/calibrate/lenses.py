@@ -15,7 +15,7 @@ import numpy.typing as npt
 from alight.budgeting.rates import Floats
 from alight.calibrate.crossval import folds as folds_of
 from alight.calibrate.crossval import on_exits
-from alight.calibrate.problem import AnyCosts, Budget, Method, Settings, check_exits
+from alight.calibrate.problem import AnyCosts, Budget, Method, Settings, check_tables
 from alight.costs import Costs, as_costs
 from alight.errors import AlightError, BadInput, Mismatch
 from alight.outputs import HeadOutputs
@@ -52,8 +52,8 @@ def with_lens(method: Method, fit: Fit, *, share: float = 0.5, folds: int | None
     ) -> Policy:
         network = as_costs(costs)
         amount = network.budget(budget)
-        check_exits(network, labelled, unlabelled)
         _check_parts(len(labelled), share, folds)
+        check_tables(network, labelled, unlabelled)
         at_open_exits = _with_open_exits(partial(method, **options), fit, share, folds, seed)
         policy = at_open_exits(network, amount, labelled, unlabelled)
         while policy.lens is None:  # the method closes exits: fewer each time
@@ -185,13 +185,8 @@ def fit_recall(labelled: HeadOutputs, policy: Policy | None = None, *, handicap:
     exits = tuple(range(labelled.num_exits))
     lines = [_reliability(labelled.scores[:, index], right[:, index]) for index in exits]
     levels, reliabilities = zip(*lines, strict=True)
-    lens = Recall(
-        exits=exits,
-        column=labelled.score,
-        levels=levels,
-        reliabilities=reliabilities,
-        handicaps=(0.0, *(handicap or 0.0 for _ in exits[1:])),
-    )
+    handicaps = (0.0, *(handicap or 0.0 for _ in exits[1:]))
+    lens = Recall(exits=exits, column=labelled.score, levels=levels, reliabilities=reliabilities, handicaps=handicaps)
     return lens if handicap is not None else _handicapped(lens, labelled)
 
 
@@ -248,10 +243,8 @@ def fit_ensemble(labelled: HeadOutputs, policy: Policy | None = None) -> Ensembl
 
     labels = labelled.known_labels("an ensemble of exits")
     if labelled.log_probabilities is None:
-        raise Mismatch(
-            "the table has no log_probabilities, which an ensemble multiplies:"
-            " record it with keep_log_probabilities=True"
-        )
+        missing = "the table has no log_probabilities, which an ensemble multiplies"
+        raise Mismatch(f"{missing}: record it with keep_log_probabilities=True")
     rows = np.arange(len(labelled))
     kept, fresh = [], []
     mean: Floats | None = None

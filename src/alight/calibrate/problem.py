@@ -61,12 +61,23 @@ class Problem:
                 " the rates; split it, or leave unlabelled out",
                 stacklevel=3,
             )
-        _check_tables(network, labelled, unlabelled)
+        check_tables(network, labelled, unlabelled)
+        scored = labelled if unlabelled is None else unlabelled
+        if scored.score != labelled.score:
+            raise Mismatch(
+                f"the labelled table's score is {labelled.score!r} and the unlabelled one's {scored.score!r}:"
+                " record both with one score"
+            )
+        if scored.fingerprint != labelled.fingerprint:
+            raise Mismatch(
+                f"the labelled table is of the network {labelled.fingerprint or 'unknown'} and the unlabelled one of"
+                f" {scored.fingerprint or 'unknown'}: record both with one network"
+            )
         amount = network.budget(budget)
         cheapest = float(costs_alone(network).min() if closes_exits else network.cumulative()[0])
         if amount < cheapest:
             raise BudgetTooSmall(amount, cheapest, network.unit)
-        return cls(network, amount, labelled, labelled if unlabelled is None else unlabelled, method)
+        return cls(network, amount, labelled, scored, method)
 
     @property
     def costs(self) -> Floats:
@@ -151,33 +162,15 @@ def costs_alone(network: Costs) -> Floats:
     return np.array([network.cumulative([exit_index])[0] for exit_index in range(len(network))])
 
 
-def check_exits(network: Costs, labelled: HeadOutputs, unlabelled: HeadOutputs | None) -> None:
-    """Check that the tables have as many exits as there are costs."""
+def check_tables(network: Costs, labelled: HeadOutputs, unlabelled: HeadOutputs | None) -> None:
+    """Check that the tables have as many exits as there are costs, and are not too small."""
     for name, table in {"labelled": labelled, "unlabelled": unlabelled}.items():
         if table is not None and table.num_exits != len(network):
             raise Mismatch(
                 f"the {name} table has {table.num_exits} exits, but there are {len(network)} costs: give one each"
             )
-
-
-def _check_tables(network: Costs, labelled: HeadOutputs, unlabelled: HeadOutputs | None) -> None:
-    """Check that the tables are of this network, of one score, and not too small."""
-    check_exits(network, labelled, unlabelled)
-    for name, table in {"labelled": labelled, "unlabelled": unlabelled}.items():
         if table is not None and len(table) < 2:
             raise BadInput(f"the {name} table has {len(table)} sample: record at least 2, better 1,000, to calibrate")
-    if unlabelled is None:
-        return
-    if unlabelled.score != labelled.score:
-        raise Mismatch(
-            f"the labelled table's score is {labelled.score!r} and the unlabelled one's {unlabelled.score!r}:"
-            " record both with one score"
-        )
-    if unlabelled.fingerprint != labelled.fingerprint:
-        raise Mismatch(
-            f"the labelled table is of the network {labelled.fingerprint or 'unknown'} and the unlabelled one of"
-            f" {unlabelled.fingerprint or 'unknown'}: record both with one network"
-        )
 
 
 def _named(slack: AnySlack, delta: float) -> Settings:

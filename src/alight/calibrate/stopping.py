@@ -124,11 +124,9 @@ def _spending(problem: Problem, plans: list[_PricedPlan]) -> _PricedPlan:
         return plans[index]
     cheaper, costlier = plans[index], plans[index + 1]
     share = (problem.budget - cheaper.cost) / (costlier.cost - cheaper.cost)
-    rates = cheaper.rates + share * (costlier.rates - cheaper.rates)
     back = 1e-15
-    while rates @ problem.costs > problem.budget:  # by a rounding
-        share, back = share * (1 - back), min(2 * back, 1.0)
-        rates = cheaper.rates + share * (costlier.rates - cheaper.rates)
+    while (rates := cheaper.rates + share * (costlier.rates - cheaper.rates)) @ problem.costs > problem.budget:
+        share, back = share * (1 - back), min(2 * back, 1.0)  # it is too much by a rounding
     return _PricedPlan(cheaper.price, rates, float(rates @ problem.costs), Ranked(problem.labelled).accuracy(rates))
 
 

@@ -82,17 +82,11 @@ class Pace(BatchState):
     @classmethod
     def from_dict(cls, content: Mapping[str, Any]) -> "Pace":
         """Return the state that `to_dict` gave; a KeyError, TypeError or ValueError says what is wrong with it."""
-        return cls(
-            admitted=int(content["admitted"]),
-            last=int(content["last"]),
-            spent=float(content["spent"]),
-            recent=tuple(np.array(scores, dtype=np.float64) for scores in content["recent"]),
-            met=tuple(int(count) for count in content["met"]),
-            passed=tuple(int(count) for count in content["passed"]),
-            evidence=np.array(content["evidence"], dtype=np.float64),
-            stakes=np.array(content["stakes"], dtype=np.float64),
-            alarmed_at=int(content["alarmed_at"]),
-        )._checked()
+        read: dict[str, Any] = {name: int(content[name]) for name in ("admitted", "last", "alarmed_at")}
+        read |= {name: tuple(map(int, content[name])) for name in ("met", "passed")}
+        read |= {name: np.array(content[name], dtype=np.float64) for name in ("evidence", "stakes")}
+        recent = tuple(np.array(scores, dtype=np.float64) for scores in content["recent"])
+        return cls(spent=float(content["spent"]), recent=recent, **read)._checked()
 
     def save(self, path: PathLike) -> None:
         """Write the state to a JSON file, whole or not at all."""

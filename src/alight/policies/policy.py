@@ -14,7 +14,6 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
-from itertools import pairwise
 from typing import Any, ClassVar
 
 import numpy as np
@@ -93,14 +92,15 @@ class Policy(ABC):
 
     def _check(self) -> None:
         """Check that the parts fit together; rules add their own checks."""
+        order = [-1, *self.open_exits, self.num_exits]
         exits, names = f"open exits {self.open_exits}", (self.score, self.unit, self.method, self.fingerprint)
-        if not all(type(index) is int for index in (*self.open_exits, self.num_exits)):
+        if not all(type(index) is int for index in order):
             raise BadInput(f"{exits} of {self.num_exits}: give whole numbers")
         if not all(map(_is_number, self.costs)):
             raise BadInput(f"costs {self.costs} must be finite numbers")
-        if not _increases(-1, *self.open_exits, self.num_exits):
+        if order != sorted(set(order)):
             raise BadInput(f"{exits} of {self.num_exits}: give increasing indices, from 0")
-        if len(self.costs) != len(self.open_exits) or not _increases(0, *self.costs):
+        if len(self.costs) != len(self.open_exits) or [0, *self.costs] != sorted({0, *self.costs}):
             raise BadInput(f"costs {self.costs} for {exits}: give one each, positive, increasing")
         if not all(isinstance(name, str) for name in names):
             raise BadInput("score {!r}, unit {!r}, method {!r} and fingerprint {!r} must be texts".format(*names))
@@ -158,16 +158,13 @@ class Policy(ABC):
 
     def check(self, outputs: HeadOutputs) -> None:
         """Raise `Mismatch` unless the policy was made for such a table."""
+        differs = ""
         if outputs.num_exits != self.num_exits:
-            raise Mismatch(
-                f"the policy is for {self.num_exits} exits and the table has {outputs.num_exits}:"
-                " calibrate on outputs of this network"
-            )
-        if self.fingerprint and outputs.fingerprint and self.fingerprint != outputs.fingerprint:
-            raise Mismatch(
-                f"the policy is for the network {self.fingerprint} and the table is of {outputs.fingerprint}:"
-                " calibrate on outputs of this network"
-            )
+            differs = f"for {self.num_exits} exits and the table has {outputs.num_exits}"
+        elif self.fingerprint and outputs.fingerprint and self.fingerprint != outputs.fingerprint:
+            differs = f"for the network {self.fingerprint} and the table is of {outputs.fingerprint}"
+        if differs:
+            raise Mismatch(f"the policy is {differs}: calibrate on outputs of this network")
         if self.lens:
             for name in self.inputs:
                 outputs.column(name)
@@ -420,10 +417,6 @@ def _as_python(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {name: _as_python(each) for name, each in value.items()}
     return value
-
-
-def _increases(*values: float) -> bool:
-    return all(before < after for before, after in pairwise(values))
 
 
 def _is_number(value: Any, above: float = -math.inf) -> bool:
