@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from alight.cutting.modes import in_mode
+from alight.cutting.running import in_mode
 from alight.errors import BadInput
 
 KINDS = {"bert", "roberta", "distilbert", "xlm-roberta", "camembert", "electra", "mpnet"}  # by model_type

@@ -8,8 +8,8 @@ from torch import Tensor, nn
 
 from alight.cutting.cut import CUTTERS, alive_after, cut
 from alight.cutting.flops import FlopCounter, without_data
-from alight.cutting.modes import in_mode
-from alight.cutting.tracing import CONTAINERS, Inputs, Trace, refusals, trace
+from alight.cutting.running import Inputs, in_mode, refusals
+from alight.cutting.tracing import CONTAINERS, Trace, trace
 from alight.errors import BadInput
 
 MIN_DISTANCE = 1 / 3  # of the even distance: exits that are nearer decide on nearly the same

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from alight.cutting.modes import in_mode
+from alight.cutting.running import in_mode
 from alight.data.batches import by_name
 from alight.data.spec import InputSpec, TensorSpec
 from alight.errors import BadInput
