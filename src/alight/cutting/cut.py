@@ -181,8 +181,9 @@ def _check_shared(model: nn.Module, name: str, plan: StagePlan, before: Sequence
     with in_mode(model, *before, training=False):
         each = [chain(before, tuple(tensor[row : row + 1] for tensor in batch)) for row in range(CHECKED[-1])]
     for index, value in enumerate(plan.outgoing):
-        is_shared = plan.trace.layout(value) == Layout(rows=0)
-        if is_shared and not all(same_bits(each[0][index], one[index]) for one in each):
+        if plan.trace.layout(value) == Layout(rows=0) and not all(
+            same_bits(each[0][index], one[index]) for one in each
+        ):
             raise _without_batch(plan.trace, name, value)
 
 
@@ -219,14 +220,13 @@ def _module_plans(
 ) -> list[StagePlan]:
     """Return what each stage does that ends after a named module, and the last."""
     traced = trace(model, inputs, after, training=training, with_data=with_data)
-    ends = [_end(traced, name) for name in after]
-    _check_order(traced, after, ends)
+    ends = _ends(traced, after)
     features = [_feature(traced, name, end) for name, end in zip(after, ends, strict=True)]
     logits = logits_in(traced.output, Value)
     mask = traced.inputs[inputs.names.index(MASK)] if MASK in inputs.names else None
-    crossings = [_carried(traced, end.time, features[index:], logits, mask) for index, end in enumerate(ends)]
-    for name, values in zip(after, crossings, strict=True):
-        _rows_per_sample(traced, name, values)
+    crossings = []
+    for index, (name, end) in enumerate(zip(after, ends, strict=True)):
+        crossings.append(_carried(traced, name, end.time, features[index:], logits, mask))
     times = [0, *(end.time for end in ends), len(traced.calls)]
     plans: list[StagePlan] = []
     incoming, names = traced.inputs, inputs.arguments
@@ -238,11 +238,8 @@ def _module_plans(
 
 def alive_after(traced: Trace, name: str) -> list[Value]:
     """Return what would be carried if the network were cut after this module alone; raise if it cannot be."""
-    end = _end(traced, name)
-    _check_order(traced, [name], [end])
-    values = _carried(traced, end.time, [_feature(traced, name, end)], logits_in(traced.output, Value))
-    _rows_per_sample(traced, name, values)
-    return values
+    (end,) = _ends(traced, [name])
+    return _carried(traced, name, end.time, [_feature(traced, name, end)], logits_in(traced.output, Value))
 
 
 def _plan(
@@ -274,26 +271,27 @@ def _plan(
     return StagePlan(traced, sorted(chosen), incoming, outgoing, last, names)
 
 
-def _end(traced: Trace, name: str) -> ModuleEnd:
-    ends = traced.ends[name]
-    if not ends:
-        raise BadInput(f"module {name!r} is never called in a forward pass: cut after one that is")
-    if len(ends) > 1:
-        raise BadInput(f"module {name!r} is called {len(ends)} times in a forward pass: cut after one called once")
-    return ends[0]
-
-
-def _check_order(traced: Trace, after: Sequence[str], ends: Sequence[ModuleEnd]) -> None:
+def _ends(traced: Trace, after: Sequence[str]) -> list[ModuleEnd]:
+    """Return where modules end; raise unless each is called once, in this order, with something computed between."""
+    for name in after:
+        number = len(traced.ends[name])
+        if not number:
+            raise BadInput(f"module {name!r} is never called in a forward pass: cut after one that is")
+        if number > 1:
+            raise BadInput(f"module {name!r} is called {number} times in a forward pass: cut after one called once")
+    ends = [traced.ends[name][0] for name in after]
     times = [end.time for end in ends]
     if times != sorted(times):
-        order = [after[index] for index in sorted(range(len(after)), key=times.__getitem__)]
+        order = sorted(after, key=lambda name: traced.ends[name][0].time)
         raise BadInput(f"exits {list(after)} are out of order: the network runs them as {order}")
-    for name, other, start, stop in zip(after, [*after[1:], ""], times, [*times[1:], len(traced.calls)], strict=True):
-        if not any(traced.calls[index].tainted for index in range(start, stop)):
+    for name, other, calls in zip(
+        after, [*after[1:], "the network"], pairwise([*times, len(traced.calls)]), strict=True
+    ):
+        if not any(call.tainted for call in traced.calls[slice(*calls)]):
             raise BadInput(
-                f"nothing is computed between the end of {name!r} and that of {other or 'the network'!r}:"
-                " keep one of the two exits"
+                f"nothing is computed between the end of {name!r} and that of {other!r}: keep one of the two exits"
             )
+    return ends
 
 
 def _feature(traced: Trace, name: str, end: ModuleEnd) -> Value:
@@ -322,13 +320,15 @@ def logits_in(output: Any, kind: type[Item]) -> Item:
 
 
 def _carried(
-    traced: Trace, time: int, features: Sequence[Value], logits: Value, mask: Value | None = None
+    traced: Trace, name: str, time: int, features: Sequence[Value], logits: Value, mask: Value | None = None
 ) -> list[Value]:
-    """Return values alive at a time: the feature of the exit there first, then what later calls and exits use."""
+    """Return values alive after a module: the feature of the exit there first, then what later calls and exits use."""
     used = {value for call in traced.calls[time:] for value in call.values} | {*features[1:], logits}
     first = [features[0], mask] if mask and _masks(traced, mask, features[0]) else features[:1]
     alive = {value for value in used if value.call < time and value in traced.tainted} - {*first}
-    return [*first, *sorted(alive, key=by_time)]
+    carried = [*first, *sorted(alive, key=_by_time)]
+    _rows_per_sample(traced, name, carried)
+    return carried
 
 
 def _masks(traced: Trace, mask: Value, feature: Value) -> bool:
@@ -336,25 +336,25 @@ def _masks(traced: Trace, mask: Value, feature: Value) -> bool:
     layout = traced.layout(feature)
     if layout is None or layout.rows != 1:
         return False
-    for shape, tokens in zip(traced.shapes[mask], traced.shapes[feature], strict=True):
-        carried = (tokens[layout.axis], *tokens[: layout.axis], *tokens[layout.axis + 1 :])
-        if len(carried) != 3 or shape != carried[:2]:
-            return False
-    return True
+    axis = layout.axis
+    carried = [(tokens[axis], *tokens[:axis], *tokens[axis + 1 :]) for tokens in traced.shapes[feature]]
+    shapes = zip(traced.shapes[mask], carried, strict=True)
+    return all(len(tokens) == 3 and shape == tokens[:2] for shape, tokens in shapes)
 
 
-def by_time(value: Value) -> tuple[int, str]:
-    """Return the key that sorts values by when they were made."""
+def _by_time(value: Value) -> tuple[int, str]:
     return value.call, str(value.path)
 
 
 def _rows_per_sample(traced: Trace, name: str, values: Iterable[Value]) -> list[int]:
     """Return how many rows each sample has in values that cross a cut (0: one for all); raise if one has no batch."""
-    layouts = {value: traced.layout(value) for value in values}
-    for value, layout in layouts.items():
+    rows = []
+    for value in values:
+        layout = traced.layout(value)
         if layout is None:
             raise _without_batch(traced, name, value)
-    return [layout.rows for layout in layouts.values() if layout]
+        rows.append(layout.rows)
+    return rows
 
 
 def _without_batch(traced: Trace, name: str, value: Value) -> BadInput:
@@ -398,7 +398,7 @@ def _output_plans(network: nn.Module, inputs: Inputs, with_data: bool, training:
 
 def _taken(traced: Trace, calls: set[int], outputs: Sequence[Value]) -> list[Value]:
     """Return values that calls take from elsewhere, in the order of use, and outputs."""
-    taken = [value for index in sorted(calls) for value in sorted(traced.calls[index].values, key=by_time)]
+    taken = [value for index in sorted(calls) for value in sorted(traced.calls[index].values, key=_by_time)]
     return [value for value in [*taken, *outputs] if value.call not in calls]
 
 

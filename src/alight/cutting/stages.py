@@ -11,6 +11,7 @@ import linecache
 import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
 from itertools import count
 from typing import Any, NamedTuple
@@ -122,11 +123,11 @@ class StagePlan(NamedTuple):
     input_names: Sequence[str] = ()
 
 
+@dataclass(frozen=True)
 class FixedLength:
     """A hook that refuses texts of another length than those that the network was cut for."""
 
-    def __init__(self, length: int) -> None:
-        self.length = length
+    length: int
 
     def __call__(self, stage: nn.Module, batch: tuple[Tensor, ...]) -> None:
         """Raise unless every text has the length."""

@@ -199,7 +199,7 @@ def _trace_twice(
     for is_opened in openings:
         try:
             first, second = (
-                record_calls(model.train(training), inputs.run, batch, watched, is_opened)
+                record_calls(model.train(training), inputs, batch, watched, is_opened)
                 for model, batch in zip(models, batches, strict=True)
             )
             return _aligned(first, second, batches[0][0].device)
@@ -212,16 +212,12 @@ def _trace_twice(
 
 
 def record_calls(
-    model: nn.Module,
-    run: Callable[[nn.Module, tuple[Tensor, ...]], Any],
-    batch: tuple[Tensor, ...],
-    watched: Collection[str],
-    is_opened: IsOpened,
+    model: nn.Module, inputs: Inputs, batch: tuple[Tensor, ...], watched: Collection[str], is_opened: IsOpened
 ) -> "_CallRecorder":
     """Run the network once and record its calls, with the ends of watched modules."""
     recorder = _CallRecorder(model, batch, watched, is_opened)
     with torch.no_grad(), _fixed_masks(), without_caches(model), recorder.module_calls_recorded(), recorder:
-        result = run(model, batch)
+        result = inputs.run(model, batch)
     recorder.output = recorder.encoded(result)
     return recorder
 
