@@ -37,18 +37,7 @@ def cut_text_encoder(
     names = tuple(example) if isinstance(example, Mapping) else ("input_ids",)
     if "input_ids" not in names:
         raise BadInput(f"the example has {list(names)}: give at least 'input_ids', best with 'attention_mask'")
-    lists = {name: len(module) for name, module in model.named_modules() if isinstance(module, nn.ModuleList)}
-    if not lists:
-        raise BadInput(f"a {type(model).__name__} without a list of layers: teach alight with register_cutter")
-    layers, number = max(lists.items(), key=lambda pair: pair[1])
-    known = {f"{layers}.{index}": index for index in range(number)}
-    for name in after:
-        if name not in known:
-            raise BadInput(f"{name!r} is not a layer of this encoder: name layers, {layers}.0 to {layers}.{number - 1}")
-    indices = [known[name] for name in after]
-    if indices != sorted(indices):
-        order = [f"{layers}.{index}" for index in sorted(indices)]
-        raise BadInput(f"exits {list(after)} are out of order: the network runs them as {order}")
+    layers, number, indices = _layers_of(model, after)
     stages = []
     for index, (start, stop) in enumerate(pairwise([0, *(index + 1 for index in indices), number])):
         network = _with_layers(model, layers, range(start, stop), first=index == 0, last=index == len(after))
@@ -204,3 +193,20 @@ def _twin(module: nn.Module, changes: Mapping[str, nn.Module | None], only: set[
     children = {name: child for name, child in module._modules.items() if only is None or name in only}
     twin.__dict__.update(module.__dict__, _modules={**children, **changes})
     return twin
+
+
+def _layers_of(model: nn.Module, after: Sequence[str]) -> tuple[str, int, list[int]]:
+    """Return the name of the list of layers, the longest one, how many it holds, and which of them are named."""
+    lists = {name: len(module) for name, module in model.named_modules() if isinstance(module, nn.ModuleList)}
+    if not lists:
+        raise BadInput(f"a {type(model).__name__} without a list of layers: teach alight with register_cutter")
+    layers, number = max(lists.items(), key=lambda pair: pair[1])
+    known = {f"{layers}.{index}": index for index in range(number)}
+    for name in after:
+        if name not in known:
+            raise BadInput(f"{name!r} is not a layer of this encoder: name layers, {layers}.0 to {layers}.{number - 1}")
+    indices = [known[name] for name in after]
+    if indices != sorted(indices):
+        order = [f"{layers}.{index}" for index in sorted(indices)]
+        raise BadInput(f"exits {list(after)} are out of order: the network runs them as {order}")
+    return layers, number, indices

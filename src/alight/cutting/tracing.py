@@ -6,6 +6,7 @@ different batch sizes are merged into one trace that holds for any batch size.
 
 import copy
 import dataclasses
+import re
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -28,7 +29,7 @@ CONTENT_READS = {  # functions that turn the content of a tensor into a number
     "__bool__", "__int__", "__float__", "__index__", "__complex__", "__contains__", "__array__",
     "item", "tolist", "numpy", "equal", "allclose", "is_nonzero",
 }  # fmt: skip
-RANDOM = ("rand", "bernoulli", "dropout", "normal", "uniform", "multinomial", "poisson", "exponential_")
+RANDOM = re.compile("rand|bernoulli|dropout|normal|uniform|multinomial|poisson|exponential_")
 
 
 @dataclass(frozen=True)
@@ -304,7 +305,7 @@ class _CallRecorder(TorchFunctionMode):
             changed = {_storage(tensor) for tensor, old in zip(taken, versions, strict=True) if _version(tensor) != old}
             if not changed and not _tensors_in(result):
                 return result
-            tainted = tainted or any(word in function for word in RANDOM)
+            tainted = tainted or bool(RANDOM.search(function))
             if tainted:
                 self.tainted_storages |= changed
             values = {self.values[id(tensor)] for tensor in taken if id(tensor) in self.values}
