@@ -28,8 +28,8 @@ import timm
 import torch
 import torchvision
 
-from alight.cutting.graph_data import cut_data, stages_from_data
 from alight.cutting.placement import cut_evenly
+from alight.cutting.stages import cut_data, stages_from_data
 from alight.files import write_rows
 from alight.provenance import provenance
 

@@ -8,8 +8,8 @@ import torch
 import torchvision
 from torch.nn import functional
 
-from alight.cutting.graph_data import cut_data, stages_from_data
 from alight.cutting.placement import cut_evenly
+from alight.cutting.stages import cut_data, stages_from_data
 
 vision = torchvision.models
 

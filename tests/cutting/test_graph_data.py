@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional
 
 from alight.cutting.cut import cut
-from alight.cutting.graph_data import NotPlainData, cut_data, stages_from_data
+from alight.cutting.stages import NotPlainData, cut_data, stages_from_data
 from alight.errors import BadInput
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from alight.cutting.multi_output import split_outputs
+from alight.cutting.cut import split_outputs
 from alight.errors import BadInput
 from alight.networks.multi_exit import MultiExitModel
 

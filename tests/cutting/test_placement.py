@@ -10,6 +10,7 @@ from torch import nn
 
 from alight.cutting.cut import cut
 from alight.cutting.placement import CutPlace, cut_places, suggest_exits
+from alight.cutting.running import Inputs
 from alight.errors import BadInput
 
 IMAGE = torch.randn(1, 3, 32, 32, generator=torch.Generator().manual_seed(0))
@@ -51,7 +52,7 @@ def test_wherever_an_exit_is_suggested_the_network_can_be_cut(name):
 def test_exits_keep_a_minimum_distance_where_they_can():
     network = timm.create_model("mobilevit_xxs", num_classes=3)
     image = torch.randn(1, 3, 64, 64)
-    shares = {place.name: place.share for place in cut_places(network, image, 3)}
+    shares = {place.name: place.share for place in cut_places(network, Inputs(image), 3)[0]}
     chosen = [shares[name] for name in suggest_exits(network, image, count=3)]
     assert all(later - earlier >= 0.25 / 3 for earlier, later in pairwise(chosen))
 
@@ -63,7 +64,7 @@ def test_places_too_near_to_each_other_are_still_used_where_there_are_no_others(
 
 
 def test_shares_grow_and_end_before_the_network_does():
-    found = cut_places(torchvision.models.resnet18(), IMAGE, 3)
+    found, _ = cut_places(torchvision.models.resnet18(), Inputs(IMAGE), 3)
     shares = [place.share for place in found]
     assert shares == sorted(set(shares))
     assert shares[0] > 0
@@ -73,7 +74,9 @@ def test_shares_grow_and_end_before_the_network_does():
 
 def test_attention_is_counted():
     network = timm.create_model("vit_tiny_patch16_224", img_size=64, depth=2, embed_dim=12)
-    first, *_ = [place for place in cut_places(network, torch.zeros(1, 3, 64, 64), 1) if place.name == "blocks.0"]
+    first, *_ = [
+        place for place in cut_places(network, Inputs(torch.zeros(1, 3, 64, 64)), 1)[0] if place.name == "blocks.0"
+    ]
     tokens, width = 17, 12
     linear = 2 * tokens * (3 + 1 + 4 + 4) * width * width
     block = linear + 2 * 2 * tokens * tokens * width  # queries by keys, and weights by values

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from alight.costing.energy import meter_for
 from alight.costs import Costs
 from alight.cutting.flops import FlopCounter, without_data
-from alight.cutting.modes import in_mode
+from alight.cutting.running import in_mode
 from alight.errors import BadInput
 from alight.networks.multi_exit import Carried, MultiExitModel, advance, read
 

@@ -1,16 +1,18 @@
-"""Cut a network into stages whose chain is the network, bit by bit."""
+"""Cut a network into stages whose chain is the network, bit by bit: after named modules, or after each output."""
 
 import difflib
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from itertools import pairwise
 from typing import Any, TypeVar
 
-import torch
 from torch import Tensor, nn
 
-from alight.cutting.encoders import cut_text_encoder, is_text_encoder
-from alight.cutting.modes import in_mode
-from alight.cutting.stages import Layout, StagePlan, build, layout_of
-from alight.cutting.tracing import BATCHES, Inputs, ModuleEnd, Trace, Value, refusals, trace, walk, without_caches
+from alight.cutting.encoders import MASK, cut_text_encoder, is_text_encoder
+from alight.cutting.flops import count_flops
+from alight.cutting.running import Inputs, chain, in_mode, is_text, refusals, same_bits, without_caches
+from alight.cutting.stages import FixedLength, StagePlan, build
+from alight.cutting.tracing import BATCHES, Layout, ModuleEnd, Trace, Value, trace, walk
 from alight.errors import BadInput
 
 Item = TypeVar("Item", Value, Tensor)
@@ -18,8 +20,15 @@ Cutter = Callable[[nn.Module, Sequence[str], Any], Sequence[nn.Module]]
 CUTTERS: list[tuple[Callable[[nn.Module], bool], Cutter]] = [  # the latest is tried first
     (is_text_encoder, cut_text_encoder)
 ]
-MASK = "attention_mask"  # the name of the input that says which tokens are read
 CHECKED = (1, 5)  # batch sizes at which the chain is compared with the network, other than those of the trace
+LOGITS_DIFFER = (
+    "the stages do not give what the network gives: is it random in evaluation mode, or does it branch on the batch"
+    " size or on content? Cut elsewhere, or teach alight this network with register_cutter"
+)
+OUTPUTS_DIFFER = (
+    "the outputs of the stages are not the network's: does the network write into tensors that several outputs share?"
+    " Build MultiExitModel(stages, heads) by hand"
+)
 
 
 def cut(model: nn.Module, after: Sequence[str], example: Any) -> list[nn.Module]:
@@ -32,6 +41,7 @@ def cut(model: nn.Module, after: Sequence[str], example: Any) -> list[nn.Module]
     tokens, the mask is carried second, so that a head can tell them from padding. Parameters, buffers and submodules
     are those of the network.
 
+    >>> import torch
     >>> network = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
     >>> first, last = cut(network, after=["1"], example=torch.zeros(1, 4))
     >>> batch = torch.ones(5, 4)
@@ -40,17 +50,24 @@ def cut(model: nn.Module, after: Sequence[str], example: Any) -> list[nn.Module]
     """
     names = _checked_names(model, after)
     cutter = next((cutter for recognises, cutter in reversed(CUTTERS) if recognises(model)), None)
-    if cutter is None:
-        return cut_by_trace(model, names, example)
-    stages = list(cutter(model, names, example))
-    if len(stages) != len(names) + 1:
-        raise BadInput(f"the cutter made {len(stages)} stages for {len(names)} exits: make one more than exits")
-    return _checked(model, stages, Inputs(example))
+    if cutter is not None:
+        stages = list(cutter(model, names, example))
+        if len(stages) != len(names) + 1:
+            raise BadInput(f"the cutter made {len(stages)} stages for {len(names)} exits: make one more than exits")
+        return _checked(model, stages, Inputs(example))
+    inputs = Inputs(example)
+    try:
+        stages = _cut_by_trace(model, names, inputs, with_data=False)
+    except BadInput:
+        stages = _cut_by_trace(model, names, inputs, with_data=True)
+    _fix_length(model, stages, inputs)
+    return stages
 
 
 def register_cutter(kind: type[nn.Module] | Callable[[nn.Module], bool]) -> Callable[[Cutter], Cutter]:
     """Teach `cut` a kind of network: a class, or a function that recognises it; decorates `(model, after, example)`.
 
+    >>> import torch
     >>> class Twice(nn.Linear):
     ...     def forward(self, x):
     ...         return super().forward(super().forward(x))
@@ -69,52 +86,104 @@ def register_cutter(kind: type[nn.Module] | Callable[[nn.Module], bool]) -> Call
     return register
 
 
-def cut_by_trace(model: nn.Module, after: Sequence[str], example: Any) -> list[nn.Module]:
-    """Return stages made from a trace of the network: without data if that is enough, else with."""
-    inputs = Inputs(example)
-    try:
-        stages = _checked(model, _stages(model, after, inputs, with_data=False), inputs)
-    except BadInput:
-        stages = _checked(model, _stages(model, after, inputs, with_data=True), inputs)
-    _fix_length(model, stages, inputs)
-    return stages
-
-
-def _stages(model: nn.Module, after: Sequence[str], inputs: Inputs, *, with_data: bool) -> list[nn.Module]:
-    plans = stage_plans(trace(model, inputs, after, with_data=with_data), after, inputs)
-    training: Sequence[StagePlan | BadInput]
-    try:
-        with refusals():
-            training = stage_plans(trace(model, inputs, after, training=True, with_data=with_data), after, inputs)
-    except BadInput as error:
-        training = [error] * len(plans)
-    stages: list[nn.Module] = [build(model, *both) for both in zip(plans, training, strict=True)]
+def _cut_by_trace(model: nn.Module, after: Sequence[str], inputs: Inputs, *, with_data: bool) -> list[nn.Module]:
+    """Return stages made from a trace of the network, with data or without."""
+    plans, stages = _built(model, partial(_module_plans, model, after, inputs, with_data))
     for name, plan, cut_here in zip(after, plans, range(1, len(stages)), strict=False):
-        rows = [rows_per_sample(plan.trace, value) for value in plan.outgoing]
+        rows = _rows_per_sample(plan.trace, name, plan.outgoing)
         with refusals():
             if 0 in rows:
                 _check_shared(model, name, plan, stages[:cut_here], inputs)
             if max(rows) > 1:
                 _check_side_by_side(model, name, stages[:cut_here], stages[cut_here:], inputs)
+    return _checked(model, stages, inputs)
+
+
+def split_outputs(network: nn.Module, example: Any) -> tuple[list[nn.Module], list[nn.Module]]:
+    """Return stages and heads of a network whose forward returns several logits, from early to late.
+
+    A stage is what later outputs need too, a head what one output alone needs; so a head reads all that is carried.
+    Together they give the network's outputs, bit by bit.
+    """
+    inputs = Inputs(example)
+    try:
+        return _split(network, inputs, with_data=False)
+    except BadInput:
+        return _split(network, inputs, with_data=True)
+
+
+def _split(network: nn.Module, inputs: Inputs, *, with_data: bool) -> tuple[list[nn.Module], list[nn.Module]]:
+    _, built = _built(network, partial(_output_plans, network, inputs, with_data))
+    heads = [*map(as_head, built[1::2]), nn.Identity()]
+    return _checked(network, built[0::2], inputs, heads), heads
+
+
+def as_head(stage: nn.Module) -> nn.Module:
+    """Return a stage as a head that reads all that is carried."""
+    stage.reads_everything = True  # type: ignore[assignment]
+    return stage
+
+
+def _built(model: nn.Module, plans: Callable[[bool], list[StagePlan]]) -> tuple[Sequence[StagePlan], list[nn.Module]]:
+    """Return plans for evaluation, and stages built of them and of plans for training, or why there are none."""
+    evaluation = plans(False)
+    training: Sequence[StagePlan | BadInput]
+    try:
+        with refusals():
+            training = plans(True)
+        if len(training) != len(evaluation):
+            raise BadInput(f"the network gives {len(training) // 2 + 1} outputs in training mode")
+    except BadInput as error:
+        training = [error] * len(evaluation)
+    return evaluation, [build(model, *both) for both in zip(evaluation, training, strict=True)]
+
+
+def _checked(
+    model: nn.Module, stages: list[nn.Module], inputs: Inputs, heads: Sequence[nn.Module] = ()
+) -> list[nn.Module]:
+    """Return the stages if their chain is the network, bit by bit, at batch sizes that the trace has not seen."""
+    for module in (*stages, *heads):
+        module.training = model.training
+    for size in CHECKED:
+        with refusals():
+            equal = is_chain_of(model, stages, inputs, inputs.of_size(size), heads)
+        if not equal:
+            raise BadInput(f"at batch size {size} {OUTPUTS_DIFFER if heads else LOGITS_DIFFER}")
     return stages
 
 
-def rows_per_sample(traced: Trace, value: Value) -> int:
-    """Return how many rows each sample has in a value; 0 if there is one for all samples."""
-    layout = layout_of(traced.shapes[value])
-    return layout.rows if layout else 1
+def is_chain_of(
+    model: nn.Module, stages: Sequence[nn.Module], inputs: Inputs, batch: Any, heads: Sequence[nn.Module] = ()
+) -> bool:
+    """Check whether stages in a row give the logits that the network gives for a batch in evaluation, bit by bit.
+
+    With heads, the network has several outputs: one of each stage and its head, and that of the last stage.
+    """
+    with in_mode(model, *stages, *heads, training=False), without_caches(model):
+        output = inputs.run(model, batch)
+        if not heads:
+            return same_bits(logits_in(output, Tensor), chain(stages, batch))
+        expected = [item for item in walk(output) if isinstance(item, Tensor)]
+        carried = batch
+        for index, (stage, head) in enumerate(zip(stages, heads, strict=True)):
+            carried = stage(*carried)
+            if not same_bits(expected[index], head(*carried) if index < len(stages) - 1 else carried):
+                return False
+    return True
 
 
 def _check_shared(model: nn.Module, name: str, plan: StagePlan, before: Sequence[nn.Module], inputs: Inputs) -> None:
     """Raise unless what is carried once for all samples is the same for every batch, as tables of positions are."""
     batch = [tensor.clone() for tensor in inputs.of_size(CHECKED[-1])]
     for tensor in batch:
-        if _is_text(tensor):
+        if is_text(tensor):
             tensor[1::2, -1] = 0  # a text that is padded among others
     with in_mode(model, *before, training=False):
         each = [chain(before, tuple(tensor[row : row + 1] for tensor in batch)) for row in range(CHECKED[-1])]
     for index, value in enumerate(plan.outgoing):
-        if not rows_per_sample(plan.trace, value) and not all(same_bits(each[0][index], one[index]) for one in each):
+        if plan.trace.layout(value) == Layout(rows=0) and not all(
+            same_bits(each[0][index], one[index]) for one in each
+        ):
             raise _without_batch(plan.trace, name, value)
 
 
@@ -132,44 +201,57 @@ def _check_side_by_side(
         )
 
 
-def stage_plans(traced: Trace, after: Sequence[str], inputs: Inputs) -> list[StagePlan]:
-    """Return what each stage does."""
-    ends = [_end(traced, name) for name in after]
-    _check_order(traced, after, ends)
+def _fix_length(model: nn.Module, stages: Sequence[nn.Module], inputs: Inputs) -> None:
+    """Let the first stage refuse texts of another length, if with one the chain is not the network."""
+    lengths = {tensor.shape[1] for tensor in inputs.tensors if is_text(tensor)}
+    if len(lengths) != 1 or lengths <= {0, 1}:
+        return
+    batch = tuple(tensor[:, :-1] if is_text(tensor) else tensor for tensor in inputs.of_size(CHECKED[-1]))
+    try:
+        is_free = is_chain_of(model, stages, inputs, batch)
+    except Exception:  # whatever fails where a number in the code is of another length
+        is_free = False
+    if not is_free:
+        stages[0].register_forward_pre_hook(FixedLength(*lengths))
+
+
+def _module_plans(
+    model: nn.Module, after: Sequence[str], inputs: Inputs, with_data: bool, training: bool
+) -> list[StagePlan]:
+    """Return what each stage does that ends after a named module, and the last."""
+    traced = trace(model, inputs, after, training=training, with_data=with_data)
+    ends = _ends(traced, after)
     features = [_feature(traced, name, end) for name, end in zip(after, ends, strict=True)]
     logits = logits_in(traced.output, Value)
-    mask = Value(-1, (inputs.names.index(MASK),)) if MASK in inputs.names else None
-    crossings = [_carried(traced, end.time, features[index:], logits, mask) for index, end in enumerate(ends)]
-    for name, values in zip(after, crossings, strict=True):
-        check_carried(traced, name, values)
-    entering = [inputs.values, *crossings]
+    mask = traced.inputs[inputs.names.index(MASK)] if MASK in inputs.names else None
+    crossings = []
+    for index, (name, end) in enumerate(zip(after, ends, strict=True)):
+        crossings.append(_carried(traced, name, end.time, features[index:], logits, mask))
     times = [0, *(end.time for end in ends), len(traced.calls)]
-    return [
-        StagePlan(
-            traced,
-            needed_calls(traced, range(times[index], times[index + 1]), entering[index], leaving),
-            entering[index],
-            leaving,
-            last=index == len(after),
-            input_names=() if index else inputs.arguments,
-        )
-        for index, leaving in enumerate([*crossings, [logits]])
-    ]
+    plans: list[StagePlan] = []
+    incoming, names = traced.inputs, inputs.arguments
+    for calls, leaving in zip(pairwise(times), [*crossings, [logits]], strict=True):
+        plans.append(_plan(traced, range(*calls), incoming, leaving, last=len(plans) == len(after), names=names))
+        incoming, names = leaving, ()
+    return plans
 
 
 def alive_after(traced: Trace, name: str) -> list[Value]:
     """Return what would be carried if the network were cut after this module alone; raise if it cannot be."""
-    end = _end(traced, name)
-    _check_order(traced, [name], [end])
-    values = _carried(traced, end.time, [_feature(traced, name, end)], logits_in(traced.output, Value))
-    check_carried(traced, name, values)
-    return values
+    (end,) = _ends(traced, [name])
+    return _carried(traced, name, end.time, [_feature(traced, name, end)], logits_in(traced.output, Value))
 
 
-def needed_calls(
-    traced: Trace, calls: Iterable[int], incoming: Sequence[Value], outgoing: Sequence[Value]
-) -> list[int]:
-    """Return these calls without unused constant ones, and with all constant ones that they use, however early."""
+def _plan(
+    traced: Trace,
+    calls: Iterable[int],
+    incoming: Sequence[Value],
+    outgoing: Sequence[Value],
+    *,
+    last: bool,
+    names: Sequence[str] = (),
+) -> StagePlan:
+    """Return a plan of these calls without unused constant ones, and with all constant ones that they use."""
     own = set(calls)
     chosen = {index for index in own if traced.calls[index].tainted or traced.calls[index].changes_state}
     wanted = [*outgoing, *(value for index in chosen for value in traced.calls[index].values)]
@@ -186,29 +268,30 @@ def needed_calls(
         for index in ({value.call} | writers) - chosen:
             chosen.add(index)
             wanted += traced.calls[index].values
-    return sorted(chosen)
+    return StagePlan(traced, sorted(chosen), incoming, outgoing, last, names)
 
 
-def _end(traced: Trace, name: str) -> ModuleEnd:
-    ends = traced.ends[name]
-    if not ends:
-        raise BadInput(f"module {name!r} is never called in a forward pass: cut after one that is")
-    if len(ends) > 1:
-        raise BadInput(f"module {name!r} is called {len(ends)} times in a forward pass: cut after one called once")
-    return ends[0]
-
-
-def _check_order(traced: Trace, after: Sequence[str], ends: Sequence[ModuleEnd]) -> None:
+def _ends(traced: Trace, after: Sequence[str]) -> list[ModuleEnd]:
+    """Return where modules end; raise unless each is called once, in this order, with something computed between."""
+    for name in after:
+        number = len(traced.ends[name])
+        if not number:
+            raise BadInput(f"module {name!r} is never called in a forward pass: cut after one that is")
+        if number > 1:
+            raise BadInput(f"module {name!r} is called {number} times in a forward pass: cut after one called once")
+    ends = [traced.ends[name][0] for name in after]
     times = [end.time for end in ends]
     if times != sorted(times):
-        order = [after[index] for index in sorted(range(len(after)), key=times.__getitem__)]
+        order = sorted(after, key=lambda name: traced.ends[name][0].time)
         raise BadInput(f"exits {list(after)} are out of order: the network runs them as {order}")
-    for name, other, start, stop in zip(after, [*after[1:], ""], times, [*times[1:], len(traced.calls)], strict=True):
-        if not any(traced.calls[index].tainted for index in range(start, stop)):
+    for name, other, calls in zip(
+        after, [*after[1:], "the network"], pairwise([*times, len(traced.calls)]), strict=True
+    ):
+        if not any(call.tainted for call in traced.calls[slice(*calls)]):
             raise BadInput(
-                f"nothing is computed between the end of {name!r} and that of {other or 'the network'!r}:"
-                " keep one of the two exits"
+                f"nothing is computed between the end of {name!r} and that of {other!r}: keep one of the two exits"
             )
+    return ends
 
 
 def _feature(traced: Trace, name: str, end: ModuleEnd) -> Value:
@@ -221,7 +304,7 @@ def _feature(traced: Trace, name: str, end: ModuleEnd) -> Value:
         value
         for value in made
         if value in used
-        and layout_of(traced.shapes[value]) == Layout()
+        and traced.layout(value) == Layout()
         and (value in traced.follows_dtype or not traced.follows_dtype)  # features, neither indices nor masks
     ]
     return (suitable or made)[0]
@@ -237,37 +320,41 @@ def logits_in(output: Any, kind: type[Item]) -> Item:
 
 
 def _carried(
-    traced: Trace, time: int, features: Sequence[Value], logits: Value, mask: Value | None = None
+    traced: Trace, name: str, time: int, features: Sequence[Value], logits: Value, mask: Value | None = None
 ) -> list[Value]:
-    """Return values alive at a time: the feature of the exit there first, then what later calls and exits use."""
+    """Return values alive after a module: the feature of the exit there first, then what later calls and exits use."""
     used = {value for call in traced.calls[time:] for value in call.values} | {*features[1:], logits}
     first = [features[0], mask] if mask and _masks(traced, mask, features[0]) else features[:1]
     alive = {value for value in used if value.call < time and value in traced.tainted} - {*first}
-    return [*first, *sorted(alive, key=by_time)]
+    carried = [*first, *sorted(alive, key=_by_time)]
+    _rows_per_sample(traced, name, carried)
+    return carried
 
 
 def _masks(traced: Trace, mask: Value, feature: Value) -> bool:
     """Check whether this mask says which of the feature's tokens are read, once the batch comes first."""
-    layout = layout_of(traced.shapes[feature])
+    layout = traced.layout(feature)
     if layout is None or layout.rows != 1:
         return False
-    for shape, tokens in zip(traced.shapes[mask], traced.shapes[feature], strict=True):
-        carried = (tokens[layout.axis], *tokens[: layout.axis], *tokens[layout.axis + 1 :])
-        if len(carried) != 3 or shape != carried[:2]:
-            return False
-    return True
+    axis = layout.axis
+    carried = [(tokens[axis], *tokens[:axis], *tokens[axis + 1 :]) for tokens in traced.shapes[feature]]
+    shapes = zip(traced.shapes[mask], carried, strict=True)
+    return all(len(tokens) == 3 and shape == tokens[:2] for shape, tokens in shapes)
 
 
-def by_time(value: Value) -> tuple[int, str]:
-    """Return the key that sorts values by when they were made."""
+def _by_time(value: Value) -> tuple[int, str]:
     return value.call, str(value.path)
 
 
-def check_carried(traced: Trace, name: str, values: Iterable[Value]) -> None:
-    """Raise unless every value that crosses the cut has the batch somewhere, or perhaps is one for all samples."""
+def _rows_per_sample(traced: Trace, name: str, values: Iterable[Value]) -> list[int]:
+    """Return how many rows each sample has in values that cross a cut (0: one for all); raise if one has no batch."""
+    rows = []
     for value in values:
-        if layout_of(traced.shapes[value]) is None:
+        layout = traced.layout(value)
+        if layout is None:
             raise _without_batch(traced, name, value)
+        rows.append(layout.rows)
+    return rows
 
 
 def _without_batch(traced: Trace, name: str, value: Value) -> BadInput:
@@ -278,74 +365,103 @@ def _without_batch(traced: Trace, name: str, value: Value) -> BadInput:
     )
 
 
-def _checked(model: nn.Module, stages: list[nn.Module], inputs: Inputs) -> list[nn.Module]:
-    """Return the stages if their chain is the network, bit by bit, at batch sizes that the trace has not seen."""
-    for stage in stages:
-        stage.training = model.training
-    for size in CHECKED:
-        with refusals():
-            equal = is_chain_of(model, stages, inputs, inputs.of_size(size))
-        if not equal:
-            raise BadInput(
-                f"at batch size {size} the stages do not give what the network gives: is it random in evaluation"
-                " mode, or does it branch on the batch size or on content? Cut elsewhere, or teach alight this"
-                " network with register_cutter"
-            )
-    return stages
+def _output_plans(network: nn.Module, inputs: Inputs, with_data: bool, training: bool) -> list[StagePlan]:
+    """Return what each stage and head does: stage, head, stage, head, ..., stage."""
+    traced = _opened_trace(network, inputs, training=training, with_data=with_data)
+    outputs = _outputs(traced)
+    needs = [_ancestors(traced, output) for output in outputs]
+    if not training:
+        _check_costs(network, inputs, traced, outputs, needs)
+    calls, done = [], set[int]()  # that later outputs need too, and that one output alone needs
+    for index, need in enumerate(needs):
+        later = set[int]().union(*needs[index + 1 :]) or need
+        calls.append(((need & later) - done, need - later))
+        done |= need & later
+    plans: list[StagePlan] = []
+    incoming, names = traced.inputs, inputs.arguments
+    done = {-1}
+    for index, (output, (stage, head)) in enumerate(zip(outputs, calls, strict=True)):
+        last = index == len(outputs) - 1
+        done |= stage
+        later = set[int]().union(*(both for each in calls[index + 1 :] for both in each))
+        taken = [*_taken(traced, head, [output]), *_taken(traced, later, outputs[index + 1 :])]
+        carried = [value for value in taken if value.call in done and value in traced.tainted]
+        carried = [output] if last else list(dict.fromkeys(carried))
+        if any(rows != 1 for rows in _rows_per_sample(traced, f"output {index}", carried)):
+            raise BadInput(f"a tensor alive after output {index} has not one row for each sample: build it by hand")
+        plans.append(_plan(traced, stage, incoming, carried, last=last, names=names))
+        if not last:
+            plans.append(_plan(traced, head, carried, [output], last=True))
+        incoming, names = carried, ()
+    return plans
 
 
-def is_chain_of(model: nn.Module, stages: Sequence[nn.Module], inputs: Inputs, batch: tuple[Tensor, ...]) -> bool:
-    """Check whether stages in a row give the logits that the network gives for a batch in evaluation, bit by bit."""
-    with in_mode(model, *stages, training=False), without_caches(model):
-        return same_bits(logits_in(inputs.run(model, batch), Tensor), chain(stages, batch))
+def _taken(traced: Trace, calls: set[int], outputs: Sequence[Value]) -> list[Value]:
+    """Return values that calls take from elsewhere, in the order of use, and outputs."""
+    taken = [value for index in sorted(calls) for value in sorted(traced.calls[index].values, key=_by_time)]
+    return [value for value in [*taken, *outputs] if value.call not in calls]
 
 
-class FixedLength:
-    """A hook that refuses texts of another length than those that the network was cut for."""
-
-    def __init__(self, length: int) -> None:
-        self.length = length
-
-    def __call__(self, stage: nn.Module, batch: tuple[Tensor, ...]) -> None:
-        """Raise unless every text has the length."""
-        lengths = [tensor.shape[1] for tensor in batch if _is_text(tensor)]
-        if any(length != self.length for length in lengths):
-            raise BadInput(
-                f"texts of {lengths[0]} tokens, and the network was cut for {self.length}, which its code fixes:"
-                f" pad every batch to {self.length}, or cut with an example of the length that you need"
-            )
+def _outputs(traced: Trace) -> list[Value]:
+    outputs = [item for item in walk(traced.output) if isinstance(item, Value) and item in traced.tainted]
+    if len(outputs) < 2:
+        raise BadInput(f"the network gives {len(outputs)} outputs: give one that returns several, or attach heads")
+    return outputs
 
 
-def _fix_length(model: nn.Module, stages: Sequence[nn.Module], inputs: Inputs) -> None:
-    """Let the first stage refuse texts of another length, if with one the chain is not the network."""
-    lengths = {tensor.shape[1] for tensor in inputs.tensors if _is_text(tensor)}
-    if len(lengths) != 1 or lengths <= {0, 1}:
-        return
-    batch = tuple(tensor[:, :-1] if _is_text(tensor) else tensor for tensor in inputs.of_size(CHECKED[-1]))
-    try:
-        is_free = is_chain_of(model, stages, inputs, batch)
-    except Exception:  # whatever fails where a number in the code is of another length
-        is_free = False
-    if not is_free:
-        stages[0].register_forward_pre_hook(FixedLength(*lengths))
+def _opened_trace(network: nn.Module, inputs: Inputs, *, training: bool, with_data: bool) -> Trace:
+    """Return what the network does, opened wherever a module makes an output and something else at once."""
+    opened: set[str] = set()
+    while True:
+        traced = trace(network, inputs, (), opened=opened, training=training, with_data=with_data)
+        outputs = set(_outputs(traced))
+        used = outputs.union(*(call.values for call in traced.calls))
+        mixed = {
+            str(traced.calls[output.call].target)
+            for output in outputs
+            if isinstance(traced.calls[output.call].target, str)
+            and any(value.call == output.call and value != output for value in used)
+        }
+        if mixed <= opened:
+            return traced
+        opened |= mixed
 
 
-def _is_text(tensor: Tensor) -> bool:
-    """Check for whole numbers, one per token."""
-    return tensor.ndim == 2 and not tensor.is_floating_point()
+def _ancestors(traced: Trace, output: Value) -> set[int]:
+    """Return calls that depend on the input's content and that an output needs, writers to the same memory included."""
+    needed: set[int] = set()
+    wanted = [(output, len(traced.calls))]
+    while wanted:
+        value, time = wanted.pop()
+        if value.call < 0:
+            continue
+        memory = traced.calls[value.call].storages
+        writers = {index for index in range(time) if traced.calls[index].changed & memory}
+        for index in ({value.call} | writers) - needed:
+            if traced.calls[index].tainted:
+                needed.add(index)
+                wanted += [(taken, index) for taken in traced.calls[index].values]
+    return needed
 
 
-def chain(stages: Iterable[nn.Module], batch: tuple[Tensor, ...]) -> Any:
-    """Return what comes out when stages run one after the other."""
-    carried = batch
-    for stage in stages:
-        carried = stage(*carried)
-    return carried
-
-
-def same_bits(one: Tensor, other: Tensor) -> bool:
-    """Check whether two tensors are the same, bit by bit."""
-    return one.shape == other.shape and one.dtype == other.dtype and torch.allclose(one, other, 0, 0, equal_nan=True)
+def _check_costs(
+    network: nn.Module, inputs: Inputs, traced: Trace, outputs: Sequence[Value], needs: Sequence[set[int]]
+) -> None:
+    """Raise if an output needs nothing beyond those before it, or costs less than one of them."""
+    totals = []
+    for output, need in zip(outputs, needs, strict=True):
+        plan = _plan(traced, need, traced.inputs, [output], last=True)
+        alone = build(network, plan, plan)
+        with in_mode(network, alone, training=False), refusals():
+            totals.append(count_flops(alone, *inputs.of_size(1)))
+    useless = [index for index in range(1, len(needs)) if needs[index] <= set[int]().union(*needs[:index])]
+    if useless or totals != sorted(totals):
+        order = sorted(range(len(totals)), key=totals.__getitem__)
+        reason = f"output {useless[0]} needs nothing beyond what those before it need; " if useless else ""
+        raise BadInput(
+            f"the outputs are not ordered from early to late: {reason}alone, they cost {totals} FLOPs per sample:"
+            f" return them in the order {order}, as numbered now, each once"
+        )
 
 
 def _checked_names(model: nn.Module, after: Sequence[str]) -> list[str]:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from alight.cutting.modes import in_mode
+from alight.cutting.running import in_mode
 from alight.errors import BadInput
 
 KINDS = {"bert", "roberta", "distilbert", "xlm-roberta", "camembert", "electra", "mpnet"}  # by model_type
@@ -37,11 +37,7 @@ def cut_text_encoder(
     names = tuple(example) if isinstance(example, Mapping) else ("input_ids",)
     if "input_ids" not in names:
         raise BadInput(f"the example has {list(names)}: give at least 'input_ids', best with 'attention_mask'")
-    layers, number = _layers_of(model)
-    indices = [_index(layers, number, name) for name in after]
-    if indices != sorted(indices):
-        order = [f"{layers}.{index}" for index in sorted(indices)]
-        raise BadInput(f"exits {list(after)} are out of order: the network runs them as {order}")
+    layers, number, indices = _layers_of(model, after)
     stages = []
     for index, (start, stop) in enumerate(pairwise([0, *(index + 1 for index in indices), number])):
         network = _with_layers(model, layers, range(start, stop), first=index == 0, last=index == len(after))
@@ -82,7 +78,12 @@ class EncoderStage(nn.Module):
         if hasattr(carried, ATTENTION_BIAS):  # made by the stage before, of the same mask
             mask, bias = carried, getattr(carried, ATTENTION_BIAS)
         else:
-            mask, bias = _mask_and_bias(base.config, carried, hidden)
+            from transformers.masking_utils import create_bidirectional_mask
+
+            mask = _mask(carried, hidden).detach()  # our own, which nothing else changes
+            bias = create_bidirectional_mask(base.config, hidden, carried)
+            if not torch.compiler.is_compiling():
+                setattr(mask, ATTENTION_BIAS, bias)
         layers: Any = self
         for name in self.path:
             layers = layers._modules[name]  # faster than by attribute
@@ -106,16 +107,6 @@ class EncoderStage(nn.Module):
         mask = inputs.pop(MASK, None)
         hidden: Tensor = base.embeddings(**inputs)
         return base.embeddings_project(hidden) if hasattr(base, "embeddings_project") else hidden, mask
-
-
-def _mask_and_bias(config: Any, carried: Tensor | None, hidden: Tensor) -> tuple[Tensor, Any]:
-    """Return a mask of our own, which nothing else changes, and what attention reads of it, also its attribute."""
-    from transformers.masking_utils import create_bidirectional_mask
-
-    mask, bias = _mask(carried, hidden).detach(), create_bidirectional_mask(config, hidden, carried)
-    if not torch.compiler.is_compiling():
-        setattr(mask, ATTENTION_BIAS, bias)
-    return mask, bias
 
 
 def _mask(carried: Tensor | None, hidden: Tensor) -> Tensor:
@@ -204,16 +195,18 @@ def _twin(module: nn.Module, changes: Mapping[str, nn.Module | None], only: set[
     return twin
 
 
-def _layers_of(model: nn.Module) -> tuple[str, int]:
-    """Return the name of the list of layers, the longest one of the network, and how many it holds."""
+def _layers_of(model: nn.Module, after: Sequence[str]) -> tuple[str, int, list[int]]:
+    """Return the name of the list of layers, the longest one, how many it holds, and which of them are named."""
     lists = {name: len(module) for name, module in model.named_modules() if isinstance(module, nn.ModuleList)}
     if not lists:
         raise BadInput(f"a {type(model).__name__} without a list of layers: teach alight with register_cutter")
-    return max(lists.items(), key=lambda pair: pair[1])
-
-
-def _index(layers: str, number: int, name: str) -> int:
-    start, _, index = name.rpartition(".")
-    if start != layers or not index.isdigit():
-        raise BadInput(f"{name!r} is not a layer of this encoder: name layers, {layers}.0 to {layers}.{number - 1}")
-    return int(index)
+    layers, number = max(lists.items(), key=lambda pair: pair[1])
+    known = {f"{layers}.{index}": index for index in range(number)}
+    for name in after:
+        if name not in known:
+            raise BadInput(f"{name!r} is not a layer of this encoder: name layers, {layers}.0 to {layers}.{number - 1}")
+    indices = [known[name] for name in after]
+    if indices != sorted(indices):
+        order = [f"{layers}.{index}" for index in sorted(indices)]
+        raise BadInput(f"exits {list(after)} are out of order: the network runs them as {order}")
+    return layers, number, indices

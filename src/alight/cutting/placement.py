@@ -8,8 +8,8 @@ from torch import Tensor, nn
 
 from alight.cutting.cut import CUTTERS, alive_after, cut
 from alight.cutting.flops import FlopCounter, without_data
-from alight.cutting.modes import in_mode
-from alight.cutting.tracing import CONTAINERS, Inputs, Trace, refusals, trace
+from alight.cutting.running import Inputs, in_mode, refusals
+from alight.cutting.tracing import CONTAINERS, Trace, trace
 from alight.errors import BadInput
 
 MIN_DISTANCE = 1 / 3  # of the even distance: exits that are nearer decide on nearly the same
@@ -42,7 +42,7 @@ def cut_evenly(model: nn.Module, example: Any, count: int) -> tuple[list[str], l
     """Return the names that `suggest_exits` returns, and the stages of the network cut there."""
     if count < 1:
         raise BadInput(f"{count} exits: ask for at least one")
-    places, problem = _cut_places(model, Inputs(example), count)
+    places, problem = cut_places(model, Inputs(example), count)
     while True:
         names = [place.name for place in _chosen(places, count)]
         if len(names) < count:
@@ -58,13 +58,11 @@ def cut_evenly(model: nn.Module, example: Any, count: int) -> tuple[list[str], l
             places = [place for place in places if place.name not in failing]
 
 
-def cut_places(model: nn.Module, example: Any, count: int) -> list[CutPlace]:
-    """Return block ends after which the network can be cut; single layers too where there are fewer than `count`."""
-    return _cut_places(model, Inputs(example), count)[0]
+def cut_places(model: nn.Module, inputs: Inputs, count: int) -> tuple[list[CutPlace], BadInput | None]:
+    """Return block ends after which the network can be cut, and what prevents a cut elsewhere, if anything does.
 
-
-def _cut_places(model: nn.Module, inputs: Inputs, count: int) -> tuple[list[CutPlace], BadInput | None]:
-    """Return the places, and what prevents a cut elsewhere, if anything does."""
+    Single layers count too where there are fewer than `count` blocks.
+    """
     blocks = list(_blocks(model))
     layers = [name for name, module in model.named_modules() if name and not any(True for _ in module.children())]
     places, problem = _places_among(model, inputs, blocks)
@@ -102,7 +100,7 @@ def _alive(model: nn.Module, inputs: Inputs, names: Sequence[str]) -> tuple[dict
         return dict.fromkeys(names, 1), None  # its cutter knows what is carried
     traced, problem = _deepest_trace(model, inputs, names)
     alive = {}
-    for name in sorted(traced.ends, key=lambda name: ([end.time for end in traced.ends[name]], -_depth(name))):
+    for name in sorted(traced.ends, key=lambda name: ([end.time for end in traced.ends[name]], -name.count("."))):
         try:
             alive[name] = len(alive_after(traced, name))
         except BadInput as error:
@@ -113,16 +111,12 @@ def _alive(model: nn.Module, inputs: Inputs, names: Sequence[str]) -> tuple[dict
 def _deepest_trace(model: nn.Module, inputs: Inputs, names: Sequence[str]) -> tuple[Trace, BadInput | None]:
     """Return a trace with as many modules opened as the network allows; why no more, if there are more."""
     problem = None
-    for depth in range(max(map(_depth, names), default=0), -1, -1):
+    for depth in range(max((name.count(".") for name in names), default=0), -1, -1):
         try:
-            return trace(model, inputs, [name for name in names if _depth(name) <= depth]), problem
+            return trace(model, inputs, [name for name in names if name.count(".") <= depth]), problem
         except BadInput as error:
             problem = error
     raise problem or BadInput("the network has no modules: give one that is made of modules")
-
-
-def _depth(name: str) -> int:
-    return name.count(".")
 
 
 def _cost_shares(model: nn.Module, inputs: Inputs, names: Sequence[str]) -> dict[str, float]:

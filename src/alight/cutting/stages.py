@@ -1,22 +1,34 @@
-"""Stages: calls of a network as modules of their own, which share its parameters, buffers and submodules."""
+"""Stages: calls of a network as modules of their own, which share its parameters, buffers and submodules.
+
+Stages are also plain data, so that a saved model is loaded without tracing its network again. Only data is read: a
+graph is a list of nodes that can name tensor functions, methods and attributes of a fixed list, and modules and
+parameters that the network has. Anything else is refused, so a file cannot name code to run.
+"""
 
 import copy
+import keyword
 import linecache
+import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import count
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx, nn
+from torch.fx.node import map_aggregate
+from torch.overrides import get_overridable_functions
 
+from alight.cutting.encoders import EncoderStage, cut_text_encoder
+from alight.cutting.running import is_text
 from alight.cutting.tracing import (
-    BATCHES,
     SCALARS,
     BatchMultiple,
     Call,
     ConstantTensor,
+    Layout,
     NetworkDtype,
     StateName,
     Trace,
@@ -31,6 +43,39 @@ DISPATCH = """
 def forward(self, *carried):
     return self._in_training(*carried) if self.training else self._in_evaluation(*carried)
 """
+NAMESPACES = (torch, torch.functional, torch.nn.functional, torch.linalg, torch.fft, torch.special)
+FACTORIES = {  # functions of torch that make a tensor of no other
+    "arange", "as_tensor", "empty", "eye", "full", "linspace", "logspace", "normal", "ones", "rand", "rand_like",
+    "randint", "randint_like", "randn", "randn_like", "randperm", "range", "scalar_tensor", "tensor", "tril_indices",
+    "triu_indices", "zeros",
+}  # fmt: skip
+OPERATORS = {
+    "abs", "add", "and_", "eq", "floordiv", "ge", "getitem", "gt", "iadd", "iand", "ifloordiv", "ilshift", "imod",
+    "imul", "invert", "ior", "ipow", "irshift", "isub", "itruediv", "ixor", "le", "lshift", "lt", "matmul", "mod",
+    "mul", "ne", "neg", "or_", "pos", "pow", "rshift", "setitem", "sub", "truediv", "xor",
+}  # fmt: skip
+ATTRIBUTES = {"H", "T", "data", "device", "dtype", "imag", "layout", "mH", "mT", "ndim", "real", "shape"}
+METHODS = {  # of tensors, besides those that torch lets others override
+    "new_empty", "new_full", "new_ones", "new_tensor", "new_zeros", "unflatten",
+    "__radd__", "__rand__", "__rfloordiv__", "__rlshift__", "__rmatmul__", "__rmod__", "__rmul__", "__ror__",
+    "__rpow__", "__rrshift__", "__rsub__", "__rtruediv__", "__rxor__", "__reversed__",
+}  # fmt: skip
+NOT_METHODS = {  # of tensors that return something else than tensors, take functions, or change more than the tensor
+    "apply_", "backward", "data_ptr", "is_shared", "item", "map2_", "map_", "module_load", "numpy", "pin_memory",
+    "record_stream", "register_hook", "register_post_accumulate_grad_hook", "set_", "share_memory_", "storage",
+    "storage_type", "tolist", "untyped_storage",
+}  # fmt: skip
+TORCH_KINDS = (torch.dtype, torch.layout, torch.memory_format)
+TORCH_VALUES = {str(value): value for value in vars(torch).values() if isinstance(value, TORCH_KINDS)}
+ARGUMENTS: dict[str, tuple[Any, Callable[[Any], Any], Callable[[Any], Any]]] = {  # that JSON has not: type, to, from
+    "tuple": (tuple, list, tuple),
+    "dict": (dict, lambda item: list(map(list, item.items())), dict),
+    "slice": (slice, lambda item: [item.start, item.stop, item.step], lambda parts: slice(*parts)),
+    "device": (torch.device, str, torch.device),
+    "torch": (TORCH_KINDS, str, TORCH_VALUES.__getitem__),
+    "float": (float, lambda item: repr(float(item)), float),
+    "ellipsis": (type(...), lambda _: None, lambda _: ...),
+}
 
 
 class StageGraphs(NamedTuple):
@@ -67,14 +112,6 @@ class Stage(nn.Module):
         )
 
 
-@dataclass(frozen=True)
-class Layout:
-    """How the batch lies in a tensor: along which axis, and how many rows of it each sample has; 0: one for all."""
-
-    axis: int = 0
-    rows: int = 1
-
-
 class StagePlan(NamedTuple):
     """What a stage is made of: calls of a trace, values that come in, and values that go out."""
 
@@ -86,25 +123,24 @@ class StagePlan(NamedTuple):
     input_names: Sequence[str] = ()
 
 
-def layout_of(shapes: tuple[tuple[int, ...], tuple[int, ...]]) -> Layout | None:
-    """Return where the batch lies in a tensor of these shapes at both batch sizes; None if neither there nor constant.
+@dataclass(frozen=True)
+class FixedLength:
+    """A hook that refuses texts of another length than those that the network was cut for."""
 
-    >>> layout_of(((2, 7), (3, 7))), layout_of(((7, 2), (7, 3))), layout_of(((8, 7), (12, 7)))
-    (Layout(axis=0, rows=1), Layout(axis=1, rows=1), Layout(axis=0, rows=4))
-    >>> layout_of(((1, 7), (1, 7))), layout_of(((4, 7), (9, 7)))
-    (Layout(axis=0, rows=0), None)
-    """
-    if shapes[0] == shapes[1]:
-        return Layout(rows=0)
-    if len(shapes[0]) != len(shapes[1]):
-        return None
-    sizes = list(zip(*shapes, strict=True))
-    axes = [axis for axis, pair in enumerate(sizes) if pair == BATCHES]
-    if axes and (axes[0] == 0 or len(axes) == 1):
-        return Layout(axes[0])
-    varying = [axis for axis, (one, other) in enumerate(sizes) if one != other]
-    rows = sizes[0][0] // BATCHES[0] if varying == [0] else 0
-    return Layout(0, rows) if rows and sizes[0] == (rows * BATCHES[0], rows * BATCHES[1]) else None
+    length: int
+
+    def __call__(self, stage: nn.Module, batch: tuple[Tensor, ...]) -> None:
+        """Raise unless every text has the length."""
+        lengths = [tensor.shape[1] for tensor in batch if is_text(tensor)]
+        if any(length != self.length for length in lengths):
+            raise BadInput(
+                f"texts of {lengths[0]} tokens, and the network was cut for {self.length}, which its code fixes:"
+                f" pad every batch to {self.length}, or cut with an example of the length that you need"
+            )
+
+
+class NotPlainData(BadInput):
+    """Stages that cannot be written as plain data; the network is cut again when they are loaded."""
 
 
 def build(model: nn.Module, evaluation: StagePlan, training: StagePlan | BadInput) -> Stage:
@@ -117,27 +153,27 @@ def build(model: nn.Module, evaluation: StagePlan, training: StagePlan | BadInpu
 
 def stage_of(model: nn.Module, graphs: StageGraphs, constants: Mapping[str, Any]) -> Stage:
     """Return the stage that runs these graphs on the network's parameters, buffers and modules, and on constants."""
-    kind: type[Stage] = type("Stage", (Stage,), {})  # torch.compile counts recompilations by code, not by module
-    stage = kind()
+    kind: Any = type("Stage", (Stage,), {})  # torch.compile counts recompilations by code, not by module
+    stage: Stage = kind()
     if constants:
-        _add_constants(stage, constants)
+        kept = nn.Module()
+        stage.add_module(CONSTANTS, kept)
+        for name, value in constants.items():
+            if isinstance(value, Tensor):
+                kept.register_buffer(name, value.detach(), persistent=False)
+            else:
+                setattr(kept, name, value)
     for node in (node for graph in graphs if isinstance(graph, fx.Graph) for node in graph.nodes):
         if node.op in ("call_module", "get_attr") and not str(node.target).startswith(f"{CONSTANTS}."):
             _share(stage, model, str(node.target))
-    code = graphs.evaluation.python_code("self")
-    other = None if isinstance(graphs.training, str) else graphs.training.python_code("self")
-    if other is not None and other.src == code.src:
-        programs = {"forward": _compiled(code.src, code.globals)}
-    else:
-        programs = {
-            "forward": _compiled(DISPATCH, {}),
-            "_in_evaluation": _compiled(code.src, code.globals),
-            "_in_training": _compiled(other.src, other.globals) if other else _refusing(str(graphs.training)),
-        }
-    for name, program in programs.items():
-        setattr(kind, name, program)
-    kind.source = code.src if len(programs) == 1 or other is None else code.src + other.src
-    kind.graphs = graphs
+    evaluation = graphs.evaluation.python_code("self")
+    training = None if isinstance(graphs.training, str) else graphs.training.python_code("self")
+    kind.graphs, kind.source = graphs, evaluation.src
+    kind.forward = _compiled(evaluation.src, evaluation.globals)
+    if training is None or training.src != evaluation.src:
+        kind.forward, kind._in_evaluation = _compiled(DISPATCH, {}), kind.forward
+        kind._in_training = _compiled(training.src, training.globals) if training else _refusing(graphs.training)
+        kind.source += training.src if training else ""
     return stage
 
 
@@ -147,16 +183,6 @@ def constants_of(stage: Stage) -> dict[str, Any]:
         return {}
     kept = stage.get_submodule(CONSTANTS)
     return {name: value for name, value in (kept.__dict__ | kept._buffers).items() if name.startswith("constant_")}
-
-
-def _add_constants(stage: Stage, constants: Mapping[str, Any]) -> None:
-    kept = nn.Module()
-    for name, value in constants.items():
-        if isinstance(value, Tensor):
-            kept.register_buffer(name, value.detach(), persistent=False)
-        else:
-            setattr(kept, name, value)
-    stage.add_module(CONSTANTS, kept)
 
 
 def _share(stage: Stage, model: nn.Module, name: str) -> None:
@@ -191,7 +217,7 @@ def _compiled(source: str, names: dict[str, Any]) -> Callable[..., Any]:
     return space["forward"]
 
 
-def _refusing(reason: str) -> Callable[..., Any]:
+def _refusing(reason: Any) -> Callable[..., Any]:
     def refuse(self: nn.Module, *carried: Tensor) -> Any:
         raise BadInput(f"this stage cannot run in training mode ({reason}); it can in evaluation mode")
 
@@ -222,7 +248,7 @@ class _GraphBuilder:
         return self.nodes
 
     def _layout(self, value: Value) -> Layout:
-        return layout_of(self.plan.trace.shapes[value]) or Layout()
+        return self.plan.trace.layout(value) or Layout()
 
     def _restored(self, node: fx.Node, value: Value) -> fx.Node:
         layout = self._layout(value)
@@ -242,7 +268,7 @@ class _GraphBuilder:
         return self.nodes.call_method("movedim", (node, layout.axis, 0)) if layout.axis else node
 
     def _emitted(self, call: Call) -> fx.Node:
-        args, kwargs = self._argument(call.args), self._argument(call.kwargs)
+        args, kwargs = map_aggregate((call.args, call.kwargs), self._argument)
         if isinstance(call.target, str):
             return self.nodes.call_module(call.target, args, kwargs)
         name = getattr(call.target, "__name__", "")
@@ -270,19 +296,12 @@ class _GraphBuilder:
                 return self._property("dtype") or item.recorded
             case torch.device() if item == self.plan.trace.device:
                 return self._property("device")
-            case dict():
-                return {key: self._argument(part) for key, part in item.items()}
-            case list() | tuple():
-                return type(item)(map(self._argument, item))
-            case slice():
-                return slice(*map(self._argument, (item.start, item.stop, item.step)))
-            case _:
-                return item if isinstance(item, LITERALS) else self._fetched(self._constant(item))
+        return item if isinstance(item, LITERALS) else self._fetched(self._constant(item))
 
     def _node(self, value: Value) -> fx.Node:
         if value not in self.made:
             *path, key = value.path
-            inner = self._node(value._replace(path=tuple(path)))
+            inner = self._node(Value(value.call, tuple(path)))
             self.made[value] = self.nodes.call_function(operator.getitem, (inner, key))
         return self.made[value]
 
@@ -312,3 +331,164 @@ class _GraphBuilder:
         name = next((name for name, old in self.constants.items() if old is item), f"constant_{len(self.constants)}")
         self.constants[name] = item
         return f"{CONSTANTS}.{name}"
+
+
+def cut_data(stages: Sequence[nn.Module]) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Return stages of one network as plain data and constant tensors; raise NotPlainData if that cannot be."""
+    if all(isinstance(stage, EncoderStage) for stage in stages):
+        return {"kind": "encoder", "direct": bool(stages[0].direct)}, {}
+    traced = [stage for stage in stages if isinstance(stage, Stage)]
+    if len(traced) < len(stages):
+        raise NotPlainData("a registered cutter made the stages")
+    tensors: dict[str, Tensor] = {}
+    for index, stage in enumerate(traced):
+        for name, value in constants_of(stage).items():
+            if not isinstance(value, Tensor):
+                raise NotPlainData(f"the network is called with a {type(value).__name__}")
+            tensors[f"{index}.{name}"] = value
+    return {"kind": "traced", "stages": [_stage_data(stage) for stage in traced]}, tensors
+
+
+def stages_from_data(
+    network: nn.Module, data: Mapping[str, Any], tensors: Mapping[str, Tensor], after: Sequence[str], example: Any
+) -> list[nn.Module]:
+    """Return the stages that `cut_data` described, on the modules and parameters of the network; nothing is run."""
+    if data["kind"] == "encoder":
+        return [*cut_text_encoder(network, after, example, direct=bool(data["direct"]))]
+    stages: list[nn.Module] = []
+    for index, described in enumerate(data["stages"]):
+        prefix = f"{index}."
+        constants = {name.removeprefix(prefix): each for name, each in tensors.items() if name.startswith(prefix)}
+        evaluation = _graph(described["evaluation"], constants)
+        training = described.get("training", described["evaluation"])
+        graphs = StageGraphs(evaluation, training if isinstance(training, str) else _graph(training, constants))
+        stage = stage_of(network, graphs, constants)
+        if "length" in described:
+            stage.register_forward_pre_hook(FixedLength(int(described["length"])))
+        stages.append(stage)
+    return stages
+
+
+def _stage_data(stage: Stage) -> dict[str, Any]:
+    """Return a stage as data: "training" only where it differs, or says why the stage cannot be trained."""
+    evaluation, training = stage.graphs
+    data: dict[str, Any] = {"evaluation": _nodes(evaluation)}
+    other = training if isinstance(training, str) else _nodes(training)
+    if other != data["evaluation"]:
+        data["training"] = other
+    for hook in stage._forward_pre_hooks.values():
+        if isinstance(hook, FixedLength):
+            data["length"] = hook.length
+    return data
+
+
+def _nodes(graph: fx.Graph) -> list[list[Any]]:
+    """Return a graph as a list of [operation, target, arguments, keyword arguments]."""
+    numbers = {node: index for index, node in enumerate(graph.nodes)}
+    data = []
+    for node in graph.nodes:
+        target = _function_name(node.target) if callable(node.target) else node.target
+        keywords = {name: _encoded(item, numbers) for name, item in node.kwargs.items()}
+        data.append([node.op, target, _encoded(list(node.args), numbers), keywords])
+    return data
+
+
+def _graph(nodes: Sequence[Any], constants: Mapping[str, Tensor]) -> fx.Graph:
+    """Return the graph of a list of nodes, each of which was checked against the lists above."""
+    graph, made = fx.Graph(), list[fx.Node]()
+    for op, target, args, kwargs in nodes:
+        checked = _checked_target(op, target, args, constants)
+        if not all(map(_is_name, kwargs)):
+            raise BadInput(f"the graph names arguments {sorted(kwargs)}: some are not names")
+        keywords = {name: _decoded(item, made) for name, item in kwargs.items()}
+        made.append(graph.create_node(op, checked, tuple(_decoded(item, made) for item in args), keywords))
+    return graph
+
+
+@cache
+def _functions() -> dict[str, Callable[..., Any]]:
+    """Return the functions that a graph may name: what torch lets others override, factories and operators."""
+    overridable = {function for functions in get_overridable_functions().values() for function in functions}
+    found: dict[str, Callable[..., Any]] = {
+        f"{namespace.__name__}.{name}": function
+        for namespace in NAMESPACES
+        for name, function in vars(namespace).items()
+        if not name.startswith("_") and getattr(function, "__hash__", None) and function in overridable
+    }
+    in_place = [f"{name}_" for name in vars(torch) if f"torch.{name}" in found and hasattr(torch, f"{name}_")]
+    found |= {f"torch.{name}": getattr(torch, name) for name in (*FACTORIES, *in_place)}
+    return found | {f"operator.{name}": getattr(operator, name) for name in OPERATORS}
+
+
+@cache
+def _methods() -> set[str]:
+    """Return the methods of tensors that a graph may name."""
+    overridable = set(get_overridable_functions()[torch.Tensor])
+    named = {name for name in dir(Tensor) if not name.startswith("_") and getattr(Tensor, name) in overridable}
+    return (named | METHODS) - NOT_METHODS
+
+
+def _function_name(function: Any) -> str:
+    if function is getattr:
+        return "getattr"
+    for name, known in _functions().items():
+        if known == function:
+            return name
+    raise NotPlainData(f"the network calls {getattr(function, '__qualname__', function)!s}")
+
+
+def _checked_target(op: str, target: Any, args: Sequence[Any], constants: Mapping[str, Tensor]) -> Any:
+    """Return the target of a node if it is one that a graph may have."""
+    match op:
+        case "call_function" if target == "getattr":
+            if len(args) != 2 or args[1] not in ATTRIBUTES:
+                raise BadInput(f"the graph reads the attribute {args[1:]!r}, which is not one of {sorted(ATTRIBUTES)}")
+            return getattr
+        case "call_function" if target in _functions():
+            return _functions()[target]
+        case "call_method" if target in _methods():
+            return target
+        case "get_attr" if str(target).startswith(f"{CONSTANTS}.") and target.partition(".")[2] not in constants:
+            raise BadInput(f"the graph uses {target!r}, and there is no such constant")
+        case "call_module" | "get_attr":
+            return str(target)  # which is looked up in the network before code is made of it
+        case "placeholder" if _is_name(target):
+            return target
+        case "output":
+            return "output"
+    raise BadInput(f"the graph has a {op} of {target!r}, which is not a tensor function or name that alight knows")
+
+
+def _is_name(text: Any) -> bool:
+    return isinstance(text, str) and text.isidentifier() and not keyword.iskeyword(text)
+
+
+def _encoded(item: Any, numbers: Mapping[fx.Node, int]) -> Any:
+    """Return an argument as JSON has it: what JSON does not know is an object with one key, its kind."""
+    match item:
+        case fx.Node():
+            return {"node": numbers[item]}
+        case list():
+            return [_encoded(part, numbers) for part in item]
+        case float() if math.isfinite(item):
+            return float(item)
+        case None | bool() | int() | str():
+            return item
+    for kind, (types, content, _) in ARGUMENTS.items():
+        if isinstance(item, types):
+            return {kind: _encoded(content(item), numbers)}
+    raise NotPlainData(f"the network is called with a {type(item).__name__}")
+
+
+def _decoded(item: Any, made: Sequence[fx.Node]) -> Any:
+    """Return the argument that `_encoded` wrote."""
+    if isinstance(item, list):
+        return [_decoded(part, made) for part in item]
+    if not isinstance(item, dict):
+        return item
+    ((kind, content),) = item.items()
+    if kind == "node":
+        return made[content]
+    if kind not in ARGUMENTS:
+        raise BadInput(f"the graph holds a {kind!r}, which alight does not know")
+    return ARGUMENTS[kind][2](_decoded(content, made))

@@ -6,21 +6,20 @@ different batch sizes are merged into one trace that holds for any batch size.
 
 import copy
 import dataclasses
-import linecache
+import re
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from pathlib import Path
-from traceback import walk_tb
-from types import FrameType
+from functools import partial
+from traceback import walk_stack
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from alight.cutting.modes import in_mode
+from alight.cutting.running import Inputs, in_mode, own_line, refusals, replaced, without_caches
 from alight.errors import BadInput
 
 BATCHES = (2, 3)  # not 1: code that squeezes or broadcasts behaves differently there
@@ -30,42 +29,56 @@ CONTENT_READS = {  # functions that turn the content of a tensor into a number
     "__bool__", "__int__", "__float__", "__index__", "__complex__", "__contains__", "__array__",
     "item", "tolist", "numpy", "equal", "allclose", "is_nonzero",
 }  # fmt: skip
-RANDOM = ("rand", "bernoulli", "dropout", "normal", "uniform", "multinomial", "poisson", "exponential_")
+RANDOM = re.compile("rand|bernoulli|dropout|normal|uniform|multinomial|poisson|exponential_")
 
 
-class Value(NamedTuple):
+@dataclass(frozen=True)
+class Value:
     """A tensor, identified by the call that made it (-1: the inputs) and the path to it inside the call's result."""
 
     call: int
     path: tuple[Any, ...] = ()
 
 
-class StateName(NamedTuple):
+@dataclass(frozen=True)
+class StateName:
     """A parameter, buffer or module of the network, by name."""
 
     name: str
 
 
-class ConstantTensor(NamedTuple):
+@dataclass(frozen=True)
+class ConstantTensor:
     """A tensor that is neither computed nor named."""
 
     tensor: Tensor
 
 
-class BatchMultiple(NamedTuple):
+@dataclass(frozen=True)
+class BatchMultiple:
     """A whole number that follows the batch size: `times` of it, and `plus`."""
 
     times: int
     plus: int
 
 
-class NetworkDtype(NamedTuple):
+@dataclass(frozen=True)
+class NetworkDtype:
     """A dtype that follows the network's; `recorded` is what it was in the trace."""
 
     recorded: torch.dtype
 
 
-SYMBOLS = (Value, StateName, ConstantTensor, BatchMultiple, NetworkDtype)  # what stands for tensors in arguments
+@dataclass(frozen=True)
+class Layout:
+    """How the batch lies in a tensor: along which axis, and how many rows of it each sample has; 0: one for all."""
+
+    axis: int = 0
+    rows: int = 1
+
+
+SYMBOLS = (Value, StateName, ConstantTensor)  # what stands for tensors and modules in the arguments of one run
+IsOpened = Callable[[str], bool]  # is the module of this name opened?
 
 
 @dataclass
@@ -77,10 +90,10 @@ class Call:
     kwargs: Any
     line: str
     tainted: bool  # depends on the content of the input, or on random numbers
-    values: set[Value] = field(default_factory=set)  # that it takes
+    values: set[Value]  # that it takes
+    changed: set[int]  # storages that it writes to
+    changes_state: bool  # of the network
     storages: set[int] = field(default_factory=set)  # of its results
-    changed: set[int] = field(default_factory=set)  # storages that it writes to
-    changes_state: bool = False  # of the network
 
 
 class ModuleEnd(NamedTuple):
@@ -96,58 +109,40 @@ class Trace:
 
     calls: list[Call]
     ends: dict[str, list[ModuleEnd]]
+    inputs: list[Value]
     output: Any
     shapes: dict[Value, tuple[tuple[int, ...], tuple[int, ...]]]  # at both batch sizes
     tainted: set[Value]
     follows_dtype: set[Value]  # tensors in the network's dtype
     device: torch.device  # of the traced run
 
-
-IsOpened = Callable[[str], bool]  # is the module of this name opened?
+    def layout(self, value: Value) -> Layout | None:
+        """Return where the batch lies in a tensor; None if it is nowhere, and the tensor is not the same for all."""
+        return layout_of(*self.shapes[value])
 
 
 class Untraceable(Exception):
     """More modules must be opened to see where a tensor comes from, or whether it depends on the input."""
 
 
-class Inputs:
-    """An example of what the network takes, to be made into batches of any size."""
+def layout_of(first: tuple[int, ...], second: tuple[int, ...]) -> Layout | None:
+    """Return where the batch lies in a tensor of these shapes at both batch sizes; None if neither there nor constant.
 
-    def __init__(self, example: Any) -> None:
-        self.names: tuple[str, ...] = tuple(example) if isinstance(example, Mapping) else ()
-        several = tuple(example.values()) if self.names else example
-        tensors = several if isinstance(several, list | tuple) else [several]
-        other = [type(tensor).__name__ for tensor in tensors if not isinstance(tensor, Tensor)]
-        if other or not tensors:
-            raise BadInput(f"the example holds {other or 'nothing'}: give tensors as the network takes them")
-        sizes = {len(tensor) if tensor.ndim else 0 for tensor in tensors}
-        if len(sizes) > 1 or 0 in sizes:
-            raise BadInput(f"the example's tensors hold {sorted(sizes)} samples: give the same batch in each")
-        self.tensors: tuple[Tensor, ...] = tuple(tensors)
-        self.values = [Value(-1, (index,)) for index in range(len(tensors))]  # in a trace
-
-    @property
-    def arguments(self) -> Sequence[str]:
-        """Return names for the arguments of the first stage."""
-        return self.names or [f"input_{index}" for index in range(len(self.tensors))]
-
-    def of_size(self, size: int, device: Any = None, dtype: torch.dtype | None = None) -> tuple[Tensor, ...]:
-        """Return a batch of samples like those of the example, all different."""
-        batch = [_varied(tensor, size) for tensor in self.tensors]
-        return tuple(tensor.to(device, dtype if tensor.is_floating_point() else None) for tensor in batch)
-
-    def run(self, model: nn.Module, tensors: tuple[Tensor, ...]) -> Any:
-        """Return the network's output for a batch."""
-        return model(**dict(zip(self.names, tensors, strict=True))) if self.names else model(*tensors)
-
-
-def _varied(tensor: Tensor, size: int) -> Tensor:
-    rows = [tensor[index % len(tensor)] for index in range(size)]
-    if tensor.is_floating_point():
-        generator = torch.Generator().manual_seed(0)
-        noise = [torch.randn(row.shape, generator=generator).to(row) / 8 for row in rows]
-        return torch.stack([row + part for row, part in zip(rows, noise, strict=True)])
-    return torch.stack([row.roll(index, -1) if row.ndim else row for index, row in enumerate(rows)])
+    >>> layout_of((2, 7), (3, 7)), layout_of((7, 2), (7, 3)), layout_of((8, 7), (12, 7))
+    (Layout(axis=0, rows=1), Layout(axis=1, rows=1), Layout(axis=0, rows=4))
+    >>> layout_of((1, 7), (1, 7)), layout_of((4, 7), (9, 7))
+    (Layout(axis=0, rows=0), None)
+    """
+    if first == second:
+        return Layout(rows=0)
+    if len(first) != len(second):
+        return None
+    sizes = list(zip(first, second, strict=True))
+    axes = [axis for axis, pair in enumerate(sizes) if pair == BATCHES]
+    if axes and (axes[0] == 0 or len(axes) == 1):
+        return Layout(axes[0])
+    rows = first[0] // BATCHES[0] if first[1:] == second[1:] else 0
+    return Layout(0, rows) if rows and sizes[0] == (rows * BATCHES[0], rows * BATCHES[1]) else None
 
 
 def trace(
@@ -172,7 +167,7 @@ def trace(
     ]
     for dtype in () if with_data else (torch.float64, None):
         try:
-            copies = on_meta(model), on_meta(model, dtype)
+            copies = _on_meta(model), _on_meta(model, dtype)
             batches = [inputs.of_size(size, "meta", dtype if index else None) for index, size in enumerate(BATCHES)]
             return _trace_twice(copies, batches, inputs, watched, openings, training)
         except Exception:  # whatever a network does that cannot be done without data
@@ -182,22 +177,7 @@ def trace(
         return _trace_twice((model, model), batches, inputs, watched, openings, training)
 
 
-@contextmanager
-def refusals() -> Iterator[None]:
-    """Raise whatever a network raises as bad input, with the line of its code."""
-    try:
-        yield
-    except BadInput:
-        raise
-    except Exception as error:
-        message = next(iter(str(error).splitlines()), "")
-        raise BadInput(
-            f"the network fails on the example with {type(error).__name__}: {message} (at {_line_of(error)}): give an"
-            " example as the network takes it, cut elsewhere, or teach alight this network with register_cutter"
-        ) from error
-
-
-def on_meta(model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
+def _on_meta(model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
     """Return a copy of the network on the meta device (shapes without data), perhaps in another dtype."""
     tensors = [*model.parameters(), *model.buffers()]
     return copy.deepcopy(model, {id(tensor): _without_data(tensor, dtype) for tensor in tensors})
@@ -220,7 +200,7 @@ def _trace_twice(
     for is_opened in openings:
         try:
             first, second = (
-                record_calls(model.train(training), inputs.run, batch, watched, is_opened)
+                record_calls(model.train(training), inputs, batch, watched, is_opened)
                 for model, batch in zip(models, batches, strict=True)
             )
             return _aligned(first, second, batches[0][0].device)
@@ -233,52 +213,20 @@ def _trace_twice(
 
 
 def record_calls(
-    model: nn.Module,
-    run: Callable[[nn.Module, tuple[Tensor, ...]], Any],
-    batch: tuple[Tensor, ...],
-    watched: Collection[str],
-    is_opened: IsOpened,
+    model: nn.Module, inputs: Inputs, batch: tuple[Tensor, ...], watched: Collection[str], is_opened: IsOpened
 ) -> "_CallRecorder":
     """Run the network once and record its calls, with the ends of watched modules."""
     recorder = _CallRecorder(model, batch, watched, is_opened)
     with torch.no_grad(), _fixed_masks(), without_caches(model), recorder.module_calls_recorded(), recorder:
-        result = run(model, batch)
+        result = inputs.run(model, batch)
     recorder.output = recorder.encoded(result)
     return recorder
 
 
-@contextmanager
-def _fixed_masks() -> Iterator[None]:
+def _fixed_masks() -> AbstractContextManager[None]:
     """Let transformers build attention masks as it does for export, without a look at what they hide."""
-    masks: Any = sys.modules.get("transformers.masking_utils")  # of no use unless something has imported it
-    original = getattr(masks, "is_tracing", None)
-    if original is None:
-        yield
-        return
-    masks.is_tracing = lambda *_, **__: True
-    try:
-        yield
-    finally:
-        masks.is_tracing = original
-
-
-@contextmanager
-def without_caches(model: nn.Module) -> Iterator[None]:
-    """Switch off the caches of text decoders: a classifier reads each text once, and a cache copies keys and values.
-
-    The copies have another memory layout, so on some CPUs the same network differs from itself in the last bits.
-    """
-    configs: dict[int, Any] = {
-        id(module.config): module.config for module in model.modules() if hasattr(module, "config")
-    }
-    caching = [config for config in configs.values() if getattr(config, "use_cache", None) is True]
-    for config in caching:
-        config.use_cache = False
-    try:
-        yield
-    finally:
-        for config in caching:
-            config.use_cache = True
+    masks = sys.modules.get("transformers.masking_utils")  # of no use unless something has imported it
+    return replaced([(masks, "is_tracing", lambda *_, **__: True)] if hasattr(masks, "is_tracing") else [])
 
 
 class _CallRecorder(TorchFunctionMode):
@@ -305,8 +253,9 @@ class _CallRecorder(TorchFunctionMode):
         self.constants: dict[int, Tensor] = {}
         self.alive: list[Any] = []  # so that no identity is used twice
         self.closed = 0  # how deep inside closed modules
-        for index, tensor in enumerate(tensors):
-            self._register(tensor, Value(-1, (index,)), tainted=True)
+        self.inputs = [Value(-1, (index,)) for index in range(len(tensors))]
+        for tensor, value in zip(tensors, self.inputs, strict=True):
+            self._register(tensor, value, tainted=True)
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -315,11 +264,10 @@ class _CallRecorder(TorchFunctionMode):
         if self.closed:
             return func(*args, **kwargs)
         if getattr(func, "__name__", "") == "__iter__":
-            return iter(self._recorded(Tensor.unbind, (*args, 0), {}, lambda: args[0].unbind(0)))
-        return self._recorded(func, args, kwargs, lambda: func(*args, **kwargs))
+            return iter(self._recorded(Tensor.unbind, Tensor.unbind, (*args, 0), {}))
+        return self._recorded(func, func, args, kwargs)
 
-    @contextmanager
-    def module_calls_recorded(self) -> Iterator[None]:
+    def module_calls_recorded(self) -> AbstractContextManager[None]:
         """Record calls of modules too."""
         original = nn.Module.__call__
 
@@ -330,70 +278,66 @@ class _CallRecorder(TorchFunctionMode):
             if self.is_opened(name):
                 result = original(module, *args, **kwargs)
             else:
-                result = self._recorded(name, args, kwargs, lambda: original(module, *args, **kwargs))
+                result = self._recorded(name, partial(original, module), args, kwargs)
             if name in self.watched:
                 with self._unrecorded():
                     self.ends[name].append(ModuleEnd(len(self.calls), self.encoded(result)))
             return result
 
-        nn.Module.__call__ = call  # type: ignore[method-assign]
-        try:
-            yield
-        finally:
-            nn.Module.__call__ = original  # type: ignore[method-assign]
+        return replaced([(nn.Module, "__call__", call)])
 
-    @contextmanager
-    def _unrecorded(self) -> Iterator[None]:
-        self.closed += 1
-        try:
-            yield
-        finally:
-            self.closed -= 1
+    def _unrecorded(self) -> AbstractContextManager[None]:
+        return replaced([(self, "closed", self.closed + 1)])
 
-    def _recorded(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], run: Callable[[], Any]) -> Any:
+    def _recorded(self, target: Any, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a call, record it, and return its result; tensors in it that were known get a new identity."""
         with self._unrecorded():
             taken = _tensors_in((args, kwargs))
-            name = target if isinstance(target, str) else getattr(target, "__name__", str(target))
-            self._check_reads_no_content(target, name, taken)
+            function = "" if isinstance(target, str) else getattr(target, "__name__", str(target))
+            tainted = any(map(self._is_tainted, taken))
+            if tainted and function in CONTENT_READS:
+                raise Untraceable(f"the network asks for the content of a tensor ({function}) at {_line()}")
             versions = [_version(tensor) for tensor in taken]
-            encoded = () if name == "__get__" else self.encoded((args, kwargs))  # most attributes are no tensors
-            result = run()
-            changed = [tensor for tensor, old in zip(taken, versions, strict=True) if _version(tensor) != old]
+            encoded: Any = (
+                () if function == "__get__" else self.encoded((args, kwargs))
+            )  # most attributes are no tensors
+            result = run(*args, **kwargs)
+            changed = {_storage(tensor) for tensor, old in zip(taken, versions, strict=True) if _version(tensor) != old}
             if not changed and not _tensors_in(result):
                 return result
-            call = self._appended(target, name, encoded or self.encoded((args, kwargs)), taken, changed)
-            result = self._renewed(result, Value(len(self.calls) - 1), call.tainted)
+            tainted = tainted or bool(RANDOM.search(function))
+            if tainted:
+                self.tainted_storages |= changed
+            values = {self.values[id(tensor)] for tensor in taken if id(tensor) in self.values}
+            inputs, keywords = encoded or self.encoded((args, kwargs))
+            changes_state = bool(changed & self.state_storages)
+            call = Call(target, inputs, keywords, _line(), tainted, values, changed, changes_state)
+            self.calls.append(call)
+            result = self._renewed(result, Value(len(self.calls) - 1), tainted)
             call.storages = set(map(_storage, _tensors_in(result)))
             return result
 
-    def _check_reads_no_content(self, target: Any, name: str, taken: Sequence[Tensor]) -> None:
-        if name in CONTENT_READS and not isinstance(target, str) and any(map(self._is_tainted, taken)):
-            raise Untraceable(f"the network asks for the content of a tensor ({name}) at {_line()}")
-
-    def _appended(
-        self, target: Any, name: str, arguments: tuple[Any, Any], taken: Sequence[Tensor], changed: Sequence[Tensor]
-    ) -> Call:
-        """Append a call that takes these tensors and writes to the changed ones."""
-        is_random = not isinstance(target, str) and any(word in name for word in RANDOM)
-        tainted = is_random or any(map(self._is_tainted, taken))
-        values = {self.values[id(tensor)] for tensor in taken if id(tensor) in self.values}
-        written = set(map(_storage, changed))
-        call = Call(target, *arguments, line=_line(), tainted=tainted, values=values, changed=written)
-        call.changes_state = bool(written & self.state_storages)
-        self.calls.append(call)
-        if tainted:
-            self.tainted_storages |= written
-        return call
-
     def _renewed(self, result: Any, value: Value, tainted: bool) -> Any:
         """Return the result with every tensor in it registered as a value of its own."""
-        if isinstance(result, Tensor):
-            if id(result) in self.values or id(result) in self.state or id(result) in self.constants:
-                result = result.view_as(result)
-            self._register(result, value, tainted)
-            return result
-        return _rebuilt(result, lambda key, item: self._renewed(item, value._replace(path=(*value.path, key)), tainted))
+
+        def renewed(key: Any, part: Any) -> Any:
+            return self._renewed(part, Value(value.call, (*value.path, key)), tainted)
+
+        match result:
+            case Tensor():
+                if id(result) in self.values or id(result) in self.state or id(result) in self.constants:
+                    result = result.view_as(result)
+                self._register(result, value, tainted)
+            case Mapping():
+                items = {key: renewed(key, part) for key, part in result.items()}
+                kind: Any = type(result)
+                return kind(**items) if dataclasses.is_dataclass(result) else kind(items)
+            case list() | tuple():
+                parts = [renewed(index, part) for index, part in enumerate(result)]
+                return (
+                    type(result)(*parts) if hasattr(result, "_fields") else type(result)(parts)
+                )  # a namedtuple or not
+        return result
 
     def _register(self, tensor: Tensor, value: Value, tainted: bool) -> None:
         self.alive.append(tensor)
@@ -404,8 +348,7 @@ class _CallRecorder(TorchFunctionMode):
 
     def all_tainted(self) -> set[Value]:
         """Return values that depend on the content of the input, from the start or since a later write."""
-        later = {self.values[id(tensor)] for tensor in self.alive if _storage(tensor) in self.tainted_storages}
-        return self.tainted | later
+        return {self.values[id(tensor)] for tensor in self.alive if self._is_tainted(tensor)}
 
     def _is_tainted(self, tensor: Tensor) -> bool:
         value = self.values.get(id(tensor))
@@ -433,31 +376,21 @@ class _CallRecorder(TorchFunctionMode):
         return item
 
 
-def _rebuilt(item: Any, change: Callable[[Any, Any], Any]) -> Any:
-    """Return a container with its items changed; anything else unchanged."""
-    if isinstance(item, Mapping):
-        items = {key: change(key, part) for key, part in item.items()}
-        if type(item) is dict:
-            return items
-        return type(item)(**items) if dataclasses.is_dataclass(item) else type(item)(items)  # type: ignore[call-arg]
-    if isinstance(item, list | tuple):
-        changed = [change(index, part) for index, part in enumerate(item)]
-        return type(item)(*changed) if hasattr(item, "_fields") else type(item)(changed)  # a namedtuple or not
-    return item
-
-
 def walk(item: Any) -> Iterator[Any]:
     """Yield everything inside nested containers, or the item itself."""
-    if isinstance(item, Mapping):
-        for part in item.values():
-            yield from walk(part)
-    elif isinstance(item, list | tuple) and not isinstance(item, SYMBOLS):
-        for part in item:
-            yield from walk(part)
-    elif isinstance(item, slice):
-        yield from (item.start, item.stop, item.step)
-    else:
-        yield item
+    parts: Iterable[Any]
+    match item:
+        case Mapping():
+            parts = item.values()
+        case list() | tuple():
+            parts = item
+        case slice():
+            parts = (item.start, item.stop, item.step)
+        case _:
+            yield item
+            return
+    for part in parts:
+        yield from walk(part)
 
 
 def _tensors_in(item: Any) -> list[Tensor]:
@@ -480,29 +413,7 @@ def _storage(tensor: Tensor) -> int:
 
 def _line() -> str:
     """Return the line of the network's own code that is being run."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if _is_own(frame):
-            return _shown(frame, frame.f_lineno)
-        frame = frame.f_back
-    return "an unknown line"
-
-
-def _line_of(error: BaseException) -> str:
-    """Return the line of the network's own code at which an error was raised."""
-    frames = [(frame, number) for frame, number in walk_tb(error.__traceback__) if _is_own(frame)]
-    return _shown(*frames[-1]) if frames else "an unknown line"
-
-
-def _is_own(frame: FrameType) -> bool:
-    path = Path(frame.f_code.co_filename)
-    ours = Path(__file__).parent, Path(torch.__file__).parent
-    return not any(folder in path.parents for folder in ours) and path.name != "contextlib.py"
-
-
-def _shown(frame: FrameType, number: int) -> str:
-    path = frame.f_code.co_filename
-    return f"{path}:{number} in {frame.f_code.co_name}: {linecache.getline(path, number).strip()}"
+    return own_line(walk_stack(sys._getframe()))
 
 
 def _aligned(first: _CallRecorder, second: _CallRecorder, device: torch.device) -> Trace:
@@ -529,7 +440,7 @@ def _aligned(first: _CallRecorder, second: _CallRecorder, device: torch.device) 
     shapes = {value: (shape, second.shapes[value]) for value, shape in first.shapes.items() if value in second.shapes}
     output = _merged(first.output, second.output, "the output")
     follows_dtype = {value for value in shapes if first.dtypes[value] != second.dtypes[value]}
-    return Trace(first.calls, ends, output, shapes, first.all_tainted(), follows_dtype, device)
+    return Trace(first.calls, ends, first.inputs, output, shapes, first.all_tainted(), follows_dtype, device)
 
 
 def _merged(one: Any, other: Any, line: str) -> Any:

@@ -5,10 +5,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from alight.cutting.cut import cut
-from alight.cutting.modes import in_mode
-from alight.cutting.multi_output import split_outputs
+from alight.cutting.cut import cut, split_outputs
 from alight.cutting.placement import cut_evenly
+from alight.cutting.running import in_mode
 from alight.data.tokens import MASK
 from alight.errors import BadInput
 from alight.networks.heads import HEADS, HeadChoice, HeadFactory, TokenHead, are_channels_last, make_head

@@ -16,11 +16,9 @@ from safetensors.torch import save
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from alight.cutting.cut import cut, is_chain_of
-from alight.cutting.graph_data import NotPlainData, cut_data, stages_from_data
-from alight.cutting.modes import in_mode
-from alight.cutting.multi_output import as_head, is_split_of, split_outputs
-from alight.cutting.tracing import Inputs
+from alight.cutting.cut import as_head, cut, is_chain_of, split_outputs
+from alight.cutting.running import Inputs, in_mode
+from alight.cutting.stages import NotPlainData, cut_data, stages_from_data
 from alight.errors import BadFile, BadInput, Mismatch
 from alight.files import CONFIG, WEIGHTS, PathLike, check_network_folder, read_json, write_json, write_whole
 from alight.networks.attach import cascade
@@ -252,9 +250,8 @@ def _is_whole(model: MultiExitModel, network: nn.Module) -> bool:
     dtype = next((weight.dtype for weight in model.stages.parameters() if weight.is_floating_point()), None)
     inputs = Inputs(random_example(model.recipe["example"], torch.Generator().manual_seed(1)))
     batch = inputs.of_size(CHECKED, dtype=dtype)
-    if model.recipe["source"] == "outputs":
-        return is_split_of(network, [*model.stages], [*model.heads], inputs, batch)
-    return is_chain_of(network, [*model.stages], inputs, batch)
+    heads = [*model.heads] if model.recipe["source"] == "outputs" else []
+    return is_chain_of(network, [*model.stages], inputs, batch, heads)
 
 
 def _version(package: str) -> str | None:

@@ -1,0 +1,144 @@
+"""Run a network on batches like its example: in one mode, with its errors explained, and leave no trace of it."""
+
+import itertools
+import linecache
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from pathlib import Path
+from traceback import walk_tb
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from alight.errors import BadInput
+
+NOT_THE_NETWORKS = Path(__file__).parent, Path(torch.__file__).parent  # folders whose code is not the network's own
+
+
+class Inputs:
+    """An example of what the network takes, to be made into batches of any size."""
+
+    def __init__(self, example: Any) -> None:
+        self.names: tuple[str, ...] = tuple(example) if isinstance(example, Mapping) else ()
+        several = tuple(example.values()) if self.names else example
+        tensors = several if isinstance(several, list | tuple) else [several]
+        other = [type(tensor).__name__ for tensor in tensors if not isinstance(tensor, Tensor)]
+        if other or not tensors:
+            raise BadInput(f"the example holds {other or 'nothing'}: give tensors as the network takes them")
+        sizes = {len(tensor) if tensor.ndim else 0 for tensor in tensors}
+        if len(sizes) > 1 or 0 in sizes:
+            raise BadInput(f"the example's tensors hold {sorted(sizes)} samples: give the same batch in each")
+        self.tensors: tuple[Tensor, ...] = tuple(tensors)
+
+    @property
+    def arguments(self) -> Sequence[str]:
+        """Return names for the arguments of the first stage."""
+        return self.names or [f"input_{index}" for index in range(len(self.tensors))]
+
+    def of_size(self, size: int, device: Any = None, dtype: torch.dtype | None = None) -> tuple[Tensor, ...]:
+        """Return a batch of samples like those of the example, all different."""
+        batch = [_varied(tensor, size) for tensor in self.tensors]
+        return tuple(tensor.to(device, dtype if tensor.is_floating_point() else None) for tensor in batch)
+
+    def run(self, model: nn.Module, tensors: tuple[Tensor, ...]) -> Any:
+        """Return the network's output for a batch."""
+        return model(**dict(zip(self.names, tensors, strict=True))) if self.names else model(*tensors)
+
+
+def _varied(tensor: Tensor, size: int) -> Tensor:
+    rows = [tensor[index % len(tensor)] for index in range(size)]
+    if tensor.is_floating_point():
+        generator = torch.Generator().manual_seed(0)
+        return torch.stack([row + torch.randn(row.shape, generator=generator).to(row) / 8 for row in rows])
+    return torch.stack([row.roll(index, -1) if row.ndim else row for index, row in enumerate(rows)])
+
+
+def chain(stages: Iterable[nn.Module], batch: tuple[Tensor, ...]) -> Any:
+    """Return what comes out when stages run one after the other."""
+    carried = batch
+    for stage in stages:
+        carried = stage(*carried)
+    return carried
+
+
+def same_bits(one: Tensor, other: Tensor) -> bool:
+    """Check whether two tensors are the same, bit by bit."""
+    return one.shape == other.shape and one.dtype == other.dtype and torch.allclose(one, other, 0, 0, equal_nan=True)
+
+
+def is_text(tensor: Tensor) -> bool:
+    """Check for whole numbers, one per token."""
+    return tensor.ndim == 2 and not tensor.is_floating_point()
+
+
+@contextmanager
+def in_mode(*modules: nn.Module, training: bool) -> Iterator[None]:
+    """Run modules in training or evaluation mode without gradients; restore modes, statistics and random state after.
+
+    >>> network = nn.Sequential(nn.BatchNorm1d(2), nn.Dropout())
+    >>> with in_mode(network, training=False):
+    ...     network.training, torch.is_grad_enabled()
+    (False, False)
+    >>> network.training
+    True
+    """
+    everything = nn.ModuleList(modules)
+    modes = [(module, module.training) for module in everything.modules()]
+    buffers = [(buffer, buffer.detach().clone()) for buffer in everything.buffers()] if training else []
+    devices = {tensor.device for tensor in itertools.chain(everything.parameters(), everything.buffers())}
+    with torch.no_grad(), torch.random.fork_rng([device for device in devices if device.type == "cuda"]):
+        everything.train(training)
+        try:
+            yield
+        finally:
+            for module, mode in modes:
+                module.training = mode
+            for buffer, old in buffers:
+                buffer.copy_(old)
+
+
+@contextmanager
+def replaced(changes: Iterable[tuple[Any, str, Any]]) -> Iterator[None]:
+    """Give attributes, each as (owner, name, value), other values for a while."""
+    with ExitStack() as stack:
+        for owner, name, value in changes:
+            stack.callback(setattr, owner, name, getattr(owner, name))
+            setattr(owner, name, value)
+        yield
+
+
+def without_caches(model: nn.Module) -> AbstractContextManager[None]:
+    """Switch off the caches of text decoders: a classifier reads each text once, and a cache copies keys and values.
+
+    The copies have another memory layout, so on some CPUs the same network differs from itself in the last bits.
+    """
+    configs = [module.config for module in model.modules() if hasattr(module, "config")]
+    return replaced([(config, "use_cache", False) for config in configs if getattr(config, "use_cache", None) is True])
+
+
+@contextmanager
+def refusals() -> Iterator[None]:
+    """Raise whatever a network raises as bad input, with the line of its code."""
+    try:
+        yield
+    except BadInput:
+        raise
+    except Exception as error:
+        message = next(iter(str(error).splitlines()), "")
+        line = own_line(reversed([*walk_tb(error.__traceback__)]))
+        raise BadInput(
+            f"the network fails on the example with {type(error).__name__}: {message} (at {line}): give an"
+            " example as the network takes it, cut elsewhere, or teach alight this network with register_cutter"
+        ) from error
+
+
+def own_line(frames: Iterable[tuple[FrameType, int]]) -> str:
+    """Return the first of these lines that is in the network's own code."""
+    for frame, number in frames:
+        path = frame.f_code.co_filename
+        is_own = not any(folder in Path(path).parents for folder in NOT_THE_NETWORKS)
+        if is_own and Path(path).name != "contextlib.py":
+            return f"{path}:{number} in {frame.f_code.co_name}: {linecache.getline(path, number).strip()}"
+    return "an unknown line"
