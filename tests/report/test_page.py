@@ -13,7 +13,7 @@ import pytest
 from points import FULL, HOSTILE, made_points
 
 from alight.errors import BadInput, Mismatch
-from alight.evaluation.sweep import ORACLE, Point
+from alight.evaluation import ORACLE, Point
 from alight.report import Page as Contents
 from alight.report import ReportedNetwork, as_html, write_report
 

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from alight.errors import BadFile, BadInput, Mismatch
-from alight.evaluation.sweep import Point
+from alight.evaluation import Point
 from alight.files import PathLike
 from alight.outputs import HeadOutputs
 from alight.policies.policy import Policy

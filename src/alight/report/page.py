@@ -10,7 +10,7 @@ from pathlib import Path
 from string import Template
 from typing import Any
 
-from alight.evaluation.sweep import ORACLE, SINGLE_EXIT, Point, at_equal_spend
+from alight.evaluation import ORACLE, SINGLE_EXIT, Point, at_equal_spend
 from alight.files import PathLike, write_text
 from alight.report.contents import Page, Planned, ReportedNetwork
 
