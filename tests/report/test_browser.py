@@ -19,7 +19,7 @@ from points import FULL, HOSTILE, STEPS, made_point, made_points
 
 from alight.evaluation import ORACLE, SINGLE_EXIT, Point, read_points
 from alight.report import Examples, ReportedNetwork, SampleWalk, write_report
-from alight.report.contents import data_address
+from alight.report.page import data_address
 
 FIGURES = [
     "Accuracy against budget spent",
