@@ -1,18 +1,29 @@
-"""`alight doctor`: what is installed here, which devices there are, and what is missing for what."""
+"""Commands to begin with: demo, and doctor, which looks at what is installed and what is missing for what."""
 
 import argparse
 import importlib
 import os
 import platform
+import shlex
 import shutil
+import sys
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import NamedTuple
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
 
 from alight import __version__
+from alight.cli.arguments import folder_option, new_folder
 from alight.cli.command import Command, CommandResult
+from alight.cli.tables import FAST_METHODS
+from alight.demo.recorded import RecordedDemo, run_recorded
 from alight.provenance import installed_version, processor
+from alight.report import write_report
+
+if TYPE_CHECKING:
+    from alight.demo.live import LiveDemo
 
 
 class Extra(NamedTuple):
@@ -22,6 +33,8 @@ class Extra(NamedTuple):
     packages: dict[str, str]  # by module: the name under which it is installed
 
 
+TITLE = "Early exit: digits on this machine, CIFAR-100 as recorded"
+BUDGETS = tuple(f"{percent}%" for percent in range(20, 101, 10))
 CORE = ("numpy", "scipy", "tqdm")
 EXTRAS = {
     "torch": Extra("networks: attach, train, record, predict", {"torch": "torch", "safetensors": "safetensors"}),
@@ -86,6 +99,45 @@ class Finding:
         return f"{line}\n{'':21}{self.advice}" if self.advice else line
 
 
+def run_demo(options: argparse.Namespace) -> CommandResult:
+    """Train a network with exits on digits, run it on half of its compute, and write a report."""
+    start, missing = time.monotonic(), missing_for("torch", "learn")
+
+    def say(step: str) -> None:
+        if not options.quiet:
+            print(f"[{time.monotonic() - start:3.0f} s] {step}", file=sys.stderr)
+
+    parts: list[LiveDemo | RecordedDemo] = []
+    with new_folder(Path(options.output)) as folder:
+        if missing:
+            say(f"digits are not live: {missing}")
+        else:
+            say("loading PyTorch and scikit-learn")
+            from alight.demo.live import run_live
+
+            parts.append(run_live(say, FAST_METHODS, BUDGETS, progress=not options.quiet))
+        parts.append(run_recorded(say, FAST_METHODS, BUDGETS, progress=not options.quiet))
+        say("writing the report")
+        for part in parts:
+            part.write(folder)
+        networks = {name: network for part in parts for name, network in part.networks.items()}
+        guarantees = [sentence for part in parts for sentence in part.guarantees]
+        report = write_report(networks, folder / "report.html", title=TITLE, guarantees=guarantees).resolve()
+    lines = {"digits": f"not live: {missing}"} if missing else {}
+    values = {"report": report, "folder": folder.resolve(), "missing": missing}
+    for part in parts:
+        lines |= part.lines()
+        values |= part.values()
+    lines |= {"report": str(report)} | ({} if missing else {"next": _next(folder / "digits")})
+    return CommandResult("\n".join(f"{name:<{max(map(len, lines))}}  {line}" for name, line in lines.items()), values)
+
+
+def _next(folder: Path) -> str:
+    """Return the command to try next, as it can be typed here."""
+    alight = ["alight"] if shutil.which("alight") else [sys.executable, "-m", "alight.cli"]
+    return shlex.join([*alight, "bench", *(str(folder / name) for name in ("network", "policy.json", "test.npz"))])
+
+
 def run_doctor(options: argparse.Namespace) -> CommandResult:
     """Show what is installed here, which devices there are, and what is missing for what."""
     findings = [_core(), *map(_extra, EXTRAS), *map(_other, OTHERS), *_devices(), _compiler()]
@@ -145,4 +197,9 @@ def _import_error(modules: Iterable[str]) -> str | None:
     return None
 
 
-COMMANDS = (Command("doctor", run_doctor, lambda parser: None, ("doctor", "doctor --json")),)
+COMMANDS = (
+    Command(
+        run_demo, (folder_option("alight-demo", "folder for the report, the network and the policies"),), ("demo",)
+    ),
+    Command(run_doctor, (), ("doctor", "doctor --json")),
+)
