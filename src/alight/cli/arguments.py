@@ -6,7 +6,7 @@ import inspect
 import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -133,17 +133,22 @@ def folder_option(default: str | None, what: str) -> Argument:
 # What options mean
 
 
+def named(options: argparse.Namespace, *names: str) -> dict[str, Any]:
+    """Return these options, as keyword arguments of the same names."""
+    return {name: getattr(options, name) for name in names}
+
+
 def data_options(options: argparse.Namespace) -> dict[str, Any]:
     """Return how data is read, as keyword arguments of `load_data`."""
     tokenizer = options.tokenizer or Path(options.model) / TOKENIZER
-    return {"batch_size": options.batch_size, "workers": options.workers, "tokenizer": tokenizer}
+    return {**named(options, "batch_size", "workers"), "tokenizer": tokenizer}
 
 
 def run_settings(options: argparse.Namespace, device: str | None = None) -> RunSettings:
     """Return how the network runs, on the device of the options unless another is given."""
     graphs = getattr(options, "graphs", False)  # few batches of a service are full
-    layout, compiled = options.channels_last, options.compile
-    return RunSettings(device or options.device, options.dtype, layout, compiled, graphs, threads=options.threads)
+    switches = named(options, "dtype", "channels_last", "compile", "threads")
+    return RunSettings(device or options.device, graphs=graphs, **switches)
 
 
 def torch_device(options: argparse.Namespace) -> str:
@@ -182,15 +187,10 @@ def _value(text: str) -> float | int | bool | str | list[float] | None:
     named = {"true": True, "yes": True, "false": False, "no": False, "none": None}
     if text.lower() in named:
         return named[text.lower()]
-    for kind in (int, float):
-        try:
-            return kind(text)
-        except ValueError:
-            continue
-    try:
-        return [float(part) for part in text.split(",")] if "," in text else text
-    except ValueError:
-        return text
+    for read in (int, float, lambda several: [float(part) for part in several.split(",")]):
+        with suppress(ValueError):
+            return read(text)
+    return text
 
 
 # Checks and folders
@@ -229,18 +229,10 @@ def new_folder(folder: Path, keep: str = "") -> Iterator[Path]:
         folder.mkdir(parents=True, exist_ok=True)
         yield folder
     except BaseException:
-        if missing:
-            _clear(folder, missing[-1], keep)
+        created = folder.iterdir() if missing and keep and (folder / keep).exists() else missing[-1:]
+        for path in created:
+            if path.is_dir():
+                shutil.rmtree(path, ignore_errors=True)
+            elif path.name != keep:
+                path.unlink(missing_ok=True)
         raise
-
-
-def _clear(folder: Path, first: Path, keep: str) -> None:
-    """Remove the first folder that was created, or all but the file to keep in the last."""
-    if not (keep and (folder / keep).exists()):
-        shutil.rmtree(first, ignore_errors=True)
-        return
-    for path in folder.iterdir():
-        if path.is_dir():
-            shutil.rmtree(path, ignore_errors=True)
-        elif path.name != keep:
-            path.unlink()

@@ -15,6 +15,7 @@ from alight.cli.arguments import (
     check_distinct,
     count,
     folder_option,
+    named,
     output,
     output_option,
     run_settings,
@@ -40,15 +41,9 @@ def run_export(options: argparse.Namespace) -> CommandResult:
     from alight.networks.store import load_model
 
     tokenizer = Path(options.model) / TOKENIZER
-    folder = export_model(
-        load_model(options.model),
-        policy,
-        options.output,
-        tokenizer=tokenizer if tokenizer.is_dir() else None,
-        format=options.format,
-        allow_mismatch=options.allow_mismatch,
-        progress=not options.quiet,
-    ).resolve()
+    terms = {**named(options, "format", "allow_mismatch"), "tokenizer": tokenizer if tokenizer.is_dir() else None}
+    model = load_model(options.model)
+    folder = export_model(model, policy, options.output, **terms, progress=not options.quiet).resolve()
     manifest = Manifest.load(folder)
     inputs, difference = "; ".join(map(str, manifest.inputs)), manifest.made_with["largest difference"]
     return CommandResult(
@@ -66,24 +61,17 @@ def run_run(options: argparse.Namespace) -> CommandResult:
     from alight.engine.predictor import Predictor
 
     manifest = Manifest.load(options.folder)
-    data = load_data(
-        options.data,
-        manifest.input_spec,
-        split="test",
-        batch_size=options.batch_size,
-        tokenizer=exported_tokenizer(options.folder, manifest) if manifest.input_names else None,
-        max_tokens=options.max_tokens,
-        labels=False,
-    )
+    tokenizer = exported_tokenizer(options.folder, manifest) if manifest.input_names else None
+    reading = {**named(options, "batch_size", "max_tokens"), "tokenizer": tokenizer, "labels": False}
+    data = load_data(options.data, manifest.input_spec, split="test", **reading)
     policy = load_policy(options.policy or Path(options.folder) / POLICY_FILE)
     predictor = Predictor.load(
         options.folder,
         policy if options.policy else None,
         settings=RunSettings(threads=options.threads),
-        batch_size=options.batch_size,
         probabilities=policy.keeps_predictions,
-        allow_mismatch=options.allow_mismatch,
         allow_compiled=True,
+        **named(options, "batch_size", "allow_mismatch"),
     )
     decisions, unit = predictor.run(data, progress=not options.quiet), predictor.policy.unit
     write_answers(decisions, options.output, names=names_of(data), classes=manifest.classes, unit=unit)
@@ -143,6 +131,7 @@ POLICIES = "JSON that `alight calibrate` wrote; the first is in force until a re
 WAIT = "milliseconds for which the first of a batch waits for others (default: 2)"
 STATE = "file that keeps the spent budget over restarts (default: spending.json)"
 TOKEN_FILE = f"file with the bearer token that requests must bring (default: that of {TOKEN}, if it is set)"
+LEVELS = ["debug", "info", "warning", "error"]
 COMMANDS = (
     Command(
         run_export,
@@ -186,9 +175,7 @@ COMMANDS = (
             argument("--state", metavar="FILE", type=output, default="spending.json", help=STATE),
             argument("--no-state", action="store_true", help="forget the spent budget at the end"),
             argument("--token-file", metavar="FILE", help=TOKEN_FILE),
-            argument(
-                "--log-level", choices=["debug", "info", "warning", "error"], default="info", help="default: info"
-            ),
+            argument("--log-level", choices=LEVELS, default="info", help="default: info"),
             TOKENIZER_FOLDER,
             *RUN,
             ALLOW_MISMATCH,

@@ -27,37 +27,32 @@ if TYPE_CHECKING:
 
 
 class Extra(NamedTuple):
-    """An optional part of alight: what it is for, and its packages."""
+    """An optional part of alight: what it is for, and its modules."""
 
     purpose: str
-    packages: dict[str, str]  # by module: the name under which it is installed
+    modules: tuple[str, ...]
+
+    @property
+    def packages(self) -> list[str]:
+        """The names under which the modules are installed."""
+        return [RENAMED.get(module, module.replace("_", "-")) for module in self.modules]
 
 
 TITLE = "Early exit: digits on this machine, CIFAR-100 as recorded"
 BUDGETS = tuple(f"{percent}%" for percent in range(20, 101, 10))
 CORE = ("numpy", "scipy", "tqdm")
+RENAMED = {"PIL": "pillow", "sklearn": "scikit-learn"}
 EXTRAS = {
-    "torch": Extra("networks: attach, train, record, predict", {"torch": "torch", "safetensors": "safetensors"}),
-    "vision": Extra(
-        "networks of timm and torchvision, image files", {"torchvision": "torchvision", "timm": "timm", "PIL": "pillow"}
-    ),
-    "text": Extra("networks of Hugging Face that read text", {"transformers": "transformers"}),
-    "deploy": Extra("exported networks, without PyTorch: run", {"onnxruntime": "onnxruntime"}),
-    "export": Extra("networks to ONNX: export", {"onnx": "onnx", "onnxscript": "onnxscript"}),
-    "ray": Extra("many machines: predict and record --engine ray", {"ray": "ray", "pyarrow": "pyarrow"}),
-    "figures": Extra("figures of the experiments", {"matplotlib": "matplotlib"}),
-    "learn": Extra("learned scores, and the digits that come with scikit-learn", {"sklearn": "scikit-learn"}),
-    "serve": Extra(
-        "the HTTP service",
-        {
-            "fastapi": "fastapi",
-            "uvicorn": "uvicorn",
-            "prometheus_client": "prometheus-client",
-            "python_multipart": "python-multipart",
-            "PIL": "pillow",
-        },
-    ),
-    "completion": Extra("completion of commands in your shell", {"shtab": "shtab"}),
+    "torch": Extra("networks: attach, train, record, predict", ("torch", "safetensors")),
+    "vision": Extra("networks of timm and torchvision, image files", ("torchvision", "timm", "PIL")),
+    "text": Extra("networks of Hugging Face that read text", ("transformers",)),
+    "deploy": Extra("exported networks, without PyTorch: run", ("onnxruntime",)),
+    "export": Extra("networks to ONNX: export", ("onnx", "onnxscript")),
+    "ray": Extra("many machines: predict and record --engine ray", ("ray", "pyarrow")),
+    "figures": Extra("figures of the experiments", ("matplotlib",)),
+    "learn": Extra("learned scores, and the digits that come with scikit-learn", ("sklearn",)),
+    "serve": Extra("the HTTP service", ("fastapi", "uvicorn", "prometheus_client", "python_multipart", "PIL")),
+    "completion": Extra("completion of commands in your shell", ("shtab",)),
 }
 OTHERS = {"pyarrow": "answers as Parquet", "datasets": "data sets of Hugging Face"}  # installed by their own name
 
@@ -69,7 +64,7 @@ def extra_of(module: str) -> str | None:
     ('vision', None)
     """
     top = module.partition(".")[0]
-    return next((name for name, extra in EXTRAS.items() if top in extra.packages), None)
+    return next((name for name, extra in EXTRAS.items() if top in extra.modules), None)
 
 
 def missing_for(*extras: str) -> str:
@@ -78,11 +73,12 @@ def missing_for(*extras: str) -> str:
     >>> missing_for()
     ''
     """
-    missing = {name: [p for module, p in EXTRAS[name].packages.items() if find_spec(module) is None] for name in extras}
-    if not any(missing.values()):
-        return ""
-    packages = ", ".join(package for each in missing.values() for package in each)
-    return f'{packages} missing: pip install "alight[{",".join(name for name in extras if missing[name])}]"'
+    missing: dict[str, str] = {}  # packages, and the extra of each
+    for name in extras:
+        pairs = zip(EXTRAS[name].modules, EXTRAS[name].packages, strict=True)
+        missing |= {package: name for module, package in pairs if find_spec(module) is None}
+    of_extras = ",".join(dict.fromkeys(missing.values()))
+    return f'{", ".join(missing)} missing: pip install "alight[{of_extras}]"' if missing else ""
 
 
 @dataclass(frozen=True)
@@ -150,14 +146,16 @@ def _core() -> Finding:
 
 
 def _extra(name: str) -> Finding:
-    purpose, packages = EXTRAS[name]
-    versions = {package: installed_version(package) for package in packages.values()}
+    extra = EXTRAS[name]
+    versions = {package: installed_version(package) for package in extra.packages}
     missing = [package for package, number in versions.items() if number is None]
     advice = f'pip install "alight[{name}]"' if missing else ""
-    if not missing and (error := _import_error(packages)):
+    if not missing and (error := _import_error(extra.modules)):
         missing, advice = [error], f'pip install --force-reinstall "alight[{name}]"'
     detail = ", ".join(f"{package} {number}" for package, number in versions.items())
-    return Finding(name, not missing, f"{purpose} ({'without ' + ', '.join(missing) if missing else detail})", advice)
+    return Finding(
+        name, not missing, f"{extra.purpose} ({'without ' + ', '.join(missing) if missing else detail})", advice
+    )
 
 
 def _other(name: str) -> Finding:
@@ -198,8 +196,6 @@ def _import_error(modules: Iterable[str]) -> str | None:
 
 
 COMMANDS = (
-    Command(
-        run_demo, (folder_option("alight-demo", "folder for the report, the network and the policies"),), ("demo",)
-    ),
-    Command(run_doctor, (), ("doctor", "doctor --json")),
+    Command(run_demo, [folder_option("alight-demo", "folder for the report, the network and the policies")], ["demo"]),
+    Command(run_doctor, [], ["doctor", "doctor --json"]),
 )

@@ -14,6 +14,7 @@ from alight.cli.arguments import (
     data_arguments,
     data_options,
     folder_option,
+    named,
     new_folder,
     numbers,
     own_options,
@@ -45,16 +46,8 @@ def run_attach(options: argparse.Namespace) -> CommandResult:
 
     torch.manual_seed(options.seed)
     try:
-        model = from_name(
-            options.network,
-            num_classes=options.classes,
-            pretrained=options.pretrained,
-            after=options.after,
-            head=options.head,
-            count=options.count,
-            image_size=options.image_size,
-            arguments=any_options(options.set),
-        )
+        own = named(options, "pretrained", "after", "head", "count", "image_size")
+        model = from_name(options.network, num_classes=options.classes, **own, arguments=any_options(options.set))
     except TypeError as error:
         raise BadInput(f"{options.network} does not accept these options ({error})") from error
     if options.weights:

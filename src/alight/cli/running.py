@@ -21,6 +21,7 @@ from alight.cli.arguments import (
     counts,
     data_arguments,
     data_options,
+    named,
     output,
     output_option,
     run_settings,
@@ -43,6 +44,7 @@ from alight.scores import SCORES
 if TYPE_CHECKING:
     from alight.planning.plan import Plan
 
+RECORDED = ("score", "features", "log_probabilities")  # options of record
 FILES = (".csv", ".parquet", ".npz")
 BESIDE_A_PLAN = ("eero", "best_single_exit")  # methods that a plan's page compares, in milliseconds
 PLAN_VALUES = (
@@ -62,16 +64,9 @@ def run_record(options: argparse.Namespace) -> CommandResult:
     from alight.engine.recorder import record_to
 
     model, data = _model_and_data(options)
-    recorded = record_to(
-        options.output,
-        model,
-        data,
-        score=options.score,
-        features=options.features,
-        log_probabilities=options.log_probabilities,
-        settings=_tuned_settings(options, model, data)[0],
-        progress=not options.quiet,
-    )
+    settings, _ = _tuned_settings(options, model, data)
+    kept = named(options, *RECORDED)
+    recorded = record_to(options.output, model, data, **kept, settings=settings, progress=not options.quiet)
     lines = [str(recorded)]
     if recorded.accuracies:
         pairs = zip(model.exits, recorded.accuracies, strict=True)
@@ -95,18 +90,9 @@ def run_costs(options: argparse.Namespace) -> CommandResult:
         costs = measure_costs(model, example, options.unit, options.batch_size)
         summary = f"heads before the last: {head_overhead(costs):.2%} of the full network"
     costs.save(options.output)
-    return CommandResult(
-        f"{summary}\n{costs}: {options.output}",
-        {
-            "path": options.output,
-            "unit": costs.unit,
-            "exits": model.exits,
-            "stages": costs.stages,
-            "heads": costs.heads,
-            "cumulative": costs.cumulative(),
-            "full_network": costs.full,
-        },
-    )
+    values = {"path": options.output, "unit": costs.unit, "exits": model.exits, "stages": costs.stages}
+    values |= {"heads": costs.heads, "cumulative": costs.cumulative(), "full_network": costs.full}
+    return CommandResult(f"{summary}\n{costs}: {options.output}", values)
 
 
 def run_predict(options: argparse.Namespace) -> CommandResult:
@@ -123,15 +109,8 @@ def run_predict(options: argparse.Namespace) -> CommandResult:
 
     model, data = _model_and_data(options)
     settings, rebatch = _tuned_settings(options, model, data, policy)
-    predictor = Predictor(
-        model,
-        policy,
-        settings=settings,
-        batch_size=options.batch_size,
-        rebatch=rebatch,
-        probabilities=policy.keeps_predictions,
-        allow_mismatch=options.allow_mismatch,
-    )
+    terms = {**named(options, "batch_size", "allow_mismatch"), "probabilities": policy.keeps_predictions}
+    predictor = Predictor(model, policy, settings=settings, rebatch=rebatch, **terms)
     decisions = predictor.run(data, progress=not options.quiet)
     write_answers(decisions, options.output, names=names_of(data), classes=model.classes, unit=policy.unit)
     return decisions_result(decisions, options.output, policy.unit)
@@ -154,16 +133,9 @@ def run_plan(options: argparse.Namespace) -> CommandResult:
     from alight.planning.plan import plan
 
     model = load_model(options.model)
-    planned = plan(
-        model,
-        labelled,
-        example=example_of(model, options.tokens),
-        batch_size=options.batch_size,
-        budget=options.budget,
-        max_accuracy_loss=options.max_accuracy_loss,
-        speed=options.speed,
-        settings=run_settings(options, torch_device(options)),
-    )
+    goal = named(options, "batch_size", "budget", "max_accuracy_loss", "speed")
+    settings = run_settings(options, torch_device(options))
+    planned = plan(model, labelled, example=example_of(model, options.tokens), **goal, settings=settings)
     planned.policy.save(options.output)
     if options.report:
         _write_plan(planned, labelled, options.report, title=f"{options.model}: does it pay here?")
@@ -256,8 +228,7 @@ def _record_on_ray(options: argparse.Namespace) -> CommandResult:
     """Record all samples, in partitions."""
     from alight.cluster.jobs import record_on_ray
 
-    kept = {name: getattr(options, name) for name in ("score", "features", "log_probabilities")}
-    done = record_on_ray(options.model, *_job(options), **kept)
+    done = record_on_ray(options.model, *_job(options), **named(options, *RECORDED))
     accuracies = [correct / done.num_samples for correct in done.totals["correct"]]
     summary = f"accuracy {_percentages(accuracies)}" if accuracies else ""
     return _job_result(done, summary, {"accuracies": accuracies})
@@ -272,10 +243,8 @@ def _job(options: argparse.Namespace) -> tuple[str, str, Any]:
     if options.speed:
         raise BadInput("--speed auto measures this machine, not those of the cluster: give the options that pay there")
     config = JobConfig(
-        batch_size=options.batch_size,
-        partition_rows=options.partition_rows,
+        **named(options, "batch_size", "partition_rows", "tokenizer"),
         workers=options.actors,
-        tokenizer=options.tokenizer,
         progress=not options.quiet,
         settings=run_settings(options, torch_device(options)),
     )

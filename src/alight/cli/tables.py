@@ -11,7 +11,7 @@ import numpy as np
 
 from alight import calibrate
 from alight.budgeting.bounds import check_delta
-from alight.cli.arguments import check_distinct, methods, output, output_option, own_options, set_option, words
+from alight.cli.arguments import check_distinct, methods, named, output, output_option, own_options, set_option, words
 from alight.cli.command import Argument, Command, CommandResult, argument
 from alight.costs import Costs, as_costs
 from alight.errors import AlightError, BadInput
@@ -103,8 +103,8 @@ def _calibrated(options: argparse.Namespace) -> Policy:
         raise BadInput("there is no budget: give --budget, or --risk and --alpha for the cheapest policy")
     method = calibrate.pruned(method) if options.prune else method
     if options.risk:
-        of_risk = {name: getattr(options, name) for name in ("risk", "alpha", "delta")}
-        method = calibrate.certified_risk(method, **of_risk, cost=options.contract)
+        risk = named(options, "risk", "alpha", "delta")
+        method = calibrate.certified_risk(method, **risk, cost=options.contract)
     elif options.contract:
         method = _certified(method, options)
     return method(_costs(options.costs), options.budget, labelled, unlabelled, **own)
