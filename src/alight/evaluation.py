@@ -28,6 +28,24 @@ from alight.policies.paced import Paced
 from alight.policies.policy import ExitAt, Policy, Threshold
 from alight.policies.route import replay
 
+__all__ = [
+    "ORACLE",
+    "SINGLE_EXIT",
+    "Bootstrap",
+    "Classes",
+    "Interval",
+    "MethodComparison",
+    "Point",
+    "at_equal_spend",
+    "bootstrap",
+    "oracle",
+    "oracle_within",
+    "per_class",
+    "read_points",
+    "sweep",
+    "write_points",
+]
+
 Floats = npt.NDArray[np.float64]
 Integers = npt.NDArray[np.int64]
 

@@ -92,8 +92,9 @@ class HeadOutputs:
         """
         stacked = _logits(logits)
         names = (score, *features)
-        if unknown := [name for name in names if name not in SCORES]:
-            raise BadInput(f"there is no score {unknown[0]!r}: choose one of {', '.join(SCORES)}")
+        for name in names:
+            if name not in SCORES:
+                raise BadInput(f"there is no score {name!r}: choose one of {', '.join(SCORES)}")
         if not 0 <= noise < np.inf or (noise > 0 and rng is None):
             needed = "a width >= 0 and an explicit generator: rng=np.random.default_rng(0)"
             raise BadInput(f"noise {noise:g} needs {needed}")
