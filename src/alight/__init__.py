@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from alight.engine.recorder import Recorded as Recorded, record as record, record_to as record_to
     from alight.engine.settings import RunSettings as RunSettings
     from alight.errors import AlightError as AlightError
-    from alight.evaluation.sweep import Point as Point, at_equal_spend as at_equal_spend, read_points as read_points
-    from alight.evaluation.sweep import sweep as sweep, write_points as write_points
+    from alight.evaluation import Point as Point, at_equal_spend as at_equal_spend, read_points as read_points
+    from alight.evaluation import sweep as sweep, write_points as write_points
     from alight.export.exporting import export_model as export_model
     from alight.networks import zoo as zoo
     from alight.networks.attach import attach_heads as attach_heads, from_outputs as from_outputs

@@ -5,7 +5,7 @@ Costs are per sample. A multiply-add counts as 2 FLOPs (so 1 MAC = 2 FLOPs).
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -34,6 +34,7 @@ class Costs:
     stages: Floats  # (exits,)
     heads: Floats  # (exits,)
     unit: str = "FLOPs"
+    _through: Floats = field(init=False)  # (exits,), the stages up to each
 
     def __init__(self, stages: npt.ArrayLike, heads: npt.ArrayLike, unit: str = "FLOPs") -> None:
         stages, heads = _numbers("stages", stages), _numbers("heads", heads)
@@ -43,8 +44,7 @@ class Costs:
             raise BadInput(f"a cost is negative (stages {stages.tolist()}, heads {heads.tolist()}): measure again")
         if not isinstance(unit, str):
             raise BadInput(f"unit {unit!r} is not a text: give 'FLOPs', 'ms', 'J' or ''")
-        for name, value in {"stages": stages, "heads": heads, "unit": unit, "_through": np.cumsum(stages)}.items():
-            object.__setattr__(self, name, value)
+        self.__dict__.update(stages=stages, heads=heads, unit=unit, _through=np.cumsum(stages))
         _check_increasing(self.cumulative())
 
     @classmethod
@@ -56,8 +56,12 @@ class Costs:
         """
         cumulative = _numbers("costs", values)
         _check_increasing(cumulative)
-        costs = cls(np.diff(cumulative, prepend=0.0), np.zeros(len(cumulative)), unit)
-        object.__setattr__(costs, "_through", cumulative)  # a sum of differences would miss it by a rounding
+        return cls._from_through(cumulative, np.zeros(len(cumulative)), unit)
+
+    @classmethod
+    def _from_through(cls, through: Floats, heads: Floats, unit: str) -> "Costs":
+        costs = cls(np.diff(through, prepend=0.0), heads, unit)
+        costs.__dict__["_through"] = through  # a sum of differences would miss it by a rounding
         return costs
 
     def __len__(self) -> int:
@@ -80,8 +84,7 @@ class Costs:
         ordered = chosen.ndim == 1 and chosen.dtype.kind in "iu" and (np.diff(chosen) > 0).all()
         if not (ordered and len(chosen) and chosen[0] >= 0 and chosen[-1] < len(self)):
             raise BadInput(f"open exits {open_exits} of a network with exits 0 to {len(self) - 1}: give them in order")
-        through: Floats = self._through  # type: ignore[attr-defined]
-        return through[chosen] + np.cumsum(self.heads[chosen])
+        return self._through[chosen] + np.cumsum(self.heads[chosen])
 
     def at_exits(self, open_exits: Sequence[int]) -> "Costs":
         """Return the costs of the network that has these exits alone: their heads, and the stages between them.
@@ -90,10 +93,7 @@ class Costs:
         Costs(3, 11 FLOPs per sample, cumulative)
         """
         chosen = np.asarray(open_exits, dtype=np.int64)
-        through: Floats = self._through[chosen]  # type: ignore[attr-defined]
-        costs = Costs(np.diff(through, prepend=0.0), self.heads[chosen], self.unit)
-        object.__setattr__(costs, "_through", through)  # a sum of differences would miss it by a rounding
-        return costs
+        return self._from_through(self._through[chosen], self.heads[chosen], self.unit)
 
     @property
     def full(self) -> float:
@@ -116,15 +116,16 @@ class Costs:
             try:
                 return float(budget)
             except (TypeError, ValueError, OverflowError) as error:
-                raise BadInput(
-                    f"budget {budget!r} is not a number, percentage or quantity such as '2.5 GFLOPs'"
-                ) from error
-        number, unit = _number_and_unit(budget)
+                known = "a number, percentage or quantity such as '2.5 GFLOPs'"
+                raise BadInput(f"budget {budget!r} is not {known}") from error
+        match = re.fullmatch(r"\s*([-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?)\s*(\S*)\s*", budget)
+        if match is None:
+            known = "a number, percentage or quantity: write '50%', '2.5 GFLOPs', '3 ms'"
+            raise BadInput(f"budget {budget!r} is not {known}")
+        number, unit = float(match[1]), match[2]
         if unit == "":
             return number
-        if unit == "%":
-            return number / 100 * self.full
-        return number * self._in_own_unit(budget, unit)
+        return number / 100 * self.full if unit == "%" else number * self._in_own_unit(budget, unit)
 
     def _in_own_unit(self, budget: str, unit: str) -> float:
         asked, own = _base(unit), _base(self.unit)
@@ -181,13 +182,6 @@ def quantity(value: float, unit: str) -> str:
         prefix = max((each for each in LARGE if LARGE[each] <= value * scale), key=LARGE.__getitem__, default="")
         value, unit = value * scale / LARGE[prefix], prefix + {"flops": "FLOPs", "macs": "MACs"}[kind]
     return f"{value:,.0f}{unit and ' ' + unit}" if value >= 1000 else f"{value:.3g}{unit and ' ' + unit}"
-
-
-def _number_and_unit(text: str) -> tuple[float, str]:
-    match = re.fullmatch(r"\s*([-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?)\s*(\S*)\s*", text)
-    if match is None:
-        raise BadInput(f"budget {text!r} is not a number, percentage or quantity: write '50%', '2.5 GFLOPs', '3 ms'")
-    return float(match[1]), match[2]
 
 
 def _base(unit: str) -> tuple[float, str] | None:

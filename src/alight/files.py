@@ -11,6 +11,7 @@ import tempfile
 import zipfile
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import IO, Any, Self
 
@@ -40,7 +41,7 @@ def write_whole(path: PathLike, write: Callable[[IO[bytes]], object]) -> Path:
         return path
     temporary = _beside(target)  # named before it is created, so that an interrupt at any moment leaves nothing
     try:
-        with _named_errors(path), open(temporary, "xb", opener=_private) as file:
+        with _named_errors(path), open(temporary, "xb", opener=partial(os.open, mode=0o600)) as file:
             write(file)
             file.flush()
             os.fsync(file.fileno())  # on the disk before it replaces the old file
@@ -79,10 +80,6 @@ def _named_errors(path: PathLike) -> Iterator[None]:
 def _beside(target: Path) -> Path:
     """Return an unused hidden name beside the target."""
     return target.with_name(f".{target.name}.{secrets.token_hex(4)}")
-
-
-def _private(path: str, flags: int) -> int:
-    return os.open(path, flags, 0o600)
 
 
 def _umask() -> int:

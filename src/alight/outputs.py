@@ -61,26 +61,14 @@ class HeadOutputs:
         truth = None if labels is None else _labels(labels, len(scores))
         logs = None if log_probabilities is None else np.asarray(log_probabilities, dtype=np.float16)
         if logs is not None:
+            shape = f"log_probabilities have shape {logs.shape} beside scores {scores.shape}"
             if logs.ndim != 3 or logs.shape[:2] != scores.shape:
-                raise BadInput(
-                    f"log_probabilities have shape {logs.shape} beside scores {scores.shape}:"
-                    " give (samples, exits, classes)"
-                )
-            if not (logs <= 0).all():
-                raise BadInput(
-                    f"log_probabilities hold {int((~(logs <= 0)).sum())} values above 0 or NaN: give logarithms"
-                )
+                raise BadInput(f"{shape}: give (samples, exits, classes)")
+            if positive := int((~(logs <= 0)).sum()):
+                raise BadInput(f"log_probabilities hold {positive} values above 0 or NaN: give logarithms")
             _check_classes(predictions, truth, logs.shape[2])
-        for name, value in {
-            "scores": scores,
-            "predictions": predictions,
-            "labels": truth,
-            "score": str(score),
-            "features": tables,
-            "log_probabilities": logs,
-            "fingerprint": str(fingerprint),
-        }.items():
-            object.__setattr__(self, name, value)
+        arrays = {"scores": scores, "predictions": predictions, "labels": truth, "log_probabilities": logs}
+        self.__dict__.update(arrays, score=str(score), features=tables, fingerprint=str(fingerprint))
 
     @classmethod
     def from_logits(
@@ -108,9 +96,8 @@ class HeadOutputs:
             if name not in SCORES:
                 raise BadInput(f"there is no score {name!r}: choose one of {', '.join(SCORES)}")
         if not 0 <= noise < np.inf or (noise > 0 and rng is None):
-            raise BadInput(
-                f"noise {noise:g} needs a width >= 0 and an explicit generator: rng=np.random.default_rng(0)"
-            )
+            needed = "a width >= 0 and an explicit generator: rng=np.random.default_rng(0)"
+            raise BadInput(f"noise {noise:g} needs {needed}")
         if noise > 0 and "logit_margin" in names:
             raise BadInput("noise is added to probabilities, which logit_margin does not use: choose another score")
         noisy = probabilities(stacked)  # with noise, where it is asked for
@@ -122,14 +109,7 @@ class HeadOutputs:
             _check_classes(predictions, _labels(labels, len(stacked)), stacked.shape[2])
         with np.errstate(divide="ignore"):
             logs = np.log(probabilities(stacked)).astype(np.float16) if keep_log_probabilities else None
-        return cls(
-            scores=tables.pop(score),
-            predictions=predictions,
-            labels=labels,
-            score=score,
-            features=tables,
-            log_probabilities=logs,
-        )
+        return cls(tables.pop(score), predictions, labels, score, tables, logs)
 
     def __len__(self) -> int:
         return len(self.scores)
@@ -188,25 +168,12 @@ class HeadOutputs:
 
     def take(self, rows: npt.NDArray[Any] | slice) -> "HeadOutputs":
         """Return the table of these samples, in this order."""
-        return replace(
-            self,
-            scores=self.scores[rows],
-            predictions=self.predictions[rows],
-            labels=None if self.labels is None else self.labels[rows],
-            features={name: values[rows] for name, values in self.features.items()},
-            log_probabilities=None if self.log_probabilities is None else self.log_probabilities[rows],
-        )
+        return replace(self, **_named({name: values[rows] for name, values in self.rows().items()}))
 
     def at_exits(self, open_exits: Sequence[int]) -> "HeadOutputs":
         """Return the table of these exits alone. Without labels the truth is then the last of *them*."""
-        chosen = list(open_exits)
-        return replace(
-            self,
-            scores=self.scores[:, chosen],
-            predictions=self.predictions[:, chosen],
-            features={name: values[:, chosen] for name, values in self.features.items()},
-            log_probabilities=None if self.log_probabilities is None else self.log_probabilities[:, chosen],
-        )
+        by_exit = {name: values for name, values in self.rows().items() if name != "labels"}
+        return replace(self, **_named({name: values[:, list(open_exits)] for name, values in by_exit.items()}))
 
     def split(self, fraction: float, rng: np.random.Generator) -> tuple["HeadOutputs", "HeadOutputs"]:
         """Return two disjoint tables of shuffled samples, the first with this fraction of them."""
@@ -232,13 +199,10 @@ class HeadOutputs:
 
     def rows(self) -> dict[str, np.ndarray]:
         """Return all arrays that have a row for each sample, by their name in a file."""
-        arrays: dict[str, np.ndarray] = {"scores": self.scores, "predictions": self.predictions}
+        arrays = {"scores": self.scores, "predictions": self.predictions}
         arrays |= {f"feature_{name}": values for name, values in self.features.items()}
-        if self.labels is not None:
-            arrays["labels"] = self.labels
-        if self.log_probabilities is not None:
-            arrays["log_probabilities"] = self.log_probabilities
-        return arrays
+        optional = {"labels": self.labels, "log_probabilities": self.log_probabilities}
+        return arrays | {name: values for name, values in optional.items() if values is not None}
 
     def metadata(self) -> dict[str, np.ndarray]:
         """Return what is said once of all rows, by its name in a file."""
@@ -337,22 +301,14 @@ class Decisions:
         spent = np.asarray(spent, dtype=np.float64)
         _same_shape("exits", exits, "predictions", predictions)
         _same_shape("spent", spent, "predictions", predictions)
-        if not np.isfinite(spent).all():
-            raise BadInput(
-                f"spent holds {int((~np.isfinite(spent)).sum())} values that are NaN or infinite: give costs"
-            )
+        if infinite := int((~np.isfinite(spent)).sum()):
+            raise BadInput(f"spent holds {infinite} values that are NaN or infinite: give costs")
         taken = int(exits.max()) + 1
         of_class = None if probabilities is None else np.asarray(probabilities, dtype=np.float64)
         if of_class is not None:
             _same_shape("probabilities", of_class, "predictions", predictions)
-        for name, value in {
-            "predictions": predictions,
-            "exits": exits,
-            "spent": spent,
-            "num_exits": max(int(num_exits), taken),
-            "probabilities": of_class,
-        }.items():
-            object.__setattr__(self, name, value)
+        arrays = {"predictions": predictions, "exits": exits, "spent": spent, "probabilities": of_class}
+        self.__dict__.update(arrays, num_exits=max(int(num_exits), taken))
 
     @classmethod
     def unchecked(
@@ -455,14 +411,17 @@ def _table(what: str, values: npt.ArrayLike) -> Floats:
         raise BadInput(f"{what} have {table.ndim} axes, shape {table.shape}: give (samples, exits)")
     if not table.size:
         raise BadInput(f"{what} are empty, shape {table.shape}: record at least one sample and one exit")
-    if not np.isfinite(table).all():
-        bad = ~np.isfinite(table)
-        row, column = np.argwhere(bad)[0]
-        raise BadInput(
-            f"{what} hold {int(bad.sum())} values that are NaN or infinite, the first at sample {row}, exit {column}:"
-            " find out why the network gives them, or drop those samples"
-        )
+    _check_usable(what, np.isfinite(table))
     return table
+
+
+def _check_usable(what: str, usable: npt.NDArray[np.bool_]) -> None:
+    if not usable.all():
+        sample, exit_index = np.argwhere(~usable)[0][:2]
+        raise BadInput(
+            f"{what} hold {int((~usable).sum())} values that are NaN or infinite, the first at sample {sample},"
+            f" exit {exit_index}: find out why the network gives them, or drop those samples"
+        )
 
 
 def _integers(what: str, values: npt.ArrayLike, axes: int = 2) -> Integers:
@@ -524,12 +483,7 @@ def _logits(logits: npt.ArrayLike | Sequence[npt.ArrayLike]) -> Floats:
         )
     usable = np.isfinite(stacked) | (stacked == -np.inf)  # -inf is a class that was masked out
     usable &= np.isfinite(stacked.max(axis=-1, keepdims=True))
-    if not usable.all():
-        sample, exit_index = np.argwhere(~usable)[0][:2]
-        raise BadInput(
-            f"logits hold {int((~usable).sum())} values that are NaN or infinite, the first at sample {sample},"
-            f" exit {exit_index}: find out why the network gives them, or drop those samples"
-        )
+    _check_usable("logits", usable)
     return stacked
 
 

@@ -8,8 +8,8 @@ from commands import run
 
 import alight
 from alight import provenance
-from alight.cli import doctor
-from alight.cli.doctor import EXTRAS
+from alight.cli import getting_started
+from alight.cli.getting_started import EXTRAS
 
 
 def findings(capsys):
@@ -49,7 +49,7 @@ def test_what_is_installed_but_broken_is_reported(capsys, monkeypatch):
     def broken(name):
         raise OSError("libfoo.so: cannot open\nmore")
 
-    monkeypatch.setattr(doctor.importlib, "import_module", broken)
+    monkeypatch.setattr(getting_started.importlib, "import_module", broken)
     found = findings(capsys)["vision"]
     assert not found["ok"]
     assert "libfoo.so: cannot open" in found["detail"]

@@ -3,7 +3,7 @@
 import math
 from typing import Any
 
-from alight.evaluation.sweep import ORACLE, SINGLE_EXIT, Point
+from alight.evaluation import ORACLE, SINGLE_EXIT, Point
 
 HOSTILE = "</script><script>alert('method')</script><img src=x onerror=alert(1)> & \"quoted\""
 FULL = 1.2e9

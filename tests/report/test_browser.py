@@ -17,9 +17,9 @@ import pytest
 from chromium import Tab
 from points import FULL, HOSTILE, STEPS, made_point, made_points
 
-from alight.evaluation.sweep import ORACLE, SINGLE_EXIT, Point, read_points
+from alight.evaluation import ORACLE, SINGLE_EXIT, Point, read_points
 from alight.report import Examples, ReportedNetwork, SampleWalk, write_report
-from alight.report.contents import data_address
+from alight.report.page import data_address
 
 FIGURES = [
     "Accuracy against budget spent",

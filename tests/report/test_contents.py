@@ -4,7 +4,7 @@ import pytest
 from points import made_points
 
 from alight.errors import BadInput, Mismatch
-from alight.report import Examples, Page, ReportedNetwork, SampleWalk
+from alight.report import Examples, ReportedNetwork, SampleWalk, as_html
 
 
 def test_a_network_knows_its_unit_its_cost_and_its_exits():
@@ -29,4 +29,4 @@ def test_every_example_has_its_entry_in_every_walk():
 
 def test_a_page_of_nothing_is_refused():
     with pytest.raises(BadInput, match="there are no networks to report"):
-        Page("title", [])
+        as_html({}, title="title")

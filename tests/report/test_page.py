@@ -13,8 +13,7 @@ import pytest
 from points import FULL, HOSTILE, made_points
 
 from alight.errors import BadInput, Mismatch
-from alight.evaluation.sweep import ORACLE, Point
-from alight.report import Page as Contents
+from alight.evaluation import ORACLE, Point
 from alight.report import ReportedNetwork, as_html, write_report
 
 
@@ -184,4 +183,4 @@ def test_a_network_brings_its_name_its_exits_and_its_note(points: list[Point], t
 
 def test_a_written_page_is_the_page(points: list[Point], tmp_path: Path) -> None:
     text = write_report(points, tmp_path / "report.html", title="T", guarantees=["P."]).read_text(encoding="utf-8")
-    assert text == as_html(Contents("T", [ReportedNetwork(points)], ["P."]))
+    assert text == as_html(ReportedNetwork(points), title="T", guarantees=["P."])

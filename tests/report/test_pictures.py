@@ -12,7 +12,7 @@ from alight import calibrate
 from alight.errors import BadFile, BadInput
 from alight.policies.route import replay
 from alight.report import examples, read_images
-from alight.report.contents import SIDE, as_pixels, data_address
+from alight.report.page import SIDE, as_pixels, data_address
 
 COSTS = [1.0, 2.0, 4.0]
 OUTPUTS = made_up(0, 300, 3)

@@ -44,7 +44,7 @@ def _run_with_short_errors(options: Namespace) -> int:
     except OSError as error:
         return _fail(f"{error.filename}: {error.strerror}" if error.filename else str(error))
     except ImportError as error:
-        from alight.cli.doctor import extra_of
+        from alight.cli.getting_started import extra_of
 
         extra = extra_of(error.name or "")
         return _fail(f'{error}: pip install "alight[{extra}]"' if extra else str(error))

@@ -1,4 +1,4 @@
-"""Values of arguments, checked before the work begins and before torch is loaded, which takes seconds."""
+"""Arguments that commands share, and values, checked before the work begins and before torch is loaded."""
 
 import argparse
 import errno
@@ -6,15 +6,17 @@ import inspect
 import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from alight import calibrate
+from alight.cli.command import Argument, argument
+from alight.engine.settings import RunSettings
 from alight.errors import BadInput
 from alight.files import check_writable
 
-LIBRARIES = ("timm", "torchvision", "transformers", "zoo")
+TOKENIZER = "tokenizer"  # the folder beside a network that reads text
 
 
 def output(text: str) -> str:
@@ -76,6 +78,86 @@ def methods(text: str) -> list[str]:
     return names
 
 
+# Shared arguments
+
+MODEL = argument("model", help="folder of a network with exits")
+POLICY = argument("policy", help="JSON that `alight calibrate` or `alight plan` wrote")
+TOKENIZER_FOLDER = argument("--tokenizer", metavar="FOLDER", help="folder of a tokenizer (default: that of the model)")
+DEVICE = argument("--device", help="default: cuda if there is one")
+ALLOW_MISMATCH = argument("--allow-mismatch", action="store_true", help="accept a policy of another network")
+RUN = (
+    DEVICE,
+    argument("--dtype", choices=["fp32", "bf16", "fp16"], help="default: the network's own"),
+    argument("--channels-last", action="store_true", help="images with their channels last in memory"),
+    argument("--threads", type=int, help="of the CPU (default: PyTorch's own)"),
+    argument("--compile", action="store_true", help="compile each stage of the network first"),
+)
+RUN_OR_TUNE = (
+    *RUN,
+    argument("--graphs", action="store_true", help="replay batches on a GPU as CUDA graphs"),
+    argument("--speed", choices=["auto"], help="measure first which of these options pay here, --compile included"),
+)
+
+
+def data_arguments(split: str, *before: Argument) -> tuple[Argument, ...]:
+    """Return the network, what comes before the data, and the data."""
+    data = ".npz of images and labels, folder of class folders, cifar100:FOLDER, .jsonl of texts, ..."
+    return (
+        MODEL,
+        *before,
+        argument("data", help=data),
+        argument("--split", default=split, help=f"part of a data set that has several (default: {split})"),
+        argument("--batch-size", type=count, default=128, help="default: 128"),
+        argument("--workers", type=int, default=0, help="processes that load data (default: 0)"),
+        TOKENIZER_FOLDER,
+    )
+
+
+def set_option(what: str) -> Argument:
+    """Return --set NAME=VALUE, as often as needed."""
+    return argument("--set", metavar="NAME=VALUE", action="append", default=[], help=what)
+
+
+def output_option(default: str | None, what: str = "", kind: Callable[[str], str] = output) -> Argument:
+    """Return -o, --output FILE."""
+    text = ", ".join(part for part in (what, f"default: {default}" if default else "") if part)
+    return argument("-o", "--output", metavar="FILE", type=kind, default=default, help=text)
+
+
+def folder_option(default: str | None, what: str) -> Argument:
+    """Return -o, --output FOLDER."""
+    text = f"{what} (default: {default})" if default else what
+    return argument("-o", "--output", metavar="FOLDER", type=output_folder, default=default, help=text)
+
+
+# What options mean
+
+
+def named(options: argparse.Namespace, *names: str) -> dict[str, Any]:
+    """Return these options, as keyword arguments of the same names."""
+    return {name: getattr(options, name) for name in names}
+
+
+def data_options(options: argparse.Namespace) -> dict[str, Any]:
+    """Return how data is read, as keyword arguments of `load_data`."""
+    tokenizer = options.tokenizer or Path(options.model) / TOKENIZER
+    return {**named(options, "batch_size", "workers"), "tokenizer": tokenizer}
+
+
+def run_settings(options: argparse.Namespace, device: str | None = None) -> RunSettings:
+    """Return how the network runs, on the device of the options unless another is given."""
+    graphs = getattr(options, "graphs", False)  # few batches of a service are full
+    switches = named(options, "dtype", "channels_last", "compile", "threads")
+    return RunSettings(device or options.device, graphs=graphs, **switches)
+
+
+def torch_device(options: argparse.Namespace) -> str:
+    """Return where PyTorch runs the network."""
+    import torch
+
+    return str(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+
+
 def own_options(
     function: Callable[..., Any], settings: Sequence[str], reserved: Sequence[str] = (), *, progress: bool = True
 ) -> dict[str, Any]:
@@ -101,6 +183,19 @@ def any_options(settings: Sequence[str]) -> dict[str, Any]:
     return {setting.partition("=")[0]: _value(setting.partition("=")[2]) for setting in settings}
 
 
+def _value(text: str) -> float | int | bool | str | list[float] | None:
+    named = {"true": True, "yes": True, "false": False, "no": False, "none": None}
+    if text.lower() in named:
+        return named[text.lower()]
+    for read in (int, float, lambda several: [float(part) for part in several.split(",")]):
+        with suppress(ValueError):
+            return read(text)
+    return text
+
+
+# Checks and folders
+
+
 def check_distinct(*paths: str | None) -> None:
     """Check that no file is named twice, so that a command does not write over what it reads."""
     resolved = [Path(path).resolve() for path in paths if path]
@@ -114,13 +209,6 @@ def check_data(*places: str | None) -> None:
     for where in places:
         if where is not None and not Path(where).exists() and not Path(where.partition(":")[2] or where).exists():
             raise FileNotFoundError(errno.ENOENT, "there is no such file or folder", where)
-
-
-def check_network_name(network: str) -> None:
-    """Check that a network is named as one of a library."""
-    library, _, name = network.partition(":")
-    if library not in LIBRARIES or not name:
-        raise BadInput(f"network {network!r}: write timm:NAME, torchvision:NAME, transformers:FOLDER or zoo:NAME")
 
 
 @contextmanager
@@ -141,33 +229,10 @@ def new_folder(folder: Path, keep: str = "") -> Iterator[Path]:
         folder.mkdir(parents=True, exist_ok=True)
         yield folder
     except BaseException:
-        if missing:
-            _clear(folder, missing[-1], keep)
+        created = folder.iterdir() if missing and keep and (folder / keep).exists() else missing[-1:]
+        for path in created:
+            if path.is_dir():
+                shutil.rmtree(path, ignore_errors=True)
+            elif path.name != keep:
+                path.unlink(missing_ok=True)
         raise
-
-
-def _clear(folder: Path, first: Path, keep: str) -> None:
-    """Remove the first folder that was created, or all but the file to keep in the last."""
-    if not (keep and (folder / keep).exists()):
-        shutil.rmtree(first, ignore_errors=True)
-        return
-    for path in folder.iterdir():
-        if path.is_dir():
-            shutil.rmtree(path, ignore_errors=True)
-        elif path.name != keep:
-            path.unlink()
-
-
-def _value(text: str) -> float | int | bool | str | list[float] | None:
-    named = {"true": True, "yes": True, "false": False, "no": False, "none": None}
-    if text.lower() in named:
-        return named[text.lower()]
-    for kind in (int, float):
-        try:
-            return kind(text)
-        except ValueError:
-            continue
-    try:
-        return [float(part) for part in text.split(",")] if "," in text else text
-    except ValueError:
-        return text

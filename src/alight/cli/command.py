@@ -1,4 +1,4 @@
-"""What a command is, what it returns, and with which status it exits."""
+"""What a command is, which arguments it takes, what it returns, and with which status it exits."""
 
 import argparse
 import json
@@ -6,7 +6,13 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, is_dataclass
 from enum import IntEnum
+from functools import partial
+from operator import methodcaller
 from typing import Any
+
+Argument = Callable[[argparse.ArgumentParser], object]
+
+argument = partial(methodcaller, "add_argument")  # an Argument, of what `ArgumentParser.add_argument` takes
 
 
 class ExitStatus(IntEnum):
@@ -54,13 +60,17 @@ class CommandResult:
 
 @dataclass(frozen=True)
 class Command:
-    """A command by its name; the first line of `run` says what it does."""
+    """A command; `run_NAME` names it, and its first line says what it does."""
 
-    name: str
     run: Callable[[argparse.Namespace], CommandResult | None]
-    arguments: Callable[[argparse.ArgumentParser], None]
+    arguments: Sequence[Argument]
     examples: Sequence[str]  # without the leading `alight`
     results: bool = True  # whether it prints some, so that --json and --quiet mean something
+
+    @property
+    def name(self) -> str:
+        """Its name on the command line."""
+        return self.run.__name__.removeprefix("run_")
 
     @property
     def purpose(self) -> str:

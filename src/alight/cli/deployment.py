@@ -5,21 +5,25 @@ import os
 from functools import partial
 from pathlib import Path
 
-from alight.cli.arguments import check_distinct, count, output
-from alight.cli.command import Command, CommandResult
-from alight.cli.options import (
+from alight.cli.arguments import (
+    ALLOW_MISMATCH,
+    MODEL,
+    POLICY,
+    RUN,
     TOKENIZER,
+    TOKENIZER_FOLDER,
+    check_distinct,
+    count,
     folder_option,
-    mismatch_option,
-    model_argument,
+    named,
+    output,
     output_option,
-    policy_argument,
-    run_arguments,
     run_settings,
-    tokenizer_option,
+    torch_device,
 )
-from alight.cli.policies import decisions_result
-from alight.engine.manifest import POLICY
+from alight.cli.command import Command, CommandResult, argument
+from alight.cli.running import decisions_result
+from alight.engine.manifest import POLICY as POLICY_FILE
 from alight.engine.settings import RunSettings
 from alight.errors import BadInput
 from alight.files import MANIFEST, check_network_folder
@@ -37,15 +41,9 @@ def run_export(options: argparse.Namespace) -> CommandResult:
     from alight.networks.store import load_model
 
     tokenizer = Path(options.model) / TOKENIZER
-    folder = export_model(
-        load_model(options.model),
-        policy,
-        options.output,
-        tokenizer=tokenizer if tokenizer.is_dir() else None,
-        format=options.format,
-        allow_mismatch=options.allow_mismatch,
-        progress=not options.quiet,
-    ).resolve()
+    terms = {**named(options, "format", "allow_mismatch"), "tokenizer": tokenizer if tokenizer.is_dir() else None}
+    model = load_model(options.model)
+    folder = export_model(model, policy, options.output, **terms, progress=not options.quiet).resolve()
     manifest = Manifest.load(folder)
     inputs, difference = "; ".join(map(str, manifest.inputs)), manifest.made_with["largest difference"]
     return CommandResult(
@@ -63,48 +61,21 @@ def run_run(options: argparse.Namespace) -> CommandResult:
     from alight.engine.predictor import Predictor
 
     manifest = Manifest.load(options.folder)
-    data = load_data(
-        options.data,
-        manifest.input_spec,
-        split="test",
-        batch_size=options.batch_size,
-        tokenizer=exported_tokenizer(options.folder, manifest) if manifest.input_names else None,
-        max_tokens=options.max_tokens,
-        labels=False,
-    )
-    policy = load_policy(options.policy or Path(options.folder) / POLICY)
+    tokenizer = exported_tokenizer(options.folder, manifest) if manifest.input_names else None
+    reading = {**named(options, "batch_size", "max_tokens"), "tokenizer": tokenizer, "labels": False}
+    data = load_data(options.data, manifest.input_spec, split="test", **reading)
+    policy = load_policy(options.policy or Path(options.folder) / POLICY_FILE)
     predictor = Predictor.load(
         options.folder,
         policy if options.policy else None,
         settings=RunSettings(threads=options.threads),
-        batch_size=options.batch_size,
         probabilities=policy.keeps_predictions,
-        allow_mismatch=options.allow_mismatch,
         allow_compiled=True,
+        **named(options, "batch_size", "allow_mismatch"),
     )
     decisions, unit = predictor.run(data, progress=not options.quiet), predictor.policy.unit
     write_answers(decisions, options.output, names=names_of(data), classes=manifest.classes, unit=unit)
     return decisions_result(decisions, options.output, unit)
-
-
-def _export_arguments(parser: argparse.ArgumentParser) -> None:
-    model_argument(parser)
-    policy_argument(parser)
-    formats = "onnx runs without PyTorch; aoti is compiled for this kind of machine, with it (default: onnx)"
-    parser.add_argument("--format", choices=["onnx", "aoti"], default="onnx", help=formats)
-    mismatch_option(parser)
-    folder_option(parser, "exported", "folder for the stages")
-
-
-def _run_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("folder", help="folder that `alight export` wrote")
-    parser.add_argument("data", help=".npz of images, folder of images, .jsonl of texts")
-    parser.add_argument("--policy", metavar="FILE", help="another policy with the same exits (default: the folder's)")
-    parser.add_argument("--batch-size", type=count, default=128, help="default: 128")
-    parser.add_argument("--threads", type=count, help="default: one for each processor")
-    parser.add_argument("--max-tokens", type=count, default=128, help="of a text (default: 128)")
-    mismatch_option(parser)
-    output_option(parser, "answers.csv", ".csv or .parquet")
 
 
 def run_serve(options: argparse.Namespace) -> None:
@@ -132,7 +103,7 @@ def run_serve(options: argparse.Namespace) -> None:
         load_policies([Path(path) for path in options.policies]),
         tokenizer=Path(options.tokenizer) if options.tokenizer else None,
         max_tokens=options.max_tokens,
-        settings=_exported_settings(options) if exported else run_settings(options),
+        settings=run_settings(options, None if exported else torch_device(options)),
         allow_mismatch=options.allow_mismatch,
     )
     serve(
@@ -146,11 +117,6 @@ def run_serve(options: argparse.Namespace) -> None:
     )
 
 
-def _exported_settings(options: argparse.Namespace) -> RunSettings:
-    """Return all settings that were given, of which an exported network refuses most by name."""
-    return RunSettings(options.device, options.dtype, options.channels_last, options.compile, threads=options.threads)
-
-
 def _token(path: str | None) -> str | None:
     """Return the token that requests must bring, from a file or the environment, which lists of processes hide."""
     token = Path(path).read_text(encoding="utf-8").strip() if path else os.environ.get(TOKEN)
@@ -161,44 +127,60 @@ def _token(path: str | None) -> str | None:
     return token
 
 
-def _serve_arguments(parser: argparse.ArgumentParser) -> None:
-    model_argument(parser)
-    policies = "JSON that `alight calibrate` wrote; the first is in force until a request chooses another"
-    parser.add_argument("policies", nargs="+", metavar="policy", help=policies)
-    parser.add_argument("--host", default="127.0.0.1", help="default: 127.0.0.1, this machine alone")
-    parser.add_argument("--port", type=int, default=8000, help="default: 8000; 0 for any free one")
-    parser.add_argument("--batch-size", type=count, default=32, help="samples that run together (default: 32)")
-    wait = "milliseconds for which the first of a batch waits for others (default: 2)"
-    parser.add_argument("--max-wait", metavar="MS", type=float, default=2.0, help=wait)
-    parser.add_argument("--queue", type=count, default=512, help="samples that may wait (default: 512)")
-    parser.add_argument("--max-body", metavar="MIB", type=float, default=16.0, help="of a request (default: 16)")
-    parser.add_argument("--max-pixels", metavar="MILLIONS", type=float, default=16.0, help="of an image (default: 16)")
-    parser.add_argument("--max-tokens", type=count, default=128, help="of a text, which is truncated (default: 128)")
-    parser.add_argument("--timeout", metavar="SECONDS", type=float, default=30.0, help="of a request (default: 30)")
-    state = "file that keeps the spent budget over restarts (default: spending.json)"
-    parser.add_argument("--state", metavar="FILE", type=output, default="spending.json", help=state)
-    parser.add_argument("--no-state", action="store_true", help="forget the spent budget at the end")
-    token = f"file with the bearer token that requests must bring (default: that of {TOKEN}, if it is set)"
-    parser.add_argument("--token-file", metavar="FILE", help=token)
-    levels = ["debug", "info", "warning", "error"]
-    parser.add_argument("--log-level", choices=levels, default="info", help="default: info")
-    tokenizer_option(parser)
-    run_arguments(parser, tuning=False)
-    mismatch_option(parser)
-
-
+FORMATS = "onnx runs without PyTorch; aoti is compiled for this kind of machine, with it (default: onnx)"
+POLICIES = "JSON that `alight calibrate` wrote; the first is in force until a request chooses another"
+WAIT = "milliseconds for which the first of a batch waits for others (default: 2)"
+STATE = "file that keeps the spent budget over restarts (default: spending.json)"
+TOKEN_FILE = f"file with the bearer token that requests must bring (default: that of {TOKEN}, if it is set)"
+LEVELS = ["debug", "info", "warning", "error"]
 COMMANDS = (
-    Command("export", run_export, _export_arguments, ("export model policy.json -o exported",)),
     Command(
-        "run",
+        run_export,
+        (
+            MODEL,
+            POLICY,
+            argument("--format", choices=["onnx", "aoti"], default="onnx", help=FORMATS),
+            ALLOW_MISMATCH,
+            folder_option("exported", "folder for the stages"),
+        ),
+        ("export model policy.json -o exported",),
+    ),
+    Command(
         run_run,
-        _run_arguments,
+        (
+            argument("folder", help="folder that `alight export` wrote"),
+            argument("data", help=".npz of images, folder of images, .jsonl of texts"),
+            argument("--policy", metavar="FILE", help="another policy with the same exits (default: the folder's)"),
+            argument("--batch-size", type=count, default=128, help="default: 128"),
+            argument("--threads", type=count, help="default: one for each processor"),
+            argument("--max-tokens", type=count, default=128, help="of a text (default: 128)"),
+            ALLOW_MISMATCH,
+            output_option("answers.csv", ".csv or .parquet"),
+        ),
         ("run exported test.npz -o answers.csv", "run exported test.npz --threads 1 --json --quiet"),
     ),
     Command(
-        "serve",
         run_serve,
-        _serve_arguments,
+        (
+            MODEL,
+            argument("policies", nargs="+", metavar="policy", help=POLICIES),
+            argument("--host", default="127.0.0.1", help="default: 127.0.0.1, this machine alone"),
+            argument("--port", type=int, default=8000, help="default: 8000; 0 for any free one"),
+            argument("--batch-size", type=count, default=32, help="samples that run together (default: 32)"),
+            argument("--max-wait", metavar="MS", type=float, default=2.0, help=WAIT),
+            argument("--queue", type=count, default=512, help="samples that may wait (default: 512)"),
+            argument("--max-body", metavar="MIB", type=float, default=16.0, help="of a request (default: 16)"),
+            argument("--max-pixels", metavar="MILLIONS", type=float, default=16.0, help="of an image (default: 16)"),
+            argument("--max-tokens", type=count, default=128, help="of a text, which is truncated (default: 128)"),
+            argument("--timeout", metavar="SECONDS", type=float, default=30.0, help="of a request (default: 30)"),
+            argument("--state", metavar="FILE", type=output, default="spending.json", help=STATE),
+            argument("--no-state", action="store_true", help="forget the spent budget at the end"),
+            argument("--token-file", metavar="FILE", help=TOKEN_FILE),
+            argument("--log-level", choices=LEVELS, default="info", help="default: info"),
+            TOKENIZER_FOLDER,
+            *RUN,
+            ALLOW_MISMATCH,
+        ),
         (
             "serve model policy.json --port 8000",
             "serve model cheap.json accurate.json --host 0.0.0.0 --batch-size 16 --state spending.json",

@@ -4,9 +4,9 @@ import argparse
 from typing import Any, NoReturn
 
 from alight import __version__
-from alight.cli import demo, deployment, doctor, networks, policies, tables
+from alight.cli import deployment, getting_started, networks, running, tables
 from alight.cli.arguments import count, counts, numbers
-from alight.cli.command import MEANINGS, Command, CommandResult, ExitStatus
+from alight.cli.command import MEANINGS, Command, CommandResult, ExitStatus, argument
 
 ABOUT = "Early-exit inference under a budget: say what you can spend, get predictions that keep to it."
 SHELLS = {
@@ -29,17 +29,16 @@ def run_completion(options: argparse.Namespace) -> CommandResult:
     return CommandResult(shtab.complete(overview, options.shell).rstrip("\n"), None)
 
 
-def _completion_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("shell", choices=[*SHELLS], help="; ".join(f"{name}: {how}" for name, how in SHELLS.items()))
-
-
 COMPLETION = Command(
-    "completion", run_completion, _completion_arguments, tuple(f"completion {name}" for name in SHELLS), results=False
+    run_completion,
+    (argument("shell", choices=[*SHELLS], help="; ".join(f"{name}: {how}" for name, how in SHELLS.items())),),
+    tuple(f"completion {name}" for name in SHELLS),
+    results=False,
 )
 GROUPS = {
-    "try it": (*demo.COMMANDS, *doctor.COMMANDS),
+    "try it": getting_started.COMMANDS,
     "recorded outputs": tables.COMMANDS,
-    "networks (with PyTorch)": (*networks.COMMANDS, *policies.COMMANDS),
+    "networks (with PyTorch)": (*networks.COMMANDS, *running.COMMANDS),
     "deployment": deployment.COMMANDS,
     "your shell": (COMPLETION,),
 }
@@ -94,7 +93,8 @@ def _add(commands: Any, command: Command) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    command.arguments(added)
+    for add in command.arguments:
+        add(added)
     if command.results:
         added.add_argument("--json", action="store_true", help="print results as JSON, for programs")
         added.add_argument("-q", "--quiet", action="store_true", help="no progress, no warnings: results alone")

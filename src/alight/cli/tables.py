@@ -11,9 +11,8 @@ import numpy as np
 
 from alight import calibrate
 from alight.budgeting.bounds import check_delta
-from alight.cli.arguments import check_distinct, methods, output, own_options, words
-from alight.cli.command import Command, CommandResult
-from alight.cli.options import output_option, set_option
+from alight.cli.arguments import check_distinct, methods, named, output, output_option, own_options, set_option, words
+from alight.cli.command import Argument, Command, CommandResult, argument
 from alight.costs import Costs, as_costs
 from alight.errors import AlightError, BadInput
 from alight.evaluation import Point, read_points, sweep, write_points
@@ -104,8 +103,8 @@ def _calibrated(options: argparse.Namespace) -> Policy:
         raise BadInput("there is no budget: give --budget, or --risk and --alpha for the cheapest policy")
     method = calibrate.pruned(method) if options.prune else method
     if options.risk:
-        of_risk = {name: getattr(options, name) for name in ("risk", "alpha", "delta")}
-        method = calibrate.certified_risk(method, **of_risk, cost=options.contract)
+        risk = named(options, "risk", "alpha", "delta")
+        method = calibrate.certified_risk(method, **risk, cost=options.contract)
     elif options.contract:
         method = _certified(method, options)
     return method(_costs(options.costs), options.budget, labelled, unlabelled, **own)
@@ -143,61 +142,44 @@ def _costs(text: str) -> Costs:
         raise BadInput(f"costs {text!r} are neither a file nor numbers: give costs.json or 1,2.5,4") from error
 
 
-def _calibrate_arguments(parser: argparse.ArgumentParser) -> None:
-    _table_arguments(parser)
-    parser.add_argument("--budget", help="a number in the costs' unit, '50%%', '2.5 GFLOPs', '3 ms'")
-    known = f"{', '.join(calibrate.METHODS)} (default: eero)"
-    parser.add_argument("--method", choices=[*calibrate.METHODS], metavar="METHOD", default="eero", help=known)
-    parser.add_argument("--prune", action="store_true", help="close exits that are not worth their heads")
-    _contract_options(parser, "batch", "stream")
-    risks = ["error", "excess_error", "disagreement"]
-    parser.add_argument("--risk", choices=risks, help="what to guarantee about predictions")
-    parser.add_argument("--alpha", type=float, help="highest risk that is allowed")
-    set_option(parser, "a method's own option")
-    output_option(parser, None, "where to write the policy (JSON)")
-
-
-def _sweep_arguments(parser: argparse.ArgumentParser) -> None:
-    _table_arguments(parser, "test")
-    slow = "default: all but genetic and auto, which take seconds each"
-    parser.add_argument("--methods", type=methods, default=list(FAST_METHODS), help=slow)
-    parser.add_argument("--budgets", type=words, help="default: 17 from the cheapest exit to the full network")
-    _contract_options(parser)
-    output_option(parser, "points.csv")
-    parser.add_argument("--report", metavar="FILE", type=output, help="where to draw the points as an HTML page")
-    parser.add_argument("--images", metavar="FILE", help="test images, in the table's order, to show there (.npz)")
-
-
-def _report_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("points", nargs="+", help="CSV that `alight sweep` wrote; each is shown as one network")
-    output_option(parser, "report.html")
-    parser.add_argument("--title", help="default: the name of the CSV")
-
-
-def _contract_options(parser: argparse.ArgumentParser, *further: str) -> None:
-    contracts = ["mean", "probability", *further]
-    parser.add_argument("--contract", choices=contracts, help="what to guarantee about cost")
-    parser.add_argument("--delta", type=float, default=0.05, help="probability that a guarantee fails (default: 0.05)")
-
-
-def _table_arguments(parser: argparse.ArgumentParser, *further: str) -> None:
-    parser.add_argument(
-        "labelled",
-        help="recorded outputs with labels, .npz or a folder of partitions, of which at most a million rows are drawn"
-        " at random; gives risks, and thresholds too if alone",
+def _table_arguments(*further: str) -> tuple[Argument, ...]:
+    return (
+        argument(
+            "labelled",
+            help="recorded outputs with labels, .npz or a folder of partitions, of which at most a million rows are"
+            " drawn at random; gives risks, and thresholds too if alone",
+        ),
+        *(argument(name, help=f"recorded outputs of {name} data, with labels (.npz)") for name in further),
+        argument("--unlabelled", metavar="FILE", help="recorded outputs that set the thresholds"),
+        argument("--costs", required=True, help="costs.json, or cumulative costs of the exits as 1,2.5,4"),
+        argument("--score", help="score to use instead of the one the tables were recorded with"),
     )
-    for name in further:
-        parser.add_argument(name, help=f"recorded outputs of {name} data, with labels (.npz)")
-    parser.add_argument("--unlabelled", metavar="FILE", help="recorded outputs that set the thresholds")
-    parser.add_argument("--costs", required=True, help="costs.json, or cumulative costs of the exits as 1,2.5,4")
-    parser.add_argument("--score", help="score to use instead of the one the tables were recorded with")
 
 
+def _contract_options(*contracts: str) -> tuple[Argument, ...]:
+    return (
+        argument("--contract", choices=contracts, help="what to guarantee about cost"),
+        argument("--delta", type=float, default=0.05, help="probability that a guarantee fails (default: 0.05)"),
+    )
+
+
+METHODS = f"{', '.join(calibrate.METHODS)} (default: eero)"
+RISKS = ["error", "excess_error", "disagreement"]
+SLOW = "default: all but genetic and auto, which take seconds each"
 COMMANDS = (
     Command(
-        "calibrate",
         run_calibrate,
-        _calibrate_arguments,
+        (
+            *_table_arguments(),
+            argument("--budget", help="a number in the costs' unit, '50%%', '2.5 GFLOPs', '3 ms'"),
+            argument("--method", choices=[*calibrate.METHODS], metavar="METHOD", default="eero", help=METHODS),
+            argument("--prune", action="store_true", help="close exits that are not worth their heads"),
+            *_contract_options("mean", "probability", "batch", "stream"),
+            argument("--risk", choices=RISKS, help="what to guarantee about predictions"),
+            argument("--alpha", type=float, help="highest risk that is allowed"),
+            set_option("a method's own option"),
+            output_option(None, "where to write the policy (JSON)"),
+        ),
         (
             "calibrate labelled.npz --costs costs.json --budget 50% -o policy.json",
             "calibrate labelled.npz --costs costs.json --budget 50% --contract probability --delta 0.05",
@@ -206,13 +188,28 @@ COMMANDS = (
         ),
     ),
     Command(
-        "sweep",
         run_sweep,
-        _sweep_arguments,
+        (
+            *_table_arguments("test"),
+            argument("--methods", type=methods, default=list(FAST_METHODS), help=SLOW),
+            argument("--budgets", type=words, help="default: 17 from the cheapest exit to the full network"),
+            *_contract_options("mean", "probability"),
+            output_option("points.csv"),
+            argument("--report", metavar="FILE", type=output, help="where to draw the points as an HTML page"),
+            argument("--images", metavar="FILE", help="test images, in the table's order, to show there (.npz)"),
+        ),
         (
             "sweep labelled.npz test_outputs.npz --costs costs.json --report report.html",
             "sweep labelled.npz test_outputs.npz --costs costs.json --methods eero,geometric --budgets 40%,60% --json",
         ),
     ),
-    Command("report", run_report, _report_arguments, ("report points.csv -o report.html --title 'Our network'",)),
+    Command(
+        run_report,
+        (
+            argument("points", nargs="+", help="CSV that `alight sweep` wrote; each is shown as one network"),
+            output_option("report.html"),
+            argument("--title", help="default: the name of the CSV"),
+        ),
+        ("report points.csv -o report.html --title 'Our network'",),
+    ),
 )

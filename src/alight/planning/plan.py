@@ -19,9 +19,15 @@ from alight.engine.settings import RunSettings
 from alight.errors import BadInput
 from alight.networks.multi_exit import MultiExitModel
 from alight.outputs import HeadOutputs
-from alight.planning.timing import inputs_for_duration, interleaved_timings, random_exits, stage_seconds
+from alight.planning.timing import (
+    full_network,
+    inputs_for_duration,
+    interleaved_timings,
+    random_exits,
+    stage_seconds,
+)
 from alight.planning.tune import Tuned, tune_speed
-from alight.policies.policy import ExitAt, Policy, Threshold, aligned
+from alight.policies.policy import Policy, Threshold, aligned
 from alight.policies.route import replay
 
 Method = Callable[..., Policy]
@@ -41,8 +47,7 @@ class Plan:
 
     >>> from torch import nn
     >>> model = MultiExitModel([nn.Linear(4, 8), nn.Linear(8, 8)], [nn.Linear(8, 3), nn.Linear(8, 3)])
-    >>> policy = ExitAt(costs=(2.0,), open_exits=(1,), num_exits=2)
-    >>> made = Plan(policy, False, 900.0, 900.0, 0.8, 0.8, Costs([1.0, 1.0], [0.1, 0.1], "ms"), 64, model)
+    >>> made = Plan(full_network(model), False, 900.0, 900.0, 0.8, 0.8, Costs([1.0, 1.0], [0.1, 0.1], "ms"), 64, model)
     >>> made.speedup, made.open_exits
     (1.0, (1,))
     """
@@ -134,36 +139,26 @@ def plan(
     costs = walking_costs(model, example, batch_size, settings)
     loss = LOSS if max_accuracy_loss is None else max_accuracy_loss
     amount = cheapest(fit, costs, labelled, loss) if budget is None else costs.budget(budget)
-    trial = _Trial(model, example, batch_size, settings)
-    full_accuracy = float(labelled.correct()[:, -1].mean())
-    full = Plan(
-        _full(costs), False, 0.0, 0.0, full_accuracy, full_accuracy, costs, batch_size, model, settings=settings
-    )
-    full = replace(full, tuned=tuned)
+    throughputs = partial(_throughputs, model, example, batch_size, settings)
+    alone = replace(full_network(model), costs=(costs.full,), unit=costs.unit, method=FULL)
+    right = float(labelled.correct()[:, -1].mean())
+    terms: dict[str, Any] = {"settings": settings, "tuned": tuned}
+    full = Plan(alone, False, 0.0, 0.0, right, right, costs, batch_size, model, **terms)
     if amount >= costs.full and budget is None:
         sure = f"{CONFIDENCE:.0%} confidence from {len(labelled)} labelled samples"
         reason = f"No cheaper policy loses at most {loss:.2%} with {sure}: use the full network."
-        return _at(full, trial.throughputs(full.policy, full.policy)[0], reason)
+        return _at(full, throughputs(alone, alone)[0], reason)
     policy = fit(costs, amount, labelled)
     correct = held_out(fit, costs, amount, labelled, FOLDS)[0]
-    accuracy, lost = float(correct.mean()), largest_loss(labelled.correct()[:, -1], correct)
+    lost = largest_loss(labelled.correct()[:, -1], correct)
     shares = replay(policy, labelled).exit_shares[list(policy.open_exits)].tolist()
-    ours, theirs, ratios = trial.throughputs(random_exits(policy, shares), full.policy)
+    ours, theirs, ratios = throughputs(random_exits(policy, shares), alone)
     if np.quantile(ratios, 0.25) < WORTH:
-        slower = (ratios < 1).mean()
-        median = f"{np.median(ratios):.2f}x median, slower in {slower:.0%} of runs"
+        median = f"{np.median(ratios):.2f}x median, slower in {(ratios < 1).mean():.0%} of runs"
         return _at(full, theirs, f"Early exit is not worth it here: {median}. Use the full network.")
     reason = f"Early exit pays; it loses at most {lost:.1%} of accuracy, with {CONFIDENCE:.0%} confidence."
-    return replace(
-        full,
-        policy=policy,
-        pays=True,
-        throughput=ours,
-        full_throughput=theirs,
-        accuracy=accuracy,
-        largest_loss=lost,
-        reason=reason,
-    )
+    paying = replace(_at(full, theirs, reason), policy=policy, pays=True, throughput=ours)
+    return replace(paying, accuracy=float(correct.mean()), largest_loss=lost)
 
 
 def _check(
@@ -194,17 +189,12 @@ def walking_costs(model: MultiExitModel, example: Any, batch_size: int, settings
     walk = Predictor(model, nobody, settings=settings, batch_size=batch_size)
     inputs, taken = inputs_for_duration(walk, example, batch_size, BATCHES)
     if settings.compile or settings.graphs:
-        whole = stage_seconds(walk, tuple(each[:batch_size] for each in inputs))
-        times = _whole_times(times, whole / batch_size)
+        whole = 1e3 * stage_seconds(walk, tuple(each[:batch_size] for each in inputs)) / batch_size
+        heads = times.heads / (times.stages + times.heads)  # both run as one: shared as when they run apart
+        times = Costs(whole * (1 - heads), whole * heads, "ms")
     walked = min(taken, float(np.median(interleaved_timings([walk], inputs, ROUNDS)))) / len(inputs[0])
     beside = max(0.0, 1e3 * walked - float(times.cumulative()[-1])) / (model.num_exits - 1)
     return Costs(times.stages, times.heads + beside * (np.arange(len(times)) < len(times) - 1), "ms")
-
-
-def _whole_times(times: Costs, stages: np.ndarray) -> Costs:
-    """Return milliseconds of stages and heads that run as one, from seconds of both, shared as when they run apart."""
-    heads = times.heads / (times.stages + times.heads)
-    return Costs(1e3 * stages * (1 - heads), 1e3 * stages * heads, "ms")
 
 
 def cheapest(fit: Method, costs: Costs, labelled: HeadOutputs, loss: float, confidence: float = CONFIDENCE) -> float:
@@ -214,8 +204,7 @@ def cheapest(fit: Method, costs: Costs, labelled: HeadOutputs, loss: float, conf
     for _ in range(HALVINGS):
         middle = (low + high) / 2
         correct = held_out(fit, costs, middle, labelled, FOLDS)[0]
-        inputs_for_duration = largest_loss(full, correct, confidence) <= loss
-        low, high = (low, middle) if inputs_for_duration else (middle, high)
+        low, high = (low, middle) if largest_loss(full, correct, confidence) <= loss else (middle, high)
     return high
 
 
@@ -234,26 +223,12 @@ def largest_loss(before: np.ndarray, after: np.ndarray, confidence: float = CONF
     return float(max(0.0, (lost - won + NormalDist().inv_cdf(confidence) * spread) / count))
 
 
-def _full(costs: Costs) -> Policy:
-    last = len(costs) - 1
-    return ExitAt(costs=(costs.full,), open_exits=(last,), num_exits=len(costs), unit=costs.unit, method=FULL)
-
-
-@dataclass(frozen=True)
-class _Trial:
-    """What two policies are tried on."""
-
-    model: MultiExitModel
-    example: Any
-    batch_size: int
-    settings: RunSettings
-
-    def throughputs(self, ours: Policy, theirs: Policy) -> tuple[float, float, np.ndarray]:
-        """Return samples per second of two policies, interleaved, and the ratio in each round."""
-        pair = [
-            Predictor(self.model, each, settings=self.settings, batch_size=self.batch_size) for each in (ours, theirs)
-        ]
-        inputs, _ = inputs_for_duration(pair[1], self.example, self.batch_size, BATCHES)  # the slower one, as a rule
-        rounds = interleaved_timings(pair, inputs, ROUNDS)
-        rates = len(inputs[0]) / np.median(rounds, axis=0)
-        return float(rates[0]), float(rates[1]), rounds[:, 1] / rounds[:, 0]
+def _throughputs(
+    model: MultiExitModel, example: Any, batch_size: int, settings: RunSettings, ours: Policy, theirs: Policy
+) -> tuple[float, float, np.ndarray]:
+    """Return samples per second of two policies, interleaved, and the ratio in each round."""
+    pair = [Predictor(model, each, settings=settings, batch_size=batch_size) for each in (ours, theirs)]
+    inputs, _ = inputs_for_duration(pair[1], example, batch_size, BATCHES)  # the slower one, as a rule
+    rounds = interleaved_timings(pair, inputs, ROUNDS)
+    rates = (len(inputs[0]) / np.median(rounds, axis=0)).tolist()
+    return rates[0], rates[1], rounds[:, 1] / rounds[:, 0]

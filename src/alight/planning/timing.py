@@ -46,8 +46,7 @@ def inputs_for_duration(predictor: Predictor, example: Any, batch_size: int, bat
 
 def interleaved_timings(predictors: Sequence[Predictor], inputs: State, rounds: int) -> Floats:
     """Return the seconds of every predictor in every round, (rounds, predictors), after one that warms up."""
-    drawn = [as_planned(each.policy, len(inputs[0])) for each in predictors]
-    pairs = [*zip(predictors, drawn, strict=True)]
+    pairs = [(each, as_planned(each.policy, len(inputs[0]))) for each in predictors]
     return np.array([[seconds(each, inputs, samples) for each, samples in pairs] for _ in range(rounds + 1)])[1:]
 
 
@@ -148,10 +147,9 @@ def compare(
     full(state)
     runs = np.array([[seconds(each, state) for each in (full, early)] for _ in range(rounds)])
     low, middle, high = np.quantile(runs[:, 0] / runs[:, 1], [0.25, 0.5, 0.75]).tolist()
-    rates = len(decisions) / np.median(runs, axis=0)
+    rates = (len(decisions) / np.median(runs, axis=0)).tolist()
     latencies = [_latency(each, state, batch_size) for each in (full, early)]
-    rates_and_ratios = (float(rates[0]), float(rates[1]), middle, low, high)
-    return SpeedComparison(batch_size, *rates_and_ratios, latencies[0], latencies[1], decisions)
+    return SpeedComparison(batch_size, rates[0], rates[1], middle, low, high, latencies[0], latencies[1], decisions)
 
 
 def _latency(predictor: Predictor, state: State, batch_size: int) -> tuple[float, float]:

@@ -14,18 +14,11 @@ from alight.engine.predictor import Predictor
 from alight.engine.settings import RunSettings
 from alight.errors import AlightError, BadInput
 from alight.networks.multi_exit import MultiExitModel, example_of
-from alight.planning.timing import (
-    full_network,
-    inputs_for_duration,
-    interleaved_timings,
-    random_exits,
-    seconds,
-)
+from alight.planning.timing import full_network, inputs_for_duration, interleaved_timings, random_exits, seconds
 from alight.policies.policy import Policy, aligned
 
 Switches = Mapping[str, Any]  # fields of RunSettings that differ from the given ones, and `rebatch`
 
-SWITCHES = ("dtype", "channels_last", "threads", "compile", "graphs", "rebatch")  # in the order of trying
 ROUNDS = 5
 WORTH = 1.03  # times as fast at least, in three of four rounds, or the given setting stays
 HOPELESS = 1.3  # times as long in the first run: not run again
@@ -87,7 +80,7 @@ def tune_speed(
     example: Any = None,
     settings: RunSettings | None = None,
     dtypes: Sequence[str | torch.dtype] = (),
-    switches: Sequence[str] = SWITCHES,
+    switches: Sequence[str] = ("dtype", "channels_last", "threads", "compile", "graphs", "rebatch"),
     allow_mismatch: bool = False,
 ) -> Tuned:
     """Return the settings with which a predictor is fastest here at this batch size.
@@ -126,31 +119,24 @@ def _options(
     default = RunSettings()
     fixed = {each.name for each in fields(given) if getattr(given, each.name) != getattr(default, each.name)}
     device = device_of(model, given.device)
-    options: dict[str, list[Any]] = {
-        "dtype": _other_dtypes(model, dtypes),
-        "channels_last": [True] if _has_images(model, inputs) else [],
-        "threads": _thread_counts() if device.type == "cpu" else [],
-        "graphs": [True] if device.type == "cuda" and not given.compile else [],
-        "rebatch": [False] if _survivors_may_wait(policy) else [],
-    }
-    tried = {name: [] if name in fixed else values for name, values in options.items()}
-    return {name: tried.get(name, [True] if given.compile else []) for name in SWITCHES}
-
-
-def _other_dtypes(model: MultiExitModel, dtypes: Sequence[str | torch.dtype]) -> list[str]:
     own = next((str(each.dtype) for each in model.parameters() if each.is_floating_point()), "")
     named = [RunSettings(dtype=each).dtype for each in dtypes]
-    return [name for name in named if f"torch.{name}" != own]
+    survivors_may_wait = policy is not None and len(policy.open_exits) > 1 and not policy.is_batch_dependent
+    options: dict[str, list[Any]] = {  # in the order of trying
+        "dtype": [name for name in named if f"torch.{name}" != own],
+        "channels_last": [True] * _has_images(model, inputs),
+        "threads": _thread_counts() if device.type == "cpu" else [],
+        "compile": [True] * given.compile,
+        "graphs": [True] * (device.type == "cuda" and not given.compile),
+        "rebatch": [False] * survivors_may_wait,
+    }
+    return {name: values for name, values in options.items() if name == "compile" or name not in fixed}
 
 
 def _has_images(model: MultiExitModel, inputs: Any) -> bool:
     tensors = map(as_tensor, as_inputs(inputs, model.input_spec))
     images = any(each.dim() == 4 and each.is_floating_point() for each in tensors)
     return images and any(each.dim() == 4 for each in model.parameters())
-
-
-def _survivors_may_wait(policy: Policy | None) -> bool:
-    return policy is not None and len(policy.open_exits) > 1 and not policy.is_batch_dependent
 
 
 def _thread_counts() -> list[int]:
@@ -173,8 +159,7 @@ class _Tuning:
         allow_mismatch: bool,
     ) -> None:
         self.model, self.batch_size, self.allow_mismatch = model, batch_size, allow_mismatch
-        self.policy = _policy_of_trials(policy, model)
-        self.settings = settings
+        self.policy, self.settings = _policy_of_trials(policy, model), settings
         self.chosen: dict[str, Any] = {}
         self.given = self.best = self._predictor({})
         batches = BATCHES if len(self.policy.open_exits) > 1 else 1
@@ -195,8 +180,8 @@ class _Tuning:
                 self.trials.append(Trial(wanted, 0.0, 0.0, 0.0, 0.0, f"does not run: {reason}"))
                 continue
             if taken > limit:
-                ratio = limit / HOPELESS / taken
-                self.trials.append(Trial(wanted, self._rate(taken), ratio, ratio, ratio, "slow, run once"))
+                ratios = (limit / HOPELESS / taken,) * 3
+                self.trials.append(Trial(wanted, self._rate(taken), *ratios, "slow, run once"))
             else:
                 ready.append((wanted, predictor))
         if ready:
@@ -213,8 +198,7 @@ class _Tuning:
             return Tuned(*given, f"Tried once more, {text} does not clearly pay: left out.", tuple(self.trials))
         gain = float(np.median(ratios))
         reason = f"{text} pays: {gain:.2f} times as fast as without."
-        settings, rebatch = self._settings(self.chosen)
-        return Tuned(settings, rebatch, gain, self.batch_size, reason, tuple(self.trials))
+        return Tuned(*self._settings(self.chosen), gain, self.batch_size, reason, tuple(self.trials))
 
     def _compare(self, ready: Sequence[tuple[dict[str, Any], Predictor]]) -> None:
         runs = interleaved_timings([self.best, *(predictor for _, predictor in ready)], self.inputs, ROUNDS)

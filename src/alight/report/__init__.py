@@ -7,7 +7,6 @@
 The page is drawn in the browser by d3 and Observable Plot, which it carries along (`assets/`).
 """
 
-from alight.report.contents import Examples, Page, ReportedNetwork, SampleWalk, examples, read_images
-from alight.report.page import as_html, write_report
+from alight.report.page import Examples, ReportedNetwork, SampleWalk, as_html, examples, read_images, write_report
 
-__all__ = ["Examples", "Page", "ReportedNetwork", "SampleWalk", "as_html", "examples", "read_images", "write_report"]
+__all__ = ["Examples", "ReportedNetwork", "SampleWalk", "as_html", "examples", "read_images", "write_report"]

@@ -1,0 +1,354 @@
+"""Commands that run or time a network with exits: record, costs, predict, plan, bench; here, or on Ray's machines."""
+
+import argparse
+import sys
+from dataclasses import fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from alight import calibrate
+from alight.cli.arguments import (
+    ALLOW_MISMATCH,
+    DEVICE,
+    MODEL,
+    POLICY,
+    RUN_OR_TUNE,
+    check_data,
+    check_distinct,
+    count,
+    counts,
+    data_arguments,
+    data_options,
+    named,
+    output,
+    output_option,
+    run_settings,
+    torch_device,
+    words,
+)
+from alight.cli.command import Command, CommandResult, argument
+from alight.cli.tables import even_budgets
+from alight.engine.settings import RunSettings
+from alight.errors import BadInput
+from alight.evaluation import sweep
+from alight.files import check_network_folder
+from alight.outputs import Decisions, HeadOutputs
+from alight.policies import load_policy
+from alight.policies.policy import Policy
+from alight.provenance import measured_on
+from alight.report import ReportedNetwork, write_report
+from alight.scores import SCORES
+
+if TYPE_CHECKING:
+    from alight.planning.plan import Plan
+
+RECORDED = ("score", "features", "log_probabilities")  # options of record
+FILES = (".csv", ".parquet", ".npz")
+BESIDE_A_PLAN = ("eero", "best_single_exit")  # methods that a plan's page compares, in milliseconds
+PLAN_VALUES = (
+    *("pays", "throughput", "full_throughput", "speedup", "accuracy", "full_accuracy", "largest_loss"),
+    *("open_exits", "batch_size", "settings", "reason"),
+)
+
+
+def run_record(options: argparse.Namespace) -> CommandResult:
+    """Record the outputs of every head for every sample."""
+    check_distinct(options.data, options.output)
+    check_network_folder(options.model)
+    if options.engine == "ray":
+        return _record_on_ray(options)
+    _check_output_file(options)
+    check_data(options.data, options.tokenizer)
+    from alight.engine.recorder import record_to
+
+    model, data = _model_and_data(options)
+    settings, _ = _tuned_settings(options, model, data)
+    kept = named(options, *RECORDED)
+    recorded = record_to(options.output, model, data, **kept, settings=settings, progress=not options.quiet)
+    lines = [str(recorded)]
+    if recorded.accuracies:
+        pairs = zip(model.exits, recorded.accuracies, strict=True)
+        lines.append("accuracy " + ", ".join(f"{name} {accuracy:.1%}" for name, accuracy in pairs))
+    return CommandResult("\n".join(lines), recorded)
+
+
+def run_costs(options: argparse.Namespace) -> CommandResult:
+    """Measure the cost of every stage and every head."""
+    check_network_folder(options.model)
+    from alight.costing.measure import head_overhead, measure_costs, time_stages
+    from alight.networks.multi_exit import example_of
+    from alight.networks.store import load_model
+
+    model = load_model(options.model).to(torch_device(options))
+    example = example_of(model, options.tokens)
+    if options.unit == "ms":
+        timings = time_stages(model, example, options.batch_size)
+        costs, summary = timings.costs(), str(timings)
+    else:
+        costs = measure_costs(model, example, options.unit, options.batch_size)
+        summary = f"heads before the last: {head_overhead(costs):.2%} of the full network"
+    costs.save(options.output)
+    values = {"path": options.output, "unit": costs.unit, "exits": model.exits, "stages": costs.stages}
+    values |= {"heads": costs.heads, "cumulative": costs.cumulative(), "full_network": costs.full}
+    return CommandResult(f"{summary}\n{costs}: {options.output}", values)
+
+
+def run_predict(options: argparse.Namespace) -> CommandResult:
+    """Predict every sample under a policy."""
+    check_distinct(options.data, options.policy, options.output)
+    check_network_folder(options.model)
+    if options.engine == "ray":
+        return _predict_on_ray(options, load_policy(options.policy))
+    _check_output_file(options)
+    check_data(options.data, options.tokenizer)
+    policy = load_policy(options.policy)
+    from alight.data.formats import names_of, write_answers
+    from alight.engine.predictor import Predictor
+
+    model, data = _model_and_data(options)
+    settings, rebatch = _tuned_settings(options, model, data, policy)
+    terms = {**named(options, "batch_size", "allow_mismatch"), "probabilities": policy.keeps_predictions}
+    predictor = Predictor(model, policy, settings=settings, rebatch=rebatch, **terms)
+    decisions = predictor.run(data, progress=not options.quiet)
+    write_answers(decisions, options.output, names=names_of(data), classes=model.classes, unit=policy.unit)
+    return decisions_result(decisions, options.output, policy.unit)
+
+
+def decisions_result(decisions: Decisions, path: str, unit: str) -> CommandResult:
+    """Return the result of a command that wrote these decisions."""
+    cost, shares = decisions.mean_cost, decisions.exit_shares
+    values = {"path": path, "num_samples": len(decisions), "mean_cost": cost, "unit": unit, "exit_shares": shares}
+    return CommandResult(f"{decisions}: {path}", values)
+
+
+def run_plan(options: argparse.Namespace) -> CommandResult:
+    """Measure whether early exit pays on this machine, and write the best policy."""
+    check_distinct(options.labelled, options.output, options.report)
+    check_network_folder(options.model)
+    labelled = HeadOutputs.load(options.labelled)
+    from alight.networks.multi_exit import example_of
+    from alight.networks.store import load_model
+    from alight.planning.plan import plan
+
+    model = load_model(options.model)
+    goal = named(options, "batch_size", "budget", "max_accuracy_loss", "speed")
+    settings = run_settings(options, torch_device(options))
+    planned = plan(model, labelled, example=example_of(model, options.tokens), **goal, settings=settings)
+    planned.policy.save(options.output)
+    if options.report:
+        _write_plan(planned, labelled, options.report, title=f"{options.model}: does it pay here?")
+    values = {name: getattr(planned, name) for name in PLAN_VALUES} | {"policy": planned.policy.to_dict()}
+    text = f"{planned}\n\n{planned.policy}\n\n{options.output}"
+    return CommandResult(text, {"path": options.output, "report": options.report, **values})
+
+
+def _write_plan(planned: "Plan", labelled: HeadOutputs, path: str, title: str) -> None:
+    """Write a page with a plan, and with methods at many budgets, fitted on one half of the samples."""
+    fitted, judged = labelled.split(0.5, np.random.default_rng(0))
+    methods = {name: calibrate.METHODS[name] for name in BESIDE_A_PLAN}
+    points = sweep(methods, planned.costs, even_budgets(planned.costs), labelled=fitted, test=judged)
+    network = ReportedNetwork(points, exits=tuple(planned.model.exits), plan=planned, note=measured_on("torch"))
+    write_report(network, path, title=title)
+
+
+def run_bench(options: argparse.Namespace) -> CommandResult:
+    """Time a policy against the full network on real samples."""
+    check_network_folder(options.model)
+    check_data(options.data, options.tokenizer)
+    policy = load_policy(options.policy)
+    from alight.data.batches import as_batch
+    from alight.planning.timing import compare
+
+    model, data = _model_and_data(options, batch_size=options.samples)
+    batch, measured = as_batch(next(iter(data)), model.input_spec).to("cpu"), []
+    for size in options.batch_sizes:
+        if not options.quiet:
+            print(f"batches of {size}", file=sys.stderr)
+        settings, rebatch = _tuned_settings(options, model, data, policy, size)
+        terms = {"settings": settings, "rebatch": rebatch, "allow_mismatch": options.allow_mismatch}
+        measured += [compare(model, policy, batch.inputs, size, **terms)]
+    lines, accuracy = [str(each) for each in measured], None
+    if batch.labels is not None:
+        accuracy = measured[-1].decisions.accuracy(batch.labels.numpy())
+        lines.append(f"accuracy with exits {accuracy:.1%} on {len(batch)} samples")
+    names = [field.name for field in fields(measured[0]) if field.name != "decisions"]
+    runs = [{name: getattr(each, name) for name in names} for each in measured]
+    return CommandResult("\n".join(lines), {"num_samples": len(batch), "accuracy": accuracy, "runs": runs})
+
+
+def _model_and_data(options: argparse.Namespace, **reading: int) -> tuple[Any, Any]:
+    """Return the network, and its data in batches."""
+    from alight.data.formats import load_data
+    from alight.networks.store import load_model
+
+    model = load_model(options.model)
+    return model, load_data(options.data, model.input_spec, split=options.split, **data_options(options) | reading)
+
+
+def _tuned_settings(
+    options: argparse.Namespace, model: Any, data: Any, policy: Policy | None = None, batch_size: int | None = None
+) -> tuple[RunSettings, bool]:
+    """Return how the network runs, and whether survivors are rebatched; with --speed auto what is fastest here."""
+    from alight.data.batches import as_batch
+    from alight.planning.tune import tune_speed
+
+    settings = run_settings(options, torch_device(options))
+    if options.speed is None:
+        return settings, True
+    tuned = tune_speed(
+        model,
+        policy,
+        batch_size=batch_size or options.batch_size,
+        example=as_batch(next(iter(data)), model.input_spec).inputs,
+        settings=settings,
+        allow_mismatch=getattr(options, "allow_mismatch", False),
+    )
+    if not options.quiet:
+        print(tuned, file=sys.stderr)
+    return tuned.settings, tuned.rebatch
+
+
+# On many machines
+
+
+def _predict_on_ray(options: argparse.Namespace, policy: Policy) -> CommandResult:
+    """Predict all samples, in partitions."""
+    from alight.cluster.jobs import predict_on_ray
+
+    done = predict_on_ray(options.model, policy, *_job(options), allow_mismatch=options.allow_mismatch)
+    cost = done.totals["spent"] / done.num_samples
+    shares = [each / done.num_samples for each in done.totals["exits"]]
+    summary = f"mean cost {cost:g} {policy.unit}".rstrip() + f", exit shares {_percentages(shares)}"
+    return _job_result(done, summary, {"mean_cost": cost, "unit": policy.unit, "exit_shares": shares})
+
+
+def _record_on_ray(options: argparse.Namespace) -> CommandResult:
+    """Record all samples, in partitions."""
+    from alight.cluster.jobs import record_on_ray
+
+    done = record_on_ray(options.model, *_job(options), **named(options, *RECORDED))
+    accuracies = [correct / done.num_samples for correct in done.totals["correct"]]
+    summary = f"accuracy {_percentages(accuracies)}" if accuracies else ""
+    return _job_result(done, summary, {"accuracies": accuracies})
+
+
+def _job(options: argparse.Namespace) -> tuple[str, str, Any]:
+    """Return data, output and configuration of a job."""
+    from alight.cluster.jobs import JobConfig
+
+    if options.output.endswith(FILES):
+        raise BadInput(f"--engine ray writes a folder of partitions and {options.output} is a file: give -o FOLDER")
+    if options.speed:
+        raise BadInput("--speed auto measures this machine, not those of the cluster: give the options that pay there")
+    config = JobConfig(
+        **named(options, "batch_size", "partition_rows", "tokenizer"),
+        workers=options.actors,
+        progress=not options.quiet,
+        settings=run_settings(options, torch_device(options)),
+    )
+    return options.data, options.output, config
+
+
+def _job_result(done: Any, summary: str, values: dict[str, Any]) -> CommandResult:
+    sizes = {"num_samples": done.num_samples, "partitions": done.num_partitions, "done_before": done.done_before}
+    return CommandResult(f"{done}\n{summary}".rstrip(), {"path": done.folder, **sizes, **values})
+
+
+def _percentages(shares: list[float]) -> str:
+    return ", ".join(f"{share:.1%}" for share in shares)
+
+
+def _output_or_folder(text: str) -> str:
+    """Return the path of a file that can be written to, of a folder that exists, or a URI."""
+    return text if "://" in text or Path(text).is_dir() else output(text)
+
+
+def _check_output_file(options: argparse.Namespace) -> None:
+    """Check that the output is a file, which all engines but Ray write."""
+    if "://" in options.output or Path(options.output).is_dir():
+        raise BadInput(f"{options.output} is a folder or a URI: give a file, or --engine ray")
+
+
+WHERE = "this process, or Ray: data and output are then paths or URIs, and the output a folder of partitions"
+ENGINE = (
+    argument("--engine", choices=["local", "ray"], default="local", help=f"{WHERE} (default: local)"),
+    argument("--actors", type=count, help="of Ray, each a network (default: as many as fit)"),
+    argument("--partition-rows", type=count, default=4096, help="samples of a partition (default: 4096)"),
+)
+COMMANDS = (
+    Command(
+        run_record,
+        (
+            *data_arguments("test"),
+            argument("--score", choices=[*SCORES], default="margin", help="default: margin"),
+            argument("--features", type=words, default=(), help="further scores to record, as negative_entropy"),
+            argument("--log-probabilities", action="store_true", help="record them too, in half precision"),
+            *RUN_OR_TUNE,
+            *ENGINE,
+            output_option("outputs.npz", "with --engine ray a folder", _output_or_folder),
+        ),
+        (
+            "record model validation.npz -o labelled.npz",
+            "record model test.npz --features negative_entropy -o test_outputs.npz",
+            "record model validation.parquet --engine ray -o partitions",
+        ),
+    ),
+    Command(
+        run_costs,
+        (
+            MODEL,
+            argument("--unit", choices=["FLOPs", "MACs", "ms", "J"], default="FLOPs", help="default: FLOPs"),
+            argument("--batch-size", type=count, help="default: 2"),
+            argument("--tokens", type=count, help="of a text (default: 16)"),
+            DEVICE,
+            output_option("costs.json"),
+        ),
+        ("costs model -o costs.json", "costs model --unit ms --batch-size 32 -o costs_ms.json"),
+    ),
+    Command(
+        run_predict,
+        (
+            *data_arguments("test", POLICY),
+            *RUN_OR_TUNE,
+            ALLOW_MISMATCH,
+            *ENGINE,
+            output_option("answers.csv", ".csv or .parquet; with --engine ray a folder", _output_or_folder),
+        ),
+        (
+            "predict model policy.json test.npz -o answers.csv",
+            "predict model policy.json test.npz --json --quiet",
+            "predict model policy.json test.parquet --engine ray -o answers",
+        ),
+    ),
+    Command(
+        run_plan,
+        (
+            MODEL,
+            argument("labelled", help="recorded outputs with labels (.npz)"),
+            argument("--batch-size", type=count, default=64, help="default: 64"),
+            argument("--budget", help="'60%%' of the full network's time, or '0.2 ms' per sample"),
+            argument("--max-accuracy-loss", type=float, help="0.01 is one point (the default without a budget)"),
+            argument("--tokens", type=count, help="length of texts to measure with"),
+            output_option("policy.json"),
+            argument("--report", metavar="FILE", type=output, help="HTML page to show the plan on"),
+            *RUN_OR_TUNE,
+        ),
+        (
+            "plan model labelled.npz --batch-size 32 --max-accuracy-loss 0.01 -o policy.json",
+            "plan model labelled.npz --batch-size 32 --budget 60% -o policy.json",
+        ),
+    ),
+    Command(
+        run_bench,
+        (
+            *data_arguments("test", POLICY),
+            *RUN_OR_TUNE,
+            ALLOW_MISMATCH,
+            argument("--samples", type=count, default=512, help="how many to run (default: 512)"),
+            argument("--batch-sizes", type=counts, default=(1, 64), help="default: 1,64"),
+        ),
+        ("bench model policy.json test.npz --samples 64 --batch-sizes 1,32",),
+    ),
+)
