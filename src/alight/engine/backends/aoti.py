@@ -1,6 +1,5 @@
 """Stages that torch compiled ahead of time (AOTInductor) and runs."""
 
-from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,6 @@ from alight.engine.backends import Integers, State
 from alight.engine.backends.onnx import OnnxBackend
 from alight.engine.backends.torch import rows
 from alight.engine.backends.torch.prepare import threads
-from alight.engine.head_values import Reads
 from alight.engine.manifest import Manifest, verified
 
 
@@ -22,8 +20,8 @@ class AotiBackend(OnnxBackend):
 
     name = "PyTorch, compiled ahead of time"
 
-    def __init__(self, folder: Path, manifest: Manifest, reads: Sequence[Reads], threads: int | None = None) -> None:
-        super().__init__(folder, manifest, reads, threads)
+    def __init__(self, folder: Path, manifest: Manifest, threads: int | None = None) -> None:
+        super().__init__(folder, manifest, threads)
         self.threads = threads
 
     def _load(self, folder: Path, manifest: Manifest, threads: int | None) -> list[Any]:

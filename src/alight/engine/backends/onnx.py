@@ -28,9 +28,10 @@ class OnnxBackend:
     in_flight = 0
     supports_single_sample = True
 
-    def __init__(self, folder: Path, manifest: Manifest, reads: Sequence[Reads], threads: int | None = None) -> None:
+    def __init__(self, folder: Path, manifest: Manifest, threads: int | None = None) -> None:
         self.stages = self._load(folder, manifest, threads)
-        self.reads, self.inputs, self.exits = [*reads], manifest.input_spec, manifest.exits
+        self.reads = [Reads(())] * len(self.stages)  # until a policy asks for more
+        self.inputs, self.exits = manifest.input_spec, manifest.exits
         self.open_exits, self.fingerprint = manifest.open_exits, manifest.fingerprint
 
     def _load(self, folder: Path, manifest: Manifest, threads: int | None) -> list[Any]:
