@@ -11,8 +11,7 @@ import numpy.typing as npt
 from tqdm import tqdm
 
 from alight.data.batches import as_inputs, batches, in_batches, length_of, prefetch
-from alight.engine.backends import Backend, Integers, State
-from alight.engine.head_values import Reads
+from alight.engine.backends import Backend, Integers, Reads, State
 from alight.engine.manifest import AOTI, MANIFEST, POLICY, Manifest, verified
 from alight.engine.settings import RunSettings
 from alight.engine.walk import Answers, Flow, single

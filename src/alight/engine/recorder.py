@@ -11,7 +11,7 @@ import numpy as np
 from tqdm import tqdm
 
 from alight.data.batches import BATCH_SIZE, Batch, batches, in_batches, length_of, prefetch
-from alight.engine.head_values import LOGS, HeadValues, Reads
+from alight.engine.backends import LOGS, HeadValues, Reads
 from alight.engine.settings import RunSettings
 from alight.errors import BadInput
 from alight.files import GrowingArrays, PathLike

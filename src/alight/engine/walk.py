@@ -18,8 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from alight.engine.backends import Backend, DeviceValues, Integers, State
-from alight.engine.head_values import HeadValues
+from alight.engine.backends import Backend, DeviceValues, HeadValues, Integers, State
 from alight.errors import BadInput
 from alight.policies.policy import BatchState, Memory, Policy
 from alight.policies.route import Recalled, joined, kept, visit

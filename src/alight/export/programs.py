@@ -16,9 +16,8 @@ from torch import Tensor, nn
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from alight.data.spec import TensorSpec
-from alight.engine.backends import State
+from alight.engine.backends import Reads, State
 from alight.engine.backends.torch import OpenStage, open_stages
-from alight.engine.head_values import Reads
 from alight.errors import AlightError, BadInput
 from alight.networks.multi_exit import MultiExitModel
 from alight.policies.policy import Policy

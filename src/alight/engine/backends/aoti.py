@@ -1,6 +1,6 @@
 """Stages that torch compiled ahead of time (AOTInductor) and runs."""
 
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -8,10 +8,10 @@ import numpy as np
 import torch
 
 from alight.data.batches import as_tensor
-from alight.engine.backends import Integers, State
+from alight.engine.backends import State
 from alight.engine.backends.onnx import OnnxBackend
 from alight.engine.backends.torch import rows
-from alight.engine.backends.torch.prepare import threads
+from alight.engine.backends.torch.prepare import running
 from alight.engine.manifest import Manifest, verified
 
 
@@ -29,28 +29,22 @@ class AotiBackend(OnnxBackend):
             verified(folder, stage.file, stage.checksum)
         return [Package(folder / stage.file) for stage in manifest.stages]
 
-    def take(self, state: State, chosen: Integers) -> State:
-        """Return the rows of survivors, compacted into new memory."""
-        return rows.take(tuple(map(as_tensor, state)), chosen)
+    take = staticmethod(rows.take)
+    allocate = staticmethod(rows.allocate)
+    move = staticmethod(rows.move)
+    owns = staticmethod(rows.owns)
 
-    def allocate(self, size: int, like: State) -> State:
-        """Return memory for so many samples."""
-        return rows.allocate(size, tuple(map(as_tensor, like)))
+    def admit(self, inputs: State) -> State:
+        """Return inputs as tensors of the shapes and dtypes that the first stage takes."""
+        return tuple(map(as_tensor, super().admit(inputs)))
 
-    def move(self, source: State, chosen: Integers, target: State, slots: Integers) -> None:
-        """Copy rows of one state into slots of another."""
-        rows.move(tuple(map(as_tensor, source)), chosen, target, slots)
-
-    def owns(self, made: State, given: State) -> bool:
-        """Return whether the tensors lie in memory of their own."""
-        return rows.owns(made, tuple(map(as_tensor, given)))
+    def first_unusable(self, state: State) -> int | None:
+        """Return the first row with NaN, infinity or a negative token, which some kernels would answer."""
+        return super().first_unusable(tuple(each.numpy() for each in state))
 
     def running(self) -> AbstractContextManager[Any]:
         """Return the context in which stages run: inference mode, and as many threads as asked for."""
-        stack = ExitStack()
-        stack.enter_context(torch.inference_mode())
-        stack.enter_context(threads(self.threads))
-        return stack
+        return running(self.threads)
 
 
 class Package:

@@ -12,8 +12,7 @@ import numpy as np
 
 from alight.data.batches import fitted
 from alight.data.preprocess import first_unusable
-from alight.engine.backends import DeviceValues, Integers, State
-from alight.engine.head_values import HeadValues, Reads, score_one, score_rows
+from alight.engine.backends import DeviceValues, HeadValues, Integers, Reads, State, score_one, score_rows
 from alight.engine.manifest import Manifest, verified
 from alight.errors import BadFile, BadInput
 
