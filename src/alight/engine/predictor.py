@@ -61,7 +61,7 @@ class Predictor:
         if not hasattr(network, "with_reads"):
             from alight.engine.backends.torch import TorchBackend  # PyTorch is imported where it runs
 
-            _check_exits(policy, getattr(network, "num_exits", policy.num_exits))
+            check_exits(policy, getattr(network, "num_exits", policy.num_exits))
             reads = _reads(policy, probabilities)
             network = TorchBackend(network, policy.open_exits, reads, settings, batch_size)
         elif settings is not None:
@@ -117,7 +117,20 @@ class Predictor:
         return cls(Stages(folder, manifest, settings.threads), policy, **options)
 
     def _take(self, backend: Backend, policy: Policy) -> None:
-        _check_policy(policy, backend, self.probabilities, self._allow_mismatch)
+        """Use the policy, if it is one for these stages."""
+        check_exits(policy, len(backend.exits))
+        if policy.open_exits != backend.open_exits:
+            raise Mismatch(
+                f"the policy opens exits {policy.open_exits} and these stages end at exits {backend.open_exits}: make a"
+                " new predictor for it, or export the network with this policy"
+            )
+        if policy.fingerprint and not self._allow_mismatch:
+            check_fingerprint(policy, backend.fingerprint)
+        if self.probabilities and not policy.keeps_predictions:
+            raise BadInput(
+                f"with {type(policy.lens).__name__} an answer need not be its exit's own, so it has no single"
+                " probability: leave probabilities out"
+            )
         self.backend, self.policy = backend.with_reads(_reads(policy, self.probabilities)), policy
         self._one_by_one = self.backend.supports_single_sample and policy.takes_single_samples
         self.memory = ()
@@ -224,9 +237,6 @@ class Predictor:
         else:
             order = np.argsort(came, kind="stable")
             order = order[np.searchsorted(came, numbers[: len(came)], sorter=order)]
-        return self._table(found, order)
-
-    def _table(self, found: list[Answers], order: Integers) -> Decisions:
         open_indices = np.concatenate([each.open_indices for each in found])[order]
         probabilities = [each.probabilities for each in found if each.probabilities is not None]
         return Decisions.unchecked(
@@ -247,7 +257,8 @@ def _reads(policy: Policy, probabilities: bool) -> list[Reads]:
     ]
 
 
-def _check_exits(policy: Policy, exits: int) -> None:
+def check_exits(policy: Policy, exits: int) -> None:
+    """Check that the policy is for a network with so many exits."""
     if policy.num_exits != exits:
         raise Mismatch(
             f"the policy is for {policy.num_exits} exits and the network has {exits}: calibrate on outputs of this"
@@ -255,24 +266,12 @@ def _check_exits(policy: Policy, exits: int) -> None:
         )
 
 
-def _check_policy(policy: Policy, backend: Backend, probabilities: bool, allow_mismatch: bool) -> None:
-    """Check that the policy is one for these stages."""
-    _check_exits(policy, len(backend.exits))
-    if policy.open_exits != backend.open_exits:
+def check_fingerprint(policy: Policy, own: str) -> None:
+    """Check that the policy was calibrated on outputs of the network with this fingerprint, if it says on which."""
+    if policy.fingerprint not in ("", own):
         raise Mismatch(
-            f"the policy opens exits {policy.open_exits} and these stages end at exits {backend.open_exits}: make a new"
-            " predictor for it, or export the network with this policy"
-        )
-    if not allow_mismatch and policy.fingerprint and policy.fingerprint != backend.fingerprint:
-        raise Mismatch(
-            f"the policy was calibrated on outputs of the network {policy.fingerprint} and this is"
-            f" {backend.fingerprint}: weights, exits, dtype or preprocessing differ; record and calibrate again, or"
-            " allow_mismatch=True"
-        )
-    if probabilities and not policy.keeps_predictions:
-        raise BadInput(
-            f"with {type(policy.lens).__name__} an answer need not be its exit's own, so it has no single probability:"
-            " leave probabilities out"
+            f"the policy was calibrated on outputs of the network {policy.fingerprint} and this is {own}: weights,"
+            " exits, dtype or preprocessing differ; record and calibrate again, or allow_mismatch=True"
         )
 
 

@@ -75,9 +75,11 @@ def single(backend: Backend, policy: Policy, sample: int, state: State) -> tuple
 class Flow:
     """One run of many batches, of sample numbers and admitted inputs, through the stages of a backend.
 
-    With a batch size survivors wait until a batch of that size is full: the deepest full batch first, what is left in
-    the end from the first exit on. Without one, every batch is walked to its end. Without `low_latency` the values of
-    the last exit, on which nothing depends, are fetched from a device for many batches at once.
+    With a batch size survivors wait until a batch of that size is full. While samples come in, the deepest full batch
+    runs first, so that few wait. Then the first one that no sample can join any more, full or not: so partial batches
+    run beside full ones, not one after the other at the very end. Without a batch size every batch is walked to its
+    end. Without `low_latency` the values of the last exit, on which nothing depends, are fetched from a device for many
+    batches at once.
     """
 
     def __init__(
@@ -90,17 +92,19 @@ class Flow:
         memory: Memory = (),
         low_latency: bool = True,
     ) -> None:
-        self.backend, self.policy = backend, policy
+        self.backend, self.policy, self.batch_size = backend, policy, batch_size
         self.memory = memory  # what the policy remembers of earlier batches
+        self.fresh = (Group(samples, (self.memory, ()), state) for samples, state in batches)
+        self.ends = False  # whether no more samples come
         stages = len(policy.open_exits)
-        fresh = (Group(samples, (self.memory, ()), state) for samples, state in batches)
-        self.schedule = Schedule(fresh, batch_size, stages, backend)
+        self.pools = [Pool(batch_size, backend) for _ in range(stages)]  # the first stays empty
+        self.full: list[deque[Group]] = [deque() for _ in range(stages)]  # by the stage that they wait for
         alone = backend.supports_single_sample and policy.takes_single_samples
         self.one_by_one = alone and batch_size in (None, 1)
         late = not low_latency and backend.in_flight and not policy.is_batch_dependent
         self.late_stage = stages - 1 if late else None
-        self.awaited: deque[Launched] = deque()
         self.late: list[Launched] = []
+        self.awaited: deque[Launched] = deque()
 
     def answers(self) -> Iterator[Answers]:
         """Yield answers when they are ready; before an error is raised, those that have run to the end."""
@@ -117,7 +121,7 @@ class Flow:
 
     def _walk(self) -> Iterator[Answers]:
         while True:
-            step = self.schedule.next([each.stage for each in self.awaited])
+            step = self._next()
             if step is None and not self.awaited:
                 break
             if step is not None and self.one_by_one and step[0] == 0 and len(step[1].samples) == 1:
@@ -126,15 +130,36 @@ class Flow:
             if step is not None:
                 self._launch(*step)
             elif self.backend.in_flight:
-                self.schedule.compact()  # the device does it while the host decides
+                for pool in self.pools:
+                    pool.compact()  # the device does it while the host decides
             late = self.late
             if late and (len(late) == LATE or len(late) * late[-1].values.nbytes > LATE_BYTES):  # type: ignore[union-attr]
                 yield from self._fetch_late()
             if self.awaited and (step is None or len(self.awaited) > self.backend.in_flight):
                 step = None  # lets go of its state
-                if (answers := self._settle(self.awaited.popleft(), self.schedule)) is not None:
+                if (answers := self._settle(self.awaited.popleft())) is not None:
                     yield answers
         yield from self._fetch_late()
+
+    def _next(self) -> tuple[int, Group] | None:
+        """Return the stage and the batch to run next; None if there is none before an awaited one is settled."""
+        stages = range(len(self.pools))
+        if not self.ends:
+            for stage in reversed(stages):
+                if self.full[stage]:
+                    return stage, self.full[stage].popleft()
+            if self.batch_size is None and self.awaited:  # every batch is walked to its end before the next
+                return None
+            if (batch := next(self.fresh, None)) is not None:
+                return 0, batch
+            self.ends = True
+        complete = min((each.stage for each in self.awaited), default=len(stages))  # no sample will join up to it
+        for stage in stages:
+            if self.full[stage]:
+                return stage, self.full[stage].popleft()
+            if stage <= complete and (rest := self.pools[stage].rest()) is not None:
+                return stage, rest
+        return None
 
     def _single(self, group: Group) -> Answers:
         prediction, stage, top = single(self.backend, self.policy, int(group.samples[0]), group.state)
@@ -159,8 +184,8 @@ class Flow:
             values.send()
         self.awaited.append(launched)
 
-    def _settle(self, launched: Launched, schedule: "Schedule | None" = None) -> Answers | None:
-        """Return the answers of the samples that leave, None if none does; survivors go to the schedule."""
+    def _settle(self, launched: Launched) -> Answers | None:
+        """Return the answers of the samples that leave, None if none does; survivors wait for the next stage."""
         stage, group, values = launched
         if not isinstance(values, HeadValues):
             values = values.get()  # the only wait for this stage and batch
@@ -171,9 +196,9 @@ class Flow:
             self.policy, stage, group.samples, values.predictions, columns, group.recalled
         )
         gone = leaving.nonzero()[0]
-        if schedule is not None and len(gone) < len(leaving):
+        if len(gone) < len(leaving):
             staying = (~leaving).nonzero()[0] if len(gone) else None  # None is all
-            schedule.add(stage + 1, group._replace(recalled=recalled), staying)
+            self.full[stage + 1].extend(self.pools[stage + 1].add(group._replace(recalled=recalled), staying))
         else:
             self.memory = tuple(part for part in recalled[0] if isinstance(part, BatchState))
         if not len(gone):
@@ -187,16 +212,15 @@ class Flow:
         if not late:
             return
         values = self.backend.gather([each.values for each in late])  # type: ignore[misc]
-        groups = [each.group for each in late]
-        if math.isfinite(values.largest.sum()):  # else the samples before the refused one are answered first
-            samples = np.concatenate([group.samples for group in groups])
-            groups = [Group(samples, joined([group.recalled for group in groups]), ())]
-        start = 0
-        for group in groups:
-            rows = slice(start, start + len(group.samples))
-            if (answers := self._settle(Launched(late[0].stage, group, _rows(values, rows)))) is not None:
+        if math.isfinite(values.largest.sum()):
+            samples = np.concatenate([each.group.samples for each in late])
+            recalled = joined([each.group.recalled for each in late])
+            late = [Launched(late[0].stage, Group(samples, recalled, ()), values)]
+        for launched in late:  # one by one if some are unusable, so that the samples before those are answered
+            if not isinstance(launched.values, HeadValues):
+                launched.values.send()
+            if (answers := self._settle(launched)) is not None:
                 yield answers
-            start = rows.stop
 
 
 @dataclass
@@ -301,48 +325,6 @@ def _moves_fewer(waiting: Filling, coming: Filling) -> bool:
     return min(len(coming.free_rows), len(waiting)) <= min(len(waiting.free_rows), len(coming))
 
 
-class Schedule:
-    """Batches of samples on their way through so many stages.
-
-    While samples come in, the deepest full batch runs first, so that few wait. Then the first one that no sample can
-    join any more, full or not: so partial batches run beside full ones, not one after the other at the very end.
-    """
-
-    def __init__(self, fresh: Iterable[Group], batch_size: int | None, stages: int, backend: Backend) -> None:
-        self.fresh, self.batch_size = iter(fresh), batch_size
-        self.pools = [Pool(batch_size, backend) for _ in range(stages)]  # the first stays empty
-        self.full: list[deque[Group]] = [deque() for _ in range(stages)]  # by the stage that they wait for
-        self.ends = False  # whether no more samples come
-
-    def add(self, stage: int, group: Group, staying: Integers | None) -> None:
-        """Take in the survivors of a group for a stage; None is all of them."""
-        self.full[stage].extend(self.pools[stage].add(group, staying))
-
-    def next(self, running: Sequence[int]) -> tuple[int, Group] | None:
-        """Return the stage and the batch to run next; None if there is none before a running one is done."""
-        if not self.ends:
-            for stage in reversed(range(len(self.pools))):
-                if self.full[stage]:
-                    return stage, self.full[stage].popleft()
-            if self.batch_size is None and running:  # every batch is walked to its end before the next
-                return None
-            if (batch := next(self.fresh, None)) is not None:
-                return 0, batch
-            self.ends = True
-        complete = min(running, default=len(self.pools))  # no sample will join the pools up to it any more
-        for stage, pool in enumerate(self.pools):
-            if self.full[stage]:
-                return stage, self.full[stage].popleft()
-            if stage <= complete and (rest := pool.rest()) is not None:
-                return stage, rest
-        return None
-
-    def compact(self) -> None:
-        """Compact the samples that wait between exits, while there is nothing else to do."""
-        for pool in self.pools:
-            pool.compact()
-
-
 def _check_inputs(backend: Backend, samples: Integers | Sequence[int], state: State) -> None:
     """Check that no input is unusable where the backend would answer it all the same."""
     if (row := backend.first_unusable(state)) is not None:
@@ -358,12 +340,6 @@ def _refuse(policy: Policy, stage: int, unusable: Integers) -> None:
             f"the network gives unusable logits for {len(unusable)} samples, the first is sample {unusable[0]}, at exit"
             f" {policy.open_exits[stage]}: look for NaN or infinity in these inputs, or for overflow"
         )
-
-
-def _rows(values: HeadValues, rows: slice) -> HeadValues:
-    top = None if values.probabilities is None else values.probabilities[rows]
-    columns = tuple(column[rows] for column in values.columns)
-    return HeadValues(values.predictions[rows], values.largest[rows], columns, top)
 
 
 def _note(error: Exception, stage: int, count: int) -> None:

@@ -14,8 +14,9 @@ from tqdm import tqdm
 from alight.data.spec import TensorSpec
 from alight.engine.backends.torch.prepare import prepared
 from alight.engine.manifest import AOTI, MANIFEST, ONNX, POLICY, SUFFIXES, TOKENIZER, Manifest, StageFile, checksum
+from alight.engine.predictor import check_exits, check_fingerprint
 from alight.engine.settings import RunSettings
-from alight.errors import AlightError, BadInput, Mismatch
+from alight.errors import AlightError, BadInput
 from alight.export.programs import (
     ExportedStage,
     StageRuns,
@@ -192,16 +193,9 @@ def _difference_of(found: np.ndarray, wanted: np.ndarray) -> float:
 def _check(model: MultiExitModel, policy: Policy, format: str, own: str) -> None:  # noqa: A002
     if format not in SUFFIXES:
         raise BadInput(f"there is no format {format!r}: choose {' or '.join(SUFFIXES)}")
-    if policy.num_exits != model.num_exits:
-        raise Mismatch(
-            f"the policy is for {policy.num_exits} exits and the network has {model.num_exits}:"
-            " calibrate on outputs of this network"
-        )
-    if own and policy.fingerprint not in ("", own):
-        raise Mismatch(
-            f"the policy was calibrated on outputs of the network {policy.fingerprint} and this is {own}:"
-            " record and calibrate again, or allow_mismatch=True"
-        )
+    check_exits(policy, model.num_exits)
+    if own:
+        check_fingerprint(policy, own)
     if format == AOTI:
         check_compiler()
     odd = {each.dtype for each in model.state_dict().values() if each.is_floating_point()} - {torch.float32}

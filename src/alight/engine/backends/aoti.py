@@ -35,15 +35,12 @@ class AotiBackend(OnnxBackend):
     owns = staticmethod(rows.owns)
 
     def admit(self, inputs: State) -> State:
-        """Return inputs as tensors of the shapes and dtypes that the first stage takes."""
         return tuple(map(as_tensor, super().admit(inputs)))
 
     def first_unusable(self, state: State) -> int | None:
-        """Return the first row with NaN, infinity or a negative token, which some kernels would answer."""
         return super().first_unusable(tuple(each.numpy() for each in state))
 
     def running(self) -> AbstractContextManager[Any]:
-        """Return the context in which stages run: inference mode, and as many threads as asked for."""
         return running(self.threads)
 
 

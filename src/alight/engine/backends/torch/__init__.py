@@ -109,7 +109,6 @@ class TorchBackend:
         return fingerprint(self.model)
 
     def with_reads(self, reads: Sequence[Reads]) -> Self:
-        """Return the same stages with other values computed from their logits."""
         if [*reads] == [stage.reads for stage in self.stages]:
             return self
         other = copy.copy(self)
@@ -117,18 +116,15 @@ class TorchBackend:
         return other
 
     def admit(self, inputs: State) -> State:
-        """Place inputs where the stages run."""
         return placed(inputs, self.device, self.settings)
 
     def pin(self, inputs: State) -> State:
-        """Return inputs in memory from which a GPU copies while it works."""
         tensors = tuple(map(as_tensor, inputs))
         if self.device.type != "cuda":
             return tensors
         return tuple(each if each.is_cuda or each.is_pinned() else each.pin_memory() for each in tensors)
 
     def run(self, stage: int, state: State) -> tuple[HeadValues | OnDevice, State]:
-        """Run one stage; on a GPU its values are still there."""
         reads = self.stages[stage].reads
         run = self.runs[stage] if self.runs else self.stages[stage].forward  # faster than a call, which looks for hooks
         state, values = run(*state)
@@ -137,7 +133,6 @@ class TorchBackend:
         return unpack((values if reads.columns else pack(values, reads)).numpy(), reads), state
 
     def run_one(self, stage: int, state: State) -> tuple[HeadValues, State]:
-        """Run one stage for a single sample on the host."""
         module = self.stages[stage]
         state, logits = module.logits(*state)
         return score_one(logits, module.reads), state
@@ -149,11 +144,9 @@ class TorchBackend:
     gather = staticmethod(gather)
 
     def first_unusable(self, state: State) -> int | None:
-        """Return None: torch carries NaN through to the logits, where the engine finds it."""
-        return None
+        return None  # torch carries NaN through to the logits, where the engine finds it
 
     def running(self) -> AbstractContextManager[Any]:
-        """Return the context in which stages run: inference mode, and as many threads as the settings say."""
         return running(self.settings.threads)
 
 
@@ -177,6 +170,5 @@ class EveryExit(TorchBackend):
         return take
 
     def run(self, stage: int, state: State) -> tuple[HeadValues | OnDevice, State]:
-        """Run the network; the values have a row for every sample and exit."""
         values, (self.num_classes,) = super().run(stage, state)
         return values, ()
