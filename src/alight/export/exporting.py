@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from alight.data.spec import TensorSpec
+from alight.data.preprocess import TensorSpec
 from alight.engine.backends.torch.prepare import prepared
 from alight.engine.manifest import AOTI, MANIFEST, ONNX, POLICY, SUFFIXES, TOKENIZER, Manifest, StageFile, checksum
 from alight.engine.predictor import check_exits, check_fingerprint

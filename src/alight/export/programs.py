@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
-from alight.data.spec import TensorSpec
+from alight.data.preprocess import TensorSpec
 from alight.engine.backends import Reads, State
 from alight.engine.backends.torch import OpenStage, open_stages
 from alight.errors import AlightError, BadInput

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from alight.cutting.modes import in_mode
 from alight.data.batches import by_name
-from alight.data.spec import InputSpec, TensorSpec
+from alight.data.preprocess import InputSpec, TensorSpec
 from alight.errors import BadInput
 from alight.networks.heads import Head
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Protocol, Self
 import numpy as np
 import numpy.typing as npt
 
-from alight.data.spec import InputSpec
+from alight.data.preprocess import InputSpec
 from alight.scores import probabilities, score_of
 
 Floats = npt.NDArray[np.float64]
