@@ -16,6 +16,7 @@ import inspect
 import io
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from operator import itemgetter
 from pathlib import Path
@@ -116,11 +117,13 @@ def picture(file: Any, path: PathLike | None = None) -> Any:
         raise BadFile(file if path is None else path, f"it is not a whole image ({error})", remedy) from error
 
 
+@dataclass(frozen=True)
 class _Samples:
     """Images or texts one by one, with their classes."""
 
-    def __init__(self, items: Any, labels: Sequence[int] | np.ndarray | None, read: Callable[[Any], Any] | None = None):
-        self.items, self.labels, self.read = items, labels, read  # an item is read when it is asked for
+    items: Any
+    labels: Sequence[int] | np.ndarray | None
+    read: Callable[[Any], Any] | None = None  # an item is read when it is asked for
 
     def __len__(self) -> int:
         return len(self.items)

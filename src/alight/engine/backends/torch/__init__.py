@@ -2,8 +2,7 @@
 
 import copy
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, Self
 
 import torch
@@ -96,6 +95,8 @@ class TorchBackend:
         self.inputs, self.exits, self.open_exits = model.input_spec, model.exits, tuple(open_exits)
         self.in_flight = 0 if self.device.type == "cpu" else IN_FLIGHT
         self.batch_size = batch_size
+        self.admit = partial(placed, device=self.device, settings=self.settings)
+        self.running = partial(running, self.settings.threads)
         self._build(reads)
 
     def _build(self, reads: Sequence[Reads]) -> None:
@@ -114,9 +115,6 @@ class TorchBackend:
         other = copy.copy(self)
         other._build(reads)
         return other
-
-    def admit(self, inputs: State) -> State:
-        return placed(inputs, self.device, self.settings)
 
     def pin(self, inputs: State) -> State:
         tensors = tuple(map(as_tensor, inputs))
@@ -145,9 +143,6 @@ class TorchBackend:
 
     def first_unusable(self, state: State) -> int | None:
         return None  # torch carries NaN through to the logits, where the engine finds it
-
-    def running(self) -> AbstractContextManager[Any]:
-        return running(self.settings.threads)
 
 
 class EveryExit(TorchBackend):

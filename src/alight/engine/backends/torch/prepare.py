@@ -23,7 +23,7 @@ LAST = torch.channels_last
 
 def prepared(model: MultiExitModel, settings: RunSettings) -> MultiExitModel:
     """Return the network in evaluation mode as it will run; a copy, unless only its mode has to change."""
-    device, dtype = device_of(model, settings.device), dtype_of(settings)
+    device, dtype = device_of(model, settings.device), settings.dtype and getattr(torch, settings.dtype)
     tensors = [*model.parameters(), *model.buffers()]
     move = any(each.device != device for each in tensors)
     cast = dtype is not None and any(each.dtype != dtype for each in tensors if each.is_floating_point())
@@ -49,14 +49,9 @@ def device_of(model: nn.Module, device: Any = None) -> torch.device:
     return wanted
 
 
-def dtype_of(settings: RunSettings) -> torch.dtype | None:
-    """Return the dtype of the settings; None leaves the network's own."""
-    return None if settings.dtype is None else getattr(torch, settings.dtype)
-
-
 def placed(inputs: State, device: torch.device, settings: RunSettings) -> State:
     """Return inputs as the prepared network takes them; only floating point numbers change their dtype."""
-    dtype, made = dtype_of(settings), []
+    dtype, made = settings.dtype and getattr(torch, settings.dtype), []
     for each in inputs:
         tensor = as_tensor(each)
         floating = tensor.is_floating_point()

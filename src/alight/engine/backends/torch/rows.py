@@ -35,7 +35,9 @@ def move(source: State, rows: Integers, target: State, slots: Integers) -> None:
         flat, into = _flat(one), _flat(other)
         if flat is None or into is None or _is_channels_last(one) != _is_channels_last(other):
             other[there] = one[places]
-        elif not _moved_at_once(flat, places, into, there):
+        elif one.is_cuda and (found := kernels()) is not None:
+            _launch_move(found.move_rows, flat, places, into, there)
+        else:
             into.index_copy_(0, there, flat.index_select(0, places))
 
 
@@ -74,16 +76,13 @@ def _is_channels_last(tensor: Tensor) -> bool:
     return is_last and not tensor.is_contiguous()
 
 
-def _moved_at_once(source: Tensor, rows: Tensor, target: Tensor, slots: Tensor) -> bool:
-    """Move rows by one Triton kernel, which reads and writes every number once; False where there is none."""
-    if source.device.type != "cuda" or (found := kernels()) is None:
-        return False
+def _launch_move(kernel: Any, source: Tensor, rows: Tensor, target: Tensor, slots: Tensor) -> None:
+    """Move rows by one Triton kernel, which reads and writes every number once."""
     width = next(size for size in WORDS if _is_made_of(source, size) and _is_made_of(target, size))
     flat, into = (each.view(WORDS[width]) for each in (source, target))
     words = flat.shape[1]
     with torch.cuda.device(source.device):
-        found.move_rows[(len(rows), -(-words // BLOCK))](flat, rows, into, slots, words, BLOCK=BLOCK)
-    return True
+        kernel[(len(rows), -(-words // BLOCK))](flat, rows, into, slots, words, BLOCK=BLOCK)
 
 
 def _is_made_of(tensor: Tensor, width: int) -> bool:
