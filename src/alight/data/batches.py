@@ -238,7 +238,7 @@ def _is_ready(inputs: Any) -> bool:
     """Return whether it is a batch in single precision, quickly, since a single sample is that at best."""
     if type(inputs) is np.ndarray:
         return bool(inputs.dtype.char == "f" and inputs.ndim and len(inputs) and inputs.flags.c_contiguous)
-    return is_tensor(inputs) and inputs.is_floating_point() and inputs.ndim > 0 and len(inputs) > 0
+    return is_tensor(inputs) and inputs.is_floating_point() and inputs.ndim > 0 and inputs.shape[0] > 0
 
 
 def _parts(inputs: Any, spec: InputSpec) -> tuple[Any, ...]:

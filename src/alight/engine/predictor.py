@@ -158,7 +158,7 @@ class Predictor:
     def __call__(self, inputs: Any, samples: npt.ArrayLike | None = None) -> Decisions:
         """Return the decisions about these inputs, in their order."""
         arrays = as_inputs(inputs, self.backend.inputs)
-        size, total = self.batch_size, len(arrays[0])
+        size, total = self.batch_size, arrays[0].shape[0]  # faster than len of a tensor
         if total == 1 and self._one_by_one:
             return self._single(arrays, 0 if samples is None else _number(samples))
         parts = (tuple(each[start : start + size] for each in arrays) for start in range(0, total, size))

@@ -175,7 +175,8 @@ class Flow:
         except Exception as error:
             _note(error, stage, len(group.samples))
             raise
-        own = bool(state) and self.backend.owns(state, () if group.own else group.state)
+        rebatches = self.batch_size is not None and bool(state)
+        own = rebatches and self.backend.owns(state, () if group.own else group.state)
         launched = Launched(stage, Group(group.samples, group.recalled, state, own), values)
         if stage == self.late_stage:
             self.late.append(launched)

@@ -26,7 +26,7 @@ BATCHES = (3, 1)  # samples in the examples: the first is traced, all are compar
 TOKENS = (7, 10)  # of texts in them, so that no size is that of another axis
 MASK = "attention_mask"
 LOGITS = TensorSpec("logits", (None, None), "float32")
-ONNX_SETTINGS: dict[str, Any] = {"opset_version": 18, "verbose": False}  # of 2022: old enough for runtimes on devices
+OPSET = 18  # of ONNX, from 2022: old enough for runtimes on devices, new enough for torch
 PACKAGE_SETTINGS = {"cpp.dynamic_threads": True}  # as many threads as where it runs, not where it was compiled
 COMPILERS = ("c++", "g++", "clang++", "cl")
 
@@ -71,10 +71,10 @@ class ExportJob:
         with torch.no_grad():
             return torch.export.export(self.stage, tuple(self.runs.inputs[0]), dynamic_shapes=(sizes,), strict=False)
 
-    def names(self) -> dict[str, list[str]]:
-        """Return the names of tensors in an ONNX file."""
-        outputs = (LOGITS, *self.outputs)
-        return {"input_names": [each.name for each in self.inputs], "output_names": [each.name for each in outputs]}
+    def onnx_arguments(self) -> dict[str, Any]:
+        """Return what torch's exporters of ONNX are told alike: the names of tensors, and the operators to use."""
+        names = [each.name for each in self.inputs], [LOGITS.name, *(each.name for each in self.outputs)]
+        return {"input_names": names[0], "output_names": names[1], "opset_version": OPSET, "verbose": False}
 
 
 def exported_stages(model: MultiExitModel, policy: Policy) -> list[ExportedStage]:
@@ -138,7 +138,7 @@ def _random(model: MultiExitModel, example: Any, count: int, tokens: int | None,
 def write_onnx(job: ExportJob) -> None:
     """Write a stage as one ONNX file."""
     path, program = str(job.path), job.captured()
-    torch.onnx.export(program, (), path, dynamo=True, external_data=False, **job.names(), **ONNX_SETTINGS)
+    torch.onnx.export(program, (), path, dynamo=True, external_data=False, **job.onnx_arguments())
 
 
 def write_traced(job: ExportJob) -> None:
@@ -151,7 +151,7 @@ def write_traced(job: ExportJob) -> None:
     }
     given, path = tuple(job.runs.inputs[0]), str(job.path)
     with torch.no_grad():
-        torch.onnx.export(job.stage, given, path, dynamo=False, dynamic_axes=axes, **job.names(), **ONNX_SETTINGS)
+        torch.onnx.export(job.stage, given, path, dynamo=False, dynamic_axes=axes, **job.onnx_arguments())
 
 
 def write_package(job: ExportJob) -> None:

@@ -27,6 +27,7 @@ class OpenStage(nn.Module):
     def __init__(self, stages: Sequence[nn.Module], head: nn.Module, reads: Reads, *, last: bool) -> None:
         super().__init__()
         self.stages, self.head, self.reads, self.last = nn.ModuleList(stages), head, reads, last
+        self.head_reads_everything = getattr(head, "reads_everything", False)  # looked up once, which is slow
 
     def forward(self, *state: Tensor) -> tuple[State, Tensor]:
         """Return the next state, and packed values; the logits where the policy reads nothing but the class."""
@@ -35,9 +36,10 @@ class OpenStage(nn.Module):
 
     def logits(self, *state: Tensor) -> tuple[State, Tensor]:
         """Return the next state, which is empty after the last open exit, and the head's logits."""
-        for stage in self._modules["stages"]._modules.values():  # type: ignore[union-attr]  # faster than by attribute
-            state = advance(stage, state)  # type: ignore[arg-type]
-        logits = read(self.head, state)
+        modules: Any = self._modules  # faster than by attribute
+        for stage in modules["stages"]._modules.values():
+            state = advance(stage, state)
+        logits = modules["head"](*(state if self.head_reads_everything else state[:1]))
         return (() if self.last else state), logits
 
 
