@@ -400,9 +400,9 @@ def prefetch(source: Iterable[Any]) -> Iterator[Any]:
     items, end = iter(source), object()
     thread = ThreadPoolExecutor(1, "alight-prefetch")
     try:
-        ahead = deque(thread.submit(next, items, end) for _ in range(AHEAD))
-        while (item := ahead.popleft().result()) is not end:
-            ahead.append(thread.submit(next, items, end))
+        futures = deque(thread.submit(next, items, end) for _ in range(AHEAD))
+        while (item := futures.popleft().result()) is not end:
+            futures.append(thread.submit(next, items, end))
             yield item
     finally:
         thread.shutdown(cancel_futures=True)

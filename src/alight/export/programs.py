@@ -72,7 +72,7 @@ class ExportJob:
             return torch.export.export(self.stage, tuple(self.runs.inputs[0]), dynamic_shapes=(sizes,), strict=False)
 
     def onnx_arguments(self) -> dict[str, Any]:
-        """Return what torch's exporters of ONNX are told alike: the names of tensors, and the operators to use."""
+        """Return the arguments of both ONNX exporters of torch: names of tensors, and the version of operators."""
         names = [each.name for each in self.inputs], [LOGITS.name, *(each.name for each in self.outputs)]
         return {"input_names": names[0], "output_names": names[1], "opset_version": OPSET, "verbose": False}
 
