@@ -31,7 +31,7 @@ import torch
 from torch import Tensor, nn
 
 from alight.engine.backends import State
-from alight.engine.backends.torch.prepare import dtype_of, graphed, placed
+from alight.engine.backends.torch.prepare import graphed, placed
 from alight.engine.predictor import Predictor
 from alight.engine.settings import RunSettings
 from alight.files import write_rows
@@ -72,7 +72,7 @@ def network(name: str) -> tuple[nn.Module, Any]:
 def random_inputs(example: Any, total: int, settings: RunSettings) -> State:
     """Return so many random inputs like the example, where and as the network takes them."""
     parts = list(example.values()) if isinstance(example, dict) else [example]
-    kind = dtype_of(settings)
+    kind = settings.dtype and getattr(torch, settings.dtype)
 
     def drawn(part: Tensor) -> Tensor:
         shape = (total, *part.shape[1:])
@@ -85,7 +85,7 @@ def random_inputs(example: Any, total: int, settings: RunSettings) -> State:
 
 def with_settings(network: nn.Module, settings: RunSettings) -> Any:
     """Return the full network on its device, in its dtype and memory layout."""
-    network = network.to(device=settings.device, dtype=dtype_of(settings))
+    network = network.to(device=settings.device, dtype=settings.dtype and getattr(torch, settings.dtype))
     return network.to(memory_format=torch.channels_last) if settings.channels_last else network
 
 

@@ -45,7 +45,7 @@ from alight import (
 )
 from alight.data.batches import as_inputs
 from alight.data.formats import load_data
-from alight.engine.head_values import HeadValues, Reads
+from alight.engine.backends import HeadValues, Reads
 from alight.files import WEIGHTS, write_rows, write_text
 from alight.networks.multi_exit import example_of
 from alight.networks.store import save_model

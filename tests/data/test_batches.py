@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from alight import Normalisation, Predictor, TrainingSettings, attach_heads, record, train_heads
 from alight.data.batches import as_batch, as_inputs, as_tensor, fitted, in_batches, split_labels
-from alight.data.spec import InputSpec, TensorSpec
+from alight.data.preprocess import InputSpec, TensorSpec
 from alight.errors import BadInput
 from alight.networks.store import fingerprint
 from alight.policies.policy import Threshold

@@ -14,7 +14,7 @@ from torch import nn
 
 from alight.data.batches import batches
 from alight.data.formats import load_data, names_of
-from alight.data.spec import InputSpec
+from alight.data.preprocess import InputSpec
 from alight.engine.manifest import Manifest
 from alight.engine.recorder import record
 from alight.errors import BadFile, BadInput

@@ -7,8 +7,7 @@ from exported import folder, network
 from PIL import Image
 
 from alight.data.batches import as_inputs, fitted
-from alight.data.preprocess import first_unusable, image_batch
-from alight.data.spec import InputSpec, TensorSpec
+from alight.data.preprocess import InputSpec, TensorSpec, first_unusable, image_batch
 from alight.engine.manifest import Manifest
 from alight.errors import BadInput
 

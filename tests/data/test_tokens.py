@@ -12,7 +12,7 @@ import pytest
 from transformers import AutoTokenizer, BertTokenizerFast
 
 from alight.data.formats import load_data
-from alight.data.spec import InputSpec, TensorSpec
+from alight.data.preprocess import InputSpec, TensorSpec
 from alight.data.tokens import Texts
 from alight.engine.manifest import Manifest, checksum, exported_tokenizer
 from alight.errors import BadFile, BadInput
@@ -24,7 +24,7 @@ ALL = (*NAMES, "token_type_ids")
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *"where is my card i lost it and would like no ? ,".split()]
 READ = """
 import sys
-from alight.data.spec import InputSpec
+from alight.data.preprocess import InputSpec
 from alight.data.tokens import Texts
 print(Texts(sys.argv[1], InputSpec(names=("input_ids",)))(["where is my card ?"])["input_ids"].tolist())
 assert not {"torch", "transformers"} & set(sys.modules)

@@ -8,11 +8,11 @@ import torch
 from torch import nn
 
 from alight import calibrate, replay
+from alight.engine.backends import Reads
 from alight.engine.backends.torch import values
 from alight.engine.backends.torch.prepare import SHAPES
-from alight.engine.backends.torch.rows import _kernel, move
+from alight.engine.backends.torch.rows import kernels, move
 from alight.engine.backends.torch.values import CLASSES, pack, pack_by_kernel
-from alight.engine.head_values import Reads
 from alight.engine.predictor import Predictor
 from alight.engine.recorder import record, record_to
 from alight.engine.settings import RunSettings
@@ -142,7 +142,7 @@ def test_rows_move_on_a_gpu_as_they_do_on_the_host(dtype, shape, last):
     move((source[3:],), rows, (target[2:],), slots)  # not at the start of their memory
     move((there[0][3:],), rows, (there[1][2:],), slots)
     assert torch.equal(there[1].cpu(), target)
-    assert _kernel() is not None
+    assert kernels() is not None
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from alight.engine import head_values
+from alight.engine import backends
+from alight.engine.backends import Reads, score_rows, unpack
 from alight.engine.backends.torch.values import pack
 from alight.engine.backends.torch.values import score_one as torch_score_one
-from alight.engine.head_values import Reads, score_rows, unpack
 
 COLUMNS = [(), ("margin",), ("max_probability",), ("negative_entropy",), ("logit_margin",), ("margin", "logit_margin")]
 
@@ -19,7 +19,7 @@ def numpy_rows(logits, reads):
 
 
 def numpy_one(logits, reads):
-    return head_values.score_one(logits.numpy(), reads)
+    return backends.score_one(logits.numpy(), reads)
 
 
 def torch_rows(logits, reads):

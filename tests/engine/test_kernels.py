@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
+from alight.engine.backends import Reads
 from alight.engine.backends.torch.values import pack
-from alight.engine.head_values import Reads
 
 pytest.importorskip("triton")
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # which Triton looks at when it is imported

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from alight.engine.backends.onnx import OnnxBackend
 from alight.engine.backends.torch import TorchBackend, rows
-from alight.engine.scheduler import Group, Pool
+from alight.engine.walk import Group, Pool
 
 
 class Counting:

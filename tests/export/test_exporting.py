@@ -30,7 +30,7 @@ def quick(monkeypatch):
     def refuse(*_):
         raise RuntimeError("no such operator")
 
-    monkeypatch.setattr(exporting, "write_onnx", refuse)
+    monkeypatch.setitem(exporting.WRITERS["onnx"], "export", refuse)
     return refuse
 
 
@@ -61,11 +61,11 @@ def test_a_file_that_differs_from_the_network_is_not_kept(tmp_path, quick, monke
     before = (tmp_path / "exported" / "manifest.json").read_text()
     other = (tmp_path / "exported" / "stage_0.onnx").read_bytes()  # another network's
 
-    def wrong(*given):
-        next(each for each in given if hasattr(each, "write_bytes")).write_bytes(other)
+    def wrong(job):
+        job.path.write_bytes(other)
 
-    monkeypatch.setattr(exporting, "write_onnx", wrong)
-    monkeypatch.setattr(exporting, "write_traced", wrong)
+    monkeypatch.setitem(exporting.WRITERS["onnx"], "export", wrong)
+    monkeypatch.setitem(exporting.WRITERS["onnx"], "trace", wrong)
     with pytest.raises(AlightError, match=r"stage_0\.onnx differs from the network by"):
         export_model(tiny(seed=1), FIRST, tmp_path / "exported", example=EXAMPLE)
     assert (tmp_path / "exported" / "manifest.json").read_text() == before
@@ -80,10 +80,10 @@ def test_small_numbers_are_compared_as_strictly_as_large_ones(tmp_path, quick, m
     other = (tmp_path / "exported" / "stage_0.onnx").read_bytes()
     faint.heads[0].bias.data += 1e-5
 
-    def wrong(*given):
-        next(each for each in given if hasattr(each, "write_bytes")).write_bytes(other)
+    def wrong(job):
+        job.path.write_bytes(other)
 
-    monkeypatch.setattr(exporting, "write_traced", wrong)
+    monkeypatch.setitem(exporting.WRITERS["onnx"], "trace", wrong)
     with pytest.raises(AlightError, match="cannot be exported"):
         export_model(faint, FIRST, tmp_path / "exported", example=EXAMPLE)
 
@@ -95,7 +95,7 @@ def test_the_older_exporter_is_taken_where_the_newer_cannot(tmp_path, quick, mon
     assert (found.predictions == expected.predictions).all()
     assert (found.exits == expected.exits).all()
     assert Manifest.load(tmp_path / "exported").made_with["captured by"] == "trace, trace"
-    monkeypatch.setattr(exporting, "write_traced", quick)
+    monkeypatch.setitem(exporting.WRITERS["onnx"], "trace", quick)
     with pytest.raises(AlightError, match=r"stage of exit 0 cannot be exported \(RuntimeError: no such operator\)"):
         export_model(model, BOTH, tmp_path / "exported", example=EXAMPLE)
 

@@ -5,18 +5,17 @@ a list of pictures or arrays  stacked; pictures (Pillow) are brought to the netw
 a dict by name, or a tuple    one array per input, as of text: tokens and mask
 """
 
-import queue
 import sys
-import threading
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from alight.data.preprocess import as_array, image_batch, is_picture, is_pixels, is_tensor
-from alight.data.spec import InputSpec, TensorSpec
+from alight.data.preprocess import InputSpec, TensorSpec, as_array, image_batch, is_picture, is_pixels, is_tensor
 from alight.data.tokens import SEGMENTS
 from alight.errors import BadInput
 
@@ -27,6 +26,7 @@ Array = Any  # a NumPy array, or a tensor of torch
 Arrays = tuple[Array, ...]
 
 BATCH_SIZE = 128  # by default
+AHEAD = 3  # batches that are fetched before they are asked for
 LABELS = ("labels", "label")  # the names that Hugging Face gives them
 SPENT = "an iterator is spent after one pass, so give a DataLoader, a list, or anything that starts anew"
 
@@ -198,7 +198,7 @@ def in_batches(
         return data
     if not len(rows):
         raise BadInput(f"the {type(data).__name__} has no samples: give at least one")
-    return make_loader(rows, _unchanged if isinstance(rows, _Rows) else partial(_collated, spec), batch_size, shuffle)
+    return make_loader(rows, partial(_collated, spec), batch_size, shuffle)
 
 
 @dataclass(frozen=True)
@@ -238,7 +238,7 @@ def _is_ready(inputs: Any) -> bool:
     """Return whether it is a batch in single precision, quickly, since a single sample is that at best."""
     if type(inputs) is np.ndarray:
         return bool(inputs.dtype.char == "f" and inputs.ndim and len(inputs) and inputs.flags.c_contiguous)
-    return is_tensor(inputs) and inputs.is_floating_point() and inputs.ndim > 0 and len(inputs) > 0
+    return is_tensor(inputs) and inputs.is_floating_point() and inputs.ndim > 0 and inputs.shape[0] > 0
 
 
 def _parts(inputs: Any, spec: InputSpec) -> tuple[Any, ...]:
@@ -335,8 +335,10 @@ class _Rows:
         return tuple(parts) if len(parts) > 1 else parts[0]
 
 
-def _collated(spec: InputSpec, samples: Sequence[Any]) -> Any:
-    """Return samples as a batch: each an input, a tuple whose first is one, or a dict."""
+def _collated(spec: InputSpec, samples: Any) -> Any:
+    """Return samples as a batch: each an input, a tuple whose first is one, or a dict; rows of arrays are one."""
+    if not isinstance(samples, list):
+        return samples
     first = samples[0]
     if isinstance(first, Mapping):
         return {name: _stacked([each[name] for each in samples]) for name in first}
@@ -372,10 +374,6 @@ def _tensors(collate: Callable[[Any], Any], samples: Any) -> Any:
     return tuple(map(tensor, batch)) if isinstance(batch, tuple) else tensor(batch)
 
 
-def _unchanged(batch: Any) -> Any:
-    return batch
-
-
 def _is_sample(value: Any, spec: InputSpec) -> bool:
     """Return whether it is one image or one row of numbers, not a batch or a part of one."""
     if _is_array(value):
@@ -393,46 +391,18 @@ def _is_torch_dataset(value: Any) -> bool:
     return data is not None and isinstance(value, data.Dataset) and not isinstance(value, data.IterableDataset)
 
 
-DEPTH = 2  # batches that wait ready
-
-
 def prefetch(source: Iterable[Any]) -> Iterator[Any]:
-    """What the source gives, in its order, fetched before it is asked for; its errors come when their turn comes.
+    """Yield what the source gives, in its order, fetched in another thread; its errors come when their turn comes.
 
     >>> list(prefetch(range(5)))
     [0, 1, 2, 3, 4]
     """
-    ready: queue.Queue[tuple[str, Any]] = queue.Queue(maxsize=DEPTH)
-    stop = threading.Event()
-
-    def put(kind: str, item: Any) -> None:
-        while not stop.is_set():
-            try:
-                return ready.put((kind, item), timeout=0.1)
-            except queue.Full:
-                continue
-        return None
-
-    def fetch() -> None:
-        try:
-            for item in source:
-                put("item", item)
-                if stop.is_set():
-                    return
-            put("end", None)
-        except BaseException as error:
-            put("error", error)
-
-    thread = threading.Thread(target=fetch, name="alight-prefetch", daemon=True)
-    thread.start()
+    items, end = iter(source), object()
+    thread = ThreadPoolExecutor(1, "alight-prefetch")
     try:
-        while True:
-            kind, item = ready.get()
-            if kind == "end":
-                return
-            if kind == "error":
-                raise item
+        futures = deque(thread.submit(next, items, end) for _ in range(AHEAD))
+        while (item := futures.popleft().result()) is not end:
+            futures.append(thread.submit(next, items, end))
             yield item
     finally:
-        stop.set()
-        thread.join()
+        thread.shutdown(cancel_futures=True)

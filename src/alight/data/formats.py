@@ -16,6 +16,7 @@ import inspect
 import io
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from operator import itemgetter
 from pathlib import Path
@@ -24,8 +25,7 @@ from typing import Any
 import numpy as np
 
 from alight.data.batches import make_loader
-from alight.data.preprocess import Sample, image_batch
-from alight.data.spec import InputSpec
+from alight.data.preprocess import InputSpec, Sample, image_batch
 from alight.data.tokens import Texts, library
 from alight.errors import BadFile, BadInput
 from alight.files import PathLike, write_text, write_whole
@@ -80,10 +80,10 @@ def collation(
     if kind == "text":
         if tokenizer is None or not Path(tokenizer).is_dir():
             raise BadInput(f"{where} holds text, which needs a tokenizer: name the folder of one (--tokenizer FOLDER)")
-        return partial(_text_batch, Texts(tokenizer, spec, max_tokens))
+        return partial(_batch, Texts(tokenizer, spec, max_tokens))
     if spec.image_shape is None:
         raise BadInput(f"the network does not take images, and {where} holds some: give text (.jsonl)")
-    return partial(_image_batch, spec, str(where), augment)
+    return partial(_batch, partial(image_batch, spec=spec, where=str(where), augment=augment))
 
 
 def names_of(data: Any) -> list[str] | None:
@@ -117,11 +117,13 @@ def picture(file: Any, path: PathLike | None = None) -> Any:
         raise BadFile(file if path is None else path, f"it is not a whole image ({error})", remedy) from error
 
 
+@dataclass(frozen=True)
 class _Samples:
     """Images or texts one by one, with their classes."""
 
-    def __init__(self, items: Any, labels: Sequence[int] | np.ndarray | None, read: Callable[[Any], Any] | None = None):
-        self.items, self.labels, self.read = items, labels, read  # an item is read when it is asked for
+    items: Any
+    labels: Sequence[int] | np.ndarray | None
+    read: Callable[[Any], Any] | None = None  # an item is read when it is asked for
 
     def __len__(self) -> int:
         return len(self.items)
@@ -131,18 +133,12 @@ class _Samples:
         return item, None if self.labels is None else int(self.labels[index])
 
 
-def _image_batch(spec: InputSpec, where: str, augment: bool, samples: Sequence[Sample]) -> Any:
-    """Return a batch of images, and of labels where all have one."""
-    images = image_batch([image for image, _ in samples], spec, where, augment)
-    labels = [label for _, label in samples]
-    return images if None in labels else (images, np.array(labels))
-
-
-def _text_batch(texts: Texts, samples: Sequence[Sample]) -> dict[str, np.ndarray]:
-    """Return a batch of tokens, and of labels where all have one."""
-    labels = [label for _, label in samples]
-    batch = texts([text for text, _ in samples])
-    return batch if None in labels else {**batch, "labels": np.array(labels)}
+def _batch(make: Callable[[list[Any]], Any], samples: Sequence[Sample]) -> Any:
+    """Return a batch of images or tokens, and of labels where all have one."""
+    inputs, labels = make([item for item, _ in samples]), [label for _, label in samples]
+    if None in labels:
+        return inputs
+    return {**inputs, "labels": np.array(labels)} if isinstance(inputs, dict) else (inputs, np.array(labels))
 
 
 def _open(where: str, spec: InputSpec, split: str, labels: bool) -> tuple[Any, str]:
@@ -168,9 +164,7 @@ def _arrays(path: Path, labelled: bool) -> _Samples:
     try:
         with np.load(path, allow_pickle=False) as file:
             listed = file.files
-            images, labels = (
-                next((file[name] for name in names if name in listed), None) for names in (IMAGE_NAMES, LABEL_NAMES)
-            )
+            images, labels = (_first(file, names) for names in (IMAGE_NAMES, LABEL_NAMES))
     except Exception as error:  # a damaged archive fails in a dozen ways
         raise BadFile(path, f"it is damaged or holds objects ({error})", "save plain arrays with np.savez") from error
     if images is None or not images.ndim:
@@ -265,7 +259,7 @@ def _indices(labels: Sequence[Any], path: Path, spec: InputSpec) -> list[int] | 
 
 
 def _first(values: Mapping[str, Any], names: Sequence[str]) -> Any:
-    return next((values[name] for name in names if values.get(name) is not None), None)
+    return next((value for name in names if (value := values.get(name)) is not None), None)
 
 
 def write_answers(

@@ -1,21 +1,70 @@
-"""Pictures and pixels become arrays as an image network takes them: at its size, in 0..1, normalised.
+"""What a network takes, and how pictures and pixels become that: at its size, in 0..1, normalised.
 
-One pipeline in NumPy for every backend, so that a network in PyTorch and its export get the same inputs, bit for bit.
+A network in PyTorch and an exported one both describe themselves as plain data, and one pipeline in NumPy serves both,
+so that they get the same inputs, bit for bit.
 """
 
 import math
 import sys
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from alight.data.spec import InputSpec
 from alight.errors import BadInput
 
 SHIFT = 8  # augmented images are moved by up to an eighth of their size, as is usual for 32 x 32
 
 Sample = tuple[Any, int | None]  # an image or a text, and its class
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """A tensor's name, shape and dtype; None stands for a size that may differ, as that of the batch, the first."""
+
+    name: str
+    shape: tuple[int | None, ...]
+    dtype: str
+
+    def fits(self, shape: Sequence[int]) -> bool:
+        """Return whether an array of this shape is such a tensor.
+
+        >>> TensorSpec("images", (None, 3, 32, 32), "float32").fits((5, 3, 32, 32))
+        True
+        """
+        return len(shape) == len(self.shape) and all(
+            own in (None, size) for own, size in zip(self.shape, shape, strict=True)
+        )
+
+    def __str__(self) -> str:
+        sizes = ", ".join("any" if size is None else str(size) for size in self.shape[1:])
+        return f"{self.name} of shape (samples{sizes and ', ' + sizes}), {self.dtype}"
+
+
+@dataclass(frozen=True)
+class InputSpec:
+    """The tensors that a network takes, how its images are normalised, and the classes that labels may name.
+
+    >>> InputSpec((TensorSpec("images", (None, 3, 32, 32), "float32"),)).image_shape
+    (3, 32, 32)
+    """
+
+    tensors: tuple[TensorSpec, ...] = ()  # () where the network does not say, as one that was built by hand
+    names: tuple[str, ...] = ()  # of a network whose input is a dict of tensors
+    mean: tuple[float, ...] = ()  # subtracted from every channel of an image in 0..1; () is nothing
+    std: tuple[float, ...] = ()  # what the difference is divided by
+    classes: tuple[str, ...] = ()  # their names, where known
+    num_classes: int | None = None
+
+    @property
+    def image_shape(self) -> tuple[int, int, int] | None:
+        """Channels, height and width of the images that it takes; None of a network that takes none or does not say."""
+        shape = self.tensors[0].shape if len(self.tensors) == 1 else ()
+        if len(shape) != 4 or None in shape[1:]:
+            return None
+        channels, height, width = (int(size or 0) for size in shape[1:])
+        return channels, height, width
 
 
 def image_batch(
@@ -26,7 +75,6 @@ def image_batch(
     Pictures are brought to the network's size; `where` they come from is named in errors; `augment` moves and flips
     them at random.
 
-    >>> from alight.data.spec import TensorSpec
     >>> spec = InputSpec((TensorSpec("images", (None, 1, 1, 2), "float32"),), mean=(0.5,), std=(0.5,))
     >>> image_batch(np.array([[[0, 255]]], dtype=np.uint8), spec)
     array([[[[-1.,  1.]]]], dtype=float32)
@@ -63,7 +111,17 @@ def first_unusable(arrays: Iterable[np.ndarray]) -> int | None:
     >>> first_unusable([np.array([[1, 2], [3, -1]])])
     1
     """
-    rows = [row for each in arrays if (row := _first_unusable(each)) is not None]
+    rows: list[int] = []
+    for array in arrays:
+        if array.dtype.kind == "f":
+            if math.isfinite(np.vdot(array, array)):  # quick, and nearly always; large numbers are looked at again
+                continue
+            bad = ~np.isfinite(array)
+        elif array.dtype.kind == "i" and array.size and array.min() < 0:
+            bad = array < 0
+        else:
+            continue
+        rows += np.flatnonzero(bad.reshape(len(array), -1).any(axis=1))[:1].tolist()
     return min(rows, default=None)
 
 
@@ -152,16 +210,3 @@ def _augmented(images: np.ndarray) -> np.ndarray:
         cropped = image[:, top : top + height, left : left + width]
         moved[index] = cropped[..., ::-1] if flipped else cropped
     return moved
-
-
-def _first_unusable(array: np.ndarray) -> int | None:
-    if array.dtype.kind == "f":
-        if math.isfinite(np.vdot(array, array)):  # quick, and nearly always; large numbers are looked at again
-            return None
-        bad = ~np.isfinite(array)
-    elif array.dtype.kind == "i" and array.size and array.min() < 0:
-        bad = array < 0
-    else:
-        return None
-    rows = np.flatnonzero(bad.reshape(len(array), -1).any(axis=1))
-    return int(rows[0]) if len(rows) else None

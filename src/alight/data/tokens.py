@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from alight.data.spec import InputSpec
+from alight.data.preprocess import InputSpec
 from alight.errors import BadFile, BadInput
 from alight.files import PathLike
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from alight.data.spec import InputSpec, TensorSpec
+from alight.data.preprocess import InputSpec, TensorSpec
 from alight.data.tokens import CONFIG
 from alight.data.tokens import FILE as VOCABULARY
 from alight.errors import BadFile, BadInput

@@ -11,11 +11,10 @@ import numpy.typing as npt
 from tqdm import tqdm
 
 from alight.data.batches import as_inputs, batches, in_batches, length_of, prefetch
-from alight.engine.backends import Backend, Integers, State
-from alight.engine.head_values import Reads
+from alight.engine.backends import Backend, Integers, Reads, State
 from alight.engine.manifest import AOTI, MANIFEST, POLICY, Manifest, verified
 from alight.engine.settings import RunSettings
-from alight.engine.walk import Answers, Walk
+from alight.engine.walk import Answers, Flow, single
 from alight.errors import BadFile, BadInput, Mismatch
 from alight.files import PathLike
 from alight.outputs import Decisions
@@ -59,12 +58,15 @@ class Predictor:
             raise BadInput(f"batch size {batch_size}: give 1 or more")
         self.batch_size, self.rebatch, self.probabilities = batch_size, rebatch, probabilities
         self._allow_mismatch = allow_mismatch
-        reads = _reads(policy, probabilities)
-        is_backend = hasattr(network, "with_reads")
-        if is_backend and settings is not None:
+        if not hasattr(network, "with_reads"):
+            from alight.engine.backends.torch import TorchBackend  # PyTorch is imported where it runs
+
+            check_exits(policy, getattr(network, "num_exits", policy.num_exits))
+            reads = _reads(policy, probabilities)
+            network = TorchBackend(network, policy.open_exits, reads, settings, batch_size)
+        elif settings is not None:
             raise BadInput("the backend has its own settings: give them where it is made")
-        backend = network if is_backend else _torch_backend(network, policy, reads, settings, batch_size)
-        self._take(backend, policy)
+        self._take(network, policy)
 
     @classmethod
     def load(
@@ -90,14 +92,19 @@ class Predictor:
         options: dict[str, Any] = {"batch_size": batch_size, "rebatch": rebatch, "probabilities": probabilities}
         options["allow_mismatch"] = allow_mismatch
         if not (folder / MANIFEST).is_file() and (folder / "config.json").is_file():
-            return cls(_saved_model(folder), _given(policy, folder), settings=settings, **options)
-        if odd := [name for name, value in _others(settings).items() if value]:
+            if policy is None:
+                remedy = "give one: Predictor.load(folder, policy)"
+                raise BadFile(folder, "it is a saved model, which has no policy", remedy)
+            from alight.networks.store import load_model
+
+            return cls(load_model(folder), policy, settings=settings, **options)
+        others = replace(settings, threads=None, device=None if settings.device == "cpu" else settings.device)
+        if odd := [name for name, value in vars(others).items() if value]:
             raise BadInput(f"{folder} was exported, and {odd[0]} is for networks that were not: leave it out")
         manifest = Manifest.load(folder)
         if policy is None:
             verified(folder, POLICY, manifest.policy_checksum)
             policy = load_policy(folder / POLICY)
-        reads = [Reads(())] * len(manifest.stages)  # until the policy is known to fit
         if manifest.format == AOTI:
             if not allow_compiled:
                 raise BadInput(
@@ -107,22 +114,30 @@ class Predictor:
             from alight.engine.backends.aoti import AotiBackend as Stages
         else:
             from alight.engine.backends.onnx import OnnxBackend as Stages  # type: ignore[assignment]
-        return cls(Stages(folder, manifest, reads, settings.threads), policy, **options)
+        return cls(Stages(folder, manifest, settings.threads), policy, **options)
 
     def _take(self, backend: Backend, policy: Policy) -> None:
-        _check_policy(policy, backend, self.probabilities, self._allow_mismatch)
-        self.backend = backend.with_reads(_reads(policy, self.probabilities))
-        self.walk = Walk(self.backend, policy)
-        self._admitted = 0  # samples of a stream whose policy remembers it
+        """Use the policy, if it is one for these stages."""
+        check_exits(policy, len(backend.exits))
+        if policy.open_exits != backend.open_exits:
+            raise Mismatch(
+                f"the policy opens exits {policy.open_exits} and these stages end at exits {backend.open_exits}: make a"
+                " new predictor for it, or export the network with this policy"
+            )
+        if policy.fingerprint and not self._allow_mismatch:
+            check_fingerprint(policy, backend.fingerprint)
+        if self.probabilities and not policy.keeps_predictions:
+            raise BadInput(
+                f"with {type(policy.lens).__name__} an answer need not be its exit's own, so it has no single"
+                " probability: leave probabilities out"
+            )
+        self.backend, self.policy = backend.with_reads(_reads(policy, self.probabilities)), policy
+        self._one_by_one = self.backend.supports_single_sample and policy.takes_single_samples
+        self.memory = ()
 
     def __repr__(self) -> str:
         policy = self.policy.method or type(self.policy).__name__
         return f"Predictor({policy}, {len(self.policy.open_exits)} stages, {self.backend.name})"
-
-    @property
-    def policy(self) -> Policy:
-        """The policy that decides."""
-        return self.walk.policy
 
     def with_policy(self, policy: Policy) -> "Predictor":
         """Return the same network, compiled code and all, under another policy that opens the same exits."""
@@ -133,18 +148,18 @@ class Predictor:
     @property
     def memory(self) -> Memory:
         """What the policy remembers of the batches so far, such as the pace of a stream; may be set."""
-        return self.walk.memory
+        return self._memory
 
     @memory.setter
     def memory(self, memory: Memory) -> None:
-        self.walk.memory = memory
-        self._admitted = getattr(memory[0], "admitted", 0) if memory else 0
+        self._memory = memory
+        self._admitted = getattr(memory[0], "admitted", 0) if memory else 0  # samples of the stream so far
 
     def __call__(self, inputs: Any, samples: npt.ArrayLike | None = None) -> Decisions:
         """Return the decisions about these inputs, in their order."""
         arrays = as_inputs(inputs, self.backend.inputs)
-        size, total = self.batch_size, len(arrays[0])
-        if total == 1 and self.walk.supports_single_sample:
+        size, total = self.batch_size, arrays[0].shape[0]  # faster than len of a tensor
+        if total == 1 and self._one_by_one:
             return self._single(arrays, 0 if samples is None else _number(samples))
         parts = (tuple(each[start : start + size] for each in arrays) for start in range(0, total, size))
         return self._decided(parts, samples, joins=total > size)  # one batch has no other to wait for
@@ -174,7 +189,7 @@ class Predictor:
         """Return the decision about a single sample, as quickly as possible."""
         try:
             with self.backend.running():
-                prediction, stage, top = self.walk.single(sample, self.backend.admit(inputs))
+                prediction, stage, top = single(self.backend, self.policy, sample, self.backend.admit(inputs))
         except BaseException as error:
             _keep(error, [])
             raise
@@ -185,10 +200,13 @@ class Predictor:
     def _answers(
         self, inputs: Iterable[State], samples: Integers | None, joins: bool = True, low_latency: bool = True
     ) -> Iterator[Answers]:
+        size = self.batch_size if joins and self.rebatch and not self.policy.is_batch_dependent else None
+        numbered = self._numbered(inputs, samples)
+        flow = Flow(self.backend, self.policy, numbered, size, memory=self._memory, low_latency=low_latency)
         with self.backend.running():
-            mixed = joins and self.rebatch and not self.policy.is_batch_dependent
-            size = self.batch_size if mixed else None
-            yield from self.walk.flow(self._numbered(inputs, samples), size, low_latency=low_latency)
+            for answers in flow.answers():
+                self._memory = flow.memory
+                yield answers
 
     def _numbered(self, inputs: Iterable[State], samples: Integers | None) -> Iterator[tuple[Integers, State]]:
         """Yield sample numbers and admitted inputs of every batch."""
@@ -219,9 +237,6 @@ class Predictor:
         else:
             order = np.argsort(came, kind="stable")
             order = order[np.searchsorted(came, numbers[: len(came)], sorter=order)]
-        return self._table(found, order)
-
-    def _table(self, found: list[Answers], order: Integers) -> Decisions:
         open_indices = np.concatenate([each.open_indices for each in found])[order]
         probabilities = [each.probabilities for each in found if each.probabilities is not None]
         return Decisions.unchecked(
@@ -242,34 +257,8 @@ def _reads(policy: Policy, probabilities: bool) -> list[Reads]:
     ]
 
 
-def _torch_backend(
-    model: Any, policy: Policy, reads: list[Reads], settings: RunSettings | None, batch_size: int
-) -> Backend:
-    from alight.engine.backends.torch import TorchBackend  # PyTorch is imported where it runs
-
-    _check_exits(policy, getattr(model, "num_exits", policy.num_exits))
-    return TorchBackend(model, policy.open_exits, reads, settings, batch_size)
-
-
-def _saved_model(folder: Path) -> Any:
-    from alight.networks.store import load_model
-
-    return load_model(folder)
-
-
-def _given(policy: Policy | None, folder: Path) -> Policy:
-    if policy is None:
-        raise BadFile(folder, "it is a saved model, which has no policy", "give one: Predictor.load(folder, policy)")
-    return policy
-
-
-def _others(settings: RunSettings) -> dict[str, Any]:
-    """Return the settings that do not apply to exported stages."""
-    rest = replace(settings, threads=None, device=None if settings.device == "cpu" else settings.device)
-    return vars(rest)
-
-
-def _check_exits(policy: Policy, exits: int) -> None:
+def check_exits(policy: Policy, exits: int) -> None:
+    """Check that the policy is for a network with so many exits."""
     if policy.num_exits != exits:
         raise Mismatch(
             f"the policy is for {policy.num_exits} exits and the network has {exits}: calibrate on outputs of this"
@@ -277,24 +266,12 @@ def _check_exits(policy: Policy, exits: int) -> None:
         )
 
 
-def _check_policy(policy: Policy, backend: Backend, probabilities: bool, allow_mismatch: bool) -> None:
-    """Check that the policy is one for these stages."""
-    _check_exits(policy, len(backend.exits))
-    if policy.open_exits != backend.open_exits:
+def check_fingerprint(policy: Policy, own: str) -> None:
+    """Check that the policy was calibrated on outputs of the network with this fingerprint, if it says on which."""
+    if policy.fingerprint not in ("", own):
         raise Mismatch(
-            f"the policy opens exits {policy.open_exits} and these stages end at exits {backend.open_exits}: make a new"
-            " predictor for it, or export the network with this policy"
-        )
-    if not allow_mismatch and policy.fingerprint and policy.fingerprint != backend.fingerprint:
-        raise Mismatch(
-            f"the policy was calibrated on outputs of the network {policy.fingerprint} and this is"
-            f" {backend.fingerprint}: weights, exits, dtype or preprocessing differ; record and calibrate again, or"
-            " allow_mismatch=True"
-        )
-    if probabilities and not policy.keeps_predictions:
-        raise BadInput(
-            f"with {type(policy.lens).__name__} an answer need not be its exit's own, so it has no single probability:"
-            " leave probabilities out"
+            f"the policy was calibrated on outputs of the network {policy.fingerprint} and this is {own}: weights,"
+            " exits, dtype or preprocessing differ; record and calibrate again, or allow_mismatch=True"
         )
 
 

@@ -4,14 +4,16 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from itertools import chain, repeat
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from tqdm import tqdm
 
 from alight.data.batches import BATCH_SIZE, Batch, batches, in_batches, length_of, prefetch
-from alight.engine.head_values import LOGS, HeadValues, Reads
+from alight.data.preprocess import as_array
+from alight.engine.backends import LOGS, DeviceValues, HeadValues, Reads
 from alight.engine.settings import RunSettings
 from alight.errors import BadInput
 from alight.files import GrowingArrays, PathLike
@@ -115,24 +117,8 @@ def record_to(
         return Recorded(written, growing.rows, exits, score, fingerprint.result(), accuracies)
 
 
-class _Arriving(NamedTuple):
-    """The head values of a batch, perhaps on their way, and its labels."""
-
-    values: Any
-    labels: Any
-    num_classes: int
-
-
 class Recorder:
-    """A network made ready to be recorded: what `record` uses, for repeated use.
-
-    >>> import torch
-    >>> from torch import nn
-    >>> from alight import MultiExitModel
-    >>> model = MultiExitModel([nn.Linear(4, 8), nn.Linear(8, 8)], [nn.Linear(8, 3), nn.Linear(8, 3)])
-    >>> [len(table) for table in Recorder(model).tables([torch.zeros(5, 4), torch.zeros(2, 4)], progress=False)]
-    [5, 2]
-    """
+    """A network made ready to be recorded: what `record` uses, for repeated use."""
 
     def __init__(
         self,
@@ -152,27 +138,25 @@ class Recorder:
         self.backend = EveryExit(model, exits, [Reads(self.columns)], settings)
 
     def tables(self, data: Any, batch_size: int = BATCH_SIZE, progress: bool = True) -> Iterator[HeadOutputs]:
-        """Yield the table of each batch, in their order."""
+        """Yield the table of each batch, in their order; on a device the next batches run while one is on its way."""
         loader = in_batches(data, self.backend.inputs, batch_size)
         bar: dict[str, Any] = {"desc": "record", "unit": "batch", "total": length_of(loader), "disable": not progress}
+        awaited: deque[tuple[Any, Any]] = deque()  # head values, perhaps on their way, and labels
         seen = 0
-        for arriving in self._arriving(tqdm(prefetch(self._loaded(loader)), **bar)):
-            table = self._table(arriving, seen)
-            yield table
-            seen += len(table)
+        for batch in chain(tqdm(prefetch(self._loaded(loader)), **bar), repeat(None, self.backend.in_flight)):
+            if batch is not None:
+                awaited.append((self._launched(batch), batch.labels))
+            if awaited and (batch is None or len(awaited) > self.backend.in_flight):
+                table = self._table(*awaited.popleft(), seen)
+                yield table
+                seen += len(table)
 
-    def _arriving(self, loaded: Iterable[Batch]) -> Iterator[_Arriving]:
-        """Yield the values of each batch, in their order; on a device the next batches run while one is on its way."""
-        awaited: deque[_Arriving] = deque()
-        for batch in loaded:
-            with self.backend.running():
-                values, _ = self.backend.run(0, self.backend.admit(batch.inputs))
-                if not isinstance(values, HeadValues):
-                    values.send()
-            awaited.append(_Arriving(values, batch.labels, self.backend.num_classes))
-            if len(awaited) > self.backend.in_flight:
-                yield awaited.popleft()
-        yield from awaited
+    def _launched(self, batch: Batch) -> HeadValues | DeviceValues:
+        with self.backend.running():
+            values, _ = self.backend.run(0, self.backend.admit(batch.inputs))
+            if not isinstance(values, HeadValues):
+                values.send()
+        return values
 
     def _loaded(self, loader: Iterable[Any]) -> Iterator[Batch]:
         """Yield the batches of a loader, fetched ahead; all with labels, or none."""
@@ -186,15 +170,20 @@ class Recorder:
                 )
             yield Batch(self.backend.pin(batch.inputs), batch.labels)
 
-    def _table(self, arriving: _Arriving, seen: int) -> HeadOutputs:
+    def _table(self, values: Any, labels: Any, seen: int) -> HeadOutputs:
         """Return the table of a batch, `seen` samples after the first."""
-        values, labels, num_classes = arriving
         values = values if isinstance(values, HeadValues) else values.get()  # the only wait for this batch
         shape = (-1, len(self.backend.exits))
-        self._check(values.largest.reshape(shape), seen)
+        largest = values.largest.reshape(shape)
+        if not np.isfinite(largest).all():  # other logits may be -inf: a class that was masked out
+            row, exit_index = np.argwhere(~np.isfinite(largest))[0]
+            raise BadInput(
+                f"exit {exit_index} ({self.backend.exits[exit_index]}) gives {largest[row, exit_index]:g} for sample"
+                f" {seen + row}: look for NaN in that sample or in the weights; in half precision try dtype='bf16'"
+            )
         if labels is not None:
-            Batch(labels, labels).check(num_classes)
-            labels = labels.cpu().numpy() if hasattr(labels, "cpu") else np.asarray(labels)
+            Batch((), labels).check(self.backend.num_classes)
+            labels = as_array(labels)
         columns = dict(zip(self.columns, values.columns, strict=True))
         logs = columns.pop(LOGS, None)
         scores = {name: column.reshape(shape).copy() for name, column in columns.items()}  # lets go of the others
@@ -204,14 +193,5 @@ class Recorder:
             labels=labels,
             score=self.score,
             features=scores,
-            log_probabilities=None if logs is None else logs.reshape(*shape, num_classes),
+            log_probabilities=None if logs is None else logs.reshape(*shape, self.backend.num_classes),
         )
-
-    def _check(self, largest: np.ndarray, seen: int) -> None:
-        bad = ~np.isfinite(largest)  # other logits may be -inf: a class that was masked out
-        if bad.any():
-            row, exit_index = np.argwhere(bad)[0]
-            raise BadInput(
-                f"exit {exit_index} ({self.backend.exits[exit_index]}) gives {largest[row, exit_index]:g} for sample"
-                f" {seen + row}: look for NaN in that sample or in the weights; in half precision try dtype='bf16'"
-            )

@@ -1,8 +1,8 @@
 """A network and a policy become a folder: a file per open exit, the policy, and a manifest that describes them."""
 
 import shutil
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -11,18 +11,19 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from alight.data.spec import TensorSpec
+from alight.data.preprocess import TensorSpec
 from alight.engine.backends.torch.prepare import prepared
 from alight.engine.manifest import AOTI, MANIFEST, ONNX, POLICY, SUFFIXES, TOKENIZER, Manifest, StageFile, checksum
+from alight.engine.predictor import check_exits, check_fingerprint
 from alight.engine.settings import RunSettings
-from alight.errors import AlightError, BadInput, Mismatch
+from alight.errors import AlightError, BadInput
 from alight.export.programs import (
-    ExportedStage,
+    ExportJob,
     StageRuns,
     branches_on_data,
-    captured,
     check_compiler,
     exported_stages,
+    quietly,
     reason,
     run_stages,
     spec_of,
@@ -38,6 +39,10 @@ from alight.policies.policy import Policy
 TOLERANCE = 1e-4  # of the largest number that a stage gives: a hundred times what float32 loses, far less than a fault
 LEAST = 1e-2  # what a largest number counts at least: below, float32 loses too much for the comparison to mean a thing
 LIBRARIES = ("alight", "torch", "onnx", "onnxscript", "onnxruntime")
+WRITERS: dict[str, dict[str, Callable[[ExportJob], None]]] = {  # what writes a format, the first that can
+    ONNX: {"export": write_onnx, "trace": write_traced},  # with some pairs of libraries only the second can
+    AOTI: {"export": write_package},
+}
 
 
 def export_model(
@@ -82,7 +87,7 @@ def export_model(
         files, notes = [], []
         for index, (stage, run) in enumerate(tqdm([*zip(stages, runs, strict=True)], "export", disable=not progress)):
             path = filling / f"stage_{index}{SUFFIXES[format]}"
-            notes.append(ExportJob(stage, run, path, specs[index], specs[index + 1]).write(format))
+            notes.append(_write(ExportJob(stage, run, path, specs[index], specs[index + 1]), format))
             files.append(StageFile(path.name, checksum(path.read_bytes()), stage.exit_index, specs[index + 1]))
         policy.save(filling / POLICY)
         if tokenizer is not None:
@@ -117,58 +122,37 @@ def _specs(model: MultiExitModel, runs: list[StageRuns]) -> list[tuple[TensorSpe
     return specs
 
 
-@dataclass(frozen=True)
-class ExportJob:
-    """One stage that becomes one file."""
+def _write(job: ExportJob, format: str) -> tuple[float, str]:  # noqa: A002
+    """Write a stage's file, and return how far it is from the network and which of torch's exporters wrote it."""
+    reasons = []
+    for name, write in WRITERS[format].items():
+        try:
+            with quietly():
+                write(job)
+            return _difference(job, format), name
+        except ImportError as error:
+            raise AlightError(f'{error}: pip install "alight[export]"') from error
+        except Exception as error:
+            reasons.append(error)
+            if branches_on_data(error):
+                break
+    raise AlightError(
+        f"the stage of exit {job.stage.exit_index} cannot be exported ({reason(reasons[0])}): rewrite what it names,"
+        " open only exits before it, or run the network with PyTorch"
+    ) from reasons[0]
 
-    stage: ExportedStage
-    runs: StageRuns
-    path: Path
-    inputs: tuple[TensorSpec, ...]
-    outputs: tuple[TensorSpec, ...]
 
-    def write(self, format: str) -> tuple[float, str]:  # noqa: A002
-        """Write the file, and return how far it is from the network and which of torch's exporters wrote it."""
-        ways: Mapping[str, Mapping[str, Callable[[], None]]] = {
-            ONNX: {"export": self._onnx, "trace": self._traced},  # with some pairs of libraries only the second can
-            AOTI: {"export": self._package},
-        }
-        reasons = []
-        for name, way in ways[format].items():
-            try:
-                way()
-                return self._difference(format), name
-            except ImportError as error:
-                raise AlightError(f'{error}: pip install "alight[export]"') from error
-            except Exception as error:
-                reasons.append(error)
-                if branches_on_data(error):
-                    break
-        raise AlightError(
-            f"the stage of exit {self.stage.exit_index} cannot be exported ({reason(reasons[0])}): rewrite what it"
-            " names, open only exits before it, or run the network with PyTorch"
-        ) from reasons[0]
-
-    def _onnx(self) -> None:
-        write_onnx(captured(self.stage, self.runs, self.inputs), self.path, self.inputs, self.outputs)
-
-    def _traced(self) -> None:
-        write_traced(self.stage, self.runs, self.path, self.inputs, self.outputs)
-
-    def _package(self) -> None:
-        write_package(captured(self.stage, self.runs, self.inputs), self.path)
-
-    def _difference(self, format: str) -> float:  # noqa: A002
-        """Return the largest difference from the network, over its largest number; an error if that is too large."""
-        run = _runner(self.path, format)
-        worst = 0.0
-        for given, expected in zip(self.runs.inputs, self.runs.outputs, strict=True):
-            logits, others = run(tuple(each.numpy() for each in given))
-            for found, wanted in zip((logits, *others), expected, strict=True):
-                worst = max(worst, _difference_of(np.asarray(found), wanted.numpy()))
-        if not worst <= TOLERANCE:
-            raise AlightError(f"{self.path.name} differs from the network by {worst:.1e} of its largest number")
-        return worst
+def _difference(job: ExportJob, format: str) -> float:  # noqa: A002
+    """Return the largest difference from the network, over its largest number; an error if that is too large."""
+    run = _runner(job.path, format)
+    worst = 0.0
+    for given, expected in zip(job.runs.inputs, job.runs.outputs, strict=True):
+        logits, others = run(tuple(each.numpy() for each in given))
+        for found, wanted in zip((logits, *others), expected, strict=True):
+            worst = max(worst, _difference_of(np.asarray(found), wanted.numpy()))
+    if not worst <= TOLERANCE:
+        raise AlightError(f"{job.path.name} differs from the network by {worst:.1e} of its largest number")
+    return worst
 
 
 def _runner(path: Path, format: str) -> Any:  # noqa: A002
@@ -192,16 +176,9 @@ def _difference_of(found: np.ndarray, wanted: np.ndarray) -> float:
 def _check(model: MultiExitModel, policy: Policy, format: str, own: str) -> None:  # noqa: A002
     if format not in SUFFIXES:
         raise BadInput(f"there is no format {format!r}: choose {' or '.join(SUFFIXES)}")
-    if policy.num_exits != model.num_exits:
-        raise Mismatch(
-            f"the policy is for {policy.num_exits} exits and the network has {model.num_exits}:"
-            " calibrate on outputs of this network"
-        )
-    if own and policy.fingerprint not in ("", own):
-        raise Mismatch(
-            f"the policy was calibrated on outputs of the network {policy.fingerprint} and this is {own}:"
-            " record and calibrate again, or allow_mismatch=True"
-        )
+    check_exits(policy, model.num_exits)
+    if own:
+        check_fingerprint(policy, own)
     if format == AOTI:
         check_compiler()
     odd = {each.dtype for each in model.state_dict().values() if each.is_floating_point()} - {torch.float32}
@@ -223,8 +200,6 @@ def _check_replaceable(folder: Path) -> None:
 def _versions() -> dict[str, str]:
     found = {}
     for name in LIBRARIES:
-        try:
+        with suppress(PackageNotFoundError):
             found[name] = version(name)
-        except PackageNotFoundError:
-            continue
     return found

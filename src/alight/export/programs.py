@@ -15,10 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
-from alight.data.spec import TensorSpec
-from alight.engine.backends import State
+from alight.data.preprocess import TensorSpec
+from alight.engine.backends import Reads, State
 from alight.engine.backends.torch import OpenStage, open_stages
-from alight.engine.head_values import Reads
 from alight.errors import AlightError, BadInput
 from alight.networks.multi_exit import MultiExitModel
 from alight.policies.policy import Policy
@@ -26,6 +25,10 @@ from alight.policies.policy import Policy
 BATCHES = (3, 1)  # samples in the examples: the first is traced, all are compared
 TOKENS = (7, 10)  # of texts in them, so that no size is that of another axis
 MASK = "attention_mask"
+LOGITS = TensorSpec("logits", (None, None), "float32")
+OPSET = 18  # of ONNX, from 2022: old enough for runtimes on devices, new enough for torch
+PACKAGE_SETTINGS = {"cpp.dynamic_threads": True}  # as many threads as where it runs, not where it was compiled
+COMPILERS = ("c++", "g++", "clang++", "cl")
 
 
 class ExportedStage(nn.Module):
@@ -49,6 +52,31 @@ class StageRuns:
     outputs: Sequence[State]
 
 
+@dataclass(frozen=True)
+class ExportJob:
+    """One stage that becomes one file."""
+
+    stage: ExportedStage
+    runs: StageRuns
+    path: Path
+    inputs: tuple[TensorSpec, ...]
+    outputs: tuple[TensorSpec, ...]
+
+    def captured(self) -> Any:
+        """Return the stage as torch.export captures it, for batches of any size, and texts of any length where free."""
+        sizes = tuple(
+            {axis: torch.export.Dim.DYNAMIC for axis, size in enumerate(each.shape) if size is None}
+            for each in self.inputs
+        )
+        with torch.no_grad():
+            return torch.export.export(self.stage, tuple(self.runs.inputs[0]), dynamic_shapes=(sizes,), strict=False)
+
+    def onnx_arguments(self) -> dict[str, Any]:
+        """Return the arguments of both ONNX exporters of torch: names of tensors, and the version of operators."""
+        names = [each.name for each in self.inputs], [LOGITS.name, *(each.name for each in self.outputs)]
+        return {"input_names": names[0], "output_names": names[1], "opset_version": OPSET, "verbose": False}
+
+
 def exported_stages(model: MultiExitModel, policy: Policy) -> list[ExportedStage]:
     """Return the network as the policy opens it: without closed heads, and nothing after the last open exit."""
     stages = open_stages(model, policy.open_exits, [Reads(())] * len(policy.open_exits))
@@ -63,12 +91,11 @@ def run_stages(stages: Sequence[ExportedStage], model: MultiExitModel, example: 
     """
     rng = torch.Generator().manual_seed(0)
     try:
-        runs = _runs(stages, [_random(model, example, *sizes, rng) for sizes in zip(BATCHES, TOKENS, strict=True)])
+        return _runs(stages, [_random(model, example, *sizes, rng) for sizes in zip(BATCHES, TOKENS, strict=True)])
     except Exception:
         if not model.input_names:
             raise
-        runs = _runs(stages, [_random(model, example, count, None, rng) for count in BATCHES])
-    return [StageRuns(*(list(each) for each in zip(*run, strict=True))) for run in zip(*runs, strict=True)]
+        return _runs(stages, [_random(model, example, count, None, rng) for count in BATCHES])
 
 
 def spec_of(name: str, tensors: Sequence[Tensor]) -> TensorSpec:
@@ -80,17 +107,15 @@ def spec_of(name: str, tensors: Sequence[Tensor]) -> TensorSpec:
     return TensorSpec(name, (None, *others), str(tensors[0].dtype).removeprefix("torch."))
 
 
-def _runs(stages: Sequence[ExportedStage], inputs: Sequence[State]) -> list[list[tuple[State, State]]]:
-    with torch.no_grad():
-        return [[*_walk(stages, state)] for state in inputs]
-
-
-def _walk(stages: Sequence[ExportedStage], state: State) -> Iterator[tuple[State, State]]:
+def _runs(stages: Sequence[ExportedStage], inputs: Sequence[State]) -> list[StageRuns]:
+    runs = []
     for stage in stages:
-        outputs = stage(*state)
-        yield state, outputs
+        with torch.no_grad():
+            outputs = [stage(*state) for state in inputs]
+        runs.append(StageRuns(inputs, outputs))
         # New tensors: a trace would keep what a stage noted about its own.
-        state = tuple(each.detach() for each in outputs[1:])
+        inputs = [tuple(each.detach() for each in made[1:]) for made in outputs]
+    return runs
 
 
 def _random(model: MultiExitModel, example: Any, count: int, tokens: int | None, rng: torch.Generator) -> State:
@@ -110,45 +135,29 @@ def _random(model: MultiExitModel, example: Any, count: int, tokens: int | None,
     return tuple(drawn(*pair) for pair in zip(names, model.admit(example), strict=True))
 
 
-Tensors = tuple[TensorSpec, ...]
-
-LOGITS = TensorSpec("logits", (None, None), "float32")
-PACKAGE_SETTINGS = {"cpp.dynamic_threads": True}  # as many threads as where it runs, not where it was compiled
-COMPILERS = ("c++", "g++", "clang++", "cl")
-OPSET = 18  # of ONNX, from 2022: old enough for runtimes on devices, new enough for torch
+def write_onnx(job: ExportJob) -> None:
+    """Write a stage as one ONNX file."""
+    path, program = str(job.path), job.captured()
+    torch.onnx.export(program, (), path, dynamo=True, external_data=False, **job.onnx_arguments())
 
 
-def captured(stage: ExportedStage, runs: StageRuns, inputs: Tensors) -> Any:
-    """Return the stage as torch.export captures it, for batches of any size, and texts of any length where free."""
-    sizes = tuple(
-        {axis: torch.export.Dim.DYNAMIC for axis, size in enumerate(each.shape) if size is None} for each in inputs
-    )
-    with quietly(), torch.no_grad():
-        return torch.export.export(stage, tuple(runs.inputs[0]), dynamic_shapes=(sizes,), strict=False)
-
-
-def write_onnx(program: Any, path: Path, inputs: Tensors, outputs: Tensors) -> None:
-    """Write a captured stage as one ONNX file."""
-    with quietly():
-        torch.onnx.export(program, (), str(path), dynamo=True, external_data=False, **_named(inputs, outputs))
-
-
-def write_traced(stage: ExportedStage, runs: StageRuns, path: Path, inputs: Tensors, outputs: Tensors) -> None:
+def write_traced(job: ExportJob) -> None:
     """Write a stage as one ONNX file by torch's older exporter, which records one run: for what the other cannot do."""
-    named = _named(inputs, outputs)
-    shapes = zip((*named["input_names"], *named["output_names"]), (*inputs, LOGITS, *outputs), strict=True)
     axes = {
-        name: {axis: f"{name}_{axis}" if axis else "samples" for axis, size in enumerate(spec.shape) if size is None}
-        for name, spec in shapes
+        each.name: {
+            axis: f"{each.name}_{axis}" if axis else "samples" for axis, size in enumerate(each.shape) if size is None
+        }
+        for each in (*job.inputs, LOGITS, *job.outputs)
     }
-    given = tuple(runs.inputs[0])
-    with quietly(), torch.no_grad():
-        torch.onnx.export(stage, given, str(path), dynamo=False, dynamic_axes=axes, **named)
+    given, path = tuple(job.runs.inputs[0]), str(job.path)
+    with torch.no_grad():
+        torch.onnx.export(job.stage, given, path, dynamo=False, dynamic_axes=axes, **job.onnx_arguments())
 
 
-def _named(inputs: Tensors, outputs: Tensors) -> dict[str, Any]:
-    names = {"input_names": [each.name for each in inputs], "output_names": [each.name for each in (LOGITS, *outputs)]}
-    return {**names, "opset_version": OPSET, "verbose": False}
+def write_package(job: ExportJob) -> None:
+    """Compile a stage into a .pt2 package; takes a C++ compiler and most of a minute."""
+    path, program = str(job.path), job.captured()
+    torch._inductor.aoti_compile_and_package(program, package_path=path, inductor_configs=PACKAGE_SETTINGS)
 
 
 def check_compiler() -> None:
@@ -157,12 +166,6 @@ def check_compiler() -> None:
         raise AlightError(f"torch {torch.__version__} compiles no packages: use torch 2.6 or newer, or format='onnx'")
     if not any(map(shutil.which, (os.environ.get("CXX", ""), *COMPILERS))):
         raise AlightError("there is no C++ compiler: install one (apt install g++), or use format='onnx'")
-
-
-def write_package(program: Any, path: Path) -> None:
-    """Compile a captured stage into a .pt2 package; takes a C++ compiler and most of a minute."""
-    with quietly():
-        torch._inductor.aoti_compile_and_package(program, package_path=str(path), inductor_configs=PACKAGE_SETTINGS)
 
 
 @contextmanager

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from alight.data.batches import by_name
-from alight.data.spec import InputSpec, TensorSpec
+from alight.data.preprocess import InputSpec, TensorSpec
 from alight.data.tokens import MASK
 from alight.errors import BadInput
 from alight.networks.heads import Head

@@ -1,20 +1,42 @@
 """What executes stages: PyTorch, ONNX Runtime, AOTInductor. The engine above knows no framework.
 
-A stage here is what lies between two open exits: the network's own stages up to an open exit, and its head.
+A stage here is what lies between two open exits: the network's own stages up to an open exit, and its head. What the
+policy reads of a head is class, scores and probability of each sample, computed from logits in float64.
 """
 
+import math
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Protocol, Self
+from typing import Any, NamedTuple, Protocol, Self
 
 import numpy as np
 import numpy.typing as npt
 
-from alight.data.spec import InputSpec
-from alight.engine.head_values import HeadValues, Reads
+from alight.data.preprocess import InputSpec
+from alight.scores import probabilities, score_of
 
+Floats = npt.NDArray[np.float64]
 Integers = npt.NDArray[np.int64]
 State = tuple[Any, ...]  # what crosses a cut: arrays or tensors with one row per sample
+
+LOGS = "log_probabilities"
+SOFTMAX_SCORES = ((), ("margin",), ("max_probability",))  # columns that the softmax of one sample gives directly
+
+
+class HeadValues(NamedTuple):
+    """What the host reads of a head: arrays with one entry per sample, or numbers of a single sample."""
+
+    predictions: Any  # class with the largest logit
+    largest: Any  # that logit; NaN or infinite where the logits are unusable
+    columns: tuple[Any, ...]  # what the policy reads, by its `inputs`
+    probabilities: Any | None  # of the class, where asked for
+
+
+class Reads(NamedTuple):
+    """What is computed from the logits of one stage."""
+
+    columns: tuple[str, ...]
+    probability: bool = False  # of the class, too
 
 
 class DeviceValues(Protocol):
@@ -82,3 +104,63 @@ class Backend(Protocol):
 
     def with_reads(self, reads: Sequence[Reads]) -> Self:
         """Return the same stages with other values computed from their logits."""
+
+
+def score_rows(logits: np.ndarray, reads: Reads) -> HeadValues:
+    """Return the values of logits with one row per sample.
+
+    >>> score_rows(np.array([[0.0, np.log(3.0)]]), Reads(("margin",))).columns
+    (array([0.5]),)
+    """
+    exact = logits.astype(np.float64)
+    predictions = exact.argmax(-1)
+    largest = np.take_along_axis(exact, predictions[..., None], -1)[..., 0]  # NaN where a row has one
+    with np.errstate(invalid="ignore"):  # of unusable rows, which `largest` shows
+        columns = tuple(_column(name, exact) for name in reads.columns)
+        top = score_of("max_probability", exact) if reads.probability else None
+    return HeadValues(predictions, largest, columns, top)
+
+
+def score_one(logits: np.ndarray, reads: Reads) -> HeadValues:
+    """Return the values of a single sample as numbers, equal to the bit to those of `score_rows`.
+
+    It makes few calls, since each costs more than the arithmetic; the largest weight of a softmax is 1.
+
+    >>> score_one(np.array([[0.0, np.log(3.0)]]), Reads(("margin",), probability=True))
+    HeadValues(predictions=1, largest=1.0986122886681098, columns=(0.5,), probabilities=0.75)
+    """
+    row = logits[0].astype(np.float64)
+    best = int(row.argmax())
+    largest = float(row[best])
+    if not math.isfinite(largest) or not (reads.columns or reads.probability):
+        return HeadValues(best, largest, (), None)
+    if reads.columns not in SOFTMAX_SCORES:
+        values = score_rows(row[None], reads)
+        top = None if values.probabilities is None else values.probabilities.item()
+        return HeadValues(best, largest, tuple(column[0] for column in values.columns), top)
+    weights = np.exp(row - largest)
+    total = float(np.add.reduce(weights))
+    first = score = 1.0 / total
+    if reads.columns == ("margin",):
+        weights[best] = 0.0
+        score = first - float(np.maximum.reduce(weights)) / total
+    return HeadValues(best, largest, (score,) if reads.columns else (), first if reads.probability else None)
+
+
+def unpack(packed: Floats, reads: Reads) -> HeadValues:
+    """Return the values of one array as a device hands it over: class, largest logit, columns, probability."""
+    classes = packed.shape[1] - 2 - reads.probability - sum(name != LOGS for name in reads.columns)
+    start, columns = 2, []
+    for name in reads.columns:
+        stop = start + (classes if name == LOGS else 1)
+        columns.append(packed[:, start:stop].astype(np.float16) if name == LOGS else packed[:, start])
+        start = stop
+    top = packed[:, -1] if reads.probability else None
+    return HeadValues(packed[:, 0].astype(np.int64), packed[:, 1], tuple(columns), top)
+
+
+def _column(name: str, logits: Floats) -> Any:
+    if name != LOGS:
+        return score_of(name, logits)
+    with np.errstate(divide="ignore"):
+        return np.log(probabilities(logits)).astype(np.float16)

@@ -1,7 +1,6 @@
 """Stages that torch compiled ahead of time (AOTInductor) and runs."""
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -9,11 +8,10 @@ import numpy as np
 import torch
 
 from alight.data.batches import as_tensor
-from alight.engine.backends import Integers, State
+from alight.engine.backends import State
 from alight.engine.backends.onnx import OnnxBackend
 from alight.engine.backends.torch import rows
-from alight.engine.backends.torch.prepare import threads
-from alight.engine.head_values import Reads
+from alight.engine.backends.torch.prepare import running
 from alight.engine.manifest import Manifest, verified
 
 
@@ -22,8 +20,8 @@ class AotiBackend(OnnxBackend):
 
     name = "PyTorch, compiled ahead of time"
 
-    def __init__(self, folder: Path, manifest: Manifest, reads: Sequence[Reads], threads: int | None = None) -> None:
-        super().__init__(folder, manifest, reads, threads)
+    def __init__(self, folder: Path, manifest: Manifest, threads: int | None = None) -> None:
+        super().__init__(folder, manifest, threads)
         self.threads = threads
 
     def _load(self, folder: Path, manifest: Manifest, threads: int | None) -> list[Any]:
@@ -31,28 +29,19 @@ class AotiBackend(OnnxBackend):
             verified(folder, stage.file, stage.checksum)
         return [Package(folder / stage.file) for stage in manifest.stages]
 
-    def take(self, state: State, chosen: Integers) -> State:
-        """Return the rows of survivors, compacted into new memory."""
-        return rows.take(tuple(map(as_tensor, state)), chosen)
+    take = staticmethod(rows.take)
+    allocate = staticmethod(rows.allocate)
+    move = staticmethod(rows.move)
+    owns = staticmethod(rows.owns)
 
-    def allocate(self, size: int, like: State) -> State:
-        """Return memory for so many samples."""
-        return rows.allocate(size, tuple(map(as_tensor, like)))
+    def admit(self, inputs: State) -> State:
+        return tuple(map(as_tensor, super().admit(inputs)))
 
-    def move(self, source: State, chosen: Integers, target: State, slots: Integers) -> None:
-        """Copy rows of one state into slots of another."""
-        rows.move(tuple(map(as_tensor, source)), chosen, target, slots)
-
-    def owns(self, made: State, given: State) -> bool:
-        """Return whether the tensors lie in memory of their own."""
-        return rows.owns(made, tuple(map(as_tensor, given)))
+    def first_unusable(self, state: State) -> int | None:
+        return super().first_unusable(tuple(each.numpy() for each in state))
 
     def running(self) -> AbstractContextManager[Any]:
-        """Return the context in which stages run: inference mode, and as many threads as asked for."""
-        stack = ExitStack()
-        stack.enter_context(torch.inference_mode())
-        stack.enter_context(threads(self.threads))
-        return stack
+        return running(self.threads)
 
 
 class Package:

@@ -12,8 +12,7 @@ import numpy as np
 
 from alight.data.batches import fitted
 from alight.data.preprocess import first_unusable
-from alight.engine.backends import DeviceValues, Integers, State
-from alight.engine.head_values import HeadValues, Reads, score_one, score_rows
+from alight.engine.backends import DeviceValues, HeadValues, Integers, Reads, State, score_one, score_rows
 from alight.engine.manifest import Manifest, verified
 from alight.errors import BadFile, BadInput
 
@@ -28,9 +27,10 @@ class OnnxBackend:
     in_flight = 0
     supports_single_sample = True
 
-    def __init__(self, folder: Path, manifest: Manifest, reads: Sequence[Reads], threads: int | None = None) -> None:
+    def __init__(self, folder: Path, manifest: Manifest, threads: int | None = None) -> None:
         self.stages = self._load(folder, manifest, threads)
-        self.reads, self.inputs, self.exits = [*reads], manifest.input_spec, manifest.exits
+        self.reads = [Reads(())] * len(self.stages)  # until a policy asks for more
+        self.inputs, self.exits = manifest.input_spec, manifest.exits
         self.open_exits, self.fingerprint = manifest.open_exits, manifest.fingerprint
 
     def _load(self, folder: Path, manifest: Manifest, threads: int | None) -> list[Any]:
@@ -40,56 +40,44 @@ class OnnxBackend:
         ]
 
     def with_reads(self, reads: Sequence[Reads]) -> Self:
-        """Return the same stages with other values computed from their logits."""
         other = copy.copy(self)
         other.reads = [*reads]
         return other
 
     def admit(self, inputs: State) -> State:
-        """Return inputs as arrays of the shapes and dtypes that the first stage takes."""
         return fitted(inputs, self.inputs)
 
     def pin(self, inputs: State) -> State:
-        """Return the inputs unchanged: they are on the host."""
         return inputs
 
     def run(self, stage: int, state: State) -> tuple[HeadValues, State]:
-        """Run one stage."""
         logits, state = self.stages[stage](state)
         return score_rows(logits, self.reads[stage]), state
 
     def run_one(self, stage: int, state: State) -> tuple[HeadValues, State]:
-        """Run one stage for a single sample."""
         logits, state = self.stages[stage](state)
         return score_one(logits, self.reads[stage]), state
 
     def take(self, state: State, rows: Integers) -> State:
-        """Return the rows of survivors, compacted into new memory."""
         return tuple(each[rows] for each in state)
 
     def allocate(self, size: int, like: State) -> State:
-        """Return memory for so many samples."""
         return tuple(np.empty((size, *each.shape[1:]), each.dtype) for each in like)
 
     def move(self, source: State, rows: Integers, target: State, slots: Integers) -> None:
-        """Copy rows of one state into slots of another."""
         for one, other in zip(source, target, strict=True):
             other[slots] = one[rows]
 
     def owns(self, made: State, given: State) -> bool:
-        """Return whether the arrays may be written to: ONNX Runtime gives every output memory of its own."""
-        return all(each.flags.writeable for each in made)
+        return all(each.flags.writeable for each in made)  # ONNX Runtime gives every output memory of its own
 
     def first_unusable(self, state: State) -> int | None:
-        """Return the first row with NaN, infinity or a negative token, which some kernels would answer."""
         return first_unusable(state)
 
     def running(self) -> AbstractContextManager[Any]:
-        """Return an empty context: sessions know their threads."""
-        return nullcontext()
+        return nullcontext()  # sessions know their threads
 
     def gather(self, values: Sequence[DeviceValues]) -> HeadValues:
-        """Refuse: values of the host are never fetched later."""
         raise BadInput(f"{self.name} computes values on the host: there is nothing to gather")
 
 

@@ -2,18 +2,17 @@
 
 import copy
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 
-from alight.engine.backends import Integers, State
+from alight.data.batches import as_tensor
+from alight.engine.backends import HeadValues, Reads, State, unpack
 from alight.engine.backends.torch import rows
-from alight.engine.backends.torch.prepare import accelerate, device_of, pinned, placed, prepared, threads
+from alight.engine.backends.torch.prepare import accelerate, device_of, placed, prepared, running
 from alight.engine.backends.torch.values import OnDevice, gather, pack, score_one
-from alight.engine.head_values import HeadValues, Reads, unpack
 from alight.engine.settings import RunSettings
 from alight.errors import BadInput
 from alight.networks.multi_exit import MultiExitModel, advance, read
@@ -28,6 +27,7 @@ class OpenStage(nn.Module):
     def __init__(self, stages: Sequence[nn.Module], head: nn.Module, reads: Reads, *, last: bool) -> None:
         super().__init__()
         self.stages, self.head, self.reads, self.last = nn.ModuleList(stages), head, reads, last
+        self.head_reads_everything = getattr(head, "reads_everything", False)  # looked up once, which is slow
 
     def forward(self, *state: Tensor) -> tuple[State, Tensor]:
         """Return the next state, and packed values; the logits where the policy reads nothing but the class."""
@@ -36,9 +36,10 @@ class OpenStage(nn.Module):
 
     def logits(self, *state: Tensor) -> tuple[State, Tensor]:
         """Return the next state, which is empty after the last open exit, and the head's logits."""
-        for stage in self._modules["stages"]._modules.values():  # type: ignore[union-attr]  # faster than by attribute
-            state = advance(stage, state)  # type: ignore[arg-type]
-        logits = read(self.head, state)
+        modules: Any = self._modules  # faster than by attribute
+        for stage in modules["stages"]._modules.values():
+            state = advance(stage, state)
+        logits = modules["head"](*(state if self.head_reads_everything else state[:1]))
         return (() if self.last else state), logits
 
 
@@ -64,10 +65,21 @@ class AllHeads(nn.Module):
         return (shapes[0][1],), pack(torch.stack(logits, dim=1).flatten(0, 1), self.reads)
 
 
+def open_stages(model: MultiExitModel, open_exits: Sequence[int], reads: Sequence[Reads]) -> list[OpenStage]:
+    """Return the network between its open exits: without closed heads, and nothing after the last open exit."""
+    stages, start, last = [], 0, open_exits[-1]
+    for exit_index, read_here in zip(open_exits, reads, strict=True):
+        own = [*model.stages][start : exit_index + 1]
+        stages.append(OpenStage(own, model.heads[exit_index], read_here, last=exit_index == last))
+        start = exit_index + 1
+    return stages
+
+
 class TorchBackend:
     """The stages of a network with exits between the exits that are open."""
 
     name = "PyTorch"
+    make_stages: Callable[..., list[Any]] = staticmethod(open_stages)
 
     def __init__(
         self,
@@ -85,13 +97,12 @@ class TorchBackend:
         self.inputs, self.exits, self.open_exits = model.input_spec, model.exits, tuple(open_exits)
         self.in_flight = 0 if self.device.type == "cpu" else IN_FLIGHT
         self.batch_size = batch_size
+        self.admit = partial(placed, device=self.device, settings=self.settings)
+        self.running = partial(running, self.settings.threads)
         self._build(reads)
 
     def _build(self, reads: Sequence[Reads]) -> None:
-        self.stages: list[Any] = open_stages(self.model, self.open_exits, reads)
-        self._accelerate()
-
-    def _accelerate(self) -> None:
+        self.stages = self.make_stages(self.model, self.open_exits, reads)
         self.runs = accelerate(self.stages, self.device, self.settings, self.batch_size)
         self.supports_single_sample = self.device.type == "cpu" and self.runs is None
 
@@ -101,23 +112,19 @@ class TorchBackend:
         return fingerprint(self.model)
 
     def with_reads(self, reads: Sequence[Reads]) -> Self:
-        """Return the same stages with other values computed from their logits."""
         if [*reads] == [stage.reads for stage in self.stages]:
             return self
         other = copy.copy(self)
         other._build(reads)
         return other
 
-    def admit(self, inputs: State) -> State:
-        """Place inputs where the stages run."""
-        return placed(inputs, self.device, self.settings)
-
     def pin(self, inputs: State) -> State:
-        """Return inputs in memory from which a GPU copies while it works."""
-        return pinned(inputs, self.device)
+        tensors = tuple(map(as_tensor, inputs))
+        if self.device.type != "cuda":
+            return tensors
+        return tuple(each if each.is_cuda or each.is_pinned() else each.pin_memory() for each in tensors)
 
     def run(self, stage: int, state: State) -> tuple[HeadValues | OnDevice, State]:
-        """Run one stage; on a GPU its values are still there."""
         reads = self.stages[stage].reads
         run = self.runs[stage] if self.runs else self.stages[stage].forward  # faster than a call, which looks for hooks
         state, values = run(*state)
@@ -126,38 +133,25 @@ class TorchBackend:
         return unpack((values if reads.columns else pack(values, reads)).numpy(), reads), state
 
     def run_one(self, stage: int, state: State) -> tuple[HeadValues, State]:
-        """Run one stage for a single sample on the host."""
         module = self.stages[stage]
         state, logits = module.logits(*state)
         return score_one(logits, module.reads), state
 
-    def take(self, state: State, chosen: Integers) -> State:
-        """Return the rows of survivors, compacted into new memory."""
-        return rows.take(state, chosen)
-
+    take = staticmethod(rows.take)
     allocate = staticmethod(rows.allocate)
     move = staticmethod(rows.move)
     owns = staticmethod(rows.owns)
     gather = staticmethod(gather)
 
     def first_unusable(self, state: State) -> int | None:
-        """Return None: torch carries NaN through to the logits, where the engine finds it."""
-        return None
-
-    def running(self) -> AbstractContextManager[Any]:
-        """Return the context in which stages run: inference mode, and as many threads as the settings say."""
-        if self.settings.threads is None:
-            return nullcontext() if torch.is_inference_mode_enabled() else torch.inference_mode()
-        stack = ExitStack()
-        stack.enter_context(torch.inference_mode())
-        stack.enter_context(threads(self.settings.threads))
-        return stack
+        return None  # torch carries NaN through to the logits, where the engine finds it
 
 
 class EveryExit(TorchBackend):
     """The whole network as one stage that gives the values of every exit: what a recording is made of."""
 
     num_classes = 0  # known once a batch has run
+    make_stages = staticmethod(lambda model, _, reads: [AllHeads(model, reads[0])])
 
     def fingerprint_aside(self) -> Callable[[], str]:
         """Return a function that takes the fingerprint in another thread, on a GPU in a stream of its own."""
@@ -172,23 +166,6 @@ class EveryExit(TorchBackend):
 
         return take
 
-    def _build(self, reads: Sequence[Reads]) -> None:
-        self.stages = [AllHeads(self.model, reads[0])]
-        self._accelerate()
-
     def run(self, stage: int, state: State) -> tuple[HeadValues | OnDevice, State]:
-        """Run the network; the values have a row for every sample and exit."""
-        run = self.runs[0] if self.runs else self.stages[0]
-        (self.num_classes,), values = run(*state)
-        reads = self.stages[0].reads
-        return (OnDevice(values, reads, packed=True) if self.in_flight else unpack(values.numpy(), reads)), ()
-
-
-def open_stages(model: MultiExitModel, open_exits: Sequence[int], reads: Sequence[Reads]) -> list[OpenStage]:
-    """Return the network between its open exits: without closed heads, and nothing after the last open exit."""
-    stages, start, last = [], 0, open_exits[-1]
-    for exit_index, read_here in zip(open_exits, reads, strict=True):
-        own = [*model.stages][start : exit_index + 1]
-        stages.append(OpenStage(own, model.heads[exit_index], read_here, last=exit_index == last))
-        start = exit_index + 1
-    return stages
+        values, (self.num_classes,) = super().run(stage, state)
+        return values, ()

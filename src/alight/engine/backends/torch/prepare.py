@@ -4,7 +4,7 @@ import copy
 import time
 import types
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -23,7 +23,7 @@ LAST = torch.channels_last
 
 def prepared(model: MultiExitModel, settings: RunSettings) -> MultiExitModel:
     """Return the network in evaluation mode as it will run; a copy, unless only its mode has to change."""
-    device, dtype = device_of(model, settings.device), dtype_of(settings)
+    device, dtype = device_of(model, settings.device), settings.dtype and getattr(torch, settings.dtype)
     tensors = [*model.parameters(), *model.buffers()]
     move = any(each.device != device for each in tensors)
     cast = dtype is not None and any(each.dtype != dtype for each in tensors if each.is_floating_point())
@@ -49,44 +49,39 @@ def device_of(model: nn.Module, device: Any = None) -> torch.device:
     return wanted
 
 
-def dtype_of(settings: RunSettings) -> torch.dtype | None:
-    """Return the dtype of the settings; None leaves the network's own."""
-    return None if settings.dtype is None else getattr(torch, settings.dtype)
-
-
 def placed(inputs: State, device: torch.device, settings: RunSettings) -> State:
     """Return inputs as the prepared network takes them; only floating point numbers change their dtype."""
-    dtype = dtype_of(settings)
-
-    def moved(tensor: Tensor) -> Tensor:
-        tensor = tensor.to(device, dtype if tensor.is_floating_point() else None, non_blocking=True)
-        last = settings.channels_last and tensor.dim() == 4 and tensor.is_floating_point()
-        return tensor.contiguous(memory_format=LAST) if last else tensor
-
-    return tuple(moved(as_tensor(each)) for each in inputs)
-
-
-def pinned(inputs: State, device: torch.device) -> State:
-    """Return inputs in memory from which a GPU copies while it works; unchanged for other devices."""
-    tensors = tuple(map(as_tensor, inputs))
-    if device.type != "cuda":
-        return tensors
-    return tuple(each if each.is_cuda or each.is_pinned() else each.pin_memory() for each in tensors)
-
-
-def threads(count: int | None) -> AbstractContextManager[None]:
-    """Return a context with so many threads of torch on the host; None leaves them unchanged."""
-    return nullcontext() if count is None else _threads(count)
+    dtype, made = settings.dtype and getattr(torch, settings.dtype), []
+    for each in inputs:
+        tensor = as_tensor(each)
+        floating = tensor.is_floating_point()
+        tensor = tensor.to(device, dtype if floating else None, non_blocking=True)
+        last = settings.channels_last and floating and tensor.dim() == 4
+        made.append(tensor.contiguous(memory_format=LAST) if last else tensor)
+    return tuple(made)
 
 
 @contextmanager
-def _threads(count: int) -> Iterator[None]:
+def threads(count: int | None) -> Iterator[None]:
+    """Give torch so many threads on the host for a while; None leaves them unchanged."""
     before = torch.get_num_threads()
-    torch.set_num_threads(count)
     try:
+        if count is not None:
+            torch.set_num_threads(count)
         yield
     finally:
-        torch.set_num_threads(before)
+        if count is not None:
+            torch.set_num_threads(before)
+
+
+def running(count: int | None) -> AbstractContextManager[Any]:
+    """Return the context in which stages run: inference mode, and so many threads; None leaves them unchanged."""
+    if count is None:  # quick, for single samples
+        return nullcontext() if torch.is_inference_mode_enabled() else torch.inference_mode()
+    stack = ExitStack()
+    stack.enter_context(torch.inference_mode())
+    stack.enter_context(threads(count))
+    return stack
 
 
 Run = Callable[..., Any]

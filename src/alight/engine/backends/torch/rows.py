@@ -35,7 +35,9 @@ def move(source: State, rows: Integers, target: State, slots: Integers) -> None:
         flat, into = _flat(one), _flat(other)
         if flat is None or into is None or _is_channels_last(one) != _is_channels_last(other):
             other[there] = one[places]
-        elif not _moved_at_once(flat, places, into, there):
+        elif one.is_cuda and (found := kernels()) is not None:
+            _launch_move(found.move_rows, flat, places, into, there)
+        else:
             into.index_copy_(0, there, flat.index_select(0, places))
 
 
@@ -74,16 +76,13 @@ def _is_channels_last(tensor: Tensor) -> bool:
     return is_last and not tensor.is_contiguous()
 
 
-def _moved_at_once(source: Tensor, rows: Tensor, target: Tensor, slots: Tensor) -> bool:
-    """Move rows by one Triton kernel, which reads and writes every number once; False where there is none."""
-    if source.device.type != "cuda" or (kernel := _kernel()) is None:
-        return False
+def _launch_move(kernel: Any, source: Tensor, rows: Tensor, target: Tensor, slots: Tensor) -> None:
+    """Move rows by one Triton kernel, which reads and writes every number once."""
     width = next(size for size in WORDS if _is_made_of(source, size) and _is_made_of(target, size))
     flat, into = (each.view(WORDS[width]) for each in (source, target))
     words = flat.shape[1]
     with torch.cuda.device(source.device):
         kernel[(len(rows), -(-words // BLOCK))](flat, rows, into, slots, words, BLOCK=BLOCK)
-    return True
 
 
 def _is_made_of(tensor: Tensor, width: int) -> bool:
@@ -93,13 +92,15 @@ def _is_made_of(tensor: Tensor, width: int) -> bool:
 
 
 @cache
-def _kernel() -> Any:
-    """Return the Triton kernel that moves rows; None without Triton or a compiler for it."""
+def kernels() -> Any:
+    """Return the module of Triton kernels, once each has run; None without Triton or a compiler for it."""
     try:
-        from alight.engine.backends.torch.kernels import move_rows
+        from alight.engine.backends.torch import kernels as found
 
         words, place = (torch.zeros(count, dtype=torch.int64, device="cuda") for count in (8, 1))
-        move_rows[(1, 1)](words, place, words, place, 8, BLOCK=BLOCK)
+        found.move_rows[(1, 1)](words, place, words, place, 8, BLOCK=BLOCK)
+        few, packed = torch.zeros(1, 2, device="cuda"), torch.empty(1, 3, dtype=torch.float64, device="cuda")
+        found.pack_logits[(1,)](few, packed, 2, 2, MARGIN=True, WIDTH=3, BLOCK=2, num_warps=1)
     except Exception:  # anything may be missing on this machine; torch's own calls do the same
         return None
-    return move_rows
+    return found

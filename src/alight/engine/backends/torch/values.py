@@ -1,13 +1,13 @@
 """Head values computed by torch where the logits are, packed into one tensor: one copy brings them to the host."""
 
 from collections.abc import Sequence
-from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from alight.engine.head_values import LOGS, HeadValues, Reads, unpack
+from alight.engine.backends import LOGS, HeadValues, Reads, unpack
+from alight.engine.backends.torch.rows import kernels
 from alight.scores import probabilities, score_of
 
 FUSED = ("margin", "max_probability")  # scores that the Triton kernel computes
@@ -23,9 +23,11 @@ def pack(logits: Tensor, reads: Reads) -> Tensor:
     exact = logits.double() if columns or probability else logits  # the largest is one of them, unchanged
     if first is None:
         largest, predictions = exact.max(-1)
-        parts = [predictions.double(), largest, *(_column(name, exact) for name in columns)]
+        parts, others = [predictions.double(), largest], columns
     else:
-        parts = [first, *(_column(name, exact) for name in columns[1:])]
+        parts, others = [first], columns[1:]
+    for name in others:
+        parts.append(probabilities(exact).log() if name == LOGS else score_of(name, exact))
     if probability:
         parts.append(score_of("max_probability", exact))
     return torch.cat([part if part.ndim == 2 else part[:, None] for part in parts], dim=1)
@@ -64,10 +66,14 @@ class OnDevice:
     def send(self) -> None:
         """Start the copy to the host."""
         values = self.values if self.packed else pack(self.values, self.reads)
-        self.values, self.packed = to_host(values), True
-        if values.is_cuda:
-            self.arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self.arrived.record()
+        self.packed = True
+        if not values.is_cuda:
+            self.values = values.cpu()
+            return
+        host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+        self.values = host.copy_(values, non_blocking=True)
+        self.arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self.arrived.record()
 
     def get(self) -> HeadValues:
         """Return the values once they have arrived."""
@@ -83,13 +89,6 @@ def gather(values: Sequence[Any]) -> HeadValues:
     return unpack(packed.cpu().numpy(), values[0].reads)
 
 
-def to_host(tensor: Tensor) -> Tensor:
-    """Return the tensor on the host; from a GPU it is on its way."""
-    if not tensor.is_cuda:
-        return tensor.cpu()
-    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
-
-
 def pack_by_kernel(logits: Tensor, reads: Reads) -> Tensor | None:
     """Return class, largest logit, one score and perhaps the probability by one kernel instead of ten.
 
@@ -98,14 +97,14 @@ def pack_by_kernel(logits: Tensor, reads: Reads) -> Tensor | None:
     columns, probability = reads
     if not logits.is_cuda or torch.compiler.is_compiling():  # a compiler fuses better still
         return None
-    if len(columns) != 1 or columns[0] not in FUSED or logits.shape[1] > CLASSES or (kernel := _kernel()) is None:
+    if len(columns) != 1 or columns[0] not in FUSED or logits.shape[1] > CLASSES or (found := kernels()) is None:
         return None
     logits = logits if logits.stride(1) == 1 else logits.contiguous()
     count, classes = logits.shape
     packed = torch.empty(count, 3 + probability, dtype=torch.float64, device=logits.device)
     block = max(2, 1 << (classes - 1).bit_length())
     with torch.cuda.device(logits.device):
-        kernel[(count,)](
+        found.pack_logits[(count,)](
             logits,
             packed,
             logits.stride(0),
@@ -116,22 +115,3 @@ def pack_by_kernel(logits: Tensor, reads: Reads) -> Tensor | None:
             num_warps=1 if block <= 256 else 4,
         )
     return packed
-
-
-def _column(name: str, logits: Tensor) -> Tensor:
-    """Return a score, or all log-probabilities, of logits in float64."""
-    column: Tensor = probabilities(logits).log() if name == LOGS else score_of(name, logits)
-    return column
-
-
-@cache
-def _kernel() -> Any:
-    """Return the Triton kernel; None without Triton or a compiler for it."""
-    try:
-        from alight.engine.backends.torch.kernels import pack_logits
-
-        few, packed = torch.zeros(1, 2, device="cuda"), torch.empty(1, 3, dtype=torch.float64, device="cuda")
-        pack_logits[(1,)](few, packed, 2, 2, MARGIN=True, WIDTH=3, BLOCK=2, num_warps=1)
-    except Exception:  # anything may be missing on this machine; torch's own calls do the same
-        return None
-    return pack_logits
