@@ -14,8 +14,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from alight.data.preprocess import image_batch
-from alight.data.spec import InputSpec
+from alight.data.preprocess import InputSpec, image_batch
 from alight.data.tokens import Texts
 from alight.engine.manifest import MANIFEST, TOKENIZER, Manifest, exported_tokenizer
 from alight.engine.predictor import Predictor
