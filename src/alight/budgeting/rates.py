@@ -5,7 +5,7 @@ whose mean cost rises with the tilt. One bisection serves them all, and ends on 
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from fractions import Fraction
 from typing import Literal
 
@@ -186,26 +186,27 @@ def _largest_affordable_tilt(
     possible = costs[np.isfinite(base)]
     if budget < possible[0]:
         raise BudgetTooSmall(budget, float(possible[0]))
-
-    def affordable(tilt: float) -> bool:
-        return bool(_tilted(base, direction, tilt) @ costs <= budget)
-
-    if affordable(highest):
+    if _tilted(base, direction, highest) @ costs <= budget:
         return highest
     if budget == possible[0]:
         return -np.inf
-    sign = 1.0 if affordable(0.0) else -1.0  # the boundary is sought above 0, or below
+    sign = 1.0 if _tilted(base, direction, 0.0) @ costs <= budget else -1.0
 
     def beyond(size: float) -> bool:  # the boundary, seen from 0
-        return affordable(sign * size) == (sign < 0)
+        return bool(_tilted(base, direction, sign * size) @ costs <= budget) == (sign < 0)
 
+    return _boundary(beyond, sign)
+
+
+def _boundary(beyond: Callable[[float], bool], sign: float) -> float:
+    """Return the affordable side of the boundary among tilts of this sign, by bisection of the tilt's logarithm."""
     near = 1.0
     while beyond(near) and near > 1e-300:
         near /= 2
     while not beyond(2 * near) and 2 * near < 1e300:
         near *= 2
     far = 2 * near
-    for _ in range(HALVINGS):  # of the logarithm
+    for _ in range(HALVINGS):
         middle = math.sqrt(near) * math.sqrt(far)
         if middle in (near, far):  # no number lies between them
             break

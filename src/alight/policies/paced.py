@@ -192,8 +192,8 @@ class Paced(Policy):
         return replace(state, spent=state.admitted * self.budget + owed)
 
     def summary(self) -> str:
-        ahead = f"{self.costs[-1]:.4g}"
-        return f"leave at thresholds that follow the stream, never ahead of its budget by more than {ahead}"
+        most = f"{self.costs[-1]:.4g}"
+        return f"leave at thresholds that follow the stream, never ahead of its budget by more than {most}"
 
     @cached_property
     def _plans(self) -> tuple[Floats, Floats]:

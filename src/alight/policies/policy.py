@@ -94,7 +94,7 @@ class Policy(ABC):
         """Check that the parts fit together; rules add their own checks."""
         order = [-1, *self.open_exits, self.num_exits]
         exits, names = f"open exits {self.open_exits}", (self.score, self.unit, self.method, self.fingerprint)
-        if not all(type(index) is int for index in order):
+        if set(map(type, order)) != {int}:
             raise BadInput(f"{exits} of {self.num_exits}: give whole numbers")
         if not all(map(_is_number, self.costs)):
             raise BadInput(f"costs {self.costs} must be finite numbers")
