@@ -120,11 +120,8 @@ class Flow:
             raise
 
     def _walk(self) -> Iterator[Answers]:
-        while True:
-            step = self._next()
-            if step is None and not self.awaited:
-                break
-            if step is not None and self.one_by_one and step[0] == 0 and len(step[1].samples) == 1:
+        while (step := self._next()) is not None or self.awaited:
+            if step is not None and step[0] == 0 and self.one_by_one and len(step[1].samples) == 1:
                 yield self._single(step[1])
                 continue
             if step is not None:
@@ -132,14 +129,17 @@ class Flow:
             elif self.backend.in_flight:
                 for pool in self.pools:
                     pool.compact()  # the device does it while the host decides
-            late = self.late
-            if late and (len(late) == LATE or len(late) * late[-1].values.nbytes > LATE_BYTES):  # type: ignore[union-attr]
+            if self._late_is_full():
                 yield from self._fetch_late()
             if self.awaited and (step is None or len(self.awaited) > self.backend.in_flight):
                 step = None  # lets go of its state
                 if (answers := self._settle(self.awaited.popleft())) is not None:
                     yield answers
         yield from self._fetch_late()
+
+    def _late_is_full(self) -> bool:
+        late: Any = self.late
+        return len(late) == LATE or (len(late) > 0 and len(late) * late[-1].values.nbytes > LATE_BYTES)
 
     def _next(self) -> tuple[int, Group] | None:
         """Return the stage and the batch to run next; None if there is none before an awaited one is settled."""
@@ -288,23 +288,33 @@ class Pool:
         if size is None:
             return [Group(samples, recalled, self.backend.take(group.state, staying), own=True)]
         coming = Filling(samples, recalled, staying, group.state, np.delete(rows, staying))
-        can_stay, shape = group.own and len(rows) == size, tuple(each.shape[1:] for each in group.state)
-        full: list[Group] = []
+        shape, full = tuple(each.shape[1:] for each in group.state), []
         while len(coming):
             waiting = self.filling.pop(shape, None)
-            stays = can_stay and (waiting is None or _moves_fewer(waiting, coming))
-            target, source = (coming, waiting) if stays else (waiting or self._empty(coming, size), coming)
+            target, source = self._direction(coming, waiting, own=group.own and len(rows) == size)
             if source is not None:
                 source.give(target, self.backend)
             if len(target.free_rows):  # so all samples are in it
                 self.filling[shape] = target
                 break
             full.append(target.group(self.backend))
-            if stays:
+            if target is coming:
                 if waiting:
                     self.filling[shape] = waiting
                 break
         return full
+
+    def _direction(self, coming: Filling, waiting: Filling | None, own: bool) -> tuple[Filling, Filling | None]:
+        """Return the batch that is filled and the one whose samples are moved into it, whichever moves fewer."""
+        if own and waiting is None:
+            return coming, None
+        if waiting is None:
+            size, nobody = self.size or 0, np.arange(0)
+            state = self.backend.allocate(size, coming.state)
+            waiting = Filling(nobody, kept(coming.recalled, nobody), nobody, state, np.arange(size))
+        forth = min(len(coming.free_rows), len(waiting))
+        back = min(len(waiting.free_rows), len(coming))
+        return (coming, waiting) if own and forth <= back else (waiting, coming)
 
     def compact(self) -> None:
         """Compact waiting samples, so that a partial batch needs no copy."""
@@ -314,16 +324,6 @@ class Pool:
     def rest(self) -> Group | None:
         """Return the samples of an unfilled batch, or None."""
         return self.filling.popitem()[1].group(self.backend) if self.filling else None
-
-    def _empty(self, like: Filling, size: int) -> Filling:
-        nobody = np.arange(0)
-        state = self.backend.allocate(size, like.state)
-        return Filling(nobody, kept(like.recalled, nobody), nobody, state, np.arange(size))
-
-
-def _moves_fewer(waiting: Filling, coming: Filling) -> bool:
-    """Return whether moving waiting samples into the free rows of those that come moves at most as many as back."""
-    return min(len(coming.free_rows), len(waiting)) <= min(len(waiting.free_rows), len(coming))
 
 
 def _check_inputs(backend: Backend, samples: Integers | Sequence[int], state: State) -> None:
