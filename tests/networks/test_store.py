@@ -191,10 +191,24 @@ def test_a_network_is_loaded_with_one_run_that_checks_it(tmp_path):
     assert runs == [3]
 
 
-def test_a_length_that_the_code_fixes_comes_back(tmp_path):
-    again = load_model(save_model(text_model("GPT2Config", **DECODER), tmp_path))
-    with pytest.raises(BadInput, match=r"texts of 9 tokens, and the network was cut for 16"):
-        again(texts(9))
+class FixedPositions(nn.Module):
+    """The loop over positions fixes their number."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 3)
+
+    def forward(self, x):
+        x = self.first(x)
+        return self.second(sum(x[:, index] * index for index in range(x.shape[1])))
+
+
+def test_a_size_that_the_code_fixes_comes_back(tmp_path):
+    model = attach_heads(FixedPositions(), ["first"], example=torch.zeros(2, 5, 4))
+    again = load_model(save_model(model, tmp_path), backbone=FixedPositions())
+    for each in (model, again):
+        with pytest.raises(BadInput, match=r"an input of \(6, 4\) per sample, and the network was cut for \(5, 4\)"):
+            each(torch.zeros(2, 6, 4))
 
 
 def negated(config):

@@ -1,7 +1,8 @@
 """Cut a network into stages whose chain is the network, bit by bit: after named modules, or after each output."""
 
 import difflib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import operator
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import pairwise
 from typing import Any, TypeVar
@@ -10,9 +11,22 @@ from torch import Tensor, nn
 
 from alight.cutting.encoders import MASK, cut_text_encoder, is_text_encoder
 from alight.cutting.flops import count_flops
-from alight.cutting.running import Inputs, chain, in_mode, is_text, refusals, same_bits, without_caches
-from alight.cutting.stages import FixedLength, StagePlan, build
-from alight.cutting.tracing import BATCHES, Layout, ModuleEnd, Trace, Value, trace, walk
+from alight.cutting.proof import ROWS, prove
+from alight.cutting.running import Inputs, chain, in_mode, is_text, refusals, same_bits
+from alight.cutting.sizes import SizeCheck, SizeOf
+from alight.cutting.stages import StagePlan, build
+from alight.cutting.tracing import (
+    BATCHES,
+    BatchMultiple,
+    Layout,
+    ModuleEnd,
+    Trace,
+    Value,
+    logits_in,
+    sizes_in,
+    trace,
+    walk,
+)
 from alight.errors import BadInput
 
 Item = TypeVar("Item", Value, Tensor)
@@ -20,15 +34,6 @@ Cutter = Callable[[nn.Module, Sequence[str], Any], Sequence[nn.Module]]
 CUTTERS: list[tuple[Callable[[nn.Module], bool], Cutter]] = [  # the latest is tried first
     (is_text_encoder, cut_text_encoder)
 ]
-CHECKED = (1, 5)  # batch sizes at which the chain is compared with the network, other than those of the trace
-LOGITS_DIFFER = (
-    "the stages do not give what the network gives: is it random in evaluation mode, or does it branch on the batch"
-    " size or on content? Cut elsewhere, or teach alight this network with register_cutter"
-)
-OUTPUTS_DIFFER = (
-    "the outputs of the stages are not the network's: does the network write into tensors that several outputs share?"
-    " Build MultiExitModel(stages, heads) by hand"
-)
 
 
 def cut(model: nn.Module, after: Sequence[str], example: Any) -> list[nn.Module]:
@@ -48,19 +53,18 @@ def cut(model: nn.Module, after: Sequence[str], example: Any) -> list[nn.Module]
     >>> torch.equal(last(*first(batch)), network(batch)), list(last.state_dict())
     (True, ['2.weight', '2.bias'])
     """
-    names = _checked_names(model, after)
+    names, inputs = _checked_names(model, after), Inputs(example)
+    inputs.find_vocabularies(model)
     cutter = next((cutter for recognises, cutter in reversed(CUTTERS) if recognises(model)), None)
     if cutter is not None:
         stages = list(cutter(model, names, example))
         if len(stages) != len(names) + 1:
             raise BadInput(f"the cutter made {len(stages)} stages for {len(names)} exits: make one more than exits")
-        return _checked(model, stages, Inputs(example))
-    inputs = Inputs(example)
+        return prove(model, stages, inputs)
     try:
         stages = _cut_by_trace(model, names, inputs, with_data=False)
     except BadInput:
         stages = _cut_by_trace(model, names, inputs, with_data=True)
-    _fix_length(model, stages, inputs)
     return stages
 
 
@@ -96,7 +100,7 @@ def _cut_by_trace(model: nn.Module, after: Sequence[str], inputs: Inputs, *, wit
                 _check_shared(model, name, plan, stages[:cut_here], inputs)
             if max(rows) > 1:
                 _check_side_by_side(model, name, stages[:cut_here], stages[cut_here:], inputs)
-    return _checked(model, stages, inputs)
+    return prove(model, stages, inputs)
 
 
 def split_outputs(network: nn.Module, example: Any) -> tuple[list[nn.Module], list[nn.Module]]:
@@ -106,6 +110,7 @@ def split_outputs(network: nn.Module, example: Any) -> tuple[list[nn.Module], li
     Together they give the network's outputs, bit by bit.
     """
     inputs = Inputs(example)
+    inputs.find_vocabularies(network)
     try:
         return _split(network, inputs, with_data=False)
     except BadInput:
@@ -115,7 +120,7 @@ def split_outputs(network: nn.Module, example: Any) -> tuple[list[nn.Module], li
 def _split(network: nn.Module, inputs: Inputs, *, with_data: bool) -> tuple[list[nn.Module], list[nn.Module]]:
     _, built = _built(network, partial(_output_plans, network, inputs, with_data))
     heads = [*map(as_head, built[1::2]), nn.Identity()]
-    return _checked(network, built[0::2], inputs, heads), heads
+    return prove(network, built[0::2], inputs, heads), heads
 
 
 def as_head(stage: nn.Module) -> nn.Module:
@@ -138,48 +143,14 @@ def _built(model: nn.Module, plans: Callable[[bool], list[StagePlan]]) -> tuple[
     return evaluation, [build(model, *both) for both in zip(evaluation, training, strict=True)]
 
 
-def _checked(
-    model: nn.Module, stages: list[nn.Module], inputs: Inputs, heads: Sequence[nn.Module] = ()
-) -> list[nn.Module]:
-    """Return the stages if their chain is the network, bit by bit, at batch sizes that the trace has not seen."""
-    for module in (*stages, *heads):
-        module.training = model.training
-    for size in CHECKED:
-        with refusals():
-            equal = is_chain_of(model, stages, inputs, inputs.of_size(size), heads)
-        if not equal:
-            raise BadInput(f"at batch size {size} {OUTPUTS_DIFFER if heads else LOGITS_DIFFER}")
-    return stages
-
-
-def is_chain_of(
-    model: nn.Module, stages: Sequence[nn.Module], inputs: Inputs, batch: Any, heads: Sequence[nn.Module] = ()
-) -> bool:
-    """Check whether stages in a row give the logits that the network gives for a batch in evaluation, bit by bit.
-
-    With heads, the network has several outputs: one of each stage and its head, and that of the last stage.
-    """
-    with in_mode(model, *stages, *heads, training=False), without_caches(model):
-        output = inputs.run(model, batch)
-        if not heads:
-            return same_bits(logits_in(output, Tensor), chain(stages, batch))
-        expected = [item for item in walk(output) if isinstance(item, Tensor)]
-        carried = batch
-        for index, (stage, head) in enumerate(zip(stages, heads, strict=True)):
-            carried = stage(*carried)
-            if not same_bits(expected[index], head(*carried) if index < len(stages) - 1 else carried):
-                return False
-    return True
-
-
 def _check_shared(model: nn.Module, name: str, plan: StagePlan, before: Sequence[nn.Module], inputs: Inputs) -> None:
     """Raise unless what is carried once for all samples is the same for every batch, as tables of positions are."""
-    batch = [tensor.clone() for tensor in inputs.of_size(CHECKED[-1])]
+    batch = [tensor.clone() for tensor in inputs.of_size(ROWS)]
     for tensor in batch:
         if is_text(tensor):
             tensor[1::2, -1] = 0  # a text that is padded among others
     with in_mode(model, *before, training=False):
-        each = [chain(before, tuple(tensor[row : row + 1] for tensor in batch)) for row in range(CHECKED[-1])]
+        each = [chain(before, tuple(tensor[row : row + 1] for tensor in batch)) for row in range(ROWS)]
     for index, value in enumerate(plan.outgoing):
         if plan.trace.layout(value) == Layout(rows=0) and not all(
             same_bits(each[0][index], one[index]) for one in each
@@ -192,27 +163,13 @@ def _check_side_by_side(
 ) -> None:
     """Raise unless the rows of a sample lie side by side: samples reversed at the cut come out reversed."""
     with in_mode(model, *before, *behind, training=False):
-        carried = chain(before, inputs.of_size(CHECKED[-1]))
+        carried = chain(before, inputs.of_size(ROWS))
         logits, reversed_logits = chain(behind, carried), chain(behind, tuple(tensor.flip(0) for tensor in carried))
     if (reversed_logits.flip(0) - logits).abs().max() > 1e-3 * logits.abs().max():
         raise BadInput(
             f"a tensor that is alive after {name!r} holds several rows for each sample, not side by side:"
             " cut at another place"
         )
-
-
-def _fix_length(model: nn.Module, stages: Sequence[nn.Module], inputs: Inputs) -> None:
-    """Let the first stage refuse texts of another length, if with one the chain is not the network."""
-    lengths = {tensor.shape[1] for tensor in inputs.tensors if is_text(tensor)}
-    if len(lengths) != 1 or lengths <= {0, 1}:
-        return
-    batch = tuple(tensor[:, :-1] if is_text(tensor) else tensor for tensor in inputs.of_size(CHECKED[-1]))
-    try:
-        is_free = is_chain_of(model, stages, inputs, batch)
-    except Exception:  # whatever fails where a number in the code is of another length
-        is_free = False
-    if not is_free:
-        stages[0].register_forward_pre_hook(FixedLength(*lengths))
 
 
 def _module_plans(
@@ -233,7 +190,7 @@ def _module_plans(
     for calls, leaving in zip(pairwise(times), [*crossings, [logits]], strict=True):
         plans.append(_plan(traced, range(*calls), incoming, leaving, last=len(plans) == len(after), names=names))
         incoming, names = leaving, ()
-    return plans
+    return _with_sizes(plans, range(-1, len(after)))
 
 
 def alive_after(traced: Trace, name: str) -> list[Value]:
@@ -254,7 +211,7 @@ def _plan(
     """Return a plan of these calls without unused constant ones, and with all constant ones that they use."""
     own = set(calls)
     chosen = {index for index in own if traced.calls[index].tainted or traced.calls[index].changes_state}
-    wanted = [*outgoing, *(value for index in chosen for value in traced.calls[index].values)]
+    wanted = [*outgoing, *(value for index in chosen for value in _taken_by(traced, index))]
     while wanted:
         value = wanted.pop()
         if value in incoming or value.call in chosen or value.call < 0:
@@ -267,8 +224,60 @@ def _plan(
         }
         for index in ({value.call} | writers) - chosen:
             chosen.add(index)
-            wanted += traced.calls[index].values
+            wanted += _taken_by(traced, index)
     return StagePlan(traced, sorted(chosen), incoming, outgoing, last, names)
+
+
+def _taken_by(traced: Trace, index: int) -> set[Value]:
+    """Return values that a call takes, and constant ones of which it takes the size."""
+    call = traced.calls[index]
+    return call.values | {size.value for size in call.sizes if size.value not in traced.tainted}
+
+
+def _with_sizes(plans: list[StagePlan], parents: Sequence[int]) -> list[StagePlan]:
+    """Return plans in which every size is computed from what comes in; `parents` are the plans that each follows.
+
+    The size of a tensor that is not carried is that of a tensor that is, if they were the same in the trace, or else a
+    number; the plan before checks that.
+    """
+    for check in plans[0].trace.checks:
+        latest = max(sizes_in(check[1:3]), key=lambda size: size.value.call)
+        index = next((index for index, plan in enumerate(plans) if plan.has_size(latest)), None)
+        if index is not None:  # else nothing that was computed from it is used
+            plans[index] = plans[index]._replace(checks=[*plans[index].checks, check])
+    lines = [_lines_of_missing_sizes(plan) for plan in plans]
+    for index in range(len(plans) - 1, 0, -1):
+        plan, before = plans[index], plans[parents[index]]
+        carried = {size: _carried_size(plan, size) for size in sorted(lines[index], key=str)}
+        plans[index] = plan._replace(carried_sizes=carried)
+        time = before.calls[-1] + 1 if before.calls else 0
+        checks = [
+            SizeCheck(operator.eq, size, same, True, time, lines[index][size])
+            for size, same in carried.items()
+            if same != BatchMultiple(1, 0)
+        ]
+        plans[parents[index]] = before._replace(checks=[*before.checks, *checks])
+        lines[parents[index]] |= {check.left: check.line for check in checks if not before.has_size(check.left)}
+    return plans
+
+
+def _lines_of_missing_sizes(plan: StagePlan) -> dict[SizeOf, str]:
+    """Return sizes that a plan uses of tensors that it does not have, with the lines of the network's code."""
+    used = [(size, call.line) for call in map(plan.trace.calls.__getitem__, plan.calls) for size in call.sizes]
+    used += [(size, check.line) for check in plan.checks for size in sizes_in(check[1:3])]
+    return {size: line for size, line in reversed(used) if not plan.has_size(size)}
+
+
+def _carried_size(plan: StagePlan, size: SizeOf) -> Any:
+    """Return what the size of an earlier tensor is computed from: the batch, a size of what comes in, or a number."""
+    first, second = sizes = plan.trace.sizes(size)
+    if sizes != BATCHES:
+        incoming = [SizeOf(value, axis) for value in plan.incoming for axis in range(len(plan.trace.shapes[value][0]))]
+        same = [each for each in incoming if plan.trace.sizes(each) == sizes]
+        if same:
+            return min(same, key=lambda each: each.axis != size.axis)
+    times = (second - first) // (BATCHES[1] - BATCHES[0])
+    return BatchMultiple(times, first - times * BATCHES[0]) if times else first
 
 
 def _ends(traced: Trace, after: Sequence[str]) -> list[ModuleEnd]:
@@ -308,15 +317,6 @@ def _feature(traced: Trace, name: str, end: ModuleEnd) -> Value:
         and (value in traced.follows_dtype or not traced.follows_dtype)  # features, neither indices nor masks
     ]
     return (suitable or made)[0]
-
-
-def logits_in(output: Any, kind: type[Item]) -> Item:
-    """Return the logits in a network's output: the tensor or value, the one of that name, or the first."""
-    named = output.get("logits", output) if isinstance(output, Mapping) else output
-    for item in walk(named):
-        if isinstance(item, kind):
-            return item
-    raise BadInput("the network's output holds no tensor that it computed: give a network that returns logits")
 
 
 def _carried(
@@ -393,7 +393,7 @@ def _output_plans(network: nn.Module, inputs: Inputs, with_data: bool, training:
         if not last:
             plans.append(_plan(traced, head, carried, [output], last=True))
         incoming, names = carried, ()
-    return plans
+    return _with_sizes(plans, [index - 1 - (index % 2 == 0) for index in range(len(plans))])
 
 
 def _taken(traced: Trace, calls: set[int], outputs: Sequence[Value]) -> list[Value]:

@@ -31,6 +31,7 @@ class Inputs:
         if len(sizes) > 1 or 0 in sizes:
             raise BadInput(f"the example's tensors hold {sorted(sizes)} samples: give the same batch in each")
         self.tensors: tuple[Tensor, ...] = tuple(tensors)
+        self.vocabularies: list[int | None] = [None for _ in tensors]  # how many different tokens there are
 
     @property
     def arguments(self) -> Sequence[str]:
@@ -39,18 +40,41 @@ class Inputs:
 
     def of_size(self, size: int, device: Any = None, dtype: torch.dtype | None = None) -> tuple[Tensor, ...]:
         """Return a batch of samples like those of the example, all different."""
-        batch = [_varied(tensor, size) for tensor in self.tensors]
+        batch = [_varied(tensor, size, tokens) for tensor, tokens in zip(self.tensors, self.vocabularies, strict=True)]
         return tuple(tensor.to(device, dtype if tensor.is_floating_point() else None) for tensor in batch)
 
     def run(self, model: nn.Module, tensors: tuple[Tensor, ...]) -> Any:
         """Return the network's output for a batch."""
         return model(**dict(zip(self.names, tensors, strict=True))) if self.names else model(*tensors)
 
+    def find_vocabularies(self, model: nn.Module) -> None:
+        """Note which inputs are embedded, so that batches hold random tokens; not where the network refuses those."""
+        if all(tensor.is_floating_point() for tensor in self.tensors):
+            return
+        batch = self.of_size(2)
 
-def _varied(tensor: Tensor, size: int) -> Tensor:
+        def note(module: nn.Embedding, arguments: tuple[Any, ...]) -> None:
+            for index, tensor in enumerate(batch):
+                if any(item is tensor for item in arguments):
+                    self.vocabularies[index] = module.num_embeddings
+
+        hooks = [each.register_forward_pre_hook(note) for each in model.modules() if isinstance(each, nn.Embedding)]
+        try:
+            with in_mode(model, training=False):
+                self.run(model, batch)
+                self.run(model, self.of_size(2))
+        except Exception:  # such as "every text must end with the same token"
+            self.vocabularies = [None for _ in self.tensors]
+        for hook in hooks:
+            hook.remove()
+
+
+def _varied(tensor: Tensor, size: int, vocabulary: int | None) -> Tensor:
     rows = [tensor[index % len(tensor)] for index in range(size)]
+    generator = torch.Generator().manual_seed(0)
+    if vocabulary is not None:
+        return torch.randint(vocabulary, (size, *tensor.shape[1:]), generator=generator).to(tensor)
     if tensor.is_floating_point():
-        generator = torch.Generator().manual_seed(0)
         return torch.stack([row + torch.randn(row.shape, generator=generator).to(row) / 8 for row in rows])
     return torch.stack([row.roll(index, -1) if row.ndim else row for index, row in enumerate(rows)])
 

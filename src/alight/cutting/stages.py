@@ -11,7 +11,6 @@ import linecache
 import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cache
 from itertools import count
 from typing import Any, NamedTuple
@@ -22,8 +21,10 @@ from torch.fx.node import map_aggregate
 from torch.overrides import get_overridable_functions
 
 from alight.cutting.encoders import EncoderStage, cut_text_encoder
-from alight.cutting.running import is_text
+from alight.cutting.proof import FixedSizes
+from alight.cutting.sizes import SizeCheck, SizeExpression, SizeOf, check_size
 from alight.cutting.tracing import (
+    BATCHES,
     SCALARS,
     BatchMultiple,
     Call,
@@ -121,22 +122,12 @@ class StagePlan(NamedTuple):
     outgoing: Sequence[Value]
     last: bool  # returns one tensor instead of a tuple
     input_names: Sequence[str] = ()
+    carried_sizes: Mapping[SizeOf, Any] = {}  # how sizes of earlier tensors are computed from what comes in
+    checks: Sequence[SizeCheck] = ()  # of sizes, in the order of their times
 
-
-@dataclass(frozen=True)
-class FixedLength:
-    """A hook that refuses texts of another length than those that the network was cut for."""
-
-    length: int
-
-    def __call__(self, stage: nn.Module, batch: tuple[Tensor, ...]) -> None:
-        """Raise unless every text has the length."""
-        lengths = [tensor.shape[1] for tensor in batch if is_text(tensor)]
-        if any(length != self.length for length in lengths):
-            raise BadInput(
-                f"texts of {lengths[0]} tokens, and the network was cut for {self.length}, which its code fixes:"
-                f" pad every batch to {self.length}, or cut with an example of the length that you need"
-            )
+    def has_size(self, size: SizeOf) -> bool:
+        """Check whether the tensor of this size is made here or comes in."""
+        return size.value in self.incoming or size.value.call in self.calls
 
 
 class NotPlainData(BadInput):
@@ -233,6 +224,7 @@ class _GraphBuilder:
         self.made: dict[Value, fx.Node] = {}
         self.fetched: dict[str, fx.Node] = {}
         self.properties: dict[str, fx.Node] = {}  # of what comes in
+        self.sizes: dict[SizeOf, Any] = {}
 
     def graph(self) -> fx.Graph:
         """Return the graph: inputs restored to the network's layout, calls, outputs with the batch first."""
@@ -241,8 +233,13 @@ class _GraphBuilder:
         inputs = [self.nodes.placeholder(name) for name in names]
         self.inputs = list(zip(inputs, plan.incoming, strict=True))
         self.made |= zip(plan.incoming, map(self._restored, inputs, plan.incoming), strict=True)
+        checks = list(plan.checks)
         for index in plan.calls:
+            while checks and checks[0].time <= index:
+                self._check(checks.pop(0))
             self.made[Value(index)] = self._emitted(plan.trace.calls[index])
+        for check in checks:
+            self._check(check)
         outgoing = [self._batch_first(self._node(value), value) for value in plan.outgoing]
         self.nodes.output(outgoing[0] if plan.last else tuple(outgoing))
         return self.nodes
@@ -282,6 +279,11 @@ class _GraphBuilder:
             return self.nodes.call_method(name, args, kwargs)
         return self.nodes.call_function(call.target, args, kwargs)
 
+    def _check(self, check: SizeCheck) -> None:
+        numbers = self._argument(check.left), self._argument(check.right)
+        outcome = self.nodes.call_function(check.function, numbers)
+        self.nodes.call_function(check_size, (outcome, check.outcome, *numbers, check.line))
+
     def _argument(self, item: Any) -> Any:
         match item:
             case Value():
@@ -290,6 +292,10 @@ class _GraphBuilder:
                 return self._fetched(item.name)
             case ConstantTensor():
                 return self._fetched(self._constant(item.tensor))
+            case SizeOf():
+                return self._size(item)
+            case SizeExpression():
+                return self.nodes.call_function(item.function, tuple(map(self._argument, item.operands)))
             case BatchMultiple():
                 return self._batch_multiple(item)
             case NetworkDtype():
@@ -304,6 +310,17 @@ class _GraphBuilder:
             inner = self._node(Value(value.call, tuple(path)))
             self.made[value] = self.nodes.call_function(operator.getitem, (inner, key))
         return self.made[value]
+
+    def _size(self, size: SizeOf) -> Any:
+        if size not in self.sizes:
+            if self.plan.trace.sizes(size) == BATCHES:
+                self.sizes[size] = self._property("shape")
+            elif size in self.plan.carried_sizes:
+                self.sizes[size] = self._argument(self.plan.carried_sizes[size])
+            else:
+                shape = self.nodes.call_function(getattr, (self._node(size.value), "shape"))
+                self.sizes[size] = self.nodes.call_function(operator.getitem, (shape, size.axis))
+        return self.sizes[size]
 
     def _batch_multiple(self, item: BatchMultiple) -> Any:
         size = self._property("shape")
@@ -363,8 +380,8 @@ def stages_from_data(
         training = described.get("training", described["evaluation"])
         graphs = StageGraphs(evaluation, training if isinstance(training, str) else _graph(training, constants))
         stage = stage_of(network, graphs, constants)
-        if "length" in described:
-            stage.register_forward_pre_hook(FixedLength(int(described["length"])))
+        if "sizes" in described:
+            stage.register_forward_pre_hook(FixedSizes(**described["sizes"]))
         stages.append(stage)
     return stages
 
@@ -377,8 +394,8 @@ def _stage_data(stage: Stage) -> dict[str, Any]:
     if other != data["evaluation"]:
         data["training"] = other
     for hook in stage._forward_pre_hooks.values():
-        if isinstance(hook, FixedLength):
-            data["length"] = hook.length
+        if isinstance(hook, FixedSizes):
+            data["sizes"] = {"pattern": hook.pattern, "reason": hook.reason}
     return data
 
 
@@ -417,7 +434,8 @@ def _functions() -> dict[str, Callable[..., Any]]:
     }
     in_place = [f"{name}_" for name in vars(torch) if f"torch.{name}" in found and hasattr(torch, f"{name}_")]
     found |= {f"torch.{name}": getattr(torch, name) for name in (*FACTORIES, *in_place)}
-    return found | {f"operator.{name}": getattr(operator, name) for name in OPERATORS}
+    found |= {f"operator.{name}": getattr(operator, name) for name in OPERATORS}
+    return found | {"math.ceil": math.ceil, "math.floor": math.floor, "alight.check_size": check_size}
 
 
 @cache

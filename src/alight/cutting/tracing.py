@@ -6,6 +6,7 @@ different batch sizes are merged into one trace that holds for any batch size.
 
 import copy
 import dataclasses
+import math
 import re
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -13,13 +14,23 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
 from traceback import walk_stack
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from alight.cutting.running import Inputs, in_mode, own_line, refusals, replaced, without_caches
+from alight.cutting.sizes import (
+    SizeCheck,
+    SizeExpression,
+    SizeOf,
+    TracedFloat,
+    TracedInt,
+    expression_of,
+    traced_number,
+    untraced,
+)
 from alight.errors import BadInput
 
 BATCHES = (2, 3)  # not 1: code that squeezes or broadcasts behaves differently there
@@ -77,7 +88,8 @@ class Layout:
     rows: int = 1
 
 
-SYMBOLS = (Value, StateName, ConstantTensor)  # what stands for tensors and modules in the arguments of one run
+SYMBOLS = (Value, StateName, ConstantTensor, SizeOf, SizeExpression)  # what stands for tensors, modules and sizes
+Item = TypeVar("Item", Value, Tensor)
 IsOpened = Callable[[str], bool]  # is the module of this name opened?
 
 
@@ -91,6 +103,7 @@ class Call:
     line: str
     tainted: bool  # depends on the content of the input, or on random numbers
     values: set[Value]  # that it takes
+    sizes: set[SizeOf]  # that its arguments are computed from
     changed: set[int]  # storages that it writes to
     changes_state: bool  # of the network
     storages: set[int] = field(default_factory=set)  # of its results
@@ -115,10 +128,16 @@ class Trace:
     tainted: set[Value]
     follows_dtype: set[Value]  # tensors in the network's dtype
     device: torch.device  # of the traced run
+    checks: list[SizeCheck]  # of sizes that do not follow the batch
 
     def layout(self, value: Value) -> Layout | None:
         """Return where the batch lies in a tensor; None if it is nowhere, and the tensor is not the same for all."""
         return layout_of(*self.shapes[value])
+
+    def sizes(self, size: SizeOf) -> tuple[int, int]:
+        """Return a size at both batch sizes."""
+        first, second = self.shapes[size.value]
+        return first[size.axis], second[size.axis]
 
 
 class Untraceable(Exception):
@@ -167,7 +186,7 @@ def trace(
     ]
     for dtype in () if with_data else (torch.float64, None):
         try:
-            copies = _on_meta(model), _on_meta(model, dtype)
+            copies = on_meta(model), on_meta(model, dtype)
             batches = [inputs.of_size(size, "meta", dtype if index else None) for index, size in enumerate(BATCHES)]
             return _trace_twice(copies, batches, inputs, watched, openings, training)
         except Exception:  # whatever a network does that cannot be done without data
@@ -177,7 +196,7 @@ def trace(
         return _trace_twice((model, model), batches, inputs, watched, openings, training)
 
 
-def _on_meta(model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
+def on_meta(model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
     """Return a copy of the network on the meta device (shapes without data), perhaps in another dtype."""
     tensors = [*model.parameters(), *model.buffers()]
     return copy.deepcopy(model, {id(tensor): _without_data(tensor, dtype) for tensor in tensors})
@@ -219,6 +238,7 @@ def record_calls(
     recorder = _CallRecorder(model, batch, watched, is_opened)
     with torch.no_grad(), _fixed_masks(), without_caches(model), recorder.module_calls_recorded(), recorder:
         result = inputs.run(model, batch)
+    recorder.closed = 1  # the network may have kept sizes, which later runs compare
     recorder.output = recorder.encoded(result)
     return recorder
 
@@ -253,6 +273,7 @@ class _CallRecorder(TorchFunctionMode):
         self.constants: dict[int, Tensor] = {}
         self.alive: list[Any] = []  # so that no identity is used twice
         self.closed = 0  # how deep inside closed modules
+        self.checks: dict[Any, tuple[SizeCheck, tuple[Any, Any]]] = {}  # comparisons of sizes, with the numbers
         self.inputs = [Value(-1, (index,)) for index in range(len(tensors))]
         for tensor, value in zip(tensors, self.inputs, strict=True):
             self._register(tensor, value, tainted=True)
@@ -304,18 +325,41 @@ class _CallRecorder(TorchFunctionMode):
             result = run(*args, **kwargs)
             changed = {_storage(tensor) for tensor, old in zip(taken, versions, strict=True) if _version(tensor) != old}
             if not changed and not _tensors_in(result):
-                return result
+                return self._with_sizes(function, args, kwargs, result)
             tainted = tainted or bool(RANDOM.search(function))
             if tainted:
                 self.tainted_storages |= changed
             values = {self.values[id(tensor)] for tensor in taken if id(tensor) in self.values}
             inputs, keywords = encoded or self.encoded((args, kwargs))
             changes_state = bool(changed & self.state_storages)
-            call = Call(target, inputs, keywords, _line(), tainted, values, changed, changes_state)
+            sizes = set(sizes_in((inputs, keywords)))
+            call = Call(target, inputs, keywords, _line(), tainted, values, sizes, changed, changes_state)
             self.calls.append(call)
             result = self._renewed(result, Value(len(self.calls) - 1), tainted)
             call.storages = set(map(_storage, _tensors_in(result)))
             return result
+
+    def _with_sizes(self, function: str, args: Any, kwargs: Any, result: Any) -> Any:
+        """Return sizes that were read of a tensor as numbers that remember it; any other result unchanged."""
+        value = self.values.get(id(args[0])) if args else None
+        if value is None:
+            return result
+
+        def size(axis: int) -> Any:
+            return traced_number(args[0].shape[axis], SizeOf(value, axis), self.check)
+
+        if isinstance(result, torch.Size):
+            return torch.Size(map(size, range(len(result))))
+        if function == "size":
+            return size((kwargs["dim"] if kwargs else args[1]) % args[0].ndim)
+        return math.prod(map(size, range(args[0].ndim))) if function in ("numel", "nelement") else result
+
+    def check(self, function: Any, left: Any, right: Any, outcome: bool) -> None:
+        """Record the outcome of a comparison of sizes, on which the network's code may depend."""
+        key = function, expression_of(left), expression_of(right)
+        if not self.closed and key not in self.checks:
+            check = SizeCheck(*key, outcome, len(self.calls), _line())
+            self.checks[key] = check, (untraced(left), untraced(right))
 
     def _renewed(self, result: Any, value: Value, tainted: bool) -> Any:
         """Return the result with every tensor in it registered as a value of its own."""
@@ -365,6 +409,8 @@ class _CallRecorder(TorchFunctionMode):
             return ConstantTensor(item)
         if isinstance(item, nn.Module) and id(item) in self.modules:
             return StateName(self.modules[id(item)])
+        if isinstance(item, TracedInt | TracedFloat):
+            return expression_of(item)
         if isinstance(item, slice):
             return slice(*map(self.encoded, (item.start, item.stop, item.step)))
         if isinstance(item, Mapping):
@@ -374,6 +420,15 @@ class _CallRecorder(TorchFunctionMode):
         if isinstance(item, list | tuple):
             return (list if isinstance(item, list) else tuple)(map(self.encoded, item))
         return item
+
+
+def logits_in(output: Any, kind: type[Item]) -> Item:
+    """Return the logits in a network's output: the tensor or value, the one of that name, or the first."""
+    named = output.get("logits", output) if isinstance(output, Mapping) else output
+    for item in walk(named):
+        if isinstance(item, kind):
+            return item
+    raise BadInput("the network's output holds no tensor that it computed: give a network that returns logits")
 
 
 def walk(item: Any) -> Iterator[Any]:
@@ -391,6 +446,15 @@ def walk(item: Any) -> Iterator[Any]:
             return
     for part in parts:
         yield from walk(part)
+
+
+def sizes_in(item: Any) -> Iterator[SizeOf]:
+    """Yield the sizes of tensors that arguments are computed from."""
+    for part in walk(item):
+        if isinstance(part, SizeOf):
+            yield part
+        elif isinstance(part, SizeExpression):
+            yield from sizes_in(part.operands)
 
 
 def _tensors_in(item: Any) -> list[Tensor]:
@@ -440,7 +504,15 @@ def _aligned(first: _CallRecorder, second: _CallRecorder, device: torch.device) 
     shapes = {value: (shape, second.shapes[value]) for value, shape in first.shapes.items() if value in second.shapes}
     output = _merged(first.output, second.output, "the output")
     follows_dtype = {value for value in shapes if first.dtypes[value] != second.dtypes[value]}
-    return Trace(first.calls, ends, first.inputs, output, shapes, first.all_tainted(), follows_dtype, device)
+    per_sample = {value.call for value in second.shapes.keys() - first.shapes.keys()}  # calls with a result for each
+    checks = [  # a comparison with the batch size has other numbers; the chain is compared at several batch sizes
+        check
+        for key, (check, numbers) in first.checks.items()
+        if key in second.checks
+        and second.checks[key][1] == numbers
+        and not any(size.value.call in per_sample for size in sizes_in(key))
+    ]
+    return Trace(first.calls, ends, first.inputs, output, shapes, first.all_tainted(), follows_dtype, device, checks)
 
 
 def _merged(one: Any, other: Any, line: str) -> Any:
@@ -471,6 +543,8 @@ def _merged_symbol(one: Any, other: Any, line: str) -> Any:
     if isinstance(one, ConstantTensor):
         if one.tensor.is_meta or not isinstance(other, ConstantTensor) or not _is_same(one.tensor, other.tensor):
             raise Untraceable(f"a tensor of unknown origin is used at {line}")
+    elif isinstance(one, SizeExpression) and isinstance(other, SizeExpression) and one.function is other.function:
+        return SizeExpression(one.function, _merged(one.operands, other.operands, line))
     elif one != other:
         raise Untraceable(f"another tensor is used at each batch size at {line}")
     return one

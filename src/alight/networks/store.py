@@ -16,7 +16,8 @@ from safetensors.torch import save
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from alight.cutting.cut import as_head, cut, is_chain_of, split_outputs
+from alight.cutting.cut import as_head, cut, split_outputs
+from alight.cutting.proof import is_chain_of
 from alight.cutting.running import Inputs, in_mode
 from alight.cutting.stages import NotPlainData, cut_data, stages_from_data
 from alight.errors import BadFile, BadInput, Mismatch

@@ -1,0 +1,124 @@
+"""Sizes stay free where the code computes with them, and are refused where the code fixes them."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from alight.cutting.cut import chain, cut
+from alight.errors import BadInput
+
+
+class Convolutions(nn.Module):
+    """Two convolutions and a classifier; how the map becomes a row is the subclass's."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Conv2d(3, 6, 3, padding=1), nn.Conv2d(6, 8, 3, padding=1)
+        self.classifier = nn.Linear(8, 5)
+
+    def forward(self, x):
+        return self.classifier(self.pooled(self.second(self.first(x).relu()).relu()))
+
+
+class AveragePool(Convolutions):
+    def pooled(self, x):
+        return functional.avg_pool2d(x, x.size()[3]).flatten(1)
+
+
+class SumOverArea(Convolutions):
+    def pooled(self, x):
+        _, _, height, width = x.shape
+        return x.sum((2, 3)) / (height * width)
+
+
+class SizeOfTheInput(Convolutions):
+    """The size of the input is used after the cut."""
+
+    def forward(self, x):
+        height, width = x.shape[-2:]
+        x = self.second(self.first(x).relu())
+        return self.classifier(x.reshape(-1, 8, height * width).sum(2) * (1 / width))
+
+
+class SizeBeforeStride(Convolutions):
+    """The size of the input is used after the cut, where nothing that is carried has it."""
+
+    def __init__(self):
+        super().__init__()
+        self.pool = nn.MaxPool2d(2)
+
+    def forward(self, x):
+        height = x.shape[2]
+        x = self.second(self.pool(self.first(x)).relu())
+        return self.classifier(x.mean((2, 3)) / height)
+
+
+class Branches(Convolutions):
+    def pooled(self, x):
+        return x.mean((2, 3)) if x.shape[2] < 20 else x.amax((2, 3))
+
+
+class RootOfTokens(Convolutions):
+    def pooled(self, x):
+        tokens = x.flatten(2)
+        side = int(math.sqrt(tokens.shape[2]))
+        return tokens[:, :, :side].mean(2)
+
+
+class LastStep(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.first = nn.Embedding(50, 8), nn.Linear(8, 8)
+        self.second, self.classifier = nn.Linear(8, 8), nn.Linear(8, 5)
+
+    def forward(self, tokens):
+        length = tokens.shape[1]
+        x = self.first(self.embedding(tokens)).relu()
+        x = self.second(x.cumsum(1) / torch.arange(1, length + 1)[:, None])
+        return self.classifier(x[:, length - 1])
+
+
+def images(height, width, samples=3):
+    return torch.randn(samples, 3, height, width)
+
+
+def same(network, stages, batch):
+    with torch.no_grad():
+        torch.testing.assert_close(chain(stages, (batch,)), network(batch))
+
+
+@pytest.mark.parametrize("kind", [AveragePool, SumOverArea, SizeOfTheInput])
+def test_image_sizes_are_free(kind):
+    network = kind().eval()
+    stages = cut(network, ["first"], images(12, 12))
+    for side in (8, 12, 17, 31):
+        same(network, stages, images(side, side))
+    if kind is not AveragePool:
+        same(network, stages, images(9, 14))
+
+
+def test_lengths_are_free():
+    network = LastStep().eval()
+    stages = cut(network, ["first"], torch.randint(50, (2, 9)))
+    for length in (1, 5, 9, 23):
+        same(network, stages, torch.randint(50, (4, length)))
+
+
+def test_a_branch_on_a_size_is_refused_where_it_would_go_the_other_way():
+    network = Branches().eval()
+    stages = cut(network, ["first"], images(12, 12))
+    same(network, stages, images(16, 18))
+    with pytest.raises(BadInput, match="x.shape\\[2\\] < 20"):
+        chain(stages, (images(24, 24),))
+
+
+@pytest.mark.parametrize(("kind", "line"), [(RootOfTokens, "math.sqrt"), (SizeBeforeStride, "/ height")])
+def test_sizes_that_leave_arithmetic_are_fixed(kind, line):
+    network = kind().eval()
+    stages = cut(network, ["pool" if kind is SizeBeforeStride else "first"], images(12, 12))
+    same(network, stages, images(12, 12, samples=5))
+    with pytest.raises(BadInput, match=line):
+        chain(stages, (images(16, 16),))
