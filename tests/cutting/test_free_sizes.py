@@ -111,7 +111,7 @@ def test_a_branch_on_a_size_is_refused_where_it_would_go_the_other_way():
     network = Branches().eval()
     stages = cut(network, ["first"], images(12, 12))
     same(network, stages, images(16, 18))
-    with pytest.raises(BadInput, match="x.shape\\[2\\] < 20"):
+    with pytest.raises(BadInput, match=r"x\.shape\[2\] < 20"):
         chain(stages, (images(24, 24),))
 
 

@@ -3,13 +3,17 @@
 The two are compared on random inputs. What was not seen to be the same is refused, with what the network does there.
 """
 
-from collections.abc import Callable, Sequence
+import random
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from alight.cutting.running import Inputs, in_mode, refusals, same_bits, without_caches
+from alight.cutting.sizes import FixedSizes
+from alight.cutting.stages import Stage, refuse_training
 from alight.cutting.tracing import logits_in, on_meta, walk
 from alight.errors import BadInput
 
@@ -17,6 +21,7 @@ ROWS = 5  # samples in a batch of the proof: an odd number that the trace has no
 KEPT = ([0, 2, 3], [0, 2], [1])  # rows that stay after the first, the second and the third stage; later all do
 SAME = 1e-3  # of the largest number: kernels differ by far less at another batch size, mixed samples by far more
 SAME_IN_HALF = 3e-2
+SEEDS = 4  # of a network whose training draws from Python's own random numbers, so that both branches are seen
 LARGE = 128  # the side of an image that is tried at a quarter of it, which is cheaper
 LOGITS_DIFFER = (
     "the stages do not give what the network gives: is it random in evaluation mode, or does it branch on the batch"
@@ -28,31 +33,6 @@ OUTPUTS_DIFFER = (
 )
 Batch = tuple[Tensor, ...]
 Axes = list[tuple[int, int]]  # that have one size: which tensor, and which of its axes
-
-
-class FixedSizes:
-    """A hook that refuses inputs of sizes at which the chain was not seen to be the network.
-
-    `pattern` has a number for every axis of a sample that is fixed, and a name for one that is free; axes of one name
-    have one size.
-    """
-
-    def __init__(self, pattern: Sequence[Sequence[int | str]], reason: str) -> None:
-        self.pattern, self.reason = [list(axes) for axes in pattern], reason
-
-    def __call__(self, stage: nn.Module, batch: Batch) -> None:
-        """Raise unless the inputs have sizes like the pattern's."""
-        free: dict[str, int] = {}
-        for tensor, axes in zip(batch, self.pattern, strict=True):
-            sizes = tensor.shape[1:]
-            if len(sizes) != len(axes) or any(
-                free.setdefault(axis, size) != size if isinstance(axis, str) else axis != size
-                for axis, size in zip(axes, sizes, strict=True)
-            ):
-                raise BadInput(
-                    f"an input of {tuple(sizes)} per sample, and the network was cut for ({', '.join(map(str, axes))}):"
-                    f" {self.reason}. Give inputs of this size, or cut with an example of the size that you need"
-                )
 
 
 class Chain(NamedTuple):
@@ -86,10 +66,14 @@ class Chain(NamedTuple):
                 carried = tuple(tensor[kept[index]] for tensor in carried)
         return outputs
 
+    def whole_outputs(self, batch: Batch) -> list[Tensor]:
+        """Return the outputs of the stages for all samples."""
+        return [output for _, output in self.outputs(batch)]
+
     def is_same(self, batch: Batch) -> bool:
         """Check whether stages and network give the same for a batch, bit by bit."""
-        pairs = zip(self.expected(batch), self.outputs(batch), strict=not self.heads)
-        return all(same_bits(expected, output) for expected, (_, output) in pairs)
+        pairs = zip(self.expected(batch), self.whole_outputs(batch), strict=not self.heads)
+        return all(same_bits(*pair) for pair in pairs)
 
 
 def prove(
@@ -100,10 +84,16 @@ def prove(
         module.training = network.training
     chain = Chain(network, stages, inputs, heads)
     with in_mode(network, *stages, *heads, training=False), without_caches(network), refusals():
+        others = _accepted_sizes(chain)
+        _check_network_keeps_samples_apart(chain, others)
         _check_bits(chain, inputs.of_size(1))
-        batch = _fix_sizes(chain)
+        batch = _fix_sizes(chain, others)
         _check_bits(chain, batch)
-        _check_samples_apart(chain, batch)
+        _check_chain_keeps_samples_apart(chain, batch)
+    if reason := training_difference(chain, tuple(tensor[KEPT[0]] for tensor in batch)):
+        for stage in (*stages, *heads):
+            if isinstance(stage, Stage):
+                refuse_training(stage, f"{reason} if it is trained in stages")
     return stages
 
 
@@ -120,13 +110,13 @@ def _check_bits(chain: Chain, batch: Batch) -> None:
         raise BadInput(f"at batch size {len(batch[0])} {OUTPUTS_DIFFER if chain.heads else LOGITS_DIFFER}")
 
 
-def _fix_sizes(chain: Chain) -> Batch:
+def _fix_sizes(chain: Chain, others: Sequence[tuple[Axes, list[int]]]) -> Batch:
     """Let the first stage refuse sizes that are not proven to be free; return a batch of other sizes that are."""
     inputs = chain.inputs
     batch = inputs.of_size(ROWS)
     names: dict[tuple[int, int], str] = {}
     reasons = []
-    for axes, sizes in _accepted_sizes(chain):
+    for axes, sizes in others:
         reason = next(filter(None, (_difference(chain, _resized(batch, axes, size)) for size in sizes)), "")
         if reason:
             reasons.append(reason)
@@ -179,23 +169,23 @@ def _other_sizes(size: int) -> list[int]:
 
 def _acceptance(chain: Chain) -> Callable[[Axes, int], bool]:
     """Return a function that says whether the network takes another size; without data where it runs without."""
-
-    def runs(network: nn.Module, batch: Batch) -> bool:
-        try:
-            with in_mode(network, training=False):
-                chain.inputs.run(network, batch)
-        except Exception:  # whatever a network says to sizes that it does not take
-            return False
-        return True
-
     network, batch = chain.network, chain.inputs.of_size(2)
     try:
         without_data = on_meta(network)
-        if runs(without_data, tuple(tensor.to("meta") for tensor in batch)):
+        if _runs(chain, without_data, tuple(tensor.to("meta") for tensor in batch)):
             network, batch = without_data, tuple(tensor.to("meta") for tensor in batch)
     except Exception:  # of a network that cannot be copied
         pass
-    return lambda axes, size: runs(network, _resized(batch, axes, size))
+    return lambda axes, size: _runs(chain, network, _resized(batch, axes, size))
+
+
+def _runs(chain: Chain, network: nn.Module, batch: Batch) -> bool:
+    try:
+        with in_mode(network, training=False):
+            chain.inputs.run(network, batch)
+    except Exception:  # whatever a network says to sizes that it does not take
+        return False
+    return True
 
 
 def _resized(batch: Batch, axes: Axes, size: int) -> Batch:
@@ -211,16 +201,26 @@ def _resized(batch: Batch, axes: Axes, size: int) -> Batch:
     return tuple(resized)
 
 
-def _check_samples_apart(chain: Chain, batch: Batch) -> None:
-    """Raise if a sample's logits depend on the others of its batch, in the network or once some have left."""
-    expected, some = chain.expected(batch), tuple(tensor[KEPT[0]] for tensor in batch)
-    if not all(is_close(one, other[KEPT[0]]) for one, other in zip(chain.expected(some), expected, strict=True)):
+def _check_network_keeps_samples_apart(chain: Chain, others: Sequence[tuple[Axes, list[int]]]) -> None:
+    """Raise if a sample's logits depend on the others of its batch; small inputs are tried, where it takes them."""
+    batch = chain.inputs.of_size(ROWS)
+    for axes, sizes in others:
+        smaller = _resized(batch, axes, sizes[0])
+        batch = smaller if _runs(chain, chain.network, smaller) else batch
+    some = tuple(tensor[KEPT[0]] for tensor in batch)
+    pairs = zip(chain.expected(some), chain.expected(batch), strict=True)
+    if not all(is_close(one, other[KEPT[0]]) for one, other in pairs):
         raise BadInput(
-            f"the logits of a sample depend on the other samples of its batch, first in {_mixing_module(chain, batch)}:"
-            " normalise with stored statistics (track_running_stats=True), and compute nothing across samples"
+            "the logits of a sample depend on the other samples of its batch, as first seen in what"
+            f" {_mixing_module(chain, batch)} returns: normalise with stored statistics (track_running_stats=True), and"
+            " compute nothing across samples"
         )
-    outputs = chain.outputs(batch, KEPT)
-    if not all(is_close(output, one[rows]) for (rows, output), one in zip(outputs, expected, strict=False)):
+
+
+def _check_chain_keeps_samples_apart(chain: Chain, batch: Batch) -> None:
+    """Raise if the stages give something else once some samples have left."""
+    pairs = zip(chain.outputs(batch, KEPT), chain.expected(batch), strict=False)
+    if not all(is_close(output, expected[rows]) for (rows, output), expected in pairs):
         raise BadInput(
             "once some samples have left, the stages do not give what the network gives: tensors that are carried past"
             " an exit share memory that the network writes to later. Cut elsewhere, or write no tensor in place"
@@ -261,3 +261,68 @@ def _results(chain: Chain, batch: Batch) -> list[tuple[str, Tensor]]:
         for hook in hooks:
             hook.remove()
     return results
+
+
+def training_difference(chain: Chain, batch: Batch) -> str:
+    """Return how a step of training differs between stages and network; "" if it does not, or if neither trains.
+
+    Nothing is changed by it: gradients are not kept, buffers and the state of random numbers are put back.
+    """
+    for seed in range(SEEDS):
+        own = _one_step(chain.network, [chain.network], chain.expected, batch, seed)
+        if isinstance(own, Exception):
+            return ""
+        ours = _one_step(chain.network, [*chain.stages, *chain.heads], chain.whole_outputs, batch, seed)
+        if isinstance(ours, Exception):
+            return f"it fails with {type(ours).__name__}: {str(ours).partition(chr(10))[0]}"
+        for name, expected in own.numbers.items():
+            actual = ours.numbers[name]
+            if (expected is None) != (actual is None):
+                return f"{name} {'is missing' if actual is None else 'is there, and the network has none,'}"
+            if expected is not None and actual is not None and not is_close(actual, expected):
+                return f"{name} differs from the network's"
+        if not own.drew_from_python:
+            break
+    return ""
+
+
+class TrainingStep(NamedTuple):
+    """Logits, gradients and buffers after a step of training; whether Python's random numbers were used."""
+
+    numbers: dict[str, Tensor | None]
+    drew_from_python: bool
+
+
+def _one_step(
+    network: nn.Module, trained: Sequence[nn.Module], run: Callable[[Batch], list[Tensor]], batch: Batch, seed: int
+) -> TrainingStep | Exception:
+    """Return what one step does to the network; the error if it fails."""
+    parameters = {name: each for name, each in network.named_parameters() if each.requires_grad}
+    python_state = random.getstate()
+    random.seed(seed)
+    start = random.getstate()
+    try:
+        with _buffers_restored(network), in_mode(network, *trained, training=True), torch.enable_grad():
+            torch.manual_seed(seed)
+            outputs = run(batch)
+            loss = sum((torch.linspace(-1, 1, each.numel()).to(each).view_as(each) * each).sum() for each in outputs)
+            gradients = torch.autograd.grad(loss, [*parameters.values()], allow_unused=True)  # type: ignore[arg-type]
+            numbers: dict[str, Tensor | None] = {f"output {index}": each for index, each in enumerate(outputs)}
+            numbers |= {f"the gradient of {name!r}": each for name, each in zip(parameters, gradients, strict=True)}
+            numbers |= {f"buffer {name!r}": each.clone() for name, each in network.named_buffers()}
+            return TrainingStep(numbers, random.getstate() != start)
+    except Exception as error:  # whatever a network cannot do in training
+        return error
+    finally:
+        random.setstate(python_state)
+
+
+@contextmanager
+def _buffers_restored(network: nn.Module) -> Iterator[None]:
+    """Put back buffers that are replaced by others; in_mode puts back what is written into them."""
+    kept = [(module, dict(module._buffers)) for module in network.modules()]
+    try:
+        yield
+    finally:
+        for module, buffers in kept:
+            module._buffers.update(buffers)

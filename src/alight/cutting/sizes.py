@@ -8,9 +8,11 @@ refused, with the line.
 
 import math
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
+
+from torch import Tensor, nn
 
 from alight.errors import BadInput
 
@@ -50,6 +52,31 @@ class SizeCheck(NamedTuple):
     outcome: bool
     time: int
     line: str
+
+
+class FixedSizes:
+    """A hook that refuses inputs of sizes at which the chain was not seen to be the network.
+
+    `pattern` has a number for every axis of a sample that is fixed, and a name for one that is free; axes of one name
+    have one size.
+    """
+
+    def __init__(self, pattern: Sequence[Sequence[int | str]], reason: str) -> None:
+        self.pattern, self.reason = [list(axes) for axes in pattern], reason
+
+    def __call__(self, stage: nn.Module, batch: tuple[Tensor, ...]) -> None:
+        """Raise unless the inputs have sizes like the pattern's."""
+        free: dict[str, int] = {}
+        for tensor, axes in zip(batch, self.pattern, strict=True):
+            sizes = tensor.shape[1:]
+            if len(sizes) != len(axes) or any(
+                free.setdefault(axis, size) != size if isinstance(axis, str) else axis != size
+                for axis, size in zip(axes, sizes, strict=True)
+            ):
+                raise BadInput(
+                    f"an input of {tuple(sizes)} per sample, and the network was cut for ({', '.join(map(str, axes))}):"
+                    f" {self.reason}. Give inputs of this size, or cut with an example of the size that you need"
+                )
 
 
 class TracedInt(int):

@@ -21,8 +21,7 @@ from torch.fx.node import map_aggregate
 from torch.overrides import get_overridable_functions
 
 from alight.cutting.encoders import EncoderStage, cut_text_encoder
-from alight.cutting.proof import FixedSizes
-from alight.cutting.sizes import SizeCheck, SizeExpression, SizeOf, check_size
+from alight.cutting.sizes import FixedSizes, SizeCheck, SizeExpression, SizeOf, check_size
 from alight.cutting.tracing import (
     BATCHES,
     SCALARS,
@@ -166,6 +165,15 @@ def stage_of(model: nn.Module, graphs: StageGraphs, constants: Mapping[str, Any]
         kind._in_training = _compiled(training.src, training.globals) if training else _refusing(graphs.training)
         kind.source += training.src if training else ""
     return stage
+
+
+def refuse_training(stage: Stage, reason: str) -> None:
+    """Let a stage refuse to run in training mode."""
+    kind: Any = type(stage)
+    if not hasattr(kind, "_in_training"):
+        kind.forward, kind._in_evaluation = _compiled(DISPATCH, {}), kind.forward
+    kind._in_training = _refusing(reason)
+    kind.graphs = StageGraphs(kind.graphs.evaluation, reason)
 
 
 def constants_of(stage: Stage) -> dict[str, Any]:

@@ -43,6 +43,9 @@ CONTENT_READS = {  # functions that turn the content of a tensor into a number
 RANDOM = re.compile("rand|bernoulli|dropout|normal|uniform|multinomial|poisson|exponential_")
 
 
+SIZED_BY_CONTENT = re.compile("nonzero|argwhere|where|unique.*|masked_select|bincount")  # results of such functions
+
+
 @dataclass(frozen=True)
 class Value:
     """A tensor, identified by the call that made it (-1: the inputs) and the path to it inside the call's result."""
@@ -272,6 +275,8 @@ class _CallRecorder(TorchFunctionMode):
         self.tainted_storages: set[int] = set()
         self.constants: dict[int, Tensor] = {}
         self.alive: list[Any] = []  # so that no identity is used twice
+        self.weighted: set[int] = set()  # identities of tensors computed from the network's weights
+        self.sized_by_content: set[int] = set()
         self.closed = 0  # how deep inside closed modules
         self.checks: dict[Any, tuple[SizeCheck, tuple[Any, Any]]] = {}  # comparisons of sizes, with the numbers
         self.inputs = [Value(-1, (index,)) for index in range(len(tensors))]
@@ -316,8 +321,10 @@ class _CallRecorder(TorchFunctionMode):
             taken = _tensors_in((args, kwargs))
             function = "" if isinstance(target, str) else getattr(target, "__name__", str(target))
             tainted = any(map(self._is_tainted, taken))
-            if tainted and function in CONTENT_READS:
-                raise Untraceable(f"the network asks for the content of a tensor ({function}) at {_line()}")
+            weighted = not function or any(map(self._is_weighted, taken))
+            if (tainted or weighted) and function in CONTENT_READS:
+                content = "the content of a tensor" if tainted else "the content of its weights"
+                raise Untraceable(f"the network asks for {content} ({function}) at {_line()}")
             versions = [_version(tensor) for tensor in taken]
             encoded: Any = (
                 () if function == "__get__" else self.encoded((args, kwargs))
@@ -336,6 +343,10 @@ class _CallRecorder(TorchFunctionMode):
             call = Call(target, inputs, keywords, _line(), tainted, values, sizes, changed, changes_state)
             self.calls.append(call)
             result = self._renewed(result, Value(len(self.calls) - 1), tainted)
+            if weighted:
+                self.weighted.update(map(id, _tensors_in(result)))
+            if tainted and (SIZED_BY_CONTENT.fullmatch(function) or self._is_masked(function, taken)):
+                self.sized_by_content.update(map(id, _tensors_in(result)))
             call.storages = set(map(_storage, _tensors_in(result)))
             return result
 
@@ -344,6 +355,8 @@ class _CallRecorder(TorchFunctionMode):
         value = self.values.get(id(args[0])) if args else None
         if value is None:
             return result
+        if id(args[0]) in self.sized_by_content and function in ("__get__", "size", "numel", "nelement", "__len__"):
+            raise Untraceable(f"the network asks for a size that follows the content of a tensor at {_line()}")
 
         def size(axis: int) -> Any:
             return traced_number(args[0].shape[axis], SizeOf(value, axis), self.check)
@@ -393,6 +406,14 @@ class _CallRecorder(TorchFunctionMode):
     def all_tainted(self) -> set[Value]:
         """Return values that depend on the content of the input, from the start or since a later write."""
         return {self.values[id(tensor)] for tensor in self.alive if self._is_tainted(tensor)}
+
+    def _is_weighted(self, tensor: Tensor) -> bool:
+        return id(tensor) in self.state or id(tensor) in self.weighted
+
+    def _is_masked(self, function: str, taken: Sequence[Tensor]) -> bool:
+        """Check for a tensor indexed by a mask, or by something of a size that follows content."""
+        by_content = [each.dtype == torch.bool or id(each) in self.sized_by_content for each in taken[1:]]
+        return function == "__getitem__" and any(by_content)
 
     def _is_tainted(self, tensor: Tensor) -> bool:
         value = self.values.get(id(tensor))
