@@ -11,13 +11,16 @@ import math
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from itertools import pairwise
 from typing import Any, NamedTuple, TypeVar
 
+import numpy as np
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
-from torch.nn.utils import parametrizations
+from torch.nn.utils import parametrizations, prune
+from torch.optim.swa_utils import AveragedModel
 from torch.utils.checkpoint import checkpoint
 
 CLASSES = 5
@@ -269,6 +272,10 @@ class LayerCountBuffer(Pipeline):
 # 2. Sizes of the input that Python reads.
 
 
+@case(
+    "cifar_resnet_auto", "sizes", "the same, exits placed by 'auto'", floats(3, 32, 32), "auto",
+    others={"48 x 48": floats(3, 48, 48), "32 x 48": floats(3, 48, 32)},
+)  # fmt: skip
 @case(
     "cifar_resnet", "sizes", "F.avg_pool2d(x, x.size()[3])", floats(3, 32, 32), ["layer1", "layer2"],
     others={"48 x 48": floats(3, 48, 48), "16 x 16": floats(3, 16, 16)}, widths=(8, 12),
@@ -1769,10 +1776,10 @@ class TimmFeatures(nn.Module):
 class MixtureOfExperts(nn.Module):
     """The two best experts of each token, found with a mask per expert."""
 
-    def __init__(self, width: int) -> None:
+    def __init__(self, width: int, experts: int = 4) -> None:
         super().__init__()
-        self.router = nn.Linear(width, 4)
-        self.experts = nn.ModuleList(nn.Linear(width, width) for _ in range(4))
+        self.router = nn.Linear(width, experts)
+        self.experts = nn.ModuleList(nn.Linear(width, width) for _ in range(experts))
 
     def forward(self, x: Tensor) -> Tensor:
         weights, chosen = self.router(x).softmax(-1).topk(2, dim=-1)
@@ -1818,6 +1825,17 @@ class MoeDense(nn.Module):
 @case("moe_sparse", "others", "top-2 experts per token, tokens gathered per expert", floats(8, 12), ["first", "second"])
 class MoeSparse(MoeDense):
     kind = SparseMixtureOfExperts
+
+
+@case("moe_rare_expert", "others", "16 experts, most of them without a token of the example", floats(2, 12), ["first"])
+class MoeRareExpert(SparseMixtureOfExperts):
+    def __init__(self) -> None:
+        super().__init__(12, 16)
+        self.first, self.fc = TransformerBlock(12), nn.Linear(12, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        return self.fc((x + super().forward(x)).mean(1))
 
 
 @case("moe_capacity", "others", "experts with room for half of the batch's tokens", floats(8, 12), ["first", "second"])
@@ -2296,3 +2314,187 @@ class VectorQuantised(Pipeline):
         nearest = (flat[..., None, :] - self.codes.weight).square().sum(-1).argmin(-1)
         coded = self.codes(nearest).permute(0, 3, 1, 2)
         return self.classified(self.tail(x + (coded - x).detach()))
+
+
+@case(
+    "last_valid_token", "others", "x[torch.arange(B), lengths - 1]",
+    named(ids=tokens(10), lengths=lengths_up_to(10)), ["first", "second"], widths=(16, 16),
+    others={"14 tokens": named(ids=tokens(14), lengths=lengths_up_to(14))},
+)  # fmt: skip
+class LastValidToken(EncoderWithLengths):
+    def forward(self, ids: Tensor, lengths: Tensor) -> Tensor:
+        x = self.third(self.second(self.first(self.embed(ids))))
+        return self.fc(x[torch.arange(x.shape[0], device=x.device), lengths - 1])
+
+
+@case("loop_over_samples", "others", "torch.stack([self.tail(one) for one in x])", IMAGES, STAGES, trains=False)
+class LoopOverSamples(Pipeline):
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.body(self.stem(x))
+        return self.fc(torch.stack([self.tail(one[None]).mean((0, 2, 3)) for one in x]))
+
+
+def swish(x: Tensor) -> Tensor:
+    return x * torch.sigmoid(x)
+
+
+@cache
+def scripted_swish() -> Callable[[Tensor], Tensor]:
+    return torch.jit.script(swish)
+
+
+@case("scripted_function", "others", "a function under @torch.jit.script as activation", IMAGES, STAGES, others=LARGER)
+class ScriptedFunction(Pipeline):
+    def forward(self, x: Tensor) -> Tensor:
+        activation = scripted_swish()
+        return self.classified(activation(self.tail(activation(self.body(self.stem(x))))))
+
+
+@case("numpy_inside", "others", "features computed with NumPy", IMAGES, STAGES, trains=False)
+class NumpyInside(Pipeline):
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.body(self.stem(x))
+        waves = torch.from_numpy(np.sin(x.detach().numpy()))
+        return self.classified(self.tail(x + waves))
+
+
+@case(
+    "length_tensor", "sizes", "x.sum(1) / torch.tensor(T)", floats(10, 6), ["first", "second"],
+    others={"14 steps": floats(14, 6), "7 steps": floats(7, 6)}, widths=(16, 16),
+)  # fmt: skip
+class LengthTensor(ScaleByLength):
+    def forward(self, x: Tensor) -> Tensor:
+        length = torch.tensor(x.size(1), dtype=x.dtype)
+        return self.fc(self.second(self.first(x)).sum(1) / length)
+
+
+@case("data_attribute", "training", "x.data instead of x.detach()", IMAGES, STAGES, others=LARGER)
+class DataAttribute(Pipeline):
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.body(self.stem(x))
+        return self.classified(self.tail(x + x.data.tanh()))
+
+
+@case("gradient_hook", "training", "x.register_hook scales the gradient", IMAGES, STAGES, others=LARGER)
+class GradientHook(Pipeline):
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.body(self.stem(x))
+        if x.requires_grad:
+            x.register_hook(lambda gradient: gradient * 0.1)  # type: ignore[no-untyped-call]
+        return self.classified(self.tail(x))
+
+
+@case("gradient_reversal", "training", "2 * x.detach() - x turns the gradient", IMAGES, STAGES, others=LARGER)
+class GradientReversal(Pipeline):
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.body(self.stem(x))
+        return self.classified(self.tail(2 * x.detach() - x))
+
+
+@case("pruned", "others", "torch.nn.utils.prune on a convolution", IMAGES, STAGES, others=LARGER)
+class Pruned(Pipeline):
+    def __init__(self) -> None:
+        super().__init__()
+        prune.random_unstructured(self.tail[0], "weight", amount=0.5)  # type: ignore[no-untyped-call]
+
+
+@case("vmap_inside", "others", "torch.vmap over the samples", IMAGES, STAGES, others=LARGER)
+class VmapInside(Pipeline):
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.tail(self.body(self.stem(x))).mean((2, 3))
+        return torch.vmap(lambda row: self.fc.weight @ row + self.fc.bias)(x)
+
+
+@case("compiled", "others", "torch.compile around the network", IMAGES, ["_orig_mod.stem", "_orig_mod.body"])
+def compiled() -> nn.Module:
+    return torch.compile(Pipeline(), backend="eager")  # type: ignore[return-value]
+
+
+@case(
+    "averaged",
+    "others",
+    "torch.optim.swa_utils.AveragedModel around the network",
+    IMAGES,
+    ["module.stem", "module.body"],
+)
+def averaged() -> nn.Module:
+    return AveragedModel(Pipeline())
+
+
+@case(
+    "rotary_cache", "sizes", "rotary angles cached in a buffer that is not saved", floats(10, 16), ["first", "second"],
+    others={"14 steps": floats(14, 16), "6 steps": floats(6, 16)}, widths=(16, 16),
+)  # fmt: skip
+class RotaryCache(nn.Module):
+    angles: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("angles", torch.outer(torch.arange(32), torch.logspace(0, -2, 8)), persistent=False)
+        self.first, self.second, self.third = (TransformerBlock(16) for _ in range(3))
+        self.fc = nn.Linear(16, CLASSES)
+
+    def turned(self, x: Tensor) -> Tensor:
+        angles = self.angles[: x.size(1)]
+        even, odd = x[..., ::2], x[..., 1::2]
+        return torch.cat([even * angles.cos() - odd * angles.sin(), even * angles.sin() + odd * angles.cos()], -1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in (self.first, self.second, self.third):
+            x = block(self.turned(x))
+        return self.fc(x.mean(1))
+
+
+@case(
+    "global_local_tuple", "outputs", "blocks that return (features, state), both used later", IMAGES,
+    ["first", "second"], others=LARGER, widths=(8, 8),
+)  # fmt: skip
+class TupleBlocks(nn.Module):
+    class Block(nn.Module):
+        def __init__(self, inputs: int) -> None:
+            super().__init__()
+            self.conv, self.mix = conv(inputs, 8), nn.Linear(8, 8)
+
+        def forward(self, x: Tensor, state: Tensor | None = None) -> tuple[Tensor, Tensor]:
+            x = self.conv(x)
+            pooled = self.mix(x.mean((2, 3)))
+            return x, pooled if state is None else state + pooled
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third = self.Block(3), self.Block(8), self.Block(8)
+        self.fc = nn.Linear(16, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x, state = self.first(x)
+        x, state = self.second(x, state)
+        x, state = self.third(x, state)
+        return self.fc(torch.cat([x.amax((2, 3)), state], 1))
+
+
+@case(
+    "branch_on_batch_size", "mixing", "another path for a single sample", IMAGES, STAGES, others=LARGER
+)  # fmt: skip
+class BranchOnBatchSize(Pipeline):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.tail(self.body(self.stem(x))).mean((2, 3))
+        return self.fc(self.norm(x) if x.size(0) > 1 else x)
+
+
+@case("batch_size_scale", "mixing", "x * math.sqrt(B), a number that follows the batch size", IMAGES, STAGES)
+class BatchSizeScale(Pipeline):
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.tail(self.body(self.stem(x)))
+        return self.classified(x * math.sqrt(x.size(0)))
+
+
+@case("ghost_batches", "mixing", "statistics over groups of the batch of at most four", IMAGES, STAGES)
+class GhostBatches(Pipeline):
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.tail(self.body(self.stem(x)))
+        groups = [group - group.mean(0, keepdim=True) / 2 for group in torch.split(x, 4)]
+        return self.classified(torch.cat(groups))

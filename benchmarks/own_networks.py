@@ -26,6 +26,7 @@ The exit status is 1 if a network is wrong.
 import argparse
 import copy
 import importlib.util
+import logging
 import random
 import re
 import sys
@@ -110,7 +111,7 @@ class Trial:
         """Return the logits that the untouched network gives."""
         try:
             with torch.no_grad():
-                logits = self.case.logits(run(network or self.original, copied(batch)))
+                logits = self.case.logits(run(self.original if network is None else network, copied(batch)))
         except Exception as error:
             raise BadCase(f"the network itself fails: {type(error).__name__}: {error}") from error
         if not torch.isfinite(logits).all():
@@ -474,6 +475,7 @@ def main(arguments: Sequence[str]) -> int:
     chosen = parser.parse_args(arguments).only
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
+    logging.disable(logging.WARNING)  # transformers and torch.compile log much that is not a finding
     if chosen:
         row, findings = try_network(CASES[chosen])
         for finding in findings:
@@ -488,8 +490,10 @@ def main(arguments: Sequence[str]) -> int:
         print(f"{row['kind']:9} {row['network']:32} {row['outcome']:8} {row['detail'][:120]}", flush=True)
         found.append(row | about)
     write_rows(RESULTS, found)
-    counts = Counter(row["outcome"] for row in found)
-    print(f"{len(found)} networks: {', '.join(f'{counts[each]} {each}' for each in reversed(OUTCOMES))}")
+    print(f"\n{'kind':9} {' '.join(f'{each:>8}' for each in ('networks', *OUTCOMES))}")
+    for kind in [*dict.fromkeys(row["kind"] for row in found), "all"]:
+        counts = Counter(row["outcome"] for row in found if kind in ("all", row["kind"]))
+        print(f"{kind:9} {counts.total():8} {' '.join(f'{counts[each]:8}' for each in OUTCOMES)}")
     return int(counts["wrong"] > 0)
 
 
