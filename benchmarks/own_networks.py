@@ -327,12 +327,14 @@ class Trial:
 
     def row(self) -> dict[str, str]:
         """Return the network's outcome and its detail."""
-        case, counted = self.case, [each for each in self.findings if each.check not in MAY_REFUSE]
-        counted += [each for each in self.findings if each.check in MAY_REFUSE and each.outcome != "refused"]
+        counted = [each for each in self.findings if each.check not in MAY_REFUSE or each.outcome != "refused"]
         outcome = min((each.outcome for each in counted), key=OUTCOMES.index, default="right")
         shown = self.findings if outcome == "right" else [each for each in counted if each.outcome == outcome]
-        details = dict.fromkeys(f"{each.check}: {each.detail}" for each in shown)
-        return named_row(case, outcome, "; ".join(details))
+        details = []
+        for check in dict.fromkeys(each.check for each in shown):
+            first, *others = dict.fromkeys(each.detail for each in shown if each.check == check)
+            details.append(f"{check}: {first}" + (f" (and {len(others)} more)" if others else ""))
+        return named_row(self.case, outcome, "; ".join(details))
 
 
 class Step(NamedTuple):
