@@ -5,9 +5,10 @@ import operator
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import pairwise
-from typing import Any, TypeVar
+from typing import Any
 
-from torch import Tensor, nn
+import torch
+from torch import nn
 
 from alight.cutting.encoders import MASK, cut_text_encoder, is_text_encoder
 from alight.cutting.flops import count_flops
@@ -29,7 +30,6 @@ from alight.cutting.tracing import (
 )
 from alight.errors import BadInput
 
-Item = TypeVar("Item", Value, Tensor)
 Cutter = Callable[[nn.Module, Sequence[str], Any], Sequence[nn.Module]]
 CUTTERS: list[tuple[Callable[[nn.Module], bool], Cutter]] = [  # the latest is tried first
     (is_text_encoder, cut_text_encoder)
@@ -53,6 +53,8 @@ def cut(model: nn.Module, after: Sequence[str], example: Any) -> list[nn.Module]
     >>> torch.equal(last(*first(batch)), network(batch)), list(last.state_dict())
     (True, ['2.weight', '2.bias'])
     """
+    if isinstance(model, torch.jit.ScriptModule):
+        raise BadInput("a TorchScript network has no Python code to cut: give the network that was scripted or traced")
     names, inputs = _checked_names(model, after), Inputs(example)
     inputs.find_vocabularies(model)
     cutter = next((cutter for recognises, cutter in reversed(CUTTERS) if recognises(model)), None)

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from alight.cutting.running import Inputs, in_mode, refusals, same_bits, without_caches
+from alight.cutting.running import Inputs, in_mode, refusals, same_bits, without_shortcuts
 from alight.cutting.sizes import FixedSizes
 from alight.cutting.stages import Stage, refuse_training
 from alight.cutting.tracing import logits_in, on_meta, walk
@@ -45,14 +45,14 @@ class Chain(NamedTuple):
 
     def expected(self, batch: Batch) -> list[Tensor]:
         """Return the outputs of the network."""
-        output = self.inputs.run(self.network, batch)
+        output = self.inputs.run(self.network, tuple(tensor.clone() for tensor in batch))  # it may write into them
         return (
             [each for each in walk(output) if isinstance(each, Tensor)] if self.heads else [logits_in(output, Tensor)]
         )
 
     def outputs(self, batch: Batch, kept: Sequence[Sequence[int]] = ()) -> list[tuple[list[int], Tensor]]:
         """Return the outputs of the stages with the rows of the batch that they are of; `kept` stay after each."""
-        carried: Any = batch
+        carried: Any = tuple(tensor.clone() for tensor in batch)
         rows = list(range(len(batch[0])))
         outputs = []
         for index, stage in enumerate(self.stages):
@@ -83,7 +83,7 @@ def prove(
     for module in (*stages, *heads):
         module.training = network.training
     chain = Chain(network, stages, inputs, heads)
-    with in_mode(network, *stages, *heads, training=False), without_caches(network), refusals():
+    with in_mode(network, *stages, *heads, training=False), without_shortcuts(network), refusals():
         others = _accepted_sizes(chain)
         _check_network_keeps_samples_apart(chain, others)
         _check_bits(chain, inputs.of_size(1))
@@ -101,7 +101,7 @@ def is_chain_of(
     network: nn.Module, stages: Sequence[nn.Module], inputs: Inputs, batch: Batch, heads: Sequence[nn.Module] = ()
 ) -> bool:
     """Check whether stages in a row give what the network gives for a batch in evaluation, bit by bit."""
-    with in_mode(network, *stages, *heads, training=False), without_caches(network):
+    with in_mode(network, *stages, *heads, training=False), without_shortcuts(network):
         return Chain(network, stages, inputs, heads).is_same(batch)
 
 

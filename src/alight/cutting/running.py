@@ -1,9 +1,10 @@
 """Run a network on batches like its example: in one mode, with its errors explained, and leave no trace of it."""
 
+import dataclasses
 import itertools
 import linecache
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from traceback import walk_tb
 from types import FrameType
@@ -45,7 +46,8 @@ class Inputs:
 
     def run(self, model: nn.Module, tensors: tuple[Tensor, ...]) -> Any:
         """Return the network's output for a batch."""
-        return model(**dict(zip(self.names, tensors, strict=True))) if self.names else model(*tensors)
+        output = model(**dict(zip(self.names, tensors, strict=True))) if self.names else model(*tensors)
+        return vars(output) if dataclasses.is_dataclass(output) and not isinstance(output, Mapping) else output
 
     def find_vocabularies(self, model: nn.Module) -> None:
         """Note which inputs are embedded, so that batches hold random tokens; not where the network refuses those."""
@@ -128,18 +130,26 @@ def replaced(changes: Iterable[tuple[Any, str, Any]]) -> Iterator[None]:
     """Give attributes, each as (owner, name, value), other values for a while."""
     with ExitStack() as stack:
         for owner, name, value in changes:
-            stack.callback(setattr, owner, name, getattr(owner, name))
+            stack.callback(setattr, owner, name, vars(owner).get(name) or getattr(owner, name))
             setattr(owner, name, value)
         yield
 
 
-def without_caches(model: nn.Module) -> AbstractContextManager[None]:
-    """Switch off the caches of text decoders: a classifier reads each text once, and a cache copies keys and values.
+@contextmanager
+def without_shortcuts(model: nn.Module) -> Iterator[None]:
+    """Switch off what gives the same network other last bits: caches of text decoders, and fused encoder layers.
 
-    The copies have another memory layout, so on some CPUs the same network differs from itself in the last bits.
+    A cache copies keys and values into another memory layout, and a classifier reads each text only once.
     """
     configs = [module.config for module in model.modules() if hasattr(module, "config")]
-    return replaced([(config, "use_cache", False) for config in configs if getattr(config, "use_cache", None) is True])
+    caching = [(config, "use_cache", False) for config in configs if getattr(config, "use_cache", None) is True]
+    fused = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        with replaced(caching):
+            yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(fused)
 
 
 @contextmanager

@@ -58,7 +58,7 @@ ATTRIBUTES = {"H", "T", "data", "device", "dtype", "imag", "layout", "mH", "mT",
 METHODS = {  # of tensors, besides those that torch lets others override
     "new_empty", "new_full", "new_ones", "new_tensor", "new_zeros", "unflatten",
     "__radd__", "__rand__", "__rfloordiv__", "__rlshift__", "__rmatmul__", "__rmod__", "__rmul__", "__ror__",
-    "__rpow__", "__rrshift__", "__rsub__", "__rtruediv__", "__rxor__", "__reversed__",
+    "__rdiv__", "__rpow__", "__rrshift__", "__rsub__", "__rtruediv__", "__rxor__", "__reversed__",
 }  # fmt: skip
 NOT_METHODS = {  # of tensors that return something else than tensors, take functions, or change more than the tensor
     "apply_", "backward", "data_ptr", "is_shared", "item", "map2_", "map_", "module_load", "numpy", "pin_memory",
@@ -245,7 +245,7 @@ class _GraphBuilder:
         for index in plan.calls:
             while checks and checks[0].time <= index:
                 self._check(checks.pop(0))
-            self.made[Value(index)] = self._emitted(plan.trace.calls[index])
+            self.made[Value(index)] = self._detached(Value(index), self._emitted(plan.trace.calls[index]))
         for check in checks:
             self._check(check)
         outgoing = [self._batch_first(self._node(value), value) for value in plan.outgoing]
@@ -285,6 +285,8 @@ class _GraphBuilder:
             return self.nodes.call_function(getattr(operator, name), args)
         if getattr(torch.Tensor, name, None) == call.target:
             return self.nodes.call_method(name, args, kwargs)
+        if name == "apply":  # of a torch.autograd.Function
+            return self.nodes.call_function(operator.call, (self._fetched(self._constant(call.target)), *args), kwargs)
         return self.nodes.call_function(call.target, args, kwargs)
 
     def _check(self, check: SizeCheck) -> None:
@@ -316,7 +318,7 @@ class _GraphBuilder:
         if value not in self.made:
             *path, key = value.path
             inner = self._node(Value(value.call, tuple(path)))
-            self.made[value] = self.nodes.call_function(operator.getitem, (inner, key))
+            self.made[value] = self._detached(value, self.nodes.call_function(operator.getitem, (inner, key)))
         return self.made[value]
 
     def _size(self, size: SizeOf) -> Any:
@@ -329,6 +331,12 @@ class _GraphBuilder:
                 shape = self.nodes.call_function(getattr, (self._node(size.value), "shape"))
                 self.sizes[size] = self.nodes.call_function(operator.getitem, (shape, size.axis))
         return self.sizes[size]
+
+    def _detached(self, value: Value, node: fx.Node) -> fx.Node:
+        """Return a tensor without a gradient if the network computes it without one."""
+        trace = self.plan.trace
+        detached = trace.training and value in trace.shapes and not trace.calls[value.call].has_gradients
+        return self.nodes.call_method("detach", (node,)) if detached else node
 
     def _batch_multiple(self, item: BatchMultiple) -> Any:
         size = self._property("shape")

@@ -18,9 +18,10 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
 from torch.overrides import TorchFunctionMode
 
-from alight.cutting.running import Inputs, in_mode, own_line, refusals, replaced, without_caches
+from alight.cutting.running import Inputs, in_mode, own_line, refusals, replaced, without_shortcuts
 from alight.cutting.sizes import (
     SizeCheck,
     SizeExpression,
@@ -109,6 +110,7 @@ class Call:
     sizes: set[SizeOf]  # that its arguments are computed from
     changed: set[int]  # storages that it writes to
     changes_state: bool  # of the network
+    has_gradients: bool  # whether gradients are computed there
     storages: set[int] = field(default_factory=set)  # of its results
 
 
@@ -132,6 +134,7 @@ class Trace:
     follows_dtype: set[Value]  # tensors in the network's dtype
     device: torch.device  # of the traced run
     checks: list[SizeCheck]  # of sizes that do not follow the batch
+    training: bool
 
     def layout(self, value: Value) -> Layout | None:
         """Return where the batch lies in a tensor; None if it is nowhere, and the tensor is not the same for all."""
@@ -225,7 +228,7 @@ def _trace_twice(
                 record_calls(model.train(training), inputs, batch, watched, is_opened)
                 for model, batch in zip(models, batches, strict=True)
             )
-            return _aligned(first, second, batches[0][0].device)
+            return _aligned(first, second, batches[0][0].device, training)
         except Untraceable as error:
             problem = error
     raise BadInput(
@@ -239,7 +242,7 @@ def record_calls(
 ) -> "_CallRecorder":
     """Run the network once and record its calls, with the ends of watched modules."""
     recorder = _CallRecorder(model, batch, watched, is_opened)
-    with torch.no_grad(), _fixed_masks(), without_caches(model), recorder.module_calls_recorded(), recorder:
+    with torch.enable_grad(), _fixed_masks(), without_shortcuts(model), recorder.module_calls_recorded(), recorder:
         result = inputs.run(model, batch)
     recorder.closed = 1  # the network may have kept sizes, which later runs compare
     recorder.output = recorder.encoded(result)
@@ -310,7 +313,12 @@ class _CallRecorder(TorchFunctionMode):
                     self.ends[name].append(ModuleEnd(len(self.calls), self.encoded(result)))
             return result
 
-        return replaced([(nn.Module, "__call__", call)])
+        def apply(function: Any, *args: Any, **kwargs: Any) -> Any:  # with a gradient of its own
+            run = own_apply.__get__(None, function)
+            return run(*args, **kwargs) if self.closed else self._recorded(run, run, args, kwargs)
+
+        own_apply = vars(torch.autograd.Function)["apply"]
+        return replaced([(nn.Module, "__call__", call), (torch.autograd.Function, "apply", classmethod(apply))])
 
     def _unrecorded(self) -> AbstractContextManager[None]:
         return replaced([(self, "closed", self.closed + 1)])
@@ -340,7 +348,10 @@ class _CallRecorder(TorchFunctionMode):
             inputs, keywords = encoded or self.encoded((args, kwargs))
             changes_state = bool(changed & self.state_storages)
             sizes = set(sizes_in((inputs, keywords)))
-            call = Call(target, inputs, keywords, _line(), tainted, values, sizes, changed, changes_state)
+            has_gradients = torch.is_grad_enabled()
+            call = Call(
+                target, inputs, keywords, _line(), tainted, values, sizes, changed, changes_state, has_gradients
+            )
             self.calls.append(call)
             result = self._renewed(result, Value(len(self.calls) - 1), tainted)
             if weighted:
@@ -436,7 +447,7 @@ class _CallRecorder(TorchFunctionMode):
             return slice(*map(self.encoded, (item.start, item.stop, item.step)))
         if isinstance(item, Mapping):
             return {key: self.encoded(part) for key, part in item.items()}
-        if _hides_tensors(item):
+        if _hides_tensors(item) or isinstance(item, PackedSequence):
             raise Untraceable(f"a {type(item).__name__} with tensors inside is used at {_line()}")
         if isinstance(item, list | tuple):
             return (list if isinstance(item, list) else tuple)(map(self.encoded, item))
@@ -501,7 +512,7 @@ def _line() -> str:
     return own_line(walk_stack(sys._getframe()))
 
 
-def _aligned(first: _CallRecorder, second: _CallRecorder, device: torch.device) -> Trace:
+def _aligned(first: _CallRecorder, second: _CallRecorder, device: torch.device, training: bool) -> Trace:
     """Return two runs at different batch sizes as one trace."""
     for one, other in zip(first.calls, second.calls, strict=False):
         if one.target != other.target:
@@ -533,7 +544,9 @@ def _aligned(first: _CallRecorder, second: _CallRecorder, device: torch.device) 
         and second.checks[key][1] == numbers
         and not any(size.value.call in per_sample for size in sizes_in(key))
     ]
-    return Trace(first.calls, ends, first.inputs, output, shapes, first.all_tainted(), follows_dtype, device, checks)
+    return Trace(
+        first.calls, ends, first.inputs, output, shapes, first.all_tainted(), follows_dtype, device, checks, training
+    )
 
 
 def _merged(one: Any, other: Any, line: str) -> Any:
