@@ -33,6 +33,8 @@ OUTPUTS_DIFFER = (
 )
 Batch = tuple[Tensor, ...]
 Axes = list[tuple[int, int]]  # that have one size: which tensor, and which of its axes
+Others = list[tuple[Axes, list[int]]]  # axes, and other sizes than the example's that the network takes there
+Accepts = Callable[[Sequence[tuple[Axes, int]]], bool]  # does the network take inputs with these sizes?
 
 
 class Chain(NamedTuple):
@@ -70,10 +72,13 @@ class Chain(NamedTuple):
         """Return the outputs of the stages for all samples."""
         return [output for _, output in self.outputs(batch)]
 
-    def is_same(self, batch: Batch) -> bool:
-        """Check whether stages and network give the same for a batch, bit by bit."""
-        pairs = zip(self.expected(batch), self.whole_outputs(batch), strict=not self.heads)
-        return all(same_bits(*pair) for pair in pairs)
+    def difference(self, batch: Batch, expected: Sequence[Tensor]) -> str:
+        """Return how the stages differ from what is expected for a batch; "" if they give the same, bit by bit."""
+        try:
+            pairs = zip(self.whole_outputs(batch), expected, strict=not self.heads)
+            return "" if all(same_bits(*pair) for pair in pairs) else "the stages do not give what the network gives"
+        except Exception as error:  # whatever fails where a number in the code is of another size
+            return f"they fail with {str(error).partition('. Give')[0] or type(error).__name__}"
 
 
 def prove(
@@ -84,13 +89,21 @@ def prove(
         module.training = network.training
     chain = Chain(network, stages, inputs, heads)
     with in_mode(network, *stages, *heads, training=False), without_shortcuts(network), refusals():
-        others = _accepted_sizes(chain)
-        _check_network_keeps_samples_apart(chain, others)
+        accepts = _acceptance(chain)
+        others = _accepted_sizes(inputs, accepts)
+        batches = _other_batches(inputs, others, accepts)
+        expected = [chain.expected(batch) for batch in batches]
+        _check_network_keeps_samples_apart(chain, batches[0], expected[0])
         _check_bits(chain, inputs.of_size(1))
-        batch = _fix_sizes(chain, others)
-        _check_bits(chain, batch)
-        _check_chain_keeps_samples_apart(chain, batch)
-    if reason := training_difference(chain, tuple(tensor[KEPT[0]] for tensor in batch)):
+        reasons: list[str] = []
+        if any(map(chain.difference, batches, expected)):
+            others, reasons = _free_sizes(chain, others)
+            batches = _other_batches(inputs, others, accepts)
+            expected = [chain.expected(batches[0])]
+            _check_bits(chain, batches[0])
+        _fix_other_sizes(chain, others, reasons)
+        _check_chain_keeps_samples_apart(chain, batches[0], expected[0])
+    if reason := training_difference(chain, batches[1]):
         for stage in (*stages, *heads):
             if isinstance(stage, Stage):
                 refuse_training(stage, f"{reason} if it is trained in stages")
@@ -101,63 +114,66 @@ def is_chain_of(
     network: nn.Module, stages: Sequence[nn.Module], inputs: Inputs, batch: Batch, heads: Sequence[nn.Module] = ()
 ) -> bool:
     """Check whether stages in a row give what the network gives for a batch in evaluation, bit by bit."""
+    chain = Chain(network, stages, inputs, heads)
     with in_mode(network, *stages, *heads, training=False), without_shortcuts(network):
-        return Chain(network, stages, inputs, heads).is_same(batch)
+        return not chain.difference(batch, chain.expected(batch))
 
 
 def _check_bits(chain: Chain, batch: Batch) -> None:
-    if not chain.is_same(batch):
+    pairs = zip(chain.whole_outputs(batch), chain.expected(batch), strict=not chain.heads)
+    if not all(same_bits(*pair) for pair in pairs):
         raise BadInput(f"at batch size {len(batch[0])} {OUTPUTS_DIFFER if chain.heads else LOGITS_DIFFER}")
 
 
-def _fix_sizes(chain: Chain, others: Sequence[tuple[Axes, list[int]]]) -> Batch:
-    """Let the first stage refuse sizes that are not proven to be free; return a batch of other sizes that are."""
-    inputs = chain.inputs
-    batch = inputs.of_size(ROWS)
-    names: dict[tuple[int, int], str] = {}
-    reasons = []
+def _free_sizes(chain: Chain, others: Others) -> tuple[Others, list[str]]:
+    """Return those of the axes along which any size is proven to be free alone, and why the others are not."""
+    free, reasons = [], []
     for axes, sizes in others:
-        reason = next(filter(None, (_difference(chain, _resized(batch, axes, size)) for size in sizes)), "")
-        if reason:
-            reasons.append(reason)
+        batches = [_resized(chain.inputs.of_size(2), [(axes, size)]) for size in sizes]
+        if reason := next(filter(None, (chain.difference(batch, chain.expected(batch)) for batch in batches)), ""):
+            reasons.append(f"at another size {reason}")
         else:
-            names |= dict.fromkeys(axes, f"any size {len(set(names.values())) + 1}")
-            batch = _resized(batch, axes, sizes[0])
+            free.append((axes, sizes))
+    return free, reasons
+
+
+def _fix_other_sizes(chain: Chain, free: Others, reasons: Sequence[str]) -> None:
+    """Let the first stage refuse sizes along all axes that are not free."""
+    names = {each: f"any size {number}" for number, (axes, _) in enumerate(free, 1) for each in axes}
     pattern = [
         [names.get((index, axis), size) for axis, size in enumerate(tensor.shape[1:], 1)]
-        for index, tensor in enumerate(inputs.tensors)
+        for index, tensor in enumerate(chain.inputs.tensors)
     ]
     if any(isinstance(size, int) for axes in pattern for size in axes):
         reason = "; ".join(reasons) or "the network itself takes no other size"
         chain.stages[0].register_forward_pre_hook(FixedSizes(pattern, reason))
-    return batch
 
 
-def _difference(chain: Chain, batch: Batch) -> str:
-    """Return how the chain differs from the network for a batch that the network takes; "" if it does not."""
-    try:
-        return "" if chain.is_same(batch) else "at another size the stages do not give what the network gives"
-    except Exception as error:  # whatever fails where a number in the code is of another size
-        return f"at another size they fail: {str(error).partition('. Give')[0] or type(error).__name__}"
+def _other_batches(inputs: Inputs, others: Others, accepts: Accepts) -> list[Batch]:
+    """Return two batches in which every size that may differ from the example's does, each in another way."""
+    batches = []
+    for shift, rows in enumerate((ROWS, 2)):
+        changes = [(axes, sizes[(index + shift) % len(sizes)]) for index, (axes, sizes) in enumerate(others)]
+        batches.append(_resized(inputs.of_size(rows), changes if accepts(changes) else changes[:1]))
+    return batches
 
 
-def _accepted_sizes(chain: Chain) -> list[tuple[Axes, list[int]]]:
+def _accepted_sizes(inputs: Inputs, accepts: Accepts) -> Others:
     """Return axes whose size the network lets differ from the example's, and up to two other sizes that it takes."""
-    accepts = _acceptance(chain)
     groups: dict[tuple[int, int], Axes] = {}
-    for index, tensor in enumerate(chain.inputs.tensors):
+    for index, tensor in enumerate(inputs.tensors):
         for axis, size in enumerate(tensor.shape[1:], 1):
             groups.setdefault((axis, size), []).append((index, axis))
-    accepted: list[tuple[Axes, list[int]]] = []
+    accepted: Others = []
     refused: dict[int, Axes] = {}
     for (_, size), axes in groups.items():
-        if sizes := [other for other in _other_sizes(size) if accepts(axes, other)][:2]:
+        if sizes := [other for other in _other_sizes(size) if accepts([(axes, other)])][:2]:
             accepted.append((axes, sizes))
         else:
             refused.setdefault(size, []).extend(axes)
     for size, axes in refused.items():  # such as height and width of a network that takes squares
         if len({axis for _, axis in axes}) > 1:
-            sizes = [other for other in _other_sizes(size) if accepts(axes, other)][:2]
+            sizes = [other for other in _other_sizes(size) if accepts([(axes, other)])][:2]
             accepted += [(axes, sizes)] if sizes else []
     return accepted
 
@@ -167,31 +183,39 @@ def _other_sizes(size: int) -> list[int]:
     return [other for other in dict.fromkeys(sizes) if other not in (0, size)]
 
 
-def _acceptance(chain: Chain) -> Callable[[Axes, int], bool]:
-    """Return a function that says whether the network takes another size; without data where it runs without."""
+def _acceptance(chain: Chain) -> Accepts:
+    """Return a function that says whether the network takes other sizes; without data where it runs without."""
+
+    def runs(network: nn.Module, batch: Batch) -> bool:
+        try:
+            with in_mode(network, training=False):
+                chain.inputs.run(network, batch)
+        except Exception:  # whatever a network says to sizes that it does not take
+            return False
+        return True
+
     network, batch = chain.network, chain.inputs.of_size(2)
     try:
         without_data = on_meta(network)
-        if _runs(chain, without_data, tuple(tensor.to("meta") for tensor in batch)):
+        if runs(without_data, tuple(tensor.to("meta") for tensor in batch)):
             network, batch = without_data, tuple(tensor.to("meta") for tensor in batch)
     except Exception:  # of a network that cannot be copied
         pass
-    return lambda axes, size: _runs(chain, network, _resized(batch, axes, size))
+    known: dict[str, bool] = {}
+
+    def accepts(changes: Sequence[tuple[Axes, int]]) -> bool:
+        key = str(changes)
+        if key not in known:
+            known[key] = runs(network, _resized(batch, changes))
+        return known[key]
+
+    return accepts
 
 
-def _runs(chain: Chain, network: nn.Module, batch: Batch) -> bool:
-    try:
-        with in_mode(network, training=False):
-            chain.inputs.run(network, batch)
-    except Exception:  # whatever a network says to sizes that it does not take
-        return False
-    return True
-
-
-def _resized(batch: Batch, axes: Axes, size: int) -> Batch:
-    """Return a batch with another size along some axes: what is there is repeated, floats with noise."""
+def _resized(batch: Batch, changes: Sequence[tuple[Axes, int]]) -> Batch:
+    """Return a batch with other sizes along some axes: what is there is repeated, floats with noise."""
     resized = list(batch)
-    for index, axis in axes:
+    for index, axis, size in ((index, axis, size) for axes, size in changes for index, axis in axes):
         tensor = resized[index]
         tensor = tensor.index_select(axis, torch.arange(size, device=tensor.device) % tensor.shape[axis])
         if tensor.is_floating_point() and not tensor.is_meta:
@@ -201,14 +225,10 @@ def _resized(batch: Batch, axes: Axes, size: int) -> Batch:
     return tuple(resized)
 
 
-def _check_network_keeps_samples_apart(chain: Chain, others: Sequence[tuple[Axes, list[int]]]) -> None:
-    """Raise if a sample's logits depend on the others of its batch; small inputs are tried, where it takes them."""
-    batch = chain.inputs.of_size(ROWS)
-    for axes, sizes in others:
-        smaller = _resized(batch, axes, sizes[0])
-        batch = smaller if _runs(chain, chain.network, smaller) else batch
+def _check_network_keeps_samples_apart(chain: Chain, batch: Batch, expected: Sequence[Tensor]) -> None:
+    """Raise if a sample's logits depend on the others of its batch."""
     some = tuple(tensor[KEPT[0]] for tensor in batch)
-    pairs = zip(chain.expected(some), chain.expected(batch), strict=True)
+    pairs = zip(chain.expected(some), expected, strict=True)
     if not all(is_close(one, other[KEPT[0]]) for one, other in pairs):
         raise BadInput(
             "the logits of a sample depend on the other samples of its batch, as first seen in what"
@@ -217,10 +237,10 @@ def _check_network_keeps_samples_apart(chain: Chain, others: Sequence[tuple[Axes
         )
 
 
-def _check_chain_keeps_samples_apart(chain: Chain, batch: Batch) -> None:
+def _check_chain_keeps_samples_apart(chain: Chain, batch: Batch, expected: Sequence[Tensor]) -> None:
     """Raise if the stages give something else once some samples have left."""
-    pairs = zip(chain.outputs(batch, KEPT), chain.expected(batch), strict=False)
-    if not all(is_close(output, expected[rows]) for (rows, output), expected in pairs):
+    pairs = zip(chain.outputs(batch, KEPT), expected, strict=False)
+    if not all(is_close(output, whole[rows]) for (rows, output), whole in pairs):
         raise BadInput(
             "once some samples have left, the stages do not give what the network gives: tensors that are carried past"
             " an exit share memory that the network writes to later. Cut elsewhere, or write no tensor in place"
@@ -229,8 +249,8 @@ def _check_chain_keeps_samples_apart(chain: Chain, batch: Batch) -> None:
 
 def is_close(one: Tensor, other: Tensor) -> bool:
     """Check whether two tensors differ by no more than kernels do at another batch size."""
-    if one.shape != other.shape or not one.is_floating_point():
-        return one.shape == other.shape and torch.equal(one, other)
+    if torch.equal(one, other) or one.shape != other.shape or not one.is_floating_point():
+        return torch.equal(one, other)
     tolerance = SAME_IN_HALF if one.dtype in (torch.float16, torch.bfloat16) else SAME
     finite = other[other.isfinite()].abs()
     return torch.allclose(one, other, 0, tolerance * (finite.max().item() if finite.numel() else 1), equal_nan=True)
