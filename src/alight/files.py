@@ -39,13 +39,15 @@ def write_whole(path: PathLike, write: Callable[[IO[bytes]], object]) -> Path:
         with _named_errors(path), target.open("wb") as file:
             write(file)
         return path
+    mode = target.stat().st_mode if target.exists() else None
     temporary = _beside(target)  # named before it is created, so that an interrupt at any moment leaves nothing
     try:
-        with _named_errors(path), open(temporary, "xb", opener=partial(os.open, mode=0o600)) as file:
+        with _named_errors(path), open(temporary, "xb", opener=partial(os.open, mode=mode or 0o666)) as file:
             write(file)
             file.flush()
             os.fsync(file.fileno())  # on the disk before it replaces the old file
-        temporary.chmod(target.stat().st_mode if target.exists() else 0o666 & ~_umask())
+        if mode is not None:
+            temporary.chmod(mode)
         temporary.replace(target)
     except BaseException:
         temporary.unlink(missing_ok=True)
@@ -80,12 +82,6 @@ def _named_errors(path: PathLike) -> Iterator[None]:
 def _beside(target: Path) -> Path:
     """Return an unused hidden name beside the target."""
     return target.with_name(f".{target.name}.{secrets.token_hex(4)}")
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
 
 
 @contextmanager

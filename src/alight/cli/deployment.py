@@ -69,7 +69,7 @@ def run_run(options: argparse.Namespace) -> CommandResult:
         options.folder,
         policy if options.policy else None,
         settings=RunSettings(threads=options.threads),
-        probabilities=policy.keeps_predictions,
+        probabilities=policy.lens is None,
         allow_compiled=True,
         **named(options, "batch_size", "allow_mismatch"),
     )

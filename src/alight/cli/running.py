@@ -109,7 +109,7 @@ def run_predict(options: argparse.Namespace) -> CommandResult:
 
     model, data = _model_and_data(options)
     settings, rebatch = _tuned_settings(options, model, data, policy)
-    terms = {**named(options, "batch_size", "allow_mismatch"), "probabilities": policy.keeps_predictions}
+    terms = {**named(options, "batch_size", "allow_mismatch"), "probabilities": policy.lens is None}
     predictor = Predictor(model, policy, settings=settings, rebatch=rebatch, **terms)
     decisions = predictor.run(data, progress=not options.quiet)
     write_answers(decisions, options.output, names=names_of(data), classes=model.classes, unit=policy.unit)

@@ -131,7 +131,7 @@ def load_served_model(
     shared: dict[tuple[Any, ...], Predictor] = {}
     for name, policy in policies.items():
         key = (policy.open_exits, policy.inputs, policy.fingerprint)
-        terms["probabilities"] = policy.keeps_predictions
+        terms["probabilities"] = policy.lens is None
         predictors[name] = shared[key].with_policy(policy) if key in shared else load(policy, **terms)
         shared.setdefault(key, predictors[name])
     backend = next(iter(shared.values())).backend
