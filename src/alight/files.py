@@ -134,14 +134,18 @@ def write_rows(path: PathLike, rows: Sequence[Mapping[str, str | float | int]]) 
 
 def write_json(path: PathLike, kind: str, content: Mapping[str, Any]) -> Path:
     """Write a JSON file with its kind and schema, and return its path."""
-    document = {"alight": kind, "schema": SCHEMA, **content}
-    return write_text(path, json.dumps(document, indent=2, allow_nan=False) + "\n")
+    return write_text(path, json_text(kind, content))
 
 
-def read_json(path: PathLike, kind: str) -> dict[str, Any]:
-    """Return the content of a JSON file of this kind."""
+def json_text(kind: str, content: Mapping[str, Any]) -> str:
+    """Return the text of a JSON file with its kind and schema."""
+    return json.dumps({"alight": kind, "schema": SCHEMA, **content}, indent=2, allow_nan=False) + "\n"
+
+
+def read_json(path: PathLike, kind: str, text: bytes | None = None) -> dict[str, Any]:
+    """Return the content of a JSON file of this kind, whose text was read before where the path is not a local one."""
     try:
-        document = json.loads(Path(path).read_text(encoding="utf-8"))
+        document = json.loads((Path(path).read_bytes() if text is None else text).decode("utf-8"))
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise BadFile(path, f"it is not whole JSON ({error})", f"write the {kind} again") from error
     if not isinstance(document, dict):

@@ -191,12 +191,12 @@ def _tuned_settings(
     options: argparse.Namespace, model: Any, data: Any, policy: Policy | None = None, batch_size: int | None = None
 ) -> tuple[RunSettings, bool]:
     """Return how the network runs, and whether survivors are rebatched; with --speed auto what is fastest here."""
-    from alight.data.batches import as_batch
-    from alight.planning.tune import tune_speed
-
     settings = run_settings(options, torch_device(options))
     if options.speed is None:
         return settings, True
+    from alight.data.batches import as_batch
+    from alight.planning.tune import tune_speed
+
     tuned = tune_speed(
         model,
         policy,

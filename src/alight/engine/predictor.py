@@ -12,11 +12,11 @@ from tqdm import tqdm
 
 from alight.data.batches import as_inputs, batches, in_batches, length_of, prefetch
 from alight.engine.backends import Backend, Integers, Reads, State
-from alight.engine.manifest import AOTI, MANIFEST, POLICY, Manifest, verified
+from alight.engine.manifest import AOTI, POLICY, Manifest, verified
 from alight.engine.settings import RunSettings
 from alight.engine.walk import Answers, Flow, single
 from alight.errors import BadFile, BadInput, Mismatch
-from alight.files import PathLike
+from alight.files import CONFIG, MANIFEST, PathLike
 from alight.outputs import Decisions
 from alight.policies import load_policy
 from alight.policies.policy import Memory, Policy
@@ -91,7 +91,7 @@ class Predictor:
         folder, settings = Path(folder), settings or RunSettings()
         options: dict[str, Any] = {"batch_size": batch_size, "rebatch": rebatch, "probabilities": probabilities}
         options["allow_mismatch"] = allow_mismatch
-        if not (folder / MANIFEST).is_file() and (folder / "config.json").is_file():
+        if not (folder / MANIFEST).is_file() and (folder / CONFIG).is_file():
             if policy is None:
                 remedy = "give one: Predictor.load(folder, policy)"
                 raise BadFile(folder, "it is a saved model, which has no policy", remedy)

@@ -6,7 +6,6 @@ import os
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +25,7 @@ from alight.networks.heads import HEADS, HeadFactory
 from alight.networks.libraries import BUILDERS, build_network
 from alight.networks.multi_exit import MultiExitModel, Normalisation, random_example, read, structure
 from alight.networks.zoo import BACKBONES, ZOO
+from alight.provenance import installed_versions
 
 KIND = "MultiExitModel"
 CONVERT = 'convert it once: safetensors.torch.save_file(torch.load(path, weights_only=True), "weights.safetensors")'
@@ -68,7 +68,7 @@ def save_model(model: MultiExitModel, folder: PathLike) -> Path:
         "num_classes": model.num_classes,
         "classes": list(model.classes),
         "fingerprint": fingerprint(model),
-        "versions": {name: number for name in LIBRARIES if (number := _version(name))},
+        "versions": installed_versions(*LIBRARIES),
         "tied": tied,
         **cut_graph,
     }
@@ -252,13 +252,6 @@ def _is_whole(model: MultiExitModel, network: nn.Module) -> bool:
     batch = inputs.of_size(CHECKED, dtype=dtype)
     heads = [*model.heads] if model.recipe["source"] == "outputs" else []
     return is_chain_of(network, [*model.stages], inputs, batch, heads)
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
 
 
 def digest(state: Mapping[str, Tensor], structure: str = "") -> str:
