@@ -101,8 +101,7 @@ def load_model(
         with torch.random.fork_rng(devices=[]):  # random weights draw numbers before they are overwritten
             network = _network(config["recipe"], backbone)
             model = _model(config, network, constants, head)
-        _check_same(model, config, tensors)
-        put(model, tensors, config["tied"])
+        _put(model, config, tensors)
         model.num_classes, model.classes = config["num_classes"], tuple(config["classes"])
         model.recipe = config["recipe"]
         computed, saved = fingerprint(model), config["fingerprint"]
@@ -230,12 +229,15 @@ def _heads(
     return heads
 
 
-def _check_same(model: MultiExitModel, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-    """Raise unless the weights of the folder belong to this network."""
-    own = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-    saved = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-    saved |= {name: saved[other] for name, other in config["tied"].items()}
+def _put(model: MultiExitModel, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+    """Put saved tensors into their network, in their dtype; what is shared stays shared."""
+    state = model.state_dict(keep_vars=True)
+    whole = {**tensors, **{name: tensors[other] for name, other in config["tied"].items()}}
+    own, saved = ({name: tuple(each.shape) for name, each in tensors.items()} for tensors in (state, whole))
     if own == saved and list(model.exits) == config["exits"]:
+        for name, tensor in state.items():
+            tensor.data = tensor.data.to(whole[name].dtype)
+        model.load_state_dict(whole)
         return
     odd = sorted(name for name in own.keys() | saved.keys() if own.get(name) != saved.get(name))
     difference = f"exits {list(model.exits)} here, {config['exits']} there"
@@ -299,11 +301,3 @@ def untied(state: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, str]]
     stored = Counter(tensor.untyped_storage().data_ptr() for tensor in tensors.values())
     alone = {name: stored[tensor.untyped_storage().data_ptr()] == 1 for name, tensor in tensors.items()}
     return {name: tensor if alone[name] else tensor.clone() for name, tensor in tensors.items()}, tied
-
-
-def put(model: MultiExitModel, tensors: Mapping[str, Tensor], tied: Mapping[str, str]) -> None:
-    """Put saved tensors into a network, in their dtype; what is shared stays shared."""
-    whole = {**tensors, **{name: tensors[other] for name, other in tied.items()}}
-    for name, tensor in model.state_dict(keep_vars=True).items():
-        tensor.data = tensor.data.to(whole[name].dtype)
-    model.load_state_dict(whole)
