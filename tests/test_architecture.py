@@ -10,7 +10,7 @@ import pytest
 import alight
 
 PACKAGE = Path(alight.__file__).parent
-FOUNDATION = {"errors", "files", "scores", "outputs", "costs", "display"}
+FOUNDATION = {"errors", "files", "scores", "outputs", "costs", "display", "provenance"}
 MAY_IMPORT = {
     "errors": set(),
     "files": {"errors"},
@@ -36,10 +36,10 @@ MAY_IMPORT = {
     "cluster": FOUNDATION | {"networks", "data", "policies", "engine"},
     "serve": FOUNDATION | {"policies", "networks", "data", "engine", "__version__"},
     "demo": FOUNDATION
-    | {"calibrate", "evaluation", "recordings", "policies", "report", "provenance"}
+    | {"calibrate", "evaluation", "recordings", "policies", "report"}
     | {"networks", "training", "costing", "data", "engine", "planning"},
     "cli": FOUNDATION
-    | {"budgeting", "policies", "calibrate", "evaluation", "recordings", "report", "provenance", "__version__"}
+    | {"budgeting", "policies", "calibrate", "evaluation", "recordings", "report", "__version__"}
     | {"cutting", "networks", "training", "costing", "data", "engine", "planning", "export"}
     | {"cluster", "serve", "demo"},
 }

@@ -39,13 +39,15 @@ def write_whole(path: PathLike, write: Callable[[IO[bytes]], object]) -> Path:
         with _named_errors(path), target.open("wb") as file:
             write(file)
         return path
+    mode = target.stat().st_mode if target.exists() else None
     temporary = _beside(target)  # named before it is created, so that an interrupt at any moment leaves nothing
     try:
-        with _named_errors(path), open(temporary, "xb", opener=partial(os.open, mode=0o600)) as file:
+        with _named_errors(path), open(temporary, "xb", opener=partial(os.open, mode=mode or 0o666)) as file:
             write(file)
             file.flush()
             os.fsync(file.fileno())  # on the disk before it replaces the old file
-        temporary.chmod(target.stat().st_mode if target.exists() else 0o666 & ~_umask())
+        if mode is not None:
+            temporary.chmod(mode)
         temporary.replace(target)
     except BaseException:
         temporary.unlink(missing_ok=True)
@@ -80,12 +82,6 @@ def _named_errors(path: PathLike) -> Iterator[None]:
 def _beside(target: Path) -> Path:
     """Return an unused hidden name beside the target."""
     return target.with_name(f".{target.name}.{secrets.token_hex(4)}")
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
 
 
 @contextmanager
@@ -138,14 +134,18 @@ def write_rows(path: PathLike, rows: Sequence[Mapping[str, str | float | int]]) 
 
 def write_json(path: PathLike, kind: str, content: Mapping[str, Any]) -> Path:
     """Write a JSON file with its kind and schema, and return its path."""
-    document = {"alight": kind, "schema": SCHEMA, **content}
-    return write_text(path, json.dumps(document, indent=2, allow_nan=False) + "\n")
+    return write_text(path, json_text(kind, content))
 
 
-def read_json(path: PathLike, kind: str) -> dict[str, Any]:
-    """Return the content of a JSON file of this kind."""
+def json_text(kind: str, content: Mapping[str, Any]) -> str:
+    """Return the text of a JSON file with its kind and schema."""
+    return json.dumps({"alight": kind, "schema": SCHEMA, **content}, indent=2, allow_nan=False) + "\n"
+
+
+def read_json(path: PathLike, kind: str, text: bytes | None = None) -> dict[str, Any]:
+    """Return the content of a JSON file of this kind, whose text was read before where the path is not a local one."""
     try:
-        document = json.loads(Path(path).read_text(encoding="utf-8"))
+        document = json.loads((Path(path).read_bytes() if text is None else text).decode("utf-8"))
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise BadFile(path, f"it is not whole JSON ({error})", f"write the {kind} again") from error
     if not isinstance(document, dict):

@@ -132,11 +132,6 @@ class HeadOutputs:
         """Number of exits."""
         return self.scores.shape[1]
 
-    @property
-    def is_labelled(self) -> bool:
-        """Whether the table knows the truth."""
-        return self.labels is not None
-
     def truth(self) -> Integers:
         """Return what counts as right: the labels, or without them what the last exit says."""
         return self.predictions[:, -1] if self.labels is None else self.labels

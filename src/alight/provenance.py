@@ -53,6 +53,11 @@ def installed_version(package: str) -> str | None:
         return None
 
 
+def installed_versions(*packages: str) -> dict[str, str]:
+    """Return the versions of those packages that are installed."""
+    return {name: number for name in packages if (number := installed_version(name))}
+
+
 def _commit(folder: str | os.PathLike[str]) -> str:
     try:
         git = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=folder, capture_output=True, text=True)

@@ -33,8 +33,14 @@ def margin(probabilities: Array) -> Array:
     >>> margin(np.array([0.5, 0.2, 0.3]))
     np.float64(0.2)
     """
-    first, second = _top_two(probabilities)
-    return first - second
+    if library_of(probabilities) is np:
+        ordered = np.partition(probabilities, -2, axis=-1)
+        return ordered[..., -1] - ordered[..., -2]
+    if probabilities.is_cuda:  # where the two largest of many numbers are sorted out bit by bit, in a hundred kernels
+        first, place = probabilities.max(-1, keepdim=True)
+        return first[..., 0] - probabilities.scatter(-1, place, -np.inf).amax(-1)
+    largest = probabilities.topk(2, dim=-1).values
+    return largest[..., 0] - largest[..., 1]
 
 
 def max_probability(probabilities: Array) -> Array:
@@ -63,8 +69,7 @@ def logit_margin(logits: Array) -> Array:
     >>> logit_margin(np.array([3.0, -1.0, 2.5]))
     np.float64(0.5)
     """
-    first, second = _top_two(logits * 1.0)
-    return first - second
+    return margin(logits * 1.0)
 
 
 SCORES: dict[str, Callable[[Array], Array]] = {  # of probabilities, but for logit_margin
@@ -80,18 +85,6 @@ def score_of(name: str, logits: Array) -> Array:
     if name != "logit_margin":
         return SCORES[name](probabilities(logits))
     return logit_margin(logits.astype(np.float64) if library_of(logits) is np else logits.double())
-
-
-def _top_two(values: Array) -> tuple[Array, Array]:
-    """Return the largest and second largest value; equal where the largest stands twice."""
-    if library_of(values) is np:
-        ordered = np.partition(values, -2, axis=-1)
-        return ordered[..., -1], ordered[..., -2]
-    if values.is_cuda:  # where the two largest of many numbers are sorted out bit by bit, in a hundred kernels
-        first, place = values.max(-1, keepdim=True)
-        return first[..., 0], values.scatter(-1, place, -np.inf).amax(-1)
-    largest = values.topk(2, dim=-1).values
-    return largest[..., 0], largest[..., 1]
 
 
 def library_of(array: Array) -> Any:

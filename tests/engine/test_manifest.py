@@ -8,8 +8,9 @@ import pytest
 from exported import folder, policy
 
 from alight import Predictor
-from alight.engine.manifest import MANIFEST, Manifest, checksum
+from alight.engine.manifest import Manifest, checksum
 from alight.errors import BadFile
+from alight.files import MANIFEST
 
 
 @pytest.fixture

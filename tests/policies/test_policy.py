@@ -155,8 +155,8 @@ def test_a_policy_says_what_a_walk_must_know_of_its_lens():
     lens = Recall(exits=(0, 1), levels=((0.0, 1.0),) * 2, reliabilities=((0.0, 1.0),) * 2)
     lensed = Threshold(thresholds=(0.5,), costs=(1.0, 3.0), score="reliability", lens=lens)
     outputs = HeadOutputs(scores=[[0.25, 0.5]], predictions=[[3, 4]])
-    assert (plain.reads_last_exit, plain.keeps_predictions, plain.takes_single_samples) == (False, True, True)
-    assert (lensed.reads_last_exit, lensed.keeps_predictions, lensed.takes_single_samples) == (True, False, False)
+    assert (plain.inputs, plain.takes_single_samples) == (("margin",), True)
+    assert (lensed.inputs, lensed.takes_single_samples) == (("margin",), False)
     assert not Quota(costs=(1.0, 3.0), exit_rates=(0.5, 0.5), budget=2.0).takes_single_samples
     assert plain.view(outputs) is outputs
     assert lensed.view(outputs).score == "reliability"

@@ -109,7 +109,7 @@ class Problem:
             "score": self.scored.score,
             "fingerprint": self.labelled.fingerprint,
             "method": self.method,
-            "settings": dict(settings or {}) | ({} if self.labelled.is_labelled else {"truth": "the last exit"}),
+            "settings": dict(settings or {}) | ({"truth": "the last exit"} if self.labelled.labels is None else {}),
             "exit_rates": () if exit_rates is None else exit_rates,
         }
 

@@ -12,11 +12,10 @@ from typing import Any
 
 from alight import calibrate
 from alight.cli.command import Argument, argument
+from alight.engine.manifest import TOKENIZER
 from alight.engine.settings import RunSettings
 from alight.errors import BadInput
 from alight.files import check_writable
-
-TOKENIZER = "tokenizer"  # the folder beside a network that reads text
 
 
 def output(text: str) -> str:

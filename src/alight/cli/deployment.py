@@ -10,7 +10,6 @@ from alight.cli.arguments import (
     MODEL,
     POLICY,
     RUN,
-    TOKENIZER,
     TOKENIZER_FOLDER,
     check_distinct,
     count,
@@ -24,6 +23,7 @@ from alight.cli.arguments import (
 from alight.cli.command import Command, CommandResult, argument
 from alight.cli.running import decisions_result
 from alight.engine.manifest import POLICY as POLICY_FILE
+from alight.engine.manifest import TOKENIZER
 from alight.engine.settings import RunSettings
 from alight.errors import BadInput
 from alight.files import MANIFEST, check_network_folder
@@ -69,7 +69,7 @@ def run_run(options: argparse.Namespace) -> CommandResult:
         options.folder,
         policy if options.policy else None,
         settings=RunSettings(threads=options.threads),
-        probabilities=policy.keeps_predictions,
+        probabilities=policy.lens is None,
         allow_compiled=True,
         **named(options, "batch_size", "allow_mismatch"),
     )

@@ -7,7 +7,6 @@ from pathlib import Path
 
 from alight.cli.arguments import (
     DEVICE,
-    TOKENIZER,
     any_options,
     check_data,
     count,
@@ -23,6 +22,7 @@ from alight.cli.arguments import (
     words_or_auto,
 )
 from alight.cli.command import Command, CommandResult, argument
+from alight.engine.manifest import TOKENIZER
 from alight.errors import BadInput
 from alight.files import check_network_folder, whole_folder
 

@@ -109,7 +109,7 @@ def run_predict(options: argparse.Namespace) -> CommandResult:
 
     model, data = _model_and_data(options)
     settings, rebatch = _tuned_settings(options, model, data, policy)
-    terms = {**named(options, "batch_size", "allow_mismatch"), "probabilities": policy.keeps_predictions}
+    terms = {**named(options, "batch_size", "allow_mismatch"), "probabilities": policy.lens is None}
     predictor = Predictor(model, policy, settings=settings, rebatch=rebatch, **terms)
     decisions = predictor.run(data, progress=not options.quiet)
     write_answers(decisions, options.output, names=names_of(data), classes=model.classes, unit=policy.unit)
@@ -191,12 +191,12 @@ def _tuned_settings(
     options: argparse.Namespace, model: Any, data: Any, policy: Policy | None = None, batch_size: int | None = None
 ) -> tuple[RunSettings, bool]:
     """Return how the network runs, and whether survivors are rebatched; with --speed auto what is fastest here."""
-    from alight.data.batches import as_batch
-    from alight.planning.tune import tune_speed
-
     settings = run_settings(options, torch_device(options))
     if options.speed is None:
         return settings, True
+    from alight.data.batches import as_batch
+    from alight.planning.tune import tune_speed
+
     tuned = tune_speed(
         model,
         policy,

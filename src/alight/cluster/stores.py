@@ -17,8 +17,8 @@ from typing import Any
 
 from pyarrow import ArrowException, fs
 
-from alight.errors import BadFile, BadInput, Mismatch
-from alight.files import DONE, PLAN, SCHEMA
+from alight.errors import BadInput, Mismatch
+from alight.files import DONE, PLAN, json_text, read_json
 
 DIGITS = 5  # of a partition's number, more where there are more
 
@@ -121,9 +121,9 @@ class PartitionFolder:
             if other := next((name for name, _ in self.folder.files()), None):
                 raise BadInput(f"{self.folder} has {other} and no {PLAN}: give a folder that is empty or not there yet")
             self.folder.filesystem.create_dir(self.folder.path, recursive=True)
-            file.write_whole(_document("Plan", plan))
+            file.write_whole(json_text("Plan", plan).encode())
             return
-        written, plan = _read_document(file, "Plan"), json.loads(json.dumps(plan))
+        written, plan = read_json(str(file), "Plan", file.read()), json.loads(json.dumps(plan))
         if differing := [name for name in sorted({*written, *plan}) if written.get(name) != plan.get(name)]:
             raise Mismatch(
                 f"{self.folder} has partitions of another job, whose {' and '.join(differing)} differ: give another"
@@ -147,20 +147,4 @@ class PartitionFolder:
 
     def finish(self, summary: Mapping[str, Any]) -> None:
         """Write that all partitions are done, with their sizes and totals."""
-        (self.folder / DONE).write_whole(_document("Job", summary))
-
-
-def _document(kind: str, content: Mapping[str, Any]) -> bytes:
-    document = {"alight": kind, "schema": SCHEMA, **content}
-    return (json.dumps(document, indent=2, allow_nan=False) + "\n").encode()
-
-
-def _read_document(file: Store, kind: str) -> dict[str, Any]:
-    try:
-        document = json.loads(file.read())
-        written, schema = document.pop("alight"), document.pop("schema")
-    except (ValueError, KeyError, AttributeError) as error:
-        raise BadFile(str(file), f"it is not a {kind} ({error})", "give a folder that alight wrote") from error
-    if written != kind or schema > SCHEMA:
-        raise BadFile(str(file), f"it is a {written} of schema {schema}", f"upgrade alight, which reads up to {SCHEMA}")
-    return dict(document)
+        (self.folder / DONE).write_whole(json_text("Job", summary).encode())

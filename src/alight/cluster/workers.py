@@ -63,7 +63,7 @@ class PredictTask:
             policy,
             settings=settings,
             batch_size=batch_size,
-            probabilities=policy.keeps_predictions,
+            probabilities=policy.lens is None,
             allow_mismatch=self.allow_mismatch,
         )
 

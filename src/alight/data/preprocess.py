@@ -8,6 +8,7 @@ import math
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -57,7 +58,7 @@ class InputSpec:
     classes: tuple[str, ...] = ()  # their names, where known
     num_classes: int | None = None
 
-    @property
+    @cached_property
     def image_shape(self) -> tuple[int, int, int] | None:
         """Channels, height and width of the images that it takes; None of a network that takes none or does not say."""
         shape = self.tensors[0].shape if len(self.tensors) == 1 else ()

@@ -12,10 +12,10 @@ from alight.data.preprocess import InputSpec, TensorSpec
 from alight.data.tokens import CONFIG
 from alight.data.tokens import FILE as VOCABULARY
 from alight.errors import BadFile, BadInput
-from alight.files import PathLike, read_json, write_json
+from alight.files import MANIFEST, PathLike, read_json, write_json
 
 KIND = "Deployment"
-MANIFEST, POLICY = "manifest.json", "policy.json"
+POLICY = "policy.json"
 TOKENIZER = "tokenizer"  # the folder of one, for a network that reads text
 ONNX, AOTI = "onnx", "aoti"
 SUFFIXES = {ONNX: ".onnx", AOTI: ".pt2"}

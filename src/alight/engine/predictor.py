@@ -12,11 +12,11 @@ from tqdm import tqdm
 
 from alight.data.batches import as_inputs, batches, in_batches, length_of, prefetch
 from alight.engine.backends import Backend, Integers, Reads, State
-from alight.engine.manifest import AOTI, MANIFEST, POLICY, Manifest, verified
+from alight.engine.manifest import AOTI, POLICY, Manifest, verified
 from alight.engine.settings import RunSettings
 from alight.engine.walk import Answers, Flow, single
 from alight.errors import BadFile, BadInput, Mismatch
-from alight.files import PathLike
+from alight.files import CONFIG, MANIFEST, PathLike
 from alight.outputs import Decisions
 from alight.policies import load_policy
 from alight.policies.policy import Memory, Policy
@@ -91,7 +91,7 @@ class Predictor:
         folder, settings = Path(folder), settings or RunSettings()
         options: dict[str, Any] = {"batch_size": batch_size, "rebatch": rebatch, "probabilities": probabilities}
         options["allow_mismatch"] = allow_mismatch
-        if not (folder / MANIFEST).is_file() and (folder / "config.json").is_file():
+        if not (folder / MANIFEST).is_file() and (folder / CONFIG).is_file():
             if policy is None:
                 remedy = "give one: Predictor.load(folder, policy)"
                 raise BadFile(folder, "it is a saved model, which has no policy", remedy)
@@ -126,7 +126,7 @@ class Predictor:
             )
         if policy.fingerprint and not self._allow_mismatch:
             check_fingerprint(policy, backend.fingerprint)
-        if self.probabilities and not policy.keeps_predictions:
+        if self.probabilities and policy.lens:
             raise BadInput(
                 f"with {type(policy.lens).__name__} an answer need not be its exit's own, so it has no single"
                 " probability: leave probabilities out"
@@ -167,8 +167,9 @@ class Predictor:
     def run(self, loader: Any, *, samples: npt.ArrayLike | None = None, progress: bool = True) -> Decisions:
         """Return the decisions about everything that a loader gives, in its order, whatever its size."""
         loader = in_batches(loader, self.backend.inputs, self.batch_size)
-        bar: dict[str, Any] = {"desc": "predict", "unit": "batch", "total": length_of(loader), "disable": not progress}
-        return self._decided(self._loaded(loader, "the prediction", **bar), samples)
+        count = length_of(loader)
+        bar: dict[str, Any] = {"desc": "predict", "unit": "batch", "total": count, "disable": not progress}
+        return self._decided(self._loaded(loader, "the prediction", **bar), samples, joins=count != 1)
 
     def stream(self, loader: Any) -> Iterator[Answers]:
         """Yield answers as soon as they are ready: sample numbers, classes and open-exit indices."""
@@ -249,12 +250,9 @@ class Predictor:
 
 
 def _reads(policy: Policy, probabilities: bool) -> list[Reads]:
-    """Return what is computed at every open exit; the last takes all samples unread, unless a policy reads it too."""
+    """Return what is computed at every open exit; the last takes all samples unread, unless a lens reads it too."""
     last = len(policy.open_exits) - 1
-    return [
-        Reads(policy.inputs if stage < last or policy.reads_last_exit else (), probabilities)
-        for stage in range(last + 1)
-    ]
+    return [Reads(policy.inputs if stage < last or policy.lens else (), probabilities) for stage in range(last + 1)]
 
 
 def check_exits(policy: Policy, exits: int) -> None:

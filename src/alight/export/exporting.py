@@ -2,8 +2,6 @@
 
 import shutil
 from collections.abc import Callable
-from contextlib import suppress
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +11,7 @@ from tqdm import tqdm
 
 from alight.data.preprocess import TensorSpec
 from alight.engine.backends.torch.prepare import prepared
-from alight.engine.manifest import AOTI, MANIFEST, ONNX, POLICY, SUFFIXES, TOKENIZER, Manifest, StageFile, checksum
+from alight.engine.manifest import AOTI, ONNX, POLICY, SUFFIXES, TOKENIZER, Manifest, StageFile, checksum
 from alight.engine.predictor import check_exits, check_fingerprint
 from alight.engine.settings import RunSettings
 from alight.errors import AlightError, BadInput
@@ -31,10 +29,11 @@ from alight.export.programs import (
     write_package,
     write_traced,
 )
-from alight.files import PathLike, whole_folder
+from alight.files import MANIFEST, PathLike, whole_folder
 from alight.networks.multi_exit import MultiExitModel, example_of
 from alight.networks.store import fingerprint
 from alight.policies.policy import Policy
+from alight.provenance import installed_versions
 
 TOLERANCE = 1e-4  # of the largest number that a stage gives: a hundred times what float32 loses, far less than a fault
 LEAST = 1e-2  # what a largest number counts at least: below, float32 loses too much for the comparison to mean a thing
@@ -107,7 +106,7 @@ def export_model(
             mean=model.normalisation.mean if model.normalisation else (),
             std=model.normalisation.std if model.normalisation else (),
             further={path.relative_to(filling).as_posix(): checksum(path.read_bytes()) for path in others},
-            made_with=_versions() | {"largest difference": f"{gap:.1e}", "captured by": ways},
+            made_with=installed_versions(*LIBRARIES) | {"largest difference": f"{gap:.1e}", "captured by": ways},
         ).save(filling)
     return folder
 
@@ -195,11 +194,3 @@ def _check_replaceable(folder: Path) -> None:
         known |= {stage.file for stage in Manifest.load(folder).stages}
     if foreign := sorted(path.name for path in folder.iterdir() if path.name not in known):
         raise BadInput(f"{folder} holds {foreign[0]}, which would be lost: give a new folder")
-
-
-def _versions() -> dict[str, str]:
-    found = {}
-    for name in LIBRARIES:
-        with suppress(PackageNotFoundError):
-            found[name] = version(name)
-    return found

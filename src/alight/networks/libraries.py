@@ -2,6 +2,7 @@
 
 import difflib
 import importlib
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -18,9 +19,9 @@ from alight.networks.zoo import BACKBONES, ZOO
 EXTRAS = {"timm": "vision", "torchvision": "vision", "transformers": "text"}
 IMAGE_SIZE = 224  # of a network that does not name one
 TOKENS = 16  # in an example of text; a network takes any number of them
-REFUSED = (  # parts of names of arguments that could fetch something or change what is built: a folder cannot have them
-    "pretrained", "checkpoint", "weights", "cache", "hub", "features_only", "url", "file", "trust", "quantization",
-)  # fmt: skip
+REFUSED = re.compile(  # arguments that could fetch something or change what is built: a folder cannot have them
+    "pretrained|checkpoint|weights|cache|hub|features_only|url|file|trust|quantization"
+)
 
 
 def from_timm(
@@ -137,7 +138,7 @@ def from_transformers(
         count=count,
         classes=() if names == tuple(f"LABEL_{index}" for index in range(len(names))) else names,
     )
-    kept = {key: value for key, value in config.to_diff_dict().items() if not _is_refused(key) and key != "auto_map"}
+    kept = {key: value for key, value in config.to_diff_dict().items() if not REFUSED.search(key) and key != "auto_map"}
     model.recipe |= {"source": "transformers", "name": config.model_type, "arguments": _as_json(kept)}
     return model
 
@@ -198,8 +199,8 @@ def build_network(recipe: Mapping[str, Any]) -> nn.Module:
             raise BadInput(f"this alight has no network {name!r}")
         classes = recipe["num_classes"]
         return BACKBONES[name](classes) if name in BACKBONES else ZOO[name](classes, **arguments)
-    if refused := [key for key in arguments if _is_refused(key)]:
-        raise BadInput(f"its recipe asks for {refused[0]!r}, which could fetch something: only settings are taken")
+    if refused := next(filter(REFUSED.search, arguments), None):
+        raise BadInput(f"its recipe asks for {refused!r}, which could fetch something: only settings are taken")
     return BUILDERS[source](name, **arguments)
 
 
@@ -290,10 +291,6 @@ def _asks_for_kernels(settings: Any) -> bool:
         ("attn_implementation" in str(key) and "/" in str(value)) or _asks_for_kernels(value)
         for key, value in settings.items()
     )
-
-
-def _is_refused(key: str) -> bool:
-    return any(word in key for word in REFUSED)
 
 
 def _as_json(value: Any) -> Any:

@@ -6,7 +6,6 @@ import os
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +26,7 @@ from alight.networks.heads import HEADS, HeadFactory
 from alight.networks.libraries import BUILDERS, build_network
 from alight.networks.multi_exit import MultiExitModel, Normalisation, random_example, read, structure
 from alight.networks.zoo import BACKBONES, ZOO
+from alight.provenance import installed_versions
 
 KIND = "MultiExitModel"
 CONVERT = 'convert it once: safetensors.torch.save_file(torch.load(path, weights_only=True), "weights.safetensors")'
@@ -69,7 +69,7 @@ def save_model(model: MultiExitModel, folder: PathLike) -> Path:
         "num_classes": model.num_classes,
         "classes": list(model.classes),
         "fingerprint": fingerprint(model),
-        "versions": {name: number for name in LIBRARIES if (number := _version(name))},
+        "versions": installed_versions(*LIBRARIES),
         "tied": tied,
         **cut_graph,
     }
@@ -102,8 +102,7 @@ def load_model(
         with torch.random.fork_rng(devices=[]):  # random weights draw numbers before they are overwritten
             network = _network(config["recipe"], backbone)
             model = _model(config, network, constants, head)
-        _check_same(model, config, tensors)
-        put(model, tensors, config["tied"])
+        _put(model, config, tensors)
         model.num_classes, model.classes = config["num_classes"], tuple(config["classes"])
         model.recipe = config["recipe"]
         computed, saved = fingerprint(model), config["fingerprint"]
@@ -231,12 +230,15 @@ def _heads(
     return heads
 
 
-def _check_same(model: MultiExitModel, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-    """Raise unless the weights of the folder belong to this network."""
-    own = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-    saved = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-    saved |= {name: saved[other] for name, other in config["tied"].items()}
+def _put(model: MultiExitModel, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+    """Put saved tensors into their network, in their dtype; what is shared stays shared."""
+    state = model.state_dict(keep_vars=True)
+    whole = {**tensors, **{name: tensors[other] for name, other in config["tied"].items()}}
+    own, saved = ({name: tuple(each.shape) for name, each in tensors.items()} for tensors in (state, whole))
     if own == saved and list(model.exits) == config["exits"]:
+        for name, tensor in state.items():
+            tensor.data = tensor.data.to(whole[name].dtype)
+        model.load_state_dict(whole)
         return
     odd = sorted(name for name in own.keys() | saved.keys() if own.get(name) != saved.get(name))
     difference = f"exits {list(model.exits)} here, {config['exits']} there"
@@ -253,13 +255,6 @@ def _is_whole(model: MultiExitModel, network: nn.Module) -> bool:
     batch = inputs.of_size(CHECKED, dtype=dtype)
     heads = [*model.heads] if model.recipe["source"] == "outputs" else []
     return is_chain_of(network, [*model.stages], inputs, batch, heads)
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
 
 
 def digest(state: Mapping[str, Tensor], structure: str = "") -> str:
@@ -307,11 +302,3 @@ def untied(state: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, str]]
     stored = Counter(tensor.untyped_storage().data_ptr() for tensor in tensors.values())
     alone = {name: stored[tensor.untyped_storage().data_ptr()] == 1 for name, tensor in tensors.items()}
     return {name: tensor if alone[name] else tensor.clone() for name, tensor in tensors.items()}, tied
-
-
-def put(model: MultiExitModel, tensors: Mapping[str, Tensor], tied: Mapping[str, str]) -> None:
-    """Put saved tensors into a network, in their dtype; what is shared stays shared."""
-    whole = {**tensors, **{name: tensors[other] for name, other in tied.items()}}
-    for name, tensor in model.state_dict(keep_vars=True).items():
-        tensor.data = tensor.data.to(whole[name].dtype)
-    model.load_state_dict(whole)

@@ -1,6 +1,5 @@
 """Which switches make a network fast here: interleaved trials on this machine; those that clearly pay are taken."""
 
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
@@ -9,6 +8,7 @@ import numpy as np
 import torch
 
 from alight.data.batches import as_inputs, as_tensor
+from alight.engine.backends.onnx import available_cores
 from alight.engine.backends.torch.prepare import device_of
 from alight.engine.predictor import Predictor
 from alight.engine.settings import RunSettings
@@ -141,7 +141,7 @@ def _has_images(model: MultiExitModel, inputs: Any) -> bool:
 
 def _thread_counts() -> list[int]:
     """Return 1, 2, 4, ... and the number of cores, but for what torch takes now."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = available_cores()
     powers = {2**power for power in range(cores.bit_length()) if 2**power < cores}
     return sorted((powers | {cores}) - {torch.get_num_threads()})
 

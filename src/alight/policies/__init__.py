@@ -14,6 +14,7 @@ from alight.policies.policy import Certificate, ExitAt, Lottery, Mixture, Patien
 RULES: Mapping[str, type[Policy]] = {
     rule.__name__: rule for rule in (Threshold, Streak, Patience, ExitAt, Lottery, Mixture, Quota, Paced)
 }
+INFINITE = {"never": math.inf, "always": -math.inf}  # thresholds, as JSON has them
 
 
 def load_policy(path: PathLike) -> Policy:
@@ -37,18 +38,15 @@ def policy_from_dict(content: Mapping[str, Any]) -> Policy:
     """Return the policy that `Policy.to_dict` wrote."""
     values = dict(content)
     rule = RULES[values.pop("rule")]
-    return rule(**{name: _from_json(name, value) for name, value in values.items()})
-
-
-def _from_json(name: str, value: Any) -> Any:
-    if isinstance(value, dict) and "rule" in value:
-        return policy_from_dict(value)
-    if name == "lens" and value is not None:
-        return lens_from_dict(value)
-    if name == "certificate" and value is not None:
-        return Certificate(**value)
-    if isinstance(value, list):
-        return tuple(_from_json(name, each) for each in value)
-    if name in ("threshold", "thresholds") and isinstance(value, str):
-        return {"never": math.inf, "always": -math.inf}[value]
-    return value
+    for name, value in values.items():
+        if isinstance(value, dict) and "rule" in value:
+            values[name] = policy_from_dict(value)
+        elif name == "lens" and value is not None:
+            values[name] = lens_from_dict(value)
+        elif name == "certificate" and value is not None:
+            values[name] = Certificate(**value)
+        elif name == "threshold" and isinstance(value, str):
+            values[name] = INFINITE[value]
+        elif name == "thresholds":
+            values[name] = [INFINITE[each] if isinstance(each, str) else each for each in value]
+    return rule(**values)

@@ -74,7 +74,9 @@ class Policy(ABC):
     method: str = ""
     exit_rates: tuple[float, ...] = ()  # planned shares of the open exits, where the method plans them
     settings: Mapping[str, float | str] = field(default_factory=dict, hash=False)  # what the method chose or was given
-    lens: Lens | None = None  # maps what the heads say before the policy decides
+    lens: Lens | None = (
+        None  # maps what the heads say before the policy decides; without one answers are their exit's own
+    )
     certificate: Certificate | None = None  # what is guaranteed about it
     fingerprint: str = ""  # of the network on whose outputs it was calibrated, where it is known
 
@@ -131,16 +133,6 @@ class Policy(ABC):
     def inputs(self) -> tuple[str, ...]:
         """Names of the columns that a walk reads at each exit: the score, or what the lens needs."""
         return self.lens.inputs if self.lens else (self.score,)
-
-    @property
-    def reads_last_exit(self) -> bool:
-        """Whether a walk reads the columns of the last open exit, too, although it takes every sample."""
-        return self.lens is not None
-
-    @property
-    def keeps_predictions(self) -> bool:
-        """Whether an answer is the prediction of the exit where the sample leaves, so that its probability is known."""
-        return self.lens is None
 
     @property
     def takes_single_samples(self) -> bool:

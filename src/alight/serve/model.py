@@ -6,7 +6,7 @@ Every call into the engine is in this file: `load_served_model` and `ServedModel
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,10 +16,11 @@ from PIL import Image
 
 from alight.data.preprocess import InputSpec, image_batch
 from alight.data.tokens import Texts
-from alight.engine.manifest import MANIFEST, TOKENIZER, Manifest, exported_tokenizer
+from alight.engine.manifest import TOKENIZER, Manifest, exported_tokenizer
 from alight.engine.predictor import Predictor
 from alight.engine.settings import RunSettings
 from alight.errors import BadInput
+from alight.files import MANIFEST
 from alight.outputs import Decisions
 from alight.policies import load_policy
 from alight.policies.limits import capped
@@ -131,7 +132,7 @@ def load_served_model(
     shared: dict[tuple[Any, ...], Predictor] = {}
     for name, policy in policies.items():
         key = (policy.open_exits, policy.inputs, policy.fingerprint)
-        terms["probabilities"] = policy.keeps_predictions
+        terms["probabilities"] = policy.lens is None
         predictors[name] = shared[key].with_policy(policy) if key in shared else load(policy, **terms)
         shared.setdefault(key, predictors[name])
     backend = next(iter(shared.values())).backend
@@ -192,18 +193,13 @@ def measure_timings(model: ServedModel, max_batch: int) -> dict[str, ExitTiming]
     batch, single = model.batch([sample] * max_batch), model.batch([sample])
     timings: dict[tuple[int, ...], ExitTiming] = {}
     for predictor in model.predictors.values():
-        policy = _to_the_end(predictor.policy)
+        costs, terms = predictor.policy.costs, predictor.policy.terms()
+        policy = Threshold(thresholds=(math.inf,) * (len(costs) - 1), **terms)  # every sample goes to the last exit
         if policy.open_exits not in timings:
-            exits = [_seconds(predictor, capped(policy, {0: last}), single, 1) for last in range(len(policy.costs))]
+            exits = [_seconds(predictor, capped(policy, {0: last}), single, 1) for last in range(len(costs))]
             growth = max(1.0, _seconds(predictor, policy, batch, max_batch) / exits[-1])
             timings[policy.open_exits] = ExitTiming(np.maximum.accumulate(exits).tolist(), growth, max_batch)
     return {name: timings[policy.open_exits] for name, policy in model.policies.items()}
-
-
-def _to_the_end(policy: Policy) -> Policy:
-    """Return a policy with the inputs of this one under which every sample goes to the last exit."""
-    carried: dict[str, Any] = {each.name: getattr(policy, each.name) for each in fields(Policy)}
-    return Threshold(thresholds=(math.inf,) * (len(policy.costs) - 1), **carried)
 
 
 def _seconds(predictor: Predictor, policy: Policy, inputs: Any, count: int) -> float:

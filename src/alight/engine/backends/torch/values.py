@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from alight.engine.backends import LOGS, HeadValues, Reads, unpack
+from alight.engine.backends import LOGS, SOFTMAX_SCORES, HeadValues, Reads, unpack
 from alight.engine.backends.torch.rows import kernels
 from alight.scores import probabilities, score_of
 
@@ -42,7 +42,7 @@ def score_one(logits: Tensor, reads: Reads) -> HeadValues:
     if not columns and not probability:
         largest, place = logits.max(-1)
         return HeadValues(place.item(), largest.item(), (), None)
-    if columns not in (("margin",), ("max_probability",)):
+    if columns not in SOFTMAX_SCORES:
         values = unpack(pack(logits, reads).numpy(), reads)
         top = None if values.probabilities is None else values.probabilities.item()
         numbers = tuple(column.item() for column in values.columns)
@@ -52,7 +52,7 @@ def score_one(logits: Tensor, reads: Reads) -> HeadValues:
     prediction = (places if first > second else logits.argmax(-1, keepdim=True)).tolist()[0][0]
     score = first - second if columns == ("margin",) else first
     largest_logit = 0.0 if score == score else logits.amax().item()  # NaN where the logits are unusable
-    return HeadValues(prediction, largest_logit, (score,), first if probability else None)
+    return HeadValues(prediction, largest_logit, (score,) if columns else (), first if probability else None)
 
 
 class OnDevice:
