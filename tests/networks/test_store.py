@@ -188,7 +188,7 @@ def test_a_network_is_loaded_with_one_run_that_checks_it(tmp_path):
     network, runs = backbone(), []
     network.register_forward_hook(lambda _, inputs, output: runs.append(len(inputs[0])))
     load_model(tmp_path, backbone=network)
-    assert runs == [3]
+    assert runs == [5]
 
 
 class FixedPositions(nn.Module):

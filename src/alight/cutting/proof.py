@@ -80,6 +80,11 @@ class Chain(NamedTuple):
         except Exception as error:  # whatever fails where a number in the code is of another size
             return f"they fail with {str(error).partition('. Give')[0] or type(error).__name__}"
 
+    def keeps_samples_apart(self, batch: Batch, expected: Sequence[Tensor]) -> bool:
+        """Check whether the stages give what is expected for the samples that stay, once others have left."""
+        pairs = zip(self.outputs(batch, KEPT), expected, strict=False)
+        return all(is_close(output, whole[rows]) for (rows, output), whole in pairs)
+
 
 def prove(
     network: nn.Module, stages: list[nn.Module], inputs: Inputs, heads: Sequence[nn.Module] = ()
@@ -110,13 +115,61 @@ def prove(
     return stages
 
 
+def check_chain(
+    network: nn.Module, stages: Sequence[nn.Module], inputs: Inputs, heads: Sequence[nn.Module] = ()
+) -> str:
+    """Raise unless the chain is the network: for its weights and for others, at sizes that it takes, in training.
+
+    Return why the stages refuse to be trained; "" if they can be. Nothing is changed by it.
+    """
+    chain = Chain(network, stages, inputs, heads)
+    with in_mode(network, *stages, *heads, training=False), without_shortcuts(network), refusals():
+        _check_bits(chain, inputs.of_size(1))
+        accepts = _acceptance(chain)
+        batches = [inputs.of_size(ROWS), inputs.of_size(2)]
+        others = _other_batches(inputs, _accepted_sizes(inputs, accepts), accepts)
+        try:
+            chain.outputs(others[1])
+            batches = others
+        except BadInput:  # the stages refuse other sizes than the example's
+            pass
+        for batch in batches:
+            _check_bits(chain, batch)
+        expected = chain.expected(batches[0])
+        _check_network_keeps_samples_apart(chain, batches[0], expected)
+        _check_chain_keeps_samples_apart(chain, batches[0], expected)
+        with _other_weights(network):
+            _check_bits(chain, batches[1])
+    ours = _one_step(network, [*stages, *heads], chain.whole_outputs, batches[1], seed=0)
+    if isinstance(ours, BadInput):
+        return str(ours)
+    if reason := training_difference(chain, batches[1]):
+        raise BadInput(f"one step of training differs: {reason}. Train heads alone, or cut elsewhere")
+    return ""
+
+
+@contextmanager
+def _other_weights(network: nn.Module) -> Iterator[None]:
+    """Change all weights for a while, so that a number that was read from them is found."""
+    tensors = [each for each in (*network.parameters(), *network.buffers()) if each.is_floating_point()]
+    kept = [tensor.detach().clone() for tensor in tensors]
+    for tensor in tensors:
+        tensor.data.mul_(1.25)
+    try:
+        yield
+    finally:
+        for tensor, old in zip(tensors, kept, strict=True):
+            tensor.data.copy_(old)
+
+
 def is_chain_of(
     network: nn.Module, stages: Sequence[nn.Module], inputs: Inputs, batch: Batch, heads: Sequence[nn.Module] = ()
 ) -> bool:
-    """Check whether stages in a row give what the network gives for a batch in evaluation, bit by bit."""
+    """Check whether stages in a row give what the network gives in evaluation, also when samples of a batch leave."""
     chain = Chain(network, stages, inputs, heads)
     with in_mode(network, *stages, *heads, training=False), without_shortcuts(network):
-        return not chain.difference(batch, chain.expected(batch))
+        expected = chain.expected(batch)
+        return not chain.difference(batch, expected) and chain.keeps_samples_apart(batch, expected)
 
 
 def _check_bits(chain: Chain, batch: Batch) -> None:
@@ -239,8 +292,7 @@ def _check_network_keeps_samples_apart(chain: Chain, batch: Batch, expected: Seq
 
 def _check_chain_keeps_samples_apart(chain: Chain, batch: Batch, expected: Sequence[Tensor]) -> None:
     """Raise if the stages give something else once some samples have left."""
-    pairs = zip(chain.outputs(batch, KEPT), expected, strict=False)
-    if not all(is_close(output, whole[rows]) for (rows, output), whole in pairs):
+    if not chain.keeps_samples_apart(batch, expected):
         raise BadInput(
             "once some samples have left, the stages do not give what the network gives: tensors that are carried past"
             " an exit share memory that the network writes to later. Cut elsewhere, or write no tensor in place"

@@ -13,6 +13,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from traceback import walk_stack
 from typing import Any, NamedTuple, TypeVar
 
@@ -382,7 +383,8 @@ class _CallRecorder(TorchFunctionMode):
         """Record the outcome of a comparison of sizes, on which the network's code may depend."""
         key = function, expression_of(left), expression_of(right)
         if not self.closed and key not in self.checks:
-            check = SizeCheck(*key, outcome, len(self.calls), _line())
+            folder, _, line = _line().partition(".py:")
+            check = SizeCheck(*key, outcome, len(self.calls), f"{Path(folder).name}.py:{line}")
             self.checks[key] = check, (untraced(left), untraced(right))
 
     def _renewed(self, result: Any, value: Value, tainted: bool) -> Any:

@@ -64,7 +64,7 @@ def attach_heads(
         "example": describe(example),
         "features": [list(each[0].shape[1:]) for each in carried[:-1]],
     }
-    return model
+    return model.keep_network(backbone)
 
 
 def from_outputs(network: nn.Module, example: Any, exits: Sequence[str] = ()) -> MultiExitModel:
@@ -92,7 +92,7 @@ def from_outputs(network: nn.Module, example: Any, exits: Sequence[str] = ()) ->
     if len(set(shapes)) > 1 or len(shapes[0]) != 1:
         raise BadInput(f"the outputs have shapes {shapes} per sample: every exit must give one logit per class")
     model.num_classes = shapes[0][0]
-    return model
+    return model.keep_network(network)
 
 
 def _per_exit(head: HeadChoice, exits: int) -> list[str | HeadFactory]:

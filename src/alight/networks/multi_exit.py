@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from alight.cutting.proof import check_chain
+from alight.cutting.running import Inputs
 from alight.data.batches import by_name
 from alight.data.preprocess import InputSpec, TensorSpec
 from alight.data.tokens import MASK
@@ -45,6 +47,7 @@ class MultiExitModel(nn.Module):
     classes: tuple[str, ...]  # their names, where known
     normalisation: Normalisation | None  # of the images that it was trained on
     recipe: dict[str, Any]  # how to build the network again, as plain data
+    network: nn.Module | None = None  # that was cut; not a submodule, as the stages have its modules
 
     def __init__(
         self,
@@ -101,6 +104,32 @@ class MultiExitModel(nn.Module):
         if isinstance(inputs, tuple | list):
             return tuple(inputs)
         return by_name(inputs, self.input_names) if isinstance(inputs, Mapping) else (inputs,)
+
+    def verify(self, example: Any = None) -> str:
+        """Raise unless the exits give what the network gives; return why it cannot be trained jointly, "" if it can.
+
+        Compared are logits, bit by bit, for random inputs like the example (by default the one that heads were attached
+        with) at several batch sizes and sizes of input, with other weights, when samples leave, and the gradients of
+        one step of training. A model of separate stages or networks has nothing to be compared with.
+
+        >>> from alight import attach_heads
+        >>> network = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
+        >>> attach_heads(network, after=["1"], example=torch.zeros(1, 4)).verify()
+        ''
+        """
+        if self.network is None:
+            raise BadInput("the model was not cut from a network: verify one made by attach_heads or from_outputs")
+        if example is None:
+            example = random_example(self.recipe["example"], torch.Generator().manual_seed(0))
+        heads = [*self.heads] if self.recipe["source"] == "outputs" else []
+        inputs = Inputs(example)
+        inputs.find_vocabularies(self.network)
+        return check_chain(self.network, [*self.stages], inputs, heads)
+
+    def keep_network(self, network: nn.Module) -> "MultiExitModel":
+        """Remember which network was cut, and return the model."""
+        object.__setattr__(self, "network", network)
+        return self
 
     def carried_past_exits(self, inputs: Any) -> list[Carried]:
         """Return what is carried past each exit, earliest first: what its head reads, then all else."""

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from alight.cutting.cut import as_head, cut, split_outputs
-from alight.cutting.proof import is_chain_of
+from alight.cutting.proof import ROWS, is_chain_of
 from alight.cutting.running import Inputs, in_mode
 from alight.cutting.stages import NotPlainData, cut_data, stages_from_data
 from alight.errors import BadFile, BadInput, Mismatch
@@ -31,7 +31,6 @@ from alight.provenance import installed_versions
 KIND = "MultiExitModel"
 CONVERT = 'convert it once: safetensors.torch.save_file(torch.load(path, weights_only=True), "weights.safetensors")'
 CONSTANT = "constants."  # before the names of tensors that have none in the network
-CHECKED = 3  # samples in the batch that a loaded network is checked with
 PASSED_IN = {
     "stages": "a MultiExitModel built by hand",
     "cascade": "the networks of a cascade",
@@ -114,6 +113,8 @@ def load_model(
                 raise Mismatch(f"{folder}: {problem} that was passed in: pass in the one that was saved")
             versions = ", ".join(f"{name} {number}" for name, number in config["versions"].items())
             raise BadFile(folder, f"{problem}; it was saved with {versions}", "install these, or save it again")
+    if "graph" in config and isinstance(network, nn.Module) and not isinstance(network, MultiExitModel):
+        model.keep_network(network)
     return model.eval()
 
 
@@ -252,7 +253,7 @@ def _is_whole(model: MultiExitModel, network: nn.Module) -> bool:
     """Check whether the stages give what the network gives for random samples, bit by bit."""
     dtype = next((weight.dtype for weight in model.stages.parameters() if weight.is_floating_point()), None)
     inputs = Inputs(random_example(model.recipe["example"], torch.Generator().manual_seed(1)))
-    batch = inputs.of_size(CHECKED, dtype=dtype)
+    batch = inputs.of_size(ROWS, dtype=dtype)
     heads = [*model.heads] if model.recipe["source"] == "outputs" else []
     return is_chain_of(network, [*model.stages], inputs, batch, heads)
 
