@@ -13,11 +13,12 @@ from torch.nn import functional
 
 from alight.cutting import tracing
 from alight.cutting.cut import CUTTERS, register_cutter
+from alight.data.preprocess import Normalisation
 from alight.errors import BadFile, BadInput, Mismatch
 from alight.networks import store as folders
 from alight.networks.attach import attach_heads, cascade, from_outputs
 from alight.networks.libraries import build_network, from_timm, from_torchvision, from_transformers
-from alight.networks.multi_exit import MultiExitModel, Normalisation
+from alight.networks.multi_exit import MultiExitModel
 from alight.networks.store import fingerprint, load_model, save_model
 from alight.networks.zoo import convnext_cifar, msdnet_cifar, resnet_digits
 

@@ -8,11 +8,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from alight.data.preprocess import Normalisation
 from alight.data.tokens import MASK
 from alight.errors import BadInput
 from alight.networks.attach import EXITS, attach_heads
 from alight.networks.heads import HeadChoice
-from alight.networks.multi_exit import MultiExitModel, Normalisation
+from alight.networks.multi_exit import MultiExitModel
 from alight.networks.zoo import BACKBONES, ZOO
 
 EXTRAS = {"timm": "vision", "torchvision": "vision", "transformers": "text"}
