@@ -149,5 +149,5 @@ def test_images_keep_their_names_and_a_damaged_one_is_named(digits, tmp_path):
     (where / "3" / "broken.png").write_bytes(b"no picture")
     done = by_a_worker(task, folder / "model", where, tmp_path / "again", rows=100, batch_size=32)
     assert [bool(error) for error in done["error"]] == [False, True, False, False]
-    assert "broken.png: it is not a whole image" in done["error"][1]
+    assert "broken.png: it is not a usable image" in done["error"][1]
     assert len(list((tmp_path / "again").glob("part-*"))) == 3

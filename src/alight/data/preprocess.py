@@ -21,6 +21,7 @@ UNKNOWN = (
     " export_model (--mean and --std of `alight attach` and `alight export`), mean 0 and std 1 where it takes pixels in"
     " 0..1; or give floats as the network takes them"
 )
+BITS, PHOTOMETRIC, WHITE_IS_ZERO = 258, 262, 0  # tags of TIFF, and a value of the second
 
 Sample = tuple[Any, int | None]  # an image or a text, and its class
 
@@ -201,12 +202,44 @@ def as_array(values: Any) -> np.ndarray:
     return array
 
 
+def flattened(picture: Any) -> Any:
+    """Return a picture (Pillow) upright and in 8 bits, grey or RGB: every picture and image file passes here.
+
+    It is turned as its EXIF orientation says, 16 bits become their upper 8, and what is transparent lies over white.
+    Of a file with several frames it is the one that the picture is at, the first where it was just opened.
+
+    >>> from PIL import Image
+    >>> flattened(Image.new("RGBA", (1, 1), (200, 0, 0, 0))).getpixel((0, 0))
+    (255, 255, 255)
+    """
+    from PIL import Image, ImageOps
+
+    tags, mode = getattr(picture, "tag_v2", {}), picture.mode  # of TIFF, the only format with the exceptions below
+    of_16_bits = mode.startswith("I;16") and tags.get(BITS, (16,)) == (16,) and tags.get(PHOTOMETRIC) != WHITE_IS_ZERO
+    if mode[0] in "IF" and not of_16_bits:
+        low, high = picture.getextrema()
+        raise BadInput(
+            f"a picture of mode {mode} with numbers from {low:g} to {high:g} does not say which are black and white:"
+            " save it in 8 or 16 bits, or give arrays"
+        )
+    picture = ImageOps.exif_transpose(picture)
+    if of_16_bits:
+        numbers, clear = np.asarray(picture), picture.info.get("transparency")
+        picture = Image.fromarray((numbers >> 8).astype(np.uint8))
+        if clear is not None:
+            picture.putalpha(Image.fromarray(numbers != clear))
+    if picture.has_transparency_data:
+        picture = picture.convert("LA" if picture.mode == "La" else "RGBA").convert("RGBA")
+        picture = Image.alpha_composite(Image.new("RGBA", picture.size, "white"), picture)
+    return picture if picture.mode == "L" else picture.convert("RGB")
+
+
 def _pixels(picture: Any, shape: tuple[int, int, int]) -> np.ndarray:
     """Return a picture's bytes at the network's size, its shorter side resized and its middle cut out; or an array."""
     if not is_picture(picture):
         return as_array(picture)
     channels, height, width = shape
-    picture = picture.convert("L" if channels == 1 else "RGB")
+    picture = flattened(picture).convert("L" if channels == 1 else "RGB")
     scale = max(height / picture.height, width / picture.width)
     if scale != 1:
         size = (max(width, round(scale * picture.width)), max(height, round(scale * picture.height)))
