@@ -6,7 +6,8 @@
     folder                 a data set that Hugging Face's `save_to_disk` wrote
     lines.jsonl            one object per line with "text" and "label"
 
-Images are brought to the network's size and normalised as it says; text is cut into tokens by its tokenizer.
+Images are turned upright, laid over white, brought to the network's size and normalised as it says; text is cut into
+tokens by its tokenizer.
 """
 
 import csv
