@@ -136,9 +136,10 @@ def image_batch(
             " many means and standard deviations as channels"
         )
     if isinstance(pictures, np.ndarray) or is_tensor(pictures):
-        images = _scaled(as_array(pictures), shape, spec, where)
+        images = _scaled(_arranged(as_array(pictures), shape, where), spec, where)
     else:
-        images = np.concatenate([_scaled(_pixels(each, shape)[None], shape, spec, where) for each in pictures])
+        arranged = (_arranged(_pixels(each, shape)[None], shape, where) for each in pictures)
+        images = np.concatenate([_scaled(each, spec, where) for each in arranged])
     if augment:
         images = _augmented(images)
     if known and images.dtype == np.float32:
@@ -248,8 +249,8 @@ def _pixels(picture: Any, shape: tuple[int, int, int]) -> np.ndarray:
     return np.asarray(picture.crop((left, top, left + width, top + height)))
 
 
-def _scaled(images: np.ndarray, shape: tuple[int, int, int], spec: InputSpec, where: str) -> np.ndarray:
-    """Return images in 0..1 as a new array, channels first."""
+def _arranged(images: np.ndarray, shape: tuple[int, int, int], where: str) -> np.ndarray:
+    """Return images channels first, of the network's size."""
     channels, height, width = shape
     if images.shape[1:] == (height, width) and channels == 1:
         images = images[:, None]
@@ -260,8 +261,12 @@ def _scaled(images: np.ndarray, shape: tuple[int, int, int], spec: InputSpec, wh
             f"{where} has images of shape {images.shape[1:]} and the network takes {shape} (channels, height, width):"
             " resize them, or attach heads for this image size"
         )
-    own = np.dtype("float32" if spec.takes_floats else spec.tensors[0].dtype)
-    is_bytes = images.dtype == np.uint8
+    return images
+
+
+def _scaled(images: np.ndarray, spec: InputSpec, where: str) -> np.ndarray:
+    """Return images in 0..1 as a new array; in bytes for a network that takes these."""
+    is_bytes, own = images.dtype == np.uint8, np.dtype("float32" if spec.takes_floats else spec.tensors[0].dtype)
     if not (is_bytes or images.dtype.kind == "f" if spec.takes_floats else np.can_cast(images.dtype, own)):
         raise BadInput(f"{where} has images of {images.dtype}: give bytes (uint8), or {own} as the network takes them")
     scaled = np.array(images, dtype=own, order="C")
