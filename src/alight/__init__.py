@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from alight.costs import Costs as Costs
     from alight.cutting.cut import cut as cut, register_cutter as register_cutter
     from alight.cutting.placement import suggest_exits as suggest_exits
+    from alight.data.preprocess import Normalisation as Normalisation
     from alight.engine.predictor import Predictor as Predictor
     from alight.engine.recorder import Recorded as Recorded, record as record, record_to as record_to
     from alight.engine.settings import RunSettings as RunSettings
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
     from alight.networks.attach import cascade as cascade
     from alight.networks.libraries import from_timm as from_timm, from_torchvision as from_torchvision
     from alight.networks.libraries import from_transformers as from_transformers
-    from alight.networks.multi_exit import MultiExitModel as MultiExitModel, Normalisation as Normalisation
+    from alight.networks.multi_exit import MultiExitModel as MultiExitModel
     from alight.networks.store import fingerprint as fingerprint, load_model as load_model, save_model as save_model
     from alight.outputs import Decisions as Decisions, HeadOutputs as HeadOutputs
     from alight.planning.plan import Plan as Plan, plan as plan

@@ -11,7 +11,7 @@ from commands import copy_network, run
 from PIL import Image
 from transformers import AutoTokenizer, BertConfig, BertForSequenceClassification
 
-from alight import Costs
+from alight import Costs, load_model, save_model
 from alight.cli.parser import COMMANDS
 from alight.policies.policy import Threshold
 
@@ -56,6 +56,29 @@ def test_every_example_runs_and_gives_json_if_asked(work, monkeypatch, capsys):
     again = rows(work / "pictures.csv")
     assert [row["label"] for row in again] == [row["label"] for row in ours]
     assert again[3]["sample"].endswith("pictures/03.png")
+
+
+def test_image_files_need_a_normalisation_that_attach_or_export_states(work, monkeypatch, capsys):
+    monkeypatch.chdir(work)
+    model = load_model("model")
+    mean, std = (",".join(map(str, each)) for each in (model.normalisation.mean, model.normalisation.std))
+    model.normalisation = None
+    save_model(model, "floats")
+    for line in (
+        "export floats policy.json -o unknown -q",
+        f"export floats policy.json -o stated --mean {mean} --std {std} -q",
+        "export model policy.json -o known -q",
+    ):
+        assert run(line, capsys)[0] == 0
+    for line in ("run unknown test.npz", "record floats test.npz", "predict floats policy.json test.npz"):
+        status, _, err = run(f"{line} -q -o refused.npz", capsys)
+        assert status == 1
+        assert "test.npz has pictures or bytes, and how the network normalises them is unknown" in err
+        assert "--mean and --std of `alight attach` and `alight export`" in err
+        assert not Path("refused.npz").exists()
+    for name in ("stated", "known"):
+        assert run(f"run {name} test.npz -o {name}.csv -q", capsys)[0] == 0
+    assert rows(work / "stated.csv") == rows(work / "known.csv")
 
 
 @pytest.mark.slow

@@ -158,7 +158,7 @@ def test_a_file_that_a_worker_cannot_read_is_named_in_one_line(folder, tmp_path,
     )
     status, out, err = run(f"{line} --quiet", capsys)
     assert (status, out) == (1, "")
-    assert err.startswith(f"alight: cannot read {broken}: it is not a whole image")
+    assert err.startswith(f"alight: cannot read {broken}: it is not a usable image")
     assert len(err.splitlines()) == 1
     with pytest.raises(BadFile, match="not finished"):
         HeadOutputs.load_sample(tmp_path / "b")

@@ -13,7 +13,7 @@ from networks import answers, as_pictures, as_table, by_a_worker, check_once, ma
 from pyarrow import parquet
 from transformers import BertConfig, BertForSequenceClassification, BertTokenizerFast
 
-from alight import HeadOutputs, load_model, record
+from alight import HeadOutputs, load_model, record, save_model
 from alight.calibrate import certified_batch
 from alight.cli import main
 from alight.cluster.stores import PartitionFolder, Store
@@ -149,5 +149,16 @@ def test_images_keep_their_names_and_a_damaged_one_is_named(digits, tmp_path):
     (where / "3" / "broken.png").write_bytes(b"no picture")
     done = by_a_worker(task, folder / "model", where, tmp_path / "again", rows=100, batch_size=32)
     assert [bool(error) for error in done["error"]] == [False, True, False, False]
-    assert "broken.png: it is not a whole image" in done["error"][1]
+    assert "broken.png: it is not a usable image" in done["error"][1]
     assert len(list((tmp_path / "again").glob("part-*"))) == 3
+
+
+def test_images_are_refused_where_the_normalisation_is_unknown(digits, tmp_path):
+    folder, _, policy = digits
+    model = load_model(folder / "model")
+    model.normalisation = None
+    save_model(model, tmp_path / "model")
+    task = PredictTask(policy, model.classes, allow_mismatch=True)
+    done = by_a_worker(task, tmp_path / "model", folder / "test", tmp_path / "out", rows=100, batch_size=32)
+    assert all("how the network normalises them is unknown" in error for error in done["error"])
+    assert not list((tmp_path / "out").glob("part-*"))

@@ -16,8 +16,9 @@ import numpy as np
 from PIL import Image
 from alight.data.batches import as_inputs, batches, fitted, in_batches
 from alight.data.formats import load_data, names_of
-from alight.data.preprocess import InputSpec, TensorSpec
-spec = InputSpec((TensorSpec("images", (None, 3, 6, 7), "float32"),), mean=(0.5,) * 3, std=(0.5,) * 3)
+from alight.data.preprocess import InputSpec, Normalisation, TensorSpec
+tensors = (TensorSpec("images", (None, 3, 6, 7), "float32"),)
+spec = InputSpec(tensors, normalisation=Normalisation((0.5,) * 3, (0.5,) * 3))
 pixels = np.zeros((5, 6, 7, 3), np.uint8)
 pictures = [Image.fromarray(each) for each in pixels]
 forms = [pixels, (pixels, np.arange(5)), pictures, [*pixels], [(each, 0) for each in pictures], {"images": pixels}]

@@ -14,15 +14,16 @@ from torch import nn
 
 from alight.data.batches import batches
 from alight.data.formats import load_data, names_of
-from alight.data.preprocess import InputSpec
+from alight.data.preprocess import InputSpec, Normalisation
 from alight.engine.manifest import Manifest
 from alight.engine.recorder import record
 from alight.errors import BadFile, BadInput
 from alight.networks.attach import attach_heads
-from alight.networks.multi_exit import MultiExitModel, Normalisation, example_of
+from alight.networks.multi_exit import MultiExitModel, example_of
 
 CHANNELS, HEIGHT, WIDTH = 3, 8, 10
 HALF = Normalisation((0.5, 0.5, 0.5), (0.25, 0.5, 1.0))
+UNCHANGED = Normalisation((0, 0, 0), (1, 1, 1))
 
 
 def network(channels: int = CHANNELS, normalisation: Normalisation | None = HALF, classes=()) -> MultiExitModel:
@@ -60,7 +61,11 @@ def test_arrays_of_either_layout_are_normalised_as_the_network_says(layout, dtyp
 def test_arrays_need_no_labels_and_grey_images_no_channel(tmp_path):
     grey = np.zeros((3, HEIGHT, WIDTH), np.uint8)
     np.savez(tmp_path / "data.npz", x=grey)
-    table = record(network(1, None), load_data(tmp_path / "data.npz", spec(1, None)), progress=False)
+    table = record(
+        network(1, Normalisation((0,), (1,))),
+        load_data(tmp_path / "data.npz", spec(1, Normalisation((0,), (1,)))),
+        progress=False,
+    )
     assert len(table) == 3
     assert table.labels is None
 
@@ -83,7 +88,7 @@ def test_pictures_of_any_size_and_mode_are_brought_to_the_networks(tmp_path):
             tmp_path / "a" / f"{name}.png"
         )
     (tmp_path / "b").mkdir()
-    ((pictures, _),) = load_data(tmp_path, spec(normalisation=None))
+    ((pictures, _),) = load_data(tmp_path, spec(normalisation=UNCHANGED))
     assert pictures.shape == (3, CHANNELS, HEIGHT, WIDTH)
     np.testing.assert_array_equal(pictures, np.ones_like(pictures))
 
@@ -97,7 +102,7 @@ def test_a_torchvision_data_set_on_disk_is_read(tmp_path):
         (raw / f"{part}-images-idx3-ubyte").write_bytes(b"\x00\x00\x08\x03" + sizes + pixels.tobytes())
         (raw / f"{part}-labels-idx1-ubyte").write_bytes(b"\x00\x00\x08\x01" + (4).to_bytes(4, "big") + labels.tobytes())
     for split, shade in {"train": 1.0, "test": 0.0}.items():
-        ((pictures, labels),) = load_data(f"mnist:{tmp_path}", spec(normalisation=None), split=split)
+        ((pictures, labels),) = load_data(f"mnist:{tmp_path}", spec(normalisation=UNCHANGED), split=split)
         assert pictures.shape == (4, CHANNELS, HEIGHT, WIDTH)
         assert pictures.unique().tolist() == [shade]
         assert labels.tolist() == [0, 1, 0, 1]
@@ -105,7 +110,7 @@ def test_a_torchvision_data_set_on_disk_is_read(tmp_path):
 
 def test_augmented_images_are_flipped_and_moved_and_follow_the_seed(images, tmp_path):
     np.savez(tmp_path / "data.npz", images=np.repeat(images, 20, axis=0))
-    data = load_data(tmp_path / "data.npz", spec(normalisation=None), augment=True)
+    data = load_data(tmp_path / "data.npz", spec(normalisation=UNCHANGED), augment=True)
     drawn = []
     for seed in (0, 0, 1):
         torch.manual_seed(seed)
@@ -202,7 +207,7 @@ BAD = {
     "odd labels": (BadFile, "labels are float64"),
     "damaged": (BadFile, "it is damaged"),
     "channels": (BadInput, "normalises 3 channels and takes images of 1"),
-    "damaged picture": (BadFile, "it is not a whole image"),
+    "damaged picture": (BadFile, "it is not a usable image"),
     "empty folder": (BadInput, "has no images"),
     "one class": (BadInput, "has 1 classes by name and the network 2"),
     "unknown class": (BadInput, "class 'cat' that the network does not know: dog, bird"),
@@ -308,5 +313,5 @@ def test_pictures_are_read_when_their_batch_is_asked_for(tmp_path):
     (tmp_path / "2.png").write_bytes(b"\x89PNG")
     loaded = iter(load_data(tmp_path, Manifest.load(exported()).input_spec, batch_size=2))
     assert len(next(loaded)) == 2
-    with pytest.raises(BadFile, match=r"2\.png: it is not a whole image"):
+    with pytest.raises(BadFile, match=r"2\.png: it is not a usable image"):
         next(loaded)

@@ -7,7 +7,7 @@ from exported import folder, network
 from PIL import Image
 
 from alight.data.batches import as_inputs, fitted
-from alight.data.preprocess import InputSpec, TensorSpec, first_unusable, image_batch
+from alight.data.preprocess import InputSpec, Normalisation, TensorSpec, first_unusable, image_batch
 from alight.engine.manifest import Manifest
 from alight.errors import BadInput
 
@@ -66,7 +66,9 @@ def test_the_network_and_its_export_describe_what_they_take_alike():
 
 def test_mean_and_deviation_are_applied_in_single_precision_for_every_byte():
     every = np.arange(256, dtype=np.uint8).reshape(1, 16, 16)
-    spec = InputSpec((TensorSpec("images", (None, 1, 16, 16), "float32"),), mean=(0.1307,), std=(0.3081,))
+    spec = InputSpec(
+        (TensorSpec("images", (None, 1, 16, 16), "float32"),), normalisation=Normalisation((0.1307,), (0.3081,))
+    )
     expected = (torch.arange(256, dtype=torch.uint8).float() / 255 - torch.tensor(0.1307)) / torch.tensor(0.3081)
     assert np.array_equal(image_batch(every, spec).ravel(), expected.numpy())
 
@@ -109,6 +111,6 @@ def test_images_that_cannot_be_used_get_one_sentence(case):
 
 
 def test_a_normalisation_of_other_channels_is_refused():
-    spec = InputSpec(network().input_spec.tensors, mean=(0.5,), std=(0.5,))
+    spec = InputSpec(network().input_spec.tensors, normalisation=Normalisation((0.5,), (0.5,)))
     with pytest.raises(BadInput, match="normalises 1 channels and takes images of 3"):
         image_batch(PIXELS, spec)

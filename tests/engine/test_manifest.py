@@ -69,7 +69,7 @@ def test_a_folder_of_something_else_is_refused(tmp_path):
         ({"inputs": [{"name": "images", "shape": [None, 0], "dtype": "float32"}]}, "a tensor of shape"),
         ({"inputs": [{"name": "images", "shape": [None], "dtype": "nonsense"}]}, "not usable"),
         ({"inputs": [{"name": "images", "shape": [None], "dtype": "object"}]}, "a tensor of object"),
-        ({"std": [0.0, 1.0, 1.0]}, "normalisation by"),
+        ({"normalisation": {"mean": [0.0], "std": [0.0]}}, "normalisation by mean"),
         ({"unheard_of": 1}, "unheard_of"),
     ],
 )

@@ -3,11 +3,23 @@
 import numpy as np
 import pytest
 import torch
+from digits import digits
+from digits import network as digits_network
 from exported import folder, images, network, policy
+from PIL import Image
 from torch import nn
 from transformers import BertConfig
 
-from alight import MultiExitModel, Predictor, RunSettings, export_model, from_transformers
+from alight import (
+    MultiExitModel,
+    Normalisation,
+    Predictor,
+    RunSettings,
+    TrainingSettings,
+    export_model,
+    from_transformers,
+    train_heads,
+)
 from alight.engine.manifest import Manifest
 from alight.errors import AlightError, BadInput, Mismatch
 from alight.export import exporting
@@ -195,3 +207,31 @@ def test_scores_agree_with_torch_to_five_digits():
     theirs = Predictor(network(), policy(), probabilities=True)(torch.from_numpy(images()))
     ours = Predictor.load(folder(), probabilities=True)(images())
     assert np.abs(ours.probabilities - theirs.probabilities).max() < 1e-5
+
+
+def test_a_network_of_own_floats_answers_bytes_only_once_its_normalisation_is_stated(tmp_path, quick):
+    own = Normalisation((0.3,), (0.05,))  # far from 0 and 1: raw pixels give another answer
+    model, (train, test) = digits_network(), (each.tensors for each in digits())
+    floats = [((images - 0.3) / 0.05, labels) for images, labels in (train, test)]
+    train_heads(model, floats[0], TrainingSettings(mode="joint", epochs=2), progress=False)
+    last, example = ExitAt(costs=(1.0,), open_exits=(2,)), floats[0][0][:2]
+    pixels, labels = np.round(255 * test[0][:, 0].numpy()).astype(np.uint8), test[1].numpy()
+    export_model(model, last, tmp_path / "unknown", example=example)
+    export_model(model, last, tmp_path / "stated", example=example, normalisation=own)
+    export_model(model, last, tmp_path / "raw", example=example, normalisation=Normalisation((0,), (1,)))
+    unknown, stated, raw = (Predictor.load(tmp_path / name) for name in ("unknown", "stated", "raw"))
+
+    right = unknown(floats[1][0].numpy()).accuracy(labels)
+    assert right > 0.8
+    assert abs(stated(pixels).accuracy(labels) - right) < 0.01
+    assert raw(pixels).accuracy(labels) < right - 0.1  # what bytes got before, in silence
+    for given in (pixels, torch.from_numpy(pixels), [*map(Image.fromarray, pixels[:3])]):
+        with pytest.raises(BadInput, match=r"how the network normalises them is unknown.*export_model"):
+            unknown(given)
+    assert Manifest.load(tmp_path / "unknown").normalisation is None
+    assert Manifest.load(tmp_path / "stated").normalisation == own
+
+
+def test_a_normalisation_that_contradicts_the_networks_own_is_refused(tmp_path):
+    with pytest.raises(BadInput, match=r"mean=\(0\.0, .* and the network has .*mean=\(0\.5, .* leave it out"):
+        export_model(network(), policy(), tmp_path / "new", normalisation=Normalisation((0,) * 3, (1,) * 3))

@@ -2,11 +2,12 @@ import pytest
 import torch
 from torch import nn
 
+from alight.data.preprocess import Normalisation
 from alight.errors import BadInput
 from alight.networks.attach import attach_heads, cascade, from_outputs
 from alight.networks.heads import FlattenLinear, MLPHead, PooledLinear, TokenHead
 from alight.networks.libraries import from_transformers
-from alight.networks.multi_exit import MultiExitModel, Normalisation
+from alight.networks.multi_exit import MultiExitModel
 from alight.networks.store import fingerprint
 
 IMAGES = torch.randn(4, 3, 16, 16, generator=torch.Generator().manual_seed(0))

@@ -13,11 +13,12 @@ from torch.nn import functional
 
 from alight.cutting import tracing
 from alight.cutting.cut import CUTTERS, register_cutter
+from alight.data.preprocess import Normalisation
 from alight.errors import BadFile, BadInput, Mismatch
 from alight.networks import store as folders
 from alight.networks.attach import attach_heads, cascade, from_outputs
 from alight.networks.libraries import build_network, from_timm, from_torchvision, from_transformers
-from alight.networks.multi_exit import MultiExitModel, Normalisation
+from alight.networks.multi_exit import MultiExitModel
 from alight.networks.store import fingerprint, load_model, save_model
 from alight.networks.zoo import convnext_cifar, msdnet_cifar, resnet_digits
 
@@ -278,7 +279,7 @@ def test_a_network_of_a_registered_cutter_is_cut_again(tmp_path):
 
 
 def test_a_folder_of_hugging_face_is_a_source(tmp_path):
-    from transformers import ViTConfig, ViTForImageClassification
+    from transformers import ViTConfig, ViTForImageClassification, ViTImageProcessor
 
     torch.manual_seed(0)
     config = ViTConfig(
@@ -292,6 +293,11 @@ def test_a_folder_of_hugging_face_is_a_source(tmp_path):
         assert torch.equal(model(batch)[-1], network(batch).logits)
     save_model(model, tmp_path / "ours")
     assert same(model, load_model(tmp_path / "ours"), batch)
+
+    assert model.normalisation is None
+    for given, own in (({}, Normalisation((0.5,) * 3, (0.5,) * 3)), ({"rescale_factor": 1 / 127.5}, None)):
+        ViTImageProcessor(**given).save_pretrained(tmp_path / "theirs")
+        assert from_transformers(tmp_path / "theirs", count=1).normalisation == own
 
 
 def test_a_custom_backbone_is_passed_in_again(tmp_path):
@@ -337,9 +343,11 @@ def test_stages_outputs_and_cascades_are_passed_in_again(tmp_path):
     with pytest.raises(Mismatch, match="cannot build a MultiExitModel built by hand again"):
         load_model(tmp_path / "stages")
 
-    model = cascade([nn.Linear(4, 3), nn.Linear(4, 3)], exits=["a", "b"], example=batch)
+    own = Normalisation((0.5,), (0.25,))
+    model = cascade([nn.Linear(4, 3), nn.Linear(4, 3)], exits=["a", "b"], example=batch, normalisation=own)
     save_model(model, tmp_path / "cascade")
     again = load_model(tmp_path / "cascade", backbone=[nn.Linear(4, 3), nn.Linear(4, 3)])
+    assert again.normalisation == own
     assert same(model, again, batch)
     assert again.exits == ("a", "b")
     with pytest.raises(Mismatch, match="cannot build the networks of a cascade again"):

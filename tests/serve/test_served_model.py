@@ -3,10 +3,11 @@
 import numpy as np
 import pytest
 import torch
+from digit_service import in_base64
 from fastapi.testclient import TestClient
 from transformers import BertConfig, BertTokenizerFast
 
-from alight import Predictor, from_transformers, save_model
+from alight import Predictor, from_transformers, save_model, zoo
 from alight.engine.settings import RunSettings
 from alight.errors import BadInput
 from alight.policies.policy import ExitAt, Threshold
@@ -63,3 +64,19 @@ def test_policies_of_several_units_or_of_one_budget_are_refused():
         check_policies({"a": flops, "b": seconds})
     with pytest.raises(BadInput, match="each of several needs a budget of its own"):
         check_policies({"a": flops, "b": flops})
+
+
+def test_a_network_of_unknown_normalisation_is_served_arrays_and_refuses_images(tmp_path):
+    model = zoo.resnet_digits()
+    model.normalisation = None
+    policy = ExitAt(costs=(1.0,), open_exits=(model.num_exits - 1,))
+    served = load_served_model(save_model(model, tmp_path), {"policy": policy}, settings=RunSettings(threads=1))
+    floats = np.random.default_rng(0).normal(size=(2, 1, 8, 8)).astype(np.float32)
+    with TestClient(build_app(served, None, Limits())) as client:
+        kind = client.get("/status").json()["input_kind"]
+        answered = client.post("/predict", json={"arrays": floats.tolist()}).json()["predictions"]
+        image = client.post("/predict", json={"images": [in_base64(np.zeros((8, 8), np.uint8))]})
+    assert kind == "arrays"
+    assert [each["index"] for each in answered] == Predictor(model.eval(), policy)(floats).predictions.tolist()
+    assert image.status_code == 422
+    assert "how the network normalises them is unknown: say normalisation=" in image.json()["error"]

@@ -12,6 +12,7 @@ from typing import Any
 
 from alight import calibrate
 from alight.cli.command import Argument, argument
+from alight.data.preprocess import Normalisation
 from alight.engine.manifest import TOKENIZER
 from alight.engine.settings import RunSettings
 from alight.errors import BadInput
@@ -59,6 +60,13 @@ def numbers(text: str) -> tuple[float, ...]:
         raise argparse.ArgumentTypeError(f"{text!r}: give numbers, as 0.5,0.5,0.5") from error
 
 
+def normalisation(options: argparse.Namespace) -> Normalisation | None:
+    """Return the normalisation of images that --mean and --std name, None where both are left out."""
+    if not (options.mean or options.std):
+        return None
+    return Normalisation(options.mean or (0.0,) * len(options.std), options.std or (1.0,) * len(options.mean))
+
+
 def words(text: str) -> list[str]:
     """Return words from text such as layer1,layer2."""
     return text.split(",")
@@ -84,6 +92,12 @@ POLICY = argument("policy", help="JSON that `alight calibrate` or `alight plan` 
 TOKENIZER_FOLDER = argument("--tokenizer", metavar="FOLDER", help="folder of a tokenizer (default: that of the model)")
 DEVICE = argument("--device", help="default: cuda if there is one")
 ALLOW_MISMATCH = argument("--allow-mismatch", action="store_true", help="accept a policy of another network")
+NORMALISATION = (
+    argument(
+        "--mean", type=numbers, help="subtracted from each channel of images in 0..1, as 0.5,0.5,0.5 (default: 0)"
+    ),
+    argument("--std", type=numbers, help="divisor of each channel then (default: 1)"),
+)
 RUN = (
     DEVICE,
     argument("--dtype", choices=["fp32", "bf16", "fp16"], help="default: the network's own"),

@@ -8,6 +8,7 @@ from pathlib import Path
 from alight.cli.arguments import (
     ALLOW_MISMATCH,
     MODEL,
+    NORMALISATION,
     POLICY,
     RUN,
     TOKENIZER_FOLDER,
@@ -15,6 +16,7 @@ from alight.cli.arguments import (
     count,
     folder_option,
     named,
+    normalisation,
     output,
     output_option,
     run_settings,
@@ -43,7 +45,8 @@ def run_export(options: argparse.Namespace) -> CommandResult:
     tokenizer = Path(options.model) / TOKENIZER
     terms = {**named(options, "format", "allow_mismatch"), "tokenizer": tokenizer if tokenizer.is_dir() else None}
     model = load_model(options.model)
-    folder = export_model(model, policy, options.output, **terms, progress=not options.quiet).resolve()
+    terms |= {"normalisation": normalisation(options), "progress": not options.quiet}
+    folder = export_model(model, policy, options.output, **terms).resolve()
     manifest = Manifest.load(folder)
     inputs, difference = "; ".join(map(str, manifest.inputs)), manifest.made_with["largest difference"]
     return CommandResult(
@@ -140,6 +143,7 @@ COMMANDS = (
             MODEL,
             POLICY,
             argument("--format", choices=["onnx", "aoti"], default="onnx", help=FORMATS),
+            *NORMALISATION,
             ALLOW_MISMATCH,
             folder_option("exported", "folder for the stages"),
         ),

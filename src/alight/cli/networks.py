@@ -7,6 +7,7 @@ from pathlib import Path
 
 from alight.cli.arguments import (
     DEVICE,
+    NORMALISATION,
     any_options,
     check_data,
     count,
@@ -15,7 +16,7 @@ from alight.cli.arguments import (
     folder_option,
     named,
     new_folder,
-    numbers,
+    normalisation,
     own_options,
     set_option,
     torch_device,
@@ -41,7 +42,6 @@ def run_attach(options: argparse.Namespace) -> CommandResult:
     import torch
 
     from alight.networks.libraries import from_name
-    from alight.networks.multi_exit import Normalisation
     from alight.networks.store import load_backbone, save_model
 
     torch.manual_seed(options.seed)
@@ -52,8 +52,7 @@ def run_attach(options: argparse.Namespace) -> CommandResult:
         raise BadInput(f"{options.network} does not accept these options ({error})") from error
     if options.weights:
         load_backbone(model, options.weights)
-    if options.mean:
-        model.normalisation = Normalisation(options.mean, options.std or (1.0,) * len(options.mean))
+    model.normalisation = normalisation(options) or model.normalisation
     with new_folder(Path(options.output)) as folder:
         save_model(model, folder)
         _keep_tokenizer(Path(options.network.removeprefix("transformers:")), folder)
@@ -129,8 +128,7 @@ COMMANDS = (
             argument("--image-size", type=count, help="height and width of images (default: the network's own)"),
             argument("--pretrained", action="store_true", help="download the library's weights"),
             argument("--weights", metavar="FILE", help="trained weights of the full network (.safetensors)"),
-            argument("--mean", type=numbers, help="subtracted from each channel of images in 0..1, as 0.5,0.5,0.5"),
-            argument("--std", type=numbers, help="divisor of each channel then"),
+            *NORMALISATION,
             set_option("option of the network"),
             argument("--seed", type=int, default=0, help="of fresh weights (default: 0)"),
             folder_option("model", "folder for the network"),

@@ -6,7 +6,8 @@
     folder                 a data set that Hugging Face's `save_to_disk` wrote
     lines.jsonl            one object per line with "text" and "label"
 
-Images are brought to the network's size and normalised as it says; text is cut into tokens by its tokenizer.
+Images are turned upright, laid over white, brought to the network's size and normalised as it says; text is cut into
+tokens by its tokenizer.
 """
 
 import csv
@@ -25,7 +26,7 @@ from typing import Any
 import numpy as np
 
 from alight.data.batches import make_loader
-from alight.data.preprocess import InputSpec, Sample, image_batch
+from alight.data.preprocess import InputSpec, Sample, flattened, image_batch
 from alight.data.tokens import Texts, library
 from alight.errors import BadFile, BadInput
 from alight.files import PathLike, write_text, write_whole
@@ -106,15 +107,14 @@ def class_indices(names: Sequence[str], spec: InputSpec, where: str) -> dict[str
 
 
 def picture(file: Any, path: PathLike | None = None) -> Any:
-    """Return the picture in a file, opened or by name; `path` is its name in errors, where it has another."""
+    """Return the first picture of a file, opened or by name, upright in 8 bits; `path` is its name in errors."""
     image = library("PIL.Image", "pillow")
     try:
         with image.open(file) as opened:
-            opened.load()
-            return opened.copy()
-    except (OSError, SyntaxError, ValueError) as error:
+            return flattened(opened)
+    except Exception as error:  # a damaged image fails in a dozen ways, each decoder its own
         remedy = "take it out of the folder"
-        raise BadFile(file if path is None else path, f"it is not a whole image ({error})", remedy) from error
+        raise BadFile(file if path is None else path, f"it is not a usable image ({error})", remedy) from error
 
 
 @dataclass(frozen=True)
@@ -199,7 +199,7 @@ def _torchvision(name: str, root: str, split: str) -> Any:
         raise BadInput(f"torchvision has no data set {name!r}: choose among {', '.join(sorted(known))}")
     kind = getattr(sets, known[name.lower()])
     parameters = inspect.signature(kind).parameters
-    arguments: dict[str, Any] = {"download": False} if "download" in parameters else {}
+    arguments = {name: value for name, value in {"download": False, "loader": picture}.items() if name in parameters}
     if "train" in parameters:
         arguments["train"] = split == "train"
     elif "split" in parameters:

@@ -17,6 +17,13 @@ from alight.errors import BadInput
 
 SHIFT = 8  # augmented images are moved by up to an eighth of their size, as is usual for 32 x 32
 
+UNKNOWN = (
+    "and how the network normalises them is unknown: say normalisation=Normalisation(mean, std) in attach_heads or"
+    " export_model (--mean and --std of `alight attach` and `alight export`), mean 0 and std 1 where it takes pixels in"
+    " 0..1; or give floats as the network takes them"
+)
+BITS, PHOTOMETRIC, WHITE_IS_ZERO = 258, 262, 0  # tags of TIFF, and a value of the second
+
 Sample = tuple[Any, int | None]  # an image or a text, and its class
 
 
@@ -44,6 +51,31 @@ class TensorSpec:
 
 
 @dataclass(frozen=True)
+class Normalisation:
+    """What is subtracted from every channel of an image in 0..1, and what the difference is divided by.
+
+    `Normalisation((0, 0, 0), (1, 1, 1))` says that a network takes images in 0..1 unchanged; None, where a
+    normalisation may be, says that it is unknown: such a network takes floats alone, no pictures and no bytes.
+
+    >>> Normalisation(mean=(0.5, 0.5, 0.5), std=(0.25, 0.25, 0.25)).mean
+    (0.5, 0.5, 0.5)
+    """
+
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        for name in ("mean", "std"):
+            object.__setattr__(self, name, tuple(map(float, getattr(self, name))))
+        usable = np.isfinite([*self.mean, *self.std]).all() and min(self.std, default=0.0) > 0
+        if not usable or len(self.mean) != len(self.std):
+            raise BadInput(
+                f"normalisation by mean {self.mean} and std {self.std}: give a finite mean and a positive std for each"
+                " channel"
+            )
+
+
+@dataclass(frozen=True)
 class InputSpec:
     """The tensors that a network takes, how its images are normalised, and the classes that labels may name.
 
@@ -53,8 +85,7 @@ class InputSpec:
 
     tensors: tuple[TensorSpec, ...] = ()  # () where the network does not say, as one that was built by hand
     names: tuple[str, ...] = ()  # of a network whose input is a dict of tensors
-    mean: tuple[float, ...] = ()  # subtracted from every channel of an image in 0..1; () is nothing
-    std: tuple[float, ...] = ()  # what the difference is divided by
+    normalisation: Normalisation | None = None  # of its images; None where it is unknown
     classes: tuple[str, ...] = ()  # their names, where known
     num_classes: int | None = None
 
@@ -67,6 +98,16 @@ class InputSpec:
         channels, height, width = (int(size or 0) for size in shape[1:])
         return channels, height, width
 
+    @property
+    def takes_pictures(self) -> bool:
+        """Whether pictures and bytes can be made into what it takes: its normalisation is known, or it takes bytes."""
+        return self.image_shape is not None and (self.normalisation is not None or not self.takes_floats)
+
+    @property
+    def takes_floats(self) -> bool:
+        """Whether its first input is of floats."""
+        return "float" in self.tensors[0].dtype
+
 
 def image_batch(
     pictures: np.ndarray | Sequence[Any], spec: InputSpec, where: str = "the data", augment: bool = False
@@ -74,9 +115,10 @@ def image_batch(
     """Return pictures (Pillow), pixels (uint8) or images in 0..1 as one batch: (samples, channels, height, width).
 
     Pictures are brought to the network's size; `where` they come from is named in errors; `augment` moves and flips
-    them at random.
+    them at random. A network that takes bytes gets them unchanged.
 
-    >>> spec = InputSpec((TensorSpec("images", (None, 1, 1, 2), "float32"),), mean=(0.5,), std=(0.5,))
+    >>> tensors = (TensorSpec("images", (None, 1, 1, 2), "float32"),)
+    >>> spec = InputSpec(tensors, normalisation=Normalisation((0.5,), (0.5,)))
     >>> image_batch(np.array([[[0, 255]]], dtype=np.uint8), spec)
     array([[[[-1.,  1.]]]], dtype=float32)
     """
@@ -88,19 +130,21 @@ def image_batch(
             else "the network does not say which images it takes, so pictures cannot be brought to its size: build it"
             " with attach_heads, which keeps an example, or give tensors"
         )
-    if spec.mean and len(spec.mean) != shape[0]:
+    known = spec.normalisation
+    if known and len(known.mean) != shape[0]:
         raise BadInput(
-            f"the network normalises {len(spec.mean)} channels and takes images of {shape[0]}: attach heads with as"
+            f"the network normalises {len(known.mean)} channels and takes images of {shape[0]}: attach heads with as"
             " many means and standard deviations as channels"
         )
     if isinstance(pictures, np.ndarray) or is_tensor(pictures):
-        images = _scaled(as_array(pictures), shape, spec, where)
+        images = _scaled(_arranged(as_array(pictures), shape, where), spec, where)
     else:
-        images = np.concatenate([_scaled(_pixels(each, shape)[None], shape, spec, where) for each in pictures])
+        arranged = (_arranged(_pixels(each, shape)[None], shape, where) for each in pictures)
+        images = np.concatenate([_scaled(each, spec, where) for each in arranged])
     if augment:
         images = _augmented(images)
-    if spec.mean:
-        mean, std = (np.array(each, dtype=np.float32)[:, None, None] for each in (spec.mean, spec.std))
+    if known and images.dtype == np.float32:
+        mean, std = (np.array(each, dtype=np.float32)[:, None, None] for each in (known.mean, known.std))
         images -= mean
         images /= std
     return images
@@ -137,12 +181,12 @@ def is_tensor(value: Any) -> bool:
 
 
 def is_pixels(value: Any, spec: InputSpec) -> bool:
-    """Return whether it is an array or tensor of bytes for a network that takes images of other numbers."""
+    """Return whether it is an array or tensor of whole numbers for a network that takes images of floats."""
+    if spec.image_shape is None or not spec.takes_floats:
+        return False
     if is_tensor(value):
-        is_bytes = value.dtype is sys.modules["torch"].uint8
-    else:
-        is_bytes = isinstance(value, np.ndarray) and value.dtype == np.uint8
-    return is_bytes and spec.image_shape is not None and spec.tensors[0].dtype != "uint8"
+        return "int" in str(value.dtype)
+    return isinstance(value, np.ndarray) and value.dtype.kind in "iu"
 
 
 def as_array(values: Any) -> np.ndarray:
@@ -160,12 +204,44 @@ def as_array(values: Any) -> np.ndarray:
     return array
 
 
+def flattened(picture: Any) -> Any:
+    """Return a picture (Pillow) upright and in 8 bits, grey or RGB: every picture and image file passes here.
+
+    It is turned as its EXIF orientation says, 16 bits become their upper 8, and what is transparent lies over white.
+    Of a file with several frames it is the one that the picture is at, the first where it was just opened.
+
+    >>> from PIL import Image
+    >>> flattened(Image.new("RGBA", (1, 1), (200, 0, 0, 0))).getpixel((0, 0))
+    (255, 255, 255)
+    """
+    from PIL import Image, ImageOps
+
+    tags, mode = getattr(picture, "tag_v2", {}), picture.mode  # of TIFF, the only format with the exceptions below
+    of_16_bits = mode.startswith("I;16") and tags.get(BITS, (16,)) == (16,) and tags.get(PHOTOMETRIC) != WHITE_IS_ZERO
+    if mode[0] in "IF" and not of_16_bits:
+        low, high = picture.getextrema()
+        raise BadInput(
+            f"a picture of mode {mode} with numbers from {low:g} to {high:g} does not say which are black and white:"
+            " save it in 8 or 16 bits, or give arrays"
+        )
+    picture = ImageOps.exif_transpose(picture)
+    if of_16_bits:
+        numbers, clear = np.asarray(picture), picture.info.get("transparency")
+        picture = Image.fromarray((numbers >> 8).astype(np.uint8))
+        if clear is not None:
+            picture.putalpha(Image.fromarray(numbers != clear))
+    if picture.has_transparency_data:
+        picture = picture.convert("LA" if picture.mode == "La" else "RGBA").convert("RGBA")
+        picture = Image.alpha_composite(Image.new("RGBA", picture.size, "white"), picture)
+    return picture if picture.mode == "L" else picture.convert("RGB")
+
+
 def _pixels(picture: Any, shape: tuple[int, int, int]) -> np.ndarray:
     """Return a picture's bytes at the network's size, its shorter side resized and its middle cut out; or an array."""
     if not is_picture(picture):
         return as_array(picture)
     channels, height, width = shape
-    picture = picture.convert("L" if channels == 1 else "RGB")
+    picture = flattened(picture).convert("L" if channels == 1 else "RGB")
     scale = max(height / picture.height, width / picture.width)
     if scale != 1:
         size = (max(width, round(scale * picture.width)), max(height, round(scale * picture.height)))
@@ -174,8 +250,8 @@ def _pixels(picture: Any, shape: tuple[int, int, int]) -> np.ndarray:
     return np.asarray(picture.crop((left, top, left + width, top + height)))
 
 
-def _scaled(images: np.ndarray, shape: tuple[int, int, int], spec: InputSpec, where: str) -> np.ndarray:
-    """Return images in 0..1 as a new array, channels first."""
+def _arranged(images: np.ndarray, shape: tuple[int, int, int], where: str) -> np.ndarray:
+    """Return images channels first, of the network's size."""
     channels, height, width = shape
     if images.shape[1:] == (height, width) and channels == 1:
         images = images[:, None]
@@ -186,10 +262,22 @@ def _scaled(images: np.ndarray, shape: tuple[int, int, int], spec: InputSpec, wh
             f"{where} has images of shape {images.shape[1:]} and the network takes {shape} (channels, height, width):"
             " resize them, or attach heads for this image size"
         )
-    scaled = np.array(images, dtype=np.float32, order="C")
-    if images.dtype == np.uint8:
+    return images
+
+
+def _scaled(images: np.ndarray, spec: InputSpec, where: str) -> np.ndarray:
+    """Return images in 0..1 as a new array; in bytes for a network that takes these."""
+    is_bytes, own = images.dtype == np.uint8, np.dtype("float32" if spec.takes_floats else spec.tensors[0].dtype)
+    if not (is_bytes or images.dtype.kind == "f" if spec.takes_floats else np.can_cast(images.dtype, own)):
+        raise BadInput(f"{where} has images of {images.dtype}: give bytes (uint8), or {own} as the network takes them")
+    scaled = np.array(images, dtype=own, order="C")
+    if not spec.takes_floats:
+        return scaled
+    if is_bytes:
+        if spec.normalisation is None:
+            raise BadInput(f"{where} has pictures or bytes, {UNKNOWN}")
         scaled /= np.float32(255)
-    elif spec.mean and scaled.size and not (scaled.min() >= 0 and scaled.max() <= 1):
+    elif spec.normalisation and scaled.size and not (scaled.min() >= 0 and scaled.max() <= 1):
         raise BadInput(
             f"{where} has images from {scaled.min():g} to {scaled.max():g}, and the network normalises ones in 0..1:"
             " give bytes (uint8), or divide them"

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from alight.data.preprocess import InputSpec, TensorSpec
+from alight.data.preprocess import InputSpec, Normalisation, TensorSpec
 from alight.data.tokens import CONFIG
 from alight.data.tokens import FILE as VOCABULARY
 from alight.errors import BadFile, BadInput
@@ -50,15 +50,14 @@ class Manifest:
     policy_checksum: str
     num_classes: int | None = None
     classes: tuple[str, ...] = ()  # their names, where known
-    mean: tuple[float, ...] = ()  # what is taken off every channel of an image in 0..1; () is nothing
-    std: tuple[float, ...] = ()  # what the rest is divided by
+    normalisation: Normalisation | None = None  # of its images; None where it is unknown
     further: Mapping[str, str] = field(default_factory=dict)  # SHA-256 of other files, as those of a tokenizer, by path
     made_with: Mapping[str, str] = field(default_factory=dict)  # versions, and how far the stages are from torch
 
     @property
     def input_spec(self) -> InputSpec:
         """What the network takes, as pictures, pixels and texts are made into it."""
-        return InputSpec(self.inputs, self.input_names, self.mean, self.std, self.classes, self.num_classes)
+        return InputSpec(self.inputs, self.input_names, self.normalisation, self.classes, self.num_classes)
 
     @property
     def open_exits(self) -> tuple[int, ...]:
@@ -91,14 +90,13 @@ class Manifest:
         }
         values["inputs"] = tuple(map(_described, content["inputs"]))
         values["stages"] = tuple(map(_stage, content["stages"]))
+        values["normalisation"] = content["normalisation"] and Normalisation(**content["normalisation"])
         made = cls(**values)
         if made.format not in SUFFIXES or not made.stages or not made.inputs:
             raise ValueError(f"format {made.format!r}, {len(made.stages)} stages, {len(made.inputs)} inputs")
         exits = made.open_exits
         if list(exits) != sorted({*exits}) or not 0 <= exits[0] <= exits[-1] < len(made.exits):
             raise ValueError(f"stages for exits {exits} of {len(made.exits)}")
-        if len(made.mean) != len(made.std) or 0 in made.std or not np.isfinite([*made.mean, *made.std]).all():
-            raise ValueError(f"normalisation by {made.mean} and {made.std}")
         return made
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from alight.data.preprocess import TensorSpec
+from alight.data.preprocess import Normalisation, TensorSpec
 from alight.engine.backends.torch.prepare import prepared
 from alight.engine.manifest import AOTI, ONNX, POLICY, SUFFIXES, TOKENIZER, Manifest, StageFile, checksum
 from alight.engine.predictor import check_exits, check_fingerprint
@@ -51,6 +51,7 @@ def export_model(
     *,
     example: Any = None,
     tokenizer: PathLike | None = None,
+    normalisation: Normalisation | None = None,
     format: str = ONNX,  # noqa: A002  # the manifest's own word for it
     allow_mismatch: bool = False,
     progress: bool = False,
@@ -60,7 +61,8 @@ def export_model(
     `Predictor.load` runs it without PyTorch. With `format="aoti"` the stages are compiled ahead of time instead, for a
     machine like this one that has PyTorch. `example` is a batch as the network takes it, by default the one that it was
     built with. Each file is compared with the network on random inputs before it is kept. The folder of a `tokenizer`
-    is copied, so that texts become tokens where the stages run.
+    is copied, so that texts become tokens where the stages run. `normalisation` states that of a network that does not
+    say its own: where neither is known, the exported network takes floats alone, no pictures and no bytes.
 
     >>> import tempfile
     >>> from torch import nn
@@ -76,6 +78,10 @@ def export_model(
     folder = Path(folder)
     own = fingerprint(model)
     _check(model, policy, format, "" if allow_mismatch else own)
+    if None not in (normalisation, model.normalisation) and normalisation != model.normalisation:
+        raise BadInput(
+            f"{normalisation}, and the network has {model.normalisation}: leave it out, or change the network's"
+        )
     _check_replaceable(folder)
     ready = prepared(model, RunSettings(device="cpu"))
     stages = exported_stages(ready, policy)
@@ -103,8 +109,7 @@ def export_model(
             policy_checksum=checksum((filling / POLICY).read_bytes()),
             num_classes=model.num_classes,
             classes=model.classes,
-            mean=model.normalisation.mean if model.normalisation else (),
-            std=model.normalisation.std if model.normalisation else (),
+            normalisation=normalisation or model.normalisation,
             further={path.relative_to(filling).as_posix(): checksum(path.read_bytes()) for path in others},
             made_with=installed_versions(*LIBRARIES) | {"largest difference": f"{gap:.1e}", "captured by": ways},
         ).save(filling)

@@ -8,10 +8,11 @@ from torch import Tensor, nn
 from alight.cutting.cut import cut, split_outputs
 from alight.cutting.placement import cut_evenly
 from alight.cutting.running import in_mode
+from alight.data.preprocess import Normalisation
 from alight.data.tokens import MASK
 from alight.errors import BadInput
 from alight.networks.heads import HEADS, HeadChoice, HeadFactory, TokenHead, are_channels_last, make_head
-from alight.networks.multi_exit import Carried, MultiExitModel, Normalisation, describe, input_names, read
+from alight.networks.multi_exit import Carried, MultiExitModel, describe, input_names, read
 
 EXITS = 3  # that "auto" places before the end: heads cost where they save nothing, and `plan` can only close exits
 END = "end"  # the name of the last exit, the network's own classifier
@@ -32,7 +33,8 @@ def attach_heads(
 
     `after` names modules in the order in which they run; "auto" puts `count` exits at even shares of the cost.
     `example` is one batch as the backbone takes it: a tensor, several, or a dict. `head` is the name of a kind, a
-    function that makes one from the shape of the features, or one of these per exit.
+    function that makes one from the shape of the features, or one of these per exit. `normalisation` says how images
+    of files and bytes become what the backbone takes; where it is None, the network takes floats alone.
 
     >>> import torch
     >>> backbone = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.Flatten(), nn.Linear(128, 10))
@@ -67,7 +69,9 @@ def attach_heads(
     return model.keep_network(backbone)
 
 
-def from_outputs(network: nn.Module, example: Any, exits: Sequence[str] = ()) -> MultiExitModel:
+def from_outputs(
+    network: nn.Module, example: Any, exits: Sequence[str] = (), *, normalisation: Normalisation | None = None
+) -> MultiExitModel:
     """Split a network whose `forward` returns several logits, so that each can be computed without the later ones.
 
     The logits come in a list, tuple or dict, from early to late; `exits` names them.
@@ -84,9 +88,8 @@ def from_outputs(network: nn.Module, example: Any, exits: Sequence[str] = ()) ->
     ('early', 'late')
     """
     stages, heads = split_outputs(network, example)
-    model = MultiExitModel(
-        stages, heads, exits, input_names(example), recipe={"source": "outputs", "example": describe(example)}
-    )
+    recipe = {"source": "outputs", "example": describe(example)}
+    model = MultiExitModel(stages, heads, exits, input_names(example), normalisation=normalisation, recipe=recipe)
     with in_mode(model, training=False):
         shapes = [tuple(logits.shape[1:]) for logits in model(example)]
     if len(set(shapes)) > 1 or len(shapes[0]) != 1:
@@ -158,7 +161,13 @@ def _has_mask(carried: Carried) -> bool:
     return len(carried) > 1 and carried[1].shape == carried[0].shape[:2] and not carried[1].is_floating_point()
 
 
-def cascade(models: Sequence[nn.Module], exits: Sequence[str] = (), example: Any = None) -> MultiExitModel:
+def cascade(
+    models: Sequence[nn.Module],
+    exits: Sequence[str] = (),
+    example: Any = None,
+    *,
+    normalisation: Normalisation | None = None,
+) -> MultiExitModel:
     """Chain separate networks, from cheap to expensive, as one model with an exit after each.
 
     `exits` names the networks. With an `example`, a batch as every network takes it, the number of classes is checked.
@@ -170,7 +179,8 @@ def cascade(models: Sequence[nn.Module], exits: Sequence[str] = (), example: Any
     """
     names = input_names(example)
     stages = [_CascadeStage(network, first=index == 0, input_names=names) for index, network in enumerate(models)]
-    model = MultiExitModel(stages, [nn.Identity() for _ in stages], exits, names, recipe={"source": "cascade"})
+    heads, recipe = [nn.Identity() for _ in stages], {"source": "cascade"}
+    model = MultiExitModel(stages, heads, exits, names, normalisation=normalisation, recipe=recipe)
     if example is not None:
         with in_mode(model, training=False):
             widths = [logits.shape[-1] for logits in model(example)]

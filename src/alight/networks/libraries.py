@@ -9,11 +9,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from alight.data.preprocess import Normalisation
 from alight.data.tokens import MASK
 from alight.errors import BadInput
 from alight.networks.attach import EXITS, attach_heads
 from alight.networks.heads import HeadChoice
-from alight.networks.multi_exit import MultiExitModel, Normalisation
+from alight.networks.multi_exit import MultiExitModel
 from alight.networks.zoo import BACKBONES, ZOO
 
 EXTRAS = {"timm": "vision", "torchvision": "vision", "transformers": "text"}
@@ -112,7 +113,7 @@ def from_transformers(
 
     Code that comes with a network is never run. A network without a classifier gets a random one. Text is taken as
     "input_ids" and "attention_mask", images at the network's size, unless an `example` says otherwise: pairs of texts
-    need one with "token_type_ids".
+    need one with "token_type_ids". Images are normalised as the image processor says that lies beside the weights.
 
     >>> from transformers import BertConfig
     >>> sizes = {"hidden_size": 16, "num_attention_heads": 2, "num_hidden_layers": 4, "intermediate_size": 32}
@@ -120,10 +121,11 @@ def from_transformers(
     4
     """
     auto = _library("transformers")
-    settings = {} if num_classes is None else {"num_labels": num_classes}
+    settings, normalisation = {} if num_classes is None else {"num_labels": num_classes}, None
     if isinstance(source, str) or hasattr(source, "__fspath__"):
         config = auto.AutoConfig.from_pretrained(source, trust_remote_code=False, **settings)
         network = _auto_class(config).from_pretrained(source, config=config, trust_remote_code=False)
+        normalisation = _processor_normalisation(source) if "Image" in _auto_class(config).__name__ else None
     else:
         config = source
         if num_classes is not None:
@@ -136,6 +138,7 @@ def from_transformers(
         example=_transformers_example(config) if example is None else example,
         head=head,
         count=count,
+        normalisation=normalisation,
         classes=() if names == tuple(f"LABEL_{index}" for index in range(len(names))) else names,
     )
     kept = {key: value for key, value in config.to_diff_dict().items() if not REFUSED.search(key) and key != "auto_map"}
@@ -262,6 +265,17 @@ def _normalisation(config: Any, channels: int) -> Normalisation:
     if len(mean) == channels:
         return Normalisation(mean, std)
     return Normalisation((sum(mean) / len(mean),) * channels, (sum(std) / len(std),) * channels)
+
+
+def _processor_normalisation(source: Any) -> Normalisation | None:
+    """Return that of the image processor beside the weights, None where there is none or it scales images otherwise."""
+    try:
+        settings, _ = _library("transformers").ImageProcessingMixin.get_image_processor_dict(source)
+    except OSError:
+        return None
+    if not settings.get("do_normalize") or abs(255 * settings.get("rescale_factor", 0) - 1) > 1e-6:
+        return None
+    return Normalisation(settings["image_mean"], settings["image_std"])
 
 
 def _auto_class(config: Any) -> Any:

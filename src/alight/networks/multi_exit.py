@@ -1,7 +1,7 @@
 """A network with exits: stages in a chain, a head after each."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -10,24 +10,12 @@ from torch import Tensor, nn
 from alight.cutting.proof import check_chain
 from alight.cutting.running import Inputs
 from alight.data.batches import by_name
-from alight.data.preprocess import InputSpec, TensorSpec
+from alight.data.preprocess import InputSpec, Normalisation, TensorSpec
 from alight.data.tokens import MASK
 from alight.errors import BadInput
 from alight.networks.heads import Head
 
 Carried = tuple[Tensor, ...]  # what crosses a cut: the features that the head reads, then all else that is used later
-
-
-@dataclass(frozen=True)
-class Normalisation:
-    """What is subtracted from every channel of an image in 0..1, and what the difference is divided by.
-
-    >>> Normalisation(mean=(0.5, 0.5, 0.5), std=(0.25, 0.25, 0.25)).mean
-    (0.5, 0.5, 0.5)
-    """
-
-    mean: tuple[float, ...]
-    std: tuple[float, ...]
 
 
 class MultiExitModel(nn.Module):
@@ -45,7 +33,7 @@ class MultiExitModel(nn.Module):
     input_names: tuple[str, ...]  # of a network whose input is a dict of tensors
     num_classes: int | None
     classes: tuple[str, ...]  # their names, where known
-    normalisation: Normalisation | None  # of the images that it was trained on
+    normalisation: Normalisation | None  # of the images that it was trained on, None where it is unknown
     recipe: dict[str, Any]  # how to build the network again, as plain data
     network: nn.Module | None = None  # that was cut; not a submodule, as the stages have its modules
 
@@ -88,8 +76,7 @@ class MultiExitModel(nn.Module):
         if "several" in example or isinstance(example.get("shape"), list):
             example = {f"input_{index}": part for index, part in enumerate(example.get("several", [example]))}
         tensors = (TensorSpec(name, (None, *part["shape"][1:]), part["dtype"]) for name, part in example.items())
-        mean, std = (self.normalisation.mean, self.normalisation.std) if self.normalisation else ((), ())
-        return InputSpec(tuple(tensors), self.input_names, mean, std, self.classes, self.num_classes)
+        return InputSpec(tuple(tensors), self.input_names, self.normalisation, self.classes, self.num_classes)
 
     def forward(self, inputs: Any) -> list[Tensor]:
         """Return the logits of every exit, earliest first."""

@@ -19,12 +19,13 @@ from alight.cutting.cut import as_head, cut, split_outputs
 from alight.cutting.proof import ROWS, is_chain_of
 from alight.cutting.running import Inputs, in_mode
 from alight.cutting.stages import NotPlainData, cut_data, stages_from_data
+from alight.data.preprocess import Normalisation
 from alight.errors import BadFile, BadInput, Mismatch
 from alight.files import CONFIG, WEIGHTS, PathLike, check_network_folder, read_json, write_json, write_whole
 from alight.networks.attach import cascade
 from alight.networks.heads import HEADS, HeadFactory
 from alight.networks.libraries import BUILDERS, build_network
-from alight.networks.multi_exit import MultiExitModel, Normalisation, random_example, read, structure
+from alight.networks.multi_exit import MultiExitModel, random_example, read, structure
 from alight.networks.zoo import BACKBONES, ZOO
 from alight.provenance import installed_versions
 
@@ -103,6 +104,7 @@ def load_model(
             model = _model(config, network, constants, head)
         _put(model, config, tensors)
         model.num_classes, model.classes = config["num_classes"], tuple(config["classes"])
+        model.normalisation = config["normalisation"] and Normalisation(**config["normalisation"])
         model.recipe = config["recipe"]
         computed, saved = fingerprint(model), config["fingerprint"]
         if computed != saved:
@@ -190,10 +192,8 @@ def _model(
     head: HeadFactory | Sequence[HeadFactory] | None,
 ) -> MultiExitModel:
     """Return the network with its stages and heads, of the saved graphs or cut again, with whatever weights."""
-    recipe, saved = config["recipe"], config["normalisation"]
-    normalisation = Normalisation(tuple(saved["mean"]), tuple(saved["std"])) if saved else None
+    recipe = config["recipe"]
     if isinstance(network, MultiExitModel):
-        network.normalisation = normalisation or network.normalisation
         return network
     described, after = recipe.get("example"), recipe.get("after", ())
     example = random_example(described, torch.Generator().manual_seed(0)) if described else None
@@ -207,7 +207,7 @@ def _model(
         if is_split:  # behind the stages are the network's own heads, but for the last, which does nothing
             stages, heads = stages[:count], [*map(as_head, stages[count:]), nn.Identity()]
     heads = heads or [*_heads(config["heads"][:-1], recipe["features"], head), nn.Identity()]
-    return MultiExitModel(stages, heads, config["exits"], config["input_names"], normalisation=normalisation)
+    return MultiExitModel(stages, heads, config["exits"], config["input_names"])
 
 
 def _heads(

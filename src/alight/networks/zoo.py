@@ -10,10 +10,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from alight.data.preprocess import Normalisation
 from alight.networks.architectures import ConvNeXt, MSDNetSettings, ResNet, msdnet_modules
 from alight.networks.attach import attach_heads
 from alight.networks.heads import HeadChoice
-from alight.networks.multi_exit import MultiExitModel, Normalisation, describe
+from alight.networks.multi_exit import MultiExitModel, describe
 
 IMAGENET = Normalisation((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 CIFAR = Normalisation((0.5071, 0.4865, 0.4409), (0.2673, 0.2564, 0.2762))  # of CIFAR-100's training images

@@ -12,9 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from PIL import Image
 
-from alight.data.preprocess import InputSpec, image_batch
+from alight.data.preprocess import InputSpec
 from alight.data.tokens import Texts
 from alight.engine.manifest import TOKENIZER, Manifest, exported_tokenizer
 from alight.engine.predictor import Predictor
@@ -50,8 +49,8 @@ class ServedModel:
 
     @property
     def input_kind(self) -> str:
-        """What a request holds: "images", "texts" or "arrays"."""
-        return "texts" if self.tokenize else "images" if self.spec.image_shape else "arrays"
+        """What a request holds: "images", "texts" or "arrays", also of images that cannot be normalised."""
+        return "texts" if self.tokenize else "images" if self.spec.takes_pictures else "arrays"
 
     @property
     def shape(self) -> tuple[int | None, ...]:
@@ -67,9 +66,6 @@ class ServedModel:
         """Return a sample such as the network takes, to warm up with."""
         if self.tokenize:
             return "a few words to begin with, about as many as people write when they ask for something"
-        if self.spec.image_shape:
-            _, height, width = self.spec.image_shape
-            return image_batch([Image.new("RGB", (width, height), (128, 128, 128))], self.spec)
         if not self.shape or None in self.shape:
             raise BadInput("the network does not say what it takes: build it with attach_heads, which keeps an example")
         return np.zeros((1, *(int(size or 0) for size in self.shape)), dtype=self.dtype)

@@ -12,7 +12,7 @@ from PIL import Image, UnidentifiedImageError
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError, model_validator
 from starlette.exceptions import HTTPException
 
-from alight.data.preprocess import image_batch
+from alight.data.preprocess import flattened, image_batch
 from alight.errors import BadInput
 from alight.serve.model import Sample, ServedModel
 
@@ -266,12 +266,12 @@ def _read_image(file: str | bytes, model: ServedModel, limits: Limits) -> Sample
     try:
         with Image.open(io.BytesIO(file), formats=FORMATS) as opened:
             width, height = opened.size
-            scale = max(1.0, rows / height, columns / width)
+            scale = max(1.0, max(rows, columns) / min(width, height))  # it may have to be turned
             if scale**2 * width * height > limits.pixels:
                 raise RequestRefused(
                     413, f"{width} x {height} pixels, and at most {limits.pixels:,} are taken, resized ones too"
                 )
-            image = opened.copy()
+            image = flattened(opened)
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
         raise RequestRefused(413, f"more than the {limits.pixels:,} pixels that are taken") from error
     except RequestRefused:
