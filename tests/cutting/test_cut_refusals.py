@@ -155,7 +155,7 @@ def test_rows_of_a_sample_that_do_not_lie_side_by_side_are_detected():
 
 
 def test_a_network_that_behaves_differently_for_larger_batches_is_detected():
-    with pytest.raises(BadInput, match="at batch size 5 the stages do not give what the network gives"):
+    with pytest.raises(BadInput, match="depend on the other samples of its batch"):
         cut(BranchesOnTheBatch(), ["first"], EXAMPLE)
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from alight.cli.arguments import (
     DEVICE,
+    MODEL,
     NORMALISATION,
     any_options,
     check_data,
@@ -106,6 +107,20 @@ def run_train(options: argparse.Namespace) -> CommandResult | None:
     return CommandResult(str(history), {"path": folder.resolve(), "exits": history.exits, "epochs": history.epochs})
 
 
+def run_check(options: argparse.Namespace) -> CommandResult:
+    """Check that the exits of a saved network give what the network gives, bit by bit."""
+    from alight.networks.store import load_model
+
+    model = load_model(options.model)
+    refusal = model.verify()
+    return CommandResult(
+        f"{options.model}: equal to the network, bit by bit, for random inputs in batches of 1, 2 and 5, with other"
+        f" weights, and when samples leave\ninputs per sample: {model.sizes}\njoint training: "
+        + (f"refused, {refusal}" if refusal else "the same gradients as the network's own code"),
+        {"path": Path(options.model).resolve(), "sizes": model.sizes, "training": refusal or "same"},
+    )
+
+
 def _keep_tokenizer(source: Path, folder: Path) -> None:
     """Save the tokenizer of a folder beside the network that reads its tokens."""
     if (source / "tokenizer_config.json").is_file():
@@ -138,6 +153,7 @@ COMMANDS = (
             "attach timm:test_resnet --image-size 32 --count 2 -o small",
         ),
     ),
+    Command(run_check, (MODEL,), ("check model",)),
     Command(
         run_train,
         (

@@ -74,9 +74,12 @@ class FixedSizes:
                 for axis, size in zip(axes, sizes, strict=True)
             ):
                 raise BadInput(
-                    f"an input of {tuple(sizes)} per sample, and the network was cut for ({', '.join(map(str, axes))}):"
-                    f" {self.reason}. Give inputs of this size, or cut with an example of the size that you need"
+                    f"an input of {tuple(sizes)} per sample, and the network was cut for {self}: {self.reason}. Give"
+                    " inputs of this size, or cut with an example of the size that you need"
                 )
+
+    def __str__(self) -> str:
+        return " and ".join(f"({', '.join(map(str, axes))})" for axes in self.pattern)
 
 
 class TracedInt(int):

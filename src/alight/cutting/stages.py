@@ -369,7 +369,7 @@ class _GraphBuilder:
 def cut_data(stages: Sequence[nn.Module]) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Return stages of one network as plain data and constant tensors; raise NotPlainData if that cannot be."""
     if all(isinstance(stage, EncoderStage) for stage in stages):
-        return {"kind": "encoder", "direct": bool(stages[0].direct)}, {}
+        return {"kind": "encoder", "direct": bool(stages[0].direct)} | _fixed_sizes(stages[0]), {}
     traced = [stage for stage in stages if isinstance(stage, Stage)]
     if len(traced) < len(stages):
         raise NotPlainData("a registered cutter made the stages")
@@ -387,7 +387,9 @@ def stages_from_data(
 ) -> list[nn.Module]:
     """Return the stages that `cut_data` described, on the modules and parameters of the network; nothing is run."""
     if data["kind"] == "encoder":
-        return [*cut_text_encoder(network, after, example, direct=bool(data["direct"]))]
+        encoders = cut_text_encoder(network, after, example, direct=bool(data["direct"]))
+        _fix_sizes(encoders[0], data)
+        return [*encoders]
     stages: list[nn.Module] = []
     for index, described in enumerate(data["stages"]):
         prefix = f"{index}."
@@ -396,8 +398,7 @@ def stages_from_data(
         training = described.get("training", described["evaluation"])
         graphs = StageGraphs(evaluation, training if isinstance(training, str) else _graph(training, constants))
         stage = stage_of(network, graphs, constants)
-        if "sizes" in described:
-            stage.register_forward_pre_hook(FixedSizes(**described["sizes"]))
+        _fix_sizes(stage, described)
         stages.append(stage)
     return stages
 
@@ -409,10 +410,17 @@ def _stage_data(stage: Stage) -> dict[str, Any]:
     other = training if isinstance(training, str) else _nodes(training)
     if other != data["evaluation"]:
         data["training"] = other
-    for hook in stage._forward_pre_hooks.values():
-        if isinstance(hook, FixedSizes):
-            data["sizes"] = {"pattern": hook.pattern, "reason": hook.reason}
-    return data
+    return data | _fixed_sizes(stage)
+
+
+def _fixed_sizes(stage: nn.Module) -> dict[str, Any]:
+    hooks = [hook for hook in stage._forward_pre_hooks.values() if isinstance(hook, FixedSizes)]
+    return {"sizes": vars(hooks[0])} if hooks else {}
+
+
+def _fix_sizes(stage: nn.Module, data: Mapping[str, Any]) -> None:
+    if "sizes" in data:
+        stage.register_forward_pre_hook(FixedSizes(**data["sizes"]))
 
 
 def _nodes(graph: fx.Graph) -> list[list[Any]]:

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from alight.cutting.proof import check_chain
 from alight.cutting.running import Inputs
+from alight.cutting.sizes import FixedSizes
 from alight.data.batches import by_name
 from alight.data.preprocess import InputSpec, Normalisation, TensorSpec
 from alight.data.tokens import MASK
@@ -91,6 +92,12 @@ class MultiExitModel(nn.Module):
         if isinstance(inputs, tuple | list):
             return tuple(inputs)
         return by_name(inputs, self.input_names) if isinstance(inputs, Mapping) else (inputs,)
+
+    @property
+    def sizes(self) -> str:
+        """The sizes of inputs that the first stage takes, per sample."""
+        hooks = [hook for hook in self.stages[0]._forward_pre_hooks.values() if isinstance(hook, FixedSizes)]
+        return str(hooks[0]) if hooks else "any that the network takes"
 
     def verify(self, example: Any = None) -> str:
         """Raise unless the exits give what the network gives; return why it cannot be trained jointly, "" if it can.
