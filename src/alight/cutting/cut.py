@@ -8,9 +8,9 @@ from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
-from alight.cutting.encoders import MASK, cut_text_encoder, is_text_encoder
+from alight.cutting.encoders import cut_text_encoder, is_text_encoder
 from alight.cutting.flops import count_flops
-from alight.cutting.running import Inputs, chain, in_mode, is_text, refusals, same_bits, without_caches
+from alight.cutting.running import Inputs, chain, in_mode, is_text, pick_logits, refusals, same_bits, without_caches
 from alight.cutting.stages import FixedLength, StagePlan, build
 from alight.cutting.tracing import BATCHES, Layout, ModuleEnd, Trace, Value, trace, walk
 from alight.errors import BadInput
@@ -34,7 +34,8 @@ OUTPUTS_DIFFER = (
 def cut(model: nn.Module, after: Sequence[str], example: Any) -> list[nn.Module]:
     """Return stages that end after the named modules, the last with the logits; their chain is the network, bit by bit.
 
-    `example` is a batch as the network takes it: a tensor, several in a tuple, or a dict of them by name. Each stage
+    `example` is a batch as the network takes it: a tensor, several in a tuple, or a dict of them by name; or `Inputs`,
+    which say which output is the logits of a network that gives several. Each stage
     takes and returns what is carried: first the output of the named module, then all else that is needed later, each
     with the batch as its first dimension. Of a module that returns several tensors, the features for a head are the
     first that has one row per sample and is used later. Where the example has an `attention_mask` and the output is
@@ -48,20 +49,24 @@ def cut(model: nn.Module, after: Sequence[str], example: Any) -> list[nn.Module]
     >>> torch.equal(last(*first(batch)), network(batch)), list(last.state_dict())
     (True, ['2.weight', '2.bias'])
     """
-    names = _checked_names(model, after)
+    names, inputs = _checked_names(model, after), inputs_of(example)
     cutter = next((cutter for recognises, cutter in reversed(CUTTERS) if recognises(model)), None)
     if cutter is not None:
-        stages = list(cutter(model, names, example))
+        stages = list(cutter(model, names, inputs.example))
         if len(stages) != len(names) + 1:
             raise BadInput(f"the cutter made {len(stages)} stages for {len(names)} exits: make one more than exits")
-        return _checked(model, stages, Inputs(example))
-    inputs = Inputs(example)
+        return _checked(model, stages, inputs)
     try:
         stages = _cut_by_trace(model, names, inputs, with_data=False)
     except BadInput:
         stages = _cut_by_trace(model, names, inputs, with_data=True)
     _fix_length(model, stages, inputs)
     return stages
+
+
+def inputs_of(example: Any) -> Inputs:
+    """Return an example as inputs of a network whose output is the logits, or holds them."""
+    return example if isinstance(example, Inputs) else Inputs(example, pick_logits)
 
 
 def register_cutter(kind: type[nn.Module] | Callable[[nn.Module], bool]) -> Callable[[Cutter], Cutter]:
@@ -223,7 +228,7 @@ def _module_plans(
     ends = _ends(traced, after)
     features = [_feature(traced, name, end) for name, end in zip(after, ends, strict=True)]
     logits = logits_in(traced.output, Value)
-    mask = traced.inputs[inputs.names.index(MASK)] if MASK in inputs.names else None
+    mask = None if inputs.mask is None else traced.inputs[inputs.mask]
     crossings = []
     for index, (name, end) in enumerate(zip(after, ends, strict=True)):
         crossings.append(_carried(traced, name, end.time, features[index:], logits, mask))

@@ -167,7 +167,7 @@ def trace(
     ]
     for dtype in () if with_data else (torch.float64, None):
         try:
-            copies = _on_meta(model), _on_meta(model, dtype)
+            copies = on_meta(model), on_meta(model, dtype)
             batches = [inputs.of_size(size, "meta", dtype if index else None) for index, size in enumerate(BATCHES)]
             return _trace_twice(copies, batches, inputs, watched, openings, training)
         except Exception:  # whatever a network does that cannot be done without data
@@ -177,7 +177,7 @@ def trace(
         return _trace_twice((model, model), batches, inputs, watched, openings, training)
 
 
-def _on_meta(model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
+def on_meta(model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
     """Return a copy of the network on the meta device (shapes without data), perhaps in another dtype."""
     tensors = [*model.parameters(), *model.buffers()]
     return copy.deepcopy(model, {id(tensor): _without_data(tensor, dtype) for tensor in tensors})
