@@ -48,10 +48,9 @@ def from_timm(
     channels = int(arguments.get("in_chans", config["input_size"][0]))
     model = attach_heads(
         network,
-        after,
+        count if after == "auto" else after,
         example=torch.zeros(2, channels, *_timm_size(network, image_size)),
         head=head,
-        count=count,
         normalisation=_normalisation(config, channels),
     )
     if ":" not in name:  # one from the hub may be built in a way that only its hub knows: it is passed in again
@@ -86,10 +85,9 @@ def from_torchvision(
     prepare = (known or models.get_model_weights(name).DEFAULT).transforms()
     model = attach_heads(
         network,
-        after,
+        count if after == "auto" else after,
         example=torch.zeros(2, 3, image_size, image_size),
         head=head,
-        count=count,
         classes=known.meta["categories"] if known else (),
         normalisation=Normalisation(tuple(prepare.mean), tuple(prepare.std)),
     )
@@ -131,10 +129,9 @@ def from_transformers(
     names = tuple(config.id2label[index] for index in range(config.num_labels))
     model = attach_heads(
         network,
-        after,
+        count if after == "auto" else after,
         example=_transformers_example(config) if example is None else example,
         head=head,
-        count=count,
         classes=() if names == tuple(f"LABEL_{index}" for index in range(len(names))) else names,
     )
     kept = {key: value for key, value in config.to_diff_dict().items() if not _is_refused(key) and key != "auto_map"}
