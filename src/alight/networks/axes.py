@@ -23,6 +23,14 @@ NORMS = (nn.LayerNorm, nn.RMSNorm)
 Shape = tuple[int, ...]
 
 
+class InputAxis(NamedTuple):
+    """One axis of one input, by its place among them."""
+
+    input: int
+    axis: int
+    size: int
+
+
 class LayerCall(NamedTuple):
     """One call of a layer that knows where its channels are, with the shapes of its first input and output."""
 
@@ -58,7 +66,8 @@ def are_channels_last(stages: Sequence[nn.Module], runs: Sequence[StageRun], inp
     candidates = [{*range(1, len(shape))} for shape in shapes]  # axes that may be the channels
     for found in _at_other_sizes(stages[:-1], inputs, candidates):
         for axes, shape, other in zip(candidates, shapes, found, strict=False):
-            axes.difference_update(axis for axis, size in enumerate(other) if size != shape[axis])
+            if len(other) == len(shape):
+                axes.difference_update(axis for axis, size in enumerate(other) if size != shape[axis])
     found_last = []
     for index, (shape, axes) in enumerate(zip(shapes, candidates, strict=True)):
         axis = axes.pop() if len(axes) == 1 else _axis_by_layers(shape, axes, *runs[index : index + 2])
@@ -71,35 +80,36 @@ def _at_other_sizes(
     stages: Sequence[nn.Module], inputs: Inputs, candidates: Sequence[set[int]]
 ) -> Iterator[list[Shape]]:
     """Yield the shapes of features for inputs of other sizes, of as many exits as take them, until all is known."""
-    sizes = sorted({size for tensor in inputs.tensors for size in tensor.shape[1:]})
-    groups = [[place for place in _places(inputs) if place[2] == size] for size in sizes]
-    groups += [
-        [place for place in group if place[1] == axis] for group in groups for axis in {each[1] for each in group}
-    ]
+    if all(len(axes) < 2 for axes in candidates):
+        return
     try:
         copies = on_meta(nn.ModuleList(stages)).eval()
     except Exception:  # of a network that cannot be copied
         return
-    for group in groups:  # all axes of one size first, such as the sides of a square; then each alone
-        for other in (2 * group[0][2], group[0][2] // 2):
+    for places in _places_of_one_size(inputs):
+        for size in (2 * places[0].size, places[0].size // 2):
             if all(len(axes) < 2 for axes in candidates):
                 return
-            if found := _shapes_at(copies, inputs, group, other):
+            if found := _shapes_at(copies, inputs, places, size):
                 yield found
                 break
 
 
-def _places(inputs: Inputs) -> list[tuple[int, int, int]]:
-    """Return every axis but the first of every input, as (input, axis, size)."""
-    tensors = enumerate(inputs.tensors)
-    return [(index, axis, size) for index, tensor in tensors for axis, size in enumerate(tensor.shape[1:], 1)]
+def _places_of_one_size(inputs: Inputs) -> list[list[InputAxis]]:
+    """Return axes of inputs that may grow together: all of one size, such as the sides of a square, then each alone."""
+    groups: dict[Any, list[InputAxis]] = {}
+    for by_axis in (False, True):
+        for index, tensor in enumerate(inputs.tensors):
+            for axis, size in enumerate(tensor.shape[1:], 1):
+                groups.setdefault((size, axis) if by_axis else size, []).append(InputAxis(index, axis, size))
+    return [*groups.values()]
 
 
-def _shapes_at(stages: Any, inputs: Inputs, group: Sequence[tuple[int, int, int]], size: int) -> list[Shape]:
+def _shapes_at(stages: Any, inputs: Inputs, places: Sequence[InputAxis], size: int) -> list[Shape]:
     """Return the shapes of features where some axes of the inputs have another size, until a stage fails."""
     shapes: list[list[int]] = [list(tensor.shape) for tensor in inputs.tensors]
-    for index, axis, _ in group:
-        shapes[index][axis] = size
+    for place in places:
+        shapes[place.input][place.axis] = size
     carried: Any = tuple(
         torch.empty(shape, dtype=tensor.dtype, device="meta")
         for shape, tensor in zip(shapes, inputs.tensors, strict=True)
@@ -120,16 +130,21 @@ def _shapes_at(stages: Any, inputs: Inputs, group: Sequence[tuple[int, int, int]
 
 def _axis_by_layers(shape: Shape, axes: set[int], run: StageRun, following: StageRun) -> int | None:
     """Return the axis that the layers before and behind features have for channels, where those that say so agree."""
-    swapped = (shape[1], shape[0], *shape[2:])  # the batch may come second in the network
-    found = set()
-    for calls in ([(call.layer, call.made) for call in reversed(run.calls)], [call[:2] for call in following.calls]):
-        layer, own = next((call for call in calls if call[1] in (shape, swapped)), calls[0] if calls else (None, ()))
-        axis = None if layer is None else _channel_axis(layer, own)
-        if axis is not None and own not in (shape, swapped):  # as many channels, on another axis
-            places = [place for place in range(1, len(shape)) if shape[place] == own[axis]]
-            axis = places[0] if len(places) == 1 else None
-        found |= set() if axis is None else {axis}
+    before = [(call.layer, call.made) for call in reversed(run.calls)]
+    behind = [(call.layer, call.taken) for call in following.calls if not isinstance(call.layer, nn.Embedding)]
+    found = {_axis_by_nearest(shape, calls) for calls in (before, behind) if calls} - {None}
     return found.pop() if len(found) == 1 and (not axes or found <= axes) else None
+
+
+def _axis_by_nearest(shape: Shape, calls: Sequence[tuple[nn.Module, Shape]]) -> int | None:
+    """Return the axis by the nearest layer that has features of this shape, or by how many channels the nearest has."""
+    same = (shape, (shape[1], shape[0], *shape[2:]))  # the batch may come second in the network
+    layer, own = next((call for call in calls if call[1] in same), calls[0])
+    axis = _channel_axis(layer, own)
+    if axis is None or own in same:
+        return axis
+    places = [place for place in range(1, len(shape)) if shape[place] == own[axis]]
+    return places[0] if len(places) == 1 else None
 
 
 def _channel_axis(layer: nn.Module, shape: Shape) -> int | None:
