@@ -38,7 +38,7 @@ def exported(name: str, exits: int, folder: Path) -> tuple[Path, Path, Any]:
     """Return the folders of the network with exits and of the full network, and an example."""
     torch.manual_seed(0)
     backbone, example = network(name)
-    model = attach_heads(backbone, after="auto", count=exits, example=example)
+    model = attach_heads(backbone, after=exits, example=example)
     early, full = folder / f"{name}_{exits}", folder / f"{name}_full"
     if not early.exists():
         export_model(model, policy_for("uniform", exits + 1), early, progress=True)

@@ -59,7 +59,7 @@ def full_classes(full: Any, images: Tensor, batch_size: int) -> np.ndarray:
 def measure(options: argparse.Namespace, name: str, watts_idle: float, meter: Meter) -> Iterator[Row]:
     torch.manual_seed(0)
     backbone, example = network(name)
-    model = attach_heads(backbone, after="auto", count=options.exits, example=example)
+    model = attach_heads(backbone, after=options.exits, example=example)
     settings: RunSettings = options.settings
     full = with_settings(backbone, settings)
     for batch_size in map(int, options.batch_sizes.split(",")):

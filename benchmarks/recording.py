@@ -71,7 +71,7 @@ def measure(options: argparse.Namespace, name: str, batch_size: int, source: str
     torch.manual_seed(0)
     backbone, example = network(name)
     settings: RunSettings = options.settings
-    model = prepared(attach_heads(backbone, after="auto", count=options.exits, example=example), settings)
+    model = prepared(attach_heads(backbone, after=options.exits, example=example), settings)
     full = with_settings(backbone, settings)
     loader = batches(example, -(-options.images // batch_size), batch_size, settings, source)
     heads = head_overhead(time_stages(model, example, batch_size).costs())

@@ -144,7 +144,7 @@ def measure(options: argparse.Namespace, name: str, count: int, mode: str) -> It
     device, settings = options.device, options.settings
     torch.manual_seed(0)
     backbone, example = network(name)
-    model = attach_heads(backbone, after="auto", count=count, example=example)
+    model = attach_heads(backbone, after=count, example=example)
     full = with_settings(backbone, settings)
     if mode == "compiled":
         full = torch.compile(full, dynamic=False)

@@ -37,7 +37,7 @@ def measure(options: argparse.Namespace, name: str, mode: str) -> Iterator[Row]:
     """Yield a row for each batch size and mix of exits."""
     torch.manual_seed(0)
     backbone, example = network(name)
-    model = attach_heads(backbone, after="auto", count=options.exits, example=example)
+    model = attach_heads(backbone, after=options.exits, example=example)
     settings = RunSettings("cuda", "bf16", channels_last=True, compile=mode == "compiled", graphs=mode == "graphs")
     for batch_size in map(int, options.batch_sizes.split(",")):
         inputs = random_inputs(example, options.images, settings)

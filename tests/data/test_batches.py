@@ -210,7 +210,11 @@ def test_texts_come_by_name_or_in_order_with_any_whole_numbers():
         ({"input_ids": np.zeros((2, 3), int), "attention_mask": np.ones((1, 3), int)}, r"\[1, 2\] samples"),
         (
             {name: np.ones((2, 3), int) for name in ("input_ids", "attention_mask", "token_type_ids")},
-            "pairs of texts",
+            r"'token_type_ids' \(pairs of texts\), and the network was cut with \['input_ids', 'attention_mask'\]",
+        ),
+        (
+            {name: np.zeros((2, 3), int) for name in ("input_ids", "attention_mask", "position_ids")},
+            "the batch has 'position_ids', and the network was cut with",
         ),
     ],
 )
@@ -222,7 +226,7 @@ def test_texts_that_do_not_fit_are_refused(batch, message, kind):
 def test_the_last_of_several_is_the_labels_if_it_has_one_axis():
     ids, mask, labels = np.ones((2, 3)), np.ones((2, 3)), np.array([1, 0])
     for batch in ((ids, labels), [ids, [1, 0]], {"x": ids, "label": labels}, {"labels": labels, "x": ids, "label": 0}):
-        assert np.array_equal(split_labels(batch).inputs, ids)
+        assert np.array_equal(as_batch(batch, NOTHING).inputs[0], ids)
         assert np.array_equal(split_labels(batch).labels, labels)
     for batch in ((ids, mask), (ids,), ids, {"x": ids, "mask": mask}):
         assert split_labels(batch).labels is None

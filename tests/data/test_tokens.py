@@ -116,6 +116,13 @@ def test_a_changed_tokenizer_is_refused(folder):
         exported_tokenizer(folder, before)
 
 
+def test_padding_is_refused_for_a_network_that_was_cut_without_a_mask(tmp_path):
+    encode = Texts(tiny(tmp_path), spec(("input_ids",)))
+    assert encode(["where is my card ?"] * 2)["input_ids"].shape[0] == 2
+    with pytest.raises(BadInput, match="texts of different lengths are padded, and the network was cut without 'att"):
+        encode(["where is my card ?", "card"])
+
+
 def test_a_network_without_tokenizer_or_without_texts_says_so(folder):
     images = InputSpec((TensorSpec("images", (None, 3, 8, 8), "float32"),))
     with pytest.raises(BadInput, match="does not take text but images"):

@@ -191,6 +191,8 @@ def test_texts_of_any_length_with_masks_get_the_answers_that_torch_gives(tmp_pat
         np.testing.assert_allclose(found.probabilities, expected.probabilities, atol=1e-5)
     with pytest.raises(BadInput, match="tokens that the network does not know"):
         deployed({"input_ids": np.full((1, 4), 50), "attention_mask": np.ones((1, 4), int)})
+    with pytest.raises(BadInput, match="the batch has 'position_ids', and the network was cut with"):
+        deployed({name: np.ones((1, 4), int) for name in ("input_ids", "attention_mask", "position_ids")})
     with pytest.raises(BadInput, match="texts that are too long"):
         deployed({"input_ids": np.ones((1, 600), int), "attention_mask": np.ones((1, 600), int)})
 

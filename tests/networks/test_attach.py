@@ -7,7 +7,7 @@ from alight.errors import BadInput
 from alight.networks.attach import attach_heads, cascade, from_outputs
 from alight.networks.heads import FlattenLinear, MLPHead, PooledLinear, TokenHead
 from alight.networks.libraries import from_transformers
-from alight.networks.multi_exit import MultiExitModel
+from alight.networks.multi_exit import MultiExitModel, check_heads
 from alight.networks.store import fingerprint
 
 IMAGES = torch.randn(4, 3, 16, 16, generator=torch.Generator().manual_seed(0))
@@ -49,7 +49,7 @@ def test_attaching_changes_no_weight_and_no_mode():
 def test_automatic_placement_gives_the_requested_number_of_exits():
     torch.manual_seed(0)
     blocks = [nn.Sequential(nn.Linear(8, 8), nn.ReLU()) for _ in range(6)]
-    model = attach_heads(nn.Sequential(*blocks, nn.Linear(8, 3)), example=torch.randn(2, 8), count=2)
+    model = attach_heads(nn.Sequential(*blocks, nn.Linear(8, 3)), example=torch.randn(2, 8), after=2)
     assert model.num_exits == 3
     assert model.num_classes == 3
 
@@ -129,7 +129,7 @@ def test_pairs_of_texts_are_distinguished_or_refused():
     pair = {**single, "token_type_ids": (torch.arange(8) > 4).long().expand(3, 8).contiguous()}
     model = from_transformers(config, count=1).eval()
     assert model(single)[-1].shape == (3, 2)
-    with pytest.raises(BadInput, match="the batch has pairs of texts"):
+    with pytest.raises(BadInput, match=r"the batch has 'token_type_ids' \(pairs of texts\)"):
         model(pair)
     model = from_transformers(config, count=1, example=pair).eval()
     assert not torch.equal(model(single)[-1], model(pair)[-1])
@@ -150,7 +150,7 @@ def test_logits_of_a_text_do_not_depend_on_padding():
     model = attach_heads(network, ["deberta.encoder.layer.1"], example=short).eval()
     with torch.no_grad():
         torch.testing.assert_close(model(short)[0], model(long)[0])
-    with pytest.raises(BadInput, match="head 'mlp' would read the padding of texts too"):
+    with pytest.raises(BadInput, match="head 'mlp' would read the padding of features"):
         attach_heads(network, ["deberta.encoder.layer.1"], example=short, head="mlp")
 
 
@@ -161,6 +161,41 @@ class Giving(nn.Module):
 
     def forward(self, x):
         return self.output(self.linear(x))
+
+
+IN_PLACE = {
+    "in place": lambda shape: nn.Sequential(nn.ReLU(inplace=True), nn.Flatten(), nn.LazyLinear(5)),
+    "by a view": lambda shape: nn.Sequential(nn.Flatten(), nn.ReLU(inplace=True), nn.LazyLinear(5)),
+    "in training": lambda shape: nn.Sequential(nn.Dropout(inplace=True), nn.Flatten(), nn.LazyLinear(5)),
+    "behind autograd's back": lambda shape: nn.Sequential(Doubled(), nn.Flatten(), nn.LazyLinear(5)),
+}
+
+
+class Doubled(nn.Module):
+    def forward(self, x):
+        x.data.mul_(2)
+        return x
+
+
+@pytest.mark.parametrize("case", IN_PLACE)
+def test_a_head_that_changes_what_later_exits_read_is_refused(case):
+    conv = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 3), nn.Flatten(), nn.Linear(8 * 12 * 12, 5)).eval()
+    with pytest.raises(BadInput, match=r"the head at '0' changes its input in place.*use inplace=False"):
+        attach_heads(conv, ["0"], example=IMAGES, head=IN_PLACE[case])
+    model = attach_heads(conv, ["0"], example=IMAGES, head="pooled_linear").eval()
+    check_heads(model, IMAGES)
+    assert torch.equal(model(IMAGES)[-1], conv(IMAGES))
+    model.heads[0] = IN_PLACE[case](())
+    with pytest.raises(BadInput, match="the head at '0' changes its input in place"):
+        check_heads(model, IMAGES[:1])
+
+
+def test_a_check_of_heads_leaves_them_unchanged():
+    model = attached(head=lambda shape: nn.Sequential(nn.BatchNorm2d(shape[0]), nn.Flatten(), nn.LazyLinear(5)))
+    before = fingerprint(model.train())
+    check_heads(model, IMAGES)
+    assert fingerprint(model) == before
+    assert model.heads.training
 
 
 def test_bad_input_is_refused():

@@ -11,7 +11,6 @@ from alight.networks.heads import (
     PooledLinear,
     SeparableHead,
     TokenHead,
-    are_channels_last,
     make_head,
 )
 
@@ -71,25 +70,17 @@ def test_a_separable_head_halves_the_map_to_4_x_4_and_doubles_the_channels_up_to
     assert SeparableHead((64, 32, 32), 5, width=100).linear.in_features == 100
 
 
-def test_channels_last_is_recognised_by_the_proportions_of_the_image():
-    assert are_channels_last((7, 7, 768))
-    assert not are_channels_last((768, 7, 7))
-    assert not are_channels_last((8, 8, 8))
-    assert are_channels_last((14, 10, 96), (3, 224, 160))
-    assert not are_channels_last((96, 14, 10), (3, 224, 160))
-    assert not are_channels_last((9, 12))
-
-
-def test_a_masked_mean_does_not_see_padding():
-    head = TokenHead((9, 12), 5, masked=True)
-    tokens, mask = features((9, 12)), torch.ones(3, 9, dtype=torch.int64)
-    mask[:, 6:] = 0
+@pytest.mark.parametrize("meaning", ["tokens", "padding"])
+def test_a_masked_mean_does_not_see_padding(meaning):
+    head = TokenHead((9, 12), 5, mask=meaning)
+    tokens, mask = features((9, 12)), (torch.arange(9) < 6).expand(3, 9).long()
+    mask = mask if meaning == "tokens" else 1 - mask
     other = tokens.clone()
     other[:, 6:] = 100.0
     assert head.reads_everything
     assert torch.equal(head(tokens, mask), head(other, mask))
     torch.testing.assert_close(head(tokens, mask), head(tokens[:, :6], mask[:, :6]))
-    assert torch.isfinite(head(tokens, 0 * mask)).all()
+    assert torch.isfinite(head(tokens, torch.full_like(mask, meaning == "padding"))).all()  # nothing is a token
 
 
 def test_a_class_token_is_the_first_token():
@@ -120,6 +111,8 @@ def test_bad_input_is_refused():
         make_head("separable", (9, 12), 5)
     with pytest.raises(BadInput, match="nothing for a head to read"):
         make_head("auto", (), 5)
+    with pytest.raises(BadInput, match="a mask of 'words'"):
+        TokenHead((9, 12), 5, mask="words")
     with pytest.raises(BadInput, match="no pooling 'max'"):
         TokenHead((9, 12), 5, pooling="max")
     with pytest.raises(BadInput, match="returned a str"):

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from alight.cutting.encoders import MASK, cut_text_encoder, is_text_encoder
+from alight.cutting.encoders import cut_text_encoder, is_text_encoder
 from alight.cutting.flops import count_flops
 from alight.cutting.proof import ROWS, prove
-from alight.cutting.running import Inputs, chain, in_mode, is_text, refusals, same_bits
+from alight.cutting.running import Inputs, chain, in_mode, is_text, pick_logits, refusals, same_bits
 from alight.cutting.sizes import SizeCheck, SizeOf
 from alight.cutting.stages import StagePlan, build
 from alight.cutting.tracing import (
@@ -39,7 +39,8 @@ CUTTERS: list[tuple[Callable[[nn.Module], bool], Cutter]] = [  # the latest is t
 def cut(model: nn.Module, after: Sequence[str], example: Any) -> list[nn.Module]:
     """Return stages that end after the named modules, the last with the logits; their chain is the network, bit by bit.
 
-    `example` is a batch as the network takes it: a tensor, several in a tuple, or a dict of them by name. Each stage
+    `example` is a batch as the network takes it: a tensor, several in a tuple, or a dict of them by name; or `Inputs`,
+    which say which output is the logits of a network that gives several. Each stage
     takes and returns what is carried: first the output of the named module, then all else that is needed later, each
     with the batch as its first dimension. Of a module that returns several tensors, the features for a head are the
     first that has one row per sample and is used later. Where the example has an `attention_mask` and the output is
@@ -55,11 +56,11 @@ def cut(model: nn.Module, after: Sequence[str], example: Any) -> list[nn.Module]
     """
     if isinstance(model, torch.jit.ScriptModule):
         raise BadInput("a TorchScript network has no Python code to cut: give the network that was scripted or traced")
-    names, inputs = _checked_names(model, after), Inputs(example)
+    names, inputs = _checked_names(model, after), inputs_of(example)
     inputs.find_vocabularies(model)
     cutter = next((cutter for recognises, cutter in reversed(CUTTERS) if recognises(model)), None)
     if cutter is not None:
-        stages = list(cutter(model, names, example))
+        stages = list(cutter(model, names, inputs.example))
         if len(stages) != len(names) + 1:
             raise BadInput(f"the cutter made {len(stages)} stages for {len(names)} exits: make one more than exits")
         return prove(model, stages, inputs)
@@ -68,6 +69,11 @@ def cut(model: nn.Module, after: Sequence[str], example: Any) -> list[nn.Module]
     except BadInput:
         stages = _cut_by_trace(model, names, inputs, with_data=True)
     return stages
+
+
+def inputs_of(example: Any) -> Inputs:
+    """Return an example as inputs of a network whose output is the logits, or holds them."""
+    return example if isinstance(example, Inputs) else Inputs(example, pick_logits)
 
 
 def register_cutter(kind: type[nn.Module] | Callable[[nn.Module], bool]) -> Callable[[Cutter], Cutter]:
@@ -182,7 +188,7 @@ def _module_plans(
     ends = _ends(traced, after)
     features = [_feature(traced, name, end) for name, end in zip(after, ends, strict=True)]
     logits = logits_in(traced.output, Value)
-    mask = traced.inputs[inputs.names.index(MASK)] if MASK in inputs.names else None
+    mask = None if inputs.mask is None else traced.inputs[inputs.mask]
     crossings = []
     for index, (name, end) in enumerate(zip(after, ends, strict=True)):
         crossings.append(_carried(traced, name, end.time, features[index:], logits, mask))

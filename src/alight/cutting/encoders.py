@@ -13,11 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from alight.cutting.running import in_mode
+from alight.cutting.running import MASK, in_mode
 from alight.errors import BadInput
 
 KINDS = {"bert", "roberta", "distilbert", "xlm-roberta", "camembert", "electra", "mpnet"}  # by model_type
-MASK = "attention_mask"
 ATTENTION_BIAS = "attention_bias"  # what attention reads of a mask, an attribute of it as long as it is carried whole
 
 

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from alight.cutting.cut import CUTTERS, alive_after, cut
+from alight.cutting.cut import CUTTERS, alive_after, cut, inputs_of
 from alight.cutting.flops import FlopCounter, without_data
 from alight.cutting.running import Inputs, in_mode, refusals
 from alight.cutting.tracing import CONTAINERS, Trace, trace
@@ -42,7 +42,7 @@ def cut_evenly(model: nn.Module, example: Any, count: int) -> tuple[list[str], l
     """Return the names that `suggest_exits` returns, and the stages of the network cut there."""
     if count < 1:
         raise BadInput(f"{count} exits: ask for at least one")
-    places, problem = cut_places(model, Inputs(example), count)
+    places, problem = cut_places(model, inputs_of(example), count)
     while True:
         names = [place.name for place in _chosen(places, count)]
         if len(names) < count:

@@ -1,9 +1,8 @@
 """Run a network on batches like its example: in one mode, with its errors explained, and leave no trace of it."""
 
-import dataclasses
 import itertools
 import linecache
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from traceback import walk_tb
@@ -12,16 +11,24 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten_with_path
 
 from alight.errors import BadInput
 
+LogitsChoice = str | int | Callable[[Any], Tensor] | None  # which part of an output is the logits, or what makes them
+MASK = "attention_mask"
 NOT_THE_NETWORKS = Path(__file__).parent, Path(torch.__file__).parent  # folders whose code is not the network's own
 
 
 class Inputs:
-    """An example of what the network takes, to be made into batches of any size."""
+    """An example of what the network takes, to be made into batches of any size, and which of its outputs is meant.
 
-    def __init__(self, example: Any) -> None:
+    Without `pick`, the output is the network's, unchanged. `mask` is the place among the inputs of the mask that is
+    carried for heads.
+    """
+
+    def __init__(self, example: Any, pick: Callable[[Any], Any] | None = None) -> None:
+        self.example, self.pick = example, pick
         self.names: tuple[str, ...] = tuple(example) if isinstance(example, Mapping) else ()
         several = tuple(example.values()) if self.names else example
         tensors = several if isinstance(several, list | tuple) else [several]
@@ -33,6 +40,7 @@ class Inputs:
             raise BadInput(f"the example's tensors hold {sorted(sizes)} samples: give the same batch in each")
         self.tensors: tuple[Tensor, ...] = tuple(tensors)
         self.vocabularies: list[int | None] = [None for _ in tensors]  # how many different tokens there are
+        self.mask = self.names.index(MASK) if MASK in self.names else None
 
     @property
     def arguments(self) -> Sequence[str]:
@@ -47,7 +55,7 @@ class Inputs:
     def run(self, model: nn.Module, tensors: tuple[Tensor, ...]) -> Any:
         """Return the network's output for a batch."""
         output = model(**dict(zip(self.names, tensors, strict=True))) if self.names else model(*tensors)
-        return vars(output) if dataclasses.is_dataclass(output) and not isinstance(output, Mapping) else output
+        return self.pick(output) if self.pick else output
 
     def find_vocabularies(self, model: nn.Module) -> None:
         """Note which inputs are embedded, so that batches hold random tokens; not where the network refuses those."""
@@ -69,6 +77,43 @@ class Inputs:
             self.vocabularies = [None for _ in self.tensors]
         for hook in hooks:
             hook.remove()
+
+
+def pick_logits(output: Any, choice: LogitsChoice = None) -> Any:
+    """Return the logits of a network's output: what `choice` names or makes, what is called so, or the only tensor.
+
+    >>> pick_logits({"features": torch.zeros(2, 8), "scores": torch.zeros(2, 3)}, "scores").shape
+    torch.Size([2, 3])
+    """
+    if callable(choice):
+        return choice(output)
+    if isinstance(output, Tensor):
+        return output
+    parts = _parts(output)
+    if choice is None and "logits" in parts:
+        choice = "logits"
+    if isinstance(choice, int) and -len(parts) <= choice < len(parts):
+        return pick_logits([*parts.values()][choice])
+    if choice in parts:
+        return pick_logits(parts[choice])
+    tensors = [(path, leaf) for path, leaf in tree_flatten_with_path(parts)[0] if isinstance(leaf, Tensor)]
+    if choice is None and len(tensors) == 1:
+        return tensors[0][1]
+    listed = ", ".join(f"{''.join(map(str, path))} of shape {tuple(leaf.shape)}" for path, leaf in tensors)
+    asked = "" if choice is None else f", and none is {choice!r}"
+    raise BadInput(
+        f"the network gives {len(tensors)} tensors{asked} ({listed or type(output).__name__}): say which are the"
+        " logits, as in attach_heads(..., logits=0), by name, index or function, or let it return these alone"
+    )
+
+
+def _parts(output: Any) -> dict[Any, Any]:
+    """Return the parts of an output by name, those of a list or tuple by index."""
+    if isinstance(output, Mapping):
+        return dict(output)
+    if isinstance(output, list | tuple):
+        return output._asdict() if hasattr(output, "_asdict") else dict(enumerate(output))
+    return dict(vars(output)) if hasattr(output, "__dict__") else {}
 
 
 def _varied(tensor: Tensor, size: int, vocabulary: int | None) -> Tensor:

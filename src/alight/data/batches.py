@@ -106,12 +106,18 @@ def fitted(inputs: Arrays, spec: InputSpec) -> tuple[np.ndarray, ...]:
 
 
 def by_name(inputs: Mapping[str, Any], names: Sequence[str]) -> tuple[Any, ...]:
-    """Return the inputs of these names from a dict, which may hold more."""
+    """Return the inputs of these names from a dict, which may hold labels too, but nothing that the network ignores.
+
+    Token types that are all 0 are those of single texts, as a network takes them to be where none are given.
+    """
     if not names or any(name not in inputs for name in names):
         raise BadInput(f"the batch has {sorted(inputs)}, the network takes {list(names) or 'one tensor'}")
-    if SEGMENTS in inputs and SEGMENTS not in names and as_array(inputs[SEGMENTS]).any():
-        raise BadInput(  # all 0 for single texts, as a network takes them to be where none are given
-            f"the batch has pairs of texts ({SEGMENTS}): attach heads with an example that has them"
+    others = [name for name in inputs if name not in names and name not in LABELS and inputs[name] is not None]
+    if ignored := [name for name in others if name != SEGMENTS or as_array(inputs[SEGMENTS]).any()]:
+        pairs = " (pairs of texts)" if SEGMENTS in ignored else ""
+        raise BadInput(
+            f"the batch has {', '.join(map(repr, ignored))}{pairs}, and the network was cut with {list(names)} alone:"
+            " attach heads with an example that has it, or leave it out of the batch"
         )
     return tuple([inputs[name] for name in names])
 
@@ -145,7 +151,7 @@ def split_labels(batch: Any) -> Batch:
     if not inputs:
         raise BadInput("a batch holds no tensor: give a tensor, (inputs, labels), or a dict of tensors")
     if isinstance(batch, Mapping):
-        return Batch(inputs if len(inputs) > 1 else next(iter(inputs.values())), labels)
+        return Batch(inputs, labels)
     return Batch(inputs[0] if len(inputs) == 1 and labels is not None else inputs, labels)
 
 
@@ -156,7 +162,8 @@ def as_batch(batch: Any, spec: InputSpec) -> Batch:
     array([0, 1, 1])
     """
     raw = split_labels(batch)
-    inputs = as_inputs(raw.inputs, spec)
+    unnamed = isinstance(raw.inputs, Mapping) and len(raw.inputs) == 1 and not spec.names
+    inputs = as_inputs(next(iter(raw.inputs.values())) if unnamed else raw.inputs, spec)
     return Batch(inputs, None if raw.labels is None else _class_indices(raw.labels, len(inputs[0])))
 
 

@@ -5,7 +5,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -15,6 +15,18 @@ from alight.files import PathLike
 
 FILE, CONFIG = TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 IDS, MASK, SEGMENTS = "input_ids", "attention_mask", "token_type_ids"
+Meaning = Literal["tokens", "padding"]  # what 1 or True in a mask says about a position
+
+
+def mask_meaning(name: str) -> Meaning | None:
+    """Return what 1 means in an input of this name; None where the name does not say that it is a mask.
+
+    >>> mask_meaning("attention_mask"), mask_meaning("src_key_padding_mask"), mask_meaning("input_ids")
+    ('tokens', 'padding', None)
+    """
+    if name == MASK:
+        return "tokens"
+    return "padding" if name.endswith("padding_mask") else None
 
 
 class Texts:
@@ -40,6 +52,11 @@ class Texts:
     def __call__(self, texts: Sequence[str]) -> dict[str, np.ndarray]:
         """Return the texts as the network takes them."""
         columns = self._encode(list(texts))
+        if MASK not in self._names and not columns[MASK].all():
+            raise BadInput(
+                f"texts of different lengths are padded, and the network was cut without {MASK!r}, so it would read the"
+                " padding: attach heads with an example that has it, or give texts of one length"
+            )
         return {name: columns[name] for name in self._names}
 
 

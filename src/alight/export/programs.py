@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from alight.data.preprocess import TensorSpec
+from alight.data.tokens import mask_meaning
 from alight.engine.backends import Reads, State
 from alight.engine.backends.torch import OpenStage, open_stages
 from alight.errors import AlightError, BadInput
@@ -24,7 +25,6 @@ from alight.policies.policy import Policy
 
 BATCHES = (3, 1)  # samples in the examples: the first is traced, all are compared
 TOKENS = (7, 10)  # of texts in them, so that no size is that of another axis
-MASK = "attention_mask"
 LOGITS = TensorSpec("logits", (None, None), "float32")
 OPSET = 18  # of ONNX, from 2022: old enough for runtimes on devices, new enough for torch
 PACKAGE_SETTINGS = {"cpp.dynamic_threads": True}  # as many threads as where it runs, not where it was compiled
@@ -127,9 +127,10 @@ def _random(model: MultiExitModel, example: Any, count: int, tokens: int | None,
         shape = (count, tokens, *like.shape[2:]) if text and tokens and like.ndim > 1 else (count, *like.shape[1:])
         if like.is_floating_point():
             return torch.randn(shape, generator=rng, dtype=like.dtype)
-        if name == MASK:
+        if meaning := mask_meaning(name):
             lengths = torch.randint(1, shape[1] + 1, (count, 1), generator=rng)
-            return (torch.arange(shape[1]) < lengths).to(like.dtype)
+            kept = torch.arange(shape[1]) < lengths
+            return (kept if meaning == "tokens" else ~kept).to(like.dtype)
         return torch.randint(0, 2, shape, generator=rng).to(like.dtype)  # the only indices that every network knows
 
     return tuple(drawn(*pair) for pair in zip(names, model.admit(example), strict=True))

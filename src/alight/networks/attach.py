@@ -1,18 +1,21 @@
 """Exits on a classifier: heads attached to its features, the outputs that it has, or separate networks in a cascade."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from functools import partial
+from typing import Any, Literal, NamedTuple
 
 from torch import Tensor, nn
 
 from alight.cutting.cut import cut, split_outputs
 from alight.cutting.placement import cut_evenly
-from alight.cutting.running import in_mode
+from alight.cutting.running import Inputs, LogitsChoice, in_mode, pick_logits
 from alight.data.preprocess import Normalisation
-from alight.data.tokens import MASK
+from alight.data.tokens import Meaning
 from alight.errors import BadInput
-from alight.networks.heads import HEADS, HeadChoice, HeadFactory, TokenHead, are_channels_last, make_head
-from alight.networks.multi_exit import Carried, MultiExitModel, describe, input_names, read
+from alight.networks.axes import are_channels_last, run_stages
+from alight.networks.heads import HEADS, HeadChoice, HeadFactory, TokenHead, make_head
+from alight.networks.masks import Masks
+from alight.networks.multi_exit import Carried, MultiExitModel, checked_read, describe, input_names
 
 EXITS = 3  # that "auto" places before the end: heads cost where they save nothing, and `plan` can only close exits
 END = "end"  # the name of the last exit, the network's own classifier
@@ -20,21 +23,28 @@ END = "end"  # the name of the last exit, the network's own classifier
 
 def attach_heads(
     backbone: nn.Module,
-    after: str | Sequence[str] = "auto",
+    after: str | int | Sequence[str] = "auto",
     *,
     example: Any,
     num_classes: int | None = None,
     head: HeadChoice = "auto",
-    count: int = EXITS,
     classes: Sequence[str] = (),
     normalisation: Normalisation | None = None,
+    logits: LogitsChoice = None,
+    channels: Literal["first", "last"] | None = None,
+    mask: Mapping[str, Meaning] | None = None,
 ) -> MultiExitModel:
     """Attach an untrained head after each named module; the last exit is the backbone itself, bit by bit.
 
-    `after` names modules in the order in which they run; "auto" puts `count` exits at even shares of the cost.
-    `example` is one batch as the backbone takes it: a tensor, several, or a dict. `head` is the name of a kind, a
-    function that makes one from the shape of the features, or one of these per exit. `normalisation` says how images
-    of files and bytes become what the backbone takes; where it is None, the network takes floats alone.
+    `after` names modules in the order in which they run, or says how many exits to put at even shares of the cost;
+    "auto" puts 3. `example` is one batch as the backbone takes it: a tensor, several, or a dict, with everything that
+    it will ever be given. `head` is the name of a kind, a function that makes one from the shape of the features, or
+    one of these per exit. `normalisation` says how images of files and bytes become what the backbone takes; where it
+    is None, the network takes floats alone.
+
+    The others say what the backbone itself does not: `logits` which of several outputs is meant (a name, an index, or a
+    function of the output), `channels` which axis of features is the channels, and `mask` what 1 means in an input that
+    is a mask of tokens, as in {"valid": "tokens"} or {"pad": "padding"}; {} if none is one.
 
     >>> import torch
     >>> backbone = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.Flatten(), nn.Linear(128, 10))
@@ -45,28 +55,42 @@ def attach_heads(
     """
     if not after:
         raise BadInput("after names no module: give at least one, or 'auto'")
+    if channels not in (None, "first", "last"):
+        raise BadInput(f"channels={channels!r}: say 'first' for (channels, ...), 'last' for (..., channels)")
+    inputs = Inputs(example, partial(pick_logits, choice=logits))
+    masks = Masks(backbone, inputs, mask)
     with in_mode(backbone, training=False):
-        if after == "auto":
-            names, stages = cut_evenly(backbone, example, count)
+        if isinstance(after, int) or after == "auto":
+            names, stages = cut_evenly(backbone, inputs, after if isinstance(after, int) else EXITS)
         else:
-            stages = cut(backbone, after, example)
+            stages = cut(backbone, after, inputs)
             names = list(after)
-        model = MultiExitModel(
-            stages, [nn.Identity() for _ in stages], [*names, END], input_names(example), classes=classes
-        )
-        carried = model.carried_past_exits(example)
-    model.num_classes = _checked_classes(carried[-1][0], num_classes, classes)
-    for index, (kind, features) in enumerate(zip(_per_exit(head, len(names)), carried[:-1], strict=True)):
-        model.heads[index] = _fitted(kind, features, model.num_classes, example, names[index])
-    model.normalisation = normalisation
-    model.recipe = {
+        runs = run_stages(stages, inputs.tensors)
+        own = _checked_classes(runs[-1].carried[0], num_classes, classes)
+        last = [channels == "last"] * len(names) if channels else are_channels_last(stages, runs, inputs)
+    heads: list[nn.Module] = []
+    for kind, name, run, channels_last in zip(_per_exit(head, len(names)), names, runs, last, strict=False):
+        heads.append(_fitted(kind, Features(name, run.carried, channels_last, masks), own))
+    recipe = {
         "source": "backbone",
         "type": type(backbone).__name__,
         "after": names,
         "example": describe(example),
-        "features": [list(each[0].shape[1:]) for each in carried[:-1]],
+        "features": [list(run.carried[0].shape[1:]) for run in runs[:-1]],
+        "logits": {"function": getattr(logits, "__qualname__", repr(logits))} if callable(logits) else logits,
+        "mask": None if masks.place is None else [masks.place, masks.meaning],
     }
-    return model.keep_network(backbone)
+    model = MultiExitModel(
+        stages,
+        [*heads, nn.Identity()],
+        [*names, END],
+        inputs.names,
+        num_classes=own,
+        classes=classes,
+        normalisation=normalisation,
+        recipe=recipe,
+    )
+    return model.keep_network(backbone, inputs.pick)
 
 
 def from_outputs(
@@ -121,44 +145,66 @@ def _checked_classes(logits: Tensor, num_classes: int | None, classes: Sequence[
     return own
 
 
-def _fitted(kind: str | HeadFactory, carried: Carried, num_classes: int, example: Any, name: str) -> nn.Module:
+class Features(NamedTuple):
+    """What is carried past one exit, and what is known about its axes."""
+
+    exit: str
+    carried: Carried
+    channels_last: bool | None  # None where nothing says
+    masks: Masks
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the features of one sample."""
+        return tuple(self.carried[0].shape[1:])
+
+
+def _fitted(kind: str | HeadFactory, features: Features, num_classes: int) -> nn.Module:
     """Return a head for what is carried past this exit, on its device and in its dtype."""
-    features, masked = carried[0], _has_mask(carried)
-    if not features.is_floating_point() or features.ndim < 2:
+    first = features.carried[0]
+    if not first.is_floating_point() or first.ndim < 2:
         raise BadInput(
-            f"the output of {name!r} is {features.dtype} of shape {tuple(features.shape)}, without features for a head:"
-            " put the exit after another module"
+            f"the output of {features.exit!r} is {first.dtype} of shape {tuple(first.shape)}, without features for a"
+            " head: put the exit after another module"
         )
-    shape = tuple(features.shape[1:])
-    image = tuple(example.shape[1:]) if isinstance(example, Tensor) else ()
-    if isinstance(example, Mapping) and MASK in example and isinstance(kind, str) and features.ndim == 3:
-        kind = _without_padding(kind, masked, num_classes)
-    head = make_head(kind, shape, num_classes, channels_last=are_channels_last(shape, image), masked=masked)
-    head.to(features.device, features.dtype)
-    with in_mode(head, training=False):
-        logits = read(head, carried)
-    if tuple(logits.shape) != (len(features), num_classes):
+    if kind in HEADS or kind == "auto":
+        head = _named_head(str(kind), features, num_classes)
+    else:
+        head = make_head(kind, features.shape, num_classes)
+    head.to(first.device, first.dtype)
+    logits = checked_read(head, features.carried, features.exit)
+    if tuple(logits.shape) != (len(first), num_classes):
         raise BadInput(
-            f"the head at {name!r} gives {tuple(logits.shape)} for {len(features)} samples and {num_classes} classes:"
-            " let it give one logit per sample and class"
+            f"the head at {features.exit!r} gives {tuple(logits.shape)} for {len(first)} samples and {num_classes}"
+            " classes: let it give one logit per sample and class"
         )
     return head
 
 
-def _without_padding(kind: str, masked: bool, num_classes: int) -> str | HeadFactory:
-    """Return a kind of head whose logits of a text do not depend on the longest text of its batch."""
-    if kind in HEADS and kind != "token":
+def _named_head(kind: str, features: Features, num_classes: int) -> nn.Module:
+    """Return a head of a named kind, whose logits of a sample do not depend on padding."""
+    shape, last, masks = features.shape, features.channels_last, features.masks
+    if last is None and kind != "flatten_linear":
         raise BadInput(
-            f"head {kind!r} would read the padding of texts too: use head='token', or a function of your own"
+            f"nothing says which axis of the features of shape {shape} after {features.exit!r} is the channels: give"
+            " attach_heads channels='first' for (channels, ...) or channels='last' for (..., channels)"
         )
-    if masked or kind not in ("auto", "token"):
-        return kind
-    return lambda shape: TokenHead(shape, num_classes, pooling="class")  # no mask is carried past this exit
-
-
-def _has_mask(carried: Carried) -> bool:
-    """Check whether the second tensor carried is an attention mask: one whole number per token."""
-    return len(carried) > 1 and carried[1].shape == carried[0].shape[:2] and not carried[1].is_floating_point()
+    if len(shape) != 2:
+        return make_head(kind, shape, num_classes, channels_last=last)
+    if unknown := [name for name in masks.unknown if masks.inputs[name].shape[1] in shape]:
+        raise BadInput(
+            f"{unknown[0]!r} may be a mask of the features of shape {shape} after {features.exit!r}: say what 1 means,"
+            f" mask={{{unknown[0]!r}: 'tokens'}} or mask={{{unknown[0]!r}: 'padding'}}, or mask={{}} if it is none"
+        )
+    if masks.place is None:
+        return make_head(kind, shape, num_classes, channels_last=last)
+    if kind not in ("auto", "token") or not last:
+        raise BadInput(
+            f"head {kind!r} would read the padding of features of shape {shape} after {features.exit!r} too: use"
+            " head='token' on (tokens, channels), or a function of your own"
+        )
+    meaning = masks.of(features.carried[0], features.carried[1:])
+    return TokenHead(shape, num_classes, mask=meaning, pooling="mean" if meaning else "class")  # the first is a token
 
 
 def cascade(
@@ -204,4 +250,4 @@ class _CascadeStage(nn.Module):
             output = self.network(**dict(zip(self.input_names, inputs, strict=True)))
         else:
             output = self.network(*inputs)
-        return (getattr(output, "logits", output), *inputs)  # transformers return an object that has logits
+        return (pick_logits(output), *inputs)

@@ -151,10 +151,10 @@ class SeparableHead(_MapHead):
 class TokenHead(Head):
     """The mean of all tokens, or the first one (a class token), and a linear layer.
 
-    A `masked` head reads all that is carried: the second tensor is the attention mask (batch, tokens), and the mean is
-    over the tokens that it keeps.
+    A head with a `mask` reads all that is carried: the second tensor is the mask (batch, tokens), in which 1 or True
+    means "tokens" or "padding", and the mean is over tokens alone.
 
-    >>> head = TokenHead((4, 8), 3, masked=True)
+    >>> head = TokenHead((4, 8), 3, mask="tokens")
     >>> tokens, mask = torch.randn(2, 4, 8), torch.tensor([[1, 1, 0, 0], [1, 1, 1, 1]])
     >>> torch.allclose(head(tokens, mask)[:1], head(tokens[:1, :2], mask[:1, :2]))
     True
@@ -163,14 +163,16 @@ class TokenHead(Head):
     name = "token"
 
     def __init__(
-        self, shape: Shape, num_classes: int, *, pooling: str = "mean", masked: bool = False, norm: bool = True
+        self, shape: Shape, num_classes: int, *, pooling: str = "mean", mask: str | None = None, norm: bool = True
     ) -> None:
-        super().__init__(shape, num_classes, pooling=pooling, masked=masked, norm=norm)
+        super().__init__(shape, num_classes, pooling=pooling, mask=mask, norm=norm)
         if len(shape) != 2:
             raise BadInput(f"features of shape {tuple(shape)} are not tokens (tokens, width): use head='pooled_linear'")
         if pooling not in ("mean", "class"):
             raise BadInput(f"there is no pooling {pooling!r}: choose 'mean' or 'class'")
-        self.pooling, self.reads_everything = pooling, masked
+        if mask not in (None, "tokens", "padding"):
+            raise BadInput(f"a mask of {mask!r}: say whether 1 means 'tokens' or 'padding'")
+        self.pooling, self.mask, self.reads_everything = pooling, mask, mask is not None
         self.norm = nn.LayerNorm(shape[-1]) if norm else nn.Identity()
         self.linear = nn.Linear(shape[-1], num_classes)
 
@@ -181,7 +183,8 @@ class TokenHead(Head):
         elif mask is None:
             pooled = tokens.mean(1)
         else:
-            kept = mask.to(tokens.dtype).unsqueeze(-1)  # (batch, tokens, 1)
+            kept = mask.logical_not() if self.mask == "padding" else mask.bool()
+            kept = kept.to(tokens.dtype).unsqueeze(-1)  # (batch, tokens, 1)
             pooled = (tokens * kept).sum(1) / kept.sum(1).clamp(min=1)
         return self.linear(self.norm(pooled))
 
@@ -221,13 +224,14 @@ def make_head(
     shape: Sequence[int],
     num_classes: int,
     *,
-    channels_last: bool = False,
-    masked: bool = False,
+    channels_last: bool | None = None,
+    mask: str | None = None,
 ) -> nn.Module:
     """Return a head for features of this shape (one sample's, without the batch).
 
     `head` is a name in HEADS, or "auto": a token head for (tokens, width), a pooled linear one for all else; or a
-    function that makes one from the shape. `masked` says that an attention mask is carried beside the features.
+    function that makes one from the shape. Without `channels_last`, two axes are taken to be (tokens, width), and of
+    more the first to be the channels. `mask` says what 1 means in a mask that is carried beside tokens.
 
     >>> make_head("auto", (197, 192), 10).name, make_head("auto", (96, 56, 56), 10).name
     ('token', 'pooled_linear')
@@ -240,29 +244,15 @@ def make_head(
         if not isinstance(made, nn.Module):
             raise BadInput(f"the function for heads returned a {type(made).__name__}: let it return a torch module")
         return made
-    name = ("token" if len(shape) == 2 else "pooled_linear") if head == "auto" else head
+    last = len(shape) == 2 if channels_last is None else channels_last
+    name = ("token" if len(shape) == 2 and last else "pooled_linear") if head == "auto" else head
     if name not in HEADS:
         raise BadInput(f"there is no head {name!r}: choose 'auto', {', '.join(map(repr, HEADS))}, or give a function")
     if name == "token":
-        return HEADS[name](shape, num_classes, masked=masked)
-    last = channels_last or len(shape) == 2  # tokens have their channels last
+        if len(shape) == 2 and not last:
+            raise BadInput(f"features of shape {shape} are (channels, positions), not tokens: use head='pooled_linear'")
+        return HEADS[name](shape, num_classes, mask=mask)
     return HEADS[name](shape, num_classes, **({} if name == "flatten_linear" else {"channels_last": last}))
-
-
-def are_channels_last(shape: Sequence[int], image: Sequence[int] = ()) -> bool:
-    """Check whether features of three axes are (height, width, channels), by the proportions of the image.
-
-    `image` is the shape of one input, (channels, height, width); without it, images are taken to be square.
-
-    >>> are_channels_last((7, 7, 768)), are_channels_last((768, 7, 7)), are_channels_last((16, 8, 96), (3, 64, 32))
-    (True, False, True)
-    """
-    if len(shape) != 3:
-        return False
-    aspect = image[1] / image[2] if len(image) == 3 else 1.0
-    first = abs(shape[1] / shape[2] / aspect - 1)
-    last = abs(shape[0] / shape[1] / aspect - 1)
-    return last < first
 
 
 def _average(features: Tensor, channels_last: bool) -> Tensor:

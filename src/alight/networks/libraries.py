@@ -50,10 +50,9 @@ def from_timm(
     channels = int(arguments.get("in_chans", config["input_size"][0]))
     model = attach_heads(
         network,
-        after,
+        count if after == "auto" else after,
         example=torch.zeros(2, channels, *_timm_size(network, image_size)),
         head=head,
-        count=count,
         normalisation=_normalisation(config, channels),
     )
     if ":" not in name:  # one from the hub may be built in a way that only its hub knows: it is passed in again
@@ -88,10 +87,9 @@ def from_torchvision(
     prepare = (known or models.get_model_weights(name).DEFAULT).transforms()
     model = attach_heads(
         network,
-        after,
+        count if after == "auto" else after,
         example=torch.zeros(2, 3, image_size, image_size),
         head=head,
-        count=count,
         classes=known.meta["categories"] if known else (),
         normalisation=Normalisation(tuple(prepare.mean), tuple(prepare.std)),
     )
@@ -134,10 +132,9 @@ def from_transformers(
     names = tuple(config.id2label[index] for index in range(config.num_labels))
     model = attach_heads(
         network,
-        after,
+        count if after == "auto" else after,
         example=_transformers_example(config) if example is None else example,
         head=head,
-        count=count,
         normalisation=normalisation,
         classes=() if names == tuple(f"LABEL_{index}" for index in range(len(names))) else names,
     )

@@ -1,6 +1,7 @@
 """A network with exits: stages in a chain, a head after each."""
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from typing import Any
 
@@ -8,11 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from alight.cutting.proof import check_chain
-from alight.cutting.running import Inputs
+from alight.cutting.running import Inputs, in_mode, same_bits
 from alight.cutting.sizes import FixedSizes
 from alight.data.batches import by_name
 from alight.data.preprocess import InputSpec, Normalisation, TensorSpec
-from alight.data.tokens import MASK
+from alight.data.tokens import mask_meaning
 from alight.errors import BadInput
 from alight.networks.heads import Head
 
@@ -37,6 +38,7 @@ class MultiExitModel(nn.Module):
     normalisation: Normalisation | None  # of the images that it was trained on, None where it is unknown
     recipe: dict[str, Any]  # how to build the network again, as plain data
     network: nn.Module | None = None  # that was cut; not a submodule, as the stages have its modules
+    pick: Callable[[Any], Any] | None = None  # returns the logits of its output
 
     def __init__(
         self,
@@ -116,13 +118,16 @@ class MultiExitModel(nn.Module):
         if example is None:
             example = random_example(self.recipe["example"], torch.Generator().manual_seed(0))
         heads = [*self.heads] if self.recipe["source"] == "outputs" else []
-        inputs = Inputs(example)
+        inputs = Inputs(example, self.pick)
         inputs.find_vocabularies(self.network)
+        if not heads:
+            check_heads(self, example)
         return check_chain(self.network, [*self.stages], inputs, heads)
 
-    def keep_network(self, network: nn.Module) -> "MultiExitModel":
-        """Remember which network was cut, and return the model."""
+    def keep_network(self, network: nn.Module, pick: Callable[[Any], Any] | None = None) -> "MultiExitModel":
+        """Remember which network was cut, and how its logits are picked from its output; return the model."""
         object.__setattr__(self, "network", network)
+        self.pick = pick
         return self
 
     def carried_past_exits(self, inputs: Any) -> list[Carried]:
@@ -142,6 +147,40 @@ def advance(stage: nn.Module, carried: Carried) -> Carried:
 def read(head: nn.Module, carried: Carried) -> Tensor:
     """Return the logits of a head."""
     return head(*carried) if getattr(head, "reads_everything", False) else head(carried[0])
+
+
+def check_heads(model: MultiExitModel, example: Any) -> None:
+    """Raise if a head changes what it reads, which later exits read too; the example is a batch of any size.
+
+    >>> head = nn.Sequential(nn.ReLU(inplace=True), nn.Linear(4, 3))
+    >>> check_heads(MultiExitModel([nn.Linear(2, 4)], [head]), torch.ones(1, 2))
+    Traceback (most recent call last):
+    alight.errors.BadInput: the head at 'exit 0' changes its input in place, which later exits read: use inplace=False
+    """
+    with in_mode(model, training=False):
+        for name, head, carried in zip(model.exits, model.heads, model.carried_past_exits(example), strict=True):
+            checked_read(head, carried, name)
+
+
+def checked_read(head: nn.Module, carried: Carried, name: str) -> Tensor:
+    """Return the logits of a head in evaluation; raise if it changes what it reads, in evaluation or in training."""
+    with in_mode(head, training=False):
+        logits, changed = _read_of_copies(head, carried)
+    with suppress(ValueError, RuntimeError), in_mode(head, training=True):  # it may be made for evaluation alone
+        changed |= _read_of_copies(head, tuple(torch.cat([tensor, tensor]) for tensor in carried))[1]
+    if changed:
+        raise BadInput(f"the head at {name!r} changes its input in place, which later exits read: use inplace=False")
+    return logits
+
+
+def _read_of_copies(head: nn.Module, carried: Carried) -> tuple[Tensor, bool]:
+    """Return the logits of a head, and whether it changed what it was given."""
+    with torch.inference_mode(False), torch.no_grad():  # tensors of inference mode do not count their versions
+        copies = tuple(tensor.clone() for tensor in carried)
+        versions = [tensor._version for tensor in copies]
+        logits = read(head, copies)
+        changed = [tensor._version for tensor in copies] != versions
+        return logits, changed or not all(map(same_bits, copies, carried))  # `.data` is written without a version
 
 
 def structure(model: MultiExitModel) -> dict[str, Any]:
@@ -182,10 +221,11 @@ def random_example(described: Mapping[str, Any], generator: torch.Generator) -> 
         dtype = getattr(torch, one["dtype"])
         if "range" not in one:
             return torch.randn(one["shape"], generator=generator).to(dtype)
-        if name == MASK:
+        if meaning := mask_meaning(name):
             samples, tokens = one["shape"]
             lengths = torch.randint(1, tokens + 1, (samples, 1), generator=generator)
-            return (torch.arange(tokens) < lengths).to(dtype)
+            kept = torch.arange(tokens) < lengths
+            return (kept if meaning == "tokens" else ~kept).to(dtype)
         lowest, highest = one["range"]
         return torch.randint(lowest, highest + 1, one["shape"], generator=generator).to(dtype)
 
@@ -203,7 +243,7 @@ def _example(described: Mapping[str, Any], make: Callable[[Mapping[str, Any], st
 def example_of(model: MultiExitModel, tokens: int | None = None) -> Any:
     """Return a batch as the network takes it, of the sizes of its example, or of texts of so many tokens.
 
-    All values are one, which is a token, a mask and a number alike.
+    All values are one, which is a token, a mask and a number alike; where 1 in a mask is padding, they are zero.
     """
     described = model.recipe.get("example")
     if not described:
@@ -211,6 +251,9 @@ def example_of(model: MultiExitModel, tokens: int | None = None) -> Any:
     example = _example(described, lambda one, _: torch.ones(one["shape"], dtype=getattr(torch, one["dtype"])))
     if isinstance(example, dict) and tokens is not None:
         example = {name: torch.ones(len(part), tokens, dtype=part.dtype) for name, part in example.items()}
+    index, meaning = model.recipe.get("mask") or (0, "tokens")
+    if meaning == "padding":
+        model.admit(example)[index].zero_()
     return example
 
 

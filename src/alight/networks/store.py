@@ -4,8 +4,9 @@ import hashlib
 import json
 import os
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch.nn.parameter import is_lazy
 
 from alight.cutting.cut import as_head, cut, split_outputs
 from alight.cutting.proof import ROWS, is_chain_of
-from alight.cutting.running import Inputs, in_mode
+from alight.cutting.running import Inputs, LogitsChoice, in_mode, pick_logits
 from alight.cutting.stages import NotPlainData, cut_data, stages_from_data
 from alight.data.preprocess import Normalisation
 from alight.errors import BadFile, BadInput, Mismatch
@@ -81,14 +82,17 @@ def save_model(model: MultiExitModel, folder: PathLike) -> Path:
 
 
 def load_model(
-    folder: PathLike, backbone: Any = None, head: HeadFactory | Sequence[HeadFactory] | None = None
+    folder: PathLike,
+    backbone: Any = None,
+    head: HeadFactory | Sequence[HeadFactory] | None = None,
+    logits: LogitsChoice = None,
 ) -> MultiExitModel:
     """Load the network of a folder that `save_model` wrote, on the CPU, in evaluation mode.
 
     A network that alight cannot build again is passed in: the `backbone` that `attach_heads` or `from_outputs` was
     given, the networks of a cascade, or a `MultiExitModel` built by hand; `head` if heads were made by a function of
-    one's own. What is passed in gets the weights of the folder. The stages are built from the saved graphs, without
-    tracing the network, and compared with it on one random batch.
+    one's own, and `logits` if it was a function. What is passed in gets the weights of the folder. The stages are built
+    from the saved graphs, without tracing the network, and compared with it on one random batch.
 
     >>> import tempfile
     >>> from alight import from_timm
@@ -101,7 +105,8 @@ def load_model(
     with _refusals(folder, backbone):
         with torch.random.fork_rng(devices=[]):  # random weights draw numbers before they are overwritten
             network = _network(config["recipe"], backbone)
-            model = _model(config, network, constants, head)
+            pick = _pick(config["recipe"], logits)
+            model = _model(config, network, constants, head, pick)
         _put(model, config, tensors)
         model.num_classes, model.classes = config["num_classes"], tuple(config["classes"])
         model.normalisation = config["normalisation"] and Normalisation(**config["normalisation"])
@@ -109,14 +114,14 @@ def load_model(
         computed, saved = fingerprint(model), config["fingerprint"]
         if computed != saved:
             raise BadFile(folder, f"it is damaged (fingerprint {computed}, saved as {saved})", "save the network again")
-        if "graph" in config and not isinstance(network, MultiExitModel) and not _is_whole(model, network):
+        if "graph" in config and not isinstance(network, MultiExitModel) and not _is_whole(model, network, pick):
             problem = "its stages do not give what the network gives"
             if backbone is not None:
                 raise Mismatch(f"{folder}: {problem} that was passed in: pass in the one that was saved")
             versions = ", ".join(f"{name} {number}" for name, number in config["versions"].items())
             raise BadFile(folder, f"{problem}; it was saved with {versions}", "install these, or save it again")
     if "graph" in config and isinstance(network, nn.Module) and not isinstance(network, MultiExitModel):
-        model.keep_network(network)
+        model.keep_network(network, pick)
     return model.eval()
 
 
@@ -185,23 +190,41 @@ def _network(recipe: Mapping[str, Any], backbone: Any) -> Any:
     raise Mismatch(f"alight cannot build {what} again: pass it in as load_model(folder, backbone=...)")
 
 
+def _pick(recipe: Mapping[str, Any], logits: LogitsChoice) -> Callable[[Any], Any] | None:
+    """Return what picks the logits of the network's output; None where it has several, from early to late."""
+    if recipe["source"] == "outputs":
+        return None
+    choice = recipe.get("logits")
+    if isinstance(choice, Mapping) and not callable(logits):
+        raise Mismatch(f"its logits are made by {choice['function']}: pass it in as load_model(folder, logits=...)")
+    return partial(pick_logits, choice=logits if isinstance(choice, Mapping) else choice)
+
+
+def _inputs(recipe: Mapping[str, Any], seed: int, pick: Callable[[Any], Any] | None) -> Inputs:
+    """Return random inputs like the example of a recipe."""
+    inputs = Inputs(random_example(recipe["example"], torch.Generator().manual_seed(seed)), pick)
+    inputs.mask = recipe["mask"][0] if recipe.get("mask") else None
+    return inputs
+
+
 def _model(
     config: Mapping[str, Any],
     network: Any,
     constants: Mapping[str, Tensor],
     head: HeadFactory | Sequence[HeadFactory] | None,
+    pick: Callable[[Any], Any] | None,
 ) -> MultiExitModel:
     """Return the network with its stages and heads, of the saved graphs or cut again, with whatever weights."""
     recipe = config["recipe"]
     if isinstance(network, MultiExitModel):
         return network
-    described, after = recipe.get("example"), recipe.get("after", ())
-    example = random_example(described, torch.Generator().manual_seed(0)) if described else None
+    inputs, after = _inputs(recipe, 0, pick) if recipe.get("example") else None, recipe.get("after", ())
+    example = inputs and inputs.example
     if recipe["source"] == "cascade":
         return cascade([*network], config["exits"], example)
     is_split, graph = recipe["source"] == "outputs", config["graph"]
     if graph is None:
-        stages, heads = split_outputs(network, example) if is_split else (cut(network, after, example), [])
+        stages, heads = split_outputs(network, example) if is_split else (cut(network, after, inputs), [])
     else:
         stages, heads, count = stages_from_data(network, graph, constants, after, example), [], len(config["exits"])
         if is_split:  # behind the stages are the network's own heads, but for the last, which does nothing
@@ -249,10 +272,10 @@ def _put(model: MultiExitModel, config: Mapping[str, Any], tensors: Mapping[str,
     raise Mismatch(f"the folder is another network's ({difference}): pass in the one that was saved")
 
 
-def _is_whole(model: MultiExitModel, network: nn.Module) -> bool:
+def _is_whole(model: MultiExitModel, network: nn.Module, pick: Callable[[Any], Any] | None) -> bool:
     """Check whether the stages give what the network gives for random samples, bit by bit."""
     dtype = next((weight.dtype for weight in model.stages.parameters() if weight.is_floating_point()), None)
-    inputs = Inputs(random_example(model.recipe["example"], torch.Generator().manual_seed(1)))
+    inputs = _inputs(model.recipe, 1, pick)
     batch = inputs.of_size(ROWS, dtype=dtype)
     heads = [*model.heads] if model.recipe["source"] == "outputs" else []
     return is_chain_of(network, [*model.stages], inputs, batch, heads)
