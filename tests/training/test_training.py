@@ -80,6 +80,21 @@ def test_frozen_means_frozen(trained):
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
+@pytest.mark.parametrize("mode", ["joint", "mixed"])
+def test_statistics_of_a_stage_that_needs_no_gradient_stay_in_joint_training(mode):
+    model = network().train()
+    model.stages[0].append(nn.BatchNorm2d(16, affine=False))  # has nothing to freeze
+    model.stages[0].requires_grad_(False)
+    model.stages[1][1][1].requires_grad_(False)  # one batch norm alone
+    before = state(model)
+    quick(model, mode=mode)
+    after = state(model)
+    statistics = [name for name in before if "running_mean" in name or "num_batches_tracked" in name]
+    moved = [name for name in statistics if not torch.equal(before[name], after[name])]
+    assert moved == ["stages.2.1.1.running_mean", "stages.2.1.1.num_batches_tracked"]
+    assert all(module.training for module in model.modules())  # as before
+
+
 def test_a_frozen_backbone_runs_once_per_batch_without_gradient_and_without_dropout(trained):
     model, seen = copy.deepcopy(trained), []
     model.stages[0].register_forward_hook(

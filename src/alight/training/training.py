@@ -327,9 +327,13 @@ class _RunningPhase:
         self.average = WeightAverage(training.changed, settings.ema) if settings.ema else None
 
     def set_modes(self) -> None:
-        """Put what is trained into training mode; the batch-norm statistics of a frozen backbone must not change."""
+        """Put what is trained into training mode; the batch-norm statistics of whatever is frozen must not change."""
         self.training.model.train(not self.phase.frozen)
         self.phase.module.train()
+        for module in self.training.model.modules():
+            weights = [*module.parameters()]
+            if weights and not any(each.requires_grad for each in weights):
+                module.eval()  # with all inside it, such as a batch norm without weights
 
     def set_learning_rate(self, epoch: int, step: int) -> None:
         within = min(step / self.training.num_batches, 1) if self.training.num_batches else 0.0
