@@ -24,7 +24,8 @@ SMALL = {"": 1.0, "n": 1e-9, "u": 1e-6, "\u00b5": 1e-6, "\u03bc": 1e-6, "m": 1e-
 class Costs:
     """Cost per sample of each stage (the layers between two exits) and of each head.
 
-    A closed exit's head is never evaluated and costs nothing.
+    A closed exit's head is never evaluated and costs nothing. The networks of a cascade are heads behind stages that
+    cost nothing, Costs(stages=[0, 0], heads=[2, 8]): the full network is then the last of them alone.
 
     >>> costs = Costs(stages=[2, 3, 4], heads=[1, 1, 1], unit="FLOPs")
     >>> costs.cumulative(), costs.cumulative([0, 2]), costs.full

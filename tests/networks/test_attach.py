@@ -1,3 +1,5 @@
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
@@ -187,6 +189,16 @@ def test_a_cascade_passes_its_inputs_to_the_next_network():
     assert model.num_classes == 3
     with pytest.raises(BadInput, match=r"give \[3, 4\] logits"):
         cascade([cheap, nn.Linear(6, 4)], example=batch)
+
+
+def test_a_cascade_of_texts_gets_its_inputs_by_name():
+    class ByName(nn.Module):
+        def forward(self, input_ids, attention_mask):
+            return SimpleNamespace(logits=(input_ids * attention_mask)[:, :3].float())
+
+    batch = {"input_ids": torch.arange(8).reshape(2, 4), "attention_mask": torch.ones(2, 4, dtype=torch.int64)}
+    model = cascade([ByName(), ByName()], example=batch)
+    assert [logits.tolist() for logits in model(batch)] == [[[0, 1, 2], [4, 5, 6]]] * 2
 
 
 class TwoHeaded(nn.Module):

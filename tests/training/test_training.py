@@ -20,6 +20,7 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from alight.errors import BadFile, BadInput, Diverged, Mismatch
+from alight.networks.attach import cascade
 from alight.networks.multi_exit import MultiExitModel
 from alight.training.metrics import History, exit_losses
 from alight.training.settings import TrainingSettings, learning_rate_factor, rescale_gradients
@@ -640,6 +641,13 @@ def test_defaults_that_depend_on_others_follow_them():
 def test_a_network_without_exits_is_refused():
     with pytest.raises(BadInput, match="a Linear has no exits yet"):
         quick(nn.Linear(3, 3))
+
+
+def test_the_networks_of_a_cascade_are_not_trained_as_heads():
+    model = cascade([nn.Linear(4, 3), nn.Linear(4, 3)])
+    with pytest.raises(BadInput, match="the heads of a cascade are its networks: .* mode='joint'"):
+        quick(model, [(torch.zeros(4, 4), torch.arange(4) % 3)])
+    quick(model, [(torch.zeros(4, 4), torch.arange(4) % 3)], mode="joint")
 
 
 def test_heads_without_weights_are_refused():

@@ -161,7 +161,8 @@ def _has_mask(carried: Carried) -> bool:
 def cascade(models: Sequence[nn.Module], exits: Sequence[str] = (), example: Any = None) -> MultiExitModel:
     """Chain separate networks, from cheap to expensive, as one model with an exit after each.
 
-    `exits` names the networks. With an `example`, a batch as every network takes it, the number of classes is checked.
+    Each is the head of its exit, so that a closed exit costs nothing and the full network is the last one alone.
+    `exits` names them. With an `example`, a batch as every network takes it, the number of classes is checked.
 
     >>> import torch
     >>> model = cascade([nn.Linear(4, 3), nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 3))])
@@ -169,8 +170,8 @@ def cascade(models: Sequence[nn.Module], exits: Sequence[str] = (), example: Any
     [(5, 3), (5, 3)]
     """
     names = input_names(example)
-    stages = [_CascadeStage(network, first=index == 0, input_names=names) for index, network in enumerate(models)]
-    model = MultiExitModel(stages, [nn.Identity() for _ in stages], exits, names, recipe={"source": "cascade"})
+    members = [_CascadeMember(network, names) for network in models]
+    model = MultiExitModel([_CascadeStage() for _ in members], members, exits, names, recipe={"source": "cascade"})
     if example is not None:
         with in_mode(model, training=False):
             widths = [logits.shape[-1] for logits in model(example)]
@@ -182,16 +183,24 @@ def cascade(models: Sequence[nn.Module], exits: Sequence[str] = (), example: Any
 
 
 class _CascadeStage(nn.Module):
-    """One network of a cascade: returns its logits, then the inputs."""
+    """Carries the inputs to the next network."""
 
-    def __init__(self, network: nn.Module, *, first: bool, input_names: Sequence[str] = ()) -> None:
+    def forward(self, *inputs: Tensor) -> Carried:
+        return inputs
+
+
+class _CascadeMember(nn.Module):
+    """One network of a cascade, as the head of its exit: returns the logits of the inputs."""
+
+    reads_everything = True
+
+    def __init__(self, network: nn.Module, input_names: Sequence[str] = ()) -> None:
         super().__init__()
-        self.network, self.first, self.input_names = network, first, tuple(input_names)
+        self.network, self.input_names = network, tuple(input_names)
 
-    def forward(self, *carried: Tensor) -> Carried:
-        inputs = carried if self.first else carried[1:]
+    def forward(self, *inputs: Tensor) -> Tensor:
         if self.input_names:
             output = self.network(**dict(zip(self.input_names, inputs, strict=True)))
         else:
             output = self.network(*inputs)
-        return (getattr(output, "logits", output), *inputs)  # transformers return an object that has logits
+        return getattr(output, "logits", output)  # transformers return an object that has logits

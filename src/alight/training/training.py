@@ -76,6 +76,8 @@ def train_heads(
     if not isinstance(model, MultiExitModel):
         raise BadInput(f"a {type(model).__name__} has no exits yet: attach_heads makes a MultiExitModel of it")
     resolved = (settings or TrainingSettings()).resolve(model.num_exits)
+    if model.is_cascade and resolved.mode == "frozen":
+        raise BadInput("the heads of a cascade are its networks: train each for itself before, or use mode='joint'")
     if checkpoint is not None:
         check_writable(checkpoint)
     if checkpoint_every < 1:
