@@ -11,7 +11,7 @@ from alight.cutting.running import in_mode
 from alight.data.tokens import MASK
 from alight.errors import BadInput
 from alight.networks.heads import HEADS, HeadChoice, HeadFactory, TokenHead, are_channels_last, make_head
-from alight.networks.multi_exit import Carried, MultiExitModel, Normalisation, describe, input_names, read
+from alight.networks.multi_exit import Carried, MultiExitModel, Normalisation, count_classes, describe, input_names, read
 
 EXITS = 3  # that "auto" places before the end: heads cost where they save nothing, and `plan` can only close exits
 END = "end"  # the name of the last exit, the network's own classifier
@@ -88,11 +88,16 @@ def from_outputs(network: nn.Module, example: Any, exits: Sequence[str] = ()) ->
         stages, heads, exits, input_names(example), recipe={"source": "outputs", "example": describe(example)}
     )
     with in_mode(model, training=False):
-        shapes = [tuple(logits.shape[1:]) for logits in model(example)]
-    if len(set(shapes)) > 1 or len(shapes[0]) != 1:
-        raise BadInput(f"the outputs have shapes {shapes} per sample: every exit must give one logit per class")
-    model.num_classes = shapes[0][0]
+        model.num_classes = _same_classes(model(example), "outputs")
     return model
+
+
+def _same_classes(logits: Sequence[Tensor], what: str) -> int:
+    """Return how many classes all of these logits have."""
+    counts = [*map(count_classes, logits)]
+    if len(set(counts)) > 1:
+        raise BadInput(f"the {what} give {counts} logits: give as many of each, one per class")
+    return counts[0]
 
 
 def _per_exit(head: HeadChoice, exits: int) -> list[str | HeadFactory]:
@@ -104,10 +109,7 @@ def _per_exit(head: HeadChoice, exits: int) -> list[str | HeadFactory]:
 
 
 def _checked_classes(logits: Tensor, num_classes: int | None, classes: Sequence[str]) -> int:
-    if not isinstance(logits, Tensor) or logits.ndim != 2:
-        output = f"a tensor of shape {tuple(logits.shape)}" if isinstance(logits, Tensor) else type(logits).__name__
-        raise BadInput(f"the network gives {output}, not (samples, classes): give a classifier")
-    own = logits.shape[1]
+    own = count_classes(logits)
     if classes and len(classes) != own:
         raise BadInput(f"{len(classes)} names for {own} classes: give one name per class")
     if num_classes not in (None, own):
@@ -174,10 +176,7 @@ def cascade(models: Sequence[nn.Module], exits: Sequence[str] = (), example: Any
     model = MultiExitModel([_CascadeStage() for _ in members], members, exits, names, recipe={"source": "cascade"})
     if example is not None:
         with in_mode(model, training=False):
-            widths = [logits.shape[-1] for logits in model(example)]
-        if len(set(widths)) > 1:
-            raise BadInput(f"the networks give {widths} logits: give networks with the same classes")
-        model.num_classes = widths[0]
+            model.num_classes = _same_classes(model(example), "networks")
         model.recipe["example"] = describe(example)
     return model
 

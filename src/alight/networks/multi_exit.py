@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from alight.data.batches import by_name
 from alight.data.preprocess import InputSpec, TensorSpec
@@ -14,6 +15,11 @@ from alight.errors import BadInput
 from alight.networks.heads import Head
 
 Carried = tuple[Tensor, ...]  # what crosses a cut: the features that the head reads, then all else that is used later
+
+ONE_LOGIT = (
+    "the network gives one logit, and a softmax over one class is always 1: give a classifier of two classes or more, or"
+    " wrap one with a sigmoid as alight.TwoLogits(network); a regression needs classes, such as ranges of its target"
+)
 
 
 @dataclass(frozen=True)
@@ -26,6 +32,45 @@ class Normalisation:
 
     mean: tuple[float, ...]
     std: tuple[float, ...]
+
+
+class TwoLogits(nn.Module):
+    """A binary classifier of one logit z as one of two classes: logits (0, z), whose softmax is the sigmoid of z.
+
+    >>> model = TwoLogits(nn.Linear(4, 1))
+    >>> model(torch.zeros(5, 4)).shape
+    torch.Size([5, 2])
+    """
+
+    def __init__(self, network: nn.Module) -> None:
+        super().__init__()
+        self.network = network
+
+    def forward(self, *inputs: Any, **by_name: Any) -> Tensor:
+        """Return the logits of the negative and of the positive class."""
+        output = self.network(*inputs, **by_name)
+        logit = getattr(output, "logits", output)  # transformers return an object that has logits
+        if logit.numel() != len(logit):
+            raise BadInput(f"the network gives {tuple(logit.shape)}, not one logit per sample: leave TwoLogits out")
+        return functional.pad(logit.reshape(-1, 1), (1, 0))
+
+
+def count_classes(logits: Any) -> int:
+    """Return how many classes a batch of logits has, if they are those of one class per sample.
+
+    >>> count_classes(torch.zeros(5, 3))
+    3
+    """
+    shape = tuple(logits.shape) if isinstance(logits, Tensor) else ()
+    if not shape or len(shape) > 2:
+        what = f"a tensor of shape {shape}" if isinstance(logits, Tensor) else f"a {type(logits).__name__}"
+        raise BadInput(
+            f"the network gives {what}, not (samples, classes): exits decide about one class per sample, so detection,"
+            " segmentation and labels of tokens need a network that gives one row of logits per sample"
+        )
+    if len(shape) == 1 or shape[1] < 2:
+        raise BadInput(ONE_LOGIT)
+    return shape[1]
 
 
 class MultiExitModel(nn.Module):
@@ -65,6 +110,8 @@ class MultiExitModel(nn.Module):
             raise BadInput(f"{len(exits)} names for {len(stages)} exits: give one name per exit")
         if classes and num_classes not in (None, len(classes)):
             raise BadInput(f"{len(classes)} names for {num_classes} classes: give one name per class")
+        if 1 in (num_classes, len(classes)):
+            raise BadInput(ONE_LOGIT)
         self.stages, self.heads = nn.ModuleList(stages), nn.ModuleList(heads)
         self.exits = tuple(exits) or tuple(f"exit {index}" for index in range(len(stages)))
         self.input_names = tuple(input_names)

@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from alight.data.batches import BATCH_SIZE, Batch, batches, in_batches, length_of
 from alight.errors import BadFile, BadInput, Diverged, Mismatch
 from alight.files import SCHEMA, PathLike, check_writable, write_whole
-from alight.networks.multi_exit import MultiExitModel
+from alight.networks.multi_exit import MultiExitModel, count_classes
 from alight.networks.store import digest, read_tensors
 from alight.training.distributed import Processes, ShardedLoader, join_processes
 from alight.training.metrics import Epoch, History, Row, RunningMetrics, exit_losses
@@ -297,7 +297,7 @@ class _Training:
         dtype = PRECISIONS[self.settings.amp]
         with torch.autocast(self.device.type, dtype=dtype, enabled=dtype is not None):
             logits = forward(placed.inputs)
-        sizes = [each.shape[-1] for each in logits.values()]
+        sizes = [count_classes(each) for each in logits.values()]
         if len(set(sizes)) > 1:
             raise BadInput(f"the exits' logits have {sizes} classes: attach heads with as many as the network has")
         self.num_classes = sizes[0]
