@@ -7,12 +7,14 @@ from pathlib import Path
 
 from alight.cli.arguments import (
     ALLOW_MISMATCH,
+    FORCE,
     MODEL,
     POLICY,
     RUN,
     TOKENIZER,
     TOKENIZER_FOLDER,
     check_distinct,
+    check_unused,
     count,
     folder_option,
     named,
@@ -35,6 +37,7 @@ TOKEN = "ALIGHT_TOKEN"  # variable of the environment
 def run_export(options: argparse.Namespace) -> CommandResult:
     """Write a network and its policy to a folder that runs without PyTorch."""
     check_network_folder(options.model)
+    check_unused(options.output, options.force, MANIFEST)
     policy = load_policy(options.policy)
     from alight.engine.manifest import Manifest
     from alight.export.exporting import export_model
@@ -142,6 +145,7 @@ COMMANDS = (
             argument("--format", choices=["onnx", "aoti"], default="onnx", help=FORMATS),
             ALLOW_MISMATCH,
             folder_option("exported", "folder for the stages"),
+            FORCE,
         ),
         ("export model policy.json -o exported",),
     ),
