@@ -16,8 +16,8 @@ from alight.costing.measure import head_overhead, measure_costs, time_stages
 from alight.costs import Costs
 from alight.cutting.flops import count_flops
 from alight.errors import BadInput
-from alight.networks.attach import cascade
 from alight.networks.architectures import ConvNeXt, ResNet
+from alight.networks.attach import cascade
 from alight.networks.multi_exit import MultiExitModel
 from alight.networks.zoo import convnext_cifar, msdnet_cifar, resnet18_cifar
 

@@ -193,8 +193,8 @@ def _check_counts(model: MultiExitModel, stages: list[int], heads: list[int], un
             )
     if model.is_cascade and max(heads) > heads[-1]:
         raise BadInput(
-            f"{model.exits[int(np.argmax(heads))]!r} costs {max(heads) / heads[-1]:.3g} times as much as the last network"
-            " of the cascade, to which budgets and speed-ups refer: chain networks from cheap to expensive"
+            f"{model.exits[heads.index(max(heads))]!r} costs {max(heads) / heads[-1]:.3g} times as much as the last"
+            " network of the cascade, to which budgets and speed-ups refer: chain networks from cheap to expensive"
         )
 
 

@@ -156,9 +156,7 @@ def split_labels(batch: Any, spec: InputSpec | None = None) -> Batch:
         inputs: Any = {name: part for name, part in batch.items() if name not in LABELS}
         labels = next((batch[name] for name in LABELS if batch.get(name) is not None), None)
     elif isinstance(batch, list | tuple):
-        taken = len(spec.tensors) if spec and batch and not _is_sample(batch[0], spec) else 0
-        labelled = len(batch) > 1 and (np.ndim(batch[-1]) == 1 or len(batch) == taken + 1)
-        inputs, labels = (batch[:-1], batch[-1]) if labelled else (batch, None)
+        inputs, labels = (batch[:-1], batch[-1]) if _ends_in_labels(batch, spec) else (batch, None)
     else:
         return Batch(batch, None)
     if not inputs:
@@ -166,6 +164,12 @@ def split_labels(batch: Any, spec: InputSpec | None = None) -> Batch:
     if isinstance(batch, Mapping):
         return Batch(inputs if len(inputs) > 1 else next(iter(inputs.values())), labels)
     return Batch(inputs[0] if len(inputs) == 1 and labels is not None else inputs, labels)
+
+
+def _ends_in_labels(batch: Sequence[Any], spec: InputSpec | None) -> bool:
+    if len(batch) < 2 or np.ndim(batch[-1]) == 1:
+        return len(batch) > 1
+    return spec is not None and len(batch) == len(spec.tensors) + 1 and not _is_sample(batch[0], spec)
 
 
 def as_batch(batch: Any, spec: InputSpec) -> Batch:

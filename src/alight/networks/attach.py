@@ -11,7 +11,15 @@ from alight.cutting.running import in_mode
 from alight.data.tokens import MASK
 from alight.errors import BadInput
 from alight.networks.heads import HEADS, HeadChoice, HeadFactory, TokenHead, are_channels_last, make_head
-from alight.networks.multi_exit import Carried, MultiExitModel, Normalisation, count_classes, describe, input_names, read
+from alight.networks.multi_exit import (
+    Carried,
+    MultiExitModel,
+    Normalisation,
+    count_classes,
+    describe,
+    input_names,
+    read,
+)
 
 EXITS = 3  # that "auto" places before the end: heads cost where they save nothing, and `plan` can only close exits
 END = "end"  # the name of the last exit, the network's own classifier

@@ -130,7 +130,9 @@ def from_transformers(
             config.num_labels = num_classes
         network = _auto_class(config).from_config(config, trust_remote_code=False)
     if (task := getattr(config, "problem_type", None)) not in (None, "single_label_classification"):
-        raise BadInput(f"the network was trained for {task}: {ONE_CLASS}; if it is not, set config.problem_type to None")
+        raise BadInput(
+            f"the network was trained for {task}: {ONE_CLASS}; if it is not, set config.problem_type to None"
+        )
     names = tuple(config.id2label[index] for index in range(config.num_labels))
     model = attach_heads(
         network,

@@ -17,8 +17,8 @@ from alight.networks.heads import Head
 Carried = tuple[Tensor, ...]  # what crosses a cut: the features that the head reads, then all else that is used later
 
 ONE_LOGIT = (
-    "the network gives one logit, and a softmax over one class is always 1: give a classifier of two classes or more, or"
-    " wrap one with a sigmoid as alight.TwoLogits(network); a regression needs classes, such as ranges of its target"
+    "the network gives one logit, and a softmax over one class is always 1: give a classifier of at least two classes,"
+    " or wrap one with a sigmoid as alight.TwoLogits(network); a regression needs classes, such as ranges of its target"
 )
 
 

@@ -50,8 +50,8 @@ def msdnet_cifar(
     [(2, 10), (2, 10)]
     """
     given, own = (blocks, base, step), (5, 1, 1) if growing else (7, 4, 2)
-    sizes = [default if size is None else size for size, default in zip(given, own, strict=True)]
-    settings = MSDNetSettings(*sizes, channels, growth, factors=(1, 2, 4), growing=growing)
+    first, second, third = (default if size is None else size for size, default in zip(given, own, strict=True))
+    settings = MSDNetSettings(first, second, third, channels, growth, factors=(1, 2, 4), growing=growing)
     return _msdnet("msdnet_cifar", settings, num_classes, CIFAR, 32)
 
 
