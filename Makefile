@@ -19,7 +19,7 @@ together := -n auto --dist worksteal --max-worker-restart 0  # a crashed worker 
 .PHONY: demo test test-all lint format bench figures docs clean
 
 demo: $(VENV)/.installed
-	$(bin)/alight demo
+	$(bin)/alight demo --force
 
 test: lint
 	$(bin)/python -m pytest -q $(together) -m "not slow and not alone"

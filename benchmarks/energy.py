@@ -100,7 +100,7 @@ def measure(options: argparse.Namespace, name: str, watts_idle: float, meter: Me
 def cost_shares(model: MultiExitModel, batch: Tensor, settings: RunSettings) -> np.ndarray:
     """Return the time of stages and heads up to every exit as a share of the full network's."""
     costs = time_stages(prepared(model, settings), batch).costs()
-    return np.asarray(costs.cumulative() / costs.full)
+    return costs.shares()
 
 
 def main() -> None:

@@ -108,7 +108,7 @@ def run(name: str, folder: Path) -> None:
         **provenance("torch", "transformers", folder=RESULTS),
     }
     write_text(target / "run.json", json.dumps(about, indent=2) + "\n")
-    shares = costs.cumulative() / costs.full
+    shares = costs.shares()
     write_exits(name, about, shares.tolist())
 
 

@@ -159,7 +159,7 @@ BAD_LOGITS = {
     "all masked": ({"logits": np.full((1, 1, 2), -np.inf)}, "NaN or infinite"),
     "label out of range": (
         {"logits": np.zeros((1, 1, 3)), "labels": [3]},
-        "labels hold class 3, but the logits",
+        "labels run from 3 to 3, but the logits",
     ),
     "unknown score": ({"logits": np.zeros((1, 1, 3)), "score": "luck"}, "no score 'luck': choose one of margin"),
     "ragged": ({"logits": [np.zeros((2, 3)), np.zeros((2, 4))]}, "disagree in shape"),

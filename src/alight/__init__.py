@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from alight.networks.attach import cascade as cascade
     from alight.networks.libraries import from_timm as from_timm, from_torchvision as from_torchvision
     from alight.networks.libraries import from_transformers as from_transformers
-    from alight.networks.multi_exit import MultiExitModel as MultiExitModel
+    from alight.networks.multi_exit import MultiExitModel as MultiExitModel, TwoLogits as TwoLogits
     from alight.networks.store import fingerprint as fingerprint, load_model as load_model, save_model as save_model
     from alight.outputs import Decisions as Decisions, HeadOutputs as HeadOutputs
     from alight.planning.plan import Plan as Plan, plan as plan

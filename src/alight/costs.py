@@ -24,7 +24,8 @@ SMALL = {"": 1.0, "n": 1e-9, "u": 1e-6, "\u00b5": 1e-6, "\u03bc": 1e-6, "m": 1e-
 class Costs:
     """Cost per sample of each stage (the layers between two exits) and of each head.
 
-    A closed exit's head is never evaluated and costs nothing.
+    A closed exit's head is never evaluated and costs nothing. The networks of a cascade are heads behind stages that
+    cost nothing, Costs(stages=[0, 0], heads=[2, 8]): the full network is then the last of them alone.
 
     >>> costs = Costs(stages=[2, 3, 4], heads=[1, 1, 1], unit="FLOPs")
     >>> costs.cumulative(), costs.cumulative([0, 2]), costs.full
@@ -75,7 +76,7 @@ class Costs:
         columns = [["exit", *(str(index) for index in range(len(self)))]]
         for name, values in {"stage": self.stages, "head": self.heads, "cumulative": self.cumulative()}.items():
             columns.append([name, *(f"{value:.4g}" for value in values)])
-        columns.append(["of the full network", *(f"{value / self.full:.1%}" for value in self.cumulative())])
+        columns.append(["of the full network", *(f"{share:.1%}" for share in self.shares())])
         return html_table(f"Costs per sample{self.unit and ', in ' + self.unit}", columns)
 
     def cumulative(self, open_exits: Sequence[int] | None = None) -> Floats:
@@ -85,6 +86,14 @@ class Costs:
         if not (ordered and len(chosen) and chosen[0] >= 0 and chosen[-1] < len(self)):
             raise BadInput(f"open exits {open_exits} of a network with exits 0 to {len(self) - 1}: give them in order")
         return self._through[chosen] + np.cumsum(self.heads[chosen])
+
+    def shares(self, open_exits: Sequence[int] | None = None) -> Floats:
+        """Return the cost of answering at each open exit as a share of the full network's.
+
+        >>> Costs(stages=[2, 3, 4], heads=[1, 1, 1]).shares()
+        array([0.3, 0.7, 1.2])
+        """
+        return self.cumulative(open_exits) / self.full
 
     def at_exits(self, open_exits: Sequence[int]) -> "Costs":
         """Return the costs of the network that has these exits alone: their heads, and the stages between them.

@@ -72,6 +72,7 @@ class Point:
     unit: str = ""
     exit_rates: tuple[float, ...] = ()  # planned, per exit of the network
     exit_shares: tuple[float, ...] = ()  # observed
+    exit_costs: tuple[float, ...] = ()  # of leaving there, with the heads of all open exits on the way; inf: closed
     thresholds: tuple[float, ...] = ()  # per exit of the network: inf where nobody leaves, -inf where everyone does
     rule: str = ""  # by which samples leave, in a few words
     guarantee: str = ""  # what is certified about the policy, in a sentence
@@ -128,11 +129,14 @@ def sweep(
         policy = methods[method](network, amount, labelled, unlabelled)
         points.append(replace(measured(method, amount, replay(policy, test)), **_described(policy)))
     if references:
-        points += [measured(ORACLE, amount, oracle_within(network, amount, test)) for amount in amounts]
+        paid = tuple(network.cumulative().tolist())
+        best = [(amount, oracle_within(network, amount, test)) for amount in amounts]
+        points += [replace(measured(ORACLE, *each), exit_costs=paid) for each in best]
         for index in range(len(network)):
             cost = float(network.cumulative([index])[0])
             alone = ExitAt(costs=(cost,), open_exits=(index,), num_exits=len(network), score=test.score)
-            points.append(measured(SINGLE_EXIT, cost, replay(alone, test)))
+            paid = _spread(alone, alone.costs, closed=math.inf)
+            points.append(replace(measured(SINGLE_EXIT, cost, replay(alone, test)), exit_costs=paid))
     return points
 
 
@@ -220,9 +224,10 @@ def read_points(path: PathLike) -> list[Point]:
         raise BadFile(path, "it is cut short", remedy)
     for row, point in enumerate(points, start=2):
         shares = (*point.exit_rates, *point.exit_shares)
-        lengths = {len(own) for own in (point.exit_rates, point.exit_shares, point.thresholds) if own}
+        per_exit = (point.exit_rates, point.exit_shares, point.exit_costs, point.thresholds)
         finite = np.isfinite([point.budget, point.accuracy, point.mean_cost, *shares]).all()
-        if not finite or np.isnan(point.thresholds).any() or len(lengths) > 1:
+        known = not np.isnan([*point.exit_costs, *point.thresholds]).any()
+        if not finite or not known or len({len(own) for own in per_exit if own}) > 1:
             raise BadFile(path, f"line {row} is not a point (not finite, or cut short)", remedy)
     return points
 
@@ -234,6 +239,7 @@ def _described(policy: Policy) -> dict[str, Any]:
         thresholds = _spread(policy, (*policy.thresholds, -math.inf), closed=math.inf)
     return {
         "exit_rates": _spread(policy, policy.exit_rates, closed=0.0) if policy.exit_rates else (),
+        "exit_costs": _spread(policy, policy.costs, closed=math.inf),
         "thresholds": thresholds,
         "rule": f"{policy.summary()}, on the {policy.score}",
         "guarantee": str(policy.certificate or ""),

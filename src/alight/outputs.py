@@ -449,7 +449,8 @@ def _check_classes(predictions: Integers, labels: Integers | None, num_classes: 
     for what, values in {"predictions": predictions, "labels": labels}.items():
         if values is not None and values.max() >= num_classes:
             raise BadInput(
-                f"{what} hold class {values.max()}, but the logits have {num_classes} classes, 0 to {num_classes - 1}:"
+                f"{what} run from {values.min()} to {values.max()}, but the logits have {num_classes} classes, 0 to"
+                f" {num_classes - 1}:"
                 " number the classes from 0"
             )
 

@@ -109,7 +109,12 @@ def test_texts_are_predicted_as_by_torch(tmp_path, monkeypatch, capsys):
     ("line", "message"),
     [
         ("export nowhere policy.json", "there is no folder nowhere"),
-        ("export model test.npz", "it is not whole JSON"),
+        ("export model policy.json", "exported holds an exported network: give another place with -o, or --force"),
+        (
+            "attach timm:test_resnet --image-size 16 --after layer1 -o exported",
+            "holds an exported network: give another",
+        ),
+        ("export model test.npz -o new", "it is not whole JSON"),
         ("run model test.npz", "it has no manifest.json"),
         ("run nowhere test.npz", "there is no folder nowhere"),
         ("predict exported policy.json test.npz", "it holds an exported network; use `alight run`"),

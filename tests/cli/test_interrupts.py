@@ -23,7 +23,7 @@ LINES = {  # what is interrupted, at which word on stderr, and so many seconds l
     "while torch loads": ("attach timm:test_resnet -o new/model", "ready", 1.0),
     "train": ("train model train.npz --mode joint --epochs 100000 -o new/trained", "train:", 0.2),
     "record": ("record model train.npz --batch-size 1 -o new.npz", "record:", 0.3),
-    "record over a table": ("record model train.npz --batch-size 1 -o outputs.npz", "record:", 0.3),
+    "record over a table": ("record model train.npz --batch-size 1 -o outputs.npz --force", "record:", 0.3),
     "predict": ("predict model policy.json train.npz --batch-size 1 -o answers.parquet", "predict:", 0.3),
     "bench": ("bench model policy.json train.npz --batch-sizes 1 --samples 1400", "batches of 1", 0.5),
 }

@@ -1,6 +1,7 @@
 """Commands that run a network, each on what the one before it wrote."""
 
 import csv
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -168,6 +169,31 @@ def test_attach_takes_trained_weights_and_a_normalisation(network, tmp_path, cap
     with torch.no_grad():
         assert torch.equal(model(images)[-1], backbone(images))
     assert run(line.replace("--classes 7", "--classes 5"), capsys)[2].startswith("alight: the weights are another")
+
+
+def test_what_is_there_is_replaced_only_by_force(network, chain, folder, capsys):
+    for path, name in ((chain / "model", "trained"), (network / "model", "fresh")):
+        shutil.copytree(path, name)
+    shutil.copy(chain / "labelled.npz", "labelled.npz")
+    attach = "attach timm:test_resnet --classes 7 --image-size 16 --after layer1 -o trained"
+    train = f"train fresh {network}/test.npz --epochs 1 -o trained"
+    record = f"record fresh {network}/test.npz -o labelled.npz"
+    holding = {
+        attach: "trained holds a network of 10 classes with exits after layer1, layer2, end",
+        train: "trained holds a network of 7 classes with exits after layer1, end",
+        record: "labelled.npz holds a recording of 397 samples at 3 exits",
+    }
+    for line, held in holding.items():
+        before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+        status, _, err = run(line, capsys)
+        assert status == 1
+        assert held in err
+        assert err.endswith("give another place with -o, or --force to replace it\n")
+        assert before == {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+        assert run(f"{line} --force --quiet", capsys)[0] == 0
+    assert load_model("trained").num_classes == 10  # trained after it was attached anew
+    assert HeadOutputs.load("labelled.npz").fingerprint == fingerprint(load_model("fresh"))
+    assert run(f"train fresh {network}/test.npz --epochs 1 --quiet", capsys)[0] == 0  # in its own place
 
 
 def test_a_missing_library_is_named_with_what_brings_it(capsys, monkeypatch):

@@ -17,6 +17,7 @@ from alight.costs import Costs
 from alight.cutting.flops import count_flops
 from alight.errors import BadInput
 from alight.networks.architectures import ConvNeXt, ResNet
+from alight.networks.attach import cascade
 from alight.networks.multi_exit import MultiExitModel
 from alight.networks.zoo import convnext_cifar, msdnet_cifar, resnet18_cifar
 
@@ -239,6 +240,20 @@ def test_heads_are_counted_apart_from_stages():
     assert costs.stages.tolist() == [2 * 16 * 256, 2 * 256 * 256]
     assert costs.heads.tolist() == [2 * 256 * 3, 0]
     assert head_overhead(costs) == pytest.approx(2 * 256 * 3 / (2 * 16 * 256 + 2 * 256 * 256))
+
+
+def test_the_full_network_of_a_cascade_is_its_last_network_alone(tmp_path):
+    small, large, example = nn.Linear(6, 3), nn.Sequential(nn.Linear(6, 9), nn.Linear(9, 3)), torch.zeros(2, 6)
+    costs = measure_costs(cascade([small, large]), example)
+    assert costs.cumulative().tolist() == [36, 36 + 162]
+    assert costs.full == costs.cumulative([1])[0] == 162
+    assert costs.budget("50%") == 81
+    costs.save(tmp_path / "costs.json")
+    assert Costs.load(tmp_path / "costs.json").full == 162
+    timed = time_stages(cascade([large, large]), example, 512, repeats=5).costs()
+    assert timed.full < 0.8 * timed.cumulative()[-1]
+    with pytest.raises(BadInput, match=r"'exit 0' costs 4.5 times as much as the last network .* cheap to expensive"):
+        measure_costs(cascade([large, small]), example)
 
 
 def test_one_exit_has_no_overhead():

@@ -233,6 +233,17 @@ def test_the_last_of_several_is_the_labels_if_it_has_one_axis():
     assert len(split_labels((ids, mask, labels)).inputs) == 2
 
 
+def test_a_tensor_more_than_the_network_takes_is_the_labels():
+    images, labels = np.zeros((2, 1, 8, 8), np.float32), np.array([[1, 0, 1], [0, 1, 0]])
+    assert split_labels((images, labels), SPEC).labels is labels
+    with pytest.raises(BadInput, match=r"labels have shape \(2, 3\) for 2 samples.* several labels per sample"):
+        as_batch((images, labels), SPEC)
+    batch = as_batch((images, labels.astype(np.float32)), SPEC)
+    with pytest.raises(BadInput, match=r"the labels of 1 of 2 samples .* sample 0 lie in \[0, 1\] and sum to 2"):
+        batch.check(3)
+    assert as_batch([images[0], images[1]], SPEC).labels is None  # a list of two images
+
+
 @pytest.mark.parametrize("kind", [torch.as_tensor, np.asarray])
 def test_labels_are_whole_numbers_or_shares_of_classes(kind):
     ids = np.ones((2, 3))

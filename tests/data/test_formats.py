@@ -242,6 +242,15 @@ def test_a_hugging_face_data_set_on_disk_is_read(tmp_path):
         load_data(tmp_path / "other", spec())
 
 
+@pytest.mark.parametrize("labels", [[4.8, 0.2], [[0, 1], [1]]])
+def test_targets_that_are_not_classes_are_not_rounded_to_classes(labels, tmp_path):
+    datasets.Dataset.from_dict({"text": ["a", "b"], "label": labels}).save_to_disk(str(tmp_path / "saved"))
+    with pytest.raises(
+        BadFile, match=r"the label of sample 0 is .*one class: several labels per sample .* a regression"
+    ):
+        load_data(tmp_path / "saved", spec())
+
+
 def test_a_hugging_face_data_set_without_its_library_says_what_to_install(tmp_path, monkeypatch):
     where, model = bad("hugging face", tmp_path)
     monkeypatch.setitem(sys.modules, "datasets", None)
@@ -255,7 +264,12 @@ def test_a_hugging_face_data_set_without_its_library_says_what_to_install(tmp_pa
         (["{"], "line 1 is not JSON"),
         ([json.dumps({"text": "a", "label": 0}), json.dumps({"label": 1})], "line 2 has no text"),
         ([], "it is empty"),
-        ([json.dumps({"text": "a", "label": "x"}), json.dumps({"text": "b"})], "some labels are missing"),
+        ([json.dumps({"text": "a", "label": "x"}), json.dumps({"text": "b"})], "label of sample 1 is None, not a name"),
+        (
+            [json.dumps({"text": "a", "label": 1}), json.dumps({"text": "b", "label": 0.5})],
+            "sample 1 is 0.5, not a name",
+        ),
+        ([json.dumps({"text": "a", "label": [0, 2]})], r"sample 0 is \[0, 2\].*several labels per sample need"),
     ],
 )
 def test_bad_lines_are_named(lines, message, tmp_path):

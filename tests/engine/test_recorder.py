@@ -109,7 +109,7 @@ def test_a_number_that_is_none_is_reported_with_its_sample():
     [
         ([], "no batch in the recording"),
         ([(IMAGES, LABELS), IMAGES], "batch 1 has no labels, unlike those before it"),
-        ([(IMAGES, LABELS + 5)], "labels hold class 14"),
+        ([(IMAGES, LABELS + 5)], "labels run from 5 to 14"),
     ],
 )
 def test_a_bad_loader_is_refused(loader, message):

@@ -45,6 +45,16 @@ def test_closed_exits_have_a_planned_rate_of_zero(points):
             assert np.count_nonzero(point.exit_rates) <= 2
 
 
+def test_a_sample_pays_for_the_heads_of_all_open_exits_up_to_its_own(points):
+    for point in points:
+        shares = np.array(point.exit_shares)
+        paid = np.where(shares > 0, point.exit_costs, 0)  # inf where an exit is closed
+        assert shares @ paid == pytest.approx(point.mean_cost)
+    (eero,) = (point for point in points if point.method == "eero" and point.budget == 3.0)
+    np.testing.assert_allclose(eero.exit_costs, [1.1, 2.2, 4.3, 6.4])
+    np.testing.assert_allclose(COSTS.shares([0, 3]), np.array([1.1, 6.2]) / 6.1)
+
+
 def test_a_point_tells_the_thresholds_of_every_exit_and_the_rule(points):
     policy = calibrate.eero(COSTS, 3.0, LABELLED)
     point = next(point for point in points if point.method == "eero" and point.budget == 3.0)

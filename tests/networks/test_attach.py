@@ -1,14 +1,18 @@
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
 
 from alight.data.preprocess import Normalisation
+from alight.engine.recorder import record
 from alight.errors import BadInput
 from alight.networks.attach import attach_heads, cascade, from_outputs
 from alight.networks.heads import FlattenLinear, MLPHead, PooledLinear, TokenHead
 from alight.networks.libraries import from_transformers
-from alight.networks.multi_exit import MultiExitModel, check_heads
-from alight.networks.store import fingerprint
+from alight.networks.multi_exit import MultiExitModel, TwoLogits, check_heads
+from alight.networks.store import fingerprint, load_model, save_model
+from alight.networks.zoo import msdnet_cifar
 
 IMAGES = torch.randn(4, 3, 16, 16, generator=torch.Generator().manual_seed(0))
 
@@ -213,6 +217,45 @@ def test_bad_input_is_refused():
         attach_heads(Giving(lambda x: x[:, None]), ["linear"], example=torch.randn(2, 4))
 
 
+def binary(squeezed: bool = False) -> nn.Module:
+    last = [nn.Flatten(0)] if squeezed else []
+    return nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 1), *last)
+
+
+def test_what_is_not_one_class_per_sample_is_refused_where_heads_are_attached():
+    from transformers import BertConfig
+
+    batch = torch.randn(2, 6)
+    for network in (binary(), binary(squeezed=True)):
+        with pytest.raises(BadInput, match=r"gives one logit.* alight.TwoLogits\(network\); a regression"):
+            attach_heads(network, ["1"], example=batch)
+    with pytest.raises(BadInput, match="gives one logit"):
+        cascade([binary(), binary()], example=batch)
+    with pytest.raises(BadInput, match="gives one logit"):
+        msdnet_cifar(1, blocks=2, channels=4)
+    pixels = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 21, 1))
+    with pytest.raises(BadInput, match=r"shape \(2, 21, 8, 8\), not \(samples, classes\).* detection, segmentation"):
+        attach_heads(pixels, ["1"], example=torch.zeros(2, 3, 8, 8))
+    sizes = {"hidden_size": 16, "num_attention_heads": 2, "num_hidden_layers": 2, "intermediate_size": 32}
+    config = BertConfig(vocab_size=50, num_labels=3, problem_type="multi_label_classification", **sizes)
+    with pytest.raises(BadInput, match="trained for multi_label_classification: alight gives each sample one class"):
+        from_transformers(config)
+
+
+@pytest.mark.parametrize("squeezed", [False, True])
+def test_two_logits_are_the_sigmoid_of_one(squeezed, tmp_path):
+    network, batch = binary(squeezed).eval(), torch.randn(5, 6)
+    model = attach_heads(TwoLogits(network), ["network.1", "network.3"], example=batch[:2]).eval()
+    assert model.num_classes == 2
+    with torch.no_grad():
+        torch.testing.assert_close(model(batch)[-1].softmax(1)[:, 1], network(batch).reshape(-1).sigmoid())
+        again = load_model(save_model(model, tmp_path), backbone=TwoLogits(binary(squeezed)))
+        assert all(map(torch.equal, again(batch), model(batch)))
+    assert record(model, (batch, torch.tensor([0, 1, 1, 0, 1])), progress=False).predictions.shape == (5, 3)
+    with pytest.raises(BadInput, match=r"gives \(2, 3\), not one logit per sample"):
+        attach_heads(TwoLogits(nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 3))), ["network.0"], example=batch[:2])
+
+
 def test_a_cascade_passes_its_inputs_to_the_next_network():
     torch.manual_seed(0)
     cheap, expensive = nn.Linear(6, 3), nn.Sequential(nn.Linear(6, 9), nn.Linear(9, 3))
@@ -223,6 +266,16 @@ def test_a_cascade_passes_its_inputs_to_the_next_network():
     assert model.num_classes == 3
     with pytest.raises(BadInput, match=r"give \[3, 4\] logits"):
         cascade([cheap, nn.Linear(6, 4)], example=batch)
+
+
+def test_a_cascade_of_texts_gets_its_inputs_by_name():
+    class ByName(nn.Module):
+        def forward(self, input_ids, attention_mask):
+            return SimpleNamespace(logits=(input_ids * attention_mask)[:, :3].float())
+
+    batch = {"input_ids": torch.arange(8).reshape(2, 4), "attention_mask": torch.ones(2, 4, dtype=torch.int64)}
+    model = cascade([ByName(), ByName()], example=batch)
+    assert [logits.tolist() for logits in model(batch)] == [[[0, 1, 2], [4, 5, 6]]] * 2
 
 
 class TwoHeaded(nn.Module):
@@ -244,7 +297,7 @@ def test_a_network_with_several_outputs_is_split_between_them():
     assert model.num_classes == 3
     for ours, theirs in zip(model(batch), network(batch), strict=True):
         assert torch.equal(ours, theirs)
-    with pytest.raises(BadInput, match="one logit per class"):
+    with pytest.raises(BadInput, match=r"the outputs give \[4, 2\] logits: give as many of each"):
         from_outputs(Giving(lambda x: [x, x[:, :2]]), torch.randn(2, 4))
 
 

@@ -2,8 +2,11 @@
 
 import numpy as np
 import pytest
+import torch
+from torch import nn
 
-from alight.planning.timing import as_planned
+from alight.networks.attach import cascade
+from alight.planning.timing import as_planned, compare
 from alight.policies.policy import ExitAt, Lottery, Policy
 
 
@@ -28,3 +31,14 @@ def test_samples_of_a_trial_leave_as_the_rates_say(rates, count):
 
 def test_other_policies_take_samples_as_they_come():
     assert as_planned(ExitAt(costs=(1.0,)), 10) is None
+
+
+def test_a_cascade_is_timed_against_its_last_network_alone():
+    small, large = nn.Linear(6, 3), nn.Linear(6, 3)
+    rows = {"small": 0, "large": 0}
+    small.register_forward_hook(lambda *_: rows.update(small=rows["small"] + 1))
+    large.register_forward_hook(lambda *_: rows.update(large=rows["large"] + 1))
+    model, first = cascade([small, large]).eval(), ExitAt(costs=(1.0,), open_exits=(0,), num_exits=2)
+    compared = compare(model, first, torch.zeros(64, 6), 64, rounds=3)
+    assert rows["small"] == rows["large"]  # the full network never runs the small one
+    assert set(compared.decisions.exits.tolist()) == {0}

@@ -8,6 +8,7 @@ from alight.evaluation import ORACLE, SINGLE_EXIT, Point
 HOSTILE = "</script><script>alert('method')</script><img src=x onerror=alert(1)> & \"quoted\""
 FULL = 1.2e9
 STEPS = [0.2, 0.4, 0.6, 0.8, 1.0]
+PAID = (0.2, 0.55, 1.125)  # to leave at each exit, with the heads before it
 ALONE = [(1.0, 0.0, 0.0), (0.0, 1.0, 0.0), (0.0, 0.0, 1.0)]
 
 
@@ -49,6 +50,7 @@ def _described(step: float, share: tuple[float, ...]) -> dict[str, Any]:
     return {
         "exit_rates": share,
         "exit_shares": share,
+        "exit_costs": tuple(paid * FULL for paid in PAID),
         "thresholds": (step / 2 + 0.25, math.inf, -math.inf),
         "rule": "leave at the first score that reaches its threshold, on the margin",
         "guarantee": f"Keeps to {step:.0%}, with luck.",

@@ -143,7 +143,7 @@ def test_the_slider_moves_the_line_through_all_curves_and_the_numbers_follow(sho
                 f"{share:.1%}",
             ]
             for index, (cost, threshold, rate, share) in enumerate(
-                zip((20, 50, 100), point.thresholds, point.exit_rates, point.exit_shares, strict=True)
+                zip((20, 55, 112.5), point.thresholds, point.exit_rates, point.exit_shares, strict=True)
             )
         ]
         assert shown.text("#guarantee") == point.guarantee
@@ -261,6 +261,7 @@ def test_the_data_behind_each_figure_are_the_points(shown: Tab, tmp_path: Path) 
     assert {row["method"] for row in csv_of(shown, "readout-csv")} == {"eero", "patience", HOSTILE, ORACLE, "bare"}
     (eero,) = [each for each in points if each.method == "eero" and each.budget == 0.4 * FULL]
     exits = csv_of(shown, "exits-csv")
+    assert tuple(float(row["cost"]) for row in exits) == eero.exit_costs
     assert tuple(float(row["threshold"]) for row in exits) == eero.thresholds
     assert tuple(float(row["planned"]) for row in exits) == eero.exit_rates
     assert tuple(float(row["observed"]) for row in exits) == eero.exit_shares

@@ -20,6 +20,7 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from alight.errors import BadFile, BadInput, Diverged, Mismatch
+from alight.networks.attach import cascade
 from alight.networks.multi_exit import MultiExitModel
 from alight.training.metrics import History, exit_losses
 from alight.training.settings import TrainingSettings, learning_rate_factor, rescale_gradients
@@ -78,6 +79,21 @@ def test_frozen_means_frozen(trained):
     assert modes == [module.training for module in model.modules()]
     assert wanted == [parameter.requires_grad for parameter in model.parameters()]
     assert all(parameter.grad is None for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("mode", ["joint", "mixed"])
+def test_statistics_of_a_stage_that_needs_no_gradient_stay_in_joint_training(mode):
+    model = network().train()
+    model.stages[0].append(nn.BatchNorm2d(16, affine=False))  # has nothing to freeze
+    model.stages[0].requires_grad_(False)
+    model.stages[1][1][1].requires_grad_(False)  # one batch norm alone
+    before = state(model)
+    quick(model, mode=mode)
+    after = state(model)
+    statistics = [name for name in before if "running_mean" in name or "num_batches_tracked" in name]
+    moved = [name for name in statistics if not torch.equal(before[name], after[name])]
+    assert moved == ["stages.2.1.1.running_mean", "stages.2.1.1.num_batches_tracked"]
+    assert all(module.training for module in model.modules())  # as before
 
 
 def test_a_frozen_backbone_runs_once_per_batch_without_gradient_and_without_dropout(trained):
@@ -556,11 +572,29 @@ def test_the_exit_whose_loss_is_not_finite_is_named():
 
 IMAGES, LABELS = torch.zeros(8, 1, 8, 8), torch.arange(8)
 BAD_BATCHES = {
-    "a label too high": ([(IMAGES, LABELS + 3)], "labels hold class 10, but the network has 10 classes, 0 to 9"),
-    "a negative label": ([(IMAGES, LABELS - 100)], "labels hold class -100"),
+    "a label too high": ([(IMAGES, LABELS + 3)], "labels run from 3 to 10, but the network has 10 classes, 0 to 9"),
+    "a negative label": ([(IMAGES, LABELS - 100)], "labels run from -100 to -93"),
     "labels of floats": ([(IMAGES, LABELS.float())], "labels are torch.float32, not class indices"),
     "too few labels": ([(IMAGES, LABELS[:5])], r"labels have shape \(5,\) for 8 samples"),
     "one-hot labels": ([{"x": IMAGES, "labels": torch.eye(8).long()}], r"shape \(8, 8\) for 8 samples"),
+    "several labels per sample": (
+        [{"x": IMAGES, "labels": torch.ones(8, 10).triu()}],
+        r"the labels of 8 of 8 samples are not shares .* lie in \[1, 1\] and sum to 10\).* several labels per sample",
+    ),
+    "several labels as whole numbers": (
+        [{"x": IMAGES, "labels": torch.ones(8, 10).triu().long()}],
+        r"labels have shape \(8, 10\) .* several labels per sample need",
+    ),
+    "targets of a regression": (
+        [{"x": IMAGES, "labels": torch.randn(8, 10)}],
+        "not shares .* a regression needs classes",
+    ),
+    "one target each": ([{"x": IMAGES, "labels": torch.rand(8, 1)}], "among 1 classes, but .* a regression needs"),
+    "shares below 0": (
+        [{"x": IMAGES, "labels": torch.eye(8, 10) + torch.tensor([0.5, -0.5] + [0] * 8)}],
+        r"the labels of 7 of 8 samples are not shares .* lie in \[-0.5, 1.5\] and sum to 1",
+    ),
+    "shares of NaN": ([{"x": IMAGES, "labels": torch.full((8, 10), torch.nan)}], "8 of 8 samples are not shares"),
     "no labels": ([IMAGES], "the loader gives no labels"),
     "an empty loader": ([], "no batch in epoch 1"),
     "an empty batch": ([(IMAGES[:0], LABELS[:0])], "the first axis is the samples, at least 1"),
@@ -627,9 +661,31 @@ def test_a_network_without_exits_is_refused():
         quick(nn.Linear(3, 3))
 
 
+class Repeated(nn.Module):
+    def forward(self, rows):
+        return rows.expand(-1, 8, -1)
+
+
+ZEROS = (torch.zeros(4, 4), torch.zeros(4, dtype=torch.int64))
+
+
+def test_the_networks_of_a_cascade_are_not_trained_as_heads():
+    model = cascade([nn.Linear(4, 3), nn.Linear(4, 3)])
+    with pytest.raises(BadInput, match=r"the heads of a cascade are its networks: .* mode='joint'"):
+        quick(model, [(torch.zeros(4, 4), torch.arange(4) % 3)])
+    quick(model, [(torch.zeros(4, 4), torch.arange(4) % 3)], mode="joint")
+
+
 def test_heads_without_weights_are_refused():
     with pytest.raises(BadInput, match="nothing can be trained"):
         quick(MultiExitModel([nn.Linear(64, 10)], [nn.Identity()]))
+
+
+def test_a_network_of_one_logit_is_not_trained():
+    with pytest.raises(BadInput, match=r"gives one logit.* alight.TwoLogits\(network\)"):
+        quick(MultiExitModel([nn.Linear(4, 8), nn.Linear(8, 1)], [nn.Linear(8, 1), nn.Identity()]), [ZEROS])
+    with pytest.raises(BadInput, match=r"shape \(4, 8, 3\), not \(samples, classes\).* detection, segmentation"):
+        quick(MultiExitModel([nn.Unflatten(1, (1, 4))], [nn.Sequential(nn.Linear(4, 3), Repeated())]), [ZEROS])
 
 
 def test_exits_with_different_numbers_of_classes_are_refused():

@@ -15,8 +15,9 @@ from alight.cli.command import Argument, argument
 from alight.data.preprocess import Normalisation
 from alight.engine.manifest import TOKENIZER
 from alight.engine.settings import RunSettings
-from alight.errors import BadInput
-from alight.files import check_writable
+from alight.errors import AlightError, BadInput
+from alight.files import CONFIG, MANIFEST, WEIGHTS, check_writable, read_json
+from alight.outputs import HeadOutputs
 
 
 def output(text: str) -> str:
@@ -91,6 +92,7 @@ MODEL = argument("model", help="folder of a network with exits")
 POLICY = argument("policy", help="JSON that `alight calibrate` or `alight plan` wrote")
 TOKENIZER_FOLDER = argument("--tokenizer", metavar="FOLDER", help="folder of a tokenizer (default: that of the model)")
 DEVICE = argument("--device", help="default: cuda if there is one")
+FORCE = argument("--force", action="store_true", help="replace the network or recording that is there")
 ALLOW_MISMATCH = argument("--allow-mismatch", action="store_true", help="accept a policy of another network")
 NORMALISATION = (
     argument(
@@ -215,6 +217,27 @@ def check_distinct(*paths: str | None) -> None:
     if len(set(resolved)) < len(resolved):
         twice = next(path for path in resolved if resolved.count(path) > 1)
         raise BadInput(f"{twice} is named twice among inputs and outputs: give each its own file")
+
+
+def check_unused(path: str, force: bool, marker: str = "") -> None:
+    """Check that no file is written over, nor a folder with this file in it, unless --force allows it."""
+    place = Path(path) / marker
+    if not force and place.is_file():
+        raise BadInput(f"{path} holds {_described(place)}: give another place with -o, or --force to replace it")
+
+
+def _described(place: Path) -> str:
+    """Return what a file is, or the folder that it lies in, in a few words."""
+    if place.name == MANIFEST:
+        return "an exported network"
+    try:
+        if place.name == WEIGHTS:
+            config = read_json(place.with_name(CONFIG), "MultiExitModel")
+            return f"a network of {config['num_classes']} classes with exits after {', '.join(config['exits'])}"
+        table = HeadOutputs.load(place, log_probabilities=False)
+        return f"a recording of {len(table)} samples at {table.num_exits} exits"
+    except (AlightError, OSError, KeyError):
+        return f"a file of {place.stat().st_size:,} bytes"
 
 
 def check_data(*places: str | None) -> None:

@@ -7,12 +7,14 @@ from pathlib import Path
 
 from alight.cli.arguments import (
     ALLOW_MISMATCH,
+    FORCE,
     MODEL,
     NORMALISATION,
     POLICY,
     RUN,
     TOKENIZER_FOLDER,
     check_distinct,
+    check_unused,
     count,
     folder_option,
     named,
@@ -37,6 +39,7 @@ TOKEN = "ALIGHT_TOKEN"  # variable of the environment
 def run_export(options: argparse.Namespace) -> CommandResult:
     """Write a network and its policy to a folder that runs without PyTorch."""
     check_network_folder(options.model)
+    check_unused(options.output, options.force, MANIFEST)
     policy = load_policy(options.policy)
     from alight.engine.manifest import Manifest
     from alight.export.exporting import export_model
@@ -146,6 +149,7 @@ COMMANDS = (
             *NORMALISATION,
             ALLOW_MISMATCH,
             folder_option("exported", "folder for the stages"),
+            FORCE,
         ),
         ("export model policy.json -o exported",),
     ),

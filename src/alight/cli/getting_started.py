@@ -15,10 +15,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from alight import __version__
-from alight.cli.arguments import folder_option, new_folder
+from alight.cli.arguments import FORCE, check_unused, folder_option, new_folder
 from alight.cli.command import Command, CommandResult
 from alight.cli.tables import FAST_METHODS
 from alight.demo.recorded import RecordedDemo, run_recorded
+from alight.files import WEIGHTS
 from alight.provenance import installed_version, processor
 from alight.report import write_report
 
@@ -98,6 +99,7 @@ class Finding:
 def run_demo(options: argparse.Namespace) -> CommandResult:
     """Train a network with exits on digits, run it on half of its compute, and write a report."""
     start, missing = time.monotonic(), missing_for("torch", "learn")
+    check_unused(str(Path(options.output) / "digits" / "network"), options.force or bool(missing), WEIGHTS)
 
     def say(step: str) -> None:
         if not options.quiet:
@@ -196,6 +198,8 @@ def _import_error(modules: Iterable[str]) -> str | None:
 
 
 COMMANDS = (
-    Command(run_demo, [folder_option("alight-demo", "folder for the report, the network and the policies")], ["demo"]),
+    Command(
+        run_demo, [folder_option("alight-demo", "folder for the report, the network and the policies"), FORCE], ["demo"]
+    ),
     Command(run_doctor, [], ["doctor", "doctor --json"]),
 )

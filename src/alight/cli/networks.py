@@ -7,10 +7,12 @@ from pathlib import Path
 
 from alight.cli.arguments import (
     DEVICE,
+    FORCE,
     MODEL,
     NORMALISATION,
     any_options,
     check_data,
+    check_unused,
     count,
     data_arguments,
     data_options,
@@ -26,7 +28,7 @@ from alight.cli.arguments import (
 from alight.cli.command import Command, CommandResult, argument
 from alight.engine.manifest import TOKENIZER
 from alight.errors import BadInput
-from alight.files import check_network_folder, whole_folder
+from alight.files import WEIGHTS, check_network_folder, whole_folder
 
 CHECKPOINT = "checkpoint.safetensors"
 LIBRARIES = ("timm", "torchvision", "transformers", "zoo")
@@ -40,6 +42,7 @@ def run_attach(options: argparse.Namespace) -> CommandResult:
             f"network {options.network!r}: write timm:NAME, torchvision:NAME, transformers:FOLDER or zoo:NAME"
         )
     check_data(options.weights)
+    check_unused(options.output, options.force, WEIGHTS)
     import torch
 
     from alight.networks.libraries import from_name
@@ -68,12 +71,14 @@ def run_train(options: argparse.Namespace) -> CommandResult | None:
     """Train the heads of a network, or all of it; resumes an interrupted training."""
     check_network_folder(options.model)
     check_data(options.data, options.validation, options.tokenizer)
+    source, folder = Path(options.model), Path(options.output or options.model)
+    if source.resolve() != folder.resolve():
+        check_unused(options.output, options.force, WEIGHTS)
     from alight.data.formats import load_data
     from alight.networks.store import load_model, save_model
     from alight.training.settings import TrainingSettings
     from alight.training.training import train_heads
 
-    source, folder = Path(options.model), Path(options.output or options.model)
     model = load_model(source)
     spec, reading = model.input_spec, data_options(options)
     data = load_data(options.data, spec, split=options.split, shuffle=True, augment=options.augment, **reading)
@@ -147,6 +152,7 @@ COMMANDS = (
             set_option("option of the network"),
             argument("--seed", type=int, default=0, help="of fresh weights (default: 0)"),
             folder_option("model", "folder for the network"),
+            FORCE,
         ),
         (
             "attach torchvision:resnet18 --weights resnet18.safetensors --classes 10 --image-size 32 -o model",
@@ -166,6 +172,7 @@ COMMANDS = (
             argument("--checkpoint-every", metavar="EPOCHS", type=count, default=1, help="default: 1"),
             set_option("a field of TrainingSettings, as distill=0.5"),
             folder_option(None, "folder for the trained network (default: that of the model)"),
+            FORCE,
         ),
         (
             "train model train.npz --epochs 2 --set learning_rate=0.003",

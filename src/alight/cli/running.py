@@ -12,11 +12,13 @@ from alight import calibrate
 from alight.cli.arguments import (
     ALLOW_MISMATCH,
     DEVICE,
+    FORCE,
     MODEL,
     POLICY,
     RUN_OR_TUNE,
     check_data,
     check_distinct,
+    check_unused,
     count,
     counts,
     data_arguments,
@@ -61,6 +63,7 @@ def run_record(options: argparse.Namespace) -> CommandResult:
         return _record_on_ray(options)
     _check_output_file(options)
     check_data(options.data, options.tokenizer)
+    check_unused(options.output, options.force)
     from alight.engine.recorder import record_to
 
     model, data = _model_and_data(options)
@@ -288,6 +291,7 @@ COMMANDS = (
             *RUN_OR_TUNE,
             *ENGINE,
             output_option("outputs.npz", "with --engine ray a folder", _output_or_folder),
+            FORCE,
         ),
         (
             "record model validation.npz -o labelled.npz",

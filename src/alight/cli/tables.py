@@ -81,7 +81,7 @@ def even_budgets(costs: Costs) -> list[str]:
     >>> even_budgets(Costs([4.0, 1.0], [2.0, 0.0]))
     ['120%']
     """
-    lowest = np.ceil(100 * costs.cumulative()[0] / costs.full)
+    lowest = np.ceil(100 * costs.shares()[0])
     return list(dict.fromkeys(f"{percent:g}%" for percent in np.linspace(lowest, max(lowest, 100), 17)))
 
 

@@ -131,7 +131,8 @@ def time_stages(
         passes = np.array([_timed_pass(model, inputs) for _ in range(repeats)])  # (passes, 2 x exits)
     stages, heads = passes[:, 0::2], passes[:, 1::2]
     heads[:, [isinstance(head, nn.Identity) for head in model.heads]] = 0.0
-    if short := [name for name, median in zip(model.exits, np.median(stages, axis=0), strict=True) if median <= 0]:
+    medians = np.median(stages + heads, axis=0)  # together: the stages of a cascade do nothing
+    if short := [name for name, median in zip(model.exits, medians, strict=True) if median <= 0]:
         raise BadInput(f"the stage before {short[0]!r} is too short for the clock: give a larger batch_size")
     return Timings(stages, heads, len(inputs[0]), model.exits)
 
@@ -176,7 +177,7 @@ def _count(model: MultiExitModel, carried: Carried) -> tuple[list[int], list[int
 
 
 def _check_counts(model: MultiExitModel, stages: list[int], heads: list[int], unknown: list[set[str]]) -> None:
-    """Warn of operations that could not be counted; raise if an exit costs nothing more than the one before it."""
+    """Warn of operations that could not be counted; raise if an exit, or a cascade's last network, costs too little."""
     for name, stage, head, operations in zip(model.exits, stages, heads, unknown, strict=True):
         if operations:
             warnings.warn(
@@ -190,6 +191,11 @@ def _check_counts(model: MultiExitModel, stages: list[int], heads: list[int], un
                 f"between exit {name!r} and the one before it is nothing that counts as FLOPs:"
                 " leave one of the two out, or measure unit='ms'"
             )
+    if model.is_cascade and max(heads) > heads[-1]:
+        raise BadInput(
+            f"{model.exits[heads.index(max(heads))]!r} costs {max(heads) / heads[-1]:.3g} times as much as the last"
+            " network of the cascade, to which budgets and speed-ups refer: chain networks from cheap to expensive"
+        )
 
 
 def _metered(model: MultiExitModel, inputs: Carried, warmup: int, seconds: float) -> Costs:
@@ -215,7 +221,7 @@ def _metered(model: MultiExitModel, inputs: Carried, warmup: int, seconds: float
         stages.append(joules(partial(advance, stage, carried)))
         carried = advance(stage, carried)
         heads.append(0.0 if isinstance(head, nn.Identity) else joules(partial(read, head, carried)))
-    if min(stages) <= 0:
+    if min(map(sum, zip(stages, heads, strict=True))) <= 0:
         raise BadInput(f"the energy meter did not move within {seconds:g} s: give more seconds")
     return Costs(np.array(stages) / samples, np.array(heads) / samples, "J")
 

@@ -28,6 +28,11 @@ Arrays = tuple[Array, ...]
 BATCH_SIZE = 128  # by default
 AHEAD = 3  # batches that are fetched before they are asked for
 LABELS = ("labels", "label")  # the names that Hugging Face gives them
+ONE_CLASS = (
+    "alight gives each sample one class: several labels per sample need a network of two classes for each label,"
+    " a regression needs classes, such as ranges of its target"
+)
+ROUNDING = 0.01  # by which shares of classes may miss a sum of one
 SPENT = "an iterator is spent after one pass, so give a DataLoader, a list, or anything that starts anew"
 
 
@@ -58,18 +63,30 @@ class Batch:
         if self.labels is None:
             return
         if self.labels.ndim == 2:
-            if self.labels.shape[1] != num_classes:
-                raise BadInput(
-                    f"labels share each sample among {self.labels.shape[1]} classes, but the network has {num_classes}:"
-                    " give a column for each"
-                )
+            _check_shares(as_array(self.labels), num_classes)
             return
         low, high = int(self.labels.min()), int(self.labels.max())
         if low < 0 or high >= num_classes:
             raise BadInput(
-                f"labels hold class {low if low < 0 else high}, but the network has {num_classes} classes,"
-                f" 0 to {num_classes - 1}: number the classes from 0, or attach heads with more classes"
+                f"labels run from {low} to {high}, but the network has {num_classes} classes, 0 to {num_classes - 1}:"
+                f" number the classes from 0, or attach heads with more classes ({ONE_CLASS})"
             )
+
+
+def _check_shares(shares: np.ndarray, num_classes: int) -> None:
+    """Check that each row shares one sample among the classes of the network."""
+    if shares.shape[1] != num_classes:
+        raise BadInput(
+            f"labels share each sample among {shares.shape[1]} classes, but the network has {num_classes}:"
+            f" give a column for each ({ONE_CLASS})"
+        )
+    wrong = np.flatnonzero(~(np.abs(shares.sum(1) - 1) <= ROUNDING) | (shares < 0).any(1))
+    if wrong.size:
+        row = shares[wrong[0]]
+        raise BadInput(
+            f"the labels of {wrong.size} of {len(shares)} samples are not shares of classes that sum to one (those of"
+            f" sample {wrong[0]} lie in [{row.min():g}, {row.max():g}] and sum to {row.sum():g}): {ONE_CLASS}"
+        )
 
 
 def as_inputs(inputs: Any, spec: InputSpec) -> Arrays:
@@ -132,11 +149,11 @@ def as_tensor(values: Array) -> "torch.Tensor":
     return torch.from_numpy(array if array.flags.writeable else array.copy())
 
 
-def split_labels(batch: Any) -> Batch:
+def split_labels(batch: Any, spec: InputSpec | None = None) -> Batch:
     """Return a loader's batch with its labels apart: a tensor, (inputs, ..., labels), or a dict with "labels".
 
-    The last of several is the labels if it has one axis; a mask or a second image has more. In a dict labels may also
-    be shares of classes, (samples, classes): of smoothed labels and mixed images.
+    The last of several is the labels if it has one axis, or if the network takes one input less; a mask or a second
+    image has more axes. Labels may be shares of classes, (samples, classes): of smoothed labels and mixed images.
 
     >>> split_labels({"input_ids": np.ones((2, 4)), "labels": np.array([1, 0])}).labels
     array([1, 0])
@@ -145,7 +162,7 @@ def split_labels(batch: Any) -> Batch:
         inputs: Any = {name: part for name, part in batch.items() if name not in LABELS}
         labels = next((batch[name] for name in LABELS if batch.get(name) is not None), None)
     elif isinstance(batch, list | tuple):
-        inputs, labels = (batch[:-1], batch[-1]) if len(batch) > 1 and np.ndim(batch[-1]) == 1 else (batch, None)
+        inputs, labels = (batch[:-1], batch[-1]) if _ends_in_labels(batch, spec) else (batch, None)
     else:
         return Batch(batch, None)
     if not inputs:
@@ -155,13 +172,19 @@ def split_labels(batch: Any) -> Batch:
     return Batch(inputs[0] if len(inputs) == 1 and labels is not None else inputs, labels)
 
 
+def _ends_in_labels(batch: Sequence[Any], spec: InputSpec | None) -> bool:
+    if len(batch) < 2 or np.ndim(batch[-1]) == 1:
+        return len(batch) > 1
+    return spec is not None and len(batch) == len(spec.tensors) + 1 and not _is_sample(batch[0], spec)
+
+
 def as_batch(batch: Any, spec: InputSpec) -> Batch:
     """Return a loader's batch as the network takes it, with its labels, which are checked.
 
     >>> as_batch((np.zeros((3, 2)), [0, 1, 1]), InputSpec()).labels
     array([0, 1, 1])
     """
-    raw = split_labels(batch)
+    raw = split_labels(batch, spec)
     unnamed = isinstance(raw.inputs, Mapping) and len(raw.inputs) == 1 and not spec.names
     inputs = as_inputs(next(iter(raw.inputs.values())) if unnamed else raw.inputs, spec)
     return Batch(inputs, None if raw.labels is None else _class_indices(raw.labels, len(inputs[0])))
@@ -294,11 +317,11 @@ def _class_indices(labels: Any, num_samples: int) -> Array:
         return labels.float() if tensor else labels.astype(np.float32)
     kind = str(labels.dtype).removeprefix("torch.")
     if not kind.startswith(("int", "uint")):
-        raise BadInput(f"labels are {labels.dtype}, not class indices: give integers, or rows of shares")
+        raise BadInput(f"labels are {labels.dtype}, not class indices: give integers, or rows of shares ({ONE_CLASS})")
     if labels.shape != (num_samples,):
         raise BadInput(
             f"labels have shape {tuple(labels.shape)} for {num_samples} samples: give one class index per sample"
-            " (argmax of one-hot rows)"
+            f" (argmax of one-hot rows; {ONE_CLASS})"
         )
     return labels.long() if tensor else labels.astype(np.int64)
 

@@ -25,7 +25,7 @@ from typing import Any
 
 import numpy as np
 
-from alight.data.batches import make_loader
+from alight.data.batches import ONE_CLASS, make_loader
 from alight.data.preprocess import InputSpec, Sample, flattened, image_batch
 from alight.data.tokens import Texts, library
 from alight.errors import BadFile, BadInput
@@ -154,7 +154,7 @@ def _open(where: str, spec: InputSpec, split: str, labels: bool) -> tuple[Any, s
     if path.suffix == ".jsonl":
         return _lines(path, spec, labels), "text"
     if path.is_dir() and any((path / name).exists() for name in ("dataset_info.json", "dataset_dict.json")):
-        return _hugging_face(path, split, labels)
+        return _hugging_face(path, spec, split, labels)
     if path.is_dir():
         return _folder(path, spec, labels), "images"
     raise BadInput(f"{where} is not a kind of data that alight reads: give .npz, .jsonl, a folder, or NAME:FOLDER")
@@ -173,7 +173,9 @@ def _arrays(path: Path, labelled: bool) -> _Samples:
         return _Samples(images, None)
     if labels.ndim != 1 or len(labels) != len(images) or labels.dtype.kind not in "iu":
         raise BadFile(
-            path, f"its labels are {labels.dtype} of shape {labels.shape}", f"give {len(images)} class indices"
+            path,
+            f"its labels are {labels.dtype} of shape {labels.shape}",
+            f"give {len(images)} class indices ({ONE_CLASS})",
         )
     return _Samples(images, labels)
 
@@ -210,7 +212,7 @@ def _torchvision(name: str, root: str, split: str) -> Any:
         raise BadInput(f"{known[name.lower()]} is not in {root!r} ({error}): download it there first") from error
 
 
-def _hugging_face(path: Path, split: str, labelled: bool) -> tuple[_Samples, str]:
+def _hugging_face(path: Path, spec: InputSpec, split: str, labelled: bool) -> tuple[_Samples, str]:
     data = library("datasets", "datasets").load_from_disk(str(path))
     if isinstance(data, Mapping):
         if split not in data:
@@ -220,7 +222,7 @@ def _hugging_face(path: Path, split: str, labelled: bool) -> tuple[_Samples, str
     image, text, label = (_first(columns, names) for names in (IMAGE_NAMES, TEXT_NAMES, LABEL_NAMES))
     if image is None and text is None:
         raise BadInput(f"{path} has columns {', '.join(columns)}: name one 'image' or 'text', and one 'label'")
-    labels = np.asarray(data[label]) if labelled and label is not None else None
+    labels = _indices([*data[label]], path, spec) if labelled and label is not None else None
     return _Samples(data, labels, itemgetter(str(image or text))), "images" if image else "text"
 
 
@@ -252,8 +254,10 @@ def _indices(labels: Sequence[Any], path: Path, spec: InputSpec) -> list[int] | 
         return None
     if all(type(label) is int for label in labels):
         return [*labels]
-    if not all(isinstance(label, str) for label in labels):
-        raise BadFile(path, "some labels are missing or not names", "give every line a name or an index as label")
+    if wrong := [row for row, label in enumerate(labels) if not isinstance(label, str)]:
+        row = next((row for row in wrong if type(labels[row]) is not int), wrong[0])
+        problem = f"the label of sample {row} is {labels[row]!r}, not a name or an index like the others"
+        raise BadFile(path, problem, f"give names or indices of classes ({ONE_CLASS})")
     indices = class_indices(sorted(set(labels)), spec, str(path))
     return [indices[label] for label in labels]
 

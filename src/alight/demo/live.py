@@ -87,7 +87,7 @@ class LiveDemo:
 
     def lines(self) -> dict[str, str]:
         """Return one line per result, by name."""
-        names, shares = self.model.exits, self.flops.cumulative() / self.flops.full
+        names, shares = self.model.exits, self.flops.shares()
         exits = [
             f"{n} {_percent(a)} at {_percent(s, 0)}" for n, a, s in zip(names, self.accuracies, shares, strict=True)
         ]

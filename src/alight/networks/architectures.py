@@ -199,10 +199,17 @@ class MSDNetSettings:
     growth: int  # channels that a layer adds to the finest scale
     factors: tuple[int, ...]  # per scale, finest first: times so many channels, and so wide a bottleneck
     large_images: bool = False  # a stem that makes maps of a quarter of the size (ImageNet), and wider heads
+    growing: bool = False  # blocks of step + 1, 2 step + 1, ... layers after the first (the authors' lin_grow)
 
     def __post_init__(self) -> None:
         if min(self.blocks, self.base, self.step, self.channels, self.growth, *self.factors) < 1:
             raise BadInput(f"{self}: every number must be at least 1")
+
+    @property
+    def layers(self) -> list[int]:
+        """How many layers each block has."""
+        later = [self.step * index + 1 if self.growing else self.step for index in range(1, self.blocks)]
+        return [self.base, *later]
 
 
 def msdnet_modules(settings: MSDNetSettings, num_classes: int) -> tuple[list[nn.Module], list[nn.Module]]:
@@ -214,12 +221,11 @@ def msdnet_modules(settings: MSDNetSettings, num_classes: int) -> tuple[list[nn.
     groups as there are scales; from group to group the finest scale is dropped and the channels of all others are
     reduced.
     """
-    layers_per_block = [settings.base, *[settings.step] * (settings.blocks - 1)]
-    group = math.ceil(sum(layers_per_block) / len(settings.factors))  # layers after which a scale is dropped
+    group = math.ceil(sum(settings.layers) / len(settings.factors))  # layers after which a scale is dropped
     stages: list[nn.Module] = []
     heads: list[nn.Module] = []
     done, channels = 0, settings.channels  # layers so far, and their output channels (of a scale of factor 1)
-    for count in layers_per_block:
+    for count in settings.layers:
         layers: list[nn.Module] = [] if stages else [_Stem(settings)]
         for index in range(done, done + count):
             finest, finest_in = index // group, max(0, index - 1) // group

@@ -15,7 +15,7 @@ from alight.errors import BadInput
 from alight.networks.axes import are_channels_last, run_stages
 from alight.networks.heads import HEADS, HeadChoice, HeadFactory, TokenHead, make_head
 from alight.networks.masks import Masks
-from alight.networks.multi_exit import Carried, MultiExitModel, checked_read, describe, input_names
+from alight.networks.multi_exit import Carried, MultiExitModel, checked_read, count_classes, describe, input_names
 
 EXITS = 3  # that "auto" places before the end: heads cost where they save nothing, and `plan` can only close exits
 END = "end"  # the name of the last exit, the network's own classifier
@@ -115,11 +115,16 @@ def from_outputs(
     recipe = {"source": "outputs", "example": describe(example)}
     model = MultiExitModel(stages, heads, exits, input_names(example), normalisation=normalisation, recipe=recipe)
     with in_mode(model, training=False):
-        shapes = [tuple(logits.shape[1:]) for logits in model(example)]
-    if len(set(shapes)) > 1 or len(shapes[0]) != 1:
-        raise BadInput(f"the outputs have shapes {shapes} per sample: every exit must give one logit per class")
-    model.num_classes = shapes[0][0]
+        model.num_classes = _same_classes(model(example), "outputs")
     return model.keep_network(network)
+
+
+def _same_classes(logits: Sequence[Tensor], what: str) -> int:
+    """Return how many classes all of these logits have."""
+    counts = [*map(count_classes, logits)]
+    if len(set(counts)) > 1:
+        raise BadInput(f"the {what} give {counts} logits: give as many of each, one per class")
+    return counts[0]
 
 
 def _per_exit(head: HeadChoice, exits: int) -> list[str | HeadFactory]:
@@ -131,10 +136,7 @@ def _per_exit(head: HeadChoice, exits: int) -> list[str | HeadFactory]:
 
 
 def _checked_classes(logits: Tensor, num_classes: int | None, classes: Sequence[str]) -> int:
-    if not isinstance(logits, Tensor) or logits.ndim != 2:
-        output = f"a tensor of shape {tuple(logits.shape)}" if isinstance(logits, Tensor) else type(logits).__name__
-        raise BadInput(f"the network gives {output}, not (samples, classes): give a classifier")
-    own = logits.shape[1]
+    own = count_classes(logits)
     if classes and len(classes) != own:
         raise BadInput(f"{len(classes)} names for {own} classes: give one name per class")
     if num_classes not in (None, own):
@@ -216,7 +218,8 @@ def cascade(
 ) -> MultiExitModel:
     """Chain separate networks, from cheap to expensive, as one model with an exit after each.
 
-    `exits` names the networks. With an `example`, a batch as every network takes it, the number of classes is checked.
+    Each is the head of its exit, so that a closed exit costs nothing and the full network is the last one alone.
+    `exits` names them. With an `example`, a batch as every network takes it, the number of classes is checked.
 
     >>> import torch
     >>> model = cascade([nn.Linear(4, 3), nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 3))])
@@ -224,30 +227,35 @@ def cascade(
     [(5, 3), (5, 3)]
     """
     names = input_names(example)
-    stages = [_CascadeStage(network, first=index == 0, input_names=names) for index, network in enumerate(models)]
-    heads, recipe = [nn.Identity() for _ in stages], {"source": "cascade"}
-    model = MultiExitModel(stages, heads, exits, names, normalisation=normalisation, recipe=recipe)
+    members = [_CascadeMember(network, names) for network in models]
+    stages, recipe = [_CascadeStage() for _ in members], {"source": "cascade"}
+    model = MultiExitModel(stages, members, exits, names, normalisation=normalisation, recipe=recipe)
     if example is not None:
         with in_mode(model, training=False):
-            widths = [logits.shape[-1] for logits in model(example)]
-        if len(set(widths)) > 1:
-            raise BadInput(f"the networks give {widths} logits: give networks with the same classes")
-        model.num_classes = widths[0]
+            model.num_classes = _same_classes(model(example), "networks")
         model.recipe["example"] = describe(example)
     return model
 
 
 class _CascadeStage(nn.Module):
-    """One network of a cascade: returns its logits, then the inputs."""
+    """Carries the inputs to the next network."""
 
-    def __init__(self, network: nn.Module, *, first: bool, input_names: Sequence[str] = ()) -> None:
+    def forward(self, *inputs: Tensor) -> Carried:
+        return inputs
+
+
+class _CascadeMember(nn.Module):
+    """One network of a cascade, as the head of its exit: returns the logits of the inputs."""
+
+    reads_everything = True
+
+    def __init__(self, network: nn.Module, input_names: Sequence[str] = ()) -> None:
         super().__init__()
-        self.network, self.first, self.input_names = network, first, tuple(input_names)
+        self.network, self.input_names = network, tuple(input_names)
 
-    def forward(self, *carried: Tensor) -> Carried:
-        inputs = carried if self.first else carried[1:]
+    def forward(self, *inputs: Tensor) -> Tensor:
         if self.input_names:
             output = self.network(**dict(zip(self.input_names, inputs, strict=True)))
         else:
             output = self.network(*inputs)
-        return (pick_logits(output), *inputs)
+        return pick_logits(output)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from alight.data.batches import ONE_CLASS
 from alight.data.preprocess import Normalisation
 from alight.data.tokens import MASK
 from alight.errors import BadInput
@@ -129,6 +130,10 @@ def from_transformers(
         if num_classes is not None:
             config.num_labels = num_classes
         network = _auto_class(config).from_config(config, trust_remote_code=False)
+    if (task := getattr(config, "problem_type", None)) not in (None, "single_label_classification"):
+        raise BadInput(
+            f"the network was trained for {task}: {ONE_CLASS}; if it is not, set config.problem_type to None"
+        )
     names = tuple(config.id2label[index] for index in range(config.num_labels))
     model = attach_heads(
         network,

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from alight.cutting.proof import check_chain
 from alight.cutting.running import Inputs, in_mode, same_bits
@@ -18,6 +19,50 @@ from alight.errors import BadInput
 from alight.networks.heads import Head
 
 Carried = tuple[Tensor, ...]  # what crosses a cut: the features that the head reads, then all else that is used later
+
+ONE_LOGIT = (
+    "the network gives one logit, and a softmax over one class is always 1: give a classifier of at least two classes,"
+    " or wrap one with a sigmoid as alight.TwoLogits(network); a regression needs classes, such as ranges of its target"
+)
+
+
+class TwoLogits(nn.Module):
+    """A binary classifier of one logit z as one of two classes: logits (0, z), whose softmax is the sigmoid of z.
+
+    >>> model = TwoLogits(nn.Linear(4, 1))
+    >>> model(torch.zeros(5, 4)).shape
+    torch.Size([5, 2])
+    """
+
+    def __init__(self, network: nn.Module) -> None:
+        super().__init__()
+        self.network = network
+
+    def forward(self, *inputs: Any, **by_name: Any) -> Tensor:
+        """Return the logits of the negative and of the positive class."""
+        output = self.network(*inputs, **by_name)
+        logit = getattr(output, "logits", output)  # transformers return an object that has logits
+        if logit.numel() != len(logit):
+            raise BadInput(f"the network gives {tuple(logit.shape)}, not one logit per sample: leave TwoLogits out")
+        return functional.pad(logit.reshape(-1, 1), (1, 0))
+
+
+def count_classes(logits: Any) -> int:
+    """Return how many classes a batch of logits has, if they are those of one class per sample.
+
+    >>> count_classes(torch.zeros(5, 3))
+    3
+    """
+    shape = tuple(logits.shape) if isinstance(logits, Tensor) else ()
+    if not shape or len(shape) > 2:
+        what = f"a tensor of shape {shape}" if isinstance(logits, Tensor) else f"a {type(logits).__name__}"
+        raise BadInput(
+            f"the network gives {what}, not (samples, classes): exits decide about one class per sample, so detection,"
+            " segmentation and labels of tokens need a network that gives one row of logits per sample"
+        )
+    if len(shape) == 1 or shape[1] < 2:
+        raise BadInput(ONE_LOGIT)
+    return shape[1]
 
 
 class MultiExitModel(nn.Module):
@@ -59,6 +104,8 @@ class MultiExitModel(nn.Module):
             raise BadInput(f"{len(exits)} names for {len(stages)} exits: give one name per exit")
         if classes and num_classes not in (None, len(classes)):
             raise BadInput(f"{len(classes)} names for {num_classes} classes: give one name per class")
+        if 1 in (num_classes, len(classes)):
+            raise BadInput(ONE_LOGIT)
         self.stages, self.heads = nn.ModuleList(stages), nn.ModuleList(heads)
         self.exits = tuple(exits) or tuple(f"exit {index}" for index in range(len(stages)))
         self.input_names = tuple(input_names)
@@ -71,6 +118,11 @@ class MultiExitModel(nn.Module):
     def num_exits(self) -> int:
         """Return the number of exits."""
         return len(self.stages)
+
+    @property
+    def is_cascade(self) -> bool:
+        """Return whether each head is a network of its own."""
+        return self.recipe.get("source") == "cascade"
 
     @property
     def input_spec(self) -> InputSpec:

@@ -22,7 +22,7 @@ from alight.cutting.running import Inputs, LogitsChoice, in_mode, pick_logits
 from alight.cutting.stages import NotPlainData, cut_data, stages_from_data
 from alight.data.preprocess import Normalisation
 from alight.errors import BadFile, BadInput, Mismatch
-from alight.files import CONFIG, WEIGHTS, PathLike, check_network_folder, read_json, write_json, write_whole
+from alight.files import CONFIG, MANIFEST, WEIGHTS, PathLike, check_network_folder, read_json, write_json, write_whole
 from alight.networks.attach import cascade
 from alight.networks.heads import HEADS, HeadFactory
 from alight.networks.libraries import BUILDERS, build_network
@@ -61,6 +61,8 @@ def save_model(model: MultiExitModel, folder: PathLike) -> Path:
     ['config.json', 'model.safetensors']
     """
     folder = Path(folder)
+    if (folder / MANIFEST).is_file():  # which would go on being served
+        raise BadInput(f"{folder} holds an exported network: give another folder")
     cut_graph, constants = _cut_config(model)
     constants = {f"{CONSTANT}{name}": tensor.detach().cpu().clone() for name, tensor in constants.items()}
     tensors, tied = untied(model.state_dict())

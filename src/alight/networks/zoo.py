@@ -32,22 +32,44 @@ BACKBONES: dict[str, Callable[[int], nn.Module]] = {  # networks that get heads,
 
 
 def msdnet_cifar(
-    num_classes: int = 100, *, blocks: int = 7, base: int = 4, step: int = 2, channels: int = 16, growth: int = 6
+    num_classes: int = 100,
+    *,
+    blocks: int | None = None,
+    base: int | None = None,
+    step: int | None = None,
+    channels: int = 16,
+    growth: int = 6,
+    growing: bool = False,
 ) -> MultiExitModel:
     """Build MSDNet for images of 32 x 32: three scales, and as many exits as blocks.
+
+    It is the authors' network for anytime prediction: 7 blocks, of 4 layers and then of 2 each. With `growing` it is
+    theirs for budgets: 5 blocks of 1, 2, 3, 4 and 5 layers (`base`, then `step` times the block's index, plus 1).
 
     >>> model = msdnet_cifar(10, blocks=2, channels=4)
     >>> [tuple(logits.shape) for logits in model(torch.zeros(2, 3, 32, 32))]
     [(2, 10), (2, 10)]
     """
-    settings = MSDNetSettings(blocks, base, step, channels, growth, factors=(1, 2, 4))
+    given, own = (blocks, base, step), (5, 1, 1) if growing else (7, 4, 2)
+    first, second, third = (default if size is None else size for size, default in zip(given, own, strict=True))
+    settings = MSDNetSettings(first, second, third, channels, growth, factors=(1, 2, 4), growing=growing)
     return _msdnet("msdnet_cifar", settings, num_classes, CIFAR, 32)
 
 
 def msdnet_imagenet(
-    num_classes: int = 1000, *, blocks: int = 5, base: int = 4, step: int = 4, channels: int = 32, growth: int = 16
+    num_classes: int = 1000,
+    *,
+    blocks: int = 5,
+    base: int | None = None,
+    step: int = 4,
+    channels: int = 32,
+    growth: int = 16,
 ) -> MultiExitModel:
-    """Build MSDNet for images of 224 x 224: four scales, as many exits as blocks; the paper has steps of 4, 6 and 7."""
+    """Build MSDNet for images of 224 x 224: four scales, and as many exits as blocks of `step` layers.
+
+    The authors train steps of 4, 6 and 7; the first block has as many layers, unless `base` names another number.
+    """
+    base = step if base is None else base
     settings = MSDNetSettings(blocks, base, step, channels, growth, factors=(1, 2, 4, 4), large_images=True)
     return _msdnet("msdnet_imagenet", settings, num_classes, IMAGENET, 224)
 
@@ -125,7 +147,8 @@ def _msdnet(
 ) -> MultiExitModel:
     stages, heads = msdnet_modules(settings, num_classes)
     exits = [f"block {index}" for index in range(len(stages))]
-    arguments = {each: getattr(settings, each) for each in ("blocks", "base", "step", "channels", "growth")}
+    names = ("blocks", "base", "step", "channels", "growth", *(["growing"] if settings.growing else []))
+    arguments = {each: getattr(settings, each) for each in names}
     recipe = {"source": "zoo", "name": name, "arguments": arguments, "num_classes": num_classes}
     recipe["example"] = describe(_images(size))
     return MultiExitModel(stages, heads, exits, num_classes=num_classes, normalisation=normalisation, recipe=recipe)

@@ -24,7 +24,8 @@ class TrainingSettings:
 
     `mode` says what is trained. "frozen" (the paper): the heads alone, on the sum of their cross-entropies; the
     backbone runs once per batch without gradient, and neither its weights nor its batch-norm statistics change.
-    "joint": everything. "mixed": for `backbone_epochs` the backbone on its last exit, then everything.
+    "joint": everything. "mixed": for `backbone_epochs` the backbone on its last exit, then everything. A module whose
+    weights all have requires_grad=False stays in evaluation mode: its batch-norm statistics do not change either.
 
     `distill` replaces that share of every earlier exit's loss by the divergence from the last exit's probabilities, at
     a softmax `temperature`; with a frozen backbone it needs no labels. `rescale_gradients` gives every stage the

@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from alight.data.batches import BATCH_SIZE, Batch, batches, in_batches, length_of
 from alight.errors import BadFile, BadInput, Diverged, Mismatch
 from alight.files import SCHEMA, PathLike, check_writable, write_whole
-from alight.networks.multi_exit import MultiExitModel
+from alight.networks.multi_exit import MultiExitModel, count_classes
 from alight.networks.store import digest, read_tensors
 from alight.training.distributed import Processes, ShardedLoader, join_processes
 from alight.training.metrics import Epoch, History, Row, RunningMetrics, exit_losses
@@ -76,6 +76,8 @@ def train_heads(
     if not isinstance(model, MultiExitModel):
         raise BadInput(f"a {type(model).__name__} has no exits yet: attach_heads makes a MultiExitModel of it")
     resolved = (settings or TrainingSettings()).resolve(model.num_exits)
+    if model.is_cascade and resolved.mode == "frozen":
+        raise BadInput("the heads of a cascade are its networks: train each for itself before, or use mode='joint'")
     if checkpoint is not None:
         check_writable(checkpoint)
     if checkpoint_every < 1:
@@ -295,7 +297,7 @@ class _Training:
         dtype = PRECISIONS[self.settings.amp]
         with torch.autocast(self.device.type, dtype=dtype, enabled=dtype is not None):
             logits = forward(placed.inputs)
-        sizes = [each.shape[-1] for each in logits.values()]
+        sizes = [count_classes(each) for each in logits.values()]
         if len(set(sizes)) > 1:
             raise BadInput(f"the exits' logits have {sizes} classes: attach heads with as many as the network has")
         self.num_classes = sizes[0]
@@ -327,9 +329,13 @@ class _RunningPhase:
         self.average = WeightAverage(training.changed, settings.ema) if settings.ema else None
 
     def set_modes(self) -> None:
-        """Put what is trained into training mode; the batch-norm statistics of a frozen backbone must not change."""
+        """Put what is trained into training mode; the batch-norm statistics of whatever is frozen must not change."""
         self.training.model.train(not self.phase.frozen)
         self.phase.module.train()
+        for module in self.training.model.modules():
+            weights = [*module.parameters()]
+            if weights and not any(each.requires_grad for each in weights):
+                module.eval()  # with all inside it, such as a batch norm without weights
 
     def set_learning_rate(self, epoch: int, step: int) -> None:
         within = min(step / self.training.num_batches, 1) if self.training.num_batches else 0.0

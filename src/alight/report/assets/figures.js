@@ -356,7 +356,7 @@ function drawRisk() {
         width / rows.length < 40
           ? {label: "exit", tickFormat: everyFew(width, rows.length)}
           : {
-              label: "exit, and its cost as share of the full network",
+              label: "exit, and its cost as the only exit, share of the full network",
               tickFormat: (exit) => `${exit}\n${whole(costs.get(exit).spent)}`,
             },
         {ticks: 5, tickFormat: whole, label: "error rate"},
@@ -371,7 +371,7 @@ function drawRisk() {
           [
             `exit ${point.exit}`,
             `error  ${exact(1 - point.accuracy)}${interval(errorLow(point), errorHigh(point), exact)}`,
-            `cost  ${amountOf(point.spent, point.mean_cost, point.network)}`,
+            `cost as the only exit  ${amountOf(point.spent, point.mean_cost, point.network)}`,
           ].join("\n"),
         corner: "top-right",
         pointer: Plot.pointerX,

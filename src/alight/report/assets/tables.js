@@ -70,9 +70,9 @@ function fillDetails(point) {
   find("chosen").textContent =
     `${label(point.method)} with ${amountOf(point.allowed, point.budget, state.network)} allowed: ` +
     `${exact(point.accuracy)} right, ${exact(point.spent)} spent.`;
-  const costs = new Map(state.network.alone.map((each) => [each.exit, each.spent]));
+  const paid = (value) => (Number.isFinite(value) ? percent(value / state.network.fullCost) : "closed");
   const given = {
-    cost: (exit) => (costs.size ? percent(costs.get(exit)) : null),
+    cost: (exit) => (point.exit_costs.length ? paid(point.exit_costs[exit]) : null),
     "leaves at": (exit) => (point.thresholds.length ? thresholdOf(point.thresholds[exit]) : null),
     planned: (exit) => (point.exit_rates.length ? exact(point.exit_rates[exit]) : null),
     observed: (exit) => exact(point.exit_shares[exit]),
@@ -85,15 +85,16 @@ function fillDetails(point) {
   rows.append("th").attr("scope", "row").text(state.network.exitName);
   for (const title of titles) rows.append("td").text(given[title]);
   const perExit = (values) => (values.length ? (exit) => values[exit] : () => "");
-  const [threshold, planned] = [perExit(point.thresholds), perExit(point.exit_rates)];
+  const [amount, threshold, planned] = [point.exit_costs, point.thresholds, point.exit_rates].map(perExit);
   offer(
     "exits-csv",
-    ["method", "budget", "unit", "exit", "threshold", "planned", "observed"],
+    ["method", "budget", "unit", "exit", "cost", "threshold", "planned", "observed"],
     exits.map((exit) => [
       point.method,
       point.budget,
       point.unit,
       exit,
+      amount(exit),
       threshold(exit),
       planned(exit),
       point.exit_shares[exit],
