@@ -326,7 +326,12 @@ def _results(chain: Chain, batch: Batch) -> list[tuple[str, Tensor]]:
             [(name, each.clone()) for each in walk(result) if isinstance(each, Tensor) and each.ndim][:1]
         )
 
-    hooks = [module.register_forward_hook(note(name)) for name, module in chain.network.named_modules() if name]
+    modules = [(name, module) for name, module in chain.network.named_modules() if name]
+    hooks = [
+        module.register_forward_hook(note(name))
+        for name, module in modules
+        if not isinstance(module, torch.jit.ScriptModule)
+    ]
     try:
         chain.inputs.run(chain.network, batch)
     finally:
