@@ -350,6 +350,8 @@ def training_difference(chain: Chain, batch: Batch) -> str:
         if isinstance(own, Exception):
             return ""
         ours = _one_step(chain.network, [*chain.stages, *chain.heads], chain.whole_outputs, batch, seed)
+        if isinstance(ours, BadInput):  # they refuse to be trained, and say why
+            return ""
         if isinstance(ours, Exception):
             return f"it fails with {type(ours).__name__}: {str(ours).partition(chr(10))[0]}"
         for name, expected in own.numbers.items():
