@@ -139,7 +139,9 @@ class Dropped(Network):
         return self.third(functional.dropout(self.second(x), 0.5, self.training))
 
 
-@pytest.mark.parametrize(("kind", "difference"), [(RunningAverage, "average"), (RandomDepth, "output 0|other functions")])
+@pytest.mark.parametrize(
+    ("kind", "difference"), [(RunningAverage, "average"), (RandomDepth, "output 0|other functions")]
+)
 def test_a_network_that_would_train_differently_refuses_to_be_trained_in_stages(kind, difference):
     network = kind()
     stages = cut(network, ["first"], torch.randn(4, 6))

@@ -380,11 +380,7 @@ def _output_plans(network: nn.Module, inputs: Inputs, with_data: bool, training:
     needs = [_ancestors(traced, output) for output in outputs]
     if not training:
         _check_costs(network, inputs, traced, outputs, needs)
-    calls, done = [], set[int]()  # that later outputs need too, and that one output alone needs
-    for index, need in enumerate(needs):
-        later = set[int]().union(*needs[index + 1 :]) or need
-        calls.append(((need & later) - done, need - later))
-        done |= need & later
+    calls = _shared_and_own(needs)
     plans: list[StagePlan] = []
     incoming, names = traced.inputs, inputs.arguments
     done = {-1}
@@ -402,6 +398,16 @@ def _output_plans(network: nn.Module, inputs: Inputs, with_data: bool, training:
             plans.append(_plan(traced, head, carried, [output], last=True))
         incoming, names = carried, ()
     return _with_sizes(plans, [index - 1 - (index % 2 == 0) for index in range(len(plans))])
+
+
+def _shared_and_own(needs: Sequence[set[int]]) -> list[tuple[set[int], set[int]]]:
+    """Return the calls of each output that later outputs need too, each once, and those that it alone needs."""
+    calls, done = [], set[int]()
+    for index, need in enumerate(needs):
+        later = set[int]().union(*needs[index + 1 :]) or need
+        calls.append(((need & later) - done, need - later))
+        done |= need & later
+    return calls
 
 
 def _taken(traced: Trace, calls: set[int], outputs: Sequence[Value]) -> list[Value]:

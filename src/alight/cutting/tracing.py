@@ -329,38 +329,48 @@ class _CallRecorder(TorchFunctionMode):
         with self._unrecorded():
             taken = _tensors_in((args, kwargs))
             function = "" if isinstance(target, str) else getattr(target, "__name__", str(target))
-            tainted = any(map(self._is_tainted, taken))
-            weighted = not function or any(map(self._is_weighted, taken))
-            if (tainted or weighted) and function in CONTENT_READS:
-                content = "the content of a tensor" if tainted else "the content of its weights"
-                raise Untraceable(f"the network asks for {content} ({function}) at {_line()}")
+            if function in CONTENT_READS:
+                self._check_reads_no_content(function, taken)
             versions = [_version(tensor) for tensor in taken]
-            encoded: Any = (
-                () if function == "__get__" else self.encoded((args, kwargs))
-            )  # most attributes are no tensors
+            encoded = () if function == "__get__" else self.encoded((args, kwargs))  # most attributes are no tensors
             result = run(*args, **kwargs)
             changed = {_storage(tensor) for tensor, old in zip(taken, versions, strict=True) if _version(tensor) != old}
             if not changed and not _tensors_in(result):
                 return self._with_sizes(function, args, kwargs, result)
-            tainted = tainted or bool(RANDOM.search(function))
-            if tainted:
-                self.tainted_storages |= changed
-            values = {self.values[id(tensor)] for tensor in taken if id(tensor) in self.values}
-            inputs, keywords = encoded or self.encoded((args, kwargs))
-            changes_state = bool(changed & self.state_storages)
-            sizes = set(sizes_in((inputs, keywords)))
-            has_gradients = torch.is_grad_enabled()
-            call = Call(
-                target, inputs, keywords, _line(), tainted, values, sizes, changed, changes_state, has_gradients
-            )
+            call = self._call(target, function, taken, encoded or self.encoded((args, kwargs)), changed)
             self.calls.append(call)
-            result = self._renewed(result, Value(len(self.calls) - 1), tainted)
-            if weighted:
-                self.weighted.update(map(id, _tensors_in(result)))
-            if tainted and (SIZED_BY_CONTENT.fullmatch(function) or self._is_masked(function, taken)):
-                self.sized_by_content.update(map(id, _tensors_in(result)))
-            call.storages = set(map(_storage, _tensors_in(result)))
+            result = self._renewed(result, Value(len(self.calls) - 1), call.tainted)
+            made = _tensors_in(result)
+            call.storages = set(map(_storage, made))
+            if not function or any(map(self._is_weighted, taken)):
+                self.weighted.update(map(id, made))
+            if call.tainted and (SIZED_BY_CONTENT.fullmatch(function) or self._is_masked(function, taken)):
+                self.sized_by_content.update(map(id, made))
             return result
+
+    def _check_reads_no_content(self, function: str, taken: Sequence[Tensor]) -> None:
+        for is_read, content in ((self._is_tainted, "a tensor"), (self._is_weighted, "its weights")):
+            if any(map(is_read, taken)):
+                raise Untraceable(f"the network asks for the content of {content} ({function}) at {_line()}")
+
+    def _call(self, target: Any, function: str, taken: Sequence[Tensor], encoded: Any, changed: set[int]) -> Call:
+        """Return the call of these arguments, which writes to the changed storages."""
+        tainted = bool(RANDOM.search(function)) or any(map(self._is_tainted, taken))
+        if tainted:
+            self.tainted_storages |= changed
+        inputs, keywords = encoded
+        return Call(
+            target,
+            inputs,
+            keywords,
+            line=_line(),
+            tainted=tainted,
+            values={self.values[id(tensor)] for tensor in taken if id(tensor) in self.values},
+            sizes=set(sizes_in(encoded)),
+            changed=changed,
+            changes_state=bool(changed & self.state_storages),
+            has_gradients=torch.is_grad_enabled(),
+        )
 
     def _with_sizes(self, function: str, args: Any, kwargs: Any, result: Any) -> Any:
         """Return sizes that were read of a tensor as numbers that remember it; any other result unchanged."""
@@ -537,17 +547,20 @@ def _aligned(first: _CallRecorder, second: _CallRecorder, device: torch.device, 
     shapes = {value: (shape, second.shapes[value]) for value, shape in first.shapes.items() if value in second.shapes}
     output = _merged(first.output, second.output, "the output")
     follows_dtype = {value for value in shapes if first.dtypes[value] != second.dtypes[value]}
+    tainted, checks = first.all_tainted(), _size_checks(first, second)
+    return Trace(first.calls, ends, first.inputs, output, shapes, tainted, follows_dtype, device, checks, training)
+
+
+def _size_checks(first: _CallRecorder, second: _CallRecorder) -> list[SizeCheck]:
+    """Return comparisons of sizes that do not follow the batch; for the batch, the chain is run at several sizes."""
     per_sample = {value.call for value in second.shapes.keys() - first.shapes.keys()}  # calls with a result for each
-    checks = [  # a comparison with the batch size has other numbers; the chain is compared at several batch sizes
+    return [
         check
         for key, (check, numbers) in first.checks.items()
         if key in second.checks
         and second.checks[key][1] == numbers
         and not any(size.value.call in per_sample for size in sizes_in(key))
     ]
-    return Trace(
-        first.calls, ends, first.inputs, output, shapes, first.all_tainted(), follows_dtype, device, checks, training
-    )
 
 
 def _merged(one: Any, other: Any, line: str) -> Any:
