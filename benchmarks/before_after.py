@@ -3,8 +3,10 @@
     python benchmarks/before_after.py OLD NEW --runs 5 --threads 1
 
 OLD and NEW are roots of checkouts; each runs its own benchmarks/runtime.py on its own src/, with the options that are
-not known here. Prints for every network, mix of exits and batch size the samples per second of NEW over those of OLD:
-the median of the runs so far, the lowest and the highest. The order of the two alternates from run to run.
+not known here. Prints for every network, mix of exits and batch size, NEW over OLD, the median of the runs so far, the
+lowest and the highest: of samples per second, which follow the machine's speed from process to process, and of the
+share that the stages alone need of the predictor's time (`reached`, timed interleaved in one process), which does not. The
+order of the two alternates from run to run.
 """
 
 import argparse
@@ -22,7 +24,7 @@ OPTIONS = ("--device", "cpu", "--batch-sizes", "1,64", "--images", "512")  # tho
 
 
 def speeds(checkout: Path, options: Sequence[str]) -> dict[str, float]:
-    """Return samples per second by case, as one run of a checkout's benchmark measures them."""
+    """Return samples per second and the share reached by case, as one run of a checkout's benchmark measures them."""
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder) / "runtime.csv"
         command = [sys.executable, str(checkout / "benchmarks/runtime.py"), *options, "--output", str(output)]
@@ -32,7 +34,9 @@ def speeds(checkout: Path, options: Sequence[str]) -> dict[str, float]:
             rows = [*csv.DictReader(file)]
     names = ("model", "exits", "mode", "mix")
     return {
-        f"{' '.join(row[name] for name in names)}, batch {row['batch_size']}": float(row["per_second"]) for row in rows
+        f"{' '.join(row[name] for name in names)}, batch {row['batch_size']}, {measure}": float(row[measure])
+        for row in rows
+        for measure in ("per_second", "reached")
     }
 
 
