@@ -5,8 +5,8 @@
 OLD and NEW are roots of checkouts; each runs its own benchmarks/runtime.py on its own src/, with the options that are
 not known here. Prints for every network, mix of exits and batch size, NEW over OLD, the median of the runs so far, the
 lowest and the highest: of samples per second, which follow the machine's speed from process to process, and of the
-share that the stages alone need of the predictor's time (`reached`, timed interleaved in one process), which does not. The
-order of the two alternates from run to run.
+share that the stages alone need of the predictor's time (`reached`, timed interleaved in one process), which does not.
+The order of the two alternates from run to run.
 """
 
 import argparse
