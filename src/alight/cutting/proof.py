@@ -5,7 +5,7 @@ The two are compared on random inputs. What was not seen to be the same is refus
 
 import random
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 
 import torch
@@ -94,9 +94,7 @@ def prove(
         module.training = network.training
     chain = Chain(network, stages, inputs, heads)
     with in_mode(network, *stages, *heads, training=False), without_shortcuts(network), refusals():
-        accepts = _acceptance(chain)
-        others = _accepted_sizes(inputs, accepts)
-        batches = _other_batches(inputs, others, accepts)
+        accepts, others, batches = _other_sizes_taken(chain)
         expected = [chain.expected(batch) for batch in batches]
         _check_network_keeps_samples_apart(chain, batches[0], expected[0])
         _check_bits(chain, inputs.of_size(1))
@@ -125,9 +123,8 @@ def check_chain(
     chain = Chain(network, stages, inputs, heads)
     with in_mode(network, *stages, *heads, training=False), without_shortcuts(network), refusals():
         _check_bits(chain, inputs.of_size(1))
-        accepts = _acceptance(chain)
         batches = [inputs.of_size(ROWS), inputs.of_size(2)]
-        others = _other_batches(inputs, _accepted_sizes(inputs, accepts), accepts)
+        _, _, others = _other_sizes_taken(chain)
         try:
             chain.outputs(others[1])
             batches = others
@@ -183,6 +180,7 @@ def _free_sizes(chain: Chain, others: Others) -> tuple[Others, list[str]]:
     free, reasons = [], []
     for axes, sizes in others:
         batches = [_resized(chain.inputs.of_size(2), [(axes, size)]) for size in sizes]
+        batches = [batch for batch in batches if _runs(chain, chain.network, batch)]
         if reason := next(filter(None, (chain.difference(batch, chain.expected(batch)) for batch in batches)), ""):
             reasons.append(f"at another size {reason}")
         else:
@@ -207,12 +205,28 @@ def _other_batches(inputs: Inputs, others: Others, accepts: Accepts) -> list[Bat
     batches = []
     for shift, rows in enumerate((ROWS, 2)):
         changes = [(axes, sizes[(index + shift) % len(sizes)]) for index, (axes, sizes) in enumerate(others)]
-        batches.append(_resized(inputs.of_size(rows), changes if accepts(changes) else changes[:1]))
+        firsts = [(axes, sizes[0]) for axes, sizes in others]
+        taken = next((each for each in (changes, firsts, firsts[:1]) if accepts(each)), [])
+        batches.append(_resized(inputs.of_size(rows), taken))
     return batches
 
 
+def _other_sizes_taken(chain: Chain) -> tuple[Accepts, Others, list[Batch]]:
+    """Return what says which sizes the network takes, those other than the example's that it does, and batches of them.
+
+    It is asked without data first, which is cheap, and with data where it takes no batch of these sizes after all.
+    """
+    for with_data in (False, True):
+        accepts = _acceptance(chain, with_data=with_data)
+        others = _accepted_sizes(chain.inputs, accepts)
+        batches = _other_batches(chain.inputs, others, accepts)
+        if with_data or _runs(chain, chain.network, batches[1]):
+            break
+    return accepts, others, batches
+
+
 def _accepted_sizes(inputs: Inputs, accepts: Accepts) -> Others:
-    """Return axes whose size the network lets differ from the example's, and up to two other sizes that it takes."""
+    """Return axes whose size the network lets differ, and other sizes than the example's, of which it takes the first."""
     groups: dict[tuple[int, int], Axes] = {}
     for index, tensor in enumerate(inputs.tensors):
         for axis, size in enumerate(tensor.shape[1:], 1):
@@ -220,15 +234,21 @@ def _accepted_sizes(inputs: Inputs, accepts: Accepts) -> Others:
     accepted: Others = []
     refused: dict[int, Axes] = {}
     for (_, size), axes in groups.items():
-        if sizes := [other for other in _other_sizes(size) if accepts([(axes, other)])][:2]:
+        if sizes := _from_first_accepted(axes, size, accepts):
             accepted.append((axes, sizes))
         else:
             refused.setdefault(size, []).extend(axes)
     for size, axes in refused.items():  # such as height and width of a network that takes squares
         if len({axis for _, axis in axes}) > 1:
-            sizes = [other for other in _other_sizes(size) if accepts([(axes, other)])][:2]
+            sizes = _from_first_accepted(axes, size, accepts)
             accepted += [(axes, sizes)] if sizes else []
     return accepted
+
+
+def _from_first_accepted(axes: Axes, size: int, accepts: Accepts) -> list[int]:
+    """Return an accepted size and the one to be tried after it; none if none is accepted."""
+    others = _other_sizes(size)
+    return next((others[place : place + 2] for place, other in enumerate(others) if accepts([(axes, other)])), [])
 
 
 def _other_sizes(size: int) -> list[int]:
@@ -236,33 +256,31 @@ def _other_sizes(size: int) -> list[int]:
     return [other for other in dict.fromkeys(sizes) if other not in (0, size)]
 
 
-def _acceptance(chain: Chain) -> Accepts:
-    """Return a function that says whether the network takes other sizes; without data where it runs without."""
-
-    def runs(network: nn.Module, batch: Batch) -> bool:
-        try:
-            with in_mode(network, training=False):
-                chain.inputs.run(network, batch)
-        except Exception:  # whatever a network says to sizes that it does not take
-            return False
-        return True
-
+def _acceptance(chain: Chain, *, with_data: bool) -> Accepts:
+    """Return a function that says whether the network takes other sizes; without data only where it runs without."""
     network, batch = chain.network, chain.inputs.of_size(2)
-    try:
-        without_data = on_meta(network)
-        if runs(without_data, tuple(tensor.to("meta") for tensor in batch)):
-            network, batch = without_data, tuple(tensor.to("meta") for tensor in batch)
-    except Exception:  # of a network that cannot be copied
-        pass
+    if not with_data:
+        with suppress(Exception):  # of a network that cannot be copied
+            copied, meta = on_meta(network), tuple(tensor.to("meta") for tensor in batch)
+            network, batch = (copied, meta) if _runs(chain, copied, meta) else (network, batch)
     known: dict[str, bool] = {}
 
     def accepts(changes: Sequence[tuple[Axes, int]]) -> bool:
         key = str(changes)
         if key not in known:
-            known[key] = runs(network, _resized(batch, changes))
+            known[key] = _runs(chain, network, _resized(batch, changes))
         return known[key]
 
     return accepts
+
+
+def _runs(chain: Chain, network: nn.Module, batch: Batch) -> bool:
+    try:
+        with in_mode(network, training=False):
+            chain.inputs.run(network, batch)
+    except Exception:  # whatever a network says to sizes that it does not take
+        return False
+    return True
 
 
 def _resized(batch: Batch, changes: Sequence[tuple[Axes, int]]) -> Batch:

@@ -278,6 +278,7 @@ def _is_whole(model: MultiExitModel, network: nn.Module, pick: Callable[[Any], A
     """Check whether the stages give what the network gives for random samples, bit by bit."""
     dtype = next((weight.dtype for weight in model.stages.parameters() if weight.is_floating_point()), None)
     inputs = _inputs(model.recipe, 1, pick)
+    inputs.find_vocabularies(network)
     batch = inputs.of_size(ROWS, dtype=dtype)
     heads = [*model.heads] if model.recipe["source"] == "outputs" else []
     return is_chain_of(network, [*model.stages], inputs, batch, heads)
