@@ -226,7 +226,7 @@ def _other_sizes_taken(chain: Chain) -> tuple[Accepts, Others, list[Batch]]:
 
 
 def _accepted_sizes(inputs: Inputs, accepts: Accepts) -> Others:
-    """Return axes whose size the network lets differ, and other sizes than the example's, of which it takes the first."""
+    """Return axes whose size the network lets differ, with other sizes than the example's; it takes the first."""
     groups: dict[tuple[int, int], Axes] = {}
     for index, tensor in enumerate(inputs.tensors):
         for axis, size in enumerate(tensor.shape[1:], 1):
