@@ -45,22 +45,23 @@ WORKERS = 1
 MOST_PIXELS = 331  # along a side
 MOST_WEIGHTS = 150e6
 LENGTH, OTHER_LENGTH = 9, 13  # tokens of a text
-WIDTHS = {"hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4, "intermediate_size": 64}
-GROUPED = {"num_key_value_heads": 4, "head_dim": 8}
-TEXTS: dict[str, dict[str, Any]] = {
-    **dict.fromkeys(("albert", "bert", "big_bird", "camembert", "canine", "convbert", "deberta", "deberta-v2"), {}),
-    **dict.fromkeys(("distilbert", "electra", "ernie", "flaubert", "fnet", "gpt2", "ibert", "layoutlm", "llama"), {}),
-    **dict.fromkeys(("longformer", "megatron-bert", "mobilebert", "modernbert", "mpnet", "nystromformer", "opt"), {}),
-    **dict.fromkeys(("rembert", "roberta", "roformer", "xlm", "xlm-roberta", "yoso"), {}),
-    **dict.fromkeys(("gemma", "mistral", "qwen2"), GROUPED),
-    "funnel": {"block_sizes": [2, 2], "d_head": 8, "num_hidden_layers": None},
+WIDTHS = {"vocab_size": 60, "hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 64, "pad_token_id": 0}
+TEXTS = (
+    "albert bert big_bird camembert canine convbert deberta deberta-v2 distilbert electra ernie flaubert fnet funnel"
+    " gemma gpt2 ibert layoutlm llama longformer megatron-bert mistral mobilebert modernbert mpnet nystromformer opt"
+    " qwen2 rembert roberta roformer squeezebert xlm xlm-roberta xlnet yoso"
+).split()
+IMAGES = (
+    "beit bit convnext convnextv2 cvt data2vec-vision dinov2 focalnet ijepa mobilenet_v2 mobilevit poolformer pvt"
+    " regnet resnet segformer swin swinv2 vit vit_msn"
+).split()
+FOUR_LAYERS = {"num_hidden_layers": 4}
+SETTINGS: dict[str, dict[str, Any]] = {
+    "funnel": {"block_sizes": [2, 2], "d_head": 8},
     "squeezebert": {"embedding_size": 32},
     "xlnet": {"d_head": 8},
-}
-IMAGES: dict[str, dict[str, Any]] = {
-    **dict.fromkeys(("bit", "convnext", "convnextv2", "cvt", "focalnet", "mobilenet_v2", "mobilevit"), {}),
-    **dict.fromkeys(("poolformer", "pvt", "regnet", "resnet", "segformer", "swin", "swinv2"), {}),
-    **dict.fromkeys(("beit", "data2vec-vision", "dinov2", "ijepa", "vit", "vit_msn"), {"num_hidden_layers": 4}),
+    **{kind: {"num_key_value_heads": 4, "head_dim": 8} for kind in ("gemma", "mistral", "qwen2")},
+    **{kind: FOUR_LAYERS for kind in ("beit", "data2vec-vision", "dinov2", "ijepa", "vit", "vit_msn")},
 }
 
 
@@ -157,22 +158,23 @@ def images(name: str, model: torch.nn.Module, side: int) -> Network:
 
 def image_classifier(kind: str) -> Network:
     """Return a network of Hugging Face for images."""
-    config = transformers.AutoConfig.for_model(kind, **IMAGES[kind])
+    settings = SETTINGS.get(kind, {})
+    config = transformers.AutoConfig.for_model(kind, **settings)
     model = transformers.AutoModelForImageClassification.from_config(config)
-    return images(" ".join([kind, str(IMAGES[kind] or "")]).strip(), model, getattr(config, "image_size", None) or 224)
+    return images(f"{kind} {settings or ''}".strip(), model, getattr(config, "image_size", None) or 224)
 
 
 def text_classifier(kind: str) -> Network:
     """Return a small network of Hugging Face for texts."""
-    given = {"vocab_size": 60, "pad_token_id": 0} | WIDTHS | TEXTS[kind]
-    config = transformers.AutoConfig.for_model(kind, **{key: each for key, each in given.items() if each is not None})
+    layers = FOUR_LAYERS if kind != "funnel" else {}  # which counts its blocks
+    config = transformers.AutoConfig.for_model(kind, **WIDTHS, **layers, **SETTINGS.get(kind, {}))
     model = transformers.AutoModelForSequenceClassification.from_config(config).eval()
 
     def batch(samples: int, length: int) -> dict[str, torch.Tensor]:
         mask = (torch.arange(length) < torch.randint(3, length + 1, (samples, 1))).long()
         return {"input_ids": torch.randint(5, 60, (samples, length)) * mask, "attention_mask": mask}
 
-    return Network(f"{kind} {{'num_hidden_layers': 4}}", model, batch, LENGTH, [OTHER_LENGTH])
+    return Network(f"{kind} {FOUR_LAYERS}", model, batch, LENGTH, [OTHER_LENGTH])
 
 
 def try_family(family: str) -> Row:
