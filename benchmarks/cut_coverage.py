@@ -61,7 +61,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "squeezebert": {"embedding_size": 32},
     "xlnet": {"d_head": 8},
     **{kind: {"num_key_value_heads": 4, "head_dim": 8} for kind in ("gemma", "mistral", "qwen2")},
-    **{kind: FOUR_LAYERS for kind in ("beit", "data2vec-vision", "dinov2", "ijepa", "vit", "vit_msn")},
+    **dict.fromkeys(("beit", "data2vec-vision", "dinov2", "ijepa", "vit", "vit_msn"), FOUR_LAYERS),
 }
 
 
@@ -160,7 +160,8 @@ def image_classifier(kind: str) -> Network:
     """Return a network of Hugging Face for images."""
     settings = SETTINGS.get(kind, {})
     config = transformers.AutoConfig.for_model(kind, **settings)
-    model = transformers.AutoModelForImageClassification.from_config(config)
+    auto: Any = transformers.AutoModelForImageClassification
+    model: torch.nn.Module = auto.from_config(config)
     return images(f"{kind} {settings or ''}".strip(), model, getattr(config, "image_size", None) or 224)
 
 
@@ -168,7 +169,8 @@ def text_classifier(kind: str) -> Network:
     """Return a small network of Hugging Face for texts."""
     layers = FOUR_LAYERS if kind != "funnel" else {}  # which counts its blocks
     config = transformers.AutoConfig.for_model(kind, **WIDTHS, **layers, **SETTINGS.get(kind, {}))
-    model = transformers.AutoModelForSequenceClassification.from_config(config).eval()
+    auto: Any = transformers.AutoModelForSequenceClassification
+    model: torch.nn.Module = auto.from_config(config).eval()
 
     def batch(samples: int, length: int) -> dict[str, torch.Tensor]:
         mask = (torch.arange(length) < torch.randint(3, length + 1, (samples, 1))).long()

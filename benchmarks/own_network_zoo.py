@@ -846,6 +846,14 @@ def bert_positional() -> nn.Module:
     return bert()
 
 
+@case(
+    "bert_tuple", "masks", "attached with a tuple of tokens and a mask", several(tokens(10), padding_mask(10)),
+    layers("bert.encoder.layer"), logits=named_logits, needs="transformers",
+)  # fmt: skip
+def bert_tuple() -> nn.Module:
+    return bert()
+
+
 @encoder_case("roberta", layers("roberta.encoder.layer"), widths=(16, 16))
 def roberta() -> nn.Module:
     return text_classifier("Roberta", **SMALL)
@@ -2750,3 +2758,57 @@ told("view_alias", "no tensor written in place", NewView, trains=True)
 told("multi_crop", "crops side by side, channels='first'", CropsSideBySide, arguments={"channels": "first"})
 told("list_input", "a module around it that takes tensors", ListWrapped, **WRAPPED)
 told("nested_dict_input", "a module around it that takes tensors", NestedWrapped, **WRAPPED)
+
+
+class StoredMeanFirst(Pipeline):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm2d(3, affine=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.norm(x))
+
+
+class StoredMean(Pipeline):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm2d(16, affine=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.classified(self.norm(self.tail(self.body(self.stem(x)))))
+
+
+class OverOwnMaximum(Pipeline):
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.tail(self.body(self.stem(x)))
+        return self.classified(x / x.abs().amax((1, 2, 3), keepdim=True))
+
+
+class BranchPerSample(BranchOnContent):
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.body(self.stem(x))
+        return self.classified(torch.where(x.mean((1, 2, 3), keepdim=True) > 0.5, self.tail(x), self.other(x)))
+
+
+class RoomPerSample(MoeCapacity):
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.second(self.first(x))
+        best = self.router(x).topk(x.shape[1] // 2, dim=1).indices.expand(-1, -1, x.shape[2])
+        return self.fc(x.scatter_add(1, best, self.expert(x.gather(1, best))).mean(1))
+
+
+def sorted_tail(own: Any, x: Tensor) -> Tensor:
+    order = x.mean((1, 2, 3)).argsort()
+    return own.inner(x[order])[order.argsort()]
+
+
+STORED = "stored statistics"
+told("minus_batch_mean", STORED, StoredMean)
+told("batch_mean_first", STORED, StoredMeanFirst)
+told("over_batch_maximum", "the maximum of each sample", OverOwnMaximum)
+told("branch_on_content", "torch.where for each sample", BranchPerSample)
+told("moe_capacity", "room for half of each sample's tokens", RoomPerSample)
+told("sorted_batch", ALONE, lambda: pipeline(tail=Own(sorted_tail, inner=conv(12, 16, 2))))
+told(
+    "optional_positional", "an example with both inputs", batch=CASES["optional_positional"].extras["table"], extras={}
+)
