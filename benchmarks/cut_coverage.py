@@ -1,7 +1,7 @@
 """Which networks can be cut: one of every family in timm, torchvision and Hugging Face, compared bit by bit.
 
     python benchmarks/cut_coverage.py              # writes results/cut_coverage.csv, half an hour on one busy core
-    python benchmarks/cut_coverage.py timm/vgg     # tries some families again and replaces their rows
+    python benchmarks/cut_coverage.py timm/vgg     # tries some families; rows are replaced one by one
 
 A family is a module of `timm.models` or `torchvision.models` that defines classifiers; the one with the fewest weights
 times pixels represents it, with random weights at its own input size. The largest are made smaller: images of 224
@@ -297,15 +297,14 @@ def failed(family: str, reason: str) -> Row:
 def main(names: list[str]) -> int:
     torch.set_num_threads(1)
     made = provenance("torch", "torchvision", "timm", "transformers", folder=RESULTS.parent)
-    tries: dict[str, dict[str, Any]] = {
-        f"{row.library}/{row.family}": asdict(row) | {"seconds": f"{row.seconds:g}"} | made
-        for row in in_processes(names or list(families()))
-    }
-    if names and RESULTS.exists():
+    tries: dict[str, dict[str, Any]] = {}
+    if RESULTS.exists():
         with RESULTS.open(newline="") as file:
-            tries = {f"{row['library']}/{row['family']}": row for row in csv.DictReader(file)} | tries
-    rows = [tries[family] for family in sorted(tries)]
-    write_rows(RESULTS, rows)
+            tries = {f"{row['library']}/{row['family']}": row for row in csv.DictReader(file)}
+    for row in in_processes(names or list(families())):
+        tries[f"{row.library}/{row.family}"] = asdict(row) | {"seconds": f"{row.seconds:g}"} | made
+        rows = [tries[family] for family in sorted(tries)]
+        write_rows(RESULTS, rows)
     cut = [row for row in rows if str(row["ok"]) == "True"]
     print(f"{len(cut)} of {len(rows)} families ({len(cut) / len(rows):.1%}) cut at three places, bit by bit")
     seconds = Counter(row["second"].partition(":")[0] for row in cut)
