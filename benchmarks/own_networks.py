@@ -23,9 +23,10 @@ A network named `_told` is an earlier one with what its refusal asks for: an arg
 or a change of the code. Where no answer can be right, because the logits of a sample depend on its batch, are random,
 or are not one class per sample, `answerable` is False, and the network must be refused.
 
-`right`: all of it holds; what is refused for other sizes or extra inputs is in the detail. `refused`: attaching, or
-something else above, raises an error of alight's. `wrong`: something differs silently. `error`: another exception.
-The exit status is 1 if a network is wrong.
+The outcome is `right` if all of it holds; what is refused for other sizes or extra inputs is in the detail. `refused`:
+attaching, or something else above, raises an error of alight's. `wrong`: something differs silently. `error`: another
+exception. `result` says it of a network with its `_told` row taken into account. The exit status is 1 if a network is
+wrong.
 """
 
 import argparse
@@ -486,6 +487,15 @@ def named_row(case: Case, outcome: str, detail: str) -> dict[str, str]:
     return about | {"answerable": str(not case.must_refuse), "outcome": outcome, "detail": detail}
 
 
+def result_of(row: Mapping[str, str], outcomes: Mapping[str, str]) -> str:
+    """Return what becomes of a network once it is told what its refusal asks for; nothing for rows that are told."""
+    if row["told"] or row["outcome"] != "refused":
+        return "" if row["told"] else row["outcome"]
+    if outcomes.get(f"{row['network']}_told") == "right":
+        return "right once told"
+    return "refused" if row["answerable"] == "True" else "refused, no right answer"
+
+
 def try_network(case: Case) -> tuple[dict[str, str], list[Finding]]:
     """Return the row of one network, and all findings."""
     if case.needs and importlib.util.find_spec(case.needs) is None:
@@ -511,13 +521,14 @@ def main(arguments: Sequence[str]) -> int:
             print(f"{finding.check:12} {finding.outcome:8} {finding.detail}")
         print(f"{chosen}: {row['outcome']}")
         return int(row["outcome"] == "wrong")
-    made = provenance("torch", folder=ROOT)
-    about = {"commit": made["commit"], "torch version": torch.__version__, "date": made["date"]}
+    made = provenance("torch", "torchvision", "timm", "transformers", folder=ROOT)
     found = []
     for case in CASES.values():
         row, _ = try_network(case)
         print(f"{row['kind']:9} {row['network']:32} {row['outcome']:8} {row['detail'][:120]}", flush=True)
-        found.append(row | about)
+        found.append(row)
+    outcomes = {row["network"]: row["outcome"] for row in found}
+    found = [row | {"result": result_of(row, outcomes)} | made for row in found]
     write_rows(RESULTS, found)
     counts = print_counts(found)
     return int(counts["wrong"] > 0)
