@@ -39,7 +39,7 @@ from alight.provenance import provenance
 
 RESULTS = Path(__file__).parent.parent / "results" / "cut_coverage.csv"
 AT_LEAST = 0.95
-EQUAL, NO_OTHER = "equal", "network takes no other"
+EQUAL, REFUSED, NO_OTHER = "equal", "refused", "network takes no other"
 SECONDS = 600.0  # time limit of a family
 WORKERS = 1
 MOST_PIXELS = 331  # along a side
@@ -76,7 +76,8 @@ class Row:
     ok: bool
     reason: str
     second_size: str
-    second: str  # equal, or what the chain does at that size
+    second: str  # what the chain does at that size: equal, refused, differs, error; or the network takes no other
+    second_reason: str
     seconds: float
 
 
@@ -186,7 +187,7 @@ def try_family(family: str) -> Row:
     warnings.simplefilter("ignore")
     library, name = family.split("/")
     places: list[str] = []
-    second = ("", "")
+    second = ("", "", "")
     start = time.perf_counter()
     try:
         network = build(family)
@@ -222,8 +223,8 @@ def run(model: torch.nn.Module, batch: Any) -> torch.Tensor:
     return getattr(output, "logits", output)
 
 
-def at_second_size(network: Network, stages: Sequence[torch.nn.Module]) -> tuple[str, str]:
-    """Return the first other size that the network takes, and what the chain does there."""
+def at_second_size(network: Network, stages: Sequence[torch.nn.Module]) -> tuple[str, str, str]:
+    """Return the first other size that the network takes, what the chain does there, and why."""
     for size in network.others:
         try:
             with torch.no_grad():
@@ -231,12 +232,13 @@ def at_second_size(network: Network, stages: Sequence[torch.nn.Module]) -> tuple
         except Exception:  # whatever it says to sizes that it does not take
             continue
         try:
-            return str(size), difference(network, stages, size) or EQUAL
+            found = difference(network, stages, size)
+            return str(size), "differs" if found else EQUAL, found
         except AlightError as error:
-            return str(size), f"refused: {described(error)}"
+            return str(size), REFUSED, described(error)
         except Exception as error:
-            return str(size), f"error: {described(error)}"
-    return "", NO_OTHER
+            return str(size), "error", described(error)
+    return "", NO_OTHER, ""
 
 
 def described(error: Exception) -> str:
@@ -284,14 +286,15 @@ def outcome(family: str, process: Any, pipe: Any) -> Row:
         row = failed(family, "its process crashed")
     process.kill()
     process.join()
-    found = "ok" if row.ok else row.reason
-    print(f"{family}: {row.model} {row.places} {found}; {row.second_size} {row.second} ({row.seconds:g} s)", flush=True)
+    found = f"{row.model} {row.places} {'ok' if row.ok else row.reason}"
+    second = f"{row.second_size} {row.second} {row.second_reason}"
+    print(f"{family}: {found}; {second} ({row.seconds:g} s)", flush=True)
     return row
 
 
 def failed(family: str, reason: str) -> Row:
     library, module = family.split("/")
-    return Row(module, "", library, "", False, reason, "", "", 0.0)
+    return Row(module, "", library, "", False, reason, "", "", "", 0.0)
 
 
 def main(names: list[str]) -> int:
@@ -307,9 +310,9 @@ def main(names: list[str]) -> int:
         write_rows(RESULTS, rows)
     cut = [row for row in rows if str(row["ok"]) == "True"]
     print(f"{len(cut)} of {len(rows)} families ({len(cut) / len(rows):.1%}) cut at three places, bit by bit")
-    seconds = Counter(row["second"].partition(":")[0] for row in cut)
+    seconds = Counter(row["second"] for row in cut)
     print("at a second size:", ", ".join(f"{number} {each}" for each, number in seconds.most_common()))
-    wrong = seconds.keys() - {EQUAL, NO_OTHER, "refused"}
+    wrong = seconds.keys() - {EQUAL, REFUSED, NO_OTHER}
     return int(len(cut) < AT_LEAST * len(rows) or bool(wrong))
 
 
