@@ -57,7 +57,7 @@ class Case:
     must_refuse: str = ""  # why no answer can be right
     needs: str = ""  # a package
     trains: bool | Literal["heads"] = True  # the whole network, not at all, or heads alone
-    told: str = ""  # what a refusal asked for, and is done here
+    remedy: str = ""  # what a refusal asked for, and is done here
 
 
 CASES: dict[str, Case] = {}
@@ -77,11 +77,11 @@ def case(
     return register
 
 
-def told(name: str, remedy: str, make: Callable[[], nn.Module] | None = None, **changes: Any) -> None:
+def remedied(name: str, remedy: str, make: Callable[[], nn.Module] | None = None, **changes: Any) -> None:
     """Register a case again, with what its refusal asks for."""
     old = CASES[name]
     made = {"make": make or old.make, "must_refuse": "", **changes}
-    CASES[f"{name}_told"] = replace(old, name=f"{name}_told", told=remedy, **made)
+    CASES[f"{name}_told"] = replace(old, name=f"{name}_told", remedy=remedy, **made)
 
 
 # Batches.
@@ -2596,25 +2596,25 @@ class TrackedBatchNorm(BatchNormUntracked):
 
 ALONE = "the line in a module of its own"
 
-told("features_logits", "logits=1", arguments={"logits": 1})
-told("logits_features", "logits=0", arguments={"logits": 0})
-told("dict_out", "logits='out'", arguments={"logits": "out"})
-told("equal_width_features", "logits=1", arguments={"logits": 1})
-told("aux_in_training", "logits=function", arguments={"logits": CASES["aux_in_training"].logits})
-told("aux_first_in_training", "logits=function", arguments={"logits": CASES["aux_first_in_training"].logits})
-told("video_folded", "channels='first'", arguments={"channels": "first"})
-told("attention_mask_inverted", "mask={...: 'padding'}", arguments={"mask": {"attention_mask": "padding"}})
-told("head_in_place", "inplace=False", arguments={"head": lambda shape: in_place_head(shape, inplace=False)})
-told(
+remedied("features_logits", "logits=1", arguments={"logits": 1})
+remedied("logits_features", "logits=0", arguments={"logits": 0})
+remedied("dict_out", "logits='out'", arguments={"logits": "out"})
+remedied("equal_width_features", "logits=1", arguments={"logits": 1})
+remedied("aux_in_training", "logits=function", arguments={"logits": CASES["aux_in_training"].logits})
+remedied("aux_first_in_training", "logits=function", arguments={"logits": CASES["aux_first_in_training"].logits})
+remedied("video_folded", "channels='first'", arguments={"channels": "first"})
+remedied("attention_mask_inverted", "mask={...: 'padding'}", arguments={"mask": {"attention_mask": "padding"}})
+remedied("head_in_place", "inplace=False", arguments={"head": lambda shape: in_place_head(shape, inplace=False)})
+remedied(
     "one_logit", "alight.TwoLogits(network)", lambda: TwoLogits(OneLogit()), after=["network.stem", "network.body"],
     classes=2,
 )  # fmt: skip
-told("recurrent_block", "cut after 'stem'", after=["stem"])
-told("jit_script", "the network before torch.jit.script", adaptive_pool)
-told("jit_trace", "the network before torch.jit.trace", adaptive_pool)
-told("jit_script_inside", "the block before torch.jit.script", Pipeline)
-told("batch_norm_untracked", "BatchNorm2d with stored statistics", TrackedBatchNorm)
-told(
+remedied("recurrent_block", "cut after 'stem'", after=["stem"])
+remedied("jit_script", "the network before torch.jit.script", adaptive_pool)
+remedied("jit_trace", "the network before torch.jit.trace", adaptive_pool)
+remedied("jit_script_inside", "the block before torch.jit.script", Pipeline)
+remedied("batch_norm_untracked", "BatchNorm2d with stored statistics", TrackedBatchNorm)
+remedied(
     "one_graph", "an adjacency for each sample",
     batch=lambda n: (torch.randn(n, 7, 6), torch.rand(7, 7).repeat(n, 1, 1)),
 )  # fmt: skip
@@ -2627,10 +2627,12 @@ for _name in (
     "gradient_hook",
     "checkpointed",
 ):
-    told(_name, "heads trained alone", trains="heads")
+    remedied(_name, "heads trained alone", trains="heads")
 
-told("buffer_item_scale", ALONE, lambda: behind_body(lambda own, x: x * own.scale.item(), scale=torch.rand(()) + 0.5))
-told(
+remedied(
+    "buffer_item_scale", ALONE, lambda: behind_body(lambda own, x: x * own.scale.item(), scale=torch.rand(()) + 0.5)
+)
+remedied(
     "float_temperature", ALONE,
     lambda: pipeline(
         fc=nn.Sequential(
@@ -2638,18 +2640,18 @@ told(
         )
     ),
 )  # fmt: skip
-told(
+remedied(
     "branch_on_parameter", ALONE,
     lambda: branches(lambda own, x: own.one(x) if own.numbers > 0 else own.two(x), torch.randn(())),
 )  # fmt: skip
-told(
+remedied(
     "buffer_list_of_scales", ALONE,
     lambda: branches(
         lambda own, x: sum(a * b(x) for a, b in zip(own.numbers.tolist(), (own.one, own.two), strict=True)),
         torch.rand(2) + 0.2,
     ),
 )  # fmt: skip
-told(
+remedied(
     "layer_count_parameter", ALONE,
     lambda: pipeline(
         tail=Own(
@@ -2658,9 +2660,9 @@ told(
         )
     ),
 )  # fmt: skip
-told("numpy_inside", ALONE, lambda: behind_body(lambda own, x: x + torch.from_numpy(np.sin(x.detach().numpy()))))
-told("scripted_function", ALONE, lambda: behind_body(lambda own, x: scripted_swish()(x)))
-told(
+remedied("numpy_inside", ALONE, lambda: behind_body(lambda own, x: x + torch.from_numpy(np.sin(x.detach().numpy()))))
+remedied("scripted_function", ALONE, lambda: behind_body(lambda own, x: scripted_swish()(x)))
+remedied(
     "vmap_inside", ALONE,
     lambda: pipeline(
         fc=Own(
@@ -2669,7 +2671,7 @@ told(
         )
     ),
 )  # fmt: skip
-told(
+remedied(
     "loop_over_samples", ALONE,
     lambda: pipeline(
         tail=Own(lambda own, x: torch.cat([own.inner(one[None]) for one in x]), inner=conv(12, 16, 2))
@@ -2701,8 +2703,8 @@ class PackedModule(LstmPacked):
         return self.fc(self.lstm(self.norm(self.embed(ids)), lengths))
 
 
-told("moe_rare_expert", ALONE, MoeModule)
-told("lstm_packed", ALONE, PackedModule)
+remedied("moe_rare_expert", ALONE, MoeModule)
+remedied("lstm_packed", ALONE, PackedModule)
 
 
 class DropoutInTraining(Pipeline):
@@ -2752,12 +2754,12 @@ class NestedWrapped(nn.Module):
 
 WRAPPED = {"batch": several(IMAGES, IMAGES), "after": ["network.stem", "network.body"]}
 
-told("dropout_always", "F.dropout(x, 0.5, self.training)", DropoutInTraining)
-told("alias_across_cut", "no tensor written in place", NewSkip, trains=True)
-told("view_alias", "no tensor written in place", NewView, trains=True)
-told("multi_crop", "crops side by side, channels='first'", CropsSideBySide, arguments={"channels": "first"})
-told("list_input", "a module around it that takes tensors", ListWrapped, **WRAPPED)
-told("nested_dict_input", "a module around it that takes tensors", NestedWrapped, **WRAPPED)
+remedied("dropout_always", "F.dropout(x, 0.5, self.training)", DropoutInTraining)
+remedied("alias_across_cut", "no tensor written in place", NewSkip, trains=True)
+remedied("view_alias", "no tensor written in place", NewView, trains=True)
+remedied("multi_crop", "crops side by side, channels='first'", CropsSideBySide, arguments={"channels": "first"})
+remedied("list_input", "a module around it that takes tensors", ListWrapped, **WRAPPED)
+remedied("nested_dict_input", "a module around it that takes tensors", NestedWrapped, **WRAPPED)
 
 
 class StoredMeanFirst(Pipeline):
@@ -2803,12 +2805,12 @@ def sorted_tail(own: Any, x: Tensor) -> Tensor:
 
 
 STORED = "stored statistics"
-told("minus_batch_mean", STORED, StoredMean)
-told("batch_mean_first", STORED, StoredMeanFirst)
-told("over_batch_maximum", "the maximum of each sample", OverOwnMaximum)
-told("branch_on_content", "torch.where for each sample", BranchPerSample)
-told("moe_capacity", "room for half of each sample's tokens", RoomPerSample)
-told("sorted_batch", ALONE, lambda: pipeline(tail=Own(sorted_tail, inner=conv(12, 16, 2))))
-told(
+remedied("minus_batch_mean", STORED, StoredMean)
+remedied("batch_mean_first", STORED, StoredMeanFirst)
+remedied("over_batch_maximum", "the maximum of each sample", OverOwnMaximum)
+remedied("branch_on_content", "torch.where for each sample", BranchPerSample)
+remedied("moe_capacity", "room for half of each sample's tokens", RoomPerSample)
+remedied("sorted_batch", ALONE, lambda: pipeline(tail=Own(sorted_tail, inner=conv(12, 16, 2))))
+remedied(
     "optional_positional", "an example with both inputs", batch=CASES["optional_positional"].extras["table"], extras={}
 )

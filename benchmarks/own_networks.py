@@ -483,16 +483,16 @@ def one_line(error: BaseException) -> str:
 
 def named_row(case: Case, outcome: str, detail: str) -> dict[str, str]:
     detail = detail if len(detail) <= LONGEST else detail[: LONGEST - 3] + "..."
-    about = {"network": case.name, "kind": case.kind, "what it tests": case.tests, "told": case.told}
+    about = {"network": case.name, "kind": case.kind, "what it tests": case.tests, "remedy": case.remedy}
     return about | {"answerable": str(not case.must_refuse), "outcome": outcome, "detail": detail}
 
 
 def result_of(row: Mapping[str, str], outcomes: Mapping[str, str]) -> str:
-    """Return what becomes of a network once it is told what its refusal asks for; nothing for rows that are told."""
-    if row["told"] or row["outcome"] != "refused":
-        return "" if row["told"] else row["outcome"]
+    """Return what becomes of a network with what its refusal asks for; nothing for rows that have it."""
+    if row["remedy"] or row["outcome"] != "refused":
+        return "" if row["remedy"] else row["outcome"]
     if outcomes.get(f"{row['network']}_told") == "right":
-        return "right once told"
+        return "right with its remedy"
     return "refused" if row["answerable"] == "True" else "refused, no right answer"
 
 
@@ -536,11 +536,11 @@ def main(arguments: Sequence[str]) -> int:
 
 def print_counts(found: Sequence[Mapping[str, str]]) -> Counter[str]:
     """Print how often each outcome occurs, by kind and in all; return the counts of all."""
-    untold = [row for row in found if not row["told"]]
+    written = [row for row in found if not row["remedy"]]
     parts = {
         **{kind: [row for row in found if row["kind"] == kind] for kind in dict.fromkeys(row["kind"] for row in found)},
-        "as written": untold,
-        "as written, answerable": [row for row in untold if row["answerable"] == "True"],
+        "as written": written,
+        "as written, answerable": [row for row in written if row["answerable"] == "True"],
         "all, answerable": [row for row in found if row["answerable"] == "True"],
         "all": found,
     }
