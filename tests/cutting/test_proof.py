@@ -139,12 +139,12 @@ class Dropped(Network):
         return self.third(functional.dropout(self.second(x), 0.5, self.training))
 
 
-@pytest.mark.parametrize(("kind", "difference"), [(RunningAverage, "average"), (RandomDepth, "output 0")])
+@pytest.mark.parametrize(("kind", "difference"), [(RunningAverage, "average"), (RandomDepth, "output 0|other functions")])
 def test_a_network_that_would_train_differently_refuses_to_be_trained_in_stages(kind, difference):
     network = kind()
     stages = cut(network, ["first"], torch.randn(4, 6))
     before = {name: tensor.clone() for name, tensor in network.state_dict().items()}
-    with pytest.raises(BadInput, match=f"cannot run in training mode.*{difference}"):
+    with pytest.raises(BadInput, match=f"cannot run in training mode.*({difference})"):
         chain([stage.train() for stage in stages], (torch.randn(5, 6),))
     assert all(torch.equal(tensor, before[name]) for name, tensor in network.state_dict().items())
     assert all(parameter.grad is None for parameter in network.parameters())

@@ -326,7 +326,12 @@ def _results(chain: Chain, batch: Batch) -> list[tuple[str, Tensor]]:
             [(name, each.clone()) for each in walk(result) if isinstance(each, Tensor) and each.ndim][:1]
         )
 
-    hooks = [module.register_forward_hook(note(name)) for name, module in chain.network.named_modules() if name]
+    modules = [(name, module) for name, module in chain.network.named_modules() if name]
+    hooks = [
+        module.register_forward_hook(note(name))
+        for name, module in modules
+        if not isinstance(module, torch.jit.ScriptModule)
+    ]
     try:
         chain.inputs.run(chain.network, batch)
     finally:
@@ -345,6 +350,8 @@ def training_difference(chain: Chain, batch: Batch) -> str:
         if isinstance(own, Exception):
             return ""
         ours = _one_step(chain.network, [*chain.stages, *chain.heads], chain.whole_outputs, batch, seed)
+        if isinstance(ours, BadInput):  # they refuse to be trained, and say why
+            return ""
         if isinstance(ours, Exception):
             return f"it fails with {type(ours).__name__}: {str(ours).partition(chr(10))[0]}"
         for name, expected in own.numbers.items():

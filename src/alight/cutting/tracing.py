@@ -457,9 +457,8 @@ class _CallRecorder(TorchFunctionMode):
 
 
 def logits_in(output: Any, kind: type[Item]) -> Item:
-    """Return the logits in a network's output: the tensor or value, the one of that name, or the first."""
-    named = output.get("logits", output) if isinstance(output, Mapping) else output
-    for item in walk(named):
+    """Return the logits of what was picked from a network's output, as a tensor or value."""
+    for item in walk(output):
         if isinstance(item, kind):
             return item
     raise BadInput("the network's output holds no tensor that it computed: give a network that returns logits")

@@ -172,7 +172,8 @@ def _layer_calls(stage: nn.Module) -> Iterator[list[LayerCall]]:
             calls.append(LayerCall(layer, shapes[0][0], shapes[1][0]))
 
     known = (*CHANNELS_FIRST, *CHANNELS_LAST, *NORMS)
-    layers = [layer for layer in stage.modules() if isinstance(layer, known) or _vectors(layer)]
+    modules = [module for module in stage.modules() if not isinstance(module, torch.jit.ScriptModule)]
+    layers = [layer for layer in modules if isinstance(layer, known) or _vectors(layer)]
     hooks = [layer.register_forward_hook(note) for layer in layers]
     try:
         yield calls

@@ -7,7 +7,8 @@ from typing import get_args
 import torch
 from torch import Tensor, nn
 
-from alight.cutting.running import Inputs
+from alight.cutting.proof import is_close
+from alight.cutting.running import Inputs, in_mode
 from alight.data.tokens import IDS, SEGMENTS, Meaning, mask_meaning
 from alight.errors import BadInput
 
@@ -29,6 +30,33 @@ class Masks:
         if stated is None and not known and len(names) > 1:
             self.unknown = [name for name in names if name not in (IDS, SEGMENTS) and _is_flags(self.inputs[name])]
         inputs.mask = self.place
+        if self.place is not None:
+            self._check_meaning(backbone, inputs, names[self.place])
+
+    def _check_meaning(self, backbone: nn.Module, inputs: Inputs, name: str) -> None:
+        """Raise if the network reads what the mask hides, and does not read what it shows."""
+        mask = inputs.tensors[self.place or 0]
+        if mask.ndim != 2 or mask.shape[1] < 2 or mask.is_floating_point():
+            return
+        batch = list(inputs.of_size(2))
+        hidden = torch.zeros_like(batch[self.place or 0], dtype=torch.bool)
+        hidden[:, mask.shape[1] // 2 :] = True
+        batch[self.place or 0] = (hidden if self.meaning == "padding" else ~hidden).to(mask.dtype)
+        with in_mode(backbone, training=False):
+            try:
+                expected = inputs.run(backbone, tuple(batch))
+                reads = [
+                    not is_close(inputs.run(backbone, _changed(batch, places, self.place or 0)), expected)
+                    for places in (hidden, ~hidden)
+                ]
+            except Exception:  # of a network that does not take such a batch
+                return
+        if reads == [True, False]:
+            other = "padding" if self.meaning == "tokens" else "tokens"
+            raise BadInput(
+                f"where {name!r} is 1 it means {other}, as the network reads it, not {self.meaning}: say so,"
+                f" mask={{{name!r}: {other!r}}}"
+            )
 
     def of(self, features: Tensor, others: Sequence[Tensor]) -> Meaning | None:
         """Return what 1 means in the mask that is carried right behind tokens, None where there is none."""
@@ -48,6 +76,16 @@ class Masks:
             given = self.inputs[name]
             if known[name] == "tokens" and given.is_floating_point() and not (_is_binary(given) and given.any()):
                 raise BadInput(f"{name!r} is not 1 for tokens and 0 for padding: give it so, or say mask={{}}")
+
+
+def _changed(batch: Sequence[Tensor], places: Tensor, mask: int) -> tuple[Tensor, ...]:
+    """Return inputs that differ at some tokens."""
+    changed = [tensor.clone() for tensor in batch]
+    for index, tensor in enumerate(changed):
+        if index != mask and tensor.shape[:2] == places.shape:
+            other = tensor.roll(1, 0) if not tensor.is_floating_point() else tensor + 1
+            tensor[places] = other[places]
+    return tuple(changed)
 
 
 def _is_flags(tensor: Tensor) -> bool:

@@ -144,6 +144,10 @@ class MultiExitModel(nn.Module):
     def admit(self, inputs: Any) -> Carried:
         """Return a batch as the first stage takes it, of a tensor, several, or a dict of them by name."""
         if isinstance(inputs, tuple | list):
+            example = self.recipe.get("example")
+            expected = len(example.get("several", self.input_names or (1,))) if example else len(inputs)
+            if len(inputs) != expected:
+                raise BadInput(f"{len(inputs)} inputs, and the network was cut with {expected}: give as many, in order")
             return tuple(inputs)
         return by_name(inputs, self.input_names) if isinstance(inputs, Mapping) else (inputs,)
 

@@ -179,9 +179,10 @@ def test_a_file_gives_the_same_array_through_every_door(channels, tmp_path):
     folder.mkdir(parents=True)
     for name, each in content.items():
         (folder / name).write_bytes(each)
-    network = nn.Sequential(nn.Conv2d(channels, 4, 3), nn.Flatten(), nn.Linear(4 * 5 * 4, 1))
+    network = nn.Sequential(nn.Conv2d(channels, 4, 3), nn.Flatten(), nn.Linear(4 * 5 * 4, 2))
     normalisation = spec(channels, (7, 6)).normalisation
-    model = attach_heads(network, ["0"], example=torch.zeros(2, channels, 7, 6), normalisation=normalisation)
+    example, classes = torch.zeros(2, channels, 7, 6), ("one", "two")
+    model = attach_heads(network, ["0"], example=example, classes=classes, normalisation=normalisation)
     takes = model.input_spec
     ((expected, labels),) = load_data(folder.parent, takes)
     assert labels.tolist() == [0] * len(content)
