@@ -10,10 +10,10 @@ import importlib
 import math
 import random
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import pairwise
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -23,8 +23,11 @@ from torch.nn.utils import parametrizations, prune
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.checkpoint import checkpoint
 
+from alight import TwoLogits
+
 CLASSES = 5
 VOCABULARY = 50
+MIXED, RANDOM = "the logits of a sample depend on its batch", "the logits are random"
 Batch = Any  # a tensor, a tuple, a list or a dict of tensors, as the network takes it
 Maker = Callable[[int], Batch]  # draws a batch of so many samples from torch's generator
 Make = TypeVar("Make", bound=Callable[[], nn.Module])
@@ -53,7 +56,8 @@ class Case:
     padded: Callable[[], tuple[Batch, Batch]] | None = None  # samples alone and padded, with the same logits
     must_refuse: str = ""  # why no answer can be right
     needs: str = ""  # a package
-    trains: bool = True
+    trains: bool | Literal["heads"] = True  # the whole network, not at all, or heads alone
+    remedy: str = ""  # what a refusal asked for, and is done here
 
 
 CASES: dict[str, Case] = {}
@@ -71,6 +75,13 @@ def case(
         return make
 
     return register
+
+
+def remedied(name: str, remedy: str, make: Callable[[], nn.Module] | None = None, **changes: Any) -> None:
+    """Register a case again, with what its refusal asks for."""
+    old = CASES[name]
+    made = {"make": make or old.make, "must_refuse": "", **changes}
+    CASES[f"{name}_told"] = replace(old, name=f"{name}_told", remedy=remedy, **made)
 
 
 # Batches.
@@ -559,7 +570,7 @@ class ChunksOfTime(nn.Module):
 # 3. Samples of a batch that see each other.
 
 
-@case("batch_statistics", "mixing", "hand-written statistics over the batch", IMAGES, STAGES)
+@case("batch_statistics", "mixing", "hand-written statistics over the batch", IMAGES, STAGES, must_refuse=MIXED)
 class BatchStatistics(Pipeline):
     def forward(self, x: Tensor) -> Tensor:
         x = self.body(self.stem(x))
@@ -567,7 +578,7 @@ class BatchStatistics(Pipeline):
         return self.classified(self.tail((x - mean) / (deviation + 1e-5)))
 
 
-@case("batch_norm_untracked", "mixing", "BatchNorm2d(track_running_stats=False)", IMAGES, STAGES)
+@case("batch_norm_untracked", "mixing", "BatchNorm2d(track_running_stats=False)", IMAGES, STAGES, must_refuse=MIXED)
 class BatchNormUntracked(Pipeline):
     def __init__(self) -> None:
         super().__init__()
@@ -577,7 +588,9 @@ class BatchNormUntracked(Pipeline):
         return self.classified(self.tail(self.norm(self.body(self.stem(x)))))
 
 
-@case("contrastive_softmax", "mixing", "a softmax over the other samples of the batch", IMAGES, STAGES)
+@case(
+    "contrastive_softmax", "mixing", "a softmax over the other samples of the batch", IMAGES, STAGES, must_refuse=MIXED
+)
 class ContrastiveSoftmax(Pipeline):
     def forward(self, x: Tensor) -> Tensor:
         z = self.tail(self.body(self.stem(x))).mean((2, 3))
@@ -601,27 +614,27 @@ class SortedWithinStage(Pipeline):
         return self.classified(self.tail(x[order])[order.argsort()])
 
 
-@case("minus_batch_mean", "mixing", "x - x.mean(0)", IMAGES, STAGES)
+@case("minus_batch_mean", "mixing", "x - x.mean(0)", IMAGES, STAGES, must_refuse=MIXED)
 class MinusBatchMean(Pipeline):
     def forward(self, x: Tensor) -> Tensor:
         x = self.tail(self.body(self.stem(x)))
         return self.classified(x - x.mean(0))
 
 
-@case("over_batch_maximum", "mixing", "x / x.abs().max()", IMAGES, STAGES)
+@case("over_batch_maximum", "mixing", "x / x.abs().max()", IMAGES, STAGES, must_refuse=MIXED)
 class OverBatchMaximum(Pipeline):
     def forward(self, x: Tensor) -> Tensor:
         x = self.tail(self.body(self.stem(x)))
         return self.classified(x / x.abs().max())
 
 
-@case("batch_mean_first", "mixing", "x - x.mean(0) before the first exit", IMAGES, STAGES)
+@case("batch_mean_first", "mixing", "x - x.mean(0) before the first exit", IMAGES, STAGES, must_refuse=MIXED)
 class BatchMeanFirst(Pipeline):
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x - x.mean(0))
 
 
-@case("batch_attention", "mixing", "attention with the batch as the sequence", IMAGES, STAGES)
+@case("batch_attention", "mixing", "attention with the batch as the sequence", IMAGES, STAGES, must_refuse=MIXED)
 class BatchAttention(Pipeline):
     def __init__(self) -> None:
         super().__init__()
@@ -635,8 +648,8 @@ class BatchAttention(Pipeline):
 # 4. Tensors changed in place.
 
 
-def in_place_head(shape: tuple[int, ...]) -> nn.Module:
-    return nn.Sequential(nn.ReLU(inplace=True), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(shape[0], CLASSES))
+def in_place_head(shape: tuple[int, ...], *, inplace: bool = True) -> nn.Module:
+    return nn.Sequential(nn.ReLU(inplace=inplace), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(shape[0], CLASSES))
 
 
 @case(
@@ -830,6 +843,14 @@ def bert_segments() -> nn.Module:
     extras={"attention_mask": several(tokens(10), padding_mask(10))}, logits=named_logits, needs="transformers",
 )  # fmt: skip
 def bert_positional() -> nn.Module:
+    return bert()
+
+
+@case(
+    "bert_tuple", "masks", "attached with a tuple of tokens and a mask", several(tokens(10), padding_mask(10)),
+    layers("bert.encoder.layer"), logits=named_logits, needs="transformers",
+)  # fmt: skip
+def bert_tuple() -> nn.Module:
     return bert()
 
 
@@ -1403,7 +1424,9 @@ class WithDropout(Pipeline):
         return self.classified(F.dropout(self.tail(x), 0.3, training=self.training))
 
 
-@case("dropout_always", "training", "F.dropout(x, 0.5), random in evaluation mode too", IMAGES, STAGES)
+@case(
+    "dropout_always", "training", "F.dropout(x, 0.5), random in evaluation mode too", IMAGES, STAGES, must_refuse=RANDOM
+)
 class DropoutAlways(Pipeline):
     def forward(self, x: Tensor) -> Tensor:
         return self.classified(F.dropout(self.tail(self.body(self.stem(x))), 0.5))
@@ -1721,7 +1744,15 @@ def lora_own() -> nn.Module:
     return network
 
 
-@case("dynamic_quantised", "others", "quantize_dynamic on linear layers", floats(10), ["1", "4"], trains=False)
+@case(
+    "dynamic_quantised",
+    "others",
+    "quantize_dynamic on linear layers",
+    floats(10),
+    ["1", "4"],
+    trains=False,
+    must_refuse=MIXED,
+)
 def dynamic_quantised() -> nn.Module:
     quantize: Any = torch.ao.quantization.quantize_dynamic
     return quantize(tabular_mlp().eval(), {nn.Linear}, torch.qint8)
@@ -1838,7 +1869,14 @@ class MoeRareExpert(SparseMixtureOfExperts):
         return self.fc((x + super().forward(x)).mean(1))
 
 
-@case("moe_capacity", "others", "experts with room for half of the batch's tokens", floats(8, 12), ["first", "second"])
+@case(
+    "moe_capacity",
+    "others",
+    "experts with room for half of the batch's tokens",
+    floats(8, 12),
+    ["first", "second"],
+    must_refuse=MIXED,
+)
 class MoeCapacity(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -2244,7 +2282,7 @@ class MultiCrop(Pipeline):
         return self.fc(left + right)
 
 
-@case("branch_on_content", "others", "if x.mean() > 0 takes another path", IMAGES, STAGES)
+@case("branch_on_content", "others", "if x.mean() > 0 takes another path", IMAGES, STAGES, must_refuse=MIXED)
 class BranchOnContent(Pipeline):
     def __init__(self) -> None:
         super().__init__()
@@ -2473,7 +2511,8 @@ class TupleBlocks(nn.Module):
 
 
 @case(
-    "branch_on_batch_size", "mixing", "another path for a single sample", IMAGES, STAGES, others=LARGER
+    "branch_on_batch_size", "mixing", "another path for a single sample", IMAGES, STAGES, others=LARGER,
+    must_refuse=MIXED,
 )  # fmt: skip
 class BranchOnBatchSize(Pipeline):
     def __init__(self) -> None:
@@ -2485,16 +2524,293 @@ class BranchOnBatchSize(Pipeline):
         return self.fc(self.norm(x) if x.size(0) > 1 else x)
 
 
-@case("batch_size_scale", "mixing", "x * math.sqrt(B), a number that follows the batch size", IMAGES, STAGES)
+@case(
+    "batch_size_scale",
+    "mixing",
+    "x * math.sqrt(B), a number that follows the batch size",
+    IMAGES,
+    STAGES,
+    must_refuse=MIXED,
+)
 class BatchSizeScale(Pipeline):
     def forward(self, x: Tensor) -> Tensor:
         x = self.tail(self.body(self.stem(x)))
         return self.classified(x * math.sqrt(x.size(0)))
 
 
-@case("ghost_batches", "mixing", "statistics over groups of the batch of at most four", IMAGES, STAGES)
+@case(
+    "ghost_batches", "mixing", "statistics over groups of the batch of at most four", IMAGES, STAGES, must_refuse=MIXED
+)
 class GhostBatches(Pipeline):
     def forward(self, x: Tensor) -> Tensor:
         x = self.tail(self.body(self.stem(x)))
         groups = [group - group.mean(0, keepdim=True) / 2 for group in torch.split(x, 4)]
         return self.classified(torch.cat(groups))
+
+
+# 11. Networks from above that were refused, with what the refusal asks for.
+
+
+class Own(nn.Module):
+    """Lines of a `forward` in a module of its own, which stays closed when the network is cut."""
+
+    def __init__(self, lines: Callable[..., Tensor], **parts: nn.Module | Tensor) -> None:
+        super().__init__()
+        self.lines = lines
+        for name, part in parts.items():
+            self.add_module(name, part) if isinstance(part, nn.Module) else self.register_buffer(name, part)
+
+    def forward(self, *inputs: Tensor) -> Tensor:
+        return self.lines(self, *inputs)
+
+
+def pipeline(**parts: nn.Module) -> nn.Module:
+    """Return the pipeline with other parts."""
+    network = Pipeline()
+    for name, part in parts.items():
+        network.add_module(name, part)
+    return network
+
+
+def behind_body(lines: Callable[..., Tensor], **parts: nn.Module | Tensor) -> nn.Module:
+    """Return the pipeline with these lines before its tail."""
+    return pipeline(tail=nn.Sequential(Own(lines, **parts), conv(12, 16, 2)))
+
+
+def branches(lines: Callable[..., Tensor], numbers: Tensor) -> nn.Module:
+    """Return the pipeline with two tails and lines that put them together."""
+    return pipeline(tail=Own(lines, one=conv(12, 16, 2), two=conv(12, 16, 2), numbers=numbers))
+
+
+def as_many_layers(own: Any, x: Tensor) -> Tensor:
+    for layer in [own.first, *own.extra[: int(own.depth)]]:
+        x = layer(x)
+    return x
+
+
+class TrackedBatchNorm(BatchNormUntracked):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm2d(12)
+
+
+ALONE = "the line in a module of its own"
+
+remedied("features_logits", "logits=1", arguments={"logits": 1})
+remedied("logits_features", "logits=0", arguments={"logits": 0})
+remedied("dict_out", "logits='out'", arguments={"logits": "out"})
+remedied("equal_width_features", "logits=1", arguments={"logits": 1})
+remedied("aux_in_training", "logits=function", arguments={"logits": CASES["aux_in_training"].logits})
+remedied("aux_first_in_training", "logits=function", arguments={"logits": CASES["aux_first_in_training"].logits})
+remedied("video_folded", "channels='first'", arguments={"channels": "first"})
+remedied("attention_mask_inverted", "mask={...: 'padding'}", arguments={"mask": {"attention_mask": "padding"}})
+remedied("head_in_place", "inplace=False", arguments={"head": lambda shape: in_place_head(shape, inplace=False)})
+remedied(
+    "one_logit", "alight.TwoLogits(network)", lambda: TwoLogits(OneLogit()), after=["network.stem", "network.body"],
+    classes=2,
+)  # fmt: skip
+remedied("recurrent_block", "cut after 'stem'", after=["stem"])
+remedied("jit_script", "the network before torch.jit.script", adaptive_pool)
+remedied("jit_trace", "the network before torch.jit.trace", adaptive_pool)
+remedied("jit_script_inside", "the block before torch.jit.script", Pipeline)
+remedied("batch_norm_untracked", "BatchNorm2d with stored statistics", TrackedBatchNorm)
+remedied(
+    "one_graph", "an adjacency for each sample",
+    batch=lambda n: (torch.randn(n, 7, 6), torch.rand(7, 7).repeat(n, 1, 1)),
+)  # fmt: skip
+for _name in (
+    "xlnet",
+    "funnel",
+    "running_average",
+    "stochastic_depth",
+    "train_override",
+    "gradient_hook",
+    "checkpointed",
+):
+    remedied(_name, "heads trained alone", trains="heads")
+
+remedied(
+    "buffer_item_scale", ALONE, lambda: behind_body(lambda own, x: x * own.scale.item(), scale=torch.rand(()) + 0.5)
+)
+remedied(
+    "float_temperature", ALONE,
+    lambda: pipeline(
+        fc=nn.Sequential(
+            nn.Linear(16, CLASSES), Own(lambda own, x: x / float(own.temperature), temperature=torch.rand(()) + 0.5)
+        )
+    ),
+)  # fmt: skip
+remedied(
+    "branch_on_parameter", ALONE,
+    lambda: branches(lambda own, x: own.one(x) if own.numbers > 0 else own.two(x), torch.randn(())),
+)  # fmt: skip
+remedied(
+    "buffer_list_of_scales", ALONE,
+    lambda: branches(
+        lambda own, x: sum(a * b(x) for a, b in zip(own.numbers.tolist(), (own.one, own.two), strict=True)),
+        torch.rand(2) + 0.2,
+    ),
+)  # fmt: skip
+remedied(
+    "layer_count_parameter", ALONE,
+    lambda: pipeline(
+        tail=Own(
+            as_many_layers, first=conv(12, 16, 2), depth=torch.randint(1, 4, ()),
+            extra=nn.ModuleList(conv(16, 16) for _ in range(3)),
+        )
+    ),
+)  # fmt: skip
+remedied("numpy_inside", ALONE, lambda: behind_body(lambda own, x: x + torch.from_numpy(np.sin(x.detach().numpy()))))
+remedied("scripted_function", ALONE, lambda: behind_body(lambda own, x: scripted_swish()(x)))
+remedied(
+    "vmap_inside", ALONE,
+    lambda: pipeline(
+        fc=Own(
+            lambda own, x: torch.vmap(lambda row: own.linear.weight @ row + own.linear.bias)(x),
+            linear=nn.Linear(16, CLASSES),
+        )
+    ),
+)  # fmt: skip
+remedied(
+    "loop_over_samples", ALONE,
+    lambda: pipeline(
+        tail=Own(lambda own, x: torch.cat([own.inner(one[None]) for one in x]), inner=conv(12, 16, 2))
+    ),
+)  # fmt: skip
+
+
+class MoeModule(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.moe, self.fc = TransformerBlock(12), SparseMixtureOfExperts(12, 16), nn.Linear(12, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        return self.fc((x + self.moe(x)).mean(1))
+
+
+class PackedModule(LstmPacked):
+    class Recurrent(nn.LSTM):
+        def forward(self, x: Tensor, lengths: Tensor) -> Tensor:  # type: ignore[override]
+            packed = nn.utils.rnn.pack_padded_sequence(x, lengths.cpu(), batch_first=True, enforce_sorted=False)
+            return super().forward(packed)[1][0][-1]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = self.Recurrent(12, 16, batch_first=True)
+
+    def forward(self, ids: Tensor, lengths: Tensor) -> Tensor:
+        return self.fc(self.lstm(self.norm(self.embed(ids)), lengths))
+
+
+remedied("moe_rare_expert", ALONE, MoeModule)
+remedied("lstm_packed", ALONE, PackedModule)
+
+
+class DropoutInTraining(Pipeline):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.classified(F.dropout(self.tail(self.body(self.stem(x))), 0.5, self.training))
+
+
+class NewSkip(AliasAcrossCut):
+    def forward(self, x: Tensor) -> Tensor:
+        skip = self.stem(x)
+        y = self.body(skip)
+        return self.classified(self.tail(self.same(y) + (skip[:, :4] + 1.0).mean((1, 2, 3), keepdim=True)))
+
+
+class NewView(ViewAlias):
+    def forward(self, x: Tensor) -> Tensor:
+        x = nn.functional.max_pool2d(self.stem(x), 2)
+        x = torch.cat([x, x[:, :4]], 1)
+        y = self.body(x[:, :8])
+        return self.fc(self.tail(y).mean((2, 3)) + self.gate(0.5 * x.flatten(1)))
+
+
+class CropsSideBySide(Pipeline):
+    def forward(self, x: Tensor) -> Tensor:
+        crops = torch.stack([x, x.flip(3)], 1).flatten(0, 1)
+        x = self.tail(self.body(self.stem(crops))).mean((2, 3))
+        return self.fc(x.view(-1, 2, 16).sum(1))
+
+
+class ListWrapped(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.network = ListInput()
+
+    def forward(self, left: Tensor, right: Tensor) -> Tensor:
+        return self.network([left, right])
+
+
+class NestedWrapped(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.network = NestedDictInput()
+
+    def forward(self, left: Tensor, right: Tensor) -> Tensor:
+        return self.network({"image": left}, {"image": right})
+
+
+WRAPPED = {"batch": several(IMAGES, IMAGES), "after": ["network.stem", "network.body"]}
+
+remedied("dropout_always", "F.dropout(x, 0.5, self.training)", DropoutInTraining)
+remedied("alias_across_cut", "no tensor written in place", NewSkip, trains=True)
+remedied("view_alias", "no tensor written in place", NewView, trains=True)
+remedied("multi_crop", "crops side by side, channels='first'", CropsSideBySide, arguments={"channels": "first"})
+remedied("list_input", "a module around it that takes tensors", ListWrapped, **WRAPPED)
+remedied("nested_dict_input", "a module around it that takes tensors", NestedWrapped, **WRAPPED)
+
+
+class StoredMeanFirst(Pipeline):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm2d(3, affine=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.norm(x))
+
+
+class StoredMean(Pipeline):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm2d(16, affine=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.classified(self.norm(self.tail(self.body(self.stem(x)))))
+
+
+class OverOwnMaximum(Pipeline):
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.tail(self.body(self.stem(x)))
+        return self.classified(x / x.abs().amax((1, 2, 3), keepdim=True))
+
+
+class BranchPerSample(BranchOnContent):
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.body(self.stem(x))
+        return self.classified(torch.where(x.mean((1, 2, 3), keepdim=True) > 0.5, self.tail(x), self.other(x)))
+
+
+class RoomPerSample(MoeCapacity):
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.second(self.first(x))
+        best = self.router(x).topk(x.shape[1] // 2, dim=1).indices.expand(-1, -1, x.shape[2])
+        return self.fc(x.scatter_add(1, best, self.expert(x.gather(1, best))).mean(1))
+
+
+def sorted_tail(own: Any, x: Tensor) -> Tensor:
+    order = x.mean((1, 2, 3)).argsort()
+    return own.inner(x[order])[order.argsort()]
+
+
+STORED = "stored statistics"
+remedied("minus_batch_mean", STORED, StoredMean)
+remedied("batch_mean_first", STORED, StoredMeanFirst)
+remedied("over_batch_maximum", "the maximum of each sample", OverOwnMaximum)
+remedied("branch_on_content", "torch.where for each sample", BranchPerSample)
+remedied("moe_capacity", "room for half of each sample's tokens", RoomPerSample)
+remedied("sorted_batch", ALONE, lambda: pipeline(tail=Own(sorted_tail, inner=conv(12, 16, 2))))
+remedied(
+    "optional_positional", "an example with both inputs", batch=CASES["optional_positional"].extras["table"], extras={}
+)

@@ -16,11 +16,17 @@ and everything that a user trusts is compared with the untouched network:
     predictor   the same under a policy that lets half of the samples leave, also across batches and for a single sample
     saved       a saved and loaded model gives the same, although other weights are passed in
     weights     weights that are loaded after attaching count
-    training    gradients and buffers of three training steps are the network's
+    training    gradients and buffers of three training steps are the network's; where heads are trained alone, its
+                weights, buffers and logits stay
 
-`right`: all of it holds; what is refused for other sizes or extra inputs is in the detail. `refused`: attaching, or
-something else above, raises an error of alight's. `wrong`: something differs silently. `error`: another exception.
-The exit status is 1 if a network is wrong.
+A network named `_told` is an earlier one with what its refusal asks for: an argument of `attach_heads`, another place,
+or a change of the code. Where no answer can be right, because the logits of a sample depend on its batch, are random,
+or are not one class per sample, `answerable` is False, and the network must be refused.
+
+The outcome is `right` if all of it holds; what is refused for other sizes or extra inputs is in the detail. `refused`:
+attaching, or something else above, raises an error of alight's. `wrong`: something differs silently. `error`: another
+exception. `result` says it of a network with its `_told` row taken into account. The exit status is 1 if a network is
+wrong.
 """
 
 import argparse
@@ -44,7 +50,7 @@ import torch
 from own_network_zoo import CASES, Batch, Case
 from torch import Tensor, nn
 
-from alight import MultiExitModel, Predictor, Threshold, attach_heads
+from alight import MultiExitModel, Predictor, Threshold, TrainingSettings, attach_heads, train_heads
 from alight.errors import AlightError
 from alight.files import write_rows
 from alight.networks.multi_exit import advance, read
@@ -146,7 +152,9 @@ class Trial:
         self.check_predictor(model)
         self.check_saved(model)
         self.check_weights(network, model)
-        if case.trains:
+        if case.trains == "heads":
+            self.check_heads_alone()
+        elif case.trains:
             self.check_training()
         if case.must_refuse:
             refused = any(finding.outcome == "refused" for finding in self.findings)
@@ -269,7 +277,7 @@ class Trial:
         with self.check("saved"), tempfile.TemporaryDirectory() as folder:
             own = model(copied(batch))
             save_model(model, folder)
-            loaded = load_model(folder, new_network(self.case, 1), head=self.case.arguments.get("head"))
+            loaded = load_model(folder, new_network(self.case, 1), **functions_of(self.case))
             for index, (got, logits) in enumerate(zip(loaded(copied(batch)), own, strict=True)):
                 self.expect_same(got, logits, "saved", f"exit {index} of the loaded model")
             self.expect_same(loaded(copied(batch))[-1], expected, "saved", "the loaded model")
@@ -305,6 +313,20 @@ class Trial:
                 self.compare(training_step(network, lambda part: model(part)[-1], batch, seed), own, model)
             if len(self.findings) > before:
                 return
+
+    def check_heads_alone(self) -> None:
+        """Check that the network stays unchanged while heads are trained."""
+        network, model = self.attached()
+        batch, labels = self.draw(self.case.batch, SAMPLES), torch.arange(SAMPLES) % self.case.classes
+        loader = [batch | {"labels": labels} if isinstance(batch, dict) else (batch, labels)]
+        with self.check("training"):
+            train_heads(model, loader, TrainingSettings(epochs=2), progress=False)
+            own, now = state_of(self.original), state_of(network)
+            changed = [name for name in own if not torch.equal(own[name], now[name])]
+            self.expect(not changed, "training", f"training heads changes {', '.join(changed)}")
+            with torch.no_grad():
+                logits = model.eval()(copied(batch))[-1]
+            self.expect_same(logits, self.truth(batch), "training", "the logits once heads are trained")
 
     def compare(self, got: "Step", own: "Step", model: MultiExitModel) -> None:
         """Compare a training step with the network's own."""
@@ -437,6 +459,11 @@ def policy_for(model: MultiExitModel, early: Tensor | Sequence[float]) -> Thresh
     return Threshold(thresholds=thresholds, costs=tuple(float(1 + index) for index in range(model.num_exits)))
 
 
+def functions_of(case: Case) -> dict[str, Any]:
+    """Return what a folder cannot keep: functions that were passed to `attach_heads`."""
+    return {name: value for name, value in case.arguments.items() if callable(value)}
+
+
 def state_of(network: nn.Module) -> dict[str, Tensor]:
     return {**dict(network.named_parameters()), **dict(network.named_buffers())}
 
@@ -456,7 +483,17 @@ def one_line(error: BaseException) -> str:
 
 def named_row(case: Case, outcome: str, detail: str) -> dict[str, str]:
     detail = detail if len(detail) <= LONGEST else detail[: LONGEST - 3] + "..."
-    return {"network": case.name, "kind": case.kind, "what it tests": case.tests, "outcome": outcome, "detail": detail}
+    about = {"network": case.name, "kind": case.kind, "what it tests": case.tests, "remedy": case.remedy}
+    return about | {"answerable": str(not case.must_refuse), "outcome": outcome, "detail": detail}
+
+
+def result_of(row: Mapping[str, str], outcomes: Mapping[str, str]) -> str:
+    """Return what becomes of a network with what its refusal asks for; nothing for rows that have it."""
+    if row["remedy"] or row["outcome"] != "refused":
+        return "" if row["remedy"] else row["outcome"]
+    if outcomes.get(f"{row['network']}_told") == "right":
+        return "right with its remedy"
+    return "refused" if row["answerable"] == "True" else "refused, no right answer"
 
 
 def try_network(case: Case) -> tuple[dict[str, str], list[Finding]]:
@@ -484,19 +521,35 @@ def main(arguments: Sequence[str]) -> int:
             print(f"{finding.check:12} {finding.outcome:8} {finding.detail}")
         print(f"{chosen}: {row['outcome']}")
         return int(row["outcome"] == "wrong")
-    made = provenance("torch", folder=ROOT)
-    about = {"commit": made["commit"], "torch version": torch.__version__, "date": made["date"]}
+    made = provenance("torch", "torchvision", "timm", "transformers", folder=ROOT)
     found = []
     for case in CASES.values():
         row, _ = try_network(case)
         print(f"{row['kind']:9} {row['network']:32} {row['outcome']:8} {row['detail'][:120]}", flush=True)
-        found.append(row | about)
+        found.append(row)
+    outcomes = {row["network"]: row["outcome"] for row in found}
+    found = [row | {"result": result_of(row, outcomes)} | made for row in found]
     write_rows(RESULTS, found)
-    print(f"\n{'kind':9} {' '.join(f'{each:>8}' for each in ('networks', *OUTCOMES))}")
-    for kind in [*dict.fromkeys(row["kind"] for row in found), "all"]:
-        counts = Counter(row["outcome"] for row in found if kind in ("all", row["kind"]))
-        print(f"{kind:9} {counts.total():8} {' '.join(f'{counts[each]:8}' for each in OUTCOMES)}")
+    counts = print_counts(found)
     return int(counts["wrong"] > 0)
+
+
+def print_counts(found: Sequence[Mapping[str, str]]) -> Counter[str]:
+    """Print how often each outcome occurs, by kind and in all; return the counts of all."""
+    written = [row for row in found if not row["remedy"]]
+    parts = {
+        **{kind: [row for row in found if row["kind"] == kind] for kind in dict.fromkeys(row["kind"] for row in found)},
+        "as written": written,
+        "as written, answerable": [row for row in written if row["answerable"] == "True"],
+        "all, answerable": [row for row in found if row["answerable"] == "True"],
+        "all": found,
+    }
+    print(f"\n{'':24}{' '.join(f'{each:>8}' for each in ('networks', *OUTCOMES, 'right'))}")
+    for name, rows_of in parts.items():
+        counts = Counter(row["outcome"] for row in rows_of)
+        numbers = " ".join(f"{counts[each]:8}" for each in OUTCOMES)
+        print(f"{name:24}{counts.total():8} {numbers} {counts['right'] / (counts.total() - counts['skipped']):8.1%}")
+    return counts
 
 
 if __name__ == "__main__":

@@ -15,7 +15,8 @@ column. Options follow as YAML:
 
 - `where`: columns and their values, one or a list; a list of such mappings keeps the rows that match any of them.
 - `latest`: of the rows that agree on these columns only the last one.
-- `group`: rows that agree on these columns become one row, which shows all values or reduces them (`mean:.1%`).
+- `group`: rows that agree on these columns become one row, which shows all values, reduces (`mean:.1%`) or counts them
+  (`count`).
 - `sort`: columns to sort by, numbers as numbers.
 - `columns`: headings, each with a column, a column and its format, or text with fields in braces; or a list of columns.
 - `across` and `cell`: one more table column for each value of `across`, filled with `cell`; `columns` name the rows.
@@ -52,6 +53,8 @@ class Cell(tuple[str, ...]):
     def __format__(self, spec: str) -> str:
         """Format each value, or what they reduce to."""
         reduction, found, rest = spec.partition(":")
+        if reduction == "count":
+            return str(len(self))
         if found:
             return _formatted(REDUCTIONS[reduction](map(float, self)), rest)
         texts = [_formatted(value, spec) for value in self]
