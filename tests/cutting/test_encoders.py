@@ -294,3 +294,13 @@ def test_a_network_that_fails_on_the_example_says_where_and_what_to_do():
     for attempt in (lambda: cut(model, names("transformer.h", 0), texts(2)), lambda: suggest_exits(model, texts(2), 1)):
         with pytest.raises(BadInput, match=r"fails on the example with \w+Error: .*modeling_gpt2.py:.*register_cutter"):
             attempt()
+
+
+def test_inputs_without_names_are_tokens_and_their_mask(encoder):
+    model, layers = encoder
+    stages = cut(model, names(layers, 1), tuple(texts(2).values()))
+    batch = texts(5)
+    with torch.no_grad():
+        torch.testing.assert_close(chained(stages, batch), model(**batch).logits)
+    with pytest.raises(BadInput, match="3 inputs without names"):
+        cut(model, names(layers, 1), (*texts(2).values(), torch.zeros(2, 9, dtype=torch.long)))

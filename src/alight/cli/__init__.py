@@ -1,5 +1,6 @@
 """The command line: each command reads what the one before it wrote. Progress on stderr, results on stdout."""
 
+import gc
 import os
 import sys
 import warnings
@@ -19,7 +20,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options = parser().parse_args(arguments)
         return _run(options) if options.debug else _run_with_short_errors(options)
     except KeyboardInterrupt:
-        pass  # what was running, a progress bar perhaps, is released first
+        pass
+    gc.collect()  # what was running, a progress bar perhaps, is released first
     print("alight: interrupted, no partial file is left", file=sys.stderr)
     return ExitStatus.INTERRUPTED
 

@@ -33,6 +33,10 @@ def cut_text_encoder(
 
     `direct` says whether layers are called directly; by default that is tried on the example.
     """
+    if isinstance(example, list | tuple):
+        if len(example) > 2:
+            raise BadInput(f"the example has {len(example)} inputs without names: give a dict of them by name")
+        example = dict(zip(("input_ids", MASK), example, strict=False))
     names = tuple(example) if isinstance(example, Mapping) else ("input_ids",)
     if "input_ids" not in names:
         raise BadInput(f"the example has {list(names)}: give at least 'input_ids', best with 'attention_mask'")
