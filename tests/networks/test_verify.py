@@ -150,3 +150,7 @@ class TwoOutputs(nn.Module):
 
 def test_a_network_with_several_outputs_is_verified():
     assert from_outputs(TwoOutputs(), torch.randn(2, 4)).verify() == ""
+
+
+def test_a_network_in_another_dtype_is_verified_in_it():
+    assert attach_heads(Network(), ["first"], example=IMAGES).to(torch.bfloat16).verify() == ""

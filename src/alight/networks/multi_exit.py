@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils._pytree import tree_map_only
 
 from alight.cutting.proof import check_chain
 from alight.cutting.running import Inputs, in_mode, same_bits
@@ -173,6 +174,10 @@ class MultiExitModel(nn.Module):
             raise BadInput("the model was not cut from a network: verify one made by attach_heads or from_outputs")
         if example is None:
             example = random_example(self.recipe["example"], torch.Generator().manual_seed(0))
+        weight = next((each for each in self.parameters() if each.is_floating_point()), torch.empty(0))
+        example = tree_map_only(
+            Tensor, lambda each: each.to(weight.device, weight.dtype if each.is_floating_point() else None), example
+        )
         heads = [*self.heads] if self.recipe["source"] == "outputs" else []
         inputs = Inputs(example, self.pick)
         inputs.find_vocabularies(self.network)
