@@ -8,6 +8,7 @@ from torch import nn
 from torch.nn import functional
 
 from alight.cutting.cut import chain, cut
+from alight.cutting.placement import suggest_exits
 from alight.errors import BadInput
 
 
@@ -182,3 +183,31 @@ def test_a_network_is_trained_in_stages_as_its_own_code_trains(kind):
         gradients.append([parameter.grad for parameter in network.parameters()])
     for own, ours in zip(*gradients, strict=True):
         assert (own is None and ours is None) or torch.equal(own, ours)
+
+
+class ChangesItself(Network):
+    """It keeps the smallest size that it has seen, as windows of attention do."""
+
+    def __init__(self):
+        super().__init__()
+        self.window = 6
+
+    def forward(self, x):
+        self.window = min(self.window, x.shape[1])
+        return self.third(self.second(self.first(x)).cumsum(1)[:, -6:]).mean(1) * self.window
+
+
+class Random(Network):
+    def forward(self, x):
+        return self.third(functional.dropout(self.second(self.first(x)), 0.5, training=True))
+
+
+def test_proving_leaves_no_trace_in_the_network():
+    network = ChangesItself().eval()
+    cut(network, ["first"], torch.randn(4, 6, 6))
+    assert network.window == 6
+
+
+def test_a_network_that_is_random_in_evaluation_is_not_said_to_mix_samples():
+    with pytest.raises(BadInput, match="other logits for the same batch in evaluation mode"):
+        suggest_exits(Random().eval(), torch.randn(4, 6), count=1)

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from alight.cutting.cut import CUTTERS, alive_after, cut, inputs_of
 from alight.cutting.flops import FlopCounter, without_data
+from alight.cutting.proof import SamplesMixed
 from alight.cutting.running import Inputs, in_mode, refusals
 from alight.cutting.tracing import CONTAINERS, Trace, trace
 from alight.errors import BadInput
@@ -52,6 +53,8 @@ def cut_evenly(model: nn.Module, example: Any, count: int) -> tuple[list[str], l
             ) from problem
         try:
             return names, cut(model, names, example)
+        except SamplesMixed:
+            raise
         except BadInput as error:
             problem = error
             failing = [name for name in names if _fails(model, name, example)] or names[-1:]

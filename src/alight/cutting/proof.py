@@ -37,6 +37,10 @@ Others = list[tuple[Axes, list[int]]]  # axes, and other sizes than the example'
 Accepts = Callable[[Sequence[tuple[Axes, int]]], bool]  # does the network take inputs with these sizes?
 
 
+class SamplesMixed(BadInput):
+    """A network that cannot be cut anywhere, since its logits for a sample are not a function of the sample."""
+
+
 class Chain(NamedTuple):
     """A network and stages that should be the same; with heads, the network has one output for each."""
 
@@ -47,7 +51,8 @@ class Chain(NamedTuple):
 
     def expected(self, batch: Batch) -> list[Tensor]:
         """Return the outputs of the network."""
-        output = self.inputs.run(self.network, tuple(tensor.clone() for tensor in batch))  # it may write into them
+        with _attributes_restored(self.network):
+            output = self.inputs.run(self.network, tuple(tensor.clone() for tensor in batch))  # it may write into them
         return (
             [each for each in walk(output) if isinstance(each, Tensor)] if self.heads else [logits_in(output, Tensor)]
         )
@@ -57,15 +62,16 @@ class Chain(NamedTuple):
         carried: Any = tuple(tensor.clone() for tensor in batch)
         rows = list(range(len(batch[0])))
         outputs = []
-        for index, stage in enumerate(self.stages):
-            carried = stage(*carried)
-            if index == len(self.stages) - 1:
-                outputs.append((rows, carried))
-            elif self.heads:
-                outputs.append((rows, self.heads[index](*carried)))
-            if index < len(kept) and index < len(self.stages) - 1:
-                rows = [rows[row] for row in kept[index]]
-                carried = tuple(tensor[kept[index]] for tensor in carried)
+        with _attributes_restored(self.network):
+            for index, stage in enumerate(self.stages):
+                carried = stage(*carried)
+                if index == len(self.stages) - 1:
+                    outputs.append((rows, carried))
+                elif self.heads:
+                    outputs.append((rows, self.heads[index](*carried)))
+                if index < len(kept) and index < len(self.stages) - 1:
+                    rows = [rows[row] for row in kept[index]]
+                    carried = tuple(tensor[kept[index]] for tensor in carried)
         return outputs
 
     def whole_outputs(self, batch: Batch) -> list[Tensor]:
@@ -276,7 +282,7 @@ def _acceptance(chain: Chain, *, with_data: bool) -> Accepts:
 
 def _runs(chain: Chain, network: nn.Module, batch: Batch) -> bool:
     try:
-        with in_mode(network, training=False):
+        with in_mode(network, training=False), _attributes_restored(network):
             chain.inputs.run(network, batch)
     except Exception:  # whatever a network says to sizes that it does not take
         return False
@@ -301,7 +307,11 @@ def _check_network_keeps_samples_apart(chain: Chain, batch: Batch, expected: Seq
     some = tuple(tensor[KEPT[0]] for tensor in batch)
     pairs = zip(chain.expected(some), expected, strict=True)
     if not all(is_close(one, other[KEPT[0]]) for one, other in pairs):
-        raise BadInput(
+        if not all(map(is_close, chain.expected(batch), expected)):
+            raise SamplesMixed(
+                "the network gives other logits for the same batch in evaluation mode: let it draw nothing"
+            )
+        raise SamplesMixed(
             "the logits of a sample depend on the other samples of its batch, as first seen in what"
             f" {_mixing_module(chain, batch)} returns: normalise with stored statistics (track_running_stats=True), and"
             " compute nothing across samples"
@@ -412,6 +422,21 @@ def _one_step(
         return error
     finally:
         random.setstate(python_state)
+
+
+@contextmanager
+def _attributes_restored(network: nn.Module) -> Iterator[None]:
+    """Put back numbers that a network changes in itself when it is given inputs of another size."""
+    kinds = (bool, int, float, str, tuple, type(None))
+    kept = [
+        (module, {name: value for name, value in vars(module).items() if isinstance(value, kinds)})
+        for module in network.modules()
+    ]
+    try:
+        yield
+    finally:
+        for module, attributes in kept:
+            vars(module).update(attributes)
 
 
 @contextmanager

@@ -233,8 +233,8 @@ def _trace_twice(
         except Untraceable as error:
             problem = error
     raise BadInput(
-        f"{problem}, so it has no fixed graph: cut after modules that do not lie around this line, or teach alight this"
-        " network with register_cutter"
+        f"{problem}, so it has no fixed graph: cut after modules that do not lie around this line, put the line into a"
+        " module of its own, or teach alight this network with register_cutter"
     )
 
 
