@@ -154,3 +154,19 @@ def test_a_network_with_several_outputs_is_verified():
 
 def test_a_network_in_another_dtype_is_verified_in_it():
     assert attach_heads(Network(), ["first"], example=IMAGES).to(torch.bfloat16).verify() == ""
+
+
+class Negated(nn.Module):
+    def __init__(self, stage):
+        super().__init__()
+        self.stage = stage
+
+    def forward(self, *carried):
+        return -self.stage(*carried)
+
+
+def test_verify_finds_a_loaded_stage_that_is_not_the_networks(tmp_path):
+    model = load_model(save_model(attach_heads(Network(), ["first"], example=IMAGES), tmp_path), backbone=Network())
+    model.stages[1] = Negated(model.stages[1])
+    with pytest.raises(BadInput, match="do not give what the network gives"):
+        model.verify()
