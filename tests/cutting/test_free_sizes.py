@@ -85,9 +85,9 @@ def images(height, width, samples=3):
     return torch.randn(samples, 3, height, width)
 
 
-def same(network, stages, batch):
+def is_same(network, stages, batch):
     with torch.no_grad():
-        torch.testing.assert_close(chain(stages, (batch,)), network(batch))
+        return torch.equal(chain(stages, (batch,)), network(batch))
 
 
 @pytest.mark.parametrize("kind", [AveragePool, SumOverArea, SizeOfTheInput])
@@ -95,22 +95,22 @@ def test_image_sizes_are_free(kind):
     network = kind().eval()
     stages = cut(network, ["first"], images(12, 12))
     for side in (8, 12, 17, 31):
-        same(network, stages, images(side, side))
+        assert is_same(network, stages, images(side, side))
     if kind is not AveragePool:
-        same(network, stages, images(9, 14))
+        assert is_same(network, stages, images(9, 14))
 
 
 def test_lengths_are_free():
     network = LastStep().eval()
     stages = cut(network, ["first"], torch.randint(50, (2, 9)))
     for length in (1, 5, 9, 23):
-        same(network, stages, torch.randint(50, (4, length)))
+        assert is_same(network, stages, torch.randint(50, (4, length)))
 
 
 def test_a_branch_on_a_size_is_refused_where_it_would_go_the_other_way():
     network = Branches().eval()
     stages = cut(network, ["first"], images(12, 12))
-    same(network, stages, images(16, 18))
+    assert is_same(network, stages, images(16, 18))
     with pytest.raises(BadInput, match=r"x\.shape\[2\] < 20"):
         chain(stages, (images(24, 24),))
 
@@ -119,6 +119,64 @@ def test_a_branch_on_a_size_is_refused_where_it_would_go_the_other_way():
 def test_sizes_that_leave_arithmetic_are_fixed(kind, line):
     network = kind().eval()
     stages = cut(network, ["pool" if kind is SizeBeforeStride else "first"], images(12, 12))
-    same(network, stages, images(12, 12, samples=5))
+    assert is_same(network, stages, images(12, 12, samples=5))
     with pytest.raises(BadInput, match=line):
         chain(stages, (images(16, 16),))
+
+
+COMPUTED = {  # steps that are the same at all sizes that are tried, and not at 40
+    "shift": lambda size: size >> 5,
+    "mask": lambda size: size & 32,
+    "divmod": lambda size: divmod(size, 32)[0],
+}
+REFUSED = {
+    "round": lambda size: round(size + 20, -2),
+    "square root": lambda size: int(math.sqrt(size / 32)),
+    "logarithm": lambda size: int(math.log2(size / 32) > 0),
+}
+
+
+def stepping(step):
+    class Steps(Convolutions):
+        def pooled(self, x):
+            return x.mean((2, 3)) * (1 + step(x.shape[2]))
+
+    network = Steps().eval()
+    return network, cut(network, ["first"], images(16, 16))
+
+
+@pytest.mark.parametrize("step", COMPUTED.values(), ids=COMPUTED)
+def test_steps_that_the_tried_sizes_do_not_show_are_computed(step):
+    assert is_same(*stepping(step), images(40, 40))
+
+
+@pytest.mark.parametrize("step", REFUSED.values(), ids=REFUSED)
+def test_steps_that_python_computes_unseen_are_refused(step):
+    with pytest.raises(BadInput, match="does something else for inputs of this size"):
+        is_same(*stepping(step), images(40, 40))
+
+
+class OneSide(nn.Module):
+    """Takes images of which one side is 12."""
+
+    def forward(self, x):
+        if 12 not in x.shape[2:]:
+            raise ValueError("no side is 12")
+        return x
+
+
+class Loops(Convolutions):
+    def __init__(self):
+        super().__init__()
+        self.sides = OneSide()
+
+    def pooled(self, x):
+        return sum(self.sides(x)[..., place] for place in range(x.shape[3])).mean(2)
+
+
+def test_an_axis_that_cannot_vary_beside_another_is_proven_alone():
+    network = Loops().eval()
+    stages = cut(network, ["first"], images(12, 12))
+    assert is_same(network, stages, images(30, 12))
+    with pytest.raises(BadInput, match="the network was cut for"):
+        chain(stages, (images(12, 30),))

@@ -105,7 +105,7 @@ def prove(
         _check_network_keeps_samples_apart(chain, batches[0], expected[0])
         _check_bits(chain, inputs.of_size(1))
         reasons: list[str] = []
-        if any(map(chain.difference, batches, expected)):
+        if not _vary_all(inputs, others, batches) or any(map(chain.difference, batches, expected)):
             others, reasons = _free_sizes(chain, others)
             batches = _other_batches(inputs, others, accepts)
             expected = [chain.expected(batches[0])]
@@ -187,9 +187,10 @@ def _free_sizes(chain: Chain, others: Others) -> tuple[Others, list[str]]:
     for axes, sizes in others:
         batches = [_resized(chain.inputs.of_size(2), [(axes, size)]) for size in sizes]
         batches = [batch for batch in batches if _runs(chain, chain.network, batch)]
-        if reason := next(filter(None, (chain.difference(batch, chain.expected(batch)) for batch in batches)), ""):
+        reason = next(filter(None, (chain.difference(batch, chain.expected(batch)) for batch in batches)), "")
+        if reason:
             reasons.append(f"at another size {reason}")
-        else:
+        elif batches:
             free.append((axes, sizes))
     return free, reasons
 
@@ -215,6 +216,15 @@ def _other_batches(inputs: Inputs, others: Others, accepts: Accepts) -> list[Bat
         taken = next((each for each in (changes, firsts, firsts[:1]) if accepts(each)), [])
         batches.append(_resized(inputs.of_size(rows), taken))
     return batches
+
+
+def _vary_all(inputs: Inputs, others: Others, batches: Sequence[Batch]) -> bool:
+    """Check whether along each of the axes some batch has another size than the example."""
+    return all(
+        any(batch[index].shape[axis] != inputs.tensors[index].shape[axis] for batch in batches)
+        for axes, _ in others
+        for index, axis in axes
+    )
 
 
 def _other_sizes_taken(chain: Chain) -> tuple[Accepts, Others, list[Batch]]:

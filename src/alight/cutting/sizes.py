@@ -16,9 +16,11 @@ from torch import Tensor, nn
 
 from alight.errors import BadInput
 
-ARITHMETIC = ("add", "sub", "mul", "floordiv", "truediv", "mod", "pow")
+ARITHMETIC = ("add", "sub", "mul", "floordiv", "truediv", "mod", "pow", "lshift", "rshift", "and", "or", "xor")
 UNARY: dict[str, Callable[[Any], Any]] = {
     "__neg__": operator.neg,
+    "__pos__": operator.pos,
+    "__invert__": operator.invert,
     "__abs__": operator.abs,
     "__ceil__": math.ceil,
     "__floor__": math.floor,
@@ -82,7 +84,17 @@ class FixedSizes:
         return " and ".join(f"({', '.join(map(str, axes))})" for axes in self.pattern)
 
 
-class TracedInt(int):
+class _Traced:
+    """What whole and other traced numbers have in common."""
+
+    def __divmod__(self: Any, other: Any) -> Any:
+        return self // other, self % other
+
+    def __rdivmod__(self: Any, other: Any) -> Any:
+        return other // self, other % self
+
+
+class TracedInt(_Traced, int):
     """A whole number with the expression that computed it, and where outcomes are recorded."""
 
     expression: Any
@@ -95,8 +107,14 @@ class TracedInt(int):
         return self._fixed(int.__add__(self, 0) / 1)
 
     def _fixed(self, number: Any) -> Any:
-        self.check(operator.eq, self, number, True)
+        self.check(operator.eq, self, int.__add__(self, 0), True)
         return number
+
+    def __round__(self, digits: Any = None) -> Any:
+        return self._fixed(int.__round__(self, digits))
+
+    def __trunc__(self) -> int:
+        return int(self)
 
     def __bool__(self) -> bool:
         return self != 0
@@ -105,7 +123,7 @@ class TracedInt(int):
         return int.__hash__(self)
 
 
-class TracedFloat(float):
+class TracedFloat(_Traced, float):
     """A number with the expression that computed it, and where outcomes are recorded."""
 
     expression: Any
@@ -148,6 +166,20 @@ def expression_of(number: Any) -> Any:
     return number.expression if isinstance(number, TracedInt | TracedFloat) else number
 
 
+def fixed(number: Any) -> Any:
+    """Return the plain value of a traced number, which a batch must have from now on; anything else unchanged."""
+    return number._fixed(untraced(number)) if isinstance(number, TracedInt | TracedFloat) else number
+
+
+def functions_that_fix_sizes() -> list[tuple[Any, str, Any]]:
+    """Return changes of Python's `math`, whose functions read a float's content unseen, so that they fix its size."""
+    return [
+        (math, name, lambda *numbers, function=function: function(*map(fixed, numbers)))
+        for name, function in vars(math).items()
+        if callable(function) and name not in ("ceil", "floor", "prod")  # which keep sizes free
+    ]
+
+
 def untraced(number: Any) -> Any:
     """Return the plain value of a traced number; anything else unchanged."""
     if isinstance(number, TracedInt):
@@ -157,7 +189,7 @@ def untraced(number: Any) -> Any:
 
 def check_size(outcome: bool, expected: bool, left: Any, right: Any, line: str) -> None:
     """Raise unless a comparison of sizes has the outcome that it had when the network was traced."""
-    if outcome is not expected:
+    if bool(outcome) is not expected:  # a compiler has symbols in the place of numbers
         raise BadInput(
             f"the network's code does something else for inputs of this size than for those of the example: it compares"
             f" {left} with {right} ({line}). Give inputs of the example's size, or cut with an example of this size"
@@ -194,8 +226,9 @@ def _comparison(function: Callable[[Any, Any], bool]) -> Callable[[Any, Any], An
 
 for _kind in (TracedInt, TracedFloat):
     for _name in ARITHMETIC:
-        setattr(_kind, f"__{_name}__", _arithmetic(getattr(operator, _name), swapped=False))
-        setattr(_kind, f"__r{_name}__", _arithmetic(getattr(operator, _name), swapped=True))
+        _function = getattr(operator, f"__{_name}__")
+        setattr(_kind, f"__{_name}__", _arithmetic(_function, swapped=False))
+        setattr(_kind, f"__r{_name}__", _arithmetic(_function, swapped=True))
     for _name in COMPARISONS:
         setattr(_kind, f"__{_name}__", _comparison(getattr(operator, _name)))
     for _name, _function in UNARY.items():

@@ -30,6 +30,7 @@ from alight.cutting.sizes import (
     TracedFloat,
     TracedInt,
     expression_of,
+    functions_that_fix_sizes,
     traced_number,
     untraced,
 )
@@ -243,7 +244,8 @@ def record_calls(
 ) -> "_CallRecorder":
     """Run the network once and record its calls, with the ends of watched modules."""
     recorder = _CallRecorder(model, batch, watched, is_opened)
-    with torch.enable_grad(), _fixed_masks(), without_shortcuts(model), recorder.module_calls_recorded(), recorder:
+    contexts = _fixed_masks(), without_shortcuts(model), replaced(functions_that_fix_sizes())
+    with torch.enable_grad(), contexts[0], contexts[1], contexts[2], recorder.module_calls_recorded(), recorder:
         result = inputs.run(model, batch)
     recorder.closed = 1  # the network may have kept sizes, which later runs compare
     recorder.output = recorder.encoded(result)
