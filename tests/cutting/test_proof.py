@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from alight.cutting.cut import chain, cut
+from alight.cutting.cut import CUTTERS, chain, cut, register_cutter
 from alight.cutting.placement import suggest_exits
 from alight.errors import BadInput
 
@@ -211,3 +211,32 @@ def test_proving_leaves_no_trace_in_the_network():
 def test_a_network_that_is_random_in_evaluation_is_not_said_to_mix_samples():
     with pytest.raises(BadInput, match="other logits for the same batch in evaluation mode"):
         suggest_exits(Random().eval(), torch.randn(4, 6), count=1)
+
+
+def test_stages_of_a_registered_cutter_refuse_training_too():
+    class Own(Network):
+        pass
+
+    @register_cutter(Own)
+    def cut_own(model, after, example):
+        class Rest(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.second, self.third = model.second, model.third
+
+            def forward(self, x):
+                return self.third(self.second(x.detach() if self.training else x).relu())
+
+        return [nn.Sequential(model.first, nn.ReLU(), Tuple()), Rest()]
+
+    try:
+        stages = cut(Own(), ["first"], torch.randn(4, 6))
+    finally:
+        CUTTERS.pop()
+    with pytest.raises(BadInput, match="cannot run in training mode"):
+        chain([stage.train() for stage in stages], (torch.randn(5, 6),))
+
+
+class Tuple(nn.Module):
+    def forward(self, x):
+        return (x,)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from alight.cutting.running import Inputs, in_mode, refusals, same_bits, without_shortcuts
 from alight.cutting.sizes import FixedSizes
-from alight.cutting.stages import Stage, refuse_training
+from alight.cutting.stages import refuse_training
 from alight.cutting.tracing import logits_in, on_meta, walk
 from alight.errors import BadInput
 
@@ -114,8 +114,7 @@ def prove(
         _check_chain_keeps_samples_apart(chain, batches[0], expected[0])
     if reason := training_difference(chain, batches[1]):
         for stage in (*stages, *heads):
-            if isinstance(stage, Stage):
-                refuse_training(stage, f"{reason} if it is trained in stages")
+            refuse_training(stage, f"{reason} if it is trained in stages")
     return stages
 
 

@@ -167,8 +167,12 @@ def stage_of(model: nn.Module, graphs: StageGraphs, constants: Mapping[str, Any]
     return stage
 
 
-def refuse_training(stage: Stage, reason: str) -> None:
-    """Let a stage refuse to run in training mode."""
+def refuse_training(stage: nn.Module, reason: str) -> None:
+    """Let a stage refuse to run in training mode; one that a cutter made by a hook, as its code is not ours."""
+    if not isinstance(stage, Stage):
+        refuse = _refusing(reason)
+        stage.register_forward_pre_hook(lambda stage, _: refuse(stage) if stage.training else None)
+        return
     kind: Any = type(stage)
     if not hasattr(kind, "_in_training"):
         kind.forward, kind._in_evaluation = _compiled(DISPATCH, {}), kind.forward

@@ -11,7 +11,7 @@ from torch.nn import functional
 from torch.utils._pytree import tree_map_only
 
 from alight.cutting.proof import check_chain
-from alight.cutting.running import Inputs, in_mode, same_bits
+from alight.cutting.running import Inputs, in_mode, pick_logits, same_bits
 from alight.cutting.sizes import FixedSizes
 from alight.data.batches import by_name
 from alight.data.preprocess import InputSpec, Normalisation, TensorSpec
@@ -41,8 +41,7 @@ class TwoLogits(nn.Module):
 
     def forward(self, *inputs: Any, **by_name: Any) -> Tensor:
         """Return the logits of the negative and of the positive class."""
-        output = self.network(*inputs, **by_name)
-        logit = getattr(output, "logits", output)  # transformers return an object that has logits
+        logit = pick_logits(self.network(*inputs, **by_name))
         if logit.numel() != len(logit):
             raise BadInput(f"the network gives {tuple(logit.shape)}, not one logit per sample: leave TwoLogits out")
         return functional.pad(logit.reshape(-1, 1), (1, 0))
