@@ -1,6 +1,7 @@
 """Heads: modules that turn the features at one exit into logits."""
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any
@@ -69,7 +70,7 @@ class FlattenLinear(Head):
         return self.linear(features.flatten(1))
 
 
-class _MapHead(Head):
+class _MapHead(Head, ABC):
     """Layers of convolutions on a map, the average, and a linear layer."""
 
     default_width: int
@@ -92,12 +93,13 @@ class _MapHead(Head):
         maps = self.convolutions(features.movedim(-1, 1) if self.channels_last else features)
         return self.linear(maps.mean((2, 3)))
 
+    @abstractmethod
     def _widths(self, channels: int, size: int, width: int) -> list[int]:
         """Return the channels after each layer."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _layer(self, channels: int, width: int) -> nn.Module:
-        raise NotImplementedError
+        """Return one layer."""
 
 
 class ConvHead(_MapHead):
