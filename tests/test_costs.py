@@ -97,9 +97,9 @@ def test_a_quantity_needs_costs_with_a_unit():
 
 
 BAD_COSTS = {
-    "falling": ([1.0, 3.0, 2.0], "exit 1 costs 3 and exit 2 costs 2: give cumulative costs"),
-    "level": ([1.0, 1.0], "exit 0 costs 1 and exit 1 costs 1"),
-    "zero": ([0.0, 1.0], "exit 0 costs 0"),
+    "falling": ([1.0, 3.0, 2.0], "exit 2 costs 3 and exit 3 costs 2: give cumulative costs"),
+    "level": ([1.0, 1.0], "exit 1 costs 1 and exit 2 costs 1"),
+    "zero": ([0.0, 1.0], "exit 1 costs 0"),
     "NaN": ([1.0, float("nan")], "finite"),
     "empty": ([], r"shape \(0,\)"),
     "table": ([[1.0, 2.0]], r"shape \(1, 2\)"),

@@ -4,10 +4,13 @@ import numpy as np
 import pytest
 from scipy.stats import beta, binom, kstest
 
+from alight import HeadOutputs, calibrate, replay
 from alight.budgeting.bounds import exact_plan, exact_ranks, overspend_probability, passing_bound, share_law
 from alight.budgeting.rates import cumulative_rates, exponential_weights, geometric_rates
 from alight.budgeting.thresholds import (
     PROVEN_SLACK,
+    SALTS,
+    hash01,
     marginal_thresholds,
     passing_counts,
     survivor_thresholds,
@@ -189,3 +192,31 @@ def test_tied_scores_still_spend_the_budget(draw):
         costs.append(cost.mean())
     assert np.mean(costs) <= BUDGET * 1.01
     assert np.mean(costs) >= BUDGET * 0.98
+
+
+@pytest.mark.parametrize(
+    "samples",
+    [3, 19, 100, *(pytest.param(each, marks=pytest.mark.slow) for each in (*range(7, 40, 4), 64, 250) if each != 19)],
+)
+def test_equal_scores_keep_the_budget_on_average_over_salts(samples):
+    """With one salt for all, the tie shares of a number of samples are the same in every draw, and may be too small."""
+    salts = np.random.default_rng(samples).integers(SALTS, size=2000).tolist()
+    fresh, costs = hash01(np.arange(10_000)), []  # of new samples, whose own salt is independent
+    for salt in salts:
+        shares = survivor_thresholds(np.ones((samples, 5)), RATES, salt=salt).tie_shares
+        passed = (fresh[:, None] >= np.maximum.accumulate(shares)).mean(axis=0)
+        costs.append(COSTS[0] + passed @ np.diff(COSTS))
+    error = np.std(costs) / np.sqrt(len(costs))
+    assert np.mean(costs) <= BUDGET + 3.3 * error
+    assert np.mean(costs) >= BUDGET * (1 - 5 / (samples + 1))  # counts are whole samples
+
+
+@pytest.mark.parametrize("samples", [7, pytest.param(20, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("method", [calibrate.geometric, calibrate.performance_control])
+def test_a_certified_mean_of_equal_scores_holds_over_its_salts(method, samples):
+    table, fitting = (HeadOutputs(np.ones((size, 5)), np.zeros((size, 5), int)) for size in (samples, 30))
+    fresh = HeadOutputs(np.ones((2000, 5)), np.zeros((2000, 5), int))
+    policies = [calibrate.certified_mean(method, seed=seed)(COSTS, BUDGET, fitting, table) for seed in range(300)]
+    costs = [replay(policy, fresh).mean_cost for policy in policies]
+    assert np.mean(costs) <= BUDGET + 3.3 * np.std(costs) / np.sqrt(len(costs))
+    assert len({policy.salt for policy in policies}) == 300

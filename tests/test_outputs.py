@@ -7,7 +7,7 @@ from hypothesis.extra.numpy import arrays
 
 from alight import Decisions, HeadOutputs
 from alight.errors import BadFile, BadInput, LabelsNeeded
-from alight.scores import SCORES
+from alight.scores import SCORES, probabilities
 
 
 def same(left: HeadOutputs, right: HeadOutputs) -> bool:
@@ -16,7 +16,8 @@ def same(left: HeadOutputs, right: HeadOutputs) -> bool:
 
     return (
         all(equal(getattr(left, name), getattr(right, name)) for name in ("scores", "predictions", "labels"))
-        and equal(left.log_probabilities, right.log_probabilities)
+        and equal(left.top_classes, right.top_classes)
+        and equal(left.top_log_probabilities, right.top_log_probabilities)
         and left.score == right.score
         and left.features.keys() == right.features.keys()
         and all(np.array_equal(left.features[name], right.features[name]) for name in left.features)
@@ -31,12 +32,15 @@ def test_risks_are_error_rates_against_labels_and_disagreement_without():
 
 @given(arrays(np.float64, (5, 3, 4), elements=st.floats(-30, 30, width=32)))
 def test_from_logits_takes_a_block_or_one_array_per_exit(logits):
-    block = HeadOutputs.from_logits(logits, features=["negative_entropy"], keep_log_probabilities=True)
+    block = HeadOutputs.from_logits(logits, features=["negative_entropy"])
     listed = HeadOutputs.from_logits([logits[:, exit_index] for exit_index in range(3)], features=["negative_entropy"])
     np.testing.assert_array_equal(block.scores, listed.scores)
     np.testing.assert_array_equal(block.predictions, logits.argmax(-1))
     np.testing.assert_array_equal(block.features["negative_entropy"], listed.features["negative_entropy"])
-    assert block.log_probabilities.dtype == np.float16
+    np.testing.assert_array_equal(block.top_classes, np.argsort(-logits, axis=-1, kind="stable"))
+    logs = np.take_along_axis(np.log(probabilities(logits)), block.top_classes, axis=-1)
+    np.testing.assert_allclose(block.top_log_probabilities, logs, rtol=1e-3, atol=1e-7)
+    assert block.top_log_probabilities.dtype == np.float16
     assert block.scores.dtype == np.float64
 
 
@@ -47,7 +51,7 @@ def test_from_logits_carries_the_name_of_its_score(score):
 
 
 def test_masked_classes_are_allowed_as_minus_infinity():
-    outputs = HeadOutputs.from_logits(np.array([[[1.0, 2.0, -np.inf]]]), keep_log_probabilities=True)
+    outputs = HeadOutputs.from_logits(np.array([[[1.0, 2.0, -np.inf]]]))
     assert outputs.predictions.tolist() == [[1]]
     assert np.isfinite(outputs.scores).all()
 
@@ -78,9 +82,7 @@ def test_noise_changes_no_prediction_whose_top_two_differ_by_more():
 def test_a_table_survives_saving(tmp_path, labelled):
     logits = np.random.default_rng(0).normal(size=(9, 3, 4))
     labels = np.arange(9) % 4 if labelled else None
-    table = HeadOutputs.from_logits(
-        logits, labels, "logit_margin", features=["margin", "negative_entropy"], keep_log_probabilities=True
-    )
+    table = HeadOutputs.from_logits(logits, labels, "logit_margin", features=["margin", "negative_entropy"])
     table.save(tmp_path / "table.npz")
     assert same(HeadOutputs.load(tmp_path / "table.npz"), table)
 
@@ -118,8 +120,14 @@ def test_decisions_count_and_survive_saving(tmp_path):
 
 
 TWO = [[0, 1], [1, 1]]
+
+
+def top_of(logs):
+    return {"top_log_probabilities": logs, "top_classes": np.zeros(np.shape(logs), int)}
+
+
 BAD_TABLES = {
-    "NaN": ({"scores": [[0.1, np.nan], [0.2, 0.3]], "predictions": TWO}, "1 values that are.*sample 0, exit 1"),
+    "NaN": ({"scores": [[0.1, np.nan], [0.2, 0.3]], "predictions": TWO}, "1 values that are.*sample 0 at index 1"),
     "infinite": ({"scores": [[0.1, np.inf], [0.2, np.inf]], "predictions": TWO}, "2 values that are NaN or infinite"),
     "shapes": ({"scores": np.zeros((2, 2)), "predictions": [[0, 1, 1], [0, 1, 1]]}, r"\(2, 3\) and scores \(2, 2\)"),
     "empty": ({"scores": np.zeros((0, 3)), "predictions": np.zeros((0, 3), int)}, r"empty, shape \(0, 3\)"),
@@ -135,7 +143,12 @@ BAD_TABLES = {
     "huge index": ({"scores": np.zeros((2, 2)), "predictions": np.full((2, 2), 2**63, np.uint64)}, "stay below"),
     "words": ({"scores": [["a", "b"]], "predictions": [[0, 1]]}, "not a table of numbers"),
     "feature shape": ({"scores": np.zeros((2, 2)), "predictions": TWO, "features": {"x": [[1.0]]}}, "feature 'x' have"),
-    "log shape": ({"scores": np.zeros((2, 2)), "predictions": TWO, "log_probabilities": np.zeros((2, 3, 4))}, "log_pr"),
+    "top shape": (
+        {"scores": np.zeros((2, 2)), "predictions": TWO, **top_of(np.zeros((2, 3, 4)))}, r"\(2, 3, 4\) beside scores"
+    ),
+    "rising top": ({"scores": np.zeros((2, 2)), "predictions": TWO, **top_of([[[-2, -1]] * 2] * 2)}, "rise at 4"),
+    "positive top": ({"scores": np.zeros((2, 2)), "predictions": TWO, **top_of(np.ones((2, 2, 1)))}, "4 values"),
+    "half a top": ({"scores": np.zeros((2, 2)), "predictions": TWO, "top_classes": np.zeros((2, 2, 1), int)}, "both"),
 }  # fmt: skip
 
 
@@ -154,7 +167,7 @@ BAD_LOGITS = {
     "empty": ({"logits": np.zeros((0, 2, 3))}, "empty"),
     "NaN": (
         {"logits": np.full((1, 1, 2), np.nan)},
-        "2 values that are NaN or infinite, the first at sample 0, exit 0",
+        "2 values that are NaN or infinite, the first of sample 0 at index 0 of the exits",
     ),
     "all masked": ({"logits": np.full((1, 1, 2), -np.inf)}, "NaN or infinite"),
     "label out of range": (

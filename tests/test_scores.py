@@ -17,11 +17,11 @@ def test_probabilities_are_a_softmax(values):
 
 @given(logits)
 def test_scores_equal_their_definitions(values):
-    chances = probabilities(values)
-    ordered = np.sort(chances, axis=-1)
-    np.testing.assert_array_equal(margin(chances), ordered[..., -1] - ordered[..., -2])
-    np.testing.assert_array_equal(max_probability(chances), ordered[..., -1])
-    np.testing.assert_allclose(negative_entropy(chances), (chances * np.log(chances)).sum(-1), atol=1e-12)
+    shares = probabilities(values)
+    ordered = np.sort(shares, axis=-1)
+    np.testing.assert_array_equal(margin(shares), ordered[..., -1] - ordered[..., -2])
+    np.testing.assert_array_equal(max_probability(shares), ordered[..., -1])
+    np.testing.assert_allclose(negative_entropy(shares), (shares * np.log(shares)).sum(-1), atol=1e-12)
     raw = np.sort(values, axis=-1)
     np.testing.assert_array_equal(logit_margin(values), raw[..., -1] - raw[..., -2])
 

@@ -10,14 +10,17 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from alight.display import html_table
-from alight.errors import BadFile, BadInput
+from alight.display import base_unit, exit_names, html_table, percent, quantity
+from alight.errors import BadFile, BadInput, BudgetTooSmall
 from alight.files import PathLike, read_json, write_json
 
 Floats = npt.NDArray[np.float64]
 
-LARGE = {"": 1.0, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15}
-SMALL = {"": 1.0, "n": 1e-9, "u": 1e-6, "\u00b5": 1e-6, "\u03bc": 1e-6, "m": 1e-3, "k": 1e3}  # both signs for micro
+FAR = 1.5  # times the most expensive exit: a bare number above it is not meant in the unit
+
+
+class Amount(float):
+    """A budget in the unit of its costs, as `Costs.budget` gives it: not taken for a percentage any more."""
 
 
 @dataclass(frozen=True, eq=False, repr=False, init=False)
@@ -69,15 +72,25 @@ class Costs:
         return len(self.stages)
 
     def __repr__(self) -> str:
-        values = ", ".join(f"{value:.4g}" for value in self.cumulative())
-        return f"Costs({values}{self.unit and ' ' + self.unit} per sample, cumulative)"
+        values = ", ".join(quantity(value, self.unit) for value in self.cumulative())
+        return f"Costs({values} per sample, cumulative)"
 
     def _repr_html_(self) -> str:
-        columns = [["exit", *(str(index) for index in range(len(self)))]]
+        return html_table(f"Costs per sample; full network {quantity(self.full, self.unit)}", self.columns())
+
+    def columns(self, exits: Sequence[str] = ()) -> list[list[str]]:
+        """Return columns of text with a row for each exit, by name where names are given.
+
+        >>> for row in zip(*Costs(stages=[2e6, 3e6], heads=[1e6, 1e6]).columns(["layer1", "end"])):
+        ...     print(*row, sep=" | ")
+        exit | stage | head | cumulative | of the full network
+        layer1 | 2 MFLOPs | 1 MFLOPs | 3 MFLOPs | 50 %
+        end | 3 MFLOPs | 1 MFLOPs | 7 MFLOPs | 117 %
+        """
+        columns = [["exit", *exit_names(exits, len(self))]]
         for name, values in {"stage": self.stages, "head": self.heads, "cumulative": self.cumulative()}.items():
-            columns.append([name, *(f"{value:.4g}" for value in values)])
-        columns.append(["of the full network", *(f"{share:.1%}" for share in self.shares())])
-        return html_table(f"Costs per sample{self.unit and ', in ' + self.unit}", columns)
+            columns.append([name, *(quantity(value, self.unit) for value in values)])
+        return [*columns, ["of the full network", *(percent(share) for share in self.shares())]]
 
     def cumulative(self, open_exits: Sequence[int] | None = None) -> Floats:
         """Return the cost of answering at each open exit: the stages up to it and all open heads on the way (B-hat)."""
@@ -99,7 +112,7 @@ class Costs:
         """Return the costs of the network that has these exits alone: their heads, and the stages between them.
 
         >>> Costs(stages=[2, 3, 4], heads=[1, 1, 1]).at_exits([0, 2])
-        Costs(3, 11 FLOPs per sample, cumulative)
+        Costs(3 FLOPs, 11 FLOPs per sample, cumulative)
         """
         chosen = np.asarray(open_exits, dtype=np.int64)
         return self._from_through(self._through[chosen], self.heads[chosen], self.unit)
@@ -112,13 +125,35 @@ class Costs:
     def budget(self, budget: "float | str") -> float:
         """Return a budget as a number in the unit of these costs: 3e8, "50%" of the full network, or "2.5 GFLOPs".
 
+        A bare number that no exit fits, such as 0.5 or 50 where costs are millions, is refused: a percentage is meant.
+
         >>> Costs.from_cumulative([1e9, 4e9], unit="FLOPs").budget("2.5 GFLOPs")
         2500000000.0
         """
+        if isinstance(budget, Amount):
+            return budget
         amount = self._amount(budget)
         if not (np.isfinite(amount) and amount > 0):
-            raise BadInput(f"budget {budget!r} is not a positive, finite amount: give one, such as 0.5 or '50%'")
-        return amount
+            raise BadInput(f"budget {budget!r} is not a positive, finite amount: give one, such as '50%' or '3 ms'")
+        if not isinstance(budget, str) or re.fullmatch(r"[-+.\deE\s]+", budget):
+            self._check_meant(amount)
+        return Amount(amount)
+
+    def _check_meant(self, amount: float) -> None:
+        """Raise if a bare number is far from what this network costs, and say which percentage it may stand for."""
+        cheapest = min(float(self.cumulative([index])[0]) for index in range(len(self)))
+        most = max(self.full, float(self.cumulative()[-1]))
+        share = amount if amount <= 1 else amount / 100
+        meant = percent(share).replace(" ", "") if cheapest <= share * self.full <= self.full else ""
+        if amount < cheapest:
+            raise BudgetTooSmall(amount, cheapest, self.unit, full=self.full, meant=meant)
+        if meant and amount > FAR * most:
+            allowed, times = quantity(amount, self.unit), amount / self.full
+            raise BadInput(
+                f"budget {allowed} per sample is {times:,.3g} times what the full network costs"
+                f" ({quantity(self.full, self.unit)}): did you mean '{meant}'? Write"
+                f" '{allowed if base_unit(self.unit) else f'{times:.0%}'}' to allow it"
+            )
 
     def _amount(self, budget: "float | str") -> float:
         if not isinstance(budget, str):
@@ -137,7 +172,7 @@ class Costs:
         return number / 100 * self.full if unit == "%" else number * self._in_own_unit(budget, unit)
 
     def _in_own_unit(self, budget: str, unit: str) -> float:
-        asked, own = _base(unit), _base(self.unit)
+        asked, own = base_unit(unit), base_unit(self.unit)
         if asked is None:
             raise BadInput(
                 f"unknown unit {unit!r} in budget {budget!r}: alight knows %, FLOPs, MACs, s and J with prefixes,"
@@ -149,10 +184,14 @@ class Costs:
                 " give the budget as a number or a percentage, or the costs as Costs(..., unit='FLOPs')"
             )
         (scale, kind), (own_scale, own_kind) = asked, own
-        if {kind, own_kind} == {"flops", "macs"}:
-            scale, kind = (scale * 2, "flops") if kind == "macs" else (scale / 2, "macs")
+        if {kind, own_kind} == {"FLOPs", "MACs"}:
+            scale, kind = (scale * 2, "FLOPs") if kind == "MACs" else (scale / 2, "MACs")
         if kind != own_kind:
-            raise BadInput(f"budget {budget!r} is not in the costs' unit {self.unit}: measure costs in that unit first")
+            known = {"FLOPs": "FLOPs", "MACs": "MACs", "s": "ms", "J": "J"}[kind]
+            raise BadInput(
+                f"budget {budget!r} is not in the costs' unit {self.unit}: give a percentage, or measure costs in that"
+                f" unit first (`alight costs --unit {known}`, measure_costs(..., unit={known!r}))"
+            )
         return scale / own_scale
 
     def save(self, path: PathLike) -> None:
@@ -180,29 +219,6 @@ def as_costs(costs: Costs | npt.ArrayLike) -> Costs:
     return costs if isinstance(costs, Costs) else Costs.from_cumulative(costs)
 
 
-def quantity(value: float, unit: str) -> str:
-    """Return a cost with its unit, FLOPs and MACs with the prefix that leaves up to three digits.
-
-    >>> quantity(9_194_000.0, "FLOPs"), quantity(2.5, "ms"), quantity(1234.5, "")
-    ('9.19 MFLOPs', '2.5 ms', '1,234')
-    """
-    scale, kind = _base(unit) or (1.0, "")
-    if kind in ("flops", "macs"):
-        prefix = max((each for each in LARGE if LARGE[each] <= value * scale), key=LARGE.__getitem__, default="")
-        value, unit = value * scale / LARGE[prefix], prefix + {"flops": "FLOPs", "macs": "MACs"}[kind]
-    return f"{value:,.0f}{unit and ' ' + unit}" if value >= 1000 else f"{value:.3g}{unit and ' ' + unit}"
-
-
-def _base(unit: str) -> tuple[float, str] | None:
-    """Return scale and kind of a unit: "GFLOPs" is (1e9, "flops"), "ms" is (1e-3, "s"); None if it is unknown."""
-    for name, kind in {"FLOPS": "flops", "FLOP": "flops", "MACS": "macs", "MAC": "macs"}.items():
-        if unit.upper().endswith(name) and unit.upper().removesuffix(name) in LARGE:
-            return LARGE[unit.upper().removesuffix(name)], kind  # in any case: a milliflop is never meant
-    if unit[-1:] in ("s", "J") and unit[:-1] in SMALL:
-        return SMALL[unit[:-1]], unit[-1]
-    return None
-
-
 def _numbers(what: str, values: npt.ArrayLike) -> Floats:
     try:
         numbers = np.asarray(values, dtype=np.float64)
@@ -217,10 +233,10 @@ def _numbers(what: str, values: npt.ArrayLike) -> Floats:
 
 def _check_increasing(costs: Floats) -> None:
     if costs[0] <= 0:
-        raise BadInput(f"exit 0 costs {costs[0]:g}: costs are cumulative, per sample, and positive")
+        raise BadInput(f"exit 1 costs {costs[0]:g}: costs are cumulative, per sample, and positive")
     if (falls := np.flatnonzero(np.diff(costs) <= 0)).size:
         first = int(falls[0])
         raise BadInput(
-            f"costs must increase from exit to exit, but exit {first} costs {costs[first]:g}"
-            f" and exit {first + 1} costs {costs[first + 1]:g}: give cumulative costs, cheapest exit first"
+            f"costs must increase from exit to exit, but exit {first + 1} costs {costs[first]:g}"
+            f" and exit {first + 2} costs {costs[first + 1]:g}: give cumulative costs, cheapest exit first"
         )

@@ -8,10 +8,12 @@
     ├── BadFile             a file that is damaged, not written by alight, or newer than this alight
     └── Diverged            training diverged: the loss is NaN or infinite
 
-All of them are `ValueError`s too, so code that does not import alight can catch them.
+All of them are `ValueError`s too, so code that does not import alight can catch them. `ShiftWarning` is a warning.
 """
 
 from os import PathLike
+
+from alight.display import percent, quantity
 
 
 class AlightError(Exception):
@@ -33,18 +35,18 @@ class BadInput(AlightError, ValueError):
 class BudgetTooSmall(BadInput):
     """No exit is cheap enough."""
 
-    def __init__(self, budget: float, cheapest: float, unit: str = ""):
-        super().__init__(
-            f"budget {budget:g}{unit and ' ' + unit} is below the cheapest exit ({cheapest:g}{unit and ' ' + unit}):"
-            " raise it or attach an earlier head"
-        )
+    def __init__(self, budget: float, cheapest: float, unit: str = "", *, full: float | None = None, meant: str = ""):
+        share = "" if full is None else f", {percent(cheapest / full)} of the full network"
+        remedy = f"did you mean '{meant}'?" if meant else "raise it, or attach an earlier head"
+        least = f"the cheapest exit ({quantity(cheapest, unit)}{share})"
+        super().__init__(f"budget {quantity(budget, unit)} per sample is below {least}: {remedy}")
 
 
 class LabelsNeeded(BadInput):
     """A table without labels where labels are needed."""
 
     def __init__(self, what: str):
-        super().__init__(f"{what} needs labels and this table has none: record it from labelled data")
+        super().__init__(f"{what} needs labels and there are none: give labelled data, or what was recorded of it")
 
 
 class Mismatch(AlightError, ValueError):
@@ -60,3 +62,7 @@ class BadFile(AlightError, ValueError):
 
 class Diverged(AlightError, ValueError):
     """Training diverged: the loss is NaN or infinite."""
+
+
+class ShiftWarning(UserWarning):
+    """Two tables that should come from one distribution differ: guarantees do not carry over."""

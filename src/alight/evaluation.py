@@ -9,7 +9,9 @@
 
 import csv
 import io
+import json
 import math
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields, replace
 from functools import partial
@@ -21,12 +23,14 @@ import numpy as np
 import numpy.typing as npt
 
 from alight.costs import Costs, as_costs
-from alight.errors import BadFile, BadInput, BudgetTooSmall, Mismatch
+from alight.display import accuracy_text, aligned, percent, quantity
+from alight.errors import BadFile, BadInput, BudgetTooSmall, Mismatch, ShiftWarning
 from alight.files import PathLike, write_text
 from alight.outputs import Decisions, HeadOutputs
 from alight.policies.paced import Paced
 from alight.policies.policy import ExitAt, Policy, Threshold
 from alight.policies.route import replay
+from alight.policies.shift import diagnose_shift
 
 __all__ = [
     "ORACLE",
@@ -36,8 +40,12 @@ __all__ = [
     "Interval",
     "MethodComparison",
     "Point",
+    "area_under_curve",
     "at_equal_spend",
     "bootstrap",
+    "calibration_errors",
+    "comparison_table",
+    "evaluate_policy",
     "oracle",
     "oracle_within",
     "per_class",
@@ -50,14 +58,15 @@ Floats = npt.NDArray[np.float64]
 Integers = npt.NDArray[np.int64]
 
 ORACLE, SINGLE_EXIT = "oracle", "single_exit"  # references beside the methods
+BINS = 15  # of confidence, as usual
 
 
 @dataclass(frozen=True)
 class Point:
     """One method at one budget, on test data.
 
-    >>> print(Point("eero", budget=4.0, accuracy=0.8, mean_cost=3.0))
-    eero: 80.00% at 75% of the budget
+    >>> print(Point("eero", budget=4.0, accuracy=0.8, mean_cost=3.0, full_cost=10.0, unit="ms"))
+    eero: accuracy 80.0 %, mean cost 3 ms (30 % of the full network) of 4 ms (40 %) allowed
     """
 
     method: str
@@ -76,9 +85,25 @@ class Point:
     thresholds: tuple[float, ...] = ()  # per exit of the network: inf where nobody leaves, -inf where everyone does
     rule: str = ""  # by which samples leave, in a few words
     guarantee: str = ""  # what is certified about the policy, in a sentence
+    worst_class: str = ""  # the one that loses the most accuracy against the last exit
+    worst_class_loss: float = float("nan")
+    worst_class_cost: float = float("nan")  # spent per sample of it
+    calibration_error: float = float("nan")  # of an exit alone, where its probabilities were recorded
+    exits: tuple[str, ...] = ()  # names of all exits of the network, where they are known
+
+    @property
+    def is_over_budget(self) -> bool:
+        """Whether it spent more than the budget, by more than the test samples leave open."""
+        return self.mean_cost > self.budget and not self.mean_cost_low <= self.budget
 
     def __str__(self) -> str:
-        return f"{self.method}: {self.accuracy:.2%} at {self.mean_cost / self.budget:.0%} of the budget"
+        known = math.isfinite(self.full_cost)
+        spent = f" ({percent(self.mean_cost / self.full_cost)} of the full network)" if known else ""
+        allowed = f" ({percent(self.budget / self.full_cost)})" if known else ""
+        return (
+            f"{self.method}: accuracy {accuracy_text(self.accuracy)}, mean cost"
+            f" {quantity(self.mean_cost, self.unit)}{spent} of {quantity(self.budget, self.unit)}{allowed} allowed"
+        )
 
 
 @dataclass(frozen=True)
@@ -106,38 +131,63 @@ def sweep(
 ) -> list[Point]:
     """Calibrate every method for every budget and replay it on the test table, with bootstrap intervals.
 
-    `references` adds the oracle at every budget and each exit alone.
+    `references` adds the oracle at every budget and each exit alone. Where the test samples do not look like those of
+    the calibration (`diagnose_shift`), a `ShiftWarning` is issued, and stands beside every guarantee.
 
     >>> from alight import calibrate, recordings
     >>> labelled, test, costs = recordings.load()
     >>> points = sweep({"eero": calibrate.eero}, costs, ["50%"], labelled=labelled, test=test, references=False)
     >>> print(points[0])
-    eero: 43.14% at 99% of the budget
+    eero: accuracy 43.1 %, mean cost 547 MFLOPs (49.3 % of the full network) of 555 MFLOPs (50 %) allowed
     """
     from tqdm import tqdm
 
     network = as_costs(costs)
-    labels = test.known_labels("a sweep's test table")
+    test.known_labels("a sweep's test table")
     _check_tables(network, labelled, unlabelled, test)
     amounts = [network.budget(budget) for budget in budgets]
     cheapest = min(float(network.cumulative([index])[0]) for index in range(len(network)))
     if amounts and min(amounts) < cheapest:
-        raise BudgetTooSmall(min(amounts), cheapest, network.unit)
-    measured = partial(_measured, network, labels, seed)
-    points = []
+        raise BudgetTooSmall(min(amounts), cheapest, network.unit, full=network.full)
+    measured = partial(_measured, network, test, seed)
+    points, policies = [], []
     for method, amount in tqdm(list(product(methods, amounts)), desc="sweep", unit="policy", disable=not progress):
-        policy = methods[method](network, amount, labelled, unlabelled)
-        points.append(replace(measured(method, amount, replay(policy, test)), **_described(policy)))
+        policies.append(methods[method](network, amount, labelled, unlabelled))
+        points.append(replace(evaluate_policy(policies[-1], network, test, seed=seed), method=method, budget=amount))
+    shift = diagnose_shift(labelled if unlabelled is None else unlabelled, test, policies)
+    if shift.is_significant:
+        doubt = f"Doubtful: the calibration and the test samples differ at {shift}."
+        warnings.warn(f"{doubt} Draw both from one shuffled set of samples.", ShiftWarning, stacklevel=2)
+        points = [replace(each, guarantee=each.guarantee and f"{each.guarantee} {doubt}") for each in points]
     if references:
         paid = tuple(network.cumulative().tolist())
         best = [(amount, oracle_within(network, amount, test)) for amount in amounts]
         points += [replace(measured(ORACLE, *each), exit_costs=paid) for each in best]
-        for index in range(len(network)):
+        errors = [math.nan] * len(network) if _confidences(test) is None else calibration_errors(test).tolist()
+        for index, error in enumerate(errors):
             cost = float(network.cumulative([index])[0])
             alone = ExitAt(costs=(cost,), open_exits=(index,), num_exits=len(network), score=test.score)
             paid = _spread(alone, alone.costs, closed=math.inf)
-            points.append(replace(measured(SINGLE_EXIT, cost, replay(alone, test)), exit_costs=paid))
+            point = measured(SINGLE_EXIT, cost, replay(alone, test))
+            points.append(replace(point, exit_costs=paid, calibration_error=error))
     return points
+
+
+def evaluate_policy(policy: Policy, costs: Costs | npt.ArrayLike, test: HeadOutputs, *, seed: int = 0) -> Point:
+    """Return the point of one policy on a labelled table, with bootstrap intervals, as `sweep` gives it.
+
+    A policy without a budget counts as allowed what it spends.
+
+    >>> from alight import calibrate, recordings
+    >>> labelled, test, costs = recordings.load()
+    >>> print(evaluate_policy(calibrate.eero(costs, "50%", labelled), costs, test))
+    eero: accuracy 43.1 %, mean cost 547 MFLOPs (49.3 % of the full network) of 555 MFLOPs (50 %) allowed
+    """
+    test.known_labels("a policy's test table")
+    decisions = replay(policy, test)
+    budget = decisions.mean_cost if policy.budget is None else policy.budget
+    point = _measured(as_costs(costs), test, seed, policy.method, budget, decisions)
+    return replace(point, **_described(policy))
 
 
 def _check_tables(network: Costs, labelled: HeadOutputs, unlabelled: HeadOutputs | None, test: HeadOutputs) -> None:
@@ -154,12 +204,67 @@ def _check_tables(network: Costs, labelled: HeadOutputs, unlabelled: HeadOutputs
         )
 
 
-def _measured(network: Costs, labels: Integers, seed: int, method: str, budget: float, decisions: Decisions) -> Point:
+def _measured(network: Costs, test: HeadOutputs, seed: int, method: str, budget: float, decisions: Decisions) -> Point:
     """Return what was measured on the test table, with bootstrap intervals."""
-    accuracy, cost = bootstrap(decisions, labels, np.random.default_rng(seed))
-    point = Point(method, budget, decisions.accuracy(labels), decisions.mean_cost, *accuracy, *cost)
-    shares = tuple(decisions.exit_shares.tolist())
-    return replace(point, full_cost=network.full, unit=network.unit, exit_shares=shares)
+    accuracy, cost = bootstrap(decisions, test.truth(), np.random.default_rng(seed))
+    point = Point(method, budget, decisions.accuracy(test.truth()), decisions.mean_cost, *accuracy, *cost)
+    classes = per_class(decisions, test)
+    worst = int(np.argmin(classes.gain))
+    return replace(
+        point,
+        full_cost=network.full,
+        unit=network.unit,
+        exits=test.exits,
+        exit_shares=tuple(decisions.exit_shares.tolist()),
+        worst_class=str(classes.classes[worst]),
+        worst_class_loss=float(-classes.gain[worst]),
+        worst_class_cost=float(classes.mean_cost[worst]),
+    )
+
+
+def comparison_table(points: Sequence[Point], most: int = 8) -> list[str]:
+    """Return lines of a table of accuracies in percent, methods by budgets, at most so many, and the full network.
+
+    The best accuracy at each budget is marked with a star, among methods that kept it; a method that spent more than
+    the budget, by more than the test samples leave open, is marked with an exclamation mark.
+
+    >>> of = {"full_cost": 10.0, "unit": "ms"}
+    >>> points = [Point("eero", 4.0, 0.8, 3.9, **of), Point("geometric", 4.0, 0.82, 4.4, **of)]
+    >>> for line in comparison_table([*points, Point(SINGLE_EXIT, 10.0, 0.9, 10.0, **of)]):
+    ...     print(line)
+    accuracy (%)   40 %  100 %
+    eero          80.0*
+    geometric     82.0!
+    full network         90.0
+    """
+    alone = next((point for point in reversed(points) if point.method == SINGLE_EXIT), None)  # at the last exit
+    compared = [point for point in points if point.method not in (ORACLE, SINGLE_EXIT)]
+    budgets = sorted({point.budget for point in compared})
+    shown = {budgets[index] for index in np.linspace(0, len(budgets) - 1, most).round().astype(int)}
+    methods = [*dict.fromkeys(point.method for point in compared)]
+    if alone is None:
+        return aligned([["accuracy (%)", *methods], *(_column(compared, methods, each) for each in sorted(shown))])
+    columns = [["accuracy (%)", *methods, "full network"]]
+    for budget in sorted({*shown, alone.budget}):
+        full = _marked(alone, math.nan) if budget == alone.budget else ""
+        columns.append([*_column(compared, methods, budget), full])
+    return aligned(columns)
+
+
+def _column(points: Sequence[Point], methods: Sequence[str], budget: float) -> list[str]:
+    """Return a budget, and the accuracy of every method at it."""
+    by_method = {point.method: point for point in points if point.budget == budget}
+    kept = [point.accuracy for point in by_method.values() if not point.is_over_budget]
+    share = budget / points[0].full_cost
+    title = percent(share) if math.isfinite(share) else quantity(budget, points[0].unit)
+    return [title, *(_marked(by_method.get(method), max(kept, default=math.nan)) for method in methods)]
+
+
+def _marked(point: Point | None, best: float) -> str:
+    if point is None:
+        return ""
+    mark = "!" if point.is_over_budget else "*" if point.accuracy == best else " "
+    return f"{100 * point.accuracy:.1f}{mark}"
 
 
 def at_equal_spend(points: Sequence[Point], spends: Iterable[float]) -> list[MethodComparison]:
@@ -187,13 +292,59 @@ def at_equal_spend(points: Sequence[Point], spends: Iterable[float]) -> list[Met
     return rows
 
 
+def area_under_curve(points: Sequence[Point]) -> dict[str, float]:
+    """Return each method's mean accuracy over spent budgets, from the cheapest exit alone to the full network alone.
+
+    Mixtures of its policies, and of those two, reach the upper envelope of its points, and where more cost no longer
+    helps less is spent; the area below is divided by the width. The points must hold the exits alone, as `sweep` gives
+    them with its references. The envelope is chosen on the test samples, so it lies a little high: compare methods at
+    the same budgets, and take differences below one over the root of the test samples for noise.
+
+    >>> alone = [Point("single_exit", cost, accuracy, cost) for cost, accuracy in ((1.0, 0.5), (3.0, 0.9))]
+    >>> areas = area_under_curve([Point("eero", 2.0, accuracy=0.8, mean_cost=2.0), *alone])
+    >>> {method: round(area, 3) for method, area in areas.items()}
+    {'eero': 0.75, 'single_exit': 0.7}
+    """
+    alone = sorted((point for point in points if point.method == SINGLE_EXIT), key=lambda point: point.mean_cost)
+    if not alone:
+        raise BadInput("there are no exits alone among these points: sweep with references=True")
+    first, last = alone[0], alone[-1]
+    if first.mean_cost == last.mean_cost:
+        raise BadInput("the cheapest exit is the full network: there are no budgets between them")
+    areas = {}
+    for method in dict.fromkeys(point.method for point in points):
+        own = [point for point in points if point.method == method]
+        spent, accuracy = _upper_envelope([(each.mean_cost, each.accuracy) for each in (*own, first, last)])
+        kinks = np.unique(np.clip(spent, first.mean_cost, last.mean_cost))
+        heights = np.interp(kinks, spent, accuracy)
+        trapezoids = np.diff(kinks) @ (heights[1:] + heights[:-1]) / 2
+        areas[method] = float(trapezoids / (last.mean_cost - first.mean_cost))
+    return areas
+
+
+def _upper_envelope(places: Sequence[tuple[float, float]]) -> tuple[Floats, Floats]:
+    """Return the corners of the smallest concave curve that never falls above these places, from left to right."""
+    kept: list[tuple[float, float]] = []
+    for x, y in sorted(places):
+        while kept and (kept[-1][0] == x or (len(kept) > 1 and _lies_below(kept[-1], kept[-2], (x, y)))):
+            kept.pop()
+        kept.append((x, y))
+    spent, accuracy = np.array(kept).T
+    return spent, np.maximum.accumulate(accuracy)
+
+
+def _lies_below(place: tuple[float, float], left: tuple[float, float], right: tuple[float, float]) -> bool:
+    across = (right[1] - left[1]) * (place[0] - left[0])
+    return (place[1] - left[1]) * (right[0] - left[0]) <= across
+
+
 def write_points(points: Sequence[Point], path: PathLike) -> Path:
     """Write a CSV file with one row per point, whole or not at all, and return its path.
 
     >>> import tempfile
     >>> path = write_points([Point("eero", 4.0, accuracy=0.8, mean_cost=3.0)], Path(tempfile.mkdtemp()) / "points.csv")
     >>> print(*read_points(path))
-    eero: 80.00% at 75% of the budget
+    eero: accuracy 80.0 %, mean cost 3 of 4 allowed
     """
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
@@ -224,7 +375,7 @@ def read_points(path: PathLike) -> list[Point]:
         raise BadFile(path, "it is cut short", remedy)
     for row, point in enumerate(points, start=2):
         shares = (*point.exit_rates, *point.exit_shares)
-        per_exit = (point.exit_rates, point.exit_shares, point.exit_costs, point.thresholds)
+        per_exit = (point.exit_rates, point.exit_shares, point.exit_costs, point.thresholds, point.exits)
         finite = np.isfinite([point.budget, point.accuracy, point.mean_cost, *shares]).all()
         known = not np.isnan([*point.exit_costs, *point.thresholds]).any()
         if not finite or not known or len({len(own) for own in per_exit if own}) > 1:
@@ -257,15 +408,19 @@ def _point(row: Mapping[str, str]) -> Point:
     return Point(**{each.name: _value(each.type, row[each.name]) for each in known})  # type: ignore[arg-type]
 
 
-def _cell(value: float | str | tuple[float, ...]) -> str:
-    return " ".join(map(repr, value)) if isinstance(value, tuple) else str(value)
+def _cell(value: float | str | tuple[Any, ...]) -> str:
+    if not isinstance(value, tuple):
+        return str(value)
+    return json.dumps(value) if value and isinstance(value[0], str) else " ".join(map(repr, value))
 
 
-def _value(kind: object, cell: str) -> float | str | tuple[float, ...]:
+def _value(kind: object, cell: str) -> float | str | tuple[Any, ...]:
     if cell is None:
         raise ValueError("a row is cut short")
     if kind is str:
         return cell
+    if kind == tuple[str, ...]:
+        return tuple(json.loads(cell)) if cell else ()
     return float(cell) if kind is float else tuple(map(float, cell.split()))
 
 
@@ -358,6 +513,40 @@ def per_class(decisions: Decisions, outputs: HeadOutputs) -> Classes:
     )
 
 
+def calibration_errors(outputs: HeadOutputs, bins: int = BINS) -> Floats:
+    """Return the expected calibration error of each exit, (exits,): how far its probabilities are from its accuracy.
+
+    Samples are put into bins of equal width by the probability of the predicted class; the distance between mean
+    probability and accuracy of a bin is weighted by its samples. The table must hold those probabilities, as the score
+    or a feature "max_probability" or as log-probabilities: a margin is not a probability.
+
+    >>> outputs = HeadOutputs([[0.9], [0.9]], [[0], [1]], labels=[0, 0], score="max_probability")
+    >>> calibration_errors(outputs)
+    array([0.4])
+    """
+    outputs.known_labels("a calibration error")
+    confidences = _confidences(outputs)
+    if confidences is None:
+        raise BadInput(
+            f"this table has the {outputs.score} and no probabilities of the predicted class: record it with"
+            " features=['max_probability'] or its log-probabilities"
+        )
+    places = np.minimum((confidences * bins).astype(np.int64), bins - 1)
+    gaps = confidences - outputs.correct()
+    return np.array(
+        [np.abs(np.bincount(*each)).sum() for each in zip(places.T, gaps.T, strict=True)], dtype=np.float64
+    ) / len(outputs)
+
+
+def _confidences(outputs: HeadOutputs) -> Floats | None:
+    """Return the probabilities of the predicted classes, (samples, exits), where the table has them."""
+    if "max_probability" in (outputs.score, *outputs.features):
+        return np.clip(outputs.column("max_probability"), 0.0, 1.0)
+    if outputs.top_log_probabilities is None:
+        return None
+    return np.exp(outputs.top_log_probabilities[..., 0].astype(np.float64))
+
+
 def oracle(costs: Costs | npt.ArrayLike, outputs: HeadOutputs) -> Decisions:
     """Let each sample leave at its cheapest correct exit; where none is correct, at the cheapest exit."""
     network = as_costs(costs)
@@ -365,7 +554,7 @@ def oracle(costs: Costs | npt.ArrayLike, outputs: HeadOutputs) -> Decisions:
     if outputs.num_exits != len(network):
         raise Mismatch(f"the table has {outputs.num_exits} exits, but there are {len(network)} costs: give one each")
     first = np.argmax(outputs.correct(), axis=1)  # 0 where no exit is correct
-    return _decided(network.cumulative(), outputs, first)
+    return _decided(network, outputs, first)
 
 
 def oracle_within(costs: Costs | npt.ArrayLike, budget: float | str, outputs: HeadOutputs) -> Decisions:
@@ -377,16 +566,24 @@ def oracle_within(costs: Costs | npt.ArrayLike, budget: float | str, outputs: He
     network = as_costs(costs)
     cumulative, amount = network.cumulative(), network.budget(budget)
     if amount < cumulative[0]:
-        raise BudgetTooSmall(amount, float(cumulative[0]), network.unit)
+        raise BudgetTooSmall(amount, float(cumulative[0]), network.unit, full=network.full)
     free = oracle(costs, outputs)
     extra = free.spent - cumulative[0]
     order = np.argsort(extra, kind="stable")
     affordable = np.cumsum(extra[order]) <= (amount - cumulative[0]) * len(outputs)
     released = np.zeros(len(outputs), dtype=bool)
     released[order[affordable]] = True
-    return _decided(cumulative, outputs, np.where(released, free.exits, 0))
+    return _decided(network, outputs, np.where(released, free.exits, 0))
 
 
-def _decided(cumulative: Floats, outputs: HeadOutputs, exits: np.ndarray) -> Decisions:
-    rows = np.arange(len(outputs))
-    return Decisions(outputs.predictions[rows, exits], exits, cumulative[exits], num_exits=outputs.num_exits)
+def _decided(network: Costs, outputs: HeadOutputs, exits: np.ndarray) -> Decisions:
+    """Return the decisions by which each sample leaves at this exit."""
+    return Decisions(
+        outputs.predictions[np.arange(len(outputs)), exits],
+        exits,
+        network.cumulative()[exits],
+        num_exits=outputs.num_exits,
+        labels=outputs.labels,
+        unit=network.unit,
+        exit_names=outputs.exits,
+    )

@@ -10,14 +10,17 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from alight.display import html_table
+from alight import display
+from alight.display import accuracy_text, html_table, quantity
 from alight.errors import BadFile, BadInput, LabelsNeeded, Mismatch
 from alight.files import DONE, PLAN, PathLike, read_arrays, write_arrays
-from alight.scores import SCORES, logit_margin, probabilities
+from alight.scores import SCORES, logit_margin, probabilities, top_classes
 
 Floats = npt.NDArray[np.float64]
 Integers = npt.NDArray[np.int64]
 
+TOP = ("top_classes", "top_log_probabilities")  # columns of the likeliest classes
+KEPT = 5  # likeliest classes that a recording keeps by default
 ROWS = 1_000_000  # of a sample: rates and risks are then known to 0.0005, one standard error
 
 
@@ -37,8 +40,10 @@ class HeadOutputs:
     labels: Integers | None  # (samples,), None when unlabelled
     score: str
     features: Mapping[str, Floats]  # further scores by name, each (samples, exits)
-    log_probabilities: npt.NDArray[np.float16] | None  # (samples, exits, classes)
+    top_classes: npt.NDArray[np.int32] | None  # (samples, exits, top), the likeliest, likeliest first
+    top_log_probabilities: npt.NDArray[np.float16] | None  # theirs
     fingerprint: str  # of the network that said it, "" where it is not known
+    exits: tuple[str, ...]  # their names, () where they are not known
 
     def __init__(
         self,
@@ -47,28 +52,26 @@ class HeadOutputs:
         labels: npt.ArrayLike | None = None,
         score: str = "margin",
         features: Mapping[str, npt.ArrayLike] | None = None,
-        log_probabilities: npt.ArrayLike | None = None,
+        top_classes: npt.ArrayLike | None = None,
+        top_log_probabilities: npt.ArrayLike | None = None,
         fingerprint: str = "",
+        exits: Sequence[str] = (),
     ) -> None:
         scores = _table("scores", scores)
         predictions = _integers("predictions", predictions)
         _same_shape("predictions", predictions, "scores", scores)
         tables = {name: _table(f"feature {name!r}", values) for name, values in (features or {}).items()}
-        if score in tables or "log_probabilities" in tables:
-            raise BadInput(f"a feature is named {score!r}, like the score itself, or log_probabilities: rename it")
+        if taken := tables.keys() & {score, *TOP}:
+            raise BadInput(f"a feature is named {min(taken)!r}, like the score itself or another column: rename it")
         for name, values in tables.items():
             _same_shape(f"feature {name!r}", values, "scores", scores)
         truth = None if labels is None else _labels(labels, len(scores))
-        logs = None if log_probabilities is None else np.asarray(log_probabilities, dtype=np.float16)
-        if logs is not None:
-            shape = f"log_probabilities have shape {logs.shape} beside scores {scores.shape}"
-            if logs.ndim != 3 or logs.shape[:2] != scores.shape:
-                raise BadInput(f"{shape}: give (samples, exits, classes)")
-            if positive := int((~(logs <= 0)).sum()):
-                raise BadInput(f"log_probabilities hold {positive} values above 0 or NaN: give logarithms")
-            _check_classes(predictions, truth, logs.shape[2])
-        arrays = {"scores": scores, "predictions": predictions, "labels": truth, "log_probabilities": logs}
-        self.__dict__.update(arrays, score=str(score), features=tables, fingerprint=str(fingerprint))
+        arrays: dict[str, np.ndarray | None] = {"scores": scores, "predictions": predictions, "labels": truth}
+        arrays |= dict(zip(TOP, _top(top_classes, top_log_probabilities, scores.shape), strict=True))
+        names = tuple(map(str, exits))
+        if names and len(names) != scores.shape[1]:
+            raise BadInput(f"{len(names)} names for {scores.shape[1]} exits: give one name per exit")
+        self.__dict__.update(arrays, score=str(score), features=tables, fingerprint=str(fingerprint), exits=names)
 
     @classmethod
     def from_logits(
@@ -78,20 +81,22 @@ class HeadOutputs:
         score: str = "margin",
         *,
         features: Iterable[str] = (),
-        keep_log_probabilities: bool = False,
+        top: int = KEPT,
         noise: float = 0.0,
         rng: np.random.Generator | None = None,
     ) -> "HeadOutputs":
         """Return the table of a network's logits, (samples, exits, classes) or a list of (samples, classes) per exit.
 
-        `features` names further scores to keep. `noise` is the paper's u: uniform noise of that width on
-        every class probability, drawn from `rng`, so that no two scores stay equal.
+        `features` names further scores to keep; of so many likeliest classes (`top`) the log-probabilities are kept,
+        too. `noise` is the paper's u: uniform noise of that width on every class probability, drawn from `rng`, so that
+        no two scores stay equal.
 
         >>> HeadOutputs.from_logits(np.array([[[0.0, 0.0], [0.0, 2.0]]]), labels=[1]).predictions
         array([[0, 1]])
         """
         stacked = _logits(logits)
         names = (score, *features)
+        check_top(top)
         for name in names:
             if name not in SCORES:
                 raise BadInput(f"there is no score {name!r}: choose one of {', '.join(SCORES)}")
@@ -107,9 +112,8 @@ class HeadOutputs:
         predictions = (noisy if noise > 0 else stacked).argmax(-1)
         if labels is not None:
             _check_classes(predictions, _labels(labels, len(stacked)), stacked.shape[2])
-        with np.errstate(divide="ignore"):
-            logs = np.log(probabilities(stacked)).astype(np.float16) if keep_log_probabilities else None
-        return cls(tables.pop(score), predictions, labels, score, tables, logs)
+        classes, logs = top_classes(stacked, top)
+        return cls(tables.pop(score), predictions, labels, score, tables, classes.astype(np.int32), half(logs))
 
     def __len__(self) -> int:
         return len(self.scores)
@@ -121,9 +125,9 @@ class HeadOutputs:
     def _repr_html_(self) -> str:
         right = "agrees with the last" if self.labels is None else "accuracy"
         columns = [
-            ["exit", *(str(index) for index in range(self.num_exits))],
-            [f"mean {self.score}", *(f"{mean:.4g}" for mean in self.scores.mean(axis=0))],
-            [right, *(f"{1 - risk:.1%}" for risk in self.risks())],
+            ["exit", *self.exit_names],
+            [f"mean {self.score}", *(f"{mean:.3g}" for mean in self.scores.mean(axis=0))],
+            [right, *(accuracy_text(1 - risk) for risk in self.risks())],
         ]
         return html_table(repr(self), columns)
 
@@ -131,6 +135,11 @@ class HeadOutputs:
     def num_exits(self) -> int:
         """Number of exits."""
         return self.scores.shape[1]
+
+    @property
+    def exit_names(self) -> tuple[str, ...]:
+        """Names of the exits: "exit 1", "exit 2", ... where they are not known."""
+        return display.exit_names(self.exits, self.num_exits)
 
     def truth(self) -> Integers:
         """Return what counts as right: the labels, or without them what the last exit says."""
@@ -145,15 +154,15 @@ class HeadOutputs:
         return 1.0 - self.correct().mean(axis=0)
 
     def column(self, name: str) -> np.ndarray:
-        """Return the score, a feature, or "log_probabilities", of every sample and exit."""
+        """Return the score, a feature, or one of `TOP`, of every sample and exit."""
         if name == self.score:
             return self.scores
-        if name == "log_probabilities" and self.log_probabilities is not None:
-            return self.log_probabilities
-        if name not in self.features:
-            known = ", ".join([self.score, *self.features])
+        rows = self.rows()
+        columns = {**self.features, **{each: rows[each] for each in TOP if each in rows}}
+        if name not in columns:
+            known = ", ".join([self.score, *columns])
             raise BadInput(f"this table has no {name!r}, only {known}: record it again with {name!r}")
-        return self.features[name]
+        return columns[name]
 
     def known_labels(self, purpose: str) -> Integers:
         """Return the labels, or raise an error that says what they are needed for."""
@@ -168,7 +177,9 @@ class HeadOutputs:
     def at_exits(self, open_exits: Sequence[int]) -> "HeadOutputs":
         """Return the table of these exits alone. Without labels the truth is then the last of *them*."""
         by_exit = {name: values for name, values in self.rows().items() if name != "labels"}
-        return replace(self, **_named({name: values[:, list(open_exits)] for name, values in by_exit.items()}))
+        names = tuple(self.exits[index] for index in open_exits) if self.exits else ()
+        tables = _named({name: values[:, list(open_exits)] for name, values in by_exit.items()})
+        return replace(self, exits=names, **tables)
 
     def split(self, fraction: float, rng: np.random.Generator) -> tuple["HeadOutputs", "HeadOutputs"]:
         """Return two disjoint tables of shuffled samples, the first with this fraction of them."""
@@ -196,12 +207,13 @@ class HeadOutputs:
         """Return all arrays that have a row for each sample, by their name in a file."""
         arrays = {"scores": self.scores, "predictions": self.predictions}
         arrays |= {f"feature_{name}": values for name, values in self.features.items()}
-        optional = {"labels": self.labels, "log_probabilities": self.log_probabilities}
+        optional = {"labels": self.labels} | {name: getattr(self, name) for name in TOP}
         return arrays | {name: values for name, values in optional.items() if values is not None}
 
     def metadata(self) -> dict[str, np.ndarray]:
         """Return what is said once of all rows, by its name in a file."""
-        return {"score": np.array(self.score), "fingerprint": np.array(self.fingerprint)}
+        said = {"score": np.array(self.score), "fingerprint": np.array(self.fingerprint)}
+        return said | ({"exits": np.array(self.exits)} if self.exits else {})
 
     @classmethod
     def joined(cls, parts: Sequence["HeadOutputs"]) -> "HeadOutputs":
@@ -211,31 +223,33 @@ class HeadOutputs:
         >>> HeadOutputs.joined([table, table]).predictions.tolist()
         [[1, 0], [2, 2], [1, 0], [2, 2]]
         """
-        kinds = {(part.score, part.fingerprint, *part.rows()) for part in parts}
+        kinds = {(part.score, part.fingerprint, part.exits, *part.rows()) for part in parts}
         if len(kinds) != 1:
             raise BadInput(f"{len(parts)} tables of {len(kinds)} kinds: join one or more, alike in score and columns")
         rows = {name: np.concatenate([part.rows()[name] for part in parts]) for name in parts[0].rows()}
-        return cls(**_named(rows), score=parts[0].score, fingerprint=parts[0].fingerprint)
+        return cls(**_named(rows), score=parts[0].score, fingerprint=parts[0].fingerprint, exits=parts[0].exits)
 
     def save(self, path: PathLike) -> None:
         """Write the table to an .npz file, whole or not at all."""
         write_arrays(path, "HeadOutputs", {**self.rows(), **self.metadata()})
 
     @classmethod
-    def load(cls, path: PathLike, *, log_probabilities: bool = True) -> "HeadOutputs":
-        """Load the table of an .npz file that `save` wrote.
-
-        `log_probabilities` are by far the most of it; without them a table fits into memory that could not hold them.
-        """
-        arrays = read_arrays(path, "HeadOutputs", without=() if log_probabilities else ("log_probabilities",))
-        with _as_bad_file(path):
-            score, fingerprint = str(arrays.pop("score")), str(arrays.pop("fingerprint", ""))
-            return cls(score=score, fingerprint=fingerprint, **_named(arrays))
+    def load(cls, path: PathLike) -> "HeadOutputs":
+        """Load the table of an .npz file that `save` wrote."""
+        arrays = read_arrays(path, "HeadOutputs")
+        with as_bad_file(path):
+            return cls.from_arrays(arrays)
 
     @classmethod
-    def load_sample(
-        cls, folder: PathLike, rows: int = ROWS, seed: int = 0, *, log_probabilities: bool = True
-    ) -> "HeadOutputs":
+    def from_arrays(cls, arrays: Mapping[str, np.ndarray]) -> "HeadOutputs":
+        """Return the table of arrays by their names in a file, as `rows` and `metadata` give them."""
+        rows = dict(arrays)
+        score, fingerprint = str(rows.pop("score")), str(rows.pop("fingerprint", ""))
+        exits = rows.pop("exits", np.array([])).tolist()
+        return cls(score=score, fingerprint=fingerprint, exits=exits, **_named(rows))
+
+    @classmethod
+    def load_sample(cls, folder: PathLike, rows: int = ROWS, seed: int = 0) -> "HeadOutputs":
         """Return a table of partitions (.npz, in the order of names), or so many of its rows, drawn at random.
 
         The draw is uniform, without replacement, and depends on `seed` alone, not on how the rows are partitioned;
@@ -257,8 +271,8 @@ class HeadOutputs:
         kinds: dict[tuple[Any, ...], Path] = {}
         parts: list[tuple[HeadOutputs, Floats]] = []
         for path in _partitions(Path(folder)):
-            part = cls.load(path, log_probabilities=log_probabilities)
-            kinds.setdefault((part.num_exits, part.score, part.fingerprint, *part.rows()), path)
+            part = cls.load(path)
+            kinds.setdefault((part.num_exits, part.score, part.fingerprint, part.exits, *part.rows()), path)
             if len(kinds) > 1:
                 first, second = kinds.values()
                 raise Mismatch(f"{first} and {second} differ in exits, score, network or columns: give one recording")
@@ -274,6 +288,8 @@ class Decisions:
     """Which class each sample got, at which exit, and what that cost.
 
     >>> decisions = Decisions(predictions=[3, 1], exits=[0, 2], spent=[1.0, 4.0])
+    >>> decisions
+    Decisions(2 samples, mean cost 2.5, left at exit 1 50.0%, exit 2 0.0%, exit 3 50.0%)
     >>> decisions.mean_cost, decisions.exit_shares, decisions.accuracy([3, 0])
     (2.5, array([0.5, 0. , 0.5]), 0.5)
     """
@@ -283,6 +299,9 @@ class Decisions:
     spent: Floats  # (samples,), in the unit of the costs
     num_exits: int  # of the network; by default as many as were taken
     probabilities: Floats | None  # (samples,), of the class that was chosen, None where they were not requested
+    labels: Integers | None  # (samples,), the true classes, None where they are not known
+    unit: str  # of the costs
+    exit_names: tuple[str, ...]  # of all exits of the network; "exit 1", "exit 2", ... where they are not known
 
     def __init__(
         self,
@@ -291,6 +310,9 @@ class Decisions:
         spent: npt.ArrayLike,
         num_exits: int = 0,
         probabilities: npt.ArrayLike | None = None,
+        labels: npt.ArrayLike | None = None,
+        unit: str = "",
+        exit_names: Sequence[str] = (),
     ) -> None:
         predictions, exits = _integers("predictions", predictions, axes=1), _integers("exits", exits, axes=1)
         spent = np.asarray(spent, dtype=np.float64)
@@ -298,39 +320,70 @@ class Decisions:
         _same_shape("spent", spent, "predictions", predictions)
         if infinite := int((~np.isfinite(spent)).sum()):
             raise BadInput(f"spent holds {infinite} values that are NaN or infinite: give costs")
-        taken = int(exits.max()) + 1
+        count = max(int(num_exits), int(exits.max()) + 1)
+        if len(exit_names) not in (0, count):
+            raise BadInput(f"{len(exit_names)} names for {count} exits: give one name per exit")
         of_class = None if probabilities is None else np.asarray(probabilities, dtype=np.float64)
         if of_class is not None:
             _same_shape("probabilities", of_class, "predictions", predictions)
+        truth = None if labels is None else _labels(labels, len(predictions))
         arrays = {"predictions": predictions, "exits": exits, "spent": spent, "probabilities": of_class}
-        self.__dict__.update(arrays, num_exits=max(int(num_exits), taken))
+        names = display.exit_names(exit_names, count)
+        self.__dict__.update(arrays, labels=truth, num_exits=count, unit=str(unit), exit_names=names)
 
     @classmethod
     def unchecked(
-        cls, predictions: Integers, exits: Integers, spent: Floats, num_exits: int, probabilities: Floats | None = None
+        cls,
+        predictions: Integers,
+        exits: Integers,
+        spent: Floats,
+        exit_names: tuple[str, ...],
+        unit: str,
+        *,
+        probabilities: Floats | None = None,
+        labels: Integers | None = None,
     ) -> "Decisions":
         """Return decisions of arrays that are known to fit together: checks would be slow for a single sample."""
         made = object.__new__(cls)
-        made.__dict__.update(
-            predictions=predictions, exits=exits, spent=spent, num_exits=num_exits, probabilities=probabilities
-        )
+        arrays = {"predictions": predictions, "exits": exits, "spent": spent, "probabilities": probabilities}
+        made.__dict__.update(arrays, labels=labels, num_exits=len(exit_names), unit=unit, exit_names=exit_names)
         return made
 
     def __len__(self) -> int:
         return len(self.predictions)
 
     def __repr__(self) -> str:
-        shares = ", ".join(f"{share:.1%}" for share in self.exit_shares)
-        return f"Decisions({len(self)} samples, mean cost {self.mean_cost:g}, left at exits {shares})"
+        shares = zip(self.exit_names, self.exit_shares, strict=True)
+        return f"Decisions({self._summary()}, left at {', '.join(f'{name} {share:.1%}' for name, share in shares)})"
 
     def _repr_html_(self) -> str:
+        return html_table(f"Decisions: {self._summary()}", self.columns())
+
+    def _summary(self) -> str:
+        right = "" if self.labels is None else f"accuracy {self.accuracy():.1%}, "
+        return f"{len(self):,} samples, {right}mean cost {quantity(self.mean_cost, self.unit)}"
+
+    def columns(self) -> list[list[str]]:
+        """Return columns of text with a row for each exit: how many samples left there, and with which accuracy.
+
+        >>> for row in zip(*Decisions([3, 1], [0, 2], [1, 4], labels=[3, 2]).columns()):
+        ...     print(*row, sep=" | ")
+        exit | samples | share | accuracy
+        exit 1 | 1 | 50.0 % | 100.0 %
+        exit 2 | 0 | 0.0 % | -
+        exit 3 | 1 | 50.0 % | 0.0 %
+        """
         counts = np.bincount(self.exits, minlength=self.num_exits)
         columns = [
-            ["exit", *(str(index) for index in range(self.num_exits))],
+            ["exit", *self.exit_names],
             ["samples", *(f"{count:,}" for count in counts)],
-            ["share", *(f"{share:.1%}" for share in self.exit_shares)],
+            ["share", *map(accuracy_text, self.exit_shares)],
         ]
-        return html_table(f"Decisions: {len(self):,} samples, mean cost {self.mean_cost:.4g}", columns)
+        if self.labels is None:
+            return columns
+        right = np.bincount(self.exits, self.predictions == self.labels, minlength=self.num_exits)
+        accuracies = (accuracy_text(each / of) if of else "-" for each, of in zip(right, counts, strict=True))
+        return [*columns, ["accuracy", *accuracies]]
 
     @cached_property
     def mean_cost(self) -> float:
@@ -342,22 +395,26 @@ class Decisions:
         """Observed share of samples that left at each exit (epsilon-hat_out)."""
         return np.bincount(self.exits, minlength=self.num_exits) / len(self)
 
-    def accuracy(self, labels: npt.ArrayLike) -> float:
-        """Return the share of samples whose prediction is the label."""
-        return float(np.mean(self.predictions == _labels(labels, len(self))))
+    def accuracy(self, labels: npt.ArrayLike | None = None) -> float:
+        """Return the share of samples whose prediction is the label: one of these, or of the data that was decided."""
+        if labels is None and self.labels is None:
+            raise LabelsNeeded("accuracy")
+        return float(np.mean(self.predictions == (self.labels if labels is None else _labels(labels, len(self)))))
 
     def save(self, path: PathLike) -> None:
         """Write the decisions to an .npz file, whole or not at all."""
-        names = ("predictions", "exits", "spent", "probabilities")
+        names = ("predictions", "exits", "spent", "probabilities", "labels")
         arrays = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
-        write_arrays(path, "Decisions", {**arrays, "num_exits": np.array(self.num_exits)})
+        said = {"unit": np.array(self.unit), "exit_names": np.array(self.exit_names)}
+        write_arrays(path, "Decisions", {**arrays, **said})
 
     @classmethod
     def load(cls, path: PathLike) -> "Decisions":
         """Load the decisions of an .npz file that `save` wrote."""
         arrays = read_arrays(path, "Decisions")
-        with _as_bad_file(path):
-            return cls(num_exits=int(arrays.pop("num_exits")), **arrays)
+        with as_bad_file(path):
+            names, unit = arrays.pop("exit_names").tolist(), str(arrays.pop("unit"))
+            return cls(num_exits=len(names), unit=unit, exit_names=names, **arrays)
 
 
 def _partitions(folder: Path) -> list[Path]:
@@ -389,7 +446,7 @@ def _named(rows: Mapping[str, np.ndarray]) -> dict[str, Any]:
 
 
 @contextmanager
-def _as_bad_file(path: PathLike) -> Iterator[None]:
+def as_bad_file(path: PathLike) -> Iterator[None]:
     """Name the file in errors about content that a constructor cannot use."""
     try:
         yield
@@ -414,8 +471,8 @@ def _check_usable(what: str, usable: npt.NDArray[np.bool_]) -> None:
     if not usable.all():
         sample, exit_index = np.argwhere(~usable)[0][:2]
         raise BadInput(
-            f"{what} hold {int((~usable).sum())} values that are NaN or infinite, the first at sample {sample},"
-            f" exit {exit_index}: find out why the network gives them, or drop those samples"
+            f"{what} hold {int((~usable).sum())} values that are NaN or infinite, the first of sample {sample} at index"
+            f" {exit_index} of the exits: find out why the network gives them, or drop those samples"
         )
 
 
@@ -431,6 +488,41 @@ def _integers(what: str, values: npt.ArrayLike, axes: int = 2) -> Integers:
         extreme = table.min() if table.min() < 0 else table.max()
         raise BadInput(f"{what} hold {extreme}: class and exit indices start at 0 and stay below 2**62")
     return table.astype(np.int64, copy=False)
+
+
+def half(logs: Floats) -> npt.NDArray[np.float16]:
+    """Return log-probabilities in half precision; below its range they are minus infinity.
+
+    >>> half(np.array([-0.125, -1e9]))
+    array([-0.125,   -inf], dtype=float16)
+    """
+    with np.errstate(over="ignore"):
+        return logs.astype(np.float16)
+
+
+def check_top(top: int) -> None:
+    """Check that the number of likeliest classes to keep is one."""
+    if top < 1:
+        raise BadInput(f"top {top}: keep at least the likeliest class")
+
+
+def _top(
+    classes: npt.ArrayLike | None, logs: npt.ArrayLike | None, shape: tuple[int, ...]
+) -> tuple[npt.NDArray[np.int32] | None, npt.NDArray[np.float16] | None]:
+    """Return the likeliest classes and their log-probabilities, once they fit together and to scores of this shape."""
+    if classes is None and logs is None:
+        return None, None
+    if classes is None or logs is None:
+        raise BadInput("the table has only one of top_classes and top_log_probabilities: give both or neither")
+    indices, halves = _integers("top_classes", classes, axes=3).astype(np.int32), np.asarray(logs, dtype=np.float16)
+    _same_shape("top_log_probabilities", halves, "top_classes", indices)
+    if indices.shape[:2] != shape:
+        raise BadInput(f"top_classes have shape {indices.shape} beside scores {shape}: give (samples, exits, top)")
+    if positive := int((~(halves <= 0)).sum()):
+        raise BadInput(f"top_log_probabilities hold {positive} values above 0 or NaN: give logarithms")
+    if rising := int((halves[..., 1:] > halves[..., :-1]).sum()):
+        raise BadInput(f"top_log_probabilities rise at {rising} places: give the likeliest class first")
+    return indices, halves
 
 
 def _labels(values: npt.ArrayLike, num_samples: int) -> Integers:

@@ -12,6 +12,8 @@ import numpy as np
 
 Array = Any  # a NumPy array or a torch tensor
 ARRAYS = (np.ndarray, np.generic)
+FEW = 16  # likeliest classes are found one after the other; more are sorted
+LOWEST = -1.7e308  # near the least number in double precision
 
 
 def probabilities(logits: Array) -> Array:
@@ -70,6 +72,34 @@ def logit_margin(logits: Array) -> Array:
     np.float64(0.5)
     """
     return margin(logits * 1.0)
+
+
+def top_classes(logits: Array, count: int) -> tuple[Array, Array]:
+    """Return the likeliest classes, likeliest first, of equals the first, and their log-probabilities in float64.
+
+    >>> classes, logs = top_classes(np.log([0.5, 0.2, 0.3]), 2)
+    >>> classes, np.exp(logs)
+    (array([0, 2]), array([0.5, 0.3]))
+    """
+    library = library_of(logits)
+    exact = logits.astype(np.float64, copy=False) if library is np else logits.double()
+    take = np.take_along_axis if library is np else library.take_along_dim
+    if count > FEW:
+        order = np.argsort(-exact, axis=-1, kind="stable") if library is np else (-exact).argsort(dim=-1, stable=True)
+        classes = order[..., :count]
+    else:  # several times as fast
+        waiting = library.clip(exact, LOWEST, None)  # so that a masked class comes before one that was found
+        found = []
+        for _ in range(min(count, exact.shape[-1])):
+            found.append(waiting.argmax(-1)[..., None])
+            if library is np:
+                np.put_along_axis(waiting, found[-1], -np.inf, -1)
+            else:
+                waiting.scatter_(-1, found[-1], -np.inf)
+        classes = library.concatenate(found, -1)
+    above = take(exact, classes, -1) - take(exact, classes[..., :1], -1)
+    total = library.exp(exact - take(exact, classes[..., :1], -1)).sum(-1)[..., None]
+    return classes, above - library.log(total)
 
 
 SCORES: dict[str, Callable[[Array], Array]] = {  # of probabilities, but for logit_margin

@@ -82,7 +82,7 @@ def test_at_the_full_budget_everyone_stays_to_the_end(shape):
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_a_budget_below_the_cheapest_exit_is_refused_with_both_numbers(shape):
-    with pytest.raises(BudgetTooSmall, match=r"budget 0.5 is below the cheapest exit \(1\): raise it"):
+    with pytest.raises(BudgetTooSmall, match=r"budget 0.5 per sample is below the cheapest exit \(1\): raise it"):
         SHAPES[shape](np.array([0.9, 0.5]), np.array([1.0, 2.0]), 0.5)
 
 

@@ -5,11 +5,14 @@ import pytest
 from conftest import made_up
 from hypothesis import given
 from hypothesis import strategies as st
+from scipy.stats import binom, chi2
 
 from alight.budgeting.rates import cumulative_rates, geometric_rates
 from alight.budgeting.thresholds import (
     PROVEN_SLACK,
+    SALTS,
     hash01,
+    hash32,
     hashed_below,
     marginal_thresholds,
     padded_rates,
@@ -139,18 +142,45 @@ def test_all_scores_equal_still_leave_as_planned():
     )
 
 
-@given(st.lists(st.integers(0, 2**40), min_size=1, max_size=50, unique=True), st.floats(0, 1), st.integers(0, 3))
-def test_the_hash_is_the_same_for_arrays_and_tensors_and_exact(indices, share, salt):
+@given(
+    st.lists(st.integers(0, 2**63 - 1), min_size=1, max_size=50, unique=True),
+    st.floats(0, 1),
+    st.integers(0, SALTS - 1),
+    st.integers(0, 200),
+)
+def test_the_hash_is_the_same_for_arrays_and_tensors_and_exact(indices, share, salt, purpose):
     torch = pytest.importorskip("torch")
-    samples = np.array(indices)
-    below = hashed_below(samples, share, salt)
-    np.testing.assert_array_equal(below, hash01(samples, salt) < share)
-    np.testing.assert_array_equal(hashed_below(torch.tensor(indices), share, salt).numpy(), below)
-    assert [hashed_below(index, share, salt) for index in indices] == below.tolist()
+    samples, drawn = np.array(indices), (share, salt, purpose)
+    below = hashed_below(samples, *drawn)
+    np.testing.assert_array_equal(below, hash01(samples, salt, purpose) < share)
+    np.testing.assert_array_equal(hashed_below(torch.tensor(indices), *drawn).numpy(), below)
+    assert [hashed_below(index, *drawn) for index in indices] == below.tolist()
 
 
-def test_the_hash_is_even_one_to_one_and_its_salts_are_unrelated():
-    hashes = [hash01(np.arange(100_000), salt) for salt in (0, 1)]
+@pytest.mark.parametrize("number", [0, 7, 2**62])
+def test_over_salts_the_hash_of_a_number_is_uniform(number):
+    """Each low half of a salt gives another of the 2^32 hashes, so all of them give every hash once."""
+    for high in (0, 1, 2**21 - 1):
+        hashes = {hash32(number, (high << 32) + low) for low in [*range(20_000), *range(2**32 - 20_000, 2**32)]}
+        assert len(hashes) == 40_000
+        assert max(hashes) < 2**32
+
+
+@pytest.mark.parametrize("count", [2, 10, 50])
+@pytest.mark.parametrize("share", [0.01, 0.3, 0.9])
+def test_over_salts_the_hashes_of_numbers_are_independent(count, share):
+    salts = np.random.default_rng(count).integers(SALTS, size=10_000).tolist()
+    left = np.array([hashed_below(np.arange(count), share, salt).sum() for salt in salts])
+    error = math.sqrt(count * share * (1 - share) / len(salts))
+    assert abs(left.mean() - count * share) < 3.3 * error
+    expected = np.bincount(np.arange(count + 1), binom.pmf(np.arange(count + 1), count, share)) * len(salts)
+    seen = np.bincount(left, minlength=count + 1)
+    common = expected >= 5
+    assert chi2.sf(((seen - expected)[common] ** 2 / expected[common]).sum(), common.sum() - 1) > 1e-4
+
+
+def test_the_hash_is_even_one_to_one_and_its_purposes_are_unrelated():
+    hashes = [hash01(np.arange(100_000), purpose=purpose) for purpose in (0, 1)]
     for each in hashes:
         assert len(np.unique(each)) == len(each)
         assert np.abs(np.sort(each) - (np.arange(len(each)) + 0.5) / len(each)).max() < 1.63 / math.sqrt(len(each))

@@ -73,7 +73,7 @@ def test_more_budget_never_means_less_spent(name):
 @every_method
 def test_the_policy_carries_what_it_was_made_for(name):
     policy, _ = decide(name)
-    assert (policy.method, policy.unit, policy.budget, policy.score) == (name, "ms", 5.0, "margin")
+    assert (policy.method, policy.unit, policy.budget, policy.inputs) == (name, "ms", 5.0, ("margin",))
     assert policy.num_exits == 4
     np.testing.assert_allclose(policy.costs, COSTS.cumulative(policy.open_exits))
     assert name in str(policy)
@@ -120,7 +120,7 @@ def test_networks_with_one_or_two_exits_are_valid(name, exits):
 
 @every_method
 def test_a_budget_below_the_cheapest_exit_is_refused_with_both_numbers(name):
-    with pytest.raises(BudgetTooSmall, match=r"budget 2 ms is below the cheapest exit \(2.5 ms\)"):
+    with pytest.raises(BudgetTooSmall, match=r"budget 2 ms per sample is below the cheapest exit \(2.5 ms, 29.4 % of"):
         decide(name, 2.0)
 
 

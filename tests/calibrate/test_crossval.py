@@ -13,7 +13,7 @@ from alight.errors import BadInput, BudgetTooSmall
 
 COSTS = Costs(stages=[1.0, 1.0, 1.5, 0.5, 2.0], heads=[0.2, 0.3, 0.1, 0.2, 0.1])
 TABLE = made_up(1, 600, 5)
-DEAR = Costs(stages=[1.0] * 5, heads=[0.1, 2.0, 0.1, 2.0, 0.1])  # two heads that are not worth it
+EXPENSIVE = Costs(stages=[1.0] * 5, heads=[0.1, 2.0, 0.1, 2.0, 0.1])  # two heads that are not worth it
 
 METHODS = ["eero", "eero_marginal", "geometric", "gaussian", "search"]
 
@@ -52,7 +52,7 @@ def test_pruning_closes_heads_that_are_not_worth_their_cost(name):
     method = calibrate.METHODS[name]
     fresh = made_up(9, 5000, 5)
     chooser = partial(calibrate.eero, spend_all=True) if name == "search" else None  # itself would take a minute
-    plain, closed = method(DEAR, 4.5, TABLE), pruned(method, chooser=chooser)(DEAR, 4.5, TABLE)
+    plain, closed = method(EXPENSIVE, 4.5, TABLE), pruned(method, chooser=chooser)(EXPENSIVE, 4.5, TABLE)
     assert not {1, 3} & set(closed.open_exits)
     assert closed.method == name
     assert replay(closed, TABLE).mean_cost <= 4.5
@@ -66,12 +66,12 @@ def test_a_method_alone_prunes_nothing(name):
 
 def test_pruning_never_lowers_the_held_out_accuracy():
     def accuracy(opened) -> float:
-        return held_out(on_exits(calibrate.geometric, opened), DEAR, 4.5, TABLE, 5)[0].mean()
+        return held_out(on_exits(calibrate.geometric, opened), EXPENSIVE, 4.5, TABLE, 5)[0].mean()
 
-    kept = kept_exits(calibrate.geometric, DEAR, 4.5, TABLE)
+    kept = kept_exits(calibrate.geometric, EXPENSIVE, 4.5, TABLE)
     assert accuracy(kept) >= accuracy((0, 1, 2, 3, 4))
     fewer = [[each for each in kept if each != closed] for closed in kept]
-    affordable = [each for each in fewer if DEAR.cumulative(each)[0] <= 4.5]
+    affordable = [each for each in fewer if EXPENSIVE.cumulative(each)[0] <= 4.5]
     assert affordable
     assert max(accuracy(each) for each in affordable) < accuracy(kept)
 
@@ -103,7 +103,7 @@ def test_pruning_is_judged_on_samples_that_set_no_rates():
 def test_a_too_expensive_first_head_is_pruned_and_a_budget_below_all_is_refused():
     costs = Costs(stages=[1.0, 0.1, 1.0, 1.0, 1.0], heads=[5.0, 0.1, 0.1, 0.1, 0.1])
     assert 0 not in pruned(calibrate.eero)(costs, 2.0, TABLE).open_exits
-    with pytest.raises(BudgetTooSmall, match=r"cheapest exit \(1.2 FLOPs\)"):
+    with pytest.raises(BudgetTooSmall, match=r"cheapest exit \(1.2 FLOPs, "):
         pruned(calibrate.eero)(costs, 1.1, TABLE)
 
 

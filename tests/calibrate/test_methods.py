@@ -40,7 +40,7 @@ def test_eero_says_how_much_of_a_budget_that_does_not_bind_is_left():
     policy = calibrate.eero(COSTS, 5.9, flat)
     assert policy.settings["multiplier"] == 0
     assert policy.planned_cost < 5.0
-    assert f"{policy.planned_cost / 5.9:.1%} is planned to be spent" in str(policy)
+    assert f"planned {policy.amount(policy.planned_cost)}" in str(policy)
     assert calibrate.eero(COSTS, 5.9, flat, spend_all=True).planned_cost == pytest.approx(5.9)
 
 
@@ -81,7 +81,7 @@ def test_two_exits_choose_the_early_exit_by_labelled_accuracy():
 def test_two_exits_refuse_an_early_exit_that_is_not_one():
     with pytest.raises(BadInput, match="early exit 4 of a network with exits 0 to 4"):
         calibrate.two_exits(COSTS, 3.0, TABLE, early=4)
-    with pytest.raises(BudgetTooSmall, match=r"budget 3 is below the cheapest exit \(4\)"):
+    with pytest.raises(BudgetTooSmall, match=r"budget 3 per sample is below the cheapest exit \(4\)"):
         calibrate.two_exits(COSTS, 3.0, TABLE, early=3)
 
 
@@ -161,9 +161,9 @@ def test_an_expensive_first_head_does_not_stop_methods_that_close_it():
     costs = Costs(stages=[1.0, 0.1], heads=[5.0, 0.1])
     table = made_up(0, 50, 2)
     assert calibrate.best_single_exit(costs, 2.0, table).open_exits == (1,)
-    with pytest.raises(BudgetTooSmall, match=r"cheapest exit \(1.2 FLOPs\)"):
+    with pytest.raises(BudgetTooSmall, match=r"cheapest exit \(1.2 FLOPs, "):
         calibrate.best_single_exit(costs, 1.1, table)
-    with pytest.raises(BudgetTooSmall, match=r"cheapest exit \(6 FLOPs\)"):
+    with pytest.raises(BudgetTooSmall, match=r"cheapest exit \(6 FLOPs, "):
         calibrate.eero(costs, 2.0, table)
 
 
@@ -177,3 +177,28 @@ def test_the_exact_slack_is_written_down_with_its_delta():
     policy = calibrate.eero(COSTS, 3.0, TABLE, slack="exact", delta=0.01)
     assert policy.settings["delta"] == 0.01
     assert (passing_counts(np.array(policy.exit_rates), 500) >= 0).all()
+
+
+def test_learning_to_exit_is_one_global_threshold_where_the_score_is_all_there_is():
+    fresh = made_up(9, 2000, 5)
+    learned, plain = (
+        replay(method(COSTS, 3.0, TABLE, fresh.unlabelled()), fresh)
+        for method in (calibrate.learning_to_exit, calibrate.global_threshold)
+    )
+    np.testing.assert_array_equal(learned.exits, plain.exits)
+
+
+@pytest.mark.parametrize("method", [calibrate.eenet, calibrate.jei_dnn])
+def test_trained_exits_believe_exits_that_agree(method):
+    rng = np.random.default_rng(0)  # scores tell nothing: the first two exits are right exactly where they agree
+    labels = rng.integers(10, size=3000)
+    agree = rng.uniform(size=3000) < 0.5
+    second = np.where(agree, labels, (labels + 2) % 10)
+    table = HeadOutputs(
+        rng.uniform(size=(3000, 3)), np.stack([np.where(agree, labels, (labels + 1) % 10), second, labels], 1), labels
+    )
+    policy = method([1.0, 2.0, 4.0], 3.05, table)
+    left = replay(policy, table).exits == 1
+    assert replay(policy, table).accuracy(labels) > 0.9
+    assert left.mean() > 0.3
+    assert agree[left].mean() > 0.9

@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 from conftest import made_up
 
-from alight import Costs, calibrate, replay
+from alight import Costs, HeadOutputs, calibrate, replay
 from alight.budgeting.rates import geometric_rates
 from alight.budgeting.thresholds import survivor_thresholds
 from alight.calibrate.crossval import Ranked, folds, halves
 from alight.calibrate.problem import Problem
-from alight.calibrate.search import _average, _climb, _closed, _exchanged, _starts
+from alight.calibrate.search import _average, _climb, _closed, _exchanged, _starts, conditional_risks
 from alight.policies.policy import Threshold
 
 COSTS = Costs(stages=[1.0, 1.0, 1.5, 0.5, 2.0], heads=[0.2, 0.3, 0.1, 0.2, 0.1])
@@ -81,8 +81,8 @@ def test_search_closes_an_expensive_head_that_adds_nothing():
     costs = Costs(stages=[1.0, 1.0, 1.0, 1.0, 1.0], heads=[0.1, 3.0, 0.1, 0.1, 0.1])
     policy = calibrate.search(costs, 4.0, TABLE)
     assert 1 not in policy.open_exits
-    dear = calibrate.eero(costs, 4.0, TABLE)
-    assert replay(policy, TABLE).accuracy(TABLE.labels) > replay(dear, TABLE).accuracy(TABLE.labels)
+    expensive = calibrate.eero(costs, 4.0, TABLE)
+    assert replay(policy, TABLE).accuracy(TABLE.labels) > replay(expensive, TABLE).accuracy(TABLE.labels)
 
 
 def test_search_does_without_a_first_head_that_it_cannot_afford():
@@ -123,3 +123,44 @@ def test_a_search_on_the_recording_takes_seconds(frozen):
     start = time.perf_counter()
     calibrate.search(frozen.costs, "50%", frozen.labelled)
     assert time.perf_counter() - start < 5
+
+
+def uninformed(seed: int, samples: int) -> HeadOutputs:
+    """Outputs whose scores tell nothing of who is right."""
+    rng = np.random.default_rng(seed)
+    labels = rng.integers(5, size=samples)
+    right = rng.uniform(size=(samples, 4)) < [0.3, 0.5, 0.6, 0.8]
+    return HeadOutputs(
+        rng.uniform(size=(samples, 4)), np.where(right, labels[:, None], (labels[:, None] + 1) % 5), labels
+    )
+
+
+@pytest.mark.parametrize("budget", [1.5, 2.5, 3.9])
+def test_the_fixed_point_of_eero_is_eero_where_scores_tell_nothing(budget):
+    for seed in range(5):
+        table = uninformed(seed, 2000)
+        conditional, plain = (
+            method([1.0, 2.0, 3.0, 4.0], budget, table) for method in (calibrate.eero_conditional, calibrate.eero)
+        )
+        assert conditional.exit_rates == plain.exit_rates
+        assert conditional.thresholds == plain.thresholds
+
+
+def test_risks_of_leaving_samples_are_right_about_the_first_of_two_exits():
+    table = made_up(1, 3000, 2)
+    rates = np.array([0.4, 0.6])
+    risks = conditional_risks(table, rates)
+    policy = calibrate.two_exits([1.0, 2.0], 1.6, table)
+    left = replay(policy, table).exits == 0
+    measured = table.correct()[left, 1].mean() - table.correct()[left, 0].mean()
+    assert risks[1] == table.risks()[1]
+    assert risks[0] - risks[1] == pytest.approx(measured, abs=0.05)  # less what sampling error could have done
+
+
+def test_the_fixed_point_gains_over_eero_where_eero_loses(frozen):
+    def accuracy(method, percent: int) -> float:
+        return replay(method(frozen.costs, f"{percent}%", frozen.labelled), frozen.test).accuracy(frozen.test.labels)
+
+    gains = [accuracy(calibrate.eero_conditional, each) - accuracy(calibrate.eero, each) for each in (70, 80, 90)]
+    assert min(gains) > 0
+    assert np.mean(gains) > 0.004

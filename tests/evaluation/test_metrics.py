@@ -1,10 +1,12 @@
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from conftest import made_up
 
 from alight import Decisions, HeadOutputs, replay
 from alight.errors import BadInput, LabelsNeeded, Mismatch
-from alight.evaluation import bootstrap, per_class
+from alight.evaluation import SINGLE_EXIT, Point, area_under_curve, bootstrap, calibration_errors, per_class
 from alight.policies.policy import Threshold
 
 TABLE = made_up(1, 2000, 4)
@@ -71,3 +73,64 @@ def test_labels_and_tables_of_other_samples_are_refused():
 def test_classes_need_labels():
     with pytest.raises(LabelsNeeded):
         per_class(DECISIONS, TABLE.unlabelled())
+
+
+ALONE = [Point(SINGLE_EXIT, cost, accuracy, cost) for cost, accuracy in ((2.0, 0.4), (4.0, 0.5), (6.0, 0.8))]
+
+
+def area_of(*places: tuple[float, float]) -> float:
+    return area_under_curve([*(Point("mine", cost, accuracy, cost) for cost, accuracy in places), *ALONE])["mine"]
+
+
+def test_an_area_is_the_mean_accuracy_of_the_best_mixtures():
+    budgets = np.linspace(2, 6, 4001)
+    envelope = np.maximum(np.interp(budgets, [2, 3, 6], [0.4, 0.7, 0.8]), 0)  # (5, 0.72) is below the mixture
+    assert area_of((3.0, 0.7), (5.0, 0.72)) == pytest.approx(np.mean((envelope[1:] + envelope[:-1]) / 2))
+    assert area_under_curve(ALONE)[SINGLE_EXIT] == pytest.approx(0.6)  # from (2, 0.4) to (6, 0.8): (4, 0.5) is below
+
+
+def test_no_budget_has_to_be_spent():
+    assert area_of((3.0, 0.9)) == pytest.approx((0.65 + 3 * 0.9) / 4)  # better than the full network, at half its cost
+
+
+def test_an_area_counts_no_budget_above_the_full_network():
+    assert area_of((8.0, 0.8)) == pytest.approx(0.6)
+    assert area_of((8.0, 1.0)) == pytest.approx(0.6)  # the mixture with the cheapest exit is on the same line
+    assert area_of((8.0, 1.3)) == pytest.approx(np.mean([0.4, 1.0]))
+
+
+def test_another_point_never_makes_an_area_smaller():
+    rng = np.random.default_rng(0)
+    places = [(float(cost), float(right)) for cost, right in rng.uniform([2, 0], [6, 1], size=(30, 2))]
+    areas = [area_of(*places[:count]) for count in range(1, 31)]
+    assert areas == sorted(areas)
+
+
+def test_an_area_needs_the_exits_alone():
+    with pytest.raises(BadInput, match="references=True"):
+        area_under_curve([Point("mine", 1.0, 0.5, 1.0)])
+    with pytest.raises(BadInput, match="no budgets between"):
+        area_under_curve(ALONE[:1])
+
+
+def test_calibration_errors_are_the_gap_between_probability_and_accuracy():
+    rng = np.random.default_rng(0)
+    probabilities = rng.uniform(0.5, 1, size=(100_000, 2))
+    accuracies = np.stack([probabilities[:, 0], probabilities[:, 1] - 0.2], axis=1)  # one honest, one too sure
+    predictions = (rng.uniform(size=accuracies.shape) >= accuracies).astype(int)
+    table = HeadOutputs(probabilities, predictions, np.zeros(100_000, int), score="max_probability")
+    np.testing.assert_allclose(calibration_errors(table), [0, 0.2], atol=0.01)
+
+
+def test_probabilities_are_the_score_a_feature_or_log_probabilities_and_never_a_margin():
+    logits = np.random.default_rng(0).normal(size=(500, 3, 4))
+    labels = np.zeros(500, int)
+    score = HeadOutputs.from_logits(logits, labels, "max_probability")
+    feature = HeadOutputs.from_logits(logits, labels, features=["max_probability"])
+    logs = HeadOutputs.from_logits(logits, labels)
+    np.testing.assert_array_equal(calibration_errors(score), calibration_errors(feature))
+    np.testing.assert_allclose(calibration_errors(score), calibration_errors(logs), atol=0.01)
+    with pytest.raises(BadInput, match="has the margin and no probabilities"):
+        calibration_errors(replace(logs, top_classes=None, top_log_probabilities=None))
+    with pytest.raises(LabelsNeeded):
+        calibration_errors(score.unlabelled())

@@ -5,8 +5,16 @@ import pytest
 from conftest import made_up
 
 from alight import Costs, at_equal_spend, calibrate, read_points, replay, sweep, write_points
-from alight.errors import BadFile, BadInput, BudgetTooSmall, LabelsNeeded, Mismatch
-from alight.evaluation import ORACLE, SINGLE_EXIT, Point
+from alight.errors import BadFile, BadInput, BudgetTooSmall, LabelsNeeded, Mismatch, ShiftWarning
+from alight.evaluation import (
+    ORACLE,
+    SINGLE_EXIT,
+    Point,
+    calibration_errors,
+    comparison_table,
+    evaluate_policy,
+    per_class,
+)
 
 LABELLED, TEST = made_up(1, 500, 4), made_up(2, 1500, 4)
 COSTS = Costs([1.0, 1.0, 2.0, 2.0], [0.1, 0.1, 0.1, 0.1], unit="ms")
@@ -36,6 +44,16 @@ def test_a_point_is_what_replaying_the_policy_gives(points):
     assert point.mean_cost_low < point.mean_cost < point.mean_cost_high
     np.testing.assert_allclose(point.exit_rates, policy.exit_rates)
     np.testing.assert_allclose(point.exit_shares, decisions.exit_shares)
+
+
+def test_a_policy_alone_gives_the_point_of_the_sweep(points):
+    point = next(point for point in points if point.method == "eero" and point.budget == 3.0)
+    policy = calibrate.eero(COSTS, 3.0, LABELLED)
+    assert repr(evaluate_policy(policy, COSTS, TEST)) == repr(point)  # repr: a NaN equals no NaN
+    free = evaluate_policy(replace(policy, budget=None), COSTS, TEST)
+    assert free.budget == free.mean_cost == point.mean_cost
+    with pytest.raises(LabelsNeeded):
+        evaluate_policy(policy, COSTS, TEST.unlabelled())
 
 
 def test_closed_exits_have_a_planned_rate_of_zero(points):
@@ -97,7 +115,7 @@ def test_a_sweep_is_the_same_each_time(points):
 
 def test_points_survive_saving(points, tmp_path):
     write_points(points, tmp_path / "points.csv")
-    assert read_points(tmp_path / "points.csv") == points
+    assert repr(read_points(tmp_path / "points.csv")) == repr(points)  # NaN is not equal to itself
 
 
 def test_columns_with_a_default_may_be_missing(tmp_path):
@@ -150,7 +168,8 @@ def test_files_that_are_not_points_are_refused_by_name(points, tmp_path):
         "a,b\n1,2\n": "lacks the column 'method'",
         text.splitlines()[0]: "it has no rows",
         text[: len(text) // 2]: "not a table of points",
-        text[:-5]: "cut short",
+        text[:-5]: "not a table of points",
+        text[:-1]: "cut short",
         text.replace(str(points[0].accuracy), "nan", 1): "line 2 is not a point",
         text.replace("0.", "x", 3): "not a table of points",
     }
@@ -158,3 +177,49 @@ def test_files_that_are_not_points_are_refused_by_name(points, tmp_path):
         (tmp_path / "points.csv").write_text(content)
         with pytest.raises(BadFile, match=message):
             read_points(tmp_path / "points.csv")
+
+
+def test_names_of_exits_survive_saving(tmp_path):
+    names = ("layer1", "block 2", 'a "b", c', "end")
+    named = sweep({"eero": calibrate.eero}, COSTS, ["60%"], labelled=LABELLED, test=replace(TEST, exits=names))
+    write_points(named, tmp_path / "points.csv")
+    assert {point.exits for point in read_points(tmp_path / "points.csv")} == {names}
+
+
+def test_a_table_marks_the_best_method_that_kept_its_budget():
+    of = {"full_cost": 10.0, "unit": "ms", "mean_cost_low": 4.2}
+    points = [Point("eero", 4.0, 0.8, 3.9, **of), Point("greedy", 4.0, 0.9, 4.5, **of), Point("eero", 6.0, 0.8, 5.0)]
+    assert [point.is_over_budget for point in points] == [False, True, False]
+    points = [*points[:2], Point("eero", 6.0, 0.85, 5.0, **of), Point("single_exit", 10.0, 0.95, 10.0, **of)]
+    header, eero, greedy, full = comparison_table(points)
+    assert header.split() == ["accuracy", "(%)", "40", "%", "60", "%", "100", "%"]
+    assert (eero.split(), greedy.split()) == (["eero", "80.0*", "85.0*"], ["greedy", "90.0!"])
+    assert full.split() == ["full", "network", "95.0"]
+    many = [Point("eero", 0.1 * index, 0.5, 0.05 * index, full_cost=10.0) for index in range(1, 40)]
+    assert comparison_table(many, most=5)[0].count("%") == 1 + 5
+
+
+def test_a_point_names_the_class_that_loses_most(points):
+    point = next(point for point in points if point.method == "eero" and point.budget == 3.0)
+    classes = per_class(replay(calibrate.eero(COSTS, 3.0, LABELLED), TEST), TEST)
+    worst = classes.classes.tolist().index(int(point.worst_class))
+    assert point.worst_class_loss == -classes.gain.min() == -classes.gain[worst]
+    assert point.worst_class_cost == classes.mean_cost[worst]
+    assert [each.worst_class_loss for each in points][-1] == 0  # of the last exit alone
+
+
+def test_exits_alone_have_calibration_errors_where_probabilities_are_recorded(points):
+    assert np.isnan([point.calibration_error for point in points]).all()  # made of margins
+    sure = replace(TEST, features={"max_probability": np.clip(TEST.scores, 0, 1)})
+    found = sweep({}, COSTS, BUDGETS, labelled=LABELLED, test=sure)
+    errors = [point.calibration_error for point in found if point.method == SINGLE_EXIT]
+    np.testing.assert_array_equal(errors, calibration_errors(sure))
+
+
+def test_a_test_table_of_another_distribution_is_noticed_and_said_beside_guarantees():
+    certified = {"certified": calibrate.certified_mean(calibrate.eero), "plain": calibrate.eero}
+    harder = TEST.take(np.argsort(TEST.scores[:, 0])[:1100])
+    with pytest.warns(ShiftWarning, match="the calibration and the test samples differ at exit"):
+        found = sweep(certified, COSTS, [3.0], labelled=LABELLED, test=harder, references=False)
+    assert "Doubtful" in found[0].guarantee
+    assert found[1].guarantee == ""

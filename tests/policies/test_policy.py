@@ -5,8 +5,9 @@ import numpy as np
 import pytest
 
 from alight import HeadOutputs, load_policy
+from alight.display import quantity
 from alight.errors import BadFile, BadInput, Mismatch
-from alight.policies.lenses import Recall
+from alight.policies.combinations import Vote
 from alight.policies.limits import Quota
 from alight.policies.policy import ExitAt, Mixture, Patience, Streak, Threshold
 
@@ -21,11 +22,12 @@ POLICIES = {
     "threshold": Threshold((0.3, math.inf), (1.0, 0.25), exit_rates=(0.5, 0.0, 0.5), **COMMON),
     "always": Threshold((-math.inf, math.inf), **COMMON),
     "closed": Threshold((0.7,), costs=(1.0, 4.0), open_exits=(0, 3), num_exits=5, score="negative_entropy"),
+    "named": Threshold((0.7,), costs=(1.0, 4.0), exits=("layer1", "end"), full_cost=8.0),
     "streak": Streak(0.25, 2, **COMMON),
     "streak, never": Streak(math.inf, 2, **COMMON),
     "patience": Patience(2, **COMMON),
     "exit at": ExitAt(costs=(2.0,), open_exits=(1,), num_exits=3),
-    "mixture": Mixture(Patience(2, **COMMON), Streak(0.5, 1, **COMMON), 0.125, **COMMON),
+    "mixture": Mixture(Patience(2, **COMMON), Streak(0.5, 1, **COMMON), 0.125, salt=2**53 - 1, **COMMON),
 }
 
 
@@ -47,12 +49,13 @@ def test_a_policy_prints_as_a_person_would_read_it(name):
     text = str(policy)
     assert policy.score in text
     for exit_index, cost in zip(policy.open_exits, policy.costs, strict=True):
-        assert any(line.split()[:2] == [str(exit_index), f"{cost:.4g}"] for line in text.splitlines())
+        name = policy.exit_names[exit_index]
+        assert any(line.startswith(name) and quantity(cost, policy.unit) in line for line in text.splitlines())
     if policy.budget is not None:
         assert "budget 3 ms per sample" in text
     if policy.exit_rates:
-        assert "50.00%" in text
-        assert f"{policy.planned_cost / policy.budget:.1%} is planned" in text
+        assert "50.0 %" in text
+        assert f"planned {quantity(policy.planned_cost, policy.unit)}" in text
     if isinstance(policy, Threshold):
         assert "everyone" in text
 
@@ -114,8 +117,12 @@ BAD = {
         r"exit rates \(0.5, 0.4\) must add up to 1",
     ),
     "tie share": (lambda: Threshold((0.5,), (1.5,), costs=(1.0, 2.0)), "tie shares"),
+    "salt": (lambda: Patience(1, costs=(1.0,), salt=2**53), "salt 9007199254740992 must be a whole number from 0 to"),
+    "salt that is not whole": (lambda: Patience(1, costs=(1.0,), salt=0.5), "salt 0.5 must be a whole number"),
     "impatience": (lambda: Patience(-1, costs=(1.0,)), "0 or more"),
     "no streak": (lambda: Streak(0.5, 0, costs=(1.0,)), "1 or more"),
+    "full cost": (lambda: Patience(1, costs=(1.0,), full_cost=0.0), "full_cost 0.0 must be a positive number"),
+    "names for others": (lambda: Patience(1, costs=(1.0,), exits=("a", "b")), "give the name of each, or none"),
     "share": (lambda: Mixture(*2 * [Patience(1, costs=(1.0,))], 1.5, costs=(1.0,)), "share 1.5"),
 }
 
@@ -150,13 +157,13 @@ def test_files_that_are_not_policies_are_refused_by_name(tmp_path):
         assert "policy.json" in str(caught.value)
 
 
-def test_a_policy_says_what_a_walk_must_know_of_its_lens():
+def test_a_policy_says_what_a_walk_must_know_of_its_combination():
     plain = Threshold(thresholds=(0.5,), costs=(1.0, 3.0))
-    lens = Recall(exits=(0, 1), levels=((0.0, 1.0),) * 2, reliabilities=((0.0, 1.0),) * 2)
-    lensed = Threshold(thresholds=(0.5,), costs=(1.0, 3.0), score="reliability", lens=lens)
+    vote = Vote(exits=(0, 1), constants=((0.0,), (0.0, 0.5)), slopes=((2.0,), (2.0, 2.0)), others=(0.0, 0.0))
+    combined = Threshold(thresholds=(0.5,), costs=(1.0, 3.0), score="lead", combination=vote)
     outputs = HeadOutputs(scores=[[0.25, 0.5]], predictions=[[3, 4]])
     assert (plain.inputs, plain.takes_single_samples) == (("margin",), True)
-    assert (lensed.inputs, lensed.takes_single_samples) == (("margin",), False)
+    assert (combined.inputs, combined.takes_single_samples) == (("margin",), True)
     assert not Quota(costs=(1.0, 3.0), exit_rates=(0.5, 0.5), budget=2.0).takes_single_samples
     assert plain.view(outputs) is outputs
-    assert lensed.view(outputs).score == "reliability"
+    assert combined.view(outputs).score == "lead"

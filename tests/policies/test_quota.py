@@ -97,9 +97,9 @@ def test_arrays_and_tensors_choose_the_same_samples():
     torch = pytest.importorskip("torch")
     scores = np.round(np.random.default_rng(0).uniform(size=200), 1)
     samples = np.arange(200)
-    ours = surest(scores, samples, 77)
+    ours = surest(scores, samples, 77, 2**52 + 5)
     assert ours.sum() == 77
-    np.testing.assert_array_equal(surest(torch.tensor(scores), torch.tensor(samples), 77).numpy(), ours)
+    np.testing.assert_array_equal(surest(torch.tensor(scores), torch.tensor(samples), 77, 2**52 + 5).numpy(), ours)
 
 
 def test_a_quota_survives_saving(tmp_path):

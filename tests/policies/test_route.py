@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from alight import HeadOutputs, replay, route
 from alight.budgeting.thresholds import hash01
-from alight.policies.policy import MIXTURE_SALT, ExitAt, Mixture, Patience, Streak, Threshold
+from alight.policies.policy import MIXING, ExitAt, Mixture, Patience, Streak, Threshold
 
 
 def leaves(policy, open_index, sample, predictions, scores):
@@ -17,7 +17,7 @@ def leaves(policy, open_index, sample, predictions, scores):
         case Threshold():
             score, threshold = scores[-1], policy.thresholds[open_index]
             return score > threshold or (
-                score == threshold and hash01(np.array(sample)) < policy.tie_shares[open_index]
+                score == threshold and hash01(np.array(sample), policy.salt) < policy.tie_shares[open_index]
             )
         case Streak():
             recent = scores[-policy.patience :]
@@ -26,7 +26,7 @@ def leaves(policy, open_index, sample, predictions, scores):
             recent = predictions[-policy.patience - 1 :]
             return len(recent) == policy.patience + 1 and len(set(recent)) == 1
         case Mixture():
-            part = policy.first if hash01(np.array(sample), MIXTURE_SALT) < policy.share else policy.second
+            part = policy.first if hash01(np.array(sample), policy.salt, MIXING) < policy.share else policy.second
             return leaves(part, open_index, sample, predictions, scores)
         case ExitAt():
             return True

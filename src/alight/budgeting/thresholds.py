@@ -1,7 +1,8 @@
 """Thresholds: which score lets the planned share of samples leave.
 
 A sample leaves at the first exit whose score is at least its threshold; of the samples whose score equals the
-threshold, those with `hash01(sample) < tie_share` leave. The last exit takes every sample and has no threshold.
+threshold, those with `hash01(sample number, salt) < tie_share` leave. The last exit takes every sample and has no
+threshold.
 """
 
 import math
@@ -16,6 +17,7 @@ from alight.errors import BadInput
 Slack = Literal["paper"] | float | None
 
 ROUNDING = 1e-9  # of a sample: 30.9999999999 samples are 31
+SALTS = 2**53  # so many salts there are: whole numbers that every reader of JSON keeps
 PROVEN_SLACK = 2 * math.sqrt(math.pi / 2)  # the constant C of Prop. 3.5, as its proof has it
 
 
@@ -97,11 +99,11 @@ def passing_counts(exit_rates: Floats, num_samples: int, slack: Slack = None) ->
     return np.minimum.accumulate(counts) if counts.size else counts
 
 
-def survivor_thresholds(scores: Floats, exit_rates: Floats, slack: Slack = None) -> Thresholds:
+def survivor_thresholds(scores: Floats, exit_rates: Floats, slack: Slack = None, *, salt: int = 0) -> Thresholds:
     """Calibrate each exit on the samples still waiting there, so that the share gone by it is as planned.
 
     The threshold lies midway between the (k - 1)-th and k-th smallest score of those waiting, with k of
-    `passing_counts`: k - 1 of them pass on. Equal scores are ordered by the samples' hash.
+    `passing_counts`: k - 1 of them pass on. Equal scores are ordered by the hash of the samples' rows under the salt.
 
     >>> scores = np.array([[0.1, 0.9], [0.4, 0.8], [0.6, 0.7]])
     >>> survivor_thresholds(scores, np.array([0.5, 0.5])).values
@@ -118,13 +120,13 @@ def survivor_thresholds(scores: Floats, exit_rates: Floats, slack: Slack = None)
             values[exit_index:] = -np.inf
             break
         column = scores[waiting, exit_index]
-        passing, values[exit_index], tie_shares[exit_index] = _divide(column, waiting, count)
+        passing, values[exit_index], tie_shares[exit_index] = _divide(column, waiting, count, salt)
         waiting = np.flatnonzero(passing) if isinstance(waiting, slice) else waiting[passing]
         before = count
     return Thresholds(values, tie_shares)
 
 
-def _divide(column: Floats, waiting: Any, count: int) -> tuple[npt.NDArray[np.bool_], float, float]:
+def _divide(column: Floats, waiting: Any, count: int, salt: int) -> tuple[npt.NDArray[np.bool_], float, float]:
     """Return which samples pass on (count - 1 of them), and the threshold and tie share for it."""
     ordered = np.partition(column, sorted({max(count - 2, 0), count - 1}))
     upper = float(ordered[count - 1])
@@ -133,7 +135,7 @@ def _divide(column: Floats, waiting: Any, count: int) -> tuple[npt.NDArray[np.bo
         threshold = between(lower, upper)
         return column < threshold, threshold, 1.0
     tied = np.flatnonzero(column == upper)
-    hashes = hash01(tied if isinstance(waiting, slice) else waiting[tied])
+    hashes = hash01(tied if isinstance(waiting, slice) else waiting[tied], salt)
     stay = count - 1 - int((column < upper).sum())  # so many of the tied ones pass on: the largest hashes
     by_hash = np.argsort(hashes)
     leaving = len(tied) - stay
@@ -149,25 +151,31 @@ def between(lower: float, upper: float) -> float:
     return middle if lower < middle <= upper else upper
 
 
-def hash01(samples: Integers, salt: int = 0) -> Floats:
-    """Return a number in [0, 1) for each sample index: it looks random and is the same everywhere and at all times.
+def hash01(samples: Integers, salt: int = 0, purpose: int = 0) -> Floats:
+    """Return a number in [0, 1) for each sample number: a random one over salts, the same one wherever it is computed.
 
     >>> hash01(np.array([0, 1, 2])).round(3)
     array([0.759, 0.126, 0.998])
     """
-    return hash32(samples, salt) / 2**32
+    return hash32(samples, salt, purpose) / 2**32
 
 
-def hashed_below(samples: Any, share: float, salt: int = 0) -> Any:
+def hashed_below(samples: Any, share: float, salt: int = 0, purpose: int = 0) -> Any:
     """Return where hash01 is below a share, compared exactly, for NumPy arrays, torch tensors or a number."""
-    return hash32(samples, salt) < math.ceil(share * 2**32)
+    return hash32(samples, salt, purpose) < math.ceil(share * 2**32)
 
 
-def hash32(samples: Any, salt: int = 0) -> Any:
-    """Return a whole number below 2^32 for each sample index, for arrays, tensors and numbers alike."""
+def hash32(samples: Any, salt: int = 0, purpose: int = 0) -> Any:
+    """Return a whole number below 2^32 for each sample number, for arrays, tensors and numbers alike.
+
+    Every step is one to one on 32 bits, so the hash of a number is exactly uniform over the low half of the salt; the
+    high half makes the hashes of two numbers independent. Each `purpose` draws anew.
+    """
     if not isinstance(samples, int):
         samples = samples.astype(np.int64) if isinstance(samples, np.ndarray | np.generic) else samples.long()
-    mixed = ((samples & 0xFFFFFFFF) ^ (samples >> 32)) + (0x9E3779B9 * (salt + 1)) & 0xFFFFFFFF
-    for factor in (0x7FEB352D, 0x31848BAB):  # odd and below 2^31: one to one on 32 bits, no overflow in 64
-        mixed = ((mixed >> 16) ^ mixed) * factor & 0xFFFFFFFF
+    low, high = salt & 0xFFFFFFFF, salt >> 32
+    mixed = ((samples & 0xFFFFFFFF) ^ (samples >> 32)) + low + 0x9E3779B9 * (purpose + 1) & 0xFFFFFFFF
+    mixed = ((mixed >> 16) ^ mixed) * 0x7FEB352D & 0xFFFFFFFF  # odd and below 2^31: no overflow in 64 bits
+    mixed = mixed ^ high
+    mixed = ((mixed >> 16) ^ mixed) * 0x31848BAB & 0xFFFFFFFF
     return (mixed >> 15) ^ mixed

@@ -8,6 +8,7 @@ True
 """
 
 from alight.calibrate.auto import auto
+from alight.calibrate.combinations import COMBINE, Fit, combined, fit_geometric_mean, fit_temperature, fit_vote
 from alight.calibrate.cost_guarantees import (
     CONTRACTS,
     certified_batch,
@@ -16,7 +17,7 @@ from alight.calibrate.cost_guarantees import (
     certified_stream,
 )
 from alight.calibrate.crossval import pruned
-from alight.calibrate.lenses import Fit, fit_ensemble, fit_gain, fit_recall, with_lens
+from alight.calibrate.learned import eenet, jei_dnn, learned_stopping, learning_to_exit
 from alight.calibrate.problem import Method, Problem
 from alight.calibrate.published import (
     best_single_exit,
@@ -31,10 +32,11 @@ from alight.calibrate.published import (
     two_exits,
 )
 from alight.calibrate.risk_guarantees import certified_risk
-from alight.calibrate.search import genetic, search
+from alight.calibrate.search import eero_conditional, genetic, search
 from alight.calibrate.stopping import optimal_stopping
 
 __all__ = [
+    "COMBINE",
     "CONTRACTS",
     "METHODS",
     "Fit",
@@ -47,15 +49,21 @@ __all__ = [
     "certified_probability",
     "certified_risk",
     "certified_stream",
+    "combined",
+    "eenet",
     "eero",
+    "eero_conditional",
     "eero_marginal",
-    "fit_ensemble",
-    "fit_gain",
-    "fit_recall",
+    "fit_geometric_mean",
+    "fit_temperature",
+    "fit_vote",
     "gaussian",
     "genetic",
     "geometric",
     "global_threshold",
+    "jei_dnn",
+    "learned_stopping",
+    "learning_to_exit",
     "optimal_stopping",
     "patience",
     "pcee",
@@ -63,7 +71,6 @@ __all__ = [
     "pruned",
     "search",
     "two_exits",
-    "with_lens",
 ]
 
 METHODS: dict[str, Method] = {
@@ -71,6 +78,7 @@ METHODS: dict[str, Method] = {
     for method in (
         eero,
         eero_marginal,
+        eero_conditional,
         two_exits,
         geometric,
         gaussian,
@@ -78,10 +86,14 @@ METHODS: dict[str, Method] = {
         patience,
         pcee,
         performance_control,
+        learning_to_exit,
+        eenet,
+        jei_dnn,
         genetic,
         best_single_exit,
         search,
         optimal_stopping,
+        learned_stopping,
         auto,
     )
 }

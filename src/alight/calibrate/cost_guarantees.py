@@ -6,12 +6,16 @@
     certified_stream         t samples cost at most t * budget and one sample more, at every t: a Paced policy
 
 The method is fitted once, on one part of the data, and certified on the other: `unlabelled`, or without it half of
-`labelled`, split by `seed`. Methods that plan exit rates and meet them with survivor thresholds are certified by the
-exact law of the exit shares; others by a family that moves all thresholds of the fitted policy together, so that costs
-are nested.
+`labelled`. Methods that plan exit rates and meet them with survivor thresholds are certified by the exact law of the
+exit shares; others by a family that moves all thresholds of the fitted policy together, so that costs are nested.
+
+Ties and mixtures are decided by random numbers, which a salt and a sample's number give. Calibration has one salt and
+the policy another, so that new samples draw as independently as those of the calibration did. `seed` fixes the salts
+and the split; without it the salts are random and the split is always the same.
 """
 
 import math
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
@@ -32,15 +36,17 @@ from alight.budgeting.bounds import (
     smallest_sample,
 )
 from alight.budgeting.rates import Floats, tilted_rates
-from alight.budgeting.thresholds import passing_counts, survivor_thresholds
-from alight.calibrate.problem import AnyCosts, Budget, Method
-from alight.costs import Costs, as_costs, quantity
-from alight.errors import BadInput
+from alight.budgeting.thresholds import SALTS, passing_counts, survivor_thresholds
+from alight.calibrate.problem import AnyCosts, Budget, Method, check_tables
+from alight.costs import Costs, as_costs
+from alight.display import percent, quantity
+from alight.errors import BadInput, ShiftWarning
 from alight.outputs import HeadOutputs
 from alight.policies.limits import Quota
 from alight.policies.paced import Paced
 from alight.policies.policy import Certificate, ExitAt, Mixture, Patience, Policy, Streak, Threshold
 from alight.policies.route import replay
+from alight.policies.shift import Shift, diagnose_shift
 
 Bound = Literal["betting", "hoeffding_bentkus"]
 Numbers = dict[str, float | str]
@@ -54,10 +60,10 @@ P_VALUES: dict[str, Callable[[Floats, float, float], float]] = {
 }
 
 
-def certified_mean(method: Method, *, seed: int = 0) -> Method:
+def certified_mean(method: Method, *, seed: int | None = None) -> Method:
     """Return the method with a guarantee: a new sample costs at most the budget on average.
 
-    The average is over calibration data and sample.
+    The average is over calibration data, sample and salt; `seed` fixes the salt, and how the data are split.
 
     >>> from alight import calibrate, recordings
     >>> labelled, test, costs = recordings.load()
@@ -67,10 +73,12 @@ def certified_mean(method: Method, *, seed: int = 0) -> Method:
     return _certified(method, seed, partial(certify_cost, contract=CostContract("mean")))
 
 
-def certified_probability(method: Method, *, delta: float = 0.05, bound: Bound = "betting", seed: int = 0) -> Method:
+def certified_probability(
+    method: Method, *, delta: float = 0.05, bound: Bound = "betting", seed: int | None = None
+) -> Method:
     """Return the method with a guarantee: with probability 1 - delta over the data, the mean cost is within the budget.
 
-    `bound` tests policies that plan no exit rates.
+    `bound` tests policies that plan no exit rates. `seed` fixes the salt, and how the data are split.
 
     >>> from alight import calibrate, recordings
     >>> labelled, test, costs = recordings.load()
@@ -78,6 +86,7 @@ def certified_probability(method: Method, *, delta: float = 0.05, bound: Bound =
     >>> print(policy.certificate)
     Guaranteed with 95 % confidence: mean cost <= 555 MFLOPs (50 %).
     Assumes new samples come from the same distribution as the 2,500 calibration samples.
+    Confidence counts all calibrations, whether a guarantee could be issued or not.
     """
     check_delta(delta)
     check_bound(bound)
@@ -87,7 +96,7 @@ def certified_probability(method: Method, *, delta: float = 0.05, bound: Bound =
 def certified_batch(method: Method) -> Method:
     """Return the method with a guarantee: every batch costs at most its size times the budget, whatever it holds.
 
-    The method must plan exit rates.
+    Exits get the shares that the method plans, or those that its policy has on the data that set its thresholds.
 
     >>> from alight import calibrate, recordings
     >>> labelled, test, costs = recordings.load()
@@ -102,31 +111,29 @@ def certified_batch(method: Method) -> Method:
         policy, network = method(costs, budget, labelled, unlabelled, **options), as_costs(costs)
         if policy.costs[-1] <= budget_of(policy):
             return _always_kept(policy, network, "batch")
-        if not policy.exit_rates:
-            raise BadInput(
-                f"the contract 'batch' needs planned exit rates and {policy.method} plans none: use eero, geometric,"
-                " gaussian, two_exits or search"
-            )
+        rates = policy.exit_rates or _shares(policy, labelled if unlabelled is None else unlabelled)
         guarantee = f"Guaranteed for every batch: mean cost <= {allowed_by(policy, network)}."
         numbers: Numbers = {"budget": budget_of(policy), "basis": "ranks inside the batch"}
         certificate = Certificate("batch", guarantee, "No assumption on the data.", numbers)
-        return certified(Quota(**policy.terms()), certificate)
+        return certified(Quota(**policy.terms() | {"exit_rates": rates}), certificate)
 
     return calibrated
 
 
-def certified_stream(method: Method, *, alarm_rate: float = 0.01, horizon: int = 100_000, seed: int = 0) -> Method:
+def certified_stream(
+    method: Method, *, alarm_rate: float = 0.01, horizon: int = 100_000, seed: int | None = None
+) -> Method:
     """Return the method with a guarantee: at every moment, t samples have cost at most t times the budget and one more.
 
     An alarm is raised when samples become more expensive, and with probability `alarm_rate` at most within `horizon`
-    samples like the calibration's.
+    samples like the calibration's. `seed` fixes the salt, and how the data are split.
 
     >>> from alight import calibrate, recordings
     >>> labelled, test, costs = recordings.load()
     >>> type(certified_stream(calibrate.eero)(costs, "50%", labelled)).__name__
     'Paced'
     """
-    return _certified(method, seed, partial(_as_paced, alarm_rate=alarm_rate, horizon=horizon, seed=seed))
+    return _certified(method, seed, partial(_as_paced, alarm_rate=alarm_rate, horizon=horizon, seed=seed or 0))
 
 
 CONTRACTS: dict[str, Callable[..., Method]] = {
@@ -137,23 +144,45 @@ CONTRACTS: dict[str, Callable[..., Method]] = {
 }
 
 
-def _certified(method: Method, seed: int, certify: Certify) -> Method:
+def _certified(method: Method, seed: int | None, certify: Certify) -> Method:
     """Return the method, fitted on one part of the data and certified on the other."""
+    if seed is not None and seed < 0:
+        raise BadInput(f"seed {seed} must be a whole number >= 0, or None for a random salt")
 
     def calibrated(
         costs: AnyCosts, budget: Budget, labelled: HeadOutputs, unlabelled: HeadOutputs | None = None, **options: object
     ) -> Policy:
         _check_given(budget, labelled, unlabelled)
-        rng = np.random.default_rng(seed)
+        check_tables(as_costs(costs), labelled, unlabelled)
+        rng = np.random.default_rng(seed or 0)
         if unlabelled is None:
             fitting, certifying = labelled.split(0.5, rng)
         else:  # betting goes through the samples in order, and recordings are often sorted
             fitting, certifying = labelled, unlabelled.take(rng.permutation(len(unlabelled)))
-        policy = method(costs, budget, fitting, **options)
+        calibrating, deployed, _ = drawn_salts(seed)
+        policy = replace(method(costs, budget, fitting, **options), salt=calibrating)
         policy.check(certifying)
-        return certify(policy, as_costs(costs), fitting, certifying)
+        made = replace(certify(policy, as_costs(costs), fitting, certifying), salt=deployed)
+        return made if unlabelled is None else _with_shift(made, diagnose_shift(labelled, unlabelled, [policy]))
 
     return calibrated
+
+
+def drawn_salts(seed: int | None) -> tuple[int, int, int]:
+    """Return salts for calibration, for the policy and for a test, from the seed or, without one, at random."""
+    calibrating, deployed, testing = np.random.default_rng(seed).integers(SALTS, size=3).tolist()
+    return calibrating, deployed, testing
+
+
+def _with_shift(policy: Policy, shift: Shift) -> Policy:
+    """Return the policy, with a warning in its certificate if the tables that it rests on differ."""
+    assert policy.certificate is not None
+    if not shift.is_significant:
+        return policy
+    doubt = f"Doubtful: the labelled and the unlabelled samples differ at {shift}."
+    warnings.warn(f"{doubt} Calibrate with samples drawn like those to come.", ShiftWarning, stacklevel=3)
+    assumption = f"{policy.certificate.assumption} {doubt}"
+    return replace(policy, certificate=replace(policy.certificate, assumption=assumption))
 
 
 def _check_given(budget: Budget | None, labelled: HeadOutputs, unlabelled: HeadOutputs | None) -> None:
@@ -179,11 +208,13 @@ class CostContract:
     delta: float = 0.05
     bound: Bound = "betting"
 
-    def sentence(self, allowed: str) -> str:
-        """Return what is guaranteed when so much is allowed."""
-        if self.name == "mean":
-            return f"Guaranteed on average over calibration data and new samples: mean cost <= {allowed}."
-        return f"Guaranteed with {percent(1 - self.delta, 10)} confidence: mean cost <= {allowed}."
+    def certificate(self, allowed: str, samples: int, numbers: Numbers) -> Certificate:
+        """Return what is guaranteed when so much is allowed, by so many samples."""
+        has_delta = self.name == "probability"
+        how = "on average over calibration data and new samples"
+        how = f"with {percent(1 - self.delta, 10)} confidence" if has_delta else how
+        assumption = same_distribution(samples, has_delta=has_delta)
+        return Certificate(self.name, f"Guaranteed {how}: mean cost <= {allowed}.", assumption, numbers)
 
 
 def certify_cost(
@@ -210,9 +241,9 @@ def _as_paced(
     if policy.costs[-1] <= budget_of(policy):
         return _always_kept(policy, network, "stream")
     table, costs, samples = policy.view(certifying), np.array(policy.costs), len(certifying)
-    rates = np.array(policy.exit_rates or replay(policy, fitting).exit_shares[list(policy.open_exits)])
+    rates = np.array(policy.exit_rates or _shares(policy, fitting))
     scores = table.scores[:, list(policy.open_exits)]
-    thresholds = survivor_thresholds(scores, rates)
+    thresholds = survivor_thresholds(scores, rates, salt=policy.salt)
     law = share_law(passing_counts(rates, samples), samples)
     recent = _windows(scores, thresholds.values, np.random.default_rng(seed))
     terms = policy.terms() | thresholds.fields() | {"exit_rates": rates, "law": law}
@@ -235,6 +266,11 @@ def _as_paced(
         "basis": "counting of what was spent",
     }
     return certified(paced, Certificate("stream", guarantee, assumption, numbers))
+
+
+def _shares(policy: Policy, outputs: HeadOutputs) -> tuple[float, ...]:
+    """Return the shares of samples that leave at each open exit of a policy on a table."""
+    return tuple(replay(policy, outputs).exit_shares[list(policy.open_exits)].tolist())
 
 
 def _always_kept(policy: Policy, network: Costs, contract: str) -> Policy:
@@ -264,13 +300,14 @@ def _by_law(policy: Threshold, network: Costs, certifying: HeadOutputs, contract
     }
     if law[0] == samples + 1:
         return _first_exit_only(policy, certifying.score, contract, numbers, _smallest_for_law(policy, contract))
-    thresholds = survivor_thresholds(policy.view(certifying).scores[:, list(policy.open_exits)], rates)
+    thresholds = survivor_thresholds(
+        policy.view(certifying).scores[:, list(policy.open_exits)], rates, salt=policy.salt
+    )
     moved = replace(policy, **thresholds.fields(), exit_rates=tuple(rates))
     if contract.name == "probability":
         numbers["delta"] = contract.delta
-    numbers["basis"] = "exact law of the exit shares; ties are broken by a hash, taken as random"
-    sentence = contract.sentence(allowed_by(policy, network))
-    return certified(moved, Certificate(contract.name, sentence, same_distribution(samples), numbers))
+    numbers["basis"] = "exact law of the exit shares; equal scores are ordered at random"
+    return certified(moved, contract.certificate(allowed_by(policy, network), samples, numbers))
 
 
 def _by_family(
@@ -305,20 +342,21 @@ def _by_family(
         return _first_exit_only(policy, certifying.score, contract, numbers, smallest)
     member = lowered(policy, float(levels[accepted]), reference)
     numbers |= {"level": float(levels[accepted]), "mean cost": float(spent(levels[accepted]).mean())}
-    by_hash = isinstance(policy, Mixture | Patience) or any(share < 1 for share in getattr(policy, "tie_shares", ()))
-    numbers["basis"] = basis + ("; mixtures and ties are decided by a hash, taken as random" if by_hash else "")
-    sentence = contract.sentence(allowed_by(policy, network))
-    return certified(member, Certificate(contract.name, sentence, same_distribution(samples), numbers))
+    draws = isinstance(policy, Mixture | Patience) or any(share < 1 for share in getattr(policy, "tie_shares", ()))
+    numbers["basis"] = basis + ("; mixtures and ties are decided at random" if draws else "")
+    return certified(member, contract.certificate(allowed_by(policy, network), samples, numbers))
 
 
 def _first_exit_only(policy: Policy, score: str, contract: CostContract, numbers: Numbers, smallest: int) -> Policy:
     """Return the policy that sends every sample out at the first exit: all that so few samples can certify."""
     first: dict[str, Any] = {"open_exits": policy.open_exits[:1], "costs": policy.costs[:1], "exit_rates": (1.0,)}
-    first |= {"lens": None, "score": score}  # alone, it answers for itself
+    first |= {"combination": None, "score": score}  # alone, it answers for itself
+    level = f" and delta {contract.delta:g}" if contract.name == "probability" else ""
     needed = f"at least {smallest:,} samples are needed" if smallest else "no number of samples suffices"
+    place = policy.exit_names[policy.open_exits[0]]
     guarantee = (
-        f"Guaranteed for every sample: cost <= {quantity(policy.costs[0], policy.unit)}, at exit {policy.open_exits[0]}"
-        f" alone. With {numbers['samples']:,} samples and delta {contract.delta:g} no more can be certified: {needed}."
+        f"Guaranteed for every sample: cost <= {quantity(policy.costs[0], policy.unit)}, at {place}"
+        f" alone. With {numbers['samples']:,} samples{level} no more can be certified: {needed}."
     )
     certificate = Certificate(contract.name, guarantee, "", numbers | {"smallest sample": smallest})
     return certified(ExitAt(**policy.terms() | first), certificate)
@@ -362,6 +400,20 @@ def _windows(scores: Floats, thresholds: Floats, rng: np.random.Generator) -> tu
     return tuple(windows)
 
 
+def guaranteed_by(policy: Policy) -> str:
+    """Return what is guaranteed about a policy, or what is not, in a sentence.
+
+    >>> from alight import calibrate, recordings
+    >>> labelled, test, costs = recordings.load()
+    >>> guaranteed_by(calibrate.eero(costs, "50%", labelled))
+    "Not guaranteed: new samples may cost a little more than the budget on average; contract 'probability' prevents it."
+    """
+    if policy.certificate is not None:
+        return str(policy.certificate)
+    doubt = "new samples may cost a little more than the budget on average"
+    return f"Not guaranteed: {doubt}; contract 'probability' prevents it."
+
+
 def budget_of(policy: Policy) -> float:
     """Return the budget of a policy, without which nothing can be guaranteed about its cost."""
     if policy.budget is None:
@@ -375,14 +427,11 @@ def allowed_by(policy: Policy, network: Costs) -> str:
     return f"{quantity(budget_of(policy), policy.unit)} ({percent(budget_of(policy) / network.full)})"
 
 
-def percent(share: float, digits: int = 3) -> str:
-    """Return a share in percent."""
-    return f"{100 * share:.{digits}g} %"
-
-
-def same_distribution(samples: int) -> str:
-    """Return the assumption that new samples are exchangeable with those of the calibration."""
-    return f"Assumes new samples come from the same distribution as the {samples:,} calibration samples."
+def same_distribution(samples: int, *, has_delta: bool) -> str:
+    """Return the assumption that new samples are exchangeable with those of the calibration, and what delta counts."""
+    assumption = f"Assumes new samples come from the same distribution as the {samples:,} calibration samples."
+    counted = "Confidence counts all calibrations, whether a guarantee could be issued or not."
+    return f"{assumption} {counted}" if has_delta else assumption
 
 
 def certified(policy: Policy, certificate: Certificate) -> Policy:

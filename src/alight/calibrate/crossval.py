@@ -45,13 +45,13 @@ class Ranked:
         return (right + np.count_nonzero(self.correct[-1] & waiting)) / len(self)
 
 
-def folds(num_samples: int, count: int, salt: int = 0) -> list[Integers]:
+def folds(num_samples: int, count: int, purpose: int = 0) -> list[Integers]:
     """Deal samples into folds of nearly equal size by the hash of their index: nothing random, no order.
 
     >>> [fold.tolist() for fold in folds(5, 2)]
     [[1, 3, 4], [0, 2]]
     """
-    order = np.argsort(hash01(np.arange(num_samples), salt))
+    order = np.argsort(hash01(np.arange(num_samples), purpose=purpose))
     return [np.sort(fold) for fold in np.array_split(order, count)]
 
 
@@ -59,7 +59,7 @@ def halves(num_samples: int, rounds: int) -> list[tuple[Integers, Integers]]:
     """Return pairs of halves of the samples, each pair both ways round; all samples twice where there are few."""
     if num_samples < 4:  # halves of one sample say nothing
         return [(np.arange(num_samples), np.arange(num_samples))]
-    pairs = [folds(num_samples, 2, salt) for salt in range(rounds)]
+    pairs = [folds(num_samples, 2, purpose) for purpose in range(rounds)]
     return [pair for one, other in pairs for pair in ((one, other), (other, one))]
 
 
@@ -81,7 +81,8 @@ def on_exits(method: Method, open_exits: Sequence[int]) -> Method:
         judged = labelled if labelled.labels is not None else replace(labelled, labels=labelled.predictions[:, -1])
         tables = [None if table is None else table.at_exits(open_exits) for table in (judged, unlabelled)]
         policy = method(network.at_exits(open_exits), network.budget(budget), *tables, **options)
-        return _of_network(policy, tuple(open_exits), len(network))
+        names = labelled.exits or (unlabelled.exits if unlabelled else ())
+        return _of_network(policy, tuple(open_exits), network, names)
 
     return calibrated
 
@@ -95,7 +96,7 @@ def pruned(method: Method, *, chooser: Method | None = None) -> Method:
     >>> from alight import calibrate, recordings
     >>> labelled, test, costs = recordings.load()
     >>> pruned(calibrate.geometric)(costs, "50%", labelled).settings["pruned"]
-    '3'
+    'exit 4'
     """
 
     def calibrated(
@@ -103,7 +104,7 @@ def pruned(method: Method, *, chooser: Method | None = None) -> Method:
     ) -> Policy:
         kept = kept_exits(chooser or partial(method, **options), costs, budget, labelled)
         policy = on_exits(method, kept)(costs, budget, labelled, unlabelled, **options)
-        closed = [str(index) for index in range(labelled.num_exits) if index not in kept]
+        closed = [name for index, name in enumerate(labelled.exit_names) if index not in kept]
         return replace(policy, settings={**policy.settings, "pruned": ", ".join(closed) or "none"})
 
     return calibrated
@@ -136,7 +137,7 @@ def affordable_exits(network: Costs, budget: float) -> tuple[int, ...]:
     """Return all exits from the first on that is affordable when no exit before it is open."""
     alone = costs_alone(network)
     if not (alone <= budget).any():
-        raise BudgetTooSmall(budget, float(alone.min()), network.unit)
+        raise BudgetTooSmall(budget, float(alone.min()), network.unit, full=network.full)
     return tuple(range(int(np.argmax(alone <= budget)), len(network)))
 
 
@@ -149,23 +150,30 @@ def held_out(
     Fewer than 4 samples are too few to hold any out.
     """
     right, spent = np.empty(len(labelled)), np.empty(len(labelled))
-    count = min(count, len(labelled) // 2)
-    parts = folds(len(labelled), count) if count > 1 else [np.arange(len(labelled))]
     truth = labelled.truth()
-    for part in parts:
-        rest = np.setdiff1d(np.arange(len(labelled)), part) if count > 1 else part
+    for rest, part in held_out_parts(len(labelled), count):
         fold = labelled.take(part)
         decisions = replay(method(costs, budget, labelled.take(rest), fold.unlabelled()), fold)
         right[part], spent[part] = decisions.predictions == truth[part], decisions.spent
     return right, spent
 
 
-def _of_network(policy: Policy, open_exits: tuple[int, ...], num_exits: int) -> Policy:
-    """Return the policy with its exits numbered as in the whole network, its lens and a mixture's parts included."""
+def held_out_parts(num_samples: int, count: int) -> list[tuple[Integers, Integers]]:
+    """Return, for each fold, the other samples and those held out; all samples twice where there are fewer than 4."""
+    count = min(count, num_samples // 2)
+    every = np.arange(num_samples)
+    return [(np.setdiff1d(every, part), part) for part in folds(num_samples, count)] if count > 1 else [(every, every)]
+
+
+def _of_network(policy: Policy, open_exits: tuple[int, ...], network: Costs, names: tuple[str, ...]) -> Policy:
+    """Return the policy with its exits numbered as in the whole network, also in its combination and its parts."""
     opened = tuple(open_exits[index] for index in policy.open_exits)
-    changed: dict[str, Any] = {"open_exits": opened, "num_exits": num_exits}
-    if policy.lens:
-        changed["lens"] = replace(policy.lens, exits=opened)
+    changed: dict[str, Any] = {"open_exits": opened, "num_exits": len(network), "exits": names}
+    changed["full_cost"] = network.full
+    if policy.combination:
+        changed["combination"] = replace(policy.combination, exits=opened)
     if isinstance(policy, Mixture):
-        changed |= {name: _of_network(getattr(policy, name), open_exits, num_exits) for name in ("first", "second")}
+        changed |= {
+            name: _of_network(getattr(policy, name), open_exits, network, names) for name in ("first", "second")
+        }
     return replace(policy, **changed)

@@ -14,7 +14,7 @@ from alight.budgeting.thresholds import Slack, hash01, marginal_ranks, survivor_
 from alight.costs import Costs, as_costs
 from alight.errors import BadInput, BudgetTooSmall, Mismatch
 from alight.outputs import HeadOutputs
-from alight.policies.policy import MIXTURE_SALT, Mixture, Policy, Threshold
+from alight.policies.policy import MIXING, Mixture, Policy, Threshold
 from alight.policies.route import replay
 
 AnyCosts = Costs | npt.ArrayLike
@@ -76,7 +76,7 @@ class Problem:
         amount = network.budget(budget)
         cheapest = float(costs_alone(network).min() if closes_exits else network.cumulative()[0])
         if amount < cheapest:
-            raise BudgetTooSmall(amount, cheapest, network.unit)
+            raise BudgetTooSmall(amount, cheapest, network.unit, full=network.full)
         return cls(network, amount, labelled, scored, method)
 
     @property
@@ -108,6 +108,8 @@ class Problem:
             "budget": self.budget,
             "score": self.scored.score,
             "fingerprint": self.labelled.fingerprint,
+            "exits": self.labelled.exits or self.scored.exits,
+            "full_cost": self.network.full,
             "method": self.method,
             "settings": dict(settings or {}) | ({"truth": "the last exit"} if self.labelled.labels is None else {}),
             "exit_rates": () if exit_rates is None else exit_rates,
@@ -149,7 +151,7 @@ class Problem:
         if costlier is None:
             return cheaper
         low, high = (replay(policy, self.scored).spent for policy in (cheaper, costlier))
-        hashes = hash01(np.arange(len(high)), MIXTURE_SALT)
+        hashes = hash01(np.arange(len(high)), purpose=MIXING)
         order = np.argsort(hashes)
         exceeds = low.sum() + np.cumsum((high - low)[order]) > self.budget * len(high)
         share = float(hashes[order[np.argmax(exceeds)]]) if exceeds.any() else 1.0  # below the first that is too much

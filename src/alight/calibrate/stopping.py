@@ -109,8 +109,7 @@ def _plans(problem: Problem, parts: list[Ranked], prices: int) -> list[_PricedPl
 
     if len(costs) == 1:
         return [of(LOWEST_PRICE, np.ones(1))]
-    highest = 2 / float(np.diff(costs).min())  # no gain in accuracy is worth a step
-    plans = [of(highest, np.eye(len(costs))[0]), at(LOWEST_PRICE)]
+    plans = [of(highest_price(costs), np.eye(len(costs))[0]), at(LOWEST_PRICE)]
     while len(plans) < prices:
         widest = int(np.argmax([after.cost - before.cost for before, after in pairwise(plans)]))
         plans.insert(widest + 1, at(float(np.sqrt(plans[widest].price) * np.sqrt(plans[widest + 1].price))))
@@ -124,10 +123,22 @@ def _spending(problem: Problem, plans: list[_PricedPlan]) -> _PricedPlan:
         return plans[index]
     cheaper, costlier = plans[index], plans[index + 1]
     share = (problem.budget - cheaper.cost) / (costlier.cost - cheaper.cost)
-    back = 1e-15
-    while (rates := cheaper.rates + share * (costlier.rates - cheaper.rates)) @ problem.costs > problem.budget:
-        share, back = share * (1 - back), min(2 * back, 1.0)  # it is too much by a rounding
+    rates = cut_to(cheaper.rates + share * (costlier.rates - cheaper.rates), problem.costs, problem.budget)
     return _PricedPlan(cheaper.price, rates, float(rates @ problem.costs), Ranked(problem.labelled).accuracy(rates))
+
+
+def highest_price(costs: Floats) -> float:
+    """Return a price at which no gain in accuracy is worth a step; costs are relative to the last."""
+    return 2 / float(np.diff(costs).min())
+
+
+def cut_to(rates: Floats, costs: Floats, budget: float) -> Floats:
+    """Return rates that cost at most the budget: where it is too much by a rounding, a few samples leave at once."""
+    first, share = np.eye(len(rates))[0], 1e-15
+    within = rates
+    while within @ costs > budget:
+        within, share = rates + share * (first - rates), min(2 * share, 1.0)
+    return within
 
 
 def _concave(plans: list[_PricedPlan]) -> list[_PricedPlan]:

@@ -1,4 +1,4 @@
-"""Does it leave? The rules, the lenses, the one walk through the exits; and policies from their files."""
+"""Does it leave? The rules, combinations of answers, the one walk through the exits; and policies from their files."""
 
 import math
 from collections.abc import Mapping
@@ -6,7 +6,7 @@ from typing import Any
 
 from alight.errors import BadFile
 from alight.files import PathLike, read_json
-from alight.policies.lenses import lens_from_dict
+from alight.policies.combinations import combination_from_dict
 from alight.policies.limits import Quota
 from alight.policies.paced import Paced
 from alight.policies.policy import Certificate, ExitAt, Lottery, Mixture, Patience, Policy, Streak, Threshold
@@ -41,8 +41,8 @@ def policy_from_dict(content: Mapping[str, Any]) -> Policy:
     for name, value in values.items():
         if isinstance(value, dict) and "rule" in value:
             values[name] = policy_from_dict(value)
-        elif name == "lens" and value is not None:
-            values[name] = lens_from_dict(value)
+        elif name == "combination" and value is not None:
+            values[name] = combination_from_dict(value)
         elif name == "certificate" and value is not None:
             values[name] = Certificate(**value)
         elif name == "threshold" and isinstance(value, str):

@@ -1,7 +1,7 @@
 """Rules that limit how far samples go: a number of each batch per exit (Quota), or a last exit per sample (Capped)."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 import numpy as np
@@ -40,7 +40,7 @@ class Quota(Policy):
             assert self.budget is not None  # checked at the border
             counts = quota_counts(np.array(self.exit_rates), np.array(self.costs), self.budget, len(samples))
             memory = (Leaving(tuple(counts.tolist())),)
-        return surest(scores, samples, memory[0].counts[open_index]), memory
+        return surest(scores, samples, memory[0].counts[open_index], self.salt), memory
 
     def summary(self) -> str:
         return "the surest of each batch leave, as many at each exit as the batch can afford"
@@ -55,6 +55,7 @@ class Capped(Policy):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        object.__setattr__(self, "policy", replace(self.policy, salt=self.salt))
         object.__setattr__(self, "is_batch_dependent", self.policy.is_batch_dependent)
 
     def _check(self) -> None:
@@ -92,9 +93,9 @@ def capped(policy: Policy, limits: Mapping[int, int]) -> Policy:
     return Capped(policy=policy, limits=dict(limits), **policy.terms())
 
 
-def surest(scores: Array, samples: Array, count: int) -> Array:
-    """Return where the `count` highest scores stand; equal ones are ordered by the samples' hash."""
-    hashes = hash32(samples)
+def surest(scores: Array, samples: Array, count: int, salt: int) -> Array:
+    """Return where the `count` highest scores stand; equal ones in an order drawn by the samples' numbers."""
+    hashes = hash32(samples, salt)
     if isinstance(scores, np.ndarray):
         order = np.lexsort((hashes, -scores))
     else:

@@ -25,6 +25,7 @@ import numpy as np
 
 from alight.budgeting.rates import Floats, tilted_rates
 from alight.budgeting.thresholds import between, hashed_below
+from alight.display import quantity
 from alight.errors import BadFile, BadInput, Mismatch
 from alight.files import PathLike, read_json, write_json
 from alight.policies.limits import surest
@@ -32,7 +33,7 @@ from alight.policies.policy import Array, BatchState, Memory, Policy, Step, reac
 
 PLANS = 65  # rates are solved for so many budgets and interpolated between: costs are linear in rates
 SHIFTS = (1.1, 1.2, 1.4)  # the alarm bets as if samples had become this many times as expensive
-WITNESSES, WITNESS_SALT = 0.75, 2  # their share of the samples, and what keeps their hash apart from that of ties
+WITNESSES, WITNESSING = 0.75, 2  # their share of the samples, and the purpose of its draw: not that of ties
 GENEROUS = 2  # reserves left over, so that random variation is seldom the reason
 RESERVED = 0.005  # of the budget so far, at most, is kept back
 ROUNDING = 1e-12  # of the bound, so that no way of adding up exceeds it
@@ -148,10 +149,10 @@ class Paced(Policy):
         waiting, here, after = len(samples), self.costs[open_index], self.costs[open_index + 1]
         seen = np.concatenate([state.recent[open_index], np.asarray(scores.tolist(), dtype=np.float64)])
         state = replace(state, recent=_with(state.recent, open_index, seen[-len(self.recent[open_index]) :]))
-        as_calibrated = reaches(scores, samples, self.thresholds[open_index], self.tie_shares[open_index])
+        as_calibrated = reaches(scores, samples, self.thresholds[open_index], self.tie_shares[open_index], self.salt)
         window = state.recent[open_index] if batch.recent else self._windows[open_index]
-        leaving = reaches(scores, samples, *_cut(window, float(batch.shares[open_index])))
-        witness = hashed_below(samples, WITNESSES, WITNESS_SALT)
+        leaving = reaches(scores, samples, *_cut(window, float(batch.shares[open_index])), self.salt)
+        witness = hashed_below(samples, WITNESSES, self.salt, WITNESSING)
         if not state.alarmed:  # what is left over may hold a witness back, nothing but the guard sends it out early
             leaving = (witness & as_calibrated & (leaving | batch.saving)) | (~witness & leaving)
         going_on = waiting - int(leaving.sum())
@@ -161,7 +162,7 @@ class Paced(Policy):
                 staying = group & ~leaving
                 cut = min(excess, int(staying.sum()))
                 forced = leaving & ~leaving  # none
-                forced[staying] = surest(scores[staying], samples[staying], cut)
+                forced[staying] = surest(scores[staying], samples[staying], cut, self.salt)
                 leaving = leaving | forced
                 going_on -= cut
         last = open_index == len(self.costs) - 2
@@ -192,7 +193,7 @@ class Paced(Policy):
         return replace(state, spent=state.admitted * self.budget + owed)
 
     def summary(self) -> str:
-        most = f"{self.costs[-1]:.4g}"
+        most = quantity(self.costs[-1], self.unit)
         return f"leave at thresholds that follow the stream, never ahead of its budget by more than {most}"
 
     @cached_property

@@ -12,18 +12,18 @@ Policy
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, ClassVar
 
 import numpy as np
 
-from alight.budgeting.thresholds import hashed_below
-from alight.display import html_table
+from alight.budgeting.thresholds import SALTS, hashed_below
+from alight.display import accuracy_text, aligned, exit_names, html_table, percent, quantity
 from alight.errors import BadInput, Mismatch
 from alight.files import PathLike, write_json
 from alight.outputs import HeadOutputs
-from alight.policies.lenses import Lens
+from alight.policies.combinations import Combination
 
 Array = Any  # a NumPy array, a torch tensor, or one sample's number: steps use operators that mean the same for all
 Memory = tuple[Any, ...]  # arrays with one entry per sample still waiting, or such tuples again
@@ -47,8 +47,7 @@ class Certificate:
         return f"{self.guarantee} {self.assumption}".strip()
 
 
-LOTTERY_SALT = 100  # plus the exit's position: every exit draws anew
-MIXTURE_SALT = 1  # so that the samples of a mixture's share and the ties that leave are independent
+TIES, MIXING, LOTTERY = 0, 1, 100  # purposes of random draws, independent of each other; a lottery draws at every exit
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,10 +58,10 @@ class Policy(ABC):
     >>> labelled, test, costs = recordings.load()
     >>> policy = calibrate.best_single_exit(costs, "50%", labelled)
     >>> print(policy)
-    best_single_exit: every sample leaves at exit 2, on the margin
-    budget 5.554e+08 FLOPs per sample, of which 76.2% is planned to be spent
-    exit      cost     rate
-       2  4.23e+08  100.00%
+    best_single_exit: every sample leaves at exit 3, on the margin
+    budget 555 MFLOPs per sample (50 % of the full network), planned 423 MFLOPs (38.1 %)
+    exit          cost  of full   leave
+    exit 3  423 MFLOPs   38.1 %  100.0 %
     """
 
     costs: tuple[float, ...]  # cumulative, of the open exits
@@ -74,11 +73,12 @@ class Policy(ABC):
     method: str = ""
     exit_rates: tuple[float, ...] = ()  # planned shares of the open exits, where the method plans them
     settings: Mapping[str, float | str] = field(default_factory=dict, hash=False)  # what the method chose or was given
-    lens: Lens | None = (
-        None  # maps what the heads say before the policy decides; without one answers are their exit's own
-    )
+    combination: Combination | None = None  # of the exits' answers, before the policy decides; else each has its own
     certificate: Certificate | None = None  # what is guaranteed about it
+    exits: tuple[str, ...] = ()  # names of all exits of the network, where they are known
+    full_cost: float | None = None  # of the full network per sample, where it is known
     fingerprint: str = ""  # of the network on whose outputs it was calibrated, where it is known
+    salt: int = 0  # with a sample's number it decides ties and mixtures; certificates average over it
 
     is_batch_dependent: ClassVar[bool] = False  # whether samples that share a batch decide about each other
 
@@ -108,21 +108,35 @@ class Policy(ABC):
             raise BadInput("score {!r}, unit {!r}, method {!r} and fingerprint {!r} must be texts".format(*names))
         if self.budget is not None and not _is_number(self.budget, above=0):
             raise BadInput(f"budget {self.budget!r} must be a positive number")
+        if type(self.salt) is not int or not 0 <= self.salt < SALTS:
+            raise BadInput(f"salt {self.salt!r} must be a whole number from 0 to {SALTS - 1}")
+        self._check_network()
+        if self.exit_rates:
+            self._check_rates()
+        if self.combination:
+            self.combination.check(self.open_exits)
+
+    def _check_network(self) -> None:
+        if self.full_cost is not None and not _is_number(self.full_cost, above=0):
+            raise BadInput(f"full_cost {self.full_cost!r} must be a positive number")
+        if self.exits and (len(self.exits) != self.num_exits or {*map(type, self.exits)} != {str}):
+            raise BadInput(f"exits {self.exits} of {self.num_exits}: give the name of each, or none")
+
+    def _check_rates(self) -> None:
+        rates = f"exit rates {self.exit_rates}"
         if not all(map(_is_share, self.exit_rates)):
-            raise BadInput(f"exit rates {self.exit_rates} must lie in [0, 1]")
-        if abs(sum(self.exit_rates or [1]) - 1) > 1e-6:
-            raise BadInput(f"exit rates {self.exit_rates} must add up to 1")
-        if len(self.exit_rates) not in (0, len(self.open_exits)):
-            raise BadInput(f"exit rates {self.exit_rates} for {exits}: give one each")
-        if self.lens:
-            self.lens.check(self.open_exits)
+            raise BadInput(f"{rates} must lie in [0, 1]")
+        if abs(sum(self.exit_rates) - 1) > 1e-6:
+            raise BadInput(f"{rates} must add up to 1")
+        if len(self.exit_rates) != len(self.open_exits):
+            raise BadInput(f"{rates} for open exits {self.open_exits}: give one each")
 
     @abstractmethod
     def step(self, open_index: int, samples: Array, predictions: Array, scores: Array, memory: Memory) -> Step:
         """Return which samples leave at the open exit of this position, and what to remember of all of them.
 
-        `samples` are stable indices; `memory` is empty at the first exit. Never called at the last open exit,
-        which takes every sample.
+        `samples` are their numbers, each given once; `memory` is empty at the first exit. Never called at the last open
+        exit, which takes every sample.
         """
 
     def sent_out(self, open_index: int, count: int, memory: Memory) -> Memory:
@@ -131,17 +145,22 @@ class Policy(ABC):
 
     @property
     def inputs(self) -> tuple[str, ...]:
-        """Names of the columns that a walk reads at each exit: the score, or what the lens needs."""
-        return self.lens.inputs if self.lens else (self.score,)
+        """Names of the columns that a walk reads at each exit: the score, or what the combination needs."""
+        return self.combination.inputs if self.combination else (self.score,)
+
+    @property
+    def keeps_answers(self) -> bool:
+        """Whether every answer is that of the exit where the sample leaves, and so has its probability."""
+        return self.combination is None or self.combination.keeps_answers
 
     @property
     def takes_single_samples(self) -> bool:
-        """Whether `visit` and `step` also take the numbers of one sample instead of arrays."""
-        return self.lens is None and not self.is_batch_dependent
+        """Whether `step` also takes the numbers of one sample instead of arrays."""
+        return not self.is_batch_dependent
 
     def view(self, outputs: HeadOutputs) -> HeadOutputs:
-        """Return a recorded table as the policy decides on it: mapped by its lens, if it has one."""
-        return self.lens.apply(outputs) if self.lens else outputs
+        """Return a recorded table as the policy decides on it: combined, if it combines."""
+        return self.combination.apply(outputs) if self.combination else outputs
 
     @property
     def planned_cost(self) -> float | None:
@@ -155,9 +174,11 @@ class Policy(ABC):
             differs = f"for {self.num_exits} exits and the table has {outputs.num_exits}"
         elif self.fingerprint and outputs.fingerprint and self.fingerprint != outputs.fingerprint:
             differs = f"for the network {self.fingerprint} and the table is of {outputs.fingerprint}"
+        elif self.exits and outputs.exits and self.exits != outputs.exits:
+            differs = f"for exits {', '.join(self.exits)} and the table has {', '.join(outputs.exits)}"
         if differs:
             raise Mismatch(f"the policy is {differs}: calibrate on outputs of this network")
-        if self.lens:
+        if self.combination:
             for name in self.inputs:
                 outputs.column(name)
         elif outputs.score != self.score:
@@ -165,6 +186,20 @@ class Policy(ABC):
                 f"the policy was calibrated on {self.score!r} and the table's score is {outputs.score!r}:"
                 f" use with_score({self.score!r}) or calibrate again"
             )
+
+    @property
+    def exit_names(self) -> tuple[str, ...]:
+        """Names of all exits of the network: "exit 1", "exit 2", ... where they are not known."""
+        return exit_names(self.exits, self.num_exits)
+
+    def amount(self, cost: float) -> str:
+        """Return a cost per sample with its unit, and in percent of the full network where that is known.
+
+        >>> Threshold(thresholds=(0.9,), costs=(1e6, 3e6), unit="FLOPs", full_cost=2.5e6).amount(1e6)
+        '1 MFLOPs (40 %)'
+        """
+        share = "" if self.full_cost is None else f" ({percent(cost / self.full_cost)})"
+        return f"{quantity(cost, self.unit)}{share}"
 
     def terms(self) -> dict[str, Any]:
         """Return what the policy carries beside its rule, by field."""
@@ -189,9 +224,9 @@ class Policy(ABC):
         """Return lines about the whole policy: its rule, budget, settings and guarantee."""
         lines = [f"{self.method or 'policy'}: {self.summary()}, on the {self.score}"]
         if self.budget is not None:
-            planned = self.planned_cost
-            spent = "" if planned is None else f", of which {planned / self.budget:.1%} is planned to be spent"
-            lines.append(f"budget {self.budget:.4g}{self.unit and ' ' + self.unit} per sample{spent}")
+            share = "" if self.full_cost is None else f" ({percent(self.budget / self.full_cost)} of the full network)"
+            planned = "" if self.planned_cost is None else f", planned {self.amount(self.planned_cost)}"
+            lines.append(f"budget {quantity(self.budget, self.unit)} per sample{share}{planned}")
         if self.settings:
             texts = {name: value if isinstance(value, str) else f"{value:.4g}" for name, value in self.settings.items()}
             lines.append(", ".join(map(" ".join, texts.items())))
@@ -201,9 +236,12 @@ class Policy(ABC):
 
     def _columns(self) -> list[list[str]]:
         """Return columns of text about every open exit."""
-        columns = [["exit", *map(str, self.open_exits)], ["cost", *(f"{cost:.4g}" for cost in self.costs)]]
+        columns = [["exit", *(self.exit_names[index] for index in self.open_exits)]]
+        columns.append(["cost", *(quantity(cost, self.unit) for cost in self.costs)])
+        if self.full_cost is not None:
+            columns.append(["of full", *(percent(cost / self.full_cost) for cost in self.costs)])
         if self.exit_rates:
-            columns.append(["rate", *(f"{rate:.2%}" for rate in self.exit_rates)])
+            columns.append(["leave", *map(accuracy_text, self.exit_rates)])
         return [*columns, *self.rule()]
 
     def to_dict(self) -> dict[str, Any]:
@@ -223,9 +261,9 @@ class Threshold(Policy):
     >>> print(policy)
     by hand: leave at the first score that reaches its threshold, on the margin
     budget 2 per sample
-    exit  cost  threshold
-       0     1        0.9
-       1     3   everyone
+    exit    cost  threshold
+    exit 1     1        0.9
+    exit 2     3   everyone
     """
 
     thresholds: tuple[float, ...]  # of every open exit but the last
@@ -249,12 +287,12 @@ class Threshold(Policy):
             raise BadInput(f"tie shares {self.tie_shares} must lie in [0, 1]")
 
     def step(self, open_index: int, samples: Array, predictions: Array, scores: Array, memory: Memory) -> Step:
-        return reaches(scores, samples, self.thresholds[open_index], self.tie_shares[open_index]), memory
+        return reaches(scores, samples, self.thresholds[open_index], self.tie_shares[open_index], self.salt), memory
 
     def rule(self) -> list[list[str]]:
         columns = [["threshold", *(_threshold(value) for value in self.thresholds), "everyone"]]
         if any(share < 1 for share in self.tie_shares):
-            columns.append(["tie share", *(f"{share:.1%}" for share in self.tie_shares), ""])
+            columns.append(["of ties", *map(accuracy_text, self.tie_shares), ""])
         return columns
 
     def summary(self) -> str:
@@ -321,7 +359,7 @@ class ExitAt(Policy):
         return samples == samples, memory
 
     def summary(self) -> str:
-        return f"every sample leaves at exit {self.open_exits[0]}"
+        return f"every sample leaves at {self.exit_names[self.open_exits[0]]}"
 
 
 @dataclass(frozen=True)
@@ -341,7 +379,7 @@ class Lottery(Policy):
     def step(self, open_index: int, samples: Array, predictions: Array, scores: Array, memory: Memory) -> Step:
         waiting = sum(self.exit_rates[open_index:])
         share = min(1.0, self.exit_rates[open_index] / waiting) if waiting > 0 else 1.0
-        return hashed_below(samples, share, LOTTERY_SALT + open_index), memory
+        return hashed_below(samples, share, self.salt, LOTTERY + open_index), memory
 
     def summary(self) -> str:
         return "leave at random"
@@ -349,11 +387,19 @@ class Lottery(Policy):
 
 @dataclass(frozen=True)
 class Mixture(Policy):
-    """A share of the samples, chosen by the hash of their index, follows `first`; the rest follows `second`."""
+    """A share of the samples, drawn by their numbers, follows `first`; the rest follows `second`.
+
+    Both parts have the salt of the mixture.
+    """
 
     first: Policy
     second: Policy
     share: float  # of the first
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        object.__setattr__(self, "first", replace(self.first, salt=self.salt))
+        object.__setattr__(self, "second", replace(self.second, salt=self.salt))
 
     def _check(self) -> None:
         super()._check()
@@ -368,7 +414,7 @@ class Mixture(Policy):
 
     def step(self, open_index: int, samples: Array, predictions: Array, scores: Array, memory: Memory) -> Step:
         memories = memory or ((), ())
-        chosen = hashed_below(samples, self.share, MIXTURE_SALT)
+        chosen = hashed_below(samples, self.share, self.salt, MIXING)
         leave_first, first = self.first.step(open_index, samples, predictions, scores, memories[0])
         leave_second, second = self.second.step(open_index, samples, predictions, scores, memories[1])
         return (chosen & leave_first) | ((chosen ^ True) & leave_second), (first, second)
@@ -379,21 +425,14 @@ class Mixture(Policy):
 
     def summary(self) -> str:
         first, second = self.first.summary(), self.second.summary()
-        return f"first, {self.share:.1%} of samples: {first}; second, the others: {second}"
+        return f"first, {accuracy_text(self.share)} of samples: {first}; second, the others: {second}"
 
 
-def reaches(scores: Array, samples: Array, threshold: float, tie_share: float) -> Array:
+def reaches(scores: Array, samples: Array, threshold: float, tie_share: float, salt: int) -> Array:
     """Return where a score is above the threshold, or equals it and the sample is in the share of ties that leaves."""
     if tie_share >= 1:
         return scores >= threshold
-    return (scores > threshold) | ((scores == threshold) & hashed_below(samples, tie_share))
-
-
-def aligned(columns: Sequence[Sequence[str]]) -> list[str]:
-    """Return lines of a table whose columns, each headed by its name, are aligned to the right."""
-    widths = [max(map(len, column)) for column in columns]
-    rows = zip(*columns, strict=True)
-    return ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+    return (scores > threshold) | ((scores == threshold) & hashed_below(samples, tie_share, salt, TIES))
 
 
 def _threshold(value: float) -> str:
@@ -420,7 +459,7 @@ def _is_share(value: Any) -> bool:
 
 
 def _to_json(value: Any) -> Any:
-    if isinstance(value, Policy | Lens):
+    if isinstance(value, Policy | Combination):
         return value.to_dict()
     if isinstance(value, Certificate):
         return asdict(value)

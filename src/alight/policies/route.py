@@ -8,7 +8,7 @@ import numpy as np
 from alight.outputs import Decisions, HeadOutputs
 from alight.policies.policy import Array, BatchState, Memory, Policy
 
-Recalled = tuple[Memory, Memory]  # what the policy remembers, and what its lens does
+Recalled = tuple[Memory, Memory]  # what the policy remembers, and what its combination does
 Reader = Callable[[int, Any], tuple[Array, tuple[Array, ...]]]
 
 
@@ -55,8 +55,9 @@ def visit(
     """
     memory, seen = recalled
     scores = columns[0]
-    if policy.lens:
-        predictions, scores, seen = policy.lens.step(policy.open_exits[open_index], predictions, columns, seen)
+    if policy.combination:
+        exit_index = policy.open_exits[open_index]
+        predictions, scores, seen = policy.combination.step(exit_index, predictions, columns, seen)
     if open_index == len(policy.open_exits) - 1:  # takes every sample
         return samples == samples, predictions, (memory, seen)
     leaving, memory = policy.step(open_index, samples, predictions, scores, memory)
@@ -64,12 +65,12 @@ def visit(
 
 
 def replay(policy: Policy, outputs: HeadOutputs, *, batch_size: int | None = None) -> Decisions:
-    """Return what the policy decides on a recorded table, whose rows are the samples' indices, in one batch or several.
+    """Return what the policy decides on a recorded table, whose rows are the samples' numbers, in one batch or several.
 
     >>> from alight.policies.policy import Threshold
     >>> outputs = HeadOutputs(scores=[[0.2, 0.9], [0.7, 0.8]], predictions=[[1, 0], [2, 2]])
     >>> replay(Threshold(thresholds=(0.5,), costs=(1.0, 3.0)), outputs)
-    Decisions(2 samples, mean cost 2, left at exits 50.0%, 50.0%)
+    Decisions(2 samples, mean cost 2, left at exit 1 50.0%, exit 2 50.0%)
     """
     return replay_on(policy, outputs, batch_size=batch_size)[0]
 
@@ -106,6 +107,9 @@ def replay_on(
         exits=np.asarray(policy.open_exits)[open_indices],
         spent=np.asarray(policy.costs)[open_indices],
         num_exits=policy.num_exits,
+        labels=outputs.labels,
+        unit=policy.unit,
+        exit_names=policy.exits or outputs.exits,
     )
     return decisions, memory
 

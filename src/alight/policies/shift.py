@@ -1,0 +1,78 @@
+"""Do two tables come from one distribution? What a certificate assumes, looked at before it is relied on."""
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from alight.errors import Mismatch
+from alight.outputs import HeadOutputs
+from alight.policies.policy import Policy
+from alight.policies.route import replay
+
+LEVEL = 0.001  # how often two tables of one distribution are reported to differ, at most
+
+
+class Shift(NamedTuple):
+    """The largest difference between two tables, and how probable one as large is if there is none."""
+
+    p_value: float  # times the number of comparisons (Bonferroni)
+    exit_index: int
+    difference: str  # in words, with its numbers
+    exit_name: str
+
+    @property
+    def is_significant(self) -> bool:
+        """Whether the tables differ more than those of one distribution do in one of a thousand draws."""
+        return self.p_value < LEVEL
+
+    def __str__(self) -> str:
+        return f"{self.exit_name}: {self.difference} (p = {self.p_value:.2g})"
+
+
+def diagnose_shift(first: HeadOutputs, second: HeadOutputs, policies: Sequence[Policy] = ()) -> Shift:
+    """Return the most significant difference between two tables: in scores, or in who leaves under the policies.
+
+    Scores are compared at each exit by the two-sample Kolmogorov-Smirnov test, exact up to 10,000 samples, and the
+    shares that leave at each exit by the hypergeometric law of two samples. Ties make both cautious. The tests stay
+    valid for thresholds that were set at ranks of one of the tables, as all methods that plan exit rates set them;
+    policies with a fitted combination are left out, since it knows the samples that it was fitted to.
+
+    >>> from alight import recordings
+    >>> labelled, test, costs = recordings.load()
+    >>> diagnose_shift(labelled, test).is_significant
+    False
+    """
+    if first.num_exits != second.num_exits or first.score != second.score:
+        raise Mismatch(
+            f"tables of {first.num_exits} exits with score {first.score!r} and of {second.num_exits} with"
+            f" {second.score!r} cannot be compared: record both with one network and one score"
+        )
+    found = list(_of_scores(first, second))
+    for policy in (each for each in policies if each.combination is None):
+        found += _of_shares(policy, first, second)
+    least = min(found, key=lambda each: each.p_value)
+    return least._replace(p_value=min(1.0, least.p_value * len(found)))
+
+
+def _of_scores(first: HeadOutputs, second: HeadOutputs) -> Iterator[Shift]:
+    from scipy.stats import ks_2samp  # slow to import
+
+    for index in range(first.num_exits):
+        own, other = first.scores[:, index], second.scores[:, index]
+        statistic, p_value = ks_2samp(own, other)[:2]
+        words = (
+            f"distributions of the {first.score} {statistic:.3f} apart, means {own.mean():.3g} and {other.mean():.3g}"
+        )
+        yield Shift(float(p_value), index, words, first.exit_names[index])
+
+
+def _of_shares(policy: Policy, first: HeadOutputs, second: HeadOutputs) -> Iterator[Shift]:
+    from scipy.stats import hypergeom
+
+    sizes = len(first), len(second)
+    shares = [replay(policy, table).exit_shares for table in (first, second)]
+    for index in policy.open_exits[: len(policy.open_exits) - 1]:  # the last takes the others
+        counts = [round(share[index] * size) for share, size in zip(shares, sizes, strict=True)]
+        law = hypergeom(sum(sizes), sum(counts), sizes[0])  # of the first count, given both together
+        p_value = min(1.0, 2 * min(law.cdf(counts[0]), law.sf(counts[0] - 1)))
+        words = f"{shares[0][index]:.1%} and {shares[1][index]:.1%} leave under {policy.method or 'the policy'}"
+        yield Shift(float(p_value), index, words, first.exit_names[index])
