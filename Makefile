@@ -4,19 +4,23 @@
 #   make lint   lint, words and types alone       make format   format the code
 #   make bench  speed, as ratios in one run
 #   make figures  the figures of docs/ and the tables in results/paper from committed recordings: two minutes on two cores
+#   make benchmark  every exit policy on every recording, into results/: an hour on one core; BENCHMARK=--jobs=2 for two
+#   make recordings  the data package of the benchmark, alight-recordings, into dist/
 #   make docs   the documentation site with tables of results/, into site/: a broken link, a missing page or column is an error
 # TORCH_INDEX=<url> takes torch and torchvision from another index, e.g. PyTorch's small CPU wheels.
 
 PYTHON ?= python3
 VENV ?= .venv
 TORCH_INDEX ?=
+RESPLITS ?= 20
+BENCHMARK ?=
 
 bin := $(VENV)/bin
 pip := $(bin)/python -m pip install --quiet --disable-pip-version-check
 
 together := -n auto --dist worksteal --max-worker-restart 0  # a crashed worker ends the run with the test's name
 
-.PHONY: demo test test-all lint format bench figures docs clean
+.PHONY: demo test test-all lint format bench figures benchmark recordings docs clean
 
 demo: $(VENV)/.installed
 	$(bin)/alight demo --force
@@ -48,8 +52,19 @@ figures: $(VENV)/.installed-figures
 	$(bin)/python experiments/paper_summaries.py
 	$(bin)/python experiments/paper_figures.py
 	$(bin)/python experiments/recorded_resnet18.py --draw
+	$(bin)/python experiments/benchmark_figures.py
 	$(bin)/python experiments/capacity.py
 	$(bin)/python experiments/paper_report.py
+
+benchmark: $(VENV)/.installed-figures
+	$(bin)/python experiments/pack_recordings.py
+	PYTHONPATH=packages/recordings OPENBLAS_NUM_THREADS=1 $(bin)/alight benchmark --resplits $(RESPLITS) --seed 1 $(BENCHMARK) \
+		-o results/benchmark.csv --leaderboard results/benchmark_leaderboard.csv --differences results/benchmark_differences.csv
+	$(bin)/python experiments/benchmark_figures.py
+
+recordings: $(VENV)/.installed-dev
+	$(bin)/python experiments/pack_recordings.py
+	$(bin)/python -m build --wheel --outdir dist packages/recordings
 
 docs: $(VENV)/.installed-docs
 	NO_MKDOCS_2_WARNING=1 $(bin)/python -m mkdocs build --strict --quiet

@@ -4,8 +4,9 @@
 
 OLD and NEW are roots of checkouts; each runs its own benchmarks/runtime.py on its own src/, with the options that are
 not known here. Prints for every network, mix of exits and batch size, NEW over OLD, the median of the runs so far, the
-lowest and the highest: of samples per second, which follow the machine's speed from process to process, and of the
-share that the stages alone need of the predictor's time (`reached`, timed interleaved in one process), which does not.
+lowest and the highest: of samples per second, which follow the machine's speed from process to process, and of what is
+timed interleaved in one process and does not: the speed-up over the full network, and the share that the stages alone
+need of the predictor's time (`reached`).
 The order of the two alternates from run to run.
 """
 
@@ -24,7 +25,7 @@ OPTIONS = ("--device", "cpu", "--batch-sizes", "1,64", "--images", "512")  # tho
 
 
 def speeds(checkout: Path, options: Sequence[str]) -> dict[str, float]:
-    """Return samples per second and the share reached by case, as one run of a checkout's benchmark measures them."""
+    """Return what one run of a checkout's benchmark measures, by case."""
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder) / "runtime.csv"
         command = [sys.executable, str(checkout / "benchmarks/runtime.py"), *options, "--output", str(output)]
@@ -36,7 +37,7 @@ def speeds(checkout: Path, options: Sequence[str]) -> dict[str, float]:
     return {
         f"{' '.join(row[name] for name in names)}, batch {row['batch_size']}, {measure}": float(row[measure])
         for row in rows
-        for measure in ("per_second", "reached")
+        for measure in ("per_second", "speedup", "reached")
     }
 
 

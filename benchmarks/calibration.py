@@ -41,7 +41,15 @@ def measurements() -> Iterator[Measurement]:
     yield Measurement("peak memory of eero on 1,000,000 x 20", peak, peak, peak, 3.0, "copies of the scores")
 
     frozen = recordings.load("resnet18_cifar100_frozen")
-    beyond = ("genetic", "search", "optimal_stopping", "auto")  # timed one by one in benchmarks/policies.py
+    trained = ("learned_stopping", "learning_to_exit", "eenet", "jei_dnn")
+    beyond = (
+        "genetic",
+        "search",
+        "optimal_stopping",
+        "eero_conditional",
+        "auto",
+        *trained,
+    )  # timed one by one in benchmarks/policies.py
     methods = {name: method for name, method in calibrate.METHODS.items() if name not in beyond}
     budgets = [f"{percent:g}%" for percent in np.linspace(20, 100, 17)]
     seconds = [

@@ -438,7 +438,7 @@ PREPARE = (
     f"attach timm:test_resnet --classes {CLASSES} --image-size {SIZE} --after layer1,layer2 -o model",
     "record model labelled.npz -o recorded.npz",
     "costs model -o costs.json",
-    "calibrate recorded.npz --costs costs.json --budget 90% -o policy.json",
+    "calibrate recorded.npz --costs costs.json --budget 90% --method eero -o policy.json",
 )
 
 
@@ -446,20 +446,23 @@ def prepare() -> None:
     """Write images, a small network with exits and its policy into the working folder."""
     import numpy as np
 
+    from alight import recordings
+
     rng = np.random.default_rng(0)
     for name, samples in (("labelled", 200), ("images", IMAGES)):
         images = rng.integers(256, size=(samples, 3, SIZE, SIZE), dtype=np.uint8)
         np.savez(f"{name}.npz", images=images, labels=rng.integers(CLASSES, size=samples))
     for line in PREPARE:
         command(line)
+    recording = recordings.load()
+    recording.labelled.save("shipped.npz")
+    recording.costs.save("shipped.json")
 
 
 def walk_calibrate(tracer: Tracer) -> None:
-    """Calibrate a policy on a recorded table that ships with the package."""
-    labelled = next(Path(tracer.prefix).rglob("resnet18_*_frozen_labelled.npz"))
-    costs = labelled.with_name(labelled.name.replace("_labelled.npz", "_costs.json"))
+    """Calibrate a policy with one method, `eero`, on a recorded table that ships with the package."""
     with tracer.noting():
-        command(f"calibrate {labelled} --costs {costs} --budget 50% -o calibrated.json")
+        command("calibrate shipped.npz --costs shipped.json --budget 50% --method eero -o calibrated.json")
 
 
 def walk_predict(tracer: Tracer) -> None:

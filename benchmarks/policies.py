@@ -1,22 +1,21 @@
-"""How long the methods that search take for one budget; about a minute on two cores.
+"""How many CPU seconds the methods that search take for one budget; about a minute on two cores.
 
     python benchmarks/policies.py            # writes results/policies_speed.csv
 
-- `search`, `optimal_stopping`, pruned `eero`, and `auto` on 5,000 x 8 recorded outputs at half the network
+- `search`, both stopping methods, `eero_conditional`, pruned `eero`, and `auto` on 5,000 x 8 recorded outputs at half
+  the network; `auto` on 5,000 x 18, too
 - how their time grows from 5,000 to 20,000 samples: 4 is linear
 - `genetic` for comparison
-
-Measured, with other work on the machine: search 0.32 s, optimal_stopping 0.48 s, pruned eero 0.76 s, auto 2.8 s,
-genetic 4.3 s; four times the samples take 2.1 and 3.6 times as long.
 """
 
 import sys
+import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
 import numpy as np
-from measuring import Measurement, report, spread, timed
+from measuring import Measurement, report, spread
 
 from alight import calibrate, recordings
 from alight.policies.policy import Policy
@@ -26,10 +25,19 @@ ROUNDS = 3
 SECONDS: dict[str, tuple[Callable[..., Policy], float]] = {  # each with what it may take
     "search": (calibrate.search, 5.0),
     "optimal_stopping": (calibrate.optimal_stopping, 5.0),
+    "learned_stopping": (calibrate.learned_stopping, 2.0),
+    "eero_conditional": (calibrate.eero_conditional, 2.0),
     "pruned eero": (calibrate.pruned(calibrate.eero), 5.0),
-    "auto": (calibrate.auto, 15.0),
+    "auto": (calibrate.auto, 3.0),
     "genetic": (calibrate.genetic, 30.0),
 }
+
+
+def timed(work: Callable[[], object]) -> float:
+    """Return the CPU seconds of the work, so that other work on the machine does not count."""
+    start = time.process_time()
+    work()
+    return time.process_time() - start
 
 
 def measurements() -> Iterator[Measurement]:
@@ -38,6 +46,9 @@ def measurements() -> Iterator[Measurement]:
         seconds = [timed(partial(method, costs, "50%", labelled)) for _ in range(ROUNDS)]
         yield spread(f"{name} for one budget, 5,000 x 8", seconds, at_most, "s")
     larger = labelled.take(np.random.default_rng(0).integers(len(labelled), size=4 * len(labelled)))
+    wider, stage = labelled.at_exits([index * 8 // 18 for index in range(18)]), np.arange(1.0, 19.0)
+    seconds = [timed(partial(calibrate.auto, stage, "50%", wider)) for _ in range(ROUNDS)]
+    yield spread("auto for one budget, 5,000 x 18", seconds, 3.0, "s")
     for name in ("search", "optimal_stopping"):
         method = SECONDS[name][0]
         growth = [

@@ -5,7 +5,7 @@
 
 Random weights. `ratio` is the recording's time over the full network's, interleaved, median and quartiles; `at_most`
 is the aim: 1.1 times the full network, and the heads' own share, each head timed in the same run. Margins and classes
-are recorded into `memory` or straight to the `disk`, there also with `logs`, the log probabilities of all classes.
+are recorded into `memory` or straight to the `disk`, there also with the log-probabilities of `all classes`.
 Batches lie where the network runs (`device`), or on the `host`, from where both copy them. Writes
 results/recording_<device>.csv.
 """
@@ -64,7 +64,7 @@ def recordings(
     """Return the ways to record, by name."""
     memory = partial(record, model, loader, settings=settings, progress=False)
     disk = partial(record_to, Path(folder) / "table.npz", model, loader, settings=settings, progress=False)
-    return {"memory": memory, "disk": disk, "disk, logs": partial(disk, log_probabilities=True)}
+    return {"memory": memory, "disk": disk, "disk, all classes": partial(disk, top=10**6)}
 
 
 def measure(options: argparse.Namespace, name: str, batch_size: int, source: str) -> Iterator[Row]:

@@ -54,11 +54,14 @@ def keep(source: Path, target: Path, further: Sequence[str]) -> None:
 
 def narrow(table: HeadOutputs, further: Sequence[str]) -> dict[str, np.ndarray]:
     """Return the arrays of a table's file: scores in single precision, classes (at most 256) in bytes."""
+    top = {} if table.top_classes is None else {"top_classes": table.top_classes.astype(np.uint8)}
     return {
         "scores": table.scores.astype(np.float32),
         "predictions": table.predictions.astype(np.uint8),
         "labels": table.known_labels("a recording").astype(np.uint8),
         **{f"feature_{name}": table.features[name].astype(np.float32) for name in further},
+        **{name: each for name, each in table.rows().items() if name == "top_log_probabilities"},
+        **top,
         **table.metadata(),
     }
 

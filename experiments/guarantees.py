@@ -1,7 +1,7 @@
 """Do contracts hold? Many calibration draws, batches and streams; an hour on one core.
 
     python experiments/guarantees.py             # everything
-    python experiments/guarantees.py alarm       # one part: contracts, tight, quota, paced or alarm
+    python experiments/guarantees.py alarm       # one part: contracts, calls, salts, tight, quota, paced or alarm
 
 Writes results/guarantees_<part>.csv: one row per claim with what was measured, what was guaranteed, whether it holds,
 and on what it was run. docs/guarantees.md shows the tables.
@@ -10,17 +10,22 @@ and on what it was run. docs/guarantees.md shows the tables.
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from fractions import Fraction
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from scipy.stats import binom
+from torch import nn
 
-from alight import HeadOutputs, Policy, calibrate, recordings, replay
+from alight import HeadOutputs, MultiExitModel, Policy, Predictor, RunSettings, calibrate, recordings, replay
 from alight.calibrate import certified_mean, certified_probability, certified_stream
+from alight.errors import BadInput
 from alight.files import write_rows
 from alight.policies.limits import Quota
 from alight.policies.policy import Threshold
@@ -77,6 +82,10 @@ def truth(name: str) -> tuple[list[HeadOutputs], float]:
 
 def contracts() -> Iterator[Row]:
     """Mean and probability contracts over calibration draws, by the exact law and by a family of lowered policies."""
+    certify: dict[str, Callable[..., calibrate.Method]] = {
+        "mean": certified_mean,
+        "probability": partial(certified_probability, delta=DELTA),
+    }
     cases: list[tuple[Callable[..., Policy], str, int]] = [
         (calibrate.geometric, "exact law", 50),
         (calibrate.geometric, "exact law", 500),
@@ -86,14 +95,11 @@ def contracts() -> Iterator[Row]:
         fresh, fresh_error = truth(name)
         fitting = table(draw(np.random.default_rng(10**5), 500))
         for method, kind, samples in cases:
-            for contract, certified in {
-                "mean": certified_mean(method),
-                "probability": certified_probability(method, delta=DELTA),
-            }.items():
+            for contract, certified in certify.items():
                 spent = np.empty(DRAWS)
-                for seed in range(DRAWS):
+                for seed in range(DRAWS):  # of the draw, and of the salt
                     drawn = table(draw(np.random.default_rng(seed), samples))
-                    policy = certified(COSTS, BUDGET, fitting, drawn)
+                    policy = certified(method, seed=seed)(COSTS, BUDGET, fitting, drawn)
                     spent[seed] = replay(policy, fresh[seed % len(fresh)]).mean_cost
                 yield _judged(f"{contract}, {kind}", name, samples, spent, fresh_error)
 
@@ -115,13 +121,139 @@ def _judged(claim: str, distribution: str, samples: int, spent: Floats, fresh_er
     }
 
 
+def equal(rng: np.random.Generator, size: int) -> Floats:
+    """One score for all: ties alone decide."""
+    return np.ones((size, 5))
+
+
+class ExitLogits(nn.Module):
+    """A head whose logits are a row of the input, so that a real network gives the scores and classes of a draw."""
+
+    def __init__(self, exit_index: int) -> None:
+        super().__init__()
+        self.exit_index = exit_index
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:  # noqa: D102
+        return inputs[:, self.exit_index]
+
+
+def calls() -> Iterator[Row]:
+    """Mean contracts where samples come one at a time, and in calls of mixed sizes, each draw with its own salt."""
+    model = MultiExitModel([nn.Identity() for _ in COSTS], [ExitLogits(index) for index in range(len(COSTS))]).eval()
+    methods = {"exact law": calibrate.geometric, "patience": calibrate.patience}
+    methods["performance control"] = calibrate.performance_control
+    for draw in (equal, tied):
+        fitting = _answered(draw, np.random.default_rng(10**5), 500)[1]
+        for kind, method in methods.items():
+            spent = np.empty((2, DRAWS))
+            for seed in range(DRAWS):
+                rng = np.random.default_rng(seed)
+                drawn, (inputs, _) = _answered(draw, rng, 50)[1], _answered(draw, rng, 50)
+                policy = certified_mean(method, seed=seed)(COSTS, BUDGET, fitting, drawn)
+                predictor = Predictor(model, policy, settings=RunSettings(threads=1))
+                alone = [predictor(inputs[row : row + 1]).spent for row in range(10)]
+                ends = [10, *(10 + np.cumsum(rng.permutation([1, 2, 7, 30]))).tolist()]
+                mixed = [predictor(inputs[start:stop]).spent for start, stop in pairwise(ends)]
+                spent[:, seed] = np.concatenate(alone).mean(), np.concatenate(mixed).mean()
+            for way, values in zip(("one sample a call", "calls of 1 to 30"), spent, strict=True):
+                yield _judged(f"mean, {kind}, {way}", draw.__name__, 50, values, 0.0)
+
+
+def _answered(draw: Callable[..., Floats], rng: np.random.Generator, size: int) -> tuple[torch.Tensor, HeadOutputs]:
+    """Return the logits of a draw, its scores at classes drawn at random, and the table that they give."""
+    scores, classes = draw(rng, size).astype(np.float32), rng.integers(2, size=(size, len(COSTS)))
+    logits = np.where(classes[..., None] == np.arange(2), scores[..., None], 0)
+    return torch.from_numpy(logits), HeadOutputs.from_logits(logits, score="logit_margin")
+
+
+def salts() -> Iterator[Row]:
+    """Contracts on batches, streams and risks over calibration draws, each with its own salt, in calls of any size."""
+    for draw in (equal, tied):
+        yield from _salted_batches_and_streams(draw)
+    yield from _salted_risks()
+
+
+def _salted_batches_and_streams(draw: Callable[..., Floats]) -> Iterator[Row]:
+    """Yield whether any batch of 1 to 200 samples, or any stream of 100 in batches of one size, breaks its bound."""
+    overspent, ahead, used = 0, -np.inf, []
+    for seed in range(DRAWS):
+        rng = np.random.default_rng(seed)
+        calibration, fresh = table(draw(rng, 50)), table(draw(rng, 200))
+        batch = replace(calibrate.certified_batch(calibrate.geometric)(COSTS, BUDGET, calibration), salt=seed)
+        size = int(rng.integers(1, 201))
+        decisions = replay(batch, fresh.take(slice(0, size)))
+        counts = zip(np.bincount(decisions.exits, minlength=len(COSTS)).tolist(), COSTS.tolist(), strict=True)
+        overspent += sum(count * Fraction(cost) for count, cost in counts) > size * Fraction(BUDGET)
+        stream = certified_stream(calibrate.geometric, seed=seed)(COSTS, BUDGET, calibration)
+        step = int(rng.choice([1, 3, 20, 100]))
+        spent = np.cumsum(replay(stream, fresh.take(slice(0, 100)), batch_size=step).spent)
+        ends = np.unique(np.append(np.arange(step, 101, step), 100))
+        ahead = max(ahead, float((spent[ends - 1] - ends * BUDGET).max()) / COSTS[-1])
+        used.append(float(spent[-1]) / (100 * BUDGET))
+    common: Row = {"distribution": draw.__name__, "samples": 50, "draws": DRAWS}
+    yield common | {
+        "claim": "batch, 1 to 200 samples",
+        "measured": f"{overspent} of {DRAWS} batches overspend",
+        "guaranteed": "none",
+        "holds": str(overspent == 0),
+    }
+    yield common | {
+        "claim": "stream, batches of 1 to 100",
+        "measured": f"ahead by {ahead:.4f} of the last exit at most; {np.mean(used):.4f} of the budget used",
+        "guaranteed": "ahead by at most 1",
+        "holds": str(bool(ahead <= 1)),
+    }
+
+
+def _labelled(rng: np.random.Generator, size: int) -> HeadOutputs:
+    """Tied scores, and exits that are right the more often the higher the score and the later the exit."""
+    scores = tied(rng, size)
+    right = rng.uniform(size=scores.shape) < 0.35 + 0.09 * scores + 0.05 * np.arange(len(COSTS))
+    return HeadOutputs(scores, (~right).astype(np.int64), np.zeros(size, dtype=np.int64))
+
+
+def _salted_risks() -> Iterator[Row]:
+    """Yield how often an issued certificate on the error, alone and beside one on cost, is false."""
+    fresh = [_labelled(np.random.default_rng(10**6 + number), FRESH) for number in range(FRESH_TABLES)]
+    alpha, delta = 0.31, 0.1
+    for kind, budget in (("risk, the cheapest policy", None), ("risk and cost", 6.5)):
+        broken = issued = 0
+        for seed in range(DRAWS):
+            labelled = _labelled(np.random.default_rng(seed), 600)
+            method = calibrate.certified_risk(
+                calibrate.geometric,
+                risk="error",
+                alpha=alpha,
+                delta=delta,
+                seed=seed,
+                cost=None if budget is None else "probability",
+            )
+            try:
+                policy = method(COSTS, budget, labelled)
+            except BadInput:  # no policy can be certified
+                continue
+            issued += 1
+            decisions = replay(policy, fresh[seed % FRESH_TABLES])
+            error = 1 - decisions.accuracy(fresh[seed % FRESH_TABLES].known_labels("a risk"))
+            broken += error > alpha or (budget is not None and decisions.mean_cost > budget)
+        yield {
+            "claim": kind,
+            "distribution": "tied, with labels",
+            "samples": 600,
+            "draws": DRAWS,
+            "measured": f"{broken / DRAWS:.4f} of draws false; issued in {issued / DRAWS:.4f}",
+            "guaranteed": f"at most {delta:g} of draws",
+            "holds": str(bool(broken <= binom.ppf(0.999, DRAWS, delta))),
+        }
+
+
 def tight() -> Iterator[Row]:
     """How much of the budget is used with 5,000 samples: law, betting, Hoeffding-Bentkus and the paper's slack."""
     for name, draw in DISTRIBUTIONS.items():
         fresh, fitting = truth(name)[0], table(draw(np.random.default_rng(10**5), 500))
-        sure = partial(certified_probability, delta=DELTA)
+        sure = partial(certified_probability, delta=DELTA, seed=0)
         ways: dict[str, Callable[[HeadOutputs], Policy]] = {
-            "mean, exact law": partial(certified_mean(calibrate.geometric), COSTS, BUDGET, fitting),
+            "mean, exact law": partial(certified_mean(calibrate.geometric, seed=0), COSTS, BUDGET, fitting),
             "probability, exact law": partial(sure(calibrate.geometric), COSTS, BUDGET, fitting),
             "probability, betting": partial(sure(_marked), COSTS, BUDGET, fitting),
             "probability, Hoeffding-Bentkus": partial(sure(_marked, bound="hoeffding_bentkus"), COSTS, BUDGET, fitting),
@@ -218,7 +350,8 @@ def paced() -> Iterator[Row]:
     for seed in range(count):
         rng = np.random.default_rng(seed)
         budget = f"{rng.integers(25, 86)}%"
-        policy = certified_stream(calibrate.eero)(RECORDING.costs, budget, RECORDING.labelled, spend_all=True)
+        method = certified_stream(calibrate.eero, seed=seed)
+        policy = method(RECORDING.costs, budget, RECORDING.labelled, spend_all=True)
         size = int(rng.choice([1, 7, 50, 200, 1000], p=[0.02, 0.08, 0.3, 0.3, 0.3]))
         for kind, scores in streams(rng, length).items():
             spent = np.cumsum(replay(policy, table(scores), batch_size=size).spent)
@@ -247,8 +380,8 @@ def alarm() -> Iterator[Row]:
             calibration, rest = everything.split(1 / 3, rng)
             first, second = calibration.split(0.1, rng)
             given = (RECORDING.costs, f"{percent}%", first, second)
-            policy = certified_stream(calibrate.eero)(*given, spend_all=True)
-            plain = certified_mean(calibrate.eero)(*given, spend_all=True)
+            policy = certified_stream(calibrate.eero, seed=seed)(*given, spend_all=True)
+            plain = certified_mean(calibrate.eero, seed=seed)(*given, spend_all=True)
             spent = replay(plain, rest).spent
             calm = rng.integers(len(spent), size=100_000)
             _, (state, *_) = replay_on(policy, rest.take(calm), batch_size=200)
@@ -297,7 +430,7 @@ def _harder(spent: Floats, factor: float) -> Floats:
 
 
 PARTS: dict[str, Callable[[], Iterator[Row]]] = {
-    each.__name__: each for each in (contracts, tight, quota, paced, alarm)
+    each.__name__: each for each in (contracts, calls, salts, tight, quota, paced, alarm)
 }
 
 

@@ -43,8 +43,7 @@ from alight import (
     record,
     train_heads,
 )
-from alight.data.batches import as_inputs
-from alight.data.formats import load_data
+from alight.data.batches import as_inputs, load_data
 from alight.engine.backends import HeadValues, Reads
 from alight.files import WEIGHTS, write_rows, write_text
 from alight.networks.multi_exit import example_of

@@ -13,18 +13,18 @@ import numpy as np
 
 from alight.costs import Costs
 from alight.outputs import HeadOutputs
-from alight.recordings import FOLDER, NAMES
+from alight.recordings import FOLDER, NAMES, Recording
 
 
 def ship(source: Path) -> None:
     for name in NAMES:
         raw = np.load(source / f"{name}.npz", allow_pickle=False)
-        for part, stored in {"calibration": "labelled", "test": "test"}.items():
-            table = HeadOutputs(
-                raw[f"{part}_margin"], raw[f"{part}_predictions"], raw[f"{part}_labels"], score="margin"
-            )
-            table.save(FOLDER / f"{name}_{stored}.npz")
-        Costs.from_cumulative(raw["costs_flops"].round(), unit="FLOPs").save(FOLDER / f"{name}_costs.json")
+        labelled, test = (
+            HeadOutputs(raw[f"{part}_margin"], raw[f"{part}_predictions"], raw[f"{part}_labels"], score="margin")
+            for part in ("calibration", "test")
+        )
+        costs = Costs.from_cumulative(raw["costs_flops"].round(), unit="FLOPs")
+        Recording(labelled, test, costs).save(FOLDER / f"{name}.npz")
 
 
 if __name__ == "__main__":

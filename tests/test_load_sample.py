@@ -47,13 +47,12 @@ def test_a_recording_that_fits_is_the_whole_table_for_every_method(method, label
 
 def test_every_column_of_a_recording_is_kept(tmp_path):
     logits = np.random.default_rng(0).normal(size=(40, 3, 4))
-    table = HeadOutputs.from_logits(logits, features=["negative_entropy"], keep_log_probabilities=True)
+    table = HeadOutputs.from_logits(logits, features=["negative_entropy"])
     folder = parted(table, tmp_path / "parts", (13,))
     assert same(HeadOutputs.load_sample(folder), table)
     drawn = HeadOutputs.load_sample(folder, rows=20)
     rows = [int(np.flatnonzero((table.scores == row).all(axis=1))[0]) for row in drawn.scores]
     assert same(drawn, table.take(np.array(rows)))
-    assert HeadOutputs.load_sample(folder, log_probabilities=False).log_probabilities is None
 
 
 def test_a_sample_keeps_the_order_draws_no_row_twice_and_depends_on_its_seed_alone(tmp_path):

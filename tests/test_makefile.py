@@ -8,7 +8,14 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 INDEX = "https://wheels.example/cpu"
-DRAWN = ("paper_tables", "paper_summaries", "paper_figures", "capacity", "paper_report")  # in this order
+DRAWN = (
+    "paper_tables",
+    "paper_summaries",
+    "paper_figures",
+    "benchmark_figures",
+    "capacity",
+    "paper_report",
+)  # in this order
 
 pytestmark = pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
 

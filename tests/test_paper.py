@@ -59,7 +59,7 @@ def test_no_temperature_with_a_multiplier_of_zero_or_more_gives_the_table():
     early, late = (
         10,
         17,
-    )  # exits 11 and 18: the later one is dearer and riskier, yet printed with three times the weight
+    )  # exits 11 and 18: the later one costs more and errs more, yet is printed with thrice the weight
     assert COSTS[late] > COSTS[early]
     assert RISKS[late] > RISKS[early]
     assert WEIGHTS["5.64e13"][late] - ROUNDING > WEIGHTS["5.64e13"][early] + ROUNDING

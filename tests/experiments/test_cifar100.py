@@ -15,7 +15,7 @@ import torch
 from alight import Costs, HeadOutputs, fingerprint, measure_costs, record
 from alight.networks.architectures import ConvNeXt, ResNet
 from alight.networks.zoo import CIFAR, msdnet_cifar
-from alight.training.training import Checkpoint
+from alight.training.checkpoints import Checkpoint
 
 EXPERIMENTS = Path(__file__).parent.parent.parent / "experiments"
 CPU = torch.device("cpu")
@@ -160,17 +160,17 @@ pytestmark = pytest.mark.filterwarnings("ignore:the last exit has")
 def test_every_run_leaves_tables_costs_a_history_and_how_it_was_made(scripts, state):
     for run, settings in scripts["train"].RUNS.items():
         result = state / f"{run}-0" / "result"
-        told = json.loads((result / "run.json").read_text())
+        about = json.loads((result / "run.json").read_text())
         tables = {part: HeadOutputs.load(result / f"{part}.npz") for part in ("calibration", "test")}
         costs = Costs.load(result / "costs.json")
-        assert len(costs) == len(told["exits"]) == tables["test"].num_exits
-        assert told["images"] == {"train": 16, "calibration": 16, "test": 16}
-        epochs = told["settings"]["training"]["epochs"]
-        assert tables["test"].fingerprint == told["fingerprint"]
-        assert told["test_accuracy"] == pytest.approx(1 - tables["test"].risks(), abs=1e-6)
+        assert len(costs) == len(about["exits"]) == tables["test"].num_exits
+        assert about["images"] == {"train": 16, "calibration": 16, "test": 16}
+        epochs = about["settings"]["training"]["epochs"]
+        assert tables["test"].fingerprint == about["fingerprint"]
+        assert about["test_accuracy"] == pytest.approx(1 - tables["test"].risks(), abs=1e-6)
         assert set(tables["test"].features) == (set(scripts["train"].SCORES) if settings.all_scores else set())
         assert len((result / "history.csv").read_text().splitlines()) == 1 + epochs * len(costs)
-        assert {"hardware", "versions", "date", "commit", "seconds"} <= told.keys()
+        assert {"hardware", "versions", "date", "commit", "seconds"} <= about.keys()
         assert not (result.parent / "checkpoint.safetensors").exists()
 
 
@@ -244,15 +244,15 @@ def test_a_job_is_named_by_run_seed_and_calibration_images(scripts):
 
 @pytest.mark.slow
 def test_the_driver_waits_for_a_backbone_stops_in_time_and_resumes(scripts, data, tmp_path, monkeypatch, capfd):
-    told = [data, tmp_path / "state", tmp_path / "out", "--limit=4", "--epochs=1", "--device=cpu"]
-    command = ["cifar100_all.py", *map(str, told)]
+    arguments = [data, tmp_path / "state", tmp_path / "out", "--limit=4", "--epochs=1", "--device=cpu"]
+    command = ["cifar100_all.py", *map(str, arguments)]
     jobs = ["--jobs", "convnext_frozen-0", "convnext_plain-0", "--parallel", "2"]
-    told = []
+    printed = []
     for seconds in (16, 115):
         monkeypatch.setattr(sys, "argv", [*command, *jobs, f"--seconds={seconds}"])
         scripts["all"].main()
-        told.append(capfd.readouterr().out)
-    stopped, done = told
+        printed.append(capfd.readouterr().out)
+    stopped, done = printed
     assert "convnext_plain-0 is stopped" in stopped
     assert re.search(r"\b0\.\d s  convnext_plain-0 begins", done)
     assert done.index("convnext_plain-0 begins") < done.index("convnext_frozen-0 begins")

@@ -73,9 +73,9 @@ def test_a_tiny_imagenet_goes_from_pictures_to_a_report(script, pictures, tmp_pa
     assert {point.method for point in read_points(out / "points.csv")} > {"eero", "geometric", "patience"}
     assert (out / "report.html").stat().st_size > 1000
     assert load_file(out / "heads.safetensors")
-    told = json.loads((out / "run.json").read_text())
-    assert told["epochs"] == "2"
-    assert {"hardware", "versions", "date", "commit"} <= told.keys()
+    about = json.loads((out / "run.json").read_text())
+    assert about["epochs"] == "2"
+    assert {"hardware", "versions", "date", "commit"} <= about.keys()
 
 
 def test_weights_may_come_from_a_file_and_stay_frozen(script, tmp_path):

@@ -1,4 +1,4 @@
-"""Sentences of banking77 and CLINC150 are read as they are, and results of one do not touch those of the other."""
+"""Sentences of banking77 and CLINC150 are read unchanged, and results of one do not touch those of the other."""
 
 import csv
 import importlib
@@ -26,8 +26,8 @@ def test_sentences_have_their_intents(script, tmp_path):
         (tmp_path / f"{part}.csv").write_text('text,category\n"a card, please",card_arrival\nno cash,cash\n')
     train, test = script.read_banking77(tmp_path)
     assert train == test == [("a card, please", "card_arrival"), ("no cash", "cash")]
-    told = {"train": [["play it", "music"]], "test": [["stop", "stop"]], "oos_test": [["who won", "oos"]]}
-    (tmp_path / "data_full.json").write_text(json.dumps(told))
+    found = {"train": [["play it", "music"]], "test": [["stop", "stop"]], "oos_test": [["who won", "oos"]]}
+    (tmp_path / "data_full.json").write_text(json.dumps(found))
     assert script.read_clinc150(tmp_path) == ([("play it", "music")], [("stop", "stop")])
 
 
@@ -44,3 +44,12 @@ def test_rows_of_one_data_set_replace_its_own_alone(script):
         ("clinc150", "first", "0.4000"),
         ("clinc150", "end", "1.0000"),
     ]
+
+
+def test_calibration_and_test_come_from_one_shuffled_pool(script):
+    train, test = ([(f"{part} {index}", "intent") for index in range(6000)] for part in ("train", "test"))
+    parts = script.split(train, test)
+    assert [len(own) for own in parts.values()] == [5000, 1000, 5000]
+    assert set(parts["train"]) <= set(train)
+    assert sorted(parts["calibration"] + parts["test"]) == sorted(test)
+    assert 0.1 < sum(int(text.split()[1]) < 3000 for text, _ in parts["calibration"]) / 1000 < 0.9  # in no order
