@@ -148,7 +148,7 @@ class Calling(nn.Module):
 
 @pytest.mark.parametrize("operation", [squared, only_real], ids=["on meta", "on real tensors only"])
 def test_an_operation_without_a_formula_is_named(operation):
-    with pytest.warns(UserWarning, match=r"exit 'exit 0' runs alight_tests.\w+, which has no formula"):
+    with pytest.warns(UserWarning, match=r"exit 'exit 1' runs alight_tests.\w+, which has no formula"):
         costs = measure_costs(one_stage(Calling(operation)), torch.zeros(1, 3, 4))
     assert costs.stages == [2 * 3 * 4 * 4]
 
@@ -252,7 +252,7 @@ def test_the_full_network_of_a_cascade_is_its_last_network_alone(tmp_path):
     assert Costs.load(tmp_path / "costs.json").full == 162
     timed = time_stages(cascade([large, large]), example, 512, repeats=5).costs()
     assert timed.full < 0.8 * timed.cumulative()[-1]
-    with pytest.raises(BadInput, match=r"'exit 0' costs 4.5 times as much as the last network .* cheap to expensive"):
+    with pytest.raises(BadInput, match=r"'exit 1' costs 4.5 times as much as the last network .* cheap to expensive"):
         measure_costs(cascade([large, small]), example)
 
 

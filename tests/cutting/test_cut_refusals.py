@@ -28,6 +28,16 @@ class ReadsContent(Blocks):
         return self.fc(self.second(x))
 
 
+def turned(x):
+    """Each sample by its own content."""
+    return torch.stack([-row if row.sum() > 0 else row for row in x])
+
+
+class ReadsSamples(Blocks):
+    def forward(self, x):
+        return self.fc(self.second(turned(self.first(x))))
+
+
 class LoopsOverSamples(Blocks):
     def forward(self, x):
         x = self.first(x)
@@ -155,7 +165,7 @@ def test_rows_of_a_sample_that_do_not_lie_side_by_side_are_detected():
 
 
 def test_a_network_that_behaves_differently_for_larger_batches_is_detected():
-    with pytest.raises(BadInput, match="depend on the other samples of its batch"):
+    with pytest.raises(BadInput, match=r"something else for a batch of 4099 samples than for 2 .*x if len\(x\) < 5"):
         cut(BranchesOnTheBatch(), ["first"], EXAMPLE)
 
 
@@ -177,7 +187,7 @@ def test_a_network_that_fails_in_training_mode_is_cut_for_evaluation():
 
 
 def test_content_may_be_read_inside_a_module_that_stays_closed():
-    network = nn.Sequential(nn.Linear(4, 4), ReadsContent(), nn.Linear(3, 3)).eval()
+    network = nn.Sequential(nn.Linear(4, 4), ReadsSamples(), nn.Linear(3, 3)).eval()
     first, last = cut(network, ["0"], EXAMPLE)
     assert torch.equal(last(*first(EXAMPLE)), network(EXAMPLE))
 
@@ -191,7 +201,7 @@ def test_an_example_without_a_batch_is_refused(example):
 
 
 def test_a_registered_cutter_is_used_and_its_stages_are_checked():
-    class Own(ReadsContent):
+    class Own(ReadsSamples):
         pass
 
     class Tail(nn.Module):
@@ -200,8 +210,7 @@ def test_a_registered_cutter_is_used_and_its_stages_are_checked():
             self.network = network
 
         def forward(self, x):
-            x = -x if x.sum() > 0 else x
-            return self.network.fc(self.network.second(x))
+            return self.network.fc(self.network.second(turned(x)))
 
     class Wrapped(nn.Module):
         def __init__(self, inner):

@@ -9,7 +9,7 @@ import torchvision
 from torch import nn
 
 from alight.cutting.cut import cut
-from alight.cutting.placement import CutPlace, cut_places, suggest_exits
+from alight.cutting.placement import CutPlace, cut_evenly, cut_places, suggest_exits
 from alight.cutting.running import Inputs
 from alight.errors import BadInput
 
@@ -17,15 +17,25 @@ IMAGE = torch.randn(1, 3, 32, 32, generator=torch.Generator().manual_seed(0))
 
 
 def test_exits_on_equal_blocks_are_evenly_spaced():
-    blocks = [nn.Sequential(nn.Linear(8, 8), nn.ReLU()) for _ in range(12)]
-    assert suggest_exits(nn.Sequential(*blocks), torch.zeros(1, 8), count=3) == ["2", "5", "8"]
-    assert suggest_exits(nn.Sequential(*blocks), torch.zeros(1, 8), count=2) == ["3", "7"]
+    network = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.ReLU()) for _ in range(12)), nn.Linear(8, 1))
+    assert suggest_exits(network, torch.zeros(1, 8), count=3) == ["2", "5", "8"]
+    assert suggest_exits(network, torch.zeros(1, 8), count=2) == ["3", "7"]
+
+
+def test_an_exit_counts_its_head_so_that_expensive_heads_move_exits_forward():
+    network = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.ReLU()) for _ in range(12)))
+    image, block = torch.zeros(1, 8), 2 * 8 * 8
+    assert cut_evenly(network, image, 3, head_flops=lambda shape, classes: 0)[0] == ["2", "5", "8"]
+    assert cut_evenly(network, image, 3, head_flops=lambda shape, classes: block)[0] == ["1", "4", "7"]
+    assert cut_evenly(network, image, 1, head_flops=lambda shape, classes: 10 * block)[0] == ["0"]
+    with pytest.raises(BadInput, match="0 places found to cut a Sequential and 1 asked for"):
+        cut_evenly(network, image, 1, head_flops=lambda shape, classes: 12 * block)
 
 
 def test_expensive_blocks_weigh_more():
     sizes = [(8, 64), (64, 64), (64, 8), (8, 8), (8, 8), (8, 8)]
     blocks = [nn.Sequential(nn.Linear(*size), nn.ReLU()) for size in sizes]
-    assert suggest_exits(nn.Sequential(*blocks), torch.zeros(1, 8), count=1) == ["1"]
+    assert suggest_exits(nn.Sequential(*blocks, nn.Linear(8, 1)), torch.zeros(1, 8), count=1) == ["1"]
 
 
 @pytest.mark.parametrize(
@@ -119,8 +129,69 @@ def test_an_uncuttable_network_is_refused_with_the_line_and_the_remedy(wrapped):
 
 
 def test_too_many_or_no_exits_are_refused():
-    network = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 3))
-    with pytest.raises(BadInput, match="1 places found to cut a Sequential and 9 asked for: ask for fewer"):
+    network = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 3))
+    with pytest.raises(BadInput, match="1 place found to cut a Sequential and 9 asked for: ask for fewer"):
         suggest_exits(network, torch.zeros(1, 4), count=9)
     with pytest.raises(BadInput, match="0 exits: ask for at least one"):
         suggest_exits(network, torch.zeros(1, 4), count=0)
+
+
+def conv_bn_relu(channels, width, **further):
+    return [nn.Conv2d(channels, width, 3, padding=1, **further), nn.BatchNorm2d(width), nn.ReLU()]
+
+
+def own_cnn():
+    """A network as people write them: one row of layers, and a classifier."""
+    layers = [*conv_bn_relu(3, 16), nn.MaxPool2d(2), *conv_bn_relu(16, 32), nn.MaxPool2d(2), *conv_bn_relu(32, 64)]
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 10))
+
+
+class OwnNet(nn.Module):
+    """Layers as attributes, an activation that is called twice, and one that is a function."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv1, self.bn1 = nn.Conv2d(3, 16, 3, padding=1), nn.BatchNorm2d(16)
+        self.conv2, self.bn2 = nn.Conv2d(16, 16, 3, padding=1), nn.BatchNorm2d(16)
+        self.conv3, self.conv4 = nn.Conv2d(16, 16, 3, padding=1), nn.Conv2d(16, 16, 3, padding=1)
+        self.relu, self.fc = nn.ReLU(), nn.Linear(16, 10)
+
+    def forward(self, x):
+        x = self.relu(self.bn1(self.conv1(x)))
+        x = self.relu(self.bn2(self.conv2(x)))
+        x = nn.functional.relu(self.conv3(x))
+        return self.fc(self.conv4(x).mean((2, 3)))
+
+
+def test_in_a_row_of_layers_exits_stand_after_norm_activation_and_pooling():
+    network = own_cnn()
+    names = cut_evenly(network, IMAGE, 3, allow_fewer=True)[0]
+    assert names == ["3", "7"]
+    assert all(isinstance(network.get_submodule(name), nn.MaxPool2d) for name in names)
+
+
+def test_a_bare_convolution_is_never_followed_by_its_norm():
+    assert suggest_exits(OwnNet(), IMAGE, count=3) == ["bn1", "bn2", "conv3"]  # conv3 has no norm that could follow
+    network = timm.create_model("test_resnet", num_classes=10)  # whose stem is a block that ends with a convolution
+    assert "conv1" not in {place.name for place in cut_places(network, Inputs(IMAGE), 3)[0]}
+    assert "maxpool" in {place.name for place in cut_places(network, Inputs(IMAGE), 3)[0]}
+
+
+def test_layers_inside_residual_blocks_are_never_places():
+    network = torchvision.models.resnet18(num_classes=10)
+    places = {place.name for place in cut_places(network, Inputs(IMAGE), 99)[0]}
+    assert {"layer1.0", "layer2", "layer3"} <= places
+    assert not [name for name in places if ".conv" in name or ".bn" in name or "downsample" in name]
+    with pytest.raises(BadInput, match="places found to cut a ResNet and 99 asked for: ask for fewer"):
+        suggest_exits(network, IMAGE, count=99)
+
+
+@pytest.mark.parametrize("name", ["test_resnet", "test_convnext", "test_vit", "test_efficientnet", "test_byobnet"])
+def test_with_fewer_allowed_there_are_as_many_exits_as_pay_at_block_ends(name):
+    size = 160 if name == "test_vit" else 64
+    network = timm.create_model(name, num_classes=10).eval()
+    names, stages = cut_evenly(network, torch.zeros(2, 3, size, size), 3, allow_fewer=True)
+    assert 1 <= len(names) <= 3
+    assert len(stages) == len(names) + 1
+    shares = {each.name: each for each in cut_places(network, Inputs(torch.zeros(2, 3, size, size)), 3)[0]}
+    assert all(shares[each].cost < 0.99 for each in names)

@@ -2,14 +2,16 @@
 
 import random
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional
 
+from alight import attach_heads, load_model, save_model
 from alight.cutting.cut import CUTTERS, chain, cut, register_cutter
 from alight.cutting.placement import suggest_exits
-from alight.errors import BadInput
+from alight.errors import BadInput, Mismatch
 
 
 class Network(nn.Module):
@@ -141,7 +143,8 @@ class Dropped(Network):
 
 
 @pytest.mark.parametrize(
-    ("kind", "difference"), [(RunningAverage, "average"), (RandomDepth, "output 0|other functions")]
+    ("kind", "difference"),
+    [(RunningAverage, "average"), (RandomDepth, "output 0|other functions|random numbers of Python")],
 )
 def test_a_network_that_would_train_differently_refuses_to_be_trained_in_stages(kind, difference):
     network = kind()
@@ -240,3 +243,195 @@ def test_stages_of_a_registered_cutter_refuse_training_too():
 class Tuple(nn.Module):
     def forward(self, x):
         return (x,)
+
+
+class OverMaximum(Network):
+    def forward(self, x):
+        x = self.second(self.first(x))
+        return self.third(x / x.abs().max())
+
+
+@pytest.mark.parametrize("largest", range(5))
+def test_samples_that_one_of_the_batch_scales_are_found_wherever_it_is(largest):
+    example = torch.randn(5, 6)
+    example[largest] *= 20
+    with pytest.raises(BadInput, match="the logits of a sample depend on the other samples"):
+        cut(OverMaximum(), ["first"], example)
+
+
+class LateAlias(nn.Module):
+    """A view is taken before the fifth exit, and its memory is written to after it."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(6, 6) for _ in range(6))
+        self.end = nn.Linear(6, 3)
+
+    def forward(self, x):
+        for block in self.blocks[:4]:
+            x = block(x).relu()
+        view = x.view(-1, 2, 3)
+        y = self.blocks[4](x.clone()).relu()
+        x += 1
+        return self.end(self.blocks[5](y) + view.flatten(1))
+
+
+def test_memory_that_is_shared_past_a_late_exit_is_found():
+    with pytest.raises(BadInput, match="share memory that the network writes to later"):
+        cut(LateAlias(), [f"blocks.{index}" for index in range(5)], torch.randn(4, 6))
+
+
+class Parts(Network):
+    """Works in parts of the batch, to save memory."""
+
+    size = 64
+
+    def forward(self, x):
+        x = self.second(self.first(x))
+        return self.third(torch.cat([part.tanh() for part in x.split(self.size)]))
+
+
+class PartsByIndex(Parts):
+    def forward(self, x):
+        x = self.second(self.first(x))
+        made = torch.zeros_like(x)
+        for start in range(0, len(x), self.size):
+            made[start : start + self.size] = x[start : start + self.size].tanh()
+        return self.third(made)
+
+
+class OtherForMany(Network):
+    def forward(self, x):
+        x = self.second(self.first(x))
+        return self.third(x if len(x) < 1000 else x.half().float())
+
+
+@pytest.mark.parametrize("kind", [Parts, PartsByIndex, OtherForMany])
+def test_code_that_treats_large_batches_otherwise_is_refused_with_the_line(kind):
+    with pytest.raises(BadInput, match=r"something else for a batch of 4099 samples than for 2 \(.*test_proof.py:"):
+        cut(kind(), ["first"], torch.randn(2, 6))
+
+
+class Tokens(nn.Module):
+    def __init__(self, vocabulary):
+        super().__init__()
+        self.embed, self.first, self.end = nn.Embedding(vocabulary, 8), nn.Linear(8, 8), nn.Linear(8, 5)
+
+    def forward(self, ids):
+        x = self.first(self.embed(ids % self.embed.num_embeddings)).relu()
+        there = ids.ne(0)
+        return self.end((x * there[..., None]).sum(1) / there.sum(1).max())  # the longest of the batch
+
+
+@pytest.mark.parametrize("example", [torch.ones(2, 12, dtype=torch.long), torch.randint(1, 50, (2, 12))])
+@pytest.mark.parametrize("vocabulary", [50, 30_000])
+def test_texts_that_mix_by_their_padding_are_refused(example, vocabulary):
+    with pytest.raises(BadInput, match="depend on the other samples of its batch"):
+        cut(Tokens(vocabulary), ["first"], example)
+
+
+class Peak(Network):
+    def forward(self, x):
+        x = self.second(self.first(x))
+        return self.third(x / x.abs().max().clamp(min=5.0))
+
+
+class GatedMean(Network):
+    """Mixes samples behind a gate that training opens."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate = nn.Parameter(torch.zeros(6))
+
+    def forward(self, x):
+        x = self.second(self.first(x))
+        return self.third(x + self.gate * (x - x.mean(0)))
+
+
+@pytest.mark.parametrize("kind", [Peak, GatedMean])
+@pytest.mark.parametrize("example", [torch.zeros(2, 6), torch.randn(2, 6)])
+def test_mixing_that_a_clamp_or_a_zero_weight_hides_is_found(kind, example):
+    with pytest.raises(BadInput, match="depend on the other samples of its batch"):
+        cut(kind(), ["first"], example)
+
+
+class NumpyDice(Network):
+    def forward(self, x):
+        x = self.second(self.first(x))
+        return self.third(x * 0.5 if self.training and np.random.rand() < 0.2 else x)  # noqa: NPY002
+
+
+class CountsSteps(Network):
+    steps = 0
+
+    def forward(self, x):
+        x = self.second(self.first(x))
+        if self.training:
+            self.steps += 1
+            x = x * min(1.0, self.steps / 1000)
+        return self.third(x)
+
+
+class CountsFar(CountsSteps):
+    """Does something else in the thousandth step alone."""
+
+    def forward(self, x):
+        x = self.second(self.first(x))
+        self.steps += self.training
+        return self.third(-x if self.steps > 1000 else x)
+
+
+class CountsInAList(Network):
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def forward(self, x):
+        x = self.second(self.first(x))
+        if self.training:
+            self.seen.append(1)
+        return self.third(x * min(1.0, len(self.seen) / 20) if self.training else x)
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        (NumpyDice, "random numbers of Python or NumPy, which its code draws in every step, stay the same"),
+        (CountsSteps, "output 0 of a second step differs|the attribute 'steps'"),
+        (CountsFar, "the attribute 'steps', which its code changes in every step, stays the same"),
+        (CountsInAList, "output 0 of a second step differs"),
+    ],
+)
+@pytest.mark.parametrize("state", range(3))
+def test_training_that_follows_dice_or_steps_is_refused(kind, reason, state):
+    random.seed(state)
+    np.random.seed(state)  # noqa: NPY002
+    network = kind()
+    stages = cut(network, ["first"], torch.randn(4, 6))
+    with pytest.raises(BadInput, match=reason):
+        chain([each.train() for each in stages], (torch.randn(4, 6),))
+    assert not getattr(network, "steps", 0)
+    assert not getattr(network, "seen", [])
+
+
+class SharedWeight(Network):
+    def __init__(self):
+        super().__init__()
+        self.tied = self.first.weight.detach()
+
+    def forward(self, x):
+        return self.third(self.second(self.first(x).relu()) @ self.tied)
+
+
+def test_proving_puts_every_weight_back():
+    network = Network()
+    before = {name: each.clone() for name, each in network.state_dict().items()}
+    cut(network, ["first"], torch.randn(4, 6))
+    assert all(torch.equal(each, before[name]) for name, each in network.state_dict().items())
+
+
+def test_an_attribute_that_shares_a_weights_memory_is_refused_once_it_would_not(tmp_path):
+    model = attach_heads(SharedWeight(), ["first"], example=torch.randn(4, 6))
+    save_model(model, tmp_path)
+    with pytest.raises(Mismatch, match="its stages do not give what the network gives that was passed in"):
+        load_model(tmp_path, SharedWeight())

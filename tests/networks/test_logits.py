@@ -31,7 +31,8 @@ class Network(nn.Module):
     def __init__(self, form):
         super().__init__()
         torch.manual_seed(0)
-        self.form, self.one, self.end = form, nn.Sequential(nn.Linear(6, 8), nn.ReLU()), nn.Linear(8, 3)
+        self.form, self.end = form, nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 3))
+        self.one = nn.Sequential(nn.Linear(6, 8), nn.ReLU())
 
     def logits(self, x):
         return self.end(self.one(x))

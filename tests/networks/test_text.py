@@ -75,7 +75,7 @@ def test_minilm_gets_exits_and_learns_topics_offline(quiet, monkeypatch):
     last_alone = TrainingSettings(mode="joint", loss_weights=[0, 0, 1], epochs=3, learning_rate=3e-4)
     train_heads(model, train, last_alone, progress=False)
     before = {name: tensor.clone() for name, tensor in model.stages.state_dict().items()}
-    settings = TrainingSettings(epochs=15, learning_rate=1e-2)
+    settings = TrainingSettings(epochs=25, learning_rate=1e-2)
     history = train_heads(model, train, settings, validation=test, progress=False)
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.stages.state_dict().items())
     assert min(history.accuracies) > 0.9

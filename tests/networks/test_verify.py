@@ -4,13 +4,14 @@ import random
 
 import pytest
 import torch
+import transformers
 from torch import nn
 from torch.nn import functional
 
 from alight.cutting import cut as cutting
-from alight.cutting import proof, stages, tracing
+from alight.cutting import encoders, proof, stages, tracing
 from alight.errors import BadInput
-from alight.networks import attach
+from alight.networks import attach, masks, multi_exit
 from alight.networks.attach import attach_heads, cascade, from_outputs
 from alight.networks.store import load_model, save_model
 
@@ -75,7 +76,7 @@ def unproven(monkeypatch):
 
 
 MUTATIONS = {  # the guard that is taken out, for the network that it guards
-    ReadsABuffer: lambda patch: patch.setattr(tracing, "CONTENT_READS", set()),
+    ReadsABuffer: lambda patch: (unproven(patch), patch.setattr(tracing, "CONTENT_READS", set())),
     PoolsBySize: lambda patch: (
         patch.setattr(tracing, "traced_number", lambda number, *_: number),
         patch.setattr(proof, "_fix_other_sizes", lambda *_: None),
@@ -134,7 +135,7 @@ def test_verify_changes_nothing_and_says_whether_the_network_can_be_trained(tmp_
 
 
 def test_a_model_without_a_network_has_nothing_to_be_compared_with():
-    with pytest.raises(BadInput, match="was not cut from a network"):
+    with pytest.raises(BadInput, match="there is no network to compare with"):
         cascade([nn.Linear(4, 3), nn.Linear(4, 3)], example=torch.zeros(2, 4)).verify()
 
 
@@ -170,3 +171,213 @@ def test_verify_finds_a_loaded_stage_that_is_not_the_networks(tmp_path):
     model.stages[1] = Negated(model.stages[1])
     with pytest.raises(BadInput, match="do not give what the network gives"):
         model.verify()
+
+
+def bert():
+    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
+    config = transformers.BertConfig(vocab_size=60, initializer_range=0.5, **sizes)
+    return transformers.BertForSequenceClassification(config).eval()
+
+
+TEXTS = {"input_ids": torch.randint(5, 60, (2, 8)), "attention_mask": torch.ones(2, 8, dtype=torch.int64)}
+TOKENS = torch.randn(2, 6, 8)
+NO_PADDING = torch.zeros(2, 6, dtype=torch.bool)
+
+
+class Padded(nn.Module):
+    """torch's own layers, whose mask is True for padding."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = (nn.TransformerEncoderLayer(8, 2, 16, batch_first=True) for _ in range(2))
+        self.end = nn.Linear(8, 3)
+
+    def forward(self, tokens, src_key_padding_mask):
+        for layer in (self.first, self.second):
+            tokens = layer(tokens, src_key_padding_mask=src_key_padding_mask)
+        return self.end(tokens.masked_fill(src_key_padding_mask[..., None], 0).sum(1))
+
+
+class Flagged(Padded):
+    """The same mask under a name that does not say so."""
+
+    def forward(self, tokens, flags):
+        return super().forward(tokens, flags)
+
+
+@pytest.mark.parametrize("direct", [True, False])
+def test_verify_finds_an_encoder_whose_mask_is_dropped(direct, monkeypatch):
+    unproven(monkeypatch)
+    model = attach_heads(bert(), 1, example=TEXTS)
+    for stage in model.stages:
+        stage.direct = direct
+    assert model.verify() == ""
+    monkeypatch.setattr(
+        encoders, "_mask", lambda mask, hidden: torch.ones(hidden.shape[:2], dtype=torch.int64)
+    )  # for later stages, and heads
+    with pytest.raises(BadInput, match="'attention_mask' hides from the network"):
+        model.verify()
+
+
+def test_verify_finds_that_a_mask_which_the_network_takes_is_ignored(monkeypatch):
+    model = attach_heads(bert(), 1, example={"input_ids": TEXTS["input_ids"]})
+    assert model.verify() == ""
+    monkeypatch.setattr(multi_exit, "by_name", lambda batch, names: tuple(batch[name] for name in names))
+    with pytest.raises(BadInput, match="takes 'attention_mask', was cut without it, and it is ignored"):
+        model.verify()
+
+
+def other_meaning(mask, *_):
+    return {"tokens": "padding", "padding": "tokens"}[mask.meaning]
+
+
+MASK_MUTATIONS = {
+    "in the head": (Padded, lambda patch: patch.setattr(masks.Masks, "of", other_meaning)),
+    "everywhere": (
+        Padded,
+        lambda patch: (
+            patch.setattr(masks, "mask_meaning", {"src_key_padding_mask": "tokens"}.get),
+            patch.setattr(masks.Masks, "_check_meaning", lambda *_: None),
+        ),
+    ),
+    "not asked for": (Flagged, lambda patch: patch.setattr(masks, "_is_flags", lambda _: False)),
+}
+
+
+@pytest.mark.parametrize("case", MASK_MUTATIONS)
+def test_verify_finds_a_head_that_reads_padding(case, monkeypatch):
+    kind, mutate = MASK_MUTATIONS[case]
+    stated = {"mask": {"flags": "padding"}} if kind is Flagged else {}
+    assert attach_heads(kind(), ["first"], example=(TOKENS, NO_PADDING), **stated).verify() == ""
+    mutate(monkeypatch)
+    model = attach_heads(kind(), ["first"], example=(TOKENS, NO_PADDING))
+    monkeypatch.undo()
+    with pytest.raises(BadInput, match=r"hides from the network|it means padding"):
+        model.verify()
+
+
+def test_a_head_may_read_everything_where_the_user_says_that_there_is_no_mask():
+    assert attach_heads(Flagged(), ["first"], example=(TOKENS, NO_PADDING), mask={}).verify() == ""
+
+
+class Sounds(nn.Module):
+    """Features (batch, channels, time), of any length unless they are flattened."""
+
+    def __init__(self, flat):
+        super().__init__()
+        self.first, self.flat = nn.Conv1d(1, 6, 3, padding=1), flat
+        self.end = nn.Linear(6 * 16 if flat else 6, 3)
+
+    def forward(self, x):
+        x = self.first(x).relu()
+        return self.end(x.flatten(1) if self.flat else x.mean(2))
+
+
+class Rows(nn.Module):
+    """Features (batch, height, width, channels)."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.end = nn.Linear(3, 6), nn.Linear(6, 4)
+
+    def forward(self, x):
+        return self.end(self.first(x.permute(0, 2, 3, 1)).mean((1, 2)))
+
+
+AXES = {
+    "any length": (lambda: Sounds(flat=False), torch.randn(2, 1, 16)),
+    "one length": (lambda: Sounds(flat=True), torch.randn(2, 1, 16)),
+    "maps": (Rows, torch.randn(2, 3, 8, 8)),
+}
+
+
+@pytest.mark.parametrize("case", AXES)
+@pytest.mark.parametrize("head", ["auto", "mlp"])
+def test_verify_finds_heads_that_read_positions_for_channels(case, head, monkeypatch):
+    network, example = AXES[case]
+    assert attach_heads(network(), ["first"], example=example, head=head).verify() == ""
+    right = attach.are_channels_last
+    monkeypatch.setattr(attach, "are_channels_last", lambda *given: [not last for last in right(*given)])
+    model = attach_heads(network(), ["first"], example=example, head=head)
+    monkeypatch.undo()
+    with pytest.raises(BadInput, match=r"the head at 'first' reads features of shape .* with channels"):
+        model.verify()
+
+
+def test_verify_reads_heads_at_another_size_whatever_was_said_of_axes():
+    network, example = AXES["any length"]
+    assert attach_heads(network(), ["first"], example=example, channels="first").verify() == ""
+    with pytest.raises(BadInput, match=r"fails on features of shape .* where the input has another size"):
+        attach_heads(network(), ["first"], example=example, channels="last").verify()
+    assert attach_heads(network(), ["first"], example=example, head="flatten_linear").verify() == ""
+
+
+class SeveralOutputs(Network):
+    form = tuple
+
+    def forward(self, x):
+        features = self.rest(self.first(x).relu())
+        return self.form((features, self.classifier(features)))
+
+
+class NamedOutputs(SeveralOutputs):
+    @staticmethod
+    def form(outputs):
+        return dict(zip(("features", "scores"), outputs, strict=True))
+
+
+@pytest.mark.parametrize("kind", [SeveralOutputs, NamedOutputs])
+def test_verify_finds_an_output_that_nobody_named(kind, monkeypatch):
+    assert attach_heads(kind(), ["first"], example=IMAGES, logits=1).verify() == ""
+    assert (
+        attach_heads(
+            kind(),
+            ["first"],
+            example=IMAGES,
+            logits=lambda output: [*output][1] if isinstance(output, tuple) else output["scores"],
+        ).verify()
+        == ""
+    )
+    monkeypatch.setattr(attach, "pick_logits", lambda output, choice: next(each for each in tracing.walk(output)))
+    model = attach_heads(kind(), ["first"], example=IMAGES)
+    monkeypatch.undo()
+    with pytest.raises(BadInput, match="the network gives 2 tensors"):
+        model.verify()
+
+
+class Detaching(nn.Module):
+    def __init__(self, stage):
+        super().__init__()
+        self.stage = stage
+
+    def forward(self, *carried):
+        return self.stage(carried[0].detach(), *carried[1:])
+
+
+@pytest.mark.parametrize("registered", [True, False])
+def test_a_model_that_refuses_joint_training_refuses_again_when_loaded(registered, tmp_path, monkeypatch):
+    """Stages of encoders are data, those of a registered cutter are cut again."""
+    forward = encoders.EncoderStage.forward
+    cut_encoder = cutting.cut_text_encoder
+    if registered:
+        monkeypatch.setattr(
+            cutting,
+            "CUTTERS",
+            [(lambda _: True, lambda *given: [*cut_encoder(*given)[:-1], Detaching(cut_encoder(*given)[-1])])],
+        )
+    else:
+        monkeypatch.setattr(
+            encoders.EncoderStage,
+            "forward",
+            lambda self, first, *others: forward(self, first.detach() if self.training else first, *others),
+        )
+    model = attach_heads(bert(), 1, example=TEXTS)
+    folder = save_model(model, tmp_path)
+    if not registered:
+        monkeypatch.undo()
+    for each in (model, load_model(folder, backbone=bert())):
+        assert "cannot run in training mode" in each.verify()
+        assert len(each.eval()(TEXTS)) == 2
+        for stage in each.train().stages:
+            with pytest.raises(BadInput, match="cannot run in training mode"):
+                stage(TEXTS["input_ids"], TEXTS["attention_mask"])

@@ -12,13 +12,15 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor, nn
+from tqdm import tqdm
 
 from alight.costing.energy import meter_for
 from alight.costs import Costs
 from alight.cutting.flops import FlopCounter, without_data
 from alight.cutting.running import in_mode
+from alight.display import percent
 from alight.errors import BadInput
-from alight.networks.multi_exit import Carried, MultiExitModel, advance, read
+from alight.networks.multi_exit import Carried, MultiExitModel, advance, example_of, read
 
 Floats = npt.NDArray[np.float64]
 
@@ -31,15 +33,18 @@ BETWEEN_SYNCS = 8  # passes between two looks at the clock, so that a GPU is kep
 
 def measure_costs(
     model: MultiExitModel,
-    example: Any,
+    example: Any = None,
     unit: str = "FLOPs",
     batch_size: int | None = None,
     *,
     repeats: int = REPEATS,
     warmup: int = WARMUP,
     seconds: float = SECONDS,
+    progress: bool = True,
 ) -> Costs:
     """Measure the cost per sample of every stage and head, at the batch size of the example or another one.
+
+    Without an `example` it is a batch like the one that heads were attached with.
 
     "FLOPs" and "MACs" (one MAC is 2 FLOPs) are counted from shapes; "ms" are medians of `repeats` timed passes (see
     `time_stages` for their spread), "J" an energy meter's count over `seconds` of every part, both on the device and in
@@ -52,11 +57,12 @@ def measure_costs(
     if unit not in UNITS:
         raise BadInput(f"there is no unit {unit!r} to measure in: choose one of {', '.join(UNITS)}")
     if unit == "ms":
-        return time_stages(model, example, batch_size, repeats=repeats, warmup=warmup).costs()
+        terms: dict[str, Any] = {"repeats": repeats, "warmup": warmup, "progress": progress}
+        return time_stages(model, example, batch_size, **terms).costs()
     inputs = _batch(model, example, batch_size)
     with in_mode(model, training=False):
         if unit == "J":
-            return _metered(model, inputs, warmup, seconds)
+            return _metered(model, inputs, warmup, seconds, progress)
         stages, heads, unknown = without_data(partial(_count, model), inputs)
     _check_counts(model, stages, heads, unknown)
     per_sample = len(inputs[0]) * (2 if unit == "MACs" else 1)
@@ -97,7 +103,7 @@ class Timings:
             f"{name}: stage {_spread(quartiles[:, 0, index])}, head {_spread(quartiles[:, 1, index])}"
             for index, name in enumerate(self.exits)
         ]
-        return "\n".join([*rows, f"heads before the last: {head_overhead(self.costs()):.2%} of the full network"])
+        return "\n".join([*rows, f"heads before the last: {percent(head_overhead(self.costs()))} of the full network"])
 
 
 def _spread(values: Floats) -> str:
@@ -106,11 +112,12 @@ def _spread(values: Floats) -> str:
 
 def time_stages(
     model: MultiExitModel,
-    example: Any,
+    example: Any = None,
     batch_size: int | None = None,
     *,
     repeats: int = REPEATS,
     warmup: int = WARMUP,
+    progress: bool = True,
 ) -> Timings:
     """Time every stage and head in ms, pass by pass, on the device and in the dtype of the network.
 
@@ -128,7 +135,8 @@ def time_stages(
     with in_mode(model, training=False):
         for _ in range(warmup):
             model(inputs)
-        passes = np.array([_timed_pass(model, inputs) for _ in range(repeats)])  # (passes, 2 x exits)
+        bar = tqdm(range(repeats), "time stages", unit="pass", disable=not progress)
+        passes = np.array([_timed_pass(model, inputs) for _ in bar])  # (passes, 2 x exits)
     stages, heads = passes[:, 0::2], passes[:, 1::2]
     heads[:, [isinstance(head, nn.Identity) for head in model.heads]] = 0.0
     medians = np.median(stages + heads, axis=0)  # together: the stages of a cascade do nothing
@@ -198,7 +206,7 @@ def _check_counts(model: MultiExitModel, stages: list[int], heads: list[int], un
         )
 
 
-def _metered(model: MultiExitModel, inputs: Carried, warmup: int, seconds: float) -> Costs:
+def _metered(model: MultiExitModel, inputs: Carried, warmup: int, seconds: float, progress: bool) -> Costs:
     """Meter joules per sample: every part runs for some seconds on the same features; idle power is included."""
     device, samples = inputs[0].device, len(inputs[0])
     meter = meter_for(device)
@@ -217,7 +225,8 @@ def _metered(model: MultiExitModel, inputs: Carried, warmup: int, seconds: float
     for _ in range(warmup):
         model(inputs)
     stages, heads, carried = [], [], inputs
-    for stage, head in zip(model.stages, model.heads, strict=True):
+    parts = [*zip(model.stages, model.heads, strict=True)]
+    for stage, head in tqdm(parts, "measure energy", unit="stage", disable=not progress):
         stages.append(joules(partial(advance, stage, carried)))
         carried = advance(stage, carried)
         heads.append(0.0 if isinstance(head, nn.Identity) else joules(partial(read, head, carried)))
@@ -228,7 +237,7 @@ def _metered(model: MultiExitModel, inputs: Carried, warmup: int, seconds: float
 
 def _batch(model: MultiExitModel, example: Any, batch_size: int | None) -> Carried:
     """Return the example on the network's device and in its dtype, repeated or shortened to the batch size."""
-    inputs = model.admit(example)
+    inputs = model.admit(example_of(model) if example is None else example)
     if not all(isinstance(part, Tensor) and part.ndim and len(part) for part in inputs):
         raise BadInput("the example has no samples: give a batch of tensors as the network takes it")
     if batch_size is not None and batch_size < 1:

@@ -12,13 +12,15 @@ from torch import nn
 
 from alight.cutting.encoders import cut_text_encoder, is_text_encoder
 from alight.cutting.flops import count_flops
-from alight.cutting.proof import ROWS, prove
+from alight.cutting.proof import ROWS, SamplesMixed, prove
 from alight.cutting.running import Inputs, chain, in_mode, is_text, pick_logits, refusals, same_bits
 from alight.cutting.sizes import SizeCheck, SizeOf
+from alight.cutting.skeleton import is_describable
 from alight.cutting.stages import StagePlan, build
 from alight.cutting.tracing import (
     BATCHES,
     BatchMultiple,
+    DependsOnBatchSize,
     Layout,
     ModuleEnd,
     Trace,
@@ -66,9 +68,26 @@ def cut(model: nn.Module, after: Sequence[str], example: Any) -> list[nn.Module]
         return prove(model, stages, inputs)
     try:
         stages = _cut_by_trace(model, names, inputs, with_data=False)
+    except (DependsOnBatchSize, SamplesMixed):
+        raise
     except BadInput:
         stages = _cut_by_trace(model, names, inputs, with_data=True)
     return stages
+
+
+def cut_into_layers(model: nn.Module, after: Sequence[str], inputs: Inputs) -> list[nn.Module]:
+    """Return stages as `cut` makes them, with the calls inside the modules for which `is_describable` is False.
+
+    So they run no code of the network's own: all that is left are functions and layers of torch.
+    """
+    inputs.find_vocabularies(model)
+    opened = [
+        name for name, module in model.named_modules(remove_duplicate=False) if name and not is_describable(module)
+    ]
+    try:
+        return _cut_by_trace(model, after, inputs, with_data=False, opened=opened)
+    except BadInput:
+        return _cut_by_trace(model, after, inputs, with_data=True, opened=opened)
 
 
 def inputs_of(example: Any) -> Inputs:
@@ -98,9 +117,11 @@ def register_cutter(kind: type[nn.Module] | Callable[[nn.Module], bool]) -> Call
     return register
 
 
-def _cut_by_trace(model: nn.Module, after: Sequence[str], inputs: Inputs, *, with_data: bool) -> list[nn.Module]:
-    """Return stages made from a trace of the network, with data or without."""
-    plans, stages = _built(model, partial(_module_plans, model, after, inputs, with_data))
+def _cut_by_trace(
+    model: nn.Module, after: Sequence[str], inputs: Inputs, *, with_data: bool, opened: Sequence[str] = ()
+) -> list[nn.Module]:
+    """Return stages made from a trace of the network, with data or without, and with the calls in opened modules."""
+    plans, stages = _built(model, partial(_module_plans, model, after, inputs, with_data, opened))
     for name, plan, cut_here in zip(after, plans, range(1, len(stages)), strict=False):
         rows = _rows_per_sample(plan.trace, name, plan.outgoing)
         with refusals():
@@ -121,6 +142,8 @@ def split_outputs(network: nn.Module, example: Any) -> tuple[list[nn.Module], li
     inputs.find_vocabularies(network)
     try:
         return _split(network, inputs, with_data=False)
+    except (DependsOnBatchSize, SamplesMixed):
+        raise
     except BadInput:
         return _split(network, inputs, with_data=True)
 
@@ -181,10 +204,10 @@ def _check_side_by_side(
 
 
 def _module_plans(
-    model: nn.Module, after: Sequence[str], inputs: Inputs, with_data: bool, training: bool
+    model: nn.Module, after: Sequence[str], inputs: Inputs, with_data: bool, opened: Sequence[str], training: bool
 ) -> list[StagePlan]:
     """Return what each stage does that ends after a named module, and the last."""
-    traced = trace(model, inputs, after, training=training, with_data=with_data)
+    traced = trace(model, inputs, after, opened=opened, training=training, with_data=with_data)
     ends = _ends(traced, after)
     features = [_feature(traced, name, end) for name, end in zip(after, ends, strict=True)]
     logits = logits_in(traced.output, Value)

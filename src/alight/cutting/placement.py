@@ -1,10 +1,11 @@
 """Where to put exits: block ends at even shares of the cost, at which the network can be cut."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from alight.cutting.cut import CUTTERS, alive_after, cut, inputs_of
 from alight.cutting.flops import FlopCounter, without_data
@@ -14,21 +15,30 @@ from alight.cutting.tracing import CONTAINERS, Trace, trace
 from alight.errors import BadInput
 
 MIN_DISTANCE = 1 / 3  # of the even distance: exits that are nearer decide on nearly the same
-MAX_SHARE = 0.99  # of the cost: a later exit saves nothing
+MAX_SHARE = 0.99  # of the cost, the head's included: a later exit saves nothing
+
+HeadFlops = Callable[[tuple[int, ...], int], float]  # of a head for features of one sample of this shape, and classes
 
 
 class CutPlace(NamedTuple):
-    """The end of a module: the share of the network's cost until then, and how many tensors are alive."""
+    """The end of a module: shares of the network's cost until then and of a head, and how many tensors are alive."""
 
     name: str
     share: float
     alive: int
+    head: float = 0.0
+
+    @property
+    def cost(self) -> float:
+        """What an answer here costs, as a share of the network's cost."""
+        return self.share + self.head
 
 
 def suggest_exits(model: nn.Module, example: Any, count: int) -> list[str]:
     """Return names of `count` modules after which exits lie at even shares of the network's FLOPs, in order.
 
-    Only block ends are suggested, those first at which nothing but the block's output is alive; the cut was tried. Two
+    Only block ends are suggested, those first at which nothing but the block's output is alive; the cut was tried. The
+    end of a convolution or linear layer is after the normalisation, activation and pooling that follow it. Two exits
     lie at least a third of the even distance apart, wherever the network has such places.
 
     >>> import torch
@@ -39,18 +49,21 @@ def suggest_exits(model: nn.Module, example: Any, count: int) -> list[str]:
     return cut_evenly(model, example, count)[0]
 
 
-def cut_evenly(model: nn.Module, example: Any, count: int) -> tuple[list[str], list[nn.Module]]:
-    """Return the names that `suggest_exits` returns, and the stages of the network cut there."""
+def cut_evenly(
+    model: nn.Module, example: Any, count: int, *, allow_fewer: bool = False, head_flops: HeadFlops | None = None
+) -> tuple[list[str], list[nn.Module]]:
+    """Return the names that `suggest_exits` returns, and the stages of the network cut there.
+
+    With `allow_fewer` there are as many as the network has places for at a distance, up to `count`. An exit's share of
+    the cost includes its head's FLOPs, those of a linear layer on averaged features unless `head_flops` says otherwise.
+    """
     if count < 1:
         raise BadInput(f"{count} exits: ask for at least one")
-    places, problem = cut_places(model, inputs_of(example), count)
+    places, problem = cut_places(model, inputs_of(example), count, head_flops)
     while True:
-        names = [place.name for place in _chosen(places, count)]
-        if len(names) < count:
-            remedy = f"elsewhere, {problem}" if problem else "ask for fewer, or name modules yourself"
-            raise BadInput(
-                f"{len(places)} places found to cut a {type(model).__name__} and {count} asked for: {remedy}"
-            ) from problem
+        names = [place.name for place in (_up_to if allow_fewer else _chosen)(places, count)]
+        if not names or (len(names) < count and not allow_fewer):
+            raise BadInput(_too_few(model, places, count, problem)) from problem
         try:
             return names, cut(model, names, example)
         except SamplesMixed:
@@ -61,23 +74,75 @@ def cut_evenly(model: nn.Module, example: Any, count: int) -> tuple[list[str], l
             places = [place for place in places if place.name not in failing]
 
 
-def cut_places(model: nn.Module, inputs: Inputs, count: int) -> tuple[list[CutPlace], BadInput | None]:
+def _too_few(model: nn.Module, places: Sequence[CutPlace], count: int, problem: BadInput | None) -> str:
+    found = f"{len(places)} place{'' if len(places) == 1 else 's'} found to cut a {type(model).__name__}"
+    if problem:
+        return f"{found} and {count} asked for: elsewhere, {problem}"
+    remedy = "ask for fewer, or name modules yourself"
+    return f"{found} and {count} asked for: {remedy if places else 'an exit with its head would cost as much as all'}"
+
+
+def cut_places(
+    model: nn.Module, inputs: Inputs, count: int, head_flops: HeadFlops | None = None
+) -> tuple[list[CutPlace], BadInput | None]:
     """Return block ends after which the network can be cut, and what prevents a cut elsewhere, if anything does.
 
-    Single layers count too where there are fewer than `count` blocks.
+    Where there are fewer than `count` blocks, a layer and what follows it until the next is a block, too, unless more
+    is alive at its end than elsewhere, as inside a residual block.
     """
-    blocks = list(_blocks(model))
-    layers = [name for name, module in model.named_modules() if name and not any(True for _ in module.children())]
-    places, problem = _places_among(model, inputs, blocks)
-    return (places, problem) if len(places) >= count else _places_among(model, inputs, [*blocks, *layers])
+    runs = _runs(model, inputs)
+    blocks = [_end_of(name, runs) for name in _blocks(model) if len(runs.get(name, ())) == 1]
+    places, problem = _places_among(model, inputs, runs, blocks, head_flops)
+    if len(places) >= count:
+        return places, problem
+    layers = [_end_of(name, runs) for name in runs if len(runs[name]) == 1 and _is_layer(model.get_submodule(name))]
+    places, problem = _places_among(model, inputs, runs, [*blocks, *layers], head_flops)
+    least = min((place.alive for place in places), default=0)
+    return [place for place in places if place.alive == least or place.name in blocks], problem
 
 
-def _places_among(model: nn.Module, inputs: Inputs, names: Sequence[str]) -> tuple[list[CutPlace], BadInput | None]:
-    shares = {name: share for name, share in _cost_shares(model, inputs, names).items() if 0 < share < MAX_SHARE}
-    alive, problem = _alive(model, inputs, list(shares))
+class ModuleRun(NamedTuple):
+    """One call of a module: FLOPs spent when it ends, the tensor it takes, and what it returns."""
+
+    flops: int
+    taken: Tensor | None  # None where it takes several, or none
+    made: Any
+    is_layer: bool  # with a matrix of weights, and no module inside
+    is_free: bool  # without such weights, and with an output of as many axes: a norm, an activation, a pooling
+
+
+Runs = Mapping[str, Sequence[ModuleRun]]  # by the module's name, in the order of ending; "" is the network
+
+
+def _places_among(
+    model: nn.Module, inputs: Inputs, runs: Runs, names: Sequence[str], head_flops: HeadFlops | None
+) -> tuple[list[CutPlace], BadInput | None]:
+    ((total, _, output, _, _),) = runs[""]
+    logits = next(each for each in tree_leaves(output) if isinstance(each, Tensor))
+    count_head = head_flops or linear_flops
+    costs = {}
+    for name in dict.fromkeys(names):
+        ((flops, _, made, _, _),) = runs[name]
+        features = next((each for each in tree_leaves(made) if isinstance(each, Tensor) and each.ndim > 1), None)
+        head = 0.0 if features is None else count_head(tuple(features.shape[1:]), logits.shape[-1])
+        head *= len(inputs.tensors[0])
+        if total and flops > 0 and flops + head < MAX_SHARE * total:
+            costs[name] = flops / total, head / total
+    alive, problem = _alive(model, inputs, list(costs))
     # of places with the same share, the last
-    by_share = {shares[name]: CutPlace(name, shares[name], number) for name, number in alive.items()}
+    by_share = {
+        costs[name][0]: CutPlace(name, costs[name][0], number, costs[name][1]) for name, number in alive.items()
+    }
     return sorted(by_share.values(), key=lambda place: place.share), problem
+
+
+def linear_flops(shape: tuple[int, ...], classes: int) -> float:
+    """Return the FLOPs of a linear layer on averages of (channels, ...) or (tokens, channels).
+
+    >>> linear_flops((64, 7, 7), 10)
+    1280.0
+    """
+    return 2.0 * classes * (shape[-1] if len(shape) == 2 else shape[0])
 
 
 def _blocks(module: nn.Module, prefix: str = "") -> Iterator[str]:
@@ -95,6 +160,22 @@ def _holds_blocks(module: nn.Module) -> bool:
     """Check whether this container holds two blocks of a kind, with at least two weights each."""
     kinds = [type(child) for child in module.children() if sum(weight.ndim > 1 for weight in child.parameters()) > 1]
     return isinstance(module, CONTAINERS) and len(set(kinds)) < len(kinds)
+
+
+def _is_layer(module: nn.Module) -> bool:
+    return not any(True for _ in module.children()) and any(weight.ndim > 1 for weight in module.parameters())
+
+
+def _end_of(name: str, runs: Runs) -> str:
+    """Return the last of the norms, activations and poolings that follow a module whose output is that of a layer."""
+    (run,) = runs[name]
+    if not any(each.is_layer and each.made is run.made for calls in runs.values() for each in calls):
+        return name
+    later = [*runs][[*runs].index(name) + 1 :]
+    for other in later:
+        if len(runs[other]) == 1 and runs[other][0].is_free and runs[other][0].taken is run.made:
+            name, (run,) = other, runs[other]
+    return name
 
 
 def _alive(model: nn.Module, inputs: Inputs, names: Sequence[str]) -> tuple[dict[str, int], BadInput | None]:
@@ -122,42 +203,55 @@ def _deepest_trace(model: nn.Module, inputs: Inputs, names: Sequence[str]) -> tu
     raise problem or BadInput("the network has no modules: give one that is made of modules")
 
 
-def _cost_shares(model: nn.Module, inputs: Inputs, names: Sequence[str]) -> dict[str, float]:
-    """Return the share of the network's FLOPs that is spent when each module ends, of those that are called once."""
+def _runs(model: nn.Module, inputs: Inputs) -> dict[str, list[ModuleRun]]:
+    """Return every call of every module on the example, without data, in the order in which modules end."""
     with refusals():
-        spent = without_data(partial(_spent, model, inputs, names), inputs.tensors)
-    (total,) = spent.pop("")
-    return {name: flops[0] / total for name, flops in spent.items() if total and len(flops) == 1}
+        return without_data(partial(_noted, model, inputs), inputs.tensors)
 
 
-def _spent(model: nn.Module, inputs: Inputs, names: Sequence[str], batch: tuple[Tensor, ...]) -> dict[str, list[int]]:
-    """Return the FLOPs spent at each end of each module; the whole network's under the empty name."""
-    spent: dict[str, list[int]] = {name: [] for name in ("", *names)}
+def _noted(model: nn.Module, inputs: Inputs, batch: tuple[Tensor, ...]) -> dict[str, list[ModuleRun]]:
+    runs: dict[str, list[ModuleRun]] = {}
 
-    def noting(name: str) -> Callable[..., None]:
-        return lambda *_: spent[name].append(counter.flops)
+    def noting(name: str, weights: int, layer: bool) -> Callable[..., None]:
+        def note(_: nn.Module, arguments: tuple[Any, ...], made: Any) -> None:
+            (taken,) = arguments if len(arguments) == 1 else (None,)
+            taken = taken if isinstance(taken, Tensor) else None
+            free = not weights and taken is not None and isinstance(made, Tensor) and made.ndim == taken.ndim
+            runs.setdefault(name, []).append(ModuleRun(counter.flops, taken, made, layer, free))
 
-    hooks = [model.get_submodule(name).register_forward_hook(noting(name)) for name in spent]
+        return note
+
+    hooks = []
+    for name, module in model.named_modules():
+        matrices = sum(weight.ndim > 1 for weight in module.parameters())
+        hooks.append(module.register_forward_hook(noting(name, matrices, _is_layer(module))))
     try:
         with in_mode(model, training=False), FlopCounter() as counter:
-            inputs.run(model, batch)
+            output = inputs.run(model, batch)
     finally:
         for hook in hooks:
             hook.remove()
-    return spent
+    runs[""] = [runs[""][0]._replace(made=output)]
+    return runs
 
 
-def _chosen(places: Sequence[CutPlace], count: int) -> list[CutPlace]:
+def _up_to(places: Sequence[CutPlace], count: int) -> list[CutPlace]:
+    """Return as many places at a distance as there are, up to this number."""
+    choices = (_chosen(places, number, crowded=False) for number in range(count, 0, -1))
+    return next((choice for choice in choices if choice), [])
+
+
+def _chosen(places: Sequence[CutPlace], count: int, *, crowded: bool = True) -> list[CutPlace]:
     """Return the places nearest to even shares: at a distance if possible, then where little is alive."""
     single = [place for place in places if place.alive == 1]
-    tries = [(single, MIN_DISTANCE), (places, MIN_DISTANCE), (single, 0.0), (places, 0.0)]
+    tries = [(single, MIN_DISTANCE), (places, MIN_DISTANCE), *([(single, 0.0), (places, 0.0)] if crowded else [])]
     choices = (_even(among, count, distance / (count + 1)) for among, distance in tries)
-    return next((choice for choice in choices if choice), list(places[:count]))
+    return next((choice for choice in choices if choice), list(places[:count]) if crowded else [])
 
 
 def _even(places: Sequence[CutPlace], count: int, distance: float) -> list[CutPlace]:
-    """Return the places, in order, at least this far apart, whose shares are nearest to even ones in sum, if any."""
-    best = [(abs(place.share - 1 / (count + 1)), [place]) for place in places]  # choices that end with each place
+    """Return the places, in order, at least this far apart, whose costs are nearest to even shares in sum, if any."""
+    best = [(abs(place.cost - 1 / (count + 1)), [place]) for place in places]  # choices that end with each place
     for number in range(2, count + 1):
         longer = []
         for place in places:
@@ -166,7 +260,7 @@ def _even(places: Sequence[CutPlace], count: int, distance: float) -> list[CutPl
             ]
             if before:
                 total, chosen = min(before, key=lambda choice: choice[0])
-                longer.append((total + abs(place.share - number / (count + 1)), [*chosen, place]))
+                longer.append((total + abs(place.cost - number / (count + 1)), [*chosen, place]))
         best = longer
     return min(best, key=lambda choice: choice[0])[1] if best else []
 

@@ -5,22 +5,27 @@ The two are compared on random inputs. What was not seen to be the same is refus
 
 import random
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
-from alight.cutting.running import Inputs, in_mode, refusals, same_bits, without_shortcuts
+from alight.cutting.running import Inputs, in_mode, is_text, refusals, same_bits, without_shortcuts
 from alight.cutting.sizes import FixedSizes
 from alight.cutting.stages import refuse_training
-from alight.cutting.tracing import logits_in, on_meta, walk
+from alight.cutting.tracing import logits_in, walk
 from alight.errors import BadInput
 
 ROWS = 5  # samples in a batch of the proof: an odd number that the trace has not seen
-KEPT = ([0, 2, 3], [0, 2], [1])  # rows that stay after the first, the second and the third stage; later all do
+KEPT = ([0, 2, 3], [0, 2], [1])  # rows that stay after the first, the second and the third stage; then that one
+APART = (KEPT[0], [1, 4])  # every sample is once without the others: the largest of a batch is in one of the two
 SAME = 1e-3  # of the largest number: kernels differ by far less at another batch size, mixed samples by far more
 SAME_IN_HALF = 3e-2
+SCALES = (1.0, 300.0, 0.05, -20.0, 1.0)  # of samples in a batch: limits, clamps and peaks are reached by some of them
+NOISE, SAMPLED = 0.1, 1000  # share of a weight's mean size, by which weights are changed, and how many tell it
+PLAIN = (bool, int, float, str, type(None))  # what attributes are compared of
 SEEDS = 4  # of a network whose training draws from Python's own random numbers, so that both branches are seen
 LARGE = 128  # the side of an image that is tried at a quarter of it, which is cheaper
 LOGITS_DIFFER = (
@@ -30,6 +35,10 @@ LOGITS_DIFFER = (
 OUTPUTS_DIFFER = (
     "the outputs of the stages are not the network's: does the network write into tensors that several outputs share?"
     " Build MultiExitModel(stages, heads) by hand"
+)
+FROZEN_NUMBERS = (
+    "a number or tensor that the network's code reads from its weights was read when it was cut, or an attribute shares"
+    " memory with a weight. Compute it in forward by tensor functions, or make it a parameter or a buffer"
 )
 Batch = tuple[Tensor, ...]
 Axes = list[tuple[int, int]]  # that have one size: which tensor, and which of its axes
@@ -50,32 +59,44 @@ class Chain(NamedTuple):
     heads: Sequence[nn.Module] = ()
 
     def expected(self, batch: Batch) -> list[Tensor]:
-        """Return the outputs of the network."""
+        """Return the outputs of the network, whose attributes are left as they were."""
         with _attributes_restored(self.network):
-            output = self.inputs.run(self.network, tuple(tensor.clone() for tensor in batch))  # it may write into them
+            return self.run_network(batch)
+
+    def run_network(self, batch: Batch) -> list[Tensor]:
+        """Return the outputs of the network."""
+        output = self.inputs.run(self.network, tuple(tensor.clone() for tensor in batch))  # it may write into them
         return (
             [each for each in walk(output) if isinstance(each, Tensor)] if self.heads else [logits_in(output, Tensor)]
         )
 
     def outputs(self, batch: Batch, kept: Sequence[Sequence[int]] = ()) -> list[tuple[list[int], Tensor]]:
         """Return the outputs of the stages with the rows of the batch that they are of; `kept` stay after each."""
+        with _attributes_restored(self.network):
+            return self._run_stages(batch, kept)
+
+    def _run_stages(self, batch: Batch, kept: Sequence[Sequence[int]]) -> list[tuple[list[int], Tensor]]:
         carried: Any = tuple(tensor.clone() for tensor in batch)
         rows = list(range(len(batch[0])))
         outputs = []
-        with _attributes_restored(self.network):
-            for index, stage in enumerate(self.stages):
-                carried = stage(*carried)
-                if index == len(self.stages) - 1:
-                    outputs.append((rows, carried))
-                elif self.heads:
-                    outputs.append((rows, self.heads[index](*carried)))
-                if index < len(kept) and index < len(self.stages) - 1:
-                    rows = [rows[row] for row in kept[index]]
-                    carried = tuple(tensor[kept[index]] for tensor in carried)
+        for index, stage in enumerate(self.stages):
+            carried = stage(*carried)
+            if index == len(self.stages) - 1:
+                outputs.append((rows, carried))
+            elif self.heads:
+                outputs.append((rows, self.heads[index](*carried)))
+            if kept and index < len(self.stages) - 1:
+                stay = [*kept[index]] if index < len(kept) else [*range(len(rows))]  # in new memory all the same
+                rows = [rows[row] for row in stay]
+                carried = tuple(tensor[stay] for tensor in carried)
         return outputs
 
-    def whole_outputs(self, batch: Batch) -> list[Tensor]:
+    def run_stages(self, batch: Batch) -> list[Tensor]:
         """Return the outputs of the stages for all samples."""
+        return [output for _, output in self._run_stages(batch, ())]
+
+    def whole_outputs(self, batch: Batch) -> list[Tensor]:
+        """Return the outputs of the stages for all samples; the network's attributes are left as they were."""
         return [output for _, output in self.outputs(batch)]
 
     def difference(self, batch: Batch, expected: Sequence[Tensor]) -> str:
@@ -104,6 +125,7 @@ def prove(
         expected = [chain.expected(batch) for batch in batches]
         _check_network_keeps_samples_apart(chain, batches[0], expected[0])
         _check_bits(chain, inputs.of_size(1))
+        _check_with_other_weights(chain, batches)
         reasons: list[str] = []
         if not _vary_all(inputs, others, batches) or any(map(chain.difference, batches, expected)):
             others, reasons = _free_sizes(chain, others)
@@ -119,11 +141,16 @@ def prove(
 
 
 def check_chain(
-    network: nn.Module, stages: Sequence[nn.Module], inputs: Inputs, heads: Sequence[nn.Module] = ()
+    network: nn.Module,
+    stages: Sequence[nn.Module],
+    inputs: Inputs,
+    heads: Sequence[nn.Module] = (),
+    readers: Sequence[Callable[[Batch], None]] = (),
 ) -> str:
     """Raise unless the chain is the network: for its weights and for others, at sizes that it takes, in training.
 
-    Return why the stages refuse to be trained; "" if they can be. Nothing is changed by it.
+    What is carried past each exit goes to `readers`. Return why the stages refuse to be trained; "" if they can be.
+    Nothing is changed by it.
     """
     chain = Chain(network, stages, inputs, heads)
     with in_mode(network, *stages, *heads, training=False), without_shortcuts(network), refusals():
@@ -137,12 +164,15 @@ def check_chain(
             pass
         for batch in batches:
             _check_bits(chain, batch)
+        carried: Any = batches[1]
+        for stage, reader in zip(stages[:-1], readers, strict=False):
+            carried = stage(*carried)
+            reader(carried)
         expected = chain.expected(batches[0])
         _check_network_keeps_samples_apart(chain, batches[0], expected)
         _check_chain_keeps_samples_apart(chain, batches[0], expected)
-        with _other_weights(network):
-            _check_bits(chain, batches[1])
-    ours = _one_step(network, [*stages, *heads], chain.whole_outputs, batches[1], seed=0)
+        _check_with_other_weights(chain, batches)
+    ours = _two_steps(network, [*stages, *heads], chain.run_stages, batches[1], seed=0)
     if isinstance(ours, BadInput):
         return str(ours)
     if reason := training_difference(chain, batches[1]):
@@ -150,18 +180,92 @@ def check_chain(
     return ""
 
 
+def _check_with_other_weights(chain: Chain, batches: Sequence[Batch]) -> None:
+    """Raise if the stages differ from the network once weights change, or if samples mix then, in a harder batch."""
+    with _other_weights(chain.network):
+        for batch in (batches[1], chain.inputs.of_size(1)):  # a size that is not the example's is judged elsewhere
+            if not chain.difference(batch, chain.expected(batch)):
+                break
+        else:
+            raise BadInput(f"with other weights the stages do not give what the network gives: {FROZEN_NUMBERS}")
+        for harder in _harder(chain, batches[0]):
+            try:
+                expected = chain.expected(harder)
+                if all(each.isfinite().all() for each in expected):
+                    _check_network_keeps_samples_apart(chain, harder, expected)
+            except SamplesMixed:
+                raise
+            except Exception:  # such as "every text must end with the same token"
+                continue
+
+
 @contextmanager
-def _other_weights(network: nn.Module) -> Iterator[None]:
-    """Change all weights for a while, so that a number that was read from them is found."""
-    tensors = [each for each in (*network.parameters(), *network.buffers()) if each.is_floating_point()]
+def _other_weights(network: nn.Module, stages: Sequence[nn.Module] = ()) -> Iterator[None]:
+    """Change all weights for a while: a number that was read from them is found, and what is zero takes part.
+
+    Stages may have weights of their own under the network's names, which are changed alike.
+    """
+    own = dict(_named_tensors(network))
+    others = [each for stage in stages for name, each in _named_tensors(stage) if name in own]
+    tensors = [*{id(each): each for each in (*own.values(), *others)}.values()]
+    tensors = [each for each in tensors if each.is_floating_point() and each.layout == torch.strided]
     kept = [tensor.detach().clone() for tensor in tensors]
     for tensor in tensors:
         tensor.data.mul_(1.25)
+        if isinstance(tensor, nn.Parameter):  # statistics may have to be positive
+            waves = torch.arange(-3, 4, device=tensor.device, dtype=tensor.dtype).repeat(tensor.numel() // 7 + 1)
+            size = float(tensor.detach().flatten()[:SAMPLED].abs().mean()) or NOISE
+            tensor.data.add_(waves[: tensor.numel()].view(tensor.shape), alpha=NOISE * size)
     try:
         yield
     finally:
         for tensor, old in zip(tensors, kept, strict=True):
             tensor.data.copy_(old)
+
+
+def _named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from module.named_parameters()
+    yield from module.named_buffers()
+
+
+def _harder(chain: Chain, batch: Batch) -> list[Batch]:
+    """Return batches in which samples differ more: in scale, and in how much of a text is padding."""
+    batches = []
+    if any(each.is_floating_point() for each in batch):
+        batches.append(tuple(_scaled(each) if each.is_floating_point() else each for each in batch))
+    if any(map(is_text, batch)):
+        for pad in {0, *(getattr(each, "padding_idx", 0) or 0 for each in chain.network.modules())}:
+            batches.append(tuple(_padded(each, pad) if is_text(each) else each for each in batch))
+    return batches
+
+
+def _scaled(tensor: Tensor) -> Tensor:
+    factors = torch.tensor(SCALES[: len(tensor)], device=tensor.device, dtype=tensor.dtype)
+    return tensor * factors.view(-1, *[1] * (tensor.ndim - 1))
+
+
+def _padded(tensor: Tensor, pad: int) -> Tensor:
+    """Return texts of different lengths: a row's end is padding."""
+    length = tensor.shape[1]
+    lengths = torch.tensor([max(1, length * share // 4) for share in (4, 1, 3, 2, 1)[: len(tensor)]])
+    return torch.where(torch.arange(length) < lengths[:, None], tensor.cpu(), pad).to(tensor)
+
+
+def check_batch(
+    network: nn.Module, stages: Sequence[nn.Module], inputs: Inputs, heads: Sequence[nn.Module] = ()
+) -> None:
+    """Raise unless stages in a row give what the network gives for this batch, in evaluation."""
+    chain = Chain(network, stages, inputs, heads)
+    with in_mode(network, *stages, *heads, training=False), without_shortcuts(network), refusals():
+        made, expected = chain.whole_outputs(inputs.tensors), chain.expected(inputs.tensors)
+    if not all(is_close(*pair) for pair in zip(made, expected, strict=not heads)):
+        sizes = " and ".join(str(tuple(each.shape[1:])) for each in inputs.tensors)
+        raise BadInput(
+            f"for inputs of {sizes} per sample, {str(inputs.tensors[0].dtype).removeprefix('torch.')}, the exits do not"
+            " give what the network gives: its code does something else there than for the example that it was cut"
+            " with, or an attribute was changed since. Cut it with an example like these inputs, or give it inputs like"
+            " the example"
+        )
 
 
 def is_chain_of(
@@ -171,7 +275,10 @@ def is_chain_of(
     chain = Chain(network, stages, inputs, heads)
     with in_mode(network, *stages, *heads, training=False), without_shortcuts(network):
         expected = chain.expected(batch)
-        return not chain.difference(batch, expected) and chain.keeps_samples_apart(batch, expected)
+        if chain.difference(batch, expected) or not chain.keeps_samples_apart(batch, expected):
+            return False
+        with _other_weights(network, stages):
+            return not chain.difference(batch, chain.expected(batch))
 
 
 def _check_bits(chain: Chain, batch: Batch) -> None:
@@ -184,8 +291,8 @@ def _free_sizes(chain: Chain, others: Others) -> tuple[Others, list[str]]:
     """Return those of the axes along which any size is proven to be free alone, and why the others are not."""
     free, reasons = [], []
     for axes, sizes in others:
-        batches = [_resized(chain.inputs.of_size(2), [(axes, size)]) for size in sizes]
-        batches = [batch for batch in batches if _runs(chain, chain.network, batch)]
+        batches = [resized(chain.inputs.of_size(2), [(axes, size)]) for size in sizes]
+        batches = [batch for batch in batches if _runs(chain, batch)]
         reason = next(filter(None, (chain.difference(batch, chain.expected(batch)) for batch in batches)), "")
         if reason:
             reasons.append(f"at another size {reason}")
@@ -213,7 +320,7 @@ def _other_batches(inputs: Inputs, others: Others, accepts: Accepts) -> list[Bat
         changes = [(axes, sizes[(index + shift) % len(sizes)]) for index, (axes, sizes) in enumerate(others)]
         firsts = [(axes, sizes[0]) for axes, sizes in others]
         taken = next((each for each in (changes, firsts, firsts[:1]) if accepts(each)), [])
-        batches.append(_resized(inputs.of_size(rows), taken))
+        batches.append(resized(inputs.of_size(rows), taken))
     return batches
 
 
@@ -229,26 +336,18 @@ def _vary_all(inputs: Inputs, others: Others, batches: Sequence[Batch]) -> bool:
 def _other_sizes_taken(chain: Chain) -> tuple[Accepts, Others, list[Batch]]:
     """Return what says which sizes the network takes, those other than the example's that it does, and batches of them.
 
-    It is asked without data first, which is cheap, and with data where it takes no batch of these sizes after all.
+    It is asked with data: at a quarter of the size of an image that is quicker than without.
     """
-    for with_data in (False, True):
-        accepts = _acceptance(chain, with_data=with_data)
-        others = _accepted_sizes(chain.inputs, accepts)
-        batches = _other_batches(chain.inputs, others, accepts)
-        if with_data or _runs(chain, chain.network, batches[1]):
-            break
-    return accepts, others, batches
+    accepts = _acceptance(chain)
+    others = _accepted_sizes(chain.inputs, accepts)
+    return accepts, others, _other_batches(chain.inputs, others, accepts)
 
 
 def _accepted_sizes(inputs: Inputs, accepts: Accepts) -> Others:
     """Return axes whose size the network lets differ, with other sizes than the example's; it takes the first."""
-    groups: dict[tuple[int, int], Axes] = {}
-    for index, tensor in enumerate(inputs.tensors):
-        for axis, size in enumerate(tensor.shape[1:], 1):
-            groups.setdefault((axis, size), []).append((index, axis))
     accepted: Others = []
     refused: dict[int, Axes] = {}
-    for (_, size), axes in groups.items():
+    for axes, size in axes_of_one_size(inputs):
         if sizes := _from_first_accepted(axes, size, accepts):
             accepted.append((axes, sizes))
         else:
@@ -258,6 +357,15 @@ def _accepted_sizes(inputs: Inputs, accepts: Accepts) -> Others:
             sizes = _from_first_accepted(axes, size, accepts)
             accepted += [(axes, sizes)] if sizes else []
     return accepted
+
+
+def axes_of_one_size(inputs: Inputs, *, alone: bool = True) -> list[tuple[Axes, int]]:
+    """Return axes of inputs that have one size, and the size: each axis alone, or together as in a square."""
+    groups: dict[Any, Axes] = {}
+    for index, tensor in enumerate(inputs.tensors):
+        for axis, size in enumerate(tensor.shape[1:], 1):
+            groups.setdefault((size, axis if alone else 0), []).append((index, axis))
+    return [(axes, size) for (size, _), axes in groups.items()]
 
 
 def _from_first_accepted(axes: Axes, size: int, accepts: Accepts) -> list[int]:
@@ -271,34 +379,30 @@ def _other_sizes(size: int) -> list[int]:
     return [other for other in dict.fromkeys(sizes) if other not in (0, size)]
 
 
-def _acceptance(chain: Chain, *, with_data: bool) -> Accepts:
-    """Return a function that says whether the network takes other sizes; without data only where it runs without."""
-    network, batch = chain.network, chain.inputs.of_size(2)
-    if not with_data:
-        with suppress(Exception):  # of a network that cannot be copied
-            copied, meta = on_meta(network), tuple(tensor.to("meta") for tensor in batch)
-            network, batch = (copied, meta) if _runs(chain, copied, meta) else (network, batch)
+def _acceptance(chain: Chain) -> Accepts:
+    """Return a function that says whether the network takes other sizes."""
+    batch = chain.inputs.of_size(2)
     known: dict[str, bool] = {}
 
     def accepts(changes: Sequence[tuple[Axes, int]]) -> bool:
         key = str(changes)
         if key not in known:
-            known[key] = _runs(chain, network, _resized(batch, changes))
+            known[key] = _runs(chain, resized(batch, changes))
         return known[key]
 
     return accepts
 
 
-def _runs(chain: Chain, network: nn.Module, batch: Batch) -> bool:
+def _runs(chain: Chain, batch: Batch) -> bool:
     try:
-        with in_mode(network, training=False), _attributes_restored(network):
-            chain.inputs.run(network, batch)
+        with in_mode(chain.network, training=False):
+            chain.expected(batch)
     except Exception:  # whatever a network says to sizes that it does not take
         return False
     return True
 
 
-def _resized(batch: Batch, changes: Sequence[tuple[Axes, int]]) -> Batch:
+def resized(batch: Batch, changes: Sequence[tuple[Axes, int]]) -> Batch:
     """Return a batch with other sizes along some axes: what is there is repeated, floats with noise."""
     resized = list(batch)
     for index, axis, size in ((index, axis, size) for axes, size in changes for index, axis in axes):
@@ -313,17 +417,18 @@ def _resized(batch: Batch, changes: Sequence[tuple[Axes, int]]) -> Batch:
 
 def _check_network_keeps_samples_apart(chain: Chain, batch: Batch, expected: Sequence[Tensor]) -> None:
     """Raise if a sample's logits depend on the others of its batch."""
-    some = tuple(tensor[KEPT[0]] for tensor in batch)
-    pairs = zip(chain.expected(some), expected, strict=True)
-    if not all(is_close(one, other[KEPT[0]]) for one, other in pairs):
+    for rows in APART:
+        pairs = zip(chain.expected(tuple(tensor[rows] for tensor in batch)), expected, strict=True)
+        if all(is_close(one, other[rows]) for one, other in pairs):
+            continue
         if not all(map(is_close, chain.expected(batch), expected)):
             raise SamplesMixed(
                 "the network gives other logits for the same batch in evaluation mode: let it draw nothing"
             )
         raise SamplesMixed(
             "the logits of a sample depend on the other samples of its batch, as first seen in what"
-            f" {_mixing_module(chain, batch)} returns: normalise with stored statistics (track_running_stats=True), and"
-            " compute nothing across samples"
+            f" {_mixing_module(chain, batch, rows)} returns: normalise with stored statistics"
+            " (track_running_stats=True), and compute nothing across samples"
         )
 
 
@@ -336,20 +441,20 @@ def _check_chain_keeps_samples_apart(chain: Chain, batch: Batch, expected: Seque
         )
 
 
-def is_close(one: Tensor, other: Tensor) -> bool:
-    """Check whether two tensors differ by no more than kernels do at another batch size."""
+def is_close(one: Tensor, other: Tensor, tolerance: float | None = None) -> bool:
+    """Check whether two tensors differ by no more than kernels do at another batch size, as a share of the largest."""
     if torch.equal(one, other) or one.shape != other.shape or not one.is_floating_point():
         return torch.equal(one, other)
-    tolerance = SAME_IN_HALF if one.dtype in (torch.float16, torch.bfloat16) else SAME
+    tolerance = tolerance or (SAME_IN_HALF if one.dtype in (torch.float16, torch.bfloat16) else SAME)
     finite = other[other.isfinite()].abs()
     return torch.allclose(one, other, 0, tolerance * (finite.max().item() if finite.numel() else 1), equal_nan=True)
 
 
-def _mixing_module(chain: Chain, batch: Batch) -> str:
+def _mixing_module(chain: Chain, batch: Batch, rows: list[int]) -> str:
     """Return the first module whose result for a sample depends on the others of its batch."""
-    some = tuple(tensor[KEPT[0]] for tensor in batch)
+    some = tuple(tensor[rows] for tensor in batch)
     for (name, one), (_, other) in zip(_results(chain, batch), _results(chain, some), strict=False):
-        if len(one) == ROWS and one.is_floating_point() and not is_close(other, one[KEPT[0]]):
+        if len(one) == ROWS and one.is_floating_point() and not is_close(other, one[rows]):
             return f"{name!r} ({type(chain.network.get_submodule(name)).__name__})"
     return "its own code"
 
@@ -378,47 +483,58 @@ def _results(chain: Chain, batch: Batch) -> list[tuple[str, Tensor]]:
 
 
 def training_difference(chain: Chain, batch: Batch) -> str:
-    """Return how a step of training differs between stages and network; "" if it does not, or if neither trains.
+    """Return how two steps of training differ between stages and network; "" if they do not, or if neither trains.
 
-    Nothing is changed by it: gradients are not kept, buffers and the state of random numbers are put back.
+    Nothing is changed by it: gradients are not kept, buffers, attributes and the state of random numbers are put back.
     """
     for seed in range(SEEDS):
-        own = _one_step(chain.network, [chain.network], chain.expected, batch, seed)
+        own = _two_steps(chain.network, [chain.network], chain.run_network, batch, seed)
         if isinstance(own, Exception):
             return ""
-        ours = _one_step(chain.network, [*chain.stages, *chain.heads], chain.whole_outputs, batch, seed)
+        ours = _two_steps(chain.network, [*chain.stages, *chain.heads], chain.run_stages, batch, seed)
         if isinstance(ours, BadInput):  # they refuse to be trained, and say why
             return ""
         if isinstance(ours, Exception):
             return f"it fails with {type(ours).__name__}: {str(ours).partition(chr(10))[0]}"
-        for name, expected in own.numbers.items():
+        if reason := own.difference(ours):
+            return reason
+        if not own.draws:
+            break
+    return ""
+
+
+class TrainingSteps(NamedTuple):
+    """What two steps of training did: numbers, attributes after each, whether Python or NumPy drew random numbers."""
+
+    numbers: dict[str, Tensor | None]
+    attributes: tuple[dict[str, Any], dict[str, Any]]
+    draws: bool
+
+    def difference(self, ours: "TrainingSteps") -> str:
+        """Return how our steps differ from these, the network's own; "" if they do not."""
+        for name, expected in self.numbers.items():
             actual = ours.numbers[name]
             if (expected is None) != (actual is None):
                 return f"{name} {'is missing' if actual is None else 'is there, and the network has none,'}"
             if expected is not None and actual is not None and not is_close(actual, expected):
                 return f"{name} differs from the network's"
-        if not own.drew_from_python:
-            break
-    return ""
+        first, second = self.attributes
+        for name, value in second.items():
+            if value != first.get(name) and value != ours.attributes[1].get(name):
+                return f"the attribute {name!r}, which its code changes in every step, stays the same"
+        if self.draws and not ours.draws:
+            return "random numbers of Python or NumPy, which its code draws in every step, stay the same"
+        return ""
 
 
-class TrainingStep(NamedTuple):
-    """Logits, gradients and buffers after a step of training; whether Python's random numbers were used."""
-
-    numbers: dict[str, Tensor | None]
-    drew_from_python: bool
-
-
-def _one_step(
+def _two_steps(
     network: nn.Module, trained: Sequence[nn.Module], run: Callable[[Batch], list[Tensor]], batch: Batch, seed: int
-) -> TrainingStep | Exception:
-    """Return what one step does to the network; the error if it fails."""
+) -> TrainingSteps | Exception:
+    """Return what two steps do to the network, without changed weights; the error if it fails."""
     parameters = {name: each for name, each in network.named_parameters() if each.requires_grad}
-    python_state = random.getstate()
-    random.seed(seed)
-    start = random.getstate()
+    changed, enabled = (_attributes_restored(network), _buffers_restored(network)), torch.enable_grad()
     try:
-        with _buffers_restored(network), in_mode(network, *trained, training=True), torch.enable_grad():
+        with _seeded(seed) as drawn, changed[0], changed[1], in_mode(network, *trained, training=True), enabled:
             torch.manual_seed(seed)
             outputs = run(batch)
             loss = sum((torch.linspace(-1, 1, each.numel()).to(each).view_as(each) * each).sum() for each in outputs)
@@ -426,26 +542,66 @@ def _one_step(
             numbers: dict[str, Tensor | None] = {f"output {index}": each for index, each in enumerate(outputs)}
             numbers |= {f"the gradient of {name!r}": each for name, each in zip(parameters, gradients, strict=True)}
             numbers |= {f"buffer {name!r}": each.clone() for name, each in network.named_buffers()}
-            return TrainingStep(numbers, random.getstate() != start)
+            first = _plain_attributes(network)
+            with torch.no_grad():
+                numbers |= {f"output {index} of a second step": each for index, each in enumerate(run(batch))}
+            return TrainingSteps(numbers, (first, _plain_attributes(network)), drawn())
     except Exception as error:  # whatever a network cannot do in training
         return error
+
+
+@contextmanager
+def _seeded(seed: int) -> Iterator[Callable[[], bool]]:
+    """Seed Python's and NumPy's random numbers for a while, and yield a function that says whether any were drawn."""
+    numbers: Any = np.random.mtrand._rand  # which the functions of np.random draw from
+    states = random.getstate(), numbers.get_state()
+
+    def state() -> tuple[Any, bytes, int]:
+        _, keys, place, *_ = numbers.get_state()
+        return random.getstate(), keys.tobytes(), place
+
+    random.seed(seed)
+    numbers.seed(seed)
+    start = state()
+    try:
+        yield lambda: state() != start
     finally:
-        random.setstate(python_state)
+        random.setstate(states[0])
+        numbers.set_state(states[1])
+
+
+def _plain_attributes(network: nn.Module) -> dict[str, Any]:
+    """Return numbers, texts and lists of them that modules hold in attributes."""
+    return {
+        f"{name}.{attribute}".lstrip("."): tuple(value) if isinstance(value, list) else value
+        for name, module in network.named_modules()
+        for attribute, value in vars(module).items()
+        if attribute != "training" and (isinstance(value, PLAIN) or _is_plain_list(value))
+    }
+
+
+def _is_plain_list(value: Any) -> bool:
+    return isinstance(value, list) and len(value) < 1000 and all(isinstance(each, PLAIN) for each in value)
 
 
 @contextmanager
 def _attributes_restored(network: nn.Module) -> Iterator[None]:
-    """Put back numbers that a network changes in itself when it is given inputs of another size."""
-    kinds = (bool, int, float, str, tuple, type(None))
-    kept = [
-        (module, {name: value for name, value in vars(module).items() if isinstance(value, kinds)})
-        for module in network.modules()
-    ]
+    """Put back numbers that a network changes in itself, as when it is given inputs of another size."""
+    kinds = (*PLAIN, tuple)
+    kept, lists = [], []
+    for module in network.modules():
+        kept.append((module, {name: each for name, each in vars(module).items() if isinstance(each, kinds)}))
+        lists += [(each, each[:]) for each in vars(module).values() if _is_plain_list(each)]
     try:
         yield
     finally:
         for module, attributes in kept:
-            vars(module).update(attributes)
+            own = vars(module)
+            for name in [name for name, each in own.items() if isinstance(each, kinds) and name not in attributes]:
+                del own[name]
+            own.update(attributes)
+        for value, items in lists:
+            value[:] = items
 
 
 @contextmanager

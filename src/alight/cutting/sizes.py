@@ -71,10 +71,9 @@ class FixedSizes:
         free: dict[str, int] = {}
         for tensor, axes in zip(batch, self.pattern, strict=True):
             sizes = tensor.shape[1:]
-            if len(sizes) != len(axes) or any(
-                free.setdefault(axis, size) != size if isinstance(axis, str) else axis != size
-                for axis, size in zip(axes, sizes, strict=True)
-            ):
+            pairs = zip(axes, sizes, strict=False)
+            expected = [free.setdefault(axis, size) if isinstance(axis, str) else axis for axis, size in pairs]
+            if len(sizes) != len(axes) or expected != list(sizes):
                 raise BadInput(
                     f"an input of {tuple(sizes)} per sample, and the network was cut for {self}: {self.reason}. Give"
                     " inputs of this size, or cut with an example of the size that you need"

@@ -155,7 +155,7 @@ def stage_of(model: nn.Module, graphs: StageGraphs, constants: Mapping[str, Any]
                 setattr(kept, name, value)
     for node in (node for graph in graphs if isinstance(graph, fx.Graph) for node in graph.nodes):
         if node.op in ("call_module", "get_attr") and not str(node.target).startswith(f"{CONSTANTS}."):
-            _share(stage, model, str(node.target))
+            share(stage, model, str(node.target))
     evaluation = graphs.evaluation.python_code("self")
     training = None if isinstance(graphs.training, str) else graphs.training.python_code("self")
     kind.graphs, kind.source = graphs, evaluation.src
@@ -170,14 +170,28 @@ def stage_of(model: nn.Module, graphs: StageGraphs, constants: Mapping[str, Any]
 def refuse_training(stage: nn.Module, reason: str) -> None:
     """Let a stage refuse to run in training mode; one that a cutter made by a hook, as its code is not ours."""
     if not isinstance(stage, Stage):
-        refuse = _refusing(reason)
-        stage.register_forward_pre_hook(lambda stage, _: refuse(stage) if stage.training else None)
+        stage.register_forward_pre_hook(RefusedTraining(reason))
         return
     kind: Any = type(stage)
     if not hasattr(kind, "_in_training"):
         kind.forward, kind._in_evaluation = _compiled(DISPATCH, {}), kind.forward
     kind._in_training = _refusing(reason)
     kind.graphs = StageGraphs(kind.graphs.evaluation, reason)
+
+
+class RefusedTraining:
+    """A hook that refuses to run a stage in training mode."""
+
+    def __init__(self, reason: str) -> None:
+        self.reason = reason
+
+    def __call__(self, stage: nn.Module, carried: tuple[Tensor, ...]) -> None:
+        """Raise if the stage is in training mode."""
+        if stage.training:
+            _refusing(self.reason)(stage)
+
+
+HOOKS: dict[str, Callable[..., Any]] = {"sizes": FixedSizes, "refused": RefusedTraining}  # that are saved
 
 
 def constants_of(stage: Stage) -> dict[str, Any]:
@@ -188,10 +202,9 @@ def constants_of(stage: Stage) -> dict[str, Any]:
     return {name: value for name, value in (kept.__dict__ | kept._buffers).items() if name.startswith("constant_")}
 
 
-def _share(stage: Stage, model: nn.Module, name: str) -> None:
+def share(stage: nn.Module, model: nn.Module, name: str) -> None:
     """Put a module, parameter or buffer of the network into the stage, under its name there."""
-    ours: nn.Module = stage
-    theirs = model
+    ours, theirs = stage, model
     *path, last = name.split(".")
     for part in path:
         theirs = theirs.get_submodule(part)
@@ -373,7 +386,7 @@ class _GraphBuilder:
 def cut_data(stages: Sequence[nn.Module]) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Return stages of one network as plain data and constant tensors; raise NotPlainData if that cannot be."""
     if all(isinstance(stage, EncoderStage) for stage in stages):
-        return {"kind": "encoder", "direct": bool(stages[0].direct)} | _fixed_sizes(stages[0]), {}
+        return {"kind": "encoder", "direct": bool(stages[0].direct), "hooks": [*map(_hooks, stages)]}, {}
     traced = [stage for stage in stages if isinstance(stage, Stage)]
     if len(traced) < len(stages):
         raise NotPlainData("a registered cutter made the stages")
@@ -392,7 +405,8 @@ def stages_from_data(
     """Return the stages that `cut_data` described, on the modules and parameters of the network; nothing is run."""
     if data["kind"] == "encoder":
         encoders = cut_text_encoder(network, after, example, direct=bool(data["direct"]))
-        _fix_sizes(encoders[0], data)
+        for encoder, hooks in zip(encoders, data["hooks"], strict=True):
+            _add_hooks(encoder, hooks)
         return [*encoders]
     stages: list[nn.Module] = []
     for index, described in enumerate(data["stages"]):
@@ -402,7 +416,7 @@ def stages_from_data(
         training = described.get("training", described["evaluation"])
         graphs = StageGraphs(evaluation, training if isinstance(training, str) else _graph(training, constants))
         stage = stage_of(network, graphs, constants)
-        _fix_sizes(stage, described)
+        _add_hooks(stage, described)
         stages.append(stage)
     return stages
 
@@ -414,17 +428,17 @@ def _stage_data(stage: Stage) -> dict[str, Any]:
     other = training if isinstance(training, str) else _nodes(training)
     if other != data["evaluation"]:
         data["training"] = other
-    return data | _fixed_sizes(stage)
+    return data | _hooks(stage)
 
 
-def _fixed_sizes(stage: nn.Module) -> dict[str, Any]:
-    hooks = [hook for hook in stage._forward_pre_hooks.values() if isinstance(hook, FixedSizes)]
-    return {"sizes": vars(hooks[0])} if hooks else {}
+def _hooks(stage: nn.Module) -> dict[str, Any]:
+    names = {kind: name for name, kind in HOOKS.items()}
+    return {names[type(hook)]: vars(hook) for hook in stage._forward_pre_hooks.values() if type(hook) in names}
 
 
-def _fix_sizes(stage: nn.Module, data: Mapping[str, Any]) -> None:
-    if "sizes" in data:
-        stage.register_forward_pre_hook(FixedSizes(**data["sizes"]))
+def _add_hooks(stage: nn.Module, data: Mapping[str, Any]) -> None:
+    for name in HOOKS.keys() & data.keys():
+        stage.register_forward_pre_hook(HOOKS[name](**data[name]))
 
 
 def _nodes(graph: fx.Graph) -> list[list[Any]]:

@@ -37,6 +37,7 @@ from alight.cutting.sizes import (
 from alight.errors import BadInput
 
 BATCHES = (2, 3)  # not 1: code that squeezes or broadcasts behaves differently there
+MANY = {"meta": 4099, "data": 33}  # samples of a third batch, in which code that works in parts of a batch shows
 CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 SCALARS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 CONTENT_READS = {  # functions that turn the content of a tensor into a number
@@ -148,6 +149,10 @@ class Trace:
         return first[size.axis], second[size.axis]
 
 
+class DependsOnBatchSize(BadInput):
+    """A network whose code does something else for large batches than for small ones."""
+
+
 class Untraceable(Exception):
     """More modules must be opened to see where a tensor comes from, or whether it depends on the input."""
 
@@ -197,6 +202,8 @@ def trace(
             copies = on_meta(model), on_meta(model, dtype)
             batches = [inputs.of_size(size, "meta", dtype if index else None) for index, size in enumerate(BATCHES)]
             return _trace_twice(copies, batches, inputs, watched, openings, training)
+        except DependsOnBatchSize:
+            raise
         except Exception:  # whatever a network does that cannot be done without data
             continue
     with in_mode(model, training=training), refusals():
@@ -230,7 +237,12 @@ def _trace_twice(
                 record_calls(model.train(training), inputs, batch, watched, is_opened)
                 for model, batch in zip(models, batches, strict=True)
             )
-            return _aligned(first, second, batches[0][0].device, training)
+            traced = _aligned(first, second, batches[0][0].device, training)
+            if not training:
+                many = _many(inputs, batches[0])
+                large = record_calls(models[0], inputs, many, watched, is_opened)
+                _check_large_batch(traced, large, first.shapes.keys() ^ second.shapes.keys(), len(many[0]))
+            return traced
         except Untraceable as error:
             problem = error
     raise BadInput(
@@ -294,7 +306,8 @@ class _CallRecorder(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         if self.closed:
-            return func(*args, **kwargs)
+            is_quick = func is nn.functional.batch_norm and args[0].is_meta  # decomposed in Python without data
+            return torch.empty_like(args[0]) if is_quick else func(*args, **kwargs)
         if getattr(func, "__name__", "") == "__iter__":
             return iter(self._recorded(Tensor.unbind, Tensor.unbind, (*args, 0), {}))
         return self._recorded(func, func, args, kwargs)
@@ -551,6 +564,55 @@ def _aligned(first: _CallRecorder, second: _CallRecorder, device: torch.device, 
     follows_dtype = {value for value in shapes if first.dtypes[value] != second.dtypes[value]}
     tainted, checks = first.all_tainted(), _size_checks(first, second)
     return Trace(first.calls, ends, first.inputs, output, shapes, tainted, follows_dtype, device, checks, training)
+
+
+def _many(inputs: Inputs, batch: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """Return a large batch like a small one, with data or without."""
+    if batch[0].is_meta:
+        return tuple(each.new_empty((MANY["meta"], *each.shape[1:])) for each in batch)
+    return inputs.of_size(MANY["data"])
+
+
+def _check_large_batch(traced: Trace, large: _CallRecorder, per_sample: set[Value], size: int) -> None:
+    """Raise if the network's code does something else for a large batch than a trace of small ones says.
+
+    Calls with a value for each sample give more of them, as they do in small batches.
+    """
+    made = {value.call for value in traced.shapes.keys() ^ large.shapes.keys()} - {each.call for each in per_sample}
+    for index, (one, other) in enumerate(zip(traced.calls, large.calls, strict=False)):
+        if one.target != other.target or index in made or not _holds_at((one.args, one.kwargs), other, size):
+            line = other.line
+            break
+    else:
+        if len(traced.calls) == len(large.calls):
+            return
+        line = max(traced.calls, large.calls, key=len)[min(len(traced.calls), len(large.calls))].line
+    raise DependsOnBatchSize(
+        f"the network does something else for a batch of {size} samples than for {BATCHES[0]} ({line}), as code that"
+        " works in parts of a batch does: let it treat a batch as a whole, or cut after modules that do not lie around"
+        " this line"
+    )
+
+
+def _holds_at(merged: Any, call: Call, size: int) -> bool:
+    """Check whether the arguments of a trace are those of a call in a batch of this size."""
+    pairs = zip(walk(merged), walk((call.args, call.kwargs)), strict=False)
+    return all(_is_at(one, other, size) for one, other in pairs) and _count(merged) == _count((call.args, call.kwargs))
+
+
+def _is_at(one: Any, other: Any, size: int) -> bool:
+    if isinstance(one, BatchMultiple):
+        return not isinstance(other, int) or other == one.times * size + one.plus
+    if isinstance(one, SizeExpression) and isinstance(other, SizeExpression):
+        pairs = zip(one.operands, other.operands, strict=True)
+        return one.function is other.function and all(_is_at(*pair, size) for pair in pairs)
+    if isinstance(one, (ConstantTensor, NetworkDtype)) or isinstance(other, ConstantTensor):
+        return True  # compared at two batch sizes
+    return type(one) is type(other) and (not isinstance(one, (*SCALARS, Value, StateName, SizeOf)) or one == other)
+
+
+def _count(item: Any) -> int:
+    return sum(1 for _ in walk(item))
 
 
 def _size_checks(first: _CallRecorder, second: _CallRecorder) -> list[SizeCheck]:

@@ -4,10 +4,12 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from alight.cutting.cut import cut, split_outputs
-from alight.cutting.placement import cut_evenly
+from alight.cutting.flops import count_flops
+from alight.cutting.placement import cut_evenly, linear_flops
 from alight.cutting.running import Inputs, LogitsChoice, in_mode, pick_logits
 from alight.data.preprocess import Normalisation
 from alight.data.tokens import Meaning
@@ -36,11 +38,11 @@ def attach_heads(
 ) -> MultiExitModel:
     """Attach an untrained head after each named module; the last exit is the backbone itself, bit by bit.
 
-    `after` names modules in the order in which they run, or says how many exits to put at even shares of the cost;
-    "auto" puts 3. `example` is one batch as the backbone takes it: a tensor, several, or a dict, with everything that
-    it will ever be given. `head` is the name of a kind, a function that makes one from the shape of the features, or
-    one of these per exit. `normalisation` says how images of files and bytes become what the backbone takes; where it
-    is None, the network takes floats alone.
+    `after` names modules in the order in which they run, or says how many exits to put at even shares of the cost,
+    heads included; "auto" puts 3, or as many as the network has block ends for. `example` is one batch as the backbone
+    takes it: a tensor, several, or a dict, with everything that it will ever be given. `head` is the name of a kind, a
+    function that makes one from the shape of the features, or one of these per exit. `normalisation` says how images of
+    files and bytes become what the backbone takes; where it is None, the network takes floats alone.
 
     The others say what the backbone itself does not: `logits` which of several outputs is meant (a name, an index, or a
     function of the output), `channels` which axis of features is the channels, and `mask` what 1 means in an input that
@@ -61,13 +63,17 @@ def attach_heads(
     masks = Masks(backbone, inputs, mask)
     with in_mode(backbone, training=False):
         if isinstance(after, int) or after == "auto":
-            names, stages = cut_evenly(backbone, inputs, after if isinstance(after, int) else EXITS)
+            named = isinstance(after, int)
+            terms: dict[str, Any] = {"allow_fewer": not named, "head_flops": partial(_head_flops, head)}
+            names, stages = cut_evenly(backbone, inputs, int(after) if named else EXITS, **terms)
         else:
             stages = cut(backbone, after, inputs)
             names = list(after)
         runs = run_stages(stages, inputs.tensors)
         own = _checked_classes(runs[-1].carried[0], num_classes, classes)
         last = [channels == "last"] * len(names) if channels else are_channels_last(stages, runs, inputs)
+    for stage in stages:
+        stage.training = backbone.training  # a training loop of one's own may not set modes
     heads: list[nn.Module] = []
     for kind, name, run, channels_last in zip(_per_exit(head, len(names)), names, runs, last, strict=False):
         heads.append(_fitted(kind, Features(name, run.carried, channels_last, masks), own))
@@ -78,7 +84,8 @@ def attach_heads(
         "example": describe(example),
         "features": [list(run.carried[0].shape[1:]) for run in runs[:-1]],
         "logits": {"function": getattr(logits, "__qualname__", repr(logits))} if callable(logits) else logits,
-        "mask": None if masks.place is None else [masks.place, masks.meaning],
+        "mask": [masks.place, masks.meaning] if masks.place is not None else None if mask is None else [],
+        "channels": channels,
     }
     model = MultiExitModel(
         stages,
@@ -125,6 +132,21 @@ def _same_classes(logits: Sequence[Tensor], what: str) -> int:
     if len(set(counts)) > 1:
         raise BadInput(f"the {what} give {counts} logits: give as many of each, one per class")
     return counts[0]
+
+
+def _head_flops(head: HeadChoice, shape: tuple[int, ...], num_classes: int) -> float:
+    """Return the FLOPs of a head on features of this shape, to choose places by; the first of several kinds counts."""
+    kind = head if isinstance(head, str) or callable(head) else head[0]
+    linear = linear_flops(shape, num_classes)
+    if kind in ("auto", "pooled_linear", "token"):
+        return linear
+    last = len(shape) == 3 and shape[0] == shape[1] != shape[2]  # a guess, on which no more than a place depends
+    try:
+        with torch.device("meta"):
+            made = make_head(kind, shape, num_classes, channels_last=last)
+            return count_flops(made.eval(), torch.zeros(1, *shape))
+    except Exception:  # of a head that does not fit there, or of a function's own code
+        return linear
 
 
 def _per_exit(head: HeadChoice, exits: int) -> list[str | HeadFactory]:

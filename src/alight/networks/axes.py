@@ -13,22 +13,17 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.conv import _ConvNd
 
+from alight.cutting.proof import Axes, axes_of_one_size, resized
 from alight.cutting.running import Inputs, in_mode
 from alight.cutting.tracing import on_meta, walk
+from alight.errors import BadInput
+from alight.networks.heads import Head
 
 CHANNELS_FIRST = (_ConvNd, _NormBase, nn.GroupNorm)
 CHANNELS_LAST = (nn.Linear, nn.Embedding, nn.RNNBase, nn.MultiheadAttention)
 NORMS = (nn.LayerNorm, nn.RMSNorm)
 
 Shape = tuple[int, ...]
-
-
-class InputAxis(NamedTuple):
-    """One axis of one input, by its place among them."""
-
-    input: int
-    axis: int
-    size: int
 
 
 class LayerCall(NamedTuple):
@@ -76,6 +71,22 @@ def are_channels_last(stages: Sequence[nn.Module], runs: Sequence[StageRun], inp
     return found_last
 
 
+def check_axes(stages: Sequence[nn.Module], heads: Sequence[nn.Module], exits: Sequence[str], inputs: Inputs) -> None:
+    """Raise if a head takes another axis for the channels than the network has, or one that nothing says."""
+    with in_mode(*stages, training=False):
+        runs = run_stages(stages, inputs.tensors)
+        found = are_channels_last(stages, runs, inputs)
+    for head, name, run, last in zip(heads, exits, runs, found, strict=False):
+        shape = tuple(run.carried[0].shape[1:])
+        if isinstance(head, Head) and len(shape) > 1 and head.channels_last not in (None, last):
+            own, known = (f"channels {'last' if each else 'first'}" for each in (head.channels_last, last))
+            raise BadInput(
+                f"the head at {name!r} reads features of shape {shape} with {own}, and the network has"
+                f" {'no axis that is known to be the channels' if last is None else known}: say channels= when you"
+                " attach heads"
+            )
+
+
 def _at_other_sizes(
     stages: Sequence[nn.Module], inputs: Inputs, candidates: Sequence[set[int]]
 ) -> Iterator[list[Shape]]:
@@ -86,8 +97,8 @@ def _at_other_sizes(
         copies = on_meta(nn.ModuleList(stages)).eval()
     except Exception:  # of a network that cannot be copied
         return
-    for places in _places_of_one_size(inputs):
-        for size in (2 * places[0].size, places[0].size // 2):
+    for places, own in (*axes_of_one_size(inputs, alone=False), *axes_of_one_size(inputs)):
+        for size in (2 * own, own // 2):
             if all(len(axes) < 2 for axes in candidates):
                 return
             if found := _shapes_at(copies, inputs, places, size):
@@ -95,25 +106,9 @@ def _at_other_sizes(
                 break
 
 
-def _places_of_one_size(inputs: Inputs) -> list[list[InputAxis]]:
-    """Return axes of inputs that may grow together: all of one size, such as the sides of a square, then each alone."""
-    groups: dict[Any, list[InputAxis]] = {}
-    for by_axis in (False, True):
-        for index, tensor in enumerate(inputs.tensors):
-            for axis, size in enumerate(tensor.shape[1:], 1):
-                groups.setdefault((size, axis) if by_axis else size, []).append(InputAxis(index, axis, size))
-    return [*groups.values()]
-
-
-def _shapes_at(stages: Any, inputs: Inputs, places: Sequence[InputAxis], size: int) -> list[Shape]:
+def _shapes_at(stages: Any, inputs: Inputs, places: Axes, size: int) -> list[Shape]:
     """Return the shapes of features where some axes of the inputs have another size, until a stage fails."""
-    shapes: list[list[int]] = [list(tensor.shape) for tensor in inputs.tensors]
-    for place in places:
-        shapes[place.input][place.axis] = size
-    carried: Any = tuple(
-        torch.empty(shape, dtype=tensor.dtype, device="meta")
-        for shape, tensor in zip(shapes, inputs.tensors, strict=True)
-    )
+    carried: Any = resized(tuple(tensor.to("meta") for tensor in inputs.tensors), [(places, size)])
     found = []
     try:
         with in_mode(stages, training=False):

@@ -23,6 +23,7 @@ class Head(nn.Module):
 
     name: str  # under which HEADS has it
     reads_everything = False  # of what is carried, not only the features
+    channels_last: bool | None = None  # takes (batch, ..., channels), and averages over the rest; None: reads it all
 
     def __init__(self, shape: Shape, num_classes: int, **options: Any) -> None:
         super().__init__()
@@ -163,6 +164,7 @@ class TokenHead(Head):
     """
 
     name = "token"
+    channels_last = True
 
     def __init__(
         self, shape: Shape, num_classes: int, *, pooling: str = "mean", mask: str | None = None, norm: bool = True
@@ -257,7 +259,7 @@ def make_head(
     return HEADS[name](shape, num_classes, **({} if name == "flatten_linear" else {"channels_last": last}))
 
 
-def _average(features: Tensor, channels_last: bool) -> Tensor:
+def _average(features: Tensor, channels_last: bool | None) -> Tensor:
     """Return (batch, channels), averaged over all other axes."""
     if features.ndim < 3:
         return features

@@ -2,20 +2,23 @@
 
 import difflib
 import importlib
+import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from alight.data.batches import ONE_CLASS
+from alight.data.labels import ONE_CLASS
 from alight.data.preprocess import Normalisation
-from alight.data.tokens import MASK
+from alight.data.tokens import CONFIG, FILE, MASK
 from alight.errors import BadInput
 from alight.networks.attach import EXITS, attach_heads
 from alight.networks.heads import HeadChoice
 from alight.networks.multi_exit import MultiExitModel
+from alight.networks.own import from_own
 from alight.networks.zoo import BACKBONES, ZOO
 
 EXTRAS = {"timm": "vision", "torchvision": "vision", "transformers": "text"}
@@ -42,7 +45,7 @@ def from_timm(
     Weights are random unless `pretrained`. A folder that `save_model` wrote is loaded without downloading them again.
 
     >>> from_timm("test_resnet", num_classes=10, image_size=32, count=2).exits
-    ('conv1', 'layer1', 'end')
+    ('maxpool', 'layer1', 'end')
     """
     if num_classes is not None:
         arguments["num_classes"] = num_classes
@@ -51,7 +54,7 @@ def from_timm(
     channels = int(arguments.get("in_chans", config["input_size"][0]))
     model = attach_heads(
         network,
-        count if after == "auto" else after,
+        _places(after, count),
         example=torch.zeros(2, channels, *_timm_size(network, image_size)),
         head=head,
         normalisation=_normalisation(config, channels),
@@ -88,7 +91,7 @@ def from_torchvision(
     prepare = (known or models.get_model_weights(name).DEFAULT).transforms()
     model = attach_heads(
         network,
-        count if after == "auto" else after,
+        _places(after, count),
         example=torch.zeros(2, 3, image_size, image_size),
         head=head,
         classes=known.meta["categories"] if known else (),
@@ -122,6 +125,7 @@ def from_transformers(
     auto = _library("transformers")
     settings, normalisation = {} if num_classes is None else {"num_labels": num_classes}, None
     if isinstance(source, str) or hasattr(source, "__fspath__"):
+        _check_folder(source)
         config = auto.AutoConfig.from_pretrained(source, trust_remote_code=False, **settings)
         network = _auto_class(config).from_pretrained(source, config=config, trust_remote_code=False)
         normalisation = _processor_normalisation(source) if "Image" in _auto_class(config).__name__ else None
@@ -137,14 +141,14 @@ def from_transformers(
     names = tuple(config.id2label[index] for index in range(config.num_labels))
     model = attach_heads(
         network,
-        count if after == "auto" else after,
+        _places(after, count),
         example=_transformers_example(config) if example is None else example,
         head=head,
         normalisation=normalisation,
         classes=() if names == tuple(f"LABEL_{index}" for index in range(len(names))) else names,
     )
-    kept = {key: value for key, value in config.to_diff_dict().items() if not REFUSED.search(key) and key != "auto_map"}
-    model.recipe |= {"source": "transformers", "name": config.model_type, "arguments": _as_json(kept)}
+    model.recipe |= {"source": "transformers", "name": config.model_type, "arguments": _config_settings(config)}
+    model.tokenizer = _tokenizer_beside(source, model)
     return model
 
 
@@ -165,29 +169,69 @@ def from_name(
     head: str = "auto",
     count: int = EXITS,
     image_size: int | None = None,
+    input_shape: Sequence[int] | None = None,
     arguments: Mapping[str, Any] | None = None,
 ) -> MultiExitModel:
-    """Build the network LIBRARY:NAME with exits; `arguments` are the network's own.
+    """Build the network LIBRARY:NAME, FILE.py:NAME or package.module:NAME with exits; `arguments` are its own.
+
+    `input_shape`, of one sample, is for networks of files and packages alone (`from_own`).
 
     >>> from_name("zoo:msdnet_cifar", num_classes=10, arguments={"blocks": 2, "channels": 4}).exits
     ('block 0', 'block 1')
     """
     library, _, name = network.partition(":")
+    if is_own(network):
+        if pretrained:
+            raise BadInput(f"{network} has no weights to download: give a file of them (--weights)")
+        given: dict[str, Any] = {"image_size": image_size, "input_shape": input_shape, "arguments": arguments}
+        return from_own(network, num_classes=num_classes, after=after, head=head, count=count, **given)
+    if input_shape is not None:
+        raise BadInput(f"{network} says itself what it takes: leave input_shape out, or give image_size")
     options = {"num_classes": num_classes, "image_size": image_size} | dict(arguments or {})
     options = {key: value for key, value in options.items() if value is not None}
-    if library in LIBRARIES and name:
-        options |= {"after": after, "head": head, "count": count} | (PRETRAINED.get(library, {}) if pretrained else {})
-        return LIBRARIES[library](name, **options)
+    if library not in LIBRARIES or not name:
+        return _from_zoo(network, after, head, count, options)
+    if library == "transformers" and not pretrained and not Path(name).is_dir():
+        raise BadInput(
+            f"there is no folder {name!r}: give that of a network of transformers, or pretrained (--pretrained) to"
+            f" download {name!r} from its hub"
+        )
+    options |= {"after": after, "head": head, "count": count} | (PRETRAINED.get(library, {}) if pretrained else {})
+    return LIBRARIES[library](name, **options)
+
+
+def _from_zoo(
+    network: str, after: str | Sequence[str], head: str, count: int, options: dict[str, Any]
+) -> MultiExitModel:
+    """Return the network zoo:NAME, with its own exits."""
+    library, _, name = network.partition(":")
     if library != "zoo" or name not in ZOO:
         raise BadInput(
-            f"network {network!r}: write timm:NAME, torchvision:NAME, transformers:FOLDER, or zoo:NAME with NAME one of"
-            f" {', '.join(ZOO)}"
+            f"network {network!r}: write timm:NAME, torchvision:NAME, transformers:FOLDER, FILE.py:NAME, or zoo:NAME"
+            f" with NAME one of {', '.join(ZOO)}"
         )
     if after != "auto" or count != EXITS:
         raise BadInput(f"the exits of {network} stand where its paper puts them: leave after and count out")
     if head != "auto" and name in BACKBONES:
         options["head"] = head
     return ZOO[name](**options)
+
+
+def _places(after: str | Sequence[str], count: int) -> str | int | Sequence[str]:
+    """Return where `attach_heads` puts exits: the usual number may be fewer, another one is met or refused."""
+    return count if after == "auto" and count != EXITS else after
+
+
+def is_own(network: str) -> bool:
+    """Return whether text names a network of a file or a package: FILE.py:NAME or package.module:NAME.
+
+    >>> is_own("nets.py:Net"), is_own("my.models:build"), is_own("timm:resnet18"), is_own("resnet18")
+    (True, True, False, False)
+    """
+    place, colon, name = network.rpartition(":")
+    if not colon or not name or network.partition(":")[0] in (*LIBRARIES, "zoo"):
+        return False
+    return place.endswith(".py") or all(part.isidentifier() for part in place.split("."))
 
 
 def build_network(recipe: Mapping[str, Any]) -> nn.Module:
@@ -209,9 +253,95 @@ def build_network(recipe: Mapping[str, Any]) -> nn.Module:
     return BUILDERS[source](name, **arguments)
 
 
+def recognised(network: nn.Module, num_classes: int) -> dict[str, Any] | None:
+    """Return how a library builds a network that was given as an object; None where none builds one like it.
+
+    "Like it" is by class, printed structure, and names and shapes of weights; whether it computes the same is for the
+    caller to compare.
+
+    >>> import timm
+    >>> recognised(timm.create_model("test_resnet", num_classes=7), 7)
+    {'source': 'timm', 'name': 'test_resnet', 'arguments': {'num_classes': 7}}
+    >>> recognised(nn.Linear(2, 2), 2) is None
+    True
+    """
+    library = type(network).__module__.partition(".")[0]
+    candidates = CANDIDATES.get(library, lambda *_: ())(network, num_classes)
+    found = [each for each in ({"source": library, **each} for each in candidates) if _builds_alike(each, network)]
+    return found[0] if len(found) == 1 else None
+
+
+def _builds_alike(recipe: Mapping[str, Any], network: nn.Module) -> bool:
+    """Return whether what is built of a recipe has the class, structure and weights of a network, by shape."""
+    try:
+        with torch.device("meta"):  # shapes without numbers
+            built = build_network(recipe)
+    except Exception:
+        try:
+            built = build_network(recipe)  # some libraries compute with numbers when they build
+        except Exception:  # or refuse the settings
+            return False
+    shapes = [{name: tuple(each.shape) for name, each in one.state_dict().items()} for one in (built, network)]
+    return type(built) is type(network) and str(built) == str(network) and shapes[0] == shapes[1]
+
+
+def _timm_candidates(network: Any, num_classes: int) -> Iterator[dict[str, Any]]:
+    config = getattr(network, "pretrained_cfg", None) or getattr(network, "default_cfg", None) or {}
+    name = config.get("architecture")
+    if not name:
+        return
+    weight = next((each for each in network.parameters() if each.ndim == 4), None)
+    settings: list[dict[str, Any]] = [{}]
+    if weight is not None and weight.shape[1] != config.get("input_size", (3,))[0]:
+        settings = [{"in_chans": int(weight.shape[1])}]
+    size = getattr(getattr(network, "patch_embed", None), "img_size", None)
+    if size is not None and tuple(size) != tuple(config.get("input_size", (0, 0, 0))[1:]):
+        settings = [{**each, "img_size": list(size)} for each in settings]
+    yield from ({"name": str(name), "arguments": {"num_classes": num_classes, **each}} for each in settings)
+
+
+def _torchvision_candidates(network: Any, num_classes: int) -> Iterator[dict[str, Any]]:
+    models = _library("torchvision").models
+    for name in models.list_models(module=models):
+        if models.get_model_builder(name).__module__ == type(network).__module__:
+            yield {"name": name, "arguments": {"num_classes": num_classes}}
+
+
+def _transformers_candidates(network: Any, num_classes: int) -> Iterator[dict[str, Any]]:
+    config = getattr(network, "config", None)
+    if config is not None and getattr(config, "num_labels", None) == num_classes:
+        yield {"name": config.model_type, "arguments": _config_settings(config)}
+
+
+CANDIDATES: dict[str, Callable[[Any, int], Iterator[dict[str, Any]]]] = {
+    "timm": _timm_candidates,
+    "torchvision": _torchvision_candidates,
+    "transformers": _transformers_candidates,
+}
+
+
+def _config_settings(config: Any) -> dict[str, Any]:
+    """Return the settings of a config of transformers as plain data, without those that could fetch something."""
+    kept = {key: value for key, value in config.to_diff_dict().items() if not REFUSED.search(key) and key != "auto_map"}
+    return dict(_as_json(kept))
+
+
+def _check_folder(source: Any) -> None:
+    """Raise if this is the path of a folder that does not exist, so that it is not looked for on a network."""
+    place = Path(source).expanduser()
+    is_path = not isinstance(source, str) or place.is_absolute() or source.startswith((".", "~"))
+    if (is_path or len(place.parts) > 2) and not place.is_dir():
+        raise BadInput(f"there is no folder {str(source)!r}: check the path, or give a name of the hub, as owner/name")
+
+
 def _timm_network(name: str, *, pretrained: bool = False, from_hub: bool = False, **arguments: Any) -> Any:
     timm = _library("timm")
-    if not from_hub:
+    if from_hub:
+        where, _, place = name.partition(":")
+        if where == "local-dir" and not Path(place).is_dir():
+            raise BadInput(f"there is no folder {place!r}: check the path of timm:local-dir:FOLDER")
+        _check_folder(place)
+    else:
         _check_known(timm, name.partition(".")[0], timm.list_models())
     return timm.create_model(name, pretrained=pretrained, **arguments)
 
@@ -247,9 +377,9 @@ def _library(name: str) -> Any:
 
 def _check_known(library: Any, name: str, known: Sequence[str]) -> None:
     if name not in known:
-        nearest = ", ".join(difflib.get_close_matches(name, known, cutoff=0.0))
+        nearest = " or ".join(difflib.get_close_matches(name, known, cutoff=0.0))
         version = f"{library.__name__} {library.__version__}"
-        raise BadInput(f"{version} has no classifier {name!r}: the nearest names are {nearest}")
+        raise BadInput(f"{version} has no classifier {name!r}: did you mean {nearest}?")
 
 
 def _timm_size(network: Any, image_size: int | None) -> tuple[int, ...]:
@@ -278,6 +408,18 @@ def _processor_normalisation(source: Any) -> Normalisation | None:
     if not settings.get("do_normalize") or abs(255 * settings.get("rescale_factor", 0) - 1) > 1e-6:
         return None
     return Normalisation(settings["image_mean"], settings["image_std"])
+
+
+def _tokenizer_beside(source: Any, model: MultiExitModel) -> Any:
+    """Return the folder of weights where a tokenizer lies beside them, that of a hub's name, or None."""
+    if not model.input_spec.takes_texts or not isinstance(source, str | os.PathLike):
+        return None
+    if Path(source).is_dir():
+        return Path(source) if any((Path(source) / name).is_file() for name in (FILE, CONFIG)) else None
+    try:
+        return _library("transformers").AutoTokenizer.from_pretrained(source, trust_remote_code=False)
+    except (OSError, ValueError, KeyError):
+        return None
 
 
 def _auto_class(config: Any) -> Any:

@@ -1,6 +1,6 @@
 """Which input of a network says what is padding: known by its name, or stated."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from inspect import Parameter, signature
 from typing import get_args
 
@@ -8,9 +8,11 @@ import torch
 from torch import Tensor, nn
 
 from alight.cutting.proof import is_close
-from alight.cutting.running import Inputs, in_mode
+from alight.cutting.running import Inputs, in_mode, same_bits
 from alight.data.tokens import IDS, SEGMENTS, Meaning, mask_meaning
 from alight.errors import BadInput
+
+Batch = tuple[Tensor, ...]
 
 
 class Masks:
@@ -20,7 +22,7 @@ class Masks:
     meaning: Meaning | None = None  # of 1 or True
 
     def __init__(self, backbone: nn.Module, inputs: Inputs, stated: Mapping[str, Meaning] | None) -> None:
-        names = inputs.names or _argument_names(backbone, inputs)
+        names = argument_names(backbone, inputs)
         self.inputs = dict(zip(names, inputs.tensors, strict=True))
         self.unknown: list[str] = []  # inputs that may be masks
         known = {name: meaning for name in names if (meaning := mask_meaning(name))} if stated is None else dict(stated)
@@ -35,28 +37,48 @@ class Masks:
 
     def _check_meaning(self, backbone: nn.Module, inputs: Inputs, name: str) -> None:
         """Raise if the network reads what the mask hides, and does not read what it shows."""
-        mask = inputs.tensors[self.place or 0]
-        if mask.ndim != 2 or mask.shape[1] < 2 or mask.is_floating_point():
-            return
-        batch = list(inputs.of_size(2))
-        hidden = torch.zeros_like(batch[self.place or 0], dtype=torch.bool)
-        hidden[:, mask.shape[1] // 2 :] = True
-        batch[self.place or 0] = (hidden if self.meaning == "padding" else ~hidden).to(mask.dtype)
-        with in_mode(backbone, training=False):
-            try:
-                expected = inputs.run(backbone, tuple(batch))
-                reads = [
-                    not is_close(inputs.run(backbone, _changed(batch, places, self.place or 0)), expected)
-                    for places in (hidden, ~hidden)
-                ]
-            except Exception:  # of a network that does not take such a batch
-                return
-        if reads == [True, False]:
+        if self._network_reads(backbone, inputs, name) == [True, False]:
             other = "padding" if self.meaning == "tokens" else "tokens"
             raise BadInput(
                 f"where {name!r} is 1 it means {other}, as the network reads it, not {self.meaning}: say so,"
                 f" mask={{{name!r}: {other!r}}}"
             )
+
+    def check_exits(
+        self, network: nn.Module, inputs: Inputs, run: Callable[[Batch], list[Tensor]], exits: Sequence[str]
+    ) -> None:
+        """Raise if the logits of an exit depend on tokens that a mask hides from the network."""
+        for mask in self.unknown if self.place is None else [[*self.inputs][self.place]]:
+            reads = self._network_reads(network, inputs, mask)
+            if len({*reads}) < 2:
+                continue
+            batches = self._batches(inputs, mask)
+            pairs = zip(exits, run(batches[0]), run(batches[1 + reads.index(False)]), strict=True)
+            if moved := [exit_name for exit_name, one, other in pairs if not is_close(one, other)]:
+                raise BadInput(
+                    f"the logits at {moved[0]!r} depend on tokens that {mask!r} hides from the network: carry the mask,"
+                    f" and attach a head that reads it, with what 1 means, mask={{{mask!r}: ...}}"
+                )
+
+    def _network_reads(self, network: nn.Module, inputs: Inputs, mask: str) -> list[bool]:
+        """Return whether the network reads tokens that the mask hides, and those that it shows; [] if unknown."""
+        try:
+            with in_mode(network, training=False):
+                first, *others = [inputs.run(network, batch) for batch in self._batches(inputs, mask)]
+                return [not same_bits(first, other) for other in others]
+        except Exception:  # of a network that does not take such batches
+            return []
+
+    def _batches(self, inputs: Inputs, mask: str) -> list[Batch]:
+        """Return a batch whose mask hides half of the tokens, the same with others of these, and with others shown."""
+        place, batch = [*self.inputs].index(mask), [*inputs.of_size(2)]
+        flags = batch[place]
+        if flags.ndim != 2 or flags.shape[1] < 2 or flags.is_floating_point():
+            raise BadInput(f"{mask!r} of shape {tuple(flags.shape)} is not one flag per token: give it so")
+        hidden = torch.zeros_like(flags, dtype=torch.bool)
+        hidden[:, flags.shape[1] // 2 :] = True
+        batch[place] = (hidden if self.meaning == "padding" else ~hidden).to(flags.dtype)
+        return [tuple(batch), *(_changed(batch, places, place) for places in (hidden, ~hidden))]
 
     def of(self, features: Tensor, others: Sequence[Tensor]) -> Meaning | None:
         """Return what 1 means in the mask that is carried right behind tokens, None where there is none."""
@@ -88,6 +110,11 @@ def _changed(batch: Sequence[Tensor], places: Tensor, mask: int) -> tuple[Tensor
     return tuple(changed)
 
 
+def masks_left_out(network: nn.Module, names: Sequence[str]) -> list[str]:
+    """Return the masks that the network's code takes besides inputs of these names."""
+    return [name for name in signature(network.forward).parameters if mask_meaning(name) and name not in names]
+
+
 def _is_flags(tensor: Tensor) -> bool:
     """Check for one whole number per sample and token, 0 or 1."""
     return tensor.ndim == 2 and not tensor.is_floating_point() and _is_binary(tensor)
@@ -97,9 +124,9 @@ def _is_binary(tensor: Tensor) -> bool:
     return bool(((tensor == 0) | (tensor == 1)).all())
 
 
-def _argument_names(backbone: nn.Module, inputs: Inputs) -> Sequence[str]:
-    """Return the names that the network's code has for inputs that are given without any."""
-    if len(inputs.tensors) < 2:
+def argument_names(backbone: nn.Module, inputs: Inputs) -> Sequence[str]:
+    """Return the names of inputs; of several without names those that the network's code has for them."""
+    if inputs.names or len(inputs.tensors) < 2:
         return tuple(inputs.arguments)
     kinds = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
     names = [name for name, each in signature(backbone.forward).parameters.items() if each.kind in kinds]

@@ -3,24 +3,30 @@
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional
 from torch.utils._pytree import tree_map_only
 
-from alight.cutting.proof import check_chain
+from alight.cutting.proof import check_batch, check_chain, is_close
 from alight.cutting.running import Inputs, in_mode, pick_logits, same_bits
 from alight.cutting.sizes import FixedSizes
 from alight.data.batches import by_name
 from alight.data.preprocess import InputSpec, Normalisation, TensorSpec
 from alight.data.tokens import mask_meaning
+from alight.display import exit_names
 from alight.errors import BadInput
+from alight.networks.axes import check_axes
 from alight.networks.heads import Head
+from alight.networks.masks import Masks, argument_names, masks_left_out
 
 Carried = tuple[Tensor, ...]  # what crosses a cut: the features that the head reads, then all else that is used later
 
+PROVEN_ROWS = 2  # samples of a batch that the network runs too
 ONE_LOGIT = (
     "the network gives one logit, and a softmax over one class is always 1: give a classifier of at least two classes,"
     " or wrap one with a sigmoid as alight.TwoLogits(network); a regression needs classes, such as ranges of its target"
@@ -84,6 +90,8 @@ class MultiExitModel(nn.Module):
     recipe: dict[str, Any]  # how to build the network again, as plain data
     network: nn.Module | None = None  # that was cut; not a submodule, as the stages have its modules
     pick: Callable[[Any], Any] | None = None  # returns the logits of its output
+    known_inputs: Mapping[str, Any] | None = None  # sizes that were compared with a network that is not here
+    tokenizer: Any = None  # of its texts: the folder of one, or a tokenizer of transformers
 
     def __init__(
         self,
@@ -107,12 +115,13 @@ class MultiExitModel(nn.Module):
         if 1 in (num_classes, len(classes)):
             raise BadInput(ONE_LOGIT)
         self.stages, self.heads = nn.ModuleList(stages), nn.ModuleList(heads)
-        self.exits = tuple(exits) or tuple(f"exit {index}" for index in range(len(stages)))
+        self.exits = exit_names(exits, len(stages))
         self.input_names = tuple(input_names)
         self.num_classes = num_classes or len(classes) or None
         self.classes = tuple(classes)
         self.normalisation = normalisation
         self.recipe = dict(recipe or {"source": "stages"})
+        self._proven: set[Any] = set()  # sizes and dtypes of inputs for which the exits were compared with the network
 
     @property
     def num_exits(self) -> int:
@@ -130,8 +139,30 @@ class MultiExitModel(nn.Module):
         example = self.recipe.get("example", {})
         if "several" in example or isinstance(example.get("shape"), list):
             example = {f"input_{index}": part for index, part in enumerate(example.get("several", [example]))}
-        tensors = (TensorSpec(name, (None, *part["shape"][1:]), part["dtype"]) for name, part in example.items())
-        return InputSpec(tuple(tensors), self.input_names, self.normalisation, self.classes, self.num_classes)
+        weight = next((each for each in self.parameters() if each.is_floating_point()), torch.empty(0))
+        doubles = {"float32": "float64"} if weight.dtype is torch.float64 else {}
+        tensors = tuple(
+            TensorSpec(name, (None, *part["shape"][1:]), doubles.get(part["dtype"], part["dtype"]))
+            for name, part in example.items()
+        )
+        return InputSpec(
+            tensors,
+            self.input_names,
+            self.normalisation,
+            self.classes,
+            self.num_classes,
+            tokenizer=self.tokenizer,
+            free=tuple(map(self._free_axes, range(len(tensors)), tensors)),
+        )
+
+    def _free_axes(self, index: int, tensor: TensorSpec) -> tuple[int, ...]:
+        """Return the axes of an input that take any size: proven ones, or of separate stages all but the features."""
+        axes = range(1, len(tensor.shape))
+        if (sizes := self._fixed_sizes()) is not None:
+            return tuple(axis for axis, size in zip(axes, sizes.pattern[index], strict=True) if isinstance(size, str))
+        is_cut = "after" in self.recipe or self.recipe["source"] == "outputs"
+        features = not is_cut and len(tensor.shape) in (2, 4) and "float" in tensor.dtype
+        return tuple(axes)[features:]
 
     def forward(self, inputs: Any) -> list[Tensor]:
         """Return the logits of every exit, earliest first."""
@@ -148,21 +179,63 @@ class MultiExitModel(nn.Module):
             expected = len(example.get("several", self.input_names or (1,))) if example else len(inputs)
             if len(inputs) != expected:
                 raise BadInput(f"{len(inputs)} inputs, and the network was cut with {expected}: give as many, in order")
-            return tuple(inputs)
-        return by_name(inputs, self.input_names) if isinstance(inputs, Mapping) else (inputs,)
+            return self.proven(tuple(inputs))
+        return self.proven(by_name(inputs, self.input_names) if isinstance(inputs, Mapping) else (inputs,))
+
+    def proven(self, batch: Carried) -> Carried:
+        """Return a batch; the first of each new size and dtype is run by the network too, and both have to agree."""
+        kind = tuple([(each.shape[1:], each.dtype) for each in batch])
+        if kind in self._proven or _is_traced(batch[0]):
+            return batch
+        if self.network is None:
+            self._check_known(batch)
+            self._proven.add(kind)
+            return batch
+        rows = tuple(each[:PROVEN_ROWS].detach() for each in batch)
+        inputs = Inputs(dict(zip(self.input_names, rows, strict=True)) if self.input_names else rows, self.pick)
+        heads = [*self.heads] if self.recipe["source"] == "outputs" else []
+        check_batch(self.network, [*self.stages], inputs, heads)
+        self._proven.add(kind)
+        return batch
+
+    @property
+    def proven_kinds(self) -> set[Any]:
+        """Sizes and dtypes of inputs for which the exits were compared with the network."""
+        return self._proven
+
+    def _check_known(self, batch: Carried) -> None:
+        """Raise if there is no network to compare with, and it was not compared for inputs of these sizes before."""
+        if self.known_inputs is None:
+            return
+        sizes, lengths = [tuple(each.shape[1:]) for each in batch], self.known_inputs["lengths"]
+        known = [[tuple(shape) for shape in each] for each in self.known_inputs["sizes"]]
+        if sizes in known or (
+            lengths and all(len(each) == 1 and lengths[0] <= each[0] <= lengths[1] for each in sizes)
+        ):
+            return
+        seen = f"{lengths[0]} to {lengths[1]} tokens" if lengths else " or ".join(str(each[0]) for each in known)
+        raise BadInput(
+            f"inputs of {sizes[0]} per sample, and this folder holds the network without its code, which was compared"
+            f" with it for {seen}: pass the network in as load_model(folder, backbone=...), or run inputs of this size"
+            " before it is saved"
+        )
 
     @property
     def sizes(self) -> str:
         """The sizes of inputs that the first stage takes, per sample."""
-        hooks = [hook for hook in self.stages[0]._forward_pre_hooks.values() if isinstance(hook, FixedSizes)]
-        return str(hooks[0]) if hooks else "any that the network takes"
+        return str(self._fixed_sizes() or "any that the network takes")
+
+    def _fixed_sizes(self) -> FixedSizes | None:
+        hooks = self.stages[0]._forward_pre_hooks.values()
+        return next((hook for hook in hooks if isinstance(hook, FixedSizes)), None)
 
     def verify(self, example: Any = None) -> str:
         """Raise unless the exits give what the network gives; return why it cannot be trained jointly, "" if it can.
 
         Compared are logits, bit by bit, for random inputs like the example (by default the one that heads were attached
         with) at several batch sizes and sizes of input, with other weights, when samples leave, and the gradients of
-        one step of training. A model of separate stages or networks has nothing to be compared with.
+        one step of training. Heads have to read the axes that the network has for channels, at any size that it takes,
+        and no token that a mask hides. A model of separate stages or networks has nothing to be compared with.
 
         >>> from alight import attach_heads
         >>> network = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
@@ -170,19 +243,46 @@ class MultiExitModel(nn.Module):
         ''
         """
         if self.network is None:
-            raise BadInput("the model was not cut from a network: verify one made by attach_heads or from_outputs")
-        if example is None:
-            example = random_example(self.recipe["example"], torch.Generator().manual_seed(0))
+            raise BadInput(
+                "there is no network to compare with: the layers of one's own were compared when it was saved, so pass"
+                " it in as load_model(folder, backbone=...); a model of separate stages or networks has none"
+            )
+        inputs = self._proof_inputs(self.network, random_example(self.recipe, torch.Generator().manual_seed(0)))
+        if self.recipe["source"] == "outputs":
+            heads, readers = [*self.heads], []
+        else:
+            heads, readers = [], [partial(_read_any_size, *pair) for pair in zip(self.heads, self.exits, strict=True)]
+            check_heads(self, inputs.example)
+            self._check_masks(self.network, inputs)
+            if not self.recipe.get("channels"):
+                check_axes([*self.stages], [*self.heads], self.exits, inputs)
+        inputs = inputs if example is None else self._proof_inputs(self.network, example)
+        return check_chain(self.network, [*self.stages], inputs, heads, readers)
+
+    def _proof_inputs(self, network: nn.Module, example: Any) -> Inputs:
+        """Return an example where the network is and in its dtype, whose logits are those that were named."""
         weight = next((each for each in self.parameters() if each.is_floating_point()), torch.empty(0))
         example = tree_map_only(
             Tensor, lambda each: each.to(weight.device, weight.dtype if each.is_floating_point() else None), example
         )
-        heads = [*self.heads] if self.recipe["source"] == "outputs" else []
-        inputs = Inputs(example, self.pick)
-        inputs.find_vocabularies(self.network)
-        if not heads:
-            check_heads(self, example)
-        return check_chain(self.network, [*self.stages], inputs, heads)
+        choice = self.recipe.get("logits")
+        by_rule = self.pick and not isinstance(choice, Mapping)
+        inputs = Inputs(example, partial(pick_logits, choice=choice) if by_rule else self.pick)
+        inputs.find_vocabularies(network)
+        return inputs
+
+    def _check_masks(self, network: nn.Module, inputs: Inputs) -> None:
+        """Raise if an exit reads what a mask hides, or if a mask that the network takes is ignored."""
+        names, stated = argument_names(network, inputs), self.recipe.get("mask")
+        known = None if stated is None else {names[stated[0]]: stated[1]} if stated else {}
+        with in_mode(self, network, training=False):
+            Masks(network, inputs, known).check_exits(network, inputs, self, self.exits)
+        for name in masks_left_out(network, names) if self.input_names else ():
+            try:
+                self.admit({**inputs.example, name: torch.ones(inputs.tensors[0].shape[:2])})
+            except BadInput:
+                continue
+            raise BadInput(f"the network takes {name!r}, was cut without it, and it is ignored: refuse it in `admit`")
 
     def keep_network(self, network: nn.Module, pick: Callable[[Any], Any] | None = None) -> "MultiExitModel":
         """Remember which network was cut, and how its logits are picked from its output; return the model."""
@@ -198,6 +298,12 @@ class MultiExitModel(nn.Module):
         return carried[1:]
 
 
+def _is_traced(tensor: Tensor) -> bool:
+    """Check whether a compiler or a counter of FLOPs looks at the code, without data."""
+    is_compiled = torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None
+    return is_compiled or tensor.is_meta or isinstance(tensor, FakeTensor)
+
+
 def advance(stage: nn.Module, carried: Carried) -> Carried:
     """Return what is carried after a stage."""
     output = stage(*carried)
@@ -209,13 +315,36 @@ def read(head: nn.Module, carried: Carried) -> Tensor:
     return head(*carried) if getattr(head, "reads_everything", False) else head(carried[0])
 
 
+def exit_logits(model: MultiExitModel, inputs: Carried) -> list[Tensor]:
+    """Return the logits of every exit in evaluation mode, whatever the mode of the network."""
+    with in_mode(model, training=False), torch.inference_mode():
+        return model(inputs)
+
+
+def all_close(made: Sequence[Tensor], expected: Sequence[Tensor], tolerance: float | None = None) -> bool:
+    """Check whether tensors are as many and differ by no more than kernels do, or by so much of the largest number."""
+    return len(made) == len(expected) and all(is_close(*pair, tolerance) for pair in zip(made, expected, strict=True))
+
+
+def _read_any_size(head: nn.Module, name: str, carried: Carried) -> None:
+    """Raise if a head that averages over positions does not take as many as there are."""
+    if isinstance(head, Head) and head.channels_last is not None:
+        try:
+            read(head, carried)
+        except RuntimeError as error:
+            raise BadInput(
+                f"the head at {name!r} fails on features of shape {tuple(carried[0].shape[1:])}, where the input has"
+                f" another size ({error}): does it read positions for channels? Say channels='first' or 'last'"
+            ) from error
+
+
 def check_heads(model: MultiExitModel, example: Any) -> None:
     """Raise if a head changes what it reads, which later exits read too; the example is a batch of any size.
 
     >>> head = nn.Sequential(nn.ReLU(inplace=True), nn.Linear(4, 3))
     >>> check_heads(MultiExitModel([nn.Linear(2, 4)], [head]), torch.ones(1, 2))
     Traceback (most recent call last):
-    alight.errors.BadInput: the head at 'exit 0' changes its input in place, which later exits read: use inplace=False
+    alight.errors.BadInput: the head at 'exit 1' changes its input in place, which later exits read: use inplace=False
     """
     with in_mode(model, training=False):
         for name, head, carried in zip(model.exits, model.heads, model.carried_past_exits(example), strict=True):
@@ -274,17 +403,20 @@ def describe(example: Any) -> dict[str, Any]:
     return described | {"range": [int(example.min()), int(example.max())]}
 
 
-def random_example(described: Mapping[str, Any], generator: torch.Generator) -> Any:
-    """Return a random example of the described shapes and ranges; a mask hides the end of each text."""
+def random_example(recipe: Mapping[str, Any], generator: torch.Generator) -> Any:
+    """Return a random example of the shapes and ranges of a recipe's; a mask hides the end of texts."""
+    described, mask = recipe["example"], recipe.get("mask")
+    masks = [[*described.get("several", described.values())][mask[0]]] if mask else []
 
     def draw(one: Mapping[str, Any], name: str) -> Tensor:
-        dtype = getattr(torch, one["dtype"])
+        dtype, shape = getattr(torch, one["dtype"]), one["shape"]
         if "range" not in one:
-            return torch.randn(one["shape"], generator=generator).to(dtype)
-        if meaning := mask_meaning(name):
-            samples, tokens = one["shape"]
-            lengths = torch.randint(1, tokens + 1, (samples, 1), generator=generator)
-            kept = torch.arange(tokens) < lengths
+            return torch.randn(shape, generator=generator).to(dtype)
+        meaning = mask_meaning(name) if mask is None else mask[1] if any(one is each for each in masks) else None
+        if meaning and len(shape) == 2:
+            lengths = torch.randint(1, shape[1] + 1, (shape[0], 1), generator=generator)
+            lengths[0] = max(1, shape[1] - 1)  # so that something is hidden
+            kept = torch.arange(shape[1]) < lengths
             return (kept if meaning == "tokens" else ~kept).to(dtype)
         lowest, highest = one["range"]
         return torch.randint(lowest, highest + 1, one["shape"], generator=generator).to(dtype)

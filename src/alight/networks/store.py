@@ -3,9 +3,10 @@
 import hashlib
 import json
 import os
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,23 +17,39 @@ from safetensors.torch import save
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from alight.cutting.cut import as_head, cut, split_outputs
-from alight.cutting.proof import ROWS, is_chain_of
-from alight.cutting.running import Inputs, LogitsChoice, in_mode, pick_logits
-from alight.cutting.stages import NotPlainData, cut_data, stages_from_data
+from alight.cutting.cut import as_head, cut, cut_into_layers, split_outputs
+from alight.cutting.proof import ROWS, is_chain_of, resized
+from alight.cutting.running import Inputs, LogitsChoice, chain, in_mode, is_text, pick_logits, same_bits
+from alight.cutting.skeleton import buffers_data, complete, modules_data, skeleton
+from alight.cutting.stages import NotPlainData, Stage, cut_data, stages_from_data
 from alight.data.preprocess import Normalisation
+from alight.data.tokens import TOKENIZER, save_tokenizer
 from alight.errors import BadFile, BadInput, Mismatch
-from alight.files import CONFIG, MANIFEST, WEIGHTS, PathLike, check_network_folder, read_json, write_json, write_whole
+from alight.files import (
+    CONFIG,
+    MANIFEST,
+    WEIGHTS,
+    PathLike,
+    check_network_folder,
+    read_json,
+    whole_folder,
+    write_json,
+    write_whole,
+)
 from alight.networks.attach import cascade
 from alight.networks.heads import HEADS, HeadFactory
-from alight.networks.libraries import BUILDERS, build_network
+from alight.networks.libraries import BUILDERS, build_network, recognised
 from alight.networks.multi_exit import MultiExitModel, random_example, read, structure
 from alight.networks.zoo import BACKBONES, ZOO
 from alight.provenance import installed_versions
 
 KIND = "MultiExitModel"
-CONVERT = 'convert it once: safetensors.torch.save_file(torch.load(path, weights_only=True), "weights.safetensors")'
+SAVE_WEIGHTS = "save the weights alone, torch.save(network.state_dict(), path), or as .safetensors"
+UNDER = ("state_dict", "model_state_dict", "model")  # names under which trainings save weights
+WRAPPERS = ("module.", "_orig_mod.")  # before names in a network that was wrapped
 CONSTANT = "constants."  # before the names of tensors that have none in the network
+UNSAVED = "unsaved."  # of these, before the names of buffers that a network has without saving them
+LENGTHS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)  # of texts for which layers are compared with the network
 PASSED_IN = {
     "stages": "a MultiExitModel built by hand",
     "cascade": "the networks of a cascade",
@@ -52,7 +69,11 @@ def fingerprint(model: MultiExitModel, **settings: object) -> str:
 
 
 def save_model(model: MultiExitModel, folder: PathLike) -> Path:
-    """Write weights, description and graphs to a folder, whole or not at all, and return it.
+    """Write weights, description, graphs and tokenizer to a folder, whole or not at all, and return it.
+
+    A network of timm, torchvision or transformers is remembered by its name and settings, if what they build again is
+    shown to be the same network. One's own is written down call by call, down to the layers of torch, so that
+    `load_model` needs none of its code; where that cannot be shown to give the same, it has to be passed in again.
 
     >>> import tempfile
     >>> stages, heads = [nn.Linear(4, 8), nn.Linear(8, 8)], [nn.Linear(8, 3), nn.Linear(8, 3)]
@@ -63,11 +84,12 @@ def save_model(model: MultiExitModel, folder: PathLike) -> Path:
     folder = Path(folder)
     if (folder / MANIFEST).is_file():  # which would go on being served
         raise BadInput(f"{folder} holds an exported network: give another folder")
-    cut_graph, constants = _cut_config(model)
+    recipe = {**model.recipe, **(_recognised(model) or {})}
+    cut_graph, constants = _cut_config(model, alone=recipe["source"] == "backbone")
     constants = {f"{CONSTANT}{name}": tensor.detach().cpu().clone() for name, tensor in constants.items()}
     tensors, tied = untied(model.state_dict())
     config = {
-        "recipe": model.recipe,
+        "recipe": recipe,
         **structure(model),
         "num_classes": model.num_classes,
         "classes": list(model.classes),
@@ -80,7 +102,14 @@ def save_model(model: MultiExitModel, folder: PathLike) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     write_whole(folder / WEIGHTS, lambda file: file.write(content))
     write_json(folder / CONFIG, KIND, config)
+    if model.tokenizer is not None and not _is_same(model.tokenizer, folder / TOKENIZER):
+        with whole_folder(folder / TOKENIZER) as filling:
+            save_tokenizer(model.tokenizer, filling)
     return folder
+
+
+def _is_same(tokenizer: Any, folder: Path) -> bool:
+    return isinstance(tokenizer, str | os.PathLike) and Path(tokenizer).resolve() == folder.resolve()
 
 
 def load_model(
@@ -91,10 +120,10 @@ def load_model(
 ) -> MultiExitModel:
     """Load the network of a folder that `save_model` wrote, on the CPU, in evaluation mode.
 
-    A network that alight cannot build again is passed in: the `backbone` that `attach_heads` or `from_outputs` was
+    A network that the folder does not hold whole is passed in: the `backbone` that `attach_heads` or `from_outputs` was
     given, the networks of a cascade, or a `MultiExitModel` built by hand; `head` if heads were made by a function of
     one's own, and `logits` if it was a function. What is passed in gets the weights of the folder. The stages are built
-    from the saved graphs, without tracing the network, and compared with it on one random batch.
+    from the saved graphs, without tracing the network, and compared with it on a random batch, and with other weights.
 
     >>> import tempfile
     >>> from alight import from_timm
@@ -106,38 +135,161 @@ def load_model(
     tensors, constants, config = _read(folder)
     with _refusals(folder, backbone):
         with torch.random.fork_rng(devices=[]):  # random weights draw numbers before they are overwritten
-            network = _network(config["recipe"], backbone)
-            pick = _pick(config["recipe"], logits)
+            alone = backbone is None and config.get("layers") is not None
+            network = _skeleton(config, tensors, constants) if alone else _network(config["recipe"], backbone)
+            pick = None if alone else _pick(config["recipe"], logits)
             model = _model(config, network, constants, head, pick)
+            if config.get("layers") is not None and not isinstance(network, MultiExitModel):
+                complete([*model.stages], network, _by_stage(tensors, config["tied"]))
         _put(model, config, tensors)
         model.num_classes, model.classes = config["num_classes"], tuple(config["classes"])
         model.normalisation = config["normalisation"] and Normalisation(**config["normalisation"])
         model.recipe = config["recipe"]
+        if (folder / TOKENIZER).is_dir():
+            model.tokenizer = folder / TOKENIZER
         computed, saved = fingerprint(model), config["fingerprint"]
         if computed != saved:
             raise BadFile(folder, f"it is damaged (fingerprint {computed}, saved as {saved})", "save the network again")
-        if "graph" in config and not isinstance(network, MultiExitModel) and not _is_whole(model, network, pick):
+        whole = not alone and isinstance(network, nn.Module) and not isinstance(network, MultiExitModel)
+        if whole and not _is_whole(model, network, pick):
             problem = "its stages do not give what the network gives"
             if backbone is not None:
                 raise Mismatch(f"{folder}: {problem} that was passed in: pass in the one that was saved")
             versions = ", ".join(f"{name} {number}" for name, number in config["versions"].items())
             raise BadFile(folder, f"{problem}; it was saved with {versions}", "install these, or save it again")
-    if "graph" in config and isinstance(network, nn.Module) and not isinstance(network, MultiExitModel):
+    if whole:
         model.keep_network(network, pick)
+    if alone:
+        model.known_inputs = config["known"]
     return model.eval()
 
 
-def _cut_config(model: MultiExitModel) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Return the graphs of a network that was cut, or why it has to be cut again, as config; and constant tensors."""
+def _recognised(model: MultiExitModel) -> dict[str, Any] | None:
+    """Return how a library builds the network of a model, None where it is not shown to be the same network."""
+    network = model.network
+    if model.recipe["source"] != "backbone" or network is None:
+        return None
+    with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        recipe = recognised(network, model.num_classes or 0)
+        if recipe is None:
+            return None
+        try:
+            built = build_network(recipe)
+            built.load_state_dict(network.state_dict())
+            weight = next(network.parameters())
+            same = _is_whole(model, built.to(weight.device, weight.dtype), model.pick)
+        except Exception:  # whatever the library's own code does with settings that it was not built with
+            return None
+    return recipe if same else None
+
+
+def _cut_config(model: MultiExitModel, *, alone: bool) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Return the graphs of a network that was cut, or why it has to be cut again, as config; and constant tensors.
+
+    `alone` asks for graphs that need no code of the network's own, which are taken if they give the same.
+    """
     recipe = model.recipe
     if recipe["source"] in ("stages", "cascade") or recipe.get("name") in ZOO.keys() - BACKBONES.keys():
         return {}, {}
+    if alone:
+        with suppress(Exception):  # whatever a network does that layers do not: then its code is needed
+            return _layers_config(model)
     heads = model.heads[:-1] if recipe["source"] == "outputs" else ()
     try:
         graph, tensors = cut_data([*model.stages, *heads])
     except NotPlainData as error:
         return {"graph": None, "cut_again": str(error)}, {}
     return {"graph": graph}, tensors
+
+
+def _layers_config(model: MultiExitModel) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Return graphs of functions and layers of torch alone, and these layers, as config; and constant tensors.
+
+    Raise BadInput where there are none, or where stages that are built of them do not give what the model gives.
+    """
+    inputs = _inputs(model.recipe, 1, model.pick)
+    stages = [*model.stages]
+    try:
+        modules = modules_data(stages)
+    except NotPlainData:
+        if model.network is None or not all(isinstance(stage, Stage) for stage in stages):
+            raise
+        with in_mode(model.network, training=False):
+            stages = cut_into_layers(model.network, model.recipe["after"], inputs)
+        modules = modules_data(stages)
+    graph, constants = cut_data(stages)
+    buffers, unsaved = buffers_data([*model.stages])
+    config = {"graph": graph, "layers": modules, "buffers": buffers}
+    constants |= {f"{UNSAVED}{name}": tensor for name, tensor in unsaved.items()}
+    return {**config, "known": _check_layers(model, config, constants, inputs)}, constants
+
+
+def _check_layers(
+    model: MultiExitModel, config: Mapping[str, Any], constants: Mapping[str, Tensor], inputs: Inputs
+) -> dict[str, Any]:
+    """Return for which inputs stages that are built of plain data give what the model gives, bit by bit.
+
+    Raise unless they do so for inputs like the example.
+    """
+    tensors, tied = untied(model.state_dict())
+    copied = {name: tensor.clone() for name, tensor in tensors.items()}
+    kept = {name: tensor.detach().cpu().clone() for name, tensor in constants.items()}
+    network = _skeleton({**config, "tied": tied}, copied, kept)
+    example = inputs.example
+    stages = stages_from_data(network, config["graph"], kept, model.recipe["after"], example)
+    complete(stages, network, _by_stage(copied, tied))
+    weight = next((each for each in model.parameters() if each.is_floating_point()), torch.empty(0))
+    batch = inputs.of_size(ROWS, weight.device, weight.dtype)
+    own = nn.ModuleList(stages).to(weight.device)
+    names = [[*each.state_dict()] for each in (model.stages, own)]
+
+    def is_same(batch: tuple[Tensor, ...]) -> bool:
+        try:
+            with in_mode(model, own, training=False):
+                model.proven(batch)
+                return same_bits(*[chain(each, tuple(part.clone() for part in batch)) for each in (model.stages, own)])
+        except Exception:  # a size that the network, its stages or their layers do not take
+            return False
+
+    if not is_same(batch) or sorted(names[0]) != sorted(names[1]):
+        raise BadInput("the layers of the network do not give what it gives")
+    few = tuple(each[:2] for each in batch)
+    if all(map(is_text, few)):
+        return {"sizes": [], "lengths": _known_lengths(few, is_same)}
+    shapes = {tuple(tuple(shape) for shape, _ in kind) for kind in model.proven_kinds}
+    shapes |= {tuple(map(tuple, each)) for each in (model.known_inputs or {"sizes": ()})["sizes"]}
+    return {"sizes": [shape for shape in sorted(shapes) if is_same(_of_shape(few, shape))], "lengths": None}
+
+
+def _of_shape(batch: tuple[Tensor, ...], shapes: Sequence[Sequence[int]]) -> tuple[Tensor, ...]:
+    """Return a batch whose samples have these shapes."""
+    changes = [([(index, axis)], size) for index, shape in enumerate(shapes) for axis, size in enumerate(shape, 1)]
+    return resized(batch, changes)
+
+
+def _known_lengths(batch: tuple[Tensor, ...], is_same: Callable[[tuple[Tensor, ...]], bool]) -> tuple[int, int]:
+    """Return the shortest and the longest of the tried texts, from those of the batch up and down."""
+    own = batch[0].shape[1]
+    known = [own]
+    for tried in ([each for each in LENGTHS if each > own], [each for each in LENGTHS[::-1] if each < own]):
+        for length in tried:
+            if not is_same(_of_shape(batch, [[length]] * len(batch))):
+                break
+            known.append(length)
+    return min(known), max(known)
+
+
+def _skeleton(config: Mapping[str, Any], tensors: Mapping[str, Tensor], constants: Mapping[str, Tensor]) -> nn.Module:
+    """Return the layers, parameters and buffers of a saved network, which has no code."""
+    unsaved = {name.removeprefix(UNSAVED): each for name, each in constants.items() if name.startswith(UNSAVED)}
+    return skeleton(config["layers"], config["buffers"], _by_stage(tensors, config["tied"]), unsaved)
+
+
+def _by_stage(tensors: Mapping[str, Tensor], tied: Mapping[str, str]) -> dict[str, Tensor]:
+    """Return the tensors of the stages by the number of their stage and their name, those of several names too."""
+    whole = {**tensors, **{name: tensors[other] for name, other in tied.items()}}
+    return {name.removeprefix("stages."): each for name, each in whole.items() if name.startswith("stages.")}
 
 
 def _read(folder: Path) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Any]]:
@@ -189,7 +341,8 @@ def _network(recipe: Mapping[str, Any], backbone: Any) -> Any:
     if source == "zoo" or source in BUILDERS:
         return build_network(recipe)
     what = recipe.get("type") or PASSED_IN.get(source, "the network")
-    raise Mismatch(f"alight cannot build {what} again: pass it in as load_model(folder, backbone=...)")
+    where = f" (it was {recipe['built']})" if recipe.get("built") else ""
+    raise Mismatch(f"alight cannot build {what} again{where}: pass it in as load_model(folder, backbone=...)")
 
 
 def _pick(recipe: Mapping[str, Any], logits: LogitsChoice) -> Callable[[Any], Any] | None:
@@ -204,7 +357,7 @@ def _pick(recipe: Mapping[str, Any], logits: LogitsChoice) -> Callable[[Any], An
 
 def _inputs(recipe: Mapping[str, Any], seed: int, pick: Callable[[Any], Any] | None) -> Inputs:
     """Return random inputs like the example of a recipe."""
-    inputs = Inputs(random_example(recipe["example"], torch.Generator().manual_seed(seed)), pick)
+    inputs = Inputs(random_example(recipe, torch.Generator().manual_seed(seed)), pick)
     inputs.mask = recipe["mask"][0] if recipe.get("mask") else None
     return inputs
 
@@ -287,7 +440,7 @@ def _is_whole(model: MultiExitModel, network: nn.Module, pick: Callable[[Any], A
 def digest(state: Mapping[str, Tensor], structure: str = "") -> str:
     """Return the SHA-256 of a text and of tensors with names, types and shapes, the first 16 hexadecimal digits."""
     hashed = hashlib.sha256(structure.encode())
-    for name, tensor in state.items():
+    for name, tensor in sorted(state.items()):
         whole = tensor.detach().cpu().contiguous()
         hashed.update(f"{name} {whole.dtype} {tuple(whole.shape)}".encode())
         hashed.update(whole.reshape(-1).view(torch.uint8).numpy().data)
@@ -295,21 +448,80 @@ def digest(state: Mapping[str, Tensor], structure: str = "") -> str:
 
 
 def load_backbone(model: MultiExitModel, path: PathLike) -> None:
-    """Give the stages the weights of a safetensors file, by the names that they had before the network was cut."""
-    state, _ = read_tensors(path, "it is not a whole safetensors file", CONVERT)
-    own = {name: tensor for name, tensor in model.state_dict().items() if name.startswith("stages.")}
-    original = {name: name.split(".", 2)[2] for name in own}  # after "stages." and the stage's number
-    missing = [each for each in original.values() if each not in state]
-    other = [each for name, each in original.items() if each in state and state[each].shape != own[name].shape]
-    unknown = sorted(state.keys() - set(original.values()))
-    for problem, names in {"are missing": missing, "have another shape": other, "are not needed": unknown}.items():
-        if names:
-            raise Mismatch(
-                f"the weights are another network's: {len(names)} {problem}, the first {names[0]!r};"
-                " name the network (and its number of classes) that they were saved from"
-            )
-    for name, tensor in own.items():
-        tensor.copy_(state[original[name]])
+    """Give the network its weights from a file, by the names that they have in it; see `read_weights`."""
+    state = read_weights(path)
+    if model.network is not None:
+        own = {name: [tensor] for name, tensor in model.network.state_dict().items()}
+    else:  # built with exits: names after "stages." and the stage's number
+        own = {}
+        for name, tensor in model.state_dict().items():
+            if name.startswith("stages."):
+                own.setdefault(name.split(".", 2)[2], []).append(tensor)
+    _check_names(state, own)
+    for name, tensors in own.items():
+        for tensor in tensors:
+            tensor.copy_(state[name])
+
+
+def read_weights(path: PathLike) -> dict[str, Tensor]:
+    """Return the weights of a file by name: .safetensors, or what `torch.save` wrote, of which no code is run.
+
+    They may lie under "state_dict", "model_state_dict" or "model", and be those of a network that was wrapped to run
+    on several devices or compiled.
+    """
+    if Path(path).suffix == ".safetensors":
+        return unwrapped(read_tensors(path, "it is not a whole safetensors file", SAVE_WEIGHTS)[0], path)
+    with Path(path).open("rb"):  # that it is there
+        pass
+    try:
+        content = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # objects with code, another kind of file, or a damaged one: each fails in its own way
+        problem = "it is damaged, or holds more than weights, such as a whole network, whose code is not run"
+        raise BadFile(path, problem, SAVE_WEIGHTS) from error
+    return unwrapped(content, path)
+
+
+def unwrapped(content: Any, path: PathLike) -> dict[str, Tensor]:
+    """Return the weights by name in what a training saved.
+
+    >>> [*unwrapped({"epoch": 3, "state_dict": {"module.fc.weight": torch.zeros(1)}}, "net.pt")]
+    ['fc.weight']
+    """
+    while isinstance(content, Mapping) and not _is_state(content):
+        inner = next((content[key] for key in UNDER if isinstance(content.get(key), Mapping)), None)
+        if inner is None:
+            break
+        content = inner
+    if not _is_state(content):
+        held = ", ".join(map(str, content)) if isinstance(content, Mapping) else f"a {type(content).__name__}"
+        raise BadFile(path, f"it has no weights by name, but {held or 'nothing'}", SAVE_WEIGHTS)
+    state = dict(content)
+    for prefix in WRAPPERS:
+        if all(name.startswith(prefix) for name in state):
+            state = {name.removeprefix(prefix): tensor for name, tensor in state.items()}
+    return state
+
+
+def _is_state(content: Any) -> bool:
+    return isinstance(content, Mapping) and bool(content) and all(isinstance(each, Tensor) for each in content.values())
+
+
+def _check_names(state: Mapping[str, Tensor], own: Mapping[str, Sequence[Tensor]]) -> None:
+    """Raise unless the weights are those of this network, and name the first that differs in each way."""
+    problems = {
+        "missing in the file": [name for name in own if name not in state],
+        "not in the network": [name for name in state if name not in own],
+        "of another shape": [
+            f"{name} ({tuple(state[name].shape)} in the file, {tuple(tensors[0].shape)} in the network)"
+            for name, tensors in own.items()
+            if name in state and state[name].shape != tensors[0].shape
+        ],
+    }
+    if found := [f"{len(names)} {problem}, as {names[0]}" for problem, names in problems.items() if names]:
+        raise Mismatch(
+            f"the weights are another network's: {'; '.join(found)}; name the network (and its number of classes) that"
+            " they were saved from"
+        )
 
 
 def untied(state: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, str]]:
