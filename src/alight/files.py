@@ -9,7 +9,7 @@ import secrets
 import shutil
 import tempfile
 import zipfile
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -245,7 +245,7 @@ class GrowingArrays:
                 raise
 
 
-def read_arrays(path: PathLike, kind: str, without: Collection[str] = ()) -> dict[str, np.ndarray]:
+def read_arrays(path: PathLike, kind: str) -> dict[str, np.ndarray]:
     """Return the arrays of an .npz file of this kind; pickled ones are refused, since they could run code."""
     with Path(path).open("rb") as opened:
         if opened.read(2) != b"PK":
@@ -253,7 +253,7 @@ def read_arrays(path: PathLike, kind: str, without: Collection[str] = ()) -> dic
         opened.seek(0)
         try:
             with np.load(opened, allow_pickle=False) as file:
-                arrays = {name: file[name] for name in file.files if name not in without}
+                arrays = {name: file[name] for name in file.files}
         except Exception as error:  # a damaged archive fails in a dozen ways
             raise BadFile(path, f"it is damaged ({error})", f"save the {kind} again") from error
     _check_kind(path, kind, *(_scalar(arrays.pop(name, None)) for name in ("alight", "schema")))

@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from alight import Normalisation, Predictor, TrainingSettings, attach_heads, record, train_heads
-from alight.data.batches import as_batch, as_inputs, as_tensor, fitted, in_batches, split_labels
+from alight.data.batches import Batch, as_batch, as_inputs, as_tensor, fitted, in_batches, split_labels
 from alight.data.preprocess import InputSpec, TensorSpec
 from alight.errors import BadInput
 from alight.networks.store import fingerprint
@@ -259,7 +259,10 @@ def test_labels_are_whole_numbers_or_shares_of_classes(kind):
 
 
 BAD = {
-    "unlike lengths": (lambda: in_batches((TAKEN, LABELS[:3]), SPEC), r"arrays with \[40, 3\] samples"),
+    "unlike lengths": (
+        lambda: in_batches((TAKEN, LABELS[:3]), SPEC),
+        "40 inputs and 3 labels: give one",
+    ),
     "nothing": (lambda: in_batches(TAKEN[:0], SPEC), "no samples"),
     "no batch": (lambda: in_batches(TAKEN, SPEC, 0), "batch size 0"),
     "no sample": (lambda: as_inputs(TAKEN[:0], SPEC), r"\[0\] samples: the first axis is the samples, at least 1"),
@@ -275,15 +278,18 @@ BAD = {
         lambda: as_inputs([TAKEN[0].numpy(), TAKEN[1, :, :4].numpy()], SPEC),
         "do not fit into one batch",
     ),
-    "words": (lambda: as_inputs(np.array(["a", "b"]), SPEC), "is not an array of numbers"),
-    "a text": (lambda: as_inputs("text", SPEC), "is not an array of numbers"),
+    "words": (lambda: as_inputs(np.array(["a", "b"]), SPEC), "the network does not take text but input_0 of shape"),
+    "a text": (lambda: as_inputs("text", SPEC), "the path text is a whole data set and not a batch"),
     "complex numbers": (lambda: as_inputs(np.zeros((2, 1, 8, 8), complex), SPEC), "is not an array of numbers"),
     "two inputs": (lambda: as_inputs((TAKEN, TAKEN), SPEC), "2 inputs, and the network takes input_0 of shape"),
     "other sizes for a graph": (
         lambda: fitted(as_inputs(TAKEN[..., :4], SPEC), SPEC),
         r"shape \(40, 1, 8, 4\), and the network takes input_0 of shape \(samples, 1, 8, 8\), float32",
     ),
-    "names for one tensor": (lambda: as_inputs({"a": TAKEN, "b": TAKEN}, SPEC), r"the batch has \['a', 'b'\]"),
+    "names for one tensor": (
+        lambda: as_inputs({"a": TAKEN, "b": TAKEN}, SPEC),
+        "the batch has columns a, b, and",
+    ),
 }
 
 
@@ -292,3 +298,10 @@ def test_data_that_cannot_be_used_gets_one_sentence(case):
     made, message = BAD[case]
     with pytest.raises(BadInput, match=message):
         list(made())
+
+
+def test_permuted_images_are_trained_with_their_channels_first_in_memory():
+    permuted = torch.rand(2, 8, 8, 3).permute(0, 3, 1, 2)
+    (placed,) = Batch((permuted,), None).to("cpu").inputs
+    assert placed.is_contiguous()
+    assert torch.equal(placed, permuted)

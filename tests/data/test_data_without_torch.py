@@ -15,7 +15,8 @@ import sys
 import numpy as np
 from PIL import Image
 from alight.data.batches import as_inputs, batches, fitted, in_batches
-from alight.data.formats import load_data, names_of
+from alight.data.batches import load_data
+from alight.data.formats import names_of
 from alight.data.preprocess import InputSpec, Normalisation, TensorSpec
 tensors = (TensorSpec("images", (None, 3, 6, 7), "float32"),)
 spec = InputSpec(tensors, normalisation=Normalisation((0.5,) * 3, (0.5,) * 3))

@@ -5,16 +5,18 @@ import sys
 
 import datasets
 import numpy as np
+import pyarrow as pa
 import pytest
 import torch
 from exported import folder as exported
 from exported import network as exported_network
 from PIL import Image
+from pyarrow import parquet
 from torch import nn
 
-from alight.data.batches import batches
-from alight.data.formats import load_data, names_of
-from alight.data.preprocess import InputSpec, Normalisation
+from alight.data.batches import batches, in_batches, load_data
+from alight.data.formats import names_of
+from alight.data.preprocess import InputSpec, Normalisation, TensorSpec
 from alight.engine.manifest import Manifest
 from alight.engine.recorder import record
 from alight.errors import BadFile, BadInput
@@ -48,14 +50,35 @@ def expected(images: np.ndarray) -> np.ndarray:
 
 
 @pytest.mark.parametrize("layout", ["NHWC", "NCHW"])
-@pytest.mark.parametrize("dtype", [np.uint8, np.float64])
-def test_arrays_of_either_layout_are_normalised_as_the_network_says(layout, dtype, images, tmp_path):
+def test_bytes_of_either_layout_are_normalised_as_the_network_says(layout, images, tmp_path):
     given = images if layout == "NHWC" else images.transpose(0, 3, 1, 2)
-    given = given if dtype is np.uint8 else given / 255
     np.savez(tmp_path / "data.npz", images=given, labels=[0, 1, 0, 1, 1])
     (one, labels), (two, _) = load_data(tmp_path / "data.npz", spec(), batch_size=3)
     np.testing.assert_array_equal(np.concatenate([one, two]), expected(images))
     assert labels.tolist() == [0, 1, 0]
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_floats_of_a_file_are_what_the_network_takes_as_floats_in_memory_are(dtype, images, tmp_path):
+    taken, takes = np.array(expected(images), dtype, order="C"), spec()
+    np.savez(tmp_path / "data.npz", images=taken, labels=[0, 1, 0, 1, 1])
+    np.save(tmp_path / "images.npy", taken)
+    table = pa.table({"image": pa.FixedShapeTensorArray.from_numpy_ndarray(taken), "label": [0, 1, 0, 1, 1]})
+    parquet.write_table(table, tmp_path / "data.parquet")
+    forms = [taken, torch.tensor(taken), *(tmp_path / name for name in ("data.npz", "images.npy", "data.parquet"))]
+    for form in forms:
+        for loader in (in_batches(form, takes), in_batches(form, takes, shuffle=False), load_data(form, takes)):
+            (batch,) = batches(loader, takes, "the test")
+            np.testing.assert_array_equal(np.asarray(batch.inputs[0]), expected(images))
+
+
+@pytest.mark.parametrize("scale", [1, 255])
+def test_floats_that_look_like_pixels_are_warned_of(scale, images, tmp_path):
+    np.savez(tmp_path / "data.npz", images=images.transpose(0, 3, 1, 2) * np.float32(scale / 255))
+    for form in (tmp_path / "data.npz", np.load(tmp_path / "data.npz")["images"]):
+        with pytest.warns(UserWarning, match=rf"images are floats from 0 to {scale}, .* give bytes \(uint8\) or norm"):
+            record(network(), form, progress=False)
+        assert len(record(network(normalisation=Normalisation((0,) * 3, (1 / scale,) * 3)), form, progress=False)) == 5
 
 
 def test_arrays_need_no_labels_and_grey_images_no_channel(tmp_path):
@@ -155,8 +178,8 @@ def bad(name: str, folder) -> tuple[str, MultiExitModel]:
     path, model = folder / "data.npz", network()
     if name == "wrong size":
         np.savez(path, images=np.zeros((2, 9, 9, 3), np.uint8))
-    elif name == "wrong range":
-        np.savez(path, images=np.full((2, HEIGHT, WIDTH, CHANNELS), 16.0))
+    elif name == "floats with channels last":
+        np.savez(path, images=np.full((2, HEIGHT, WIDTH, CHANNELS), 0.5))
     elif name == "no images":
         np.savez(path, pictures=np.zeros(3))
     elif name == "no samples":
@@ -187,7 +210,7 @@ def bad(name: str, folder) -> tuple[str, MultiExitModel]:
         path = folder / "lines.jsonl"
         path.write_text('{"text": "hello", "label": 0}\n')
     elif name == "unknown kind":
-        path = folder / "data.parquet"
+        path = folder / "data.txt"
         path.write_text("")
     elif name == "hugging face":
         path = folder / "saved"
@@ -200,7 +223,7 @@ def bad(name: str, folder) -> tuple[str, MultiExitModel]:
 
 BAD = {
     "wrong size": (BadInput, r"shape \(9, 9, 3\) and the network takes \(3, 8, 10\)"),
-    "wrong range": (BadInput, "images from 16 to 16"),
+    "floats with channels last": (BadInput, r"images of shape \(2, 8, 10, 3\) with their channels last"),
     "no images": (BadFile, "it has pictures; save np.savez"),
     "no samples": (BadInput, "has no samples"),
     "pickled": (BadFile, "damaged or holds objects"),
@@ -211,7 +234,7 @@ BAD = {
     "empty folder": (BadInput, "has no images"),
     "one class": (BadInput, "has 1 classes by name and the network 2"),
     "unknown class": (BadInput, "class 'cat' that the network does not know: dog, bird"),
-    "text for images": (BadInput, "needs a tokenizer"),
+    "text for images": (BadInput, "the network does not take text but input_0 of shape"),
     "unknown kind": (BadInput, "is not a kind of data that alight reads"),
     "no set": (BadInput, "torchvision has no data set 'cifar99'"),
     "not there": (BadInput, "CIFAR10 is not in"),
@@ -224,7 +247,7 @@ def test_bad_data_get_an_error_that_says_what_to_do(name, tmp_path):
     kind, message = BAD[name]
     where, model = bad(name, tmp_path)
     with pytest.raises(kind, match=message):
-        list(load_data(where, model.input_spec))
+        list(load_data(where, model.input_spec, split="train"))
 
 
 def test_a_hugging_face_data_set_on_disk_is_read(tmp_path):
@@ -232,9 +255,13 @@ def test_a_hugging_face_data_set_on_disk_is_read(tmp_path):
     features = datasets.Features({"image": datasets.Image(), "label": datasets.Value("int64")})
     table = datasets.Dataset.from_dict({"image": pictures, "label": [0, 1, 0]}, features=features)
     datasets.DatasetDict({"train": table}).save_to_disk(tmp_path / "saved")
-    ((images, labels),) = load_data(tmp_path / "saved", spec())
-    assert images.shape == (3, CHANNELS, HEIGHT, WIDTH)
-    assert labels.tolist() == [0, 1, 0]
+    for given in ({"split": "train"}, {}):
+        where = tmp_path / "saved" if given else f"{tmp_path / 'saved'}[train]"
+        ((images, labels),) = load_data(where, spec(), **given)
+        assert images.shape == (3, CHANNELS, HEIGHT, WIDTH)
+        assert labels.tolist() == [0, 1, 0]
+    with pytest.raises(BadInput, match=r"has the parts train: choose one, as in '.*saved\[train\]'"):
+        load_data(tmp_path / "saved", spec())
     with pytest.raises(BadInput, match="has no part 'test': choose among train"):
         load_data(tmp_path / "saved", spec(), split="test")
     datasets.Dataset.from_dict({"sound": [1.0, 2.0]}).save_to_disk(tmp_path / "other")
@@ -276,9 +303,10 @@ def test_bad_lines_are_named(lines, message, tmp_path):
     path = tmp_path / "lines.jsonl"
     path.write_text("\n".join(lines))
     with pytest.raises(BadFile, match=message):
-        load_data(path, spec())
+        load_data(path, TEXT)
 
 
+TEXT = InputSpec((TensorSpec("input_ids", (None, None), "int64"),), ("input_ids",), num_classes=2)
 PIXELS = np.random.default_rng(0).integers(0, 256, size=(5, 6, 7, 3), dtype=np.uint8)
 
 
@@ -293,7 +321,9 @@ def read_by_both(where) -> tuple[np.ndarray, np.ndarray]:
 
 
 @pytest.mark.parametrize(
-    "images", [PIXELS, PIXELS.transpose(0, 3, 1, 2), PIXELS / 255.0], ids=["last", "first", "0..1"]
+    "images",
+    [PIXELS, PIXELS.transpose(0, 3, 1, 2), PIXELS.transpose(0, 3, 1, 2) / 100 - 1],
+    ids=["last", "first", "floats"],
 )
 def test_arrays_are_read_for_an_export_as_for_the_network_bit_for_bit(images, tmp_path):
     np.savez(tmp_path / "images.npz", images=images, labels=np.zeros(5, int))

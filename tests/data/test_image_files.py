@@ -14,9 +14,9 @@ from torch import nn
 
 from alight import Normalisation, attach_heads
 from alight.cluster.shards import open_data
-from alight.data.batches import as_inputs
-from alight.data.formats import collation, load_data, picture
+from alight.data.batches import as_inputs, load_data
 from alight.data.preprocess import InputSpec, TensorSpec, flattened, image_batch
+from alight.data.samples import Collate, picture
 from alight.errors import BadFile, BadInput
 from alight.serve.model import ServedModel
 from alight.serve.requests import Limits, read_samples
@@ -199,7 +199,8 @@ def test_a_file_gives_the_same_array_through_every_door(channels, tmp_path):
     parquet.write_table(pa.table({"image": [*content.values()]}), tmp_path / "rows.parquet")
     for name, where in {"Ray folder": folder.parent, "Ray Parquet": tmp_path / "rows.parquet"}.items():
         data = open_data(str(where), model, 100)
-        made = collation(data.kind, takes, data.where)([*data.shards[0].samples()])
+        inputs, labels = zip(*data.shards[0].samples(), strict=True)
+        made = Collate(takes, data.where)(([*inputs], [*labels]))
         doors[name] = made[0] if isinstance(made, tuple) else made
     right = dict(zip(content, expected, strict=True))
     for door, made in doors.items():

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer, BertTokenizerFast
 
-from alight.data.formats import load_data
+from alight.data.batches import load_data
 from alight.data.preprocess import InputSpec, TensorSpec
 from alight.data.tokens import Texts
 from alight.engine.manifest import Manifest, checksum, exported_tokenizer

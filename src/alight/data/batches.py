@@ -1,22 +1,41 @@
 """One way in for data: a batch as the network takes it, and batches of whatever form the data has.
 
-an array or a tensor          taken unchanged; bytes (uint8) of images are normalised, float64 arrays become float32
-a list of pictures or arrays  stacked; pictures (Pillow) are brought to the network's size first
-a dict by name, or a tuple    one array per input, as of text: tokens and mask
+an array or a tensor          what the network takes; bytes (uint8) of images are normalised, doubles become floats
+a list of samples             pictures (Pillow), image files, texts, arrays, rows of numbers, dicts, pairs with a label
+(inputs, labels)              inputs as above, or a table; labels as an array, a list, a Series or a tensor
+a dict by name, a table       one column per input, or the columns that `columns` names; and one of labels
+a data set or a path          of torch, torchvision or Hugging Face; a file or folder that `formats` reads
+a DataLoader, other batches   taken unchanged, batch by batch
 """
 
-import sys
+import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
+from alight.data.columns import (
+    LABEL_NAMES,
+    are_image_files,
+    choose,
+    depth,
+    first_of,
+    is_array,
+    is_path,
+    kind_of,
+    numbers,
+)
+from alight.data.labels import ONE_CLASS, are_in_other_order, batch_labels, check_shares
 from alight.data.preprocess import InputSpec, TensorSpec, as_array, image_batch, is_picture, is_pixels, is_tensor
-from alight.data.tokens import SEGMENTS
+from alight.data.samples import Collate, Items, Samples, declared_classes, is_texts
+from alight.data.shapes import check_shapes
+from alight.data.sources import column_of, is_one_sample, is_torch_dataset, open_data
+from alight.data.tables import frame_columns, is_frame, is_hugging_face, is_series, series_values
+from alight.data.tokens import MAX_TOKENS, SEGMENTS, texts_for
 from alight.errors import BadInput
 
 if TYPE_CHECKING:
@@ -27,13 +46,13 @@ Arrays = tuple[Array, ...]
 
 BATCH_SIZE = 128  # by default
 AHEAD = 3  # batches that are fetched before they are asked for
-LABELS = ("labels", "label")  # the names that Hugging Face gives them
-ONE_CLASS = (
-    "alight gives each sample one class: several labels per sample need a network of two classes for each label,"
-    " a regression needs classes, such as ranges of its target"
-)
-ROUNDING = 0.01  # by which shares of classes may miss a sum of one
+MANY = 100  # shapes that are remembered, of a network that takes images of any size
+FAR = 4  # times the number for white that no normalised image reaches
 SPENT = "an iterator is spent after one pass, so give a DataLoader, a list, or anything that starts anew"
+FORMS = (
+    "tensors, arrays, (inputs, labels), a list of samples, a data set, a DataFrame, a DataLoader, or the path of a file"
+    " or folder"
+)
 
 
 @dataclass(frozen=True)
@@ -52,8 +71,10 @@ class Batch:
 
         def moved(value: Array) -> torch.Tensor:
             placed = as_tensor(value).to(device, non_blocking=True)
-            images = channels_last and placed.ndim == 4 and placed.is_floating_point()
-            return placed.to(memory_format=torch.channels_last) if images else placed
+            if placed.ndim != 4 or not placed.is_floating_point():
+                return placed
+            # a permuted tensor has its channels last, too, and torch 2.15 may crash with such gradients on a CPU
+            return placed.contiguous(memory_format=torch.channels_last if channels_last else torch.contiguous_format)
 
         labels = None if self.labels is None else as_tensor(self.labels).to(device, non_blocking=True)
         return Batch(tuple(map(moved, self.inputs)), labels)
@@ -63,7 +84,7 @@ class Batch:
         if self.labels is None:
             return
         if self.labels.ndim == 2:
-            _check_shares(as_array(self.labels), num_classes)
+            check_shares(as_array(self.labels), num_classes)
             return
         low, high = int(self.labels.min()), int(self.labels.max())
         if low < 0 or high >= num_classes:
@@ -73,42 +94,34 @@ class Batch:
             )
 
 
-def _check_shares(shares: np.ndarray, num_classes: int) -> None:
-    """Check that each row shares one sample among the classes of the network."""
-    if shares.shape[1] != num_classes:
-        raise BadInput(
-            f"labels share each sample among {shares.shape[1]} classes, but the network has {num_classes}:"
-            f" give a column for each ({ONE_CLASS})"
-        )
-    wrong = np.flatnonzero(~(np.abs(shares.sum(1) - 1) <= ROUNDING) | (shares < 0).any(1))
-    if wrong.size:
-        row = shares[wrong[0]]
-        raise BadInput(
-            f"the labels of {wrong.size} of {len(shares)} samples are not shares of classes that sum to one (those of"
-            f" sample {wrong[0]} lie in [{row.min():g}, {row.max():g}] and sum to {row.sum():g}): {ONE_CLASS}"
-        )
-
-
 def as_inputs(inputs: Any, spec: InputSpec) -> Arrays:
     """Return one batch as the first stage takes it, in the order of the names that the network has for its inputs.
 
-    Tensors stay tensors, wherever they are; all else becomes contiguous NumPy arrays. Sizes are not compared with the
-    spec, since a network may take others than it was built with: `fitted` does that for exported ones.
+    Tensors stay tensors, wherever they are; all else becomes contiguous NumPy arrays. Shapes are compared with those
+    that the network takes; sizes may differ where they were proven to be free.
 
     >>> as_inputs(np.zeros((5, 4)), InputSpec())[0].dtype
     dtype('float32')
     """
-    if len(spec.tensors) < 2 and _is_ready(inputs):
+    if len(spec.tensors) < 2 and _is_ready(inputs) and (inputs.shape[1:] in spec.known_shapes or not spec.tensors):
         return (inputs,)
-    parts = (inputs,) if _is_array(inputs) else _parts(inputs, spec)
+    arrays = _checked(_parts(inputs, spec), spec)
+    if len(arrays) == 1 and len(spec.known_shapes) < MANY and _is_ready(arrays[0]):
+        spec.known_shapes.add(tuple(arrays[0].shape[1:]))
+    return arrays
+
+
+def _checked(parts: Sequence[Any], spec: InputSpec) -> Arrays:
+    """Return inputs in order as arrays of the shapes and dtypes that the network takes."""
     if spec.tensors and len(parts) != len(spec.tensors):
-        raise BadInput(f"{len(parts)} inputs, and the network takes {'; '.join(map(str, spec.tensors))}")
-    arrays = tuple([_numbers(part, spec) for part in parts])
+        raise BadInput(_other_number(parts, spec))
+    arrays = tuple(map(partial(_numbers, spec), parts, spec.tensors or (None,) * len(parts)))
     sizes = {part.shape[0] if part.ndim else 0 for part in arrays}
     if len(sizes) != 1 or 0 in sizes:
         raise BadInput(
             f"inputs of {sorted(sizes)} samples: the first axis is the samples, at least 1, as many of each input"
         )
+    check_shapes(arrays, spec)
     return arrays
 
 
@@ -129,7 +142,7 @@ def by_name(inputs: Mapping[str, Any], names: Sequence[str]) -> tuple[Any, ...]:
     """
     if not names or any(name not in inputs for name in names):
         raise BadInput(f"the batch has {sorted(inputs)}, the network takes {list(names) or 'one tensor'}")
-    others = [name for name in inputs if name not in names and name not in LABELS and inputs[name] is not None]
+    others = [name for name in inputs if name not in names and name not in LABEL_NAMES and inputs[name] is not None]
     if ignored := [name for name in others if name != SEGMENTS or as_array(inputs[SEGMENTS]).any()]:
         pairs = " (pairs of texts)" if SEGMENTS in ignored else ""
         raise BadInput(
@@ -159,8 +172,9 @@ def split_labels(batch: Any, spec: InputSpec | None = None) -> Batch:
     array([1, 0])
     """
     if isinstance(batch, Mapping):
-        inputs: Any = {name: part for name, part in batch.items() if name not in LABELS}
-        labels = next((batch[name] for name in LABELS if batch.get(name) is not None), None)
+        label = first_of([name for name in batch if batch[name] is not None], LABEL_NAMES)
+        inputs: Any = {name: part for name, part in batch.items() if name not in LABEL_NAMES}
+        labels = None if label is None else batch[label]
     elif isinstance(batch, list | tuple):
         inputs, labels = (batch[:-1], batch[-1]) if _ends_in_labels(batch, spec) else (batch, None)
     else:
@@ -173,9 +187,13 @@ def split_labels(batch: Any, spec: InputSpec | None = None) -> Batch:
 
 
 def _ends_in_labels(batch: Sequence[Any], spec: InputSpec | None) -> bool:
-    if len(batch) < 2 or np.ndim(batch[-1]) == 1:
-        return len(batch) > 1
-    return spec is not None and len(batch) == len(spec.tensors) + 1 and not _is_sample(batch[0], spec)
+    if len(batch) < 2 or is_path(batch[0]):
+        return False
+    if isinstance(batch, tuple) and isinstance(batch[0], Mapping):
+        return True
+    if depth(batch[-1]) == 1:
+        return spec is None or not is_one_sample(batch[0], spec)
+    return spec is not None and len(batch) == len(spec.tensors) + 1 and not is_one_sample(batch[0], spec)
 
 
 def as_batch(batch: Any, spec: InputSpec) -> Batch:
@@ -185,9 +203,8 @@ def as_batch(batch: Any, spec: InputSpec) -> Batch:
     array([0, 1, 1])
     """
     raw = split_labels(batch, spec)
-    unnamed = isinstance(raw.inputs, Mapping) and len(raw.inputs) == 1 and not spec.names
-    inputs = as_inputs(next(iter(raw.inputs.values())) if unnamed else raw.inputs, spec)
-    return Batch(inputs, None if raw.labels is None else _class_indices(raw.labels, len(inputs[0])))
+    inputs = as_inputs(raw.inputs, spec)
+    return Batch(inputs, None if raw.labels is None else batch_labels(raw.labels, len(inputs[0]), spec))
 
 
 def batches(loader: Iterable[Any], spec: InputSpec, what: str) -> Iterator[Batch]:
@@ -198,8 +215,11 @@ def batches(loader: Iterable[Any], spec: InputSpec, what: str) -> Iterator[Batch
     """
     empty = True
     for batch in loader:
+        made = as_batch(batch, spec)
+        if empty:
+            _warn_of_pixels(made.inputs, spec)
         empty = False
-        yield as_batch(batch, spec)
+        yield made
     if empty:
         raise BadInput(f"the loader gave no batch in {what}: {SPENT}")
 
@@ -215,7 +235,7 @@ def length_of(loader: Iterable[Any]) -> int | None:
 def in_batches(
     data: Any, spec: InputSpec, batch_size: int = BATCH_SIZE, *, shuffle: bool | None = None
 ) -> Iterable[Any]:
-    """Return batches of arrays, tensors, data sets or lists of samples; what comes in batches is returned unchanged.
+    """Return batches of data in any form, as a network of this spec takes them; what comes in batches is unchanged.
 
     Samples come in order and without torch, unless `shuffle` is True or False: then torch's DataLoader reads them,
     shuffled by torch's generator or not, for trainings.
@@ -223,12 +243,67 @@ def in_batches(
     >>> [len(labels) for _, labels in in_batches((np.zeros((5, 4)), np.arange(5)), InputSpec(), batch_size=2)]
     [2, 2, 1]
     """
-    rows = _rows(data, spec)
-    if rows is None:
-        return data
-    if not len(rows):
-        raise BadInput(f"the {type(data).__name__} has no samples: give at least one")
-    return make_loader(rows, partial(_collated, spec), batch_size, shuffle)
+    samples = open_data(data, spec)
+    if samples is not None:
+        return _loader(samples, Collate(spec, _named(data)), batch_size, shuffle)
+    if not isinstance(data, Iterable):
+        raise BadInput(f"a {type(data).__name__} is not data: give {FORMS}")
+    _check_class_order(data, spec)
+    return data
+
+
+def _check_class_order(loader: Any, spec: InputSpec) -> None:
+    """Raise if a loader gives labels unchanged that are indices of classes which the network numbers in another way."""
+    names = declared_classes(getattr(loader, "dataset", None))
+    collate = getattr(loader, "collate_fn", None)
+    if getattr(collate, "__module__", "").startswith("torch.") and are_in_other_order(names, spec):
+        raise BadInput(
+            f"the loader's data set numbers its classes {', '.join(names[:3])}, ... and the network"
+            f" {', '.join(spec.classes[:3])}, ...: give the data set itself, whose labels are then renumbered"
+        )
+
+
+def load_data(
+    data: Any,
+    spec: InputSpec,
+    *,
+    split: str | None = None,
+    batch_size: int = BATCH_SIZE,
+    shuffle: bool | None = None,
+    augment: bool = False,
+    tokenizer: Any = None,
+    max_tokens: int = MAX_TOKENS,
+    workers: int = 0,
+    labels: bool = True,
+) -> Iterable[Any]:
+    """Return batches of data that lies somewhere, as `in_batches` does, with the options of the command line.
+
+    `split` chooses among the parts of a data set that has several. Texts are truncated after `max_tokens`, and cut into
+    tokens by another `tokenizer` than the network's where one is given. Without `labels` the inputs alone are read, and
+    folders may have any names. Batches come in order as NumPy arrays, and torch is not imported, unless `shuffle` is
+    True or False, `augment` flips and moves images at random, or there are `workers`: then torch's DataLoader gives
+    tensors.
+    """
+    spec = spec if tokenizer is None else replace(spec, tokenizer=tokenizer)
+    samples = open_data(data, spec, split, labels)
+    if samples is None:
+        raise BadInput(f"a {type(data).__name__} comes in batches already: give {FORMS}")
+    if augment and spec.image_shape is None:
+        raise BadInput(f"{data} is to be augmented, and the network does not take images: leave augmentation out")
+    collate = Collate(spec, _named(data), augment, max_tokens)
+    return _loader(samples, collate, batch_size, bool(shuffle) if augment else shuffle, workers)
+
+
+def first_batch(data: Any, spec: InputSpec, batch_size: int = 2) -> Batch:
+    """Return the first samples of data in any form, as the network takes them: an example of what it is given.
+
+    >>> len(first_batch((np.zeros((5, 4)), np.arange(5)), InputSpec()))
+    2
+    """
+    for batch in batches(in_batches(data, spec, batch_size), spec, "the first batch"):
+        labels = None if batch.labels is None else batch.labels[:batch_size]
+        return Batch(tuple(each[:batch_size] for each in batch.inputs), labels)
+    raise AssertionError  # `batches` raises where there is none
 
 
 @dataclass(frozen=True)
@@ -245,55 +320,135 @@ class Loader:
     def __iter__(self) -> Iterator[Any]:
         rows = range(len(self.dataset))
         for start in rows[:: self.batch_size]:
-            chosen = rows[start : start + self.batch_size]
-            together = getattr(self.dataset, "__getitems__", None)
-            yield self.collate(together(chosen) if together else [self.dataset[row] for row in chosen])
+            yield self.collate(self.dataset.__getitems__(rows[start : start + self.batch_size]))
 
 
-def make_loader(
-    dataset: Any, collate: Callable[[Any], Any], batch_size: int, shuffle: bool | None = None, workers: int = 0
+def _loader(
+    samples: Samples | Items, collate: Collate, batch_size: int, shuffle: bool | None, workers: int = 0
 ) -> Iterable[Any]:
-    """Return a loader of a data set with indices: torch's, with batches of tensors, where it takes its services."""
+    """Return a loader of samples: torch's, with batches of tensors, where it takes its services."""
+    if not len(samples):
+        raise BadInput(f"{collate.where} has no samples: give at least one")
     if batch_size < 1:
         raise BadInput(f"batch size {batch_size}: give 1 or more")
-    if shuffle is None and not workers and not _is_torch_dataset(dataset):
-        return Loader(dataset, batch_size, collate)
-    from torch.utils.data import DataLoader
+    if shuffle is None and not workers and not (isinstance(samples, Items) and is_torch_dataset(samples.dataset)):
+        return Loader(samples, batch_size, collate)
+    from torch.utils.data import DataLoader, Dataset
 
-    together = partial(_tensors, collate)
-    return DataLoader(dataset, batch_size, shuffle=bool(shuffle), collate_fn=together, num_workers=workers)
+    together, rows = partial(_tensors, collate), cast("Dataset[Any]", samples)
+    return DataLoader(rows, batch_size, shuffle=bool(shuffle), collate_fn=together, num_workers=workers)
+
+
+def _named(data: Any) -> str:
+    """Return what data is called in errors."""
+    return str(data) if is_path(data) else f"the {type(data).__name__}"
 
 
 def _is_ready(inputs: Any) -> bool:
     """Return whether it is a batch in single precision, quickly, since a single sample is that at best."""
     if type(inputs) is np.ndarray:
         return bool(inputs.dtype.char == "f" and inputs.ndim and len(inputs) and inputs.flags.c_contiguous)
-    return is_tensor(inputs) and inputs.is_floating_point() and inputs.ndim > 0 and inputs.shape[0] > 0
+    floats = is_tensor(inputs) and inputs.is_floating_point() and inputs.itemsize < 8
+    return floats and inputs.ndim > 0 and inputs.shape[0] > 0
 
 
 def _parts(inputs: Any, spec: InputSpec) -> tuple[Any, ...]:
-    """Return the inputs one by one, samples and pictures stacked."""
-    if isinstance(inputs, Mapping):
-        return by_name(inputs, spec.names)
+    """Return the inputs one by one, samples and pictures stacked, texts as tokens."""
+    if is_array(inputs) and not is_texts(inputs):
+        return (inputs,)
+    if is_frame(inputs) or isinstance(inputs, Mapping):
+        return _of_columns(frame_columns(inputs) if is_frame(inputs) else inputs, spec)
+    if is_series(inputs):
+        inputs = series_values(inputs)
+    if isinstance(inputs, str) and spec.takes_texts:
+        inputs = [inputs]
+    if is_texts(inputs) and (spec.takes_texts or not are_image_files(inputs)):
+        return tuple(texts_for(spec)([*inputs]).values())
     if is_picture(inputs):
         return (image_batch([inputs], spec),)
-    if isinstance(inputs, list) and inputs and _is_sample(inputs[0], spec):
-        return (_stacked(inputs, spec),)
-    if isinstance(inputs, list) and len(spec.tensors) < 2 and not any(map(_is_array, inputs)):
+    if isinstance(inputs, list | tuple) and inputs:
+        return _of_sequence(inputs, spec)
+    _check_is_batch(inputs)
+    return (inputs,)
+
+
+def _of_sequence(inputs: Sequence[Any], spec: InputSpec) -> tuple[Any, ...]:
+    """Return samples as one input, or several inputs in order."""
+    pictures = all(map(is_picture, inputs))
+    if pictures or (isinstance(inputs, list) and is_one_sample(inputs[0], spec)):
+        return (Collate(spec).column([*inputs]),)
+    if is_texts(inputs[0]) and spec.takes_texts:
+        raise BadInput(_other_number(inputs, spec))
+    if isinstance(inputs, list) and len(spec.tensors) < 2 and not any(map(is_array, inputs)):
         return (inputs,)  # numbers in lists
-    return tuple(inputs) if isinstance(inputs, list | tuple) else (inputs,)
+    return tuple(inputs)
 
 
-def _numbers(value: Any, spec: InputSpec) -> Array:
-    """Return one input: a tensor unchanged, bytes of images normalised, all else as an array."""
-    if is_pixels(value, spec):
-        return image_batch(value, spec)
-    if is_tensor(value):
-        return value
-    array = as_array(value)
-    if array.dtype == np.float64 and all(own.dtype != "float64" for own in spec.tensors):
-        array = array.astype(np.float32)  # the precision of networks
-    return np.asarray(array, order="C")
+def _of_columns(columns: Mapping[str, Any], spec: InputSpec) -> tuple[Any, ...]:
+    """Return the inputs among columns by name."""
+    chosen = choose(columns, spec, "the batch")
+    if chosen.form == "named":
+        return by_name({name: columns[name] for name in chosen.inputs}, spec.names)
+    if chosen.form == "numbers":
+        return (numbers([columns[name] for name in chosen.inputs]),)
+    column = column_of(columns[chosen.inputs[0]])
+    return _parts(column, spec) if isinstance(column, list) or kind_of(column) == "text" else (column,)
+
+
+def _check_is_batch(inputs: Any) -> None:
+    """Raise if it is a whole data set, which other functions take."""
+    several = isinstance(inputs, Iterator) or is_torch_dataset(inputs) or is_hugging_face(inputs)
+    if several or is_path(inputs) or (isinstance(inputs, Iterable) and not hasattr(inputs, "__array__")):
+        what = f"the path {inputs}" if is_path(inputs) else f"a {type(inputs).__name__}"
+        raise BadInput(
+            f"{what} is a whole data set and not a batch: `predictor.run(data)` decides about all of its samples"
+        )
+
+
+def _other_number(parts: Sequence[Any], spec: InputSpec) -> str:
+    """Return what is wrong with so many inputs, and what to do."""
+    takes = "; ".join(map(str, spec.accepted))
+    if len(parts) == 2 and (is_texts(parts[0]) or (len(spec.tensors) == 1 and depth(parts[1]) < 2)):
+        return (
+            f"a pair of inputs and labels where the network takes inputs alone ({takes}): give the first of the two, or"
+            " both to `predictor.run`, which leaves the labels out"
+        )
+    return f"{len(parts)} inputs, and the network takes {takes}"
+
+
+def _numbers(spec: InputSpec, value: Any, own: TensorSpec | None) -> Array:
+    """Return one input: bytes of images normalised, numbers in the dtype that the network takes."""
+    array: Any = value if is_tensor(value) else as_array(value)
+    if is_pixels(array, spec):
+        return image_batch(array, spec)
+    floats = "float" in str(array.dtype)
+    if own is None:
+        single = floats and array.itemsize == 8 and not is_tensor(array)
+    elif floats and "float" not in own.dtype:
+        raise BadInput(f"an array of {str(array.dtype).removeprefix('torch.')}, and the network takes {own}")
+    else:
+        single = "float" in own.dtype and own.dtype != "float64" and (not floats or array.itemsize == 8)
+    if single:  # the precision of networks
+        array = array.float() if is_tensor(array) else array.astype(np.float32)
+    return array if is_tensor(array) else np.asarray(array, order="C")
+
+
+def _warn_of_pixels(inputs: Arrays, spec: InputSpec) -> None:
+    """Warn if images are floats that look like pixels in 0..1 or 0..255, which the network would have normalised."""
+    known, images = spec.normalisation, inputs[0]
+    if spec.image_shape is None or not spec.takes_floats or known is None or getattr(images, "is_cuda", False):
+        return
+    black, white = (
+        (shade - np.array(known.mean)) / np.array(known.std) for shade in (0, 1)
+    )  # what the network takes lies between
+    low, high = float(images.min()), float(images.max())
+    if low >= 0 and ((low < high <= 1 and black.min() < 0) or high > FAR * white.max()):
+        warnings.warn(
+            f"images are floats from {low:g} to {high:g}, which are taken as what the network takes, and it normalises"
+            f" pixels by mean {known.mean} and std {known.std}: give bytes (uint8) or normalised floats; if it takes"
+            " pixels in 0..1, set model.normalisation = Normalisation(mean=0, std=1 for each channel)",
+            stacklevel=2,
+        )
 
 
 def _fitted(values: Array, own: TensorSpec) -> np.ndarray:
@@ -308,88 +463,6 @@ def _fitted(values: Array, own: TensorSpec) -> np.ndarray:
     return np.ascontiguousarray(array)
 
 
-def _class_indices(labels: Any, num_samples: int) -> Array:
-    """Return labels as integers, one per sample, or as shares of classes in float32."""
-    tensor = is_tensor(labels)
-    labels = labels if tensor else np.asarray(labels)
-    floating = labels.is_floating_point() if tensor else labels.dtype.kind == "f"
-    if floating and labels.ndim == 2 and len(labels) == num_samples:
-        return labels.float() if tensor else labels.astype(np.float32)
-    kind = str(labels.dtype).removeprefix("torch.")
-    if not kind.startswith(("int", "uint")):
-        raise BadInput(f"labels are {labels.dtype}, not class indices: give integers, or rows of shares ({ONE_CLASS})")
-    if labels.shape != (num_samples,):
-        raise BadInput(
-            f"labels have shape {tuple(labels.shape)} for {num_samples} samples: give one class index per sample"
-            f" (argmax of one-hot rows; {ONE_CLASS})"
-        )
-    return labels.long() if tensor else labels.astype(np.int64)
-
-
-def _rows(data: Any, spec: InputSpec) -> Any:
-    """Return the data sample by sample; None of data that comes in batches."""
-    if _is_array(data):
-        return _Rows([data])
-    if isinstance(data, Mapping):
-        return _Rows([*data.values()], [*data])
-    if isinstance(data, tuple) and data and all(map(_is_array, data)):
-        return _Rows(data)
-    if isinstance(data, list):
-        first = data[0] if data else None
-        return data if _is_sample(first[0] if isinstance(first, tuple) and first else first, spec) else None
-    return data if _is_torch_dataset(data) and hasattr(data, "__len__") and hasattr(data, "__getitem__") else None
-
-
-class _Rows:
-    """Arrays of one length, whose rows are samples."""
-
-    def __init__(self, parts: Sequence[Any], names: Sequence[str] = ()) -> None:
-        self.parts, self.names = [part if _is_array(part) else np.asarray(part) for part in parts], names
-        sizes = [len(part) for part in self.parts]
-        if len(set(sizes)) > 1:
-            raise BadInput(
-                f"a tuple or dict of arrays with {sizes} samples: give as many rows of each, or batches in a list"
-            )
-
-    def __len__(self) -> int:
-        return len(self.parts[0]) if self.parts else 0
-
-    def __getitem__(self, row: int) -> Any:
-        return self.__getitems__([row])
-
-    def __getitems__(self, rows: Sequence[int]) -> Any:
-        chosen = slice(rows.start, rows.stop) if isinstance(rows, range) else rows
-        parts = [part[chosen] for part in self.parts]
-        if self.names:
-            return dict(zip(self.names, parts, strict=True))
-        return tuple(parts) if len(parts) > 1 else parts[0]
-
-
-def _collated(spec: InputSpec, samples: Any) -> Any:
-    """Return samples as a batch: each an input, a tuple whose first is one, or a dict; rows of arrays are one."""
-    if not isinstance(samples, list):
-        return samples
-    first = samples[0]
-    if isinstance(first, Mapping):
-        return {name: _stacked([each[name] for each in samples]) for name in first}
-    if not isinstance(first, tuple | list):
-        return _stacked(samples, spec)
-    inputs, *others = zip(*samples, strict=True)
-    return (_stacked(inputs, spec), *map(_stacked, others))
-
-
-def _stacked(samples: Sequence[Any], spec: InputSpec | None = None) -> Array:
-    spec = spec or InputSpec()
-    if any(is_picture(each) or is_pixels(each, spec) for each in samples):
-        return image_batch(samples, spec)
-    tensors = is_tensor(samples[0])
-    parts = [as_tensor(each) if tensors else as_array(each) for each in samples]
-    try:
-        return sys.modules["torch"].stack(parts) if tensors else np.stack(parts)
-    except (RuntimeError, ValueError) as error:
-        raise BadInput(f"the samples do not fit into one batch ({error}): bring them to one shape") from error
-
-
 def _tensors(collate: Callable[[Any], Any], samples: Any) -> Any:
     """Return a batch as tensors, which torch's loaders hand from process to process in shared memory."""
     import torch
@@ -402,23 +475,6 @@ def _tensors(collate: Callable[[Any], Any], samples: Any) -> Any:
     if isinstance(batch, Mapping):
         return {name: tensor(part) for name, part in batch.items()}
     return tuple(map(tensor, batch)) if isinstance(batch, tuple) else tensor(batch)
-
-
-def _is_sample(value: Any, spec: InputSpec) -> bool:
-    """Return whether it is one image or one row of numbers, not a batch or a part of one."""
-    if _is_array(value):
-        return len(spec.tensors) == 1 and value.ndim == len(spec.tensors[0].shape) - 1
-    return is_picture(value)
-
-
-def _is_array(value: Any) -> bool:
-    return isinstance(value, np.ndarray) or is_tensor(value)
-
-
-def _is_torch_dataset(value: Any) -> bool:
-    torch = sys.modules.get("torch")
-    data = getattr(getattr(torch, "utils", None), "data", None)
-    return data is not None and isinstance(value, data.Dataset) and not isinstance(value, data.IterableDataset)
 
 
 def prefetch(source: Iterable[Any]) -> Iterator[Any]:

@@ -1,13 +1,14 @@
 """What a network takes, and how pictures and pixels become that: at its size, in 0..1, normalised.
 
-A network in PyTorch and an exported one both describe themselves as plain data, and one pipeline in NumPy serves both,
-so that they get the same inputs, bit for bit.
+Floats are what the network takes, whatever they come from; pictures and bytes alone are normalised. A network in
+PyTorch and an exported one both describe themselves as plain data, and one pipeline in NumPy serves both, so that they
+get the same inputs, bit for bit.
 """
 
 import math
 import sys
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -43,6 +44,17 @@ class TensorSpec:
         """
         return len(shape) == len(self.shape) and all(
             own in (None, size) for own, size in zip(self.shape, shape, strict=True)
+        )
+
+    def freed(self, axes: Iterable[int]) -> "TensorSpec":
+        """Return such a tensor whose sizes along these axes may differ.
+
+        >>> print(TensorSpec("images", (None, 3, 32, 32), "float32").freed([2, 3]))
+        images of shape (samples, 3, any, any), float32
+        """
+        free = set(axes)
+        return TensorSpec(
+            self.name, tuple(None if axis in free else size for axis, size in enumerate(self.shape)), self.dtype
         )
 
     def __str__(self) -> str:
@@ -88,6 +100,19 @@ class InputSpec:
     normalisation: Normalisation | None = None  # of its images; None where it is unknown
     classes: tuple[str, ...] = ()  # their names, where known
     num_classes: int | None = None
+    tokenizer: Any = None  # of its texts: the folder of one, or a tokenizer of transformers
+    free: tuple[tuple[int, ...], ...] = field(default=(), compare=False)  # axes of each tensor that take any size
+    loaded: dict[int, Any] = field(init=False, repr=False, compare=False, default_factory=dict)  # tokenizer, by length
+
+    @cached_property
+    def accepted(self) -> tuple[TensorSpec, ...]:
+        """The tensors with None for every size that may differ from that of pictures which are made for the network."""
+        return tuple(map(TensorSpec.freed, self.tensors, self.free)) if self.free else self.tensors
+
+    @cached_property
+    def known_shapes(self) -> set[tuple[int | None, ...]]:
+        """Shapes of single samples of floats that the network takes, so that each is checked once."""
+        return {self.tensors[0].shape[1:]} if self.tensors and self.tensors[0].dtype == "float32" else set()
 
     @cached_property
     def image_shape(self) -> tuple[int, int, int] | None:
@@ -108,14 +133,20 @@ class InputSpec:
         """Whether its first input is of floats."""
         return "float" in self.tensors[0].dtype
 
+    @property
+    def takes_texts(self) -> bool:
+        """Whether a tokenizer makes its inputs."""
+        return "input_ids" in self.names
+
 
 def image_batch(
     pictures: np.ndarray | Sequence[Any], spec: InputSpec, where: str = "the data", augment: bool = False
 ) -> np.ndarray:
-    """Return pictures (Pillow), pixels (uint8) or images in 0..1 as one batch: (samples, channels, height, width).
+    """Return pictures (Pillow), pixels (uint8) or floats as one batch: (samples, channels, height, width).
 
-    Pictures are brought to the network's size; `where` they come from is named in errors; `augment` moves and flips
-    them at random. A network that takes bytes gets them unchanged.
+    Pictures are brought to the network's size, they and pixels are normalised; floats are left unchanged. `where` they
+    come from is named in errors; `augment` moves and flips them at random. A network that takes bytes gets them
+    unchanged.
 
     >>> tensors = (TensorSpec("images", (None, 1, 1, 2), "float32"),)
     >>> spec = InputSpec(tensors, normalisation=Normalisation((0.5,), (0.5,)))
@@ -137,17 +168,20 @@ def image_batch(
             " many means and standard deviations as channels"
         )
     if isinstance(pictures, np.ndarray) or is_tensor(pictures):
-        images = _scaled(_arranged(as_array(pictures), shape, where), spec, where)
+        pixels = as_array(pictures)
+        check_several(pixels.shape, shape)
+        images = _normalised(_arranged(pixels, shape, where), spec, where)
     else:
         arranged = (_arranged(_pixels(each, shape)[None], shape, where) for each in pictures)
-        images = np.concatenate([_scaled(each, spec, where) for each in arranged])
-    if augment:
-        images = _augmented(images)
-    if known and images.dtype == np.float32:
-        mean, std = (np.array(each, dtype=np.float32)[:, None, None] for each in (known.mean, known.std))
-        images -= mean
-        images /= std
-    return images
+        images = np.concatenate([_normalised(each, spec, where) for each in arranged])
+    return _augmented(images, known) if augment else images
+
+
+def check_several(given: tuple[int, ...], shape: tuple[int, int, int]) -> None:
+    """Raise if an array of pixels is one image, whose rows would be taken for samples."""
+    channels, height, width = shape
+    if given in (shape, (height, width, channels)) and not (channels == 1 and given[1:] == (height, width)):
+        raise BadInput(f"one image of shape {given}: give a batch, x[None] of one image")
 
 
 def first_unusable(arrays: Iterable[np.ndarray]) -> int | None:
@@ -251,11 +285,11 @@ def _pixels(picture: Any, shape: tuple[int, int, int]) -> np.ndarray:
 
 
 def _arranged(images: np.ndarray, shape: tuple[int, int, int], where: str) -> np.ndarray:
-    """Return images channels first, of the network's size."""
+    """Return images channels first, of the network's size; channels of floats are not moved."""
     channels, height, width = shape
     if images.shape[1:] == (height, width) and channels == 1:
         images = images[:, None]
-    elif images.shape[1:] == (height, width, channels) and images.shape[1:] != shape:
+    elif images.shape[1:] == (height, width, channels) and images.shape[1:] != shape and images.dtype.kind in "iu":
         images = images.transpose(0, 3, 1, 2)
     if images.shape[1:] != shape:
         raise BadInput(
@@ -265,33 +299,38 @@ def _arranged(images: np.ndarray, shape: tuple[int, int, int], where: str) -> np
     return images
 
 
-def _scaled(images: np.ndarray, spec: InputSpec, where: str) -> np.ndarray:
-    """Return images in 0..1 as a new array; in bytes for a network that takes these."""
+def _normalised(images: np.ndarray, spec: InputSpec, where: str) -> np.ndarray:
+    """Return pixels as the network takes them and floats in single precision, in a new array."""
     is_bytes, own = images.dtype == np.uint8, np.dtype("float32" if spec.takes_floats else spec.tensors[0].dtype)
     if not (is_bytes or images.dtype.kind == "f" if spec.takes_floats else np.can_cast(images.dtype, own)):
         raise BadInput(f"{where} has images of {images.dtype}: give bytes (uint8), or {own} as the network takes them")
-    scaled = np.array(images, dtype=own, order="C")
-    if not spec.takes_floats:
-        return scaled
-    if is_bytes:
-        if spec.normalisation is None:
-            raise BadInput(f"{where} has pictures or bytes, {UNKNOWN}")
-        scaled /= np.float32(255)
-    elif spec.normalisation and scaled.size and not (scaled.min() >= 0 and scaled.max() <= 1):
-        raise BadInput(
-            f"{where} has images from {scaled.min():g} to {scaled.max():g}, and the network normalises ones in 0..1:"
-            " give bytes (uint8), or divide them"
-        )
-    return scaled
+    made = np.array(images, dtype=own, order="C")
+    if not (spec.takes_floats and is_bytes):
+        return made
+    if spec.normalisation is None:
+        raise BadInput(f"{where} has pictures or bytes, {UNKNOWN}")
+    mean, std = _by_channel(spec.normalisation)
+    made /= np.float32(255)
+    made -= mean
+    made /= std
+    return made
 
 
-def _augmented(images: np.ndarray) -> np.ndarray:
+def _by_channel(normalisation: Normalisation) -> list[np.ndarray]:
+    return [np.array(each, dtype=np.float32)[:, None, None] for each in (normalisation.mean, normalisation.std)]
+
+
+def _augmented(images: np.ndarray, normalisation: Normalisation | None) -> np.ndarray:
     """Return each image moved by a few pixels, flipped or not, by torch's generator; what comes in is black."""
     import torch
 
-    height, width = images.shape[2:]
+    count, channels, height, width = images.shape
     down, right = height // SHIFT, width // SHIFT
-    padded = np.pad(images, ((0, 0), (0, 0), (down, down), (right, right)))
+    padded = np.zeros((count, channels, height + 2 * down, width + 2 * right), images.dtype)
+    if normalisation is not None and images.dtype == np.float32:
+        mean, std = _by_channel(normalisation)
+        padded += (0 - mean) / std
+    padded[..., down : down + height, right : right + width] = images
     moved = np.empty_like(images)
     for index, image in enumerate(padded):
         top, left = int(torch.randint(2 * down + 1, ())), int(torch.randint(2 * right + 1, ()))
