@@ -10,23 +10,26 @@ import subprocess
 import sys
 import textwrap
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from digits import digits, held_out, loader, network
+from short_training import FEW, quick, same, state
+from timm.optim import Lamb
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from alight.errors import BadFile, BadInput, Diverged, Mismatch
 from alight.networks.attach import cascade
 from alight.networks.multi_exit import MultiExitModel
-from alight.training.metrics import History, exit_losses
-from alight.training.settings import TrainingSettings, learning_rate_factor, rescale_gradients
-from alight.training.training import Checkpoint, train_heads
-
-FEW = 256  # samples, for tests that need not learn
+from alight.training.callbacks import Callback
+from alight.training.checkpoints import Checkpoint
+from alight.training.metrics import exit_losses
+from alight.training.settings import TrainingSettings, rescale_gradients, scheduled_factor
+from alight.training.training import train_heads
 
 
 @pytest.fixture(scope="module")
@@ -35,23 +38,6 @@ def trained() -> MultiExitModel:
     model = network()
     train_heads(model, loader(), TrainingSettings(mode="joint", loss_weights=[0, 0, 1], epochs=4), progress=False)
     return model
-
-
-def state(model: nn.Module) -> dict[str, torch.Tensor]:
-    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
-
-
-def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
-    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
-
-
-def quick(model: MultiExitModel, data=None, **options) -> History:
-    """Train for two epochs; options are of the call where it has them, of the settings otherwise."""
-    of_the_call = {
-        name: options.pop(name) for name in options.keys() & {"validation", "checkpoint", "checkpoint_every"}
-    }
-    settings = TrainingSettings(**{"epochs": 2, **options})
-    return train_heads(model, loader(FEW) if data is None else data, settings, progress=False, **of_the_call)
 
 
 @pytest.mark.parametrize("mode", ["frozen", "joint", "mixed"])
@@ -172,6 +158,10 @@ def test_one_seed_gives_one_training_and_restores_all_random_generators():
     assert quick(other, mode="joint", seed=3) != history
 
 
+def smoothed(logits, labels):
+    return nn.functional.cross_entropy(logits, labels, label_smoothing=0.1, reduction="none")
+
+
 RESUMED = {
     "frozen": {"mode": "frozen", "optimizer": "adamw"},
     "joint with everything": {
@@ -189,6 +179,14 @@ RESUMED = {
     "mixed": {"mode": "mixed", "ema": 0.9},
     "half precision": {"mode": "joint", "amp": "fp16", "learning_rate": 1e-4},
     "a loader's own generator": {"mode": "joint", "generator": True},
+    "best epoch and patience": {"mode": "joint", "learning_rate": 0.05, "keep_best": True, "patience": 3, "ema": 0.5},
+    "best epoch of the second phase": {"mode": "mixed", "keep_best": True, "monitor": "loss"},
+    "steps of several batches": {"mode": "joint", "accumulate": 3, "warm_up": 1.5, "decay_norms": False},
+    "own optimizer, schedule and loss": {
+        "optimizer": partial(Lamb, lr=0.01),  # counts its steps in the group
+        "schedule": lambda done: (1 - done) ** 0.9,
+        "loss": smoothed,
+    },
 }
 
 
@@ -198,7 +196,8 @@ class Interrupted(Exception):
 
 @pytest.mark.filterwarnings("ignore:the last exit has")
 @pytest.mark.parametrize(
-    ("case", "stop"), [*((case, 2) for case in RESUMED), ("frozen", 1), ("mixed", 1), ("mixed", 3)]
+    ("case", "stop"),
+    [*((case, 2) for case in RESUMED), ("frozen", 1), ("mixed", 1), ("mixed", 3), ("best epoch and patience", 3)],
 )
 def test_a_resumed_training_equals_an_uninterrupted_one_bit_for_bit(case, stop, tmp_path, monkeypatch):
     options = {"epochs": 4, "validation": [digits()[1][:50]], **RESUMED[case]}
@@ -250,12 +249,14 @@ def test_a_checkpoint_every_few_epochs_is_there_at_the_end_of_each_phase(tmp_pat
 
 
 @pytest.mark.filterwarnings("ignore:the last exit has")
-def test_a_training_without_a_schedule_may_be_extended(tmp_path):
+@pytest.mark.parametrize("options", [{}, {"ema": 0.9}, {"keep_best": True, "validation": held_out(), "mode": "joint"}])
+def test_a_training_without_a_schedule_may_be_extended(options, tmp_path):
     model, whole = network(), network()
-    quick(model, checkpoint=tmp_path / "last", epochs=1, schedule=None)
-    history = quick(model, checkpoint=tmp_path / "last", epochs=3, schedule=None)
-    assert history == quick(whole, epochs=3, schedule=None)
+    quick(model, checkpoint=tmp_path / "last", epochs=2, schedule=None, **options)
+    history = quick(model, checkpoint=tmp_path / "last", epochs=3, schedule=None, **options)
+    assert history == quick(whole, epochs=3, schedule=None, **options)
     assert same(state(model), state(whole))
+    assert quick(model, checkpoint=tmp_path / "last", epochs=1, schedule=None, **options) == history
 
 
 @pytest.mark.filterwarnings("ignore:the last exit has")
@@ -264,6 +265,8 @@ def test_a_training_without_a_schedule_may_be_extended(tmp_path):
     [
         ({"learning_rate": 0.5}, "learning_rate was 0.001, now 0.5"),
         ({"epochs": 5}, "epochs was 2, now 5"),
+        ({"schedule": lambda done: 1 - done}, "schedule was 'cosine', now 'test_training.<lambda> [0-9a-f]+'"),
+        ({"loss": smoothed}, r"loss was \['alight.training.metrics.cross_entropy', .* now \['test_training.smoothed "),
         ({"mode": "joint"}, "mode was 'frozen', now 'joint'"),
         ({"data": 192}, "batches was 4, now 3"),
         ({"model": 1}, "backbone was"),
@@ -359,13 +362,23 @@ def test_two_processes_in_frozen_mode_give_the_loss_curve_of_one(tmp_path):
     code = """
         import json, os
         from dataclasses import asdict
+        from alight.training.callbacks import Callback
         from alight.training.settings import TrainingSettings
         from alight.training.training import train_heads
         from digits import held_out, loader, network
 
-        def write(name, **options):
-            model, settings = network(), TrainingSettings(epochs=3, **options)
+        class StopAfter(Callback):
+            def __init__(self, steps):
+                self.steps = steps
+
+            def on_step_end(self, state):
+                return state.step == self.steps
+
+        def write(name, steps=None, **options):
+            model, settings = network(), TrainingSettings(**{"epochs": 3, **options})
             call = {"checkpoint": f"{sys.argv[1]}.{name}", "validation": held_out(), "progress": False}
+            if os.environ["RANK"] == "0":
+                call["callbacks"] = [StopAfter(steps)] if steps else []
             history = train_heads(model, loader(321, 64), settings, **call)
             if os.environ["RANK"] == "0":
                 weights = [tensor.tolist() for tensor in model.heads.state_dict().values()]
@@ -374,6 +387,7 @@ def test_two_processes_in_frozen_mode_give_the_loss_curve_of_one(tmp_path):
 
         write("frozen")
         write("mixed", mode="mixed", clip=1.0)
+        write("stopped", steps=8, epochs=9, accumulate=2, keep_best=True, patience=5, decay_norms=False)
     """
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
     done = run_python(code, tmp_path / "two", launcher=launcher)
@@ -382,15 +396,34 @@ def test_two_processes_in_frozen_mode_give_the_loss_curve_of_one(tmp_path):
     model = network()
     with pytest.warns(UserWarning, match="the last exit has"):
         history = quick(model, loader(321, 64), epochs=3, validation=held_out())  # a last batch of one sample
-    epochs, weights = json.loads((tmp_path / "two.frozen.json").read_text())
+    compare_with_saved(history, model, tmp_path / "two.frozen.json")
+    assert Checkpoint.load(tmp_path / "two.frozen").epochs_done == 3
+    epochs, _ = json.loads((tmp_path / "two.mixed.json").read_text())
+    assert epochs[2]["losses"][2] < epochs[0]["losses"][2]
+    model, options = network(), {"accumulate": 2, "keep_best": True, "patience": 5, "decay_norms": False}
+    with pytest.warns(UserWarning, match="the last exit has"):
+        history = quick(model, loader(321, 64), epochs=9, validation=held_out(), callbacks=[StopAfter(8)], **options)
+    assert len(history.epochs) == 3
+    compare_with_saved(history, model, tmp_path / "two.stopped.json")
+
+
+class StopAfter(Callback):
+    """Stops in the middle of an epoch."""
+
+    def __init__(self, steps):
+        self.steps = steps
+
+    def on_step_end(self, state):
+        return state.step == self.steps
+
+
+def compare_with_saved(history, model, path):
+    epochs, weights = json.loads(path.read_text())
     for one, two in zip(history.epochs, epochs, strict=True):
         for name, values in asdict(one).items():
             np.testing.assert_allclose(two[name], values, atol=1e-5, rtol=0)
     for one, two in zip(model.heads.state_dict().values(), weights, strict=True):
         np.testing.assert_allclose(two, one, atol=1e-4, rtol=0)
-    assert Checkpoint.load(tmp_path / "two.frozen").epochs_done == 3
-    epochs, _ = json.loads((tmp_path / "two.mixed.json").read_text())
-    assert epochs[2]["losses"][2] < epochs[0]["losses"][2]
 
 
 def test_distillation_needs_no_labels_and_brings_heads_close_to_the_last_exit(trained):
@@ -443,14 +476,14 @@ def test_rescaling_leaves_logits_alone_and_changes_gradients_of_the_first_stage(
 
 
 def test_the_learning_rate_climbs_and_falls_in_one_cycle():
-    factors = [learning_rate_factor("onecycle", done) for done in np.linspace(0, 1, 101)]
+    factors = [scheduled_factor("onecycle", done) for done in np.linspace(0, 1, 101)]
     assert max(factors) == pytest.approx(1)
     assert np.argmax(factors) == 30
     assert factors[0] == pytest.approx(1 / 25)
     assert factors[-1] < 1e-5
     assert all(np.diff(factors[:31]) > 0)
     assert all(np.diff(factors[30:]) < 0)
-    assert learning_rate_factor(None, 0.7) == 1
+    assert scheduled_factor(None, 0.7) == 1
 
 
 def test_channels_last_and_bf16_train_and_leave_the_model_as_it_was():
@@ -521,7 +554,9 @@ def test_a_nan_loss_stops_training_and_keeps_the_last_good_checkpoint(tmp_path):
     model = network()
     quick(model, nan_after(3)[:3], epochs=1, schedule=None, checkpoint=path)
     good = path.read_bytes()
-    with pytest.raises(Diverged, match=rf"exit 0 \(exit 0\) is nan at step 3 of epoch 2: .*{path} holds the last good"):
+    with pytest.raises(
+        Diverged, match=rf"the loss of exit 1 is nan at step 3 of epoch 2: .*{path} holds the last good"
+    ):
         quick(network(), nan_after(2), epochs=2, schedule=None, checkpoint=path)
     assert path.read_bytes() == good
 
@@ -565,7 +600,7 @@ def test_the_exit_whose_loss_is_not_finite_is_named():
 
     model = network()
     model.heads[1] = Infinite()
-    message = r"training diverged: the loss of exit 1 \(exit 1\) is (nan|inf) at step 1 of epoch 1: lower"
+    message = r"training diverged: the loss of exit 2 is (nan|inf) at step 1 of epoch 1: lower"
     with pytest.raises(Diverged, match=message):
         quick(model, mode="joint")
 
@@ -599,7 +634,7 @@ BAD_BATCHES = {
     "an empty loader": ([], "no batch in epoch 1"),
     "an empty batch": ([(IMAGES[:0], LABELS[:0])], "the first axis is the samples, at least 1"),
     "an iterator": (iter([(IMAGES, LABELS)]), "no batch in epoch 2: an iterator is spent after one pass"),
-    "text": ([("a picture", LABELS)], "a str of .* is not an array of numbers"),
+    "text": ([("a picture", LABELS)], "the network does not take text: give tensors"),
     "nothing": ([{}], "a batch holds no tensor"),
     "shares of too few classes": (
         [{"x": IMAGES, "labels": torch.eye(8)}],
@@ -627,6 +662,25 @@ def test_a_bad_loader_gets_an_error_that_says_what_to_do(case):
         ({"amp": "fp8"}, "amp 'fp8'"),
         ({"epochs": 0}, "epochs 0 is out of bounds: give a whole number, at least 1"),
         ({"epochs": 1.5}, "epochs 1.5 is out of bounds"),
+        ({"patience": 0}, "patience 0 is out of bounds: give a number of epochs, or None"),
+        ({"patience": 2}, "keep_best and patience judge epochs by validation data: give some"),
+        ({"monitor": "f1"}, "monitor 'f1' is none of 'accuracy', 'loss'"),
+        ({"monitor": "loss"}, "monitor says which epoch is best: set keep_best or patience too"),
+        ({"keep_best": True, "monitor_exit": 7, "validation": [1]}, "monitor_exit '7' is none of the exits 'exit 1', "),
+        ({"accumulate": 0}, "accumulate 0 is out of bounds"),
+        ({"warm_up": -1}, "warm_up -1 is out of bounds"),
+        ({"warm_up": 2}, "warm_up 2 is out of bounds: give fewer epochs than are trained, 2"),
+        ({"warm_up": 1, "mode": "mixed"}, "warm_up 1 is out of bounds: give fewer epochs than are trained, 1"),
+        ({"warm_up": 1, "schedule": "onecycle"}, "schedule 'onecycle' warms up by itself"),
+        ({"optimizer": torch.optim.SGD, "momentum": 0.9}, "bind them to your optimizer with partial"),
+        ({"optimizer": lambda groups: groups}, "the optimizer function gave a list: return an Optimizer"),
+        ({"schedule": lambda done: -1}, r"the schedule gave -1.0 at 0.0% of the training: give a factor"),
+        ({"loss": "focal"}, r"loss 'focal' is not a function of \(logits, labels\): give one, or one per exit"),
+        ({"loss": 3}, "loss 3 is not a function"),
+        ({"loss": [smoothed]}, "1 losses for 3 exits: give one per exit"),
+        ({"loss": nn.CrossEntropyLoss()}, r"gave shape \(\) for 64 samples: return one loss per sample, as .*'none'"),
+        ({"callbacks": [3]}, "a int is not a callback: give an object of a subclass of alight.Callback, or a function"),
+        ({"callbacks": [StopAfter]}, "the class StopAfter is not a callback"),
         ({"learning_rate": -1.0}, "learning_rate -1.0 is out of bounds: give above 0"),
         ({"distill": 2.0}, "distill 2.0 .* a share from 0 to 1"),
         ({"ema": 1.0}, "ema 1.0"),

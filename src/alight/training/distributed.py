@@ -39,6 +39,10 @@ class Processes:
             distributed.all_reduce(values)
         return values
 
+    def any(self, value: bool, device: torch.device) -> bool:
+        """Return whether the value is true in one of the processes, which talk through this device."""
+        return bool(self.sum(torch.tensor(float(value), device=device))) if self.count > 1 else value
+
     def wait(self) -> None:
         """Return once every process has called this."""
         if self.count > 1:
@@ -88,12 +92,15 @@ class ShardedLoader:
             if isinstance(generator := getattr(owner, "generator", None), torch.Generator):
                 generator.manual_seed(seed)
 
-    def next_weight(self) -> float:
-        """Return the factor of this process's mean loss that makes the average over processes that of the batch."""
+    def next_weight(self, samples: int) -> tuple[float, int]:
+        """Return the factor of this process's mean loss that makes the average over processes that of the batch.
+
+        Return also the samples of the whole batch; `samples` are those that this process got.
+        """
         if not self._sizes:
-            return 1.0
+            return 1.0, samples
         whole, count = self._sizes.popleft(), self._processes.count
-        return len(range(self._processes.rank, whole, count)) * count / whole
+        return len(range(self._processes.rank, whole, count)) * count / whole, whole
 
 
 class _ShardSampler(Sampler[list[int]]):

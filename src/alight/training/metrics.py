@@ -1,43 +1,70 @@
 """Loss and accuracy of every exit: computed per sample, summed up on the device, kept epoch by epoch."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from alight.errors import BadInput
 from alight.training.distributed import Processes
 
+Loss = Callable[[Tensor, Tensor], Tensor]  # of logits and labels: one loss per sample
 Row = tuple[float | None, ...]  # one per exit, None where an exit was not trained
 
 
-def exit_losses(
-    logits: Sequence[Tensor], labels: Tensor | None, *, distill: float = 0.0, temperature: float = 1.0
-) -> list[Tensor]:
-    """Return the loss of every sample at every exit, (samples,) each.
+def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
+    """Return the cross-entropy of every sample with labels that are classes or (samples, classes) shares of them.
 
-    It is the cross-entropy with the labels, which are classes or (samples, classes) shares of them. Before the last
-    exit a share `distill` of it is replaced by the divergence from the last exit's probabilities at a softmax
-    temperature; without labels only that divergence is left.
+    >>> cross_entropy(torch.zeros(1, 2), torch.tensor([[0.5, 0.5]]))
+    tensor([0.6931])
+    """
+    target = labels.to(logits.dtype) if labels.ndim == 2 else labels
+    return functional.cross_entropy(logits, target, reduction="none")
+
+
+def exit_losses(
+    logits: Sequence[Tensor],
+    labels: Tensor | None,
+    *,
+    distill: float = 0.0,
+    temperature: float = 1.0,
+    loss: Loss | Sequence[Loss] = cross_entropy,
+) -> list[Tensor]:
+    """Return the loss of every sample at every exit, (samples,) each: what `train_heads` trains on, for own loops.
+
+    It is the cross-entropy with the labels, which are classes or (samples, classes) shares of them, or another `loss`,
+    the same for all exits or one per exit. Before the last exit a share `distill` of it is replaced by the divergence
+    from the last exit's probabilities at a softmax temperature; without labels only that divergence is left.
 
     >>> early, last = torch.zeros(1, 2), torch.tensor([[0.0, 9.0]])
     >>> [round(loss.item(), 3) for loss in exit_losses([early, last], torch.tensor([1]))]
     [0.693, 0.0]
     """
     teacher = logits[-1].detach()
+    functions = [loss] * len(logits) if callable(loss) else loss
     losses = []
-    for index, student in enumerate(map(_at_least_float32, logits)):
+    for index, (student, function) in enumerate(zip(map(_at_least_float32, logits), functions, strict=True)):
         last = index == len(logits) - 1
         share = 0.0 if last else 1.0 if labels is None else distill
-        loss = student.new_zeros(len(student))
+        values = student.new_zeros(len(student))
         if labels is not None and share < 1:
-            target = labels.to(student.dtype) if labels.ndim == 2 else labels
-            loss = (1 - share) * functional.cross_entropy(student, target, reduction="none")
+            values = (1 - share) * _checked(function(student, labels), len(student))
         if share > 0:
-            loss = loss + share * divergence(student, teacher, temperature)
-        losses.append(loss)
+            values = values + share * divergence(student, teacher, temperature)
+        losses.append(values)
+    return losses
+
+
+def _checked(losses: Tensor, samples: int) -> Tensor:
+    if not isinstance(losses, Tensor) or losses.shape != (samples,):
+        found = f"shape {tuple(losses.shape)}" if isinstance(losses, Tensor) else f"a {type(losses).__name__}"
+        raise BadInput(
+            f"the loss function gave {found} for {samples} samples: return one loss per sample, as losses of"
+            " torch do with reduction='none'"
+        )
     return losses
 
 
@@ -65,6 +92,21 @@ class Epoch:
     validation_losses: Row = ()
     validation_accuracies: Row = ()
 
+    def metrics(self, exits: Sequence[str]) -> dict[str, float]:
+        """Return the numbers by names that loggers take.
+
+        >>> Epoch((0.9, 0.1), (0.7, 0.98)).metrics(["layer1", "end"])
+        {'loss/layer1': 0.9, 'loss/end': 0.1, 'accuracy/layer1': 0.7, 'accuracy/end': 0.98}
+        """
+        names = {"losses": "loss", "accuracies": "accuracy"}
+        names |= {f"validation_{field}": f"validation_{name}" for field, name in names.items()}
+        return {
+            f"{name}/{each}": value
+            for field, name in names.items()
+            for each, value in zip(exits, asdict(self)[field], strict=False)
+            if value is not None
+        }
+
 
 @dataclass(frozen=True)
 class History:
@@ -78,17 +120,24 @@ class History:
 
     exits: tuple[str, ...]
     epochs: tuple[Epoch, ...]
+    best: int | None = None  # index of the epoch whose weights were kept, where `keep_best` asked for it
+
+    @property
+    def kept(self) -> Epoch:
+        """The epoch whose weights the network has: the last, or the best where `keep_best` asked for it."""
+        return self.epochs[-1 if self.best is None else self.best]
 
     @property
     def accuracies(self) -> Row:
-        """Accuracy of every exit after the last epoch: on validation data, or else on the training data."""
-        last = self.epochs[-1]
-        return last.validation_accuracies or last.accuracies
+        """Accuracy of every exit after the epoch that was kept: on validation data, or else on the training data."""
+        return self.kept.validation_accuracies or self.kept.accuracies
 
     def __str__(self) -> str:
-        first, last = self.epochs[0], self.epochs[-1]
+        first, last = self.epochs[0], self.kept
         losses = [f"{_number(start)} -> {_number(end)}" for start, end in zip(first.losses, last.losses, strict=True)]
-        columns = [[f"after {len(self.epochs)} epoch{'s' * (len(self.epochs) > 1)}", *self.exits], ["loss", *losses]]
+        title = f"after {len(self.epochs)} epoch{'s' * (len(self.epochs) > 1)}"
+        title = title if self.best is None else f"epoch {self.best + 1} of {len(self.epochs)}, the best"
+        columns = [[title, *self.exits], ["loss", *losses]]
         accuracies = {"accuracy": last.accuracies, "validation accuracy": last.validation_accuracies}
         columns += [[name, *map(_percent, row)] for name, row in accuracies.items() if row]
         widths = [max(map(len, column)) for column in columns]

@@ -1,9 +1,9 @@
 """How to train: settings, and the optimizer, schedule, phases and weight average that they stand for."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
-from math import cos, pi
+from dataclasses import dataclass, fields
+from math import cos, isfinite, pi
 from typing import Any
 
 import torch
@@ -12,10 +12,15 @@ from torch.optim import SGD, AdamW, Optimizer
 
 from alight.errors import BadInput
 from alight.networks.multi_exit import Carried, MultiExitModel, advance, read
+from alight.training.identity import identity_of
+from alight.training.metrics import Loss, cross_entropy
 
 MODES = ("frozen", "joint", "mixed")
 SCHEDULES = ("cosine", "onecycle", None)
+MONITORS = ("accuracy", "loss")
 PRECISIONS = {None: None, "bf16": torch.bfloat16, "fp16": torch.float16}
+OptimizerFactory = Callable[[list[dict[str, Any]]], Optimizer]  # of parameter groups, as a class of torch.optim is
+Schedule = Callable[[float], float]  # of the share of the training that is done, 0 to 1: a factor of the learning rate
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +38,15 @@ class TrainingSettings:
     torch.compile, which pays where many small kernels wait for the host: after minutes of compiling, and with last
     bits that differ.
 
+    `optimizer` may be a function of parameter groups, such as a class of torch.optim or a `partial` of one; settings
+    that are None are then its own. `schedule` may be a function of the share of the training that is done, 0 to 1,
+    which returns a factor of the learning rate. `loss` may be a function of (logits, labels), or one per exit, which
+    returns one loss per sample; labels are classes or (samples, classes) shares, as the data give them.
+
+    `keep_best` ends with the weights of the epoch that is best on the validation data, by the `monitor` of one exit
+    (`monitor_exit`) or its mean over the exits by their loss weights; `patience` stops after as many epochs without a
+    better one. In mode "mixed" both look at the epochs in which everything is trained.
+
     >>> TrainingSettings(mode="joint", optimizer="sgd").resolve(num_exits=2).learning_rate
     0.03
     """
@@ -40,12 +54,16 @@ class TrainingSettings:
     mode: str = "frozen"  # or "joint", "mixed"
     epochs: int = 10
     backbone_epochs: int | None = None  # of mode "mixed"; None: half of all
-    optimizer: str = "adamw"  # whose first beta is the momentum; or "sgd"
+    optimizer: str | OptimizerFactory = "adamw"  # whose first beta is the momentum; or "sgd", or a function
     learning_rate: float | None = None  # None: 1e-3 for adamw, 3e-2 for sgd
-    weight_decay: float = 1e-4
-    momentum: float = 0.9
+    weight_decay: float | None = None  # None: 1e-4 for adamw and sgd
+    decay_norms: bool = True  # False: no weight decay on norms and biases, which are the weights with one axis
+    momentum: float | None = None  # None: 0.9 for adamw and sgd
     nesterov: bool = False  # for sgd
-    schedule: str | None = "cosine"  # of the learning rate; or "onecycle", None
+    schedule: str | Schedule | None = "cosine"  # of the learning rate; or "onecycle", None, or a function
+    warm_up: float = 0.0  # epochs in which the learning rate climbs from 1/25
+    accumulate: int = 1  # batches whose gradients make one step of the optimizer
+    loss: Loss | Sequence[Loss] | None = None  # None: cross-entropy
     loss_weights: Sequence[float] | None = None  # one per exit; None: 1 each
     distill: float = 0.0
     temperature: float = 1.0
@@ -54,62 +72,108 @@ class TrainingSettings:
     channels_last: bool = False  # memory layout of images for a GPU's kernels; ignored on a CPU
     clip: float | None = None  # largest norm of the gradient
     ema: float | None = None  # decay, such as 0.999: the model ends with the average of its weights
+    keep_best: bool = False
+    patience: int | None = None  # None: train all epochs
+    monitor: str = "accuracy"  # or "loss", on the validation data
+    monitor_exit: str | None = None  # name of an exit
     compile: bool = False
     seed: int = 0
 
     def __post_init__(self) -> None:
         if self.loss_weights is not None:
             object.__setattr__(self, "loss_weights", tuple(map(float, self.loss_weights)))
-        choices = {"mode": MODES, "optimizer": OPTIMIZERS, "schedule": SCHEDULES, "amp": PRECISIONS}
-        for name, known in choices.items():
-            if getattr(self, name) not in known:
-                raise BadInput(f"{name} {getattr(self, name)!r} is none of {', '.join(map(repr, known))}")
+        if isinstance(self.loss, list):
+            object.__setattr__(self, "loss", tuple(self.loss))
+        if self.monitor_exit is not None:
+            object.__setattr__(self, "monitor_exit", str(self.monitor_exit))  # names of layers may be numbers
+        self._check_choices()
         for name, (holds, bound) in self._bounds().items():
             if not holds:
                 raise BadInput(f"{name} {getattr(self, name)} is out of bounds: give {bound}")
+        self._check_together()
+
+    def _check_choices(self) -> None:
+        """Check the settings that are one of a few, or a function."""
+        choices = {"mode": MODES, "optimizer": OPTIMIZERS, "schedule": SCHEDULES, "amp": PRECISIONS}
+        for name, known in (choices | {"monitor": MONITORS}).items():
+            value, functions = getattr(self, name), name in ("optimizer", "schedule")
+            if value not in known and not (functions and callable(value)):
+                also = ", and not a function" * functions
+                raise BadInput(f"{name} {value!r} is none of {', '.join(map(repr, known))}{also}")
+        losses = self.loss if isinstance(self.loss, tuple) else (self.loss or cross_entropy,)
+        if not all(map(callable, losses)):
+            raise BadInput(f"loss {self.loss!r} is not a function of (logits, labels): give one, or one per exit")
+
+    def _check_together(self) -> None:
+        """Check the settings that exclude each other."""
         if self.mode == "mixed" and (self.loss_weights or (1.0,))[-1] == 0:
             raise BadInput("mixed training starts with the last exit, whose loss weight is 0: give it some")
-        if self.nesterov and (self.optimizer != "sgd" or self.momentum == 0):
-            raise BadInput("nesterov is a kind of SGD's momentum: use optimizer='sgd' with some, or leave it out")
+        self._check_momentum()
         if self.rescale_gradients and self.mode == "frozen":
             raise BadInput("rescale_gradients changes nothing in a frozen backbone: leave it out, or use mode='joint'")
+        if self.schedule == "onecycle" and self.warm_up:
+            raise BadInput("schedule 'onecycle' warms up by itself: leave out warm_up, or use schedule='cosine'")
+        if not self.watches_validation and (self.monitor != "accuracy" or self.monitor_exit is not None):
+            raise BadInput("monitor says which epoch is best: set keep_best or patience too, or leave it out")
+
+    def _check_momentum(self) -> None:
+        """Check that the optimizer has the momentum that is asked for."""
+        if callable(self.optimizer) and (self.momentum is not None or self.nesterov):
+            raise BadInput("momentum and nesterov are for 'adamw' and 'sgd': bind them to your optimizer with partial")
+        if self.nesterov and (self.optimizer != "sgd" or self.momentum == 0):
+            raise BadInput("nesterov is a kind of SGD's momentum: use optimizer='sgd' with some, or leave it out")
 
     def _bounds(self) -> dict[str, tuple[bool, str]]:
         """Return for every number whether it is allowed, and what is."""
-        rate, weights, first = self.learning_rate, self.loss_weights, self.backbone_epochs
+        rate, decay, momentum, first = self.learning_rate, self.weight_decay, self.momentum, self.backbone_epochs
         in_epochs = self.mode != "mixed" or first is None or (type(first) is int and 0 <= first < self.epochs)
+        weights, patience = self.loss_weights, self.patience
         return {
             "epochs": (type(self.epochs) is int and self.epochs >= 1, "a whole number, at least 1"),
             "learning_rate": (rate is None or rate > 0, "above 0"),
-            "weight_decay": (self.weight_decay >= 0, "at least 0"),
-            "momentum": (0 <= self.momentum < 1, "from 0 to below 1"),
+            "weight_decay": (decay is None or decay >= 0, "at least 0"),
+            "momentum": (momentum is None or 0 <= momentum < 1, "from 0 to below 1"),
+            "warm_up": (self.warm_up >= 0, "a number of epochs, at least 0"),
+            "accumulate": (type(self.accumulate) is int and self.accumulate >= 1, "a whole number, at least 1"),
             "distill": (0 <= self.distill <= 1, "a share from 0 to 1"),
             "temperature": (self.temperature > 0, "above 0"),
             "clip": (self.clip is None or self.clip > 0, "above 0, or None"),
             "ema": (self.ema is None or 0 < self.ema < 1, "between 0 and 1, or None"),
+            "patience": (patience is None or (type(patience) is int and patience >= 1), "a number of epochs, or None"),
             "seed": (type(self.seed) is int and self.seed >= 0, "a whole number, at least 0"),
             "loss_weights": (not weights or min(weights) >= 0 < max(weights), "none below 0 and some above"),
             "backbone_epochs": (in_epochs, f"a whole number from 0 to below epochs, {self.epochs}"),
         }
 
+    @property
+    def watches_validation(self) -> bool:
+        """Whether the training depends on what the validation data say."""
+        return self.keep_best or self.patience is not None
+
     def resolve(self, num_exits: int) -> "ResolvedSettings":
         """Fill in the defaults that depend on other settings and on the network."""
         weights = (1.0,) * num_exits if self.loss_weights is None else tuple(self.loss_weights)
-        if len(weights) != num_exits:
-            raise BadInput(f"{len(weights)} loss weights for {num_exits} exits: give one per exit")
+        losses = self.loss if isinstance(self.loss, tuple) else (self.loss or cross_entropy,) * num_exits
+        for what, count in {"loss weights": len(weights), "losses": len(losses)}.items():
+            if count != num_exits:
+                raise BadInput(f"{count} {what} for {num_exits} exits: give one per exit")
         first = self.epochs // 2 if self.backbone_epochs is None else self.backbone_epochs
-        rate = OPTIMIZERS[self.optimizer] if self.learning_rate is None else self.learning_rate
         first = first if self.mode == "mixed" else 0
-        filled_in = {"backbone_epochs": first, "learning_rate": rate, "loss_weights": weights}
-        return ResolvedSettings(**asdict(self) | filled_in)
+        if self.warm_up >= (shortest := min(first or self.epochs, self.epochs - first)):
+            raise BadInput(f"warm_up {self.warm_up} is out of bounds: give fewer epochs than are trained, {shortest}")
+        filled_in: dict[str, Any] = {"backbone_epochs": first, "loss": losses, "loss_weights": weights}
+        if isinstance(self.optimizer, str):
+            defaults = {"learning_rate": OPTIMIZERS[self.optimizer], "weight_decay": 1e-4, "momentum": 0.9}
+            filled_in |= {name: value for name, value in defaults.items() if getattr(self, name) is None}
+        return ResolvedSettings(**{each.name: getattr(self, each.name) for each in fields(self)} | filled_in)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ResolvedSettings(TrainingSettings):
-    """Settings for one network, without defaults left open."""
+    """Settings for one network, without defaults left open but those of an own optimizer."""
 
     backbone_epochs: int
-    learning_rate: float
+    loss: tuple[Loss, ...]
     loss_weights: tuple[float, ...]
 
     def uses_channels_last(self, device: torch.device) -> bool:
@@ -119,9 +183,8 @@ class ResolvedSettings(TrainingSettings):
     @property
     def identity(self) -> dict[str, Any]:
         """What a checkpoint must agree with; the number of epochs only where the learning rate depends on it."""
-        found = asdict(self) | {"loss_weights": list(self.loss_weights)}
         left_out = {"compile"} | ({"epochs"} if self.schedule is None else set())
-        return {name: value for name, value in found.items() if name not in left_out}
+        return {each.name: identity_of(getattr(self, each.name)) for each in fields(self) if each.name not in left_out}
 
 
 OPTIMIZERS = {"adamw": 1e-3, "sgd": 3e-2}  # with their default learning rates
@@ -129,23 +192,65 @@ WARM_UP = 0.3  # share of the training in which a one-cycle schedule climbs
 FIRST, FINAL = 1 / 25, 1e-4 / 25  # of the peak, where a one-cycle schedule starts and ends (Smith and Topin 2018)
 
 
-def make_optimizer(settings: ResolvedSettings, parameters: Iterable[nn.Parameter]) -> Optimizer:
-    """Return the optimizer of these settings."""
-    rate, decay, momentum = settings.learning_rate, settings.weight_decay, settings.momentum
+def make_optimizer(settings: ResolvedSettings, parameters: Iterable[tuple[str, nn.Parameter]]) -> Optimizer:
+    """Return the optimizer of these settings for named parameters."""
+    groups = parameter_groups(settings, parameters)
     if settings.optimizer == "sgd":
-        return SGD(parameters, lr=rate, weight_decay=decay, momentum=momentum, nesterov=settings.nesterov)
-    return AdamW(parameters, lr=rate, weight_decay=decay, betas=(momentum, 0.999))
+        return SGD(groups, momentum=settings.momentum or 0.0, nesterov=settings.nesterov)
+    if settings.optimizer == "adamw":
+        return AdamW(groups, betas=(settings.momentum or 0.0, 0.999))
+    made = settings.optimizer(groups)  # type: ignore[operator]
+    if not isinstance(made, Optimizer) or any("lr" not in group for group in made.param_groups):
+        raise BadInput(f"the optimizer function gave a {type(made).__name__}: return an Optimizer of torch with lr")
+    return made
 
 
-def learning_rate_factor(schedule: str | None, done: float) -> float:
-    """Return the factor of the learning rate once this share of the training is done.
+def parameter_groups(
+    settings: ResolvedSettings, parameters: Iterable[tuple[str, nn.Parameter]]
+) -> list[dict[str, Any]]:
+    """Return the groups that an optimizer takes: all parameters, or those without weight decay apart, as in timm.
 
-    >>> [round(learning_rate_factor("cosine", done), 2) for done in (0.0, 0.5, 1.0)]
+    >>> settings = TrainingSettings(decay_norms=False, weight_decay=0.05).resolve(num_exits=1)
+    >>> groups = parameter_groups(settings, nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3)).named_parameters())
+    >>> [(group["weight_decay"], [tuple(each.shape) for each in group["params"]]) for group in groups]
+    [(0.05, [(3, 2)]), (0.0, [(3,), (3,), (3,)])]
+    """
+    own = {"lr": settings.learning_rate, "weight_decay": settings.weight_decay}
+    shared = {name: value for name, value in own.items() if value is not None}
+    decayed, others = list[nn.Parameter](), list[nn.Parameter]()
+    for name, parameter in parameters:
+        is_decayed = settings.decay_norms or (parameter.ndim > 1 and not name.endswith(".bias"))
+        (decayed if is_decayed else others).append(parameter)
+    groups = [{"params": decayed, **shared}, {"params": others, **shared, "weight_decay": 0.0}]
+    return [group for group in groups if group["params"]]
+
+
+def learning_rate_factor(settings: TrainingSettings, passed: float, epochs: int) -> float:
+    """Return the factor of the learning rate once some of these epochs have passed: that of warm-up or schedule.
+
+    >>> [round(learning_rate_factor(TrainingSettings(warm_up=1), passed, 3), 2) for passed in (0, 0.5, 1, 2, 3)]
+    [0.04, 0.52, 1.0, 0.5, 0.0]
+    """
+    warm_up = settings.warm_up
+    if passed < warm_up:
+        return (FIRST + (1 - FIRST) * passed / warm_up) * scheduled_factor(settings.schedule, 0.0)
+    return scheduled_factor(settings.schedule, (passed - warm_up) / (epochs - warm_up))
+
+
+def scheduled_factor(schedule: str | Schedule | None, done: float) -> float:
+    """Return a schedule's factor of the learning rate once this share of it is done.
+
+    >>> [round(scheduled_factor("cosine", done), 2) for done in (0.0, 0.5, 1.0)]
     [1.0, 0.5, 0.0]
     """
     if schedule is None:
         return 1.0
     done = min(done, 1.0)
+    if not isinstance(schedule, str):
+        factor = float(schedule(done))
+        if not (isfinite(factor) and factor >= 0):
+            raise BadInput(f"the schedule gave {factor} at {done:.1%} of the training: give a factor, at least 0")
+        return factor
     if schedule == "cosine":
         return _cosine(done)
     if done < WARM_UP:
@@ -164,6 +269,7 @@ class Phase:
     start: int
     stop: int
     module: nn.Module
+    is_last: bool = True
     frozen: bool = False  # whether the module takes features of a frozen backbone instead of inputs
 
 
@@ -173,7 +279,7 @@ def phases(model: MultiExitModel, settings: ResolvedSettings) -> list[Phase]:
     if settings.mode == "frozen":
         return [Phase(0, last, _HeadsAlone(model), frozen=True)]
     whole = Phase(first, last, _Exits(model, range(model.num_exits), settings.rescale_gradients))
-    return [Phase(0, first, _Exits(model, [model.num_exits - 1])), whole] if first else [whole]
+    return [Phase(0, first, _Exits(model, [model.num_exits - 1]), is_last=False), whole] if first else [whole]
 
 
 class _HeadsAlone(nn.Module):

@@ -4,26 +4,26 @@ Every epoch seeds all random number generators from the seed and the epoch's ind
 the state before it: a training that was stopped resumes as if it had not been.
 """
 
-import json
 import random
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from safetensors.torch import save
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from alight.data.batches import BATCH_SIZE, Batch, batches, in_batches, length_of
-from alight.errors import BadFile, BadInput, Diverged, Mismatch
-from alight.files import SCHEMA, PathLike, check_writable, write_whole
+from alight.errors import BadInput, Diverged, Mismatch
+from alight.files import PathLike, check_writable
 from alight.networks.multi_exit import MultiExitModel, count_classes
-from alight.networks.store import digest, read_tensors
+from alight.networks.store import digest
+from alight.training.best import BestEpoch
+from alight.training.callbacks import Callback, CallbackList, EpochFunction, TrainingState
+from alight.training.checkpoints import Checkpoint, optimizer_numbers, optimizer_tensors, restore_optimizer
 from alight.training.distributed import Processes, ShardedLoader, join_processes
 from alight.training.metrics import Epoch, History, Row, RunningMetrics, exit_losses
 from alight.training.settings import (
@@ -39,8 +39,6 @@ from alight.training.settings import (
 
 CHECK_EVERY = 20  # steps between checks of the loss on a GPU, since each check waits for it
 WARN_AFTER = 500  # samples after which an untrained backbone shows
-KIND = "Checkpoint"
-DELETE = "delete it to train from the start"
 
 
 def train_heads(
@@ -49,6 +47,7 @@ def train_heads(
     settings: TrainingSettings | None = None,
     *,
     validation: Any = None,
+    callbacks: Sequence[Callback | EpochFunction] = (),
     checkpoint: PathLike | None = None,
     checkpoint_every: int = 1,
     device: str | torch.device | None = None,
@@ -59,25 +58,29 @@ def train_heads(
 
     `data` is a loader, a data set, arrays or tensors as (inputs, labels), or a list of (image, label). All but loaders
     are shuffled and taken in batches of `batch_size`; pictures and bytes are normalised for the network. A batch is
-    (inputs, labels), or a dict with "labels", which may there be shares of classes (smoothed labels, mixed images)
-    instead of one class each. `validation` is evaluated after every epoch. The model is moved to `device` and stays
-    there.
+    (inputs, labels), or a dict with "labels", which may be shares of classes (smoothed labels, mixed images) instead of
+    one class each; for a network built without an example only in a dict. The model is moved to `device` and stays
+    there. `validation` is evaluated after every epoch, and then `callbacks` are called with the state of the training:
+    a `Callback`, or a function; one that returns True stops the training.
 
     A `checkpoint` is written after every epoch, or every few (`checkpoint_every`) where epochs are short, and training
     resumes from it: on a CPU the result is bit for bit that of an uninterrupted training, as long as the data draw
-    random numbers from the global generators of torch, NumPy or Python, or from the loader's generator. Under
-    `torchrun` all processes together work on each batch of the loader.
+    random numbers from the global generators of torch, NumPy or Python, or from the loader's generator. A training
+    that was stopped, by a callback or for want of patience, is finished and does not resume. Under `torchrun` all
+    processes together work on each batch of the loader.
 
     >>> model = MultiExitModel([nn.Linear(4, 8), nn.Linear(8, 3)], [nn.Linear(8, 3), nn.Identity()])
     >>> batch = (torch.randn(6, 4), torch.tensor([0, 1, 2, 0, 1, 2]))
     >>> train_heads(model, [batch], TrainingSettings(mode="joint", epochs=2), progress=False).exits
-    ('exit 0', 'exit 1')
+    ('exit 1', 'exit 2')
     """
     if not isinstance(model, MultiExitModel):
         raise BadInput(f"a {type(model).__name__} has no exits yet: attach_heads makes a MultiExitModel of it")
     resolved = (settings or TrainingSettings()).resolve(model.num_exits)
     if model.is_cascade and resolved.mode == "frozen":
         raise BadInput("the heads of a cascade are its networks: train each for itself before, or use mode='joint'")
+    if resolved.watches_validation and validation is None:
+        raise BadInput("keep_best and patience judge epochs by validation data: give some, or leave them out")
     if checkpoint is not None:
         check_writable(checkpoint)
     if checkpoint_every < 1:
@@ -85,58 +88,14 @@ def train_heads(
     if device is None:
         device = next((tensor.device for tensor in (*model.parameters(), *model.buffers())), "cpu")
     processes, place = join_processes(torch.device(device))
-    spec = model.input_spec
+    spec, watching = model.input_spec, CallbackList(callbacks)
     loader = ShardedLoader(in_batches(data, spec, batch_size, shuffle=True), processes)
     held_out = None
     if validation is not None:
         held_out = ShardedLoader(in_batches(validation, spec, batch_size, shuffle=False), processes)
     with _state_restored(model, place, resolved.uses_channels_last(place)):
-        training = _Training(model, resolved, processes, place, loader, checkpoint, checkpoint_every)
+        training = _Training(model, resolved, processes, place, loader, watching, checkpoint, checkpoint_every)
         return training.run(held_out, progress and processes.is_first)
-
-
-@dataclass(frozen=True)
-class Checkpoint:
-    """The state of a training at the end of an epoch, in one safetensors file: all that the next epoch needs."""
-
-    epochs_done: int
-    settings: Mapping[str, Any]  # a training with other settings must not resume from here
-    tensors: Mapping[str, Tensor]  # "model.", "optimizer." or "average." and a name
-    numbers: Mapping[str, Any]  # history, counters, the loss scale
-
-    def part(self, name: str) -> dict[str, Tensor]:
-        """Return the tensors of one part, by their names in it."""
-        prefix = f"{name}."
-        return {key.removeprefix(prefix): tensor for key, tensor in self.tensors.items() if key.startswith(prefix)}
-
-    def save(self, path: PathLike) -> None:
-        """Write the checkpoint; if that fails, the previous one is still there."""
-        metadata = {"alight": KIND, "schema": SCHEMA, "epochs_done": self.epochs_done}
-        metadata |= {"settings": self.settings, "numbers": self.numbers}
-        tensors = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in self.tensors.items()}
-        content = save(tensors, metadata={"alight": json.dumps(metadata)})
-        try:
-            write_whole(path, lambda file: file.write(content))
-        except OSError as error:
-            state = "the previous checkpoint is kept" if Path(path).exists() else "there is no previous checkpoint"
-            raise OSError(error.errno, f"{error.strerror}; {state}", str(path)) from error
-
-    @classmethod
-    def load(cls, path: PathLike) -> "Checkpoint":
-        """Read the file that `save` wrote."""
-        tensors, text = read_tensors(path, remedy=DELETE)
-        try:
-            metadata = json.loads(text.get("alight", "null"))
-        except json.JSONDecodeError as error:
-            raise BadFile(path, f"it is damaged ({error})", DELETE) from error
-        if not isinstance(metadata, dict) or metadata.get("alight") != KIND or type(metadata.get("schema")) is not int:
-            raise BadFile(path, "it is not a checkpoint of alight", "give another path for the checkpoint")
-        if (schema := metadata["schema"]) > SCHEMA:
-            raise BadFile(path, f"its schema is {schema}, this alight reads up to {SCHEMA}", "upgrade alight")
-        try:
-            return cls(metadata["epochs_done"], metadata["settings"], tensors, metadata["numbers"])
-        except KeyError as error:
-            raise BadFile(path, f"it lacks {error}", DELETE) from error
 
 
 class _Training:
@@ -149,6 +108,7 @@ class _Training:
         processes: Processes,
         device: torch.device,
         loader: ShardedLoader,
+        callbacks: CallbackList,
         checkpoint: PathLike | None,
         checkpoint_every: int,
     ) -> None:
@@ -158,10 +118,16 @@ class _Training:
         self.changed: nn.Module = model.heads if settings.mode == "frozen" else model  # what a checkpoint keeps
         if not any(parameter.requires_grad for parameter in self.changed.parameters()):
             raise BadInput("nothing can be trained: no head has weights that require a gradient")
-        self.identity = settings.identity | {"exits": list(model.exits), "batches": self.num_batches}
-        if settings.mode == "frozen" and checkpoint is not None:
-            self.identity["backbone"] = digest(model.stages.state_dict())
+        self.identity = {} if checkpoint is None else self._identity()
         self.num_classes, self.warned = 0, settings.mode != "frozen" or not processes.is_first
+        self.callbacks, self.steps, self.stopped = callbacks, 0, False
+        self.watches_steps = processes.any(callbacks.watches_steps, device)
+
+    def _identity(self) -> dict[str, Any]:
+        """Return what a checkpoint must agree with to be resumed from."""
+        found = self.settings.identity | {"exits": list(self.model.exits), "batches": self.num_batches}
+        frozen = {"backbone": digest(self.model.stages.state_dict())} if self.settings.mode == "frozen" else {}
+        return found | frozen
 
     def run(self, validation: ShardedLoader | None, progress: bool) -> History:
         """Train all epochs that are left, and return the history of all."""
@@ -173,12 +139,14 @@ class _Training:
         with tqdm(desc="train", unit="batch", total=total, disable=not progress) as bar:
             bar.update(done * (self.num_batches or 0))
             for phase in phases(self.model, self.settings):
-                if done < phase.stop:
+                if (done <= phase.stop or phase.is_last) and not (self.stopped and phase.start >= done):
                     running = _RunningPhase(self, phase)
                     if checkpoint and phase.start < done:
                         running.restore(checkpoint)
                     self._train(running, max(done, phase.start), validation, bar)
-        return History(self.model.exits, tuple(self.history))
+                    running.conclude()
+        best = running.best.index if running.best and self.settings.keep_best else None
+        return History(self.model.exits, tuple(self.history), best)
 
     def _load_checkpoint(self) -> Checkpoint | None:
         """Return the checkpoint if there is one, once its weights are in the model."""
@@ -201,19 +169,24 @@ class _Training:
         self.history = [
             Epoch(**{name: tuple(row) for name, row in epoch.items()}) for epoch in checkpoint.numbers["history"]
         ]
+        self.steps, self.stopped = checkpoint.numbers["steps"], checkpoint.numbers["stopped"]
+        self.callbacks.load_state_dict(checkpoint.numbers["callbacks"])
         return checkpoint
 
     def _train(self, running: "_RunningPhase", start: int, validation: ShardedLoader | None, bar: Any) -> None:
+        """Train the epochs of a phase that are left, until the last or until the training is stopped."""
         for epoch in range(start, running.phase.stop):
-            last = epoch == running.phase.stop - 1
+            if self.stopped:
+                break
             trained = self._epoch(running, epoch, bar)
-            validated: tuple[Row, Row] = ((), ())
-            if validation is not None:
-                with running.average.applied() if running.average else nullcontext():
-                    validated = self._validate(validation)
-            if running.average and last:
-                self.changed.load_state_dict(running.average.state)
-            self.history.append(Epoch(*trained, *validated))
+            with running.average.applied() if running.average else nullcontext():
+                validated = self._validate(validation) if validation is not None else ((), ())
+                self.history.append(Epoch(*trained, *validated))
+                stops = running.best is not None and running.best.update(self.history, self.changed)
+                if self.processes.is_first:
+                    stops |= self.callbacks.on_epoch_end(self._state(running, epoch, {}))
+            self.stopped |= self.processes.any(stops, self.device)
+            last = self.stopped or epoch == running.phase.stop - 1
             if last or (epoch + 1) % self.checkpoint_every == 0:
                 if self.checkpoint is not None and self.processes.is_first:
                     running.state(epoch + 1).save(self.checkpoint)
@@ -227,28 +200,60 @@ class _Training:
         self.loader.begin_epoch(epoch, seed)
         running.set_modes()
         metrics = RunningMetrics(self.model.num_exits, self.device)
-        unchecked: dict[int, dict[int, Tensor]] = {}  # mean losses by step and exit
-        for step, batch in enumerate(batches(self.loader, self.model.input_spec, f"epoch {epoch + 1}")):
-            weight = self.loader.next_weight()
-            running.set_learning_rate(epoch, step)
-            if batch.labels is None and (self.settings.mode != "frozen" or self.settings.distill == 0):
-                raise BadInput(
-                    "the loader gives no labels: let a batch be (inputs, labels) or a dict with 'labels',"
-                    " or distil from the last exit of a frozen backbone (mode='frozen', distill=1.0)"
-                )
-            losses, logits, labels = self._losses(batch, running.logits, self.settings.distill)
-            unchecked[step] = {index: loss.detach().mean() for index, loss in losses.items()}
-            if self.device.type == "cpu" or len(unchecked) == CHECK_EVERY:
-                self._check_finite(unchecked, epoch)
-            running.step(losses, weight)
-            if weight:
-                metrics.add(losses, logits, labels)
-            bar.update()
-            if not unchecked:
-                self._show(metrics, epoch, bar)
+        unchecked: dict[int, dict[int, Tensor]] = {}  # mean losses by batch and exit
+        seen = 0
+        for window in self._windows(epoch):
+            running.start_step(epoch, seen)
+            means = dict[int, Tensor]()
+            for batch, weight in window:
+                losses, logits, labels = self._losses(batch, running.logits, self.settings.distill)
+                unchecked[seen] = {index: loss.detach().mean() for index, loss in losses.items()}
+                if self.watches_steps:
+                    means = {index: weight * mean + means.get(index, 0.0) for index, mean in unchecked[seen].items()}
+                if self.device.type == "cpu" or len(unchecked) == CHECK_EVERY:
+                    self._check_finite(unchecked, epoch)
+                running.backward(losses, weight)
+                if weight:
+                    metrics.add(losses, logits, labels)
+                seen += 1
+                bar.update()
+                if not unchecked:
+                    self._show(metrics, epoch, bar)
+            running.step()
+            self.steps += 1
+            if self.watches_steps and self._stops_after_step(running, epoch, means):
+                break
         self._check_finite(unchecked, epoch)
         self._show(metrics, epoch, bar, last=True)
         return metrics.means(self.processes)
+
+    def _windows(self, epoch: int) -> Iterator[list[tuple[Batch, float]]]:
+        """Yield the batches of each step with the factors that make their mean losses that of all their samples."""
+        window: list[tuple[Batch, float, int]] = []
+        for batch in batches(self.loader, self.model.input_spec, f"epoch {epoch + 1}"):
+            if batch.labels is None and (self.settings.mode != "frozen" or self.settings.distill == 0):
+                raise BadInput(
+                    "the loader gives no labels: let a batch be (inputs, labels), or a dict with 'labels' (shares of"
+                    " classes need one where a network was built without an example), or distil from the last exit of"
+                    " a frozen backbone (mode='frozen', distill=1.0)"
+                )
+            window.append((batch, *self.loader.next_weight(len(batch))))
+            if len(window) == self.settings.accumulate:
+                yield _weighted(window)
+                window = []
+        if window:
+            yield _weighted(window)
+
+    def _stops_after_step(self, running: "_RunningPhase", epoch: int, losses: Mapping[int, Tensor]) -> bool:
+        stops = self.processes.is_first and self.callbacks.on_step_end(self._state(running, epoch, losses))
+        self.stopped = self.processes.any(stops, self.device)
+        return self.stopped
+
+    def _state(self, running: "_RunningPhase", epoch: int, losses: Mapping[int, Tensor]) -> TrainingState:
+        exits = self.model.exits
+        by_name = {exits[index]: loss for index, loss in losses.items()}
+        history = History(exits, tuple(self.history))
+        return TrainingState(self.model, running.optimizer, epoch, self.steps, by_name, history)
 
     def _check_finite(self, unchecked: dict[int, dict[int, Tensor]], epoch: int) -> None:
         """Raise an error that names exit and step if one of these losses is NaN or infinite; forget them otherwise."""
@@ -259,7 +264,7 @@ class _Training:
             index, path = [*unchecked[step]][column], self.checkpoint
             saved = path is not None and Path(path).exists()
             raise Diverged(
-                f"training diverged: the loss of exit {index} ({self.model.exits[index]}) is"
+                f"training diverged: the loss of {self.model.exits[index]} is"
                 f" {float(losses[row][column])} at step {step + 1} of epoch {epoch + 1}: lower the learning rate, set"
                 " clip=1.0, or look for NaN in the inputs or weights"
                 + (f"; the checkpoint {path} holds the last good epoch" if saved else "")
@@ -283,7 +288,7 @@ class _Training:
         self.model.eval()
         metrics = RunningMetrics(self.model.num_exits, self.device)
         for batch in batches(loader, self.model.input_spec, "validation"):
-            weight = loader.next_weight()
+            weight, _ = loader.next_weight(len(batch))
             losses, logits, labels = self._losses(batch, lambda inputs: dict(enumerate(self.model(inputs))))
             if weight:
                 metrics.add(losses, logits, labels)
@@ -303,12 +308,20 @@ class _Training:
         self.num_classes = sizes[0]
         if not (getattr(batch.labels, "is_cuda", False) and self.history):  # after an epoch, do not wait
             batch.check(self.num_classes)
-        losses = exit_losses([*logits.values()], placed.labels, distill=distill, temperature=self.settings.temperature)
+        own = [self.settings.loss[index] for index in logits]
+        temperature = self.settings.temperature
+        losses = exit_losses([*logits.values()], placed.labels, distill=distill, temperature=temperature, loss=own)
         return dict(zip(logits, losses, strict=True)), logits, placed.labels
 
 
+def _weighted(window: Sequence[tuple[Batch, float, int]]) -> list[tuple[Batch, float]]:
+    """Return the batches of a step, each with its factor times its share of the samples."""
+    total = sum(samples for _, _, samples in window)
+    return [(batch, weight * (samples / total)) for batch, weight, samples in window]
+
+
 class _RunningPhase:
-    """One phase under way: the part of the network that is trained, its optimizer, loss scale and weight average."""
+    """One phase under way: the part of the network that is trained, its optimizer, weight average and best epoch."""
 
     def __init__(self, training: _Training, phase: Phase) -> None:
         self.training, self.phase, self.settings = training, phase, training.settings
@@ -323,10 +336,14 @@ class _RunningPhase:
             raise BadInput(f"loss weights {settings.loss_weights} leave no head to train: give one of them some weight")
         module = training.processes.average_gradients(phase.module)
         self.forward = torch.compile(module, dynamic=False) if settings.compile else module
-        self.parameters = [each for each in phase.module.parameters() if each.requires_grad]
-        self.optimizer = make_optimizer(settings, self.parameters)
+        named = [(name, each) for name, each in phase.module.named_parameters() if each.requires_grad]
+        self.parameters = [each for _, each in named]
+        self.optimizer = make_optimizer(settings, named)
+        self.rates = [group["lr"] for group in self.optimizer.param_groups]
         self.scaler = torch.amp.GradScaler(training.device.type, enabled=settings.amp == "fp16")
         self.average = WeightAverage(training.changed, settings.ema) if settings.ema else None
+        watches = settings.watches_validation and phase.is_last
+        self.best = BestEpoch(settings, model.exits, phase.start) if watches else None
 
     def set_modes(self) -> None:
         """Put what is trained into training mode; the batch-norm statistics of whatever is frozen must not change."""
@@ -337,11 +354,14 @@ class _RunningPhase:
             if weights and not any(each.requires_grad for each in weights):
                 module.eval()  # with all inside it, such as a batch norm without weights
 
-    def set_learning_rate(self, epoch: int, step: int) -> None:
-        within = min(step / self.training.num_batches, 1) if self.training.num_batches else 0.0
-        done = (epoch - self.phase.start + within) / (self.phase.stop - self.phase.start)
-        for group in self.optimizer.param_groups:
-            group["lr"] = self.settings.learning_rate * learning_rate_factor(self.settings.schedule, done)
+    def start_step(self, epoch: int, seen: int) -> None:
+        """Forget the gradients of the last step, and set the learning rate once this epoch has seen some batches."""
+        self.optimizer.zero_grad(set_to_none=True)
+        within = min(seen / self.training.num_batches, 1) if self.training.num_batches else 0.0
+        passed, epochs = epoch - self.phase.start + within, self.phase.stop - self.phase.start
+        factor = learning_rate_factor(self.settings, passed, epochs)
+        for group, rate in zip(self.optimizer.param_groups, self.rates, strict=True):
+            group["lr"] = rate * factor
 
     def logits(self, inputs: Any) -> dict[int, Tensor]:
         """Return the logits by exit; the stages of a frozen backbone run without gradient."""
@@ -352,12 +372,14 @@ class _RunningPhase:
             features = model.carried_past_exits(inputs)
         return self.forward(features)
 
-    def step(self, losses: Mapping[int, Tensor], weight: float) -> None:
-        """Take an optimizer step on the weighted sum of the exits' mean losses."""
+    def backward(self, losses: Mapping[int, Tensor], weight: float) -> None:
+        """Add the gradients of the weighted sum of the exits' mean losses."""
         chosen = [index for index in self.trained if index in losses]
         weighted = [self.settings.loss_weights[index] * losses[index].mean() for index in chosen]
-        self.optimizer.zero_grad(set_to_none=True)
         self.scaler.scale(weight * torch.stack(weighted).sum()).backward()  # type: ignore[no-untyped-call]
+
+    def step(self) -> None:
+        """Take an optimizer step on the gradients that there are."""
         if self.settings.clip is not None:
             self.scaler.unscale_(self.optimizer)
             nn.utils.clip_grad_norm_(self.parameters, self.settings.clip)
@@ -366,41 +388,42 @@ class _RunningPhase:
         if self.average:
             self.average.update()
 
+    def conclude(self) -> None:
+        """Give the network the weights that the phase ends with: of the best epoch, their average, or the last."""
+        if self.best and self.best.weights:
+            self.training.changed.load_state_dict(self.best.weights)
+        elif self.average:
+            self.training.changed.load_state_dict(self.average.state)
+
     def state(self, epochs_done: int) -> Checkpoint:
         """Return the checkpoint to resume from."""
         training = self.training
-        parts = {"model": training.changed.state_dict(), "optimizer": _optimizer_tensors(self.optimizer)}
+        parts = {"model": training.changed.state_dict(), "optimizer": optimizer_tensors(self.optimizer)}
         if self.average:
             parts["average"] = self.average.state
+        if self.best:
+            parts["best"] = self.best.weights
         tensors = {f"{part}.{name}": tensor for part, state in parts.items() for name, tensor in state.items()}
         numbers = {
             "scaler": self.scaler.state_dict(),
+            "optimizer": optimizer_numbers(self.optimizer),
             "averaged_steps": self.average.steps if self.average else 0,
             "history": [asdict(epoch) for epoch in training.history],
+            "steps": training.steps,
+            "stopped": training.stopped,
+            "callbacks": training.callbacks.state_dict(),
         }
         return Checkpoint(epochs_done, training.identity, tensors, numbers)
 
     def restore(self, checkpoint: Checkpoint) -> None:
         """Resume from a checkpoint of this phase."""
-        state: dict[int, dict[str, Tensor]] = {}
-        for key, tensor in checkpoint.part("optimizer").items():
-            index, _, name = key.partition(".")
-            state.setdefault(int(index), {})[name] = tensor
-        self.optimizer.load_state_dict({**self.optimizer.state_dict(), "state": state})
+        restore_optimizer(self.optimizer, checkpoint.part("optimizer"), checkpoint.numbers["optimizer"])
         if checkpoint.numbers["scaler"]:
             self.scaler.load_state_dict(dict(checkpoint.numbers["scaler"]))
         if self.average:
             self.average.load(checkpoint.part("average"), checkpoint.numbers["averaged_steps"])
-
-
-def _optimizer_tensors(optimizer: Optimizer) -> dict[str, Tensor]:
-    """Return the state tensors of an optimizer, named by the parameter's index and the state's name."""
-    return {
-        f"{index}.{name}": value
-        for index, state in optimizer.state_dict()["state"].items()
-        for name, value in state.items()
-        if isinstance(value, Tensor)
-    }
+        if self.best:
+            self.best.restore(self.training.history, checkpoint.part("best"))
 
 
 def _warn_if_untrained(accuracies: Row, num_classes: int) -> None:
