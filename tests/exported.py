@@ -80,9 +80,7 @@ def table() -> HeadOutputs:
     with torch.inference_mode():
         logits = [each.numpy() for each in network()(torch.from_numpy(images()))]
     labels = np.random.default_rng(0).integers(5, size=len(images()))
-    return HeadOutputs.from_logits(
-        logits, labels, features=["max_probability", "negative_entropy", "logit_margin"], keep_log_probabilities=True
-    )
+    return HeadOutputs.from_logits(logits, labels, features=["max_probability", "negative_entropy", "logit_margin"])
 
 
 def middle(exit_index: int, share: float) -> float:
@@ -109,7 +107,7 @@ def folder(open_exits: tuple[int, ...] = OPEN) -> Path:
 def drawn(kind: str, rng: np.random.Generator, open_exits: tuple[int, ...]) -> Policy:
     """A policy of this kind over these exits, its numbers drawn; no threshold lies at a recorded score."""
     costs = tuple(ALL_COSTS[index] for index in open_exits)
-    terms = {"costs": costs, "open_exits": open_exits, "num_exits": 4}
+    terms = {"costs": costs, "open_exits": open_exits, "num_exits": 4, "salt": int(rng.integers(2**53))}
     thresholds = tuple(middle(index, rng.uniform()) for index in open_exits[:-1])
     if kind == "threshold":
         return Threshold(thresholds, **terms)

@@ -13,7 +13,7 @@ from alight import Predictor, calibrate, load_model, measure_costs, record
 from alight.cluster.shards import open_data
 from alight.cluster.stores import PartitionFolder, Store
 from alight.cluster.workers import ShardWorker, WorkerSettings, pack
-from alight.data.formats import load_data
+from alight.data.batches import load_data
 from alight.engine.settings import RunSettings
 from alight.networks.multi_exit import example_of
 
@@ -54,8 +54,8 @@ def check_once(folder, decisions):
     """Check that every sample has one row, with the decision of one machine."""
     table = answers(folder)
     assert table["sample"].to_pylist() == list(range(len(decisions)))
-    assert table["label"].to_pylist() == decisions.predictions.tolist()
-    assert table["exit"].to_pylist() == decisions.exits.tolist()
+    assert table["prediction"].to_pylist() == decisions.predictions.tolist()
+    assert table["exit"].to_pylist() == [decisions.exit_names[index] for index in decisions.exits]
     assert table["cost_FLOPs"].to_pylist() == decisions.spent.tolist()
 
 

@@ -11,17 +11,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 from commands import run
-from networks import as_arrays, check_once, make_job, on_one_machine
-from pyarrow import fs
+from networks import answers, as_arrays, as_pictures, check_once, make_job, on_one_machine
+from pyarrow import fs, parquet
 from waiting import wait_until
 
 from alight import HeadOutputs, calibrate, load_model, load_policy, record
 from alight.cli.parser import COMMANDS
 from alight.cluster.jobs import JobConfig, predict_on_ray, record_on_ray
 from alight.cluster.stores import Store
-from alight.data.formats import load_data
+from alight.data.batches import load_data
 from alight.errors import BadFile, BadInput, Mismatch
-from alight.policies.policy import Threshold
+from alight.policies.policy import Lottery, Threshold
 
 CONFIG = JobConfig(batch_size=32, partition_rows=64, workers=2, progress=False)
 
@@ -148,6 +148,19 @@ def test_compiled_stages_give_the_same_rows(folder, model, policy, tmp_path, cap
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("cluster")
+def test_random_exits_are_those_of_one_machine(folder, policy, tmp_path, capsys):
+    Lottery(costs=policy.costs, exit_rates=(0.4, 0.3, 0.3), unit=policy.unit).save(tmp_path / "lottery.json")
+    as_pictures(folder / "test.npz", tmp_path / "pictures")
+    line = f"predict {folder}/model {tmp_path}/lottery.json {tmp_path}/pictures --batch-size 32 --device cpu --quiet"
+    assert run(f"{line} -o {tmp_path}/here.parquet", capsys)[0] == 0
+    assert run(f"{line} --engine ray --partition-rows 64 --actors 1 -o {tmp_path}/there", capsys)[0] == 0
+    here, there = parquet.read_table(tmp_path / "here.parquet"), answers(tmp_path / "there")
+    assert here["exit"].to_pylist() == there["exit"].to_pylist()
+    assert len(set(here["exit"].to_pylist())) == 3
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("cluster")
 def test_a_file_that_a_worker_cannot_read_is_named_in_one_line(folder, tmp_path, capsys):
     where = tmp_path / "pictures"
     where.mkdir()
@@ -167,7 +180,7 @@ def test_a_file_that_a_worker_cannot_read_is_named_in_one_line(folder, tmp_path,
 def test_invalid_jobs_are_refused_before_anything_runs(folder, policy, tmp_path, capsys):
     data, model = str(folder / "test"), folder / "model"
     labelled = record(load_model(model), load_data(folder / "train.npz", load_model(model).input_spec), progress=False)
-    paced = calibrate.certified_stream(calibrate.eero)(policy.costs, policy.budget, labelled)
+    paced = calibrate.certified_stream(calibrate.eero, seed=0)(policy.costs, policy.budget, labelled)
     with pytest.raises(BadInput, match="a paced policy keeps its budget along one stream, and every worker is"):
         predict_on_ray(model, paced, data, str(tmp_path / "a"), CONFIG)
     foreign = Threshold(thresholds=(0.5, 0.5), costs=policy.costs, fingerprint="another")

@@ -18,7 +18,7 @@ from alight.calibrate import certified_batch
 from alight.cli import main
 from alight.cluster.stores import PartitionFolder, Store
 from alight.cluster.workers import PredictTask, RecordTask, ShardWorker, WorkerSettings, pack
-from alight.data.formats import load_data
+from alight.data.batches import load_data
 from alight.errors import BadInput
 
 WORDS = "bread soup sauce guitar song piano".split()
@@ -87,7 +87,7 @@ def digits(tmp_path_factory):
 def test_a_quota_keeps_its_budget_in_every_batch_and_in_total(digits, tmp_path):
     folder, model, policy = digits
     quota = certified_batch(lambda *_: policy)(policy.costs, policy.budget, ())
-    task = PredictTask(quota, model.classes)
+    task = PredictTask(quota, model.exits, model.classes)
     by_a_worker(task, folder / "model", folder / "test", tmp_path / "same", rows=64, batch_size=32)
     decisions = on_one_machine(model, quota, folder / "test.npz", 32)
     check_once(tmp_path / "same", decisions)  # in the same batches
@@ -117,7 +117,14 @@ def test_freed_memory_is_returned_to_the_system_after_a_partition(digits, tmp_pa
     before = held()
     del blocks
     assert held() > before - 20
-    by_a_worker(PredictTask(policy, model.classes), folder / "model", folder / "test", tmp_path, rows=64, batch_size=32)
+    by_a_worker(
+        PredictTask(policy, model.exits, model.classes),
+        folder / "model",
+        folder / "test",
+        tmp_path,
+        rows=64,
+        batch_size=32,
+    )
     assert held() < before - 60
     assert len(few) == 20
 
@@ -125,7 +132,7 @@ def test_freed_memory_is_returned_to_the_system_after_a_partition(digits, tmp_pa
 def test_data_and_results_may_be_in_a_file_system_without_folders(digits, tmp_path):
     folder, model, policy = digits
     task, memory = (
-        PredictTask(policy, model.classes),
+        PredictTask(policy, model.exits, model.classes),
         fsspec.filesystem("memory"),
     )  # which has keys alone, like a bucket
     memory.pipe("/bucket/images.npy", (folder / "test" / "images.npy").read_bytes())
@@ -142,7 +149,7 @@ def test_data_and_results_may_be_in_a_file_system_without_folders(digits, tmp_pa
 def test_images_keep_their_names_and_a_damaged_one_is_named(digits, tmp_path):
     folder, model, policy = digits
     as_pictures(folder / "test.npz", tmp_path / "pictures")
-    where, task = tmp_path / "pictures", PredictTask(policy, model.classes)
+    where, task = tmp_path / "pictures", PredictTask(policy, model.exits, model.classes)
     by_a_worker(task, folder / "model", where, tmp_path / "answers", rows=100, batch_size=32)
     names = answers(tmp_path / "answers")["sample"].to_pylist()
     assert names == sorted(str(path) for path in where.glob("*/*.png"))
@@ -158,7 +165,7 @@ def test_images_are_refused_where_the_normalisation_is_unknown(digits, tmp_path)
     model = load_model(folder / "model")
     model.normalisation = None
     save_model(model, tmp_path / "model")
-    task = PredictTask(policy, model.classes, allow_mismatch=True)
+    task = PredictTask(policy, model.exits, model.classes, allow_mismatch=True)
     done = by_a_worker(task, tmp_path / "model", folder / "test", tmp_path / "out", rows=100, batch_size=32)
     assert all("how the network normalises them is unknown" in error for error in done["error"])
     assert not list((tmp_path / "out").glob("part-*"))

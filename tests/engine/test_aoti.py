@@ -10,7 +10,7 @@ from torch import nn
 
 from alight import MultiExitModel, Predictor, RunSettings, export_model
 from alight.errors import AlightError, BadInput
-from alight.policies.policy import ExitAt, Threshold
+from alight.policies.policy import ExitAt, Lottery, Threshold
 from alight.serve.model import load_served_model
 
 
@@ -36,6 +36,12 @@ def test_compiled_stages_decide_what_the_predictor_decides(tmp_path):
         found = compiled(numbers)
         assert (found.predictions == expected.predictions).all()
         assert (found.exits == expected.exits).all()
+    lottery = Lottery(costs=(1.0, 3.0), exit_rates=(0.5, 0.5))
+    divided = compiled.with_policy(lottery)
+    start = divided.next_number
+    parts = [divided(numbers[first:last]).exits for first, last in ((0, 1), (1, 20), (20, 60))]
+    expected_exits = Predictor(model, lottery)(numbers, np.arange(start, start + 60)).exits
+    np.testing.assert_array_equal(np.concatenate(parts), expected_exits)
     served = load_served_model(folder, {"rule": rule}, settings=RunSettings(threads=1))
     assert (served.predictors["rule"](numbers).exits == expected.exits).all()
     assert served.engine == "PyTorch, compiled ahead of time"

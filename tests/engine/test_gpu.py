@@ -1,5 +1,6 @@
 """On a GPU the predictor equals a replay of its own recording, but for samples that lie on a threshold."""
 
+import itertools
 from dataclasses import replace
 
 import numpy as np
@@ -12,14 +13,14 @@ from alight.engine.backends import Reads
 from alight.engine.backends.torch import values
 from alight.engine.backends.torch.prepare import SHAPES
 from alight.engine.backends.torch.rows import kernels, move
-from alight.engine.backends.torch.values import CLASSES, pack, pack_by_kernel
+from alight.engine.backends.torch.values import CLASSES, RANKS, pack, pack_by_kernel
 from alight.engine.predictor import Predictor
 from alight.engine.recorder import record, record_to
 from alight.engine.settings import RunSettings
 from alight.errors import AlightError
 from alight.networks.multi_exit import MultiExitModel
 from alight.networks.zoo import resnet18_cifar
-from alight.policies.policy import ExitAt, Threshold
+from alight.policies.policy import ExitAt, Lottery, Threshold
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 NEAR = {"fp32": 1e-5, "bf16": 2e-2}  # last bits change with the batch size
@@ -69,6 +70,15 @@ def test_the_predictor_equals_replay_on_a_gpu(model, images, dtype, channels_las
         assert decisions.mean_cost <= 1.05 * policy.budget
 
 
+@pytest.mark.parametrize("settings", [CUDA, GRAPHS], ids=["eager", "graphs"])
+def test_a_stream_on_a_gpu_is_decided_alike_however_it_is_divided_into_calls(model, images, settings):
+    rule = Lottery(costs=tuple(COSTS.tolist()), exit_rates=(0.125,) * 8, salt=7)
+    whole = Predictor(model, rule, settings=settings, batch_size=64)(images[:400])
+    found, ends = Predictor(model, rule, settings=settings, batch_size=64), [0, 1, 2, 66, 100, 357, 399, 400]
+    parts = [found(images[start:stop]).exits for start, stop in itertools.pairwise(ends)]
+    np.testing.assert_array_equal(np.concatenate(parts), whole.exits)
+
+
 def test_a_loader_and_a_stream_on_a_gpu_give_every_sample_once(model, images):
     table = record(model, [images], settings=CUDA, progress=False)
     policy = calibrate.eero(COSTS, "60%", table)
@@ -77,10 +87,10 @@ def test_a_loader_and_a_stream_on_a_gpu_give_every_sample_once(model, images):
     assert len(whole) == 1500
     assert ((whole.probabilities > 0) & (whole.probabilities <= 1)).all()
     answered = np.concatenate([each.samples for each in predictor.stream([images])])
-    assert sorted(answered) == list(range(1500))
+    assert sorted(answered) == list(range(1500, 3000))
     broken = images.clone()
     broken[321] = float("nan")
-    with pytest.raises(ValueError, match="sample 321"):
+    with pytest.raises(ValueError, match="sample 3321"):
         predictor(broken)
 
 
@@ -91,7 +101,7 @@ def test_a_recording_on_a_gpu_keeps_the_order_while_batches_are_on_their_way(mod
         (part.cuda(), known.cuda()) if index % 2 else (part.cpu(), known)
         for index, (part, known) in enumerate(zip(images.split(70), labels.split(70), strict=True))
     ]
-    options = {"settings": CUDA, "features": ["negative_entropy"], "log_probabilities": True, "progress": False}
+    options = {"settings": CUDA, "features": ["negative_entropy"], "progress": False}
     whole, parts = (record(model, each, **options) for each in ([(images, labels)], batches))
     np.testing.assert_array_equal(parts.labels, labels.numpy())
     np.testing.assert_allclose(parts.scores, whole.scores, atol=1e-4)
@@ -147,17 +157,17 @@ def test_rows_move_on_a_gpu_as_they_do_on_the_host(dtype, shape, last):
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("classes", [2, 3, 100, 1000, 5000])
-@pytest.mark.parametrize("columns", [("margin",), ("max_probability",), ("margin", "negative_entropy")])
-@pytest.mark.parametrize("probability", [False, True])
-def test_one_kernel_packs_logits_as_ten_do(dtype, classes, columns, probability, monkeypatch):
+@pytest.mark.parametrize("columns", [("margin",), ("max_probability",), ("margin", "negative_entropy"), ()])
+@pytest.mark.parametrize(("probability", "top"), [(False, 0), (False, 5), (True, 3)])
+def test_one_kernel_packs_logits_as_ten_do(dtype, classes, columns, probability, top, monkeypatch):
     logits = (4 * torch.randn(33, classes, generator=torch.Generator().manual_seed(2))).to(dtype).cuda()
     logits[0] = 1.0  # all level
     logits[1, 1:] = -np.inf  # masked out
     logits[2, 1], logits[3, 0], logits[4] = np.nan, np.inf, -np.inf
-    quick = pack(logits, Reads(columns, probability)).cpu().numpy()
-    assert pack_by_kernel(logits, Reads(columns[:1], probability)) is not None
+    quick = pack(logits, Reads(columns, probability, top)).cpu().numpy()
+    assert pack_by_kernel(logits, Reads(("margin",), probability, top)) is not None
     monkeypatch.setattr(values, "pack_by_kernel", lambda *given: None)
-    slow = pack(logits, Reads(columns, probability)).cpu().numpy()
+    slow = pack(logits, Reads(columns, probability, top)).cpu().numpy()
     assert quick.shape == slow.shape
     assert not np.isfinite(quick[2:5, 1]).any()
     assert not np.isfinite(slow[2:5, 1]).any()
@@ -166,13 +176,14 @@ def test_one_kernel_packs_logits_as_ten_do(dtype, classes, columns, probability,
     answers = quick[usable, 0].astype(int)
     np.testing.assert_array_equal(logits.double().cpu().numpy()[usable, answers], quick[usable, 1])
     turned = logits.t().contiguous().t()  # classes far apart in memory
-    one, other = (pack_by_kernel(each, Reads(columns[:1])) for each in (turned, logits))
+    one, other = (pack_by_kernel(each, Reads(("margin",), top=top)) for each in (turned, logits))
     np.testing.assert_array_equal(one.cpu(), other.cpu())
 
 
 def test_too_many_classes_for_one_program_are_packed_by_torch():
     assert pack_by_kernel(torch.zeros(2, CLASSES + 1, device="cuda"), Reads(("margin",))) is None
     assert pack_by_kernel(torch.zeros(2, 3, device="cuda"), Reads(("logit_margin",))) is None
+    assert pack_by_kernel(torch.zeros(2, 30, device="cuda"), Reads(("margin",), top=RANKS + 1)) is None
 
 
 def test_replayed_batches_decide_as_launched_ones(model, images):
@@ -218,11 +229,11 @@ def test_partial_batches_are_replayed_in_the_rows_of_a_full_batch_where_launchin
     plain, quick = (Predictor(model, policy, settings=each, batch_size=64) for each in chosen)
     quick(images[:64])
     assert all(each.fast for run in quick.backend.runs for each in run.captured.values())  # kernels of microseconds
-    run_as_they_are = []
+    run_unchanged = []
     for run in quick.backend.runs:
-        run.run = run_as_they_are.append
+        run.run = run_unchanged.append
     rests = quick(images[:100]), quick(images[100:130])
-    assert not run_as_they_are
+    assert not run_unchanged
     expected = plain(images[:130]).predictions
     assert (np.concatenate([each.predictions for each in rests]) == expected).mean() > 0.98
 

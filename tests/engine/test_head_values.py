@@ -64,6 +64,23 @@ def test_a_masked_class_is_not_a_fault(library):
     logits = torch.tensor([[1.0, 3.0, -math.inf]])
     assert math.isfinite(one(logits, Reads(("margin",))).largest)
     assert one(logits, Reads(("margin",))).predictions == 1
-    values = rows(logits, Reads(("log_probabilities",)))
-    assert np.isneginf(values.columns[0][0, 2])
+    values = rows(logits, Reads((), top=3))
+    assert values.columns[0].tolist() == [[1, 0, 2]]
+    assert np.isneginf(values.columns[1][0, 2])
     assert np.isfinite(values.largest).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("top", [1, 5, 40])
+def test_the_likeliest_classes_are_the_same_in_numpy_and_torch(dtype, top):
+    """Half of the rows have ties, which either library could break its own way."""
+    logits = (4 * torch.randn(300, 17, generator=torch.Generator().manual_seed(0))).to(dtype).double()
+    logits[::2] = logits[::2].round()
+    logits[0, 3:] = -math.inf
+    found = [rows(logits, Reads(("margin",), True, top)) for rows, _ in LIBRARIES.values()]
+    for values in found:
+        assert [column.shape for column in values.columns] == [(300,), (300, min(top, 17)), (300, min(top, 17))]
+        assert [column.dtype for column in values.columns[1:]] == [np.int32, np.float16]
+        np.testing.assert_array_equal(values.columns[1][:, 0], values.predictions)
+    np.testing.assert_array_equal(found[0].columns[1], found[1].columns[1])
+    np.testing.assert_array_equal(found[0].columns[2], found[1].columns[2])

@@ -20,23 +20,25 @@ interpreted = pytest.mark.skipif(not INTERPRETED, reason="runs in a process of i
 def test_kernels_are_interpreted_in_a_process_of_their_own():
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
     done = subprocess.run(command, env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True)
-    assert "10 passed, 1 skipped" in done.stdout, done.stdout
+    assert "11 passed, 1 skipped" in done.stdout, done.stdout
 
 
 @interpreted
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
 @pytest.mark.parametrize("classes", [2, 3, 100])
-@pytest.mark.parametrize(("column", "width"), [("margin", 3), ("margin", 4), ("max_probability", 3)])
-def test_one_kernel_packs_logits_as_torch_does(classes, column, width):
+@pytest.mark.parametrize(
+    ("column", "probability", "top"), [("margin", 0, 0), ("margin", 1, 5), ("max_probability", 0, 2)]
+)
+def test_one_kernel_packs_logits_as_torch_does(classes, column, probability, top):
     from alight.engine.backends.torch.kernels import pack_logits
 
     logits = 4 * torch.randn(9, classes + 2, generator=torch.Generator().manual_seed(3))[:, :classes]  # rows far apart
     logits[0], logits[1, 1:] = 1.0, -np.inf  # all level; all but one masked out
     logits[2, 1], logits[3, 0], logits[4] = np.nan, np.inf, -np.inf
-    packed = torch.empty(9, width, dtype=torch.float64)
-    block = 1 << (classes - 1).bit_length()
-    pack_logits[(9,)](logits, packed, logits.stride(0), classes, MARGIN=column == "margin", WIDTH=width, BLOCK=block)
-    expected = pack(logits, Reads((column,), width == 4))
+    expected = pack(logits, Reads((column,), bool(probability), top))
+    packed = torch.empty_like(expected)
+    options = {"MARGIN": column == "margin", "PROBABILITY": probability, "RANKS": min(top, classes)}
+    pack_logits[(9,)](logits, packed, logits.stride(0), classes, **options, BLOCK=1 << (classes - 1).bit_length())
     assert not packed[2:5, 1].isfinite().any()
     usable = [0, 1, 5, 6, 7, 8]
     torch.testing.assert_close(packed[usable], expected[usable], rtol=1e-12, atol=1e-14)
@@ -49,3 +51,10 @@ def test_rows_are_moved_and_nothing_else():
     source, target = torch.arange(30).reshape(6, 5), -torch.ones(4, 5, dtype=torch.int64)
     move_rows[(2, 2)](source, torch.tensor([5, 1]), target, torch.tensor([0, 3]), 5, BLOCK=4)
     assert target.tolist() == [[25, 26, 27, 28, 29], [-1] * 5, [-1] * 5, [5, 6, 7, 8, 9]]
+
+
+@interpreted
+def test_the_launches_that_look_for_a_compiler_have_the_arguments_of_their_kernels():
+    from alight.engine.backends.torch.kernels import run_each
+
+    assert run_each("cpu").tolist() == [[0.0, 0.0, 0.0]]  # class, largest logit and margin of two equal logits

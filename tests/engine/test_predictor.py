@@ -1,5 +1,6 @@
 """A predictor decides what a replay of the recording decides: any backend, batch size, order and way of calling."""
 
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import numpy as np
@@ -55,6 +56,83 @@ def test_the_predictor_equals_replay_for_any_batch_size_and_order(backend, seed,
     assert_equal(found(images()[order], samples=order), expected, order)
 
 
+def ways_to_call(found, rule):
+    """Ways to give samples to a predictor: each takes samples and returns their exits and predictions, in order."""
+
+    def streamed(part):
+        first, answers = found.next_number, [*found.stream([part])]
+        numbers = np.concatenate([each.samples for each in answers])
+        assert sorted(numbers) == [*range(first, first + len(part))]
+        order = np.argsort(numbers)
+        exits = np.asarray(rule.open_exits)[np.concatenate([each.open_indices for each in answers])]
+        return np.stack([exits, np.concatenate([each.predictions for each in answers])])[:, order]
+
+    def decided(decisions):
+        return np.stack([decisions.exits, decisions.predictions])
+
+    return (
+        lambda part: decided(found(part)),
+        lambda part: decided(found.run([part[:1], part[1:]] if len(part) > 1 else part, progress=False)),
+        lambda part: decided(found.with_policy(rule)(part)),
+        lambda part: np.concatenate([decided(found(part[row : row + 1])) for row in range(len(part))], axis=1),
+        streamed,
+    )
+
+
+@each_backend
+@settings(max_examples=40, deadline=None)
+@given(
+    st.integers(0, 10**6),
+    st.sampled_from(["mixture", "lottery"]),
+    st.sampled_from(OPENED),
+    st.integers(1, 40),
+    st.lists(st.tuples(st.integers(1, 60), st.integers(0, 4)), min_size=1, max_size=8),
+)
+def test_a_stream_is_decided_alike_however_it_is_divided_into_calls(backend, seed, kind, opened, size, calls):
+    rule = drawn(kind, np.random.default_rng(seed), opened)
+    found, parts, start = predictor(backend, rule, batch_size=size), [], 0
+    for count, way in calls:
+        part = images()[start : start + count]
+        if len(part):
+            parts.append(ways_to_call(found, rule)[way](part))
+        assert found.next_number == start + len(part)
+        start += len(part)
+    expected = replay(rule, table())
+    np.testing.assert_array_equal(np.concatenate(parts, axis=1), [expected.exits[:start], expected.predictions[:start]])
+
+
+@each_backend
+def test_own_sample_numbers_are_kept_and_not_counted(backend):
+    rule = Lottery(costs=ALL_COSTS, exit_rates=(0.25,) * 4)
+    found, expected = predictor(backend, rule), replay(rule, table())
+    for own in (np.arange(40, 70), [3]):
+        assert_equal(found(images()[own], samples=own), expected, own)
+    assert found.next_number == 0
+    assert_equal(found(images()), expected)
+
+
+@each_backend
+def test_single_samples_spend_what_one_call_spends(backend):
+    """Numbered from 0 in each call, all of them would take one branch of the mixture."""
+    rule = calibrate.certified_mean(calibrate.patience, seed=0)(ALL_COSTS, 3.0, table())
+    found = predictor(backend, rule)
+    alone = np.array([found(images()[row : row + 1]).spent[0] for row in range(len(images()))])
+    np.testing.assert_array_equal(alone, replay(rule, table()).spent)
+    assert len({found(images()[:1]).spent[0] for _ in range(100)}) > 1  # one sample takes either branch
+
+
+def test_threads_share_one_counter_and_keep_their_own_order():
+    rule, expected = thresholds(0.5), replay(thresholds(0.5), table())
+    found = predictor("onnx", rule)
+    batches = [images()[start : start + 5] for start in range(0, len(images()), 5)]
+    with ThreadPoolExecutor(4) as pool:
+        for decisions in pool.map(lambda _: found.run(batches, progress=False), range(8)):
+            assert_equal(decisions, expected)
+        streams = [*pool.map(lambda _: [*found.with_policy(rule).stream(batches)], range(8))]
+    numbers = np.concatenate([each.samples for stream in streams for each in stream])
+    assert sorted(numbers) == [*range(8 * len(images()), 16 * len(images()))]
+
+
 @each_backend
 @pytest.mark.parametrize("score", ["max_probability", "negative_entropy", "logit_margin"])
 def test_every_score_is_read_as_it_was_recorded(backend, score):
@@ -67,12 +145,28 @@ def test_every_score_is_read_as_it_was_recorded(backend, score):
 
 
 @each_backend
-@pytest.mark.parametrize("fit", [calibrate.fit_gain, calibrate.fit_recall, calibrate.fit_ensemble])
-def test_a_lens_sees_in_the_network_what_it_sees_in_the_table(backend, fit):
-    rule = calibrate.with_lens(calibrate.geometric, fit)(ALL_COSTS, 3.0, table())
+@pytest.mark.parametrize("batch_size", [1, 16])
+@pytest.mark.parametrize("combine", calibrate.COMBINE)
+def test_answers_are_combined_in_the_network_as_in_the_table(backend, combine, batch_size):
+    rule = calibrate.combined(calibrate.geometric, combine)(ALL_COSTS, 3.0, table())
     if backend == "onnx" and rule.open_exits not in OPENED:
         pytest.skip("opens exits that are not exported here")
-    assert_equal(predictor(backend, rule, batch_size=16)(images()), replay(rule, table()))
+    found = predictor(backend, rule, batch_size=batch_size)
+    expected = replay(rule, table())
+    assert_equal(found(images()), expected)
+    assert found(images()[:1]).predictions.tolist() == expected.predictions[:1].tolist()  # a single sample
+
+
+@each_backend
+@pytest.mark.parametrize("batch_size", [1, 16])
+def test_learned_scores_decide_in_the_network_as_in_the_table_and_keep_probabilities(backend, batch_size):
+    rule = calibrate.learned_stopping(ALL_COSTS, 3.0, table())
+    middle = np.sort(rule.view(table()).scores, axis=0)[len(table()) // 2 :][:2].mean(axis=0)  # no sample's own score
+    rule = replace(rule, thresholds=tuple(middle[:-1]), tie_shares=(1.0,) * 3, exit_rates=())
+    decisions = predictor(backend, rule, batch_size=batch_size, probabilities=True)(images())
+    assert_equal(decisions, replay(rule, table()))
+    logs = table().top_log_probabilities[np.arange(len(images())), decisions.exits, 0]
+    np.testing.assert_allclose(np.log(decisions.probabilities), logs, atol=2e-3)
 
 
 @each_backend
@@ -94,7 +188,7 @@ def test_contracts_of_batches_and_streams_equal_replay_on_the_same_batches(backe
 
 @each_backend
 def test_own_sample_numbers_serve_a_stream_repeatedly(backend):
-    rule = calibrate.certified_stream(calibrate.geometric)(ALL_COSTS, 3.0, table())
+    rule = calibrate.certified_stream(calibrate.geometric, seed=0)(ALL_COSTS, 3.0, table())
     found = predictor(backend, rule, batch_size=20)
     own = np.arange(1000, 1000 + len(images()))
     first, again = found(images(), samples=own), found(images(), samples=own)
@@ -127,7 +221,7 @@ def test_a_stream_gives_early_answers_before_late_ones_are_computed(backend):
 def test_probabilities_are_those_of_the_answers(backend, batch_size):
     decisions = predictor(backend, thresholds(0.5), probabilities=True, batch_size=batch_size)(images())
     rows = np.arange(len(images()))
-    logs = table().log_probabilities[rows, decisions.exits, decisions.predictions]
+    logs = table().top_log_probabilities[rows, decisions.exits, 0]
     np.testing.assert_allclose(np.log(decisions.probabilities), logs, atol=2e-3)
     assert predictor(backend, thresholds(0.5))(images()).probabilities is None
 
@@ -138,8 +232,9 @@ def test_probabilities_are_those_of_the_answers(backend, batch_size):
 def test_no_score_hides_an_unusable_single_sample(backend, score, value):
     found = predictor(backend, Threshold((0.5, 0.5, 0.5), costs=ALL_COSTS, score=score))
     found(images()[:1])
-    with pytest.raises(BadInput, match=r"sample 0 holds NaN|the first is sample 0, at exit 0"):
+    with pytest.raises(BadInput, match=r"sample 1 holds NaN|the first is sample 1, at exit 0") as caught:
         found(images()[:1] * np.float32(value))
+    assert caught.value.__notes__[-1].endswith("This call's samples are numbered from 1.")
 
 
 @each_backend
@@ -233,9 +328,9 @@ def test_bad_input_says_what_to_do(backend):
         predictor(backend, thresholds(0.5), batch_size=0)
     with pytest.raises(BadInput, match="gave no batch"):
         found.run([], progress=False)
-    lens = calibrate.with_lens(calibrate.geometric, calibrate.fit_recall)(ALL_COSTS, 3.0, table())
-    with pytest.raises(BadInput, match="Recall an answer need not be its exit's own"):
-        predictor("torch", lens, probabilities=True)
+    voted = calibrate.combined(calibrate.geometric, "vote")(ALL_COSTS, 3.0, table())
+    with pytest.raises(BadInput, match="Vote an answer need not be its exit's own"):
+        predictor("torch", voted, probabilities=True)
     with pytest.raises(BadInput, match="no dtype 'int3'"):
         RunSettings(dtype="int3")
     with pytest.raises(BadInput, match="0 threads"):
@@ -250,7 +345,7 @@ def test_bad_input_says_what_to_do(backend):
         (np.zeros((4, 3, 8, 8), np.float32), r"shape \(4, 3, 8, 8\), and the network takes input_0"),
         (np.zeros((0, 3, 6, 7), np.float32), "at least 1"),
         ((images(), images()), "2 inputs"),
-        ({"pixels": images()}, "the batch has"),
+        ({"pixels": images(), "others": images()}, "the batch has columns pixels, others"),
         (np.zeros((2, 9, 9, 3), np.uint8), r"images of shape \(9, 9, 3\)"),
     ],
 )

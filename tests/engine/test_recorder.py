@@ -3,7 +3,6 @@
 import signal
 import subprocess
 import sys
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -27,13 +26,15 @@ def test_a_recording_is_what_the_logits_say():
     with torch.no_grad():
         logits = model(IMAGES)
     options = {"score": "max_probability", "features": ["margin", "negative_entropy"]}
-    expected = HeadOutputs.from_logits(logits, LABELS, keep_log_probabilities=True, **options)
-    table = record(model, [(IMAGES, LABELS)], log_probabilities=True, progress=False, **options)
+    expected = HeadOutputs.from_logits(logits, LABELS, **options)
+    table = record(model, [(IMAGES, LABELS)], progress=False, **options)
     for name in ("predictions", "labels"):
         np.testing.assert_array_equal(getattr(table, name), getattr(expected, name))
     for name in ("max_probability", "margin", "negative_entropy"):
         np.testing.assert_allclose(table.column(name), expected.column(name), rtol=1e-12, atol=1e-15)
-    np.testing.assert_allclose(table.log_probabilities, expected.log_probabilities, rtol=1e-3)
+    np.testing.assert_array_equal(table.top_classes, expected.top_classes)
+    np.testing.assert_allclose(table.top_log_probabilities, expected.top_log_probabilities, rtol=1e-3)
+    assert table.top_classes.shape == (50, 3, 5)
     assert table.score == "max_probability"
     assert table.fingerprint == fingerprint(model)
 
@@ -100,7 +101,7 @@ def test_a_number_that_is_none_is_reported_with_its_sample():
     images = torch.rand(30, 4)
     images[23] = 1.0
     model = MultiExitModel([nn.Identity(), nn.Identity()], [nn.Identity(), Unsure()], exits=["first", "end"])
-    with pytest.raises(BadInput, match=r"exit 1 \(end\) gives inf for sample 23"):
+    with pytest.raises(BadInput, match="the head at end gives inf for sample 23"):
         record(model, DataLoader(TensorDataset(images), 10), progress=False)
 
 
@@ -143,11 +144,10 @@ def assert_same(table, expected):
 @pytest.mark.parametrize("labelled", [True, False])
 def test_a_recording_on_the_disk_is_the_one_in_memory(labelled, tmp_path):
     model, loader = network(), [(images, labels) if labelled else images for images, labels in held_out(64)]
-    options = {"score": "logit_margin", "features": ["margin"], "log_probabilities": True, "progress": False}
+    options = {"score": "logit_margin", "features": ["margin"], "top": 7, "progress": False}
     expected = record(model, loader, **options)
     found = record_to(tmp_path / "table.npz", model, loader, **options)
     assert_same(found.load(), expected)
-    assert_same(found.load(log_probabilities=False), replace(expected, log_probabilities=None))
     assert [path.name for path in tmp_path.iterdir()] == ["table.npz"]
     assert str(found) == f"397 samples, 3 exits, score 'logit_margin', {'' if labelled else 'un'}labelled: {found.path}"
     assert found.fingerprint == expected.fingerprint
@@ -208,11 +208,12 @@ from alight.engine.recorder import record_to
 torch.set_num_threads(1)
 model = MultiExitModel([nn.Linear(4, 8), nn.Linear(8, 8)], [nn.Linear(8, 1000), nn.Linear(8, 1000)])
 batches = (torch.randn(200, 4) for _ in range(int(sys.argv[2])))
-record_to(sys.argv[1], model, batches, log_probabilities=True, progress=False)
+record_to(sys.argv[1], model, batches, top=1000, progress=False)
 print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
 """
 
 
+@pytest.mark.slow
 def test_the_memory_of_a_recording_on_the_disk_does_not_grow_with_the_data(tmp_path):
     path = tmp_path / "table.npz"
     peaks, sizes = [], []
@@ -220,7 +221,7 @@ def test_the_memory_of_a_recording_on_the_disk_does_not_grow_with_the_data(tmp_p
         ran = subprocess.run([sys.executable, "-c", PEAK, str(path), str(count)], capture_output=True, check=True)
         peaks.append(int(ran.stdout) / 1e3)
         sizes.append(path.stat().st_size / 1e6)
-    assert sizes[1] - sizes[0] > 80  # MB that memory does not hold
+    assert sizes[1] - sizes[0] > 150  # MB that memory does not hold
     assert peaks[1] - peaks[0] < 15
 
 

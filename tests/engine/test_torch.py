@@ -41,7 +41,7 @@ def test_texts_of_unlike_length_keep_their_masks_when_they_are_rebatched(batch_s
     model = attach_heads(encoder, [f"bert.encoder.layer.{index}" for index in range(3)], example=texts)
     for each in model.heads[:-1].parameters():
         nn.init.normal_(each)
-    recorded = record(model, [texts], log_probabilities=True, progress=False)
+    recorded = record(model, [texts], progress=False)
     scores = np.sort(recorded.scores, axis=0)
     place = int(0.8 * 398)
     cuts = tuple(((scores[place] + scores[place + 1]) / 2).tolist()[:3])
@@ -49,19 +49,19 @@ def test_texts_of_unlike_length_keep_their_masks_when_they_are_rebatched(batch_s
     before = {name: each.clone() for name, each in texts.items()}
     decisions = Predictor(model, rule, batch_size=batch_size, probabilities=True)(texts)
     assert_equal(decisions, replay(rule, recorded))
-    logs = recorded.log_probabilities[np.arange(400), decisions.exits, decisions.predictions]
+    logs = recorded.top_log_probabilities[np.arange(400), decisions.exits, 0]
     np.testing.assert_allclose(np.log(decisions.probabilities), logs, atol=2e-3)
     assert all(torch.equal(texts[name], before[name]) for name in texts)
 
 
 def test_closed_exits_are_not_evaluated_and_the_rest_of_the_network_is_not_run():
     model, ran = network(), []
+    rule = Threshold((middle(1, 0.5),), costs=(2.5, 3.0), open_exits=(1, 2), num_exits=4)
     hooks = [
         module.register_forward_hook(lambda *_, name=name: ran.append(name))
         for index in range(4)
         for name, module in ((f"stage {index}", model.stages[index]), (f"head {index}", model.heads[index]))
     ]
-    rule = Threshold((middle(1, 0.5),), costs=(2.5, 3.0), open_exits=(1, 2), num_exits=4)
     Predictor(model, rule)(images())
     for hook in hooks:
         hook.remove()
@@ -180,3 +180,75 @@ def test_a_network_that_cannot_be_compiled_is_an_error_and_never_a_silent_fall_b
     predictor = Predictor(model, Threshold((0.5,), costs=(1.0, 2.0)), settings=COMPILED)
     with pytest.raises(AlightError, match=r"compiling stage 1 gave up .* compile=False"):
         predictor(torch.from_numpy(images()))
+
+
+class Positions(nn.Module):
+    """Positions in a buffer, of which bfloat16 has no odd ones above 256."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("positions", torch.arange(1000, 1032, dtype=torch.float32))
+        self.linear = nn.Linear(32, 8)
+
+    def forward(self, x):
+        return self.linear(x + 5 * torch.sin(self.positions))
+
+
+class Memory(nn.Module):
+    """Reads memory as if rows of images lay behind each other."""
+
+    def forward(self, x):
+        return x.as_strided((len(x), x[0].numel()), (x[0].numel(), 1))
+
+
+BROKEN = {  # networks, what breaks them, and what is said
+    "dtype": (lambda: nn.Sequential(Positions(), nn.ReLU(), nn.Linear(8, 3)), (32,), {"dtype": "bf16"}, "in bfloat16 "),
+    "layout": (
+        lambda: nn.Sequential(nn.Conv2d(3, 4, 3), Memory(), nn.Linear(144, 8), nn.ReLU(), nn.Linear(8, 3)),
+        (3, 8, 8),
+        {"channels_last": True},
+        "in float32 and channels_last ",
+    ),
+    "range": (
+        lambda: nn.Sequential(Scaled(1e5), nn.Linear(8, 8), Scaled(1e-5), nn.Linear(8, 3)),
+        (8,),
+        {"dtype": "fp16"},
+        "in float16 ",
+    ),
+}
+
+
+class Scaled(nn.Module):
+    def __init__(self, factor):
+        super().__init__()
+        self.factor = factor
+
+    def forward(self, x):
+        return x * self.factor
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_the_first_batch_finds_a_network_that_another_dtype_or_layout_breaks(case):
+    torch.manual_seed(0)
+    make, shape, settings, message = BROKEN[case]
+    model = attach_heads(make(), ["1" if case != "layout" else "2"], example=torch.randn(2, *shape))
+    inputs = torch.randn(6, *shape).numpy()
+    rule = ExitAt(costs=(1.0,), open_exits=(1,), num_exits=2)
+    assert len(Predictor(model, rule)(inputs)) == 6
+    predictor = Predictor(model, rule, settings=RunSettings(**settings))
+    for given in (inputs, inputs[:1]):  # whole batches, and a single sample
+        with pytest.raises(AlightError, match=f"{message}the logits at 'end' differ .*: run it in float32"):
+            predictor(given)
+    with pytest.raises(AlightError, match=message):
+        record(model, [inputs], settings=RunSettings(**settings), progress=False)
+
+
+@pytest.mark.parametrize("settings", [{"dtype": "bf16"}, {"dtype": "fp16"}, {"channels_last": True}])
+def test_only_the_first_batch_is_compared_and_the_original_is_let_go(settings):
+    model, ran = copy.deepcopy(network()), []
+    predictor = Predictor(model, thresholds(0.5), settings=RunSettings(**settings))
+    model.stages[0].register_forward_hook(lambda *_: ran.append(1))  # of the original, not of the copy
+    for _ in range(3):
+        predictor(images())
+    assert len(ran) == 1
+    assert predictor.backend.unproven is None

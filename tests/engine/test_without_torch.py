@@ -68,6 +68,6 @@ def test_the_command_runs_without_torch(tmp_path):
     done = python(BLOCKED + command, "run", folder(), tmp_path / "images.npz", "-o", tmp_path / "answers.csv", "-q")
     assert done.returncode == 0, done.stderr
     header, *rows = (tmp_path / "answers.csv").read_text().splitlines()
-    assert header == "sample,label,exit,cost,probability"
+    assert header == "sample,prediction,exit,cost,probability"
     assert len(rows) == 9
     assert {row.split(",")[1] for row in rows} <= {"ant", "bee", "cat", "dog", "eel"}

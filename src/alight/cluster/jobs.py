@@ -23,6 +23,7 @@ from alight.errors import AlightError, BadInput
 from alight.files import PathLike
 from alight.networks.multi_exit import MultiExitModel
 from alight.networks.store import fingerprint, load_model
+from alight.outputs import KEPT
 from alight.policies.policy import Policy
 
 MAX_TASKS = 5000  # of Ray Data at once; of more partitions, several are one task
@@ -43,10 +44,11 @@ class JobResult:
     num_partitions: int
     done_before: int
     totals: Summary
+    exits: tuple[str, ...] = ()  # names of all exits of the network
 
     def __str__(self) -> str:
         before = f", {self.done_before} of them done before" if self.done_before else ""
-        return f"{self.num_samples} samples in {self.num_partitions} partitions{before}: {self.folder}"
+        return f"{self.num_samples:,} samples in {self.num_partitions} partitions{before}: {self.folder}"
 
 
 @dataclass(frozen=True)
@@ -89,7 +91,8 @@ def predict_on_ray(
     network = load_model(model)
     if not allow_mismatch:  # once here, before every worker does
         Predictor(network, policy, settings=RunSettings(dtype=config.settings.dtype))
-    return _run_job(PredictTask(policy, network.classes, allow_mismatch), model, network, data, output, config)
+    task = PredictTask(policy, network.exits, network.classes, allow_mismatch)
+    return _run_job(task, model, network, data, output, config)
 
 
 def record_on_ray(
@@ -100,15 +103,15 @@ def record_on_ray(
     *,
     score: str = "margin",
     features: Sequence[str] = (),
-    log_probabilities: bool = False,
+    top: int = KEPT,
 ) -> JobResult:
     """Record the outputs of every head for all data, into partitions that `HeadOutputs.load_sample` reads.
 
     See `predict_on_ray` for the arguments.
     """
     network = load_model(model)
-    Recorder(network, score, features)  # checks that there are such scores
-    return _run_job(RecordTask(score, tuple(features), log_probabilities), model, network, data, output, config)
+    Recorder(network, score, features, top)  # checks that there are such scores
+    return _run_job(RecordTask(score, tuple(features), top), model, network, data, output, config)
 
 
 def _run_job(
@@ -141,7 +144,7 @@ def _run_job(
         raise AlightError(f"{totals['rows']} rows for {len(data)} samples: the data changed meanwhile, start again")
     sizes = {partitions.partition(shard.index).name: len(shard) for shard in data.shards}
     partitions.finish({"totals": totals, "partitions": sizes})
-    return JobResult(str(partitions.folder), len(data), len(data.shards), before, totals)
+    return JobResult(str(partitions.folder), len(data), len(data.shards), before, totals, network.exits)
 
 
 def add_summaries(summaries: Sequence[Summary]) -> Summary:

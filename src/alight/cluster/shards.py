@@ -21,12 +21,14 @@ from pathlib import PurePosixPath
 from typing import Any, NamedTuple
 
 import numpy as np
-import pyarrow as pa
 from pyarrow import ArrowException, fs, parquet
 
 from alight.cluster.stores import Store, public_name
-from alight.data.formats import IMAGE_NAMES, LABEL_NAMES, SUFFIXES, TEXT_NAMES, class_indices, picture
+from alight.data.columns import IMAGE_NAMES, LABEL_NAMES, SUFFIXES, TEXT_NAMES
+from alight.data.labels import class_indices
 from alight.data.preprocess import Sample
+from alight.data.samples import picture
+from alight.data.tables import column_values
 from alight.errors import BadFile, BadInput
 from alight.networks.multi_exit import MultiExitModel
 
@@ -270,36 +272,3 @@ def _row_groups(files: Sequence[Store]) -> tuple[list[RowGroup], list[str]]:
             raise BadFile(str(file), f"it is not a complete Parquet file ({error})", "write it again") from error
         groups += [RowGroup(file, number, size) for number, size in enumerate(sizes) if size]
     return groups, names
-
-
-def column_values(column: Any, where: str) -> Iterator[Any]:
-    """Yield each value of a Parquet column as a picture, an array or a text.
-
-    Images may be bytes of image files, with or without a path beside them (as Hugging Face writes them), tensors, or
-    lists of lists.
-
-    >>> [*column_values(pa.array([[[1, 2], [3, 4]]]), "a.parquet")]
-    [array([[1, 2],
-            [3, 4]])]
-    """
-    if isinstance(column.type, pa.FixedShapeTensorType):
-        yield from column.to_numpy_ndarray()
-        return
-    dtype = column.type
-    while pa.types.is_list(dtype) or pa.types.is_large_list(dtype) or pa.types.is_fixed_size_list(dtype):
-        dtype = dtype.value_type
-    for value in column.to_pylist():
-        if isinstance(value, dict) and isinstance(value.get("bytes"), bytes):
-            yield picture(io.BytesIO(value["bytes"]), value.get("path") or where)
-        elif isinstance(value, bytes):
-            yield picture(io.BytesIO(value), where)
-        elif isinstance(value, str):
-            yield value
-        elif isinstance(value, list):
-            yield np.array(value, dtype=dtype.to_pandas_dtype())
-        else:
-            raise BadFile(
-                where,
-                f"a row holds {'nothing' if value is None else type(value).__name__} where an image or text should be",
-                "write bytes of image files, tensors, lists of numbers, or strings",
-            )

@@ -3,9 +3,11 @@
 import ctypes
 import io
 import json
+import operator
 import pickle
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -18,8 +20,9 @@ from pyarrow import parquet
 
 from alight.cluster.shards import Shard
 from alight.cluster.stores import PartitionFolder
-from alight.data.formats import answer_columns, collation
-from alight.engine.manifest import TOKENIZER
+from alight.data.formats import answer_columns
+from alight.data.samples import Collate
+from alight.data.tokens import TOKENIZER
 from alight.engine.predictor import Predictor
 from alight.engine.recorder import Recorder
 from alight.engine.settings import RunSettings
@@ -27,7 +30,7 @@ from alight.errors import AlightError, BadInput
 from alight.files import CONFIG, SCHEMA, WEIGHTS
 from alight.networks.multi_exit import MultiExitModel
 from alight.networks.store import load_model
-from alight.outputs import HeadOutputs
+from alight.outputs import KEPT, HeadOutputs
 from alight.policies.paced import Paced
 from alight.policies.policy import Policy
 
@@ -41,6 +44,7 @@ class PredictTask:
 
     suffix: ClassVar[str] = ".parquet"
     policy: Policy
+    exits: tuple[str, ...]  # names of all exits of the network
     classes: tuple[str, ...]
     allow_mismatch: bool = False
 
@@ -63,14 +67,14 @@ class PredictTask:
             policy,
             settings=settings,
             batch_size=batch_size,
-            probabilities=policy.lens is None,
+            probabilities=policy.keeps_answers,
             allow_mismatch=self.allow_mismatch,
         )
 
         def predict(shard: Shard, batches: Iterable[Any]) -> bytes:
             numbers = np.arange(shard.start, shard.stop)  # as on one machine: ties are broken by them
             decisions = predictor.run(batches, samples=numbers, progress=False)
-            columns = answer_columns(decisions, shard.names() or numbers.tolist(), self.classes, policy.unit)
+            columns = answer_columns(decisions, shard.names() or numbers.tolist(), self.classes)
             file = io.BytesIO()
             parquet.write_table(pa.table(columns), file)
             return file.getvalue()
@@ -78,12 +82,14 @@ class PredictTask:
         return predict
 
     def summary(self, content: bytes) -> Summary:
-        """Return the number of samples of a partition, their cost, and how many left at each exit."""
-        cost = f"cost_{self.policy.unit}" if self.policy.unit else "cost"
-        table = parquet.read_table(io.BytesIO(content), columns=["exit", cost])
-        exits, spent = table["exit"].to_numpy(), table[cost].to_numpy()
-        counts = np.bincount(exits, minlength=self.policy.num_exits).tolist()
-        return {"rows": len(exits), "spent": float(spent.sum()), "exits": counts}
+        """Return the number of samples of a partition, their cost, how many left at each exit and are right."""
+        table = parquet.read_table(io.BytesIO(content))
+        spent = table[f"cost_{self.policy.unit}" if self.policy.unit else "cost"].to_numpy()
+        left, answers = Counter(table["exit"].to_pylist()), table["prediction"].to_pylist()
+        labels = table["label"].to_pylist() if "label" in table.column_names else []
+        right = [sum(map(operator.eq, answers, labels))] if labels else []
+        exits = [left[name] for name in self.exits]
+        return {"rows": len(spent), "spent": float(spent.sum()), "exits": exits, "correct": right}
 
 
 @dataclass(frozen=True)
@@ -93,16 +99,16 @@ class RecordTask:
     suffix: ClassVar[str] = ".npz"
     score: str = "margin"
     features: tuple[str, ...] = ()
-    log_probabilities: bool = False
+    top: int = KEPT
 
     def plan(self) -> dict[str, Any]:
         """Return all that the results depend on beside network and data, as JSON values."""
-        scores = {"score": self.score, "features": list(self.features), "log_probabilities": self.log_probabilities}
+        scores = {"score": self.score, "features": list(self.features), "top": self.top}
         return {"task": "record", **scores}
 
     def prepare(self, model: MultiExitModel, batch_size: int, settings: RunSettings) -> Work:
         """Return recording of a shard, with the network ready to run."""
-        recorder = Recorder(model, self.score, self.features, self.log_probabilities, settings)
+        recorder = Recorder(model, self.score, self.features, self.top, settings)
         own = recorder.backend.fingerprint
 
         def record(shard: Shard, batches: Iterable[Any]) -> bytes:
@@ -148,7 +154,9 @@ class ShardWorker:
                 (folder / file).parent.mkdir(exist_ok=True)
                 (folder / file).write_bytes(content)
             model = load_model(folder)
-            self.collate = collation(settings.kind, model.input_spec, settings.where, tokenizer=folder / TOKENIZER)
+            self.collate = Collate(model.input_spec, settings.where)
+            if settings.kind == "text":
+                self.collate.load_tokenizer()  # from the folder, which is removed
         self.work = settings.task.prepare(model, settings.batch_size, settings.run)
 
     def __call__(self, rows: Mapping[str, Any]) -> dict[str, list[Any]]:
@@ -177,7 +185,8 @@ class ShardWorker:
     def _batches(self, shard: Shard) -> Iterator[Any]:
         samples = shard.samples()
         while batch := list(islice(samples, self.settings.batch_size)):
-            yield self.collate(batch)
+            inputs, labels = zip(*batch, strict=True)
+            yield self.collate(([*inputs], [*labels]))
 
 
 def release_memory() -> None:

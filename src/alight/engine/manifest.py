@@ -2,21 +2,20 @@
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from alight.data.preprocess import InputSpec, Normalisation, TensorSpec
-from alight.data.tokens import CONFIG
+from alight.data.tokens import CONFIG, TOKENIZER
 from alight.data.tokens import FILE as VOCABULARY
 from alight.errors import BadFile, BadInput
 from alight.files import MANIFEST, PathLike, read_json, write_json
 
 KIND = "Deployment"
 POLICY = "policy.json"
-TOKENIZER = "tokenizer"  # the folder of one, for a network that reads text
 ONNX, AOTI = "onnx", "aoti"
 SUFFIXES = {ONNX: ".onnx", AOTI: ".pt2"}
 
@@ -51,6 +50,7 @@ class Manifest:
     num_classes: int | None = None
     classes: tuple[str, ...] = ()  # their names, where known
     normalisation: Normalisation | None = None  # of its images; None where it is unknown
+    lengths: tuple[int, int] | None = None  # shortest and longest texts for which it was compared with the network
     further: Mapping[str, str] = field(default_factory=dict)  # SHA-256 of other files, as those of a tokenizer, by path
     made_with: Mapping[str, str] = field(default_factory=dict)  # versions, and how far the stages are from torch
 
@@ -127,6 +127,14 @@ def exported_tokenizer(folder: PathLike, manifest: Manifest) -> Path:
     for file, expected in manifest.further.items():
         verified(Path(folder), file, expected)
     return Path(folder) / TOKENIZER
+
+
+def exported_spec(folder: PathLike, manifest: Manifest) -> InputSpec:
+    """Return what an exported network takes, with the tokenizer of its folder where it has one."""
+    spec = manifest.input_spec
+    if not spec.takes_texts or f"{TOKENIZER}/{VOCABULARY}" not in manifest.further:
+        return spec
+    return replace(spec, tokenizer=exported_tokenizer(folder, manifest))
 
 
 def _described(content: Mapping[str, Any]) -> TensorSpec:

@@ -1,9 +1,10 @@
 """Predictions under a budget: real exits inside a batch, decided by the policy, one answer for every sample."""
 
 import copy
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import numpy as np
@@ -11,13 +12,14 @@ import numpy.typing as npt
 from tqdm import tqdm
 
 from alight.data.batches import as_inputs, batches, in_batches, length_of, prefetch
+from alight.data.preprocess import as_array
 from alight.engine.backends import Backend, Integers, Reads, State
 from alight.engine.manifest import AOTI, POLICY, Manifest, verified
 from alight.engine.settings import RunSettings
 from alight.engine.walk import Answers, Flow, single
 from alight.errors import BadFile, BadInput, Mismatch
 from alight.files import CONFIG, MANIFEST, PathLike
-from alight.outputs import Decisions
+from alight.outputs import TOP, Decisions
 from alight.policies import load_policy
 from alight.policies.policy import Memory, Policy
 
@@ -28,9 +30,11 @@ class Predictor:
     """A network and a policy, ready to answer.
 
     `predictor(images)` decides a batch, `predictor.run(loader)` a whole data set, and `predictor.stream(loader)` yields
-    answers when they are ready. Images may be tensors, NumPy arrays or a list of pictures, and a data set or an array
-    does for a loader: pictures and bytes are normalised as the network says. A sample is known by its number, in the
-    order of coming unless `samples` says otherwise: ties and mixtures are decided by it.
+    answers when they are ready. A batch is tensors, arrays, pictures, texts or a DataFrame; a data set is these, with
+    labels or without, a data set of torch or Hugging Face, a loader, or the path of files: pictures and bytes are
+    normalised as the network says, floats are what it takes. Samples are numbered 0, 1, 2, ... over all
+    calls, also of `with_policy` copies and from several threads, unless `samples` gives their numbers: ties and
+    mixtures are decided by them, so that it does not matter how samples are divided into calls.
 
     The network is a `MultiExitModel`, which PyTorch runs as `settings` say, or any `Backend`; `Predictor.load` makes
     one from an exported folder, which needs no PyTorch.
@@ -57,7 +61,7 @@ class Predictor:
         if batch_size < 1:
             raise BadInput(f"batch size {batch_size}: give 1 or more")
         self.batch_size, self.rebatch, self.probabilities = batch_size, rebatch, probabilities
-        self._allow_mismatch = allow_mismatch
+        self._allow_mismatch, self._numbering = allow_mismatch, Numbering()
         if not hasattr(network, "with_reads"):
             from alight.engine.backends.torch import TorchBackend  # PyTorch is imported where it runs
 
@@ -81,23 +85,24 @@ class Predictor:
         allow_mismatch: bool = False,
         allow_compiled: bool = False,
     ) -> "Predictor":
-        """Return the predictor of a folder that `alight export` wrote, under its own policy or another one.
+        """Return the predictor of a folder that `alight export` or `fit` wrote, under its own policy or another one.
 
         ONNX stages run without PyTorch. Every file is compared with the manifest's SHA-256 first. Stages that torch
         compiled ahead of time hold machine code: `allow_compiled=True` says that you trust who compiled them. Of
-        `settings` only `threads` applies. In the folder of a saved model, which PyTorch runs, there is no policy: give
-        one.
+        `settings` only `threads` applies then. PyTorch runs a saved model: `fit` writes its policy beside it, for
+        another give one.
         """
         folder, settings = Path(folder), settings or RunSettings()
         options: dict[str, Any] = {"batch_size": batch_size, "rebatch": rebatch, "probabilities": probabilities}
         options["allow_mismatch"] = allow_mismatch
         if not (folder / MANIFEST).is_file() and (folder / CONFIG).is_file():
-            if policy is None:
+            if policy is None and not (folder / POLICY).is_file():
                 remedy = "give one: Predictor.load(folder, policy)"
-                raise BadFile(folder, "it is a saved model, which has no policy", remedy)
+                raise BadFile(folder, "it is a saved model without a policy", remedy)
             from alight.networks.store import load_model
 
-            return cls(load_model(folder), policy, settings=settings, **options)
+            policy = load_policy(folder / POLICY) if policy is None else policy
+            return Predictor(load_model(folder), policy, settings=settings, **options)
         others = replace(settings, threads=None, device=None if settings.device == "cpu" else settings.device)
         if odd := [name for name, value in vars(others).items() if value]:
             raise BadInput(f"{folder} was exported, and {odd[0]} is for networks that were not: leave it out")
@@ -114,7 +119,7 @@ class Predictor:
             from alight.engine.backends.aoti import AotiBackend as Stages
         else:
             from alight.engine.backends.onnx import OnnxBackend as Stages  # type: ignore[assignment]
-        return cls(Stages(folder, manifest, settings.threads), policy, **options)
+        return Predictor(Stages(folder, manifest, settings.threads), policy, **options)
 
     def _take(self, backend: Backend, policy: Policy) -> None:
         """Use the policy, if it is one for these stages."""
@@ -126,12 +131,13 @@ class Predictor:
             )
         if policy.fingerprint and not self._allow_mismatch:
             check_fingerprint(policy, backend.fingerprint)
-        if self.probabilities and policy.lens:
+        if self.probabilities and not policy.keeps_answers:
             raise BadInput(
-                f"with {type(policy.lens).__name__} an answer need not be its exit's own, so it has no single"
+                f"with {type(policy.combination).__name__} an answer need not be its exit's own, so it has no single"
                 " probability: leave probabilities out"
             )
         self.backend, self.policy = backend.with_reads(_reads(policy, self.probabilities)), policy
+        self._exit_names = tuple(backend.exits)
         self._one_by_one = self.backend.supports_single_sample and policy.takes_single_samples
         self.memory = ()
 
@@ -147,20 +153,28 @@ class Predictor:
 
     @property
     def memory(self) -> Memory:
-        """What the policy remembers of the batches so far, such as the pace of a stream; may be set."""
+        """What the policy remembers of the batches so far, such as the pace of a stream; may be set.
+
+        Samples that a restored stream has admitted are not numbered again.
+        """
         return self._memory
 
     @memory.setter
     def memory(self, memory: Memory) -> None:
         self._memory = memory
-        self._admitted = getattr(memory[0], "admitted", 0) if memory else 0  # samples of the stream so far
+        self._numbering.skip_to(getattr(memory[0], "admitted", 0) if memory else 0)
+
+    @property
+    def next_number(self) -> int:
+        """The number of the next sample that comes without one."""
+        return self._numbering.next
 
     def __call__(self, inputs: Any, samples: npt.ArrayLike | None = None) -> Decisions:
         """Return the decisions about these inputs, in their order."""
         arrays = as_inputs(inputs, self.backend.inputs)
         size, total = self.batch_size, arrays[0].shape[0]  # faster than len of a tensor
         if total == 1 and self._one_by_one:
-            return self._single(arrays, 0 if samples is None else _number(samples))
+            return self._single(arrays, self._numbering.take(1) if samples is None else _number(samples))
         parts = (tuple(each[start : start + size] for each in arrays) for start in range(0, total, size))
         return self._decided(parts, samples, joins=total > size)  # one batch has no other to wait for
 
@@ -169,22 +183,33 @@ class Predictor:
         loader = in_batches(loader, self.backend.inputs, self.batch_size)
         count = length_of(loader)
         bar: dict[str, Any] = {"desc": "predict", "unit": "batch", "total": count, "disable": not progress}
-        return self._decided(self._loaded(loader, "the prediction", **bar), samples, joins=count != 1)
+        labels: list[Any] = []
+        inputs = self._loaded(loader, "the prediction", labels, **bar)
+        decisions = self._decided(inputs, samples, joins=count != 1)
+        return replace(decisions, labels=_joined_labels(labels, len(decisions)))
 
     def stream(self, loader: Any) -> Iterator[Answers]:
         """Yield answers as soon as they are ready: sample numbers, classes and open-exit indices."""
         loader = in_batches(loader, self.backend.inputs, self.batch_size)
-        yield from self._answers(self._loaded(loader, "the stream", disable=True), None)
+        yield from self._answers(self._loaded(loader, "the stream", [], disable=True), None)
 
     def place(self, inputs: Any, count: int) -> State:
         """Return `count` inputs where the stages run: the given ones, repeated."""
         state = self.backend.admit(as_inputs(inputs, self.backend.inputs))
         return self.backend.take(state, np.arange(count) % len(state[0]))
 
-    def _loaded(self, loader: Iterable[Any], what: str, **bar: Any) -> Iterator[State]:
-        """Yield a loader's batches, fetched ahead, in memory from which a device copies while it works."""
-        loaded = tqdm(batches(loader, self.backend.inputs, what), **bar)
-        return prefetch(self.backend.pin(batch.inputs) for batch in loaded)
+    def _loaded(self, loader: Iterable[Any], what: str, labels: list[Any], **bar: Any) -> Iterator[State]:
+        """Yield a loader's batches, fetched ahead, in memory from which a device copies while it works.
+
+        What each batch has as labels is added to `labels`.
+        """
+
+        def inputs() -> Iterator[State]:
+            for batch in tqdm(batches(loader, self.backend.inputs, what), **bar):
+                labels.append(batch.labels)
+                yield self.backend.pin(batch.inputs)
+
+        return prefetch(inputs())
 
     def _single(self, inputs: State, sample: int) -> Decisions:
         """Return the decision about a single sample, as quickly as possible."""
@@ -192,11 +217,12 @@ class Predictor:
             with self.backend.running():
                 prediction, stage, top = single(self.backend, self.policy, sample, self.backend.admit(inputs))
         except BaseException as error:
-            _keep(error, [])
+            _keep(error, [], sample)
             raise
         policy, probabilities = self.policy, None if top is None else np.array([top])
         exits, spent = np.array([policy.open_exits[stage]]), np.array([policy.costs[stage]])
-        return Decisions.unchecked(np.array([prediction]), exits, spent, policy.num_exits, probabilities)
+        predictions, names = np.array([prediction]), self._exit_names
+        return Decisions.unchecked(predictions, exits, spent, names, policy.unit, probabilities=probabilities)
 
     def _answers(
         self, inputs: Iterable[State], samples: Integers | None, joins: bool = True, low_latency: bool = True
@@ -211,32 +237,30 @@ class Predictor:
 
     def _numbered(self, inputs: Iterable[State], samples: Integers | None) -> Iterator[tuple[Integers, State]]:
         """Yield sample numbers and admitted inputs of every batch."""
-        start, before = 0, self._admitted
+        start = 0
         for arrays in inputs:
             stop = start + len(arrays[0])
-            numbers = np.arange(before + start, before + stop) if samples is None else samples[start:stop]
-            if len(numbers) < stop - start:
+            if samples is None:
+                numbers = self._numbering.take(stop - start) + np.arange(stop - start)
+            elif len(numbers := samples[start:stop]) < stop - start:
                 raise BadInput(f"{len(numbers) + start} sample numbers for {stop} samples or more: give one for each")
             yield numbers, self.backend.admit(arrays)
             start = stop
-            self._admitted = before + stop if self.policy.is_batch_dependent else 0
 
     def _decided(self, inputs: Iterable[State], samples: npt.ArrayLike | None, *, joins: bool = True) -> Decisions:
         """Return all answers in the order of coming; when something fails, the error keeps those that are finished."""
         numbers = None if samples is None else _numbers(samples)
         found: list[Answers] = []
+        first = self.next_number if numbers is None else None
         try:
             for answers in self._answers(inputs, numbers, joins, low_latency=False):
                 found.append(answers)  # what is finished is kept when the next fails
         except BaseException as error:
-            _keep(error, found)
+            _keep(error, found, first)
             raise
         came = np.concatenate([each.samples for each in found])
-        if numbers is None:
-            order = np.empty_like(came)
-            order[came - came.min()] = np.arange(len(came))
-        else:
-            order = np.argsort(came, kind="stable")
+        order = np.argsort(came, kind="stable")  # of coming, since a counter numbered them
+        if numbers is not None:
             order = order[np.searchsorted(came, numbers[: len(came)], sorter=order)]
         open_indices = np.concatenate([each.open_indices for each in found])[order]
         probabilities = [each.probabilities for each in found if each.probabilities is not None]
@@ -244,15 +268,49 @@ class Predictor:
             predictions=np.concatenate([each.predictions for each in found])[order],
             exits=np.asarray(self.policy.open_exits)[open_indices],
             spent=np.asarray(self.policy.costs)[open_indices],
-            num_exits=self.policy.num_exits,
+            exit_names=self._exit_names,
+            unit=self.policy.unit,
             probabilities=np.concatenate(probabilities)[order] if probabilities else None,
         )
 
 
+class Numbering:
+    """Numbers for samples that come without one: 0, 1, 2, ... once each, over all calls and threads.
+
+    >>> numbering = Numbering()
+    >>> numbering.take(2), numbering.take(3), numbering.take(1)
+    (0, 2, 5)
+    """
+
+    def __init__(self) -> None:
+        self.next, self._lock = 0, Lock()
+
+    def take(self, count: int) -> int:
+        """Return the first of so many numbers that follow each other; no one else gets them."""
+        with self._lock:
+            first, self.next = self.next, self.next + count
+        return first
+
+    def skip_to(self, number: int) -> None:
+        """Let the next number be at least this one."""
+        with self._lock:
+            self.next = max(self.next, number)
+
+
+def _joined_labels(labels: Sequence[Any], count: int) -> Integers | None:
+    """Return the labels of all batches; None where some have none, or shares of classes."""
+    if any(each is None or each.ndim != 1 for each in labels):
+        return None
+    joined: Integers = np.concatenate([as_array(each) for each in labels])
+    return joined if len(joined) == count and joined.min() >= 0 else None
+
+
 def _reads(policy: Policy, probabilities: bool) -> list[Reads]:
-    """Return what is computed at every open exit; the last takes all samples unread, unless a lens reads it too."""
-    last = len(policy.open_exits) - 1
-    return [Reads(policy.inputs if stage < last or policy.lens else (), probabilities) for stage in range(last + 1)]
+    """Return what is computed at every open exit; the last takes all samples unread, unless exits are combined."""
+    last, combination = len(policy.open_exits) - 1, policy.combination
+    scores = tuple(name for name in policy.inputs if name not in TOP)
+    read = Reads(scores, probabilities, combination.top if combination else 0)
+    return [*[read] * last, read if combination else Reads((), probabilities)]
 
 
 def check_exits(policy: Policy, exits: int) -> None:
@@ -273,11 +331,12 @@ def check_fingerprint(policy: Policy, own: str) -> None:
         )
 
 
-def _keep(error: BaseException, found: list[Answers]) -> None:
-    """Let an error hold what was finished before it."""
+def _keep(error: BaseException, found: list[Answers], first: int | None) -> None:
+    """Let an error hold what was finished before it, and say from which number on this call's samples count."""
     error.finished = found  # type: ignore[attr-defined]
     answered = sum(len(each.samples) for each in found)
-    error.add_note(f"{answered} samples were answered before: `finished` of this error has their answers.")
+    since = f" This call's samples are numbered from {first}." if first else ""
+    error.add_note(f"{answered} samples were answered before: `finished` of this error has their answers.{since}")
 
 
 def _numbers(samples: npt.ArrayLike) -> Integers:

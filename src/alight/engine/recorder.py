@@ -13,11 +13,11 @@ from tqdm import tqdm
 
 from alight.data.batches import BATCH_SIZE, Batch, batches, in_batches, length_of, prefetch
 from alight.data.preprocess import as_array
-from alight.engine.backends import LOGS, DeviceValues, HeadValues, Reads
+from alight.engine.backends import DeviceValues, HeadValues, Reads
 from alight.engine.settings import RunSettings
 from alight.errors import BadInput
 from alight.files import GrowingArrays, PathLike
-from alight.outputs import HeadOutputs
+from alight.outputs import KEPT, TOP, HeadOutputs, check_top
 from alight.scores import SCORES
 
 
@@ -36,13 +36,13 @@ class Recorded:
     fingerprint: str
     accuracies: tuple[float, ...]  # of every exit; none without labels
 
-    def load(self, *, log_probabilities: bool = True) -> HeadOutputs:
-        """Return the table itself, with log_probabilities or without."""
-        return HeadOutputs.load(self.path, log_probabilities=log_probabilities)
+    def load(self) -> HeadOutputs:
+        """Return the table itself."""
+        return HeadOutputs.load(self.path)
 
     def __str__(self) -> str:
         kind = "labelled" if self.accuracies else "unlabelled"
-        return f"{self.num_samples} samples, {self.num_exits} exits, score {self.score!r}, {kind}: {self.path}"
+        return f"{self.num_samples:,} samples, {self.num_exits} exits, score {self.score!r}, {kind}: {self.path}"
 
 
 def record(
@@ -52,7 +52,7 @@ def record(
     batch_size: int = BATCH_SIZE,
     score: str = "margin",
     features: Iterable[str] = (),
-    log_probabilities: bool = False,
+    top: int = KEPT,
     settings: RunSettings | None = None,
     progress: bool = True,
 ) -> HeadOutputs:
@@ -61,10 +61,10 @@ def record(
     `data` is a loader, a data set, arrays or tensors, (inputs, labels), or a list of images: taken in batches of
     `batch_size`, pictures and bytes normalised as the network says.
 
-    Scores are computed in float64 from logits, where the network runs: only they are kept, and `log_probabilities` in
-    half precision if asked for. `features` names further scores. A predictor with another dtype in its `settings` needs
-    a recording with that dtype. The table carries the fingerprint of the network as it ran. For tables that memory
-    cannot hold there is `record_to`.
+    Scores are computed in float64 from logits, where the network runs: only they are kept, and the log-probabilities of
+    the likeliest classes, `top` of them, in half precision. `features` names further scores. A predictor with another
+    dtype in its `settings` needs a recording with that dtype. The table carries the fingerprint of the network as it
+    ran. For tables that memory cannot hold there is `record_to`.
 
     >>> import torch
     >>> from torch import nn
@@ -73,7 +73,7 @@ def record(
     >>> record(model, [(torch.zeros(5, 4), torch.tensor([0, 1, 2, 0, 1]))], progress=False)
     HeadOutputs(5 samples, 2 exits, score 'margin', labelled)
     """
-    recorder = Recorder(model, score, features, log_probabilities, settings)
+    recorder = Recorder(model, score, features, top, settings)
     with ThreadPoolExecutor(1) as aside:
         fingerprint = aside.submit(recorder.backend.fingerprint_aside())
         parts = [*recorder.tables(data, batch_size, progress)]
@@ -88,7 +88,7 @@ def record_to(
     batch_size: int = BATCH_SIZE,
     score: str = "margin",
     features: Iterable[str] = (),
-    log_probabilities: bool = False,
+    top: int = KEPT,
     settings: RunSettings | None = None,
     progress: bool = True,
 ) -> Recorded:
@@ -103,7 +103,7 @@ def record_to(
     >>> print(record_to(f"{tempfile.mkdtemp()}/outputs.npz", model, torch.zeros(5, 4), progress=False).num_samples)
     5
     """
-    recorder = Recorder(model, score, features, log_probabilities, settings)
+    recorder = Recorder(model, score, features, top, settings)
     exits = len(recorder.backend.exits)
     correct, labelled = np.zeros(exits), False
     with GrowingArrays(path) as growing, ThreadPoolExecutor(1) as aside:
@@ -125,7 +125,7 @@ class Recorder:
         model: Any,
         score: str = "margin",
         features: Iterable[str] = (),
-        log_probabilities: bool = False,
+        top: int = KEPT,
         settings: RunSettings | None = None,
     ) -> None:
         from alight.engine.backends.torch import EveryExit  # PyTorch is imported where it runs
@@ -133,9 +133,10 @@ class Recorder:
         names = tuple(dict.fromkeys((score, *features)))
         if unknown := [name for name in names if name not in SCORES]:
             raise BadInput(f"there is no score {unknown[0]!r}: choose one of {', '.join(SCORES)}")
-        self.score, self.columns = score, (*names, LOGS) if log_probabilities else names
+        check_top(top)
+        self.score, self.columns = score, (*names, *TOP)
         exits = range(getattr(model, "num_exits", 0))
-        self.backend = EveryExit(model, exits, [Reads(self.columns)], settings)
+        self.backend = EveryExit(model, exits, [Reads(names, top=top)], settings)
 
     def tables(self, data: Any, batch_size: int = BATCH_SIZE, progress: bool = True) -> Iterator[HeadOutputs]:
         """Yield the table of each batch, in their order; on a device the next batches run while one is on its way."""
@@ -178,14 +179,14 @@ class Recorder:
         if not np.isfinite(largest).all():  # other logits may be -inf: a class that was masked out
             row, exit_index = np.argwhere(~np.isfinite(largest))[0]
             raise BadInput(
-                f"exit {exit_index} ({self.backend.exits[exit_index]}) gives {largest[row, exit_index]:g} for sample"
+                f"the head at {self.backend.exits[exit_index]} gives {largest[row, exit_index]:g} for sample"
                 f" {seen + row}: look for NaN in that sample or in the weights; in half precision try dtype='bf16'"
             )
         if labels is not None:
             Batch((), labels).check(self.backend.num_classes)
             labels = as_array(labels)
         columns = dict(zip(self.columns, values.columns, strict=True))
-        logs = columns.pop(LOGS, None)
+        likeliest = {name: columns.pop(name).reshape(*largest.shape, -1) for name in TOP}
         scores = {name: column.reshape(shape).copy() for name, column in columns.items()}  # lets go of the others
         return HeadOutputs(
             scores=scores.pop(self.score),
@@ -193,5 +194,6 @@ class Recorder:
             labels=labels,
             score=self.score,
             features=scores,
-            log_probabilities=None if logs is None else logs.reshape(*shape, self.backend.num_classes),
+            exits=self.backend.exits,
+            **likeliest,
         )

@@ -1,7 +1,6 @@
 """A network and a policy become a folder: a file per open exit, the policy, and a manifest that describes them."""
 
-import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,18 +9,23 @@ import torch
 from tqdm import tqdm
 
 from alight.data.preprocess import Normalisation, TensorSpec
+from alight.data.tokens import TOKENIZER, save_tokenizer
 from alight.engine.backends.torch.prepare import prepared
-from alight.engine.manifest import AOTI, ONNX, POLICY, SUFFIXES, TOKENIZER, Manifest, StageFile, checksum
+from alight.engine.manifest import AOTI, ONNX, POLICY, SUFFIXES, Manifest, StageFile, checksum
 from alight.engine.predictor import check_exits, check_fingerprint
 from alight.engine.settings import RunSettings
 from alight.errors import AlightError, BadInput
 from alight.export.programs import (
+    LENGTHS,
+    TOKENS,
+    ExportedStage,
     ExportJob,
     StageRuns,
     branches_on_data,
     check_compiler,
     exported_stages,
     quietly,
+    random_inputs,
     reason,
     run_stages,
     spec_of,
@@ -50,19 +54,20 @@ def export_model(
     folder: PathLike,
     *,
     example: Any = None,
-    tokenizer: PathLike | None = None,
+    tokenizer: Any = None,
     normalisation: Normalisation | None = None,
     format: str = ONNX,  # noqa: A002  # the manifest's own word for it
     allow_mismatch: bool = False,
-    progress: bool = False,
+    progress: bool = True,
 ) -> Path:
     """Write every stage up to the policy's last open exit, with its head, into a folder: whole, or not at all.
 
     `Predictor.load` runs it without PyTorch. With `format="aoti"` the stages are compiled ahead of time instead, for a
     machine like this one that has PyTorch. `example` is a batch as the network takes it, by default the one that it was
-    built with. Each file is compared with the network on random inputs before it is kept. The folder of a `tokenizer`
-    is copied, so that texts become tokens where the stages run. `normalisation` states that of a network that does not
-    say its own: where neither is known, the exported network takes floats alone, no pictures and no bytes.
+    built with. Each file is compared with the network on random inputs before it is kept. The `tokenizer`, by default
+    the model's, is saved beside them, so that texts become tokens where the stages run. `normalisation` states that of
+    a network that does not say its own: where neither is known, the exported network takes floats alone, no pictures
+    and no bytes.
 
     >>> import tempfile
     >>> from torch import nn
@@ -85,18 +90,22 @@ def export_model(
     _check_replaceable(folder)
     ready = prepared(model, RunSettings(device="cpu"))
     stages = exported_stages(ready, policy)
-    runs = run_stages(stages, ready, example_of(ready) if example is None else example)
+    example = example_of(ready) if example is None else example
+    runs = run_stages(stages, ready, example)
     specs = _specs(model, runs)
     folder.parent.mkdir(parents=True, exist_ok=True)
     with whole_folder(folder) as filling:
         files, notes = [], []
         for index, (stage, run) in enumerate(tqdm([*zip(stages, runs, strict=True)], "export", disable=not progress)):
             path = filling / f"stage_{index}{SUFFIXES[format]}"
-            notes.append(_write(ExportJob(stage, run, path, specs[index], specs[index + 1]), format))
+            job = ExportJob(stage, run, path, specs[index], specs[index + 1])
+            notes.append(_write(job, format, model.exits[stage.exit_index]))
             files.append(StageFile(path.name, checksum(path.read_bytes()), stage.exit_index, specs[index + 1]))
         policy.save(filling / POLICY)
+        tokenizer = model.tokenizer if tokenizer is None else tokenizer
         if tokenizer is not None:
-            shutil.copytree(tokenizer, filling / TOKENIZER)
+            (filling / TOKENIZER).mkdir()
+            save_tokenizer(tokenizer, filling / TOKENIZER)
         others = sorted(path for path in (filling / TOKENIZER).rglob("*") if path.is_file())
         gap, ways = max(gap for gap, _ in notes), ", ".join(way for _, way in notes)
         Manifest(
@@ -110,10 +119,51 @@ def export_model(
             num_classes=model.num_classes,
             classes=model.classes,
             normalisation=normalisation or model.normalisation,
+            lengths=_lengths(ready, stages, example, _runners(filling, files, format)) if _is_text(specs[0]) else None,
             further={path.relative_to(filling).as_posix(): checksum(path.read_bytes()) for path in others},
             made_with=installed_versions(*LIBRARIES) | {"largest difference": f"{gap:.1e}", "captured by": ways},
         ).save(filling)
     return folder
+
+
+def _is_text(specs: tuple[TensorSpec, ...]) -> bool:
+    """Return whether the network takes texts of any length."""
+    return len(specs[0].shape) > 1 and specs[0].shape[1] is None
+
+
+def _runners(folder: Path, files: list[StageFile], format: str) -> list[Any]:  # noqa: A002
+    return [_runner(folder / each.file, format) for each in files]
+
+
+def _lengths(
+    model: MultiExitModel, stages: Sequence[ExportedStage], example: Any, runners: Sequence[Any]
+) -> tuple[int, int]:
+    """Return the shortest and the longest of the tried texts, from those that were exported up and down."""
+    proven = [*TOKENS]
+    for tried in ([each for each in LENGTHS if each > TOKENS[1]], [each for each in LENGTHS[::-1] if each < TOKENS[0]]):
+        for length in tried:
+            if not _is_same_at(model, stages, example, length, runners):
+                break
+            proven.append(length)
+    return min(proven), max(proven)
+
+
+def _is_same_at(
+    model: MultiExitModel, stages: Sequence[ExportedStage], example: Any, length: int, runners: Sequence[Any]
+) -> bool:
+    """Check whether the exported stages give what the network gives for texts of this length."""
+    try:
+        given = model.proven(random_inputs(model, example, 2, length, torch.Generator().manual_seed(length)))
+        state: Any = tuple(each.numpy() for each in given)
+        with torch.inference_mode():
+            for stage, run in zip(stages, runners, strict=True):
+                wanted, *given = stage(*given)
+                logits, state = run(state)
+                if not _difference_of(np.asarray(logits), wanted.numpy()) <= TOLERANCE:
+                    return False
+    except Exception:  # the network takes no such texts, or the file does not
+        return False
+    return True
 
 
 def _specs(model: MultiExitModel, runs: list[StageRuns]) -> list[tuple[TensorSpec, ...]]:
@@ -126,7 +176,7 @@ def _specs(model: MultiExitModel, runs: list[StageRuns]) -> list[tuple[TensorSpe
     return specs
 
 
-def _write(job: ExportJob, format: str) -> tuple[float, str]:  # noqa: A002
+def _write(job: ExportJob, format: str, exit_name: str) -> tuple[float, str]:  # noqa: A002
     """Write a stage's file, and return how far it is from the network and which of torch's exporters wrote it."""
     reasons = []
     for name, write in WRITERS[format].items():
@@ -141,7 +191,7 @@ def _write(job: ExportJob, format: str) -> tuple[float, str]:  # noqa: A002
             if branches_on_data(error):
                 break
     raise AlightError(
-        f"the stage of exit {job.stage.exit_index} cannot be exported ({reason(reasons[0])}): rewrite what it names,"
+        f"the stage that ends at {exit_name} cannot be exported ({reason(reasons[0])}): rewrite what it names,"
         " open only exits before it, or run the network with PyTorch"
     ) from reasons[0]
 

@@ -25,6 +25,7 @@ from alight.policies.policy import Policy
 
 BATCHES = (3, 1)  # samples in the examples: the first is traced, all are compared
 TOKENS = (7, 10)  # of texts in them, so that no size is that of another axis
+LENGTHS = (1, 2, 4, *TOKENS, 16, 32, 64, 128, 256, 512)  # of texts for which all stages are compared with the network
 LOGITS = TensorSpec("logits", (None, None), "float32")
 OPSET = 18  # of ONNX, from 2022: old enough for runtimes on devices, new enough for torch
 PACKAGE_SETTINGS = {"cpp.dynamic_threads": True}  # as many threads as where it runs, not where it was compiled
@@ -91,11 +92,13 @@ def run_stages(stages: Sequence[ExportedStage], model: MultiExitModel, example: 
     """
     rng = torch.Generator().manual_seed(0)
     try:
-        return _runs(stages, [_random(model, example, *sizes, rng) for sizes in zip(BATCHES, TOKENS, strict=True)])
+        return _runs(
+            stages, [random_inputs(model, example, *sizes, rng) for sizes in zip(BATCHES, TOKENS, strict=True)]
+        )
     except Exception:
         if not model.input_names:
             raise
-        return _runs(stages, [_random(model, example, count, None, rng) for count in BATCHES])
+        return _runs(stages, [random_inputs(model, example, count, None, rng) for count in BATCHES])
 
 
 def spec_of(name: str, tensors: Sequence[Tensor]) -> TensorSpec:
@@ -118,7 +121,7 @@ def _runs(stages: Sequence[ExportedStage], inputs: Sequence[State]) -> list[Stag
     return runs
 
 
-def _random(model: MultiExitModel, example: Any, count: int, tokens: int | None, rng: torch.Generator) -> State:
+def random_inputs(model: MultiExitModel, example: Any, count: int, tokens: int | None, rng: torch.Generator) -> State:
     """Return `count` random inputs like the example; texts of so many tokens, None is as many as there."""
     names = model.input_names or ("",) * len(model.admit(example))
     text = isinstance(example, Mapping)

@@ -13,13 +13,13 @@ import numpy as np
 import numpy.typing as npt
 
 from alight.data.preprocess import InputSpec
-from alight.scores import probabilities, score_of
+from alight.outputs import half
+from alight.scores import score_of, top_classes
 
 Floats = npt.NDArray[np.float64]
 Integers = npt.NDArray[np.int64]
 State = tuple[Any, ...]  # what crosses a cut: arrays or tensors with one row per sample
 
-LOGS = "log_probabilities"
 SOFTMAX_SCORES = ((), ("margin",), ("max_probability",))  # columns that the softmax of one sample gives directly
 
 
@@ -28,15 +28,16 @@ class HeadValues(NamedTuple):
 
     predictions: Any  # class with the largest logit
     largest: Any  # that logit; NaN or infinite where the logits are unusable
-    columns: tuple[Any, ...]  # what the policy reads, by its `inputs`
+    columns: tuple[Any, ...]  # what the policy reads, by its `inputs`: scores, then likeliest classes and their logs
     probabilities: Any | None  # of the class, where asked for
 
 
 class Reads(NamedTuple):
     """What is computed from the logits of one stage."""
 
-    columns: tuple[str, ...]
+    columns: tuple[str, ...]  # scores
     probability: bool = False  # of the class, too
+    top: int = 0  # likeliest classes whose indices and log-probabilities are given, too
 
 
 class DeviceValues(Protocol):
@@ -116,9 +117,12 @@ def score_rows(logits: np.ndarray, reads: Reads) -> HeadValues:
     predictions = exact.argmax(-1)
     largest = np.take_along_axis(exact, predictions[..., None], -1)[..., 0]  # NaN where a row has one
     with np.errstate(invalid="ignore"):  # of unusable rows, which `largest` shows
-        columns = tuple(_column(name, exact) for name in reads.columns)
-        top = score_of("max_probability", exact) if reads.probability else None
-    return HeadValues(predictions, largest, columns, top)
+        columns = tuple(score_of(name, exact) for name in reads.columns)
+        of_class = score_of("max_probability", exact) if reads.probability else None
+        if reads.top:
+            classes, logs = top_classes(exact, reads.top)
+            columns = (*columns, classes.astype(np.int32), half(logs))
+    return HeadValues(predictions, largest, columns, of_class)
 
 
 def score_one(logits: np.ndarray, reads: Reads) -> HeadValues:
@@ -132,9 +136,9 @@ def score_one(logits: np.ndarray, reads: Reads) -> HeadValues:
     row = logits[0].astype(np.float64)
     best = int(row.argmax())
     largest = float(row[best])
-    if not math.isfinite(largest) or not (reads.columns or reads.probability):
+    if not math.isfinite(largest) or not any(reads):
         return HeadValues(best, largest, (), None)
-    if reads.columns not in SOFTMAX_SCORES:
+    if reads.top or reads.columns not in SOFTMAX_SCORES:
         values = score_rows(row[None], reads)
         top = None if values.probabilities is None else values.probabilities.item()
         return HeadValues(best, largest, tuple(column[0] for column in values.columns), top)
@@ -148,19 +152,10 @@ def score_one(logits: np.ndarray, reads: Reads) -> HeadValues:
 
 
 def unpack(packed: Floats, reads: Reads) -> HeadValues:
-    """Return the values of one array as a device hands it over: class, largest logit, columns, probability."""
-    classes = packed.shape[1] - 2 - reads.probability - sum(name != LOGS for name in reads.columns)
-    start, columns = 2, []
-    for name in reads.columns:
-        stop = start + (classes if name == LOGS else 1)
-        columns.append(packed[:, start:stop].astype(np.float16) if name == LOGS else packed[:, start])
-        start = stop
-    top = packed[:, -1] if reads.probability else None
-    return HeadValues(packed[:, 0].astype(np.int64), packed[:, 1], tuple(columns), top)
-
-
-def _column(name: str, logits: Floats) -> Any:
-    if name != LOGS:
-        return score_of(name, logits)
-    with np.errstate(divide="ignore"):
-        return np.log(probabilities(logits)).astype(np.float16)
+    """Return the values of one array as a device hands it over: class, largest logit, scores, probability, top."""
+    scores = 2 + len(reads.columns)
+    columns, of_class = tuple(packed[:, 2:scores].T), packed[:, scores] if reads.probability else None
+    if reads.top:
+        classes, logs = np.split(packed[:, scores + reads.probability :], 2, axis=1)
+        columns = (*columns, classes.astype(np.int32), half(logs))
+    return HeadValues(packed[:, 0].astype(np.int64), packed[:, 1], columns, of_class)

@@ -13,7 +13,7 @@ import numpy as np
 from alight.data.batches import fitted
 from alight.data.preprocess import first_unusable
 from alight.engine.backends import DeviceValues, HeadValues, Integers, Reads, State, score_one, score_rows
-from alight.engine.manifest import Manifest, verified
+from alight.engine.manifest import Manifest, exported_spec, verified
 from alight.errors import BadFile, BadInput
 
 SPIN = {"session.force_spinning_stop": "1"}  # threads of one stage must not keep a core busy while the next one works
@@ -26,12 +26,14 @@ class OnnxBackend:
     name = "onnxruntime"
     in_flight = 0
     supports_single_sample = True
+    lengths: tuple[int, int] | None = None  # of texts for which it was compared with the network
 
     def __init__(self, folder: Path, manifest: Manifest, threads: int | None = None) -> None:
         self.stages = self._load(folder, manifest, threads)
         self.reads = [Reads(())] * len(self.stages)  # until a policy asks for more
-        self.inputs, self.exits = manifest.input_spec, manifest.exits
+        self.inputs, self.exits = exported_spec(folder, manifest), manifest.exits
         self.open_exits, self.fingerprint = manifest.open_exits, manifest.fingerprint
+        self.lengths = manifest.lengths
 
     def _load(self, folder: Path, manifest: Manifest, threads: int | None) -> list[Any]:
         return [
@@ -45,7 +47,14 @@ class OnnxBackend:
         return other
 
     def admit(self, inputs: State) -> State:
-        return fitted(inputs, self.inputs)
+        arrays = fitted(inputs, self.inputs)
+        if self.lengths and not self.lengths[0] <= arrays[0].shape[1] <= self.lengths[1]:
+            shortest, longest = self.lengths
+            raise BadInput(
+                f"texts of {arrays[0].shape[1]} tokens, and the exported network was seen to be the original for"
+                f" {shortest} to {longest}: give such texts, or run the network with PyTorch"
+            )
+        return arrays
 
     def pin(self, inputs: State) -> State:
         return inputs

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from alight.data.batches import as_tensor
 from alight.engine.backends import HeadValues, Reads, State, unpack
 from alight.engine.backends.torch import rows
-from alight.engine.backends.torch.prepare import accelerate, device_of, placed, prepared, running
+from alight.engine.backends.torch.prepare import accelerate, check_prepared, device_of, placed, prepared, running
 from alight.engine.backends.torch.values import OnDevice, gather, pack, score_one
 from alight.engine.settings import RunSettings
 from alight.errors import BadInput
@@ -32,7 +32,7 @@ class OpenStage(nn.Module):
     def forward(self, *state: Tensor) -> tuple[State, Tensor]:
         """Return the next state, and packed values; the logits where the policy reads nothing but the class."""
         state, logits = self.logits(*state)
-        return state, pack(logits, self.reads) if self.reads.columns else logits
+        return state, pack(logits, self.reads) if self.reads.columns or self.reads.top else logits
 
     def logits(self, *state: Tensor) -> tuple[State, Tensor]:
         """Return the next state, which is empty after the last open exit, and the head's logits."""
@@ -97,9 +97,17 @@ class TorchBackend:
         self.inputs, self.exits, self.open_exits = model.input_spec, model.exits, tuple(open_exits)
         self.in_flight = 0 if self.device.type == "cpu" else IN_FLIGHT
         self.batch_size = batch_size
-        self.admit = partial(placed, device=self.device, settings=self.settings)
+        self.unproven = model if self.settings.dtype or self.settings.channels_last else None
         self.running = partial(running, self.settings.threads)
         self._build(reads)
+
+    def admit(self, inputs: State) -> State:
+        """Return inputs as the stages take them; first batches prove that the network may run so, at each size."""
+        if self.unproven is not None:
+            if self.unproven is not self.model:
+                check_prepared(self.unproven, self.model, inputs, self.settings, self.open_exits)
+            self.unproven = None
+        return self.model.proven(placed(inputs, self.device, self.settings))
 
     def _build(self, reads: Sequence[Reads]) -> None:
         self.stages = self.make_stages(self.model, self.open_exits, reads)
@@ -126,11 +134,12 @@ class TorchBackend:
 
     def run(self, stage: int, state: State) -> tuple[HeadValues | OnDevice, State]:
         reads = self.stages[stage].reads
+        packed = bool(reads.columns or reads.top)
         run = self.runs[stage] if self.runs else self.stages[stage].forward  # faster than a call, which looks for hooks
         state, values = run(*state)
         if self.in_flight:
-            return OnDevice(values, reads, packed=bool(reads.columns)), state
-        return unpack((values if reads.columns else pack(values, reads)).numpy(), reads), state
+            return OnDevice(values, reads, packed=packed), state
+        return unpack((values if packed else pack(values, reads)).numpy(), reads), state
 
     def run_one(self, stage: int, state: State) -> tuple[HeadValues, State]:
         module = self.stages[stage]

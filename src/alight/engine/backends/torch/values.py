@@ -6,30 +6,32 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from alight.engine.backends import LOGS, SOFTMAX_SCORES, HeadValues, Reads, unpack
+from alight.engine.backends import SOFTMAX_SCORES, HeadValues, Reads, unpack
 from alight.engine.backends.torch.rows import kernels
-from alight.scores import probabilities, score_of
+from alight.scores import score_of, top_classes
 
 FUSED = ("margin", "max_probability")  # scores that the Triton kernel computes
 CLASSES = 2**13  # at most, which one program of the kernel still holds
+RANKS = 8  # likeliest classes at most that the kernel finds, one after the other
 
 
 def pack(logits: Tensor, reads: Reads) -> Tensor:
-    """Return class, largest logit, columns and probability side by side in float64, one row per sample."""
-    columns, probability = reads
-    first = pack_by_kernel(logits, Reads(columns[:1], probability and len(columns) == 1))
-    if first is not None and len(columns) == 1:
-        return first
-    exact = logits.double() if columns or probability else logits  # the largest is one of them, unchanged
-    if first is None:
-        largest, predictions = exact.max(-1)
-        parts, others = [predictions.double(), largest], columns
+    """Return class, largest logit, scores, probability and top side by side in float64, one row per sample.
+
+    The top are the likeliest classes and, beside all of them, their log-probabilities.
+    """
+    columns, probability, top = reads
+    packed = pack_by_kernel(logits, Reads(columns[:1] or ("margin",), probability, top)) if columns or top else None
+    if packed is not None and len(columns) == 1:
+        return packed
+    exact = logits.double() if any(reads) else logits  # the largest is one of them, unchanged
+    if packed is not None:
+        parts = [packed[:, : 2 + len(columns[:1])], *(score_of(name, exact) for name in columns[1:]), packed[:, 3:]]
     else:
-        parts, others = [first], columns[1:]
-    for name in others:
-        parts.append(probabilities(exact).log() if name == LOGS else score_of(name, exact))
-    if probability:
-        parts.append(score_of("max_probability", exact))
+        largest, predictions = exact.max(-1)
+        parts = [predictions.double(), largest, *(score_of(name, exact) for name in columns)]
+        parts += [score_of("max_probability", exact)] if probability else []
+        parts += top_classes(exact, top) if top else ()
     return torch.cat([part if part.ndim == 2 else part[:, None] for part in parts], dim=1)
 
 
@@ -38,15 +40,16 @@ def score_one(logits: Tensor, reads: Reads) -> HeadValues:
 
     It makes few calls, since each costs more than the arithmetic: one softmax in float64 and its two largest.
     """
-    columns, probability = reads
-    if not columns and not probability:
+    columns, probability, _ = reads
+    if not any(reads):
         largest, place = logits.max(-1)
         return HeadValues(place.item(), largest.item(), (), None)
-    if columns not in SOFTMAX_SCORES:
+    if reads.top or columns not in SOFTMAX_SCORES:
         values = unpack(pack(logits, reads).numpy(), reads)
         top = None if values.probabilities is None else values.probabilities.item()
-        numbers = tuple(column.item() for column in values.columns)
-        return HeadValues(values.predictions.item(), values.largest.item(), numbers, top)
+        return HeadValues(
+            values.predictions.item(), values.largest.item(), tuple(each[0] for each in values.columns), top
+        )
     two, places = logits.softmax(-1, dtype=torch.float64).topk(2)
     first, second = two.tolist()[0]
     prediction = (places if first > second else logits.argmax(-1, keepdim=True)).tolist()[0][0]
@@ -90,18 +93,21 @@ def gather(values: Sequence[Any]) -> HeadValues:
 
 
 def pack_by_kernel(logits: Tensor, reads: Reads) -> Tensor | None:
-    """Return class, largest logit, one score and perhaps the probability by one kernel instead of ten.
+    """Return class, largest logit, one score, perhaps the probability and the top by one kernel instead of ten.
 
     Each of ten takes longer to launch than to run. None where no kernel of ours does it.
     """
-    columns, probability = reads
+    columns, probability, top = reads
     if not logits.is_cuda or torch.compiler.is_compiling():  # a compiler fuses better still
         return None
-    if len(columns) != 1 or columns[0] not in FUSED or logits.shape[1] > CLASSES or (found := kernels()) is None:
+    if len(columns) != 1 or columns[0] not in FUSED or logits.shape[1] > CLASSES or top > RANKS:
+        return None
+    if (found := kernels()) is None:
         return None
     logits = logits if logits.stride(1) == 1 else logits.contiguous()
     count, classes = logits.shape
-    packed = torch.empty(count, 3 + probability, dtype=torch.float64, device=logits.device)
+    ranks = min(top, classes)
+    packed = torch.empty(count, 3 + probability + 2 * ranks, dtype=torch.float64, device=logits.device)
     block = max(2, 1 << (classes - 1).bit_length())
     with torch.cuda.device(logits.device):
         found.pack_logits[(count,)](
@@ -110,7 +116,8 @@ def pack_by_kernel(logits: Tensor, reads: Reads) -> Tensor | None:
             logits.stride(0),
             classes,
             MARGIN=columns[0] == "margin",
-            WIDTH=3 + probability,
+            PROBABILITY=probability,
+            RANKS=ranks,
             BLOCK=block,
             num_warps=1 if block <= 256 else 4,
         )
