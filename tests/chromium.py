@@ -129,18 +129,18 @@ class Tab:
         self._note(heard.get("method", ""), heard.get("params", {}))
         return heard
 
-    def _note(self, method: str, told: dict[str, Any]) -> None:
+    def _note(self, method: str, event: dict[str, Any]) -> None:
         if method == "Page.loadEventFired":
             self._loaded = True
         elif method == "Runtime.consoleAPICalled":
-            self.console.append(" ".join(str(each.get("value")) for each in told["args"]))
+            self.console.append(" ".join(str(each.get("value")) for each in event["args"]))
         elif method == "Runtime.exceptionThrown":
-            details = told["exceptionDetails"]
+            details = event["exceptionDetails"]
             self.console.append(details.get("exception", {}).get("description") or details["text"])
         elif method == "Log.entryAdded":
-            self.console.append(told["entry"]["text"])
+            self.console.append(event["entry"]["text"])
         elif method == "Network.requestWillBeSent":
-            self.requests.append(told["request"]["url"])
+            self.requests.append(event["request"]["url"])
 
 
 def _high_pipe() -> tuple[int, int]:

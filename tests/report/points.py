@@ -39,7 +39,7 @@ def made_points() -> list[Point]:
         *(made_point(HOSTILE, step, 0.3 + 0.1 * step, 0.9 * step) for step in STEPS),
         *(made_point(ORACLE, step, step, 0.6 + 0.35 * step, exit_shares=share) for step, share in both),
         *(
-            made_point(SINGLE_EXIT, cost, cost, accuracy, exit_shares=here)
+            made_point(SINGLE_EXIT, cost, cost, accuracy, exit_shares=here, calibration_error=0.1 * cost)
             for cost, accuracy, here in zip((0.2, 0.5, 1.0), (0.5, 0.65, 0.8), ALONE, strict=True)
         ),
         Point("bare", budget=0.5 * FULL, accuracy=0.55, mean_cost=0.45 * FULL, full_cost=FULL, unit="FLOPs"),
@@ -54,4 +54,7 @@ def _described(step: float, share: tuple[float, ...]) -> dict[str, Any]:
         "thresholds": (step / 2 + 0.25, math.inf, -math.inf),
         "rule": "leave at the first score that reaches its threshold, on the margin",
         "guarantee": f"Keeps to {step:.0%}, with luck.",
+        "worst_class": "7",
+        "worst_class_loss": 0.4 - 0.3 * step,
+        "worst_class_cost": 0.9 * step * FULL,
     }

@@ -15,20 +15,23 @@ import chromium
 import numpy as np
 import pytest
 from chromium import Tab
+from colours import contrast, luminance
 from points import FULL, HOSTILE, STEPS, made_point, made_points
 
-from alight.evaluation import ORACLE, SINGLE_EXIT, Point, read_points
+from alight.evaluation import ORACLE, SINGLE_EXIT, Point, area_under_curve, read_points
 from alight.report import Examples, ReportedNetwork, SampleWalk, write_report
-from alight.report.page import data_address
+from alight.report.samples import data_address
 
 FIGURES = [
-    "Accuracy against budget spent",
+    "Accuracy against cost",
     "Share of samples per exit, planned and observed",
+    "Accuracy against cost of all methods",
     "Spent against allowed budget",
     "Spent minus allowed budget",
     "Error rate of each exit alone on small",
 ]
-TITLES = {"accuracy": "spent", "spending": "allowed", "overspending": "allowed"}
+MOVING = ("accuracy", "compare", "spending", "overspending")  # figures through which the budget's line passes
+SWITCHED = MOVING[1:]  # and in which methods are switched on and off
 
 
 class Plan:
@@ -114,7 +117,7 @@ def test_the_slider_moves_the_line_through_all_curves_and_the_numbers_follow(sho
     points = {round(each.budget / FULL, 9): each for each in made_points() if each.method == "eero"}
     stops = sorted({*STEPS, 0.5})  # one method has a single budget, between the others'
     assert int(shown.ask("budget.max")) == len(stops) - 1
-    places: dict[str, list[float]] = {figure: [] for figure in TITLES}
+    places: dict[str, list[float]] = {figure: [] for figure in MOVING}
     for stop, allowed in enumerate(stops):
         set_slider(shown, stop)
         for figure, seen in places.items():
@@ -126,7 +129,12 @@ def test_the_slider_moves_the_line_through_all_curves_and_the_numbers_follow(sho
         if allowed not in points:
             continue
         point = points[allowed]
-        assert f"{point.accuracy:.1%} right, {point.mean_cost / FULL:.1%} spent" in shown.text("#chosen")
+        assert f"accuracy {point.accuracy:.1%}, {point.mean_cost / FULL:.1%} spent" in shown.text("#chosen")
+        lost = f"{100 * point.worst_class_loss:.1f}"
+        assert f"Class 7 loses most against the last exit: {lost} points, with {90 * allowed:.1f}% spent" in shown.text(
+            "#chosen"
+        )
+        assert f"class 7: −{lost}" in shown.texts("#readout small")
         (row,) = [each for each in table_of(shown, "readout") if each[0] == "eero"]
         assert row[1:] == [
             f"{point.accuracy:.1%}",
@@ -146,7 +154,14 @@ def test_the_slider_moves_the_line_through_all_curves_and_the_numbers_follow(sho
                 zip((20, 55, 112.5), point.thresholds, point.exit_rates, point.exit_shares, strict=True)
             )
         ]
-        assert shown.text("#guarantee") == point.guarantee
+        assert shown.text("#guarantees") == point.guarantee
+        assert shown.texts("#numbers .number") == [
+            f"{point.accuracy:.1%}",
+            f"{100 * abs(0.8 - point.accuracy):.1f} points",
+            f"{point.mean_cost / FULL:.1%} of full cost",
+        ]
+        assert shown.texts("#line h3") == ["layer1", "layer2", "layer3"]
+        assert shown.texts("#line .leave") == [f"{share:.1%} leave" for share in point.exit_shares]
         assert point.rule in shown.text("#rule")
     for seen in places.values():
         assert seen == sorted(set(seen))  # to the right with every step
@@ -176,17 +191,18 @@ def test_the_slider_obeys_the_keyboard(shown: Tab) -> None:
 
 def test_methods_are_switched_off_and_on_in_all_figures(shown: Tab) -> None:
     def curves() -> list[int]:
-        return [int(shown.ask(f"document.querySelectorAll('#{figure} .series.m0').length")) for figure in TITLES]
+        return [int(shown.ask(f"document.querySelectorAll('#{figure} .series.m0').length")) for figure in SWITCHED]
 
     assert min(curves()) > 0
     shown.ask("document.querySelector('#switches input[value=eero]').click()")
     assert curves() == [0, 0, 0]
     assert "eero" not in [row[0] for row in table_of(shown, "readout")]
-    assert "eero" not in {row["method"] for row in csv_of(shown, "accuracy-csv")}
+    assert "eero" not in {row["method"] for row in csv_of(shown, "compare-csv")}
+    assert "eero" in {row["method"] for row in csv_of(shown, "accuracy-csv")}  # the chosen one stays
     shown.press(" ", "#switches input[value=eero]")
     assert min(curves()) > 0
     shown.ask("none.click()")
-    assert shown.texts("#accuracy .note, #spending .note, #overspending .note") == ["No method is switched on."] * 3
+    assert shown.texts("#compare .note, #spending .note, #overspending .note") == ["No method is switched on."] * 3
     set_slider(shown, 1)
     shown.ask("all.click()")
     assert len(table_of(shown, "readout")) == 5
@@ -201,7 +217,8 @@ def test_a_method_is_chosen_by_its_name_or_from_the_list(shown: Tab) -> None:
     shown.ask(f"method.value = {json.dumps(HOSTILE)}; method.dispatchEvent(new Event('change', {{bubbles: true}}))")
     assert shown.text("#chosen").startswith(HOSTILE)
     assert shown.text("#shares .note") == "This point does not say how many samples left at each exit."
-    assert shown.ask("guarantee.hidden")
+    assert shown.text("#guarantees summary").startswith("No guarantee is recorded for this policy")
+    assert shown.ask("document.getElementById('line-section').hidden")
     assert shown.console == []
 
 
@@ -212,22 +229,23 @@ def test_several_networks_share_a_page(shown: Tab) -> None:
     assert shown.text("#allowed").endswith(" ms")
     assert "patience" not in [row[0] for row in table_of(shown, "readout")]
     assert shown.ask("document.getElementById('plan-section').hidden")
-    assert shown.ask("document.getElementById('examples-section').hidden")
+    assert shown.texts("#line img") == []
     assert {row["unit"] for row in csv_of(shown, "download")} == {"ms"}
     assert shown.console == []
 
 
 def test_examples_stand_at_the_exit_where_they_left(shown: Tab) -> None:
-    script = "[...document.querySelectorAll('#examples ul')].map((row) => row.querySelectorAll('img').length)"
+    script = "[...document.querySelectorAll('#line .samples')].map((row) => row.querySelectorAll('img').length)"
     set_slider(shown, 0)
     assert shown.ask(script) == [3, 0, 1]
-    assert shown.ask("document.querySelector('#examples .wrong img').alt") == "a, wrongly: it is b"
+    assert shown.ask("document.querySelector('#line .wrong img').alt") == "a, wrong: it is b"
+    assert shown.text("#line-how") == "Test images under eero at 20%; red: wrong answer."
     assert [row["exit"] for row in csv_of(shown, "examples-csv")] == ["0", "0", "0", "2"]
     set_slider(shown, 5)
     assert shown.ask(script) == [1, 0, 3]
-    assert shown.ask("document.querySelectorAll('#examples .wrong').length") == 0
-    assert "with 80% allowed" in shown.text("#examples-how")
-    assert shown.ask("[...document.querySelectorAll('#examples img')].every((image) => image.naturalWidth === 8)")
+    assert shown.ask("document.querySelectorAll('#line .wrong').length") == 0
+    assert shown.text("#line-how") == "Test images under eero at 80%."
+    assert shown.ask("[...document.querySelectorAll('#line img')].every((image) => image.naturalWidth === 8)")
 
 
 def test_a_plan_stands_beside_the_full_network(shown: Tab) -> None:
@@ -255,7 +273,9 @@ def test_the_data_behind_each_figure_are_the_points(shown: Tab, tmp_path: Path) 
 
     names = ("budget", "accuracy", "mean_cost")
     drawn = sorted((each.method, *(getattr(each, name) for name in names)) for each in points)
-    assert numbers(csv_of(shown, "accuracy-csv"), *names) == drawn
+    assert numbers(csv_of(shown, "compare-csv"), *names) == drawn
+    opening = [row for row in drawn if row[0] in ("eero", SINGLE_EXIT)]
+    assert numbers(csv_of(shown, "accuracy-csv"), *names) == opening
     assert numbers(csv_of(shown, "spending-csv"), *names) == [row for row in drawn if row[0] != SINGLE_EXIT]
     assert numbers(csv_of(shown, "risk-csv"), *names) == [row for row in drawn if row[0] == SINGLE_EXIT]
     assert {row["method"] for row in csv_of(shown, "readout-csv")} == {"eero", "patience", HOSTILE, ORACLE, "bare"}
@@ -320,16 +340,6 @@ def test_the_page_is_light_or_dark_as_the_system_or_the_reader_wants_it(shown: T
         assert min(contrast(luminance(shown.ask(color)), paper) for color in colors) >= 4.5
 
 
-def luminance(color: str) -> float:
-    channels = [int(part) / 255 for part in color[color.index("(") + 1 : -1].split(",")[:3]]
-    linear = [each / 12.92 if each <= 0.04045 else ((each + 0.055) / 1.055) ** 2.4 for each in channels]
-    return float(np.dot([0.2126, 0.7152, 0.0722], linear))
-
-
-def contrast(first: float, second: float) -> float:
-    return (max(first, second) + 0.05) / (min(first, second) + 0.05)
-
-
 def test_paper_is_white_and_has_no_controls(shown: Tab) -> None:
     shown.press("Enter", "#theme")
     shown.press("Enter", "#theme")
@@ -350,16 +360,28 @@ def test_every_control_and_figure_has_a_name_for_screen_readers(shown: Tab) -> N
     assert {"slider", "checkbox", "combobox", "button", "image", "link"} <= found
     nameless = [role for role, name in named if role in roles - {"table", "group"} and not name]
     assert nameless == []
-    assert sum(role == "image" for role, _ in named) >= 5 + 4
+    assert sum(role == "image" for role, _ in named) >= 6 + 4
     assert ("slider", "Budget allowed per sample") in named
     assert shown.ask("[...document.querySelectorAll('table')].every((each) => !each.rows.length || each.tHead)")
+
+
+def test_areas_and_calibration_errors_are_shown(shown: Tab) -> None:
+    areas = area_under_curve(made_points())
+    rows = {row[0]: row[1] for row in table_of(shown, "table")}
+    assert rows["eero"] == f"{100 * areas['eero']:.1f}"
+    assert rows["oracle"] == f"{100 * areas['oracle']:.1f}"
+    assert table_of(shown, "calibration") == [["calibration error, points", "2.0", "5.0", "10.0"]]
 
 
 def test_a_page_of_little_says_what_is_missing(fresh: Tab, tmp_path: Path) -> None:
     fresh.open(write_report({"one": [Point("mine", 4.0, 0.8, 3.0, full_cost=8.0)]}, tmp_path / "report.html"))
     assert fresh.console == []
-    assert len(fresh.texts("svg[role=img]")) == 3
+    assert len(fresh.texts("svg[role=img]")) == 3  # there is one method: no figure compares it
+    assert fresh.ask("document.getElementById('compare-section').hidden")
+    assert fresh.texts("#numbers .number") == ["80.0%", "2.67×", "37.5% of full cost"]  # no full network to lose to
     assert len(fresh.texts("figure .note")) == 2  # no shares, no single exits
+    assert fresh.ask("document.getElementById('calibration-part').hidden")
+    assert table_of(fresh, "table")[0][:2] == ["mine", "–"]
     assert fresh.ask("budget.disabled")
     assert fresh.text("#allowed").startswith("50% of the full network · 4")
 

@@ -1,10 +1,12 @@
 """What a page shows: refused where its parts do not fit."""
 
+from dataclasses import replace
+
 import pytest
 from points import made_points
 
 from alight.errors import BadInput, Mismatch
-from alight.report import Examples, ReportedNetwork, SampleWalk, as_html
+from alight.report import Examples, MeasuredSpeed, ReportedNetwork, SampleWalk, as_html
 
 
 def test_a_network_knows_its_unit_its_cost_and_its_exits():
@@ -25,6 +27,23 @@ def test_every_example_has_its_entry_in_every_walk():
         Examples(("x",), (), (walk,))
     with pytest.raises(BadInput, match="2 images, but labels or walks of others"):
         Examples(("x", "y"), ("a",), (walk,))
+    assert len(Examples((), ("a", "b"), (walk,), texts=("first", "second"))) == 2
+    with pytest.raises(BadInput, match="1 texts, but labels or walks of others"):
+        Examples((), (), (walk,), texts=("first",))
+    with pytest.raises(BadInput, match="2 images and 2 texts: give samples of one kind"):
+        Examples(("x", "y"), (), (walk,), texts=("first", "second"))
+    with pytest.raises(BadInput, match="there are no walks"):
+        Examples(("x", "y"), (), ())
+
+
+def test_the_chosen_policy_is_one_of_the_network():
+    points = made_points()
+    network = ReportedNetwork(points, chosen=points[1], speed=MeasuredSpeed(1.5))
+    assert (network.chosen, network.num_exits) == (points[1], 3)
+    with pytest.raises(Mismatch, match=r"not of one network .*1\.2e\+09 FLOPs and 2 ms"):
+        ReportedNetwork(points, chosen=replace(points[1], full_cost=2.0, unit="ms"))
+    with pytest.raises(BadInput, match="a speed of mine, but not whose"):
+        ReportedNetwork(points, name="mine", speed=MeasuredSpeed(1.5))
 
 
 def test_a_page_of_nothing_is_refused():

@@ -84,11 +84,12 @@ def test_hostile_titles_and_names_stay_text(points: list[Point], tmp_path: Path)
     assert HOSTILE in {row[0] for row in network["points"]}
 
 
-def test_guarantees_stand_above_the_figures_as_text(points: list[Point], tmp_path: Path) -> None:
-    text = write_report(points, tmp_path / "report.html", guarantees=["A <b> guarantee.", "Another."]).read_text()
-    assert "A &lt;b&gt; guarantee." in text
-    assert text.index("Another.") < text.index('id="accuracy-title"')
-    assert '<p class="guarantee">' not in write_report(points, tmp_path / "report.html").read_text()
+def test_guarantees_of_all_networks_and_of_one_are_in_the_page_as_text(points: list[Point], tmp_path: Path) -> None:
+    network = ReportedNetwork(points, guarantees=["Of </script> one."])
+    data = data_of(write_report(network, tmp_path / "report.html", guarantees=["A <b> guarantee.", "Another."]))
+    assert data["guarantees"] == ["A <b> guarantee.", "Another."]
+    assert data["networks"][0]["guarantees"] == ["Of </script> one."]
+    assert data_of(write_report(points, tmp_path / "report.html"))["guarantees"] == []
 
 
 def test_a_dollar_sign_is_not_a_placeholder(points: list[Point], tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import base64
 import io
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,8 +12,8 @@ from PIL import Image
 from alight import calibrate
 from alight.errors import BadFile, BadInput
 from alight.policies.route import replay
-from alight.report import examples, read_images
-from alight.report.page import SIDE, as_pixels, data_address
+from alight.report import can_show, examples, read_images
+from alight.report.samples import LETTERS, SIDE, as_pixels, data_address, shortened
 
 COSTS = [1.0, 2.0, 4.0]
 OUTPUTS = made_up(0, 300, 3)
@@ -52,6 +53,40 @@ def test_every_exit_of_the_middle_policy_has_as_many_examples_as_the_others():
     assert np.bincount(exits).tolist() == [10, 10, 10]
 
 
+def test_every_exit_of_the_chosen_policy_has_as_many_examples_and_its_walk_is_the_one_at_its_budget():
+    chosen = replace(calibrate.eero_marginal(COSTS, 2.5, OUTPUTS), method="eero")
+    found = examples(IMAGES, POLICIES, OUTPUTS, chosen=chosen, count=30)
+    assert [walk.budget for walk in found.walks] == [1.5, 2.5, 3.5]
+    assert found.walks[1].exits != examples(IMAGES, POLICIES, OUTPUTS, count=30).walks[1].exits
+    assert np.bincount(found.walks[1].exits).tolist() == [10, 10, 10]
+
+
+def test_a_policy_without_a_budget_stands_at_what_it_spends():
+    free = replace(POLICIES[1], budget=None, method="free")
+    assert examples(IMAGES, [free], OUTPUTS).walks[0].budget == replay(free, OUTPUTS).mean_cost
+
+
+def test_texts_are_shown_in_one_line_cut_after_a_word():
+    texts = [f"Text {row}\n  with  gaps " + "and words " * (row % 40) for row in range(300)]
+    found = examples(texts, POLICIES, OUTPUTS, count=30)
+    assert (found.images, len(found.texts), len(found)) == ((), 30, 30)
+    assert max(map(len, found.texts)) <= LETTERS
+    rows = [int(text.split()[1]) for text in found.texts]
+    for row, text in zip(rows, found.texts, strict=True):
+        whole = " ".join(texts[row].split())
+        assert text == whole if len(whole) <= LETTERS else whole.startswith(text.removesuffix(" …"))
+        assert text.removesuffix(" …").split()[-1] in ("gaps", "and", "words")
+    assert found.walks[0].exits == tuple(replay(POLICIES[0], OUTPUTS).exits[rows])
+    assert shortened("x" * 500) == "x" * (LETTERS - 2) + " …"
+
+
+def test_a_page_shows_texts_and_images_and_nothing_else():
+    shown = ["text", IMAGES[0], np.zeros((3, 8, 8)), np.zeros((1, 5, 5))]
+    assert [can_show(sample) for sample in shown] == [True] * 4
+    others = [np.zeros(16), np.zeros((2, 3, 4, 5)), {"x": 1}, None, np.zeros((7, 9, 11))]
+    assert [can_show(sample) for sample in others] == [False] * 5
+
+
 def test_channels_may_be_first_and_values_may_be_floats():
     image = np.zeros((3, 4, 5))
     image[0] = 1.0
@@ -73,7 +108,7 @@ def test_large_images_are_shrunk_by_averaging():
 
 
 def test_what_cannot_be_shown_is_refused():
-    with pytest.raises(BadInput, match="10 images for a table of 300 samples"):
+    with pytest.raises(BadInput, match="10 samples for a table of 300: give those that were recorded"):
         examples(IMAGES[:10], POLICIES, OUTPUTS)
     with pytest.raises(BadInput, match="0 policies and 60 examples"):
         examples(IMAGES, [], OUTPUTS)

@@ -8,7 +8,7 @@ from tempfile import mkdtemp
 
 import numpy as np
 import torch
-from digits import digits, loader
+from digits import digits
 from PIL import Image
 
 from alight import TrainingSettings, calibrate, measure_costs, record, train_heads, zoo
@@ -28,14 +28,15 @@ def folder() -> Path:
     torch.manual_seed(0)
     home = Path(mkdtemp())
     model = zoo.resnet_digits()
-    train_heads(model, loader(640), TrainingSettings(mode="joint", epochs=1, learning_rate=1e-2), progress=False)
+    training, settings = digits()[0][:640], TrainingSettings(mode="joint", epochs=1, learning_rate=1e-2)
+    train_heads(model, ((255 * training[0]).to(torch.uint8), training[1]), settings, batch_size=64, progress=False)
     save_model(model, home / "model")
     images, labels = digits()[1].tensors
     pictures = (255 * images[:200]).to(torch.uint8)
     labelled = record(model, (pictures, labels[:200]), progress=False)
     costs = measure_costs(model, images[:1])
     for name, budget in BUDGETS.items():
-        policy = calibrate.certified_stream(calibrate.eero)(costs, budget, labelled, spend_all=True)
+        policy = calibrate.certified_stream(calibrate.eero, seed=0)(costs, budget, labelled, spend_all=True)
         policy.save(home / f"{name}.json")
     calibrate.eero(costs, "50%", labelled).save(home / "unpaced.json")
     return home

@@ -1,13 +1,18 @@
 """The page of the service in a real browser: an image dropped on it is answered, exits and spend change."""
 
 import json
+import math
+import re
 import shutil
+from dataclasses import replace
 
 import chromium
 import pytest
 from digit_service import folder, in_base64, pixels
 from processes import service
 from waiting import wait_until
+
+from alight import load_policy
 
 pytestmark = pytest.mark.slow  # starts a service and a browser
 
@@ -72,7 +77,7 @@ def test_errors_are_shown_and_the_budget_of_a_request_can_be_lowered(shown):
     tab.ask("document.getElementById('most').value = '20%'")
     tab.ask(DROP % json.dumps(in_base64(pixels(1)[0])))
     until(tab, f"document.querySelectorAll('#predictions li').length === {before + 1}")
-    assert "exit 0" in tab.text("#predictions li")
+    assert "exit layer1.0, cost" in tab.text("#predictions li")
     assert tab.ask("document.getElementById('error').hidden")
 
 
@@ -98,3 +103,55 @@ def test_it_has_two_themes_fits_a_narrow_screen_and_makes_no_request_elsewhere(s
     assert not elsewhere
     expected = ("401", "422")  # which the browser logs: the missing token, the damaged image
     assert not [line for line in tab.console if not any(status in line for status in expected)]
+
+
+STYLES = "['over', 'spending', 'overspend'].map((each) => getComputedStyle(document.getElementById(each)))"
+COLOURS = "styles[0].backgroundColor, styles[1].color, styles[2].borderLeftColor"
+
+
+@pytest.fixture
+def overspending(tmp_path):
+    """The address of a service whose policy lets every sample run to the end, whatever its budget is."""
+    shutil.copytree(folder(), tmp_path, dirs_exist_ok=True)
+    policy = load_policy(tmp_path / "unpaced.json")
+    replace(policy, thresholds=(math.inf,) * len(policy.thresholds)).save(tmp_path / "greedy.json")
+    with service("model greedy.json --batch-size 8", tmp_path) as running:
+        yield running.url
+
+
+def test_spend_beyond_the_budget_is_shown_in_colour_and_in_words(shown, overspending):
+    tab, _ = shown
+    tab.resize(1200)
+    tab.prefer("light")
+    tab.go(overspending)
+    until(tab, "!document.getElementById('drop').hidden")
+    assert tab.ask("document.getElementById('overspend').hidden")
+    calm = tab.ask("getComputedStyle(document.getElementById('spending')).color")
+    tab.ask(DROP % json.dumps(in_base64(pixels(1)[0])))
+    until(tab, "!document.getElementById('overspend').hidden")
+    words = tab.text("#overspend")
+    over = float(re.fullmatch(r"Over budget by [\d.]+ MFLOPs \(([\d.]+)%\): choose a cheaper policy,.*", words)[1])
+    assert f"{100 + over:.1f}% of what the budget allows" in tab.text("#spending")
+    red, text, frame = tab.ask(f"((styles) => [{COLOURS}])({STYLES})")
+    assert red == text == frame != calm
+    whole, exceeded = (tab.ask(f"document.getElementById('{each}').clientWidth") for each in ("meter", "over"))
+    assert exceeded / whole == pytest.approx(over / (100 + over), abs=0.02)
+    assert tab.ask("document.getElementById('overspend').getAttribute('role')") == "status"
+
+
+def test_spend_within_the_guarantee_of_a_stream_is_shown_in_a_milder_colour(shown):
+    tab, _ = shown
+
+    def warned(spent, at_most):
+        """What the page shows of a status, in one go: it refreshes every second."""
+        status = f"{{ spent: {spent}, allowed: 2, max_overspend: {at_most} }}"
+        words = "[overspend.hidden, overspend.textContent]"
+        return tab.ask(f"((overspend) => {{ warn({status}); const styles = {STYLES}; return [...{words}, {COLOURS}] }})"
+                       "(document.getElementById('overspend'))")  # fmt: skip
+
+    (_, mild, *caution), (_, severe, *alert) = warned(3, 2), warned(3, "null")
+    assert re.fullmatch(r"1 .*more than the budget allows so far; guaranteed: at most 2 .*\.", mild)
+    assert severe.startswith("Over budget by 1 ")
+    assert len(set(caution)) == len(set(alert)) == 1
+    assert caution != alert
+    assert warned(2, 2)[0]

@@ -10,6 +10,7 @@ from digit_service import folder, pixels
 
 from alight.engine.settings import RunSettings
 from alight.policies.paced import Pace
+from alight.policies.policy import Lottery
 from alight.serve.ledger import SpendLedger, resume_state
 from alight.serve.model import ExitTiming, load_policies, load_served_model, measure_timings
 from alight.serve.monitoring import Metrics
@@ -19,8 +20,8 @@ from alight.serve.worker import BatchWorker, QueuedRequest
 INSTANT = ExitTiming([1e-9] * 4, growth=1.0, max_batch=8)
 
 
-def make_worker(*names, timing=INSTANT, state=None, reserve=64, **limits):
-    policies = load_policies([folder() / f"{name}.json" for name in names])
+def make_worker(*names, policies=None, timing=INSTANT, state=None, reserve=64, **limits):
+    policies = policies or load_policies([folder() / f"{name}.json" for name in names])
     model = load_served_model(folder() / "model", policies, settings=RunSettings(threads=1))
     ledger = SpendLedger(resume_state(state, policies), state, reserve)
     bounds = Limits(**{"batch": 8, "wait": 0.05} | limits)
@@ -59,6 +60,20 @@ def test_requests_that_wait_run_together_up_to_the_batch_size():
     assert (batches["alight_batch_samples_count"], batches["alight_batch_samples_sum"]) == (2, 11)
     with pytest.raises(RequestRefused, match="stopping"):
         worker.submit(QueuedRequest(samples(1)))
+
+
+def test_single_samples_are_numbered_on_and_replicas_draw_otherwise():
+    rule = load_policies([folder() / "unpaced.json"])["unpaced"]
+    halves = (0.5, *(0.0,) * (len(rule.costs) - 2), 0.5)
+    lottery, exits = Lottery(**rule.terms() | {"exit_rates": halves}), []
+    for _ in range(2):
+        replica = make_worker(policies={"lottery": lottery}, batch=1)
+        replica.start()
+        found = responses(replica, [QueuedRequest(samples(1)) for _ in range(200)])
+        replica.close()
+        exits.append([each.predictions[0].exit for each in found])
+    assert all(60 < each.count(0) < 140 for each in exits)
+    assert exits[0] != exits[1]
 
 
 def test_a_bad_sample_fails_alone(unpaced):

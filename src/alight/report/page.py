@@ -1,12 +1,8 @@
-"""One HTML page: networks, their points, examples of where samples left, and a plan, in the template of `assets/`."""
+"""One HTML page: three numbers, samples by the exit they left at, accuracy against cost, and what is behind them."""
 
-import base64
 import html
 import json
 import math
-import struct
-import zipfile
-import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from importlib.resources import files
@@ -14,49 +10,40 @@ from pathlib import Path
 from string import Template
 from typing import Any, Protocol
 
-import numpy as np
-import numpy.typing as npt
-
-from alight.errors import BadFile, BadInput, Mismatch
-from alight.evaluation import ORACLE, SINGLE_EXIT, Point, at_equal_spend
+from alight.errors import BadInput, Mismatch
+from alight.evaluation import ORACLE, SINGLE_EXIT, Point, area_under_curve, at_equal_spend
 from alight.files import PathLike, write_text
-from alight.outputs import HeadOutputs
-from alight.policies.policy import Policy
-from alight.policies.route import replay
-
-Pixels = npt.NDArray[np.uint8]
+from alight.report.samples import Examples
 
 TITLE = "Early exits under a budget"
 SPENDS = range(20, 100, 10)  # columns of the table, in percent of the full network
 COLUMNS = [each.name for each in fields(Point)]
-SCRIPTS = ("data.js", "looks.js", "figures.js", "tables.js", "page.js")  # one after the other, in one scope
-SIDE = 64  # pixels of an image at most, so that a hundred of them stay under a megabyte
-COUNT = 60
-GREY, COLOUR = 0, 2  # as PNG calls them
+SCRIPTS = ("data.js", "looks.js", "opening.js", "figures.js", "tables.js", "page.js")  # in this order, in one scope
 
 
 @dataclass(frozen=True)
-class SampleWalk:
-    """Where each example left under one policy, and what it was answered there."""
+class MeasuredSpeed:
+    """How many times as fast as the full network the chosen policy runs on this machine.
 
-    method: str
-    budget: float  # allowed per sample, in the network's unit
-    exits: tuple[int, ...]
-    answers: tuple[str, ...]
+    >>> MeasuredSpeed(1.8, low=1.7, high=1.9, batch_size=64).speedup
+    1.8
+    """
+
+    speedup: float
+    low: float = math.nan  # a quarter of the runs are below
+    high: float = math.nan  # a quarter of the runs are above
+    batch_size: int = 0  # 0 where it is not known
+    latency: float = math.nan  # milliseconds of one sample alone, with exits
+    full_latency: float = math.nan  # and of the full network
 
 
 @dataclass(frozen=True)
-class Examples:
-    """Some samples as images, and where they left under some policies."""
+class Baseline:
+    """A smaller network, which reaches this accuracy at this cost without exits."""
 
-    images: tuple[str, ...]  # PNG files as data: addresses
-    labels: tuple[str, ...]  # their classes, () where these are not known
-    walks: tuple[SampleWalk, ...]
-
-    def __post_init__(self) -> None:
-        counts = {len(own) for walk in self.walks for own in (walk.exits, walk.answers)} | {len(self.images)}
-        if len(counts | ({len(self.labels)} if self.labels else set())) > 1:
-            raise BadInput(f"{len(self.images)} images, but labels or walks of others: give one entry for each image")
+    name: str
+    accuracy: float
+    cost: float  # per sample, in the unit of the points
 
 
 class Planned(Protocol):
@@ -94,6 +81,10 @@ class ReportedNetwork:
     examples: Examples | None = None
     plan: Planned | None = None
     note: str = ""  # where and how it was measured
+    chosen: Point | None = None  # of the policy that is run, on test data: the page opens at its budget and marks it
+    speed: MeasuredSpeed | None = None  # of the chosen policy
+    smaller: Baseline | None = None  # a network to compare with
+    guarantees: Sequence[str] = ()  # of the chosen policy: the page folds each behind its first sentence
 
     def __post_init__(self) -> None:
         mine = f" of {self.name}" if self.name else ""
@@ -102,7 +93,7 @@ class ReportedNetwork:
         cost, unit = self.full_cost, self.unit
         if not (math.isfinite(cost) and cost > 0):
             raise BadInput(f"the points{mine} give {cost} as full_cost: give what the full network costs per sample")
-        for point in self.points:
+        for point in self._all_points:
             if (point.full_cost, point.unit) != (cost, unit):
                 raise Mismatch(
                     f"the points{mine} are not of one network (full networks of {cost:g} {unit} and"
@@ -110,6 +101,12 @@ class ReportedNetwork:
                 )
         if self.exits and self.num_exits not in (0, len(self.exits)):
             raise Mismatch(f"{len(self.exits)} names for {self.num_exits} exits{mine}: give one each")
+        if self.speed and not self.chosen:
+            raise BadInput(f"a speed{mine}, but not whose: give the point of the policy that was timed as `chosen`")
+
+    @property
+    def _all_points(self) -> list[Point]:
+        return [*self.points, *([self.chosen] if self.chosen else [])]
 
     @property
     def full_cost(self) -> float:
@@ -124,7 +121,7 @@ class ReportedNetwork:
     @property
     def num_exits(self) -> int:
         """How many exits the points know of."""
-        return max(len(point.exit_shares) for point in self.points)
+        return max(len(point.exit_shares) for point in self._all_points)
 
 
 Shown = Sequence[Point] | ReportedNetwork  # of one network
@@ -135,8 +132,8 @@ def write_report(
 ) -> Path:
     """Write one self-contained HTML page about these points, whole or not at all, and return its path.
 
-    `shown` are the points of one network, or a `ReportedNetwork` of them, or several by name;
-    `guarantees` are sentences to stand above the figures, such as a policy's certificate.
+    `shown` are the points of one network, or a `ReportedNetwork` of them, or several by name. `guarantees` hold for
+    all of them, such as a certificate: each stands on the page as its first sentence, which unfolds to the others.
 
     >>> import tempfile
     >>> points = [Point("eero", 4.0, accuracy=0.8, mean_cost=3.0, full_cost=6.0)]
@@ -158,12 +155,12 @@ def as_html(shown: Shown | Mapping[str, Shown], *, title: str = TITLE, guarantee
         "networks": [_network(network) for network in networks],
         "spends": [spend / 100 for spend in SPENDS],
         "columns": COLUMNS,
+        "guarantees": list(guarantees),
         "oracle": ORACLE,
         "singleExit": SINGLE_EXIT,
     }
     return Template(_asset("page.html")).substitute(
         title=html.escape(title),
-        guarantees="\n".join(f'<p class="guarantee">{html.escape(guarantee)}</p>' for guarantee in guarantees),
         style=_asset("page.css"),
         data=_json_in_html(data),
         d3=_asset("d3.min.js"),
@@ -181,11 +178,19 @@ def _network(network: ReportedNetwork) -> dict[str, Any]:
         "fullCost": network.full_cost,
         "exits": list(network.exits),
         "note": network.note,
-        "points": [[_in_json(getattr(point, column)) for column in COLUMNS] for point in network.points],
+        "points": [_row(point) for point in network.points],
+        "chosen": _row(network.chosen) if network.chosen else None,
+        "speed": {name: _in_json(value) for name, value in asdict(network.speed).items()} if network.speed else None,
+        "smaller": asdict(network.smaller) if network.smaller else None,
+        "guarantees": list(network.guarantees),
         "table": _table(network.points, [spend / 100 * network.full_cost for spend in SPENDS]),
         "examples": asdict(network.examples) if network.examples else None,
         "plan": _plan(network.plan, network.exits) if network.plan else None,
     }
+
+
+def _row(point: Point) -> list[Any]:
+    return [_in_json(getattr(point, column)) for column in COLUMNS]
 
 
 def _plan(plan: Planned, exits: Sequence[str]) -> dict[str, Any]:
@@ -200,7 +205,9 @@ def _plan(plan: Planned, exits: Sequence[str]) -> dict[str, Any]:
 
 
 def _table(points: Sequence[Point], spends: Sequence[float]) -> list[dict[str, Any]]:
-    """Return a row per method: its accuracy at each spent budget, None where it never spends that."""
+    """Return a row per method: its area, and its accuracy at each spent budget, None where it never spends that."""
+    alone = {point.mean_cost for point in points if point.method == SINGLE_EXIT}
+    areas = area_under_curve(points) if len(alone) > 1 else {}
     compared = at_equal_spend(points, spends)
     rivals = [row for row in compared if row.method != ORACLE]
     best = {row.spent: max(round(each.accuracy, 3) for each in rivals if each.spent == row.spent) for row in rivals}
@@ -214,7 +221,7 @@ def _table(points: Sequence[Point], spends: Sequence[float]) -> list[dict[str, A
             "high": _in_json(row.accuracy_high),
             "best": row.method != ORACLE and accuracy == best[row.spent],
         }
-    return [{"method": method, "cells": cells} for method, cells in rows.items()]
+    return [{"method": method, "area": areas.get(method), "cells": cells} for method, cells in rows.items()]
 
 
 def _in_json(value: Any) -> Any:
@@ -234,103 +241,3 @@ def _json_in_html(data: object) -> str:
 
 def _asset(name: str) -> str:
     return (files("alight.report") / "assets" / name).read_text(encoding="utf-8")
-
-
-# Examples: images, and where they leave
-
-
-def examples(
-    images: Any, policies: Sequence[Policy], outputs: HeadOutputs, *, classes: Sequence[str] = (), count: int = COUNT
-) -> Examples:
-    """Choose some of these images, and return where they leave under each of the policies.
-
-    `images` are in the order of the table `outputs`: grey or RGB, channels first or last, of bytes or of floats. Shown
-    are the first to leave at each exit under the policy in the middle, an equal number of each as far as there are.
-
-    >>> from alight.policies.policy import Threshold
-    >>> policy = Threshold(thresholds=(0.5,), costs=(1.0, 3.0), budget=2.0, method="by hand")
-    >>> outputs = HeadOutputs(scores=[[0.2, 0.9], [0.7, 0.8]], predictions=[[1, 0], [2, 2]])
-    >>> examples(np.zeros((2, 8, 8)), [policy], outputs).walks
-    (SampleWalk(method='by hand', budget=2.0, exits=(1, 0), answers=('0', '2')),)
-    """
-    if len(images) != len(outputs):
-        raise BadInput(f"{len(images)} images for a table of {len(outputs)} samples: give those that were recorded")
-    if not policies or count < 1:
-        raise BadInput(f"{len(policies)} policies and {count} examples: give at least one of each")
-    if any(policy.budget is None for policy in policies):
-        raise BadInput("a policy without a budget has no place on the slider: calibrate it for one")
-    decided = [replay(policy, outputs) for policy in policies]
-    rows = _first_of_each(decided[len(decided) // 2].exits, count)
-
-    def names(indices: npt.NDArray[np.int64]) -> tuple[str, ...]:
-        return tuple(classes[index] if index < len(classes) else str(index) for index in indices.tolist())
-
-    walks = [
-        SampleWalk(
-            policy.method, float(policy.budget or 0), tuple(each.exits[rows].tolist()), names(each.predictions[rows])
-        )
-        for policy, each in zip(policies, decided, strict=True)
-    ]
-    pixels = as_pixels([np.asarray(images[row]) for row in rows.tolist()])
-    labels = () if outputs.labels is None else names(outputs.labels[rows])
-    return Examples(tuple(map(data_address, pixels)), labels, tuple(walks))
-
-
-def read_images(path: PathLike) -> np.ndarray:
-    """Read the array `images` of an .npz file; pickled ones are refused, since they could run code."""
-    remedy = "save np.savez(path, images=...), in the order in which they were recorded"
-    try:
-        with np.load(path, allow_pickle=False) as file:
-            return np.asarray(file["images"])
-    except (ValueError, KeyError, zipfile.BadZipFile, AttributeError, TypeError) as error:
-        raise BadFile(path, f"it holds no images ({error})", remedy) from error
-
-
-def as_pixels(images: Sequence[np.ndarray]) -> list[Pixels]:
-    """Return images as bytes, (height, width[, 3]), shrunk to `SIDE`; floats beyond [0, 1] are stretched."""
-    shaped = [_channels_last(image) for image in images]
-    if all(image.dtype == np.uint8 for image in shaped):
-        low, high = 0.0, 255.0
-    else:
-        low, high = min(0.0, *(float(image.min()) for image in shaped)), max(float(image.max()) for image in shaped)
-        high = 1.0 if low == 0 and high <= 1 else high
-    scale = 255 / (high - low)
-    return [np.round((_shrunk(image) - low) * scale).clip(0, 255).astype(np.uint8) for image in shaped]
-
-
-def data_address(pixels: Pixels) -> str:
-    """Return the image as a PNG file in a data: address."""
-    height, width = pixels.shape[:2]
-    lines = np.pad(pixels.reshape(height, -1), ((0, 0), (1, 0)))  # each begins with a zero: no filter
-    header = struct.pack(">IIBBBBB", width, height, 8, GREY if pixels.ndim == 2 else COLOUR, 0, 0, 0)
-    file = b"\x89PNG\r\n\x1a\n"
-    for kind, content in {b"IHDR": header, b"IDAT": zlib.compress(lines.tobytes(), 9), b"IEND": b""}.items():
-        file += struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(kind + content))
-    return "data:image/png;base64," + base64.b64encode(file).decode()
-
-
-def _first_of_each(exits: npt.NDArray[np.int64], count: int) -> npt.NDArray[np.int64]:
-    """Return rows in their order, `count` in all, as evenly over the exits as the samples that left there allow."""
-    ranks = np.empty_like(exits)  # the first to leave at its exit is 0
-    for index in np.unique(exits):
-        ranks[exits == index] = np.arange((exits == index).sum())
-    return np.sort(np.lexsort((exits, ranks))[:count])
-
-
-def _channels_last(image: np.ndarray) -> np.ndarray:
-    """Return the image as (height, width) or (height, width, 3)."""
-    if image.ndim == 3 and image.shape[0] in (1, 3) and image.shape[2] not in (1, 3):
-        image = np.moveaxis(image, 0, -1)
-    if image.ndim == 3 and image.shape[2] == 1:
-        image = image[..., 0]
-    if image.ndim not in (2, 3) or (image.ndim == 3 and image.shape[2] != 3):
-        raise BadInput(f"an image of shape {image.shape}: give (height, width) with 1 or 3 channels, first or last")
-    return image
-
-
-def _shrunk(image: np.ndarray) -> npt.NDArray[np.float64]:
-    """Return the image with each block of pixels made one, so that no side is longer than `SIDE`."""
-    step = -(-max(image.shape[:2]) // SIDE)
-    height, width = (side // step * step for side in image.shape[:2])
-    blocks = image[:height, :width].astype(np.float64).reshape(height // step, step, width // step, step, -1)
-    return blocks.mean(axis=(1, 3)).reshape(height // step, width // step, *image.shape[2:])

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 
 from alight.data.preprocess import InputSpec
-from alight.data.tokens import Texts
-from alight.engine.manifest import TOKENIZER, Manifest, exported_tokenizer
+from alight.data.tokens import TOKENIZER, Texts
+from alight.engine.manifest import Manifest, exported_tokenizer
 from alight.engine.predictor import Predictor
 from alight.engine.settings import RunSettings
 from alight.errors import BadInput
@@ -128,7 +128,7 @@ def load_served_model(
     shared: dict[tuple[Any, ...], Predictor] = {}
     for name, policy in policies.items():
         key = (policy.open_exits, policy.inputs, policy.fingerprint)
-        terms["probabilities"] = policy.lens is None
+        terms["probabilities"] = policy.keeps_answers
         predictors[name] = shared[key].with_policy(policy) if key in shared else load(policy, **terms)
         shared.setdefault(key, predictors[name])
     backend = next(iter(shared.values())).backend

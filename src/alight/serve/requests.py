@@ -92,7 +92,7 @@ class Prediction(BaseModel):
     index: int = Field(description="of the class")
     exit: int = Field(description="where the sample left, counted from 0")
     cost: float = Field(description="of the sample, in `unit`")
-    probability: float | None = Field(description="of the class by this exit; null where a lens joins exits")
+    probability: float | None = Field(description="of the class by this exit; null where exits are combined")
 
 
 class PredictResponse(BaseModel):

@@ -2,6 +2,7 @@
 
 import logging
 import math
+import secrets
 import threading
 import time
 from collections import deque
@@ -52,7 +53,7 @@ class BatchWorker:
         self._changes: deque[tuple[str, Future[None]]] = deque()
         self._changed = threading.Condition()
         self._closing = False
-        self._next_number = ledger.state.pace.admitted  # of the next sample
+        self._next_number = secrets.randbits(62)  # of the next sample: other replicas and other runs draw otherwise
         self._thread = threading.Thread(target=self._work, name="alight-worker", daemon=True)
 
     def start(self) -> None:

@@ -1,21 +1,24 @@
 // What there is to show, read from the page itself, and the numbers as words.
 
-const {networks, spends, columns, oracle, singleExit} = JSON.parse(document.getElementById("data").textContent);
+const {networks, spends, columns, guarantees, oracle, singleExit} = JSON.parse(
+  document.getElementById("data").textContent,
+);
 const references = [oracle, singleExit];
 const find = (id) => document.getElementById(id);
 const label = (method) => (method === singleExit ? "each exit alone" : method);
 
 // JSON has no NaN and no infinities: null, "inf" and "-inf" stand for them.
+const words = ["method", "unit", "rule", "guarantee", "worst_class"];
 const infinite = {inf: Infinity, "-inf": -Infinity};
 const revive = (value, column) => {
   if (Array.isArray(value)) return value.map((each) => revive(each, column));
   if (value === null) return NaN;
-  return column === "rule" || column === "guarantee" || column === "method" ? value : (infinite[value] ?? value);
+  return words.includes(column) ? value : (infinite[value] ?? value);
 };
 
 for (const network of networks) {
   const share = (amount) => amount / network.fullCost;
-  network.points = network.points.map((row) => {
+  const read = (row) => {
     const point = Object.fromEntries(columns.map((column, index) => [column, revive(row[index], column)]));
     point.network = network;
     point.allowed = share(point.budget);
@@ -23,30 +26,39 @@ for (const network of networks) {
     point.spentLow = share(point.mean_cost_low);
     point.spentHigh = share(point.mean_cost_high);
     return point;
-  });
+  };
+  network.points = network.points.map(read);
+  network.chosen &&= read(network.chosen);
   const grouped = (key) => d3.group(d3.sort(network.points, key), (point) => point.method);
   network.bySpent = grouped((point) => point.spent);
   network.byAllowed = grouped((point) => point.allowed);
+  if (network.chosen && !network.bySpent.has(network.chosen.method))
+    for (const group of [network.bySpent, network.byAllowed]) group.set(network.chosen.method, [network.chosen]);
   network.alone = network.bySpent.get(singleExit) ?? [];
   network.alone.forEach((point, rank) => {
     point.exit = point.exit_shares.length ? d3.maxIndex(point.exit_shares) : rank;
   });
   network.full = network.alone.length ? d3.greatest(network.alone, (point) => point.exit) : null;
-  network.numExits = d3.max(network.points, (point) => point.exit_shares.length);
-  network.exitName = (exit) => network.exits[exit] ?? `${exit}`;
-  const budgeted = network.points.filter((point) => point.method !== singleExit);
+  const all = [...network.points, ...(network.chosen ? [network.chosen] : [])];
+  network.numExits = d3.max(all, (point) => point.exit_shares.length);
+  network.exitName = (exit) => network.exits[exit] ?? `exit ${exit}`;
+  const budgeted = all.filter((point) => point.method !== singleExit);
   const allowed = d3.sort(budgeted.map((point) => point.allowed));
   network.budgets = allowed.filter((budget, rank) => !rank || budget - allowed[rank - 1] > 1e-6); // the slider's stops
-  const amounts = network.points.flatMap((point) => [point.allowed, point.spent]);
+  const smaller = network.smaller ? [share(network.smaller.cost)] : [];
+  const amounts = [...all.flatMap((point) => [point.allowed, point.spent]), ...smaller];
   network.range = [Math.floor(d3.min(amounts) * 10) / 10, Math.max(1, d3.max(amounts))];
 }
 
-/** The point of a method whose allowed budget is nearest. */
+const elsewhere = (point, allowed) => Math.abs(point.allowed - allowed) > 1e-6;
+
+/** The point of a method whose allowed budget is nearest: of the chosen policy itself where that is its own budget. */
 function nearest(network, method, allowed) {
+  const {chosen} = network;
+  if (chosen?.method === method && !elsewhere(chosen, allowed)) return chosen;
   const points = network.byAllowed.get(method) ?? [];
   return d3.least(points, (point) => Math.abs(point.allowed - allowed)) ?? null;
 }
-const elsewhere = (point, allowed) => Math.abs(point.allowed - allowed) > 1e-6;
 
 // ---- Words and numbers ---------------------------------------------------------------------------------------------
 
@@ -69,7 +81,7 @@ const thresholdOf = (value) =>
 
 const spending = (point) =>
   point.method === singleExit
-    ? [`exit ${point.exit} alone`, `spent  ${amountOf(point.spent, point.mean_cost, point.network)}`]
+    ? [`${point.network.exitName(point.exit)} alone`, `spent  ${amountOf(point.spent, point.mean_cost, point.network)}`]
     : [
         label(point.method),
         `allowed  ${amountOf(point.allowed, point.budget, point.network)}`,

@@ -133,40 +133,153 @@ const everyTenth = (width) => {
     tickFormat: whole,
   };
 };
-const everyFew = (width, exits) => {
-  const few = Math.ceil((22 * exits) / width); // a number needs this many pixels
+/** Names of exits where all of them fit, else numbers of as many as fit. */
+const exitTicks = (width, exits) => {
+  const longest = d3.max(exits, (exit) => state.network.exitName(exit).length);
+  if (width / exits.length > 7 * longest + 8) return state.network.exitName;
+  const few = Math.ceil((22 * exits.length) / width); // a number needs this many pixels
   return (exit) => (exit % few ? "" : `${exit}`);
 };
 
 // What a curve shows of its points.
 const figured = columns.filter((name) => !/^exit_|^thresholds$|^rule$|^guarantee$/.test(name));
 
+/** The chosen policy, on the curve of its method. */
+function chosenMark(x, y) {
+  const {chosen} = state.network;
+  const look = {symbol: "diamond", r: 9, fill: "var(--ink)", stroke: "var(--paper)", strokeWidth: 1.5};
+  return chosen ? [Plot.dot([chosen], {x, y, ...look, className: "chosen-policy"})] : [];
+}
+
+/** The most accurate exit that each cost allows, as corners of a staircase up to the right end. */
+function bestSingleExits() {
+  const stairs = [];
+  for (const point of state.network.alone)
+    if (!stairs.length || point.accuracy > stairs.at(-1).accuracy) stairs.push(point);
+  return stairs.length ? [...stairs, {...stairs.at(-1), spent: state.network.range[1]}] : [];
+}
+
+const exitLabel = (point) => state.network.exitName(point.exit);
+
+/** What the chosen method is measured against: the full network, a smaller one, each exit alone. */
+function baselines(width) {
+  const {alone, full, smaller, fullCost, range} = state.network;
+  const quiet = {stroke: "var(--muted)", strokeWidth: 1.25};
+  const name = {textAnchor: "start", fill: "var(--muted)", stroke: "var(--paper)", strokeWidth: 4};
+  const across = smaller && [smaller.cost / fullCost, range[1]].map((spent) => ({spent, accuracy: smaller.accuracy}));
+  return [
+    Plot.line(bestSingleExits(), {x: "spent", y: "accuracy", curve: "step-after", ...quiet, strokeDasharray: "2 3"}),
+    Plot.dot(alone, {x: "spent", y: "accuracy", symbol: "times", r: 4, stroke: "var(--muted)", strokeWidth: 1.5}),
+    ...(width < 600 || alone.length > 6 || d3.max(alone, (point) => exitLabel(point).length) > 12
+      ? []
+      : [
+          Plot.text(alone.slice(0, -1), {
+            ...name,
+            x: "spent",
+            y: "accuracy",
+            text: exitLabel,
+            dx: 8,
+            dy: 11,
+            fontSize: 11,
+          }),
+        ]),
+    ...(full
+      ? [
+          Plot.ruleY([full.accuracy], {stroke: "var(--ink)", strokeWidth: 1.25, strokeDasharray: "7 3"}),
+          Plot.text([full], {
+            ...name,
+            x: range[0],
+            y: "accuracy",
+            text: [`full network ${exact(full.accuracy)}`],
+            dx: 4,
+            dy: -9,
+          }),
+        ]
+      : []),
+    ...(smaller
+      ? [
+          Plot.line(across, {x: "spent", y: "accuracy", stroke: "var(--series-1)", strokeWidth: 1.5}),
+          Plot.dot([across[0]], {x: "spent", y: "accuracy", fill: "var(--series-1)", r: 4.5}),
+        ]
+      : []),
+  ];
+}
+
+/** The figure's parts, as far as there are any, beside its title. */
+function fillKey() {
+  const {network, method} = state;
+  const parts = [
+    [method, looks.get(method)],
+    ...(network.full ? [["full network", {color: "var(--ink)", dash: "7 3"}]] : []),
+    ...(network.smaller ? [[network.smaller.name, {color: "var(--series-1)", symbol: "circle"}]] : []),
+    ...(network.alone.length ? [["best single exit", {color: "var(--muted)", dash: "2 3"}]] : []),
+    ...(network.chosen ? [["chosen policy", {color: "var(--ink)", symbol: "diamond", bare: true}]] : []),
+  ];
+  const key = d3.select("#accuracy-key").html("").selectAll("span").data(parts).join("span");
+  key.append(([, look]) => swatch(look));
+  key.append("b").text(([name]) => label(name));
+}
+
 function drawAccuracy() {
-  const chosen = drawn();
-  const points = chosen.flatMap((method) => state.network.bySpent.get(method));
+  const {network, method} = state;
+  const curve = network.bySpent.get(method) ?? [];
+  const points = [...curve, ...network.alone, ...(network.chosen ? [network.chosen] : [])];
   offerPoints("accuracy-csv", points, figured);
-  if (!chosen.length) return note("accuracy", "No method is switched on.");
-  const where = {
-    x: "spent",
-    y: "accuracy",
-    low: "accuracy_low",
-    high: "accuracy_high",
-  };
+  if (method) fillKey();
+  if (!method) return note("accuracy", "These points have no methods beside single exits.");
+  const where = {x: "spent", y: "accuracy", low: "accuracy_low", high: "accuracy_high"};
+  const {chosen} = network;
   const options = (width) => ({
-    height: tall(width, 0.56, 320, 500),
-    x: {domain: state.network.range},
+    height: tall(width, 0.32, 270, 290),
+    x: {domain: network.range},
     y: {nice: true, zero: false},
     marks: [
       ...axes(
-        {...everyTenth(width), label: "spent, share of the full network"},
-        {ticks: 8, tickFormat: whole, label: "accuracy"},
+        {...everyTenth(width), label: "cost per sample, share of the full network"},
+        {ticks: 5, tickFormat: whole, label: "accuracy"},
       ),
-      ...[...chosen].reverse().flatMap((method) => series(width, method, state.network.bySpent.get(method), where)),
+      ...baselines(width),
+      ...series(width, method, curve, where),
+      ...chosenMark("spent", "accuracy"),
       ring(points, "spent", "accuracy"),
       tip(width, points, {x: "spent", y: "accuracy", title: describe}),
     ],
   });
-  drawWithLine("accuracy", `Accuracy against budget spent: ${named(chosen)}`, options, chosen, {
+  const words = [
+    `Accuracy against cost: ${named([method])}`,
+    chosen ? `chosen policy ${exact(chosen.accuracy)} at ${exact(chosen.spent)}` : "",
+    network.full ? `full network ${exact(network.full.accuracy)}` : "",
+    network.smaller ? `${network.smaller.name} ${exact(network.smaller.accuracy)}` : "",
+  ];
+  drawWithLine("accuracy", words.filter(Boolean).join(", "), options, [method], {
+    x: (point) => point.spent,
+    y: (point) => point.accuracy,
+  });
+}
+
+function drawComparison() {
+  const chosen = drawn();
+  const points = chosen.flatMap((method) => state.network.bySpent.get(method));
+  offerPoints("compare-csv", points, figured);
+  if (find("compare-section").hidden) return;
+  if (!chosen.length) return note("compare", "No method is switched on.");
+  const where = {x: "spent", y: "accuracy", low: "accuracy_low", high: "accuracy_high"};
+  const options = (width) => ({
+    height: tall(width, 0.5, 320, 460),
+    x: {domain: state.network.range},
+    y: {nice: true, zero: false},
+    marks: [
+      ...axes(
+        {...everyTenth(width), label: "cost per sample, share of the full network"},
+        {ticks: 8, tickFormat: whole, label: "accuracy"},
+      ),
+      ...[...chosen].reverse().flatMap((method) => series(width, method, state.network.bySpent.get(method), where)),
+      ...chosenMark("spent", "accuracy"),
+      ring(points, "spent", "accuracy"),
+      tip(width, points, {x: "spent", y: "accuracy", title: describe}),
+    ],
+  });
+  drawWithLine("compare", `Accuracy against cost of all methods: ${named(chosen)}`, options, chosen, {
     x: (point) => point.spent,
     y: (point) => point.accuracy,
   });
@@ -212,6 +325,7 @@ function drawSpending() {
             high: "spentHigh",
           }),
         ),
+        ...chosenMark("allowed", "spent"),
         ring(points, "allowed", "spent"),
         tip(width, points, {x: "allowed", y: "spent", title: describe}),
       ],
@@ -250,6 +364,7 @@ function drawOverspending() {
       ),
       Plot.ruleY([0], {stroke: "var(--muted)"}),
       ...[...chosen].reverse().flatMap((method) => series(width, method, state.network.byAllowed.get(method), where)),
+      ...chosenMark("allowed", over),
       ring(points, "allowed", over),
       tip(width, points, {
         x: "allowed",
@@ -293,7 +408,7 @@ function drawShares() {
       y: {domain: [0, 1]},
       marks: [
         ...axes(
-          {label: "exit", labelOffset: 40, tickFormat: everyFew(width, point.exit_shares.length)},
+          {label: "exit", labelOffset: 40, tickFormat: exitTicks(width, d3.range(point.exit_shares.length))},
           {ticks: 5, tickFormat: whole, label: "share of samples"},
           Plot.axisFx,
         ),
@@ -319,7 +434,11 @@ function drawShares() {
         Plot.ruleY([0], {stroke: "var(--muted)"}),
         Plot.tip(
           rows,
-          Plot.pointerX({...calm, ...bar, title: (row) => [`exit ${row.exit}`, ...both(row.exit)].join("\n")}),
+          Plot.pointerX({
+            ...calm,
+            ...bar,
+            title: (row) => [state.network.exitName(row.exit), ...both(row.exit)].join("\n"),
+          }),
         ),
       ],
     }),
@@ -353,12 +472,14 @@ function drawRisk() {
     y: {domain: [0, d3.max(rows, (point) => d3.max([1 - point.accuracy, errorHigh(point)]))], nice: true},
     marks: [
       ...axes(
-        width / rows.length < 40
-          ? {label: "exit", tickFormat: everyFew(width, rows.length)}
-          : {
-              label: "exit, and its cost as the only exit, share of the full network",
-              tickFormat: (exit) => `${exit}\n${whole(costs.get(exit).spent)}`,
-            },
+        {
+          label: "exit, and its cost as the only exit, share of the full network",
+          tickFormat: (exit) =>
+            [
+              exitTicks(width, [...costs.keys()])(exit),
+              width / rows.length < 40 ? "" : whole(costs.get(exit).spent),
+            ].join("\n"),
+        },
         {ticks: 5, tickFormat: whole, label: "error rate"},
       ),
       Plot.barY(rows, {x: "exit", y: (point) => 1 - point.accuracy, fill: "var(--bar)"}),
@@ -369,7 +490,7 @@ function drawRisk() {
         y: (point) => 1 - point.accuracy,
         title: (point) =>
           [
-            `exit ${point.exit}`,
+            state.network.exitName(point.exit),
             `error  ${exact(1 - point.accuracy)}${interval(errorLow(point), errorHigh(point), exact)}`,
             `cost as the only exit  ${amountOf(point.spent, point.mean_cost, point.network)}`,
           ].join("\n"),
@@ -379,4 +500,3 @@ function drawRisk() {
     ],
   }));
 }
-

@@ -2,9 +2,10 @@
 
 // Two of the paper's own and two it is compared with: what can be read at a glance when there are many.
 const favourites = ["eero", "eero_marginal", "geometric", "patience"];
-const present = new Set(networks.flatMap((network) => network.points.map((point) => point.method)));
+const present = new Set(networks.flatMap((network) => [...network.bySpent.keys()]));
 const own = [...present].filter((method) => !references.includes(method));
-const first = favourites.filter((method) => present.has(method));
+const chosenMethods = networks.flatMap((network) => (network.chosen ? [network.chosen.method] : []));
+const first = [...new Set([...chosenMethods, ...favourites])].filter((method) => present.has(method));
 const methods = [...first, ...own.filter((method) => !first.includes(method))];
 const shown = new Set([...(methods.length <= 6 ? methods : first.length ? first : methods.slice(0, 4)), ...references]);
 
@@ -45,9 +46,9 @@ const drawn = (...without) =>
   );
 const named = (chosen) => `${chosen.map(label).join(", ")}${state.network.name && ` on ${state.network.name}`}`;
 
-function swatch({color, symbol, dash}) {
+function swatch({color, symbol, dash, bare}) {
   const svg = d3.create("svg").attr("width", 30).attr("height", 12).attr("aria-hidden", "true");
-  if (symbol !== "times")
+  if (symbol !== "times" && !bare)
     svg
       .append("line")
       .attr("x2", 30)

@@ -2,14 +2,11 @@
 
 function fillFacts() {
   const {network} = state;
-  const used = methods.filter((method) => network.bySpent.has(method));
   find("facts").textContent = [
     network.name,
     network.numExits ? count(network.numExits, "exit") : "",
-    count(used.length, "method"),
-    count(network.budgets.length, "budget"),
-    `full network: ${cost(network.fullCost, network)} per sample` +
-      (network.full ? `, ${exact(network.full.accuracy)} accuracy` : ""),
+    `full network ${cost(network.fullCost, network)} per sample` +
+      (network.full ? `, accuracy ${exact(network.full.accuracy)}` : ""),
     network.note,
   ]
     .filter(Boolean)
@@ -26,7 +23,10 @@ function fillSwitches() {
     )
     .join((enter) => {
       const row = enter.append("label").attr("class", (method) => (references.includes(method) ? "reference" : null));
-      row.append("input").attr("type", "checkbox").attr("value", (method) => method);
+      row
+        .append("input")
+        .attr("type", "checkbox")
+        .attr("value", (method) => method);
       row.append((method) => swatch(looks.get(method)));
       row.append((method) => breakable(label(method)));
       row.on("pointerenter focusin", (event, method) => emphasise(shown.has(method) ? looks.get(method).name : null));
@@ -46,7 +46,7 @@ function fillSwitches() {
 
 function fillChoice() {
   const candidates = [...methods, oracle].filter((method) => state.network.bySpent.has(method));
-  if (!candidates.includes(state.method)) state.method = candidates[0] ?? null;
+  if (!candidates.includes(state.method)) state.method = state.network.chosen?.method ?? candidates[0] ?? null;
   d3.select("#method")
     .selectAll("option")
     .data(candidates)
@@ -77,46 +77,58 @@ function takeBudget() {
   find("allowed").textContent = `${words} · ${cost(state.allowed * network.fullCost, network)}`;
 }
 
+/** Figures and tables of all methods that are switched on. */
 function drawMethods() {
-  drawAccuracy();
+  drawComparison();
   drawReadout();
   drawSpending();
   drawOverspending();
 }
 
-function drawAll() {
-  drawMethods();
+/** What is said of the chosen method at the chosen budget. */
+function drawChosen() {
+  drawNumbers();
+  drawLine();
+  drawGuarantees();
+  drawReadout();
   drawShares();
+}
+
+function drawAll() {
+  drawAccuracy();
+  drawChosen();
+  drawMethods();
   drawRisk();
 }
 
 function changeBudget() {
   takeBudget();
   for (const id of lines.keys()) moveLine(id);
-  drawReadout();
-  drawShares();
-  drawExamples();
+  drawChosen();
 }
 
 function chooseMethod(method) {
   state.method = method;
   find("method").value = method;
-  drawReadout();
-  drawShares();
-  drawExamples();
+  drawAccuracy();
+  drawChosen();
 }
 
 function changeNetwork() {
   state.network = networks[find("network").value || 0];
+  const {chosen} = state.network;
+  if (chosen) Object.assign(state, {method: chosen.method, allowed: chosen.allowed});
   fillFacts();
   fillSwitches();
   fillChoice();
   fillBudgets();
   offerPoints("download", state.network.points, columns);
+  find("examples-csv").hidden = !state.network.examples;
+  find("compare-section").hidden = state.network.bySpent.size < 2;
   drawPlan();
+  drawCalibration();
   drawTable();
   drawAll();
-  drawExamples();
 }
 
 function switchAll(on) {
@@ -128,7 +140,7 @@ function switchAll(on) {
   drawMethods();
 }
 
-const themes = {"": "as the system", light: "light", dark: "dark"};
+const themes = {"": "system", light: "light", dark: "dark"};
 function changeTheme() {
   const names = Object.keys(themes);
   const theme = names[(names.indexOf(document.documentElement.dataset.theme ?? "") + 1) % names.length];

@@ -40,15 +40,16 @@ function drawReadout() {
   const accuracy = rows.append("td");
   accuracy
     .append((point) =>
-      document.createElement(
-        point.method !== oracle && Number(point.accuracy.toFixed(3)) === best ? "strong" : "span",
-      ),
+      document.createElement(point.method !== oracle && Number(point.accuracy.toFixed(3)) === best ? "strong" : "span"),
     )
     .text((point) => exact(point.accuracy));
   accuracy.append("small").text((point) => between(point.accuracy_low, point.accuracy_high));
   rows
     .append("td")
-    .text((point) => (state.network.full ? `${signedTenths(point.accuracy - state.network.full.accuracy)}` : "–"));
+    .text((point) => (state.network.full ? `${signedTenths(point.accuracy - state.network.full.accuracy)}` : "–"))
+    .filter((point) => point.worst_class !== "")
+    .append("small")
+    .text((point) => `class ${point.worst_class}: ${signedTenths(0 - point.worst_class_loss)}`);
   const spent = rows.append("td").text((point) => exact(point.spent));
   spent.append("small").text((point) => cost(point.mean_cost, state.network));
   rows.append("td").text((point) => exact(point.mean_cost / point.budget));
@@ -64,12 +65,14 @@ const between = (low, high) =>
 function fillDetails(point) {
   const table = d3.select("#exits").html("");
   find("rule").textContent = point?.rule ? `${label(point.method)}: ${point.rule}.` : "";
-  find("guarantee").textContent = point?.guarantee ?? "";
-  find("guarantee").hidden = !point?.guarantee;
   if (!point) return void find("chosen").replaceChildren();
   find("chosen").textContent =
     `${label(point.method)} with ${amountOf(point.allowed, point.budget, state.network)} allowed: ` +
-    `${exact(point.accuracy)} right, ${exact(point.spent)} spent.`;
+    `accuracy ${exact(point.accuracy)}, ${exact(point.spent)} spent.`;
+  if (point.worst_class !== "" && point.worst_class_loss > 5e-4)
+    find("chosen").textContent +=
+      ` Class ${point.worst_class} loses most against the last exit: ${number(100 * point.worst_class_loss)} points, ` +
+      `with ${exact(point.worst_class_cost / state.network.fullCost)} spent.`;
   const paid = (value) => (Number.isFinite(value) ? percent(value / state.network.fullCost) : "closed");
   const given = {
     cost: (exit) => (point.exit_costs.length ? paid(point.exit_costs[exit]) : null),
@@ -98,65 +101,6 @@ function fillDetails(point) {
       threshold(exit),
       planned(exit),
       point.exit_shares[exit],
-    ]),
-  );
-}
-
-/** Images, in the row of the exit where they left under the nearest policy. */
-function drawExamples() {
-  const {examples} = state.network;
-  find("examples-section").hidden = !examples;
-  if (!examples) return;
-  const of = (method) => examples.walks.filter((walk) => walk.method === method);
-  const walks = of(state.method).length ? of(state.method) : of(examples.walks[0].method);
-  const walk = d3.least(walks, (each) => Math.abs(each.budget / state.network.fullCost - state.allowed));
-  const allowed = walk.budget / state.network.fullCost;
-  const right = (index) => !examples.labels.length || examples.labels[index] === walk.answers[index];
-  const words = (index) =>
-    right(index) ? walk.answers[index] : `${walk.answers[index]}, wrongly: it is ${examples.labels[index]}`;
-  find("examples-how").textContent =
-    `The same ${examples.images.length} test images, each at the exit where it left under ${walk.method} with ` +
-    `${percent(allowed)} allowed. Framed: answered wrongly.`;
-  const left = d3.group(d3.range(examples.images.length), (index) => walk.exits[index]);
-  const rows = d3
-    .select("#examples")
-    .selectAll("div.exit")
-    .data(d3.range(state.network.numExits ?? d3.max(walk.exits) + 1))
-    .join((enter) => {
-      const row = enter.append("div").attr("class", "exit");
-      row.append("h3");
-      row.append("ul");
-      return row;
-    });
-  rows.select("h3").text((exit) => `exit ${state.network.exitName(exit)}`);
-  rows
-    .select("ul")
-    .selectAll("li")
-    .data(
-      (exit) => left.get(exit) ?? [],
-      (index) => index,
-    )
-    .join((enter) => {
-      const item = enter.append("li");
-      item.append("img").attr("src", (index) => examples.images[index]);
-      return item;
-    })
-    .order()
-    .attr("class", (index) => (right(index) ? null : "wrong"))
-    .select("img")
-    .attr("alt", words)
-    .attr("title", words);
-  offer(
-    "examples-csv",
-    ["method", "budget", "unit", "example", "exit", "answer", "label"],
-    examples.images.map((_, index) => [
-      walk.method,
-      walk.budget,
-      state.network.unit,
-      index,
-      walk.exits[index],
-      walk.answers[index],
-      examples.labels[index] ?? "",
     ]),
   );
 }
@@ -197,11 +141,31 @@ function drawPlan() {
   offer("plan-csv", ["run", "samples_per_second", "accuracy"], runs);
 }
 
+/** How far the probabilities of each exit are from its accuracy, where they were recorded. */
+function drawCalibration() {
+  const exits = d3.sort(
+    state.network.alone.filter((point) => Number.isFinite(point.calibration_error)),
+    (point) => point.exit,
+  );
+  find("calibration-part").hidden = !exits.length;
+  const table = d3.select("#calibration").html("");
+  const head = table.append("thead").append("tr");
+  const row = table.append("tbody").append("tr");
+  for (const each of [head, row]) each.append("th");
+  head.select("th").attr("scope", "col").text("exit");
+  row.select("th").attr("scope", "row").text("calibration error, points");
+  for (const point of exits) {
+    head.append("th").attr("scope", "col").text(state.network.exitName(point.exit));
+    row.append("td").text(number(100 * point.calibration_error));
+  }
+}
+
 /** Every method where it spends the same. */
 function drawTable() {
   const table = d3.select("#table").html("");
   const head = table.append("thead").append("tr");
   head.append("th").attr("scope", "col").text("method");
+  head.append("th").attr("scope", "col").text("area");
   head.selectAll("th.spend").data(spends).join("th").attr("class", "spend").attr("scope", "col").text(whole);
   const rank = (row) => [...methods, ...references].indexOf(row.method);
   const rows = d3.sort(state.network.table, rank);
@@ -214,10 +178,12 @@ function drawTable() {
       .append("th")
       .attr("scope", "row")
       .append((row) => breakable(label(row.method)));
+    body.append("td").text((row) => (row.area === null ? "–" : number(100 * row.area)));
     body
-      .selectAll("td")
+      .selectAll("td.spend")
       .data((row) => row.cells)
       .join("td")
+      .attr("class", "spend")
       .each(function (cell) {
         const place = d3.select(this);
         if (cell === null) return void place.attr("class", "absent").text("–");

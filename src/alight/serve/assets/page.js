@@ -4,6 +4,7 @@ const PAUSE = 1000; // milliseconds between two looks at the service
 let token = "";
 let unit = "";
 let inputKind = "";
+let exitNames = [];
 
 const PREFIXES = [[1e12, " T"], [1e9, " G"], [1e6, " M"], [1e3, " k"], [0, " "]];
 
@@ -47,7 +48,7 @@ function show(response, pictures) {
     label.textContent = prediction.label;
     const sure = prediction.probability === null ? "" : `probability ${percent(prediction.probability)}, `;
     const cost = amount(prediction.cost, response.unit);
-    words.append(label, sure + `exit ${prediction.exit}, cost ${cost}, ${response.latency_ms.toFixed(1)} ms`);
+    words.append(label, sure + `exit ${exitNames[prediction.exit] ?? prediction.exit}, cost ${cost}, ${response.latency_ms.toFixed(1)} ms`);
     line.append(words);
     part("predictions").prepend(line);
   });
@@ -100,10 +101,26 @@ function row(exit, total) {
   return line;
 }
 
+/** Say in colour and in words that more was spent than allowed: mildly where the policy guarantees by how much. */
+function warn(now) {
+  const over = now.allowed ? now.spent - now.allowed : 0;
+  const bounded = now.max_overspend !== null && over <= now.max_overspend;
+  document.body.classList.toggle("ahead", over > 0 && bounded);
+  document.body.classList.toggle("exceeded", over > 0 && !bounded);
+  part("overspend").hidden = over <= 0;
+  if (over <= 0) return;
+  const words = bounded
+    ? `${amount(over, unit)} more than the budget allows so far; guaranteed: at most ${amount(now.max_overspend, unit)}.`
+    : `Over budget by ${amount(over, unit)} (${percent(over / now.allowed)}): choose a cheaper policy, or calibrate` +
+      " with the contract 'stream', which keeps to its budget.";
+  if (part("overspend").textContent !== words) part("overspend").textContent = words; // or it is read out every second
+}
+
 async function look() {
   const now = await ask("status");
   unit = now.unit;
   inputKind = now.input_kind;
+  exitNames = now.exits.map((exit) => exit.name);
   part("drop").hidden = inputKind !== "images";
   part("write").hidden = inputKind === "images";
   part("words-label").textContent = inputKind === "texts" ? "A text" : `An array of shape ${now.input_shape.join(" × ")}, as JSON`;
@@ -115,11 +132,12 @@ async function look() {
   if (!now.samples) return;
   const mean = `${amount(now.spent / now.samples, unit)} per sample`;
   const share = now.allowed ? now.spent / now.allowed : 0;
-  const over = share > 1 && now.max_overspend ? `, at most ${amount(now.max_overspend, unit)} beyond it in all` : "";
-  const spending = now.allowed ? `${mean}, ${percent(share)} of what the budget allows${over}` : `${mean}, no budget`;
+  const spending = now.allowed ? `${mean}, ${percent(share)} of what the budget allows` : `${mean}, no budget`;
   part("spending").textContent = spending;
   part("meter").setAttribute("aria-label", spending);
-  part("spent").style.width = Math.min(100, 100 * share) + "%";
+  part("spent").style.width = 100 * Math.min(share, 1 / share) + "%";
+  part("over").style.width = 100 * Math.max(0, 1 - 1 / share) + "%"; // all of it together is the whole meter
+  warn(now);
 }
 
 async function begin() {
