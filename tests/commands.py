@@ -143,10 +143,15 @@ def write_example_files(folder: Path) -> None:
     write_points(points, folder / "points.csv")
 
 
-def interrupted(line: str, folder: Path, word: str, wait: float = 0.0) -> subprocess.CompletedProcess[str]:
-    """A command in a process and folder of its own, interrupted as by Ctrl-C once its stderr has said a word."""
+def interrupted(
+    line: str, folder: Path, word: str, wait: float = 0.0, before: str = ""
+) -> subprocess.CompletedProcess[str]:
+    """A command in a process and folder of its own, interrupted as by Ctrl-C once its stderr has said a word.
+
+    `before`: code that the process runs first.
+    """
     process = subprocess.Popen(
-        [sys.executable, "-c", BOOT, *shlex.split(line)],
+        [sys.executable, "-c", before + BOOT, *shlex.split(line)],
         cwd=folder,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE,
@@ -157,5 +162,10 @@ def interrupted(line: str, folder: Path, word: str, wait: float = 0.0) -> subpro
         seen += printed
     time.sleep(wait)
     process.send_signal(signal.SIGINT)
-    out, rest = process.communicate(timeout=60)
+    try:
+        out, rest = process.communicate(timeout=60)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.communicate()
+        raise
     return subprocess.CompletedProcess(line, process.returncode, out.decode(), (seen + rest).decode())

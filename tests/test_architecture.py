@@ -12,10 +12,10 @@ import alight
 PACKAGE = Path(alight.__file__).parent
 FOUNDATION = {"errors", "files", "scores", "outputs", "costs", "display", "provenance"}
 MAY_IMPORT = {
-    "errors": set(),
+    "display": set(),
+    "errors": {"display"},
     "files": {"errors"},
     "scores": set(),
-    "display": set(),
     "outputs": {"errors", "files", "scores", "display"},
     "costs": {"errors", "files", "display"},
     "provenance": set(),
@@ -24,6 +24,7 @@ MAY_IMPORT = {
     "policies": FOUNDATION | {"budgeting"},
     "calibrate": FOUNDATION | {"budgeting", "policies"},
     "evaluation": FOUNDATION | {"policies"},
+    "benchmark": FOUNDATION | {"policies", "evaluation", "recordings"},
     "cutting": FOUNDATION,
     "networks": FOUNDATION | {"cutting", "data"},
     "data": {"errors", "files", "outputs"},
@@ -33,20 +34,23 @@ MAY_IMPORT = {
     "planning": FOUNDATION | {"networks", "data", "policies", "calibrate", "costing", "engine"},
     "export": FOUNDATION | {"networks", "data", "policies", "engine"},
     "report": FOUNDATION | {"policies", "evaluation"},
+    "fitting": FOUNDATION
+    | {"policies", "calibrate", "evaluation", "report"}
+    | {"networks", "training", "costing", "data", "engine", "planning"},
     "cluster": FOUNDATION | {"networks", "data", "policies", "engine"},
     "serve": FOUNDATION | {"policies", "networks", "data", "engine", "__version__"},
     "demo": FOUNDATION
     | {"calibrate", "evaluation", "recordings", "policies", "report"}
     | {"networks", "training", "costing", "data", "engine", "planning"},
     "cli": FOUNDATION
-    | {"budgeting", "policies", "calibrate", "evaluation", "recordings", "report", "__version__"}
-    | {"cutting", "networks", "training", "costing", "data", "engine", "planning", "export"}
+    | {"budgeting", "policies", "calibrate", "evaluation", "benchmark", "recordings", "report", "__version__"}
+    | {"cutting", "networks", "training", "costing", "data", "engine", "planning", "export", "fitting"}
     | {"cluster", "serve", "demo"},
 }
 NO_TORCH = {"errors", "files", "display", "scores", "outputs", "costs", "provenance", "recordings"}
-NO_TORCH |= {"budgeting", "policies", "calibrate", "evaluation", "report", "data", "engine"}
+NO_TORCH |= {"budgeting", "policies", "calibrate", "evaluation", "benchmark", "report", "data", "engine", "fitting"}
 WITH_TORCH = ("alight.engine.backends.torch", "alight.engine.backends.aoti")  # what runs on torch
-LATE = {"data", "engine"}  # may import torch, or networks that do, inside a function
+LATE = {"data", "engine", "fitting"}  # may import torch, or networks that do, inside a function
 
 
 def imported_modules(source: str, module: str) -> set[str]:
@@ -98,7 +102,7 @@ def test_what_needs_no_torch_never_imports_it(module):
     source = modules()[module].read_text()
     imported = imported_modules(at_import(source) if module.split(".")[1] in LATE else source, module)
     assert not {name for name in imported if name.split(".")[0] in ("torch", "torchvision")}
-    if module.split(".")[1] == "engine":
+    if module.split(".")[1] in ("engine", "fitting"):
         assert not {name for name in imported if name.startswith(("alight.networks", *WITH_TORCH))}
 
 

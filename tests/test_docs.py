@@ -13,7 +13,8 @@ from alight.planning import plan as planning
 from alight.planning import timing
 
 ROOT = Path(__file__).parent.parent
-SLOW = ("docs/tutorial/images.md", "docs/tutorial/texts.md", "docs/how-to/latency.md", "docs/method.md")
+SLOW = ("docs/tutorial/images.md", "docs/tutorial/texts.md", "docs/how-to/latency.md", "docs/how-to/train.md")
+SLOW += ("docs/method.md",)
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
@@ -28,7 +29,7 @@ def experiment(name: str, folder: str = "experiments"):
 
 OUTPUTS = experiment("page_outputs")
 TABLES = experiment("tables", "docs/hooks")
-CLOCK = re.compile(r"\b(plan|tune_speed)\(")  # what these say hangs on the machine
+CLOCK = re.compile(r"\b(plan|tune_speed|fit)\(")  # what these say hangs on the machine
 
 
 def name_of(page: Path) -> str:
@@ -43,6 +44,7 @@ def slow_or_not(page):
     return pytest.param(page, marks=[pytest.mark.slow] * (name_of(page) in SLOW), id=name_of(page))
 
 
+@pytest.mark.filterwarnings("ignore:Early exit is not worth it on this machine:UserWarning")
 @pytest.mark.parametrize("page", [slow_or_not(page) for page in PAGES if blocks(page)])
 def test_every_block_of_code_on_a_page_runs_and_prints_what_stands_below(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

@@ -8,7 +8,9 @@ import alight
 from alight import calibrate
 
 NAMES = [*alight.__all__, *(f"calibrate.{name}" for name in calibrate.__all__)]
-VALUES = tuple(f"calibrate.{name}" for name in ("CONTRACTS", "METHODS", "Method", "Fit"))  # no functions, no classes
+VALUES = tuple(
+    f"calibrate.{name}" for name in ("COMBINE", "CONTRACTS", "METHODS", "Method", "Fit")
+)  # no functions, no classes
 
 
 def documented(name):

@@ -41,9 +41,9 @@ def test_a_notebook_runs_and_its_tables_are_shown(path, tmp_path, monkeypatch):
 
 
 def kinds(table: str) -> list[str]:
-    told = {"HeadOutputs": "HeadOutputs(", "Costs": "Costs per sample", "Policy": "leave at the first score"}
-    told |= {"Decisions": "Decisions: ", "Plan": "open exits: "}
-    return [kind for kind, words in told.items() if words in table]
+    texts = {"HeadOutputs": "HeadOutputs(", "Costs": "Costs per sample", "Policy": "leave at the first score"}
+    texts |= {"Decisions": "Decisions: ", "Plan": "open exits: "}
+    return [kind for kind, words in texts.items() if words in table]
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.name)

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from alight.evaluation import Point as Point, at_equal_spend as at_equal_spend, read_points as read_points
     from alight.evaluation import sweep as sweep, write_points as write_points
     from alight.export.exporting import export_model as export_model
+    from alight.fitting.fitted import FittedPredictor as FittedPredictor
+    from alight.fitting.steps import fit as fit
     from alight.networks import zoo as zoo
     from alight.networks.attach import attach_heads as attach_heads, from_outputs as from_outputs
     from alight.networks.attach import cascade as cascade
@@ -38,8 +40,11 @@ if TYPE_CHECKING:
     from alight.planning.tune import Tuned as Tuned, tune_speed as tune_speed
     from alight.policies.policy import Policy as Policy, Threshold as Threshold
     from alight.policies.route import replay as replay, route as route
+    from alight.policies.shift import diagnose_shift as diagnose_shift
     from alight.policies import load_policy as load_policy
     from alight.report import write_report as write_report
+    from alight.training.callbacks import Callback as Callback, TrainingState as TrainingState
+    from alight.training.metrics import exit_losses as exit_losses
     from alight.training.settings import TrainingSettings as TrainingSettings
     from alight.training.training import train_heads as train_heads
 # isort: on

@@ -59,7 +59,7 @@ def test_a_tab_completes_in_bash(case, script, tmp_path):
 @pytest.mark.parametrize("shell", SHELLS)
 def test_every_script_has_commands_and_options_and_is_accepted_by_its_shell(shell, script, tmp_path):
     text = script(shell)
-    for word in (*COMMANDS, "max-accuracy-loss", "allow-mismatch", "log-probabilities", "json"):
+    for word in (*COMMANDS, "max-accuracy-loss", "allow-mismatch", "features", "json"):
         assert word in text
     if shutil.which(shell) is None:
         pytest.skip(f"{shell} is not installed")

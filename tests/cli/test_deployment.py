@@ -41,11 +41,12 @@ def test_every_example_runs_and_gives_json_if_asked(work, monkeypatch, capsys):
     assert [stage["exit"] for stage in manifest["stages"]] == [0, 2]
     status, out, err = run("run exported test.npz -o answers.csv", capsys)
     assert status == 0
-    assert out.startswith("Decisions(")
+    assert out.startswith("24 samples, answers: answers.csv\nspent ")
+    assert "\nlayer1 " in out
 
     assert run("predict model policy.json test.npz -o torch.csv -q", capsys)[0] == 0
     theirs, ours = (rows(work / name) for name in ("torch.csv", "answers.csv"))
-    for column in ("sample", "label", "exit", "cost_ms"):
+    for column in ("sample", "prediction", "exit", "cost_ms"):
         assert [row[column] for row in theirs] == [row[column] for row in ours]
 
     pixels = np.load("test.npz")["images"].transpose(0, 2, 3, 1)
@@ -54,7 +55,7 @@ def test_every_example_runs_and_gives_json_if_asked(work, monkeypatch, capsys):
         Image.fromarray(each).save(f"pictures/{index:02}.png")
     assert run("run exported pictures -o pictures.csv -q", capsys)[0] == 0
     again = rows(work / "pictures.csv")
-    assert [row["label"] for row in again] == [row["label"] for row in ours]
+    assert [row["prediction"] for row in again] == [row["prediction"] for row in ours]
     assert again[3]["sample"].endswith("pictures/03.png")
 
 
@@ -102,7 +103,8 @@ def test_texts_are_predicted_as_by_torch(tmp_path, monkeypatch, capsys):
         status, _, err = run(f"{line}", capsys)
         assert status == 0, err
     theirs, ours = rows(Path("torch.csv")), rows(Path("onnx.csv"))
-    assert [(row["label"], row["exit"]) for row in theirs] == [(row["label"], row["exit"]) for row in ours]
+    answers = [[(row["prediction"], row["exit"]) for row in rows] for rows in (theirs, ours)]
+    assert answers[0] == answers[1]
 
 
 @pytest.mark.parametrize(
@@ -114,10 +116,10 @@ def test_texts_are_predicted_as_by_torch(tmp_path, monkeypatch, capsys):
             "attach timm:test_resnet --image-size 16 --after layer1 -o exported",
             "holds an exported network: give another",
         ),
-        ("export model test.npz -o new", "it is not whole JSON"),
-        ("run model test.npz", "it has no manifest.json"),
+        ("export model test.npz -o new", "test.npz is data (images or texts), not a policy"),
+        ("run model test.npz", "model is the folder of a network, not the folder of an exported network"),
         ("run nowhere test.npz", "there is no folder nowhere"),
-        ("predict exported policy.json test.npz", "it holds an exported network; use `alight run`"),
+        ("predict exported policy.json test.npz", "(`alight run` runs an exported one)"),
     ],
 )
 def test_an_error_is_one_line(line, message, work, monkeypatch, capsys):

@@ -8,17 +8,32 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 import torchvision
 from commands import run
 from safetensors.torch import save_file
 
+from alight import recordings
 from alight.cli.command import MEANINGS, ExitStatus
 from alight.cli.parser import COMMANDS, GROUPS
+from alight.networks.own import import_object
 from alight.planning import plan as planning
 from alight.planning import timing
 
+NETS = """
+from torch import nn
+
+class Block(nn.Sequential):
+    def __init__(self, inputs, outputs):
+        super().__init__(nn.Conv2d(inputs, outputs, 3, padding=1), nn.ReLU(), nn.Conv2d(outputs, outputs, 1))
+
+class Net(nn.Sequential):
+    def __init__(self, width=4):
+        blocks = [Block(3, width), *[Block(width, width) for _ in range(4)]]
+        super().__init__(*blocks, nn.Flatten(), nn.Linear(1024 * width, 10))
+"""
 TESTED_ELSEWHERE = ("demo", "export", "run", "serve")
-SLOW = ("--engine ray", "plan")  # more than five seconds
+SLOW = ("--engine ray", "plan", "fit model")  # more than five seconds
 
 
 def test_the_installed_command_answers():
@@ -30,7 +45,7 @@ def test_the_installed_command_answers():
 def test_the_overview_is_short_and_shows_every_command_in_its_group(capsys):
     status, out, _ = run("--help", capsys)
     assert status == 0
-    assert len(out.splitlines()) <= 40
+    assert len(out.splitlines()) <= 44
     assert max(map(len, out.splitlines())) <= 110
     for title, commands in GROUPS.items():
         block = re.search(rf"^{re.escape(title)}:\n(.*?)\n\n", out, re.DOTALL | re.MULTILINE)[1]
@@ -69,11 +84,17 @@ def test_every_example_runs_and_gives_json_if_asked(name, example, first, exampl
         shutil.rmtree(written) if written.is_dir() else written.unlink(missing_ok=True)
     if "resnet18.safetensors" in example:
         save_file(torchvision.models.resnet18(num_classes=10).state_dict(), "resnet18.safetensors")
+    if "nets.py" in example:
+        Path("nets.py").write_text(NETS)
+        torch.save({"state_dict": import_object("nets.py:Net")(8).state_dict()}, "weights.pt")
+    if name == "benchmark":
+        recordings.load().save("mine.npz")
+        Path("mine.py").write_text("from alight.calibrate import geometric as mine\n")
     status, out, err = run(example, capsys)
     assert status == 0, err
     assert out.strip()
     if first and COMMANDS[name].results:
-        again = " --force" * (name in ("attach", "record")) + " --json" * ("--json" not in example)
+        again = " --force" * (name in ("attach", "fit", "record")) + " --json" * ("--json" not in example)
         status, out, err = run(f"{example} --quiet{again}", capsys)
         assert (status, err) == (0, "")
         assert json.loads(out)

@@ -37,10 +37,27 @@ def place(tmp_path_factory, network):
     make_tables(folder / "tables")
     model = load_model(folder / "model")
     images = model.recipe["example"]["shape"][1:]
-    outputs = record(model, [torch.rand(64, *images)], progress=False)
+    outputs = record(model, [torch.randn(64, *images)], progress=False)
     outputs.save(folder / "outputs.npz")
     calibrate.eero(COSTS.at_exits([0, 1, 3]), "50%", outputs).save(folder / "policy.json")
     return folder
+
+
+def test_an_interrupt_that_a_library_swallows_comes_again(tmp_path):
+    deaf = """
+import sys, time, types
+def __getattr__(name):  # where the command line looks up its parser: a library that hears no interrupt
+    try:
+        print("deaf", file=sys.stderr, flush=True)
+        time.sleep(30)
+    except:
+        time.sleep(30)
+sys.modules["alight.cli.parser"] = module = types.ModuleType("alight.cli.parser")
+module.__getattr__ = __getattr__
+"""
+    done = interrupted("doctor", tmp_path, "deaf", 0.1, before=deaf)
+    assert done.returncode == 130
+    assert done.stderr == f"ready\ndeaf\n{MESSAGE}\n"
 
 
 def contents(folder):

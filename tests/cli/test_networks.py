@@ -1,6 +1,7 @@
 """Commands that run a network, each on what the one before it wrote."""
 
 import csv
+import re
 import shutil
 import subprocess
 import sys
@@ -16,9 +17,10 @@ from safetensors.torch import save_file
 
 from alight import Costs, HeadOutputs, load_policy, replay
 from alight.costing.measure import measure_costs
+from alight.display import quantity
 from alight.networks.store import fingerprint, load_model
 from alight.planning import timing
-from alight.training.training import Checkpoint
+from alight.training.checkpoints import Checkpoint
 
 
 @pytest.fixture
@@ -34,7 +36,8 @@ def test_attach_train_record_costs_and_calibrate_chain(chain):
     assert sorted(path.name for path in (chain / "model").iterdir()) == ["config.json", "model.safetensors"]
     assert "record: 100%" in err["record"]
     table, model = HeadOutputs.load(chain / "labelled.npz"), load_model(chain / "model")
-    assert f"end {1 - table.risks()[-1]:.1%}" in out["record"]
+    assert f"end {100 * (1 - table.risks()[-1]):.1f} %" in out["record"]
+    assert table.exits == model.exits == ("layer1", "layer2", "end")
     assert table.risks()[-1] < 0.1
     assert table.fingerprint == fingerprint(model)
     assert set(table.features) == {"negative_entropy"}
@@ -43,20 +46,30 @@ def test_attach_train_record_costs_and_calibrate_chain(chain):
     np.testing.assert_allclose(Costs.load(chain / "costs.json").cumulative(), expected.cumulative())
     policy = load_policy(chain / "policy.json")
     assert policy.fingerprint == table.fingerprint
+    assert (policy.exits, policy.full_cost) == (model.exits, pytest.approx(expected.full))
     assert "predict: 100%" in err["predict"]
     with (chain / "answers.csv").open() as file:
         rows = list(csv.DictReader(file))
     decisions = replay(policy, table)
-    assert [int(row["label"]) for row in rows] == decisions.predictions.tolist()
-    assert [int(row["exit"]) for row in rows] == decisions.exits.tolist()
+    assert [*rows[0]] == ["sample", "prediction", "exit", "cost_FLOPs", "probability", "label"]
+    assert [int(row["prediction"]) for row in rows] == decisions.predictions.tolist()
+    assert [int(row["label"]) for row in rows] == table.labels.tolist()
+    assert [row["exit"] for row in rows] == [model.exits[index] for index in decisions.exits]
     assert sum(float(row["cost_FLOPs"]) for row in rows) == pytest.approx(decisions.spent.sum())
     assert all(0 < float(row["probability"]) <= 1 for row in rows)
+    lines = out["predict"].splitlines()
+    assert lines[0] == f"{len(table)} samples, answers: answers.csv"
+    assert lines[1].startswith(f"accuracy {100 * decisions.accuracy():.1f} % (the full network's: alight bench model ")
+    assert lines[2].startswith(f"spent {quantity(decisions.mean_cost, 'FLOPs')} per sample (")
+    assert lines[2].endswith("% of the full network); budget 2.21 MFLOPs (90 %)")
+    assert [line.split()[0] for line in lines[3:]] == ["exit", *model.exits]
 
 
 def test_answers_may_be_parquet_and_costs_milliseconds(network, chain, folder, capsys):
     assert run(f"predict {chain}/model {chain}/policy.json {network}/test.npz -o answers.parquet", capsys)[0] == 0
     decisions = replay(load_policy(chain / "policy.json"), HeadOutputs.load(chain / "labelled.npz"))
-    assert parquet.read_table("answers.parquet").column("exit").to_pylist() == decisions.exits.tolist()
+    exits = [decisions.exit_names[index] for index in decisions.exits]
+    assert parquet.read_table("answers.parquet").column("exit").to_pylist() == exits
     assert run(f"costs {chain}/model --unit ms --batch-size 8 -o ms.json", capsys)[0] == 0
     assert Costs.load("ms.json").unit == "ms"
 
@@ -72,13 +85,16 @@ def test_bench_and_plan_compare_with_the_full_network(network, chain, folder, ca
     line = f"bench {chain}/model {chain}/policy.json {network}/test.npz --samples 32 --batch-sizes 16"
     status, out, err = run(line, capsys)
     assert status == 0, err
-    assert "batch 16: " in out
-    assert "accuracy with exits" in out
+    assert out.startswith("batches of 16  samples/s ")
+    assert re.search(r"\n32 samples: spent .* MFLOPs per sample \(.* %\ of the full network\); budget 2.21 MFLOPs", out)
+    assert re.search(r"\naccuracy [\d.]+ % with exits, [\d.]+ % of the full network\n", out)
     line = f"plan {chain}/model {chain}/labelled.npz --batch-size 16 --max-accuracy-loss 0.3 -o planned.json"
     status, out, err = run(line, capsys)
     assert status == 0, err
     assert "full network" in out
+    assert "plan: 3/3" in err
     assert load_policy("planned.json").unit == "ms"
+    assert load_policy("planned.json").exits == ("layer1", "layer2", "end")
     assert run(f"predict {chain}/model planned.json {network}/test.npz -o planned.csv", capsys)[0] == 0
 
 
@@ -120,12 +136,24 @@ def test_an_interrupted_training_resumes_where_it_stopped(network, tmp_path, cap
     assert not (tmp_path / "parts" / "checkpoint.safetensors").exists()
 
 
+def test_a_training_stops_for_want_of_patience_and_keeps_the_best_epoch(network, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    line = f"train {network}/model {network}/test.npz --mode joint --epochs 9 -o trained --set patience=1"
+    status, _, err = run(line, capsys)
+    assert (status, "judge epochs by validation data: give some" in err) == (1, True)
+    # a learning rate of nothing: only batch-norm statistics change
+    line = f"{line} --validation {network}/test.npz --set keep_best=yes --set monitor_exit=end --set learning_rate=1e-9"
+    status, out, err = run(line, capsys)
+    assert status == 0, err
+    assert re.match(r"epoch \d of [2-9], the best  ", out)
+
+
 def test_a_training_that_diverges_leaves_no_empty_folder(network, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     line = f"train {network}/model {network}/test.npz --mode joint --epochs 2 -o runs/first"
     status, _, err = run(f"{line} --quiet --set optimizer=sgd --set learning_rate=1e30", capsys)
     assert status == 1
-    assert err.startswith("alight: training diverged: the loss of exit")
+    assert err.startswith("alight: training diverged: the loss of layer1 is")
     assert not (tmp_path / "runs").exists()
 
 

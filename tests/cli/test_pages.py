@@ -70,3 +70,6 @@ def test_a_plan_is_shown_beside_the_full_network(chain, tmp_path, monkeypatch, c
     assert network["unit"] == "ms"
     assert network["exits"][:2] == ["layer1", "layer2"]
     assert "measured on" in network["note"]
+    assert values["accuracy"] in network["chosen"]  # measured on the same samples as the plan
+    assert network["speed"]["speedup"] == values["speedup"]
+    assert network["guarantees"] == [values["reason"]]

@@ -4,10 +4,13 @@ import subprocess
 import sys
 import warnings
 
+import numpy as np
 import pytest
 from commands import make_tables, run
 
+from alight.cli.arguments import salted_by
 from alight.cli.command import ExitStatus
+from alight.policies.policy import Lottery
 
 SWEEP = "sweep labelled.npz test.npz --costs costs.json --methods geometric,eero --budgets 50%"
 
@@ -79,3 +82,28 @@ def test_a_closed_pipe_is_not_an_error(folder):
 
 def test_a_missing_file_of_costs_is_refused(folder, capsys):
     assert run("calibrate labelled.npz --costs nowhere.json --budget 50%", capsys)[0] == ExitStatus.FAILURE
+
+
+def test_the_first_sample_of_every_run_draws_for_itself(tmp_path):
+    policy = Lottery(costs=(1.0, 2.0), exit_rates=(0.5, 0.5))
+    exits = []
+    for number in range(200):
+        (tmp_path / "picture").write_bytes(f"{number}".encode())
+        salted = salted_by(policy, f"{tmp_path}/picture")
+        assert salted == salted_by(policy, f"{tmp_path}/picture")  # the same in every run
+        exits.append(bool(salted.step(0, np.array([0]), np.array([0]), np.array([0.0]), ())[0][0]))
+    assert 70 <= sum(exits) <= 130  # without it: all or none
+
+
+def test_a_folder_is_salted_by_its_files(tmp_path):
+    policy = Lottery(costs=(1.0, 2.0), exit_rates=(0.5, 0.5))
+    salts = set()
+    for name in ("one.png", "two.png"):
+        (tmp_path / name).write_bytes(b"")
+        salts.add(salted_by(policy, f"{tmp_path}").salt)
+    assert len(salts) == 2
+
+
+def test_data_that_is_not_a_path_is_salted_by_its_name():
+    policy = Lottery(costs=(1.0, 2.0), exit_rates=(0.5, 0.5))
+    assert len({salted_by(policy, name).salt for name in ("s3://bucket/a", "s3://bucket/b", "cifar100:folder")}) == 3

@@ -1,13 +1,14 @@
 """Commands on recorded outputs: results on stdout, one sentence and a status when something is wrong."""
 
 import json
+import re
 from pathlib import Path
 
 import numpy as np
 import pytest
 from commands import COSTS, make_tables, run
 
-from alight import HeadOutputs, calibrate, load_policy, read_points
+from alight import HeadOutputs, calibrate, load_policy, read_points, replay
 
 
 @pytest.fixture
@@ -19,20 +20,51 @@ def folder(tmp_path, monkeypatch):
 
 def test_calibrate_writes_the_policy_that_python_would_make(folder, capsys):
     status, out, _ = run("calibrate labelled.npz --costs costs.json --budget 50% -o policy.json", capsys)
-    expected = calibrate.eero(COSTS, "50%", HeadOutputs.load("labelled.npz"))
+    expected = calibrate.certified_probability(calibrate.auto, seed=0)(COSTS, "50%", HeadOutputs.load("labelled.npz"))
     assert status == 0
     assert load_policy("policy.json") == expected
     assert out.strip() == str(expected)
+    assert "Guaranteed with 95 % confidence: mean cost <= " in out
+
+
+def test_calibrate_says_what_is_not_guaranteed_where_no_contract_is_wanted(folder, capsys):
+    line = "calibrate labelled.npz --costs costs.json --budget 50% --contract none -o policy.json"
+    _, out, _ = run(line, capsys)
+    assert load_policy("policy.json") == calibrate.auto(COSTS, "50%", HeadOutputs.load("labelled.npz"))
+    assert out.splitlines()[-1].startswith("Not guaranteed: new samples may cost a little more than the budget")
+
+
+def test_calibrate_explains_the_choice_of_auto_and_needs_no_labels(folder, capsys):
+    _, out, _ = run("calibrate labelled.npz --costs costs.json --budget 50%", capsys)
+    assert out.startswith("auto: ")
+    assert re.search(r"choice \w+.*: \d+\.\d% right in the comparison that chose it, (all|[+-]\d)", out)
+    _, out, _ = run("calibrate unlabelled.npz --costs costs.json --budget 50%", capsys)
+    assert out.startswith("eero: ")
 
 
 def test_calibrate_takes_a_method_its_options_and_unlabelled_data(folder, capsys):
-    line = "calibrate labelled.npz --unlabelled unlabelled.npz --costs costs.json --budget 3 --method eero"
+    line = (
+        "calibrate labelled.npz --unlabelled unlabelled.npz --costs costs.json --budget 3 --method eero --contract none"
+    )
     status, _, _ = run(line + " --set temperature=0.2 --set spend_all=true --set slack=exact -o policy.json", capsys)
     tables = [HeadOutputs.load(name) for name in ("labelled.npz", "unlabelled.npz")]
     assert status == 0
     assert load_policy("policy.json") == calibrate.eero(
         COSTS, 3.0, *tables, temperature=0.2, spend_all=True, slack="exact"
     )
+
+
+def test_calibrate_and_sweep_combine_the_answers_of_exits(folder, capsys):
+    line = "labelled.npz --costs costs.json --combine vote"
+    assert run(f"calibrate {line} --budget 50% --contract none -o policy.json", capsys)[0] == 0
+    combined = calibrate.combined(calibrate.eero, "vote")(COSTS, "50%", HeadOutputs.load("labelled.npz"))
+    assert load_policy("policy.json") == combined
+    tables = line.replace("labelled.npz", "labelled.npz test.npz")
+    assert run(f"sweep {tables} --methods eero --budgets 50%", capsys)[0] == 0
+    (point,) = (point for point in read_points("points.csv") if point.method == "eero")
+    assert point.mean_cost == pytest.approx(replay(combined, HeadOutputs.load("test.npz")).mean_cost)
+    status, _, err = run("calibrate labelled.npz --costs costs.json --budget 50% --combine geometric_mean", capsys)
+    assert (status, "record it again" in err) == (1, True)  # these tables have no log-probabilities
 
 
 @pytest.mark.parametrize("contract", ["mean", "probability", "batch", "stream"])
@@ -51,6 +83,21 @@ def test_calibrate_finds_the_cheapest_policy_for_a_risk(folder, capsys):
     assert status == 0
     assert "disagreement with the last exit" in out
     assert load_policy("policy.json").certificate.contract == "disagreement"
+
+
+@pytest.mark.filterwarnings("always::alight.errors.ShiftWarning")
+@pytest.mark.parametrize("command", ["calibrate", "sweep"])
+def test_tables_of_two_distributions_are_reported_on_stderr(folder, capsys, command):
+    table = HeadOutputs.load("labelled.npz")
+    table.take(np.argsort(table.scores[:, 0])[: len(table) // 2]).save("harder.npz")
+    line = {
+        "calibrate": "calibrate labelled.npz --unlabelled harder.npz --costs costs.json --budget 50% --contract mean",
+        "sweep": "sweep labelled.npz harder.npz --costs costs.json --methods eero --budgets 50% --contract mean --json",
+    }[command]
+    status, out, err = run(line, capsys)
+    assert status == 0
+    assert "samples differ at exit 1" in err
+    assert "Doubtful" in out
 
 
 def test_costs_may_be_written_out(folder, capsys):
@@ -75,7 +122,15 @@ def test_sweep_and_report_chain(folder, capsys):
     assert status == 0
     points = read_points("points.csv")
     assert len(points) == 2 * 3 + 3 + 4
-    assert len(out.splitlines()) == 6
+    header, *methods = [line.split() for line in out.splitlines()[:4]]
+    assert header == ["accuracy", "(%)", "40", "%", "65.6", "%", "100", "%"]
+    assert [row[0] for row in methods] == ["eero", "geometric", "full"]
+    assert methods[2][-1] == f"{100 * points[-1].accuracy:.1f}"
+    for column in (1, 2, 3):  # the best of each is marked, and is the highest
+        marked = [row[column] for row in methods[:2] if row[column].endswith("*")]
+        assert marked
+        assert max(float(row[column].rstrip("*")) for row in methods[:2]) == float(marked[0].rstrip("*"))
+    assert out.endswith("\npoints: points.csv\nreport: one.html\n")
     assert "sweep" in err  # progress
     status, out, _ = run("report points.csv -o two.html --title Test", capsys)
     assert status == 0
@@ -91,7 +146,7 @@ def test_a_sweep_of_certified_policies_says_so(folder, capsys):
         [p for p in read_points(name) if p.method == "geometric"] for name in ("sure.csv", "points.csv")
     )
     assert sure.mean_cost < hoped.mean_cost
-    assert "contract &#x27;probability&#x27;, delta 0.1" in Path("sure.html").read_text()
+    assert "contract 'probability', delta 0.1" in Path("sure.html").read_text()
 
 
 def test_sweep_chooses_budgets_from_the_cheapest_exit_to_the_full_network(folder, capsys):
@@ -105,10 +160,14 @@ def test_sweep_chooses_budgets_from_the_cheapest_exit_to_the_full_network(folder
 BAD = {
     "budget too small": ("calibrate labelled.npz --costs costs.json --budget 1%", 1, "below the cheapest exit"),
     "no such file": ("calibrate nowhere.npz --costs costs.json --budget 50%", 1, "nowhere.npz: No such file"),
-    "costs of words": ("calibrate labelled.npz --costs cheap --budget 50%", 1, "neither a file nor numbers"),
-    "falling costs": ("calibrate labelled.npz --costs 3,2,1,4 --budget 50%", 1, "exit 0 costs 3 and exit 1 costs 2"),
+    "costs of words": (
+        "calibrate labelled.npz --costs cheap --budget 50%",
+        1,
+        "there is no such file, and they are not numbers",
+    ),
+    "falling costs": ("calibrate labelled.npz --costs 3,2,1,4 --budget 50%", 1, "exit 1 costs 3 and exit 2 costs 2"),
     "too few costs": ("calibrate labelled.npz --costs 1,2 --budget 50%", 1, "4 exits, but there are 2 costs"),
-    "foreign file": ("calibrate costs.json --costs costs.json --budget 50%", 1, "it is not an .npz file"),
+    "foreign file": ("calibrate costs.json --costs 1,2,3,4 --budget 50%", 1, "not a file of recorded outputs"),
     "policy as points": ("report costs.json", 1, "not a table of points"),
     "unknown option": (
         "calibrate labelled.npz --costs costs.json --budget 3 --set heat=1",
@@ -161,16 +220,17 @@ BAD = {
     ),
     "no budget": ("calibrate labelled.npz --costs costs.json", 1, "there is no budget"),
     "no alpha": ("calibrate labelled.npz --costs costs.json --risk error", 1, "alpha None must lie"),
+    "mean cost beside a risk": (
+        "calibrate labelled.npz --costs costs.json --budget 50% --risk error --alpha 0.5 --contract mean",
+        1,
+        "not 'mean': leave cost out",
+    ),
     "delta": (
         "calibrate labelled.npz --costs costs.json --budget 50% --contract mean --delta 2",
         1,
         "delta 2 must lie",
     ),
-    "no rates": (
-        "calibrate labelled.npz --costs costs.json --budget 50% --method patience --contract batch",
-        1,
-        "plans none",
-    ),
+    "seed": ("calibrate labelled.npz --costs costs.json --budget 50% --contract mean --seed -1", 1, "seed -1"),
     "no command": ("", 2, "COMMAND"),
 }
 
@@ -197,7 +257,7 @@ def test_a_policy_file_is_plain_json(folder, capsys):
     assert content["schema"] == 1
 
 
-@pytest.mark.parametrize("options", ["", "--method geometric", "--contract batch", "--contract probability"])
+@pytest.mark.parametrize("options", ["", "--method geometric", "--contract batch", "--contract probability --seed 1"])
 def test_a_folder_of_partitions_gives_the_policy_of_the_whole_table(folder, capsys, options):
     table = HeadOutputs.load("labelled.npz")
     Path("partitions").mkdir()

@@ -168,8 +168,8 @@ def test_a_network_that_describes_its_inputs_needs_no_example():
 
 def test_a_plan_takes_the_switches_that_pay():
     model, rng = network(channels_last), np.random.default_rng(0)
-    labels = rng.integers(5, size=300)
-    table = HeadOutputs(rng.uniform(size=(300, 2)), np.stack([labels, labels], axis=1), labels)
+    labels = rng.integers(5, size=900)
+    table = HeadOutputs(rng.uniform(size=(900, 2)), np.stack([labels, labels], axis=1), labels)
     found = plan(model, table, example=IMAGES, batch_size=16, speed="auto", settings=ONE)
     assert found.settings.channels_last
     assert "channels_last=True pays" in str(found)

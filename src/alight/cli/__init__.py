@@ -1,12 +1,16 @@
 """The command line: each command reads what the one before it wrote. Progress on stderr, results on stdout."""
 
+import difflib
 import gc
 import os
+import signal
 import sys
+import threading
 import warnings
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from pathlib import Path
 
 from alight.cli.command import ExitStatus
 from alight.errors import AlightError
@@ -15,15 +19,37 @@ from alight.errors import AlightError
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command line, by default that of this process, and return its exit status."""
     try:
-        from alight.cli.parser import parser  # late: an interrupt while libraries load is one line, too
+        with _repeated_interrupt():
+            from alight.cli.parser import parser  # late: an interrupt while libraries load is one line, too
 
-        options = parser().parse_args(arguments)
-        return _run(options) if options.debug else _run_with_short_errors(options)
+            options = parser().parse_args(arguments)
+            return _run(options) if options.debug else _run_with_short_errors(options)
     except KeyboardInterrupt:
         pass
     gc.collect()  # what was running, a progress bar perhaps, is released first
     print("alight: interrupted, no partial file is left", file=sys.stderr)
     return ExitStatus.INTERRUPTED
+
+
+@contextmanager
+def _repeated_interrupt() -> Iterator[None]:
+    """Raise an interrupt again every second until it arrives here: a library that loads can swallow one."""
+    own = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    if not own or threading.current_thread() is not threading.main_thread() or not hasattr(signal, "setitimer"):
+        yield
+        return
+
+    def interrupt(*_: object) -> None:
+        signal.setitimer(signal.ITIMER_REAL, 1.0)
+        raise KeyboardInterrupt
+
+    before = [(number, signal.signal(number, interrupt)) for number in (signal.SIGINT, signal.SIGALRM)]
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        for number, handler in before:
+            signal.signal(number, handler)
 
 
 def _run(options: Namespace) -> int:
@@ -44,7 +70,7 @@ def _run_with_short_errors(options: Namespace) -> int:
     except AlightError as error:
         return _fail(str(error))
     except OSError as error:
-        return _fail(f"{error.filename}: {error.strerror}" if error.filename else str(error))
+        return _fail(f"{error.filename}: {error.strerror}{_nearest(error)}" if error.filename else str(error))
     except ImportError as error:
         from alight.cli.getting_started import extra_of
 
@@ -69,6 +95,15 @@ def _short_warnings(quiet: bool) -> Iterator[None]:
 def _fail(message: str) -> int:
     print(f"alight: {_line(message)}", file=sys.stderr)
     return ExitStatus.FAILURE
+
+
+def _nearest(error: OSError) -> str:
+    """Return which file may be meant instead of one that does not exist."""
+    place = Path(str(error.filename))
+    if not isinstance(error, FileNotFoundError) or not place.parent.is_dir():
+        return ""
+    found = difflib.get_close_matches(place.name, [each.name for each in place.parent.iterdir()], n=1)
+    return f"; did you mean {found[0]}?" if found and found[0] != place.name else ": check the path"
 
 
 def _line(message: str) -> str:

@@ -7,17 +7,21 @@ import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
+from functools import partial
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 from alight import calibrate
+from alight.budgeting.thresholds import SALTS
 from alight.cli.command import Argument, argument
 from alight.data.preprocess import Normalisation
-from alight.engine.manifest import TOKENIZER
 from alight.engine.settings import RunSettings
 from alight.errors import AlightError, BadInput
 from alight.files import CONFIG, MANIFEST, WEIGHTS, check_writable, read_json
 from alight.outputs import HeadOutputs
+from alight.policies.policy import Policy
 
 
 def output(text: str) -> str:
@@ -39,6 +43,22 @@ def output_folder(text: str) -> str:
     if not os.access(existing, os.W_OK):
         raise argparse.ArgumentTypeError(f"cannot write {text!r}: {existing} is read-only")
     return text
+
+
+def salted_by(policy: Policy, path: str) -> Policy:
+    """Return the policy with a salt of its own for this data, the same in every run and, of files, on Ray too.
+
+    A run numbers its samples from 0, so with the policy's own salt the first sample of every run would draw alike.
+    """
+    digest, place = sha256(str(policy.salt).encode()), Path(path)
+    if not place.exists():  # a URI, or a data set by name
+        digest.update(path.encode())
+    if place.is_file():
+        with place.open("rb") as file:
+            digest.update(file.read(2**20))
+    for each in sorted(place.rglob("*")) or [place] if place.exists() else ():
+        digest.update(f"{each.name} {each.stat().st_size}".encode())
+    return replace(policy, salt=int.from_bytes(digest.digest()) % SALTS)
 
 
 def count(text: str) -> int:
@@ -116,7 +136,7 @@ RUN_OR_TUNE = (
 
 def data_arguments(split: str, *before: Argument) -> tuple[Argument, ...]:
     """Return the network, what comes before the data, and the data."""
-    data = ".npz of images and labels, folder of class folders, cifar100:FOLDER, .jsonl of texts, ..."
+    data = ".npz of images and labels, folder of class folders, cifar100:FOLDER, .csv, .parquet, .jsonl, ..."
     return (
         MODEL,
         *before,
@@ -155,8 +175,7 @@ def named(options: argparse.Namespace, *names: str) -> dict[str, Any]:
 
 def data_options(options: argparse.Namespace) -> dict[str, Any]:
     """Return how data is read, as keyword arguments of `load_data`."""
-    tokenizer = options.tokenizer or Path(options.model) / TOKENIZER
-    return {**named(options, "batch_size", "workers"), "tokenizer": tokenizer}
+    return named(options, "batch_size", "workers", "tokenizer")
 
 
 def run_settings(options: argparse.Namespace, device: str | None = None) -> RunSettings:
@@ -194,18 +213,22 @@ def own_options(
 def any_options(settings: Sequence[str]) -> dict[str, Any]:
     """Return keyword arguments from NAME=VALUE for a function that takes any."""
     if invalid := [setting for setting in settings if "=" not in setting]:
-        raise BadInput(f"--set {invalid[0]!r}: write NAME=VALUE")
+        raise BadInput(f"--set {invalid[0]!r}: write NAME=VALUE, as in --set width=8")
     return {setting.partition("=")[0]: _value(setting.partition("=")[2]) for setting in settings}
 
 
-def _value(text: str) -> float | int | bool | str | list[float] | None:
+def _value(text: str) -> float | int | bool | str | list[Any] | None:
     named = {"true": True, "yes": True, "false": False, "no": False, "none": None}
     if text.lower() in named:
         return named[text.lower()]
-    for read in (int, float, lambda several: [float(part) for part in several.split(",")]):
+    for read in (int, float, partial(_values, int), partial(_values, float)):
         with suppress(ValueError):
             return read(text)
     return text
+
+
+def _values(read: Callable[[str], Any], text: str) -> list[Any]:
+    return [read(part) for part in text.split(",")]
 
 
 # Checks and folders
@@ -234,7 +257,7 @@ def _described(place: Path) -> str:
         if place.name == WEIGHTS:
             config = read_json(place.with_name(CONFIG), "MultiExitModel")
             return f"a network of {config['num_classes']} classes with exits after {', '.join(config['exits'])}"
-        table = HeadOutputs.load(place, log_probabilities=False)
+        table = HeadOutputs.load(place)
         return f"a recording of {len(table)} samples at {table.num_exits} exits"
     except (AlightError, OSError, KeyError):
         return f"a file of {place.stat().st_size:,} bytes"
@@ -242,8 +265,11 @@ def _described(place: Path) -> str:
 
 def check_data(*places: str | None) -> None:
     """Check that the data exists: a file, a folder, or the folder of NAME:FOLDER."""
-    for where in places:
-        if where is not None and not Path(where).exists() and not Path(where.partition(":")[2] or where).exists():
+    from alight.data.formats import without_part
+
+    for where in filter(None, places):
+        path, _ = without_part(where)
+        if not Path(path).exists() and not Path(path.partition(":")[2] or path).exists():
             raise FileNotFoundError(errno.ENOENT, "there is no such file or folder", where)
 
 

@@ -22,12 +22,13 @@ from alight.cli.arguments import (
     output,
     output_option,
     run_settings,
+    salted_by,
     torch_device,
 )
 from alight.cli.command import Command, CommandResult, argument
+from alight.cli.kinds import check_order
 from alight.cli.running import decisions_result
 from alight.engine.manifest import POLICY as POLICY_FILE
-from alight.engine.manifest import TOKENIZER
 from alight.engine.settings import RunSettings
 from alight.errors import BadInput
 from alight.files import MANIFEST, check_network_folder
@@ -38,6 +39,7 @@ TOKEN = "ALIGHT_TOKEN"  # variable of the environment
 
 def run_export(options: argparse.Namespace) -> CommandResult:
     """Write a network and its policy to a folder that runs without PyTorch."""
+    check_order(options, {"model": "network", "policy": "policy"})
     check_network_folder(options.model)
     check_unused(options.output, options.force, MANIFEST)
     policy = load_policy(options.policy)
@@ -45,15 +47,15 @@ def run_export(options: argparse.Namespace) -> CommandResult:
     from alight.export.exporting import export_model
     from alight.networks.store import load_model
 
-    tokenizer = Path(options.model) / TOKENIZER
-    terms = {**named(options, "format", "allow_mismatch"), "tokenizer": tokenizer if tokenizer.is_dir() else None}
+    terms = named(options, "format", "allow_mismatch")
     model = load_model(options.model)
     terms |= {"normalisation": normalisation(options), "progress": not options.quiet}
     folder = export_model(model, policy, options.output, **terms).resolve()
     manifest = Manifest.load(folder)
+    exits = ", ".join(manifest.exits[index] for index in manifest.open_exits)
     inputs, difference = "; ".join(map(str, manifest.inputs)), manifest.made_with["largest difference"]
     return CommandResult(
-        f"{len(manifest.stages)} stages ({manifest.format}), exits {', '.join(map(str, manifest.open_exits))}, for"
+        f"{len(manifest.stages)} stages ({manifest.format}), exits after {exits}, for"
         f" {inputs}; largest difference from the network {difference}: {folder}",
         {"path": folder, "manifest": manifest},
     )
@@ -62,7 +64,9 @@ def run_export(options: argparse.Namespace) -> CommandResult:
 def run_run(options: argparse.Namespace) -> CommandResult:
     """Predict every sample with an exported network, without PyTorch."""
     check_distinct(options.data, options.policy, options.output)
-    from alight.data.formats import load_data, names_of, write_answers
+    check_order(options, {"folder": "exported", "data": "data"})
+    from alight.data.batches import load_data
+    from alight.data.formats import names_of, write_answers
     from alight.engine.manifest import Manifest, exported_tokenizer
     from alight.engine.predictor import Predictor
 
@@ -75,13 +79,14 @@ def run_run(options: argparse.Namespace) -> CommandResult:
         options.folder,
         policy if options.policy else None,
         settings=RunSettings(threads=options.threads),
-        probabilities=policy.lens is None,
+        probabilities=policy.keeps_answers,
         allow_compiled=True,
         **named(options, "batch_size", "allow_mismatch"),
     )
-    decisions, unit = predictor.run(data, progress=not options.quiet), predictor.policy.unit
-    write_answers(decisions, options.output, names=names_of(data), classes=manifest.classes, unit=unit)
-    return decisions_result(decisions, options.output, unit)
+    predictor = predictor.with_policy(salted_by(predictor.policy, options.data))
+    decisions = predictor.run(data, progress=not options.quiet)
+    write_answers(decisions, options.output, names=names_of(data), classes=manifest.classes)
+    return decisions_result(decisions, options.output, predictor.policy)
 
 
 def run_serve(options: argparse.Namespace) -> None:

@@ -119,8 +119,7 @@ def run_demo(options: argparse.Namespace) -> CommandResult:
         for part in parts:
             part.write(folder)
         networks = {name: network for part in parts for name, network in part.networks.items()}
-        guarantees = [sentence for part in parts for sentence in part.guarantees]
-        report = write_report(networks, folder / "report.html", title=TITLE, guarantees=guarantees).resolve()
+        report = write_report(networks, folder / "report.html", title=TITLE).resolve()
     lines = {"digits": f"not live: {missing}"} if missing else {}
     values = {"report": report, "folder": folder.resolve(), "missing": missing}
     for part in parts:

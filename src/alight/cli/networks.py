@@ -2,7 +2,6 @@
 
 import argparse
 import os
-import shutil
 from pathlib import Path
 
 from alight.cli.arguments import (
@@ -14,6 +13,7 @@ from alight.cli.arguments import (
     check_data,
     check_unused,
     count,
+    counts,
     data_arguments,
     data_options,
     folder_option,
@@ -26,9 +26,9 @@ from alight.cli.arguments import (
     words_or_auto,
 )
 from alight.cli.command import Command, CommandResult, argument
-from alight.engine.manifest import TOKENIZER
+from alight.cli.kinds import check_order
 from alight.errors import BadInput
-from alight.files import WEIGHTS, check_network_folder, whole_folder
+from alight.files import WEIGHTS, check_network_folder
 
 CHECKPOINT = "checkpoint.safetensors"
 LIBRARIES = ("timm", "torchvision", "transformers", "zoo")
@@ -36,11 +36,7 @@ LIBRARIES = ("timm", "torchvision", "transformers", "zoo")
 
 def run_attach(options: argparse.Namespace) -> CommandResult:
     """Add exits with untrained heads to a network, and write it to a folder."""
-    library, _, name = options.network.partition(":")
-    if library not in LIBRARIES or not name:
-        raise BadInput(
-            f"network {options.network!r}: write timm:NAME, torchvision:NAME, transformers:FOLDER or zoo:NAME"
-        )
+    _check_name(options.network, options.pretrained)
     check_data(options.weights)
     check_unused(options.output, options.force, WEIGHTS)
     import torch
@@ -50,16 +46,15 @@ def run_attach(options: argparse.Namespace) -> CommandResult:
 
     torch.manual_seed(options.seed)
     try:
-        own = named(options, "pretrained", "after", "head", "count", "image_size")
+        own = named(options, "pretrained", "after", "head", "count", "image_size", "input_shape")
         model = from_name(options.network, num_classes=options.classes, **own, arguments=any_options(options.set))
     except TypeError as error:
-        raise BadInput(f"{options.network} does not accept these options ({error})") from error
+        raise BadInput(f"{options.network} does not accept these options ({error}): see --set and --classes") from error
     if options.weights:
         load_backbone(model, options.weights)
     model.normalisation = normalisation(options) or model.normalisation
     with new_folder(Path(options.output)) as folder:
         save_model(model, folder)
-        _keep_tokenizer(Path(options.network.removeprefix("transformers:")), folder)
     path, exits = folder.resolve(), ", ".join(model.exits)
     return CommandResult(
         f"{options.network}, {model.num_classes} classes, exits after {exits}: {path}",
@@ -67,14 +62,34 @@ def run_attach(options: argparse.Namespace) -> CommandResult:
     )
 
 
+def _check_name(network: str, pretrained: bool) -> None:
+    """Check that the text names a network, and that a file or folder in it exists, before torch is loaded."""
+    place, colon, name = network.rpartition(":")
+    library = network.partition(":")[0]
+    if not colon or not place or not name:
+        raise BadInput(
+            f"network {network!r}: write timm:NAME, torchvision:NAME, transformers:FOLDER, zoo:NAME, FILE.py:NAME or"
+            " package.module:NAME"
+        )
+    if library in LIBRARIES:
+        folder = network.partition(":")[2]
+        if library == "transformers" and not pretrained and not Path(folder).is_dir():
+            raise BadInput(
+                f"there is no folder {folder!r}: check the path, or give --pretrained to download it from the hub"
+            )
+    elif place.endswith(".py") and not Path(place).is_file():
+        raise BadInput(f"there is no file {place!r}: write FILE.py:NAME, with the path of the file")
+
+
 def run_train(options: argparse.Namespace) -> CommandResult | None:
     """Train the heads of a network, or all of it; resumes an interrupted training."""
+    check_order(options, {"model": "network", "data": "data"})
     check_network_folder(options.model)
     check_data(options.data, options.validation, options.tokenizer)
     source, folder = Path(options.model), Path(options.output or options.model)
     if source.resolve() != folder.resolve():
         check_unused(options.output, options.force, WEIGHTS)
-    from alight.data.formats import load_data
+    from alight.data.batches import load_data
     from alight.networks.store import load_model, save_model
     from alight.training.settings import TrainingSettings
     from alight.training.training import train_heads
@@ -105,9 +120,6 @@ def run_train(options: argparse.Namespace) -> CommandResult | None:
         if int(os.environ.get("RANK", "0")):  # of the processes that torchrun started, the first writes
             return None
         save_model(model, folder)
-        if source.resolve() != folder.resolve() and (source / TOKENIZER).is_dir():
-            with whole_folder(folder / TOKENIZER) as filling:
-                shutil.copytree(source / TOKENIZER, filling, dirs_exist_ok=True)
         checkpoint.unlink(missing_ok=True)
     return CommandResult(str(history), {"path": folder.resolve(), "exits": history.exits, "epochs": history.epochs})
 
@@ -126,30 +138,25 @@ def run_check(options: argparse.Namespace) -> CommandResult:
     )
 
 
-def _keep_tokenizer(source: Path, folder: Path) -> None:
-    """Save the tokenizer of a folder beside the network that reads its tokens."""
-    if (source / "tokenizer_config.json").is_file():
-        from transformers import AutoTokenizer
-
-        tokenizer = AutoTokenizer.from_pretrained(str(source), local_files_only=True, trust_remote_code=False)
-        with whole_folder(folder / TOKENIZER) as filling:
-            tokenizer.save_pretrained(str(filling))
-
-
 COMMANDS = (
     Command(
         run_attach,
         (
-            argument("network", help="timm:NAME, torchvision:NAME, transformers:FOLDER or zoo:NAME"),
+            argument(
+                "network",
+                help="timm:NAME, torchvision:NAME, transformers:FOLDER, zoo:NAME; or your own, run to"
+                " build it: FILE.py:NAME, package.module:NAME",
+            ),
             argument("--after", type=words_or_auto, default="auto", help="modules, as layer1,layer2 (default: auto)"),
             argument("--count", type=count, default=3, help="exits before the end that auto places (default: 3)"),
             argument("--head", default="auto", help="kind of head (default: by the shape of the features)"),
             argument("--classes", type=count, help="number of classes (default: the network's own)"),
             argument("--image-size", type=count, help="height and width of images (default: the network's own)"),
+            argument("--input-shape", type=counts, help="of one sample, as 3,32,32, for a network of your own"),
             argument("--pretrained", action="store_true", help="download the library's weights"),
-            argument("--weights", metavar="FILE", help="trained weights of the full network (.safetensors)"),
+            argument("--weights", metavar="FILE", help="trained weights of the full network (.safetensors, .pt, .pth)"),
             *NORMALISATION,
-            set_option("option of the network"),
+            set_option("argument of the network"),
             argument("--seed", type=int, default=0, help="of fresh weights (default: 0)"),
             folder_option("model", "folder for the network"),
             FORCE,
@@ -157,6 +164,7 @@ COMMANDS = (
         (
             "attach torchvision:resnet18 --weights resnet18.safetensors --classes 10 --image-size 32 -o model",
             "attach timm:test_resnet --image-size 32 --count 2 -o small",
+            "attach nets.py:Net --input-shape 3,32,32 --set width=8 --weights weights.pt -o own",
         ),
     ),
     Command(run_check, (MODEL,), ("check model",)),

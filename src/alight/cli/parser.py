@@ -4,7 +4,7 @@ import argparse
 from typing import Any, NoReturn
 
 from alight import __version__
-from alight.cli import deployment, getting_started, networks, running, tables
+from alight.cli import deployment, fitting, getting_started, networks, running, tables
 from alight.cli.arguments import count, counts, numbers
 from alight.cli.command import MEANINGS, Command, CommandResult, ExitStatus, argument
 
@@ -37,6 +37,7 @@ COMPLETION = Command(
 )
 GROUPS = {
     "try it": getting_started.COMMANDS,
+    "all at once": fitting.COMMANDS,
     "recorded outputs": tables.COMMANDS,
     "networks (with PyTorch)": (*networks.COMMANDS, *running.COMMANDS),
     "deployment": deployment.COMMANDS,

@@ -1,7 +1,9 @@
 """Commands that run or time a network with exits: record, costs, predict, plan, bench; here, or on Ray's machines."""
 
 import argparse
+import shlex
 import sys
+from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,26 +29,29 @@ from alight.cli.arguments import (
     output,
     output_option,
     run_settings,
+    salted_by,
     torch_device,
     words,
 )
 from alight.cli.command import Command, CommandResult, argument
+from alight.cli.kinds import check_order
 from alight.cli.tables import even_budgets
+from alight.display import accuracy_text, aligned, percent, quantity
 from alight.engine.settings import RunSettings
 from alight.errors import BadInput
-from alight.evaluation import sweep
+from alight.evaluation import evaluate_policy, sweep
 from alight.files import check_network_folder
-from alight.outputs import Decisions, HeadOutputs
+from alight.outputs import KEPT, Decisions, HeadOutputs
 from alight.policies import load_policy
 from alight.policies.policy import Policy
 from alight.provenance import measured_on
-from alight.report import ReportedNetwork, write_report
+from alight.report import MeasuredSpeed, ReportedNetwork, write_report
 from alight.scores import SCORES
 
 if TYPE_CHECKING:
     from alight.planning.plan import Plan
 
-RECORDED = ("score", "features", "log_probabilities")  # options of record
+RECORDED = ("score", "features", "top")  # options of record
 FILES = (".csv", ".parquet", ".npz")
 BESIDE_A_PLAN = ("eero", "best_single_exit")  # methods that a plan's page compares, in milliseconds
 PLAN_VALUES = (
@@ -58,6 +63,7 @@ PLAN_VALUES = (
 def run_record(options: argparse.Namespace) -> CommandResult:
     """Record the outputs of every head for every sample."""
     check_distinct(options.data, options.output)
+    check_order(options, {"model": "network", "data": "data"})
     check_network_folder(options.model)
     if options.engine == "ray":
         return _record_on_ray(options)
@@ -73,7 +79,7 @@ def run_record(options: argparse.Namespace) -> CommandResult:
     lines = [str(recorded)]
     if recorded.accuracies:
         pairs = zip(model.exits, recorded.accuracies, strict=True)
-        lines.append("accuracy " + ", ".join(f"{name} {accuracy:.1%}" for name, accuracy in pairs))
+        lines.append("accuracy: " + ", ".join(f"{name} {accuracy_text(accuracy)}" for name, accuracy in pairs))
     return CommandResult("\n".join(lines), recorded)
 
 
@@ -85,25 +91,27 @@ def run_costs(options: argparse.Namespace) -> CommandResult:
     from alight.networks.store import load_model
 
     model = load_model(options.model).to(torch_device(options))
-    example = example_of(model, options.tokens)
+    example, progress = example_of(model, options.tokens), not options.quiet
     if options.unit == "ms":
-        timings = time_stages(model, example, options.batch_size)
-        costs, summary = timings.costs(), str(timings)
+        timings = time_stages(model, example, options.batch_size, progress=progress)
+        costs, lines = timings.costs(), [str(timings), ""]
     else:
-        costs = measure_costs(model, example, options.unit, options.batch_size)
-        summary = f"heads before the last: {head_overhead(costs):.2%} of the full network"
+        costs, lines = measure_costs(model, example, options.unit, options.batch_size, progress=progress), []
     costs.save(options.output)
+    lines += [f"cost per sample; full network {quantity(costs.full, costs.unit)}", *aligned(costs.columns(model.exits))]
+    lines += [f"heads before the last: {percent(head_overhead(costs))} of the full network", f"costs: {options.output}"]
     values = {"path": options.output, "unit": costs.unit, "exits": model.exits, "stages": costs.stages}
     values |= {"heads": costs.heads, "cumulative": costs.cumulative(), "full_network": costs.full}
-    return CommandResult(f"{summary}\n{costs}: {options.output}", values)
+    return CommandResult("\n".join(lines), values)
 
 
 def run_predict(options: argparse.Namespace) -> CommandResult:
     """Predict every sample under a policy."""
     check_distinct(options.data, options.policy, options.output)
+    check_order(options, {"model": "network", "policy": "policy", "data": "data"})
     check_network_folder(options.model)
     if options.engine == "ray":
-        return _predict_on_ray(options, load_policy(options.policy))
+        return _predict_on_ray(options, salted_by(load_policy(options.policy), options.data))
     _check_output_file(options)
     check_data(options.data, options.tokenizer)
     policy = load_policy(options.policy)
@@ -112,23 +120,44 @@ def run_predict(options: argparse.Namespace) -> CommandResult:
 
     model, data = _model_and_data(options)
     settings, rebatch = _tuned_settings(options, model, data, policy)
-    terms = {**named(options, "batch_size", "allow_mismatch"), "probabilities": policy.lens is None}
-    predictor = Predictor(model, policy, settings=settings, rebatch=rebatch, **terms)
+    terms = {**named(options, "batch_size", "allow_mismatch"), "probabilities": policy.keeps_answers}
+    predictor = Predictor(model, salted_by(policy, options.data), settings=settings, rebatch=rebatch, **terms)
     decisions = predictor.run(data, progress=not options.quiet)
-    write_answers(decisions, options.output, names=names_of(data), classes=model.classes, unit=policy.unit)
-    return decisions_result(decisions, options.output, policy.unit)
+    write_answers(decisions, options.output, names=names_of(data), classes=model.classes)
+    bench = shlex.join(["alight", "bench", options.model, options.policy, options.data])
+    return decisions_result(decisions, options.output, policy, f"the full network's: {bench}")
 
 
-def decisions_result(decisions: Decisions, path: str, unit: str) -> CommandResult:
-    """Return the result of a command that wrote these decisions."""
-    cost, shares = decisions.mean_cost, decisions.exit_shares
-    values = {"path": path, "num_samples": len(decisions), "mean_cost": cost, "unit": unit, "exit_shares": shares}
-    return CommandResult(f"{decisions}: {path}", values)
+def decisions_result(decisions: Decisions, path: str, policy: Policy, note: str = "") -> CommandResult:
+    """Return the result of a command that wrote these decisions; a note stands beside the accuracy."""
+    accuracy = None if decisions.labels is None else decisions.accuracy()
+    lines = [f"{len(decisions):,} samples, answers: {path}"]
+    if accuracy is not None:
+        lines.append(f"accuracy {accuracy_text(accuracy)}" + (f" ({note})" if note else ""))
+    lines += [spent_of(decisions, policy), *aligned(decisions.columns())]
+    values = {"path": path, "num_samples": len(decisions), "accuracy": accuracy, **cost_values(decisions, policy)}
+    return CommandResult("\n".join(lines), {**values, "exit_shares": decisions.exit_shares})
+
+
+def spent_of(decisions: Decisions, policy: Policy) -> str:
+    """Return what was spent per sample, and what was allowed, in a line."""
+    share = (
+        "" if policy.full_cost is None else f" ({percent(decisions.mean_cost / policy.full_cost)} of the full network)"
+    )
+    allowed = "" if policy.budget is None else f"; budget {policy.amount(policy.budget)}"
+    return f"spent {quantity(decisions.mean_cost, policy.unit)} per sample{share}{allowed}"
+
+
+def cost_values(decisions: Decisions, policy: Policy) -> dict[str, Any]:
+    """Return what was spent per sample and what was allowed, for programs."""
+    values = {"mean_cost": decisions.mean_cost, "budget": policy.budget, "full_cost": policy.full_cost}
+    return {**values, "unit": policy.unit, "exits": decisions.exit_names}
 
 
 def run_plan(options: argparse.Namespace) -> CommandResult:
     """Measure whether early exit pays on this machine, and write the best policy."""
     check_distinct(options.labelled, options.output, options.report)
+    check_order(options, {"model": "network", "labelled": "table"})
     check_network_folder(options.model)
     labelled = HeadOutputs.load(options.labelled)
     from alight.networks.multi_exit import example_of
@@ -136,28 +165,40 @@ def run_plan(options: argparse.Namespace) -> CommandResult:
     from alight.planning.plan import plan
 
     model = load_model(options.model)
-    goal = named(options, "batch_size", "budget", "max_accuracy_loss", "speed")
+    goal = {**named(options, "batch_size", "budget", "max_accuracy_loss", "speed"), "progress": not options.quiet}
     settings = run_settings(options, torch_device(options))
     planned = plan(model, labelled, example=example_of(model, options.tokens), **goal, settings=settings)
     planned.policy.save(options.output)
     if options.report:
         _write_plan(planned, labelled, options.report, title=f"{options.model}: does it pay here?")
     values = {name: getattr(planned, name) for name in PLAN_VALUES} | {"policy": planned.policy.to_dict()}
-    text = f"{planned}\n\n{planned.policy}\n\n{options.output}"
+    text = f"{planned}\n\n{planned.policy}\n\npolicy: {options.output}"
+    text += f"\nreport: {options.report}" if options.report else ""
     return CommandResult(text, {"path": options.output, "report": options.report, **values})
 
 
 def _write_plan(planned: "Plan", labelled: HeadOutputs, path: str, title: str) -> None:
-    """Write a page with a plan, and with methods at many budgets, fitted on one half of the samples."""
-    fitted, judged = labelled.split(0.5, np.random.default_rng(0))
+    """Write a page with a plan, and with methods at many budgets, fitted to and tested on the samples of the plan."""
+    from alight.planning.plan import FITTED
+
+    fitted, judged = labelled.split(FITTED, np.random.default_rng(0))
     methods = {name: calibrate.METHODS[name] for name in BESIDE_A_PLAN}
     points = sweep(methods, planned.costs, even_budgets(planned.costs), labelled=fitted, test=judged)
-    network = ReportedNetwork(points, exits=tuple(planned.model.exits), plan=planned, note=measured_on("torch"))
+    network = ReportedNetwork(
+        points,
+        exits=tuple(planned.model.exits),
+        plan=planned,
+        note=measured_on("torch"),
+        chosen=evaluate_policy(planned.policy, planned.costs, judged),
+        speed=MeasuredSpeed(planned.speedup, batch_size=planned.batch_size),
+        guarantees=[planned.reason],
+    )
     write_report(network, path, title=title)
 
 
 def run_bench(options: argparse.Namespace) -> CommandResult:
     """Time a policy against the full network on real samples."""
+    check_order(options, {"model": "network", "policy": "policy", "data": "data"})
     check_network_folder(options.model)
     check_data(options.data, options.tokenizer)
     policy = load_policy(options.policy)
@@ -172,18 +213,23 @@ def run_bench(options: argparse.Namespace) -> CommandResult:
         settings, rebatch = _tuned_settings(options, model, data, policy, size)
         terms = {"settings": settings, "rebatch": rebatch, "allow_mismatch": options.allow_mismatch}
         measured += [compare(model, policy, batch.inputs, size, **terms)]
-    lines, accuracy = [str(each) for each in measured], None
-    if batch.labels is not None:
-        accuracy = measured[-1].decisions.accuracy(batch.labels.numpy())
-        lines.append(f"accuracy with exits {accuracy:.1%} on {len(batch)} samples")
-    names = [field.name for field in fields(measured[0]) if field.name != "decisions"]
+    last = measured[-1]
+    tables = ["\n".join(aligned(each.columns())) for each in measured]
+    lines = [f"{len(batch):,} samples: {spent_of(last.decisions, policy)}"]
+    accuracies: dict[str, float] = {}
+    if batch.labels is not None and batch.labels.ndim == 1:
+        for name, decisions in {"accuracy": last.decisions, "full_accuracy": last.full_decisions}.items():
+            accuracies[name] = decisions.accuracy(batch.labels.numpy())
+        lines.append("accuracy {} with exits, {} of the full network".format(*map(accuracy_text, accuracies.values())))
+    names = [field.name for field in fields(last) if "decisions" not in field.name]
     runs = [{name: getattr(each, name) for name in names} for each in measured]
-    return CommandResult("\n".join(lines), {"num_samples": len(batch), "accuracy": accuracy, "runs": runs})
+    values = {"num_samples": len(batch), **accuracies, **cost_values(last.decisions, policy), "runs": runs}
+    return CommandResult("\n\n".join([*tables, "\n".join(lines)]), values)
 
 
 def _model_and_data(options: argparse.Namespace, **reading: int) -> tuple[Any, Any]:
     """Return the network, and its data in batches."""
-    from alight.data.formats import load_data
+    from alight.data.batches import load_data
     from alight.networks.store import load_model
 
     model = load_model(options.model)
@@ -223,8 +269,13 @@ def _predict_on_ray(options: argparse.Namespace, policy: Policy) -> CommandResul
     done = predict_on_ray(options.model, policy, *_job(options), allow_mismatch=options.allow_mismatch)
     cost = done.totals["spent"] / done.num_samples
     shares = [each / done.num_samples for each in done.totals["exits"]]
-    summary = f"mean cost {cost:g} {policy.unit}".rstrip() + f", exit shares {_percentages(shares)}"
-    return _job_result(done, summary, {"mean_cost": cost, "unit": policy.unit, "exit_shares": shares})
+    right = [each / done.num_samples for each in done.totals["correct"]]
+    accuracy = f"accuracy {accuracy_text(right[0])}, " if right else ""
+    budget = "" if policy.budget is None else f" (budget {policy.amount(policy.budget)})"
+    spent = f"spent {policy.amount(cost)} per sample{budget}"
+    summary = f"{accuracy}{spent}, left at {_percentages(done.exits, shares)}"
+    values = {"mean_cost": cost, "unit": policy.unit, "exit_shares": shares, "accuracy": right[0] if right else None}
+    return _job_result(done, summary, values)
 
 
 def _record_on_ray(options: argparse.Namespace) -> CommandResult:
@@ -233,7 +284,7 @@ def _record_on_ray(options: argparse.Namespace) -> CommandResult:
 
     done = record_on_ray(options.model, *_job(options), **named(options, *RECORDED))
     accuracies = [correct / done.num_samples for correct in done.totals["correct"]]
-    summary = f"accuracy {_percentages(accuracies)}" if accuracies else ""
+    summary = f"accuracy: {_percentages(done.exits, accuracies)}" if accuracies else ""
     return _job_result(done, summary, {"accuracies": accuracies})
 
 
@@ -259,8 +310,8 @@ def _job_result(done: Any, summary: str, values: dict[str, Any]) -> CommandResul
     return CommandResult(f"{done}\n{summary}".rstrip(), {"path": done.folder, **sizes, **values})
 
 
-def _percentages(shares: list[float]) -> str:
-    return ", ".join(f"{share:.1%}" for share in shares)
+def _percentages(exits: Sequence[str], shares: Sequence[float]) -> str:
+    return ", ".join(f"{name} {accuracy_text(share)}" for name, share in zip(exits, shares, strict=True))
 
 
 def _output_or_folder(text: str) -> str:
@@ -287,7 +338,7 @@ COMMANDS = (
             *data_arguments("test"),
             argument("--score", choices=[*SCORES], default="margin", help="default: margin"),
             argument("--features", type=words, default=(), help="further scores to record, as negative_entropy"),
-            argument("--log-probabilities", action="store_true", help="record them too, in half precision"),
+            argument("--top", type=count, default=KEPT, help=f"likeliest classes to record (default: {KEPT})"),
             *RUN_OR_TUNE,
             *ENGINE,
             output_option("outputs.npz", "with --engine ray a folder", _output_or_folder),

@@ -1,52 +1,95 @@
-"""Commands on recorded outputs, which need no network: calibrate, sweep, report."""
+"""Commands on recorded outputs, which need no network: calibrate, sweep, report, benchmark."""
 
 import argparse
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache, partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from alight import calibrate
+from alight import calibrate, recordings
+from alight.benchmark import as_points, benchmark, leaderboard, write_results
 from alight.budgeting.bounds import check_delta
-from alight.cli.arguments import check_distinct, methods, named, output, output_option, own_options, set_option, words
+from alight.calibrate.cost_guarantees import guaranteed_by
+from alight.cli.arguments import (
+    check_distinct,
+    count,
+    methods,
+    named,
+    output,
+    output_option,
+    own_options,
+    set_option,
+    words,
+)
 from alight.cli.command import Argument, Command, CommandResult, argument
+from alight.cli.kinds import check_order
 from alight.costs import Costs, as_costs
 from alight.errors import AlightError, BadInput
-from alight.evaluation import Point, read_points, sweep, write_points
+from alight.evaluation import comparison_table, read_points, sweep, write_points
 from alight.outputs import HeadOutputs
 from alight.policies.policy import Policy
+from alight.provenance import provenance
+from alight.recordings import Recording
 from alight.report import ReportedNetwork, examples, read_images, write_report
 
+SHOWN = 8  # budgets in the table that a sweep prints
 TABLES = ("labelled", "unlabelled", "test")  # arguments of `sweep`
+CONTRACT, NO_CONTRACT = "probability", "none"  # of `calibrate` by default: without it every second policy overspends
+
+
+def combined_with(
+    combine: str,
+    method: calibrate.Method,
+    costs: Costs,
+    budget: float,
+    labelled: HeadOutputs,
+    unlabelled: HeadOutputs | None = None,
+) -> Policy:
+    """Return the policy of a method on combined answers, as a function that other processes can be given."""
+    return calibrate.combined(method, combine)(costs, budget, labelled, unlabelled)
+
+
 FAST_METHODS = {name: method for name, method in calibrate.METHODS.items() if name not in ("genetic", "auto")}
+BENCHMARKED: dict[str, calibrate.Method] = {
+    **{name: method for name, method in calibrate.METHODS.items() if name != "genetic"},
+    **{
+        f"{method.__name__}, {combine}": partial(combined_with, combine, method)
+        for combine in ("vote", "geometric_mean")
+        for method in (calibrate.eero, calibrate.global_threshold)
+    },
+}
 
 
 def run_calibrate(options: argparse.Namespace) -> CommandResult:
-    """Fit a policy to a budget, with a guarantee if you ask for one."""
+    """Fit a policy to a budget that it is guaranteed to keep, unless you do without."""
     try:
         policy = _calibrated(options)
     except TypeError as error:  # of a value of --set, the only ones whose type is not checked yet
         raise BadInput(f"--set {' '.join(options.set)}: a value is of the wrong kind ({error})") from error
     if options.output:
         policy.save(options.output)
-    return CommandResult(str(policy), {"path": options.output, "policy": policy.to_dict()})
+    text = str(policy) if policy.certificate else f"{policy}\n{guaranteed_by(policy)}"
+    return CommandResult(text, {"path": options.output, "policy": policy.to_dict()})
 
 
 def run_sweep(options: argparse.Namespace) -> CommandResult:
     """Compare methods over budgets on test data."""
     check_distinct(options.output, options.report, options.costs)
+    check_order(options, {"labelled": "table", "test": "table", "--costs": "costs"})
     if options.images and not options.report:
         raise BadInput("--images are shown in a report: give --report FILE, too")
     for path in (options.labelled, options.unlabelled, options.test, options.images):
         check_distinct(path, options.output, options.report)
     tables = dict(zip(TABLES, _tables(options, *TABLES), strict=True))
     costs = _costs(options.costs)
-    chosen, guarantees = {name: calibrate.METHODS[name] for name in options.methods}, []
+    chosen, guarantees = {name: _combined(calibrate.METHODS[name], options) for name in options.methods}, []
     if options.contract:
-        chosen = {name: _certified(method, options) for name, method in chosen.items()}
+        chosen = {name: _certified(method, options.contract, options) for name, method in chosen.items()}
         guarantees = [f"Every policy here was certified: contract '{options.contract}', delta {options.delta:g}."]
     budgets = options.budgets or even_budgets(costs)
     images = read_images(options.images) if options.images else None
@@ -57,20 +100,66 @@ def run_sweep(options: argparse.Namespace) -> CommandResult:
             name, method = next(iter(chosen.items()))
             policies = [method(costs, budget, tables["labelled"], tables["unlabelled"]) for budget in budgets]
             shown = examples(images, [replace(policy, method=name) for policy in policies], tables["test"])
-        write_report(
-            ReportedNetwork(points, examples=shown), options.report, title=f"{options.test}", guarantees=guarantees
-        )
+        network = ReportedNetwork(points, exits=tables["test"].exits, examples=shown)
+        write_report(network, options.report, title=f"{options.test}", guarantees=guarantees)
     write_points(points, options.output)
-    lines = [str(point) for point in points if point.method in chosen]
+    lines = [*comparison_table(points, SHOWN), "", _legend(len(budgets)), f"points: {options.output}"]
+    lines += [f"report: {options.report}"] if options.report else []
     return CommandResult("\n".join(lines), {"path": options.output, "report": options.report, "points": points})
+
+
+def _legend(budgets: int) -> str:
+    """Return what the marks of a table of methods mean, and how many of the budgets it shows."""
+    marks = "budgets in percent of the full network's cost; * best within the budget, ! spent more than the budget"
+    return f"{marks}; {SHOWN} of {budgets} budgets" if budgets > SHOWN else marks
 
 
 def run_report(options: argparse.Namespace) -> CommandResult:
     """Draw the points of sweeps on one HTML page."""
     check_distinct(*options.points, options.output)
     title = options.title or ", ".join(options.points)
-    page = write_report(_points(options.points), options.output, title=title).resolve()
+    page = write_report(_reported(options.points), options.output, title=title).resolve()
     return CommandResult(str(page), {"path": page})
+
+
+def run_benchmark(options: argparse.Namespace) -> CommandResult:
+    """Compare methods, and your own, on many recordings."""
+    check_distinct(options.output, options.leaderboard, options.differences, options.report, *options.recordings)
+    known = {Path(path).stem: Recording.load(path) for path in options.recordings}
+    known = known or {name: recordings.load(name) for name in recordings.names()}
+    chosen: dict[str, calibrate.Method] = BENCHMARKED
+    if options.methods:
+        chosen = {name: calibrate.METHODS[name] for name in options.methods}
+    chosen = chosen | {text.rpartition(":")[2]: _own_method(text) for text in options.method}
+    given = {"resplits": options.resplits, "seed": options.seed, "jobs": options.jobs}
+    compared = benchmark(chosen, known, **given, progress=not options.quiet)
+    results, places = compared.results, leaderboard(compared)
+    made = provenance("numpy", "scipy")
+    write_results(results, options.output, **made)
+    if options.leaderboard:
+        write_results(places, options.leaderboard, **made)
+    if options.differences:
+        write_results(compared.differences, options.differences, **made)
+    if options.report:
+        title = f"{len(chosen)} methods on {len(known)} recordings, {options.resplits} resplits each"
+        write_report(as_points(results, known), options.report, title=title, guarantees=[*map(str, places)])
+    paths = {"path": options.output, "leaderboard": options.leaderboard, "report": options.report}
+    paths |= {"differences": options.differences}
+    return CommandResult("\n".join(map(str, places)), paths | {"places": places})
+
+
+def _own_method(text: str) -> calibrate.Method:
+    """Return the function that text such as mine.py:mine names; the file is run."""
+    path, _, name = text.rpartition(":")
+    if not path.endswith(".py") or not Path(path).is_file():
+        raise BadInput(f"--method {text}: there is no file {path!r}; give FILE.py:FUNCTION")
+    sys.path.insert(0, str(Path(path).resolve().parent))
+    sys.modules.pop(Path(path).stem, None)  # another file of this name
+    found = getattr(import_module(Path(path).stem), name, None)
+    if not callable(found):
+        raise BadInput(f"--method {text}: {path} has no function {name!r}")
+    method: calibrate.Method = found
+    return method
 
 
 def even_budgets(costs: Costs) -> list[str]:
@@ -85,36 +174,54 @@ def even_budgets(costs: Costs) -> list[str]:
     return list(dict.fromkeys(f"{percent:g}%" for percent in np.linspace(lowest, max(lowest, 100), 17)))
 
 
-def _points(paths: Sequence[str]) -> list[Point] | dict[str, list[Point]]:
-    """Return the points of one table, or those of several by the names of their files."""
+def _reported(paths: Sequence[str]) -> ReportedNetwork | dict[str, ReportedNetwork]:
+    """Return the network of one table of points, or those of several by the names of their files."""
+    tables = [read_points(path) for path in paths]
+    networks = [ReportedNetwork(points, exits=points[0].exits) for points in tables]
     if len(paths) == 1:
-        return read_points(paths[0])
+        return networks[0]
     stems = [Path(path).stem for path in paths]
     names = stems if len(set(stems)) == len(stems) else paths
-    return {name: read_points(path) for name, path in zip(names, paths, strict=True)}
+    return dict(zip(names, networks, strict=True))
 
 
 def _calibrated(options: argparse.Namespace) -> Policy:
-    method = calibrate.METHODS[options.method]
-    own = own_options(method, options.set, progress=not options.quiet)
-    labelled, unlabelled = _tables(options, "labelled", "unlabelled")
     check_distinct(options.labelled, options.output, options.costs)
-    if options.budget is None and not (options.contract or options.risk):
-        raise BadInput("there is no budget: give --budget, or --risk and --alpha for the cheapest policy")
+    check_order(options, {"labelled": "table", "--costs": "costs"})
+    labelled, unlabelled = _tables(options, "labelled", "unlabelled")
+    contract: Any = options.contract or (None if options.risk else CONTRACT)
+    contract = None if contract == NO_CONTRACT else contract
+    method = calibrate.METHODS[options.method or _default_method(options, labelled)]
+    own = own_options(method, options.set, progress=not options.quiet)
+    if options.budget is None and not options.risk:
+        raise BadInput("there is no budget: give --budget 50%, or --risk and --alpha for the cheapest policy")
+    method = _combined(method, options)
     method = calibrate.pruned(method) if options.prune else method
     if options.risk:
-        risk = named(options, "risk", "alpha", "delta")
-        method = calibrate.certified_risk(method, **risk, cost=options.contract)
-    elif options.contract:
-        method = _certified(method, options)
+        risk = named(options, "risk", "alpha", "delta", "seed")
+        method = calibrate.certified_risk(method, **risk, cost=contract)
+    elif contract:
+        method = _certified(method, contract, options)
     return method(_costs(options.costs), options.budget, labelled, unlabelled, **own)
 
 
-def _certified(method: calibrate.Method, options: argparse.Namespace) -> calibrate.Method:
-    """Return the method with the guarantee on cost that the options name."""
+def _combined(method: calibrate.Method, options: argparse.Namespace) -> calibrate.Method:
+    """Return the method, on combined answers where the options name how."""
+    return calibrate.combined(method, options.combine) if options.combine else method
+
+
+def _default_method(options: argparse.Namespace, labelled: HeadOutputs) -> str:
+    """Return `auto` with labels; `eero` without, and where many fits would be slow."""
+    many = options.prune or options.set or options.combine or options.risk
+    return "eero" if labelled.labels is None or many else "auto"
+
+
+def _certified(method: calibrate.Method, contract: str, options: argparse.Namespace) -> calibrate.Method:
+    """Return the method with this guarantee on cost."""
     check_delta(options.delta)
-    of_cost = {"delta": options.delta} if options.contract == "probability" else {}
-    return calibrate.CONTRACTS[options.contract](method, **of_cost)
+    of_cost = {"delta": options.delta} if contract == "probability" else {}
+    drawn = {} if contract == "batch" else {"seed": options.seed}  # a batch keeps its budget whatever is drawn
+    return calibrate.CONTRACTS[contract](method, **of_cost, **drawn)
 
 
 def _tables(options: argparse.Namespace, *names: str) -> list[Any]:
@@ -122,9 +229,7 @@ def _tables(options: argparse.Namespace, *names: str) -> list[Any]:
 
     @cache
     def load(path: Path) -> HeadOutputs:
-        # no method here reads log-probabilities, which are by far the most of a recording
-        sample = partial(HeadOutputs.load_sample, log_probabilities=False)
-        table = sample(path) if path.is_dir() else HeadOutputs.load(path)
+        table = HeadOutputs.load_sample(path) if path.is_dir() else HeadOutputs.load(path)
         return table.with_score(options.score) if options.score else table
 
     return [path and load(Path(path).resolve()) for path in (getattr(options, name) for name in names)]
@@ -139,7 +244,9 @@ def _costs(text: str) -> Costs:
     except ValueError as error:
         if isinstance(error, AlightError):
             raise
-        raise BadInput(f"costs {text!r} are neither a file nor numbers: give costs.json or 1,2.5,4") from error
+        raise BadInput(
+            f"costs {text!r}: there is no such file, and they are not numbers; give costs.json or 1,2.5,4"
+        ) from error
 
 
 def _table_arguments(*further: str) -> tuple[Argument, ...]:
@@ -156,14 +263,20 @@ def _table_arguments(*further: str) -> tuple[Argument, ...]:
     )
 
 
-def _contract_options(*contracts: str) -> tuple[Argument, ...]:
+def _contract_options(*contracts: str, default: str = "") -> tuple[Argument, ...]:
+    shown = f" (default: {default})" if default else ""
     return (
-        argument("--contract", choices=contracts, help="what to guarantee about cost"),
+        argument("--contract", choices=contracts, help=f"what to guarantee about cost{shown}"),
         argument("--delta", type=float, default=0.05, help="probability that a guarantee fails (default: 0.05)"),
+        argument("--seed", type=int, default=0, help="of the contract's split and salt (default: 0)"),
     )
 
 
-METHODS = f"{', '.join(calibrate.METHODS)} (default: eero)"
+DEFAULTS = "default: auto with labels, eero without, and beside --combine, --prune, --set or --risk"
+METHODS = f"{', '.join(calibrate.METHODS)} ({DEFAULTS})"
+COMBINED = argument(
+    "--combine", choices=[*calibrate.COMBINE], help="how to combine the answers of exits (default: not)"
+)
 RISKS = ["error", "excess_error", "disagreement"]
 SLOW = "default: all but genetic and auto, which take seconds each"
 COMMANDS = (
@@ -172,9 +285,17 @@ COMMANDS = (
         (
             *_table_arguments(),
             argument("--budget", help="a number in the costs' unit, '50%%', '2.5 GFLOPs', '3 ms'"),
-            argument("--method", choices=[*calibrate.METHODS], metavar="METHOD", default="eero", help=METHODS),
+            argument("--method", choices=[*calibrate.METHODS], metavar="METHOD", help=METHODS),
+            COMBINED,
             argument("--prune", action="store_true", help="close exits that are not worth their heads"),
-            *_contract_options("mean", "probability", "batch", "stream"),
+            *_contract_options(
+                NO_CONTRACT,
+                "mean",
+                "probability",
+                "batch",
+                "stream",
+                default=f"{CONTRACT}; {NO_CONTRACT} beside --risk",
+            ),
             argument("--risk", choices=RISKS, help="what to guarantee about predictions"),
             argument("--alpha", type=float, help="highest risk that is allowed"),
             set_option("a method's own option"),
@@ -182,7 +303,9 @@ COMMANDS = (
         ),
         (
             "calibrate labelled.npz --costs costs.json --budget 50% -o policy.json",
-            "calibrate labelled.npz --costs costs.json --budget 50% --contract probability --delta 0.05",
+            "calibrate labelled.npz --costs costs.json --budget 50% --combine vote -o policy.json",
+            "calibrate labelled.npz --costs costs.json --budget 50% --contract stream",
+            "calibrate labelled.npz --costs costs.json --budget 50% --contract none",
             "calibrate labelled.npz --costs costs.json --risk excess_error --alpha 0.1",
             "calibrate partitions --costs costs.json --budget 50% -o policy.json",
         ),
@@ -192,6 +315,7 @@ COMMANDS = (
         (
             *_table_arguments("test"),
             argument("--methods", type=methods, default=list(FAST_METHODS), help=SLOW),
+            COMBINED,
             argument("--budgets", type=words, help="default: 17 from the cheapest exit to the full network"),
             *_contract_options("mean", "probability"),
             output_option("points.csv"),
@@ -211,5 +335,26 @@ COMMANDS = (
             argument("--title", help="default: the name of the CSV"),
         ),
         ("report points.csv -o report.html --title 'Our network'",),
+    ),
+    Command(
+        run_benchmark,
+        (
+            argument("recordings", nargs="*", help="files that Recording.save wrote (default: all that are installed)"),
+            argument("--methods", type=methods, help="default: all but genetic, and combined answers"),
+            argument("--method", metavar="FILE.py:FUNCTION", action="append", default=[], help="one of your own"),
+            argument("--resplits", type=count, default=20, help="of each recording, its own split first (default: 20)"),
+            argument("--seed", type=int, default=0, help="of the resplits (default: 0)"),
+            argument("--jobs", type=count, default=1, help="processes (default: 1)"),
+            output_option("benchmark.csv"),
+            argument("--leaderboard", metavar="FILE", type=output, help="where to write it as CSV, too"),
+            argument(
+                "--differences", metavar="FILE", type=output, help="where to write paired differences to auto (CSV)"
+            ),
+            argument("--report", metavar="FILE", type=output, help="where to draw it as an HTML page"),
+        ),
+        (
+            "benchmark --methods eero,geometric --resplits 2 --report benchmark.html",
+            "benchmark mine.npz --methods eero --method mine.py:mine --jobs 2",
+        ),
     ),
 )

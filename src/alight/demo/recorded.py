@@ -9,10 +9,11 @@ import numpy as np
 
 from alight import calibrate, recordings
 from alight.costs import Costs
-from alight.evaluation import Point, at_equal_spend, sweep, write_points
+from alight.evaluation import at_equal_spend, evaluate_policy, sweep, write_points
 from alight.outputs import HeadOutputs
 from alight.policies.policy import Policy
 from alight.policies.route import replay, replay_on
+from alight.report import ReportedNetwork
 
 BUDGET, LOSS = "50%", 0.05
 BATCH_SIZE = 250
@@ -23,29 +24,15 @@ RULES = {"eero": "eero", "eero_marginal": "the paper's rule", "best_single_exit"
 class RecordedDemo:
     """Points by network, policies by purpose, and what these did on the first network's test images."""
 
-    networks: Mapping[str, Sequence[Point]]
+    networks: Mapping[str, ReportedNetwork]
     policies: Mapping[str, Policy]
     measured: Mapping[str, Mapping[str, float]]
     most_expensive: float  # batch, as a share of its budget
     alarm: int | None  # number of hard images until the stream's alarm was raised
 
-    @property
-    def guarantees(self) -> list[str]:
-        """The certificates of the policies, and what was measured on the test images."""
-        alarm = "not raised" if self.alarm is None else f"raised after {self.alarm} of them"
-        certificates = {name: policy.certificate for name, policy in self.policies.items()}
-        return [
-            f"CIFAR-100, half of the full network's FLOPs: {certificates['policy']}",
-            f"CIFAR-100, in every batch: {certificates['batch']} Of the test images in batches of {BATCH_SIZE},"
-            f" the most expensive batch spent {self.most_expensive:.2%} of its budget.",
-            f"CIFAR-100, along a stream: {certificates['stream']} When the images became hard half-way, the alarm was"
-            f" {alarm}.",
-            f"CIFAR-100, at most {100 * LOSS:g} points lost: {certificates['careful']}",
-        ]
-
     def lines(self) -> dict[str, str]:
         """Return the accuracy of three methods at half of the first network's cost, in a line."""
-        points = [point for point in self.networks[recordings.NAMES[0]] if point.method in RULES]
+        points = [point for point in self.networks[recordings.NAMES[0]].points if point.method in RULES]
         at_half = at_equal_spend(points, [points[0].full_cost / 2])
         accuracies = ", ".join(f"{RULES[point.method]} {100 * point.accuracy:.1f} %" for point in at_half)
         return {"CIFAR-100": f"accuracy of a recorded ResNet-18 at 50 % of its FLOPs: {accuracies}"}
@@ -58,8 +45,8 @@ class RecordedDemo:
         """Write the points as CSV, and the policies."""
         own = folder / "cifar100"
         own.mkdir(exist_ok=True)
-        for name, points in self.networks.items():
-            write_points(points, own / f"{name}.csv")
+        for name, network in self.networks.items():
+            write_points(network.points, own / f"{name}.csv")
         for name, policy in self.policies.items():
             policy.save(own / f"{name}.json")
 
@@ -81,8 +68,28 @@ def run_recorded(
         accuracy = decisions.accuracy(test.known_labels("the demo"))
         measured[name] = {"accuracy": accuracy, "spent": decisions.mean_cost / costs.full}
     shuffled = test.take(np.random.default_rng(0).permutation(len(test)))  # recorded class by class
-    most_expensive = _most_expensive_batch(policies["batch"], shuffled)
-    return RecordedDemo(points, policies, measured, most_expensive, _alarm(policies["stream"], shuffled))
+    most_expensive, alarm = _most_expensive_batch(policies["batch"], shuffled), _alarm(policies["stream"], shuffled)
+    networks = {name: ReportedNetwork(own) for name, own in points.items()}
+    networks[recordings.NAMES[0]] = ReportedNetwork(
+        points[recordings.NAMES[0]],
+        chosen=evaluate_policy(policies["policy"], costs, test),
+        guarantees=_guarantees(policies, most_expensive, alarm),
+    )
+    return RecordedDemo(networks, policies, measured, most_expensive, alarm)
+
+
+def _guarantees(policies: Mapping[str, Policy], most_expensive: float, alarm: int | None) -> list[str]:
+    """Return the certificates of the policies, and what was measured on the test images."""
+    certificates = {name: policy.certificate for name, policy in policies.items()}
+    raised = "not raised" if alarm is None else f"raised after {alarm} of them"
+    return [
+        f"{certificates['policy']}",
+        f"Another policy, for every batch: {certificates['batch']} Of the test images in batches of {BATCH_SIZE}, the"
+        f" most expensive batch spent {most_expensive:.2%} of its budget.",
+        f"Another policy, along a stream: {certificates['stream']} When the images became hard half-way, the alarm was"
+        f" {raised}.",
+        f"Another policy, at most {100 * LOSS:g} points lost: {certificates['careful']}",
+    ]
 
 
 def _policies(costs: Costs, labelled: HeadOutputs) -> dict[str, Policy]:

@@ -1,23 +1,24 @@
 """Does early exit pay here? Times of this network on this machine, the exits and the policy for them, a trial run."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
-from statistics import NormalDist
 from typing import Any
 
 import numpy as np
 
-from alight.calibrate.crossval import held_out, pruned
+from alight.calibrate.crossval import pruned
 from alight.calibrate.published import eero
+from alight.calibrate.risk_guarantees import largest_loss, loses_at_most, smallest_sample_for_loss
 from alight.costing.measure import time_stages
 from alight.costs import Costs
-from alight.display import html_table
+from alight.display import accuracy_text, aligned, html_table, percent, shown_steps
 from alight.engine.backends.torch.prepare import prepared, threads
 from alight.engine.predictor import Predictor
 from alight.engine.settings import RunSettings
 from alight.errors import BadInput
-from alight.networks.multi_exit import MultiExitModel
+from alight.networks.multi_exit import MultiExitModel, example_of
 from alight.outputs import HeadOutputs
 from alight.planning.timing import (
     full_network,
@@ -27,15 +28,16 @@ from alight.planning.timing import (
     stage_seconds,
 )
 from alight.planning.tune import Tuned, tune_speed
-from alight.policies.policy import Policy, Threshold, aligned
+from alight.policies.policy import Policy, Threshold
 from alight.policies.route import replay
 
 Method = Callable[..., Policy]
 
 LOSS = 0.01  # of accuracy, where neither a budget nor a loss is given
-FOLDS = 3  # of the labelled data, each held out once
-HALVINGS = 6  # of the range of budgets: to a sixtieth of the full network
+FITTED = 1 / 3  # of the labelled data: the policy is fitted to them, and tested on the others
+CANDIDATES = 10  # budgets that are tried, from the full network down: each may be the first to fail, so few
 BATCHES, ROUNDS = 8, 7  # of the trial: batches of a run at least, and runs
+TESTING_SALT = 1  # so that ties are not drawn like those of the samples that set thresholds
 CONFIDENCE = 0.95  # that no more accuracy is lost than was said
 WORTH = 1.01  # times as fast as the full network at least, in three of four runs, or it does not pay
 FULL = "full network"
@@ -57,7 +59,7 @@ class Plan:
     throughput: float  # samples per second in the trial
     full_throughput: float
     accuracy: float  # on labelled samples that it was not fitted to
-    full_accuracy: float
+    full_accuracy: float  # on the same
     costs: Costs  # milliseconds per sample, as measured
     batch_size: int
     model: MultiExitModel = field(repr=False)
@@ -89,8 +91,8 @@ class Plan:
         return [
             ["", FULL, "planned"],
             ["samples/s", f"{self.full_throughput:,.0f}", f"{self.throughput:,.0f}"],
-            ["speed-up", "1", f"{self.speedup:.2f}"],
-            ["accuracy", f"{self.full_accuracy:.1%}", f"{self.accuracy:.1%}"],
+            ["speed-up", "1.00x", f"{self.speedup:.2f}x"],
+            ["accuracy", accuracy_text(self.full_accuracy), accuracy_text(self.accuracy)],
         ]
 
     def _repr_html_(self) -> str:
@@ -105,60 +107,86 @@ def plan(
     model: MultiExitModel,
     labelled: HeadOutputs,
     *,
-    example: Any,
     batch_size: int,
+    example: Any = None,
     budget: float | str | None = None,
     max_accuracy_loss: float | None = None,
     method: Method | None = None,
     speed: str | None = None,
     settings: RunSettings | None = None,
+    progress: bool = True,
 ) -> Plan:
     """Return the policy that pays on this machine at this batch size, or the full network where none does.
 
     Stages and heads are timed. With a `budget` ("60%" of the full network's time, "0.2 ms") the policy keeps to it;
-    with `max_accuracy_loss`, or without either (0.01), it is the cheapest that loses no more with 95 % confidence,
-    judged by held-out samples: the more are labelled, the cheaper it may be. Then it is tried against the full network,
+    with `max_accuracy_loss`, or without either (0.01), it is the cheapest that loses no more with 95 % confidence: one
+    third of the labelled samples fits policies, from the full network's budget down, and the others test each of them,
+    up to the first that fails. The more are labelled, the cheaper it may be. Then it is tried against the full network,
     samples leaving at random as often as planned: if it is not faster, the full network is the plan. With speed="auto"
-    the `settings` are tuned by measuring the full network (`tune_speed`), compiled too if they ask for it.
+    the `settings` are tuned by measuring the full network (`tune_speed`), compiled too if they ask for it. Without an
+    `example` batches are like the one that heads were attached with.
 
     >>> import torch
     >>> from torch import nn
     >>> model = MultiExitModel([nn.Linear(4, 8), nn.Linear(8, 8)], [nn.Linear(8, 3), nn.Linear(8, 3)])
     >>> labelled = HeadOutputs.from_logits(np.zeros((60, 2, 3)), np.arange(60) % 3)
     >>> settings = RunSettings(threads=1)
-    >>> planned = plan(model, labelled, example=torch.zeros(1, 4), batch_size=256, settings=settings)
+    >>> planned = plan(model, labelled, example=torch.zeros(1, 4), batch_size=256, settings=settings, progress=False)
     >>> planned.pays == (planned.policy.method != "full network")
     True
     """
     _check(model, labelled, budget, max_accuracy_loss, speed)
+    example = example_of(model) if example is None else example
     fit: Method = method or partial(pruned(eero), spend_all=True)
     settings, tuned = settings or RunSettings(), None
-    if speed:
-        tuned = tune_speed(model, batch_size=batch_size, example=example, settings=settings)
-        settings = tuned.settings
-    costs = walking_costs(model, example, batch_size, settings)
     loss = LOSS if max_accuracy_loss is None else max_accuracy_loss
-    amount = cheapest(fit, costs, labelled, loss) if budget is None else costs.budget(budget)
-    throughputs = partial(_throughputs, model, example, batch_size, settings)
-    alone = replace(full_network(model), costs=(costs.full,), unit=costs.unit, method=FULL)
-    right = float(labelled.correct()[:, -1].mean())
-    terms: dict[str, Any] = {"settings": settings, "tuned": tuned}
-    full = Plan(alone, False, 0.0, 0.0, right, right, costs, batch_size, model, **terms)
-    if amount >= costs.full and budget is None:
-        sure = f"{CONFIDENCE:.0%} confidence from {len(labelled)} labelled samples"
-        reason = f"No cheaper policy loses at most {loss:.2%} with {sure}: use the full network."
-        return _at(full, throughputs(alone, alone)[0], reason)
-    policy = fit(costs, amount, labelled)
-    correct = held_out(fit, costs, amount, labelled, FOLDS)[0]
-    lost = largest_loss(labelled.correct()[:, -1], correct)
-    shares = replay(policy, labelled).exit_shares[list(policy.open_exits)].tolist()
-    ours, theirs, ratios = throughputs(random_exits(policy, shares), alone)
+    with shown_steps("plan", 3 + bool(speed), progress=progress) as begin:
+        if speed:
+            begin("trying settings")
+            tuned = tune_speed(model, batch_size=batch_size, example=example, settings=settings)
+            settings = tuned.settings
+        begin("timing stages and heads")
+        costs = walking_costs(model, example, batch_size, settings)
+        begin("fitting policies")
+        fitting, testing = labelled.split(FITTED, np.random.default_rng(0))
+        policy = cheapest(fit, costs, fitting, testing, loss) if budget is None else fit(costs, budget, fitting)
+        begin("running it beside the full network")
+        alone = replace(full_network(model), costs=(costs.full,), unit=costs.unit, method=FULL, full_cost=costs.full)
+        right = float(testing.correct()[:, -1].mean())
+        terms: dict[str, Any] = {"settings": settings, "tuned": tuned}
+        full = Plan(alone, False, 0.0, 0.0, right, right, costs, batch_size, model, **terms)
+        if policy is None:
+            throughput = _throughputs(full, example, alone)[0]
+            return _at(full, throughput, _nothing_cheaper(loss, len(labelled)))
+        return _tried(full, policy, testing, example, loss if budget is None else None)
+
+
+def _tried(full: Plan, policy: Policy, testing: HeadOutputs, example: Any, loss: float | None) -> Plan:
+    """Return the policy as a plan if it is faster than the full network in a trial, else the full network.
+
+    `loss` is the accuracy that it was shown to lose at most; None where that is to be found.
+    """
+    policy = replace(policy, exits=full.model.exits)
+    decisions, before = replay(policy, testing), testing.correct()[:, -1]
+    correct = decisions.predictions == testing.truth()
+    lost = largest_loss(before, correct, 1 - CONFIDENCE) if loss is None else loss
+    shares = decisions.exit_shares[list(policy.open_exits)].tolist()
+    ours, theirs, ratios = _throughputs(full, example, random_exits(policy, shares))
     if np.quantile(ratios, 0.25) < WORTH:
         median = f"{np.median(ratios):.2f}x median, slower in {(ratios < 1).mean():.0%} of runs"
         return _at(full, theirs, f"Early exit is not worth it here: {median}. Use the full network.")
-    reason = f"Early exit pays; it loses at most {lost:.1%} of accuracy, with {CONFIDENCE:.0%} confidence."
+    reason = f"Early exit pays; it loses at most {percent(lost)} of accuracy, with {percent(CONFIDENCE)} confidence."
     paying = replace(_at(full, theirs, reason), policy=policy, pays=True, throughput=ours)
     return replace(paying, accuracy=float(correct.mean()), largest_loss=lost)
+
+
+def _nothing_cheaper(loss: float, samples: int) -> str:
+    """Return why the full network is the plan, and how many samples would allow another one."""
+    needed = smallest_sample_for_loss(loss, 1 - CONFIDENCE)
+    needed = None if needed is None else math.ceil(needed / (1 - FITTED))
+    more = f" ({needed:,} are needed at least)" if needed is not None and samples < needed else ""
+    sure = f"{percent(CONFIDENCE)} confidence from {samples:,} labelled samples{more}"
+    return f"No cheaper policy loses at most {percent(loss)} with {sure}: use the full network."
 
 
 def _check(
@@ -182,7 +210,7 @@ def _at(full: Plan, throughput: float, reason: str) -> Plan:
 def walking_costs(model: MultiExitModel, example: Any, batch_size: int, settings: RunSettings) -> Costs:
     """Return milliseconds per sample of stages and heads, and in the heads what the walk itself takes at an exit."""
     with threads(settings.threads):
-        times = time_stages(prepared(model, settings), example, batch_size).costs()
+        times = time_stages(prepared(model, settings), example, batch_size, progress=False).costs()
     if model.num_exits == 1:
         return times
     nobody = Threshold((np.inf,) * (model.num_exits - 1), costs=tuple(times.cumulative().tolist()))
@@ -197,38 +225,27 @@ def walking_costs(model: MultiExitModel, example: Any, batch_size: int, settings
     return Costs(times.stages, times.heads + beside * (np.arange(len(times)) < len(times) - 1), "ms")
 
 
-def cheapest(fit: Method, costs: Costs, labelled: HeadOutputs, loss: float, confidence: float = CONFIDENCE) -> float:
-    """Return the least budget, to a sixtieth of the network, at which no more accuracy is lost."""
-    full = labelled.correct()[:, -1]
-    low, high = float(costs.cumulative()[0]), costs.full
-    for _ in range(HALVINGS):
-        middle = (low + high) / 2
-        correct = held_out(fit, costs, middle, labelled, FOLDS)[0]
-        low, high = (low, middle) if largest_loss(full, correct, confidence) <= loss else (middle, high)
-    return high
+def cheapest(fit: Method, costs: Costs, fitting: HeadOutputs, testing: HeadOutputs, loss: float) -> Policy | None:
+    """Return the cheapest policy that loses no more accuracy, None where none can be shown to.
 
-
-def largest_loss(before: np.ndarray, after: np.ndarray, confidence: float = CONFIDENCE) -> float:
-    """Return how much accuracy is lost at most between two answers to every sample, each correct or not.
-
-    The upper end of the interval for matched pairs by Agresti and Min (2005): half a sample is added to each of the
-    four cells (correct or not before, correct or not after), so that few samples do not look like certainty.
-
-    >>> round(largest_loss(np.ones(100), np.arange(100) > 1), 3)
-    0.047
+    Budgets are tried in a fixed order, from the full network down: policies are fitted to one table and each is tested
+    once on the other. The first that fails ends it, so that any is wrong with probability 5 % at most.
     """
-    lost, won = ((before > after).sum() + 0.5, (before < after).sum() + 0.5)
-    count = len(before) + 2
-    spread = np.sqrt(lost + won - (lost - won) ** 2 / count)
-    return float(max(0.0, (lost - won + NormalDist().inv_cdf(confidence) * spread) / count))
+    before, truth, passed = testing.correct()[:, -1], testing.truth(), None
+    for amount in np.linspace(costs.full, costs.cumulative()[0], CANDIDATES + 1)[1:]:
+        policy = fit(costs, float(amount), fitting)
+        drawn = replay(replace(policy, salt=TESTING_SALT), testing).predictions
+        if not loses_at_most(loss, before, drawn == truth, 1 - CONFIDENCE):
+            break
+        passed = policy
+    return passed
 
 
-def _throughputs(
-    model: MultiExitModel, example: Any, batch_size: int, settings: RunSettings, ours: Policy, theirs: Policy
-) -> tuple[float, float, np.ndarray]:
-    """Return samples per second of two policies, interleaved, and the ratio in each round."""
-    pair = [Predictor(model, each, settings=settings, batch_size=batch_size) for each in (ours, theirs)]
-    inputs, _ = inputs_for_duration(pair[1], example, batch_size, BATCHES)  # the slower one, as a rule
+def _throughputs(full: Plan, example: Any, policy: Policy) -> tuple[float, float, np.ndarray]:
+    """Return samples per second of a policy and of the full network, interleaved, and the ratio in each round."""
+    terms: dict[str, Any] = {"settings": full.settings, "batch_size": full.batch_size}
+    pair = [Predictor(full.model, each, **terms) for each in (policy, full.policy)]
+    inputs, _ = inputs_for_duration(pair[1], example, full.batch_size, BATCHES)  # the slower one, as a rule
     rounds = interleaved_timings(pair, inputs, ROUNDS)
     rates = (len(inputs[0]) / np.median(rounds, axis=0)).tolist()
     return rates[0], rates[1], rounds[:, 1] / rounds[:, 0]

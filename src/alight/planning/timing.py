@@ -11,6 +11,7 @@ import numpy.typing as npt
 import torch
 
 from alight.data.batches import as_inputs
+from alight.display import aligned, quantity
 from alight.engine.backends import Integers, State
 from alight.engine.predictor import Predictor
 from alight.engine.settings import RunSettings
@@ -29,7 +30,7 @@ ROUNDS = 5
 def full_network(model: MultiExitModel) -> Policy:
     """Return the policy under which every sample leaves at the last exit."""
     last = model.num_exits - 1
-    return ExitAt(costs=(1.0,), open_exits=(last,), num_exits=model.num_exits)
+    return ExitAt(costs=(1.0,), open_exits=(last,), num_exits=model.num_exits, exits=model.exits)
 
 
 def inputs_for_duration(predictor: Predictor, example: Any, batch_size: int, batches: int) -> tuple[State, float]:
@@ -116,14 +117,22 @@ class SpeedComparison:
     full_latency: tuple[float, float]  # milliseconds of a batch, median and 99th percentile
     latency: tuple[float, float]
     decisions: Decisions
+    full_decisions: Decisions
+
+    def columns(self) -> list[list[str]]:
+        """Return columns of text: the full network, and the policy below it."""
+        pairs = (self.full_latency, self.latency)
+        spread = f"{self.speedup:.2f}x ({self.low:.2f} to {self.high:.2f})"
+        return [
+            [f"batches of {self.batch_size}", "full network", "with exits"],
+            ["samples/s", f"{self.full_per_second:,.0f}", f"{self.per_second:,.0f}"],
+            ["speed-up", "1.00x", spread],
+            ["latency, median", *(quantity(pair[0], "ms") for pair in pairs)],
+            ["99th percentile", *(quantity(pair[1], "ms") for pair in pairs)],
+        ]
 
     def __str__(self) -> str:
-        full, ours = self.full_latency, self.latency
-        return (
-            f"batch {self.batch_size}: full network {self.full_per_second:,.0f} samples/s, with exits"
-            f" {self.per_second:,.0f}: {self.speedup:.2f}x ({self.low:.2f} to {self.high:.2f}); latency of a batch"
-            f" {full[0]:.2f} ms full (p99 {full[1]:.2f}), {ours[0]:.2f} ms with exits (p99 {ours[1]:.2f})"
-        )
+        return "\n".join(aligned(self.columns()))
 
 
 def compare(
@@ -143,13 +152,13 @@ def compare(
         for each in (full_network(model), policy)
     )
     state = early.place(inputs, len(as_inputs(inputs, early.backend.inputs)[0]))
-    decisions = early(state)
-    full(state)
+    decisions, full_decisions = early(state), full(state)
     runs = np.array([[seconds(each, state) for each in (full, early)] for _ in range(rounds)])
     low, middle, high = np.quantile(runs[:, 0] / runs[:, 1], [0.25, 0.5, 0.75]).tolist()
     rates = (len(decisions) / np.median(runs, axis=0)).tolist()
     latencies = [_latency(each, state, batch_size) for each in (full, early)]
-    return SpeedComparison(batch_size, rates[0], rates[1], middle, low, high, latencies[0], latencies[1], decisions)
+    times = (rates[0], rates[1], middle, low, high, latencies[0], latencies[1])
+    return SpeedComparison(batch_size, *times, decisions, full_decisions)
 
 
 def _latency(predictor: Predictor, state: State, batch_size: int) -> tuple[float, float]:

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from alight.data.batches import as_inputs, as_tensor
+from alight.display import aligned
 from alight.engine.backends.onnx import available_cores
 from alight.engine.backends.torch.prepare import device_of
 from alight.engine.predictor import Predictor
@@ -15,7 +16,7 @@ from alight.engine.settings import RunSettings
 from alight.errors import AlightError, BadInput
 from alight.networks.multi_exit import MultiExitModel, example_of
 from alight.planning.timing import full_network, inputs_for_duration, interleaved_timings, random_exits, seconds
-from alight.policies.policy import Policy, aligned
+from alight.policies.policy import Policy
 
 Switches = Mapping[str, Any]  # fields of RunSettings that differ from the given ones, and `rebatch`
 

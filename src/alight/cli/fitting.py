@@ -1,0 +1,152 @@
+"""The command that does it all: from a network to a folder that runs within a budget, and a report."""
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+from alight.cli.arguments import (
+    DEVICE,
+    FORCE,
+    NORMALISATION,
+    TOKENIZER_FOLDER,
+    check_data,
+    check_distinct,
+    check_unused,
+    count,
+    folder_option,
+    named,
+    new_folder,
+    normalisation,
+    output,
+    own_options,
+    set_option,
+    torch_device,
+)
+from alight.cli.command import Command, CommandResult, argument
+from alight.costs import Costs
+from alight.engine.manifest import POLICY
+from alight.errors import BadInput
+from alight.files import WEIGHTS
+from alight.fitting.fitted import FittedPredictor
+from alight.fitting.heads import NamedNetwork
+from alight.fitting.steps import BATCH_SIZE, BUDGET, Goal, fit_to
+from alight.outputs import HeadOutputs
+
+TRAINING = ("mode", "epochs")
+
+
+def run_fit(options: argparse.Namespace) -> CommandResult:
+    """Fit a network to a budget in one go: exits, training, a guaranteed policy, a folder, a report."""
+    goal = Goal(options.budget, options.max_accuracy_loss, options.speedup)
+    *training, validation = options.data
+    if len(training) > 1:
+        raise BadInput(f"{len(options.data)} data sets: give training and validation data, or validation data alone")
+    check_data(*options.data, options.weights, options.tokenizer)
+    check_distinct(*options.data, options.report)
+    check_unused(options.output, options.force, WEIGHTS)
+    check_unused(options.output, options.force, POLICY)
+    if options.network.endswith(".json"):
+        network, data = Costs.load(options.network), HeadOutputs.load(validation)
+        predictor = fit_to(goal, network, None, data, batch_size=options.batch_size, progress=not options.quiet)
+    else:
+        predictor = _fitted(goal, training[0] if training else None, validation, options)
+    with new_folder(Path(options.output)) as folder:
+        predictor.save(folder)
+    if options.report:
+        predictor.report(options.report, title=f"{options.network}: fitted to a budget")
+    places = f"{folder.resolve()}" + (f", {Path(options.report).resolve()}" if options.report else "")
+    if not options.quiet:
+        print(f"\nThe same by hand:\n\n{predictor.calls}\n", file=sys.stderr)
+    return CommandResult(f"{predictor.summary}\n{places}", _values(predictor, folder, options))
+
+
+def _fitted(goal: Goal, train: str | None, validation: str, options: argparse.Namespace) -> FittedPredictor:
+    """Return the predictor of a network that torch runs."""
+    own = named(options, "pretrained", "weights", "image_size")
+    network = NamedNetwork(options.network, num_classes=options.classes, device=torch_device(options), **own)
+    settings = None if train is None else _settings(network, options)
+    preprocess = normalisation(options) or options.tokenizer
+    return fit_to(goal, network, train, validation, preprocess, settings, options.batch_size, not options.quiet)
+
+
+def _settings(network: NamedNetwork, options: argparse.Namespace) -> Any:
+    """Return how to train where the options say something about it; else None, and `fit` decides."""
+    chosen = {name: value for name, value in named(options, *TRAINING).items() if value is not None}
+    if not chosen and not options.set:
+        return None
+    from alight.training.settings import TrainingSettings
+
+    chosen = chosen if network.is_trained else {"mode": "joint", **chosen}
+    try:
+        return TrainingSettings(**chosen, **own_options(TrainingSettings, options.set, TRAINING))
+    except TypeError as error:
+        raise BadInput(f"--set {' '.join(options.set)}: a value is of the wrong kind ({error})") from error
+
+
+def _values(predictor: FittedPredictor, folder: Path, options: argparse.Namespace) -> dict[str, Any]:
+    """Return the result for programs."""
+    fitted, decisions = predictor.fitted, predictor.fitted.decisions
+    runs = [
+        named(argparse.Namespace(**vars(each)), "batch_size", "full_per_second", "per_second", "speedup", "low", "high")
+        for each in fitted.speeds
+    ]
+    return {
+        "path": folder.resolve(),
+        "report": options.report,
+        "exits": fitted.exits,
+        "accuracy": decisions.accuracy(fitted.test.truth()),
+        "full_accuracy": float(fitted.test.correct()[:, -1].mean()),
+        "mean_cost": decisions.mean_cost,
+        "full_cost": fitted.costs.full,
+        "unit": fitted.costs.unit,
+        "exit_shares": decisions.exit_shares,
+        "runs": runs,
+        "verdict": fitted.verdict,
+        "guarantee": fitted.guarantee,
+        "policy": fitted.policy.to_dict(),
+        "calls": predictor.calls,
+    }
+
+
+NETWORK = (
+    "timm:NAME, torchvision:NAME, transformers:FOLDER, zoo:NAME, the folder of a saved network, or costs.json with a"
+    " recording as data"
+)
+DATA = "training data, then validation data; validation data alone where the heads are trained already"
+COMMANDS = (
+    Command(
+        run_fit,
+        (
+            argument("network", help=NETWORK),
+            argument("data", nargs="+", metavar="DATA", help=DATA),
+            argument(
+                "--budget", help=f"'50%%' of the full network, '2.5 GFLOPs', '3 ms' per sample (default: {BUDGET}%)"
+            ),
+            argument(
+                "--max-accuracy-loss", type=float, help="instead: the fastest that loses no more; 0.01 is one point"
+            ),
+            argument("--speedup", type=float, help="instead: so many times as fast as the full network, here"),
+            argument("--report", metavar="FILE", type=output, help="where to write a report (HTML)"),
+            argument(
+                "--mode", choices=["frozen", "joint", "mixed"], help="default: frozen; joint without trained weights"
+            ),
+            argument("--epochs", type=count, help="of the training (default: 10)"),
+            set_option("a field of TrainingSettings, as distill=0.5"),
+            argument("--classes", type=count, help="number of classes (default: the network's own)"),
+            argument("--image-size", type=count, help="height and width of images (default: the network's own)"),
+            argument("--pretrained", action="store_true", help="download the library's weights"),
+            argument("--weights", metavar="FILE", help="trained weights of the full network (.safetensors)"),
+            *NORMALISATION,
+            TOKENIZER_FOLDER,
+            argument("--batch-size", type=count, default=BATCH_SIZE, help=f"default: {BATCH_SIZE}"),
+            DEVICE,
+            folder_option("fitted", "folder for the network, its policy and tables"),
+            FORCE,
+        ),
+        (
+            "fit model train.npz validation.npz --budget 60% --epochs 1 -o fitted --report report.html",
+            "fit costs.json labelled.npz --budget 60% -o decided",
+        ),
+    ),
+)

@@ -1,0 +1,196 @@
+"""What was fitted: the policy beside the full network in a table, a report, a folder."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from alight import calibrate
+from alight.costs import Costs
+from alight.display import aligned, html_table, quantity
+from alight.engine.manifest import POLICY
+from alight.engine.predictor import Predictor
+from alight.evaluation import Point, sweep
+from alight.files import PathLike, write_text
+from alight.outputs import Decisions, HeadOutputs
+from alight.policies.policy import Policy
+from alight.policies.route import replay
+from alight.report import MeasuredSpeed, ReportedNetwork, examples, write_report
+
+if TYPE_CHECKING:
+    from alight.planning.timing import SpeedComparison
+
+BUDGETS = 11  # of the curve in a report
+COSTS, CALIBRATION, TEST, CALLS = (
+    "costs.json",
+    "labelled.npz",
+    "test_outputs.npz",
+    "calls.txt",
+)  # files beside a network
+
+
+@dataclass(frozen=True)
+class Fit:
+    """What `fit` made on its way: costs, tables, times, and the calls that made them."""
+
+    policy: Policy
+    costs: Costs  # in the policy's unit
+    labelled: HeadOutputs  # calibrated on
+    test: HeadOutputs  # not used before: what is said of accuracy and cost is of these
+    exits: tuple[str, ...]
+    calls: str  # as Python, to go on by hand
+    speeds: "Sequence[SpeedComparison]" = ()  # in batches, and sample by sample; none without a network
+    verdict: str = ""  # does it pay here, and what is lost: in one sentence
+    shown: tuple[Any, Any] | None = field(default=None, repr=False)  # some test samples, and their rows
+    note: str = ""
+
+    @property
+    def decisions(self) -> Decisions:
+        """The answers about the test samples."""
+        return replay(self.policy, self.test)
+
+    @property
+    def guarantee(self) -> str:
+        """What is guaranteed, and under which assumption; the certificate of the policy says more."""
+        if (certificate := self.policy.certificate) is not None:
+            return (
+                f"{certificate.guarantee} {certificate.assumption.partition('. ')[0]}".strip().removesuffix(".") + "."
+            )
+        return "" if len(self.policy.open_exits) == 1 else "The cost is not guaranteed."
+
+    def columns(self) -> list[list[str]]:
+        """Return a table as columns of text: the full network, and the policy beside it."""
+        decisions, truth = self.decisions, self.test.truth()
+        share = decisions.mean_cost / self.costs.full
+        agreement = "accuracy" if self.test.labels is not None else "agreement"
+        rows = {
+            "": ("full network", "with exits"),
+            agreement: (f"{self.test.correct()[:, -1].mean():.1%}", f"{decisions.accuracy(truth):.1%}"),
+            "cost per sample": (amount(self.costs.full, self.costs), amount(decisions.mean_cost, self.costs)),
+            "of the full network": ("100%", f"{share:.1%}"),
+        }
+        for speed in self.speeds:
+            rows |= _speed_rows(speed)
+        return [[*rows], [left for left, _ in rows.values()], [right for _, right in rows.values()]]
+
+    def lines(self) -> list[str]:
+        """Return sentences about the fit, below its table."""
+        left = [f"{name} {share:.0%}" for name, share in zip(self.exits, self.decisions.exit_shares, strict=True)]
+        samples = f"{len(self.test):,} test samples left after: {', '.join(left)}."
+        return [each for each in (samples, self.verdict, self.guarantee) if each]
+
+    def __str__(self) -> str:
+        return "\n".join([*aligned(self.columns()), *self.lines()])
+
+    def _repr_html_(self) -> str:
+        return html_table("Fitted to a budget", self.columns(), self.lines())
+
+    def point(self) -> Point:
+        """Return the policy as a point of a report, measured on the test samples."""
+        budget = self.policy.budget or self.decisions.mean_cost
+        method = {self.policy.method or "fitted": lambda *_: self.policy}
+        return sweep(method, self.costs, [budget], labelled=self.labelled, test=self._judged(), references=False)[0]
+
+    def points(self) -> list[Point]:
+        """Return `eero` at many budgets, every exit alone and the best that could be decided, on the test samples."""
+        shares = np.linspace(max(self.costs.shares()[0], 0.01), max(self.costs.shares()[0], 1.0), BUDGETS)
+        budgets = list(dict.fromkeys((shares * self.costs.full).tolist()))
+        methods = {"eero": calibrate.eero}
+        return sweep(methods, self.costs, budgets, labelled=self.labelled, test=self._judged())
+
+    def _judged(self) -> HeadOutputs:
+        return replace(self.test, labels=self.test.truth())  # without labels the last exit is right
+
+
+class FittedPredictor(Predictor):
+    """A predictor that `fit` made: it knows its table, its report, the calls that made it, and how to save itself.
+
+    >>> import numpy as np
+    >>> from alight import Costs, fit
+    >>> logits = np.random.default_rng(0).normal(size=(400, 2, 3)) * [[[2.0], [4.0]]]
+    >>> predictor = fit(Costs.from_cumulative([1.0, 4.0]), validation=(logits, logits[:, 1].argmax(1)), progress=False)
+    >>> predictor.report(f"{__import__('tempfile').mkdtemp()}/report.html").name
+    'report.html'
+    """
+
+    def __init__(self, network: Any, fitted: Fit, batch_size: int) -> None:
+        super().__init__(network, fitted.policy, batch_size=batch_size)
+        self.network, self.fitted = network, fitted  # a MultiExitModel, or a backend
+
+    @property
+    def summary(self) -> str:
+        """The full network and the policy side by side, and what is guaranteed."""
+        return str(self.fitted)
+
+    @property
+    def calls(self) -> str:
+        """The calls that made this predictor, as Python to go on with by hand."""
+        return self.fitted.calls
+
+    def __str__(self) -> str:
+        return self.summary
+
+    def _repr_html_(self) -> str:
+        return self.fitted._repr_html_()
+
+    def report(self, path: PathLike, *, title: str = "Fitted to a budget") -> Path:
+        """Write one HTML page about this predictor, and return its path."""
+        fitted, point = self.fitted, self.fitted.point()
+        shown = None
+        if fitted.shown is not None:
+            samples, rows = fitted.shown
+            policy = replace(fitted.policy, budget=point.budget, method=point.method)
+            classes = getattr(self.network, "classes", ())
+            shown = examples(samples, [], fitted.test.take(rows), chosen=policy, classes=classes)
+        network = ReportedNetwork(
+            fitted.points(),
+            exits=fitted.exits,
+            examples=shown,
+            note=fitted.note,
+            chosen=point,
+            speed=_measured(fitted.speeds),
+            guarantees=[each for each in (str(self.policy.certificate or ""), fitted.verdict) if each],
+        )
+        return write_report(network, path, title=title)
+
+    def save(self, folder: PathLike) -> Path:
+        """Write network, policy, costs, tables and calls to a folder; `Predictor.load` and the commands read it."""
+        folder = Path(folder)
+        if hasattr(self.network, "stages"):
+            from alight.networks.store import save_model
+
+            save_model(self.network, folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        self.policy.save(folder / POLICY)
+        self.fitted.costs.save(folder / COSTS)
+        self.fitted.labelled.save(folder / CALIBRATION)
+        self.fitted.test.save(folder / TEST)
+        write_text(folder / CALLS, self.calls)
+        return folder
+
+
+def amount(value: float, costs: Costs) -> str:
+    """Return a cost with its unit."""
+    return quantity(value, costs.unit)
+
+
+def _speed_rows(speed: "SpeedComparison") -> dict[str, tuple[str, str]]:
+    """Return rows of a table about one batch size."""
+    if speed.batch_size == 1:
+        return {"one sample": (f"{speed.full_latency[0]:.2f} ms", f"{speed.latency[0]:.2f} ms")}
+    size = f"batches of {speed.batch_size}"
+    return {
+        f"samples/s, {size}": (f"{speed.full_per_second:,.0f}", f"{speed.per_second:,.0f}"),
+        "speed-up": ("1.00x", f"{speed.speedup:.2f}x ({speed.low:.2f} to {speed.high:.2f})"),
+    }
+
+
+def _measured(speeds: "Sequence[SpeedComparison]") -> MeasuredSpeed | None:
+    """Return what a report shows of timings in batches and sample by sample; None where nothing was timed."""
+    if not speeds:
+        return None
+    batches, single = speeds
+    terms = {"latency": single.latency[0], "full_latency": single.full_latency[0]}
+    return MeasuredSpeed(batches.speedup, batches.low, batches.high, batches.batch_size, **terms)

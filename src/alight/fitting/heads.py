@@ -1,0 +1,205 @@
+"""A network becomes one with exits, whatever it was given as."""
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from alight.data.batches import first_batch
+from alight.data.preprocess import Normalisation
+from alight.errors import BadInput
+from alight.files import CONFIG
+from alight.fitting.calls import Steps, example_literal
+from alight.fitting.inputs import example_for
+
+if TYPE_CHECKING:
+    from alight.networks.multi_exit import MultiExitModel
+    from alight.training.settings import TrainingSettings
+
+SEED = 0  # of new heads
+HEADS = ("separable", "auto")  # that are tried on images; others take the last
+MOST_HEADS = 0.1  # of the full network: separable heads that cost more are replaced by linear ones
+
+
+@dataclass(frozen=True)
+class WithHeads:
+    """A network with exits, an example of what it takes, and whether its weights are random."""
+
+    model: "MultiExitModel"
+    example: Any
+    untrained: bool = False
+
+
+def with_heads(network: Any, data: Any, preprocess: Any, steps: Steps) -> WithHeads:
+    """Return the network with exits, whatever it was given as; a module is copied, so that the given one stays."""
+    from torch import nn
+
+    from alight.networks.multi_exit import MultiExitModel, example_of
+
+    untrained = False
+    if isinstance(network, str | Path):
+        network = NamedNetwork(str(network))
+    if isinstance(network, NamedNetwork):
+        model, untrained = network.build(steps), not network.is_trained
+    elif isinstance(network, MultiExitModel):
+        model = copy.deepcopy(network)
+        steps.call("model = copy.deepcopy(network)", imports=["import copy"])
+    elif isinstance(network, nn.Module):
+        return WithHeads(*_attached(network, data, preprocess, steps))
+    else:
+        raise BadInput(
+            f"a {type(network).__name__} is not a network: give a torch module, a folder that save_model wrote, a name"
+            " such as 'timm:resnet18', or Costs with logits as validation"
+        )
+    _set_preprocess(model, preprocess, steps)
+    if "example" in model.recipe:
+        example = example_of(model)
+        steps.call("example = example_of(model)", imports=["from alight.networks.multi_exit import example_of"])
+    else:
+        example, _ = example_for(network, data, preprocess)
+        steps.call(f"example = {example_literal(example)}", imports=["import torch"])
+    steps.say(f"a network with {model.num_exits} exits: {', '.join(model.exits)}")
+    return WithHeads(model, example, untrained)
+
+
+@dataclass(frozen=True)
+class NamedNetwork:
+    """A network by its folder, or by its name in a library."""
+
+    name: str
+    num_classes: int | None = None
+    image_size: int | None = None
+    pretrained: bool = False
+    weights: str | None = None  # of the full network, a safetensors file
+    device: str | None = None
+
+    @property
+    def is_folder(self) -> bool:
+        """Whether it is the folder of a saved network."""
+        return (Path(self.name) / CONFIG).is_file()
+
+    @property
+    def is_trained(self) -> bool:
+        """Whether its weights are those of a training."""
+        return self.is_folder or self.pretrained or self.weights is not None or self.name.startswith("transformers:")
+
+    def build(self, steps: Steps) -> "MultiExitModel":
+        """Return the network with exits, where it is to run."""
+        model = self._loaded(steps) if self.is_folder else self._made(steps)
+        if self.weights is not None:
+            from alight.networks.store import load_backbone
+
+            load_backbone(model, self.weights)
+            imports = ["from alight.networks.store import load_backbone"]
+            steps.call(f"load_backbone(model, {self.weights!r})", imports=imports)
+        if self.device not in (None, "cpu"):
+            model.to(self.device)
+            steps.call(f"model.to({self.device!r})")
+        return model
+
+    def _loaded(self, steps: Steps) -> "MultiExitModel":
+        from alight.networks.store import load_model
+
+        if given := [name for name in ("num_classes", "image_size", "pretrained", "weights") if getattr(self, name)]:
+            raise BadInput(f"{self.name} is a saved network, which has its own {given[0]}: leave it out")
+        steps.call(f"model = alight.load_model({self.name!r})")
+        return load_model(self.name)
+
+    def _made(self, steps: Steps) -> "MultiExitModel":
+        from alight.networks.libraries import from_name
+        from alight.networks.multi_exit import example_of
+
+        given = {name: getattr(self, name) for name in ("num_classes", "image_size", "pretrained")}
+        terms: dict[str, Any] = {name: value for name, value in given.items() if value}
+        kinds = HEADS if self.name.startswith(("timm:", "torchvision:")) else HEADS[-1:]
+        model, head, _ = _affordable(lambda head: from_name(self.name, head=head, **terms), kinds, example_of)
+        if head != "auto":
+            terms["head"] = head
+        listed = "".join(f", {name}={value!r}" for name, value in terms.items())
+        steps.call(
+            f"torch.manual_seed({SEED})",
+            f"model = from_name({self.name!r}{listed})",
+            imports=["import torch", "from alight.networks.libraries import from_name"],
+        )
+        return model
+
+
+def _affordable(
+    make: Callable[[str], "MultiExitModel"], kinds: Sequence[str], example: Callable[["MultiExitModel"], Any]
+) -> tuple["MultiExitModel", str, float]:
+    """Return a network with the first kind of heads that fit and cost little of it, the kind, and what they cost.
+
+    Separable heads are far more accurate than linear ones early in a network.
+    """
+    from alight.costing.measure import head_overhead, measure_costs
+
+    for head in kinds:
+        try:
+            with _seeded():
+                model = make(head)
+            overhead = head_overhead(measure_costs(model, example(model)))
+        except BadInput:
+            if head == kinds[-1]:
+                raise
+            continue
+        if head == kinds[-1] or overhead <= MOST_HEADS:
+            break
+    return model, head, overhead
+
+
+def _attached(network: Any, data: Any, preprocess: Any, steps: Steps) -> tuple["MultiExitModel", Any]:
+    """Return a copy of a module with exits where they pay, and an example of what it takes."""
+    from alight.networks.attach import attach_heads
+
+    example, normalisation = example_for(network, data, preprocess)
+    model, head, overhead = _affordable(
+        lambda head: attach_heads(copy.deepcopy(network), example=example, head=head, normalisation=normalisation),
+        HEADS if getattr(example, "ndim", 0) == 4 else HEADS[-1:],
+        lambda _: example,
+    )
+    terms = ["copy.deepcopy(network)", "example=example", *([f"head={head!r}"] if head != "auto" else [])]
+    if normalisation is not None:
+        terms.append(f"normalisation=alight.{normalisation!r}")
+    steps.call(
+        f"example = {example_literal(example)}",
+        f"torch.manual_seed({SEED})",
+        f"model = alight.attach_heads({', '.join(terms)})",
+        imports=["import copy", "import torch"],
+    )
+    steps.say(f"attached exits after {', '.join(model.exits[:-1])}; their heads cost {overhead:.1%} of the network")
+    if not isinstance(preprocess, Normalisation):
+        _set_preprocess(model, preprocess, steps)
+    return model, example
+
+
+def _set_preprocess(model: Any, preprocess: Any, steps: Steps) -> None:
+    """Give the network the normalisation or the tokenizer, where there is one."""
+    if preprocess is not None:
+        name = "normalisation" if isinstance(preprocess, Normalisation) else "tokenizer"
+        setattr(model, name, preprocess)
+        value = f"alight.{preprocess!r}" if name == "normalisation" else "preprocess"
+        steps.call(f"model.{name} = {value if not isinstance(preprocess, str | Path) else repr(str(preprocess))}")
+
+
+def default_training(made: WithHeads, data: Any) -> "TrainingSettings":
+    """Return settings that train heads alone, or everything where nothing was trained before; labels are not needed."""
+    from alight.training.settings import TrainingSettings
+
+    model, spec = made.model, made.model.input_spec
+    own_heads = model.recipe["source"] in ("stages", "outputs", "cascade") or "after" not in model.recipe
+    if made.untrained or own_heads:
+        return TrainingSettings(mode="joint")
+    unlabelled = first_batch(data, spec).labels is None
+    return TrainingSettings(distill=1.0) if unlabelled else TrainingSettings()
+
+
+@contextmanager
+def _seeded() -> Iterator[None]:
+    """Make heads with the same random weights every time, and leave the generators of the caller alone."""
+    import torch
+
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(SEED)
+        yield

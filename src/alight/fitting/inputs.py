@@ -1,0 +1,134 @@
+"""What a module takes, from the first samples of the data that it is to be fitted to."""
+
+import inspect
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from alight.data.batches import as_tensor, first_batch
+from alight.data.columns import are_image_files, depth, is_array, is_path
+from alight.data.preprocess import InputSpec, Normalisation, as_array, is_picture
+from alight.data.samples import picture
+from alight.data.sources import open_data
+from alight.data.tokens import IDS, MASK
+from alight.errors import BadInput
+
+UNKNOWN = (
+    "the data are pictures or bytes, and how the network normalises them is unknown: give"
+    " preprocess=alight.Normalisation(mean, std), with mean 0 and std 1 where it takes pixels in 0..1"
+)
+CHANNELS = (1, 3)  # of pictures
+
+
+def preprocessing(network: Any, preprocess: Any) -> Normalisation | None:
+    """Return how a module normalises images: as given, as an image processor says, or as timm knows."""
+    if isinstance(preprocess, Normalisation):
+        return preprocess
+    if hasattr(preprocess, "image_mean"):  # an image processor of transformers
+        return Normalisation(preprocess.image_mean, preprocess.image_std)
+    known = getattr(network, "pretrained_cfg", None)
+    if isinstance(known, Mapping) and "mean" in known and "std" in known:
+        return Normalisation(known["mean"], known["std"])
+    return None
+
+
+def example_for(network: Any, data: Any, preprocess: Any) -> tuple[Any, Normalisation | None]:
+    """Return a batch of two as a module takes it, where the module is, and how it normalises images.
+
+    Floats are zeros, tokens are those of the first samples.
+    """
+    import torch
+
+    parameters = [*inspect.signature(network.forward).parameters]
+    names = _inputs_by_name(parameters, data)
+    if names:
+        tokenizer = None if isinstance(preprocess, Normalisation) else preprocess
+        spec = InputSpec(names=names, tokenizer=tokenizer)
+        example: Any = dict(zip(names, map(as_tensor, first_batch(data, spec).inputs), strict=True))
+        normalisation = None
+    else:
+        normalisation = preprocessing(network, preprocess)
+        example, normalisation = _image_or_array(network, _first_inputs(data), normalisation)
+    weight = next(network.parameters(), torch.empty(0))
+
+    def placed(part: Any) -> Any:
+        cleared = torch.zeros(part.shape, dtype=torch.float32) if part.is_floating_point() else part
+        return cleared.to(weight.device)
+
+    if isinstance(example, dict):
+        return {name: placed(part) for name, part in example.items()}, normalisation
+    return tuple(map(placed, example)) if isinstance(example, tuple) else placed(example), normalisation
+
+
+def _inputs_by_name(parameters: Sequence[str], data: Any) -> tuple[str, ...]:
+    """Return which inputs the data has by name, or a tokenizer gives; none where a module takes tensors in order."""
+    columns = _columns(data)
+    found = tuple(name for name in parameters if name in columns)
+    return found or tuple(name for name in (IDS, MASK) if IDS in parameters and name in parameters)
+
+
+def _columns(data: Any) -> Sequence[str]:
+    """Return the names in a dict, a table, or the first of several dicts; none of data without names."""
+    if isinstance(data, Mapping):
+        return [*data]
+    for names in ("column_names", "columns"):  # of Hugging Face, and of pandas
+        if hasattr(data, names):
+            return [*map(str, getattr(data, names))]
+    if is_path(data) or is_array(data) or not isinstance(data, Iterable):
+        return ()
+    first = data[0] if isinstance(data, tuple) and data else next(iter(data), None)
+    return [*first] if isinstance(first, Mapping) else ()
+
+
+def _first_inputs(data: Any) -> Any:
+    """Return the inputs of the first samples, unchanged: an array, pictures, or several arrays."""
+    first = data[0] if isinstance(data, list) and data else None
+    if isinstance(first, tuple) and first and is_array(first[0]) and depth(first[-1]) == 0:
+        return [first[0]]  # pairs of an array and a label
+    samples = open_data(data, InputSpec(), labels=False)
+    if samples is None:
+        inputs = first_batch(data, InputSpec()).inputs
+        return inputs if len(inputs) > 1 else inputs[0]
+    return samples.__getitems__(range(min(2, len(samples))))[0]
+
+
+def _image_or_array(network: Any, inputs: Any, normalisation: Normalisation | None) -> tuple[Any, Normalisation | None]:
+    """Return two samples such as a module takes them, and the normalisation where they are pictures or bytes."""
+    import torch
+
+    if isinstance(inputs, tuple):
+        return tuple(as_tensor(each)[:2] for each in inputs), None
+    pictures = are_image_files(inputs) or (isinstance(inputs, list) and any(map(is_picture, inputs)))
+    if pictures:
+        shape = _picture_size(network, picture(inputs[0]) if are_image_files(inputs) else inputs[0])
+    else:
+        array = as_array(inputs[0] if isinstance(inputs, list) else inputs[:1][0])
+        if array.dtype != np.uint8 or array.ndim not in (2, 3):
+            made = as_tensor(array[None])
+            return made.expand(2, *made.shape[1:]).contiguous(), normalisation
+        shape = _channels_first(array.shape)
+    if normalisation is None:
+        raise BadInput(UNKNOWN)
+    if len(normalisation.mean) != shape[0] and shape[0] in CHANNELS:
+        shape = (len(normalisation.mean), *shape[1:])
+    return torch.zeros(2, *shape), normalisation
+
+
+def _channels_first(shape: Sequence[int]) -> tuple[int, ...]:
+    if len(shape) == 2:
+        return 1, *shape
+    last = shape[-1] in CHANNELS and shape[0] not in CHANNELS
+    return (shape[2], shape[0], shape[1]) if last else tuple(shape)
+
+
+def _picture_size(network: Any, first: Any) -> tuple[int, ...]:
+    """Return the size of pictures: the one that a library knows for its network, or that of the first picture."""
+    known = getattr(network, "pretrained_cfg", None) or {}
+    if "input_size" in known:
+        return tuple(known["input_size"])
+    config = getattr(network, "config", None)
+    channels = getattr(config, "num_channels", 1 if first.mode == "L" else 3)
+    size = getattr(config, "image_size", None)
+    height, width = (first.height, first.width) if size is None else (size, size) if isinstance(size, int) else size
+    return channels, height, width

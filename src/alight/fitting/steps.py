@@ -1,0 +1,405 @@
+"""The steps from a network to a predictor: measure, train, record, calibrate, time."""
+
+import math
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from alight import calibrate
+from alight.calibrate.problem import costs_alone
+from alight.calibrate.risk_guarantees import Risk
+from alight.costs import Costs
+from alight.data.batches import as_tensor, first_batch
+from alight.engine.backends.logits import LogitsBackend
+from alight.engine.recorder import record
+from alight.engine.settings import RunSettings
+from alight.errors import BadInput, BudgetTooSmall, Mismatch
+from alight.fitting.calls import Steps, costs_literal, data_literal, settings_literal
+from alight.fitting.fitted import Fit, FittedPredictor, amount
+from alight.fitting.heads import SEED, WithHeads, default_training, with_heads
+from alight.fitting.samples import KeptSamples
+from alight.outputs import HeadOutputs
+from alight.policies.policy import ExitAt, Policy
+from alight.provenance import measured_on
+
+if TYPE_CHECKING:
+    from alight.planning.timing import SpeedComparison
+    from alight.training.settings import TrainingSettings
+
+BUDGET = "50%"  # of the full network's FLOPs, where nothing is asked for
+BATCH_SIZE = 64
+HALF = 0.5  # of the validation samples calibrate, the others are the test
+TIMED, SINGLE = 4, 16  # batches that are timed, and single samples
+WORTH = 1.01  # times as fast as the full network at least, in three of four runs, or it does not pay
+TRIES, MARGIN = 5, 0.97  # budgets that are tried for a speed-up, and how far below the needed one the next begins
+
+
+@dataclass(frozen=True)
+class Goal:
+    """What is asked for: a budget, a largest loss of accuracy, or a speed-up.
+
+    >>> Goal(budget="3 ms").unit, Goal(budget="2.5 GFLOPs").unit, Goal(speedup=2).unit
+    ('ms', 'FLOPs', 'ms')
+    """
+
+    budget: float | str | None = None
+    max_accuracy_loss: float | None = None
+    speedup: float | None = None
+
+    def __post_init__(self) -> None:
+        asked = {name: value for name, value in asdict(self).items() if value is not None}
+        if len(asked) > 1:
+            raise BadInput(f"{' and '.join(asked)} are {len(asked)} goals: give one of them")
+        loss, speedup = self.max_accuracy_loss, self.speedup
+        if loss is not None and not 0 <= loss < 1:
+            raise BadInput(f"max_accuracy_loss {loss:g} must lie in [0, 1): 0.01 is one point")
+        if speedup is not None and not 1 < speedup < math.inf:
+            raise BadInput(f"speedup {speedup:g} must be above 1: 2 is twice as fast as the full network")
+        if not asked:
+            object.__setattr__(self, "budget", BUDGET)
+
+    @property
+    def unit(self) -> str:
+        """The unit of the costs that decide: FLOPs, ms or J."""
+        if self.budget is None:
+            return "ms"
+        unit = str(self.budget).strip().lower().lstrip("0123456789.+-e ")
+        if unit.endswith("s") and not unit.endswith(("flops", "macs")):
+            return "ms"
+        return "J" if unit.endswith("j") else "FLOPs"
+
+
+def fit(
+    network: Any,
+    train: Any = None,
+    validation: Any = None,
+    *,
+    budget: float | str | None = None,
+    max_accuracy_loss: float | None = None,
+    speedup: float | None = None,
+    preprocess: Any = None,
+    training: "TrainingSettings | None" = None,
+    batch_size: int = BATCH_SIZE,
+    progress: bool = True,
+) -> FittedPredictor:
+    """Attach exits, train their heads, measure, record, calibrate with a guarantee, time; return the predictor.
+
+    `network` is a classifier: any module, one with exits, a folder that `save_model` wrote, or a name such as
+    "timm:resnet18". Where heads are trained already, leave `train` out. Of a network elsewhere give its `Costs`, and
+    as `validation` the logits of every exit, (samples, exits, classes), with labels; no torch is needed then.
+
+    The goal is one of three: a `budget` on average ("50%" of the full network, the default; "2.5 GFLOPs"; "3 ms" per
+    sample in batches of `batch_size`), a `max_accuracy_loss` (0.01 is one point), or a `speedup`, measured here. If
+    early exit does not pay on this machine, a goal in time gives the full network, and one in FLOPs a warning.
+
+    `preprocess` is the `Normalisation` of images in bytes or files, or a tokenizer of texts. Heads alone are trained
+    unless `training` says otherwise. Half of `validation` calibrates, the other half is the test. Your network is not
+    changed. With `progress`, every step is a line on stderr, and the result a table with the calls that made it.
+
+    >>> logits = np.random.default_rng(0).normal(size=(400, 2, 3)) * [[[2.0], [4.0]]]
+    >>> predictor = fit(Costs.from_cumulative([1.0, 4.0]), validation=(logits, logits[:, 1].argmax(1)), progress=False)
+    >>> predictor.policy.certificate.contract, predictor(logits).mean_cost <= 2.0
+    ('probability', True)
+    """
+    goal = Goal(budget, max_accuracy_loss, speedup)
+    predictor = fit_to(goal, network, train, validation, preprocess, training, batch_size, progress)
+    if progress:
+        print(f"\n{predictor.summary}\n\nThe same by hand:\n\n{predictor.calls}")
+    return predictor
+
+
+def fit_to(
+    goal: Goal,
+    network: Any,
+    train: Any,
+    validation: Any,
+    preprocess: Any = None,
+    training: "TrainingSettings | None" = None,
+    batch_size: int = BATCH_SIZE,
+    progress: bool = True,
+) -> FittedPredictor:
+    """Do what `fit` does, and print nothing but progress."""
+    if validation is None:
+        raise BadInput("there is no validation data: give samples that the network was not trained on")
+    steps = Steps(progress)
+    if isinstance(network, Costs):
+        return _of_logits(goal, network, train, validation, batch_size, steps)
+    made = with_heads(network, train if train is not None else validation, preprocess, steps)
+    fitting = _Fitting(goal, made, batch_size, steps)
+    fitting.measure()
+    fitting.check(validation)
+    if train is not None:
+        fitting.train(train, training)
+    fitting.record(validation)
+    fitting.calibrate()
+    return fitting.predictor()
+
+
+class _Fitting:
+    """One call of `fit` under way, for a network that torch runs."""
+
+    costs: Costs  # in the unit of the goal
+    policy: Policy
+    labelled: HeadOutputs
+    test: HeadOutputs
+    kept: "KeptSamples | None" = None
+
+    def __init__(self, goal: Goal, made: WithHeads, batch_size: int, steps: Steps) -> None:
+        self.goal, self.made, self.batch_size, self.steps = goal, made, batch_size, steps
+        self.model, self.example = made.model, made.example
+        self.speeds: Sequence[SpeedComparison] = ()
+        self.verdict = ""
+
+    def measure(self) -> None:
+        """Measure what exits cost, before anything is trained: a goal that is out of reach is refused here."""
+        from alight.costing.measure import measure_costs
+
+        if self.goal.max_accuracy_loss is not None:
+            return  # the plan measures
+        if self.goal.unit == "ms":
+            self._measure_time()
+        elif self.goal.unit == "J":
+            self.costs = measure_costs(self.model, self.example, "J", self.batch_size)
+            self.steps.call(f'costs = alight.measure_costs(model, example, unit="J", batch_size={self.batch_size})')
+        else:
+            self.costs = measure_costs(self.model, self.example)
+            self.steps.call("costs = alight.measure_costs(model, example)")
+        shares = ", ".join(
+            f"{name} {share:.0%}" for name, share in zip(self.model.exits, self.costs.shares(), strict=True)
+        )
+        self.steps.say(f"full network {amount(self.costs.full, self.costs)} per sample; an answer after {shares}")
+        if self.goal.budget is not None:
+            allowed, cheapest = self.costs.budget(self.goal.budget), float(costs_alone(self.costs).min())
+            if allowed < cheapest:
+                raise BudgetTooSmall(allowed, cheapest, self.costs.unit)
+
+    def _measure_time(self) -> None:
+        from alight.planning.plan import walking_costs
+
+        self.costs = walking_costs(self.model, self.example, self.batch_size, RunSettings())
+        self.steps.call(
+            f"costs = walking_costs(model, example, {self.batch_size}, alight.RunSettings())",
+            imports=["from alight.planning.plan import walking_costs"],
+        )
+        if self.goal.speedup is not None:
+            first = int(costs_alone(self.costs).argmin())
+            reachable = self._compared(self._exit_at(first), self.example, TIMED).speedup
+            if reachable < self.goal.speedup:
+                raise BadInput(
+                    f"a speed-up of {self.goal.speedup:g} is out of reach here: if every sample left after"
+                    f" {self.model.exits[first]!r}, batches of {self.batch_size} would run {reachable:.2f} times as"
+                    " fast as the full network; ask for less, or attach an earlier exit"
+                )
+
+    def check(self, validation: Any) -> None:
+        """Read the first validation samples, so that data which cannot be used is refused before the training."""
+        if isinstance(validation, HeadOutputs):
+            if self.goal.speedup is not None:
+                raise BadInput("a speed-up is timed on samples, and these are recorded outputs: give validation data")
+            if validation.num_exits != self.model.num_exits:
+                exits = f"{validation.num_exits} exits for a network of {self.model.num_exits}"
+                raise Mismatch(f"a table of {exits}: give the validation data instead, or record this network")
+        elif not isinstance(validation, Iterator):  # which would lose them
+            batch = first_batch(validation, self.model.input_spec)
+            if self.model.num_classes is not None:
+                batch.check(self.model.num_classes)
+
+    def train(self, data: Any, training: "TrainingSettings | None") -> None:
+        """Train the heads, or what the settings say."""
+        from alight.training.training import train_heads
+
+        settings = training or default_training(self.made, data)
+        what = "heads alone" if settings.mode == "frozen" else f"everything ({settings.mode})"
+        self.steps.say(f"training {what} for {settings.epochs} epochs")
+        train_heads(self.model, data, settings, batch_size=self.batch_size, progress=self.steps.progress)
+        named = "training" if training else settings_literal(settings)
+        self.steps.call(
+            f"alight.train_heads(model, {data_literal('train', data)}, {named}, batch_size={self.batch_size})",
+        )
+
+    def record(self, validation: Any) -> None:
+        """Record what every head says about the validation samples, one half to calibrate and one to test."""
+        if isinstance(validation, HeadOutputs):
+            table = validation
+            self.steps.call("table = validation")
+        else:
+            self.steps.say("recording what every head says about the validation samples")
+            self.kept = KeptSamples(validation, self.model.input_spec, self.batch_size)
+            table = record(self.model, self.kept, progress=self.steps.progress)
+            named = data_literal("validation", validation)
+            self.steps.call(f"table = alight.record(model, {named}, batch_size={self.batch_size})")
+        self.labelled, self.test = _halves(table, self.steps)
+        order = np.random.default_rng(SEED).permutation(len(table))  # as `split` draws it
+        self.test_rows = order[len(self.labelled) :]
+
+    def calibrate(self) -> None:
+        """Choose the policy for the goal, and time it against the full network."""
+        if self.goal.max_accuracy_loss is not None:
+            self._plan(self.goal.max_accuracy_loss)
+        elif self.goal.speedup is not None:
+            self._search(self.goal.speedup)
+        else:
+            self.policy = _calibrated(self.costs, self.goal.budget or BUDGET, self.labelled, self.steps)
+        self._time()
+
+    def _plan(self, loss: float) -> None:
+        from alight.planning.plan import plan
+
+        self.steps.say(f"looking for the fastest policy that loses at most {loss:.1%} of accuracy")
+        planned = plan(
+            self.model, self.labelled, example=self.example, batch_size=self.batch_size, max_accuracy_loss=loss
+        )
+        self.policy, self.costs, self.verdict = planned.policy, planned.costs, planned.reason
+        terms = f"example=example, batch_size={self.batch_size}, max_accuracy_loss={loss:g}"
+        self.steps.call(f"planned = alight.plan(model, labelled, {terms})", "policy = planned.policy")
+
+    def _search(self, wanted: float) -> None:
+        """Find the largest time budget at which the policy is measured to be this much faster than the full network."""
+        share, least = 1 / wanted, float(costs_alone(self.costs).min() / self.costs.full)
+        steps = Steps(False)
+        for _ in range(TRIES):
+            steps = Steps(False)
+            share = max(share, least)
+            budget = f"{math.ceil(1e4 * share) / 100:g}%"  # rounded up, so that the cheapest exit stays affordable
+            self.policy = _calibrated(self.costs, budget, self.labelled, steps)
+            measured = self._compared(self.policy).speedup
+            self.steps.say(f"{budget} of the full network's time: {measured:.2f} times as fast")
+            if measured >= wanted or share <= least:
+                break
+            share *= MARGIN * measured / wanted
+        self.steps.call(*steps.calls, imports=[*steps.imports])
+
+    def _time(self) -> None:
+        """Time the policy on validation samples, and say whether it pays; a goal in time is given up if not."""
+        if self.kept is None:
+            self.verdict = self.verdict or "Not timed: there are recorded outputs, and no samples to run."
+            return
+        self.steps.say("timing it against the full network, interleaved")
+        self.speeds = speed, _ = self._compared(self.policy), self._compared(self.policy, batch_size=1, rounds=3)
+        if len(self.policy.open_exits) == 1 and self.policy.open_exits[0] == self.model.num_exits - 1:
+            self.verdict = self.verdict or "The full network answers every sample."
+        elif speed.low >= WORTH:
+            self.verdict = " ".join(filter(None, [self.verdict, _paying(speed)]))
+            if speed.speedup < MARGIN * (self.goal.speedup or 0):
+                self.verdict += f" That is less than the {self.goal.speedup:g}x asked for, and the most that was found."
+                warnings.warn(self.verdict, stacklevel=5)
+        elif self.goal.unit == "ms":
+            self._fall_back(speed)
+        else:
+            self.verdict = _not_paying(speed, "It keeps its budget all the same.")
+            warnings.warn(self.verdict, stacklevel=5)
+
+    def _fall_back(self, speed: "SpeedComparison") -> None:
+        """Let the full network answer, since exits are not faster."""
+        over = ""
+        if self.goal.budget is not None and self.costs.full > self.costs.budget(self.goal.budget):
+            over = f", which takes {amount(self.costs.full, self.costs)} per sample and so exceeds the budget"
+        self.verdict = _not_paying(speed, f"This predictor runs the full network{over}.")
+        warnings.warn(self.verdict, stacklevel=6)
+        self.policy = self._exit_at(self.model.num_exits - 1)
+        self.speeds = [
+            replace(each, per_second=each.full_per_second, latency=each.full_latency, speedup=1.0, low=1.0, high=1.0)
+            for each in self.speeds
+        ]
+        self.steps.call("policy = full_network(model)", imports=["from alight.planning.timing import full_network"])
+
+    def _compared(
+        self, policy: Policy, inputs: Any = None, batches: int = TIMED, batch_size: int | None = None, rounds: int = 5
+    ) -> "SpeedComparison":
+        """Return the policy beside the full network on kept samples, or on other inputs."""
+        from alight.planning.timing import compare
+
+        size = batch_size or self.batch_size
+        count = SINGLE if size == 1 else batches * size
+        inputs = self.kept.inputs if inputs is None and self.kept is not None else self.model.admit(inputs)
+        rows = np.arange(count) % len(inputs[0])
+        return compare(self.model, policy, tuple(as_tensor(each)[rows] for each in inputs), size, rounds=rounds)
+
+    def _exit_at(self, index: int) -> Policy:
+        terms: dict[str, Any] = {"open_exits": (index,), "num_exits": self.model.num_exits, "unit": self.costs.unit}
+        name = "full network" if index == self.model.num_exits - 1 else self.model.exits[index]
+        return ExitAt(costs=tuple(self.costs.cumulative([index]).tolist()), method=name, **terms)
+
+    def predictor(self) -> FittedPredictor:
+        """Return the predictor, and all that is known about it."""
+        self.steps.call(f"predictor = alight.Predictor(model, policy, batch_size={self.batch_size})")
+        shown = None if self.kept is None else self.kept.shown(self.test_rows)
+        fitted = Fit(
+            self.policy,
+            self.costs,
+            self.labelled,
+            self.test,
+            self.model.exits,
+            str(self.steps),
+            self.speeds,
+            self.verdict,
+            shown,
+            measured_on("torch"),
+        )
+        return FittedPredictor(self.model, fitted, self.batch_size)
+
+
+def _of_logits(goal: Goal, costs: Costs, train: Any, validation: Any, batch_size: int, steps: Steps) -> FittedPredictor:
+    """Return a predictor that decides about logits which another system computes."""
+    if train is not None or goal.speedup is not None:
+        what = "training data" if train is not None else "a speed-up, which is measured,"
+        raise BadInput(f"{what} and no network: with Costs alone, give validation logits and a budget")
+    steps.call(f"costs = {costs_literal(costs)}")
+    if isinstance(validation, HeadOutputs):
+        table, classes = validation, None
+        steps.call("table = validation")
+    else:
+        logits, labels = validation if isinstance(validation, tuple) else (validation, None)
+        table, classes = HeadOutputs.from_logits(logits, labels), np.shape(logits)[-1]
+        given = "*validation" if isinstance(validation, tuple) else "validation"
+        steps.call(f"table = alight.HeadOutputs.from_logits({given})")
+    labelled, test = _halves(table, steps)
+    if goal.max_accuracy_loss is not None:
+        policy = _within_loss(costs, goal.max_accuracy_loss, labelled, steps)
+    else:
+        policy = _calibrated(costs, goal.budget or BUDGET, labelled, steps)
+    exits = tuple(f"exit {index}" for index in range(len(costs)))
+    fitted = Fit(policy, costs, labelled, test, exits, str(steps), note=measured_on("numpy"))
+    return FittedPredictor(LogitsBackend(exits, policy.open_exits, classes, table.fingerprint), fitted, batch_size)
+
+
+def _halves(table: HeadOutputs, steps: Steps) -> tuple[HeadOutputs, HeadOutputs]:
+    steps.call(f"labelled, test = table.split({HALF}, np.random.default_rng({SEED}))")
+    return table.split(HALF, np.random.default_rng(SEED))
+
+
+def _calibrated(costs: Costs, budget: float | str, labelled: HeadOutputs, steps: Steps) -> Policy:
+    """Return the best method's policy for a budget, with a guarantee; without labels `eero`, which needs none."""
+    name = "eero" if labelled.labels is None else "auto"
+    steps.say(f"calibrating for {budget} on {len(labelled):,} samples, with a guarantee")
+    method = calibrate.certified_probability(calibrate.METHODS[name], seed=SEED)
+    steps.call(
+        f"method = calibrate.certified_probability(calibrate.{name}, seed={SEED})",
+        f"policy = method(costs, {budget!r}, labelled)",
+        imports=["from alight import calibrate"],
+    )
+    return method(costs, budget, labelled)
+
+
+def _within_loss(costs: Costs, loss: float, labelled: HeadOutputs, steps: Steps) -> Policy:
+    """Return the cheapest policy that is guaranteed to lose no more accuracy than this."""
+    risk: Risk = "disagreement" if labelled.labels is None else "excess_error"
+    steps.say(f"looking for the cheapest policy that loses at most {loss:.1%} of accuracy")
+    steps.call(
+        f"method = calibrate.certified_risk(calibrate.eero, risk={risk!r}, alpha={loss:g}, seed={SEED})",
+        "policy = method(costs, None, labelled)",
+        imports=["from alight import calibrate"],
+    )
+    return calibrate.certified_risk(calibrate.eero, risk=risk, alpha=loss, seed=SEED)(costs, None, labelled)
+
+
+def _paying(speed: "SpeedComparison") -> str:
+    return f"Early exit pays here: {speed.speedup:.2f}x as fast in batches of {speed.batch_size}."
+
+
+def _not_paying(speed: "SpeedComparison", then: str) -> str:
+    measured = f"{speed.speedup:.2f}x ({speed.low:.2f} to {speed.high:.2f}) in batches of {speed.batch_size}"
+    return f"Early exit is not worth it on this machine: {measured}. {then}"

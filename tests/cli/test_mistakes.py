@@ -1,0 +1,193 @@
+"""Typical mistakes, each with the sentence that is printed: no traceback, and it says what to do."""
+
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from commands import run
+from torch import nn
+
+import alight
+from alight import calibrate, recordings
+from alight.errors import AlightError
+
+OWN = (
+    "from torch import nn\nclass Net(nn.Linear):\n    def __init__(self, width):\n        super().__init__(width, 3)\n"
+)
+
+COMMANDS = {  # a command line: the start of what it prints on stderr, after "alight: "
+    # budgets
+    "calibrate labelled.npz --costs costs.json --budget 0.5": (
+        "budget 0.5 FLOPs per sample is below the cheapest exit (888 KFLOPs, 35.6 % of the full network): did you mean"
+        " '50%'?"
+    ),
+    "calibrate labelled.npz --costs costs.json --budget 50": (
+        "budget 50 FLOPs per sample is below the cheapest exit (888 KFLOPs, 35.6 % of the full network): did you mean"
+        " '50%'?"
+    ),
+    "calibrate labelled.npz --costs ms.json --budget 50": (
+        "budget 50 ms per sample is 5 times what the full network costs (10 ms): did you mean '50%'? Write '50 ms' to"
+    ),
+    "calibrate labelled.npz --costs costs.json --budget 1%": "budget 24.9 KFLOPs per sample is below the cheapest exit",
+    "calibrate labelled.npz --costs costs.json --budget '3 ms'": (
+        "budget '3 ms' is not in the costs' unit FLOPs: give a percentage, or measure costs in that unit first (`alight"
+        " costs --unit ms`"
+    ),
+    "calibrate labelled.npz --costs costs.json --budget half": "budget 'half' is not a number, percentage or quantity",
+    "calibrate labelled.npz --costs costs.json --budget 5%%": "unknown unit '%%' in budget '5%%': alight knows",
+    "calibrate labelled.npz --costs costs.json": "there is no budget: give --budget 50%",
+    # files and their order
+    "calibrate labeled.npz --costs costs.json --budget 50%": (
+        "{here}/labeled.npz: No such file or directory; did you mean labelled.npz?"
+    ),
+    "calibrate labelled.npz --costs cost.json --budget 50%": "costs 'cost.json': there is no such file, and they are",
+    "calibrate costs.json --costs labelled.npz --budget 50%": (
+        "the arguments are in another order: write `alight calibrate labelled.npz --costs costs.json ...`"
+    ),
+    "calibrate labelled.npz --costs policy.json --budget 50%": "policy.json is a policy, not a file of costs: give the",
+    "calibrate test.npz --costs costs.json --budget 50%": (
+        "test.npz is data (images or texts), not a file of recorded outputs: give the .npz that `alight record` wrote"
+    ),
+    "predict policy.json model test.npz": (
+        "the arguments are in another order: write `alight predict model policy.json test.npz ...`"
+    ),
+    "predict model test.npz policy.json": (
+        "the arguments are in another order: write `alight predict model policy.json test.npz ...`"
+    ),
+    "predict model costs.json test.npz": "costs.json is a file of costs, not a policy: give the JSON that `alight",
+    "plan labelled.npz model": "the arguments are in another order: write `alight plan model labelled.npz ...`",
+    "record model labelled.npz": "labelled.npz is a file of recorded outputs, not data (images or texts): give what",
+    "record modle test.npz": "there is no folder modle",
+    "run model test.npz": "model is the folder of a network, not the folder of an exported network: give the folder",
+    "record model empty.npz": "cannot read empty.npz: it has scores; save np.savez(path, images=..., labels=...)",
+    "record model texts.jsonl": "the network does not take text but input_0 of shape (samples, 3, 32, 32)",
+    "attach timm:test_resnet --image-size 32 -o model": "model holds a network of 10 classes with exits after",
+    # names
+    "attach resnet18": "network 'resnet18': write timm:NAME, torchvision:NAME, transformers:FOLDER, zoo:NAME, FILE.py",
+    "attach timm:resnet118 -o new": "timm",  # and its version
+    "attach timm:test_resnet --after layer1,layer9 -o new": "no module is called 'layer9': the nearest",
+    "attach transformers:bert-base -o new": "there is no folder 'bert-base': check the path, or give --pretrained to",
+    "attach timm:local-dir:nowhere -o new": "there is no folder 'nowhere': check the path of timm:local-dir:FOLDER",
+    "attach timm:test_resnet --set depht=3 -o new": "timm:test_resnet does not accept these options",
+    "attach nets.py:Net -o new": "nets.py:Net needs width: give --set width=..., or name a function without arguments",
+    "attach nets.py:Net --set width=4 -o new": "nets.py:Net does not say what it takes: give --input-shape, as 3,32,32",
+    "attach nets.py:Nets -o new": "nets.py has no 'Nets': it has Net",
+    "attach nets.py:Net --set width=4 --set depth=2 -o new": "nets.py:Net takes no argument 'depth': it takes width",
+    "attach nets.py:Net --set width=4 --input-shape 3,8,8 -o new": "nets.py:Net does not run on a batch of shape (2,",
+    "attach timm:test_resnet --image-size 32 --weights whole.pt -o new": (
+        "cannot read whole.pt: it is damaged, or holds more than weights, such as a whole network, whose code is not"
+    ),
+    "attach timm:test_resnet --image-size 32 --weights other.pt -o new": (
+        "the weights are another network's: 92 missing in the file, as conv1.0.weight; 2 not in the network, as weight;"
+    ),
+    "calibrate labelled.npz --costs costs.json --budget 50% --method eero --set heat=1": (
+        "--set 'heat=1': write NAME=VALUE with NAME one of"
+    ),
+    # what does not belong together
+    "predict model foreign.json test.npz": "the policy was calibrated on outputs of the network 0123456789abcdef and",
+    "sweep labelled.npz unlabelled.npz --costs costs.json": "a sweep's test table needs labels and there are none:",
+    "sweep labelled.npz labelled.npz --costs costs.json": "the labelled table is also the test table: split it, so",
+    "calibrate labelled.npz --costs 1,2 --budget 50%": "the labelled table has 4 exits, but there are 2 costs: give",
+    "train model strange.npz --epochs 1 -o new": "labels run from 0 to 99, but the network has 10 classes, 0 to 9:",
+}
+
+
+@pytest.fixture(scope="module")
+def place(example_files, tmp_path_factory):
+    """The files of the examples, and some with mistakes in them."""
+    folder = tmp_path_factory.mktemp("mistakes")
+    shutil.copytree(example_files, folder, dirs_exist_ok=True)
+    table = alight.HeadOutputs.load(folder / "labelled.npz")
+    table.unlabelled().save(folder / "unlabelled.npz")
+    policy = alight.load_policy(folder / "policy.json").to_dict() | {"fingerprint": "0123456789abcdef"}
+    alight.policies.policy_from_dict(policy).save(folder / "foreign.json")
+    alight.Costs([4.0, 2.0, 2.0, 2.0], [0.0] * 4, "ms").save(folder / "ms.json")
+    np.savez(folder / "empty.npz", scores=np.zeros(3))
+    with np.load(folder / "train.npz") as arrays:
+        np.savez(folder / "strange.npz", images=arrays["images"][:8], labels=np.array([0, 99] * 4))
+    (folder / "texts.jsonl").write_text('{"text": "hello", "label": 1}\n')
+    (folder / "nets.py").write_text(OWN)
+    torch.save(nn.Linear(2, 2), folder / "whole.pt")
+    torch.save(nn.Linear(2, 2).state_dict(), folder / "other.pt")
+    return folder
+
+
+@pytest.mark.parametrize("line", COMMANDS)
+def test_a_mistake_on_the_command_line_gets_one_sentence(line, place, monkeypatch, capsys):
+    monkeypatch.chdir(place)
+    before = sorted(path.name for path in place.iterdir() if path.name != "__pycache__")
+    status, out, err = run(line, capsys)
+    printed = err.rpartition("\r")[2].strip().rpartition("\n")[2]  # after a bar of progress
+    assert printed.startswith(f"alight: {COMMANDS[line].format(here=place)}"), err
+    assert (status, out, "Traceback" in err) == (1, "", False)
+    assert sorted(path.name for path in place.iterdir() if path.name != "__pycache__") == before
+
+
+def network():
+    return nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Conv2d(4, 4, 3), nn.Flatten(), nn.Linear(64, 3))
+
+
+def model():
+    return alight.attach_heads(network(), ["1"], example=torch.zeros(1, 3, 8, 8))
+
+
+POLICY = alight.Threshold((0.5,), costs=(1.0, 2.0))
+LABELLED, TEST, COSTS = recordings.load()
+CALLS = {  # a call: what is raised
+    "a fraction for a percentage": (
+        lambda: calibrate.eero(COSTS, 0.5, LABELLED),
+        "budget 0.5 FLOPs per sample is below the cheapest exit (155 MFLOPs, 13.9 % of the full network): did you mean"
+        " '50%'?",
+    ),
+    "a bare percentage": (lambda: calibrate.eero(COSTS, 50, LABELLED), "budget 50 FLOPs per sample is below the"),
+    "a misspelt layer": (
+        lambda: alight.attach_heads(network(), ["0.conv"], example=torch.zeros(1, 3, 8, 8)),
+        "no module is called '0.conv': the nearest names are '0', '1', '2'",
+    ),
+    "another number of classes": (
+        lambda: alight.attach_heads(network(), ["1"], example=torch.zeros(1, 3, 8, 8), num_classes=5),
+        "num_classes is 5, but the network itself gives 3 logits: give num_classes=3",
+    ),
+    "no heads yet": (lambda: alight.Predictor(network(), POLICY), "a Sequential has no exits yet: attach_heads makes"),
+    "a policy of another network": (
+        lambda: alight.Predictor(model(), alight.Threshold((0.5, 0.5), costs=(1.0, 2.0, 3.0))),
+        "the policy is for 3 exits and the network has 2: calibrate on outputs of this network",
+    ),
+    "labels of another network": (
+        lambda: alight.record(model(), (torch.zeros(2, 3, 8, 8), torch.tensor([0, 7])), progress=False),
+        "labels run from 0 to 7, but the network has 3 classes, 0 to 2: number the classes from 0",
+    ),
+    "accuracy without labels": (
+        lambda: alight.Predictor(model(), POLICY)(torch.zeros(2, 3, 8, 8)).accuracy(),
+        "accuracy needs labels and there are none: give labelled data",
+    ),
+    "a unit that is not measured": (
+        lambda: alight.measure_costs(model(), unit="seconds"),
+        "there is no unit 'seconds' to measure in: choose one of FLOPs, MACs, ms, J",
+    ),
+    "a folder that is not there": (
+        lambda: alight.from_transformers("./nowhere"),
+        "there is no folder './nowhere': check the path, or give a name of the hub, as owner/name",
+    ),
+    "a misspelt network": (lambda: alight.from_torchvision("resnet_18"), "torchvision"),
+}
+
+
+@pytest.mark.parametrize("case", CALLS)
+def test_a_mistake_in_a_call_gets_one_sentence(case):
+    call, sentence = CALLS[case]
+    with pytest.raises(AlightError) as caught:
+        call()
+    assert str(caught.value).startswith(sentence)
+
+
+def test_misspelt_names_are_answered_with_the_nearest(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert "has no classifier 'resnet118': did you mean resnet1" in run("attach timm:resnet118", capsys)[2]
+    assert not [*Path().iterdir()]
+
+
+def test_the_table_has_thirty_mistakes():
+    assert len(COMMANDS) + len(CALLS) >= 30

@@ -1,0 +1,435 @@
+"""From nothing to a report: `alight.fit` and `alight fit` on ten kinds of users, and the laws that they keep."""
+
+import csv
+import itertools
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import timm
+import torch
+import torchvision
+import transformers
+from commands import run
+from digits import digits
+from PIL import Image
+from torch import nn
+
+import alight
+from alight import Costs, HeadOutputs, Predictor, TrainingSettings, load_policy, replay
+from alight.errors import BadInput, BudgetTooSmall
+from alight.fitting import steps
+from alight.planning import plan as planning
+from alight.planning import timing
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:Early exit is not worth it"),  # small networks on a busy machine
+    pytest.mark.filterwarnings("ignore:the last exit has"),  # of weights that are not trained
+]
+
+
+@pytest.fixture(autouse=True)
+def short(monkeypatch, tmp_path):
+    """Short timings, one thread, and a folder of its own."""
+    monkeypatch.setattr(timing, "SECONDS", 0.02)
+    monkeypatch.setattr(planning, "ROUNDS", 2)
+    monkeypatch.setattr(steps, "TIMED", 1)
+    monkeypatch.chdir(tmp_path)
+    torch.set_num_threads(1)
+
+
+def conv_bn_relu(channels, width, **further):
+    return [nn.Conv2d(channels, width, 3, padding=1, **further), nn.BatchNorm2d(width), nn.ReLU()]
+
+
+def own_cnn(channels=1):
+    """Six layers in a row, as people write them."""
+    torch.manual_seed(0)
+    widths = [channels, 16, 16, 32, 32, 32, 32]
+    layers = [layer for pair in itertools.pairwise(widths) for layer in conv_bn_relu(*pair)]
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, 10)).eval()
+
+
+@pytest.fixture(scope="module")
+def trained():
+    """The network once it has learned the digits."""
+    network, (images, labels) = own_cnn(), digits()[0].tensors
+    optimizer = torch.optim.Adam(network.parameters(), 5e-3)
+    network.train()
+    for epoch in range(4):
+        order = torch.randperm(len(images), generator=torch.Generator().manual_seed(epoch))
+        for rows in order.split(64):
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(network(images[rows]), labels[rows]).backward()
+            optimizer.step()
+    return network.eval()
+
+
+@pytest.fixture(scope="module")
+def fitted(trained):
+    """The trained network at 60 % of its FLOPs."""
+    train, validation = (data.tensors for data in digits())
+    settings = TrainingSettings(epochs=2, learning_rate=1e-2)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(steps, "TIMED", 1)
+        return alight.fit(trained, train, validation, budget="60%", training=settings, progress=False)
+
+
+# Ten users
+
+
+def texts(rows):
+    words = ("good great fine", "bad awful poor")
+    return [f"{words[row % 2]} {'film ' * (row % 3)}{row % 7}" for row in range(rows)], [row % 2 for row in range(rows)]
+
+
+def save_text_network(folder):
+    """A tiny BERT and its tokenizer, as transformers saves them."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    vocabulary = {word: index for index, word in enumerate("[PAD] [UNK] good great fine bad awful poor film".split())}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="[PAD]", unk_token="[UNK]")
+    fast.save_pretrained(folder)
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "num_attention_heads": 2, "num_hidden_layers": 4, "intermediate_size": 32}
+    config = transformers.BertConfig(vocab_size=len(vocabulary), num_labels=2, **sizes)
+    network = transformers.BertForSequenceClassification(config).eval()
+    network.save_pretrained(folder)
+    return network, fast
+
+
+def pixels(images):
+    """Digits as colour images in bytes, 32 x 32."""
+    return (255 * images.repeat(1, 3, 4, 4)).to(torch.uint8).numpy()
+
+
+def write_pictures(folder, images, labels):
+    for row, (image, label) in enumerate(zip(images, labels, strict=True)):
+        place = Path(folder) / f"class {label}"
+        place.mkdir(parents=True, exist_ok=True)
+        Image.fromarray((255 * image[0]).to(torch.uint8).numpy()).save(place / f"{row}.png")
+
+
+def write_texts(path, rows):
+    with Path(path).open("w", newline="") as file:
+        csv.writer(file).writerows([("text", "label"), *zip(*texts(rows), strict=True)])
+
+
+def tones(count):
+    """Tones of two pitches with noise, (samples, 1, 200)."""
+    rng = np.random.default_rng(0)
+    labels = np.arange(count) % 2
+    waves = np.sin(np.linspace(0, 40, 200) * (1 + labels[:, None]))
+    return (waves + rng.normal(size=waves.shape))[:, None].astype(np.float32), labels
+
+
+def prepare_images(space):
+    train, validation = (data.tensors for data in digits())
+    space |= {"images": train[0][:300], "labels": train[1][:300], "held_out": validation[0], "truth": validation[1]}
+
+
+def prepare_own(space):
+    prepare_images(space)
+    space["network"] = own_cnn()
+
+
+def prepare_timm(space):
+    prepare_images(space)
+    space |= {"images": pixels(space["images"][:100]), "labels": space["labels"][:100]}
+    space |= {"held_out": pixels(space["held_out"][:200]), "truth": space["truth"][:200]}
+    space["network"] = timm.create_model("test_convnext", num_classes=10)
+
+
+def prepare_torchvision(space):
+    prepare_timm(space)
+    space["network"] = torchvision.models.shufflenet_v2_x0_5(num_classes=10)
+
+
+def prepare_vision_transformer(space):
+    prepare_images(space)
+    sizes = {"hidden_size": 16, "num_attention_heads": 2, "num_hidden_layers": 4, "intermediate_size": 32}
+    config = transformers.ViTConfig(image_size=8, patch_size=4, num_channels=1, num_labels=10, **sizes)
+    space["network"] = transformers.ViTForImageClassification(config)
+    space["Pairs"] = lambda images, labels: torch.utils.data.TensorDataset(images, labels)
+
+
+def prepare_text(space):
+    space["network"], space["tokenizer"] = save_text_network("bert")
+    space["texts"], space["labels"] = texts(100)
+    space["held_out"], space["truth"] = texts(300)
+
+
+def prepare_audio(space):
+    space["train"], space["validation"] = tones(200), tones(400)
+    widths = [1, 8, 8, 16, 16]
+    layers = []
+    for pair in itertools.pairwise(widths):
+        layers += [nn.Conv1d(*pair, 5, padding=2), nn.BatchNorm1d(pair[1]), nn.ReLU()]
+    space["network"] = nn.Sequential(*layers, nn.AdaptiveAvgPool1d(1), nn.Flatten(), nn.Linear(16, 2))
+
+
+def prepare_logits(space):
+    rng = np.random.default_rng(0)
+    space["labels"] = rng.integers(5, size=600)
+    truth = np.eye(5)[space["labels"]][:, None]
+    space["logits"] = rng.normal(size=(600, 3, 5)) + truth * np.array([1.0, 2.0, 4.0])[:, None]
+
+
+def prepare_pictures(space):
+    prepare_own(space)
+    write_pictures("train", space["images"][:120], space["labels"][:120])
+    write_pictures("validation", space["held_out"][:250], space["truth"][:250])
+
+
+def prepare_csv(space):
+    prepare_text(space)
+    write_texts("train.csv", 100)
+    write_texts("validation.csv", 300)
+
+
+def prepare_folder(space):
+    model = alight.zoo.resnet_digits()
+    alight.save_model(model, "model")
+    images, labels = (part[:250] for part in digits()[1].tensors)
+    np.savez("validation.npz", images=(255 * images).to(torch.uint8).numpy(), labels=labels.numpy())
+
+
+ARRAYS = 'predictor = alight.fit(network, (images, labels), (held_out, truth), budget="70%")'
+REPORT = 'predictor.report("report.html")'
+USERS = {  # what a user writes once network and data are there, and how these are prepared here
+    "own CNN": (prepare_own, [ARRAYS, REPORT]),
+    "timm": (prepare_timm, [ARRAYS, REPORT]),
+    "torchvision": (
+        prepare_torchvision,
+        [
+            "imagenet = alight.Normalisation((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))",
+            ARRAYS.replace("budget", "preprocess=imagenet, budget"),
+            REPORT,
+        ],
+    ),
+    "Hugging Face vision": (
+        prepare_vision_transformer,
+        ['predictor = alight.fit(network, Pairs(images, labels), Pairs(held_out, truth), budget="70%")', REPORT],
+    ),
+    "Hugging Face text": (
+        prepare_text,
+        [ARRAYS.replace("images", "texts").replace("budget", "preprocess=tokenizer, budget"), REPORT],
+    ),
+    "audio": (prepare_audio, ['predictor = alight.fit(network, train, validation, budget="70%")', REPORT]),
+    "logits alone": (
+        prepare_logits,
+        [
+            "costs = alight.Costs.from_cumulative([1.0, 2.0, 4.0])",
+            "predictor = alight.fit(costs, validation=(logits, labels))",
+            REPORT,
+        ],
+    ),
+    "folder of pictures": (
+        prepare_pictures,
+        [
+            "unchanged = alight.Normalisation((0,), (1,))",
+            'predictor = alight.fit(network, "train", "validation", preprocess=unchanged, budget="70%")',
+            REPORT,
+        ],
+    ),
+    "CSV of texts": (
+        prepare_csv,
+        ["alight fit transformers:bert train.csv validation.csv --budget 70% --epochs 2 --report report.html"],
+    ),
+    "saved folder": (prepare_folder, ["alight fit model validation.npz --budget 70% --report report.html"]),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("user", USERS)
+def test_ten_users_get_from_a_network_to_a_report_in_three_lines(user, capsys):
+    prepare, lines = USERS[user]
+    space = {"alight": alight}
+    prepare(space)
+    assert len(lines) <= 3
+    for line in lines:
+        if line.startswith("alight "):
+            status, _, err = run(line.removeprefix("alight "), capsys)
+            assert status == 0, err
+        else:
+            exec(line, space)
+    page = Path("report.html").read_text()
+    assert page.startswith(("<!doctype html>", "<!DOCTYPE html>"))
+    assert len(page) < 3_000_000
+    if "predictor" in space:
+        assert space["predictor"].policy.certificate is not None
+        assert "full network" in space["predictor"].summary
+
+
+# Laws
+
+
+def test_the_network_of_the_user_is_not_changed(fitted, trained):
+    model = fitted.network
+    own = {id(each) for each in trained.parameters()}
+    assert not any(id(each) in own for each in model.parameters())
+    images = digits()[1].tensors[0][:5]
+    with torch.no_grad():
+        assert torch.equal(model.eval()(images)[-1], trained(images))  # heads alone were trained
+    assert not trained.training
+
+
+def test_the_budget_is_kept_on_samples_that_were_not_used_and_the_answers_are_those_of_replay(fitted):
+    images = digits()[1].tensors[0]
+    decisions = fitted(images)
+    assert decisions.mean_cost <= fitted.policy.budget == pytest.approx(0.6 * fitted.fitted.costs.full)
+    test = fitted.fitted.test
+    assert test.labels is not None
+    assert len(test) + len(fitted.fitted.labelled) == len(images)
+    assert replay(fitted.policy, test).accuracy(test.labels) > 0.9
+
+
+def test_the_table_has_the_full_network_alongside_and_the_guarantee_in_a_sentence(fitted):
+    lines = fitted.summary.splitlines()
+    assert lines[0].split() == "full network with exits".split()
+    names = [line.split("  ")[0].strip() or line.strip().split("  ")[0] for line in lines[1:7]]
+    assert [name.split(",")[0] for name in names] == [
+        "accuracy", "cost per sample", "of the full network", "samples/s", "speed-up", "one sample"
+    ]  # fmt: skip
+    assert lines[-1].startswith("Guaranteed with 95 % confidence: mean cost <= ")
+    assert "test samples left after: " in lines[7]
+
+
+@pytest.mark.slow
+def test_the_printed_calls_make_the_same_policy(fitted, trained):
+    train, validation = (data.tensors for data in digits())
+    space = {"network": trained, "train": train, "validation": validation}
+    space["training"] = TrainingSettings(epochs=2, learning_rate=1e-2)
+    exec(fitted.calls, space)
+    assert space["policy"] == fitted.policy
+    assert isinstance(space["predictor"], Predictor)
+
+
+def test_a_saved_fit_is_loaded_with_its_policy_and_decides_alike(fitted, trained, capsys):
+    folder = fitted.save("fitted")
+    names = {path.name for path in folder.iterdir()}
+    assert {
+        "config.json",
+        "model.safetensors",
+        "policy.json",
+        "costs.json",
+        "labelled.npz",
+        "test_outputs.npz",
+    } <= names
+    assert load_policy(folder / "policy.json") == fitted.policy
+    assert HeadOutputs.load(folder / "labelled.npz").fingerprint == fitted.policy.fingerprint
+    assert Costs.load(folder / "costs.json").full == fitted.fitted.costs.full
+    images = digits()[1].tensors[0][:50].numpy()
+    expected = fitted(images, samples=range(50))
+    again = Predictor.load(folder)(images, samples=range(50))  # without the network's own code
+    assert np.array_equal(again.exits, expected.exits)
+
+
+def test_a_saved_network_of_a_library_is_loaded_with_its_policy_and_decides_alike(capsys):
+    floats, labels = digits()[1].tensors
+    images = (255 * floats).to(torch.uint8).numpy()
+    predictor = alight.fit(alight.zoo.resnet_digits(), None, (images, labels), budget="70%", progress=False)
+    predictor.save("fitted")
+    expected = predictor(images[:50], samples=range(50))
+    again = Predictor.load("fitted")(images[:50], samples=range(50))
+    assert np.array_equal(again.exits, expected.exits)
+    np.savez("test.npz", images=images[:50], labels=labels[:50].numpy())
+    assert run("predict fitted fitted/policy.json test.npz", capsys)[0] == 0
+
+
+def test_labels_are_not_needed(trained):
+    train, validation = (data.tensors[0][:300] for data in digits())
+    predictor = alight.fit(trained, train, validation, budget="70%", training=None, progress=False)
+    assert "agreement" in predictor.summary
+    assert predictor.policy.settings["truth"] == "the last exit"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("goal", [{"max_accuracy_loss": 0.2}, {"speedup": 1.05}, {"budget": "1000 ms"}])
+def test_goals_in_time_give_a_policy_in_milliseconds_or_the_full_network(fitted, goal):
+    predictor = alight.fit(fitted.network, None, digits()[1].tensors, **goal, progress=False)
+    assert predictor.policy.unit == "ms"
+    assert predictor.fitted.verdict
+    if predictor.policy.method == "full network":
+        assert predictor.policy.open_exits == (predictor.policy.num_exits - 1,)
+        assert predictor.summary.count("1.00x") == 2
+
+
+def test_recorded_outputs_of_a_network_enter_at_calibration(fitted):
+    table = HeadOutputs.joined([fitted.fitted.labelled, fitted.fitted.test])
+    predictor = alight.fit(fitted.network, None, table, budget="70%", progress=False)
+    assert predictor.policy.certificate is not None
+    assert predictor.fitted.verdict.startswith("Not timed")
+    with pytest.raises(BadInput, match="a speed-up is timed on samples, and these are recorded outputs"):
+        alight.fit(fitted.network, None, table, speedup=1.001, progress=False)
+    with pytest.raises(alight.AlightError, match="a table of 2 exits for a network of"):
+        alight.fit(fitted.network, None, table.at_exits([0, 1]), progress=False)
+
+
+def test_logits_need_no_torch():
+    code = """
+import sys
+import numpy as np
+import alight
+logits = np.random.default_rng(0).normal(size=(400, 2, 3)) * [[[2.0], [4.0]]]
+costs = alight.Costs.from_cumulative([1.0, 4.0])
+predictor = alight.fit(costs, validation=(logits, logits[:, 1].argmax(1)), budget="60%", progress=False)
+predictor.report("report.html")
+predictor.save("decided")
+loss = alight.fit(costs, validation=(logits, logits[:, 1].argmax(1)), max_accuracy_loss=0.5, progress=False)
+assert loss.policy.certificate.contract == "excess_error"
+assert predictor(logits).mean_cost < 0.62 * 4
+assert "torch" not in sys.modules
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert Path("decided/policy.json").is_file()
+
+
+def test_the_command_reads_costs_and_a_recording_and_gives_json(capsys):
+    space = {}
+    prepare_logits(space)
+    table = HeadOutputs.from_logits(space["logits"], space["labels"])
+    replace(table, fingerprint="of some network").save("labelled.npz")
+    Costs.from_cumulative([1.0, 2.0, 4.0]).save("costs.json")
+    status, out, err = run("fit costs.json labelled.npz --budget 60% -o decided --json", capsys)
+    assert status == 0, err
+    values = json.loads(out)
+    assert values["mean_cost"] <= 0.62 * values["full_cost"]
+    assert "certified_probability" in values["calls"]
+    status, _, err = run("fit costs.json labelled.npz --budget 60% -o decided", capsys)
+    assert (status, "--force to replace it" in err) == (1, True)
+
+
+MISTAKES = {
+    "two goals": ({"budget": "50%", "speedup": 2}, "budget and speedup are 2 goals: give one of them"),
+    "loss in percent": ({"max_accuracy_loss": 1}, "0.01 is one point"),
+    "slower": ({"speedup": 0.5}, "speedup 0.5 must be above 1"),
+    "out of reach": ({"speedup": 1000.0}, "a speed-up of 1000 is out of reach here: if every sample left after"),
+    "no cheap exit": ({"budget": "0.1%"}, "is below the cheapest exit"),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_goals_that_cannot_be_met_are_refused_before_anything_is_trained(name):
+    goal, message = MISTAKES[name]
+    with pytest.raises(BadInput, match=message):
+        alight.fit(own_cnn(), digits()[0].tensors, digits()[1].tensors, **goal, progress=False)
+
+
+def test_what_is_missing_is_asked_for():
+    with pytest.raises(BadInput, match="there is no validation data"):
+        alight.fit(own_cnn(), digits()[0].tensors)
+    with pytest.raises(BadInput, match="a dict is not a network: give a torch module"):
+        alight.fit({}, None, digits()[1].tensors)
+    bytes_of = (255 * digits()[0].tensors[0]).to(torch.uint8)
+    with pytest.raises(BadInput, match=r"how the network normalises them is unknown: give\s+preprocess=alight"):
+        alight.fit(own_cnn(), (bytes_of, digits()[0].tensors[1]), digits()[1].tensors)
+    with pytest.raises(BudgetTooSmall):
+        alight.fit(Costs.from_cumulative([2.0, 4.0]), validation=np.zeros((40, 2, 3)), budget=1.0, progress=False)
