@@ -167,10 +167,24 @@ def _answered(draw: Callable[..., Floats], rng: np.random.Generator, size: int) 
 
 
 def salts() -> Iterator[Row]:
-    """Contracts on batches, streams and risks over calibration draws, each with its own salt, in calls of any size."""
+    """Contracts on costs, batches, streams and risks over calibration draws, each with its own salt."""
     for draw in (equal, tied):
         yield from _salted_batches_and_streams(draw)
+        yield from _salted_costs(draw)
     yield from _salted_risks()
+
+
+def _salted_costs(draw: Callable[..., Floats]) -> Iterator[Row]:
+    """Yield how often probability contracts overspend where ties, or mixtures of two lengths of patience, decide."""
+    fresh = [_answered(draw, np.random.default_rng(10**6 + number), FRESH)[1] for number in range(FRESH_TABLES)]
+    fitting = _answered(draw, np.random.default_rng(10**5), 500)[1]
+    for kind, method in {"exact law": calibrate.geometric, "patience": calibrate.patience}.items():
+        spent = np.empty(DRAWS)
+        for seed in range(DRAWS):
+            drawn = _answered(draw, np.random.default_rng(seed), 50)[1]
+            policy = certified_probability(method, delta=DELTA, seed=seed)(COSTS, BUDGET, fitting, drawn)
+            spent[seed] = replay(policy, fresh[seed % FRESH_TABLES]).mean_cost
+        yield _judged(f"probability, {kind}", draw.__name__, 50, spent, 0.0)
 
 
 def _salted_batches_and_streams(draw: Callable[..., Floats]) -> Iterator[Row]:
