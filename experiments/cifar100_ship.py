@@ -1,8 +1,9 @@
-"""Write what the repository keeps of the trainings on CIFAR-100: recordings of four networks, all others as CSV.
+"""Write what the repository keeps of the trainings on CIFAR-100: recordings of some networks, all others as CSV.
 
     python experiments/cifar100_ship.py STATE      # a folder that cifar100_pack.py unpacked; seconds
 
-Writes for each network of NETWORKS a folder results/recordings/NAME (calibration.npz and test.npz, scores in single
+Writes for each network of NETWORKS and SEEDS that was trained a folder results/recordings/NAME, or NAME_1, NAME_2 for
+further seeds (calibration.npz and test.npz, scores in single
 precision, costs.json, run.json, and policy_50.json, what `eero` fits for half of the FLOPs), results/cifar100_runs.csv
 (accuracy and cost of every exit of every training, with its seconds, hardware and commit) and
 results/cifar100_modes.csv (accuracy and cost of policies on the exits of every training). To replace a training by a
@@ -18,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from recorded_cifar100 import FOLDER, MODES, NETWORKS, RUNS, Result, budgets, costs_alone
+from recorded_cifar100 import FOLDER, MODES, NETWORKS, RUNS, SEEDS, Result, budgets
 
 from alight import HeadOutputs, calibrate, replay, sweep
 from alight.files import write_arrays, write_rows, write_text
@@ -31,8 +32,13 @@ def ship(state: Path) -> None:
     results = [Result.of(folder / "result") for folder in sorted(state.iterdir()) if (folder / "result").is_dir()]
     _write(RUNS, [row for result in results for row in run_rows(result)])
     _write(MODES, [row for result in results if len(result.costs) > 1 for row in mode_rows(result)])
-    for name in NETWORKS:
-        keep(state / f"{name}-0" / "result", FOLDER / name, FURTHER.get(name, ()))
+    for name in dict.fromkeys((*NETWORKS, *SEEDS)):
+        for seed in range(SEEDS.get(name, 1)):
+            source = state / f"{name}-{seed}" / "result"
+            if source.is_dir():
+                keep(source, FOLDER / (f"{name}_{seed}" if seed else name), FURTHER.get(name, ()))
+            else:
+                print(f"{name}-{seed} is not trained: its recording stays as it was")
 
 
 def keep(source: Path, target: Path, further: Sequence[str]) -> None:
@@ -78,7 +84,7 @@ def _changed(whole: Result, kept: Result) -> tuple[int, int]:
 
 def run_rows(result: Result) -> Iterator[dict[str, object]]:
     """Yield one row per exit of a training."""
-    run, alone = result.run, costs_alone(result.costs)
+    run, alone = result.run, result.costs.alone
     for index, name in enumerate(run["exits"]):
         yield {
             "run": run["run"],

@@ -32,28 +32,6 @@ from alight.policies.policy import ExitAt, Policy, Threshold
 from alight.policies.route import replay
 from alight.policies.shift import diagnose_shift
 
-__all__ = [
-    "ORACLE",
-    "SINGLE_EXIT",
-    "Bootstrap",
-    "Classes",
-    "Interval",
-    "MethodComparison",
-    "Point",
-    "area_under_curve",
-    "at_equal_spend",
-    "bootstrap",
-    "calibration_errors",
-    "comparison_table",
-    "evaluate_policy",
-    "oracle",
-    "oracle_within",
-    "per_class",
-    "read_points",
-    "sweep",
-    "write_points",
-]
-
 Floats = npt.NDArray[np.float64]
 Integers = npt.NDArray[np.int64]
 
@@ -146,9 +124,8 @@ def sweep(
     test.known_labels("a sweep's test table")
     _check_tables(network, labelled, unlabelled, test)
     amounts = [network.budget(budget) for budget in budgets]
-    cheapest = min(float(network.cumulative([index])[0]) for index in range(len(network)))
-    if amounts and min(amounts) < cheapest:
-        raise BudgetTooSmall(min(amounts), cheapest, network.unit, full=network.full)
+    if amounts and min(amounts) < network.alone.min():
+        raise BudgetTooSmall(min(amounts), float(network.alone.min()), network.unit, full=network.full)
     measured = partial(_measured, network, test, seed)
     points, policies = [], []
     for method, amount in tqdm(list(product(methods, amounts)), desc="sweep", unit="policy", disable=not progress):
@@ -165,7 +142,7 @@ def sweep(
         points += [replace(measured(ORACLE, *each), exit_costs=paid) for each in best]
         errors = [math.nan] * len(network) if _confidences(test) is None else calibration_errors(test).tolist()
         for index, error in enumerate(errors):
-            cost = float(network.cumulative([index])[0])
+            cost = float(network.alone[index])
             alone = ExitAt(costs=(cost,), open_exits=(index,), num_exits=len(network), score=test.score)
             paid = _spread(alone, alone.costs, closed=math.inf)
             point = measured(SINGLE_EXIT, cost, replay(alone, test))

@@ -9,7 +9,7 @@ import numpy as np
 
 from alight.budgeting.rates import Floats, Integers
 from alight.budgeting.thresholds import hash01, passing_counts
-from alight.calibrate.problem import AnyCosts, Budget, Method, costs_alone
+from alight.calibrate.problem import AnyCosts, Budget, Method
 from alight.costs import Costs, as_costs
 from alight.errors import BudgetTooSmall
 from alight.outputs import HeadOutputs
@@ -135,10 +135,10 @@ def kept_exits(method: Method, costs: AnyCosts, budget: Budget, labelled: HeadOu
 
 def affordable_exits(network: Costs, budget: float) -> tuple[int, ...]:
     """Return all exits from the first on that is affordable when no exit before it is open."""
-    alone = costs_alone(network)
-    if not (alone <= budget).any():
-        raise BudgetTooSmall(budget, float(alone.min()), network.unit, full=network.full)
-    return tuple(range(int(np.argmax(alone <= budget)), len(network)))
+    affordable = network.alone <= budget
+    if not affordable.any():
+        raise BudgetTooSmall(budget, float(network.alone.min()), network.unit, full=network.full)
+    return tuple(range(int(np.argmax(affordable)), len(network)))
 
 
 def held_out(

@@ -74,7 +74,7 @@ class Problem:
                 f" {scored.fingerprint or 'unknown'}: record both with one network"
             )
         amount = network.budget(budget)
-        cheapest = float(costs_alone(network).min() if closes_exits else network.cumulative()[0])
+        cheapest = float(network.alone.min() if closes_exits else network.cumulative()[0])
         if amount < cheapest:
             raise BudgetTooSmall(amount, cheapest, network.unit, full=network.full)
         return cls(network, amount, labelled, scored, method)
@@ -157,11 +157,6 @@ class Problem:
         share = float(hashes[order[np.argmax(exceeds)]]) if exceeds.any() else 1.0  # below the first that is too much
         settings = dict(cheaper.settings) | {"share of next": share}
         return Mixture(costlier, cheaper, share, **self.terms(settings=settings))
-
-
-def costs_alone(network: Costs) -> Floats:
-    """Return what it costs to answer at each exit when no other is open."""
-    return np.array([network.cumulative([exit_index])[0] for exit_index in range(len(network))])
 
 
 def check_tables(network: Costs, labelled: HeadOutputs, unlabelled: HeadOutputs | None) -> None:
