@@ -3,11 +3,11 @@
     python experiments/cifar100_ship.py STATE      # a folder that cifar100_pack.py unpacked; seconds
 
 Writes for each network of NETWORKS and SEEDS that was trained a folder results/recordings/NAME, or NAME_1, NAME_2 for
-further seeds (calibration.npz and test.npz, scores in single
-precision, costs.json, run.json, and policy_50.json, what `eero` fits for half of the FLOPs), results/cifar100_runs.csv
-(accuracy and cost of every exit of every training, with its seconds, hardware and commit) and
-results/cifar100_modes.csv (accuracy and cost of policies on the exits of every training). To replace a training by a
-better one, run this again, then `make figures`.
+further seeds (calibration.npz and test.npz, scores in single precision, costs.json, run.json, and policy_50.json, what
+`eero` fits for half of the FLOPs), results/cifar100_runs.csv (accuracy and cost of every exit of every training, with
+its seconds, hardware and commit) and results/cifar100_modes.csv (accuracy and cost of policies on the exits of every
+training). Rows of trainings that STATE does not have stay. To replace a training by a better one, run this again, then
+`make figures`.
 
 Weights are not kept: heads are worth nothing without their backbone, and the smallest network is 6.3 MB.
 """
@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from recorded_cifar100 import FOLDER, MODES, NETWORKS, RUNS, SEEDS, Result, budgets
+from recorded_cifar100 import FOLDER, MODES, NETWORKS, RUNS, SEEDS, Result, budgets, rows
 
 from alight import HeadOutputs, calibrate, replay, sweep
 from alight.files import write_arrays, write_rows, write_text
@@ -119,9 +119,17 @@ def mode_rows(result: Result) -> Iterator[dict[str, object]]:
         }
 
 
-def _write(path: Path, rows: list[dict[str, Any]]) -> None:
-    write_rows(path, [{name: str(cell) for name, cell in row.items()} for row in rows])  # all digits of fractions
-    print(f"{path.name}: {len(rows)} rows")
+def _write(path: Path, found: list[dict[str, Any]]) -> None:
+    """Write the rows of these trainings, beside those of others that the file has."""
+    texts = [{name: str(cell) for name, cell in row.items()} for row in found]  # all digits of fractions
+    made = {_training(row) for row in texts}
+    kept = [row for row in rows(path) if _training(row) not in made] if path.exists() else []
+    write_rows(path, kept + texts)
+    print(f"{path.name}: {len(texts)} rows, beside {len(kept)} of other trainings")
+
+
+def _training(row: dict[str, str]) -> tuple[str, ...]:
+    return row["run"], row["seed"], row["calibration_images"]
 
 
 if __name__ == "__main__":
