@@ -57,7 +57,7 @@ class Ensemble(Combination):
     def step(self, exit_index: int, predictions: Array, columns: tuple[Array, ...], memory: Memory) -> Mapped:
         """Return answers and scores."""
         open_index = self.exits.index(exit_index)
-        memory = (*memory, all_classes(*columns, len(self.biases[0])))
+        memory = (*memory, all_classes(columns[0], columns[1], len(self.biases[0])))
         values = np.tensordot(self.weights[open_index], memory, axes=1) + np.array(self.biases[open_index])
         ordered = np.partition(values, -2, axis=1)
         return values.argmax(axis=1), ordered[:, -1] - ordered[:, -2], memory

@@ -30,8 +30,8 @@ METHODS = ("eero", "eero_marginal", "geometric", "gaussian", "patience", "best_s
 
 def ship(state: Path) -> None:
     results = [Result.of(folder / "result") for folder in sorted(state.iterdir()) if (folder / "result").is_dir()]
-    _write(RUNS, [row for result in results for row in run_rows(result)])
-    _write(MODES, [row for result in results if len(result.costs) > 1 for row in mode_rows(result)])
+    write_beside(RUNS, [row for result in results for row in run_rows(result)])
+    write_beside(MODES, [row for result in results if len(result.costs) > 1 for row in mode_rows(result)])
     for name in dict.fromkeys((*NETWORKS, *SEEDS)):
         for seed in range(SEEDS.get(name, 1)):
             source = state / f"{name}-{seed}" / "result"
@@ -119,7 +119,7 @@ def mode_rows(result: Result) -> Iterator[dict[str, object]]:
         }
 
 
-def _write(path: Path, found: list[dict[str, Any]]) -> None:
+def write_beside(path: Path, found: list[dict[str, Any]]) -> None:
     """Write the rows of these trainings, beside those of others that the file has."""
     texts = [{name: str(cell) for name, cell in row.items()} for row in found]  # all digits of fractions
     made = {_training(row) for row in texts}

@@ -111,7 +111,7 @@ class HeadOutputs:
         tables = {name: logit_margin(stacked) if name == "logit_margin" else SCORES[name](noisy) for name in names}
         predictions = (noisy if noise > 0 else stacked).argmax(-1)
         if labels is not None:
-            _check_classes(predictions, _labels(labels, len(stacked)), stacked.shape[2])
+            _check_classes(_labels(labels, len(stacked)), stacked.shape[2])
         classes, logs = top_classes(stacked, top)
         return cls(tables.pop(score), predictions, labels, score, tables, classes.astype(np.int32), half(logs))
 
@@ -537,14 +537,12 @@ def _labels(values: npt.ArrayLike, num_samples: int) -> Integers:
     return _integers("labels", labels, axes=1)
 
 
-def _check_classes(predictions: Integers, labels: Integers | None, num_classes: int) -> None:
-    for what, values in {"predictions": predictions, "labels": labels}.items():
-        if values is not None and values.max() >= num_classes:
-            raise BadInput(
-                f"{what} run from {values.min()} to {values.max()}, but the logits have {num_classes} classes, 0 to"
-                f" {num_classes - 1}:"
-                " number the classes from 0"
-            )
+def _check_classes(labels: Integers, num_classes: int) -> None:
+    if labels.max() >= num_classes:
+        raise BadInput(
+            f"labels run from {labels.min()} to {labels.max()}, but the logits have {num_classes} classes, 0 to"
+            f" {num_classes - 1}: number the classes from 0"
+        )
 
 
 def _logits(logits: npt.ArrayLike | Sequence[npt.ArrayLike]) -> Floats:
