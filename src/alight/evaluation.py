@@ -37,6 +37,7 @@ Integers = npt.NDArray[np.int64]
 
 ORACLE, SINGLE_EXIT = "oracle", "single_exit"  # references beside the methods
 BINS = 15  # of confidence, as usual
+CONFIDENCE = 0.95  # of intervals
 
 
 @dataclass(frozen=True)
@@ -434,21 +435,12 @@ class Classes(NamedTuple):
         return self.accuracy - self.full_accuracy
 
 
-def bootstrap(
-    decisions: Decisions,
-    labels: npt.ArrayLike,
-    rng: np.random.Generator,
-    *,
-    confidence: float = 0.95,
-    draws: int = 1000,
-) -> Bootstrap:
-    """Return percentile intervals over test samples drawn again with replacement.
+def bootstrap(decisions: Decisions, labels: npt.ArrayLike, rng: np.random.Generator, *, draws: int = 1000) -> Bootstrap:
+    """Return 95 % percentile intervals over test samples drawn again with replacement.
 
     A sample matters only by its cost and whether it is right, so the draws are of how many samples of each such
     kind there are: one multinomial instead of a table of samples.
     """
-    if not 0 < confidence < 1:
-        raise BadInput(f"confidence {confidence:g} must lie inside (0, 1): 0.95 is usual")
     if draws < 1:
         raise BadInput(f"{draws} draws give no interval: 1,000 are usual")
     labels = np.asarray(labels)
@@ -457,7 +449,7 @@ def bootstrap(
     right = decisions.predictions == labels
     kinds, counts = np.unique(np.stack([right, decisions.spent]), axis=1, return_counts=True)
     drawn = rng.multinomial(len(decisions), counts / counts.sum(), size=draws) / len(decisions)  # (draws, kinds)
-    tails = [(1 - confidence) / 2, (1 + confidence) / 2]
+    tails = [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2]
     low, high = np.quantile(drawn @ kinds.T, tails, axis=0).tolist()
     return Bootstrap(*map(Interval, low, high))
 
@@ -490,10 +482,10 @@ def per_class(decisions: Decisions, outputs: HeadOutputs) -> Classes:
     )
 
 
-def calibration_errors(outputs: HeadOutputs, bins: int = BINS) -> Floats:
+def calibration_errors(outputs: HeadOutputs) -> Floats:
     """Return the expected calibration error of each exit, (exits,): how far its probabilities are from its accuracy.
 
-    Samples are put into bins of equal width by the probability of the predicted class; the distance between mean
+    Samples are put into 15 bins of equal width by the probability of the predicted class; the distance between mean
     probability and accuracy of a bin is weighted by its samples. The table must hold those probabilities, as the score
     or a feature "max_probability" or as log-probabilities: a margin is not a probability.
 
@@ -508,7 +500,7 @@ def calibration_errors(outputs: HeadOutputs, bins: int = BINS) -> Floats:
             f"this table has the {outputs.score} and no probabilities of the predicted class: record it with"
             " features=['max_probability'] or its log-probabilities"
         )
-    places = np.minimum((confidences * bins).astype(np.int64), bins - 1)
+    places = np.minimum((confidences * BINS).astype(np.int64), BINS - 1)
     gaps = confidences - outputs.correct()
     return np.array(
         [np.abs(np.bincount(*each)).sum() for each in zip(places.T, gaps.T, strict=True)], dtype=np.float64

@@ -87,11 +87,10 @@ def on_exits(method: Method, open_exits: Sequence[int]) -> Method:
     return calibrated
 
 
-def pruned(method: Method, *, chooser: Method | None = None) -> Method:
+def pruned(method: Method) -> Method:
     """Return the method with only those exits open that are worth their heads.
 
-    Exits are closed one at a time, heads no longer paid, while the accuracy of `chooser`, by default the method itself,
-    does not fall on held-out labelled data.
+    Exits are closed one at a time, heads no longer paid, while the accuracy does not fall on held-out labelled data.
 
     >>> from alight import calibrate, recordings
     >>> labelled, test, costs = recordings.load()
@@ -102,7 +101,7 @@ def pruned(method: Method, *, chooser: Method | None = None) -> Method:
     def calibrated(
         costs: AnyCosts, budget: Budget, labelled: HeadOutputs, unlabelled: HeadOutputs | None = None, **options: object
     ) -> Policy:
-        kept = kept_exits(chooser or partial(method, **options), costs, budget, labelled)
+        kept = kept_exits(partial(method, **options), costs, budget, labelled)
         policy = on_exits(method, kept)(costs, budget, labelled, unlabelled, **options)
         closed = [name for index, name in enumerate(labelled.exit_names) if index not in kept]
         return replace(policy, settings={**policy.settings, "pruned": ", ".join(closed) or "none"})
