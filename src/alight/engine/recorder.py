@@ -136,7 +136,7 @@ class Recorder:
         check_top(top)
         self.score, self.columns = score, (*names, *TOP)
         exits = range(getattr(model, "num_exits", 0))
-        self.backend = EveryExit(model, exits, [Reads(names, top=top)], settings)
+        self.backend = EveryExit(model, exits, settings).with_reads([Reads(names, top=top)])
 
     def tables(self, data: Any, batch_size: int = BATCH_SIZE, progress: bool = True) -> Iterator[HeadOutputs]:
         """Yield the table of each batch, in their order; on a device the next batches run while one is on its way."""
