@@ -243,6 +243,8 @@ def in_batches(
     >>> [len(labels) for _, labels in in_batches((np.zeros((5, 4)), np.arange(5)), InputSpec(), batch_size=2)]
     [2, 2, 1]
     """
+    if isinstance(data, Loader):
+        return data
     samples = open_data(data, spec)
     if samples is not None:
         return _loader(samples, Collate(spec, _named(data)), batch_size, shuffle)
