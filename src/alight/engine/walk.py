@@ -219,7 +219,8 @@ class Flow:
         late, self.late = self.late, []
         if not late:
             return
-        values = self.backend.gather([each.values for each in late])  # type: ignore[misc]
+        first, *others = (each.values for each in late)
+        values = first.gather(others)  # type: ignore[union-attr, arg-type]
         if math.isfinite(values.largest.sum()):
             samples = np.concatenate([each.group.samples for each in late])
             recalled = joined([each.group.recalled for each in late])

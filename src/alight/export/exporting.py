@@ -108,6 +108,9 @@ def export_model(
             save_tokenizer(tokenizer, filling / TOKENIZER)
         others = sorted(path for path in (filling / TOKENIZER).rglob("*") if path.is_file())
         gap, ways = max(gap for gap, _ in notes), ", ".join(way for _, way in notes)
+        lengths = None
+        if len(specs[0][0].shape) > 1 and specs[0][0].shape[1] is None:  # texts of any length
+            lengths = _lengths(ready, stages, example, [_runner(filling / each.file, format) for each in files])
         Manifest(
             format=format,
             fingerprint=own,
@@ -119,20 +122,11 @@ def export_model(
             num_classes=model.num_classes,
             classes=model.classes,
             normalisation=normalisation or model.normalisation,
-            lengths=_lengths(ready, stages, example, _runners(filling, files, format)) if _is_text(specs[0]) else None,
+            lengths=lengths,
             further={path.relative_to(filling).as_posix(): checksum(path.read_bytes()) for path in others},
             made_with=installed_versions(*LIBRARIES) | {"largest difference": f"{gap:.1e}", "captured by": ways},
         ).save(filling)
     return folder
-
-
-def _is_text(specs: tuple[TensorSpec, ...]) -> bool:
-    """Return whether the network takes texts of any length."""
-    return len(specs[0].shape) > 1 and specs[0].shape[1] is None
-
-
-def _runners(folder: Path, files: list[StageFile], format: str) -> list[Any]:  # noqa: A002
-    return [_runner(folder / each.file, format) for each in files]
 
 
 def _lengths(

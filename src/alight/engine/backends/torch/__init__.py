@@ -12,7 +12,7 @@ from alight.data.batches import as_tensor
 from alight.engine.backends import HeadValues, Reads, State, unpack
 from alight.engine.backends.torch import rows
 from alight.engine.backends.torch.prepare import accelerate, check_prepared, device_of, placed, prepared, running
-from alight.engine.backends.torch.values import OnDevice, gather, pack, score_one
+from alight.engine.backends.torch.values import OnDevice, pack, score_one
 from alight.engine.settings import RunSettings
 from alight.errors import BadInput
 from alight.networks.multi_exit import MultiExitModel, advance, read
@@ -147,7 +147,6 @@ class TorchBackend:
     allocate = staticmethod(rows.allocate)
     move = staticmethod(rows.move)
     owns = staticmethod(rows.owns)
-    gather = staticmethod(gather)
 
     def first_unusable(self, state: State) -> int | None:
         return None  # torch carries NaN through to the logits, where the engine finds it
