@@ -108,9 +108,8 @@ def export_model(
             save_tokenizer(tokenizer, filling / TOKENIZER)
         others = sorted(path for path in (filling / TOKENIZER).rglob("*") if path.is_file())
         gap, ways = max(gap for gap, _ in notes), ", ".join(way for _, way in notes)
-        lengths = None
-        if len(specs[0][0].shape) > 1 and specs[0][0].shape[1] is None:  # texts of any length
-            lengths = _lengths(ready, stages, example, [_runner(filling / each.file, format) for each in files])
+        takes_any_length = specs[0][0].shape[1:2] == (None,)
+        lengths = _lengths(ready, stages, example, filling, files, format) if takes_any_length else None
         Manifest(
             format=format,
             fingerprint=own,
@@ -130,10 +129,15 @@ def export_model(
 
 
 def _lengths(
-    model: MultiExitModel, stages: Sequence[ExportedStage], example: Any, runners: Sequence[Any]
+    model: MultiExitModel,
+    stages: Sequence[ExportedStage],
+    example: Any,
+    folder: Path,
+    files: Sequence[StageFile],
+    format: str,  # noqa: A002
 ) -> tuple[int, int]:
     """Return the shortest and the longest of the tried texts, from those that were exported up and down."""
-    proven = [*TOKENS]
+    proven, runners = [*TOKENS], [_runner(folder / each.file, format) for each in files]
     for tried in ([each for each in LENGTHS if each > TOKENS[1]], [each for each in LENGTHS[::-1] if each < TOKENS[0]]):
         for length in tried:
             if not _is_same_at(model, stages, example, length, runners):
