@@ -427,10 +427,12 @@ class Tracer:
         finally:
             self.active = False
 
-    def counts(self) -> dict[str, int]:
-        """Return how many functions and files ran, and how many functions were written with def."""
-        named = sum(not name.startswith("<") for _, name in self.names)
-        return {"functions": len(self.names), "files": len({file for file, _ in self.names}), "def": named}
+    def functions(self) -> dict[str, list[str]]:
+        """Return the functions that ran, by file."""
+        found: dict[str, list[str]] = defaultdict(list)
+        for file, name in sorted(self.names):
+            found[file.removeprefix(self.prefix)].append(name)
+        return found
 
 
 IMAGES, SIZE, CLASSES = 40, 32, 10
@@ -521,14 +523,15 @@ def measure_walks(package: Path) -> list[Row]:
             if done.returncode:
                 raise SystemExit(f"{name}: exit status {done.returncode}\n{done.stderr}")
             if name in WALKS:
-                counts: dict[str, int] = json.loads(done.stdout)
-                rows.append(Row(f"{name}: functions", ALL, counts["functions"], f"{counts['def']} written with def"))
-                rows.append(Row(f"{name}: files", ALL, counts["files"]))
+                functions: dict[str, list[str]] = json.loads(done.stdout)
+                detail = _joined(f"{file}: {', '.join(names)}" for file, names in functions.items())
+                rows.append(Row(f"{name}: functions", ALL, sum(map(len, functions.values())), detail))
+                rows.append(Row(f"{name}: files", ALL, len(functions)))
     return rows
 
 
 def run_walk(name: str, package: Path) -> None:
-    """Run one walk in this process and print its counts as JSON."""
+    """Run one walk in this process and print the functions that ran, by file, as JSON."""
     if name == "prepare":
         prepare()
         return
@@ -538,7 +541,7 @@ def run_walk(name: str, package: Path) -> None:
     sys.setprofile(None)
     if not tracer.names:
         raise SystemExit(f"nothing of {package} ran: another alight was imported, or the service did not use uvicorn")
-    print(json.dumps(tracer.counts()))
+    print(json.dumps(tracer.functions()))
 
 
 # Tables

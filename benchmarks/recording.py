@@ -23,11 +23,12 @@ from runtime import ROOT, ROUNDS, Row, clocked, device_parser, network, parsed, 
 
 from alight.costing.measure import head_overhead, time_stages
 from alight.engine.backends.torch.prepare import placed, prepared
-from alight.engine.recorder import record, record_to
+from alight.engine.recorder import Recorder, record
 from alight.engine.settings import RunSettings
 from alight.files import write_rows
 from alight.networks.attach import attach_heads
 from alight.networks.multi_exit import MultiExitModel
+from alight.outputs import KEPT
 
 AT_MOST = 1.1  # times the full network, beside the heads
 DRAWN = 4  # batches that are drawn, and come again and again
@@ -63,7 +64,10 @@ def recordings(
 ) -> dict[str, Callable[[], object]]:
     """Return the ways to record, by name."""
     memory = partial(record, model, loader, settings=settings, progress=False)
-    disk = partial(record_to, Path(folder) / "table.npz", model, loader, settings=settings, progress=False)
+
+    def disk(top: int = KEPT) -> None:
+        Recorder(model, top=top, settings=settings).write(Path(folder) / "table.npz", loader, progress=False)
+
     return {"memory": memory, "disk": disk, "disk, all classes": partial(disk, top=10**6)}
 
 

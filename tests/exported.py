@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from alight import HeadOutputs, MultiExitModel, Normalisation, Predictor, export_model, fingerprint
+from alight.engine.backends import Backend
 from alight.engine.settings import RunSettings
 from alight.policies.limits import Quota
 from alight.policies.policy import Lottery, Mixture, Patience, Policy, Streak, Threshold
@@ -77,8 +78,9 @@ def images() -> np.ndarray:
 @cache
 def table() -> HeadOutputs:
     """What every exit says about the images."""
+    model = network()  # made outside, or its weights could not be exported
     with torch.inference_mode():
-        logits = [each.numpy() for each in network()(torch.from_numpy(images()))]
+        logits = [each.numpy() for each in model(torch.from_numpy(images()))]
     labels = np.random.default_rng(0).integers(5, size=len(images()))
     return HeadOutputs.from_logits(logits, labels, features=["max_probability", "negative_entropy", "logit_margin"])
 
@@ -123,9 +125,23 @@ def drawn(kind: str, rng: np.random.Generator, open_exits: tuple[int, ...]) -> P
     return Lottery(exit_rates=tuple(rng.dirichlet(np.ones(len(open_exits))).tolist()), **terms)
 
 
-def predictor(backend: str, rule: Policy, **options) -> Predictor:
-    """The network under a policy, run by a backend on one thread."""
+def compile_network(folder: Path) -> None:
+    """Export the network with all exits open, its stages compiled ahead of time."""
+    every_exit = drawn("patience", np.random.default_rng(0), (0, 1, 2, 3))
+    export_model(network(), every_exit, folder, format="aoti", progress=False)
+
+
+@cache
+def compiled_stages(compiled: Path) -> Backend:
+    """The stages of such a folder, which take long to load."""
+    return Predictor.load(compiled, settings=RunSettings(threads=1), allow_compiled=True).backend
+
+
+def predictor(backend: str | Path, rule: Policy, **options) -> Predictor:
+    """The network under a policy, run on one thread by a backend: "torch", "onnx", or the folder of compiled stages."""
     settings = RunSettings(threads=1)
+    if isinstance(backend, Path):
+        return Predictor(compiled_stages(backend), rule, **options)
     if backend == "torch":
         return Predictor(network(), rule, settings=settings, **options)
     return Predictor.load(folder(rule.open_exits), rule, settings=settings, **options)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from alight.cutting.placement import suggest_exits as suggest_exits
     from alight.data.preprocess import Normalisation as Normalisation
     from alight.engine.predictor import Predictor as Predictor
-    from alight.engine.recorder import Recorded as Recorded, record as record, record_to as record_to
+    from alight.engine.recorder import Recorded as Recorded, Recorder as Recorder, record as record
     from alight.engine.settings import RunSettings as RunSettings
     from alight.errors import AlightError as AlightError
     from alight.evaluation import Point as Point, at_equal_spend as at_equal_spend, read_points as read_points

@@ -41,7 +41,7 @@ def by_a_worker(task, model_folder, data, output, *, rows, batch_size):
     sharded = open_data(str(data), load_model(model_folder), rows)
     partitions = PartitionFolder(Store.at(output), task.suffix)
     partitions.begin({})
-    settings = WorkerSettings(task, partitions, sharded.kind, sharded.where, batch_size, RunSettings(threads=1))
+    settings = WorkerSettings(task, partitions, sharded.where, batch_size, RunSettings(threads=1))
     return ShardWorker(pack(model_folder), settings)({"shard": [pickle.dumps(shard) for shard in sharded.shards]})
 
 

@@ -71,7 +71,7 @@ def test_texts_of_parquet_are_recorded_as_one_process_does(folder):
 
 
 def test_texts_need_a_tokenizer(folder):
-    settings = WorkerSettings(RecordTask(), PartitionFolder(Store.at(folder), ".npz"), "text", "texts", 8, {})
+    settings = WorkerSettings(RecordTask(), PartitionFolder(Store.at(folder), ".npz"), "texts", 8, {})
     files = {name: content for name, content in pack(folder / "model").items() if "/" not in name}
     with pytest.raises(BadInput, match="texts holds text, which needs a tokenizer"):
         ShardWorker(files, settings)

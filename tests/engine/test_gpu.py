@@ -15,7 +15,7 @@ from alight.engine.backends.torch.prepare import SHAPES
 from alight.engine.backends.torch.rows import kernels, move
 from alight.engine.backends.torch.values import CLASSES, RANKS, pack, pack_by_kernel
 from alight.engine.predictor import Predictor
-from alight.engine.recorder import record, record_to
+from alight.engine.recorder import Recorder, record
 from alight.engine.settings import RunSettings
 from alight.errors import AlightError
 from alight.networks.multi_exit import MultiExitModel
@@ -101,12 +101,12 @@ def test_a_recording_on_a_gpu_keeps_the_order_while_batches_are_on_their_way(mod
         (part.cuda(), known.cuda()) if index % 2 else (part.cpu(), known)
         for index, (part, known) in enumerate(zip(images.split(70), labels.split(70), strict=True))
     ]
-    options = {"settings": CUDA, "features": ["negative_entropy"], "progress": False}
-    whole, parts = (record(model, each, **options) for each in ([(images, labels)], batches))
+    recorder = Recorder(model, features=["negative_entropy"], settings=CUDA)
+    whole, parts = (recorder.table(each, progress=False) for each in ([(images, labels)], batches))
     np.testing.assert_array_equal(parts.labels, labels.numpy())
     np.testing.assert_allclose(parts.scores, whole.scores, atol=1e-4)
     np.testing.assert_allclose(parts.features["negative_entropy"], whole.features["negative_entropy"], atol=1e-3)
-    written = record_to(tmp_path / "table.npz", model, batches, **options).load()
+    written = recorder.write(tmp_path / "table.npz", batches, progress=False).load()
     for name, column in parts.rows().items():
         np.testing.assert_allclose(written.rows()[name], column, atol=1e-4)
     assert written.fingerprint == parts.fingerprint == whole.fingerprint

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from alight.engine.backends import Reads
+from alight.engine.backends.torch.rows import kernels
 from alight.engine.backends.torch.values import pack
 
 pytest.importorskip("triton")
@@ -20,7 +21,7 @@ interpreted = pytest.mark.skipif(not INTERPRETED, reason="runs in a process of i
 def test_kernels_are_interpreted_in_a_process_of_their_own():
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
     done = subprocess.run(command, env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True)
-    assert "11 passed, 1 skipped" in done.stdout, done.stdout
+    assert "13 passed, 1 skipped" in done.stdout, done.stdout
 
 
 @interpreted
@@ -51,6 +52,17 @@ def test_rows_are_moved_and_nothing_else():
     source, target = torch.arange(30).reshape(6, 5), -torch.ones(4, 5, dtype=torch.int64)
     move_rows[(2, 2)](source, torch.tensor([5, 1]), target, torch.tensor([0, 3]), 5, BLOCK=4)
     assert target.tolist() == [[25, 26, 27, 28, 29], [-1] * 5, [-1] * 5, [5, 6, 7, 8, 9]]
+
+
+@interpreted
+def test_kernels_that_run_on_the_device_are_taken():
+    assert kernels("cpu").__name__ == "alight.engine.backends.torch.kernels"
+
+
+@interpreted
+def test_kernels_whose_launch_fails_are_left_out_with_a_warning_that_says_why():
+    with pytest.warns(UserWarning, match=r"kernels do not run here \(.*nowhere.*\): torch does their work"):
+        assert kernels("nowhere") is None
 
 
 @interpreted

@@ -1,12 +1,16 @@
 """A predictor decides what a replay of the recording decides: any backend, batch size, order and way of calling."""
 
+import shutil
+import zipfile
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from exported import ALL_COSTS, COSTS, OPEN, drawn, folder, images, middle, network, policy, predictor, table
+from commands import shared_folder
+from exported import ALL_COSTS, OPEN, compile_network, drawn, folder, images, middle, network, policy, predictor, table
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -16,14 +20,36 @@ from alight.engine.settings import RunSettings
 from alight.errors import BadInput, Mismatch
 from alight.policies.policy import ExitAt, Lottery, Threshold
 from alight.policies.route import replay_on
+from alight.serve.model import load_served_model
 
-BACKENDS = ["torch", "onnx"]
-OPENED = [(0, 1, 2, 3), OPEN, (1, 2)]  # three exports serve all tests
+AOTI = pytest.param(
+    "aoti",
+    marks=[
+        pytest.mark.slow,
+        pytest.mark.timeout(900),  # which the first test needs for compiling
+        pytest.mark.skipif(shutil.which("c++") is None, reason="needs a C++ compiler"),
+    ],
+)
+BACKENDS = ["torch", "onnx", AOTI]
 CONTRACTS = {"batch": calibrate.certified_batch, "stream": calibrate.certified_stream}
 KINDS = ["threshold", "patience", "streak", "mixture", "lottery"]
 ALL_OPEN = (0, 1, 2, 3)
+OPENED = [ALL_OPEN, OPEN, (1, 2)]  # three exports serve all tests
 
-each_backend = pytest.mark.parametrize("backend", BACKENDS)
+each_backend = pytest.mark.parametrize("backend", BACKENDS, indirect=True)
+
+
+@pytest.fixture(scope="session")
+def backend(request, tmp_path_factory):
+    """The name of a backend, or the folder of stages that were compiled ahead of time, once for all tests."""
+    if request.param != "aoti":
+        return request.param
+    return shared_folder(tmp_path_factory.getbasetemp(), "compiled", compile_network)
+
+
+def opened_by(backend):
+    """The exits that a backend can open here: stages that take a minute to compile have all of them open."""
+    return [ALL_OPEN] if isinstance(backend, Path) else OPENED
 
 
 def thresholds(share, open_exits=ALL_OPEN):
@@ -48,7 +74,7 @@ def assert_equal(decisions, expected, order=slice(None)):
 )
 def test_the_predictor_equals_replay_for_any_batch_size_and_order(backend, seed, kind, opened, size, rebatch):
     rng = np.random.default_rng(seed)
-    rule = drawn(kind, rng, opened)
+    rule = drawn(kind, rng, opened if opened in opened_by(backend) else ALL_OPEN)
     found = predictor(backend, rule, batch_size=size, rebatch=rebatch)
     expected = replay(rule, table())
     assert_equal(found(images()), expected)
@@ -89,7 +115,7 @@ def ways_to_call(found, rule):
     st.lists(st.tuples(st.integers(1, 60), st.integers(0, 4)), min_size=1, max_size=8),
 )
 def test_a_stream_is_decided_alike_however_it_is_divided_into_calls(backend, seed, kind, opened, size, calls):
-    rule = drawn(kind, np.random.default_rng(seed), opened)
+    rule = drawn(kind, np.random.default_rng(seed), opened if opened in opened_by(backend) else ALL_OPEN)
     found, parts, start = predictor(backend, rule, batch_size=size), [], 0
     for count, way in calls:
         part = images()[start : start + count]
@@ -137,11 +163,11 @@ def test_threads_share_one_counter_and_keep_their_own_order():
 @pytest.mark.parametrize("score", ["max_probability", "negative_entropy", "logit_margin"])
 def test_every_score_is_read_as_it_was_recorded(backend, score):
     scored = table().with_score(score)
-    cuts = tuple(float(np.median(scored.scores[:, index])) + 1e-4 for index in OPEN[:-1])
-    rule = Threshold(cuts, score=score, costs=COSTS, open_exits=OPEN, num_exits=4)
-    first = predictor(backend, policy())
+    cuts = tuple((np.median(scored.scores[:, :-1], axis=0) + 1e-4).tolist())
+    rule = Threshold(cuts, score=score, costs=ALL_COSTS)
+    first = predictor(backend, thresholds(0.6))
     assert_equal(first.with_policy(rule)(images()), replay(rule, scored))
-    assert_equal(first(images()), replay(policy(), table()))
+    assert_equal(first(images()), replay(thresholds(0.6), table()))
 
 
 @each_backend
@@ -149,7 +175,7 @@ def test_every_score_is_read_as_it_was_recorded(backend, score):
 @pytest.mark.parametrize("combine", calibrate.COMBINE)
 def test_answers_are_combined_in_the_network_as_in_the_table(backend, combine, batch_size):
     rule = calibrate.combined(calibrate.geometric, combine)(ALL_COSTS, 3.0, table())
-    if backend == "onnx" and rule.open_exits not in OPENED:
+    if backend != "torch" and rule.open_exits not in opened_by(backend):
         pytest.skip("opens exits that are not exported here")
     found = predictor(backend, rule, batch_size=batch_size)
     expected = replay(rule, table())
@@ -256,7 +282,7 @@ def test_an_unusable_sample_is_reported_by_its_number_and_finished_answers_are_k
 def test_logits_that_overflow_are_reported_by_their_number(backend):
     large = images().copy()
     large[9] = 3e38
-    found = predictor(backend, policy())
+    found = predictor(backend, thresholds(0.5))
     with pytest.raises(BadInput, match="unusable logits for 1 samples, the first is sample 9"):
         found(large)
     assert len(found(images())) == len(images())  # and the next are answered
@@ -280,17 +306,17 @@ def test_a_failing_loader_loses_no_finished_answer(backend, error):
 @each_backend
 def test_another_policy_can_take_over_the_same_network(backend):
     rng = np.random.default_rng(5)
-    first, second = drawn("threshold", rng, OPEN), drawn("patience", rng, OPEN)
+    first, second = drawn("threshold", rng, ALL_OPEN), drawn("patience", rng, ALL_OPEN)
     found = predictor(backend, first, batch_size=32)
     assert_equal(found.with_policy(second)(images()), replay(second, table()))
     assert_equal(found(images()), replay(first, table()))
-    with pytest.raises(Mismatch, match=r"opens exits \(3,\) and these stages end at exits \(0, 1, 3\): make a new"):
+    with pytest.raises(Mismatch, match=r"opens exits \(3,\) and these stages end at exits \(0, 1, 2, 3\): make"):
         found.with_policy(ExitAt(costs=(6.0,), open_exits=(3,), num_exits=4))
 
 
 @each_backend
 def test_a_policy_of_another_network_is_refused(backend):
-    foreign = replace(policy(), fingerprint="deadbeef")
+    foreign = replace(thresholds(0.5), fingerprint="deadbeef")
     with pytest.raises(Mismatch, match=f"deadbeef and this is {policy().fingerprint}"):
         predictor(backend, foreign)
     assert len(predictor(backend, foreign, allow_mismatch=True)(images())) == len(images())
@@ -362,6 +388,20 @@ def test_exported_stages_take_no_settings_but_threads():
 
 @each_backend
 def test_a_predictor_says_what_it_is(backend):
-    name = {"torch": "PyTorch", "onnx": "onnxruntime"}[backend]
-    assert repr(predictor(backend, policy())) == f"Predictor(Threshold, 3 stages, {name})"
+    name = {"torch": "PyTorch", "onnx": "onnxruntime"}.get(backend, "PyTorch, compiled ahead of time")
+    assert repr(predictor(backend, thresholds(0.5))) == f"Predictor(Threshold, 4 stages, {name})"
     assert Manifest.load(folder()).classes == network().classes == ("ant", "bee", "cat", "dog", "eel")
+
+
+@pytest.mark.parametrize("backend", [AOTI], indirect=True)
+def test_compiled_stages_are_loaded_where_that_is_allowed_and_use_the_threads_of_that_machine(backend):
+    assert sorted(path.suffix for path in backend.iterdir()) == [".json"] * 2 + [".pt2"] * 4
+    with pytest.raises(BadInput, match="holds machine code that torch compiled: load it with allow_compiled=True"):
+        Predictor.load(backend)
+    with zipfile.ZipFile(backend / "stage_0.pt2") as package:
+        code = "".join(package.read(name).decode() for name in package.namelist() if name.endswith(".cpp"))
+    assert "#pragma omp parallel\n" in code
+    rule = thresholds(0.5)
+    served = load_served_model(backend, {"rule": rule}, settings=RunSettings(threads=1))
+    assert_equal(served.predictors["rule"](images()), replay(rule, table()))
+    assert served.engine == "PyTorch, compiled ahead of time"

@@ -11,7 +11,7 @@ from digits import digits, held_out, network
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from alight.engine.recorder import record, record_to
+from alight.engine.recorder import Recorder, record
 from alight.engine.settings import RunSettings
 from alight.errors import BadInput
 from alight.networks.multi_exit import MultiExitModel
@@ -144,9 +144,9 @@ def assert_same(table, expected):
 @pytest.mark.parametrize("labelled", [True, False])
 def test_a_recording_on_the_disk_is_the_one_in_memory(labelled, tmp_path):
     model, loader = network(), [(images, labels) if labelled else images for images, labels in held_out(64)]
-    options = {"score": "logit_margin", "features": ["margin"], "top": 7, "progress": False}
-    expected = record(model, loader, **options)
-    found = record_to(tmp_path / "table.npz", model, loader, **options)
+    options = {"score": "logit_margin", "features": ["margin"], "top": 7}
+    expected = record(model, loader, **options, progress=False)
+    found = Recorder(model, **options).write(tmp_path / "table.npz", loader, progress=False)
     assert_same(found.load(), expected)
     assert [path.name for path in tmp_path.iterdir()] == ["table.npz"]
     assert str(found) == f"397 samples, 3 exits, score 'logit_margin', {'' if labelled else 'un'}labelled: {found.path}"
@@ -163,9 +163,9 @@ def test_a_recording_that_fails_leaves_the_old_file_and_nothing_else(tmp_path):
         raise OSError("the data are gone")
 
     with pytest.raises(OSError, match="the data are gone"):
-        record_to(path, network(), failing(), progress=False)
+        Recorder(network()).write(path, failing(), progress=False)
     with pytest.raises(BadInput, match="no batch in the recording"):
-        record_to(path, network(), [], progress=False)
+        Recorder(network()).write(path, [], progress=False)
     assert path.read_text() == "old"
     assert list(tmp_path.iterdir()) == [path]
 
@@ -174,7 +174,7 @@ ENDLESS = """
 import signal, sys, time, torch
 from torch import nn
 from alight.networks.multi_exit import MultiExitModel
-from alight.engine.recorder import record_to
+from alight.engine.recorder import Recorder
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # which jobs in the background of a shell ignore
 
@@ -185,7 +185,7 @@ def endless():
         time.sleep(0.01)
 
 model = MultiExitModel([nn.Linear(4, 8), nn.Linear(8, 8)], [nn.Linear(8, 3), nn.Linear(8, 3)])
-record_to(sys.argv[1], model, endless(), progress=False)
+Recorder(model).write(sys.argv[1], endless(), progress=False)
 """
 
 
@@ -203,12 +203,12 @@ PEAK = """
 import resource, sys, torch
 from torch import nn
 from alight.networks.multi_exit import MultiExitModel
-from alight.engine.recorder import record_to
+from alight.engine.recorder import Recorder
 
 torch.set_num_threads(1)
 model = MultiExitModel([nn.Linear(4, 8), nn.Linear(8, 8)], [nn.Linear(8, 1000), nn.Linear(8, 1000)])
 batches = (torch.randn(200, 4) for _ in range(int(sys.argv[2])))
-record_to(sys.argv[1], model, batches, top=1000, progress=False)
+Recorder(model, top=1000).write(sys.argv[1], batches, progress=False)
 print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
 """
 

@@ -239,3 +239,11 @@ def test_a_network_of_own_floats_answers_bytes_only_once_its_normalisation_is_st
 def test_a_normalisation_that_contradicts_the_networks_own_is_refused(tmp_path):
     with pytest.raises(BadInput, match=r"mean=\(0\.0, .* and the network has .*mean=\(0\.5, .* leave it out"):
         export_model(network(), policy(), tmp_path / "new", normalisation=Normalisation((0,) * 3, (1,) * 3))
+
+
+def test_a_missing_compiler_is_reported_before_any_work(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CXX", raising=False)
+    with pytest.raises(AlightError, match="no C\\+\\+ compiler: install one"):
+        export_model(network(), policy(), tmp_path / "exported", format="aoti")
+    assert not (tmp_path / "exported").exists()

@@ -70,12 +70,12 @@ def run_record(options: argparse.Namespace) -> CommandResult:
     _check_output_file(options)
     check_data(options.data, options.tokenizer)
     check_unused(options.output, options.force)
-    from alight.engine.recorder import record_to
+    from alight.engine.recorder import Recorder
 
     model, data = _model_and_data(options)
     settings, _ = _tuned_settings(options, model, data)
-    kept = named(options, *RECORDED)
-    recorded = record_to(options.output, model, data, **kept, settings=settings, progress=not options.quiet)
+    recorder = Recorder(model, **named(options, *RECORDED), settings=settings)
+    recorded = recorder.write(options.output, data, progress=not options.quiet)
     lines = [str(recorded)]
     if recorded.accuracies:
         pairs = zip(model.exits, recorded.accuracies, strict=True)

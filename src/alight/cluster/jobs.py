@@ -130,7 +130,7 @@ def _run_job(
     before = len(summaries)
     if before < len(data.shards):
         run = replace(config.settings, threads=config.settings.threads or 1)
-        settings = WorkerSettings(task, partitions, data.kind, data.where, config.batch_size, run)
+        settings = WorkerSettings(task, partitions, data.where, config.batch_size, run)
         files = pack(Path(folder), Path(config.tokenizer) if config.tokenizer else None)
         missing = [shard for shard in data.shards if shard.index not in summaries]
         bar = tqdm(total=len(data.shards), initial=before, unit="partition", disable=not config.progress)

@@ -24,7 +24,7 @@ import numpy as np
 from pyarrow import ArrowException, fs, parquet
 
 from alight.cluster.stores import Store, public_name
-from alight.data.columns import IMAGE_NAMES, LABEL_NAMES, SUFFIXES, TEXT_NAMES
+from alight.data.columns import IMAGE_NAMES, LABEL_NAMES, SUFFIXES, TEXT_NAMES, first_of
 from alight.data.labels import class_indices
 from alight.data.preprocess import Sample
 from alight.data.samples import picture
@@ -61,7 +61,6 @@ class ShardedData:
     """All shards of a data set."""
 
     where: str
-    kind: str  # "images" or "text"
     content: str  # changes with any file's name, size or date
     shards: Sequence[Shard]
 
@@ -80,9 +79,8 @@ def open_data(where: "str | Store", model: MultiExitModel, rows: int) -> Sharded
         [store / name if name else store for name in files if (name or store.path).endswith(suffix)]
         for suffix in (".parquet", ".npy")
     )
-    kind, shards = "images", list[Shard]()
     if tables:
-        kind, shards = _parquet_shards(tables, model, rows)
+        shards = _parquet_shards(tables, model, rows)
     elif arrays:
         shards = _array_shards(arrays, named, rows)
     else:
@@ -91,7 +89,7 @@ def open_data(where: "str | Store", model: MultiExitModel, rows: int) -> Sharded
     if not shards:
         raise BadInput(f"{named} has no samples: give data with at least one")
     listed = "\n".join(f"{name} {info.size} {info.mtime_ns}" for name, info in files.items())
-    return ShardedData(named, kind, hashlib.sha256(listed.encode()).hexdigest(), shards)
+    return ShardedData(named, hashlib.sha256(listed.encode()).hexdigest(), shards)
 
 
 def _ranges(total: int, rows: int) -> list[tuple[int, int, int]]:
@@ -189,9 +187,7 @@ class ArrayShard(Shard):
 
 def _array_shards(files: Sequence[Store], where: str, rows: int) -> list[Shard]:
     arrays = {PurePosixPath(file.path).stem: ArrayFile.open(file) for file in files}
-    images, labels = (
-        next((arrays[name] for name in names if name in arrays), None) for names in (IMAGE_NAMES, LABEL_NAMES)
-    )
+    images, labels = (arrays.get(first_of([*arrays], names) or "") for names in (IMAGE_NAMES, LABEL_NAMES))
     if len(arrays) == 1:
         (images,), labels = arrays.values(), None
     if images is None:
@@ -238,12 +234,9 @@ class ParquetShard(Shard):
                 yield from ((file, batch) for batch in table.iter_batches(AT_ONCE, numbers, columns))
 
 
-def _parquet_shards(files: Sequence[Store], model: MultiExitModel, rows: int) -> tuple[str, list[Shard]]:
+def _parquet_shards(files: Sequence[Store], model: MultiExitModel, rows: int) -> list[Shard]:
     groups, names = _row_groups(files)
-    image, text, label = (
-        next((name for name in choices if name in names), None) for choices in (IMAGE_NAMES, TEXT_NAMES, LABEL_NAMES)
-    )
-    column = image or text
+    column, label = first_of(names, (*IMAGE_NAMES, *TEXT_NAMES)), first_of(names, LABEL_NAMES)
     if column is None:
         raise BadInput(f"{files[0]} has columns {', '.join(names)}: name one 'image' or 'text', and one 'label'")
     shards: list[Shard] = []
@@ -255,7 +248,7 @@ def _parquet_shards(files: Sequence[Store], model: MultiExitModel, rows: int) ->
         if stop - start >= rows or place == len(groups):
             shards.append(ParquetShard(len(shards), start, stop, tuple(chunk), column, label, tuple(model.classes)))
             chunk, start = [], stop
-    return "images" if image else "text", shards
+    return shards
 
 
 def _row_groups(files: Sequence[Store]) -> tuple[list[RowGroup], list[str]]:

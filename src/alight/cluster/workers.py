@@ -137,7 +137,6 @@ class WorkerSettings:
 
     task: ClusterTask
     partitions: PartitionFolder
-    kind: str  # of the data, "images" or "text"
     where: str
     batch_size: int
     run: RunSettings
@@ -155,7 +154,7 @@ class ShardWorker:
                 (folder / file).write_bytes(content)
             model = load_model(folder)
             self.collate = Collate(model.input_spec, settings.where)
-            if settings.kind == "text":
+            if model.input_spec.takes_texts:
                 self.collate.load_tokenizer()  # from the folder, which is removed
         self.work = settings.task.prepare(model, settings.batch_size, settings.run)
 

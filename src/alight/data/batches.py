@@ -197,11 +197,13 @@ def _ends_in_labels(batch: Sequence[Any], spec: InputSpec | None) -> bool:
 
 
 def as_batch(batch: Any, spec: InputSpec) -> Batch:
-    """Return a loader's batch as the network takes it, with its labels, which are checked.
+    """Return a loader's batch as the network takes it, with its labels, which are checked; a `Batch` unchanged.
 
     >>> as_batch((np.zeros((3, 2)), [0, 1, 1]), InputSpec()).labels
     array([0, 1, 1])
     """
+    if isinstance(batch, Batch):
+        return batch
     raw = split_labels(batch, spec)
     inputs = as_inputs(raw.inputs, spec)
     return Batch(inputs, None if raw.labels is None else batch_labels(raw.labels, len(inputs[0]), spec))
@@ -243,6 +245,8 @@ def in_batches(
     >>> [len(labels) for _, labels in in_batches((np.zeros((5, 4)), np.arange(5)), InputSpec(), batch_size=2)]
     [2, 2, 1]
     """
+    if isinstance(data, Loader):
+        return data
     samples = open_data(data, spec)
     if samples is not None:
         return _loader(samples, Collate(spec, _named(data)), batch_size, shuffle)

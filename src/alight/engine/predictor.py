@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 from tqdm import tqdm
 
-from alight.data.batches import as_inputs, batches, in_batches, length_of, prefetch
+from alight.data.batches import Batch, as_inputs, batches, in_batches, length_of, prefetch
 from alight.data.preprocess import as_array
 from alight.engine.backends import Backend, Integers, Reads, State
 from alight.engine.manifest import AOTI, POLICY, Manifest, verified
@@ -65,9 +65,7 @@ class Predictor:
         if not hasattr(network, "with_reads"):
             from alight.engine.backends.torch import TorchBackend  # PyTorch is imported where it runs
 
-            check_exits(policy, getattr(network, "num_exits", policy.num_exits))
-            reads = _reads(policy, probabilities)
-            network = TorchBackend(network, policy.open_exits, reads, settings, batch_size)
+            network = TorchBackend(network, policy.open_exits, settings, batch_size)
         elif settings is not None:
             raise BadInput("the backend has its own settings: give them where it is made")
         self._take(network, policy)
@@ -139,7 +137,7 @@ class Predictor:
         self.backend, self.policy = backend.with_reads(_reads(policy, self.probabilities)), policy
         self._exit_names = tuple(backend.exits)
         self._one_by_one = self.backend.supports_single_sample and policy.takes_single_samples
-        self.memory = ()
+        self._memory: Memory = ()
 
     def __repr__(self) -> str:
         policy = self.policy.method or type(self.policy).__name__
@@ -182,34 +180,26 @@ class Predictor:
         """Return the decisions about everything that a loader gives, in its order, whatever its size."""
         loader = in_batches(loader, self.backend.inputs, self.batch_size)
         count = length_of(loader)
-        bar: dict[str, Any] = {"desc": "predict", "unit": "batch", "total": count, "disable": not progress}
+        loaded = batches(loader, self.backend.inputs, "the prediction")
         labels: list[Any] = []
-        inputs = self._loaded(loader, "the prediction", labels, **bar)
-        decisions = self._decided(inputs, samples, joins=count != 1)
-        return replace(decisions, labels=_joined_labels(labels, len(decisions)))
+        shown = tqdm(loaded, "predict", total=count, unit="batch", disable=not progress)
+        return self._decided(prefetch(self._pinned(shown, labels)), samples, joins=count != 1, labels=labels)
 
     def stream(self, loader: Any) -> Iterator[Answers]:
         """Yield answers as soon as they are ready: sample numbers, classes and open-exit indices."""
         loader = in_batches(loader, self.backend.inputs, self.batch_size)
-        yield from self._answers(self._loaded(loader, "the stream", [], disable=True), None)
+        yield from self._answers(prefetch(self._pinned(batches(loader, self.backend.inputs, "the stream"), [])), None)
 
     def place(self, inputs: Any, count: int) -> State:
         """Return `count` inputs where the stages run: the given ones, repeated."""
         state = self.backend.admit(as_inputs(inputs, self.backend.inputs))
         return self.backend.take(state, np.arange(count) % len(state[0]))
 
-    def _loaded(self, loader: Iterable[Any], what: str, labels: list[Any], **bar: Any) -> Iterator[State]:
-        """Yield a loader's batches, fetched ahead, in memory from which a device copies while it works.
-
-        What each batch has as labels is added to `labels`.
-        """
-
-        def inputs() -> Iterator[State]:
-            for batch in tqdm(batches(loader, self.backend.inputs, what), **bar):
-                labels.append(batch.labels)
-                yield self.backend.pin(batch.inputs)
-
-        return prefetch(inputs())
+    def _pinned(self, loaded: Iterable[Batch], labels: list[Any]) -> Iterator[State]:
+        """Yield inputs in memory from which a device copies while it works; `labels` gets those of each batch."""
+        for batch in loaded:
+            labels.append(batch.labels)
+            yield self.backend.pin(batch.inputs)
 
     def _single(self, inputs: State, sample: int) -> Decisions:
         """Return the decision about a single sample, as quickly as possible."""
@@ -247,11 +237,13 @@ class Predictor:
             yield numbers, self.backend.admit(arrays)
             start = stop
 
-    def _decided(self, inputs: Iterable[State], samples: npt.ArrayLike | None, *, joins: bool = True) -> Decisions:
+    def _decided(
+        self, inputs: Iterable[State], samples: npt.ArrayLike | None, *, joins: bool, labels: Sequence[Any] = ()
+    ) -> Decisions:
         """Return all answers in the order of coming; when something fails, the error keeps those that are finished."""
         numbers = None if samples is None else _numbers(samples)
         found: list[Answers] = []
-        first = self.next_number if numbers is None else None
+        first = self._numbering.next if numbers is None else None
         try:
             for answers in self._answers(inputs, numbers, joins, low_latency=False):
                 found.append(answers)  # what is finished is kept when the next fails
@@ -271,6 +263,7 @@ class Predictor:
             exit_names=self._exit_names,
             unit=self.policy.unit,
             probabilities=np.concatenate(probabilities)[order] if probabilities else None,
+            labels=_joined_labels(labels, len(came)),
         )
 
 
@@ -299,7 +292,7 @@ class Numbering:
 
 def _joined_labels(labels: Sequence[Any], count: int) -> Integers | None:
     """Return the labels of all batches; None where some have none, or shares of classes."""
-    if any(each is None or each.ndim != 1 for each in labels):
+    if not labels or any(each is None or each.ndim != 1 for each in labels):
         return None
     joined: Integers = np.concatenate([as_array(each) for each in labels])
     return joined if len(joined) == count and joined.min() >= 0 else None

@@ -64,7 +64,7 @@ def record(
     Scores are computed in float64 from logits, where the network runs: only they are kept, and the log-probabilities of
     the likeliest classes, `top` of them, in half precision. `features` names further scores. A predictor with another
     dtype in its `settings` needs a recording with that dtype. The table carries the fingerprint of the network as it
-    ran. For tables that memory cannot hold there is `record_to`.
+    ran. For tables that memory cannot hold there is `Recorder.write`.
 
     >>> import torch
     >>> from torch import nn
@@ -73,52 +73,19 @@ def record(
     >>> record(model, [(torch.zeros(5, 4), torch.tensor([0, 1, 2, 0, 1]))], progress=False)
     HeadOutputs(5 samples, 2 exits, score 'margin', labelled)
     """
-    recorder = Recorder(model, score, features, top, settings)
-    with ThreadPoolExecutor(1) as aside:
-        fingerprint = aside.submit(recorder.backend.fingerprint_aside())
-        parts = [*recorder.tables(data, batch_size, progress)]
-        return replace(HeadOutputs.joined(parts), fingerprint=fingerprint.result())
+    return Recorder(model, score, features, top, settings).table(data, batch_size, progress)
 
 
-def record_to(
-    path: PathLike,
-    model: Any,
-    data: Any,
-    *,
-    batch_size: int = BATCH_SIZE,
-    score: str = "margin",
-    features: Iterable[str] = (),
-    top: int = KEPT,
-    settings: RunSettings | None = None,
-    progress: bool = True,
-) -> Recorded:
-    """Write a recording as `record` makes it to an .npz file, batch by batch: memory holds a few batches, no more.
-
-    `HeadOutputs.load` reads the file. It is there once it is whole; when something fails, nothing of it stays.
+class Recorder:
+    """A network made ready to be recorded, once or repeatedly, into memory or to the disk; arguments as of `record`.
 
     >>> import tempfile, torch
     >>> from torch import nn
     >>> from alight import MultiExitModel
     >>> model = MultiExitModel([nn.Linear(4, 8), nn.Linear(8, 8)], [nn.Linear(8, 3), nn.Linear(8, 3)])
-    >>> print(record_to(f"{tempfile.mkdtemp()}/outputs.npz", model, torch.zeros(5, 4), progress=False).num_samples)
+    >>> Recorder(model).write(f"{tempfile.mkdtemp()}/outputs.npz", torch.zeros(5, 4), progress=False).num_samples
     5
     """
-    recorder = Recorder(model, score, features, top, settings)
-    exits = len(recorder.backend.exits)
-    correct, labelled = np.zeros(exits), False
-    with GrowingArrays(path) as growing, ThreadPoolExecutor(1) as aside:
-        fingerprint = aside.submit(recorder.backend.fingerprint_aside())
-        for part in recorder.tables(data, batch_size, progress):
-            growing.add(part.rows())
-            correct += part.correct().sum(axis=0)
-            labelled = part.labels is not None
-        written = growing.write("HeadOutputs", replace(part, fingerprint=fingerprint.result()).metadata())
-        accuracies = tuple((correct / growing.rows).tolist()) if labelled else ()
-        return Recorded(written, growing.rows, exits, score, fingerprint.result(), accuracies)
-
-
-class Recorder:
-    """A network made ready to be recorded: what `record` uses, for repeated use."""
 
     def __init__(
         self,
@@ -136,7 +103,30 @@ class Recorder:
         check_top(top)
         self.score, self.columns = score, (*names, *TOP)
         exits = range(getattr(model, "num_exits", 0))
-        self.backend = EveryExit(model, exits, [Reads(names, top=top)], settings)
+        self.backend = EveryExit(model, exits, settings).with_reads([Reads(names, top=top)])
+
+    def table(self, data: Any, batch_size: int = BATCH_SIZE, progress: bool = True) -> HeadOutputs:
+        """Return the table of all data, as `record` does."""
+        with ThreadPoolExecutor(1) as aside:
+            fingerprint = aside.submit(self.backend.fingerprint_aside())
+            parts = [*self.tables(data, batch_size, progress)]
+            return replace(HeadOutputs.joined(parts), fingerprint=fingerprint.result())
+
+    def write(self, path: PathLike, data: Any, batch_size: int = BATCH_SIZE, progress: bool = True) -> Recorded:
+        """Write the table of all data to an .npz file, batch by batch: memory holds a few batches, no more.
+
+        `HeadOutputs.load` reads the file. It is there once it is whole; when something fails, nothing of it stays.
+        """
+        correct, labelled = np.zeros(len(self.backend.exits)), False
+        with GrowingArrays(path) as growing, ThreadPoolExecutor(1) as aside:
+            fingerprint = aside.submit(self.backend.fingerprint_aside())
+            for part in self.tables(data, batch_size, progress):
+                growing.add(part.rows())
+                correct += part.correct().sum(axis=0)
+                labelled = part.labels is not None
+            written = growing.write("HeadOutputs", replace(part, fingerprint=fingerprint.result()).metadata())
+            accuracies = tuple((correct / growing.rows).tolist()) if labelled else ()
+            return Recorded(written, growing.rows, len(correct), self.score, fingerprint.result(), accuracies)
 
     def tables(self, data: Any, batch_size: int = BATCH_SIZE, progress: bool = True) -> Iterator[HeadOutputs]:
         """Yield the table of each batch, in their order; on a device the next batches run while one is on its way."""

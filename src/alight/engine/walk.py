@@ -10,10 +10,10 @@ be full any more, the waiting samples are compacted into partial batches.
 
 import math
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 import numpy.typing as npt
@@ -58,7 +58,8 @@ def single(backend: Backend, policy: Policy, sample: int, state: State) -> tuple
 
     A combination takes arrays alone.
     """
-    _check_inputs(backend, (sample,), state)
+    if backend.first_unusable(state) is not None:
+        _refuse_input(sample)
     recalled: Any = ((), ())
     number: Any = np.array([sample]) if policy.combination else sample
     for stage in range(len(policy.open_exits)):
@@ -174,8 +175,8 @@ class Flow:
 
     def _launch(self, stage: int, group: Group) -> None:
         """Run one stage for a group."""
-        if stage == 0:
-            _check_inputs(self.backend, group.samples, group.state)
+        if stage == 0 and (row := self.backend.first_unusable(group.state)) is not None:
+            _refuse_input(group.samples[row])
         try:
             values, state = self.backend.run(stage, group.state)
         except Exception as error:
@@ -218,7 +219,8 @@ class Flow:
         late, self.late = self.late, []
         if not late:
             return
-        values = self.backend.gather([each.values for each in late])  # type: ignore[misc]
+        first, *others = (each.values for each in late)
+        values = first.gather(others)  # type: ignore[union-attr, arg-type]
         if math.isfinite(values.largest.sum()):
             samples = np.concatenate([each.group.samples for each in late])
             recalled = joined([each.group.recalled for each in late])
@@ -332,13 +334,11 @@ class Pool:
         return self.filling.popitem()[1].group(self.backend) if self.filling else None
 
 
-def _check_inputs(backend: Backend, samples: Integers | Sequence[int], state: State) -> None:
-    """Check that no input is unusable where the backend would answer it all the same."""
-    if (row := backend.first_unusable(state)) is not None:
-        raise BadInput(
-            f"the input of sample {samples[row]} holds NaN, infinity or a negative token: look for it there, since a"
-            " network may answer it all the same"
-        )
+def _refuse_input(sample: int) -> NoReturn:
+    raise BadInput(
+        f"the input of sample {sample} holds NaN, infinity or a negative token: look for it there, since a network may"
+        " answer it all the same"
+    )
 
 
 def _refuse(policy: Policy, stage: int, unusable: Integers) -> None:

@@ -108,6 +108,8 @@ def export_model(
             save_tokenizer(tokenizer, filling / TOKENIZER)
         others = sorted(path for path in (filling / TOKENIZER).rglob("*") if path.is_file())
         gap, ways = max(gap for gap, _ in notes), ", ".join(way for _, way in notes)
+        takes_any_length = specs[0][0].shape[1:2] == (None,)
+        lengths = _lengths(ready, stages, example, filling, files, format) if takes_any_length else None
         Manifest(
             format=format,
             fingerprint=own,
@@ -119,27 +121,23 @@ def export_model(
             num_classes=model.num_classes,
             classes=model.classes,
             normalisation=normalisation or model.normalisation,
-            lengths=_lengths(ready, stages, example, _runners(filling, files, format)) if _is_text(specs[0]) else None,
+            lengths=lengths,
             further={path.relative_to(filling).as_posix(): checksum(path.read_bytes()) for path in others},
             made_with=installed_versions(*LIBRARIES) | {"largest difference": f"{gap:.1e}", "captured by": ways},
         ).save(filling)
     return folder
 
 
-def _is_text(specs: tuple[TensorSpec, ...]) -> bool:
-    """Return whether the network takes texts of any length."""
-    return len(specs[0].shape) > 1 and specs[0].shape[1] is None
-
-
-def _runners(folder: Path, files: list[StageFile], format: str) -> list[Any]:  # noqa: A002
-    return [_runner(folder / each.file, format) for each in files]
-
-
 def _lengths(
-    model: MultiExitModel, stages: Sequence[ExportedStage], example: Any, runners: Sequence[Any]
+    model: MultiExitModel,
+    stages: Sequence[ExportedStage],
+    example: Any,
+    folder: Path,
+    files: Sequence[StageFile],
+    format: str,  # noqa: A002
 ) -> tuple[int, int]:
     """Return the shortest and the longest of the tried texts, from those that were exported up and down."""
-    proven = [*TOKENS]
+    proven, runners = [*TOKENS], [_runner(folder / each.file, format) for each in files]
     for tried in ([each for each in LENGTHS if each > TOKENS[1]], [each for each in LENGTHS[::-1] if each < TOKENS[0]]):
         for length in tried:
             if not _is_same_at(model, stages, example, length, runners):

@@ -27,14 +27,14 @@ class KeptSamples:
             raise TypeError("the loader has no length")
         return count
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[Batch]:
         seen, count = 0, length_of(self.loader)
         for raw in self.loader:
             batch = as_batch(raw, self.spec)
             every = max(1, len(batch) * (count or 1) // KEPT)
             self._keep(batch, np.arange(-seen % every, len(batch), every) + seen, seen)
             seen += len(batch)
-            yield _as_given(batch, self.spec)
+            yield batch
 
     def _keep(self, batch: Batch, rows: Any, seen: int) -> None:
         """Keep these rows; where batches have different lengths, as of texts, those of the widest alone."""
@@ -70,11 +70,3 @@ class KeptSamples:
             pixels = np.clip(pixels * std + mean, 0, 1)
         rows = np.array([place[self.rows[index]] for index in chosen], dtype=np.int64)
         return (pixels, rows) if len(chosen) else None
-
-
-def _as_given(batch: Batch, spec: InputSpec) -> Any:
-    """Return a batch in a form from which `as_batch` makes the same one."""
-    if spec.names:
-        named = dict(zip(spec.names, batch.inputs, strict=True))
-        return named if batch.labels is None else {**named, "labels": batch.labels}
-    return batch.inputs if batch.labels is None else (*batch.inputs, batch.labels)

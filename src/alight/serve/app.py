@@ -54,16 +54,8 @@ PAGE_RULES = (
     "default-src 'none'; style-src 'sha256-{}'; script-src 'sha256-{}'; connect-src 'self'; img-src data: blob:;"
     " base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )  # of what a browser lets the page do
-FILES = {
-    "type": "object",
-    "required": ["images"],
-    "additionalProperties": False,
-    "properties": {
-        "images": {"type": "array", "items": {"type": "string", "format": "binary"}},
-        "budget": {"type": "string", "maxLength": 40},
-        "deadline_ms": {"type": "number", "exclusiveMinimum": 0, "maximum": 3_600_000},
-    },
-}
+FILES = PredictOptions.model_json_schema() | {"required": ["images"]}  # of a form
+FILES["properties"]["images"] = {"type": "array", "items": {"type": "string", "format": "binary"}}
 
 
 def build_app(model: ServedModel, state: Path | None, limits: Limits, token: str | None = None) -> FastAPI:

@@ -12,7 +12,7 @@ from PIL import Image, UnidentifiedImageError
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError, model_validator
 from starlette.exceptions import HTTPException
 
-from alight.data.preprocess import flattened, image_batch
+from alight.data.preprocess import image_batch
 from alight.errors import BadInput
 from alight.serve.model import Sample, ServedModel
 
@@ -271,15 +271,14 @@ def _read_image(file: str | bytes, model: ServedModel, limits: Limits) -> Sample
                 raise RequestRefused(
                     413, f"{width} x {height} pixels, and at most {limits.pixels:,} are taken, resized ones too"
                 )
-            image = flattened(opened)
+            return image_batch([opened], model.spec, "the request")
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
         raise RequestRefused(413, f"more than the {limits.pixels:,} pixels that are taken") from error
-    except RequestRefused:
+    except (RequestRefused, BadInput):
         raise
     except Exception as error:  # a damaged image fails in a dozen ways, each decoder its own
         detail = "" if isinstance(error, UnidentifiedImageError) else f" ({_line(error)})"
         raise RequestRefused(422, f"not a complete image in {', '.join(FORMATS)}{detail}") from error
-    return image_batch([image], model.spec, "the request")
 
 
 def _read_text(text: str, model: ServedModel, limits: Limits) -> Sample:

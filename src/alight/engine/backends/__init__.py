@@ -51,6 +51,9 @@ class DeviceValues(Protocol):
     def get(self) -> HeadValues:
         """Return the values once they have arrived."""
 
+    def gather(self, others: Sequence[Self]) -> HeadValues:
+        """Fetch the values of these and of further batches of the last stage at once."""
+
 
 class Backend(Protocol):
     """Executes the stages between open exits: `admit`, `run` and `take`, and rows for re-batching.
@@ -81,9 +84,6 @@ class Backend(Protocol):
 
     def run_one(self, stage: int, state: State) -> tuple[HeadValues, State]:
         """Run one stage for a single sample; the values are numbers."""
-
-    def gather(self, values: Sequence[DeviceValues]) -> HeadValues:
-        """Fetch the values of several batches of the last stage at once."""
 
     def allocate(self, size: int, like: State) -> State:
         """Return memory for so many samples, laid out like the state."""

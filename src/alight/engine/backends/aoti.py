@@ -20,10 +20,6 @@ class AotiBackend(OnnxBackend):
 
     name = "PyTorch, compiled ahead of time"
 
-    def __init__(self, folder: Path, manifest: Manifest, threads: int | None = None) -> None:
-        super().__init__(folder, manifest, threads)
-        self.threads = threads
-
     def _load(self, folder: Path, manifest: Manifest, threads: int | None) -> list[Any]:
         for stage in manifest.stages:
             verified(folder, stage.file, stage.checksum)

@@ -12,7 +12,7 @@ import numpy as np
 
 from alight.data.batches import fitted
 from alight.data.preprocess import first_unusable
-from alight.engine.backends import DeviceValues, HeadValues, Integers, Reads, State, score_one, score_rows
+from alight.engine.backends import HeadValues, Integers, Reads, State, score_one, score_rows
 from alight.engine.manifest import Manifest, exported_spec, verified
 from alight.errors import BadFile, BadInput
 
@@ -29,7 +29,7 @@ class OnnxBackend:
     lengths: tuple[int, int] | None = None  # of texts for which it was compared with the network
 
     def __init__(self, folder: Path, manifest: Manifest, threads: int | None = None) -> None:
-        self.stages = self._load(folder, manifest, threads)
+        self.threads, self.stages = threads, self._load(folder, manifest, threads)
         self.reads = [Reads(())] * len(self.stages)  # until a policy asks for more
         self.inputs, self.exits = exported_spec(folder, manifest), manifest.exits
         self.open_exits, self.fingerprint = manifest.open_exits, manifest.fingerprint
@@ -85,9 +85,6 @@ class OnnxBackend:
 
     def running(self) -> AbstractContextManager[Any]:
         return nullcontext()  # sessions know their threads
-
-    def gather(self, values: Sequence[DeviceValues]) -> HeadValues:
-        raise BadInput(f"{self.name} computes values on the host: there is nothing to gather")
 
 
 class Session:

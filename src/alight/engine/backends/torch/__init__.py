@@ -12,7 +12,7 @@ from alight.data.batches import as_tensor
 from alight.engine.backends import HeadValues, Reads, State, unpack
 from alight.engine.backends.torch import rows
 from alight.engine.backends.torch.prepare import accelerate, check_prepared, device_of, placed, prepared, running
-from alight.engine.backends.torch.values import OnDevice, gather, pack, score_one
+from alight.engine.backends.torch.values import OnDevice, pack, score_one
 from alight.engine.settings import RunSettings
 from alight.errors import BadInput
 from alight.networks.multi_exit import MultiExitModel, advance, read
@@ -80,12 +80,13 @@ class TorchBackend:
 
     name = "PyTorch"
     make_stages: Callable[..., list[Any]] = staticmethod(open_stages)
+    stages: Sequence[Any] = ()  # built once a policy says what it reads
+    runs: Sequence[Any] | None = None  # compiled, or as CUDA graphs
 
     def __init__(
         self,
         model: MultiExitModel,
         open_exits: Sequence[int],
-        reads: Sequence[Reads],
         settings: RunSettings | None = None,
         batch_size: int | None = None,
     ) -> None:
@@ -98,8 +99,8 @@ class TorchBackend:
         self.in_flight = 0 if self.device.type == "cpu" else IN_FLIGHT
         self.batch_size = batch_size
         self.unproven = model if self.settings.dtype or self.settings.channels_last else None
+        self.supports_single_sample = self.device.type == "cpu" and not self.settings.compile
         self.running = partial(running, self.settings.threads)
-        self._build(reads)
 
     def admit(self, inputs: State) -> State:
         """Return inputs as the stages take them; first batches prove that the network may run so, at each size."""
@@ -108,11 +109,6 @@ class TorchBackend:
                 check_prepared(self.unproven, self.model, inputs, self.settings, self.open_exits)
             self.unproven = None
         return self.model.proven(placed(inputs, self.device, self.settings))
-
-    def _build(self, reads: Sequence[Reads]) -> None:
-        self.stages = self.make_stages(self.model, self.open_exits, reads)
-        self.runs = accelerate(self.stages, self.device, self.settings, self.batch_size)
-        self.supports_single_sample = self.device.type == "cpu" and self.runs is None
 
     @cached_property
     def fingerprint(self) -> str:
@@ -123,7 +119,8 @@ class TorchBackend:
         if [*reads] == [stage.reads for stage in self.stages]:
             return self
         other = copy.copy(self)
-        other._build(reads)
+        other.stages = self.make_stages(self.model, self.open_exits, reads)
+        other.runs = accelerate(other.stages, self.device, self.settings, self.batch_size)
         return other
 
     def pin(self, inputs: State) -> State:
@@ -150,7 +147,6 @@ class TorchBackend:
     allocate = staticmethod(rows.allocate)
     move = staticmethod(rows.move)
     owns = staticmethod(rows.owns)
-    gather = staticmethod(gather)
 
     def first_unusable(self, state: State) -> int | None:
         return None  # torch carries NaN through to the logits, where the engine finds it

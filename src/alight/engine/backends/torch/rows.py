@@ -1,5 +1,6 @@
 """Rows of tensors, one per sample, taken and moved as raw memory whatever their layout."""
 
+import warnings
 from functools import cache
 from typing import Any
 
@@ -92,12 +93,19 @@ def _is_made_of(tensor: Tensor, width: int) -> bool:
 
 
 @cache
-def kernels() -> Any:
-    """Return the module of Triton kernels, once each has run; None without Triton or a compiler for it."""
+def kernels(device: str = "cuda") -> Any:
+    """Return the module of Triton kernels, once each has run on the device; None without Triton.
+
+    Where a launch fails, as for want of a compiler, one warning says why, and torch's own calls do the same.
+    """
     try:
         from alight.engine.backends.torch import kernels as found
-
-        found.run_each("cuda")
-    except Exception:  # anything may be missing on this machine; torch's own calls do the same
+    except ImportError:
+        return None
+    try:
+        found.run_each(device)
+    except Exception as error:  # drivers, compilers and Triton itself fail in a dozen ways
+        reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        warnings.warn(f"Triton kernels do not run here ({reason}): torch does their work, more slowly", stacklevel=2)
         return None
     return found

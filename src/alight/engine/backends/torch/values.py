@@ -1,7 +1,7 @@
 """Head values computed by torch where the logits are, packed into one tensor: one copy brings them to the host."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -84,12 +84,10 @@ class OnDevice:
             self.arrived.synchronize()
         return unpack(self.values.numpy(), self.reads)
 
-
-def gather(values: Sequence[Any]) -> HeadValues:
-    """Return the values of several batches of one stage, fetched at once."""
-    joined = torch.cat([each.values for each in values])
-    packed = joined if values[0].packed else pack(joined, values[0].reads)
-    return unpack(packed.cpu().numpy(), values[0].reads)
+    def gather(self, others: Sequence[Self]) -> HeadValues:
+        """Return the values of these and of further batches of the stage, fetched at once."""
+        joined = torch.cat([self.values, *(each.values for each in others)])
+        return unpack((joined if self.packed else pack(joined, self.reads)).cpu().numpy(), self.reads)
 
 
 def pack_by_kernel(logits: Tensor, reads: Reads) -> Tensor | None:
