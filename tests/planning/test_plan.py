@@ -18,7 +18,6 @@ from alight.planning.plan import cheapest, plan, walking_costs
 from alight.policies.policy import ExitAt
 from alight.policies.route import replay
 
-pytestmark = pytest.mark.alone
 
 
 def chain(widths):
@@ -40,7 +39,7 @@ def recorded(accuracies, seed=0, size=600):
 
 
 @pytest.fixture(autouse=True)
-def one_thread():
+def one_thread(work_clock):
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
