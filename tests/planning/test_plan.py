@@ -19,7 +19,6 @@ from alight.policies.policy import ExitAt
 from alight.policies.route import replay
 
 
-
 def chain(widths):
     """Stages as expensive as their widths say, and small heads."""
     stages, features = [], 32
