@@ -34,6 +34,12 @@ def frozen() -> recordings.Recording:
     return recordings.load("resnet18_cifar100_frozen")
 
 
+@pytest.fixture(scope="session", autouse=True)
+def session_folder(tmp_path_factory) -> None:
+    """Where functions that are not fixtures keep what all tests share."""
+    os.environ["SESSION_FOLDER"] = str(tmp_path_factory.getbasetemp())
+
+
 @pytest.fixture(scope="session")
 def network(tmp_path_factory) -> Path:
     """A folder with a small network `model`, and digits as `train.npz` and `test.npz`; to be read only."""
