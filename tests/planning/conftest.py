@@ -1,13 +1,12 @@
-import time
-from types import SimpleNamespace
-
 import pytest
 
+from alight.costing import measure
 from alight.planning import timing
 
 
 @pytest.fixture
-def work_clock(monkeypatch):
-    """Trials are short and timed by the work of this thread, so that other work on this machine changes no result."""
-    monkeypatch.setattr(timing, "time", SimpleNamespace(perf_counter=time.thread_time))
+def work_clock(clock_of_this_thread, monkeypatch):
+    """Trials are short and timed by the work of this thread."""
+    clock_of_this_thread(timing)
+    clock_of_this_thread(measure)
     monkeypatch.setattr(timing, "SECONDS", 0.02)
