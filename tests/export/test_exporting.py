@@ -164,7 +164,7 @@ def test_the_network_itself_is_left_as_it_was(tmp_path, quick):
     assert all(parameter.requires_grad for parameter in model.parameters())
 
 
-@pytest.mark.parametrize("captured_by", ["export", "trace"])
+@pytest.mark.parametrize("captured_by", [pytest.param("export", marks=pytest.mark.slow), "trace"])
 def test_texts_of_any_length_with_masks_get_the_answers_that_torch_gives(tmp_path, captured_by, request):
     if captured_by == "trace":
         request.getfixturevalue("quick")
