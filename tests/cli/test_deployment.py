@@ -35,7 +35,8 @@ def test_every_example_runs_and_gives_json_if_asked(work, monkeypatch, capsys):
     for name in ("export", "run"):
         for example in COMMANDS[name].examples:
             line = example if "--json" in example else f"{example} --json --quiet"
-            status, out, err = run(line, capsys)
+            with older_exporter():
+                status, out, err = run(line, capsys)
             assert (status, err) == (0, "")
             assert json.loads(out)
     manifest = json.loads((work / "exported" / "manifest.json").read_text())

@@ -206,8 +206,8 @@ def convnext_without_patches(num_classes: int) -> MultiExitModel:
     ("recording", "network"),
     [
         ("resnet18_frozen", partial(resnet18_cifar, head="flatten_linear")),
-        ("resnet18_mixed_distilled", partial(resnet18_cifar, head="separable")),
-        ("convnext_frozen", convnext_without_patches),
+        pytest.param("resnet18_mixed_distilled", partial(resnet18_cifar, head="separable"), marks=pytest.mark.slow),
+        pytest.param("convnext_frozen", convnext_without_patches, marks=pytest.mark.slow),
         ("msdnet_joint", msdnet_cifar),
     ],
 )
