@@ -39,6 +39,17 @@ def clock_of_this_thread(monkeypatch) -> Callable[[ModuleType], None]:
     return lambda module: monkeypatch.setattr(module, "time", clock)
 
 
+@pytest.fixture
+def short_trials(clock_of_this_thread, monkeypatch) -> None:
+    """Trials of plans and switches are short and timed by the work of this thread."""
+    from alight.costing import measure
+    from alight.planning import timing
+
+    clock_of_this_thread(timing)
+    clock_of_this_thread(measure)
+    monkeypatch.setattr(timing, "SECONDS", 0.02)
+
+
 @pytest.fixture(scope="session")
 def frozen() -> recordings.Recording:
     return recordings.load("resnet18_cifar100_frozen")

@@ -38,7 +38,7 @@ def recorded(accuracies, seed=0, size=600):
 
 
 @pytest.fixture(autouse=True)
-def one_thread(work_clock):
+def one_thread(short_trials):
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

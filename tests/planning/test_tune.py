@@ -19,6 +19,7 @@ from alight.policies.policy import Threshold
 
 IMAGES = torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(0))
 ONE = RunSettings(threads=1)
+pytestmark = pytest.mark.usefixtures("short_trials")
 TERMS = {"example": IMAGES, "batch_size": 16}
 
 
@@ -56,11 +57,6 @@ def half(images):
 
 def many(images):
     return len(images) > 15
-
-
-@pytest.fixture(autouse=True)
-def short_runs(work_clock):
-    """All trials are short, and other work on this machine does not count."""
 
 
 def tried(tuned):
