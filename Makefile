@@ -27,11 +27,10 @@ demo: $(VENV)/.installed
 
 test: lint
 	$(bin)/python -m pytest -q $(together) -m "not slow and not alone"
-	$(bin)/python -m pytest -q -m "alone and not slow"
+	$(bin)/python -m pytest -q -m alone $$(grep -rl --include='*.py' mark.alone tests)
 
 test-all: test
 	$(bin)/python -m pytest -q $(together) -m "slow and not alone"
-	$(bin)/python -m pytest -q -m "alone and slow"
 
 lint: $(VENV)/.installed-dev
 	$(bin)/ruff check .

@@ -1,6 +1,9 @@
 import os
+import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 
 import numpy as np
 import pytest
@@ -29,9 +32,33 @@ def made_up(seed: int, samples: int, exits: int, *, classes: int = 5, ties: bool
     return HeadOutputs(np.round(scores, 1) if ties else scores, predictions, labels)
 
 
+@pytest.fixture
+def clock_of_this_thread(monkeypatch) -> Callable[[ModuleType], None]:
+    """A function that lets a module time the work of this thread, which other work on the machine does not slow."""
+    clock = SimpleNamespace(perf_counter=time.thread_time)
+    return lambda module: monkeypatch.setattr(module, "time", clock)
+
+
+@pytest.fixture
+def short_trials(clock_of_this_thread, monkeypatch) -> None:
+    """Trials of plans and switches are short and timed by the work of this thread."""
+    from alight.costing import measure
+    from alight.planning import timing
+
+    clock_of_this_thread(timing)
+    clock_of_this_thread(measure)
+    monkeypatch.setattr(timing, "SECONDS", 0.02)
+
+
 @pytest.fixture(scope="session")
 def frozen() -> recordings.Recording:
     return recordings.load("resnet18_cifar100_frozen")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def session_folder(tmp_path_factory) -> None:
+    """Where functions that are not fixtures keep what all tests share."""
+    os.environ["SESSION_FOLDER"] = str(tmp_path_factory.getbasetemp())
 
 
 @pytest.fixture(scope="session")

@@ -14,7 +14,7 @@ from alight.planning import timing
 
 ROOT = Path(__file__).parent.parent
 SLOW = ("docs/tutorial/images.md", "docs/tutorial/texts.md", "docs/how-to/latency.md", "docs/how-to/train.md")
-SLOW += ("docs/method.md",)
+SLOW += ("docs/method.md", "docs/how-to/own_network.md", "docs/benchmark.md", "docs/command_line.md")
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 

@@ -212,7 +212,9 @@ def test_equal_scores_keep_the_budget_on_average_over_salts(samples):
 
 
 @pytest.mark.parametrize("samples", [7, pytest.param(20, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("method", [calibrate.geometric, calibrate.performance_control])
+@pytest.mark.parametrize(
+    "method", [calibrate.geometric, pytest.param(calibrate.performance_control, marks=pytest.mark.slow)]
+)
 def test_a_certified_mean_of_equal_scores_holds_over_its_salts(method, samples):
     table, fitting = (HeadOutputs(np.ones((size, 5)), np.zeros((size, 5), int)) for size in (samples, 30))
     fresh = HeadOutputs(np.ones((2000, 5)), np.zeros((2000, 5), int))

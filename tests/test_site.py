@@ -44,6 +44,7 @@ def site(tmp_path_factory) -> Path:
     return target
 
 
+@pytest.mark.slow
 def test_every_public_name_is_in_the_reference(site):
     anchors = set()
     for page in (site / "reference").glob("*.html"):
@@ -56,6 +57,7 @@ def test_every_public_name_is_in_the_reference(site):
     assert not missing
 
 
+@pytest.mark.slow
 def test_every_command_is_in_the_reference(site):
     page = (site / "reference" / "commands.html").read_text()
     for name, command in COMMANDS.items():
@@ -63,22 +65,26 @@ def test_every_command_is_in_the_reference(site):
         assert command.purpose in page
 
 
+@pytest.mark.slow
 def test_formulas_are_drawn_by_the_browser_alone(site):
     page = (site / "method.html").read_text()
     assert page.count("<math") > 50
     assert "arithmatex" not in page
 
 
+@pytest.mark.slow
 def test_what_pages_link_to_in_the_repository_is_in_the_site(site):
     assert (site / "results" / "cut_coverage.csv").read_bytes() == (ROOT / "results" / "cut_coverage.csv").read_bytes()
 
 
+@pytest.mark.slow
 def test_styles_fetch_nothing_from_other_hosts(site):
     for sheet in site.rglob("*.css"):
         assert not re.search(r"(url\(|@import)\s*[\"']?(https?:)?//", sheet.read_text()), sheet
 
 
 @pytest.mark.skipif(chromium.found() is None, reason="no Chromium: install one, or let CHROMIUM name it")
+@pytest.mark.slow
 def test_a_browser_asks_no_other_host_and_sees_no_error(site, tmp_path):
     server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=str(site)))
     threading.Thread(target=server.serve_forever, daemon=True).start()
@@ -121,6 +127,7 @@ def test_broken_links_missing_anchors_and_forgotten_pages_are_errors(tmp_path):
         assert word in done.stderr
 
 
+@pytest.mark.slow
 def test_tables_come_from_results_and_a_missing_file_fails_the_build(tmp_path, site):
     table = (site / "speed.html").read_text()
     assert "<td>ResNet-10, compiled</td>" in table

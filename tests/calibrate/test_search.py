@@ -118,11 +118,10 @@ def test_search_finds_what_rates_of_a_fixed_shape_miss():
     assert np.mean(found) > np.mean(fixed)
 
 
-@pytest.mark.alone
 def test_a_search_on_the_recording_takes_seconds(frozen):
-    start = time.perf_counter()
+    start = time.thread_time()  # which others on this machine do not slow
     calibrate.search(frozen.costs, "50%", frozen.labelled)
-    assert time.perf_counter() - start < 5
+    assert time.thread_time() - start < 5
 
 
 def uninformed(seed: int, samples: int) -> HeadOutputs:

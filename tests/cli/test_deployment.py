@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from commands import copy_network, run
+from exported import older_exporter
 from PIL import Image
 from transformers import AutoTokenizer, BertConfig, BertForSequenceClassification
 
@@ -34,7 +35,8 @@ def test_every_example_runs_and_gives_json_if_asked(work, monkeypatch, capsys):
     for name in ("export", "run"):
         for example in COMMANDS[name].examples:
             line = example if "--json" in example else f"{example} --json --quiet"
-            status, out, err = run(line, capsys)
+            with older_exporter():
+                status, out, err = run(line, capsys)
             assert (status, err) == (0, "")
             assert json.loads(out)
     manifest = json.loads((work / "exported" / "manifest.json").read_text())
@@ -68,18 +70,20 @@ def test_image_files_need_a_normalisation_that_attach_or_export_states(work, mon
     for line in (
         "export floats policy.json -o unknown -q",
         f"export floats policy.json -o stated --mean {mean} --std {std} -q",
-        "export model policy.json -o known -q",
+        "run stated test.npz -o stated.csv -q",
+        "predict model policy.json test.npz -o known.csv -q",
     ):
-        assert run(line, capsys)[0] == 0
+        with older_exporter():
+            assert run(line, capsys)[0] == 0
     for line in ("run unknown test.npz", "record floats test.npz", "predict floats policy.json test.npz"):
         status, _, err = run(f"{line} -q -o refused.npz", capsys)
         assert status == 1
         assert "test.npz has pictures or bytes, and how the network normalises them is unknown" in err
         assert "--mean and --std of `alight attach` and `alight export`" in err
         assert not Path("refused.npz").exists()
-    for name in ("stated", "known"):
-        assert run(f"run {name} test.npz -o {name}.csv -q", capsys)[0] == 0
-    assert rows(work / "stated.csv") == rows(work / "known.csv")
+    stated, known = (rows(work / name) for name in ("stated.csv", "known.csv"))
+    for column in ("prediction", "exit"):
+        assert [row[column] for row in stated] == [row[column] for row in known]
 
 
 @pytest.mark.slow

@@ -33,7 +33,7 @@ class Net(nn.Sequential):
         super().__init__(*blocks, nn.Flatten(), nn.Linear(1024 * width, 10))
 """
 TESTED_ELSEWHERE = ("demo", "export", "run", "serve")
-SLOW = ("--engine ray", "plan", "fit model")  # more than five seconds
+SLOW = ("--engine ray", "plan", "fit model", "--report report.html")  # more than five seconds
 
 
 def test_the_installed_command_answers():

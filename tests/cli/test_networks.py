@@ -157,29 +157,33 @@ def test_a_training_that_diverges_leaves_no_empty_folder(network, tmp_path, caps
     assert not (tmp_path / "runs").exists()
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
-        "attach resnet18",
-        "attach timm:resnet18 --weights nowhere.safetensors",
-        "train nowhere data.npz",
-        "train model nowhere.npz",
-        "train model data.npz --validation nowhere.npz",
-        "record model cifar10:nowhere",
-        "costs nowhere",
-        "predict model nowhere.json data.npz",
-        "plan model nowhere.npz",
-        "bench nowhere policy.json data.npz",
-    ],
+BAD_PATHS = (
+    "attach resnet18",
+    "attach timm:resnet18 --weights nowhere.safetensors",
+    "train nowhere data.npz",
+    "train model nowhere.npz",
+    "train model data.npz --validation nowhere.npz",
+    "record model cifar10:nowhere",
+    "costs nowhere",
+    "predict model nowhere.json data.npz",
+    "plan model nowhere.npz",
+    "bench nowhere policy.json data.npz",
 )
-def test_a_bad_path_is_refused_before_torch_is_loaded(line, folder):
+RUN_EACH = """
+import sys
+from alight.cli import main
+for line in sys.argv[1:]:
+    print(main(line.split()), "torch" in sys.modules, line)
+"""
+
+
+def test_a_bad_path_is_refused_before_torch_is_loaded(folder):
     Path("model").mkdir()
     for name in ("model/model.safetensors", "model/config.json", "data.npz"):
         Path(name).touch()
-    code = f"import sys; from alight.cli import main; print(main({line.split()!r}), 'torch' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.stdout == "1 False\n"
-    assert done.stderr.count("\n") == 1
+    done = subprocess.run([sys.executable, "-c", RUN_EACH, *BAD_PATHS], capture_output=True, text=True)
+    assert done.stdout.splitlines() == [f"1 False {line}" for line in BAD_PATHS]
+    assert done.stderr.count("\n") == len(BAD_PATHS)
 
 
 def test_attach_takes_trained_weights_and_a_normalisation(network, tmp_path, capsys, monkeypatch):

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from alight.costing import measure
 from alight.costing.energy import NvmlMeter, RaplMeter, meter_for
 from alight.costing.measure import head_overhead, measure_costs, time_stages
 from alight.costs import Costs
@@ -205,8 +206,8 @@ def convnext_without_patches(num_classes: int) -> MultiExitModel:
     ("recording", "network"),
     [
         ("resnet18_frozen", partial(resnet18_cifar, head="flatten_linear")),
-        ("resnet18_mixed_distilled", partial(resnet18_cifar, head="separable")),
-        ("convnext_frozen", convnext_without_patches),
+        pytest.param("resnet18_mixed_distilled", partial(resnet18_cifar, head="separable"), marks=pytest.mark.slow),
+        pytest.param("convnext_frozen", convnext_without_patches, marks=pytest.mark.slow),
         ("msdnet_joint", msdnet_cifar),
     ],
 )
@@ -242,7 +243,8 @@ def test_heads_are_counted_apart_from_stages():
     assert head_overhead(costs) == pytest.approx(2 * 256 * 3 / (2 * 16 * 256 + 2 * 256 * 256))
 
 
-def test_the_full_network_of_a_cascade_is_its_last_network_alone(tmp_path):
+def test_the_full_network_of_a_cascade_is_its_last_network_alone(tmp_path, clock_of_this_thread):
+    clock_of_this_thread(measure)
     small, large, example = nn.Linear(6, 3), nn.Sequential(nn.Linear(6, 9), nn.Linear(9, 3)), torch.zeros(2, 6)
     costs = measure_costs(cascade([small, large]), example)
     assert costs.cumulative().tolist() == [36, 36 + 162]

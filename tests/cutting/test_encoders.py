@@ -181,20 +181,23 @@ def test_vision_transformers_of_hugging_face_need_no_cutter():
         assert torch.equal(chained(stages, {"pixel_values": images}), model(images).logits)
 
 
-@pytest.fixture(params=[(name, way) for name in TRACED for way in ("sdpa", "eager")])
+@pytest.fixture(scope="module", params=[(name, way) for name in TRACED for way in ("sdpa", "eager")])
 def traced(request):
-    """A text classifier without a cutter, and names of two of its layers."""
+    """A text classifier without a cutter, as stages up to two of its layers and the rest; not to be changed."""
     torch.manual_seed(0)
     name, way = request.param
     config = TRACED[name]()
     config._attn_implementation = way
     model = transformers.AutoModelForSequenceClassification.from_config(config).eval()
-    return model, names("model.layers" if name == "modernbert" else name, 0, 1)
+    caching, is_tracing = getattr(config, "use_cache", None), transformers.masking_utils.is_tracing
+    stages = cut(model, names("model.layers" if name == "modernbert" else name, 0, 1), texts(2))
+    assert getattr(model.config, "use_cache", None) is caching  # cutting leaves settings alone
+    assert transformers.masking_utils.is_tracing is is_tracing
+    return model, stages
 
 
 def test_text_classifiers_without_a_cutter_are_cut_bit_by_bit_with_padding(traced):
-    model, after = traced
-    stages = cut(model, after, texts(2))
+    model, stages = traced
     with torch.no_grad():
         for batch in (texts(1), texts(5), texts(8)):
             found, as_called = chained(stages, batch), model(**batch).logits
@@ -209,8 +212,7 @@ def without_cache(model, batch):
 
 
 def test_the_mask_is_carried_second_wherever_one_is_given(traced):
-    model, after = traced
-    first, second, last = cut(model, after, texts(2))
+    model, (first, second, last) = traced
     carried, kept = first(*texts(5).values()), [4, 1]
     assert carried[0].shape == (5, 9, 16)
     assert torch.equal(carried[1], texts(5)["attention_mask"])
@@ -221,24 +223,16 @@ def test_the_mask_is_carried_second_wherever_one_is_given(traced):
     torch.testing.assert_close(last(*carried), expected)
 
 
-def test_cutting_leaves_the_settings_of_a_text_classifier_alone(traced):
-    model, after = traced
-    caching, is_tracing = getattr(model.config, "use_cache", None), transformers.masking_utils.is_tracing
-    cut(model, after, texts(2))
-    assert getattr(model.config, "use_cache", None) is caching
-    assert transformers.masking_utils.is_tracing is is_tracing
-
-
-def test_exits_are_suggested_at_layers_of_text_classifiers_without_a_cutter(traced):
-    model, after = traced
-    layers = after[0].rpartition(".")[0]
-    assert all(name.rpartition(".")[0] == layers for name in suggest_exits(model, texts(2), count=2))
+@pytest.mark.parametrize(("name", "layers"), [(name, name.replace("modernbert", "model.layers")) for name in TRACED])
+def test_exits_are_suggested_at_layers_of_text_classifiers_without_a_cutter(name, layers):
+    model = transformers.AutoModelForSequenceClassification.from_config(TRACED[name]()).eval()
+    assert all(place.rpartition(".")[0] == layers for place in suggest_exits(model, texts(2), count=2))
 
 
 @pytest.mark.parametrize("length", [1, 4, 13])
 def test_texts_may_have_another_length_than_the_example(traced, length):
-    model, after = traced
-    stages, batch = cut(model, after, texts(2)), texts(5, length)
+    model, stages = traced
+    batch = texts(5, length)
     with torch.no_grad():
         torch.testing.assert_close(chained(stages, batch), model(**batch).logits)
 

@@ -42,7 +42,11 @@ def test_expensive_blocks_weigh_more():
     ("network", "expected"),
     [
         (lambda: torchvision.models.resnet18(), ["layer1.0", "layer2", "layer3"]),
-        (lambda: torchvision.models.convnext_tiny(), ["features.3.0", "features.5.2", "features.5.7"]),
+        pytest.param(
+            lambda: torchvision.models.convnext_tiny(),
+            ["features.3.0", "features.5.2", "features.5.7"],
+            marks=pytest.mark.slow,
+        ),
         (lambda: timm.create_model("vit_tiny_patch16_224", img_size=32), ["blocks.2", "blocks.5", "blocks.8"]),
     ],
 )

@@ -30,8 +30,9 @@ assert "torch" not in sys.modules, "torch is there"
 """
 
 
-def python(source, *arguments):
-    return subprocess.run([sys.executable, "-c", source, *map(str, arguments)], capture_output=True, text=True)
+def python(source, *arguments, **options):
+    command = [sys.executable, "-c", source, *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, **options)
 
 
 def test_importing_it_does_not_import_torch():
@@ -40,8 +41,9 @@ def test_importing_it_does_not_import_torch():
     assert done.returncode == 0, done.stderr
 
 
-def test_the_import_test_can_fail():
-    assert "torch is there" in python(IMPORTED, "torch").stderr
+def test_the_import_test_can_fail(tmp_path):
+    (tmp_path / "torch.py").touch()  # found first, and imported at once
+    assert "torch is there" in python(IMPORTED, "torch", cwd=tmp_path).stderr
 
 
 def test_pictures_pixels_and_files_become_batches_without_torch(tmp_path):

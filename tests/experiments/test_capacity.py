@@ -184,6 +184,7 @@ def test_your_own_numbers_are_printed(capacity, tmp_path):
     assert exits.startswith("served_by exits, requests_per_second 500, replica_capacity ")
 
 
+@pytest.mark.slow
 def test_the_figure_is_drawn_from_results_shown_and_small(capacity, replicas, services, tmp_path):
     capacity.draw(replicas, services, tmp_path / "capacity.svg")
     assert ElementTree.fromstring((tmp_path / "capacity.svg").read_text()).tag.endswith("svg")

@@ -7,9 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from exported import network, policy
-
-from alight.export import exporting
+from exported import network, older_exporter, policy
 
 FOLDER = Path(__file__).parent.parent.parent
 
@@ -21,8 +19,8 @@ def script(monkeypatch):
         monkeypatch.syspath_prepend(str(FOLDER / folder))
     found = importlib.import_module("same_decisions")
     monkeypatch.setattr(found, "ENGINES", {"torch": found.by_torch, "onnx": found.by_onnx})
-    monkeypatch.setattr(exporting, "write_onnx", None)  # only the older exporter, which is quicker
-    yield found
+    with older_exporter():
+        yield found
     for name in set(sys.modules) - before:
         if (FOLDER / "benchmarks" / f"{name}.py").exists() or (FOLDER / "experiments" / f"{name}.py").exists():
             sys.modules.pop(name)  # only scripts: a library without its package, such as PIL, breaks later tests

@@ -5,7 +5,7 @@ import pytest
 import torch
 from digits import digits
 from digits import network as digits_network
-from exported import folder, images, network, policy
+from exported import folder, images, network, older_exporter, policy
 from PIL import Image
 from torch import nn
 from transformers import BertConfig
@@ -36,14 +36,9 @@ BOTH, FIRST = Threshold((0.3,), costs=(1.0, 3.0)), ExitAt(costs=(1.0,), open_exi
 
 
 @pytest.fixture
-def quick(monkeypatch):
-    """Only the older exporter, which takes a tenth of a second."""
-
-    def refuse(*_):
-        raise RuntimeError("no such operator")
-
-    monkeypatch.setitem(exporting.WRITERS["onnx"], "export", refuse)
-    return refuse
+def quick():
+    with older_exporter() as refuse:
+        yield refuse
 
 
 def left_over(path):
@@ -169,7 +164,7 @@ def test_the_network_itself_is_left_as_it_was(tmp_path, quick):
     assert all(parameter.requires_grad for parameter in model.parameters())
 
 
-@pytest.mark.parametrize("captured_by", ["export", "trace"])
+@pytest.mark.parametrize("captured_by", [pytest.param("export", marks=pytest.mark.slow), "trace"])
 def test_texts_of_any_length_with_masks_get_the_answers_that_torch_gives(tmp_path, captured_by, request):
     if captured_by == "trace":
         request.getfixturevalue("quick")

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from exported import older_exporter
 from torch import nn
 
 from alight import MultiExitModel, Predictor, Threshold, attach_heads, export_model, load_model, record, save_model
@@ -147,7 +148,8 @@ def test_an_exported_network_refuses_lengths_at_which_it_was_not_seen_to_be_the_
     torch.manual_seed(0)
     network = ShortTexts().eval()
     model: MultiExitModel = attach_heads(network, ["first"], example={"input_ids": torch.randint(1, 50, (2, 8))})
-    folder = export_model(model, Threshold(thresholds=(2.0,), costs=(1.0, 2.0)), tmp_path / "exported")
+    with older_exporter():
+        folder = export_model(model, Threshold(thresholds=(2.0,), costs=(1.0, 2.0)), tmp_path / "exported")
     predictor = Predictor.load(folder)
     for length in (1, 8, 16):
         tokens = torch.randint(1, 50, (64, length))

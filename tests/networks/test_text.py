@@ -65,6 +65,7 @@ def quiet():
     transformers.logging.enable_progress_bar()
 
 
+@pytest.mark.slow
 def test_minilm_gets_exits_and_learns_topics_offline(quiet, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     folder = minilm()

@@ -75,7 +75,7 @@ def test_convnext_tiny_has_an_exit_after_each_of_its_18_blocks():
     assert sum(parameter.numel() for parameter in network.parameters()) == 28_589_128  # as timm's and torchvision's
 
 
-@pytest.mark.guarantee
+@pytest.mark.slow
 def test_the_whole_convnext_tiny_is_built():
     model = convnext_tiny(10).eval()
     assert model.num_exits == 18

@@ -18,8 +18,6 @@ from alight.planning.plan import cheapest, plan, walking_costs
 from alight.policies.policy import ExitAt
 from alight.policies.route import replay
 
-pytestmark = pytest.mark.alone
-
 
 def chain(widths):
     """Stages as expensive as their widths say, and small heads."""
@@ -40,7 +38,7 @@ def recorded(accuracies, seed=0, size=600):
 
 
 @pytest.fixture(autouse=True)
-def one_thread():
+def one_thread(short_trials):
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

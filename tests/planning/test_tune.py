@@ -14,12 +14,12 @@ from alight.engine.settings import RunSettings
 from alight.errors import BadInput
 from alight.networks.attach import attach_heads
 from alight.networks.multi_exit import MultiExitModel
-from alight.planning import timing, tune
+from alight.planning import tune
 from alight.policies.policy import Threshold
 
-pytestmark = pytest.mark.alone
 IMAGES = torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(0))
 ONE = RunSettings(threads=1)
+pytestmark = pytest.mark.usefixtures("short_trials")
 TERMS = {"example": IMAGES, "batch_size": 16}
 
 
@@ -57,11 +57,6 @@ def half(images):
 
 def many(images):
     return len(images) > 15
-
-
-@pytest.fixture(autouse=True)
-def short_runs(monkeypatch):
-    monkeypatch.setattr(timing, "SECONDS", 0.02)
 
 
 def tried(tuned):

@@ -4,7 +4,6 @@ import csv
 import io
 import json
 import math
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +16,7 @@ import pytest
 from chromium import Tab
 from colours import contrast, luminance
 from points import FULL, HOSTILE, STEPS, made_point, made_points
+from waiting import wait_until
 
 from alight.evaluation import ORACLE, SINGLE_EXIT, Point, area_under_curve, read_points
 from alight.report import Examples, ReportedNetwork, SampleWalk, write_report
@@ -294,10 +294,7 @@ def test_a_click_on_a_link_gives_the_file(shown: Tab, tmp_path: Path) -> None:
     wanted = unquote(shown.ask("document.getElementById('exits-csv').href").partition(",")[2])
     shown.ask("document.getElementById('exits-csv').click()")
     target = tmp_path / "got" / "drawn-small-exits.csv"
-    for _ in range(100):
-        if target.exists():
-            break
-        time.sleep(0.1)
+    wait_until(target.exists)
     assert target.read_text(encoding="utf-8") == wanted
 
 

@@ -210,13 +210,16 @@ assert "torch" not in sys.modules
 
 def test_an_exported_network_is_served_without_torch_and_decides_the_same(home):
     pytest.importorskip("onnxruntime")
+    from exported import older_exporter
+
     from alight import Predictor
     from alight.export.exporting import export_model
 
     network, four = model(), load_policy(home / "unpaced.json")
     ends, costs = (four.open_exits[0], four.open_exits[-1]), (four.costs[0], four.costs[-1])
     policy = Threshold(thresholds=four.thresholds[:1], costs=costs, open_exits=ends, fingerprint=four.fingerprint)
-    export_model(network, policy, home / "exported")
+    with older_exporter():
+        export_model(network, policy, home / "exported")
     pictures = pixels(32)
     (home / "body.json").write_text(json.dumps({"images": [in_base64(picture) for picture in pictures]}))
     done = subprocess.run([sys.executable, "-W", "error", "-c", EXPORTED], cwd=home, capture_output=True, text=True)

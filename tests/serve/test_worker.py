@@ -11,6 +11,7 @@ from digit_service import folder, pixels
 from alight.engine.settings import RunSettings
 from alight.policies.paced import Pace
 from alight.policies.policy import Lottery
+from alight.serve import model as served
 from alight.serve.ledger import SpendLedger, resume_state
 from alight.serve.model import ExitTiming, load_policies, load_served_model, measure_timings
 from alight.serve.monitoring import Metrics
@@ -113,7 +114,8 @@ def test_a_deadline_chooses_the_deepest_exit_that_is_reached_in_time():
     assert requests[2].response.exception().status_code == 504
 
 
-def test_measured_exits_take_longer_the_deeper_they_are():
+def test_measured_exits_take_longer_the_deeper_they_are(clock_of_this_thread):
+    clock_of_this_thread(served)
     policies = load_policies([folder() / "unpaced.json", folder() / "expensive.json"])
     model = load_served_model(folder() / "model", policies, settings=RunSettings(threads=1))
     timing = measure_timings(model, 8)["unpaced"]
@@ -133,7 +135,7 @@ def test_a_stream_never_exceeds_its_budget_whatever_requests_ask(budgets, tmp_pa
     rng, spent, count = np.random.default_rng(0), 0.0, 0
     policy = worker.ledger.state.policy
     noise = [rng.normal(size=(1, 1, 8, 8)).astype(np.float32) for _ in range(200)]  # of which no head is confident
-    for turn in range(40):
+    for turn in range(20):
         requests = [
             QueuedRequest(noise[place : place + 3], budgets[(turn + place) % len(budgets)]) for place in range(0, 24, 3)
         ]

@@ -187,7 +187,7 @@ def _summaries(
 
     on_gpu = (settings.run.device or "cpu").startswith("cuda")
     cores = settings.run.threads or 1
-    resources = ray.cluster_resources()  # type: ignore[no-untyped-call]
+    resources = ray.cluster_resources()
     free = int(resources.get("GPU", 0) if on_gpu else resources.get("CPU", 0) // cores)
     if not free:
         needs = "a GPU" if on_gpu else f"{cores} cores"
