@@ -110,18 +110,6 @@ def examples(
     return Examples(tuple(map(data_address, pixels)), labels, tuple(walks.values()))
 
 
-def can_show(sample: Any) -> bool:
-    """Return whether a page can show this sample: a text, or an image, grey or RGB.
-
-    >>> can_show("A delight."), can_show(np.zeros((3, 8, 8))), can_show(np.zeros(16_000))
-    (True, True, False)
-    """
-    try:
-        return isinstance(sample, str) or bool(as_pixels([np.asarray(sample)]))
-    except (BadInput, TypeError, ValueError):
-        return False
-
-
 def shortened(text: str) -> str:
     """Return the text in one line, cut after a word where it is too long.
 
