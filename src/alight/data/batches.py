@@ -18,20 +18,10 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
-from alight.data.columns import (
-    LABEL_NAMES,
-    are_image_files,
-    choose,
-    depth,
-    first_of,
-    is_array,
-    is_path,
-    kind_of,
-    numbers,
-)
+from alight.data.columns import LABEL_NAMES, are_image_files, depth, first_of, is_array, is_path, kind_of
 from alight.data.labels import ONE_CLASS, are_in_other_order, batch_labels, check_shares
 from alight.data.preprocess import InputSpec, TensorSpec, as_array, image_batch, is_picture, is_pixels, is_tensor
-from alight.data.samples import Collate, Items, Samples, declared_classes, is_texts
+from alight.data.samples import Collate, Items, Samples, chosen_columns, declared_classes, is_texts
 from alight.data.shapes import check_shapes
 from alight.data.sources import column_of, is_one_sample, is_torch_dataset, open_data
 from alight.data.tables import frame_columns, is_frame, is_hugging_face, is_series, series_values
@@ -386,12 +376,10 @@ def _of_sequence(inputs: Sequence[Any], spec: InputSpec) -> tuple[Any, ...]:
 
 def _of_columns(columns: Mapping[str, Any], spec: InputSpec) -> tuple[Any, ...]:
     """Return the inputs among columns by name."""
-    chosen = choose(columns, spec, "the batch")
-    if chosen.form == "named":
-        return by_name({name: columns[name] for name in chosen.inputs}, spec.names)
-    if chosen.form == "numbers":
-        return (numbers([columns[name] for name in chosen.inputs]),)
-    column = column_of(columns[chosen.inputs[0]])
+    inputs, _ = chosen_columns(columns, spec, "the batch")
+    if isinstance(inputs, Mapping):
+        return by_name(inputs, spec.names)
+    column = column_of(inputs)
     return _parts(column, spec) if isinstance(column, list) or kind_of(column) == "text" else (column,)
 
 
@@ -438,9 +426,8 @@ def _warn_of_pixels(inputs: Arrays, spec: InputSpec) -> None:
     known, images = spec.normalisation, inputs[0]
     if spec.image_shape is None or not spec.takes_floats or known is None or getattr(images, "is_cuda", False):
         return
-    black, white = (
-        (shade - np.array(known.mean)) / np.array(known.std) for shade in (0, 1)
-    )  # what the network takes lies between
+    # what the network takes lies between these
+    black, white = ((shade - np.array(known.mean)) / np.array(known.std) for shade in (0, 1))
     low, high = float(images.min()), float(images.max())
     if low >= 0 and ((low < high <= 1 and black.min() < 0) or high > FAR * white.max()):
         warnings.warn(
