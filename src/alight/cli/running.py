@@ -28,6 +28,7 @@ from alight.cli.arguments import (
     named,
     output,
     output_option,
+    policy_of,
     run_settings,
     salted_by,
     torch_device,
@@ -110,11 +111,11 @@ def run_predict(options: argparse.Namespace) -> CommandResult:
     check_distinct(options.data, options.policy, options.output)
     check_order(options, {"model": "network", "policy": "policy", "data": "data"})
     check_network_folder(options.model)
+    policy = load_policy(policy_of(options.model, options.policy))
     if options.engine == "ray":
-        return _predict_on_ray(options, salted_by(load_policy(options.policy), options.data))
+        return _predict_on_ray(options, salted_by(policy, options.data))
     _check_output_file(options)
     check_data(options.data, options.tokenizer)
-    policy = load_policy(options.policy)
     from alight.data.formats import names_of, write_answers
     from alight.engine.predictor import Predictor
 
@@ -124,7 +125,7 @@ def run_predict(options: argparse.Namespace) -> CommandResult:
     predictor = Predictor(model, salted_by(policy, options.data), settings=settings, rebatch=rebatch, **terms)
     decisions = predictor.run(data, progress=not options.quiet)
     write_answers(decisions, options.output, names=names_of(data), classes=model.classes)
-    bench = shlex.join(["alight", "bench", options.model, options.policy, options.data])
+    bench = shlex.join(["alight", "bench", *filter(None, [options.model, options.policy, options.data])])
     return decisions_result(decisions, options.output, policy, f"the full network's: {bench}")
 
 
@@ -201,7 +202,7 @@ def run_bench(options: argparse.Namespace) -> CommandResult:
     check_order(options, {"model": "network", "policy": "policy", "data": "data"})
     check_network_folder(options.model)
     check_data(options.data, options.tokenizer)
-    policy = load_policy(options.policy)
+    policy = load_policy(policy_of(options.model, options.policy))
     from alight.data.batches import as_batch
     from alight.planning.timing import compare
 
@@ -373,6 +374,7 @@ COMMANDS = (
         ),
         (
             "predict model policy.json test.npz -o answers.csv",
+            "predict fitted test.npz",
             "predict model policy.json test.npz --json --quiet",
             "predict model policy.json test.parquet --engine ray -o answers",
         ),
