@@ -306,6 +306,8 @@ FORMS = {
     "texts and labels": ("texts", lambda _: (TEXTS, Y)),
     "array of texts and names": ("texts", lambda _: (np.array(TEXTS), NAMES)),
     "pairs of text and label": ("texts", lambda _: [*zip(TEXTS, Y.tolist(), strict=True)]),
+    "data set of texts": ("texts", lambda _: Samples([*zip(TEXTS, Y.tolist(), strict=True)])),
+    "loader of texts": ("texts", lambda _: DataLoader(Samples([*zip(TEXTS, Y.tolist(), strict=True)]), BATCH)),
     "DataFrame of texts": ("texts", lambda _: pd.DataFrame({"utterance": TEXTS, "label": NAMES})),
     "Series of texts": ("texts", lambda _: (pd.Series(TEXTS), pd.Series(NAMES))),
     "tokens with labels beside them": ("texts", lambda _: (TOKENS, Y)),

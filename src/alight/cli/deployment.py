@@ -42,7 +42,6 @@ TOKEN = "ALIGHT_TOKEN"  # variable of the environment
 def run_export(options: argparse.Namespace) -> CommandResult:
     """Write a network and its policy to a folder that runs without PyTorch."""
     check_order(options, {"model": "network", "policy": "policy"})
-    check_network_folder(options.model)
     check_unused(options.output, options.force, MANIFEST)
     policy = load_policy(policy_of(options.model, options.policy))
     from alight.engine.manifest import Manifest

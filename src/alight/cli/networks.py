@@ -28,7 +28,7 @@ from alight.cli.arguments import (
 from alight.cli.command import Command, CommandResult, argument
 from alight.cli.kinds import check_order
 from alight.errors import BadInput
-from alight.files import WEIGHTS, check_network_folder
+from alight.files import WEIGHTS
 
 CHECKPOINT = "checkpoint.safetensors"
 LIBRARIES = ("timm", "torchvision", "transformers", "zoo")
@@ -84,7 +84,6 @@ def check_name(network: str, pretrained: bool) -> None:
 def run_train(options: argparse.Namespace) -> CommandResult | None:
     """Train the heads of a network, or all of it; resumes an interrupted training."""
     check_order(options, {"model": "network", "data": "data"})
-    check_network_folder(options.model)
     check_data(options.data, options.validation, options.tokenizer)
     source, folder = Path(options.model), Path(options.output or options.model)
     if source.resolve() != folder.resolve():
@@ -121,6 +120,7 @@ def run_train(options: argparse.Namespace) -> CommandResult | None:
 
 def run_check(options: argparse.Namespace) -> CommandResult:
     """Check that the exits of a saved network give what the network gives, bit by bit."""
+    check_order(options, {"model": "network"})
     from alight.networks.store import load_model
 
     model = load_model(options.model)

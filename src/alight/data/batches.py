@@ -352,6 +352,8 @@ def _parts(inputs: Any, spec: InputSpec) -> tuple[Any, ...]:
         inputs = series_values(inputs)
     if isinstance(inputs, str) and spec.takes_texts:
         inputs = [inputs]
+    if isinstance(inputs, tuple) and inputs and all(map(is_path, inputs)):  # as torch's loaders give texts
+        inputs = [*inputs]
     if is_texts(inputs) and (spec.takes_texts or not are_image_files(inputs)):
         return tuple(texts_for(spec)([*inputs]).values())
     if is_picture(inputs):
