@@ -685,7 +685,7 @@ REFUSED = {  # what is done with a network, and the sentence
     "an empty DataFrame": (lambda _: record(rows(), frame(label=Y)[:0]), "has no samples: give at least one"),
     "pairs and others": (
         lambda _: record(images(), [(PICTURES[0], 1), PICTURES[1]]),
-        "sample 1 is not a pair of input",
+        "sample 1 is not 2 values like those before it: give",
     ),
     "images of different sizes": (
         lambda _: record(images(), [X["images"][0], X["images"][1, :, :4]]),
