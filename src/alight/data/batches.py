@@ -348,12 +348,7 @@ def _parts(inputs: Any, spec: InputSpec) -> tuple[Any, ...]:
         return (inputs,)
     if is_frame(inputs) or isinstance(inputs, Mapping):
         return _of_columns(frame_columns(inputs) if is_frame(inputs) else inputs, spec)
-    if is_series(inputs):
-        inputs = series_values(inputs)
-    if isinstance(inputs, str) and spec.takes_texts:
-        inputs = [inputs]
-    if isinstance(inputs, tuple) and inputs and all(map(is_path, inputs)):  # as torch's loaders give texts
-        inputs = [*inputs]
+    inputs = _listed(inputs, spec)
     if is_texts(inputs) and (spec.takes_texts or not are_image_files(inputs)):
         return tuple(texts_for(spec)([*inputs]).values())
     if is_picture(inputs):
@@ -362,6 +357,15 @@ def _parts(inputs: Any, spec: InputSpec) -> tuple[Any, ...]:
         return _of_sequence(inputs, spec)
     _check_is_batch(inputs)
     return (inputs,)
+
+
+def _listed(inputs: Any, spec: InputSpec) -> Any:
+    """Return texts as a list: one alone, a Series, or a tuple as torch's loaders make; all else unchanged."""
+    if isinstance(inputs, str) and spec.takes_texts:
+        return [inputs]
+    if isinstance(inputs, tuple) and inputs and all(map(is_path, inputs)):
+        return [*inputs]
+    return series_values(inputs) if is_series(inputs) else inputs
 
 
 def _of_sequence(inputs: Sequence[Any], spec: InputSpec) -> tuple[Any, ...]:

@@ -139,15 +139,21 @@ def _list(data: list[Any], spec: InputSpec) -> Samples | None:
         return _list_of_dicts(data, spec) if _is_named_sample(first, spec) else None
     if is_one_sample(first, spec):
         return Samples([column_of(data)])
-    if not isinstance(first, tuple | list) or len(first) < 2 or not is_one_sample(first[0], spec):
+    if not _is_tuple_of_one_sample(first, spec):
         return None
-    if isinstance(first, list) and (len(first) > 2 or depth(first[1]) or isinstance(first[1], str)):
-        return None  # a batch in a list
     inputs, labels = unzipped(data, spec)
     columns = inputs if isinstance(inputs, tuple) else (inputs,)
     if labels is not None and not (is_array(labels[0]) and labels[0].ndim):  # rows of shares are stacked later
         labels = whole_labels([each.item() if is_array(each) else each for each in labels], spec)
     return Samples([*map(column_of, columns)], labels)
+
+
+def _is_tuple_of_one_sample(value: Any, spec: InputSpec) -> bool:
+    """Return whether it holds inputs and perhaps a label of one sample; in a list it is a pair with a number alone."""
+    if not isinstance(value, tuple | list) or len(value) < 2 or not is_one_sample(value[0], spec):
+        return False
+    is_pair = len(value) == 2 and not depth(value[1]) and not isinstance(value[1], str)
+    return isinstance(value, tuple) or is_pair
 
 
 def _list_of_dicts(data: list[Any], spec: InputSpec) -> Samples:
