@@ -75,7 +75,7 @@ def test_image_files_need_a_normalisation_that_attach_or_export_states(work, mon
         status, _, err = run(f"{line} -q -o refused.npz", capsys)
         assert status == 1
         assert "test.npz has pictures or bytes, and how the network normalises them is unknown" in err
-        assert "--mean and --std of `alight attach` and `alight export`" in err
+        assert "--mean and --std of the commands" in err
         assert not Path("refused.npz").exists()
     for name in ("stated", "known"):
         assert run(f"run {name} test.npz -o {name}.csv -q", capsys)[0] == 0
