@@ -2,7 +2,7 @@
 
     python experiments/few_labels.py                    # ten minutes on one core
 
-So many samples of a recording calibrate a policy with contract "probability", as `alight.fit` does; its accuracy is
+So many samples of a recording that ships with alight calibrate a policy with contract "probability", as `alight.fit` does; its accuracy is
 that on the test samples. Writes results/few_labels.csv: one row per recording and number of samples, means over budgets
 and draws, and the difference of the two methods on the same draws, in its standard error over the draws.
 """
@@ -12,14 +12,13 @@ from pathlib import Path
 
 import numpy as np
 
-from alight import calibrate, replay
+from alight import calibrate, recordings, replay
 from alight.files import write_rows
 from alight.provenance import provenance
 from alight.recordings import Recording
 
 ROOT = Path(__file__).parent.parent
-RECORDINGS = ("resnet18_cifar100_frozen", "resnet18_cifar100_joint", "minilm_banking77")
-SAMPLES, BUDGETS, DRAWS = (200, 500, 1000, 2000), ("35%", "50%", "70%"), 4
+SAMPLES, BUDGETS, DRAWS = (200, 400, 1000), ("35%", "50%", "70%"), 4
 METHODS = ("eero", "auto")
 Row = dict[str, str | float | int]
 
@@ -27,8 +26,8 @@ Row = dict[str, str | float | int]
 def rows() -> Iterator[Row]:
     """Yield both methods, recording by recording."""
     for samples in SAMPLES:
-        for name in RECORDINGS:
-            recording = Recording.load(ROOT / "results" / "recordings" / f"{name}.npz")
+        for name in recordings.NAMES:
+            recording = recordings.load(name)
             found = np.array([[drawn(recording, method, samples, draw) for method in METHODS] for draw in range(DRAWS)])
             differences = found[:, 1, 0] - found[:, 0, 0]
             (eero, eero_spent), (auto, auto_spent) = found.mean(axis=0)
