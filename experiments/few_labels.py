@@ -2,9 +2,9 @@
 
     python experiments/few_labels.py                    # ten minutes on one core
 
-So many samples of a recording that ships with alight calibrate a policy with contract "probability", as `alight.fit` does; its accuracy is
-that on the test samples. Writes results/few_labels.csv: one row per recording and number of samples, means over budgets
-and draws, and the difference of the two methods on the same draws, in its standard error over the draws.
+So many samples of a recording that ships with alight calibrate a policy with contract "probability", as `alight.fit`
+does; its accuracy is that on the test samples. Writes results/few_labels.csv: one row per recording and number of
+samples, means over budgets and draws, and the difference of the two methods on the same draws with its standard error.
 """
 
 from collections.abc import Iterator
