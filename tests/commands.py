@@ -136,6 +136,8 @@ def write_example_files(folder: Path) -> None:
     labelled.save(folder / "labelled.npz")
     test.save(folder / "test_outputs.npz")
     calibrate.eero(costs, "60%", labelled).save(folder / "policy.json")
+    shutil.copytree(folder / "model", folder / "fitted")
+    shutil.copy(folder / "policy.json", folder / "fitted")
     (folder / "partitions").mkdir()
     for index, rows in enumerate((slice(0, 120), slice(120, 200))):
         labelled.take(rows).save(folder / "partitions" / f"part-0000{index}.npz")

@@ -79,7 +79,7 @@ def test_image_files_need_a_normalisation_that_attach_or_export_states(work, mon
         status, _, err = run(f"{line} -q -o refused.npz", capsys)
         assert status == 1
         assert "test.npz has pictures or bytes, and how the network normalises them is unknown" in err
-        assert "--mean and --std of `alight attach` and `alight export`" in err
+        assert "--mean and --std of the commands" in err
         assert not Path("refused.npz").exists()
     stated, known = (rows(work / name) for name in ("stated.csv", "known.csv"))
     for column in ("prediction", "exit"):

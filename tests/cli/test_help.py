@@ -79,8 +79,8 @@ def test_every_example_runs_and_gives_json_if_asked(name, example, first, exampl
     monkeypatch.setattr(planning, "ROUNDS", 2)
     monkeypatch.chdir(tmp_path)
     shutil.copytree(example_files, tmp_path, dirs_exist_ok=True)
-    if name in ("attach", "train", "record") and " -o " in example:  # what they write must be new
-        written = Path(example.rpartition(" ")[2])
+    if name in ("attach", "fit", "train", "record") and " -o " in example:  # what they write must be new
+        written = Path(example.partition(" -o ")[2].split()[0])
         shutil.rmtree(written) if written.is_dir() else written.unlink(missing_ok=True)
     if "resnet18.safetensors" in example:
         save_file(torchvision.models.resnet18(num_classes=10).state_dict(), "resnet18.safetensors")

@@ -57,12 +57,18 @@ COMMANDS = {  # a command line: the start of what it prints on stderr, after "al
         "the arguments are in another order: write `alight predict model policy.json test.npz ...`"
     ),
     "predict model costs.json test.npz": "costs.json is a file of costs, not a policy: give the JSON that `alight",
+    "predict test.npz fitted": "the arguments are in another order: write `alight predict fitted test.npz ...`",
+    "predict model test.npz": "model has no policy.json: name the JSON that `alight calibrate` or `alight plan` wrote",
     "plan labelled.npz model": "the arguments are in another order: write `alight plan model labelled.npz ...`",
     "record model labelled.npz": "labelled.npz is a file of recorded outputs, not data (images or texts): give what",
     "record modle test.npz": "there is no folder modle",
     "run model test.npz": "model is the folder of a network, not the folder of an exported network: give the folder",
     "record model empty.npz": "cannot read empty.npz: it has scores; save np.savez(path, images=..., labels=...)",
     "record model texts.jsonl": "the network does not take text but input_0 of shape (samples, 3, 32, 32)",
+    "record model last.npz": (
+        "images of shape (4, 32, 32, 3) with their channels last, and the network takes input_0 of shape (samples, 3,"
+        " any, any), float32: put them first, x.transpose(0, 3, 1, 2) of an array"
+    ),
     "attach timm:test_resnet --image-size 32 -o model": "model holds a network of 10 classes with exits after",
     # names
     "attach resnet18": "network 'resnet18': write timm:NAME, torchvision:NAME, transformers:FOLDER, zoo:NAME, FILE.py",
@@ -107,6 +113,7 @@ def place(example_files, tmp_path_factory):
     np.savez(folder / "empty.npz", scores=np.zeros(3))
     with np.load(folder / "train.npz") as arrays:
         np.savez(folder / "strange.npz", images=arrays["images"][:8], labels=np.array([0, 99] * 4))
+    np.savez(folder / "last.npz", images=np.zeros((4, 32, 32, 3), np.float32))
     (folder / "texts.jsonl").write_text('{"text": "hello", "label": 1}\n')
     (folder / "nets.py").write_text(OWN)
     torch.save(nn.Linear(2, 2), folder / "whole.pt")
@@ -158,6 +165,10 @@ CALLS = {  # a call: what is raised
     "labels of another network": (
         lambda: alight.record(model(), (torch.zeros(2, 3, 8, 8), torch.tensor([0, 7])), progress=False),
         "labels run from 0 to 7, but the network has 3 classes, 0 to 2: number the classes from 0",
+    ),
+    "channels last": (
+        lambda: alight.Predictor(model(), POLICY)(np.zeros((2, 8, 8, 3), np.float32)),
+        "images of shape (2, 8, 8, 3) with their channels last, and the network takes input_0 of shape (samples, 3,",
     ),
     "accuracy without labels": (
         lambda: alight.Predictor(model(), POLICY)(torch.zeros(2, 3, 8, 8)).accuracy(),

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from commands import COSTS, make_tables, run
 
-from alight import HeadOutputs, calibrate, load_policy, read_points, replay
+from alight import HeadOutputs, calibrate, load_policy, read_points, recordings, replay
+from alight.fitting.steps import LEAST_LABELS
 
 
 @pytest.fixture
@@ -20,7 +21,7 @@ def folder(tmp_path, monkeypatch):
 
 def test_calibrate_writes_the_policy_that_python_would_make(folder, capsys):
     status, out, _ = run("calibrate labelled.npz --costs costs.json --budget 50% -o policy.json", capsys)
-    expected = calibrate.certified_probability(calibrate.auto, seed=0)(COSTS, "50%", HeadOutputs.load("labelled.npz"))
+    expected = calibrate.certified_probability(calibrate.eero, seed=0)(COSTS, "50%", HeadOutputs.load("labelled.npz"))
     assert status == 0
     assert load_policy("policy.json") == expected
     assert out.strip() == str(expected)
@@ -30,12 +31,17 @@ def test_calibrate_writes_the_policy_that_python_would_make(folder, capsys):
 def test_calibrate_says_what_is_not_guaranteed_where_no_contract_is_wanted(folder, capsys):
     line = "calibrate labelled.npz --costs costs.json --budget 50% --contract none -o policy.json"
     _, out, _ = run(line, capsys)
-    assert load_policy("policy.json") == calibrate.auto(COSTS, "50%", HeadOutputs.load("labelled.npz"))
+    assert load_policy("policy.json") == calibrate.eero(COSTS, "50%", HeadOutputs.load("labelled.npz"))
     assert out.splitlines()[-1].startswith("Not guaranteed: new samples may cost a little more than the budget")
 
 
-def test_calibrate_explains_the_choice_of_auto_and_needs_no_labels(folder, capsys):
-    _, out, _ = run("calibrate labelled.npz --costs costs.json --budget 50%", capsys)
+def test_calibrate_chooses_by_labels_where_there_are_enough(folder, capsys):
+    labelled, _, costs = recordings.load()
+    labelled.take(slice(0, LEAST_LABELS)).save("many.npz")
+    costs.save("resnet.json")
+    _, out, _ = run("calibrate many.npz --costs resnet.json --budget 50%", capsys)
+    assert out.startswith("auto: ")
+    _, out, _ = run("calibrate labelled.npz --costs costs.json --budget 50% --method auto", capsys)
     assert out.startswith("auto: ")
     assert re.search(r"choice \w+.*: \d+\.\d% right in the comparison that chose it, (all|[+-]\d)", out)
     _, out, _ = run("calibrate unlabelled.npz --costs costs.json --budget 50%", capsys)

@@ -223,7 +223,7 @@ def test_a_file_gives_the_same_array_through_every_door(channels, tmp_path):
 )
 def test_a_network_of_unknown_normalisation_refuses_bytes_and_takes_floats(given):
     unknown, unchanged = spec(1, known=False), InputSpec(spec(1).tensors, normalisation=Normalisation((0,), (1,)))
-    with pytest.raises(BadInput, match=r"unknown: say normalisation=Normalisation\(mean, std\) in attach_heads or"):
+    with pytest.raises(BadInput, match=r"unknown: give Normalisation\(mean, std\), as preprocess= of fit or"):
         as_inputs(given, unknown)
     assert not unknown.takes_pictures
     assert np.array_equal(as_inputs(given, unchanged)[0], (GREY / np.float32(255))[None, None])

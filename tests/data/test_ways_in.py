@@ -306,6 +306,8 @@ FORMS = {
     "texts and labels": ("texts", lambda _: (TEXTS, Y)),
     "array of texts and names": ("texts", lambda _: (np.array(TEXTS), NAMES)),
     "pairs of text and label": ("texts", lambda _: [*zip(TEXTS, Y.tolist(), strict=True)]),
+    "data set of texts": ("texts", lambda _: Samples([*zip(TEXTS, Y.tolist(), strict=True)])),
+    "loader of texts": ("texts", lambda _: DataLoader(Samples([*zip(TEXTS, Y.tolist(), strict=True)]), BATCH)),
     "DataFrame of texts": ("texts", lambda _: pd.DataFrame({"utterance": TEXTS, "label": NAMES})),
     "Series of texts": ("texts", lambda _: (pd.Series(TEXTS), pd.Series(NAMES))),
     "tokens with labels beside them": ("texts", lambda _: (TOKENS, Y)),
@@ -683,7 +685,7 @@ REFUSED = {  # what is done with a network, and the sentence
     "an empty DataFrame": (lambda _: record(rows(), frame(label=Y)[:0]), "has no samples: give at least one"),
     "pairs and others": (
         lambda _: record(images(), [(PICTURES[0], 1), PICTURES[1]]),
-        "sample 1 is not a pair of input",
+        "sample 1 is not 2 values like those before it: give",
     ),
     "images of different sizes": (
         lambda _: record(images(), [X["images"][0], X["images"][1, :, :4]]),

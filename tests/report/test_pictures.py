@@ -12,7 +12,7 @@ from PIL import Image
 from alight import calibrate
 from alight.errors import BadFile, BadInput
 from alight.policies.route import replay
-from alight.report import can_show, examples, read_images
+from alight.report import examples, read_images
 from alight.report.samples import LETTERS, SIDE, as_pixels, data_address, shortened
 
 COSTS = [1.0, 2.0, 4.0]
@@ -78,13 +78,6 @@ def test_texts_are_shown_in_one_line_cut_after_a_word():
         assert text.removesuffix(" …").split()[-1] in ("gaps", "and", "words")
     assert found.walks[0].exits == tuple(replay(POLICIES[0], OUTPUTS).exits[rows])
     assert shortened("x" * 500) == "x" * (LETTERS - 2) + " …"
-
-
-def test_a_page_shows_texts_and_images_and_nothing_else():
-    shown = ["text", IMAGES[0], np.zeros((3, 8, 8)), np.zeros((1, 5, 5))]
-    assert [can_show(sample) for sample in shown] == [True] * 4
-    others = [np.zeros(16), np.zeros((2, 3, 4, 5)), {"x": 1}, None, np.zeros((7, 9, 11))]
-    assert [can_show(sample) for sample in others] == [False] * 5
 
 
 def test_channels_may_be_first_and_values_may_be_floats():

@@ -79,4 +79,4 @@ def test_a_network_of_unknown_normalisation_is_served_arrays_and_refuses_images(
     assert kind == "arrays"
     assert [each["index"] for each in answered] == Predictor(model.eval(), policy)(floats).predictions.tolist()
     assert image.status_code == 422
-    assert "how the network normalises them is unknown: say normalisation=" in image.json()["error"]
+    assert "how the network normalises them is unknown: give Normalisation(" in image.json()["error"]

@@ -5,23 +5,27 @@ import errno
 import inspect
 import os
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from alight import calibrate
 from alight.budgeting.thresholds import SALTS
 from alight.cli.command import Argument, argument
 from alight.data.preprocess import Normalisation
+from alight.engine.manifest import POLICY as POLICY_FILE
 from alight.engine.settings import RunSettings
 from alight.errors import AlightError, BadInput
 from alight.files import CONFIG, MANIFEST, WEIGHTS, check_writable, read_json
 from alight.outputs import HeadOutputs
 from alight.policies.policy import Policy
+
+if TYPE_CHECKING:
+    from alight.training.settings import TrainingSettings
 
 
 def output(text: str) -> str:
@@ -109,7 +113,8 @@ def methods(text: str) -> list[str]:
 # Shared arguments
 
 MODEL = argument("model", help="folder of a network with exits")
-POLICY = argument("policy", help="JSON that `alight calibrate` or `alight plan` wrote")
+POLICIES = "JSON that `alight calibrate` or `alight plan` wrote (default: that of the folder, if `alight fit` wrote it)"
+POLICY = argument("policy", nargs="?", help=POLICIES)
 TOKENIZER_FOLDER = argument("--tokenizer", metavar="FOLDER", help="folder of a tokenizer (default: that of the model)")
 DEVICE = argument("--device", help="default: cuda if there is one")
 FORCE = argument("--force", action="store_true", help="replace the network or recording that is there")
@@ -192,6 +197,14 @@ def torch_device(options: argparse.Namespace) -> str:
     return str(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
 
 
+def policy_of(folder: str, named: str | None) -> Path:
+    """Return the path of the policy: the one that is named, or the one that lies in the network's folder."""
+    own = Path(folder) / POLICY_FILE
+    if not named and not own.is_file():
+        raise BadInput(f"{folder} has no {POLICY_FILE}: name the JSON that `alight calibrate` or `alight plan` wrote")
+    return Path(named or own)
+
+
 def own_options(
     function: Callable[..., Any], settings: Sequence[str], reserved: Sequence[str] = (), *, progress: bool = True
 ) -> dict[str, Any]:
@@ -208,6 +221,21 @@ def own_options(
             raise BadInput(f"--set {setting!r}: write NAME=VALUE with NAME one of {', '.join(known) or 'none here'}")
         values[name] = _value(value)
     return values
+
+
+def training_settings(options: argparse.Namespace, given: Mapping[str, Any]) -> "TrainingSettings":
+    """Return how to train: what is given, and --set, which may not name an option of its own."""
+    from alight.training.settings import TrainingSettings
+
+    try:
+        return TrainingSettings(**given, **own_options(TrainingSettings, options.set, ["mode", "epochs"]))
+    except TypeError as error:
+        raise wrong_kind(options.set, error) from error
+
+
+def wrong_kind(settings: Sequence[str], error: TypeError) -> BadInput:
+    """Return the error of a value of --set that a function does not take."""
+    return BadInput(f"--set {' '.join(settings)}: a value is of the wrong kind ({error})")
 
 
 def any_options(settings: Sequence[str]) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from alight.cli.arguments import (
     FORCE,
     MODEL,
     NORMALISATION,
+    POLICIES,
     POLICY,
     RUN,
     TOKENIZER_FOLDER,
@@ -21,6 +22,7 @@ from alight.cli.arguments import (
     normalisation,
     output,
     output_option,
+    policy_of,
     run_settings,
     salted_by,
     torch_device,
@@ -40,9 +42,8 @@ TOKEN = "ALIGHT_TOKEN"  # variable of the environment
 def run_export(options: argparse.Namespace) -> CommandResult:
     """Write a network and its policy to a folder that runs without PyTorch."""
     check_order(options, {"model": "network", "policy": "policy"})
-    check_network_folder(options.model)
     check_unused(options.output, options.force, MANIFEST)
-    policy = load_policy(options.policy)
+    policy = load_policy(policy_of(options.model, options.policy))
     from alight.engine.manifest import Manifest
     from alight.export.exporting import export_model
     from alight.networks.store import load_model
@@ -111,7 +112,7 @@ def run_serve(options: argparse.Namespace) -> None:
     load = partial(
         load_served_model,
         folder,
-        load_policies([Path(path) for path in options.policies]),
+        load_policies([*map(Path, options.policies)] or [policy_of(options.model, None)]),
         tokenizer=Path(options.tokenizer) if options.tokenizer else None,
         max_tokens=options.max_tokens,
         settings=run_settings(options, None if exported else torch_device(options)),
@@ -139,7 +140,6 @@ def _token(path: str | None) -> str | None:
 
 
 FORMATS = "onnx runs without PyTorch; aoti is compiled for this kind of machine, with it (default: onnx)"
-POLICIES = "JSON that `alight calibrate` wrote; the first is in force until a request chooses another"
 WAIT = "milliseconds for which the first of a batch waits for others (default: 2)"
 STATE = "file that keeps the spent budget over restarts (default: spending.json)"
 TOKEN_FILE = f"file with the bearer token that requests must bring (default: that of {TOKEN}, if it is set)"
@@ -176,7 +176,12 @@ COMMANDS = (
         run_serve,
         (
             MODEL,
-            argument("policies", nargs="+", metavar="policy", help=POLICIES),
+            argument(
+                "policies",
+                nargs="*",
+                metavar="policy",
+                help=f"{POLICIES}; the first is in force until a request chooses another",
+            ),
             argument("--host", default="127.0.0.1", help="default: 127.0.0.1, this machine alone"),
             argument("--port", type=int, default=8000, help="default: 8000; 0 for any free one"),
             argument("--batch-size", type=count, default=32, help="samples that run together (default: 32)"),

@@ -19,11 +19,12 @@ from alight.cli.arguments import (
     new_folder,
     normalisation,
     output,
-    own_options,
     set_option,
     torch_device,
+    training_settings,
 )
 from alight.cli.command import Command, CommandResult, argument
+from alight.cli.networks import check_name
 from alight.costs import Costs
 from alight.engine.manifest import POLICY
 from alight.errors import BadInput
@@ -32,8 +33,6 @@ from alight.fitting.fitted import FittedPredictor
 from alight.fitting.heads import NamedNetwork
 from alight.fitting.steps import BATCH_SIZE, BUDGET, Goal, fit_to
 from alight.outputs import HeadOutputs
-
-TRAINING = ("mode", "epochs")
 
 
 def run_fit(options: argparse.Namespace) -> CommandResult:
@@ -58,11 +57,14 @@ def run_fit(options: argparse.Namespace) -> CommandResult:
     places = f"{folder.resolve()}" + (f", {Path(options.report).resolve()}" if options.report else "")
     if not options.quiet:
         print(f"\nThe same by hand:\n\n{predictor.calls}\n", file=sys.stderr)
-    return CommandResult(f"{predictor.summary}\n{places}", _values(predictor, folder, options))
+    values = {"path": folder.resolve(), "report": options.report, **predictor.fitted.values()}
+    return CommandResult(f"{predictor.summary}\n{places}", values)
 
 
 def _fitted(goal: Goal, train: str | None, validation: str, options: argparse.Namespace) -> FittedPredictor:
     """Return the predictor of a network that torch runs."""
+    if not Path(options.network).is_dir():
+        check_name(options.network, options.pretrained)
     own = named(options, "pretrained", "weights", "image_size")
     network = NamedNetwork(options.network, num_classes=options.classes, device=torch_device(options), **own)
     settings = None if train is None else _settings(network, options)
@@ -72,46 +74,15 @@ def _fitted(goal: Goal, train: str | None, validation: str, options: argparse.Na
 
 def _settings(network: NamedNetwork, options: argparse.Namespace) -> Any:
     """Return how to train where the options say something about it; else None, and `fit` decides."""
-    chosen = {name: value for name, value in named(options, *TRAINING).items() if value is not None}
+    chosen = {name: value for name, value in named(options, "mode", "epochs").items() if value is not None}
     if not chosen and not options.set:
         return None
-    from alight.training.settings import TrainingSettings
-
-    chosen = chosen if network.is_trained else {"mode": "joint", **chosen}
-    try:
-        return TrainingSettings(**chosen, **own_options(TrainingSettings, options.set, TRAINING))
-    except TypeError as error:
-        raise BadInput(f"--set {' '.join(options.set)}: a value is of the wrong kind ({error})") from error
-
-
-def _values(predictor: FittedPredictor, folder: Path, options: argparse.Namespace) -> dict[str, Any]:
-    """Return the result for programs."""
-    fitted, decisions = predictor.fitted, predictor.fitted.decisions
-    runs = [
-        named(argparse.Namespace(**vars(each)), "batch_size", "full_per_second", "per_second", "speedup", "low", "high")
-        for each in fitted.speeds
-    ]
-    return {
-        "path": folder.resolve(),
-        "report": options.report,
-        "exits": fitted.exits,
-        "accuracy": decisions.accuracy(fitted.test.truth()),
-        "full_accuracy": float(fitted.test.correct()[:, -1].mean()),
-        "mean_cost": decisions.mean_cost,
-        "full_cost": fitted.costs.full,
-        "unit": fitted.costs.unit,
-        "exit_shares": decisions.exit_shares,
-        "runs": runs,
-        "verdict": fitted.verdict,
-        "guarantee": fitted.guarantee,
-        "policy": fitted.policy.to_dict(),
-        "calls": predictor.calls,
-    }
+    return training_settings(options, chosen if network.is_trained else {"mode": "joint", **chosen})
 
 
 NETWORK = (
-    "timm:NAME, torchvision:NAME, transformers:FOLDER, zoo:NAME, the folder of a saved network, or costs.json with a"
-    " recording as data"
+    "timm:NAME, torchvision:NAME, transformers:FOLDER, zoo:NAME; your own, run to build it: FILE.py:NAME,"
+    " package.module:NAME; the folder of a saved network; or costs.json with a recording as data"
 )
 DATA = "training data, then validation data; validation data alone where the heads are trained already"
 COMMANDS = (
@@ -136,7 +107,7 @@ COMMANDS = (
             argument("--classes", type=count, help="number of classes (default: the network's own)"),
             argument("--image-size", type=count, help="height and width of images (default: the network's own)"),
             argument("--pretrained", action="store_true", help="download the library's weights"),
-            argument("--weights", metavar="FILE", help="trained weights of the full network (.safetensors)"),
+            argument("--weights", metavar="FILE", help="trained weights of the full network (.safetensors, .pt, .pth)"),
             *NORMALISATION,
             TOKENIZER_FOLDER,
             argument("--batch-size", type=count, default=BATCH_SIZE, help=f"default: {BATCH_SIZE}"),

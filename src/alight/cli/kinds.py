@@ -11,7 +11,7 @@ from typing import Literal
 import numpy as np
 
 from alight.errors import BadInput
-from alight.files import CONFIG, MANIFEST, WEIGHTS
+from alight.files import CONFIG, MANIFEST, WEIGHTS, check_network_folder
 
 Kind = Literal["network", "exported", "policy", "costs", "table", "recording", "points", "data"]
 
@@ -65,13 +65,16 @@ def kind_of(path: str) -> Kind | None:
 def check_order(options: argparse.Namespace, expected: Mapping[str, Kind]) -> None:
     """Raise if an argument of a command holds something else than expected, and say in which order they belong.
 
-    `expected` has the command's positional arguments in their order, and options with their dashes. What does not
-    exist is left to the function that reads it.
+    `expected` has the command's positional arguments in their order, and options with their dashes. The folder of a
+    network must be complete; what else does not exist is left to the function that reads it.
     """
     values = {name: str(getattr(options, name.lstrip("-"))) for name in expected if getattr(options, name.lstrip("-"))}
     kinds = {name: kind_of(value) for name, value in values.items()}
     wrong = [name for name, kind in kinds.items() if kind not in (None, expected[name])]
     if not wrong:
+        for name, value in values.items():
+            if expected[name] == "network":
+                check_network_folder(value)
         return
     for order in permutations(values):
         if all(kinds[other] == expected[name] for name, other in zip(values, order, strict=True)):

@@ -20,15 +20,15 @@ from alight.cli.arguments import (
     named,
     new_folder,
     normalisation,
-    own_options,
     set_option,
     torch_device,
+    training_settings,
     words_or_auto,
 )
 from alight.cli.command import Command, CommandResult, argument
 from alight.cli.kinds import check_order
 from alight.errors import BadInput
-from alight.files import WEIGHTS, check_network_folder
+from alight.files import WEIGHTS
 
 CHECKPOINT = "checkpoint.safetensors"
 LIBRARIES = ("timm", "torchvision", "transformers", "zoo")
@@ -36,7 +36,7 @@ LIBRARIES = ("timm", "torchvision", "transformers", "zoo")
 
 def run_attach(options: argparse.Namespace) -> CommandResult:
     """Add exits with untrained heads to a network, and write it to a folder."""
-    _check_name(options.network, options.pretrained)
+    check_name(options.network, options.pretrained)
     check_data(options.weights)
     check_unused(options.output, options.force, WEIGHTS)
     import torch
@@ -62,7 +62,7 @@ def run_attach(options: argparse.Namespace) -> CommandResult:
     )
 
 
-def _check_name(network: str, pretrained: bool) -> None:
+def check_name(network: str, pretrained: bool) -> None:
     """Check that the text names a network, and that a file or folder in it exists, before torch is loaded."""
     place, colon, name = network.rpartition(":")
     library = network.partition(":")[0]
@@ -84,14 +84,12 @@ def _check_name(network: str, pretrained: bool) -> None:
 def run_train(options: argparse.Namespace) -> CommandResult | None:
     """Train the heads of a network, or all of it; resumes an interrupted training."""
     check_order(options, {"model": "network", "data": "data"})
-    check_network_folder(options.model)
     check_data(options.data, options.validation, options.tokenizer)
     source, folder = Path(options.model), Path(options.output or options.model)
     if source.resolve() != folder.resolve():
         check_unused(options.output, options.force, WEIGHTS)
     from alight.data.batches import load_data
     from alight.networks.store import load_model, save_model
-    from alight.training.settings import TrainingSettings
     from alight.training.training import train_heads
 
     model = load_model(source)
@@ -100,11 +98,7 @@ def run_train(options: argparse.Namespace) -> CommandResult | None:
     validation = None
     if options.validation:
         validation = load_data(options.validation, spec, split="test", shuffle=False, **reading)
-    try:
-        own = own_options(TrainingSettings, options.set, ["mode", "epochs"])
-        settings = TrainingSettings(mode=options.mode, epochs=options.epochs, **own)
-    except TypeError as error:
-        raise BadInput(f"--set {' '.join(options.set)}: a value is of the wrong kind ({error})") from error
+    settings = training_settings(options, named(options, "mode", "epochs"))
     with new_folder(folder, keep=CHECKPOINT):
         checkpoint = folder / CHECKPOINT
         history = train_heads(
@@ -126,6 +120,7 @@ def run_train(options: argparse.Namespace) -> CommandResult | None:
 
 def run_check(options: argparse.Namespace) -> CommandResult:
     """Check that the exits of a saved network give what the network gives, bit by bit."""
+    check_order(options, {"model": "network"})
     from alight.networks.store import load_model
 
     model = load_model(options.model)

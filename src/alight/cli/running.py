@@ -28,6 +28,7 @@ from alight.cli.arguments import (
     named,
     output,
     output_option,
+    policy_of,
     run_settings,
     salted_by,
     torch_device,
@@ -40,7 +41,6 @@ from alight.display import accuracy_text, aligned, percent, quantity
 from alight.engine.settings import RunSettings
 from alight.errors import BadInput
 from alight.evaluation import evaluate_policy, sweep
-from alight.files import check_network_folder
 from alight.outputs import KEPT, Decisions, HeadOutputs
 from alight.policies import load_policy
 from alight.policies.policy import Policy
@@ -64,7 +64,6 @@ def run_record(options: argparse.Namespace) -> CommandResult:
     """Record the outputs of every head for every sample."""
     check_distinct(options.data, options.output)
     check_order(options, {"model": "network", "data": "data"})
-    check_network_folder(options.model)
     if options.engine == "ray":
         return _record_on_ray(options)
     _check_output_file(options)
@@ -85,7 +84,7 @@ def run_record(options: argparse.Namespace) -> CommandResult:
 
 def run_costs(options: argparse.Namespace) -> CommandResult:
     """Measure the cost of every stage and every head."""
-    check_network_folder(options.model)
+    check_order(options, {"model": "network"})
     from alight.costing.measure import head_overhead, measure_costs, time_stages
     from alight.networks.multi_exit import example_of
     from alight.networks.store import load_model
@@ -109,12 +108,11 @@ def run_predict(options: argparse.Namespace) -> CommandResult:
     """Predict every sample under a policy."""
     check_distinct(options.data, options.policy, options.output)
     check_order(options, {"model": "network", "policy": "policy", "data": "data"})
-    check_network_folder(options.model)
+    policy = load_policy(policy_of(options.model, options.policy))
     if options.engine == "ray":
-        return _predict_on_ray(options, salted_by(load_policy(options.policy), options.data))
+        return _predict_on_ray(options, salted_by(policy, options.data))
     _check_output_file(options)
     check_data(options.data, options.tokenizer)
-    policy = load_policy(options.policy)
     from alight.data.formats import names_of, write_answers
     from alight.engine.predictor import Predictor
 
@@ -124,7 +122,7 @@ def run_predict(options: argparse.Namespace) -> CommandResult:
     predictor = Predictor(model, salted_by(policy, options.data), settings=settings, rebatch=rebatch, **terms)
     decisions = predictor.run(data, progress=not options.quiet)
     write_answers(decisions, options.output, names=names_of(data), classes=model.classes)
-    bench = shlex.join(["alight", "bench", options.model, options.policy, options.data])
+    bench = shlex.join(["alight", "bench", *filter(None, [options.model, options.policy, options.data])])
     return decisions_result(decisions, options.output, policy, f"the full network's: {bench}")
 
 
@@ -158,7 +156,6 @@ def run_plan(options: argparse.Namespace) -> CommandResult:
     """Measure whether early exit pays on this machine, and write the best policy."""
     check_distinct(options.labelled, options.output, options.report)
     check_order(options, {"model": "network", "labelled": "table"})
-    check_network_folder(options.model)
     labelled = HeadOutputs.load(options.labelled)
     from alight.networks.multi_exit import example_of
     from alight.networks.store import load_model
@@ -199,9 +196,8 @@ def _write_plan(planned: "Plan", labelled: HeadOutputs, path: str, title: str) -
 def run_bench(options: argparse.Namespace) -> CommandResult:
     """Time a policy against the full network on real samples."""
     check_order(options, {"model": "network", "policy": "policy", "data": "data"})
-    check_network_folder(options.model)
     check_data(options.data, options.tokenizer)
-    policy = load_policy(options.policy)
+    policy = load_policy(policy_of(options.model, options.policy))
     from alight.data.batches import as_batch
     from alight.planning.timing import compare
 
@@ -373,6 +369,7 @@ COMMANDS = (
         ),
         (
             "predict model policy.json test.npz -o answers.csv",
+            "predict fitted test.npz",
             "predict model policy.json test.npz --json --quiet",
             "predict model policy.json test.parquet --engine ray -o answers",
         ),

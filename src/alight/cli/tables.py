@@ -25,12 +25,14 @@ from alight.cli.arguments import (
     own_options,
     set_option,
     words,
+    wrong_kind,
 )
 from alight.cli.command import Argument, Command, CommandResult, argument
 from alight.cli.kinds import check_order
 from alight.costs import Costs, as_costs
 from alight.errors import AlightError, BadInput
 from alight.evaluation import comparison_table, read_points, sweep, write_points
+from alight.fitting.steps import LEAST_LABELS, default_method
 from alight.outputs import HeadOutputs
 from alight.policies.policy import Policy
 from alight.provenance import provenance
@@ -70,7 +72,7 @@ def run_calibrate(options: argparse.Namespace) -> CommandResult:
     try:
         policy = _calibrated(options)
     except TypeError as error:  # of a value of --set, the only ones whose type is not checked yet
-        raise BadInput(f"--set {' '.join(options.set)}: a value is of the wrong kind ({error})") from error
+        raise wrong_kind(options.set, error) from error
     if options.output:
         policy.save(options.output)
     text = str(policy) if policy.certificate else f"{policy}\n{guaranteed_by(policy)}"
@@ -211,9 +213,9 @@ def _combined(method: calibrate.Method, options: argparse.Namespace) -> calibrat
 
 
 def _default_method(options: argparse.Namespace, labelled: HeadOutputs) -> str:
-    """Return `auto` with labels; `eero` without, and where many fits would be slow."""
+    """Return the usual method, or `eero` where many fits of another would be slow."""
     many = options.prune or options.set or options.combine or options.risk
-    return "eero" if labelled.labels is None or many else "auto"
+    return "eero" if many else default_method(labelled)
 
 
 def _certified(method: calibrate.Method, contract: str, options: argparse.Namespace) -> calibrate.Method:
@@ -272,7 +274,7 @@ def _contract_options(*contracts: str, default: str = "") -> tuple[Argument, ...
     )
 
 
-DEFAULTS = "default: auto with labels, eero without, and beside --combine, --prune, --set or --risk"
+DEFAULTS = f"default: auto from {LEAST_LABELS:,} labels on, else eero, as beside --combine, --prune, --set or --risk"
 METHODS = f"{', '.join(calibrate.METHODS)} ({DEFAULTS})"
 COMBINED = argument(
     "--combine", choices=[*calibrate.COMBINE], help="how to combine the answers of exits (default: not)"

@@ -15,7 +15,7 @@ from alight.cutting.tracing import CONTAINERS, Trace, trace
 from alight.errors import BadInput
 
 MIN_DISTANCE = 1 / 3  # of the even distance: exits that are nearer decide on nearly the same
-MAX_SHARE = 0.99  # of the cost, the head's included: a later exit saves nothing
+MAX_SHARE = 0.9  # of the cost, the head's included: a later exit saves next to nothing
 
 HeadFlops = Callable[[tuple[int, ...], int], float]  # of a head for features of one sample of this shape, and classes
 
@@ -251,7 +251,8 @@ def _chosen(places: Sequence[CutPlace], count: int, *, crowded: bool = True) -> 
 
 def _even(places: Sequence[CutPlace], count: int, distance: float) -> list[CutPlace]:
     """Return the places, in order, at least this far apart, whose costs are nearest to even shares in sum, if any."""
-    best = [(abs(place.cost - 1 / (count + 1)), [place]) for place in places]  # choices that end with each place
+    late = [place for place in places if place.cost >= distance]  # before that there is little to decide on
+    best = [(abs(place.cost - 1 / (count + 1)), [place]) for place in late]  # choices that end with each place
     for number in range(2, count + 1):
         longer = []
         for place in places:

@@ -18,20 +18,10 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
-from alight.data.columns import (
-    LABEL_NAMES,
-    are_image_files,
-    choose,
-    depth,
-    first_of,
-    is_array,
-    is_path,
-    kind_of,
-    numbers,
-)
+from alight.data.columns import LABEL_NAMES, are_image_files, depth, first_of, is_array, is_path, kind_of
 from alight.data.labels import ONE_CLASS, are_in_other_order, batch_labels, check_shares
 from alight.data.preprocess import InputSpec, TensorSpec, as_array, image_batch, is_picture, is_pixels, is_tensor
-from alight.data.samples import Collate, Items, Samples, declared_classes, is_texts
+from alight.data.samples import Collate, Items, Samples, chosen_columns, declared_classes, is_texts
 from alight.data.shapes import check_shapes
 from alight.data.sources import column_of, is_one_sample, is_torch_dataset, open_data
 from alight.data.tables import frame_columns, is_frame, is_hugging_face, is_series, series_values
@@ -362,10 +352,7 @@ def _parts(inputs: Any, spec: InputSpec) -> tuple[Any, ...]:
         return (inputs,)
     if is_frame(inputs) or isinstance(inputs, Mapping):
         return _of_columns(frame_columns(inputs) if is_frame(inputs) else inputs, spec)
-    if is_series(inputs):
-        inputs = series_values(inputs)
-    if isinstance(inputs, str) and spec.takes_texts:
-        inputs = [inputs]
+    inputs = _listed(inputs, spec)
     if is_texts(inputs) and (spec.takes_texts or not are_image_files(inputs)):
         return tuple(texts_for(spec)([*inputs]).values())
     if is_picture(inputs):
@@ -374,6 +361,15 @@ def _parts(inputs: Any, spec: InputSpec) -> tuple[Any, ...]:
         return _of_sequence(inputs, spec)
     _check_is_batch(inputs)
     return (inputs,)
+
+
+def _listed(inputs: Any, spec: InputSpec) -> Any:
+    """Return texts as a list: one alone, a Series, or a tuple as torch's loaders make; all else unchanged."""
+    if isinstance(inputs, str) and spec.takes_texts:
+        return [inputs]
+    if isinstance(inputs, tuple) and inputs and all(map(is_path, inputs)):
+        return [*inputs]
+    return series_values(inputs) if is_series(inputs) else inputs
 
 
 def _of_sequence(inputs: Sequence[Any], spec: InputSpec) -> tuple[Any, ...]:
@@ -390,12 +386,10 @@ def _of_sequence(inputs: Sequence[Any], spec: InputSpec) -> tuple[Any, ...]:
 
 def _of_columns(columns: Mapping[str, Any], spec: InputSpec) -> tuple[Any, ...]:
     """Return the inputs among columns by name."""
-    chosen = choose(columns, spec, "the batch")
-    if chosen.form == "named":
-        return by_name({name: columns[name] for name in chosen.inputs}, spec.names)
-    if chosen.form == "numbers":
-        return (numbers([columns[name] for name in chosen.inputs]),)
-    column = column_of(columns[chosen.inputs[0]])
+    inputs, _ = chosen_columns(columns, spec, "the batch")
+    if isinstance(inputs, Mapping):
+        return by_name(inputs, spec.names)
+    column = column_of(inputs)
     return _parts(column, spec) if isinstance(column, list) or kind_of(column) == "text" else (column,)
 
 
@@ -442,9 +436,8 @@ def _warn_of_pixels(inputs: Arrays, spec: InputSpec) -> None:
     known, images = spec.normalisation, inputs[0]
     if spec.image_shape is None or not spec.takes_floats or known is None or getattr(images, "is_cuda", False):
         return
-    black, white = (
-        (shade - np.array(known.mean)) / np.array(known.std) for shade in (0, 1)
-    )  # what the network takes lies between
+    # what the network takes lies between these
+    black, white = ((shade - np.array(known.mean)) / np.array(known.std) for shade in (0, 1))
     low, high = float(images.min()), float(images.max())
     if low >= 0 and ((low < high <= 1 and black.min() < 0) or high > FAR * white.max()):
         warnings.warn(

@@ -19,9 +19,9 @@ from alight.errors import BadInput
 SHIFT = 8  # augmented images are moved by up to an eighth of their size, as is usual for 32 x 32
 
 UNKNOWN = (
-    "and how the network normalises them is unknown: say normalisation=Normalisation(mean, std) in attach_heads or"
-    " export_model (--mean and --std of `alight attach` and `alight export`), mean 0 and std 1 where it takes pixels in"
-    " 0..1; or give floats as the network takes them"
+    "and how the network normalises them is unknown: give Normalisation(mean, std), as preprocess= of fit or"
+    " normalisation= of attach_heads and export_model (--mean and --std of the commands), mean 0 and std 1 where it"
+    " takes pixels in 0..1; or give floats as the network takes them"
 )
 BITS, PHOTOMETRIC, WHITE_IS_ZERO = 258, 262, 0  # tags of TIFF, and a value of the second
 

@@ -106,13 +106,23 @@ def unzipped(samples: Sequence[Any], spec: InputSpec) -> Fetched:
     first = samples[0]
     if isinstance(first, Mapping):
         return chosen_columns({name: [each[name] for each in samples] for name in first}, spec)
-    if not isinstance(first, tuple | list) or depth(first) == len(spec.tensors[0].shape if spec.tensors else ()) - 1:
+    if not isinstance(first, tuple | list) or _is_nested(first, spec):
         return [*samples], None
-    if len({len(each) for each in samples}) > 1:
-        raise BadInput("samples are tuples of different lengths: give (input, label) for each, or the input alone")
+    odd = [row for row, each in enumerate(samples) if not isinstance(each, tuple | list) or len(each) != len(first)]
+    if odd:
+        raise BadInput(
+            f"sample {odd[0]} is not {len(first)} values like those before it: give (input, label) for each, or the"
+            " input alone"
+        )
     columns = [list(each) for each in zip(*samples, strict=True)]
     labels = columns.pop() if _ends_in_label(first, spec) else None
     return columns[0] if len(columns) == 1 else tuple(columns), labels
+
+
+def _is_nested(sample: Sequence[Any], spec: InputSpec) -> bool:
+    """Return whether it is one sample as numbers in lists, not inputs with a label behind them."""
+    numbers_alone = bool(sample) and not is_path(sample[0]) and not is_picture(sample[0])
+    return numbers_alone and bool(spec.tensors) and depth(sample) == len(spec.tensors[0].shape) - 1
 
 
 def _ends_in_label(sample: Sequence[Any], spec: InputSpec) -> bool:

@@ -6,11 +6,11 @@ from typing import Any
 
 import numpy as np
 
-from alight.data.columns import depth, is_array, is_path
+from alight.data.columns import Columns, depth, is_array, is_path
 from alight.data.formats import open_path
 from alight.data.labels import whole_labels
 from alight.data.preprocess import InputSpec, check_several, is_picture, is_pixels
-from alight.data.samples import Items, Samples, is_texts, samples_of_columns
+from alight.data.samples import Items, Samples, is_texts, samples_of_columns, unzipped
 from alight.data.shapes import check_shapes
 from alight.data.tables import frame_columns, hugging_face, is_frame, is_hugging_face, is_series, series_values
 from alight.errors import BadInput
@@ -45,8 +45,8 @@ def _in_memory(data: Any, spec: InputSpec) -> Samples | Items | None:
     if is_hugging_face(data):
         return hugging_face(data, spec)
     _check_has_indices(data)
-    if is_frame(data) or isinstance(data, Mapping):
-        return samples_of_columns(frame_columns(data) if is_frame(data) else _mapped(data), spec)
+    if _holds_columns(data):
+        return samples_of_columns(_columns_in(data), spec)
     if isinstance(data, tuple):
         return _tuple(data, spec)
     if isinstance(data, list):
@@ -66,8 +66,10 @@ def _check_has_indices(data: Any) -> None:
         raise BadInput(f"an IterableDataset gives samples one by one, and its number is not known: {ONE_BY_ONE}")
 
 
-def _mapped(data: Mapping[Any, Any]) -> dict[str, Any]:
-    """Return columns of a dict: nested lists of numbers as arrays, Series as arrays or lists."""
+def _columns_in(data: Any) -> Columns:
+    """Return columns of a table or dict: nested lists of numbers as arrays, Series as arrays or lists."""
+    if is_frame(data):
+        return frame_columns(data)
     return {str(name): column_of(values) for name, values in data.items() if values is not None}
 
 
@@ -98,7 +100,7 @@ def _tuple(data: tuple[Any, ...], spec: InputSpec) -> Samples | None:
     ends = _ends_in_labels(data, spec)
     columns = [column_of(each) for each in (data[:-1] if ends else data)]
     _check_arrays(Samples(columns), spec)
-    return Samples(columns, whole_labels(_plain(data[-1]), spec) if ends else None)
+    return Samples(columns, whole_labels(data[-1], spec) if ends else None)
 
 
 def _holds_columns(value: Any) -> bool:
@@ -110,9 +112,8 @@ def _labelled_columns(data: tuple[Any, ...], spec: InputSpec) -> Samples | None:
     if len(data) != 2 or (_holds_columns(data[1]) and not is_frame(data[1])):
         return None
     table, labels = data
-    columns = frame_columns(table) if is_frame(table) else _mapped(table)
-    found = samples_of_columns(columns, spec, labels=False)
-    return Samples(found.columns, whole_labels(_plain(labels), spec), found.names)
+    found = samples_of_columns(_columns_in(table), spec, labels=False)
+    return Samples(found.columns, whole_labels(labels, spec), found.names)
 
 
 def _is_column(value: Any) -> bool:
@@ -120,15 +121,6 @@ def _is_column(value: Any) -> bool:
     if is_array(value) or is_series(value) or is_frame(value):
         return value.ndim > 0
     return isinstance(value, list) and bool(value) and not isinstance(value[0], tuple | Mapping)
-
-
-def _plain(labels: Any) -> Any:
-    """Return labels of pandas as NumPy's."""
-    if is_frame(labels):
-        return labels.to_numpy()
-    if is_series(labels):
-        return series_values(labels)
-    return labels
 
 
 def _ends_in_labels(data: tuple[Any, ...], spec: InputSpec) -> bool:
@@ -147,36 +139,26 @@ def _list(data: list[Any], spec: InputSpec) -> Samples | None:
         return _list_of_dicts(data, spec) if _is_named_sample(first, spec) else None
     if is_one_sample(first, spec):
         return Samples([column_of(data)])
-    if _is_pair(first, spec):
-        return _list_of_pairs(data, spec)
-    if isinstance(first, tuple) and len(first) > 2 and is_one_sample(first[0], spec):
-        return Samples([column_of([*column]) for column in zip(*data, strict=True)])
-    return None
+    if not _is_tuple_of_one_sample(first, spec):
+        return None
+    inputs, labels = unzipped(data, spec)
+    columns = inputs if isinstance(inputs, tuple) else (inputs,)
+    if labels is not None and not (is_array(labels[0]) and labels[0].ndim):  # rows of shares are stacked later
+        labels = whole_labels([each.item() if is_array(each) else each for each in labels], spec)
+    return Samples([*map(column_of, columns)], labels)
+
+
+def _is_tuple_of_one_sample(value: Any, spec: InputSpec) -> bool:
+    """Return whether it holds inputs and perhaps a label of one sample; in a list it is a pair with a number alone."""
+    if not isinstance(value, tuple | list) or len(value) < 2 or not is_one_sample(value[0], spec):
+        return False
+    is_pair = len(value) == 2 and not depth(value[1]) and not isinstance(value[1], str)
+    return isinstance(value, tuple) or is_pair
 
 
 def _list_of_dicts(data: list[Any], spec: InputSpec) -> Samples:
     names = dict.fromkeys(name for row in data for name in row)
     return samples_of_columns({name: column_of([row.get(name) for row in data]) for name in names}, spec)
-
-
-def _list_of_pairs(data: list[Any], spec: InputSpec) -> Samples:
-    odd = next((row for row, each in enumerate(data) if not isinstance(each, tuple | list) or len(each) != 2), None)
-    if odd is not None:
-        raise BadInput(f"sample {odd} is not a pair of input and label like those before it: give pairs alone")
-    return Samples([column_of([each[0] for each in data])], _paired_labels([each[1] for each in data], spec))
-
-
-def _paired_labels(labels: list[Any], spec: InputSpec) -> Any:
-    """Return the labels of pairs: numbers, names, or rows of shares."""
-    if is_array(labels[0]) and labels[0].ndim:
-        return labels
-    return whole_labels([each.item() if is_array(each) else each for each in labels], spec)
-
-
-def _is_pair(value: Any, spec: InputSpec) -> bool:
-    if not isinstance(value, tuple | list) or len(value) != 2 or not is_one_sample(value[0], spec):
-        return False
-    return isinstance(value, tuple) or (depth(value[1]) == 0 and not isinstance(value[1], str))
 
 
 def is_one_sample(value: Any, spec: InputSpec) -> bool:

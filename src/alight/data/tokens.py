@@ -101,9 +101,7 @@ def save_tokenizer(tokenizer: Any, folder: Path) -> None:
         return
     _check_folder(tokenizer)
     if not (Path(tokenizer) / FILE).is_file():  # which transformers writes for all that it can load
-        auto = library("transformers", '"alight[text]"').AutoTokenizer
-        loaded = auto.from_pretrained(str(tokenizer), local_files_only=True, trust_remote_code=False)
-        loaded.save_pretrained(str(folder))
+        _loaded_by_transformers(tokenizer).save_pretrained(str(folder))
         return
     for file in Path(tokenizer).iterdir():
         if file.suffix in WORDS and file.name != "config.json":  # of a network, which may lie beside it
@@ -115,8 +113,9 @@ def _encoder(tokenizer: Any, max_tokens: int) -> "_Encoder | _OfTransformers":
     if callable(tokenizer) and not isinstance(tokenizer, str | os.PathLike):
         return _OfTransformers(tokenizer, max_tokens)
     _check_folder(tokenizer)
-    encoder = _Encoder if (Path(tokenizer) / FILE).is_file() else _of_transformers
-    return encoder(Path(tokenizer), max_tokens)
+    if (Path(tokenizer) / FILE).is_file():
+        return _Encoder(Path(tokenizer), max_tokens)
+    return _OfTransformers(_loaded_by_transformers(tokenizer), max_tokens)
 
 
 def _check_folder(tokenizer: Any) -> None:
@@ -174,14 +173,13 @@ class _OfTransformers:
         )
 
 
-def _of_transformers(folder: Path, max_tokens: int) -> _OfTransformers:
+def _loaded_by_transformers(folder: Any) -> Any:
     """Return a tokenizer that only transformers can load, as one without a tokenizer.json."""
     auto = library("transformers", '"alight[text]"').AutoTokenizer
     try:
-        tokenizer = auto.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+        return auto.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:
         raise BadFile(folder, f"it has no tokenizer that can be read ({error})", f"save one with {FILE}") from error
-    return _OfTransformers(tokenizer, max_tokens)
 
 
 def library(name: str, package: str) -> Any:

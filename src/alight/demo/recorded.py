@@ -9,6 +9,7 @@ import numpy as np
 
 from alight import calibrate, recordings
 from alight.costs import Costs
+from alight.display import accuracy_text
 from alight.evaluation import at_equal_spend, evaluate_policy, sweep, write_points
 from alight.outputs import HeadOutputs
 from alight.policies.policy import Policy
@@ -30,12 +31,12 @@ class RecordedDemo:
     most_expensive: float  # batch, as a share of its budget
     alarm: int | None  # number of hard images until the stream's alarm was raised
 
-    def lines(self) -> dict[str, str]:
+    def text(self) -> str:
         """Return the accuracy of three methods at half of the first network's cost, in a line."""
         points = [point for point in self.networks[recordings.NAMES[0]].points if point.method in RULES]
         at_half = at_equal_spend(points, [points[0].full_cost / 2])
-        accuracies = ", ".join(f"{RULES[point.method]} {100 * point.accuracy:.1f} %" for point in at_half)
-        return {"CIFAR-100": f"accuracy of a recorded ResNet-18 at 50 % of its FLOPs: {accuracies}"}
+        accuracies = ", ".join(f"{RULES[point.method]} {accuracy_text(point.accuracy)}" for point in at_half)
+        return f"CIFAR-100, a recorded ResNet-18 at {BUDGET} of its FLOPs: accuracy of {accuracies}"
 
     def values(self) -> dict[str, Any]:
         """Return what the policies did, for programs."""

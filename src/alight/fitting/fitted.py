@@ -1,6 +1,6 @@
 """What was fitted: the policy beside the full network in a table, a report, a folder."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,7 +12,7 @@ from alight.costs import Costs
 from alight.display import aligned, html_table, quantity
 from alight.engine.manifest import POLICY
 from alight.engine.predictor import Predictor
-from alight.evaluation import Point, sweep
+from alight.evaluation import Point, evaluate_policy, sweep
 from alight.files import PathLike, write_text
 from alight.outputs import Decisions, HeadOutputs
 from alight.policies.policy import Policy
@@ -23,12 +23,8 @@ if TYPE_CHECKING:
     from alight.planning.timing import SpeedComparison
 
 BUDGETS = 11  # of the curve in a report
-COSTS, CALIBRATION, TEST, CALLS = (
-    "costs.json",
-    "labelled.npz",
-    "test_outputs.npz",
-    "calls.txt",
-)  # files beside a network
+COSTS, CALIBRATION, TEST, CALLS = "costs.json", "labelled.npz", "test_outputs.npz", "calls.txt"  # beside a network
+TIMINGS = ("batch_size", "full_per_second", "per_second", "speedup", "low", "high")  # of a comparison, for programs
 
 
 @dataclass(frozen=True)
@@ -55,20 +51,19 @@ class Fit:
     def guarantee(self) -> str:
         """What is guaranteed, and under which assumption; the certificate of the policy says more."""
         if (certificate := self.policy.certificate) is not None:
-            return (
-                f"{certificate.guarantee} {certificate.assumption.partition('. ')[0]}".strip().removesuffix(".") + "."
-            )
+            text = f"{certificate.guarantee} {certificate.assumption.partition('. ')[0]}"
+            return text.strip().removesuffix(".") + "."
         return "" if len(self.policy.open_exits) == 1 else "The cost is not guaranteed."
 
     def columns(self) -> list[list[str]]:
         """Return a table as columns of text: the full network, and the policy beside it."""
-        decisions, truth = self.decisions, self.test.truth()
+        decisions, truth, unit = self.decisions, self.test.truth(), self.costs.unit
         share = decisions.mean_cost / self.costs.full
         agreement = "accuracy" if self.test.labels is not None else "agreement"
         rows = {
             "": ("full network", "with exits"),
             agreement: (f"{self.test.correct()[:, -1].mean():.1%}", f"{decisions.accuracy(truth):.1%}"),
-            "cost per sample": (amount(self.costs.full, self.costs), amount(decisions.mean_cost, self.costs)),
+            "cost per sample": (quantity(self.costs.full, unit), quantity(decisions.mean_cost, unit)),
             "of the full network": ("100%", f"{share:.1%}"),
         }
         for speed in self.speeds:
@@ -87,18 +82,48 @@ class Fit:
     def _repr_html_(self) -> str:
         return html_table("Fitted to a budget", self.columns(), self.lines())
 
-    def point(self) -> Point:
-        """Return the policy as a point of a report, measured on the test samples."""
-        budget = self.policy.budget or self.decisions.mean_cost
-        method = {self.policy.method or "fitted": lambda *_: self.policy}
-        return sweep(method, self.costs, [budget], labelled=self.labelled, test=self._judged(), references=False)[0]
+    def values(self) -> dict[str, Any]:
+        """Return what the table says, and how it came about, for programs."""
+        decisions = self.decisions
+        return {
+            "exits": self.exits,
+            "accuracy": decisions.accuracy(self.test.truth()),
+            "full_accuracy": float(self.test.correct()[:, -1].mean()),
+            "mean_cost": decisions.mean_cost,
+            "full_cost": self.costs.full,
+            "unit": self.costs.unit,
+            "exit_shares": decisions.exit_shares,
+            "runs": [{name: getattr(each, name) for name in TIMINGS} for each in self.speeds],
+            "verdict": self.verdict,
+            "guarantee": self.guarantee,
+            "policy": self.policy.to_dict(),
+            "calls": self.calls,
+        }
 
-    def points(self) -> list[Point]:
-        """Return `eero` at many budgets, every exit alone and the best that could be decided, on the test samples."""
-        shares = np.linspace(max(self.costs.shares()[0], 0.01), max(self.costs.shares()[0], 1.0), BUDGETS)
+    def points(self, methods: Mapping[str, calibrate.Method], *, progress: bool = False) -> list[Point]:
+        """Return methods at many budgets, every exit alone and the best that could be decided, on the test samples."""
+        lowest = max(self.costs.shares()[0], 0.01)
+        shares = np.linspace(lowest, max(lowest, 1.0), BUDGETS)
         budgets = list(dict.fromkeys((shares * self.costs.full).tolist()))
-        methods = {"eero": calibrate.eero}
-        return sweep(methods, self.costs, budgets, labelled=self.labelled, test=self._judged())
+        return sweep(methods, self.costs, budgets, labelled=self.labelled, test=self._judged(), progress=progress)
+
+    def reported(self, points: Sequence[Point] = (), classes: Sequence[str] = ()) -> ReportedNetwork:
+        """Return what a report shows: the policy among `points`, by default those of `eero` at many budgets."""
+        budget = self.policy.budget or self.decisions.mean_cost
+        policy = replace(self.policy, budget=budget, method=self.policy.method or "fitted")
+        shown = None
+        if self.shown is not None:
+            samples, rows = self.shown
+            shown = examples(samples, [], self.test.take(rows), chosen=policy, classes=classes)
+        return ReportedNetwork(
+            points or self.points({"eero": calibrate.eero}),
+            exits=self.exits,
+            examples=shown,
+            note=self.note,
+            chosen=evaluate_policy(policy, self.costs, self._judged()),
+            speed=_measured(self.speeds),
+            guarantees=[each for each in (str(self.policy.certificate or ""), self.verdict) if each],
+        )
 
     def _judged(self) -> HeadOutputs:
         return replace(self.test, labels=self.test.truth())  # without labels the last exit is right
@@ -137,23 +162,7 @@ class FittedPredictor(Predictor):
 
     def report(self, path: PathLike, *, title: str = "Fitted to a budget") -> Path:
         """Write one HTML page about this predictor, and return its path."""
-        fitted, point = self.fitted, self.fitted.point()
-        shown = None
-        if fitted.shown is not None:
-            samples, rows = fitted.shown
-            policy = replace(fitted.policy, budget=point.budget, method=point.method)
-            classes = getattr(self.network, "classes", ())
-            shown = examples(samples, [], fitted.test.take(rows), chosen=policy, classes=classes)
-        network = ReportedNetwork(
-            fitted.points(),
-            exits=fitted.exits,
-            examples=shown,
-            note=fitted.note,
-            chosen=point,
-            speed=_measured(fitted.speeds),
-            guarantees=[each for each in (str(self.policy.certificate or ""), fitted.verdict) if each],
-        )
-        return write_report(network, path, title=title)
+        return write_report(self.fitted.reported(classes=getattr(self.network, "classes", ())), path, title=title)
 
     def save(self, folder: PathLike) -> Path:
         """Write network, policy, costs, tables and calls to a folder; `Predictor.load` and the commands read it."""
@@ -169,11 +178,6 @@ class FittedPredictor(Predictor):
         self.fitted.test.save(folder / TEST)
         write_text(folder / CALLS, self.calls)
         return folder
-
-
-def amount(value: float, costs: Costs) -> str:
-    """Return a cost with its unit."""
-    return quantity(value, costs.unit)
 
 
 def _speed_rows(speed: "SpeedComparison") -> dict[str, tuple[str, str]]:

@@ -38,41 +38,48 @@ def with_heads(network: Any, data: Any, preprocess: Any, steps: Steps) -> WithHe
 
     from alight.networks.multi_exit import MultiExitModel, example_of
 
-    untrained = False
     if isinstance(network, str | Path):
         network = NamedNetwork(str(network))
-    if isinstance(network, NamedNetwork):
-        model, untrained = network.build(steps), not network.is_trained
-    elif isinstance(network, MultiExitModel):
-        model = copy.deepcopy(network)
-        steps.call("model = copy.deepcopy(network)", imports=["import copy"])
-    elif isinstance(network, nn.Module):
-        return WithHeads(*_attached(network, data, preprocess, steps))
-    else:
+    named = network if isinstance(network, NamedNetwork) else None
+    model = named.build(steps) if named else network
+    if not isinstance(model, nn.Module):
+        kind = f"the class {network.__name__}" if isinstance(network, type) else f"a {type(network).__name__}"
         raise BadInput(
-            f"a {type(network).__name__} is not a network: give a torch module, a folder that save_model wrote, a name"
+            f"{kind} is not a network: give a torch module, a folder that save_model wrote, a name"
             " such as 'timm:resnet18', or Costs with logits as validation"
         )
-    _set_preprocess(model, preprocess, steps)
-    if "example" in model.recipe:
-        example = example_of(model)
-        steps.call("example = example_of(model)", imports=["from alight.networks.multi_exit import example_of"])
+    if not isinstance(model, MultiExitModel):
+        model, example = _attached(model, data, preprocess, steps)
     else:
-        example, _ = example_for(network, data, preprocess)
-        steps.call(f"example = {example_literal(example)}", imports=["import torch"])
-    steps.say(f"a network with {model.num_exits} exits: {', '.join(model.exits)}")
-    return WithHeads(model, example, untrained)
+        if not named:
+            model = copy.deepcopy(model)
+            steps.call("model = copy.deepcopy(network)", imports=["import copy"])
+        _set_preprocess(model, preprocess, steps)
+        if "example" in model.recipe:
+            example = example_of(model)
+            steps.call("example = example_of(model)", imports=["from alight.networks.multi_exit import example_of"])
+        else:
+            example, _ = example_for(model, data, preprocess)
+            steps.call(f"example = {example_literal(example)}", imports=["import torch"])
+        steps.say(f"a network with {model.num_exits} exits: {', '.join(model.exits)}")
+    if named and named.weights:
+        from alight.networks.store import load_backbone
+
+        load_backbone(model, named.weights)
+        imports = ["from alight.networks.store import load_backbone"]
+        steps.call(f"load_backbone(model, {named.weights!r})", imports=imports)
+    return WithHeads(model, example, untrained=named is not None and not named.is_trained)
 
 
 @dataclass(frozen=True)
 class NamedNetwork:
-    """A network by its folder, or by its name in a library."""
+    """A network by its folder, by its name in a library, or as FILE.py:NAME, whose code is run."""
 
     name: str
     num_classes: int | None = None
     image_size: int | None = None
     pretrained: bool = False
-    weights: str | None = None  # of the full network, a safetensors file
+    weights: str | None = None  # of the full network, a file of safetensors or torch
     device: str | None = None
 
     @property
@@ -85,19 +92,25 @@ class NamedNetwork:
         """Whether its weights are those of a training."""
         return self.is_folder or self.pretrained or self.weights is not None or self.name.startswith("transformers:")
 
-    def build(self, steps: Steps) -> "MultiExitModel":
-        """Return the network with exits, where it is to run."""
-        model = self._loaded(steps) if self.is_folder else self._made(steps)
-        if self.weights is not None:
-            from alight.networks.store import load_backbone
+    def build(self, steps: Steps) -> Any:
+        """Return the network where it is to run: with exits, or a module of one's own file or package without."""
+        from alight.networks.libraries import is_own
 
-            load_backbone(model, self.weights)
-            imports = ["from alight.networks.store import load_backbone"]
-            steps.call(f"load_backbone(model, {self.weights!r})", imports=imports)
+        make, name = (self._own, "network") if is_own(self.name) else (self._made, "model")
+        network = self._loaded(steps) if self.is_folder else make(steps)
         if self.device not in (None, "cpu"):
-            model.to(self.device)
-            steps.call(f"model.to({self.device!r})")
-        return model
+            network.to(self.device)
+            steps.call(f"{name}.to({self.device!r})")
+        return network
+
+    def _own(self, steps: Steps) -> Any:
+        from alight.networks.own import build_own
+
+        steps.call(
+            f"network = build_own({self.name!r}, {{}}, {self.num_classes})",
+            imports=["from alight.networks.own import build_own"],
+        )
+        return build_own(self.name, {}, self.num_classes)
 
     def _loaded(self, steps: Steps) -> "MultiExitModel":
         from alight.networks.store import load_model

@@ -8,16 +8,13 @@ import numpy as np
 
 from alight.data.batches import as_tensor, first_batch
 from alight.data.columns import are_image_files, depth, is_array, is_path
-from alight.data.preprocess import InputSpec, Normalisation, as_array, is_picture
+from alight.data.preprocess import UNKNOWN, InputSpec, Normalisation, TensorSpec, as_array, is_picture
 from alight.data.samples import picture
+from alight.data.shapes import check_shapes
 from alight.data.sources import open_data
 from alight.data.tokens import IDS, MASK
 from alight.errors import BadInput
 
-UNKNOWN = (
-    "the data are pictures or bytes, and how the network normalises them is unknown: give"
-    " preprocess=alight.Normalisation(mean, std), with mean 0 and std 1 where it takes pixels in 0..1"
-)
 CHANNELS = (1, 3)  # of pictures
 
 
@@ -40,8 +37,8 @@ def example_for(network: Any, data: Any, preprocess: Any) -> tuple[Any, Normalis
     """
     import torch
 
-    parameters = [*inspect.signature(network.forward).parameters]
-    names = _inputs_by_name(parameters, data)
+    parameters = inspect.signature(network.forward).parameters
+    names = _inputs_by_name([*parameters], data)
     if names:
         tokenizer = None if isinstance(preprocess, Normalisation) else preprocess
         spec = InputSpec(names=names, tokenizer=tokenizer)
@@ -49,7 +46,10 @@ def example_for(network: Any, data: Any, preprocess: Any) -> tuple[Any, Normalis
         normalisation = None
     else:
         normalisation = preprocessing(network, preprocess)
-        example, normalisation = _image_or_array(network, _first_inputs(data), normalisation)
+        inputs = _first_inputs(data)
+        if isinstance(inputs, tuple) and len(inputs) == 2 and len(parameters) == 1:
+            inputs = inputs[0]  # the other are labels of several axes
+        example, normalisation = _image_or_array(network, inputs, normalisation)
     weight = next(network.parameters(), torch.empty(0))
 
     def placed(part: Any) -> Any:
@@ -105,14 +105,25 @@ def _image_or_array(network: Any, inputs: Any, normalisation: Normalisation | No
     else:
         array = as_array(inputs[0] if isinstance(inputs, list) else inputs[:1][0])
         if array.dtype != np.uint8 or array.ndim not in (2, 3):
+            _check_channels_first(network, array.shape)
             made = as_tensor(array[None])
             return made.expand(2, *made.shape[1:]).contiguous(), normalisation
         shape = _channels_first(array.shape)
     if normalisation is None:
-        raise BadInput(UNKNOWN)
+        raise BadInput(f"the data are pictures or bytes, {UNKNOWN}")
     if len(normalisation.mean) != shape[0] and shape[0] in CHANNELS:
         shape = (len(normalisation.mean), *shape[1:])
     return torch.zeros(2, *shape), normalisation
+
+
+def _check_channels_first(network: Any, shape: Sequence[int]) -> None:
+    """Raise if images have as many channels as the first convolution takes, but last."""
+    from torch import nn
+
+    first = next((each.in_channels for each in network.modules() if isinstance(each, nn.Conv2d)), None)
+    if len(shape) == 3 and shape[2] == first != shape[0]:
+        own = TensorSpec("images", (None, first, *shape[:2]), "float32")
+        check_shapes([np.empty((1, *shape))], InputSpec((own,)))
 
 
 def _channels_first(shape: Sequence[int]) -> tuple[int, ...]:

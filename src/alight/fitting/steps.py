@@ -12,12 +12,13 @@ from alight import calibrate
 from alight.calibrate.risk_guarantees import Risk
 from alight.costs import Costs
 from alight.data.batches import as_tensor, first_batch
+from alight.display import quantity
 from alight.engine.backends.logits import LogitsBackend
 from alight.engine.recorder import record
 from alight.engine.settings import RunSettings
 from alight.errors import BadInput, BudgetTooSmall, Mismatch
 from alight.fitting.calls import Steps, costs_literal, data_literal, settings_literal
-from alight.fitting.fitted import Fit, FittedPredictor, amount
+from alight.fitting.fitted import Fit, FittedPredictor
 from alight.fitting.heads import SEED, WithHeads, default_training, with_heads
 from alight.fitting.samples import KeptSamples
 from alight.outputs import HeadOutputs
@@ -33,6 +34,7 @@ BATCH_SIZE = 64
 HALF = 0.5  # of the validation samples calibrate, the others are the test
 TIMED, SINGLE = 4, 16  # batches that are timed, and single samples
 WORTH = 1.01  # times as fast as the full network at least, in three of four runs, or it does not pay
+LEAST_LABELS = 1_000  # for `auto`: with fewer the method that it chooses is less accurate than `eero` on new samples
 TRIES, MARGIN = 5, 0.97  # budgets that are tried for a speed-up, and how far below the needed one the next begins
 
 
@@ -87,8 +89,9 @@ def fit(
     """Attach exits, train their heads, measure, record, calibrate with a guarantee, time; return the predictor.
 
     `network` is a classifier: any module, one with exits, a folder that `save_model` wrote, or a name such as
-    "timm:resnet18". Where heads are trained already, leave `train` out. Of a network elsewhere give its `Costs`, and
-    as `validation` the logits of every exit, (samples, exits, classes), with labels; no torch is needed then.
+    "timm:resnet18" or "nets.py:Net". Where heads are trained already, leave `train` out. Of a network elsewhere give
+    its `Costs`, and as `validation` the logits of every exit, (samples, exits, classes), with labels; no torch is
+    needed then.
 
     The goal is one of three: a `budget` on average ("50%" of the full network, the default; "2.5 GFLOPs"; "3 ms" per
     sample in batches of `batch_size`), a `max_accuracy_loss` (0.01 is one point), or a `speedup`, measured here. If
@@ -128,8 +131,8 @@ def fit_to(
         return _of_logits(goal, network, train, validation, batch_size, steps)
     made = with_heads(network, train if train is not None else validation, preprocess, steps)
     fitting = _Fitting(goal, made, batch_size, steps)
-    fitting.measure()
     fitting.check(validation)
+    fitting.measure()
     if train is not None:
         fitting.train(train, training)
     fitting.record(validation)
@@ -160,16 +163,15 @@ class _Fitting:
             return  # the plan measures
         if self.goal.unit == "ms":
             self._measure_time()
-        elif self.goal.unit == "J":
-            self.costs = measure_costs(self.model, self.example, "J", self.batch_size)
-            self.steps.call(f'costs = alight.measure_costs(model, example, unit="J", batch_size={self.batch_size})')
         else:
-            self.costs = measure_costs(self.model, self.example)
-            self.steps.call("costs = alight.measure_costs(model, example)")
-        shares = ", ".join(
-            f"{name} {share:.0%}" for name, share in zip(self.model.exits, self.costs.shares(), strict=True)
-        )
-        self.steps.say(f"full network {amount(self.costs.full, self.costs)} per sample; an answer after {shares}")
+            measured = () if self.goal.unit == "FLOPs" else (self.goal.unit, self.batch_size)
+            self.costs = measure_costs(self.model, self.example, *measured)
+            terms = ", ".join(["model", "example", *map(repr, measured)])
+            self.steps.call(f"costs = alight.measure_costs({terms})")
+        pairs = zip(self.model.exits, self.costs.shares(), strict=True)
+        shares = ", ".join(f"{name} {share:.0%}" for name, share in pairs)
+        full = quantity(self.costs.full, self.costs.unit)
+        self.steps.say(f"full network {full} per sample; an answer after {shares}")
         if self.goal.budget is not None:
             allowed, cheapest = self.costs.budget(self.goal.budget), float(self.costs.alone.min())
             if allowed < cheapest:
@@ -184,7 +186,7 @@ class _Fitting:
             imports=["from alight.planning.plan import walking_costs"],
         )
         if self.goal.speedup is not None:
-            first = int(self.costs.alone.argmin())
+            first = int(self.costs.alone[:-1].argmin())
             reachable = self._compared(self._exit_at(first), self.example, TIMED).speedup
             if reachable < self.goal.speedup:
                 raise BadInput(
@@ -281,7 +283,8 @@ class _Fitting:
         if len(self.policy.open_exits) == 1 and self.policy.open_exits[0] == self.model.num_exits - 1:
             self.verdict = self.verdict or "The full network answers every sample."
         elif speed.low >= WORTH:
-            self.verdict = " ".join(filter(None, [self.verdict, _paying(speed)]))
+            paying = f"Early exit pays here: {speed.speedup:.2f}x as fast in batches of {speed.batch_size}."
+            self.verdict = " ".join(filter(None, [self.verdict, paying]))
             if speed.speedup < MARGIN * (self.goal.speedup or 0):
                 self.verdict += f" That is less than the {self.goal.speedup:g}x asked for, and the most that was found."
                 warnings.warn(self.verdict, stacklevel=5)
@@ -295,7 +298,7 @@ class _Fitting:
         """Let the full network answer, since exits are not faster."""
         over = ""
         if self.goal.budget is not None and self.costs.full > self.costs.budget(self.goal.budget):
-            over = f", which takes {amount(self.costs.full, self.costs)} per sample and so exceeds the budget"
+            over = f", which takes {quantity(self.costs.full, self.costs.unit)} per sample and so exceeds the budget"
         self.verdict = _not_paying(speed, f"This predictor runs the full network{over}.")
         warnings.warn(self.verdict, stacklevel=6)
         self.policy = self._exit_at(self.model.num_exits - 1)
@@ -370,9 +373,14 @@ def _halves(table: HeadOutputs, steps: Steps) -> tuple[HeadOutputs, HeadOutputs]
     return table.split(HALF, np.random.default_rng(SEED))
 
 
+def default_method(labelled: HeadOutputs) -> str:
+    """Return the method to use where none is named: `auto`, or `eero` where there are too few labels to choose by."""
+    return "eero" if labelled.labels is None or len(labelled) < LEAST_LABELS else "auto"
+
+
 def _calibrated(costs: Costs, budget: float | str, labelled: HeadOutputs, steps: Steps) -> Policy:
-    """Return the best method's policy for a budget, with a guarantee; without labels `eero`, which needs none."""
-    name = "eero" if labelled.labels is None else "auto"
+    """Return the best method's policy for a budget, with a guarantee."""
+    name = default_method(labelled)
     steps.say(f"calibrating for {budget} on {len(labelled):,} samples, with a guarantee")
     method = calibrate.certified_probability(calibrate.METHODS[name], seed=SEED)
     steps.call(
@@ -393,10 +401,6 @@ def _within_loss(costs: Costs, loss: float, labelled: HeadOutputs, steps: Steps)
         imports=["from alight import calibrate"],
     )
     return calibrate.certified_risk(calibrate.eero, risk=risk, alpha=loss, seed=SEED)(costs, None, labelled)
-
-
-def _paying(speed: "SpeedComparison") -> str:
-    return f"Early exit pays here: {speed.speedup:.2f}x as fast in batches of {speed.batch_size}."
 
 
 def _not_paying(speed: "SpeedComparison", then: str) -> str:

@@ -8,7 +8,7 @@ The page is drawn in the browser by d3 and Observable Plot, which it carries alo
 """
 
 from alight.report.page import Baseline, MeasuredSpeed, ReportedNetwork, as_html, write_report
-from alight.report.samples import Examples, SampleWalk, can_show, examples, read_images
+from alight.report.samples import Examples, SampleWalk, examples, read_images
 
 __all__ = [
     "Baseline",
@@ -17,7 +17,6 @@ __all__ = [
     "ReportedNetwork",
     "SampleWalk",
     "as_html",
-    "can_show",
     "examples",
     "read_images",
     "write_report",

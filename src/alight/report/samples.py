@@ -94,15 +94,12 @@ def examples(
     decided = [replay(policy, outputs) for policy in policies]
     rows = _first_of_each(decided[len(decided) // 2 if chosen is None else -1].exits, count)
 
-    def names(indices: npt.NDArray[np.int64]) -> tuple[str, ...]:
-        return tuple(classes[index] if index < len(classes) else str(index) for index in indices.tolist())
-
     walks = {}  # of the chosen policy where another one has its method and budget
     for policy, each in zip(policies, decided, strict=True):
         budget = each.mean_cost if policy.budget is None else float(policy.budget)
-        exits, answers = tuple(each.exits[rows].tolist()), names(each.predictions[rows])
+        exits, answers = tuple(each.exits[rows].tolist()), _names(each.predictions[rows], classes)
         walks[policy.method, budget] = SampleWalk(policy.method, budget, exits, answers)
-    labels = () if outputs.labels is None else names(outputs.labels[rows])
+    labels = () if outputs.labels is None else _names(outputs.labels[rows], classes)
     taken = [samples[row] for row in rows.tolist()]
     if all(isinstance(each, str) for each in taken):
         return Examples((), labels, tuple(walks.values()), texts=tuple(map(shortened, taken)))
@@ -110,16 +107,8 @@ def examples(
     return Examples(tuple(map(data_address, pixels)), labels, tuple(walks.values()))
 
 
-def can_show(sample: Any) -> bool:
-    """Return whether a page can show this sample: a text, or an image, grey or RGB.
-
-    >>> can_show("A delight."), can_show(np.zeros((3, 8, 8))), can_show(np.zeros(16_000))
-    (True, True, False)
-    """
-    try:
-        return isinstance(sample, str) or bool(as_pixels([np.asarray(sample)]))
-    except (BadInput, TypeError, ValueError):
-        return False
+def _names(indices: npt.NDArray[np.int64], classes: Sequence[str]) -> tuple[str, ...]:
+    return tuple(classes[index] if index < len(classes) else str(index) for index in indices.tolist())
 
 
 def shortened(text: str) -> str:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from alight.display import aligned
 from alight.errors import BadInput
 from alight.training.distributed import Processes
 
@@ -140,11 +141,7 @@ class History:
         columns = [[title, *self.exits], ["loss", *losses]]
         accuracies = {"accuracy": last.accuracies, "validation accuracy": last.validation_accuracies}
         columns += [[name, *map(_percent, row)] for name, row in accuracies.items() if row]
-        widths = [max(map(len, column)) for column in columns]
-        return "\n".join(
-            "  ".join([name.ljust(widths[0]), *map(str.rjust, cells, widths[1:])])
-            for name, *cells in zip(*columns, strict=True)
-        )
+        return "\n".join(aligned(columns))
 
     def __repr__(self) -> str:
         reached = " ".join(map(_percent, self.accuracies))

@@ -69,7 +69,7 @@ const signed = (share) => d3.format("+.2~f")(100 * share);
 const cost = (value, network) => {
   if (network.unit !== "" && !/^(FLOPs|MACs)$/.test(network.unit)) return `${d3.format(".3~r")(value)} ${network.unit}`;
   const [, digits, prefix] = /^(.*?)([a-zA-Zµ]?)$/.exec(d3.format(value < 1 ? ".3~r" : ".3~s")(value));
-  return `${digits} ${prefix}${network.unit}`.trim();
+  return `${digits} ${prefix.replace("k", "K")}${network.unit}`.trim();
 };
 const interval = (low, high, format) =>
   Number.isFinite(low) && Number.isFinite(high) ? ` (${format(low)} to ${format(high)})` : "";

@@ -205,15 +205,24 @@ function baselines(width) {
   ];
 }
 
+/** The method whose curve is drawn: that of the policy, or the first of several budgets where it has just its own. */
+function curvedMethod() {
+  const {network, method} = state;
+  const curved = (each) => !references.includes(each) && network.bySpent.get(each)?.length > 1;
+  return [method, ...network.bySpent.keys()].find(curved) ?? method;
+}
+
 /** The figure's parts, as far as there are any, beside its title. */
 function fillKey() {
-  const {network, method} = state;
+  const {network} = state;
+  const curved = curvedMethod();
+  const other = network.chosen && network.chosen.method !== curved ? `, ${network.chosen.method}` : "";
   const parts = [
-    [method, looks.get(method)],
+    [curved, looks.get(curved)],
     ...(network.full ? [["full network", {color: "var(--ink)", dash: "7 3"}]] : []),
     ...(network.smaller ? [[network.smaller.name, {color: "var(--series-1)", symbol: "circle"}]] : []),
     ...(network.alone.length ? [["best single exit", {color: "var(--muted)", dash: "2 3"}]] : []),
-    ...(network.chosen ? [["chosen policy", {color: "var(--ink)", symbol: "diamond", bare: true}]] : []),
+    ...(network.chosen ? [[`chosen policy${other}`, {color: "var(--ink)", symbol: "diamond", bare: true}]] : []),
   ];
   const key = d3.select("#accuracy-key").html("").selectAll("span").data(parts).join("span");
   key.append(([, look]) => swatch(look));
@@ -221,7 +230,8 @@ function fillKey() {
 }
 
 function drawAccuracy() {
-  const {network, method} = state;
+  const {network} = state;
+  const method = curvedMethod();
   const curve = network.bySpent.get(method) ?? [];
   const points = [...curve, ...network.alone, ...(network.chosen ? [network.chosen] : [])];
   offerPoints("accuracy-csv", points, figured);
@@ -232,7 +242,7 @@ function drawAccuracy() {
   const options = (width) => ({
     height: tall(width, 0.32, 270, 290),
     x: {domain: network.range},
-    y: {nice: true, zero: false},
+    y: {nice: true, zero: false, insetBottom: 14}, // for the name of the lowest exit
     marks: [
       ...axes(
         {...everyTenth(width), label: "cost per sample, share of the full network"},
