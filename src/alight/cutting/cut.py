@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from alight.cutting.encoders import cut_text_encoder, is_text_encoder
 from alight.cutting.flops import count_flops
 from alight.cutting.proof import ROWS, SamplesMixed, prove
 from alight.cutting.running import Inputs, chain, in_mode, is_text, pick_logits, refusals, same_bits
@@ -33,9 +32,7 @@ from alight.cutting.tracing import (
 from alight.errors import BadInput
 
 Cutter = Callable[[nn.Module, Sequence[str], Any], Sequence[nn.Module]]
-CUTTERS: list[tuple[Callable[[nn.Module], bool], Cutter]] = [  # the latest is tried first
-    (is_text_encoder, cut_text_encoder)
-]
+CUTTERS: list[tuple[Callable[[nn.Module], bool], Cutter]] = []  # that users registered; the latest is tried first
 
 
 def cut(model: nn.Module, after: Sequence[str], example: Any) -> list[nn.Module]:

@@ -236,8 +236,7 @@ def _check_layers(
     copied = {name: tensor.clone() for name, tensor in tensors.items()}
     kept = {name: tensor.detach().cpu().clone() for name, tensor in constants.items()}
     network = _skeleton({**config, "tied": tied}, copied, kept)
-    example = inputs.example
-    stages = stages_from_data(network, config["graph"], kept, model.recipe["after"], example)
+    stages = stages_from_data(network, config["graph"], kept)
     complete(stages, network, _by_stage(copied, tied))
     weight = next((each for each in model.parameters() if each.is_floating_point()), torch.empty(0))
     batch = inputs.of_size(ROWS, weight.device, weight.dtype)
@@ -381,7 +380,7 @@ def _model(
     if graph is None:
         stages, heads = split_outputs(network, example) if is_split else (cut(network, after, inputs), [])
     else:
-        stages, heads, count = stages_from_data(network, graph, constants, after, example), [], len(config["exits"])
+        stages, heads, count = stages_from_data(network, graph, constants), [], len(config["exits"])
         if is_split:  # behind the stages are the network's own heads, but for the last, which does nothing
             stages, heads = stages[:count], [*map(as_head, stages[count:]), nn.Identity()]
     heads = heads or [*_heads(config["heads"][:-1], recipe["features"], head), nn.Identity()]
