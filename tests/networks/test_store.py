@@ -20,7 +20,7 @@ from alight.networks.attach import attach_heads, cascade, from_outputs
 from alight.networks.libraries import build_network, from_timm, from_torchvision, from_transformers
 from alight.networks.multi_exit import MultiExitModel
 from alight.networks.store import fingerprint, load_model, save_model
-from alight.networks.zoo import convnext_cifar, msdnet_cifar, resnet_digits
+from alight.networks.zoo import msdnet_cifar, resnet_digits
 
 SMALL_TIMM = {"depths": (1, 1, 1, 1), "dims": (8, 16, 24, 32), "image_size": 64}
 
@@ -49,7 +49,7 @@ def same(one, other, batch):
 
 REBUILT = {
     "msdnet": lambda: msdnet_cifar(10, blocks=2, base=1, step=1, channels=4, growth=4),
-    "convnext, heads as chosen": lambda: convnext_cifar(5, head=["mlp"] * 5 + ["conv"] * 6),
+    "zoo, heads as chosen": lambda: resnet_digits(5, head=["mlp", "conv", "mlp"]),
     "timm": lambda: from_timm("convnext_atto", num_classes=5, **SMALL_TIMM),
     "timm, one channel": lambda: from_timm("convnext_atto", num_classes=5, in_chans=1, **SMALL_TIMM),
     "timm, a transformer": lambda: from_timm(
