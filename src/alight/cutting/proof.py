@@ -444,8 +444,9 @@ def _check_chain_keeps_samples_apart(chain: Chain, trial: Trial) -> None:
     """Raise if the stages give something else once some samples have left."""
     if not chain.keeps_samples_apart(*trial):
         raise BadInput(
-            "once some samples have left, the stages do not give what the network gives: tensors that are carried past"
-            " an exit share memory that the network writes to later. Cut elsewhere, or write no tensor in place"
+            "once some samples have left, the stages do not give what the network gives: a tensor that is carried past"
+            " an exit shares memory that the network writes to later, or holds several rows for each sample, not side"
+            " by side. Cut elsewhere, or write no tensor in place"
         )
 
 
