@@ -72,7 +72,7 @@ class Run:
 
 def convnext(widths: Sequence[int] = (40, 80, 160, 320), patch: int = 1) -> nn.Module:
     """Return a small ConvNeXt of timm for images of 32 x 32."""
-    sizes = {"depths": (2, 2, 6, 2), "dims": tuple(widths), "patch_size": patch}
+    sizes: dict[str, Any] = {"depths": (2, 2, 6, 2), "dims": tuple(widths), "patch_size": patch}
     return ConvNeXt(num_classes=CLASSES, drop_path_rate=0.1, **sizes)
 
 

@@ -1,7 +1,7 @@
 """A network with exits: stages in a chain, a head after each."""
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
@@ -323,7 +323,7 @@ class MultiExitModel(nn.Module):
 class StagesInOrder(nn.Module):
     """Stages in the place of the network that they were cut from, whose code is not there."""
 
-    def __init__(self, stages: Sequence[nn.Module]) -> None:
+    def __init__(self, stages: Iterable[nn.Module]) -> None:
         super().__init__()
         self.stages = nn.ModuleList(stages)
 
