@@ -6,19 +6,23 @@ blocks needs 4.3 % more, ConvNeXt-T (224 x 224) with pooled linear heads after i
 
 import warnings
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
+import timm
 import torch
+from timm.models.convnext import ConvNeXtBlock
 from torch import nn
 
 from alight.costing.measure import head_overhead, measure_costs
 from alight.costs import Costs
 from alight.files import write_rows
-from alight.networks.architectures import ConvNeXt, ResNet
+from alight.networks.architectures import ResNet
+from alight.networks.attach import attach_heads
 from alight.networks.heads import make_head
 from alight.networks.multi_exit import MultiExitModel, structure
-from alight.networks.zoo import convnext_tiny, resnet18_cifar
+from alight.networks.zoo import resnet18_cifar
 from alight.provenance import provenance
 
 RESULTS = Path(__file__).parent.parent / "results" / "head_overhead.csv"
@@ -35,9 +39,15 @@ class Network(NamedTuple):
     paper_percent: float
 
 
+def convnext_with_exits(classes: int, *, backbone: nn.Module, head: str) -> MultiExitModel:
+    """Return a ConvNeXt of timm with an exit after every block."""
+    blocks = [name for name, part in backbone.named_modules() if isinstance(part, ConvNeXtBlock)]
+    return attach_heads(backbone, blocks[:-1], example=torch.zeros(2, 3, 224, 224), num_classes=classes, head=head)
+
+
 NETWORKS = {
     "ResNet-18": Network(lambda: ResNet(100), resnet18_cifar, 32, 100, 4.0),
-    "ConvNeXt-T": Network(lambda: ConvNeXt((3, 3, 9, 3), (96, 192, 384, 768), 1000), convnext_tiny, 224, 1000, 2.5),
+    "ConvNeXt-T": Network(partial(timm.create_model, "convnext_tiny"), convnext_with_exits, 224, 1000, 2.5),
 }
 
 

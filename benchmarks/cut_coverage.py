@@ -252,7 +252,7 @@ def rebuilt(
 ) -> list[torch.nn.Module]:
     """Return the stages as they come back from a saved model."""
     data, constants = cut_data(stages)
-    again = stages_from_data(model, json.loads(json.dumps(data)), constants, places, example)
+    again = stages_from_data(model, json.loads(json.dumps(data)), constants)
     return [stage.eval() for stage in again]
 
 

@@ -36,7 +36,6 @@ def bert(kind: str) -> MultiExitModel:
 
 NETWORKS: dict[str, Callable[[], MultiExitModel]] = {
     "zoo:resnet18_cifar": lambda: zoo.resnet18_cifar(10),
-    "zoo:convnext_cifar": lambda: zoo.convnext_cifar(10),
     "zoo:msdnet_cifar": lambda: zoo.msdnet_cifar(10, blocks=3, channels=4),
     "torchvision:resnet18": lambda: from_torchvision("resnet18", num_classes=10, image_size=64, count=1),
     "torchvision:mobilenet_v3_small": lambda: from_torchvision("mobilenet_v3_small", image_size=64, count=1),

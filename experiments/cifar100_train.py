@@ -16,7 +16,7 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from cifar100_data import Batches, Pictures, Split, read
 from safetensors.torch import load_file, save_file
+from timm.models.convnext import ConvNeXt, ConvNeXtBlock
 from torch import Tensor, nn
 
 from alight import (
@@ -31,14 +32,15 @@ from alight import (
     MultiExitModel,
     RunSettings,
     TrainingSettings,
+    attach_heads,
     fingerprint,
     measure_costs,
     record,
     train_heads,
 )
 from alight.files import write_text
-from alight.networks.architectures import ConvNeXt, ResNet
-from alight.networks.zoo import CIFAR, convnext_cifar, msdnet_cifar, resnet18_cifar
+from alight.networks.architectures import ResNet
+from alight.networks.zoo import CIFAR, msdnet_cifar, resnet18_cifar
 from alight.provenance import provenance
 from alight.training.metrics import History
 
@@ -68,14 +70,27 @@ class Run:
     about: str = field(default="", compare=False)
 
 
+def convnext(widths: Sequence[int] = (40, 80, 160, 320), patch: int = 1) -> nn.Module:
+    """Return a small ConvNeXt of timm for images of 32 x 32."""
+    sizes: dict[str, Any] = {"depths": (2, 2, 6, 2), "dims": tuple(widths), "patch_size": patch}
+    return ConvNeXt(num_classes=CLASSES, drop_path_rate=0.1, **sizes)
+
+
+def convnext_with_exits(num_classes: int, *, backbone: nn.Module, head: str) -> MultiExitModel:
+    """Return a ConvNeXt with an exit after every block: 11 heads and its own."""
+    blocks = [name for name, part in backbone.named_modules() if isinstance(part, ConvNeXtBlock)]
+    settings: dict[str, Any] = {"num_classes": num_classes, "head": head, "normalisation": CIFAR}
+    return attach_heads(backbone, blocks[:-1], example=torch.zeros(2, 3, 32, 32), **settings)
+
+
 BACKBONES: dict[str, Callable[[], nn.Module]] = {
     "resnet18": lambda: ResNet(CLASSES),
     "resnet10": lambda: ResNet(CLASSES, blocks=(1, 1, 1, 1)),
-    "convnext": lambda: ConvNeXt((2, 2, 6, 2), (40, 80, 160, 320), CLASSES, patch=1, drop_path=0.1),
+    "convnext": convnext,
 }
 WITH_EXITS: dict[str, Callable[..., MultiExitModel]] = {
     "resnet18": resnet18_cifar,
-    "convnext": convnext_cifar,
+    "convnext": convnext_with_exits,
     "msdnet": msdnet_cifar,
 }
 

@@ -237,7 +237,7 @@ def test_a_missing_library_is_named_with_what_brings_it(capsys, monkeypatch):
 
 NETWORK_BAD = {
     "unknown network": ("attach resnet18", "write timm:NAME"),
-    "unknown in the zoo": ("attach zoo:lenet", "NAME one of convnext_cifar"),
+    "unknown in the zoo": ("attach zoo:lenet", "NAME one of msdnet_cifar"),
     "exits of the zoo": ("attach zoo:resnet18_cifar --count 5", "stand where its paper puts them"),
     "unknown module": ("attach timm:test_resnet --after layer9", "layer9"),
     "unknown option": ("attach timm:test_resnet --set depth=3", "does not accept these options"),

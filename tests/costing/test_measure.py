@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import timm
 import torch
 from torch import nn
 from torch.nn import functional
@@ -17,10 +18,10 @@ from alight.costing.measure import head_overhead, measure_costs, time_stages
 from alight.costs import Costs
 from alight.cutting.flops import count_flops
 from alight.errors import BadInput
-from alight.networks.architectures import ConvNeXt, ResNet
-from alight.networks.attach import cascade
+from alight.networks.architectures import ResNet
+from alight.networks.attach import attach_heads, cascade
 from alight.networks.multi_exit import MultiExitModel
-from alight.networks.zoo import convnext_cifar, msdnet_cifar, resnet18_cifar
+from alight.networks.zoo import msdnet_cifar, resnet18_cifar
 
 ROOT = Path(__file__).parent.parent.parent
 FVCORE_RESNET18 = 556_705_792  # multiply-adds by fvcore 0.1.5 of ResNet-18 at 32 x 32: benchmarks/count_flops.py
@@ -198,8 +199,10 @@ def test_costs_are_those_of_the_published_results():
 
 
 def convnext_without_patches(num_classes: int) -> MultiExitModel:
-    backbone = ConvNeXt((2, 2, 6, 2), (40, 80, 160, 320), num_classes, patch=1)
-    return convnext_cifar(num_classes, backbone=backbone, head="pooled_linear")
+    depths = (2, 2, 6, 2)
+    backbone = timm.models.ConvNeXt(num_classes=num_classes, depths=depths, dims=(40, 80, 160, 320), patch_size=1)
+    blocks = [f"stages.{stage}.blocks.{block}" for stage, depth in enumerate(depths) for block in range(depth)]
+    return attach_heads(backbone, blocks[:-1], example=torch.zeros(1, 3, 32, 32), head="pooled_linear")
 
 
 @pytest.mark.parametrize(
@@ -220,7 +223,7 @@ def test_costs_are_those_of_the_recordings(recording, network):
 
 def test_costs_are_twice_what_fvcore_counts():
     with torch.device("meta"):
-        networks = ResNet(100), ConvNeXt((3, 3, 9, 3), (96, 192, 384, 768), 1000)
+        networks = ResNet(100), timm.create_model("convnext_tiny")
     for network, size, counted in zip(networks, (32, 224), (FVCORE_RESNET18, FVCORE_CONVNEXT_T), strict=True):
         assert flops(network, 1, 3, size, size) == pytest.approx(2 * counted, rel=0.01)
 

@@ -124,7 +124,7 @@ def test_stages_hold_the_networks_own_parameters_and_buffers_under_their_names(n
 def test_stages_built_from_data_run_the_same_code_on_the_same_weights(network_and_stages):
     network, stages, images = network_and_stages
     data, constants = cut_data(stages)
-    rebuilt = stages_from_data(network, json.loads(json.dumps(data)), constants, (), None)
+    rebuilt = stages_from_data(network, json.loads(json.dumps(data)), constants)
     assert [stage.source for stage in rebuilt] == [stage.source for stage in stages]
     assert [list(stage.state_dict()) for stage in rebuilt] == [list(stage.state_dict()) for stage in stages]
     with torch.no_grad():

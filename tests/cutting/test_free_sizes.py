@@ -7,7 +7,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from alight.cutting.cut import chain, cut
+from alight.cutting.cut import cut
+from alight.cutting.running import chain
 from alight.errors import BadInput
 
 

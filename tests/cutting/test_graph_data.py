@@ -73,7 +73,7 @@ def chained(stages, batch):
 
 def rebuilt(network, stages):
     data, constants = cut_data(stages)
-    return nn.ModuleList(stages_from_data(network, json.loads(json.dumps(data)), constants, (), None))
+    return nn.ModuleList(stages_from_data(network, json.loads(json.dumps(data)), constants))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -166,5 +166,5 @@ def test_a_graph_that_names_anything_but_tensor_functions_is_refused(node, capsy
     data, constants = cut_data(cut(network, ["first"], rows(1)))
     data["stages"][0]["evaluation"].insert(1, node)
     with pytest.raises((BadInput, KeyError, IndexError, AttributeError, TypeError)):
-        stages_from_data(network, data, constants, (), None)
+        stages_from_data(network, data, constants)
     assert not capsys.readouterr().out

@@ -9,8 +9,9 @@ from torch import nn
 from torch.nn import functional
 
 from alight import attach_heads, load_model, save_model
-from alight.cutting.cut import CUTTERS, chain, cut, register_cutter
+from alight.cutting.cut import CUTTERS, cut, register_cutter
 from alight.cutting.placement import suggest_exits
+from alight.cutting.running import chain
 from alight.errors import BadInput, Mismatch
 
 
@@ -90,7 +91,7 @@ def test_samples_that_mix_are_refused(kind, where):
 
 
 def test_carried_tensors_that_share_memory_are_refused():
-    with pytest.raises(BadInput, match="share memory that the network writes to later"):
+    with pytest.raises(BadInput, match="shares memory that the network writes to later"):
         cut(SharedMemory().eval(), ["second"], torch.randn(4, 6))
 
 
@@ -277,7 +278,7 @@ class LateAlias(nn.Module):
 
 
 def test_memory_that_is_shared_past_a_late_exit_is_found():
-    with pytest.raises(BadInput, match="share memory that the network writes to later"):
+    with pytest.raises(BadInput, match="shares memory that the network writes to later"):
         cut(LateAlias(), [f"blocks.{index}" for index in range(5)], torch.randn(4, 6))
 
 

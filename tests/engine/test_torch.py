@@ -14,7 +14,7 @@ from alight.engine import walk
 from alight.engine.backends.torch.values import OnDevice
 from alight.engine.recorder import record
 from alight.engine.settings import RunSettings
-from alight.errors import AlightError
+from alight.errors import AlightError, BadInput
 from alight.networks.attach import attach_heads
 from alight.networks.multi_exit import MultiExitModel
 from alight.policies.policy import ExitAt, Threshold
@@ -240,6 +240,53 @@ def test_the_first_batch_finds_a_network_that_another_dtype_or_layout_breaks(cas
             predictor(given)
     with pytest.raises(AlightError, match=message):
         record(model, [inputs], settings=RunSettings(**settings), progress=False)
+
+
+class Table(nn.Module):
+    """A table that is not a buffer stays in float32 in the network, and is cast in stages."""
+
+    def __init__(self, *, buffer):
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 3)
+        table = torch.rand(8, generator=torch.Generator().manual_seed(0))
+        if buffer:
+            self.register_buffer("table", table)
+        else:
+            self.table = table
+
+    def forward(self, x):
+        x = self.first(x)
+        return self.last((x * self.table).type_as(x))
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_stages_in_half_precision_give_the_bits_of_the_network_in_it(dtype):
+    rule, inputs = ExitAt(costs=(1.0,), open_exits=(1,), num_exits=2), torch.randn(6, 8).numpy()
+    for buffer in (True, False):
+        torch.manual_seed(0)
+        model = attach_heads(Table(buffer=buffer), ["first"], example=torch.randn(2, 8))
+        assert len(Predictor(model, rule)(inputs)) == 6
+        predictor = Predictor(model, rule, settings=RunSettings(dtype=dtype))
+        if buffer:
+            assert len(predictor(inputs)) == 6
+        else:
+            with pytest.raises(
+                BadInput, match=r"float16, the exits do not give what the network gives \(a tensor that"
+            ):
+                predictor(inputs)
+
+
+def test_stages_are_compared_with_the_network_again_in_another_memory_layout():
+    inputs = torch.randn(6, 3, 8, 8)
+    network = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(144, 3))
+    model = attach_heads(network, ["1"], example=inputs)
+    model(inputs)  # which compares images of this size
+    model.stages[1].register_forward_hook(lambda _, given, made: made * (1 if given[0].is_contiguous() else 1.005))
+    rule = ExitAt(costs=(1.0,), open_exits=(1,), num_exits=2)
+    assert len(Predictor(model, rule)(inputs.numpy())) == 6
+    predictor = Predictor(model, rule, settings=RunSettings(channels_last=True))
+    with pytest.raises(BadInput, match="the exits do not give what the network gives"):
+        predictor(inputs.numpy())
 
 
 @pytest.mark.parametrize("settings", [{"dtype": "bf16"}, {"dtype": "fp16"}, {"channels_last": True}])

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from alight import Costs, HeadOutputs, fingerprint, measure_costs, record
-from alight.networks.architectures import ConvNeXt, ResNet
+from alight.networks.architectures import ResNet
 from alight.networks.zoo import CIFAR, msdnet_cifar
 from alight.training.checkpoints import Checkpoint
 
@@ -30,7 +30,7 @@ def scripts():
         backbones, widths = found["train"].BACKBONES, (4, 8, 8, 16)
         patched.setitem(backbones, "resnet18", partial(ResNet, 100, widths=widths))
         patched.setitem(backbones, "resnet10", partial(ResNet, 100, blocks=(1, 1, 1, 1), widths=widths))
-        patched.setitem(backbones, "convnext", partial(ConvNeXt, (2, 2, 6, 2), widths, 100, patch=2, drop_path=0.1))
+        patched.setitem(backbones, "convnext", partial(found["train"].convnext, widths, 2))
         patched.setitem(found["train"].WITH_EXITS, "msdnet", partial(msdnet_cifar, blocks=3, channels=4, growth=2))
         yield found
 

@@ -11,6 +11,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from alight import TrainingSettings, attach_heads, fingerprint, load_model, save_model, train_heads
+from alight.cli import main
 from alight.errors import BadFile, BadInput, Mismatch
 from alight.networks.libraries import from_name, recognised
 from alight.networks.own import build_own, example_for
@@ -156,8 +157,32 @@ def test_a_network_that_was_loaded_alone_trains_and_is_saved_again(file, tmp_pat
     assert alone.stages[0].get_submodule("stem.norm").num_batches_tracked == 2
     save_model(alone, tmp_path / "again")
     assert fingerprint(load_model(tmp_path / "again")) == fingerprint(whole)
-    with pytest.raises(BadInput, match=r"there is no network to compare with.*backbone="):
+    with pytest.raises(BadInput, match=r"its weights were changed since.*backbone="):
         alone.verify()
+
+
+WRONG = {
+    "the logits that the network gave when it was saved": lambda logits: 1.1 * logits,
+    "depend on the other samples of its batch": lambda logits: logits - logits.mean(0) * (len(logits) > 2),
+}
+
+
+@pytest.mark.parametrize("problem", WRONG)
+def test_a_network_without_its_code_is_checked_by_saved_logits_and_for_samples_that_mix(file, tmp_path, problem):
+    model = load_model(save_model(attached(), tmp_path / "saved"))
+    assert model.network is None
+    assert model.verify() == ""
+    model.stages[-1].register_forward_hook(lambda _, __, logits: WRONG[problem](logits))
+    with pytest.raises(BadInput, match=problem):
+        model.verify()
+
+
+def test_the_check_of_a_folder_without_code_says_what_is_not_checked(file, tmp_path, capsys):
+    save_model(attached(), tmp_path / "saved")
+    assert main(["check", str(tmp_path / "saved")]) == 0
+    out = capsys.readouterr().out
+    assert "gives the logits that the network gave when it was saved; samples do not mix, and may leave" in out
+    assert "not checked, as the folder holds no code of the network: other sizes" in out
 
 
 def test_a_network_that_cannot_be_written_down_is_passed_in_again(tmp_path):

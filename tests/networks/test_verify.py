@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn import functional
 
 from alight.cutting import cut as cutting
-from alight.cutting import encoders, proof, stages, tracing
+from alight.cutting import proof, stages, tracing
 from alight.errors import BadInput
 from alight.networks import attach, masks, multi_exit
 from alight.networks.attach import attach_heads, cascade, from_outputs
@@ -205,16 +205,22 @@ class Flagged(Padded):
         return super().forward(tokens, flags)
 
 
-@pytest.mark.parametrize("direct", [True, False])
-def test_verify_finds_an_encoder_whose_mask_is_dropped(direct, monkeypatch):
-    unproven(monkeypatch)
+class Unmasked(nn.Module):
+    """A stage behind which every token counts."""
+
+    def __init__(self, stage):
+        super().__init__()
+        self.stage = stage
+
+    def forward(self, *carried):
+        hidden, *others = self.stage(*carried)
+        return hidden, *map(torch.ones_like, others)
+
+
+def test_verify_finds_an_encoder_whose_mask_is_dropped():
     model = attach_heads(bert(), 1, example=TEXTS)
-    for stage in model.stages:
-        stage.direct = direct
     assert model.verify() == ""
-    monkeypatch.setattr(
-        encoders, "_mask", lambda mask, hidden: torch.ones(hidden.shape[:2], dtype=torch.int64)
-    )  # for later stages, and heads
+    model.stages[0] = Unmasked(model.stages[0])  # for later stages, and heads
     with pytest.raises(BadInput, match="'attention_mask' hides from the network"):
         model.verify()
 
@@ -345,39 +351,36 @@ def test_verify_finds_an_output_that_nobody_named(kind, monkeypatch):
         model.verify()
 
 
-class Detaching(nn.Module):
-    def __init__(self, stage):
+class First(nn.Module):
+    def __init__(self, network):
         super().__init__()
-        self.stage = stage
+        self.first = network.first
 
-    def forward(self, *carried):
-        return self.stage(carried[0].detach(), *carried[1:])
+    def forward(self, x):
+        return (self.first(x).relu(),)
+
+
+class Detaching(nn.Module):
+    def __init__(self, network):
+        super().__init__()
+        self.network = network
+
+    def forward(self, x):
+        return self.network.classifier(self.network.rest(x.detach()))
 
 
 @pytest.mark.parametrize("registered", [True, False])
 def test_a_model_that_refuses_joint_training_refuses_again_when_loaded(registered, tmp_path, monkeypatch):
-    """Stages of encoders are data, those of a registered cutter are cut again."""
-    forward = encoders.EncoderStage.forward
-    cut_encoder = cutting.cut_text_encoder
+    """Traced stages are data, those of a registered cutter are cut again."""
+    kind = Network if registered else DropsAtRandom
     if registered:
-        monkeypatch.setattr(
-            cutting,
-            "CUTTERS",
-            [(lambda _: True, lambda *given: [*cut_encoder(*given)[:-1], Detaching(cut_encoder(*given)[-1])])],
-        )
-    else:
-        monkeypatch.setattr(
-            encoders.EncoderStage,
-            "forward",
-            lambda self, first, *others: forward(self, first.detach() if self.training else first, *others),
-        )
-    model = attach_heads(bert(), 1, example=TEXTS)
+        cutter = (lambda _: True, lambda network, *_: [First(network), Detaching(network)])
+        monkeypatch.setattr(cutting, "CUTTERS", [cutter])
+    model = attach_heads(kind(), ["first"], example=IMAGES)
     folder = save_model(model, tmp_path)
-    if not registered:
-        monkeypatch.undo()
-    for each in (model, load_model(folder, backbone=bert())):
+    for each in (model, load_model(folder, backbone=kind())):
         assert "cannot run in training mode" in each.verify()
-        assert len(each.eval()(TEXTS)) == 2
+        assert len(each.eval()(IMAGES)) == 2
         for stage in each.train().stages:
             with pytest.raises(BadInput, match="cannot run in training mode"):
-                stage(TEXTS["input_ids"], TEXTS["attention_mask"])
+                stage(IMAGES)

@@ -1,15 +1,16 @@
 import pytest
+import timm
 import torch
 
 from alight.costing.measure import head_overhead, measure_costs
 from alight.errors import BadInput
-from alight.networks.architectures import ConvNeXt, DropPath, ResNet
+from alight.networks.architectures import ResNet
 from alight.networks.attach import attach_heads
 from alight.networks.store import load_model, save_model
-from alight.networks.zoo import DIGITS, ZOO, convnext_cifar, convnext_tiny, resnet18_cifar, resnet_digits
+from alight.networks.zoo import DIGITS, ZOO, resnet18_cifar, resnet_digits
 
 
-@pytest.mark.parametrize(("name", "exits"), [("resnet18_cifar", 8), ("convnext_cifar", 12), ("msdnet_cifar", 7)])
+@pytest.mark.parametrize(("name", "exits"), [("resnet18_cifar", 8), ("msdnet_cifar", 7)])
 def test_every_network_for_small_images_has_its_exits(name, exits):
     model = ZOO[name](10).eval()
     with torch.no_grad():
@@ -56,64 +57,19 @@ def test_a_resnet_for_digits_is_saved_and_loaded(tmp_path):
     assert model.normalisation == DIGITS
 
 
-def test_convnext_is_timms_with_timms_weights():
-    import timm
-
-    torch.manual_seed(0)
-    theirs = timm.create_model("convnext_atto", num_classes=7, conv_mlp=False).eval()
-    ours = ConvNeXt((2, 2, 6, 2), (40, 80, 160, 320), 7).eval()
-    ours.load_state_dict(theirs.state_dict())
-    images = torch.randn(2, 3, 64, 64)
-    with torch.no_grad():
-        torch.testing.assert_close(ours(images), theirs(images), rtol=1e-4, atol=1e-5)
-
-
-def test_convnext_tiny_has_an_exit_after_each_of_its_18_blocks():
-    with torch.device("meta"):
-        network = ConvNeXt((3, 3, 9, 3), (96, 192, 384, 768), 1000)
-    assert len(network.blocks) == 18
-    assert sum(parameter.numel() for parameter in network.parameters()) == 28_589_128  # as timm's and torchvision's
-
-
-@pytest.mark.slow
-def test_the_whole_convnext_tiny_is_built():
-    model = convnext_tiny(10).eval()
-    assert model.num_exits == 18
-    with torch.no_grad():
-        assert [len(each) for each in model(torch.zeros(1, 3, 224, 224))] == [1] * 18
-
-
 def test_pooled_heads_cost_below_one_percent_and_flattening_heads_do_not():
     example = torch.zeros(1, 3, 32, 32)
-    backbone = convnext_cifar(100, head="pooled_linear")
-    assert head_overhead(measure_costs(backbone, example)) < 0.01
+    pooled = resnet18_cifar(100, head="pooled_linear")
+    assert head_overhead(measure_costs(pooled, example)) < 0.01
     flat = attach_heads(ResNet(100), ["layer1.0"], example=example, head="flatten_linear")
     assert measure_costs(flat, example).heads[0] == 2 * 64 * 32 * 32 * 100
 
 
-def test_bad_settings_are_refused():
-    with pytest.raises(BadInput, match="2 depths and 1 widths"):
-        ConvNeXt((1, 1), (8,), 10)
-
-
-def test_blocks_are_dropped_only_in_training_and_the_mean_stays():
-    dropping, features = DropPath(0.25), torch.ones(4000, 2, 3)
-    torch.manual_seed(0)
-    left = dropping(features)
-    assert left.unique().tolist() == pytest.approx([0, 4 / 3])
-    assert left.mean().item() == pytest.approx(1, abs=0.05)
-    assert torch.equal(left, left[:, :1, :1].expand_as(left))  # a sample as a whole
-    assert torch.equal(dropping.eval()(features), features)
-    network = ConvNeXt((1, 2), (8, 16), 10, drop_path=0.2)
-    assert [part.probability for part in network.modules() if isinstance(part, DropPath)] == [0, 0.1, 0.2]
-    with pytest.raises(BadInput, match="drop_path 1 is out of bounds"):
-        ConvNeXt((1, 2), (8, 16), 10, drop_path=1.0)
-
-
 def test_exits_keep_stochastic_depth():
-    backbone = ConvNeXt((1, 1, 2, 1), (4, 8, 8, 16), 10, patch=1, scale=1.0, drop_path=0.9)
-    model = convnext_cifar(10, backbone=backbone)
+    sizes = {"depths": (1, 1, 2, 1), "dims": (4, 8, 8, 16), "patch_size": 1, "ls_init_value": 1.0}
+    backbone = timm.models.ConvNeXt(num_classes=10, drop_path_rate=0.9, **sizes)
     images = torch.randn(8, 3, 32, 32)
+    model = attach_heads(backbone, ["stages.0", "stages.1"], example=images)
     torch.manual_seed(0)
     one, other = (model.train()(images)[-1] for _ in range(2))
     assert not torch.equal(one, other)

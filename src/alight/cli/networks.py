@@ -125,11 +125,21 @@ def run_check(options: argparse.Namespace) -> CommandResult:
 
     model = load_model(options.model)
     refusal = model.verify()
+    found = {"path": Path(options.model).resolve(), "sizes": model.sizes, "training": refusal or "same"}
+    if model.network is None:
+        found |= {"training": refusal or "not checked"}
+        return CommandResult(
+            f"{options.model}: gives the logits that the network gave when it was saved; samples do not mix, and may"
+            f" leave\ninputs per sample: {model.sizes}\nnot checked, as the folder holds no code of the network: other"
+            " sizes than it was compared with when it was saved, other weights, and joint training. In Python,"
+            f" load_model({str(options.model)!r}, backbone=...).verify() checks them",
+            found,
+        )
     return CommandResult(
         f"{options.model}: equal to the network, bit by bit, for random inputs in batches of 1, 2 and 5, with other"
         f" weights, and when samples leave\ninputs per sample: {model.sizes}\njoint training: "
         + (f"refused, {refusal}" if refusal else "the same gradients as the network's own code"),
-        {"path": Path(options.model).resolve(), "sizes": model.sizes, "training": refusal or "same"},
+        found,
     )
 
 

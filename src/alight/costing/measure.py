@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 from tqdm import tqdm
 
 from alight.costing.energy import meter_for
@@ -237,15 +238,15 @@ def _metered(model: MultiExitModel, inputs: Carried, warmup: int, seconds: float
 
 def _batch(model: MultiExitModel, example: Any, batch_size: int | None) -> Carried:
     """Return the example on the network's device and in its dtype, repeated or shortened to the batch size."""
-    inputs = model.admit(example_of(model) if example is None else example)
+    weights = [*model.parameters(), *model.buffers()]
+    example = example_of(model) if example is None else example
+    inputs = model.admit(tree_map_only(Tensor, partial(_placed, weights=weights), example))
     if not all(isinstance(part, Tensor) and part.ndim and len(part) for part in inputs):
         raise BadInput("the example has no samples: give a batch of tensors as the network takes it")
     if batch_size is not None and batch_size < 1:
         raise BadInput(f"batch_size={batch_size}: give at least 1")
     rows = torch.arange(batch_size or len(inputs[0])) % len(inputs[0])
-    resized = (part if len(rows) == len(part) else part[rows.to(part.device)] for part in inputs)
-    weights = [*model.parameters(), *model.buffers()]
-    return tuple(_placed(part, weights) for part in resized)
+    return tuple(part if len(rows) == len(part) else part[rows.to(part.device)] for part in inputs)
 
 
 def _placed(part: Tensor, weights: list[Tensor]) -> Tensor:

@@ -5,15 +5,14 @@ import operator
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import pairwise
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
-from alight.cutting.encoders import cut_text_encoder, is_text_encoder
 from alight.cutting.flops import count_flops
-from alight.cutting.proof import ROWS, SamplesMixed, prove
-from alight.cutting.running import Inputs, chain, in_mode, is_text, pick_logits, refusals, same_bits
+from alight.cutting.proof import SamplesMixed, prove
+from alight.cutting.running import Inputs, in_mode, pick_logits, refusals
 from alight.cutting.sizes import SizeCheck, SizeOf
 from alight.cutting.skeleton import is_describable
 from alight.cutting.stages import StagePlan, build
@@ -32,10 +31,9 @@ from alight.cutting.tracing import (
 )
 from alight.errors import BadInput
 
+Made = TypeVar("Made")
 Cutter = Callable[[nn.Module, Sequence[str], Any], Sequence[nn.Module]]
-CUTTERS: list[tuple[Callable[[nn.Module], bool], Cutter]] = [  # the latest is tried first
-    (is_text_encoder, cut_text_encoder)
-]
+CUTTERS: list[tuple[Callable[[nn.Module], bool], Cutter]] = []  # that users registered; the latest is tried first
 
 
 def cut(model: nn.Module, after: Sequence[str], example: Any) -> list[nn.Module]:
@@ -66,13 +64,7 @@ def cut(model: nn.Module, after: Sequence[str], example: Any) -> list[nn.Module]
         if len(stages) != len(names) + 1:
             raise BadInput(f"the cutter made {len(stages)} stages for {len(names)} exits: make one more than exits")
         return prove(model, stages, inputs)
-    try:
-        stages = _cut_by_trace(model, names, inputs, with_data=False)
-    except (DependsOnBatchSize, SamplesMixed):
-        raise
-    except BadInput:
-        stages = _cut_by_trace(model, names, inputs, with_data=True)
-    return stages
+    return _cut_by_trace(model, names, inputs)
 
 
 def cut_into_layers(model: nn.Module, after: Sequence[str], inputs: Inputs) -> list[nn.Module]:
@@ -84,10 +76,7 @@ def cut_into_layers(model: nn.Module, after: Sequence[str], inputs: Inputs) -> l
     opened = [
         name for name, module in model.named_modules(remove_duplicate=False) if name and not is_describable(module)
     ]
-    try:
-        return _cut_by_trace(model, after, inputs, with_data=False, opened=opened)
-    except BadInput:
-        return _cut_by_trace(model, after, inputs, with_data=True, opened=opened)
+    return _cut_by_trace(model, after, inputs, opened)
 
 
 def inputs_of(example: Any) -> Inputs:
@@ -118,18 +107,24 @@ def register_cutter(kind: type[nn.Module] | Callable[[nn.Module], bool]) -> Call
 
 
 def _cut_by_trace(
-    model: nn.Module, after: Sequence[str], inputs: Inputs, *, with_data: bool, opened: Sequence[str] = ()
+    model: nn.Module, after: Sequence[str], inputs: Inputs, opened: Sequence[str] = ()
 ) -> list[nn.Module]:
-    """Return stages made from a trace of the network, with data or without, and with the calls in opened modules."""
-    plans, stages = _built(model, partial(_module_plans, model, after, inputs, with_data, opened))
-    for name, plan, cut_here in zip(after, plans, range(1, len(stages)), strict=False):
-        rows = _rows_per_sample(plan.trace, name, plan.outgoing)
-        with refusals():
-            if 0 in rows:
-                _check_shared(model, name, plan, stages[:cut_here], inputs)
-            if max(rows) > 1:
-                _check_side_by_side(model, name, stages[:cut_here], stages[cut_here:], inputs)
-    return prove(model, stages, inputs)
+    """Return proven stages made from a trace of the network, with the calls in opened modules."""
+
+    def proven(with_data: bool) -> list[nn.Module]:
+        return prove(model, _built(model, partial(_module_plans, model, after, inputs, with_data, opened)), inputs)
+
+    return _without_or_with_data(proven)
+
+
+def _without_or_with_data(made: Callable[[bool], Made]) -> Made:
+    """Return what is made from a trace without data, or from one with data where that is refused."""
+    try:
+        return made(False)
+    except (DependsOnBatchSize, SamplesMixed):
+        raise
+    except BadInput:
+        return made(True)
 
 
 def split_outputs(network: nn.Module, example: Any) -> tuple[list[nn.Module], list[nn.Module]]:
@@ -140,18 +135,13 @@ def split_outputs(network: nn.Module, example: Any) -> tuple[list[nn.Module], li
     """
     inputs = Inputs(example)
     inputs.find_vocabularies(network)
-    try:
-        return _split(network, inputs, with_data=False)
-    except (DependsOnBatchSize, SamplesMixed):
-        raise
-    except BadInput:
-        return _split(network, inputs, with_data=True)
 
+    def proven(with_data: bool) -> tuple[list[nn.Module], list[nn.Module]]:
+        built = _built(network, partial(_output_plans, network, inputs, with_data))
+        heads = [*map(as_head, built[1::2]), nn.Identity()]
+        return prove(network, built[0::2], inputs, heads), heads
 
-def _split(network: nn.Module, inputs: Inputs, *, with_data: bool) -> tuple[list[nn.Module], list[nn.Module]]:
-    _, built = _built(network, partial(_output_plans, network, inputs, with_data))
-    heads = [*map(as_head, built[1::2]), nn.Identity()]
-    return prove(network, built[0::2], inputs, heads), heads
+    return _without_or_with_data(proven)
 
 
 def as_head(stage: nn.Module) -> nn.Module:
@@ -160,8 +150,8 @@ def as_head(stage: nn.Module) -> nn.Module:
     return stage
 
 
-def _built(model: nn.Module, plans: Callable[[bool], list[StagePlan]]) -> tuple[Sequence[StagePlan], list[nn.Module]]:
-    """Return plans for evaluation, and stages built of them and of plans for training, or why there are none."""
+def _built(model: nn.Module, plans: Callable[[bool], list[StagePlan]]) -> list[nn.Module]:
+    """Return stages built of plans for evaluation, and of those for training, or why there are none."""
     evaluation = plans(False)
     training: Sequence[StagePlan | BadInput]
     try:
@@ -171,36 +161,7 @@ def _built(model: nn.Module, plans: Callable[[bool], list[StagePlan]]) -> tuple[
             raise BadInput(f"the network gives {len(training) // 2 + 1} outputs in training mode")
     except BadInput as error:
         training = [error] * len(evaluation)
-    return evaluation, [build(model, *both) for both in zip(evaluation, training, strict=True)]
-
-
-def _check_shared(model: nn.Module, name: str, plan: StagePlan, before: Sequence[nn.Module], inputs: Inputs) -> None:
-    """Raise unless what is carried once for all samples is the same for every batch, as tables of positions are."""
-    batch = [tensor.clone() for tensor in inputs.of_size(ROWS)]
-    for tensor in batch:
-        if is_text(tensor):
-            tensor[1::2, -1] = 0  # a text that is padded among others
-    with in_mode(model, *before, training=False):
-        each = [chain(before, tuple(tensor[row : row + 1] for tensor in batch)) for row in range(ROWS)]
-    for index, value in enumerate(plan.outgoing):
-        if plan.trace.layout(value) == Layout(rows=0) and not all(
-            same_bits(each[0][index], one[index]) for one in each
-        ):
-            raise _without_batch(plan.trace, name, value)
-
-
-def _check_side_by_side(
-    model: nn.Module, name: str, before: Sequence[nn.Module], behind: Sequence[nn.Module], inputs: Inputs
-) -> None:
-    """Raise unless the rows of a sample lie side by side: samples reversed at the cut come out reversed."""
-    with in_mode(model, *before, *behind, training=False):
-        carried = chain(before, inputs.of_size(ROWS))
-        logits, reversed_logits = chain(behind, carried), chain(behind, tuple(tensor.flip(0) for tensor in carried))
-    if (reversed_logits.flip(0) - logits).abs().max() > 1e-3 * logits.abs().max():
-        raise BadInput(
-            f"a tensor that is alive after {name!r} holds several rows for each sample, not side by side:"
-            " cut at another place"
-        )
+    return [build(model, *both) for both in zip(evaluation, training, strict=True)]
 
 
 def _module_plans(
@@ -383,17 +344,13 @@ def _rows_per_sample(traced: Trace, name: str, values: Iterable[Value]) -> list[
     for value in values:
         layout = traced.layout(value)
         if layout is None:
-            raise _without_batch(traced, name, value)
+            first, second = traced.shapes[value]
+            raise BadInput(
+                f"a tensor of shape {first} at batch size {BATCHES[0]} and {second} at {BATCHES[1]} is alive after"
+                f" {name!r} and holds no batch (made at {traced.calls[value.call].line}): cut at another place"
+            )
         rows.append(layout.rows)
     return rows
-
-
-def _without_batch(traced: Trace, name: str, value: Value) -> BadInput:
-    return BadInput(
-        f"a tensor of shape {traced.shapes[value][0]} at batch size {BATCHES[0]} and {traced.shapes[value][1]}"
-        f" at {BATCHES[1]} is alive after {name!r} and holds no batch (made at {traced.calls[value.call].line}):"
-        " cut at another place"
-    )
 
 
 def _output_plans(network: nn.Module, inputs: Inputs, with_data: bool, training: bool) -> list[StagePlan]:

@@ -84,7 +84,25 @@ class FixedSizes:
 
 
 class _Traced:
-    """What whole and other traced numbers have in common."""
+    """A number with the expression that computed it, and where outcomes are recorded."""
+
+    expression: Any
+    check: Check
+
+    def _fixed(self, number: Any) -> Any:
+        self.check(operator.eq, self, untraced(self), True)
+        return number
+
+    def __int__(self) -> int:
+        return self._fixed(int(untraced(self)))
+
+    __trunc__ = __int__
+
+    def __float__(self) -> float:
+        return self._fixed(float(untraced(self)))
+
+    def __round__(self, digits: Any = None) -> Any:
+        return self._fixed(round(untraced(self), digits))
 
     def __divmod__(self: Any, other: Any) -> Any:
         return self // other, self % other
@@ -92,62 +110,19 @@ class _Traced:
     def __rdivmod__(self: Any, other: Any) -> Any:
         return other // self, other % self
 
-
-class TracedInt(_Traced, int):
-    """A whole number with the expression that computed it, and where outcomes are recorded."""
-
-    expression: Any
-    check: Check
-
-    def __int__(self) -> int:
-        return self._fixed(int.__add__(self, 0))
-
-    def __float__(self) -> float:
-        return self._fixed(int.__add__(self, 0) / 1)
-
-    def _fixed(self, number: Any) -> Any:
-        self.check(operator.eq, self, int.__add__(self, 0), True)
-        return number
-
-    def __round__(self, digits: Any = None) -> Any:
-        return self._fixed(int.__round__(self, digits))
-
-    def __trunc__(self) -> int:
-        return int(self)
-
-    def __bool__(self) -> bool:
+    def __bool__(self: Any) -> bool:
         return self != 0
 
     def __hash__(self) -> int:
-        return int.__hash__(self)
+        return hash(untraced(self))
+
+
+class TracedInt(_Traced, int):
+    """A traced whole number."""
 
 
 class TracedFloat(_Traced, float):
-    """A number with the expression that computed it, and where outcomes are recorded."""
-
-    expression: Any
-    check: Check
-
-    def __int__(self) -> int:
-        return self._fixed(float.__trunc__(self))
-
-    __trunc__ = __int__
-
-    def __round__(self, digits: Any = None) -> Any:
-        return self._fixed(float.__round__(self, digits))
-
-    def __float__(self) -> float:
-        return self._fixed(float.__add__(self, 0.0))
-
-    def _fixed(self, number: Any) -> Any:
-        self.check(operator.eq, self, float.__add__(self, 0.0), True)
-        return number
-
-    def __bool__(self) -> bool:
-        return self != 0.0
-
-    def __hash__(self) -> int:
-        return float.__hash__(self)
+    """Any other traced number."""
 
 
 def traced_number(number: Any, expression: Any, check: Check) -> Any:

@@ -20,7 +20,6 @@ from torch import Tensor, fx, nn
 from torch.fx.node import map_aggregate
 from torch.overrides import get_overridable_functions
 
-from alight.cutting.encoders import EncoderStage, cut_text_encoder
 from alight.cutting.sizes import FixedSizes, SizeCheck, SizeExpression, SizeOf, check_size
 from alight.cutting.tracing import (
     BATCHES,
@@ -385,8 +384,6 @@ class _GraphBuilder:
 
 def cut_data(stages: Sequence[nn.Module]) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Return stages of one network as plain data and constant tensors; raise NotPlainData if that cannot be."""
-    if all(isinstance(stage, EncoderStage) for stage in stages):
-        return {"kind": "encoder", "direct": bool(stages[0].direct), "hooks": [*map(_hooks, stages)]}, {}
     traced = [stage for stage in stages if isinstance(stage, Stage)]
     if len(traced) < len(stages):
         raise NotPlainData("a registered cutter made the stages")
@@ -396,18 +393,11 @@ def cut_data(stages: Sequence[nn.Module]) -> tuple[dict[str, Any], dict[str, Ten
             if not isinstance(value, Tensor):
                 raise NotPlainData(f"the network is called with a {type(value).__name__}")
             tensors[f"{index}.{name}"] = value
-    return {"kind": "traced", "stages": [_stage_data(stage) for stage in traced]}, tensors
+    return {"stages": [_stage_data(stage) for stage in traced]}, tensors
 
 
-def stages_from_data(
-    network: nn.Module, data: Mapping[str, Any], tensors: Mapping[str, Tensor], after: Sequence[str], example: Any
-) -> list[nn.Module]:
+def stages_from_data(network: nn.Module, data: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> list[nn.Module]:
     """Return the stages that `cut_data` described, on the modules and parameters of the network; nothing is run."""
-    if data["kind"] == "encoder":
-        encoders = cut_text_encoder(network, after, example, direct=bool(data["direct"]))
-        for encoder, hooks in zip(encoders, data["hooks"], strict=True):
-            _add_hooks(encoder, hooks)
-        return [*encoders]
     stages: list[nn.Module] = []
     for index, described in enumerate(data["stages"]):
         prefix = f"{index}."

@@ -1,6 +1,7 @@
 """A network with exits: stages in a chain, a head after each."""
 
-from collections.abc import Callable, Mapping, Sequence
+import hashlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
@@ -13,7 +14,7 @@ from torch.nn import functional
 from torch.utils._pytree import tree_map_only
 
 from alight.cutting.proof import check_batch, check_chain, is_close
-from alight.cutting.running import Inputs, in_mode, pick_logits, same_bits
+from alight.cutting.running import Inputs, chain, in_mode, pick_logits, same_bits
 from alight.cutting.sizes import FixedSizes
 from alight.data.batches import by_name
 from alight.data.preprocess import InputSpec, Normalisation, TensorSpec
@@ -91,6 +92,7 @@ class MultiExitModel(nn.Module):
     network: nn.Module | None = None  # that was cut; not a submodule, as the stages have its modules
     pick: Callable[[Any], Any] | None = None  # returns the logits of its output
     known_inputs: Mapping[str, Any] | None = None  # sizes that were compared with a network that is not here
+    reference: Mapping[str, Tensor] | None = None  # inputs by number, and the "logits" that this network gave for them
     tokenizer: Any = None  # of its texts: the folder of one, or a tokenizer of transformers
 
     def __init__(
@@ -235,29 +237,49 @@ class MultiExitModel(nn.Module):
         Compared are logits, bit by bit, for random inputs like the example (by default the one that heads were attached
         with) at several batch sizes and sizes of input, with other weights, when samples leave, and the gradients of
         one step of training. Heads have to read the axes that the network has for channels, at any size that it takes,
-        and no token that a mask hides. A model of separate stages or networks has nothing to be compared with.
+        and no token that a mask hides. A network that was loaded without its code is compared with the logits that it
+        gave when it was saved, and its stages with each other: whether samples mix, may leave, and hide padding. A
+        model of separate stages or networks has nothing to be compared with.
 
         >>> from alight import attach_heads
         >>> network = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
         >>> attach_heads(network, after=["1"], example=torch.zeros(1, 4)).verify()
         ''
         """
-        if self.network is None:
-            raise BadInput(
-                "there is no network to compare with: the layers of one's own were compared when it was saved, so pass"
-                " it in as load_model(folder, backbone=...); a model of separate stages or networks has none"
-            )
-        inputs = self._proof_inputs(self.network, random_example(self.recipe, torch.Generator().manual_seed(0)))
+        network = self.network or self._network_of_stages()
+        inputs = self._proof_inputs(network, random_example(self.recipe, torch.Generator().manual_seed(0)))
         if self.recipe["source"] == "outputs":
             heads, readers = [*self.heads], []
         else:
             heads, readers = [], [partial(_read_any_size, *pair) for pair in zip(self.heads, self.exits, strict=True)]
             check_heads(self, inputs.example)
-            self._check_masks(self.network, inputs)
+            self._check_masks(network, inputs)
             if not self.recipe.get("channels"):
                 check_axes([*self.stages], [*self.heads], self.exits, inputs)
-        inputs = inputs if example is None else self._proof_inputs(self.network, example)
-        return check_chain(self.network, [*self.stages], inputs, heads, readers)
+        inputs = inputs if example is None else self._proof_inputs(network, example)
+        return check_chain(network, [*self.stages], inputs, heads, readers)
+
+    def _network_of_stages(self) -> nn.Module:
+        """Return the stages as a network if they give the logits that were saved with them."""
+        if self.reference is None or self.known_inputs is None:
+            raise BadInput("there is no network to compare with: a model of separate stages or networks has none")
+        if digest(self.stages.state_dict()) != self.known_inputs["weights"]:
+            raise BadInput(
+                "there is no network to compare with: it was loaded without its code, and its weights were changed"
+                " since, so save it and check the folder, or pass it in as load_model(folder, backbone=...)"
+            )
+        network = StagesInOrder(self.stages)
+        weight = next((each for each in self.parameters()), torch.empty(0))
+        given = {name: each.to(weight.device) for name, each in self.reference.items()}
+        expected = given.pop("logits")
+        with in_mode(network, training=False):
+            made = network(*given.values())
+        if not is_close(made, expected):
+            raise BadInput(
+                "the stages do not give the logits that the network gave when it was saved: install the version of"
+                " torch that it was saved with, or save it again where its code is"
+            )
+        return network
 
     def _proof_inputs(self, network: nn.Module, example: Any) -> Inputs:
         """Return an example where the network is and in its dtype, whose logits are those that were named."""
@@ -296,6 +318,18 @@ class MultiExitModel(nn.Module):
         for stage in self.stages:
             carried.append(advance(stage, carried[-1]))
         return carried[1:]
+
+
+class StagesInOrder(nn.Module):
+    """Stages in the place of the network that they were cut from, whose code is not there."""
+
+    def __init__(self, stages: Iterable[nn.Module]) -> None:
+        super().__init__()
+        self.stages = nn.ModuleList(stages)
+
+    def forward(self, *inputs: Tensor, **by_name: Tensor) -> Any:
+        """Return the logits."""
+        return chain(self.stages, (*inputs, *by_name.values()))
 
 
 def _is_traced(tensor: Tensor) -> bool:
@@ -370,6 +404,16 @@ def _read_of_copies(head: nn.Module, carried: Carried) -> tuple[Tensor, bool]:
         logits = read(head, copies)
         changed = [tensor._version for tensor in copies] != versions
         return logits, changed or not all(map(same_bits, copies, carried))  # `.data` is written without a version
+
+
+def digest(state: Mapping[str, Tensor], structure: str = "") -> str:
+    """Return the SHA-256 of a text and of tensors with names, types and shapes, the first 16 hexadecimal digits."""
+    hashed = hashlib.sha256(structure.encode())
+    for name, tensor in sorted(state.items()):
+        whole = tensor.detach().cpu().contiguous()
+        hashed.update(f"{name} {whole.dtype} {tuple(whole.shape)}".encode())
+        hashed.update(whole.reshape(-1).view(torch.uint8).numpy().data)
+    return hashed.hexdigest()[:16]
 
 
 def structure(model: MultiExitModel) -> dict[str, Any]:

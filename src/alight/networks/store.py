@@ -1,6 +1,5 @@
 """Networks as folders: weights, a description, and the graphs of their stages; nothing in them can run code."""
 
-import hashlib
 import json
 import os
 import warnings
@@ -39,7 +38,7 @@ from alight.files import (
 from alight.networks.attach import cascade
 from alight.networks.heads import HEADS, HeadFactory
 from alight.networks.libraries import BUILDERS, build_network, recognised
-from alight.networks.multi_exit import MultiExitModel, random_example, read, structure
+from alight.networks.multi_exit import MultiExitModel, StagesInOrder, digest, random_example, read, structure
 from alight.networks.zoo import BACKBONES, ZOO
 from alight.provenance import installed_versions
 
@@ -49,6 +48,7 @@ UNDER = ("state_dict", "model_state_dict", "model")  # names under which trainin
 WRAPPERS = ("module.", "_orig_mod.")  # before names in a network that was wrapped
 CONSTANT = "constants."  # before the names of tensors that have none in the network
 UNSAVED = "unsaved."  # of these, before the names of buffers that a network has without saving them
+REFERENCE = "reference."  # and before inputs, by number, and the "logits" that the network gave for them
 LENGTHS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)  # of texts for which layers are compared with the network
 PASSED_IN = {
     "stages": "a MultiExitModel built by hand",
@@ -160,7 +160,9 @@ def load_model(
     if whole:
         model.keep_network(network, pick)
     if alone:
+        names = [name for name in constants if name.startswith(REFERENCE)]
         model.known_inputs = config["known"]
+        model.reference = {name.removeprefix(REFERENCE): constants[name] for name in names}
     return model.eval()
 
 
@@ -222,13 +224,16 @@ def _layers_config(model: MultiExitModel) -> tuple[dict[str, Any], dict[str, Ten
     buffers, unsaved = buffers_data([*model.stages])
     config = {"graph": graph, "layers": modules, "buffers": buffers}
     constants |= {f"{UNSAVED}{name}": tensor for name, tensor in unsaved.items()}
-    return {**config, "known": _check_layers(model, config, constants, inputs)}, constants
+    known, reference = _check_layers(model, config, constants, inputs)
+    known["weights"] = digest(model.stages.state_dict())
+    constants |= {f"{REFERENCE}{name}": tensor for name, tensor in reference.items()}
+    return {**config, "known": known}, constants
 
 
 def _check_layers(
     model: MultiExitModel, config: Mapping[str, Any], constants: Mapping[str, Tensor], inputs: Inputs
-) -> dict[str, Any]:
-    """Return for which inputs stages that are built of plain data give what the model gives, bit by bit.
+) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Return for which inputs stages built of plain data give what the model gives, bit by bit; and a few logits.
 
     Raise unless they do so for inputs like the example.
     """
@@ -236,8 +241,7 @@ def _check_layers(
     copied = {name: tensor.clone() for name, tensor in tensors.items()}
     kept = {name: tensor.detach().cpu().clone() for name, tensor in constants.items()}
     network = _skeleton({**config, "tied": tied}, copied, kept)
-    example = inputs.example
-    stages = stages_from_data(network, config["graph"], kept, model.recipe["after"], example)
+    stages = stages_from_data(network, config["graph"], kept)
     complete(stages, network, _by_stage(copied, tied))
     weight = next((each for each in model.parameters() if each.is_floating_point()), torch.empty(0))
     batch = inputs.of_size(ROWS, weight.device, weight.dtype)
@@ -255,11 +259,15 @@ def _check_layers(
     if not is_same(batch) or sorted(names[0]) != sorted(names[1]):
         raise BadInput("the layers of the network do not give what it gives")
     few = tuple(each[:2] for each in batch)
+    whole = model.network or StagesInOrder(own)
+    with in_mode(whole, training=False):
+        reference = {str(index): each for index, each in enumerate(few)} | {"logits": inputs.run(whole, few)}
     if all(map(is_text, few)):
-        return {"sizes": [], "lengths": _known_lengths(few, is_same)}
+        return {"sizes": [], "lengths": _known_lengths(few, is_same)}, reference
     shapes = {tuple(tuple(shape) for shape, _ in kind) for kind in model.proven_kinds}
     shapes |= {tuple(map(tuple, each)) for each in (model.known_inputs or {"sizes": ()})["sizes"]}
-    return {"sizes": [shape for shape in sorted(shapes) if is_same(_of_shape(few, shape))], "lengths": None}
+    sizes = [shape for shape in sorted(shapes) if is_same(_of_shape(few, shape))]
+    return {"sizes": sizes, "lengths": None}, reference
 
 
 def _of_shape(batch: tuple[Tensor, ...], shapes: Sequence[Sequence[int]]) -> tuple[Tensor, ...]:
@@ -381,7 +389,7 @@ def _model(
     if graph is None:
         stages, heads = split_outputs(network, example) if is_split else (cut(network, after, inputs), [])
     else:
-        stages, heads, count = stages_from_data(network, graph, constants, after, example), [], len(config["exits"])
+        stages, heads, count = stages_from_data(network, graph, constants), [], len(config["exits"])
         if is_split:  # behind the stages are the network's own heads, but for the last, which does nothing
             stages, heads = stages[:count], [*map(as_head, stages[count:]), nn.Identity()]
     heads = heads or [*_heads(config["heads"][:-1], recipe["features"], head), nn.Identity()]
@@ -435,16 +443,6 @@ def _is_whole(model: MultiExitModel, network: nn.Module, pick: Callable[[Any], A
     batch = inputs.of_size(ROWS, dtype=dtype)
     heads = [*model.heads] if model.recipe["source"] == "outputs" else []
     return is_chain_of(network, [*model.stages], inputs, batch, heads)
-
-
-def digest(state: Mapping[str, Tensor], structure: str = "") -> str:
-    """Return the SHA-256 of a text and of tensors with names, types and shapes, the first 16 hexadecimal digits."""
-    hashed = hashlib.sha256(structure.encode())
-    for name, tensor in sorted(state.items()):
-        whole = tensor.detach().cpu().contiguous()
-        hashed.update(f"{name} {whole.dtype} {tuple(whole.shape)}".encode())
-        hashed.update(whole.reshape(-1).view(torch.uint8).numpy().data)
-    return hashed.hexdigest()[:16]
 
 
 def load_backbone(model: MultiExitModel, path: PathLike) -> None:

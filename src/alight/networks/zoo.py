@@ -5,13 +5,12 @@
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch import nn
 
 from alight.data.preprocess import Normalisation
-from alight.networks.architectures import ConvNeXt, MSDNetSettings, ResNet, msdnet_modules
+from alight.networks.architectures import MSDNetSettings, ResNet, msdnet_modules
 from alight.networks.attach import attach_heads
 from alight.networks.heads import HeadChoice
 from alight.networks.multi_exit import MultiExitModel, describe
@@ -26,8 +25,6 @@ DIGITS_EXITS = ("layer1.0", "layer1.2", "layer2.0")  # about a seventh, two fift
 BACKBONES: dict[str, Callable[[int], nn.Module]] = {  # networks that get heads, by number of classes
     "resnet18_cifar": ResNet,
     "resnet_digits": lambda num_classes: ResNet(num_classes, (4, 4), widths=(32, 64), channels=1),
-    "convnext_tiny": lambda num_classes: ConvNeXt((3, 3, 9, 3), (96, 192, 384, 768), num_classes),
-    "convnext_cifar": lambda num_classes: ConvNeXt((2, 2, 6, 2), (40, 80, 160, 320), num_classes, patch=2),
 }
 
 
@@ -100,26 +97,8 @@ def resnet_digits(
     return _attached("resnet_digits", backbone, num_classes, DIGITS_EXITS, _images(8, 1), head, DIGITS)
 
 
-def convnext_tiny(
-    num_classes: int = 1000, *, backbone: ConvNeXt | None = None, head: HeadChoice = "pooled_linear"
-) -> MultiExitModel:
-    """Build ConvNeXt-T for images of 224 x 224 with an exit after every block: 17 heads and the network's own.
-
-    `backbone` is a trained `ConvNeXt`, which takes timm's weights; without one the weights are random.
-    """
-    return _attached("convnext_tiny", backbone, num_classes, (), _images(224), head, IMAGENET)
-
-
-def convnext_cifar(
-    num_classes: int = 100, *, backbone: ConvNeXt | None = None, head: HeadChoice = "pooled_linear"
-) -> MultiExitModel:
-    """Build a small ConvNeXt for images of 32 x 32 with an exit after every block: 11 heads and its own."""
-    return _attached("convnext_cifar", backbone, num_classes, (), _images(32), head, CIFAR)
-
-
 ZOO: dict[str, Callable[..., MultiExitModel]] = {
-    factory.__name__: factory
-    for factory in (convnext_cifar, convnext_tiny, msdnet_cifar, msdnet_imagenet, resnet18_cifar, resnet_digits)
+    factory.__name__: factory for factory in (msdnet_cifar, msdnet_imagenet, resnet18_cifar, resnet_digits)
 }
 
 
@@ -132,11 +111,10 @@ def _attached(
     head: HeadChoice,
     normalisation: Normalisation,
 ) -> MultiExitModel:
-    """Return a backbone with heads after the named exits, or after every block but the last."""
-    network: Any = backbone or BACKBONES[name](num_classes)
-    after = exits or network.blocks[:-1]
+    """Return a backbone with heads after the named exits."""
+    network = backbone or BACKBONES[name](num_classes)
     model = attach_heads(
-        network, after, num_classes=num_classes, example=example, head=head, normalisation=normalisation
+        network, exits, num_classes=num_classes, example=example, head=head, normalisation=normalisation
     )
     model.recipe |= {"source": "zoo", "name": name, "arguments": {}, "num_classes": model.num_classes}
     return model

@@ -19,8 +19,7 @@ from torch import Tensor, nn
 from alight.data.batches import BATCH_SIZE, Batch, batches, in_batches, length_of
 from alight.errors import BadInput, Diverged, Mismatch
 from alight.files import PathLike, check_writable
-from alight.networks.multi_exit import MultiExitModel, count_classes
-from alight.networks.store import digest
+from alight.networks.multi_exit import MultiExitModel, count_classes, digest
 from alight.training.best import BestEpoch
 from alight.training.callbacks import Callback, CallbackList, EpochFunction, TrainingState
 from alight.training.checkpoints import Checkpoint, optimizer_numbers, optimizer_tensors, restore_optimizer
