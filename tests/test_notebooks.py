@@ -29,7 +29,7 @@ def kept(path: Path) -> list[dict]:
 
 def text_of(cell: dict) -> str:
     """All that is kept below a cell, without figures."""
-    parts = [each.get("text", []) + [*each.get("data", {}).get("text/html", [])] for each in cell["outputs"]]
+    parts = [[*each.get("text", []), *each.get("data", {}).get("text/html", [])] for each in cell["outputs"]]
     return "".join(line for part in parts for line in part)
 
 

@@ -1,4 +1,4 @@
-"""The committed benchmark: no method beats auto, its rows are those of this code, its recordings make a small package."""
+"""The committed benchmark: no method beats auto, rows are those of this code, recordings make a small package."""
 
 import csv
 import importlib

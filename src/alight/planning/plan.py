@@ -118,10 +118,10 @@ def plan(
 ) -> Plan:
     """Return the policy that pays on this machine at this batch size, or the full network where none does.
 
-    Stages and heads are timed. One third of the labelled samples fits policies, from the full network's budget down, and
-    the others test each of them, up to the first that fails: the more are labelled, the cheaper the plan may be. Then it
-    is tried against the full network, samples leaving at random as often as planned; if it is not faster, the full
-    network is the plan.
+    Stages and heads are timed. One third of the labelled samples fits policies, from the full network's budget down,
+    and the others test each of them, up to the first that fails: the more are labelled, the cheaper the plan may be.
+    Then it is tried against the full network, samples leaving at random as often as planned; if it is not faster, the
+    full network is the plan.
 
     Args:
         model: With trained heads.

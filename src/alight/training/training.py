@@ -57,10 +57,10 @@ def train_heads(
     """Train heads, or the whole network with them, in place; return the loss and accuracy of every epoch.
 
     A batch is (inputs, labels), or a dict with "labels", which may be shares of classes instead of one class each; for
-    a network built without an example only in a dict. From a checkpoint the result is, on a CPU, bit for bit that of an
-    uninterrupted training, as long as the data draw random numbers from the global generators of torch, NumPy or Python,
-    or from the loader's generator. A training that was stopped is finished and does not resume. Under `torchrun` all
-    processes together work on each batch of the loader.
+    a network built without an example only in a dict. From a checkpoint the result is, on a CPU, bit for bit that of
+    an uninterrupted training, as long as the data draw random numbers from the global generators of torch, NumPy or
+    Python, or from the loader's generator. A training that was stopped is finished and does not resume. Under
+    `torchrun` all processes together work on each batch of the loader.
 
     Args:
         model: Trained in place.
