@@ -26,11 +26,14 @@ Cell = dict[str, Any]
 
 def shown(source: str, names: dict[str, object], where: str) -> tuple[str, object]:
     """Run a cell; return what it prints and the value of its last line, None where that is not shown."""
-    tree = ast.parse(source)
-    last = tree.body.pop() if isinstance(tree.body[-1], ast.Expr) else None
+    *before, last = ast.parse(source).body
+    value = None
     with redirect_stdout(io.StringIO()) as printed:
-        exec(compile(tree, where, "exec"), names)
-        value = None if last is None else eval(compile(ast.Expression(last.value), where, "eval"), names)
+        exec(compile(ast.Module(before, []), where, "exec"), names)
+        if isinstance(last, ast.Expr):
+            value = eval(compile(ast.Expression(last.value), where, "eval"), names)
+        else:
+            exec(compile(ast.Module([last], []), where, "exec"), names)
     return printed.getvalue(), None if source.rstrip().endswith(";") else value
 
 

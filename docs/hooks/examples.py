@@ -1,11 +1,12 @@
 """Show examples in docstrings as code, fields of data classes with their comments as parameters, defaults as values."""
 
 import re
-from importlib import import_module
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from griffe import Attribute, Class, Extension, Function, Object
+from griffe import Alias, Attribute, Class, Extension, Function, Module, Object
 
 EXAMPLE = re.compile(r"^>>> .*?(?=\n\n|\Z)", re.DOTALL | re.MULTILINE)
 PARAMETERS = "Args:\n"
@@ -30,11 +31,29 @@ class Examples(Extension):
             described = "\n".join([PARAMETERS.rstrip(), *lines])
             cls.docstring.value = f"{before.rstrip()}\n\n{described}\n\n{fence}{example}"
 
-    def on_function(self, *, func: Function, **_: Any) -> None:
-        """Show a default that is a constant of a module as its value."""
-        for each in func.parameters:
-            if str(each.default).isupper() and str(each.default).isidentifier():
-                each.default = repr(getattr(import_module(func.module.path), str(each.default)))
+    def on_package(self, *, pkg: Module, **_: Any) -> None:
+        """Show defaults that are constants of a module as their values."""
+        for function in functions(pkg):
+            for each in function.parameters:
+                if str(each.default).isupper() and str(each.default).isidentifier():
+                    with suppress(KeyError):  # of two constants on one line
+                        each.default = value_of(function.module[str(each.default)], pkg)
+
+
+def value_of(constant: Attribute | Alias, pkg: Module) -> str:
+    """Return the value of a constant, which may be imported from another module of the package."""
+    while isinstance(constant, Alias):
+        constant = pkg[constant.target_path.removeprefix(f"{pkg.name}.")]
+    return str(constant.value)
+
+
+def functions(place: Object) -> Iterator[Function]:
+    """Yield all functions and methods of a package, module or class."""
+    for each in place.members.values():
+        if isinstance(each, Function):
+            yield each
+        elif isinstance(each, Module | Class):
+            yield from functions(each)
 
 
 def fields(cls: Class) -> dict[str, str]:
