@@ -11,9 +11,9 @@ from pathlib import Path
 
 import numpy as np
 
-from alight import at_equal_spend, calibrate, recordings, replay, sweep
+from alight import Costs, HeadOutputs, Policy, at_equal_spend, calibrate, recordings, replay, sweep
 from alight.budgeting.bounds import expected_cost, overspend_probability, passing_bound, share_law
-from alight.budgeting.thresholds import PROVEN_SLACK, passing_counts
+from alight.budgeting.thresholds import PROVEN_SLACK, Slack, passing_counts
 from alight.files import write_rows
 from alight.provenance import provenance
 
@@ -27,7 +27,7 @@ def thresholds() -> Iterator[Row]:
     """Yield accuracy and spend of three ways to set thresholds, at equal allowed and at equal spent budget."""
     labelled, test, costs = recordings.load(RECORDING)
 
-    def without_labels(costs, budget, labelled, _=None):
+    def without_labels(costs: Costs, budget: str, labelled: HeadOutputs, _: object = None) -> Policy:
         return calibrate.eero(costs, budget, labelled.unlabelled())
 
     methods = {"eero": calibrate.eero, "eero_marginal": calibrate.eero_marginal, "eero, no labels": without_labels}
@@ -52,13 +52,14 @@ def slack() -> Iterator[Row]:
     labelled, test, costs = recordings.load(RECORDING)
     budget, cumulative = costs.budget("50%"), costs.cumulative()
     first, second = labelled.split(0.5, np.random.default_rng(0))
-    for margin in (None, "paper", PROVEN_SLACK, "exact"):
+    margins: dict[str, Slack] = {"None": None, "paper": "paper", f"{PROVEN_SLACK:.3f}": PROVEN_SLACK, "exact": None}
+    for name, padding in margins.items():  # the exact slack is in the rates already
+        margin = "exact" if name == "exact" else padding
         policy = calibrate.eero(costs, budget, first, second.unlabelled(), slack=margin, delta=0.05)
-        padding = None if margin == "exact" else margin  # the exact slack is in the rates already
         law = share_law(passing_counts(np.array(policy.exit_rates), len(second), padding), len(second))
         decisions = replay(policy, test)
         yield {
-            "slack": f"{margin:.3f}" if isinstance(margin, float) else str(margin),
+            "slack": name,
             "expected": float(expected_cost(cumulative, law) / budget),
             "overspends": float(overspend_probability(cumulative, law, budget)),
             "spent": decisions.mean_cost / budget,
