@@ -30,7 +30,8 @@ def thresholds() -> Iterator[Row]:
     def without_labels(costs: Costs, budget: str, labelled: HeadOutputs, _: object = None) -> Policy:
         return calibrate.eero(costs, budget, labelled.unlabelled())
 
-    methods = {"eero": calibrate.eero, "eero_marginal": calibrate.eero_marginal, "eero, no labels": without_labels}
+    methods: dict[str, calibrate.Method] = {name: calibrate.METHODS[name] for name in ("eero", "eero_marginal")}
+    methods["eero, no labels"] = without_labels
     allowed = [f"{percent}%" for percent in range(15, 101, 5)]
     points = sweep(methods, costs, allowed, labelled=labelled, test=test, references=False)
     equal = at_equal_spend(points, [costs.full * percent / 100 for percent in SHARES])
