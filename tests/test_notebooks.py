@@ -34,7 +34,7 @@ def text_of(cell: dict) -> str:
 
 
 def kinds(cell: dict) -> list[str]:
-    return [kind for each in cell["outputs"] for kind in each.get("data", {"stream": None})]
+    return [kind for each in cell["outputs"] for kind in sorted(each.get("data", ["stream"]))]
 
 
 def test_there_is_a_tour():
