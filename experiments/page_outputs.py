@@ -29,7 +29,7 @@ OUTPUT = re.compile(r"\n\n```text\n(?P<said>.*?)^```$", re.DOTALL | re.MULTILINE
 MADE = re.compile(r"(?<=<!-- run -->\n).*?(?=<!-- end of run -->)", re.DOTALL)
 SHELL = re.compile(r"[|>&;$]")  # what a shell has to read
 KINDS = ("python", "bash")
-PACKAGES = ("numpy", "torch", "torchvision", "timm", "transformers")
+PACKAGES = ("torch",)
 
 
 class Block(NamedTuple):

@@ -4,7 +4,7 @@
     python experiments/recorded_resnet18.py --draw      # draws from results/ alone: seconds
 
 Writes results/recorded_resnet18_{frozen,joint}.csv, results/recorded_resnet18.json (how they were made),
-results/recorded_resnet18_equal_spend.csv (the tables of docs/comparison.md) and docs/figures/recorded_resnet18.svg.
+results/recorded_resnet18_equal_spend.csv (the tables of docs/benchmark.md) and docs/figures/recorded_resnet18.svg.
 
 Measured (see the JSON for hardware, versions, date and commit): with frozen heads, at half of the FLOPs, EERO with
 survivor thresholds reaches 43.1 %, the paper's rule 29.2 % because it spends only 35.5 %, the best single exit 24.3 %;

@@ -117,14 +117,6 @@ def test_accuracies_of_methods_at_equal_spent_budget_are_those_that_results_give
     assert {row["heads"] for row in committed} == {"frozen", "joint"}
 
 
-def test_the_page_on_models_counts_the_families_that_were_cut():
-    with (ROOT / "results" / "cut_coverage.csv").open() as file:
-        fine = [row["ok"] == "True" for row in csv.DictReader(file)]
-    assert f"{sum(fine)} of {len(fine)} give" in (ROOT / "docs" / "models.md").read_text()
-    for name in ("README.md", "docs/how-to/backbone.md"):
-        assert f"of each of {len(fine)} families" in (ROOT / name).read_text()
-
-
 def test_the_tree_in_the_design_page_names_every_room():
     tree = (ROOT / "docs" / "design.md").read_text()
     for path in (ROOT / "src" / "alight").iterdir():

@@ -55,6 +55,12 @@ after"""
     )
 
 
+def test_columns_without_a_value_are_left_out_and_answers_are_words(tables):
+    (tables.ROOT / "claims.csv").write_text("claim,seed,holds\nfirst,,True\nsecond,,False\n")
+    assert tables.render("claims.csv")[0] == "| claim | holds |"
+    assert body(tables.render("claims.csv")) == [["first", "yes"], ["second", "no"]]
+
+
 def test_columns_are_chosen_renamed_combined_and_formatted(tables):
     options = """columns:
       model: network

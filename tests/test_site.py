@@ -1,6 +1,7 @@
 """The documentation is built strictly, holds every public name and command, and asks nothing of other hosts."""
 
 import importlib.util
+import inspect
 import os
 import re
 import subprocess
@@ -55,6 +56,26 @@ def test_every_public_name_is_in_the_reference(site):
     names += [f"evaluation.{name}" for name in own - {*alight.__all__} if not name.startswith("_")]
     missing = {name for name in names if not anchors & {f"alight.{name}", f"alight.{name}.{name.split('.')[-1]}"}}
     assert not missing
+
+
+def parameters(name: str) -> list[str]:
+    """The parameters of a public function or class; those that a class takes over stand with the class before it."""
+    value = getattr(alight, name)
+    if not callable(value) or value is alight.AlightError:
+        return []
+    own = inspect.signature(value).parameters
+    inherited = {each for base in getattr(value, "__mro__", ())[1:] for each in getattr(base, "__annotations__", ())}
+    return [each for each in own if each not in inherited]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in alight.__all__ if name not in ROOMS and parameters(name)])
+def test_the_reference_describes_every_parameter(site, name):
+    pages = "".join(page.read_text() for page in (site / "reference").glob("*.html"))
+    described = re.split(rf'id="alight\.{name}"', pages)[1].partition("<h2")[0]
+    shown = set(re.findall(r"<li class=\"doc-section-item.*?<b><code>\**(\w+)</code></b>", described, re.DOTALL))
+    if not re.search(r"[Aa]rguments as of", described):
+        assert set(parameters(name)) <= shown
 
 
 @pytest.mark.slow

@@ -23,6 +23,7 @@ from alight.cli.parser import COMMANDS
 
 ROOT = Path(__file__).parents[2]
 FORMULA = re.compile(r'<(span|div) class="arithmatex">\\([(\[])(.*?)\\[)\]]</\1>', re.DOTALL)
+MEASURED = re.compile(r"<p>(?=(?:Measured|Run) on \d{4}-)")
 LINK = re.compile(r"(?<=\]\()((?:\.\./)+[^)#\s]+)(?=\))")
 FETCHED = re.compile(r"<(?:script|img|iframe|source|link)\b[^>]*\b(?:src|href)\s*=\s*[\"']?(?:https?:)?//[^>]*>")
 COMMANDS_HERE = "<!-- commands -->"
@@ -49,7 +50,8 @@ def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
 
 
 def on_page_content(html: str, **_: Any) -> str:
-    """Return the page with its formulas as MathML."""
+    """Return the page with its formulas as MathML, and small lines that say on what something was measured."""
+    html = MEASURED.sub('<p class="measured">', html)
     return FORMULA.sub(lambda found: formula(unescape(found[3]), inline=found[2] == "("), html)
 
 

@@ -1,7 +1,7 @@
 """Tables on pages, rendered from results/*.csv when the site is built.
 
 A directive is a comment with the path of a CSV file, alone on its lines. `<!-- table: results/NAME.csv -->` shows every
-column. Options follow as YAML:
+column that has a value. Options follow as YAML:
 
     <!-- table: results/runtime_cpu.csv
     where: {mix: never, threads: [1, 2]}
@@ -20,7 +20,7 @@ column. Options follow as YAML:
 - `sort`: columns to sort by, numbers as numbers.
 - `columns`: headings, each with a column, a column and its format, or text with fields in braces; or a list of columns.
 - `across` and `cell`: one more table column for each value of `across`, filled with `cell`; `columns` name the rows.
-- `names`: what values are called in the table.
+- `names`: what values are called in the table; True is "yes" and False is "no".
 - `measured`: a JSON file with date, hardware, versions and commit, for a CSV file that has no such columns.
 
 A format is one of Python's (`.1%`, `,.0f`), or ends with `p`: a hundred times the value, for percentages and points.
@@ -45,6 +45,7 @@ OPTIONS = {"where", "latest", "group", "sort", "columns", "across", "cell", "nam
 PROVENANCE = ("date", "commit", "hardware", "versions")
 REDUCTIONS: dict[str, Callable[..., float]] = {"mean": mean, "median": median, "min": min, "max": max, "sum": sum}
 NOTHING = "–"
+ANSWERS = {"True": "yes", "False": "no"}
 
 
 class Cell(tuple[str, ...]):
@@ -97,9 +98,9 @@ def render(path: str, text: str = "") -> list[str]:
     if strange := sorted(set(options) - OPTIONS):
         raise KeyError(f"there is no option {strange[0]!r}: choose from {', '.join(sorted(OPTIONS))}")
     rows = chosen(read(ROOT / path), options)
-    shown = options.get("columns", [name for name in rows[0] if name not in PROVENANCE])
+    shown = options.get("columns", [name for name in rows[0] if name not in PROVENANCE and _has_values(rows, name)])
     fields = {heading: _field(each) for heading, each in _named(shown).items()}
-    named = [renamed(row, options.get("names", {})) for row in rows]
+    named = [renamed(row, ANSWERS | options.get("names", {})) for row in rows]
     if "across" in options:
         lines = pivoted(named, fields, _field(options["across"]), _field(options["cell"]))
     else:
@@ -168,6 +169,10 @@ def measured(rows: list[Row], path: str | None = None) -> list[str]:
 def _matches(row: Row, where: dict[str, Any]) -> bool:
     asked = {name: [each] if isinstance(each, str) else each for name, each in where.items()}
     return all(any(_order(row[name][0]) == _order(each) for each in values) for name, values in asked.items())
+
+
+def _has_values(rows: list[Row], column: str) -> bool:
+    return any(value for row in rows for value in row[column])
 
 
 def _order(text: str) -> tuple[bool, float, str]:

@@ -35,9 +35,9 @@ class Costs:
     (array([ 3.,  7., 12.]), array([ 3., 11.]), 10.0)
     """
 
-    stages: Floats  # (exits,)
-    heads: Floats  # (exits,)
-    unit: str = "FLOPs"
+    stages: Floats  # (exits,), of the layers between two exits
+    heads: Floats  # (exits,), of the head of each exit
+    unit: str = "FLOPs"  # or "MACs", "ms", "J", ""
     _through: Floats = field(init=False)  # (exits,), the stages up to each
 
     def __init__(self, stages: npt.ArrayLike, heads: npt.ArrayLike, unit: str = "FLOPs") -> None:

@@ -48,16 +48,16 @@ class Point:
     eero: accuracy 80.0 %, mean cost 3 ms (30 % of the full network) of 4 ms (40 %) allowed
     """
 
-    method: str
+    method: str  # its name
     budget: float  # allowed per sample
-    accuracy: float
+    accuracy: float  # on the test data
     mean_cost: float  # spent per sample
-    accuracy_low: float = float("nan")
-    accuracy_high: float = float("nan")
-    mean_cost_low: float = float("nan")
-    mean_cost_high: float = float("nan")
+    accuracy_low: float = float("nan")  # of a 95 % interval
+    accuracy_high: float = float("nan")  # of a 95 % interval
+    mean_cost_low: float = float("nan")  # of a 95 % interval
+    mean_cost_high: float = float("nan")  # of a 95 % interval
     full_cost: float = float("nan")  # of the full network
-    unit: str = ""
+    unit: str = ""  # of the costs
     exit_rates: tuple[float, ...] = ()  # planned, per exit of the network
     exit_shares: tuple[float, ...] = ()  # observed
     exit_costs: tuple[float, ...] = ()  # of leaving there, with the heads of all open exits on the way; inf: closed
@@ -65,7 +65,7 @@ class Point:
     rule: str = ""  # by which samples leave, in a few words
     guarantee: str = ""  # what is certified about the policy, in a sentence
     worst_class: str = ""  # the one that loses the most accuracy against the last exit
-    worst_class_loss: float = float("nan")
+    worst_class_loss: float = float("nan")  # of accuracy
     worst_class_cost: float = float("nan")  # spent per sample of it
     calibration_error: float = float("nan")  # of an exit alone, where its probabilities were recorded
     exits: tuple[str, ...] = ()  # names of all exits of the network, where they are known
@@ -110,8 +110,19 @@ def sweep(
 ) -> list[Point]:
     """Calibrate every method for every budget and replay it on the test table, with bootstrap intervals.
 
-    `references` adds the oracle at every budget and each exit alone. Where the test samples do not look like those of
-    the calibration (`diagnose_shift`), a `ShiftWarning` is issued, and stands beside every guarantee.
+    Where the test samples do not look like those of the calibration (`diagnose_shift`), a `ShiftWarning` is issued, and
+    stands beside every guarantee.
+
+    Args:
+        methods: Functions `(costs, budget, labelled, unlabelled) -> Policy`, by the name to show.
+        costs: Of every exit.
+        budgets: Each as a number in the unit of the costs, a percentage or a quantity.
+        labelled: Calibrates.
+        test: Labelled samples to replay the policies on.
+        unlabelled: Further calibration samples, which set thresholds.
+        references: Add the oracle at every budget and each exit alone.
+        seed: Of the bootstrap.
+        progress: Show a bar.
 
     >>> from alight import calibrate, recordings
     >>> labelled, test, costs = recordings.load()
@@ -251,6 +262,10 @@ def at_equal_spend(points: Sequence[Point], spends: Iterable[float]) -> list[Met
     Between two points of a method lies the mixture of their policies, so accuracy is interpolated along the spent
     budget; where a method never spends so much or so little there is no row.
 
+    Args:
+        points: What `sweep` gives.
+        spends: Costs per sample, in the unit of the points.
+
     >>> points = [Point("eero", 2.0, accuracy=0.6, mean_cost=1.9), Point("eero", 4.0, accuracy=0.8, mean_cost=3.9)]
     >>> [round(row.accuracy, 2) for row in at_equal_spend(points, [2.9, 5.0])]
     [0.7]
@@ -319,6 +334,10 @@ def _lies_below(place: tuple[float, float], left: tuple[float, float], right: tu
 def write_points(points: Sequence[Point], path: PathLike) -> Path:
     """Write a CSV file with one row per point, whole or not at all, and return its path.
 
+    Args:
+        points: What `sweep` gives.
+        path: The file to write.
+
     >>> import tempfile
     >>> path = write_points([Point("eero", 4.0, accuracy=0.8, mean_cost=3.0)], Path(tempfile.mkdtemp()) / "points.csv")
     >>> print(*read_points(path))
@@ -334,6 +353,9 @@ def write_points(points: Sequence[Point], path: PathLike) -> Path:
 
 def read_points(path: PathLike) -> list[Point]:
     """Read the points of a CSV file that `write_points` wrote; columns that `Point` has a default for may be missing.
+
+    Args:
+        path: A CSV file.
 
     >>> import tempfile
     >>> path = write_points([Point("eero", 4.0, accuracy=0.8, mean_cost=3.0)], Path(tempfile.mkdtemp()) / "points.csv")

@@ -38,7 +38,7 @@ class HeadOutputs:
     scores: Floats  # (samples, exits), higher is surer
     predictions: Integers  # (samples, exits), class indices
     labels: Integers | None  # (samples,), None when unlabelled
-    score: str
+    score: str  # its name
     features: Mapping[str, Floats]  # further scores by name, each (samples, exits)
     top_classes: npt.NDArray[np.int32] | None  # (samples, exits, top), the likeliest, likeliest first
     top_log_probabilities: npt.NDArray[np.float16] | None  # theirs
@@ -294,7 +294,7 @@ class Decisions:
     (2.5, array([0.5, 0. , 0.5]), 0.5)
     """
 
-    predictions: Integers  # (samples,)
+    predictions: Integers  # (samples,), class indices
     exits: Integers  # (samples,), where each left
     spent: Floats  # (samples,), in the unit of the costs
     num_exits: int  # of the network; by default as many as were taken

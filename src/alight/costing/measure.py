@@ -45,11 +45,18 @@ def measure_costs(
 ) -> Costs:
     """Measure the cost per sample of every stage and head, at the batch size of the example or another one.
 
-    Without an `example` it is a batch like the one that heads were attached with.
+    FLOPs and MACs are counted from shapes; ms are medians of timed passes (see `time_stages` for their spread), J is an
+    energy meter's count.
 
-    "FLOPs" and "MACs" (one MAC is 2 FLOPs) are counted from shapes; "ms" are medians of `repeats` timed passes (see
-    `time_stages` for their spread), "J" an energy meter's count over `seconds` of every part, both on the device and in
-    the dtype of the network.
+    Args:
+        model: On its device, in its dtype.
+        example: A batch; None: like the one that heads were attached with.
+        unit: "FLOPs", "MACs" (one is 2 FLOPs), "ms" or "J".
+        batch_size: None: that of the example.
+        repeats: Timed passes, whose median counts.
+        warmup: Passes before them.
+        seconds: Of every part, for an energy meter.
+        progress: Show a bar.
 
     >>> stages = [nn.Sequential(nn.Flatten(), nn.Linear(12, 8)), nn.Linear(8, 8)]
     >>> measure_costs(MultiExitModel(stages, [nn.Linear(8, 3), nn.Identity()]), torch.zeros(1, 3, 4)).cumulative()
@@ -72,6 +79,9 @@ def measure_costs(
 
 def head_overhead(costs: Costs) -> float:
     """Return the cost of all heads but the last as a share of the full network's.
+
+    Args:
+        costs: Of every stage and head.
 
     >>> head_overhead(Costs(stages=[40, 59], heads=[2, 1]))
     0.02
@@ -124,6 +134,14 @@ def time_stages(
 
     A pass runs all stages and heads in a row, as serving does, and notes the time between them; on a GPU by events in
     its stream, so that nothing waits for the clock. A head that does nothing takes 0 ms.
+
+    Args:
+        model: On its device, in its dtype.
+        example: A batch; None: like the one that heads were attached with.
+        batch_size: None: that of the example.
+        repeats: Timed passes.
+        warmup: Passes before them.
+        progress: Show a bar.
 
     >>> model = MultiExitModel([nn.Linear(4, 8), nn.Linear(8, 8)], [nn.Linear(8, 3), nn.Linear(8, 3)])
     >>> timings = time_stages(model, torch.zeros(1, 4), batch_size=512, repeats=3, warmup=1)

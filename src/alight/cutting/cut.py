@@ -47,6 +47,11 @@ def cut(model: nn.Module, after: Sequence[str], example: Any) -> list[nn.Module]
     tokens, the mask is carried second, so that a head can tell them from padding. Parameters, buffers and submodules
     are those of the network.
 
+    Args:
+        model: The network.
+        after: Names of modules, in the order in which they run.
+        example: A batch as the network takes it: a tensor, several in a tuple, a dict, or `Inputs`.
+
     >>> import torch
     >>> network = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
     >>> first, last = cut(network, after=["1"], example=torch.zeros(1, 4))
@@ -86,6 +91,9 @@ def inputs_of(example: Any) -> Inputs:
 
 def register_cutter(kind: type[nn.Module] | Callable[[nn.Module], bool]) -> Callable[[Cutter], Cutter]:
     """Teach `cut` a kind of network: a class, or a function that recognises it; decorates `(model, after, example)`.
+
+    Args:
+        kind: A class, or a function that says whether it can cut a network.
 
     >>> import torch
     >>> class Twice(nn.Linear):

@@ -41,6 +41,11 @@ def suggest_exits(model: nn.Module, example: Any, count: int) -> list[str]:
     end of a convolution or linear layer is after the normalisation, activation and pooling that follow it. Two exits
     lie at least a third of the even distance apart, wherever the network has such places.
 
+    Args:
+        model: The network.
+        example: A batch as it takes it.
+        count: How many exits to place before the end.
+
     >>> import torch
     >>> blocks = [nn.Sequential(nn.Linear(8, 8), nn.ReLU()) for _ in range(8)]
     >>> suggest_exits(nn.Sequential(*blocks, nn.Linear(8, 3)), torch.zeros(1, 8), count=3)

@@ -73,8 +73,8 @@ class Normalisation:
     (0.5, 0.5, 0.5)
     """
 
-    mean: tuple[float, ...]
-    std: tuple[float, ...]
+    mean: tuple[float, ...]  # of each channel
+    std: tuple[float, ...]  # of each channel
 
     def __post_init__(self) -> None:
         for name in ("mean", "std"):

@@ -39,6 +39,15 @@ class Predictor:
     The network is a `MultiExitModel`, which PyTorch runs as `settings` say, or any `Backend`; `Predictor.load` makes
     one from an exported folder, which needs no PyTorch.
 
+    Args:
+        network: A `MultiExitModel`, which PyTorch runs, or any backend.
+        policy: Decides where samples leave.
+        settings: Device, dtype, threads, ...; None: as the network is.
+        batch_size: Of what is not a loader.
+        rebatch: Fill batches of later stages with survivors of several batches.
+        probabilities: Answer with the probability of the chosen class, too.
+        allow_mismatch: Take the policy of another network.
+
     >>> import torch
     >>> from torch import nn
     >>> from alight import MultiExitModel, Threshold

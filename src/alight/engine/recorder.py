@@ -29,11 +29,11 @@ class Recorded:
     1000
     """
 
-    path: Path
-    num_samples: int
-    num_exits: int
-    score: str
-    fingerprint: str
+    path: Path  # of the .npz file
+    num_samples: int  # rows of the table
+    num_exits: int  # columns of the table
+    score: str  # its name
+    fingerprint: str  # of the network
     accuracies: tuple[float, ...]  # of every exit; none without labels
 
     def load(self) -> HeadOutputs:
@@ -66,6 +66,16 @@ def record(
     dtype in its `settings` needs a recording with that dtype. The table carries the fingerprint of the network as it
     ran. For tables that memory cannot hold there is `Recorder.write`.
 
+    Args:
+        model: A `MultiExitModel`, or a backend.
+        data: Arrays, a list, a data set, a loader, a DataFrame or a path.
+        batch_size: Of what is not a loader.
+        score: The confidence of a head: "margin", "max_probability", "negative_entropy", "logit_margin".
+        features: Further scores, by name.
+        top: Likeliest classes whose log-probabilities are kept.
+        settings: How the network runs; a predictor must run the same dtype.
+        progress: Show a bar.
+
     >>> import torch
     >>> from torch import nn
     >>> from alight import MultiExitModel
@@ -78,6 +88,17 @@ def record(
 
 class Recorder:
     """A network made ready to be recorded, once or repeatedly, into memory or to the disk; arguments as of `record`.
+
+    Args:
+        path: The .npz file to write.
+        model: A `MultiExitModel`, or a backend.
+        data: As of `record`.
+        batch_size: Of what is not a loader.
+        score: As of `record`.
+        features: As of `record`.
+        top: As of `record`.
+        settings: How the network runs.
+        progress: Show a bar.
 
     >>> import tempfile, torch
     >>> from torch import nn

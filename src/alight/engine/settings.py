@@ -19,19 +19,16 @@ DTYPES = {  # by the names that people write
 class RunSettings:
     """How a network runs; what is None stays as the network has it.
 
-    `dtype` is "fp32", "bf16" or "fp16". `channels_last` lays images out with their channels last, `compile` compiles
-    every stage with torch.compile, `graphs` replays full batches as CUDA graphs, `threads` are those on the host.
-
     >>> RunSettings(dtype="bf16").dtype
     'bfloat16'
     """
 
     device: Any = None  # a name, or a torch.device
-    dtype: Any = None  # a name, or a torch.dtype
-    channels_last: bool = False
-    compile: bool = False
-    graphs: bool = False
-    threads: int | None = None
+    dtype: Any = None  # "fp32", "bf16", "fp16", or a torch.dtype
+    channels_last: bool = False  # memory layout of images
+    compile: bool = False  # compile every stage with torch.compile
+    graphs: bool = False  # replay full batches as CUDA graphs
+    threads: int | None = None  # on the host
 
     def __post_init__(self) -> None:
         if self.dtype is not None:

@@ -62,12 +62,18 @@ def export_model(
 ) -> Path:
     """Write every stage up to the policy's last open exit, with its head, into a folder: whole, or not at all.
 
-    `Predictor.load` runs it without PyTorch. With `format="aoti"` the stages are compiled ahead of time instead, for a
-    machine like this one that has PyTorch. `example` is a batch as the network takes it, by default the one that it was
-    built with. Each file is compared with the network on random inputs before it is kept. The `tokenizer`, by default
-    the model's, is saved beside them, so that texts become tokens where the stages run. `normalisation` states that of
-    a network that does not say its own: where neither is known, the exported network takes floats alone, no pictures
-    and no bytes.
+    `Predictor.load` runs it without PyTorch. Each file is compared with the network on random inputs before it is kept.
+
+    Args:
+        model: The network.
+        policy: Says which exits are open.
+        folder: To write.
+        example: A batch as the network takes it; None: like the one that heads were attached with.
+        tokenizer: Saved beside the stages; None: the model's own.
+        normalisation: Of a network that does not say its own; where neither is known, it takes floats alone.
+        format: "onnx", or "aoti": compiled for a machine like this one that has PyTorch.
+        allow_mismatch: Export with the policy of another network.
+        progress: Show a bar.
 
     >>> import tempfile
     >>> from torch import nn

@@ -132,6 +132,11 @@ class Fit:
 class FittedPredictor(Predictor):
     """A predictor that `fit` made: it knows its table, its report, the calls that made it, and how to save itself.
 
+    Args:
+        network: A `MultiExitModel`, or a backend.
+        fitted: What `fit` found.
+        batch_size: Of what is not a loader.
+
     >>> import numpy as np
     >>> from alight import Costs, fit
     >>> logits = np.random.default_rng(0).normal(size=(400, 2, 3)) * [[[2.0], [4.0]]]

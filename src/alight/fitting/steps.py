@@ -88,18 +88,20 @@ def fit(
 ) -> FittedPredictor:
     """Attach exits, train their heads, measure, record, calibrate with a guarantee, time; return the predictor.
 
-    `network` is a classifier: any module, one with exits, a folder that `save_model` wrote, or a name such as
-    "timm:resnet18" or "nets.py:Net". Where heads are trained already, leave `train` out. Of a network elsewhere give
-    its `Costs`, and as `validation` the logits of every exit, (samples, exits, classes), with labels; no torch is
-    needed then.
+    If early exit does not pay on this machine, a goal in time gives the full network, and one in FLOPs a warning. Your
+    network is not changed. With logits and `Costs` no torch is needed.
 
-    The goal is one of three: a `budget` on average ("50%" of the full network, the default; "2.5 GFLOPs"; "3 ms" per
-    sample in batches of `batch_size`), a `max_accuracy_loss` (0.01 is one point), or a `speedup`, measured here. If
-    early exit does not pay on this machine, a goal in time gives the full network, and one in FLOPs a warning.
-
-    `preprocess` is the `Normalisation` of images in bytes or files, or a tokenizer of texts. Heads alone are trained
-    unless `training` says otherwise. Half of `validation` calibrates, the other half is the test. Your network is not
-    changed. With `progress`, every step is a line on stderr, and the result a table with the calls that made it.
+    Args:
+        network: A module, one with exits, a folder, a name ("timm:resnet18", "nets.py:Net"), or `Costs` of another.
+        train: Arrays, a list, a data set, a loader, a DataFrame or a path; None: heads are trained already.
+        validation: Half of it calibrates, the other half is the test; with `Costs`: logits of every exit, and labels.
+        budget: Average cost: "50%" of the full network (the default), "2.5 GFLOPs", "3 ms".
+        max_accuracy_loss: Instead of a budget: 0.01 is one point.
+        speedup: Instead of a budget: over the full network, measured here.
+        preprocess: The `Normalisation` of images in bytes or files, or a tokenizer of texts.
+        training: None: the heads alone.
+        batch_size: Of training, recording and timing.
+        progress: Print every step, and the table at the end.
 
     >>> logits = np.random.default_rng(0).normal(size=(400, 2, 3)) * [[[2.0], [4.0]]]
     >>> predictor = fit(Costs.from_cumulative([1.0, 4.0]), validation=(logits, logits[:, 1].argmax(1)), progress=False)

@@ -38,15 +38,17 @@ def attach_heads(
 ) -> MultiExitModel:
     """Attach an untrained head after each named module; the last exit is the backbone itself, bit by bit.
 
-    `after` names modules in the order in which they run, or says how many exits to put at even shares of the cost,
-    heads included; "auto" puts 3, or as many as the network has block ends for. `example` is one batch as the backbone
-    takes it: a tensor, several, or a dict, with everything that it will ever be given. `head` is the name of a kind, a
-    function that makes one from the shape of the features, or one of these per exit. `normalisation` says how images of
-    files and bytes become what the backbone takes; where it is None, the network takes floats alone.
-
-    The others say what the backbone itself does not: `logits` which of several outputs is meant (a name, an index, or a
-    function of the output), `channels` which axis of features is the channels, and `mask` what 1 means in an input that
-    is a mask of tokens, as in {"valid": "tokens"} or {"pad": "padding"}; {} if none is one.
+    Args:
+        backbone: The network, whose weights the model shares.
+        after: Names of modules in the order in which they run, or how many exits to place; "auto": 3, or fewer.
+        example: One batch as the backbone takes it, with every input that it will ever be given.
+        num_classes: None: as many as the backbone has logits.
+        head: The name of a kind, a function of the shape of the features, or one of these per exit.
+        classes: Their names.
+        normalisation: Of images in files and bytes; None: the network takes floats alone.
+        logits: Which of several outputs they are: a name, an index, or a function of the output.
+        channels: Which axis of features is the channels, where the network does not say.
+        mask: What 1 means in a mask of tokens: {"valid": "tokens"}, {"pad": "padding"}; {}: no input is one.
 
     >>> import torch
     >>> backbone = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.Flatten(), nn.Linear(128, 10))
@@ -105,7 +107,11 @@ def from_outputs(
 ) -> MultiExitModel:
     """Split a network whose `forward` returns several logits, so that each can be computed without the later ones.
 
-    The logits come in a list, tuple or dict, from early to late; `exits` names them.
+    Args:
+        network: Returns logits in a list, tuple or dict, from early to late.
+        example: One batch as it takes them.
+        exits: Names of the outputs.
+        normalisation: Of images in files and bytes.
 
     >>> import torch
     >>> class TwoOutputs(nn.Module):
@@ -241,7 +247,12 @@ def cascade(
     """Chain separate networks, from cheap to expensive, as one model with an exit after each.
 
     Each is the head of its exit, so that a closed exit costs nothing and the full network is the last one alone.
-    `exits` names them. With an `example`, a batch as every network takes it, the number of classes is checked.
+
+    Args:
+        models: From cheap to expensive.
+        exits: Their names.
+        example: A batch as every network takes it: the number of classes is checked.
+        normalisation: Of images in files and bytes.
 
     >>> import torch
     >>> model = cascade([nn.Linear(4, 3), nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 3))])

@@ -42,7 +42,17 @@ def from_timm(
 ) -> MultiExitModel:
     """Build a network of timm with exits; further arguments go to `timm.create_model`.
 
-    Weights are random unless `pretrained`. A folder that `save_model` wrote is loaded without downloading them again.
+    A folder that `save_model` wrote is loaded without downloading weights again.
+
+    Args:
+        name: Of a model of timm.
+        num_classes: None: as many as the model has.
+        pretrained: Download weights; else they are random.
+        after: As of `attach_heads`.
+        head: As of `attach_heads`.
+        count: How many exits "auto" places.
+        image_size: None: the model's own.
+        arguments: Further ones of `timm.create_model`.
 
     >>> from_timm("test_resnet", num_classes=10, image_size=32, count=2).exits
     ('maxpool', 'layer1', 'end')
@@ -78,7 +88,15 @@ def from_torchvision(
 ) -> MultiExitModel:
     """Build a network of torchvision with exits; further arguments go to `torchvision.models.get_model`.
 
-    `weights` is one of torchvision's names, as in "DEFAULT" or "IMAGENET1K_V1"; without it weights are random.
+    Args:
+        name: Of a model of torchvision.
+        num_classes: None: as many as the model has.
+        weights: Such as "DEFAULT" or "IMAGENET1K_V1"; None: random.
+        after: As of `attach_heads`.
+        head: As of `attach_heads`.
+        count: How many exits "auto" places.
+        image_size: Height and width of images.
+        arguments: Further ones of `torchvision.models.get_model`.
 
     >>> from_torchvision("resnet18", num_classes=10, image_size=32, after=["layer1", "layer2"]).exits
     ('layer1', 'layer2', 'end')
@@ -116,6 +134,14 @@ def from_transformers(
     Code that comes with a network is never run. A network without a classifier gets a random one. Text is taken as
     "input_ids" and "attention_mask", images at the network's size, unless an `example` says otherwise: pairs of texts
     need one with "token_type_ids". Images are normalised as the image processor says that lies beside the weights.
+
+    Args:
+        source: A folder or name with weights, a config, or a network.
+        num_classes: None: as many as the network has.
+        after: As of `attach_heads`.
+        head: As of `attach_heads`.
+        count: How many exits "auto" places.
+        example: A batch; None: "input_ids" and "attention_mask", or images of the network's size.
 
     >>> from transformers import BertConfig
     >>> sizes = {"hidden_size": 16, "num_attention_heads": 2, "num_hidden_layers": 4, "intermediate_size": 32}

@@ -37,6 +37,9 @@ ONE_LOGIT = (
 class TwoLogits(nn.Module):
     """A binary classifier of one logit z as one of two classes: logits (0, z), whose softmax is the sigmoid of z.
 
+    Args:
+        network: Returns one logit per sample.
+
     >>> model = TwoLogits(nn.Linear(4, 1))
     >>> model(torch.zeros(5, 4)).shape
     torch.Size([5, 2])
@@ -77,6 +80,16 @@ class MultiExitModel(nn.Module):
 
     A stage takes what is carried, one argument each, and returns a tuple: the features for its head first. A head takes
     the features, or all that is carried if it has `reads_everything = True`, and returns logits.
+
+    Args:
+        stages: The layers between exits.
+        heads: One per stage, which return logits.
+        exits: Their names.
+        input_names: Of a network whose input is a dict of tensors.
+        num_classes: None: not known.
+        classes: Their names.
+        normalisation: Of images in files and bytes.
+        recipe: How to build the network again, as plain data.
 
     >>> model = MultiExitModel([nn.Linear(4, 8), nn.Linear(8, 8)], [nn.Linear(8, 3), nn.Linear(8, 3)])
     >>> [tuple(logits.shape) for logits in model(torch.zeros(5, 4))]

@@ -61,6 +61,10 @@ LIBRARIES = ("alight", "torch", "torchvision", "timm", "transformers", "safetens
 def fingerprint(model: MultiExitModel, **settings: object) -> str:
     """Return the network's fingerprint: of weights, statistics, their dtype, exits, heads, normalisation and settings.
 
+    Args:
+        model: The network.
+        settings: That it runs with, such as a dtype.
+
     >>> model = MultiExitModel([nn.Linear(4, 8)], [nn.Linear(8, 3)])
     >>> fingerprint(model) == fingerprint(model), fingerprint(model) == fingerprint(model, dtype="bfloat16")
     (True, False)
@@ -74,6 +78,10 @@ def save_model(model: MultiExitModel, folder: PathLike) -> Path:
     A network of timm, torchvision or transformers is remembered by its name and settings, if what they build again is
     shown to be the same network. One's own is written down call by call, down to the layers of torch, so that
     `load_model` needs none of its code; where that cannot be shown to give the same, it has to be passed in again.
+
+    Args:
+        model: The network.
+        folder: To write.
 
     >>> import tempfile
     >>> stages, heads = [nn.Linear(4, 8), nn.Linear(8, 8)], [nn.Linear(8, 3), nn.Linear(8, 3)]
@@ -124,6 +132,12 @@ def load_model(
     given, the networks of a cascade, or a `MultiExitModel` built by hand; `head` if heads were made by a function of
     one's own, and `logits` if it was a function. What is passed in gets the weights of the folder. The stages are built
     from the saved graphs, without tracing the network, and compared with it on a random batch, and with other weights.
+
+    Args:
+        folder: That `save_model` wrote.
+        backbone: The network, where the folder does not hold it whole; it gets the weights of the folder.
+        head: Functions of one's own that made the heads.
+        logits: A function of the output, if it was one.
 
     >>> import tempfile
     >>> from alight import from_timm

@@ -54,18 +54,18 @@ class Plan:
     (1.0, (1,))
     """
 
-    policy: Policy
+    policy: Policy  # to run
     pays: bool  # is it faster than the full network?
     throughput: float  # samples per second in the trial
-    full_throughput: float
+    full_throughput: float  # of the full network
     accuracy: float  # on labelled samples that it was not fitted to
     full_accuracy: float  # on the same
     costs: Costs  # milliseconds per sample, as measured
-    batch_size: int
-    model: MultiExitModel = field(repr=False)
+    batch_size: int  # of the trial
+    model: MultiExitModel = field(repr=False)  # the network
     largest_loss: float = 0.0  # of accuracy, with 95 % confidence
-    settings: RunSettings = field(default_factory=RunSettings)
-    reason: str = ""
+    settings: RunSettings = field(default_factory=RunSettings)  # with which it runs
+    reason: str = ""  # why it pays or not, in a sentence
     tuned: Tuned | None = field(default=None, repr=False)  # how the settings were chosen, where they were
 
     @property
@@ -118,13 +118,22 @@ def plan(
 ) -> Plan:
     """Return the policy that pays on this machine at this batch size, or the full network where none does.
 
-    Stages and heads are timed. With a `budget` ("60%" of the full network's time, "0.2 ms") the policy keeps to it;
-    with `max_accuracy_loss`, or without either (0.01), it is the cheapest that loses no more with 95 % confidence: one
-    third of the labelled samples fits policies, from the full network's budget down, and the others test each of them,
-    up to the first that fails. The more are labelled, the cheaper it may be. Then it is tried against the full network,
-    samples leaving at random as often as planned: if it is not faster, the full network is the plan. With speed="auto"
-    the `settings` are tuned by measuring the full network (`tune_speed`), compiled too if they ask for it. Without an
-    `example` batches are like the one that heads were attached with.
+    Stages and heads are timed. One third of the labelled samples fits policies, from the full network's budget down,
+    and the others test each of them, up to the first that fails: the more are labelled, the cheaper the plan may be.
+    Then it is tried against the full network, samples leaving at random as often as planned; if it is not faster, the
+    full network is the plan.
+
+    Args:
+        model: With trained heads.
+        labelled: What `record` gives on samples that trained nothing.
+        batch_size: The one that will be served.
+        example: A batch; None: like the one that heads were attached with.
+        budget: "60%" of the full network's time, "0.2 ms".
+        max_accuracy_loss: The largest loss with 95 % confidence; None without a budget: 0.01.
+        method: Fits the policies; None: `calibrate.eero`.
+        speed: "auto": tune the settings first (`tune_speed`).
+        settings: How the network runs.
+        progress: Show a bar.
 
     >>> import torch
     >>> from torch import nn

@@ -57,12 +57,12 @@ class Tuned:
     channels_last pays.
     """
 
-    settings: RunSettings
-    rebatch: bool
+    settings: RunSettings  # that pay
+    rebatch: bool  # whether re-batching pays
     speedup: float  # over the given settings, measured in the end; 1 where they stay
-    batch_size: int
-    reason: str
-    trials: tuple[Trial, ...] = field(repr=False)
+    batch_size: int  # of the trials
+    reason: str  # in a sentence
+    trials: tuple[Trial, ...] = field(repr=False)  # all that were tried
 
     def __str__(self) -> str:
         header = ["setting", "samples/s", "over the best before", ""]
@@ -86,12 +86,18 @@ def tune_speed(
 ) -> Tuned:
     """Return the settings with which a predictor is fastest here at this batch size.
 
-    Tried are `channels_last` for images, `threads` on the host, `graphs` on a GPU, and under a policy `rebatch`;
-    `compile` only if the settings ask for it, since compiling takes long, and only those `dtypes` that are named, since
-    they change answers. Without a policy the whole network runs. Every one of `switches` is tried in turn, interleaved
-    with the best so far, and taken if it is 1.03 times as fast in three of four rounds; in the end all together must
-    be. What `settings` fix is kept. The example is one batch of real inputs, or made as the network describes them;
-    samples leave at random as often as the policy plans, or as it decides where it plans nothing.
+    Every switch is interleaved with the best so far, and taken if it is 1.03 times as fast in three of four rounds; in
+    the end all together must be. Samples leave at random as often as the policy plans.
+
+    Args:
+        model: The network.
+        policy: None: the whole network runs.
+        batch_size: The one that will be served.
+        example: A batch of real inputs; None: made as the network describes them.
+        settings: What they fix is kept; `compile=True` lets it be tried.
+        dtypes: To try: they change answers.
+        switches: To try, in this order.
+        allow_mismatch: Take the policy of another network.
 
     >>> from torch import nn
     >>> model = MultiExitModel([nn.Linear(4, 8), nn.Linear(8, 8)], [nn.Linear(8, 3), nn.Linear(8, 3)])

@@ -20,6 +20,9 @@ INFINITE = {"never": math.inf, "always": -math.inf}  # thresholds, as JSON has t
 def load_policy(path: PathLike) -> Policy:
     """Load the policy of a JSON file that `Policy.save` wrote.
 
+    Args:
+        path: A JSON file.
+
     >>> import tempfile
     >>> path = f"{tempfile.mkdtemp()}/policy.json"
     >>> Threshold(thresholds=(0.9,), costs=(1.0, 3.0), method="by hand").save(path)

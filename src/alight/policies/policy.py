@@ -67,10 +67,10 @@ class Policy(ABC):
     costs: tuple[float, ...]  # cumulative, of the open exits
     open_exits: tuple[int, ...] = ()  # by default as many as there are costs
     num_exits: int = 0  # of the network; by default up to the last open one
-    unit: str = ""
+    unit: str = ""  # of the costs
     budget: float | None = None  # average cost per sample, in the unit
-    score: str = "margin"
-    method: str = ""
+    score: str = "margin"  # that it reads
+    method: str = ""  # that fitted it
     exit_rates: tuple[float, ...] = ()  # planned shares of the open exits, where the method plans them
     settings: Mapping[str, float | str] = field(default_factory=dict, hash=False)  # what the method chose or was given
     combination: Combination | None = None  # of the exits' answers, before the policy decides; else each has its own

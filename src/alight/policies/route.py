@@ -21,6 +21,12 @@ def route(
     table or a network; `staying` selects them among those it was last asked about. Early answers are out before late
     ones are computed. `memory` is what a policy remembered of earlier batches; what it remembers now is returned.
 
+    Args:
+        policy: Decides.
+        samples: Their numbers.
+        read: Gives predictions and the columns of `policy.inputs` at an exit, for the samples that stayed.
+        memory: What the policy remembered of earlier batches.
+
     >>> from alight.policies.policy import Threshold
     >>> predictions, scores = np.array([[0, 1], [2, 2], [1, 0]]), np.array([[0.9, 1.0], [0.1, 0.6], [0.8, 0.7]])
     >>> waiting = np.arange(3)
@@ -66,6 +72,11 @@ def visit(
 
 def replay(policy: Policy, outputs: HeadOutputs, *, batch_size: int | None = None) -> Decisions:
     """Return what the policy decides on a recorded table, whose rows are the samples' numbers, in one batch or several.
+
+    Args:
+        policy: Decides.
+        outputs: What `record` gives.
+        batch_size: None: one batch.
 
     >>> from alight.policies.policy import Threshold
     >>> outputs = HeadOutputs(scores=[[0.2, 0.9], [0.7, 0.8]], predictions=[[1, 0], [2, 2]])

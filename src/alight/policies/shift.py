@@ -36,6 +36,11 @@ def diagnose_shift(first: HeadOutputs, second: HeadOutputs, policies: Sequence[P
     valid for thresholds that were set at ranks of one of the tables, as all methods that plan exit rates set them;
     policies with a fitted combination are left out, since it knows the samples that it was fitted to.
 
+    Args:
+        first: A table of outputs.
+        second: A table of the same network.
+        policies: Whose exit shares are compared too.
+
     >>> from alight import recordings
     >>> labelled, test, costs = recordings.load()
     >>> diagnose_shift(labelled, test).is_significant

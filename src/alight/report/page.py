@@ -132,8 +132,11 @@ def write_report(
 ) -> Path:
     """Write one self-contained HTML page about these points, whole or not at all, and return its path.
 
-    `shown` are the points of one network, or a `ReportedNetwork` of them, or several by name. `guarantees` hold for
-    all of them, such as a certificate: each stands on the page as its first sentence, which unfolds to the others.
+    Args:
+        shown: Points of one network, a `ReportedNetwork` of them, or several by name.
+        path: The file to write.
+        title: Of the page.
+        guarantees: That hold for all of them, such as a certificate.
 
     >>> import tempfile
     >>> points = [Point("eero", 4.0, accuracy=0.8, mean_cost=3.0, full_cost=6.0)]

@@ -28,11 +28,11 @@ class TrainingState:
     0.98
     """
 
-    model: MultiExitModel
-    optimizer: Optimizer
+    model: MultiExitModel  # that is trained
+    optimizer: Optimizer  # that trains it
     epoch: int  # the one under way or just finished, from 0
     step: int  # steps of the optimizer since the start of the training
-    losses: Mapping[str, Tensor]
+    losses: Mapping[str, Tensor]  # of this step, by exit
     history: History  # of the epochs that are finished
 
     @property

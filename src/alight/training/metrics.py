@@ -40,6 +40,13 @@ def exit_losses(
     the same for all exits or one per exit. Before the last exit a share `distill` of it is replaced by the divergence
     from the last exit's probabilities at a softmax temperature; without labels only that divergence is left.
 
+    Args:
+        logits: Of every exit, (samples, classes) each.
+        labels: Classes, or (samples, classes) shares; None: distillation alone.
+        distill: Share of earlier exits' loss that is the divergence from the last exit.
+        temperature: Of the softmax in that divergence.
+        loss: A function of (logits, labels), or one per exit.
+
     >>> early, last = torch.zeros(1, 2), torch.tensor([[0.0, 9.0]])
     >>> [round(loss.item(), 3) for loss in exit_losses([early, last], torch.tensor([1]))]
     [0.693, 0.0]

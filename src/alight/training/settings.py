@@ -51,10 +51,10 @@ class TrainingSettings:
     0.03
     """
 
-    mode: str = "frozen"  # or "joint", "mixed"
-    epochs: int = 10
+    mode: str = "frozen"  # the heads alone; or "joint", "mixed"
+    epochs: int = 10  # passes over the data
     backbone_epochs: int | None = None  # of mode "mixed"; None: half of all
-    optimizer: str | OptimizerFactory = "adamw"  # whose first beta is the momentum; or "sgd", or a function
+    optimizer: str | OptimizerFactory = "adamw"  # or "sgd", or a function of parameter groups
     learning_rate: float | None = None  # None: 1e-3 for adamw, 3e-2 for sgd
     weight_decay: float | None = None  # None: 1e-4 for adamw and sgd
     decay_norms: bool = True  # False: no weight decay on norms and biases, which are the weights with one axis
@@ -65,19 +65,19 @@ class TrainingSettings:
     accumulate: int = 1  # batches whose gradients make one step of the optimizer
     loss: Loss | Sequence[Loss] | None = None  # None: cross-entropy
     loss_weights: Sequence[float] | None = None  # one per exit; None: 1 each
-    distill: float = 0.0
-    temperature: float = 1.0
-    rescale_gradients: bool = False
+    distill: float = 0.0  # share of the loss of earlier exits that is learnt from the last one
+    temperature: float = 1.0  # of the softmax that is learnt from
+    rescale_gradients: bool = False  # the average of the gradients of a stage's exits, not the sum
     amp: str | None = None  # mixed precision: "bf16" or "fp16"
     channels_last: bool = False  # memory layout of images for a GPU's kernels; ignored on a CPU
     clip: float | None = None  # largest norm of the gradient
     ema: float | None = None  # decay, such as 0.999: the model ends with the average of its weights
-    keep_best: bool = False
+    keep_best: bool = False  # end with the weights of the best epoch
     patience: int | None = None  # None: train all epochs
     monitor: str = "accuracy"  # or "loss", on the validation data
     monitor_exit: str | None = None  # name of an exit
-    compile: bool = False
-    seed: int = 0
+    compile: bool = False  # with torch.compile
+    seed: int = 0  # of shuffling and dropout
 
     def __post_init__(self) -> None:
         if self.loss_weights is not None:

@@ -55,18 +55,23 @@ def train_heads(
 ) -> History:
     """Train heads, or the whole network with them, in place; return the loss and accuracy of every epoch.
 
-    `data` is a loader, a data set, arrays or tensors as (inputs, labels), or a list of (image, label). All but loaders
-    are shuffled and taken in batches of `batch_size`; pictures and bytes are normalised for the network. A batch is
-    (inputs, labels), or a dict with "labels", which may be shares of classes (smoothed labels, mixed images) instead of
-    one class each; for a network built without an example only in a dict. The model is moved to `device` and stays
-    there. `validation` is evaluated after every epoch, and then `callbacks` are called with the state of the training:
-    a `Callback`, or a function; one that returns True stops the training.
+    A batch is (inputs, labels), or a dict with "labels", which may be shares of classes instead of one class each; for
+    a network built without an example only in a dict. From a checkpoint the result is, on a CPU, bit for bit that of
+    an uninterrupted training, as long as the data draw random numbers from the global generators of torch, NumPy or
+    Python, or from the loader's generator. A training that was stopped is finished and does not resume. Under
+    `torchrun` all processes together work on each batch of the loader.
 
-    A `checkpoint` is written after every epoch, or every few (`checkpoint_every`) where epochs are short, and training
-    resumes from it: on a CPU the result is bit for bit that of an uninterrupted training, as long as the data draw
-    random numbers from the global generators of torch, NumPy or Python, or from the loader's generator. A training
-    that was stopped, by a callback or for want of patience, is finished and does not resume. Under `torchrun` all
-    processes together work on each batch of the loader.
+    Args:
+        model: Trained in place.
+        data: Arrays, a list, a data set, a loader, a DataFrame or a path: shuffled, but for loaders.
+        settings: What is trained, and how; None: the heads alone, for 10 epochs.
+        validation: Evaluated after every epoch.
+        callbacks: Called after every epoch; one that returns True stops the training.
+        checkpoint: A file to write after epochs, and to resume from.
+        checkpoint_every: Epochs between two checkpoints.
+        device: To move the model to; None: where it is.
+        batch_size: Of what is not a loader.
+        progress: Show a bar.
 
     >>> model = MultiExitModel([nn.Linear(4, 8), nn.Linear(8, 3)], [nn.Linear(8, 3), nn.Identity()])
     >>> batch = (torch.randn(6, 4), torch.tensor([0, 1, 2, 0, 1, 2]))
