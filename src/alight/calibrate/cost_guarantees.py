@@ -16,7 +16,7 @@ and the split; without it the salts are random and the split is always the same.
 
 import math
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import Any, Literal
@@ -43,6 +43,7 @@ from alight.display import percent, quantity
 from alight.errors import BadInput, ShiftWarning
 from alight.outputs import HeadOutputs
 from alight.policies.limits import Quota
+from alight.policies.metered import meter
 from alight.policies.paced import Paced
 from alight.policies.policy import Certificate, ExitAt, Mixture, Patience, Policy, Streak, Threshold
 from alight.policies.route import replay
@@ -60,25 +61,32 @@ P_VALUES: dict[str, Callable[[Floats, float, float], float]] = {
 }
 
 
-def certified_mean(method: Method, *, seed: int | None = None) -> Method:
+def certified_mean(method: Method, *, seed: int | None = None, max_costs: Sequence[float] | None = None) -> Method:
     """Return the method with a guarantee: a new sample costs at most the budget on average.
 
-    The average is over calibration data, sample and salt; `seed` fixes the salt, and how the data are split.
+    The average is over calibration data, sample and salt; `seed` fixes the salt, and how the data are split. For tables
+    in which every call has its own cost, `max_costs` is the most that a call of each member can cost.
 
     >>> from alight import calibrate, recordings
     >>> labelled, test, costs = recordings.load()
     >>> certified_mean(calibrate.eero)(costs, "50%", labelled).certificate.contract
     'mean'
     """
-    return _certified(method, seed, partial(certify_cost, contract=CostContract("mean")))
+    return _certified(method, seed, partial(certify_cost, contract=CostContract("mean", max_costs=max_costs)))
 
 
 def certified_probability(
-    method: Method, *, delta: float = 0.05, bound: Bound = "betting", seed: int | None = None
+    method: Method,
+    *,
+    delta: float = 0.05,
+    bound: Bound = "betting",
+    seed: int | None = None,
+    max_costs: Sequence[float] | None = None,
 ) -> Method:
     """Return the method with a guarantee: with probability 1 - delta over the data, the mean cost is within the budget.
 
-    `bound` tests policies that plan no exit rates. `seed` fixes the salt, and how the data are split.
+    `bound` tests policies that plan no exit rates. `seed` fixes the salt, and how the data are split. For tables in
+    which every call has its own cost, `max_costs` is the most that a call of each member can cost.
 
     >>> from alight import calibrate, recordings
     >>> labelled, test, costs = recordings.load()
@@ -90,13 +98,16 @@ def certified_probability(
     """
     check_delta(delta)
     check_bound(bound)
-    return _certified(method, seed, partial(certify_cost, contract=CostContract("probability", delta, bound)))
+    contract = CostContract("probability", delta, bound, max_costs)
+    return _certified(method, seed, partial(certify_cost, contract=contract))
 
 
-def certified_batch(method: Method) -> Method:
+def certified_batch(method: Method, *, max_costs: Sequence[float] | None = None) -> Method:
     """Return the method with a guarantee: every batch costs at most its size times the budget, whatever it holds.
 
-    Exits get the shares that the method plans, or those that its policy has on the data that set its thresholds.
+    Exits get the shares that the method plans, or those that its policy has on the data that set its thresholds. For
+    tables in which every call has its own cost, `max_costs` is the most that a call of each member can cost: the policy
+    is then a `Metered` one.
 
     >>> from alight import calibrate, recordings
     >>> labelled, test, costs = recordings.load()
@@ -109,6 +120,8 @@ def certified_batch(method: Method) -> Method:
     ) -> Policy:
         _check_given(budget, labelled, unlabelled)
         policy, network = method(costs, budget, labelled, unlabelled, **options), as_costs(costs)
+        if labelled.costs is not None:
+            return metered(policy, network, labelled, max_costs, "batch")
         if policy.costs[-1] <= budget_of(policy):
             return _always_kept(policy, network, "batch")
         rates = policy.exit_rates or _shares(policy, labelled if unlabelled is None else unlabelled)
@@ -121,19 +134,27 @@ def certified_batch(method: Method) -> Method:
 
 
 def certified_stream(
-    method: Method, *, alarm_rate: float = 0.01, horizon: int = 100_000, seed: int | None = None
+    method: Method,
+    *,
+    alarm_rate: float = 0.01,
+    horizon: int = 100_000,
+    seed: int | None = None,
+    max_costs: Sequence[float] | None = None,
 ) -> Method:
     """Return the method with a guarantee: at every moment, t samples have cost at most t times the budget and one more.
 
     An alarm is raised when samples become more expensive, and with probability `alarm_rate` at most within `horizon`
-    samples like the calibration's. `seed` fixes the salt, and how the data are split.
+    samples like the calibration's. `seed` fixes the salt, and how the data are split. For tables in which every call
+    has its own cost, `max_costs` is the most that a call of each member can cost: the policy is then a `Metered` one,
+    which has no alarm.
 
     >>> from alight import calibrate, recordings
     >>> labelled, test, costs = recordings.load()
     >>> type(certified_stream(calibrate.eero)(costs, "50%", labelled)).__name__
     'Paced'
     """
-    return _certified(method, seed, partial(_as_paced, alarm_rate=alarm_rate, horizon=horizon, seed=seed or 0))
+    options = {"alarm_rate": alarm_rate, "horizon": horizon, "seed": seed or 0, "max_costs": max_costs}
+    return _certified(method, seed, partial(_as_paced, **options))
 
 
 CONTRACTS: dict[str, Callable[..., Method]] = {
@@ -207,6 +228,7 @@ class CostContract:
     name: Literal["mean", "probability"]
     delta: float = 0.05
     bound: Bound = "betting"
+    max_costs: Sequence[float] | None = None  # of a call of each member, where every call has its own cost
 
     def certificate(self, allowed: str, samples: int, numbers: Numbers) -> Certificate:
         """Return what is guaranteed when so much is allowed, by so many samples."""
@@ -221,6 +243,8 @@ def certify_cost(
     policy: Policy, network: Costs, fitting: HeadOutputs, certifying: HeadOutputs, contract: CostContract
 ) -> Policy:
     """Return the policy, made cheaper or more expensive until its cost can be guaranteed."""
+    if certifying.costs is not None:
+        return certify_random_costs(policy, network, fitting, certifying, contract)
     if policy.costs[-1] <= budget_of(policy):
         return _always_kept(policy, network, contract.name)
     if isinstance(policy, Threshold) and policy.exit_rates and policy.settings.get("thresholds") != "marginal":
@@ -236,8 +260,11 @@ def _as_paced(
     alarm_rate: float,
     horizon: int,
     seed: int,
+    max_costs: Sequence[float] | None,
 ) -> Policy:
     """Return the shares of the policy, kept along a stream."""
+    if certifying.costs is not None:
+        return metered(policy, network, certifying, max_costs, "stream")
     if policy.costs[-1] <= budget_of(policy):
         return _always_kept(policy, network, "stream")
     table, costs, samples = policy.view(certifying), np.array(policy.costs), len(certifying)
@@ -489,3 +516,96 @@ def _patience(policy: Patience, length: float) -> Policy:
     whole = math.floor(length)
     terms = policy.terms() | {"settings": {"patience": whole, "share of next": length - whole}}
     return Mixture(replace(policy, patience=whole + 1), replace(policy, patience=whole), length - whole, **terms)
+
+
+def certify_random_costs(
+    policy: Policy, network: Costs, fitting: HeadOutputs, certifying: HeadOutputs, contract: CostContract
+) -> Policy:
+    """Return the most expensive member of a nested family that can be certified when every call has its own cost.
+
+    The law of exit shares says nothing about such costs. But a sample's spend never rises with the level of the family,
+    and lies between 0 and the most M that all calls of a request can cost, so two bounds hold for any distribution of
+    costs, heavy tails and costs that depend on the request included. For the mean, conformal risk control: (sum of the
+    n spends + M) / (n + 1) <= budget implies E[spend of a new sample] <= budget; a calibration that is refused spends
+    nothing and counts so. For a probability, the betting test of the mean of spend / M, level after level from the
+    cheapest on, up to the first that fails. Both need M: the largest cost seen is not a bound.
+    """
+    caps = most_per_call(certifying, contract.max_costs, network.unit)[list(policy.open_exits)]
+    most, budget, samples = float(caps.sum()), budget_of(policy), len(certifying)
+    if most <= budget:
+        guarantee = (
+            f"Guaranteed for every sample: cost <= {quantity(most, policy.unit)}, the most that its calls can cost."
+        )
+        return certified(policy, Certificate(contract.name, guarantee, "", {"budget": budget, "most per sample": most}))
+    reference, levels = policy.view(fitting).scores, np.linspace(1, -1, LEVELS)
+
+    def spent(index: int) -> Floats:
+        return replay(lowered(policy, float(levels[index]), reference), certifying).spent
+
+    numbers: Numbers = {"budget": budget, "samples": samples, "most per sample": most}
+    if contract.name == "mean":
+        accepted = largest(-1, LEVELS - 1, lambda index: (spent(index).sum() + most) / (samples + 1) <= budget)
+        basis = "conformal risk control"
+    else:
+        test, accepted = P_VALUES[contract.bound], -1
+        while (
+            accepted + 1 < LEVELS and test(spent(accepted + 1) / most, budget / most, contract.delta) <= contract.delta
+        ):
+            accepted += 1
+        numbers |= {"delta": contract.delta, "bound": contract.bound}
+        basis = f"fixed-sequence testing, {contract.bound.replace('_', '-')} bound"
+    if accepted < 0:
+        first = policy.exit_names[policy.open_exits[0]]
+        raise BadInput(
+            f"{samples:,} samples cannot certify a mean cost <= {allowed_by(policy, network)}, not even if {first}"
+            f" answers all requests (mean {quantity(float(spent(0).mean()), policy.unit)}, at most"
+            f" {quantity(most, policy.unit)} per request): raise the budget, lower max_costs, or log more requests"
+        )
+    member = lowered(policy, float(levels[accepted]), reference)
+    numbers |= {"level": float(levels[accepted]), "mean cost": float(spent(accepted).mean()), "basis": basis}
+    certificate = contract.certificate(allowed_by(policy, network), samples, numbers)
+    bounded = f"Assumes that no request costs more than {quantity(most, policy.unit)}."
+    return certified(member, replace(certificate, assumption=f"{certificate.assumption} {bounded}"))
+
+
+def metered(
+    policy: Policy,
+    network: Costs,
+    table: HeadOutputs,
+    max_costs: Sequence[float] | None,
+    contract: Literal["batch", "stream"],
+) -> Policy:
+    """Return the policy under a meter of real costs, which keeps a batch or a stream within the budget.
+
+    Nothing is assumed about requests: before every call that is not a request's first, the most that it can cost must
+    be left of what the budget allows.
+    """
+    caps = most_per_call(table, max_costs, network.unit)[list(policy.open_exits)]
+    made = meter(policy, caps.tolist(), per_batch=contract == "batch")
+    allowed, most = allowed_by(policy, network), quantity(float(caps.sum()), policy.unit)
+    if contract == "batch":
+        guarantee = f"Guaranteed for every batch: mean cost <= {allowed}."
+    else:
+        guarantee = f"Guaranteed at every moment: t requests cost <= t x {allowed} + {most}."
+    numbers: Numbers = {"budget": budget_of(policy), "ahead at most": made.ahead, "basis": "counting of what was spent"}
+    assumption = "No assumption on requests; assumes that no call costs more than its max_costs."
+    return certified(made, Certificate(contract, guarantee, assumption, numbers))
+
+
+def most_per_call(table: HeadOutputs, max_costs: Sequence[float] | None, unit: str) -> Floats:
+    """Return the most that a call of each member can cost, once it is given and no call in the table has cost more."""
+    assert table.costs is not None
+    if max_costs is None:
+        raise BadInput(
+            "every call in this table has its own cost, so a guarantee needs the most that a call of each member can"
+            f" cost (most tokens x price): give max_costs=[...], {table.num_exits} numbers; the largest cost seen is"
+            " not a bound"
+        )
+    caps = np.asarray(max_costs, dtype=np.float64)
+    if caps.shape != (table.num_exits,) or not np.isfinite(caps).all() or (caps <= 0).any():
+        raise BadInput(f"max_costs {[*max_costs]}: give a positive number for each of the {table.num_exits} members")
+    if (above := table.costs.max(axis=0) > caps).any():
+        index = int(np.argmax(above))
+        cost, cap = (quantity(float(each[index]), unit) for each in (table.costs.max(axis=0), caps))
+        raise BadInput(f"a call of {table.exit_names[index]} cost {cost}, above its max_costs of {cap}: raise that")
+    return caps
