@@ -7,15 +7,16 @@ guaranteed, whether it holds, and on what it was run. docs/tutorial/llm.md shows
 """
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 from scipy.stats import binom
 
-from alight import Costs, HeadOutputs, Policy, calibrate, replay
-from alight.calibrate import certified_batch, certified_mean, certified_probability, certified_stream
+from alight import Costs, HeadOutputs, calibrate, replay
+from alight.calibrate import certified_batch, certified_stream
+from alight.calibrate.cost_guarantees import CostContract, certify_cost
 from alight.files import write_rows
 from alight.provenance import provenance
 
@@ -26,7 +27,7 @@ PRICES = np.array([0.5, 4.0, 16.0])  # of a call of each member, on average abou
 BUDGET = 6.0
 DELTA = 0.05
 DRAWS = 2000
-SAMPLES, FRESH = 300, 20_000  # of a calibration draw, and on which a policy's true mean cost is measured
+SAMPLES, FRESH = 300, 10_000  # of a calibration draw, and on which a policy's true mean cost is measured
 STREAM, BATCH = 200, 50  # requests of a stream, and of its batches
 
 
@@ -72,19 +73,13 @@ def contracts(name: str, draws: int) -> Iterator[Row]:
     caps = PRICES * DISTRIBUTIONS[name][1]
     fitting, fresh = table(name, 10**6, 1000), [table(name, 10**6 + 1 + index, FRESH) for index in range(10)]
     costs = Costs(np.zeros(3), fitting.costs.mean(axis=0), unit="USD")
-    fitted = calibrate.eero(costs, BUDGET, fitting)
-
-    def method(*_: Any, **__: Any) -> Policy:
-        return fitted  # the same for every draw
-
-    certify = {"mean": certified_mean, "probability": certified_probability}
-    for contract, certified in certify.items():
-        options: dict[str, Any] = {"delta": DELTA} if contract == "probability" else {}
+    policy = calibrate.eero(costs, BUDGET, fitting)  # the same for every draw
+    for contract in ("mean", "probability"):
+        certify = partial(certify_cost, contract=CostContract(contract, DELTA, max_costs=caps))
         spent = np.empty(draws)
         for seed in range(draws):
-            drawn = table(name, seed, SAMPLES)
-            policy = certified(method, seed=seed, max_costs=caps, **options)(costs, BUDGET, fitting, drawn)
-            spent[seed] = replay(policy, fresh[seed % len(fresh)]).mean_cost
+            certified = certify(policy, costs, fitting, table(name, seed, SAMPLES))
+            spent[seed] = replay(certified, fresh[seed % len(fresh)]).mean_cost
         yield judged(contract, name, spent)
 
 

@@ -38,7 +38,7 @@ from alight.budgeting.bounds import (
 from alight.budgeting.rates import Floats, tilted_rates
 from alight.budgeting.thresholds import SALTS, passing_counts, survivor_thresholds
 from alight.calibrate.problem import AnyCosts, Budget, Method, check_tables
-from alight.costs import Costs, as_costs
+from alight.costs import Amount, Costs, as_costs
 from alight.display import percent, quantity
 from alight.errors import BadInput, ShiftWarning
 from alight.outputs import HeadOutputs
@@ -72,7 +72,8 @@ def certified_mean(method: Method, *, seed: int | None = None, max_costs: Sequen
     >>> certified_mean(calibrate.eero)(costs, "50%", labelled).certificate.contract
     'mean'
     """
-    return _certified(method, seed, partial(certify_cost, contract=CostContract("mean", max_costs=max_costs)))
+    contract = CostContract("mean", max_costs=max_costs)
+    return _certified(method, seed, partial(certify_cost, contract=contract), contract)
 
 
 def certified_probability(
@@ -99,7 +100,7 @@ def certified_probability(
     check_delta(delta)
     check_bound(bound)
     contract = CostContract("probability", delta, bound, max_costs)
-    return _certified(method, seed, partial(certify_cost, contract=contract))
+    return _certified(method, seed, partial(certify_cost, contract=contract), contract)
 
 
 def certified_batch(method: Method, *, max_costs: Sequence[float] | None = None) -> Method:
@@ -165,7 +166,7 @@ CONTRACTS: dict[str, Callable[..., Method]] = {
 }
 
 
-def _certified(method: Method, seed: int | None, certify: Certify) -> Method:
+def _certified(method: Method, seed: int | None, certify: Certify, contract: "CostContract | None" = None) -> Method:
     """Return the method, fitted on one part of the data and certified on the other."""
     if seed is not None and seed < 0:
         raise BadInput(f"seed {seed} must be a whole number >= 0, or None for a random salt")
@@ -181,7 +182,12 @@ def _certified(method: Method, seed: int | None, certify: Certify) -> Method:
         else:  # betting goes through the samples in order, and recordings are often sorted
             fitting, certifying = labelled, unlabelled.take(rng.permutation(len(unlabelled)))
         calibrating, deployed, _ = drawn_salts(seed)
-        policy = replace(method(costs, budget, fitting, **options), salt=calibrating)
+        aim: Budget = budget
+        if contract is not None and fitting.costs is not None:
+            aim = spend_to_aim_at(as_costs(costs), budget, fitting, len(certifying), contract)
+        policy = replace(method(costs, aim, fitting, **options), salt=calibrating)
+        if aim is not budget:
+            policy = replace(policy, budget=as_costs(costs).budget(budget))
         policy.check(certifying)
         made = replace(certify(policy, as_costs(costs), fitting, certifying), salt=deployed)
         return made if unlabelled is None else _with_shift(made, diagnose_shift(labelled, unlabelled, [policy]))
@@ -527,8 +533,9 @@ def certify_random_costs(
     and lies between 0 and the most M that all calls of a request can cost, so two bounds hold for any distribution of
     costs, heavy tails and costs that depend on the request included. For the mean, conformal risk control: (sum of the
     n spends + M) / (n + 1) <= budget implies E[spend of a new sample] <= budget; a calibration that is refused spends
-    nothing and counts so. For a probability, the betting test of the mean of spend / M, level after level from the
-    cheapest on, up to the first that fails. Both need M: the largest cost seen is not a bound.
+    nothing and counts so. For a probability, the betting test of the mean of spend / M, level after level up to the
+    first that fails: the cheapest, then from where the table that fitted the policy spends half of the budget. Both
+    need M: the largest cost seen is not a bound.
     """
     caps = most_per_call(certifying, contract.max_costs, network.unit)[list(policy.open_exits)]
     most, budget, samples = float(caps.sum()), budget_of(policy), len(certifying)
@@ -539,19 +546,20 @@ def certify_random_costs(
         return certified(policy, Certificate(contract.name, guarantee, "", {"budget": budget, "most per sample": most}))
     reference, levels = policy.view(fitting).scores, np.linspace(1, -1, LEVELS)
 
-    def spent(index: int) -> Floats:
-        return replay(lowered(policy, float(levels[index]), reference), certifying).spent
+    def spent(index: int, table: HeadOutputs = certifying) -> Floats:
+        return replay(lowered(policy, float(levels[index]), reference), table).spent
 
     numbers: Numbers = {"budget": budget, "samples": samples, "most per sample": most}
     if contract.name == "mean":
         accepted = largest(-1, LEVELS - 1, lambda index: (spent(index).sum() + most) / (samples + 1) <= budget)
         basis = "conformal risk control"
     else:
-        test, accepted = P_VALUES[contract.bound], -1
-        while (
-            accepted + 1 < LEVELS and test(spent(accepted + 1) / most, budget / most, contract.delta) <= contract.delta
-        ):
-            accepted += 1
+        test, accepted, delta = P_VALUES[contract.bound], -1, contract.delta
+        half = largest(0, LEVELS - 1, lambda index: float(spent(index, fitting).mean()) <= budget / 2)
+        for index in dict.fromkeys([0, *range(half, LEVELS)]):  # an order that the certifying table has no part in
+            if test(spent(index) / most, budget / most, delta) > delta:
+                break
+            accepted = index
         numbers |= {"delta": contract.delta, "bound": contract.bound}
         basis = f"fixed-sequence testing, {contract.bound.replace('_', '-')} bound"
     if accepted < 0:
@@ -566,6 +574,23 @@ def certify_random_costs(
     certificate = contract.certificate(allowed_by(policy, network), samples, numbers)
     bounded = f"Assumes that no request costs more than {quantity(most, policy.unit)}."
     return certified(member, replace(certificate, assumption=f"{certificate.assumption} {bounded}"))
+
+
+def spend_to_aim_at(
+    network: Costs, budget: Budget, fitting: HeadOutputs, samples: int, contract: CostContract
+) -> float:
+    """Return the spend that so many samples can about certify, which a method is best fitted for.
+
+    The budget less the width of Bernstein's inequality, as if the most expensive member answered a share of the
+    requests. It only says where a family begins: what is certified, and may be more, is tested.
+    """
+    assert fitting.costs is not None
+    most, amount = float(most_per_call(fitting, contract.max_costs, network.unit).max()), network.budget(budget)
+    means, squares = fitting.costs.mean(axis=0), (fitting.costs**2).mean(axis=0)
+    variance = float(squares.max()) * min(1.0, amount / float(means.max()))
+    strength = math.log(1 / contract.delta) / samples
+    margin = math.sqrt(2 * strength * variance) + most * strength / 3
+    return Amount(max(amount - margin, min(amount, 1.1 * float(means.min()))))
 
 
 def metered(
@@ -587,7 +612,11 @@ def metered(
         guarantee = f"Guaranteed for every batch: mean cost <= {allowed}."
     else:
         guarantee = f"Guaranteed at every moment: t requests cost <= t x {allowed} + {most}."
-    numbers: Numbers = {"budget": budget_of(policy), "ahead at most": made.ahead, "basis": "counting of what was spent"}
+    numbers: Numbers = {
+        "budget": budget_of(policy),
+        "ahead at most": made.overdraft,
+        "basis": "counting of what was spent",
+    }
     assumption = "No assumption on requests; assumes that no call costs more than its max_costs."
     return certified(made, Certificate(contract, guarantee, assumption, numbers))
 

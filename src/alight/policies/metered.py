@@ -29,13 +29,14 @@ class Spending(BatchState):
 class Metered(Policy):
     """Leave as the policy says, and earlier where the most that the next call can cost might not be paid for.
 
-    For every number t of samples admitted, whatever they are: spent <= t * budget + ahead. A batch is one step, and the
-    bound holds after each of its calls. The first call of a sample is always made: it costs at most the budget. The
+    For every number t of samples admitted, whatever they are: spent <= t * budget + overdraft. A batch is one step, and
+    the bound holds after each of its calls. The first call of a sample is always made: it costs at most the budget. The
     surest samples leave first. With `per_batch` every batch is counted alone.
 
     >>> import numpy as np
     >>> from alight.policies.policy import Threshold
-    >>> policy = meter(Threshold(thresholds=(0.9,), costs=(1.0, 3.0), budget=2.0), max_costs=[1.5, 4.0], per_batch=True)
+    >>> inner = Threshold(thresholds=(0.9,), costs=(1.0, 3.0), budget=2.0)
+    >>> policy = meter(inner, max_costs=[1.5, 4.0], per_batch=True)
     >>> memory = policy.charged(0, np.array([1.0, 1.0, 1.2]), ())
     >>> leaving, _ = policy.step(0, np.arange(3), np.zeros(3), np.array([0.1, 0.3, 0.2]), memory)
     >>> leaving  # 6 are allowed and 3.2 are spent: no call that can cost 4
@@ -47,7 +48,7 @@ class Metered(Policy):
 
     policy: Policy
     max_costs: tuple[float, ...]  # of one call of each open member
-    ahead: float  # how far the spend may exceed the budget of the samples so far
+    overdraft: float  # how far the spend may exceed the budget of the samples so far
     per_batch: bool = False
 
     def __post_init__(self) -> None:
@@ -62,7 +63,7 @@ class Metered(Policy):
         if (
             len(caps) != len(self.costs)
             or not all(0 < cap < math.inf for cap in caps)
-            or not 0 <= self.ahead < math.inf
+            or not 0 <= self.overdraft < math.inf
         ):
             raise BadInput(f"max_costs {caps} for {len(self.costs)} open exits: give one positive number each")
         if caps[0] > self.budget:
@@ -80,7 +81,7 @@ class Metered(Policy):
     def allowed(self, admitted: int) -> float:
         """Return what may have been spent once so many samples have been admitted."""
         assert self.budget is not None  # checked at the border
-        return (admitted * self.budget + self.ahead) * (1 - ROUNDING)
+        return (admitted * self.budget + self.overdraft) * (1 - ROUNDING)
 
     def charged(self, open_index: int, costs: Array, memory: Memory) -> Memory:
         fresh = not memory or (self.per_batch and open_index == 0)
@@ -110,7 +111,7 @@ class Metered(Policy):
 def meter(policy: Policy, max_costs: Sequence[float], *, per_batch: bool = False) -> Metered:
     """Return the policy under a meter of real costs; `max_costs` are the most that a call of each open member can cost.
 
-    A stream may be ahead of its budget by what the calls of one request can cost, a batch by nothing.
+    A stream may exceed its budget by what the calls of one request can cost, a batch by nothing.
     """
     terms: dict[str, Any] = policy.terms() | {"max_costs": tuple(max_costs)}
-    return Metered(policy=policy, ahead=0.0 if per_batch else float(sum(max_costs)), per_batch=per_batch, **terms)
+    return Metered(policy=policy, overdraft=0.0 if per_batch else float(sum(max_costs)), per_batch=per_batch, **terms)
