@@ -569,7 +569,7 @@ def certify_random_costs(
             f" answers all requests (mean {quantity(float(spent(0).mean()), policy.unit)}, at most"
             f" {quantity(most, policy.unit)} per request): raise the budget, lower max_costs, or log more requests"
         )
-    member = lowered(policy, float(levels[accepted]), reference)
+    member = replace(lowered(policy, float(levels[accepted]), reference), budget=budget)
     numbers |= {"level": float(levels[accepted]), "mean cost": float(spent(accepted).mean()), "basis": basis}
     certificate = contract.certificate(allowed_by(policy, network), samples, numbers)
     bounded = f"Assumes that no request costs more than {quantity(most, policy.unit)}."

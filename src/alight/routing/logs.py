@@ -115,7 +115,7 @@ def numbering(samples: Integers, count: int) -> Integers:
     """Return the numbers of the first, second, ... distinct answer to each request, drawn anew for each.
 
     >>> numbering(np.arange(3), 2)
-    array([[1, 0],
+    array([[0, 1],
            [0, 1],
            [1, 0]])
     """

@@ -5,7 +5,7 @@ import inspect
 import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, contextmanager
 from queue import Empty, SimpleQueue
 from threading import Lock, Thread
 from typing import Any
@@ -79,13 +79,17 @@ class Request:
         return {call.model: call.failure for call in self.calls if call.failure is not None}
 
     def __iter__(self) -> Iterator[Call]:
+        with self._router._on_its_way():
+            yield from self._route()
+
+    def _route(self) -> Iterator[Call]:
         router, policy = self._router, self._router.policy
         recalled: Recalled = ((), ())
         answers: dict[str, int] = {}  # by their text, the distinct ones in the order of their first appearance
         said: list[Any] = []
         numbers = numbering(np.array([self.number]), policy.num_exits)[0]
         for open_index in range(len(policy.open_exits)):
-            if open_index and not router._reserved(open_index):
+            if open_index and not router._reserved(open_index, is_answered=bool(said)):
                 break  # the budget might not pay for it
             call = Call(router, open_index)
             self.calls.append(call)
@@ -132,8 +136,8 @@ class Router:
     >>> request = router.ask()
     >>> for call in request:
     ...     call.report(score={"small": 0.3, "large": 0.9}[call.model], answer=call.model, cost=0.1)
-    >>> request.answer, router.spent, router.allowed
-    ('large', 0.2, 2.7)
+    >>> request.answer, router
+    ('large', Router(small, large: 1 requests, 0.2 spent of 2.7 allowed))
     """
 
     def __init__(
@@ -156,7 +160,7 @@ class Router:
         self.timeout, self._guard = timeout, guard
         self._members = None if members is None else _by_model(self.models, members)
         self._means = np.diff(self.policy.costs, prepend=0.0).tolist()
-        self.admitted, self.spent, self.reserved = 0, 0.0, 0.0
+        self.admitted, self.spent, self.reserved, self._under_way = 0, 0.0, 0.0, 0
         self.counts = {model: dict.fromkeys(COUNTED, 0) for model in self.models}
         self._lock, self._warned = Lock(), set[tuple[str, str]]()
 
@@ -214,10 +218,26 @@ class Router:
     def _most(self, open_index: int) -> float:
         return self._guard.max_costs[open_index] if self._guard else 0.0
 
-    def _reserved(self, open_index: int) -> bool:
-        """Reserve the most that a call can cost, if the budget can pay for it."""
+    @contextmanager
+    def _on_its_way(self) -> Iterator[None]:
         with self._lock:
-            if self.spent + self.reserved + self._most(open_index) > self.allowed:
+            self._under_way += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._under_way -= 1
+
+    def _reserved(self, open_index: int, *, is_answered: bool) -> bool:
+        """Reserve the most that a call can cost, if the budget can pay for it.
+
+        Requests that have an answer leave room for those whose first member will fail, as often as it has so far.
+        """
+        with self._lock:
+            first, room = self.counts[self.models[0]], 0.0
+            if self._guard and is_answered and (failed := first["failures"] + first["timeouts"]):
+                room = sum(self._guard.max_costs) * (1 + self._under_way * failed / first["calls"])
+            if self.spent + self.reserved + self._most(open_index) + room > self.allowed:
                 return False
             self.reserved += self._most(open_index)
             return True
