@@ -79,7 +79,7 @@ def test_a_stream_that_becomes_hard_still_keeps_its_bound():
 
 @pytest.mark.guarantee
 @pytest.mark.parametrize("costs", random_costs.DISTRIBUTIONS)
-def test_promised_failure_rates_are_held_whatever_the_distribution_of_costs(costs, monkeypatch):
+def test_failure_rates_stay_within_delta_whatever_the_distribution_of_costs(costs, monkeypatch):
     monkeypatch.setattr(random_costs, "FRESH", 5000)
     rows = {row["contract"]: row for row in (*random_costs.contracts(costs, 40), *random_costs.accounts(costs, 20))}
     assert set(rows) == {"mean", "probability", "batch", "stream"}
