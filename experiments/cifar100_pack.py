@@ -32,9 +32,9 @@ def pack(jobs: Sequence[Job], state: Path, out: Path, again: bool = False) -> li
     later = _filled("weights", weights, state, out, MOST - len(archives))
     sent = [name for archive in later for name in names(archive)]
     write_text(packed, json.dumps(before + sent, indent=1))
-    left = len(weights) - len(sent)
-    if left:
-        print(f"{left} files of weights are left for the next call")
+    for kind, count in {"weights": len(weights) - len(sent), "tables": len(small) - sum(map(_count, archives))}.items():
+        if count:
+            print(f"{count} files of {kind} found no place in {MOST} archives: pack fewer jobs (--jobs)")
     return archives + later
 
 
@@ -49,6 +49,10 @@ def names(archive: Path) -> list[str]:
     """Return the names of the files in an archive."""
     with tarfile.open(archive) as file:
         return file.getnames()
+
+
+def _count(archive: Path) -> int:
+    return len(names(archive))
 
 
 def _small(folder: Path) -> list[Path]:

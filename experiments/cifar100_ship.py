@@ -1,12 +1,13 @@
-"""Write what the repository keeps of the trainings on CIFAR-100: recordings of four networks, all others as CSV.
+"""Write what the repository keeps of the trainings on CIFAR-100: recordings of some networks, all others as CSV.
 
     python experiments/cifar100_ship.py STATE      # a folder that cifar100_pack.py unpacked; seconds
 
-Writes for each network of NETWORKS a folder results/recordings/NAME (calibration.npz and test.npz, scores in single
-precision, costs.json, run.json, and policy_50.json, what `eero` fits for half of the FLOPs), results/cifar100_runs.csv
-(accuracy and cost of every exit of every training, with its seconds, hardware and commit) and
-results/cifar100_modes.csv (accuracy and cost of policies on the exits of every training). To replace a training by a
-better one, run this again, then `make figures`.
+Writes for each network of NETWORKS and SEEDS that was trained a folder results/recordings/NAME, or NAME_1, NAME_2 for
+further seeds (calibration.npz and test.npz, scores in single precision, costs.json, run.json, and policy_50.json, what
+`eero` fits for half of the FLOPs), results/cifar100_runs.csv (accuracy and cost of every exit of every training, with
+its seconds, hardware and commit) and results/cifar100_modes.csv (accuracy and cost of policies on the exits of every
+training). Rows of trainings that STATE does not have stay. To replace a training by a better one, run this again, then
+`make figures`.
 
 Weights are not kept: heads are worth nothing without their backbone, and the smallest network is 6.3 MB.
 """
@@ -18,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from recorded_cifar100 import FOLDER, MODES, NETWORKS, RUNS, Result, budgets, costs_alone
+from recorded_cifar100 import FOLDER, MODES, NETWORKS, RUNS, SEEDS, Result, budgets, rows
 
 from alight import HeadOutputs, calibrate, replay, sweep
 from alight.files import write_arrays, write_rows, write_text
@@ -29,10 +30,15 @@ METHODS = ("eero", "eero_marginal", "geometric", "gaussian", "patience", "best_s
 
 def ship(state: Path) -> None:
     results = [Result.of(folder / "result") for folder in sorted(state.iterdir()) if (folder / "result").is_dir()]
-    _write(RUNS, [row for result in results for row in run_rows(result)])
-    _write(MODES, [row for result in results if len(result.costs) > 1 for row in mode_rows(result)])
-    for name in NETWORKS:
-        keep(state / f"{name}-0" / "result", FOLDER / name, FURTHER.get(name, ()))
+    write_beside(RUNS, [row for result in results for row in run_rows(result)])
+    write_beside(MODES, [row for result in results if len(result.costs) > 1 for row in mode_rows(result)])
+    for name in dict.fromkeys((*NETWORKS, *SEEDS)):
+        for seed in range(SEEDS.get(name, 1)):
+            source = state / f"{name}-{seed}" / "result"
+            if source.is_dir():
+                keep(source, FOLDER / (f"{name}_{seed}" if seed else name), FURTHER.get(name, ()))
+            else:
+                print(f"{name}-{seed} is not trained: its recording stays as it was")
 
 
 def keep(source: Path, target: Path, further: Sequence[str]) -> None:
@@ -78,7 +84,7 @@ def _changed(whole: Result, kept: Result) -> tuple[int, int]:
 
 def run_rows(result: Result) -> Iterator[dict[str, object]]:
     """Yield one row per exit of a training."""
-    run, alone = result.run, costs_alone(result.costs)
+    run, alone = result.run, result.costs.alone
     for index, name in enumerate(run["exits"]):
         yield {
             "run": run["run"],
@@ -113,9 +119,17 @@ def mode_rows(result: Result) -> Iterator[dict[str, object]]:
         }
 
 
-def _write(path: Path, rows: list[dict[str, Any]]) -> None:
-    write_rows(path, [{name: str(cell) for name, cell in row.items()} for row in rows])  # all digits of fractions
-    print(f"{path.name}: {len(rows)} rows")
+def write_beside(path: Path, found: list[dict[str, Any]]) -> None:
+    """Write the rows of these trainings, beside those of others that the file has."""
+    texts = [{name: str(cell) for name, cell in row.items()} for row in found]  # all digits of fractions
+    made = {_training(row) for row in texts}
+    kept = [row for row in rows(path) if _training(row) not in made] if path.exists() else []
+    write_rows(path, kept + texts)
+    print(f"{path.name}: {len(texts)} rows, beside {len(kept)} of other trainings")
+
+
+def _training(row: dict[str, str]) -> tuple[str, ...]:
+    return row["run"], row["seed"], row["calibration_images"]
 
 
 if __name__ == "__main__":

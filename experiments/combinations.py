@@ -12,15 +12,16 @@ log-probabilities are measured where recordings have them, and on made-up logits
 
 import argparse
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from alight import Costs, HeadOutputs, calibrate, recordings, replay
+from alight.calibrate.combinations import fitted_once
 from alight.errors import BudgetTooSmall
 from alight.files import write_rows, write_text
 from alight.policies.combinations import Combination
@@ -90,26 +91,21 @@ def curve(method: calibrate.Method, costs: Costs, labelled: HeadOutputs, test: H
     return np.interp(SPENDS, spent, [points[each] for each in spent], left=np.nan)
 
 
-def fitted_once(fit: calibrate.Fit) -> calibrate.Fit:
-    """Return the fit, which remembers the tables that it was given: they are the same at every budget."""
-    known: dict[bytes, Any] = {}
-
-    def remembered(table: HeadOutputs) -> Any:
-        key = table.scores.tobytes()
-        if key not in known:
-            known[key] = fit(table)
-        return known[key]
-
-    return remembered
+def possible(given: Pool) -> dict[str, calibrate.Fit]:
+    """Return the combinations whose columns the recording has."""
+    needs_logs = ("geometric_mean", "temperature")
+    known = given.samples.top_classes is not None
+    return {name: fit for name, fit in calibrate.COMBINE.items() if known or name not in needs_logs}
 
 
-def compare(outputs: str, given: Pool) -> Iterator[dict[str, str | float | int]]:
+def compare(
+    outputs: str, given: Pool, combine_by: Mapping[str, calibrate.Fit]
+) -> Iterator[dict[str, str | float | int]]:
     """Yield what each combination gains for each method at every spent share."""
-    names = [name for name in calibrate.COMBINE if given.samples.top_classes is not None or name != "geometric_mean"]
     curves: dict[tuple[str, str], list[Floats]] = {}
     for seed in range(SPLITS):
         labelled, test = given.samples.split(given.labelled / len(given.samples), np.random.default_rng(seed))
-        fits = {combine: fitted_once(calibrate.COMBINE[combine]) for combine in names}
+        fits = {combine: fitted_once(fit) for combine, fit in combine_by.items()}
         for name, method in METHODS.items():
             curves.setdefault((name, ""), []).append(curve(method, given.costs, labelled, test))
             for combine, fit in fits.items():
@@ -135,7 +131,7 @@ def main() -> None:
     rows = []
     for name, given in pools():
         if only in (None, name):
-            rows += [*compare(name, given)]
+            rows += [*compare(name, given, possible(given))]
             print(name, flush=True)
     if only:
         for row in rows:

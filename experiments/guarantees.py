@@ -167,10 +167,22 @@ def _answered(draw: Callable[..., Floats], rng: np.random.Generator, size: int) 
 
 
 def salts() -> Iterator[Row]:
-    """Contracts on batches, streams and risks over calibration draws, each with its own salt, in calls of any size."""
-    for draw in (equal, tied):
-        yield from _salted_batches_and_streams(draw)
+    """Contracts on risks, costs, batches and streams over calibration draws, each with its own salt."""
     yield from _salted_risks()
+    for draw in (tied, equal):
+        yield from _salted_costs(draw)
+        yield from _salted_batches_and_streams(draw)
+
+
+def _salted_costs(draw: Callable[..., Floats]) -> Iterator[Row]:
+    """Yield how often a probability contract overspends where ties decide."""
+    fresh = [table(draw(np.random.default_rng(10**6 + number), FRESH)) for number in range(FRESH_TABLES)]
+    fitting, spent = table(draw(np.random.default_rng(10**5), 500)), np.empty(DRAWS)
+    for seed in range(DRAWS):
+        drawn = table(draw(np.random.default_rng(seed), 50))
+        policy = certified_probability(calibrate.geometric, delta=DELTA, seed=seed)(COSTS, BUDGET, fitting, drawn)
+        spent[seed] = replay(policy, fresh[seed % FRESH_TABLES]).mean_cost
+    yield _judged("probability, exact law", draw.__name__, 50, spent, 0.0)
 
 
 def _salted_batches_and_streams(draw: Callable[..., Floats]) -> Iterator[Row]:

@@ -12,6 +12,7 @@ import argparse
 from collections.abc import Callable
 from itertools import combinations, product
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -55,17 +56,17 @@ def threshold_search(costs: Costs, budget: float, labelled: HeadOutputs) -> Poli
                     best, chosen = accuracy, (members, thresholds)
     assert chosen is not None
     members, thresholds = chosen
-    terms = {"costs": tuple(costs.cumulative(members)), "open_exits": members, "num_exits": len(costs)}
+    terms: dict[str, Any] = {"costs": tuple(costs.cumulative(members)), "open_exits": members, "num_exits": len(costs)}
     return Threshold(thresholds=thresholds, budget=budget, score=labelled.score, **terms)
 
 
 def alone(costs: Costs, labelled: HeadOutputs, member: int) -> Policy:
-    terms = {"open_exits": (member,), "num_exits": len(costs), "score": labelled.score}
+    terms: dict[str, Any] = {"open_exits": (member,), "num_exits": len(costs), "score": labelled.score}
     return ExitAt(costs=(float(costs.cumulative([member])[0]),), **terms)
 
 
 def methods(caps: Floats, seed: int) -> dict[str, Callable[[Costs, float, HeadOutputs], Policy]]:
-    certified = {"max_costs": caps, "seed": seed}
+    certified: dict[str, Any] = {"max_costs": caps, "seed": seed}
     return {
         "alight, 95 % confidence": certified_probability(calibrate.search, delta=DELTA, **certified),
         "alight, on average": certified_mean(calibrate.search, **certified),
@@ -88,12 +89,12 @@ def measured(log: HeadOutputs, costs: Costs, splits: int) -> list[Row]:
                 try:
                     policy = method(costs, share * costs.full, calibration)
                 except BadInput:  # no policy can be certified: counted, and neither accurate nor expensive
-                    found.setdefault((name, share), []).append((np.nan,) * 2 + (0.0,) * 2)
+                    found.setdefault((name, share), []).append((np.nan, np.nan, 0.0, 0.0))
                     continue
                 on_test, on_all = replay(policy, test), replay(policy, log)
                 over = [float(each.mean_cost > share * costs.full) for each in (on_test, on_all)]
-                figures = (on_test.accuracy(), on_test.mean_cost / largest.mean_cost, *over)
-                found.setdefault((name, share), []).append(figures)
+                spend = on_test.mean_cost / largest.mean_cost
+                found.setdefault((name, share), []).append((on_test.accuracy(), spend, over[0], over[1]))
         for member, name in enumerate(log.exits):
             decisions = replay(alone(costs, log, member), test)
             figures = (decisions.accuracy(), decisions.mean_cost / largest.mean_cost, 0.0, 0.0)

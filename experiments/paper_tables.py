@@ -19,7 +19,7 @@ from functools import partial
 
 import numpy as np
 import numpy.typing as npt
-from recorded_cifar100 import NETWORKS, RESULTS, TEXTS, Result, budgets, costs_alone, load
+from recorded_cifar100 import NETWORKS, RESULTS, TEXTS, Result, budgets, load
 
 from alight import Costs, HeadOutputs, calibrate, recordings, replay, sweep
 from alight.budgeting.rates import inverse_cost_prior
@@ -226,7 +226,7 @@ def overthinking_rows(network: str) -> Iterator[Row]:
             "network": network,
             "exit": index + 1,
             "name": name,
-            "share_alone": costs_alone(result.costs)[index] / result.costs.full,
+            "share_alone": result.costs.alone[index] / result.costs.full,
             "accuracy": right[:, index].mean(),
             "calibration_accuracy": result.calibration.correct()[:, index].mean(),
             "right_here_wrong_last": (right[:, index] & ~right[:, -1]).mean(),

@@ -9,6 +9,7 @@ guaranteed, whether it holds, and on what it was run. docs/tutorial/llm.md shows
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -58,6 +59,11 @@ DISTRIBUTIONS: dict[str, tuple[Callable[..., Floats], float]] = {  # and the mos
 }
 
 
+def mean_costs(table: HeadOutputs) -> Costs:
+    assert table.costs is not None
+    return Costs(np.zeros(3), table.costs.mean(axis=0), unit="USD")
+
+
 def table(name: str, seed: int, size: int) -> HeadOutputs:
     """Return a made-up log: hard requests are answered wrong by small members, which are unsure of them."""
     rng = np.random.default_rng(seed)
@@ -72,9 +78,10 @@ def contracts(name: str, draws: int) -> Iterator[Row]:
     """Mean and probability contracts over calibration draws of one distribution of costs."""
     caps = PRICES * DISTRIBUTIONS[name][1]
     fitting, fresh = table(name, 10**6, 1000), [table(name, 10**6 + 1 + index, FRESH) for index in range(10)]
-    costs = Costs(np.zeros(3), fitting.costs.mean(axis=0), unit="USD")
+    costs = mean_costs(fitting)
     policy = calibrate.eero(costs, BUDGET, fitting)  # the same for every draw
-    for contract in ("mean", "probability"):
+    contracts: tuple[Literal["mean", "probability"], ...] = ("mean", "probability")
+    for contract in contracts:
         certify = partial(certify_cost, contract=CostContract(contract, DELTA, max_costs=caps))
         spent = np.empty(draws)
         for seed in range(draws):
@@ -103,7 +110,7 @@ def accounts(name: str, draws: int) -> Iterator[Row]:
     """Batch and stream contracts, on streams in random order and with the most expensive requests first."""
     caps = PRICES * DISTRIBUTIONS[name][1]
     fitting = table(name, 10**6, 1000)
-    costs = Costs(np.zeros(3), fitting.costs.mean(axis=0), unit="USD")
+    costs = mean_costs(fitting)
     made = {
         "batch": certified_batch(calibrate.eero, max_costs=caps)(costs, BUDGET, fitting),
         "stream": certified_stream(calibrate.eero, max_costs=caps, seed=0)(costs, BUDGET, fitting),
@@ -114,7 +121,7 @@ def accounts(name: str, draws: int) -> Iterator[Row]:
         for seed in range(draws):
             stream = table(name, 10**7 + seed, STREAM)
             if seed % 2:
-                stream = stream.take(np.argsort(-stream.costs.sum(axis=1)))
+                stream = stream.take(np.argsort(-stream.column("costs").sum(axis=1)))
             spent = replay(policy, stream, batch_size=size).spent
             sums = spent.reshape(-1, BATCH).sum(axis=1) if contract == "batch" else np.cumsum(spent)
             allowed = BATCH * BUDGET if contract == "batch" else np.arange(1, STREAM + 1) * BUDGET + ahead

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from alight import Costs, HeadOutputs
 
@@ -22,6 +21,7 @@ NETWORKS = {  # kept as recordings, and what they are called
     "convnext_frozen": "ConvNeXt, frozen heads",
     "msdnet_joint": "MSDNet",
 }
+SEEDS = dict.fromkeys(("resnet18_frozen", "resnet18_frozen_separable", "resnet18_mixed_distilled"), 3)  # kept, else 1
 FROZEN = ("resnet18_frozen", "convnext_frozen")  # of them, those with the paper's heads
 PACKAGED = {"resnet18_cifar100_frozen": "ResNet-18 of the package, frozen heads"}  # another one, in alight.recordings
 PUBLISHED = ("geometric", "gaussian", "patience")  # what the paper compares EERO with
@@ -54,11 +54,6 @@ def load(name: str) -> Result:
     if name not in known:
         raise SystemExit(f"there is no recording {name!r}: choose one of {', '.join(known)}")
     return Result.of(FOLDER / name)
-
-
-def costs_alone(costs: Costs) -> npt.NDArray[np.float64]:
-    """What each exit costs alone, all others closed."""
-    return np.array([float(costs.cumulative([index])[0]) for index in range(len(costs))])
 
 
 def budgets(costs: Costs, step: int = 5) -> list[str]:

@@ -220,3 +220,17 @@ def test_a_certified_mean_of_equal_scores_holds_over_its_salts(method, samples):
     costs = [replay(policy, fresh).mean_cost for policy in policies]
     assert np.mean(costs) <= BUDGET + 3.3 * np.std(costs) / np.sqrt(len(costs))
     assert len({policy.salt for policy in policies}) == 300
+
+
+def test_a_certified_probability_of_equal_scores_is_broken_no_more_often_than_delta():
+    """A share of equal scores leaves by tie shares alone, so the true mean cost of a policy is known exactly."""
+    table, fitting = (HeadOutputs(np.ones((size, 5)), np.zeros((size, 5), int)) for size in (50, 30))
+    costs = []
+    for seed in range(400):
+        policy = calibrate.certified_probability(calibrate.geometric, delta=0.1, seed=seed)(
+            COSTS, BUDGET, fitting, table
+        )
+        leave = np.where(np.array(policy.thresholds) <= 1, policy.tie_shares, 0.0)
+        costs.append(COSTS[0] + (1 - np.maximum.accumulate(leave)) @ np.diff(COSTS))
+    broken = int((np.array(costs) > BUDGET).sum())
+    assert binom.ppf(0.001, 400, 0.05) <= broken <= binom.ppf(0.999, 400, 0.1)  # not by spending far too little

@@ -101,6 +101,15 @@ class Costs:
             raise BadInput(f"open exits {open_exits} of a network with exits 0 to {len(self) - 1}: give them in order")
         return self._through[chosen] + np.cumsum(self.heads[chosen])
 
+    @property
+    def alone(self) -> Floats:
+        """Cost of answering at each exit when no other is open.
+
+        >>> Costs(stages=[2, 3, 4], heads=[1, 1, 1]).alone
+        array([ 3.,  6., 10.])
+        """
+        return self._through + self.heads
+
     def shares(self, open_exits: Sequence[int] | None = None) -> Floats:
         """Return the cost of answering at each open exit as a share of the full network's.
 
@@ -121,7 +130,7 @@ class Costs:
     @property
     def full(self) -> float:
         """Cost of the full network: all stages and the last head, no other head."""
-        return float(self.cumulative([len(self) - 1])[0])
+        return float(self.alone[-1])
 
     def budget(self, budget: "float | str") -> float:
         """Return a budget as a number in the unit of these costs: 3e8, "50%" of the full network, or "2.5 GFLOPs".
@@ -144,7 +153,7 @@ class Costs:
 
     def _check_meant(self, amount: float) -> None:
         """Raise if a bare number is far from what this network costs, and say which percentage it may stand for."""
-        cheapest = min(float(self.cumulative([index])[0]) for index in range(len(self)))
+        cheapest = float(self.alone.min())
         most = max(self.full, float(self.cumulative()[-1]))
         share = amount if amount <= 1 else amount / 100
         meant = percent(share).replace(" ", "") if cheapest <= share * self.full <= self.full else ""

@@ -32,34 +32,13 @@ from alight.policies.policy import ExitAt, Policy, Threshold
 from alight.policies.route import replay
 from alight.policies.shift import diagnose_shift
 
-__all__ = [
-    "ORACLE",
-    "SINGLE_EXIT",
-    "Bootstrap",
-    "Classes",
-    "Interval",
-    "MethodComparison",
-    "Point",
-    "area_under_curve",
-    "at_equal_spend",
-    "bootstrap",
-    "calibration_errors",
-    "comparison_table",
-    "evaluate_policy",
-    "oracle",
-    "oracle_within",
-    "per_class",
-    "read_points",
-    "sweep",
-    "write_points",
-]
-
 Floats = npt.NDArray[np.float64]
 Integers = npt.NDArray[np.int64]
 
 ORACLE, SINGLE_EXIT = "oracle", "single_exit"  # references beside the methods
 BINS = 15  # of confidence, as usual
 DRAWN = 10_000_000  # counts of kinds of samples that a bootstrap draws at once
+CONFIDENCE = 0.95  # of intervals
 
 
 @dataclass(frozen=True)
@@ -147,9 +126,8 @@ def sweep(
     test.known_labels("a sweep's test table")
     _check_tables(network, labelled, unlabelled, test)
     amounts = [network.budget(budget) for budget in budgets]
-    cheapest = min(float(network.cumulative([index])[0]) for index in range(len(network)))
-    if amounts and min(amounts) < cheapest:
-        raise BudgetTooSmall(min(amounts), cheapest, network.unit, full=network.full)
+    if amounts and min(amounts) < network.alone.min():
+        raise BudgetTooSmall(min(amounts), float(network.alone.min()), network.unit, full=network.full)
     measured = partial(_measured, network, test, seed)
     points, policies = [], []
     for method, amount in tqdm(list(product(methods, amounts)), desc="sweep", unit="policy", disable=not progress):
@@ -166,7 +144,7 @@ def sweep(
         points += [replace(measured(ORACLE, *each), exit_costs=paid) for each in best]
         errors = [math.nan] * len(network) if _confidences(test) is None else calibration_errors(test).tolist()
         for index, error in enumerate(errors):
-            cost = float(network.cumulative([index])[0])
+            cost = float(network.alone[index])
             alone = ExitAt(costs=(cost,), open_exits=(index,), num_exits=len(network), score=test.score)
             paid = _spread(alone, alone.costs, closed=math.inf)
             point = measured(SINGLE_EXIT, cost, replay(alone, test))
@@ -463,21 +441,12 @@ class Classes(NamedTuple):
         return self.accuracy - self.full_accuracy
 
 
-def bootstrap(
-    decisions: Decisions,
-    labels: npt.ArrayLike,
-    rng: np.random.Generator,
-    *,
-    confidence: float = 0.95,
-    draws: int = 1000,
-) -> Bootstrap:
-    """Return percentile intervals over test samples drawn again with replacement.
+def bootstrap(decisions: Decisions, labels: npt.ArrayLike, rng: np.random.Generator, *, draws: int = 1000) -> Bootstrap:
+    """Return 95 % percentile intervals over test samples drawn again with replacement.
 
     A sample matters only by its cost and whether it is right, so the draws are of how many samples of each such
     kind there are: one multinomial instead of a table of samples.
     """
-    if not 0 < confidence < 1:
-        raise BadInput(f"confidence {confidence:g} must lie inside (0, 1): 0.95 is usual")
     if draws < 1:
         raise BadInput(f"{draws} draws give no interval: 1,000 are usual")
     labels = np.asarray(labels)
@@ -489,8 +458,9 @@ def bootstrap(
     size = max(1, DRAWN // kinds.shape[1])  # where every call has its own cost, there is a kind for every sample
     for start in range(0, draws, size):
         part = means[start : start + size]
-        part[:] = rng.multinomial(len(decisions), counts / counts.sum(), size=len(part)) @ kinds.T / len(decisions)
-    tails = [(1 - confidence) / 2, (1 + confidence) / 2]
+        drawn = rng.multinomial(len(decisions), counts / counts.sum(), size=len(part)) / len(decisions)
+        part[:] = drawn @ kinds.T
+    tails = [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2]
     low, high = np.quantile(means, tails, axis=0).tolist()
     return Bootstrap(*map(Interval, low, high))
 
@@ -523,10 +493,10 @@ def per_class(decisions: Decisions, outputs: HeadOutputs) -> Classes:
     )
 
 
-def calibration_errors(outputs: HeadOutputs, bins: int = BINS) -> Floats:
+def calibration_errors(outputs: HeadOutputs) -> Floats:
     """Return the expected calibration error of each exit, (exits,): how far its probabilities are from its accuracy.
 
-    Samples are put into bins of equal width by the probability of the predicted class; the distance between mean
+    Samples are put into 15 bins of equal width by the probability of the predicted class; the distance between mean
     probability and accuracy of a bin is weighted by its samples. The table must hold those probabilities, as the score
     or a feature "max_probability" or as log-probabilities: a margin is not a probability.
 
@@ -541,7 +511,7 @@ def calibration_errors(outputs: HeadOutputs, bins: int = BINS) -> Floats:
             f"this table has the {outputs.score} and no probabilities of the predicted class: record it with"
             " features=['max_probability'] or its log-probabilities"
         )
-    places = np.minimum((confidences * bins).astype(np.int64), bins - 1)
+    places = np.minimum((confidences * BINS).astype(np.int64), BINS - 1)
     gaps = confidences - outputs.correct()
     return np.array(
         [np.abs(np.bincount(*each)).sum() for each in zip(places.T, gaps.T, strict=True)], dtype=np.float64

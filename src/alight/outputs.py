@@ -120,7 +120,7 @@ class HeadOutputs:
         tables = {name: logit_margin(stacked) if name == "logit_margin" else SCORES[name](noisy) for name in names}
         predictions = (noisy if noise > 0 else stacked).argmax(-1)
         if labels is not None:
-            _check_classes(predictions, _labels(labels, len(stacked)), stacked.shape[2])
+            _check_classes(_labels(labels, len(stacked)), stacked.shape[2])
         classes, logs = top_classes(stacked, top)
         return cls(tables.pop(score), predictions, labels, score, tables, classes.astype(np.int32), half(logs))
 
@@ -154,7 +154,7 @@ class HeadOutputs:
         """Return what counts as right: the labels, or without them what the last exit says."""
         return self.predictions[:, -1] if self.labels is None else self.labels
 
-    def correct(self) -> npt.NDArray[np.bool_] | Floats:
+    def correct(self) -> npt.NDArray[Any]:
         """Return where an exit is right, (samples, exits); the quality of its answers where they are graded."""
         return np.equal(self.predictions, self.truth()[:, None]) if self.quality is None else self.quality
 
@@ -431,13 +431,14 @@ class Decisions:
         """
         return float(np.mean(self.correct(labels)))
 
-    def correct(self, labels: npt.ArrayLike | None = None) -> npt.NDArray[np.bool_] | Floats:
+    def correct(self, labels: npt.ArrayLike | None = None) -> npt.NDArray[Any]:
         """Return which predictions are right, (samples,); the quality of the answers where they were graded."""
         if self.quality is not None:
             return self.quality
-        if labels is None and self.labels is None:
+        truth = self.labels if labels is None else _labels(labels, len(self))
+        if truth is None:
             raise LabelsNeeded("accuracy")
-        return np.equal(self.predictions, self.labels if labels is None else _labels(labels, len(self)))
+        return np.equal(self.predictions, truth)
 
     def save(self, path: PathLike) -> None:
         """Write the decisions to an .npz file, whole or not at all."""
@@ -585,14 +586,12 @@ def _labels(values: npt.ArrayLike, num_samples: int) -> Integers:
     return _integers("labels", labels, axes=1)
 
 
-def _check_classes(predictions: Integers, labels: Integers | None, num_classes: int) -> None:
-    for what, values in {"predictions": predictions, "labels": labels}.items():
-        if values is not None and values.max() >= num_classes:
-            raise BadInput(
-                f"{what} run from {values.min()} to {values.max()}, but the logits have {num_classes} classes, 0 to"
-                f" {num_classes - 1}:"
-                " number the classes from 0"
-            )
+def _check_classes(labels: Integers, num_classes: int) -> None:
+    if labels.max() >= num_classes:
+        raise BadInput(
+            f"labels run from {labels.min()} to {labels.max()}, but the logits have {num_classes} classes, 0 to"
+            f" {num_classes - 1}: number the classes from 0"
+        )
 
 
 def _logits(logits: npt.ArrayLike | Sequence[npt.ArrayLike]) -> Floats:

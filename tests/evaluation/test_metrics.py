@@ -38,12 +38,6 @@ def test_a_bootstrap_is_decided_by_its_generator():
     assert first == again
 
 
-@pytest.mark.parametrize("confidence", [0, 1, 95])
-def test_a_confidence_outside_its_range_is_refused(confidence):
-    with pytest.raises(BadInput, match="confidence"):
-        bootstrap(DECISIONS, TABLE.labels, np.random.default_rng(0), confidence=confidence)
-
-
 def test_classes_add_up_to_the_whole():
     table = per_class(DECISIONS, TABLE)
     weights = table.samples / table.samples.sum()

@@ -251,3 +251,11 @@ def test_all_networks_are_on_one_page_to_play_with(scripts, tmp_path, monkeypatc
     page = Path(capsys.readouterr().out.strip()).read_text()
     for name in ("MSDNet", "ConvNeXt, frozen heads", "geometric"):
         assert name in page
+
+
+def test_shipping_some_trainings_keeps_the_rows_of_others(scripts, tmp_path):
+    ship, path = scripts["cifar100_ship"], tmp_path / "runs.csv"
+    rows = [{"run": "a", "seed": seed, "calibration_images": 1000, "accuracy": 0.5} for seed in (0, 1)]
+    ship.write_beside(path, rows)
+    ship.write_beside(path, [rows[1] | {"accuracy": 0.75}])
+    assert [(row["seed"], row["accuracy"]) for row in ship.rows(path)] == [("0", "0.5"), ("1", "0.75")]

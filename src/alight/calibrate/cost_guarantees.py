@@ -16,12 +16,13 @@ and the split; without it the salts are random and the split is always the same.
 
 import math
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import Any, Literal
 
 import numpy as np
+import numpy.typing as npt
 
 from alight.budgeting.bounds import (
     betting_p_value,
@@ -61,7 +62,7 @@ P_VALUES: dict[str, Callable[[Floats, float, float], float]] = {
 }
 
 
-def certified_mean(method: Method, *, seed: int | None = None, max_costs: Sequence[float] | None = None) -> Method:
+def certified_mean(method: Method, *, seed: int | None = None, max_costs: npt.ArrayLike | None = None) -> Method:
     """Return the method with a guarantee: a new sample costs at most the budget on average.
 
     The average is over calibration data, sample and salt; `seed` fixes the salt, and how the data are split. For tables
@@ -82,7 +83,7 @@ def certified_probability(
     delta: float = 0.05,
     bound: Bound = "betting",
     seed: int | None = None,
-    max_costs: Sequence[float] | None = None,
+    max_costs: npt.ArrayLike | None = None,
 ) -> Method:
     """Return the method with a guarantee: with probability 1 - delta over the data, the mean cost is within the budget.
 
@@ -103,7 +104,7 @@ def certified_probability(
     return _certified(method, seed, partial(certify_cost, contract=contract), contract)
 
 
-def certified_batch(method: Method, *, max_costs: Sequence[float] | None = None) -> Method:
+def certified_batch(method: Method, *, max_costs: npt.ArrayLike | None = None) -> Method:
     """Return the method with a guarantee: every batch costs at most its size times the budget, whatever it holds.
 
     Exits get the shares that the method plans, or those that its policy has on the data that set its thresholds. For
@@ -140,7 +141,7 @@ def certified_stream(
     alarm_rate: float = 0.01,
     horizon: int = 100_000,
     seed: int | None = None,
-    max_costs: Sequence[float] | None = None,
+    max_costs: npt.ArrayLike | None = None,
 ) -> Method:
     """Return the method with a guarantee: at every moment, t samples have cost at most t times the budget and one more.
 
@@ -154,7 +155,7 @@ def certified_stream(
     >>> type(certified_stream(calibrate.eero)(costs, "50%", labelled)).__name__
     'Paced'
     """
-    options = {"alarm_rate": alarm_rate, "horizon": horizon, "seed": seed or 0, "max_costs": max_costs}
+    options: dict[str, Any] = {"alarm_rate": alarm_rate, "horizon": horizon, "seed": seed or 0, "max_costs": max_costs}
     return _certified(method, seed, partial(_as_paced, **options))
 
 
@@ -234,7 +235,7 @@ class CostContract:
     name: Literal["mean", "probability"]
     delta: float = 0.05
     bound: Bound = "betting"
-    max_costs: Sequence[float] | None = None  # of a call of each member, where every call has its own cost
+    max_costs: npt.ArrayLike | None = None  # of a call of each member, where every call has its own cost
 
     def certificate(self, allowed: str, samples: int, numbers: Numbers) -> Certificate:
         """Return what is guaranteed when so much is allowed, by so many samples."""
@@ -266,7 +267,7 @@ def _as_paced(
     alarm_rate: float,
     horizon: int,
     seed: int,
-    max_costs: Sequence[float] | None,
+    max_costs: npt.ArrayLike | None,
 ) -> Policy:
     """Return the shares of the policy, kept along a stream."""
     if certifying.costs is not None:
@@ -597,7 +598,7 @@ def metered(
     policy: Policy,
     network: Costs,
     table: HeadOutputs,
-    max_costs: Sequence[float] | None,
+    max_costs: npt.ArrayLike | None,
     contract: Literal["batch", "stream"],
 ) -> Policy:
     """Return the policy under a meter of real costs, which keeps a batch or a stream within the budget.
@@ -621,7 +622,7 @@ def metered(
     return certified(made, Certificate(contract, guarantee, assumption, numbers))
 
 
-def most_per_call(table: HeadOutputs, max_costs: Sequence[float] | None, unit: str) -> Floats:
+def most_per_call(table: HeadOutputs, max_costs: npt.ArrayLike | None, unit: str) -> Floats:
     """Return the most that a call of each member can cost, once it is given and no call in the table has cost more."""
     assert table.costs is not None
     if max_costs is None:
@@ -632,7 +633,7 @@ def most_per_call(table: HeadOutputs, max_costs: Sequence[float] | None, unit: s
         )
     caps = np.asarray(max_costs, dtype=np.float64)
     if caps.shape != (table.num_exits,) or not np.isfinite(caps).all() or (caps <= 0).any():
-        raise BadInput(f"max_costs {[*max_costs]}: give a positive number for each of the {table.num_exits} members")
+        raise BadInput(f"max_costs {caps.tolist()}: give a positive number for each of the {table.num_exits} members")
     if (above := table.costs.max(axis=0) > caps).any():
         index = int(np.argmax(above))
         cost, cap = (quantity(float(each[index]), unit) for each in (table.costs.max(axis=0), caps))

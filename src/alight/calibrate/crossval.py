@@ -10,7 +10,7 @@ import numpy as np
 
 from alight.budgeting.rates import Floats, Integers
 from alight.budgeting.thresholds import hash01, passing_counts
-from alight.calibrate.problem import AnyCosts, Budget, Method, costs_alone
+from alight.calibrate.problem import AnyCosts, Budget, Method
 from alight.costs import Costs, as_costs
 from alight.errors import BudgetTooSmall
 from alight.outputs import HeadOutputs
@@ -91,11 +91,10 @@ def on_exits(method: Method, open_exits: Sequence[int]) -> Method:
     return calibrated
 
 
-def pruned(method: Method, *, chooser: Method | None = None) -> Method:
+def pruned(method: Method) -> Method:
     """Return the method with only those exits open that are worth their heads.
 
-    Exits are closed one at a time, heads no longer paid, while the accuracy of `chooser`, by default the method itself,
-    does not fall on held-out labelled data.
+    Exits are closed one at a time, heads no longer paid, while the accuracy does not fall on held-out labelled data.
 
     >>> from alight import calibrate, recordings
     >>> labelled, test, costs = recordings.load()
@@ -106,7 +105,7 @@ def pruned(method: Method, *, chooser: Method | None = None) -> Method:
     def calibrated(
         costs: AnyCosts, budget: Budget, labelled: HeadOutputs, unlabelled: HeadOutputs | None = None, **options: object
     ) -> Policy:
-        kept = kept_exits(chooser or partial(method, **options), costs, budget, labelled)
+        kept = kept_exits(partial(method, **options), costs, budget, labelled)
         policy = on_exits(method, kept)(costs, budget, labelled, unlabelled, **options)
         closed = [name for index, name in enumerate(labelled.exit_names) if index not in kept]
         return replace(policy, settings={**policy.settings, "pruned": ", ".join(closed) or "none"})
@@ -142,10 +141,10 @@ def kept_exits(method: Method, costs: AnyCosts, budget: Budget, labelled: HeadOu
 
 def affordable_exits(network: Costs, budget: float) -> tuple[int, ...]:
     """Return all exits from the first on that is affordable when no exit before it is open."""
-    alone = costs_alone(network)
-    if not (alone <= budget).any():
-        raise BudgetTooSmall(budget, float(alone.min()), network.unit, full=network.full)
-    return tuple(range(int(np.argmax(alone <= budget)), len(network)))
+    affordable = network.alone <= budget
+    if not affordable.any():
+        raise BudgetTooSmall(budget, float(network.alone.min()), network.unit, full=network.full)
+    return tuple(range(int(np.argmax(affordable)), len(network)))
 
 
 def held_out(

@@ -81,7 +81,7 @@ class Problem:
             )
         amount, full = network.budget(budget), network.full
         network = costs_in(scored, network)
-        cheapest = float(costs_alone(network).min() if closes_exits else network.cumulative()[0])
+        cheapest = float(network.alone.min() if closes_exits else network.cumulative()[0])
         if amount < cheapest:
             raise BudgetTooSmall(amount, cheapest, network.unit, full=full)
         return cls(network, amount, labelled, scored, method, full)
@@ -224,11 +224,6 @@ def costs_in(table: HeadOutputs, network: Costs) -> Costs:
             " that read_log returns, or Costs(stages=[0, ...], heads=[...]) with the mean cost of each member"
         )
     return Costs(np.zeros(table.num_exits), table.costs.mean(axis=0), network.unit)
-
-
-def costs_alone(network: Costs) -> Floats:
-    """Return what it costs to answer at each exit when no other is open."""
-    return np.array([network.cumulative([exit_index])[0] for exit_index in range(len(network))])
 
 
 def check_tables(network: Costs, labelled: HeadOutputs, unlabelled: HeadOutputs | None) -> None:

@@ -22,7 +22,7 @@ from alight.budgeting.rates import (
     geometric_rates,
     two_exit_rates,
 )
-from alight.calibrate.problem import AnyCosts, AnySlack, Budget, Problem, Settings, costs_alone
+from alight.calibrate.problem import AnyCosts, AnySlack, Budget, Problem, Settings
 from alight.errors import BadInput, BudgetTooSmall
 from alight.outputs import HeadOutputs
 from alight.policies.policy import ExitAt, Patience, Policy, Streak, Threshold
@@ -111,7 +111,7 @@ def two_exits(
         plan = partial(two_exit_rates, problem.network.cumulative(opened))
         return problem.survivor_policy(plan, slack=slack, delta=delta, open_exits=opened, settings=settings)
 
-    candidates, alone = range(last) if early is None else [early], costs_alone(problem.network)
+    candidates, alone = range(last) if early is None else [early], problem.network.alone
     policies = [pair(each) for each in candidates if alone[each] <= problem.budget]
     if not policies:
         raise BudgetTooSmall(problem.budget, float(alone[candidates[0]]), problem.network.unit)
@@ -172,7 +172,7 @@ def best_single_exit(
     0.2429
     """
     problem = Problem.of("best_single_exit", costs, budget, labelled, unlabelled, closes_exits=True)
-    risks = np.where(costs_alone(problem.network) <= problem.budget, labelled.risks(), np.inf)
+    risks = np.where(problem.network.alone <= problem.budget, labelled.risks(), np.inf)
     return ExitAt(**problem.terms(open_exits=[int(np.argmin(risks))], exit_rates=np.ones(1)))
 
 

@@ -3,11 +3,12 @@
 The risk, an error, an excess error or a disagreement, is at most alpha with probability 1 - delta over the data.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
+import numpy.typing as npt
 
 from alight.budgeting.bounds import check_delta, largest, smallest_sample
 from alight.calibrate.cost_guarantees import (
@@ -51,7 +52,7 @@ def certified_risk(
     cost: Literal["probability"] | None = None,
     bound: Bound = "betting",
     seed: int | None = None,
-    max_costs: Sequence[float] | None = None,
+    max_costs: npt.ArrayLike | None = None,
 ) -> Method:
     """Return the method with a guarantee: with probability 1 - delta over the data, the risk is at most alpha.
 

@@ -3,6 +3,7 @@
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -44,7 +45,7 @@ def read_logged(options: argparse.Namespace) -> RequestLog:
     return read_log(options.labelled, **named, unit=options.unit, models=options.models, incomplete=options.incomplete)
 
 
-def halves(log: RequestLog, seed: int) -> dict[str, HeadOutputs | None]:
+def halves(log: RequestLog, seed: int) -> dict[str, Any]:
     """Return the tables of a sweep: one half of the requests calibrates, the other tests."""
     labelled, test = log.outputs.split(0.5, np.random.default_rng(seed))
     return {"labelled": labelled, "unlabelled": None, "test": test}
@@ -62,8 +63,6 @@ def reported_points(path: str) -> list[Point]:
     log = read_log(path)
     tables = halves(log, 0)
     methods = {name: calibrate.METHODS[name] for name in REPORTED}
-    assert tables["labelled"] is not None
-    assert tables["test"] is not None
     budgets = log_budgets(log.costs, [*tables.values()], BUDGETS)
     return sweep(methods, log.costs, budgets, labelled=tables["labelled"], test=tables["test"])
 

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from alight import calibrate
-from alight.calibrate.problem import costs_alone
 from alight.calibrate.risk_guarantees import Risk
 from alight.costs import Costs
 from alight.data.batches import as_tensor, first_batch
@@ -172,7 +171,7 @@ class _Fitting:
         )
         self.steps.say(f"full network {amount(self.costs.full, self.costs)} per sample; an answer after {shares}")
         if self.goal.budget is not None:
-            allowed, cheapest = self.costs.budget(self.goal.budget), float(costs_alone(self.costs).min())
+            allowed, cheapest = self.costs.budget(self.goal.budget), float(self.costs.alone.min())
             if allowed < cheapest:
                 raise BudgetTooSmall(allowed, cheapest, self.costs.unit)
 
@@ -185,7 +184,7 @@ class _Fitting:
             imports=["from alight.planning.plan import walking_costs"],
         )
         if self.goal.speedup is not None:
-            first = int(costs_alone(self.costs).argmin())
+            first = int(self.costs.alone.argmin())
             reachable = self._compared(self._exit_at(first), self.example, TIMED).speedup
             if reachable < self.goal.speedup:
                 raise BadInput(
@@ -258,7 +257,7 @@ class _Fitting:
 
     def _search(self, wanted: float) -> None:
         """Find the largest time budget at which the policy is measured to be this much faster than the full network."""
-        share, least = 1 / wanted, float(costs_alone(self.costs).min() / self.costs.full)
+        share, least = 1 / wanted, float(self.costs.alone.min() / self.costs.full)
         steps = Steps(False)
         for _ in range(TRIES):
             steps = Steps(False)

@@ -52,9 +52,9 @@ class Combination(ABC):
         """Check that the numbers fit together."""
 
     @property
-    @abstractmethod
     def inputs(self) -> tuple[str, ...]:
-        """Names of the columns that it reads: a score of the table, or the likeliest classes."""
+        """Names of the columns that it reads: the likeliest classes, or scores of the table."""
+        return TOP
 
     @abstractmethod
     def step(self, exit_index: int, predictions: Array, columns: tuple[Array, ...], memory: Memory) -> Mapped:
@@ -256,10 +256,6 @@ class GeometricMean(Combination):
                 f"weights {self.kept} and {self.fresh} of a mean must be at least 0, and the first kept one 0"
             )
 
-    @property
-    def inputs(self) -> tuple[str, ...]:
-        return TOP
-
     def step(self, exit_index: int, predictions: Array, columns: tuple[Array, ...], memory: Memory) -> Mapped:
         open_index = self.exits.index(exit_index)
         classes, mean, outside, own, lowest = candidates(columns[0], columns[1], memory)
@@ -295,10 +291,6 @@ class Temperature(Combination):
                 f"temperatures {self.temperatures} of exits {self.exits}, {self.top} of {self.classes} classes: give"
                 " one positive number per exit, and no more classes than there are"
             )
-
-    @property
-    def inputs(self) -> tuple[str, ...]:
-        return TOP
 
     def step(self, exit_index: int, predictions: Array, columns: tuple[Array, ...], memory: Memory) -> Mapped:
         power = 1.0 / self.temperatures[self.exits.index(exit_index)]

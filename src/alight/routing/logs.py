@@ -85,7 +85,7 @@ def read_log(
     columns = _columns(log)
     if model is None and _found(columns, NAMES["model"]) is None:
         columns = _long(columns)
-    names = {kind: _name(columns, kind, name) for kind, name in given.items()}
+    names: dict[str, Any] = {kind: _name(columns, kind, name) for kind, name in given.items()}
     for kind in ("request", "model", "score", "cost"):
         if names[kind] is None:
             usual = ", ".join(NAMES[kind])
@@ -203,14 +203,14 @@ def _listed(values: Any) -> list[Any]:
     return values.tolist() if isinstance(values, np.ndarray) else [*values]
 
 
-def _numbers(columns: Mapping[str, Any], name: str | None, rows: Integers) -> Floats:
+def _numbers(columns: Mapping[str, Any], name: str, rows: Integers) -> Floats:
     try:
-        return np.asarray(columns[name], dtype=np.float64)[rows]  # type: ignore[index]
+        return np.asarray(columns[name], dtype=np.float64)[rows]
     except (TypeError, ValueError) as error:
         raise BadInput(f"the column {name!r} of the log does not hold numbers alone ({error})") from error
 
 
-def _quality(columns: Mapping[str, Any], names: Mapping[str, str | None], rows: Integers) -> Floats | None:
+def _quality(columns: Mapping[str, Any], names: Mapping[str, Any], rows: Integers) -> Floats | None:
     """Return the quality of every answer, 0 or 1 where it is right or wrong; None where nothing tells it."""
     if names["quality"] is not None:
         return _numbers(columns, names["quality"], rows)

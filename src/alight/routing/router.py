@@ -270,7 +270,7 @@ class Router:
     def save(self, path: PathLike) -> None:
         """Write what was spent and counted to a JSON file; calls on their way count as the most that they can cost."""
         with self._lock:
-            content = {"models": [*self.models], "budget": self.policy.budget, "unit": self.policy.unit}
+            content: dict[str, Any] = {"models": [*self.models], "budget": self.policy.budget, "unit": self.policy.unit}
             content |= {"admitted": self.admitted, "spent": self.spent + self.reserved, "counts": self.counts}
         write_json(path, KIND, content)
 
