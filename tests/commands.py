@@ -17,6 +17,7 @@ import pyarrow as pa
 import torch
 from conftest import made_up
 from digits import digits
+from made_up_log import write_log
 from pyarrow import parquet
 
 from alight import (
@@ -143,6 +144,7 @@ def write_example_files(folder: Path) -> None:
         labelled.take(rows).save(folder / "partitions" / f"part-0000{index}.npz")
     points = sweep({"geometric": calibrate.geometric}, costs, ["60%"], labelled=labelled, test=test)
     write_points(points, folder / "points.csv")
+    write_log(folder / "log.csv")
 
 
 def interrupted(

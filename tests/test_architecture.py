@@ -34,6 +34,7 @@ MAY_IMPORT = {
     "planning": FOUNDATION | {"networks", "data", "policies", "calibrate", "costing", "engine"},
     "export": FOUNDATION | {"networks", "data", "policies", "engine"},
     "report": FOUNDATION | {"policies", "evaluation"},
+    "routing": FOUNDATION | {"budgeting", "policies", "data"},
     "fitting": FOUNDATION
     | {"policies", "calibrate", "evaluation", "report"}
     | {"networks", "training", "costing", "data", "engine", "planning"},
@@ -44,11 +45,12 @@ MAY_IMPORT = {
     | {"networks", "training", "engine", "fitting"},
     "cli": FOUNDATION
     | {"budgeting", "policies", "calibrate", "evaluation", "benchmark", "recordings", "report", "__version__"}
-    | {"cutting", "networks", "training", "costing", "data", "engine", "planning", "export", "fitting"}
+    | {"cutting", "networks", "training", "costing", "data", "engine", "planning", "export", "fitting", "routing"}
     | {"cluster", "serve", "demo"},
 }
 NO_TORCH = {"errors", "files", "display", "scores", "outputs", "costs", "provenance", "recordings"}
 NO_TORCH |= {"budgeting", "policies", "calibrate", "evaluation", "benchmark", "report", "data", "engine", "fitting"}
+NO_TORCH |= {"routing"}
 WITH_TORCH = ("alight.engine.backends.torch", "alight.engine.backends.aoti")  # what runs on torch
 LATE = {"data", "engine", "fitting"}  # may import torch, or networks that do, inside a function
 

@@ -43,6 +43,8 @@ if TYPE_CHECKING:
     from alight.policies.shift import diagnose_shift as diagnose_shift
     from alight.policies import load_policy as load_policy
     from alight.report import write_report as write_report
+    from alight.routing.logs import read_log as read_log
+    from alight.routing.router import Router as Router
     from alight.training.callbacks import Callback as Callback, TrainingState as TrainingState
     from alight.training.metrics import exit_losses as exit_losses
     from alight.training.settings import TrainingSettings as TrainingSettings

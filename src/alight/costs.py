@@ -16,6 +16,7 @@ from alight.files import PathLike, read_json, write_json
 
 Floats = npt.NDArray[np.float64]
 
+NUMBER = r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?"
 FAR = 1.5  # times the most expensive exit: a bare number above it is not meant in the unit
 
 
@@ -134,6 +135,8 @@ class Costs:
     def budget(self, budget: "float | str") -> float:
         """Return a budget as a number in the unit of these costs: 3e8, "50%" of the full network, or "2.5 GFLOPs".
 
+        Of costs in USD, "$1.20/1000" is 1.20 USD for 1,000 samples, and "0.0012 USD" the same for each.
+
         A bare number that no exit fits, such as 0.5 or 50 where costs are millions, is refused: a percentage is meant.
 
         >>> Costs.from_cumulative([1e9, 4e9], unit="FLOPs").budget("2.5 GFLOPs")
@@ -171,21 +174,25 @@ class Costs:
             except (TypeError, ValueError, OverflowError) as error:
                 known = "a number, percentage or quantity such as '2.5 GFLOPs'"
                 raise BadInput(f"budget {budget!r} is not {known}") from error
-        match = re.fullmatch(r"\s*([-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?)\s*(\S*)\s*", budget)
+        match = re.fullmatch(rf"\s*(\$?)\s*({NUMBER})\s*(\S*?)\s*(?:(?:/|per)\s*([\d,]+))?\s*", budget)
         if match is None:
-            known = "a number, percentage or quantity: write '50%', '2.5 GFLOPs', '3 ms'"
+            known = "a number, percentage or quantity: write '50%', '2.5 GFLOPs', '3 ms', '$1.20/1000'"
             raise BadInput(f"budget {budget!r} is not {known}")
-        number, unit = float(match[1]), match[2]
+        number, unit = float(match[2]), match[3] or ("USD" if match[1] else "")
+        if match[4]:  # for so many samples
+            number /= max(1, int(match[4].replace(",", "") or 0))
         if unit == "":
             return number
         return number / 100 * self.full if unit == "%" else number * self._in_own_unit(budget, unit)
 
     def _in_own_unit(self, budget: str, unit: str) -> float:
         asked, own = base_unit(unit), base_unit(self.unit)
+        if unit.lower() == self.unit.lower():
+            return 1.0
         if asked is None:
             raise BadInput(
                 f"unknown unit {unit!r} in budget {budget!r}: alight knows %, FLOPs, MACs, s and J with prefixes,"
-                " as in GFLOPs, ms, mJ"
+                f" as in GFLOPs, ms, mJ, and the unit of the costs, {self.unit or 'which they have not'}"
             )
         if own is None:
             raise BadInput(

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from decimal import Decimal
 from html import escape
 
 LARGE = {"": 1.0, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15}
@@ -35,11 +36,13 @@ def quantity(value: float, unit: str) -> str:
 
 
 def number(value: float) -> str:
-    """Return a number in three digits, or whole and with commas from 1,000 up.
+    """Return a number in three digits, or whole and with commas from 1,000 up; small ones without an exponent.
 
-    >>> number(0.20714), number(999.9), number(12345.6)
-    ('0.207', '1,000', '12,346')
+    >>> number(0.20714), number(999.9), number(12345.6), number(0.0000122)
+    ('0.207', '1,000', '12,346', '0.0000122')
     """
+    if 1e-9 <= abs(value) < 1e-4:  # prices of single calls
+        return f"{Decimal(f'{value:.{DIGITS}g}'):f}"
     return f"{value:,.0f}" if abs(value) >= 999.5 else f"{value:.{DIGITS}g}"
 
 

@@ -37,6 +37,7 @@ Integers = npt.NDArray[np.int64]
 
 ORACLE, SINGLE_EXIT = "oracle", "single_exit"  # references beside the methods
 BINS = 15  # of confidence, as usual
+DRAWN = 10_000_000  # counts of kinds of samples that a bootstrap draws at once
 CONFIDENCE = 0.95  # of intervals
 
 
@@ -197,14 +198,19 @@ def _measured(network: Costs, test: HeadOutputs, seed: int, method: str, budget:
     """Return what was measured on the test table, with bootstrap intervals."""
     accuracy, cost = bootstrap(decisions, test.truth(), np.random.default_rng(seed))
     point = Point(method, budget, decisions.accuracy(test.truth()), decisions.mean_cost, *accuracy, *cost)
-    classes = per_class(decisions, test)
-    worst = int(np.argmin(classes.gain))
-    return replace(
+    point = replace(
         point,
         full_cost=network.full,
         unit=network.unit,
         exits=test.exits,
         exit_shares=tuple(decisions.exit_shares.tolist()),
+    )
+    if test.quality is not None:  # answers of any kind have no classes
+        return point
+    classes = per_class(decisions, test)
+    worst = int(np.argmin(classes.gain))
+    return replace(
+        point,
         worst_class=str(classes.classes[worst]),
         worst_class_loss=float(-classes.gain[worst]),
         worst_class_cost=float(classes.mean_cost[worst]),
@@ -468,11 +474,16 @@ def bootstrap(decisions: Decisions, labels: npt.ArrayLike, rng: np.random.Genera
     labels = np.asarray(labels)
     if labels.shape != decisions.predictions.shape:
         raise BadInput(f"labels have shape {labels.shape} for {len(decisions)} decisions: give one each")
-    right = decisions.predictions == labels
+    right = decisions.correct(labels)
     kinds, counts = np.unique(np.stack([right, decisions.spent]), axis=1, return_counts=True)
-    drawn = rng.multinomial(len(decisions), counts / counts.sum(), size=draws) / len(decisions)  # (draws, kinds)
+    means = np.empty((draws, len(kinds)))
+    size = max(1, DRAWN // kinds.shape[1])  # where every call has its own cost, there is a kind for every sample
+    for start in range(0, draws, size):
+        part = means[start : start + size]
+        drawn = rng.multinomial(len(decisions), counts / counts.sum(), size=len(part)) / len(decisions)
+        part[:] = drawn @ kinds.T
     tails = [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2]
-    low, high = np.quantile(drawn @ kinds.T, tails, axis=0).tolist()
+    low, high = np.quantile(means, tails, axis=0).tolist()
     return Bootstrap(*map(Interval, low, high))
 
 
@@ -497,8 +508,8 @@ def per_class(decisions: Decisions, outputs: HeadOutputs) -> Classes:
     return Classes(
         classes=classes,
         samples=samples,
-        accuracy=mean(decisions.predictions == labels),
-        full_accuracy=mean(outputs.predictions[:, -1] == labels),
+        accuracy=mean(decisions.correct(labels)),
+        full_accuracy=mean(outputs.correct()[:, -1]),
         mean_cost=mean(decisions.spent),
         exit_shares=np.stack([mean(decisions.exits == index) for index in range(decisions.num_exits)], axis=1),
     )
@@ -552,16 +563,17 @@ def oracle_within(costs: Costs | npt.ArrayLike, budget: float | str, outputs: He
     """Return the oracle under a budget: samples go on to their cheapest correct exit, the cheapest to help first.
 
     Every such step gains one correct answer, so the best gain per cost is the smallest extra cost, and releasing
-    them in that order is optimal.
+    them in that order is optimal. Where answers are graded, samples go on to their best one, by gain per cost.
     """
     network = as_costs(costs)
-    cumulative, amount = network.cumulative(), network.budget(budget)
-    if amount < cumulative[0]:
-        raise BudgetTooSmall(amount, float(cumulative[0]), network.unit, full=network.full)
+    amount, at_once = network.budget(budget), _decided(network, outputs, np.zeros(len(outputs), dtype=np.int64))
+    if amount < at_once.mean_cost:
+        raise BudgetTooSmall(amount, at_once.mean_cost, network.unit, full=network.full)
     free = oracle(costs, outputs)
-    extra = free.spent - cumulative[0]
-    order = np.argsort(extra, kind="stable")
-    affordable = np.cumsum(extra[order]) <= (amount - cumulative[0]) * len(outputs)
+    extra = free.spent - at_once.spent
+    gains = 1.0 if outputs.quality is None else np.maximum(free.correct() - at_once.correct(), 1e-12)
+    order = np.argsort(extra / gains, kind="stable")
+    affordable = np.cumsum(extra[order]) <= (amount - at_once.mean_cost) * len(outputs)
     released = np.zeros(len(outputs), dtype=bool)
     released[order[affordable]] = True
     return _decided(network, outputs, np.where(released, free.exits, 0))
@@ -569,10 +581,12 @@ def oracle_within(costs: Costs | npt.ArrayLike, budget: float | str, outputs: He
 
 def _decided(network: Costs, outputs: HeadOutputs, exits: np.ndarray) -> Decisions:
     """Return the decisions by which each sample leaves at this exit."""
+    rows, paid = np.arange(len(outputs)), outputs.costs_by(range(outputs.num_exits))
     return Decisions(
-        outputs.predictions[np.arange(len(outputs)), exits],
+        outputs.predictions[rows, exits],
         exits,
-        network.cumulative()[exits],
+        network.cumulative()[exits] if paid is None else paid[rows, exits],
+        quality=None if outputs.quality is None else outputs.quality[rows, exits],
         num_exits=outputs.num_exits,
         labels=outputs.labels,
         unit=network.unit,

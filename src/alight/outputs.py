@@ -20,6 +20,7 @@ Floats = npt.NDArray[np.float64]
 Integers = npt.NDArray[np.int64]
 
 TOP = ("top_classes", "top_log_probabilities")  # columns of the likeliest classes
+LOGGED = ("costs", "quality")  # columns that logs of models have, and recordings of a network have not
 KEPT = 5  # likeliest classes that a recording keeps by default
 ROWS = 1_000_000  # of a sample: rates and risks are then known to 0.0005, one standard error
 
@@ -44,6 +45,8 @@ class HeadOutputs:
     top_log_probabilities: npt.NDArray[np.float16] | None  # theirs
     fingerprint: str  # of the network that said it, "" where it is not known
     exits: tuple[str, ...]  # their names, () where they are not known
+    costs: Floats | None  # (samples, exits), what each call cost, its own; None where every sample costs the same
+    quality: Floats | None  # (samples, exits), of each answer, in 0..1; None where it is right or wrong by its label
 
     def __init__(
         self,
@@ -56,18 +59,24 @@ class HeadOutputs:
         top_log_probabilities: npt.ArrayLike | None = None,
         fingerprint: str = "",
         exits: Sequence[str] = (),
+        costs: npt.ArrayLike | None = None,
+        quality: npt.ArrayLike | None = None,
     ) -> None:
         scores = _table("scores", scores)
         predictions = _integers("predictions", predictions)
         _same_shape("predictions", predictions, "scores", scores)
         tables = {name: _table(f"feature {name!r}", values) for name, values in (features or {}).items()}
-        if taken := tables.keys() & {score, *TOP}:
+        if taken := tables.keys() & {score, *TOP, *LOGGED}:
             raise BadInput(f"a feature is named {min(taken)!r}, like the score itself or another column: rename it")
         for name, values in tables.items():
             _same_shape(f"feature {name!r}", values, "scores", scores)
         truth = None if labels is None else _labels(labels, len(scores))
         arrays: dict[str, np.ndarray | None] = {"scores": scores, "predictions": predictions, "labels": truth}
         arrays |= dict(zip(TOP, _top(top_classes, top_log_probabilities, scores.shape), strict=True))
+        for name, given, most in zip(LOGGED, (costs, quality), (np.inf, 1.0), strict=True):
+            arrays[name] = None if given is None else _logged(name, given, scores, most)
+        if quality is not None and labels is None:
+            raise BadInput("quality without labels: give the index of a right answer as label, or one that none gave")
         names = tuple(map(str, exits))
         if names and len(names) != scores.shape[1]:
             raise BadInput(f"{len(names)} names for {scores.shape[1]} exits: give one name per exit")
@@ -145,9 +154,24 @@ class HeadOutputs:
         """Return what counts as right: the labels, or without them what the last exit says."""
         return self.predictions[:, -1] if self.labels is None else self.labels
 
-    def correct(self) -> npt.NDArray[np.bool_]:
-        """Return where an exit is right, (samples, exits)."""
-        return np.equal(self.predictions, self.truth()[:, None])
+    def correct(self) -> npt.NDArray[Any]:
+        """Return where an exit is right, (samples, exits); the quality of its answers where they are graded."""
+        return np.equal(self.predictions, self.truth()[:, None]) if self.quality is None else self.quality
+
+    def quality_of(self, answers: Integers, exits: Integers) -> Floats | None:
+        """Return the quality of an answer to every sample, given at these exits; None where answers are not graded.
+
+        An answer that was taken over from an earlier exit has the quality that it had there.
+        """
+        if self.quality is None:
+            return None
+        rows, same = np.arange(len(self)), self.predictions == answers[:, None]
+        said_there = same[rows, exits]
+        return self.quality[rows, np.where(said_there, exits, np.argmax(same, axis=1))]
+
+    def costs_by(self, open_exits: Sequence[int]) -> Floats | None:
+        """Return what each sample has cost when it leaves at each open exit, (samples, open exits); None as `costs`."""
+        return None if self.costs is None else np.cumsum(self.costs[:, list(open_exits)], axis=1)
 
     def risks(self) -> Floats:
         """Return the error rate of each exit alone (R-hat); without labels, its disagreement with the last exit."""
@@ -158,7 +182,7 @@ class HeadOutputs:
         if name == self.score:
             return self.scores
         rows = self.rows()
-        columns = {**self.features, **{each: rows[each] for each in TOP if each in rows}}
+        columns = {**self.features, **{each: rows[each] for each in (*TOP, "costs") if each in rows}}
         if name not in columns:
             known = ", ".join([self.score, *columns])
             raise BadInput(f"this table has no {name!r}, only {known}: record it again with {name!r}")
@@ -193,7 +217,7 @@ class HeadOutputs:
 
     def unlabelled(self) -> "HeadOutputs":
         """Return the same table without its labels."""
-        return replace(self, labels=None)
+        return replace(self, labels=None, quality=None)
 
     def with_score(self, name: str) -> "HeadOutputs":
         """Return the same table with another of its features as the score."""
@@ -207,7 +231,7 @@ class HeadOutputs:
         """Return all arrays that have a row for each sample, by their name in a file."""
         arrays = {"scores": self.scores, "predictions": self.predictions}
         arrays |= {f"feature_{name}": values for name, values in self.features.items()}
-        optional = {"labels": self.labels} | {name: getattr(self, name) for name in TOP}
+        optional = {"labels": self.labels} | {name: getattr(self, name) for name in (*TOP, *LOGGED)}
         return arrays | {name: values for name, values in optional.items() if values is not None}
 
     def metadata(self) -> dict[str, np.ndarray]:
@@ -302,6 +326,7 @@ class Decisions:
     labels: Integers | None  # (samples,), the true classes, None where they are not known
     unit: str  # of the costs
     exit_names: tuple[str, ...]  # of all exits of the network; "exit 1", "exit 2", ... where they are not known
+    quality: Floats | None = None  # (samples,), of the answers, where they were graded
 
     def __init__(
         self,
@@ -313,6 +338,7 @@ class Decisions:
         labels: npt.ArrayLike | None = None,
         unit: str = "",
         exit_names: Sequence[str] = (),
+        quality: npt.ArrayLike | None = None,
     ) -> None:
         predictions, exits = _integers("predictions", predictions, axes=1), _integers("exits", exits, axes=1)
         spent = np.asarray(spent, dtype=np.float64)
@@ -329,7 +355,10 @@ class Decisions:
         truth = None if labels is None else _labels(labels, len(predictions))
         arrays = {"predictions": predictions, "exits": exits, "spent": spent, "probabilities": of_class}
         names = display.exit_names(exit_names, count)
-        self.__dict__.update(arrays, labels=truth, num_exits=count, unit=str(unit), exit_names=names)
+        graded = None if quality is None else np.asarray(quality, dtype=np.float64)
+        if graded is not None:
+            _same_shape("quality", graded, "predictions", predictions)
+        self.__dict__.update(arrays, labels=truth, num_exits=count, unit=str(unit), exit_names=names, quality=graded)
 
     @classmethod
     def unchecked(
@@ -381,7 +410,7 @@ class Decisions:
         ]
         if self.labels is None:
             return columns
-        right = np.bincount(self.exits, self.predictions == self.labels, minlength=self.num_exits)
+        right = np.bincount(self.exits, self.correct(), minlength=self.num_exits)
         accuracies = (accuracy_text(each / of) if of else "-" for each, of in zip(right, counts, strict=True))
         return [*columns, ["accuracy", *accuracies]]
 
@@ -396,14 +425,24 @@ class Decisions:
         return np.bincount(self.exits, minlength=self.num_exits) / len(self)
 
     def accuracy(self, labels: npt.ArrayLike | None = None) -> float:
-        """Return the share of samples whose prediction is the label: one of these, or of the data that was decided."""
-        if labels is None and self.labels is None:
+        """Return the share of samples whose prediction is the label, or the mean quality of answers that were graded.
+
+        The labels are these, or those of the data that was decided.
+        """
+        return float(np.mean(self.correct(labels)))
+
+    def correct(self, labels: npt.ArrayLike | None = None) -> npt.NDArray[Any]:
+        """Return which predictions are right, (samples,); the quality of the answers where they were graded."""
+        if self.quality is not None:
+            return self.quality
+        truth = self.labels if labels is None else _labels(labels, len(self))
+        if truth is None:
             raise LabelsNeeded("accuracy")
-        return float(np.mean(self.predictions == (self.labels if labels is None else _labels(labels, len(self)))))
+        return np.equal(self.predictions, truth)
 
     def save(self, path: PathLike) -> None:
         """Write the decisions to an .npz file, whole or not at all."""
-        names = ("predictions", "exits", "spent", "probabilities", "labels")
+        names = ("predictions", "exits", "spent", "probabilities", "labels", "quality")
         arrays = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
         said = {"unit": np.array(self.unit), "exit_names": np.array(self.exit_names)}
         write_arrays(path, "Decisions", {**arrays, **said})
@@ -464,6 +503,16 @@ def _table(what: str, values: npt.ArrayLike) -> Floats:
     if not table.size:
         raise BadInput(f"{what} are empty, shape {table.shape}: record at least one sample and one exit")
     _check_usable(what, np.isfinite(table))
+    return table
+
+
+def _logged(what: str, values: npt.ArrayLike, scores: Floats, most: float) -> Floats:
+    """Return a table beside the scores whose values lie between 0 and the most they can be."""
+    table = _table(what, values)
+    _same_shape(what, table, "scores", scores)
+    if (outside := (table < 0) | (table > most)).any():
+        span = "0 or more" if most == np.inf else f"0 to {most:g}"
+        raise BadInput(f"{what} hold {int(outside.sum())} values such as {table[outside][0]:g}: give {span}")
     return table
 
 

@@ -2,12 +2,13 @@
 
 import json
 import warnings
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from conftest import made_up
 
-from alight import Costs, Decisions, Policy, load_policy, replay
+from alight import Costs, Decisions, HeadOutputs, Policy, load_policy, replay
 from alight.calibrate import METHODS
 from alight.errors import BadInput, BudgetTooSmall, Mismatch
 
@@ -140,8 +141,6 @@ def test_one_sample_is_too_few_to_calibrate(name):
 
 @every_method
 def test_two_scores_in_one_calibration_are_refused(name):
-    from dataclasses import replace
-
     with pytest.raises(Mismatch, match="'margin' and the unlabelled one's 'max_probability'"):
         decide(name, 5.0, LABELLED, replace(UNLABELLED, score="max_probability"))
 
@@ -153,3 +152,50 @@ def test_one_table_given_twice_is_warned_of(name):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         METHODS[name](COSTS, 5.0, LABELLED, UNLABELLED)
+
+
+def with_costs(table: HeadOutputs, seed: int) -> HeadOutputs:
+    """The table with a cost of its own for every call: unsure samples cost more, and some cost much."""
+    rng = np.random.default_rng(seed)
+    hardness = np.clip(1.5 - table.scores.mean(axis=1, keepdims=True), 0.2, 2)
+    return replace(
+        table, costs=np.array([1.0, 2.0, 5.0, 12.0]) * hardness**2 * rng.lognormal(0, 0.7, table.scores.shape)
+    )
+
+
+PRICED = {name: with_costs(table, 7) for name, table in TABLES.items()}
+
+
+@every_method
+@pytest.mark.parametrize("table", PRICED)
+def test_the_budget_is_kept_in_real_costs_on_the_data_that_set_the_thresholds(name, table):
+    priced = PRICED[table]
+    costs = Costs(np.zeros(4), priced.costs.mean(axis=0), unit="USD")
+    for budget in ("20%", "100%") if name in ("genetic", "auto") else ("12%", "20%", "45%", "75%", "100%", "200%"):
+        if costs.budget(budget) >= costs.cumulative()[0]:
+            _, decisions = decide(name, budget, priced, costs=costs)
+            assert decisions.mean_cost <= costs.budget(budget) * (1 + 1e-12)
+
+
+@every_method
+def test_unlabelled_data_with_costs_set_the_thresholds_when_they_are_given(name):
+    unlabelled = with_costs(UNLABELLED, 8)
+    costs = Costs(np.zeros(4), unlabelled.costs.mean(axis=0), unit="USD")
+    _, decisions = decide(name, "60%", PRICED["plain"], unlabelled, costs)
+    assert decisions.mean_cost <= costs.budget("60%")
+
+
+@every_method
+def test_graded_answers_are_taken(name):
+    right = LABELLED.correct().astype(float)
+    _, decisions = decide(name, 5.0, replace(LABELLED, quality=0.2 + 0.6 * right))
+    assert decisions.mean_cost <= 5.0
+    assert 0.2 <= decisions.accuracy() <= 0.8
+
+
+@every_method
+def test_costs_of_calls_and_costs_of_shared_stages_are_not_mixed(name):
+    with pytest.raises(Mismatch, match="the costs have stages that exits share"):
+        decide(name, 5.0, PRICED["plain"])
+    with pytest.raises(Mismatch, match="one table has a cost for every sample and the other has not"):
+        decide(name, 5.0, LABELLED, with_costs(UNLABELLED, 8))

@@ -53,7 +53,8 @@ def test_a_plan_cheaper_than_the_budget_is_not_made_more_expensive(plan):
     rates, costs, total = plan
     counts = quota_counts(rates, costs, float(2 * costs[-1]), total)
     assert (counts * costs).sum() <= total * float(rates @ costs) + costs[-1]
-    assert (np.abs(counts - total * rates) <= len(costs)).all()
+    moves = 1 + np.ptp(costs) / np.diff(costs).min(initial=np.inf)  # between exits of nearly the same cost
+    assert (np.abs(counts - total * rates) <= moves * len(costs)).all()
 
 
 def test_a_budget_below_the_first_exit_is_refused():

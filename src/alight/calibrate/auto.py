@@ -147,7 +147,7 @@ def _tried(
                 del right[name]
                 continue
             decisions = replay(policy, fold)
-            right[name].append((decisions.predictions == truth).astype(np.float64))
+            right[name].append(decisions.correct(truth).astype(np.float64))
             spent[name].append(decisions.spent)
         if not number and right:
             first, best = next(iter(right)), max((parts[0] for parts in right.values()), key=np.mean)

@@ -22,6 +22,7 @@ from functools import lru_cache, partial
 from typing import Any, Literal
 
 import numpy as np
+import numpy.typing as npt
 
 from alight.budgeting.bounds import (
     betting_p_value,
@@ -38,11 +39,12 @@ from alight.budgeting.bounds import (
 from alight.budgeting.rates import Floats, tilted_rates
 from alight.budgeting.thresholds import SALTS, passing_counts, survivor_thresholds
 from alight.calibrate.problem import AnyCosts, Budget, Method, check_tables
-from alight.costs import Costs, as_costs
+from alight.costs import Amount, Costs, as_costs
 from alight.display import percent, quantity
 from alight.errors import BadInput, ShiftWarning
 from alight.outputs import HeadOutputs
 from alight.policies.limits import Quota
+from alight.policies.metered import meter
 from alight.policies.paced import Paced
 from alight.policies.policy import Certificate, ExitAt, Mixture, Patience, Policy, Streak, Threshold
 from alight.policies.route import replay
@@ -60,25 +62,33 @@ P_VALUES: dict[str, Callable[[Floats, float, float], float]] = {
 }
 
 
-def certified_mean(method: Method, *, seed: int | None = None) -> Method:
+def certified_mean(method: Method, *, seed: int | None = None, max_costs: npt.ArrayLike | None = None) -> Method:
     """Return the method with a guarantee: a new sample costs at most the budget on average.
 
-    The average is over calibration data, sample and salt; `seed` fixes the salt, and how the data are split.
+    The average is over calibration data, sample and salt; `seed` fixes the salt, and how the data are split. For tables
+    in which every call has its own cost, `max_costs` is the most that a call of each member can cost.
 
     >>> from alight import calibrate, recordings
     >>> labelled, test, costs = recordings.load()
     >>> certified_mean(calibrate.eero)(costs, "50%", labelled).certificate.contract
     'mean'
     """
-    return _certified(method, seed, partial(certify_cost, contract=CostContract("mean")))
+    contract = CostContract("mean", max_costs=max_costs)
+    return _certified(method, seed, partial(certify_cost, contract=contract), contract)
 
 
 def certified_probability(
-    method: Method, *, delta: float = 0.05, bound: Bound = "betting", seed: int | None = None
+    method: Method,
+    *,
+    delta: float = 0.05,
+    bound: Bound = "betting",
+    seed: int | None = None,
+    max_costs: npt.ArrayLike | None = None,
 ) -> Method:
     """Return the method with a guarantee: with probability 1 - delta over the data, the mean cost is within the budget.
 
-    `bound` tests policies that plan no exit rates. `seed` fixes the salt, and how the data are split.
+    `bound` tests policies that plan no exit rates. `seed` fixes the salt, and how the data are split. For tables in
+    which every call has its own cost, `max_costs` is the most that a call of each member can cost.
 
     >>> from alight import calibrate, recordings
     >>> labelled, test, costs = recordings.load()
@@ -90,13 +100,16 @@ def certified_probability(
     """
     check_delta(delta)
     check_bound(bound)
-    return _certified(method, seed, partial(certify_cost, contract=CostContract("probability", delta, bound)))
+    contract = CostContract("probability", delta, bound, max_costs)
+    return _certified(method, seed, partial(certify_cost, contract=contract), contract)
 
 
-def certified_batch(method: Method) -> Method:
+def certified_batch(method: Method, *, max_costs: npt.ArrayLike | None = None) -> Method:
     """Return the method with a guarantee: every batch costs at most its size times the budget, whatever it holds.
 
-    Exits get the shares that the method plans, or those that its policy has on the data that set its thresholds.
+    Exits get the shares that the method plans, or those that its policy has on the data that set its thresholds. For
+    tables in which every call has its own cost, `max_costs` is the most that a call of each member can cost: the policy
+    is then a `Metered` one.
 
     >>> from alight import calibrate, recordings
     >>> labelled, test, costs = recordings.load()
@@ -109,6 +122,8 @@ def certified_batch(method: Method) -> Method:
     ) -> Policy:
         _check_given(budget, labelled, unlabelled)
         policy, network = method(costs, budget, labelled, unlabelled, **options), as_costs(costs)
+        if labelled.costs is not None:
+            return metered(policy, network, labelled, max_costs, "batch")
         if policy.costs[-1] <= budget_of(policy):
             return _always_kept(policy, network, "batch")
         rates = policy.exit_rates or _shares(policy, labelled if unlabelled is None else unlabelled)
@@ -121,19 +136,27 @@ def certified_batch(method: Method) -> Method:
 
 
 def certified_stream(
-    method: Method, *, alarm_rate: float = 0.01, horizon: int = 100_000, seed: int | None = None
+    method: Method,
+    *,
+    alarm_rate: float = 0.01,
+    horizon: int = 100_000,
+    seed: int | None = None,
+    max_costs: npt.ArrayLike | None = None,
 ) -> Method:
     """Return the method with a guarantee: at every moment, t samples have cost at most t times the budget and one more.
 
     An alarm is raised when samples become more expensive, and with probability `alarm_rate` at most within `horizon`
-    samples like the calibration's. `seed` fixes the salt, and how the data are split.
+    samples like the calibration's. `seed` fixes the salt, and how the data are split. For tables in which every call
+    has its own cost, `max_costs` is the most that a call of each member can cost: the policy is then a `Metered` one,
+    which has no alarm.
 
     >>> from alight import calibrate, recordings
     >>> labelled, test, costs = recordings.load()
     >>> type(certified_stream(calibrate.eero)(costs, "50%", labelled)).__name__
     'Paced'
     """
-    return _certified(method, seed, partial(_as_paced, alarm_rate=alarm_rate, horizon=horizon, seed=seed or 0))
+    options: dict[str, Any] = {"alarm_rate": alarm_rate, "horizon": horizon, "seed": seed or 0, "max_costs": max_costs}
+    return _certified(method, seed, partial(_as_paced, **options))
 
 
 CONTRACTS: dict[str, Callable[..., Method]] = {
@@ -144,7 +167,7 @@ CONTRACTS: dict[str, Callable[..., Method]] = {
 }
 
 
-def _certified(method: Method, seed: int | None, certify: Certify) -> Method:
+def _certified(method: Method, seed: int | None, certify: Certify, contract: "CostContract | None" = None) -> Method:
     """Return the method, fitted on one part of the data and certified on the other."""
     if seed is not None and seed < 0:
         raise BadInput(f"seed {seed} must be a whole number >= 0, or None for a random salt")
@@ -160,7 +183,12 @@ def _certified(method: Method, seed: int | None, certify: Certify) -> Method:
         else:  # betting goes through the samples in order, and recordings are often sorted
             fitting, certifying = labelled, unlabelled.take(rng.permutation(len(unlabelled)))
         calibrating, deployed, _ = drawn_salts(seed)
-        policy = replace(method(costs, budget, fitting, **options), salt=calibrating)
+        aim: Budget = budget
+        if contract is not None and fitting.costs is not None:
+            aim = spend_to_aim_at(as_costs(costs), budget, fitting, len(certifying), contract)
+        policy = replace(method(costs, aim, fitting, **options), salt=calibrating)
+        if aim is not budget:
+            policy = replace(policy, budget=as_costs(costs).budget(budget))
         policy.check(certifying)
         made = replace(certify(policy, as_costs(costs), fitting, certifying), salt=deployed)
         return made if unlabelled is None else _with_shift(made, diagnose_shift(labelled, unlabelled, [policy]))
@@ -207,6 +235,7 @@ class CostContract:
     name: Literal["mean", "probability"]
     delta: float = 0.05
     bound: Bound = "betting"
+    max_costs: npt.ArrayLike | None = None  # of a call of each member, where every call has its own cost
 
     def certificate(self, allowed: str, samples: int, numbers: Numbers) -> Certificate:
         """Return what is guaranteed when so much is allowed, by so many samples."""
@@ -221,6 +250,8 @@ def certify_cost(
     policy: Policy, network: Costs, fitting: HeadOutputs, certifying: HeadOutputs, contract: CostContract
 ) -> Policy:
     """Return the policy, made cheaper or more expensive until its cost can be guaranteed."""
+    if certifying.costs is not None:
+        return certify_random_costs(policy, network, fitting, certifying, contract)
     if policy.costs[-1] <= budget_of(policy):
         return _always_kept(policy, network, contract.name)
     if isinstance(policy, Threshold) and policy.exit_rates and policy.settings.get("thresholds") != "marginal":
@@ -236,8 +267,11 @@ def _as_paced(
     alarm_rate: float,
     horizon: int,
     seed: int,
+    max_costs: npt.ArrayLike | None,
 ) -> Policy:
     """Return the shares of the policy, kept along a stream."""
+    if certifying.costs is not None:
+        return metered(policy, network, certifying, max_costs, "stream")
     if policy.costs[-1] <= budget_of(policy):
         return _always_kept(policy, network, "stream")
     table, costs, samples = policy.view(certifying), np.array(policy.costs), len(certifying)
@@ -489,3 +523,119 @@ def _patience(policy: Patience, length: float) -> Policy:
     whole = math.floor(length)
     terms = policy.terms() | {"settings": {"patience": whole, "share of next": length - whole}}
     return Mixture(replace(policy, patience=whole + 1), replace(policy, patience=whole), length - whole, **terms)
+
+
+def certify_random_costs(
+    policy: Policy, network: Costs, fitting: HeadOutputs, certifying: HeadOutputs, contract: CostContract
+) -> Policy:
+    """Return the most expensive member of a nested family that can be certified when every call has its own cost.
+
+    The law of exit shares says nothing about such costs. But a sample's spend never rises with the level of the family,
+    and lies between 0 and the most M that all calls of a request can cost, so two bounds hold for any distribution of
+    costs, heavy tails and costs that depend on the request included. For the mean, conformal risk control: (sum of the
+    n spends + M) / (n + 1) <= budget implies E[spend of a new sample] <= budget; a calibration that is refused spends
+    nothing and counts so. For a probability, the betting test of the mean of spend / M, level after level up to the
+    first that fails: the cheapest, then from where the table that fitted the policy spends half of the budget. Both
+    need M: the largest cost seen is not a bound.
+    """
+    caps = most_per_call(certifying, contract.max_costs, network.unit)[list(policy.open_exits)]
+    most, budget, samples = float(caps.sum()), budget_of(policy), len(certifying)
+    if most <= budget:
+        guarantee = (
+            f"Guaranteed for every sample: cost <= {quantity(most, policy.unit)}, the most that its calls can cost."
+        )
+        return certified(policy, Certificate(contract.name, guarantee, "", {"budget": budget, "most per sample": most}))
+    reference, levels = policy.view(fitting).scores, np.linspace(1, -1, LEVELS)
+
+    def spent(index: int, table: HeadOutputs = certifying) -> Floats:
+        return replay(lowered(policy, float(levels[index]), reference), table).spent
+
+    numbers: Numbers = {"budget": budget, "samples": samples, "most per sample": most}
+    if contract.name == "mean":
+        accepted = largest(-1, LEVELS - 1, lambda index: (spent(index).sum() + most) / (samples + 1) <= budget)
+        basis = "conformal risk control"
+    else:
+        test, accepted, delta = P_VALUES[contract.bound], -1, contract.delta
+        half = largest(0, LEVELS - 1, lambda index: float(spent(index, fitting).mean()) <= budget / 2)
+        for index in dict.fromkeys([0, *range(half, LEVELS)]):  # an order that the certifying table has no part in
+            if test(spent(index) / most, budget / most, delta) > delta:
+                break
+            accepted = index
+        numbers |= {"delta": contract.delta, "bound": contract.bound}
+        basis = f"fixed-sequence testing, {contract.bound.replace('_', '-')} bound"
+    if accepted < 0:
+        first = policy.exit_names[policy.open_exits[0]]
+        raise BadInput(
+            f"{samples:,} samples cannot certify a mean cost <= {allowed_by(policy, network)}, not even if {first}"
+            f" answers all requests (mean {quantity(float(spent(0).mean()), policy.unit)}, at most"
+            f" {quantity(most, policy.unit)} per request): raise the budget, lower max_costs, or log more requests"
+        )
+    member = replace(lowered(policy, float(levels[accepted]), reference), budget=budget)
+    numbers |= {"level": float(levels[accepted]), "mean cost": float(spent(accepted).mean()), "basis": basis}
+    certificate = contract.certificate(allowed_by(policy, network), samples, numbers)
+    bounded = f"Assumes that no request costs more than {quantity(most, policy.unit)}."
+    return certified(member, replace(certificate, assumption=f"{certificate.assumption} {bounded}"))
+
+
+def spend_to_aim_at(
+    network: Costs, budget: Budget, fitting: HeadOutputs, samples: int, contract: CostContract
+) -> float:
+    """Return the spend that so many samples can about certify, which a method is best fitted for.
+
+    The budget less the width of Bernstein's inequality, as if the most expensive member answered a share of the
+    requests. It only says where a family begins: what is certified, and may be more, is tested.
+    """
+    assert fitting.costs is not None
+    most, amount = float(most_per_call(fitting, contract.max_costs, network.unit).max()), network.budget(budget)
+    means, squares = fitting.costs.mean(axis=0), (fitting.costs**2).mean(axis=0)
+    variance = float(squares.max()) * min(1.0, amount / float(means.max()))
+    strength = math.log(1 / contract.delta) / samples
+    margin = math.sqrt(2 * strength * variance) + most * strength / 3
+    return Amount(max(amount - margin, min(amount, 1.1 * float(means.min()))))
+
+
+def metered(
+    policy: Policy,
+    network: Costs,
+    table: HeadOutputs,
+    max_costs: npt.ArrayLike | None,
+    contract: Literal["batch", "stream"],
+) -> Policy:
+    """Return the policy under a meter of real costs, which keeps a batch or a stream within the budget.
+
+    Nothing is assumed about requests: before every call that is not a request's first, the most that it can cost must
+    be left of what the budget allows.
+    """
+    caps = most_per_call(table, max_costs, network.unit)[list(policy.open_exits)]
+    made = meter(policy, caps.tolist(), per_batch=contract == "batch")
+    allowed, most = allowed_by(policy, network), quantity(float(caps.sum()), policy.unit)
+    if contract == "batch":
+        guarantee = f"Guaranteed for every batch: mean cost <= {allowed}."
+    else:
+        guarantee = f"Guaranteed at every moment: t requests cost <= t x {allowed} + {most}."
+    numbers: Numbers = {
+        "budget": budget_of(policy),
+        "ahead at most": made.overdraft,
+        "basis": "counting of what was spent",
+    }
+    assumption = "No assumption on requests; assumes that no call costs more than its max_costs."
+    return certified(made, Certificate(contract, guarantee, assumption, numbers))
+
+
+def most_per_call(table: HeadOutputs, max_costs: npt.ArrayLike | None, unit: str) -> Floats:
+    """Return the most that a call of each member can cost, once it is given and no call in the table has cost more."""
+    assert table.costs is not None
+    if max_costs is None:
+        raise BadInput(
+            "every call in this table has its own cost, so a guarantee needs the most that a call of each member can"
+            f" cost (most tokens x price): give max_costs=[...], {table.num_exits} numbers; the largest cost seen is"
+            " not a bound"
+        )
+    caps = np.asarray(max_costs, dtype=np.float64)
+    if caps.shape != (table.num_exits,) or not np.isfinite(caps).all() or (caps <= 0).any():
+        raise BadInput(f"max_costs {caps.tolist()}: give a positive number for each of the {table.num_exits} members")
+    if (above := table.costs.max(axis=0) > caps).any():
+        index = int(np.argmax(above))
+        cost, cap = (quantity(float(each[index]), unit) for each in (table.costs.max(axis=0), caps))
+        raise BadInput(f"a call of {table.exit_names[index]} cost {cost}, above its max_costs of {cap}: raise that")
+    return caps

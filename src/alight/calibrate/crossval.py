@@ -1,5 +1,6 @@
 """A labelled table sorted once, so that plans of exit rates are tried out fast."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -26,23 +27,26 @@ class Ranked:
         hashes = hash01(np.arange(len(outputs)))
         self.order = [np.lexsort((-hashes, column)) for column in outputs.scores.T]  # per exit, (samples,)
         self.correct = np.ascontiguousarray(outputs.correct().T)  # (exits, samples)
+        self._total: Any = (
+            np.count_nonzero if self.correct.dtype == bool else np.sum
+        )  # the first is several times faster
 
     def __len__(self) -> int:
         return self.correct.shape[1]
 
     def accuracy(self, exit_rates: Floats) -> float:
         """Return the accuracy that `replay` gives when survivor thresholds on this very table meet these rates."""
-        waiting, right = np.ones(len(self), dtype=bool), 0
+        waiting, right = np.ones(len(self), dtype=bool), 0.0
         for exit_index, count in enumerate(passing_counts(exit_rates, len(self)).tolist()):
             if exit_rates[exit_index] <= 0 and count:  # nobody leaves
                 continue
             order = self.order[exit_index]
             leaving = order.compress(waiting.take(order))[max(count - 1, 0) :]
-            right += int(np.count_nonzero(self.correct[exit_index].take(leaving)))
+            right += float(self._total(self.correct[exit_index].take(leaving)))
             waiting[leaving] = False
             if count <= 1:  # nobody passes
                 return right / len(self)
-        return (right + np.count_nonzero(self.correct[-1] & waiting)) / len(self)
+        return (right + float(self._total(self.correct[-1] * waiting))) / len(self)
 
 
 def folds(num_samples: int, count: int, purpose: int = 0) -> list[Integers]:
@@ -118,14 +122,17 @@ def kept_exits(method: Method, costs: AnyCosts, budget: Budget, labelled: HeadOu
     amount = network.budget(budget)
 
     def accuracy(opened: tuple[int, ...]) -> float:
-        return float(held_out(on_exits(method, opened), network, amount, labelled, FOLDS)[0].mean())
+        try:
+            return float(held_out(on_exits(method, opened), network, amount, labelled, FOLDS)[0].mean())
+        except BudgetTooSmall:  # where every call has its own cost, the first exit may be too expensive in a fold
+            return -math.inf
 
     opened = affordable_exits(network, amount)
     best = accuracy(opened)
     while len(opened) > 1:
         fewer = [tuple(index for index in opened if index != closed) for closed in opened]
         accuracies = {each: accuracy(each) for each in fewer if network.cumulative(each)[0] <= amount}
-        if not accuracies or max(accuracies.values()) < best:
+        if not accuracies or max(accuracies.values()) < max(best, 0.0):
             break
         opened = max(accuracies, key=lambda each: accuracies[each])
         best = accuracies[opened]
@@ -153,7 +160,7 @@ def held_out(
     for rest, part in held_out_parts(len(labelled), count):
         fold = labelled.take(part)
         decisions = replay(method(costs, budget, labelled.take(rest), fold.unlabelled()), fold)
-        right[part], spent[part] = decisions.predictions == truth[part], decisions.spent
+        right[part], spent[part] = decisions.correct(truth[part]), decisions.spent
     return right, spent
 
 

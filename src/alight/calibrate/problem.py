@@ -2,14 +2,14 @@
 
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, Self
 
 import numpy as np
 import numpy.typing as npt
 
 from alight.budgeting.bounds import Plan, exact_plan, exact_ranks
-from alight.budgeting.rates import Floats
+from alight.budgeting.rates import Floats, tilted_rates
 from alight.budgeting.thresholds import Slack, hash01, marginal_ranks, survivor_thresholds, thresholds_at_ranks
 from alight.costs import Costs, as_costs
 from alight.errors import BadInput, BudgetTooSmall, Mismatch
@@ -21,6 +21,7 @@ AnyCosts = Costs | npt.ArrayLike
 Budget = float | str
 AnySlack = Slack | Literal["exact"]
 Settings = dict[str, float | str]
+HALVINGS = 10  # of the range of planned costs, until a plan spends what it says though calls differ in cost
 Method = Callable[..., Policy]  # (costs, budget, labelled, unlabelled=None, *, ...): a policy for the budget
 
 
@@ -41,6 +42,7 @@ class Problem:
     labelled: HeadOutputs  # gives risks and accuracies
     scored: HeadOutputs  # gives thresholds: the unlabelled table, or the labelled one where there is no other
     method: str
+    full_cost: float  # of the full network, which percentages refer to
 
     @classmethod
     def of(
@@ -68,16 +70,21 @@ class Problem:
                 f"the labelled table's score is {labelled.score!r} and the unlabelled one's {scored.score!r}:"
                 " record both with one score"
             )
+        if (scored.costs is None) != (labelled.costs is None):
+            raise Mismatch(
+                "one table has a cost for every sample and the other has not: give both or neither with costs"
+            )
         if scored.fingerprint != labelled.fingerprint:
             raise Mismatch(
                 f"the labelled table is of the network {labelled.fingerprint or 'unknown'} and the unlabelled one of"
                 f" {scored.fingerprint or 'unknown'}: record both with one network"
             )
-        amount = network.budget(budget)
+        amount, full = network.budget(budget), network.full
+        network = costs_in(scored, network)
         cheapest = float(network.alone.min() if closes_exits else network.cumulative()[0])
         if amount < cheapest:
-            raise BudgetTooSmall(amount, cheapest, network.unit, full=network.full)
-        return cls(network, amount, labelled, scored, method)
+            raise BudgetTooSmall(amount, cheapest, network.unit, full=full)
+        return cls(network, amount, labelled, scored, method, full)
 
     @property
     def costs(self) -> Floats:
@@ -109,7 +116,7 @@ class Problem:
             "score": self.scored.score,
             "fingerprint": self.labelled.fingerprint,
             "exits": self.labelled.exits or self.scored.exits,
-            "full_cost": self.network.full,
+            "full_cost": self.full_cost,
             "method": self.method,
             "settings": dict(settings or {}) | ({"truth": "the last exit"} if self.labelled.labels is None else {}),
             "exit_rates": () if exit_rates is None else exit_rates,
@@ -127,21 +134,64 @@ class Problem:
         """Return the policy that meets planned rates by thresholds on the samples still waiting at each exit."""
         costs = self.network.cumulative(open_exits)
         if slack == "exact":
+            self._check_law()
             rates, padding = exact_plan(plan, costs, self.budget, len(self.scored), delta), None
         else:
             rates, padding = plan(self.budget), slack
         scores = self.scored.scores if open_exits is None else self.scored.scores[:, list(open_exits)]
-        terms = self.terms(open_exits, {**(settings or {}), **_named(slack, delta)}, rates)
-        return Threshold(**survivor_thresholds(scores, rates, padding).fields(), **terms)
+        named = {**(settings or {}), **_named(slack, delta)}
+
+        def meeting(rates: Floats) -> Threshold:
+            terms = self.terms(open_exits, named, rates)
+            return Threshold(**survivor_thresholds(scores, rates, padding).fields(), **terms)
+
+        return self._spending_as_planned(meeting, rates, costs)
 
     def marginal_policy(
         self, plan: Plan, *, slack: AnySlack = "paper", delta: float = 0.05, settings: Settings | None = None
     ) -> Threshold:
         """Return the policy that meets planned rates by thresholds on all samples at each exit (the paper)."""
         rates, samples = plan(self.budget), len(self.scored)
-        ranks = exact_ranks(rates, samples, delta) if slack == "exact" else marginal_ranks(rates, samples, slack)
         named = {**(settings or {}), **_named(slack, delta), "thresholds": "marginal"}
-        return Threshold(**thresholds_at_ranks(self.scored.scores, ranks).fields(), **self.terms(None, named, rates))
+        if slack == "exact":
+            self._check_law()
+
+        def meeting(rates: Floats) -> Threshold:
+            ranks = exact_ranks(rates, samples, delta) if slack == "exact" else marginal_ranks(rates, samples, slack)
+            thresholds = thresholds_at_ranks(self.scored.scores, ranks)
+            return Threshold(**thresholds.fields(), **self.terms(None, named, rates))
+
+        return self._spending_as_planned(meeting, rates, self.costs, at_most=float(rates @ self.costs))
+
+    def _spending_as_planned(
+        self, meeting: Callable[[Floats], Threshold], rates: Floats, costs: Floats, at_most: float = np.inf
+    ) -> Threshold:
+        """Return the policy that meets planned rates; where calls differ in cost, the one that spends what they plan.
+
+        Hard requests often cost more, so that rates times mean costs is not what is spent. The rates are then tilted
+        until the spend on the scored table is as planned; they are no more the policy's, whose cost they do not give.
+        `at_most` is what the tilted rates may plan, for rules that leave some of their plan unused on purpose.
+        """
+        if self.scored.costs is None:
+            return meeting(rates)
+        planned, reached = float(rates @ costs), costs[rates > 0]
+        low, high = float(reached[0]), min(float(reached[-1]), at_most)
+        policy = meeting(tilted_rates(rates, costs, low))  # all leave at one exit, within the plan
+        for _ in range(HALVINGS):
+            middle = low + (high - low) / 2
+            tried = meeting(tilted_rates(rates, costs, middle))
+            if self.spends(tried) <= planned:
+                low, policy = middle, tried
+            else:
+                high = middle
+        return replace(policy, exit_rates=())
+
+    def _check_law(self) -> None:
+        if self.scored.costs is not None:
+            raise BadInput(
+                "slack 'exact' knows the law of exit shares, not that of costs which differ from request to request:"
+                " certify the method with certified_mean or certified_probability and max_costs"
+            )
 
     def mixture(self, cheaper: Policy, costlier: Policy | None = None) -> Policy:
         """Return the mixture with the largest share of the costlier policy that keeps the budget on the scored table.
@@ -157,6 +207,23 @@ class Problem:
         share = float(hashes[order[np.argmax(exceeds)]]) if exceeds.any() else 1.0  # below the first that is too much
         settings = dict(cheaper.settings) | {"share of next": share}
         return Mixture(costlier, cheaper, share, **self.terms(settings=settings))
+
+
+def costs_in(table: HeadOutputs, network: Costs) -> Costs:
+    """Return the mean costs of the calls in a table that has them, else the network's.
+
+    >>> table = HeadOutputs([[0.1, 0.2]] * 2, [[0, 1]] * 2, costs=[[1.0, 4.0], [2.0, 6.0]])
+    >>> costs_in(table, Costs([0, 0], [1, 4], unit="USD")).cumulative()
+    array([1.5, 6.5])
+    """
+    if table.costs is None:
+        return network
+    if network.stages.any():
+        raise Mismatch(
+            "the table has a cost for every sample and exit, and the costs have stages that exits share: give the costs"
+            " that read_log returns, or Costs(stages=[0, ...], heads=[...]) with the mean cost of each member"
+        )
+    return Costs(np.zeros(table.num_exits), table.costs.mean(axis=0), network.unit)
 
 
 def check_tables(network: Costs, labelled: HeadOutputs, unlabelled: HeadOutputs | None) -> None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
+import numpy.typing as npt
 
 from alight.budgeting.bounds import check_delta, largest, smallest_sample
 from alight.calibrate.cost_guarantees import (
@@ -25,7 +26,7 @@ from alight.calibrate.cost_guarantees import (
 from alight.calibrate.problem import AnyCosts, Budget, Method
 from alight.costs import Costs, as_costs
 from alight.display import percent
-from alight.errors import BadInput, LabelsNeeded
+from alight.errors import BadInput, BudgetTooSmall, LabelsNeeded
 from alight.outputs import HeadOutputs
 from alight.policies.policy import Certificate, ExitAt, Policy
 from alight.policies.route import replay
@@ -51,6 +52,7 @@ def certified_risk(
     cost: Literal["probability"] | None = None,
     bound: Bound = "betting",
     seed: int | None = None,
+    max_costs: npt.ArrayLike | None = None,
 ) -> Method:
     """Return the method with a guarantee: with probability 1 - delta over the data, the risk is at most alpha.
 
@@ -60,7 +62,7 @@ def certified_risk(
     when the risk passes its test, which expensive calibrations do more often.
 
     delta counts all calibrations, also those for which no policy can be certified and an error is raised: among the
-    certificates that are issued, a larger share may fail.
+    certificates that are issued, a larger share may fail. `max_costs` as in `certified_probability`, with a budget.
 
     >>> from alight import calibrate, recordings
     >>> labelled, test, costs = recordings.load()
@@ -105,7 +107,10 @@ def certified_risk(
             return replace(_cheapest(fit, network, *labelled.split(0.5, rng), whole), salt=deployed)
         fitting, rest = labelled.split(1 / 3, rng)
         certifying, testing = rest.split(0.5, rng)
-        contract, test = CostContract("probability", delta / 2, bound), _RiskTest(risk, alpha, delta / 2, bound)
+        contract, test = (
+            CostContract("probability", delta / 2, bound, max_costs),
+            _RiskTest(risk, alpha, delta / 2, bound),
+        )
         policy = certify_cost(fit(budget, fitting), network, fitting, certifying, contract)
         policy = replace(policy, salt=testing_salt)  # else its ties were drawn like those that set its thresholds
         return replace(_with_risk(policy, network, testing, test), salt=deployed)
@@ -132,12 +137,16 @@ class _RiskTest:
 
         `where` names the policy in the error that is raised if it is not.
         """
-        decided, last = replay(policy, testing).predictions, testing.predictions[:, -1]
-        truth = last if self.risk == "disagreement" else testing.labels
-        losses, limit, best = (decided != truth).astype(np.float64), self.alpha, 0.0
+        decisions, last = replay(policy, testing), testing.predictions[:, -1]
+        if self.risk == "disagreement":
+            losses = (decisions.predictions != last).astype(np.float64)
+        else:
+            losses = 1.0 - decisions.correct()
+        limit, best = self.alpha, 0.0
         observed = float(losses.mean())
         if self.risk == "excess_error":  # paired differences in [-1, 1], moved to [0, 1]
-            losses, limit, best = (losses - (last != truth) + 1) / 2, (1 + self.alpha) / 2, 0.5
+            losses = (losses - (1.0 - testing.correct()[:, -1]) + 1) / 2
+            limit, best = (1 + self.alpha) / 2, 0.5
             observed = float(2 * losses.mean() - 1)
         test = P_VALUES[self.bound]
         certified = test(losses, limit, self.delta) <= self.delta
@@ -208,7 +217,10 @@ def _cheapest(fit: Fit, network: Costs, fitting: HeadOutputs, testing: HeadOutpu
     _, observed = test.observe(full, testing, where="of the full network")
     accepted: list[tuple[float, Policy, float]] = [(network.full, full, observed)]  # mean cost, policy, risk
     for amount in np.linspace(network.cumulative()[-1], network.cumulative()[0], BUDGETS):
-        policy = fit(float(amount), fitting)
+        try:
+            policy = fit(float(amount), fitting)
+        except BudgetTooSmall:  # the calls of these samples cost a little more than on average
+            break
         is_certified, observed = test.observe(policy, testing)
         if not is_certified:
             break

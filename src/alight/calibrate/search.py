@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from itertools import combinations
 from operator import index
 
@@ -31,6 +31,7 @@ CONDITIONAL_ROUNDS, DAMPING = 10, 0.5  # of the fixed point, and how much of the
 FALSE_ALARM = 1e-3  # probability that scores which tell nothing change EERO's risks
 LEAST_LEAVING = 10  # samples at an exit for a risk among them
 TEMPERATURES = (0.02, 0.04, 0.08, 0.15, 0.3, 0.6, 1.0, 3.0)
+MEMBERS, WARM = 3, (0.04, 0.3, 1.0)  # of a cascade that a first plan opens at most, and its temperatures
 ROUNDS, STEPS = 2, 250  # pairs of halves, and moves tried on each half
 WIDEST = 0.05  # share of samples that the first exchanges move; later ones fewer
 CLOSINGS = 0.03  # share of moves that close an exit
@@ -188,7 +189,21 @@ def _starts(problem: Problem, opened: tuple[int, ...]) -> list[_OpenPlan]:
         for spend_all in (False, True)
     ]
     starts += [geometric_rates(costs, problem.budget), gaussian_rates(costs, problem.budget)]
-    return [_opened(problem, opened, rates) for rates in starts]
+    plans = [_opened(problem, opened, rates) for rates in starts]
+    return plans if problem.network.stages.any() else [*plans, *_few_members(problem)]
+
+
+def _few_members(problem: Problem) -> list[_OpenPlan]:
+    """Return plans of a cascade that call up to three of its members: those left out cost nothing, so many pay."""
+    plans = []
+    for size in range(1, min(MEMBERS, len(problem.network)) + 1):
+        for opened in combinations(range(len(problem.network)), size):
+            if _affordable(problem, opened):
+                costs, risks = problem.network.cumulative(opened), problem.labelled.risks()[list(opened)]
+                weights = partial(exponential_weights, risks, costs, problem.budget, spend_all=True)
+                rates = [geometric_rates(costs, problem.budget), *(weights(temperature=each) for each in WARM)]
+                plans += [_opened(problem, opened, each) for each in rates]
+    return plans
 
 
 def _climb(

@@ -57,8 +57,9 @@ def kind_of(path: str) -> Kind | None:
         return _stated_in_arrays(place)
     if place.suffix == ".json":
         return _stated_in_json(place)
-    if place.suffix == ".csv" and place.open(errors="replace").readline().startswith("method,budget,"):
-        return "points"
+    if place.suffix == ".csv":
+        with place.open(errors="replace") as file:
+            return "points" if file.readline().startswith("method,budget,") else "data"
     return "data"
 
 

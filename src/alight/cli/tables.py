@@ -1,4 +1,4 @@
-"""Commands on recorded outputs, which need no network: calibrate, sweep, report, benchmark."""
+"""Commands on recorded outputs and logs, which need no network: calibrate, sweep, report, benchmark."""
 
 import argparse
 import sys
@@ -29,6 +29,17 @@ from alight.cli.arguments import (
 )
 from alight.cli.command import Argument, Command, CommandResult, argument
 from alight.cli.kinds import check_order
+from alight.cli.logs import (
+    LOG_OPTIONS,
+    MAX_COSTS,
+    WITHOUT_MOST,
+    beside_the_largest,
+    halves,
+    is_log,
+    log_budgets,
+    read_logged,
+    reported_points,
+)
 from alight.costs import Costs, as_costs
 from alight.errors import AlightError, BadInput
 from alight.evaluation import comparison_table, read_points, sweep, write_points
@@ -76,24 +87,36 @@ def run_calibrate(options: argparse.Namespace) -> CommandResult:
     if options.output:
         policy.save(options.output)
     text = str(policy) if policy.certificate else f"{policy}\n{guaranteed_by(policy)}"
+    if is_log(options.labelled):
+        lines = [str(policy), "", *beside_the_largest(policy, read_logged(options))]
+        text = "\n".join(lines if policy.certificate else [*lines, WITHOUT_MOST])
     return CommandResult(text, {"path": options.output, "policy": policy.to_dict()})
 
 
 def run_sweep(options: argparse.Namespace) -> CommandResult:
     """Compare methods over budgets on test data."""
     check_distinct(options.output, options.report, options.costs)
-    check_order(options, {"labelled": "table", "test": "table", "--costs": "costs"})
+    logged = is_log(options.labelled)
+    if logged and options.test:
+        raise BadInput("one half of a log tests what the other calibrates: give one log alone")
+    if not logged:
+        check_order(options, {"labelled": "table", "test": "table", "--costs": "costs"})
+        if not options.test or not options.costs:
+            raise BadInput("a sweep needs test data and costs: give recorded outputs of test data, and --costs FILE")
     if options.images and not options.report:
         raise BadInput("--images are shown in a report: give --report FILE, too")
     for path in (options.labelled, options.unlabelled, options.test, options.images):
         check_distinct(path, options.output, options.report)
-    tables = dict(zip(TABLES, _tables(options, *TABLES), strict=True))
-    costs = _costs(options.costs)
+    if logged:
+        log = read_logged(options)
+        tables, costs = halves(log, options.seed), log.costs
+    else:
+        tables, costs = dict(zip(TABLES, _tables(options, *TABLES), strict=True)), _costs(options.costs)
     chosen, guarantees = {name: _combined(calibrate.METHODS[name], options) for name in options.methods}, []
     if options.contract:
         chosen = {name: _certified(method, options.contract, options) for name, method in chosen.items()}
         guarantees = [f"Every policy here was certified: contract '{options.contract}', delta {options.delta:g}."]
-    budgets = options.budgets or even_budgets(costs)
+    budgets = options.budgets or (log_budgets(costs, [*tables.values()], 17) if logged else even_budgets(costs))
     images = read_images(options.images) if options.images else None
     points = sweep(chosen, costs, budgets, **tables, progress=not options.quiet)
     if options.report:
@@ -103,7 +126,7 @@ def run_sweep(options: argparse.Namespace) -> CommandResult:
             policies = [method(costs, budget, tables["labelled"], tables["unlabelled"]) for budget in budgets]
             shown = examples(images, [replace(policy, method=name) for policy in policies], tables["test"])
         network = ReportedNetwork(points, exits=tables["test"].exits, examples=shown)
-        write_report(network, options.report, title=f"{options.test}", guarantees=guarantees)
+        write_report(network, options.report, title=f"{options.test or options.labelled}", guarantees=guarantees)
     write_points(points, options.output)
     lines = [*comparison_table(points, SHOWN), "", _legend(len(budgets)), f"points: {options.output}"]
     lines += [f"report: {options.report}"] if options.report else []
@@ -117,7 +140,7 @@ def _legend(budgets: int) -> str:
 
 
 def run_report(options: argparse.Namespace) -> CommandResult:
-    """Draw the points of sweeps on one HTML page."""
+    """Draw the points of sweeps, or what a log shows, on one HTML page."""
     check_distinct(*options.points, options.output)
     title = options.title or ", ".join(options.points)
     page = write_report(_reported(options.points), options.output, title=title).resolve()
@@ -178,7 +201,7 @@ def even_budgets(costs: Costs) -> list[str]:
 
 def _reported(paths: Sequence[str]) -> ReportedNetwork | dict[str, ReportedNetwork]:
     """Return the network of one table of points, or those of several by the names of their files."""
-    tables = [read_points(path) for path in paths]
+    tables = [reported_points(path) if is_log(path) else read_points(path) for path in paths]
     networks = [ReportedNetwork(points, exits=points[0].exits) for points in tables]
     if len(paths) == 1:
         return networks[0]
@@ -189,9 +212,19 @@ def _reported(paths: Sequence[str]) -> ReportedNetwork | dict[str, ReportedNetwo
 
 def _calibrated(options: argparse.Namespace) -> Policy:
     check_distinct(options.labelled, options.output, options.costs)
-    check_order(options, {"labelled": "table", "--costs": "costs"})
-    labelled, unlabelled = _tables(options, "labelled", "unlabelled")
-    contract: Any = options.contract or (None if options.risk else CONTRACT)
+    logged = is_log(options.labelled)
+    if logged:
+        (labelled, costs), unlabelled = read_logged(options), None
+    else:
+        check_order(options, {"labelled": "table", "--costs": "costs"})
+        if not options.costs:
+            raise BadInput("there are no costs: give --costs FILE, or cumulative costs as --costs 1,2.5,4")
+        (labelled, unlabelled), costs = _tables(options, "labelled", "unlabelled"), _costs(options.costs)
+    if options.max_accuracy_loss is not None:
+        if options.risk:
+            raise BadInput("--max-accuracy-loss is --risk excess_error with its --alpha: give one of them")
+        options.risk, options.alpha = "excess_error", options.max_accuracy_loss
+    contract: Any = options.contract or (None if options.risk or (logged and not options.max_costs) else CONTRACT)
     contract = None if contract == NO_CONTRACT else contract
     method = calibrate.METHODS[options.method or _default_method(options, labelled)]
     own = own_options(method, options.set, progress=not options.quiet)
@@ -201,10 +234,10 @@ def _calibrated(options: argparse.Namespace) -> Policy:
     method = calibrate.pruned(method) if options.prune else method
     if options.risk:
         risk = named(options, "risk", "alpha", "delta", "seed")
-        method = calibrate.certified_risk(method, **risk, cost=contract)
+        method = calibrate.certified_risk(method, **risk, cost=contract, max_costs=options.max_costs)
     elif contract:
         method = _certified(method, contract, options)
-    return method(_costs(options.costs), options.budget, labelled, unlabelled, **own)
+    return method(costs, options.budget, labelled, unlabelled, **own)
 
 
 def _combined(method: calibrate.Method, options: argparse.Namespace) -> calibrate.Method:
@@ -213,7 +246,9 @@ def _combined(method: calibrate.Method, options: argparse.Namespace) -> calibrat
 
 
 def _default_method(options: argparse.Namespace, labelled: HeadOutputs) -> str:
-    """Return the usual method, or `eero` where many fits of another would be slow."""
+    """Return the usual method; `search` of a log; `eero` where many fits of another would be slow."""
+    if labelled.costs is not None and labelled.labels is not None:
+        return "search"
     many = options.prune or options.set or options.combine or options.risk
     return "eero" if many else default_method(labelled)
 
@@ -223,7 +258,8 @@ def _certified(method: calibrate.Method, contract: str, options: argparse.Namesp
     check_delta(options.delta)
     of_cost = {"delta": options.delta} if contract == "probability" else {}
     drawn = {} if contract == "batch" else {"seed": options.seed}  # a batch keeps its budget whatever is drawn
-    return calibrate.CONTRACTS[contract](method, **of_cost, **drawn)
+    most = {"max_costs": options.max_costs} if getattr(options, "max_costs", None) else {}
+    return calibrate.CONTRACTS[contract](method, **of_cost, **drawn, **most)
 
 
 def _tables(options: argparse.Namespace, *names: str) -> list[Any]:
@@ -256,12 +292,13 @@ def _table_arguments(*further: str) -> tuple[Argument, ...]:
         argument(
             "labelled",
             help="recorded outputs with labels, .npz or a folder of partitions, of which at most a million rows are"
-            " drawn at random; gives risks, and thresholds too if alone",
+            " drawn at random; gives risks, and thresholds too if alone; or a log of models (.csv, .parquet, .jsonl)",
         ),
-        *(argument(name, help=f"recorded outputs of {name} data, with labels (.npz)") for name in further),
+        *(argument(name, nargs="?", help=f"recorded outputs of {name} data, with labels (.npz)") for name in further),
         argument("--unlabelled", metavar="FILE", help="recorded outputs that set the thresholds"),
-        argument("--costs", required=True, help="costs.json, or cumulative costs of the exits as 1,2.5,4"),
+        argument("--costs", help="costs.json, or cumulative costs of the exits as 1,2.5,4"),
         argument("--score", help="score to use instead of the one the tables were recorded with"),
+        *LOG_OPTIONS,
     )
 
 
@@ -274,7 +311,10 @@ def _contract_options(*contracts: str, default: str = "") -> tuple[Argument, ...
     )
 
 
-DEFAULTS = f"default: auto from {LEAST_LABELS:,} labels on, else eero, as beside --combine, --prune, --set or --risk"
+DEFAULTS = (
+    f"default: auto from {LEAST_LABELS:,} labels on, else eero, as beside --combine, --prune, --set or --risk;"
+    " search of a log"
+)
 METHODS = f"{', '.join(calibrate.METHODS)} ({DEFAULTS})"
 COMBINED = argument(
     "--combine", choices=[*calibrate.COMBINE], help="how to combine the answers of exits (default: not)"
@@ -286,7 +326,7 @@ COMMANDS = (
         run_calibrate,
         (
             *_table_arguments(),
-            argument("--budget", help="a number in the costs' unit, '50%%', '2.5 GFLOPs', '3 ms'"),
+            argument("--budget", help="a number in the costs' unit, '50%%', '2.5 GFLOPs', '3 ms', '$1.20/1000'"),
             argument("--method", choices=[*calibrate.METHODS], metavar="METHOD", help=METHODS),
             COMBINED,
             argument("--prune", action="store_true", help="close exits that are not worth their heads"),
@@ -300,6 +340,10 @@ COMMANDS = (
             ),
             argument("--risk", choices=RISKS, help="what to guarantee about predictions"),
             argument("--alpha", type=float, help="highest risk that is allowed"),
+            argument(
+                "--max-accuracy-loss", type=float, help="--risk excess_error with this --alpha; 0.01 is one point"
+            ),
+            MAX_COSTS,
             set_option("a method's own option"),
             output_option(None, "where to write the policy (JSON)"),
         ),
@@ -310,6 +354,9 @@ COMMANDS = (
             "calibrate labelled.npz --costs costs.json --budget 50% --contract none",
             "calibrate labelled.npz --costs costs.json --risk excess_error --alpha 0.1",
             "calibrate partitions --costs costs.json --budget 50% -o policy.json",
+            "calibrate log.csv --budget 50%",
+            "calibrate log.csv --budget '$2/1000' --max-costs 0.0015,0.006,0.02 -o policy.json",
+            "calibrate log.csv --max-accuracy-loss 0.05",
         ),
     ),
     Command(
@@ -327,16 +374,17 @@ COMMANDS = (
         (
             "sweep labelled.npz test_outputs.npz --costs costs.json --report report.html",
             "sweep labelled.npz test_outputs.npz --costs costs.json --methods eero,geometric --budgets 40%,60% --json",
+            "sweep log.csv --methods search,eero --budgets 30%,60%",
         ),
     ),
     Command(
         run_report,
         (
-            argument("points", nargs="+", help="CSV that `alight sweep` wrote; each is shown as one network"),
+            argument("points", nargs="+", help="CSV that `alight sweep` wrote, or a log; each is shown as one network"),
             output_option("report.html"),
             argument("--title", help="default: the name of the CSV"),
         ),
-        ("report points.csv -o report.html --title 'Our network'",),
+        ("report points.csv -o report.html --title 'Our network'", "report log.csv -o report.html"),
     ),
     Command(
         run_benchmark,

@@ -8,11 +8,12 @@ from alight.errors import BadFile
 from alight.files import PathLike, read_json
 from alight.policies.combinations import combination_from_dict
 from alight.policies.limits import Quota
+from alight.policies.metered import Metered
 from alight.policies.paced import Paced
 from alight.policies.policy import Certificate, ExitAt, Lottery, Mixture, Patience, Policy, Streak, Threshold
 
 RULES: Mapping[str, type[Policy]] = {
-    rule.__name__: rule for rule in (Threshold, Streak, Patience, ExitAt, Lottery, Mixture, Quota, Paced)
+    rule.__name__: rule for rule in (Threshold, Streak, Patience, ExitAt, Lottery, Mixture, Quota, Paced, Metered)
 }
 INFINITE = {"never": math.inf, "always": -math.inf}  # thresholds, as JSON has them
 

@@ -71,12 +71,15 @@ class Combination(ABC):
             )
         memory: Memory = ()
         answers, scores = outputs.predictions.copy(), outputs.scores.copy()
+        quality = None if outputs.quality is None else outputs.quality.copy()
         for exit_index in self.exits:
             columns = tuple(outputs.column(name)[:, exit_index] for name in self.inputs)
             seen = self.step(exit_index, outputs.predictions[:, exit_index], columns, memory)
             answers[:, exit_index], scores[:, exit_index], memory = seen
+            if quality is not None:
+                quality[:, exit_index] = outputs.quality_of(answers[:, exit_index], np.full(len(outputs), exit_index))
         unread: dict[str, Any] = {"features": {}} | dict.fromkeys(TOP)
-        return replace(outputs, scores=scores, predictions=answers, score=self.score, **unread)
+        return replace(outputs, scores=scores, predictions=answers, score=self.score, quality=quality, **unread)
 
     def check(self, open_exits: Sequence[int]) -> None:
         """Raise `BadInput` unless it was fitted for just these open exits: it remembers the outputs of each."""

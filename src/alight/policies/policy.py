@@ -81,6 +81,7 @@ class Policy(ABC):
     salt: int = 0  # with a sample's number it decides ties and mixtures; certificates average over it
 
     is_batch_dependent: ClassVar[bool] = False  # whether samples that share a batch decide about each other
+    reads_costs: ClassVar[bool] = False  # whether what every call cost is its last input, and goes to `charged`
 
     def __post_init__(self) -> None:
         for each in fields(self):
@@ -141,6 +142,10 @@ class Policy(ABC):
 
     def sent_out(self, open_index: int, count: int, memory: Memory) -> Memory:
         """Return what to remember once this many samples that it kept have been made to leave here as well."""
+        return memory
+
+    def charged(self, open_index: int, costs: Array, memory: Memory) -> Memory:
+        """Return what to remember once the calls of an open exit have cost this, of a policy that reads costs."""
         return memory
 
     @property

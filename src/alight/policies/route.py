@@ -60,6 +60,8 @@ def visit(
     A walk is one visit after another; between two, the samples that stay may be joined by others at the same exit.
     """
     memory, seen = recalled
+    if policy.reads_costs:
+        columns, memory = columns[:-1], policy.charged(open_index, columns[-1], memory)
     scores = columns[0]
     if policy.combination:
         exit_index = policy.open_exits[open_index]
@@ -113,10 +115,12 @@ def replay_on(
                 break
             predictions[leaving], open_indices[leaving] = answers, open_index
         memory = tuple(part for part in memory if isinstance(part, BatchState))
+    exits, paid = np.asarray(policy.open_exits)[open_indices], outputs.costs_by(policy.open_exits)
     decisions = Decisions(
         predictions=predictions,
-        exits=np.asarray(policy.open_exits)[open_indices],
-        spent=np.asarray(policy.costs)[open_indices],
+        exits=exits,
+        spent=np.asarray(policy.costs)[open_indices] if paid is None else paid[rows, open_indices],
+        quality=outputs.quality_of(predictions, exits),
         num_exits=policy.num_exits,
         labels=outputs.labels,
         unit=policy.unit,

@@ -1,0 +1,248 @@
+"""Logs of models become a table and its costs: no network, no torch.
+
+A log has a row for every request and model, with a score, what tells a right answer from a wrong one, and a cost:
+
+    question,model,confidence,correct,cost_usd
+    0,small,-1.04,1,0.0000122
+    0,large,-0.41,1,0.0001098
+
+or a row for every request, with a column of each kind for each model: score_small, correct_small, cost_small, ...
+"""
+
+import warnings
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from alight.budgeting.thresholds import hash01
+from alight.costs import Costs
+from alight.data.columns import whole
+from alight.data.preprocess import InputSpec
+from alight.data.tables import csv_columns, frame_columns, is_frame, line_columns, parquet_columns
+from alight.errors import BadInput
+from alight.outputs import Floats, HeadOutputs, Integers
+
+NAMES = {  # of columns, the first that is there
+    "request": ("request", "request_id", "question", "question_id", "query", "prompt_id", "id"),
+    "model": ("model", "member", "llm", "engine"),
+    "score": ("score", "confidence", "margin", "probability", "logprob", "mean_logprob"),
+    "correct": ("correct", "is_correct", "right", "success"),
+    "quality": ("quality", "grade", "reward", "rating"),
+    "answer": ("answer", "prediction", "response", "output"),
+    "truth": ("truth", "label", "gold", "target", "expected"),
+    "cost": ("cost", "cost_usd", "usd", "price", "dollars", "tokens", "latency_ms", "ms"),
+}
+UNITS = {"usd": "USD", "dollars": "USD", "price": "USD", "cost": "USD", "tokens": "tokens", "ms": "ms"}
+TRUE, FALSE = ("1", "1.0", "true", "yes", "right", "correct"), ("0", "0.0", "false", "no", "wrong", "incorrect")
+CODES = 200  # purposes of the draws that number the answers to a request
+
+
+class RequestLog(NamedTuple):
+    """What models said about requests, and what they cost on average."""
+
+    outputs: HeadOutputs
+    costs: Costs
+
+
+def read_log(
+    log: Any,
+    *,
+    request: str | None = None,
+    model: str | None = None,
+    score: str | None = None,
+    correct: str | None = None,
+    quality: str | None = None,
+    answer: str | None = None,
+    truth: str | None = None,
+    cost: str | None = None,
+    unit: str | None = None,
+    models: Sequence[str] | None = None,
+    incomplete: Literal["refuse", "drop"] = "refuse",
+) -> RequestLog:
+    """Return the table of a log and the mean costs of its models: a cascade, cheapest model first, without a network.
+
+    `log` is the path of a CSV, Parquet or JSON lines file, a DataFrame, or columns by name. Columns are named by the
+    arguments, or found by usual names. `correct` says whether an answer is right, `quality` grades it from 0 to 1;
+    with `answer` and `truth` answers are right that equal the truth; with `answer` alone, those that equal the answer
+    of the last model. Scores are higher where a model is surer. Every call has its own cost, in `unit`, by default what
+    the name of the column says, or USD. `models` chooses models and their order.
+
+    Answers of any kind are numbered anew for every request, in an order drawn for each, so that numbers say which
+    models agree and nothing else: least of all which of them are right.
+
+    >>> columns = {"question": [1, 1, 2, 2], "model": ["large", "small"] * 2, "confidence": [0.9, 0.8, 0.7, 0.1]}
+    >>> outputs, costs = read_log({**columns, "correct": [1, 1, 1, 0], "cost_usd": [0.008, 0.001, 0.012, 0.003]})
+    >>> outputs.exits, outputs.risks(), costs
+    (('small', 'large'), array([0.5, 0. ]), Costs(0.002 USD, 0.012 USD per sample, cumulative))
+    """
+    if incomplete not in ("refuse", "drop"):
+        raise BadInput(f"incomplete {incomplete!r}: choose 'refuse' or 'drop'")
+    given = {"request": request, "model": model, "score": score, "correct": correct, "quality": quality}
+    given |= {"answer": answer, "truth": truth, "cost": cost}
+    columns = _columns(log)
+    if model is None and _found(columns, NAMES["model"]) is None:
+        columns = _long(columns)
+    names: dict[str, Any] = {kind: _name(columns, kind, name) for kind, name in given.items()}
+    for kind in ("request", "model", "score", "cost"):
+        if names[kind] is None:
+            usual = ", ".join(NAMES[kind])
+            raise BadInput(
+                f"the log has no column of the {kind}, only {', '.join(columns)}: name it, {kind}=... ({usual})"
+            )
+    rows, members, requests = _places(columns[names["request"]], columns[names["model"]], models, incomplete)
+    costs = _numbers(columns, names["cost"], rows)
+    if (costs < 0).any():
+        raise BadInput(f"{int((costs < 0).sum())} costs in the log are negative, such as {costs[costs < 0][0]:g}")
+    if models is None:
+        order = np.argsort(costs.mean(axis=0), kind="stable")
+        rows, members, costs = rows[:, order], [members[index] for index in order], costs[:, order]
+    graded = _quality(columns, names, rows)
+    codes = _codes(columns, names["answer"], rows, has_grades=graded is not None)
+    labels = None
+    if graded is not None:
+        best = codes[np.arange(requests), graded.argmax(axis=1)]
+        labels = np.where(graded.max(axis=1) > 0, best, len(members))
+    scores, cost_name = _numbers(columns, names["score"], rows), str(names["cost"])
+    outputs = HeadOutputs(scores, codes, labels, score=str(names["score"]), exits=members, costs=costs, quality=graded)
+    measured = unit or next((UNITS[word] for word in reversed(cost_name.lower().split("_")) if word in UNITS), "USD")
+    return RequestLog(outputs, Costs(np.zeros(len(members)), costs.mean(axis=0), measured))
+
+
+def numbering(samples: Integers, count: int) -> Integers:
+    """Return the numbers of the first, second, ... distinct answer to each request, drawn anew for each.
+
+    >>> numbering(np.arange(3), 2)
+    array([[0, 1],
+           [0, 1],
+           [1, 0]])
+    """
+    draws = [hash01(samples, purpose=CODES + index) for index in range(count)]
+    return np.argsort(np.stack(draws, axis=1), axis=1)
+
+
+def same_answer(value: Any) -> str:
+    """Return an answer as the text by which answers are compared: numbers by value, texts without outer blanks."""
+    if isinstance(value, float | np.floating) and float(value).is_integer():
+        value = int(value)
+    return str(value).strip()
+
+
+def _columns(log: Any) -> Mapping[str, Any]:
+    if is_frame(log):
+        return frame_columns(log)
+    if isinstance(log, Mapping):
+        return log
+    path = Path(log)
+    if path.suffix == ".parquet":
+        return {name: whole(column) for name, column in parquet_columns(path).items()}
+    return line_columns(path, InputSpec()) if path.suffix == ".jsonl" else csv_columns(path, InputSpec())
+
+
+def _long(columns: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a table of one row per request as one of one row per request and model."""
+    named = {name: name.removeprefix("score_") for name in columns if name.startswith("score_")}
+    if not named:
+        raise BadInput(
+            f"the log has no column of the model, only {', '.join(columns)}: name it, model=..., or give each model"
+            " columns of its own: score_small, correct_small, cost_small"
+        )
+    length, long = len(columns[next(iter(named))]), dict[str, Any]()
+    long["model"] = [model for model in named.values() for _ in range(length)]
+    for name, values in columns.items():
+        kind, _, model = name.partition("_")
+        if model in named.values() and kind in NAMES:
+            long.setdefault(kind, []).extend(values)
+        elif not (kind in NAMES and model):
+            long[name] = [*values] * len(named)
+    if wrong := [name for name, values in long.items() if len(values) != len(long["model"])]:
+        raise BadInput(f"only some of {', '.join(named.values())} have a column of the {wrong[0]}: give each one")
+    return long
+
+
+def _found(columns: Mapping[str, Any], names: Sequence[str]) -> str | None:
+    return next((name for name in names if name in columns), None)
+
+
+def _name(columns: Mapping[str, Any], kind: str, given: str | None) -> str | None:
+    """Return the name of the column of this kind, None where there is none."""
+    if given is not None and given not in columns:
+        raise BadInput(f"the log has no column {given!r} for the {kind}, only {', '.join(map(str, columns))}")
+    return given or _found(columns, NAMES[kind])
+
+
+def _places(
+    requests: Any, models: Any, chosen: Sequence[str] | None, incomplete: str
+) -> tuple[Integers, list[str], int]:
+    """Return the row of every request and model, (requests, models), the models' names and the number of requests."""
+    places: dict[tuple[Any, str], int] = {}
+    for row, key in enumerate(zip(_listed(requests), map(str, _listed(models)), strict=True)):
+        if places.setdefault(key, row) != row:
+            raise BadInput(f"request {key[0]!r} has two rows of model {key[1]!r}: give one")
+    every = [*dict.fromkeys(model for _, model in places)]
+    if chosen is not None and (unknown := [name for name in chosen if name not in every]):
+        raise BadInput(f"the log has no model {unknown[0]!r}, only {', '.join(every)}")
+    members = every if chosen is None else [*chosen]
+    known = [*dict.fromkeys(request for request, _ in places)]
+    complete = [request for request in known if all((request, name) in places for name in members)]
+    if lacking := len(known) - len(complete):
+        said = f"{lacking:,} of {len(known):,} requests in the log lack a row of one of {', '.join(members)}"
+        if incomplete == "refuse" or not complete:
+            raise BadInput(
+                f"{said}: ask every model about a random sample of requests, or leave them out with incomplete='drop',"
+                " if it was not the request that decided which models were asked"
+            )
+        warnings.warn(f"{said}, and are left out", stacklevel=3)
+    rows = [[places[request, name] for name in members] for request in complete]
+    return np.array(rows, dtype=np.int64), members, len(complete)
+
+
+def _listed(values: Any) -> list[Any]:
+    return values.tolist() if isinstance(values, np.ndarray) else [*values]
+
+
+def _numbers(columns: Mapping[str, Any], name: str, rows: Integers) -> Floats:
+    try:
+        return np.asarray(columns[name], dtype=np.float64)[rows]
+    except (TypeError, ValueError) as error:
+        raise BadInput(f"the column {name!r} of the log does not hold numbers alone ({error})") from error
+
+
+def _quality(columns: Mapping[str, Any], names: Mapping[str, Any], rows: Integers) -> Floats | None:
+    """Return the quality of every answer, 0 or 1 where it is right or wrong; None where nothing tells it."""
+    if names["quality"] is not None:
+        return _numbers(columns, names["quality"], rows)
+    if names["correct"] is not None:
+        return np.array([_truth_value(each) for each in _listed(columns[names["correct"]])])[rows]
+    if names["answer"] is None:
+        raise BadInput(
+            f"nothing in the log tells right answers from wrong ones, only {', '.join(columns)}: name a column,"
+            " correct=..., quality=..., or answer=... and truth=..."
+        )
+    if names["truth"] is None:
+        return None
+    pairs = zip(_listed(columns[names["answer"]]), _listed(columns[names["truth"]]), strict=True)
+    return np.array([float(same_answer(said) == same_answer(right)) for said, right in pairs])[rows]
+
+
+def _truth_value(value: Any) -> float:
+    text = str(value).strip().lower()
+    if text not in (*TRUE, *FALSE):
+        raise BadInput(f"{value!r} in the log is neither right nor wrong: write 1 or 0, or give grades as quality=...")
+    return float(text in TRUE)
+
+
+def _codes(columns: Mapping[str, Any], name: str | None, rows: Integers, *, has_grades: bool) -> npt.NDArray[np.int64]:
+    """Return the number of every answer: equal ones to one request share it. Without answers, none are equal."""
+    numbers = numbering(np.arange(len(rows)), rows.shape[1])
+    if name is None:
+        assert has_grades  # else the log is refused
+        return numbers
+    answers = [same_answer(each) for each in _listed(columns[name])]
+    first = np.zeros_like(rows)
+    for row, places in enumerate(rows.tolist()):
+        seen = dict[str, int]()
+        first[row] = [seen.setdefault(answers[place], len(seen)) for place in places]
+    return np.take_along_axis(numbers, first, axis=1)

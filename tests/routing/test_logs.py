@@ -1,0 +1,173 @@
+"""Logs become tables: requests by models, each call with its own cost, and codes that never tell who is right."""
+
+import numpy as np
+import pandas as pd
+import pytest
+from made_up_log import MODELS, PRICES, columns_of, logged_rows, write_log
+
+from alight import Costs, HeadOutputs, calibrate, read_log, replay
+from alight.errors import BadInput
+
+ROWS = logged_rows()
+COLUMNS = columns_of(ROWS)
+
+
+def by_hand(name: str) -> np.ndarray:
+    """The column of a kind as (requests, models), requests in the order of their first row."""
+    requests = [*dict.fromkeys(row["request"] for row in ROWS)]
+    found = {(row["request"], row["model"]): row[name] for row in ROWS}
+    return np.array([[found[request, model] for model in MODELS] for request in requests])
+
+
+def test_a_log_becomes_the_table_of_a_cascade_cheapest_model_first():
+    outputs, costs = read_log(COLUMNS)
+    assert outputs.exits == MODELS
+    assert (outputs.score, costs.unit) == ("score", "USD")
+    np.testing.assert_array_equal(outputs.scores, by_hand("score"))
+    np.testing.assert_array_equal(outputs.costs, by_hand("cost_usd"))
+    np.testing.assert_array_equal(outputs.correct(), by_hand("correct"))
+    np.testing.assert_allclose(costs.heads, by_hand("cost_usd").mean(axis=0))
+    assert not costs.stages.any()
+    assert costs.full == pytest.approx(by_hand("cost_usd")[:, -1].mean())
+
+
+@pytest.mark.parametrize("kind", ["csv", "parquet", "jsonl", "frame"])
+def test_files_and_frames_give_the_same_table(kind, tmp_path):
+    path, frame = tmp_path / f"log.{kind}", pd.DataFrame(COLUMNS)
+    if kind == "csv":
+        write_log(path)
+    elif kind == "parquet":
+        frame.to_parquet(path)
+    elif kind == "jsonl":
+        frame.to_json(path, orient="records", lines=True, double_precision=15)
+    outputs, costs = read_log(frame if kind == "frame" else path)
+    expected = read_log(COLUMNS)
+    for name, values in expected.outputs.rows().items():
+        np.testing.assert_allclose(outputs.rows()[name], values, rtol=1e-9)
+    np.testing.assert_allclose(costs.heads, expected.costs.heads)
+
+
+def test_a_row_per_request_is_read_too():
+    frame = pd.DataFrame(COLUMNS).pivot(index="request", columns="model").reset_index()
+    frame.columns = ["_".join(filter(None, map(str, pair))) for pair in frame.columns]
+    wide = frame.rename(columns={f"cost_usd_{model}": f"cost_{model}" for model in MODELS})
+    outputs, costs = read_log(wide)
+    assert outputs.exits == MODELS
+    np.testing.assert_allclose(costs.heads, read_log(COLUMNS).costs.heads)
+    np.testing.assert_allclose(outputs.risks(), read_log(COLUMNS).outputs.risks())
+
+
+def test_answers_and_truth_say_what_is_right_and_which_models_agree():
+    outputs, _ = read_log(columns_of(ROWS, "correct"))
+    np.testing.assert_array_equal(outputs.correct(), by_hand("correct"))
+    answers = by_hand("answer")
+    for first, second in ((0, 1), (1, 2), (0, 2)):
+        same = outputs.predictions[:, first] == outputs.predictions[:, second]
+        np.testing.assert_array_equal(same, answers[:, first] == answers[:, second])
+
+
+@pytest.mark.parametrize("without", [("answer", "truth"), ("correct",)])
+def test_the_number_of_an_answer_does_not_tell_whether_it_is_right(without):
+    outputs, _ = read_log(columns_of(logged_rows(1, 4000), *without))
+    for code in range(3):  # were it to tell, a method could learn from it what it cannot know of new requests
+        right = outputs.correct()[:, 0][outputs.predictions[:, 0] == code]
+        assert right.mean() == pytest.approx(outputs.correct()[:, 0].mean(), abs=4 * 0.5 / np.sqrt(len(right)))
+
+
+def test_answers_alone_are_judged_by_the_last_model():
+    outputs, _ = read_log(columns_of(ROWS, "correct", "truth"))
+    answers = by_hand("answer")
+    assert outputs.labels is None
+    np.testing.assert_array_equal(outputs.correct(), answers == answers[:, -1:])
+
+
+def test_grades_take_the_place_of_right_and_wrong():
+    rows = [{**row, "quality": 0.25 + 0.5 * int(row["correct"])} for row in ROWS]
+    outputs, costs = read_log(columns_of(rows, "correct", "truth"))
+    np.testing.assert_allclose(1 - outputs.risks(), 0.25 + 0.5 * by_hand("correct").mean(axis=0))
+    policy = calibrate.search(costs, "50%", outputs)
+    decisions = replay(policy, outputs)
+    taken = outputs.quality[np.arange(len(outputs)), decisions.exits]
+    assert decisions.accuracy() == pytest.approx(taken.mean())
+    assert decisions.mean_cost <= costs.budget("50%")
+
+
+def test_models_and_their_order_can_be_chosen_and_columns_be_named():
+    renamed = {"q": COLUMNS["request"], "who": COLUMNS["model"], "sure": COLUMNS["score"], "usd": COLUMNS["cost_usd"]}
+    renamed["ok"] = ["yes" if each else "no" for each in COLUMNS["correct"]]
+    names = {"request": "q", "model": "who", "score": "sure", "correct": "ok", "cost": "usd"}
+    outputs, costs = read_log(renamed, **names, models=["large", "small"], unit="cents")
+    assert outputs.exits == ("large", "small")
+    assert costs.unit == "cents"
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"model": None, "score": None}, "the log has no column of the model"),
+        ({"score": None}, "no column of the score, only request, model"),
+        ({"cost_usd": None}, "no column of the cost"),
+        ({"correct": None, "answer": None}, "nothing in the log tells right answers from wrong ones"),
+        ({"correct": ["maybe"] * len(ROWS)}, "'maybe' in the log is neither right nor wrong"),
+        ({"cost_usd": [-1.0] * len(ROWS)}, "costs in the log are negative"),
+        ({"score": ["high"] * len(ROWS)}, "does not hold numbers alone"),
+        ({"model": ["small"] * len(ROWS)}, "has two rows of model 'small'"),
+    ],
+)
+def test_what_a_log_lacks_is_said(changed, said):
+    columns = {name: values for name, values in {**COLUMNS, **changed}.items() if values is not None}
+    with pytest.raises(BadInput, match=said):
+        read_log(columns)
+
+
+def test_requests_that_lack_a_model_are_refused_or_left_out_and_counted():
+    fewer = columns_of(
+        [row for row in ROWS if (row["request"], row["model"]) not in {("r1", "large"), ("r7", "small")}]
+    )
+    with pytest.raises(BadInput, match="2 of 400 requests in the log lack a row of one of"):
+        read_log(fewer)
+    with pytest.warns(UserWarning, match=r"2 of 400 requests .* are left out"):
+        outputs, _ = read_log(fewer, incomplete="drop")
+    assert len(outputs) == 398
+
+
+def test_costs_and_grades_are_kept_when_a_table_is_saved_split_joined_and_pruned(tmp_path):
+    outputs, _ = read_log(COLUMNS)
+    outputs.save(tmp_path / "log.npz")
+    first, second = HeadOutputs.load(tmp_path / "log.npz").split(0.5, np.random.default_rng(0))
+    joined = HeadOutputs.joined([first, second]).at_exits([0, 2])
+    assert np.sort(joined.costs[:, 1]).tolist() == np.sort(outputs.costs[:, 2]).tolist()
+    assert joined.quality.mean() == pytest.approx(outputs.quality[:, [0, 2]].mean())
+    unlabelled = outputs.unlabelled()
+    assert unlabelled.quality is None
+    assert unlabelled.labels is None
+    assert unlabelled.costs is not None
+
+
+def test_what_is_spent_is_the_sum_of_the_calls_that_were_made():
+    outputs, costs = read_log(COLUMNS)
+    policy = calibrate.two_exits(costs, "50%", outputs, early=0)
+    decisions = replay(policy, outputs)
+    by_both = outputs.costs[:, 0] + np.where(decisions.exits == 2, outputs.costs[:, 2], 0.0)
+    np.testing.assert_allclose(decisions.spent, by_both)
+
+
+def test_budgets_may_be_dollars_for_a_thousand_requests():
+    costs = Costs([0, 0], [0.0002, 0.004], unit="USD")
+    for text in ("$1.20/1000", "1.20 USD/1,000", "0.0012 USD", "0.0012 usd", "$0.0012", 0.0012, "30%"):
+        assert costs.budget(text) == pytest.approx(0.0012)
+    with pytest.raises(BadInput, match=r"unknown unit 'EUR'.* and the unit of the costs, USD"):
+        costs.budget("3 EUR")
+
+
+def test_pruned_methods_choose_among_models_and_percentages_stay_those_of_the_largest():
+    outputs, costs = read_log(COLUMNS)
+    policy = calibrate.pruned(calibrate.eero)(costs, "60%", outputs)
+    assert policy.budget == pytest.approx(0.6 * costs.full)
+    assert replay(policy, outputs).mean_cost <= policy.budget
+    assert policy.exits == MODELS
+
+
+def test_prices_of_the_log_are_what_it_was_made_with():
+    _, costs = read_log(COLUMNS)
+    np.testing.assert_allclose(costs.heads / costs.heads[0], np.array(PRICES) / PRICES[0])

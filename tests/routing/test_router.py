@@ -1,0 +1,320 @@
+"""Requests are routed as a replay says, none is lost or charged twice, and the spend stays within its bound."""
+
+import asyncio
+import json
+import math
+import threading
+import warnings
+from collections import Counter
+
+import numpy as np
+import pytest
+from made_up_log import MODELS, MOST, columns_of, logged_rows
+
+from alight import Router, Threshold, calibrate, load_policy, read_log, replay
+from alight.calibrate import METHODS, certified_batch, certified_stream
+from alight.errors import BadFile, BadInput, Mismatch
+from alight.policies.metered import meter
+from alight.routing.router import SpendWarning
+
+LOG = read_log(columns_of(logged_rows()))
+POLICY = certified_stream(calibrate.eero, max_costs=MOST, seed=0)(LOG.costs, "50%", LOG.outputs)
+TWO = Threshold(thresholds=(0.8,), costs=(1.0, 5.0), budget=3.0, exits=("small", "large"), unit="USD")
+
+
+def route_log(router: Router, log=LOG.outputs):
+    """Route every request of a log, calls answered as the log says."""
+    routed = []
+    for row in range(len(log)):
+        request = router.ask()
+        for call in request:
+            place = (row, call.member)
+            call.report(score=log.scores[place], answer=int(log.predictions[place]), cost=log.costs[place])
+        routed.append(request)
+    return routed
+
+
+@pytest.mark.parametrize("name", ["eero", "geometric", "global_threshold", "pcee", "patience", "search"])
+def test_a_router_decides_and_spends_as_a_replay_of_the_log(name):
+    policy = METHODS[name](LOG.costs, "40%", LOG.outputs)
+    router, decisions = Router(policy), replay(policy, LOG.outputs)
+    routed = route_log(router)
+    assert [request.model for request in routed] == [MODELS[index] for index in decisions.exits]
+    np.testing.assert_allclose([request.spent for request in routed], decisions.spent)
+    assert router.spent == pytest.approx(decisions.spent.sum())
+    assert router.allowed == math.inf
+
+
+def test_a_metered_router_keeps_the_stream_as_a_replay_does():
+    routed, decisions = route_log(router := Router(POLICY)), replay(POLICY, LOG.outputs, batch_size=1)
+    np.testing.assert_allclose([request.spent for request in routed], decisions.spent)
+    assert np.all(np.cumsum(decisions.spent) <= np.arange(1, len(decisions) + 1) * POLICY.budget + sum(MOST))
+    assert router.reserved == pytest.approx(0, abs=1e-12)
+
+
+def test_answers_of_any_kind_come_back_and_combined_ones_are_those_that_were_given():
+    policy = calibrate.combined(calibrate.eero, "vote")(LOG.costs, "70%", LOG.outputs)
+    router, decisions = Router(policy), replay(policy, LOG.outputs)
+    routed = route_log(router)
+    assert [request.model for request in routed] == [MODELS[index] for index in decisions.exits]
+    for request in routed:
+        assert request.answer in [call.answer for call in request.calls]
+
+
+def test_a_policy_from_its_file_routes_the_same(tmp_path):
+    POLICY.save(tmp_path / "policy.json")
+    assert load_policy(tmp_path / "policy.json") == POLICY
+    again = route_log(Router(load_policy(tmp_path / "policy.json")))
+    assert [request.model for request in again] == [request.model for request in route_log(Router(POLICY))]
+
+
+class Faulty:
+    """A member that answers, fails, times out, lies about its cost or about its score, by the number of the request."""
+
+    def __init__(self, model: str, most: float, slow: float = 60.0):
+        self.model, self.most, self.slow, self.called = model, most, slow, Counter()
+
+    def reply(self, number: int) -> tuple[object, float, object]:
+        self.called[number] += 1
+        kind = (7 * number + ord(self.model[0])) % 23
+        if kind == 0:
+            raise ConnectionError("the member is down")
+        cost = {1: math.nan, 2: -5.0, 3: None, 4: "free", 5: 3 * self.most}.get(kind, 0.4 * self.most)
+        score = {6: math.nan}.get(kind, (number * 37 % 100) / 100)
+        return (self.model, number), score, cost
+
+    def times_out(self, number: int) -> bool:
+        return (7 * number + ord(self.model[0])) % 23 == 8
+
+
+class FaultyTask(Faulty):
+    async def __call__(self, number: int):
+        await asyncio.sleep(0)
+        if self.times_out(number):
+            self.called[number] += 1
+            await asyncio.sleep(self.slow)
+        return self.reply(number)
+
+
+class FaultyFunction(Faulty):
+    def __call__(self, number: int):
+        if self.times_out(number):
+            self.called[number] += 1
+            threading.Event().wait(self.slow)
+        return self.reply(number)
+
+
+def check_accounts(router: Router, routed, members, requests: int) -> None:
+    """No request is lost, every call is charged once, and what was spent stays within its bound."""
+    most = dict(zip(router.models, router._guard.max_costs, strict=True))
+    assert len(routed) == requests == router.admitted
+    assert {request.number for request in routed} == set(range(requests))
+    made = sum(len(request.calls) for request in routed)
+    assert made == sum(sum(member.called.values()) for member in members)
+    assert max(max(member.called.values()) for member in members) == 1
+    assert made == sum(counts["calls"] for counts in router.counts.values())
+    assert router.spent == pytest.approx(math.fsum(request.spent for request in routed), rel=1e-9)
+    assert router.reserved == pytest.approx(0, abs=1e-6)
+    lies = math.fsum(
+        max(0.0, call.charged - most[call.model]) for request in routed for call in request.calls if call.charged
+    )
+    assert lies > 0
+    assert router.spent <= router.allowed + lies + 1e-9
+    for request in routed:
+        answered = [call for call in request.calls if call.failure is None]
+        assert request.answer == (answered[-1].answer if answered else None)
+    assert sum(request.answer is None for request in routed) < 0.02 * requests
+    for model in router.models:
+        for fault in ("failures", "timeouts", "unknown_costs", "above_most"):
+            assert router.counts[model][fault] > 0, (model, fault)
+
+
+def test_ten_thousand_requests_at_once_with_faulty_members_are_all_answered_and_charged_once():
+    members = [FaultyTask(model, most) for model, most in zip(("small", "large"), (1.5, 8.0), strict=True)]
+    router = Router(TWO, members, max_costs=[1.5, 8.0], timeout=0.2)
+    peak = 0.0
+
+    async def run():
+        nonlocal peak
+        routed, limit = [], asyncio.Semaphore(2000)
+
+        async def one(number):
+            nonlocal peak
+            async with limit:
+                request = await router.answer(number)
+            routed.append((number, request))
+            peak = max(peak, router.spent + router.reserved - router.allowed)
+
+        await asyncio.gather(*(one(number) for number in range(10_000)))
+        return routed
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", SpendWarning)
+        pairs = asyncio.run(run())
+    check_accounts(router, [request for _, request in pairs], members, 10_000)
+    for number, request in pairs:
+        assert request.answer is None or request.answer[1] == number  # nobody gets the answer to another request
+    assert router.counts["large"]["calls"] < 10_000
+    excess = 2 * (1.5 + 8.0) * sum(counts["above_most"] for counts in router.counts.values())
+    assert peak <= excess
+
+
+def test_threads_share_a_router():
+    members = [
+        FaultyFunction(model, most, slow=0.1) for model, most in zip(("small", "large"), (1.5, 8.0), strict=True)
+    ]
+    router, routed = Router(TWO, members, max_costs=[1.5, 8.0], timeout=0.02), []
+    numbers = iter(range(400))
+    lock = threading.Lock()
+
+    def work():
+        while True:
+            with lock:
+                number = next(numbers, None)
+            if number is None:
+                return
+            routed.append(router(number))
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", SpendWarning)
+        threads = [threading.Thread(target=work) for _ in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert len(routed) == router.admitted == 400
+    assert router.spent == pytest.approx(math.fsum(request.spent for request in routed))
+    assert sum(len(request.calls) for request in routed) == sum(each["calls"] for each in router.counts.values())
+    assert router.reserved == pytest.approx(0, abs=1e-9)
+
+
+def test_a_failed_member_is_skipped_charged_as_the_most_and_the_last_answer_stays():
+    def broken(request):
+        raise ConnectionError("down")
+
+    router = Router(TWO, {"small": broken, "large": lambda request: ("yes", 0.9, 4.0)}, max_costs=[2.0, 8.0])
+    request = router("?")
+    assert (request.answer, request.model, request.failures) == ("yes", "large", {"small": "down"})
+    assert request.spent == 6.0
+    router = Router(TWO, {"small": lambda request: ("maybe", 0.1, 1.0), "large": broken}, max_costs=[2.0, 8.0])
+    request = router("?")
+    assert (request.answer, request.model, request.spent) == ("maybe", "small", 9.0)
+    assert router.counts["large"]["failures"] == 1
+
+
+@pytest.mark.parametrize("reply", [None, ("answer", 0.5), {"answer": 1}, ("answer", "sure", 1.0)])
+def test_a_reply_that_cannot_be_read_is_a_failure(reply):
+    router = Router(TWO, [lambda request: reply, lambda request: ("yes", 0.9, 4.0)], max_costs=[2.0, 8.0])
+    request = router("?")
+    assert request.answer == "yes"
+    assert "small" in request.failures
+
+
+def test_a_call_is_charged_once_though_it_is_reported_twice_or_never():
+    router = Router(TWO, max_costs=[2.0, 8.0])
+    request = router.ask()
+    for call in request:
+        call.report(score=0.9, cost=1.0)
+        with pytest.raises(BadInput, match="a call of small was reported twice"):
+            call.report(score=0.9, cost=1.0)
+    assert router.spent == 1.0
+    for _ in router.ask():
+        break  # and nothing is reported
+    assert router.spent == 3.0
+    assert router.reserved == 0
+
+
+def test_no_call_is_made_that_the_budget_might_not_pay_for():
+    router = Router(TWO, [lambda request: ("no", 0.1, 2.0), lambda request: ("yes", 0.9, 8.0)], max_costs=[2.0, 8.0])
+    models = [router(number).model for number in range(1000)]
+    assert models[0] == "large"
+    spent = np.cumsum(np.where(np.array(models) == "large", 10.0, 2.0))
+    assert (spent <= 3.0 * np.arange(1, 1001) + 10.0).all()
+    assert router.spent > 0.95 * 3.0 * 1000  # and what it pays for is made
+
+
+def test_costs_above_the_most_are_charged_warned_of_and_paid_back():
+    lies = iter([500.0])
+    large = lambda request: ("yes", 0.9, next(lies, 4.0))  # noqa: E731
+    router = Router(TWO, {"small": lambda request: ("no", 0.1, 1.0), "large": large}, max_costs=[2.0, 8.0])
+    with pytest.warns(SpendWarning, match=r"large reported a cost of 500.0 for a call that can cost 8 USD"):
+        router(0)
+    assert router.spent > router.allowed
+    assert {router(number).model for number in range(100)} == {"small"}
+    for number in range(400):
+        router(number)
+    assert router.spent <= router.allowed
+    assert router.counts["large"]["above_most"] == 1
+
+
+def test_the_state_is_saved_and_restored_with_calls_on_their_way_charged(tmp_path):
+    router = Router(TWO, [lambda request: ("no", 0.1, 1.0), lambda request: ("yes", 0.9, 4.0)], max_costs=[2.0, 8.0])
+    for number in range(10):
+        router(number)
+    calls = iter(router.ask())
+    next(calls)  # on its way
+    router.save(tmp_path / "state.json")
+    again = Router(TWO, max_costs=[2.0, 8.0])
+    again.restore(tmp_path / "state.json")
+    assert (again.admitted, again.spent, again.reserved) == (11, router.spent + 2.0, 0.0)
+    assert again.counts == router.counts
+    assert again.ask().number == 11
+    calls.close()
+    other = Router(Threshold(thresholds=(0.8,), costs=(1.0, 5.0), budget=4.0, exits=("small", "large"), unit="USD"))
+    with pytest.raises(Mismatch, match="is of a router of small, large, budget 3"):
+        other.restore(tmp_path / "state.json")
+    document = json.loads((tmp_path / "state.json").read_text())
+    (tmp_path / "state.json").write_text(json.dumps({**document, "spent": None}))
+    with pytest.raises(BadFile, match="its content is not usable"):
+        again.restore(tmp_path / "state.json")
+
+
+def test_what_a_router_cannot_do_is_refused():
+    with pytest.raises(BadInput, match="keeps the budget of batches"):
+        Router(certified_batch(calibrate.eero, max_costs=MOST)(LOG.costs, "50%", LOG.outputs))
+    with pytest.raises(BadInput, match=r"one call of small can cost 4 USD, more than the budget of 3 USD"):
+        Router(TWO, max_costs=[4.0, 8.0])
+    with pytest.raises(BadInput, match="3 members for the models small, large"):
+        Router(TWO, [print, print, print])
+    with pytest.raises(BadInput, match="no member for the model 'large'"):
+        Router(TWO, {"small": print})
+    with pytest.raises(BadInput, match="has no members to call"):
+        Router(TWO)("?")
+
+    async def task(request):
+        return "yes", 0.9, 1.0
+
+    request = Router(TWO, [task, task])("?")
+    assert "use `await router.answer(request)`" in request.failures["small"]
+    assert request.answer is None
+
+
+def test_cancelled_requests_are_charged_for_the_call_on_its_way():
+    async def never(request):
+        await asyncio.sleep(60)
+
+    router = Router(TWO, [never, never], max_costs=[2.0, 8.0])
+
+    async def run():
+        task = asyncio.create_task(router.answer("?"))
+        await asyncio.sleep(0.01)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+    asyncio.run(run())
+    assert (router.spent, router.reserved) == (2.0, 0.0)
+
+
+def test_functions_are_awaited_in_threads():
+    router = Router(TWO, [lambda request: {"answer": request, "score": 0.9}, print], max_costs=[2.0, 8.0])
+    request = asyncio.run(router.answer("hello"))
+    assert (request.answer, request.spent) == ("hello", 2.0)
+    assert router.counts["small"]["unknown_costs"] == 1
+    assert repr(router) == "Router(small, large: 1 requests, 2 USD spent of 13 USD allowed)"
+
+
+def test_a_meter_is_saved_with_what_it_meters(tmp_path):
+    policy = meter(TWO, [2.0, 8.0])
+    policy.save(tmp_path / "policy.json")
+    assert load_policy(tmp_path / "policy.json") == policy
+    assert "call at most" in str(policy)
