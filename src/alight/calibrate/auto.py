@@ -150,12 +150,16 @@ def _tried(
             right[name].append(decisions.correct(truth).astype(np.float64))
             spent[name].append(decisions.spent)
         if not number and right:
-            first, best = next(iter(right)), max((parts[0] for parts in right.values()), key=np.mean)
-            behind = {name for name, parts in right.items() if name != first and _clearly_above(best, parts[0])}
-            right = {name: parts for name, parts in right.items() if name not in behind}
+            right = _near_the_best(right)
         if len(right) == 1:  # nothing is left to compare
             break
     return {name: (np.concatenate(parts), float(np.concatenate(spent[name]).mean())) for name, parts in right.items()}
+
+
+def _near_the_best(right: dict[str, list[Floats]]) -> dict[str, list[Floats]]:
+    """Return the first candidate, and those that are not clearly behind the best on the first fold."""
+    first, best = next(iter(right)), max((parts[0] for parts in right.values()), key=np.mean)
+    return {name: parts for name, parts in right.items() if name == first or not _clearly_above(best, parts[0])}
 
 
 def _clearly_above(best: Floats, other: Floats) -> bool:

@@ -96,41 +96,45 @@ def run_calibrate(options: argparse.Namespace) -> CommandResult:
 def run_sweep(options: argparse.Namespace) -> CommandResult:
     """Compare methods over budgets on test data."""
     check_distinct(options.output, options.report, options.costs)
-    logged = is_log(options.labelled)
-    if logged and options.test:
-        raise BadInput("one half of a log tests what the other calibrates: give one log alone")
-    if not logged:
-        check_order(options, {"labelled": "table", "test": "table", "--costs": "costs"})
-        if not options.test or not options.costs:
-            raise BadInput("a sweep needs test data and costs: give recorded outputs of test data, and --costs FILE")
     if options.images and not options.report:
         raise BadInput("--images are shown in a report: give --report FILE, too")
     for path in (options.labelled, options.unlabelled, options.test, options.images):
         check_distinct(path, options.output, options.report)
-    if logged:
-        log = read_logged(options)
-        tables, costs = halves(log, options.seed), log.costs
-    else:
-        tables, costs = dict(zip(TABLES, _tables(options, *TABLES), strict=True)), _costs(options.costs)
+    tables, costs, budgets = _swept_data(options)
     chosen, guarantees = {name: _combined(calibrate.METHODS[name], options) for name in options.methods}, []
     if options.contract:
         chosen = {name: _certified(method, options.contract, options) for name, method in chosen.items()}
         guarantees = [f"Every policy here was certified: contract '{options.contract}', delta {options.delta:g}."]
-    budgets = options.budgets or (log_budgets(costs, [*tables.values()], 17) if logged else even_budgets(costs))
     images = read_images(options.images) if options.images else None
     points = sweep(chosen, costs, budgets, **tables, progress=not options.quiet)
     if options.report:
         shown = None
         if images is not None:  # where they leave under the first of the methods, at every budget
             name, method = next(iter(chosen.items()))
-            policies = [method(costs, budget, tables["labelled"], tables["unlabelled"]) for budget in budgets]
-            shown = examples(images, [replace(policy, method=name) for policy in policies], tables["test"])
+            given = tables["labelled"], tables["unlabelled"]
+            policies = [replace(method(costs, budget, *given), method=name) for budget in budgets]
+            shown = examples(images, policies, tables["test"])
         network = ReportedNetwork(points, exits=tables["test"].exits, examples=shown)
         write_report(network, options.report, title=f"{options.test or options.labelled}", guarantees=guarantees)
     write_points(points, options.output)
     lines = [*comparison_table(points, SHOWN), "", _legend(len(budgets)), f"points: {options.output}"]
     lines += [f"report: {options.report}"] if options.report else []
     return CommandResult("\n".join(lines), {"path": options.output, "report": options.report, "points": points})
+
+
+def _swept_data(options: argparse.Namespace) -> tuple[dict[str, Any], Costs, Sequence[Any]]:
+    """Return the tables by their names, costs and budgets of a sweep, of recorded outputs or of a log."""
+    if is_log(options.labelled):
+        if options.test:
+            raise BadInput("one half of a log tests what the other calibrates: give one log alone")
+        log = read_logged(options)
+        tables = halves(log, options.seed)
+        return tables, log.costs, options.budgets or log_budgets(log.costs, [*tables.values()], 17)
+    check_order(options, {"labelled": "table", "test": "table", "--costs": "costs"})
+    if not options.test or not options.costs:
+        raise BadInput("a sweep needs test data and costs: give recorded outputs of test data, and --costs FILE")
+    tables, costs = dict(zip(TABLES, _tables(options, *TABLES), strict=True)), _costs(options.costs)
+    return tables, costs, options.budgets or even_budgets(costs)
 
 
 def _legend(budgets: int) -> str:
@@ -212,14 +216,8 @@ def _reported(paths: Sequence[str]) -> ReportedNetwork | dict[str, ReportedNetwo
 
 def _calibrated(options: argparse.Namespace) -> Policy:
     check_distinct(options.labelled, options.output, options.costs)
+    labelled, unlabelled, costs = _calibration_data(options)
     logged = is_log(options.labelled)
-    if logged:
-        (labelled, costs), unlabelled = read_logged(options), None
-    else:
-        check_order(options, {"labelled": "table", "--costs": "costs"})
-        if not options.costs:
-            raise BadInput("there are no costs: give --costs FILE, or cumulative costs as --costs 1,2.5,4")
-        (labelled, unlabelled), costs = _tables(options, "labelled", "unlabelled"), _costs(options.costs)
     if options.max_accuracy_loss is not None:
         if options.risk:
             raise BadInput("--max-accuracy-loss is --risk excess_error with its --alpha: give one of them")
@@ -238,6 +236,17 @@ def _calibrated(options: argparse.Namespace) -> Policy:
     elif contract:
         method = _certified(method, contract, options)
     return method(costs, options.budget, labelled, unlabelled, **own)
+
+
+def _calibration_data(options: argparse.Namespace) -> tuple[HeadOutputs, HeadOutputs | None, Costs]:
+    """Return the labelled table, the unlabelled one where there is one, and costs, of recorded outputs or of a log."""
+    if is_log(options.labelled):
+        labelled, costs = read_logged(options)
+        return labelled, None, costs
+    check_order(options, {"labelled": "table", "--costs": "costs"})
+    if not options.costs:
+        raise BadInput("there are no costs: give --costs FILE, or cumulative costs as --costs 1,2.5,4")
+    return *_tables(options, "labelled", "unlabelled"), _costs(options.costs)
 
 
 def _combined(method: calibrate.Method, options: argparse.Namespace) -> calibrate.Method:

@@ -51,7 +51,7 @@ class SamplesMixed(BadInput):
     """A network that cannot be cut anywhere, since its logits for a sample are not a function of the sample."""
 
 
-class Trial(NamedTuple):
+class ProofBatch(NamedTuple):
     """A batch, and what the network gives for it."""
 
     batch: Batch
@@ -113,9 +113,9 @@ class Chain(NamedTuple):
         """Return the outputs of the stages for all samples; the network's attributes are left as they were."""
         return [output for _, output in self.outputs(batch)]
 
-    def trial(self, batch: Batch) -> Trial:
+    def trial(self, batch: Batch) -> ProofBatch:
         """Return a batch with what the network gives."""
-        return Trial(batch, self.expected(batch))
+        return ProofBatch(batch, self.expected(batch))
 
     def difference(self, batch: Batch, expected: Sequence[Tensor]) -> str:
         """Return how the stages differ from what is expected for a batch; "" if they give the same, bit by bit."""
@@ -191,7 +191,7 @@ def check_chain(
     return ""
 
 
-def _check_with_other_weights(chain: Chain, trials: Sequence[Trial]) -> None:
+def _check_with_other_weights(chain: Chain, trials: Sequence[ProofBatch]) -> None:
     """Raise if samples mix once weights change, in batches that show it, or if stages differ from the network then."""
     few = tuple(tensor[: len(SCALES)] for tensor in trials[0].batch)
     with _other_weights(chain.network):
@@ -294,7 +294,7 @@ def is_chain_of(
             return not chain.difference(*chain.trial(batch))
 
 
-def _check_bits(chain: Chain, trial: Trial) -> None:
+def _check_bits(chain: Chain, trial: ProofBatch) -> None:
     pairs = zip(chain.whole_outputs(trial.batch), trial.expected, strict=not chain.heads)
     if not all(same_bits(*pair) for pair in pairs):
         raise BadInput(f"at batch size {len(trial.batch[0])} {OUTPUTS_DIFFER if chain.heads else LOGITS_DIFFER}")
@@ -325,7 +325,7 @@ def _fix_other_sizes(chain: Chain, free: Others, reasons: Sequence[str]) -> None
         chain.stages[0].register_forward_pre_hook(FixedSizes(pattern, reason))
 
 
-def _trials(chain: Chain, others: Others) -> list[Trial]:
+def _trials(chain: Chain, others: Others) -> list[ProofBatch]:
     """Return two batches in which every size that may differ from the example's does, each in another way."""
     firsts = [(axes, sizes[0]) for axes, sizes in others]
     trials = []
@@ -336,7 +336,7 @@ def _trials(chain: Chain, others: Others) -> list[Trial]:
     return trials
 
 
-def _trial_of(chain: Chain, rows: int, changes: Changes) -> Trial | None:
+def _trial_of(chain: Chain, rows: int, changes: Changes) -> ProofBatch | None:
     """Return a batch of so many samples with other sizes; None if the network does not take it.
 
     It is asked with data: at a quarter of the size of an image that is quicker than without.
@@ -347,7 +347,7 @@ def _trial_of(chain: Chain, rows: int, changes: Changes) -> Trial | None:
         return None
 
 
-def _vary_all(inputs: Inputs, others: Others, trials: Sequence[Trial]) -> bool:
+def _vary_all(inputs: Inputs, others: Others, trials: Sequence[ProofBatch]) -> bool:
     """Check whether along each of the axes some batch has another size than the example."""
     return all(
         any(trial.batch[index].shape[axis] != inputs.tensors[index].shape[axis] for trial in trials)
@@ -440,7 +440,7 @@ def _check_network_keeps_samples_apart(chain: Chain, batch: Batch, *, finite: bo
     return True
 
 
-def _check_chain_keeps_samples_apart(chain: Chain, trial: Trial) -> None:
+def _check_chain_keeps_samples_apart(chain: Chain, trial: ProofBatch) -> None:
     """Raise if the stages give something else once some samples have left."""
     if not chain.keeps_samples_apart(*trial):
         raise BadInput(

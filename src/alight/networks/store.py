@@ -155,22 +155,10 @@ def load_model(
             model = _model(config, network, constants, head, pick)
             if config.get("layers") is not None and not isinstance(network, MultiExitModel):
                 complete([*model.stages], network, _by_stage(tensors, config["tied"]))
-        _put(model, config, tensors)
-        model.num_classes, model.classes = config["num_classes"], tuple(config["classes"])
-        model.normalisation = config["normalisation"] and Normalisation(**config["normalisation"])
-        model.recipe = config["recipe"]
-        if (folder / TOKENIZER).is_dir():
-            model.tokenizer = folder / TOKENIZER
-        computed, saved = fingerprint(model), config["fingerprint"]
-        if computed != saved:
-            raise BadFile(folder, f"it is damaged (fingerprint {computed}, saved as {saved})", "save the network again")
+        _restore(model, folder, config, tensors)
         whole = not alone and isinstance(network, nn.Module) and not isinstance(network, MultiExitModel)
         if whole and not _is_whole(model, network, pick):
-            problem = "its stages do not give what the network gives"
-            if backbone is not None:
-                raise Mismatch(f"{folder}: {problem} that was passed in: pass in the one that was saved")
-            versions = ", ".join(f"{name} {number}" for name, number in config["versions"].items())
-            raise BadFile(folder, f"{problem}; it was saved with {versions}", "install these, or save it again")
+            raise _not_the_network(folder, config, is_given=backbone is not None)
     if whole:
         model.keep_network(network, pick)
     if alone:
@@ -178,6 +166,28 @@ def load_model(
         model.known_inputs = config["known"]
         model.reference = {name.removeprefix(REFERENCE): constants[name] for name in names}
     return model.eval()
+
+
+def _restore(model: MultiExitModel, folder: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+    """Give a model the weights of a folder and what it says about them, unless they are not those that were saved."""
+    _put(model, config, tensors)
+    model.num_classes, model.classes = config["num_classes"], tuple(config["classes"])
+    model.normalisation = config["normalisation"] and Normalisation(**config["normalisation"])
+    model.recipe = config["recipe"]
+    if (folder / TOKENIZER).is_dir():
+        model.tokenizer = folder / TOKENIZER
+    computed, saved = fingerprint(model), config["fingerprint"]
+    if computed != saved:
+        raise BadFile(folder, f"it is damaged (fingerprint {computed}, saved as {saved})", "save the network again")
+
+
+def _not_the_network(folder: Path, config: Mapping[str, Any], *, is_given: bool) -> Mismatch | BadFile:
+    """Return the error of stages that differ from the network they were loaded with."""
+    problem = "its stages do not give what the network gives"
+    if is_given:
+        return Mismatch(f"{folder}: {problem} that was passed in: pass in the one that was saved")
+    versions = ", ".join(f"{name} {number}" for name, number in config["versions"].items())
+    return BadFile(folder, f"{problem}; it was saved with {versions}", "install these, or save it again")
 
 
 def _recognised(model: MultiExitModel) -> dict[str, Any] | None:
@@ -276,12 +286,18 @@ def _check_layers(
     whole = model.network or StagesInOrder(own)
     with in_mode(whole, training=False):
         reference = {str(index): each for index, each in enumerate(few)} | {"logits": inputs.run(whole, few)}
+    return _known_sizes(model, few, is_same), reference
+
+
+def _known_sizes(
+    model: MultiExitModel, few: tuple[Tensor, ...], is_same: Callable[[tuple[Tensor, ...]], bool]
+) -> dict[str, Any]:
+    """Return the lengths of texts, or other shapes that the model was compared at, for which stages are the same."""
     if all(map(is_text, few)):
-        return {"sizes": [], "lengths": _known_lengths(few, is_same)}, reference
+        return {"sizes": [], "lengths": _known_lengths(few, is_same)}
     shapes = {tuple(tuple(shape) for shape, _ in kind) for kind in model.proven_kinds}
     shapes |= {tuple(map(tuple, each)) for each in (model.known_inputs or {"sizes": ()})["sizes"]}
-    sizes = [shape for shape in sorted(shapes) if is_same(_of_shape(few, shape))]
-    return {"sizes": sizes, "lengths": None}, reference
+    return {"sizes": [shape for shape in sorted(shapes) if is_same(_of_shape(few, shape))], "lengths": None}
 
 
 def _of_shape(batch: tuple[Tensor, ...], shapes: Sequence[Sequence[int]]) -> tuple[Tensor, ...]:

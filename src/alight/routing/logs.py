@@ -50,28 +50,27 @@ class RequestLog(NamedTuple):
 def read_log(
     log: Any,
     *,
-    request: str | None = None,
-    model: str | None = None,
-    score: str | None = None,
-    correct: str | None = None,
-    quality: str | None = None,
-    answer: str | None = None,
-    truth: str | None = None,
-    cost: str | None = None,
     unit: str | None = None,
     models: Sequence[str] | None = None,
     incomplete: Literal["refuse", "drop"] = "refuse",
+    **names: str | None,
 ) -> RequestLog:
     """Return the table of a log and the mean costs of its models: a cascade, cheapest model first, without a network.
 
-    `log` is the path of a CSV, Parquet or JSON lines file, a DataFrame, or columns by name. Columns are named by the
-    arguments, or found by usual names. `correct` says whether an answer is right, `quality` grades it from 0 to 1;
-    with `answer` and `truth` answers are right that equal the truth; with `answer` alone, those that equal the answer
-    of the last model. Scores are higher where a model is surer. Every call has its own cost, in `unit`, by default what
-    the name of the column says, or USD. `models` chooses models and their order.
+    Columns are named, `request="question"`, or found by usual names. `correct` says whether an answer is right,
+    `quality` grades it from 0 to 1; with `answer` and `truth` answers are right that equal the truth; with `answer`
+    alone, those that equal the answer of the last model. Scores are higher where a model is surer. Every call has its
+    own cost.
 
     Answers of any kind are numbered anew for every request, in an order drawn for each, so that numbers say which
     models agree and nothing else: least of all which of them are right.
+
+    Args:
+        log: The path of a CSV, Parquet or JSON lines file, a DataFrame, or columns by name.
+        unit: Of the costs; None: what the name of their column says, or USD.
+        models: Which models, in which order; None: all, the cheapest first.
+        incomplete: What becomes of requests that lack a model: "refuse" or "drop".
+        **names: Of the columns of request, model, score, cost, correct, quality, answer and truth.
 
     >>> columns = {"question": [1, 1, 2, 2], "model": ["large", "small"] * 2, "confidence": [0.9, 0.8, 0.7, 0.1]}
     >>> outputs, costs = read_log({**columns, "correct": [1, 1, 1, 0], "cost_usd": [0.008, 0.001, 0.012, 0.003]})
@@ -80,33 +79,22 @@ def read_log(
     """
     if incomplete not in ("refuse", "drop"):
         raise BadInput(f"incomplete {incomplete!r}: choose 'refuse' or 'drop'")
-    given = {"request": request, "model": model, "score": score, "correct": correct, "quality": quality}
-    given |= {"answer": answer, "truth": truth, "cost": cost}
-    columns = _columns(log)
-    if model is None and _found(columns, NAMES["model"]) is None:
-        columns = _long(columns)
-    names: dict[str, Any] = {kind: _name(columns, kind, name) for kind, name in given.items()}
-    for kind in ("request", "model", "score", "cost"):
-        if names[kind] is None:
-            usual = ", ".join(NAMES[kind])
-            raise BadInput(
-                f"the log has no column of the {kind}, only {', '.join(columns)}: name it, {kind}=... ({usual})"
-            )
-    rows, members, requests = _places(columns[names["request"]], columns[names["model"]], models, incomplete)
-    costs = _numbers(columns, names["cost"], rows)
+    columns, found = _named_columns(_columns(log), names)
+    rows, members, requests = _places(columns[found["request"]], columns[found["model"]], models, incomplete)
+    costs = _numbers(columns, found["cost"], rows)
     if (costs < 0).any():
         raise BadInput(f"{int((costs < 0).sum())} costs in the log are negative, such as {costs[costs < 0][0]:g}")
     if models is None:
         order = np.argsort(costs.mean(axis=0), kind="stable")
         rows, members, costs = rows[:, order], [members[index] for index in order], costs[:, order]
-    graded = _quality(columns, names, rows)
-    codes = _codes(columns, names["answer"], rows, has_grades=graded is not None)
+    graded = _quality(columns, found, rows)
+    codes = _codes(columns, found["answer"], rows, has_grades=graded is not None)
     labels = None
     if graded is not None:
         best = codes[np.arange(requests), graded.argmax(axis=1)]
         labels = np.where(graded.max(axis=1) > 0, best, len(members))
-    scores, cost_name = _numbers(columns, names["score"], rows), str(names["cost"])
-    outputs = HeadOutputs(scores, codes, labels, score=str(names["score"]), exits=members, costs=costs, quality=graded)
+    scores, cost_name = _numbers(columns, found["score"], rows), str(found["cost"])
+    outputs = HeadOutputs(scores, codes, labels, score=str(found["score"]), exits=members, costs=costs, quality=graded)
     measured = unit or next((UNITS[word] for word in reversed(cost_name.lower().split("_")) if word in UNITS), "USD")
     return RequestLog(outputs, Costs(np.zeros(len(members)), costs.mean(axis=0), measured))
 
@@ -139,6 +127,22 @@ def _columns(log: Any) -> Mapping[str, Any]:
     if path.suffix == ".parquet":
         return {name: whole(column) for name, column in parquet_columns(path).items()}
     return line_columns(path, InputSpec()) if path.suffix == ".jsonl" else csv_columns(path, InputSpec())
+
+
+def _named_columns(columns: Mapping[str, Any], given: Mapping[str, str | None]) -> tuple[Mapping[str, Any], Any]:
+    """Return the columns, one row per request and model, and the name of each kind, None where there is none."""
+    if unknown := given.keys() - NAMES.keys():
+        raise BadInput(f"a log has no column of the kind {min(unknown)!r}: name columns of {', '.join(NAMES)}")
+    if given.get("model") is None and _found(columns, NAMES["model"]) is None:
+        columns = _long(columns)
+    found = {kind: _name(columns, kind, given.get(kind)) for kind in NAMES}
+    for kind in ("request", "model", "score", "cost"):
+        if found[kind] is None:
+            usual = ", ".join(NAMES[kind])
+            raise BadInput(
+                f"the log has no column of the {kind}, only {', '.join(columns)}: name it, {kind}=... ({usual})"
+            )
+    return columns, found
 
 
 def _long(columns: Mapping[str, Any]) -> dict[str, Any]:
@@ -185,6 +189,13 @@ def _places(
     if chosen is not None and (unknown := [name for name in chosen if name not in every]):
         raise BadInput(f"the log has no model {unknown[0]!r}, only {', '.join(every)}")
     members = every if chosen is None else [*chosen]
+    complete = _complete(places, members, incomplete)
+    rows = [[places[request, name] for name in members] for request in complete]
+    return np.array(rows, dtype=np.int64), members, len(complete)
+
+
+def _complete(places: Mapping[tuple[Any, str], int], members: Sequence[str], incomplete: str) -> list[Any]:
+    """Return the requests that have a row of every member; others are refused or left out."""
     known = [*dict.fromkeys(request for request, _ in places)]
     complete = [request for request in known if all((request, name) in places for name in members)]
     if lacking := len(known) - len(complete):
@@ -194,9 +205,8 @@ def _places(
                 f"{said}: ask every model about a random sample of requests, or leave them out with incomplete='drop',"
                 " if it was not the request that decided which models were asked"
             )
-        warnings.warn(f"{said}, and are left out", stacklevel=3)
-    rows = [[places[request, name] for name in members] for request in complete]
-    return np.array(rows, dtype=np.int64), members, len(complete)
+        warnings.warn(f"{said}, and are left out", stacklevel=4)
+    return complete
 
 
 def _listed(values: Any) -> list[Any]:

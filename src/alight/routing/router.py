@@ -28,7 +28,7 @@ class SpendWarning(UserWarning):
     """A member reported a cost that cannot be, or more than a call of it can cost."""
 
 
-class Call:
+class ModelCall:
     """One call that is to be made: of this model; what came of it is reported once."""
 
     def __init__(self, router: "Router", open_index: int) -> None:
@@ -65,7 +65,7 @@ class Request:
         self.number = number  # which decides ties and mixtures
         self.answer: Any = None  # None if no model gave one
         self.model: str | None = None  # that the request left at
-        self.calls: list[Call] = []
+        self.calls: list[ModelCall] = []
         self._router = router
 
     @property
@@ -78,11 +78,11 @@ class Request:
         """Why models gave no answer, by their names."""
         return {call.model: call.failure for call in self.calls if call.failure is not None}
 
-    def __iter__(self) -> Iterator[Call]:
+    def __iter__(self) -> Iterator[ModelCall]:
         with self._router._on_its_way():
             yield from self._route()
 
-    def _route(self) -> Iterator[Call]:
+    def _route(self) -> Iterator[ModelCall]:
         router, policy = self._router, self._router.policy
         recalled: Recalled = ((), ())
         answers: dict[str, int] = {}  # by their text, the distinct ones in the order of their first appearance
@@ -91,7 +91,7 @@ class Request:
         for open_index in range(len(policy.open_exits)):
             if open_index and not router._reserved(open_index, is_answered=bool(said)):
                 break  # the budget might not pay for it
-            call = Call(router, open_index)
+            call = ModelCall(router, open_index)
             self.calls.append(call)
             try:
                 yield call
@@ -129,6 +129,12 @@ class Router:
     requests are: spent <= requests x budget + the most that one request can cost. What cannot be a cost (none, NaN,
     below 0) is charged as the most; more than the most is charged as reported, counted and warned of, exceeds the bound
     by as much, and is paid back by later requests.
+
+    Args:
+        policy: What `calibrate` made of a log, certified or not.
+        members: Callables by model, or in the order of the policy's models; None: you make the calls.
+        max_costs: The most that a call of each open model can cost; None: nothing is reserved, unless the policy knows.
+        timeout: Seconds after which a member is skipped.
 
     >>> from alight import Threshold
     >>> policy = Threshold(thresholds=(0.8,), costs=(0.1, 1.1), budget=0.5, exits=("small", "large"))
@@ -310,7 +316,7 @@ def _by_model(models: Sequence[str], members: Any) -> dict[str, Callable[[Any], 
 
 
 def _reply(reply: Any) -> dict[str, Any]:
-    """Return what a member answered as `Call.report` takes it: (answer, score, cost), or a mapping of these names."""
+    """Return what a member answered as `ModelCall.report` takes it: (answer, score, cost), or a mapping of them."""
     if isinstance(reply, Mapping):
         return {"answer": reply["answer"], "score": float(reply["score"]), "cost": reply.get("cost")}
     answer, score, cost = reply
