@@ -86,7 +86,8 @@ def digits(tmp_path_factory):
 
 def test_a_quota_keeps_its_budget_in_every_batch_and_in_total(digits, tmp_path):
     folder, model, policy = digits
-    quota = certified_batch(lambda *_: policy)(policy.costs, policy.budget, ())
+    table = HeadOutputs([[0.1, 0.5, 0.9]] * 2, [[0, 0, 0]] * 2)  # not looked at: the policy plans its rates
+    quota = certified_batch(lambda *_: policy)(policy.costs, policy.budget, table)
     task = PredictTask(quota, model.exits, model.classes)
     by_a_worker(task, folder / "model", folder / "test", tmp_path / "same", rows=64, batch_size=32)
     decisions = on_one_machine(model, quota, folder / "test.npz", 32)

@@ -90,15 +90,11 @@ class Recorder:
     """A network made ready to be recorded, once or repeatedly, into memory or to the disk; arguments as of `record`.
 
     Args:
-        path: The .npz file to write.
         model: A `MultiExitModel`, or a backend.
-        data: As of `record`.
-        batch_size: Of what is not a loader.
         score: As of `record`.
         features: As of `record`.
         top: As of `record`.
         settings: How the network runs.
-        progress: Show a bar.
 
     >>> import tempfile, torch
     >>> from torch import nn
