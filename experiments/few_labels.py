@@ -18,7 +18,7 @@ from alight.provenance import provenance
 from alight.recordings import Recording
 
 ROOT = Path(__file__).parent.parent
-SAMPLES, BUDGETS, DRAWS = (200, 400, 1000), ("35%", "50%", "70%"), 4
+SAMPLES, BUDGETS, DRAWS = (200, 400, 1000, 2000), ("35%", "50%", "70%"), 10
 METHODS = ("eero", "auto")
 Row = dict[str, str | float | int]
 
