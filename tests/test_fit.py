@@ -370,6 +370,7 @@ def test_labels_are_not_needed(trained):
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:Early exit")  # whether it pays is up to the machine
 @pytest.mark.parametrize("goal", [{"max_accuracy_loss": 0.2}, {"speedup": 1.05}, {"budget": "1000 ms"}])
 def test_goals_in_time_give_a_policy_in_milliseconds_or_the_full_network(fitted, goal):
     predictor = alight.fit(fitted.network, None, digits()[1].tensors, **goal, progress=False)
@@ -377,7 +378,8 @@ def test_goals_in_time_give_a_policy_in_milliseconds_or_the_full_network(fitted,
     assert predictor.fitted.verdict
     if predictor.policy.method == "full network":
         assert predictor.policy.open_exits == (predictor.policy.num_exits - 1,)
-        assert predictor.summary.count("1.00x") == 2
+        row = next(line for line in predictor.summary.splitlines() if line.startswith("speed-up"))
+        assert row.split()[1:3] == ["1.00x", "1.00x"]
 
 
 def test_recorded_outputs_of_a_network_enter_at_calibration(fitted):
