@@ -1,12 +1,16 @@
 """Logs become tables: requests by models, each call with its own cost, and codes that never tell who is right."""
 
+from dataclasses import replace
+
 import numpy as np
 import pandas as pd
 import pytest
-from made_up_log import MODELS, PRICES, columns_of, logged_rows, write_log
+from made_up_log import MODELS, MOST, PRICES, columns_of, logged_rows, write_log
 
 from alight import Costs, HeadOutputs, calibrate, read_log, replay
-from alight.errors import BadInput
+from alight.calibrate.cost_guarantees import CostContract, spend_to_aim_at
+from alight.calibrate.crossval import on_exits
+from alight.errors import BadInput, Mismatch
 
 ROWS = logged_rows()
 COLUMNS = columns_of(ROWS)
@@ -55,6 +59,74 @@ def test_a_row_per_request_is_read_too():
     assert outputs.exits == MODELS
     np.testing.assert_allclose(costs.heads, read_log(COLUMNS).costs.heads)
     np.testing.assert_allclose(outputs.risks(), read_log(COLUMNS).outputs.risks())
+
+
+def test_columns_of_models_may_stand_in_any_order():
+    wide = {"request_id": [1, 2], "score_small": [0.1, 0.2], "score_large": [0.5, 0.6], "correct_large": [1, 1]}
+    wide |= {"correct_small": [0, 0], "cost_large": [10.0, 10.0], "cost_small": [1.0, 1.0]}
+    outputs, costs = read_log(wide)
+    assert outputs.exits == ("small", "large")
+    np.testing.assert_array_equal(outputs.risks(), [1, 0])
+    np.testing.assert_array_equal(costs.heads, [1, 10])
+    with pytest.raises(BadInput, match="only some of small, large have a column of the correct"):
+        read_log({name: values for name, values in wide.items() if name != "correct_small"})
+
+
+def test_a_column_that_is_named_is_not_overruled_by_one_that_is_guessed():
+    judged = {**COLUMNS, "judged": [1] * len(ROWS), "rating": [0.0] * len(ROWS)}
+    np.testing.assert_array_equal(read_log(judged, correct="judged").outputs.risks(), [0] * len(MODELS))
+
+
+@pytest.mark.parametrize("name", ["cost_cents", "cost_eur", "seconds", "kwh"])
+def test_a_unit_that_is_not_known_is_asked_for(name):
+    columns = {**{key: values for key, values in COLUMNS.items() if key != "cost_usd"}, name: COLUMNS["cost_usd"]}
+    with pytest.raises(BadInput, match="unit of the costs in"):
+        read_log(columns, cost=name)
+    assert read_log(columns, cost=name, unit="cents").costs.unit == "cents"
+
+
+def test_answers_that_cannot_be_compared_are_not_combined():
+    outputs, costs = read_log(columns_of(ROWS, "answer", "truth"))
+    with pytest.raises(BadInput, match="several different answers to one sample are right"):
+        calibrate.combined(calibrate.eero, "vote")(costs, "70%", outputs)
+
+
+def test_tables_with_and_without_costs_are_not_certified_together():
+    outputs, costs = read_log(COLUMNS)
+    bare = replace(outputs, costs=None, labels=None, quality=None)
+    for certified in (calibrate.certified_mean, calibrate.certified_probability, calibrate.certified_stream):
+        with pytest.raises(Mismatch, match="one table has a cost for every sample"):
+            certified(calibrate.eero, max_costs=MOST)(costs, "50%", outputs, bare)
+
+
+def test_a_guarantee_on_cost_and_risk_says_the_most_that_it_assumes():
+    method = calibrate.certified_risk(calibrate.eero, risk="error", alpha=0.6, max_costs=MOST, seed=0)
+    outputs, costs = read_log(COLUMNS)
+    assert "no request costs more than" in method(costs, "90%", outputs).certificate.assumption
+
+
+def test_the_first_model_need_not_be_the_cheapest():
+    outputs, _ = read_log(COLUMNS, models=[MODELS[1], MODELS[0], *MODELS[2:]])
+    costs = Costs(np.zeros(outputs.num_exits), outputs.costs.mean(axis=0), "USD")
+    first = float(costs.heads[0])
+    contract = CostContract("probability", max_costs=(MOST[1], MOST[0], *MOST[2:]))
+    assert spend_to_aim_at(costs, 1.3 * first, outputs, 200, contract) > first
+
+
+def test_the_most_may_be_what_a_call_has_cost_but_for_a_rounding():
+    outputs, costs = read_log(COLUMNS)
+    most = outputs.costs.max(axis=0) * (1 - 1e-12)
+    assert calibrate.certified_mean(calibrate.eero, max_costs=most, seed=0)(costs, "80%", outputs).certificate
+    with pytest.raises(BadInput, match="above its max_costs"):
+        calibrate.certified_mean(calibrate.eero, max_costs=0.99 * most, seed=0)(costs, "80%", outputs)
+
+
+def test_models_of_a_pruned_meter_keep_their_numbers():
+    outputs, costs = read_log(COLUMNS)
+    opened = (1, len(MODELS) - 1)
+    most = [MOST[index] for index in opened]
+    policy = on_exits(calibrate.certified_stream(calibrate.eero, max_costs=most, seed=0), opened)(costs, 0.007, outputs)
+    assert policy.policy.open_exits == policy.open_exits == opened
 
 
 def test_answers_and_truth_say_what_is_right_and_which_models_agree():

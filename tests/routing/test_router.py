@@ -15,6 +15,7 @@ from alight import Router, Threshold, calibrate, load_policy, read_log, replay
 from alight.calibrate import METHODS, certified_batch, certified_stream
 from alight.errors import BadFile, BadInput, Mismatch
 from alight.policies.metered import meter
+from alight.policies.policy import Streak
 from alight.routing.router import SpendWarning
 
 LOG = read_log(columns_of(logged_rows()))
@@ -266,7 +267,42 @@ def test_the_state_is_saved_and_restored_with_calls_on_their_way_charged(tmp_pat
     document = json.loads((tmp_path / "state.json").read_text())
     (tmp_path / "state.json").write_text(json.dumps({**document, "spent": None}))
     with pytest.raises(BadFile, match="its content is not usable"):
-        again.restore(tmp_path / "state.json")
+        Router(TWO, max_costs=[2.0, 8.0]).restore(tmp_path / "state.json")
+
+
+def test_a_request_is_routed_once():
+    router = Router(meter(TWO, [1.0, 8.0]))
+    request = router.ask()
+    for call in request:
+        call.report(score=0.9, answer=1, cost=1.0)
+    with pytest.raises(BadInput, match="was routed already"):
+        next(iter(request))
+    assert router.spent == 1.0
+
+
+def test_a_state_is_not_restored_over_calls_on_their_way(tmp_path):
+    router = Router(meter(TWO, [1.0, 8.0]))
+    router.save(tmp_path / "state.json")
+    router.ask()
+    with pytest.raises(BadInput, match="on their way"):
+        router.restore(tmp_path / "state.json")
+
+
+@pytest.mark.parametrize("scores", [(math.nan, 0.2, 0.9), (0.1, math.nan, 0.9), (math.nan, math.nan, math.nan)])
+def test_a_model_that_does_not_know_how_sure_it_is_does_not_break_a_vote(scores):
+    policy = calibrate.combined(calibrate.eero, "vote")(LOG.costs, "70%", LOG.outputs)
+    request = Router(policy).ask()
+    for call, score in zip(request, scores, strict=False):
+        call.report(score=score, answer=call.model, cost=0.0)
+    assert request.answer in MODELS
+
+
+def test_an_unknown_score_ends_a_streak():
+    policy = Streak(threshold=0.5, patience=2, costs=(1.0, 2.0, 3.0, 4.0), exits=tuple("abcd"))
+    request = Router(policy).ask()
+    for call, score in zip(request, (0.9, math.nan, 0.9, 0.9), strict=False):
+        call.report(score=score, answer="yes", cost=1.0)
+    assert request.model == "d"
 
 
 def test_what_a_router_cannot_do_is_refused():

@@ -8,7 +8,14 @@ import numpy as np
 
 from alight.budgeting.rates import Floats
 from alight.calibrate import published
-from alight.calibrate.combinations import LEAST_SAMPLES, combined, fit_geometric_mean, fit_vote, fitted_once
+from alight.calibrate.combinations import (
+    LEAST_SAMPLES,
+    combined,
+    fit_geometric_mean,
+    fit_vote,
+    fitted_once,
+    has_several_truths,
+)
 from alight.calibrate.crossval import folds as folds_of
 from alight.calibrate.crossval import held_out_parts
 from alight.calibrate.learned import jei_dnn, learned_stopping, learning_to_exit
@@ -60,7 +67,7 @@ def candidates_for(labelled: HeadOutputs) -> Candidates:
     >>> [*candidates_for(recordings.load().labelled)][-2:]
     ['eero, vote', 'global_threshold, vote']
     """
-    if len(labelled) < LEAST_TO_COMBINE:
+    if len(labelled) < LEAST_TO_COMBINE or has_several_truths(labelled):
         return CANDIDATES
     combine, fit = ("vote", fit_vote) if labelled.top_classes is None else ("geometric_mean", fit_geometric_mean)
     shared = fitted_once(fit)

@@ -59,6 +59,11 @@ def combined(method: Method, combine: str | Fit = "vote", *, share: float = 0.5,
         amount = network.budget(budget)
         _check_parts(len(labelled), share)
         check_tables(network, labelled, unlabelled)
+        if has_several_truths(labelled):
+            raise BadInput(
+                "several different answers to one sample are right in this table, as in a log without answers:"
+                " combining compares answers, so give them (read_log(..., answer=...)), or calibrate without it"
+            )
         at_open_exits = _with_all_exits(partial(method, **options), fit, share, seed)
         policy = at_open_exits(network, amount, labelled, unlabelled)
         while policy.combination is None:  # the method closes exits: fewer each time
@@ -68,6 +73,14 @@ def combined(method: Method, combine: str | Fit = "vote", *, share: float = 0.5,
         return replace(policy, method=f"{policy.method}, {name}", settings={**policy.settings, **chosen})
 
     return calibrated
+
+
+def has_several_truths(labelled: HeadOutputs) -> bool:
+    """Return whether answers that differ are graded alike as the best of a sample, as in a log without answers."""
+    if labelled.quality is None:
+        return False
+    best = labelled.quality == labelled.quality.max(axis=1, keepdims=True)
+    return bool((best & (labelled.quality > 0) & (labelled.predictions != labelled.truth()[:, None])).any())
 
 
 def fitted_once(fit: Fit) -> Fit:

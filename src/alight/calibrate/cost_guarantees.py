@@ -55,6 +55,7 @@ Numbers = dict[str, float | str]
 Certify = Callable[[Policy, Costs, HeadOutputs, HeadOutputs], Policy]  # the tables are of fitting and of certifying
 
 LEVELS = 401  # members of a family of lowered policies: each moves thresholds by half a percent of the samples
+ROUNDING = 1e-9  # of prices times tokens, by which a call may seem to cost more than the most
 WINDOW = 400  # scores that a paced policy remembers of each exit
 P_VALUES: dict[str, Callable[[Floats, float, float], float]] = {
     "betting": betting_p_value,
@@ -573,8 +574,12 @@ def certify_random_costs(
     member = replace(lowered(policy, float(levels[accepted]), reference), budget=budget)
     numbers |= {"level": float(levels[accepted]), "mean cost": float(spent(accepted).mean()), "basis": basis}
     certificate = contract.certificate(allowed_by(policy, network), samples, numbers)
-    bounded = f"Assumes that no request costs more than {quantity(most, policy.unit)}."
-    return certified(member, replace(certificate, assumption=f"{certificate.assumption} {bounded}"))
+    return certified(member, replace(certificate, assumption=f"{certificate.assumption} {capped(most, policy.unit)}"))
+
+
+def capped(most: float, unit: str) -> str:
+    """Return the assumption that no request costs more than this."""
+    return f"Assumes that no request costs more than {quantity(most, unit)}."
 
 
 def spend_to_aim_at(
@@ -591,7 +596,7 @@ def spend_to_aim_at(
     variance = float(squares.max()) * min(1.0, amount / float(means.max()))
     strength = math.log(1 / contract.delta) / samples
     margin = math.sqrt(2 * strength * variance) + most * strength / 3
-    return Amount(max(amount - margin, min(amount, 1.1 * float(means.min()))))
+    return Amount(max(amount - margin, min(amount, 1.1 * float(means[0]))))  # a method may open the first member
 
 
 def metered(
@@ -634,8 +639,9 @@ def most_per_call(table: HeadOutputs, max_costs: npt.ArrayLike | None, unit: str
     caps = np.asarray(max_costs, dtype=np.float64)
     if caps.shape != (table.num_exits,) or not np.isfinite(caps).all() or (caps <= 0).any():
         raise BadInput(f"max_costs {caps.tolist()}: give a positive number for each of the {table.num_exits} members")
-    if (above := table.costs.max(axis=0) > caps).any():
+    largest_seen = table.costs.max(axis=0)
+    if (above := largest_seen > caps * (1 + ROUNDING)).any():
         index = int(np.argmax(above))
-        cost, cap = (quantity(float(each[index]), unit) for each in (table.costs.max(axis=0), caps))
+        cost, cap = (quantity(float(each[index]), unit) for each in (largest_seen, caps))
         raise BadInput(f"a call of {table.exit_names[index]} cost {cost}, above its max_costs of {cap}: raise that")
-    return caps
+    return np.maximum(caps, largest_seen)

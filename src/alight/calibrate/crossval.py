@@ -14,6 +14,7 @@ from alight.calibrate.problem import AnyCosts, Budget, Method
 from alight.costs import Costs, as_costs
 from alight.errors import BudgetTooSmall
 from alight.outputs import HeadOutputs
+from alight.policies.metered import Metered
 from alight.policies.policy import Mixture, Policy
 from alight.policies.route import replay
 
@@ -178,8 +179,6 @@ def _of_network(policy: Policy, open_exits: tuple[int, ...], network: Costs, nam
     changed["full_cost"] = network.full
     if policy.combination:
         changed["combination"] = replace(policy.combination, exits=opened)
-    if isinstance(policy, Mixture):
-        changed |= {
-            name: _of_network(getattr(policy, name), open_exits, network, names) for name in ("first", "second")
-        }
+    inner = ("first", "second") if isinstance(policy, Mixture) else ("policy",) if isinstance(policy, Metered) else ()
+    changed |= {name: _of_network(getattr(policy, name), open_exits, network, names) for name in inner}
     return replace(policy, **changed)

@@ -70,10 +70,6 @@ class Problem:
                 f"the labelled table's score is {labelled.score!r} and the unlabelled one's {scored.score!r}:"
                 " record both with one score"
             )
-        if (scored.costs is None) != (labelled.costs is None):
-            raise Mismatch(
-                "one table has a cost for every sample and the other has not: give both or neither with costs"
-            )
         if scored.fingerprint != labelled.fingerprint:
             raise Mismatch(
                 f"the labelled table is of the network {labelled.fingerprint or 'unknown'} and the unlabelled one of"
@@ -227,7 +223,9 @@ def costs_in(table: HeadOutputs, network: Costs) -> Costs:
 
 
 def check_tables(network: Costs, labelled: HeadOutputs, unlabelled: HeadOutputs | None) -> None:
-    """Check that the tables have as many exits as there are costs, and are not too small."""
+    """Check that the tables have as many exits as there are costs, are not too small, and alike in having costs."""
+    if unlabelled is not None and (unlabelled.costs is None) != (labelled.costs is None):
+        raise Mismatch("one table has a cost for every sample and the other has not: give both or neither with costs")
     for name, table in {"labelled": labelled, "unlabelled": unlabelled}.items():
         if table is not None and table.num_exits != len(network):
             raise Mismatch(

@@ -17,6 +17,7 @@ from alight.calibrate.cost_guarantees import (
     CostContract,
     Numbers,
     allowed_by,
+    capped,
     certified,
     certify_cost,
     check_bound,
@@ -206,6 +207,8 @@ def _with_risk(policy: Policy, network: Costs, testing: HeadOutputs, test: _Risk
     }
     guarantee = f"{cost.guarantee} {test.sentence(observed)} {both}"
     assumption = same_distribution(len(testing), has_delta=True)
+    if "most per sample" in cost.numbers:
+        assumption += " " + capped(float(cost.numbers["most per sample"]), policy.unit)
     return certified(policy, Certificate(f"{cost.contract}, {test.risk}", guarantee, assumption, numbers))
 
 

@@ -37,6 +37,7 @@ NAMES = {  # of columns, the first that is there
 }
 UNITS = {"usd": "USD", "dollars": "USD", "price": "USD", "cost": "USD", "tokens": "tokens", "ms": "ms"}
 TRUE, FALSE = ("1", "1.0", "true", "yes", "right", "correct"), ("0", "0.0", "false", "no", "wrong", "incorrect")
+JUDGED = ("quality", "correct", "truth")  # kinds of columns that tell right answers from wrong ones
 CODES = 200  # purposes of the draws that number the answers to a request
 
 
@@ -67,7 +68,7 @@ def read_log(
 
     Args:
         log: The path of a CSV, Parquet or JSON lines file, a DataFrame, or columns by name.
-        unit: Of the costs; None: what the name of their column says, or USD.
+        unit: Of the costs; None: what the name of their column says (cost_usd, cost, tokens, latency_ms).
         models: Which models, in which order; None: all, the cheapest first.
         incomplete: What becomes of requests that lack a model: "refuse" or "drop".
         **names: Of the columns of request, model, score, cost, correct, quality, answer and truth.
@@ -95,8 +96,9 @@ def read_log(
         labels = np.where(graded.max(axis=1) > 0, best, len(members))
     scores, cost_name = _numbers(columns, found["score"], rows), str(found["cost"])
     outputs = HeadOutputs(scores, codes, labels, score=str(found["score"]), exits=members, costs=costs, quality=graded)
-    measured = unit or next((UNITS[word] for word in reversed(cost_name.lower().split("_")) if word in UNITS), "USD")
-    return RequestLog(outputs, Costs(np.zeros(len(members)), costs.mean(axis=0), measured))
+    if unit is None and (unit := UNITS.get(cost_name.lower().split("_")[-1])) is None:
+        raise BadInput(f"the unit of the costs in {cost_name!r} is not known: give it, unit='USD' or another name")
+    return RequestLog(outputs, Costs(np.zeros(len(members)), costs.mean(axis=0), unit))
 
 
 def numbering(samples: Integers, count: int) -> Integers:
@@ -136,6 +138,8 @@ def _named_columns(columns: Mapping[str, Any], given: Mapping[str, str | None]) 
     if given.get("model") is None and _found(columns, NAMES["model"]) is None:
         columns = _long(columns)
     found = {kind: _name(columns, kind, given.get(kind)) for kind in NAMES}
+    if judged := [kind for kind in JUDGED if given.get(kind)]:  # columns that were only guessed do not overrule it
+        found |= {kind: None for kind in JUDGED if kind not in judged}
     for kind in ("request", "model", "score", "cost"):
         if found[kind] is None:
             usual = ", ".join(NAMES[kind])
@@ -153,17 +157,17 @@ def _long(columns: Mapping[str, Any]) -> dict[str, Any]:
             f"the log has no column of the model, only {', '.join(columns)}: name it, model=..., or give each model"
             " columns of its own: score_small, correct_small, cost_small"
         )
-    length, long = len(columns[next(iter(named))]), dict[str, Any]()
-    long["model"] = [model for model in named.values() for _ in range(length)]
-    for name, values in columns.items():
-        kind, _, model = name.partition("_")
-        if model in named.values() and kind in NAMES:
-            long.setdefault(kind, []).extend(values)
-        elif not (kind in NAMES and model):
-            long[name] = [*values] * len(named)
-    if wrong := [name for name, values in long.items() if len(values) != len(long["model"])]:
-        raise BadInput(f"only some of {', '.join(named.values())} have a column of the {wrong[0]}: give each one")
-    return long
+    models, long = [*named.values()], dict[str, Any]()
+    long["model"] = [model for name, model in named.items() for _ in range(len(columns[name]))]
+    taken = set[str]()
+    for kind in NAMES:
+        own = {model: f"{kind}_{model}" for model in models if f"{kind}_{model}" in columns}
+        if 0 < len(own) < len(models):
+            raise BadInput(f"only some of {', '.join(models)} have a column of the {kind}: give each one")
+        if own:
+            long[kind] = [value for model in models for value in columns[own[model]]]
+            taken |= {*own.values()}
+    return long | {name: [*values] * len(models) for name, values in columns.items() if name not in taken}
 
 
 def _found(columns: Mapping[str, Any], names: Sequence[str]) -> str | None:
@@ -186,6 +190,8 @@ def _places(
         if places.setdefault(key, row) != row:
             raise BadInput(f"request {key[0]!r} has two rows of model {key[1]!r}: give one")
     every = [*dict.fromkeys(model for _, model in places)]
+    if chosen is not None and len({*chosen}) < len(chosen):
+        raise BadInput(f"models {', '.join(chosen)} name one twice: give each once")
     if chosen is not None and (unknown := [name for name in chosen if name not in every]):
         raise BadInput(f"the log has no model {unknown[0]!r}, only {', '.join(every)}")
     members = every if chosen is None else [*chosen]

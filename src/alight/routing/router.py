@@ -66,7 +66,7 @@ class Request:
         self.answer: Any = None  # None if no model gave one
         self.model: str | None = None  # that the request left at
         self.calls: list[ModelCall] = []
-        self._router = router
+        self._router, self._is_routed = router, False
 
     @property
     def spent(self) -> float:
@@ -79,6 +79,9 @@ class Request:
         return {call.model: call.failure for call in self.calls if call.failure is not None}
 
     def __iter__(self) -> Iterator[ModelCall]:
+        if self._is_routed:
+            raise BadInput(f"request {self.number} was routed already, and its calls are paid for once: ask() again")
+        self._is_routed = True
         with self._router._on_its_way():
             yield from self._route()
 
@@ -104,12 +107,13 @@ class Request:
                 answers[text] = len(answers)
                 said.append(call.answer)
             self.answer, self.model = call.answer, call.model
-            if math.isnan(call.score):
-                continue  # as unsure as can be
-            if policy.combination and len(self.calls) > 1 + sum(each.failure is None for each in self.calls[:-1]):
+            unscored = [math.isnan(each.score) for each in self.calls]  # failed calls are, too
+            if policy.combination and unscored[-1]:
+                continue
+            if policy.combination and any(unscored):
                 break  # answers are combined of all members or none
             code = np.array([numbers[answers[text]]])
-            scores = (np.array([call.score]),)
+            scores = (np.array([-math.inf if unscored[-1] else call.score]),)  # as unsure as can be
             leaving, chosen, recalled = visit(policy, open_index, np.array([self.number]), code, scores, recalled)
             self.answer = next(each for each, code in zip(said, numbers, strict=False) if code == chosen[0])
             if leaving[0]:
@@ -282,6 +286,10 @@ class Router:
 
     def restore(self, path: PathLike) -> None:
         """Take over the state of a JSON file that `save` wrote, of a router with these models and this budget."""
+        if self._under_way or self.reserved:
+            raise BadInput(
+                "requests of this router are on their way: restore before the first of them, or after the last"
+            )
         content = read_json(path, KIND)
         try:
             admitted, spent = int(content["admitted"]), float(content["spent"])
