@@ -96,7 +96,7 @@ def test_batch_with_auto_is_certified_at_every_budget(folder):
     labelled, costs = HeadOutputs.load(folder / "calibration.npz"), Costs.load(folder / "costs.json")
     test = HeadOutputs.load(folder / "test.npz").take(slice(0, 500))
     few = {name: CANDIDATES[name] for name in ("optimal_stopping", "eero", "global_threshold", "best_single_exit")}
-    for percent in range(20, 91, 20):
+    for percent in range(20, 91, 10):
         if costs.budget(f"{percent}%") < costs.cumulative()[0]:
             continue
         policy = certified_batch(calibrate.auto)(costs, f"{percent}%", labelled, candidates=few)
@@ -257,10 +257,10 @@ def test_the_cheapest_policy_for_a_guaranteed_risk(risk, alpha, tmp_path):
 def test_a_guaranteed_risk_is_exceeded_no_more_often_than_delta():
     fresh = accurate(10**6, 20_000)
     method, failures = certified_risk(calibrate.geometric, risk="error", alpha=0.1, delta=0.1), 0
-    for seed in range(40):
+    for seed in range(100):
         policy = method(COSTS, None, accurate(seed, 600))
         failures += replay(policy, fresh).accuracy(fresh.labels) < 0.9
-    assert failures <= binom.ppf(0.999, 40, 0.1)
+    assert failures <= binom.ppf(0.999, 100, 0.1)
 
 
 def test_cost_and_risk_can_be_guaranteed_together():

@@ -135,7 +135,7 @@ def test_a_stream_never_exceeds_its_budget_whatever_requests_ask(budgets, tmp_pa
     rng, spent, count = np.random.default_rng(0), 0.0, 0
     policy = worker.ledger.state.policy
     noise = [rng.normal(size=(1, 1, 8, 8)).astype(np.float32) for _ in range(200)]  # of which no head is confident
-    for turn in range(20):
+    for turn in range(40):
         requests = [
             QueuedRequest(noise[place : place + 3], budgets[(turn + place) % len(budgets)]) for place in range(0, 24, 3)
         ]
