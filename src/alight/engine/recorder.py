@@ -1,7 +1,7 @@
 """What every head says about every sample, once, so that everything else is arithmetic on a table."""
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from itertools import chain, repeat
@@ -67,7 +67,7 @@ def record(
     ran. For tables that memory cannot hold there is `Recorder.write`.
 
     Args:
-        model: A `MultiExitModel`, or a backend.
+        model: A `MultiExitModel`, or the backend of an exported one, of which only the open exits are recorded.
         data: Arrays, a list, a data set, a loader, a DataFrame or a path.
         batch_size: Of what is not a loader.
         score: The confidence of a head: "margin", "max_probability", "negative_entropy", "logit_margin".
@@ -84,6 +84,41 @@ def record(
     HeadOutputs(5 samples, 2 exits, score 'margin', labelled)
     """
     return Recorder(model, score, features, top, settings).table(data, batch_size, progress)
+
+
+class EveryStage:
+    """All stages of a backend as one that gives the values of every open exit: what a recording is made of."""
+
+    in_flight = 0
+
+    def __init__(self, backend: Any, reads: Reads) -> None:
+        if backend.in_flight:
+            raise BadInput(f"{backend.name} computes on a device: record the network itself with these settings")
+        self.stages = backend.with_reads([reads] * len(backend.open_exits))
+        self.inputs, self.fingerprint = backend.inputs, backend.fingerprint
+        self.exits = tuple(backend.exits[index] for index in backend.open_exits)
+        self.num_classes = backend.inputs.num_classes
+        self.admit, self.pin, self.running = backend.admit, backend.pin, backend.running
+
+    def fingerprint_aside(self) -> Callable[[], str]:
+        """Return a function that gives the fingerprint."""
+        return lambda: str(self.fingerprint)
+
+    def run(self, _: int, state: Any) -> tuple[HeadValues, tuple[()]]:
+        """Return the values of each sample at each exit, (samples x exits, numbers)."""
+        found = []
+        for stage in range(len(self.exits)):
+            values, state = self.stages.run(stage, state)
+            found.append(values)
+        predictions, largest, columns, _ = zip(*found, strict=True)
+        joined = tuple(_by_sample(each) for each in zip(*columns, strict=True))
+        return HeadValues(_by_sample(predictions), _by_sample(largest), joined, None), ()
+
+
+def _by_sample(columns: Sequence[np.ndarray]) -> np.ndarray:
+    """Return the values of every exit sample by sample, exits of one sample after each other."""
+    stacked = np.stack(columns, axis=1)
+    return stacked.reshape(-1, *stacked.shape[2:])
 
 
 class Recorder:
@@ -112,15 +147,18 @@ class Recorder:
         top: int = KEPT,
         settings: RunSettings | None = None,
     ) -> None:
-        from alight.engine.backends.torch import EveryExit  # PyTorch is imported where it runs
-
         names = tuple(dict.fromkeys((score, *features)))
         if unknown := [name for name in names if name not in SCORES]:
             raise BadInput(f"there is no score {unknown[0]!r}: choose one of {', '.join(SCORES)}")
         check_top(top)
         self.score, self.columns = score, (*names, *TOP)
-        exits = range(getattr(model, "num_exits", 0))
-        self.backend = EveryExit(model, exits, settings).with_reads([Reads(names, top=top)])
+        reads = Reads(names, top=top)
+        if hasattr(model, "with_reads"):
+            self.backend: Any = EveryStage(model, reads)
+            return
+        from alight.engine.backends.torch import EveryExit  # PyTorch is imported where it runs
+
+        self.backend = EveryExit(model, range(getattr(model, "num_exits", 0)), settings).with_reads([reads])
 
     def table(self, data: Any, batch_size: int = BATCH_SIZE, progress: bool = True) -> HeadOutputs:
         """Return the table of all data, as `record` does."""

@@ -1,4 +1,4 @@
-"""How a network runs: device, dtype, memory layout, compilation, CUDA graphs, threads."""
+"""How a network runs: engine, device, dtype, memory layout, compilation, CUDA graphs, threads."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +13,7 @@ DTYPES = {  # by the names that people write
     "fp16": "float16",
     "float16": "float16",
 }
+TORCH, ONNXRUNTIME, OPENVINO = "torch", "onnxruntime", "openvino"  # engines: what executes stages
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,8 @@ class RunSettings:
     compile: bool = False  # compile every stage with torch.compile
     graphs: bool = False  # replay full batches as CUDA graphs
     threads: int | None = None  # on the host
+    engine: str | None = None  # of an exported network: "onnxruntime" or "openvino"; None: the one it was exported for
+    providers: tuple[str, ...] = ()  # of ONNX Runtime, the first that can: "cuda", "tensorrt", "openvino", "coreml", ..
 
     def __post_init__(self) -> None:
         if self.dtype is not None:
@@ -40,5 +43,7 @@ class RunSettings:
             object.__setattr__(self, "device", str(self.device))
         if self.threads is not None and self.threads < 1:
             raise BadInput(f"{self.threads} threads: give 1 or more")
+        if self.engine not in (None, TORCH, ONNXRUNTIME, OPENVINO):
+            raise BadInput(f"there is no engine {self.engine!r}: choose {TORCH}, {ONNXRUNTIME} or {OPENVINO}")
         if self.compile and self.graphs:
             raise BadInput("compiled stages are not replayed as CUDA graphs: choose one of compile and graphs")
