@@ -14,16 +14,17 @@ from alight.costs import Amount, Costs
 from alight.errors import BadInput
 from alight.outputs import HeadOutputs
 from alight.policies.policy import Certificate, ExitAt, Policy
+
 GIVEN = ("slack", "spend_all")  # settings of a policy that were given to its method; others were chosen by it
 SWITCH = {"true": True, "false": False}
 
 
-def recalibrate(policy: Policy, costs: Costs, labelled: HeadOutputs) -> Policy:
+def recalibrate(policy: Policy, costs: Costs, labelled: HeadOutputs, budget: float | str | None = None) -> Policy:
     """Return a policy for another recording of the open exits of a network, fitted as this one was.
 
-    For a network whose scores have moved, as one of lower precision: `labelled` has a column for each open exit of the
-    policy, and `costs` are those of the whole network, in which the budget is the same share of the full network as
-    before. Ties are drawn by a new salt.
+    For a network whose scores have moved, as one of lower precision. `costs` and `labelled` have an entry for each open
+    exit of the policy and for no other; without a budget it is the same share of the full network as before. Ties are
+    drawn by a new salt.
 
     >>> from alight import calibrate, recordings
     >>> labelled, test, costs = recordings.load()
@@ -34,12 +35,11 @@ def recalibrate(policy: Policy, costs: Costs, labelled: HeadOutputs) -> Policy:
     """
     if isinstance(policy, ExitAt):
         return replace(policy, fingerprint=labelled.fingerprint)
-    budget = None
-    if policy.budget is not None:
+    if budget is None and policy.budget is not None:
         budget = Amount(policy.budget / (policy.full_cost or costs.full) * costs.full)
     method = _certified(_method(policy), policy.certificate)
-    fitted = method(costs.at_exits(policy.open_exits), budget, labelled)
-    return of_network(fitted, policy.open_exits, costs, policy.exits)
+    fitted = method(costs, budget, labelled)
+    return of_network(fitted, policy.open_exits, policy.num_exits, costs.full, policy.exits)
 
 
 def _method(policy: Policy) -> Method:

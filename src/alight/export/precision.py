@@ -40,6 +40,7 @@ from alight.policies.policy import Policy
 
 FLOAT_HEAD = f"{INT8}, head {FLOAT32}"
 LEVELS = {  # what a stage can be, by the precision that is asked for: the first that loses little is taken
+    FLOAT32: (FLOAT32,),
     INT8: (INT8, FLOAT_HEAD, FLOAT32),
     FLOAT16: (FLOAT16, FLOAT32),
     BFLOAT16: (BFLOAT16, FLOAT32),
@@ -59,7 +60,7 @@ def lower(
     source: Path,
     folder: Path,
     precision: str,
-    samples: State,
+    samples: Sequence[State],
     *,
     engine: str = ONNXRUNTIME,
     levels: Sequence[str] = (),
@@ -72,8 +73,8 @@ def lower(
     Args:
         source: That `export_model` wrote.
         folder: To write.
-        precision: "int8", "float16" (weights alone) or "bfloat16" (arithmetic of OpenVINO).
-        samples: Inputs as the network takes them, some tens or more, for the ranges of int8.
+        precision: "int8", "float16" (weights alone), "bfloat16" (arithmetic of OpenVINO), or "float32" as before.
+        samples: Batches of inputs as the network takes them, some tens of samples or more, for the ranges of int8.
         engine: That will run the folder.
         levels: Of every stage, one of `LEVELS[precision]`; none: the first.
     """
@@ -82,7 +83,7 @@ def lower(
     levels = [*levels] or [LEVELS[precision][0]] * len(manifest.stages)
     with whole_folder(folder) as filling:
         paths = [filling / stage.file for stage in manifest.stages]
-        states = _parts(samples)
+        states = [part for batch in samples for part in _parts(batch)]
         for stage, path, level in zip(manifest.stages, paths, levels, strict=True):
             content = verified(source, stage.file, stage.checksum)
             session = Session(content, stage.file)
@@ -94,12 +95,12 @@ def lower(
             replace(stage, checksum=checksum(path.read_bytes()), carries=tuple(carries), precision=level, probe=())
             for stage, path, carries, level in zip(manifest.stages, paths, carried, levels, strict=True)
         ]
-        named = json.dumps([manifest.fingerprint, engine, precision, [each.checksum for each in files]])
+        named = json.dumps([manifest.fingerprint, engine, precision, [each.checksum for each in files]]).encode()
+        own = manifest.fingerprint if precision == FLOAT32 else checksum(named)[: len(manifest.fingerprint)]
         for name in (POLICY, *manifest.further):
             (filling / name).parent.mkdir(exist_ok=True)
             (filling / name).write_bytes((source / name).read_bytes())
-        terms: dict[str, Any] = {"fingerprint": checksum(named.encode())[: len(manifest.fingerprint)]}
-        made = replace(manifest, **terms, stages=tuple(files), precision=precision, engine=engine)
+        made = replace(manifest, fingerprint=own, stages=tuple(files), precision=precision, engine=engine)
         probed(made, filling).save(filling)
     return folder
 
@@ -115,6 +116,30 @@ def put_policy(folder: Path, policy: Policy) -> None:
     replace(manifest, policy_checksum=checksum((folder / POLICY).read_bytes())).save(folder)
 
 
+def without_heads(source: Path, folder: Path) -> Path:
+    """Write the stages of an exported folder without their heads, but for the last one, to be timed; return the folder.
+
+    What a stage of it gives are states alone.
+    """
+    onnx = _onnx()
+    manifest = Manifest.load(source)
+    folder.mkdir()
+    files = []
+    for stage in manifest.stages:
+        model = onnx.load_from_string((source / stage.file).read_bytes())
+        if stage.carries:
+            _name_nodes(model.graph)
+            kept = [each for each in model.graph.output if each.name != LOGITS.name]
+            needed = _needed(model.graph, [each.name for each in kept])
+            for values, wanted in ((model.graph.output, kept), (model.graph.node, _among(model.graph, needed))):
+                del values[:]
+                values.extend(wanted)
+        (folder / stage.file).write_bytes(model.SerializeToString())
+        files.append(replace(stage, checksum=checksum((folder / stage.file).read_bytes()), probe=()))
+    replace(manifest, stages=tuple(files), further={}).save(folder)
+    return folder
+
+
 def probed(manifest: Manifest, folder: Path) -> Manifest:
     """Return the manifest with what the stages of the folder give for the probe, by their engine."""
     stages, state = exported_backend(folder, manifest, RunSettings(), allow_compiled=True).stages, None
@@ -127,7 +152,7 @@ def probed(manifest: Manifest, folder: Path) -> Manifest:
 
 def _check(manifest: Manifest, precision: str, engine: str) -> None:
     if precision not in LEVELS:
-        raise BadInput(f"there is no lower precision {precision!r}: choose {', '.join(LEVELS)}")
+        raise BadInput(f"there is no precision {precision!r}: choose {', '.join(LEVELS)}")
     if manifest.format != ONNX or manifest.precision != FLOAT32:
         raise BadInput(f"stages of {manifest.format} in {manifest.precision}: give a folder of ONNX in float32")
     if precision == BFLOAT16 and engine != OPENVINO:
@@ -238,8 +263,7 @@ def _quantise(source: Path, target: Path, feeds: Sequence[Feed], *, float_head: 
         ready = Path(folder) / "ready.onnx"
         quant_pre_process(str(source), str(ready), skip_symbolic_shape=True)
         model = onnx.load(ready)
-        for index, node in enumerate(model.graph.node):
-            node.name = f"{node.op_type}_{index}"
+        _name_nodes(model.graph)
         onnx.save(model, ready)
         kinds = {node.op_type for node in model.graph.node}
         quantize_static(
@@ -274,8 +298,19 @@ def _kept_in_float(graph: Any, *, float_head: bool) -> set[str]:
         return head
     products = [node.name for node in graph.node if node.op_type in PRODUCTS and node.name in head]
     last = products[-1:]
-    after = _needed(graph, [logits]) - _needed(graph, [name for node in graph.node if node.name in last for name in node.input])
+    after = _needed(graph, [logits]) - _needed(
+        graph, [name for node in graph.node if node.name in last for name in node.input]
+    )
     return {*last, *(after & head)}
+
+
+def _name_nodes(graph: Any) -> None:
+    for index, node in enumerate(graph.node):
+        node.name = f"{node.op_type}_{index}"
+
+
+def _among(graph: Any, names: set[str]) -> list[Any]:
+    return [node for node in graph.node if node.name in names]
 
 
 def _needed(graph: Any, names: Sequence[str]) -> set[str]:
@@ -353,7 +388,10 @@ def _sort(graph: Any) -> None:
 def _describe(value: Any, shape: Sequence[int | None]) -> None:
     onnx = _onnx()
     names = [axis.dim_param for axis in value.type.tensor_type.shape.dim]
-    sizes = [names[0] or "samples", *(f"{value.name}_{axis}" if size is None else size for axis, size in enumerate(shape) if axis)]
+    sizes = [
+        names[0] or "samples",
+        *(f"{value.name}_{axis}" if size is None else size for axis, size in enumerate(shape) if axis),
+    ]
     value.CopyFrom(onnx.helper.make_tensor_value_info(value.name, onnx.TensorProto.UINT8, sizes))
 
 

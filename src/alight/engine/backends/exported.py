@@ -10,7 +10,12 @@ from alight.errors import BadInput, Mismatch
 
 
 def exported_backend(
-    folder: Path, manifest: Manifest, settings: RunSettings, *, allow_mismatch: bool = False, allow_compiled: bool = False
+    folder: Path,
+    manifest: Manifest,
+    settings: RunSettings,
+    *,
+    allow_mismatch: bool = False,
+    allow_compiled: bool = False,
 ) -> Any:
     """Return the backend of a folder that `alight export` wrote: the engine that it was exported for, or another one.
 
