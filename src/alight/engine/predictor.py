@@ -16,7 +16,7 @@ from alight.data.preprocess import as_array
 from alight.engine.backends import Backend, Integers, Reads, State
 from alight.engine.manifest import AOTI, POLICY, Manifest, verified
 from alight.engine.settings import RunSettings
-from alight.engine.walk import Answers, Flow, single
+from alight.engine.walk import Answers, Flow, single, usable
 from alight.errors import BadFile, BadInput, Mismatch
 from alight.files import CONFIG, MANIFEST, PathLike
 from alight.outputs import TOP, Decisions
@@ -111,7 +111,7 @@ class Predictor:
             policy = load_policy(folder / POLICY) if policy is None else policy
             return Predictor(load_model(folder), policy, settings=settings, **options)
         others = replace(settings, threads=None, device=None if settings.device == "cpu" else settings.device)
-        if odd := [name for name, value in vars(others).items() if value]:
+        if odd := [name for name, value in vars(others).items() if value != getattr(RunSettings(), name)]:
             raise BadInput(f"{folder} was exported, and {odd[0]} is for networks that were not: leave it out")
         manifest = Manifest.load(folder)
         if policy is None:
@@ -172,6 +172,11 @@ class Predictor:
         self._numbering.skip_to(getattr(memory[0], "admitted", 0) if memory else 0)
 
     @property
+    def decided_by(self) -> str:
+        """Who decides about samples, the host or the device that runs the network, and why."""
+        return str(getattr(self.backend, "deciding", None) or "the host decides")
+
+    @property
     def next_number(self) -> int:
         """The number of the next sample that comes without one."""
         return self._numbering.next
@@ -226,16 +231,26 @@ class Predictor:
     def _answers(
         self, inputs: Iterable[State], samples: Integers | None, joins: bool = True, low_latency: bool = True
     ) -> Iterator[Answers]:
-        size = self.batch_size if joins and self.rebatch and not self.policy.is_batch_dependent else None
-        numbered = self._numbered(inputs, samples)
-        flow = Flow(self.backend, self.policy, numbered, size, memory=self._memory, low_latency=low_latency)
-        with self.backend.running():
+        joins = joins and self.rebatch and not self.policy.is_batch_dependent
+        numbered, deciding = self._numbered(inputs, samples), getattr(self.backend, "deciding", None)
+
+        def host(batches: Iterable[tuple[Integers, State]]) -> Iterator[Answers]:
+            admitted = ((numbers, self.backend.admit(arrays)) for numbers, arrays in batches)
+            size = self.batch_size if joins else None
+            flow = Flow(self.backend, self.policy, admitted, size, memory=self._memory, low_latency=low_latency)
             for answers in flow.answers():
                 self._memory = flow.memory
                 yield answers
 
+        with self.backend.running():
+            if deciding is None:
+                yield from host(numbered)
+                return
+            decided = deciding.answers(self.policy, numbered, self.batch_size, host, joins=joins)
+            yield from usable(self.policy, decided)
+
     def _numbered(self, inputs: Iterable[State], samples: Integers | None) -> Iterator[tuple[Integers, State]]:
-        """Yield sample numbers and admitted inputs of every batch."""
+        """Yield sample numbers and inputs of every batch."""
         start = 0
         for arrays in inputs:
             stop = start + len(arrays[0])
@@ -243,7 +258,7 @@ class Predictor:
                 numbers = self._numbering.take(stop - start) + np.arange(stop - start)
             elif len(numbers := samples[start:stop]) < stop - start:
                 raise BadInput(f"{len(numbers) + start} sample numbers for {stop} samples or more: give one for each")
-            yield numbers, self.backend.admit(arrays)
+            yield numbers, arrays
             start = stop
 
     def _decided(

@@ -382,9 +382,12 @@ class Lottery(Policy):
             raise BadInput("a lottery without exit rates: give one for each open exit")
 
     def step(self, open_index: int, samples: Array, predictions: Array, scores: Array, memory: Memory) -> Step:
+        return hashed_below(samples, self.share_leaving(open_index), self.salt, LOTTERY + open_index), memory
+
+    def share_leaving(self, open_index: int) -> float:
+        """Return the share of the samples at an open exit that leave there."""
         waiting = sum(self.exit_rates[open_index:])
-        share = min(1.0, self.exit_rates[open_index] / waiting) if waiting > 0 else 1.0
-        return hashed_below(samples, share, self.salt, LOTTERY + open_index), memory
+        return min(1.0, self.exit_rates[open_index] / waiting) if waiting > 0 else 1.0
 
     def summary(self) -> str:
         return "leave at random"

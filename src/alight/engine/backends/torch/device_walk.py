@@ -1,0 +1,377 @@
+"""A walk that a GPU decides: one launch answers many batches, and nothing waits for the host.
+
+Samples wait for a stage in its room, on the device. A stage runs as soon as a full batch waits there: its head's values
+are read, samples leave, and the others move on to the next room, all by one kernel; a condition on how many wait there
+runs the next stage. Rooms hold less than a batch between two launches, so any number of samples streams through. At the
+end the rooms are emptied by partial batches, each as the smallest captured size that holds it.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cached_property, partial
+from itertools import zip_longest
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from alight.budgeting.thresholds import hash_limit, hash_terms
+from alight.engine.backends import Integers, Reads, State
+from alight.engine.backends.torch import rows
+from alight.engine.backends.torch.conditional import Choose, Condition, Loop, Program, Run
+from alight.engine.backends.torch.values import columns_of, pack
+from alight.engine.walk import Answers
+from alight.errors import AlightError
+from alight.policies.policy import LOTTERY, TIES, ExitAt, Lottery, Mixture, Patience, Policy, Streak, Threshold
+from alight.policies.route import visit
+
+WINDOW = 8  # batches of inputs that one launch answers
+SIZES = 3  # captured of each stage: a batch, a half, a quarter
+SMALL = 16  # batches below are not halved: a GPU takes as long for them
+PROGRAMS = 2048  # of a kernel, enough to fill a GPU
+BLOCK = 1024  # words that a program moves at a time
+BY_KERNEL = (Threshold, Lottery, ExitAt)  # the kernel that moves samples decides by itself
+BY_STEP = (*BY_KERNEL, Streak, Patience)  # steps are arithmetic, on a device too
+
+Stage = Callable[..., tuple[State, Tensor]]
+
+
+def is_decidable(policy: Policy) -> bool:
+    """Return whether a device can decide as the policy says: sample by sample, by arithmetic alone."""
+    if isinstance(policy, Mixture):
+        return is_decidable(policy.first) and is_decidable(policy.second)
+    return type(policy) in BY_STEP
+
+
+def same_rule(one: Policy, other: Policy) -> bool:
+    """Return whether a walk captured for one policy decides as the other says, once it has its numbers."""
+    return one == other or (_is_by_kernel(one) and _is_by_kernel(other))
+
+
+def _is_by_kernel(policy: Policy) -> bool:
+    return type(policy) in BY_KERNEL and policy.combination is None
+
+
+class Executor(NamedTuple):
+    """How programs run: `capture` makes a graph of work, `compile` what launches a program of such graphs."""
+
+    capture: Callable[[Callable[[], None]], Any]
+    compile: Callable[[Program, Mapping[Any, Any], Tensor, Tensor], Callable[[], None]]
+
+
+class Room(NamedTuple):
+    """Where samples wait for a stage: what it takes, what is remembered of them, and their numbers as a ring."""
+
+    state: State
+    memory: tuple[Tensor, ...]
+    structure: Any  # of the memory
+    samples: Tensor
+
+
+class DeviceWalk:
+    """The stages of a network and a policy, captured for batches of one size and shape.
+
+    `one_batch` answers a batch; `push`, `end` and `fetched` any number of them. What comes from the host is copied to
+    the device in the stream `uploading`, while earlier batches are answered.
+    """
+
+    def __init__(
+        self,
+        stages: Sequence[Stage],
+        reads: Sequence[Reads],
+        policy: Policy,
+        admit: Callable[[State], State],
+        example: State,
+        size: int,
+        executor: Executor,
+        *,
+        uploading: Any = None,
+        window: int = WINDOW,
+    ) -> None:
+        self.stages, self.size, self.admit, self.executor = stages, size, admit, executor
+        self.unpacked = [not each.is_packed for each in reads]  # stages that give logits
+        self.reads = [each if each.is_packed else each._replace(columns=("margin",)) for each in reads]
+        self.window, self.uploading = window * size, uploading
+        self.by_kernel = _is_by_kernel(policy)
+        self.sizes = [size >> index for index in range(SIZES) if size >> index >= SMALL] or [size]
+        example = admit(example)
+        device, places = example[0].device, 2 * len(stages) + 1
+        inputs = 2 * self.window + size  # rows: one window is uploaded while another runs
+        integers = partial(torch.zeros, dtype=torch.int64, device=device)
+        control = integers(2 * places + inputs)
+        self.counters, self.updated = control[:places], control[places : 2 * places]
+        self.header = control[2 * places - 3 :]  # how many inputs wait, which is the first, how many answers; numbers
+        self.answers = integers(1 + self.window + 2 * len(stages) * size, 4)  # the first row counts them
+        self.thresholds, self.rules = integers(len(stages)).double(), integers(len(stages), 4)
+        self.use(policy)
+        self.inputs = _repeated(example, inputs)
+        self.rooms = [Room(_repeated(example, size), (), None, self.header[3:])]
+        self.graphs = {}
+        for stage in range(len(stages)):
+            if stage < len(stages) - 1:
+                self.rooms.append(self._room_after(stage))
+            for each in self.sizes:
+                self.graphs[stage, each] = self._captured(stage, each)
+        self.half = self.filled = 0  # of the inputs
+        self.pending: deque[Callable[[], Answers]] = deque()
+        self.released: list[Any] = [None, None]  # events after which a half may be written again
+
+    def use(self, policy: Policy) -> None:
+        """Decide by the numbers of this policy from now on; its rule must be that of the first one."""
+        self.policy, last = policy, len(self.stages) - 1
+        if self.by_kernel and last:
+            numbers = [_rule(policy, open_index) for open_index in range(last)]
+            self.thresholds[:last] = self.thresholds.new_tensor([threshold for threshold, _ in numbers])
+            self.rules[:last] = self.rules.new_tensor([rule for _, rule in numbers])
+
+    # Batches come and answers go
+
+    def one_batch(self, samples: Integers, inputs: State) -> Answers:
+        """Return the answers of one batch, no larger than the size of this walk; no sample may wait."""
+        for there, each in zip(self.inputs, self.admit(inputs), strict=True):
+            there[: len(samples)].copy_(each, non_blocking=True)
+        self._send([len(samples), 0, 0], samples)
+        self._answer_one()
+        return self._fetched(len(samples))()
+
+    def push(self, samples: Integers, inputs: State) -> None:
+        """Take in a batch of any size, and launch each window that is full."""
+        stream = None if any(getattr(each, "is_cuda", False) for each in inputs) else self.uploading
+        with torch.cuda.stream(stream):
+            state = self.admit(inputs)
+        start = 0
+        while start < len(samples):
+            count = min(self.window - self.filled, len(samples) - start)
+            with torch.cuda.stream(stream):
+                if not self.filled and self.released[self.half] is not None:
+                    torch.cuda.current_stream().wait_event(self.released[self.half])
+                first = self.half * self.window + self.filled
+                for there, each in zip(self.inputs, state, strict=True):
+                    there[first : first + count].copy_(each[start : start + count], non_blocking=True)
+                numbers = torch.from_numpy(samples[start : start + count])
+                self.header[3 + first :][:count].copy_(self._pinned(numbers), non_blocking=True)
+            self.filled, start = self.filled + count, start + count
+            if self.filled == self.window:
+                self._launch()
+
+    def end(self) -> None:
+        """Launch what has come since the last full window, and empty the rooms."""
+        self._launch(last=True)
+
+    def fetched(self, pending: int = 0) -> Iterator[Answers]:
+        """Yield answers in the order of windows, until so many windows are pending."""
+        while len(self.pending) > pending:
+            yield self.pending.popleft()()
+
+    def reset(self) -> None:
+        """Let no sample wait, as after an error."""
+        self.pending.clear()
+        self.updated.zero_()
+        self.half = self.filled = 0
+
+    def _launch(self, *, last: bool = False) -> None:
+        if self.uploading is not None:
+            torch.cuda.current_stream().wait_stream(self.uploading)
+        self._send([self.filled, self.half * self.window, 0])
+        self.answers[0].zero_()  # there may be none
+        if self.filled >= self.size:
+            self._answer_window()
+        if last:
+            self._empty_rooms()
+        self.pending.append(self._fetched(len(self.answers) - 1))
+        if self.uploading is not None:
+            self.released[self.half] = torch.cuda.current_stream().record_event()
+        self.half, self.filled = 1 - self.half, 0
+
+    def _send(self, numbers: list[int], samples: Sequence[int] = ()) -> None:
+        sent = self._pinned(torch.tensor([*numbers, *samples], dtype=torch.int64))
+        self.header[: len(sent)].copy_(sent, non_blocking=True)
+
+    def _pinned(self, numbers: Tensor) -> Tensor:
+        return numbers.pin_memory() if self.header.is_cuda else numbers
+
+    def _fetched(self, most: int) -> Callable[[], Answers]:
+        """Start the copy of at most so many answers to the host, and return what waits for it."""
+        answers = self.answers[: 1 + most]
+        host = torch.empty(answers.shape, dtype=answers.dtype, pin_memory=answers.is_cuda)
+        host.copy_(answers, non_blocking=True)
+        arrived = torch.cuda.current_stream().record_event() if answers.is_cuda else None
+
+        def wait() -> Answers:
+            if arrived is not None:
+                arrived.synchronize()
+            samples, predictions, open_indices, bits = host[1 : 1 + int(host[0, 0])].numpy().T.copy()
+            probabilities = bits.view(np.float64) if self.reads[-1].probability else None
+            return Answers(samples, predictions, open_indices, probabilities)
+
+        return wait
+
+    # Programs
+
+    @cached_property
+    def _answer_one(self) -> Callable[[], None]:
+        return self._compiled([Run((0, self.size)), *self._following(1)])
+
+    @cached_property
+    def _answer_window(self) -> Callable[[], None]:
+        full = self.size - 1
+        body: Program = []
+        for stage in reversed(range(1, len(self.stages))):
+            body = [Choose([(Condition(self._waiting(stage), full), [Run((stage, self.size)), *body])])]
+        return self._compiled([Loop(Condition(self._waiting(0), full), [Run((0, self.size)), *body])])
+
+    @cached_property
+    def _empty_rooms(self) -> Callable[[], None]:
+        program: list[Choose] = []
+        for stage in range(len(self.stages)):
+            if stage:  # more than a batch may wait, once those before have been run
+                program.append(Choose([(Condition(self._waiting(stage), self.size), [Run((stage, self.size))])]))
+            program.append(self._rest(stage))
+        return self._compiled(program)
+
+    def _following(self, stage: int) -> Program:
+        """Return what answers one batch from a stage on, as long as some samples stay."""
+        if stage == len(self.stages):
+            return []
+        run = self._rest(stage) if len(self.sizes) > 1 else Run((stage, self.size))
+        return [Choose([(Condition(self._waiting(stage)), [run, *self._following(stage + 1)])])]
+
+    def _rest(self, stage: int) -> Choose:
+        """Return the choice of the smallest captured size that holds all who wait for a stage."""
+        ranges = zip_longest(self.sizes, self.sizes[1:], fillvalue=0)
+        return Choose([(Condition(self._waiting(stage), above, upto), [Run((stage, upto))]) for upto, above in ranges])
+
+    def _compiled(self, program: Program) -> Callable[[], None]:
+        return self.executor.compile(program, self.graphs, self.counters, self.updated)
+
+    def _waiting(self, stage: int) -> int:
+        """Return the place of the counter of samples that wait for a stage; the next is their first in the ring."""
+        return 2 * (stage or len(self.stages)) - 2
+
+    # What a captured stage does
+
+    def _captured(self, stage: int, size: int) -> Any:
+        self.counters.zero_()  # nobody waits: the runs before the capture change nothing
+        try:
+            return self.executor.capture(partial(self._step, stage, size))
+        except RuntimeError as error:
+            raise AlightError(
+                f"stage {stage} cannot be captured as a CUDA graph ({str(error).partition(chr(10))[0]})"
+            ) from error
+
+    def _room_after(self, stage: int) -> Room:
+        """Return the room for what a stage hands on, filled with what it makes of the example."""
+        state, _, _, memory, structure = self._ran(stage, self.size)
+        samples = torch.zeros(2 * self.size, dtype=torch.int64, device=self.counters.device)
+        return Room(_repeated(state, 2 * self.size), _repeated(memory, 2 * self.size), structure, samples)
+
+    def _step(self, stage: int, size: int) -> None:
+        """Run a stage for the first samples of its room, decide, answer, and move survivors on."""
+        if not stage:
+            for source, target in zip(self.inputs, self.rooms[0].state, strict=True):
+                _take(source, self.counters[self._waiting(0) + 1 :], target[:size])
+        state, packed, decided, memory, _ = self._ran(stage, size)
+        room, last = self.rooms[stage], stage == len(self.stages) - 1
+        following = room if last else self.rooms[stage + 1]
+        targets = following.state + following.memory
+        moved = [] if last else [*zip((*state, *memory), targets, strict=True)]
+        shifted = [*room.state, *room.memory] if stage and size == self.size else []
+        for index, (pair, own) in enumerate(zip_longest(moved, shifted) if moved or shifted else [(None, None)]):
+            self._settle(stage, size, packed, decided, following, pair, own, first=index == 0)
+
+    def _ran(self, stage: int, size: int) -> tuple[State, Tensor, Tensor | None, tuple[Tensor, ...], Any]:
+        """Run a stage; return its state, packed values, what was decided elsewhere than in the kernel, and memory."""
+        room, reads = self.rooms[stage], self.reads[stage]
+        state, values = self.stages[stage](*(each[:size] for each in room.state))
+        if self.unpacked[stage]:
+            values = pack(values, reads)
+        if self.by_kernel:
+            return state, values, None, (), None
+        first = self.counters[self._waiting(stage) + 1]
+        places = (first + torch.arange(size, device=values.device)) % len(room.samples)
+        recalled = tree_unflatten([each[:size] for each in room.memory], room.structure) if stage else ((), ())
+        leaving, classes, recalled = visit(
+            self.policy, stage, room.samples[places], values[:, 0].long(), columns_of(values, reads), recalled
+        )
+        memory, structure = tree_flatten(recalled)
+        return state, values, torch.stack([leaving.long(), classes.long()], 1), tuple(memory), structure
+
+    def _settle(
+        self,
+        stage: int,
+        size: int,
+        packed: Tensor,
+        decided: Tensor | None,
+        following: Room,
+        pair: tuple[Tensor, Tensor] | None,
+        own: Tensor | None,
+        *,
+        first: bool,
+    ) -> None:
+        """Launch the kernel that decides and moves one tensor."""
+        source, target = rows.words(*pair) if pair else (packed, packed)
+        (moving,) = rows.words(own) if own is not None else (packed,)
+        words, own_words = source.shape[1] if pair else 0, moving.shape[1] if own is not None else 0
+        count = size if own is None else 2 * size
+        parts = min(max(1, PROGRAMS // count), -(-max(words, own_words, 1) // BLOCK))
+        room, last = self.rooms[stage], stage == len(self.stages) - 1
+        kernels: Any = rows.kernels(packed.device.type)
+        kernels.settle_rows[(count, parts)](
+            packed,
+            packed.shape[1],
+            2 + len(self.reads[stage].columns),
+            room.samples,
+            len(room.samples),
+            packed if decided is None else decided,
+            self.thresholds,
+            self.rules,
+            self.counters,
+            self.updated,
+            self.answers,
+            following.samples,
+            len(following.samples),
+            source,
+            target,
+            words,
+            moving,
+            own_words,
+            self._waiting(stage),
+            self._waiting(min(stage + 1, len(self.stages) - 1)),
+            len(self.counters) - 1,
+            stage,
+            size,
+            FIRST=first,
+            LAST=last,
+            DECIDED=decided is not None,
+            PROBABILITY=self.reads[-1].probability,
+            ROWS=1 << (size - 1).bit_length(),
+            BLOCK=BLOCK,
+        )
+
+
+def _take(source: Tensor, cursor: Tensor, target: Tensor) -> None:
+    """Copy the rows behind the cursor."""
+    source, target = rows.words(source, target)
+    kernels: Any = rows.kernels(source.device.type)
+    kernels.take_rows[(len(target), -(-source.shape[1] // BLOCK))](source, cursor, target, source.shape[1], BLOCK=BLOCK)
+
+
+def _repeated(state: Sequence[Tensor], count: int) -> tuple[Tensor, ...]:
+    """Return memory for so many samples, laid out like these and filled with them: rows that a network can take."""
+    made = rows.allocate(count, tuple(state))
+    for there, each in zip(made, state, strict=True):
+        for start in range(0, count, len(each)):
+            there[start : start + len(each)] = each[: count - start]
+    return made
+
+
+def _rule(policy: Policy, open_index: int) -> tuple[float, list[int]]:
+    """Return the threshold, and terms of the hash, its limit, and whether it decides alone."""
+    if isinstance(policy, Lottery):
+        share = hash_limit(policy.share_leaving(open_index))
+        return np.inf, [*hash_terms(policy.salt, LOTTERY + open_index), share, 1]
+    assert isinstance(policy, Threshold)
+    ties = hash_limit(policy.tie_shares[open_index])
+    return policy.thresholds[open_index], [*hash_terms(policy.salt, TIES), ties, 0]
