@@ -1,4 +1,4 @@
-"""What a GPU decides is what a replay of the recording decides; here with the same programs and kernels, without one."""
+"""What a GPU decides is what a replay decides; here with the same programs and kernels, without one."""
 
 from dataclasses import replace
 

@@ -114,7 +114,7 @@ class _Executable:
 
     def launch(self) -> None:
         """Launch it on the current stream."""
-        _checked(self.driver.cuGraphLaunch(self.executable, torch.cuda.current_stream().cuda_stream))
+        _checked(self.driver.cuGraphLaunch(self.executable, _stream(torch.cuda.current_stream().cuda_stream)))
 
     def _add_all(self, graph: Any, program: Program, last: list[Any], loop: Sequence[Set] = ()) -> None:
         """Add the steps, one after the other; the first run also sets the condition of the loop that it stands in."""
@@ -173,6 +173,13 @@ def _branches(step: Step | None) -> Sequence[tuple[Condition, Program]]:
     if isinstance(step, Loop):
         return [step]
     return step.branches if isinstance(step, Choose) else []
+
+
+@cache
+def _stream(handle: int) -> Any:
+    from cuda.bindings import driver
+
+    return driver.CUstream(init_value=handle)
 
 
 @cache

@@ -5,7 +5,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property, partial
-from itertools import chain, islice
+from itertools import chain
 from threading import Lock
 from typing import Any
 
@@ -16,7 +16,6 @@ from alight.engine.backends.torch import conditional, rows
 from alight.engine.backends.torch.device_walk import WINDOW, DeviceWalk, Executor, Stage, is_decidable, same_rule
 from alight.engine.backends.torch.prepare import SHAPES, capture
 from alight.engine.walk import Answers
-from alight.errors import AlightError
 from alight.policies.policy import Policy
 
 Batch = tuple[Integers, State]  # sample numbers, and inputs as they came
@@ -28,6 +27,8 @@ TRIES = 3  # runs of each way, of which the shortest counts
 
 class Deciding:
     """The walks of one network that its device decides, captured when they are needed, and why others are not."""
+
+    window = WINDOW  # batches that are best handed over at once
 
     def __init__(
         self,
@@ -55,34 +56,50 @@ class Deciding:
             warnings.warn(f"the host decides: {missing}", stacklevel=2)
         return missing
 
-    def answers(
-        self, policy: Policy, batches: Iterator[Batch], size: int, host: Host, *, joins: bool
-    ) -> Iterator[Answers]:
+    def answers(self, policy: Policy, batches: Iterator[Batch], size: int | None, host: Host) -> Iterator[Answers]:
         """Yield the answers of batches: decided on the device where that can be and pays, else as the host does.
 
-        Where batches join, survivors of several run together in batches of this size; else each is answered by itself.
+        With a size survivors of several run together in batches of that size; else each is answered by itself.
         """
         if self.missing or not is_decidable(policy):
-            self.reasons[type(policy)] = f"the host decides: {self.missing or f'{type(policy).__name__} needs it'}"
+            self._refuse(policy)
             return host(batches)
-        if joins:
+        if size is not None:
             return self._streamed(policy, batches, size, host)
-        return chain.from_iterable(self._alone(policy, batch, size, host) for batch in batches)
+        return chain.from_iterable(self._alone(policy, batch, host) for batch in batches)
 
-    def _alone(self, policy: Policy, batch: Batch, size: int, host: Host) -> Iterator[Answers]:
-        kind = _kind(batch, min(size, 1 << (len(batch[0]) - 1).bit_length()))
+    def one_batch(self, policy: Policy, batch: Batch, host: Host) -> Answers | None:
+        """Return the answers of one batch that waits for no other; None where the host decides."""
+        if self.missing or not is_decidable(policy):
+            self._refuse(policy)
+            return None
+        kind = _kind(batch, 1 << (len(batch[0]) - 1).bit_length())
         walk = self._walk(kind, policy, [batch], host, window=1)
         if walk is None:
-            yield from host(iter([batch]))
-            return
+            return None
         try:
-            yield walk.one_batch(*batch)
+            return walk.one_batch(*batch)
         finally:
             self.busy.discard(kind)
 
+    def _alone(self, policy: Policy, batch: Batch, host: Host) -> Iterator[Answers]:
+        answers = self.one_batch(policy, batch, host)
+        return host(iter([batch])) if answers is None else iter([answers])
+
+    def replays(self, size: int) -> list[Callable[[], None]]:
+        """Return what replays each stage for batches of a size, decisions included; nothing where no walk is."""
+        found = (walk for kind, walk in self.walks.items() if walk is not None and kind[0] == size)
+        walk = next(found, None)
+        return [] if walk is None else [walk.graphs[stage, size].replay for stage in range(len(self.stages))]
+
+    def _refuse(self, policy: Policy) -> None:
+        self.reasons[type(policy)] = f"the host decides: {self.missing or f'{type(policy).__name__} needs it'}"
+
     def _streamed(self, policy: Policy, batches: Iterator[Batch], size: int, host: Host) -> Iterator[Answers]:
         """Yield the answers of many batches; each kind of batch, as texts of one length, has a walk of its own."""
-        first = [*islice(batches, WINDOW)]
+        first: list[Batch] = []
+        while sum(len(samples) for samples, _ in first) < WINDOW * size and (batch := next(batches, None)) is not None:
+            first.append(batch)
         taken: dict[Any, DeviceWalk] = {}
 
         def walk_of(batch: Batch) -> DeviceWalk | None:
@@ -124,7 +141,7 @@ class Deciding:
         with self.lock:
             if kind in self.busy:
                 return None
-            self.seen[kind] += len(batches)
+            self.seen[kind] += sum(-(-len(samples) // kind[0]) for samples, _ in batches)
             walk = self.walks.get(kind)
             if kind not in self.walks or (walk is not None and not same_rule(walk.policy, policy)):
                 if self.decide == "auto" and self.seen[kind] < SEEN:
@@ -149,7 +166,9 @@ class Deciding:
         try:
             walk = DeviceWalk(self.stages, self.reads, policy, self.admit, batches[0][1], kind[0], executor, **options)
             ours = _shortest(partial(_run, walk, batches))
-        except (AlightError, RuntimeError) as error:  # RuntimeError: of torch, when memory is short or a capture fails
+        except (
+            Exception
+        ) as error:  # memory is short, a capture fails, a compiler is missing: the host can decide always
             torch.cuda.empty_cache()
             reason = f"the host decides: {str(error).partition(chr(10))[0]}"
             if self.decide == "device":
@@ -161,17 +180,18 @@ class Deciding:
             return walk
         theirs = _shortest(lambda: [*host(iter(batches))])
         faster, slower = ("device", "host") if ours < theirs else ("host", "device")
-        times = sorted([1e3 * ours, 1e3 * theirs])
+        low, high = sorted([1e3 * ours, 1e3 * theirs])
+        count = sum(len(samples) for samples, _ in batches)
         self.reasons[kind] = (
-            f"the {faster} decides about batches of {kind[0]}: {times[0]:.3g} ms for {len(batches)}, the {slower} takes"
-            f" {times[1]:.3g} ms"
+            f"the {faster} decides about batches of {kind[0]}: {low:.3g} ms for {count} samples, the {slower} takes"
+            f" {high:.3g} ms"
         )
         return walk if ours < theirs else None
 
 
-def _kind(batch: Batch, size: int) -> tuple[int, ...]:
+def _kind(batch: Batch, size: int) -> tuple[Any, ...]:
     """Return what a walk is captured for: the size of batches, and shape and dtype of a sample."""
-    return (size, *((tuple(each.shape[1:]), str(each.dtype)) for each in batch[1]))  # type: ignore[return-value]
+    return (size, *((each.shape[1:], each.dtype) for each in batch[1]))
 
 
 def _run(walk: DeviceWalk, batches: Sequence[Batch]) -> None:

@@ -103,7 +103,10 @@ class DeviceWalk:
         control = integers(2 * places + inputs)
         self.counters, self.updated = control[:places], control[places : 2 * places]
         self.header = control[2 * places - 3 :]  # how many inputs wait, which is the first, how many answers; numbers
-        self.answers = integers(1 + self.window + 2 * len(stages) * size, 4)  # the first row counts them
+        most = 1 + self.window + 2 * len(stages) * size
+        self.answers = integers(most, 4)  # sample, class, open exit and probability of each; the first row counts them
+        if window == 1 and control.is_cuda:  # for single batches, which the host waits for: written where it reads
+            self.answers = torch.zeros(most, 4, dtype=torch.int64, pin_memory=True)
         self.thresholds, self.rules = integers(len(stages)).double(), integers(len(stages), 4)
         self.use(policy)
         self.inputs = _repeated(example, inputs)
@@ -114,6 +117,7 @@ class DeviceWalk:
                 self.rooms.append(self._room_after(stage))
             for each in self.sizes:
                 self.graphs[stage, each] = self._captured(stage, each)
+        self.sent = torch.zeros(3 + size, dtype=torch.int64, pin_memory=control.is_cuda)  # header of one batch
         self.half = self.filled = 0  # of the inputs
         self.pending: deque[Callable[[], Answers]] = deque()
         self.released: list[Any] = [None, None]  # events after which a half may be written again
@@ -130,11 +134,16 @@ class DeviceWalk:
 
     def one_batch(self, samples: Integers, inputs: State) -> Answers:
         """Return the answers of one batch, no larger than the size of this walk; no sample may wait."""
-        for there, each in zip(self.inputs, self.admit(inputs), strict=True):
-            there[: len(samples)].copy_(each, non_blocking=True)
-        self._send([len(samples), 0, 0], samples)
-        self._answer_one()
-        return self._fetched(len(samples))()
+        count, answer = len(samples), self._answer_one  # captured before anything is sent
+        for there, each in zip(self.rooms[0].state, self.admit(inputs), strict=True):
+            there[:count].copy_(each, non_blocking=True)
+        sent = self.sent[: 3 + count]
+        sent.numpy()[:] = (count, 0, 0, *samples)
+        self.header[: 3 + count].copy_(sent, non_blocking=True)
+        answer()
+        if self.header.is_cuda:
+            torch.cuda.current_stream().synchronize()
+        return self._read(self.answers.cpu(), count)
 
     def push(self, samples: Integers, inputs: State) -> None:
         """Take in a batch of any size, and launch each window that is full."""
@@ -174,45 +183,46 @@ class DeviceWalk:
     def _launch(self, *, last: bool = False) -> None:
         if self.uploading is not None:
             torch.cuda.current_stream().wait_stream(self.uploading)
-        self._send([self.filled, self.half * self.window, 0])
+        sent = self._pinned(torch.tensor([self.filled, self.half * self.window, 0], dtype=torch.int64))
+        self.header[:3].copy_(sent, non_blocking=True)
         self.answers[0].zero_()  # there may be none
         if self.filled >= self.size:
             self._answer_window()
         if last:
             self._empty_rooms()
-        self.pending.append(self._fetched(len(self.answers) - 1))
+        self.pending.append(self._fetching())
         if self.uploading is not None:
             self.released[self.half] = torch.cuda.current_stream().record_event()
         self.half, self.filled = 1 - self.half, 0
 
-    def _send(self, numbers: list[int], samples: Sequence[int] = ()) -> None:
-        sent = self._pinned(torch.tensor([*numbers, *samples], dtype=torch.int64))
-        self.header[: len(sent)].copy_(sent, non_blocking=True)
-
     def _pinned(self, numbers: Tensor) -> Tensor:
         return numbers.pin_memory() if self.header.is_cuda else numbers
 
-    def _fetched(self, most: int) -> Callable[[], Answers]:
-        """Start the copy of at most so many answers to the host, and return what waits for it."""
-        answers = self.answers[: 1 + most]
-        host = torch.empty(answers.shape, dtype=answers.dtype, pin_memory=answers.is_cuda)
-        host.copy_(answers, non_blocking=True)
-        arrived = torch.cuda.current_stream().record_event() if answers.is_cuda else None
+    def _fetching(self) -> Callable[[], Answers]:
+        """Start the copy of all answers to the host, and return what waits for it."""
+        host = torch.empty(self.answers.shape, dtype=torch.int64, pin_memory=self.answers.is_cuda)
+        host.copy_(self.answers, non_blocking=True)
+        arrived = torch.cuda.current_stream().record_event() if self.answers.is_cuda else None
 
         def wait() -> Answers:
             if arrived is not None:
                 arrived.synchronize()
-            samples, predictions, open_indices, bits = host[1 : 1 + int(host[0, 0])].numpy().T.copy()
-            probabilities = bits.view(np.float64) if self.reads[-1].probability else None
-            return Answers(samples, predictions, open_indices, probabilities)
+            return self._read(host, int(host[0, 0]))
 
         return wait
+
+    def _read(self, host: Tensor, count: int) -> Answers:
+        """Return so many answers, in memory of their own."""
+        samples, predictions, open_indices, bits = host.numpy()[1 : 1 + count].T.copy()
+        probabilities = bits.view(np.float64) if self.reads[-1].probability else None
+        return Answers(samples, predictions, open_indices, probabilities)
 
     # Programs
 
     @cached_property
     def _answer_one(self) -> Callable[[], None]:
-        return self._compiled([Run((0, self.size)), *self._following(1)])
+        self.graphs[0, "alone"] = self._captured(0, self.size, taken=True)
+        return self._compiled([Run((0, "alone")), *self._following(1)])
 
     @cached_property
     def _answer_window(self) -> Callable[[], None]:
@@ -252,10 +262,10 @@ class DeviceWalk:
 
     # What a captured stage does
 
-    def _captured(self, stage: int, size: int) -> Any:
+    def _captured(self, stage: int, size: int, *, taken: bool = False) -> Any:
         self.counters.zero_()  # nobody waits: the runs before the capture change nothing
         try:
-            return self.executor.capture(partial(self._step, stage, size))
+            return self.executor.capture(partial(self._step, stage, size, taken=taken or stage > 0))
         except RuntimeError as error:
             raise AlightError(
                 f"stage {stage} cannot be captured as a CUDA graph ({str(error).partition(chr(10))[0]})"
@@ -267,9 +277,9 @@ class DeviceWalk:
         samples = torch.zeros(2 * self.size, dtype=torch.int64, device=self.counters.device)
         return Room(_repeated(state, 2 * self.size), _repeated(memory, 2 * self.size), structure, samples)
 
-    def _step(self, stage: int, size: int) -> None:
+    def _step(self, stage: int, size: int, *, taken: bool) -> None:
         """Run a stage for the first samples of its room, decide, answer, and move survivors on."""
-        if not stage:
+        if not taken:
             for source, target in zip(self.inputs, self.rooms[0].state, strict=True):
                 _take(source, self.counters[self._waiting(0) + 1 :], target[:size])
         state, packed, decided, memory, _ = self._ran(stage, size)
@@ -285,6 +295,9 @@ class DeviceWalk:
         """Run a stage; return its state, packed values, what was decided elsewhere than in the kernel, and memory."""
         room, reads = self.rooms[stage], self.reads[stage]
         state, values = self.stages[stage](*(each[:size] for each in room.state))
+        if stage:  # what a stage hands on unchanged lies in the room, where rows are moved to the front
+            own = {each.untyped_storage().data_ptr() for each in room.state}
+            state = tuple(each.clone() if each.untyped_storage().data_ptr() in own else each for each in state)
         if self.unpacked[stage]:
             values = pack(values, reads)
         if self.by_kernel:

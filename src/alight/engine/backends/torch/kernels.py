@@ -132,8 +132,8 @@ def settle_rows(  # type: ignore[no-untyped-def]
         score = tl.load(packed + rows * width + 2, mask=valid, other=0.0)
         limit = tl.load(threshold + stage)
         ties = (score == limit) | (tl.load(rules + 4 * stage + 3) != 0)  # or the hash decides alone
-        numbers = tl.load(samples + (first + rows) % ring, mask=valid, other=0)
-        leaves = valid & ((score > limit) | (ties & hash_below(numbers, rules + 4 * stage)))
+        drawn = hash_below(tl.load(samples + (first + rows) % ring, mask=valid, other=0), rules + 4 * stage)
+        leaves = valid & ((score > limit) | (ties & drawn))
     leaves = leaves | (valid & (usable == 0))
     stays = valid & (leaves == 0)
     here = rows == row
@@ -147,13 +147,13 @@ def settle_rows(  # type: ignore[no-untyped-def]
                 tl.store(target + place * words + places, numbers, mask=inside)
             if FIRST:  # noqa: SIM102, of which one is known when the kernel is compiled
                 if part == 0:
-                    there = (tl.load(counters + next_waiting + 1) + place) % next_ring
-                    tl.store(next_samples + there, tl.load(samples + (first + row) % ring))
+                    seat = (tl.load(counters + next_waiting + 1) + place) % next_ring
+                    tl.store(next_samples + seat, tl.load(samples + (first + row) % ring))
         if FIRST:  # noqa: SIM102
             if part == 0:
                 if tl.sum((leaves & here).to(tl.int32), 0) > 0:
-                    place = tl.load(counters + answered) + tl.sum((leaves & (rows < row)).to(tl.int64), 0)
-                    there = answers + 4 * (1 + place)
+                    earlier = tl.load(counters + answered) + tl.sum((leaves & (rows < row)).to(tl.int64), 0)
+                    there = answers + 4 * (1 + earlier)
                     tl.store(there, tl.load(samples + (first + row) % ring))
                     if DECIDED:
                         tl.store(there + 1, tl.load(decided + 2 * row + 1))

@@ -6,6 +6,7 @@ import types
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
+from threading import Lock
 from typing import Any, NamedTuple
 
 import torch
@@ -117,6 +118,7 @@ Run = Callable[..., Any]
 
 SHAPES = 8  # captured for each stage; batches of further shapes are launched kernel by kernel
 WARMING = 3  # runs before a capture, in which libraries choose their kernels
+CAPTURING = Lock()  # one thread at a time
 FILTERS = hasattr(torch.compiler, "keep_tensor_guards_unsafe")  # can this torch leave guards out?
 
 
@@ -254,7 +256,7 @@ def capture(work: Callable[[], None], pool: Any, keep: bool = False) -> torch.cu
             side.synchronize()
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph(keep_graph=True) if keep else torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+    with CAPTURING, torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
         work()
     return graph
 
