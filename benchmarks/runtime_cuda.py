@@ -37,7 +37,7 @@ from alight.networks.attach import attach_heads
 from alight.planning.timing import as_planned
 
 ROUNDS = 7
-IMAGES = {1: 64, 8: 512, 32: 1024, 64: 2048, 128: 4096, 256: 4096, 1024: 8192, 2048: 16384}
+IMAGES = {1: 64, 8: 1024, 32: 2048, 64: 4096, 128: 8192, 256: 8192, 1024: 16384, 2048: 32768}
 TOKENS = 64  # of a text
 Work = Callable[[], object]
 

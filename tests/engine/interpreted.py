@@ -13,9 +13,9 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # which Triton looks at
 interpreted = pytest.mark.skipif(not INTERPRETED, reason="runs in a process of its own")
 
 
-def passed_in_a_process_of_their_own(file):
-    """The summary of a file's tests, run with Triton's interpreter."""
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", file]
+def passed_in_a_process_of_their_own(file, those=""):
+    """The summary of a file's tests, run with Triton's interpreter; `those` chooses them by their marks."""
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", file, "-m", those]
     done = subprocess.run(command, env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout
     return done.stdout

@@ -5,11 +5,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from interpreted import EXECUTOR, INTERPRETED, interpreted, passed_in_a_process_of_their_own
 from torch import nn
 
-from alight import calibrate
+from alight import Predictor, RunSettings, calibrate
 from alight.engine.backends.torch import open_stages
+from alight.engine.backends.torch.deciding import Deciding
 from alight.engine.backends.torch.device_walk import DeviceWalk
 from alight.engine.backends.torch.values import half
 from alight.engine.predictor import _reads
@@ -26,9 +29,10 @@ COSTS = (1.0, 2.0, 3.0)
 
 
 @pytest.mark.skipif(INTERPRETED, reason="is that process")
-def test_walks_are_decided_as_replayed_in_a_process_of_their_own():
+@pytest.mark.parametrize("those", ["not slow", pytest.param("slow", marks=pytest.mark.slow)])
+def test_walks_are_decided_as_replayed_in_a_process_of_their_own(those):
     pytest.importorskip("triton")
-    assert " passed" in passed_in_a_process_of_their_own(__file__)
+    assert " passed" in passed_in_a_process_of_their_own(__file__, those)
 
 
 class Split(nn.Module):
@@ -124,12 +128,18 @@ def decided(model, rule, inputs, *, size, parts, window=3, probability=False):
     return walk, Answers(*(None if each is None else each[order] for each in joined))
 
 
-NAMES = "threshold, ties, nobody leaves, everybody leaves, lottery, one exit, patience, streak, mixture, vote"
+NAMES = "threshold, ties, lottery, patience, geometric mean"
+OTHERS = "nobody leaves, everybody leaves, one exit, streak, mixture, vote, gain"
+
+
+SLOW = [pytest.param(*case, marks=pytest.mark.slow) for case in [(8, [20, 1, 40]), (20, [5, 7]), (7, [61])]]
 
 
 @interpreted
-@pytest.mark.parametrize("name", [*NAMES.split(", "), "geometric mean", "gain"])
-@pytest.mark.parametrize(("size", "parts"), [(1, [1] * 9), (8, [20, 1, 40]), (20, [5, 7]), (7, [61])])
+@pytest.mark.parametrize(
+    "name", [*NAMES.split(", "), *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS.split(", "))]
+)
+@pytest.mark.parametrize(("size", "parts"), [(3, [7, 1, 3]), *SLOW])
 def test_a_walk_decides_as_a_replay_does(model, inputs, table, name, size, parts):
     rule = rules(table)[name]
     _, answers = decided(model, rule, inputs, size=size, parts=parts)
@@ -139,6 +149,7 @@ def test_a_walk_decides_as_a_replay_does(model, inputs, table, name, size, parts
 
 
 @interpreted
+@pytest.mark.slow
 def test_one_batch_is_answered_by_itself_and_a_walk_takes_the_numbers_of_another_policy(model, inputs, table):
     first = rules(table)["threshold"]
     walk, _ = decided(model, first, inputs, size=32, parts=[40], probability=True)
@@ -181,6 +192,119 @@ def test_a_walk_that_was_left_starts_empty_again(model, inputs, table):
     assert sorted(answers.samples.tolist()) == [*range(5)]
 
 
+class Interpreted(Deciding):
+    """Decides on the host as on a device: the same walks, without one."""
+
+    missing = ""
+
+    def executor(self):
+        return EXECUTOR, None
+
+
+def predictor_of(model, rule, size, *, decide="device", **options):
+    made = Predictor(model, rule, batch_size=size, **options)
+    reads = [stage.reads for stage in made.backend.stages]
+    made.backend.deciding = Interpreted(made.backend.runs, reads, made.backend.admit, torch.device("cpu"), decide)
+    made.backend.supports_single_sample = False
+    return made.with_policy(rule)
+
+
+@interpreted
+@pytest.mark.slow
+@settings(max_examples=12, deadline=None)
+@given(
+    st.integers(0, 10**6),
+    st.sampled_from(["threshold", "lottery", "patience", "mixture"]),
+    st.integers(1, 9) | st.just(16),
+    st.lists(st.tuples(st.integers(1, 30), st.integers(0, 3)), min_size=1, max_size=4),
+)
+def test_a_stream_is_decided_alike_however_it_is_divided_into_calls(model, inputs, table, seed, name, size, calls):
+    rng = np.random.default_rng(seed)
+    rule = replace(rules(table)[name], salt=seed)
+    if name == "threshold":
+        rule = replace(rule, thresholds=tuple(np.quantile(table.scores[:, :2], rng.uniform(size=2)).tolist()))
+    found, start, exits = predictor_of(model, rule, size), 0, []
+    for count, way in calls:
+        part = inputs[start : start + count]
+        start += len(part)
+        if not len(part):
+            break
+        if way == 0:
+            exits.append(found(part).exits)
+        elif way == 1:
+            exits.append(found.run([*part.split(5)], progress=False).exits)
+        elif way == 2:
+            exits += [found(each).exits for each in part.split(1)]
+        else:
+            answers = [*found.stream([part])]
+            order = np.argsort(np.concatenate([each.samples for each in answers]))
+            exits.append(np.concatenate([each.open_indices for each in answers])[order])
+    expected = replay(rule, table.take(np.arange(start)))
+    np.testing.assert_array_equal(np.concatenate(exits), expected.exits)
+    assert found.decided_by == "the device decides"
+
+
+@interpreted
+@pytest.mark.slow
+def test_rooms_never_hold_more_than_two_batches(model, inputs, table):
+    for seed in range(12):  # survivors of the last, partial batches join those that wait
+        rule = Lottery(costs=COSTS, exit_rates=(0.2, 0.2, 0.6), salt=seed)
+        size, count = 6, 61 - seed
+        _, answers = decided(model, rule, inputs, size=size, parts=[count], window=2)
+        np.testing.assert_array_equal(answers.open_indices, replay(rule, table.take(np.arange(count))).exits)
+
+
+@interpreted
+def test_batches_that_decide_together_are_not_handed_over_together(model, inputs, table):
+    quota = calibrate.certified_batch(calibrate.geometric)(COSTS, "70%", table)
+    found = predictor_of(model, quota, 8)(inputs)
+    np.testing.assert_array_equal(found.exits, replay(quota, table, batch_size=8).exits)
+
+
+@interpreted
+@pytest.mark.slow
+def test_auto_keeps_the_faster_way_and_says_why(model, inputs, table, monkeypatch):
+    rule = rules(table)["threshold"]
+    found = predictor_of(model, rule, 8, decide="auto")
+    assert len(found(inputs[:8])) == 8
+    assert found.decided_by == "the host decides about the first batches"
+    np.testing.assert_array_equal(found(inputs, samples=np.arange(61)).exits, replay(rule, table).exits)
+    assert found.decided_by.startswith("the host decides about batches of 8: ")  # an interpreter is slow
+    assert " for 61 samples, the device takes " in found.decided_by
+    patient = found.with_policy(calibrate.certified_batch(calibrate.geometric)(COSTS, "70%", table))
+    patient(inputs)
+    assert "Quota needs it" in patient.decided_by
+
+
+@interpreted
+def test_single_samples_and_batches_of_one_have_walks_of_their_own(model, inputs, table):
+    rule = rules(table)["lottery"]
+    found = predictor_of(model, rule, 1, probabilities=True)
+    expected = replay(rule, table)
+    ones = [found(inputs[row : row + 1], samples=[row]) for row in range(5)]
+    np.testing.assert_array_equal(np.concatenate([each.exits for each in ones]), expected.exits[:5])
+    assert all(0.25 <= each.probabilities[0] <= 1 for each in ones)
+    np.testing.assert_array_equal(found(inputs[:20], samples=np.arange(20)).exits, expected.exits[:20])
+    broken = inputs[:1] * float("nan")
+    with pytest.raises(BadInput, match="the first is sample 7, at exit 0"):
+        found(broken, samples=[7])
+
+
+@interpreted
+def test_a_loader_that_fails_leaves_what_was_answered_and_empty_rooms(model, inputs, table):
+    def loader():
+        yield inputs[:32]
+        yield inputs[32:48]
+        raise OSError("disk gone")
+
+    rule = rules(table)["lottery"]
+    found = predictor_of(model, rule, 2)
+    with pytest.raises(OSError, match="disk gone") as caught:
+        found.run(loader(), progress=False)
+    assert sum(len(each.samples) for each in caught.value.finished) >= 16
+    np.testing.assert_array_equal(found(inputs, samples=np.arange(61)).exits, replay(rule, table).exits)
+
+
 def test_numbers_are_rounded_to_half_precision_once():
     numbers = np.random.default_rng(0).normal(size=4000) * 10
     ties = np.repeat(1 + 2.0**-11 * np.arange(1, 400, 2), 3) + np.tile([-1e-10, 0.0, 1e-10], 200)
@@ -189,8 +313,6 @@ def test_numbers_are_rounded_to_half_precision_once():
 
 
 def test_the_host_decides_where_no_gpu_is(model, table):
-    from alight import Predictor, RunSettings
-
     rule = rules(table)["threshold"]
     assert Predictor(model, rule).decided_by == "the host decides"
     with pytest.raises(BadInput, match="a GPU can decide and the network runs on cpu: leave decide out"):

@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 from alight import attach_heads, calibrate, replay
-from alight.engine.backends.torch import conditional, deciding
+from alight.engine.backends.torch import conditional
+from alight.engine.backends.torch.device_walk import DeviceWalk
 from alight.engine.predictor import Predictor
 from alight.engine.recorder import record
 from alight.engine.settings import RunSettings
@@ -211,7 +212,7 @@ def test_when_memory_is_short_the_host_decides(small, numbers, table, monkeypatc
     def full(*given, **options):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
 
-    monkeypatch.setattr(deciding, "DeviceWalk", full)
+    monkeypatch.setattr(DeviceWalk, "__init__", full)
     rule = rules(table)["threshold"]
     found = Predictor(small, rule, settings=DEVICE, batch_size=64, allow_mismatch=True)
     with pytest.warns(UserWarning, match="the host decides: CUDA out of memory"):

@@ -176,6 +176,10 @@ class Predictor:
         self._numbering.skip_to(getattr(memory[0], "admitted", 0) if memory else 0)
 
     @property
+    def _rebatches(self) -> bool:
+        return self.rebatch and not self.policy.is_batch_dependent
+
+    @property
     def decided_by(self) -> str:
         """Who decides about samples, the host or the device that runs the network, and why."""
         return str(self._deciding or "the host decides")
@@ -194,9 +198,10 @@ class Predictor:
             if (decisions := self._single(arrays, sample)) is not None:
                 return decisions
             samples = [sample]
-        step = size * self._deciding.window if self._deciding else size
+        joins = total > size  # one batch has no other to wait for
+        step = size * self._deciding.window if self._deciding and joins and self._rebatches else size
         parts = (tuple(each[start : start + step] for each in arrays) for start in range(0, total, step))
-        return self._decided(parts, samples, joins=total > size)  # one batch has no other to wait for
+        return self._decided(parts, samples, joins=joins)
 
     def run(self, loader: Any, *, samples: npt.ArrayLike | None = None, progress: bool = True) -> Decisions:
         """Return the decisions about everything that a loader gives, in its order, whatever its size."""
@@ -255,7 +260,7 @@ class Predictor:
     def _answers(
         self, inputs: Iterable[State], samples: Integers | None, joins: bool = True, low_latency: bool = True
     ) -> Iterator[Answers]:
-        size = self.batch_size if joins and self.rebatch and not self.policy.is_batch_dependent else None
+        size = self.batch_size if joins and self._rebatches else None
         numbered, host = self._numbered(inputs, samples), partial(self._by_host, size=size, low_latency=low_latency)
         with self.backend.running():
             if self._deciding is None:

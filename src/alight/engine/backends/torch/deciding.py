@@ -14,7 +14,7 @@ import torch
 from alight.engine.backends import Integers, Reads, State
 from alight.engine.backends.torch import conditional, rows
 from alight.engine.backends.torch.device_walk import WINDOW, DeviceWalk, Executor, Stage, is_decidable, same_rule
-from alight.engine.backends.torch.prepare import SHAPES, capture
+from alight.engine.backends.torch.prepare import SHAPES, capture, stream_for
 from alight.engine.walk import Answers
 from alight.policies.policy import Policy
 
@@ -73,8 +73,8 @@ class Deciding:
         if self.missing or not is_decidable(policy):
             self._refuse(policy)
             return None
-        kind = _kind(batch, 1 << (len(batch[0]) - 1).bit_length())
-        walk = self._walk(kind, policy, [batch], host, window=1)
+        kind = _kind(batch, 1 << (len(batch[0]) - 1).bit_length(), window=1)
+        walk = self._walk(kind, policy, [batch], host)
         if walk is None:
             return None
         try:
@@ -88,7 +88,7 @@ class Deciding:
 
     def replays(self, size: int) -> list[Callable[[], None]]:
         """Return what replays each stage for batches of a size, decisions included; nothing where no walk is."""
-        found = (walk for kind, walk in self.walks.items() if walk is not None and kind[0] == size)
+        found = (walk for kind, walk in self.walks.items() if walk is not None and kind[:2] == (size, WINDOW))
         walk = next(found, None)
         return [] if walk is None else [walk.graphs[stage, size].replay for stage in range(len(self.stages))]
 
@@ -103,8 +103,8 @@ class Deciding:
         taken: dict[Any, DeviceWalk] = {}
 
         def walk_of(batch: Batch) -> DeviceWalk | None:
-            if (kind := _kind(batch, size)) not in taken:
-                alike = [each for each in first if _kind(each, size) == kind] or [batch]
+            if (kind := _kind(batch, size, WINDOW)) not in taken:
+                alike = [each for each in first if _kind(each, size, WINDOW) == kind] or [batch]
                 walk = self._walk(kind, policy, alike, host)
                 if walk is None:
                     return None
@@ -134,9 +134,7 @@ class Deciding:
                 walk.reset()
                 self.busy.discard(kind)
 
-    def _walk(
-        self, kind: Any, policy: Policy, batches: Sequence[Batch], host: Host, window: int = WINDOW
-    ) -> DeviceWalk | None:
+    def _walk(self, kind: Any, policy: Policy, batches: Sequence[Batch], host: Host) -> DeviceWalk | None:
         """Return the walk for a kind of batch, which is in use from now on; None where the host decides."""
         with self.lock:
             if kind in self.busy:
@@ -146,29 +144,25 @@ class Deciding:
             if kind not in self.walks or (walk is not None and not same_rule(walk.policy, policy)):
                 if self.decide == "auto" and self.seen[kind] < SEEN:
                     return None
-                walk = self.walks[kind] = self._captured(kind, policy, batches, host, window)
+                walk = self.walks[kind] = self._captured(kind, policy, batches, host)
             if walk is not None:
                 self.busy.add(kind)
-                if walk.policy != policy:
+                if walk.policy is not policy:
                     walk.use(policy)
             return walk
 
-    def _captured(
-        self, kind: Any, policy: Policy, batches: Sequence[Batch], host: Host, window: int
-    ) -> DeviceWalk | None:
+    def _captured(self, kind: Any, policy: Policy, batches: Sequence[Batch], host: Host) -> DeviceWalk | None:
         """Return a new walk, if it can be captured and is faster than the host, and note why or why not."""
         if len(self.walks) >= SHAPES:
             self.reasons[None] = f"the host decides about batches of further shapes: {SHAPES} are captured"
             return None
-        uploading = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
-        executor = Executor(partial(capture, pool=torch.cuda.graph_pool_handle(), keep=True), conditional.compiled)
-        options: dict[str, Any] = {"uploading": uploading, "window": window}
+        size, window, *_ = kind
+        executor, uploading = self.executor()
         try:
-            walk = DeviceWalk(self.stages, self.reads, policy, self.admit, batches[0][1], kind[0], executor, **options)
+            given = (self.stages, self.reads, policy, self.admit, batches[0][1], size, executor)
+            walk = DeviceWalk(*given, uploading=uploading, window=window)
             ours = _shortest(partial(_run, walk, batches))
-        except (
-            Exception
-        ) as error:  # memory is short, a capture fails, a compiler is missing: the host can decide always
+        except Exception as error:  # memory is short, a capture fails, a compiler is missing: the host can decide
             torch.cuda.empty_cache()
             reason = f"the host decides: {str(error).partition(chr(10))[0]}"
             if self.decide == "device":
@@ -183,15 +177,21 @@ class Deciding:
         low, high = sorted([1e3 * ours, 1e3 * theirs])
         count = sum(len(samples) for samples, _ in batches)
         self.reasons[kind] = (
-            f"the {faster} decides about batches of {kind[0]}: {low:.3g} ms for {count} samples, the {slower} takes"
+            f"the {faster} decides about batches of {size}: {low:.3g} ms for {count} samples, the {slower} takes"
             f" {high:.3g} ms"
         )
         return walk if ours < theirs else None
 
+    def executor(self) -> tuple[Executor, Any]:
+        """Return what captures and runs a walk, in memory of its own, and the stream for copies to the device."""
+        pool = torch.cuda.graph_pool_handle()
+        device = torch.cuda.current_device() if self.device.index is None else self.device.index
+        return Executor(partial(capture, pool=pool, keep=True), conditional.compiled), stream_for("copies", device)
 
-def _kind(batch: Batch, size: int) -> tuple[Any, ...]:
-    """Return what a walk is captured for: the size of batches, and shape and dtype of a sample."""
-    return (size, *((each.shape[1:], each.dtype) for each in batch[1]))
+
+def _kind(batch: Batch, size: int, window: int) -> tuple[Any, ...]:
+    """Return what a walk is captured for: the size of batches, how many at once, and shape and dtype of a sample."""
+    return (size, window, *((each.shape[1:], each.dtype) for each in batch[1]))
 
 
 def _run(walk: DeviceWalk, batches: Sequence[Batch]) -> None:

@@ -226,20 +226,20 @@ class DeviceWalk:
 
     @cached_property
     def _answer_window(self) -> Callable[[], None]:
-        full = self.size - 1
-        body: Program = []
-        for stage in reversed(range(1, len(self.stages))):
-            body = [Choose([(Condition(self._waiting(stage), full), [Run((stage, self.size)), *body])])]
-        return self._compiled([Loop(Condition(self._waiting(0), full), [Run((0, self.size)), *body])])
+        inputs = Condition(self._waiting(0), self.size - 1)
+        return self._compiled([Loop(inputs, [Run((0, self.size)), *self._full_from(1)])])
 
     @cached_property
     def _empty_rooms(self) -> Callable[[], None]:
-        program: list[Choose] = []
-        for stage in range(len(self.stages)):
-            if stage:  # more than a batch may wait, once those before have been run
-                program.append(Choose([(Condition(self._waiting(stage), self.size), [Run((stage, self.size))])]))
-            program.append(self._rest(stage))
-        return self._compiled(program)
+        stages = range(len(self.stages))
+        return self._compiled([step for stage in stages for step in (self._rest(stage), *self._full_from(stage + 1))])
+
+    def _full_from(self, stage: int) -> Program:
+        """Return what runs a stage if a full batch waits for it, then those behind it, so that less than one waits."""
+        if stage == len(self.stages):
+            return []
+        run = Run((stage, self.size))
+        return [Choose([(Condition(self._waiting(stage), self.size - 1), [run, *self._full_from(stage + 1)])])]
 
     def _following(self, stage: int) -> Program:
         """Return what answers one batch from a stage on, as long as some samples stay."""

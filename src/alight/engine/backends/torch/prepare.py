@@ -5,7 +5,7 @@ import time
 import types
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from functools import partial
+from functools import cache, partial
 from threading import Lock
 from typing import Any, NamedTuple
 
@@ -248,17 +248,27 @@ class Graphed:
 
 def capture(work: Callable[[], None], pool: Any, keep: bool = False) -> torch.cuda.CUDAGraph:
     """Return work as a CUDA graph, after a few runs in a stream of their own; `keep` it to be built into another."""
-    side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(WARMING):
-            work()
-            side.synchronize()
-    torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph(keep_graph=True) if keep else torch.cuda.CUDAGraph()
-    with CAPTURING, torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
-        work()
+    with CAPTURING:
+        side = stream_for("captures", torch.cuda.current_device())
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(WARMING):
+                work()
+                side.synchronize()
+        torch.cuda.current_stream().wait_stream(side)
+        with torch.cuda.graph(graph, pool=pool, stream=side, capture_error_mode="thread_local"):
+            work()
     return graph
+
+
+@cache
+def stream_for(purpose: str, device: int) -> torch.cuda.Stream:
+    """Return the stream of this package for a purpose: of high priority, so that no stream of a user is the same.
+
+    There are 32 streams of each priority, which torch hands out again and again.
+    """
+    return torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
 
 
 def _first_rows(made: Tensor, count: int, size: int) -> Tensor:
