@@ -17,6 +17,7 @@ Batches of 1 are single images, each waited for: their latency, median and 99th 
 network. Writes results/runtime_cuda.csv.
 """
 
+import copy
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -32,6 +33,7 @@ from alight.engine.backends import State
 from alight.engine.backends.torch.prepare import graphed
 from alight.engine.predictor import Predictor
 from alight.engine.settings import RunSettings
+from alight.errors import AlightError
 from alight.files import write_rows
 from alight.networks.attach import attach_heads
 from alight.planning.timing import as_planned
@@ -112,8 +114,8 @@ def measure(options: Any, name: str, modes: list[str]) -> Iterator[Row]:
     torch.manual_seed(0)
     backbone, example = network(name, TOKENS)
     model = attach_heads(backbone, after=options.exits, example=example)
-    backbone = backbone.to(device="cuda", dtype=getattr(torch, settings.dtype)).to(memory_format=torch.channels_last)
-    full = Full(backbone, model.input_names, compiles="compiled" in options.full)
+    whole = copy.deepcopy(backbone).to(device="cuda", dtype=getattr(torch, settings.dtype))
+    full = Full(whole.to(memory_format=torch.channels_last), model.input_names, compiles="compiled" in options.full)
     for batch_size in map(int, options.batch_sizes.split(",")):
         if batch_size > options.largest.get(name, batch_size):
             continue
@@ -123,7 +125,10 @@ def measure(options: Any, name: str, modes: list[str]) -> Iterator[Row]:
             taken = {way: min(clocked(passes(run, parts), "cuda") for _ in range(3)) for way, run in ways.items()}
         best = min(taken, key=taken.__getitem__)
         for mode in modes:
-            yield from cases(options, name, model, inputs, batch_size, mode, (best, ways[best]))
+            try:
+                yield from cases(options, name, model, inputs, batch_size, mode, (best, ways[best]))
+            except AlightError as error:
+                print(f"{name}, batches of {batch_size}, {mode}: {error}", flush=True)
 
 
 def cases(
