@@ -194,7 +194,7 @@ def _latencies(full: Any, predictor: Predictor, parts: list[State], samples: Any
         return dict.fromkeys(("full_p50_ms", "full_p99_ms", "predictor_p50_ms", "predictor_p99_ms"), "")
     found: Row = {}
     with torch.inference_mode():
-        works = {
+        works: dict[str, list[Work]] = {
             "full": [passes(full, [part]) for part in parts],
             "predictor": [partial(predictor, part, [each]) for part, each in zip(parts, samples.tolist(), strict=True)],
         }

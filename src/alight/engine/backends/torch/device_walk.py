@@ -17,14 +17,13 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from alight.budgeting.thresholds import hash_limit, hash_terms
 from alight.engine.backends import Integers, Reads, State
 from alight.engine.backends.torch import rows
 from alight.engine.backends.torch.conditional import Choose, Condition, Loop, Program, Run
 from alight.engine.backends.torch.values import columns_of, pack
 from alight.engine.walk import Answers
 from alight.errors import AlightError
-from alight.policies.policy import LOTTERY, TIES, ExitAt, Lottery, Mixture, Patience, Policy, Streak, Threshold
+from alight.policies.policy import ExitAt, Lottery, Mixture, Patience, Policy, Streak, Threshold
 from alight.policies.route import visit
 
 WINDOW = 8  # batches of inputs that one launch answers
@@ -111,7 +110,7 @@ class DeviceWalk:
         self.use(policy)
         self.inputs = _repeated(example, inputs)
         self.rooms = [Room(_repeated(example, size), (), None, self.header[3:])]
-        self.graphs = {}
+        self.graphs: dict[Any, Any] = {}
         for stage in range(len(stages)):
             if stage < len(stages) - 1:
                 self.rooms.append(self._room_after(stage))
@@ -125,8 +124,8 @@ class DeviceWalk:
     def use(self, policy: Policy) -> None:
         """Decide by the numbers of this policy from now on; its rule must be that of the first one."""
         self.policy, last = policy, len(self.stages) - 1
-        if self.by_kernel and last:
-            numbers = [_rule(policy, open_index) for open_index in range(last)]
+        if last and isinstance(policy, Threshold | Lottery) and self.by_kernel:
+            numbers = [policy.numbers(open_index) for open_index in range(last)]
             self.thresholds[:last] = self.thresholds.new_tensor([threshold for threshold, _ in numbers])
             self.rules[:last] = self.rules.new_tensor([rule for _, rule in numbers])
 
@@ -378,13 +377,3 @@ def _repeated(state: Sequence[Tensor], count: int) -> tuple[Tensor, ...]:
         for start in range(0, count, len(each)):
             there[start : start + len(each)] = each[: count - start]
     return made
-
-
-def _rule(policy: Policy, open_index: int) -> tuple[float, list[int]]:
-    """Return the threshold, and terms of the hash, its limit, and whether it decides alone."""
-    if isinstance(policy, Lottery):
-        share = hash_limit(policy.share_leaving(open_index))
-        return np.inf, [*hash_terms(policy.salt, LOTTERY + open_index), share, 1]
-    assert isinstance(policy, Threshold)
-    ties = hash_limit(policy.tie_shares[open_index])
-    return policy.thresholds[open_index], [*hash_terms(policy.salt, TIES), ties, 0]

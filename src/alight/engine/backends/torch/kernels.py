@@ -66,7 +66,7 @@ def take_rows(source, cursor, target, words, BLOCK: tl.constexpr):  # type: igno
     tl.store(target + row * words + places, numbers, mask=inside)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def hash_below(samples, rules):  # type: ignore[no-untyped-def]
     """Return where the hash of a sample's number is below a limit: `alight.budgeting.thresholds.hash32`, bit by bit."""
     low: tl.constexpr = 0xFFFFFFFF
@@ -147,8 +147,8 @@ def settle_rows(  # type: ignore[no-untyped-def]
                 tl.store(target + place * words + places, numbers, mask=inside)
             if FIRST:  # noqa: SIM102, of which one is known when the kernel is compiled
                 if part == 0:
-                    seat = (tl.load(counters + next_waiting + 1) + place) % next_ring
-                    tl.store(next_samples + seat, tl.load(samples + (first + row) % ring))
+                    slot = (tl.load(counters + next_waiting + 1) + place) % next_ring
+                    tl.store(next_samples + slot, tl.load(samples + (first + row) % ring))
         if FIRST:  # noqa: SIM102
             if part == 0:
                 if tl.sum((leaves & here).to(tl.int32), 0) > 0:
