@@ -28,7 +28,8 @@ class RunSettings:
     dtype: Any = None  # "fp32", "bf16", "fp16", or a torch.dtype
     channels_last: bool = False  # memory layout of images
     compile: bool = False  # compile every stage with torch.compile
-    graphs: bool = False  # replay full batches as CUDA graphs
+    graphs: bool = False  # replay full batches as CUDA graphs, where the host decides
+    decide: str = "auto"  # who decides about samples on a GPU: "device", "host", or whichever is faster
     threads: int | None = None  # on the host
     engine: str | None = None  # of an exported network: "onnxruntime" or "openvino"; None: the one it was exported for
     providers: tuple[str, ...] = ()  # of ONNX Runtime, the first that can: "cuda", "tensorrt", "openvino", "coreml", ..
@@ -45,5 +46,5 @@ class RunSettings:
             raise BadInput(f"{self.threads} threads: give 1 or more")
         if self.engine not in (None, TORCH, ONNXRUNTIME, OPENVINO):
             raise BadInput(f"there is no engine {self.engine!r}: choose {TORCH}, {ONNXRUNTIME} or {OPENVINO}")
-        if self.compile and self.graphs:
-            raise BadInput("compiled stages are not replayed as CUDA graphs: choose one of compile and graphs")
+        if self.decide not in ("auto", "device", "host"):
+            raise BadInput(f"decide {self.decide!r}: choose auto, device or host")

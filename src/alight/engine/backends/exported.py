@@ -24,7 +24,7 @@ def exported_backend(
     """
     others = replace(settings, threads=None, engine=None, providers=())
     others = replace(others, device=None if settings.device == "cpu" else settings.device)
-    if odd := [name for name, value in vars(others).items() if value]:
+    if odd := [name for name, value in vars(others).items() if value != getattr(RunSettings(), name)]:
         raise BadInput(f"{folder} was exported, and {odd[0]} is for networks that were not: leave it out")
     if manifest.format == AOTI:
         if not allow_compiled:
