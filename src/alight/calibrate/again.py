@@ -19,12 +19,12 @@ GIVEN = ("slack", "spend_all")  # settings of a policy that were given to its me
 SWITCH = {"true": True, "false": False}
 
 
-def recalibrate(policy: Policy, costs: Costs, labelled: HeadOutputs, budget: float | str | None = None) -> Policy:
+def recalibrate(policy: Policy, costs: Costs, labelled: HeadOutputs, budget: Amount | None = None) -> Policy:
     """Return a policy for another recording of the open exits of a network, fitted as this one was.
 
     For a network whose scores have moved, as one of lower precision. `costs` and `labelled` have an entry for each open
-    exit of the policy and for no other; without a budget it is the same share of the full network as before. Ties are
-    drawn by a new salt.
+    exit of the policy and for no other; where costs have changed, the budget changes as that of the last open exit,
+    unless one is given. Ties are drawn by a new salt.
 
     >>> from alight import calibrate, recordings
     >>> labelled, test, costs = recordings.load()
@@ -34,12 +34,13 @@ def recalibrate(policy: Policy, costs: Costs, labelled: HeadOutputs, budget: flo
     ('mean', True, False)
     """
     if isinstance(policy, ExitAt):
-        return replace(policy, fingerprint=labelled.fingerprint)
+        return replace(policy, fingerprint=labelled.fingerprint, costs=tuple(costs.cumulative().tolist()))
+    times = float(costs.cumulative()[-1]) / policy.costs[-1]  # as expensive as before
     if budget is None and policy.budget is not None:
-        budget = Amount(policy.budget / (policy.full_cost or costs.full) * costs.full)
+        budget = Amount(times * policy.budget)
     method = _certified(_method(policy), policy.certificate)
-    fitted = method(costs, budget, labelled)
-    return of_network(fitted, policy.open_exits, policy.num_exits, costs.full, policy.exits)
+    full = costs.full if policy.full_cost is None else times * policy.full_cost
+    return of_network(method(costs, budget, labelled), policy.open_exits, policy.num_exits, full, policy.exits)
 
 
 def _method(policy: Policy) -> Method:

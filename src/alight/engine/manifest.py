@@ -61,7 +61,7 @@ class Manifest:
     classes: tuple[str, ...] = ()  # their names, where known
     normalisation: Normalisation | None = None  # of its images; None where it is unknown
     lengths: tuple[int, int] | None = None  # shortest and longest texts for which it was compared with the network
-    engine: str = ONNXRUNTIME  # that runs it; in lower precision each engine rounds otherwise, so no other may
+    runtime: str = ONNXRUNTIME  # that runs it; in lower precision each engine rounds otherwise, so no other may
     precision: str = FLOAT32
     further: Mapping[str, str] = field(default_factory=dict)  # SHA-256 of other files, as those of a tokenizer, by path
     made_with: Mapping[str, str] = field(default_factory=dict)  # versions, and how far the stages are from torch
@@ -106,8 +106,8 @@ class Manifest:
         made = cls(**values)
         if made.format not in SUFFIXES or not made.stages or not made.inputs:
             raise ValueError(f"format {made.format!r}, {len(made.stages)} stages, {len(made.inputs)} inputs")
-        if made.precision not in PRECISIONS or made.engine not in (ONNXRUNTIME, OPENVINO):
-            raise ValueError(f"precision {made.precision!r}, engine {made.engine!r}")
+        if made.precision not in PRECISIONS or made.runtime not in (ONNXRUNTIME, OPENVINO):
+            raise ValueError(f"precision {made.precision!r}, engine {made.runtime!r}")
         exits = made.open_exits
         if list(exits) != sorted({*exits}) or not 0 <= exits[0] <= exits[-1] < len(made.exits):
             raise ValueError(f"stages for exits {exits} of {len(made.exits)}")
@@ -161,9 +161,10 @@ def probe_inputs(inputs: Sequence[TensorSpec]) -> tuple[np.ndarray, ...]:
     for each in inputs:
         shape = (1, *(PROBED_TOKENS if size is None else size for size in each.shape[1:]))
         steps = np.arange(math.prod(shape)).reshape(shape)
-        masked = {"tokens": 1, "padding": 0, None: steps % 2}[mask_meaning(each.name)]
-        floats = each.dtype.startswith("float")
-        made.append(np.broadcast_to(4 * (GOLDEN * steps % 1) - 2 if floats else masked, shape).astype(each.dtype))
+        values: Any = {"tokens": 1, "padding": 0, None: steps % 2}[mask_meaning(each.name)]
+        if each.dtype.startswith("float"):
+            values = 4 * (GOLDEN * steps % 1) - 2
+        made.append(np.broadcast_to(values, shape).astype(each.dtype))
     return tuple(made)
 
 
@@ -197,5 +198,7 @@ def _stage(content: Mapping[str, Any]) -> StageFile:
     file = content["file"]
     if Path(file).name != file:  # nothing outside the folder
         raise ValueError(f"a stage in {file!r}")
-    carries, probe = tuple(map(_described, content["carries"])), tuple(map(float, content["probe"]))
-    return StageFile(file, content["checksum"], int(content["exit"]), carries, str(content["precision"]), probe)
+    carries, probe = tuple(map(_described, content["carries"])), tuple(map(float, content.get("probe", ())))
+    return StageFile(
+        file, content["checksum"], int(content["exit"]), carries, str(content.get("precision", FLOAT32)), probe
+    )

@@ -16,7 +16,7 @@ from alight.data.preprocess import as_array
 from alight.engine.backends import Backend, Integers, Reads, State
 from alight.engine.backends.exported import exported_backend
 from alight.engine.manifest import POLICY, Manifest, verified
-from alight.engine.settings import RunSettings
+from alight.engine.settings import TORCH, RunSettings
 from alight.engine.walk import Answers, Flow, single, usable
 from alight.errors import BadFile, BadInput, Mismatch
 from alight.files import CONFIG, MANIFEST, PathLike
@@ -75,6 +75,8 @@ class Predictor:
         self.batch_size, self.rebatch, self.probabilities = batch_size, rebatch, probabilities
         self._allow_mismatch, self._numbering = allow_mismatch, Numbering()
         if not hasattr(network, "with_reads"):
+            if settings is not None and settings.runtime not in (None, TORCH):
+                raise BadInput(f"{settings.runtime} runs exported networks: export it, and load the folder")
             from alight.engine.backends.torch import TorchBackend  # PyTorch is imported where it runs
 
             network = TorchBackend(network, policy.open_exits, settings, batch_size)
@@ -97,7 +99,7 @@ class Predictor:
     ) -> "Predictor":
         """Return the predictor of a folder that `alight export` or `fit` wrote, under its own policy or another one.
 
-        ONNX stages run without PyTorch, by ONNX Runtime or OpenVINO (`RunSettings(engine=..., providers=...)`). Every
+        ONNX stages run without PyTorch, by ONNX Runtime or OpenVINO (`RunSettings(runtime=..., providers=...)`). Every
         file is compared with the manifest's SHA-256, and what the stages compute with what they did when they were
         exported. Stages that torch compiled ahead of time hold machine code: `allow_compiled=True` says that you trust
         who compiled them. Of `settings` only `threads`, `engine` and `providers` apply then. PyTorch runs a saved

@@ -104,7 +104,7 @@ class EveryStage:
         """Return a function that gives the fingerprint."""
         return lambda: str(self.fingerprint)
 
-    def run(self, _: int, state: Any) -> tuple[HeadValues, tuple[()]]:
+    def run(self, _stage: int, state: Any) -> tuple[HeadValues, tuple[()]]:
         """Return the values of each sample at each exit, (samples x exits, numbers)."""
         found = []
         for stage in range(len(self.exits)):

@@ -31,7 +31,7 @@ class RunSettings:
     graphs: bool = False  # replay full batches as CUDA graphs, where the host decides
     decide: str = "auto"  # who decides about samples on a GPU: "device", "host", or whichever is faster
     threads: int | None = None  # on the host
-    engine: str | None = None  # of an exported network: "onnxruntime" or "openvino"; None: the one it was exported for
+    runtime: str | None = None  # of an exported network: "onnxruntime" or "openvino"; None: the one it was exported for
     providers: tuple[str, ...] = ()  # of ONNX Runtime, the first that can: "cuda", "tensorrt", "openvino", "coreml", ..
 
     def __post_init__(self) -> None:
@@ -44,7 +44,7 @@ class RunSettings:
             object.__setattr__(self, "device", str(self.device))
         if self.threads is not None and self.threads < 1:
             raise BadInput(f"{self.threads} threads: give 1 or more")
-        if self.engine not in (None, TORCH, ONNXRUNTIME, OPENVINO):
-            raise BadInput(f"there is no engine {self.engine!r}: choose {TORCH}, {ONNXRUNTIME} or {OPENVINO}")
+        if self.runtime not in (None, TORCH, ONNXRUNTIME, OPENVINO):
+            raise BadInput(f"there is no runtime {self.runtime!r}: choose {TORCH}, {ONNXRUNTIME} or {OPENVINO}")
         if self.decide not in ("auto", "device", "host"):
             raise BadInput(f"decide {self.decide!r}: choose auto, device or host")

@@ -62,7 +62,7 @@ def lower(
     precision: str,
     samples: Sequence[State],
     *,
-    engine: str = ONNXRUNTIME,
+    runtime: str = ONNXRUNTIME,
     levels: Sequence[str] = (),
 ) -> Path:
     """Write an exported folder of float32 stages again in lower precision, and return it; PyTorch is not needed.
@@ -75,11 +75,11 @@ def lower(
         folder: To write.
         precision: "int8", "float16" (weights alone), "bfloat16" (arithmetic of OpenVINO), or "float32" as before.
         samples: Batches of inputs as the network takes them, some tens of samples or more, for the ranges of int8.
-        engine: That will run the folder.
+        runtime: That will run the folder.
         levels: Of every stage, one of `LEVELS[precision]`; none: the first.
     """
     manifest = Manifest.load(source)
-    _check(manifest, precision, engine)
+    _check(manifest, precision, runtime)
     levels = [*levels] or [LEVELS[precision][0]] * len(manifest.stages)
     with whole_folder(folder) as filling:
         paths = [filling / stage.file for stage in manifest.stages]
@@ -95,12 +95,12 @@ def lower(
             replace(stage, checksum=checksum(path.read_bytes()), carries=tuple(carries), precision=level, probe=())
             for stage, path, carries, level in zip(manifest.stages, paths, carried, levels, strict=True)
         ]
-        named = json.dumps([manifest.fingerprint, engine, precision, [each.checksum for each in files]]).encode()
+        named = json.dumps([manifest.fingerprint, runtime, precision, [each.checksum for each in files]]).encode()
         own = manifest.fingerprint if precision == FLOAT32 else checksum(named)[: len(manifest.fingerprint)]
         for name in (POLICY, *manifest.further):
             (filling / name).parent.mkdir(exist_ok=True)
             (filling / name).write_bytes((source / name).read_bytes())
-        made = replace(manifest, fingerprint=own, stages=tuple(files), precision=precision, engine=engine)
+        made = replace(manifest, fingerprint=own, stages=tuple(files), precision=precision, runtime=runtime)
         probed(made, filling).save(filling)
     return folder
 
@@ -141,7 +141,7 @@ def without_heads(source: Path, folder: Path) -> Path:
 
 
 def probed(manifest: Manifest, folder: Path) -> Manifest:
-    """Return the manifest with what the stages of the folder give for the probe, by their engine."""
+    """Return the manifest with what the stages of the folder give for the probe, by their runtime."""
     stages, state = exported_backend(folder, manifest, RunSettings(), allow_compiled=True).stages, None
     made = []
     for run, stage in zip(stages, manifest.stages, strict=True):
@@ -150,14 +150,14 @@ def probed(manifest: Manifest, folder: Path) -> Manifest:
     return replace(manifest, stages=tuple(made))
 
 
-def _check(manifest: Manifest, precision: str, engine: str) -> None:
+def _check(manifest: Manifest, precision: str, runtime: str) -> None:
     if precision not in LEVELS:
         raise BadInput(f"there is no precision {precision!r}: choose {', '.join(LEVELS)}")
     if manifest.format != ONNX or manifest.precision != FLOAT32:
         raise BadInput(f"stages of {manifest.format} in {manifest.precision}: give a folder of ONNX in float32")
-    if precision == BFLOAT16 and engine != OPENVINO:
+    if precision == BFLOAT16 and runtime != OPENVINO:
         raise BadInput(
-            f"{engine} has no bf16 arithmetic on processors: choose engine='{OPENVINO}', or float16 for files of half"
+            f"{runtime} has no bf16 arithmetic on processors: choose runtime='{OPENVINO}', or float16 for files of half"
             " the size"
         )
 
@@ -199,12 +199,12 @@ class _Cut:
         self.before, self.after, self.spec = before.graph, after.graph, spec
         self.output, self.input = before.graph.output[place + 1], after.graph.input[place]
         made = [node for node in self.before.node if self.output.name in node.output]
-        self.restored = made[0] if made and made[0].op_type == "DequantizeLinear" else None
+        self.restored: Any = made[0] if made and made[0].op_type == "DequantizeLinear" else None
         reading = [node for node in self.after.node if self.input.name in node.input]
         quantising = [node for node in reading if node.op_type == "QuantizeLinear"]
-        self.quantised = quantising[0] if len(quantising) == 1 else None
+        self.quantised: Any = quantising[0] if len(quantising) == 1 else None
         restored = [node for node in self.after.node if self._follows(node)]
-        self.again = restored[0] if restored else None
+        self.again: Any = restored[0] if restored else None
         self.others = [node for node in reading if node is not self.quantised]
 
     def _follows(self, node: Any) -> bool:

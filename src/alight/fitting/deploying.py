@@ -44,7 +44,7 @@ class Deployed:
 
     folder: Path
     policy: Policy
-    engine: str
+    runtime: str
     exits: tuple[str, ...]  # the open ones
     levels: tuple[str, ...]  # precision of the stage that ends at each of them
     before: tuple[float, ...]  # accuracy of each in float32, on all labelled samples
@@ -84,7 +84,7 @@ class Deployed:
         pays = self.mean_time < self.full_time
         full = "" if self.policy.open_exits[-1] + 1 < self.policy.num_exits else accuracy_text(self.after[-1])
         lines = [
-            f"{len(self.exits)} stages for {self.engine}, {after:.1f} MiB ({before:.1f} MiB in {FLOAT32})",
+            f"{len(self.exits)} stages for {self.runtime}, {after:.1f} MiB ({before:.1f} MiB in {FLOAT32})",
             *aligned(self.columns()),
             f"with exits: {accuracy_text(self.decisions.accuracy())} accuracy, {quantity(self.mean_time, 'ms')} on"
             f" average; full network in this precision: {full + ', ' if full else ''}{quantity(self.full_time, 'ms')}",
@@ -112,7 +112,7 @@ def deploy(
     """Export a network in lower precision with a policy that was calibrated on what runs then, and its guarantee.
 
     Scores move when a network is quantised, so the policy of the original does not hold: the exported stages are
-    recorded on the labelled data by the engine that will run them, and a policy is calibrated on that. A third of the
+    recorded on the labelled data by the runtime that will run them, and a policy is calibrated on that. A third of the
     data gives the ranges of int8 and, where an exit loses more than half a point of accuracy, decides which parts stay
     in float32; it also chooses the exits where no policy is given. The other two thirds calibrate.
 
@@ -124,7 +124,7 @@ def deploy(
         budget: Instead of a policy: "50%", "3 GFLOPs", "0.5 ms" of the exported network.
         max_accuracy_loss: Instead: the cheapest policy in milliseconds that loses no more, with 95 % confidence.
         precision: "int8"; "float16": files of half the size; "bfloat16": arithmetic of OpenVINO; "float32".
-        settings: `engine`, `threads` and `providers` with which it will run; None: ONNX Runtime on all cores.
+        settings: `runtime`, `threads` and `providers` with which it will run; None: ONNX Runtime on all cores.
         batch_size: At which stages are timed.
         progress: Print every step.
 
@@ -132,7 +132,8 @@ def deploy(
     >>> from torch import nn
     >>> from alight import MultiExitModel, calibrate, measure_costs
     >>> stages, heads = [nn.Linear(4, 64), nn.Linear(64, 64)], [nn.Linear(64, 3), nn.Linear(64, 3)]
-    >>> model = MultiExitModel(stages, heads, recipe={"example": {"shape": [2, 4], "dtype": "float32"}})
+    >>> recipe = {"source": "stages", "example": {"shape": [2, 4], "dtype": "float32"}}
+    >>> model = MultiExitModel(stages, heads, recipe=recipe)
     >>> data = torch.randn(300, 4), torch.arange(300) % 3
     >>> deployed = deploy(model, data, f"{tempfile.mkdtemp()}/int8", budget="90%", progress=False)
     >>> len(deployed.predictor()(data[0]))
@@ -142,14 +143,15 @@ def deploy(
     if policy is not None and (budget, max_accuracy_loss) != (None, None):
         raise BadInput("a policy has its own budget: give a policy, a budget or a largest loss")
     with tempfile.TemporaryDirectory() as temporary:
-        work = _Deployment(model, data, precision, settings or RunSettings(), batch_size, Path(temporary), progress)
-        if policy is None:
-            policy = work.chosen(goal or Goal())
-        return work.finished(policy, Path(folder), goal.budget if goal else None)
+        work = Deployment(model, data, precision, settings or RunSettings(), batch_size, Path(temporary), progress)
+        return work.deployed(folder, policy or goal or Goal())
 
 
-class _Deployment:
-    """One call of `deploy` under way."""
+class Deployment:
+    """A network in one precision for one runtime, made ready to be deployed with one policy or several.
+
+    `folder` is for files that are needed on the way; other arguments as of `deploy`.
+    """
 
     def __init__(
         self,
@@ -163,7 +165,7 @@ class _Deployment:
     ) -> None:
         self.model, self.data, self.precision, self.settings = model, data, precision, settings
         self.batch_size, self.folder, self.steps = batch_size, folder, Steps(progress, "deploy")
-        self.engine = settings.engine or ONNXRUNTIME
+        self.runtime = settings.runtime or ONNXRUNTIME
         self.steps.say("recording the network in float32")
         self.original = record(model, data, batch_size=BATCH, progress=progress)
         if self.original.labels is None:
@@ -174,7 +176,16 @@ class _Deployment:
             *_samples_at(data, model.input_spec, np.sort(self.choosing)[:: max(1, len(self.choosing) // RANGED)])
         ]
         self.levels: dict[int, str] = {}  # of the stages that end at an exit, where they are known
+        self.made: dict[tuple[int, ...], tuple[Path, HeadOutputs]] = {}  # stages up to these exits, and their recording
         self.count = 0
+
+    def deployed(self, folder: PathLike, wanted: Policy | Goal) -> Deployed:
+        """Return a folder with a policy for a goal, or with one like the given one."""
+        if isinstance(wanted, Policy):
+            return self.finished(wanted, Path(folder), None)
+        policy = self.chosen(wanted)
+        absolute = wanted.unit == "ms" and "%" not in str(wanted.budget)
+        return self.finished(policy, Path(folder), Amount(policy.budget) if absolute and policy.budget else None)
 
     def chosen(self, goal: Goal) -> Policy:
         """Return a policy whose exits and method are to be used, fitted to the samples that choose."""
@@ -191,7 +202,7 @@ class _Deployment:
         fitted = certified(costs.at_exits(opened), amount, table.at_exits(opened))
         return of_network(fitted, opened, len(every), costs.full, self.model.exits)
 
-    def finished(self, policy: Policy, folder: Path, budget: float | str | None) -> Deployed:
+    def finished(self, policy: Policy, folder: Path, budget: Amount | None) -> Deployed:
         """Return the folder with a policy like this one, calibrated on its own stages."""
         while True:
             opened = policy.open_exits
@@ -212,24 +223,45 @@ class _Deployment:
 
     def lowered(self, opened: tuple[int, ...]) -> tuple[Path, HeadOutputs]:
         """Return a folder of stages up to these exits, as precise as needed, and what they say about all samples."""
+        if opened in self.made:
+            return self.made[opened]
         source, levels = self._exported(opened), self._levels_for(opened)
         place, table = self._recorded(source, levels)
-        last = self._known_levels()[-1]
         for exit_index in range(len(opened)):
-            for stage in reversed(range(exit_index + 1)):
-                while self._loses(table, opened, exit_index) and levels[stage] != last:
-                    raised = [*levels]
-                    raised[stage] = self._next_level(levels[stage])
-                    name = self.model.exits[opened[stage]]
-                    self.steps.say(
-                        f"{self.model.exits[opened[exit_index]]} loses accuracy: trying {raised[stage]} up to {name}"
-                    )
-                    other, better = self._recorded(source, raised)
-                    if self._loss(better, opened, exit_index)[0] >= self._loss(table, opened, exit_index)[0]:
-                        break
-                    place, table, levels = other, better, raised
+            if self._loses(table, opened, exit_index):
+                place, table, levels = self._raised(source, levels, opened, exit_index)
         self.levels |= dict(zip(opened, levels, strict=True))
+        self.made[opened] = place, table
         return place, table
+
+    def _raised(
+        self, source: Path, levels: list[str], opened: tuple[int, ...], exit_index: int
+    ) -> tuple[Path, HeadOutputs, list[str]]:
+        """Return stages of which as many parts are more precise as this exit needs, and their levels.
+
+        Its own head and stage are raised first, then the stages before, until it loses little; then each stage goes
+        back where the exit does not need it.
+        """
+        known, before = self._known_levels(), [*levels]
+        steps = [(exit_index, level) for level in known[known.index(levels[exit_index]) + 1 :]]
+        steps += [(stage, known[-1]) for stage in reversed(range(exit_index)) if levels[stage] != known[-1]]
+        place, table = source, self.original
+        for stage, level in steps:
+            levels = [*levels[:stage], level, *levels[stage + 1 :]]
+            self.steps.say(
+                f"{self.model.exits[opened[exit_index]]} loses accuracy: trying {level} up to"
+                f" {self.model.exits[opened[stage]]}"
+            )
+            place, table = self._recorded(source, levels)
+            if not self._loses(table, opened, exit_index):
+                break
+        changed = [stage for stage in range(exit_index + 1) if levels[stage] != before[stage]]
+        for stage in changed if len(changed) > 1 else ():
+            lower = [*levels[:stage], before[stage], *levels[stage + 1 :]]
+            other, found = self._recorded(source, lower)
+            if not self._loses(found, opened, exit_index):
+                place, table, levels = other, found, lower
+        return place, table, levels
 
     def costs(self, place: Path, opened: tuple[int, ...], unit: str) -> Costs:
         """Return the costs of these exits in a unit: counted for the network, or timed for the exported stages."""
@@ -259,8 +291,8 @@ class _Deployment:
     def _recorded(self, source: Path, levels: Sequence[str]) -> tuple[Path, HeadOutputs]:
         from alight.export.precision import lower
 
-        self.steps.say(f"writing stages in {self.precision}, and recording them by {self.engine}")
-        place = lower(source, self._new_folder(), self.precision, self.samples, engine=self.engine, levels=levels)
+        self.steps.say(f"writing stages in {self.precision}, and recording them by {self.runtime}")
+        place = lower(source, self._new_folder(), self.precision, self.samples, runtime=self.runtime, levels=levels)
         backend = exported_backend(place, Manifest.load(place), self.settings)
         return place, record(backend, self.data, batch_size=BATCH, progress=self.steps.progress)
 
@@ -274,10 +306,6 @@ class _Deployment:
         if self.precision not in LEVELS:
             raise BadInput(f"there is no precision {self.precision!r}: choose {', '.join(LEVELS)}")
         return LEVELS[self.precision]
-
-    def _next_level(self, level: str) -> str:
-        known = self._known_levels()
-        return known[known.index(level) + 1]
 
     def _levels_for(self, opened: tuple[int, ...]) -> list[str]:
         """Return the precision of every stage: as high as that of its parts, where these are known."""
@@ -306,7 +334,7 @@ class _Deployment:
         return Deployed(
             folder=folder.resolve(),
             policy=policy,
-            engine=self.engine,
+            runtime=self.runtime,
             exits=tuple(self.model.exits[index] for index in opened),
             levels=tuple(stage.precision for stage in manifest.stages),
             before=tuple(self.original.correct()[:, opened].mean(axis=0).tolist()),

@@ -22,7 +22,7 @@ def exported_backend(
     Stages of float32 run on any engine. In lower precision each engine rounds otherwise, so that the policy, which was
     calibrated with one of them, holds for that one alone.
     """
-    others = replace(settings, threads=None, engine=None, providers=())
+    others = replace(settings, threads=None, runtime=None, providers=())
     others = replace(others, device=None if settings.device == "cpu" else settings.device)
     if odd := [name for name, value in vars(others).items() if value != getattr(RunSettings(), name)]:
         raise BadInput(f"{folder} was exported, and {odd[0]} is for networks that were not: leave it out")
@@ -35,15 +35,15 @@ def exported_backend(
         from alight.engine.backends.aoti import AotiBackend
 
         return AotiBackend(folder, manifest, settings)
-    engine = settings.engine or manifest.engine
-    if engine == TORCH:
+    runtime = settings.runtime or manifest.runtime
+    if runtime == TORCH:
         raise BadInput(f"{folder} was exported: run it by {ONNXRUNTIME} or {OPENVINO}, or give the network itself")
-    if manifest.precision != FLOAT32 and engine != manifest.engine and not allow_mismatch:
+    if manifest.precision != FLOAT32 and runtime != manifest.runtime and not allow_mismatch:
         raise Mismatch(
-            f"{folder} was recorded and calibrated with {manifest.engine} in {manifest.precision}, and {engine} rounds"
-            f" otherwise: export it for {engine}, or allow_mismatch=True"
+            f"{folder} was recorded and calibrated with {manifest.runtime} in {manifest.precision}, and {runtime}"
+            f" rounds otherwise: export it for {runtime}, or allow_mismatch=True"
         )
-    if engine == OPENVINO:
+    if runtime == OPENVINO:
         from alight.engine.backends.openvino import OpenVinoBackend
 
         return OpenVinoBackend(folder, manifest, settings)

@@ -23,7 +23,7 @@ class OpenVinoBackend(OnnxBackend):
 
     def _load(self, folder: Path, manifest: Manifest) -> list[Any]:
         if self.settings.providers:
-            raise BadInput("providers are those of ONNX Runtime: leave them out, or choose engine='onnxruntime'")
+            raise BadInput("providers are those of ONNX Runtime: leave them out, or choose runtime='onnxruntime'")
         core = openvino_library().Core()
         threads = self.settings.threads or available_cores()
         config = {"PERFORMANCE_HINT": "LATENCY", "INFERENCE_NUM_THREADS": threads, PRECISION: "f32"}
