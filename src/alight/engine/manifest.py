@@ -107,7 +107,7 @@ class Manifest:
         if made.format not in SUFFIXES or not made.stages or not made.inputs:
             raise ValueError(f"format {made.format!r}, {len(made.stages)} stages, {len(made.inputs)} inputs")
         if made.precision not in PRECISIONS or made.runtime not in (ONNXRUNTIME, OPENVINO):
-            raise ValueError(f"precision {made.precision!r}, engine {made.runtime!r}")
+            raise ValueError(f"precision {made.precision!r}, runtime {made.runtime!r}")
         exits = made.open_exits
         if list(exits) != sorted({*exits}) or not 0 <= exits[0] <= exits[-1] < len(made.exits):
             raise ValueError(f"stages for exits {exits} of {len(made.exits)}")

@@ -102,7 +102,7 @@ class Predictor:
         ONNX stages run without PyTorch, by ONNX Runtime or OpenVINO (`RunSettings(runtime=..., providers=...)`). Every
         file is compared with the manifest's SHA-256, and what the stages compute with what they did when they were
         exported. Stages that torch compiled ahead of time hold machine code: `allow_compiled=True` says that you trust
-        who compiled them. Of `settings` only `threads`, `engine` and `providers` apply then. PyTorch runs a saved
+        who compiled them. Of `settings` only `threads`, `runtime` and `providers` apply then. PyTorch runs a saved
         model: `fit` writes its policy beside it, for another give one.
         """
         folder, settings = Path(folder), settings or RunSettings()

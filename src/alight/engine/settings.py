@@ -1,4 +1,4 @@
-"""How a network runs: engine, device, dtype, memory layout, compilation, CUDA graphs, threads."""
+"""How a network runs: runtime, device, dtype, memory layout, compilation, CUDA graphs, threads."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +13,7 @@ DTYPES = {  # by the names that people write
     "fp16": "float16",
     "float16": "float16",
 }
-TORCH, ONNXRUNTIME, OPENVINO = "torch", "onnxruntime", "openvino"  # engines: what executes stages
+TORCH, ONNXRUNTIME, OPENVINO = "torch", "onnxruntime", "openvino"  # runtimes: what executes stages
 
 
 @dataclass(frozen=True)

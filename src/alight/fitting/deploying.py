@@ -150,7 +150,8 @@ def deploy(
 class Deployment:
     """A network in one precision for one runtime, made ready to be deployed with one policy or several.
 
-    `folder` is for files that are needed on the way; other arguments as of `deploy`.
+    `folder` is for files that are needed on the way, `original` the recording of the network in float32 where it is
+    there already; other arguments as of `deploy`.
     """
 
     def __init__(
@@ -162,12 +163,15 @@ class Deployment:
         batch_size: int,
         folder: Path,
         progress: bool,
+        original: HeadOutputs | None = None,
     ) -> None:
         self.model, self.data, self.precision, self.settings = model, data, precision, settings
         self.batch_size, self.folder, self.steps = batch_size, folder, Steps(progress, "deploy")
         self.runtime = settings.runtime or ONNXRUNTIME
-        self.steps.say("recording the network in float32")
-        self.original = record(model, data, batch_size=BATCH, progress=progress)
+        if original is None:
+            self.steps.say("recording the network in float32")
+            original = record(model, data, batch_size=BATCH, progress=progress)
+        self.original = original
         if self.original.labels is None:
             raise LabelsNeeded("calibrating a network of lower precision")
         drawn = np.random.default_rng(0).permutation(len(self.original))

@@ -1,4 +1,4 @@
-"""Which engine runs the stages of an exported folder."""
+"""Which runtime executes the stages of an exported folder."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -17,9 +17,9 @@ def exported_backend(
     allow_mismatch: bool = False,
     allow_compiled: bool = False,
 ) -> Any:
-    """Return the backend of a folder that `alight export` wrote: the engine that it was exported for, or another one.
+    """Return the backend of a folder that `alight export` wrote: the runtime it was exported for, or another one.
 
-    Stages of float32 run on any engine. In lower precision each engine rounds otherwise, so that the policy, which was
+    Stages of float32 run by any runtime. In lower precision each rounds otherwise, so that the policy, which was
     calibrated with one of them, holds for that one alone.
     """
     others = replace(settings, threads=None, runtime=None, providers=())
