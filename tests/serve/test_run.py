@@ -24,7 +24,8 @@ from alight import load_policy, record
 from alight.cli.command import ExitStatus
 from alight.cli.parser import COMMANDS, parser
 from alight.policies.policy import Threshold
-from alight.serve.monitoring import LOGGER, PUBLIC
+from alight.serve.access import PUBLIC
+from alight.serve.monitoring import LOGGER
 from alight.serve.run import GRACE
 
 ROOT = Path(__file__).parent.parent.parent
@@ -196,12 +197,13 @@ import sys
 from pathlib import Path
 from fastapi.testclient import TestClient
 from alight.engine.settings import RunSettings
+from alight.serve.hosting import ModelHost
 from alight.serve.model import load_policies, load_served_model
 from alight.serve.app import build_app
 from alight.serve.requests import Limits
 policies = load_policies([Path("exported/policy.json")])
 model = load_served_model(Path("exported"), policies, settings=RunSettings(threads=1))
-with TestClient(build_app(model, None, Limits())) as client:
+with TestClient(build_app(ModelHost.of(model, Limits()))) as client:
     print(client.post("/predict", content=Path("body.json").read_bytes(),
                       headers={"Content-Type": "application/json"}).text)
 assert "torch" not in sys.modules
