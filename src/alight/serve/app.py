@@ -4,15 +4,12 @@ import asyncio
 import base64
 import hashlib
 import io
-import math
-import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache, partial
 from importlib.resources import files
 from string import Template
-from typing import Any
 
 from anyio.to_thread import run_sync
 from fastapi import FastAPI, Request, Response
@@ -28,10 +25,11 @@ from alight.policies.paced import Paced
 from alight.serve.access import Access
 from alight.serve.admission import Admission, warm_up
 from alight.serve.fleet import FleetLedger
-from alight.serve.hosting import HostedModel, ModelHost
+from alight.serve.hosting import ModelHost
 from alight.serve.middleware import LimitsMiddleware, error_response
 from alight.serve.monitoring import log_event
-from alight.serve.reading import FORMATS, MAX_LETTERS, UnreadSamples, count_samples, open_request, read_samples
+from alight.serve.protocol import add_inference_protocol
+from alight.serve.reading import FORMATS, MAX_LETTERS, count_samples, open_request, read_samples
 from alight.serve.requests import (
     FORM,
     JSON,
@@ -39,7 +37,6 @@ from alight.serve.requests import (
     BudgetResponse,
     ExitCount,
     HealthResponse,
-    Limits,
     PolicyInfo,
     PredictOptions,
     PredictRequest,
@@ -51,9 +48,9 @@ from alight.serve.requests import (
     parse,
     request_body,
 )
-from alight.serve.worker import BatchWorker, QueuedRequest
+from alight.serve.service import Service, body_of
+from alight.serve.worker import BatchWorker
 
-INLINE = 2**16  # bytes of a body that is counted at once: a thread would take longer to begin
 LOOK = 1.0  # seconds between two looks at the workers
 PAGE_RULES = (
     "default-src 'none'; style-src 'sha256-{}'; script-src 'sha256-{}'; connect-src 'self'; img-src data: blob:;"
@@ -61,63 +58,6 @@ PAGE_RULES = (
 )  # of what a browser lets the page do
 FILES = PredictOptions.model_json_schema() | {"required": ["images"]}  # of a form
 FILES["properties"]["images"] = {"type": "array", "items": {"type": "string", "format": "binary"}}
-
-
-@dataclass(frozen=True)
-class Service:
-    """What endpoints work with: the models, and the one place that admits requests."""
-
-    host: ModelHost
-    admission: Admission
-
-    @property
-    def limits(self) -> Limits:
-        """Sizes and times beyond which a request is refused."""
-        return self.host.limits
-
-    async def counted(self, size: int, until: float, count: Any, *arguments: Any) -> Any:
-        """Return what a body of so many bytes holds, counted in a thread unless it is small."""
-        if size <= INLINE:
-            return count(*arguments)
-        return await self.admission.read("arrays", size, 0, until, count, *arguments)
-
-    async def answer(
-        self, request: Request, hosted: HostedModel, unread: UnreadSamples, options: PredictOptions
-    ) -> PredictResponse:
-        """Read the samples of a request, queue them, and wait for their predictions."""
-        state, worker, count = request.scope["state"], hosted.worker, len(unread.values)
-        arrived: float = state["arrived"]
-        deadline = math.inf if options.deadline_ms is None else arrived + 1e-3 * options.deadline_ms
-        until = min(deadline, arrived + self.limits.timeout)
-        policy = worker.ledger.state.policy
-        with worker.admitting(count, until):
-            async with hosted.caps.charged(state["caller"].tenant, policy, count) as charge:
-                begun = time.monotonic()
-                work = (read_samples, unread, worker.model, self.limits, until)
-                samples = await self.admission.read(unread.kind, unread.amount, count, until, *work)
-                queued = QueuedRequest(samples, options.budget, deadline, arrived, charge.cap)
-                worker.submit(queued)
-                response = charge.response = await asyncio.wrap_future(queued.response)
-        tracer, now = state["tracer"], time.monotonic()
-        tracer.past("read", begun, queued.queued, kind=unread.kind, amount=unread.amount)
-        tracer.past("queue", queued.queued, queued.started)
-        tracer.past("run", queued.started, now, policy=response.policy)
-        if state["caller"].tenant:
-            spent = sum(prediction.cost for prediction in response.predictions)
-            worker.metrics.tenants.labels(state["caller"].tenant, response.unit).inc(spent)
-        exits = [prediction.exit for prediction in response.predictions]
-        state["logged"] = {"samples": len(exits), "exits": exits[:32], "policy": response.policy}
-        return response
-
-    @asynccontextmanager
-    async def in_time(self, request: Request) -> AsyncIterator[float]:
-        """Yield the moment until which a request has to be answered, and refuse it then."""
-        until = request.scope["state"]["arrived"] + self.limits.timeout
-        try:
-            async with asyncio.timeout(max(0.0, until - time.monotonic())):
-                yield until
-        except TimeoutError as error:
-            raise RequestRefused(504, f"there was no answer within {self.limits.timeout:g} seconds") from error
 
 
 def build_app(host: ModelHost, access: Access | None = None) -> FastAPI:
@@ -144,6 +84,7 @@ def build_app(host: ModelHost, access: Access | None = None) -> FastAPI:
     app.add_middleware(LimitsMiddleware, admission=service.admission, access=access or Access())
     _add_predictions(app, service)
     _add_operations(app, service)
+    add_inference_protocol(app, service)
 
     @app.exception_handler(HTTPException)
     async def refused(_: Request, error: Exception) -> Response:
@@ -221,14 +162,6 @@ def _add_predictions(app: FastAPI, service: Service) -> None:
             return await service.answer(request, hosted, unread, options)
 
 
-async def body_of(request: Request) -> bytearray:
-    """Return the body of a request, in memory once."""
-    content = bytearray()
-    async for chunk in request.stream():
-        content += chunk
-    return content
-
-
 def _add_operations(app: FastAPI, service: Service) -> None:
     host = service.host
 
@@ -272,7 +205,7 @@ def _add_operations(app: FastAPI, service: Service) -> None:
     @app.get("/readyz", responses={503: {"model": HealthResponse}})
     async def readyz() -> Response:
         """Return whether requests should be sent here."""
-        state, status = ("ready", 200) if is_ready(host) else ("starting or stopping", 503)
+        state, status = ("ready", 200) if host.ready else ("starting or stopping", 503)
         return JSONResponse({"state": state}, status)
 
     @app.get("/metrics", responses=error_schemas(400, 401, 403), response_class=PlainTextResponse)
@@ -290,11 +223,6 @@ def _add_operations(app: FastAPI, service: Service) -> None:
         """Return a page to try the service."""
         content, headers = page()
         return HTMLResponse(content, headers=headers)
-
-
-def is_ready(host: ModelHost) -> bool:
-    """Return whether every model answers requests."""
-    return bool(host.workers) and all(worker.ready for worker in host.workers)
 
 
 def _show(worker: BatchWorker) -> None:

@@ -5,6 +5,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from threading import Lock
 from typing import Any, Self
 
 from alight.errors import BadFile
@@ -87,7 +88,7 @@ class ModelHost:
         self.sources, self.limits, self.open_ledger, self.caps = sources, limits, open_ledger, caps
         self.metrics = Metrics(limits.timeout)
         self.models: dict[str, dict[str, HostedModel]] = {}  # by name and version, the latest version last
-        self._running = False
+        self._running, self._reloading = False, Lock()
         for source in sources():
             self._add(source)
 
@@ -120,7 +121,11 @@ class ModelHost:
 
     def reload(self) -> list[str]:
         """Load what is new or has changed, close what is gone, and return the names of all three."""
-        sources, changed = self.sources(), []
+        with self._reloading:
+            return self._reload(self.sources())
+
+    def _reload(self, sources: Sequence[ModelSource]) -> list[str]:
+        changed = []
         for source in sources:
             hosted = self.models.get(source.name, {}).get(source.version)
             if hosted is None or hosted.source != source or hosted.signature != source.signature():
@@ -148,6 +153,11 @@ class ModelHost:
     def workers(self) -> list[BatchWorker]:
         """The workers of all models."""
         return [hosted.worker for versions in self.models.values() for hosted in versions.values()]
+
+    @property
+    def ready(self) -> bool:
+        """Whether every model answers requests."""
+        return bool(self.workers) and all(worker.ready for worker in self.workers)
 
     def start(self) -> None:
         """Begin to decide requests."""

@@ -106,7 +106,7 @@ def count_samples(kind: str, values: Sequence[Any], model: ServedModel, limits: 
     """Count what has to be read of "images" (bytes or base64), "arrays" or "texts"; an error names the index."""
     if not {"images": model.spec.image_shape, "arrays": not model.tokenize, "texts": model.tokenize}[kind]:
         raise RequestRefused(422, f"this network takes {model.input_kind}, not {kind}")
-    if not values:
+    if len(values) == 0:
         raise RequestRefused(422, f"no {kind.removesuffix('s')}: send at least one")
     if len(values) > limits.batch:
         raise too_many(len(values), kind, limits)
@@ -197,7 +197,9 @@ def _count_numbers(values: Any, model: ServedModel, limits: Limits) -> tuple[Any
 
 
 def _read_array(values: Any, model: ServedModel, limits: Limits) -> Sample:
-    """Return the numbers of one sample, of JSON or of an array, as the network takes them."""
+    """Return the numbers of one sample, of JSON or of an array, as the network takes them; bytes are pixels."""
+    if isinstance(values, np.ndarray) and values.dtype == np.uint8 and model.input_kind == "images":
+        return image_batch(values[None], model.spec, "the request")
     if isinstance(values, msgspec.Raw):
         kind: Any = float
         for _ in model.shape:
