@@ -234,7 +234,7 @@ def run(
             time.sleep(DOWN)
             ledger.start()
         goal = samples * (number + 1) // len(phases)
-        wait_for(lambda goal=goal: account.answered >= goal, 3600)  # type: ignore[misc]
+        wait_for(lambda goal=goal: account.answered >= goal, 3600)
         with account.lock:
             answered, spent = account.answered - before[0], account.spent - before[1]
             rows.append(

@@ -37,7 +37,8 @@ async def soak(
 ) -> list[Row]:
     """Send all requests, and return a row for each part."""
     client, numbers, statuses = Client("127.0.0.1", port), itertools.count(), Counter[int]()
-    wrong, seconds, rows = 0, [], []
+    wrong, seconds = 0, list[float]()
+    rows: list[Row] = []
     rng = np.random.default_rng(0)
     small = [make for make in MADE if make.__name__ not in ("many_pixels", "amplified", "thin", "bomb", "too_large")]
     hostile = [request for make in small for request in (make(rng) for _ in range(20))]

@@ -9,6 +9,15 @@ from alight.serve.watch import FIRST, HORIZON, DisagreementWatch
 TRACE, PARENT = 32 * "a", 16 * "b"
 
 
+def ancestors(span, spans):
+    """Return the ids of all spans that a span is within; FastAPI may have some of its own between ours."""
+    parents = {each.context.span_id: each.parent.span_id for each in spans}
+    found = [span.parent.span_id]
+    while found[-1] in parents:
+        found.append(parents[found[-1]])
+    return found
+
+
 def test_a_request_continues_the_trace_of_its_caller():
     pytest.importorskip("opentelemetry.sdk")
     from opentelemetry import trace
@@ -28,7 +37,7 @@ def test_a_request_continues_the_trace_of_its_caller():
     assert f"{spans['POST /predict'].parent.span_id:016x}" == PARENT
     assert spans["POST /predict"].attributes["http.response.status_code"] == 200
     for name in ("read", "queue", "run"):
-        assert spans[name].parent.span_id == spans["POST /predict"].context.span_id
+        assert spans["POST /predict"].context.span_id in ancestors(spans[name], spans.values())
         assert spans["POST /predict"].start_time <= spans[name].start_time <= spans[name].end_time
     assert spans["run"].attributes["policy"] == "unpaced"
 

@@ -99,7 +99,7 @@ def _entry(path: Path, caps: Mapping[str, Any], token: str, role: str, tenant: s
 class Access:
     """Tokens, hosts and origins; tokens are replaced when they are loaded again."""
 
-    tokens: Tokens | None = None  # None: whoever reaches the service may do everything
+    tokens: Tokens | None = None  # None: every caller may do everything
     hosts: Sequence[str] = ()  # names that requests may use for the service, without ports; () takes any
     origins: Sequence[str] = ()  # of pages that may call it beside its own, as https://example.org
 

@@ -139,8 +139,8 @@ class Metrics:
 class Tracer:
     """Spans of OpenTelemetry where its API is installed; nothing where it is not.
 
-    A request continues the trace that its `traceparent` names. Whoever configures the SDK, say by
-    `opentelemetry-instrument alight serve ...`, decides where spans go.
+    A request continues the trace that its `traceparent` names. The configuration of the
+    SDK, say by `opentelemetry-instrument alight serve ...`, decides where spans go.
     """
 
     def __init__(self) -> None:

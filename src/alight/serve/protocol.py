@@ -162,7 +162,7 @@ def open_inference(
             raise RequestRefused(422, f"{len(binary)} bytes after the JSON, and binary_data_size {size}: send as many")
     if tensor.datatype == "BYTES":
         kind = "texts" if model.tokenize else "images"
-        values: Sequence[Any] = _strings(tensor, binary, shape[0], text=kind == "texts")
+        values: Any = _strings(tensor, binary, shape[0], text=kind == "texts")
     else:
         kind, values = "arrays", _numbers(tensor, binary, shape)
     return request.id, parameters, count_samples(kind, values, model, limits)
@@ -250,7 +250,8 @@ def inference_response(hosted: HostedModel, own_id: str, answer: PredictResponse
             output["data"] = values
         outputs.append(output)
     said = answer.model_dump(exclude={"predictions"})
-    document = {"model_name": hosted.source.name, "model_version": hosted.source.version, "outputs": outputs}
+    source = hosted.source
+    document: dict[str, Any] = {"model_name": source.name, "model_version": source.version, "outputs": outputs}
     document |= {"parameters": said} | ({"id": own_id} if own_id else {})
     head = msgspec.json.encode(document)
     if not binary:
