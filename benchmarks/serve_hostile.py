@@ -45,7 +45,8 @@ from alight.provenance import provenance
 ROOT = Path(__file__).parent.parent
 REQUESTS = 50_000
 FROM_SCHEMA, SLOWLY = 0.04, 0.04  # of them
-CONNECTIONS = 32  # at once, of requests that are sent as fast as they are answered
+CONNECTIONS = 4  # at once, each of which sends again as soon as it is answered
+BOMBS = 0.25  # seconds between two pictures of many pixels, sent beside: forty times what can be decoded
 HELD = 300  # connections at once that are slow or half-open
 QUIET = 30.0  # seconds for which the bystander is alone
 EVERY, LOOK = 0.05, 0.25  # seconds between two requests of the bystander, and two looks at health and memory
@@ -234,7 +235,6 @@ MADE: tuple[Callable[[np.random.Generator], Request], ...] = (
     wrong_options,
     wrong_address,
     too_large,
-    many_pixels,
     amplified,
     tensors,
     from_elsewhere,
@@ -259,7 +259,11 @@ def from_here(port: int, number: int, seed: int) -> tuple[str, int]:
     rng = np.random.default_rng((seed, number))
     if number % (len(MADE) + 1) == len(MADE):
         return "no HTTP", sent(port, rng.bytes(int(rng.integers(1, 3000))) + b"\r\n\r\n")
-    request = MADE[number % (len(MADE) + 1)](rng)
+    return answered(port, MADE[number % (len(MADE) + 1)](rng))
+
+
+def answered(port: int, request: Request) -> tuple[str, int]:
+    """The kind and the status of a request."""
     return request.kind, sent(port, request.wire())
 
 
@@ -344,9 +348,14 @@ def _attack(kind: str, port: int, count: int, seed: int, results: Any) -> None:
         warnings.simplefilter("ignore")
         seen.update(f"{each}|{status}" for each, status in from_schema(port, count, seed))
     else:
-        with ThreadPoolExecutor(CONNECTIONS) as pool:
-            found = pool.map(lambda number: from_here(port, number, seed), range(count))
-            seen.update(f"{each}|{status}" for each, status in found)
+        rng, bombs = np.random.default_rng(seed), []
+        with ThreadPoolExecutor(CONNECTIONS) as pool, ThreadPoolExecutor(HELD) as beside:
+            cheap = [pool.submit(from_here, port, number, seed) for number in range(count)]
+            while not all(each.done() for each in cheap):
+                bombs.append(beside.submit(answered, port, many_pixels(rng)))
+                time.sleep(BOMBS)
+        found = [each.result() for each in (*cheap, *bombs)]
+        seen.update(f"{each}|{status}" for each, status in found)
     results.put(seen)
 
 
