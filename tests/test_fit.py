@@ -30,7 +30,9 @@ from alight.planning import timing
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Early exit is not worth it"),  # small networks on a busy machine
-    pytest.mark.filterwarnings("ignore:the last exit has"),  # of weights that are not trained
+    pytest.mark.filterwarnings("ignore:the (last exit|full network) has"),  # of weights that are not trained
+    pytest.mark.filterwarnings("ignore:Faster here"),  # and much is lost
+    pytest.mark.filterwarnings("ignore:.* validation samples are few"),
 ]
 
 
@@ -300,7 +302,7 @@ def test_the_table_has_the_full_network_alongside_and_the_guarantee_in_a_sentenc
         "accuracy", "cost per sample", "of the full network", "samples/s", "speed-up", "one sample"
     ]  # fmt: skip
     assert lines[-1].startswith("Guaranteed with 95 % confidence: mean cost <= ")
-    assert "test samples left after: " in lines[7]
+    assert "test samples were answered: " in lines[7]
 
 
 @pytest.mark.slow
@@ -457,7 +459,7 @@ def test_what_is_missing_is_asked_for():
     images, labels = digits()[1].tensors
     with pytest.raises(BadInput, match=r"images of shape \(1, 8, 8, 1\) with their channels last, .*: put them first"):
         alight.fit(own_cnn(), None, (images.permute(0, 2, 3, 1), labels))
-    with pytest.raises(BadInput, match=r"labels have shape \(2, 10\) .*argmax of one-hot rows"):
+    with pytest.raises(BadInput, match=r"labels have shape \(32, 10\) .*argmax of one-hot rows"):
         alight.fit(own_cnn(), None, (images, nn.functional.one_hot(labels)), progress=False)
     with pytest.raises(BudgetTooSmall):
         alight.fit(Costs.from_cumulative([2.0, 4.0]), validation=np.zeros((40, 2, 3)), budget=1.0, progress=False)

@@ -9,7 +9,7 @@ import numpy as np
 
 from alight import calibrate
 from alight.costs import Costs
-from alight.display import aligned, html_table, quantity
+from alight.display import aligned, html_table, layer_label, quantity
 from alight.engine.manifest import POLICY
 from alight.engine.predictor import Predictor
 from alight.evaluation import Point, evaluate_policy, sweep
@@ -72,8 +72,9 @@ class Fit:
 
     def lines(self) -> list[str]:
         """Return sentences about the fit, below its table."""
-        left = [f"{name} {share:.0%}" for name, share in zip(self.exits, self.decisions.exit_shares, strict=True)]
-        samples = f"{len(self.test):,} test samples left after: {', '.join(left)}."
+        shares = zip(map(layer_label, self.exits), self.decisions.exit_shares, strict=True)
+        left = [f"{share:.0%} {'at the end' if name == 'end' else f'after {name}'}" for name, share in shares]
+        samples = f"{len(self.test):,} test samples were answered: {', '.join(left)}."
         return [each for each in (samples, self.verdict, self.guarantee) if each]
 
     def __str__(self) -> str:
@@ -117,7 +118,7 @@ class Fit:
             shown = examples(samples, [], self.test.take(rows), chosen=policy, classes=classes)
         return ReportedNetwork(
             points or self.points({"eero": calibrate.eero}),
-            exits=self.exits,
+            exits=[*map(layer_label, self.exits)],
             examples=shown,
             note=self.note,
             chosen=evaluate_policy(policy, self.costs, self._judged()),

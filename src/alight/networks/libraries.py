@@ -164,18 +164,29 @@ def from_transformers(
         raise BadInput(
             f"the network was trained for {task}: {ONE_CLASS}; if it is not, set config.problem_type to None"
         )
-    names = tuple(config.id2label[index] for index in range(config.num_labels))
     model = attach_heads(
         network,
         _places(after, count),
         example=_transformers_example(config) if example is None else example,
         head=head,
         normalisation=normalisation,
-        classes=() if names == tuple(f"LABEL_{index}" for index in range(len(names))) else names,
+        classes=own_classes(network),
     )
     model.recipe |= {"source": "transformers", "name": config.model_type, "arguments": _config_settings(config)}
     model.tokenizer = _tokenizer_beside(source, model)
     return model
+
+
+def own_classes(network: Any) -> tuple[str, ...]:
+    """Return the names that a network of transformers has for its classes; none of others, or where they are numbers.
+
+    >>> own_classes(nn.Linear(2, 2))
+    ()
+    """
+    config = getattr(network, "config", None)
+    named = getattr(config, "id2label", None) or {}
+    names = tuple(named.get(index, f"LABEL_{index}") for index in range(getattr(config, "num_labels", 0)))
+    return () if names == tuple(f"LABEL_{index}" for index in range(len(names))) else names
 
 
 LIBRARIES: dict[str, Callable[..., MultiExitModel]] = {
