@@ -194,6 +194,8 @@ def torch_device(options: argparse.Namespace) -> str:
     """Return where PyTorch runs the network."""
     import torch
 
+    if str(options.device).startswith("cuda") and not torch.cuda.is_available():
+        raise BadInput("--device cuda: torch finds no GPU here; leave it out to run on the CPU, or see `alight doctor`")
     return str(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
 
 

@@ -32,6 +32,7 @@ from alight.files import WEIGHTS
 
 CHECKPOINT = "checkpoint.safetensors"
 LIBRARIES = ("timm", "torchvision", "transformers", "zoo")
+WEIGHT_FILES = (".pt", ".pth", ".safetensors")
 
 
 def run_attach(options: argparse.Namespace) -> CommandResult:
@@ -66,6 +67,8 @@ def check_name(network: str, pretrained: bool) -> None:
     """Check that the text names a network, and that a file or folder in it exists, before torch is loaded."""
     place, colon, name = network.rpartition(":")
     library = network.partition(":")[0]
+    if network.endswith(WEIGHT_FILES):
+        raise BadInput(f"{network} holds weights alone: name the network that they are of, with --weights {network}")
     if not colon or not place or not name:
         raise BadInput(
             f"network {network!r}: write timm:NAME, torchvision:NAME, transformers:FOLDER, zoo:NAME, FILE.py:NAME or"

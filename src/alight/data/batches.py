@@ -411,7 +411,8 @@ def _other_number(parts: Sequence[Any], spec: InputSpec) -> str:
             f"a pair of inputs and labels where the network takes inputs alone ({takes}): give the first of the two, or"
             " both to `predictor.run`, which leaves the labels out"
         )
-    return f"{len(parts)} inputs, and the network takes {takes}"
+    what = "texts or " if spec.takes_texts else ""
+    return f"{len(parts)} input{'s' * (len(parts) != 1)}, and the network takes {takes}: give {what}a dict of these"
 
 
 def _numbers(spec: InputSpec, value: Any, own: TensorSpec | None) -> Array:

@@ -71,12 +71,13 @@ def warn_of_table(table: HeadOutputs, num_classes: int | None) -> None:
     """Warn if what was recorded of the validation samples says little: few, of one class, or hardly ever correct."""
     count = len(table)
     if count < 4:
-        raise BadInput(f"{count} validation samples: give at least 4, better 2,000; half of them are the test")
+        number = f"{count} validation sample{'s' * (count != 1)}"
+        raise BadInput(f"{number}: give at least 4, better 2,000; half of them are the test")
     if count < FEW:
         warnings.warn(
             f"{count} validation samples are few: half of them are the test, whose accuracy is known to about"
             f" +-{100 / np.sqrt(count - count // 2):.0f} points; give 2,000 or more",
-            stacklevel=4,
+            stacklevel=5,
         )
     if table.labels is None:
         return
@@ -84,7 +85,7 @@ def warn_of_table(table: HeadOutputs, num_classes: int | None) -> None:
         warnings.warn(
             f"all {count:,} validation samples have the label {table.labels[0]}: accuracies say nothing about other"
             " classes; give samples of all of them",
-            stacklevel=4,
+            stacklevel=5,
         )
     accuracy, guessing = float(table.correct()[:, -1].mean()), 1 / (num_classes or np.inf)
     if accuracy < guessing + min(guessing, 0.1):
@@ -92,7 +93,7 @@ def warn_of_table(table: HeadOutputs, num_classes: int | None) -> None:
             f"the full network has {accuracy:.1%} accuracy on the validation samples, near the {guessing:.1%} of"
             " guessing: check that its weights are loaded, that inputs are normalised as in its training, and the order"
             " of its classes",
-            stacklevel=4,
+            stacklevel=5,
         )
 
 
@@ -106,7 +107,7 @@ def warn_of_probabilities(logits: Any) -> None:
         warnings.warn(
             "the network gives probabilities, not logits: leave its softmax out, or losses and scores are those of a"
             " softmax of a softmax",
-            stacklevel=5,
+            stacklevel=6,
         )
 
 

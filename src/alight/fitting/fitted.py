@@ -75,7 +75,11 @@ class Fit:
         shares = zip(map(layer_label, self.exits), self.decisions.exit_shares, strict=True)
         left = [f"{share:.0%} {'at the end' if name == 'end' else f'after {name}'}" for name, share in shares]
         samples = f"{len(self.test):,} test samples were answered: {', '.join(left)}."
-        return [each for each in (samples, self.verdict, self.guarantee) if each]
+        over, budget = "", self.policy.budget
+        if self.guarantee and budget and self.decisions.mean_cost > budget:
+            spent, allowed = (f"{each / self.costs.full:.1%}" for each in (self.decisions.mean_cost, budget))
+            over = f"The test samples cost {spent}, over {allowed}: the guarantee is about the mean of all new samples."
+        return [each for each in (samples, self.verdict, self.guarantee, over) if each]
 
     def __str__(self) -> str:
         return "\n".join([*aligned(self.columns()), *self.lines()])

@@ -109,7 +109,7 @@ def _first_inputs(data: Any) -> Any:
         inputs = first_batch(data, InputSpec(), labels=False).inputs
         return inputs if len(inputs) > 1 else inputs[0]
     if not len(samples):
-        raise BadInput("the training data have no samples: give at least one")
+        raise BadInput("the data have no samples: give at least one")
     return samples.__getitems__(range(min(2, len(samples))))[0]
 
 

@@ -335,8 +335,9 @@ class _Fitting:
     def _say_that_it_pays(self, speed: "SpeedComparison", single: "SpeedComparison") -> None:
         """Say how much faster it is, at what loss of accuracy; warn if much is lost, or less reached than asked for."""
         faster = f"{speed.speedup:.2f}x as fast in batches of {speed.batch_size}"
-        if single.speedup * WORTH < 1:
-            faster += f", {single.speedup:.2f}x sample by sample"
+        alone = single.full_latency[0] / single.latency[0]
+        if alone * WORTH < 1:
+            faster += f", {alone:.2f}x sample by sample"
         too_much = lost_too_much(self.lost, self.mode)
         if too_much:
             paying = f"Faster here ({faster}). {too_much}"

@@ -242,6 +242,8 @@ def _from_zoo(
 ) -> MultiExitModel:
     """Return the network zoo:NAME, with its own exits."""
     library, _, name = network.partition(":")
+    if network.endswith((".pt", ".pth", ".safetensors")):
+        raise BadInput(f"{network} holds weights alone: load them into the module that they are of, and give that")
     if library != "zoo" or name not in ZOO:
         raise BadInput(
             f"network {network!r}: write timm:NAME, torchvision:NAME, transformers:FOLDER, FILE.py:NAME, or zoo:NAME"
@@ -369,6 +371,8 @@ def _check_folder(source: Any) -> None:
     is_path = not isinstance(source, str) or place.is_absolute() or source.startswith((".", "~"))
     if (is_path or len(place.parts) > 2) and not place.is_dir():
         raise BadInput(f"there is no folder {str(source)!r}: check the path, or give a name of the hub, as owner/name")
+    if place.is_dir() and not (place / "config.json").is_file():
+        raise BadInput(f"the folder {str(source)!r} has no config.json: give one that transformers saved a network to")
 
 
 def _timm_network(name: str, *, pretrained: bool = False, from_hub: bool = False, **arguments: Any) -> Any:
