@@ -24,6 +24,7 @@ from alight import Costs, HeadOutputs, Predictor, TrainingSettings, load_policy,
 from alight.errors import BadInput, BudgetTooSmall
 from alight.fitting import steps
 from alight.fitting.calls import Steps
+from alight.fitting.checks import known_preprocess, warn_of_shared_samples, warn_of_table
 from alight.fitting.heads import NamedNetwork, with_heads
 from alight.planning import plan as planning
 from alight.planning import timing
@@ -344,7 +345,12 @@ def test_a_saved_network_of_a_library_is_loaded_with_its_policy_and_decides_alik
     again = Predictor.load("fitted")(images[:50], samples=range(50))
     assert np.array_equal(again.exits, expected.exits)
     np.savez("test.npz", images=images[:50], labels=labels[:50].numpy())
-    assert run("predict fitted test.npz", capsys)[0] == 0
+    status, out, _ = run("predict fitted test.npz", capsys)
+    full = 100 * predictor.fitted.values()["full_accuracy"]
+    assert (status, f"(the full network's was {full:.1f} % on 199 test samples; on these: alight bench" in out) == (
+        0,
+        True,
+    )
 
 
 def test_a_network_of_an_own_file_takes_its_example_from_the_data():
@@ -362,6 +368,120 @@ def test_a_network_of_an_own_file_takes_its_example_from_the_data():
     space = {}
     exec(str(calls), space)
     assert all(map(torch.equal, made.model.state_dict().values(), space["model"].state_dict().values()))
+
+
+def test_speeds_and_speed_up_agree(fitted):
+    batches, single = fitted.fitted.speeds
+    for each in (batches, single):
+        assert each.per_second == pytest.approx(each.full_per_second * each.speedup)
+    rows = {line.split("  ")[0]: line for line in fitted.summary.splitlines()}
+    assert f"{batches.per_second:,.0f}" in rows["samples/s, batches of 64"]
+
+
+def test_the_verdict_says_what_is_lost_and_what_to_do(trained):
+    train, validation = (data.tensors for data in digits())
+    untrained = TrainingSettings(epochs=1, learning_rate=1e-9)  # heads that guess
+    predictor = alight.fit(trained, train, validation, budget="50%", training=untrained, progress=False)
+    lost = 100 * (predictor.fitted.values()["full_accuracy"] - predictor.fitted.values()["accuracy"])
+    assert lost > 20
+    assert f"{lost:.1f} points of accuracy are lost at this budget: raise it, train the whole" in predictor.summary
+    assert "Early exit pays" not in predictor.summary
+
+
+def test_a_budget_that_the_test_samples_exceed_is_explained(fitted):
+    cheap = replace(fitted.fitted, policy=replace(fitted.policy, budget=0.3 * fitted.fitted.costs.full))
+    assert "over 30.0%: the guarantee is about the mean of all new samples." in str(cheap)
+    assert "over" not in str(fitted.fitted)
+
+
+LABELLED = HeadOutputs([[0.5, 0.9]] * 300, [[0, 1], [1, 1], [1, 0]] * 100, [1, 1, 0] * 100)
+TABLES = {  # recorded validation samples: the warning
+    "few": (LABELLED.take(range(60)), "60 validation samples are few: .* known to about .-18 points; give 2,000"),
+    "one class": (replace(LABELLED, labels=[0] * 300), "all 300 validation samples have the label 0"),
+    "guessing": (replace(LABELLED, labels=[0, 0, 1] * 100), "the full network has 0.0% accuracy on the validation"),
+}
+
+
+@pytest.mark.parametrize("name", TABLES)
+@pytest.mark.filterwarnings("default")
+def test_validation_samples_that_say_little_are_warned_of(name):
+    table, message = TABLES[name]
+    with pytest.warns(UserWarning, match=message):
+        warn_of_table(table, 2)
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_usual_table_is_not_warned_of():
+    warn_of_table(LABELLED, 2)
+
+
+def test_samples_that_are_trained_and_validated_on_are_found(tmp_path):
+    images, labels = digits()[0].tensors
+    with pytest.warns(UserWarning, match="50 of 100 validation samples are among the training samples"):
+        warn_of_shared_samples((images[:50], labels[:50]), (images[:100].numpy(), labels[:100]))
+    with pytest.warns(UserWarning, match="2 of 2 validation samples are among the training samples"):
+        warn_of_shared_samples((["a", "b", "c"], [0, 1, 1]), (["c", "a"], [1, 0]))
+    warn_of_shared_samples((images[:50], labels[:50]), (images[50:100], labels[50:100]))  # 1,797 different digits
+    warn_of_shared_samples("train", (images, labels))
+
+
+def test_a_network_that_gives_probabilities_is_warned_of(trained):
+    images, labels = digits()[1].tensors
+    with pytest.warns(UserWarning, match="the network gives probabilities, not logits: leave its softmax out"):
+        alight.fit(nn.Sequential(*trained, nn.Softmax(1)), None, (images, labels), budget="90%", progress=False)
+
+
+def test_normalisations_are_known_by_their_mean_and_std():
+    own = alight.Normalisation((0.5, 0.4, 0.3), (0.2, 0.2, 0.2))
+    mean, std = [*own.mean], [*own.std]
+    known = [
+        transformers.ViTImageProcessor(image_mean=mean, image_std=std),
+        torchvision.transforms.Normalize(mean, std),
+        torchvision.transforms._presets.ImageClassification(crop_size=32, mean=own.mean, std=own.std),
+        {"input_size": (3, 32, 32), "mean": own.mean, "std": own.std},  # timm.data.resolve_model_data_config
+    ]
+    assert [known_preprocess(each) for each in known] == [own] * 4
+    tokenizer = save_text_network("bert")[1]
+    assert known_preprocess(tokenizer) is tokenizer
+    assert known_preprocess("bert") == "bert"
+
+
+def test_an_image_processor_is_a_normalisation_and_not_a_tokenizer():
+    processor = transformers.ViTImageProcessor(image_mean=[0.5], image_std=[0.5])
+    steps = Steps(progress=False)
+    images = (255 * digits()[0].tensors[0][:4]).to(torch.uint8).numpy()
+    made = with_heads(own_cnn(), images, known_preprocess(processor), steps)
+    assert (made.model.tokenizer, made.model.normalisation) == (None, alight.Normalisation((0.5,), (0.5,)))
+    assert "tokenizer" not in str(steps)
+
+
+def test_names_of_classes_in_the_data_are_the_networks_where_it_has_none(capsys):
+    network, tokenizer = save_text_network("bert")
+    sentences, labels = texts(20)
+    data = sentences, [["bad", "good"][label] for label in labels]
+    made = with_heads(network, data, tokenizer, Steps(progress=True))
+    assert made.model.classes == ("bad", "good")
+    assert "the logits are taken to be in this order: bad, good" in capsys.readouterr().err
+    network.config.id2label = {0: "good", 1: "bad"}  # the network's own come first
+    assert with_heads(network, data, tokenizer, Steps(progress=False)).model.classes == ("good", "bad")
+
+
+def test_a_network_of_a_library_gets_as_many_classes_as_the_data_has():
+    write_pictures("train", digits()[0].tensors[0][:30], [row % 3 for row in range(30)])
+    named = NamedNetwork("timm:test_resnet", image_size=32)
+    made = with_heads(named, "train", None, Steps(progress=False))
+    assert made.model.classes == ("class 0", "class 1", "class 2")
+    assert made.untrained
+    numbered = np.zeros((9, 3, 32, 32), np.float32), np.arange(9) % 4
+    assert with_heads(named, numbered, None, Steps(progress=False)).model.num_classes == 4
+    assert with_heads(replace(named, num_classes=7), numbered, None, Steps(progress=False)).model.num_classes == 7
+
+
+def test_downloaded_weights_with_another_number_of_classes_are_not_all_trained():
+    assert NamedNetwork("timm:resnet18", pretrained=True).is_trained
+    assert not NamedNetwork("timm:resnet18", pretrained=True, num_classes=10).is_trained  # a new classifier
+    assert NamedNetwork("timm:resnet18", num_classes=10, weights="own.pt").is_trained
+    assert not NamedNetwork("transformers:bert", num_classes=3).is_trained
 
 
 def test_labels_are_not_needed(trained):

@@ -85,7 +85,8 @@ def _fitted(goal: Goal, train: str | None, validation: str, options: argparse.Na
     network = NamedNetwork(options.network, num_classes=options.classes, device=torch_device(options), **own)
     settings = None if train is None else _settings(network, options)
     preprocess = normalisation(options) or options.tokenizer
-    return fit_to(goal, network, train, validation, preprocess, settings, options.batch_size, not options.quiet)
+    held_out = HeadOutputs.load(validation) if kind_of(validation) == "table" else validation
+    return fit_to(goal, network, train, held_out, preprocess, settings, options.batch_size, not options.quiet)
 
 
 def _settings(network: NamedNetwork, options: argparse.Namespace) -> Any:

@@ -152,7 +152,11 @@ def from_transformers(
     settings, normalisation = {} if num_classes is None else {"num_labels": num_classes}, None
     if isinstance(source, str) or hasattr(source, "__fspath__"):
         _check_folder(source)
-        config = auto.AutoConfig.from_pretrained(source, trust_remote_code=False, **settings)
+        try:
+            config = auto.AutoConfig.from_pretrained(source, trust_remote_code=False, **settings)
+        except ValueError as error:
+            reason = str(error).partition("\n")[0]
+            raise BadInput(f"{str(source)!r} is not a network of transformers ({reason}): give one's folder") from error
         network = _auto_class(config).from_pretrained(source, config=config, trust_remote_code=False)
         normalisation = _processor_normalisation(source) if "Image" in _auto_class(config).__name__ else None
     else:
