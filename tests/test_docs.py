@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from alight import read_points
@@ -14,7 +15,13 @@ from alight.planning import timing
 
 ROOT = Path(__file__).parent.parent
 SLOW = ("docs/tutorial/images.md", "docs/tutorial/texts.md", "docs/how-to/latency.md", "docs/how-to/train.md")
-SLOW += ("docs/method.md", "docs/how-to/own_network.md", "docs/benchmark.md", "docs/command_line.md")
+SLOW += (
+    "docs/how-to/fit.md",
+    "docs/method.md",
+    "docs/how-to/own_network.md",
+    "docs/benchmark.md",
+    "docs/command_line.md",
+)
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
@@ -57,6 +64,20 @@ def test_every_block_of_code_on_a_page_runs_and_prints_what_stands_below(page, t
         if shows or block.said is not None:
             assert bool(said.strip()) == bool(block.said), block.code
             assert CLOCK.search(block.code) or words(said) == words(block.said or ""), block.code
+            if "alight.fit(" in block.code:
+                check_fit(said, block.said)
+
+
+def check_fit(said: str, shown: str) -> None:
+    """Check that a table of `fit` is the one that a page shows, but for times, and for accuracies within 3 points."""
+    rows, expected = ([line for line in text.splitlines() if line.strip()] for text in (said, shown))
+    named = [re.sub(r"[\d.,]+|\([^)]*\)| +", " ", line).split() for line in rows]
+    timed = [bool(re.match(r"Early exit|Faster here", line)) for line in rows]
+    for line, other, words_of, judged in zip(rows, expected, named, timed, strict=True):
+        assert judged or words_of == re.sub(r"[\d.,]+|\([^)]*\)| +", " ", other).split(), (line, other)
+        if line.startswith(("accuracy", "of the full network")):
+            shares, own = (np.array(re.findall(r"([\d.]+)%", each), float) for each in (line, other))
+            assert np.abs(shares - own).max() <= 3, (line, other)
 
 
 def words(output: str) -> list[str]:

@@ -87,9 +87,10 @@ def fitted(trained):
 # Ten users
 
 
-def texts(rows):
+def texts(rows, start=0):
     words = ("good great fine", "bad awful poor")
-    return [f"{words[row % 2]} {'film ' * (row % 3)}{row % 7}" for row in range(rows)], [row % 2 for row in range(rows)]
+    numbers = range(start, start + rows)
+    return [f"{words[row % 2]} {'film ' * (row % 3)}{row}" for row in numbers], [row % 2 for row in numbers]
 
 
 def save_text_network(folder):
@@ -121,14 +122,14 @@ def write_pictures(folder, images, labels):
         Image.fromarray((255 * image[0]).to(torch.uint8).numpy()).save(place / f"{row}.png")
 
 
-def write_texts(path, rows):
+def write_texts(path, rows, start=0):
     with Path(path).open("w", newline="") as file:
-        csv.writer(file).writerows([("text", "label"), *zip(*texts(rows), strict=True)])
+        csv.writer(file).writerows([("text", "label"), *zip(*texts(rows, start), strict=True)])
 
 
-def tones(count):
+def tones(count, seed=0):
     """Tones of two pitches with noise, (samples, 1, 200)."""
-    rng = np.random.default_rng(0)
+    rng = np.random.default_rng(seed)
     labels = np.arange(count) % 2
     waves = np.sin(np.linspace(0, 40, 200) * (1 + labels[:, None]))
     return (waves + rng.normal(size=waves.shape))[:, None].astype(np.float32), labels
@@ -167,11 +168,11 @@ def prepare_vision_transformer(space):
 def prepare_text(space):
     space["network"], space["tokenizer"] = save_text_network("bert")
     space["texts"], space["labels"] = texts(100)
-    space["held_out"], space["truth"] = texts(300)
+    space["held_out"], space["truth"] = texts(300, start=100)
 
 
 def prepare_audio(space):
-    space["train"], space["validation"] = tones(200), tones(400)
+    space["train"], space["validation"] = tones(200), tones(400, seed=1)
     widths = [1, 8, 8, 16, 16]
     layers = []
     for pair in itertools.pairwise(widths):
@@ -195,7 +196,7 @@ def prepare_pictures(space):
 def prepare_csv(space):
     prepare_text(space)
     write_texts("train.csv", 100)
-    write_texts("validation.csv", 300)
+    write_texts("validation.csv", 300, start=100)
 
 
 def prepare_folder(space):

@@ -227,7 +227,7 @@ def test_the_chosen_policy_is_marked_in_every_figure(fresh: Tab, tmp_path: Path)
 
 def test_the_figure_has_the_full_and_the_smaller_network_and_single_exits_as_lines(fresh: Tab, tmp_path: Path) -> None:
     opened(fresh, tmp_path, made_network(smaller=Baseline("ResNet-10", 0.7, 0.45 * FULL)))
-    assert fresh.texts("#accuracy-key b") == ["eero", "full network", "ResNet-10", "best single exit", "chosen policy"]
+    assert fresh.texts("#accuracy-key b") == ["eero", "ResNet-10", "best single exit", "chosen policy"]
     assert "full network 80.0%" in fresh.texts("#accuracy text")
     assert {"layer1", "layer2"} <= set(fresh.texts("#accuracy text"))
     words = fresh.ask("document.querySelector('#accuracy svg').ariaLabel")

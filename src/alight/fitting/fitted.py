@@ -17,7 +17,7 @@ from alight.files import PathLike, write_text
 from alight.outputs import Decisions, HeadOutputs
 from alight.policies.policy import Policy
 from alight.policies.route import replay
-from alight.report import MeasuredSpeed, ReportedNetwork, examples, write_report
+from alight.report import Baseline, MeasuredSpeed, ReportedNetwork, examples, write_report
 
 if TYPE_CHECKING:
     from alight.planning.timing import SpeedComparison
@@ -53,7 +53,7 @@ class Fit:
         if (certificate := self.policy.certificate) is not None:
             text = f"{certificate.guarantee} {certificate.assumption.partition('. ')[0]}"
             return text.strip().removesuffix(".") + "."
-        return "" if len(self.policy.open_exits) == 1 else "The cost is not guaranteed."
+        return "" if len(self.policy.open_exits) == 1 else "The mean cost is not guaranteed."
 
     def columns(self) -> list[list[str]]:
         """Return a table as columns of text: the full network, and the policy beside it."""
@@ -112,7 +112,9 @@ class Fit:
         budgets = list(dict.fromkeys((shares * self.costs.full).tolist()))
         return sweep(methods, self.costs, budgets, labelled=self.labelled, test=self._judged(), progress=progress)
 
-    def reported(self, points: Sequence[Point] = (), classes: Sequence[str] = ()) -> ReportedNetwork:
+    def reported(
+        self, points: Sequence[Point] = (), classes: Sequence[str] = (), smaller: Baseline | None = None
+    ) -> ReportedNetwork:
         """Return what a report shows: the policy among `points`, by default those of `eero` at many budgets."""
         budget = self.policy.budget or self.decisions.mean_cost
         policy = replace(self.policy, budget=budget, method=self.policy.method or "fitted")
@@ -127,6 +129,7 @@ class Fit:
             note=self.note,
             chosen=evaluate_policy(policy, self.costs, self._judged()),
             speed=_measured(self.speeds),
+            smaller=smaller,
             guarantees=[each for each in (str(self.policy.certificate or ""), self.verdict) if each],
         )
 
@@ -170,9 +173,10 @@ class FittedPredictor(Predictor):
     def _repr_html_(self) -> str:
         return self.fitted._repr_html_()
 
-    def report(self, path: PathLike, *, title: str = "Fitted to a budget") -> Path:
-        """Write one HTML page about this predictor, and return its path."""
-        return write_report(self.fitted.reported(classes=getattr(self.network, "classes", ())), path, title=title)
+    def report(self, path: PathLike, *, title: str = "Fitted to a budget", smaller: Baseline | None = None) -> Path:
+        """Write one HTML page about this predictor, and return its path; `smaller` is a network to compare with."""
+        classes = getattr(self.network, "classes", ())
+        return write_report(self.fitted.reported(classes=classes, smaller=smaller), path, title=title)
 
     def save(self, folder: PathLike) -> Path:
         """Write network, policy, costs, tables and calls to a folder; `Predictor.load` and the commands read it."""

@@ -343,7 +343,8 @@ class _Fitting:
             paying = f"Faster here ({faster}). {too_much}"
         else:
             points = 100 * self.lost
-            paying = f"Early exit pays here: {faster}, {f'{points:.1f} points' if points > 0.05 else 'nothing'} lost."
+            measured = "Measured here" if self.verdict else "Early exit pays here"
+            paying = f"{measured}: {faster}, {f'{points:.1f} points' if points > 0.05 else 'nothing'} lost."
         self.verdict = " ".join(filter(None, [self.verdict, paying]))
         less = speed.speedup < MARGIN * (self.goal.speedup or 0)
         if less:
