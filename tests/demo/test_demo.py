@@ -60,7 +60,7 @@ def run_demo(place):
 @pytest.mark.slow
 def test_progress_comes_with_the_seconds_and_in_the_order_of_the_work(shown):
     steps = re.findall(r"^\[ *\d+ s\] (\w+)", shown.progress, re.MULTILINE)
-    assert steps == ["loading", "fitting", *["comparing"] * 3, "calibrating", "writing"]
+    assert steps == ["loading", "fitting", "training", *["comparing"] * 3, "calibrating", "writing"]
     assert all(bar in shown.progress for bar in ("train:", "record:", "sweep:", "fit: timing it"))
 
 
@@ -150,9 +150,9 @@ def test_eero_is_ahead_of_the_papers_rule_and_of_single_exits(shown):
         assert float(ours["accuracy"]) >= float(single["accuracy"]) - 0.001
         assert float(paper["mean_cost"]) <= float(ours["mean_cost"]) + 0.001 * float(ours["full_cost"])
         assert float(ours["mean_cost"]) <= 1.025 * float(ours["budget"])
-    numbers = (float(number) for number in re.findall(rf"{PERCENT}(?:,|;|$)", shown.line("CIFAR-100,")))
-    ours, paper, single, full = numbers
-    assert full >= ours >= paper >= single
+    line = shown.line("CIFAR-100,").partition("accuracy ")[2]
+    ours, single, full = (float(number) for number in re.findall(PERCENT, line))
+    assert full >= ours >= single
 
 
 @pytest.mark.slow

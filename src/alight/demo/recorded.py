@@ -19,7 +19,7 @@ from alight.report import ReportedNetwork
 MAIN = "resnet18_cifar100_joint"  # trained with its exits: the one that policies are certified for
 BUDGET, LOSS = "50%", 0.05
 BATCH_SIZE = 250
-RULES = {"eero": "eero", "eero_marginal": "the paper's rule", "best_single_exit": "the best single exit"}
+RULES = {"eero": "with exits", "best_single_exit": "at the best single exit"}
 
 
 @dataclass(frozen=True)
@@ -33,13 +33,13 @@ class RecordedDemo:
     alarm: int | None  # number of hard images until the stream's alarm was raised
 
     def text(self) -> str:
-        """Return the accuracy of three methods at half of the main network's cost, in a line."""
+        """Return the accuracy at half of the main network's cost, in a line."""
         points = [point for point in self.networks[MAIN].points if point.method in RULES]
         at_half = at_equal_spend(points, [points[0].full_cost / 2])
-        accuracies = ", ".join(f"{RULES[point.method]} {accuracy_text(point.accuracy)}" for point in at_half)
+        accuracies = ", ".join(f"{accuracy_text(point.accuracy)} {RULES[point.method]}" for point in at_half)
         full = next(point for point in reversed(self.networks[MAIN].points) if point.method == SINGLE_EXIT)
-        own = f"CIFAR-100, a recorded ResNet-18 at {BUDGET} of its FLOPs: accuracy of {accuracies}"
-        return f"{own}; of the full network {accuracy_text(full.accuracy)}"
+        own = f"CIFAR-100, a recorded ResNet-18 at {BUDGET} of its FLOPs: accuracy {accuracies}"
+        return f"{own}, {accuracy_text(full.accuracy)} of the full network"
 
     def values(self) -> dict[str, Any]:
         """Return what the policies did, for programs."""

@@ -196,9 +196,11 @@ function samplesWords(walk) {
 
 const PICTURE = 44; // pixels of an image with its gap
 
-/** How many samples stand at an exit: three rows of images or three texts, a single row where the line is upright. */
+const SHORT = 48; // letters of a text that takes one line
+
+/** How many samples stand at an exit: three rows of images or lines of text, a single one where the line is upright. */
 function room(station, examples, upright) {
-  if (examples.texts.length) return upright ? 1 : 3;
+  if (examples.texts.length) return upright ? 1 : examples.texts.every((text) => text.length <= SHORT) ? 3 : 2;
   return Math.max(1, Math.floor((station.clientWidth - (upright ? 36 : 8)) / PICTURE)) * (upright ? 1 : 3);
 }
 
