@@ -164,9 +164,9 @@ def output_option(default: str | None, what: str = "", kind: Callable[[str], str
     return argument("-o", "--output", metavar="FILE", type=kind, default=default, help=text)
 
 
-def folder_option(default: str | None, what: str) -> Argument:
+def folder_option(default: str, what: str) -> Argument:
     """Return -o, --output FOLDER."""
-    text = f"{what} (default: {default})" if default else what
+    text = f"{what} (default: {default})"
     return argument("-o", "--output", metavar="FOLDER", type=output_folder, default=default, help=text)
 
 

@@ -112,7 +112,7 @@ def fit(
         max_accuracy_loss: Instead of a budget: 0.01 is one point.
         speedup: Instead of a budget: over the full network, measured here.
         preprocess: The `Normalisation` of images in bytes or files, or a tokenizer of texts.
-        training: None: the heads alone.
+        training: None: the heads alone; everything where a network is named without weights.
         batch_size: Of training, recording and timing.
         progress: Print every step, and the table at the end.
 
