@@ -313,7 +313,7 @@ def training_modes() -> "Figure":
 
 def front() -> "Figure":
     """The first figure of README and site: one network with exits, the best without, and a smaller one."""
-    figure, [[panel]] = new_panels(width=7.2, height=3.5)
+    figure, [[panel]] = new_panels(width=6.2, height=3.6)
     run = "resnet18_mixed_distilled"
     curve = [row for row in usual(MODES) if (row["run"], row["seed"], row["method"]) == (run, "0", "eero")]
     runs = {row["run"]: row for row in usual(RUN_ROWS) if row["seed"] == "0" and row["exit"] == "end"}
@@ -324,16 +324,16 @@ def front() -> "Figure":
     panel.plot([100], [best], "o", color=BLACK, markersize=7)
     panel.plot([share], [smaller], "s", color=RED, markersize=7)
     panel.plot(percent(curve, "spent"), percent(curve, "accuracy"), color=BLUE, marker="o", linewidth=2.2, markersize=5)
-    words = {"fontsize": 11, "bbox": {"facecolor": "white", "edgecolor": "none", "pad": 1.5}}
+    words = {"fontsize": 12, "bbox": {"facecolor": "white", "edgecolor": "none", "pad": 1.5}}
     panel.text(99, best - 0.35, f"full ResNet-18: {best:.1f} %", ha="right", va="top", **words)
-    panel.text(share + 2, smaller, f"smaller network, ResNet-10: {smaller:.1f} %", color=RED, va="center", **words)
+    panel.text(share + 2, smaller, f"ResNet-10, a smaller network: {smaller:.1f} %", color=RED, va="center", **words)
     last = curve[-1]
     end = 100 * float(last["spent"]), 100 * float(last["accuracy"])
-    panel.text(end[0] + 2, end[1], f"ResNet-18 with exits: up to {end[1]:.1f} %", color=BLUE, va="center", **words)
+    panel.text(end[0] + 2, end[1], f"with exits: up to {end[1]:.1f} %", color=BLUE, va="center", **words)
     panel.set(xlim=(10, 102), ylim=(71, 80.5), xlabel="FLOPs spent per image, % of the full network", ylabel=ACCURACY)
-    panel.xaxis.label.set_size(11)
-    panel.yaxis.label.set_size(11)
-    panel.tick_params(labelsize=10)
+    panel.xaxis.label.set_size(12)
+    panel.yaxis.label.set_size(12)
+    panel.tick_params(labelsize=11)
     return figure
 
 

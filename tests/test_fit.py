@@ -478,6 +478,22 @@ def test_a_network_of_a_library_gets_as_many_classes_as_the_data_has():
     assert with_heads(replace(named, num_classes=7), numbered, None, Steps(progress=False)).model.num_classes == 7
 
 
+def test_inputs_by_name_with_classes_by_number_need_no_names():
+    class Two(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second, self.last = nn.Linear(4, 8), nn.Linear(3, 8), nn.Linear(8, 2)
+            self.body = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.ReLU()) for _ in range(4)))
+
+        def forward(self, pixels, audio):
+            return self.last(self.body(self.first(pixels) + self.second(audio)))
+
+    rng = np.random.default_rng(0)
+    data = {"pixels": rng.normal(size=(9, 4)), "audio": rng.normal(size=(9, 3)), "labels": np.arange(9) % 2}
+    made = with_heads(Two(), data, None, Steps(progress=False))
+    assert (made.model.input_names, made.model.num_classes, made.model.classes) == (("pixels", "audio"), 2, ())
+
+
 def test_downloaded_weights_with_another_number_of_classes_are_not_all_trained():
     assert NamedNetwork("timm:resnet18", pretrained=True).is_trained
     assert not NamedNetwork("timm:resnet18", pretrained=True, num_classes=10).is_trained  # a new classifier

@@ -42,17 +42,13 @@ def with_heads(network: Any, data: Any, preprocess: Any, steps: Steps) -> WithHe
     """Return the network with exits, whatever it was given as; a module is copied, so that the given one stays."""
     from torch import nn
 
-    from alight.networks.multi_exit import MultiExitModel, example_of
+    from alight.networks.multi_exit import MultiExitModel
 
     if isinstance(network, str | Path):
         network = NamedNetwork(str(network))
     named = network if isinstance(network, NamedNetwork) else None
     names, count = classes_in(data)
-    if named and named.may_have_any_classes and count is not None:
-        named = replace(named, num_classes=count)
-        steps.say(f"{count} classes, as in the training data")
-    steps.say("cutting the network, and comparing it with its stages")
-    model = named.build(steps) if named else network
+    model = _built(named, count, steps) if named else network
     if not isinstance(model, nn.Module):
         kind = f"the class {network.__name__}" if isinstance(network, type) else f"a {type(network).__name__}"
         raise BadInput(
@@ -66,13 +62,7 @@ def with_heads(network: Any, data: Any, preprocess: Any, steps: Steps) -> WithHe
             model = copy.deepcopy(model)
             steps.call("model = copy.deepcopy(network)", imports=["import copy"])
         _set_preprocess(model, preprocess, steps)
-        if "example" in model.recipe:
-            example = example_of(model)
-            steps.call("example = example_of(model)", imports=["from alight.networks.multi_exit import example_of"])
-        else:
-            example, _ = example_for(model, data, preprocess)
-            steps.call(f"example = {example_literal(example)}", imports=["import torch"])
-        steps.say(f"the network has exits after {listed(map(layer_label, model.exits[:-1]))}, and at its end")
+        example = _own_example(model, data, preprocess, steps)
     if named and named.weights:
         from alight.networks.store import load_backbone
 
@@ -84,6 +74,29 @@ def with_heads(network: Any, data: Any, preprocess: Any, steps: Steps) -> WithHe
         steps.call(f"model.classes = {model.classes!r}")
         steps.say(f"the logits are taken to be in this order: {listed(names)}")
     return WithHeads(model, example, untrained=named is not None and not named.is_trained)
+
+
+def _built(named: "NamedNetwork", count: int | None, steps: Steps) -> Any:
+    """Return the network of a name; with as many classes as the data has where nothing else says how many."""
+    if named.may_have_any_classes and count is not None:
+        named = replace(named, num_classes=count)
+        steps.say(f"{count} classes, as in the training data")
+    steps.say(f"loading {named.name}" if named.is_folder else f"building {named.name}")
+    return named.build(steps)
+
+
+def _own_example(model: "MultiExitModel", data: Any, preprocess: Any, steps: Steps) -> Any:
+    """Return an example of what a network with exits takes: its own, or one from the data."""
+    from alight.networks.multi_exit import example_of
+
+    if "example" in model.recipe:
+        example = example_of(model)
+        steps.call("example = example_of(model)", imports=["from alight.networks.multi_exit import example_of"])
+    else:
+        example, _ = example_for(model, data, preprocess)
+        steps.call(f"example = {example_literal(example)}", imports=["import torch"])
+    steps.say(f"the network has exits after {listed(map(layer_label, model.exits[:-1]))}, and at its end")
+    return example
 
 
 @dataclass(frozen=True)
@@ -190,6 +203,7 @@ def _attached(network: Any, data: Any, preprocess: Any, steps: Steps) -> tuple["
     from alight.networks.libraries import own_classes
 
     example, normalisation = example_for(network, data, preprocess)
+    steps.say("placing exits, and checking that the logits stay the same")
     own: dict[str, Any] = {"normalisation": normalisation, "classes": own_classes(network)}
     own = {name: value for name, value in own.items() if value}
     try:

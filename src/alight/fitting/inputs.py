@@ -14,7 +14,7 @@ from alight.data.samples import declared_classes, is_texts, picture
 from alight.data.shapes import check_shapes
 from alight.data.sources import open_data
 from alight.data.tokens import IDS, MASK
-from alight.errors import BadInput
+from alight.errors import AlightError, BadInput
 
 CHANNELS = (1, 3)  # of pictures
 
@@ -29,6 +29,8 @@ def classes_in(data: Any) -> tuple[Sequence[str], int | None]:
         samples = open_data(data, InputSpec())
     except UnknownClasses as error:
         return error.names, len(error.names)
+    except AlightError:  # what the network takes is not known yet
+        return (), None
     features = getattr(data, "features", None) or {}  # of a data set of Hugging Face
     declared = next((each.names for each in features.values() if hasattr(each, "names")), None)
     names = tuple(declared or declared_classes(getattr(data, "dataset", data)))
