@@ -50,7 +50,7 @@ COMMANDS = {command.name: command for group in GROUPS.values() for command in gr
 class Parser(argparse.ArgumentParser):
     """A parser whose errors are one line, and which knows what a misspelt option is meant to be."""
 
-    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:  # type: ignore[override]
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
         """Return options and what is left, if no option in that resembles one of this parser."""
         options, left = super().parse_known_args(args, namespace)
         for name in (each.partition("=")[0] for each in left if each.startswith("--")):

@@ -71,7 +71,7 @@ def run_live(say: Callable[[str], None], methods: Mapping[str, calibrate.Method]
         goal = Goal(budget=BUDGET)
         predictor = fit_to(goal, model, tuple(training), tuple(validation), training=TRAINING, progress=progress)
         say("training a network of half the blocks, to compare with")
-        smaller = train_smaller(tuple(training), tuple(validation))
+        smaller = train_smaller((training[0], training[1]), (validation[0], validation[1]))
     say(f"comparing {len(methods)} methods on the digits")
     points = predictor.fitted.points(methods, progress=progress)
     return LiveDemo(predictor, unseen, {"digits, live": predictor.fitted.reported(points, smaller=smaller)})

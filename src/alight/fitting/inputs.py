@@ -34,7 +34,7 @@ def classes_in(data: Any) -> tuple[Sequence[str], int | None]:
     features = getattr(data, "features", None) or {}  # of a data set of Hugging Face
     declared = next((each.names for each in features.values() if hasattr(each, "names")), None)
     names = tuple(declared or declared_classes(getattr(data, "dataset", data)))
-    labels = getattr(samples, "labels", None)
+    labels: Any = getattr(samples, "labels", None)
     if names or not is_array(labels) or depth(labels) != 1 or not len(labels):
         return names, len(names) or None
     return (), int(labels.max()) + 1
