@@ -11,7 +11,6 @@ import pytest
 
 from alight import read_points
 from alight.planning import plan as planning
-from alight.planning import timing
 
 ROOT = Path(__file__).parent.parent
 SLOW = ("docs/tutorial/images.md", "docs/tutorial/texts.md", "docs/how-to/latency.md", "docs/how-to/train.md")
@@ -53,10 +52,9 @@ def slow_or_not(page):
 
 @pytest.mark.filterwarnings("ignore:Early exit is not worth it on this machine:UserWarning")
 @pytest.mark.parametrize("page", [slow_or_not(page) for page in PAGES if blocks(page)])
-def test_every_block_of_code_on_a_page_runs_and_prints_what_stands_below(page, tmp_path, monkeypatch):
+def test_every_block_of_code_on_a_page_runs_and_prints_what_stands_below(page, tmp_path, monkeypatch, short_trials):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    monkeypatch.setattr(timing, "SECONDS", 0.02)
     monkeypatch.setattr(planning, "ROUNDS", 2)
     text = page.read_text()
     shows = "<!-- run -->" in text

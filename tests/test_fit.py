@@ -511,7 +511,7 @@ def test_labels_are_not_needed(trained):
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Early exit")  # whether it pays is up to the machine
 @pytest.mark.parametrize("goal", [{"max_accuracy_loss": 0.2}, {"speedup": 1.05}, {"budget": "1000 ms"}])
-def test_goals_in_time_give_a_policy_in_milliseconds_or_the_full_network(fitted, goal):
+def test_goals_in_time_give_a_policy_in_milliseconds_or_the_full_network(fitted, goal, short_trials):
     predictor = alight.fit(fitted.network, None, digits()[1].tensors, **goal, progress=False)
     assert predictor.policy.unit == "ms"
     assert predictor.fitted.verdict
@@ -519,6 +519,15 @@ def test_goals_in_time_give_a_policy_in_milliseconds_or_the_full_network(fitted,
         assert predictor.policy.open_exits == (predictor.policy.num_exits - 1,)
         row = next(line for line in predictor.summary.splitlines() if line.startswith("speed-up"))
         assert row.split()[1:3] == ["1.00x", "1.00x"]
+
+
+def test_a_speed_up_that_no_exit_can_give_is_answered_by_the_full_network(fitted, monkeypatch):
+    slow_heads = alight.Costs([0.1, 0.02, 0.02, 0.02], [0.3, 0.3, 0.3, 0.01], "ms")
+    monkeypatch.setattr(planning, "walking_costs", lambda *_, **__: slow_heads)
+    with pytest.warns(UserWarning, match="the first exit takes 2.35 times as long as the full network, which answers"):
+        predictor = alight.fit(fitted.network, None, digits()[1].tensors, speedup=1.05, progress=False)
+    assert predictor.policy.method == "full network"
+    assert "policy = full_network(model)" in predictor.calls
 
 
 def test_recorded_outputs_of_a_network_enter_at_calibration(fitted):

@@ -294,7 +294,12 @@ class _Fitting:
 
     def _search(self, wanted: float) -> None:
         """Find the largest time budget at which the policy is measured to be this much faster than the full network."""
-        share, least = 1 / wanted, float(self.costs.alone.min() / self.costs.full)
+        share, least = 1 / wanted, float(self.costs.alone[0] / self.costs.full)
+        if least >= 1:
+            slower = f"the first exit takes {least:.2f} times as long as the full network"
+            self.verdict = f"Early exit is not worth it on this machine: {slower}, which answers every sample."
+            self._run_full_network()
+            return
         steps = Steps(False)
         for _ in range(TRIES):
             steps = Steps(False)
@@ -318,6 +323,7 @@ class _Fitting:
         self.speeds = speed, single = self._compared(self.policy), self._compared(self.policy, batch_size=1, rounds=3)
         if len(self.policy.open_exits) == 1 and self.policy.open_exits[0] == self.model.num_exits - 1:
             self.verdict = self.verdict or "The full network answers every sample."
+            self.speeds = [_as_fast(each) for each in self.speeds]
         elif speed.low >= WORTH:
             self._say_that_it_pays(speed, single)
         elif self.goal.unit == "ms":
@@ -358,12 +364,13 @@ class _Fitting:
         if self.goal.budget is not None and self.costs.full > self.costs.budget(self.goal.budget):
             over = f", which takes {quantity(self.costs.full, self.costs.unit)} per sample and so exceeds the budget"
         self.verdict = _not_paying(speed, f"This predictor runs the full network{over}.")
+        self._run_full_network()
+        self.speeds = [_as_fast(each) for each in self.speeds]
+
+    def _run_full_network(self) -> None:
+        """Let the full network answer every sample, and warn of the reason."""
         warnings.warn(self.verdict, stacklevel=6)
         self.policy = self._exit_at(self.model.num_exits - 1)
-        self.speeds = [
-            replace(each, per_second=each.full_per_second, latency=each.full_latency, speedup=1.0, low=1.0, high=1.0)
-            for each in self.speeds
-        ]
         self.steps.call("policy = full_network(model)", imports=["from alight.planning.timing import full_network"])
 
     def _compared(
@@ -483,6 +490,12 @@ def lost_too_much(lost: float, mode: str = "none") -> str:
         f"{100 * lost:.1f} points of accuracy are lost at this budget: raise it{train}, or ask for"
         " max_accuracy_loss=0.01 instead."
     )
+
+
+def _as_fast(speed: "SpeedComparison") -> "SpeedComparison":
+    """Return the comparison of the full network with itself."""
+    same: dict[str, Any] = {"per_second": speed.full_per_second, "latency": speed.full_latency}
+    return replace(speed, **same, speedup=1.0, low=1.0, high=1.0)
 
 
 def _not_paying(speed: "SpeedComparison", then: str) -> str:
