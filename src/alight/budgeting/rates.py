@@ -5,7 +5,7 @@ whose mean cost rises with the tilt. One bisection serves them all, and ends on 
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from fractions import Fraction
 from typing import Literal
 
@@ -218,11 +218,11 @@ def _boundary(beyond: Callable[[float], bool], sign: float) -> float:
 def quota_counts(exit_rates: Floats, costs: Floats, budget: float, total: int) -> Integers:
     """Return how many of `total` samples leave at each exit: planned counts rounded, at most `total * budget`.
 
-    The number of samples that pass an exit is the planned one, rounded down, so the batch costs at most what is planned;
-    then it is rounded up at the exits whose next stages cost most, as far as the plan's cost allows. So at every exit
-    the number of samples that have left is less than 1 from the plan, and what stays unspent is less than the stages
-    from one exit to a next one cost. Exits of rate 0 get no sample, but for the first when nothing else is affordable.
-    A plan that costs more than the budget is tilted to it before.
+    The number of samples that pass an exit is the planned one, rounded down, so the batch costs at most what is
+    planned; then it is rounded up at the exits whose next stages cost most, as far as the plan's cost allows. So at
+    every exit the number of samples that have left is less than 1 from the plan, and what stays unspent is less than
+    the stages from one exit to a next one cost. Exits of rate 0 get no sample, but for the first when nothing else is
+    affordable. A plan that costs more than the budget is tilted to it before.
 
     >>> quota_counts(np.array([0.5, 0.3, 0.2]), np.array([1.0, 2.0, 4.0]), 1.9, 7)
     array([3, 3, 1])
