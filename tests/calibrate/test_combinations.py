@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from conftest import made_up
 
-from alight import Costs, HeadOutputs, load_policy, replay, sweep
+from alight import Costs, HeadOutputs, calibrate, load_policy, replay, sweep
 from alight.calibrate import (
     COMBINE,
     METHODS,
@@ -227,3 +227,33 @@ def test_too_few_samples_and_foreign_tables_are_refused():
         combined(eero, "vote")(COSTS, 5.0, made_up(0, 100, 3))
     with pytest.raises(BudgetTooSmall, match="below the cheapest exit"):
         combined(eero, "vote")(COSTS, 2.0, LABELLED)
+
+
+def graded_likelihoods():
+    """Two exits that name classes 0 and 1 while class 2 is second for both: their mean says 2, which nobody graded."""
+    logs = np.log(np.tile([[[0.5, 0.4, 0.1], [0.5, 0.4, 0.1]]], (60, 1, 1)))
+    classes = np.tile([[[0, 2, 1], [1, 2, 0]]], (60, 1, 1))
+    return HeadOutputs(
+        np.tile([0.1, 0.1], (60, 1)),
+        np.tile([0, 1], (60, 1)),
+        np.full(60, 2),
+        quality=np.tile([0.2, 0.7], (60, 1)),
+        top_classes=classes,
+        top_log_probabilities=logs,
+    )
+
+
+def test_an_answer_that_no_exit_gave_has_no_quality_and_is_refused():
+    graded = graded_likelihoods()
+    mean = fit_geometric_mean(graded)
+    assert (mean.apply(replace(graded, quality=None)).predictions[:, -1] == 2).all()
+    with pytest.raises(BadInput, match="60 of 60 answers were given by no exit"):
+        mean.apply(graded)
+
+
+def test_labels_cannot_judge_answers_that_were_graded():
+    graded = graded_likelihoods()
+    decisions = replay(calibrate.best_single_exit([1.0, 2.0], 2.0, graded), graded)
+    assert decisions.accuracy() == decisions.accuracy(graded.labels) == pytest.approx(0.7)
+    with pytest.raises(BadInput, match="leave the labels out"):
+        decisions.accuracy(np.ones(60, dtype=int))

@@ -69,7 +69,8 @@ def candidates_for(labelled: HeadOutputs) -> Candidates:
     """
     if len(labelled) < LEAST_TO_COMBINE or has_several_truths(labelled):
         return CANDIDATES
-    combine, fit = ("vote", fit_vote) if labelled.top_classes is None else ("geometric_mean", fit_geometric_mean)
+    votes = labelled.top_classes is None or labelled.quality is not None  # a mean may answer what nothing grades
+    combine, fit = ("vote", fit_vote) if votes else ("geometric_mean", fit_geometric_mean)
     shared = fitted_once(fit)
     return {**CANDIDATES, **{f"{name}, {combine}": combined(method, shared) for name, method in COMBINED.items()}}
 
