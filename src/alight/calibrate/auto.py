@@ -33,7 +33,7 @@ FOLDS = 3  # of the labelled data, each held out once
 MOST_TRIED = 10_000  # labelled samples on which candidates are compared: a standard error below 0.5 points
 BEHIND = 1.5  # standard errors behind the best of the first fold, beyond which a candidate is tried no more
 EXPECTED_GAIN, GAIN_DEVIATION = -0.002, 0.005  # of a candidate over the first, before any label is looked at
-LEAST_TO_COMBINE = 8 * LEAST_SAMPLES  # labelled samples from which on folds are large enough to fit a combination
+LEAST_TO_COMBINE = 4 * LEAST_SAMPLES  # labelled samples from which on folds are large enough to fit a combination
 
 CANDIDATES: Candidates = {  # gains are measured against the first; add others here
     "learned_stopping": learned_stopping,
