@@ -168,8 +168,8 @@ class HeadOutputs:
         rows, same = np.arange(len(self)), self.predictions == answers[:, None]
         if unknown := int((~same.any(axis=1)).sum()):
             raise BadInput(
-                f"{unknown} of {len(self)} answers were given by no exit, so nothing grades them: combine graded answers"
-                " by a vote, which chooses among them"
+                f"{unknown} of {len(self)} answers were given by no exit, so nothing grades them: combine graded"
+                " answers by a vote, which chooses among them"
             )
         said_there = same[rows, exits]
         return self.quality[rows, np.where(said_there, exits, np.argmax(same, axis=1))]

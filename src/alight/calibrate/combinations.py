@@ -5,7 +5,6 @@ set the thresholds, too: combinations have so few numbers, and are held so close
 from some hundred labels on. A guarantee (`certified_mean` and others) is issued on samples that fitted nothing.
 """
 
-import hashlib
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -14,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from alight.budgeting.rates import Floats, Integers
-from alight.calibrate.crossval import on_exits
+from alight.calibrate.crossval import folds, on_exits, shared_by_budgets
 from alight.calibrate.problem import AnyCosts, Budget, Method, check_tables
 from alight.costs import Costs, as_costs
 from alight.errors import BadInput, Mismatch
@@ -33,6 +32,7 @@ from alight.policies.policy import Memory, Policy
 Fit = Callable[[HeadOutputs], Combination]
 
 LEAST_SAMPLES = 40  # to fit a combination to
+MOST_FITTED = {"vote": 5000, "geometric_mean": 2000}  # samples: more change nothing but the time
 RIDGE = 1.0  # penalty on half the squared weights of a vote, against the log-likelihood of all samples
 
 
@@ -82,36 +82,13 @@ def has_several_truths(labelled: HeadOutputs) -> bool:
     return bool((best & (labelled.quality > 0) & (labelled.predictions != labelled.truth()[:, None])).any())
 
 
-def fitted_once(fit: Fit) -> Fit:
-    """Return the fit, which keeps its last result: methods and budgets that share a table share the combination.
-
-    >>> from alight import recordings
-    >>> labelled, _, _ = recordings.load("resnet18_cifar100_joint")
-    >>> fit = fitted_once(fit_vote)
-    >>> fit(labelled.take(slice(0, 500))) is fit(labelled.take(slice(0, 500)))
-    True
-    """
-    known: dict[bytes, Combination] = {}
-
-    def remembered(labelled: HeadOutputs) -> Combination:
-        arrays = (np.ascontiguousarray(each) for each in (*labelled.rows().values(), labelled.truth()))
-        key = hashlib.sha256(b"".join(each.tobytes() for each in arrays)).digest()
-        if key not in known:
-            known.clear()
-            known[key] = fit(labelled)
-        return known[key]
-
-    return remembered
-
-
 def _with_all_exits(method: Method, fit: Fit) -> Method:
     """Return the method with a combination of all exits; without it where some are closed, to say which."""
 
     def calibrated(costs: Costs, budget: float, labelled: HeadOutputs, unlabelled: HeadOutputs | None = None) -> Policy:
         combination = fit(labelled)
-        policy = method(
-            costs, budget, combination.apply(labelled), None if unlabelled is None else combination.apply(unlabelled)
-        )
+        tables = [None if table is None else _applied(table, combination) for table in (labelled, unlabelled)]
+        policy = method(costs, budget, *tables)
         if policy.combination is not None:
             raise BadInput(
                 f"{policy.method} scores by all exits so far itself and cannot be combined once more: choose eero or"
@@ -120,6 +97,11 @@ def _with_all_exits(method: Method, fit: Fit) -> Method:
         return replace(policy, combination=combination) if len(policy.open_exits) == len(costs) else policy
 
     return calibrated
+
+
+@shared_by_budgets
+def _applied(table: HeadOutputs, combination: Combination) -> HeadOutputs:
+    return combination.apply(table)
 
 
 def fit_vote(labelled: HeadOutputs) -> Vote:
@@ -135,6 +117,7 @@ def fit_vote(labelled: HeadOutputs) -> Vote:
     """
     from scipy.optimize import minimize  # slow to import
 
+    labelled = _some(labelled, MOST_FITTED["vote"])
     truth = labelled.truth()
     scores, predictions = np.ascontiguousarray(labelled.scores.T), np.ascontiguousarray(labelled.predictions.T)
     named, counts = _named_classes(predictions)
@@ -159,6 +142,11 @@ def fit_vote(labelled: HeadOutputs) -> Vote:
         slopes=tuple(slopes),
         others=tuple(others),
     )
+
+
+def _some(labelled: HeadOutputs, most: int) -> HeadOutputs:
+    """Return so many of the samples at most, drawn by the hash of their rows."""
+    return labelled.take(folds(len(labelled), -(-len(labelled) // most))[0])
 
 
 def _named_classes(predictions: Integers) -> tuple[Integers, Integers]:
@@ -224,6 +212,7 @@ def fit_geometric_mean(labelled: HeadOutputs) -> GeometricMean:
 
     if labelled.top_classes is None or labelled.top_log_probabilities is None:
         raise Mismatch("the table has no log-probabilities, which a geometric mean needs: record it again")
+    labelled = _some(labelled, MOST_FITTED["geometric_mean"])
     truth = labelled.truth()[:, None]
     kept, fresh = [], []
     memory: Memory = ()
@@ -299,4 +288,8 @@ def fit_temperature(labelled: HeadOutputs) -> Temperature:
     )
 
 
-COMBINE: dict[str, Fit] = {"vote": fit_vote, "geometric_mean": fit_geometric_mean, "temperature": fit_temperature}
+COMBINE: dict[str, Fit] = {
+    "vote": shared_by_budgets(fit_vote),
+    "geometric_mean": shared_by_budgets(fit_geometric_mean),
+    "temperature": shared_by_budgets(fit_temperature),
+}
