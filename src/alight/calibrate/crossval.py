@@ -20,7 +20,7 @@ from alight.policies.metered import Metered
 from alight.policies.policy import Mixture, Policy
 from alight.policies.route import replay
 
-Given = ParamSpec("Given")
+Further = ParamSpec("Further")
 Result = TypeVar("Result")
 
 FOLDS = 5  # of the labelled data, each held out once
@@ -36,8 +36,8 @@ class _ByContent:
 
 
 def shared_by_budgets(
-    function: Callable[Concatenate[HeadOutputs, Given], Result],
-) -> Callable[Concatenate[HeadOutputs, Given], Result]:
+    function: Callable[Concatenate[HeadOutputs, Further], Result],
+) -> Callable[Concatenate[HeadOutputs, Further], Result]:
     """Return the function of a table, which remembers its last results: what does not depend on a budget is done once.
 
     >>> from alight import recordings
