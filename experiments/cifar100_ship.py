@@ -56,7 +56,7 @@ def keep_trained(source: Path, target: Path, further: Sequence[str]) -> None:
         print(f"{source.name} is not trained: a recording {target.name} stays as it was")
 
 
-def recording_row(name: str, result: Result) -> dict[str, object]:
+def recording_row(name: str, result: Result) -> dict[str, str | float | int]:
     """Return what the benchmark's page says about a recording."""
     run = result.run
     return {

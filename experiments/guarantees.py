@@ -314,7 +314,7 @@ def quota() -> Iterator[Row]:
         shares = zip(np.bincount(decisions.exits, minlength=exits).tolist(), costs.tolist(), strict=True)
         overspent += sum(count * Fraction(cost) for count, cost in shares) > total * Fraction(allowed)  # exactly
         planned = min(allowed, float(rates @ costs))  # a plan may leave some of the budget
-        beyond += total * (planned - decisions.mean_cost) > np.ptp(costs) + 1e-9 * total * planned
+        beyond += total * (planned - decisions.mean_cost) > float(np.ptp(costs)) + 1e-9 * total * planned
         if total >= 1000:
             use.append(decisions.mean_cost / planned)
     yield {

@@ -440,7 +440,7 @@ class Decisions:
         """Return which predictions are right, (samples,); the quality of the answers where they were graded."""
         truth = self.labels if labels is None else _labels(labels, len(self))
         if self.quality is not None:
-            if truth is not self.labels and not np.array_equal(truth, self.labels):
+            if truth is not None and (self.labels is None or not np.array_equal(truth, self.labels)):
                 raise BadInput("these answers were graded, so other labels cannot judge them: leave the labels out")
             return self.quality
         if truth is None:

@@ -210,9 +210,9 @@ def fit_geometric_mean(labelled: HeadOutputs) -> GeometricMean:
     """
     from scipy.optimize import minimize  # slow to import
 
+    labelled = _some(labelled, MOST_FITTED["geometric_mean"])
     if labelled.top_classes is None or labelled.top_log_probabilities is None:
         raise Mismatch("the table has no log-probabilities, which a geometric mean needs: record it again")
-    labelled = _some(labelled, MOST_FITTED["geometric_mean"])
     truth = labelled.truth()[:, None]
     kept, fresh = [], []
     memory: Memory = ()

@@ -5,7 +5,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial, wraps
-from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
+from typing import Any, NamedTuple, TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -20,8 +20,7 @@ from alight.policies.metered import Metered
 from alight.policies.policy import Mixture, Policy
 from alight.policies.route import replay
 
-Further = ParamSpec("Further")
-Result = TypeVar("Result")
+Function = TypeVar("Function", bound=Callable[..., Any])  # of a table and more that can be hashed
 
 FOLDS = 5  # of the labelled data, each held out once
 MOST_KEPT = 50_000  # samples of a table whose results are remembered
@@ -35,9 +34,7 @@ class _ByContent:
     table: HeadOutputs = field(compare=False)
 
 
-def shared_by_budgets(
-    function: Callable[Concatenate[HeadOutputs, Further], Result],
-) -> Callable[Concatenate[HeadOutputs, Further], Result]:
+def shared_by_budgets(function: Function) -> Function:
     """Return the function of a table, which remembers its last results: what does not depend on a budget is done once.
 
     >>> from alight import recordings
@@ -45,19 +42,22 @@ def shared_by_budgets(
     >>> ranked(recordings.load().labelled) is ranked(recordings.load().labelled)
     True
     """
-    kept = lru_cache(maxsize=16)(lambda given, *further: function(given.table, *further))
+
+    @lru_cache(maxsize=16)
+    def kept(of: _ByContent, *further: Any) -> Any:
+        return function(of.table, *further)
 
     @wraps(function)
-    def remembered(table: HeadOutputs, *further: Any) -> Result:
+    def remembered(table: HeadOutputs, *further: Any) -> Any:
         if len(table) > MOST_KEPT:
             return function(table, *further)
         digest = hashlib.blake2b(repr((table.score, *table.features)).encode())
         for name, array in table.rows().items():
             digest.update(f"{name} {array.dtype} {array.shape}".encode())
-            digest.update(np.ascontiguousarray(array))
+            digest.update(np.ascontiguousarray(array).data)
         return kept(_ByContent(digest.digest(), table), *further)
 
-    return remembered
+    return cast(Function, remembered)
 
 
 class Ranked:
