@@ -33,6 +33,10 @@ from alight.errors import BadInput
 
 Made = TypeVar("Made")
 Cutter = Callable[[nn.Module, Sequence[str], Any], Sequence[nn.Module]]
+OF_SIZES = {  # functions of a tensor that read its sizes, dtype and device alone
+    "empty_like", "full_like", "ones_like", "zeros_like",
+    "new_empty", "new_full", "new_ones", "new_tensor", "new_zeros",
+}  # fmt: skip
 CUTTERS: list[tuple[Callable[[nn.Module], bool], Cutter]] = []  # that users registered; the latest is tried first
 
 
@@ -225,7 +229,8 @@ def _plan(
         for index in ({value.call} | writers) - chosen:
             chosen.add(index)
             wanted += _taken_by(traced, index)
-    return StagePlan(traced, sorted(chosen), incoming, outgoing, last, names)
+    shared = {index: traced.calls[value.call].line for index, value in enumerate(outgoing) if _is_shared(traced, value)}
+    return StagePlan(traced, sorted(chosen), incoming, outgoing, last, names, {} if last else shared)
 
 
 def _taken_by(traced: Trace, index: int) -> set[Value]:
@@ -359,6 +364,24 @@ def _rows_per_sample(traced: Trace, name: str, values: Iterable[Value]) -> list[
             )
         rows.append(layout.rows)
     return rows
+
+
+def _is_shared(traced: Trace, value: Value) -> bool:
+    """Check whether a tensor is one for all samples of a batch, and not computed from sizes alone."""
+    layout = traced.layout(value)
+    if layout is None or layout.rows:
+        return False
+    wanted, seen = [value], set[int]()
+    while wanted:
+        index = wanted.pop().call
+        if index < 0:
+            return True
+        memory = traced.calls[index].storages
+        for each in ({index} | {other for other, call in enumerate(traced.calls) if call.changed & memory}) - seen:
+            seen.add(each)
+            if getattr(traced.calls[each].target, "__name__", "") not in OF_SIZES:
+                wanted += traced.calls[each].values
+    return False
 
 
 def _output_plans(network: nn.Module, inputs: Inputs, with_data: bool, training: bool) -> list[StagePlan]:

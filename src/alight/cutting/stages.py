@@ -92,6 +92,7 @@ class Stage(nn.Module):
 
     source: str
     graphs: StageGraphs
+    shared: Mapping[int, str] = {}  # places in what it returns of tensors that are one for all samples, and lines
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Stage":
         twin = memo[id(self)] = type(self).__new__(type(self))
@@ -120,6 +121,7 @@ class StagePlan(NamedTuple):
     outgoing: Sequence[Value]
     last: bool  # returns one tensor instead of a tuple
     input_names: Sequence[str] = ()
+    shared: Mapping[int, str] = {}  # places among what goes out of tensors that are one for all samples, and lines
     carried_sizes: Mapping[SizeOf, Any] = {}  # how sizes of earlier tensors are computed from what comes in
     checks: Sequence[SizeCheck] = ()  # of sizes, in the order of their times
 
@@ -137,7 +139,9 @@ def build(model: nn.Module, evaluation: StagePlan, training: StagePlan | BadInpu
     constants: dict[str, Any] = {}
     graph = _GraphBuilder(evaluation, constants).graph()
     other = str(training) if isinstance(training, BadInput) else _GraphBuilder(training, constants).graph()
-    return stage_of(model, StageGraphs(graph, other), constants)
+    stage = stage_of(model, StageGraphs(graph, other), constants)
+    stage.shared = evaluation.shared
+    return stage
 
 
 def stage_of(model: nn.Module, graphs: StageGraphs, constants: Mapping[str, Any]) -> Stage:

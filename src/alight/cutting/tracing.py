@@ -17,6 +17,7 @@ from pathlib import Path
 from traceback import walk_stack
 from typing import Any, NamedTuple, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
@@ -242,6 +243,7 @@ def _trace_twice(
                 many = _many(inputs, batches[0])
                 large = record_calls(models[0], inputs, many, watched, is_opened)
                 _check_large_batch(traced, large, first.shapes.keys() ^ second.shapes.keys(), len(many[0]))
+                _check_closed_modules(first, large, len(many[0]))
             return traced
         except Untraceable as error:
             problem = error
@@ -296,6 +298,8 @@ class _CallRecorder(TorchFunctionMode):
         self.weighted: set[int] = set()  # identities of tensors computed from the network's weights
         self.sized_by_content: set[int] = set()
         self.closed = 0  # how deep inside closed modules
+        self.running: Any = None  # what was called last of all that is recorded
+        self.inside: set[tuple[Any, str]] = set()  # closed modules, and names of functions that they call
         self.checks: dict[Any, tuple[SizeCheck, tuple[Any, Any]]] = {}  # comparisons of sizes, with the numbers
         self.inputs = [Value(-1, (index,)) for index in range(len(tensors))]
         for tensor, value in zip(tensors, self.inputs, strict=True):
@@ -306,6 +310,7 @@ class _CallRecorder(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         if self.closed:
+            self.inside.add((self.running, getattr(func, "__name__", "")))
             is_quick = func is nn.functional.batch_norm and args[0].is_meta  # decomposed in Python without data
             return torch.empty_like(args[0]) if is_quick else func(*args, **kwargs)
         if getattr(func, "__name__", "") == "__iter__":
@@ -348,7 +353,9 @@ class _CallRecorder(TorchFunctionMode):
                 self._check_reads_no_content(function, taken)
             versions = [_version(tensor) for tensor in taken]
             encoded = () if function == "__get__" else self.encoded((args, kwargs))  # most attributes are no tensors
+            self.running = target if isinstance(target, str) else None
             result = run(*args, **kwargs)
+            self.running = None
             changed = {_storage(tensor) for tensor, old in zip(taken, versions, strict=True) if _version(tensor) != old}
             if not changed and not _tensors_in(result):
                 return self._with_sizes(function, args, kwargs, result)
@@ -470,6 +477,8 @@ class _CallRecorder(TorchFunctionMode):
             return StateName(self.modules[id(item)])
         if isinstance(item, TracedInt | TracedFloat):
             return expression_of(item)
+        if isinstance(item, np.generic):
+            return item.item()
         if isinstance(item, slice):
             return slice(*map(self.encoded, (item.start, item.stop, item.step)))
         if isinstance(item, Mapping):
@@ -592,6 +601,16 @@ def _check_large_batch(traced: Trace, large: _CallRecorder, per_sample: set[Valu
         " works in parts of a batch does: let it treat a batch as a whole, or cut after modules that do not lie around"
         " this line"
     )
+
+
+def _check_closed_modules(small: _CallRecorder, large: _CallRecorder, size: int) -> None:
+    """Raise if a closed module calls other functions for a large batch than for a small one."""
+    other = sorted({name for name, _ in small.inside ^ large.inside if name and "_orig_mod" not in name.split(".")})
+    if other:  # of compiled modules the compiler's own calls differ
+        raise DependsOnBatchSize(
+            f"module {other[0]!r} calls other functions for a batch of {size} samples than for {BATCHES[0]}: let it"
+            " treat a batch as a whole"
+        )
 
 
 def _holds_at(merged: Any, call: Call, size: int) -> bool:
