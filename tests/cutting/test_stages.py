@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+from collections import OrderedDict
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch import nn
 from torch.nn import functional
 
 from alight.cutting.cut import cut
+from alight.cutting.running import chain
 from alight.cutting.stages import Stage
 from alight.errors import BadInput
 
@@ -281,8 +283,8 @@ def test_pickling_a_stage_is_refused_with_the_alternative(tmp_path):
 def test_a_stage_shows_what_it_runs_and_has_code_of_its_own():
     first, last = cut(Chain(), ["first"], rows(1))
     assert isinstance(first, Stage)
-    assert "self.first(" in first.source
-    assert "self.fc(" in last.source
+    assert "self.first(" in first._source
+    assert "self.fc(" in last._source
     assert type(first).forward.__code__ is not type(last).forward.__code__
 
 
@@ -331,3 +333,9 @@ def test_of_several_outputs_a_head_reads_the_one_with_a_row_per_sample_that_is_u
 def test_code_that_branches_on_shapes_and_walks_over_samples_is_followed():
     network = Branches().eval()
     assert torch.equal(chained(cut(network, ["first"], rows(1)), rows(5)), network(rows(5)))
+
+
+def test_a_module_may_have_any_name_that_the_network_gives_it():
+    network = nn.Sequential(OrderedDict(source=nn.Linear(4, 4), graphs=nn.ReLU(), shared=nn.Linear(4, 3)))
+    batch = torch.randn(5, 4)
+    assert torch.equal(chain(cut(network, ["source"], torch.randn(2, 4)), (batch,)), network(batch))

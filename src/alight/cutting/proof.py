@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from alight.cutting.running import Inputs, in_mode, is_text, refusals, same_bits, without_shortcuts
 from alight.cutting.sizes import FixedSizes
 from alight.cutting.stages import refuse_training
-from alight.cutting.tracing import logits_in, walk
+from alight.cutting.tracing import MANY, logits_in, walk
 from alight.errors import BadInput
 
 ROWS = 5  # samples in a batch of the proof: an odd number that the trace has not seen
@@ -182,6 +182,7 @@ def check_chain(
             carried = stage(*carried)
             reader(carried)
         _check_with_other_weights(chain, trials)
+        _check_network_keeps_samples_apart(chain, inputs.of_size(MANY["data"]))
         _check_chain_keeps_samples_apart(chain, trials[0])
     ours = _two_steps(network, [*stages, *heads], chain.run_stages, trials[1].batch, seed=0)
     if isinstance(ours, BadInput):
@@ -484,7 +485,7 @@ def _check_shared_tensors(chain: Chain, batch: Batch) -> None:
 def _shared_tensors(chain: Chain, batch: Batch) -> list[tuple[str, Tensor]]:
     """Return what is carried past exits for all samples of a batch together, with the lines that made it."""
     shared, carried = list[tuple[str, Tensor]](), batch
-    places = [getattr(stage, "shared", {}) for stage in chain.stages[:-1]]
+    places = [getattr(stage, "_shared", {}) for stage in chain.stages[:-1]]
     for stage, lines in zip(chain.stages, places, strict=False) if any(places) else ():
         carried = stage(*carried)
         shared += [(line, carried[index]) for index, line in lines.items()]

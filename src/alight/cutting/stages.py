@@ -87,12 +87,13 @@ class StageGraphs(NamedTuple):
 class Stage(nn.Module):
     """Consecutive calls of a network: takes what is carried, one argument each, and returns what is carried further.
 
-    Parameters and buffers have the names that they have in the network. `source` is what the stage runs, as Python.
+    Parameters and buffers have the names that they have in the network. `_source` is what the stage runs, as
+    Python. These names are private, as a network may have a module `source`.
     """
 
-    source: str
-    graphs: StageGraphs
-    shared: Mapping[int, str] = {}  # places in what it returns of tensors that are one for all samples, and lines
+    _source: str
+    _graphs: StageGraphs
+    _shared: Mapping[int, str] = {}  # places in what it returns of tensors that are one for all samples, and lines
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Stage":
         twin = memo[id(self)] = type(self).__new__(type(self))
@@ -140,7 +141,7 @@ def build(model: nn.Module, evaluation: StagePlan, training: StagePlan | BadInpu
     graph = _GraphBuilder(evaluation, constants).graph()
     other = str(training) if isinstance(training, BadInput) else _GraphBuilder(training, constants).graph()
     stage = stage_of(model, StageGraphs(graph, other), constants)
-    stage.shared = evaluation.shared
+    stage._shared = evaluation.shared
     return stage
 
 
@@ -161,12 +162,12 @@ def stage_of(model: nn.Module, graphs: StageGraphs, constants: Mapping[str, Any]
             share(stage, model, str(node.target))
     evaluation = graphs.evaluation.python_code("self")
     training = None if isinstance(graphs.training, str) else graphs.training.python_code("self")
-    kind.graphs, kind.source = graphs, evaluation.src
+    kind._graphs, kind._source = graphs, evaluation.src
     kind.forward = _compiled(evaluation.src, evaluation.globals)
     if training is None or training.src != evaluation.src:
         kind.forward, kind._in_evaluation = _compiled(DISPATCH, {}), kind.forward
         kind._in_training = _compiled(training.src, training.globals) if training else _refusing(graphs.training)
-        kind.source += training.src if training else ""
+        kind._source += training.src if training else ""
     return stage
 
 
@@ -179,7 +180,7 @@ def refuse_training(stage: nn.Module, reason: str) -> None:
     if not hasattr(kind, "_in_training"):
         kind.forward, kind._in_evaluation = _compiled(DISPATCH, {}), kind.forward
     kind._in_training = _refusing(reason)
-    kind.graphs = StageGraphs(kind.graphs.evaluation, reason)
+    kind._graphs = StageGraphs(kind._graphs.evaluation, reason)
 
 
 class RefusedTraining:
@@ -417,7 +418,7 @@ def stages_from_data(network: nn.Module, data: Mapping[str, Any], tensors: Mappi
 
 def _stage_data(stage: Stage) -> dict[str, Any]:
     """Return a stage as data: "training" only where it differs, or says why the stage cannot be trained."""
-    evaluation, training = stage.graphs
+    evaluation, training = stage._graphs
     data: dict[str, Any] = {"evaluation": _nodes(evaluation)}
     other = training if isinstance(training, str) else _nodes(training)
     if other != data["evaluation"]:
