@@ -148,7 +148,7 @@ def as_tensor(values: Array) -> "torch.Tensor":
 
     if isinstance(values, torch.Tensor):
         return values
-    array = as_array(values)
+    array = values if isinstance(values, np.ndarray) else as_array(values)
     return torch.from_numpy(array if array.flags.writeable else array.copy())
 
 

@@ -173,14 +173,14 @@ def image_batch(
             f"the network normalises {len(known.mean)} channels and takes images of {shape[0]}: attach heads with as"
             " many means and standard deviations as channels"
         )
-    if isinstance(pictures, np.ndarray) or is_tensor(pictures):
-        pixels = as_array(pictures)
-        check_several(pixels.shape, shape)
-        images = _normalised(_arranged(pixels, shape, where), spec, where)
-    else:
+    if isinstance(pictures, Sequence):
         images = np.concatenate(
             [_normalised(_arranged(_pixels(each, shape)[None], shape, where), spec, where) for each in pictures]
         )
+    else:
+        pixels = as_array(pictures)
+        check_several(pixels.shape, shape)
+        images = _normalised(_arranged(pixels, shape, where), spec, where)
     return _augmented(images, known) if augment else images
 
 
