@@ -434,21 +434,25 @@ def _check_network_keeps_samples_apart(chain: Chain, batch: Batch, *, finite: bo
             " axis is the samples"
         )
     for rows, part in zip(APART, parts, strict=True):
-        if all(is_close(one, other[rows]) for one, other in zip(part, expected, strict=True)):
-            continue
-        with _attributes_restored(chain.network):
-            again = [chain.run_network(batch) for _ in range(2)]
-        if not all(is_close(*pair) for each in again for pair in zip(each, expected, strict=True)):
-            raise SamplesMixed(
-                "the network gives other logits for the same batch in evaluation mode: let it draw nothing, and keep"
-                " nothing from batch to batch"
-            )
-        raise SamplesMixed(
-            "the logits of a sample depend on the other samples of its batch, as first seen in what"
-            f" {_mixing_module(chain, batch, rows)} returns: normalise with stored statistics"
-            " (track_running_stats=True), and compute nothing across samples"
-        )
+        if not all(is_close(one, other[rows]) for one, other in zip(part, expected, strict=True)):
+            raise _why_samples_mix(chain, batch, rows, expected)
     return True
+
+
+def _why_samples_mix(chain: Chain, batch: Batch, rows: Any, expected: Sequence[Tensor]) -> SamplesMixed:
+    """Return an error for a network that gives these rows other logits than in the batch."""
+    with _attributes_restored(chain.network):
+        again = [chain.run_network(batch) for _ in range(2)]
+    if not all(is_close(*pair) for each in again for pair in zip(each, expected, strict=True)):
+        return SamplesMixed(
+            "the network gives other logits for the same batch in evaluation mode: let it draw nothing, and keep"
+            " nothing from batch to batch"
+        )
+    return SamplesMixed(
+        "the logits of a sample depend on the other samples of its batch, as first seen in what"
+        f" {_mixing_module(chain, batch, rows)} returns: normalise with stored statistics"
+        " (track_running_stats=True), and compute nothing across samples"
+    )
 
 
 def _check_chain_keeps_samples_apart(chain: Chain, trial: ProofBatch) -> None:

@@ -20,7 +20,7 @@ from torch import Tensor, fx, nn
 from torch.fx.node import map_aggregate
 from torch.overrides import get_overridable_functions
 
-from alight.cutting.sizes import FixedSizes, SizeCheck, SizeExpression, SizeOf, check_size
+from alight.cutting.sizes import FixedSizes, NumberOf, SizeCheck, SizeExpression, SizeOf, check_size
 from alight.cutting.tracing import (
     BATCHES,
     SCALARS,
@@ -114,12 +114,15 @@ class Stage(nn.Module):
 
 
 class StagePlan(NamedTuple):
-    """What a stage is made of: calls of a trace, values that come in, and values that go out."""
+    """What a stage is made of: calls of a trace, values that come in, and values that go out.
+
+    A size among these is a tensor of bytes, (samples, size), that is carried for its shape alone.
+    """
 
     trace: Trace
     calls: Sequence[int]
-    incoming: Sequence[Value]
-    outgoing: Sequence[Value]
+    incoming: Sequence[Value | SizeOf]
+    outgoing: Sequence[Value | SizeOf]
     last: bool  # returns one tensor instead of a tuple
     input_names: Sequence[str] = ()
     shared: Mapping[int, str] = {}  # places among what goes out of tensors that are one for all samples, and lines
@@ -261,7 +264,11 @@ class _GraphBuilder:
         names = plan.input_names or [f"carried_{index}" for index in range(len(plan.incoming))]
         inputs = [self.nodes.placeholder(name) for name in names]
         self.inputs = list(zip(inputs, plan.incoming, strict=True))
-        self.made |= zip(plan.incoming, map(self._restored, inputs, plan.incoming), strict=True)
+        for node, item in self.inputs:
+            if isinstance(item, SizeOf):
+                self.sizes[item] = self._size_along(node, 1)
+            else:
+                self.made[item] = self._restored(node, item)
         checks = list(plan.checks)
         for index in plan.calls:
             while checks and checks[0].time <= index:
@@ -269,7 +276,10 @@ class _GraphBuilder:
             self.made[Value(index)] = self._detached(Value(index), self._emitted(plan.trace.calls[index]))
         for check in checks:
             self._check(check)
-        outgoing = [self._batch_first(self._node(value), value) for value in plan.outgoing]
+        outgoing = [
+            self._sized(item) if isinstance(item, SizeOf) else self._batch_first(self._node(item), item)
+            for item in plan.outgoing
+        ]
         self.nodes.output(outgoing[0] if plan.last else tuple(outgoing))
         return self.nodes
 
@@ -348,10 +358,21 @@ class _GraphBuilder:
                 self.sizes[size] = self._property("shape")
             elif size in self.plan.carried_sizes:
                 self.sizes[size] = self._argument(self.plan.carried_sizes[size])
+            elif isinstance(size, NumberOf):
+                self.sizes[size] = self._node(size.value)
             else:
-                shape = self.nodes.call_function(getattr, (self._node(size.value), "shape"))
-                self.sizes[size] = self.nodes.call_function(operator.getitem, (shape, size.axis))
+                self.sizes[size] = self._size_along(self._node(size.value), size.axis)
         return self.sizes[size]
+
+    def _size_along(self, node: fx.Node, axis: int) -> fx.Node:
+        shape = self.nodes.call_function(getattr, (node, "shape"))
+        return self.nodes.call_function(operator.getitem, (shape, axis))
+
+    def _sized(self, size: SizeOf) -> fx.Node:
+        """Return a tensor of this size along its second axis."""
+        shape = self._property("shape"), self._size(size)
+        terms = {"dtype": torch.uint8, "device": self._property("device")}
+        return self.nodes.call_function(torch.zeros, (shape,), terms)
 
     def _detached(self, value: Value, node: fx.Node) -> fx.Node:
         """Return a tensor without a gradient if the network computes it without one."""

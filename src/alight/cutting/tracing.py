@@ -23,8 +23,10 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 from torch.overrides import TorchFunctionMode
 
+from alight.cutting.flops import like_input
 from alight.cutting.running import Inputs, in_mode, own_line, refusals, replaced, without_shortcuts
 from alight.cutting.sizes import (
+    NumberOf,
     SizeCheck,
     SizeExpression,
     SizeOf,
@@ -134,6 +136,7 @@ class Trace:
     inputs: list[Value]
     output: Any
     shapes: dict[Value, tuple[tuple[int, ...], tuple[int, ...]]]  # at both batch sizes
+    numbers: dict[Value, tuple[int, int]]  # that closed modules return, at both batch sizes
     tainted: set[Value]
     follows_dtype: set[Value]  # tensors in the network's dtype
     device: torch.device  # of the traced run
@@ -146,6 +149,8 @@ class Trace:
 
     def sizes(self, size: SizeOf) -> tuple[int, int]:
         """Return a size at both batch sizes."""
+        if isinstance(size, NumberOf):
+            return self.numbers[size.value]
         first, second = self.shapes[size.value]
         return first[size.axis], second[size.axis]
 
@@ -290,6 +295,7 @@ class _CallRecorder(TorchFunctionMode):
         self.ends: dict[str, list[ModuleEnd]] = {name: [] for name in watched}
         self.values: dict[int, Value] = {}
         self.shapes: dict[Value, tuple[int, ...]] = {}
+        self.numbers: dict[Value, int] = {}
         self.dtypes: dict[Value, torch.dtype] = {}
         self.tainted: set[Value] = set()
         self.tainted_storages: set[int] = set()
@@ -311,8 +317,8 @@ class _CallRecorder(TorchFunctionMode):
         kwargs = kwargs or {}
         if self.closed:
             self.inside.add((self.running, getattr(func, "__name__", "")))
-            is_quick = func is nn.functional.batch_norm and args[0].is_meta  # decomposed in Python without data
-            return torch.empty_like(args[0]) if is_quick else func(*args, **kwargs)
+            quick = _quick_result(func, args)
+            return func(*args, **kwargs) if quick is None else quick
         if getattr(func, "__name__", "") == "__iter__":
             return iter(self._recorded(Tensor.unbind, Tensor.unbind, (*args, 0), {}))
         return self._recorded(func, func, args, kwargs)
@@ -439,6 +445,11 @@ class _CallRecorder(TorchFunctionMode):
                 return (
                     type(result)(*parts) if hasattr(result, "_fields") else type(result)(parts)
                 )  # a namedtuple or not
+            case int() if not isinstance(result, bool) and isinstance(self.calls[value.call].target, str):
+                self.numbers[value] = untraced(result)
+                if tainted:
+                    self.tainted.add(value)
+                return traced_number(untraced(result), NumberOf(value), self.check)
         return result
 
     def _register(self, tensor: Tensor, value: Value, tainted: bool) -> None:
@@ -450,7 +461,7 @@ class _CallRecorder(TorchFunctionMode):
 
     def all_tainted(self) -> set[Value]:
         """Return values that depend on the content of the input, from the start or since a later write."""
-        return {self.values[id(tensor)] for tensor in self.alive if self._is_tainted(tensor)}
+        return self.tainted | {self.values[id(tensor)] for tensor in self.alive if self._is_tainted(tensor)}
 
     def _is_weighted(self, tensor: Tensor) -> bool:
         return id(tensor) in self.state or id(tensor) in self.weighted
@@ -542,6 +553,18 @@ def _storage(tensor: Tensor) -> int:
     return id(tensor) if tensor.layout != torch.strided else tensor.untyped_storage()._cdata
 
 
+def _quick_result(func: Any, args: tuple[Any, ...]) -> Tensor | None:
+    """Return the result of a call without data where its shape is known: torch takes milliseconds to find it out."""
+    if func is nn.functional.linear and len(args) > 1 and args[1].ndim == 2:
+        width = args[1].shape[0]
+    elif func is nn.functional.scaled_dot_product_attention and len(args) > 2:
+        width = args[2].shape[-1]
+    else:
+        return like_input(func, args)
+    is_known = args[0].is_meta and args[0].dtype == args[1].dtype
+    return args[0].new_empty((*args[0].shape[:-1], width)) if is_known else None
+
+
 def _line() -> str:
     """Return the line of the network's own code that is being run."""
     return own_line(walk_stack(sys._getframe()))
@@ -569,10 +592,13 @@ def _aligned(first: _CallRecorder, second: _CallRecorder, device: torch.device, 
         for (name, ends), other_ends in zip(first.ends.items(), second.ends.values(), strict=True)
     }
     shapes = {value: (shape, second.shapes[value]) for value, shape in first.shapes.items() if value in second.shapes}
+    numbers = {value: (one, second.numbers[value]) for value, one in first.numbers.items() if value in second.numbers}
     output = _merged(first.output, second.output, "the output")
     follows_dtype = {value for value in shapes if first.dtypes[value] != second.dtypes[value]}
     tainted, checks = first.all_tainted(), _size_checks(first, second)
-    return Trace(first.calls, ends, first.inputs, output, shapes, tainted, follows_dtype, device, checks, training)
+    return Trace(
+        first.calls, ends, first.inputs, output, shapes, numbers, tainted, follows_dtype, device, checks, training
+    )
 
 
 def _many(inputs: Inputs, batch: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
