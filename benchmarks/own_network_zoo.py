@@ -3191,7 +3191,7 @@ remedied(
 
 
 class LengthBehindTheExit(LargestLength):
-    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:  # type: ignore[override]
         kept = torch.arange(x.shape[1]) < lengths[:, None]
         bias = torch.where(kept, 0.0, -1e9)[:, None, None]
         x, longest = self.first(x, bias), lengths.max()

@@ -238,7 +238,7 @@ class HeadOutputs:
 
     def rows(self) -> dict[str, np.ndarray]:
         """Return all arrays that have a row for each sample, by their name in a file."""
-        arrays = {"scores": self.scores, "predictions": self.predictions}
+        arrays: dict[str, np.ndarray] = {"scores": self.scores, "predictions": self.predictions}
         arrays |= {f"feature_{name}": values for name, values in self.features.items()}
         arrays |= dict(zip(TOP, self.top or (), strict=False))
         optional = {"labels": self.labels} | {name: getattr(self, name) for name in LOGGED}

@@ -13,7 +13,7 @@ from torch import nn
 from alight.cutting.flops import count_flops
 from alight.cutting.proof import SamplesMixed, prove
 from alight.cutting.running import Inputs, in_mode, pick_logits, refusals
-from alight.cutting.sizes import SizeCheck, SizeOf
+from alight.cutting.sizes import NumberOf, SizeCheck, SizeOf
 from alight.cutting.skeleton import is_describable
 from alight.cutting.stages import StagePlan, build
 from alight.cutting.tracing import (
@@ -277,7 +277,9 @@ def _with_sizes_of_next(plan: StagePlan, lines: Mapping[SizeOf, str], same: Mapp
         if each not in (size, BatchMultiple(1, 0))
     ]
     carried = [size for size, each in same.items() if each == size and size not in plan.outgoing]
-    return plan._replace(checks=[*plan.checks, *checks], outgoing=[*plan.outgoing, *carried])
+    outgoing = [*plan.outgoing, *carried]
+    shared = {outgoing.index(size): lines[size] for size in carried if isinstance(size, NumberOf)}
+    return plan._replace(checks=[*plan.checks, *checks], outgoing=outgoing, shared={**plan.shared, **shared})
 
 
 def _lines_of_missing_sizes(plan: StagePlan) -> dict[SizeOf, str]:
@@ -291,7 +293,8 @@ def _carried_size(plan: StagePlan, size: SizeOf) -> Any:
     """Return what an earlier tensor's size is computed from: the batch, a size of what comes in, or a tensor for it."""
     first, second = sizes = plan.trace.sizes(size)
     if sizes != BATCHES:
-        incoming = [SizeOf(value, axis) for value in plan.incoming for axis in range(len(plan.trace.shapes[value][0]))]
+        tensors = [value for value in plan.incoming if not isinstance(value, SizeOf)]
+        incoming = [SizeOf(value, axis) for value in tensors for axis in range(len(plan.trace.shapes[value][0]))]
         same = [each for each in incoming if plan.trace.sizes(each) == sizes]
         if same:
             return min(same, key=lambda each: each.axis != size.axis)

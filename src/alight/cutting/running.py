@@ -160,7 +160,8 @@ def in_mode(*modules: nn.Module, training: bool) -> Iterator[None]:
     everything = nn.ModuleList(modules)
     modes = [(module, module.training) for module in everything.modules()]
     buffers = [(each._buffers, {**each._buffers}) for each in everything.modules() if type(each._buffers) is dict]
-    limited = [module.weight for module in everything.modules() if getattr(module, "max_norm", None) is not None]
+    looked_up = [each for each in everything.modules() if isinstance(each, nn.Embedding | nn.EmbeddingBag)]
+    limited = [each.weight for each in looked_up if each.max_norm is not None]
     written = [(each, each.detach().clone()) for each in (*everything.buffers(), *limited) if not each.is_inference()]
     devices = {tensor.device for tensor in itertools.chain(everything.parameters(), everything.buffers())}
     with torch.no_grad(), torch.random.fork_rng([device for device in devices if device.type == "cuda"]):

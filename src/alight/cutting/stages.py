@@ -371,7 +371,7 @@ class _GraphBuilder:
     def _sized(self, size: SizeOf) -> fx.Node:
         """Return a tensor of this size along its second axis."""
         shape = self._property("shape"), self._size(size)
-        terms = {"dtype": torch.uint8, "device": self._property("device")}
+        terms: dict[str, Any] = {"dtype": torch.uint8, "device": self._property("device")}
         return self.nodes.call_function(torch.zeros, (shape,), terms)
 
     def _detached(self, value: Value, node: fx.Node) -> fx.Node:

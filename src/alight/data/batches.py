@@ -387,8 +387,8 @@ def _loader(
         return Loader(samples, batch_size, collate)
     from torch.utils.data import DataLoader, Dataset
 
-    rows = cast("Dataset[Any]", samples)
-    return DataLoader(rows, batch_size, shuffle=bool(shuffle), collate_fn=collate.tensors, num_workers=workers)
+    rows, made = cast("Dataset[Any]", samples), cast("Any", collate.tensors)
+    return DataLoader(rows, batch_size, shuffle=bool(shuffle), collate_fn=made, num_workers=workers)
 
 
 def _named(data: Any) -> str:
