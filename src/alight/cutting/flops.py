@@ -145,7 +145,7 @@ class _WeightsOnMeta(TorchFunctionMode):
 
 def like_input(func: Any, args: tuple[Any, ...]) -> Tensor | None:
     """Return the result of a norm or GELU without data, for which torch takes milliseconds in Python; or None."""
-    if not args or not args[0].is_meta or (func not in NORMS and func is not nn.functional.gelu):
+    if (func not in NORMS and func is not nn.functional.gelu) or not args or not args[0].is_meta:
         return None
     return torch.empty_like(args[0], memory_format=torch.contiguous_format if func in NORMS else torch.preserve_format)
 
