@@ -6,7 +6,7 @@ other operation without a formula is listed as unknown. On real tensors torch ru
 recurrent layers, some of which have no formula; on the meta device it runs their decompositions, which have.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from math import prod
 from typing import Any, TypeVar
 
@@ -143,7 +143,7 @@ class _WeightsOnMeta(TorchFunctionMode):
         return func(*args, **kwargs) if quick is None else quick
 
 
-def like_input(func: Any, args: tuple[Any, ...]) -> Tensor | None:
+def like_input(func: Any, args: Sequence[Any]) -> Tensor | None:
     """Return the result of a norm or GELU without data, for which torch takes milliseconds in Python; or None."""
     if (func not in NORMS and func is not nn.functional.gelu) or not args or not args[0].is_meta:
         return None

@@ -317,7 +317,7 @@ class _CallRecorder(TorchFunctionMode):
         kwargs = kwargs or {}
         if self.closed:
             self.inside.add((self.running, getattr(func, "__name__", "")))
-            quick = _quick_result(func, args)
+            quick = quick_result(func, args)
             return func(*args, **kwargs) if quick is None else quick
         if getattr(func, "__name__", "") == "__iter__":
             return iter(self._recorded(Tensor.unbind, Tensor.unbind, (*args, 0), {}))
@@ -553,7 +553,7 @@ def _storage(tensor: Tensor) -> int:
     return id(tensor) if tensor.layout != torch.strided else tensor.untyped_storage()._cdata
 
 
-def _quick_result(func: Any, args: tuple[Any, ...]) -> Tensor | None:
+def quick_result(func: Any, args: Sequence[Any]) -> Tensor | None:
     """Return the result of a call without data where its shape is known: torch takes milliseconds to find it out."""
     if func is nn.functional.linear and len(args) > 1 and args[1].ndim == 2:
         width = args[1].shape[0]
