@@ -41,6 +41,7 @@ from alight.display import accuracy_text, aligned, percent, quantity
 from alight.engine.settings import RunSettings
 from alight.errors import BadInput
 from alight.evaluation import evaluate_policy, sweep
+from alight.fitting.fitted import TEST
 from alight.outputs import KEPT, Decisions, HeadOutputs
 from alight.policies import load_policy
 from alight.policies.policy import Policy
@@ -123,7 +124,17 @@ def run_predict(options: argparse.Namespace) -> CommandResult:
     decisions = predictor.run(data, progress=not options.quiet)
     write_answers(decisions, options.output, names=names_of(data), classes=model.classes)
     bench = shlex.join(["alight", "bench", *filter(None, [options.model, options.policy, options.data])])
-    return decisions_result(decisions, options.output, policy, f"the full network's: {bench}")
+    return decisions_result(decisions, options.output, policy, f"the full network's{_tested(options.model)}: {bench}")
+
+
+def _tested(folder: str) -> str:
+    """Return the accuracy of the full network on the test samples of `fit`, in a few words; none in other folders."""
+    place = Path(folder) / TEST
+    table = HeadOutputs.load(place) if place.is_file() else None
+    if table is None or table.labels is None:
+        return ""
+    accuracy = accuracy_text(float(table.correct()[:, -1].mean()))
+    return f" was {accuracy} on {len(table):,} test samples; on these"
 
 
 def decisions_result(decisions: Decisions, path: str, policy: Policy, note: str = "") -> CommandResult:

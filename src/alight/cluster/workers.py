@@ -20,8 +20,8 @@ from pyarrow import parquet
 
 from alight.cluster.shards import BadRow, Shard
 from alight.cluster.stores import PartitionFolder
+from alight.data.batches import Collate
 from alight.data.formats import answer_columns
-from alight.data.samples import Collate
 from alight.data.tokens import TOKENIZER
 from alight.engine.backends import Integers
 from alight.engine.predictor import Predictor

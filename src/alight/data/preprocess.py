@@ -87,6 +87,12 @@ class Normalisation:
                 " channel"
             )
 
+    @cached_property
+    def by_channel(self) -> tuple[np.ndarray, np.ndarray]:
+        """Mean and std in single precision, each (channels, 1, 1)."""
+        mean, std = (np.array(each, dtype=np.float32)[:, None, None] for each in (self.mean, self.std))
+        return mean, std
+
 
 @dataclass(frozen=True)
 class InputSpec:
@@ -168,13 +174,14 @@ def image_batch(
             f"the network normalises {len(known.mean)} channels and takes images of {shape[0]}: attach heads with as"
             " many means and standard deviations as channels"
         )
-    if isinstance(pictures, np.ndarray) or is_tensor(pictures):
+    if isinstance(pictures, Sequence):
+        images = np.concatenate(
+            [_normalised(_arranged(_pixels(each, shape)[None], shape, where), spec, where) for each in pictures]
+        )
+    else:
         pixels = as_array(pictures)
         check_several(pixels.shape, shape)
         images = _normalised(_arranged(pixels, shape, where), spec, where)
-    else:
-        arranged = (_arranged(_pixels(each, shape)[None], shape, where) for each in pictures)
-        images = np.concatenate([_normalised(each, spec, where) for each in arranged])
     return _augmented(images, known) if augment else images
 
 
@@ -313,15 +320,11 @@ def _normalised(images: np.ndarray, spec: InputSpec, where: str) -> np.ndarray:
         return made
     if spec.normalisation is None:
         raise BadInput(f"{where} has pictures or bytes, {UNKNOWN}")
-    mean, std = _by_channel(spec.normalisation)
+    mean, std = spec.normalisation.by_channel
     made /= np.float32(255)
     made -= mean
     made /= std
     return made
-
-
-def _by_channel(normalisation: Normalisation) -> list[np.ndarray]:
-    return [np.array(each, dtype=np.float32)[:, None, None] for each in (normalisation.mean, normalisation.std)]
 
 
 def _augmented(images: np.ndarray, normalisation: Normalisation | None) -> np.ndarray:
@@ -332,7 +335,7 @@ def _augmented(images: np.ndarray, normalisation: Normalisation | None) -> np.nd
     down, right = height // SHIFT, width // SHIFT
     padded = np.zeros((count, channels, height + 2 * down, width + 2 * right), images.dtype)
     if normalisation is not None and images.dtype == np.float32:
-        mean, std = _by_channel(normalisation)
+        mean, std = normalisation.by_channel
         padded += (0 - mean) / std
     padded[..., down : down + height, right : right + width] = images
     moved = np.empty_like(images)
