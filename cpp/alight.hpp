@@ -193,6 +193,16 @@ inline std::string verified(const std::string& folder, const std::string& file, 
   return content;
 }
 
+// Refuses a stage that reads its weights from another file: a Protobuf field 1 with the text "location".
+inline void check_whole(const std::string& content, const std::string& name) {
+  const std::string key = "location";
+  for (size_t at = content.find(key, 2); at != std::string::npos; at = content.find(key, at + 1)) {
+    char length = content[at - 1], tag = content[at - 2];
+    if ((length == 8 && tag == 10) || length == 0)  // 0 ends a length that is written longer than needed
+      throw Error(name + " names another file for its weights, which nothing verifies: export it in one file");
+  }
+}
+
 // ---------------------------------------------------------------------------------------------- ONNX Runtime
 
 // ONNX Runtime's C interface: places in its function table, which never change.
@@ -580,6 +590,7 @@ class Predictor {
     std::vector<int64_t> opened;
     for (const Json& stage : manifest["stages"].items) {
       std::string content = verified(folder, stage["file"].text(), stage["checksum"].text());
+      check_whole(content, stage["file"].text());
       stages_.push_back(std::make_unique<Session>(runtime_, content, threads));
       std::vector<Spec> carried;
       for (const Json& each : stage["carries"].items) carried.emplace_back(each);

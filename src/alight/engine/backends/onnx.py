@@ -3,6 +3,7 @@
 import copy
 import importlib
 import os
+import re
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -18,6 +19,8 @@ from alight.engine.settings import RunSettings
 from alight.errors import BadFile, BadInput
 
 SPIN = {"session.force_spinning_stop": "1"}  # threads of one stage must not keep a core busy while the next one works
+# how Protobuf writes the name of a file with weights: a field "location", in any encoding of its tag and length
+ELSEWHERE = re.compile(rb"(?:\x0a|\x8a\x80*\x00)(?:\x08|\x88\x80*\x00)location")
 TELEMETRY = "ORT_DISABLE_TELEMETRY"  # from 1.29 on it reports every network to its makers, unless this is set before
 PROVIDER = "ExecutionProvider"  # with which the names of ONNX Runtime's providers end
 CPU = "CPU" + PROVIDER
@@ -97,6 +100,7 @@ class Session:
     """One stage: its graph takes the state, in order, and returns logits and the next state."""
 
     def __init__(self, content: bytes, name: str, threads: int | None = None, providers: Sequence[str] = ()) -> None:
+        check_whole(content, name)
         runtime = _onnxruntime()
         options = runtime.SessionOptions()
         options.intra_op_num_threads = available_cores() if threads is None else threads
@@ -120,6 +124,12 @@ class Session:
         except Exception as error:  # of several types, none of which onnxruntime exports
             raise BadInput(refusal(self._name, len(state[0]), error)) from error
         return logits, tuple(others)
+
+
+def check_whole(content: bytes, name: str) -> None:
+    """Refuse a stage that reads its weights from elsewhere."""
+    if ELSEWHERE.search(content):
+        raise BadFile(name, "it names another file for its weights, which nothing verifies", "export it in one file")
 
 
 def chosen_providers(runtime: Any, names: Sequence[str]) -> list[str]:

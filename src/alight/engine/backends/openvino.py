@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from alight.engine.backends import HeadValues, State, score_one
-from alight.engine.backends.onnx import OnnxBackend, available_cores, first_line, refusal
+from alight.engine.backends.onnx import OnnxBackend, available_cores, check_whole, first_line, refusal
 from alight.engine.manifest import BFLOAT16, Manifest, verified
 from alight.errors import BadFile, BadInput
 
@@ -43,6 +43,7 @@ class Compiled:
     """One stage, compiled for batches of any size, and once more for single samples; each when it is first needed."""
 
     def __init__(self, core: Any, content: bytes, name: str, config: dict[str, Any]) -> None:
+        check_whole(content, name)
         self._core, self._name, self._config = core, name, config
         try:
             self._model = core.read_model(io.BytesIO(content))
