@@ -2,6 +2,7 @@
 
 import csv
 import io
+import json
 import os
 import shutil
 import subprocess
@@ -13,6 +14,7 @@ from commands import shared_folder
 from exported import drawn, folder, images, network, policy
 
 from alight import Predictor, RunSettings, calibrate
+from alight.engine.manifest import checksum
 from alight.export.precision import lower, put_policy
 from alight.policies.policy import Threshold
 
@@ -116,6 +118,12 @@ def test_what_would_be_wrong_is_refused(program, tmp_path):
     (tmp_path / "changed" / "stage_2.onnx").write_bytes(b"nonsense")
     done, _ = decided(program, tmp_path / "changed", images(), tmp_path)
     assert (done.returncode, "stage_2.onnx was changed or damaged" in done.stderr) == (1, True)
+    (tmp_path / "changed" / "stage_2.onnx").write_bytes(elsewhere := b"\x0a\x08location\x12\x01w")
+    manifest = json.loads((tmp_path / "changed" / "manifest.json").read_text())
+    manifest["stages"][2]["checksum"] = checksum(elsewhere)
+    (tmp_path / "changed" / "manifest.json").write_text(json.dumps(manifest))
+    done, _ = decided(program, tmp_path / "changed", images(), tmp_path)
+    assert (done.returncode, "stage_2.onnx names another file for its weights" in done.stderr) == (1, True)
     batched = with_policy(folder(), drawn("quota", np.random.default_rng(0), OPENED), tmp_path)
     done, _ = decided(program, batched, images(), tmp_path)
     assert (done.returncode, "a policy Quota needs batches or streams" in done.stderr) == (1, True)
