@@ -1,5 +1,6 @@
 """The service as a process of its own, as people run it."""
 
+import importlib
 import json
 import os
 import signal
@@ -10,10 +11,20 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import httpx2 as httpx
 from waiting import wait_until
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+
+
+def benchmark(name: str) -> ModuleType:
+    """A script of the folder of benchmarks, which imports others of it."""
+    if str(BENCHMARKS) not in sys.path:
+        sys.path.append(str(BENCHMARKS))
+    return importlib.import_module(name)
 
 
 @dataclass
@@ -21,6 +32,7 @@ class Service:
     """A process, its address, and the lines that it has logged."""
 
     process: "subprocess.Popen[str]"
+    verify: Any = True  # certificates that its client trusts
     url: str = ""
     lines: list[dict[str, Any]] = field(default_factory=list)
     ready: threading.Event = field(default_factory=threading.Event)
@@ -38,7 +50,7 @@ class Service:
     def is_ready(self) -> bool:
         """Whether it answers requests."""
         try:
-            return httpx.get(f"{self.url}/readyz").status_code == 200
+            return httpx.get(f"{self.url}/readyz", verify=self.verify).status_code == 200
         except httpx.TransportError:
             return False
 
@@ -49,7 +61,7 @@ class Service:
 
 
 @contextmanager
-def service(line: str, cwd: Path, **environment: str) -> Iterator[Service]:
+def service(line: str, cwd: Path, verify: Any = True, **environment: str) -> Iterator[Service]:
     """A service that answers, stopped afterwards if it has not been."""
     process = subprocess.Popen(
         [sys.executable, "-m", "alight.cli", "serve", *line.split(), "--port", "0", "--threads", "1"],
@@ -58,7 +70,7 @@ def service(line: str, cwd: Path, **environment: str) -> Iterator[Service]:
         stderr=subprocess.PIPE,
         text=True,
     )
-    started = Service(process)
+    started = Service(process, verify)
     reader = threading.Thread(target=started.read, daemon=True)
     reader.start()
     try:
