@@ -175,6 +175,11 @@ class HeadOutputs:
         if self.quality is None:
             return None
         rows, same = np.arange(len(self)), self.predictions == answers[:, None]
+        if unknown := int((~same.any(axis=1)).sum()):
+            raise BadInput(
+                f"{unknown} of {len(self)} answers were given by no exit, so nothing grades them: combine graded"
+                " answers by a vote, which chooses among them"
+            )
         said_there = same[rows, exits]
         return self.quality[rows, np.where(said_there, exits, np.argmax(same, axis=1))]
 
@@ -443,9 +448,11 @@ class Decisions:
 
     def correct(self, labels: npt.ArrayLike | None = None) -> npt.NDArray[Any]:
         """Return which predictions are right, (samples,); the quality of the answers where they were graded."""
-        if self.quality is not None:
-            return self.quality
         truth = self.labels if labels is None else _labels(labels, len(self))
+        if self.quality is not None:
+            if truth is not None and (self.labels is None or not np.array_equal(truth, self.labels)):
+                raise BadInput("these answers were graded, so other labels cannot judge them: leave the labels out")
+            return self.quality
         if truth is None:
             raise LabelsNeeded("accuracy")
         return np.equal(self.predictions, truth)

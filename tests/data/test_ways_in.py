@@ -622,7 +622,7 @@ REFUSED = {  # what is done with a network, and the sentence
     ),
     "names for a network without any": (
         lambda _: record(images(classes=()), (X["images"], ["dog", "cow"] * 12)),
-        "2 classes by name and the network 3: number them instead",
+        "has classes by name, 2 of them, and the network has 3: build it with 2",
     ),
     "names in a loader for a network without any": (
         lambda _: record(images(classes=()), DataLoader(Samples([*zip(X["images"], NAMES, strict=True)]), BATCH)),

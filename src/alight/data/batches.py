@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 
 from alight.data.columns import LABEL_NAMES, are_image_files, depth, first_of, is_array, is_path, kind_of
-from alight.data.labels import ONE_CLASS, are_in_other_order, batch_labels, check_shares
+from alight.data.labels import are_in_other_order, batch_labels, check_shares
 from alight.data.preprocess import InputSpec, TensorSpec, as_array, image_batch, is_picture, is_pixels, is_tensor
 from alight.data.samples import Fetched, Items, Samples, chosen_columns, declared_classes, is_texts, picture, stacked
 from alight.data.shapes import check_shapes
@@ -80,7 +80,7 @@ class Batch:
         if low < 0 or high >= num_classes:
             raise BadInput(
                 f"labels run from {low} to {high}, but the network has {num_classes} classes, 0 to {num_classes - 1}:"
-                f" number the classes from 0, or attach heads with more classes ({ONE_CLASS})"
+                " number the classes from 0, or give a network of more classes"
             )
 
 
@@ -225,19 +225,19 @@ def length_of(loader: Iterable[Any]) -> int | None:
 
 
 def in_batches(
-    data: Any, spec: InputSpec, batch_size: int = BATCH_SIZE, *, shuffle: bool | None = None
+    data: Any, spec: InputSpec, batch_size: int = BATCH_SIZE, *, shuffle: bool | None = None, labels: bool = True
 ) -> Iterable[Any]:
     """Return batches of data in any form, as a network of this spec takes them; what comes in batches is unchanged.
 
     Samples come in order and without torch, unless `shuffle` is True or False: then torch's DataLoader reads them,
-    shuffled by torch's generator or not, for trainings.
+    shuffled by torch's generator or not, for trainings. Without `labels` the inputs alone are read.
 
     >>> [len(batch) for batch in in_batches((np.zeros((5, 4)), np.arange(5)), InputSpec(), batch_size=2)]
     [2, 2, 1]
     """
     if isinstance(data, Loader):
         return data
-    samples = open_data(data, spec)
+    samples = open_data(data, spec, labels=labels)
     if samples is not None:
         return _loader(samples, Collate(spec, _named(data)), batch_size, shuffle)
     if not isinstance(data, Iterable):
@@ -288,15 +288,15 @@ def load_data(
     return _loader(samples, collate, batch_size, bool(shuffle) if augment else shuffle, workers)
 
 
-def first_batch(data: Any, spec: InputSpec, batch_size: int = 2) -> Batch:
+def first_batch(data: Any, spec: InputSpec, batch_size: int = 2, *, labels: bool = True) -> Batch:
     """Return the first samples of data in any form, as the network takes them: an example of what it is given.
 
     >>> len(first_batch((np.zeros((5, 4)), np.arange(5)), InputSpec()))
     2
     """
-    for batch in batches(in_batches(data, spec, batch_size), spec, "the first batch"):
-        labels = None if batch.labels is None else batch.labels[:batch_size]
-        return Batch(tuple(each[:batch_size] for each in batch.inputs), labels)
+    for batch in batches(in_batches(data, spec, batch_size, labels=labels), spec, "the first batch"):
+        own = None if batch.labels is None else batch.labels[:batch_size]
+        return Batch(tuple(each[:batch_size] for each in batch.inputs), own)
     raise AssertionError  # `batches` raises where there is none
 
 
@@ -469,7 +469,8 @@ def _other_number(parts: Sequence[Any], spec: InputSpec) -> str:
             f"a pair of inputs and labels where the network takes inputs alone ({takes}): give the first of the two, or"
             " both to `predictor.run`, which leaves the labels out"
         )
-    return f"{len(parts)} inputs, and the network takes {takes}"
+    what = "texts or " if spec.takes_texts else ""
+    return f"{len(parts)} input{'s' * (len(parts) != 1)}, and the network takes {takes}: give {what}a dict of these"
 
 
 def _numbers(spec: InputSpec, value: Any, own: TensorSpec | None) -> Array:

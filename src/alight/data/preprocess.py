@@ -24,6 +24,7 @@ UNKNOWN = (
     " takes pixels in 0..1; or give floats as the network takes them"
 )
 BITS, PHOTOMETRIC, WHITE_IS_ZERO = 258, 262, 0  # tags of TIFF, and a value of the second
+ORIENTATION = 274  # tag of EXIF
 
 Sample = tuple[Any, int | None]  # an image or a text, and its class
 
@@ -246,7 +247,7 @@ def as_array(values: Any) -> np.ndarray:
 
 
 def flattened(picture: Any) -> Any:
-    """Return a picture (Pillow) upright and in 8 bits, grey or RGB: every picture and image file passes here.
+    """Return a picture (Pillow) upright and in 8 bits, grey or RGB, itself if it is: all pictures and files pass here.
 
     It is turned as its EXIF orientation says, 16 bits become their upper 8, and what is transparent lies over white.
     Of a file with several frames it is the one that the picture is at, the first where it was just opened.
@@ -265,7 +266,9 @@ def flattened(picture: Any) -> Any:
             f"a picture of mode {mode} with numbers from {low:g} to {high:g} does not say which are black and white:"
             " save it in 8 or 16 bits, or give arrays"
         )
-    picture = ImageOps.exif_transpose(picture)
+    picture.load()
+    if picture.getexif().get(ORIENTATION, 1) != 1:  # else it would be copied, and may be large
+        picture = ImageOps.exif_transpose(picture)
     if of_16_bits:
         numbers, clear = np.asarray(picture), picture.info.get("transparency")
         picture = Image.fromarray((numbers >> 8).astype(np.uint8))
@@ -274,7 +277,7 @@ def flattened(picture: Any) -> Any:
     if picture.has_transparency_data:
         picture = picture.convert("LA" if picture.mode == "La" else "RGBA").convert("RGBA")
         picture = Image.alpha_composite(Image.new("RGBA", picture.size, "white"), picture)
-    return picture if picture.mode == "L" else picture.convert("RGB")
+    return picture if picture.mode in ("L", "RGB") else picture.convert("RGB")
 
 
 def _pixels(picture: Any, shape: tuple[int, int, int]) -> np.ndarray:
@@ -282,7 +285,8 @@ def _pixels(picture: Any, shape: tuple[int, int, int]) -> np.ndarray:
     if not is_picture(picture):
         return as_array(picture)
     channels, height, width = shape
-    picture = flattened(picture).convert("L" if channels == 1 else "RGB")
+    picture, mode = flattened(picture), "L" if channels == 1 else "RGB"
+    picture = picture if picture.mode == mode else picture.convert(mode)
     scale = max(height / picture.height, width / picture.width)
     if scale != 1:
         size = (max(width, round(scale * picture.width)), max(height, round(scale * picture.height)))

@@ -165,7 +165,7 @@ def picture(file: Any, path: PathLike | None = None) -> Any:
     image = library("PIL.Image", "pillow")
     try:
         with image.open(file) as opened:
-            return flattened(opened)
+            return flattened(opened).copy()  # which needs no file
     except Exception as error:  # a damaged image fails in a dozen ways, each decoder its own
         remedy = "take it out of the folder" if path is not None or is_path(file) else "give another"
         raise BadFile(str(file) if path is None else path, f"it is not a usable image ({error})", remedy) from error
