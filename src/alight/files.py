@@ -25,6 +25,7 @@ DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # no space on the disk, i
 
 WEIGHTS, CONFIG = "model.safetensors", "config.json"  # in the folder of a saved network
 MANIFEST = "manifest.json"  # in the folder of an exported one
+CASCADE = "cascade.json"  # in the folder of a cascade, beside a file or folder for each network
 PLAN, DONE = "plan.json", "job.json"  # beside partitions of a job: what is to be done, and that all of it is
 
 PathLike = str | os.PathLike[str]
