@@ -29,7 +29,7 @@ MAY_IMPORT = {
     "networks": FOUNDATION | {"cutting", "data"},
     "data": {"errors", "files", "outputs"},
     "training": FOUNDATION | {"networks", "data"},
-    "costing": FOUNDATION | {"cutting", "networks", "data"},
+    "costing": FOUNDATION | {"cutting", "networks", "data", "engine"},
     "engine": FOUNDATION | {"networks", "data", "policies"},
     "planning": FOUNDATION | {"networks", "data", "policies", "calibrate", "costing", "engine"},
     "export": FOUNDATION | {"networks", "data", "policies", "engine"},

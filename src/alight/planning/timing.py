@@ -13,6 +13,7 @@ import torch
 from alight.data.batches import as_inputs
 from alight.display import aligned, quantity
 from alight.engine.backends import Integers, State
+from alight.engine.backends.cascade import Cascade
 from alight.engine.predictor import Predictor
 from alight.engine.settings import RunSettings
 from alight.networks.multi_exit import MultiExitModel
@@ -27,10 +28,13 @@ SHORT = 0.03  # seconds of a run of one stage, which is repeated
 ROUNDS = 5
 
 
-def full_network(model: MultiExitModel) -> Policy:
-    """Return the policy under which every sample leaves at the last exit."""
-    last = model.num_exits - 1
-    return ExitAt(costs=(1.0,), open_exits=(last,), num_exits=model.num_exits, exits=model.exits)
+Network = MultiExitModel | Cascade
+
+
+def full_network(model: Network, exit_index: int = -1) -> Policy:
+    """Return the policy under which every sample leaves at the last exit, or at another, and no other is open."""
+    opened = (exit_index % model.num_exits,)
+    return ExitAt(costs=(1.0,), open_exits=opened, num_exits=model.num_exits, exits=model.exits)
 
 
 def inputs_for_duration(predictor: Predictor, example: Any, batch_size: int, batches: int) -> tuple[State, float]:
@@ -136,7 +140,7 @@ class SpeedComparison:
 
 
 def compare(
-    model: MultiExitModel,
+    model: Network,
     policy: Policy,
     inputs: Any,
     batch_size: int,
