@@ -106,14 +106,14 @@ def whole_folder(folder: Path) -> Iterator[Path]:
 
 
 def check_network_folder(folder: PathLike) -> None:
-    """Check that the folder holds a saved network, without loading torch."""
+    """Check that the folder holds a saved network or a cascade, without loading torch."""
     path = Path(folder)
     if not path.is_dir():
         raise FileNotFoundError(f"there is no folder {path}")
     if (path / MANIFEST).is_file() and not (path / WEIGHTS).is_file():
         raise BadFile(path, "it holds an exported network", "use `alight run`, or give the folder it was exported from")
     for name in (WEIGHTS, CONFIG):
-        if not (path / name).is_file():
+        if not (path / name).is_file() and not (path / CASCADE).is_file():
             raise BadFile(path, f"it has no {name}", "give a folder that alight saved a network to")
 
 

@@ -48,6 +48,7 @@ class View:
     kind: Kind
     spec: InputSpec  # what the network takes
     crop: float = 1.0
+    bicubic: bool = False  # the filter that resizes, instead of the bilinear one
 
     def __call__(self, kept: tuple[Any, ...]) -> tuple[Any, ...]:
         """Return what is kept of a batch as the network takes it; tensors stay tensors, on their device."""
@@ -57,15 +58,16 @@ class View:
             texts = [bytes(row).rstrip(b"\0").decode() for row in np.asarray(kept[0])]
             return tuple(texts_for(self.spec, "the cascade")(texts).values())
         assert self.spec.image_shape is not None  # as `common_inputs` has checked
-        return (_scaled(_resized(_middle(kept[0], self.crop), *self.spec.image_shape[1:]), self.spec),)
+        _, height, width = self.spec.image_shape
+        return (_scaled(_resized(_middle(kept[0], self.crop), height, width, self.bicubic), self.spec),)
 
 
 def common_inputs(
-    specs: Sequence[InputSpec], crops: Sequence[float], names: Sequence[str], image_size: int | None = None
+    specs: Sequence[InputSpec], crops: Sequence[float], names: Sequence[str], image_size: Sequence[int] = ()
 ) -> tuple[Kind, InputSpec]:
     """Return what a cascade of networks keeps of a sample, and what it takes: as all of them do, or pixels, or texts.
 
-    Pixels are kept at a size that each network can cut its own out of, or at `image_size`.
+    Pixels are kept at a height and width that each network can cut its own out of, or at `image_size`.
 
     >>> small, large = (InputSpec((TensorSpec("images", (None, 3, size, size), "uint8"),)) for size in (8, 12))
     >>> kind, spec = common_inputs([small, large], [1.0, 0.75], ["small", "large"])
@@ -73,14 +75,14 @@ def common_inputs(
     ('pixels', (3, 16, 16))
     """
     terms = {"num_classes": _number_of_classes(specs, names), "classes": _class_names(specs, names)}
-    if all(_take_the_same(*pair) for pair in product(specs, specs)) and {*crops} == {1.0} and image_size is None:
+    if all(_take_the_same(*pair) for pair in product(specs, specs)) and {*crops} == {1.0} and not image_size:
         exact = min(specs, key=lambda spec: sum(size is None for each in spec.tensors for size in each.shape))
         return "same", replace(exact, **terms)
     shapes = [spec.image_shape for spec in specs if spec.image_shape is not None and spec.takes_pictures]
     if len(shapes) == len(specs) and len({shape[0] for shape in shapes}) == 1:
         fitting = [max(round(shape[axis] / crop) for shape, crop in zip(shapes, crops, strict=True)) for axis in (1, 2)]
-        sides = fitting if image_size is None else [image_size, image_size]
-        return "pixels", InputSpec((TensorSpec("images", (None, shapes[0][0], *sides), "uint8"),), **terms)
+        pixels = TensorSpec("images", (None, shapes[0][0], *(image_size or fitting)), "uint8")
+        return "pixels", InputSpec((pixels,), **terms)
     if all(spec.takes_texts and spec.tokenizer is not None for spec in specs):
         ids = TensorSpec(IDS, (None, None), "uint8")
         return "texts", InputSpec((ids,), (IDS,), tokenizer=Utf8(), **terms)
@@ -131,22 +133,24 @@ def _middle(pixels: Any, crop: float) -> Any:
     return pixels[:, :, top : top + height, left : left + width]
 
 
-def _resized(pixels: Any, height: int, width: int) -> Any:
+def _resized(pixels: Any, height: int, width: int, bicubic: bool) -> Any:
     """Return images of this size, as floats in 0..255 if they had another; arrays and tensors agree but for rounding.
 
-    Both filters are the bilinear one that widens where it shrinks an image, and nothing is rounded to bytes.
+    Filters widen where they shrink an image, and nothing is rounded to bytes.
     """
     if tuple(pixels.shape[2:]) == (height, width):
         return pixels
     if is_tensor(pixels):
         resize = sys.modules["torch"].nn.functional.interpolate
-        return resize(pixels.float(), (height, width), mode="bilinear", antialias=True, align_corners=False)
+        mode = "bicubic" if bicubic else "bilinear"
+        made = resize(pixels.float(), (height, width), mode=mode, antialias=True, align_corners=False)
+        return made.clamp_(0, 255)  # which a bicubic filter may leave
     image = library("PIL.Image", "pillow")
     made = np.empty((*pixels.shape[:2], height, width), np.float32)
     for row, channel in np.ndindex(*pixels.shape[:2]):
         plane = image.fromarray(pixels[row, channel].astype(np.float32))
-        made[row, channel] = plane.resize((width, height), resample=2)
-    return made
+        made[row, channel] = plane.resize((width, height), resample=3 if bicubic else 2)
+    return np.clip(made, 0, 255, out=made)
 
 
 def _scaled(pixels: Any, spec: InputSpec) -> Any:

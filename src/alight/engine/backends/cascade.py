@@ -48,6 +48,7 @@ class Member:
     image_size: int | None = None  # height and width, where the network does not say
     normalisation: Normalisation | None = None  # of its images, where the network does not say
     crop: float = 1.0  # share of each side of an image that it sees, the middle
+    bicubic: bool = False  # the filter that resizes its images, instead of the bilinear one
     skip_classes: int = 0  # before the first that counts, such as a background that other networks do not have
     probabilities: bool | None = None  # given instead of logits; None: find out, and of a URL logits
     settings: RunSettings = field(default_factory=RunSettings)  # device, dtype, threads, ..., if not the cascade's
@@ -91,7 +92,8 @@ def cascade(
     called = [name or _name(member, index) for index, (name, member) in enumerate(zip(names or [""] * len(given), given))]
     if len({*called}) < len(called):
         raise BadInput(f"networks of a cascade named {', '.join(called)}: give each a name of its own")
-    return Cascade([OpenMember(*each, example) for each in zip(given, called, strict=True)], image_size)
+    opened = [OpenMember(*each, example) for each in zip(given, called, strict=True)]
+    return Cascade(opened, (image_size, image_size) if image_size else ())
 
 
 def _name(member: Member, index: int) -> str:
@@ -127,7 +129,8 @@ class OpenMember:
     def fingerprint(self, given: RunSettings) -> str:
         """Return that of the network as it runs, and how it reads samples."""
         own = self.backend(range(len(self.exits)), given, None).fingerprint
-        return f"{own} {self.member.crop} {self.member.skip_classes} {self.spec.normalisation} {self.spec.tensors[:1]}"
+        read = (self.member.crop, self.member.bicubic, self.member.skip_classes, self.spec.normalisation)
+        return f"{own} {read} {self.spec.tensors[:1]}"
 
 
 def _opened(member: Member, example: Any = None) -> Any:
@@ -189,11 +192,12 @@ class Cascade:
     exits: tuple[str, ...]  # their names, earliest first
     input_spec: InputSpec  # what it takes
 
-    def __init__(self, members: Sequence[OpenMember], image_size: int | None = None) -> None:
-        self.members, self.image_size = tuple(members), image_size
+    def __init__(self, members: Sequence[OpenMember], image_size: Sequence[int] = ()) -> None:
+        self.members = tuple(members)
         names, crops = [each.name for each in members], [each.member.crop for each in members]
         kind, self.input_spec = common_inputs([each.spec for each in members], crops, names, image_size)
-        self.views = [View(kind, each.spec, each.member.crop) for each in members]
+        self.image_size = self.input_spec.image_shape[1:] if kind == "pixels" and self.input_spec.image_shape else ()
+        self.views = [View(kind, each.spec, each.member.crop, each.member.bicubic) for each in members]
         self.exits = tuple(name for each in members for name in each.exits)
         self.classes, self.num_classes = self.input_spec.classes, self.input_spec.num_classes
 
