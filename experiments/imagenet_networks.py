@@ -23,9 +23,7 @@ from alight.data.preprocess import Normalisation
 
 LITE = Normalisation(mean=(127 / 255,) * 3, std=(128 / 255,) * 3)
 CAFFE = Normalisation(mean=(123.68 / 255, 116.779 / 255, 103.939 / 255), std=(1 / 255,) * 3)
-MOBILE = Normalisation(mean=(0.5,) * 3, std=(0.5,) * 3)
 SIZES = {"lite0": 224, "lite1": 240, "lite2": 260}
-MARGIN = 32  # pixels around the centre that these networks were tested on: a crop of size / (size + 32)
 EPSILON = 1.001e-5  # of batch norms in Keras's ResNet
 
 
@@ -86,7 +84,7 @@ def resnet50(package: Path) -> nn.Module:
     classifier = nn.Linear(2048, 1000)
     with torch.no_grad():
         classifier.weight.copy_(torch.from_numpy(weights["fc1000/kernel"].T.copy()))
-        classifier.bias.copy_(torch.from_numpy(weights["fc1000/bias"]))
+        classifier.bias.copy_(torch.from_numpy(weights["fc1000/bias"].copy()))
     return nn.Sequential(*stages, nn.AdaptiveAvgPool2d(1), nn.Flatten(), classifier).eval()
 
 
@@ -108,14 +106,14 @@ def _put(convolution: Any, norm: Any, weights: dict[str, np.ndarray], conv: str,
     kernel = weights[f"{conv}/kernel"].transpose(3, 2, 0, 1)  # from (height, width, in, out)
     with torch.no_grad():
         convolution.weight.copy_(torch.from_numpy(kernel.copy()))
-        convolution.bias.copy_(torch.from_numpy(weights[f"{conv}/bias"]))
+        convolution.bias.copy_(torch.from_numpy(weights[f"{conv}/bias"].copy()))
         for tensor, name in (
             (norm.weight, "gamma"),
             (norm.bias, "beta"),
             (norm.running_mean, "moving_mean"),
             (norm.running_var, "moving_variance"),
         ):
-            tensor.copy_(torch.from_numpy(weights[f"{bn}/{name}"]))
+            tensor.copy_(torch.from_numpy(weights[f"{bn}/{name}"].copy()))
 
 
 def images(folder: Path, limit: int | None = None) -> Iterator[tuple[np.ndarray, int]]:

@@ -39,9 +39,9 @@ RIDGE = 1.0  # penalty on half the squared weights of a vote, against the log-li
 def combined(method: Method, combine: str | Fit = "vote", *, share: float = 0.5, seed: int = 0) -> Method:
     """Return the method, calibrated on combined answers of the exits; its policies carry the combination.
 
-    `combine` is one of `COMBINE` ("vote", "geometric_mean", "temperature"), or a function that fits a combination to a
-    labelled table. This share of the labelled samples fits it, the rest calibrates. Where the method closes exits,
-    the combination is fitted for those left open.
+    `combine` is one of `COMBINE` ("vote", "agreement", "geometric_mean", "temperature"), or a function that fits a
+    combination to a labelled table. This share of the labelled samples fits it, the rest calibrates; agreement is not
+    fitted, and all calibrate. Where the method closes exits, the combination is fitted for those left open.
 
     >>> from alight import calibrate, recordings
     >>> labelled, test, costs = recordings.load("resnet18_cifar100_joint")
@@ -57,7 +57,8 @@ def combined(method: Method, combine: str | Fit = "vote", *, share: float = 0.5,
     ) -> Policy:
         network = as_costs(costs)
         amount = network.budget(budget)
-        _check_parts(len(labelled), share)
+        if fit is not fit_agreement:
+            _check_parts(len(labelled), share)
         check_tables(network, labelled, unlabelled)
         if has_several_truths(labelled):
             raise BadInput(
@@ -118,7 +119,8 @@ def _with_all_exits(method: Method, fit: Fit, share: float, seed: int) -> Method
     """Return the method with a combination of all exits; without it where some are closed, to say which."""
 
     def calibrated(costs: Costs, budget: float, labelled: HeadOutputs, unlabelled: HeadOutputs | None = None) -> Policy:
-        fitting, setting = labelled.split(share, np.random.default_rng(seed))
+        parts = (labelled, labelled) if fit is fit_agreement else labelled.split(share, np.random.default_rng(seed))
+        fitting, setting = parts
         combination = fit(fitting)
         policy = method(
             costs, budget, combination.apply(setting), None if unlabelled is None else combination.apply(unlabelled)
@@ -170,6 +172,27 @@ def fit_vote(labelled: HeadOutputs) -> Vote:
         slopes=tuple(slopes),
         others=tuple(others),
     )
+
+
+def fit_agreement(outputs: HeadOutputs) -> Vote:
+    """Return votes of equal weight, to which each exit adds its score: surest is what all agree on, and sure of.
+
+    Nothing is fitted, so it needs no labels: Agreement-Based Cascading (Kolawole et al. 2024), with scores where ayes and
+    noes are equal.
+
+    >>> table = HeadOutputs(scores=[[0.5, 0.2], [0.5, 0.2]], predictions=[[3, 3], [3, 4]])
+    >>> combined = fit_agreement(table).apply(table)
+    >>> combined.predictions[:, 1], combined.scores[:, 1].round(1)
+    (array([3, 3]), array([2.7, 0.3]))
+    """
+    if outputs.scores.min() < 0 or outputs.scores.max() > 1:
+        raise BadInput(
+            f"agreement adds scores from 0 to 1 to votes, and {outputs.score!r} runs from {outputs.scores.min():g} to"
+            f" {outputs.scores.max():g}: record the margin or max_probability, or choose 'vote'"
+        )
+    even = tuple((1.0,) * (index + 1) for index in range(outputs.num_exits))
+    exits = tuple(range(outputs.num_exits))
+    return Vote(exits=exits, column=outputs.score, constants=even, slopes=even, others=(0.0,) * len(exits))
 
 
 def _named_classes(predictions: Integers) -> tuple[Integers, Integers]:
@@ -310,4 +333,5 @@ def fit_temperature(labelled: HeadOutputs) -> Temperature:
     )
 
 
-COMBINE: dict[str, Fit] = {"vote": fit_vote, "geometric_mean": fit_geometric_mean, "temperature": fit_temperature}
+COMBINE: dict[str, Fit] = {"vote": fit_vote, "agreement": fit_agreement}
+COMBINE |= {"geometric_mean": fit_geometric_mean, "temperature": fit_temperature}

@@ -25,8 +25,9 @@ from alight.engine.backends.members import Outputs, litert_member, onnx_member, 
 from alight.engine.backends.onnx import OnnxBackend
 from alight.engine.manifest import Manifest, checksum
 from alight.engine.settings import RunSettings
-from alight.errors import BadFile, BadInput
+from alight.errors import BadFile, BadInput, Mismatch
 from alight.files import CASCADE, CONFIG, MANIFEST, PathLike, read_json, whole_folder, write_json
+from alight.outputs import HeadOutputs
 
 KIND = "Cascade"
 REMOTE = ("http://", "https://")
@@ -226,6 +227,14 @@ class Cascade:
     def take(self, members: Sequence[int]) -> "Cascade":
         """Return the cascade of these networks, in this order."""
         return Cascade([self.members[index] for index in members], self.image_size)
+
+    def take_outputs(self, members: Sequence[int], outputs: HeadOutputs) -> HeadOutputs:
+        """Return what a recording of this cascade says about these networks, as a recording of `take(members)`."""
+        if outputs.fingerprint not in ("", self.fingerprint):
+            raise Mismatch(f"the recording is of {outputs.fingerprint} and this cascade is {self.fingerprint}: record it")
+        owners = self.members_of_exits
+        exits = [index for member in members for index, owner in enumerate(owners) if owner == member]
+        return replace(outputs.at_exits(exits), fingerprint=outputs.fingerprint and self.take(members).fingerprint)
 
     def backend(
         self, open_exits: Sequence[int], settings: RunSettings | None = None, batch_size: int | None = None
