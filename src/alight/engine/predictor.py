@@ -132,6 +132,11 @@ class Predictor:
     def _take(self, backend: Backend, policy: Policy) -> None:
         """Use the policy, if it is one for these stages."""
         check_exits(policy, len(backend.exits))
+        if policy.reads_costs:
+            raise BadInput(
+                "the policy counts what every call really costs, and the stages of a network cost the same for every"
+                " sample: give it to alight.Router, or calibrate a contract without max_costs"
+            )
         if policy.open_exits != backend.open_exits:
             raise Mismatch(
                 f"the policy opens exits {policy.open_exits} and these stages end at exits {backend.open_exits}: make a"
