@@ -53,6 +53,10 @@ def run_export(options: argparse.Namespace) -> CommandResult:
     model = load_network(options.model)
     terms |= {"normalisation": normalisation(options), "progress": not options.quiet}
     folder = export_model(model, policy, options.output, **terms).resolve()
+    if options.triton:
+        from alight.export.triton import write_triton
+
+        write_triton(folder, options.triton)
     if isinstance(model, Cascade):
         found = load_policy(folder / POLICY_FILE)
         return CommandResult(f"cascade of {', '.join(found.exits)}: {folder}", {"path": folder, "exits": found.exits})
@@ -155,12 +159,13 @@ COMMANDS = (
             MODEL,
             POLICY,
             argument("--format", choices=["onnx", "aoti"], default="onnx", help=FORMATS),
+            argument("--triton", metavar="FOLDER", help="a model repository for Triton, too"),
             *NORMALISATION,
             ALLOW_MISMATCH,
             folder_option("exported", "folder for the stages"),
             FORCE,
         ),
-        ("export model policy.json -o exported",),
+        ("export model policy.json -o exported", "export cascade policy.json -o exported --triton repository"),
     ),
     Command(
         run_run,

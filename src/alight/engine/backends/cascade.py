@@ -262,19 +262,23 @@ class Cascade:
     @classmethod
     def load(cls, folder: PathLike) -> "Cascade":
         """Return the cascade of a folder that `save` wrote; only networks of torch need torch."""
-        folder = Path(folder)
-        content = read_json(folder / CASCADE, KIND)
-        try:
-            members = [_loaded(each, folder) for each in content["members"]]
-            made = cls([OpenMember(each, each.name) for each in members], content["image_size"])
-        except (KeyError, TypeError, ValueError) as error:
-            if isinstance(error, BadInput):
-                raise
-            raise BadFile(folder / CASCADE, f"its content is not usable ({error})", "save the cascade again") from error
-        if made.fingerprint != content["fingerprint"]:
-            problem = f"a file of it was changed (fingerprint {made.fingerprint}, saved as {content['fingerprint']})"
+        members, image_size, fingerprint = saved_members(folder)
+        made = cls([OpenMember(each, each.name) for each in members], image_size)
+        if made.fingerprint != fingerprint:
+            problem = f"a file of it was changed (fingerprint {made.fingerprint}, saved as {fingerprint})"
             raise BadFile(folder, problem, "save the cascade again")
         return made
+
+
+def saved_members(folder: PathLike) -> tuple[list[Member], list[int], str]:
+    """Return the members of a folder that `Cascade.save` wrote, the size of pixels that are kept, and the fingerprint."""
+    path = Path(folder) / CASCADE
+    content = read_json(path, KIND)
+    try:
+        members = [_loaded(each, path.parent) for each in content["members"]]
+        return members, content["image_size"], content["fingerprint"]
+    except (KeyError, TypeError, ValueError) as error:
+        raise BadFile(path, f"its content is not usable ({error})", "save the cascade again") from error
 
 
 def _saved(opened: OpenMember, folder: Path, index: int) -> dict[str, Any]:
