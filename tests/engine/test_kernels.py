@@ -1,27 +1,20 @@
 """Our own kernels, run by Triton's interpreter where there is no GPU."""
 
-import os
-import subprocess
-import sys
-
 import numpy as np
 import pytest
 import torch
+from interpreted import INTERPRETED, interpreted, passed_in_a_process_of_their_own
 
 from alight.engine.backends import Reads
 from alight.engine.backends.torch.rows import kernels
 from alight.engine.backends.torch.values import pack
 
 pytest.importorskip("triton")
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # which Triton looks at when it is imported
-interpreted = pytest.mark.skipif(not INTERPRETED, reason="runs in a process of its own")
 
 
 @pytest.mark.skipif(INTERPRETED, reason="is that process")
 def test_kernels_are_interpreted_in_a_process_of_their_own():
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
-    done = subprocess.run(command, env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True)
-    assert "13 passed, 1 skipped" in done.stdout, done.stdout
+    assert "13 passed, 1 skipped" in passed_in_a_process_of_their_own(__file__)
 
 
 @interpreted

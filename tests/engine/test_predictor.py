@@ -362,8 +362,6 @@ def test_bad_input_says_what_to_do(backend):
         RunSettings(dtype="int3")
     with pytest.raises(BadInput, match="0 threads"):
         RunSettings(threads=0)
-    with pytest.raises(BadInput, match="choose one of compile and graphs"):
-        RunSettings(compile=True, graphs=True)
 
 
 @pytest.mark.parametrize(

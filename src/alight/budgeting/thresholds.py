@@ -162,7 +162,17 @@ def hash01(samples: Integers, salt: int = 0, purpose: int = 0) -> Floats:
 
 def hashed_below(samples: Any, share: float, salt: int = 0, purpose: int = 0) -> Any:
     """Return where hash01 is below a share, compared exactly, for NumPy arrays, torch tensors or a number."""
-    return hash32(samples, salt, purpose) < math.ceil(share * 2**32)
+    return hash32(samples, salt, purpose) < hash_limit(share)
+
+
+def hash_limit(share: float) -> int:
+    """Return the number below which a share of all hashes lies."""
+    return math.ceil(share * 2**32)
+
+
+def hash_terms(salt: int, purpose: int) -> tuple[int, int]:
+    """Return what salt and purpose add to a sample's number, and what the number is mixed with then."""
+    return salt + 0x9E3779B9 * (purpose + 1) & 0xFFFFFFFF, salt >> 32
 
 
 def hash32(samples: Any, salt: int = 0, purpose: int = 0) -> Any:
@@ -173,8 +183,8 @@ def hash32(samples: Any, salt: int = 0, purpose: int = 0) -> Any:
     """
     if not isinstance(samples, int):
         samples = samples.astype(np.int64) if isinstance(samples, np.ndarray | np.generic) else samples.long()
-    low, high = salt & 0xFFFFFFFF, salt >> 32
-    mixed = ((samples & 0xFFFFFFFF) ^ (samples >> 32)) + low + 0x9E3779B9 * (purpose + 1) & 0xFFFFFFFF
+    low, high = hash_terms(salt, purpose)
+    mixed = ((samples & 0xFFFFFFFF) ^ (samples >> 32)) + low & 0xFFFFFFFF
     mixed = ((mixed >> 16) ^ mixed) * 0x7FEB352D & 0xFFFFFFFF  # odd and below 2^31: no overflow in 64 bits
     mixed = mixed ^ high
     mixed = ((mixed >> 16) ^ mixed) * 0x31848BAB & 0xFFFFFFFF

@@ -131,6 +131,9 @@ RUN = (
     argument("--channels-last", action="store_true", help="images with their channels last in memory"),
     argument("--threads", type=int, help="of the CPU (default: PyTorch's own)"),
     argument("--compile", action="store_true", help="compile each stage of the network first"),
+    argument(
+        "--decide", choices=["auto", "device", "host"], default="auto", help="who decides on a GPU (default: auto)"
+    ),
 )
 RUN_OR_TUNE = (
     *RUN,
@@ -186,7 +189,7 @@ def data_options(options: argparse.Namespace) -> dict[str, Any]:
 def run_settings(options: argparse.Namespace, device: str | None = None) -> RunSettings:
     """Return how the network runs, on the device of the options unless another is given."""
     graphs = getattr(options, "graphs", False)  # few batches of a service are full
-    switches = named(options, "dtype", "channels_last", "compile", "threads")
+    switches = named(options, "dtype", "channels_last", "compile", "threads", "decide")
     return RunSettings(device or options.device, graphs=graphs, **switches)
 
 

@@ -77,7 +77,7 @@ def predict_on_ray(
     policy: Policy,
     data: "str | Store",
     output: "str | Store",
-    config: JobConfig = JobConfig(),  # noqa: B008  # which is frozen
+    config: JobConfig = JobConfig(),
     *,
     allow_mismatch: bool = False,
 ) -> JobResult:
@@ -99,7 +99,7 @@ def record_on_ray(
     model: PathLike,
     data: "str | Store",
     output: "str | Store",
-    config: JobConfig = JobConfig(),  # noqa: B008
+    config: JobConfig = JobConfig(),
     *,
     score: str = "margin",
     features: Sequence[str] = (),

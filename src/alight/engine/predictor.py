@@ -3,6 +3,7 @@
 import copy
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from threading import Lock
 from typing import Any
@@ -17,7 +18,7 @@ from alight.engine.backends import Backend, Integers, Reads, State
 from alight.engine.backends.cascade import Cascade
 from alight.engine.manifest import AOTI, POLICY, Manifest, verified
 from alight.engine.settings import RunSettings
-from alight.engine.walk import Answers, Flow, single
+from alight.engine.walk import Answers, Flow, single, usable
 from alight.errors import BadFile, BadInput, Mismatch
 from alight.files import CASCADE, CONFIG, MANIFEST, PathLike
 from alight.outputs import TOP, Decisions
@@ -25,6 +26,8 @@ from alight.policies import load_policy
 from alight.policies.policy import Memory, Policy
 
 BATCH_SIZE = 256
+
+Numbered = tuple[Integers, State]  # sample numbers, and inputs as they came
 
 
 class Predictor:
@@ -112,7 +115,7 @@ class Predictor:
             policy = load_policy(folder / POLICY) if policy is None else policy
             return Predictor(load_network(folder), policy, settings=settings, **options)
         others = replace(settings, threads=None, device=None if settings.device == "cpu" else settings.device)
-        if odd := [name for name, value in vars(others).items() if value]:
+        if odd := [name for name, value in vars(others).items() if value != getattr(RunSettings(), name)]:
             raise BadInput(f"{folder} was exported, and {odd[0]} is for networks that were not: leave it out")
         manifest = Manifest.load(folder)
         if policy is None:
@@ -152,6 +155,7 @@ class Predictor:
         self.backend, self.policy = backend.with_reads(_reads(policy, self.probabilities)), policy
         self._exit_names = tuple(backend.exits)
         self._one_by_one = self.backend.supports_single_sample and policy.takes_single_samples
+        self._deciding: Any = getattr(self.backend, "deciding", None)  # where the device may decide
         self._memory: Memory = ()
 
     def __repr__(self) -> str:
@@ -178,6 +182,15 @@ class Predictor:
         self._numbering.skip_to(getattr(memory[0], "admitted", 0) if memory else 0)
 
     @property
+    def _rebatches(self) -> bool:
+        return self.rebatch and not self.policy.is_batch_dependent
+
+    @property
+    def decided_by(self) -> str:
+        """Who decides about samples, the host or the device that runs the network, and why."""
+        return str(self._deciding or "the host decides")
+
+    @property
     def next_number(self) -> int:
         """The number of the next sample that comes without one."""
         return self._numbering.next
@@ -186,10 +199,15 @@ class Predictor:
         """Return the decisions about these inputs, in their order."""
         arrays = as_inputs(inputs, self.backend.inputs)
         size, total = self.batch_size, arrays[0].shape[0]  # faster than len of a tensor
-        if total == 1 and self._one_by_one:
-            return self._single(arrays, self._numbering.take(1) if samples is None else _number(samples))
-        parts = (tuple(each[start : start + size] for each in arrays) for start in range(0, total, size))
-        return self._decided(parts, samples, joins=total > size)  # one batch has no other to wait for
+        if total == 1 and (self._one_by_one or self._deciding):
+            sample = self._numbering.take(1) if samples is None else _number(samples)
+            if (decisions := self._single(arrays, sample)) is not None:
+                return decisions
+            samples = [sample]
+        joins = total > size  # one batch has no other to wait for
+        step = size * self._deciding.window if self._deciding and joins and self._rebatches else size
+        parts = (tuple(each[start : start + step] for each in arrays) for start in range(0, total, step))
+        return self._decided(parts, samples, joins=joins)
 
     def run(self, loader: Any, *, samples: npt.ArrayLike | None = None, progress: bool = True) -> Decisions:
         """Return the decisions about everything that a loader gives, in its order, whatever its size."""
@@ -216,11 +234,16 @@ class Predictor:
             labels.append(batch.labels)
             yield self.backend.pin(batch.inputs)
 
-    def _single(self, inputs: State, sample: int) -> Decisions:
-        """Return the decision about a single sample, as quickly as possible."""
+    def _single(self, inputs: State, sample: int) -> Decisions | None:
+        """Return the decision about a single sample, as quickly as possible; None where it is decided like a batch."""
         try:
             with self.backend.running():
-                prediction, stage, top = single(self.backend, self.policy, sample, self.backend.admit(inputs))
+                if self._deciding is None:
+                    prediction, stage, top = single(self.backend, self.policy, sample, self.backend.admit(inputs))
+                elif (answer := self._single_on_device(inputs, sample)) is not None:
+                    prediction, stage, top = answer
+                else:
+                    return None
         except BaseException as error:
             _keep(error, [], sample)
             raise
@@ -229,19 +252,39 @@ class Predictor:
         predictions, names = np.array([prediction]), self._exit_names
         return Decisions.unchecked(predictions, exits, spent, names, policy.unit, probabilities=probabilities)
 
+    def _single_on_device(self, inputs: State, sample: int) -> tuple[int, int, float | None] | None:
+        """Return class, open-exit index and probability of one sample; None where the device does not decide."""
+        host = partial(self._by_host, size=None, low_latency=True)
+        answers = self._deciding.one_batch(self.policy, (np.array([sample]), inputs), host)
+        if answers is None:
+            return None
+        if answers.open_indices[0] < 0:
+            [*usable(self.policy, [answers])]  # raises
+        top = None if answers.probabilities is None else float(answers.probabilities[0])
+        return int(answers.predictions[0]), int(answers.open_indices[0]), top
+
     def _answers(
         self, inputs: Iterable[State], samples: Integers | None, joins: bool = True, low_latency: bool = True
     ) -> Iterator[Answers]:
-        size = self.batch_size if joins and self.rebatch and not self.policy.is_batch_dependent else None
-        numbered = self._numbered(inputs, samples)
-        flow = Flow(self.backend, self.policy, numbered, size, memory=self._memory, low_latency=low_latency)
+        size = self.batch_size if joins and self._rebatches else None
+        numbered, host = self._numbered(inputs, samples), partial(self._by_host, size=size, low_latency=low_latency)
         with self.backend.running():
-            for answers in flow.answers():
-                self._memory = flow.memory
-                yield answers
+            if self._deciding is None:
+                yield from host(numbered)
+            else:
+                yield from usable(self.policy, self._deciding.answers(self.policy, numbered, size, host))
 
-    def _numbered(self, inputs: Iterable[State], samples: Integers | None) -> Iterator[tuple[Integers, State]]:
-        """Yield sample numbers and admitted inputs of every batch."""
+    def _by_host(self, batches: Iterable[Numbered], *, size: int | None, low_latency: bool) -> Iterator[Answers]:
+        """Yield the answers of numbered inputs as the host decides, and keep what the policy remembers of them."""
+        batches = _in_single_batches(batches, size) if self._deciding and size else batches
+        admitted = ((numbers, self.backend.admit(arrays)) for numbers, arrays in batches)
+        flow = Flow(self.backend, self.policy, admitted, size, memory=self._memory, low_latency=low_latency)
+        for answers in flow.answers():
+            self._memory = flow.memory
+            yield answers
+
+    def _numbered(self, inputs: Iterable[State], samples: Integers | None) -> Iterator[Numbered]:
+        """Yield sample numbers and inputs of every batch."""
         start = 0
         for arrays in inputs:
             stop = start + len(arrays[0])
@@ -249,7 +292,7 @@ class Predictor:
                 numbers = self._numbering.take(stop - start) + np.arange(stop - start)
             elif len(numbers := samples[start:stop]) < stop - start:
                 raise BadInput(f"{len(numbers) + start} sample numbers for {stop} samples or more: give one for each")
-            yield numbers, self.backend.admit(arrays)
+            yield numbers, arrays
             start = stop
 
     def _decided(
@@ -362,6 +405,13 @@ def _numbers(samples: npt.ArrayLike) -> Integers:
     if not whole or (len(numbers) > 1 and len(np.unique(numbers)) != len(numbers)):
         raise BadInput(f"samples of shape {numbers.shape}: give one whole number per sample, each once")
     return numbers.astype(np.int64)
+
+
+def _in_single_batches(batches: Iterable[Numbered], size: int) -> Iterator[Numbered]:
+    """Yield numbered inputs that came for several batches at once, at most so many samples at a time."""
+    for numbers, arrays in batches:
+        for start in range(0, len(numbers), size):
+            yield numbers[start : start + size], tuple(each[start : start + size] for each in arrays)
 
 
 def _number(samples: npt.ArrayLike) -> int:

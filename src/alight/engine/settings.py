@@ -27,7 +27,8 @@ class RunSettings:
     dtype: Any = None  # "fp32", "bf16", "fp16", or a torch.dtype
     channels_last: bool = False  # memory layout of images
     compile: bool = False  # compile every stage with torch.compile
-    graphs: bool = False  # replay full batches as CUDA graphs
+    graphs: bool = False  # replay full batches as CUDA graphs, where the host decides
+    decide: str = "auto"  # who decides about samples on a GPU: "device", "host", or whichever is faster
     threads: int | None = None  # on the host
 
     def __post_init__(self) -> None:
@@ -40,5 +41,5 @@ class RunSettings:
             object.__setattr__(self, "device", str(self.device))
         if self.threads is not None and self.threads < 1:
             raise BadInput(f"{self.threads} threads: give 1 or more")
-        if self.compile and self.graphs:
-            raise BadInput("compiled stages are not replayed as CUDA graphs: choose one of compile and graphs")
+        if self.decide not in ("auto", "device", "host"):
+            raise BadInput(f"decide {self.decide!r}: choose auto, device or host")

@@ -232,6 +232,20 @@ class Flow:
                 yield answers
 
 
+def usable(policy: Policy, decided: Iterable[Answers]) -> Iterator[Answers]:
+    """Yield answers that a device decided; raise once logits were unusable, whose open exit is -1 minus its index."""
+    for answers in decided:
+        unusable = answers.open_indices < 0
+        if not unusable.any():
+            yield answers
+            continue
+        fine = ~unusable
+        top = None if answers.probabilities is None else answers.probabilities[fine]
+        yield Answers(answers.samples[fine], answers.predictions[fine], answers.open_indices[fine], top)
+        stage = -1 - int(answers.open_indices[unusable].max())
+        _refuse(policy, stage, np.sort(answers.samples[answers.open_indices == -1 - stage]))
+
+
 @dataclass
 class Filling:
     """A batch with free rows: which sample is in which row, what is remembered of it, the state, and the free rows."""

@@ -249,7 +249,7 @@ def walking_costs(model: Network, example: Any, batch_size: int, settings: RunSe
     nobody = Threshold((np.inf,) * (model.num_exits - 1), costs=tuple(times.cumulative().tolist()))
     walk = Predictor(model, nobody, settings=settings, batch_size=batch_size)
     inputs, taken = inputs_for_duration(walk, example, batch_size, BATCHES)
-    if settings.compile or settings.graphs:
+    if settings.compile or settings.graphs or "the device decides" in walk.decided_by:
         whole = 1e3 * stage_seconds(walk, tuple(each[:batch_size] for each in inputs)) / batch_size
         heads = times.heads / (times.stages + times.heads)  # both run as one: shared as when they run apart
         times = Costs(whole * (1 - heads), whole * heads, "ms")

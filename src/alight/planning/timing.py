@@ -61,14 +61,20 @@ def seconds(predictor: Predictor, inputs: State, samples: Integers | None = None
 
 
 def stage_seconds(predictor: Predictor, state: State) -> Floats:
-    """Return the seconds of every stage between open exits for these inputs, compiled if the predictor is."""
+    """Return the seconds of every stage between open exits for these inputs, as the predictor runs them.
+
+    Compiled if it is; decisions included where the device decides.
+    """
     backend, found = predictor.backend, []
+    deciding: Any = getattr(backend, "deciding", None)
+    replays = deciding.replays(len(state[0])) if deciding else []
     with backend.running():
         for stage in range(len(predictor.policy.open_exits)):
-            again = partial(_again, partial(backend.run, stage, state))
+            again = partial(_again, replays[stage] if replays else partial(backend.run, stage, state))
             count = max(3, int(SHORT / max(_clocked(partial(again, 1)), 1e-6)))
             found.append(float(np.median([_clocked(partial(again, count)) for _ in range(3)])) / count)
-            _, state = backend.run(stage, state)
+            if not replays:
+                _, state = backend.run(stage, state)
     return np.array(found)
 
 

@@ -15,6 +15,7 @@ and comparisons in float64, and powers that are rounded: arrays and tensors agre
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import lru_cache
 from itertools import pairwise
 from typing import Any, ClassVar
 
@@ -197,9 +198,14 @@ class Gain(Combination):
 
 def _of_class(predictions: Array, values: Floats, like: Array) -> Array:
     """Return the value of each predicted class, 0 beyond the last, where and as precise as `like` is."""
-    library = library_of(like)
-    table = library.asarray((*values, 0.0), dtype=like.dtype, device=like.device)
-    return table[library.clip(predictions, 0, len(values))]
+    table = _table((*values, 0.0), library_of(like), like.dtype, like.device)
+    return table[library_of(like).clip(predictions, 0, len(values))]
+
+
+@lru_cache(maxsize=64)
+def _table(values: Floats, library: Any, dtype: Any, device: Any) -> Array:
+    """Return numbers as an array of a library, made once: a copy to a device waits for it."""
+    return library.asarray(values, dtype=dtype, device=device)
 
 
 def clues(

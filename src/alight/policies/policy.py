@@ -18,7 +18,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from alight.budgeting.thresholds import SALTS, hashed_below
+from alight.budgeting.thresholds import SALTS, hash_limit, hash_terms, hashed_below
 from alight.display import accuracy_text, aligned, exit_names, html_table, percent, quantity
 from alight.errors import BadInput, Mismatch
 from alight.files import PathLike, write_json
@@ -294,6 +294,11 @@ class Threshold(Policy):
     def step(self, open_index: int, samples: Array, predictions: Array, scores: Array, memory: Memory) -> Step:
         return reaches(scores, samples, self.thresholds[open_index], self.tie_shares[open_index], self.salt), memory
 
+    def numbers(self, open_index: int) -> tuple[float, list[int]]:
+        """Return the step as numbers, for a kernel: the threshold; terms and limit of the hash; if it decides alone."""
+        ties = hash_limit(self.tie_shares[open_index])
+        return self.thresholds[open_index], [*hash_terms(self.salt, TIES), ties, False]
+
     def rule(self) -> list[list[str]]:
         columns = [["threshold", *(_threshold(value) for value in self.thresholds), "everyone"]]
         if any(share < 1 for share in self.tie_shares):
@@ -382,9 +387,16 @@ class Lottery(Policy):
             raise BadInput("a lottery without exit rates: give one for each open exit")
 
     def step(self, open_index: int, samples: Array, predictions: Array, scores: Array, memory: Memory) -> Step:
+        return hashed_below(samples, self._share_leaving(open_index), self.salt, LOTTERY + open_index), memory
+
+    def numbers(self, open_index: int) -> tuple[float, list[int]]:
+        """Return the step as numbers, for a kernel, as those of a threshold are."""
+        limit = hash_limit(self._share_leaving(open_index))
+        return math.inf, [*hash_terms(self.salt, LOTTERY + open_index), limit, True]
+
+    def _share_leaving(self, open_index: int) -> float:
         waiting = sum(self.exit_rates[open_index:])
-        share = min(1.0, self.exit_rates[open_index] / waiting) if waiting > 0 else 1.0
-        return hashed_below(samples, share, self.salt, LOTTERY + open_index), memory
+        return min(1.0, self.exit_rates[open_index] / waiting) if waiting > 0 else 1.0
 
     def summary(self) -> str:
         return "leave at random"

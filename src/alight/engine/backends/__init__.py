@@ -39,6 +39,11 @@ class Reads(NamedTuple):
     probability: bool = False  # of the class, too
     top: int = 0  # likeliest classes whose indices and log-probabilities are given, too
 
+    @property
+    def is_packed(self) -> bool:
+        """Whether a stage gives packed values; else its logits, of which the host takes the class."""
+        return bool(self.columns or self.top)
+
 
 class DeviceValues(Protocol):
     """Head values of a batch that are still on a device."""
@@ -59,7 +64,8 @@ class Backend(Protocol):
     """Executes the stages between open exits: `admit`, `run` and `take`, and rows for re-batching.
 
     `in_flight` is the number of batches that may run before their values are read: 0 on the host, where `run` returns
-    `HeadValues`; else it returns `DeviceValues`.
+    `HeadValues`; else it returns `DeviceValues`. One whose device can decide itself also has `deciding`, whose method
+    `answers` takes many batches at once.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""Stages that PyTorch runs: eager, compiled, or as CUDA graphs."""
+"""Stages that PyTorch runs: eager, compiled, as CUDA graphs; on a GPU whole walks that the device decides."""
 
 import copy
 from collections.abc import Callable, Sequence
@@ -11,7 +11,16 @@ from torch import Tensor, nn
 from alight.data.batches import as_tensor
 from alight.engine.backends import HeadValues, Reads, State, unpack
 from alight.engine.backends.torch import rows
-from alight.engine.backends.torch.prepare import accelerate, check_prepared, device_of, placed, prepared, running
+from alight.engine.backends.torch.deciding import Deciding
+from alight.engine.backends.torch.prepare import (
+    check_prepared,
+    compiled_stage,
+    device_of,
+    graphed,
+    placed,
+    prepared,
+    running,
+)
 from alight.engine.backends.torch.values import OnDevice, pack, score_one
 from alight.engine.settings import RunSettings
 from alight.errors import BadInput
@@ -32,7 +41,7 @@ class OpenStage(nn.Module):
     def forward(self, *state: Tensor) -> tuple[State, Tensor]:
         """Return the next state, and packed values; the logits where the policy reads nothing but the class."""
         state, logits = self.logits(*state)
-        return state, pack(logits, self.reads) if self.reads.columns or self.reads.top else logits
+        return state, pack(logits, self.reads) if self.reads.is_packed else logits
 
     def logits(self, *state: Tensor) -> tuple[State, Tensor]:
         """Return the next state, which is empty after the last open exit, and the head's logits."""
@@ -81,7 +90,8 @@ class TorchBackend:
     name = "PyTorch"
     make_stages: Callable[..., list[Any]] = staticmethod(open_stages)
     stages: Sequence[Any] = ()  # built once a policy says what it reads
-    runs: Sequence[Any] | None = None  # compiled, or as CUDA graphs
+    runs: Sequence[Any] = ()  # their functions: compiled, as CUDA graphs, or forward, which is faster than a call
+    deciding: Deciding | None = None  # where the device may decide
 
     def __init__(
         self,
@@ -94,6 +104,8 @@ class TorchBackend:
             raise BadInput(f"a {type(model).__name__} has no exits yet: attach_heads makes a MultiExitModel of it")
         self.settings = settings or RunSettings()
         self.device = device_of(model, self.settings.device)
+        if self.settings.decide == "device" and self.device.type != "cuda":
+            raise BadInput(f"a GPU can decide and the network runs on {self.device}: leave decide out")
         self.model = prepared(model, self.settings)
         self.inputs, self.exits, self.open_exits = model.input_spec, model.exits, tuple(open_exits)
         self.in_flight = 0 if self.device.type == "cpu" else IN_FLIGHT
@@ -118,9 +130,12 @@ class TorchBackend:
     def with_reads(self, reads: Sequence[Reads]) -> Self:
         if [*reads] == [stage.reads for stage in self.stages]:
             return self
-        other = copy.copy(self)
+        other, settings = copy.copy(self), self.settings
         other.stages = self.make_stages(self.model, self.open_exits, reads)
-        other.runs = accelerate(other.stages, self.device, self.settings, self.batch_size)
+        runs = [compiled_stage(*each) if settings.compile else each[1].forward for each in enumerate(other.stages)]
+        other.runs = graphed(runs, self.device, self.batch_size) if settings.graphs else runs
+        if self.device.type == "cuda" and settings.decide != "host":
+            other.deciding = Deciding(runs, reads, self.admit, self.device, settings.decide)
         return other
 
     def pin(self, inputs: State) -> State:
@@ -131,9 +146,8 @@ class TorchBackend:
 
     def run(self, stage: int, state: State) -> tuple[HeadValues | OnDevice, State]:
         reads = self.stages[stage].reads
-        packed = bool(reads.columns or reads.top)
-        run = self.runs[stage] if self.runs else self.stages[stage].forward  # faster than a call, which looks for hooks
-        state, values = run(*state)
+        packed = reads.is_packed
+        state, values = self.runs[stage](*state)
         if self.in_flight:
             return OnDevice(values, reads, packed=packed), state
         return unpack((values if packed else pack(values, reads)).numpy(), reads), state

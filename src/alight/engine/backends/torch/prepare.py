@@ -5,7 +5,8 @@ import time
 import types
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from functools import partial
+from functools import cache, partial
+from threading import Lock
 from typing import Any, NamedTuple
 
 import torch
@@ -117,19 +118,11 @@ Run = Callable[..., Any]
 
 SHAPES = 8  # captured for each stage; batches of further shapes are launched kernel by kernel
 WARMING = 3  # runs before a capture, in which libraries choose their kernels
+CAPTURING = Lock()  # one thread at a time
 FILTERS = hasattr(torch.compiler, "keep_tensor_guards_unsafe")  # can this torch leave guards out?
 
 
-def accelerate(
-    stages: Sequence[nn.Module], device: torch.device, settings: RunSettings, batch_size: int | None = None
-) -> list[Run] | None:
-    """Return the stages compiled or as CUDA graphs; None where the settings ask for neither."""
-    if settings.graphs:
-        return graphed([stage.forward for stage in stages], device, batch_size)
-    return [_compiled(index, stage) for index, stage in enumerate(stages)] if settings.compile else None
-
-
-def _compiled(index: int, stage: nn.Module) -> Run:
+def compiled_stage(index: int, stage: nn.Module) -> Run:
     """Return one stage compiled as a whole for any batch size; where compilation gives up, that is an error.
 
     It has code of its own: the compiler counts recompilations by code, not by network.
@@ -156,7 +149,8 @@ def _compiled(index: int, stage: nn.Module) -> Run:
                 return fast(*state)
             expected = stage(*(each.clone() for each in state))
             made = fast(*state)
-            if not all_close(_numbers(made), _numbers(expected)):
+            in_half = any(each.is_floating_point() and each.element_size() == 2 for each in (*state, *expected[0]))
+            if not all_close(_numbers(made), _numbers(expected), SAME_IN_HALF if in_half else None):
                 raise AlightError(f"stage {index} gives other numbers once compiled: run it with compile=False")
             compared.add(sizes)
             return made
@@ -235,26 +229,47 @@ class Graphed:
             return tree_map_only(Tensor, partial(_first_rows, count=count, size=size), captured.made)
 
     def _captured(self, state: Sequence[Tensor]) -> Captured:
-        given = tuple(each.clone() for each in state)
-        side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            launching = []
-            for _ in range(WARMING):
-                launching.append(_seconds(lambda: self.run(*given)))
-                side.synchronize()
-        torch.cuda.current_stream().wait_stream(side)
-        graph = torch.cuda.CUDAGraph()
+        given, launching, made = tuple(each.clone() for each in state), [], [None]
+
+        def run() -> None:
+            start = time.perf_counter()
+            made[0] = self.run(*given)
+            launching.append(time.perf_counter() - start)
+
         try:
-            with torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"):
-                made = self.run(*given)
+            graph = capture(run, self.pool)
         except RuntimeError as error:
             raise AlightError(
                 f"stage {self.index} cannot be captured as a CUDA graph ({str(error).splitlines()[0]}):"
                 " run it with graphs=False"
             ) from error
         replaying = min(_seconds(graph.replay, torch.cuda.synchronize) for _ in range(WARMING))
-        return Captured(graph, given, made, replaying < min(launching))
+        return Captured(graph, given, made[0], replaying < min(launching[:WARMING]))
+
+
+def capture(work: Callable[[], None], pool: Any, keep: bool = False) -> torch.cuda.CUDAGraph:
+    """Return work as a CUDA graph, after a few runs in a stream of their own; `keep` it to be built into another."""
+    graph = torch.cuda.CUDAGraph(keep_graph=True) if keep else torch.cuda.CUDAGraph()
+    with CAPTURING:
+        side = stream_for("captures", torch.cuda.current_device())
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(WARMING):
+                work()
+                side.synchronize()
+        torch.cuda.current_stream().wait_stream(side)
+        with torch.cuda.graph(graph, pool=pool, stream=side, capture_error_mode="thread_local"):
+            work()
+    return graph
+
+
+@cache
+def stream_for(purpose: str, device: int) -> torch.cuda.Stream:
+    """Return the stream of this package for a purpose: of high priority, so that no stream of a user is the same.
+
+    There are 32 streams of each priority, which torch hands out again and again.
+    """
+    return torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
 
 
 def _first_rows(made: Tensor, count: int, size: int) -> Tensor:

@@ -77,13 +77,19 @@ def _is_channels_last(tensor: Tensor) -> bool:
     return is_last and not tensor.is_contiguous()
 
 
+def words(*tensors: Tensor) -> list[Tensor]:
+    """Return rows of tensors as the widest words that all of them consist of, (samples, words), where they lie."""
+    flat = [each.contiguous().view(len(each), -1) if (found := _flat(each)) is None else found for each in tensors]
+    width = next(size for size in WORDS if all(_is_made_of(each, size) for each in flat))
+    return [each.view(WORDS[width]) for each in flat]
+
+
 def _launch_move(kernel: Any, source: Tensor, rows: Tensor, target: Tensor, slots: Tensor) -> None:
     """Move rows by one Triton kernel, which reads and writes every number once."""
-    width = next(size for size in WORDS if _is_made_of(source, size) and _is_made_of(target, size))
-    flat, into = (each.view(WORDS[width]) for each in (source, target))
-    words = flat.shape[1]
+    flat, into = words(source, target)
+    count = flat.shape[1]
     with torch.cuda.device(source.device):
-        kernel[(len(rows), -(-words // BLOCK))](flat, rows, into, slots, words, BLOCK=BLOCK)
+        kernel[(len(rows), -(-count // BLOCK))](flat, rows, into, slots, count, BLOCK=BLOCK)
 
 
 def _is_made_of(tensor: Tensor, width: int) -> bool:

@@ -35,6 +35,29 @@ def pack(logits: Tensor, reads: Reads) -> Tensor:
     return torch.cat([part if part.ndim == 2 else part[:, None] for part in parts], dim=1)
 
 
+def columns_of(packed: Tensor, reads: Reads) -> tuple[Tensor, ...]:
+    """Return what a policy reads of packed values: scores, then likeliest classes and their logs, as `unpack` does."""
+    scores = 2 + len(reads.columns)
+    columns = packed[:, 2:scores].unbind(1)
+    if not reads.top:
+        return columns
+    classes, logs = packed[:, scores + reads.probability :].chunk(2, 1)
+    return (*columns, classes.int(), half(logs))
+
+
+def half(numbers: Tensor) -> Tensor:
+    """Return float64 numbers in half precision, rounded once, as NumPy does: torch rounds to float32 in between.
+
+    >>> half(torch.tensor([1.00048828125 + 1e-9], dtype=torch.float64)).item()
+    1.0009765625
+    """
+    between = numbers.float()
+    bits = between.view(torch.int32)
+    bits = bits - (between.double().abs() > numbers.abs()).int()  # towards zero
+    inexact = between.view(torch.int32).copy_(bits).view(torch.float32).double() != numbers
+    return (bits | inexact.int()).view(torch.float32).half()  # a last bit that says there is more breaks ties
+
+
 def score_one(logits: Tensor, reads: Reads) -> HeadValues:
     """Return the values of a single sample on the host as numbers, equal to the bit to those of `pack`.
 

@@ -1,0 +1,216 @@
+"""Who decides about samples on a GPU: the device itself, or the host; where both can, whichever is faster here."""
+
+import time
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property, partial
+from itertools import chain
+from threading import Lock
+from typing import Any
+
+import torch
+
+from alight.engine.backends import Integers, Reads, State
+from alight.engine.backends.torch import conditional, rows
+from alight.engine.backends.torch.device_walk import WINDOW, DeviceWalk, Executor, Stage, is_decidable, same_rule
+from alight.engine.backends.torch.prepare import SHAPES, capture, stream_for
+from alight.engine.walk import Answers
+from alight.policies.policy import Policy
+
+Batch = tuple[Integers, State]  # sample numbers, and inputs as they came
+Host = Callable[[Iterator[Batch]], Iterator[Answers]]  # the walk that the host decides
+
+SEEN = 3  # batches of a kind before a walk is captured for it, which takes as long as hundreds of them
+TRIES = 3  # runs of each way, of which the shortest counts
+
+
+class Deciding:
+    """The walks of one network that its device decides, captured when they are needed, and why others are not."""
+
+    window = WINDOW  # batches that are best handed over at once
+
+    def __init__(
+        self,
+        stages: Sequence[Stage],
+        reads: Sequence[Reads],
+        admit: Callable[[State], State],
+        device: torch.device,
+        decide: str,
+    ) -> None:
+        self.stages, self.reads, self.admit, self.device, self.decide = stages, reads, admit, device, decide
+        self.walks: dict[Any, DeviceWalk | None] = {}  # by kind of batch; None where the host decides
+        self.reasons: dict[Any, str] = {}  # who decides, and why
+        self.seen: Counter[Any] = Counter()
+        self.busy: set[Any] = set()  # kinds whose walk is in use, as by another thread
+        self.lock = Lock()
+
+    def __str__(self) -> str:
+        return "; ".join(dict.fromkeys(self.reasons.values())) or "the host decides about the first batches"
+
+    @cached_property
+    def missing(self) -> str:
+        """What a device needs to decide and is not here."""
+        missing = conditional.why_not() or ("" if rows.kernels() else "Triton kernels do not run here")
+        if missing and self.decide == "device":
+            warnings.warn(f"the host decides: {missing}", stacklevel=2)
+        return missing
+
+    def answers(self, policy: Policy, batches: Iterator[Batch], size: int | None, host: Host) -> Iterator[Answers]:
+        """Yield the answers of batches: decided on the device where that can be and pays, else as the host does.
+
+        With a size survivors of several run together in batches of that size; else each is answered by itself.
+        """
+        if self.missing or not is_decidable(policy):
+            self._refuse(policy)
+            return host(batches)
+        if size is not None:
+            return self._streamed(policy, batches, size, host)
+        return chain.from_iterable(self._alone(policy, batch, host) for batch in batches)
+
+    def one_batch(self, policy: Policy, batch: Batch, host: Host) -> Answers | None:
+        """Return the answers of one batch that waits for no other; None where the host decides."""
+        if self.missing or not is_decidable(policy):
+            self._refuse(policy)
+            return None
+        kind = _kind(batch, 1 << (len(batch[0]) - 1).bit_length(), window=1)
+        walk = self._walk(kind, policy, [batch], host)
+        if walk is None:
+            return None
+        try:
+            return walk.one_batch(*batch)
+        finally:
+            self.busy.discard(kind)
+
+    def _alone(self, policy: Policy, batch: Batch, host: Host) -> Iterator[Answers]:
+        answers = self.one_batch(policy, batch, host)
+        return host(iter([batch])) if answers is None else iter([answers])
+
+    def replays(self, size: int) -> list[Callable[[], None]]:
+        """Return what replays each stage for batches of a size, decisions included; nothing where no walk is."""
+        found = (walk for kind, walk in self.walks.items() if walk is not None and kind[:2] == (size, WINDOW))
+        walk = next(found, None)
+        return [] if walk is None else [walk.graphs[stage, size].replay for stage in range(len(self.stages))]
+
+    def _refuse(self, policy: Policy) -> None:
+        self.reasons[type(policy)] = f"the host decides: {self.missing or f'{type(policy).__name__} needs it'}"
+
+    def _streamed(self, policy: Policy, batches: Iterator[Batch], size: int, host: Host) -> Iterator[Answers]:
+        """Yield the answers of many batches; each kind of batch, as texts of one length, has a walk of its own."""
+        first: list[Batch] = []
+        while sum(len(samples) for samples, _ in first) < WINDOW * size and (batch := next(batches, None)) is not None:
+            first.append(batch)
+        taken: dict[Any, DeviceWalk] = {}
+
+        def walk_of(batch: Batch) -> DeviceWalk | None:
+            if (kind := _kind(batch, size, WINDOW)) not in taken:
+                alike = [each for each in first if _kind(each, size, WINDOW) == kind] or [batch]
+                walk = self._walk(kind, policy, alike, host)
+                if walk is None:
+                    return None
+                taken[kind] = walk
+            return taken[kind]
+
+        try:
+            if not first or walk_of(first[0]) is None:
+                yield from host(chain(first, batches))
+                return
+            for batch in chain(first, batches):
+                if (walk := walk_of(batch)) is None:
+                    yield from host(iter([batch]))
+                    continue
+                walk.push(*batch)
+                yield from walk.fetched(pending=1)
+            for walk in taken.values():
+                walk.end()
+            for walk in taken.values():
+                yield from walk.fetched()
+        except Exception:
+            for walk in taken.values():
+                yield from walk.fetched()  # what has run to the end
+            raise
+        finally:
+            for kind, walk in taken.items():
+                walk.reset()
+                self.busy.discard(kind)
+
+    def _walk(self, kind: Any, policy: Policy, batches: Sequence[Batch], host: Host) -> DeviceWalk | None:
+        """Return the walk for a kind of batch, which is in use from now on; None where the host decides."""
+        with self.lock:
+            if kind in self.busy:
+                return None
+            self.seen[kind] += sum(-(-len(samples) // kind[0]) for samples, _ in batches)
+            walk = self.walks.get(kind)
+            if kind not in self.walks or (walk is not None and not same_rule(walk.policy, policy)):
+                if self.decide == "auto" and self.seen[kind] < SEEN:
+                    return None
+                walk = self.walks[kind] = self._captured(kind, policy, batches, host)
+            if walk is not None:
+                self.busy.add(kind)
+                if walk.policy is not policy:
+                    walk.use(policy)
+            return walk
+
+    def _captured(self, kind: Any, policy: Policy, batches: Sequence[Batch], host: Host) -> DeviceWalk | None:
+        """Return a new walk, if it can be captured and is faster than the host, and note why or why not."""
+        if len(self.walks) >= SHAPES:
+            self.reasons[None] = f"the host decides about batches of further shapes: {SHAPES} are captured"
+            return None
+        size, window, *_ = kind
+        executor, uploading = self.executor()
+        try:
+            given = (self.stages, self.reads, policy, self.admit, batches[0][1], size, executor)
+            walk = DeviceWalk(*given, uploading=uploading, window=window)
+            ours = _shortest(partial(_run, walk, batches))
+        except Exception as error:  # memory is short, a capture fails, a compiler is missing: the host can decide
+            torch.cuda.empty_cache()
+            reason = f"the host decides: {str(error).partition(chr(10))[0]}"
+            if self.decide == "device":
+                warnings.warn(reason, stacklevel=2)
+            self.reasons[kind] = reason
+            return None
+        if self.decide == "device":
+            self.reasons[kind] = "the device decides"
+            return walk
+        theirs = _shortest(lambda: [*host(iter(batches))])
+        faster, slower = ("device", "host") if ours < theirs else ("host", "device")
+        low, high = sorted([1e3 * ours, 1e3 * theirs])
+        count = sum(len(samples) for samples, _ in batches)
+        self.reasons[kind] = (
+            f"the {faster} decides about batches of {size}: {low:.3g} ms for {count} samples, the {slower} takes"
+            f" {high:.3g} ms"
+        )
+        return walk if ours < theirs else None
+
+    def executor(self) -> tuple[Executor, Any]:
+        """Return what captures and runs a walk, in memory of its own, and the stream for copies to the device."""
+        pool = torch.cuda.graph_pool_handle()
+        device = torch.cuda.current_device() if self.device.index is None else self.device.index
+        return Executor(partial(capture, pool=pool, keep=True), conditional.compiled), stream_for("copies", device)
+
+
+def _kind(batch: Batch, size: int, window: int) -> tuple[Any, ...]:
+    """Return what a walk is captured for: the size of batches, how many at once, and shape and dtype of a sample."""
+    return (size, window, *((each.shape[1:], each.dtype) for each in batch[1]))
+
+
+def _run(walk: DeviceWalk, batches: Sequence[Batch]) -> None:
+    """Answer some batches."""
+    if len(batches) == 1 and len(batches[0][0]) <= walk.size:
+        walk.one_batch(*batches[0])
+        return
+    for batch in batches:
+        walk.push(*batch)
+    walk.end()
+    for _ in walk.fetched():
+        pass
+
+
+def _shortest(work: Callable[[], object]) -> float:
+    """Return the seconds of the shortest of a few runs, all of which wait for the device."""
+    taken = []
+    for _ in range(TRIES):
+        start = time.perf_counter()
+        work()
+        taken.append(time.perf_counter() - start)
+    return min(taken)

@@ -1,0 +1,320 @@
+"""What a GPU decides is what a replay decides; here with the same programs and kernels, without one."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from interpreted import EXECUTOR, INTERPRETED, interpreted, passed_in_a_process_of_their_own
+from torch import nn
+
+from alight import Predictor, RunSettings, calibrate
+from alight.engine.backends.torch import open_stages
+from alight.engine.backends.torch.deciding import Deciding
+from alight.engine.backends.torch.device_walk import DeviceWalk
+from alight.engine.backends.torch.values import half
+from alight.engine.predictor import _reads
+from alight.engine.recorder import record
+from alight.engine.walk import Answers, usable
+from alight.errors import BadInput
+from alight.networks.multi_exit import MultiExitModel
+from alight.outputs import half as numpy_half
+from alight.policies.combinations import Gain
+from alight.policies.policy import ExitAt, Lottery, Mixture, Patience, Streak, Threshold
+from alight.policies.route import replay
+
+COSTS = (1.0, 2.0, 3.0)
+
+
+@pytest.mark.skipif(INTERPRETED, reason="is that process")
+@pytest.mark.parametrize("those", ["not slow", pytest.param("slow", marks=pytest.mark.slow)])
+def test_walks_are_decided_as_replayed_in_a_process_of_their_own(those):
+    pytest.importorskip("triton")
+    assert " passed" in passed_in_a_process_of_their_own(__file__, those)
+
+
+class Split(nn.Module):
+    """A stage that hands on two tensors of different kinds."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 8)
+
+    def forward(self, inputs):
+        return self.linear(inputs).tanh(), inputs[:, :3] > 0
+
+
+class Joined(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 6)
+
+    def forward(self, features, signs):
+        return self.linear(features).tanh() + signs.float().sum(1, keepdim=True), signs
+
+
+class Last(nn.Module):
+    def forward(self, features, signs):
+        return features[:, :5].contiguous(), signs
+
+
+@pytest.fixture(scope="module")
+def model():
+    torch.manual_seed(0)
+    return MultiExitModel([Split(), Joined(), Last()], [nn.Linear(8, 4), nn.Linear(6, 4), nn.Linear(5, 4)]).eval()
+
+
+@pytest.fixture(scope="module")
+def inputs():
+    return torch.randn(61, 4, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.fixture(scope="module")
+def table(model, inputs):
+    labels = np.random.default_rng(2).integers(4, size=61)
+    return record(model, (inputs, labels), progress=False)
+
+
+def rules(table):
+    middle = tuple(np.median(table.scores, axis=0)[:2].tolist())
+    threshold = Threshold(middle, costs=COSTS)
+    cut = float(np.sort(table.scores[:, 0])[30])
+    terms = {"costs": COSTS, "salt": 7 << 32 | 11}
+    return {
+        "threshold": threshold,
+        "ties": Threshold((cut, cut), tie_shares=(0.0, 0.5), **terms),
+        "nobody leaves": Threshold((np.inf, np.inf), costs=COSTS),
+        "everybody leaves": Threshold((-np.inf, -np.inf), costs=COSTS),
+        "lottery": Lottery(exit_rates=(0.3, 0.3, 0.4), **terms),
+        "one exit": ExitAt(costs=(3.0,), open_exits=(2,)),
+        "patience": Patience(patience=1, costs=COSTS),
+        "streak": Streak(threshold=middle[0], patience=2, costs=COSTS),
+        "mixture": Mixture(
+            first=replace(threshold, salt=5), second=Patience(patience=1, costs=COSTS), share=0.4, **terms
+        ),
+        "vote": calibrate.combined(calibrate.eero, "vote")(COSTS, "60%", table),
+        "geometric mean": calibrate.combined(calibrate.eero, "geometric_mean")(COSTS, "60%", table),
+        "gain": replace(threshold, combination=GAIN, thresholds=(-0.1, -0.2)),
+    }
+
+
+GAIN = Gain(
+    exits=(0, 1, 2),
+    columns=("margin",),
+    knots=(((0.2,),), ((0.3,),), ((),)),
+    weights=((0.3, -0.4, 0.1), (0.2, -0.3, 0.1, 0.05, 0.02, 0.03, 0.04, 0.1, -0.1, 0.05, -0.02), (0.0,) * 9),
+    class_gains=((0.01, -0.02, 0.03), (0.0, 0.05), ()),
+)
+
+
+def decided(model, rule, inputs, *, size, parts, window=3, probability=False):
+    """Samples, predictions, open exits and probabilities of a walk that takes the inputs in these parts."""
+    reads = _reads(rule, probability)
+    stages = [stage.forward for stage in open_stages(model, rule.open_exits, reads)]
+    with torch.inference_mode():
+        walk = DeviceWalk(stages, reads, rule, lambda given: given, (inputs[:3],), size, EXECUTOR, window=window)
+        found, start = [], 0
+        for part in parts:
+            walk.push(np.arange(start, start + part), (inputs[start : start + part],))
+            found += walk.fetched(pending=1)
+            start += part
+        walk.end()
+        found += walk.fetched()
+    joined = Answers(*(None if each[0] is None else np.concatenate(each) for each in zip(*found, strict=True)))
+    order = np.argsort(joined.samples)
+    assert joined.samples[order].tolist() == [*range(start)]  # each once
+    return walk, Answers(*(None if each is None else each[order] for each in joined))
+
+
+NAMES = "threshold, ties, lottery, patience, geometric mean"
+OTHERS = "nobody leaves, everybody leaves, one exit, streak, mixture, vote, gain"
+
+
+SLOW = [pytest.param(*case, marks=pytest.mark.slow) for case in [(8, [20, 1, 40]), (20, [5, 7]), (7, [61])]]
+
+
+@interpreted
+@pytest.mark.parametrize(
+    "name", [*NAMES.split(", "), *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS.split(", "))]
+)
+@pytest.mark.parametrize(("size", "parts"), [(3, [7, 1, 3]), *SLOW])
+def test_a_walk_decides_as_a_replay_does(model, inputs, table, name, size, parts):
+    rule = rules(table)[name]
+    _, answers = decided(model, rule, inputs, size=size, parts=parts)
+    expected = replay(rule, table.take(np.arange(sum(parts))))
+    np.testing.assert_array_equal(np.asarray(rule.open_exits)[answers.open_indices], expected.exits)
+    np.testing.assert_array_equal(answers.predictions, expected.predictions)
+
+
+@interpreted
+@pytest.mark.slow
+def test_one_batch_is_answered_by_itself_and_a_walk_takes_the_numbers_of_another_policy(model, inputs, table):
+    first = rules(table)["threshold"]
+    walk, _ = decided(model, first, inputs, size=32, parts=[40], probability=True)
+    assert [*walk.sizes] == [32, 16]
+    for rule in (first, rules(table)["ties"], rules(table)["lottery"]):
+        for count in (1, 9, 32):
+            with torch.inference_mode():
+                walk.use(rule)
+                found = walk.one_batch(np.arange(count), (inputs[:count],))
+            order, expected = np.argsort(found.samples), replay(rule, table.take(np.arange(count)))
+            np.testing.assert_array_equal(found.open_indices[order], expected.exits)
+            np.testing.assert_array_equal(found.predictions[order], expected.predictions)
+            assert ((found.probabilities > 0.25) & (found.probabilities <= 1)).all()
+
+
+@interpreted
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
+def test_samples_with_unusable_logits_are_named_and_the_others_answered(model, inputs, table):
+    broken = inputs[:40].clone()
+    broken[13] = float("nan")
+    rule = rules(table)["nobody leaves"]
+    _, answers = decided(model, rule, broken, size=8, parts=[40])
+    assert answers.open_indices[13] == -1
+    answered = usable(rule, [answers])
+    assert len(next(answered).samples) == 39
+    with pytest.raises(BadInput, match="unusable logits for 1 samples, the first is sample 13, at exit 0"):
+        next(answered)
+
+
+@interpreted
+def test_a_walk_that_was_left_starts_empty_again(model, inputs, table):
+    rule = rules(table)["nobody leaves"]
+    walk, _ = decided(model, rule, inputs, size=8, parts=[8])
+    with torch.inference_mode():
+        walk.push(np.arange(30), (inputs[:30],))
+        walk.reset()
+        walk.push(np.arange(5), (inputs[:5],))
+        walk.end()
+        (answers,) = walk.fetched()
+    assert sorted(answers.samples.tolist()) == [*range(5)]
+
+
+class Interpreted(Deciding):
+    """Decides on the host as on a device: the same walks, without one."""
+
+    missing = ""
+
+    def executor(self):
+        return EXECUTOR, None
+
+
+def predictor_of(model, rule, size, *, decide="device", **options):
+    made = Predictor(model, rule, batch_size=size, **options)
+    reads = [stage.reads for stage in made.backend.stages]
+    made.backend.deciding = Interpreted(made.backend.runs, reads, made.backend.admit, torch.device("cpu"), decide)
+    made.backend.supports_single_sample = False
+    return made.with_policy(rule)
+
+
+@interpreted
+@pytest.mark.slow
+@settings(max_examples=12, deadline=None)
+@given(
+    st.integers(0, 10**6),
+    st.sampled_from(["threshold", "lottery", "patience", "mixture"]),
+    st.integers(1, 9) | st.just(16),
+    st.lists(st.tuples(st.integers(1, 30), st.integers(0, 3)), min_size=1, max_size=4),
+)
+def test_a_stream_is_decided_alike_however_it_is_divided_into_calls(model, inputs, table, seed, name, size, calls):
+    rng = np.random.default_rng(seed)
+    rule = replace(rules(table)[name], salt=seed)
+    if name == "threshold":
+        rule = replace(rule, thresholds=tuple(np.quantile(table.scores[:, :2], rng.uniform(size=2)).tolist()))
+    found, start, exits = predictor_of(model, rule, size), 0, []
+    for count, way in calls:
+        part = inputs[start : start + count]
+        start += len(part)
+        if not len(part):
+            break
+        if way == 0:
+            exits.append(found(part).exits)
+        elif way == 1:
+            exits.append(found.run([*part.split(5)], progress=False).exits)
+        elif way == 2:
+            exits += [found(each).exits for each in part.split(1)]
+        else:
+            answers = [*found.stream([part])]
+            order = np.argsort(np.concatenate([each.samples for each in answers]))
+            exits.append(np.concatenate([each.open_indices for each in answers])[order])
+    expected = replay(rule, table.take(np.arange(start)))
+    np.testing.assert_array_equal(np.concatenate(exits), expected.exits)
+    assert found.decided_by == "the device decides"
+
+
+@interpreted
+@pytest.mark.slow
+def test_rooms_never_hold_more_than_two_batches(model, inputs, table):
+    for salt in (2767, 2657, 2520):  # five of a batch of six wait for each stage when the last samples come
+        rule = Lottery(costs=COSTS, exit_rates=(0.12, 0.12, 0.76), salt=salt)
+        _, answers = decided(model, rule, inputs, size=6, parts=[59], window=2)
+        np.testing.assert_array_equal(answers.open_indices, replay(rule, table.take(np.arange(59))).exits)
+
+
+@interpreted
+def test_batches_that_decide_together_are_not_handed_over_together(model, inputs, table):
+    quota = calibrate.certified_batch(calibrate.geometric)(COSTS, "70%", table)
+    found = predictor_of(model, quota, 8)(inputs)
+    np.testing.assert_array_equal(found.exits, replay(quota, table, batch_size=8).exits)
+
+
+@interpreted
+@pytest.mark.slow
+def test_auto_keeps_the_faster_way_and_says_why(model, inputs, table, monkeypatch):
+    rule = rules(table)["threshold"]
+    found = predictor_of(model, rule, 8, decide="auto")
+    assert len(found(inputs[:8])) == 8
+    assert found.decided_by == "the host decides about the first batches"
+    np.testing.assert_array_equal(found(inputs, samples=np.arange(61)).exits, replay(rule, table).exits)
+    assert found.decided_by.startswith("the host decides about batches of 8: ")  # an interpreter is slow
+    assert " for 61 samples, the device takes " in found.decided_by
+    patient = found.with_policy(calibrate.certified_batch(calibrate.geometric)(COSTS, "70%", table))
+    patient(inputs)
+    assert "Quota needs it" in patient.decided_by
+
+
+@interpreted
+def test_single_samples_and_batches_of_one_have_walks_of_their_own(model, inputs, table):
+    rule = rules(table)["lottery"]
+    found = predictor_of(model, rule, 1, probabilities=True)
+    expected = replay(rule, table)
+    ones = [found(inputs[row : row + 1], samples=[row]) for row in range(5)]
+    np.testing.assert_array_equal(np.concatenate([each.exits for each in ones]), expected.exits[:5])
+    assert all(0.25 <= each.probabilities[0] <= 1 for each in ones)
+    np.testing.assert_array_equal(found(inputs[:20], samples=np.arange(20)).exits, expected.exits[:20])
+    broken = inputs[:1] * float("nan")
+    with pytest.raises(BadInput, match="the first is sample 7, at exit 0"):
+        found(broken, samples=[7])
+
+
+@interpreted
+def test_a_loader_that_fails_leaves_what_was_answered_and_empty_rooms(model, inputs, table):
+    def loader():
+        yield inputs[:32]
+        yield inputs[32:48]
+        raise OSError("disk gone")
+
+    rule = rules(table)["lottery"]
+    found = predictor_of(model, rule, 2)
+    with pytest.raises(OSError, match="disk gone") as caught:
+        found.run(loader(), progress=False)
+    assert sum(len(each.samples) for each in caught.value.finished) >= 16
+    np.testing.assert_array_equal(found(inputs, samples=np.arange(61)).exits, replay(rule, table).exits)
+
+
+def test_numbers_are_rounded_to_half_precision_once():
+    numbers = np.random.default_rng(0).normal(size=4000) * 10
+    ties = np.repeat(1 + 2.0**-11 * np.arange(1, 400, 2), 3) + np.tile([-1e-10, 0.0, 1e-10], 200)
+    both = np.concatenate([numbers, ties, -ties, [0.0, -np.inf, -1e9, -1e-9]])
+    np.testing.assert_array_equal(half(torch.from_numpy(both)).numpy(), numpy_half(both))
+
+
+def test_the_host_decides_where_no_gpu_is(model, table):
+    rule = rules(table)["threshold"]
+    assert Predictor(model, rule).decided_by == "the host decides"
+    with pytest.raises(BadInput, match="a GPU can decide and the network runs on cpu: leave decide out"):
+        Predictor(model, rule, settings=RunSettings(decide="device"))
+    with pytest.raises(BadInput, match="decide 'gpu': choose auto, device or host"):
+        RunSettings(decide="gpu")

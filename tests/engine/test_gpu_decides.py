@@ -1,0 +1,300 @@
+"""A GPU that decides by itself answers as a replay of its recording does, and as the host would."""
+
+import itertools
+import warnings
+from dataclasses import replace
+from threading import Thread
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from alight import attach_heads, calibrate, replay
+from alight.engine.backends.torch import conditional
+from alight.engine.backends.torch.device_walk import DeviceWalk
+from alight.engine.predictor import Predictor
+from alight.engine.recorder import record
+from alight.engine.settings import RunSettings
+from alight.networks.multi_exit import MultiExitModel
+from alight.networks.zoo import resnet18_cifar
+from alight.policies.policy import ExitAt, Lottery, Mixture, Patience, Streak, Threshold
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+DEVICE, HOST = (RunSettings("cuda", decide=each) for each in ("device", "host"))
+COSTS = (1.0, 2.0, 3.0, 4.0)
+
+
+@pytest.fixture(autouse=True)
+def _same_bits_for_all_batch_sizes():
+    """Small matrices in float64: rows do not depend on the size of their batch."""
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+
+
+class Split(nn.Module):
+    """A stage that hands on two tensors of different kinds."""
+
+    def forward(self, inputs):
+        return inputs.tanh(), inputs[:, :3] > 0
+
+
+class Joined(nn.Module):
+    def forward(self, features, signs):
+        return (features * 1.5).sin() + signs.double().sum(1, keepdim=True), signs
+
+
+class Turned(nn.Module):
+    """A head whose logits are the same bits in batches of any size: no matrix product."""
+
+    def __init__(self, shift):
+        super().__init__()
+        self.shift = shift
+
+    def forward(self, features):
+        return torch.stack([(features.roll(index + self.shift, 1) * 3).cos()[:, 0] for index in range(5)], 1)
+
+
+@pytest.fixture(scope="module")
+def small():
+    """Every number of it depends on one sample alone, to the bit."""
+    return MultiExitModel([Split(), Joined(), Joined(), Joined()], [Turned(index) for index in range(4)]).eval()
+
+
+@pytest.fixture(scope="module")
+def numbers():
+    return torch.randn(700, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.fixture(scope="module")
+def table(small, numbers):
+    labels = np.random.default_rng(2).integers(5, size=len(numbers))
+    return record(small, (numbers, labels), progress=False, settings=RunSettings("cuda"))
+
+
+def rules(table):
+    middle = tuple(np.median(table.scores, axis=0)[:3].tolist())
+    terms = {"costs": COSTS, "salt": 7 << 32 | 11}
+    threshold = Threshold(middle, costs=COSTS)
+    return {
+        "threshold": threshold,
+        "ties": Threshold((table.scores[5, 0], table.scores[6, 1], table.scores[7, 2]), (0.0, 0.5, 1.0), **terms),
+        "nobody": Threshold((np.inf,) * 3, costs=COSTS),
+        "everybody": Threshold((-np.inf,) * 3, costs=COSTS),
+        "lottery": Lottery(exit_rates=(0.4, 0.3, 0.2, 0.1), **terms),
+        "one exit": ExitAt(costs=(3.0,), open_exits=(2,), num_exits=4),
+        "patience": Patience(patience=1, costs=COSTS),
+        "streak": Streak(threshold=middle[0], patience=2, costs=COSTS),
+        "mixture": Mixture(
+            first=replace(threshold, salt=5), second=Patience(patience=1, costs=COSTS), share=0.4, **terms
+        ),
+        "vote": calibrate.combined(calibrate.eero, "vote")(COSTS, "60%", table),
+        "geometric mean": calibrate.combined(calibrate.eero, "geometric_mean")(COSTS, "60%", table),
+        "temperature": calibrate.combined(calibrate.eero, "temperature")(COSTS, "60%", table),
+    }
+
+
+NAMES = "threshold,ties,nobody,everybody,lottery,one exit,patience,streak,mixture,vote,geometric mean,temperature"
+
+
+def assert_replayed(found, rule, table, count=None):
+    expected = replay(rule, table if count is None else table.take(np.arange(count)))
+    np.testing.assert_array_equal(found.exits, expected.exits)
+    np.testing.assert_array_equal(found.predictions, expected.predictions)
+
+
+@pytest.mark.parametrize("name", NAMES.split(","))
+@pytest.mark.parametrize("size", [1, 2, 7, 16, 32, 100, 257])
+def test_every_policy_decides_as_replayed_for_any_batch_size(small, numbers, table, name, size):
+    rule, count = rules(table)[name], min(len(numbers), 37 * size)
+    predictor = Predictor(small, rule, settings=DEVICE, batch_size=size, allow_mismatch=True)
+    assert_replayed(predictor(numbers[:count]), rule, table, count)
+    assert predictor.decided_by == "the device decides", predictor.decided_by
+    again = predictor(numbers[:count].cuda(), samples=np.arange(count))  # on the device before, and once more
+    assert_replayed(again, rule, table, count)
+
+
+def test_batch_sizes_from_1_to_257_decide_alike(small, numbers, table):
+    rule = rules(table)["threshold"]
+    for size in range(3, 257, 23):
+        found = Predictor(small, rule, settings=DEVICE, batch_size=size, allow_mismatch=True)
+        assert_replayed(found(numbers[:600]), rule, table, 600)
+        for count in (1, 2, size - 1, size):
+            assert_replayed(found(numbers[:count], samples=np.arange(count)), rule, table, count)
+
+
+def test_numbers_go_on_over_calls_loaders_and_streams(small, numbers, table):
+    rule = rules(table)["lottery"]
+    found, expected = Predictor(small, rule, settings=DEVICE, batch_size=32, allow_mismatch=True), replay(rule, table)
+    exits = [found(numbers[:5]).exits, found.run([*numbers[5:400].split(50)], progress=False).exits]
+    answers = [*found.stream([*numbers[400:].split(32)])]
+    samples = np.concatenate([each.samples for each in answers])
+    exits.append(np.concatenate([each.open_indices for each in answers])[np.argsort(samples)])
+    np.testing.assert_array_equal(np.concatenate(exits), expected.exits)
+    assert sorted(samples) == [*range(400, 700)]
+
+
+def test_another_policy_of_the_same_rule_needs_no_new_capture(small, numbers, table):
+    first, second = rules(table)["threshold"], rules(table)["ties"]
+    found = Predictor(small, first, settings=DEVICE, batch_size=64, allow_mismatch=True)
+    assert_replayed(found(numbers), first, table)
+    walks = dict(found.backend.deciding.walks)
+    other = found.with_policy(second)
+    assert_replayed(other(numbers, samples=np.arange(700)), second, table)
+    assert_replayed(found(numbers, samples=np.arange(700)), first, table)
+    assert found.backend.deciding.walks == walks
+
+
+def test_unusable_logits_are_named_and_what_was_answered_is_kept(small, numbers, table):
+    broken = numbers.clone()
+    broken[321] = float("nan")
+    found = Predictor(small, rules(table)["nobody"], settings=DEVICE, batch_size=16, allow_mismatch=True)
+    with pytest.raises(ValueError, match="unusable logits for 1 samples, the first is sample 321") as caught:
+        found(broken)
+    assert len(caught.value.finished) > 0
+    assert_replayed(found(numbers, samples=np.arange(700)), rules(table)["nobody"], table)
+
+
+def test_two_predictors_and_two_threads_at_once(small, numbers, table):
+    names = ["threshold", "lottery", "patience", "threshold"]
+    found = [
+        Predictor(small, rules(table)[each], settings=DEVICE, batch_size=32, allow_mismatch=True) for each in names
+    ]
+    found[3] = found[0]  # one of them is used by two threads
+    results = [[] for _ in names]
+
+    def work(index):
+        with torch.cuda.stream(torch.cuda.Stream()):
+            for _ in range(20):
+                results[index].append(found[index](numbers, samples=np.arange(700)))
+
+    threads = [Thread(target=work, args=[index]) for index in range(len(names))]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join()
+    for name, decisions in zip(names, results, strict=True):
+        assert len(decisions) == 20
+        for each in decisions:
+            assert_replayed(each, rules(table)[name], table)
+
+
+class Waits(nn.Module):
+    """Looks at its numbers on the host, which no graph can."""
+
+    def forward(self, features):
+        return features * bool(features.isfinite().all().item())
+
+
+def test_what_cannot_be_captured_is_decided_by_the_host_and_a_line_says_so():
+    model = MultiExitModel([nn.Linear(4, 4), Waits()], [nn.Linear(4, 3), nn.Linear(4, 3)]).eval()
+    found = Predictor(model, Threshold((0.2,), costs=(1.0, 2.0)), settings=DEVICE, batch_size=8)
+    with pytest.warns(UserWarning, match="the host decides: stage 1 cannot be captured as a CUDA graph"):
+        decisions = found(torch.randn(64, 4))
+    assert len(decisions) == 64
+    assert "stage 1 cannot be captured" in found.decided_by
+    assert torch.ones(3, device="cuda").sum().item() == 3  # the GPU is of use again
+
+
+def test_without_what_it_needs_the_host_decides_and_a_line_says_so(small, numbers, table, monkeypatch):
+    monkeypatch.setattr(conditional, "why_not", lambda: "the package cuda-bindings is not installed")
+    rule = rules(table)["threshold"]
+    found = Predictor(small, rule, settings=DEVICE, batch_size=64, allow_mismatch=True)
+    with pytest.warns(UserWarning, match="the host decides: the package cuda-bindings is not installed"):
+        assert_replayed(found(numbers), rule, table)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        quiet = Predictor(small, rule, settings=RunSettings("cuda"), batch_size=64, allow_mismatch=True)
+        assert_replayed(quiet(numbers), rule, table)
+    assert "cuda-bindings is not installed" in quiet.decided_by
+
+
+def test_when_memory_is_short_the_host_decides(small, numbers, table, monkeypatch):
+    def full(*given, **options):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+    monkeypatch.setattr(DeviceWalk, "__init__", full)
+    rule = rules(table)["threshold"]
+    found = Predictor(small, rule, settings=DEVICE, batch_size=64, allow_mismatch=True)
+    with pytest.warns(UserWarning, match="the host decides: CUDA out of memory"):
+        assert_replayed(found(numbers), rule, table)
+
+
+def test_auto_measures_keeps_the_faster_and_says_which(small, numbers, table):
+    rule = rules(table)["threshold"]
+    found = Predictor(small, rule, settings=RunSettings("cuda"), batch_size=32, allow_mismatch=True)
+    assert_replayed(found(numbers[:32]), rule, table, 32)
+    assert found.decided_by == "the host decides about the first batches"
+    assert_replayed(found(numbers, samples=np.arange(700)), rule, table)
+    assert "decides about batches of 32: " in found.decided_by
+    quota = calibrate.certified_batch(calibrate.geometric)(COSTS, "60%", table)
+    by_rank = Predictor(small, quota, settings=RunSettings("cuda"), batch_size=32, allow_mismatch=True)
+    by_rank(numbers)
+    assert by_rank.decided_by == "the host decides: Quota needs it"
+
+
+def test_memory_does_not_grow_over_a_thousand_windows(small, numbers, table):
+    found = Predictor(small, rules(table)["lottery"], settings=DEVICE, batch_size=4, allow_mismatch=True)
+    many = numbers[:640].repeat(50, 1)  # 8,000 batches, 1,000 windows
+    found(many)
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
+    assert len(found(many)) == len(many)
+    assert len(found.run(itertools.repeat(numbers[:64], 500), progress=False)) == 32_000
+    torch.cuda.synchronize()
+    assert torch.cuda.memory_allocated() <= before[0] + 2**20
+    assert torch.cuda.memory_reserved() <= before[1] + 2**25
+
+
+@pytest.fixture(scope="module")
+def images():
+    return torch.randn(1000, 3, 32, 32, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.fixture(scope="module")
+def resnet():
+    torch.manual_seed(0)
+    made = resnet18_cifar(num_classes=10)
+    for head in made.heads[:-1]:
+        for each in head.parameters():
+            each.data *= 5
+    return made.eval()
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_networks_decide_as_replayed_but_for_samples_on_a_threshold(resnet, images, dtype, compiled):
+    if compiled and dtype == "fp16":
+        pytest.skip("two dtypes are enough to compile for")
+    settings = RunSettings("cuda", dtype, channels_last=True, compile=compiled, decide="device")
+    table = record(resnet, images, progress=False, settings=replace(settings, compile=False))
+    policy = calibrate.eero(np.arange(1.0, 9.0), "50%", table)
+    found = Predictor(resnet, policy, batch_size=100, settings=settings, probabilities=True)
+    decisions, expected = found(images), replay(policy, table)
+    assert found.decided_by == "the device decides", found.decided_by
+    near = 1e-3 if dtype == "fp32" else 5e-2
+    level = (np.abs(table.scores - np.array([*policy.thresholds, np.inf])) < near) | (table.scores < near)
+    differ = (decisions.exits != expected.exits) | (decisions.predictions != expected.predictions)
+    assert not (differ & ~level.any(axis=1)).any(), int(differ.sum())
+    assert ((decisions.probabilities > 0) & (decisions.probabilities <= 1)).all()
+
+
+def test_texts_of_several_lengths_have_a_walk_each():
+    from transformers import BertConfig, BertForSequenceClassification
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 2, "intermediate_size": 64}
+    network = BertForSequenceClassification(BertConfig(vocab_size=100, num_labels=5, **sizes)).eval()
+    tokens = torch.randint(5, 100, (2, 12))
+    model = attach_heads(network, after=2, example={"input_ids": tokens, "attention_mask": torch.ones_like(tokens)})
+    batches = []
+    for index in range(24):
+        length = (12, 20, 7)[index % 3]
+        mask = torch.ones(16, length, dtype=torch.int64)
+        mask[::2, length // 2 :] = 0
+        batches.append({"input_ids": torch.randint(5, 100, (16, length)), "attention_mask": mask})
+    rule = Lottery(costs=(1.0, 2.0, 3.0), exit_rates=(0.4, 0.3, 0.3))
+    one, other = (Predictor(model, rule, settings=each, batch_size=16) for each in (DEVICE, HOST))
+    ours, theirs = (each.run(batches, progress=False) for each in (one, other))
+    np.testing.assert_array_equal(ours.exits, theirs.exits)
+    assert (ours.predictions == theirs.predictions).mean() > 0.99
+    assert len(one.backend.deciding.walks) == 3
