@@ -3,8 +3,8 @@
     python experiments/imagenet_record.py DATA MODELS MOBILENETS --output imagenet.npz
 
 MODELS holds the packages that experiments/imagenet_networks.py names, MOBILENETS the int8 networks as .tflite files.
-Networks of torch are exported and run by ONNX Runtime, which takes less than half of torch's time on a CPU, and the int8
-ones by LiteRT. Images are resized by a bicubic filter. Networks see the middle 224 of the 256 pixels, as usual, but
+Networks of torch are exported and run by ONNX Runtime, which takes less than half of torch's time on a CPU, and the
+int8 ones by LiteRT. Images are resized by a bicubic filter. Networks see the middle 224 of the 256 pixels, as usual;
 EfficientNet-lite1 and 2 see 95 % of each side: they take more pixels than that middle has, and are half a point more
 accurate so. The recording holds scores, classes and log-probabilities of the five likeliest classes, no image; beside
 it, the FLOPs of each network.
@@ -56,7 +56,11 @@ def multiply_adds(path: Path) -> int:
     for operation in network._get_ops_details():
         if operation["op_name"] in CONVOLUTIONS:
             kernel, output = shapes[operation["inputs"][1]], shapes[operation["outputs"][0]]
-            inputs = 1 if operation["op_name"] == "DEPTHWISE_CONV_2D" else int(np.prod(kernel[1:])) // int(np.prod(kernel[1:3]))
+            inputs = (
+                1
+                if operation["op_name"] == "DEPTHWISE_CONV_2D"
+                else int(np.prod(kernel[1:])) // int(np.prod(kernel[1:3]))
+            )
             window = int(np.prod(kernel[1:3])) if len(kernel) == 4 else int(kernel[1])
             total += int(np.prod(output)) * window * (inputs if len(kernel) == 4 else 1)
     return total

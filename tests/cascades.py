@@ -39,7 +39,9 @@ def with_an_exit() -> MultiExitModel:
     return model.eval()
 
 
-def write_onnx(path: Path, *, size: int = 8, classes: int = CLASSES, softmax: bool = False, batch: object = "n") -> Path:
+def write_onnx(
+    path: Path, *, size: int = 8, classes: int = CLASSES, softmax: bool = False, batch: object = "n"
+) -> Path:
     """Write a linear network of the mean of each channel, with fixed weights, as people export them."""
     rng = np.random.default_rng(3)
     weight = helper.make_tensor("weight", TensorProto.FLOAT, [3, classes], rng.normal(size=3 * classes) * 4)
@@ -61,7 +63,6 @@ def write_onnx(path: Path, *, size: int = 8, classes: int = CLASSES, softmax: bo
 @cache
 def onnx_file() -> Path:
     def write(folder: Path) -> None:
-        folder.mkdir()
         write_onnx(folder / "tiny.onnx")
 
     return shared_folder(Path(os.environ["SESSION_FOLDER"]), "tiny_onnx", write) / "tiny.onnx"
@@ -97,7 +98,9 @@ def remote_model(weights: np.ndarray, failures: int = 0) -> Iterator[tuple[str, 
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_GET(self):
             inputs = [{"name": "x", "datatype": "FP32", "shape": [-1, weights.shape[0]]}]
-            self.answer({"inputs": inputs, "outputs": [{"name": "y", "datatype": "FP32", "shape": [-1, weights.shape[1]]}]})
+            self.answer(
+                {"inputs": inputs, "outputs": [{"name": "y", "datatype": "FP32", "shape": [-1, weights.shape[1]]}]}
+            )
 
         def do_POST(self):
             request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))["inputs"][0]

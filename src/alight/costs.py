@@ -238,7 +238,9 @@ class Costs:
         content: dict[str, object] = {"cumulative": self.cumulative().tolist()}
         if self.heads.any() or self.is_cascade:
             content = {"stages": self.stages.tolist(), "heads": self.heads.tolist()}
-        write_json(path, "Costs", {**content, "unit": self.unit, **({"members": self.members} if self.is_cascade else {})})
+        write_json(
+            path, "Costs", {**content, "unit": self.unit, **({"members": self.members} if self.is_cascade else {})}
+        )
 
     @classmethod
     def load(cls, path: PathLike) -> "Costs":

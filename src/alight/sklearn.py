@@ -50,8 +50,8 @@ class BudgetedClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
     Args:
         estimator: A boosting model or forest of scikit-learn, LightGBM or XGBoost, or a list of classifiers; None:
             `HistGradientBoostingClassifier()`.
-        budget: Mean cost of a sample: "50%" of the full model, "40 trees" of a forest, "40 rounds" of boosting, "0.1 ms"
-            of a list.
+        budget: Mean cost of a sample: "50%" of the full model, "40 trees" of a forest, "40 rounds" of boosting,
+            "0.1 ms" of a list.
         max_loss: Instead of a budget: as cheap as loses at most so much accuracy, with 95 % confidence.
         exits: How many, or the trees or rounds after which there is one; the full model is always the last.
         method: Calibrates, by its name in `alight.calibrate.METHODS`.
@@ -144,7 +144,7 @@ class BudgetedClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
 
     def _validated(self, X: Any) -> Floats:  # noqa: N803
         check_is_fitted(self)
-        return validate_data(self, X, reset=False, ensure_all_finite=self._finite())  # type: ignore[no-any-return]
+        return validate_data(self, X, reset=False, ensure_all_finite=self._finite())
 
     def _parts(self, labels: npt.NDArray[np.int64]) -> tuple[Any, Any]:
         """Return samples to train on and to calibrate on; all for both where they are too few to divide."""
@@ -162,12 +162,14 @@ class BudgetedClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
             table.append(self._logits(exit_index, logits))
         outputs = HeadOutputs.from_logits(table, labels)
         if self.max_loss is None:
-            policy = METHODS[self.method](self.costs_, self.budget, outputs)  # type: ignore[arg-type]
+            policy = METHODS[self.method](self.costs_, self.budget, outputs)
         else:
             method = certified_risk(METHODS[self.method], risk="excess_error", alpha=self.max_loss)
-            policy = method(self.costs_, None, outputs)  # type: ignore[arg-type]
+            policy = method(self.costs_, None, outputs)
         if policy.is_batch_dependent or not policy.keeps_answers or policy.inputs != (outputs.score,):
-            raise BadInput(f"{policy.method} does not decide on the score of one exit: choose eero, search or geometric")
+            raise BadInput(
+                f"{policy.method} does not decide on the score of one exit: choose eero, search or geometric"
+            )
         return policy
 
     def _advanced(self, exit_index: int, rows: Floats, before: Floats) -> Floats:
@@ -204,7 +206,7 @@ class BudgetedClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
             pass
         places = np.searchsorted(policy.open_exits, exits)
         spent = np.asarray(policy.costs)[places]
-        names = {"exit_names": self.exits_, "unit": policy.unit, "num_exits": len(self.exits_)}
+        names: dict[str, Any] = {"exit_names": self.exits_, "unit": policy.unit, "num_exits": len(self.exits_)}
         return Decisions(logits.argmax(axis=1), exits, spent, **names), logits
 
 
@@ -221,7 +223,7 @@ class Trees:
         """Return what they add, (samples, classes), or (samples,) for two classes."""
         library = type(self.model).__module__.partition(".")[0]
         if library == "lightgbm":
-            limits = {"start_iteration": self.start, "num_iteration": self.stop - self.start}
+            limits: dict[str, Any] = {"start_iteration": self.start, "num_iteration": self.stop - self.start}
             return self.model.booster_.predict(rows, raw_score=True, **limits)
         if library == "xgboost":
             limits = {"iteration_range": (self.start, self.stop), "predict_type": "margin"}
@@ -253,7 +255,7 @@ def _of_trees(model: Any, exits: int | Sequence[int], rows: Floats) -> Made:
     base = _base(model, rows[:1], total)
     parts = [_part(model, start, stop, base) for start, stop in zip([0, *stops], stops, strict=False)]
     few, kind = rows[:CHECKED], FOREST if hasattr(model, "oob_score") else BOOSTED
-    added = sum(part(few) for part in parts)
+    added = np.sum([part(few) for part in parts], axis=0)
     if added.ndim == 1:
         added = np.stack([np.zeros_like(added), added], axis=1)
     found = probabilities(added) if kind == BOOSTED else added / total
@@ -270,12 +272,13 @@ def _number_of_trees(model: Any) -> int:
     if library == "lightgbm":
         return int(model.best_iteration_ or model.booster_.current_iteration())
     if library == "xgboost":
-        return int(getattr(model, "best_iteration", None) or model.get_booster().num_boosted_rounds() - 1) + 1
+        best = getattr(model, "best_iteration", None)  # of early stopping, counted from 0
+        return int(model.get_booster().num_boosted_rounds() if best is None else best + 1)
     if hasattr(model, "_predictors") or (hasattr(model, "estimators_") and hasattr(model, "criterion")):
         return len(model._predictors if hasattr(model, "_predictors") else model.estimators_)
     raise BadInput(
-        f"a {type(model).__name__} has no trees to stop after: give a boosting model or a forest of scikit-learn, LightGBM"
-        " or XGBoost, or a list of classifiers"
+        f"a {type(model).__name__} has no trees to stop after: give a boosting model or a forest of scikit-learn,"
+        " LightGBM or XGBoost, or a list of classifiers"
     )
 
 

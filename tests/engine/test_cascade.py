@@ -1,4 +1,4 @@
-"""A cascade is a network whose exits are whole networks: each reads the sample in its own way, and nothing else differs."""
+"""A cascade is a network whose exits are whole networks: each reads the sample in its own way."""
 
 import json
 from dataclasses import replace
@@ -88,7 +88,9 @@ def test_a_cascade_is_saved_whole_and_loaded_without_code(tmp_path):
         Cascade.load(folder)
 
 
-@pytest.mark.parametrize("damage", [{"members": None}, {"members": [{"name": "x"}]}, {"members": [{"network": "../x"}]}])
+@pytest.mark.parametrize(
+    "damage", [{"members": None}, {"members": [{"name": "x"}]}, {"members": [{"network": "../x"}]}]
+)
 def test_a_damaged_description_is_refused(tmp_path, damage):
     folder = chain().save(tmp_path / "cascade")
     document = json.loads((folder / "cascade.json").read_text())
@@ -152,22 +154,24 @@ def test_probabilities_become_logits_and_a_background_is_left_out(tmp_path):
 
 def test_a_file_for_one_sample_at_a_time_answers_batches(tmp_path):
     one, any_number = write_onnx(tmp_path / "one.onnx", batch=1), write_onnx(tmp_path / "any.onnx")
-    said = [record(cascade([Member(each, normalisation=BARE)]), pixels()[:, :, :8, :8], progress=False) for each in (one, any_number)]
+    said = [
+        record(cascade([Member(each, normalisation=BARE)]), pixels()[:, :, :8, :8], progress=False)
+        for each in (one, any_number)
+    ]
     np.testing.assert_allclose(said[0].scores, said[1].scores, atol=1e-6)
     with pytest.raises(BadFile, match="it takes batches of 4 alone"):
         cascade([write_onnx(tmp_path / "four.onnx", batch=4)])
 
 
-def test_texts_are_cut_into_tokens_by_each_network(monkeypatch):
+def test_texts_are_cut_into_tokens_by_each_network():
     """Networks with other vocabularies read the same text; tokens are numbers of letters here."""
-    lengths = []
 
     def letters(step):
         def tokenizer(texts, **_):
             width = max(map(len, texts))
-            lengths.append(width)
             ids = np.array([[ord(letter) // step % 7 for letter in text.ljust(width)] for text in texts])
-            return {"input_ids": ids, "attention_mask": np.ones_like(ids), "token_type_ids": np.zeros_like(ids)}
+            mask = np.array([np.arange(width) < len(text) for text in texts]).astype(np.int64)
+            return {"input_ids": ids, "attention_mask": mask}
 
         tokenizer.model_max_length, tokenizer.pad_token_id, tokenizer.padding_side = 512, 0, "right"
         return tokenizer
@@ -215,7 +219,9 @@ def test_a_remote_model_is_asked_about_survivors_alone():
     weights, rows = rng.normal(size=(4, 3)).astype(np.float32), rng.normal(size=(60, 4)).astype(np.float32)
     small = nn.Linear(4, 3)
     with remote_model(weights) as (url, sizes):
-        model = cascade([Member(small, "small", price=0.1), Member(url, "remote", price=2.0)], example=torch.zeros(1, 4))
+        model = cascade(
+            [Member(small, "small", price=0.1), Member(url, "remote", price=2.0)], example=torch.zeros(1, 4)
+        )
         said = record(model, rows, progress=False)
         np.testing.assert_array_equal(said.predictions[:, 1], (rows @ weights).argmax(1))
         policy = Threshold(thresholds=(float(np.median(said.scores[:, 0])) + 1e-9,), costs=(0.1, 2.1), unit="USD")
@@ -233,9 +239,11 @@ def test_a_remote_model_is_asked_again_once_and_then_named(tmp_path, monkeypatch
         assert len(record(cascade([url], ["remote"]), rows, progress=False)) == 2
         saved = cascade([Member(url, "remote", price=1.0)]).save(tmp_path / "cascade")
         assert Cascade.load(saved).members[0].member.price == 1.0
-    with remote_model(np.ones((4, 3), np.float32), failures=3) as (url, _):
-        with pytest.raises(AlightError, match=r"gave no answer \(HTTP Error 503.*is it running"):
-            record(cascade([url], ["remote"]), rows, progress=False)
+    with (
+        remote_model(np.ones((4, 3), np.float32), failures=3) as (url, _),
+        pytest.raises(AlightError, match=r"gave no answer \(HTTP Error 503.*is it running"),
+    ):
+        record(cascade([url], ["remote"]), rows, progress=False)
     with pytest.raises(AlightError, match="gave no answer"):
         cascade([url], ["remote"])
 
@@ -243,8 +251,8 @@ def test_a_remote_model_is_asked_again_once_and_then_named(tmp_path, monkeypatch
 def test_litert_runs_a_quantised_network(tmp_path):
     interpreter = pytest.importorskip("ai_edge_litert", reason=LITERT)
     assert interpreter
+    (tmp_path / "broken.tflite").write_bytes(b"nothing of the kind")
     with pytest.raises(BadFile, match="LiteRT cannot load it"):
-        (tmp_path / "broken.tflite").write_bytes(b"nothing of the kind")
         litert_member(tmp_path / "broken.tflite")
 
 

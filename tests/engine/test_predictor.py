@@ -10,7 +10,20 @@ import numpy as np
 import pytest
 import torch
 from commands import shared_folder
-from exported import ALL_COSTS, OPEN, chain, compile_network, drawn, folder, images, middle, network, policy, predictor, table
+from exported import (
+    ALL_COSTS,
+    OPEN,
+    chain,
+    compile_network,
+    drawn,
+    folder,
+    images,
+    middle,
+    network,
+    policy,
+    predictor,
+    table,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

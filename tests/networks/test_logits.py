@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from alight.errors import BadInput, Mismatch
 from alight import cascade, record
+from alight.errors import BadInput, Mismatch
 from alight.networks.attach import attach_heads
 from alight.networks.store import load_model, save_model
 

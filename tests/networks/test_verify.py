@@ -13,6 +13,7 @@ from alight.cutting import proof, stages, tracing
 from alight.errors import BadInput
 from alight.networks import attach, masks, multi_exit
 from alight.networks.attach import attach_heads, from_outputs
+from alight.networks.multi_exit import MultiExitModel
 from alight.networks.store import load_model, save_model
 
 IMAGES = torch.randn(2, 3, 12, 12, generator=torch.Generator().manual_seed(0))
@@ -137,7 +138,9 @@ def test_verify_changes_nothing_and_says_whether_the_network_can_be_trained(tmp_
 def test_a_model_without_a_network_has_nothing_to_be_compared_with():
     described = {"source": "stages", "example": {"shape": [2, 4], "dtype": "float32"}}
     with pytest.raises(BadInput, match="there is no network to compare with"):
-        MultiExitModel([nn.Linear(4, 8), nn.Linear(8, 8)], [nn.Linear(8, 3), nn.Linear(8, 3)], recipe=described).verify()
+        MultiExitModel(
+            [nn.Linear(4, 8), nn.Linear(8, 8)], [nn.Linear(8, 3), nn.Linear(8, 3)], recipe=described
+        ).verify()
 
 
 class TwoOutputs(nn.Module):

@@ -177,8 +177,8 @@ def fit_vote(labelled: HeadOutputs) -> Vote:
 def fit_agreement(outputs: HeadOutputs) -> Vote:
     """Return votes of equal weight, to which each exit adds its score: surest is what all agree on, and sure of.
 
-    Nothing is fitted, so it needs no labels: Agreement-Based Cascading (Kolawole et al. 2024), with scores where ayes and
-    noes are equal.
+    Nothing is fitted, so it needs no labels: Agreement-Based Cascading (Kolawole et al. 2024), where scores
+    decide between equal numbers of votes.
 
     >>> table = HeadOutputs(scores=[[0.5, 0.2], [0.5, 0.2]], predictions=[[3, 3], [3, 4]])
     >>> combined = fit_agreement(table).apply(table)

@@ -44,9 +44,9 @@ def choose_members(costs: AnyCosts, budget: Budget, outputs: HeadOutputs) -> tup
     parts = [(table.take(one), Ranked(table.take(other))) for one, other in halves(len(table), ROUNDS)]
     found = {order: _accuracy(order, means, amount, parts) for order in _orders(means) if means[order[0]] <= amount}
     best = max(found.values())
-    enough = best - TOLERATED * float(np.sqrt(best * (1 - best) / len(table)))
+    tolerated = best - TOLERATED * float(np.sqrt(best * (1 - best) / len(table)))
     usual = [(means[list(order)][1:] < means[list(order)][:-1]).any() for order in found]  # expensive before cheap
-    return min(zip(usual, map(len, found), found, strict=True), key=lambda each: (found[each[2]] < enough, *each))[2]
+    return min(zip(usual, map(len, found), found, strict=True), key=lambda each: (found[each[2]] < tolerated, *each))[2]
 
 
 def _orders(means: Floats) -> Iterator[tuple[int, ...]]:

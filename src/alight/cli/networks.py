@@ -35,7 +35,17 @@ from alight.errors import BadInput
 from alight.files import CASCADE, WEIGHTS
 
 CHECKPOINT = "checkpoint.safetensors"
-MEMBER = ("normalisation", "image_size", "crop", "bicubic", "skip_classes", "probabilities", "flops", "price", "token_variable")
+MEMBER = (
+    "normalisation",
+    "image_size",
+    "crop",
+    "bicubic",
+    "skip_classes",
+    "probabilities",
+    "flops",
+    "price",
+    "token_variable",
+)
 LIBRARIES = ("timm", "torchvision", "transformers", "zoo")
 
 
@@ -131,7 +141,9 @@ def run_cascade(options: argparse.Namespace) -> CommandResult:
     names = options.names or [Path(place).stem for place in options.networks]
     if len(names) != len(options.networks):
         raise BadInput(f"{len(names)} names for {len(options.networks)} networks: give one each")
-    members = [Member(place, name, **_member(options.set, name)) for place, name in zip(options.networks, names)]
+    members = [
+        Member(place, name, **_member(options.set, name)) for place, name in zip(options.networks, names, strict=True)
+    ]
     if unknown := [each for each in options.set if each.partition(".")[0] not in names]:
         raise BadInput(f"--set {unknown[0]!r}: write NAME.FIELD=VALUE with NAME one of {', '.join(names)}")
     made = cascade(members, image_size=options.image_size)
@@ -148,9 +160,11 @@ def _member(settings: Sequence[str], name: str) -> dict[str, Any]:
     own = any_options([each.removeprefix(f"{name}.") for each in settings if each.startswith(f"{name}.")])
     mean, std = own.pop("mean", None), own.pop("std", None)
     if mean is not None or std is not None:
-        own["normalisation"] = Normalisation(mean or [0.0] * len(std), std or [1.0] * len(mean))
+        own["normalisation"] = Normalisation(tuple(mean or [0.0] * len(std)), tuple(std or [1.0] * len(mean)))
     if unknown := [each for each in own if each not in MEMBER]:
-        raise BadInput(f"--set {name}.{unknown[0]}: a network of a cascade has {', '.join(('mean', 'std', *MEMBER[1:]))}")
+        raise BadInput(
+            f"--set {name}.{unknown[0]}: a network of a cascade has {', '.join(('mean', 'std', *MEMBER[1:]))}"
+        )
     return own
 
 

@@ -83,10 +83,10 @@ def predict_on_ray(
 ) -> JobResult:
     """Predict all data under a policy, into a folder of Parquet partitions with one row for each sample.
 
-    `model` is a folder that `save_model` or `Cascade.save` wrote; it is sent to the workers. `data` and `output` are paths that all of
-    them see, URIs, or `Store`s. A second run with the same arguments makes the partitions that are missing. Samples
-    have the numbers that they have on one machine, and get the same predictions; batches of a quota end where
-    partitions end, each keeps its budget, and so does the whole.
+    `model` is a folder that `save_model` or `Cascade.save` wrote; it is sent to the workers. `data` and `output` are
+    paths that all of them see, URIs, or `Store`s. A second run with the same arguments makes the partitions that are
+    missing. Samples have the numbers that they have on one machine, and get the same predictions; batches of a quota
+    end where partitions end, each keeps its budget, and so does the whole.
     """
     network = load_network(model)
     if not allow_mismatch:  # once here, before every worker does

@@ -1,4 +1,4 @@
-"""What the networks of a cascade cost, each alone: from the sample as it is kept to the values that decide.
+"""What the networks of a cascade cost, each alone: from the kept sample to the values that decide.
 
 A network without exits is timed whole, whatever its engine: preprocessing, inference, scores. One with exits is timed
 stage by stage. FLOPs are counted for networks of torch and taken from `Member.flops` of others.
@@ -27,10 +27,9 @@ def example_inputs(network: Cascade) -> Any:
     spec = network.input_spec
     if spec.takes_texts and spec.tokenizer is not None:
         return [TEXT]
-    sizes = [each.shape[1:] for each in spec.tensors]
-    if not sizes or any(None in each for each in sizes):
+    if not spec.tensors or any(None in each.shape[1:] for each in spec.tensors):
         raise BadInput("the networks of the cascade do not say what they take: give an example, a batch of inputs")
-    zeros = tuple(np.zeros((1, *each), tensor.dtype) for each, tensor in zip(sizes, spec.tensors, strict=True))  # type: ignore[misc]
+    zeros = tuple(np.zeros([size or 1 for size in each.shape], each.dtype) for each in spec.tensors)
     return zeros[0] if len(zeros) == 1 else dict(zip(spec.names, zeros, strict=True)) if spec.names else zeros
 
 
@@ -55,7 +54,9 @@ def time_members(
         kept = backend.take(state, np.arange(batch_size) % len(state[0]))
         for _ in range(warmup):
             _timed_pass(backend, kept)
-        return np.array([_timed_pass(backend, kept) for _ in tqdm(range(repeats), "time members", disable=not progress)])
+        return np.array(
+            [_timed_pass(backend, kept) for _ in tqdm(range(repeats), "time members", disable=not progress)]
+        )
 
 
 def _timed_pass(backend: CascadeBackend, kept: State) -> list[float]:

@@ -121,7 +121,9 @@ class Timings:
         rows = [f"milliseconds of a batch of {self.batch_size}, median (quartiles) of {len(self.stages)} passes"]
         if self.members:
             whole = np.quantile(self.stages + self.heads, [0.25, 0.5, 0.75], axis=0)
-            return "\n".join([*rows, *(f"{name}: {_spread(each)}" for name, each in zip(self.exits, whole.T, strict=True))])
+            return "\n".join(
+                [*rows, *(f"{name}: {_spread(each)}" for name, each in zip(self.exits, whole.T, strict=True))]
+            )
         quartiles = self.quartiles()
         rows += [
             f"{name}: stage {_spread(quartiles[:, 0, index])}, head {_spread(quartiles[:, 1, index])}"
@@ -146,8 +148,8 @@ def time_stages(
     """Time every stage and head in ms, pass by pass, on the device and in the dtype of the network.
 
     A pass runs all stages and heads in a row, as serving does, and notes the time between them; on a GPU by events in
-    its stream, so that nothing waits for the clock. A head that does nothing takes 0 ms. A network of a cascade is timed
-    from its preprocessing on: whole, or from exit to exit, heads with their stages.
+    its stream, so that nothing waits for the clock. A head that does nothing takes 0 ms. A network of a cascade is
+    timed from its preprocessing on: whole, or from exit to exit, heads with their stages.
 
     Args:
         model: On its device, in its dtype; or a cascade.

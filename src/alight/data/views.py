@@ -74,7 +74,7 @@ def common_inputs(
     >>> kind, spec.image_shape
     ('pixels', (3, 16, 16))
     """
-    terms = {"num_classes": _number_of_classes(specs, names), "classes": _class_names(specs, names)}
+    terms: dict[str, Any] = {"num_classes": _number_of_classes(specs, names), "classes": _class_names(specs, names)}
     if all(_take_the_same(*pair) for pair in product(specs, specs)) and {*crops} == {1.0} and not image_size:
         exact = min(specs, key=lambda spec: sum(size is None for each in spec.tensors for size in each.shape))
         return "same", replace(exact, **terms)
@@ -86,7 +86,9 @@ def common_inputs(
     if all(spec.takes_texts and spec.tokenizer is not None for spec in specs):
         ids = TensorSpec(IDS, (None, None), "uint8")
         return "texts", InputSpec((ids,), (IDS,), tokenizer=Utf8(), **terms)
-    takes = [f"{name} {'; '.join(map(str, spec.tensors)) or 'unknown'}" for name, spec in zip(names, specs, strict=True)]
+    takes = [
+        f"{name} {'; '.join(map(str, spec.tensors)) or 'unknown'}" for name, spec in zip(names, specs, strict=True)
+    ]
     raise BadInput(
         f"the networks of a cascade take different inputs ({', '.join(takes)}), and nothing says how a sample becomes"
         " each of them: give images with the normalisation of every network, texts with their tokenizers, or networks"

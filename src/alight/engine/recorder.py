@@ -257,7 +257,7 @@ class EveryStage:
             exits.append(values)
         first = exits[0]
         columns = tuple(_interleaved([each.columns[index] for each in exits]) for index in range(len(first.columns)))
-        predictions, largest = (_interleaved([each[index] for each in exits]) for index in (0, 1))
+        predictions, largest = (_interleaved(each) for each in list(zip(*exits, strict=True))[:2])
         return HeadValues(predictions, largest, columns, None), ()
 
 

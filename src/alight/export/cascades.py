@@ -1,4 +1,4 @@
-"""A cascade and its policy become a folder that runs without PyTorch: networks of torch are exported, files are copied."""
+"""A cascade and its policy become a folder without PyTorch: networks of torch are exported, files are copied."""
 
 import tempfile
 from collections.abc import Callable, Sequence

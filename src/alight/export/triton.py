@@ -16,9 +16,15 @@ from alight.files import CASCADE, MANIFEST, PathLike, whole_folder, write_json
 BATCH = 64  # samples that a stage executes at once
 TYPES = {"tensor(float)": "TYPE_FP32", "tensor(double)": "TYPE_FP64", "tensor(int64)": "TYPE_INT64"}
 TYPES |= {"tensor(bool)": "TYPE_BOOL", "tensor(uint8)": "TYPE_UINT8", "tensor(int32)": "TYPE_INT32"}
-NUMPY = {"float32": "TYPE_FP32", "float64": "TYPE_FP64", "int64": "TYPE_INT64", "uint8": "TYPE_UINT8", "bool": "TYPE_BOOL"}
+NUMPY = {
+    "float32": "TYPE_FP32",
+    "float64": "TYPE_FP64",
+    "int64": "TYPE_INT64",
+    "uint8": "TYPE_UINT8",
+    "bool": "TYPE_BOOL",
+}
 ANSWERS = (("predictions", "TYPE_INT64", [-1]), ("exits", "TYPE_INT64", [-1]), ("spent", "TYPE_FP64", [-1]))
-MODEL = '''"""Runs the stages beside it as models of Triton, for survivors alone: pip install alight in the server's image."""
+MODEL = '''"""Runs the stages beside it as models of Triton, for survivors alone; the server's image needs alight."""
 
 from pathlib import Path
 
@@ -99,20 +105,24 @@ def _write_stage(path: Path, repository: Path, model: str) -> dict[str, Any]:
 def _described(tensor: Any) -> Tensor:
     """Return an input or output of ONNX without its axis of samples."""
     if tensor.type not in TYPES:
-        raise BadInput(f"{tensor.name} is a {tensor.type}, which Triton does not run as it is: export it in float32")
+        raise BadInput(f"{tensor.name} is a {tensor.type}, which Triton does not run: export it in float32")
     return tensor.name, TYPES[tensor.type], [size if isinstance(size, int) else -1 for size in tensor.shape[1:]]
 
 
 def _inputs(spec: InputSpec) -> list[Tensor]:
     if spec.takes_texts and spec.tokenizer:
         return [("texts", "TYPE_STRING", [-1])]
-    return [(each.name, NUMPY[each.dtype], [-1 if size is None else size for size in each.shape]) for each in spec.tensors]
+    return [
+        (each.name, NUMPY[each.dtype], [-1 if size is None else size for size in each.shape]) for each in spec.tensors
+    ]
 
 
 def _config(name: str, inputs: Iterable[Tensor], outputs: Iterable[Tensor], how: str) -> str:
     """Return the text of a config.pbtxt."""
     lines = [f'name: "{name}"', how]
     for kind, tensors in (("input", inputs), ("output", outputs)):
-        listed = [f'  {{ name: "{each}", data_type: {dtype}, dims: {[*dims] or [1]} }}' for each, dtype, dims in tensors]
+        listed = [
+            f'  {{ name: "{each}", data_type: {dtype}, dims: {[*dims] or [1]} }}' for each, dtype, dims in tensors
+        ]
         lines += [f"{kind} [", ",\n".join(listed), "]"]
     return "\n".join(lines) + "\n"

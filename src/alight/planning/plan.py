@@ -155,7 +155,7 @@ def plan(
     settings, tuned = settings or RunSettings(), None
     loss = LOSS if max_accuracy_loss is None else max_accuracy_loss
     with shown_steps("plan", 3 + bool(speed), progress=progress) as begin:
-        if speed:
+        if speed and isinstance(model, MultiExitModel):
             begin("trying settings")
             tuned = tune_speed(model, batch_size=batch_size, example=example, settings=settings)
             settings = tuned.settings
@@ -201,8 +201,8 @@ def _tried(full: Plan, policy: Policy, testing: HeadOutputs, example: Any, loss:
 def _as_accurate(policy: Policy, costs: Costs, testing: HeadOutputs) -> int:
     """Return the cheapest network of a cascade that is alone as accurate as the policy; the best where none is."""
     accuracies = testing.correct().mean(axis=0)
-    enough = accuracies >= min(replay(policy, testing).accuracy(testing.truth()), float(accuracies.max()))
-    return int(np.where(enough, costs.alone, np.inf).argmin())
+    accurate = accuracies >= min(replay(policy, testing).accuracy(testing.truth()), float(accuracies.max()))
+    return int(np.where(accurate, costs.alone, np.inf).argmin())
 
 
 def _nothing_cheaper(loss: float, samples: int) -> str:

@@ -59,7 +59,7 @@ def called_in_turn(member: Member, request: Any, timeout: float | None) -> dict[
         raise TimeoutError(f"no answer within {timeout:g} s") from None
     if error is not None:
         raise error
-    return report  # type: ignore[no-any-return]
+    return report
 
 
 def _report_now(member: Member, request: Any) -> dict[str, Any]:

@@ -6,7 +6,6 @@ the next travels behind the sample, and is dropped when the sample moves on to a
 """
 
 import copy
-import json
 import shutil
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack
@@ -90,7 +89,7 @@ def cascade(
     if names and len(names) != len(networks):
         raise BadInput(f"{len(names)} names for {len(networks)} networks: give one each")
     given = [each if isinstance(each, Member) else Member(each) for each in networks]
-    called = [name or _name(member, index) for index, (name, member) in enumerate(zip(names or [""] * len(given), given))]
+    called = [*names] or [_name(member, index) for index, member in enumerate(given)]
     if len({*called}) < len(called):
         raise BadInput(f"networks of a cascade named {', '.join(called)}: give each a name of its own")
     opened = [OpenMember(*each, example) for each in zip(given, called, strict=True)]
@@ -125,7 +124,7 @@ class OpenMember:
             return TorchBackend(self.network, open_exits, settings, batch_size)
         if settings.threads not in self._by_threads:
             self._by_threads[settings.threads] = _opened(replace(self.member, settings=settings))
-        return self._by_threads[settings.threads]  # type: ignore[no-any-return]
+        return self._by_threads[settings.threads]
 
     def fingerprint(self, given: RunSettings) -> str:
         """Return that of the network as it runs, and how it reads samples."""
@@ -231,7 +230,9 @@ class Cascade:
     def take_outputs(self, members: Sequence[int], outputs: HeadOutputs) -> HeadOutputs:
         """Return what a recording of this cascade says about these networks, as a recording of `take(members)`."""
         if outputs.fingerprint not in ("", self.fingerprint):
-            raise Mismatch(f"the recording is of {outputs.fingerprint} and this cascade is {self.fingerprint}: record it")
+            raise Mismatch(
+                f"the recording is of {outputs.fingerprint} and this cascade is {self.fingerprint}: record it"
+            )
         owners = self.members_of_exits
         exits = [index for member in members for index, owner in enumerate(owners) if owner == member]
         return replace(outputs.at_exits(exits), fingerprint=outputs.fingerprint and self.take(members).fingerprint)
@@ -271,7 +272,7 @@ class Cascade:
 
 
 def saved_members(folder: PathLike) -> tuple[list[Member], list[int], str]:
-    """Return the members of a folder that `Cascade.save` wrote, the size of pixels that are kept, and the fingerprint."""
+    """Return the members of a folder that `Cascade.save` wrote, the size of kept pixels, and the fingerprint."""
     path = Path(folder) / CASCADE
     content = read_json(path, KIND)
     try:

@@ -33,7 +33,7 @@ SOFTMAX = ((1 / 256, 0), (1 / 256, -128))  # scale and zero of a softmax that is
 ATTEMPTS, PAUSE, TIMEOUT = 2, 0.1, 10.0  # of a call over HTTP, and seconds
 DATATYPES = {"FP16": "float16", "FP32": "float32", "FP64": "float64", "INT8": "int8", "UINT8": "uint8"}
 DATATYPES |= {"INT32": "int32", "INT64": "int64", "BOOL": "bool"}  # of the Open Inference Protocol, V2
-ELEMENTS = {"tensor(float)": "float32", "tensor(double)": "float64"}  # of ONNX Runtime, where they differ from NumPy's
+ELEMENTS = {"float": "float32", "double": "float64"}  # of ONNX, where the names differ from those of NumPy
 
 
 class OneStage(OnnxBackend):
@@ -84,7 +84,7 @@ def _gives_probabilities(stage: Stage, inputs: InputSpec) -> bool:
     return bool(values.min() >= 0 and np.abs(values.sum(axis=1) - 1).max() < NEAR_ONE)
 
 
-def onnx_member(path: PathLike, threads: int | None = None, outputs: Outputs = Outputs()) -> OneStage:  # noqa: B008
+def onnx_member(path: PathLike, threads: int | None = None, outputs: Outputs = Outputs()) -> OneStage:
     """Return the network of an ONNX file, whose first output is its logits or probabilities."""
     content = Path(path).read_bytes()
     session = Session(content, str(path), threads)
@@ -117,7 +117,7 @@ def _one_by_one(stage: Stage) -> Stage:
     return run
 
 
-def litert_member(path: PathLike, threads: int | None = None, outputs: Outputs = Outputs()) -> OneStage:  # noqa: B008
+def litert_member(path: PathLike, threads: int | None = None, outputs: Outputs = Outputs()) -> OneStage:
     """Return the network of a LiteRT (TFLite) file: images channels first, bytes where it is quantised."""
     content = Path(path).read_bytes()
     network = LiteRT(content, str(path), threads)
@@ -167,7 +167,7 @@ class LiteRT:
         return (values - zero) * scale if scale else values, ()
 
 
-def remote_member(url: str, token_variable: str | None = None, outputs: Outputs = Outputs()) -> OneStage:  # noqa: B008
+def remote_member(url: str, token_variable: str | None = None, outputs: Outputs = Outputs()) -> OneStage:
     """Return a model behind HTTP that speaks the Open Inference Protocol (KServe, V2): URL/v2/models/NAME.
 
     `token_variable` names the variable of the environment that holds a bearer token, where one is asked for.

@@ -75,7 +75,9 @@ def triton_predictor(folder: Path, execute: Execute) -> Predictor:
     else:
         members, image_size, _ = saved_members(folder)
         opened = [
-            OpenMember(replace(each, network=TritonStages(place, Manifest.load(place), stages[place.name], execute)), each.name)
+            OpenMember(
+                replace(each, network=TritonStages(place, Manifest.load(place), stages[place.name], execute)), each.name
+            )
             if (place := Path(each.network)).name in stages
             else OpenMember(each, each.name)
             for each in members
@@ -102,7 +104,9 @@ class PythonModel:
             if self.names == ["texts"]:
                 decisions = self.predictor([text.decode() for text in arrays[0].ravel()])
             else:
-                decisions = self.predictor(arrays[0] if len(arrays) == 1 else dict(zip(self.names, arrays, strict=True)))
+                decisions = self.predictor(
+                    arrays[0] if len(arrays) == 1 else dict(zip(self.names, arrays, strict=True))
+                )
         except AlightError as error:
             return self.utils.InferenceResponse(error=self.utils.TritonError(str(error)))
         columns = {"predictions": decisions.predictions, "exits": decisions.exits, "spent": decisions.spent}
