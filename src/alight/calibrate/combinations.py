@@ -175,24 +175,26 @@ def fit_vote(labelled: HeadOutputs) -> Vote:
 
 
 def fit_agreement(outputs: HeadOutputs) -> Vote:
-    """Return votes of equal weight, to which each exit adds its score: surest is what all agree on, and sure of.
+    """Return votes in which each exit keeps its own answer, and is surest where the exits before it agree.
 
-    Nothing is fitted, so it needs no labels: Agreement-Based Cascading (Kolawole et al. 2024), where scores
-    decide between equal numbers of votes.
+    The score of an exit is its own, and one more for each earlier exit that gives the same answer. Nothing is fitted,
+    so it needs no labels: Agreement-Based Cascading (Kolawole et al. 2024), where own scores decide between equal
+    numbers of votes.
 
     >>> table = HeadOutputs(scores=[[0.5, 0.2], [0.5, 0.2]], predictions=[[3, 3], [3, 4]])
     >>> combined = fit_agreement(table).apply(table)
     >>> combined.predictions[:, 1], combined.scores[:, 1].round(1)
-    (array([3, 3]), array([2.7, 0.3]))
+    (array([3, 4]), array([3.2, 1.2]))
     """
     if outputs.scores.min() < 0 or outputs.scores.max() > 1:
         raise BadInput(
             f"agreement adds scores from 0 to 1 to votes, and {outputs.score!r} runs from {outputs.scores.min():g} to"
             f" {outputs.scores.max():g}: record the margin or max_probability, or choose 'vote'"
         )
-    even = tuple((1.0,) * (index + 1) for index in range(outputs.num_exits))
     exits = tuple(range(outputs.num_exits))
-    return Vote(exits=exits, column=outputs.score, constants=even, slopes=even, others=(0.0,) * len(exits))
+    constants = tuple((1.0,) * index + (index + 1.0,) for index in exits)  # an exit outvotes all before it
+    slopes = tuple((0.0,) * index + (1.0,) for index in exits)
+    return Vote(exits=exits, column=outputs.score, constants=constants, slopes=slopes, others=(0.0,) * len(exits))
 
 
 def _named_classes(predictions: Integers) -> tuple[Integers, Integers]:
