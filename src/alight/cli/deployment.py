@@ -165,7 +165,7 @@ COMMANDS = (
             folder_option("exported", "folder for the stages"),
             FORCE,
         ),
-        ("export model policy.json -o exported", "export cascade policy.json -o exported --triton repository"),
+        ("export model policy.json -o exported", "export model policy.json -o stages --triton repository"),
     ),
     Command(
         run_run,

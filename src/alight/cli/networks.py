@@ -134,7 +134,7 @@ def run_train(options: argparse.Namespace) -> CommandResult | None:
 
 
 def run_cascade(options: argparse.Namespace) -> CommandResult:
-    """Chain networks that are trained already, from cheap to expensive, as one with an exit after each."""
+    """Chain trained networks, from cheap to expensive, as one with an exit after each."""
     check_unused(options.output, options.force, CASCADE)
     from alight.engine.backends.cascade import Member, cascade
 
