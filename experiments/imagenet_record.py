@@ -1,4 +1,4 @@
-"""Nine pretrained networks on 5,000 ImageNet validation images: what each says, once; about 15 minutes on one core.
+"""Eight pretrained networks on 5,000 ImageNet validation images: what each says, once; about 15 minutes on one core.
 
     python experiments/imagenet_record.py DATA MODELS MOBILENETS --output imagenet.npz
 

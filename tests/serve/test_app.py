@@ -52,6 +52,40 @@ def test_labels_exits_costs_and_probabilities_are_those_of_the_predictor(client)
     assert [each["exit"] for each in ask(client, arrays=arrays).json()["predictions"]] == expected.exits[:8].tolist()
 
 
+def test_the_open_inference_protocol_gives_the_same_answers(client):
+    shown = client.get("/v2/models/alight").json()
+    assert [each["name"] for each in shown["outputs"]] == ["predictions", "exits", "spent"]
+    assert client.get("/v2/health/ready").json() == {"state": "ready"}
+    (taken,) = shown["inputs"]
+    assert (taken["shape"], taken["datatype"]) == ([-1, 1, 8, 8], "FP32")
+    arrays = ((pixels(8) / 255 - 0.305) / 0.376)[:, None]
+    expected = ask(client, arrays=arrays.tolist()).json()["predictions"]
+
+    def infer(data=arrays, **changes):
+        tensor = {"name": taken["name"], "shape": [*arrays.shape], "datatype": "FP32", "data": data.ravel().tolist()}
+        body = {"id": "one", "inputs": [tensor | changes.pop("tensor", {})], **changes}
+        return client.post("/v2/models/alight/infer", json=body)
+
+    answer = infer().json()
+    assert (answer["id"], answer["model_name"], answer["parameters"]["unit"]) == ("one", "alight", "FLOPs")
+    assert [each["data"] for each in answer["outputs"]] == [
+        [each[name] for each in expected] for name in ("index", "exit", "cost")
+    ]
+    policy = load_policy(folder() / "unpaced.json")
+    cheap = infer(parameters={"budget": policy.costs[0]}).json()["outputs"]
+    assert set(cheap[1]["data"]) == {0}
+    for changed in (
+        {"tensor": {"name": "other"}},
+        {"tensor": {"shape": [8, 1, 8, 9]}},
+        {"tensor": {"shape": [8, -1]}},
+        {"tensor": {"data": ["x"] * 512}},
+        {"tensor": {"datatype": "BYTES"}},
+        {"parameters": {"price": 1}},
+        {"data": np.full_like(arrays, 1e30)},
+    ):
+        assert infer(**changed).status_code == 422
+
+
 def test_a_request_may_lower_its_budget_and_set_a_deadline(client):
     policy = load_policy(folder() / "unpaced.json")
     images = [in_base64(picture) for picture in pixels(8)]
@@ -255,6 +289,8 @@ def test_openapi_describes_every_endpoint_and_status(client):
     openapi = client.get("/openapi.json").json()
     assert set(openapi["paths"]) == {
         "/predict", "/predict/files", "/budget", "/status", "/healthz", "/readyz", "/metrics",
+        "/v2", "/v2/health/live", "/v2/health/ready", "/v2/models/alight", "/v2/models/alight/ready",
+        "/v2/models/alight/infer",
     }  # fmt: skip
     assert {"200", "401", "408", "413", "415", "422", "429", "503", "504"} <= set(
         openapi["paths"]["/predict"]["post"]["responses"]

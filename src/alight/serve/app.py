@@ -26,6 +26,7 @@ from alight.policies.paced import Paced
 from alight.serve.ledger import RESERVE, SpendLedger, resume_state
 from alight.serve.model import Sample, ServedModel, measure_timings
 from alight.serve.monitoring import LimitsMiddleware, Metrics, error_response, log_event
+from alight.serve.protocol import add_protocol
 from alight.serve.requests import (
     FORM,
     JSON,
@@ -91,6 +92,7 @@ def build_app(model: ServedModel, state: Path | None, limits: Limits, token: str
 
 def _add_predictions(app: FastAPI, worker: BatchWorker) -> None:
     model, limits, decoders = worker.model, worker.limits, CapacityLimiter(DECODERS)
+    add_protocol(app, worker, _answer, decoders)
 
     @app.post(
         "/predict",

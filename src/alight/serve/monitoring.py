@@ -25,8 +25,23 @@ from alight.serve.requests import Limits, RequestRefused
 MAX_BODIES = 16  # times the largest request: bytes of all requests under way
 REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")  # as clients may name a request
 PATHS = ("/", "/predict", "/predict/files", "/budget", "/status", "/healthz", "/readyz", "/metrics", "/openapi.json")
-PUBLIC = ("/", "/healthz", "/readyz")  # the page, which holds no data, and probes
-QUIET = ("/healthz", "/readyz", "/metrics", "/status")  # paths logged at level debug
+PATHS += ("/v2", "/v2/health/live", "/v2/health/ready", "/v2/models/alight", "/v2/models/alight/ready")
+PATHS += ("/v2/models/alight/infer",)
+PUBLIC = (
+    "/",
+    "/healthz",
+    "/readyz",
+    "/v2/health/live",
+    "/v2/health/ready",
+)  # the page, which holds no data, and probes
+QUIET = (
+    "/healthz",
+    "/readyz",
+    "/metrics",
+    "/status",
+    "/v2/health/live",
+    "/v2/health/ready",
+)  # paths logged at level debug
 LOGGER = logging.getLogger("alight.serve")
 OTHERS = ("uvicorn", "uvicorn.error", "uvicorn.access", "fastapi", "python_multipart", "PIL")
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
