@@ -60,6 +60,52 @@ def write_onnx(
     return path
 
 
+def write_litert(path: Path, rng: np.random.Generator) -> np.ndarray:
+    """Write a network of LiteRT in 8 bits, the softmax of linear values of the mean of each channel; return weights."""
+    from ai_edge_litert import schema_py_generated as schema
+    from flatbuffers import Builder
+
+    weights = rng.integers(0, 256, (CLASSES, 3), dtype=np.uint8)
+    model, graph, names = schema.ModelT(), schema.SubGraphT(), iter("abcdefgh")
+    model.version, model.buffers, model.operatorCodes = 3, [schema.BufferT()], []
+    graph.tensors, graph.operators = [], []
+
+    def tensor(shape, scale, zero, data=None, kind=schema.TensorType.UINT8):
+        made, buffer = schema.TensorT(), schema.BufferT()
+        made.quantization = schema.QuantizationParametersT()
+        made.quantization.scale, made.quantization.zeroPoint = [scale], [zero]
+        made.shape, made.type, made.name, made.buffer = [*shape], kind, next(names), len(model.buffers)
+        buffer.data = None if data is None else np.frombuffer(data.tobytes(), np.uint8)
+        model.buffers.append(buffer)
+        graph.tensors.append(made)
+        return len(graph.tensors) - 1
+
+    def operator(name, inputs, outputs, options, **terms):
+        code, made = schema.OperatorCodeT(), schema.OperatorT()
+        code.builtinCode = code.deprecatedBuiltinCode = getattr(schema.BuiltinOperator, name)
+        made.opcodeIndex, made.inputs, made.outputs = len(model.operatorCodes), inputs, outputs
+        made.builtinOptionsType = getattr(schema.BuiltinOptions, options)
+        made.builtinOptions = getattr(schema, f"{options}T")()
+        for each, value in terms.items():
+            setattr(made.builtinOptions, each, value)
+        model.operatorCodes.append(code)
+        graph.operators.append(made)
+
+    pixels, pooled = tensor((1, 8, 8, 3), 1 / 255, 0), tensor((1, 1, 1, 3), 1 / 255, 0)
+    matrix = tensor(weights.shape, 0.05, 128, weights)
+    bias = tensor((CLASSES,), 0.05 / 255, 0, np.zeros(CLASSES, np.int32), schema.TensorType.INT32)
+    values, answers = tensor((1, CLASSES), 0.1, 128), tensor((1, CLASSES), 1 / 256, 0)
+    window = {"filterHeight": 8, "filterWidth": 8, "strideH": 8, "strideW": 8, "padding": schema.Padding.VALID}
+    operator("AVERAGE_POOL_2D", [pixels], [pooled], "Pool2DOptions", **window)
+    operator("FULLY_CONNECTED", [pooled, matrix, bias], [values], "FullyConnectedOptions")
+    operator("SOFTMAX", [values], [answers], "SoftmaxOptions", beta=1.0)
+    graph.inputs, graph.outputs, model.subgraphs = [pixels], [answers], [graph]
+    builder = Builder(1024)
+    builder.Finish(model.Pack(builder), b"TFL3")
+    path.write_bytes(bytes(builder.Output()))
+    return 0.05 * (weights.astype(float) - 128)
+
+
 @cache
 def onnx_file() -> Path:
     def write(folder: Path) -> None:

@@ -18,6 +18,7 @@ from cascades import (
     pixels,
     remote_model,
     with_an_exit,
+    write_litert,
     write_onnx,
 )
 from torch import nn
@@ -249,8 +250,23 @@ def test_a_remote_model_is_asked_again_once_and_then_named(tmp_path, monkeypatch
 
 
 def test_litert_runs_a_quantised_network(tmp_path):
-    interpreter = pytest.importorskip("ai_edge_litert", reason=LITERT)
-    assert interpreter
+    pytest.importorskip("ai_edge_litert", reason=LITERT)
+    weights = write_litert(tmp_path / "tiny.tflite", np.random.default_rng(0))
+    member = Member(tmp_path / "tiny.tflite", "tiny", settings=RunSettings(threads=1))
+    model = cascade([member, Member(convolutions(16, 2), "large", image_size=16, normalisation=BARE)])
+    said = record(model, pixels(), progress=False)
+    small = model.views[0]((pixels(),))[0]
+    assert small.dtype == np.uint8
+    logits = small.mean(axis=(2, 3)) / 255 @ weights.T  # in floats: 8 bits round by a tenth of a logit
+    ordered = np.sort(logits, axis=1)
+    clear = ordered[:, -1] - ordered[:, -2] > 0.3
+    assert clear.sum() > 20
+    np.testing.assert_array_equal(said.predictions[clear, 0], logits.argmax(axis=1)[clear])
+    shares = np.exp(ordered - ordered.max(axis=1, keepdims=True))
+    shares /= shares.sum(axis=1, keepdims=True)
+    np.testing.assert_allclose(said.scores[:, 0], shares[:, -1] - shares[:, -2], atol=0.08)
+    loaded = Cascade.load(model.save(tmp_path / "cascade"))
+    np.testing.assert_array_equal(record(loaded, pixels(), progress=False).scores, said.scores)
     (tmp_path / "broken.tflite").write_bytes(b"nothing of the kind")
     with pytest.raises(BadFile, match="LiteRT cannot load it"):
         litert_member(tmp_path / "broken.tflite")
