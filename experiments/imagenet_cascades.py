@@ -6,10 +6,11 @@
 
 `time` writes results/imagenet_networks.csv: what each network takes for an image, from its bytes to its answer, and
 what the cascade takes that `sweep` chooses, run beside the network that it replaces. `sweep` writes
-results/imagenet_cascades.csv. The 5,000 images are split 20 times. One half chooses networks, their order and
-thresholds, for budgets of 30 to 100 % of EfficientNet-lite2, by `choose_members` and `search`; every pair of networks
-gets the threshold that spends the budget. The other half tests. Rows "as accurate as NAME" take the smallest budget at
-which the first half is as accurate as NAME alone, which the other half then tests too.
+results/imagenet_cascades.csv; its splits are kept beside the recording, so that it may be stopped. The 5,000 images
+are split 20 times. One half chooses networks, their order and thresholds, for budgets of 30 to 100 % of EfficientNet-
+lite2, by `choose_members` and `search`; every pair of networks gets the threshold that spends the budget. The other
+half tests. Rows "as accurate as NAME" take the smallest budget at which the first half is as accurate as NAME alone,
+which the other half then tests too.
 """
 
 import argparse
@@ -157,16 +158,20 @@ def summary(rows: list[Row], unit: str) -> Iterator[Row]:
 
 def sweep(options: argparse.Namespace) -> None:
     """Write the table of all ways, budgets and units."""
-    outputs, found = HeadOutputs.load(options.recording), []
-    for unit in options.units:
-        costs, rows = member_costs(outputs, unit, options.recording), []
-        for seed in range(options.splits):
-            rows += list(split_rows(outputs, costs, seed))
+    outputs, done = HeadOutputs.load(options.recording), options.recording.with_suffix(".rows.jsonl")
+    done.touch()
+    known = [json.loads(line) for line in done.read_text().splitlines()]
+    for unit in UNITS:
+        costs = member_costs(outputs, unit, options.recording)
+        for seed in sorted({*range(options.splits)} - {row["seed"] for row in known if row["unit"] == unit}):
+            rows = [{**row, "unit": unit, "seed": seed} for row in split_rows(outputs, costs, seed)]
+            known += rows
+            with done.open("a") as file:  # a run that was stopped goes on here
+                file.writelines(json.dumps(row) + "\n" for row in rows)
             print(unit, seed, flush=True)
-        found += list(summary(rows, unit))
-    kept = [row for row in read_rows(CASCADES) if row["unit"] not in {each["unit"] for each in found}]
     told = provenance("numpy", folder=ROOT)
-    write_rows(CASCADES, [*kept, *({**row, **told} for row in found)])
+    found = [row for unit in UNITS for row in summary([each for each in known if each["unit"] == unit], unit)]
+    write_rows(CASCADES, [{**row, **told} for row in found])
 
 
 def measure(options: argparse.Namespace) -> None:
@@ -232,7 +237,6 @@ def main() -> None:
         timing.add_argument(name, type=Path)
     timing.set_defaults(run=measure)
     sweeping = commands.add_parser("sweep")
-    sweeping.add_argument("--units", nargs="+", choices=UNITS, default=[*UNITS])
     sweeping.add_argument("--splits", type=int, default=SPLITS)
     sweeping.set_defaults(run=sweep)
     options = parser.parse_args()

@@ -34,7 +34,7 @@ def test_an_exported_cascade_decides_as_the_recording_does(exported):
 
 
 def test_a_network_without_an_open_exit_is_left_out_and_exits_are_numbered_without_it(tmp_path):
-    policy = combined(on_exits(calibrate.eero, (0, 3)), "agreement")(COSTS, "70%", outputs())
+    policy = on_exits(combined(calibrate.eero, "agreement"), (0, 3))(COSTS, "70%", outputs())
     with older_exporter():
         folder = export_model(chain(), policy, tmp_path / "cascade", progress=False)
     assert load_policy(folder / "policy.json").exits == Cascade.load(folder).exits == ("tiny", "large")

@@ -183,14 +183,15 @@ def test_a_cascade_is_planned_against_the_cheapest_network_that_is_as_accurate_a
     found = plan(model, table, batch_size=64, budget="40%", progress=False)
     assert not found.pays
     assert found.open_exits == (1,)
-    assert "Use middle alone" in found.reason
+    assert "use middle alone" in found.reason.lower()
     assert set(found.predictor()(torch.randn(20, 32)).exits.tolist()) == {1}
 
 
 def test_a_cascade_pays_where_the_small_network_answers_most():
-    found = plan(linear_chain(64, 16_000), recorded([0.87, 0.9]), batch_size=64, max_accuracy_loss=0.06, progress=False)
+    found = plan(linear_chain(64, 16_000), recorded([0.75, 0.9]), batch_size=64, max_accuracy_loss=0.05, progress=False)
     assert found.pays
-    assert found.speedup > 1.3
-    assert "loses at most 6 %" in found.reason
+    assert found.open_exits == (0, 1)
+    assert found.speedup > 1.2
+    assert "loses at most 5 %" in found.reason
     with pytest.raises(BadInput, match="every network of a cascade has settings of its own"):
         plan(linear_chain(8, 8), recorded([0.8, 0.9]), batch_size=4, speed="auto")
