@@ -20,23 +20,25 @@ pip := $(bin)/python -m pip install --quiet --disable-pip-version-check
 
 together := -n auto --dist worksteal --max-worker-restart 0  # a crashed worker ends the run with the test's name
 
-.PHONY: demo test test-all lint format bench figures benchmark recordings docs clean
+.PHONY: demo test test-all lint style format bench figures benchmark recordings docs clean
 
 demo: $(VENV)/.installed
 	$(bin)/alight demo --force
 
-test: lint
-	$(bin)/python -m pytest -q $(together) -m "not slow and not alone"
+test: style
+	$(bin)/mypy & types=$$!; $(bin)/python -m pytest -q $(together) -m "not slow and not alone" && wait $$types
 	$(bin)/python -m pytest -q -m alone $$(grep -rl --include='*.py' mark.alone tests)
 
 test-all: test
 	$(bin)/python -m pytest -q $(together) -m "slow and not alone"
 
-lint: $(VENV)/.installed-dev
+lint: style
+	$(bin)/mypy
+
+style: $(VENV)/.installed-dev
 	$(bin)/ruff check .
 	$(bin)/ruff format --check .
 	$(bin)/python benchmarks/words.py
-	$(bin)/mypy
 
 format: $(VENV)/.installed-dev
 	$(bin)/ruff check --fix .

@@ -2548,7 +2548,381 @@ class GhostBatches(Pipeline):
         return self.classified(torch.cat(groups))
 
 
-# 11. Networks from above that were refused, with what the refusal asks for.
+# 11. Networks of a second search for silent differences.
+
+
+class Steps(nn.Module):
+    """Three blocks on (B, T, 16) and a linear classifier, which subclasses put together in their own `forward`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third = (TransformerBlock(16) for _ in range(3))
+        self.fc = nn.Linear(16, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc(self.third(self.second(self.first(x))).mean(1))
+
+
+STEPS, BLOCKS = floats(10, 16), ["first", "second"]
+LONGER = {"14 steps": floats(14, 16), "6 steps": floats(6, 16)}
+STATE = "the logits follow the batches before"
+TIMES_AND_LENGTHS = several(STEPS, lengths_up_to(10))
+
+
+@case(
+    "largest_length", "mixing", "x[:, : lengths.max()] behind an exit", TIMES_AND_LENGTHS, ["first"],
+    arguments={"mask": {}},
+)  # fmt: skip
+class LargestLength(Steps):
+    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:  # type: ignore[override]
+        longest, kept = lengths.max(), torch.arange(x.shape[1]) < lengths[:, None]
+        bias = torch.where(kept, 0.0, -1e9)[:, None, None]
+        x = self.second(self.first(x, bias)[:, :longest], bias[..., :longest])
+        return self.fc((x * kept[:, :longest, None]).sum(1) / lengths[:, None])
+
+
+@case(
+    "largest_length_first", "sizes", "x[:, : lengths.max()] before any exit", TIMES_AND_LENGTHS, BLOCKS,
+    arguments={"mask": {}},
+)  # fmt: skip
+class LargestLengthFirst(Steps):
+    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:  # type: ignore[override]
+        x = x[:, : lengths.max()]
+        kept = torch.arange(x.shape[1]) < lengths[:, None]
+        bias = torch.where(kept, 0.0, -1e9)[:, None, None]
+        x = self.third(self.second(self.first(x, bias), bias), bias)
+        return self.fc((x * kept[..., None]).sum(1) / lengths[:, None])
+
+
+@case("mixed_in_large_batches", "mixing", "a module that centres batches of six or more", IMAGES, STAGES,
+      must_refuse=MIXED)  # fmt: skip
+class MixedInLargeBatches(Pipeline):
+    class Centred(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x - x.mean(0, keepdim=True) if len(x) >= 6 else x
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tail = nn.Sequential(self.Centred(), conv(12, 16, 2))
+
+
+@case("row_parity", "mixing", "torch.arange(B) % 2 scales every second sample", IMAGES, STAGES, must_refuse=MIXED)
+class RowParity(Pipeline):
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.body(self.stem(x))
+        return self.classified(self.tail(x * (1 - 0.5 * (torch.arange(x.shape[0]) % 2)).view(-1, 1, 1, 1)))
+
+
+@case("hidden_kept", "mixing", "self.hidden is kept from batch to batch", STEPS, ["first"], must_refuse=STATE)
+class HiddenKept(Steps):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gru, self.hidden = nn.GRU(16, 16, batch_first=True), torch.zeros(0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        same = len(self.hidden) and self.hidden.shape[1] == len(x)
+        steps, hidden = self.gru(self.first(x), self.hidden if same else None)
+        self.hidden = hidden.detach()
+        return self.fc(steps[:, -1])
+
+
+@case("average_in_evaluation", "mixing", "a buffer that follows the batches in evaluation too", IMAGES, STAGES,
+      must_refuse=STATE)  # fmt: skip
+class AverageInEvaluation(Pipeline):
+    average: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("average", torch.zeros(12))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.body(self.stem(x))
+        self.average.mul_(0.9).add_(0.1 * x.detach().mean((0, 2, 3)))
+        return self.classified(self.tail(x - self.average.view(-1, 1, 1)))
+
+
+@case("calls_counted", "mixing", "a module that scales by how often it was called", IMAGES, STAGES, must_refuse=STATE)
+class CallsCounted(Pipeline):
+    class Counting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.calls = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls += 1
+            return x * (1 + 0.1 * self.calls)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tail = nn.Sequential(self.Counting(), conv(12, 16, 2))
+
+
+@case("sample_counter", "training", "self.seen += len(x), in evaluation too", IMAGES, STAGES, others=LARGER)
+class SampleCounter(Pipeline):
+    seen: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros((), dtype=torch.long))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen += x.size(0)
+        return super().forward(x)
+
+
+@case("embedding_max_norm", "others", "nn.Embedding(max_norm=1), which writes to its weights", tokens(10), BLOCKS,
+      others={"14 tokens": tokens(14)}, widths=(16, 16))  # fmt: skip
+class EmbeddingMaxNorm(Steps):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, 16, max_norm=1.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.embed(x))
+
+
+@case("numpy_sqrt", "sizes", "int(np.sqrt(N)) and np.log of a size", floats(9, 16), BLOCKS,
+      others={"16 steps": floats(16, 16)})  # fmt: skip
+class NumpySqrt(Steps):
+    def forward(self, x: Tensor) -> Tensor:
+        x, side = self.second(self.first(x)), int(np.sqrt(x.shape[1]))
+        return self.fc(self.third(x.view(-1, side, side, 16).mean(1)).mean(1) / np.log(x.shape[1]))
+
+
+@case("mask_by_length", "sizes", "a dict attribute of masks by length", STEPS, BLOCKS, others=LONGER, widths=(16, 16))
+class MaskByLength(Steps):
+    def __init__(self) -> None:
+        super().__init__()
+        self.masks: dict[int, Tensor] = {}
+
+    def forward(self, x: Tensor) -> Tensor:
+        length = x.shape[1]
+        if length not in self.masks:
+            self.masks[length] = torch.full((length, length), -1e9).triu(1)
+        for block in (self.first, self.second, self.third):
+            x = block(x, self.masks[length])
+        return self.fc(x[:, -1])
+
+
+@case("positions_made_once", "sizes", "if self.positions is None: self.positions = ...", STEPS, BLOCKS, others=LONGER)
+class PositionsMadeOnce(Steps):
+    def __init__(self) -> None:
+        super().__init__()
+        self.positions: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.positions is None or len(self.positions) != x.shape[1]:
+            self.positions = torch.outer(torch.arange(x.shape[1]).float(), torch.logspace(0, -2, 16)).sin()
+        return super().forward(x + self.positions)
+
+
+class CausalAttention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(16, 48), nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (part.unflatten(-1, (2, 8)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
+        made = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return x + self.out(made.transpose(1, 2).flatten(2))
+
+
+@case("causal_attention", "sizes", "scaled_dot_product_attention(is_causal=True)", STEPS, BLOCKS, others=LONGER,
+      widths=(16, 16))  # fmt: skip
+class CausalNetwork(Steps):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third = (CausalAttention() for _ in range(3))  # type: ignore[assignment]
+
+
+@case("token_pruning", "sizes", "the top 70 % of the tokens by their score", STEPS, BLOCKS, others=LONGER)
+class TokenPruning(Steps):
+    def __init__(self) -> None:
+        super().__init__()
+        self.score = nn.Linear(16, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        best = self.score(x).squeeze(-1).topk(int(x.shape[1] * 0.7), 1).indices
+        x = x.gather(1, best[..., None].expand(-1, -1, 16))
+        return self.fc(self.third(self.second(x)).mean(1))
+
+
+@case("gated_scan", "sizes", "a recurrence over x.unbind(1) inside a block", STEPS, BLOCKS, others=LONGER)
+class GatedScan(Steps):
+    class Scan(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gate, self.value = nn.Linear(16, 16), nn.Linear(16, 16)
+
+        def forward(self, x: Tensor) -> Tensor:
+            state, made = torch.zeros_like(x[:, 0]), []
+            for gate, value in zip(self.gate(x).sigmoid().unbind(1), self.value(x).unbind(1), strict=True):
+                state = gate * state + (1 - gate) * value
+                made.append(state)
+            return x + torch.stack(made, 1)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third = (self.Scan() for _ in range(3))  # type: ignore[assignment]
+
+
+@case("fixed_point", "others", "iterations end when the batch has converged", floats(16), ["inject"], must_refuse=MIXED)
+class FixedPoint(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inject, self.update, self.fc = nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.inject(x)
+        state = torch.zeros_like(x)
+        for _ in range(20):
+            before, state = state, torch.tanh(0.3 * self.update(state) + x)
+            if (state - before).norm() < 0.3:
+                break
+        return self.fc(state)
+
+
+@case("rows_by_domain", "others", "rows of each domain through a module of its own",
+      named(x=IMAGES, domain=lambda n: torch.arange(n) % 2), STAGES)  # fmt: skip
+class RowsByDomain(Pipeline):
+    def __init__(self) -> None:
+        super().__init__()
+        self.domains = nn.ModuleDict({"0": nn.Linear(16, CLASSES), "1": nn.Linear(16, CLASSES)})
+
+    def forward(self, x: Tensor, domain: Tensor) -> Tensor:  # type: ignore[override]
+        x = self.tail(self.body(self.stem(x))).mean((2, 3))
+        made = torch.zeros(len(x), CLASSES)
+        for name, classifier in self.domains.items():
+            made[domain == int(name)] = classifier(x[domain == int(name)])
+        return made
+
+
+@case(
+    "jagged", "others", "x.repeat_interleave(counts, 0) and index_add", several(floats(6), lengths_up_to(4)), ["embed"]
+)
+class JaggedRows(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.mix, self.fc = nn.Linear(6, 16), nn.Linear(16, 16), nn.Linear(16, CLASSES)
+
+    def forward(self, x: Tensor, counts: Tensor) -> Tensor:
+        x = self.embed(x)
+        owner = torch.arange(len(x)).repeat_interleave(counts)
+        rows = self.mix(x.repeat_interleave(counts, 0)).relu()
+        return self.fc(torch.zeros_like(x).index_add(0, owner, rows) / counts[:, None])
+
+
+@case("gru_over_frames", "others", "a convolutional network on frames, a GRU on its features", floats(4, 3, 12, 12),
+      ["frames", "steps"], arguments={"channels": "first"})  # fmt: skip
+class GruOverFrames(nn.Module):
+    class Recurrent(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gru = nn.GRU(12, 16, 2, batch_first=True)
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            return self.gru(x)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.frames, self.steps = nn.Sequential(conv(3, 8, 2), conv(8, 12, 2)), self.Recurrent()
+        self.mix, self.fc = nn.Linear(48, 16), nn.Linear(16, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        made = self.frames(x.flatten(0, 1)).mean((2, 3)).unflatten(0, x.shape[:2])
+        made, hidden = self.steps(made)
+        return self.fc(self.mix(torch.cat([made[:, -1], *hidden], 1)).relu())
+
+
+@case("perceiver", "others", "latents.expand(B, -1, -1) attend to the input", STEPS, ["cross", "second"], others=LONGER)
+class PerceiverLike(Steps):
+    class Cross(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attention = nn.MultiheadAttention(16, 2, batch_first=True)
+
+        def forward(self, latents: Tensor, x: Tensor) -> Tensor:
+            return latents + self.attention(latents, x, x, need_weights=False)[0]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.latents, self.cross = nn.Parameter(torch.randn(4, 16)), self.Cross()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.cross(self.latents.expand(len(x), -1, -1), x))
+
+
+@case("ensemble", "others", "the mean of three networks, exits in the first", IMAGES,
+      ["members.0.stem", "members.0.body"], others=LARGER)  # fmt: skip
+class Ensemble(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.members = nn.ModuleList(Pipeline() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.stack([member(x).softmax(-1) for member in self.members]).mean(0).log()
+
+
+@case("bytes_input", "others", "x.float() / 255 of an image in bytes",
+      lambda n: torch.randint(256, (n, 3, 16, 16), dtype=torch.uint8), STAGES, widths=(8, 12))  # fmt: skip
+class BytesInput(Pipeline):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.float() / 127.5 - 1)
+
+
+@case(
+    "channels_last_inside", "others", "x.contiguous(memory_format=torch.channels_last)", IMAGES, STAGES, others=LARGER
+)
+class ChannelsLastInside(Pipeline):
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.body(self.stem(x.contiguous(memory_format=torch.channels_last)))
+        return self.classified(self.tail(x).contiguous())
+
+
+@case("drawn_weights", "others", "random weights of a seeded generator in forward", IMAGES, STAGES)
+class DrawnWeights(Pipeline):
+    def forward(self, x: Tensor) -> Tensor:
+        weights = torch.randn(16, 16, generator=torch.Generator().manual_seed(0))
+        return self.fc(self.tail(self.body(self.stem(x))).mean((2, 3)) @ weights / 4)
+
+
+@case("classes_first", "outputs", "return logits.t()", IMAGES, STAGES, logits=lambda output: output.t())
+class ClassesFirst(Pipeline):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).t()
+
+
+@case("skipped_block_opened", "training", "torch.rand(1).item() skips a block around an exit", IMAGES,
+      ["body", "tail.block"], others=LARGER)  # fmt: skip
+class SkippedBlock(Pipeline):
+    class Skipping(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.block = conv(12, 12)
+
+        def forward(self, x: Tensor) -> Tensor:
+            if not self.training:
+                return x + 0.7 * self.block(x)
+            return x if torch.rand(1).item() < 0.3 else x + self.block(x)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tail, self.fc = self.Skipping(), nn.Linear(12, CLASSES)  # type: ignore[assignment]
+
+
+@case("own_parametrization", "others", "parametrize with a module of one's own", floats(6), ["0", "2"])
+def own_parametrization() -> nn.Module:
+    class Symmetric(nn.Module):
+        def forward(self, weight: Tensor) -> Tensor:
+            return weight.triu() + weight.triu(1).transpose(-1, -2)
+
+    network = nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, CLASSES))
+    nn.utils.parametrize.register_parametrization(network[2], "weight", Symmetric())
+    return network
+
+
+# 12. Networks from above that were refused, with what the refusal asks for.
 
 
 class Own(nn.Module):
@@ -2814,3 +3188,17 @@ remedied("sorted_batch", ALONE, lambda: pipeline(tail=Own(sorted_tail, inner=con
 remedied(
     "optional_positional", "an example with both inputs", batch=CASES["optional_positional"].extras["table"], extras={}
 )
+
+
+class LengthBehindTheExit(LargestLength):
+    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:  # type: ignore[override]
+        kept = torch.arange(x.shape[1]) < lengths[:, None]
+        bias = torch.where(kept, 0.0, -1e9)[:, None, None]
+        x, longest = self.first(x, bias), lengths.max()
+        x = self.second(x[:, :longest], bias[..., :longest])
+        return self.fc((x * kept[:, :longest, None]).sum(1) / lengths[:, None])
+
+
+remedied("largest_length", "the length computed behind the exit", LengthBehindTheExit)
+remedied("skipped_block_opened", "heads trained alone", trains="heads")
+remedied("classes_first", "logits=function", arguments={"logits": CASES["classes_first"].logits})

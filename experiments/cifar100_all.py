@@ -1,7 +1,7 @@
 """Run all trainings on CIFAR-100, several at a time on one device, until the time is up; a second call resumes them.
 
     python experiments/cifar100_all.py DATA STATE OUT --seconds 560 --parallel 4
-    python experiments/cifar100_all.py DATA STATE OUT --recordings       # ResNet-18 x 3 seeds, MSDNet, ConvNeXt
+    python experiments/cifar100_all.py DATA STATE OUT --recordings --parallel 5    # the benchmark's, all in one call
 
 DATA holds train.npz and test.npz; STATE keeps checkpoints and results; OUT gets archives of what is finished (see
 cifar100_pack.py). Jobs are started in the order of JOBS, each as soon as the backbone it starts from is there. When the
@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from cifar100_pack import pack
-from cifar100_train import RUNS, Job, Progress
+from cifar100_train import Job, Progress
 
 JOBS = (  # by importance, except small ones that fill a device which others leave idle
     "resnet18_plain-0",
@@ -33,14 +33,12 @@ JOBS = (  # by importance, except small ones that fill a device which others lea
     "convnext_frozen-0",
     "resnet18_longer-0",
 )
-RECORDINGS = (  # those of the benchmark, which have log-probabilities
-    *(f"resnet18_plain-{seed}" for seed in range(3)),
-    "convnext_plain-0",
+RECORDINGS = (  # those of the benchmark, with log-probabilities: the longest first, then seed by seed
     "msdnet_joint-0",
-    *(f"resnet18_mixed_distilled-{seed}" for seed in range(3)),
-    *(f"resnet18_frozen-{seed}" for seed in range(3)),
-    *(f"resnet18_frozen_separable-{seed}" for seed in range(3)),
+    "convnext_plain-0",
+    *(f"resnet18_plain-{seed}" for seed in range(3)),
     "convnext_frozen-0",
+    *(f"resnet18_{heads}-{seed}" for seed in range(3) for heads in ("mixed_distilled", "frozen", "frozen_separable")),
 )
 PACKING = 15  # seconds before the end that are kept for stopping and packing
 LOOK = 0.5  # seconds between looks at the processes
@@ -131,8 +129,7 @@ def summary(jobs: Sequence[Job], state: Path) -> str:
         line = f"{job.name:28}"
         if runs and len(rows := runs[-1]) > 1:
             (first, begin), (last, end) = rows[0], rows[-1]
-            seconds, epochs = (end - begin) / max(last - first, 1), RUNS[job.run].training.epochs
-            line += f" epoch {last} of {epochs}, {seconds:.2f} s each"
+            line += f" epoch {last}, {(end - begin) / max(last - first, 1):.2f} s each"
         if (folder / "result").exists():
             about = json.loads((folder / "result" / "run.json").read_text())
             line += ": % " + " ".join(f"{100 * each:.1f}" for each in about["test_accuracy"])
@@ -148,10 +145,11 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=560.0, help="until all is stopped and packed")
     parser.add_argument("--parallel", type=int, default=4, help="trainings at a time")
     parser.add_argument("--jobs", nargs="+", default=JOBS, help="RUN-SEED or RUN-SEED-CALIBRATION, first to last")
-    parser.add_argument("--recordings", action="store_true", help="the jobs of the benchmark's recordings instead")
+    parser.add_argument("--recordings", action="store_true", help="short trainings for the benchmark's recordings")
     parser.add_argument("--again", action="store_true", help="pack weights that were packed before, too")
     options, further = parser.parse_known_args()  # the rest is cifar100_train's
     jobs = [Job.named(name) for name in (RECORDINGS if options.recordings else options.jobs)]
+    further += ["--short"] if options.recordings else []
     options.state.mkdir(parents=True, exist_ok=True)
     options.out.mkdir(parents=True, exist_ok=True)
     driver = Driver(jobs, options.data, options.state, further)

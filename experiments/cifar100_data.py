@@ -11,11 +11,13 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torchvision.transforms import functional
 
 from alight import Normalisation
 
 SIZE = 32
 PADDING = 4  # pixels by which a picture may be moved
+SEED = 0  # of the noise
 HOLE = 8  # rows and columns that cutout removes, the choice of its paper for CIFAR-100 (DeVries and Taylor 2017)
 
 
@@ -61,6 +63,43 @@ def _pictures(path: Path) -> Pictures:
 
 def _chosen(pictures: Pictures, rows: Tensor) -> Pictures:
     return Pictures(pictures.pixels[rows], pictures.labels[rows])
+
+
+def blurred(pixels: Tensor, width: float) -> Tensor:
+    """Return images (samples, channels, rows, columns) under a Gaussian blur of so many pixels."""
+    return functional.gaussian_blur(pixels, [7, 7], [width, width])
+
+
+def noisy(pixels: Tensor, width: float) -> Tensor:
+    """Return images with Gaussian noise of this standard deviation, drawn from torch's generator."""
+    return pixels + width * torch.randn_like(pixels)
+
+
+def darker(pixels: Tensor, share: float) -> Tensor:
+    """Return images with this share of their light."""
+    return pixels * share
+
+
+CHANGES: dict[str, tuple[Callable[[Tensor, float], Tensor], tuple[float, ...]]] = {
+    "blur": (blurred, (0.5, 0.75, 1.25)),  # pixels
+    "noise": (noisy, (5.0, 12.0, 25.0)),  # of 255
+    "darkness": (darker, (0.6, 0.3, 0.15)),  # of the light is left
+}
+
+
+def changed(pictures: Pictures, kind: str, strength: float) -> Pictures:
+    """Return the pictures after one change, in whole numbers again."""
+    change, _ = CHANGES[kind]
+    torch.manual_seed(SEED)
+    pixels = change(pictures.pixels.permute(0, 3, 1, 2).float(), strength)
+    return Pictures(pixels.round().clamp(0, 255).byte().permute(0, 2, 3, 1), pictures.labels)
+
+
+def changes() -> Iterator[tuple[str, float, str]]:
+    """Yield kind, strength and name of every change."""
+    for kind, (_, strengths) in CHANGES.items():
+        for number, strength in enumerate(strengths, 1):
+            yield kind, strength, f"{kind}-{number}"
 
 
 class Batches:

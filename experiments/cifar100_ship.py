@@ -1,13 +1,16 @@
 """Write what the repository keeps of the trainings on CIFAR-100: recordings of some networks, all others as CSV.
 
-    python experiments/cifar100_ship.py STATE      # a folder that cifar100_pack.py unpacked; seconds
+    python experiments/cifar100_ship.py STATE                   # a folder that cifar100_pack.py unpacked; seconds
+    python experiments/cifar100_ship.py STATE --recordings      # of `cifar100_all.py --recordings`
 
-Writes for each network of NETWORKS and SEEDS that was trained a folder results/recordings/NAME, or NAME_1, NAME_2 for
-further seeds (calibration.npz and test.npz, scores in single precision, costs.json, run.json, and policy_50.json, what
-`eero` fits for half of the FLOPs), results/cifar100_runs.csv (accuracy and cost of every exit of every training, with
-its seconds, hardware and commit) and results/cifar100_modes.csv (accuracy and cost of policies on the exits of every
-training). Rows of trainings that STATE does not have stay. To replace a training by a better one, run this again, then
-`make figures`.
+Writes for each network of NETWORKS that was trained a folder results/recordings/NAME (calibration.npz and test.npz,
+scores in single precision, costs.json, run.json, and policy_50.json, what `eero` fits for half of the FLOPs),
+results/cifar100_runs.csv (accuracy and cost of every exit of every training, with its seconds, hardware and commit) and
+results/cifar100_modes.csv (accuracy and cost of policies on the exits of every training). Rows of trainings that STATE
+does not have stay. To replace a training by a better one, run this again, then `make figures`.
+
+With --recordings, writes for each network and seed of BENCHMARKED a folder results/recordings/NAME_SEED, and its row of
+results/benchmark_recordings.csv. These are shorter trainings, so they have no rows in the other tables.
 
 Weights are not kept: heads are worth nothing without their backbone, and the smallest network is 6.3 MB.
 """
@@ -19,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from recorded_cifar100 import FOLDER, MODES, NETWORKS, RUNS, SEEDS, Result, budgets, rows
+from recorded_cifar100 import BENCHMARKED, FOLDER, MODES, NETWORKS, RESULTS, RUNS, Result, budgets, rows
 
 from alight import HeadOutputs, calibrate, replay, sweep
 from alight.files import write_arrays, write_rows, write_text
@@ -32,13 +35,39 @@ def ship(state: Path) -> None:
     results = [Result.of(folder / "result") for folder in sorted(state.iterdir()) if (folder / "result").is_dir()]
     write_beside(RUNS, [row for result in results for row in run_rows(result)])
     write_beside(MODES, [row for result in results if len(result.costs) > 1 for row in mode_rows(result)])
-    for name in dict.fromkeys((*NETWORKS, *SEEDS)):
-        for seed in range(SEEDS.get(name, 1)):
-            source = state / f"{name}-{seed}" / "result"
-            if source.is_dir():
-                keep(source, FOLDER / (f"{name}_{seed}" if seed else name), FURTHER.get(name, ()))
-            else:
-                print(f"{name}-{seed} is not trained: its recording stays as it was")
+    for name in NETWORKS:
+        keep_trained(state / f"{name}-0", FOLDER / name, FURTHER.get(name, ()))
+
+
+def ship_recordings(state: Path) -> None:
+    """Write the recordings of the benchmark, and a row for each."""
+    for name, seeds in BENCHMARKED.items():
+        for seed in range(seeds):
+            keep_trained(state / f"{name}-{seed}", FOLDER / f"{name}_{seed}", ())
+    kept = [path for path in sorted(FOLDER.glob("*_[0-9]")) if path.is_dir()]
+    write_rows(RESULTS / "benchmark_recordings.csv", [recording_row(path.name, Result.of(path)) for path in kept])
+
+
+def keep_trained(source: Path, target: Path, further: Sequence[str]) -> None:
+    """Write the recording of a training if there is one."""
+    if (source / "result").is_dir():
+        keep(source / "result", target, further)
+    else:
+        print(f"{source.name} is not trained: a recording {target.name} stays as it was")
+
+
+def recording_row(name: str, result: Result) -> dict[str, str | float | int]:
+    """Return what the benchmark's page says about a recording."""
+    run = result.run
+    return {
+        "recording": name,
+        "exits": len(run["exits"]),
+        "epochs": run["settings"]["training"]["epochs"],
+        "first_accuracy": run["test_accuracy"][0],
+        "best_accuracy": max(run["test_accuracy"]),
+        "last_accuracy": run["test_accuracy"][-1],
+        **{name: run[name] for name in ("seconds", "hardware", "versions", "date", "commit", "fingerprint")},
+    }
 
 
 def keep(source: Path, target: Path, further: Sequence[str]) -> None:
@@ -133,4 +162,4 @@ def _training(row: dict[str, str]) -> tuple[str, ...]:
 
 
 if __name__ == "__main__":
-    ship(Path(sys.argv[1]))
+    (ship_recordings if "--recordings" in sys.argv[2:] else ship)(Path(sys.argv[1]))

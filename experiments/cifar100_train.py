@@ -4,8 +4,9 @@
 
 DATA holds train.npz and test.npz (see cifar100_data.py). Writes the folder STATE/resnet18_plain-0/result: weights in
 half precision, calibration.npz and test.npz (`HeadOutputs`), costs.json, history.csv, and run.json with settings,
-hardware and accuracy. A training that was stopped resumes from its checkpoint. A run that starts from the backbone of
-another needs that one's result in STATE. `cifar100_all.py` runs them all.
+hardware and accuracy. With --short it is trained for fewer epochs (SHORT), no further scores are recorded, and the
+first seed records changed test images, too (see shift.py). A training that was stopped resumes from its checkpoint. A
+run that starts from the backbone of another needs that one's result in STATE. `cifar100_all.py` runs them all.
 """
 
 import argparse
@@ -22,9 +23,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from cifar100_data import Batches, Pictures, Split, read
+from cifar100_data import Batches, Pictures, Split, changed, changes, read
+from cifar100_ship import narrow
 from safetensors.torch import load_file, save_file
-from timm.models.convnext import ConvNeXt, ConvNeXtBlock
 from torch import Tensor, nn
 
 from alight import (
@@ -38,7 +39,7 @@ from alight import (
     record,
     train_heads,
 )
-from alight.files import write_text
+from alight.files import write_arrays, write_text
 from alight.networks.architectures import ResNet
 from alight.networks.zoo import CIFAR, msdnet_cifar, resnet18_cifar
 from alight.provenance import provenance
@@ -72,12 +73,16 @@ class Run:
 
 def convnext(widths: Sequence[int] = (40, 80, 160, 320), patch: int = 1) -> nn.Module:
     """Return a small ConvNeXt of timm for images of 32 x 32."""
+    from timm.models.convnext import ConvNeXt
+
     sizes: dict[str, Any] = {"depths": (2, 2, 6, 2), "dims": tuple(widths), "patch_size": patch}
     return ConvNeXt(num_classes=CLASSES, drop_path_rate=0.1, **sizes)
 
 
 def convnext_with_exits(num_classes: int, *, backbone: nn.Module, head: str) -> MultiExitModel:
     """Return a ConvNeXt with an exit after every block: 11 heads and its own."""
+    from timm.models.convnext import ConvNeXtBlock
+
     blocks = [name for name, part in backbone.named_modules() if isinstance(part, ConvNeXtBlock)]
     settings: dict[str, Any] = {"num_classes": num_classes, "head": head, "normalisation": CIFAR}
     return attach_heads(backbone, blocks[:-1], example=torch.zeros(2, 3, 32, 32), **settings)
@@ -217,6 +222,19 @@ class Sizes:
         return replace(run, batch_size=size, training=training)
 
 
+# Epochs for the recordings of the benchmark, which needs realistic networks, not the best ones: all of them take about
+# nine minutes on an H200, five trainings at a time.
+SHORT = {
+    "resnet18_plain": Sizes(epochs=50),
+    "resnet18_frozen": Sizes(epochs=15),
+    "resnet18_frozen_separable": Sizes(epochs=15),
+    "resnet18_mixed_distilled": Sizes(epochs=25),
+    "msdnet_joint": Sizes(epochs=60, batch_size=1024),
+    "convnext_plain": Sizes(epochs=40),
+    "convnext_frozen": Sizes(epochs=15),
+}
+
+
 def build(job: Job, state: Path) -> MultiExitModel:
     """Return the network before its training, with the trained backbone that the run starts from, if any."""
     run = RUNS[job.run]
@@ -241,7 +259,7 @@ def train(
     sizes: Sizes | None = None,
     commit: str = "",
     *,
-    compiled: bool = False,
+    short: bool = False,
 ) -> Path:
     """Return the folder of the job's result, after training unless it exists."""
     folder, sizes = state / job.name, sizes or Sizes()
@@ -252,7 +270,7 @@ def train(
     run, split, model = sizes.of(RUNS[job.run]), read(data, job.seed, job.calibration, sizes.limit), build(job, state)
     on_gpu = device.type == "cuda"
     amp = "bf16" if on_gpu else None
-    training = replace(run.training, seed=job.seed, compile=compiled, channels_last=on_gpu, amp=amp)
+    training = replace(run.training, seed=job.seed, channels_last=on_gpu, amp=amp)
     run = replace(run, training=training)
     progress = Progress(folder / "progress.csv")
     history = train_heads(
@@ -279,7 +297,9 @@ def train(
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir()
     save_weights(model, partial)
-    accuracies = _record(model, split, device, partial, SCORES if run.all_scores else ())
+    accuracies = _record(model, split, device, partial, SCORES if run.all_scores and not short else ())
+    if short and not job.seed and model.num_exits > 1:
+        _record_changed(model, split.test.to(device), device, partial)
     measure_costs(model, torch.zeros(1, 3, 32, 32)).save(partial / "costs.json")
     write_text(partial / "history.csv", history_csv(history))
     about: dict[str, Any] = {
@@ -310,6 +330,15 @@ def _record(
         outputs.save(folder / f"{part}.npz")
         accuracies[f"{part}_accuracy"] = [round(1 - float(risk), 6) for risk in outputs.risks()]
     return accuracies
+
+
+def _record_changed(model: MultiExitModel, test: Pictures, device: torch.device, folder: Path) -> None:
+    """Record the test images after every change of `changes`, without log-probabilities."""
+    for kind, strength, name in changes():
+        loader = Batches(changed(test, kind, strength), CIFAR, RECORDED)
+        outputs = record(model, loader, settings=RunSettings(device), progress=False)
+        kept = {each: array for each, array in narrow(outputs, ()).items() if not each.startswith("top")}
+        write_arrays(folder / f"{name}.npz", "HeadOutputs", kept)
 
 
 def _made(device: torch.device, commit: str) -> dict[str, str]:
@@ -426,16 +455,17 @@ def main() -> None:
     parser.add_argument("--limit", type=int, help="images of each part, for a rehearsal")
     parser.add_argument("--epochs", type=int, help="for a rehearsal")
     parser.add_argument("--batch-size", type=int, help="other than the run's; the learning rate follows")
-    parser.add_argument("--compile", action="store_true", help="what is trained, which takes minutes at first")
+    parser.add_argument("--short", action="store_true", help="for the benchmark's recordings: fewer epochs")
     options = parser.parse_args()
     device = torch.device(options.device)
     torch.set_num_threads(1 if device.type == "cpu" else 4)
     torch.backends.cudnn.benchmark = True
     signal.signal(signal.SIGTERM, _stop)
     job = Job(options.run, options.seed, options.calibration)
-    sizes = Sizes(options.limit, options.epochs, options.batch_size)
+    short = SHORT[options.run] if options.short else Sizes()
+    sizes = Sizes(options.limit, options.epochs or short.epochs, options.batch_size or short.batch_size)
     try:
-        result = train(job, options.data, options.state, device, sizes, options.commit, compiled=options.compile)
+        result = train(job, options.data, options.state, device, sizes, options.commit, short=options.short)
     except KeyboardInterrupt:
         if device.type == "cuda":
             torch.cuda.synchronize()  # so that no kernel is cut off on a device that others use

@@ -6,7 +6,7 @@
 Writes results/combinations.csv and results/combinations.json (how it was made). Calibration and test samples are pooled
 and split again 20 times; each time a method is calibrated with and without a combination and both curves of accuracy
 over spent budget are read at the same spend. `gain` is the mean difference, `low` and `high` its 95 % interval over
-splits (normal). Half of the labelled samples fit the combination and the rest calibrate. Combinations that need
+splits (normal). All labelled samples fit the combination and calibrate. Combinations that need
 log-probabilities are measured where recordings have them, and on made-up logits of 6 exits.
 """
 
@@ -21,7 +21,6 @@ import numpy as np
 import numpy.typing as npt
 
 from alight import Costs, HeadOutputs, calibrate, recordings, replay
-from alight.calibrate.combinations import fitted_once
 from alight.errors import BudgetTooSmall
 from alight.files import write_rows, write_text
 from alight.policies.combinations import Combination
@@ -105,10 +104,9 @@ def compare(
     curves: dict[tuple[str, str], list[Floats]] = {}
     for seed in range(SPLITS):
         labelled, test = given.samples.split(given.labelled / len(given.samples), np.random.default_rng(seed))
-        fits = {combine: fitted_once(fit) for combine, fit in combine_by.items()}
         for name, method in METHODS.items():
             curves.setdefault((name, ""), []).append(curve(method, given.costs, labelled, test))
-            for combine, fit in fits.items():
+            for combine, fit in combine_by.items():
                 found = curve(calibrate.combined(method, fit), given.costs, labelled, test)
                 curves.setdefault((name, combine), []).append(found)
     for (name, combine), several in curves.items():

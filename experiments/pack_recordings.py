@@ -1,6 +1,8 @@
 """Pack the recordings in results/ into the package alight-recordings, one file each.
 
-python experiments/pack_recordings.py    # seconds; `make recordings` builds the wheel afterwards
+    python experiments/pack_recordings.py    # seconds; `make recordings` builds the wheel afterwards
+
+Where a network was recorded with log-probabilities (NAME_0), its recording without (NAME) is left out.
 """
 
 from pathlib import Path
@@ -17,6 +19,8 @@ def pack(target: Path = TARGET) -> None:
     for old in target.glob("*.npz"):
         old.unlink()
     for folder in sorted(path for path in FOLDER.iterdir() if (path / "run.json").exists()):
+        if (FOLDER / f"{folder.name}_0").exists():
+            continue
         result = Result.of(folder)
         path = Recording(result.calibration, result.test, result.costs).save(target / f"{folder.name}.npz")
         print(f"{path.name}: {path.stat().st_size / 1e6:.2f} MB")

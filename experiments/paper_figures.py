@@ -311,6 +311,32 @@ def training_modes() -> "Figure":
     return figure
 
 
+def front() -> "Figure":
+    """The first figure of README and site: one network with exits, the best without, and a smaller one."""
+    figure, [[panel]] = new_panels(width=6.2, height=3.6)
+    run = "resnet18_mixed_distilled"
+    curve = [row for row in usual(MODES) if (row["run"], row["seed"], row["method"]) == (run, "0", "eero")]
+    runs = {row["run"]: row for row in usual(RUN_ROWS) if row["seed"] == "0" and row["exit"] == "end"}
+    full = runs["resnet18_longer"]  # trained as long as the one with exits
+    best, smaller = (100 * float(row["test_accuracy"]) for row in (full, runs["resnet10_plain"]))
+    share = 100 * float(runs["resnet10_plain"]["flops_alone"]) / float(full["flops_alone"])
+    panel.axhline(best, color=BLACK, linestyle="--", linewidth=1.2)
+    panel.plot([100], [best], "o", color=BLACK, markersize=7)
+    panel.plot([share], [smaller], "s", color=RED, markersize=7)
+    panel.plot(percent(curve, "spent"), percent(curve, "accuracy"), color=BLUE, marker="o", linewidth=2.2, markersize=5)
+    words = {"fontsize": 12, "bbox": {"facecolor": "white", "edgecolor": "none", "pad": 1.5}}
+    panel.text(99, best - 0.35, f"full ResNet-18: {best:.1f} %", ha="right", va="top", **words)
+    panel.text(share + 2, smaller, f"ResNet-10, a smaller network: {smaller:.1f} %", color=RED, va="center", **words)
+    last = curve[-1]
+    end = 100 * float(last["spent"]), 100 * float(last["accuracy"])
+    panel.text(end[0] + 2, end[1], f"with exits: up to {end[1]:.1f} %", color=BLUE, va="center", **words)
+    panel.set(xlim=(10, 102), ylim=(71, 80.5), xlabel="FLOPs spent per image, % of the full network", ylabel=ACCURACY)
+    panel.xaxis.label.set_size(12)
+    panel.yaxis.label.set_size(12)
+    panel.tick_params(labelsize=11)
+    return figure
+
+
 def temperature() -> "Figure":
     """The effect of the temperature at three budgets: at equal allowed and at equal spent budget."""
     figure, panels = new_panels(2, len(NETWORKS), width=2.7, height=2.5, sharex=True)
@@ -444,6 +470,7 @@ FIGURES: dict[str, tuple[Callable[[], "Figure"], str]] = {
     "eero_gains": (eero_gains, ""),
     "all_methods": (all_methods, ""),
     "training_modes": (training_modes, ""),
+    "front": (front, ""),
     "temperature": (temperature, ""),
     "calibration_size": (calibration_size, ""),
     "labels": (labels, ""),

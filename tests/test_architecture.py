@@ -43,7 +43,7 @@ MAY_IMPORT = {
     "serve": FOUNDATION | {"policies", "networks", "data", "engine", "__version__"},
     "demo": FOUNDATION
     | {"calibrate", "evaluation", "recordings", "policies", "report"}
-    | {"networks", "training", "engine", "fitting"},
+    | {"networks", "training", "costing", "engine", "fitting"},
     "cli": FOUNDATION
     | {"budgeting", "policies", "calibrate", "evaluation", "benchmark", "recordings", "report", "__version__"}
     | {"cutting", "networks", "training", "costing", "data", "engine", "planning", "export", "fitting", "routing"}

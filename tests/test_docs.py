@@ -6,15 +6,21 @@ import re
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from alight import read_points
 from alight.planning import plan as planning
-from alight.planning import timing
 
 ROOT = Path(__file__).parent.parent
 SLOW = ("docs/tutorial/images.md", "docs/tutorial/texts.md", "docs/how-to/latency.md", "docs/how-to/train.md")
-SLOW += ("docs/method.md", "docs/how-to/own_network.md", "docs/benchmark.md", "docs/command_line.md")
+SLOW += (
+    "docs/how-to/fit.md",
+    "docs/method.md",
+    "docs/how-to/own_network.md",
+    "docs/benchmark.md",
+    "docs/command_line.md",
+)
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
@@ -46,10 +52,9 @@ def slow_or_not(page):
 
 @pytest.mark.filterwarnings("ignore:Early exit is not worth it on this machine:UserWarning")
 @pytest.mark.parametrize("page", [slow_or_not(page) for page in PAGES if blocks(page)])
-def test_every_block_of_code_on_a_page_runs_and_prints_what_stands_below(page, tmp_path, monkeypatch):
+def test_every_block_of_code_on_a_page_runs_and_prints_what_stands_below(page, tmp_path, monkeypatch, short_trials):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    monkeypatch.setattr(timing, "SECONDS", 0.02)
     monkeypatch.setattr(planning, "ROUNDS", 2)
     text = page.read_text()
     shows = "<!-- run -->" in text
@@ -57,6 +62,20 @@ def test_every_block_of_code_on_a_page_runs_and_prints_what_stands_below(page, t
         if shows or block.said is not None:
             assert bool(said.strip()) == bool(block.said), block.code
             assert CLOCK.search(block.code) or words(said) == words(block.said or ""), block.code
+            if "alight.fit(" in block.code:
+                check_fit(said, block.said)
+
+
+def check_fit(said: str, shown: str) -> None:
+    """Check that a table of `fit` is the one that a page shows, but for times, and for accuracies within 3 points."""
+    rows, expected = ([line for line in text.splitlines() if line.strip()] for text in (said, shown))
+    named = [re.sub(r"[\d.,]+|\([^)]*\)| +", " ", line).split() for line in rows]
+    timed = [bool(re.match(r"Early exit|Faster here", line)) for line in rows]
+    for line, other, words_of, judged in zip(rows, expected, named, timed, strict=True):
+        assert judged or words_of == re.sub(r"[\d.,]+|\([^)]*\)| +", " ", other).split(), (line, other)
+        if line.startswith(("accuracy", "of the full network")):
+            shares, own = (np.array(re.findall(r"([\d.]+)%", each), float) for each in (line, other))
+            assert np.abs(shares - own).max() <= 3, (line, other)
 
 
 def words(output: str) -> list[str]:
@@ -68,9 +87,12 @@ def words(output: str) -> list[str]:
 def test_every_block_says_what_it_is_and_no_code_goes_unrun(page):
     text = page.read_text()
     assert len(OUTPUTS.FENCE.findall(text)) * 2 == len(re.findall(r"^ *```", text, re.MULTILINE))
+    printed = [block.said for block in blocks(page)]  # compared with what the code above prints
     for kind, code in OUTPUTS.FENCE.findall(text):
         assert kind in ("", "text", "yaml", *OUTPUTS.KINDS)
-        assert kind in OUTPUTS.KINDS or not re.search(r"^(import|from|>>>|alight) ", code, re.MULTILINE), code
+        assert (
+            kind in OUTPUTS.KINDS or code in printed or not re.search(r"^(import|from|>>>|alight) ", code, re.MULTILINE)
+        ), code
 
 
 def test_the_readme_has_code_to_run():

@@ -1,6 +1,6 @@
 """Numbers and tables as people read them: quantities with their unit, percent, names of exits, rows of text or HTML."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from decimal import Decimal
 from html import escape
@@ -71,6 +71,25 @@ def exit_names(names: Sequence[str], count: int) -> tuple[str, ...]:
     (('exit 1', 'exit 2'), ('layer1', 'end'))
     """
     return tuple(names) or tuple(f"exit {index + 1}" for index in range(count))
+
+
+def layer_label(name: str) -> str:
+    """Return the name of a module as text: one that is a number, as in a row of layers, gets a word before it.
+
+    >>> layer_label("7"), layer_label("layer1.0")
+    ('layer 7', 'layer1.0')
+    """
+    return f"layer {name}" if name.isdigit() else name
+
+
+def listed(names: Iterable[str], most: int = 6) -> str:
+    """Return names in a row, and no more than `most` of them.
+
+    >>> listed(["cat", "dog"]), listed(map(str, range(100)), most=3)
+    ('cat, dog', '0, 1, 2, ... (100 in all)')
+    """
+    every = [*names]
+    return ", ".join(every if len(every) <= most else [*every[:most], f"... ({len(every)} in all)"])
 
 
 def base_unit(unit: str) -> tuple[float, str] | None:

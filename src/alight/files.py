@@ -109,7 +109,7 @@ def check_network_folder(folder: PathLike) -> None:
     """Check that the folder holds a saved network or a cascade, without loading torch."""
     path = Path(folder)
     if not path.is_dir():
-        raise FileNotFoundError(f"there is no folder {path}")
+        raise FileNotFoundError(f"there is no folder {path}: give one that `alight fit` or `alight attach` wrote")
     if (path / MANIFEST).is_file() and not (path / WEIGHTS).is_file():
         raise BadFile(path, "it holds an exported network", "use `alight run`, or give the folder it was exported from")
     for name in (WEIGHTS, CONFIG):

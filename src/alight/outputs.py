@@ -18,6 +18,7 @@ from alight.scores import SCORES, logit_margin, probabilities, top_classes
 
 Floats = npt.NDArray[np.float64]
 Integers = npt.NDArray[np.int64]
+Likeliest = tuple[npt.NDArray[np.int32], npt.NDArray[np.float16]]  # classes and logarithms, (samples, exits, top) each
 
 TOP = ("top_classes", "top_log_probabilities")  # columns of the likeliest classes
 LOGGED = ("costs", "quality")  # columns that logs of models have, and recordings of a network have not
@@ -41,8 +42,7 @@ class HeadOutputs:
     labels: Integers | None  # (samples,), None when unlabelled
     score: str  # its name
     features: Mapping[str, Floats]  # further scores by name, each (samples, exits)
-    top_classes: npt.NDArray[np.int32] | None  # (samples, exits, top), the likeliest, likeliest first
-    top_log_probabilities: npt.NDArray[np.float16] | None  # theirs
+    top: Likeliest | None  # the likeliest classes, likeliest first, and their log-probabilities
     fingerprint: str  # of the network that said it, "" where it is not known
     exits: tuple[str, ...]  # their names, () where they are not known
     costs: Floats | None  # (samples, exits), what each call cost, its own; None where every sample costs the same
@@ -55,8 +55,7 @@ class HeadOutputs:
         labels: npt.ArrayLike | None = None,
         score: str = "margin",
         features: Mapping[str, npt.ArrayLike] | None = None,
-        top_classes: npt.ArrayLike | None = None,
-        top_log_probabilities: npt.ArrayLike | None = None,
+        top: tuple[npt.ArrayLike, npt.ArrayLike] | None = None,
         fingerprint: str = "",
         exits: Sequence[str] = (),
         costs: npt.ArrayLike | None = None,
@@ -71,8 +70,8 @@ class HeadOutputs:
         for name, values in tables.items():
             _same_shape(f"feature {name!r}", values, "scores", scores)
         truth = None if labels is None else _labels(labels, len(scores))
-        arrays: dict[str, np.ndarray | None] = {"scores": scores, "predictions": predictions, "labels": truth}
-        arrays |= dict(zip(TOP, _top(top_classes, top_log_probabilities, scores.shape), strict=True))
+        arrays: dict[str, Any] = {"scores": scores, "predictions": predictions, "labels": truth}
+        arrays["top"] = None if top is None else _top(*top, scores.shape)
         for name, given, most in zip(LOGGED, (costs, quality), (np.inf, 1.0), strict=True):
             arrays[name] = None if given is None else _logged(name, given, scores, most)
         if quality is not None and labels is None:
@@ -122,7 +121,7 @@ class HeadOutputs:
         if labels is not None:
             _check_classes(_labels(labels, len(stacked)), stacked.shape[2])
         classes, logs = top_classes(stacked, top)
-        return cls(tables.pop(score), predictions, labels, score, tables, classes.astype(np.int32), half(logs))
+        return cls(tables.pop(score), predictions, labels, score, tables, (classes, half(logs)))
 
     def __len__(self) -> int:
         return len(self.scores)
@@ -150,6 +149,16 @@ class HeadOutputs:
         """Names of the exits: "exit 1", "exit 2", ... where they are not known."""
         return display.exit_names(self.exits, self.num_exits)
 
+    @property
+    def top_classes(self) -> npt.NDArray[np.int32] | None:
+        """The likeliest classes, likeliest first, (samples, exits, top); None where the table has none."""
+        return None if self.top is None else self.top[0]
+
+    @property
+    def top_log_probabilities(self) -> npt.NDArray[np.float16] | None:
+        """The log-probabilities of these classes."""
+        return None if self.top is None else self.top[1]
+
     def truth(self) -> Integers:
         """Return what counts as right: the labels, or without them what the last exit says."""
         return self.predictions[:, -1] if self.labels is None else self.labels
@@ -166,6 +175,11 @@ class HeadOutputs:
         if self.quality is None:
             return None
         rows, same = np.arange(len(self)), self.predictions == answers[:, None]
+        if unknown := int((~same.any(axis=1)).sum()):
+            raise BadInput(
+                f"{unknown} of {len(self)} answers were given by no exit, so nothing grades them: combine graded"
+                " answers by a vote, which chooses among them"
+            )
         said_there = same[rows, exits]
         return self.quality[rows, np.where(said_there, exits, np.argmax(same, axis=1))]
 
@@ -229,9 +243,10 @@ class HeadOutputs:
 
     def rows(self) -> dict[str, np.ndarray]:
         """Return all arrays that have a row for each sample, by their name in a file."""
-        arrays = {"scores": self.scores, "predictions": self.predictions}
+        arrays: dict[str, np.ndarray] = {"scores": self.scores, "predictions": self.predictions}
         arrays |= {f"feature_{name}": values for name, values in self.features.items()}
-        optional = {"labels": self.labels} | {name: getattr(self, name) for name in (*TOP, *LOGGED)}
+        arrays |= dict(zip(TOP, self.top or (), strict=False))
+        optional = {"labels": self.labels} | {name: getattr(self, name) for name in LOGGED}
         return arrays | {name: values for name, values in optional.items() if values is not None}
 
     def metadata(self) -> dict[str, np.ndarray]:
@@ -433,9 +448,11 @@ class Decisions:
 
     def correct(self, labels: npt.ArrayLike | None = None) -> npt.NDArray[Any]:
         """Return which predictions are right, (samples,); the quality of the answers where they were graded."""
-        if self.quality is not None:
-            return self.quality
         truth = self.labels if labels is None else _labels(labels, len(self))
+        if self.quality is not None:
+            if truth is not None and (self.labels is None or not np.array_equal(truth, self.labels)):
+                raise BadInput("these answers were graded, so other labels cannot judge them: leave the labels out")
+            return self.quality
         if truth is None:
             raise LabelsNeeded("accuracy")
         return np.equal(self.predictions, truth)
@@ -480,8 +497,12 @@ def _below(limit: float, parts: Sequence[tuple[HeadOutputs, Floats]]) -> list[tu
 
 def _named(rows: Mapping[str, np.ndarray]) -> dict[str, Any]:
     """Return the arrays of a file as the table's constructor takes them."""
-    features = {name.removeprefix("feature_"): values for name, values in rows.items() if name.startswith("feature_")}
-    return {name: values for name, values in rows.items() if not name.startswith("feature_")} | {"features": features}
+    named: dict[str, Any] = {name: values for name, values in rows.items() if not name.startswith("feature_")}
+    features = {name.removeprefix("feature_"): values for name, values in rows.items() if name not in named}
+    top = [named.pop(name) for name in TOP if name in named]
+    if len(top) == 1:
+        raise BadInput(f"the table has only one of {' and '.join(TOP)}: give both or neither")
+    return named | {"features": features} | ({"top": tuple(top)} if top else {})
 
 
 @contextmanager
@@ -555,14 +576,8 @@ def check_top(top: int) -> None:
         raise BadInput(f"top {top}: keep at least the likeliest class")
 
 
-def _top(
-    classes: npt.ArrayLike | None, logs: npt.ArrayLike | None, shape: tuple[int, ...]
-) -> tuple[npt.NDArray[np.int32] | None, npt.NDArray[np.float16] | None]:
+def _top(classes: npt.ArrayLike, logs: npt.ArrayLike, shape: tuple[int, ...]) -> Likeliest:
     """Return the likeliest classes and their log-probabilities, once they fit together and to scores of this shape."""
-    if classes is None and logs is None:
-        return None, None
-    if classes is None or logs is None:
-        raise BadInput("the table has only one of top_classes and top_log_probabilities: give both or neither")
     indices, halves = _integers("top_classes", classes, axes=3).astype(np.int32), np.asarray(logs, dtype=np.float16)
     _same_shape("top_log_probabilities", halves, "top_classes", indices)
     if indices.shape[:2] != shape:

@@ -71,13 +71,21 @@ def test_a_gain_counts_less_the_less_sure_it_is():
 
 
 def test_auto_tries_combined_answers_where_labels_suffice_to_fit_them():
-    assert "eero, vote" in candidates_for(TABLE)
-    assert candidates_for(TABLE.take(slice(0, 100))) is CANDIDATES
+    assert next(iter(candidates_for(TABLE, COSTS))) == "eero_conditional, vote"
+    assert candidates_for(TABLE.take(slice(0, 100)), COSTS) == CANDIDATES
     logits = np.random.default_rng(0).normal(size=(200, 5, 4))
     recorded = HeadOutputs.from_logits(logits, np.zeros(200, dtype=int))
-    assert "global_threshold, geometric_mean" in candidates_for(recorded)
+    assert "global_threshold, geometric_mean" in candidates_for(recorded, COSTS)
     for samples in (3, 20, 159, 160):  # all folds are large enough
         assert calibrate.auto(COSTS, 3.0, TABLE.take(slice(0, samples))).settings["winner"]
+
+
+def test_auto_tries_to_close_exits_where_heads_cost_much():
+    networks = {heads: Costs(stages=[1.0] * 5, heads=[heads] * 5) for heads in (0.05, 0.2)}
+    assert {heads: "search" in candidates_for(TABLE, costs) for heads, costs in networks.items()} == {
+        0.05: False,
+        0.2: True,
+    }
 
 
 def test_candidates_that_cannot_afford_the_budget_are_passed_over():

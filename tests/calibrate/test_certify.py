@@ -18,7 +18,6 @@ from alight.calibrate import (
     certified_risk,
     certified_stream,
 )
-from alight.calibrate.auto import CANDIDATES
 from alight.calibrate.cost_guarantees import lowered
 from alight.errors import BadInput, BudgetTooSmall, LabelsNeeded, Mismatch, ShiftWarning
 from alight.policies.limits import Quota
@@ -90,12 +89,12 @@ def test_batch_gives_a_quota_for_any_method(name):
         np.testing.assert_allclose(policy.exit_rates, replay(plain, TABLE).exit_shares)
 
 
-@pytest.mark.parametrize("folder", sorted((ROOT / "results/recordings").iterdir()), ids=lambda folder: folder.name)
+@pytest.mark.parametrize("folder", sorted((ROOT / "results/recordings").iterdir()), ids=lambda each: each.name)
 def test_batch_with_auto_is_certified_at_every_budget(folder):
     """On most recordings `auto` chooses a method that plans no rates at some of these budgets."""
     labelled, costs = HeadOutputs.load(folder / "calibration.npz"), Costs.load(folder / "costs.json")
     test = HeadOutputs.load(folder / "test.npz").take(slice(0, 500))
-    few = {name: CANDIDATES[name] for name in ("optimal_stopping", "eero", "global_threshold", "best_single_exit")}
+    few = {name: METHODS[name] for name in ("optimal_stopping", "eero", "global_threshold", "best_single_exit")}
     for percent in range(20, 91, 10):
         if costs.budget(f"{percent}%") < costs.cumulative()[0]:
             continue

@@ -7,9 +7,11 @@ import pytest
 from conftest import made_up
 
 from alight import Costs, HeadOutputs, calibrate, load_policy, replay
+from alight.budgeting.thresholds import survivor_thresholds
 from alight.calibrate import pruned
-from alight.calibrate.crossval import held_out, kept_exits, on_exits
+from alight.calibrate.crossval import Ranked, held_out, kept_exits, on_exits, shared_by_budgets
 from alight.errors import BadInput, BudgetTooSmall
+from alight.policies.policy import Threshold
 
 COSTS = Costs(stages=[1.0, 1.0, 1.5, 0.5, 2.0], heads=[0.2, 0.3, 0.1, 0.2, 0.1])
 TABLE = made_up(1, 600, 5)
@@ -116,3 +118,33 @@ def test_a_prior_given_exit_by_exit_cannot_be_pruned():
 def test_two_samples_are_enough_to_prune():
     policy = pruned(calibrate.eero)(COSTS, 4.0, made_up(0, 2, 5))
     assert replay(policy, made_up(0, 2, 5)).mean_cost <= 4.0
+
+
+def test_what_does_not_depend_on_a_budget_is_computed_once_and_again_for_other_content():
+    calls = []
+
+    @shared_by_budgets
+    def counted(table, further):
+        calls.append(further)
+        return float(table.scores.sum())
+
+    table = made_up(1, 50, 3)
+    again = made_up(1, 50, 3)
+    assert counted(table, 1) == counted(again, 1) == counted(table, 1)
+    assert calls == [1]
+    before = counted(table, 2)
+    table.scores[0, 0] += 1.0  # in place: the same table of another content
+    assert counted(table, 2) == pytest.approx(before + 1.0)
+    assert calls == [1, 2, 2]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_samples_reach_the_exits_that_survivor_thresholds_let_them_leave_at(seed):
+    rng = np.random.default_rng(seed)
+    table = made_up(seed, 200, 4)
+    rates = rng.dirichlet(np.ones(4)) * (rng.uniform(size=4) > 0.2)
+    rates = rates / rates.sum() if rates.sum() else np.eye(4)[3]
+    exits = np.argmax(np.vstack([Ranked(table).reached(rates), np.ones(200, dtype=bool)]), axis=0)
+    thresholds = survivor_thresholds(table.scores, rates)
+    policy = Threshold(thresholds.values, thresholds.tie_shares, costs=(1.0, 2.0, 3.0, 4.0), score=table.score)
+    np.testing.assert_array_equal(exits, replay(policy, table).exits)

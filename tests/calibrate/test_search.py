@@ -148,7 +148,7 @@ def test_the_fixed_point_of_eero_is_eero_where_scores_tell_nothing(budget):
 def test_risks_of_leaving_samples_are_right_about_the_first_of_two_exits():
     table = made_up(1, 3000, 2)
     rates = np.array([0.4, 0.6])
-    risks = conditional_risks(table, rates)
+    risks = conditional_risks(Ranked(table), rates)
     policy = calibrate.two_exits([1.0, 2.0], 1.6, table)
     left = replay(policy, table).exits == 0
     measured = table.correct()[left, 1].mean() - table.correct()[left, 0].mean()

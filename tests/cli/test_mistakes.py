@@ -97,6 +97,39 @@ COMMANDS = {  # a command line: the start of what it prints on stderr, after "al
     "sweep labelled.npz labelled.npz --costs costs.json": "the labelled table is also the test table: split it, so",
     "calibrate labelled.npz --costs 1,2 --budget 50%": "the labelled table has 4 exits, but there are 2 costs: give",
     "train model strange.npz --epochs 1 -o new": "labels run from 0 to 99, but the network has 10 classes, 0 to 9:",
+    # the one command that does it all
+    "fit train.npz test.npz nets.py:Net -o new": (
+        "the arguments are in another order: write `alight fit nets.py:Net train.npz test.npz ...`"
+    ),
+    "fit model train.npz train.npz -o new": "{here}/train.npz is named twice among inputs and outputs: give each",
+    "fit model train.npz test.npz strange.npz -o new": "3 data sets: give training and validation data, or validation",
+    "fit other.pt train.npz test.npz -o new": "other.pt holds weights alone: name the network that they are of, with",
+    "fit costs.json test.npz -o new": "test.npz is data (images or texts), not a file of recorded outputs: give the",
+    "fit policy.json labelled.npz -o new": "policy.json is a policy, not a file of costs: give the JSON that `alight",
+    "fit transformers:fitted train.npz test.npz -o new": "'fitted' is not a network of transformers (Unrecognized",
+    "fit transformers:nothing train.npz test.npz -o new": "the folder 'nothing' has no config.json: give one that",
+    "fit model nothing test.npz -o new": "nothing has no images (.png .jpg",
+    "fit model trian.npz test.npz -o new": "trian.npz: there is no such file or folder; did you mean train.npz?",
+    "fit model test.npz -o fitted": "fitted holds a network of 10 classes with exits after",
+    "fit model test.npz --classes 5 -o new": "model is a saved network, which has its own num_classes: leave it out",
+    "fit model test.npz --budget 50% --speedup 2 -o new": "budget and speedup are 2 goals: give one of them",
+    "fit model test.npz --budget 0.5 -o new": "budget 0.5 FLOPs per sample is below the cheapest exit",
+    "fit model test.npz --budget half -o new": "budget 'half' is not a number, percentage or quantity",
+    "fit model train.npz last.npz -o new": "images of shape (4, 32, 32, 3) with their channels last",
+    "fit model train.npz strange.npz -o new": "labels run from 0 to 99, but the network has 10 classes, 0 to 9:",
+    "fit model train.npz texts.jsonl -o new": "the network does not take text but input_0 of shape (samples, 3, 32",
+    "fit model train.npz test.npz -o /proc/new": "/proc/new: No such file or directory",
+    "fit timm:test_resnet train.npz test.npz --weights other.pt --image-size 32 -o new": "the weights are another",
+    "fit model train.npz test.npz --set lr=0.1 -o new": "--set 'lr=0.1': write NAME=VALUE with NAME one of",
+    "predict nowhere test.npz": "there is no folder nowhere: give one that `alight fit` or `alight attach` wrote",
+}
+if not torch.cuda.is_available():
+    COMMANDS["fit model test.npz --device cuda -o new"] = "--device cuda: torch finds no GPU here; leave it out to run"
+INVALID = {  # arguments that no command has: status 2
+    "fit model test.npz --buget 50%": "there is no option --buget: did you mean --budget? (see alight fit --help)",
+    "fit model test.npz --epochs 0": "argument --epochs: '0': give a whole number, 1 or more",
+    "fit model test.npz --report nowhere/r.html": "argument --report: cannot write 'nowhere/r.html': there is no such",
+    "fit model": "the following arguments are required: DATA (see alight fit --help)",
 }
 
 
@@ -116,6 +149,7 @@ def place(example_files, tmp_path_factory):
     np.savez(folder / "last.npz", images=np.zeros((4, 32, 32, 3), np.float32))
     (folder / "texts.jsonl").write_text('{"text": "hello", "label": 1}\n')
     (folder / "nets.py").write_text(OWN)
+    (folder / "nothing").mkdir()
     torch.save(nn.Linear(2, 2), folder / "whole.pt")
     torch.save(nn.Linear(2, 2).state_dict(), folder / "other.pt")
     return folder
@@ -132,6 +166,13 @@ def test_a_mistake_on_the_command_line_gets_one_sentence(line, place, monkeypatc
     assert sorted(path.name for path in place.iterdir() if path.name != "__pycache__") == before
 
 
+@pytest.mark.parametrize("line", INVALID)
+def test_arguments_that_no_command_has_get_one_sentence(line, place, monkeypatch, capsys):
+    monkeypatch.chdir(place)
+    status, _, err = run(line, capsys)
+    assert (status, err.startswith(f"alight: {INVALID[line]}")) == (2, True), err
+
+
 def network():
     return nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Conv2d(4, 4, 3), nn.Flatten(), nn.Linear(64, 3))
 
@@ -140,6 +181,12 @@ def model():
     return alight.attach_heads(network(), ["1"], example=torch.zeros(1, 3, 8, 8))
 
 
+def fit(*given, **further):
+    return alight.fit(*given, **further, progress=False)
+
+
+IMAGES, LABELS = np.zeros((12, 3, 8, 8), np.float32), np.arange(12) % 3
+OTHERS = np.ones((12, 3, 8, 8), np.float32), LABELS
 POLICY = alight.Threshold((0.5,), costs=(1.0, 2.0))
 LABELLED, TEST, COSTS = recordings.load()
 CALLS = {  # a call: what is raised
@@ -183,6 +230,75 @@ CALLS = {  # a call: what is raised
         "there is no folder './nowhere': check the path, or give a name of the hub, as owner/name",
     ),
     "a misspelt network": (lambda: alight.from_torchvision("resnet_18"), "torchvision"),
+    # fit
+    "data before the network": (
+        lambda: fit((IMAGES, LABELS), network(), OTHERS),
+        "the arguments are in another order: write fit(network, train, validation)",
+    ),
+    "a class": (lambda: fit(nn.Linear, (IMAGES, LABELS), OTHERS), "the class Linear is not a network: give a torch"),
+    "weights": (lambda: fit("net.pt", (IMAGES, LABELS), OTHERS), "net.pt holds weights alone: load them into the"),
+    "labels as validation": (
+        lambda: fit(network(), IMAGES, LABELS),
+        "the validation data look like the labels of the training data: give pairs",
+    ),
+    "one data set for all": (
+        lambda: fit(network(), OTHERS, OTHERS),
+        "the training data are also the validation data: hold out samples",
+    ),
+    "no validation data": (lambda: fit(network(), (IMAGES, LABELS)), "there is no validation data: give samples that"),
+    "no samples": (lambda: fit(network(), (IMAGES[:0], LABELS[:0]), OTHERS), "the data have no samples: give at"),
+    "three samples": (
+        lambda: fit(model(), None, (IMAGES[:3], LABELS[:3]), budget="90%"),
+        "3 validation samples: give at least 4",
+    ),
+    "one-based labels": (
+        lambda: fit(network(), (IMAGES, LABELS + 1), (IMAGES, LABELS + 1)),
+        "labels run from 1 to 3, but the network has 3 classes, 0 to 2: number the classes from 0",
+    ),
+    "labels as floats": (
+        lambda: fit(network(), (IMAGES, LABELS), (IMAGES, LABELS / 1)),
+        "labels are float64, not class indices: give integers",
+    ),
+    "channels last in the training": (
+        lambda: fit(network(), (IMAGES.transpose(0, 2, 3, 1), LABELS), OTHERS),
+        "images of shape (1, 8, 8, 3) with their channels last",
+    ),
+    "grey images": (
+        lambda: fit(network(), (IMAGES[:, :1], LABELS), OTHERS),
+        "images of 1 channels (shape (2, 1, 8, 8)), and the network takes images of shape (samples, 3, any, any)",
+    ),
+    "one image": (
+        lambda: fit(network(), (IMAGES[0], LABELS[:3]), OTHERS),
+        "an input of shape (2, 8, 8), and the network takes images of shape (samples, 3, any, any)",
+    ),
+    "integers": (
+        lambda: fit(network(), (IMAGES.astype(int), LABELS), OTHERS),
+        "the data are int64, and the network takes floats: give x.astype('float32')",
+    ),
+    "bytes": (
+        lambda: fit(network(), (IMAGES.astype(np.uint8), LABELS), OTHERS),
+        "the data are pictures or bytes, and how the network normalises them is unknown: give Normalisation",
+    ),
+    "a function as preprocess": (
+        lambda: fit(network(), (IMAGES, LABELS), OTHERS, preprocess=lambda x: x / 255),
+        "preprocess is a function: give alight.Normalisation(mean, std), an image processor, or a tokenizer",
+    ),
+    "texts for a network of images": (
+        lambda: fit(network(), (["good", "bad"], [1, 0]), OTHERS),
+        "the data are texts, such as 'good', and the network takes no 'input_ids': give a network that reads text",
+    ),
+    "settings as a dict": (
+        lambda: fit(network(), (IMAGES, LABELS), OTHERS, training={"epochs": 3}),
+        "training={'epochs': 3} is not settings: give alight.TrainingSettings(epochs=3)",
+    ),
+    "a loss in percent": (
+        lambda: fit(network(), (IMAGES, LABELS), OTHERS, max_accuracy_loss="1%"),
+        "max_accuracy_loss '1%' is not a number: 0.01 is one point",
+    ),
+    "a speed-up with an x": (
+        lambda: fit(network(), (IMAGES, LABELS), OTHERS, speedup="2x"),
+        "speedup '2x' is not a number: 2 is twice as fast",
+    ),
 }
 
 
@@ -200,5 +316,5 @@ def test_misspelt_names_are_answered_with_the_nearest(capsys, tmp_path, monkeypa
     assert not [*Path().iterdir()]
 
 
-def test_the_table_has_thirty_mistakes():
-    assert len(COMMANDS) + len(CALLS) >= 30
+def test_the_table_has_sixty_mistakes():
+    assert len(COMMANDS) + len(INVALID) + len(CALLS) >= 60

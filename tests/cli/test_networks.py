@@ -225,7 +225,8 @@ def test_what_is_there_is_replaced_only_by_force(network, chain, folder, capsys)
         assert run(f"{line} --force --quiet", capsys)[0] == 0
     assert load_model("trained").num_classes == 10  # trained after it was attached anew
     assert HeadOutputs.load("labelled.npz").fingerprint == fingerprint(load_model("fresh"))
-    assert run(f"train fresh {network}/test.npz --epochs 1 --quiet", capsys)[0] == 0  # in its own place
+    assert run(f"train fresh {network}/test.npz --epochs 1 --quiet", capsys)[0] == 1  # by default into `trained`
+    assert run(f"train fresh {network}/test.npz --epochs 1 --quiet -o fresh", capsys)[0] == 0  # where that is asked for
 
 
 def test_a_missing_library_is_named_with_what_brings_it(capsys, monkeypatch):

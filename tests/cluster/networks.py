@@ -37,12 +37,12 @@ def on_one_machine(model, policy, where, batch_size):
     return predictor.run(load_data(where, model.input_spec, split="test", batch_size=batch_size), progress=False)
 
 
-def by_a_worker(task, model_folder, data, output, *, rows, batch_size):
+def by_a_worker(task, model_folder, data, output, *, rows, batch_size, on_error="fail"):
     """Return the rows that a worker in this process returns for all shards; it writes the partitions."""
     sharded = open_data(str(data), load_network(model_folder), rows)
     partitions = PartitionFolder(Store.at(output), task.suffix)
     partitions.begin({})
-    settings = WorkerSettings(task, partitions, sharded.where, batch_size, RunSettings(threads=1))
+    settings = WorkerSettings(task, partitions, sharded.where, batch_size, RunSettings(threads=1), on_error)
     return ShardWorker(pack(model_folder), settings)({"shard": [pickle.dumps(shard) for shard in sharded.shards]})
 
 

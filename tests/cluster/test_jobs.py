@@ -12,10 +12,12 @@ import numpy as np
 import pytest
 from commands import run
 from networks import answers, as_arrays, as_pictures, check_once, make_job, on_one_machine
+from PIL import Image
 from pyarrow import fs, parquet
 from waiting import wait_until
 
 from alight import HeadOutputs, calibrate, load_model, load_policy, record
+from alight.cli import main
 from alight.cli.parser import COMMANDS
 from alight.cluster.jobs import JobConfig, predict_on_ray, record_on_ray
 from alight.cluster.stores import Store
@@ -175,6 +177,34 @@ def test_a_file_that_a_worker_cannot_read_is_named_in_one_line(folder, tmp_path,
     assert len(err.splitlines()) == 1
     with pytest.raises(BadFile, match="not finished"):
         HeadOutputs.load_sample(tmp_path / "b")
+    Image.new("RGB", (8, 8)).save(where / "fine.png")
+    status, out, err = run(f"{line} --quiet --on-error skip --json", capsys)
+    assert (status, err) == (0, "")
+    result = json.loads(out)
+    assert (result["num_samples"], result["bad_rows"]) == (2, 1)
+    assert answers(tmp_path / "b")["sample"].to_pylist() == [str(where / "fine.png")]
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("cluster")
+def test_the_same_data_by_another_path_goes_on_and_stdout_has_the_result_alone(folder, tmp_path, monkeypatch, capfd):
+    as_arrays(folder / "test.npz", tmp_path / "many", times=10)
+    monkeypatch.chdir(tmp_path)
+    line = f"predict {folder}/model {folder}/policy.json {{}} --engine ray --batch-size 32 --partition-rows 64"
+    line += " --actors 2 --device cpu --json --quiet -o answers"
+
+    def kill() -> None:
+        wait_until(lambda: list((tmp_path / "answers").glob("part-*")))
+        os.kill(workers()[0], signal.SIGKILL)
+
+    killer = threading.Thread(target=kill)
+    killer.start()
+    assert main(line.format(tmp_path / "many").split()) == 0
+    killer.join()
+    assert json.loads(capfd.readouterr().out)["done_before"] == 0
+    (tmp_path / "answers" / "part-00003.parquet").unlink()
+    assert main(line.format("many").split()) == 0
+    assert json.loads(capfd.readouterr().out)["done_before"] == 46
 
 
 def test_invalid_jobs_are_refused_before_anything_runs(folder, policy, tmp_path, capsys):

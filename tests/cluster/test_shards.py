@@ -148,8 +148,7 @@ def test_labels_by_name_need_a_network_that_knows_them(tmp_path, model):
     data = open_data(str(tmp_path / "texts.parquet"), model, ROWS)
     samples = data.shards[0].samples()
     assert next(samples) == ("a", 3)
-    with pytest.raises(BadFile, match="a label 'letter', which the network does not know"):
-        next(samples)
+    assert "a label 'letter', which the network does not know" in next(samples).reason
     model.classes = ()
 
 

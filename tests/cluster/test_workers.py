@@ -68,7 +68,8 @@ def test_texts_of_parquet_are_recorded_as_one_process_does(folder):
     assert np.array_equal(table.labels, whole.labels)
     assert table.fingerprint == whole.fingerprint
     for index, summary in enumerate(done["summary"]):
-        assert RecordTask().summary((folder / "parts" / f"part-0000{index}.npz").read_bytes()) == json.loads(summary)
+        content = (folder / "parts" / f"part-0000{index}.npz").read_bytes()
+        assert RecordTask().summary(content) | {"skipped": 0} == json.loads(summary)
 
 
 def test_texts_need_a_tokenizer(folder):
@@ -160,6 +161,55 @@ def test_images_keep_their_names_and_a_damaged_one_is_named(digits, tmp_path):
     assert [bool(error) for error in done["error"]] == [False, True, False, False]
     assert "broken.png: it is not a usable image" in done["error"][1]
     assert len(list((tmp_path / "again").glob("part-*"))) == 3
+
+
+def test_bad_rows_are_left_out_and_listed_with_their_reasons(digits, tmp_path):
+    folder, model, policy = digits
+    as_pictures(folder / "test.npz", tmp_path / "pictures")
+    where, task = tmp_path / "pictures", PredictTask(policy, model.exits, model.classes)
+    for name in ("0/a.png", "3/broken.png"):
+        (where / name).write_bytes(b"no picture")
+    done = by_a_worker(task, folder / "model", where, tmp_path / "out", rows=100, batch_size=32, on_error="skip")
+    assert done["error"] == [""] * 4
+    assert [json.loads(summary)["skipped"] for summary in done["summary"]] == [1, 1, 0, 0]
+    names = sorted(str(path) for path in where.glob("*/*.png"))
+    bad = pa.concat_tables([parquet.read_table(file) for file in sorted((tmp_path / "out").glob("bad-*.parquet"))])
+    assert bad["name"].to_pylist() == [f"{where}/0/a.png", f"{where}/3/broken.png"]
+    assert [names[row] for row in bad["row"].to_pylist()] == bad["name"].to_pylist()
+    assert all("it is not a usable image" in reason for reason in bad["reason"].to_pylist())
+    kept = answers(tmp_path / "out")["sample"].to_pylist()
+    assert kept == [name for name in names if name not in bad["name"].to_pylist()]
+    decisions = on_one_machine(model, policy, folder / "test.npz", 32)  # whose order is another
+    assert len(kept) == len(decisions)
+
+
+def ragged(path, odd):
+    """Write a Parquet file of lists of numbers in which these rows are not images of the network's size, or are NaN."""
+    rng = np.random.default_rng(0)
+    rows = [rng.normal(size=(3, 16, 16)).tolist() for _ in range(40)]
+    kinds = {"shape": [[[0.0] * 3] * 2] * 5, "nan": np.full((3, 16, 16), np.nan).tolist(), "": None}
+    for row, kind in odd.items():
+        rows[row] = kinds[kind]
+    parquet.write_table(pa.table({"image": rows}), path, row_group_size=20)
+
+
+@pytest.mark.parametrize("kind", ["shape", "nan", ""])
+def test_a_row_that_cannot_be_run_is_named_or_left_out(digits, tmp_path, kind):
+    folder, model, policy = digits
+    path, task = tmp_path / "rows.parquet", PredictTask(policy, model.exits, model.classes)
+    ragged(path, {7: kind, 33: kind})
+    sizes = {"rows": 20, "batch_size": 8}
+    failed = by_a_worker(task, folder / "model", path, tmp_path / "a", **sizes)
+    assert "(row 7; --on-error skip leaves such rows out)" in failed["error"][0]
+    assert "(row 33; --on-error" in failed["error"][1]
+    by_a_worker(task, folder / "model", path, tmp_path / "b", **sizes, on_error="skip")
+    assert answers(tmp_path / "b")["sample"].to_pylist() == [row for row in range(40) if row not in (7, 33)]
+    for part in (RecordTask(),):
+        done = by_a_worker(part, folder / "model", path, tmp_path / "c", **sizes, on_error="skip")
+        assert [json.loads(summary)["rows"] for summary in done["summary"]] == [19, 19]
+    ragged(path, dict.fromkeys(range(20), kind))
+    every = by_a_worker(task, folder / "model", path, tmp_path / "d", **sizes, on_error="skip")
+    assert "every row of a partition is bad" in every["error"][0]
 
 
 def test_images_are_refused_where_the_normalisation_is_unknown(digits, tmp_path):

@@ -125,7 +125,7 @@ def test_stages_built_from_data_run_the_same_code_on_the_same_weights(network_an
     network, stages, images = network_and_stages
     data, constants = cut_data(stages)
     rebuilt = stages_from_data(network, json.loads(json.dumps(data)), constants)
-    assert [stage.source for stage in rebuilt] == [stage.source for stage in stages]
+    assert [stage._source for stage in rebuilt] == [stage._source for stage in stages]
     assert [list(stage.state_dict()) for stage in rebuilt] == [list(stage.state_dict()) for stage in stages]
     with torch.no_grad():
         assert torch.equal(chained([stage.eval() for stage in rebuilt], images), network(images))

@@ -38,6 +38,14 @@ def encoder(request):
     return ENCODERS[request.param]().eval(), request.param
 
 
+@pytest.fixture(scope="module", params=ENCODERS)
+def in_stages(request):
+    """An encoder and its stages up to three of its layers and the rest; not to be changed."""
+    torch.manual_seed(0)
+    model = ENCODERS[request.param]().eval()
+    return model, cut(model, names(request.param, 0, 2, 3), texts(2))
+
+
 def texts(count, length=9):
     generator = torch.Generator().manual_seed(count)
     shortest = min(3, length)
@@ -56,24 +64,21 @@ def names(layers, *indices):
     return [f"{layers}.{index}" for index in indices]
 
 
-def test_the_chain_gives_the_logits_of_the_encoder_bit_by_bit(encoder):
-    model, layers = encoder
-    stages = cut(model, names(layers, 0, 2, 3), texts(2))
+def test_the_chain_gives_the_logits_of_the_encoder_bit_by_bit(in_stages):
+    model, stages = in_stages
     for batch in (texts(1), texts(5), texts(5, length=4)):
         assert torch.equal(chained(stages, batch), model(**batch).logits)
 
 
-def test_a_mask_that_was_changed_in_place_counts(encoder):
-    model, layers = encoder
-    stages, batch = cut(model, names(layers, 0, 2), texts(2)), texts(3)
+def test_a_mask_that_was_changed_in_place_counts(in_stages):
+    (model, stages), batch = in_stages, texts(3)
     chained(stages, batch)
     batch["attention_mask"][:, 2:] = 0
     assert torch.equal(chained(stages, batch), model(**batch).logits)
 
 
-def test_hidden_states_and_the_mask_are_carried_and_can_be_compacted(encoder):
-    model, layers = encoder
-    *early, last = cut(model, names(layers, 1, 4), texts(2))
+def test_hidden_states_and_the_mask_are_carried_and_can_be_compacted(in_stages):
+    model, (*early, last) = in_stages
     carried, kept = tuple(texts(5).values()), [4, 1]
     for stage in early:
         carried = stage(*carried)
@@ -100,9 +105,8 @@ def test_a_mask_that_hides_nothing_gives_the_bits_of_the_encoder_and_so_does_an_
         assert torch.equal(chained(stages, batch), model(**batch).logits)
 
 
-def test_stages_share_parameters_under_the_names_they_have_in_the_encoder(encoder):
-    model, layers = encoder
-    stages = cut(model, names(layers, 0, 2), texts(2))
+def test_stages_share_parameters_under_the_names_they_have_in_the_encoder(in_stages):
+    model, stages = in_stages
     theirs = model.state_dict(keep_vars=True)
     held = [name for stage in stages for name in stage.state_dict()]
     assert set(held) == set(theirs)  # a table of positions may be in several
@@ -110,9 +114,8 @@ def test_stages_share_parameters_under_the_names_they_have_in_the_encoder(encode
         assert all(tensor is theirs[name] for name, tensor in stage.state_dict(keep_vars=True).items())
 
 
-def test_gradients_through_the_chain_are_those_of_the_encoder(encoder):
-    model, layers = encoder
-    stages = cut(model, names(layers, 1, 3), texts(2))
+def test_gradients_through_the_chain_are_those_of_the_encoder(in_stages):
+    model, stages = in_stages
     expected, found = (
         torch.autograd.grad(run().square().sum(), list(model.parameters()))
         for run in (lambda: model(**texts(5)).logits, lambda: chained(stages, texts(5)))
@@ -120,12 +123,12 @@ def test_gradients_through_the_chain_are_those_of_the_encoder(encoder):
     torch.testing.assert_close(found, expected)
 
 
-def test_modes_dtypes_and_copies_are_those_of_the_encoder(encoder):
-    model, layers = encoder
-    stages = nn.ModuleList(cut(model, names(layers, 1, 3), texts(2)))
+def test_modes_dtypes_and_copies_are_those_of_the_encoder(in_stages):
+    model, *stages = copy.deepcopy([in_stages[0], *in_stages[1]])
+    stages = nn.ModuleList(stages)
     copied = copy.deepcopy(stages)
     stages.train()
-    assert model.get_submodule(layers)[0].training
+    assert all(module.training for module in model.modules() if isinstance(module, nn.Linear))
     stages.eval().double()
     assert torch.equal(chained(stages, texts(5)), model.double()(**texts(5)).logits)
     assert next(copied.parameters()).dtype == torch.float32

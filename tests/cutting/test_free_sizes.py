@@ -57,6 +57,38 @@ class SizeBeforeStride(Convolutions):
         return self.classifier(x.mean((2, 3)) / height)
 
 
+class SizesInATuple(Convolutions):
+    """A module that is kept whole returns the size of its map, which is used after two cuts."""
+
+    class Patches(nn.Conv2d):
+        def forward(self, x):
+            x = super().forward(x)
+            return x.flatten(2), x.shape[2], x.shape[3]
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.middle = self.Patches(3, 6, 3, padding=1), nn.Linear(6, 6)
+
+    def forward(self, x):
+        x, height, width = self.first(x)
+        x = self.middle(x.transpose(1, 2)).amax(1)[..., None, None].expand(-1, -1, height, width)
+        return self.classifier(self.second(x).sum((2, 3)) / height)
+
+
+class SizeOfContent(SizesInATuple):
+    """The number that a module returns follows what is in its input; the logits hardly show it."""
+
+    class Patches(nn.Conv2d):
+        def forward(self, x):
+            x = super().forward(x)
+            return x.flatten(2), int(4 * x.abs().mean()) + 1, 2
+
+    def forward(self, x):
+        x, height, _ = self.first(x)
+        x = self.second(self.middle(x.transpose(1, 2)).amax(1)[..., None, None])
+        return self.classifier(x.repeat(1, 1, height, 2).amax((2, 3)))
+
+
 class Branches(Convolutions):
     def pooled(self, x):
         return x.mean((2, 3)) if x.shape[2] < 20 else x.amax((2, 3))
@@ -116,13 +148,33 @@ def test_a_branch_on_a_size_is_refused_where_it_would_go_the_other_way():
         chain(stages, (images(24, 24),))
 
 
-@pytest.mark.parametrize(("kind", "line"), [(RootOfTokens, "math.sqrt"), (SizeBeforeStride, "/ height")])
-def test_sizes_that_leave_arithmetic_are_fixed(kind, line):
-    network = kind().eval()
-    stages = cut(network, ["pool" if kind is SizeBeforeStride else "first"], images(12, 12))
+def test_sizes_that_leave_arithmetic_are_fixed():
+    network = RootOfTokens().eval()
+    stages = cut(network, ["first"], images(12, 12))
     assert is_same(network, stages, images(12, 12, samples=5))
-    with pytest.raises(BadInput, match=line):
+    with pytest.raises(BadInput, match=r"math\.sqrt"):
         chain(stages, (images(16, 16),))
+
+
+@pytest.mark.parametrize(
+    ("kind", "after"),
+    [(SizeBeforeStride, ["pool"]), (SizeBeforeStride, ["pool", "second"]), (SizesInATuple, ["first", "middle"])],
+)
+def test_a_size_that_no_carried_tensor_has_is_carried_too(kind, after):
+    network = kind().eval()
+    stages, kept = cut(network, after, images(12, 12)), [4, 1]
+    for height, width in ((12, 12), (8, 8), (17, 31)):
+        batch = images(height, width, samples=5)
+        assert is_same(network, stages, batch)
+        carried = stages[0](batch)
+        for stage in stages[1:]:
+            carried = stage(*(each[kept] if len(each) == 5 else each for each in carried))
+        torch.testing.assert_close(carried, network(batch)[kept])
+
+
+def test_a_number_that_a_module_reads_from_its_input_is_refused():
+    with pytest.raises(BadInput, match="one for all samples of a batch and follows their content"):
+        cut(SizeOfContent().eval(), ["middle"], images(12, 12))
 
 
 COMPUTED = {  # steps that are the same at all sizes that are tried, and not at 40

@@ -88,7 +88,7 @@ def test_stages_come_back_from_data_in_both_modes(kind):
             logits = chained(each, rows(5))
             results.append([logits, *torch.autograd.grad(logits.square().sum(), network.fc.parameters())])
         assert all(torch.equal(*pair) for pair in zip(*results, strict=True))
-    assert [stage.source for stage in again] == [stage.source for stage in stages]
+    assert [stage._source for stage in again] == [stage._source for stage in stages]
     assert torch.equal(chained(again, rows(5)), network.eval()(rows(5)))
 
 

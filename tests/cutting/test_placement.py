@@ -181,6 +181,23 @@ def test_a_bare_convolution_is_never_followed_by_its_norm():
     assert "maxpool" in {place.name for place in cut_places(network, Inputs(IMAGE), 3)[0]}
 
 
+class ConvNormRelu(nn.Module):
+    """A block of one convolution, whose activation is not a module."""
+
+    def __init__(self, channels, width):
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(channels, width, 3, padding=1), nn.BatchNorm2d(width)
+
+    def forward(self, images):
+        return self.norm(self.conv(images)).relu()
+
+
+def test_small_blocks_end_after_their_activation_even_where_that_is_a_function():
+    blocks = nn.Sequential(*(ConvNormRelu(*pair) for pair in pairwise([3, 8, 8, 8, 8, 8])))
+    network = nn.Sequential(blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 10))
+    assert suggest_exits(network, IMAGE, count=2) == ["0.1", "0.3"]  # and not 0.1.norm
+
+
 def test_layers_inside_residual_blocks_are_never_places():
     network = torchvision.models.resnet18(num_classes=10)
     places = {place.name for place in cut_places(network, Inputs(IMAGE), 99)[0]}

@@ -212,6 +212,65 @@ def test_proving_leaves_no_trace_in_the_network():
     assert network.window == 6
 
 
+class Counts(Network):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("in_place", torch.zeros(()))
+        self.register_buffer("replaced", torch.zeros(()))
+        self.embedding = nn.Embedding(5, 6, max_norm=0.5)
+
+    def forward(self, x):
+        self.in_place += len(x)
+        self.replaced = self.replaced + 1
+        return super().forward(x + self.embedding((x[:, 0] > 0).long()))
+
+
+def test_proving_puts_back_what_a_pass_in_evaluation_writes():
+    network = Counts().eval()
+    before = {name: tensor.clone() for name, tensor in network.state_dict().items()}
+    model = attach_heads(network, ["first"], example=torch.randn(2, 6))
+    model.verify()
+    assert all(torch.equal(tensor, before[name]) for name, tensor in network.state_dict().items())
+
+
+class KeepsTheLast(nn.Module):
+    """An attribute that is kept from batch to batch: a number or a tensor."""
+
+    def __init__(self, start):
+        super().__init__()
+        self.last = start
+
+    def forward(self, x):
+        last, self.last = self.last, self.last + 0.1
+        return x * last
+
+
+@pytest.mark.parametrize("start", [1.0, torch.ones(())])
+def test_a_module_that_keeps_something_from_batch_to_batch_is_refused(start):
+    network = nn.Sequential(nn.Linear(6, 6), nn.ReLU(), KeepsTheLast(start), nn.Linear(6, 3))
+    with pytest.raises(BadInput, match="keep nothing from batch to batch"):
+        cut(network, ["1"], torch.randn(2, 6))
+    assert network[2].last == start
+
+
+def test_logits_with_another_first_axis_than_the_samples_are_refused():
+    class Transposed(Network):
+        def forward(self, x):
+            return super().forward(x).t()
+
+    with pytest.raises(BadInput, match="gives 3 rows for 4 samples"):
+        cut(Transposed(), ["first"], torch.randn(2, 6))
+
+
+def test_numbers_of_numpy_are_plain_numbers_in_a_stage():
+    class Scaled(Network):
+        def forward(self, x):
+            return super().forward(x * np.float32(0.5)) / np.sqrt(2.0)
+
+    network, batch = Scaled(), torch.randn(5, 6)
+    assert torch.equal(chain(cut(network, ["first"], torch.randn(2, 6)), (batch,)), network(batch))
+
+
 def test_a_network_that_is_random_in_evaluation_is_not_said_to_mix_samples():
     with pytest.raises(BadInput, match="other logits for the same batch in evaluation mode"):
         suggest_exits(Random().eval(), torch.randn(4, 6), count=1)
@@ -311,6 +370,67 @@ class OtherForMany(Network):
 def test_code_that_treats_large_batches_otherwise_is_refused_with_the_line(kind):
     with pytest.raises(BadInput, match=r"something else for a batch of 4099 samples than for 2 \(.*test_proof.py:"):
         cut(kind(), ["first"], torch.randn(2, 6))
+
+
+class OtherForManyInside(Network):
+    class Centred(nn.Module):
+        def forward(self, x):
+            return x - x.mean(0) if len(x) > 5 else x
+
+    def __init__(self):
+        super().__init__()
+        self.third = nn.Sequential(self.Centred(), nn.Linear(6, 3))
+
+
+def test_a_closed_module_that_treats_large_batches_otherwise_is_refused():
+    with pytest.raises(BadInput, match="module 'third' calls other functions for a batch of 4099 samples than for 2"):
+        cut(OtherForManyInside(), ["first"], torch.randn(2, 6))
+
+
+class UntilTheLongest(nn.Module):
+    """Behind the exit, steps are dropped that no sample of the batch has."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second, self.third = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 3)
+
+    def forward(self, x, lengths):
+        longest = lengths.max()
+        x = self.first(x).relu()
+        x = self.second(x[:, :longest]).relu()
+        kept = torch.arange(x.shape[1]) < lengths[:, None]
+        return self.third((x * kept[..., None]).sum(1))
+
+
+@pytest.mark.parametrize("lengths", [[2, 5], [7, 7]])
+def test_a_number_of_the_whole_batch_is_not_carried_past_an_exit(lengths):
+    """Survivors of two batches go on together, and each would get the first one's number."""
+    with pytest.raises(BadInput, match=r"one for all samples.*longest = lengths\.max\(\)"):
+        cut(UntilTheLongest(), ["first"], (torch.randn(2, 7, 6), torch.tensor(lengths)))
+
+
+class Rotary(nn.Module):
+    """What is one for all samples is made beside them, but not of them."""
+
+    class Angles(nn.Module):
+        def forward(self, x):
+            return torch.arange(x.shape[1]).to(x.dtype).cos(), torch.arange(x.shape[1]).to(x.dtype).sin()
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.angles, self.second, self.third = Tuple(), self.Angles(), nn.Linear(6, 6), nn.Linear(6, 3)
+
+    def forward(self, x):
+        (x,) = self.first(x)
+        cosine, sine = self.angles(x)
+        x = self.second(x * cosine[:, None])
+        return self.third((x * sine[:, None]).mean(1))
+
+
+def test_a_tensor_for_all_samples_that_is_made_of_sizes_alone_is_carried():
+    network, batch = Rotary(), torch.randn(5, 7, 6)
+    stages = cut(network, ["first", "second"], torch.randn(2, 7, 6))
+    assert torch.equal(chain(stages, (batch,)), network(batch))
 
 
 class Tokens(nn.Module):

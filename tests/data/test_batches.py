@@ -149,7 +149,7 @@ def test_a_loader_knows_how_many_batches_it_gives_and_starts_anew(form, shuffle)
     loader = in_batches(DATA[form], SPEC, 16, shuffle=shuffle)
     assert len(loader) == 3
     for _ in range(2):
-        assert [len(labels) for _, labels in loader] == [16, 16, 8]
+        assert [len(batch.labels) for batch in loader] == [16, 16, 8]
 
 
 def test_bytes_are_left_alone_for_a_network_that_takes_no_images():

@@ -44,6 +44,11 @@ def images() -> np.ndarray:
     return np.random.default_rng(0).integers(256, size=(5, HEIGHT, WIDTH, CHANNELS), dtype=np.uint8)
 
 
+def unpacked(loader):
+    """Return the first input and the labels of every batch."""
+    return [(batch.inputs[0], batch.labels) for batch in loader]
+
+
 def expected(images: np.ndarray) -> np.ndarray:
     scaled = torch.tensor(images).permute(0, 3, 1, 2).float() / 255
     return ((scaled - torch.tensor(HALF.mean)[:, None, None]) / torch.tensor(HALF.std)[:, None, None]).numpy()
@@ -53,7 +58,7 @@ def expected(images: np.ndarray) -> np.ndarray:
 def test_bytes_of_either_layout_are_normalised_as_the_network_says(layout, images, tmp_path):
     given = images if layout == "NHWC" else images.transpose(0, 3, 1, 2)
     np.savez(tmp_path / "data.npz", images=given, labels=[0, 1, 0, 1, 1])
-    (one, labels), (two, _) = load_data(tmp_path / "data.npz", spec(), batch_size=3)
+    (one, labels), (two, _) = unpacked(load_data(tmp_path / "data.npz", spec(), batch_size=3))
     np.testing.assert_array_equal(np.concatenate([one, two]), expected(images))
     assert labels.tolist() == [0, 1, 0]
 
@@ -99,7 +104,7 @@ def test_a_folder_for_each_class_is_read_by_the_networks_own_names(named, images
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         Image.fromarray(pixels).save(tmp_path / name)
     (tmp_path / "dog" / "notes.txt").write_text("no image")
-    ((pictures, labels),) = load_data(tmp_path, spec(classes=named))
+    ((pictures, labels),) = unpacked(load_data(tmp_path, spec(classes=named)))
     np.testing.assert_array_equal(pictures, expected(images[[0, 1, 2]]))
     assert labels.tolist() == ([1, 0, 0] if named else [0, 1, 1])
 
@@ -111,7 +116,7 @@ def test_pictures_of_any_size_and_mode_are_brought_to_the_networks(tmp_path):
             tmp_path / "a" / f"{name}.png"
         )
     (tmp_path / "b").mkdir()
-    ((pictures, _),) = load_data(tmp_path, spec(normalisation=UNCHANGED))
+    ((pictures, _),) = unpacked(load_data(tmp_path, spec(normalisation=UNCHANGED)))
     assert pictures.shape == (3, CHANNELS, HEIGHT, WIDTH)
     np.testing.assert_array_equal(pictures, np.ones_like(pictures))
 
@@ -125,7 +130,7 @@ def test_a_torchvision_data_set_on_disk_is_read(tmp_path):
         (raw / f"{part}-images-idx3-ubyte").write_bytes(b"\x00\x00\x08\x03" + sizes + pixels.tobytes())
         (raw / f"{part}-labels-idx1-ubyte").write_bytes(b"\x00\x00\x08\x01" + (4).to_bytes(4, "big") + labels.tobytes())
     for split, shade in {"train": 1.0, "test": 0.0}.items():
-        ((pictures, labels),) = load_data(f"mnist:{tmp_path}", spec(normalisation=UNCHANGED), split=split)
+        ((pictures, labels),) = unpacked(load_data(f"mnist:{tmp_path}", spec(normalisation=UNCHANGED), split=split))
         assert pictures.shape == (4, CHANNELS, HEIGHT, WIDTH)
         assert pictures.unique().tolist() == [shade]
         assert labels.tolist() == [0, 1, 0, 1]
@@ -137,7 +142,7 @@ def test_augmented_images_are_flipped_and_moved_and_follow_the_seed(images, tmp_
     drawn = []
     for seed in (0, 0, 1):
         torch.manual_seed(seed)
-        drawn.append(next(iter(data)))
+        drawn.append(next(iter(data)).inputs[0])
     assert drawn[0].shape == (100, CHANNELS, HEIGHT, WIDTH)
     assert torch.equal(drawn[0], drawn[1])
     assert not torch.equal(drawn[0], drawn[2])
@@ -147,7 +152,7 @@ def test_augmented_images_are_flipped_and_moved_and_follow_the_seed(images, tmp_
 def test_workers_load_the_same(images, tmp_path):
     np.savez(tmp_path / "data.npz", images=images)
     (alone,), (helped,) = (load_data(tmp_path / "data.npz", spec(), workers=count) for count in (0, 1))
-    assert np.array_equal(alone, helped.numpy())
+    assert np.array_equal(alone.inputs[0], helped.inputs[0].numpy())
 
 
 def test_an_example_is_what_the_network_describes():
@@ -232,7 +237,7 @@ BAD = {
     "channels": (BadInput, "normalises 3 channels and takes images of 1"),
     "damaged picture": (BadFile, "it is not a usable image"),
     "empty folder": (BadInput, "has no images"),
-    "one class": (BadInput, "has 1 classes by name and the network 2"),
+    "one class": (BadInput, "has classes by name, 1 of them, and the network has 2"),
     "unknown class": (BadInput, "class 'cat' that the network does not know: dog, bird"),
     "text for images": (BadInput, "the network does not take text but input_0 of shape"),
     "unknown kind": (BadInput, "is not a kind of data that alight reads"),
@@ -257,7 +262,7 @@ def test_a_hugging_face_data_set_on_disk_is_read(tmp_path):
     datasets.DatasetDict({"train": table}).save_to_disk(tmp_path / "saved")
     for given in ({"split": "train"}, {}):
         where = tmp_path / "saved" if given else f"{tmp_path / 'saved'}[train]"
-        ((images, labels),) = load_data(where, spec(), **given)
+        ((images, labels),) = unpacked(load_data(where, spec(), **given))
         assert images.shape == (3, CHANNELS, HEIGHT, WIDTH)
         assert labels.tolist() == [0, 1, 0]
     with pytest.raises(BadInput, match=r"has the parts train: choose one, as in '.*saved\[train\]'"):
@@ -348,7 +353,8 @@ def test_pictures_are_read_for_an_export_as_for_the_network_bit_for_bit(depth, t
 def test_without_labels_inputs_are_read_whatever_the_labels_are(images, tmp_path):
     np.savez(tmp_path / "data.npz", images=images, labels=[0.5] * 5)
     (batch,) = load_data(tmp_path / "data.npz", spec(), labels=False)
-    np.testing.assert_array_equal(batch, expected(images))
+    np.testing.assert_array_equal(batch.inputs[0], expected(images))
+    assert batch.labels is None
 
 
 def test_pictures_are_read_when_their_batch_is_asked_for(tmp_path):

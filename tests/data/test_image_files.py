@@ -14,12 +14,13 @@ from torch import nn
 
 from alight import Normalisation, attach_heads
 from alight.cluster.shards import open_data
-from alight.data.batches import as_inputs, load_data
+from alight.data.batches import Collate, as_inputs, load_data
 from alight.data.preprocess import InputSpec, TensorSpec, flattened, image_batch
-from alight.data.samples import Collate, picture
+from alight.data.samples import picture
 from alight.errors import BadFile, BadInput
 from alight.serve.model import ServedModel
-from alight.serve.requests import Limits, read_samples
+from alight.serve.reading import count_samples, read_samples
+from alight.serve.requests import Limits
 
 RNG = np.random.default_rng(0)
 GREY, COLOUR = RNG.integers(256, size=(6, 7), dtype=np.uint8), RNG.integers(256, size=(6, 7, 3), dtype=np.uint8)
@@ -184,24 +185,27 @@ def test_a_file_gives_the_same_array_through_every_door(channels, tmp_path):
     example, classes = torch.zeros(2, channels, 7, 6), ("one", "two")
     model = attach_heads(network, ["0"], example=example, classes=classes, normalisation=normalisation)
     takes = model.input_spec
-    ((expected, labels),) = load_data(folder.parent, takes)
-    assert labels.tolist() == [0] * len(content)
+    (batch,) = load_data(folder.parent, takes)
+    (expected,) = batch.inputs
+    assert batch.labels.tolist() == [0] * len(content)
 
     doors = {"Predictor": as_inputs([*map(opened, content.values())], takes)[0]}
     doors["opened and copied"] = image_batch([opened(each).copy() for each in content.values()], takes)
     served = ServedModel({}, takes, None, (), "")
-    doors["serve"] = np.concatenate(read_samples("images", [*content.values()], served, Limits()))
-    ((doors["torchvision"], _),) = load_data(f"imagefolder:{folder.parent}", takes, shuffle=False)
+    unread = count_samples("images", [*content.values()], served, Limits())
+    doors["serve"] = np.concatenate(read_samples(unread, served, Limits()))
+    (by_torchvision,) = load_data(f"imagefolder:{folder.parent}", takes, shuffle=False)
+    (doors["torchvision"],) = by_torchvision.inputs
     column = datasets.Features({"image": datasets.Image()})
     rows = [{"bytes": each, "path": None} for each in content.values()]
     datasets.Dataset.from_dict({"image": rows}, features=column).save_to_disk(tmp_path / "hugging_face")
-    (doors["Hugging Face"],) = load_data(tmp_path / "hugging_face", takes)
+    (by_hugging_face,) = load_data(tmp_path / "hugging_face", takes)
+    (doors["Hugging Face"],) = by_hugging_face.inputs
     parquet.write_table(pa.table({"image": [*content.values()]}), tmp_path / "rows.parquet")
     for name, where in {"Ray folder": folder.parent, "Ray Parquet": tmp_path / "rows.parquet"}.items():
         data = open_data(str(where), model, 100)
         inputs, labels = zip(*data.shards[0].samples(), strict=True)
-        made = Collate(takes, data.where)(([*inputs], [*labels]))
-        doors[name] = made[0] if isinstance(made, tuple) else made
+        (doors[name],) = Collate(takes, data.where)(([*inputs], [*labels])).inputs
     right = dict(zip(content, expected, strict=True))
     for door, made in doors.items():
         names = [
@@ -242,7 +246,8 @@ def test_whole_numbers_that_are_not_bytes_are_not_taken_for_floats(dtype):
 def test_a_network_of_bytes_gets_bytes_from_files_too(tmp_path):
     Image.fromarray(GREY).save(tmp_path / "one.png")
     for known in (True, False):
-        (made,) = load_data(tmp_path, spec(1, dtype="uint8", known=known))
+        (batch,) = load_data(tmp_path, spec(1, dtype="uint8", known=known))
+        (made,) = batch.inputs
         assert made.dtype == np.uint8
         assert np.array_equal(made, GREY[None, None])
     with pytest.raises(BadInput, match="images of float64: give bytes"):

@@ -95,10 +95,11 @@ def test_lines_of_text_become_tokens_and_labels(labels, tmp_path):
     given = {"tokenizer": tiny(tmp_path / "tokenizer"), "max_tokens": 8, "labels": labels}
     (whole,) = load_data(tmp_path / "lines.jsonl", spec(NAMES), **given)
     (by_torch,) = load_data(tmp_path / "lines.jsonl", spec(NAMES), shuffle=False, **given)
-    expected = Texts(tmp_path / "tokenizer", spec(NAMES), 8)(TEXTS) | ({"labels": np.arange(3)} if labels else {})
+    expected = Texts(tmp_path / "tokenizer", spec(NAMES), 8)(TEXTS)
     for found in (whole, by_torch):
-        assert found.keys() == expected.keys()
-        assert all(np.array_equal(np.asarray(found[name]), expected[name]) for name in expected)
+        assert all(map(np.array_equal, found.inputs, (expected[name] for name in NAMES)))
+        assert (found.labels is None) is not labels
+        assert not labels or found.labels.tolist() == [0, 1, 2]
 
 
 def manifest(folder, names=NAMES):

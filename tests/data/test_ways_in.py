@@ -480,10 +480,10 @@ def test_the_part_of_a_torchvision_data_set_stands_in_brackets(tmp_path):
         (raw / f"{part}-labels-idx1-ubyte").write_bytes(b"\x00\x00\x08\x01" + (3).to_bytes(4, "big") + labels.tobytes())
     spec = network("images", classes=()).input_spec
     for part, shade in {"train": 1.0, "test": 0.0}.items():
-        ((images, labels),) = in_batches(f"mnist:{tmp_path}[{part}]", spec)
+        (batch,) = in_batches(f"mnist:{tmp_path}[{part}]", spec)
         expected = (np.float32(shade) - np.float32(MEAN)) / np.float32(STD)
-        assert np.array_equal(np.asarray(images[0, :, 0, 0]), expected)
-        assert labels.tolist() == [0, 1, 2]
+        assert np.array_equal(np.asarray(batch.inputs[0][0, :, 0, 0]), expected)
+        assert batch.labels.tolist() == [0, 1, 2]
 
 
 def test_a_first_batch_has_as_many_samples_as_asked_for_from_any_form(tmp_path):
@@ -622,7 +622,7 @@ REFUSED = {  # what is done with a network, and the sentence
     ),
     "names for a network without any": (
         lambda _: record(images(classes=()), (X["images"], ["dog", "cow"] * 12)),
-        "2 classes by name and the network 3: number them instead",
+        "has classes by name, 2 of them, and the network has 3: build it with 2",
     ),
     "names in a loader for a network without any": (
         lambda _: record(images(classes=()), DataLoader(Samples([*zip(X["images"], NAMES, strict=True)]), BATCH)),

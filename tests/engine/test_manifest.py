@@ -65,6 +65,10 @@ def test_a_folder_of_something_else_is_refused(tmp_path):
         ({"format": "magic"}, "format 'magic'"),
         ({"stages": []}, "0 stages"),
         ({"stages": [{"file": "../model.onnx", "checksum": "", "exit": 0, "carries": []}]}, r"\.\./model\.onnx"),
+        ({"stages": [{"file": "..", "checksum": "", "exit": 0, "carries": []}]}, r"a stage in '\.\.'"),
+        ({"stages": [{"file": "policy.json", "checksum": "", "exit": 0, "carries": []}]}, r"a stage in 'policy\.json'"),
+        ({"further": {"tokenizer/../../secret": ""}}, "outside its folder"),
+        ({"further": {"/etc/passwd": ""}}, "outside its folder"),
         ({"stages": [{"file": "a.onnx", "checksum": "", "exit": 7, "carries": []}]}, r"exits \(7,\) of 4"),
         ({"inputs": [{"name": "images", "shape": [None, 0], "dtype": "float32"}]}, "a tensor of shape"),
         ({"inputs": [{"name": "images", "shape": [None], "dtype": "nonsense"}]}, "not usable"),
@@ -87,6 +91,26 @@ def test_a_stage_that_onnxruntime_cannot_read_is_named(copied):
     (copied / MANIFEST).write_text(json.dumps(manifest))
     with pytest.raises(BadFile, match=r"stage_0\.onnx: onnxruntime .* cannot load it"):
         Predictor.load(copied)
+
+
+def test_a_stage_whose_weights_lie_in_another_file_is_refused(copied, tmp_path, monkeypatch):
+    onnx = pytest.importorskip("onnx")
+    stage = onnx.load(copied / "stage_0.onnx")
+    weights = next(each for each in stage.graph.initializer if each.raw_data)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "weights.bin").write_bytes(weights.raw_data)  # in the working folder, where onnxruntime would find it
+    weights.ClearField("raw_data")
+    weights.data_location = onnx.TensorProto.EXTERNAL
+    weights.external_data.add(key="location", value="weights.bin")
+    content = stage.SerializeToString()
+    overlong = content.replace(b"\x0a\x08location", b"\x0a\x88\x80\x00location")  # the same field, written at length
+    for each in (content, overlong):
+        (copied / "stage_0.onnx").write_bytes(each)
+        manifest = json.loads((copied / MANIFEST).read_text())
+        manifest["stages"][0]["checksum"] = checksum(each)
+        (copied / MANIFEST).write_text(json.dumps(manifest))
+        with pytest.raises(BadFile, match="it names another file for its weights"):
+            Predictor.load(copied)
 
 
 def test_the_folder_can_be_moved(copied):

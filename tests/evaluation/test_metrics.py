@@ -125,6 +125,6 @@ def test_probabilities_are_the_score_a_feature_or_log_probabilities_and_never_a_
     np.testing.assert_array_equal(calibration_errors(score), calibration_errors(feature))
     np.testing.assert_allclose(calibration_errors(score), calibration_errors(logs), atol=0.01)
     with pytest.raises(BadInput, match="has the margin and no probabilities"):
-        calibration_errors(replace(logs, top_classes=None, top_log_probabilities=None))
+        calibration_errors(replace(logs, top=None))
     with pytest.raises(LabelsNeeded):
         calibration_errors(score.unlabelled())

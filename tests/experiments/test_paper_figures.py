@@ -151,7 +151,7 @@ def test_the_best_rival_is_as_good_as_each(scripts):
 
 def test_figures_are_drawn_from_results_alone(scripts, tmp_path):
     figures = scripts["paper_figures"]
-    names = ["accuracy_budget", "msdnet_budget", "all_methods", "training_modes", "epsilon_aggreg"]
+    names = ["accuracy_budget", "msdnet_budget", "all_methods", "training_modes", "epsilon_aggreg", "front"]
     figures.draw(names, tmp_path)
     for name in names:
         text = (tmp_path / f"{name}.svg").read_text()
@@ -162,12 +162,14 @@ def test_figures_are_drawn_from_results_alone(scripts, tmp_path):
 def test_every_figure_is_committed_shown_and_small(scripts):
     names = scripts["paper_figures"].FIGURES
     page = (ROOT / "docs" / "experiments.md").read_text()
+    assert "(docs/figures/front.svg)" in (ROOT / "README.md").read_text()
+    assert "(figures/front.svg)" in (ROOT / "docs" / "index.md").read_text()
     assert sum((ROOT / "docs" / "figures" / f"{name}.svg").stat().st_size for name in names) < 1.2e6
     for name, (_, papers) in names.items():
-        assert f"(figures/{name}.svg)" in page
+        assert f"(figures/{name}.svg)" in page or name == "front"
         assert not papers or f"`{papers}`" in page
     shown = set(re.findall(r"\(figures/(\w+)\.svg\)", page))
-    assert shown == set(names)
+    assert shown | {"front"} == set(names)
 
 
 @pytest.mark.parametrize("name", ["claims", "equal_spend", "mean_gains", "frozen_groups"])

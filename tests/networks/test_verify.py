@@ -72,33 +72,81 @@ class DropsAtRandom(Network):
         return super().rest(x) if self.training and random.random() < 0.5 else super().rest(x) * 2
 
 
+class KeepsAnAverage(Network):
+    def rest(self, x):
+        if self.training:
+            self.scale = 0.9 * self.scale + 0.1 * x.detach().mean()
+        return super().rest(x)
+
+
+class MixesMany(Network):
+    class Centred(nn.Module):
+        def forward(self, x):
+            return x - x.mean(0) if len(x) > 5 else x
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.Sequential(self.Centred(), nn.BatchNorm2d(6))
+
+
+class DividesByTheLargest(Network):
+    """Divides by the largest number of the batch, and multiplies by it behind the exit."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Conv2d(3, 6, 3, padding=1, bias=False)
+
+    def forward(self, x):
+        largest = x.abs().amax()
+        return self.classifier(self.rest((self.first(x / largest) * largest).relu()))
+
+
 def unproven(monkeypatch):
     monkeypatch.setattr(cutting, "prove", lambda network, stages, inputs, heads=(): stages)
 
 
-MUTATIONS = {  # the guard that is taken out, for the network that it guards
-    ReadsABuffer: lambda patch: (unproven(patch), patch.setattr(tracing, "CONTENT_READS", set())),
-    PoolsBySize: lambda patch: (
-        patch.setattr(tracing, "traced_number", lambda number, *_: number),
-        patch.setattr(proof, "_fix_other_sizes", lambda *_: None),
+MUTATIONS = {  # the guard that is taken out, for the network that it guards, and what is found
+    ReadsABuffer: (
+        lambda patch: (unproven(patch), patch.setattr(tracing, "CONTENT_READS", set())),
+        "with other weights the stages do not give",
     ),
-    MixesSamples: unproven,
-    WritesInPlace: unproven,
-    FreezesTheStem: lambda patch: (
-        unproven(patch),
-        patch.setattr(stages._GraphBuilder, "_detached", lambda self, value, node: node),
+    PoolsBySize: (
+        lambda patch: (
+            patch.setattr(tracing, "traced_number", lambda number, *_: number),
+            patch.setattr(proof, "_fix_other_sizes", lambda *_: None),
+        ),
+        "the network fails on the example",
     ),
-    DropsAtRandom: lambda patch: (unproven(patch), patch.setattr(random, "random", lambda: 0.9)),
+    MixesSamples: (unproven, "depend on the other samples of its batch"),
+    MixesMany: (
+        lambda patch: patch.setattr(tracing, "_check_closed_modules", lambda *_: None),
+        "depend on the other samples of its batch, as first seen in what 'norm.0'",
+    ),
+    DividesByTheLargest: (unproven, "one for all samples of a batch and follows their content"),
+    WritesInPlace: (unproven, "once some samples have left"),
+    FreezesTheStem: (
+        lambda patch: (
+            unproven(patch),
+            patch.setattr(stages._GraphBuilder, "_detached", lambda self, value, node: node),
+        ),
+        "the gradient of 'first.weight' is there, and the network has none",
+    ),
+    KeepsAnAverage: (unproven, "buffer 'scale' differs"),
+    DropsAtRandom: (
+        lambda patch: (unproven(patch), patch.setattr(random, "random", lambda: 0.9)),
+        "one step of training differs",
+    ),
 }
 
 
 @pytest.mark.parametrize("kind", MUTATIONS)
 def test_verify_finds_what_is_wrong_where_the_guard_is_taken_out(kind, monkeypatch):
-    MUTATIONS[kind](monkeypatch)
+    take_out, found = MUTATIONS[kind]
+    take_out(monkeypatch)
     after = ["norm"] if kind is WritesInPlace else ["first"]
     model = attach_heads(kind(), after, example=IMAGES)
     monkeypatch.undo()
-    with pytest.raises(BadInput):
+    with pytest.raises(BadInput, match=found):
         model.verify()
 
 
@@ -133,6 +181,17 @@ def test_verify_changes_nothing_and_says_whether_the_network_can_be_trained(tmp_
     assert again.sizes == "(3, any size 1, any size 2)"
     refusing = attach_heads(DropsAtRandom(), ["first"], example=IMAGES)
     assert "cannot run in training mode" in refusing.verify()
+
+
+class CentresItsInput(Network):
+    def forward(self, x):
+        x -= 0.5
+        return super().forward(x)
+
+
+def test_a_network_that_writes_into_its_input_is_checked_without_its_code(tmp_path):
+    folder = save_model(attach_heads(CentresItsInput(), ["first"], example=IMAGES.clone()), tmp_path)
+    assert load_model(folder).verify() == ""
 
 
 def test_a_model_without_a_network_has_nothing_to_be_compared_with():

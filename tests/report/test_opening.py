@@ -127,6 +127,58 @@ def test_numbers_that_should_worry_are_in_another_colour_and_say_why(fresh: Tab,
     assert colours[0] == colours[2] != colours[1]
 
 
+def test_much_lost_accuracy_is_in_another_colour(fresh: Tab, tmp_path: Path) -> None:
+    opened(fresh, tmp_path, made_network(chosen=chosen_point(accuracy=0.775)))
+    assert fresh.texts("#numbers .warns .label") == ["Accuracy lost"]
+    assert fresh.texts("#numbers .warns .number") == ["2.5 points"]
+
+
+def test_numbers_stay_in_their_columns_at_every_width(fresh: Tab, tmp_path: Path) -> None:
+    wide = """[...document.querySelectorAll('#numbers li')].filter((item) => {
+        const range = document.createRange();
+        range.selectNodeContents(item.querySelector('.number'));
+        return range.getBoundingClientRect().right > item.getBoundingClientRect().right + 1;
+    }).length"""
+    for width in (1440, 1024, 900, 768, 700, 375):
+        fresh.resize(width, 900)
+        opened(fresh, tmp_path, made_network())
+        assert fresh.ask(wide) == 0, width
+
+
+def test_methods_are_compared_where_there_are_several(fresh: Tab, tmp_path: Path) -> None:
+    hidden = "['compare-section', 'readout-section', 'table-section'].map((id) => document.getElementById(id).hidden)"
+    opened(fresh, tmp_path, made_network())
+    several = len({point.method for point in made_points()} - {SINGLE_EXIT, "oracle"}) > 1
+    assert fresh.ask(hidden) == [not several] * 3
+    alone = [point for point in made_points() if point.method in ("eero", "oracle", SINGLE_EXIT)]
+    opened(fresh, tmp_path, replace(made_network(), points=alone))
+    assert fresh.ask(hidden) == [True] * 3
+
+
+@pytest.mark.parametrize(
+    "first", [0.56, 0.795]
+)  # accuracy of the cheapest point: far below the full network's, or near
+def test_the_name_of_the_full_network_stands_clear_of_the_curve_and_the_axis(
+    fresh: Tab, tmp_path: Path, first: float
+) -> None:
+    points = [replace(each, accuracy=max(each.accuracy, first)) for each in made_points() if each.method == "eero"]
+    alone = [each for each in made_points() if each.method == SINGLE_EXIT]
+    opened(fresh, tmp_path, replace(made_network(), points=[*points, *alone]))
+    boxes = """(() => {
+        const texts = [...document.querySelectorAll('#accuracy text')];
+        const box = (words) => texts.find((each) => each.textContent.startsWith(words)).getBoundingClientRect();
+        const [name, axis] = [box('full network'), box('accuracy')];
+        const dots = [...document.querySelectorAll('#accuracy .series circle')].map((dot) =>
+            dot.getBoundingClientRect());
+        const meets = (other) => name.left < other.right && other.left < name.right
+            && name.top < other.bottom && other.top < name.bottom;
+        return [meets(axis), dots.filter(meets).length, dots.length];
+    })()"""
+    axis, met, dots = fresh.ask(boxes)
+    assert (axis, met) == (False, 0)
+    assert dots > 0
+
+
 @pytest.mark.parametrize("exits", [3, 8, 24])
 def test_numbers_samples_and_first_figure_are_on_the_first_screen(fresh: Tab, tmp_path: Path, exits: int) -> None:
     network = made_network() if exits == 3 else many_exits(exits)
@@ -227,7 +279,7 @@ def test_the_chosen_policy_is_marked_in_every_figure(fresh: Tab, tmp_path: Path)
 
 def test_the_figure_has_the_full_and_the_smaller_network_and_single_exits_as_lines(fresh: Tab, tmp_path: Path) -> None:
     opened(fresh, tmp_path, made_network(smaller=Baseline("ResNet-10", 0.7, 0.45 * FULL)))
-    assert fresh.texts("#accuracy-key b") == ["eero", "full network", "ResNet-10", "best single exit", "chosen policy"]
+    assert fresh.texts("#accuracy-key b") == ["eero", "ResNet-10", "best single exit", "chosen policy"]
     assert "full network 80.0%" in fresh.texts("#accuracy text")
     assert {"layer1", "layer2"} <= set(fresh.texts("#accuracy text"))
     words = fresh.ask("document.querySelector('#accuracy svg').ariaLabel")

@@ -14,7 +14,9 @@ from PIL import Image
 from alight import TrainingSettings, calibrate, measure_costs, record, train_heads, zoo
 from alight.engine.settings import RunSettings
 from alight.networks.store import load_model, save_model
+from alight.serve.access import Access, Tokens
 from alight.serve.app import build_app
+from alight.serve.hosting import ModelHost
 from alight.serve.model import load_policies, load_served_model
 from alight.serve.requests import Limits
 
@@ -63,9 +65,13 @@ def in_base64(picture: np.ndarray) -> str:
     return base64.b64encode(png(picture)).decode()
 
 
+def served_model(*names: str):
+    """The network under these policies, as the service has it."""
+    policies = load_policies([folder() / f"{name}.json" for name in names or ("unpaced",)])
+    return load_served_model(folder() / "model", policies, settings=RunSettings(threads=1))
+
+
 def application(*names: str, state: Path | None = None, token: str | None = None, **limits):
     """The service of the network under these policies."""
-    policies = load_policies([folder() / f"{name}.json" for name in names or ("unpaced",)])
-    return build_app(
-        load_served_model(folder() / "model", policies, settings=RunSettings(threads=1)), state, Limits(**limits), token
-    )
+    host = ModelHost.of(served_model(*names), Limits(**limits), state)
+    return build_app(host, Access(None if token is None else Tokens.of(token)))

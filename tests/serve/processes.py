@@ -21,6 +21,7 @@ class Service:
     """A process, its address, and the lines that it has logged."""
 
     process: "subprocess.Popen[str]"
+    verify: Any = True  # certificates that its client trusts
     url: str = ""
     lines: list[dict[str, Any]] = field(default_factory=list)
     ready: threading.Event = field(default_factory=threading.Event)
@@ -38,7 +39,7 @@ class Service:
     def is_ready(self) -> bool:
         """Whether it answers requests."""
         try:
-            return httpx.get(f"{self.url}/readyz").status_code == 200
+            return httpx.get(f"{self.url}/readyz", verify=self.verify).status_code == 200
         except httpx.TransportError:
             return False
 
@@ -49,7 +50,7 @@ class Service:
 
 
 @contextmanager
-def service(line: str, cwd: Path, **environment: str) -> Iterator[Service]:
+def service(line: str, cwd: Path, verify: Any = True, **environment: str) -> Iterator[Service]:
     """A service that answers, stopped afterwards if it has not been."""
     process = subprocess.Popen(
         [sys.executable, "-m", "alight.cli", "serve", *line.split(), "--port", "0", "--threads", "1"],
@@ -58,7 +59,7 @@ def service(line: str, cwd: Path, **environment: str) -> Iterator[Service]:
         stderr=subprocess.PIPE,
         text=True,
     )
-    started = Service(process)
+    started = Service(process, verify)
     reader = threading.Thread(target=started.read, daemon=True)
     reader.start()
     try:

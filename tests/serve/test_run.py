@@ -2,7 +2,6 @@
 
 import importlib.util
 import json
-import re
 import shlex
 import shutil
 import signal
@@ -22,10 +21,9 @@ from waiting import wait_until
 
 from alight import load_policy, record
 from alight.cli.command import ExitStatus
-from alight.cli.parser import COMMANDS, parser
+from alight.cli.parser import COMMANDS
 from alight.policies.policy import Threshold
-from alight.serve.monitoring import LOGGER, PUBLIC
-from alight.serve.run import GRACE
+from alight.serve.monitoring import LOGGER
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -167,9 +165,9 @@ def refused_with_token(token, capsys, monkeypatch):
 def fuzzing():
     """The benchmark's own requests."""
     sys.path.insert(0, str(ROOT / "benchmarks"))
-    spec = importlib.util.spec_from_file_location("serve_fuzz", ROOT / "benchmarks" / "serve_fuzz.py")
+    spec = importlib.util.spec_from_file_location("serve_hostile", ROOT / "benchmarks" / "serve_hostile.py")
     module = importlib.util.module_from_spec(spec)
-    sys.modules["serve_fuzz"] = module
+    sys.modules["serve_hostile"] = module
     spec.loader.exec_module(module)
     return module
 
@@ -180,14 +178,16 @@ def test_fuzzed_requests_get_nothing_but_4xx(shared):
     running, _ = shared
     fuzz = fuzzing()
     port = int(running.url.rpartition(":")[2])
-    found = [*fuzz.from_here(port, 110, seed=1), *fuzz.from_schema(port, 60, seed=1)]
+    found = [*fuzz.from_here(port, 150, seed=1), *fuzz.from_schema(port, 60, seed=1)]
     warm = fuzz.memory(running.process.pid)
-    found += [*fuzz.from_here(port, 220, seed=2)]
+    found += [*fuzz.from_here(port, 225, seed=2)]
     assert fuzz.memory(running.process.pid) < 1.1 * warm
     assert httpx.get(f"{running.url}/healthz").status_code == 200
-    assert not [(kind, status) for kind, status in found if not 400 <= status < 500]
-    assert len(found) >= 360
-    assert len({kind for kind, _ in found}) == 12
+    good = ("few bytes, many pixels",)  # which are pictures, and may be answered
+    assert not [(kind, status) for kind, status in found if not 400 <= status < 500 and kind not in good]
+    assert {status for kind, status in found if kind in good} <= {200, 413, 429, 504}
+    assert len(found) >= 430
+    assert len({kind for kind, _ in found}) == 16
     assert not [line for line in running.lines if line["level"] == "error"]
 
 
@@ -196,12 +196,13 @@ import sys
 from pathlib import Path
 from fastapi.testclient import TestClient
 from alight.engine.settings import RunSettings
+from alight.serve.hosting import ModelHost
 from alight.serve.model import load_policies, load_served_model
 from alight.serve.app import build_app
 from alight.serve.requests import Limits
 policies = load_policies([Path("exported/policy.json")])
 model = load_served_model(Path("exported"), policies, settings=RunSettings(threads=1))
-with TestClient(build_app(model, None, Limits())) as client:
+with TestClient(build_app(ModelHost.of(model, Limits()))) as client:
     print(client.post("/predict", content=Path("body.json").read_bytes(),
                       headers={"Content-Type": "application/json"}).text)
 assert "torch" not in sys.modules
@@ -263,41 +264,3 @@ def test_every_request_on_the_page_about_deployment_is_answered(shared):
         assert done.stdout
     assert httpx.get(f"{running.url}/budget").json()["policy"] == "expensive"  # whose budget is not above 70%
     assert len(curls()) > 9
-
-
-def test_the_manifest_for_kubernetes_fits_the_service():
-    yaml = pytest.importorskip("yaml")
-    page = (ROOT / "docs" / "deploy.md").read_text()
-    written, scraped = re.findall(r"^```yaml\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)
-    named, one, stateful = yaml.safe_load_all(written)
-    template = stateful["spec"]["template"]
-    (container,) = template["spec"]["containers"]
-    command, *arguments = container["args"]
-    files = ("--state", "--token-file")
-    paths = [word.partition("=")[2] for word in arguments if word.startswith(files)]
-    options = parser().parse_args([command, *(word for word in arguments if not word.startswith(files))])
-
-    assert options.host == "0.0.0.0"
-    assert options.threads == int(container["resources"]["limits"]["cpu"])
-    (port,) = container["ports"]
-    assert options.port == port["containerPort"] == named["spec"]["ports"][0]["port"]
-    assert options.port == one["spec"]["ports"][0]["targetPort"]
-    for kind, path in {"startup": "/readyz", "readiness": "/readyz", "liveness": "/healthz"}.items():
-        assert container[f"{kind}Probe"]["httpGet"] == {"path": path, "port": options.port}
-        assert path in PUBLIC  # probes bring no token
-
-    labels = stateful["spec"]["selector"]["matchLabels"]
-    assert labels == template["metadata"]["labels"] == named["spec"]["selector"] == one["spec"]["selector"]
-    assert stateful["spec"]["serviceName"] == named["metadata"]["name"]
-    assert f"server {stateful['metadata']['name']}-0.{named['metadata']['name']}:{options.port};" in page
-    mounts = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
-    assert [str(Path(path).parent) for path in paths] == [mounts["state"], mounts["token"]]
-    volumes = {volume["name"] for volume in template["spec"]["volumes"]}
-    assert {*mounts} == volumes | {claim["metadata"]["name"] for claim in stateful["spec"]["volumeClaimTemplates"]}
-    pause = int(container["lifecycle"]["preStop"]["exec"]["command"][1])
-    assert template["spec"]["terminationGracePeriodSeconds"] > pause + GRACE
-
-    (job,) = yaml.safe_load(scraped)["scrape_configs"]
-    assert "/metrics" not in PUBLIC  # so the job brings the token
-    assert job["authorization"]
-    assert job["dns_sd_configs"][0] == {"names": [named["metadata"]["name"]], "type": "A", "port": options.port}

@@ -7,30 +7,23 @@ from cascades import COSTS, chain, outputs, pixels
 from digit_service import in_base64
 from exported import older_exporter
 from fastapi.testclient import TestClient
-from transformers import BertConfig, BertTokenizerFast
+from text_service import save_text_network
 
-from alight import Predictor, calibrate, export_model, from_transformers, load_policy, save_model, zoo
+from alight import Predictor, calibrate, export_model, load_policy, save_model, zoo
 from alight.engine.settings import RunSettings
 from alight.errors import BadInput
 from alight.policies.policy import ExitAt, Threshold
 from alight.serve.app import build_app
+from alight.serve.hosting import ModelHost
 from alight.serve.model import check_policies, load_served_model
 from alight.serve.requests import Limits
 
-WORDS = "[PAD] [UNK] [CLS] [SEP] [MASK] bread soup train hotel song the a".split()
 TEXTS = ["the bread", "a soup the train a hotel", "song", "", "unknown words " * 50]
-SIZES = {"hidden_size": 16, "num_attention_heads": 2, "num_hidden_layers": 3, "intermediate_size": 32}
 
 
 @pytest.fixture
 def folder(tmp_path):
-    torch.set_num_threads(1)
-    torch.manual_seed(0)
-    model = from_transformers(BertConfig(vocab_size=len(WORDS), **SIZES), num_classes=3, count=2)
-    save_model(model, tmp_path)
-    (tmp_path / "words.txt").write_text("\n".join(WORDS))
-    BertTokenizerFast(vocab_file=str(tmp_path / "words.txt")).save_pretrained(tmp_path / "tokenizer")
-    return tmp_path, model
+    return tmp_path, save_text_network(tmp_path)
 
 
 def test_texts_get_the_decisions_of_the_predictor(folder):
@@ -41,7 +34,7 @@ def test_texts_get_the_decisions_of_the_predictor(folder):
     batch = {name: torch.as_tensor(part) for name, part in served.tokenize(TEXTS).items()}
     assert batch["input_ids"].shape == (5, 16)
     expected = Predictor(model.eval(), policy, probabilities=True)(batch)
-    with TestClient(build_app(served, None, Limits(tokens=16))) as client:
+    with TestClient(build_app(ModelHost.of(served, Limits(tokens=16)))) as client:
         predictions = client.post("/predict", json={"texts": TEXTS}).json()["predictions"]
         long = client.post("/predict", json={"texts": ["a" * 20_000]})
         image = client.post("/predict", json={"images": ["Zm9v"]})
@@ -74,7 +67,7 @@ def test_a_network_of_unknown_normalisation_is_served_arrays_and_refuses_images(
     policy = ExitAt(costs=(1.0,), open_exits=(model.num_exits - 1,))
     served = load_served_model(save_model(model, tmp_path), {"policy": policy}, settings=RunSettings(threads=1))
     floats = np.random.default_rng(0).normal(size=(2, 1, 8, 8)).astype(np.float32)
-    with TestClient(build_app(served, None, Limits())) as client:
+    with TestClient(build_app(ModelHost.of(served, Limits()))) as client:
         kind = client.get("/status").json()["input_kind"]
         answered = client.post("/predict", json={"arrays": floats.tolist()}).json()["predictions"]
         image = client.post("/predict", json={"images": [in_base64(np.zeros((8, 8), np.uint8))]})

@@ -1,18 +1,21 @@
 """The worker forms batches, meets deadlines, keeps the budget, and lets a bad sample fail alone."""
 
+import threading
 import time
 from concurrent.futures import wait
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
 import pytest
 from digit_service import folder, pixels
+from waiting import wait_until
 
 from alight.engine.settings import RunSettings
 from alight.policies.paced import Pace
 from alight.policies.policy import Lottery
 from alight.serve import model as served
-from alight.serve.ledger import SpendLedger, resume_state
+from alight.serve.ledger import SpendLedger
 from alight.serve.model import ExitTiming, load_policies, load_served_model, measure_timings
 from alight.serve.monitoring import Metrics
 from alight.serve.requests import Limits, RequestRefused
@@ -24,9 +27,15 @@ INSTANT = ExitTiming([1e-9] * 4, growth=1.0, max_batch=8)
 def make_worker(*names, policies=None, timing=INSTANT, state=None, reserve=64, **limits):
     policies = policies or load_policies([folder() / f"{name}.json" for name in names])
     model = load_served_model(folder() / "model", policies, settings=RunSettings(threads=1))
-    ledger = SpendLedger(resume_state(state, policies), state, reserve)
+    ledger = SpendLedger(state, policies, reserve)
     bounds = Limits(**{"batch": 8, "wait": 0.05} | limits)
-    return BatchWorker(model, ledger, dict.fromkeys(policies, timing), bounds, Metrics(model.exits))
+    return BatchWorker(model, ledger, dict.fromkeys(policies, timing), bounds, Metrics())
+
+
+def kept_in(path, policies):
+    """The pace in a file."""
+    with closing(SpendLedger(path, policies)) as ledger:
+        return ledger.state.pace
 
 
 def samples(count, start=200):
@@ -146,7 +155,7 @@ def test_a_stream_never_exceeds_its_budget_whatever_requests_ask(budgets, tmp_pa
     worker.close()
     pace = worker.ledger.state.pace
     assert (pace.admitted, pace.spent) == (count, pytest.approx(spent))
-    assert resume_state(tmp_path / "spending.json", {"cheap": policy}).pace.spent == pytest.approx(spent)
+    assert kept_in(tmp_path / "spending.json", {"cheap": policy}).spent == pytest.approx(spent)
 
 
 def test_while_the_state_cannot_be_written_samples_cost_no_more_than_the_budget(tmp_path: Path):
@@ -158,12 +167,12 @@ def test_while_the_state_cannot_be_written_samples_cost_no_more_than_the_budget(
     home.rename(tmp_path / "elsewhere")  # as if the disk were gone
     found = responses(worker, [QueuedRequest(samples(8, start)) for start in range(0, 80, 8)])
     assert all(prediction.cost <= policy.budget for each in found for prediction in each.predictions)
-    assert worker.metrics.state_errors.collect()[0].samples[0].value >= 1
+    assert worker.metrics.registry.get_sample_value("alight_state_errors_total", {"model": "model"}) >= 1
     (tmp_path / "elsewhere").rename(home)
     found = responses(worker, [QueuedRequest(samples(8, start)) for start in range(0, 80, 8)])
     assert any(prediction.cost > policy.budget for each in found for prediction in each.predictions)
     worker.close()
-    assert resume_state(home / "spending.json", {"expensive": policy}).pace.admitted == 160
+    assert kept_in(home / "spending.json", {"expensive": policy}).admitted == 160
 
 
 def test_a_change_of_policy_that_cannot_be_written_does_not_happen(tmp_path: Path):
@@ -188,3 +197,117 @@ def test_a_batch_that_fails_is_owed(tmp_path: Path):
     assert isinstance(worker.ledger.state.pace, Pace)
     assert worker.ledger.state.owed == worker.ledger.state.policy.costs[-1] - worker.ledger.state.policy.budget
     worker.close()
+
+
+def test_a_change_that_nobody_waits_for_any_more_does_not_end_the_worker():
+    worker = make_worker("expensive", "cheap")
+    done = worker.change_policy("cheap")
+    assert done.cancel()  # as a request that has timed out does
+    worker.start()
+    assert len(responses(worker, [QueuedRequest(samples(1))])[0].predictions) == 1
+    assert worker.ledger.state.name == "expensive"
+    worker.close()
+
+
+def test_a_deadline_ends_the_wait_for_a_full_batch():
+    worker = make_worker("unpaced", wait=30.0)
+    worker.start()
+    (found,) = responses(worker, [QueuedRequest(samples(1), deadline=time.monotonic() + 0.2)])
+    assert len(found.predictions) == 1
+    worker.close()
+
+
+def test_an_answer_leaves_while_later_stages_run_for_others(monkeypatch):
+    worker = make_worker("unpaced")
+    policy, early, seen = worker.ledger.state.policy, threading.Event(), []
+    backend = next(iter(worker.model.predictors.values())).backend
+    run = backend.run
+
+    def run_after_the_first_has_left(self, stage, state):
+        if stage:
+            seen.append(early.wait(30))
+        return run(stage, state)
+
+    monkeypatch.setattr(type(backend), "run", run_after_the_first_has_left)
+    cheap = QueuedRequest(samples(1), budget=policy.costs[0])
+    rng = np.random.default_rng(0)
+    hard = QueuedRequest([rng.normal(size=(1, 1, 8, 8)).astype(np.float32) for _ in range(3)])
+    cheap.response.add_done_callback(lambda _: early.set())
+    for request in (hard, cheap):
+        worker.submit(request)
+    worker.start()
+    worker.close()
+    assert cheap.response.result().predictions[0].exit == 0
+    assert max(each.exit for each in hard.response.result().predictions) > 0
+    assert seen
+    assert all(seen)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_worker_that_ends_is_replaced_and_its_requests_are_answered():
+    worker = make_worker("unpaced")
+    worker.start()
+
+    def end(*_):
+        raise SystemExit
+
+    decide, worker._decide = worker._decide, end
+    (lost,) = responses(worker, [QueuedRequest(samples(1))])
+    assert lost.status_code == 503
+    wait_until(lambda: worker.stalled)
+    worker._decide = decide
+    worker.revive()
+    (found,) = responses(worker, [QueuedRequest(samples(1))])
+    assert len(found.predictions) == 1
+    assert not worker.stalled
+    assert worker.metrics.registry.get_sample_value("alight_worker_restarts_total", {"model": "model"}) == 1
+    worker.close()
+
+
+def test_a_worker_that_hangs_is_noticed():
+    worker = make_worker("unpaced", timeout=0.05)
+    go_on, decide = threading.Event(), worker._decide
+    worker._decide = lambda *arguments: (go_on.wait(30), decide(*arguments))
+    worker.start()
+    request = QueuedRequest(samples(1))
+    worker.submit(request)
+    wait_until(lambda: worker.stalled)
+    assert not worker.ready
+    go_on.set()
+    assert len(request.response.result(30).predictions) == 1
+    wait_until(lambda: worker.ready)
+    worker.close()
+
+
+def test_a_model_is_replaced_between_two_batches_and_keeps_what_it_owes():
+    worker = make_worker("cheap")
+    worker.start()
+    responses(worker, [QueuedRequest(samples(3))])
+    worker.change_policy("cheap").result(30)  # after the batch, whose answers leave before it is settled
+    before = worker.ledger.state
+    again = make_worker("cheap").model
+    worker.reload(again, dict.fromkeys(again.policies, INSTANT)).result(30)
+    assert worker.model is again
+    assert worker.ledger.state.pace is before.pace
+    other = make_worker("expensive").model
+    worker.reload(other, dict.fromkeys(other.policies, INSTANT)).result(30)
+    assert worker.ledger.state.name == "expensive"
+    assert worker.ledger.state.pace.spent == before.owed
+    assert len(responses(worker, [QueuedRequest(samples(1))])[0].predictions) == 1
+    worker.close()
+
+
+def test_watched_samples_run_to_the_end_and_are_paid_from_savings():
+    worker = make_worker("cheap", watch=1.0)
+    worker.start()
+    policy = worker.ledger.state.policy
+    cost = 0.0
+    for start in range(0, 160, 8):
+        for found in responses(worker, [QueuedRequest(samples(8, start), budget=policy.costs[0])]):
+            cost += sum(each.cost for each in found.predictions)
+    wait_until(lambda: worker.watch.samples > 0)
+    worker.close()
+    pace = worker.ledger.state.pace
+    assert pace.spent == pytest.approx(cost + worker.watch.samples * policy.costs[-1])
+    assert pace.spent <= pace.admitted * policy.budget
+    assert 0 < worker.watch.disagreements < worker.watch.samples

@@ -5,7 +5,7 @@ whose mean cost rises with the tilt. One bisection serves them all, and ends on 
 """
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from fractions import Fraction
 from typing import Literal
 
@@ -17,10 +17,9 @@ from alight.errors import BadInput, BudgetTooSmall
 Floats = npt.NDArray[np.float64]
 Integers = npt.NDArray[np.int64]
 Prior = Literal["inverse_cost", "uniform"] | npt.ArrayLike
-Move = tuple[float, int, int]  # of one sample in a batch: by how much its cost changes, and its exit before and after
 
 HALVINGS = 80  # of an interval of logarithms at most 1 wide: past double precision
-LEFT = 0.005  # of what a batch is planned to cost: where whole moves leave more, exchanges are tried
+ROUNDING = 1e-9  # samples of a batch by which a whole number may be missed
 
 
 def inverse_cost_prior(costs: Floats) -> Floats:
@@ -217,11 +216,13 @@ def _boundary(beyond: Callable[[float], bool], sign: float) -> float:
 
 
 def quota_counts(exit_rates: Floats, costs: Floats, budget: float, total: int) -> Integers:
-    """Return how many of `total` samples leave at each exit: nearest to the rates, at most `total * budget`.
+    """Return how many of `total` samples leave at each exit: planned counts rounded, at most `total * budget`.
 
-    Largest remainder first; then samples move to cheaper exits while the batch costs too much, and to more
-    expensive ones while it costs less than planned; where that leaves much, two samples move at a time. Exits of rate 0
-    get no sample, but for the first when nothing else is affordable.
+    The number of samples that pass an exit is the planned one, rounded down, so the batch costs at most what is
+    planned; then it is rounded up at the exits whose next stages cost most, as far as the plan's cost allows. So at
+    every exit the number of samples that have left is less than 1 from the plan, and what stays unspent is less than
+    the stages from one exit to a next one cost. Exits of rate 0 get no sample, but for the first when nothing else is
+    affordable. A plan that costs more than the budget is tilted to it before.
 
     >>> quota_counts(np.array([0.5, 0.3, 0.2]), np.array([1.0, 2.0, 4.0]), 1.9, 7)
     array([3, 3, 1])
@@ -229,22 +230,24 @@ def quota_counts(exit_rates: Floats, costs: Floats, budget: float, total: int) -
     if budget < costs[0]:
         raise BudgetTooSmall(budget, float(costs[0]))
     exit_rates = _affordable(exit_rates / exit_rates.sum(), costs, budget)
-    planned_exits = np.flatnonzero(exit_rates > 0).tolist()
-    counts = np.floor(total * exit_rates + 1e-9).astype(np.int64)
-    remainders = np.where(exit_rates > 0, total * exit_rates - counts, -1.0)
-    counts[np.argsort(-remainders, kind="stable")[: total - counts.sum()]] += 1
-    while not _within(counts, costs, total, budget) and (counts[1:] > 0).any():
-        excess = math.fsum(counts * costs) - total * budget
-        moves = _moves(counts, costs, {0, *planned_exits}, cheaper=True)
-        counts = _moved(counts, min((move for move in moves if move[0] >= excess), default=max(moves)))
-    planned = total * min(budget, float(exit_rates @ costs)) * (1 - 1e-12)  # filling up leaves room for rounding
-    left = planned - math.fsum(counts * costs)
-    while upward := [move for move in _moves(counts, costs, planned_exits) if move[0] <= left]:
-        counts = _moved(counts, max(upward))
-        left = planned - math.fsum(counts * costs)
-    while left > LEFT * planned and (exchange := _finest_exchange(counts, costs, planned_exits, left)):
-        counts = _moved(counts, *exchange)
-        left = planned - math.fsum(counts * costs)
+    planned_exits = np.flatnonzero(exit_rates > 0)
+    steps = np.diff(costs[planned_exits])
+    planned = total * (1 - np.cumsum(exit_rates[planned_exits])[:-1])  # samples that pass each but the last
+    passing = np.maximum(np.floor(planned + ROUNDING), 0.0).astype(np.int64)
+    left = total * (min(budget, float(exit_rates @ costs)) * (1 - 1e-12) - costs[planned_exits[0]]) - passing @ steps
+    while True:
+        before = np.concatenate([[total], passing])[:-1]
+        fitting = (passing < planned - ROUNDING) & (passing < before) & (steps <= left)
+        if not fitting.any():
+            break
+        up = int(np.argmax(np.where(fitting, steps, -1.0)))
+        passing[up] += 1
+        left -= steps[up]
+    counts = np.zeros(len(costs), dtype=np.int64)
+    counts[planned_exits] = -np.diff([total, *passing, 0])
+    while not _within(counts, costs, total, budget):  # by a rounding error
+        last = planned_exits[counts[planned_exits] > 0][-1]
+        counts[[last, planned_exits[0]]] += -1, 1
     return counts
 
 
@@ -264,31 +267,3 @@ def _within(counts: Integers, costs: Floats, total: int, budget: float) -> bool:
     """Return whether a batch keeps its budget, in exact arithmetic."""
     spent = sum(count * Fraction(cost) for count, cost in zip(counts.tolist(), costs.tolist(), strict=True))
     return spent <= total * Fraction(budget)
-
-
-def _moves(counts: Integers, costs: Floats, targets: Iterable[int], *, cheaper: bool = False) -> list[Move]:
-    """Return the moves of one sample to a more expensive exit among the targets, or to a cheaper one."""
-    return [
-        (abs(float(costs[target] - costs[source])), source, target)
-        for source in np.flatnonzero(counts).tolist()
-        for target in targets
-        if (target < source if cheaper else target > source)
-    ]
-
-
-def _moved(counts: Integers, *moves: Move) -> Integers:
-    counts = counts.copy()
-    for _, source, target in moves:
-        counts[[source, target]] += -1, 1
-    return counts
-
-
-def _finest_exchange(counts: Integers, costs: Floats, targets: Sequence[int], left: float) -> tuple[Move, ...]:
-    """Return a move up and one down that together use most of what is left, or none."""
-    best: tuple[Move, ...] = ()
-    used = left / 1000  # less is not worth an exchange
-    for up in _moves(counts, costs, targets):
-        for down in _moves(_moved(counts, up), costs, targets, cheaper=True):
-            if used < up[0] - down[0] <= left:
-                best, used = (up, down), up[0] - down[0]
-    return best

@@ -8,20 +8,13 @@ import numpy as np
 
 from alight.budgeting.rates import Floats
 from alight.calibrate import published
-from alight.calibrate.combinations import (
-    LEAST_SAMPLES,
-    combined,
-    fit_geometric_mean,
-    fit_vote,
-    fitted_once,
-    has_several_truths,
-)
+from alight.calibrate.combinations import LEAST_SAMPLES, combined, has_several_truths
 from alight.calibrate.crossval import folds as folds_of
-from alight.calibrate.crossval import held_out_parts
-from alight.calibrate.learned import jei_dnn, learned_stopping, learning_to_exit
+from alight.calibrate.crossval import held_out_tables
+from alight.calibrate.learned import learned_stopping
 from alight.calibrate.problem import AnyCosts, Budget, Problem, Settings
 from alight.calibrate.search import eero_conditional, search
-from alight.calibrate.stopping import optimal_stopping
+from alight.costs import as_costs
 from alight.errors import BadInput, BudgetTooSmall
 from alight.outputs import HeadOutputs
 from alight.policies.policy import Policy
@@ -32,46 +25,43 @@ Candidates = Mapping[str, Callable[..., Policy]]
 FOLDS = 3  # of the labelled data, each held out once
 MOST_TRIED = 10_000  # labelled samples on which candidates are compared: a standard error below 0.5 points
 BEHIND = 1.5  # standard errors behind the best of the first fold, beyond which a candidate is tried no more
-EXPECTED_GAIN, GAIN_DEVIATION = -0.002, 0.005  # of a candidate over the first, before any label is looked at
-LEAST_TO_COMBINE = 8 * LEAST_SAMPLES  # labelled samples from which on folds are large enough to fit a combination
+EXPECTED_GAIN, GAIN_DEVIATION = -0.002, 0.01  # of a candidate over the first, before any label is looked at
+MUCH = 0.1  # of the full network's cost, that all other heads take together
+LEAST_TO_COMBINE = 4 * LEAST_SAMPLES  # labelled samples from which on folds are large enough to fit a combination
 
 CANDIDATES: Candidates = {  # gains are measured against the first; add others here
-    "learned_stopping": learned_stopping,
-    "optimal_stopping": partial(optimal_stopping, rounds=2, prices=16),
-    "search": partial(search, rounds=1),
-    "eero_conditional": eero_conditional,
     "eero": published.eero,
-    "eero at temperature 0.3": partial(published.eero, temperature=0.3, spend_all=True),
-    "geometric": published.geometric,
+    "learned_stopping": learned_stopping,
     "global_threshold": published.global_threshold,
-    "performance_control": published.performance_control,
-    "learning_to_exit": learning_to_exit,
-    "jei_dnn": jei_dnn,
-    "patience": published.patience,
-    "two_exits": published.two_exits,
     "best_single_exit": published.best_single_exit,
 }
-COMBINED: Candidates = {  # tried on combined answers, too
-    "eero": published.eero,
+CLOSING: Candidates = {"search": partial(search, rounds=1)}  # tried where closed heads save much
+COMBINED: Candidates = {  # tried on combined answers, too, and first
+    "eero_conditional": eero_conditional,
     "global_threshold": published.global_threshold,
 }
 
 
-def candidates_for(labelled: HeadOutputs) -> Candidates:
+def candidates_for(labelled: HeadOutputs, costs: AnyCosts) -> Candidates:
     """Return the candidates that `auto` tries on this table.
 
-    Beside `CANDIDATES` these are the methods of `COMBINED` with exits that answer together: by the mean of their
-    log-probabilities where recorded, else by a vote, unless labels are too few to fit that. The methods share each fit.
+    Before `CANDIDATES` these are the methods of `COMBINED` with exits that answer together: by the mean of their
+    log-probabilities where recorded, else by a vote, unless labels are too few to fit that. Where heads take a tenth of
+    the cost or more, as in a cascade, a method that closes exits is tried, too.
 
     >>> from alight import recordings
-    >>> [*candidates_for(recordings.load().labelled)][-2:]
-    ['eero, vote', 'global_threshold, vote']
+    >>> labelled, test, costs = recordings.load()
+    >>> [*candidates_for(labelled, costs)][:2]
+    ['eero_conditional, vote', 'global_threshold, vote']
     """
+    network = as_costs(costs)
+    closing = CLOSING if network.cumulative()[-1] >= (1 + MUCH) * network.full else {}
     if len(labelled) < LEAST_TO_COMBINE or has_several_truths(labelled):
-        return CANDIDATES
-    combine, fit = ("vote", fit_vote) if labelled.top_classes is None else ("geometric_mean", fit_geometric_mean)
-    shared = fitted_once(fit)
-    return {**CANDIDATES, **{f"{name}, {combine}": combined(method, shared) for name, method in COMBINED.items()}}
+        return {**CANDIDATES, **closing}
+    votes = labelled.top_classes is None or labelled.quality is not None  # a mean may answer what nothing grades
+    combine = "vote" if votes else "geometric_mean"
+    together = {f"{name}, {combine}": combined(method, combine) for name, method in COMBINED.items()}
+    return {**together, **CANDIDATES, **closing}
 
 
 def auto(
@@ -86,10 +76,10 @@ def auto(
     """Choose the candidate that is expected to be most accurate on new samples, and fit it again on all data.
 
     On each fold every candidate keeps the budget, by thresholds from the fold's own scores, so accuracies compare
-    at equal allowance. All are tried on the first fold; on the others only the first candidate and those at most
-    1.5 standard errors behind the best, if there are any. The best of many is often only lucky, so what counts is the
-    gain over the first candidate that is to be expected: the mean of the paired differences on all folds, shrunk
-    towards -0.2 points by its standard error against a prior deviation of 0.5 points. With few labels the first
+    at equal allowance. All candidates are tried on the first fold; on the others only the first candidate and those at
+    most 1.5 standard errors behind the best, if there are any. The best of many is often only lucky, so what counts is
+    the gain over the first candidate that is to be expected: the mean of the paired differences on all folds, shrunk
+    towards -0.2 points by its standard error against a prior deviation of one point. With few labels the first
     candidate is seldom left, with many the best one wins; of equals the cheaper. The setting `choice` says in one line
     what won, and by how much over the next; both figures are of the samples that chose it, so a little optimistic.
 
@@ -102,7 +92,7 @@ def auto(
     """
     problem = Problem.of("auto", costs, budget, labelled, unlabelled, closes_exits=True)
     if candidates is None:
-        candidates = candidates_for(labelled)
+        candidates = candidates_for(labelled, problem.network)
     if not candidates:
         raise BadInput("auto has 0 candidates: give at least one method by name")
     compared = labelled.take(folds_of(len(labelled), -(-len(labelled) // MOST_TRIED))[0])
@@ -145,11 +135,11 @@ def _tried(
     """
     right: dict[str, list[Floats]] = {name: [] for name in candidates}
     spent: dict[str, list[Floats]] = {name: [] for name in candidates}
-    for number, (rest, part) in enumerate(held_out_parts(len(labelled), count)):
-        fitting, fold, truth = labelled.take(rest), labelled.take(part), labelled.truth()[part]
+    for number, (fitting, fold) in enumerate(held_out_tables(labelled, count)):
+        truth, hidden = fold.truth(), fold.unlabelled()
         for name in list(right):
             try:
-                policy = candidates[name](problem.network, problem.budget, fitting, fold.unlabelled())
+                policy = candidates[name](problem.network, problem.budget, fitting, hidden)
             except BudgetTooSmall:  # for a method that opens every exit
                 del right[name]
                 continue

@@ -1,12 +1,14 @@
-"""A labelled table sorted once, so that plans of exit rates are tried out fast."""
+"""Labelled tables in parts, each held out once, and sorted once, so that plans of exit rates are tried out fast."""
 
+import hashlib
 import math
-from collections.abc import Sequence
-from dataclasses import replace
-from functools import partial
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import lru_cache, partial, wraps
+from typing import Any, NamedTuple, TypeVar, cast
 
 import numpy as np
+import numpy.typing as npt
 
 from alight.budgeting.rates import Floats, Integers
 from alight.budgeting.thresholds import hash01, passing_counts
@@ -18,7 +20,44 @@ from alight.policies.metered import Metered
 from alight.policies.policy import Mixture, Policy
 from alight.policies.route import replay
 
+Function = TypeVar("Function", bound=Callable[..., Any])  # of a table and more that can be hashed
+
 FOLDS = 5  # of the labelled data, each held out once
+MOST_KEPT = 50_000  # samples of a table whose results are remembered
+
+
+@dataclass(frozen=True)
+class _ByContent:
+    """A table that equals others of the same content."""
+
+    digest: bytes
+    table: HeadOutputs = field(compare=False)
+
+
+def shared_by_budgets(function: Function) -> Function:
+    """Return the function of a table, which remembers its last results: what does not depend on a budget is done once.
+
+    >>> from alight import recordings
+    >>> ranked = shared_by_budgets(Ranked)
+    >>> ranked(recordings.load().labelled) is ranked(recordings.load().labelled)
+    True
+    """
+
+    @lru_cache(maxsize=16)
+    def kept(of: _ByContent, *further: Any) -> Any:
+        return function(of.table, *further)
+
+    @wraps(function)
+    def remembered(table: HeadOutputs, *further: Any) -> Any:
+        if len(table) > MOST_KEPT:
+            return function(table, *further)
+        digest = hashlib.blake2b(repr((table.score, *table.features)).encode())
+        for name, array in table.rows().items():
+            digest.update(f"{name} {array.dtype} {array.shape}".encode())
+            digest.update(np.ascontiguousarray(array).data)
+        return kept(_ByContent(digest.digest(), table), *further)
+
+    return cast(Function, remembered)
 
 
 class Ranked:
@@ -28,6 +67,7 @@ class Ranked:
         hashes = hash01(np.arange(len(outputs)))
         self.order = [np.lexsort((-hashes, column)) for column in outputs.scores.T]  # per exit, (samples,)
         self.correct = np.ascontiguousarray(outputs.correct().T)  # (exits, samples)
+        self.risks = outputs.risks()  # (exits,)
         self._total: Any = (
             np.count_nonzero if self.correct.dtype == bool else np.sum
         )  # the first is several times faster
@@ -49,6 +89,18 @@ class Ranked:
                 return right / len(self)
         return (right + float(self._total(self.correct[-1] * waiting))) / len(self)
 
+    def reached(self, exit_rates: Floats) -> npt.NDArray[np.bool_]:
+        """Return which samples, had they not left before, leave at each exit but the last, (exits - 1, samples)."""
+        last = len(self.order) - 1
+        waiting, reached = np.ones(len(self), dtype=bool), np.zeros((last, len(self)), dtype=bool)
+        for exit_index, count in enumerate(passing_counts(exit_rates, len(self)).tolist()[:last]):
+            order = self.order[exit_index]
+            places = np.flatnonzero(waiting.take(order))[max(count - 1, 0) :]
+            if len(places) and not (exit_rates[exit_index] <= 0 and count):
+                reached[exit_index, order[places[0] :]] = True
+                waiting &= ~reached[exit_index]
+        return reached
+
 
 def folds(num_samples: int, count: int, purpose: int = 0) -> list[Integers]:
     """Deal samples into folds of nearly equal size by the hash of their index: nothing random, no order.
@@ -66,6 +118,21 @@ def halves(num_samples: int, rounds: int) -> list[tuple[Integers, Integers]]:
         return [(np.arange(num_samples), np.arange(num_samples))]
     pairs = [folds(num_samples, 2, purpose) for purpose in range(rounds)]
     return [pair for one, other in pairs for pair in ((one, other), (other, one))]
+
+
+class Halves(NamedTuple):
+    """One half of a table, and both halves ranked."""
+
+    table: HeadOutputs
+    ranked: Ranked
+    other: Ranked
+
+
+@shared_by_budgets
+def ranked_halves(table: HeadOutputs, rounds: int) -> list[Halves]:
+    """Return the pairs of halves of `halves`."""
+    pairs = [(table.take(half), table.take(other)) for half, other in halves(len(table), rounds)]
+    return [Halves(half, Ranked(half), Ranked(other)) for half, other in pairs]
 
 
 def on_exits(method: Method, open_exits: Sequence[int]) -> Method:
@@ -163,6 +230,12 @@ def held_out(
         decisions = replay(method(costs, budget, labelled.take(rest), fold.unlabelled()), fold)
         right[part], spent[part] = decisions.correct(truth[part]), decisions.spent
     return right, spent
+
+
+@shared_by_budgets
+def held_out_tables(labelled: HeadOutputs, count: int) -> list[tuple[HeadOutputs, HeadOutputs]]:
+    """Return, for each fold, the table of the other samples and of those held out."""
+    return [(labelled.take(rest), labelled.take(part)) for rest, part in held_out_parts(len(labelled), count)]
 
 
 def held_out_parts(num_samples: int, count: int) -> list[tuple[Integers, Integers]]:

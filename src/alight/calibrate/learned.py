@@ -15,7 +15,7 @@ import numpy as np
 
 from alight.budgeting.bounds import largest
 from alight.budgeting.rates import Floats, Integers
-from alight.calibrate.crossval import Ranked, folds, halves
+from alight.calibrate.crossval import Ranked, folds, halves, shared_by_budgets
 from alight.calibrate.problem import AnyCosts, Budget, Problem
 from alight.calibrate.published import global_threshold
 from alight.calibrate.stopping import LOWEST_PRICE, cut_to, highest_price, rates_at_price
@@ -27,7 +27,7 @@ from alight.policies.policy import Memory, Policy, Threshold
 BENDS = (0.1, 0.3, 0.5, 0.7, 0.9)  # quantiles of a score where the expectation may bend
 FOLDS = 5  # of the labelled data: each is judged by regressions on the others
 MOST = 20_000  # labelled samples that are fitted: more change nothing but the time
-PENALTY = 100.0  # of ridge regression, on clues of variance 1
+PENALTY = 300.0  # of ridge regression, on clues of variance 1
 PRICES = 65  # from the highest to the lowest, evenly in their logarithm
 ROUNDS, HALVINGS = 2, 10  # pairs of halves that cut the learned scores, and bisections of the price
 BASELINE_PENALTY = 10.0  # of the published methods
@@ -88,12 +88,8 @@ def learned_stopping(
         raise BadInput(f"penalty {penalty!r} of the ridge regressions must be a positive number")
     if len(problem.costs) == 1:  # the full network
         return problem.survivor_policy(lambda _: np.ones(1))
-    fitted = labelled.take(folds(len(labelled), -(-len(labelled) // MOST))[0])
-    parts = folds(len(fitted), min(FOLDS, len(fitted) // 2)) if len(fitted) > 3 else []
-    right, designs = fitted.correct().astype(np.float64), designs_of(fitted, parts)
     relative, allowed = problem.costs / problem.costs[-1], problem.budget / problem.costs[-1]
-    prices = np.geomspace(highest_price(relative), LOWEST_PRICE, PRICES)
-    rates = _induction(designs, right, relative, prices, parts, penalty).rates
+    fitted, parts, right, designs, prices, rates = _at_all_prices(labelled, tuple(relative.tolist()), penalty)
     binding, place = _place(rates @ relative, allowed)
     price = np.exp(np.interp(place, np.arange(PRICES), np.log(prices)))
     plan = np.array([np.interp(place, np.arange(PRICES), column) for column in rates.T])
@@ -106,6 +102,18 @@ def learned_stopping(
     return replace(
         seen.survivor_policy(lambda _: plan, settings={"price": float(price), "penalty": penalty}), combination=learned
     )
+
+
+@shared_by_budgets
+def _at_all_prices(
+    labelled: HeadOutputs, costs: tuple[float, ...], penalty: float
+) -> tuple[HeadOutputs, Parts, Floats, list[Design], Floats, Floats]:
+    """Return the samples to learn from, their folds, where exits are right, what is known, prices and their rates."""
+    fitted = labelled.take(folds(len(labelled), -(-len(labelled) // MOST))[0])
+    parts = folds(len(fitted), min(FOLDS, len(fitted) // 2)) if len(fitted) > 3 else []
+    right, designs, relative = fitted.correct().astype(np.float64), designs_of(fitted, parts), np.array(costs)
+    prices = np.geomspace(highest_price(relative), LOWEST_PRICE, PRICES)
+    return fitted, parts, right, designs, prices, _induction(designs, right, relative, prices, parts, penalty).rates
 
 
 def designs_of(labelled: HeadOutputs, parts: Parts) -> list[Design]:
@@ -273,7 +281,7 @@ def eenet(costs: AnyCosts, budget: Budget, labelled: HeadOutputs, unlabelled: He
     """
     problem = Problem.of("eenet", costs, budget, labelled, unlabelled)
     right = labelled.correct().astype(np.float64)
-    return _one_level(problem, lambda: _fitted(labelled, designs_of(labelled, []), right))
+    return _one_level(problem, lambda: _fitted(labelled, _all_designs(labelled), right))
 
 
 def jei_dnn(costs: AnyCosts, budget: Budget, labelled: HeadOutputs, unlabelled: HeadOutputs | None = None) -> Policy:
@@ -289,7 +297,7 @@ def jei_dnn(costs: AnyCosts, budget: Budget, labelled: HeadOutputs, unlabelled: 
     0.4047
     """
     problem = Problem.of("jei_dnn", costs, budget, labelled, unlabelled)
-    wrong, relative, designs = 1.0 - labelled.correct(), problem.costs / problem.costs[-1], designs_of(labelled, [])
+    wrong, relative, designs = 1.0 - labelled.correct(), problem.costs / problem.costs[-1], _all_designs(labelled)
 
     def gain_at(index: int) -> Gain:
         losses = wrong + BASELINE_PRICES[index] * relative
@@ -301,6 +309,11 @@ def jei_dnn(costs: AnyCosts, budget: Budget, labelled: HeadOutputs, unlabelled: 
         return problem.spends(replace(opens, combination=gain_at(index))) <= problem.budget
 
     return _one_level(problem, lambda: gain_at(largest(0, len(BASELINE_PRICES) - 1, affordable)))
+
+
+@shared_by_budgets
+def _all_designs(labelled: HeadOutputs) -> list[Design]:
+    return designs_of(labelled, [])
 
 
 def _fitted(labelled: HeadOutputs, designs: list[Design], targets: Floats) -> Gain:

@@ -17,14 +17,13 @@ from alight.budgeting.rates import (
     geometric_rates,
     tilted_rates,
 )
-from alight.budgeting.thresholds import survivor_thresholds
-from alight.calibrate.crossval import Ranked, affordable_exits, halves
+from alight.calibrate.crossval import Ranked, affordable_exits, ranked_halves
 from alight.calibrate.problem import AnyCosts, Budget, Problem, Settings
 from alight.calibrate.published import eero, geometric, global_threshold
 from alight.calibrate.stopping import cut_to
 from alight.errors import BadInput
 from alight.outputs import HeadOutputs
-from alight.policies.policy import Threshold, reaches
+from alight.policies.policy import Threshold
 from alight.policies.route import replay
 
 CONDITIONAL_ROUNDS, DAMPING = 10, 0.5  # of the fixed point, and how much of the new risks each takes
@@ -88,11 +87,10 @@ def eero_conditional(
 
     risks, plans = labelled.risks(), []
     start = weights(risks)
-    for half, other in halves(len(labelled), ROUNDS):
-        fitted, kept = labelled.take(half), Ranked(labelled.take(other))
+    for _, fitted, kept in ranked_halves(labelled, ROUNDS):
         shift, tried = np.zeros(len(risks)), [start]
         for _ in range(CONDITIONAL_ROUNDS):
-            shift += DAMPING * (conditional_risks(fitted, tried[-1]) - fitted.risks() - shift)
+            shift += DAMPING * (conditional_risks(fitted, tried[-1]) - fitted.risks - shift)
             tried.append(weights(risks + shift))
             if np.abs(tried[-1] - tried[-2]).max() < 1 / len(fitted):
                 break
@@ -103,14 +101,14 @@ def eero_conditional(
     return problem.survivor_policy(lambda _: plan, settings=settings)
 
 
-def conditional_risks(table: HeadOutputs, exit_rates: Floats) -> Floats:
+def conditional_risks(table: Ranked, exit_rates: Floats) -> Floats:
     """Return the risks whose differences are those of the samples that leave at each exit when rates are met.
 
     All risks of the table where the samples that leave differ from all samples within sampling error.
     """
     from scipy.special import chdtri  # slow to import
 
-    risks, last, wrong = table.risks(), table.num_exits - 1, 1.0 - table.correct().T
+    risks, last, wrong = table.risks.copy(), len(exit_rates) - 1, 1.0 - table.correct
     exits, going_on = _where_they_leave(table, exit_rates)
     shares = np.zeros((last, last + 1))  # of the later exits
     random, found, squares, freedom = np.zeros(last), np.zeros(last), 0.0, 0
@@ -132,12 +130,10 @@ def conditional_risks(table: HeadOutputs, exit_rates: Floats) -> Floats:
     return risks
 
 
-def _where_they_leave(table: HeadOutputs, exit_rates: Floats) -> tuple[Integers, Integers]:
+def _where_they_leave(table: Ranked, exit_rates: Floats) -> tuple[Integers, Integers]:
     """Return each sample's exit when rates are met, and where it would leave if it went on, (exits - 1, samples)."""
-    thresholds, last = survivor_thresholds(table.scores, exit_rates), table.num_exits - 1
-    levels = zip(table.scores.T, thresholds.values, thresholds.tie_shares, strict=False)
-    leaving = [reaches(scores, np.arange(len(table)), cut, share, 0) for scores, cut, share in levels]
-    exits = np.where(np.reshape(leaving, (last, len(table))), np.arange(last)[:, None], last)
+    last = len(exit_rates) - 1
+    exits = np.where(table.reached(exit_rates), np.arange(last)[:, None], last)
     soonest = np.minimum.accumulate(np.concatenate([exits, np.full((1, len(table)), last)])[::-1], axis=0)[::-1]
     return soonest[0], soonest[1:]
 
@@ -168,8 +164,7 @@ def search(
     opened = affordable_exits(problem.network, problem.budget)
     rng = np.random.default_rng(seed)
     starts, plans = _starts(problem, opened), []
-    for half, other in halves(len(labelled), rounds):
-        tried, kept = Ranked(labelled.take(half)), Ranked(labelled.take(other))
+    for _, tried, kept in ranked_halves(labelled, rounds):
         start = max(starts, key=lambda plan: tried.accuracy(plan.rates))
         plans.append(_climb(problem, start, tried, kept, steps, rng))
     plan = _average(problem, plans)

@@ -7,7 +7,7 @@ import numpy as np
 import numpy.typing as npt
 
 from alight.budgeting.rates import Floats, Integers
-from alight.calibrate.crossval import Ranked, halves
+from alight.calibrate.crossval import Ranked, ranked_halves, shared_by_budgets
 from alight.calibrate.problem import AnyCosts, Budget, Problem
 from alight.outputs import HeadOutputs
 from alight.policies.policy import Policy, Threshold
@@ -56,7 +56,7 @@ def optimal_stopping(
     def at(plan: _PricedPlan) -> Threshold:
         return problem.survivor_policy(lambda _: plan.rates, settings={"price": plan.price})
 
-    plans = _plans(problem, [Ranked(labelled.take(half)) for half, _ in halves(len(labelled), rounds)], prices)
+    plans = _plans(labelled, tuple(problem.costs.tolist()), rounds, prices)
     exact, hull = _spending(problem, plans), _concave(plans)
     below = [plan for plan in hull if plan.cost <= problem.budget]
     if len(below) == len(hull):  # no more budget is of use
@@ -97,19 +97,22 @@ def _upper(advantage: Floats, order: Integers) -> npt.NDArray[np.bool_]:
     return leaving
 
 
-def _plans(problem: Problem, parts: list[Ranked], prices: int) -> list[_PricedPlan]:
+@shared_by_budgets
+def _plans(labelled: HeadOutputs, costs: tuple[float, ...], rounds: int, prices: int) -> list[_PricedPlan]:
     """Return plans from the highest price, at which all samples leave at once, to the lowest, cheapest plan first."""
-    everyone, costs = Ranked(problem.labelled), problem.costs / problem.costs[-1]
+    absolute = np.array(costs)
+    everyone, relative = Ranked(labelled), absolute / absolute[-1]
+    parts = [half.ranked for half in ranked_halves(labelled, rounds)]
 
     def of(price: float, rates: Floats) -> _PricedPlan:
-        return _PricedPlan(price, rates, float(rates @ problem.costs), everyone.accuracy(rates))
+        return _PricedPlan(price, rates, float(rates @ absolute), everyone.accuracy(rates))
 
     def at(price: float) -> _PricedPlan:
-        return of(price, np.mean([rates_at_price(part, costs, price) for part in parts], axis=0))
+        return of(price, np.mean([rates_at_price(part, relative, price) for part in parts], axis=0))
 
     if len(costs) == 1:
         return [of(LOWEST_PRICE, np.ones(1))]
-    plans = [of(highest_price(costs), np.eye(len(costs))[0]), at(LOWEST_PRICE)]
+    plans = [of(highest_price(relative), np.eye(len(costs))[0]), at(LOWEST_PRICE)]
     while len(plans) < prices:
         widest = int(np.argmax([after.cost - before.cost for before, after in pairwise(plans)]))
         plans.insert(widest + 1, at(float(np.sqrt(plans[widest].price) * np.sqrt(plans[widest + 1].price))))

@@ -167,9 +167,9 @@ def output_option(default: str | None, what: str = "", kind: Callable[[str], str
     return argument("-o", "--output", metavar="FILE", type=kind, default=default, help=text)
 
 
-def folder_option(default: str | None, what: str) -> Argument:
+def folder_option(default: str, what: str) -> Argument:
     """Return -o, --output FOLDER."""
-    text = f"{what} (default: {default})" if default else what
+    text = f"{what} (default: {default})"
     return argument("-o", "--output", metavar="FOLDER", type=output_folder, default=default, help=text)
 
 
@@ -197,6 +197,8 @@ def torch_device(options: argparse.Namespace) -> str:
     """Return where PyTorch runs the network."""
     import torch
 
+    if str(options.device).startswith("cuda") and not torch.cuda.is_available():
+        raise BadInput("--device cuda: torch finds no GPU here; leave it out to run on the CPU, or see `alight doctor`")
     return str(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
 
 

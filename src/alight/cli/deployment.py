@@ -4,6 +4,7 @@ import argparse
 import os
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from alight.cli.arguments import (
     ALLOW_MISMATCH,
@@ -26,6 +27,7 @@ from alight.cli.arguments import (
     run_settings,
     salted_by,
     torch_device,
+    words,
 )
 from alight.cli.command import Command, CommandResult, argument
 from alight.cli.kinds import check_order
@@ -35,6 +37,11 @@ from alight.engine.settings import RunSettings
 from alight.errors import BadInput
 from alight.files import MANIFEST, check_network_folder
 from alight.policies import load_policy
+
+if TYPE_CHECKING:
+    from alight.serve.access import Tokens
+    from alight.serve.hosting import ModelSource, OpenLedger
+    from alight.serve.model import ServedModel
 
 TOKEN = "ALIGHT_TOKEN"  # variable of the environment
 
@@ -100,57 +107,126 @@ def run_run(options: argparse.Namespace) -> CommandResult:
 
 def run_serve(options: argparse.Namespace) -> None:
     """Serve predictions over HTTP under a policy, in small batches."""
-    folder = Path(options.model)
-    exported = (folder / MANIFEST).is_file()
-    if not exported:
+    if (options.model is None) == (options.models is None):
+        raise BadInput("give the folder of a network, or --models FILE")
+    if options.model is not None and not (Path(options.model) / MANIFEST).is_file():
         check_network_folder(options.model)
-    from alight.serve.model import load_policies, load_served_model
+    from alight.serve.access import Access, allowed_hosts
+    from alight.serve.hosting import ModelHost
     from alight.serve.requests import Limits
-    from alight.serve.run import serve
+    from alight.serve.run import Listening, serve
+    from alight.serve.tenants import EVERYBODY
 
     limits = Limits(
         batch=options.batch_size,
         wait=options.max_wait / 1000,
         queue=options.queue,
-        body=int(options.max_body * 2**20),
+        body=None if options.max_body is None else int(options.max_body * 2**20),
         pixels=int(options.max_pixels * 1e6),
         tokens=options.max_tokens,
         timeout=options.timeout,
+        connections=options.connections,
+        readers=options.readers,
+        watch=options.watch,
     )
+    tokens = _tokens(options.token_file)
+    access = Access(
+        tokens,
+        allowed_hosts(options.host, options.allowed_hosts or [], tokens is not None),
+        tuple(origin.lower() for origin in options.allowed_origins or []),
+    )
+    everybody = {} if options.per_hour is None else {EVERYBODY: options.per_hour}
     load = partial(
-        load_served_model,
-        folder,
-        load_policies([*map(Path, options.policies)] or [policy_of(options.model, None)]),
-        tokenizer=Path(options.tokenizer) if options.tokenizer else None,
-        max_tokens=options.max_tokens,
-        settings=run_settings(options, None if exported else torch_device(options)),
-        allow_mismatch=options.allow_mismatch,
+        ModelHost,
+        partial(_sources, options),
+        limits,
+        open_ledger=_open_ledger(options.ledger),
+        caps=lambda: everybody | (dict(access.tokens.caps) if access.tokens else {}),
     )
     serve(
         load,
-        limits,
-        host=options.host,
-        port=options.port,
-        state=None if options.no_state else Path(options.state),
-        token=_token(options.token_file),
+        access,
+        Listening(options.host, options.port, *(map(_path, (options.tls_certificate, options.tls_key)))),
+        token_file=_path(options.token_file),
         log_level=options.log_level,
     )
 
 
-def _token(path: str | None) -> str | None:
-    """Return the token that requests must bring, from a file or the environment, which lists of processes hide."""
-    token = Path(path).read_text(encoding="utf-8").strip() if path else os.environ.get(TOKEN)
-    if token is None:
-        return None
-    if len(token) < 16 or not token.isascii() or any(character.isspace() for character in token):
-        raise BadInput(f"a token of {len(token)} characters: give 16 or more of ASCII, without spaces")
-    return token
+def _sources(options: argparse.Namespace) -> "list[ModelSource]":
+    """Return the models to serve: those of a file, or the one that the command names; read again on SIGHUP."""
+    from alight.serve.hosting import ModelSource, listed_models
+
+    if options.models:
+        models = listed_models(Path(options.models))
+    else:
+        policies = [*map(Path, options.policies)] or [policy_of(options.model, None)]
+        name = Path(options.model).resolve().name
+        models = [{"name": name, "version": "1", "folder": Path(options.model), "policies": policies}]
+        models[0]["state"] = Path(options.state)
+    keeps = not (options.no_state or options.ledger)
+    return [
+        ModelSource(
+            each["name"],
+            each["version"],
+            partial(_served_model, options, each["folder"], each["policies"]),
+            (each["folder"], *each["policies"]),
+            each["state"] if keeps else None,
+        )
+        for each in models
+    ]
+
+
+def _served_model(options: argparse.Namespace, folder: Path, policies: list[Path]) -> "ServedModel":
+    from alight.serve.model import load_policies, load_served_model
+
+    exported = (folder / MANIFEST).is_file()
+    return load_served_model(
+        folder,
+        load_policies(policies),
+        tokenizer=_path(options.tokenizer),
+        max_tokens=options.max_tokens,
+        settings=run_settings(options, None if exported else torch_device(options)),
+        allow_mismatch=options.allow_mismatch,
+    )
+
+
+def _open_ledger(url: str | None) -> "OpenLedger":
+    """Return what opens the ledger of a model: the one that replicas share, or a file."""
+    from alight.serve.hosting import open_in_file
+
+    if url is None:
+        return open_in_file
+    from alight.serve.fleet import FleetLedger, check_ledger
+
+    check_ledger(url)
+    return lambda source, policies, _: FleetLedger(url, f"{source.name}:{source.version}", policies)
+
+
+def _path(text: str | None) -> Path | None:
+    return Path(text) if text else None
+
+
+def _tokens(path: str | None) -> "Tokens | None":
+    """Return the tokens that requests must bring, from a file or the environment, which lists of processes hide."""
+    from alight.serve.access import Tokens
+
+    if path:
+        return Tokens.load(Path(path))
+    token = os.environ.get(TOKEN)
+    return None if token is None else Tokens.of(token)
 
 
 FORMATS = "onnx runs without PyTorch; aoti is compiled for this kind of machine, with it (default: onnx)"
 WAIT = "milliseconds for which the first of a batch waits for others (default: 2)"
 STATE = "file that keeps the spent budget over restarts (default: spending.json)"
-TOKEN_FILE = f"file with the bearer token that requests must bring (default: that of {TOKEN}, if it is set)"
+TOKEN_FILE = f"file with the bearer tokens that requests must bring (default: the one of {TOKEN}, if it is set)"
+LEDGER = "redis://HOST:PORT/0: one budget for all replicas that name it, instead of --state"
+MODELS = "JSON that lists several models and versions, instead of model and policies"
+BODY = "of a request (default: as much as a full batch needs, 16 of images)"
+WATCH = "share of the samples that run to the last exit once more, to watch disagreement (default: 0)"
+HOSTS = "names that requests use for the service, as a.org,b.org; * for any (default: this machine's; any with tokens)"
+PER_HOUR = "what all requests together may cost in an hour, as '5 PFLOPs'"
+ORIGINS = "pages that may call the service, as https://a.org (default: its own page alone)"
 LEVELS = ["debug", "info", "warning", "error"]
 COMMANDS = (
     Command(
@@ -184,25 +260,35 @@ COMMANDS = (
     Command(
         run_serve,
         (
-            MODEL,
+            argument("model", nargs="?", help="folder of a network with exits, or exported"),
             argument(
                 "policies",
                 nargs="*",
                 metavar="policy",
                 help=f"{POLICIES}; the first is in force until a request chooses another",
             ),
+            argument("--models", metavar="FILE", help=MODELS),
             argument("--host", default="127.0.0.1", help="default: 127.0.0.1, this machine alone"),
             argument("--port", type=int, default=8000, help="default: 8000; 0 for any free one"),
             argument("--batch-size", type=count, default=32, help="samples that run together (default: 32)"),
             argument("--max-wait", metavar="MS", type=float, default=2.0, help=WAIT),
-            argument("--queue", type=count, default=512, help="samples that may wait (default: 512)"),
-            argument("--max-body", metavar="MIB", type=float, default=16.0, help="of a request (default: 16)"),
+            argument("--queue", type=count, default=512, help="samples admitted and not answered (default: 512)"),
+            argument("--connections", type=count, default=512, help="open at once (default: 512)"),
+            argument("--readers", type=count, default=2, help="threads that decode small requests (default: 2)"),
+            argument("--max-body", metavar="MIB", type=float, help=BODY),
             argument("--max-pixels", metavar="MILLIONS", type=float, default=16.0, help="of an image (default: 16)"),
             argument("--max-tokens", type=count, default=128, help="of a text, which is truncated (default: 128)"),
             argument("--timeout", metavar="SECONDS", type=float, default=30.0, help="of a request (default: 30)"),
             argument("--state", metavar="FILE", type=output, default="spending.json", help=STATE),
             argument("--no-state", action="store_true", help="forget the spent budget at the end"),
+            argument("--ledger", metavar="URL", help=LEDGER),
+            argument("--per-hour", metavar="COST", help=PER_HOUR),
             argument("--token-file", metavar="FILE", help=TOKEN_FILE),
+            argument("--allowed-hosts", metavar="NAMES", type=words, help=HOSTS),
+            argument("--allowed-origins", metavar="URLS", type=words, help=ORIGINS),
+            argument("--tls-certificate", metavar="FILE", help="PEM; the service speaks HTTPS then"),
+            argument("--tls-key", metavar="FILE", help="PEM of its private key (default: in the certificate's file)"),
+            argument("--watch", metavar="SHARE", type=float, default=0.0, help=WATCH),
             argument("--log-level", choices=LEVELS, default="info", help="default: info"),
             TOKENIZER_FOLDER,
             *RUN,
@@ -210,7 +296,7 @@ COMMANDS = (
         ),
         (
             "serve model policy.json --port 8000",
-            "serve model cheap.json accurate.json --host 0.0.0.0 --batch-size 16 --state spending.json",
+            "serve model cheap.json accurate.json --host 0.0.0.0 --token-file tokens.json --ledger redis://ledger:6379/0",
         ),
         results=False,
     ),

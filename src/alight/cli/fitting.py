@@ -1,6 +1,7 @@
 """The command that does it all: from a network to a folder that runs within a budget, and a report."""
 
 import argparse
+import shlex
 import sys
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,8 @@ from alight.cli.arguments import (
     training_settings,
 )
 from alight.cli.command import Command, CommandResult, argument
-from alight.cli.networks import check_name
+from alight.cli.kinds import check_kind, kind_of
+from alight.cli.networks import LIBRARIES, check_name
 from alight.costs import Costs
 from alight.engine.manifest import POLICY
 from alight.errors import BadInput
@@ -38,6 +40,7 @@ from alight.outputs import HeadOutputs
 def run_fit(options: argparse.Namespace) -> CommandResult:
     """Fit a network to a budget in one go: exits, training, a guaranteed policy, a folder, a report."""
     goal = Goal(options.budget, options.max_accuracy_loss, options.speedup)
+    _check_kinds(options)
     *training, validation = options.data
     if len(training) > 1:
         raise BadInput(f"{len(options.data)} data sets: give training and validation data, or validation data alone")
@@ -45,12 +48,12 @@ def run_fit(options: argparse.Namespace) -> CommandResult:
     check_distinct(*options.data, options.report)
     check_unused(options.output, options.force, WEIGHTS)
     check_unused(options.output, options.force, POLICY)
-    if options.network.endswith(".json"):
-        network, data = Costs.load(options.network), HeadOutputs.load(validation)
-        predictor = fit_to(goal, network, None, data, batch_size=options.batch_size, progress=not options.quiet)
-    else:
-        predictor = _fitted(goal, training[0] if training else None, validation, options)
-    with new_folder(Path(options.output)) as folder:
+    with new_folder(Path(options.output)) as folder:  # before the work, which would be lost where none can be made
+        if options.network.endswith(".json"):
+            network, data = Costs.load(options.network), HeadOutputs.load(validation)
+            predictor = fit_to(goal, network, None, data, batch_size=options.batch_size, progress=not options.quiet)
+        else:
+            predictor = _fitted(goal, training[0] if training else None, validation, options)
         predictor.save(folder)
     if options.report:
         predictor.report(options.report, title=f"{options.network}: fitted to a budget")
@@ -61,6 +64,19 @@ def run_fit(options: argparse.Namespace) -> CommandResult:
     return CommandResult(f"{predictor.summary}\n{places}", values)
 
 
+def _check_kinds(options: argparse.Namespace) -> None:
+    """Raise if the network is not the first argument, or data is not what a network or a file of costs needs."""
+    given = [options.network, *options.data]
+    networks = [each for each in given if each.partition(":")[0] in LIBRARIES or kind_of(each) == "network"]
+    networks += [each for each in given if ".py:" in each]
+    if networks and options.network not in networks:
+        words = shlex.join([networks[0], *(each for each in given if each != networks[0])])
+        raise BadInput(f"the arguments are in another order: write `alight fit {words} ...`")
+    if options.network.endswith(".json"):
+        check_kind(options.network, "costs")
+        check_kind(options.data[-1], "table")
+
+
 def _fitted(goal: Goal, train: str | None, validation: str, options: argparse.Namespace) -> FittedPredictor:
     """Return the predictor of a network that torch runs."""
     if not Path(options.network).is_dir():
@@ -69,7 +85,8 @@ def _fitted(goal: Goal, train: str | None, validation: str, options: argparse.Na
     network = NamedNetwork(options.network, num_classes=options.classes, device=torch_device(options), **own)
     settings = None if train is None else _settings(network, options)
     preprocess = normalisation(options) or options.tokenizer
-    return fit_to(goal, network, train, validation, preprocess, settings, options.batch_size, not options.quiet)
+    held_out = HeadOutputs.load(validation) if kind_of(validation) == "table" else validation
+    return fit_to(goal, network, train, held_out, preprocess, settings, options.batch_size, not options.quiet)
 
 
 def _settings(network: NamedNetwork, options: argparse.Namespace) -> Any:

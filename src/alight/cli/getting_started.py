@@ -39,7 +39,7 @@ class Extra(NamedTuple):
         return [RENAMED.get(module, module.replace("_", "-")) for module in self.modules]
 
 
-TITLE = "Early exit: digits on this machine, CIFAR-100 as recorded"
+TITLE = "Early exit on digits and CIFAR-100"
 BUDGETS = tuple(f"{percent}%" for percent in range(20, 101, 10))
 LONG = ("search", "optimal_stopping", "learned_stopping")  # methods that take a third of the time of all
 CORE = ("numpy", "scipy", "tqdm")

@@ -83,10 +83,14 @@ def check_order(options: argparse.Namespace, expected: Mapping[str, Kind]) -> No
             command = options.run.__name__.removeprefix("run_")
             words = _words(values, order)
             raise BadInput(f"the arguments are in another order: write `alight {command} {words} ...`")
-    name, kind = wrong[0], kinds[wrong[0]]
-    assert kind is not None
-    wanted, remedy = DESCRIBED[expected[name]], REMEDIES[expected[name]]
-    raise BadInput(f"{values[name]} is {DESCRIBED[kind]}, not {wanted}: {remedy}")
+    check_kind(values[wrong[0]], expected[wrong[0]])
+
+
+def check_kind(path: str, expected: Kind) -> None:
+    """Raise if something else lies there than expected; what does not exist is left to the function that reads it."""
+    if Path(path).exists() and (kind := kind_of(path)) != expected:
+        found = DESCRIBED[kind] if kind else "a file from elsewhere"
+        raise BadInput(f"{path} is {found}, not {DESCRIBED[expected]}: {REMEDIES[expected]}")
 
 
 def _words(values: Mapping[str, str], order: Sequence[str]) -> str:

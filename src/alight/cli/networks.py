@@ -47,6 +47,7 @@ MEMBER = (
     "token_variable",
 )
 LIBRARIES = ("timm", "torchvision", "transformers", "zoo")
+WEIGHT_FILES = (".pt", ".pth", ".safetensors")
 
 
 def run_attach(options: argparse.Namespace) -> CommandResult:
@@ -81,6 +82,8 @@ def check_name(network: str, pretrained: bool) -> None:
     """Check that the text names a network, and that a file or folder in it exists, before torch is loaded."""
     place, colon, name = network.rpartition(":")
     library = network.partition(":")[0]
+    if network.endswith(WEIGHT_FILES):
+        raise BadInput(f"{network} holds weights alone: name the network that they are of, with --weights {network}")
     if not colon or not place or not name:
         raise BadInput(
             f"network {network!r}: write timm:NAME, torchvision:NAME, transformers:FOLDER, zoo:NAME, FILE.py:NAME or"
@@ -100,7 +103,7 @@ def run_train(options: argparse.Namespace) -> CommandResult | None:
     """Train the heads of a network, or all of it; resumes an interrupted training."""
     check_order(options, {"model": "network", "data": "data"})
     check_data(options.data, options.validation, options.tokenizer)
-    source, folder = Path(options.model), Path(options.output or options.model)
+    source, folder = Path(options.model), Path(options.output)
     if source.resolve() != folder.resolve():
         check_unused(options.output, options.force, WEIGHTS)
     from alight.data.batches import load_data
@@ -250,11 +253,11 @@ COMMANDS = (
             argument("--augment", action="store_true", help="flip and shift images at random"),
             argument("--checkpoint-every", metavar="EPOCHS", type=count, default=1, help="default: 1"),
             set_option("a field of TrainingSettings, as distill=0.5"),
-            folder_option(None, "folder for the trained network (default: that of the model)"),
+            folder_option("trained", "folder for the trained network; the model's own trains it in its place"),
             FORCE,
         ),
         (
-            "train model train.npz --epochs 2 --set learning_rate=0.003",
+            "train model train.npz --epochs 2 --set learning_rate=0.003 -o model",
             "train model train.npz --validation validation.npz --mode joint --augment --epochs 2 -o trained",
         ),
     ),

@@ -1,6 +1,7 @@
 """All commands in groups, their parser, and a script by which shells complete them."""
 
 import argparse
+import difflib
 from typing import Any, NoReturn
 
 from alight import __version__
@@ -47,7 +48,15 @@ COMMANDS = {command.name: command for group in GROUPS.values() for command in gr
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser whose errors are one line."""
+    """A parser whose errors are one line, and which knows what a misspelt option is meant to be."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
+        """Return options and what is left, if no option in that resembles one of this parser."""
+        options, left = super().parse_known_args(args, namespace)
+        for name in (each.partition("=")[0] for each in left if each.startswith("--")):
+            if near := difflib.get_close_matches(name, self._option_string_actions, n=1, cutoff=0.75):
+                self.error(f"there is no option {name}: did you mean {near[0]}?")
+        return options, left
 
     def error(self, message: str) -> NoReturn:
         """Print the error, and exit."""

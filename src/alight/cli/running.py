@@ -41,6 +41,7 @@ from alight.display import accuracy_text, aligned, percent, quantity
 from alight.engine.settings import RunSettings
 from alight.errors import BadInput
 from alight.evaluation import evaluate_policy, sweep
+from alight.fitting.fitted import TEST
 from alight.outputs import KEPT, Decisions, HeadOutputs
 from alight.policies import load_policy
 from alight.policies.policy import Policy
@@ -127,7 +128,17 @@ def run_predict(options: argparse.Namespace) -> CommandResult:
     decisions = predictor.run(data, progress=not options.quiet)
     write_answers(decisions, options.output, names=names_of(data), classes=model.classes)
     bench = shlex.join(["alight", "bench", *filter(None, [options.model, options.policy, options.data])])
-    return decisions_result(decisions, options.output, policy, f"the full network's: {bench}")
+    return decisions_result(decisions, options.output, policy, f"the full network's{_tested(options.model)}: {bench}")
+
+
+def _tested(folder: str) -> str:
+    """Return the accuracy of the full network on the test samples of `fit`, in a few words; none in other folders."""
+    place = Path(folder) / TEST
+    table = HeadOutputs.load(place) if place.is_file() else None
+    if table is None or table.labels is None:
+        return ""
+    accuracy = accuracy_text(float(table.correct()[:, -1].mean()))
+    return f" was {accuracy} on {len(table):,} test samples; on these"
 
 
 def decisions_result(decisions: Decisions, path: str, policy: Policy, note: str = "") -> CommandResult:
@@ -269,9 +280,10 @@ def _predict_on_ray(options: argparse.Namespace, policy: Policy) -> CommandResul
     from alight.cluster.jobs import predict_on_ray
 
     done = predict_on_ray(options.model, policy, *_job(options), allow_mismatch=options.allow_mismatch)
-    cost = done.totals["spent"] / done.num_samples
-    shares = [each / done.num_samples for each in done.totals["exits"]]
-    right = [each / done.num_samples for each in done.totals["correct"]]
+    rows = done.totals["rows"]
+    cost = done.totals["spent"] / rows
+    shares = [each / rows for each in done.totals["exits"]]
+    right = [each / rows for each in done.totals["correct"]]
     accuracy = f"accuracy {accuracy_text(right[0])}, " if right else ""
     budget = "" if policy.budget is None else f" (budget {policy.amount(policy.budget)})"
     spent = f"spent {policy.amount(cost)} per sample{budget}"
@@ -285,7 +297,7 @@ def _record_on_ray(options: argparse.Namespace) -> CommandResult:
     from alight.cluster.jobs import record_on_ray
 
     done = record_on_ray(options.model, *_job(options), **named(options, *RECORDED))
-    accuracies = [correct / done.num_samples for correct in done.totals["correct"]]
+    accuracies = [correct / done.totals["rows"] for correct in done.totals["correct"]]
     summary = f"accuracy: {_percentages(done.exits, accuracies)}" if accuracies else ""
     return _job_result(done, summary, {"accuracies": accuracies})
 
@@ -299,8 +311,9 @@ def _job(options: argparse.Namespace) -> tuple[str, str, Any]:
     if options.speed:
         raise BadInput("--speed auto measures this machine, not those of the cluster: give the options that pay there")
     config = JobConfig(
-        **named(options, "batch_size", "partition_rows", "tokenizer"),
+        **named(options, "batch_size", "partition_rows", "tokenizer", "on_error"),
         workers=options.actors,
+        gpus=options.gpus_per_actor,
         progress=not options.quiet,
         settings=run_settings(options, torch_device(options)),
     )
@@ -309,6 +322,7 @@ def _job(options: argparse.Namespace) -> tuple[str, str, Any]:
 
 def _job_result(done: Any, summary: str, values: dict[str, Any]) -> CommandResult:
     sizes = {"num_samples": done.num_samples, "partitions": done.num_partitions, "done_before": done.done_before}
+    sizes["bad_rows"] = done.totals["skipped"]
     return CommandResult(f"{done}\n{summary}".rstrip(), {"path": done.folder, **sizes, **values})
 
 
@@ -328,9 +342,12 @@ def _check_output_file(options: argparse.Namespace) -> None:
 
 
 WHERE = "this process, or Ray: data and output are then paths or URIs, and the output a folder of partitions"
+ON_ERROR = "of a bad row on Ray: end the job, or leave the row out and list it in bad-*.parquet"
 ENGINE = (
     argument("--engine", choices=["local", "ray"], default="local", help=f"{WHERE} (default: local)"),
     argument("--actors", type=count, help="of Ray, each a network (default: as many as fit)"),
+    argument("--gpus-per-actor", metavar="GPUS", type=float, default=1.0, help="0.5 lets two share one (default: 1)"),
+    argument("--on-error", choices=["fail", "skip"], default="fail", help=f"{ON_ERROR} (default: fail)"),
     argument("--partition-rows", type=count, default=4096, help="samples of a partition (default: 4096)"),
 )
 COMMANDS = (

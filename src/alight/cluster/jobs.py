@@ -4,13 +4,15 @@ import json
 import logging
 import os
 import pickle
+import sys
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, redirect_stdout, suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from pyarrow import parquet
 from tqdm import tqdm
 
 from alight.cluster.shards import Shard, ShardedData, open_data
@@ -43,12 +45,14 @@ class JobResult:
     num_samples: int
     num_partitions: int
     done_before: int
-    totals: Summary
+    totals: Summary  # "rows" of all partitions, "skipped" rows that are bad, and what the task sums up
     exits: tuple[str, ...] = ()  # names of all exits of the network
 
     def __str__(self) -> str:
         before = f", {self.done_before} of them done before" if self.done_before else ""
-        return f"{self.num_samples:,} samples in {self.num_partitions} partitions{before}: {self.folder}"
+        skipped = self.totals.get("skipped", 0)
+        bad = f"; {skipped:,} bad rows were left out, see bad-*.parquet there" if skipped else ""
+        return f"{self.num_samples:,} samples in {self.num_partitions} partitions{before}: {self.folder}{bad}"
 
 
 @dataclass(frozen=True)
@@ -62,6 +66,8 @@ class JobConfig:
     batch_size: int = 128
     partition_rows: int = 4096  # samples of a partition, of Parquet at least
     workers: int | None = None  # by default as many as the cluster has room for
+    gpus: float = 1.0  # of each worker on a GPU; two workers share one that both take half of
+    on_error: str = "fail"  # the first bad row ends the job; "skip" leaves bad rows out and lists them
     tokenizer: PathLike | None = None  # another than that of the network
     progress: bool = True
     settings: RunSettings = field(default_factory=RunSettings)
@@ -70,6 +76,10 @@ class JobConfig:
     def rows(self) -> int:
         """Samples of a partition: whole batches, so that batches are those of one machine."""
         return -(-self.partition_rows // self.batch_size) * self.batch_size
+
+    def __post_init__(self) -> None:
+        if self.on_error not in ("fail", "skip") or not self.gpus > 0:
+            raise BadInput(f"on_error {self.on_error!r}, {self.gpus:g} GPUs: give fail or skip, and a positive number")
 
 
 def predict_on_ray(
@@ -126,23 +136,23 @@ def _run_job(
     data = open_data(where, network, config.rows)
     partitions = PartitionFolder(Store.at(output), task.suffix)
     own = network.fingerprint if isinstance(network, Cascade) else fingerprint(network)
-    partitions.begin(_plan(task, data, own, config))
+    data = data.named(partitions.begin(_plan(task, data, own, config))["data"])
     summaries = _summaries_before(task, partitions, data)
     before = len(summaries)
     if before < len(data.shards):
         run = replace(config.settings, threads=config.settings.threads or 1)
-        settings = WorkerSettings(task, partitions, data.where, config.batch_size, run)
+        settings = WorkerSettings(task, partitions, data.where, config.batch_size, run, config.on_error)
         files = pack(Path(folder), Path(config.tokenizer) if config.tokenizer else None)
         missing = [shard for shard in data.shards if shard.index not in summaries]
         bar = tqdm(total=len(data.shards), initial=before, unit="partition", disable=not config.progress)
         with bar, _ray(sum(map(len, files.values()))):
-            for index, summary in _summaries(files, settings, missing, config.workers):
+            for index, summary in _summaries(files, settings, missing, config):
                 summaries[index] = summary
                 bar.update()
         partitions.existing()  # removes incomplete files of workers that died
     totals = add_summaries([summaries[index] for index in sorted(summaries)])
-    if totals["rows"] != len(data):
-        raise AlightError(f"{totals['rows']} rows for {len(data)} samples: the data changed meanwhile, start again")
+    if (rows := totals["rows"] + totals["skipped"]) != len(data):
+        raise AlightError(f"{rows} rows for {len(data)} samples: the data changed meanwhile, start again")
     sizes = {partitions.partition(shard.index).name: len(shard) for shard in data.shards}
     partitions.finish({"totals": totals, "partitions": sizes})
     return JobResult(str(partitions.folder), len(data), len(data.shards), before, totals, network.exits)
@@ -174,14 +184,16 @@ def _summaries_before(task: ClusterTask, partitions: PartitionFolder, data: Shar
     summaries: dict[int, Summary] = {}
     for index in partitions.existing() & {shard.index for shard in data.shards}:
         with suppress(OSError, ValueError, KeyError):
-            summary = task.summary(partitions.partition(index).read())
-            if summary["rows"] == len(data.shards[index]):
+            bad = partitions.bad_rows(index)
+            skipped = parquet.read_metadata(bad.open()).num_rows if bad.info().is_file else 0
+            summary = task.summary(partitions.partition(index).read()) | {"skipped": skipped}
+            if summary["rows"] + skipped == len(data.shards[index]):
                 summaries[index] = summary
     return summaries
 
 
 def _summaries(
-    files: Mapping[str, bytes], settings: WorkerSettings, shards: Sequence[Shard], workers: int | None
+    files: Mapping[str, bytes], settings: WorkerSettings, shards: Sequence[Shard], config: JobConfig
 ) -> Iterator[tuple[int, Summary]]:
     """Yield the summary of each partition once it is written; a worker that dies is replaced, its shard redone."""
     import ray
@@ -189,12 +201,12 @@ def _summaries(
     on_gpu = (settings.run.device or "cpu").startswith("cuda")
     cores = settings.run.threads or 1
     resources = ray.cluster_resources()
-    free = int(resources.get("GPU", 0) if on_gpu else resources.get("CPU", 0) // cores)
+    free = int(resources.get("GPU", 0) / config.gpus if on_gpu else resources.get("CPU", 0) // cores)
     if not free:
-        needs = "a GPU" if on_gpu else f"{cores} cores"
+        needs = f"{config.gpus:g} GPUs" if on_gpu else f"{cores} cores"
         raise BadInput(f"a worker needs {needs} and the cluster has none to give: see --device and --threads")
-    resources_of_worker: dict[str, Any] = {"num_gpus": 1} if on_gpu else {"num_cpus": cores}
-    count = min(workers or free, len(shards))
+    resources_of_worker: dict[str, Any] = {"num_gpus": config.gpus} if on_gpu else {"num_cpus": cores}
+    count = min(config.workers or free, len(shards))
     network = ray.put(files)
     rows = ray.data.from_items(
         [{"shard": pickle.dumps(shard)} for shard in shards], override_num_blocks=min(len(shards), MAX_TASKS)
@@ -227,7 +239,7 @@ def _ray(network_bytes: int) -> Iterator[None]:
     """Use Ray if it runs already, the cluster of RAY_ADDRESS, or this machine's cores for as long as it lasts."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # nothing is sent anywhere
     os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")  # Ray has log files of its own
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), _stdout_as_stderr():
         warnings.simplefilter("ignore")  # Ray's own, about itself
         import ray
         import ray.data
@@ -246,6 +258,20 @@ def _ray(network_bytes: int) -> Iterator[None]:
         finally:
             if own:
                 ray.shutdown()
+
+
+@contextmanager
+def _stdout_as_stderr() -> Iterator[None]:
+    """Send what Ray prints on stdout, when a worker dies, say, to stderr: stdout has the result alone."""
+    sys.stdout.flush()
+    kept = os.dup(1)
+    try:
+        os.dup2(2, 1)
+        with redirect_stdout(sys.stderr):
+            yield
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)
 
 
 @contextmanager

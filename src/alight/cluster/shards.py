@@ -14,7 +14,7 @@ import hashlib
 import io
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby, repeat
 from operator import attrgetter
 from pathlib import PurePosixPath
@@ -29,11 +29,18 @@ from alight.data.labels import class_indices
 from alight.data.preprocess import Sample
 from alight.data.samples import picture
 from alight.data.tables import column_values
-from alight.errors import BadFile, BadInput
+from alight.errors import AlightError, BadFile, BadInput
 from alight.networks.multi_exit import MultiExitModel
 
 AT_ONCE = 256  # rows that are read together
 SAVE = "save it with np.save"
+
+
+@dataclass(frozen=True)
+class BadRow:
+    """A row that cannot be read, and why."""
+
+    reason: str
 
 
 @dataclass(frozen=True)
@@ -52,8 +59,8 @@ class Shard(ABC):
         return None
 
     @abstractmethod
-    def samples(self) -> Iterator[Sample]:
-        """Yield the samples."""
+    def samples(self) -> Iterator[Sample | BadRow]:
+        """Yield the samples; those that cannot be read as what is wrong with them."""
 
 
 @dataclass(frozen=True)
@@ -66,6 +73,11 @@ class ShardedData:
 
     def __len__(self) -> int:
         return self.shards[-1].stop
+
+    def named(self, where: str) -> "ShardedData":
+        """Return the same data under the name that it had when the job began."""
+        shards = [replace(each, where=where) if isinstance(each, ImageShard) else each for each in self.shards]
+        return replace(self, where=where, shards=shards)
 
 
 def open_data(where: "str | Store", model: MultiExitModel, rows: int) -> ShardedData:
@@ -109,10 +121,14 @@ class ImageShard(Shard):
         """Return the files, below the folder as it was named."""
         return [f"{self.where.rstrip('/')}/{file}" for file in self.files]
 
-    def samples(self) -> Iterator[Sample]:
+    def samples(self) -> Iterator[Sample | BadRow]:
         """Yield the images."""
         for file, name, label in zip(self.files, self.names(), self.labels, strict=True):
-            yield picture(io.BytesIO((self.folder / file).read()), name), label
+            content = (self.folder / file).read()
+            try:
+                yield picture(io.BytesIO(content), name), label
+            except BadFile as error:
+                yield BadRow(str(error))
 
 
 def _image_shards(store: Store, where: str, names: Sequence[str], model: MultiExitModel, rows: int) -> list[Shard]:
@@ -178,7 +194,7 @@ class ArrayShard(Shard):
     images: ArrayFile
     labels: ArrayFile | None
 
-    def samples(self) -> Iterator[Sample]:
+    def samples(self) -> Iterator[Sample | BadRow]:
         """Yield the rows."""
         images = self.images.rows(self.start, self.stop)
         labels = map(int, self.labels.rows(self.start, self.stop)) if self.labels else repeat(None)
@@ -215,16 +231,19 @@ class ParquetShard(Shard):
     label: str | None
     classes: tuple[str, ...]
 
-    def samples(self) -> Iterator[Sample]:
+    def samples(self) -> Iterator[Sample | BadRow]:
         """Yield the rows."""
         indices: dict[Any, int] = {name: index for index, name in enumerate(self.classes)}
         for file, batch in self._batches():
             labels = batch.column(1).to_pylist() if self.label else [None] * len(batch)
-            for value, label in zip(column_values(batch.column(0), str(file)), labels, strict=True):
-                if self.label and not isinstance(label, int) and label not in indices:
+            for value, label in zip(_values(batch.column(0), str(file)), labels, strict=True):
+                if isinstance(value, BadRow):
+                    yield value
+                elif self.label and not isinstance(label, int) and label not in indices:
                     problem = f"it has a label {label!r}, which the network does not know"
-                    raise BadFile(str(file), problem, "give names or indices")
-                yield value, indices.get(label, label)
+                    yield BadRow(str(BadFile(str(file), problem, "give names or indices")))
+                else:
+                    yield value, indices.get(label, label)
 
     def _batches(self) -> Iterator[tuple[Store, Any]]:
         columns = [self.column, self.label] if self.label else [self.column]
@@ -232,6 +251,16 @@ class ParquetShard(Shard):
             with file.open() as source:
                 table, numbers = parquet.ParquetFile(source), [group.number for group in groups]
                 yield from ((file, batch) for batch in table.iter_batches(AT_ONCE, numbers, columns))
+
+
+def _values(column: Any, where: str) -> list[Any]:
+    """Return the values of a column; where some cannot be read, these as what is wrong with them."""
+    try:
+        return [*column_values(column, where)]
+    except (AlightError, ValueError) as error:
+        if len(column) == 1:
+            return [BadRow(str(error))]
+        return [value for row in range(len(column)) for value in _values(column.slice(row, 1), where)]
 
 
 def _parquet_shards(files: Sequence[Store], model: MultiExitModel, rows: int) -> list[Shard]:

@@ -3,6 +3,7 @@
 A folder of results holds
     plan.json             what the partitions are made from, and how; another job is refused
     part-00000.parquet    one partition for each shard of the data, there once it is complete
+    bad-00000.parquet     rows of that shard that were left out, with their names and reasons, if there are any
     job.json              there once all partitions are: their sizes and totals
 """
 
@@ -114,31 +115,40 @@ class PartitionFolder:
     folder: Store
     suffix: str
 
-    def begin(self, plan: Mapping[str, Any]) -> None:
-        """Write the plan, or check that the folder has the same one; a folder of other things is refused."""
+    def begin(self, plan: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the plan of the folder, written now or the same before; a folder of other things is refused.
+
+        Plans are the same if all but the name of the data is: it says where the data lies, and not what it is.
+        """
         file = self.folder / PLAN
         if not file.info().is_file:
             if other := next((name for name, _ in self.folder.files()), None):
                 raise BadInput(f"{self.folder} has {other} and no {PLAN}: give a folder that is empty or not there yet")
             self.folder.filesystem.create_dir(self.folder.path, recursive=True)
             file.write_whole(json_text("Plan", plan).encode())
-            return
+            return {**plan}
         written, plan = read_json(str(file), "Plan", file.read()), json.loads(json.dumps(plan))
-        if differing := [name for name in sorted({*written, *plan}) if written.get(name) != plan.get(name)]:
+        names = sorted({*written, *plan} - {"data"})
+        if differing := [name for name in names if written.get(name) != plan.get(name)]:
             raise Mismatch(
                 f"{self.folder} has partitions of another job, whose {' and '.join(differing)} differ: give another"
                 " folder, or remove this one"
             )
+        return written
 
     def partition(self, index: int) -> Store:
         """Return the file of a partition, written or not."""
         return self.folder / f"part-{index:0{DIGITS}}{self.suffix}"
 
+    def bad_rows(self, index: int) -> Store:
+        """Return the file of the rows of a shard that were left out, written or not."""
+        return self.folder / f"bad-{index:0{DIGITS}}.parquet"
+
     def existing(self) -> set[int]:
         """Return the indices of partitions that are written; incomplete files of workers that died are removed."""
         indices = set()
         for name, _ in self.folder.files():
-            if name.startswith(".part-"):
+            if name.startswith((".part-", ".bad-")):
                 with suppress(FileNotFoundError):  # another job may have removed it
                     self.folder.filesystem.delete_file((self.folder / name).path)
             elif name.startswith("part-") and name.endswith(self.suffix):

@@ -8,7 +8,7 @@ import pickle
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -18,11 +18,12 @@ import numpy as np
 import pyarrow as pa
 from pyarrow import parquet
 
-from alight.cluster.shards import Shard
+from alight.cluster.shards import BadRow, Shard
 from alight.cluster.stores import PartitionFolder
+from alight.data.batches import Collate
 from alight.data.formats import answer_columns
-from alight.data.samples import Collate
 from alight.data.tokens import TOKENIZER
+from alight.engine.backends import Integers
 from alight.engine.predictor import Predictor, load_network
 from alight.engine.recorder import Recorder
 from alight.engine.settings import RunSettings
@@ -33,7 +34,9 @@ from alight.policies.paced import Paced
 from alight.policies.policy import Policy
 
 Summary = dict[str, Any]  # numbers and lists of numbers, which are added up over partitions
-Work = Callable[[Shard, Iterable[Any]], bytes]  # from a shard and its batches to the content of a partition
+Names = Sequence[int | str]  # of samples: their files, or their numbers
+Work = Callable[[Integers, Names, Iterable[Any]], bytes]  # from numbers, names and batches to a partition's content
+Row = tuple[int, Any, int | None]  # the number of a sample, the sample, and its label
 
 
 @dataclass(frozen=True)
@@ -69,10 +72,9 @@ class PredictTask:
             allow_mismatch=self.allow_mismatch,
         )
 
-        def predict(shard: Shard, batches: Iterable[Any]) -> bytes:
-            numbers = np.arange(shard.start, shard.stop)  # as on one machine: ties are broken by them
-            decisions = predictor.run(batches, samples=numbers, progress=False)
-            columns = answer_columns(decisions, shard.names() or numbers.tolist(), self.classes)
+        def predict(numbers: Integers, names: Names, batches: Iterable[Any]) -> bytes:
+            decisions = predictor.run(batches, samples=numbers, progress=False)  # numbers of one machine, for ties
+            columns = answer_columns(decisions, names, self.classes)
             file = io.BytesIO()
             parquet.write_table(pa.table(columns), file)
             return file.getvalue()
@@ -109,7 +111,7 @@ class RecordTask:
         recorder = Recorder(model, self.score, self.features, self.top, settings)
         own = recorder.backend.fingerprint
 
-        def record(shard: Shard, batches: Iterable[Any]) -> bytes:
+        def record(numbers: Integers, names: Names, batches: Iterable[Any]) -> bytes:
             table = replace(HeadOutputs.joined([*recorder.tables(batches, progress=False)]), fingerprint=own)
             named = {"alight": np.array("HeadOutputs"), "schema": np.array(SCHEMA), **table.rows(), **table.metadata()}
             file = io.BytesIO()
@@ -138,6 +140,7 @@ class WorkerSettings:
     where: str
     batch_size: int
     run: RunSettings
+    on_error: str = "fail"  # or "skip": bad rows are left out, and listed
 
 
 class ShardWorker:
@@ -168,22 +171,90 @@ class ShardWorker:
                 error = str(refused)
             except OSError as failed:
                 error = f"{failed.filename}: {failed.strerror}" if failed.filename else str(failed)
+            except Exception as failed:  # Ray would try the same three times more, and say so at length
+                error = f"{type(failed).__name__} in rows {shard.start} to {shard.stop - 1}: {failed}"
             for name, value in {"index": shard.index, "summary": summary, "error": error}.items():
                 done[name].append(value)
         return done
 
     def _write_partition(self, shard: Shard) -> Summary:
-        content = self.work(shard, self._batches(shard))
+        names: Names = shard.names() or range(shard.start, shard.stop)
+        bad: dict[int, str] = {}  # what is wrong with rows, by number
+        try:
+            content = self._content(shard, names, bad)
+        except (AlightError, ValueError) as error:
+            bad = dict(self._bad_rows(shard))
+            if not bad:
+                raise
+            number, reason = next(iter(bad.items()))
+            name = f"row {number}" + (f" ({names[number - shard.start]})" if shard.names() else "")
+            if self.settings.on_error == "fail":
+                raise BadInput(f"{reason} ({name}; --on-error skip leaves such rows out)") from error
+            if len(bad) == len(shard):
+                raise BadInput(f"every row of a partition is bad, the first: {reason} ({name})") from error
+            content = self._content(shard, names, bad)
+            self._write_bad_rows(shard, names, bad)
         self.settings.partitions.partition(shard.index).write_whole(content)
-        summary = self.settings.task.summary(content)
+        summary = self.settings.task.summary(content) | {"skipped": len(bad)}
         release_memory()
         return summary
 
-    def _batches(self, shard: Shard) -> Iterator[Any]:
-        samples = shard.samples()
-        while batch := list(islice(samples, self.settings.batch_size)):
-            inputs, labels = zip(*batch, strict=True)
-            yield self.collate(([*inputs], [*labels]))
+    def _content(self, shard: Shard, names: Names, bad: Mapping[int, str]) -> bytes:
+        """Return the content of a shard's partition, without the bad rows."""
+        numbers = np.array([number for number in range(shard.start, shard.stop) if number not in bad])
+        kept = [names[number - shard.start] for number in numbers.tolist()]
+        rows = self._rows(shard, bad)
+        return self.work(numbers, kept, (self._batch(batch) for batch in self._in_batches(rows)))
+
+    def _rows(self, shard: Shard, bad: Mapping[int, str]) -> Iterator[Row]:
+        for number, sample in enumerate(shard.samples(), shard.start):
+            if number in bad:
+                continue
+            if isinstance(sample, BadRow):
+                raise BadInput(sample.reason)
+            yield number, *sample
+
+    def _in_batches(self, rows: Iterator[Row]) -> Iterator[list[Row]]:
+        while batch := list(islice(rows, self.settings.batch_size)):
+            yield batch
+
+    def _batch(self, rows: Sequence[Row]) -> Any:
+        _, inputs, labels = zip(*rows, strict=True)
+        return self.collate(([*inputs], [*labels]))
+
+    def _bad_rows(self, shard: Shard) -> Iterator[tuple[int, str]]:
+        """Yield the numbers of the rows that cannot be read or run, and why; the first alone if it fails the job."""
+        found: dict[int, str] = {}
+
+        def good() -> Iterator[Row]:
+            for number, sample in enumerate(shard.samples(), shard.start):
+                if isinstance(sample, BadRow):
+                    found[number] = sample.reason
+                else:
+                    yield number, *sample
+
+        for batch in self._in_batches(good()):
+            found |= self._failing(batch)
+            if found and self.settings.on_error == "fail":
+                break
+        yield from sorted(found.items())
+
+    def _failing(self, rows: Sequence[Row]) -> dict[int, str]:
+        """Return which of these rows fail, and why: each is tried alone if they do not run together."""
+        numbers = [number for number, _, _ in rows]
+        try:
+            self.work(np.array(numbers), numbers, [self._batch(rows)])
+        except (AlightError, ValueError) as error:
+            if len(rows) == 1:
+                return {numbers[0]: str(error)}
+            return {number: reason for row in rows for number, reason in self._failing([row]).items()}
+        return {}
+
+    def _write_bad_rows(self, shard: Shard, names: Names, bad: Mapping[int, str]) -> None:
+        columns = {"row": [*bad], "name": [str(names[number - shard.start]) for number in bad]}
+        file = io.BytesIO()
+        parquet.write_table(pa.table({**columns, "reason": [*bad.values()]}), file)
+        self.settings.partitions.bad_rows(shard.index).write_whole(file.getvalue())
 
 
 def release_memory() -> None:

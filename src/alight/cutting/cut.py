@@ -2,7 +2,7 @@
 
 import difflib
 import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import pairwise
 from typing import Any, TypeVar
@@ -13,7 +13,7 @@ from torch import nn
 from alight.cutting.flops import count_flops
 from alight.cutting.proof import SamplesMixed, prove
 from alight.cutting.running import Inputs, in_mode, pick_logits, refusals
-from alight.cutting.sizes import SizeCheck, SizeOf
+from alight.cutting.sizes import NumberOf, SizeCheck, SizeOf
 from alight.cutting.skeleton import is_describable
 from alight.cutting.stages import StagePlan, build
 from alight.cutting.tracing import (
@@ -33,6 +33,10 @@ from alight.errors import BadInput
 
 Made = TypeVar("Made")
 Cutter = Callable[[nn.Module, Sequence[str], Any], Sequence[nn.Module]]
+OF_SIZES = {  # functions of a tensor that read its sizes, dtype and device alone
+    "empty_like", "full_like", "ones_like", "zeros_like",
+    "new_empty", "new_full", "new_ones", "new_tensor", "new_zeros",
+}  # fmt: skip
 CUTTERS: list[tuple[Callable[[nn.Module], bool], Cutter]] = []  # that users registered; the latest is tried first
 
 
@@ -225,7 +229,8 @@ def _plan(
         for index in ({value.call} | writers) - chosen:
             chosen.add(index)
             wanted += _taken_by(traced, index)
-    return StagePlan(traced, sorted(chosen), incoming, outgoing, last, names)
+    shared = {index: traced.calls[value.call].line for index, value in enumerate(outgoing) if _is_shared(traced, value)}
+    return StagePlan(traced, sorted(chosen), incoming, outgoing, last, names, {} if last else shared)
 
 
 def _taken_by(traced: Trace, index: int) -> set[Value]:
@@ -237,28 +242,44 @@ def _taken_by(traced: Trace, index: int) -> set[Value]:
 def _with_sizes(plans: list[StagePlan], parents: Sequence[int]) -> list[StagePlan]:
     """Return plans in which every size is computed from what comes in; `parents` are the plans that each follows.
 
-    The size of a tensor that is not carried is that of a tensor that is, if they were the same in the trace, or else a
-    number; the plan before checks that.
+    The size of a tensor that is not carried is that of a tensor that is, if they were the same in the trace, which the
+    plan before checks; or else a tensor of that size is carried too.
     """
+    _place_checks(plans)
+    lines = [_lines_of_missing_sizes(plan) for plan in plans]
+    for index in range(len(plans) - 1, 0, -1):
+        missing, before = lines[index], plans[parents[index]]
+        same = {size: _carried_size(plans[index], size) for size in sorted(missing, key=str)}
+        plans[index] = plans[index]._replace(carried_sizes={size: each for size, each in same.items() if each != size})
+        plans[parents[index]] = _with_sizes_of_next(before, missing, same)
+        further = {size: missing[size] for size, each in same.items() if each != BatchMultiple(1, 0)}
+        lines[parents[index]] |= {size: line for size, line in further.items() if not before.has_size(size)}
+    for index in range(1, len(plans)):
+        plans[index] = plans[index]._replace(incoming=plans[parents[index]].outgoing)
+    return plans
+
+
+def _place_checks(plans: list[StagePlan]) -> None:
+    """Give every check of the trace to the first plan that has the sizes."""
     for check in plans[0].trace.checks:
         latest = max(sizes_in(check[1:3]), key=lambda size: size.value.call)
         index = next((index for index, plan in enumerate(plans) if plan.has_size(latest)), None)
         if index is not None:  # else nothing that was computed from it is used
             plans[index] = plans[index]._replace(checks=[*plans[index].checks, check])
-    lines = [_lines_of_missing_sizes(plan) for plan in plans]
-    for index in range(len(plans) - 1, 0, -1):
-        plan, before = plans[index], plans[parents[index]]
-        carried = {size: _carried_size(plan, size) for size in sorted(lines[index], key=str)}
-        plans[index] = plan._replace(carried_sizes=carried)
-        time = before.calls[-1] + 1 if before.calls else 0
-        checks = [
-            SizeCheck(operator.eq, size, same, True, time, lines[index][size])
-            for size, same in carried.items()
-            if same != BatchMultiple(1, 0)
-        ]
-        plans[parents[index]] = before._replace(checks=[*before.checks, *checks])
-        lines[parents[index]] |= {check.left: check.line for check in checks if not before.has_size(check.left)}
-    return plans
+
+
+def _with_sizes_of_next(plan: StagePlan, lines: Mapping[SizeOf, str], same: Mapping[SizeOf, Any]) -> StagePlan:
+    """Return a plan that checks the sizes which the next one takes to be the same, and carries those of no tensor."""
+    time = plan.calls[-1] + 1 if plan.calls else 0
+    checks = [
+        SizeCheck(operator.eq, size, each, True, time, lines[size])
+        for size, each in same.items()
+        if each not in (size, BatchMultiple(1, 0))
+    ]
+    carried = [size for size, each in same.items() if each == size and size not in plan.outgoing]
+    outgoing = [*plan.outgoing, *carried]
+    shared = {outgoing.index(size): lines[size] for size in carried if isinstance(size, NumberOf)}
+    return plan._replace(checks=[*plan.checks, *checks], outgoing=outgoing, shared={**plan.shared, **shared})
 
 
 def _lines_of_missing_sizes(plan: StagePlan) -> dict[SizeOf, str]:
@@ -269,15 +290,16 @@ def _lines_of_missing_sizes(plan: StagePlan) -> dict[SizeOf, str]:
 
 
 def _carried_size(plan: StagePlan, size: SizeOf) -> Any:
-    """Return what the size of an earlier tensor is computed from: the batch, a size of what comes in, or a number."""
+    """Return what an earlier tensor's size is computed from: the batch, a size of what comes in, or a tensor for it."""
     first, second = sizes = plan.trace.sizes(size)
     if sizes != BATCHES:
-        incoming = [SizeOf(value, axis) for value in plan.incoming for axis in range(len(plan.trace.shapes[value][0]))]
+        tensors = [value for value in plan.incoming if not isinstance(value, SizeOf)]
+        incoming = [SizeOf(value, axis) for value in tensors for axis in range(len(plan.trace.shapes[value][0]))]
         same = [each for each in incoming if plan.trace.sizes(each) == sizes]
         if same:
             return min(same, key=lambda each: each.axis != size.axis)
     times = (second - first) // (BATCHES[1] - BATCHES[0])
-    return BatchMultiple(times, first - times * BATCHES[0]) if times else first
+    return BatchMultiple(times, first - times * BATCHES[0]) if times else size
 
 
 def _ends(traced: Trace, after: Sequence[str]) -> list[ModuleEnd]:
@@ -359,6 +381,24 @@ def _rows_per_sample(traced: Trace, name: str, values: Iterable[Value]) -> list[
             )
         rows.append(layout.rows)
     return rows
+
+
+def _is_shared(traced: Trace, value: Value) -> bool:
+    """Check whether a tensor is one for all samples of a batch, and not computed from sizes alone."""
+    layout = traced.layout(value)
+    if layout is None or layout.rows:
+        return False
+    wanted, seen = [value], set[int]()
+    while wanted:
+        index = wanted.pop().call
+        if index < 0:
+            return True
+        memory = traced.calls[index].storages
+        for each in ({index} | {other for other, call in enumerate(traced.calls) if call.changed & memory}) - seen:
+            seen.add(each)
+            if getattr(traced.calls[each].target, "__name__", "") not in OF_SIZES:
+                wanted += traced.calls[each].values
+    return False
 
 
 def _output_plans(network: nn.Module, inputs: Inputs, with_data: bool, training: bool) -> list[StagePlan]:

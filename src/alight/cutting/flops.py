@@ -6,7 +6,7 @@ other operation without a formula is listed as unknown. On real tensors torch ru
 recurrent layers, some of which have no formula; on the meta device it runs their decompositions, which have.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from math import prod
 from typing import Any, TypeVar
 
@@ -63,6 +63,9 @@ FREE = frozenset(
     item is_nonzero _fused_sdp_choice
     """.split()
 )
+
+
+NORMS = (nn.functional.batch_norm, nn.functional.layer_norm, nn.functional.group_norm)
 
 
 def count_flops(module: nn.Module, *inputs: Tensor) -> int:
@@ -136,9 +139,15 @@ class _WeightsOnMeta(TorchFunctionMode):
         if any(isinstance(part, Tensor) and part.is_meta for part in tree_leaves(arguments)):
             arguments = tree_map(_as_meta, arguments)
         args, kwargs = arguments
-        if func is nn.functional.batch_norm and args[0].is_meta:  # decomposed in Python without data, and free
-            return torch.empty_like(args[0])
-        return func(*args, **kwargs)
+        quick = like_input(func, args)
+        return func(*args, **kwargs) if quick is None else quick
+
+
+def like_input(func: Any, args: Sequence[Any]) -> Tensor | None:
+    """Return the result of a norm or GELU without data, for which torch takes milliseconds in Python; or None."""
+    if (func not in NORMS and func is not nn.functional.gelu) or not args or not args[0].is_meta:
+        return None
+    return torch.empty_like(args[0], memory_format=torch.contiguous_format if func in NORMS else torch.preserve_format)
 
 
 def _as_meta(part: Any) -> Any:

@@ -92,15 +92,16 @@ def cut_places(
 ) -> tuple[list[CutPlace], BadInput | None]:
     """Return block ends after which the network can be cut, and what prevents a cut elsewhere, if anything does.
 
-    Where there are fewer than `count` blocks, a layer and what follows it until the next is a block, too, unless more
-    is alive at its end than elsewhere, as inside a residual block.
+    Where there are fewer than `count` blocks, a layer and what follows it until the next is a block, too, or the module
+    around it, unless more is alive at its end than elsewhere, as inside a residual block.
     """
     runs = _runs(model, inputs)
     blocks = [_end_of(name, runs) for name in _blocks(model) if len(runs.get(name, ())) == 1]
     places, problem = _places_among(model, inputs, runs, blocks, head_flops)
     if len(places) >= count:
         return places, problem
-    layers = [_end_of(name, runs) for name in runs if len(runs[name]) == 1 and _is_layer(model.get_submodule(name))]
+    once = [name for name in runs if len(runs[name]) == 1]
+    layers = [_end_of(name, runs) for name in once if _has_one_layer(model.get_submodule(name))]
     places, problem = _places_among(model, inputs, runs, [*blocks, *layers], head_flops)
     least = min((place.alive for place in places), default=0)
     return [place for place in places if place.alive == least or place.name in blocks], problem
@@ -169,6 +170,11 @@ def _holds_blocks(module: nn.Module) -> bool:
 
 def _is_layer(module: nn.Module) -> bool:
     return not any(True for _ in module.children()) and any(weight.ndim > 1 for weight in module.parameters())
+
+
+def _has_one_layer(module: nn.Module) -> bool:
+    """Check whether it is a layer, or a small block around one, as a convolution, its norm and an activation."""
+    return _is_layer(module) or sum(weight.ndim > 1 for weight in module.parameters()) == 1
 
 
 def _end_of(name: str, runs: Runs) -> str:

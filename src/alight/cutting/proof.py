@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from alight.cutting.running import Inputs, in_mode, is_text, refusals, same_bits, without_shortcuts
 from alight.cutting.sizes import FixedSizes
 from alight.cutting.stages import refuse_training
-from alight.cutting.tracing import logits_in, walk
+from alight.cutting.tracing import MANY, logits_in, walk
 from alight.errors import BadInput
 
 ROWS = 5  # samples in a batch of the proof: an odd number that the trace has not seen
@@ -182,6 +182,7 @@ def check_chain(
             carried = stage(*carried)
             reader(carried)
         _check_with_other_weights(chain, trials)
+        _check_network_keeps_samples_apart(chain, inputs.of_size(MANY["data"]))
         _check_chain_keeps_samples_apart(chain, trials[0])
     ours = _two_steps(network, [*stages, *heads], chain.run_stages, trials[1].batch, seed=0)
     if isinstance(ours, BadInput):
@@ -198,10 +199,11 @@ def _check_with_other_weights(chain: Chain, trials: Sequence[ProofBatch]) -> Non
         judged = [_check_network_keeps_samples_apart(chain, harder, finite=True) for harder in _harder(chain, few)]
         if not any(judged):
             _check_network_keeps_samples_apart(chain, few)
-        for batch in (trials[1].batch, chain.inputs.of_size(1)):  # other sizes than the example's are judged elsewhere
-            if not chain.difference(*chain.trial(batch)):
-                return
-    raise BadInput(f"with other weights the stages do not give what the network gives: {FROZEN_NUMBERS}")
+        batches = trials[1].batch, chain.inputs.of_size(1)  # other sizes than the example's are judged elsewhere
+        if not all(chain.difference(*chain.trial(batch)) for batch in batches):
+            return
+    if not chain.difference(*chain.trial(batches[1])):  # with its own weights
+        raise BadInput(f"with other weights the stages do not give what the network gives: {FROZEN_NUMBERS}")
 
 
 @contextmanager
@@ -417,37 +419,81 @@ def _check_network_keeps_samples_apart(chain: Chain, batch: Batch, *, finite: bo
     With `finite` a batch that the network does not take, or for which it gives no finite numbers, is not judged.
     """
     try:
-        expected = chain.expected(batch)
-        parts = [chain.expected(tuple(tensor[rows] for tensor in batch)) for rows in APART]
+        with _attributes_restored(chain.network):  # once: what it keeps from batch to batch shows in the last part
+            expected = chain.run_network(batch)
+            parts = [chain.run_network(tuple(tensor[rows] for tensor in batch)) for rows in APART]
     except Exception:  # such as "every text must end with the same token"
         if finite:
             return False
         raise
     if finite and not all(each.isfinite().all() for each in expected):
         return False
-    for rows, part in zip(APART, parts, strict=True):
-        if all(is_close(one, other[rows]) for one, other in zip(part, expected, strict=True)):
-            continue
-        if not all(map(is_close, chain.expected(batch), expected)):
-            raise SamplesMixed(
-                "the network gives other logits for the same batch in evaluation mode: let it draw nothing"
-            )
-        raise SamplesMixed(
-            "the logits of a sample depend on the other samples of its batch, as first seen in what"
-            f" {_mixing_module(chain, batch, rows)} returns: normalise with stored statistics"
-            " (track_running_stats=True), and compute nothing across samples"
+    if rows := [len(each) for each in expected if len(each) != len(batch[0])]:
+        raise BadInput(
+            f"the network gives {rows[0]} rows for {len(batch[0])} samples: give inputs and return logits whose first"
+            " axis is the samples"
         )
+    for rows, part in zip(APART, parts, strict=True):
+        if not all(is_close(one, other[rows]) for one, other in zip(part, expected, strict=True)):
+            raise _why_samples_mix(chain, batch, rows, expected)
     return True
 
 
+def _why_samples_mix(chain: Chain, batch: Batch, rows: Any, expected: Sequence[Tensor]) -> SamplesMixed:
+    """Return an error for a network that gives these rows other logits than in the batch."""
+    with _attributes_restored(chain.network):
+        again = [chain.run_network(batch) for _ in range(2)]
+    if not all(is_close(*pair) for each in again for pair in zip(each, expected, strict=True)):
+        return SamplesMixed(
+            "the network gives other logits for the same batch in evaluation mode: let it draw nothing, and keep"
+            " nothing from batch to batch"
+        )
+    return SamplesMixed(
+        "the logits of a sample depend on the other samples of its batch, as first seen in what"
+        f" {_mixing_module(chain, batch, rows)} returns: normalise with stored statistics"
+        " (track_running_stats=True), and compute nothing across samples"
+    )
+
+
 def _check_chain_keeps_samples_apart(chain: Chain, trial: ProofBatch) -> None:
-    """Raise if the stages give something else once some samples have left."""
+    """Raise if the stages give something else once some samples have left, or go on with those of another batch."""
+    _check_shared_tensors(chain, tuple(tensor[: len(SCALES)] for tensor in trial.batch))
     if not chain.keeps_samples_apart(*trial):
         raise BadInput(
             "once some samples have left, the stages do not give what the network gives: a tensor that is carried past"
             " an exit shares memory that the network writes to later, or holds several rows for each sample, not side"
             " by side. Cut elsewhere, or write no tensor in place"
         )
+
+
+def _check_shared_tensors(chain: Chain, batch: Batch) -> None:
+    """Raise if what is carried for all samples of a batch together is something else in a batch of other samples."""
+    if not (expected := _shared_tensors(chain, batch)):
+        return
+    alone = [tuple(tensor[[row] * len(tensor)] for tensor in batch) for row in range(2)]
+    halves = tuple(each if each.is_floating_point() or is_text(each) else each // 2 for each in batch)
+    for changed in (*alone, halves, *_harder(chain, batch)):
+        try:
+            found = _shared_tensors(chain, changed)
+        except Exception:  # such as "every text must end with the same token"
+            continue
+        pairs = zip(found, expected, strict=True)
+        if lines := [line for (line, one), (_, other) in pairs if not same_bits(one, other)]:
+            raise BadInput(
+                "a tensor that is carried past an exit is one for all samples of a batch and follows their content, as"
+                f" a largest length does (made at {lines[0]}), so samples of two batches could not go on together:"
+                " compute it for each sample, or cut elsewhere"
+            )
+
+
+def _shared_tensors(chain: Chain, batch: Batch) -> list[tuple[str, Tensor]]:
+    """Return what is carried past exits for all samples of a batch together, with the lines that made it."""
+    shared, carried = list[tuple[str, Tensor]](), batch
+    places = [getattr(stage, "_shared", {}) for stage in chain.stages[:-1]]
+    for stage, lines in zip(chain.stages, places, strict=False) if any(places) else ():
+        carried = stage(*carried)
+        shared += [(line, carried[index]) for index, line in lines.items()]
+    return shared
 
 
 def is_close(one: Tensor, other: Tensor, tolerance: float | None = None) -> bool:
@@ -541,9 +587,9 @@ def _two_steps(
 ) -> TrainingSteps | Exception:
     """Return what two steps do to the network, without changed weights; the error if it fails."""
     parameters = {name: each for name, each in network.named_parameters() if each.requires_grad}
-    changed, enabled = (_attributes_restored(network), _buffers_restored(network)), torch.enable_grad()
+    trainable = in_mode(network, *trained, training=True), torch.enable_grad()
     try:
-        with _seeded(seed) as drawn, changed[0], changed[1], in_mode(network, *trained, training=True), enabled:
+        with _seeded(seed) as drawn, _attributes_restored(network), trainable[0], trainable[1]:
             torch.manual_seed(seed)
             outputs = run(batch)
             loss = sum((torch.linspace(-1, 1, each.numel()).to(each).view_as(each) * each).sum() for each in outputs)
@@ -596,7 +642,7 @@ def _is_plain_list(value: Any) -> bool:
 @contextmanager
 def _attributes_restored(network: nn.Module) -> Iterator[None]:
     """Put back numbers that a network changes in itself, as when it is given inputs of another size."""
-    kinds = (*PLAIN, tuple)
+    kinds = (*PLAIN, tuple, Tensor)
     kept, lists = [], []
     for module in network.modules():
         kept.append((module, {name: each for name, each in vars(module).items() if isinstance(each, kinds)}))
@@ -611,14 +657,3 @@ def _attributes_restored(network: nn.Module) -> Iterator[None]:
             own.update(attributes)
         for value, items in lists:
             value[:] = items
-
-
-@contextmanager
-def _buffers_restored(network: nn.Module) -> Iterator[None]:
-    """Put back buffers that are replaced by others; in_mode puts back what is written into them."""
-    kept = [(module, dict(module._buffers)) for module in network.modules()]
-    try:
-        yield
-    finally:
-        for module, buffers in kept:
-            module._buffers.update(buffers)

@@ -146,7 +146,9 @@ def is_text(tensor: Tensor) -> bool:
 
 @contextmanager
 def in_mode(*modules: nn.Module, training: bool) -> Iterator[None]:
-    """Run modules in training or evaluation mode without gradients; restore modes, statistics and random state after.
+    """Run modules in training or evaluation mode without gradients; restore modes, buffers and random state after.
+
+    So are weights that a pass in evaluation writes to, those of embeddings with a largest norm.
 
     >>> network = nn.Sequential(nn.BatchNorm1d(2), nn.Dropout())
     >>> with in_mode(network, training=False):
@@ -157,7 +159,10 @@ def in_mode(*modules: nn.Module, training: bool) -> Iterator[None]:
     """
     everything = nn.ModuleList(modules)
     modes = [(module, module.training) for module in everything.modules()]
-    buffers = [(buffer, buffer.detach().clone()) for buffer in everything.buffers()] if training else []
+    buffers = [(each._buffers, {**each._buffers}) for each in everything.modules() if type(each._buffers) is dict]
+    looked_up = [each for each in everything.modules() if isinstance(each, nn.Embedding | nn.EmbeddingBag)]
+    limited = [each.weight for each in looked_up if each.max_norm is not None]
+    written = [(each, each.detach().clone()) for each in (*everything.buffers(), *limited) if not each.is_inference()]
     devices = {tensor.device for tensor in itertools.chain(everything.parameters(), everything.buffers())}
     with torch.no_grad(), torch.random.fork_rng([device for device in devices if device.type == "cuda"]):
         everything.train(training)
@@ -166,8 +171,10 @@ def in_mode(*modules: nn.Module, training: bool) -> Iterator[None]:
         finally:
             for module, mode in modes:
                 module.training = mode
-            for buffer, old in buffers:
-                buffer.copy_(old)
+            for own, old in buffers:  # a network may put others in their place
+                own.update(old)
+            for tensor, content in written:
+                tensor.data.copy_(content)
 
 
 @contextmanager

@@ -38,6 +38,13 @@ class SizeOf:
 
 
 @dataclass(frozen=True)
+class NumberOf(SizeOf):
+    """A whole number that a closed module returns beside tensors, as the height and width of a map."""
+
+    axis: int = 0
+
+
+@dataclass(frozen=True)
 class SizeExpression:
     """A function of sizes and numbers."""
 

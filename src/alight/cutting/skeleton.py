@@ -43,7 +43,7 @@ def modules_data(stages: Sequence[nn.Module]) -> list[dict[str, Described]]:
     for stage in stages:
         if not isinstance(stage, Stage):
             raise NotPlainData("a registered cutter made the stages")
-        graphs = [graph for graph in stage.graphs if isinstance(graph, fx.Graph)]
+        graphs = [graph for graph in stage._graphs if isinstance(graph, fx.Graph)]
         called = {str(node.target) for graph in graphs for node in graph.nodes if node.op == "call_module"}
         described.append({name: _described(stage.get_submodule(name)) for name in sorted(called)})
     return described

@@ -20,7 +20,7 @@ from torch import Tensor, fx, nn
 from torch.fx.node import map_aggregate
 from torch.overrides import get_overridable_functions
 
-from alight.cutting.sizes import FixedSizes, SizeCheck, SizeExpression, SizeOf, check_size
+from alight.cutting.sizes import FixedSizes, NumberOf, SizeCheck, SizeExpression, SizeOf, check_size
 from alight.cutting.tracing import (
     BATCHES,
     SCALARS,
@@ -87,11 +87,13 @@ class StageGraphs(NamedTuple):
 class Stage(nn.Module):
     """Consecutive calls of a network: takes what is carried, one argument each, and returns what is carried further.
 
-    Parameters and buffers have the names that they have in the network. `source` is what the stage runs, as Python.
+    Parameters and buffers have the names that they have in the network. `_source` is what the stage runs, as
+    Python. These names are private, as a network may have a module `source`.
     """
 
-    source: str
-    graphs: StageGraphs
+    _source: str
+    _graphs: StageGraphs
+    _shared: Mapping[int, str] = {}  # places in what it returns of tensors that are one for all samples, and lines
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Stage":
         twin = memo[id(self)] = type(self).__new__(type(self))
@@ -112,14 +114,18 @@ class Stage(nn.Module):
 
 
 class StagePlan(NamedTuple):
-    """What a stage is made of: calls of a trace, values that come in, and values that go out."""
+    """What a stage is made of: calls of a trace, values that come in, and values that go out.
+
+    A size among these is a tensor of bytes, (samples, size), that is carried for its shape alone.
+    """
 
     trace: Trace
     calls: Sequence[int]
-    incoming: Sequence[Value]
-    outgoing: Sequence[Value]
+    incoming: Sequence[Value | SizeOf]
+    outgoing: Sequence[Value | SizeOf]
     last: bool  # returns one tensor instead of a tuple
     input_names: Sequence[str] = ()
+    shared: Mapping[int, str] = {}  # places among what goes out of tensors that are one for all samples, and lines
     carried_sizes: Mapping[SizeOf, Any] = {}  # how sizes of earlier tensors are computed from what comes in
     checks: Sequence[SizeCheck] = ()  # of sizes, in the order of their times
 
@@ -137,7 +143,9 @@ def build(model: nn.Module, evaluation: StagePlan, training: StagePlan | BadInpu
     constants: dict[str, Any] = {}
     graph = _GraphBuilder(evaluation, constants).graph()
     other = str(training) if isinstance(training, BadInput) else _GraphBuilder(training, constants).graph()
-    return stage_of(model, StageGraphs(graph, other), constants)
+    stage = stage_of(model, StageGraphs(graph, other), constants)
+    stage._shared = evaluation.shared
+    return stage
 
 
 def stage_of(model: nn.Module, graphs: StageGraphs, constants: Mapping[str, Any]) -> Stage:
@@ -157,12 +165,12 @@ def stage_of(model: nn.Module, graphs: StageGraphs, constants: Mapping[str, Any]
             share(stage, model, str(node.target))
     evaluation = graphs.evaluation.python_code("self")
     training = None if isinstance(graphs.training, str) else graphs.training.python_code("self")
-    kind.graphs, kind.source = graphs, evaluation.src
+    kind._graphs, kind._source = graphs, evaluation.src
     kind.forward = _compiled(evaluation.src, evaluation.globals)
     if training is None or training.src != evaluation.src:
         kind.forward, kind._in_evaluation = _compiled(DISPATCH, {}), kind.forward
         kind._in_training = _compiled(training.src, training.globals) if training else _refusing(graphs.training)
-        kind.source += training.src if training else ""
+        kind._source += training.src if training else ""
     return stage
 
 
@@ -175,7 +183,7 @@ def refuse_training(stage: nn.Module, reason: str) -> None:
     if not hasattr(kind, "_in_training"):
         kind.forward, kind._in_evaluation = _compiled(DISPATCH, {}), kind.forward
     kind._in_training = _refusing(reason)
-    kind.graphs = StageGraphs(kind.graphs.evaluation, reason)
+    kind._graphs = StageGraphs(kind._graphs.evaluation, reason)
 
 
 class RefusedTraining:
@@ -256,7 +264,11 @@ class _GraphBuilder:
         names = plan.input_names or [f"carried_{index}" for index in range(len(plan.incoming))]
         inputs = [self.nodes.placeholder(name) for name in names]
         self.inputs = list(zip(inputs, plan.incoming, strict=True))
-        self.made |= zip(plan.incoming, map(self._restored, inputs, plan.incoming), strict=True)
+        for node, item in self.inputs:
+            if isinstance(item, SizeOf):
+                self.sizes[item] = self._size_along(node, 1)
+            else:
+                self.made[item] = self._restored(node, item)
         checks = list(plan.checks)
         for index in plan.calls:
             while checks and checks[0].time <= index:
@@ -264,7 +276,10 @@ class _GraphBuilder:
             self.made[Value(index)] = self._detached(Value(index), self._emitted(plan.trace.calls[index]))
         for check in checks:
             self._check(check)
-        outgoing = [self._batch_first(self._node(value), value) for value in plan.outgoing]
+        outgoing = [
+            self._sized(item) if isinstance(item, SizeOf) else self._batch_first(self._node(item), item)
+            for item in plan.outgoing
+        ]
         self.nodes.output(outgoing[0] if plan.last else tuple(outgoing))
         return self.nodes
 
@@ -343,10 +358,21 @@ class _GraphBuilder:
                 self.sizes[size] = self._property("shape")
             elif size in self.plan.carried_sizes:
                 self.sizes[size] = self._argument(self.plan.carried_sizes[size])
+            elif isinstance(size, NumberOf):
+                self.sizes[size] = self._node(size.value)
             else:
-                shape = self.nodes.call_function(getattr, (self._node(size.value), "shape"))
-                self.sizes[size] = self.nodes.call_function(operator.getitem, (shape, size.axis))
+                self.sizes[size] = self._size_along(self._node(size.value), size.axis)
         return self.sizes[size]
+
+    def _size_along(self, node: fx.Node, axis: int) -> fx.Node:
+        shape = self.nodes.call_function(getattr, (node, "shape"))
+        return self.nodes.call_function(operator.getitem, (shape, axis))
+
+    def _sized(self, size: SizeOf) -> fx.Node:
+        """Return a tensor of this size along its second axis."""
+        shape = self._property("shape"), self._size(size)
+        terms: dict[str, Any] = {"dtype": torch.uint8, "device": self._property("device")}
+        return self.nodes.call_function(torch.zeros, (shape,), terms)
 
     def _detached(self, value: Value, node: fx.Node) -> fx.Node:
         """Return a tensor without a gradient if the network computes it without one."""
@@ -413,7 +439,7 @@ def stages_from_data(network: nn.Module, data: Mapping[str, Any], tensors: Mappi
 
 def _stage_data(stage: Stage) -> dict[str, Any]:
     """Return a stage as data: "training" only where it differs, or says why the stage cannot be trained."""
-    evaluation, training = stage.graphs
+    evaluation, training = stage._graphs
     data: dict[str, Any] = {"evaluation": _nodes(evaluation)}
     other = training if isinstance(training, str) else _nodes(training)
     if other != data["evaluation"]:

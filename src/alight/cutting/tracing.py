@@ -17,13 +17,16 @@ from pathlib import Path
 from traceback import walk_stack
 from typing import Any, NamedTuple, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 from torch.overrides import TorchFunctionMode
 
+from alight.cutting.flops import like_input
 from alight.cutting.running import Inputs, in_mode, own_line, refusals, replaced, without_shortcuts
 from alight.cutting.sizes import (
+    NumberOf,
     SizeCheck,
     SizeExpression,
     SizeOf,
@@ -133,6 +136,7 @@ class Trace:
     inputs: list[Value]
     output: Any
     shapes: dict[Value, tuple[tuple[int, ...], tuple[int, ...]]]  # at both batch sizes
+    numbers: dict[Value, tuple[int, int]]  # that closed modules return, at both batch sizes
     tainted: set[Value]
     follows_dtype: set[Value]  # tensors in the network's dtype
     device: torch.device  # of the traced run
@@ -145,6 +149,8 @@ class Trace:
 
     def sizes(self, size: SizeOf) -> tuple[int, int]:
         """Return a size at both batch sizes."""
+        if isinstance(size, NumberOf):
+            return self.numbers[size.value]
         first, second = self.shapes[size.value]
         return first[size.axis], second[size.axis]
 
@@ -242,6 +248,7 @@ def _trace_twice(
                 many = _many(inputs, batches[0])
                 large = record_calls(models[0], inputs, many, watched, is_opened)
                 _check_large_batch(traced, large, first.shapes.keys() ^ second.shapes.keys(), len(many[0]))
+                _check_closed_modules(first, large, len(many[0]))
             return traced
         except Untraceable as error:
             problem = error
@@ -288,6 +295,7 @@ class _CallRecorder(TorchFunctionMode):
         self.ends: dict[str, list[ModuleEnd]] = {name: [] for name in watched}
         self.values: dict[int, Value] = {}
         self.shapes: dict[Value, tuple[int, ...]] = {}
+        self.numbers: dict[Value, int] = {}
         self.dtypes: dict[Value, torch.dtype] = {}
         self.tainted: set[Value] = set()
         self.tainted_storages: set[int] = set()
@@ -296,6 +304,8 @@ class _CallRecorder(TorchFunctionMode):
         self.weighted: set[int] = set()  # identities of tensors computed from the network's weights
         self.sized_by_content: set[int] = set()
         self.closed = 0  # how deep inside closed modules
+        self.running: Any = None  # what was called last of all that is recorded
+        self.inside: set[tuple[Any, str]] = set()  # closed modules, and names of functions that they call
         self.checks: dict[Any, tuple[SizeCheck, tuple[Any, Any]]] = {}  # comparisons of sizes, with the numbers
         self.inputs = [Value(-1, (index,)) for index in range(len(tensors))]
         for tensor, value in zip(tensors, self.inputs, strict=True):
@@ -306,8 +316,9 @@ class _CallRecorder(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         if self.closed:
-            is_quick = func is nn.functional.batch_norm and args[0].is_meta  # decomposed in Python without data
-            return torch.empty_like(args[0]) if is_quick else func(*args, **kwargs)
+            self.inside.add((self.running, getattr(func, "__name__", "")))
+            quick = quick_result(func, args)
+            return func(*args, **kwargs) if quick is None else quick
         if getattr(func, "__name__", "") == "__iter__":
             return iter(self._recorded(Tensor.unbind, Tensor.unbind, (*args, 0), {}))
         return self._recorded(func, func, args, kwargs)
@@ -348,7 +359,9 @@ class _CallRecorder(TorchFunctionMode):
                 self._check_reads_no_content(function, taken)
             versions = [_version(tensor) for tensor in taken]
             encoded = () if function == "__get__" else self.encoded((args, kwargs))  # most attributes are no tensors
+            self.running = target if isinstance(target, str) else None
             result = run(*args, **kwargs)
+            self.running = None
             changed = {_storage(tensor) for tensor, old in zip(taken, versions, strict=True) if _version(tensor) != old}
             if not changed and not _tensors_in(result):
                 return self._with_sizes(function, args, kwargs, result)
@@ -432,6 +445,11 @@ class _CallRecorder(TorchFunctionMode):
                 return (
                     type(result)(*parts) if hasattr(result, "_fields") else type(result)(parts)
                 )  # a namedtuple or not
+            case int() if not isinstance(result, bool) and isinstance(self.calls[value.call].target, str):
+                self.numbers[value] = untraced(result)
+                if tainted:
+                    self.tainted.add(value)
+                return traced_number(untraced(result), NumberOf(value), self.check)
         return result
 
     def _register(self, tensor: Tensor, value: Value, tainted: bool) -> None:
@@ -443,7 +461,7 @@ class _CallRecorder(TorchFunctionMode):
 
     def all_tainted(self) -> set[Value]:
         """Return values that depend on the content of the input, from the start or since a later write."""
-        return {self.values[id(tensor)] for tensor in self.alive if self._is_tainted(tensor)}
+        return self.tainted | {self.values[id(tensor)] for tensor in self.alive if self._is_tainted(tensor)}
 
     def _is_weighted(self, tensor: Tensor) -> bool:
         return id(tensor) in self.state or id(tensor) in self.weighted
@@ -470,6 +488,8 @@ class _CallRecorder(TorchFunctionMode):
             return StateName(self.modules[id(item)])
         if isinstance(item, TracedInt | TracedFloat):
             return expression_of(item)
+        if isinstance(item, np.generic):
+            return item.item()
         if isinstance(item, slice):
             return slice(*map(self.encoded, (item.start, item.stop, item.step)))
         if isinstance(item, Mapping):
@@ -533,6 +553,18 @@ def _storage(tensor: Tensor) -> int:
     return id(tensor) if tensor.layout != torch.strided else tensor.untyped_storage()._cdata
 
 
+def quick_result(func: Any, args: Sequence[Any]) -> Tensor | None:
+    """Return the result of a call without data where its shape is known: torch takes milliseconds to find it out."""
+    if func is nn.functional.linear and len(args) > 1 and args[1].ndim == 2:
+        width = args[1].shape[0]
+    elif func is nn.functional.scaled_dot_product_attention and len(args) > 2:
+        width = args[2].shape[-1]
+    else:
+        return like_input(func, args)
+    is_known = args[0].is_meta and args[0].dtype == args[1].dtype
+    return args[0].new_empty((*args[0].shape[:-1], width)) if is_known else None
+
+
 def _line() -> str:
     """Return the line of the network's own code that is being run."""
     return own_line(walk_stack(sys._getframe()))
@@ -560,10 +592,13 @@ def _aligned(first: _CallRecorder, second: _CallRecorder, device: torch.device, 
         for (name, ends), other_ends in zip(first.ends.items(), second.ends.values(), strict=True)
     }
     shapes = {value: (shape, second.shapes[value]) for value, shape in first.shapes.items() if value in second.shapes}
+    numbers = {value: (one, second.numbers[value]) for value, one in first.numbers.items() if value in second.numbers}
     output = _merged(first.output, second.output, "the output")
     follows_dtype = {value for value in shapes if first.dtypes[value] != second.dtypes[value]}
     tainted, checks = first.all_tainted(), _size_checks(first, second)
-    return Trace(first.calls, ends, first.inputs, output, shapes, tainted, follows_dtype, device, checks, training)
+    return Trace(
+        first.calls, ends, first.inputs, output, shapes, numbers, tainted, follows_dtype, device, checks, training
+    )
 
 
 def _many(inputs: Inputs, batch: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -592,6 +627,16 @@ def _check_large_batch(traced: Trace, large: _CallRecorder, per_sample: set[Valu
         " works in parts of a batch does: let it treat a batch as a whole, or cut after modules that do not lie around"
         " this line"
     )
+
+
+def _check_closed_modules(small: _CallRecorder, large: _CallRecorder, size: int) -> None:
+    """Raise if a closed module calls other functions for a large batch than for a small one."""
+    other = sorted({name for name, _ in small.inside ^ large.inside if name and "_orig_mod" not in name.split(".")})
+    if other:  # of compiled modules the compiler's own calls differ
+        raise DependsOnBatchSize(
+            f"module {other[0]!r} calls other functions for a batch of {size} samples than for {BATCHES[0]}: let it"
+            " treat a batch as a whole"
+        )
 
 
 def _holds_at(merged: Any, call: Call, size: int) -> bool:

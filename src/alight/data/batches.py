@@ -10,7 +10,7 @@ a DataLoader, other batches   taken unchanged, batch by batch
 
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
@@ -19,13 +19,13 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 
 from alight.data.columns import LABEL_NAMES, are_image_files, depth, first_of, is_array, is_path, kind_of
-from alight.data.labels import ONE_CLASS, are_in_other_order, batch_labels, check_shares
+from alight.data.labels import are_in_other_order, batch_labels, check_shares
 from alight.data.preprocess import InputSpec, TensorSpec, as_array, image_batch, is_picture, is_pixels, is_tensor
-from alight.data.samples import Collate, Items, Samples, chosen_columns, declared_classes, is_texts
+from alight.data.samples import Fetched, Items, Samples, chosen_columns, declared_classes, is_texts, picture, stacked
 from alight.data.shapes import check_shapes
 from alight.data.sources import column_of, is_one_sample, is_torch_dataset, open_data
 from alight.data.tables import frame_columns, is_frame, is_hugging_face, is_series, series_values
-from alight.data.tokens import MAX_TOKENS, SEGMENTS, texts_for
+from alight.data.tokens import MAX_TOKENS, SEGMENTS, Texts, texts_for
 from alight.errors import BadInput
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ class Batch:
         if low < 0 or high >= num_classes:
             raise BadInput(
                 f"labels run from {low} to {high}, but the network has {num_classes} classes, 0 to {num_classes - 1}:"
-                f" number the classes from 0, or attach heads with more classes ({ONE_CLASS})"
+                " number the classes from 0, or give a network of more classes"
             )
 
 
@@ -148,7 +148,7 @@ def as_tensor(values: Array) -> "torch.Tensor":
 
     if isinstance(values, torch.Tensor):
         return values
-    array = as_array(values)
+    array = values if isinstance(values, np.ndarray) else as_array(values)
     return torch.from_numpy(array if array.flags.writeable else array.copy())
 
 
@@ -225,19 +225,19 @@ def length_of(loader: Iterable[Any]) -> int | None:
 
 
 def in_batches(
-    data: Any, spec: InputSpec, batch_size: int = BATCH_SIZE, *, shuffle: bool | None = None
+    data: Any, spec: InputSpec, batch_size: int = BATCH_SIZE, *, shuffle: bool | None = None, labels: bool = True
 ) -> Iterable[Any]:
     """Return batches of data in any form, as a network of this spec takes them; what comes in batches is unchanged.
 
     Samples come in order and without torch, unless `shuffle` is True or False: then torch's DataLoader reads them,
-    shuffled by torch's generator or not, for trainings.
+    shuffled by torch's generator or not, for trainings. Without `labels` the inputs alone are read.
 
-    >>> [len(labels) for _, labels in in_batches((np.zeros((5, 4)), np.arange(5)), InputSpec(), batch_size=2)]
+    >>> [len(batch) for batch in in_batches((np.zeros((5, 4)), np.arange(5)), InputSpec(), batch_size=2)]
     [2, 2, 1]
     """
     if isinstance(data, Loader):
         return data
-    samples = open_data(data, spec)
+    samples = open_data(data, spec, labels=labels)
     if samples is not None:
         return _loader(samples, Collate(spec, _named(data)), batch_size, shuffle)
     if not isinstance(data, Iterable):
@@ -288,16 +288,74 @@ def load_data(
     return _loader(samples, collate, batch_size, bool(shuffle) if augment else shuffle, workers)
 
 
-def first_batch(data: Any, spec: InputSpec, batch_size: int = 2) -> Batch:
+def first_batch(data: Any, spec: InputSpec, batch_size: int = 2, *, labels: bool = True) -> Batch:
     """Return the first samples of data in any form, as the network takes them: an example of what it is given.
 
     >>> len(first_batch((np.zeros((5, 4)), np.arange(5)), InputSpec()))
     2
     """
-    for batch in batches(in_batches(data, spec, batch_size), spec, "the first batch"):
-        labels = None if batch.labels is None else batch.labels[:batch_size]
-        return Batch(tuple(each[:batch_size] for each in batch.inputs), labels)
+    for batch in batches(in_batches(data, spec, batch_size, labels=labels), spec, "the first batch"):
+        own = None if batch.labels is None else batch.labels[:batch_size]
+        return Batch(tuple(each[:batch_size] for each in batch.inputs), own)
     raise AssertionError  # `batches` raises where there is none
+
+
+@dataclass(frozen=True)
+class Collate:
+    """What makes a batch of samples as a network takes them; `where` they come from is named in errors."""
+
+    spec: InputSpec
+    where: str = "the data"
+    augment: bool = False
+    max_tokens: int = MAX_TOKENS
+
+    def load_tokenizer(self) -> Texts:
+        """Return the tokenizer of the network, which is loaded once."""
+        return texts_for(self.spec, self.where, self.max_tokens)
+
+    def __call__(self, fetched: Fetched) -> Batch:
+        """Return a batch of arrays, with labels where every sample has one."""
+        inputs, labels = fetched
+        made = as_inputs(self.inputs(inputs), self.spec)
+        if labels is None or (isinstance(labels, list) and None in labels):
+            return Batch(made, None)
+        if isinstance(labels, list) and is_array(labels[0]):
+            labels = stacked(labels)
+        return Batch(made, batch_labels(labels, len(made[0]), self.spec))
+
+    def tensors(self, fetched: Fetched) -> Batch:
+        """Return a batch of tensors, which torch's loaders hand from process to process in shared memory."""
+        return self(fetched).to("cpu")
+
+    def inputs(self, inputs: Any) -> Any:
+        """Return inputs as an array, or as several by name or in order."""
+        if isinstance(inputs, Mapping):
+            if self.spec.takes_texts and any(map(_differ, inputs.values())):
+                if self.spec.tokenizer is None:
+                    raise BadInput(f"{self.where} has tokens of different lengths: pad them, or set model.tokenizer")
+                return self.load_tokenizer().pad(inputs)
+            return {name: self.column(values) for name, values in inputs.items()}
+        if isinstance(inputs, tuple):
+            return tuple(map(self.column, inputs))
+        if is_texts(inputs) and (self.spec.takes_texts or not are_image_files(inputs)):
+            return self.load_tokenizer()(inputs)
+        return self.column(inputs)
+
+    def column(self, values: Any) -> Any:
+        """Return one input of all samples of the batch as an array."""
+        if are_image_files(values):
+            values = [picture(each) for each in values]
+        several = values if isinstance(values, list) else [values]
+        if any(is_picture(each) or is_pixels(each, self.spec) for each in several):
+            return image_batch(values, self.spec, self.where, self.augment)
+        if self.augment and self.spec.image_shape is not None:
+            return image_batch(values, self.spec, self.where, self.augment)
+        return stacked(values) if isinstance(values, list) else values
+
+
+def _differ(rows: Any) -> bool:
+    """Return whether it is a list of rows of different lengths."""
+    return isinstance(rows, list) and len({len(each) for each in rows}) > 1
 
 
 @dataclass(frozen=True)
@@ -306,12 +364,12 @@ class Loader:
 
     dataset: Any
     batch_size: int
-    collate: Callable[[Any], Any]
+    collate: Collate
 
     def __len__(self) -> int:
         return -(-len(self.dataset) // self.batch_size)
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[Batch]:
         rows = range(len(self.dataset))
         for start in rows[:: self.batch_size]:
             yield self.collate(self.dataset.__getitems__(rows[start : start + self.batch_size]))
@@ -329,8 +387,8 @@ def _loader(
         return Loader(samples, batch_size, collate)
     from torch.utils.data import DataLoader, Dataset
 
-    together, rows = partial(_tensors, collate), cast("Dataset[Any]", samples)
-    return DataLoader(rows, batch_size, shuffle=bool(shuffle), collate_fn=together, num_workers=workers)
+    rows, made = cast("Dataset[Any]", samples), cast("Any", collate.tensors)
+    return DataLoader(rows, batch_size, shuffle=bool(shuffle), collate_fn=made, num_workers=workers)
 
 
 def _named(data: Any) -> str:
@@ -411,7 +469,8 @@ def _other_number(parts: Sequence[Any], spec: InputSpec) -> str:
             f"a pair of inputs and labels where the network takes inputs alone ({takes}): give the first of the two, or"
             " both to `predictor.run`, which leaves the labels out"
         )
-    return f"{len(parts)} inputs, and the network takes {takes}"
+    what = "texts or " if spec.takes_texts else ""
+    return f"{len(parts)} input{'s' * (len(parts) != 1)}, and the network takes {takes}: give {what}a dict of these"
 
 
 def _numbers(spec: InputSpec, value: Any, own: TensorSpec | None) -> Array:
@@ -458,20 +517,6 @@ def _fitted(values: Array, own: TensorSpec) -> np.ndarray:
             raise BadInput(f"an array of {array.dtype}, and the network takes {own}")
         array = array.astype(own.dtype)
     return np.ascontiguousarray(array)
-
-
-def _tensors(collate: Callable[[Any], Any], samples: Any) -> Any:
-    """Return a batch as tensors, which torch's loaders hand from process to process in shared memory."""
-    import torch
-
-    def tensor(values: Any) -> torch.Tensor:
-        made = as_tensor(values)
-        return made.to(torch.get_default_dtype()) if made.dtype is torch.float64 and not is_tensor(values) else made
-
-    batch = collate(samples)
-    if isinstance(batch, Mapping):
-        return {name: tensor(part) for name, part in batch.items()}
-    return tuple(map(tensor, batch)) if isinstance(batch, tuple) else tensor(batch)
 
 
 def prefetch(source: Iterable[Any]) -> Iterator[Any]:

@@ -17,6 +17,21 @@ ROUNDING = 0.01  # by which shares of classes may miss a sum of one
 INTEGERS = "give integers, or rows of shares"
 
 
+class UnknownClasses(BadInput):
+    """Data has classes by name, and the network has no names for its own, or another number of them."""
+
+    def __init__(self, names: Sequence[str], where: str, num_classes: int | None) -> None:
+        self.names = tuple(names)
+        if num_classes is None:
+            problem = "and the network does not say which it has: set model.classes, in the order of its logits"
+        else:
+            problem = (
+                f"{len(names)} of them, and the network has {num_classes}: build it with {len(names)} (num_classes,"
+                " --classes), give data with every class"
+            )
+        super().__init__(f"{where} has classes by name, {problem}, or number the labels")
+
+
 def class_indices(names: Sequence[str], spec: InputSpec, where: str) -> dict[str, int]:
     """Return the index of every class: by the network's own names if it has them, by the alphabet if not.
 
@@ -26,16 +41,8 @@ def class_indices(names: Sequence[str], spec: InputSpec, where: str) -> dict[str
     if spec.classes and (unknown := [name for name in names if name not in spec.classes]):
         listed = ", ".join(spec.classes[:5]) + (", ..." if len(spec.classes) > 5 else "")
         raise BadInput(f"{where} has a class {unknown[0]!r} that the network does not know: {listed}")
-    if not spec.classes and spec.num_classes is not None and len(names) != spec.num_classes:
-        raise BadInput(
-            f"{where} has {len(names)} classes by name and the network {spec.num_classes}: number them instead,"
-            " or give data with every class"
-        )
-    if not spec.classes and spec.num_classes is None:
-        raise BadInput(
-            f"{where} has classes by name, and the network does not say which it has: set model.classes, in the order"
-            " of its logits, or number the labels"
-        )
+    if not spec.classes and len(names) != spec.num_classes:
+        raise UnknownClasses(names, where, spec.num_classes)
     return {name: index for index, name in enumerate(spec.classes or names)}
 
 

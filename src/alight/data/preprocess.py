@@ -24,6 +24,7 @@ UNKNOWN = (
     " takes pixels in 0..1; or give floats as the network takes them"
 )
 BITS, PHOTOMETRIC, WHITE_IS_ZERO = 258, 262, 0  # tags of TIFF, and a value of the second
+ORIENTATION = 274  # tag of EXIF
 
 Sample = tuple[Any, int | None]  # an image or a text, and its class
 
@@ -85,6 +86,12 @@ class Normalisation:
                 f"normalisation by mean {self.mean} and std {self.std}: give a finite mean and a positive std for each"
                 " channel"
             )
+
+    @cached_property
+    def by_channel(self) -> tuple[np.ndarray, np.ndarray]:
+        """Mean and std in single precision, each (channels, 1, 1)."""
+        mean, std = (np.array(each, dtype=np.float32)[:, None, None] for each in (self.mean, self.std))
+        return mean, std
 
 
 @dataclass(frozen=True)
@@ -167,13 +174,14 @@ def image_batch(
             f"the network normalises {len(known.mean)} channels and takes images of {shape[0]}: attach heads with as"
             " many means and standard deviations as channels"
         )
-    if isinstance(pictures, np.ndarray) or is_tensor(pictures):
+    if isinstance(pictures, Sequence):
+        images = np.concatenate(
+            [_normalised(_arranged(_pixels(each, shape)[None], shape, where), spec, where) for each in pictures]
+        )
+    else:
         pixels = as_array(pictures)
         check_several(pixels.shape, shape)
         images = _normalised(_arranged(pixels, shape, where), spec, where)
-    else:
-        arranged = (_arranged(_pixels(each, shape)[None], shape, where) for each in pictures)
-        images = np.concatenate([_normalised(each, spec, where) for each in arranged])
     return _augmented(images, known) if augment else images
 
 
@@ -239,7 +247,7 @@ def as_array(values: Any) -> np.ndarray:
 
 
 def flattened(picture: Any) -> Any:
-    """Return a picture (Pillow) upright and in 8 bits, grey or RGB: every picture and image file passes here.
+    """Return a picture (Pillow) upright and in 8 bits, grey or RGB, itself if it is: all pictures and files pass here.
 
     It is turned as its EXIF orientation says, 16 bits become their upper 8, and what is transparent lies over white.
     Of a file with several frames it is the one that the picture is at, the first where it was just opened.
@@ -258,7 +266,9 @@ def flattened(picture: Any) -> Any:
             f"a picture of mode {mode} with numbers from {low:g} to {high:g} does not say which are black and white:"
             " save it in 8 or 16 bits, or give arrays"
         )
-    picture = ImageOps.exif_transpose(picture)
+    picture.load()
+    if picture.getexif().get(ORIENTATION, 1) != 1:  # else it would be copied, and may be large
+        picture = ImageOps.exif_transpose(picture)
     if of_16_bits:
         numbers, clear = np.asarray(picture), picture.info.get("transparency")
         picture = Image.fromarray((numbers >> 8).astype(np.uint8))
@@ -267,7 +277,7 @@ def flattened(picture: Any) -> Any:
     if picture.has_transparency_data:
         picture = picture.convert("LA" if picture.mode == "La" else "RGBA").convert("RGBA")
         picture = Image.alpha_composite(Image.new("RGBA", picture.size, "white"), picture)
-    return picture if picture.mode == "L" else picture.convert("RGB")
+    return picture if picture.mode in ("L", "RGB") else picture.convert("RGB")
 
 
 def _pixels(picture: Any, shape: tuple[int, int, int]) -> np.ndarray:
@@ -275,7 +285,8 @@ def _pixels(picture: Any, shape: tuple[int, int, int]) -> np.ndarray:
     if not is_picture(picture):
         return as_array(picture)
     channels, height, width = shape
-    picture = flattened(picture).convert("L" if channels == 1 else "RGB")
+    picture, mode = flattened(picture), "L" if channels == 1 else "RGB"
+    picture = picture if picture.mode == mode else picture.convert(mode)
     scale = max(height / picture.height, width / picture.width)
     if scale != 1:
         size = (max(width, round(scale * picture.width)), max(height, round(scale * picture.height)))
@@ -309,15 +320,11 @@ def _normalised(images: np.ndarray, spec: InputSpec, where: str) -> np.ndarray:
         return made
     if spec.normalisation is None:
         raise BadInput(f"{where} has pictures or bytes, {UNKNOWN}")
-    mean, std = _by_channel(spec.normalisation)
+    mean, std = spec.normalisation.by_channel
     made /= np.float32(255)
     made -= mean
     made /= std
     return made
-
-
-def _by_channel(normalisation: Normalisation) -> list[np.ndarray]:
-    return [np.array(each, dtype=np.float32)[:, None, None] for each in (normalisation.mean, normalisation.std)]
 
 
 def _augmented(images: np.ndarray, normalisation: Normalisation | None) -> np.ndarray:
@@ -328,7 +335,7 @@ def _augmented(images: np.ndarray, normalisation: Normalisation | None) -> np.nd
     down, right = height // SHIFT, width // SHIFT
     padded = np.zeros((count, channels, height + 2 * down, width + 2 * right), images.dtype)
     if normalisation is not None and images.dtype == np.float32:
-        mean, std = _by_channel(normalisation)
+        mean, std = normalisation.by_channel
         padded += (0 - mean) / std
     padded[..., down : down + height, right : right + width] = images
     moved = np.empty_like(images)

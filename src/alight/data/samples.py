@@ -1,4 +1,4 @@
-"""Samples of whatever form as batches for a network: rows are read when their batch is asked for, then collated."""
+"""Samples of whatever form: inputs in columns and labels, whose rows are read when their batch is asked for."""
 
 import sys
 from collections.abc import Mapping, Sequence
@@ -8,21 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from alight.data.columns import (
-    Columns,
-    are_image_files,
-    choose,
-    depth,
-    is_array,
-    is_path,
-    kind_of,
-    numbers,
-    take,
-    whole,
-)
-from alight.data.labels import batch_labels, renumbered, whole_labels
-from alight.data.preprocess import InputSpec, as_array, flattened, image_batch, is_picture, is_pixels, is_tensor
-from alight.data.tokens import MAX_TOKENS, Texts, library, texts_for
+from alight.data.columns import Columns, choose, depth, is_path, kind_of, numbers, take, whole
+from alight.data.labels import renumbered, whole_labels
+from alight.data.preprocess import InputSpec, as_array, flattened, is_picture, is_tensor
+from alight.data.tokens import library
 from alight.errors import BadFile, BadInput
 from alight.files import PathLike
 
@@ -151,62 +140,6 @@ def samples_of_columns(
     return Samples([inputs], own)
 
 
-@dataclass(frozen=True)
-class Collate:
-    """What makes a batch of samples as a network takes them; `where` they come from is named in errors."""
-
-    spec: InputSpec
-    where: str = "the data"
-    augment: bool = False
-    max_tokens: int = MAX_TOKENS
-
-    def load_tokenizer(self) -> Texts:
-        """Return the tokenizer of the network, which is loaded once."""
-        return texts_for(self.spec, self.where, self.max_tokens)
-
-    def __call__(self, fetched: Fetched) -> Any:
-        """Return inputs alone, (inputs, ..., labels), or a dict with "labels"."""
-        inputs, labels = fetched
-        made = self.inputs(inputs)
-        count = len(next(iter(made.values())) if isinstance(made, Mapping) else made[0])
-        if labels is None or (isinstance(labels, list) and None in labels):
-            return made if isinstance(made, Mapping) or len(made) > 1 else made[0]
-        if isinstance(labels, list) and is_array(labels[0]):
-            labels = stacked(labels)
-        labels = batch_labels(labels, count, self.spec)
-        return {**made, "labels": labels} if isinstance(made, Mapping) else (*made, labels)
-
-    def inputs(self, inputs: Any) -> dict[str, Any] | tuple[Any, ...]:
-        """Return inputs as arrays: of several by name, or in order."""
-        if isinstance(inputs, Mapping):
-            if self.spec.takes_texts and any(map(_differ, inputs.values())):
-                if self.spec.tokenizer is None:
-                    raise BadInput(f"{self.where} has tokens of different lengths: pad them, or set model.tokenizer")
-                return self.load_tokenizer().pad(inputs)
-            return {name: self.column(values) for name, values in inputs.items()}
-        if isinstance(inputs, tuple):
-            return tuple(map(self.column, inputs))
-        if is_texts(inputs) and (self.spec.takes_texts or not are_image_files(inputs)):
-            return self.load_tokenizer()(inputs)
-        return (self.column(inputs),)
-
-    def column(self, values: Any) -> Any:
-        """Return one input of all samples of the batch as an array."""
-        if are_image_files(values):
-            values = [picture(each) for each in values]
-        several = values if isinstance(values, list) else [values]
-        if any(is_picture(each) or is_pixels(each, self.spec) for each in several):
-            return image_batch(values, self.spec, self.where, self.augment)
-        if self.augment and self.spec.image_shape is not None:
-            return image_batch(values, self.spec, self.where, self.augment)
-        return stacked(values) if isinstance(values, list) else values
-
-
-def _differ(rows: Any) -> bool:
-    """Return whether it is a list of rows of different lengths."""
-    return isinstance(rows, list) and len({len(each) for each in rows}) > 1
-
-
 def is_texts(values: Any) -> bool:
     """Return whether it is a list, an array or a Series of texts."""
     if isinstance(values, list):
@@ -232,7 +165,7 @@ def picture(file: Any, path: PathLike | None = None) -> Any:
     image = library("PIL.Image", "pillow")
     try:
         with image.open(file) as opened:
-            return flattened(opened)
+            return flattened(opened).copy()  # which needs no file
     except Exception as error:  # a damaged image fails in a dozen ways, each decoder its own
         remedy = "take it out of the folder" if path is not None or is_path(file) else "give another"
         raise BadFile(str(file) if path is None else path, f"it is not a usable image ({error})", remedy) from error

@@ -24,10 +24,8 @@ def open_data(data: Any, spec: InputSpec, split: str | None = None, labels: bool
     >>> len(open_data((["a", "b", "c"], [0, 1, 0]), InputSpec()))
     3
     """
-    found = open_path(data, spec, split, labels) if is_path(data) else _in_memory(data, spec)
+    found = open_path(data, spec, split, labels) if is_path(data) else _in_memory(data, spec, labels)
     if isinstance(found, Samples):
-        if not labels:
-            found.labels = None
         _check_arrays(found, spec)
     return found
 
@@ -39,20 +37,20 @@ def is_torch_dataset(value: Any) -> bool:
     return data is not None and isinstance(value, data.Dataset) and not isinstance(value, data.IterableDataset)
 
 
-def _in_memory(data: Any, spec: InputSpec) -> Samples | Items | None:
+def _in_memory(data: Any, spec: InputSpec, labels: bool) -> Samples | Items | None:
     if is_array(data) or is_series(data):
         return Samples([series_values(data) if is_series(data) else data])
     if is_hugging_face(data):
-        return hugging_face(data, spec)
+        return hugging_face(data, spec, labels)
     _check_has_indices(data)
     if _holds_columns(data):
-        return samples_of_columns(_columns_in(data), spec)
+        return samples_of_columns(_columns_in(data), spec, labels=labels)
     if isinstance(data, tuple):
-        return _tuple(data, spec)
+        return _tuple(data, spec, labels)
     if isinstance(data, list):
-        return _list(data, spec)
+        return _list(data, spec, labels)
     indexed = is_torch_dataset(data) and hasattr(data, "__len__") and hasattr(data, "__getitem__")
-    return Items(data, spec) if indexed else None
+    return Items(data, spec, labels) if indexed else None
 
 
 def _check_has_indices(data: Any) -> None:
@@ -87,7 +85,7 @@ def column_of(values: Any) -> Any:
     return [*values] if isinstance(values, list | tuple) else values
 
 
-def _tuple(data: tuple[Any, ...], spec: InputSpec) -> Samples | None:
+def _tuple(data: tuple[Any, ...], spec: InputSpec, labels: bool) -> Samples | None:
     """Return samples of (inputs, labels), (inputs, inputs, labels) or (inputs, inputs); None of batches."""
     if not data or not all(map(_is_column, data[1:])) or not (_is_column(data[0]) or _holds_columns(data[0])):
         if data and all(map(is_picture, data)):
@@ -96,24 +94,24 @@ def _tuple(data: tuple[Any, ...], spec: InputSpec) -> Samples | None:
             raise BadInput("one sample and its label: give a list of such pairs, or (inputs, labels) of several")
         return None
     if _holds_columns(data[0]):
-        return _labelled_columns(data, spec)
+        return _labelled_columns(data, spec, labels)
     ends = _ends_in_labels(data, spec)
     columns = [column_of(each) for each in (data[:-1] if ends else data)]
     _check_arrays(Samples(columns), spec)
-    return Samples(columns, whole_labels(data[-1], spec) if ends else None)
+    return Samples(columns, whole_labels(data[-1], spec) if ends and labels else None)
 
 
 def _holds_columns(value: Any) -> bool:
     return is_frame(value) or isinstance(value, Mapping)
 
 
-def _labelled_columns(data: tuple[Any, ...], spec: InputSpec) -> Samples | None:
+def _labelled_columns(data: tuple[Any, ...], spec: InputSpec, labels: bool) -> Samples | None:
     """Return samples of a table or dict of inputs, with labels beside it; None of a tuple of batches."""
     if len(data) != 2 or (_holds_columns(data[1]) and not is_frame(data[1])):
         return None
-    table, labels = data
+    table, beside = data
     found = samples_of_columns(_columns_in(table), spec, labels=False)
-    return Samples(found.columns, whole_labels(labels, spec), found.names)
+    return Samples(found.columns, whole_labels(beside, spec) if labels else None, found.names)
 
 
 def _is_column(value: Any) -> bool:
@@ -132,20 +130,22 @@ def _ends_in_labels(data: tuple[Any, ...], spec: InputSpec) -> bool:
     return len(data) == len(spec.tensors) + 1
 
 
-def _list(data: list[Any], spec: InputSpec) -> Samples | None:
+def _list(data: list[Any], spec: InputSpec, labels: bool) -> Samples | None:
     """Return samples of a list of them, of pairs with labels or of dicts; None of batches."""
     first = data[0] if data else None
     if isinstance(first, Mapping):
-        return _list_of_dicts(data, spec) if _is_named_sample(first, spec) else None
+        return _list_of_dicts(data, spec, labels) if _is_named_sample(first, spec) else None
     if is_one_sample(first, spec):
         return Samples([column_of(data)])
     if not _is_tuple_of_one_sample(first, spec):
         return None
-    inputs, labels = unzipped(data, spec)
+    inputs, found = unzipped(data, spec)
     columns = inputs if isinstance(inputs, tuple) else (inputs,)
-    if labels is not None and not (is_array(labels[0]) and labels[0].ndim):  # rows of shares are stacked later
-        labels = whole_labels([each.item() if is_array(each) else each for each in labels], spec)
-    return Samples([*map(column_of, columns)], labels)
+    if not labels:
+        found = None
+    if found is not None and not (is_array(found[0]) and found[0].ndim):  # rows of shares are stacked later
+        found = whole_labels([each.item() if is_array(each) else each for each in found], spec)
+    return Samples([*map(column_of, columns)], found)
 
 
 def _is_tuple_of_one_sample(value: Any, spec: InputSpec) -> bool:
@@ -156,9 +156,10 @@ def _is_tuple_of_one_sample(value: Any, spec: InputSpec) -> bool:
     return isinstance(value, tuple) or is_pair
 
 
-def _list_of_dicts(data: list[Any], spec: InputSpec) -> Samples:
+def _list_of_dicts(data: list[Any], spec: InputSpec, labels: bool) -> Samples:
     names = dict.fromkeys(name for row in data for name in row)
-    return samples_of_columns({name: column_of([row.get(name) for row in data]) for name in names}, spec)
+    columns = {name: column_of([row.get(name) for row in data]) for name in names}
+    return samples_of_columns(columns, spec, labels=labels)
 
 
 def is_one_sample(value: Any, spec: InputSpec) -> bool:

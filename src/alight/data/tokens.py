@@ -48,6 +48,11 @@ class Texts:
         self._names = spec.names
         self._encode = _encoder(tokenizer, max_tokens)
 
+    @property
+    def is_thread_safe(self) -> bool:
+        """Whether several threads may call it at once; a tokenizer of transformers keeps state while it works."""
+        return isinstance(self._encode, _Encoder)
+
     def __call__(self, texts: Sequence[str]) -> dict[str, np.ndarray]:
         """Return the texts as the network takes them."""
         if odd := [(row, text) for row, text in enumerate(texts) if not isinstance(text, str)]:

@@ -92,6 +92,8 @@ class Manifest:
         values["stages"] = tuple(map(_stage, content["stages"]))
         values["normalisation"] = content["normalisation"] and Normalisation(**content["normalisation"])
         made = cls(**values)
+        if outside := [file for file in made.further if Path(file).is_absolute() or ".." in Path(file).parts]:
+            raise ValueError(f"a file {outside[0]!r} outside its folder")
         if made.format not in SUFFIXES or not made.stages or not made.inputs:
             raise ValueError(f"format {made.format!r}, {len(made.stages)} stages, {len(made.inputs)} inputs")
         exits = made.open_exits
@@ -148,6 +150,6 @@ def _described(content: Mapping[str, Any]) -> TensorSpec:
 
 def _stage(content: Mapping[str, Any]) -> StageFile:
     file = content["file"]
-    if Path(file).name != file:  # nothing outside the folder
+    if Path(file).name != file or not file.endswith(tuple(SUFFIXES.values())):  # nothing outside the folder
         raise ValueError(f"a stage in {file!r}")
     return StageFile(file, content["checksum"], int(content["exit"]), tuple(map(_described, content["carries"])))

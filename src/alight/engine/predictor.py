@@ -223,6 +223,11 @@ class Predictor:
         loader = in_batches(loader, self.backend.inputs, self.batch_size)
         yield from self._answers(prefetch(self._pinned(batches(loader, self.backend.inputs, "the stream"), [])), None)
 
+    def answers(self, inputs: Any, samples: npt.ArrayLike | None = None) -> Iterator[Answers]:
+        """Yield the answers about one batch as its samples leave, before later stages run for the others."""
+        numbers = None if samples is None else _numbers(samples)
+        yield from self._answers([as_inputs(inputs, self.backend.inputs)], numbers, joins=False)
+
     def place(self, inputs: Any, count: int) -> State:
         """Return `count` inputs where the stages run: the given ones, repeated."""
         state = self.backend.admit(as_inputs(inputs, self.backend.inputs))

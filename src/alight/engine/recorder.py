@@ -192,7 +192,7 @@ class Recorder:
                 Batch((), labels).check(self.backend.num_classes)
             labels = as_array(labels)
         columns = dict(zip(self.columns, values.columns, strict=True))
-        likeliest = {name: columns.pop(name).reshape(*largest.shape, -1) for name in TOP}
+        classes, logs = (columns.pop(name).reshape(*largest.shape, -1) for name in TOP)
         scores = {name: column.reshape(shape).copy() for name, column in columns.items()}  # lets go of the others
         return HeadOutputs(
             scores=scores.pop(self.score),
@@ -200,8 +200,8 @@ class Recorder:
             labels=labels,
             score=self.score,
             features=scores,
+            top=(classes, logs),
             exits=self.backend.exits,
-            **likeliest,
         )
 
 

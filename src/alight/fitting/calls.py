@@ -1,5 +1,6 @@
 """What `fit` does, said twice: lines of progress for people, and Python to go on with by hand."""
 
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -11,7 +12,7 @@ if TYPE_CHECKING:
     from alight.training.settings import TrainingSettings
 
 
-GIVEN = "# what has no value here was given to fit under this name: network, train, validation, training, preprocess"
+GIVEN = ("network", "train", "validation", "training", "preprocess")  # arguments of `fit` that calls may name
 
 
 class Steps:
@@ -32,7 +33,9 @@ class Steps:
 
     def __str__(self) -> str:
         own = sorted(self.imports, key=lambda line: (line.startswith("from"), line))
-        return "\n".join([*own, "", GIVEN, *self.calls])
+        named = [name for name in GIVEN if any(re.search(rf"\b{name}\b(?! ?=|['.:])", call) for call in self.calls)]
+        note = [f"# {', '.join(named)}: as given to fit"] if named else []
+        return "\n".join([*own, "", *note, *self.calls])
 
 
 def example_literal(example: Any) -> str:

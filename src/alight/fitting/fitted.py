@@ -9,7 +9,7 @@ import numpy as np
 
 from alight import calibrate
 from alight.costs import Costs
-from alight.display import aligned, html_table, quantity
+from alight.display import aligned, html_table, layer_label, quantity
 from alight.engine.manifest import POLICY
 from alight.engine.predictor import Predictor
 from alight.evaluation import Point, evaluate_policy, sweep
@@ -17,7 +17,7 @@ from alight.files import PathLike, write_text
 from alight.outputs import Decisions, HeadOutputs
 from alight.policies.policy import Policy
 from alight.policies.route import replay
-from alight.report import MeasuredSpeed, ReportedNetwork, examples, write_report
+from alight.report import Baseline, MeasuredSpeed, ReportedNetwork, examples, write_report
 
 if TYPE_CHECKING:
     from alight.planning.timing import SpeedComparison
@@ -53,7 +53,7 @@ class Fit:
         if (certificate := self.policy.certificate) is not None:
             text = f"{certificate.guarantee} {certificate.assumption.partition('. ')[0]}"
             return text.strip().removesuffix(".") + "."
-        return "" if len(self.policy.open_exits) == 1 else "The cost is not guaranteed."
+        return "" if len(self.policy.open_exits) == 1 else "The mean cost is not guaranteed."
 
     def columns(self) -> list[list[str]]:
         """Return a table as columns of text: the full network, and the policy beside it."""
@@ -72,9 +72,14 @@ class Fit:
 
     def lines(self) -> list[str]:
         """Return sentences about the fit, below its table."""
-        left = [f"{name} {share:.0%}" for name, share in zip(self.exits, self.decisions.exit_shares, strict=True)]
-        samples = f"{len(self.test):,} test samples left after: {', '.join(left)}."
-        return [each for each in (samples, self.verdict, self.guarantee) if each]
+        shares = zip(map(layer_label, self.exits), self.decisions.exit_shares, strict=True)
+        left = [f"{share:.0%} {'at the end' if name == 'end' else f'after {name}'}" for name, share in shares]
+        samples = f"{len(self.test):,} test samples were answered: {', '.join(left)}."
+        over, budget = "", self.policy.budget
+        if self.guarantee and budget and self.decisions.mean_cost > budget:
+            spent, allowed = (f"{each / self.costs.full:.1%}" for each in (self.decisions.mean_cost, budget))
+            over = f"The test samples cost {spent}, over {allowed}: the guarantee is about the mean of all new samples."
+        return [each for each in (samples, self.verdict, self.guarantee, over) if each]
 
     def __str__(self) -> str:
         return "\n".join([*aligned(self.columns()), *self.lines()])
@@ -107,7 +112,9 @@ class Fit:
         budgets = list(dict.fromkeys((shares * self.costs.full).tolist()))
         return sweep(methods, self.costs, budgets, labelled=self.labelled, test=self._judged(), progress=progress)
 
-    def reported(self, points: Sequence[Point] = (), classes: Sequence[str] = ()) -> ReportedNetwork:
+    def reported(
+        self, points: Sequence[Point] = (), classes: Sequence[str] = (), smaller: Baseline | None = None
+    ) -> ReportedNetwork:
         """Return what a report shows: the policy among `points`, by default those of `eero` at many budgets."""
         budget = self.policy.budget or self.decisions.mean_cost
         policy = replace(self.policy, budget=budget, method=self.policy.method or "fitted")
@@ -117,11 +124,12 @@ class Fit:
             shown = examples(samples, [], self.test.take(rows), chosen=policy, classes=classes)
         return ReportedNetwork(
             points or self.points({"eero": calibrate.eero}),
-            exits=self.exits,
+            exits=[*map(layer_label, self.exits)],
             examples=shown,
             note=self.note,
             chosen=evaluate_policy(policy, self.costs, self._judged()),
             speed=_measured(self.speeds),
+            smaller=smaller,
             guarantees=[each for each in (str(self.policy.certificate or ""), self.verdict) if each],
         )
 
@@ -165,9 +173,10 @@ class FittedPredictor(Predictor):
     def _repr_html_(self) -> str:
         return self.fitted._repr_html_()
 
-    def report(self, path: PathLike, *, title: str = "Fitted to a budget") -> Path:
-        """Write one HTML page about this predictor, and return its path."""
-        return write_report(self.fitted.reported(classes=getattr(self.network, "classes", ())), path, title=title)
+    def report(self, path: PathLike, *, title: str = "Fitted to a budget", smaller: Baseline | None = None) -> Path:
+        """Write one HTML page about this predictor, and return its path; `smaller` is a network to compare with."""
+        classes = getattr(self.network, "classes", ())
+        return write_report(self.fitted.reported(classes=classes, smaller=smaller), path, title=title)
 
     def save(self, folder: PathLike) -> Path:
         """Write network, policy, costs, tables and calls to a folder; `Predictor.load` and the commands read it."""

@@ -3,16 +3,17 @@
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from alight.data.batches import first_batch
 from alight.data.preprocess import Normalisation
+from alight.display import layer_label, listed
 from alight.errors import BadInput
 from alight.files import CONFIG
-from alight.fitting.calls import Steps, example_literal
-from alight.fitting.inputs import example_for
+from alight.fitting.calls import Steps, data_literal, example_literal
+from alight.fitting.inputs import check_example, classes_in, example_for
 
 if TYPE_CHECKING:
     from alight.networks.multi_exit import MultiExitModel
@@ -31,17 +32,23 @@ class WithHeads:
     example: Any
     untrained: bool = False
 
+    @property
+    def device(self) -> Any:
+        """Where the network is."""
+        return next(self.model.parameters()).device
+
 
 def with_heads(network: Any, data: Any, preprocess: Any, steps: Steps) -> WithHeads:
     """Return the network with exits, whatever it was given as; a module is copied, so that the given one stays."""
     from torch import nn
 
-    from alight.networks.multi_exit import MultiExitModel, example_of
+    from alight.networks.multi_exit import MultiExitModel
 
     if isinstance(network, str | Path):
         network = NamedNetwork(str(network))
     named = network if isinstance(network, NamedNetwork) else None
-    model = named.build(steps) if named else network
+    names, count = classes_in(data)
+    model = _built(named, count, steps) if named else network
     if not isinstance(model, nn.Module):
         kind = f"the class {network.__name__}" if isinstance(network, type) else f"a {type(network).__name__}"
         raise BadInput(
@@ -55,20 +62,41 @@ def with_heads(network: Any, data: Any, preprocess: Any, steps: Steps) -> WithHe
             model = copy.deepcopy(model)
             steps.call("model = copy.deepcopy(network)", imports=["import copy"])
         _set_preprocess(model, preprocess, steps)
-        if "example" in model.recipe:
-            example = example_of(model)
-            steps.call("example = example_of(model)", imports=["from alight.networks.multi_exit import example_of"])
-        else:
-            example, _ = example_for(model, data, preprocess)
-            steps.call(f"example = {example_literal(example)}", imports=["import torch"])
-        steps.say(f"a network with {model.num_exits} exits: {', '.join(model.exits)}")
+        example = _own_example(model, data, preprocess, steps)
     if named and named.weights:
         from alight.networks.store import load_backbone
 
         load_backbone(model, named.weights)
         imports = ["from alight.networks.store import load_backbone"]
         steps.call(f"load_backbone(model, {named.weights!r})", imports=imports)
+    if names and not model.classes and model.num_classes == len(names):
+        model.classes = tuple(names)
+        steps.call(f"model.classes = {model.classes!r}")
+        steps.say(f"the logits are taken to be in this order: {listed(names)}")
     return WithHeads(model, example, untrained=named is not None and not named.is_trained)
+
+
+def _built(named: "NamedNetwork", count: int | None, steps: Steps) -> Any:
+    """Return the network of a name; with as many classes as the data has where nothing else says how many."""
+    if named.may_have_any_classes and count is not None:
+        named = replace(named, num_classes=count)
+        steps.say(f"{count} classes, as in the training data")
+    steps.say(f"loading {named.name}" if named.is_folder else f"building {named.name}")
+    return named.build(steps)
+
+
+def _own_example(model: "MultiExitModel", data: Any, preprocess: Any, steps: Steps) -> Any:
+    """Return an example of what a network with exits takes: its own, or one from the data."""
+    from alight.networks.multi_exit import example_of
+
+    if "example" in model.recipe:
+        example = example_of(model)
+        steps.call("example = example_of(model)", imports=["from alight.networks.multi_exit import example_of"])
+    else:
+        example, _ = example_for(model, data, preprocess)
+        steps.call(f"example = {example_literal(example)}", imports=["import torch"])
+    steps.say(f"the network has exits after {listed(map(layer_label, model.exits[:-1]))}, and at its end")
+    return example
 
 
 @dataclass(frozen=True)
@@ -88,9 +116,16 @@ class NamedNetwork:
         return (Path(self.name) / CONFIG).is_file()
 
     @property
+    def may_have_any_classes(self) -> bool:
+        """Whether it is built with as many classes as there are, because nothing says how many."""
+        libraries = ("timm:", "torchvision:", "zoo:")
+        return self.num_classes is None and not self.pretrained and self.name.startswith(libraries)
+
+    @property
     def is_trained(self) -> bool:
-        """Whether its weights are those of a training."""
-        return self.is_folder or self.pretrained or self.weights is not None or self.name.startswith("transformers:")
+        """Whether all weights are those of a training: a library's own with other classes has a new classifier."""
+        downloaded = self.pretrained or self.name.startswith("transformers:")
+        return self.is_folder or self.weights is not None or (downloaded and self.num_classes is None)
 
     def build(self, steps: Steps) -> Any:
         """Return the network where it is to run: with exits, or a module of one's own file or package without."""
@@ -165,23 +200,32 @@ def _affordable(
 def _attached(network: Any, data: Any, preprocess: Any, steps: Steps) -> tuple["MultiExitModel", Any]:
     """Return a copy of a module with exits where they pay, and an example of what it takes."""
     from alight.networks.attach import attach_heads
+    from alight.networks.libraries import own_classes
 
     example, normalisation = example_for(network, data, preprocess)
-    model, head, overhead = _affordable(
-        lambda head: attach_heads(copy.deepcopy(network), example=example, head=head, normalisation=normalisation),
-        HEADS if getattr(example, "ndim", 0) == 4 else HEADS[-1:],
-        lambda _: example,
-    )
+    steps.say("placing exits, and checking that the logits stay the same")
+    own: dict[str, Any] = {"normalisation": normalisation, "classes": own_classes(network)}
+    own = {name: value for name, value in own.items() if value}
+    try:
+        model, head, overhead = _affordable(
+            lambda head: attach_heads(copy.deepcopy(network), example=example, head=head, **own),
+            HEADS if getattr(example, "ndim", 0) == 4 else HEADS[-1:],
+            lambda _: example,
+        )
+    except BadInput:
+        check_example(network, example)
+        raise
     terms = ["copy.deepcopy(network)", "example=example", *([f"head={head!r}"] if head != "auto" else [])]
-    if normalisation is not None:
-        terms.append(f"normalisation=alight.{normalisation!r}")
+    values = {"normalisation": f"alight.{normalisation!r}", "classes": repr(own.get("classes"))}
+    terms += [f"{name}={values[name]}" for name in own]
     steps.call(
         f"example = {example_literal(example)}",
         f"torch.manual_seed({SEED})",
         f"model = alight.attach_heads({', '.join(terms)})",
         imports=["import copy", "import torch"],
     )
-    steps.say(f"attached exits after {', '.join(model.exits[:-1])}; their heads cost {overhead:.1%} of the network")
+    places = listed(map(layer_label, model.exits[:-1]))
+    steps.say(f"attached exits after {places}; their heads cost {overhead:.1%} of the network")
     if not isinstance(preprocess, Normalisation):
         _set_preprocess(model, preprocess, steps)
     return model, example
@@ -192,8 +236,8 @@ def _set_preprocess(model: Any, preprocess: Any, steps: Steps) -> None:
     if preprocess is not None:
         name = "normalisation" if isinstance(preprocess, Normalisation) else "tokenizer"
         setattr(model, name, preprocess)
-        value = f"alight.{preprocess!r}" if name == "normalisation" else "preprocess"
-        steps.call(f"model.{name} = {value if not isinstance(preprocess, str | Path) else repr(str(preprocess))}")
+        value = f"alight.{preprocess!r}" if name == "normalisation" else data_literal("preprocess", preprocess)
+        steps.call(f"model.{name} = {value}")
 
 
 def default_training(made: WithHeads, data: Any) -> "TrainingSettings":

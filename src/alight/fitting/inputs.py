@@ -8,22 +8,42 @@ import numpy as np
 
 from alight.data.batches import as_tensor, first_batch
 from alight.data.columns import are_image_files, depth, is_array, is_path
+from alight.data.labels import UnknownClasses
 from alight.data.preprocess import UNKNOWN, InputSpec, Normalisation, TensorSpec, as_array, is_picture
-from alight.data.samples import picture
+from alight.data.samples import declared_classes, is_texts, picture
 from alight.data.shapes import check_shapes
 from alight.data.sources import open_data
 from alight.data.tokens import IDS, MASK
-from alight.errors import BadInput
+from alight.errors import AlightError, BadInput
 
 CHANNELS = (1, 3)  # of pictures
 
 
-def preprocessing(network: Any, preprocess: Any) -> Normalisation | None:
-    """Return how a module normalises images: as given, as an image processor says, or as timm knows."""
+def classes_in(data: Any) -> tuple[Sequence[str], int | None]:
+    """Return the names of the classes in the order that labels are numbered in, and how many there are, if known.
+
+    >>> classes_in((["a", "b", "c"], ["no", "yes", "no"])), classes_in((np.zeros((3, 2)), [0, 1, 2]))
+    ((('no', 'yes'), 2), ((), 3))
+    """
+    try:
+        samples = open_data(data, InputSpec())
+    except UnknownClasses as error:
+        return error.names, len(error.names)
+    except AlightError:  # what the network takes is not known yet
+        return (), None
+    features = getattr(data, "features", None) or {}  # of a data set of Hugging Face
+    declared = next((each.names for each in features.values() if hasattr(each, "names")), None)
+    names = tuple(declared or declared_classes(getattr(data, "dataset", data)))
+    labels: Any = getattr(samples, "labels", None)
+    if names or not is_array(labels) or depth(labels) != 1 or not len(labels):
+        return names, len(names) or None
+    return (), int(labels.max()) + 1
+
+
+def _normalisation(network: Any, preprocess: Any) -> Normalisation | None:
+    """Return how a module normalises images: as given, or as timm knows."""
     if isinstance(preprocess, Normalisation):
         return preprocess
-    if hasattr(preprocess, "image_mean"):  # an image processor of transformers
-        return Normalisation(preprocess.image_mean, preprocess.image_std)
     known = getattr(network, "pretrained_cfg", None)
     if isinstance(known, Mapping) and "mean" in known and "std" in known:
         return Normalisation(known["mean"], known["std"])
@@ -42,10 +62,10 @@ def example_for(network: Any, data: Any, preprocess: Any) -> tuple[Any, Normalis
     if names:
         tokenizer = None if isinstance(preprocess, Normalisation) else preprocess
         spec = InputSpec(names=names, tokenizer=tokenizer)
-        example: Any = dict(zip(names, map(as_tensor, first_batch(data, spec).inputs), strict=True))
+        example: Any = dict(zip(names, map(as_tensor, first_batch(data, spec, labels=False).inputs), strict=True))
         normalisation = None
     else:
-        normalisation = preprocessing(network, preprocess)
+        normalisation = _normalisation(network, preprocess)
         inputs = _first_inputs(data)
         if isinstance(inputs, tuple) and len(inputs) == 2 and len(parameters) == 1:
             inputs = inputs[0]  # the other are labels of several axes
@@ -88,8 +108,10 @@ def _first_inputs(data: Any) -> Any:
         return [first[0]]  # pairs of an array and a label
     samples = open_data(data, InputSpec(), labels=False)
     if samples is None:
-        inputs = first_batch(data, InputSpec()).inputs
+        inputs = first_batch(data, InputSpec(), labels=False).inputs
         return inputs if len(inputs) > 1 else inputs[0]
+    if not len(samples):
+        raise BadInput("the data have no samples: give at least one")
     return samples.__getitems__(range(min(2, len(samples))))[0]
 
 
@@ -99,6 +121,11 @@ def _image_or_array(network: Any, inputs: Any, normalisation: Normalisation | No
 
     if isinstance(inputs, tuple):
         return tuple(as_tensor(each)[:2] for each in inputs), None
+    if is_texts(inputs) and not are_image_files(inputs):
+        raise BadInput(
+            f"the data are texts, such as {inputs[0]!r}, and the network takes no {IDS!r}: give a network that reads"
+            " text, or the arrays that this one takes"
+        )
     pictures = are_image_files(inputs) or (isinstance(inputs, list) and any(map(is_picture, inputs)))
     if pictures:
         shape = _picture_size(network, picture(inputs[0]) if are_image_files(inputs) else inputs[0])
@@ -124,6 +151,22 @@ def _check_channels_first(network: Any, shape: Sequence[int]) -> None:
     if len(shape) == 3 and shape[2] == first != shape[0]:
         own = TensorSpec("images", (None, first, *shape[:2]), "float32")
         check_shapes([np.empty((1, *shape))], InputSpec((own,)))
+
+
+def check_example(network: Any, example: Any) -> None:
+    """Raise if that is why a network failed on an example: integers, or images whose channels are not the network's."""
+    from torch import nn
+
+    shape, dtype = tuple(getattr(example, "shape", ())), str(getattr(example, "dtype", "")).removeprefix("torch.")
+    modules = [*network.modules()]
+    if dtype.startswith(("int", "uint")) and not any(isinstance(each, nn.Embedding) for each in modules):
+        raise BadInput(
+            f"the data are {dtype}, and the network takes floats: give x.astype('float32'), scaled as in its training,"
+            " or bytes (uint8) with a normalisation as preprocess"
+        )
+    first = next((each for each in modules if isinstance(each, nn.Conv2d)), None)
+    if first is not None and len(shape) in (3, 4) and (len(shape) == 3 or shape[1] != first.in_channels):
+        check_shapes([example], InputSpec((TensorSpec("images", (None, first.in_channels, None, None), "float32"),)))
 
 
 def _channels_first(shape: Sequence[int]) -> tuple[int, ...]:

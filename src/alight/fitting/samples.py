@@ -66,7 +66,7 @@ class KeptSamples:
         chosen = [index for index, sample in enumerate(self.rows) if sample in place]
         pixels = self.inputs[0][chosen].astype(np.float32)
         if (known := self.spec.normalisation) is not None:
-            mean, std = (np.array(each, dtype=np.float32)[:, None, None] for each in (known.mean, known.std))
+            mean, std = known.by_channel
             pixels = np.clip(pixels * std + mean, 0, 1)
         rows = np.array([place[self.rows[index]] for index in chosen], dtype=np.int64)
         return (pixels, rows) if len(chosen) else None

@@ -12,17 +12,25 @@ from alight import calibrate
 from alight.calibrate.risk_guarantees import Risk
 from alight.costs import Costs
 from alight.data.batches import as_tensor, first_batch
-from alight.display import quantity
+from alight.display import exit_names, layer_label, number, quantity
 from alight.engine.backends.logits import LogitsBackend
 from alight.engine.recorder import record
 from alight.engine.settings import RunSettings
 from alight.errors import BadInput, BudgetTooSmall, Mismatch
 from alight.fitting.calls import Steps, costs_literal, data_literal, settings_literal
+from alight.fitting.checks import (
+    check_given,
+    known_preprocess,
+    warn_of_probabilities,
+    warn_of_shared_samples,
+    warn_of_table,
+)
 from alight.fitting.fitted import Fit, FittedPredictor
 from alight.fitting.heads import SEED, WithHeads, default_training, with_heads
 from alight.fitting.samples import KeptSamples
 from alight.outputs import HeadOutputs
 from alight.policies.policy import ExitAt, Policy
+from alight.policies.route import replay
 from alight.provenance import measured_on
 
 if TYPE_CHECKING:
@@ -35,6 +43,8 @@ HALF = 0.5  # of the validation samples calibrate, the others are the test
 TIMED, SINGLE = 4, 16  # batches that are timed, and single samples
 WORTH = 1.01  # times as fast as the full network at least, in three of four runs, or it does not pay
 LEAST_LABELS = 1_000  # for `auto`: with fewer the method that it chooses is less accurate than `eero` on new samples
+MOST_LOST = 0.02  # of accuracy: beyond that it is said what to do
+LOOKED_AT = 32  # validation samples, before anything is trained
 TRIES, MARGIN = 5, 0.97  # budgets that are tried for a speed-up, and how far below the needed one the next begins
 
 
@@ -55,6 +65,9 @@ class Goal:
         if len(asked) > 1:
             raise BadInput(f"{' and '.join(asked)} are {len(asked)} goals: give one of them")
         loss, speedup = self.max_accuracy_loss, self.speedup
+        for name, example in (("max_accuracy_loss", "0.01 is one point"), ("speedup", "2 is twice as fast")):
+            if not isinstance(asked.get(name, 0.0), int | float):
+                raise BadInput(f"{name} {asked[name]!r} is not a number: {example}")
         if loss is not None and not 0 <= loss < 1:
             raise BadInput(f"max_accuracy_loss {loss:g} must lie in [0, 1): 0.01 is one point")
         if speedup is not None and not 1 < speedup < math.inf:
@@ -99,7 +112,7 @@ def fit(
         max_accuracy_loss: Instead of a budget: 0.01 is one point.
         speedup: Instead of a budget: over the full network, measured here.
         preprocess: The `Normalisation` of images in bytes or files, or a tokenizer of texts.
-        training: None: the heads alone.
+        training: None: the heads alone; everything where a network is named without weights.
         batch_size: Of training, recording and timing.
         progress: Print every step, and the table at the end.
 
@@ -126,15 +139,16 @@ def fit_to(
     progress: bool = True,
 ) -> FittedPredictor:
     """Do what `fit` does, and print nothing but progress."""
-    if validation is None:
-        raise BadInput("there is no validation data: give samples that the network was not trained on")
+    check_given(network, train, validation, training)
     steps = Steps(progress)
     if isinstance(network, Costs):
         return _of_logits(goal, network, train, validation, batch_size, steps)
-    made = with_heads(network, train if train is not None else validation, preprocess, steps)
+    first = train if train is not None else validation
+    made = with_heads(network, first, known_preprocess(preprocess), steps)
     fitting = _Fitting(goal, made, batch_size, steps)
     fitting.check(validation)
     fitting.measure()
+    warn_of_shared_samples(train, validation)
     if train is not None:
         fitting.train(train, training)
     fitting.record(validation)
@@ -155,7 +169,7 @@ class _Fitting:
         self.goal, self.made, self.batch_size, self.steps = goal, made, batch_size, steps
         self.model, self.example = made.model, made.example
         self.speeds: Sequence[SpeedComparison] = ()
-        self.verdict = ""
+        self.verdict, self.mode = "", "none"
 
     def measure(self) -> None:
         """Measure what exits cost, before anything is trained: a goal that is out of reach is refused here."""
@@ -170,10 +184,10 @@ class _Fitting:
             self.costs = measure_costs(self.model, self.example, *measured)
             terms = ", ".join(["model", "example", *map(repr, measured)])
             self.steps.call(f"costs = alight.measure_costs({terms})")
-        pairs = zip(self.model.exits, self.costs.shares(), strict=True)
-        shares = ", ".join(f"{name} {share:.0%}" for name, share in pairs)
+        pairs = zip(self.model.exits[:-1], self.costs.shares(), strict=False)
+        shares = ", ".join(f"{share:.0%} after {layer_label(name)}" for name, share in pairs)
         full = quantity(self.costs.full, self.costs.unit)
-        self.steps.say(f"full network {full} per sample; an answer after {shares}")
+        self.steps.say(f"the full network costs {full} per sample, an answer {shares}")
         if self.goal.budget is not None:
             allowed, cheapest = self.costs.budget(self.goal.budget), float(self.costs.alone.min())
             if allowed < cheapest:
@@ -206,17 +220,35 @@ class _Fitting:
                 exits = f"{validation.num_exits} exits for a network of {self.model.num_exits}"
                 raise Mismatch(f"a table of {exits}: give the validation data instead, or record this network")
         elif not isinstance(validation, Iterator):  # which would lose them
-            batch = first_batch(validation, self.model.input_spec)
+            batch = first_batch(validation, self.model.input_spec, LOOKED_AT)
             if self.model.num_classes is not None:
                 batch.check(self.model.num_classes)
+            self._look_at(batch.inputs)
+
+    def _look_at(self, inputs: Sequence[Any]) -> None:
+        """Say what the network gets, so that values of another range are seen, and warn if it gives probabilities."""
+        import torch
+
+        first = as_tensor(inputs[0])
+        if first.is_floating_point():
+            shape = " x ".join(map(str, first.shape[1:]))
+            low, high = number(float(first.min())), number(float(first.max()))
+            self.steps.say(f"the network gets samples of {shape} numbers, from {low} to {high}")
+        training = self.model.training
+        with torch.inference_mode():
+            logits = self.model.eval()(tuple(as_tensor(each).to(self.made.device) for each in inputs))[-1]
+        self.model.train(training)
+        warn_of_probabilities(logits)
 
     def train(self, data: Any, training: "TrainingSettings | None") -> None:
         """Train the heads, or what the settings say."""
         from alight.training.training import train_heads
 
         settings = training or default_training(self.made, data)
-        what = "heads alone" if settings.mode == "frozen" else f"everything ({settings.mode})"
-        self.steps.say(f"training {what} for {settings.epochs} epochs")
+        self.mode = settings.mode
+        what = "the heads, and nothing else," if settings.mode == "frozen" else f"the whole network ({settings.mode})"
+        why = "" if training or settings.mode == "frozen" else ": nothing says that it is trained"
+        self.steps.say(f"training {what} for {settings.epochs} epochs{why}")
         train_heads(self.model, data, settings, batch_size=self.batch_size, progress=self.steps.progress)
         named = "training" if training else settings_literal(settings)
         self.steps.call(
@@ -234,6 +266,7 @@ class _Fitting:
             table = record(self.model, self.kept, progress=self.steps.progress)
             named = data_literal("validation", validation)
             self.steps.call(f"table = alight.record(model, {named}, batch_size={self.batch_size})")
+        warn_of_table(table, self.model.num_classes)
         self.labelled, self.test = _halves(table, self.steps)
         order = np.random.default_rng(SEED).permutation(len(table))  # as `split` draws it
         self.test_rows = order[len(self.labelled) :]
@@ -261,7 +294,12 @@ class _Fitting:
 
     def _search(self, wanted: float) -> None:
         """Find the largest time budget at which the policy is measured to be this much faster than the full network."""
-        share, least = 1 / wanted, float(self.costs.alone.min() / self.costs.full)
+        share, least = 1 / wanted, float(self.costs.alone[0] / self.costs.full)
+        if least >= 1:
+            slower = f"the first exit takes {least:.2f} times as long as the full network"
+            self.verdict = f"Early exit is not worth it on this machine: {slower}, which answers every sample."
+            self._run_full_network()
+            return
         steps = Steps(False)
         for _ in range(TRIES):
             steps = Steps(False)
@@ -278,23 +316,47 @@ class _Fitting:
     def _time(self) -> None:
         """Time the policy on validation samples, and say whether it pays; a goal in time is given up if not."""
         if self.kept is None:
-            self.verdict = self.verdict or "Not timed: there are recorded outputs, and no samples to run."
+            timed = "Not timed: there are recorded outputs, and no samples to run."
+            self.verdict = " ".join(filter(None, [self.verdict or timed, lost_too_much(self.lost, self.mode)]))
             return
         self.steps.say("timing it against the full network, interleaved")
-        self.speeds = speed, _ = self._compared(self.policy), self._compared(self.policy, batch_size=1, rounds=3)
+        self.speeds = speed, single = self._compared(self.policy), self._compared(self.policy, batch_size=1, rounds=3)
         if len(self.policy.open_exits) == 1 and self.policy.open_exits[0] == self.model.num_exits - 1:
             self.verdict = self.verdict or "The full network answers every sample."
+            self.speeds = [_as_fast(each) for each in self.speeds]
         elif speed.low >= WORTH:
-            paying = f"Early exit pays here: {speed.speedup:.2f}x as fast in batches of {speed.batch_size}."
-            self.verdict = " ".join(filter(None, [self.verdict, paying]))
-            if speed.speedup < MARGIN * (self.goal.speedup or 0):
-                self.verdict += f" That is less than the {self.goal.speedup:g}x asked for, and the most that was found."
-                warnings.warn(self.verdict, stacklevel=5)
+            self._say_that_it_pays(speed, single)
         elif self.goal.unit == "ms":
             self._fall_back(speed)
         else:
-            self.verdict = _not_paying(speed, "It keeps its budget all the same.")
+            then = " ".join(filter(None, ["It keeps its budget all the same.", lost_too_much(self.lost, self.mode)]))
+            self.verdict = _not_paying(speed, then)
             warnings.warn(self.verdict, stacklevel=5)
+
+    @property
+    def lost(self) -> float:
+        """Accuracy lost against the full network on the test samples."""
+        return accuracy_lost(self.policy, self.test)
+
+    def _say_that_it_pays(self, speed: "SpeedComparison", single: "SpeedComparison") -> None:
+        """Say how much faster it is, at what loss of accuracy; warn if much is lost, or less reached than asked for."""
+        faster = f"{speed.speedup:.2f}x as fast in batches of {speed.batch_size}"
+        alone = single.full_latency[0] / single.latency[0]
+        if alone * WORTH < 1:
+            faster += f", {alone:.2f}x sample by sample"
+        too_much = lost_too_much(self.lost, self.mode)
+        if too_much:
+            paying = f"Faster here ({faster}). {too_much}"
+        else:
+            points = 100 * self.lost
+            measured = "Measured here" if self.verdict else "Early exit pays here"
+            paying = f"{measured}: {faster}, {f'{points:.1f} points' if points > 0.05 else 'nothing'} lost."
+        self.verdict = " ".join(filter(None, [self.verdict, paying]))
+        less = speed.speedup < MARGIN * (self.goal.speedup or 0)
+        if less:
+            self.verdict += f" That is less than the {self.goal.speedup:g}x asked for, and the most that was found."
+        if less or too_much:
+            warnings.warn(self.verdict, stacklevel=6)
 
     def _fall_back(self, speed: "SpeedComparison") -> None:
         """Let the full network answer, since exits are not faster."""
@@ -302,12 +364,13 @@ class _Fitting:
         if self.goal.budget is not None and self.costs.full > self.costs.budget(self.goal.budget):
             over = f", which takes {quantity(self.costs.full, self.costs.unit)} per sample and so exceeds the budget"
         self.verdict = _not_paying(speed, f"This predictor runs the full network{over}.")
+        self._run_full_network()
+        self.speeds = [_as_fast(each) for each in self.speeds]
+
+    def _run_full_network(self) -> None:
+        """Let the full network answer every sample, and warn of the reason."""
         warnings.warn(self.verdict, stacklevel=6)
         self.policy = self._exit_at(self.model.num_exits - 1)
-        self.speeds = [
-            replace(each, per_second=each.full_per_second, latency=each.full_latency, speedup=1.0, low=1.0, high=1.0)
-            for each in self.speeds
-        ]
         self.steps.call("policy = full_network(model)", imports=["from alight.planning.timing import full_network"])
 
     def _compared(
@@ -320,7 +383,8 @@ class _Fitting:
         count = SINGLE if size == 1 else batches * size
         inputs = self.kept.inputs if inputs is None and self.kept is not None else self.model.admit(inputs)
         rows = np.arange(count) % len(inputs[0])
-        return compare(self.model, policy, tuple(as_tensor(each)[rows] for each in inputs), size, rounds=rounds)
+        taken = tuple(as_tensor(each)[rows] for each in inputs)
+        return compare(self.model, policy, taken, size, rounds=rounds, progress=self.steps.progress)
 
     def _exit_at(self, index: int) -> Policy:
         terms: dict[str, Any] = {"open_exits": (index,), "num_exits": self.model.num_exits, "unit": self.costs.unit}
@@ -360,13 +424,15 @@ def _of_logits(goal: Goal, costs: Costs, train: Any, validation: Any, batch_size
         table, classes = HeadOutputs.from_logits(logits, labels), np.shape(logits)[-1]
         given = "*validation" if isinstance(validation, tuple) else "validation"
         steps.call(f"table = alight.HeadOutputs.from_logits({given})")
+    warn_of_table(table, classes)
     labelled, test = _halves(table, steps)
     if goal.max_accuracy_loss is not None:
         policy = _within_loss(costs, goal.max_accuracy_loss, labelled, steps)
     else:
         policy = _calibrated(costs, goal.budget or BUDGET, labelled, steps)
-    exits = tuple(f"exit {index}" for index in range(len(costs)))
-    fitted = Fit(policy, costs, labelled, test, exits, str(steps), note=measured_on("numpy"))
+    exits = exit_names((), len(costs))
+    verdict = lost_too_much(accuracy_lost(policy, test))
+    fitted = Fit(policy, costs, labelled, test, exits, str(steps), verdict=verdict, note=measured_on("numpy"))
     return FittedPredictor(LogitsBackend(exits, policy.open_exits, classes, table.fingerprint), fitted, batch_size)
 
 
@@ -383,7 +449,7 @@ def default_method(labelled: HeadOutputs) -> str:
 def _calibrated(costs: Costs, budget: float | str, labelled: HeadOutputs, steps: Steps) -> Policy:
     """Return the best method's policy for a budget, with a guarantee."""
     name = default_method(labelled)
-    steps.say(f"calibrating for {budget} on {len(labelled):,} samples, with a guarantee")
+    steps.say(f"calibrating for {budget} on {len(labelled):,} samples: some choose the policy, the others certify it")
     method = calibrate.certified_probability(calibrate.METHODS[name], seed=SEED)
     steps.call(
         f"method = calibrate.certified_probability(calibrate.{name}, seed={SEED})",
@@ -403,6 +469,33 @@ def _within_loss(costs: Costs, loss: float, labelled: HeadOutputs, steps: Steps)
         imports=["from alight import calibrate"],
     )
     return calibrate.certified_risk(calibrate.eero, risk=risk, alpha=loss, seed=SEED)(costs, None, labelled)
+
+
+def accuracy_lost(policy: Policy, test: HeadOutputs) -> float:
+    """Return by how much a policy is less accurate than the last exit; without labels, how often it disagrees."""
+    return float(test.correct()[:, -1].mean()) - replay(policy, test).accuracy(test.truth())
+
+
+def lost_too_much(lost: float, mode: str = "none") -> str:
+    """Return what to do about a large loss of accuracy, in a sentence; nothing where it is small.
+
+    >>> lost_too_much(0.004)
+    ''
+    """
+    if lost <= MOST_LOST:
+        return ""
+    better = "train the whole network with its exits (mode='joint')" if mode == "frozen" else "train longer"
+    train = "" if mode == "none" else f", {better}"
+    return (
+        f"{100 * lost:.1f} points of accuracy are lost at this budget: raise it{train}, or ask for"
+        " max_accuracy_loss=0.01 instead."
+    )
+
+
+def _as_fast(speed: "SpeedComparison") -> "SpeedComparison":
+    """Return the comparison of the full network with itself."""
+    same: dict[str, Any] = {"per_second": speed.full_per_second, "latency": speed.full_latency}
+    return replace(speed, **same, speedup=1.0, low=1.0, high=1.0)
 
 
 def _not_paying(speed: "SpeedComparison", then: str) -> str:

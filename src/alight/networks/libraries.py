@@ -152,7 +152,11 @@ def from_transformers(
     settings, normalisation = {} if num_classes is None else {"num_labels": num_classes}, None
     if isinstance(source, str) or hasattr(source, "__fspath__"):
         _check_folder(source)
-        config = auto.AutoConfig.from_pretrained(source, trust_remote_code=False, **settings)
+        try:
+            config = auto.AutoConfig.from_pretrained(source, trust_remote_code=False, **settings)
+        except ValueError as error:
+            reason = str(error).partition("\n")[0]
+            raise BadInput(f"{str(source)!r} is not a network of transformers ({reason}): give one's folder") from error
         network = _auto_class(config).from_pretrained(source, config=config, trust_remote_code=False)
         normalisation = _processor_normalisation(source) if "Image" in _auto_class(config).__name__ else None
     else:
@@ -164,18 +168,29 @@ def from_transformers(
         raise BadInput(
             f"the network was trained for {task}: {ONE_CLASS}; if it is not, set config.problem_type to None"
         )
-    names = tuple(config.id2label[index] for index in range(config.num_labels))
     model = attach_heads(
         network,
         _places(after, count),
         example=_transformers_example(config) if example is None else example,
         head=head,
         normalisation=normalisation,
-        classes=() if names == tuple(f"LABEL_{index}" for index in range(len(names))) else names,
+        classes=own_classes(network),
     )
     model.recipe |= {"source": "transformers", "name": config.model_type, "arguments": _config_settings(config)}
     model.tokenizer = _tokenizer_beside(source, model)
     return model
+
+
+def own_classes(network: Any) -> tuple[str, ...]:
+    """Return the names that a network of transformers has for its classes; none of others, or where they are numbers.
+
+    >>> own_classes(nn.Linear(2, 2))
+    ()
+    """
+    config = getattr(network, "config", None)
+    named = getattr(config, "id2label", None) or {}
+    names = tuple(named.get(index, f"LABEL_{index}") for index in range(getattr(config, "num_labels", 0)))
+    return () if names == tuple(f"LABEL_{index}" for index in range(len(names))) else names
 
 
 LIBRARIES: dict[str, Callable[..., MultiExitModel]] = {
@@ -231,6 +246,8 @@ def _from_zoo(
 ) -> MultiExitModel:
     """Return the network zoo:NAME, with its own exits."""
     library, _, name = network.partition(":")
+    if network.endswith((".pt", ".pth", ".safetensors")):
+        raise BadInput(f"{network} holds weights alone: load them into the module that they are of, and give that")
     if library != "zoo" or name not in ZOO:
         raise BadInput(
             f"network {network!r}: write timm:NAME, torchvision:NAME, transformers:FOLDER, FILE.py:NAME, or zoo:NAME"
@@ -358,6 +375,8 @@ def _check_folder(source: Any) -> None:
     is_path = not isinstance(source, str) or place.is_absolute() or source.startswith((".", "~"))
     if (is_path or len(place.parts) > 2) and not place.is_dir():
         raise BadInput(f"there is no folder {str(source)!r}: check the path, or give a name of the hub, as owner/name")
+    if place.is_dir() and not (place / "config.json").is_file():
+        raise BadInput(f"the folder {str(source)!r} has no config.json: give one that transformers saved a network to")
 
 
 def _timm_network(name: str, *, pretrained: bool = False, from_hub: bool = False, **arguments: Any) -> Any:

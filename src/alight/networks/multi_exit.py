@@ -278,7 +278,7 @@ class MultiExitModel(nn.Module):
             )
         network = StagesInOrder(self.stages)
         weight = next((each for each in self.parameters()), torch.empty(0))
-        given = {name: each.to(weight.device) for name, each in self.reference.items()}
+        given = {name: each.clone().to(weight.device) for name, each in self.reference.items()}  # which they may change
         expected = given.pop("logits")
         with in_mode(network, training=False):
             made = network(*given.values())

@@ -283,7 +283,8 @@ def _check_layers(
     few = tuple(each[:2] for each in batch)
     whole = model.network or StagesInOrder(own)
     with in_mode(whole, training=False):
-        reference = {str(index): each for index, each in enumerate(few)} | {"logits": inputs.run(whole, few)}
+        logits = inputs.run(whole, tuple(each.clone() for each in few))  # it may write into them
+    reference = {**{str(index): each for index, each in enumerate(few)}, "logits": logits}
     return _known_sizes(model, few, is_same), reference
 
 

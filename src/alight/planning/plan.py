@@ -171,7 +171,7 @@ def plan(
         right = float(testing.correct()[:, baseline].mean())
         terms: dict[str, Any] = {"settings": settings, "tuned": tuned}
         full = Plan(alone, False, 0.0, 0.0, right, right, costs, batch_size, model, **terms)
-        if policy is None or policy.open_exits == alone.open_exits:
+        if policy is None or (isinstance(model, Cascade) and policy.open_exits == alone.open_exits):
             throughput = _throughputs(full, example, alone)[0]
             alike = f"No cascade is better than one of its networks here: use {model.exits[baseline]} alone."
             return _at(full, throughput, alike if policy else _nothing_cheaper(loss, len(labelled)))

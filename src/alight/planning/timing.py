@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
+from tqdm import tqdm
 
 from alight.data.batches import as_inputs
 from alight.display import aligned, quantity
@@ -25,7 +26,8 @@ Floats = npt.NDArray[np.float64]
 SECONDS = 0.3  # of a run at least, or the clock and other work on the machine count for more than the network
 DRAWN = 50  # times as many samples as are needed, of which those are taken that leave as planned
 SHORT = 0.03  # seconds of a run of one stage, which is repeated
-ROUNDS = 5
+ROUNDS, FEWEST = 5, 3
+LONGEST = 60.0  # seconds of rounds: no more than the fewest are run beyond that
 
 
 Network = MultiExitModel | Cascade
@@ -155,6 +157,7 @@ def compare(
     rebatch: bool = True,
     allow_mismatch: bool = False,
     rounds: int = ROUNDS,
+    progress: bool = False,
 ) -> SpeedComparison:
     """Return the predictor beside the full network on these inputs, in batches of this size."""
     full, early = (
@@ -163,12 +166,22 @@ def compare(
     )
     state = early.place(inputs, len(as_inputs(inputs, early.backend.inputs)[0]))
     decisions, full_decisions = early(state), full(state)
-    runs = np.array([[seconds(each, state) for each in (full, early)] for _ in range(rounds)])
+    runs = _rounds((full, early), state, rounds, f"time, batches of {batch_size}", progress)
     low, middle, high = np.quantile(runs[:, 0] / runs[:, 1], [0.25, 0.5, 0.75]).tolist()
-    rates = (len(decisions) / np.median(runs, axis=0)).tolist()
+    rate = len(decisions) / float(np.median(runs[:, 0]))
     latencies = [_latency(each, state, batch_size) for each in (full, early)]
-    times = (rates[0], rates[1], middle, low, high, latencies[0], latencies[1])
+    times = (rate, rate * middle, middle, low, high, latencies[0], latencies[1])
     return SpeedComparison(batch_size, *times, decisions, full_decisions)
+
+
+def _rounds(predictors: Sequence[Predictor], state: State, rounds: int, title: str, progress: bool) -> Floats:
+    """Return the seconds of each predictor, interleaved, (rounds, predictors): fewer rounds where they take long."""
+    runs: list[list[float]] = []
+    with tqdm(total=rounds, desc=title, unit="round", disable=not progress) as bar:
+        while len(runs) < rounds and (len(runs) < FEWEST or np.sum(runs) < LONGEST):
+            runs.append([seconds(each, state) for each in predictors])
+            bar.update()
+    return np.array(runs)
 
 
 def _latency(predictor: Predictor, state: State, batch_size: int) -> tuple[float, float]:

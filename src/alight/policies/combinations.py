@@ -79,8 +79,8 @@ class Combination(ABC):
             answers[:, exit_index], scores[:, exit_index], memory = seen
             if quality is not None:
                 quality[:, exit_index] = outputs.quality_of(answers[:, exit_index], np.full(len(outputs), exit_index))
-        unread: dict[str, Any] = {"features": {}} | dict.fromkeys(TOP)
-        return replace(outputs, scores=scores, predictions=answers, score=self.score, quality=quality, **unread)
+        table = replace(outputs, predictions=answers, quality=quality, features={}, top=None)
+        return replace(table, scores=scores, score=self.score)
 
     def check(self, open_exits: Sequence[int]) -> None:
         """Raise `BadInput` unless it was fitted for just these open exits: it remembers the outputs of each."""

@@ -3,19 +3,18 @@
 import asyncio
 import base64
 import hashlib
-import logging
-import math
-from collections.abc import AsyncIterator, Sequence
+import io
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from functools import cache
+from dataclasses import replace
+from functools import cache, partial
 from importlib.resources import files
-from pathlib import Path
 from string import Template
 
-from anyio import CapacityLimiter
 from anyio.to_thread import run_sync
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse
+from PIL import Image
 from starlette.datastructures import UploadFile
 from starlette.exceptions import HTTPException
 
@@ -23,10 +22,14 @@ from alight import __version__
 from alight.costs import Costs
 from alight.errors import AlightError
 from alight.policies.paced import Paced
-from alight.serve.ledger import RESERVE, SpendLedger, resume_state
-from alight.serve.model import Sample, ServedModel, measure_timings
-from alight.serve.monitoring import LimitsMiddleware, Metrics, error_response, log_event
-from alight.serve.protocol import add_protocol
+from alight.serve.access import Access
+from alight.serve.admission import Admission, warm_up
+from alight.serve.fleet import FleetLedger
+from alight.serve.hosting import ModelHost
+from alight.serve.middleware import LimitsMiddleware, error_response
+from alight.serve.monitoring import log_event
+from alight.serve.protocol import add_inference_protocol
+from alight.serve.reading import FORMATS, MAX_LETTERS, count_samples, open_request, read_samples
 from alight.serve.requests import (
     FORM,
     JSON,
@@ -34,7 +37,6 @@ from alight.serve.requests import (
     BudgetResponse,
     ExitCount,
     HealthResponse,
-    Limits,
     PolicyInfo,
     PredictOptions,
     PredictRequest,
@@ -44,13 +46,12 @@ from alight.serve.requests import (
     check_content_type,
     error_schemas,
     parse,
-    read_request,
-    read_samples,
     request_body,
 )
-from alight.serve.worker import BatchWorker, QueuedRequest
+from alight.serve.service import Service, body_of
+from alight.serve.worker import BatchWorker
 
-DECODERS = 4  # requests that are decoded at once: each may hold an image of as many pixels as are taken
+LOOK = 1.0  # seconds between two looks at the workers
 PAGE_RULES = (
     "default-src 'none'; style-src 'sha256-{}'; script-src 'sha256-{}'; connect-src 'self'; img-src data: blob:;"
     " base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
@@ -59,28 +60,31 @@ FILES = PredictOptions.model_json_schema() | {"required": ["images"]}  # of a fo
 FILES["properties"]["images"] = {"type": "array", "items": {"type": "string", "format": "binary"}}
 
 
-def build_app(model: ServedModel, state: Path | None, limits: Limits, token: str | None = None) -> FastAPI:
-    """Return the application of a network: its stream is resumed, its exits are timed, its worker starts with it."""
-    ledger = SpendLedger(resume_state(state, model.policies), state, max(RESERVE, 4 * limits.batch))
-    timings = measure_timings(model, limits.batch)
-    for name, policy in model.policies.items():
-        if not isinstance(policy, Paced):
-            log_event("no guarantee for the stream", logging.WARNING, policy=name, advice="calibrate --contract stream")
-    worker = BatchWorker(model, ledger, timings, limits, Metrics(model.exits))
+def build_app(host: ModelHost, access: Access | None = None) -> FastAPI:
+    """Return the application of these models; their workers start and end with it."""
+    limits = host.limits
+    letters = MAX_LETTERS * limits.tokens
+    body = limits.body or max(worker.model.largest_body(limits.batch, letters) for worker in host.workers)
+    service = Service(host, Admission(limits, body, host.metrics))
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        worker.start()
+        await run_sync(_warm_up, service)
+        host.start()
+        looking = asyncio.create_task(_look_after(host))
         yield
-        await run_sync(worker.close)
-        log_event("drained", samples=sum(worker.metrics.counts))
+        looking.cancel()
+        await run_sync(host.close)
+        service.admission.close()
+        log_event("drained", samples=sum(sum(worker.counts) for worker in host.workers))
 
     app = FastAPI(
         title="alight", version=__version__, docs_url=None, redoc_url=None, lifespan=lifespan, redirect_slashes=False
     )
-    app.add_middleware(LimitsMiddleware, limits=limits, metrics=worker.metrics, token=token)
-    _add_predictions(app, worker)
-    _add_operations(app, worker)
+    app.add_middleware(LimitsMiddleware, admission=service.admission, access=access or Access())
+    _add_predictions(app, service)
+    _add_operations(app, service)
+    add_inference_protocol(app, service)
 
     @app.exception_handler(HTTPException)
     async def refused(_: Request, error: Exception) -> Response:
@@ -90,9 +94,34 @@ def build_app(model: ServedModel, state: Path | None, limits: Limits, token: str
     return app
 
 
-def _add_predictions(app: FastAPI, worker: BatchWorker) -> None:
-    model, limits, decoders = worker.model, worker.limits, CapacityLimiter(DECODERS)
-    add_protocol(app, worker, _answer, decoders)
+async def _look_after(host: ModelHost) -> None:
+    """Replace workers that have ended."""
+    while True:
+        await asyncio.sleep(LOOK)
+        for worker in host.workers:
+            worker.revive()
+
+
+def _warm_up(service: Service) -> None:
+    """Read one picture of each format, or a text, in every thread, so that the first request is as fast as others."""
+    for worker in service.host.workers:
+        model = worker.model
+        values: list[str | bytes] = ["a few words"] if model.tokenize else [*map(_picture, FORMATS)]
+        if model.input_kind != "arrays":
+            limits = replace(service.limits, batch=len(values), queue=max(len(values), service.limits.queue))
+            unread = count_samples(model.input_kind, values, model, limits)
+            warm_up(service.admission, partial(read_samples, unread, model, limits))
+
+
+def _picture(kind: str) -> bytes:
+    """Return a small image file."""
+    file = io.BytesIO()
+    Image.new("RGB", (64, 64)).save(file, kind)
+    return file.getvalue()
+
+
+def _add_predictions(app: FastAPI, service: Service) -> None:
+    limits = service.limits
 
     @app.post(
         "/predict",
@@ -100,12 +129,16 @@ def _add_predictions(app: FastAPI, worker: BatchWorker) -> None:
         responses=error_schemas(),
         openapi_extra=request_body(JSON, PredictRequest.model_json_schema()),
     )
-    async def predict(request: Request) -> PredictResponse:
+    async def predict(request: Request, model: str | None = None, version: str | None = None) -> PredictResponse:
         """Answer samples that come as JSON."""
         check_content_type(request, JSON)
-        content = await request.body()
-        options, samples = await run_sync(read_request, content, model, limits, limiter=decoders)
-        return await _answer(request, worker, samples, options)
+        hosted = service.host.find(model, version)
+        async with service.in_time(request) as until:
+            content = await body_of(request)
+            arguments = open_request, content, hosted.worker.model, limits
+            options, unread = await service.counted(len(content), until, *arguments)
+            del content, arguments
+            return await service.answer(request, hosted, unread, options)
 
     @app.post(
         "/predict/files",
@@ -113,54 +146,43 @@ def _add_predictions(app: FastAPI, worker: BatchWorker) -> None:
         responses=error_schemas(),
         openapi_extra=request_body(FORM, FILES),
     )
-    async def predict_files(request: Request) -> PredictResponse:
+    async def predict_files(request: Request, model: str | None = None, version: str | None = None) -> PredictResponse:
         """Answer images that come as files."""
         check_content_type(request, FORM)
-        async with request.form(max_fields=8, max_part_size=limits.body) as form:
-            files = [await part.read() for part in form.getlist("images") if isinstance(part, UploadFile)]
-            if len(files) < len(form.getlist("images")) or set(form) - {"images", "budget", "deadline_ms"}:
-                raise RequestRefused(422, "send images as files, and at most budget and deadline_ms beside them")
-            options = parse(PredictOptions, {name: form[name] for name in ("budget", "deadline_ms") if name in form})
-        samples = await run_sync(read_samples, "images", files, model, limits, limiter=decoders)
-        return await _answer(request, worker, samples, options)
+        hosted = service.host.find(model, version)
+        async with service.in_time(request) as until:
+            async with request.form(max_fields=8, max_part_size=service.admission.body) as form:
+                images = [await part.read() for part in form.getlist("images") if isinstance(part, UploadFile)]
+                if len(images) < len(form.getlist("images")) or set(form) - {"images", "budget", "deadline_ms"}:
+                    raise RequestRefused(422, "send images as files, and at most budget and deadline_ms beside them")
+                given = {name: form[name] for name in ("budget", "deadline_ms") if name in form}
+                options = parse(PredictOptions, given)
+            arguments = count_samples, "images", images, hosted.worker.model, limits
+            unread = await service.counted(sum(map(len, images)), until, *arguments)
+            return await service.answer(request, hosted, unread, options)
 
 
-async def _answer(
-    request: Request, worker: BatchWorker, samples: Sequence[Sample], options: PredictOptions
-) -> PredictResponse:
-    """Queue the samples of a request, and wait for their predictions."""
-    arrived: float = request.scope["state"]["arrived"]
-    deadline = math.inf if options.deadline_ms is None else arrived + 1e-3 * options.deadline_ms
-    queued = QueuedRequest(samples, options.budget, deadline, arrived)
-    worker.submit(queued)
-    try:
-        response = await asyncio.wait_for(asyncio.wrap_future(queued.response), worker.limits.timeout)
-    except TimeoutError as error:
-        raise RequestRefused(504, f"there was no answer within {worker.limits.timeout:g} seconds") from error
-    exits = [prediction.exit for prediction in response.predictions]
-    request.scope["state"]["logged"] = {"samples": len(exits), "exits": exits[:32], "policy": response.policy}
-    return response
+def _add_operations(app: FastAPI, service: Service) -> None:
+    host = service.host
 
-
-def _add_operations(app: FastAPI, worker: BatchWorker) -> None:
-
-    @app.get("/budget", responses=error_schemas(400, 401))
-    async def budget() -> BudgetResponse:
+    @app.get("/budget", responses=error_schemas(400, 401, 403, 404))
+    async def budget(model: str | None = None, version: str | None = None) -> BudgetResponse:
         """Return the policy in force, and the policies that may be."""
-        return _budget(worker)
+        return _budget(host.find(model, version).worker)
 
     @app.put(
         "/budget",
         response_model=BudgetResponse,
-        responses=error_schemas(400, 401, 408, 413, 415, 422, 503),
+        responses=error_schemas(400, 401, 403, 404, 408, 413, 415, 422, 503),
         openapi_extra=request_body(JSON, BudgetChange.model_json_schema()),
     )
-    async def change(request: Request) -> BudgetResponse:
-        """Put another policy in force, between two batches."""
+    async def change(request: Request, model: str | None = None, version: str | None = None) -> BudgetResponse:
+        """Put another policy in force, between two batches; with a shared ledger, for all replicas."""
         check_content_type(request, JSON)
-        name = _chosen(worker, parse(BudgetChange, await request.body()))
+        worker = host.find(model, version).worker
+        name = _chosen(worker, parse(BudgetChange, bytes(await body_of(request))))
         try:
-            await asyncio.wait_for(asyncio.wrap_future(worker.change_policy(name)), worker.limits.timeout)
+            await asyncio.wait_for(asyncio.wrap_future(worker.change_policy(name)), service.limits.timeout)
         except TimeoutError as error:
             raise RequestRefused(503, "the service is stopping: ask another one", 1) from error
         except OSError as error:
@@ -168,34 +190,49 @@ def _add_operations(app: FastAPI, worker: BatchWorker) -> None:
         log_event("budget changed", policy=name, budget=worker.model.policies[name].budget)
         return _budget(worker)
 
-    @app.get("/status", responses=error_schemas(400, 401))
-    async def status() -> StatusResponse:
+    @app.get("/status", responses=error_schemas(400, 401, 403, 404))
+    async def status(model: str | None = None, version: str | None = None) -> StatusResponse:
         """Return samples and spend since the start, and the state of the stream."""
-        return _status(worker)
+        return _status(host.find(model, version).worker)
 
     @app.get("/healthz", responses={503: {"model": HealthResponse}})
     async def healthz() -> Response:
-        """Return whether the process should stay alive."""
-        state, status = ("the worker has ended", 503) if worker.failed else ("alive", 200)
+        """Return whether the process should stay alive: the workers finish their batches."""
+        stalled = [worker.name for worker in host.workers if worker.stalled]
+        state, status = (f"no answers from {', '.join(stalled)}", 503) if stalled else ("alive", 200)
         return JSONResponse({"state": state}, status)
 
     @app.get("/readyz", responses={503: {"model": HealthResponse}})
     async def readyz() -> Response:
         """Return whether requests should be sent here."""
-        state, status = ("ready", 200) if worker.ready else ("starting or stopping", 503)
+        state, status = ("ready", 200) if host.ready else ("starting or stopping", 503)
         return JSONResponse({"state": state}, status)
 
-    @app.get("/metrics", responses=error_schemas(400, 401), response_class=PlainTextResponse)
+    @app.get("/metrics", responses=error_schemas(400, 401, 403), response_class=PlainTextResponse)
     async def metrics() -> PlainTextResponse:
         """Return the metrics for Prometheus."""
-        text = worker.metrics.text(worker.ledger.state, worker.queued)
-        return PlainTextResponse(text, media_type="text/plain; version=0.0.4")
+        for worker in host.workers:
+            _show(worker)
+        for lane in (service.admission.quick, service.admission.slow):
+            host.metrics.lane_bytes.labels(lane.name).set(lane.bytes)
+            host.metrics.lane_seconds.labels(lane.name).set(lane.wait)
+        return PlainTextResponse(host.metrics.text(), media_type="text/plain; version=0.0.4")
 
     @app.get("/", include_in_schema=False)
     async def show_page() -> HTMLResponse:
         """Return a page to try the service."""
         content, headers = page()
         return HTMLResponse(content, headers=headers)
+
+
+def _show(worker: BatchWorker) -> None:
+    """Set the gauges of a worker."""
+    state, metrics = worker.ledger.state, worker.metrics
+    metrics.queue.labels(worker.name).set(worker.admitted)
+    metrics.show_stream(worker.name, state.name, state.policy, state.pace)
+    if isinstance(worker.ledger, FleetLedger):
+        metrics.ledger_up.labels(worker.name).set(worker.ledger.up)
+        metrics.credit.labels(worker.name, state.name, state.policy.unit).set(worker.ledger.credit)
 
 
 def _budget(worker: BatchWorker) -> BudgetResponse:
@@ -234,22 +271,24 @@ def _chosen(worker: BatchWorker, change: BudgetChange) -> str:
 
 
 def _status(worker: BatchWorker) -> StatusResponse:
-    state, metrics, model = worker.ledger.state, worker.metrics, worker.model
+    state, model = worker.ledger.state, worker.model
     costs = dict(zip(state.policy.open_exits, state.policy.costs, strict=True))
     return StatusResponse(
         policy=state.name,
         budget=state.policy.budget,
         unit=state.policy.unit,
-        samples=sum(metrics.counts),
-        spent=metrics.total_spent,
-        allowed=metrics.total_allowed,
+        samples=sum(worker.counts),
+        spent=worker.spent,
+        allowed=worker.allowed,
         max_overspend=state.policy.costs[-1] if isinstance(state.policy, Paced) else None,
         exits=[
-            ExitCount(exit=index, name=name, cost=costs.get(index), samples=metrics.counts[index])
+            ExitCount(exit=index, name=name, cost=costs.get(index), samples=worker.counts[index])
             for index, name in enumerate(model.exits)
         ],
-        queue=worker.queued,
+        queue=worker.admitted,
         alarm=state.pace.alarmed,
+        disagreement=worker.watch.disagreements / worker.watch.samples if worker.watch.samples else None,
+        disagreement_alarm=worker.watch.alarmed,
         input_kind=model.input_kind,
         input_shape=list(model.shape),
         max_samples=worker.limits.batch,

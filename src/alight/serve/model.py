@@ -5,10 +5,11 @@ Every call into the engine is in this file: `load_served_model` and `ServedModel
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import numpy as np
@@ -18,9 +19,9 @@ from alight.data.tokens import TOKENIZER, Texts
 from alight.engine.manifest import Manifest, exported_tokenizer
 from alight.engine.predictor import Predictor, load_network
 from alight.engine.settings import RunSettings
+from alight.engine.walk import Answers
 from alight.errors import BadInput
 from alight.files import CASCADE, MANIFEST
-from alight.outputs import Decisions
 from alight.policies import load_policy
 from alight.policies.limits import capped
 from alight.policies.paced import Pace
@@ -29,7 +30,11 @@ from alight.policies.policy import Policy, Threshold
 ROUNDS = 3  # of which the fastest counts: the others are slowed down by noise of the machine
 WEIGHT = 0.1  # of the latest batch in the running estimate of the machine's speed
 
-Sample = np.ndarray | str  # a batch of one as the network takes it, or a text
+PICTURES = 16 * 2**20  # bytes of a request with image files, whose sizes are not known
+NUMBER, LETTER = 24, 4  # bytes of a number in JSON and of a letter in UTF-8, at most
+MOST_BYTES = 64 * 2**20  # of any request: send more in several
+
+Sample = np.ndarray | Mapping[str, np.ndarray]  # a batch of one as the network takes it; of a text its tokens
 
 
 @dataclass(frozen=True)
@@ -41,6 +46,7 @@ class ServedModel:
     tokenize: Texts | None  # of a network that reads text
     exits: tuple[str, ...]
     engine: str  # which library runs it
+    tokenizing: Lock = field(default_factory=Lock)  # held by tokenizers that are not thread-safe
 
     @property
     def policies(self) -> dict[str, Policy]:
@@ -65,31 +71,53 @@ class ServedModel:
     def example(self) -> Sample:
         """Return a sample such as the network takes, to warm up with."""
         if self.tokenize:
-            return "a few words to begin with, about as many as people write when they ask for something"
+            return self.tokenize(["a few words to begin with, about as many as people write when they ask something"])
         if not self.shape or None in self.shape:
             raise BadInput("the network does not say what it takes: build it with attach_heads, which keeps an example")
         return np.zeros((1, *(int(size or 0) for size in self.shape)), dtype=self.dtype)
 
+    def largest_body(self, samples: int, letters: int) -> int:
+        """Return the bytes that a request with so many samples needs at most, texts with so many letters each.
+
+        >>> from alight.data.preprocess import TensorSpec
+        >>> spec = InputSpec((TensorSpec("rows", (None, 100), "float32"),))
+        >>> ServedModel({}, spec, None, (), "").largest_body(samples=32, letters=0)
+        142336
+        """
+        numbers = math.prod(int(size or 1) for size in self.shape)
+        content = samples * (LETTER * letters if self.tokenize else NUMBER * numbers)
+        return min(MOST_BYTES, max(2**16 + content, PICTURES if self.input_kind == "images" else 0))
+
     def batch(self, samples: Sequence[Sample]) -> Any:
         """Return samples as one batch of inputs."""
-        return self.tokenize([*map(str, samples)]) if self.tokenize else np.concatenate(samples)
+        if self.tokenize is None:
+            return np.concatenate([*map(np.asarray, samples)])
+        columns = {name: [sample[name][0] for sample in samples] for name in self.spec.names}
+        if len({len(row) for row in columns[self.spec.names[0]]}) == 1:
+            return {name: np.stack(rows) for name, rows in columns.items()}
+        return self.tokenize.pad(columns)
 
     def decide(
         self, name: str, samples: Sequence[Sample], first: int, limits: Sequence[int], pace: Pace | None
-    ) -> tuple[Decisions, Pace | None]:
-        """Decide samples, numbered from `first`, under a policy, and return the pace of its stream after them.
+    ) -> Generator[Answers, None, Pace | None]:
+        """Yield the answers of samples, numbered from `first`, as they leave; return the pace of the stream after them.
 
         A sample leaves at the latest at the open exit of its limit. `pace` is None where the policy keeps none.
         """
         predictor = self.predictors[name]
-        numbers, last = [*range(first, first + len(samples))], len(predictor.policy.costs) - 1
+        numbers, last = np.arange(first, first + len(samples)), len(predictor.policy.costs) - 1
         if min(limits) < last:
-            bounds = {number: limit for number, limit in zip(numbers, limits, strict=True) if limit < last}
+            bounds = {number: limit for number, limit in zip(numbers.tolist(), limits, strict=True) if limit < last}
             predictor = predictor.with_policy(capped(predictor.policy, bounds))
         if pace is not None:
             predictor.memory = (pace,)
-        decisions = predictor(self.batch(samples), numbers)
-        return decisions, None if pace is None else predictor.memory[0]
+        yield from predictor.answers(self.batch(samples), numbers)
+        return None if pace is None else predictor.memory[0]
+
+    def full_answers(self, name: str, samples: Sequence[Sample]) -> np.ndarray:
+        """Return the classes of samples that run to the last open exit of a policy, whatever it decides."""
+        predictor = self.predictors[name]
+        return predictor.with_policy(to_the_end(predictor.policy))(self.batch(samples)).predictions
 
 
 def load_policies(paths: Sequence[Path]) -> dict[str, Policy]:
@@ -182,15 +210,20 @@ class ExitTiming:
         self.per_sample = (1 - WEIGHT) * self.per_sample + WEIGHT * seconds / count
 
 
+def to_the_end(policy: Policy) -> Policy:
+    """Return the policy under which every sample goes to the last open exit of this one."""
+    return Threshold(thresholds=(math.inf,) * (len(policy.costs) - 1), **policy.terms())
+
+
 def measure_timings(model: ServedModel, max_batch: int) -> dict[str, ExitTiming]:
     """Measure how long exits take under every policy; policies that open the same exits share a timing."""
     sample = model.example()
     batch, single = model.batch([sample] * max_batch), model.batch([sample])
     timings: dict[tuple[int, ...], ExitTiming] = {}
     for predictor in model.predictors.values():
-        costs, terms = predictor.policy.costs, predictor.policy.terms()
-        policy = Threshold(thresholds=(math.inf,) * (len(costs) - 1), **terms)  # every sample goes to the last exit
+        policy = to_the_end(predictor.policy)
         if policy.open_exits not in timings:
+            costs = policy.costs
             exits = [_seconds(predictor, capped(policy, {0: last}), single, 1) for last in range(len(costs))]
             growth = max(1.0, _seconds(predictor, policy, batch, max_batch) / exits[-1])
             timings[policy.open_exits] = ExitTiming(np.maximum.accumulate(exits).tolist(), growth, max_batch)

@@ -1,51 +1,28 @@
-"""Around every request: it is bounded, authorised, logged as one line of JSON, and counted for Prometheus."""
+"""What people see of a running service: lines of JSON, metrics for Prometheus, and traces by OpenTelemetry."""
 
-import asyncio
-import hmac
+import importlib.util
 import json
 import logging
-import re
-import secrets
+import platform
+import sys
+import threading
 import time
-import traceback
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.process_collector import ProcessCollector
-from starlette.exceptions import HTTPException
-from starlette.responses import JSONResponse
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from alight.outputs import Decisions
-from alight.serve.ledger import SpendState
-from alight.serve.requests import Limits, RequestRefused
+from alight import __version__
+from alight.policies.paced import Pace
+from alight.policies.policy import Policy
 
-MAX_BODIES = 16  # times the largest request: bytes of all requests under way
-REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")  # as clients may name a request
-PATHS = ("/", "/predict", "/predict/files", "/budget", "/status", "/healthz", "/readyz", "/metrics", "/openapi.json")
-PATHS += ("/v2", "/v2/health/live", "/v2/health/ready", "/v2/models/alight", "/v2/models/alight/ready")
-PATHS += ("/v2/models/alight/infer",)
-PUBLIC = (
-    "/",
-    "/healthz",
-    "/readyz",
-    "/v2/health/live",
-    "/v2/health/ready",
-)  # the page, which holds no data, and probes
-QUIET = (
-    "/healthz",
-    "/readyz",
-    "/metrics",
-    "/status",
-    "/v2/health/live",
-    "/v2/health/ready",
-)  # paths logged at level debug
 LOGGER = logging.getLogger("alight.serve")
-OTHERS = ("uvicorn", "uvicorn.error", "uvicorn.access", "fastapi", "python_multipart", "PIL")
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
+PAST = (1.0, 2.0, 4.0)  # times the timeout: the last buckets
 SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+OF_STREAM = ["model", "policy", "unit"]  # labels
 
 
 def log_event(name: str, level: int = logging.INFO, **values: object) -> None:
@@ -79,173 +56,130 @@ class JsonFormatter(logging.Formatter):
 
 
 def log_as_json(level: str) -> None:
-    """Write everything that this process logs as lines of JSON."""
+    """Write everything that this process logs, and errors that end a thread, as lines of JSON."""
     handler = logging.StreamHandler()
     handler.setFormatter(JsonFormatter())
-    for name in (LOGGER.name, *OTHERS):
-        logger = logging.getLogger(name)
-        logger.handlers, logger.propagate = [handler], False
-        logger.setLevel(level.upper() if name == LOGGER.name else logging.ERROR)
+    root = logging.getLogger()
+    root.handlers = [handler]
+    root.setLevel(logging.ERROR)
+    LOGGER.setLevel(level.upper())
+    logging.captureWarnings(True)
+    threading.excepthook = lambda args: LOGGER.critical(
+        "thread ended", exc_info=(args.exc_type, args.exc_value or args.exc_type(), args.exc_traceback)
+    )
 
 
 class Metrics:
     """Counters and gauges of one service, in a registry of its own.
 
-    >>> metrics = Metrics(["layer1", "end"])
+    >>> metrics = Metrics()
     >>> metrics.requests.labels("/predict", "200").inc()
     >>> metrics.registry.get_sample_value("alight_requests_total", {"path": "/predict", "status": "200"})
     1.0
     """
 
-    def __init__(self, exits: Sequence[str]) -> None:
-        self.registry = registry = CollectorRegistry()
-        ProcessCollector(registry=registry)
-        self._exits = list(exits)
-        self.requests = Counter("alight_requests", "Requests by path and status", ["path", "status"], registry=registry)
-        self.seconds = Histogram(
-            "alight_request_seconds", "From the first byte to the answer", ["path"], buckets=SECONDS, registry=registry
+    def __init__(self, timeout: float = 30.0) -> None:
+        self.registry = CollectorRegistry()
+        ProcessCollector(registry=self.registry)
+        self.buckets = sorted({*SECONDS, *(factor * timeout for factor in PAST)})
+        self._gauge("alight_build_info", "Versions", ["version", "python"]).labels(
+            __version__, platform.python_version()
+        ).set(1)
+        self.requests = self._counter("alight_requests", "Requests", ["path", "status"])
+        self.refused = self._counter("alight_refused_requests", "Requests not answered", ["status"])
+        self.seconds = self._histogram("alight_request_duration_seconds", "From the headers to the answer", ["path"])
+        self.reading = self._histogram("alight_read_duration_seconds", "To decode or tokenise", ["kind", "lane"])
+        self.queued = self._histogram("alight_queue_duration_seconds", "From the queue to the network", ["model"])
+        self.leaving = self._histogram(
+            "alight_exit_duration_seconds", "From the start of a batch to the answers of an exit", ["model", "exit"]
         )
-        self.queued_seconds = Histogram(
-            "alight_queued_seconds", "From the queue to the network", buckets=SECONDS, registry=registry
+        self.batches = self._histogram("alight_batch_samples", "Samples run together", ["model"], SIZES)
+        self.samples = self._counter("alight_samples", "Samples by exit", ["model", "policy", "exit"])
+        self.spent = self._counter("alight_spent_cost", "Cost of all samples, in `unit`", OF_STREAM)
+        self.allowed = self._counter("alight_allowed_cost", "Samples times the budget in force", OF_STREAM)
+        self.budget = self._gauge("alight_budget_cost", "Average cost per sample that is allowed", OF_STREAM)
+        self.overspend = self._gauge("alight_overspend_cost", "Spend beyond what is allowed so far", OF_STREAM)
+        self.alarm = self._gauge("alight_drift_alarm", "1 once samples have become more expensive", ["model"])
+        self.watched = self._counter("alight_watched_samples", "Samples run to the end too", ["model", "policy"])
+        self.disagreed = self._counter("alight_disagreements", "Watched answers that differ", ["model", "policy"])
+        self.disagreement_alarm = self._gauge(
+            "alight_disagreement_alarm", "1 once early answers differ from the last exit more than at first", ["model"]
         )
-        self.batches = Histogram("alight_batch_samples", "Samples run together", buckets=SIZES, registry=registry)
-        self.samples = Counter("alight_samples", "Samples by the exit they left at", ["exit"], registry=registry)
-        self.spent = Counter("alight_spent", "Cost of all samples, in the policy's unit", registry=registry)
-        self.allowed = Counter("alight_allowed", "Samples times the budget in force", registry=registry)
-        self.budget = Gauge("alight_budget", "Average cost per sample that is allowed", registry=registry)
-        self.overspend = Gauge("alight_overspend", "Spend beyond what the budget allows so far", registry=registry)
-        self.alarm = Gauge("alight_drift_alarm", "1 once samples have become more expensive", registry=registry)
-        self.queue = Gauge("alight_queue_samples", "Samples that wait", registry=registry)
-        self.refused = Counter("alight_refused", "Requests not answered, by status", ["reason"], registry=registry)
-        self.late = Counter("alight_late", "Answers after their deadline", registry=registry)
-        self.state_errors = Counter("alight_state_errors", "Writes of the state that failed", registry=registry)
-        self.counts = [0] * len(self._exits)  # by exit, for the page
-        self.total_spent = self.total_allowed = 0.0
+        self.queue = self._gauge("alight_queue_samples", "Samples admitted and not answered", ["model"])
+        self.lane_bytes = self._gauge("alight_body_bytes", "Bytes of requests under way", ["lane"])
+        self.lane_seconds = self._gauge("alight_read_backlog_seconds", "Reading that waits", ["lane"])
+        self.late = self._counter("alight_late_answers", "Answers after their deadline", ["model"])
+        self.state_errors = self._counter("alight_state_errors", "Writes of the state that failed", ["model"])
+        self.restarts = self._counter("alight_worker_restarts", "Workers that ended and were replaced", ["model"])
+        self.ledger_up = self._gauge("alight_ledger_up", "1 while the shared ledger answers", ["model"])
+        self.credit = self._gauge("alight_ledger_credit_cost", "Savings that this replica holds", OF_STREAM)
+        self.tenants = self._counter("alight_tenant_spent_cost", "Cost by tenant", ["tenant", "unit"])
 
-    def add_batch(self, decisions: Decisions, budget: float | None) -> None:
-        """Count the samples and the cost of a batch that was decided under this budget."""
-        exits = decisions.exits.tolist()
-        self.batches.observe(len(exits))
-        for exit_index in exits:
-            self.samples.labels(self._exits[exit_index]).inc()
-            self.counts[exit_index] += 1
-        spent, allowed = float(decisions.spent.sum()), len(exits) * (budget or 0.0)
-        self.spent.inc(spent)
-        self.allowed.inc(allowed)
-        self.total_spent += spent
-        self.total_allowed += allowed
+    def _counter(self, name: str, text: str, labels: Sequence[str]) -> Counter:
+        return Counter(name, text, labels, registry=self.registry)
 
-    def text(self, state: SpendState, queued: int) -> str:
-        """Return all metrics as Prometheus reads them, those of the stream and the queue as they stand now."""
-        self.queue.set(queued)
-        budget = state.policy.budget or 0.0
-        self.budget.set(budget)
-        self.overspend.set(state.pace.spent - state.pace.admitted * budget)
-        self.alarm.set(state.pace.alarmed)
+    def _gauge(self, name: str, text: str, labels: Sequence[str]) -> Gauge:
+        return Gauge(name, text, labels, registry=self.registry)
+
+    def _histogram(self, name: str, text: str, labels: Sequence[str], buckets: Sequence[float] = ()) -> Histogram:
+        return Histogram(name, text, labels, buckets=buckets or self.buckets, registry=self.registry)
+
+    def show_stream(self, model: str, name: str, policy: Policy, pace: Pace) -> None:
+        """Set the gauges of a model's stream under the policy in force."""
+        labels, budget = (model, name, policy.unit), policy.budget or 0.0
+        self.budget.labels(*labels).set(budget)
+        self.overspend.labels(*labels).set(pace.spent - pace.admitted * budget)
+        self.alarm.labels(model).set(pace.alarmed)
+
+    def text(self) -> str:
+        """Return all metrics as Prometheus reads them."""
         return generate_latest(self.registry).decode()
 
 
-@dataclass
-class ReceivedBody:
-    """How much of a request's body has arrived, and until when all of it must."""
+class Tracer:
+    """Spans of OpenTelemetry where its API is installed; nothing where it is not.
 
-    deadline: float
-    size: int = 0
-    complete: bool = False
+    A request continues the trace that its `traceparent` names. The configuration of the
+    SDK, say by `opentelemetry-instrument alight serve ...`, decides where spans go.
+    """
 
+    def __init__(self) -> None:
+        self._trace: Any = None
+        if importlib.util.find_spec("opentelemetry") and importlib.util.find_spec("opentelemetry.trace"):
+            from opentelemetry import propagate, trace
 
-class LimitsMiddleware:
-    """An application whose requests are bounded, authorised, logged and counted."""
+            self._trace, self._propagate = trace, propagate
+            self._tracer = trace.get_tracer("alight.serve", __version__)
 
-    def __init__(self, app: ASGIApp, limits: Limits, metrics: Metrics, token: str | None) -> None:
-        self.app, self.limits, self.metrics = app, limits, metrics
-        self.token = None if token is None else token.encode()
-        self._held = 0  # bytes of all requests under way
+    @contextmanager
+    def request(self, method: str, path: str, headers: Mapping[bytes, bytes]) -> Iterator[Any]:
+        """Yield the span of a request, None without OpenTelemetry."""
+        if self._trace is None:
+            yield None
+            return
+        carrier = {name.decode("latin-1"): value.decode("latin-1") for name, value in headers.items()}
+        attributes = {"http.request.method": method, "url.path": path}
+        with self._tracer.start_as_current_span(
+            f"{method} {path}",
+            context=self._propagate.extract(carrier),
+            kind=self._trace.SpanKind.SERVER,
+            attributes=attributes,
+        ) as span:
+            yield span
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass a request on, or refuse it."""
-        if scope["type"] != "http":
-            return await self.app(scope, receive, send)
-        start, headers, status = time.monotonic(), dict(scope["headers"]), 0
-        own_id = headers.get(b"x-request-id", b"").decode("latin-1")
-        request_id = own_id if REQUEST_ID.fullmatch(own_id) else secrets.token_hex(8)
-        scope.setdefault("state", {})["arrived"] = start
-        body = ReceivedBody(start + self.limits.timeout)
-
-        async def send_with_id(message: Message) -> None:
-            nonlocal status
-            if message["type"] == "http.response.start":
-                status = message["status"]
-                message["headers"] = [*message.get("headers", []), (b"x-request-id", request_id.encode())]
-            await send(message)
-
-        try:
-            self._check(scope["path"], headers)
-            await self.app(scope, partial(self._receive, receive, body), send_with_id)
-        except RequestRefused as refused:
-            if not status:
-                await error_response(refused)(scope, receive, send_with_id)
-        except Exception as error:  # a fault of ours, or of a library
-            last = traceback.extract_tb(error.__traceback__)[-1]
-            where = f"{last.filename}:{last.lineno}"
-            log_event("fault", logging.ERROR, id=request_id, error=f"{type(error).__name__}: {error}", where=where)
-            if not status:
-                fault = RequestRefused(500, "a fault of the service: its log says more")
-                await error_response(fault)(scope, receive, send_with_id)
-        finally:
-            self._held -= body.size
-            self._finish(scope, request_id, status, time.monotonic() - start)
-
-    def _check(self, path: str, headers: Mapping[bytes, bytes]) -> None:
-        """Check the token and the length that a request states."""
-        if self.token is not None and path not in PUBLIC:
-            scheme, _, token = headers.get(b"authorization", b"").partition(b" ")
-            if scheme.lower() != b"bearer" or not hmac.compare_digest(token.strip(), self.token):
-                raise RequestRefused(401, "a bearer token is needed: send the header Authorization: Bearer TOKEN")
-        length = headers.get(b"content-length", b"0")
-        if length.isdigit() and int(length[:20]) > self.limits.body:
-            raise self._too_large()
-
-    async def _receive(self, receive: Receive, body: ReceivedBody) -> Message:
-        """Return the next message, unless the body is too large, alone or with others, or too slow."""
-        if body.complete:
-            return await receive()  # says whether the client has disconnected
-        try:
-            message = await asyncio.wait_for(receive(), max(0.0, body.deadline - time.monotonic()))
-        except TimeoutError as error:
-            raise RequestRefused(408, f"the request did not arrive within {self.limits.timeout:g} seconds") from error
-        size = len(message.get("body", b""))
-        body.size += size
-        self._held += size
-        body.complete = not message.get("more_body", False)
-        if body.size > self.limits.body:
-            raise self._too_large()
-        if self._held > MAX_BODIES * self.limits.body:
-            raise RequestRefused(429, f"{self._held:,} bytes of requests are under way: come again", retry_after=1)
-        return message
-
-    def _too_large(self) -> RequestRefused:
-        return RequestRefused(413, f"the request is too large: at most {self.limits.body:,} bytes are taken")
-
-    def _finish(self, scope: Scope, request_id: str, status: int, seconds: float) -> None:
-        """Count and log a request that has ended."""
-        path = scope["path"] if scope["path"] in PATHS else "other"
-        self.metrics.requests.labels(path, str(status)).inc()
-        self.metrics.seconds.labels(path).observe(seconds)
-        if status >= 400:
-            self.metrics.refused.labels(str(status)).inc()
-        log_event(
-            "request",
-            logging.DEBUG if path in QUIET and status < 400 else logging.INFO,
-            id=request_id,
-            method=scope["method"],
-            path=scope["path"][:200],
-            status=status,
-            ms=round(1e3 * seconds, 3),
-            **scope["state"].get("logged", {}),
-        )
+    def past(self, name: str, start: float, end: float, **attributes: Any) -> None:
+        """Record a span, within the request's, that began and ended at these moments of time.monotonic."""
+        if self._trace is not None:
+            offset = time.time_ns() - time.monotonic_ns()
+            span = self._tracer.start_span(name, start_time=int(1e9 * start) + offset, attributes=attributes)
+            span.end(int(1e9 * end) + offset)
 
 
-def error_response(error: HTTPException) -> JSONResponse:
-    """Return the response that says why a request is refused."""
-    return JSONResponse({"error": str(error.detail)}, error.status_code, error.headers)
+def error_type(error: BaseException) -> str:
+    """Return an error as a log line names it: its type, and what it says."""
+    return f"{type(error).__name__}: {error}"
+
+
+def version_of(module: str) -> str:
+    """Return the version of a module that is imported, "" where it is not."""
+    return str(getattr(sys.modules.get(module), "__version__", ""))

@@ -1,133 +1,266 @@
-"""The Open Inference Protocol (V2, of KServe and Triton): the same answers as /predict, as tensors in JSON."""
+"""The V2 inference protocol (KServe, Triton) over REST, with its extensions for binary tensors and repositories.
 
-from collections.abc import Awaitable, Callable, Sequence
-from typing import Annotated, Any
+A model has one input: numbers as the network takes them, pixels (UINT8), image files or texts (BYTES; files in JSON are
+base64). Its outputs are `index`, `label`, `exit`, `cost` and `probability` of each sample. Parameters of a request are
+`budget`, `deadline_ms` and `binary_data_output`.
+"""
 
+import re
+import struct
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
 import numpy as np
-from anyio import CapacityLimiter
 from anyio.to_thread import run_sync
-from fastapi import FastAPI, Request
+from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
-from pydantic import BaseModel, ConfigDict, Field
 
 from alight import __version__
-from alight.serve.model import Sample, ServedModel
-from alight.serve.requests import (
-    JSON,
-    HealthResponse,
-    Limits,
-    PredictOptions,
-    PredictResponse,
-    RequestRefused,
-    check_content_type,
-    error_schemas,
-    parse,
-    read_samples,
-    request_body,
-)
-from alight.serve.worker import BatchWorker
+from alight.errors import AlightError
+from alight.serve.hosting import HostedModel
+from alight.serve.model import ServedModel
+from alight.serve.reading import OPTION_BYTES, UnreadSamples, count_samples, decode_json, raw_bytes
+from alight.serve.requests import Limits, PredictOptions, PredictResponse, RequestRefused, error_schemas, parse
+from alight.serve.service import Service, body_of
 
-NAME = "alight"  # of the model
-TEXTS, BYTES = "texts", "BYTES"
-DATATYPES = {"uint8": "UINT8", "int64": "INT64", "float64": "FP64"}  # all other inputs are FP32
-ANSWERS = {"predictions": "INT64", "exits": "INT64", "spent": "FP64"}  # classes, exits and costs of the samples
-Answer = Callable[[Request, BatchWorker, Sequence[Sample], PredictOptions], Awaitable[PredictResponse]]
+LENGTH = "inference-header-content-length"  # bytes of JSON before the binary tensors
+DTYPES = {"UINT8": "u1", "INT8": "i1", "INT16": "<i2", "INT32": "<i4", "INT64": "<i8", "FP16": "<f2", "FP32": "<f4"}
+DTYPES |= {"FP64": "<f8", "BOOL": "?"}
+NUMBERS = re.compile(rb"[-+.0-9eE,\[\]\s]*")
+OUTPUTS = {"index": "INT64", "label": "BYTES", "exit": "INT64", "cost": "FP64", "probability": "FP64"}
+NOTHING = msgspec.Raw()
 
 
-class InferTensor(BaseModel):
-    """A tensor as a list of numbers or texts, flat or nested."""
+class InputTensor(msgspec.Struct):
+    """The description of a tensor; its values are still JSON, or follow the JSON."""
 
     name: str
-    shape: list[Annotated[int, Field(ge=1)]] = Field(min_length=1, max_length=8)
+    shape: msgspec.Raw
     datatype: str
-    data: list[Any]
+    data: msgspec.Raw = NOTHING
+    parameters: msgspec.Raw = NOTHING
 
 
-class InferRequest(BaseModel):
-    """One input tensor, and in the parameters what each of its samples may spend."""
+class InferenceRequest(msgspec.Struct):
+    """A request of the protocol, whose values are still JSON."""
 
-    model_config = ConfigDict(extra="ignore")
-
-    id: str | None = Field(None, max_length=200)
-    parameters: PredictOptions = PredictOptions()
-    inputs: list[InferTensor] = Field(min_length=1, max_length=1)
-
-
-class InferResponse(BaseModel):
-    """Classes, exits and costs, in the order of the samples; the parameters name policy and unit."""
-
-    model_name: str
-    id: str | None
-    outputs: list[InferTensor]
-    parameters: dict[str, str]
+    inputs: msgspec.Raw
+    id: str = ""
+    parameters: msgspec.Raw = NOTHING
+    outputs: msgspec.Raw = NOTHING
 
 
-def add_protocol(app: FastAPI, worker: BatchWorker, answer: Answer, decoders: CapacityLimiter) -> None:
-    """Add the endpoints of the protocol to an application."""
-    model, limits = worker.model, worker.limits
+class Parameters(msgspec.Struct, forbid_unknown_fields=False):
+    """What a request may say beside its tensors."""
 
-    @app.get("/v2/health/live", responses={503: {"model": HealthResponse}})
-    @app.get("/v2/health/ready", responses={503: {"model": HealthResponse}})
-    @app.get(f"/v2/models/{NAME}/ready", responses={503: {"model": HealthResponse}})
-    async def ready() -> JSONResponse:
-        """Return whether requests should be sent here."""
-        return JSONResponse(
-            {"state": "ready" if worker.ready else "starting or stopping"}, 200 if worker.ready else 503
-        )
+    budget: float | str | None = None
+    deadline_ms: float | None = None
+    binary_data_output: bool = False
+    binary_data_size: int | None = None
 
-    @app.get("/v2", responses=error_schemas(400, 401))
+
+def add_inference_protocol(app: FastAPI, service: Service) -> None:
+    """Add the paths of the protocol to an application."""
+    host = service.host
+
+    @app.get("/v2")
     async def server() -> dict[str, Any]:
-        """Return what serves."""
-        return {"name": NAME, "version": __version__, "extensions": []}
+        """Return what the server is."""
+        return {"name": "alight", "version": __version__, "extensions": ["binary_tensor_data", "model_repository"]}
 
-    @app.get(f"/v2/models/{NAME}", responses=error_schemas(400, 401))
-    async def describe() -> dict[str, Any]:
-        """Return the tensors that the model takes and gives."""
-        outputs = [{"name": name, "datatype": kind, "shape": [-1]} for name, kind in ANSWERS.items()]
-        return {"name": NAME, "platform": "alight", "inputs": [described_input(model)], "outputs": outputs}
+    @app.get("/v2/health/live")
+    async def live() -> Response:
+        """Return whether the process should stay alive."""
+        return _health(not any(worker.stalled for worker in host.workers))
 
-    @app.post(
-        f"/v2/models/{NAME}/infer",
-        response_model=InferResponse,
-        responses=error_schemas(),
-        openapi_extra=request_body(JSON, InferRequest.model_json_schema()),
-    )
-    async def infer(request: Request) -> InferResponse:
-        """Answer samples that come as a tensor."""
-        check_content_type(request, JSON)
-        asked = parse(InferRequest, await request.body())
-        samples = await run_sync(read_tensor, asked.inputs[0], model, limits, limiter=decoders)
-        found = await answer(request, worker, samples, asked.parameters)
-        columns = zip(*((each.index, each.exit, each.cost) for each in found.predictions), strict=True)
-        outputs = [
-            InferTensor(name=name, shape=[len(samples)], datatype=kind, data=[*values])
-            for (name, kind), values in zip(ANSWERS.items(), columns, strict=True)
+    @app.get("/v2/health/ready")
+    async def ready() -> Response:
+        """Return whether requests should be sent here."""
+        return _health(host.ready)
+
+    @app.get("/v2/models/{name}", responses=error_schemas(401, 403, 404))
+    @app.get("/v2/models/{name}/versions/{version}", responses=error_schemas(401, 403, 404))
+    async def metadata(name: str, version: str | None = None) -> dict[str, Any]:
+        """Return what a model takes and gives."""
+        return _metadata(host.find(name, version), [*host.models[name]])
+
+    @app.get("/v2/models/{name}/ready", responses=error_schemas(401, 403, 404))
+    @app.get("/v2/models/{name}/versions/{version}/ready", responses=error_schemas(401, 403, 404))
+    async def model_ready(name: str, version: str | None = None) -> Response:
+        """Return whether a model answers requests."""
+        return _health(host.find(name, version).worker.ready)
+
+    @app.post("/v2/models/{name}/infer", responses=error_schemas())
+    @app.post("/v2/models/{name}/versions/{version}/infer", responses=error_schemas())
+    async def infer(request: Request, name: str, version: str | None = None) -> Response:
+        """Answer the samples of one tensor."""
+        hosted = host.find(name, version)
+        async with service.in_time(request) as until:
+            content = await body_of(request)
+            header = _header_length(request, len(content))
+            arguments = open_inference, content, header, hosted.worker.model, service.limits
+            own_id, parameters, unread = await service.counted(len(content), until, *arguments)
+            options = parse(PredictOptions, {"budget": parameters.budget, "deadline_ms": parameters.deadline_ms})
+            response = await service.answer(request, hosted, unread, options)
+        return inference_response(hosted, own_id, response, binary=parameters.binary_data_output)
+
+    @app.post("/v2/repository/index", responses=error_schemas(401, 403))
+    async def index() -> list[dict[str, str]]:
+        """Return all models and versions."""
+        states = {True: "READY", False: "UNAVAILABLE"}
+        return [
+            {"name": name, "version": version, "state": states[hosted.worker.ready]}
+            for name, versions in host.models.items()
+            for version, hosted in versions.items()
         ]
-        return InferResponse(
-            model_name=NAME, id=asked.id, outputs=outputs, parameters={"policy": found.policy, "unit": found.unit}
-        )
+
+    @app.post("/v2/repository/models/{name}/load", responses=error_schemas(401, 403, 404, 422))
+    async def load(name: str) -> dict[str, list[str]]:
+        """Load everything that has changed on disk, also models that are new; as SIGHUP does."""
+        try:
+            return {"changed": await run_sync(host.reload)}
+        except (AlightError, OSError) as error:
+            raise RequestRefused(422, f"not loaded, and what was served still is: {error}") from error
 
 
-def described_input(model: ServedModel) -> dict[str, Any]:
-    """Return the input tensor: texts, or what the network takes."""
+def _health(good: bool) -> Response:
+    return JSONResponse({"state": "ready" if good else "not ready"}, 200 if good else 503)
+
+
+def _header_length(request: Request, size: int) -> int:
+    """Return how many bytes of the body are JSON."""
+    text = request.headers.get(LENGTH)
+    if text is None:
+        return size
+    if not text.isdecimal() or int(text[:20]) > size:
+        raise RequestRefused(400, f"a body of {size} bytes with {text[:20]} bytes of JSON: mend {LENGTH}")
+    return int(text)
+
+
+def open_inference(
+    content: bytearray, header: int, model: ServedModel, limits: Limits
+) -> tuple[str, Parameters, UnreadSamples]:
+    """Return the id and parameters of a request, and its samples, counted."""
+    request = decode_json(memoryview(content)[:header], InferenceRequest)
+    inputs = raw_bytes(request.inputs)
+    if inputs.count(b'"datatype"') > 1:
+        raise RequestRefused(422, "several input tensors: send one, with all samples")
+    tensors = decode_json(inputs, list[InputTensor]) if inputs.count(b'"datatype"') else []
+    if not tensors:
+        raise RequestRefused(422, "no input tensor: send one")
+    (tensor,) = tensors
+    parameters = _small(request.parameters, Parameters, Parameters())
+    size = _small(tensor.parameters, Parameters, Parameters()).binary_data_size
+    shape = _small(tensor.shape, list[int], [])
+    if not shape or min(shape) < 0 or shape[0] > limits.batch:
+        raise RequestRefused(413, f"a tensor of shape {shape}: send 1 to {limits.batch} samples along the first axis")
+    binary = None
+    if size is not None:
+        binary = memoryview(content)[header:]
+        if size != len(binary):
+            raise RequestRefused(422, f"{len(binary)} bytes after the JSON, and binary_data_size {size}: send as many")
+    if tensor.datatype == "BYTES":
+        kind = "texts" if model.tokenize else "images"
+        values: Any = _strings(tensor, binary, shape[0], text=kind == "texts")
+    else:
+        kind, values = "arrays", _numbers(tensor, binary, shape)
+    return request.id, parameters, count_samples(kind, values, model, limits)
+
+
+def _small(raw: msgspec.Raw, kind: Any, default: Any) -> Any:
+    """Return a value that is short in JSON."""
+    text = raw_bytes(raw)
+    if len(text) > OPTION_BYTES:
+        raise RequestRefused(422, f"{len(text):,} bytes where {OPTION_BYTES} are enough: send less")
+    return decode_json(text, kind) if text else default
+
+
+def _strings(tensor: InputTensor, binary: memoryview | None, count: int, *, text: bool) -> list[Any]:
+    """Return the elements of a tensor of BYTES: of JSON strings, of binary data bytes, or texts."""
+    if binary is None:
+        data = raw_bytes(tensor.data)
+        if data.count(b'"') - data.count(rb"\"") > 2 * count:
+            raise RequestRefused(422, f"more than the {count} elements that the shape says")
+        elements: list[Any] = decode_json(data, list[str])
+    else:
+        elements, place = [], 0
+        while place < len(binary) and len(elements) <= count:
+            (size,) = struct.unpack_from("<I", binary, place) if place + 4 <= len(binary) else (len(binary),)
+            elements.append(bytes(binary[place + 4 : place + 4 + size]))
+            place += 4 + size
+        if place != len(binary):
+            raise RequestRefused(422, "elements of BYTES do not end where the data ends: send a length before each")
+        if text:
+            try:
+                elements = [each.decode() for each in elements]
+            except UnicodeDecodeError as error:
+                raise RequestRefused(422, f"a text that is not UTF-8 ({error})") from error
+    if len(elements) != count:
+        raise RequestRefused(422, f"{len(elements)} elements, and the shape says {count}")
+    return elements
+
+
+def _numbers(tensor: InputTensor, binary: memoryview | None, shape: Sequence[int]) -> np.ndarray:
+    """Return the numbers of a tensor, of JSON or of binary data, as one array."""
+    if tensor.datatype not in DTYPES:
+        raise RequestRefused(422, f"a tensor of {tensor.datatype[:20]!r}: send BYTES, {', '.join(DTYPES)}")
+    dtype, total = np.dtype(DTYPES[tensor.datatype]), int(np.prod(shape, dtype=np.float64))
+    if binary is not None:
+        if total * dtype.itemsize != len(binary):
+            raise RequestRefused(422, f"{len(binary)} bytes for {total} numbers of {dtype.itemsize} bytes")
+        return np.frombuffer(binary, dtype).reshape(shape)
+    data = raw_bytes(tensor.data)
+    if not NUMBERS.fullmatch(data):
+        raise RequestRefused(422, "data that is not an array of numbers")
+    numbers = np.fromstring(data.translate(None, b"[] \t\r\n").decode(), sep=",")
+    if numbers.size != total:
+        raise RequestRefused(422, f"{numbers.size} numbers, and the shape {list(shape)} says {total}")
+    return numbers.astype(dtype).reshape(shape)
+
+
+def _metadata(hosted: HostedModel, versions: list[str]) -> dict[str, Any]:
+    model = hosted.worker.model
+    names = {np.dtype(dtype): name for name, dtype in DTYPES.items()}
     if model.tokenize:
-        return {"name": TEXTS, "datatype": BYTES, "shape": [-1]}
-    kind = DATATYPES.get(np.dtype(model.dtype).name, "FP32")
-    name = model.spec.tensors[0].name if model.spec.tensors else "arrays"
-    return {"name": name, "datatype": kind, "shape": [-1, *(-1 if size is None else size for size in model.shape)]}
+        inputs = [{"name": "texts", "datatype": "BYTES", "shape": [-1]}]
+    else:
+        (tensor,) = model.spec.tensors
+        inputs = [{"name": tensor.name, "datatype": names[np.dtype(tensor.dtype)], "shape": [-1, *model.shape]}]
+    outputs = [{"name": name, "datatype": datatype, "shape": [-1]} for name, datatype in OUTPUTS.items()]
+    platform = {"name": hosted.source.name, "versions": versions, "platform": model.engine}
+    return {**platform, "inputs": inputs, "outputs": outputs}
 
 
-def read_tensor(tensor: InferTensor, model: ServedModel, limits: Limits) -> list[Sample]:
-    """Return the samples of a tensor."""
-    own = described_input(model)
-    if tensor.name != own["name"] or (tensor.datatype == BYTES) != (own["datatype"] == BYTES):
-        raise RequestRefused(422, f"the model takes {own['name']} as {own['datatype']}: see /v2/models/{NAME}")
-    if own["datatype"] == BYTES:
-        if tensor.shape != [len(tensor.data)] or not all(isinstance(text, str) for text in tensor.data):
-            raise RequestRefused(422, f"{len(tensor.data)} texts for the shape {tensor.shape}: give as many texts")
-        return read_samples(TEXTS, tensor.data, model, limits)
-    try:
-        rows = np.array(tensor.data, np.float64).reshape(tensor.shape)
-    except (TypeError, ValueError, OverflowError) as error:
-        raise RequestRefused(422, f"the data is not numbers of the shape {tensor.shape}") from error
-    return read_samples("arrays", [*rows], model, limits)
+def inference_response(hosted: HostedModel, own_id: str, answer: PredictResponse, *, binary: bool) -> Response:
+    """Return the answer as the protocol writes it, its tensors as JSON or behind it."""
+    columns = {name: [getattr(each, name) for each in answer.predictions] for name in OUTPUTS}
+    if None in columns["probability"]:
+        del columns["probability"]
+    outputs, tail = [], b""
+    for name, values in columns.items():
+        output: dict[str, Any] = {"name": name, "datatype": OUTPUTS[name], "shape": [len(values)]}
+        if name == "label":
+            values = [*map(str, values)]
+        if binary:
+            content = _binary(values, OUTPUTS[name])
+            output["parameters"] = {"binary_data_size": len(content)}
+            tail += content
+        else:
+            output["data"] = values
+        outputs.append(output)
+    said = answer.model_dump(exclude={"predictions"})
+    source = hosted.source
+    document: dict[str, Any] = {"model_name": source.name, "model_version": source.version, "outputs": outputs}
+    document |= {"parameters": said} | ({"id": own_id} if own_id else {})
+    head = msgspec.json.encode(document)
+    if not binary:
+        return Response(head, media_type="application/json")
+    return Response(head + tail, media_type="application/octet-stream", headers={LENGTH: str(len(head))})
+
+
+def _binary(values: Sequence[Any], datatype: str) -> bytes:
+    if datatype != "BYTES":
+        return np.array(values, DTYPES[datatype]).tobytes()
+    encoded = [value.encode() for value in values]
+    return b"".join(struct.pack("<I", len(each)) + each for each in encoded)

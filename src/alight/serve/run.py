@@ -1,57 +1,148 @@
-"""The service as a process: its network is loaded and timed, it serves, and it drains before it stops."""
+"""The service as a process: its networks are loaded and timed, it serves, and it drains before it stops."""
 
+import asyncio
+import logging
 import os
 import signal
 import socket
+import time
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from alight.errors import AlightError
+from alight.serve.access import Access, Tokens
 from alight.serve.app import build_app
-from alight.serve.model import ServedModel
-from alight.serve.monitoring import log_as_json, log_event
-from alight.serve.requests import Limits
+from alight.serve.hosting import ModelHost
+from alight.serve.monitoring import error_type, log_as_json, log_event
 
 GRACE = 30  # seconds for requests under way, once the service is to stop
 KEEP_ALIVE = 75  # seconds that an idle connection lasts: longer than load balancers keep theirs, which is 60 mostly
+HEAD = 10.0  # seconds within which the head of a request has to be complete
+SPARE = 64  # open files that are not connections
 
 
-def bind(host: str, port: int) -> socket.socket:
-    """Return a socket with the address, which does not listen yet."""
-    bound = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
-    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        bound.bind((host, port))
-    except OSError as error:
-        bound.close()
-        error.filename = f"{host}:{port}"
-        raise
-    return bound
+@dataclass(frozen=True)
+class Listening:
+    """Where a service listens, and with which certificate."""
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    certificate: Path | None = None
+    key: Path | None = None
+
+    def bind(self) -> socket.socket:
+        """Return a socket with the address, which does not listen yet."""
+        bound = socket.socket(socket.AF_INET6 if ":" in self.host else socket.AF_INET)
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            bound.bind((self.host, self.port))
+        except OSError as error:
+            bound.close()
+            error.filename = f"{self.host}:{self.port}"
+            raise
+        return bound
+
+
+class BoundedConnection(H11Protocol):
+    """A connection among at most `limit`: one that sends no complete head is closed after a while, or for a new one."""
+
+    limit = 512
+    waiting_since: float | None = None  # for the head of a request
+
+    def connection_made(self, transport: Any) -> None:
+        """Take a connection; if there are too many, close the one that has waited longest for its head."""
+        super().connection_made(transport)
+        if len(self.connections) > self.limit:
+            self._make_room()
+        self._wait_for_head()
+
+    def _make_room(self) -> None:
+        """Close the connection that has waited longest for a head, an idle one if none waits, or else this one."""
+        others: list[Any] = [each for each in self.connections if each is not self and not each.transport.is_closing()]
+        if len(others) >= self.limit:
+            waiting = [each for each in others if each.waiting_since is not None]
+            idle = next((each for each in others if each.is_idle), self)
+            min(waiting, key=lambda each: each.waiting_since, default=idle).transport.abort()
+
+    def data_received(self, data: bytes) -> None:
+        """Take bytes; those of a head have to be complete in time."""
+        super().data_received(data)
+        if not self.is_idle:
+            self.waiting_since = None
+        elif self.waiting_since is None and not self.transport.is_closing():
+            self._wait_for_head()
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no request is under way."""
+        return self.cycle is None or self.cycle.response_complete
+
+    def _wait_for_head(self) -> None:
+        self.waiting_since = began = time.monotonic()
+
+        def look() -> None:
+            if self.waiting_since == began:
+                self.transport.abort()
+
+        self.loop.call_later(HEAD, look)
+
+
+@dataclass
+class Process:
+    """A service that runs: its models and tokens are loaded anew on SIGHUP."""
+
+    host: ModelHost
+    access: Access
+    token_file: Path | None = None
+    config: uvicorn.Config | None = None
+    tasks: set["asyncio.Task[None]"] = field(default_factory=set)
+
+    def on_hangup(self) -> None:
+        """Load tokens, certificates and models anew, beside the requests that are under way."""
+        task = asyncio.get_running_loop().create_task(asyncio.to_thread(self.reload))
+        self.tasks.add(task)
+        task.add_done_callback(self.tasks.discard)
+
+    def reload(self) -> None:
+        """Load tokens, certificates and models anew; after an error, those that were are kept."""
+        try:
+            if self.token_file is not None:
+                self.access.tokens = Tokens.load(self.token_file)
+            if self.config is not None and self.config.ssl is not None and self.config.ssl_certfile:
+                self.config.ssl.load_cert_chain(self.config.ssl_certfile, self.config.ssl_keyfile)
+            log_event("reloaded", models=self.host.reload())
+        except (AlightError, OSError, ValueError) as error:
+            log_event("not reloaded", logging.ERROR, error=error_type(error))
 
 
 def serve(
-    load: Callable[[], ServedModel],
-    limits: Limits,
+    load: Callable[[], ModelHost],
+    access: Access,
+    listening: Listening,
     *,
-    host: str,
-    port: int,
-    state: Path | None = None,
-    token: str | None = None,
+    token_file: Path | None = None,
     log_level: str = "info",
 ) -> None:
     """Serve until SIGTERM or SIGINT, then answer requests under way and write the final state.
 
-    `load` loads the network, once the address is found to be free.
+    `load` loads the networks, once the address is found to be free.
     """
     log_as_json(log_level)
     warnings.filterwarnings("ignore", module="PIL")  # about images that are refused anyway
-    with bind(host, port) as listening:
-        model = load()
-        config = uvicorn.Config(
-            build_app(model, state, limits, token),
-            http="h11",  # which bounds headers
+    with listening.bind() as bound:
+        host = load()
+        BoundedConnection.limit = min(host.limits.connections, _open_files() - SPARE)
+        process = Process(host, access, token_file)
+        process.config = config = uvicorn.Config(
+            build_app(host, access),
+            http=BoundedConnection,  # which builds on h11, and h11 bounds heads
             ws="none",
             lifespan="on",
             log_config=None,
@@ -59,9 +150,31 @@ def serve(
             server_header=False,
             timeout_keep_alive=KEEP_ALIVE,
             timeout_graceful_shutdown=GRACE,
+            ssl_certfile=listening.certificate,
+            ssl_keyfile=listening.key,
         )
-        url = "http://{}:{}".format(*listening.getsockname())
-        log_event("serving", url=url, policies=[*model.predictors], engine=model.engine, pid=os.getpid())
+        scheme = "https" if listening.certificate else "http"
+        url = "{}://{}:{}".format(scheme, *bound.getsockname())
+        log_event("serving", url=url, models=[*host.models], pid=os.getpid())
         # uvicorn raises SIGTERM again once it has drained, which is not a failure
         signal.signal(signal.SIGTERM, lambda *_: log_event("stopped"))
-        uvicorn.Server(config).run(sockets=[listening])
+        asyncio.run(_run(uvicorn.Server(config), bound, process))
+
+
+async def _run(server: uvicorn.Server, bound: socket.socket, process: Process) -> None:
+    if hasattr(signal, "SIGHUP"):
+        asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, process.on_hangup)
+    await server.serve(sockets=[bound])
+
+
+def _open_files() -> int:
+    """Return how many files this process may open, as many as the system lets it have."""
+    try:
+        import resource
+    except ImportError:  # not on Windows
+        return 2**16
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+        soft = hard
+    return 2**16 if soft == resource.RLIM_INFINITY else soft

@@ -1,24 +1,39 @@
-"""One thread that owns the network: it takes requests from a queue in small batches and decides them."""
+"""One thread that owns the network: it takes requests from a queue in small batches and decides them.
+
+The answer of a request leaves as soon as its last sample has left the network, while others of the batch go on.
+"""
 
 import logging
 import math
+import random
 import secrets
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import repeat
 
+import numpy as np
+
 from alight.costs import Costs
-from alight.errors import AlightError, BudgetTooSmall
-from alight.policies.paced import Paced
+from alight.engine.walk import Answers
+from alight.errors import AlightError, BudgetTooSmall, Mismatch
+from alight.policies.paced import Pace, Paced
 from alight.policies.policy import Policy
-from alight.serve.ledger import SpendLedger
+from alight.serve.admission import retry_after
+from alight.serve.ledger import Ledger
 from alight.serve.model import ExitTiming, Sample, ServedModel
-from alight.serve.monitoring import Metrics, log_event
+from alight.serve.monitoring import Metrics, error_type, log_event
 from alight.serve.requests import Limits, Prediction, PredictResponse, RequestRefused
+from alight.serve.watch import DisagreementWatch
+
+IDLE = 0.5  # seconds after which a worker without requests looks whether others have changed the policy
+SLACK = 0.25  # share of the time to a deadline that is kept for what the machine does beside
+KEPT = 64  # samples that wait to be watched, at most: those that came last
 
 
 @dataclass(eq=False)
@@ -26,133 +41,233 @@ class QueuedRequest:
     """The samples of one request, what it may spend, and where its response goes."""
 
     samples: Sequence[Sample]
-    budget: float | str | None = None  # what one sample may cost at most
+    budget: float | str | None = None  # what one sample may cost at most, as the request says
     deadline: float = math.inf  # on the clock of time.monotonic
     arrived: float = field(default_factory=time.monotonic)
+    cap: float | None = None  # what one sample may cost at most, as its tenant has left
     queued: float = field(default_factory=time.monotonic)
+    started: float = math.inf  # when it left the queue
     response: "Future[PredictResponse]" = field(default_factory=Future)
+    predictions: dict[int, Prediction | Exception] = field(default_factory=dict)  # by position, as they come
+
+    def __len__(self) -> int:
+        return len(self.samples)
 
 
 class BatchWorker:
-    """The queue of requests and the thread that decides them."""
+    """The queue of requests to one model, and the thread that decides them."""
 
     def __init__(
         self,
         model: ServedModel,
-        ledger: SpendLedger,
+        ledger: Ledger,
         timings: Mapping[str, ExitTiming],
         limits: Limits,
         metrics: Metrics,
+        name: str = "model",
     ) -> None:
-        self.model, self.ledger, self.limits, self.metrics = model, ledger, limits, metrics
-        self.queued = 0  # samples that wait
-        self.failed = False  # whether the thread has ended
-        self.timing = timings[ledger.state.name]  # of exits under the policy in force
+        self.model, self.ledger, self.limits, self.metrics, self.name = model, ledger, limits, metrics, name
+        self.admitted = 0  # samples that are admitted and not answered; changed in one thread
+        self.counts = [0] * len(model.exits)  # samples answered, by exit
+        self.spent = self.allowed = 0.0
+        self.watch = DisagreementWatch()
+        self._to_watch: deque[tuple[Sample, int]] = deque(maxlen=KEPT)  # samples, and the classes they were answered
+        self._draw = random.Random(secrets.randbits(64))
         self._timings = timings  # by policy
         self._queue: deque[QueuedRequest] = deque()
-        self._changes: deque[tuple[str, Future[None]]] = deque()
+        self._changes: deque[tuple[Callable[[], None], Future[None]]] = deque()  # made between two batches
         self._changed = threading.Condition()
         self._closing = False
+        self._current: list[QueuedRequest] = []  # requests that left the queue and are not answered
+        self._busy_since: float | None = None
         self._next_number = secrets.randbits(62)  # of the next sample: other replicas and other runs draw otherwise
-        self._thread = threading.Thread(target=self._work, name="alight-worker", daemon=True)
+        self._thread = threading.Thread()
+
+    @property
+    def timing(self) -> ExitTiming:
+        """How long exits take under the policy in force."""
+        return self._timings[self.ledger.state.name]
 
     def start(self) -> None:
-        """Begin to decide requests."""
+        """Begin to decide requests, or go on if the thread has ended."""
+        self._thread = threading.Thread(target=self._work, name=f"alight-{self.name}", daemon=True)
         self._thread.start()
+
+    def revive(self) -> None:
+        """Start another thread if this one has ended without being asked to."""
+        if not self._thread.is_alive() and self._thread.ident is not None and not self._closing:
+            self.metrics.restarts.labels(self.name).inc()
+            log_event("worker replaced", logging.ERROR, model=self.name)
+            self.start()
 
     @property
     def ready(self) -> bool:
-        """Whether requests are decided and more of them accepted."""
-        return self._thread.is_alive() and not self._closing
+        """Whether requests are decided and more of them accepted, under the policy that is in force."""
+        return self._thread.is_alive() and not self._closing and not self.stalled and not self.unknown_policy
+
+    @property
+    def unknown_policy(self) -> bool:
+        """Whether the fleet has put a policy in force that this replica does not have."""
+        return self.ledger.wanted is not None and self.ledger.wanted not in self.model.policies
+
+    @property
+    def stalled(self) -> bool:
+        """Whether a batch takes longer than any request may wait, or the thread has ended."""
+        if self._thread.ident is not None and not self._thread.is_alive() and not self._closing:
+            return True
+        since = self._busy_since
+        return since is not None and time.monotonic() - since > self.limits.timeout
+
+    @contextmanager
+    def admitting(self, count: int, until: float) -> Iterator[None]:
+        """Count samples from their admission to their answer; refuse them if they would not be answered in time."""
+        wait = self.admitted * self.timing.per_sample
+        if self.admitted + count > self.limits.queue or wait > until - time.monotonic() > 0:
+            reason = f"{self.admitted} samples are waiting, as many as may: come again"
+            raise RequestRefused(429, reason, retry_after(wait))
+        self.admitted += count
+        try:
+            yield
+        finally:
+            self.admitted -= count
+
+    @property
+    def queued(self) -> int:
+        """Samples that wait for the network."""
+        return sum(map(len, self._queue.copy()))
 
     def submit(self, request: QueuedRequest) -> None:
         """Put a request into the queue, before the thread has started, too; or refuse it."""
         with self._changed:
-            if self._closing or self.failed:
+            if self._closing or self.unknown_policy:
                 raise RequestRefused(503, "the service is stopping: ask another one", retry_after=1)
-            if self.queued + len(request.samples) > self.limits.queue:
-                seconds = max(1, math.ceil(self.queued * self.timing.per_sample))
-                raise RequestRefused(429, f"{self.queued} samples are waiting, as many as may: come again", seconds)
             self._queue.append(request)
-            self.queued += len(request.samples)
             self._changed.notify()
 
     def change_policy(self, name: str) -> "Future[None]":
         """Put another policy in force between two batches, and return a future that is done once it is."""
+        return self._between_batches(partial(self._put_in_force, name))
+
+    def reload(self, model: ServedModel, timings: Mapping[str, ExitTiming]) -> "Future[None]":
+        """Run another network or other policies from the next batch on; requests that wait are decided by them."""
+        return self._between_batches(partial(self._replace, model, timings))
+
+    def _between_batches(self, change: Callable[[], None]) -> "Future[None]":
         done: Future[None] = Future()
         with self._changed:
-            self._changes.append((name, done))
+            self._changes.append((change, done))
             self._changed.notify()
         return done
 
     def close(self) -> None:
-        """Decide the requests that wait, then stop, and write the final state."""
+        """Decide the requests that wait, then stop, and keep the final state."""
         with self._changed:
             self._closing = True
             self._changed.notify()
-        self._thread.join()
+        if self._thread.ident is not None:
+            self._thread.join()
         self.ledger.close()
 
     def _work(self) -> None:
         try:
             while (requests := self._next_batch()) is not None:
+                self._busy_since, self._current = time.monotonic(), requests
                 try:
                     while requests:
                         requests = self._decide_first(requests)
+                    if not self._queue:
+                        self._watch_some()
                 except Exception as error:  # a fault of ours: these requests get it, and later ones are decided
-                    log_event("fault", logging.ERROR, error=f"{type(error).__name__}: {error}")
-                    for request in requests:
-                        if not request.response.done():
-                            request.response.set_exception(error)
-        finally:
-            self.failed = True
+                    log_event("fault", logging.ERROR, error=error_type(error))
+                    self._fail(error)
+                self._busy_since, self._current = None, []
+        except BaseException:
+            self._busy_since = None
+            self._fail(RequestRefused(503, "the worker has ended and is replaced: ask again", retry_after=1))
+            raise
+
+    def _fail(self, error: Exception) -> None:
+        for request in self._current:
+            if not request.response.done():
+                request.response.set_exception(error)
 
     def _next_batch(self) -> list[QueuedRequest] | None:
-        """Wait for the next requests; an empty list where only the policy was changed, None once all are decided."""
+        """Wait for the next requests; an empty list where there is something else to do, None once all are decided."""
         with self._changed:
-            while not (self._queue or self._changes or self._closing):
-                self._changed.wait()
+            while not (self._queue or self._changes or self._closing or self._watchable):
+                self._changed.wait(IDLE)
+                self._adopt()
+            self._adopt()
             while self._changes:
                 self._change(*self._changes.popleft())
             if not self._queue:
                 return None if self._closing else []
-            end = self._queue[0].queued + self.limits.wait
-            while self.queued < self.limits.batch and not self._closing and (left := end - time.monotonic()) > 0:
+            while not self._closing and (left := self._begin() - time.monotonic()) > 0:
                 self._changed.wait(left)
             requests: list[QueuedRequest] = []
             room = self.limits.batch
-            while self._queue and len(self._queue[0].samples) <= room:
+            while self._queue and len(self._queue[0]) <= room:
                 requests.append(self._queue.popleft())
-                room -= len(requests[-1].samples)
-            self.queued -= self.limits.batch - room
+                room -= len(requests[-1])
             return [request for request in requests if request.response.set_running_or_notify_cancel()]
 
-    def _change(self, name: str, done: "Future[None]") -> None:
+    def _begin(self) -> float:
+        """Return when the next batch has to begin: once it is full, the first has waited, or a deadline comes close."""
+        count, latest = 0, self._queue[0].queued + self.limits.wait
+        for request in self._queue:
+            count += len(request)
+            if count >= self.limits.batch:
+                return -math.inf
+            needed = self.timing.seconds(count, len(self.ledger.state.policy.costs) - 1)
+            latest = min(latest, request.deadline - needed - SLACK * (request.deadline - request.queued))
+        return latest
+
+    def _adopt(self) -> None:
+        """Put the policy in force that others have chosen for all replicas."""
+        wanted = self.ledger.wanted
+        if wanted is not None and wanted in self.model.policies:
+            self._put_in_force(wanted)
+
+    def _change(self, change: Callable[[], None], done: "Future[None]") -> None:
+        if not done.set_running_or_notify_cancel():  # nobody waits for it any more
+            return
         try:
-            if name != self.ledger.state.name:
-                self.ledger.change(name, self.model.policies[name])
-                self.timing = self._timings[name]
+            change()
         except Exception as error:  # the caller gets it, and the worker continues
             done.set_exception(error)
         else:
             done.set_result(None)
 
+    def _put_in_force(self, name: str) -> None:
+        if name != self.ledger.state.name:
+            self.ledger.change(name, self.model.policies[name])
+
+    def _replace(self, model: ServedModel, timings: Mapping[str, ExitTiming]) -> None:
+        if (model.spec.tensors, model.input_kind) != (self.model.spec.tensors, self.model.input_kind):
+            raise Mismatch("the model takes other inputs than before: give it another version")
+        state = self.ledger.state
+        name = state.name if state.name in model.policies else next(iter(model.policies))
+        if model.policies[name] != state.policy:
+            self.ledger.change(name, model.policies[name])
+        self.counts += [0] * (len(model.exits) - len(self.counts))
+        self.model, self._timings, self.watch = model, timings, DisagreementWatch()
+
     def _decide_first(self, requests: list[QueuedRequest]) -> list[QueuedRequest]:
         """Decide the most urgent requests, all if no deadline is close, and return the others."""
         now, last = time.monotonic(), len(self.ledger.state.policy.costs) - 1
-        needed = self.timing.seconds(sum(len(request.samples) for request in requests), last)
+        needed = self.timing.seconds(sum(map(len, requests)), last)
         urgent = [request for request in requests if request.deadline - now < needed]
         if not urgent:
             self._decide(requests, last)
             return []
         reachable: list[QueuedRequest] = []
         for request in urgent:
-            if self.timing.deepest(len(request.samples), request.deadline - now) is not None:
+            if self.timing.deepest(len(request), request.deadline - now) is not None:
                 reachable.append(request)
                 continue
             reason = f"after {1e3 * (now - request.queued):.0f} ms in the queue no exit is left in time"
             request.response.set_exception(RequestRefused(504, reason))
-        count = sum(len(request.samples) for request in reachable)
+        count = sum(map(len, reachable))
         deepest = {request: self.timing.deepest(count, request.deadline - now) or 0 for request in reachable}
         first = [request for request in reachable if deepest[request] == min(deepest.values())]
         if first:
@@ -161,76 +276,152 @@ class BatchWorker:
 
     def _decide(self, requests: list[QueuedRequest], deepest: int) -> None:
         """Decide the samples of these requests together, none beyond this open exit, and set the responses."""
-        state, start = self.ledger.state, time.monotonic()
+        policy, start = self.ledger.state.policy, time.monotonic()
         limits: list[int] = []
-        accepted: list[QueuedRequest] = []
+        owners: list[tuple[QueuedRequest, int]] = []  # of samples: the request, and the position in it
         for request in requests:
-            limit = deepest
             try:
-                if request.budget is not None:
-                    limit = min(deepest, deepest_within(request.budget, state.policy))
+                limit = min(deepest, deepest_within(request.budget, policy), deepest_within(request.cap, policy))
             except AlightError as error:
                 request.response.set_exception(RequestRefused(422, str(error)))
                 continue
-            accepted.append(request)
-            limits += [limit] * len(request.samples)
-        predictions = self._predict([sample for request in accepted for sample in request.samples], limits)
-        for request in accepted:
-            self.metrics.queued_seconds.observe(start - request.queued)
-            own, predictions = predictions[: len(request.samples)], predictions[len(request.samples) :]
-            if failed := [(index, each) for index, each in enumerate(own) if isinstance(each, Exception)]:
-                index, fault = failed[0]
-                if isinstance(fault, AlightError):
-                    advice = "the network gives no usable answer: look for numbers out of range"
-                    fault = RequestRefused(422, f"sample {index}: {advice}")
-                request.response.set_exception(fault)
-                continue
-            now = time.monotonic()
-            if now > request.deadline:
-                self.metrics.late.inc()
-            request.response.set_result(
-                PredictResponse(
-                    predictions=own,  # type: ignore[arg-type]  # no exception is among them
-                    policy=state.name,
-                    budget=state.policy.budget,
-                    unit=state.policy.unit,
-                    queued_ms=round(1e3 * (start - request.queued), 3),
-                    latency_ms=round(1e3 * (now - request.arrived), 3),
-                )
-            )
+            request.started = start
+            self.metrics.queued.labels(self.name).observe(start - request.queued)
+            owners += [(request, position) for position in range(len(request))]
+            limits += [limit] * len(request)
+        if not owners:
+            return
+        samples = [request.samples[position] for request, position in owners]
+        for place, prediction in self._predictions(samples, limits):
+            request, position = owners[place]
+            request.predictions[position] = prediction
+            if len(request.predictions) == len(request):
+                self._respond(request)
 
-    def _predict(self, samples: Sequence[Sample], limits: Sequence[int]) -> list[Prediction | Exception]:
-        """Return the prediction of each sample; if a batch fails, each of its samples is tried alone."""
-        if not samples:
-            return []
-        state, first = self.ledger.state, self._next_number
+    def _respond(self, request: QueuedRequest) -> None:
+        """Answer a request whose samples have all left."""
+        own = [request.predictions[position] for position in range(len(request))]
+        if failed := [(position, each) for position, each in enumerate(own) if isinstance(each, Exception)]:
+            position, fault = failed[0]
+            if isinstance(fault, AlightError):
+                advice = "the network gives no usable answer: look for numbers out of range"
+                fault = RequestRefused(422, f"sample {position}: {advice}")
+            request.response.set_exception(fault)
+            return
+        state, now = self.ledger.state, time.monotonic()
+        if now > request.deadline:
+            self.metrics.late.labels(self.name).inc()
+        request.response.set_result(
+            PredictResponse(
+                predictions=own,  # type: ignore[arg-type]  # no exception is among them
+                policy=state.name,
+                budget=state.policy.budget,
+                unit=state.policy.unit,
+                queued_ms=round(1e3 * (request.started - request.queued), 3),
+                latency_ms=round(1e3 * (now - request.arrived), 3),
+            )
+        )
+
+    def _predictions(
+        self, samples: Sequence[Sample], limits: Sequence[int]
+    ) -> Iterator[tuple[int, Prediction | Exception]]:
+        """Yield the place and the prediction of each sample as it leaves; if a batch fails, the others run alone."""
+        state, first, waiting = self.ledger.state, self._next_number, {*range(len(samples))}
         self._next_number += len(samples)
         paced = isinstance(state.policy, Paced)
         try:
             bounds = self._admit(limits) if paced else limits
-            start = time.perf_counter()
-            decisions, pace = self.model.decide(state.name, samples, first, bounds, state.pace if paced else None)
-            reached = state.policy.open_exits.index(int(decisions.exits.max()))
-            self.timing.update(len(samples), reached, time.perf_counter() - start)
+            walk = self.model.decide(state.name, samples, first, bounds, state.pace if paced else None)
+            pace = yield from self._leaving(walk, samples, first, waiting)
         except Exception as error:
             if isinstance(state.policy, Paced):  # the batch may have cost as much as the bound allows
                 self.ledger.settle(state.policy.owing(state.pace, len(samples)))
             if len(samples) == 1:
                 level = logging.WARNING if isinstance(error, AlightError) else logging.ERROR
-                log_event("no answer", level, error=f"{type(error).__name__}: {error}")
-                return [error]
-            pairs = zip(samples, limits, strict=True)
-            return [each for sample, limit in pairs for each in self._predict([sample], [limit])]
-        if pace is not None:
-            self.ledger.settle(pace)
-        self.metrics.add_batch(decisions, state.policy.budget)
-        names, classes = self.model.spec.classes, decisions.predictions.tolist()
-        probabilities = repeat(None) if decisions.probabilities is None else decisions.probabilities.tolist()
-        columns = zip(classes, decisions.exits.tolist(), decisions.spent.tolist(), probabilities, strict=False)
+                log_event("no answer", level, error=error_type(error))
+                yield 0, error
+                return
+            for place in sorted(waiting):
+                for _, prediction in self._predictions([samples[place]], [limits[place]]):
+                    yield place, prediction
+        else:
+            if pace is not None:
+                self.ledger.settle(pace)
+
+    def _leaving(
+        self, walk: Generator[Answers, None, Pace | None], samples: Sequence[Sample], first: int, waiting: set[int]
+    ) -> Generator[tuple[int, Prediction], None, Pace | None]:
+        """Yield the predictions of a walk, and return the pace after it; `waiting` loses those that have left."""
+        start, seconds, reached = time.monotonic(), 0.0, 0
+        self.metrics.batches.labels(self.name).observe(len(samples))
+        while True:
+            try:
+                answers = next(walk)
+            except StopIteration as end:
+                self.timing.update(len(samples), reached, seconds)
+                return end.value
+            seconds, reached = time.monotonic() - start, max(reached, int(answers.open_indices.max()))
+            places = (answers.samples - first).tolist()
+            waiting.difference_update(places)
+            self._keep_some([samples[place] for place in places], answers)
+            yield from zip(places, self._count(answers, seconds), strict=True)
+
+    def _count(self, answers: Answers, seconds: float) -> list[Prediction]:
+        """Return answers as predictions, and count them."""
+        name, policy = self.ledger.state.name, self.ledger.state.policy
+        labels = self.name, name, policy.unit
+        exits = [policy.open_exits[index] for index in answers.open_indices.tolist()]
+        costs = [policy.costs[index] for index in answers.open_indices.tolist()]
+        for exit_index in {*exits}:
+            number, exit_name = exits.count(exit_index), self.model.exits[exit_index]
+            self.counts[exit_index] += number
+            self.metrics.samples.labels(self.name, name, exit_name).inc(number)
+            self.metrics.leaving.labels(self.name, exit_name).observe(seconds)
+        spent, allowed = sum(costs), len(costs) * (policy.budget or 0.0)
+        self.spent += spent
+        self.allowed += allowed
+        self.metrics.spent.labels(*labels).inc(spent)
+        self.metrics.allowed.labels(*labels).inc(allowed)
+        names = self.model.spec.classes
+        probabilities = repeat(None) if answers.probabilities is None else answers.probabilities.tolist()
+        columns = zip(answers.predictions.tolist(), exits, costs, probabilities, strict=False)
         return [
             Prediction(label=names[index] if names else index, index=index, exit=left, cost=cost, probability=top)
             for index, left, cost, top in columns
         ]
+
+    def _keep_some(self, samples: Sequence[Sample], answers: Answers) -> None:
+        """Keep a share of the samples, with their classes, to run them to the end when nothing else is to do."""
+        if self.limits.watch:
+            for sample, answer in zip(samples, answers.predictions.tolist(), strict=True):
+                if self._draw.random() < self.limits.watch:
+                    self._to_watch.append((sample, answer))
+
+    @property
+    def _watchable(self) -> int:
+        """How many of the samples to be watched the savings of the stream pay for; all if it has no budget."""
+        state = self.ledger.state
+        if not (self._to_watch and isinstance(state.policy, Paced) and state.policy.budget):
+            return len(self._to_watch)
+        saved = state.pace.admitted * state.policy.budget - state.pace.spent
+        return min(len(self._to_watch), max(0, math.floor(saved / state.policy.costs[-1])))
+
+    def _watch_some(self) -> None:
+        """Run samples that were answered to the last exit, and see how many are answered otherwise there."""
+        state, count = self.ledger.state, min(self._watchable, self.limits.batch)
+        if not count:
+            return
+        samples, answers = zip(*(self._to_watch.popleft() for _ in range(count)), strict=True)
+        if isinstance(state.policy, Paced) and state.policy.budget:
+            last, budget = state.policy.costs[-1], state.policy.budget
+            if last > budget:  # reserved as so many samples as may exceed their budgets by as much together
+                self.ledger.admit(math.ceil(count * last / (last - budget)))
+            self.ledger.settle(replace(state.pace, spent=state.pace.spent + count * last))
+        differing = int((self.model.full_answers(state.name, samples) != np.array(answers)).sum())
+        self.watch.add(count, differing)
+        self.metrics.watched.labels(self.name, state.name).inc(count)
+        self.metrics.disagreed.labels(self.name, state.name).inc(differing)
+        self.metrics.disagreement_alarm.labels(self.name).set(self.watch.alarmed)
 
     def _admit(self, limits: Sequence[int]) -> Sequence[int]:
         """Return the limits, lowered to exits that the budget covers on its own if the state cannot be written."""
@@ -238,8 +429,8 @@ class BatchWorker:
             self.ledger.admit(len(limits))
             return limits
         except OSError as error:
-            self.metrics.state_errors.inc()
-            log_event("state not written", logging.ERROR, path=str(self.ledger.path), error=str(error))
+            self.metrics.state_errors.labels(self.name).inc()
+            log_event("state not written", logging.ERROR, error=str(error))
             policy = self.ledger.state.policy
             covered = deepest_within(policy.budget, policy)
             return [min(limit, covered) for limit in limits]

@@ -3,6 +3,7 @@
 import copy
 import importlib
 import os
+import re
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -17,6 +18,8 @@ from alight.engine.manifest import Manifest, exported_spec, verified
 from alight.errors import BadFile, BadInput
 
 SPIN = {"session.force_spinning_stop": "1"}  # threads of one stage must not keep a core busy while the next one works
+# how Protobuf writes the name of a file with weights: a field "location", in any encoding of its tag and length
+ELSEWHERE = re.compile(rb"(?:\x0a|\x8a\x80*\x00)(?:\x08|\x88\x80*\x00)location")
 TELEMETRY = "ORT_DISABLE_TELEMETRY"  # from 1.29 on it reports every network to its makers, unless this is set before
 
 
@@ -91,6 +94,10 @@ class Session:
     """One stage: its graph takes the state, in order, and returns logits and the next state."""
 
     def __init__(self, content: bytes, name: str, threads: int | None = None) -> None:
+        if ELSEWHERE.search(content):
+            raise BadFile(
+                name, "it names another file for its weights, which nothing verifies", "export it in one file"
+            )
         runtime = _onnxruntime()
         options = runtime.SessionOptions()
         options.intra_op_num_threads = available_cores() if threads is None else threads

@@ -32,6 +32,7 @@ for (const network of networks) {
   const grouped = (key) => d3.group(d3.sort(network.points, key), (point) => point.method);
   network.bySpent = grouped((point) => point.spent);
   network.byAllowed = grouped((point) => point.allowed);
+  network.several = [...network.bySpent.keys()].filter((method) => !references.includes(method)).length > 1;
   if (network.chosen && !network.bySpent.has(network.chosen.method))
     for (const group of [network.bySpent, network.byAllowed]) group.set(network.chosen.method, [network.chosen]);
   network.alone = network.bySpent.get(singleExit) ?? [];
@@ -41,7 +42,7 @@ for (const network of networks) {
   network.full = network.alone.length ? d3.greatest(network.alone, (point) => point.exit) : null;
   const all = [...network.points, ...(network.chosen ? [network.chosen] : [])];
   network.numExits = d3.max(all, (point) => point.exit_shares.length);
-  network.exitName = (exit) => network.exits[exit] ?? `exit ${exit}`;
+  network.exitName = (exit) => network.exits[exit] ?? `exit ${exit + 1}`;
   const budgeted = all.filter((point) => point.method !== singleExit);
   const allowed = d3.sort(budgeted.map((point) => point.allowed));
   network.budgets = allowed.filter((budget, rank) => !rank || budget - allowed[rank - 1] > 1e-6); // the slider's stops

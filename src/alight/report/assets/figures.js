@@ -138,7 +138,7 @@ const exitTicks = (width, exits) => {
   const longest = d3.max(exits, (exit) => state.network.exitName(exit).length);
   if (width / exits.length > 7 * longest + 8) return state.network.exitName;
   const few = Math.ceil((22 * exits.length) / width); // a number needs this many pixels
-  return (exit) => (exit % few ? "" : `${exit}`);
+  return (exit) => (exit % few ? "" : `${exit + 1}`);
 };
 
 // What a curve shows of its points.
@@ -161,11 +161,26 @@ function bestSingleExits() {
 
 const exitLabel = (point) => state.network.exitName(point.exit);
 
+const quietName = {textAnchor: "start", fill: "var(--muted)", stroke: "var(--paper)", strokeWidth: 4};
+
+/** The accuracy of the full network above its line, at the end that is farther from the curve. */
+function fullName(curve) {
+  const {full, range} = state.network;
+  if (!full) return [];
+  const gap = (point) => (point ? Math.abs(point.accuracy - full.accuracy) : Infinity);
+  const reaches = (point) => point && point.spent > d3.mean(range);
+  const [left, right] = [gap(curve[0]), reaches(curve.at(-1)) ? gap(curve.at(-1)) : Infinity];
+  const place =
+    left < right ? {x: range[1], dx: -10, textAnchor: "end"} : {x: range[0], dx: 18, textAnchor: "start"};
+  return [
+    Plot.text([full], {...quietName, ...place, y: "accuracy", dy: -9, text: [`full network ${exact(full.accuracy)}`]}),
+  ];
+}
+
 /** What the chosen method is measured against: the full network, a smaller one, each exit alone. */
 function baselines(width) {
   const {alone, full, smaller, fullCost, range} = state.network;
   const quiet = {stroke: "var(--muted)", strokeWidth: 1.25};
-  const name = {textAnchor: "start", fill: "var(--muted)", stroke: "var(--paper)", strokeWidth: 4};
   const across = smaller && [smaller.cost / fullCost, range[1]].map((spent) => ({spent, accuracy: smaller.accuracy}));
   return [
     Plot.line(bestSingleExits(), {x: "spent", y: "accuracy", curve: "step-after", ...quiet, strokeDasharray: "2 3"}),
@@ -174,7 +189,7 @@ function baselines(width) {
       ? []
       : [
           Plot.text(alone.slice(0, -1), {
-            ...name,
+            ...quietName,
             x: "spent",
             y: "accuracy",
             text: exitLabel,
@@ -183,19 +198,7 @@ function baselines(width) {
             fontSize: 11,
           }),
         ]),
-    ...(full
-      ? [
-          Plot.ruleY([full.accuracy], {stroke: "var(--ink)", strokeWidth: 1.25, strokeDasharray: "7 3"}),
-          Plot.text([full], {
-            ...name,
-            x: range[0],
-            y: "accuracy",
-            text: [`full network ${exact(full.accuracy)}`],
-            dx: 4,
-            dy: -9,
-          }),
-        ]
-      : []),
+    ...(full ? [Plot.ruleY([full.accuracy], {stroke: "var(--ink)", strokeWidth: 1.25, strokeDasharray: "7 3"})] : []),
     ...(smaller
       ? [
           Plot.line(across, {x: "spent", y: "accuracy", stroke: "var(--series-1)", strokeWidth: 1.5}),
@@ -212,14 +215,13 @@ function curvedMethod() {
   return [method, ...network.bySpent.keys()].find(curved) ?? method;
 }
 
-/** The figure's parts, as far as there are any, beside its title. */
+/** The figure's parts, as far as there are any, beside its title; the full network has its name on its line. */
 function fillKey() {
   const {network} = state;
   const curved = curvedMethod();
   const other = network.chosen && network.chosen.method !== curved ? `, ${network.chosen.method}` : "";
   const parts = [
     [curved, looks.get(curved)],
-    ...(network.full ? [["full network", {color: "var(--ink)", dash: "7 3"}]] : []),
     ...(network.smaller ? [[network.smaller.name, {color: "var(--series-1)", symbol: "circle"}]] : []),
     ...(network.alone.length ? [["best single exit", {color: "var(--muted)", dash: "2 3"}]] : []),
     ...(network.chosen ? [[`chosen policy${other}`, {color: "var(--ink)", symbol: "diamond", bare: true}]] : []),
@@ -250,6 +252,7 @@ function drawAccuracy() {
       ),
       ...baselines(width),
       ...series(width, method, curve, where),
+      ...fullName(curve),
       ...chosenMark("spent", "accuracy"),
       ring(points, "spent", "accuracy"),
       tip(width, points, {x: "spent", y: "accuracy", title: describe}),

@@ -2,6 +2,7 @@
 
 const decimals = d3.format(".1f");
 const points = (share) => decimals(Math.abs(100 * share));
+const MUCH = 0.02; // accuracy lost that is shown in red
 
 /** What is known of a point, the most important first: the speed, what it costs in accuracy, what it spends. */
 function knownNumbers(point) {
@@ -52,6 +53,7 @@ function lostNumber(point, full) {
     number: points(lost),
     unit: "points",
     meaning: `${exact(point.accuracy)} instead of ${exact(full.accuracy)} for the full network`,
+    warns: lost > MUCH,
   };
 }
 
@@ -162,7 +164,8 @@ function drawLine() {
     .select(".paid")
     .text((station) =>
       Number.isFinite(station.paid)
-        ? `cost ${percent(station.paid / network.fullCost)}, ${cost(station.paid, network).replace(" ", "\u00a0")}`
+        ? `cost ${percent(station.paid / network.fullCost)}` +
+          (network.unit ? `, ${cost(station.paid, network).replace(" ", "\u00a0")}` : "")
         : "",
     );
   drawSamples(items, walk, upright);
@@ -193,9 +196,11 @@ function samplesWords(walk) {
 
 const PICTURE = 44; // pixels of an image with its gap
 
-/** How many samples stand at an exit: three rows of images or two texts, a single row where the line is upright. */
+const SHORT = 48; // letters of a text that takes one line
+
+/** How many samples stand at an exit: three rows of images or lines of text, a single one where the line is upright. */
 function room(station, examples, upright) {
-  if (examples.texts.length) return upright ? 1 : 2;
+  if (examples.texts.length) return upright ? 1 : examples.texts.every((text) => text.length <= SHORT) ? 3 : 2;
   return Math.max(1, Math.floor((station.clientWidth - (upright ? 36 : 8)) / PICTURE)) * (upright ? 1 : 3);
 }
 

@@ -5,7 +5,7 @@ function fillFacts() {
   find("facts").textContent = [
     network.name,
     network.numExits ? count(network.numExits, "exit") : "",
-    `full network ${cost(network.fullCost, network)} per sample` +
+    `full network: ${cost(network.fullCost, network)} per sample` +
       (network.full ? `, accuracy ${exact(network.full.accuracy)}` : ""),
     network.note,
   ]
@@ -124,7 +124,7 @@ function changeNetwork() {
   fillBudgets();
   offerPoints("download", state.network.points, columns);
   find("examples-csv").hidden = !state.network.examples;
-  find("compare-section").hidden = state.network.bySpent.size < 2;
+  for (const id of ["compare-section", "readout-section", "table-section"]) find(id).hidden = !state.network.several;
   drawPlan();
   drawCalibration();
   drawTable();

@@ -149,8 +149,9 @@ def compiled_stage(index: int, stage: nn.Module) -> Run:
                 return fast(*state)
             expected = stage(*(each.clone() for each in state))
             made = fast(*state)
-            in_half = any(each.is_floating_point() and each.element_size() == 2 for each in (*state, *expected[0]))
-            if not all_close(_numbers(made), _numbers(expected), SAME_IN_HALF if in_half else None):
+            numbers = _numbers(expected)
+            in_half = any(each.is_floating_point() and each.element_size() == 2 for each in (*state, *numbers))
+            if not all_close(_numbers(made), numbers, SAME_IN_HALF if in_half else None):
                 raise AlightError(f"stage {index} gives other numbers once compiled: run it with compile=False")
             compared.add(sizes)
             return made

@@ -1,0 +1,172 @@
+"""The one place that admits requests: bytes, samples and the time to read them are counted before any work starts.
+
+Small requests are read by threads of their own, and large ones by one thread of low priority, so that a picture of a
+few kilobytes never waits for one of many megapixels. What is under way is known in bytes, in samples and in seconds of
+reading. A request that could not be answered in time is refused at once, with the seconds after which it may come back.
+"""
+
+import asyncio
+import math
+import os
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeVar
+
+from alight.serve.monitoring import Metrics
+from alight.serve.requests import Limits, RequestRefused
+
+QUICK_BYTES, QUICK_SECONDS = 2**20, 0.05  # of a request that is small
+QUICK_TOTAL = 32 * 2**20  # bytes of all small requests under way
+SLOW_BODIES = 2  # times the largest body: bytes of all large requests under way
+NICENESS = 10  # of the thread that reads large requests: small ones and the network come first
+READING = {"images": 4e-8, "texts": 5e-6, "arrays": 2e-8}  # seconds per pixel, letter, byte; as measured once it runs
+PER_SAMPLE = 5e-4  # seconds
+TELLING = 0.02  # seconds of reading from which a measurement says something about the rate
+WEIGHT = 0.3  # of the latest measurement
+STALL, LEAST = 5.0, 2**14  # seconds within which so many bytes of a body have to arrive: slower clients are dropped
+
+Result = TypeVar("Result")
+
+
+class Lane:
+    """Threads that read requests in the order of coming, and the work and bytes that wait for them."""
+
+    def __init__(self, name: str, threads: int, most_bytes: int, niceness: int = 0) -> None:
+        self.name, self.threads, self.most_bytes = name, threads, most_bytes
+        self.bytes = 0  # of requests under way
+        self.seconds = 0.0  # that unfinished reading is expected to take
+        self.pool = ThreadPoolExecutor(threads, f"alight-{name}", initializer=partial(_be_nice, niceness))
+
+    @property
+    def wait(self) -> float:
+        """Seconds until a thread is free for the next request."""
+        return self.seconds / self.threads
+
+
+def _be_nice(niceness: int) -> None:
+    if niceness and hasattr(os, "setpriority"):
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), niceness)  # of this thread, on Linux
+
+
+@dataclass
+class ReceivedBody:
+    """How much of a request's body has arrived, and until when all of it, and the next part of it, must."""
+
+    deadline: float
+    size: int = 0
+    complete: bool = False
+    lane: Lane | None = None  # which counts its bytes
+    window_size: int = 0
+    window_end: float = math.inf
+
+    def add(self, size: int) -> None:
+        """Take note of bytes that have arrived; a window ends once enough have come in it."""
+        self.size += size
+        if self.size - self.window_size >= LEAST:
+            self.window_size, self.window_end = self.size, time.monotonic() + STALL
+
+
+class Admission:
+    """All that is under way in a service, and what may still begin. It belongs to the event loop's thread."""
+
+    def __init__(self, limits: Limits, body: int, metrics: Metrics) -> None:
+        self.limits, self.body, self.metrics = limits, body, metrics
+        self.quick = Lane("quick", limits.readers, QUICK_TOTAL)
+        self.slow = Lane("slow", 1, SLOW_BODIES * body, NICENESS)
+        self.rates = dict(READING)
+
+    def hold(self, body: ReceivedBody, size: int) -> None:
+        """Count bytes that have arrived; refuse the request if it is too large, alone or with the others."""
+        body.add(size)
+        if body.size > self.body:
+            raise self.too_large()
+        lane = self.quick if body.size <= QUICK_BYTES else self.slow
+        if lane is not body.lane:
+            if body.lane is not None:
+                body.lane.bytes -= body.size - size
+            body.lane, size = lane, body.size
+        lane.bytes += size
+        if lane.bytes > lane.most_bytes:
+            raise RequestRefused(
+                429, f"{lane.bytes:,} bytes of requests are under way: come again", retry_after(lane.wait)
+            )
+
+    def release(self, body: ReceivedBody) -> None:
+        """Let the bytes of a request go."""
+        if body.lane is not None:
+            body.lane.bytes -= body.size
+            body.lane = None
+
+    def too_large(self) -> RequestRefused:
+        """Return the refusal of a body that is too large."""
+        return RequestRefused(413, f"the request is too large: at most {self.body:,} bytes are taken")
+
+    async def read(
+        self, kind: str, amount: int, samples: int, until: float, work: Callable[..., Result], *arguments: Any
+    ) -> Result:
+        """Return what work makes of samples with so many pixels, letters or bytes, in a thread of the lane for it.
+
+        It has to be finished at `until`, on the clock of time.monotonic.
+        """
+        seconds, left = samples * PER_SAMPLE + amount * self.rates[kind], until - time.monotonic()
+        if seconds > self.limits.timeout:
+            raise RequestRefused(
+                413, f"reading these {kind} takes about {seconds:.0f} seconds, and {self.limits.timeout:g} are allowed"
+            )
+        lane = self.quick if seconds <= QUICK_SECONDS else self.slow
+        if seconds > left:
+            raise RequestRefused(504, f"reading takes {1e3 * seconds:.1f} ms: no exit is left in time")
+        if lane.wait + seconds > left:
+            raise RequestRefused(
+                429, f"{lane.wait:.1f} seconds of reading are under way: come again", retry_after(lane.wait)
+            )
+        lane.seconds += seconds
+        loop = asyncio.get_running_loop()
+        future = lane.pool.submit(self._timed, kind, amount, lane, work, *arguments)
+        future.add_done_callback(lambda _: loop.call_soon_threadsafe(self._finished, lane, seconds))
+        return await asyncio.wrap_future(future)  # which drops it from the lane if the request is cancelled
+
+    def _finished(self, lane: Lane, seconds: float) -> None:
+        lane.seconds = max(0.0, lane.seconds - seconds)
+
+    def _timed(self, kind: str, amount: int, lane: Lane, work: Callable[..., Result], *arguments: Any) -> Result:
+        start = time.monotonic()
+        try:
+            return work(*arguments)
+        finally:
+            seconds = time.monotonic() - start
+            self.metrics.reading.labels(kind, lane.name).observe(seconds)
+            if seconds > TELLING and amount:
+                self.rates[kind] = (1 - WEIGHT) * self.rates[kind] + WEIGHT * seconds / amount
+
+    def close(self) -> None:
+        """Let the threads end once they have finished what they do."""
+        for lane in (self.quick, self.slow):
+            lane.pool.shutdown(wait=False, cancel_futures=True)
+
+
+def retry_after(seconds: float) -> int:
+    """Return whole seconds, one at least, as Retry-After takes them.
+
+    >>> retry_after(0.2), retry_after(7.1)
+    (1, 8)
+    """
+    return max(1, math.ceil(seconds))
+
+
+def warm_up(admission: Admission, work: Callable[[], Any]) -> None:
+    """Run work once in every thread of all lanes, so that the first request finds decoders loaded."""
+    for lane in (admission.quick, admission.slow):
+        together = threading.Barrier(lane.threads)
+
+        def once(barrier: threading.Barrier = together) -> None:
+            barrier.wait()  # so that no thread takes two
+            work()
+
+        futures: list[Future[None]] = [lane.pool.submit(once) for _ in range(lane.threads)]
+        for future in futures:
+            future.result()

@@ -1,0 +1,171 @@
+"""The models of one service by name and version, each with a worker of its own: loaded, loaded anew, and closed."""
+
+import json
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from threading import Lock
+from typing import Any, Self
+
+from alight.errors import BadFile
+from alight.policies.paced import Paced
+from alight.policies.policy import Policy
+from alight.serve.ledger import RESERVE, Ledger, SpendLedger
+from alight.serve.model import ServedModel, measure_timings
+from alight.serve.monitoring import Metrics, log_event
+from alight.serve.requests import Limits, RequestRefused
+from alight.serve.tenants import TenantCaps
+from alight.serve.worker import BatchWorker
+
+
+@dataclass(frozen=True)
+class ModelSource:
+    """Where a version of a model comes from."""
+
+    name: str
+    version: str
+    load: Callable[[], ServedModel] = field(compare=False)
+    files: tuple[Path, ...] = ()  # folders and files that it is made of
+    state: Path | None = None  # where its spend is kept
+
+    def signature(self) -> tuple[tuple[str, int, int], ...]:
+        """Return the names, sizes and dates of all files: where these are the same, so is the model."""
+        found = [path for each in self.files for path in ([each] if each.is_file() else sorted(each.rglob("*")))]
+        stats = [(str(path), path.stat()) for path in found if path.is_file()]
+        return tuple((name, stat.st_size, stat.st_mtime_ns) for name, stat in stats)
+
+
+def listed_models(path: Path) -> list[dict[str, Any]]:
+    """Return the models of a JSON file: name, version, folder, policies and state of each, paths from its folder."""
+    example = '{"models": [{"name": "digits", "version": "1", "folder": "model", "policies": ["policy.json"]}]}'
+    try:
+        models = json.loads(path.read_text(encoding="utf-8"))["models"]
+        found = [_listed(path.parent, **each) for each in models]
+    except (ValueError, KeyError, TypeError) as error:
+        raise BadFile(path, f"it does not list models ({type(error).__name__}: {error})", f"write {example}") from error
+    if not found or len({(each["name"], each["version"]) for each in found}) < len(found):
+        raise BadFile(path, f"of {len(found)} models some have the same name and version, or there is none", example)
+    return found
+
+
+def _listed(
+    home: Path, name: str, folder: str, policies: Sequence[str], version: str = "1", state: str | None = None
+) -> dict[str, Any]:
+    state = f"spending-{name}-{version}.json" if state is None else state
+    paths = [home / policy for policy in policies]
+    return {"name": name, "version": str(version), "folder": home / folder, "policies": paths, "state": home / state}
+
+
+class HostedModel:
+    """A version of a model that is being served."""
+
+    def __init__(self, source: ModelSource, worker: BatchWorker, caps: TenantCaps) -> None:
+        self.source, self.worker, self.caps = source, worker, caps
+        self.signature = source.signature()
+
+
+Sources = Callable[[], Sequence[ModelSource]]
+OpenLedger = Callable[[ModelSource, Mapping[str, Policy], int], Ledger]
+
+
+def open_in_file(source: ModelSource, policies: Mapping[str, Policy], reserve: int) -> Ledger:
+    """Return the ledger of a model that keeps its spend in a file, or forgets it."""
+    return SpendLedger(source.state, policies, reserve)
+
+
+class ModelHost:
+    """All models of a service. The first is the one that requests mean which name none."""
+
+    def __init__(
+        self,
+        sources: Sources,
+        limits: Limits,
+        *,
+        open_ledger: OpenLedger = open_in_file,
+        caps: Callable[[], Mapping[str, str | float | None]] = dict,
+    ) -> None:
+        self.sources, self.limits, self.open_ledger, self.caps = sources, limits, open_ledger, caps
+        self.metrics = Metrics(limits.timeout)
+        self.models: dict[str, dict[str, HostedModel]] = {}  # by name and version, the latest version last
+        self._running, self._reloading = False, Lock()
+        for source in sources():
+            self._add(source)
+
+    @classmethod
+    def of(cls, model: ServedModel, limits: Limits, state: Path | None = None) -> Self:
+        """Return a host of one model that is loaded already."""
+        return cls(lambda: [ModelSource("model", "1", lambda: model, state=state)], limits)
+
+    def _add(self, source: ModelSource) -> None:
+        """Load a model and serve it; a version that is served already goes on with its queue and its spend."""
+        model = source.load()
+        timings = measure_timings(model, self.limits.batch)
+        for name, policy in model.policies.items():
+            if not isinstance(policy, Paced):
+                advice = "calibrate --contract stream"
+                log_event("no guarantee for the stream", logging.WARNING, policy=name, advice=advice)
+        versions = self.models.setdefault(source.name, {})
+        if source.version in versions:
+            hosted = versions[source.version]
+            hosted.worker.reload(model, timings).result()
+            hosted.source, hosted.signature = source, source.signature()
+        else:
+            ledger = self.open_ledger(source, model.policies, max(RESERVE, 4 * self.limits.batch))
+            label = source.name if source.version == "1" else f"{source.name}:{source.version}"
+            worker = BatchWorker(model, ledger, timings, self.limits, self.metrics, label)
+            versions[source.version] = HostedModel(source, worker, TenantCaps(ledger.lease, self.caps))
+            if self._running:
+                worker.start()
+        log_event("loaded", model=source.name, version=source.version, engine=model.engine, policies=[*model.policies])
+
+    def reload(self) -> list[str]:
+        """Load what is new or has changed, close what is gone, and return the names of all three."""
+        with self._reloading:
+            return self._reload(self.sources())
+
+    def _reload(self, sources: Sequence[ModelSource]) -> list[str]:
+        changed = []
+        for source in sources:
+            hosted = self.models.get(source.name, {}).get(source.version)
+            if hosted is None or hosted.source != source or hosted.signature != source.signature():
+                self._add(source)
+                changed.append(f"{source.name}:{source.version}")
+        wanted = {(source.name, source.version) for source in sources}
+        for name, versions in [*self.models.items()]:
+            for version in [each for each in versions if (name, each) not in wanted]:
+                versions.pop(version).worker.close()
+                changed.append(f"{name}:{version}")
+            if not versions:
+                del self.models[name]
+        return changed
+
+    def find(self, name: str | None = None, version: str | None = None) -> HostedModel:
+        """Return a model by its name and version, the first model and its latest version where none is named."""
+        versions = self.models.get(name or next(iter(self.models)))
+        hosted = None if versions is None else versions.get(version or [*versions][-1])
+        if hosted is None:
+            known = ", ".join(f"{each} {' '.join(versions)}" for each, versions in self.models.items())
+            raise RequestRefused(404, f"there is no model {f'{name} {version or str()}'.strip()[:100]!r}: {known}")
+        return hosted
+
+    @property
+    def workers(self) -> list[BatchWorker]:
+        """The workers of all models."""
+        return [hosted.worker for versions in self.models.values() for hosted in versions.values()]
+
+    @property
+    def ready(self) -> bool:
+        """Whether every model answers requests."""
+        return bool(self.workers) and all(worker.ready for worker in self.workers)
+
+    def start(self) -> None:
+        """Begin to decide requests."""
+        self._running = True
+        for worker in self.workers:
+            worker.start()
+
+    def close(self) -> None:
+        """Decide the requests that wait, then stop."""
+        for worker in self.workers:
+            worker.close()

@@ -1,0 +1,148 @@
+"""Tokens have roles and tenants, names and pages are known or refused, and tokens are read again."""
+
+import json
+import signal
+import ssl
+import subprocess
+
+import httpx2 as httpx
+import pytest
+from digit_service import folder, in_base64, pixels, served_model
+from fastapi.testclient import TestClient
+from processes import service
+from waiting import wait_until
+
+from alight.errors import BadFile, BadInput
+from alight.serve.access import Access, Caller, Tokens, allowed_hosts
+from alight.serve.app import build_app
+from alight.serve.hosting import ModelHost
+from alight.serve.requests import Limits
+
+NAMES = {role: f"a-token-of-role-{role}" for role in ("predict", "metrics", "admin")}
+IMAGES = {"images": [in_base64(pixels(1)[0])]}
+
+
+def bearer(token):
+    return {"Authorization": f"Bearer {token}"}
+
+
+def token_file(path, tenants=None, **tokens):
+    entries = [{"token": token, "role": role} for role, token in (NAMES | tokens).items()]
+    path.write_text(json.dumps({"tokens": entries, "tenants": tenants or {}}))
+    return path
+
+
+@pytest.fixture
+def host():
+    return ModelHost.of(served_model("expensive", "cheap"), Limits())
+
+
+def test_each_role_may_do_what_it_is_for(host, tmp_path):
+    tokens = Tokens.load(token_file(tmp_path / "tokens.json"))
+    allowed = {
+        "predict": ["POST /predict", "GET /status", "GET /budget", "GET /v2/models/model"],
+        "metrics": ["GET /metrics", "GET /status", "GET /budget", "GET /v2/models/model"],
+    }
+    requests = [*allowed["predict"], "GET /metrics", "PUT /budget", "POST /v2/repository/index"]
+    with TestClient(build_app(host, Access(tokens))) as client:
+        for role, token in NAMES.items():
+            for line in requests:
+                method, path = line.split()
+                body = {"policy": "cheap"} if method == "PUT" else IMAGES
+                reply = client.request(method, path, headers=bearer(token), json=None if method == "GET" else body)
+                may = role == "admin" or line in allowed[role]
+                assert reply.status_code == (200 if may else 403), (role, line)
+        assert client.get("/status", headers=bearer("unknown")).status_code == 401
+        assert client.get("/healthz").status_code == 200
+
+
+def test_a_file_of_tokens_that_makes_no_sense_is_refused(tmp_path):
+    path = tmp_path / "tokens.json"
+    for content, error, message in (
+        ({"tokens": [{"token": "short", "role": "admin"}]}, BadInput, "16 or more"),
+        ({"tokens": [{"token": "a" * 16, "role": "king"}]}, BadInput, "a role 'king': give one of predict"),
+        ({"tokens": [{"token": "a" * 16, "role": "predict", "tenant": "x"}]}, BadInput, "no cap for tenant 'x'"),
+        ({"tokens": [{"token": "a" * 16, "role": "admin"}] * 2}, BadFile, "of 2 tokens 1 differ"),
+        ({"tokens": [{"token": "a" * 16}]}, BadFile, "it does not list tokens"),
+        ({"tokens": [], "more": 1}, BadFile, "unknown more"),
+    ):
+        path.write_text(json.dumps(content))
+        with pytest.raises(error, match=message):
+            Tokens.load(path)
+
+
+def test_requests_to_an_unknown_name_and_from_other_pages_are_refused(host):
+    access = Access(hosts=allowed_hosts("127.0.0.1", [], False), origins=("https://friend.org",))
+    with TestClient(build_app(host, access), base_url="http://localhost:8000") as client:
+        assert client.post("/predict", json=IMAGES).status_code == 200
+        rebound = {"Host": "evil.org:8000"}
+        assert client.put("/budget", json={"policy": "cheap"}, headers=rebound).status_code == 403
+        assert client.get("/healthz", headers={"Host": "10.0.0.7:8000"}).status_code == 200  # a probe, by address
+        own, friend = {"Origin": "http://localhost:8000"}, {"Origin": "https://friend.org"}
+        assert [client.post("/predict", json=IMAGES, headers=each).status_code for each in (own, friend)] == [200, 200]
+        for origin in ("https://evil.org", "null", "http://localhost:9000"):
+            reply = client.post("/predict", json=IMAGES, headers={"Origin": origin})
+            assert reply.status_code == 403
+            assert "allow them with --allowed-origins" in reply.json()["error"]
+
+
+def test_a_service_for_everybody_needs_tokens_or_names():
+    assert allowed_hosts("0.0.0.0", [], has_tokens=True) == ()
+    assert "a.org" in allowed_hosts("0.0.0.0", ["A.org"], has_tokens=False)
+    assert allowed_hosts("0.0.0.0", ["*"], has_tokens=False) == ()
+    assert allowed_hosts("10.0.0.7", [], has_tokens=False)[-1] == "10.0.0.7"
+    with pytest.raises(BadInput, match="without tokens on all addresses"):
+        allowed_hosts("0.0.0.0", [], has_tokens=False)
+
+
+def test_tenants_spend_what_their_cap_leaves_and_then_wait_for_the_next_hour(tmp_path):
+    model = served_model("expensive")
+    last = model.policies["expensive"].costs[-1]
+    names = {name: f"a-token-of-the-{name}" for name in ("shop", "bank")}
+    callers = {digest: Caller("predict", name) for name, each in names.items() for digest in Tokens.of(each).callers}
+    caps = {"shop": 10 * last, "bank": None}
+    sources = ModelHost.of(model, Limits()).sources
+    host, tokens = ModelHost(sources, Limits(), caps=lambda: caps), Tokens(callers, caps)
+    spent, statuses = 0.0, []
+    with TestClient(build_app(host, Access(tokens))) as client:
+        for _ in range(60):
+            reply = client.post("/predict", json=IMAGES, headers=bearer("a-token-of-the-shop"))
+            statuses.append(reply.status_code)
+            if reply.status_code == 200:
+                spent += sum(each["cost"] for each in reply.json()["predictions"])
+        assert statuses[0] == 200
+        assert statuses[-1] == 429
+        assert 0 < int(reply.headers["Retry-After"]) <= 3601
+        assert "'shop' has spent what it may in this hour" in reply.json()["error"]
+        assert 0.9 * 10 * last < spent <= 10 * last
+        assert client.post("/predict", json=IMAGES, headers=bearer("a-token-of-the-bank")).status_code == 200
+
+
+@pytest.mark.slow  # starts services
+def test_tokens_and_models_are_read_again_on_sighup_and_tls_is_spoken(tmp_path):
+    for name in ("model", "unpaced.json"):
+        (tmp_path / name).symlink_to(folder() / name)
+    (tmp_path / "policy.json").write_bytes((folder() / "expensive.json").read_bytes())
+    made = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=localhost"]
+    made += ["-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1", "-keyout", "key.pem", "-out", "cert.pem"]
+    subprocess.run(made, cwd=tmp_path, check=True, capture_output=True)
+    path = token_file(tmp_path / "tokens.json")
+    line = "model policy.json --token-file tokens.json --tls-certificate cert.pem --tls-key key.pem"
+    trusted = ssl.create_default_context(cafile=str(tmp_path / "cert.pem"))
+    with (
+        service(line, tmp_path, verify=trusted) as running,
+        httpx.Client(verify=trusted, base_url=running.url) as client,
+    ):
+        assert running.url.startswith("https://")
+        assert client.get("/status", headers=bearer(NAMES["predict"])).json()["policy"] == "policy"
+        token_file(path, predict="another-token-of-role")
+        (tmp_path / "policy.json").write_bytes((folder() / "cheap.json").read_bytes())
+        before = client.get("/budget", headers=bearer(NAMES["admin"])).json()["budget"]
+        running.process.send_signal(signal.SIGHUP)
+        wait_until(lambda: client.get("/status", headers=bearer(NAMES["predict"])).status_code == 401)
+        assert client.post("/predict", json=IMAGES, headers=bearer("another-token-of-role")).status_code == 200
+        wait_until(lambda: client.get("/budget", headers=bearer(NAMES["admin"])).json()["budget"] < before)
+        path.write_text("{")
+        running.process.send_signal(signal.SIGHUP)
+        wait_until(lambda: "not reloaded" in [each["event"] for each in running.lines])
+        assert client.post("/predict", json=IMAGES, headers=bearer("another-token-of-role")).status_code == 200

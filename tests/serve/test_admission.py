@@ -1,0 +1,121 @@
+"""What stands before the queue: large requests neither delay small ones nor pile up; garbage is not built."""
+
+import io
+import json
+import threading
+import tracemalloc
+
+import pytest
+from digit_service import application, in_base64, pixels, png, served_model
+from fastapi.testclient import TestClient
+from PIL import Image
+from text_service import text_model
+
+from alight.serve.app import build_app
+from alight.serve.hosting import ModelHost
+from alight.serve.reading import open_request
+from alight.serve.requests import Limits, RequestRefused
+
+
+def webp(side):
+    """A lossless picture of few bytes and many pixels."""
+    file = io.BytesIO()
+    Image.new("RGB", (side, side), (1, 2, 3)).save(file, "WEBP", lossless=True)
+    return file.getvalue()
+
+
+def together(*senders):
+    """The replies to requests that are sent one after the other, in the order in which they come back."""
+    replies = []
+    threads = [threading.Thread(target=lambda send=send: replies.append(send())) for send in senders]
+    for thread in threads:
+        thread.start()
+        thread.join(0.02)  # so that it has begun
+    for thread in threads:
+        thread.join()
+    return replies
+
+
+def test_a_small_picture_does_not_wait_for_large_ones():
+    large = [("images", webp(1500))] * 8
+    small = [("images", png(pixels(1)[0]))]
+    with TestClient(application()) as client:
+        senders = [lambda: client.post("/predict/files", files=large)] * 7
+        replies = together(*senders, lambda: client.post("/predict/files", files=small))
+    assert 1 in [len(reply.json()["predictions"]) for reply in replies[:4]]
+    assert {reply.status_code for reply in replies} == {200}
+
+
+def test_pictures_that_could_not_be_decoded_in_time_are_refused_at_once_and_say_when_to_come_again():
+    with TestClient(application(timeout=0.5)) as client:
+        sides = [("images", webp(2000))] * 2
+        replies = together(*[lambda: client.post("/predict/files", files=sides)] * 4)
+        statuses = [reply.status_code for reply in replies]
+        assert set(statuses) <= {200, 429, 504}
+        assert 429 in statuses
+        assert all(int(reply.headers["Retry-After"]) >= 1 for reply in replies if reply.status_code == 429)
+        never = client.post("/predict/files", files=[("images", webp(3000))] * 8)
+    assert never.status_code == 413
+    assert "and 0.5 are allowed" in never.json()["error"]
+
+
+def test_a_short_text_does_not_wait_for_long_ones(tmp_path):
+    served = text_model(tmp_path, max_tokens=16)
+    with TestClient(build_app(ModelHost.of(served, Limits(tokens=16)))) as client:
+        long, short = [" ".join(["bread"] * 2600)] * 32, ["the soup"]
+        replies = together(
+            *[lambda: client.post("/predict", json={"texts": long})] * 2,
+            lambda: client.post("/predict", json={"texts": short}),
+        )
+    assert len(replies[0].json()["predictions"]) == 1
+    assert {reply.status_code for reply in replies} == {200}
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b'{"arrays": [[' + b'{"": 0},' * 2**18 + b"0]]}",
+        b'{"arrays": [' + b"0," * 2**20 + b"0]}",
+        b'{"arrays": [' + b"[]," * 2**19 + b"0]}",
+        b'{"images": [' + b'"ab",' * 2**18 + b'""]}',
+        b'{"images": [' + b"0," * 2**20 + b"0]}",
+        b'{"texts": [' + rb'"\\",' * 2**18 + b'""]}',
+        b'{"budget": [' + b"0," * 2**20 + b'0], "images": ["ab"]}',
+        b"{" + b",".join(b'"a%d":0' % index for index in range(2**17)) + b"}",
+        b'{"arrays": ' + b"[" * 2**20,
+    ],
+    ids=["objects", "numbers", "empty arrays", "strings", "no strings", "escapes", "options", "names", "depth"],
+)
+def test_nothing_is_built_of_json_that_is_refused(content):
+    model, limits = served_model(), Limits()
+    tracemalloc.start()
+    try:
+        with pytest.raises(RequestRefused):
+            open_request(content, model, limits)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < 2 * len(content) + 2**16
+
+
+def test_the_largest_body_is_what_a_full_batch_needs():
+    model = served_model()
+    assert model.largest_body(32, 0) == 16 * 2**20  # of pictures
+    with TestClient(application(batch=4, body=1000)) as client:
+        assert client.post("/predict", json={"images": [in_base64(pixels(1)[0])] * 9}).status_code == 413
+
+
+def test_bytes_under_way_are_bounded():
+    app = application(batch=4, readers=1)
+    with TestClient(app) as client:
+        slow = [("images", webp(3000))] * 4
+        filler = json.dumps({"images": ["A" * (15 * 2**20)]}).encode()
+        json_type = {"Content-Type": "application/json"}
+        replies = together(
+            lambda: client.post("/predict/files", files=slow),
+            *[lambda: client.post("/predict", content=filler, headers=json_type)] * 3,
+        )
+        statuses = sorted(reply.status_code for reply in replies)
+        assert statuses[0] == 200
+        assert set(statuses[1:]) <= {413, 422, 429}
+        assert client.get("/metrics").text.count('alight_body_bytes{lane="slow"} 0.0') == 1

@@ -1,0 +1,220 @@
+"""Replicas with one ledger keep one bound, whatever dies, and pool their savings; on a real server."""
+
+import threading
+import time
+from contextlib import closing
+
+import numpy as np
+import pytest
+import redis
+from redis_server import running_server
+from waiting import wait_until
+
+from alight import calibrate
+from alight.policies.route import replay_on
+from alight.serve.fleet import FleetLedger, _account, check_ledger
+
+QUICK = 0.005  # seconds between two exchanges
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    started = running_server(tmp_path_factory.mktemp("ledger") / "data")
+    yield started
+    started.kill()
+
+
+@pytest.fixture(scope="module")
+def policies(frozen):
+    def certified(budget):
+        return calibrate.certified_stream(calibrate.eero, seed=0)(frozen.costs, budget, frozen.labelled, spend_all=True)
+
+    return {"half": certified("50%"), "third": certified("33%")}
+
+
+class Replica:
+    """A stream of samples of a recorded table under a ledger, and what it has really spent."""
+
+    def __init__(self, server, model, policies, table, seed):
+        self.ledger = FleetLedger(server.url, model, policies, exchange=QUICK)
+        self.table, self.rng = table, np.random.default_rng(seed)
+        self.samples, self.spent = 0, 0.0
+
+    def decide(self, count):
+        """Decide a batch."""
+        self.ledger.admit(count)
+        state = self.ledger.state
+        rows = self.table.take(self.rng.integers(len(self.table), size=count))
+        decisions, (pace, *_) = replay_on(state.policy, rows, (state.pace,))
+        self.samples += count
+        self.spent += float(decisions.spent.sum())
+        self.ledger.settle(pace)
+
+    def die(self):
+        """End without giving anything back."""
+        self.ledger._stop.set()
+        self.ledger._thread.join()
+
+
+@pytest.fixture(scope="module")
+def tables(frozen):
+    """Easy and hard samples: those of the table that the last exit is surest about, and the others."""
+    order = np.argsort(-frozen.test.scores[:, 2])
+    return frozen.test.take(order[:5000]), frozen.test.take(order[5000:])
+
+
+def total(replicas, policy):
+    """What all have spent, and their budgets."""
+    return sum(each.spent for each in replicas), sum(each.samples for each in replicas) * policy.budget
+
+
+def test_all_together_stay_within_one_bound_and_savings_go_where_samples_are_hard(server, policies, tables):
+    easy, hard = tables
+    policy = policies["half"]
+    replicas = [Replica(server, "pooled", policies, table, seed) for seed, table in enumerate((easy, hard, hard))]
+    alone = Replica(server, "alone", policies, hard, 1)
+    for turn in range(400):
+        for each in (*replicas, alone):
+            each.decide(8)
+        spent, allowed = total(replicas, policy)
+        assert spent <= allowed + 1
+        if turn % 4 == 0:
+            time.sleep(QUICK)
+    spent, allowed = total(replicas, policy)
+    assert spent > 0.95 * allowed
+    assert replicas[1].spent > 1.1 * alone.spent  # which has nobody's savings
+    for each in (*replicas, alone):
+        each.ledger.close()
+
+
+def test_the_bound_holds_when_replicas_and_the_ledger_die(server, policies, tables):
+    policy, rng = policies["half"], np.random.default_rng(0)
+    alive = [Replica(server, "dying", policies, tables[seed % 2], seed) for seed in range(4)]
+    every = [*alive]
+    for turn in range(600):
+        for each in alive:
+            each.decide(int(rng.integers(1, 17)))
+        spent, allowed = total(every, policy)
+        assert spent <= allowed + 1
+        if turn % 100 == 50:
+            alive.pop(0).die()
+            alive.append(Replica(server, "dying", policies, tables[turn % 2], turn))
+            every.append(alive[-1])
+        if turn % 200 == 100:
+            server.kill(forget=turn > 300)
+        if turn % 200 == 140:
+            server.start()
+            wait_until(lambda: all(each.ledger.up for each in alive))
+        time.sleep(QUICK / 4)
+    spent, allowed = total(every, policy)
+    assert spent > 0.9 * allowed
+    for each in alive:
+        each.ledger.close()
+
+
+def test_an_exchange_whose_answer_is_lost_counts_once(server, policies, tables):
+    first, second = (Replica(server, "lossy", policies, tables[0], seed) for seed in range(2))
+    for each in (first, second):
+        each.ledger._stop.set()  # the test exchanges by hand
+        each.ledger._thread.join()
+    ledger, script = first.ledger, first.ledger._exchange_script
+
+    def answer_is_lost(**arguments):
+        script(**arguments)
+        raise TimeoutError
+
+    pooled = []
+    for _ in range(20):
+        first.decide(8)
+        ledger._exchange_script = answer_is_lost
+        assert not ledger._trade()
+        assert not ledger._trade()
+        ledger._exchange_script = script
+        assert ledger._trade()
+        pool = float(ledger._redis.hget(ledger._key(_account(policies["half"])), "pool"))
+        pooled.append(pool + ledger.credit)
+        assert pooled[-1] <= first.samples * policies["half"].budget - first.spent + 1
+    assert pooled[-1] > 0.99 * (first.samples * policies["half"].budget - first.spent)  # and nothing is lost
+    assert second.ledger._trade()
+
+
+def test_a_restarted_ledger_grants_nothing_that_it_held_before(server, policies, tables):
+    first = Replica(server, "stale", policies, tables[0], 0)
+    for _ in range(50):
+        first.decide(8)
+    first.ledger.close()  # all its savings are in the pool
+    server.kill()
+    server.start()
+    with closing(FleetLedger(server.url, "stale", policies, exchange=QUICK)) as second:
+        assert second.up
+        assert second.credit == 0
+
+
+def test_the_policy_in_force_is_set_once_for_all(server, policies):
+    with (
+        closing(FleetLedger(server.url, "forced", policies, exchange=QUICK)) as first,
+        closing(FleetLedger(server.url, "forced", policies, exchange=QUICK)) as second,
+    ):
+        assert (first.state.name, second.state.name, second.wanted) == ("half", "half", None)
+        first.change("third", policies["third"])
+        wait_until(lambda: second.wanted == "third")
+        second.change("third", policies["third"])
+        wait_until(lambda: second.wanted is None)
+        assert second.state.name == "third"
+        with closing(FleetLedger(server.url, "forced", policies, exchange=QUICK)) as late:
+            assert late.state.name == "third"
+        with closing(FleetLedger(server.url, "forced", {"half": policies["half"]}, exchange=QUICK)) as other:
+            assert other.wanted == "third"  # which it does not have
+
+
+def test_without_an_answer_a_change_does_not_happen_and_no_lease_is_given(policies, tmp_path):
+    own = running_server(tmp_path / "data")
+    with closing(FleetLedger(own.url, "down", policies, exchange=QUICK)) as ledger:
+        own.kill()
+        with pytest.raises(ConnectionError, match="the ledger does not answer"):
+            ledger.change("third", policies["third"])
+        assert ledger.state.name == "half"
+        with pytest.raises(ConnectionError, match="the ledger does not answer"):
+            ledger.lease("shop", 100.0, 1.0, 1.0)
+        wait_until(lambda: not ledger.up)
+        own.start()
+        wait_until(lambda: ledger.up)
+        own.kill()
+
+
+def test_leases_of_many_replicas_never_exceed_the_cap(server, policies):
+    ledgers = [FleetLedger(server.url, "capped", policies, exchange=1.0, period=2.0) for _ in range(3)]
+    while time.time() % 2.0 > 1.0:  # most of a window is left
+        time.sleep(0.05)
+    taken = [[] for _ in ledgers]
+
+    def take(index):
+        rng = np.random.default_rng(index)
+        for _ in range(40):
+            need = float(rng.integers(1, 6))
+            granted, left = ledgers[index].lease("shop", 100.0, need, 16 * need)
+            assert granted == 0 or granted >= need
+            assert 0 < left <= 2.0
+            taken[index].append((granted, left))
+
+    threads = [threading.Thread(target=take, args=(index,)) for index in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert 95 < sum(granted for each in taken for granted, _ in each) <= 100.0
+    wait_until(lambda: ledgers[0].lease("shop", 100.0, 1.0, 1.0)[0] == 1.0)  # in the next window
+    for ledger in ledgers:
+        ledger.close()
+
+
+def test_a_ledger_that_keeps_nothing_on_disk_is_reported(server, caplog):
+    check_ledger(server.url)
+    assert not caplog.records
+    with redis.Redis.from_url(server.url) as client:
+        client.config_set("appendonly", "no")
+        try:
+            check_ledger(server.url)
+        finally:
+            client.config_set("appendonly", "yes")
+    assert [record.getMessage() for record in caplog.records] == ["ledger keeps nothing on disk"]

@@ -1,0 +1,160 @@
+"""A service in a process of its own, and people who mean harm: others are answered, memory and health stay."""
+
+import base64
+import io
+import json
+import signal
+import socket
+import threading
+import time
+from contextlib import ExitStack
+from pathlib import Path
+
+import httpx2 as httpx
+import numpy as np
+import pytest
+from digit_service import folder, in_base64, pixels
+from PIL import Image
+from processes import service
+from waiting import wait_until
+
+pytestmark = pytest.mark.slow  # starts a service
+
+
+@pytest.fixture
+def home(tmp_path):
+    for name in ("model", "unpaced.json"):
+        (tmp_path / name).symlink_to(folder() / name)
+    return tmp_path
+
+
+def memory(running):
+    """Mebibytes that the service has in memory."""
+    lines = Path(f"/proc/{running.process.pid}/status").read_text().splitlines()
+    return next(int(line.split()[1]) / 1024 for line in lines if line.startswith("VmRSS"))
+
+
+def in_background(*calls):
+    """Threads that make these calls."""
+    threads = [threading.Thread(target=call) for call in calls]
+    for thread in threads:
+        thread.start()
+    return threads
+
+
+def test_a_bystander_is_answered_while_large_pictures_are_decoded(home):
+    file = io.BytesIO()
+    Image.new("RGB", (4000, 4000), (1, 2, 3)).save(file, "WEBP", lossless=True)
+    bomb = {"images": [base64.b64encode(file.getvalue()).decode()] * 32}
+    small = {"images": [in_base64(pixels(1)[0])], "deadline_ms": 1000}
+    assert len(json.dumps(bomb)) < 50_000
+    with service("model unpaced.json", home) as running:
+        statuses = []
+
+        def attack():
+            statuses.append(httpx.post(f"{running.url}/predict", json=bomb, timeout=60).status_code)
+
+        attackers = in_background(*[attack] * 8)
+        replies = [httpx.post(f"{running.url}/predict", json=small, timeout=60) for _ in range(20)]
+        assert [reply.status_code for reply in replies] == [200] * 20
+        assert max(reply.json()["latency_ms"] for reply in replies) < 1000
+        for thread in attackers:
+            thread.join()
+    assert set(statuses) <= {200, 413, 429, 504}
+
+
+def test_photos_that_come_too_fast_are_refused_and_none_is_answered_late(home):
+    rng = np.random.default_rng(0)
+    file = io.BytesIO()
+    coarse = Image.fromarray(rng.integers(0, 256, (300, 400, 3), dtype=np.uint8))
+    coarse.resize((4000, 3000)).save(file, "JPEG", quality=90)
+    body = json.dumps({"images": [base64.b64encode(file.getvalue()).decode()]}).encode()
+    with service("model unpaced.json --timeout 2 --queue 32", home) as running:
+        replies, json_type = [], {"Content-Type": "application/json"}
+
+        def send():
+            start = time.monotonic()
+            reply = httpx.post(f"{running.url}/predict", content=body, headers=json_type, timeout=60)
+            replies.append((reply.status_code, time.monotonic() - start, reply.headers.get("Retry-After")))
+
+        threads = in_background(*[send] * 60)
+        wait_until(lambda: len(replies) > 5)
+        assert running.stop() == 0  # while many are under way
+        for thread in threads:
+            thread.join()
+        faults = [line for line in running.lines if line["level"] in ("error", "critical")]
+    statuses = [status for status, _, _ in replies]
+    assert set(statuses) <= {200, 429, 503, 504}
+    assert statuses.count(429) > 5
+    assert all(int(retry) >= 1 for status, _, retry in replies if status == 429)
+    assert max(seconds for status, seconds, _ in replies if status == 200) < 3.5
+    assert not faults
+
+
+def test_json_that_would_become_many_objects_does_not_fill_the_memory(home):
+    body = b'{"arrays": [[' + b'{"": 0},' * (2 * 10**6 - 10) + b"0]]}"
+    with service("model unpaced.json", home) as running:
+        idle, json_type = memory(running), {"Content-Type": "application/json"}
+        slowest = [0.0]
+
+        def send():
+            reply = httpx.post(f"{running.url}/predict", content=body, headers=json_type, timeout=60)
+            assert reply.status_code in (413, 422, 429)
+
+        threads = in_background(*[send] * 16)
+        highest = idle
+        while any(thread.is_alive() for thread in threads):
+            start = time.monotonic()
+            assert httpx.get(f"{running.url}/healthz", timeout=60).status_code == 200
+            slowest[0] = max(slowest[0], time.monotonic() - start)
+            highest = max(highest, memory(running))
+        assert highest < 2 * idle
+        assert slowest[0] < 1.0
+
+
+def test_half_open_connections_leave_room_for_others(home):
+    with service("model unpaced.json --connections 200", home) as running, ExitStack() as opened:
+        host, port = running.url.removeprefix("http://").split(":")
+        for number in range(1100):
+            connection = opened.enter_context(socket.create_connection((host, int(port))))
+            if number % 2:
+                connection.sendall(b"POST /predict HTTP/1.1\r\nHost: localhost\r\n")
+            if number % 100 == 0:
+                assert httpx.get(f"{running.url}/healthz").status_code == 200
+        small = {"images": [in_base64(pixels(1)[0])]}
+        assert httpx.post(f"{running.url}/predict", json=small).status_code == 200
+        assert len(list(Path(f"/proc/{running.process.pid}/fd").iterdir())) < 300
+        assert running.stop(signal.SIGTERM) == 0
+    assert not [line for line in running.lines if line["level"] in ("error", "critical")]
+
+
+def test_a_body_that_trickles_in_is_dropped(home):
+    with service("model unpaced.json --timeout 20", home) as running:
+        host, port = running.url.removeprefix("http://").split(":")
+        with socket.create_connection((host, int(port)), timeout=30) as connection:
+            head = "POST /predict HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+            connection.sendall(f"{head}Content-Length: 100000\r\n\r\n".encode())
+            start = time.monotonic()
+            stop = threading.Event()
+
+            def trickle():
+                while not stop.wait(0.3):
+                    try:
+                        connection.sendall(b" ")
+                    except OSError:
+                        return
+
+            (thread,) = in_background(trickle)
+            assert b" 408 " in connection.recv(4096)
+            assert time.monotonic() - start < 10
+            stop.set()
+            thread.join()
+
+
+def test_what_everything_logs_is_json(home):
+    with service("model unpaced.json", home) as running:
+        with socket.create_connection(running.url.removeprefix("http://").split(":")) as connection:
+            connection.sendall(b"\x16\x03\x01 not HTTP\r\n\r\n")
+            connection.recv(100)
+        assert running.stop() == 0
+    assert all("time" in line for line in running.lines)
