@@ -320,6 +320,13 @@ def test_members_are_taken_in_any_order_with_their_recording():
     assert again.fingerprint == said.fingerprint
 
 
+def test_the_host_decides():
+    policy = calibrate.eero(COSTS, "70%", outputs())
+    assert Predictor(chain(), policy).decided_by == "the host decides"
+    with pytest.raises(BadInput, match="the host decides which network of a cascade is next"):
+        Predictor(chain(), policy, settings=RunSettings(decide="device"))
+
+
 def test_a_metered_policy_is_for_a_router():
     policy = meter(Threshold(thresholds=(0.5,), costs=(1.0, 3.0), budget=2.0), [1.0, 2.0])
     with pytest.raises(BadInput, match=r"counts what every call really costs.*give it to alight.Router"):

@@ -117,7 +117,7 @@ class OpenMember:
     def backend(self, open_exits: Sequence[int], given: RunSettings, batch_size: int | None) -> Backend:
         """Return what runs it up to each of these exits, with its own settings, or the given ones where it has none."""
         own = {each.name: value for each in fields(RunSettings) if (value := getattr(self.member.settings, each.name))}
-        settings = replace(given, **own)
+        settings = replace(given, **own | {"decide": "host"})  # which network is next, the host decides
         if self.is_torch:
             from alight.engine.backends.torch import TorchBackend  # PyTorch is imported where it runs
 
@@ -329,6 +329,8 @@ class CascadeBackend:
     def __init__(
         self, network: Cascade, open_exits: Sequence[int], settings: RunSettings, batch_size: int | None = None
     ) -> None:
+        if "device" in (settings.decide, *(each.member.settings.decide for each in network.members)):
+            raise BadInput("the host decides which network of a cascade is next: leave decide out")
         self.network, self.settings, self.views = network, settings, network.views
         self.inputs, self.exits, self.open_exits = network.input_spec, network.exits, tuple(open_exits)
         owners = network.members_of_exits
