@@ -182,6 +182,10 @@ def _completed(spec: InputSpec, member: Member, name: str) -> InputSpec:
 class Cascade:
     """Networks in a chain, with an exit after each; `cascade` makes it.
 
+    Args:
+        members: Opened networks, from cheap to expensive.
+        image_size: Height and width at which pixels are kept; empty: as large as a network needs them.
+
     >>> import torch
     >>> from torch import nn
     >>> model = cascade([nn.Linear(4, 3), nn.Linear(4, 3)], ["small", "large"], example=torch.zeros(1, 4))
