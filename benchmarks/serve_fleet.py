@@ -19,6 +19,7 @@ import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -143,6 +144,10 @@ class Account:
         with self.lock:
             self.sent += 1
 
+    def wait(self, answered: int) -> None:
+        """Wait until so many were answered."""
+        wait_for(lambda: self.answered >= answered, 3600)
+
     def take(self, status: int, cost: float, tenant: str) -> None:
         """Count an answer, and compare what was spent with what was allowed."""
         with self.lock:
@@ -185,26 +190,41 @@ def ask(replica: Replica, index: int, bodies: list[Any], account: Account, stop:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--samples", type=int, default=40_000)
-    parser.add_argument("--port", type=int, default=18_100, help="the first of five")
     parser.add_argument("--output", type=Path, default=ROOT / "results/serve_fleet.csv")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
-        folder = Path(temporary)
-        policy, kinds = prepare(folder)
-        caps = {name: share * options.samples * policy.budget for name, share in TENANTS.items()}
-        tokens = [{"token": f"token-of-{name}-12345", "role": "predict", "tenant": name} for name in TENANTS]
-        tokens.append({"token": "token-of-nobody-12345", "role": "predict"})
-        (folder / "tokens.json").write_text(json.dumps({"tokens": tokens, "tenants": caps}))
-        ledger = Ledger(folder / "ledger", options.port)
-        replicas = [Replica(folder, options.port + 1 + index, options.port) for index in range(REPLICAS)]
-        rows = run(options.samples, policy, caps, ledger, replicas, [[*map(body, each)] for each in kinds])
+        rows = fleet(Path(temporary), options.samples)
+    made = provenance("numpy", "torch", "redis", "uvicorn", folder=ROOT)
+    write_rows(options.output, [row | made for row in rows])
+
+
+def fleet(folder: Path, samples: int) -> list[Row]:
+    """The rows of a run with so many samples, by replicas whose files are in a folder."""
+    policy, kinds = prepare(folder)
+    caps = {name: share * samples * policy.budget for name, share in TENANTS.items()}
+    tokens = [{"token": f"token-of-{name}-12345", "role": "predict", "tenant": name} for name in TENANTS]
+    tokens.append({"token": "token-of-nobody-12345", "role": "predict"})
+    (folder / "tokens.json").write_text(json.dumps({"tokens": tokens, "tenants": caps}))
+    first, *others = free_ports(1 + REPLICAS)
+    ledger = Ledger(folder / "ledger", first)
+    replicas = [Replica(folder, port, first) for port in others]
+    try:
+        return run(samples, policy, caps, ledger, replicas, [[*map(body, each)] for each in kinds])
+    finally:
         for replica in replicas:
             replica.process.terminate()
         for replica in replicas:
             replica.process.wait()
         ledger.kill(forget=False)
-    made = provenance("numpy", "torch", "redis", "uvicorn", folder=ROOT)
-    write_rows(options.output, [row | made for row in rows])
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports that nothing listens at."""
+    opened = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    ports = [int(each.getsockname()[1]) for each in opened]
+    for each in opened:
+        each.close()
+    return ports
 
 
 def run(
@@ -233,8 +253,7 @@ def run(
             ledger.kill(forget="lost" in phase)
             time.sleep(DOWN)
             ledger.start()
-        goal = samples * (number + 1) // len(phases)
-        wait_for(lambda goal=goal: account.answered >= goal, 3600)
+        account.wait(samples * (number + 1) // len(phases))
         with account.lock:
             answered, spent = account.answered - before[0], account.spent - before[1]
             rows.append(

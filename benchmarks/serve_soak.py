@@ -1,6 +1,6 @@
 """A day of requests in an hour: memory stays flat, and no answer is lost or swapped.
 
-    python benchmarks/serve_soak.py --requests 1000000       # an hour on two idle cores
+    python benchmarks/serve_soak.py --requests 1000000       # an hour on two idle cores; --seconds ends it earlier
 
 A service of a small network that has learned scikit-learn's digits, under a stream policy that keeps its spend in a
 file, gets one picture after the other on kept connections; one request of fifty is malformed, of the kinds that
@@ -33,9 +33,9 @@ Row = dict[str, str | float | int]
 
 
 async def soak(
-    port: int, pid: int, requests: int, bodies: list[bytes], expected: np.ndarray, pause: float
+    port: int, pid: int, bodies: list[bytes], expected: np.ndarray, options: argparse.Namespace
 ) -> list[Row]:
-    """Send all requests, and return a row for each part."""
+    """Send all requests, or as many as the seconds allow, and return a row for each part."""
     client, numbers, statuses = Client("127.0.0.1", port), itertools.count(), Counter[int]()
     wrong, seconds = 0, list[float]()
     rows: list[Row] = []
@@ -44,10 +44,11 @@ async def soak(
     hostile = [request for make in small for request in (make(rng) for _ in range(20))]
     hostile = [each for each in hostile if each.path == "/predict" and each.headers.get("Content-Type")]
     start, done = time.monotonic(), 0
+    end, part = start + options.seconds, options.part or options.requests // PARTS
 
     async def ask() -> None:
         nonlocal wrong, done
-        while (number := next(numbers)) < requests:
+        while (number := next(numbers)) < options.requests and time.monotonic() < end:
             if number % int(1 / HOSTILE) == 0:
                 reply = await client.post("/predict", hostile[number % len(hostile)].content)
             else:
@@ -59,9 +60,7 @@ async def soak(
             statuses[reply.status] += 1
             seconds.append(reply.seconds)
             done += 1
-            if pause:
-                await asyncio.sleep(pause)
-            if done % (requests // PARTS) == 0:
+            if done % part == 0:
                 note()
 
     def note() -> None:
@@ -91,7 +90,8 @@ async def soak(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--requests", type=int, default=1_000_000)
-    parser.add_argument("--pause", type=float, default=0.0, help="seconds after each answer")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="after which it ends")
+    parser.add_argument("--part", type=int, default=0, help="requests of one row (default: a fiftieth)")
     parser.add_argument("--output", type=Path, default=ROOT / "results/serve_soak.csv")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
@@ -104,7 +104,7 @@ def main() -> None:
             pid,
         ):
             bodies = [body(picture) for picture in pictures]
-            rows = asyncio.run(soak(port, pid, options.requests, bodies, table.predictions, options.pause))
+            rows = asyncio.run(soak(port, pid, bodies, table.predictions, options))
     made = provenance("numpy", "torch", "uvicorn", "fastapi", folder=ROOT)
     write_rows(options.output, [row | made for row in rows])
     print(json.dumps(rows[-1]))

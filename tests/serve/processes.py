@@ -1,5 +1,6 @@
 """The service as a process of its own, as people run it."""
 
+import importlib
 import json
 import os
 import signal
@@ -10,10 +11,20 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import httpx2 as httpx
 from waiting import wait_until
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+
+
+def benchmark(name: str) -> ModuleType:
+    """A script of the folder of benchmarks, which imports others of it."""
+    if str(BENCHMARKS) not in sys.path:
+        sys.path.append(str(BENCHMARKS))
+    return importlib.import_module(name)
 
 
 @dataclass

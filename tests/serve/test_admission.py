@@ -3,6 +3,7 @@
 import io
 import json
 import threading
+import time
 import tracemalloc
 
 import pytest
@@ -11,8 +12,10 @@ from fastapi.testclient import TestClient
 from PIL import Image
 from text_service import text_model
 
+from alight.serve.admission import Admission, warm_up
 from alight.serve.app import build_app
 from alight.serve.hosting import ModelHost
+from alight.serve.monitoring import Metrics
 from alight.serve.reading import open_request
 from alight.serve.requests import Limits, RequestRefused
 
@@ -57,6 +60,27 @@ def test_pictures_that_could_not_be_decoded_in_time_are_refused_at_once_and_say_
         never = client.post("/predict/files", files=[("images", webp(3000))] * 8)
     assert never.status_code == 413
     assert "and 0.5 are allowed" in never.json()["error"]
+
+
+def test_a_small_picture_that_took_long_says_nothing_about_large_ones():
+    admission = Admission(Limits(), 2**20, Metrics())
+    usual = admission.rates["images"]
+    admission._timed("images", 256, admission.quick, time.sleep, 0.05)  # on a machine that does something else
+    assert admission.rates["images"] == usual
+    for _ in range(100):
+        admission._learn("images", 10**6, 60.0)
+    assert admission.rates["images"] == pytest.approx(8 * usual)
+    for _ in range(100):
+        admission._learn("images", 10**6, 10**6 * usual)
+    assert admission.rates["images"] == pytest.approx(usual)
+    admission.close()
+
+
+def test_every_thread_that_reads_is_warm_before_the_first_request():
+    admission, seen = Admission(Limits(readers=3), 2**20, Metrics()), []
+    warm_up(admission, lambda: seen.append(threading.current_thread().name))
+    assert len({*seen}) == len(seen) == 4  # three for small requests, one for large ones
+    admission.close()
 
 
 def test_a_short_text_does_not_wait_for_long_ones(tmp_path):

@@ -7,6 +7,7 @@ from contextlib import closing
 import numpy as np
 import pytest
 import redis
+from processes import benchmark
 from redis_server import running_server
 from waiting import wait_until
 
@@ -218,3 +219,18 @@ def test_a_ledger_that_keeps_nothing_on_disk_is_reported(server, caplog):
         finally:
             client.config_set("appendonly", "yes")
     assert [record.getMessage() for record in caplog.records] == ["ledger keeps nothing on disk"]
+
+
+@pytest.mark.slow  # starts four services, and each of them again
+@pytest.mark.usefixtures("server")  # so that it is skipped where there is none
+def test_services_that_are_killed_in_turn_keep_one_bound_and_the_caps_of_tenants(tmp_path):
+    rows = benchmark("serve_fleet").fleet(tmp_path, 2100)
+    assert len(rows) == 7
+    assert rows[-1]["answered_so_far"] >= 2100
+    assert rows[-1]["most_ahead_of_budget_in_samples"] <= 1
+    assert rows[-1]["spend_of_allowance_so_far"] > 0.9
+    with_data, without = rows[5], rows[6]  # the ledger that has lost its data begins caps anew
+    assert with_data["phase"] == "ledger killed"
+    for tenant in ("shop", "bank"):
+        assert 0 < with_data[f"{tenant}_of_cap"] <= with_data["hours"]
+        assert without[f"{tenant}_of_cap"] <= without["hours"] + 1

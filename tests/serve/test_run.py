@@ -1,6 +1,5 @@
 """The service as a process: it drains, keeps its guarantee when it is killed, and fails with one clear line."""
 
-import importlib.util
 import json
 import shlex
 import shutil
@@ -9,6 +8,7 @@ import socket
 import subprocess
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx2 as httpx
@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from commands import run
 from digit_service import folder, in_base64, model, pixels, png
-from processes import service
+from processes import benchmark, service
 from waiting import wait_until
 
 from alight import load_policy, record
@@ -162,25 +162,19 @@ def refused_with_token(token, capsys, monkeypatch):
     return error
 
 
-def fuzzing():
-    """The benchmark's own requests."""
-    sys.path.insert(0, str(ROOT / "benchmarks"))
-    spec = importlib.util.spec_from_file_location("serve_hostile", ROOT / "benchmarks" / "serve_hostile.py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["serve_hostile"] = module
-    spec.loader.exec_module(module)
-    return module
-
-
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # of schemathesis about requests that are malformed on purpose
 def test_fuzzed_requests_get_nothing_but_4xx(shared):
     running, _ = shared
-    fuzz = fuzzing()
+    fuzz = benchmark("serve_hostile")
     port = int(running.url.rpartition(":")[2])
-    found = [*fuzz.from_here(port, 150, seed=1), *fuzz.from_schema(port, 60, seed=1)]
-    warm = fuzz.memory(running.process.pid)
-    found += [*fuzz.from_here(port, 225, seed=2)]
+    found = [*fuzz.from_schema(port, 60, seed=1)]
+    with ThreadPoolExecutor(8) as pool:
+        found += pool.map(lambda number: fuzz.from_here(port, number, 1), range(150))
+        warm = fuzz.memory(running.process.pid)
+        found += pool.map(lambda number: fuzz.from_here(port, number, 2), range(210))
+        bombs = [fuzz.many_pixels(np.random.default_rng(seed)) for seed in range(12)]
+        found += pool.map(lambda request: fuzz.answered(port, request), bombs)
     assert fuzz.memory(running.process.pid) < 1.1 * warm
     assert httpx.get(f"{running.url}/healthz").status_code == 200
     good = ("few bytes, many pixels",)  # which are pictures, and may be answered

@@ -25,8 +25,9 @@ SLOW_BODIES = 2  # times the largest body: bytes of all large requests under way
 NICENESS = 10  # of the thread that reads large requests: small ones and the network come first
 READING = {"images": 4e-8, "texts": 5e-6, "arrays": 2e-8}  # seconds per pixel, letter, byte; as measured once it runs
 PER_SAMPLE = 5e-4  # seconds
-TELLING = 0.02  # seconds of reading from which a measurement says something about the rate
+TELLING = 0.02  # seconds that reading has to be expected to take, so that its measurement says something about the rate
 WEIGHT = 0.3  # of the latest measurement
+WITHIN = 8.0  # times faster or slower than READING a measured rate may be: a busy moment must not refuse everything
 STALL, LEAST = 5.0, 2**14  # seconds within which so many bytes of a body have to arrive: slower clients are dropped
 
 Result = TypeVar("Result")
@@ -140,8 +141,13 @@ class Admission:
         finally:
             seconds = time.monotonic() - start
             self.metrics.reading.labels(kind, lane.name).observe(seconds)
-            if seconds > TELLING and amount:
-                self.rates[kind] = (1 - WEIGHT) * self.rates[kind] + WEIGHT * seconds / amount
+            self._learn(kind, amount, seconds)
+
+    def _learn(self, kind: str, amount: int, seconds: float) -> None:
+        """Take note of how long so many pixels, letters or bytes took, if there were enough of them."""
+        if amount * READING[kind] > TELLING:
+            measured = min(max(seconds / amount, READING[kind] / WITHIN), WITHIN * READING[kind])
+            self.rates[kind] = (1 - WEIGHT) * self.rates[kind] + WEIGHT * measured
 
     def close(self) -> None:
         """Let the threads end once they have finished what they do."""

@@ -5,6 +5,7 @@ base64). Its outputs are `index`, `label`, `exit`, `cost` and `probability` of e
 `budget`, `deadline_ms` and `binary_data_output`.
 """
 
+import math
 import re
 import struct
 from collections.abc import Sequence
@@ -27,6 +28,7 @@ from alight.serve.service import Service, body_of
 LENGTH = "inference-header-content-length"  # bytes of JSON before the binary tensors
 DTYPES = {"UINT8": "u1", "INT8": "i1", "INT16": "<i2", "INT32": "<i4", "INT64": "<i8", "FP16": "<f2", "FP32": "<f4"}
 DTYPES |= {"FP64": "<f8", "BOOL": "?"}
+MAX_SIZE = 2**31  # of an axis
 NUMBERS = re.compile(rb"[-+.0-9eE,\[\]\s]*")
 OUTPUTS = {"index": "INT64", "label": "BYTES", "exit": "INT64", "cost": "FP64", "probability": "FP64"}
 NOTHING = msgspec.Raw()
@@ -153,7 +155,7 @@ def open_inference(
     parameters = _small(request.parameters, Parameters, Parameters())
     size = _small(tensor.parameters, Parameters, Parameters()).binary_data_size
     shape = _small(tensor.shape, list[int], [])
-    if not shape or min(shape) < 0 or shape[0] > limits.batch:
+    if not shape or min(shape) < 1 or max(shape) > MAX_SIZE or shape[0] > limits.batch:
         raise RequestRefused(413, f"a tensor of shape {shape}: send 1 to {limits.batch} samples along the first axis")
     binary = None
     if size is not None:
@@ -205,7 +207,7 @@ def _numbers(tensor: InputTensor, binary: memoryview | None, shape: Sequence[int
     """Return the numbers of a tensor, of JSON or of binary data, as one array."""
     if tensor.datatype not in DTYPES:
         raise RequestRefused(422, f"a tensor of {tensor.datatype[:20]!r}: send BYTES, {', '.join(DTYPES)}")
-    dtype, total = np.dtype(DTYPES[tensor.datatype]), int(np.prod(shape, dtype=np.float64))
+    dtype, total = np.dtype(DTYPES[tensor.datatype]), math.prod(shape)
     if binary is not None:
         if total * dtype.itemsize != len(binary):
             raise RequestRefused(422, f"{len(binary)} bytes for {total} numbers of {dtype.itemsize} bytes")

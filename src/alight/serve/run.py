@@ -1,8 +1,10 @@
 """The service as a process: its networks are loaded and timed, it serves, and it drains before it stops."""
 
 import asyncio
+import ctypes
 import logging
 import os
+import platform
 import signal
 import socket
 import time
@@ -26,6 +28,8 @@ GRACE = 30  # seconds for requests under way, once the service is to stop
 KEEP_ALIVE = 75  # seconds that an idle connection lasts: longer than load balancers keep theirs, which is 60 mostly
 HEAD = 10.0  # seconds within which the head of a request has to be complete
 SPARE = 64  # open files that are not connections
+M_ARENA_MAX, M_MMAP_THRESHOLD = -8, -3  # of glibc's mallopt
+LARGE_BLOCK = 2**20  # bytes: as much as a small request has at most
 
 
 @dataclass(frozen=True)
@@ -135,6 +139,7 @@ def serve(
     `load` loads the networks, once the address is found to be free.
     """
     log_as_json(log_level)
+    _return_freed_memory()
     warnings.filterwarnings("ignore", module="PIL")  # about images that are refused anyway
     with listening.bind() as bound:
         host = load()
@@ -165,6 +170,14 @@ async def _run(server: uvicorn.Server, bound: socket.socket, process: Process) -
     if hasattr(signal, "SIGHUP"):
         asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, process.on_hangup)
     await server.serve(sockets=[bound])
+
+
+def _return_freed_memory() -> None:
+    """Let glibc return large blocks to the system when they are freed, and keep few heaps: pictures leave no trace."""
+    if platform.libc_ver()[0] == "glibc":
+        libc = ctypes.CDLL(None)
+        libc.mallopt(M_ARENA_MAX, 2)
+        libc.mallopt(M_MMAP_THRESHOLD, LARGE_BLOCK)
 
 
 def _open_files() -> int:
