@@ -13,7 +13,8 @@ from alight.cutting import cut as cutting
 from alight.cutting import proof, stages, tracing
 from alight.errors import BadInput
 from alight.networks import attach, masks, multi_exit
-from alight.networks.attach import attach_heads, cascade, from_outputs
+from alight.networks.attach import attach_heads, from_outputs
+from alight.networks.multi_exit import MultiExitModel
 from alight.networks.store import load_model, save_model
 
 IMAGES = torch.randn(2, 3, 12, 12, generator=torch.Generator().manual_seed(0))
@@ -195,8 +196,11 @@ def test_a_network_that_writes_into_its_input_is_checked_without_its_code(tmp_pa
 
 
 def test_a_model_without_a_network_has_nothing_to_be_compared_with():
+    described = {"source": "stages", "example": {"shape": [2, 4], "dtype": "float32"}}
     with pytest.raises(BadInput, match="there is no network to compare with"):
-        cascade([nn.Linear(4, 3), nn.Linear(4, 3)], example=torch.zeros(2, 4)).verify()
+        MultiExitModel(
+            [nn.Linear(4, 8), nn.Linear(8, 8)], [nn.Linear(8, 3), nn.Linear(8, 3)], recipe=described
+        ).verify()
 
 
 class TwoOutputs(nn.Module):
