@@ -276,7 +276,7 @@ def test_a_cascade_is_recorded_measured_calibrated_and_predicted_from_the_shell(
         "calibrate table.npz --costs chain_costs.json --budget 60% --contract none -o chain.json",
         "predict chain chain.json test.npz -o chain.csv",
     ):
-        status, out, err = run(f"{line} --quiet", capsys)
+        status, _, err = run(f"{line} --quiet", capsys)
         assert status == 0, err
     costs, policy = Costs.load("chain_costs.json"), load_policy("chain.json")
     assert costs.is_cascade
