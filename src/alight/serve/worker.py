@@ -123,7 +123,7 @@ class BatchWorker:
         """Count samples from their admission to their answer; refuse them if they would not be answered in time."""
         wait = self.admitted * self.timing.per_sample
         if self.admitted + count > self.limits.queue or wait > until - time.monotonic() > 0:
-            reason = f"{self.admitted} samples are waiting, as many as may: come again"
+            reason = f"{self.admitted} samples are waiting, for {wait:.1f} seconds or so: come again"
             raise RequestRefused(429, reason, retry_after(wait))
         self.admitted += count
         try:
