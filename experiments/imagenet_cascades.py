@@ -8,7 +8,7 @@
 what the cascade takes that `sweep` chooses, run beside the network that it replaces. `sweep` writes
 results/imagenet_cascades.csv; its splits are kept beside the recording, so that it may be stopped. The 5,000 images
 are split 20 times. One half chooses networks, their order and thresholds, for budgets of 30 to 100 % of EfficientNet-
-lite2, by `choose_members` and `search`; every pair of networks gets the threshold that spends the budget, which needs
+lite2, by `choose_members` and `eero`; every pair of networks gets the threshold that spends the budget, which needs
 no labels. The other half tests. Rows "as accurate as NAME" take the smallest budget at which the first half is as
 accurate as NAME alone, which the other half then tests too.
 """
@@ -46,7 +46,6 @@ STRIDE, ROUNDS = 20, 5  # every 20th image is timed, in so many runs
 UNITS = {"MACs": "multiply-adds", "ms": "ms, two cores"}
 CANDIDATES = ("v1-0.5@160 int8", "v2@224 int8", "lite0", "lite1", "lite2")  # that are chosen from
 SPENDING = partial(calibrate.eero, spend_all=True)
-SEARCH = partial(calibrate.search, rounds=2)
 Row = dict[str, Any]
 Members = tuple[int, ...]
 Fit = Callable[[Costs, float, HeadOutputs], tuple[Policy, Members]]
@@ -104,7 +103,7 @@ def ways(outputs: HeadOutputs) -> Iterator[tuple[str, Fit]]:
             found[budget] = chosen(costs, budget, table)
         return fitted(method, costs, budget, table, found[budget]), found[budget]
 
-    yield "chosen, margin", partial(of_choice, SEARCH)
+    yield "chosen, margin", partial(of_choice, SPENDING)
     yield "chosen, agreement", partial(of_choice, combined(SPENDING, "agreement"))
 
 
@@ -156,15 +155,15 @@ def sweep(options: argparse.Namespace) -> None:
     """Write the table of all ways, budgets and units."""
     outputs, done = HeadOutputs.load(options.recording), options.recording.with_suffix(".rows.jsonl")
     done.touch()
-    known = [json.loads(line) for line in done.read_text().splitlines()]
-    for unit in UNITS:
+    for unit in options.units:
         costs = member_costs(outputs, unit, options.recording)
+        known = [json.loads(line) for line in done.read_text().splitlines()]
         for seed in sorted({*range(options.splits)} - {row["seed"] for row in known if row["unit"] == unit}):
             rows = [{**row, "unit": unit, "seed": seed} for row in split_rows(outputs, costs, seed)]
-            known += rows
             with done.open("a") as file:  # a run that was stopped goes on here
-                file.writelines(json.dumps(row) + "\n" for row in rows)
+                file.write("".join(json.dumps(row) + "\n" for row in rows))
             print(unit, seed, flush=True)
+    known = [json.loads(line) for line in done.read_text().splitlines()]
     told = provenance("numpy", folder=ROOT)
     found = [row for unit in UNITS for row in summary([each for each in known if each["unit"] == unit], unit)]
     write_rows(CASCADES, [{**row, **told} for row in found])
@@ -194,7 +193,7 @@ def measure(options: argparse.Namespace) -> None:
     half, test = outputs.take(others), outputs.take(timed)
     for share in SHARES:
         members = chosen(costs, share * costs.heads[reference], half)
-        policy = fitted(SEARCH, costs, share * costs.heads[reference], half, members)
+        policy = fitted(SPENDING, costs, share * costs.heads[reference], half, members)
         if replay(policy, half.at_exits(members)).accuracy(half.truth()) >= half.correct()[:, reference].mean():
             break
     whole = ExitAt(costs=(costs.heads[reference],), open_exits=(reference,), num_exits=len(outputs.exits))
@@ -233,6 +232,7 @@ def main() -> None:
         timing.add_argument(name, type=Path)
     timing.set_defaults(run=measure)
     sweeping = commands.add_parser("sweep")
+    sweeping.add_argument("--units", nargs="+", choices=UNITS, default=[*UNITS])
     sweeping.add_argument("--splits", type=int, default=SPLITS)
     sweeping.set_defaults(run=sweep)
     options = parser.parse_args()
