@@ -7,10 +7,10 @@
 `time` writes results/imagenet_networks.csv: what each network takes for an image, from its bytes to its answer, and
 what the cascade takes that `sweep` chooses, run beside the network that it replaces. `sweep` writes
 results/imagenet_cascades.csv; its splits are kept beside the recording, so that it may be stopped. The 5,000 images
-are split 20 times. One half chooses networks, their order and thresholds, for budgets of 30 to 100 % of EfficientNet-
-lite2, by `choose_members` and `eero`; every pair of networks gets the threshold that spends the budget, which needs
-no labels. The other half tests. Rows "as accurate as NAME" take the smallest budget at which the first half is as
-accurate as NAME alone, which the other half then tests too.
+are split 20 times. One half chooses among five networks, their order and thresholds, for budgets of 40 to 100 % of
+EfficientNet-lite2, by `choose_members` and `eero`; every pair of networks gets the threshold that spends the budget,
+which needs no labels. The other half tests. Rows "as accurate as NAME" take the smallest budget at which the first
+half is as accurate as NAME alone, which the other half then tests too.
 """
 
 import argparse
