@@ -31,14 +31,14 @@ MAY_IMPORT = {
     "training": FOUNDATION | {"networks", "data"},
     "costing": FOUNDATION | {"cutting", "networks", "data", "engine"},
     "engine": FOUNDATION | {"networks", "data", "policies"},
-    "planning": FOUNDATION | {"networks", "data", "policies", "calibrate", "costing", "engine"},
+    "planning": FOUNDATION | {"networks", "data", "policies", "calibrate", "costing", "engine", "export"},
     "export": FOUNDATION | {"networks", "data", "policies", "engine"},
     "report": FOUNDATION | {"policies", "evaluation"},
     "sklearn": FOUNDATION | {"policies", "calibrate"},
     "routing": FOUNDATION | {"budgeting", "policies", "data"},
     "fitting": FOUNDATION
     | {"policies", "calibrate", "evaluation", "report"}
-    | {"networks", "training", "costing", "data", "engine", "planning"},
+    | {"networks", "training", "costing", "data", "engine", "planning", "export"},
     "cluster": FOUNDATION | {"networks", "data", "policies", "engine"},
     "serve": FOUNDATION | {"policies", "networks", "data", "engine", "__version__"},
     "demo": FOUNDATION

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from alight.evaluation import Point as Point, at_equal_spend as at_equal_spend, read_points as read_points
     from alight.evaluation import sweep as sweep, write_points as write_points
     from alight.export.exporting import export_model as export_model
+    from alight.fitting.deploying import Deployed as Deployed, deploy as deploy
     from alight.fitting.fitted import FittedPredictor as FittedPredictor
     from alight.fitting.steps import fit as fit
     from alight.networks import zoo as zoo
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from alight.networks.multi_exit import MultiExitModel as MultiExitModel, TwoLogits as TwoLogits
     from alight.networks.store import fingerprint as fingerprint, load_model as load_model, save_model as save_model
     from alight.outputs import Decisions as Decisions, HeadOutputs as HeadOutputs
+    from alight.planning.engines import RuntimeComparison as RuntimeComparison, compare_runtimes as compare_runtimes
     from alight.planning.plan import Plan as Plan, plan as plan
     from alight.planning.tune import Tuned as Tuned, tune_speed as tune_speed
     from alight.policies.policy import Policy as Policy, Threshold as Threshold

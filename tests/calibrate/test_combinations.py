@@ -239,8 +239,7 @@ def graded_likelihoods():
         np.tile([0, 1], (60, 1)),
         np.full(60, 2),
         quality=np.tile([0.2, 0.7], (60, 1)),
-        top_classes=classes,
-        top_log_probabilities=logs,
+        top=(classes, logs),
     )
 
 

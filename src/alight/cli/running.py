@@ -178,7 +178,8 @@ def run_plan(options: argparse.Namespace) -> CommandResult:
     from alight.planning.plan import plan
 
     model = load_network(options.model)
-    goal = {**named(options, "batch_size", "budget", "max_accuracy_loss", "speed"), "progress": not options.quiet}
+    goal = {**named(options, "batch_size", "budget", "max_accuracy_loss"), "progress": not options.quiet}
+    goal["speed"] = "runtimes" if options.runtimes else options.speed
     settings = run_settings(options, torch_device(options))
     example = None if isinstance(model, Cascade) else example_of(model, options.tokens)
     planned = plan(model, labelled, example=example, **goal, settings=settings)
@@ -216,18 +217,23 @@ def run_bench(options: argparse.Namespace) -> CommandResult:
     check_data(options.data, options.tokenizer)
     policy = load_policy(policy_of(options.model, options.policy))
     from alight.data.batches import as_batch
+    from alight.planning.engines import RuntimeComparison, compare_runtimes
     from alight.planning.timing import compare
 
     model, data = _model_and_data(options, batch_size=options.samples)
     batch, measured = as_batch(next(iter(data)), model.input_spec).to("cpu"), []
+    by_runtimes: list[RuntimeComparison] = []
     for size in options.batch_sizes:
         if not options.quiet:
             print(f"batches of {size}", file=sys.stderr)
         settings, rebatch = _tuned_settings(options, model, data, policy, size)
         terms = {"settings": settings, "rebatch": rebatch, "allow_mismatch": options.allow_mismatch}
         measured += [compare(model, policy, batch.inputs, size, **terms)]
+        if options.runtimes:
+            found = compare_runtimes(model, policy, batch.inputs, size, settings=settings, compiled=settings.compile)
+            by_runtimes += [found]
     last = measured[-1]
-    tables = ["\n".join(aligned(each.columns())) for each in measured]
+    tables = ["\n".join(aligned(each.columns())) for each in measured] + [str(each) for each in by_runtimes]
     lines = [f"{len(batch):,} samples: {spent_of(last.decisions, policy)}"]
     accuracies: dict[str, float] = {}
     if batch.labels is not None and batch.labels.ndim == 1:
@@ -237,6 +243,7 @@ def run_bench(options: argparse.Namespace) -> CommandResult:
     names = [field.name for field in fields(last) if "decisions" not in field.name]
     runs = [{name: getattr(each, name) for name in names} for each in measured]
     values = {"num_samples": len(batch), **accuracies, **cost_values(last.decisions, policy), "runs": runs}
+    values["runtimes"] = [{"batch_size": each.batch_size, "trials": [*map(vars, each.trials)]} for each in by_runtimes]
     return CommandResult("\n\n".join([*tables, "\n".join(lines)]), values)
 
 
@@ -350,6 +357,7 @@ ENGINE = (
     argument("--on-error", choices=["fail", "skip"], default="fail", help=f"{ON_ERROR} (default: fail)"),
     argument("--partition-rows", type=count, default=4096, help="samples of a partition (default: 4096)"),
 )
+RUNTIMES = argument("--runtimes", action="store_true", help="run it by onnxruntime and openvino, too, and compare")
 COMMANDS = (
     Command(
         run_record,
@@ -408,6 +416,7 @@ COMMANDS = (
             argument("--tokens", type=count, help="length of texts to measure with"),
             output_option("policy.json"),
             argument("--report", metavar="FILE", type=output, help="HTML page to show the plan on"),
+            RUNTIMES,
             *RUN_OR_TUNE,
         ),
         (
@@ -423,6 +432,7 @@ COMMANDS = (
             ALLOW_MISMATCH,
             argument("--samples", type=count, default=512, help="how many to run (default: 512)"),
             argument("--batch-sizes", type=counts, default=(1, 64), help="default: 1,64"),
+            RUNTIMES,
         ),
         ("bench model policy.json test.npz --samples 64 --batch-sizes 1,32",),
     ),

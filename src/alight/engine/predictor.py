@@ -2,7 +2,6 @@
 
 import copy
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from threading import Lock
@@ -16,8 +15,9 @@ from alight.data.batches import Batch, as_inputs, batches, in_batches, length_of
 from alight.data.preprocess import as_array
 from alight.engine.backends import Backend, Integers, Reads, State
 from alight.engine.backends.cascade import Cascade
-from alight.engine.manifest import AOTI, POLICY, Manifest, verified
-from alight.engine.settings import RunSettings
+from alight.engine.backends.exported import exported_backend
+from alight.engine.manifest import POLICY, Manifest, verified
+from alight.engine.settings import TORCH, RunSettings
 from alight.engine.walk import Answers, Flow, single, usable
 from alight.errors import BadFile, BadInput, Mismatch
 from alight.files import CASCADE, CONFIG, MANIFEST, PathLike
@@ -78,6 +78,8 @@ class Predictor:
         if isinstance(network, Cascade):
             network = network.backend(policy.open_exits, settings, batch_size)
         elif not hasattr(network, "with_reads"):
+            if settings is not None and settings.runtime not in (None, TORCH):
+                raise BadInput(f"{settings.runtime} runs exported networks: export it, and load the folder")
             from alight.engine.backends.torch import TorchBackend  # PyTorch is imported where it runs
 
             network = TorchBackend(network, policy.open_exits, settings, batch_size)
@@ -100,10 +102,11 @@ class Predictor:
     ) -> "Predictor":
         """Return the predictor of a folder that `alight export` or `fit` wrote, under its own policy or another one.
 
-        ONNX stages run without PyTorch. Every file is compared with the manifest's SHA-256 first. Stages that torch
-        compiled ahead of time hold machine code: `allow_compiled=True` says that you trust who compiled them. Of
-        `settings` only `threads` applies then. PyTorch runs a saved model: `fit` writes its policy beside it, for
-        another give one.
+        ONNX stages run without PyTorch, by ONNX Runtime or OpenVINO (`RunSettings(runtime=..., providers=...)`). Every
+        file is compared with the manifest's SHA-256, and what the stages compute with what they did when they were
+        exported. Stages that torch compiled ahead of time hold machine code: `allow_compiled=True` says that you trust
+        who compiled them. Of `settings` only `threads`, `runtime` and `providers` apply then. PyTorch runs a saved
+        model: `fit` writes its policy beside it, for another give one.
         """
         folder, settings = Path(folder), settings or RunSettings()
         options: dict[str, Any] = {"batch_size": batch_size, "rebatch": rebatch, "probabilities": probabilities}
@@ -114,23 +117,12 @@ class Predictor:
                 raise BadFile(folder, "it is a saved model without a policy", remedy)
             policy = load_policy(folder / POLICY) if policy is None else policy
             return Predictor(load_network(folder), policy, settings=settings, **options)
-        others = replace(settings, threads=None, device=None if settings.device == "cpu" else settings.device)
-        if odd := [name for name, value in vars(others).items() if value != getattr(RunSettings(), name)]:
-            raise BadInput(f"{folder} was exported, and {odd[0]} is for networks that were not: leave it out")
         manifest = Manifest.load(folder)
         if policy is None:
             verified(folder, POLICY, manifest.policy_checksum)
             policy = load_policy(folder / POLICY)
-        if manifest.format == AOTI:
-            if not allow_compiled:
-                raise BadInput(
-                    f"{folder} holds machine code that torch compiled: load it with allow_compiled=True if you or"
-                    " people you trust compiled it"
-                )
-            from alight.engine.backends.aoti import AotiBackend as Stages
-        else:
-            from alight.engine.backends.onnx import OnnxBackend as Stages  # type: ignore[assignment]
-        return Predictor(Stages(folder, manifest, settings.threads), policy, **options)
+        permissions = {"allow_mismatch": allow_mismatch, "allow_compiled": allow_compiled}
+        return Predictor(exported_backend(folder, manifest, settings, **permissions), policy, **options)
 
     def _take(self, backend: Backend, policy: Policy) -> None:
         """Use the policy, if it is one for these stages."""

@@ -68,7 +68,7 @@ def record(
     ran. For tables that memory cannot hold there is `Recorder.write`.
 
     Args:
-        model: A `MultiExitModel`, a `cascade`, or a backend.
+        model: A `MultiExitModel`, a `cascade`, or a backend, of which only the open exits are recorded.
         data: Arrays, a list, a data set, a loader, a DataFrame or a path.
         batch_size: Of what is not a loader.
         score: The confidence of a head: "margin", "max_probability", "negative_entropy", "logit_margin".
@@ -218,7 +218,7 @@ def _every_exit(model: Any, settings: RunSettings | None) -> Any:
 
 
 class EveryStage:
-    """All stages of a backend as one, for every sample: what a recording is made of.
+    """All stages of a backend as one that gives the values of every open exit: what a recording is made of.
 
     >>> from alight.engine.backends.logits import LogitsBackend
     >>> backend = LogitsBackend(("first", "end"), (0, 1))
@@ -229,12 +229,8 @@ class EveryStage:
     in_flight = 0
 
     def __init__(self, backend: Backend) -> None:
-        if backend.open_exits != tuple(range(len(backend.exits))):
-            raise BadInput(
-                f"exits {backend.open_exits} of {len(backend.exits)} are open, and a recording is of all: export the"
-                " network with a policy that opens all of them"
-            )
-        self.backend, self.inputs, self.exits = backend, backend.inputs, backend.exits
+        self.backend, self.inputs = backend, backend.inputs
+        self.exits = tuple(backend.exits[index] for index in backend.open_exits)
         self.num_classes, self.fingerprint = backend.inputs.num_classes, backend.fingerprint
         self.admit, self.pin, self.running = backend.admit, backend.pin, backend.running
 

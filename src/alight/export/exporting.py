@@ -17,6 +17,7 @@ from alight.engine.predictor import check_exits, check_fingerprint
 from alight.engine.settings import RunSettings
 from alight.errors import AlightError, BadInput
 from alight.export.cascades import export_cascade
+from alight.export.precision import probed
 from alight.export.programs import (
     LENGTHS,
     TOKENS,
@@ -122,7 +123,7 @@ def export_model(
         gap, ways = max(gap for gap, _ in notes), ", ".join(way for _, way in notes)
         takes_any_length = specs[0][0].shape[1:2] == (None,)
         lengths = _lengths(ready, stages, example, filling, files, format) if takes_any_length else None
-        Manifest(
+        manifest = Manifest(
             format=format,
             fingerprint=own,
             exits=model.exits,
@@ -130,13 +131,14 @@ def export_model(
             input_names=model.input_names,
             stages=tuple(files),
             policy_checksum=checksum((filling / POLICY).read_bytes()),
-            num_classes=model.num_classes,
+            num_classes=model.num_classes or runs[-1].outputs[0][0].shape[1],
             classes=model.classes,
             normalisation=normalisation or model.normalisation,
             lengths=lengths,
             further={path.relative_to(filling).as_posix(): checksum(path.read_bytes()) for path in others},
             made_with=installed_versions(*LIBRARIES) | {"largest difference": f"{gap:.1e}", "captured by": ways},
-        ).save(filling)
+        )
+        probed(manifest, filling).save(filling)
     return folder
 
 

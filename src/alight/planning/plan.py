@@ -22,6 +22,7 @@ from alight.engine.settings import RunSettings
 from alight.errors import BadInput
 from alight.networks.multi_exit import MultiExitModel, example_of
 from alight.outputs import HeadOutputs
+from alight.planning.engines import RuntimeComparison, compare_runtimes
 from alight.planning.timing import (
     Network,
     full_network,
@@ -70,6 +71,7 @@ class Plan:
     settings: RunSettings = field(default_factory=RunSettings)  # with which it runs
     reason: str = ""  # why it pays or not, in a sentence
     tuned: Tuned | None = field(default=None, repr=False)  # how the settings were chosen, where they were
+    runtimes: RuntimeComparison | None = field(default=None, repr=False)  # PyTorch beside ONNX Runtime and OpenVINO
 
     @property
     def open_exits(self) -> tuple[int, ...]:
@@ -99,11 +101,12 @@ class Plan:
         ]
 
     def _repr_html_(self) -> str:
-        return html_table(self._title(), self._columns(), [self.reason, self.tuned.reason if self.tuned else ""])
+        further = [each.reason for each in (self.tuned, self.runtimes) if each]
+        return html_table(self._title(), self._columns(), [self.reason, *further])
 
     def __str__(self) -> str:
-        lines = [self._title(), *aligned(self._columns()), self.reason]
-        return "\n".join(lines if self.tuned is None else [str(self.tuned), "", *lines])
+        own = "\n".join([self._title(), *aligned(self._columns()), self.reason])
+        return "\n\n".join(str(each) for each in (self.tuned, own, self.runtimes) if each is not None)
 
 
 def plan(
@@ -135,7 +138,7 @@ def plan(
         budget: "60%" of the full network's time, "0.2 ms".
         max_accuracy_loss: The largest loss with 95 % confidence; None without a budget: 0.01.
         method: Fits the policies; None: `calibrate.eero`.
-        speed: "auto": tune the settings first (`tune_speed`).
+        speed: "auto": tune the settings first (`tune_speed`); "runtimes": and then try ONNX Runtime and OpenVINO.
         settings: How the network runs.
         progress: Show a bar.
 
@@ -154,7 +157,7 @@ def plan(
     fit: Method = method or partial(pruned(eero), spend_all=True)
     settings, tuned = settings or RunSettings(), None
     loss = LOSS if max_accuracy_loss is None else max_accuracy_loss
-    with shown_steps("plan", 3 + bool(speed), progress=progress) as begin:
+    with shown_steps("plan", 3 + bool(speed) + (speed == "runtimes"), progress=progress) as begin:
         if speed and isinstance(model, MultiExitModel):
             begin("trying settings")
             tuned = tune_speed(model, batch_size=batch_size, example=example, settings=settings)
@@ -174,8 +177,24 @@ def plan(
         if policy is None or (isinstance(model, Cascade) and policy.open_exits == alone.open_exits):
             throughput = _throughputs(full, example, alone)[0]
             alike = f"No cascade is better than one of its networks here: use {model.exits[baseline]} alone."
-            return _at(full, throughput, alike if policy else _nothing_cheaper(loss, len(labelled)))
-        return _tried(full, policy, testing, example, loss if budget is None else None)
+            planned = _at(full, throughput, alike if policy else _nothing_cheaper(loss, len(labelled)))
+        else:
+            planned = _tried(full, policy, testing, example, loss if budget is None else None)
+        if speed == "runtimes":
+            begin("running it by other runtimes")
+            planned = _by_runtimes(planned, testing, example)
+        return planned
+
+
+def _by_runtimes(planned: Plan, testing: HeadOutputs, example: Any) -> Plan:
+    """Return the plan, and what ONNX Runtime and OpenVINO make of it; as many samples leave as in the table."""
+    policy = planned.policy
+    shares = replay(policy, testing).exit_shares[list(policy.open_exits)].tolist()
+    inputs, _ = inputs_for_duration(planned.predictor(), example, planned.batch_size, BATCHES)
+    terms: dict[str, Any] = {"settings": planned.settings, "compiled": planned.settings.compile}
+    assert isinstance(planned.model, MultiExitModel)  # _check refuses cascades
+    found = compare_runtimes(planned.model, random_exits(policy, shares), inputs, planned.batch_size, **terms)
+    return replace(planned, runtimes=replace(found, policy=policy))
 
 
 def _tried(full: Plan, policy: Policy, testing: HeadOutputs, example: Any, loss: float | None) -> Plan:
@@ -224,8 +243,8 @@ def _check(
         raise BadInput(f"max_accuracy_loss {max_accuracy_loss:g} must lie in [0, 1): 0.01 is one point")
     if labelled.num_exits != model.num_exits:
         raise BadInput(f"a table of {labelled.num_exits} exits for a network of {model.num_exits}: record this network")
-    if speed not in (None, "auto"):
-        raise BadInput(f"speed {speed!r}: give 'auto', or settings such as RunSettings(channels_last=True)")
+    if speed not in (None, "auto", "runtimes"):
+        raise BadInput(f"speed {speed!r}: give 'auto', 'runtimes', or settings such as RunSettings(channels_last=True)")
     if speed and isinstance(model, Cascade):
         raise BadInput("every network of a cascade has settings of its own: tune each, and give Member(..., settings=)")
 

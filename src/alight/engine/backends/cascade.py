@@ -20,8 +20,8 @@ from alight.data.batches import fitted
 from alight.data.preprocess import InputSpec, Normalisation, TensorSpec, as_array, first_unusable, is_tensor
 from alight.data.views import View, common_inputs
 from alight.engine.backends import Backend, DeviceValues, HeadValues, Integers, Reads, State
+from alight.engine.backends.exported import exported_backend
 from alight.engine.backends.members import Outputs, litert_member, onnx_member, remote_member
-from alight.engine.backends.onnx import OnnxBackend
 from alight.engine.manifest import Manifest, checksum
 from alight.engine.settings import RunSettings
 from alight.errors import BadFile, BadInput, Mismatch
@@ -157,7 +157,7 @@ def _opened(member: Member, example: Any = None) -> Any:
 def _opened_folder(folder: Path, threads: int | None) -> Any:
     """Return the network of a folder that alight wrote, exported or saved."""
     if (folder / MANIFEST).is_file():
-        return OnnxBackend(folder, Manifest.load(folder), threads)
+        return exported_backend(folder, Manifest.load(folder), RunSettings(threads=threads))
     if (folder / CONFIG).is_file():
         from alight.networks.store import load_model  # PyTorch is imported where it runs
 

@@ -53,7 +53,7 @@ class TritonStages(OnnxBackend):
         self._described, self._execute = stages, execute
         super().__init__(folder, manifest)
 
-    def _load(self, folder: Path, manifest: Manifest, threads: int | None) -> list[Any]:
+    def _load(self, folder: Path, manifest: Manifest) -> list[Any]:
         return [partial(self._run_stage, self._described[stage.file]) for stage in manifest.stages]
 
     def _run_stage(self, stage: Mapping[str, Any], state: State) -> tuple[np.ndarray, State]:
