@@ -115,8 +115,10 @@ def split_rows(outputs: HeadOutputs, costs: Costs, seed: int) -> Iterator[Row]:
     for name, cost in zip(outputs.exits, costs.heads, strict=True):
         yield {"networks": name, "budget": "alone", "accuracy": right[name][1], "spent": cost / alone, "members": name}
     for name, fit in ways(outputs):
-        matched: dict[str, Row | None] = dict.fromkeys(MATCHED)
+        waiting, is_choice = [*MATCHED], name.startswith("chosen")
         for share in SHARES:
+            if is_choice and not waiting:
+                break  # a choice takes a second
             try:
                 policy, members = fit(costs, share * alone, half)
             except BudgetTooSmall:
@@ -125,17 +127,18 @@ def split_rows(outputs: HeadOutputs, costs: Costs, seed: int) -> Iterator[Row]:
             decisions, own = replay(policy, test.at_exits(members)), replay(policy, half.at_exits(members))
             spent, accuracy = decisions.mean_cost / alone, decisions.accuracy(test.truth())
             row = {"networks": name, "accuracy": accuracy, "spent": spent, "members": called}
-            yield {**row, "budget": f"{share:.0%}"}
-            for other, before in matched.items():
-                if before is None and own.accuracy(half.truth()) >= right[other][0]:
-                    matched[other] = row
+            if not is_choice:
+                yield {**row, "budget": f"{share:.0%}"}
+            for other in [*waiting]:
+                if own.accuracy(half.truth()) >= right[other][0]:
+                    waiting.remove(other)
                     of_other = alone / costs.heads[outputs.exits.index(other)]
                     lost = {"difference": accuracy - right[other][1], "of_matched": spent * of_other}
                     yield {**row, "budget": f"as accurate as {other}", **lost}
 
 
 def summary(rows: list[Row], unit: str) -> Iterator[Row]:
-    """Yield means over the splits, with 95 % intervals of the mean."""
+    """Yield means over the splits, and between which values 95 % of the splits are."""
     groups = defaultdict(list)
     for row in rows:
         groups[row["networks"], row["budget"]].append(row)
