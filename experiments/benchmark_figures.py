@@ -55,6 +55,8 @@ def main() -> None:
     figure, grid = panels(-(-len(names) // COLUMNS), COLUMNS, height=2.6)
     for panel, name in zip(grid.ravel(), names, strict=False):
         draw(panel, name, [row for row in table if row["recording"] == name])
+    for unused in grid.ravel()[len(names) :]:
+        unused.set_axis_off()
     texts = next(index for index, name in enumerate(names) if name.startswith("minilm"))  # has every method
     legend_below(figure, grid.ravel()[texts], columns=4)
     save(figure, FIGURE, also)

@@ -25,6 +25,7 @@ from combinations import Pool, compare, pools
 from scipy.optimize import minimize
 
 from alight import HeadOutputs, calibrate
+from alight.calibrate.crossval import shared_by_budgets
 from alight.files import write_rows
 from alight.outputs import TOP
 from alight.policies.combinations import IMPOSSIBLE, Array, Combination, Mapped, Memory
@@ -122,7 +123,8 @@ def _fitted(fixed: Floats, logs: Floats, truth: npt.NDArray[np.int64]) -> tuple[
 def rows(name: str, given: Pool) -> Iterator[dict[str, str | float | int]]:
     """Yield what each ensemble gains on one recording."""
     count = 1 + int(max(given.samples.known_labels("an ensemble").max(), given.samples.column(TOP[0]).max()))
-    fits = {"ensemble": partial(fit, count, False), "boosted": partial(fit, count, True)}
+    ways = {"ensemble": False, "boosted": True}
+    fits = {way: shared_by_budgets(partial(fit, count, stagewise)) for way, stagewise in ways.items()}
     known = {name: calibrate.COMBINE[name] for name in ("geometric_mean", "temperature")}
     yield from compare(name, given, known | fits)
 

@@ -1,33 +1,32 @@
 """What combining the answers of exits gains at equal spent budget, over the same methods without.
 
     python experiments/combinations.py                     # the shipped recordings and those of results/recordings
-    python experiments/combinations.py --only msdnet_joint
+    python experiments/combinations.py --only msdnet_joint_0    # a minute; rows of the others stay
 
-Writes results/combinations.csv and results/combinations.json (how it was made). Calibration and test samples are pooled
-and split again 20 times; each time a method is calibrated with and without a combination and both curves of accuracy
-over spent budget are read at the same spend. `gain` is the mean difference, `low` and `high` its 95 % interval over
-splits (normal). All labelled samples fit the combination and calibrate. Combinations that need
-log-probabilities are measured where recordings have them, and on made-up logits of 6 exits.
+Writes results/combinations.csv. Calibration and test samples are pooled and split again 20 times; each time a method is
+calibrated with and without a combination and both curves of accuracy over spent budget are read at the same spend.
+`gain` is the mean difference, `low` and `high` its 95 % interval over splits (normal). All labelled samples fit the
+combination and calibrate. Combinations that need log-probabilities are measured where recordings have them, and on
+made-up logits of 6 exits.
 """
 
 import argparse
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+from recorded_cifar100 import RESULTS as FOLDER
+from recorded_cifar100 import Result, folders, rows
 
 from alight import Costs, HeadOutputs, calibrate, recordings, replay
 from alight.errors import BudgetTooSmall
-from alight.files import write_rows, write_text
+from alight.files import write_rows
 from alight.policies.combinations import Combination
 from alight.provenance import provenance
 
-ROOT = Path(__file__).parent.parent
-RESULTS = ROOT / "results/combinations.csv"
+RESULTS = FOLDER / "combinations.csv"
 BUDGETS = [f"{percent}%" for percent in range(10, 101, 10)]
 SPENDS = np.arange(10, 91, 10) / 100  # of the full network
 SPLITS = 20
@@ -63,9 +62,9 @@ def made_up(shared: float, *, samples: int = 11_000, exits: int = 6, classes: in
 def pools() -> Iterator[tuple[str, Pool]]:
     for name in recordings.NAMES:
         yield name, pool(*recordings.load(name))
-    for folder in sorted((ROOT / "results/recordings").iterdir()):
-        labelled, test = (HeadOutputs.load(folder / f"{part}.npz") for part in ("calibration", "test"))
-        yield folder.name, pool(labelled, test, Costs.load(folder / "costs.json"))
+    for folder in folders():
+        result = Result.of(folder)
+        yield folder.name, pool(result.calibration, result.test, result.costs)
     for shared in (0.5, 0.9):
         yield f"made up, {shared:.0%} of noise shared", made_up(shared)
 
@@ -114,8 +113,8 @@ def compare(
             plain = np.array(curves[name, ""])
             gains = np.array(several) - plain  # (splits, spends)
             errors = 1.96 * gains.std(axis=0, ddof=1) / np.sqrt(SPLITS)
-            rows = zip(SPENDS.tolist(), plain.mean(axis=0), gains.mean(axis=0), errors, strict=True)
-            for spend, accuracy, gain, error in rows:
+            columns = zip(SPENDS.tolist(), plain.mean(axis=0), gains.mean(axis=0), errors, strict=True)
+            for spend, accuracy, gain, error in columns:
                 if not np.isnan(gain):
                     row: dict[str, str | float | int] = {"outputs": outputs, "method": name, "combine": combine}
                     row |= {"spent": float(spend), "without": float(accuracy), "gain": float(gain)}
@@ -124,20 +123,17 @@ def compare(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", help="the one recording to measure; nothing is written")
+    parser.add_argument("--only", help="the one recording to measure")
     only = parser.parse_args().only
-    rows = []
+    made, before = provenance("numpy", "scipy", folder=FOLDER.parent), rows(RESULTS) if RESULTS.exists() else []
+    found: list[Mapping[str, str | float | int]] = []
     for name, given in pools():
         if only in (None, name):
-            rows += [*compare(name, given, possible(given))]
+            found += [row | made for row in compare(name, given, possible(given))]
             print(name, flush=True)
-    if only:
-        for row in rows:
-            print(row)
-        return
-    write_rows(RESULTS, rows)
-    made = provenance("numpy", "scipy", folder=ROOT) | {"splits": SPLITS}
-    write_text(RESULTS.with_suffix(".json"), json.dumps(made, indent=2) + "\n")
+        else:
+            found += [row for row in before if row["outputs"] == name]
+    write_rows(RESULTS, found)
 
 
 if __name__ == "__main__":

@@ -240,7 +240,7 @@ def cascade_of_two(made: Preparation, state: Path, data: Any) -> None:
     import torch
     from cifar100_train import Job, load_result
 
-    from alight import RunSettings, cascade, deploy
+    from alight import Member, RunSettings, cascade, deploy
     from alight.networks.zoo import CIFAR
 
     small = next((run for run in SMALL if (state / Job(run).name / "result").exists()), None)
@@ -249,7 +249,8 @@ def cascade_of_two(made: Preparation, state: Path, data: Any) -> None:
 
     def make() -> dict[str, Any]:
         pair = [load_result(Job(run), state).stages[0] for run in (small, "resnet18_plain")]
-        model = cascade(pair, ["small", "large"], torch.zeros(2, 3, 32, 32), normalisation=CIFAR)
+        members = [Member(network, normalisation=CIFAR) for network in pair]
+        model = cascade(members, ["small", "large"], example=torch.zeros(2, 3, 32, 32))
         terms: dict[str, Any] = {"settings": RunSettings(threads=made.threads), "progress": False}
         found = deploy(model, data, made.work / "cascade_int8", max_accuracy_loss=LOSSES[0], **terms)
         print(found, flush=True)

@@ -7,7 +7,7 @@ Where a network was recorded with log-probabilities (NAME_0), its recording with
 
 from pathlib import Path
 
-from recorded_cifar100 import FOLDER, Result
+from recorded_cifar100 import Result, folders
 
 from alight.recordings import Recording
 
@@ -18,9 +18,7 @@ def pack(target: Path = TARGET) -> None:
     """Write every recording of results/ as one file of the target folder, in the place of those there."""
     for old in target.glob("*.npz"):
         old.unlink()
-    for folder in sorted(path for path in FOLDER.iterdir() if (path / "run.json").exists()):
-        if (FOLDER / f"{folder.name}_0").exists():
-            continue
+    for folder in folders():
         result = Result.of(folder)
         path = Recording(result.calibration, result.test, result.costs).save(target / f"{folder.name}.npz")
         print(f"{path.name}: {path.stat().st_size / 1e6:.2f} MB")

@@ -54,6 +54,12 @@ class Result:
         )
 
 
+def folders() -> list[Path]:
+    """The recordings of the benchmark: of a network that has one with log-probabilities (NAME_0), not NAME."""
+    kept = sorted(path for path in FOLDER.iterdir() if (path / "run.json").exists())
+    return [path for path in kept if not (FOLDER / f"{path.name}_0").exists()]
+
+
 def load(name: str) -> Result:
     """The recording of a network of this name."""
     known = NETWORKS | TEXTS

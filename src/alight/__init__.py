@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from alight.cutting.cut import cut as cut, register_cutter as register_cutter
     from alight.cutting.placement import suggest_exits as suggest_exits
     from alight.data.preprocess import Normalisation as Normalisation
+    from alight.engine.backends.cascade import Cascade as Cascade, Member as Member, cascade as cascade
     from alight.engine.predictor import Predictor as Predictor
     from alight.engine.recorder import Recorded as Recorded, Recorder as Recorder, record as record
     from alight.engine.settings import RunSettings as RunSettings
@@ -31,7 +32,6 @@ if TYPE_CHECKING:
     from alight.fitting.steps import fit as fit
     from alight.networks import zoo as zoo
     from alight.networks.attach import attach_heads as attach_heads, from_outputs as from_outputs
-    from alight.networks.attach import cascade as cascade
     from alight.networks.libraries import from_timm as from_timm, from_torchvision as from_torchvision
     from alight.networks.libraries import from_transformers as from_transformers
     from alight.networks.multi_exit import MultiExitModel as MultiExitModel, TwoLogits as TwoLogits

@@ -92,7 +92,7 @@ def test_the_bound_holds_when_replicas_and_the_ledger_die(server, policies, tabl
     policy, rng = policies["half"], np.random.default_rng(0)
     alive = [Replica(server, "dying", policies, tables[seed % 2], seed) for seed in range(4)]
     every = [*alive]
-    for turn in range(600):
+    for turn in range(400):
         for each in alive:
             each.decide(int(rng.integers(1, 17)))
         spent, allowed = total(every, policy)
@@ -102,7 +102,7 @@ def test_the_bound_holds_when_replicas_and_the_ledger_die(server, policies, tabl
             alive.append(Replica(server, "dying", policies, tables[turn % 2], turn))
             every.append(alive[-1])
         if turn % 200 == 100:
-            server.kill(forget=turn > 300)
+            server.kill(forget=turn > 200)
         if turn % 200 == 140:
             server.start()
             wait_until(lambda: all(each.ledger.up for each in alive))
@@ -184,9 +184,7 @@ def test_without_an_answer_a_change_does_not_happen_and_no_lease_is_given(polici
 
 
 def test_leases_of_many_replicas_never_exceed_the_cap(server, policies):
-    ledgers = [FleetLedger(server.url, "capped", policies, exchange=1.0, period=2.0) for _ in range(3)]
-    while time.time() % 2.0 > 1.0:  # most of a window is left
-        time.sleep(0.05)
+    ledgers = [FleetLedger(server.url, "capped", policies, exchange=1.0, period=1e9) for _ in range(3)]
     taken = [[] for _ in ledgers]
 
     def take(index):
@@ -195,18 +193,23 @@ def test_leases_of_many_replicas_never_exceed_the_cap(server, policies):
             need = float(rng.integers(1, 6))
             granted, left = ledgers[index].lease("shop", 100.0, need, 16 * need)
             assert granted == 0 or granted >= need
-            assert 0 < left <= 2.0
-            taken[index].append((granted, left))
+            assert 0 < left <= 1e9
+            taken[index].append(granted)
 
     threads = [threading.Thread(target=take, args=(index,)) for index in range(3)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert 95 < sum(granted for each in taken for granted, _ in each) <= 100.0
-    wait_until(lambda: ledgers[0].lease("shop", 100.0, 1.0, 1.0)[0] == 1.0)  # in the next window
+    assert 95 < sum(granted for each in taken for granted in each) <= 100.0
     for ledger in ledgers:
         ledger.close()
+
+
+def test_a_cap_is_there_again_in_the_next_hour(server, policies):
+    with closing(FleetLedger(server.url, "hourly", policies, exchange=1.0, period=0.5)) as ledger:
+        wait_until(lambda: ledger.lease("shop", 1.0, 1.0, 1.0)[0] == 0.0)
+        wait_until(lambda: ledger.lease("shop", 1.0, 1.0, 1.0)[0] == 1.0)
 
 
 def test_a_ledger_that_keeps_nothing_on_disk_is_reported(server, caplog):

@@ -4,6 +4,7 @@ import threading
 import time
 from concurrent.futures import wait
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -197,6 +198,43 @@ def test_a_batch_that_fails_is_owed(tmp_path: Path):
     assert isinstance(worker.ledger.state.pace, Pace)
     assert worker.ledger.state.owed == worker.ledger.state.policy.costs[-1] - worker.ledger.state.policy.budget
     worker.close()
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_batch_in_which_the_worker_ends_is_owed():
+    worker = make_worker("cheap")
+    worker.start()
+
+    def end(*_):
+        raise SystemExit
+
+    worker._count = end
+    responses(worker, [QueuedRequest(samples(1))])
+    wait_until(lambda: worker.stalled)
+    assert worker.ledger.state.owed == worker.ledger.state.policy.costs[-1] - worker.ledger.state.policy.budget
+
+
+def test_savings_that_were_given_to_others_just_before_a_batch_are_not_spent():
+    worker = make_worker("cheap", watch=1.0)
+    ledger, given = worker.ledger, 0.0
+    admit, last = ledger.admit, ledger.state.policy.costs[-1]
+
+    def give_first(count):  # as an exchange with a shared ledger does
+        nonlocal given
+        given += last / 8
+        ledger.state = replace(ledger.state, pace=replace(ledger.state.pace, spent=ledger.state.pace.spent + last / 8))
+        admit(count)
+
+    ledger.admit = give_first
+    worker.start()
+    cost = sum(
+        each.cost
+        for start in range(0, 80, 8)
+        for found in responses(worker, [QueuedRequest(samples(8, start), budget=ledger.state.policy.costs[0])])
+        for each in found.predictions
+    )
+    worker.close()
+    assert ledger.state.pace.spent == pytest.approx(cost + given + worker.watch.samples * last)
 
 
 def test_a_change_that_nobody_waits_for_any_more_does_not_end_the_worker():

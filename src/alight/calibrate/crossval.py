@@ -23,7 +23,8 @@ from alight.policies.route import replay
 Function = TypeVar("Function", bound=Callable[..., Any])  # of a table and more that can be hashed
 
 FOLDS = 5  # of the labelled data, each held out once
-MOST_KEPT = 50_000  # samples of a table whose results are remembered
+REMEMBERED = 8  # results of a function: of a table and its folds, combined and not
+MOST_KEPT = 10_000  # samples of a table whose results are remembered: some MB
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,7 @@ def shared_by_budgets(function: Function) -> Function:
     True
     """
 
-    @lru_cache(maxsize=16)
+    @lru_cache(maxsize=REMEMBERED)
     def kept(of: _ByContent, *further: Any) -> Any:
         return function(of.table, *further)
 

@@ -57,14 +57,22 @@ def run_export(options: argparse.Namespace) -> CommandResult:
     if options.precision or options.data:
         return _deployed(options)
     policy = load_policy(policy_of(options.model, options.policy))
+    from alight.engine.backends.cascade import Cascade
     from alight.engine.manifest import Manifest
+    from alight.engine.predictor import load_network
     from alight.export.exporting import export_model
-    from alight.networks.store import load_model
 
     terms = named(options, "format", "allow_mismatch")
-    model = load_model(options.model)
+    model = load_network(options.model)
     terms |= {"normalisation": normalisation(options), "progress": not options.quiet}
     folder = export_model(model, policy, options.output, **terms).resolve()
+    if options.triton:
+        from alight.export.triton import write_triton
+
+        write_triton(folder, options.triton)
+    if isinstance(model, Cascade):
+        found = load_policy(folder / POLICY_FILE)
+        return CommandResult(f"cascade of {', '.join(found.exits)}: {folder}", {"path": folder, "exits": found.exits})
     manifest = Manifest.load(folder)
     exits = ", ".join(manifest.exits[index] for index in manifest.open_exits)
     inputs, difference = "; ".join(map(str, manifest.inputs)), manifest.made_with["largest difference"]
@@ -272,6 +280,7 @@ COMMANDS = (
             MODEL,
             POLICY,
             argument("--format", choices=["onnx", "aoti"], default="onnx", help=FORMATS),
+            argument("--triton", metavar="FOLDER", help="a model repository for Triton, too"),
             *(
                 argument(f"--{name}", action="store_const", const=precision, dest="precision", help=text)
                 for name, (precision, text) in PRECISION_OPTIONS.items()
@@ -291,7 +300,11 @@ COMMANDS = (
             folder_option("exported", "folder for the stages"),
             FORCE,
         ),
-        ("export model policy.json -o exported", "export model --int8 --data test.npz --budget 80% -o int8"),
+        (
+            "export model policy.json -o exported",
+            "export model --int8 --data test.npz --budget 80% -o int8",
+            "export model policy.json -o stages --triton repository",
+        ),
     ),
     Command(
         run_run,

@@ -87,11 +87,13 @@ def run_costs(options: argparse.Namespace) -> CommandResult:
     """Measure the cost of every stage and every head."""
     check_order(options, {"model": "network"})
     from alight.costing.measure import head_overhead, measure_costs, time_stages
+    from alight.engine.backends.cascade import Cascade
+    from alight.engine.predictor import load_network
     from alight.networks.multi_exit import example_of
-    from alight.networks.store import load_model
 
-    model = load_model(options.model).to(torch_device(options))
-    example, progress = example_of(model, options.tokens), not options.quiet
+    model, progress = load_network(options.model), not options.quiet
+    is_cascade = isinstance(model, Cascade)
+    example = None if is_cascade else example_of(model.to(torch_device(options)), options.tokens)
     if options.unit == "ms":
         timings = time_stages(model, example, options.batch_size, progress=progress)
         costs, lines = timings.costs(), [str(timings), ""]
@@ -99,7 +101,9 @@ def run_costs(options: argparse.Namespace) -> CommandResult:
         costs, lines = measure_costs(model, example, options.unit, options.batch_size, progress=progress), []
     costs.save(options.output)
     lines += [f"cost per sample; full network {quantity(costs.full, costs.unit)}", *aligned(costs.columns(model.exits))]
-    lines += [f"heads before the last: {percent(head_overhead(costs))} of the full network", f"costs: {options.output}"]
+    if not is_cascade:
+        lines.append(f"heads before the last: {percent(head_overhead(costs))} of the full network")
+    lines.append(f"costs: {options.output}")
     values = {"path": options.output, "unit": costs.unit, "exits": model.exits, "stages": costs.stages}
     values |= {"heads": costs.heads, "cumulative": costs.cumulative(), "full_network": costs.full}
     return CommandResult("\n".join(lines), values)
@@ -168,15 +172,17 @@ def run_plan(options: argparse.Namespace) -> CommandResult:
     check_distinct(options.labelled, options.output, options.report)
     check_order(options, {"model": "network", "labelled": "table"})
     labelled = HeadOutputs.load(options.labelled)
+    from alight.engine.backends.cascade import Cascade
+    from alight.engine.predictor import load_network
     from alight.networks.multi_exit import example_of
-    from alight.networks.store import load_model
     from alight.planning.plan import plan
 
-    model = load_model(options.model)
+    model = load_network(options.model)
     goal = {**named(options, "batch_size", "budget", "max_accuracy_loss"), "progress": not options.quiet}
     goal["speed"] = "runtimes" if options.runtimes else options.speed
     settings = run_settings(options, torch_device(options))
-    planned = plan(model, labelled, example=example_of(model, options.tokens), **goal, settings=settings)
+    example = None if isinstance(model, Cascade) else example_of(model, options.tokens)
+    planned = plan(model, labelled, example=example, **goal, settings=settings)
     planned.policy.save(options.output)
     if options.report:
         _write_plan(planned, labelled, options.report, title=f"{options.model}: does it pay here?")
@@ -244,9 +250,9 @@ def run_bench(options: argparse.Namespace) -> CommandResult:
 def _model_and_data(options: argparse.Namespace, **reading: int) -> tuple[Any, Any]:
     """Return the network, and its data in batches."""
     from alight.data.batches import load_data
-    from alight.networks.store import load_model
+    from alight.engine.predictor import load_network
 
-    model = load_model(options.model)
+    model = load_network(options.model)
     return model, load_data(options.data, model.input_spec, split=options.split, **data_options(options) | reading)
 
 
@@ -375,7 +381,7 @@ COMMANDS = (
         run_costs,
         (
             MODEL,
-            argument("--unit", choices=["FLOPs", "MACs", "ms", "J"], default="FLOPs", help="default: FLOPs"),
+            argument("--unit", choices=["FLOPs", "MACs", "ms", "J", "USD"], default="FLOPs", help="default: FLOPs"),
             argument("--batch-size", type=count, help="default: 2"),
             argument("--tokens", type=count, help="of a text (default: 16)"),
             DEVICE,

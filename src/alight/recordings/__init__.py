@@ -7,8 +7,8 @@
 
 Both ship with alight and have 8 exits; 5,000 held-out training images are `labelled`, the 10,000 test images of
 CIFAR-100 are `test`. Costs are the FLOPs of the trunk up to each exit, heads not counted. The package
-`alight-recordings` (`make recordings` builds it) brings those of the benchmark; those of texts have the most probable
-classes, too.
+`alight-recordings` (`make recordings` builds it) brings those of the benchmark, which have the most probable classes,
+too.
 
 >>> labelled, test, costs = load("resnet18_cifar100_joint")
 >>> len(labelled), len(test), len(costs)

@@ -114,9 +114,10 @@ class Admission:
         It has to be finished at `until`, on the clock of time.monotonic.
         """
         seconds, left = samples * PER_SAMPLE + amount * self.rates[kind], until - time.monotonic()
-        if seconds > self.limits.timeout:
+        least = samples * PER_SAMPLE + amount * min(self.rates[kind], READING[kind])  # when nothing else is under way
+        if least > self.limits.timeout:
             raise RequestRefused(
-                413, f"reading these {kind} takes about {seconds:.0f} seconds, and {self.limits.timeout:g} are allowed"
+                413, f"reading these {kind} takes about {least:.1f} seconds, and {self.limits.timeout:g} are allowed"
             )
         lane = self.quick if seconds <= QUICK_SECONDS else self.slow
         if seconds > left:

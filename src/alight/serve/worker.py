@@ -123,7 +123,7 @@ class BatchWorker:
         """Count samples from their admission to their answer; refuse them if they would not be answered in time."""
         wait = self.admitted * self.timing.per_sample
         if self.admitted + count > self.limits.queue or wait > until - time.monotonic() > 0:
-            reason = f"{self.admitted} samples are waiting, as many as may: come again"
+            reason = f"{self.admitted} samples are waiting, for {wait:.1f} seconds or so: come again"
             raise RequestRefused(429, reason, retry_after(wait))
         self.admitted += count
         try:
@@ -326,16 +326,20 @@ class BatchWorker:
         self, samples: Sequence[Sample], limits: Sequence[int]
     ) -> Iterator[tuple[int, Prediction | Exception]]:
         """Yield the place and the prediction of each sample as it leaves; if a batch fails, the others run alone."""
-        state, first, waiting = self.ledger.state, self._next_number, {*range(len(samples))}
+        first, waiting = self._next_number, {*range(len(samples))}
         self._next_number += len(samples)
-        paced = isinstance(state.policy, Paced)
+        paced = isinstance(self.ledger.state.policy, Paced)
         try:
             bounds = self._admit(limits) if paced else limits
+            state = self.ledger.state  # which others do not change from here on until it is settled
             walk = self.model.decide(state.name, samples, first, bounds, state.pace if paced else None)
             pace = yield from self._leaving(walk, samples, first, waiting)
-        except Exception as error:
+        except BaseException as error:
+            state = self.ledger.state
             if isinstance(state.policy, Paced):  # the batch may have cost as much as the bound allows
                 self.ledger.settle(state.policy.owing(state.pace, len(samples)))
+            if not isinstance(error, Exception):  # the worker ends
+                raise
             if len(samples) == 1:
                 level = logging.WARNING if isinstance(error, AlightError) else logging.ERROR
                 log_event("no answer", level, error=error_type(error))
@@ -408,15 +412,21 @@ class BatchWorker:
 
     def _watch_some(self) -> None:
         """Run samples that were answered to the last exit, and see how many are answered otherwise there."""
-        state, count = self.ledger.state, min(self._watchable, self.limits.batch)
+        if not (count := min(self._watchable, self.limits.batch)):
+            return
+        policy = self.ledger.state.policy
+        paced = isinstance(policy, Paced) and policy.budget is not None
+        if paced:
+            last, budget = policy.costs[-1], policy.budget or 0.0
+            # reserved as so many samples as may exceed their budgets by as much together
+            self.ledger.admit(math.ceil(count * last / (last - budget)) if last > budget else 0)
+            count = min(count, self._watchable)  # savings may have been given to others before
+            pace = self.ledger.state.pace
+            self.ledger.settle(replace(pace, spent=pace.spent + count * last))
         if not count:
             return
+        state = self.ledger.state
         samples, answers = zip(*(self._to_watch.popleft() for _ in range(count)), strict=True)
-        if isinstance(state.policy, Paced) and state.policy.budget:
-            last, budget = state.policy.costs[-1], state.policy.budget
-            if last > budget:  # reserved as so many samples as may exceed their budgets by as much together
-                self.ledger.admit(math.ceil(count * last / (last - budget)))
-            self.ledger.settle(replace(state.pace, spent=state.pace.spent + count * last))
         differing = int((self.model.full_answers(state.name, samples) != np.array(answers)).sum())
         self.watch.add(count, differing)
         self.metrics.watched.labels(self.name, state.name).inc(count)
