@@ -106,8 +106,6 @@ def test_what_cannot_stop_early_is_refused():
         BudgetedClassifier(LogisticRegression()).fit(features, labels)
     with pytest.raises(BadInput, match="there is no method 'guess'"):
         BudgetedClassifier(method="guess").fit(features, labels)
-    with pytest.raises(BadInput, match="does not decide on the score of one exit"):
-        BudgetedClassifier(HistGradientBoostingClassifier(**FEW), method="patience").fit(features, labels)
     fitted = HistGradientBoostingClassifier(**FEW).fit(features, labels)
     with pytest.raises(BadInput, match="does not know the class 2"):
         BudgetedClassifier(fitted, prefit=True).fit(features, labels + 1)
