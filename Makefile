@@ -27,10 +27,11 @@ demo: $(VENV)/.installed
 
 test: style
 	$(bin)/mypy & types=$$!; $(bin)/python -m pytest -q $(together) -m "not slow and not alone" && wait $$types
-	$(bin)/python -m pytest -q -m alone $$(grep -rl --include='*.py' mark.alone tests)
+	$(bin)/python -m pytest -q -m "alone and not slow" $$(grep -rl --include='*.py' mark.alone tests)
 
 test-all: test
 	$(bin)/python -m pytest -q $(together) -m "slow and not alone"
+	$(bin)/python -m pytest -q -m "alone and slow" $$(grep -rl --include='*.py' mark.alone tests)
 
 lint: style
 	$(bin)/mypy

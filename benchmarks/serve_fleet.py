@@ -39,6 +39,7 @@ from alight.provenance import provenance
 ROOT = Path(__file__).parent.parent
 REPLICAS, BUDGET, CLIENTS = 4, "45%", 8
 DOWN = 5.0  # seconds for which the ledger is gone
+NOT_SENT = -1  # the status of a request to a replica that is not there
 TENANTS = {"shop": 0.08, "bank": 0.12}  # caps, as shares of the allowance of the whole run
 Row = dict[str, str | float | int]
 
@@ -153,7 +154,7 @@ class Account:
         with self.lock:
             self.statuses[status] = self.statuses.get(status, 0) + 1
             if status != 200:
-                if status:  # refused, so it was never decided; one whose connection broke may have been
+                if status:  # it was refused or never sent, so not decided; one whose connection broke may have been
                     self.sent -= 1
                 return
             self.answered += 1
@@ -179,8 +180,8 @@ def ask(replica: Replica, index: int, bodies: list[Any], account: Account, stop:
             reply = connection.getresponse()
             status, content = reply.status, json.loads(reply.read())
             cost = sum(each["cost"] for each in content["predictions"]) if status == 200 else 0.0
-        except (OSError, http.client.HTTPException, ValueError):
-            connection = None
+        except (OSError, http.client.HTTPException, ValueError) as error:
+            connection, status = None, NOT_SENT if isinstance(error, ConnectionRefusedError) else 0
             stop.wait(0.2)
         account.take(status, cost, tenant)
         if status == 429:

@@ -4,9 +4,9 @@
     python benchmarks/serve_pictures.py STATE DATA --folder FOLDER --seed 0     # 3 minutes on two idle cores
 
 Network and policies are those of benchmarks/serve_load.py. Each request brings one test picture as a JPEG of 160 x 160,
-which the service decodes and resizes. Both services have a timeout of two seconds, so that they refuse what they could
-not answer in time. They share one core, and one works at a time; the client has the other. Both are sent 50, 80, 100
-and 120 % of what the dense one answers when it always has work, the same pictures at the same random moments. Goodput
+which the service decodes and resizes. Both services have a timeout of two seconds: they refuse what they could not
+answer in time. They share one core, and one works at a time; the client has the other. Both are sent 50, 80, 100 and
+120 % of what the dense one answers when it always has work, the same pictures at the same random moments. Goodput
 counts answers within the timeout; latency counts from the moment a request was due. Writes results/serve_pictures.csv,
 in which other seeds are kept.
 """

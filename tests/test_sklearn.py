@@ -75,6 +75,7 @@ def test_trees_stop_within_the_budget_and_all_trees_are_the_model(name, classes)
     assert (model.predict(features[1600:]) == labels[1600:]).mean() > full.score(features[1600:], labels[1600:]) - 0.06
 
 
+@pytest.mark.filterwarnings("ignore:Stochastic Optimizer")  # thirty steps are enough here
 def test_a_list_of_classifiers_is_a_cascade():
     features, labels = load_digits(return_X_y=True)
     members = [

@@ -168,21 +168,19 @@ def test_a_file_that_a_worker_cannot_read_is_named_in_one_line(folder, tmp_path,
     where.mkdir()
     broken = where / "broken.png"
     broken.write_bytes(b"no picture")
-    line = (
-        f"predict {folder}/model {folder}/policy.json {where} --engine ray --batch-size 32 --actors 1 -o {tmp_path}/b"
-    )
-    status, out, err = run(f"{line} --quiet", capsys)
+    line = f"predict {folder}/model {folder}/policy.json {where} --engine ray --batch-size 32 --actors 1 --quiet -o"
+    status, out, err = run(f"{line} {tmp_path}/b", capsys)
     assert (status, out) == (1, "")
     assert err.startswith(f"alight: cannot read {broken}: it is not a usable image")
     assert len(err.splitlines()) == 1
     with pytest.raises(BadFile, match="not finished"):
         HeadOutputs.load_sample(tmp_path / "b")
     Image.new("RGB", (8, 8)).save(where / "fine.png")
-    status, out, err = run(f"{line} --quiet --on-error skip --json", capsys)
+    status, out, err = run(f"{line} {tmp_path}/c --on-error skip --json", capsys)
     assert (status, err) == (0, "")
     result = json.loads(out)
     assert (result["num_samples"], result["bad_rows"]) == (2, 1)
-    assert answers(tmp_path / "b")["sample"].to_pylist() == [str(where / "fine.png")]
+    assert answers(tmp_path / "c")["sample"].to_pylist() == [str(where / "fine.png")]
 
 
 @pytest.mark.slow

@@ -18,7 +18,7 @@ from PIL import Image
 from processes import service
 from waiting import wait_until
 
-pytestmark = pytest.mark.slow  # starts a service
+pytestmark = [pytest.mark.slow, pytest.mark.alone]  # starts a service, and looks at the clock
 
 
 @pytest.fixture
@@ -73,13 +73,12 @@ def test_photos_that_come_too_fast_are_refused_and_none_is_answered_late(home):
         replies, json_type, stopping = [], {"Content-Type": "application/json"}, threading.Event()
 
         def send():
-            start = time.monotonic()
             try:
                 reply = httpx.post(f"{running.url}/predict", content=body, headers=json_type, timeout=60)
             except httpx.TransportError:  # it came after the service had stopped
                 assert stopping.is_set()
                 return
-            replies.append((reply.status_code, time.monotonic() - start, reply.headers.get("Retry-After")))
+            replies.append((reply.status_code, reply.json().get("latency_ms"), reply.headers.get("Retry-After")))
 
         threads = in_background(*[send] * 60)
         wait_until(lambda: len(replies) > 5)
@@ -92,7 +91,7 @@ def test_photos_that_come_too_fast_are_refused_and_none_is_answered_late(home):
     assert set(statuses) <= {200, 429, 503, 504}
     assert statuses.count(429) > 5
     assert all(int(retry) >= 1 for status, _, retry in replies if status == 429)
-    assert max(seconds for status, seconds, _ in replies if status == 200) < 3.5
+    assert max(latency for status, latency, _ in replies if status == 200) <= 2000  # from its arrival, as it counts
     assert not faults
 
 
