@@ -1,6 +1,7 @@
 """What alight does with networks in people's own style: right, refused with a sentence, or silently wrong.
 
-    python benchmarks/own_networks.py                      # writes results/own_networks.csv, two minutes on one core
+    python benchmarks/own_networks.py                      # writes results/own_networks.csv, seven minutes on one core
+    python benchmarks/own_networks.py --part 1/3           # the first third of it; rows are replaced
     python benchmarks/own_networks.py --only cifar_resnet  # tries one network and prints every finding
 
 Each network of `own_network_zoo.py` has random weights and BatchNorm statistics. Exits are attached to a copy of it,
@@ -31,6 +32,7 @@ wrong.
 
 import argparse
 import copy
+import csv
 import importlib.util
 import logging
 import random
@@ -484,7 +486,7 @@ def one_line(error: BaseException) -> str:
 def named_row(case: Case, outcome: str, detail: str) -> dict[str, str]:
     detail = detail if len(detail) <= LONGEST else detail[: LONGEST - 3] + "..."
     about = {"network": case.name, "kind": case.kind, "what it tests": case.tests, "remedy": case.remedy}
-    return about | {"answerable": str(not case.must_refuse), "outcome": outcome, "detail": detail}
+    return about | {"answerable": str(not case.must_refuse), "outcome": outcome, "detail": detail, "result": ""}
 
 
 def result_of(row: Mapping[str, str], outcomes: Mapping[str, str]) -> str:
@@ -511,7 +513,9 @@ def try_network(case: Case) -> tuple[dict[str, str], list[Finding]]:
 def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description="Try alight on networks in people's own style.")
     parser.add_argument("--only", metavar="NAME", choices=CASES, help="try this network and print every finding")
-    chosen = parser.parse_args(arguments).only
+    parser.add_argument("--part", metavar="PART/PARTS", default="1/1", help="try this part of the networks")
+    options = parser.parse_args(arguments)
+    chosen, (part, parts) = options.only, map(int, options.part.split("/"))
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)  # transformers and torch.compile log much that is not a finding
@@ -522,13 +526,14 @@ def main(arguments: Sequence[str]) -> int:
         print(f"{chosen}: {row['outcome']}")
         return int(row["outcome"] == "wrong")
     made = provenance("torch", "torchvision", "timm", "transformers", folder=ROOT)
-    found = []
-    for case in CASES.values():
+    with RESULTS.open(newline="") as file:
+        rows = {row["network"]: row for row in csv.DictReader(file) if row["network"] in CASES and parts > 1}
+    for case in list(CASES.values())[len(CASES) * (part - 1) // parts : len(CASES) * part // parts]:
         row, _ = try_network(case)
         print(f"{row['kind']:9} {row['network']:32} {row['outcome']:8} {row['detail'][:120]}", flush=True)
-        found.append(row)
-    outcomes = {row["network"]: row["outcome"] for row in found}
-    found = [row | {"result": result_of(row, outcomes)} | made for row in found]
+        rows[case.name] = row | made
+    outcomes = {name: row["outcome"] for name, row in rows.items()}
+    found = [rows[name] | {"result": result_of(rows[name], outcomes)} for name in CASES if name in rows]
     write_rows(RESULTS, found)
     counts = print_counts(found)
     return int(counts["wrong"] > 0)

@@ -120,7 +120,7 @@ def run_chain(network: Path, folder: Path) -> None:
 
 
 def write_example_files(folder: Path) -> None:
-    """Write every file that examples of the commands read: an untrained network, images, tables, a policy."""
+    """Write every file that examples of the commands read: untrained networks, images, tables, a policy."""
     images, labels = digits()[0][:264]
     pictures = np.tile(255 * images.numpy(), (1, 3, 4, 4)).astype(np.uint8)
     for name, rows in {"train": slice(32), "validation": slice(32, 232), "test": slice(232, 264)}.items():
@@ -130,6 +130,7 @@ def write_example_files(folder: Path) -> None:
     torch.manual_seed(0)
     model = from_timm("test_convnext", num_classes=10, image_size=32)
     save_model(model, folder / "model")
+    save_model(from_timm("test_resnet", num_classes=10, image_size=32), folder / "small")
     costs = measure_costs(model, torch.zeros(1, 3, 32, 32))
     costs.save(folder / "costs.json")
     table = record(model, (pictures, labels), progress=False)

@@ -1,7 +1,7 @@
 """A small network whose stages carry two tensors, exported once for all tests of a session."""
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import cache
 from pathlib import Path
@@ -12,10 +12,11 @@ import torch
 from commands import shared_folder
 from torch import nn
 
-from alight import HeadOutputs, MultiExitModel, Normalisation, Predictor, export_model, fingerprint
+from alight import Cascade, HeadOutputs, MultiExitModel, Normalisation, Predictor, cascade, export_model, fingerprint
 from alight.engine.backends import Backend
 from alight.engine.settings import RunSettings
 from alight.export import exporting
+from alight.networks.multi_exit import advance
 from alight.policies.limits import Quota
 from alight.policies.policy import Lottery, Mixture, Patience, Policy, Streak, Threshold
 
@@ -160,11 +161,42 @@ def compiled_stages(compiled: Path) -> Backend:
     return Predictor.load(compiled, settings=RunSettings(threads=1), allow_compiled=True).backend
 
 
+class InOneStage(nn.Module):
+    """Several stages as one."""
+
+    def __init__(self, stages: Iterable[nn.Module]) -> None:
+        super().__init__()
+        self.stages = nn.ModuleList(stages)
+
+    def forward(self, *carried):
+        for stage in self.stages:
+            carried = advance(stage, carried)
+        return carried
+
+
+@cache
+def chain() -> Cascade:
+    """The exits of the network as those of two: the first half in PyTorch, all of it in ONNX Runtime."""
+    model = network()
+    known = {"classes": model.classes, "normalisation": model.normalisation, "recipe": model.recipe}
+    half = MultiExitModel([*model.stages[:2]], [*model.heads[:2]], **known)
+    whole = MultiExitModel([InOneStage(model.stages[:3]), model.stages[3]], [*model.heads[2:]], **known).eval()
+
+    def export(place: Path) -> None:
+        with older_exporter():
+            export_model(whole, Patience(1, costs=(1.0, 2.0)), place / "exported")
+
+    place = shared_folder(Path(os.environ["SESSION_FOLDER"]), "second_of_a_cascade", export) / "exported"
+    return cascade([half, place], ["half", "whole"])
+
+
 def predictor(backend: str | Path, rule: Policy, **options) -> Predictor:
-    """The network under a policy, run on one thread by a backend: "torch", "onnx", or the folder of compiled stages."""
+    """The network under a policy, run on one thread: "torch", "onnx", "cascade", or the folder of compiled stages."""
     settings = RunSettings(threads=1)
     if isinstance(backend, Path):
         return Predictor(compiled_stages(backend), rule, **options)
+    if backend == "cascade":
+        return Predictor(chain(), rule, settings=settings, **options)
     if backend == "torch":
         return Predictor(network(), rule, settings=settings, **options)
     return Predictor.load(folder(rule.open_exits), rule, settings=settings, **options)

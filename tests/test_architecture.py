@@ -29,15 +29,16 @@ MAY_IMPORT = {
     "networks": FOUNDATION | {"cutting", "data"},
     "data": {"errors", "files", "outputs"},
     "training": FOUNDATION | {"networks", "data"},
-    "costing": FOUNDATION | {"cutting", "networks", "data"},
+    "costing": FOUNDATION | {"cutting", "networks", "data", "engine"},
     "engine": FOUNDATION | {"networks", "data", "policies"},
-    "planning": FOUNDATION | {"networks", "data", "policies", "calibrate", "costing", "engine"},
+    "planning": FOUNDATION | {"networks", "data", "policies", "calibrate", "costing", "engine", "export"},
     "export": FOUNDATION | {"networks", "data", "policies", "engine"},
     "report": FOUNDATION | {"policies", "evaluation"},
+    "sklearn": FOUNDATION | {"policies", "calibrate"},
     "routing": FOUNDATION | {"budgeting", "policies", "data"},
     "fitting": FOUNDATION
     | {"policies", "calibrate", "evaluation", "report"}
-    | {"networks", "training", "costing", "data", "engine", "planning"},
+    | {"networks", "training", "costing", "data", "engine", "planning", "export"},
     "cluster": FOUNDATION | {"networks", "data", "policies", "engine"},
     "serve": FOUNDATION | {"policies", "networks", "data", "engine", "__version__"},
     "demo": FOUNDATION
@@ -50,7 +51,7 @@ MAY_IMPORT = {
 }
 NO_TORCH = {"errors", "files", "display", "scores", "outputs", "costs", "provenance", "recordings"}
 NO_TORCH |= {"budgeting", "policies", "calibrate", "evaluation", "benchmark", "report", "data", "engine", "fitting"}
-NO_TORCH |= {"routing"}
+NO_TORCH |= {"routing", "sklearn"}
 WITH_TORCH = ("alight.engine.backends.torch", "alight.engine.backends.aoti")  # what runs on torch
 LATE = {"data", "engine", "fitting"}  # may import torch, or networks that do, inside a function
 

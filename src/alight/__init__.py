@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from alight.cutting.cut import cut as cut, register_cutter as register_cutter
     from alight.cutting.placement import suggest_exits as suggest_exits
     from alight.data.preprocess import Normalisation as Normalisation
+    from alight.engine.backends.cascade import Cascade as Cascade, Member as Member, cascade as cascade
     from alight.engine.predictor import Predictor as Predictor
     from alight.engine.recorder import Recorded as Recorded, Recorder as Recorder, record as record
     from alight.engine.settings import RunSettings as RunSettings
@@ -26,16 +27,17 @@ if TYPE_CHECKING:
     from alight.evaluation import Point as Point, at_equal_spend as at_equal_spend, read_points as read_points
     from alight.evaluation import sweep as sweep, write_points as write_points
     from alight.export.exporting import export_model as export_model
+    from alight.fitting.deploying import Deployed as Deployed, deploy as deploy
     from alight.fitting.fitted import FittedPredictor as FittedPredictor
     from alight.fitting.steps import fit as fit
     from alight.networks import zoo as zoo
     from alight.networks.attach import attach_heads as attach_heads, from_outputs as from_outputs
-    from alight.networks.attach import cascade as cascade
     from alight.networks.libraries import from_timm as from_timm, from_torchvision as from_torchvision
     from alight.networks.libraries import from_transformers as from_transformers
     from alight.networks.multi_exit import MultiExitModel as MultiExitModel, TwoLogits as TwoLogits
     from alight.networks.store import fingerprint as fingerprint, load_model as load_model, save_model as save_model
     from alight.outputs import Decisions as Decisions, HeadOutputs as HeadOutputs
+    from alight.planning.engines import RuntimeComparison as RuntimeComparison, compare_runtimes as compare_runtimes
     from alight.planning.plan import Plan as Plan, plan as plan
     from alight.planning.tune import Tuned as Tuned, tune_speed as tune_speed
     from alight.policies.policy import Policy as Policy, Threshold as Threshold

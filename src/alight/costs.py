@@ -15,6 +15,7 @@ from alight.errors import BadFile, BadInput, BudgetTooSmall
 from alight.files import PathLike, read_json, write_json
 
 Floats = npt.NDArray[np.float64]
+Integers = npt.NDArray[np.int64]
 
 NUMBER = r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?"
 FAR = 1.5  # times the most expensive exit: a bare number above it is not meant in the unit
@@ -28,20 +29,27 @@ class Amount(float):
 class Costs:
     """Cost per sample of each stage (the layers between two exits) and of each head.
 
-    A closed exit's head is never evaluated and costs nothing. The networks of a cascade are heads behind stages that
-    cost nothing, Costs(stages=[0, 0], heads=[2, 8]): the full network is then the last of them alone.
+    A closed exit's head is never evaluated and costs nothing. In a cascade `members` says to which network an exit
+    belongs, by default to one of its own where no stage costs anything: each network starts anew from the input, and
+    the full network, to which percentages refer, is the most expensive one alone.
 
     >>> costs = Costs(stages=[2, 3, 4], heads=[1, 1, 1], unit="FLOPs")
     >>> costs.cumulative(), costs.cumulative([0, 2]), costs.full
     (array([ 3.,  7., 12.]), array([ 3., 11.]), 10.0)
+    >>> cascade = Costs(stages=[2, 3, 8], heads=[1, 0, 0], members=[0, 0, 1])  # a network with an exit, then another
+    >>> cascade.cumulative(), cascade.cumulative([0, 2]), cascade.full
+    (array([ 3.,  6., 14.]), array([ 3., 11.]), 8.0)
     """
 
     stages: Floats  # (exits,), of the layers between two exits
     heads: Floats  # (exits,), of the head of each exit
-    unit: str = "FLOPs"  # or "MACs", "ms", "J", ""
-    _through: Floats = field(init=False)  # (exits,), the stages up to each
+    unit: str = "FLOPs"  # or "MACs", "ms", "J", "USD", ""
+    members: tuple[int, ...] = ()  # (exits,), which network of a cascade each exit belongs to: 0, 0, 1, ...
+    _through: Floats = field(init=False)  # (exits,), the stages of its network up to each
 
-    def __init__(self, stages: npt.ArrayLike, heads: npt.ArrayLike, unit: str = "FLOPs") -> None:
+    def __init__(
+        self, stages: npt.ArrayLike, heads: npt.ArrayLike, unit: str = "FLOPs", members: Sequence[int] = ()
+    ) -> None:
         stages, heads = _numbers("stages", stages), _numbers("heads", heads)
         if stages.shape != heads.shape:
             raise BadInput(f"{len(stages)} stages and {len(heads)} heads: give one stage and one head per exit")
@@ -49,7 +57,9 @@ class Costs:
             raise BadInput(f"a cost is negative (stages {stages.tolist()}, heads {heads.tolist()}): measure again")
         if not isinstance(unit, str):
             raise BadInput(f"unit {unit!r} is not a text: give 'FLOPs', 'ms', 'J' or ''")
-        self.__dict__.update(stages=stages, heads=heads, unit=unit, _through=np.cumsum(stages))
+        groups = _members(members, len(stages), separate=not stages.any())
+        through = np.concatenate([np.cumsum(stages[groups == member]) for member in range(groups[-1] + 1)])
+        self.__dict__.update(stages=stages, heads=heads, unit=unit, members=tuple(groups.tolist()), _through=through)
         _check_increasing(self.cumulative())
 
     @classmethod
@@ -61,11 +71,13 @@ class Costs:
         """
         cumulative = _numbers("costs", values)
         _check_increasing(cumulative)
-        return cls._from_through(cumulative, np.zeros(len(cumulative)), unit)
+        return cls._from_through(cumulative, np.zeros(len(cumulative)), unit, np.zeros(len(cumulative), dtype=int))
 
     @classmethod
-    def _from_through(cls, through: Floats, heads: Floats, unit: str) -> "Costs":
-        costs = cls(np.diff(through, prepend=0.0), heads, unit)
+    def _from_through(cls, through: Floats, heads: Floats, unit: str, members: Integers) -> "Costs":
+        starts = np.diff(members, prepend=-1) != 0
+        before = np.where(starts, 0.0, np.roll(through, 1))
+        costs = cls(through - before, heads, unit, (np.cumsum(starts) - 1).tolist())
         costs.__dict__["_through"] = through  # a sum of differences would miss it by a rounding
         return costs
 
@@ -99,7 +111,16 @@ class Costs:
         ordered = chosen.ndim == 1 and chosen.dtype.kind in "iu" and (np.diff(chosen) > 0).all()
         if not (ordered and len(chosen) and chosen[0] >= 0 and chosen[-1] < len(self)):
             raise BadInput(f"open exits {open_exits} of a network with exits 0 to {len(self) - 1}: give them in order")
-        return self._through[chosen] + np.cumsum(self.heads[chosen])
+        through = self._through[chosen]
+        if self.is_cascade:  # all of a network that is left behind was paid for
+            leaves = np.diff(np.asarray(self.members)[chosen], append=self.members[chosen[-1]]) != 0
+            through = through + np.cumsum(np.where(leaves, through, 0.0)) - np.where(leaves, through, 0.0)
+        return through + np.cumsum(self.heads[chosen])
+
+    @property
+    def is_cascade(self) -> bool:
+        """Whether the exits belong to several networks."""
+        return self.members[-1] > 0
 
     @property
     def alone(self) -> Floats:
@@ -125,12 +146,14 @@ class Costs:
         Costs(3 FLOPs, 11 FLOPs per sample, cumulative)
         """
         chosen = np.asarray(open_exits, dtype=np.int64)
-        return self._from_through(self._through[chosen], self.heads[chosen], self.unit)
+        members = np.asarray(self.members)[chosen]
+        return self._from_through(self._through[chosen], self.heads[chosen], self.unit, members)
 
     @property
     def full(self) -> float:
-        """Cost of the full network: all stages and the last head, no other head."""
-        return float(self.alone[-1])
+        """Cost of the full network: all stages and the last head, no other head; the most expensive of a cascade."""
+        ends = np.diff(self.members, append=len(self)) != 0
+        return float(self.alone[ends].max())
 
     def budget(self, budget: "float | str") -> float:
         """Return a budget as a number in the unit of these costs: 3e8, "50%" of the full network, or "2.5 GFLOPs".
@@ -212,11 +235,12 @@ class Costs:
 
     def save(self, path: PathLike) -> None:
         """Write the costs to a JSON file, whole or not at all."""
-        if self.heads.any():
+        content: dict[str, object] = {"cumulative": self.cumulative().tolist()}
+        if self.heads.any() or self.is_cascade:
             content = {"stages": self.stages.tolist(), "heads": self.heads.tolist()}
-        else:
-            content = {"cumulative": self.cumulative().tolist()}
-        write_json(path, "Costs", {**content, "unit": self.unit})
+        write_json(
+            path, "Costs", {**content, "unit": self.unit, **({"members": self.members} if self.is_cascade else {})}
+        )
 
     @classmethod
     def load(cls, path: PathLike) -> "Costs":
@@ -245,6 +269,17 @@ def _numbers(what: str, values: npt.ArrayLike) -> Floats:
     if not np.isfinite(numbers).all():
         raise BadInput(f"{what} are {numbers.tolist()}: give finite costs")
     return numbers
+
+
+def _members(members: Sequence[int], count: int, *, separate: bool) -> Integers:
+    """Return the network that each exit belongs to; each exit to one of its own, or all to one, where none is given."""
+    if not len(members):
+        return np.arange(count) if separate else np.zeros(count, dtype=np.int64)
+    groups = np.asarray(members)
+    whole = groups.shape == (count,) and groups.dtype.kind in "iu"
+    if not whole or groups[0] != 0 or not np.isin(np.diff(groups), (0, 1)).all():
+        raise BadInput(f"members {[*members]} for {count} exits: number the networks of a cascade 0, ..., in order")
+    return groups.astype(np.int64)
 
 
 def _check_increasing(costs: Floats) -> None:

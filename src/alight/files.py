@@ -25,6 +25,7 @@ DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # no space on the disk, i
 
 WEIGHTS, CONFIG = "model.safetensors", "config.json"  # in the folder of a saved network
 MANIFEST = "manifest.json"  # in the folder of an exported one
+CASCADE = "cascade.json"  # in the folder of a cascade, beside a file or folder for each network
 PLAN, DONE = "plan.json", "job.json"  # beside partitions of a job: what is to be done, and that all of it is
 
 PathLike = str | os.PathLike[str]
@@ -105,14 +106,14 @@ def whole_folder(folder: Path) -> Iterator[Path]:
 
 
 def check_network_folder(folder: PathLike) -> None:
-    """Check that the folder holds a saved network, without loading torch."""
+    """Check that the folder holds a saved network or a cascade, without loading torch."""
     path = Path(folder)
     if not path.is_dir():
         raise FileNotFoundError(f"there is no folder {path}: give one that `alight fit` or `alight attach` wrote")
     if (path / MANIFEST).is_file() and not (path / WEIGHTS).is_file():
         raise BadFile(path, "it holds an exported network", "use `alight run`, or give the folder it was exported from")
     for name in (WEIGHTS, CONFIG):
-        if not (path / name).is_file():
+        if not (path / name).is_file() and not (path / CASCADE).is_file():
             raise BadFile(path, f"it has no {name}", "give a folder that alight saved a network to")
 
 

@@ -14,6 +14,7 @@ from alight.calibrate import (
     best_single_exit,
     combined,
     eero,
+    fit_agreement,
     fit_geometric_mean,
     fit_temperature,
     fit_vote,
@@ -41,7 +42,9 @@ def spoken(seed: int, samples: int, exits: int = 4, classes: int = 6) -> HeadOut
 
 
 TABLES = dict.fromkeys(COMBINE, (LABELLED, UNLABELLED, FRESH))
-TABLES["temperature"] = TABLES["geometric_mean"] = spoken(1, 1000), spoken(2, 800).unlabelled(), spoken(3, 4000)
+TABLES |= dict.fromkeys(
+    ("agreement", "temperature", "geometric_mean"), (spoken(1, 1000), spoken(2, 800).unlabelled(), spoken(3, 4000))
+)
 each_combination = pytest.mark.parametrize("kind", TABLES)
 
 
@@ -141,6 +144,16 @@ def test_without_labels_the_last_exit_is_trusted(kind):
     assert isinstance(combined(eero, kind)(COSTS, 5.0, labelled.unlabelled()).planned_cost, float)
 
 
+def test_agreement_keeps_every_answer_and_is_surest_where_exits_agree():
+    labelled, _, _ = TABLES["agreement"]
+    found = fit_agreement(labelled.unlabelled()).apply(labelled)
+    np.testing.assert_array_equal(found.predictions, labelled.predictions)
+    alike = labelled.predictions[:, 1] == labelled.predictions[:, 0]
+    assert found.scores[alike, 1].min() > found.scores[~alike, 1].max()
+    with pytest.raises(BadInput, match="agreement adds scores from 0 to 1 to votes, and 'margin' runs from -"):
+        fit_agreement(LABELLED)
+
+
 def test_equal_scores_of_an_exit_are_no_trouble():
     logits = np.tile([0.0, 1.0], (50, 2, 1))
     flat = HeadOutputs.from_logits(logits, np.ones(50, dtype=int))
@@ -195,7 +208,7 @@ def test_a_fitted_vote_is_the_likeliest_under_its_penalty():
 def test_logarithms_that_are_missing_and_unknown_names_are_refused():
     with pytest.raises(Mismatch, match="record it again"):
         fit_geometric_mean(LABELLED)
-    with pytest.raises(BadInput, match="no combination 'guess': choose one of vote, geometric_mean, temperature"):
+    with pytest.raises(BadInput, match="no combination 'guess': choose one of vote, agreement, geometric_mean"):
         combined(eero, "guess")
 
 
@@ -226,8 +239,7 @@ def graded_likelihoods():
         np.tile([0, 1], (60, 1)),
         np.full(60, 2),
         quality=np.tile([0.2, 0.7], (60, 1)),
-        top_classes=classes,
-        top_log_probabilities=logs,
+        top=(classes, logs),
     )
 
 

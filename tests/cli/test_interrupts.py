@@ -1,10 +1,14 @@
 """Ctrl-C, whenever it comes: one line, status 130, and no new or partial file."""
 
+import signal
+
 import pytest
 import torch
 from commands import COSTS, copy_network, interrupted, make_tables
 
 from alight import calibrate
+from alight.cli import main
+from alight.cli.command import ExitStatus
 from alight.engine.recorder import record
 from alight.networks.store import load_model
 
@@ -84,3 +88,15 @@ def test_an_interrupt_prints_one_line_and_leaves_no_partial_file(case, place):
         assert all((place / path).is_dir() == (len(path.parts) < 3) for path in kept)
         after = {path: content for path, content in after.items() if path not in kept}
     assert after == before
+
+
+def test_a_library_that_fails_to_load_when_interrupted_is_one_line_too(monkeypatch, capsys):
+    def swallowing():
+        try:
+            signal.raise_signal(signal.SIGINT)
+        except KeyboardInterrupt:
+            raise ImportError("could not import module datetime") from None  # as NumPy does
+
+    monkeypatch.setattr("alight.cli.parser.parser", swallowing)
+    assert main(["doctor"]) == ExitStatus.INTERRUPTED
+    assert capsys.readouterr().err == "alight: interrupted, no partial file is left\n"

@@ -15,9 +15,10 @@ import torch
 from commands import run
 from safetensors.torch import save_file
 
-from alight import Costs, HeadOutputs, load_policy, replay
+from alight import Costs, HeadOutputs, Predictor, load_policy, replay
 from alight.costing.measure import measure_costs
 from alight.display import quantity
+from alight.engine.predictor import load_network
 from alight.networks.store import fingerprint, load_model
 from alight.planning import timing
 from alight.training.checkpoints import Checkpoint
@@ -263,3 +264,23 @@ def test_bad_input_to_a_network_gets_one_sentence_and_a_status(case, network, fo
     assert err.startswith("alight: ")
     assert err.count("\n") == 1
     assert out == ""
+
+
+@pytest.mark.filterwarnings("ignore:the last exit")  # of weights that are not trained
+def test_a_cascade_is_recorded_measured_calibrated_and_predicted_from_the_shell(example_files, folder, capsys):
+    shutil.copytree(example_files, folder, dirs_exist_ok=True)
+    for line in (
+        "cascade small model -o chain",
+        "record chain validation.npz -o table.npz",
+        "costs chain -o chain_costs.json",
+        "calibrate table.npz --costs chain_costs.json --budget 60% --contract none -o chain.json",
+        "predict chain chain.json test.npz -o chain.csv",
+    ):
+        status, _, err = run(f"{line} --quiet", capsys)
+        assert status == 0, err
+    costs, policy = Costs.load("chain_costs.json"), load_policy("chain.json")
+    assert costs.is_cascade
+    assert costs.full == costs.alone[[*costs.members].index(1) :].max()
+    answers = [int(row["prediction"]) for row in csv.DictReader(Path("chain.csv").read_text().splitlines())]
+    with np.load("test.npz") as arrays:
+        assert answers == Predictor(load_network("chain"), policy)(arrays["images"]).predictions.tolist()

@@ -14,6 +14,7 @@ from alight.cluster.shards import open_data
 from alight.cluster.stores import PartitionFolder, Store
 from alight.cluster.workers import ShardWorker, WorkerSettings, pack
 from alight.data.batches import load_data
+from alight.engine.predictor import load_network
 from alight.engine.settings import RunSettings
 from alight.networks.multi_exit import example_of
 
@@ -38,7 +39,7 @@ def on_one_machine(model, policy, where, batch_size):
 
 def by_a_worker(task, model_folder, data, output, *, rows, batch_size, on_error="fail"):
     """Return the rows that a worker in this process returns for all shards; it writes the partitions."""
-    sharded = open_data(str(data), load_model(model_folder), rows)
+    sharded = open_data(str(data), load_network(model_folder), rows)
     partitions = PartitionFolder(Store.at(output), task.suffix)
     partitions.begin({})
     settings = WorkerSettings(task, partitions, sharded.where, batch_size, RunSettings(threads=1), on_error)

@@ -9,11 +9,12 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import torch
+from cascades import COSTS, chain, outputs, pixels
 from networks import answers, as_pictures, as_table, by_a_worker, check_once, make_job, on_one_machine
 from pyarrow import parquet
 from transformers import BertConfig, BertForSequenceClassification, BertTokenizerFast
 
-from alight import HeadOutputs, load_model, record, save_model
+from alight import HeadOutputs, calibrate, load_model, record, replay, save_model
 from alight.calibrate import certified_batch
 from alight.cli import main
 from alight.cluster.stores import PartitionFolder, Store
@@ -220,3 +221,17 @@ def test_images_are_refused_where_the_normalisation_is_unknown(digits, tmp_path)
     done = by_a_worker(task, tmp_path / "model", folder / "test", tmp_path / "out", rows=100, batch_size=32)
     assert all("how the network normalises them is unknown" in error for error in done["error"])
     assert not list((tmp_path / "out").glob("part-*"))
+
+
+def test_a_cascade_is_sent_whole_and_decides_as_on_one_machine(tmp_path):
+    policy = calibrate.eero(COSTS, "70%", outputs())
+    folder = chain().save(tmp_path / "cascade")
+    (tmp_path / "data").mkdir()
+    np.save(tmp_path / "data" / "images.npy", pixels())
+    done = by_a_worker(
+        PredictTask(policy, chain().exits, ()), folder, tmp_path / "data", tmp_path / "answers", rows=64, batch_size=32
+    )
+    assert done["error"] == ["", ""]
+    table, expected = answers(tmp_path / "answers"), replay(policy, outputs())
+    assert table["prediction"].to_pylist() == expected.predictions.tolist()
+    assert table["exit"].to_pylist() == [chain().exits[index] for index in expected.exits]

@@ -12,17 +12,21 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from alight.costing import measure
+from alight import Member, cascade
+from alight.costing import cascades
 from alight.costing.energy import NvmlMeter, RaplMeter, meter_for
 from alight.costing.measure import head_overhead, measure_costs, time_stages
 from alight.costs import Costs
 from alight.cutting.flops import count_flops
+from alight.data.preprocess import InputSpec, TensorSpec
+from alight.engine.backends.members import OneStage
 from alight.errors import BadInput
 from alight.networks.architectures import ResNet
-from alight.networks.attach import attach_heads, cascade
+from alight.networks.attach import attach_heads
 from alight.networks.multi_exit import MultiExitModel
 from alight.networks.zoo import msdnet_cifar, resnet18_cifar
 
+SPEC = InputSpec((TensorSpec("rows", (None, 2), "float32"),), num_classes=3)
 ROOT = Path(__file__).parent.parent.parent
 FVCORE_RESNET18 = 556_705_792  # multiply-adds by fvcore 0.1.5 of ResNet-18 at 32 x 32: benchmarks/count_flops.py
 FVCORE_CONVNEXT_T = 4_470_399_744  # and of ConvNeXt-T at 224 x 224
@@ -246,19 +250,44 @@ def test_heads_are_counted_apart_from_stages():
     assert head_overhead(costs) == pytest.approx(2 * 256 * 3 / (2 * 16 * 256 + 2 * 256 * 256))
 
 
-def test_the_full_network_of_a_cascade_is_its_last_network_alone(tmp_path, clock_of_this_thread):
-    clock_of_this_thread(measure)
+def test_percentages_refer_to_the_most_expensive_network_of_a_cascade_alone(tmp_path, clock_of_this_thread):
+    clock_of_this_thread(cascades)
     small, large, example = nn.Linear(6, 3), nn.Sequential(nn.Linear(6, 9), nn.Linear(9, 3)), torch.zeros(2, 6)
-    costs = measure_costs(cascade([small, large]), example)
+    costs = measure_costs(cascade([small, large], example=example))
     assert costs.cumulative().tolist() == [36, 36 + 162]
     assert costs.full == costs.cumulative([1])[0] == 162
     assert costs.budget("50%") == 81
     costs.save(tmp_path / "costs.json")
     assert Costs.load(tmp_path / "costs.json").full == 162
-    timed = time_stages(cascade([large, large]), example, 512, repeats=5).costs()
-    assert timed.full < 0.8 * timed.cumulative()[-1]
-    with pytest.raises(BadInput, match=r"'exit 1' costs 4.5 times as much as the last network .* cheap to expensive"):
-        measure_costs(cascade([large, small]), example)
+    assert measure_costs(cascade([large, small], example=example)).full == 162
+    deep = nn.Sequential(*[nn.Linear(64, 64) for _ in range(12)])
+    timed = time_stages(cascade([deep, deep], example=torch.zeros(2, 64)), batch_size=256, repeats=5, progress=False)
+    assert timed.costs().full < 0.8 * timed.costs().cumulative()[-1]
+    assert "network 1: " in str(timed)
+
+
+def test_a_network_with_exits_in_a_cascade_is_paid_as_far_as_it_runs():
+    torch.manual_seed(0)
+    body = nn.Sequential(nn.Linear(6, 9), nn.ReLU(), nn.Linear(9, 9), nn.ReLU(), nn.Linear(9, 3))
+    first, last = attach_heads(body, ["0"], example=torch.zeros(2, 6)), nn.Linear(6, 3)
+    costs = measure_costs(cascade([first, last], example=torch.zeros(2, 6)))
+    head, tail = 2 * 9 * 3, 2 * 9 * 9 + 2 * 9 * 3
+    assert costs.cumulative().tolist() == [108 + head, 108 + head + tail, 108 + head + tail + 36]
+    assert costs.cumulative([0, 2]).tolist() == [108 + head, 108 + head + 36]  # nothing after the exit that is open
+    assert costs.alone.tolist() == [108 + head, 108 + tail, 36]
+    assert costs.full == 108 + tail
+
+
+def test_other_engines_say_their_flops_or_are_timed(tmp_path):
+    network = OneStage("own", lambda state: (state[0] @ np.ones((2, 3), np.float32), ()), SPEC, "0")
+    with pytest.raises(BadInput, match=r"FLOPs of one cannot be counted: .* unit='ms'"):
+        measure_costs(cascade([network], ["one"]))
+    known = cascade([Member(network, "one", flops=6.0, price=0.1), Member(network, "two", flops=60.0, price=2.0)])
+    assert measure_costs(known, unit="MACs").cumulative().tolist() == [3.0, 33.0]
+    assert measure_costs(known, unit="USD").full == 2.0
+    assert measure_costs(known, unit="ms", repeats=3, progress=False).unit == "ms"
+    with pytest.raises(BadInput, match="has no price"):
+        measure_costs(cascade([network]), unit="USD")
 
 
 def test_one_exit_has_no_overhead():

@@ -28,9 +28,10 @@ from alight.policies.route import replay
 COSTS = (1.0, 2.0, 3.0)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(INTERPRETED, reason="is that process")
 @pytest.mark.timeout(1200)  # an interpreter is slow
-@pytest.mark.parametrize("those", ["not slow", pytest.param("slow", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("those", ["not slow", "slow"])
 def test_walks_are_decided_as_replayed_in_a_process_of_their_own(those):
     pytest.importorskip("triton")
     assert " passed" in passed_in_a_process_of_their_own(__file__, those)

@@ -30,6 +30,7 @@ def test_without_a_gpu_the_switch_is_refused(model):
         record(model, torch.zeros(5, 4), settings=GRAPHS, progress=False)
 
 
+@pytest.mark.usefixtures("short_trials")
 def test_without_a_gpu_the_switch_is_not_tried(model):
     tuned = tune_speed(model, batch_size=8, example=torch.zeros(1, 4), settings=RunSettings(device="cpu", threads=1))
     assert not any("graphs" in trial.switches for trial in tuned.trials)

@@ -12,6 +12,7 @@ from alight.engine.backends.torch.values import pack
 pytest.importorskip("triton")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(INTERPRETED, reason="is that process")
 def test_kernels_are_interpreted_in_a_process_of_their_own():
     assert "13 passed, 1 skipped" in passed_in_a_process_of_their_own(__file__)

@@ -1,5 +1,6 @@
 """An exported folder is what was exported, or it is refused."""
 
+import importlib.util
 import json
 import shutil
 
@@ -7,7 +8,7 @@ import numpy as np
 import pytest
 from exported import folder, policy
 
-from alight import Predictor
+from alight import Predictor, RunSettings
 from alight.engine.manifest import Manifest, checksum
 from alight.errors import BadFile
 from alight.files import MANIFEST
@@ -109,8 +110,10 @@ def test_a_stage_whose_weights_lie_in_another_file_is_refused(copied, tmp_path, 
         manifest = json.loads((copied / MANIFEST).read_text())
         manifest["stages"][0]["checksum"] = checksum(each)
         (copied / MANIFEST).write_text(json.dumps(manifest))
-        with pytest.raises(BadFile, match="it names another file for its weights"):
-            Predictor.load(copied)
+        runtimes = [None, *(["openvino"] if importlib.util.find_spec("openvino") else [])]
+        for runtime in runtimes:
+            with pytest.raises(BadFile, match="it names another file for its weights"):
+                Predictor.load(copied, settings=RunSettings(runtime=runtime))
 
 
 def test_the_folder_can_be_moved(copied):

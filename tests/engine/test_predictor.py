@@ -10,7 +10,20 @@ import numpy as np
 import pytest
 import torch
 from commands import shared_folder
-from exported import ALL_COSTS, OPEN, compile_network, drawn, folder, images, middle, network, policy, predictor, table
+from exported import (
+    ALL_COSTS,
+    OPEN,
+    chain,
+    compile_network,
+    drawn,
+    folder,
+    images,
+    middle,
+    network,
+    policy,
+    predictor,
+    table,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -30,7 +43,7 @@ AOTI = pytest.param(
         pytest.mark.skipif(shutil.which("c++") is None, reason="needs a C++ compiler"),
     ],
 )
-BACKENDS = ["torch", "onnx", AOTI]
+BACKENDS = ["torch", "onnx", "cascade", AOTI]
 CONTRACTS = {"batch": calibrate.certified_batch, "stream": calibrate.certified_stream}
 KINDS = ["threshold", "patience", "streak", "mixture", "lottery"]
 ALL_OPEN = (0, 1, 2, 3)
@@ -317,7 +330,8 @@ def test_another_policy_can_take_over_the_same_network(backend):
 @each_backend
 def test_a_policy_of_another_network_is_refused(backend):
     foreign = replace(thresholds(0.5), fingerprint="deadbeef")
-    with pytest.raises(Mismatch, match=f"deadbeef and this is {policy().fingerprint}"):
+    own = chain().fingerprint if backend == "cascade" else policy().fingerprint
+    with pytest.raises(Mismatch, match=f"deadbeef and this is {own}"):
         predictor(backend, foreign)
     assert len(predictor(backend, foreign, allow_mismatch=True)(images())) == len(images())
     with pytest.raises(Mismatch, match="for 2 exits and the network has 4"):
@@ -386,7 +400,8 @@ def test_exported_stages_take_no_settings_but_threads():
 
 @each_backend
 def test_a_predictor_says_what_it_is(backend):
-    name = {"torch": "PyTorch", "onnx": "onnxruntime"}.get(backend, "PyTorch, compiled ahead of time")
+    names = {"torch": "PyTorch", "onnx": "onnxruntime", "cascade": "cascade of PyTorch, onnxruntime"}
+    name = names.get(backend, "PyTorch, compiled ahead of time")
     assert repr(predictor(backend, thresholds(0.5))) == f"Predictor(Threshold, 4 stages, {name})"
     assert Manifest.load(folder()).classes == network().classes == ("ant", "bee", "cat", "dog", "eel")
 

@@ -1,5 +1,3 @@
-from types import SimpleNamespace
-
 import pytest
 import torch
 from torch import nn
@@ -7,7 +5,7 @@ from torch import nn
 from alight.data.preprocess import Normalisation
 from alight.engine.recorder import record
 from alight.errors import BadInput
-from alight.networks.attach import attach_heads, cascade, from_outputs
+from alight.networks.attach import attach_heads, from_outputs
 from alight.networks.heads import FlattenLinear, MLPHead, PooledLinear, TokenHead
 from alight.networks.libraries import from_transformers
 from alight.networks.multi_exit import MultiExitModel, TwoLogits, check_heads
@@ -202,11 +200,20 @@ def test_a_check_of_heads_leaves_them_unchanged():
     assert model.heads.training
 
 
+@pytest.mark.parametrize("after", [[], (), 0])
+def test_a_network_without_exits_is_its_own_last_exit_and_is_saved_without_its_code(after, tmp_path):
+    network = backbone().eval()
+    model = attach_heads(network, after, example=IMAGES)
+    assert model.exits == ("end",)
+    assert torch.equal(model(IMAGES)[0], network(IMAGES))
+    again = load_model(save_model(model, tmp_path / "model"))
+    assert again.network is None
+    assert torch.equal(again(IMAGES)[0], network(IMAGES))
+
+
 def test_bad_input_is_refused():
     with pytest.raises(BadInput, match="after='0' is one text"):
         attach_heads(backbone(), "0", example=IMAGES)
-    with pytest.raises(BadInput, match="after names no module"):
-        attach_heads(backbone(), [], example=IMAGES)
     with pytest.raises(BadInput, match="1 heads for 2 exits"):
         attached(head=["mlp"])
     with pytest.raises(BadInput, match="no head 'linear'"):
@@ -230,8 +237,6 @@ def test_what_is_not_one_class_per_sample_is_refused_where_heads_are_attached():
         with pytest.raises(BadInput, match=r"gives one logit.* alight.TwoLogits\(network\); a regression"):
             attach_heads(network, ["1"], example=batch)
     with pytest.raises(BadInput, match="gives one logit"):
-        cascade([binary(), binary()], example=batch)
-    with pytest.raises(BadInput, match="gives one logit"):
         msdnet_cifar(1, blocks=2, channels=4)
     pixels = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 21, 1))
     with pytest.raises(BadInput, match=r"shape \(2, 21, 8, 8\), not \(samples, classes\).* detection, segmentation"):
@@ -254,28 +259,6 @@ def test_two_logits_are_the_sigmoid_of_one(squeezed, tmp_path):
     assert record(model, (batch, torch.tensor([0, 1, 1, 0, 1])), progress=False).predictions.shape == (5, 3)
     with pytest.raises(BadInput, match=r"gives \(2, 3\), not one logit per sample"):
         attach_heads(TwoLogits(nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 3))), ["network.0"], example=batch[:2])
-
-
-def test_a_cascade_passes_its_inputs_to_the_next_network():
-    torch.manual_seed(0)
-    cheap, expensive = nn.Linear(6, 3), nn.Sequential(nn.Linear(6, 9), nn.Linear(9, 3))
-    batch = torch.randn(4, 6)
-    model = cascade([cheap, expensive], exits=["cheap", "expensive"], example=batch)
-    assert torch.equal(model(batch)[0], cheap(batch))
-    assert torch.equal(model(batch)[1], expensive(batch))
-    assert model.num_classes == 3
-    with pytest.raises(BadInput, match=r"give \[3, 4\] logits"):
-        cascade([cheap, nn.Linear(6, 4)], example=batch)
-
-
-def test_a_cascade_of_texts_gets_its_inputs_by_name():
-    class ByName(nn.Module):
-        def forward(self, input_ids, attention_mask):
-            return SimpleNamespace(logits=(input_ids * attention_mask)[:, :3].float())
-
-    batch = {"input_ids": torch.arange(8).reshape(2, 4), "attention_mask": torch.ones(2, 4, dtype=torch.int64)}
-    model = cascade([ByName(), ByName()], example=batch)
-    assert [logits.tolist() for logits in model(batch)] == [[[0, 1, 2], [4, 5, 6]]] * 2
 
 
 class TwoHeaded(nn.Module):

@@ -16,7 +16,7 @@ from alight.cutting.cut import CUTTERS, register_cutter
 from alight.data.preprocess import Normalisation
 from alight.errors import BadFile, BadInput, Mismatch
 from alight.networks import store as folders
-from alight.networks.attach import attach_heads, cascade, from_outputs
+from alight.networks.attach import attach_heads, from_outputs
 from alight.networks.libraries import build_network, from_timm, from_torchvision, from_transformers
 from alight.networks.multi_exit import MultiExitModel
 from alight.networks.store import fingerprint, load_model, save_model
@@ -327,7 +327,7 @@ def test_custom_heads_are_passed_in_again(tmp_path):
     assert same(model, load_model(tmp_path, backbone=backbone(), head=lazy), images(model))
 
 
-def test_stages_outputs_and_cascades_are_passed_in_again(tmp_path):
+def test_stages_are_passed_in_again(tmp_path):
     def stages():
         return MultiExitModel([nn.Linear(4, 8), nn.Linear(8, 8)], [nn.Linear(8, 3), nn.Linear(8, 3)])
 
@@ -341,20 +341,6 @@ def test_stages_outputs_and_cascades_are_passed_in_again(tmp_path):
         load_model(tmp_path / "stages", backbone=other)
     with pytest.raises(Mismatch, match="cannot build a MultiExitModel built by hand again"):
         load_model(tmp_path / "stages")
-
-    own = Normalisation((0.5,), (0.25,))
-    model = cascade([nn.Linear(4, 3), nn.Linear(4, 3)], exits=["a", "b"], example=batch, normalisation=own)
-    save_model(model, tmp_path / "cascade")
-    again = load_model(tmp_path / "cascade", backbone=[nn.Linear(4, 3), nn.Linear(4, 3)])
-    assert again.normalisation == own
-    assert same(model, again, batch)
-    assert again.exits == ("a", "b")
-    with pytest.raises(Mismatch, match="cannot build the networks of a cascade again"):
-        load_model(tmp_path / "cascade")
-
-    model = cascade([nn.Linear(4, 3), nn.Linear(4, 3)])  # without a description of its inputs
-    save_model(model, tmp_path / "undescribed")
-    assert same(model, load_model(tmp_path / "undescribed", backbone=[nn.Linear(4, 3), nn.Linear(4, 3)]), batch)
 
 
 class Tied(nn.Module):

@@ -1,5 +1,6 @@
 """`verify` finds what attaching refuses, also where the guard that refuses it is taken out."""
 
+import copy
 import random
 
 import pytest
@@ -12,7 +13,8 @@ from alight.cutting import cut as cutting
 from alight.cutting import proof, stages, tracing
 from alight.errors import BadInput
 from alight.networks import attach, masks, multi_exit
-from alight.networks.attach import attach_heads, cascade, from_outputs
+from alight.networks.attach import attach_heads, from_outputs
+from alight.networks.multi_exit import MultiExitModel
 from alight.networks.store import load_model, save_model
 
 IMAGES = torch.randn(2, 3, 12, 12, generator=torch.Generator().manual_seed(0))
@@ -194,8 +196,11 @@ def test_a_network_that_writes_into_its_input_is_checked_without_its_code(tmp_pa
 
 
 def test_a_model_without_a_network_has_nothing_to_be_compared_with():
+    described = {"source": "stages", "example": {"shape": [2, 4], "dtype": "float32"}}
     with pytest.raises(BadInput, match="there is no network to compare with"):
-        cascade([nn.Linear(4, 3), nn.Linear(4, 3)], example=torch.zeros(2, 4)).verify()
+        MultiExitModel(
+            [nn.Linear(4, 8), nn.Linear(8, 8)], [nn.Linear(8, 3), nn.Linear(8, 3)], recipe=described
+        ).verify()
 
 
 class TwoOutputs(nn.Module):
@@ -232,10 +237,10 @@ def test_verify_finds_a_loaded_stage_that_is_not_the_networks(tmp_path):
         model.verify()
 
 
-def bert():
+def encoder(name):
     sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
-    config = transformers.BertConfig(vocab_size=60, initializer_range=0.5, **sizes)
-    return transformers.BertForSequenceClassification(config).eval()
+    config = getattr(transformers, f"{name}Config")(vocab_size=60, initializer_range=0.5, **sizes)
+    return getattr(transformers, f"{name}ForSequenceClassification")(config).eval()
 
 
 TEXTS = {"input_ids": torch.randint(5, 60, (2, 8)), "attention_mask": torch.ones(2, 8, dtype=torch.int64)}
@@ -276,8 +281,19 @@ class Unmasked(nn.Module):
         return hidden, *map(torch.ones_like, others)
 
 
+def test_verify_finds_an_mpnet_that_lost_its_position_bias_when_it_was_loaded(tmp_path):
+    folder = save_model(attach_heads(encoder("MPNet"), 1, example=TEXTS), tmp_path)
+    model = load_model(folder, backbone=encoder("MPNet"))
+    assert model.verify() == ""
+    model.stages[1] = copy.deepcopy(model.stages[1])
+    with torch.no_grad():
+        model.stages[1].get_parameter("mpnet.encoder.relative_attention_bias.weight").zero_()
+    with pytest.raises(BadInput, match="do not give what the network gives"):
+        model.verify()
+
+
 def test_verify_finds_an_encoder_whose_mask_is_dropped():
-    model = attach_heads(bert(), 1, example=TEXTS)
+    model = attach_heads(encoder("Bert"), 1, example=TEXTS)
     assert model.verify() == ""
     model.stages[0] = Unmasked(model.stages[0])  # for later stages, and heads
     with pytest.raises(BadInput, match="'attention_mask' hides from the network"):
@@ -285,7 +301,7 @@ def test_verify_finds_an_encoder_whose_mask_is_dropped():
 
 
 def test_verify_finds_that_a_mask_which_the_network_takes_is_ignored(monkeypatch):
-    model = attach_heads(bert(), 1, example={"input_ids": TEXTS["input_ids"]})
+    model = attach_heads(encoder("Bert"), 1, example={"input_ids": TEXTS["input_ids"]})
     assert model.verify() == ""
     monkeypatch.setattr(multi_exit, "by_name", lambda batch, names: tuple(batch[name] for name in names))
     with pytest.raises(BadInput, match="takes 'attention_mask', was cut without it, and it is ignored"):

@@ -8,7 +8,7 @@ import torch
 from scipy.stats import binom
 from torch import nn
 
-from alight import Costs, HeadOutputs
+from alight import Costs, HeadOutputs, cascade
 from alight.calibrate.published import eero
 from alight.calibrate.risk_guarantees import largest_loss
 from alight.engine.settings import RunSettings
@@ -169,3 +169,29 @@ def test_a_compiled_network_is_planned_by_its_compiled_times():
     plain, quick = (walking_costs(model, EXAMPLE, 16, RunSettings(compile=each)) for each in (False, True))
     assert (quick.stages < 0.5 * plain.stages).all()
     assert (quick.heads > 0).all()
+
+
+def linear_chain(*widths):
+    members = [nn.Sequential(nn.Linear(32, width), nn.ReLU(), nn.Linear(width, 4)) for width in widths]
+    return cascade(members, ["small", "middle", "large"][: len(widths)], example=EXAMPLE)
+
+
+def test_a_cascade_is_planned_against_the_cheapest_network_that_is_as_accurate_alone():
+    """The middle network is as accurate as the large one, so that beating the large one is not enough."""
+    table = recorded([0.5, 0.9, 0.9])
+    model = linear_chain(64, 1024, 16_000)
+    found = plan(model, table, batch_size=64, budget="40%", progress=False)
+    assert not found.pays
+    assert found.open_exits == (1,)
+    assert "use middle alone" in found.reason.lower()
+    assert set(found.predictor()(torch.randn(20, 32)).exits.tolist()) == {1}
+
+
+def test_a_cascade_pays_where_the_small_network_answers_most():
+    found = plan(linear_chain(64, 16_000), recorded([0.75, 0.9]), batch_size=64, max_accuracy_loss=0.05, progress=False)
+    assert found.pays
+    assert found.open_exits == (0, 1)
+    assert found.speedup > 1.2
+    assert "loses at most 5 %" in found.reason
+    with pytest.raises(BadInput, match="every network of a cascade has settings of its own"):
+        plan(linear_chain(8, 8), recorded([0.8, 0.9]), batch_size=4, speed="auto")

@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import nn
 
-from alight.networks.attach import cascade
+from alight import cascade
 from alight.planning.timing import as_planned, compare
 from alight.policies.policy import ExitAt, Lottery, Policy
 
@@ -38,7 +38,11 @@ def test_a_cascade_is_timed_against_its_last_network_alone():
     rows = {"small": 0, "large": 0}
     small.register_forward_hook(lambda *_: rows.update(small=rows["small"] + 1))
     large.register_forward_hook(lambda *_: rows.update(large=rows["large"] + 1))
-    model, first = cascade([small, large]).eval(), ExitAt(costs=(1.0,), open_exits=(0,), num_exits=2)
+    model, first = (
+        cascade([small, large], example=torch.zeros(1, 6)),
+        ExitAt(costs=(1.0,), open_exits=(0,), num_exits=2),
+    )
+    rows.update(small=0, large=0)
     compared = compare(model, first, torch.zeros(64, 6), 64, rounds=3)
     assert rows["small"] == rows["large"]  # the full network never runs the small one
     assert set(compared.decisions.exits.tolist()) == {0}

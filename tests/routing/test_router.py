@@ -16,7 +16,7 @@ from alight.calibrate import METHODS, certified_batch, certified_stream
 from alight.errors import BadFile, BadInput, Mismatch
 from alight.policies.metered import meter
 from alight.policies.policy import Streak
-from alight.routing.router import SpendWarning
+from alight.routing.account import SpendWarning
 
 LOG = read_log(columns_of(logged_rows()))
 POLICY = certified_stream(calibrate.eero, max_costs=MOST, seed=0)(LOG.costs, "50%", LOG.outputs)
@@ -107,7 +107,7 @@ class FaultyFunction(Faulty):
 
 def check_accounts(router: Router, routed, members, requests: int) -> None:
     """No request is lost, every call is charged once, and what was spent stays within its bound."""
-    most = dict(zip(router.models, router._guard.max_costs, strict=True))
+    most = dict(zip(router.models, router.guard.max_costs, strict=True))
     assert len(routed) == requests == router.admitted
     assert {request.number for request in routed} == set(range(requests))
     made = sum(len(request.calls) for request in routed)

@@ -137,7 +137,8 @@ def test_a_service_that_cannot_start_says_why_in_one_line(home, capsys, monkeypa
         port = taken.getsockname()[1]
         error = refused(f"serve model policy.json --port {port}", capsys)
     assert error == f"alight: 127.0.0.1:{port}: Address already in use\n"
-    assert refused("serve nowhere policy.json --port 0", capsys).startswith("alight: there is no folder nowhere")
+    missing = "alight: there is no folder nowhere: give one that `alight fit` or `alight attach` wrote\n"
+    assert refused("serve nowhere policy.json --port 0", capsys) == missing
     error = refused("serve model expensive.json --port 0 --state /dev/full", capsys)
     assert error == "alight: /dev/full: No space left on device\n"
     status, _, error = run("serve model expensive.json --port 0 --state /proc/spending.json", capsys)

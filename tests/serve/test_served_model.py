@@ -3,11 +3,13 @@
 import numpy as np
 import pytest
 import torch
+from cascades import COSTS, chain, outputs, pixels
 from digit_service import in_base64
+from exported import older_exporter
 from fastapi.testclient import TestClient
 from text_service import save_text_network
 
-from alight import Predictor, save_model, zoo
+from alight import Predictor, calibrate, export_model, load_policy, save_model, zoo
 from alight.engine.settings import RunSettings
 from alight.errors import BadInput
 from alight.policies.policy import ExitAt, Threshold
@@ -73,3 +75,24 @@ def test_a_network_of_unknown_normalisation_is_served_arrays_and_refuses_images(
     assert [each["index"] for each in answered] == Predictor(model.eval(), policy)(floats).predictions.tolist()
     assert image.status_code == 422
     assert "how the network normalises them is unknown: give Normalisation(" in image.json()["error"]
+
+
+@pytest.mark.parametrize("exported", [False, True])
+def test_a_cascade_is_served_with_a_budget_and_a_deadline_per_request(tmp_path, exported):
+    policy = calibrate.certified_stream(calibrate.eero, seed=0)(COSTS, "70%", outputs())
+    folder = chain().save(tmp_path / "cascade")
+    if exported:
+        with older_exporter():
+            folder = export_model(chain(), policy, tmp_path / "exported", progress=False)
+        policy = load_policy(folder / "policy.json")
+    served = load_served_model(folder, {"policy": policy}, settings=RunSettings(threads=1))
+    assert served.input_kind == "images"
+    pictures = [in_base64(each.transpose(1, 2, 0)) for each in pixels()[:40]]
+    with TestClient(build_app(served, None, Limits(batch=40))) as client:
+        answers = client.post("/predict", json={"images": pictures}).json()["predictions"]
+        cheap = client.post("/predict", json={"images": pictures[:4], "budget": policy.costs[0]}).json()["predictions"]
+    assert {each["exit"] for each in answers} > {0}
+    said = outputs().predictions
+    assert all(each["index"] == said[row, each["exit"]] for row, each in enumerate(answers))
+    assert {(each["exit"], each["cost"]) for each in cheap} == {(0, policy.costs[0])}
+    assert sum(each["cost"] for each in answers) <= 40 * policy.budget + policy.costs[-1]

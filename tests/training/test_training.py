@@ -23,7 +23,6 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from alight.errors import BadFile, BadInput, Diverged, Mismatch
-from alight.networks.attach import cascade
 from alight.networks.multi_exit import MultiExitModel
 from alight.training.callbacks import Callback
 from alight.training.checkpoints import Checkpoint
@@ -721,13 +720,6 @@ class Repeated(nn.Module):
 
 
 ZEROS = (torch.zeros(4, 4), torch.zeros(4, dtype=torch.int64))
-
-
-def test_the_networks_of_a_cascade_are_not_trained_as_heads():
-    model = cascade([nn.Linear(4, 3), nn.Linear(4, 3)])
-    with pytest.raises(BadInput, match=r"the heads of a cascade are its networks: .* mode='joint'"):
-        quick(model, [(torch.zeros(4, 4), torch.arange(4) % 3)])
-    quick(model, [(torch.zeros(4, 4), torch.arange(4) % 3)], mode="joint")
 
 
 def test_heads_without_weights_are_refused():

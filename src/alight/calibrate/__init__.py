@@ -8,7 +8,15 @@ True
 """
 
 from alight.calibrate.auto import auto
-from alight.calibrate.combinations import COMBINE, Fit, combined, fit_geometric_mean, fit_temperature, fit_vote
+from alight.calibrate.combinations import (
+    COMBINE,
+    Fit,
+    combined,
+    fit_agreement,
+    fit_geometric_mean,
+    fit_temperature,
+    fit_vote,
+)
 from alight.calibrate.cost_guarantees import (
     CONTRACTS,
     certified_batch,
@@ -18,6 +26,7 @@ from alight.calibrate.cost_guarantees import (
 )
 from alight.calibrate.crossval import pruned
 from alight.calibrate.learned import eenet, jei_dnn, learned_stopping, learning_to_exit
+from alight.calibrate.members import choose_members
 from alight.calibrate.problem import Method, Problem
 from alight.calibrate.published import (
     best_single_exit,
@@ -49,11 +58,13 @@ __all__ = [
     "certified_probability",
     "certified_risk",
     "certified_stream",
+    "choose_members",
     "combined",
     "eenet",
     "eero",
     "eero_conditional",
     "eero_marginal",
+    "fit_agreement",
     "fit_geometric_mean",
     "fit_temperature",
     "fit_vote",

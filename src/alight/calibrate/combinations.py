@@ -39,8 +39,8 @@ RIDGE = 1.0  # penalty on half the squared weights of a vote, against the log-li
 def combined(method: Method, combine: str | Fit = "vote") -> Method:
     """Return the method, calibrated on combined answers of the exits; its policies carry the combination.
 
-    `combine` is one of `COMBINE` ("vote", "geometric_mean", "temperature"), or a function that fits a combination to a
-    labelled table. Where the method closes exits, the combination is fitted for those left open.
+    `combine` is one of `COMBINE` ("vote", "agreement", "geometric_mean", "temperature"), or a function that fits a
+    combination to a labelled table. Where the method closes exits, the combination is fitted for those left open.
 
     >>> from alight import calibrate, recordings
     >>> labelled, test, costs = recordings.load("resnet18_cifar100_joint")
@@ -142,6 +142,29 @@ def fit_vote(labelled: HeadOutputs) -> Vote:
         slopes=tuple(slopes),
         others=tuple(others),
     )
+
+
+def fit_agreement(outputs: HeadOutputs) -> Vote:
+    """Return votes in which each exit keeps its own answer, and is surest where the exits before it agree.
+
+    The score of an exit is its own, and one more for each earlier exit that gives the same answer. Nothing is fitted,
+    so it needs no labels: Agreement-Based Cascading (Kolawole et al. 2024), where own scores decide between equal
+    numbers of votes.
+
+    >>> table = HeadOutputs(scores=[[0.5, 0.2], [0.5, 0.2]], predictions=[[3, 3], [3, 4]])
+    >>> combined = fit_agreement(table).apply(table)
+    >>> combined.predictions[:, 1], combined.scores[:, 1].round(1)
+    (array([3, 4]), array([3.2, 1.2]))
+    """
+    if outputs.scores.min() < 0 or outputs.scores.max() > 1:
+        raise BadInput(
+            f"agreement adds scores from 0 to 1 to votes, and {outputs.score!r} runs from {outputs.scores.min():g} to"
+            f" {outputs.scores.max():g}: record the margin or max_probability, or choose 'vote'"
+        )
+    exits = tuple(range(outputs.num_exits))
+    constants = tuple((1.0,) * index + (index + 1.0,) for index in exits)  # an exit outvotes all before it
+    slopes = tuple((0.0,) * index + (1.0,) for index in exits)
+    return Vote(exits=exits, column=outputs.score, constants=constants, slopes=slopes, others=(0.0,) * len(exits))
 
 
 def _some(labelled: HeadOutputs, most: int) -> HeadOutputs:
@@ -290,6 +313,7 @@ def fit_temperature(labelled: HeadOutputs) -> Temperature:
 
 COMBINE: dict[str, Fit] = {
     "vote": shared_by_budgets(fit_vote),
+    "agreement": fit_agreement,
     "geometric_mean": shared_by_budgets(fit_geometric_mean),
     "temperature": shared_by_budgets(fit_temperature),
 }

@@ -155,7 +155,7 @@ def on_exits(method: Method, open_exits: Sequence[int]) -> Method:
         tables = [None if table is None else table.at_exits(open_exits) for table in (judged, unlabelled)]
         policy = method(network.at_exits(open_exits), network.budget(budget), *tables, **options)
         names = labelled.exits or (unlabelled.exits if unlabelled else ())
-        return _of_network(policy, tuple(open_exits), network, names)
+        return of_network(policy, tuple(open_exits), len(network), network.full, names)
 
     return calibrated
 
@@ -246,13 +246,15 @@ def held_out_parts(num_samples: int, count: int) -> list[tuple[Integers, Integer
     return [(np.setdiff1d(every, part), part) for part in folds(num_samples, count)] if count > 1 else [(every, every)]
 
 
-def _of_network(policy: Policy, open_exits: tuple[int, ...], network: Costs, names: tuple[str, ...]) -> Policy:
-    """Return the policy with its exits numbered as in the whole network, also in its combination and its parts."""
+def of_network(
+    policy: Policy, open_exits: tuple[int, ...], num_exits: int, full_cost: float, names: tuple[str, ...]
+) -> Policy:
+    """Return the policy of some exits with them numbered as in the whole network, also in its combination and parts."""
     opened = tuple(open_exits[index] for index in policy.open_exits)
-    changed: dict[str, Any] = {"open_exits": opened, "num_exits": len(network), "exits": names}
-    changed["full_cost"] = network.full
+    changed: dict[str, Any] = {"open_exits": opened, "num_exits": num_exits, "exits": names, "full_cost": full_cost}
     if policy.combination:
         changed["combination"] = replace(policy.combination, exits=opened)
     inner = ("first", "second") if isinstance(policy, Mixture) else ("policy",) if isinstance(policy, Metered) else ()
-    changed |= {name: _of_network(getattr(policy, name), open_exits, network, names) for name in inner}
+    whole = open_exits, num_exits, full_cost, names
+    changed |= {name: of_network(getattr(policy, name), *whole) for name in inner}
     return replace(policy, **changed)

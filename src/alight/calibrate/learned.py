@@ -81,7 +81,7 @@ def learned_stopping(
     >>> from alight import recordings, replay
     >>> labelled, test, costs = recordings.load()
     >>> replay(learned_stopping(costs, "50%", labelled), test).accuracy(test.labels)
-    0.449
+    0.4477
     """
     problem = Problem.of("learned_stopping", costs, budget, labelled, unlabelled)
     if not 0 < penalty < np.inf:

@@ -78,7 +78,7 @@ def eero_conditional(
     >>> from alight import recordings, replay
     >>> labelled, test, costs = recordings.load()
     >>> replay(eero_conditional(costs, "80%", labelled), test).accuracy(test.labels)
-    0.6917
+    0.6916
     """
     problem = Problem.of("eero_conditional", costs, budget, labelled, unlabelled)
 
@@ -185,7 +185,7 @@ def _starts(problem: Problem, opened: tuple[int, ...]) -> list[_OpenPlan]:
     ]
     starts += [geometric_rates(costs, problem.budget), gaussian_rates(costs, problem.budget)]
     plans = [_opened(problem, opened, rates) for rates in starts]
-    return plans if problem.network.stages.any() else [*plans, *_few_members(problem)]
+    return [*plans, *_few_members(problem)] if problem.network.is_cascade else plans
 
 
 def _few_members(problem: Problem) -> list[_OpenPlan]:

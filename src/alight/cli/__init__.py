@@ -33,19 +33,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 @contextmanager
 def _repeated_interrupt() -> Iterator[None]:
-    """Raise an interrupt again every second until it arrives here: a library that loads can swallow one."""
+    """Raise an interrupt again every second until it arrives here: a library that loads can swallow one, or hide it.
+
+    NumPy fails to import when it is interrupted, so an error after an interrupt is the interrupt.
+    """
     own = signal.getsignal(signal.SIGINT) is signal.default_int_handler
     if not own or threading.current_thread() is not threading.main_thread() or not hasattr(signal, "setitimer"):
         yield
         return
 
+    interrupted = threading.Event()
+
     def interrupt(*_: object) -> None:
+        interrupted.set()
         signal.setitimer(signal.ITIMER_REAL, 1.0)
         raise KeyboardInterrupt
 
     before = [(number, signal.signal(number, interrupt)) for number in (signal.SIGINT, signal.SIGALRM)]
     try:
         yield
+    except Exception:
+        if interrupted.is_set():
+            raise KeyboardInterrupt from None
+        raise
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         for number, handler in before:

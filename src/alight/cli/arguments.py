@@ -125,6 +125,10 @@ NORMALISATION = (
     ),
     argument("--std", type=numbers, help="divisor of each channel then (default: 1)"),
 )
+RUNTIME = (  # of an exported network
+    argument("--runtime", choices=["onnxruntime", "openvino"], help="of an exported network (default: its own)"),
+    argument("--providers", type=words, help="of onnxruntime, as cuda or coreml (default: the CPU)"),
+)
 RUN = (
     DEVICE,
     argument("--dtype", choices=["fp32", "bf16", "fp16"], help="default: the network's own"),
@@ -190,7 +194,12 @@ def run_settings(options: argparse.Namespace, device: str | None = None) -> RunS
     """Return how the network runs, on the device of the options unless another is given."""
     graphs = getattr(options, "graphs", False)  # few batches of a service are full
     switches = named(options, "dtype", "channels_last", "compile", "threads", "decide")
-    return RunSettings(device or options.device, graphs=graphs, **switches)
+    return RunSettings(device or options.device, graphs=graphs, **switches, **runtime_settings(options))
+
+
+def runtime_settings(options: argparse.Namespace) -> dict[str, Any]:
+    """Return what runs an exported network, where the command can choose it."""
+    return {"runtime": getattr(options, "runtime", None), "providers": tuple(getattr(options, "providers", None) or ())}
 
 
 def torch_device(options: argparse.Namespace) -> str:

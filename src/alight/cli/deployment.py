@@ -14,7 +14,9 @@ from alight.cli.arguments import (
     POLICIES,
     POLICY,
     RUN,
+    RUNTIME,
     TOKENIZER_FOLDER,
+    check_data,
     check_distinct,
     check_unused,
     count,
@@ -25,6 +27,7 @@ from alight.cli.arguments import (
     output_option,
     policy_of,
     run_settings,
+    runtime_settings,
     salted_by,
     torch_device,
     words,
@@ -32,6 +35,7 @@ from alight.cli.arguments import (
 from alight.cli.command import Command, CommandResult, argument
 from alight.cli.kinds import check_order
 from alight.cli.running import decisions_result
+from alight.engine.manifest import BFLOAT16, FLOAT16, FLOAT32, INT8, ONNX
 from alight.engine.manifest import POLICY as POLICY_FILE
 from alight.engine.settings import RunSettings
 from alight.errors import BadInput
@@ -47,18 +51,28 @@ TOKEN = "ALIGHT_TOKEN"  # variable of the environment
 
 
 def run_export(options: argparse.Namespace) -> CommandResult:
-    """Write a network and its policy to a folder that runs without PyTorch."""
+    """Write a network and its policy to a folder that runs without PyTorch, in int8 if wanted."""
     check_order(options, {"model": "network", "policy": "policy"})
     check_unused(options.output, options.force, MANIFEST)
+    if options.precision or options.data:
+        return _deployed(options)
     policy = load_policy(policy_of(options.model, options.policy))
+    from alight.engine.backends.cascade import Cascade
     from alight.engine.manifest import Manifest
+    from alight.engine.predictor import load_network
     from alight.export.exporting import export_model
-    from alight.networks.store import load_model
 
     terms = named(options, "format", "allow_mismatch")
-    model = load_model(options.model)
+    model = load_network(options.model)
     terms |= {"normalisation": normalisation(options), "progress": not options.quiet}
     folder = export_model(model, policy, options.output, **terms).resolve()
+    if options.triton:
+        from alight.export.triton import write_triton
+
+        write_triton(folder, options.triton)
+    if isinstance(model, Cascade):
+        found = load_policy(folder / POLICY_FILE)
+        return CommandResult(f"cascade of {', '.join(found.exits)}: {folder}", {"path": folder, "exits": found.exits})
     manifest = Manifest.load(folder)
     exits = ", ".join(manifest.exits[index] for index in manifest.open_exits)
     inputs, difference = "; ".join(map(str, manifest.inputs)), manifest.made_with["largest difference"]
@@ -67,6 +81,39 @@ def run_export(options: argparse.Namespace) -> CommandResult:
         f" {inputs}; largest difference from the network {difference}: {folder}",
         {"path": folder, "manifest": manifest},
     )
+
+
+def _deployed(options: argparse.Namespace) -> CommandResult:
+    """Write a network in lower precision, with a policy that is calibrated on it."""
+    if not options.data:
+        raise BadInput(
+            f"scores move in {options.precision}, so the policy is calibrated again: give labelled samples that the"
+            " network was not trained on, as --data FILE"
+        )
+    if options.format != ONNX:
+        raise BadInput(f"stages of {options.format} are float32: leave --format out")
+    check_data(options.data, options.tokenizer)
+    goal = named(options, "budget", "max_accuracy_loss")
+    asked = options.policy or (goal["budget"] is None and goal["max_accuracy_loss"] is None)
+    policy = load_policy(policy_of(options.model, options.policy)) if asked else None
+    from alight.data.batches import load_data
+    from alight.engine.predictor import check_fingerprint
+    from alight.fitting.deploying import deploy
+    from alight.networks.store import fingerprint, load_model
+
+    model = load_model(options.model)
+    if policy is not None and not options.allow_mismatch:
+        check_fingerprint(policy, fingerprint(model))
+    model.normalisation = normalisation(options) or model.normalisation
+    data = load_data(options.data, model.input_spec, split=options.split, tokenizer=options.tokenizer)
+    settings = RunSettings(threads=options.threads, **runtime_settings(options))
+    terms = {**goal, "precision": options.precision or FLOAT32, "settings": settings, "progress": not options.quiet}
+    made = deploy(model, data, options.output, policy=policy, batch_size=options.batch_size, **terms)
+    values = {
+        name: getattr(made, name) for name in ("exits", "levels", "before", "after", "times", "full_time", "shares")
+    }
+    values |= {"path": made.folder, "accuracy": made.decisions.accuracy(), "policy": made.policy.to_dict()}
+    return CommandResult(f"{made}\n{made.folder}", values)
 
 
 def run_run(options: argparse.Namespace) -> CommandResult:
@@ -86,7 +133,7 @@ def run_run(options: argparse.Namespace) -> CommandResult:
     predictor = Predictor.load(
         options.folder,
         policy if options.policy else None,
-        settings=RunSettings(threads=options.threads),
+        settings=RunSettings(threads=options.threads, **runtime_settings(options)),
         probabilities=policy.keeps_answers,
         allow_compiled=True,
         **named(options, "batch_size", "allow_mismatch"),
@@ -209,6 +256,12 @@ def _tokens(path: str | None) -> "Tokens | None":
 
 
 FORMATS = "onnx runs without PyTorch; aoti is compiled for this kind of machine, with it (default: onnx)"
+PRECISION_OPTIONS = {
+    "int8": (INT8, "quantise convolutions and matrix products, calibrated on --data"),
+    "fp16": (FLOAT16, "weights of 16 bits: files of half the size"),
+    "bf16": (BFLOAT16, "arithmetic of 16 bits, by openvino"),
+}
+CALIBRATED = "labelled samples that trained nothing: the policy is calibrated again on what is exported"
 WAIT = "milliseconds for which the first of a batch waits for others (default: 2)"
 STATE = "file that keeps the spent budget over restarts (default: spending.json)"
 TOKEN_FILE = f"file with the bearer tokens that requests must bring (default: the one of {TOKEN}, if it is set)"
@@ -227,12 +280,31 @@ COMMANDS = (
             MODEL,
             POLICY,
             argument("--format", choices=["onnx", "aoti"], default="onnx", help=FORMATS),
+            argument("--triton", metavar="FOLDER", help="a model repository for Triton, too"),
+            *(
+                argument(f"--{name}", action="store_const", const=precision, dest="precision", help=text)
+                for name, (precision, text) in PRECISION_OPTIONS.items()
+            ),
+            argument("--data", help=CALIBRATED),
+            argument("--split", default="test", help="part of a data set that has several (default: test)"),
+            argument("--budget", help="instead of a policy: '50%%', '0.5 ms' of the exported network"),
+            argument(
+                "--max-accuracy-loss", type=float, help="instead: the fastest that loses no more; 0.01 is a point"
+            ),
+            argument("--batch-size", type=count, default=1, help="at which stages are timed (default: 1)"),
+            argument("--threads", type=count, help="default: one for each processor"),
+            *RUNTIME,
+            TOKENIZER_FOLDER,
             *NORMALISATION,
             ALLOW_MISMATCH,
             folder_option("exported", "folder for the stages"),
             FORCE,
         ),
-        ("export model policy.json -o exported",),
+        (
+            "export model policy.json -o exported",
+            "export model --int8 --data test.npz --budget 80% -o int8",
+            "export model policy.json -o stages --triton repository",
+        ),
     ),
     Command(
         run_run,
@@ -243,6 +315,7 @@ COMMANDS = (
             argument("--batch-size", type=count, default=128, help="default: 128"),
             argument("--threads", type=count, help="default: one for each processor"),
             argument("--max-tokens", type=count, default=128, help="of a text (default: 128)"),
+            *RUNTIME,
             ALLOW_MISMATCH,
             output_option("answers.csv", ".csv or .parquet"),
         ),
@@ -283,6 +356,7 @@ COMMANDS = (
             argument("--log-level", choices=LEVELS, default="info", help="default: info"),
             TOKENIZER_FOLDER,
             *RUN,
+            *RUNTIME,
             ALLOW_MISMATCH,
         ),
         (

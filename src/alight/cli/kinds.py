@@ -11,7 +11,7 @@ from typing import Literal
 import numpy as np
 
 from alight.errors import BadInput
-from alight.files import CONFIG, MANIFEST, WEIGHTS, check_network_folder
+from alight.files import CASCADE, CONFIG, MANIFEST, WEIGHTS, check_network_folder
 
 Kind = Literal["network", "exported", "policy", "costs", "table", "recording", "points", "data"]
 
@@ -21,6 +21,7 @@ WRITTEN: dict[str, Kind] = {  # by the kind that alight's own files state
     "HeadOutputs": "table",
     "Recording": "recording",
     "MultiExitModel": "network",
+    "Cascade": "network",
 }
 DESCRIBED: dict[Kind, str] = {
     "network": "the folder of a network",
@@ -33,7 +34,7 @@ DESCRIBED: dict[Kind, str] = {
     "data": "data (images or texts)",
 }
 REMEDIES: dict[Kind, str] = {
-    "network": "give the folder that `alight attach` or `alight train` wrote (`alight run` runs an exported one)",
+    "network": "give the folder that `alight attach`, `train` or `cascade` wrote (`alight run` runs an exported one)",
     "exported": "give the folder that `alight export` wrote",
     "policy": "give the JSON that `alight calibrate` or `alight plan` wrote",
     "costs": "give the JSON that `alight costs` wrote",
@@ -99,7 +100,7 @@ def _words(values: Mapping[str, str], order: Sequence[str]) -> str:
 
 
 def _kind_of_folder(folder: Path) -> Kind:
-    if (folder / WEIGHTS).is_file() and (folder / CONFIG).is_file():
+    if (folder / CASCADE).is_file() or all((folder / name).is_file() for name in (WEIGHTS, CONFIG)):
         return "network"
     if (folder / MANIFEST).is_file():
         return "exported"

@@ -2,7 +2,9 @@
 
 import argparse
 import os
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from alight.cli.arguments import (
     DEVICE,
@@ -23,14 +25,27 @@ from alight.cli.arguments import (
     set_option,
     torch_device,
     training_settings,
+    words,
     words_or_auto,
 )
 from alight.cli.command import Command, CommandResult, argument
 from alight.cli.kinds import check_order
+from alight.data.preprocess import Normalisation
 from alight.errors import BadInput
-from alight.files import WEIGHTS
+from alight.files import CASCADE, WEIGHTS
 
 CHECKPOINT = "checkpoint.safetensors"
+MEMBER = (
+    "normalisation",
+    "image_size",
+    "crop",
+    "bicubic",
+    "skip_classes",
+    "probabilities",
+    "flops",
+    "price",
+    "token_variable",
+)
 LIBRARIES = ("timm", "torchvision", "transformers", "zoo")
 WEIGHT_FILES = (".pt", ".pth", ".safetensors")
 
@@ -121,6 +136,41 @@ def run_train(options: argparse.Namespace) -> CommandResult | None:
     return CommandResult(str(history), {"path": folder.resolve(), "exits": history.exits, "epochs": history.epochs})
 
 
+def run_cascade(options: argparse.Namespace) -> CommandResult:
+    """Chain trained networks, from cheap to expensive, as one with an exit after each."""
+    check_unused(options.output, options.force, CASCADE)
+    from alight.engine.backends.cascade import Member, cascade
+
+    names = options.names or [Path(place).stem for place in options.networks]
+    if len(names) != len(options.networks):
+        raise BadInput(f"{len(names)} names for {len(options.networks)} networks: give one each")
+    members = [
+        Member(place, name, **_member(options.set, name)) for place, name in zip(options.networks, names, strict=True)
+    ]
+    if unknown := [each for each in options.set if each.partition(".")[0] not in names]:
+        raise BadInput(f"--set {unknown[0]!r}: write NAME.FIELD=VALUE with NAME one of {', '.join(names)}")
+    made = cascade(members, image_size=options.image_size)
+    path = made.save(options.output).resolve()
+    takes = ", ".join(map(str, made.input_spec.tensors))
+    return CommandResult(
+        f"{', '.join(made.exits)}; takes {takes or 'what its networks take'}: {path}",
+        {"path": path, "exits": made.exits, "num_classes": made.num_classes},
+    )
+
+
+def _member(settings: Sequence[str], name: str) -> dict[str, Any]:
+    """Return the fields of one member from NAME.FIELD=VALUE; mean and std are its normalisation."""
+    own = any_options([each.removeprefix(f"{name}.") for each in settings if each.startswith(f"{name}.")])
+    mean, std = own.pop("mean", None), own.pop("std", None)
+    if mean is not None or std is not None:
+        own["normalisation"] = Normalisation(tuple(mean or [0.0] * len(std)), tuple(std or [1.0] * len(mean)))
+    if unknown := [each for each in own if each not in MEMBER]:
+        raise BadInput(
+            f"--set {name}.{unknown[0]}: a network of a cascade has {', '.join(('mean', 'std', *MEMBER[1:]))}"
+        )
+    return own
+
+
 def run_check(options: argparse.Namespace) -> CommandResult:
     """Check that the exits of a saved network give what the network gives, bit by bit."""
     check_order(options, {"model": "network"})
@@ -146,6 +196,7 @@ def run_check(options: argparse.Namespace) -> CommandResult:
     )
 
 
+PLACES = "folder of `attach`, `train`, `fit` or `export`, .onnx or .tflite file, or URL of the Open Inference Protocol"
 COMMANDS = (
     Command(
         run_attach,
@@ -173,6 +224,21 @@ COMMANDS = (
             "attach torchvision:resnet18 --weights resnet18.safetensors --classes 10 --image-size 32 -o model",
             "attach timm:test_resnet --image-size 32 --count 2 -o small",
             "attach nets.py:Net --input-shape 3,32,32 --set width=8 --weights weights.pt -o own",
+        ),
+    ),
+    Command(
+        run_cascade,
+        (
+            argument("networks", nargs="+", metavar="network", help=PLACES),
+            argument("--names", type=words, help="as small,large (default: those of the files)"),
+            argument("--image-size", type=count, help="at which pixels are kept (default: as large as is needed)"),
+            set_option("NAME.FIELD=VALUE of one network: image_size, crop, mean, std, skip_classes, flops, price"),
+            folder_option("cascade", "folder for the cascade"),
+            FORCE,
+        ),
+        (
+            "cascade small model -o cascade",
+            "cascade small model --names small,large --set small.crop=0.875 --set large.price=0.002 -o priced",
         ),
     ),
     Command(run_check, (MODEL,), ("check model",)),

@@ -87,11 +87,13 @@ def run_costs(options: argparse.Namespace) -> CommandResult:
     """Measure the cost of every stage and every head."""
     check_order(options, {"model": "network"})
     from alight.costing.measure import head_overhead, measure_costs, time_stages
+    from alight.engine.backends.cascade import Cascade
+    from alight.engine.predictor import load_network
     from alight.networks.multi_exit import example_of
-    from alight.networks.store import load_model
 
-    model = load_model(options.model).to(torch_device(options))
-    example, progress = example_of(model, options.tokens), not options.quiet
+    model, progress = load_network(options.model), not options.quiet
+    is_cascade = isinstance(model, Cascade)
+    example = None if is_cascade else example_of(model.to(torch_device(options)), options.tokens)
     if options.unit == "ms":
         timings = time_stages(model, example, options.batch_size, progress=progress)
         costs, lines = timings.costs(), [str(timings), ""]
@@ -99,7 +101,9 @@ def run_costs(options: argparse.Namespace) -> CommandResult:
         costs, lines = measure_costs(model, example, options.unit, options.batch_size, progress=progress), []
     costs.save(options.output)
     lines += [f"cost per sample; full network {quantity(costs.full, costs.unit)}", *aligned(costs.columns(model.exits))]
-    lines += [f"heads before the last: {percent(head_overhead(costs))} of the full network", f"costs: {options.output}"]
+    if not is_cascade:
+        lines.append(f"heads before the last: {percent(head_overhead(costs))} of the full network")
+    lines.append(f"costs: {options.output}")
     values = {"path": options.output, "unit": costs.unit, "exits": model.exits, "stages": costs.stages}
     values |= {"heads": costs.heads, "cumulative": costs.cumulative(), "full_network": costs.full}
     return CommandResult("\n".join(lines), values)
@@ -168,14 +172,17 @@ def run_plan(options: argparse.Namespace) -> CommandResult:
     check_distinct(options.labelled, options.output, options.report)
     check_order(options, {"model": "network", "labelled": "table"})
     labelled = HeadOutputs.load(options.labelled)
+    from alight.engine.backends.cascade import Cascade
+    from alight.engine.predictor import load_network
     from alight.networks.multi_exit import example_of
-    from alight.networks.store import load_model
     from alight.planning.plan import plan
 
-    model = load_model(options.model)
-    goal = {**named(options, "batch_size", "budget", "max_accuracy_loss", "speed"), "progress": not options.quiet}
+    model = load_network(options.model)
+    goal = {**named(options, "batch_size", "budget", "max_accuracy_loss"), "progress": not options.quiet}
+    goal["speed"] = "runtimes" if options.runtimes else options.speed
     settings = run_settings(options, torch_device(options))
-    planned = plan(model, labelled, example=example_of(model, options.tokens), **goal, settings=settings)
+    example = None if isinstance(model, Cascade) else example_of(model, options.tokens)
+    planned = plan(model, labelled, example=example, **goal, settings=settings)
     planned.policy.save(options.output)
     if options.report:
         _write_plan(planned, labelled, options.report, title=f"{options.model}: does it pay here?")
@@ -210,18 +217,23 @@ def run_bench(options: argparse.Namespace) -> CommandResult:
     check_data(options.data, options.tokenizer)
     policy = load_policy(policy_of(options.model, options.policy))
     from alight.data.batches import as_batch
+    from alight.planning.engines import RuntimeComparison, compare_runtimes
     from alight.planning.timing import compare
 
     model, data = _model_and_data(options, batch_size=options.samples)
     batch, measured = as_batch(next(iter(data)), model.input_spec).to("cpu"), []
+    by_runtimes: list[RuntimeComparison] = []
     for size in options.batch_sizes:
         if not options.quiet:
             print(f"batches of {size}", file=sys.stderr)
         settings, rebatch = _tuned_settings(options, model, data, policy, size)
         terms = {"settings": settings, "rebatch": rebatch, "allow_mismatch": options.allow_mismatch}
         measured += [compare(model, policy, batch.inputs, size, **terms)]
+        if options.runtimes:
+            found = compare_runtimes(model, policy, batch.inputs, size, settings=settings, compiled=settings.compile)
+            by_runtimes += [found]
     last = measured[-1]
-    tables = ["\n".join(aligned(each.columns())) for each in measured]
+    tables = ["\n".join(aligned(each.columns())) for each in measured] + [str(each) for each in by_runtimes]
     lines = [f"{len(batch):,} samples: {spent_of(last.decisions, policy)}"]
     accuracies: dict[str, float] = {}
     if batch.labels is not None and batch.labels.ndim == 1:
@@ -231,15 +243,16 @@ def run_bench(options: argparse.Namespace) -> CommandResult:
     names = [field.name for field in fields(last) if "decisions" not in field.name]
     runs = [{name: getattr(each, name) for name in names} for each in measured]
     values = {"num_samples": len(batch), **accuracies, **cost_values(last.decisions, policy), "runs": runs}
+    values["runtimes"] = [{"batch_size": each.batch_size, "trials": [*map(vars, each.trials)]} for each in by_runtimes]
     return CommandResult("\n\n".join([*tables, "\n".join(lines)]), values)
 
 
 def _model_and_data(options: argparse.Namespace, **reading: int) -> tuple[Any, Any]:
     """Return the network, and its data in batches."""
     from alight.data.batches import load_data
-    from alight.networks.store import load_model
+    from alight.engine.predictor import load_network
 
-    model = load_model(options.model)
+    model = load_network(options.model)
     return model, load_data(options.data, model.input_spec, split=options.split, **data_options(options) | reading)
 
 
@@ -344,6 +357,7 @@ ENGINE = (
     argument("--on-error", choices=["fail", "skip"], default="fail", help=f"{ON_ERROR} (default: fail)"),
     argument("--partition-rows", type=count, default=4096, help="samples of a partition (default: 4096)"),
 )
+RUNTIMES = argument("--runtimes", action="store_true", help="run it by onnxruntime and openvino, too, and compare")
 COMMANDS = (
     Command(
         run_record,
@@ -367,7 +381,7 @@ COMMANDS = (
         run_costs,
         (
             MODEL,
-            argument("--unit", choices=["FLOPs", "MACs", "ms", "J"], default="FLOPs", help="default: FLOPs"),
+            argument("--unit", choices=["FLOPs", "MACs", "ms", "J", "USD"], default="FLOPs", help="default: FLOPs"),
             argument("--batch-size", type=count, help="default: 2"),
             argument("--tokens", type=count, help="of a text (default: 16)"),
             DEVICE,
@@ -402,6 +416,7 @@ COMMANDS = (
             argument("--tokens", type=count, help="length of texts to measure with"),
             output_option("policy.json"),
             argument("--report", metavar="FILE", type=output, help="HTML page to show the plan on"),
+            RUNTIMES,
             *RUN_OR_TUNE,
         ),
         (
@@ -417,6 +432,7 @@ COMMANDS = (
             ALLOW_MISMATCH,
             argument("--samples", type=count, default=512, help="how many to run (default: 512)"),
             argument("--batch-sizes", type=counts, default=(1, 64), help="default: 1,64"),
+            RUNTIMES,
         ),
         ("bench model policy.json test.npz --samples 64 --batch-sizes 1,32",),
     ),

@@ -18,13 +18,13 @@ from tqdm import tqdm
 from alight.cluster.shards import Shard, ShardedData, open_data
 from alight.cluster.stores import PartitionFolder, Store
 from alight.cluster.workers import ClusterTask, PredictTask, RecordTask, ShardWorker, Summary, WorkerSettings, pack
-from alight.engine.predictor import Predictor
+from alight.engine.backends.cascade import Cascade
+from alight.engine.predictor import Predictor, load_network
 from alight.engine.recorder import Recorder
 from alight.engine.settings import RunSettings
 from alight.errors import AlightError, BadInput
 from alight.files import PathLike
-from alight.networks.multi_exit import MultiExitModel
-from alight.networks.store import fingerprint, load_model
+from alight.networks.store import fingerprint
 from alight.outputs import KEPT
 from alight.policies.policy import Policy
 
@@ -93,12 +93,12 @@ def predict_on_ray(
 ) -> JobResult:
     """Predict all data under a policy, into a folder of Parquet partitions with one row for each sample.
 
-    `model` is a folder that `save_model` wrote; it is sent to the workers. `data` and `output` are paths that all of
-    them see, URIs, or `Store`s. A second run with the same arguments makes the partitions that are missing. Samples
-    have the numbers that they have on one machine, and get the same predictions; batches of a quota end where
-    partitions end, each keeps its budget, and so does the whole.
+    `model` is a folder that `save_model` or `Cascade.save` wrote; it is sent to the workers. `data` and `output` are
+    paths that all of them see, URIs, or `Store`s. A second run with the same arguments makes the partitions that are
+    missing. Samples have the numbers that they have on one machine, and get the same predictions; batches of a quota
+    end where partitions end, each keeps its budget, and so does the whole.
     """
-    network = load_model(model)
+    network = load_network(model)
     if not allow_mismatch:  # once here, before every worker does
         Predictor(network, policy, settings=RunSettings(dtype=config.settings.dtype))
     task = PredictTask(policy, network.exits, network.classes, allow_mismatch)
@@ -119,7 +119,7 @@ def record_on_ray(
 
     See `predict_on_ray` for the arguments.
     """
-    network = load_model(model)
+    network = load_network(model)
     Recorder(network, score, features, top)  # checks that there are such scores
     return _run_job(RecordTask(score, tuple(features), top), model, network, data, output, config)
 
@@ -127,7 +127,7 @@ def record_on_ray(
 def _run_job(
     task: ClusterTask,
     folder: PathLike,
-    network: MultiExitModel,
+    network: Any,
     where: "str | Store",
     output: "str | Store",
     config: JobConfig,
@@ -135,7 +135,8 @@ def _run_job(
     """Make all partitions that are missing, and write that the job is done."""
     data = open_data(where, network, config.rows)
     partitions = PartitionFolder(Store.at(output), task.suffix)
-    data = data.named(partitions.begin(_plan(task, data, fingerprint(network), config))["data"])
+    own = network.fingerprint if isinstance(network, Cascade) else fingerprint(network)
+    data = data.named(partitions.begin(_plan(task, data, own, config))["data"])
     summaries = _summaries_before(task, partitions, data)
     before = len(summaries)
     if before < len(data.shards):

@@ -24,13 +24,11 @@ from alight.data.batches import Collate
 from alight.data.formats import answer_columns
 from alight.data.tokens import TOKENIZER
 from alight.engine.backends import Integers
-from alight.engine.predictor import Predictor
+from alight.engine.predictor import Predictor, load_network
 from alight.engine.recorder import Recorder
 from alight.engine.settings import RunSettings
 from alight.errors import AlightError, BadInput
-from alight.files import CONFIG, SCHEMA, WEIGHTS
-from alight.networks.multi_exit import MultiExitModel
-from alight.networks.store import load_model
+from alight.files import CASCADE, CONFIG, SCHEMA, WEIGHTS
 from alight.outputs import KEPT, HeadOutputs
 from alight.policies.paced import Paced
 from alight.policies.policy import Policy
@@ -62,7 +60,7 @@ class PredictTask:
         """Return all that the results depend on beside network and data, as JSON values."""
         return {"task": "predict", "policy": self.policy.to_dict(), "allow_mismatch": self.allow_mismatch}
 
-    def prepare(self, model: MultiExitModel, batch_size: int, settings: RunSettings) -> Work:
+    def prepare(self, model: Any, batch_size: int, settings: RunSettings) -> Work:
         """Return prediction of a shard, with the network ready to run."""
         policy = self.policy
         predictor = Predictor(
@@ -108,7 +106,7 @@ class RecordTask:
         scores = {"score": self.score, "features": list(self.features), "top": self.top}
         return {"task": "record", **scores}
 
-    def prepare(self, model: MultiExitModel, batch_size: int, settings: RunSettings) -> Work:
+    def prepare(self, model: Any, batch_size: int, settings: RunSettings) -> Work:
         """Return recording of a shard, with the network ready to run."""
         recorder = Recorder(model, self.score, self.features, self.top, settings)
         own = recorder.backend.fingerprint
@@ -153,13 +151,13 @@ class ShardWorker:
         with tempfile.TemporaryDirectory() as name:
             folder = Path(name)
             for file, content in network.items():
-                (folder / file).parent.mkdir(exist_ok=True)
+                (folder / file).parent.mkdir(parents=True, exist_ok=True)
                 (folder / file).write_bytes(content)
-            model = load_model(folder)
+            model = load_network(folder)
             self.collate = Collate(model.input_spec, settings.where)
             if model.input_spec.takes_texts:
                 self.collate.load_tokenizer()  # from the folder, which is removed
-        self.work = settings.task.prepare(model, settings.batch_size, settings.run)
+            self.work = settings.task.prepare(model, settings.batch_size, settings.run)
 
     def __call__(self, rows: Mapping[str, Any]) -> dict[str, list[Any]]:
         """Return the summary of each partition once it is written, or the error, which the job raises."""
@@ -268,6 +266,9 @@ def release_memory() -> None:
 
 def pack(folder: Path, tokenizer: Path | None = None) -> dict[str, bytes]:
     """Return the files of a network's folder, with its tokenizer or another, to be sent to workers."""
+    if (folder / CASCADE).is_file():
+        every = [path for path in sorted(folder.rglob("*")) if path.is_file()]
+        return {path.relative_to(folder).as_posix(): path.read_bytes() for path in every}
     files = {name: (folder / name).read_bytes() for name in (CONFIG, WEIGHTS)}
     words = tokenizer or folder / TOKENIZER
     if words.is_dir():

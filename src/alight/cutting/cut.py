@@ -316,7 +316,7 @@ def _ends(traced: Trace, after: Sequence[str]) -> list[ModuleEnd]:
         order = sorted(after, key=lambda name: traced.ends[name][0].time)
         raise BadInput(f"exits {list(after)} are out of order: the network runs them as {order}")
     for name, other, calls in zip(
-        after, [*after[1:], "the network"], pairwise([*times, len(traced.calls)]), strict=True
+        after, [*after, "the network"][1:], pairwise([*times, len(traced.calls)]), strict=True
     ):
         if not any(call.tainted for call in traced.calls[slice(*calls)]):
             raise BadInput(

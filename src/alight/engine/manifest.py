@@ -1,7 +1,8 @@
 """What an exported network is, besides its stages and its policy: `manifest.json` in its folder."""
 
 import hashlib
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -9,15 +10,22 @@ from typing import Any
 import numpy as np
 
 from alight.data.preprocess import InputSpec, Normalisation, TensorSpec
-from alight.data.tokens import CONFIG, TOKENIZER
+from alight.data.tokens import CONFIG, TOKENIZER, mask_meaning
 from alight.data.tokens import FILE as VOCABULARY
-from alight.errors import BadFile, BadInput
+from alight.engine.settings import ONNXRUNTIME, OPENVINO
+from alight.errors import BadFile, BadInput, Mismatch
 from alight.files import MANIFEST, PathLike, read_json, write_json
 
 KIND = "Deployment"
 POLICY = "policy.json"
 ONNX, AOTI = "onnx", "aoti"
 SUFFIXES = {ONNX: ".onnx", AOTI: ".pt2"}
+FLOAT32, FLOAT16, BFLOAT16, INT8 = "float32", "float16", "bfloat16", "int8"
+PRECISIONS = (FLOAT32, FLOAT16, BFLOAT16, INT8)
+PROBED_LOGITS, PROBED_TOKENS = 8, 7  # logits of each exit that the probe keeps; tokens of its text
+GAPS = {INT8: 0.05, BFLOAT16: 0.05}  # of the largest logit, by which a probe may differ: rounding is coarse there
+SMALL_GAP = 1e-3
+GOLDEN = (math.sqrt(5) - 1) / 2  # its multiples fill an interval evenly, and every language computes them alike
 
 
 @dataclass(frozen=True)
@@ -28,6 +36,8 @@ class StageFile:
     checksum: str
     exit: int
     carries: tuple[TensorSpec, ...]
+    precision: str = FLOAT32  # of its arithmetic or weights; "int8, head float32" where the head is not quantised
+    probe: tuple[float, ...] = ()  # first logits for the probe's input
 
 
 @dataclass(frozen=True)
@@ -41,7 +51,7 @@ class Manifest:
     """
 
     format: str  # "onnx", or "aoti" of stages that torch compiled
-    fingerprint: str  # of the network
+    fingerprint: str  # of the network; in lower precision, of these files and their engine
     exits: tuple[str, ...]  # names of all its exits, open or closed
     inputs: tuple[TensorSpec, ...]
     input_names: tuple[str, ...]  # of a network whose input is a dict of tensors
@@ -51,6 +61,8 @@ class Manifest:
     classes: tuple[str, ...] = ()  # their names, where known
     normalisation: Normalisation | None = None  # of its images; None where it is unknown
     lengths: tuple[int, int] | None = None  # shortest and longest texts for which it was compared with the network
+    runtime: str = ONNXRUNTIME  # that runs it; in lower precision each engine rounds otherwise, so no other may
+    precision: str = FLOAT32
     further: Mapping[str, str] = field(default_factory=dict)  # SHA-256 of other files, as those of a tokenizer, by path
     made_with: Mapping[str, str] = field(default_factory=dict)  # versions, and how far the stages are from torch
 
@@ -96,6 +108,8 @@ class Manifest:
             raise ValueError(f"a file {outside[0]!r} outside its folder")
         if made.format not in SUFFIXES or not made.stages or not made.inputs:
             raise ValueError(f"format {made.format!r}, {len(made.stages)} stages, {len(made.inputs)} inputs")
+        if made.precision not in PRECISIONS or made.runtime not in (ONNXRUNTIME, OPENVINO):
+            raise ValueError(f"precision {made.precision!r}, runtime {made.runtime!r}")
         exits = made.open_exits
         if list(exits) != sorted({*exits}) or not 0 <= exits[0] <= exits[-1] < len(made.exits):
             raise ValueError(f"stages for exits {exits} of {len(made.exits)}")
@@ -139,6 +153,40 @@ def exported_spec(folder: PathLike, manifest: Manifest) -> InputSpec:
     return replace(spec, tokenizer=exported_tokenizer(folder, manifest))
 
 
+def probe_inputs(inputs: Sequence[TensorSpec]) -> tuple[np.ndarray, ...]:
+    """Return one sample that every machine makes alike: floats spread over -2 to 2, tokens 0 and 1, nothing masked.
+
+    >>> probe_inputs([TensorSpec("images", (None, 1, 1, 3), "float32")])[0].round(2).tolist()
+    [[[[-2.0, 0.47, -1.06]]]]
+    """
+    made = []
+    for each in inputs:
+        shape = (1, *(PROBED_TOKENS if size is None else size for size in each.shape[1:]))
+        steps = np.arange(math.prod(shape)).reshape(shape)
+        values: Any = {"tokens": 1, "padding": 0, None: steps % 2}[mask_meaning(each.name)]
+        if each.dtype.startswith("float"):
+            values = 4 * (GOLDEN * steps % 1) - 2
+        made.append(np.broadcast_to(values, shape).astype(each.dtype))
+    return tuple(made)
+
+
+def check_probe(folder: Path, manifest: Manifest, stages: Sequence[Any]) -> None:
+    """Check that loaded stages compute here what they computed where they were exported, on the probe."""
+    if not manifest.stages[-1].probe:
+        return
+    state, allowed = probe_inputs(manifest.inputs), GAPS.get(manifest.precision, SMALL_GAP)
+    for index, (run, stage) in enumerate(zip(stages, manifest.stages, strict=True)):
+        logits, state = run(state)
+        wanted, found = np.array(stage.probe), np.asarray(logits)[0, : len(stage.probe)]
+        gap = float(np.abs(wanted - found).max() / max(1e-2, float(np.abs(wanted).max())))
+        if not gap <= allowed:
+            raise Mismatch(
+                f"{folder / stage.file} gives other logits here than where it was exported (by {gap:.2g} of the largest"
+                f" at exit {index}, {allowed:g} allowed): this processor, engine or provider computes otherwise; export"
+                " the network here, with the engine and providers that will run it"
+            )
+
+
 def _described(content: Mapping[str, Any]) -> TensorSpec:
     shape, dtype = content["shape"], content["dtype"]
     if np.dtype(dtype).kind not in "biuf":
@@ -152,4 +200,7 @@ def _stage(content: Mapping[str, Any]) -> StageFile:
     file = content["file"]
     if Path(file).name != file or not file.endswith(tuple(SUFFIXES.values())):  # nothing outside the folder
         raise ValueError(f"a stage in {file!r}")
-    return StageFile(file, content["checksum"], int(content["exit"]), tuple(map(_described, content["carries"])))
+    carries, probe = tuple(map(_described, content["carries"])), tuple(map(float, content.get("probe", ())))
+    return StageFile(
+        file, content["checksum"], int(content["exit"]), carries, str(content.get("precision", FLOAT32)), probe
+    )

@@ -2,7 +2,6 @@
 
 import copy
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from threading import Lock
@@ -15,11 +14,13 @@ from tqdm import tqdm
 from alight.data.batches import Batch, as_inputs, batches, in_batches, length_of, prefetch
 from alight.data.preprocess import as_array
 from alight.engine.backends import Backend, Integers, Reads, State
-from alight.engine.manifest import AOTI, POLICY, Manifest, verified
-from alight.engine.settings import RunSettings
+from alight.engine.backends.cascade import Cascade
+from alight.engine.backends.exported import exported_backend
+from alight.engine.manifest import POLICY, Manifest, verified
+from alight.engine.settings import TORCH, RunSettings
 from alight.engine.walk import Answers, Flow, single, usable
 from alight.errors import BadFile, BadInput, Mismatch
-from alight.files import CONFIG, MANIFEST, PathLike
+from alight.files import CASCADE, CONFIG, MANIFEST, PathLike
 from alight.outputs import TOP, Decisions
 from alight.policies import load_policy
 from alight.policies.policy import Memory, Policy
@@ -43,7 +44,7 @@ class Predictor:
     one from an exported folder, which needs no PyTorch.
 
     Args:
-        network: A `MultiExitModel`, which PyTorch runs, or any backend.
+        network: A `MultiExitModel`, which PyTorch runs, a `cascade`, or any backend.
         policy: Decides where samples leave.
         settings: Device, dtype, threads, ...; None: as the network is.
         batch_size: Of what is not a loader.
@@ -74,7 +75,11 @@ class Predictor:
             raise BadInput(f"batch size {batch_size}: give 1 or more")
         self.batch_size, self.rebatch, self.probabilities = batch_size, rebatch, probabilities
         self._allow_mismatch, self._numbering = allow_mismatch, Numbering()
-        if not hasattr(network, "with_reads"):
+        if isinstance(network, Cascade):
+            network = network.backend(policy.open_exits, settings, batch_size)
+        elif not hasattr(network, "with_reads"):
+            if settings is not None and settings.runtime not in (None, TORCH):
+                raise BadInput(f"{settings.runtime} runs exported networks: export it, and load the folder")
             from alight.engine.backends.torch import TorchBackend  # PyTorch is imported where it runs
 
             network = TorchBackend(network, policy.open_exits, settings, batch_size)
@@ -97,43 +102,36 @@ class Predictor:
     ) -> "Predictor":
         """Return the predictor of a folder that `alight export` or `fit` wrote, under its own policy or another one.
 
-        ONNX stages run without PyTorch. Every file is compared with the manifest's SHA-256 first. Stages that torch
-        compiled ahead of time hold machine code: `allow_compiled=True` says that you trust who compiled them. Of
-        `settings` only `threads` applies then. PyTorch runs a saved model: `fit` writes its policy beside it, for
-        another give one.
+        ONNX stages run without PyTorch, by ONNX Runtime or OpenVINO (`RunSettings(runtime=..., providers=...)`). Every
+        file is compared with the manifest's SHA-256, and what the stages compute with what they did when they were
+        exported. Stages that torch compiled ahead of time hold machine code: `allow_compiled=True` says that you trust
+        who compiled them. Of `settings` only `threads`, `runtime` and `providers` apply then. PyTorch runs a saved
+        model: `fit` writes its policy beside it, for another give one.
         """
         folder, settings = Path(folder), settings or RunSettings()
         options: dict[str, Any] = {"batch_size": batch_size, "rebatch": rebatch, "probabilities": probabilities}
         options["allow_mismatch"] = allow_mismatch
-        if not (folder / MANIFEST).is_file() and (folder / CONFIG).is_file():
+        if not (folder / MANIFEST).is_file() and any((folder / name).is_file() for name in (CASCADE, CONFIG)):
             if policy is None and not (folder / POLICY).is_file():
                 remedy = "give one: Predictor.load(folder, policy)"
                 raise BadFile(folder, "it is a saved model without a policy", remedy)
-            from alight.networks.store import load_model
-
             policy = load_policy(folder / POLICY) if policy is None else policy
-            return Predictor(load_model(folder), policy, settings=settings, **options)
-        others = replace(settings, threads=None, device=None if settings.device == "cpu" else settings.device)
-        if odd := [name for name, value in vars(others).items() if value != getattr(RunSettings(), name)]:
-            raise BadInput(f"{folder} was exported, and {odd[0]} is for networks that were not: leave it out")
+            return Predictor(load_network(folder), policy, settings=settings, **options)
         manifest = Manifest.load(folder)
         if policy is None:
             verified(folder, POLICY, manifest.policy_checksum)
             policy = load_policy(folder / POLICY)
-        if manifest.format == AOTI:
-            if not allow_compiled:
-                raise BadInput(
-                    f"{folder} holds machine code that torch compiled: load it with allow_compiled=True if you or"
-                    " people you trust compiled it"
-                )
-            from alight.engine.backends.aoti import AotiBackend as Stages
-        else:
-            from alight.engine.backends.onnx import OnnxBackend as Stages  # type: ignore[assignment]
-        return Predictor(Stages(folder, manifest, settings.threads), policy, **options)
+        permissions = {"allow_mismatch": allow_mismatch, "allow_compiled": allow_compiled}
+        return Predictor(exported_backend(folder, manifest, settings, **permissions), policy, **options)
 
     def _take(self, backend: Backend, policy: Policy) -> None:
         """Use the policy, if it is one for these stages."""
         check_exits(policy, len(backend.exits))
+        if policy.reads_costs:
+            raise BadInput(
+                "the policy counts what every call really costs, and the stages of a network cost the same for every"
+                " sample: give it to alight.Router, or calibrate a contract without max_costs"
+            )
         if policy.open_exits != backend.open_exits:
             raise Mismatch(
                 f"the policy opens exits {policy.open_exits} and these stages end at exits {backend.open_exits}: make a"
@@ -322,6 +320,15 @@ class Predictor:
             probabilities=np.concatenate(probabilities)[order] if probabilities else None,
             labels=_joined_labels(labels, len(came)),
         )
+
+
+def load_network(folder: PathLike) -> Any:
+    """Return the network of a folder: a cascade, whose networks need not be of torch, or a `MultiExitModel`."""
+    if (Path(folder) / CASCADE).is_file():
+        return Cascade.load(folder)
+    from alight.networks.store import load_model  # PyTorch is imported where it runs
+
+    return load_model(folder)
 
 
 class Numbering:

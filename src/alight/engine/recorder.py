@@ -1,7 +1,7 @@
 """What every head says about every sample, once, so that everything else is arithmetic on a table."""
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from itertools import chain, repeat
@@ -13,7 +13,8 @@ from tqdm import tqdm
 
 from alight.data.batches import BATCH_SIZE, Batch, batches, in_batches, length_of, prefetch
 from alight.data.preprocess import as_array
-from alight.engine.backends import DeviceValues, HeadValues, Reads
+from alight.engine.backends import Backend, DeviceValues, HeadValues, Reads, State
+from alight.engine.backends.cascade import Cascade
 from alight.engine.settings import RunSettings
 from alight.errors import BadInput
 from alight.files import GrowingArrays, PathLike
@@ -67,7 +68,7 @@ def record(
     ran. For tables that memory cannot hold there is `Recorder.write`.
 
     Args:
-        model: A `MultiExitModel`, or a backend.
+        model: A `MultiExitModel`, a `cascade`, or a backend, of which only the open exits are recorded.
         data: Arrays, a list, a data set, a loader, a DataFrame or a path.
         batch_size: Of what is not a loader.
         score: The confidence of a head: "margin", "max_probability", "negative_entropy", "logit_margin".
@@ -90,7 +91,7 @@ class Recorder:
     """A network made ready to be recorded, once or repeatedly, into memory or to the disk; arguments as of `record`.
 
     Args:
-        model: A `MultiExitModel`, or a backend.
+        model: A `MultiExitModel`, a `cascade`, or a backend.
         score: As of `record`.
         features: As of `record`.
         top: As of `record`.
@@ -112,15 +113,12 @@ class Recorder:
         top: int = KEPT,
         settings: RunSettings | None = None,
     ) -> None:
-        from alight.engine.backends.torch import EveryExit  # PyTorch is imported where it runs
-
         names = tuple(dict.fromkeys((score, *features)))
         if unknown := [name for name in names if name not in SCORES]:
             raise BadInput(f"there is no score {unknown[0]!r}: choose one of {', '.join(SCORES)}")
         check_top(top)
         self.score, self.columns = score, (*names, *TOP)
-        exits = range(getattr(model, "num_exits", 0))
-        self.backend = EveryExit(model, exits, settings).with_reads([Reads(names, top=top)])
+        self.backend = _every_exit(model, settings).with_reads([Reads(names, top=top)])
 
     def table(self, data: Any, batch_size: int = BATCH_SIZE, progress: bool = True) -> HeadOutputs:
         """Return the table of all data, as `record` does."""
@@ -190,7 +188,8 @@ class Recorder:
                 f" {seen + row}: look for NaN in that sample or in the weights; in half precision try dtype='bf16'"
             )
         if labels is not None:
-            Batch((), labels).check(self.backend.num_classes)
+            if self.backend.num_classes is not None:
+                Batch((), labels).check(self.backend.num_classes)
             labels = as_array(labels)
         columns = dict(zip(self.columns, values.columns, strict=True))
         classes, logs = (columns.pop(name).reshape(*largest.shape, -1) for name in TOP)
@@ -204,3 +203,61 @@ class Recorder:
             top=(classes, logs),
             exits=self.backend.exits,
         )
+
+
+def _every_exit(model: Any, settings: RunSettings | None) -> Any:
+    """Return what runs a network as one stage that gives the values of every exit."""
+    exits = range(getattr(model, "num_exits", 0))
+    if isinstance(model, Cascade):
+        return EveryStage(model.backend(exits, settings))
+    if hasattr(model, "with_reads"):
+        return EveryStage(model)
+    from alight.engine.backends.torch import EveryExit  # PyTorch is imported where it runs
+
+    return EveryExit(model, exits, settings)
+
+
+class EveryStage:
+    """All stages of a backend as one that gives the values of every open exit: what a recording is made of.
+
+    >>> from alight.engine.backends.logits import LogitsBackend
+    >>> backend = LogitsBackend(("first", "end"), (0, 1))
+    >>> record(backend, np.array([[[0.0, 9.0], [9.0, 0.0]]]), progress=False).predictions
+    array([[1, 0]])
+    """
+
+    in_flight = 0
+
+    def __init__(self, backend: Backend) -> None:
+        self.backend, self.inputs = backend, backend.inputs
+        self.exits = tuple(backend.exits[index] for index in backend.open_exits)
+        self.num_classes, self.fingerprint = backend.inputs.num_classes, backend.fingerprint
+        self.admit, self.pin, self.running = backend.admit, backend.pin, backend.running
+
+    def with_reads(self, reads: Sequence[Reads]) -> "EveryStage":
+        """Return the same stages with these values computed from the logits of each."""
+        return EveryStage(self.backend.with_reads([reads[0]] * len(self.exits)))
+
+    def fingerprint_aside(self) -> Callable[[], str]:
+        """Return a function that returns the fingerprint."""
+        return lambda: self.fingerprint
+
+    def run(self, _: int, state: State) -> tuple[HeadValues, State]:
+        """Return the values of each sample at each exit, (samples x exits)."""
+        exits: list[HeadValues] = []
+        for stage in range(len(self.exits)):
+            values, state = self.backend.run(stage, state)
+            if not isinstance(values, HeadValues):
+                values.send()
+                values = values.get()
+            exits.append(values)
+        first = exits[0]
+        columns = tuple(_interleaved([each.columns[index] for each in exits]) for index in range(len(first.columns)))
+        predictions, largest = (_interleaved(each) for each in list(zip(*exits, strict=True))[:2])
+        return HeadValues(predictions, largest, columns, None), ()
+
+
+def _interleaved(columns: Sequence[np.ndarray]) -> np.ndarray:
+    """Return what all exits say about the first sample, then about the second, ..."""
+    stacked = np.stack(columns, axis=1)
+    return stacked.reshape(-1, *stacked.shape[2:])

@@ -1,4 +1,4 @@
-"""How a network runs: device, dtype, memory layout, compilation, CUDA graphs, threads."""
+"""How a network runs: runtime, device, dtype, memory layout, compilation, CUDA graphs, threads."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +13,7 @@ DTYPES = {  # by the names that people write
     "fp16": "float16",
     "float16": "float16",
 }
+TORCH, ONNXRUNTIME, OPENVINO = "torch", "onnxruntime", "openvino"  # runtimes: what executes stages
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,8 @@ class RunSettings:
     graphs: bool = False  # replay full batches as CUDA graphs, where the host decides
     decide: str = "auto"  # who decides about samples on a GPU: "device", "host", or whichever is faster
     threads: int | None = None  # on the host
+    runtime: str | None = None  # of an exported network: "onnxruntime" or "openvino"; None: the one it was exported for
+    providers: tuple[str, ...] = ()  # of ONNX Runtime, the first that can: "cuda", "tensorrt", "openvino", "coreml", ..
 
     def __post_init__(self) -> None:
         if self.dtype is not None:
@@ -41,5 +44,7 @@ class RunSettings:
             object.__setattr__(self, "device", str(self.device))
         if self.threads is not None and self.threads < 1:
             raise BadInput(f"{self.threads} threads: give 1 or more")
+        if self.runtime not in (None, TORCH, ONNXRUNTIME, OPENVINO):
+            raise BadInput(f"there is no runtime {self.runtime!r}: choose {TORCH}, {ONNXRUNTIME} or {OPENVINO}")
         if self.decide not in ("auto", "device", "host"):
             raise BadInput(f"decide {self.decide!r}: choose auto, device or host")

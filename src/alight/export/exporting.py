@@ -10,11 +10,14 @@ from tqdm import tqdm
 
 from alight.data.preprocess import Normalisation, TensorSpec
 from alight.data.tokens import TOKENIZER, save_tokenizer
+from alight.engine.backends.cascade import Cascade
 from alight.engine.backends.torch.prepare import prepared
 from alight.engine.manifest import AOTI, ONNX, POLICY, SUFFIXES, Manifest, StageFile, checksum
 from alight.engine.predictor import check_exits, check_fingerprint
 from alight.engine.settings import RunSettings
 from alight.errors import AlightError, BadInput
+from alight.export.cascades import export_cascade
+from alight.export.precision import probed
 from alight.export.programs import (
     LENGTHS,
     TOKENS,
@@ -49,7 +52,7 @@ WRITERS: dict[str, dict[str, Callable[[ExportJob], None]]] = {  # what writes a 
 
 
 def export_model(
-    model: MultiExitModel,
+    model: MultiExitModel | Cascade,
     policy: Policy,
     folder: PathLike,
     *,
@@ -65,7 +68,7 @@ def export_model(
     `Predictor.load` runs it without PyTorch. Each file is compared with the network on random inputs before it is kept.
 
     Args:
-        model: The network.
+        model: The network, or a cascade, of which the networks of torch are exported.
         policy: Says which exits are open.
         folder: To write.
         example: A batch as the network takes it; None: like the one that heads were attached with.
@@ -87,6 +90,10 @@ def export_model(
     5
     """
     folder = Path(folder)
+    if isinstance(model, Cascade):
+        if format != ONNX or (example, tokenizer, normalisation) != (None, None, None):
+            raise BadInput("the networks of a cascade say themselves what they take, and are exported as ONNX")
+        return export_cascade(model, policy, folder, export_model, allow_mismatch=allow_mismatch)
     own = fingerprint(model)
     _check(model, policy, format, "" if allow_mismatch else own)
     if None not in (normalisation, model.normalisation) and normalisation != model.normalisation:
@@ -116,7 +123,7 @@ def export_model(
         gap, ways = max(gap for gap, _ in notes), ", ".join(way for _, way in notes)
         takes_any_length = specs[0][0].shape[1:2] == (None,)
         lengths = _lengths(ready, stages, example, filling, files, format) if takes_any_length else None
-        Manifest(
+        manifest = Manifest(
             format=format,
             fingerprint=own,
             exits=model.exits,
@@ -124,13 +131,14 @@ def export_model(
             input_names=model.input_names,
             stages=tuple(files),
             policy_checksum=checksum((filling / POLICY).read_bytes()),
-            num_classes=model.num_classes,
+            num_classes=model.num_classes or runs[-1].outputs[0][0].shape[1],
             classes=model.classes,
             normalisation=normalisation or model.normalisation,
             lengths=lengths,
             further={path.relative_to(filling).as_posix(): checksum(path.read_bytes()) for path in others},
             made_with=installed_versions(*LIBRARIES) | {"largest difference": f"{gap:.1e}", "captured by": ways},
-        ).save(filling)
+        )
+        probed(manifest, filling).save(filling)
     return folder
 
 

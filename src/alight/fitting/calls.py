@@ -18,13 +18,14 @@ GIVEN = ("network", "train", "validation", "training", "preprocess")  # argument
 class Steps:
     """Lines of progress, and the calls that were made, as Python."""
 
-    def __init__(self, progress: bool) -> None:
+    def __init__(self, progress: bool, command: str = "fit") -> None:
+        self.command = command
         self.progress, self.imports, self.calls = progress, {"import alight", "import numpy as np"}, list[str]()
 
     def say(self, text: str) -> None:
         """Print a line of progress."""
         if self.progress:
-            print(f"fit: {text}", file=sys.stderr, flush=True)
+            print(f"{self.command}: {text}", file=sys.stderr, flush=True)
 
     def call(self, *lines: str, imports: Sequence[str] = ()) -> None:
         """Note calls that were made, and what they import."""

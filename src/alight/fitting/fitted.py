@@ -12,6 +12,7 @@ from alight.costs import Costs
 from alight.display import aligned, html_table, layer_label, quantity
 from alight.engine.manifest import POLICY
 from alight.engine.predictor import Predictor
+from alight.errors import BadInput
 from alight.evaluation import Point, evaluate_policy, sweep
 from alight.files import PathLike, write_text
 from alight.outputs import Decisions, HeadOutputs
@@ -20,6 +21,7 @@ from alight.policies.route import replay
 from alight.report import Baseline, MeasuredSpeed, ReportedNetwork, examples, write_report
 
 if TYPE_CHECKING:
+    from alight.planning.engines import RuntimeComparison
     from alight.planning.timing import SpeedComparison
 
 BUDGETS = 11  # of the curve in a report
@@ -177,6 +179,17 @@ class FittedPredictor(Predictor):
         """Write one HTML page about this predictor, and return its path; `smaller` is a network to compare with."""
         classes = getattr(self.network, "classes", ())
         return write_report(self.fitted.reported(classes=classes, smaller=smaller), path, title=title)
+
+    def compare_runtimes(self, inputs: Any, *, batch_size: int | None = None) -> "RuntimeComparison":
+        """Return samples per second by PyTorch, ONNX Runtime and OpenVINO, under this policy and without exits.
+
+        Its `export` writes the fastest to a folder; `alight.deploy` does so in int8.
+        """
+        if not hasattr(self.network, "stages"):
+            raise BadInput("this predictor was fitted to logits: give a network to `fit` to compare what runs it")
+        from alight.planning.engines import compare_runtimes
+
+        return compare_runtimes(self.network, self.policy, inputs, batch_size or self.batch_size)
 
     def save(self, folder: PathLike) -> Path:
         """Write network, policy, costs, tables and calls to a folder; `Predictor.load` and the commands read it."""

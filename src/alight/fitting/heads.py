@@ -245,7 +245,7 @@ def default_training(made: WithHeads, data: Any) -> "TrainingSettings":
     from alight.training.settings import TrainingSettings
 
     model, spec = made.model, made.model.input_spec
-    own_heads = model.recipe["source"] in ("stages", "outputs", "cascade") or "after" not in model.recipe
+    own_heads = model.recipe["source"] in ("stages", "outputs") or "after" not in model.recipe
     if made.untrained or own_heads:
         return TrainingSettings(mode="joint")
     unlabelled = first_batch(data, spec).labels is None

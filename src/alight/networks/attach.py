@@ -1,4 +1,4 @@
-"""Exits on a classifier: heads attached to its features, the outputs that it has, or separate networks in a cascade."""
+"""Exits on a classifier: heads attached to its features, or the outputs that it has."""
 
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -40,7 +40,8 @@ def attach_heads(
 
     Args:
         backbone: The network, whose weights the model shares.
-        after: Names of modules in the order in which they run, or how many exits to place; "auto": 3, or fewer.
+        after: Names of modules in the order in which they run, or how many exits to place; "auto": 3, or fewer; none:
+            the network alone, as a cascade takes it.
         example: One batch as the backbone takes it, with every input that it will ever be given.
         num_classes: None: as many as the backbone has logits.
         head: The name of a kind, a function of the shape of the features, or one of these per exit.
@@ -57,20 +58,18 @@ def attach_heads(
     >>> model.exits, torch.equal(model(images)[-1], backbone(images))
     (('1', 'end'), True)
     """
-    if not after:
-        raise BadInput("after names no module: give at least one, or 'auto'")
     if channels not in (None, "first", "last"):
         raise BadInput(f"channels={channels!r}: say 'first' for (channels, ...), 'last' for (..., channels)")
     inputs = Inputs(example, partial(pick_logits, choice=logits))
     masks = Masks(backbone, inputs, mask)
     with in_mode(backbone, training=False):
-        if isinstance(after, int) or after == "auto":
+        if after == "auto" or (isinstance(after, int) and after):
             named = isinstance(after, int)
             terms: dict[str, Any] = {"allow_fewer": not named, "head_flops": partial(_head_flops, head)}
             names, stages = cut_evenly(backbone, inputs, int(after) if named else EXITS, **terms)
         else:
-            stages = cut(backbone, after, inputs)
-            names = list(after)
+            stages = cut(backbone, after or (), inputs)
+            names = list(after or ())
         runs = run_stages(stages, inputs.tensors)
         own = _checked_classes(runs[-1].carried[0], num_classes, classes)
         last = [channels == "last"] * len(names) if channels else are_channels_last(stages, runs, inputs)
@@ -235,60 +234,3 @@ def _named_head(kind: str, features: Features, num_classes: int) -> nn.Module:
         )
     meaning = masks.of(features.carried[0], features.carried[1:])
     return TokenHead(shape, num_classes, mask=meaning, pooling="mean" if meaning else "class")  # the first is a token
-
-
-def cascade(
-    models: Sequence[nn.Module],
-    exits: Sequence[str] = (),
-    example: Any = None,
-    *,
-    normalisation: Normalisation | None = None,
-) -> MultiExitModel:
-    """Chain separate networks, from cheap to expensive, as one model with an exit after each.
-
-    Each is the head of its exit, so that a closed exit costs nothing and the full network is the last one alone.
-
-    Args:
-        models: From cheap to expensive.
-        exits: Their names.
-        example: A batch as every network takes it: the number of classes is checked.
-        normalisation: Of images in files and bytes.
-
-    >>> import torch
-    >>> model = cascade([nn.Linear(4, 3), nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 3))])
-    >>> [tuple(logits.shape) for logits in model(torch.zeros(5, 4))]
-    [(5, 3), (5, 3)]
-    """
-    names = input_names(example)
-    members = [_CascadeMember(network, names) for network in models]
-    stages, recipe = [_CascadeStage() for _ in members], {"source": "cascade"}
-    model = MultiExitModel(stages, members, exits, names, normalisation=normalisation, recipe=recipe)
-    if example is not None:
-        with in_mode(model, training=False):
-            model.num_classes = _same_classes(model(example), "networks")
-        model.recipe["example"] = describe(example)
-    return model
-
-
-class _CascadeStage(nn.Module):
-    """Carries the inputs to the next network."""
-
-    def forward(self, *inputs: Tensor) -> Carried:
-        return inputs
-
-
-class _CascadeMember(nn.Module):
-    """One network of a cascade, as the head of its exit: returns the logits of the inputs."""
-
-    reads_everything = True
-
-    def __init__(self, network: nn.Module, input_names: Sequence[str] = ()) -> None:
-        super().__init__()
-        self.network, self.input_names = network, tuple(input_names)
-
-    def forward(self, *inputs: Tensor) -> Tensor:
-        if self.input_names:
-            output = self.network(**dict(zip(self.input_names, inputs, strict=True)))
-        else:
-            output = self.network(*inputs)
-        return pick_logits(output)

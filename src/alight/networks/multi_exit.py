@@ -144,11 +144,6 @@ class MultiExitModel(nn.Module):
         return len(self.stages)
 
     @property
-    def is_cascade(self) -> bool:
-        """Return whether each head is a network of its own."""
-        return self.recipe.get("source") == "cascade"
-
-    @property
     def input_spec(self) -> InputSpec:
         """What the network takes, of the sizes of its example; without one it has no tensors, as one built by hand."""
         example = self.recipe.get("example", {})

@@ -35,7 +35,6 @@ from alight.files import (
     write_json,
     write_whole,
 )
-from alight.networks.attach import cascade
 from alight.networks.heads import HEADS, HeadFactory
 from alight.networks.libraries import BUILDERS, build_network, recognised
 from alight.networks.multi_exit import MultiExitModel, StagesInOrder, digest, random_example, read, structure
@@ -52,7 +51,6 @@ REFERENCE = "reference."  # and before inputs, by number, and the "logits" that 
 LENGTHS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)  # of texts for which layers are compared with the network
 PASSED_IN = {
     "stages": "a MultiExitModel built by hand",
-    "cascade": "the networks of a cascade",
     "outputs": "a network with several outputs",
 }
 LIBRARIES = ("alight", "torch", "torchvision", "timm", "transformers", "safetensors")
@@ -129,7 +127,7 @@ def load_model(
     """Load the network of a folder that `save_model` wrote, on the CPU, in evaluation mode.
 
     A network that the folder does not hold whole is passed in: the `backbone` that `attach_heads` or `from_outputs` was
-    given, the networks of a cascade, or a `MultiExitModel` built by hand; `head` if heads were made by a function of
+    given, or a `MultiExitModel` built by hand; `head` if heads were made by a function of
     one's own, and `logits` if it was a function. What is passed in gets the weights of the folder. The stages are built
     from the saved graphs, without tracing the network, and compared with it on a random batch, and with other weights.
 
@@ -216,7 +214,7 @@ def _cut_config(model: MultiExitModel, *, alone: bool) -> tuple[dict[str, Any], 
     `alone` asks for graphs that need no code of the network's own, which are taken if they give the same.
     """
     recipe = model.recipe
-    if recipe["source"] in ("stages", "cascade") or recipe.get("name") in ZOO.keys() - BACKBONES.keys():
+    if recipe["source"] == "stages" or recipe.get("name") in ZOO.keys() - BACKBONES.keys():
         return {}, {}
     if alone:
         with suppress(Exception):  # whatever a network does that layers do not: then its code is needed
@@ -414,8 +412,6 @@ def _model(
         return network
     inputs, after = _inputs(recipe, 0, pick) if recipe.get("example") else None, recipe.get("after", ())
     example = inputs and inputs.example
-    if recipe["source"] == "cascade":
-        return cascade([*network], config["exits"], example)
     is_split, graph = recipe["source"] == "outputs", config["graph"]
     if graph is None:
         stages, heads = split_outputs(network, example) if is_split else (cut(network, after, inputs), [])

@@ -11,16 +11,20 @@ import numpy as np
 from alight.calibrate.crossval import pruned
 from alight.calibrate.published import eero
 from alight.calibrate.risk_guarantees import largest_loss, loses_at_most, smallest_sample_for_loss
-from alight.costing.measure import time_stages
+from alight.costing.cascades import example_inputs
+from alight.costing.measure import REPEATS, WARMUP, time_cascade, time_stages
 from alight.costs import Costs
 from alight.display import accuracy_text, aligned, html_table, percent, shown_steps
+from alight.engine.backends.cascade import Cascade
 from alight.engine.backends.torch.prepare import prepared, threads
 from alight.engine.predictor import Predictor
 from alight.engine.settings import RunSettings
 from alight.errors import BadInput
 from alight.networks.multi_exit import MultiExitModel, example_of
 from alight.outputs import HeadOutputs
+from alight.planning.engines import RuntimeComparison, compare_runtimes
 from alight.planning.timing import (
+    Network,
     full_network,
     inputs_for_duration,
     interleaved_timings,
@@ -62,11 +66,12 @@ class Plan:
     full_accuracy: float  # on the same
     costs: Costs  # milliseconds per sample, as measured
     batch_size: int  # of the trial
-    model: MultiExitModel = field(repr=False)  # the network
+    model: Network = field(repr=False)  # the network, or a cascade
     largest_loss: float = 0.0  # of accuracy, with 95 % confidence
     settings: RunSettings = field(default_factory=RunSettings)  # with which it runs
     reason: str = ""  # why it pays or not, in a sentence
     tuned: Tuned | None = field(default=None, repr=False)  # how the settings were chosen, where they were
+    runtimes: RuntimeComparison | None = field(default=None, repr=False)  # PyTorch beside ONNX Runtime and OpenVINO
 
     @property
     def open_exits(self) -> tuple[int, ...]:
@@ -96,15 +101,16 @@ class Plan:
         ]
 
     def _repr_html_(self) -> str:
-        return html_table(self._title(), self._columns(), [self.reason, self.tuned.reason if self.tuned else ""])
+        further = [each.reason for each in (self.tuned, self.runtimes) if each]
+        return html_table(self._title(), self._columns(), [self.reason, *further])
 
     def __str__(self) -> str:
-        lines = [self._title(), *aligned(self._columns()), self.reason]
-        return "\n".join(lines if self.tuned is None else [str(self.tuned), "", *lines])
+        own = "\n".join([self._title(), *aligned(self._columns()), self.reason])
+        return "\n\n".join(str(each) for each in (self.tuned, own, self.runtimes) if each is not None)
 
 
 def plan(
-    model: MultiExitModel,
+    model: Network,
     labelled: HeadOutputs,
     *,
     batch_size: int,
@@ -121,17 +127,18 @@ def plan(
     Stages and heads are timed. One third of the labelled samples fits policies, from the full network's budget down,
     and the others test each of them, up to the first that fails: the more are labelled, the cheaper the plan may be.
     Then it is tried against the full network, samples leaving at random as often as planned; if it is not faster, the
-    full network is the plan.
+    full network is the plan. A `cascade` is tried against the cheapest of its networks that is as accurate alone, and
+    where it is not faster that network is the plan.
 
     Args:
-        model: With trained heads.
+        model: With trained heads; or a cascade.
         labelled: What `record` gives on samples that trained nothing.
         batch_size: The one that will be served.
         example: A batch; None: like the one that heads were attached with.
         budget: "60%" of the full network's time, "0.2 ms".
         max_accuracy_loss: The largest loss with 95 % confidence; None without a budget: 0.01.
         method: Fits the policies; None: `calibrate.eero`.
-        speed: "auto": tune the settings first (`tune_speed`).
+        speed: "auto": tune the settings first (`tune_speed`); "runtimes": and then try ONNX Runtime and OpenVINO.
         settings: How the network runs.
         progress: Show a bar.
 
@@ -145,12 +152,13 @@ def plan(
     True
     """
     _check(model, labelled, budget, max_accuracy_loss, speed)
-    example = example_of(model) if example is None else example
+    if example is None:
+        example = example_inputs(model) if isinstance(model, Cascade) else example_of(model)
     fit: Method = method or partial(pruned(eero), spend_all=True)
     settings, tuned = settings or RunSettings(), None
     loss = LOSS if max_accuracy_loss is None else max_accuracy_loss
-    with shown_steps("plan", 3 + bool(speed), progress=progress) as begin:
-        if speed:
+    with shown_steps("plan", 3 + bool(speed) + (speed == "runtimes"), progress=progress) as begin:
+        if speed and isinstance(model, MultiExitModel):
             begin("trying settings")
             tuned = tune_speed(model, batch_size=batch_size, example=example, settings=settings)
             settings = tuned.settings
@@ -160,14 +168,33 @@ def plan(
         fitting, testing = labelled.split(FITTED, np.random.default_rng(0))
         policy = cheapest(fit, costs, fitting, testing, loss) if budget is None else fit(costs, budget, fitting)
         begin("running it beside the full network")
-        alone = replace(full_network(model), costs=(costs.full,), unit=costs.unit, method=FULL, full_cost=costs.full)
-        right = float(testing.correct()[:, -1].mean())
+        baseline = _as_accurate(policy, costs, testing) if policy and isinstance(model, Cascade) else -1
+        own: dict[str, Any] = {"costs": (float(costs.alone[baseline]),), "unit": costs.unit, "full_cost": costs.full}
+        alone = replace(full_network(model, baseline), method=FULL, **own)
+        right = float(testing.correct()[:, baseline].mean())
         terms: dict[str, Any] = {"settings": settings, "tuned": tuned}
         full = Plan(alone, False, 0.0, 0.0, right, right, costs, batch_size, model, **terms)
-        if policy is None:
+        if policy is None or (isinstance(model, Cascade) and policy.open_exits == alone.open_exits):
             throughput = _throughputs(full, example, alone)[0]
-            return _at(full, throughput, _nothing_cheaper(loss, len(labelled)))
-        return _tried(full, policy, testing, example, loss if budget is None else None)
+            alike = f"No cascade is better than one of its networks here: use {model.exits[baseline]} alone."
+            planned = _at(full, throughput, alike if policy else _nothing_cheaper(loss, len(labelled)))
+        else:
+            planned = _tried(full, policy, testing, example, loss if budget is None else None)
+        if speed == "runtimes":
+            begin("running it by other runtimes")
+            planned = _by_runtimes(planned, testing, example)
+        return planned
+
+
+def _by_runtimes(planned: Plan, testing: HeadOutputs, example: Any) -> Plan:
+    """Return the plan, and what ONNX Runtime and OpenVINO make of it; as many samples leave as in the table."""
+    policy = planned.policy
+    shares = replay(policy, testing).exit_shares[list(policy.open_exits)].tolist()
+    inputs, _ = inputs_for_duration(planned.predictor(), example, planned.batch_size, BATCHES)
+    terms: dict[str, Any] = {"settings": planned.settings, "compiled": planned.settings.compile}
+    assert isinstance(planned.model, MultiExitModel)  # _check refuses cascades
+    found = compare_runtimes(planned.model, random_exits(policy, shares), inputs, planned.batch_size, **terms)
+    return replace(planned, runtimes=replace(found, policy=policy))
 
 
 def _tried(full: Plan, policy: Policy, testing: HeadOutputs, example: Any, loss: float | None) -> Plan:
@@ -176,17 +203,26 @@ def _tried(full: Plan, policy: Policy, testing: HeadOutputs, example: Any, loss:
     `loss` is the accuracy that it was shown to lose at most; None where that is to be found.
     """
     policy = replace(policy, exits=full.model.exits)
-    decisions, before = replay(policy, testing), testing.correct()[:, -1]
+    decisions, before = replay(policy, testing), testing.correct()[:, full.open_exits[0]]
     correct = decisions.predictions == testing.truth()
     lost = largest_loss(before, correct, 1 - CONFIDENCE) if loss is None else loss
     shares = decisions.exit_shares[list(policy.open_exits)].tolist()
     ours, theirs, ratios = _throughputs(full, example, random_exits(policy, shares))
     if np.quantile(ratios, 0.25) < WORTH:
         median = f"{np.median(ratios):.2f}x median, slower in {(ratios < 1).mean():.0%} of runs"
-        return _at(full, theirs, f"Early exit is not worth it here: {median}. Use the full network.")
+        name = full.model.exits[full.open_exits[0]]
+        instead = f"{name} alone" if isinstance(full.model, Cascade) else "the full network"
+        return _at(full, theirs, f"Early exit is not worth it here: {median}. Use {instead}.")
     reason = f"Early exit pays; it loses at most {percent(lost)} of accuracy, with {percent(CONFIDENCE)} confidence."
     paying = replace(_at(full, theirs, reason), policy=policy, pays=True, throughput=ours)
     return replace(paying, accuracy=float(correct.mean()), largest_loss=lost)
+
+
+def _as_accurate(policy: Policy, costs: Costs, testing: HeadOutputs) -> int:
+    """Return the cheapest network of a cascade that is alone as accurate as the policy; the best where none is."""
+    accuracies = testing.correct().mean(axis=0)
+    accurate = accuracies >= min(replay(policy, testing).accuracy(testing.truth()), float(accuracies.max()))
+    return int(np.where(accurate, costs.alone, np.inf).argmin())
 
 
 def _nothing_cheaper(loss: float, samples: int) -> str:
@@ -199,7 +235,7 @@ def _nothing_cheaper(loss: float, samples: int) -> str:
 
 
 def _check(
-    model: MultiExitModel, labelled: HeadOutputs, budget: object, max_accuracy_loss: float | None, speed: str | None
+    model: Network, labelled: HeadOutputs, budget: object, max_accuracy_loss: float | None, speed: str | None
 ) -> None:
     if budget is not None and max_accuracy_loss is not None:
         raise BadInput("a budget and a largest loss are two questions: give one of them")
@@ -207,8 +243,10 @@ def _check(
         raise BadInput(f"max_accuracy_loss {max_accuracy_loss:g} must lie in [0, 1): 0.01 is one point")
     if labelled.num_exits != model.num_exits:
         raise BadInput(f"a table of {labelled.num_exits} exits for a network of {model.num_exits}: record this network")
-    if speed not in (None, "auto"):
-        raise BadInput(f"speed {speed!r}: give 'auto', or settings such as RunSettings(channels_last=True)")
+    if speed not in (None, "auto", "runtimes"):
+        raise BadInput(f"speed {speed!r}: give 'auto', 'runtimes', or settings such as RunSettings(channels_last=True)")
+    if speed and isinstance(model, Cascade):
+        raise BadInput("every network of a cascade has settings of its own: tune each, and give Member(..., settings=)")
 
 
 def _at(full: Plan, throughput: float, reason: str) -> Plan:
@@ -216,8 +254,14 @@ def _at(full: Plan, throughput: float, reason: str) -> Plan:
     return replace(full, throughput=throughput, full_throughput=throughput, reason=reason)
 
 
-def walking_costs(model: MultiExitModel, example: Any, batch_size: int, settings: RunSettings) -> Costs:
-    """Return milliseconds per sample of stages and heads, and in the heads what the walk itself takes at an exit."""
+def walking_costs(model: Network, example: Any, batch_size: int, settings: RunSettings) -> Costs:
+    """Return milliseconds per sample of stages and heads, and in the heads what the walk itself takes at an exit.
+
+    Beside the whole networks of a cascade a walk takes next to nothing.
+    """
+    if isinstance(model, Cascade):
+        terms: dict[str, Any] = {"repeats": REPEATS, "warmup": WARMUP, "settings": settings, "progress": False}
+        return time_cascade(model, example, batch_size, terms).costs()
     with threads(settings.threads):
         times = time_stages(prepared(model, settings), example, batch_size, progress=False).costs()
     if model.num_exits == 1:

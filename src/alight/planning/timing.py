@@ -14,6 +14,7 @@ from tqdm import tqdm
 from alight.data.batches import as_inputs
 from alight.display import aligned, quantity
 from alight.engine.backends import Integers, State
+from alight.engine.backends.cascade import Cascade
 from alight.engine.predictor import Predictor
 from alight.engine.settings import RunSettings
 from alight.networks.multi_exit import MultiExitModel
@@ -29,10 +30,13 @@ ROUNDS, FEWEST = 5, 3
 LONGEST = 60.0  # seconds of rounds: no more than the fewest are run beyond that
 
 
-def full_network(model: MultiExitModel) -> Policy:
-    """Return the policy under which every sample leaves at the last exit."""
-    last = model.num_exits - 1
-    return ExitAt(costs=(1.0,), open_exits=(last,), num_exits=model.num_exits, exits=model.exits)
+Network = MultiExitModel | Cascade
+
+
+def full_network(model: Network, exit_index: int = -1) -> Policy:
+    """Return the policy under which every sample leaves at the last exit, or at another, and no other is open."""
+    opened = (exit_index % model.num_exits,)
+    return ExitAt(costs=(1.0,), open_exits=opened, num_exits=model.num_exits, exits=model.exits)
 
 
 def inputs_for_duration(predictor: Predictor, example: Any, batch_size: int, batches: int) -> tuple[State, float]:
@@ -144,7 +148,7 @@ class SpeedComparison:
 
 
 def compare(
-    model: MultiExitModel,
+    model: Network,
     policy: Policy,
     inputs: Any,
     batch_size: int,

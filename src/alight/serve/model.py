@@ -17,11 +17,11 @@ import numpy as np
 from alight.data.preprocess import InputSpec
 from alight.data.tokens import TOKENIZER, Texts
 from alight.engine.manifest import Manifest, exported_tokenizer
-from alight.engine.predictor import Predictor
+from alight.engine.predictor import Predictor, load_network
 from alight.engine.settings import RunSettings
 from alight.engine.walk import Answers
 from alight.errors import BadInput
-from alight.files import MANIFEST
+from alight.files import CASCADE, MANIFEST
 from alight.policies import load_policy
 from alight.policies.limits import capped
 from alight.policies.paced import Pace
@@ -148,9 +148,7 @@ def load_served_model(
     if exported:
         load: Callable[..., Predictor] = partial(Predictor.load, folder, allow_compiled=True)
     else:
-        from alight.networks.store import load_model  # PyTorch is imported where it runs
-
-        load = partial(Predictor, load_model(folder))
+        load = partial(Predictor, load_network(folder))
     terms: dict[str, Any] = {"settings": settings, "allow_mismatch": allow_mismatch}
     predictors: dict[str, Predictor] = {}
     shared: dict[tuple[Any, ...], Predictor] = {}
@@ -163,6 +161,7 @@ def load_served_model(
     words = None
     if backend.inputs.names:
         words = exported_tokenizer(folder, Manifest.load(folder)) if exported else tokenizer or folder / TOKENIZER
+        words = backend.inputs.tokenizer if (folder / CASCADE).is_file() else words
     texts = Texts(words, backend.inputs, max_tokens) if words else None
     return ServedModel(predictors, backend.inputs, texts, backend.exits, backend.name)
 

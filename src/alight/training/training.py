@@ -81,8 +81,6 @@ def train_heads(
     if not isinstance(model, MultiExitModel):
         raise BadInput(f"a {type(model).__name__} has no exits yet: attach_heads makes a MultiExitModel of it")
     resolved = (settings or TrainingSettings()).resolve(model.num_exits)
-    if model.is_cascade and resolved.mode == "frozen":
-        raise BadInput("the heads of a cascade are its networks: train each for itself before, or use mode='joint'")
     if resolved.watches_validation and validation is None:
         raise BadInput("keep_best and patience judge epochs by validation data: give some, or leave them out")
     if checkpoint is not None:

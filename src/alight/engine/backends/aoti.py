@@ -20,7 +20,7 @@ class AotiBackend(OnnxBackend):
 
     name = "PyTorch, compiled ahead of time"
 
-    def _load(self, folder: Path, manifest: Manifest, threads: int | None) -> list[Any]:
+    def _load(self, folder: Path, manifest: Manifest) -> list[Any]:
         for stage in manifest.stages:
             verified(folder, stage.file, stage.checksum)
         return [Package(folder / stage.file) for stage in manifest.stages]
@@ -37,7 +37,7 @@ class AotiBackend(OnnxBackend):
         return super().first_unusable(tuple(each.numpy() for each in state))
 
     def running(self) -> AbstractContextManager[Any]:
-        return running(self.threads)
+        return running(self.settings.threads)
 
 
 class Package:

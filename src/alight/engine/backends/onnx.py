@@ -1,4 +1,4 @@
-"""Stages that ONNX Runtime runs, on NumPy arrays."""
+"""Stages that ONNX Runtime runs, on NumPy arrays; nothing is copied between two stages."""
 
 import copy
 import importlib
@@ -14,13 +14,16 @@ import numpy as np
 from alight.data.batches import fitted
 from alight.data.preprocess import first_unusable
 from alight.engine.backends import HeadValues, Integers, Reads, State, score_one, score_rows
-from alight.engine.manifest import Manifest, exported_spec, verified
+from alight.engine.manifest import Manifest, check_probe, exported_spec, verified
+from alight.engine.settings import RunSettings
 from alight.errors import BadFile, BadInput
 
 SPIN = {"session.force_spinning_stop": "1"}  # threads of one stage must not keep a core busy while the next one works
 # how Protobuf writes the name of a file with weights: a field "location", in any encoding of its tag and length
 ELSEWHERE = re.compile(rb"(?:\x0a|\x8a\x80*\x00)(?:\x08|\x88\x80*\x00)location")
 TELEMETRY = "ORT_DISABLE_TELEMETRY"  # from 1.29 on it reports every network to its makers, unless this is set before
+PROVIDER = "ExecutionProvider"  # with which the names of ONNX Runtime's providers end
+CPU = "CPU" + PROVIDER
 
 
 class OnnxBackend:
@@ -31,16 +34,19 @@ class OnnxBackend:
     supports_single_sample = True
     lengths: tuple[int, int] | None = None  # of texts for which it was compared with the network
 
-    def __init__(self, folder: Path, manifest: Manifest, threads: int | None = None) -> None:
-        self.threads, self.stages = threads, self._load(folder, manifest, threads)
+    def __init__(self, folder: Path, manifest: Manifest, settings: RunSettings | None = None) -> None:
+        self.settings = settings or RunSettings()
+        self.stages = self._load(folder, manifest)
         self.reads = [Reads(())] * len(self.stages)  # until a policy asks for more
         self.inputs, self.exits = exported_spec(folder, manifest), manifest.exits
         self.open_exits, self.fingerprint = manifest.open_exits, manifest.fingerprint
         self.lengths = manifest.lengths
+        check_probe(folder, manifest, self.stages)
 
-    def _load(self, folder: Path, manifest: Manifest, threads: int | None) -> list[Any]:
+    def _load(self, folder: Path, manifest: Manifest) -> list[Any]:
+        threads, providers = self.settings.threads, self.settings.providers
         return [
-            Session(verified(folder, stage.file, stage.checksum), f"{folder / stage.file}", threads)
+            Session(verified(folder, stage.file, stage.checksum), f"{folder / stage.file}", threads, providers)
             for stage in manifest.stages
         ]
 
@@ -81,7 +87,7 @@ class OnnxBackend:
             other[slots] = one[rows]
 
     def owns(self, made: State, given: State) -> bool:
-        return all(each.flags.writeable for each in made)  # ONNX Runtime gives every output memory of its own
+        return all(each.flags.writeable for each in made)  # every output has memory of its own
 
     def first_unusable(self, state: State) -> int | None:
         return first_unusable(state)
@@ -93,11 +99,8 @@ class OnnxBackend:
 class Session:
     """One stage: its graph takes the state, in order, and returns logits and the next state."""
 
-    def __init__(self, content: bytes, name: str, threads: int | None = None) -> None:
-        if ELSEWHERE.search(content):
-            raise BadFile(
-                name, "it names another file for its weights, which nothing verifies", "export it in one file"
-            )
+    def __init__(self, content: bytes, name: str, threads: int | None = None, providers: Sequence[str] = ()) -> None:
+        check_whole(content, name)
         runtime = _onnxruntime()
         options = runtime.SessionOptions()
         options.intra_op_num_threads = available_cores() if threads is None else threads
@@ -105,24 +108,40 @@ class Session:
         options.log_severity_level = 3  # errors, which are raised as well
         for key, value in SPIN.items():
             options.add_session_config_entry(key, value)
+        chosen = chosen_providers(runtime, providers)
         try:
-            self._session = runtime.InferenceSession(content, options, providers=["CPUExecutionProvider"])
+            self._session = runtime.InferenceSession(content, options, providers=chosen)
         except Exception as error:
-            problem = f"onnxruntime {runtime.__version__} cannot load it ({_first_line(error)})"
+            problem = f"onnxruntime {runtime.__version__} cannot load it ({first_line(error)})"
             raise BadFile(name, problem, "upgrade onnxruntime, or export it again") from error
-        self._name, self._inputs = name, [each.name for each in self._session.get_inputs()]
+        self._name, self.inputs = name, [each.name for each in self._session.get_inputs()]
         self._outputs = [each.name for each in self._session.get_outputs()]
 
     def __call__(self, state: State) -> tuple[np.ndarray, State]:
-        """Return the logits and the next state."""
+        """Return the logits and the next state, in the memory where ONNX Runtime wrote them."""
         try:
-            logits, *others = self._session.run(self._outputs, dict(zip(self._inputs, state, strict=True)))
+            logits, *others = self._session.run(self._outputs, dict(zip(self.inputs, state, strict=True)))
         except Exception as error:  # of several types, none of which onnxruntime exports
-            raise BadInput(
-                f"{self._name} cannot take these {len(state[0])} samples ({_first_line(error)}): look for indices of"
-                " tokens that the network does not know, or for texts that are too long"
-            ) from error
+            raise BadInput(refusal(self._name, len(state[0]), error)) from error
         return logits, tuple(others)
+
+
+def check_whole(content: bytes, name: str) -> None:
+    """Refuse a stage that reads its weights from elsewhere."""
+    if ELSEWHERE.search(content):
+        raise BadFile(name, "it names another file for its weights, which nothing verifies", "export it in one file")
+
+
+def chosen_providers(runtime: Any, names: Sequence[str]) -> list[str]:
+    """Return providers as ONNX Runtime spells them, the CPU last: it runs what the others cannot."""
+    known = {each.removesuffix(PROVIDER).lower(): each for each in runtime.get_available_providers()}
+    chosen = [known.get(name.removesuffix(PROVIDER).lower()) for name in names]
+    if None in chosen:
+        raise BadInput(
+            f"this onnxruntime has no provider {names[chosen.index(None)]!r}: choose among {', '.join(known)}, or"
+            " install the build of onnxruntime that has it, such as onnxruntime-gpu"
+        )
+    return [*dict.fromkeys([*filter(None, chosen), CPU])]
 
 
 def available_cores() -> int:
@@ -131,13 +150,22 @@ def available_cores() -> int:
     return len(affinity(0)) if affinity else os.cpu_count() or 1
 
 
+def refusal(name: str, samples: int, error: Exception) -> str:
+    """Return why a stage cannot take its inputs, and what to look for."""
+    return (
+        f"{name} cannot take these {samples} samples ({first_line(error)}): look for indices of tokens that the"
+        " network does not know, or for texts that are too long"
+    )
+
+
+def first_line(error: Exception) -> str:
+    """Return the first line of an error's text."""
+    return str(error).strip().partition("\n")[0]
+
+
 def _onnxruntime() -> Any:
     os.environ.setdefault(TELEMETRY, "1")
     try:
         return importlib.import_module("onnxruntime")
     except ImportError as error:
         raise BadInput('onnxruntime is not installed: pip install "alight[deploy]"') from error
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().partition("\n")[0]

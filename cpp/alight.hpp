@@ -1,0 +1,659 @@
+// Early exit in C++17: reads a folder that `alight export` wrote, runs its ONNX stages by ONNX Runtime, and decides
+// where each sample leaves as Python does, single samples and batches with compaction.
+//
+//     alight::Predictor predictor("exported");                        // needs libonnxruntime.so, no headers of it
+//     alight::Decision one = predictor(predictor.normalised(pixels, {1, 32, 32, 3}))[0];
+//
+// Policies that decide sample by sample run here: Threshold, Patience, Streak, ExitAt, Lottery and Mixture. Others, and
+// combined exits, are refused. ONNX Runtime is loaded when the program runs, by its C interface, whose function table
+// only ever grows: any version from 1.17 on will do.
+#pragma once
+
+#include <dlfcn.h>
+
+#include <algorithm>
+#include <array>
+#include <charconv>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <fstream>
+#include <functional>
+#include <limits>
+#include <map>
+#include <memory>
+#include <numeric>
+#include <stdexcept>
+#include <string>
+#include <utility>
+#include <vector>
+
+namespace alight {
+
+struct Error : std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
+
+// ---------------------------------------------------------------------------------------------- JSON and files
+
+class Json {
+ public:
+  static Json parsed(const std::string& text) {
+    const char* at = text.data();
+    Json value = read(at, text.data() + text.size());
+    return value;
+  }
+  const Json& operator[](const std::string& name) const {
+    auto found = members.find(name);
+    if (found == members.end()) throw Error("the file lacks \"" + name + "\": export the network again");
+    return found->second;
+  }
+  bool is_null() const { return kind == Kind::null; }
+  double number() const {
+    if (kind == Kind::text && (text_ == "never" || text_ == "always"))  // infinite thresholds
+      return (text_ == "never" ? 1 : -1) * std::numeric_limits<double>::infinity();
+    if (kind != Kind::number) throw Error("the file has something else where a number is expected");
+    return number_;
+  }
+  int64_t integer() const { return static_cast<int64_t>(number()); }
+  const std::string& text() const {
+    if (kind != Kind::text) throw Error("the file has something else where a text is expected");
+    return text_;
+  }
+  template <class T = double>
+  std::vector<T> numbers() const {
+    std::vector<T> made;
+    for (const Json& each : items) made.push_back(static_cast<T>(each.number()));
+    return made;
+  }
+  std::vector<Json> items;             // of a list
+  std::map<std::string, Json> members;  // of an object
+
+ private:
+  enum class Kind { null, boolean, number, text, list, object };
+  Kind kind = Kind::null;
+  double number_ = 0;
+  std::string text_;
+
+  [[noreturn]] static void fail() { throw Error("the file is not JSON: export the network again"); }
+  static void skip(const char*& at, const char* end) {
+    while (at < end && (*at == ' ' || *at == '\n' || *at == '\t' || *at == '\r')) ++at;
+    if (at == end) fail();
+  }
+  static void expect(const char*& at, const char* end, char wanted) {
+    skip(at, end);
+    if (*at++ != wanted) fail();
+  }
+  static Json read(const char*& at, const char* end) {
+    skip(at, end);
+    Json value;
+    if (*at == '{' || *at == '[') {
+      bool object = *at++ == '{';
+      value.kind = object ? Kind::object : Kind::list;
+      for (skip(at, end); *at != (object ? '}' : ']'); skip(at, end)) {
+        if (!value.items.empty() || !value.members.empty()) expect(at, end, ',');
+        if (object) {
+          skip(at, end);
+          std::string name = string(at, end);
+          expect(at, end, ':');
+          value.members.emplace(std::move(name), read(at, end));
+        } else {
+          value.items.push_back(read(at, end));
+        }
+      }
+      ++at;
+    } else if (*at == '"') {
+      value.kind = Kind::text;
+      value.text_ = string(at, end);
+    } else if (*at == 't' || *at == 'f' || *at == 'n') {
+      value.kind = *at == 'n' ? Kind::null : Kind::boolean;
+      at += *at == 'f' ? 5 : 4;
+    } else {
+      value.kind = Kind::number;
+      auto [next, problem] = std::from_chars(at, end, value.number_);
+      if (problem != std::errc()) fail();
+      at = next;
+    }
+    return value;
+  }
+  static std::string string(const char*& at, const char* end) {
+    expect(at, end, '"');
+    std::string made;
+    while (at < end && *at != '"') {
+      char each = *at++;
+      if (each != '\\') {
+        made += each;
+      } else if (end - at > 4 && *at == 'u') {
+        unsigned code = static_cast<unsigned>(std::stoul(std::string(at + 1, at + 5), nullptr, 16));
+        at += 5;
+        if (code < 0x80) made += static_cast<char>(code);
+        else if (code < 0x800) (made += static_cast<char>(0xC0 | code >> 6)) += static_cast<char>(0x80 | (code & 63));
+        else
+          ((made += static_cast<char>(0xE0 | code >> 12)) += static_cast<char>(0x80 | (code >> 6 & 63))) +=
+              static_cast<char>(0x80 | (code & 63));
+      } else if (at < end) {
+        const char* known = std::strchr("n\nt\tr\rb\bf\f", *at);  // pairs: what is written, and what it means
+        made += known && *at != '\n' ? known[1] : *at;
+        ++at;
+      }
+    }
+    expect(at, end, '"');
+    return made;
+  }
+};
+
+inline std::string file_content(const std::string& path) {
+  std::ifstream file(path, std::ios::binary);
+  if (!file) throw Error("cannot read " + path + ": export the network again");
+  return {std::istreambuf_iterator<char>(file), std::istreambuf_iterator<char>()};
+}
+
+// SHA-256 of a file's content, in hexadecimal digits (FIPS 180-4).
+inline std::string sha256(const std::string& content) {
+  auto root_bits = [](double root) { return static_cast<uint32_t>((root - std::floor(root)) * 4294967296.0); };
+  std::array<uint32_t, 64> constants{};
+  std::array<uint32_t, 8> state{};
+  for (uint32_t number = 2, found = 0; found < 64; ++number) {
+    bool prime = true;
+    for (uint32_t other = 2; other * other <= number; ++other) prime = prime && number % other;
+    if (!prime) continue;
+    if (found < 8) state[found] = root_bits(std::sqrt(static_cast<double>(number)));
+    constants[found++] = root_bits(std::cbrt(static_cast<double>(number)));
+  }
+  std::string padded = content + '\x80';
+  padded.append((120 - padded.size() % 64) % 64, '\0');
+  for (int shift = 56; shift >= 0; shift -= 8) padded += static_cast<char>(content.size() * 8ull >> shift & 255);
+  auto turned = [](uint32_t value, int by) { return value >> by | value << (32 - by); };
+  for (size_t start = 0; start < padded.size(); start += 64) {
+    std::array<uint32_t, 64> words{};
+    for (int i = 0; i < 64; ++i) words[i / 4] = words[i / 4] << 8 | static_cast<uint8_t>(padded[start + i]);
+    for (int i = 16; i < 64; ++i) {
+      uint32_t a = words[i - 15], b = words[i - 2];
+      words[i] = words[i - 16] + words[i - 7] + (turned(a, 7) ^ turned(a, 18) ^ a >> 3) +
+                 (turned(b, 17) ^ turned(b, 19) ^ b >> 10);
+    }
+    auto [a, b, c, d, e, f, g, h] = state;
+    for (int i = 0; i < 64; ++i) {
+      uint32_t one = h + (turned(e, 6) ^ turned(e, 11) ^ turned(e, 25)) + ((e & f) ^ (~e & g)) + constants[i] + words[i];
+      uint32_t two = (turned(a, 2) ^ turned(a, 13) ^ turned(a, 22)) + ((a & b) ^ (a & c) ^ (b & c));
+      h = g, g = f, f = e, e = d + one, d = c, c = b, b = a, a = one + two;
+    }
+    std::array<uint32_t, 8> mixed{a, b, c, d, e, f, g, h};
+    for (int i = 0; i < 8; ++i) state[i] += mixed[i];
+  }
+  std::string digits;
+  for (uint32_t word : state)
+    for (int shift = 28; shift >= 0; shift -= 4) digits += "0123456789abcdef"[word >> shift & 15];
+  return digits;
+}
+
+inline std::string verified(const std::string& folder, const std::string& file, const std::string& expected) {
+  std::string content = file_content(folder + "/" + file);
+  if (sha256(content) != expected) throw Error(folder + "/" + file + " was changed or damaged: export it again");
+  return content;
+}
+
+// Refuses a stage that reads its weights from another file: a Protobuf field 1 with the text "location".
+inline void check_whole(const std::string& content, const std::string& name) {
+  const std::string key = "location";
+  for (size_t at = content.find(key, 2); at != std::string::npos; at = content.find(key, at + 1)) {
+    char length = content[at - 1], tag = content[at - 2];
+    if ((length == 8 && tag == 10) || length == 0)  // 0 ends a length that is written longer than needed
+      throw Error(name + " names another file for its weights, which nothing verifies: export it in one file");
+  }
+}
+
+// ---------------------------------------------------------------------------------------------- ONNX Runtime
+
+// ONNX Runtime's C interface: places in its function table, which never change.
+class Runtime {
+ public:
+  using Handle = void*;
+  explicit Runtime(const std::string& library) {
+    setenv("ORT_DISABLE_TELEMETRY", "1", 0);
+    Handle opened = dlopen(library.c_str(), RTLD_NOW | RTLD_LOCAL);
+    if (!opened) throw Error("cannot load " + library + " (" + dlerror() + "): give the path of ONNX Runtime's library");
+    struct Base {
+      const Handle* (*table)(uint32_t);
+      const char* (*version)();
+    };
+    auto base = reinterpret_cast<const Base* (*)()>(dlsym(opened, "OrtGetApiBase"));
+    table_ = base ? base()->table(OLDEST) : nullptr;
+    if (!table_) throw Error(library + " is older than ONNX Runtime 1.17: use a newer one");
+    constexpr int QUIET = 3;  // errors alone
+    call<int, const char*, Handle*>(3, QUIET, "alight", &environment);
+    call<int, int, Handle*>(69, ARENA, DEFAULT_MEMORY, &memory);
+    call<Handle*>(78, &allocator);
+  }
+  // Calls the function at a place of the table, and throws what it complains about.
+  template <class... Taken>
+  void call(int place, Taken... given) const {
+    Handle status = reinterpret_cast<Handle (*)(Taken...)>(table_[place])(given...);
+    if (!status) return;
+    std::string message = reinterpret_cast<const char* (*)(Handle)>(table_[2])(status);
+    release(93, status);
+    throw Error(message);
+  }
+  void release(int place, Handle what) const {
+    if (what) reinterpret_cast<void (*)(Handle)>(table_[place])(what);
+  }
+  Handle environment = nullptr, memory = nullptr, allocator = nullptr;
+
+ private:
+  static constexpr uint32_t OLDEST = 17;
+  static constexpr int ARENA = 1, DEFAULT_MEMORY = 0;
+  const Handle* table_ = nullptr;
+};
+
+inline size_t bytes_of(const std::string& dtype) {
+  static const std::map<std::string, size_t> sizes{{"float32", 4}, {"uint8", 1}, {"int8", 1}, {"int32", 4},
+                                                   {"int64", 8},   {"bool", 1},  {"float64", 8}};
+  auto found = sizes.find(dtype);
+  if (found == sizes.end()) throw Error("tensors of " + dtype + " are not known here: run the network in Python");
+  return found->second;
+}
+
+inline int code_of(const std::string& dtype) {
+  static const std::map<std::string, int> codes{{"float32", 1}, {"uint8", 2}, {"int8", 3},    {"int32", 6},
+                                                {"int64", 7},   {"bool", 9},  {"float64", 11}};
+  return codes.at(dtype);
+}
+
+struct Spec {  // of a tensor: -1 stands for a size that may differ
+  std::string name, dtype;
+  std::vector<int64_t> shape;
+  explicit Spec(const Json& content) : name(content["name"].text()), dtype(content["dtype"].text()) {
+    for (const Json& size : content["shape"].items) shape.push_back(size.is_null() ? -1 : size.integer());
+    bytes_of(dtype);
+  }
+};
+
+// A tensor with one row per sample, in memory of its own or of somebody else.
+class Tensor {
+ public:
+  Tensor(const Runtime& runtime, const std::string& dtype, std::vector<int64_t> shape, const void* given = nullptr)
+      : runtime_(&runtime), shape_(std::move(shape)) {
+    size_t bytes = bytes_of(dtype);
+    for (int64_t size : shape_) bytes *= static_cast<size_t>(size);
+    if (!given) own_ = std::shared_ptr<char[]>(new char[bytes]);
+    data_ = given ? const_cast<char*>(static_cast<const char*>(given)) : own_.get();
+    runtime.call<void*, void*, size_t, const int64_t*, size_t, int, void**>(
+        49, runtime.memory, data_, bytes, shape_.data(), shape_.size(), code_of(dtype), &value_);
+  }
+  Tensor(const Runtime& runtime, void* value) : runtime_(&runtime), value_(value) {  // that ONNX Runtime made
+    void* info = nullptr;
+    size_t axes = 0;
+    runtime.call<void*, void**>(65, value, &info);
+    runtime.call<void*, size_t*>(61, info, &axes);
+    shape_.resize(axes);
+    runtime.call<void*, int64_t*, size_t>(62, info, shape_.data(), axes);
+    runtime.release(99, info);
+    runtime.call<void*, void**>(51, value, reinterpret_cast<void**>(&data_));
+  }
+  Tensor(Tensor&& other) noexcept { *this = std::move(other); }
+  Tensor& operator=(Tensor&& other) noexcept {
+    std::swap(runtime_, other.runtime_);
+    std::swap(value_, other.value_);
+    std::swap(shape_, other.shape_);
+    std::swap(own_, other.own_);
+    std::swap(data_, other.data_);
+    return *this;
+  }
+  ~Tensor() {
+    if (runtime_) runtime_->release(96, value_);
+  }
+  // The rows of survivors, compacted into new memory.
+  Tensor taken(const std::vector<size_t>& rows, const std::string& dtype) const {
+    std::vector<int64_t> shape = shape_;
+    shape[0] = static_cast<int64_t>(rows.size());
+    Tensor made(*runtime_, dtype, shape);
+    size_t row = bytes_of(dtype);
+    for (size_t axis = 1; axis < shape.size(); ++axis) row *= static_cast<size_t>(shape[axis]);
+    for (size_t to = 0; to < rows.size(); ++to) std::memcpy(made.data_ + to * row, data_ + rows[to] * row, row);
+    return made;
+  }
+  const std::vector<int64_t>& shape() const { return shape_; }
+  template <class T>
+  const T* data() const {
+    return reinterpret_cast<const T*>(data_);
+  }
+  void* value() const { return value_; }
+
+ private:
+  const Runtime* runtime_ = nullptr;
+  void* value_ = nullptr;
+  std::vector<int64_t> shape_;
+  std::shared_ptr<char[]> own_;
+  char* data_ = nullptr;
+};
+
+using State = std::vector<Tensor>;
+
+// One stage: takes the state, gives logits and the next state.
+class Session {
+ public:
+  Session(const Runtime& runtime, const std::string& content, int threads) : runtime_(runtime) {
+    void* options = nullptr;
+    runtime.call<void**>(10, &options);
+    std::unique_ptr<void, std::function<void(void*)>> kept(options, [&](void* each) { runtime.release(100, each); });
+    runtime.call<void*, int>(24, options, threads);
+    runtime.call<void*, int>(25, options, 1);
+    // threads of one stage must not keep a core busy while the next one works
+    runtime.call<void*, const char*, const char*>(130, options, "session.force_spinning_stop", "1");
+    runtime.call<void*, const void*, size_t, void*, void**>(8, runtime.environment, content.data(), content.size(),
+                                                           options, &session_);
+    read_names(30, 36, inputs_);
+    read_names(31, 37, outputs_);
+  }
+  Session(const Session&) = delete;
+  ~Session() { runtime_.release(95, session_); }
+
+  State operator()(const State& state) const {
+    std::vector<const char*> inputs = pointers(inputs_), outputs = pointers(outputs_);
+    std::vector<void*> given, made(outputs.size(), nullptr);
+    for (const Tensor& each : state) given.push_back(each.value());
+    runtime_.call<void*, void*, const char* const*, void* const*, size_t, const char* const*, size_t, void**>(
+        9, session_, nullptr, inputs.data(), given.data(), given.size(), outputs.data(), outputs.size(), made.data());
+    State found;
+    for (void* each : made) found.emplace_back(runtime_, each);
+    return found;
+  }
+
+ private:
+  void read_names(int count_place, int name_place, std::vector<std::string>& names) {
+    size_t count = 0;
+    runtime_.call<void*, size_t*>(count_place, session_, &count);
+    for (size_t index = 0; index < count; ++index) {
+      char* name = nullptr;
+      runtime_.call<void*, size_t, void*, char**>(name_place, session_, index, runtime_.allocator, &name);
+      names.emplace_back(name);
+      runtime_.call<void*, void*>(76, runtime_.allocator, name);
+    }
+  }
+  static std::vector<const char*> pointers(const std::vector<std::string>& names) {
+    std::vector<const char*> made;
+    for (const std::string& each : names) made.push_back(each.c_str());
+    return made;
+  }
+  const Runtime& runtime_;
+  void* session_ = nullptr;
+  std::vector<std::string> inputs_, outputs_;
+};
+
+// ---------------------------------------------------------------------------------------------- scores and policies
+
+struct HeadValues {  // of one sample at one exit
+  int64_t prediction;
+  double largest, score, probability;
+};
+
+// Class, score and probability from logits, in double precision.
+inline HeadValues head_values(const float* logits, size_t classes, const std::string& score) {
+  size_t best = static_cast<size_t>(std::max_element(logits, logits + classes) - logits);
+  double largest = logits[best], total = 0, second = 0, entropy = 0, second_logit = -std::numeric_limits<double>::infinity();
+  for (size_t each = 0; each < classes; ++each) {
+    if (std::isnan(logits[each])) return {0, std::numeric_limits<double>::quiet_NaN(), 0, 0};
+    double weight = std::exp(static_cast<double>(logits[each]) - largest);
+    total += weight;
+    if (each == best) continue;
+    second = std::max(second, weight);
+    second_logit = std::max<double>(second_logit, logits[each]);
+  }
+  double first = 1.0 / total, value = first;
+  if (score == "margin") value = first - second / total;
+  else if (score == "logit_margin") value = largest - second_logit;
+  else if (score == "negative_entropy") {
+    for (size_t each = 0; each < classes; ++each) {
+      double probability = std::exp(static_cast<double>(logits[each]) - largest) / total;
+      if (probability > 0) entropy += probability * std::log(probability);
+    }
+    value = entropy;
+  } else if (score != "max_probability") throw Error("the score " + score + " is not known here: run it in Python");
+  return {static_cast<int64_t>(best), largest, value, first};
+}
+
+// A number below 2^32 for a sample's number, the same in every language; each purpose draws anew.
+inline uint32_t hash32(int64_t sample, uint64_t salt, uint64_t purpose) {
+  constexpr uint64_t ALL = 0xFFFFFFFF;
+  uint64_t low = salt & ALL, high = salt >> 32, number = static_cast<uint64_t>(sample);
+  uint64_t mixed = (((number & ALL) ^ static_cast<uint64_t>(sample >> 32)) + low + 0x9E3779B9 * (purpose + 1)) & ALL;
+  mixed = ((mixed >> 16 ^ mixed) * 0x7FEB352D & ALL) ^ high;
+  mixed = (mixed >> 16 ^ mixed) * 0x31848BAB & ALL;
+  return static_cast<uint32_t>(mixed >> 15 ^ mixed);
+}
+
+inline bool hashed_below(int64_t sample, double share, uint64_t salt, uint64_t purpose) {
+  return hash32(sample, salt, purpose) < std::ceil(share * 4294967296.0);
+}
+
+struct Memory {  // what a policy remembers of a sample between exits
+  int64_t previous = -1, count = -1;
+  std::vector<Memory> parts;
+};
+
+class Policy {
+ public:
+  explicit Policy(const Json& content) : Policy(content, static_cast<uint64_t>(content["salt"].number())) {}
+
+  // Whether a sample leaves at an open exit before the last.
+  bool leaves(size_t exit, int64_t sample, int64_t prediction, double score_value, Memory& memory) const {
+    if (rule == "Threshold") {
+      if (tie_shares[exit] >= 1) return score_value >= thresholds[exit];
+      bool drawn = hashed_below(sample, tie_shares[exit], salt, TIES);
+      return score_value > thresholds[exit] || (score_value == thresholds[exit] && drawn);
+    }
+    if (rule == "Patience") {
+      memory.count = prediction == memory.previous || memory.count < 0 ? memory.count + 1 : 0;
+      memory.previous = prediction;
+      return memory.count >= patience;
+    }
+    if (rule == "Streak") {
+      memory.count = score_value >= threshold ? std::max<int64_t>(memory.count, 0) + 1 : 0;
+      return memory.count >= patience;
+    }
+    if (rule == "Lottery") {
+      double waiting = std::accumulate(exit_rates.begin() + static_cast<long>(exit), exit_rates.end(), 0.0);
+      double now = waiting > 0 ? std::min(1.0, exit_rates[exit] / waiting) : 1.0;
+      return hashed_below(sample, now, salt, LOTTERY + exit);
+    }
+    if (rule == "ExitAt") return true;
+    memory.parts.resize(2);  // of a mixture
+    bool first = parts[0].leaves(exit, sample, prediction, score_value, memory.parts[0]);
+    bool second = parts[1].leaves(exit, sample, prediction, score_value, memory.parts[1]);
+    return hashed_below(sample, share, salt, MIXING) ? first : second;
+  }
+
+  std::string rule, score, fingerprint;
+  std::vector<double> costs;
+  std::vector<int64_t> open_exits;
+
+ private:
+  static constexpr uint64_t TIES = 0, MIXING = 1, LOTTERY = 100;  // purposes of random draws
+  Policy(const Json& content, uint64_t salt)
+      : rule(content["rule"].text()), score(content["score"].text()), fingerprint(content["fingerprint"].text()),
+        costs(content["costs"].numbers()), open_exits(content["open_exits"].numbers<int64_t>()), salt(salt) {
+    if (!content["combination"].is_null()) throw Error("combined exits do not run here: run the folder in Python");
+    if (rule == "Threshold") thresholds = content["thresholds"].numbers(), tie_shares = content["tie_shares"].numbers();
+    else if (rule == "Patience") patience = content["patience"].integer();
+    else if (rule == "Streak") threshold = content["threshold"].number(), patience = content["patience"].integer();
+    else if (rule == "Lottery") exit_rates = content["exit_rates"].numbers();
+    else if (rule == "Mixture") {
+      share = content["share"].number();
+      parts = {Policy(content["first"], salt), Policy(content["second"], salt)};
+    } else if (rule != "ExitAt") throw Error("a policy " + rule + " needs batches or streams: run the folder in Python");
+  }
+  std::vector<double> thresholds, tie_shares, exit_rates;
+  double threshold = 0, share = 0;
+  int64_t patience = 0;
+  uint64_t salt = 0;
+  std::vector<Policy> parts;
+};
+
+// ---------------------------------------------------------------------------------------------- the walk
+
+struct Input {  // a batch of one tensor, as the network takes it
+  const void* data;
+  std::vector<int64_t> shape;
+};
+
+struct Decision {
+  int64_t prediction = 0, exit = 0;  // of all exits of the network, open or closed
+  double cost = 0, probability = 0;
+};
+
+class Predictor {
+ public:
+  explicit Predictor(const std::string& folder, int threads = 1, const std::string& library = "libonnxruntime.so")
+      : Predictor(folder, Json::parsed(file_content(folder + "/manifest.json")), threads, library) {}
+
+  // Decisions about a batch of the network's first inputs; samples are numbered from `first`, which decides ties.
+  std::vector<Decision> operator()(const std::vector<Input>& inputs, int64_t first = 0) const {
+    State state = admitted(inputs);
+    size_t count = static_cast<size_t>(inputs[0].shape[0]);
+    std::vector<Decision> decisions(count);
+    std::vector<Memory> memories(count);
+    std::vector<size_t> waiting(count), staying;
+    std::iota(waiting.begin(), waiting.end(), size_t{0});
+    for (size_t stage = 0; stage < stages_.size() && !waiting.empty(); ++stage) {
+      State made = (*stages_[stage])(state);
+      const Tensor& logits = made[0];
+      size_t classes = static_cast<size_t>(logits.shape()[1]);
+      staying.clear();
+      for (size_t row = 0; row < waiting.size(); ++row) {
+        size_t index = waiting[row];
+        int64_t sample = first + static_cast<int64_t>(index);
+        HeadValues values = head_values(logits.data<float>() + row * classes, classes, policy.score);
+        if (!std::isfinite(values.largest))
+          throw Error("the network gives unusable logits for sample " + std::to_string(sample) + ": look for overflow");
+        bool last = stage + 1 == stages_.size();
+        if (last || policy.leaves(stage, sample, values.prediction, values.score, memories[index]))
+          decisions[index] = {values.prediction, policy.open_exits[stage], policy.costs[stage], values.probability};
+        else
+          staying.push_back(row);
+      }
+      if (staying.empty()) break;
+      bool everybody = staying.size() == waiting.size();
+      state.clear();
+      for (size_t each = 1; each < made.size(); ++each)
+        state.push_back(everybody ? std::move(made[each]) : made[each].taken(staying, carried_[stage][each - 1].dtype));
+      for (size_t& row : staying) row = waiting[row];
+      waiting.swap(staying);
+    }
+    return decisions;
+  }
+  std::vector<Decision> operator()(const std::vector<float>& images, int64_t first = 0) const {
+    size_t one = 1;
+    for (size_t axis = 1; axis < inputs.at(0).shape.size(); ++axis) one *= static_cast<size_t>(inputs[0].shape[axis]);
+    std::vector<int64_t> shape = inputs[0].shape;
+    if (images.empty() || images.size() % one)
+      throw Error(std::to_string(images.size()) + " numbers are not images of " + std::to_string(one) + " each");
+    shape[0] = static_cast<int64_t>(images.size() / one);
+    return (*this)({{images.data(), shape}}, first);
+  }
+
+  // Images of bytes, (count, height, width, channels), as the network takes them.
+  std::vector<float> normalised(const uint8_t* pixels, const std::vector<int64_t>& shape) const {
+    if (mean_.empty()) throw Error("how the network normalises images is unknown: export it with a normalisation");
+    const std::vector<int64_t>& wanted = inputs.at(0).shape;
+    if (shape.size() != 4 || wanted.size() != 4 || shape[1] != wanted[2] || shape[2] != wanted[3] || shape[3] != wanted[1])
+      throw Error("the images have another size or number of channels than the network takes: resize them");
+    size_t count = static_cast<size_t>(shape[0]), channels = mean_.size(), area = static_cast<size_t>(shape[1] * shape[2]);
+    std::vector<float> made(count * channels * area);
+    for (size_t image = 0; image < count; ++image)
+      for (size_t place = 0; place < area; ++place)
+        for (size_t channel = 0; channel < channels; ++channel) {
+          float value = static_cast<float>(pixels[(image * area + place) * channels + channel]) / 255.0f;
+          made[(image * channels + channel) * area + place] = (value - mean_[channel]) / std_[channel];
+        }
+    return made;
+  }
+
+  std::vector<Spec> inputs;  // what the first stage takes
+  std::vector<std::string> exits, classes;
+  Policy policy;
+
+ private:
+  Predictor(const std::string& folder, const Json& manifest, int threads, const std::string& library)
+      : policy(Json::parsed(verified(folder, "policy.json", manifest["policy_checksum"].text()))), runtime_(library) {
+    std::string own = manifest["runtime"].text();
+    if (manifest["format"].text() != "onnx" || (own != "onnxruntime" && manifest["precision"].text() != "float32"))
+      throw Error(folder + " was exported for " + own + ": export it as onnx for onnxruntime");
+    if (!policy.fingerprint.empty() && policy.fingerprint != manifest["fingerprint"].text())
+      throw Error("the policy in " + folder + " was calibrated on another network: calibrate again");
+    for (const Json& each : manifest["inputs"].items) inputs.emplace_back(each);
+    for (const Json& each : manifest["exits"].items) exits.push_back(each.text());
+    for (const Json& each : manifest["classes"].items) classes.push_back(each.text());
+    if (!manifest["normalisation"].is_null()) {
+      mean_ = manifest["normalisation"]["mean"].numbers<float>();
+      std_ = manifest["normalisation"]["std"].numbers<float>();
+    }
+    std::vector<int64_t> opened;
+    for (const Json& stage : manifest["stages"].items) {
+      std::string content = verified(folder, stage["file"].text(), stage["checksum"].text());
+      check_whole(content, stage["file"].text());
+      stages_.push_back(std::make_unique<Session>(runtime_, content, threads));
+      std::vector<Spec> carried;
+      for (const Json& each : stage["carries"].items) carried.emplace_back(each);
+      carried_.push_back(std::move(carried));
+      opened.push_back(stage["exit"].integer());
+    }
+    if (opened != policy.open_exits) throw Error("the policy in " + folder + " opens other exits than its stages");
+    probe(folder, manifest);
+  }
+
+  State admitted(const std::vector<Input>& given) const {
+    if (given.size() != inputs.size())
+      throw Error(std::to_string(given.size()) + " inputs, and the network takes " + std::to_string(inputs.size()));
+    State state;
+    for (size_t index = 0; index < given.size(); ++index) {
+      const Spec& spec = inputs[index];
+      bool fits = given[index].shape.size() == spec.shape.size() && given[index].shape[0] > 0;
+      for (size_t axis = 0; fits && axis < spec.shape.size(); ++axis)
+        fits = spec.shape[axis] < 0 || spec.shape[axis] == given[index].shape[axis];
+      if (!fits) throw Error("the input " + spec.name + " has another shape than the network takes");
+      size_t numbers = 1;
+      for (int64_t size : given[index].shape) numbers *= static_cast<size_t>(size);
+      const float* values = spec.dtype == "float32" ? static_cast<const float*>(given[index].data) : nullptr;
+      for (size_t each = 0; values && each < numbers; ++each)
+        if (!std::isfinite(values[each])) throw Error("an input holds NaN or infinity: some operators would swallow it");
+      state.emplace_back(runtime_, spec.dtype, given[index].shape, given[index].data);
+    }
+    return state;
+  }
+
+  // Checks that the stages compute here what they did where they were exported, on a sample that is made alike.
+  void probe(const std::string& folder, const Json& manifest) const {
+    if (manifest["stages"].items.back()["probe"].items.empty() || inputs.size() != 1 || inputs[0].dtype != "float32") return;
+    std::vector<int64_t> shape = inputs[0].shape;
+    shape[0] = 1;
+    if (*std::min_element(shape.begin(), shape.end()) < 0) return;
+    size_t numbers = 1;
+    for (int64_t size : shape) numbers *= static_cast<size_t>(size);
+    std::vector<float> values(numbers);
+    double golden = (std::sqrt(5.0) - 1) / 2;
+    for (size_t each = 0; each < numbers; ++each)
+      values[each] = static_cast<float>(4 * std::fmod(golden * static_cast<double>(each), 1.0) - 2);
+    State state = admitted({{values.data(), shape}});
+    double allowed = manifest["precision"].text() == "int8" ? 0.05 : 1e-3;
+    for (size_t stage = 0; stage < stages_.size(); ++stage) {
+      State made = (*stages_[stage])(state);
+      std::vector<double> wanted = manifest["stages"].items[stage]["probe"].numbers();
+      double gap = 0, largest = 1e-2;
+      for (size_t each = 0; each < wanted.size(); ++each) {
+        gap = std::max(gap, std::abs(wanted[each] - static_cast<double>(made[0].data<float>()[each])));
+        largest = std::max(largest, std::abs(wanted[each]));
+      }
+      if (!(gap <= allowed * largest))
+        throw Error(folder + " gives other logits here than where it was exported: export the network on such a machine");
+      made.erase(made.begin());
+      state = std::move(made);
+    }
+  }
+
+  Runtime runtime_;
+  std::vector<std::unique_ptr<Session>> stages_;
+  std::vector<std::vector<Spec>> carried_;
+  std::vector<float> mean_, std_;
+};
+
+}  // namespace alight

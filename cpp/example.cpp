@@ -1,0 +1,109 @@
+// Decides about images and prints a line for each: sample, class, exit, cost, probability.
+//
+//     alight_example FOLDER images.npy [--batch N] [--threads N] [--library libonnxruntime.so] [--warm N] [--times]
+//
+// images.npy holds bytes, (images, height, width, channels), or floats as the network takes them. Times of the batches
+// go to the error output: mean, median and 99th percentile, or with --times each of them in milliseconds. The first
+// --warm images are decided once before.
+#include <chrono>
+#include <cstdio>
+#include <iostream>
+
+#include "alight.hpp"
+
+struct Images {
+  std::vector<int64_t> shape;
+  bool bytes;
+  std::string content;  // of the array
+};
+
+// An array that NumPy saved, of bytes or floats, rows first.
+Images read_npy(const std::string& path) {
+  std::string file = alight::file_content(path);
+  if (file.size() < 12 || file.compare(1, 5, "NUMPY")) throw alight::Error(path + " is not an .npy file");
+  bool old = file[6] == 1;
+  size_t start = old ? 10 : 12, length = 0;
+  for (size_t each = start; each-- > 8;) length = length << 8 | static_cast<uint8_t>(file[each]);
+  std::string header = file.substr(start, length);
+  Images images;
+  images.bytes = header.find("'|u1'") != std::string::npos;
+  bool floats = header.find("'<f4'") != std::string::npos, rows_first = header.find("'fortran_order': False") != std::string::npos;
+  if (!rows_first || !(images.bytes || floats)) throw alight::Error(path + ": give uint8 or float32, rows first");
+  size_t at = header.find('(') + 1;
+  while (at < header.size() && header[at] != ')') {
+    if (std::isdigit(static_cast<unsigned char>(header[at]))) {
+      images.shape.push_back(std::stol(header.substr(at)));
+      while (std::isdigit(static_cast<unsigned char>(header[at]))) ++at;
+    } else {
+      ++at;
+    }
+  }
+  images.content = file.substr(start + length);
+  return images;
+}
+
+int main(int count, char** given) try {
+  std::vector<std::string> places;
+  std::map<std::string, std::string> options{
+      {"--batch", "1"}, {"--threads", "1"}, {"--library", "libonnxruntime.so"}, {"--warm", "0"}};
+  bool each_time = false;
+  for (int each = 1; each < count; ++each) {
+    std::string text = given[each];
+    if (options.count(text) && each + 1 < count) options[text] = given[++each];
+    else if (text == "--times") each_time = true;
+    else places.push_back(text);
+  }
+  if (places.size() != 2) throw alight::Error("usage: alight_example FOLDER images.npy [--batch N] [--threads N] [--library FILE]");
+  auto begin = std::chrono::steady_clock::now();
+  alight::Predictor predictor(places[0], std::stoi(options["--threads"]), options["--library"]);
+  auto milliseconds = [](auto from) {
+    return std::chrono::duration<double, std::milli>(std::chrono::steady_clock::now() - from).count();
+  };
+  double loading = milliseconds(begin);
+  Images images = read_npy(places[1]);
+  std::vector<int64_t> shape = images.shape;  // of a batch
+  size_t total = static_cast<size_t>(shape.at(0)), row = images.bytes ? 1 : sizeof(float);
+  size_t batch = std::max<size_t>(1, std::stoul(options["--batch"]));
+  for (size_t axis = 1; axis < shape.size(); ++axis) row *= static_cast<size_t>(shape[axis]);
+  if (images.content.size() != total * row) throw alight::Error(places[1] + " is cut short: write it again");
+  std::vector<double> times;
+  std::vector<alight::Decision> decisions(total);
+  for (size_t warm : {std::min<size_t>(std::stoul(options["--warm"]), total), total}) {
+    times.clear();
+    for (size_t start = 0; start < warm; start += batch) {
+      size_t size = std::min(batch, warm - start);
+      const char* data = images.content.data() + start * row;
+      shape[0] = static_cast<int64_t>(size);
+      std::vector<float> values(images.bytes ? 0 : size * row / sizeof(float));
+      if (images.bytes) {
+        values = predictor.normalised(reinterpret_cast<const uint8_t*>(data), shape);
+      } else {
+        std::memcpy(values.data(), data, size * row);  // where floats may stand
+      }
+      auto from = std::chrono::steady_clock::now();
+      auto number = static_cast<int64_t>(start);
+      std::vector<alight::Decision> found =
+          images.bytes ? predictor(values, number) : predictor({{values.data(), shape}}, number);
+      times.push_back(milliseconds(from));
+      std::copy(found.begin(), found.end(), decisions.begin() + static_cast<long>(start));
+    }
+  }
+  std::puts("sample,prediction,exit,cost,probability");
+  for (size_t sample = 0; sample < total; ++sample) {
+    const alight::Decision& each = decisions[sample];
+    std::printf("%zu,%lld,%s,%.17g,%.17g\n", sample, static_cast<long long>(each.prediction),
+                predictor.exits[static_cast<size_t>(each.exit)].c_str(), each.cost, each.probability);
+  }
+  if (each_time) {
+    for (double each : times) std::fprintf(stderr, "%.6f\n", each);
+    return 0;
+  }
+  double mean = std::accumulate(times.begin(), times.end(), 0.0) / static_cast<double>(times.size());
+  std::sort(times.begin(), times.end());
+  auto quantile = [&](double share) { return times[static_cast<size_t>(share * static_cast<double>(times.size() - 1))]; };
+  std::fprintf(stderr, "loaded in %.1f ms; batches of %zu: mean %.3f ms, median %.3f ms, 99th percentile %.3f ms\n",
+               loading, batch, mean, quantile(0.5), quantile(0.99));
+} catch (const std::exception& error) {
+  std::cerr << "alight: " << error.what() << '\n';
+  return 1;
+}

@@ -1,0 +1,263 @@
+"""Quantised exits beyond their speed: the same decisions everywhere, guarantees, size, start-up and memory.
+
+    python experiments/edge_checks.py decisions WORK         # 3 minutes on one core
+    python experiments/edge_checks.py certificates WORK --data DATA     # 3 minutes
+    python experiments/edge_checks.py footprint WORK         # 1 minute
+    python experiments/edge_checks.py asking WORK --state STATE   # 2 minutes on two cores
+
+WORK was written by `edge.py prepare`. `decisions` runs the int8 folder on its 2,000 images in Python, in batches and
+one by one, in C++, and in the HTTP service: results/edge_decisions.csv; a sample is `near` if a score lies within 1e-5
+of its threshold. `certificates` records 8,000 images by the int8 stages once, calibrates with a guarantee on 200 draws
+of 1,000 and counts the draws whose policy breaks it on the others: results/edge_certificates.csv. `footprint` starts
+each program anew, also on one core with 512 MiB: results/edge_footprint.csv. `asking` times single images through
+three exits at which nobody leaves, beside the same network in one piece: results/edge_asking.csv.
+"""
+
+import argparse
+import csv
+import io
+import json
+import os
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from alight import HeadOutputs, Policy, Predictor, RunSettings, calibrate, record, replay
+from alight.costs import Costs
+from alight.engine.manifest import Manifest
+from alight.files import write_rows
+from alight.policies.policy import Threshold
+from alight.provenance import provenance
+
+ROOT = Path(__file__).parent.parent
+FOLDER = "exits_onnxruntime_int8_0.01"
+NEAR = 1e-5
+DRAWS, CALIBRATION = 200, 1000
+LIMIT = 512 * 2**20  # bytes
+ONE, THREADS = RunSettings(threads=1), 2
+Row = dict[str, str | float | int]
+Answers = tuple[np.ndarray, np.ndarray]  # labels and exits
+
+
+def decisions(work: Path) -> list[Row]:
+    """Return a row for every way to run the int8 folder, beside Python in batches of 32."""
+    from served_answers import as_png, ask_service
+
+    with np.load(work / "images.npz") as file:
+        pixels = file["images"]
+    folder, samples = work / FOLDER, np.arange(len(pixels))
+    predictor = Predictor.load(folder, settings=ONE, batch_size=32)
+    policy = predictor.policy
+    first = predictor(pixels, samples)
+    near = near_a_threshold(policy, record(predictor.backend, pixels, progress=False).scores)
+    found: dict[str, Answers] = {}
+    alone = [predictor(pixels[row : row + 1], [row]) for row in range(len(pixels))]
+    found["Python, one by one"] = (
+        np.array([each.predictions[0] for each in alone]),
+        np.array([each.exits[0] for each in alone]),
+    )
+    for batch in (1, 64):
+        found[f"C++, batches of {batch}"] = in_cpp(work, folder, pixels, batch)
+    images = [as_png(image) for image in pixels]
+    answers = ask_service(folder, folder / "policy.json", "images", images, ["--no-state"])
+    found["service"] = np.array([each["index"] for each in answers]), np.array([each["exit"] for each in answers])
+    rows: list[Row] = []
+    for name, (labels, exits) in found.items():
+        other = (labels != first.predictions) | (exits != first.exits)
+        row: Row = {"engine": name, "samples": len(pixels), "exits_taken": len({*first.exits.tolist()})}
+        row |= {
+            "other_labels": int((labels != first.predictions).sum()),
+            "other_exits": int((exits != first.exits).sum()),
+        }
+        rows.append(row | {"near": int((other & near).sum()), "different": int((other & ~near).sum())})
+    return rows
+
+
+def near_a_threshold(policy: Policy, scores: np.ndarray) -> np.ndarray:
+    """Return which samples have a score that the last bits could move over its threshold."""
+    assert isinstance(policy, Threshold)
+    return np.asarray((np.abs(scores[:, :-1] - np.array(policy.thresholds)) <= NEAR).any(axis=1))
+
+
+def in_cpp(work: Path, folder: Path, pixels: np.ndarray, batch: int) -> Answers:
+    """Return what the program in C++ decides."""
+    with tempfile.TemporaryDirectory() as temporary:
+        np.save(f"{temporary}/images.npy", pixels)
+        command = [*program(work), str(folder), f"{temporary}/images.npy", "--batch", str(batch)]
+        done = subprocess.run([*command, "--library", library()], capture_output=True, text=True, check=True)
+    rows = [*csv.DictReader(io.StringIO(done.stdout))]
+    names = Manifest.load(folder).exits
+    return np.array([int(row["prediction"]) for row in rows]), np.array([names.index(row["exit"]) for row in rows])
+
+
+def program(work: Path) -> list[str]:
+    return [str(work / "cpp" / "alight_example")]
+
+
+def library() -> str:
+    import onnxruntime
+
+    return str(next((Path(onnxruntime.__file__).parent / "capi").glob("libonnxruntime.so*")))
+
+
+def certificates(work: Path, data: Path) -> list[Row]:
+    """Return how often guarantees of policies that were calibrated on the int8 stages are broken, in 200 draws."""
+    with np.load(data / "test.npz") as file:
+        order = np.random.default_rng(0).permutation(len(file["labels"]))[2000:]
+        pixels, labels = file["images"][order], file["labels"][order]
+    predictor = Predictor.load(work / FOLDER, settings=ONE)
+    path = work / "int8_labelled.npz"
+    if not path.exists():
+        record(predictor.backend, (pixels, labels), batch_size=32, progress=False).save(path)
+    table = HeadOutputs.load(path)
+    costs = Costs.from_cumulative(predictor.policy.costs, predictor.policy.unit)
+    rng = np.random.default_rng(1)
+    costly, lossy = [], []
+    for _ in range(DRAWS):
+        drawn = rng.permutation(len(table))
+        own, others = table.take(drawn[:CALIBRATION]), table.take(drawn[CALIBRATION:])
+        spent = (
+            replay(calibrate.certified_probability(calibrate.eero)(costs, "70%", own), others).mean_cost / costs.full
+        )
+        risk = calibrate.certified_risk(calibrate.eero, risk="excess_error", alpha=0.02)
+        lost = float(others.correct()[:, -1].mean()) - replay(risk(costs, None, own), others).accuracy()
+        costly.append(spent)
+        lossy.append(lost)
+    rows: list[Row] = []
+    for name, values, limit in zip(("mean cost", "lost accuracy"), (costly, lossy), (0.7, 0.02), strict=True):
+        found = np.array(values)
+        row: Row = {"guarantee": name, "draws": DRAWS, "calibration": CALIBRATION, "others": len(table) - CALIBRATION}
+        row |= {"broken": int((found > limit).sum()), "allowed": 0.05 * DRAWS, "mean": float(found.mean())}
+        rows.append(row | {"largest": float(found.max()), "limit": limit})
+    return rows
+
+
+def footprint(work: Path) -> Iterator[Row]:
+    """Yield size, start-up, time per image and memory of the int8 folder, in Python and C++, free and limited."""
+    folder = work / FOLDER
+    size = sum(path.stat().st_size for path in folder.iterdir())
+    with np.load(work / "images.npz") as file, tempfile.TemporaryDirectory() as temporary:
+        np.save(f"{temporary}/images.npy", file["images"][:500])
+        ways = {
+            "Python": [sys.executable, __file__, "one", str(folder), f"{temporary}/images.npy"],
+            "C++": [*program(work), str(folder), f"{temporary}/images.npy", "--library", library()],
+        }
+        for name, command in ways.items():
+            for limited in (False, True):
+                yield {"engine": name, "one_core_512_mib": int(limited), "bytes": size, **started(command, limited)}
+
+
+def started(command: list[str], limited: bool) -> Row:
+    """Return seconds until a program has loaded the folder, milliseconds per image, and the most memory it had."""
+    start = time.perf_counter()
+    pipes: dict[str, Any] = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
+    process = subprocess.Popen(command, preexec_fn=limit if limited else None, **pipes)
+    text = process.stderr.read() if process.stderr else ""
+    _, status, used = os.wait4(process.pid, 0)
+    seconds = time.perf_counter() - start
+    if status:
+        raise SystemExit(f"{command[0]} ended with {status}: {text[-500:]}")
+    numbers = json.loads(text.splitlines()[-1]) if text.startswith("{") else from_example(text)
+    return {**numbers, "seconds_with_500_images": seconds, "memory_mib": used.ru_maxrss / 1024}
+
+
+def from_example(text: str) -> Row:
+    """Return the numbers of the example's last line."""
+    words = text.split()
+    return {"load_ms": float(words[words.index("in") + 1]), "mean_ms": float(words[words.index("mean") + 1])}
+
+
+def limit() -> None:
+    """Leave one core and 512 MiB of data to this process."""
+    os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+    resource.setrlimit(resource.RLIMIT_DATA, (LIMIT, LIMIT))
+
+
+def one(folder: Path, path: Path) -> None:
+    """Run images one by one, and print how long loading and one image take."""
+    start = time.perf_counter()
+    predictor = Predictor.load(folder, settings=ONE)
+    loaded, pixels = time.perf_counter(), np.load(path)
+    for row in range(len(pixels)):
+        predictor(pixels[row : row + 1])
+    each = 1e3 * (time.perf_counter() - loaded) / len(pixels)
+    print(json.dumps({"load_ms": 1e3 * (loaded - start), "mean_ms": each}), file=sys.stderr)
+
+
+def asking(work: Path, state: Path) -> Iterator[Row]:
+    """Yield what it costs to ask at three exits when nobody leaves, over the same network in one piece; one image."""
+    import torch
+    from cifar100_train import Job, load_result
+    from edge import EXITS
+
+    from alight import export_model
+    from alight.export.precision import lower, put_policy
+    from alight.policies.policy import ExitAt
+
+    model, example = load_result(Job(EXITS), state), torch.zeros(2, 3, 32, 32)
+    with np.load(work / "images.npz") as file:
+        images = ((file["images"][:128] / np.float32(255) - file["mean"]) / file["std"]).transpose(0, 3, 1, 2)
+    images = np.ascontiguousarray(images)
+    terms: dict[str, Any] = {"num_exits": model.num_exits}
+    policies = {
+        "never": Threshold((np.inf,) * 3, costs=(1.0, 2.0, 3.0, 4.0), open_exits=(1, 3, 5, 7), **terms),
+        "whole": ExitAt(costs=(4.0,), open_exits=(7,), **terms),
+    }
+    for runtime in ("onnxruntime", "openvino"):
+        for precision in ("float32", "int8"):
+            pair = []
+            for name, policy in policies.items():
+                plain, folder = work / f"asking_{name}", work / f"asking_{name}_{precision}_{runtime}"
+                if not plain.exists():
+                    export_model(model, policy, plain, example=example, progress=False)
+                if not folder.exists():
+                    lower(plain, folder, precision, [(images,)], runtime=runtime)
+                    put_policy(folder, policy)
+                pair.append(Predictor.load(folder, settings=RunSettings(threads=THREADS)))
+            starts = [*range(0, 120, 10)] * 5
+            times = np.array([[alone(each, images, start) for each in pair] for start in starts])[5:]
+            ratios = times[:, 0] / times[:, 1]
+            low, middle, high = np.quantile(ratios, [0.25, 0.5, 0.75]).tolist()
+            row: Row = {"runtime": runtime, "precision": precision, "exits_asked": 3, "threads": THREADS}
+            row |= {"whole_ms": float(np.median(times[:, 1])), "asked_ms": float(np.median(times[:, 0]))}
+            yield row | {"over": middle - 1, "over_low": low - 1, "over_high": high - 1}
+
+
+def alone(predictor: Predictor, images: np.ndarray, start: int) -> float:
+    """Return milliseconds per image of ten images one by one."""
+    begin = time.perf_counter()
+    for row in range(start, start + 10):
+        predictor(images[row : row + 1])
+    return 100 * (time.perf_counter() - begin)
+
+
+def main() -> None:
+    if sys.argv[1:2] == ["one"]:
+        one(Path(sys.argv[2]), Path(sys.argv[3]))
+        return
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("step", choices=["decisions", "certificates", "footprint", "asking"])
+    parser.add_argument("work", type=Path)
+    parser.add_argument("--data", type=Path, help="CIFAR-100, for certificates")
+    parser.add_argument("--state", type=Path, help="results of cifar100_train.py, for asking")
+    options = parser.parse_args()
+    steps: dict[str, Any] = {"decisions": decisions, "footprint": footprint}
+    steps["certificates"] = partial(certificates, data=options.data)
+    steps["asking"] = partial(asking, state=options.state)
+    made = provenance("onnxruntime", "numpy", folder=ROOT)
+    rows = [{**row, **made} for row in steps[options.step](options.work)]
+    for row in rows:
+        print(", ".join(f"{name} {value}" for name, value in row.items() if name not in made))
+    write_rows(ROOT / f"results/edge_{options.step}.csv", rows)
+
+
+if __name__ == "__main__":
+    main()

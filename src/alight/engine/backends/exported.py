@@ -1,0 +1,52 @@
+"""Which runtime executes the stages of an exported folder."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from alight.engine.manifest import AOTI, FLOAT32, Manifest
+from alight.engine.settings import ONNXRUNTIME, OPENVINO, TORCH, RunSettings
+from alight.errors import BadInput, Mismatch
+
+
+def exported_backend(
+    folder: Path,
+    manifest: Manifest,
+    settings: RunSettings,
+    *,
+    allow_mismatch: bool = False,
+    allow_compiled: bool = False,
+) -> Any:
+    """Return the backend of a folder that `alight export` wrote: the runtime it was exported for, or another one.
+
+    Stages of float32 run by any runtime. In lower precision each rounds otherwise, so that the policy, which was
+    calibrated with one of them, holds for that one alone.
+    """
+    others = replace(settings, threads=None, runtime=None, providers=())
+    others = replace(others, device=None if settings.device == "cpu" else settings.device)
+    if odd := [name for name, value in vars(others).items() if value != getattr(RunSettings(), name)]:
+        raise BadInput(f"{folder} was exported, and {odd[0]} is for networks that were not: leave it out")
+    if manifest.format == AOTI:
+        if not allow_compiled:
+            raise BadInput(
+                f"{folder} holds machine code that torch compiled: load it with allow_compiled=True if you or"
+                " people you trust compiled it"
+            )
+        from alight.engine.backends.aoti import AotiBackend
+
+        return AotiBackend(folder, manifest, settings)
+    runtime = settings.runtime or manifest.runtime
+    if runtime == TORCH:
+        raise BadInput(f"{folder} was exported: run it by {ONNXRUNTIME} or {OPENVINO}, or give the network itself")
+    if manifest.precision != FLOAT32 and runtime != manifest.runtime and not allow_mismatch:
+        raise Mismatch(
+            f"{folder} was recorded and calibrated with {manifest.runtime} in {manifest.precision}, and {runtime}"
+            f" rounds otherwise: export it for {runtime}, or allow_mismatch=True"
+        )
+    if runtime == OPENVINO:
+        from alight.engine.backends.openvino import OpenVinoBackend
+
+        return OpenVinoBackend(folder, manifest, settings)
+    from alight.engine.backends.onnx import OnnxBackend
+
+    return OnnxBackend(folder, manifest, settings)

@@ -1,0 +1,226 @@
+"""Networks without exits that other engines run: an ONNX file, a LiteRT file, a model behind HTTP.
+
+Each is a backend of one stage, arrays in and logits out, so that a cascade runs them as it does networks of PyTorch.
+"""
+
+import json
+import os
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from threading import Lock
+from typing import Any
+
+import numpy as np
+
+from alight.data.preprocess import InputSpec, TensorSpec
+from alight.data.tokens import library
+from alight.engine.backends import Reads, State
+from alight.engine.backends.onnx import OnnxBackend, Session, available_cores
+from alight.engine.manifest import checksum
+from alight.errors import AlightError, BadFile, BadInput
+from alight.files import PathLike
+
+Stage = Callable[[State], tuple[np.ndarray, State]]
+
+NEAR_ONE = 1e-3  # how far a sum of probabilities may be from 1
+SMALLEST = 1e-9  # probability: in 8 bits many are 0, and of a thousand small ones all
+PROBES, PROBED_SIZE = 16, 32  # random inputs that tell probabilities from logits, and a free size of theirs
+SOFTMAX = ((1 / 256, 0), (1 / 256, -128))  # scale and zero of a softmax that is quantised to 8 bits, as TFLite fixes it
+ATTEMPTS, PAUSE, TIMEOUT = 2, 0.1, 10.0  # of a call over HTTP, and seconds
+DATATYPES = {"FP16": "float16", "FP32": "float32", "FP64": "float64", "INT8": "int8", "UINT8": "uint8"}
+DATATYPES |= {"INT32": "int32", "INT64": "int64", "BOOL": "bool"}  # of the Open Inference Protocol, V2
+ELEMENTS = {"float": "float32", "double": "float64"}  # of ONNX, where the names differ from those of NumPy
+
+
+class OneStage(OnnxBackend):
+    """A network without exits, of which a function gives the logits.
+
+    >>> spec = InputSpec((TensorSpec("rows", (None, 2), "float32"),), num_classes=3)
+    >>> network = OneStage("own", lambda state: (state[0] @ np.ones((2, 3), np.float32), ()), spec, "0")
+    >>> network.run(0, network.admit((np.zeros((4, 2)),)))[0].predictions
+    array([0, 0, 0, 0])
+    """
+
+    def __init__(self, name: str, stage: Stage, inputs: InputSpec, fingerprint: str) -> None:
+        self.name, self.inputs, self.fingerprint, self.stages = name, inputs, fingerprint, [stage]
+        self.exits, self.open_exits, self.reads, self.threads = ("end",), (0,), [Reads(())], None
+
+
+@dataclass(frozen=True)
+class Outputs:
+    """How what a network gives becomes logits of the classes that count."""
+
+    skip_classes: int = 0  # before the first that counts, such as a background that other networks do not have
+    probabilities: bool | None = None  # instead of logits; None: find out
+
+    def of(self, stage: Stage, inputs: InputSpec, known: bool | None = None) -> Stage:
+        """Return a stage that gives logits; `known` says whether its outputs are probabilities, None is unknown."""
+        known = known if self.probabilities is None else self.probabilities
+        probabilities = _gives_probabilities(stage, inputs) if known is None else known
+        if not probabilities and not self.skip_classes:
+            return stage
+
+        def logits(state: State) -> tuple[np.ndarray, State]:
+            values, state = stage(state)
+            values = np.log(np.maximum(values, SMALLEST)) if probabilities else values
+            return values[:, self.skip_classes :], state
+
+        return logits
+
+
+def _gives_probabilities(stage: Stage, inputs: InputSpec) -> bool:
+    """Return whether random inputs all give numbers from 0 on whose sum is 1, which logits do not."""
+    rng = np.random.default_rng(0)
+    drawn = []
+    for each in inputs.tensors:
+        shape = (PROBES, *(size or PROBED_SIZE for size in each.shape[1:]))
+        floats = "float" in each.dtype
+        drawn.append((rng.normal(size=shape) if floats else rng.integers(0, 2, shape)).astype(each.dtype))
+    values = stage(tuple(drawn))[0]
+    return bool(values.min() >= 0 and np.abs(values.sum(axis=1) - 1).max() < NEAR_ONE)
+
+
+def onnx_member(path: PathLike, threads: int | None = None, outputs: Outputs = Outputs()) -> OneStage:
+    """Return the network of an ONNX file, whose first output is its logits or probabilities."""
+    content = Path(path).read_bytes()
+    session = Session(content, str(path), threads)
+    described, classes = session._session.get_inputs(), session._session.get_outputs()[0].shape[-1]
+    kinds = [each.type.removeprefix("tensor(").removesuffix(")") for each in described]
+    inputs = tuple(
+        TensorSpec(each.name, (None, *map(_size, each.shape[1:])), ELEMENTS.get(kind, kind))
+        for each, kind in zip(described, kinds, strict=True)
+    )
+    fixed = {size for each in described if (size := _size(each.shape[0])) is not None}
+    if fixed - {1}:
+        raise BadFile(path, f"it takes batches of {max(fixed)} alone", "export it with a free batch size, or one of 1")
+    count = classes - outputs.skip_classes if isinstance(classes, int) else None
+    spec = InputSpec(inputs, tuple(each.name for each in inputs) if len(inputs) > 1 else (), num_classes=count)
+    stage: Stage = _one_by_one(session) if fixed else lambda state: (session(state)[0], ())
+    return OneStage("onnxruntime", outputs.of(stage, spec), spec, checksum(content))
+
+
+def _size(size: Any) -> int | None:
+    return size if isinstance(size, int) else None
+
+
+def _one_by_one(stage: Stage) -> Stage:
+    """Return a stage for any number of samples of one that takes one at a time."""
+
+    def run(state: State) -> tuple[np.ndarray, State]:
+        rows = [stage(tuple(each[row : row + 1] for each in state))[0] for row in range(len(state[0]))]
+        return np.concatenate(rows), ()
+
+    return run
+
+
+def litert_member(path: PathLike, threads: int | None = None, outputs: Outputs = Outputs()) -> OneStage:
+    """Return the network of a LiteRT (TFLite) file: images channels first, bytes where it is quantised."""
+    content = Path(path).read_bytes()
+    network = LiteRT(content, str(path), threads)
+    spec = replace(network.spec, num_classes=network.classes - outputs.skip_classes)
+    return OneStage("LiteRT", outputs.of(network, spec, network.gives_probabilities), spec, checksum(content))
+
+
+class LiteRT:
+    """An interpreter of LiteRT. It runs one sample at a time: its threads share each, so that batches gain nothing."""
+
+    def __init__(self, content: bytes, name: str, threads: int | None = None) -> None:
+        interpreter = library("ai_edge_litert.interpreter", '"alight[litert]"').Interpreter
+        try:
+            self._interpreter = interpreter(model_content=content, num_threads=threads or available_cores())
+            self._interpreter.allocate_tensors()
+        except (ValueError, RuntimeError) as error:
+            raise BadFile(name, f"LiteRT cannot load it ({error})", "give a .tflite file") from error
+        inputs, self._output = self._interpreter.get_input_details(), self._interpreter.get_output_details()[0]
+        if len(inputs) != 1 or inputs[0]["shape"][0] != 1:
+            raise BadFile(name, f"it takes {len(inputs)} inputs", "give a network of one input and batches of one")
+        self._input, self._lock = inputs[0], Lock()  # an interpreter is for one thread at a time
+        self.classes = int(self._output["shape"][-1])
+        sizes = [int(size) for size in self._input["shape"][1:]]
+        self._is_image, dtype = len(sizes) == 3, np.dtype(self._input["dtype"])
+        shape = (None, sizes[2], *sizes[:2]) if self._is_image else (None, *sizes)
+        self.spec = InputSpec((TensorSpec("images", shape, "uint8" if dtype.itemsize == 1 else dtype.name),))
+
+    @property
+    def gives_probabilities(self) -> bool | None:
+        """Whether its outputs are those of a softmax, as their quantisation says; None where they are floats."""
+        scale, zero = self._output["quantization"]
+        return (scale, zero) in SOFTMAX if scale else None
+
+    def __call__(self, state: State) -> tuple[np.ndarray, State]:
+        """Return what it gives, as floats."""
+        samples = state[0].transpose(0, 2, 3, 1) if self._is_image else state[0]
+        if self._input["dtype"] == np.int8:
+            samples = (samples.astype(np.int16) - 128).astype(np.int8)  # the same bytes, counted from -128
+        rows = []
+        with self._lock:
+            for sample in samples:
+                self._interpreter.set_tensor(self._input["index"], np.ascontiguousarray(sample[None]))
+                self._interpreter.invoke()
+                rows.append(self._interpreter.get_tensor(self._output["index"])[0])
+        scale, zero = self._output["quantization"]
+        values = np.stack(rows).astype(np.float32)
+        return (values - zero) * scale if scale else values, ()
+
+
+def remote_member(url: str, token_variable: str | None = None, outputs: Outputs = Outputs()) -> OneStage:
+    """Return a model behind HTTP that speaks the Open Inference Protocol (KServe, V2): URL/v2/models/NAME.
+
+    `token_variable` names the variable of the environment that holds a bearer token, where one is asked for.
+    """
+    remote = Remote(url.rstrip("/"), token_variable)
+    described = remote.answer("")
+    try:
+        remote.inputs = inputs = tuple(_tensor(each) for each in described["inputs"])
+        classes = int(described["outputs"][0]["shape"][-1])
+    except (KeyError, IndexError, TypeError, ValueError) as error:
+        raise BadInput(f"{url} does not describe its inputs and outputs ({error}): give URL/v2/models/NAME") from error
+    names = tuple(each.name for each in inputs) if len(inputs) > 1 else ()
+    spec = InputSpec(inputs, names, num_classes=classes - outputs.skip_classes if classes > 0 else None)
+    own = checksum(json.dumps(described, sort_keys=True).encode())
+    return OneStage("HTTP", outputs.of(remote, spec, known=False), spec, own)  # finding out would be paid for
+
+
+def _tensor(described: Mapping[str, Any]) -> TensorSpec:
+    sizes = (None if size < 0 else int(size) for size in described["shape"][1:])
+    return TensorSpec(str(described["name"]), (None, *sizes), DATATYPES[described["datatype"]])
+
+
+class Remote:
+    """Calls of a model over HTTP: arrays as JSON, tried again once where the connection or the server fails."""
+
+    inputs: Sequence[TensorSpec] = ()
+
+    def __init__(self, url: str, token_variable: str | None) -> None:
+        self.url, self.token_variable = url, token_variable
+
+    def answer(self, path: str, content: Mapping[str, Any] | None = None) -> Any:
+        """Return the JSON that a request is answered with."""
+        headers = {"Content-Type": "application/json"}
+        if self.token_variable:
+            headers["Authorization"] = f"Bearer {os.environ.get(self.token_variable, '')}"
+        body = None if content is None else json.dumps(content).encode()
+        request = urllib.request.Request(self.url + path, body, headers)
+        for attempt in range(1, ATTEMPTS + 1):
+            try:
+                with urllib.request.urlopen(request, timeout=TIMEOUT) as response:
+                    return json.load(response)
+            except (OSError, ValueError) as error:  # connections, statuses, and JSON that is none
+                refused = isinstance(error, urllib.error.HTTPError) and error.code < 500
+                if attempt == ATTEMPTS or refused:
+                    raise AlightError(f"{self.url} gave no answer ({error}): is it running?") from error
+                time.sleep(PAUSE)
+        raise AssertionError
+
+    def __call__(self, state: State) -> tuple[np.ndarray, State]:
+        kinds = {name: kind for kind, name in DATATYPES.items()}
+        tensors = [
+            {"name": own.name, "shape": [*each.shape], "datatype": kinds[own.dtype], "data": each.ravel().tolist()}
+            for own, each in zip(self.inputs, state, strict=True)
+        ]
+        output = self.answer("/infer", {"inputs": tensors})["outputs"][0]
+        return np.array(output["data"], np.float64).reshape(len(state[0]), -1), ()

@@ -1,0 +1,74 @@
+"""A cascade and its policy become a folder without PyTorch: networks of torch are exported, files are copied."""
+
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+from alight.engine.backends.cascade import Cascade, OpenMember
+from alight.engine.manifest import POLICY
+from alight.engine.predictor import check_exits, check_fingerprint
+from alight.errors import BadInput
+from alight.files import CASCADE, PathLike
+from alight.policies.policy import Policy, Threshold
+
+
+def export_cascade(
+    network: Cascade,
+    policy: Policy,
+    folder: PathLike,
+    export: Callable[..., Path],
+    *,
+    allow_mismatch: bool = False,
+) -> Path:
+    """Write the networks that a policy opens into a folder, with the policy; `export` writes one network of torch.
+
+    A network without an open exit is left out, and the exits of the policy are numbered without it.
+    """
+    folder = Path(folder)
+    check_exits(policy, network.num_exits)
+    if not allow_mismatch:
+        check_fingerprint(policy, network.fingerprint)
+    if folder.exists() and any(folder.iterdir()) and not (folder / CASCADE).is_file():
+        raise BadInput(f"{folder} holds other files, which would be lost: give a new folder")
+    owners = network.members_of_exits
+    members = sorted({owners[index] for index in policy.open_exits})
+    kept = [index for index, owner in enumerate(owners) if owner in members]
+    with tempfile.TemporaryDirectory() as name:
+        made = []
+        for member in members:
+            start, opened = owners.index(member), network.members[member]
+            own = [index - start for index in policy.open_exits if owners[index] == member]
+            made.append(_exported(opened, own, Path(name) / str(member), export))
+        smaller = Cascade(made, network.image_size)
+        smaller.save(folder)
+    _renumbered(policy, kept, smaller).save(folder / POLICY)
+    return folder
+
+
+def _exported(opened: OpenMember, open_exits: Sequence[int], folder: Path, export: Callable[..., Path]) -> OpenMember:
+    """Return a member that needs no torch: its network exported with these exits, or the file that it is."""
+    if not opened.is_torch:
+        return opened
+    if opened.member.settings.dtype:
+        raise BadInput(f"{opened.name} runs in {opened.member.settings.dtype}, and exported networks in float32")
+    steps = tuple(float(index + 1) for index in range(len(open_exits)))
+    terms: dict[str, Any] = {"open_exits": tuple(open_exits), "num_exits": len(opened.exits)}
+    policy = Threshold(thresholds=(0.0,) * (len(steps) - 1), costs=steps, **terms)  # says which exits are open
+    export(opened.network, policy, folder, normalisation=opened.member.normalisation, progress=False)
+    settings = replace(opened.member.settings, device=None, channels_last=False, compile=False, graphs=False)
+    return OpenMember(replace(opened.member, network=folder, normalisation=None, settings=settings), opened.name)
+
+
+def _renumbered(policy: Policy, kept: Sequence[int], network: Cascade) -> Policy:
+    """Return the policy for a cascade that has these exits alone, and so do its parts."""
+    opened = tuple(kept.index(index) for index in policy.open_exits)
+    changed: dict[str, Any] = {"open_exits": opened, "num_exits": len(kept), "exits": network.exits}
+    changed["fingerprint"] = policy.fingerprint and network.fingerprint
+    if policy.combination:
+        changed["combination"] = replace(policy.combination, exits=opened)
+    for each in fields(policy):
+        if isinstance(part := getattr(policy, each.name), Policy):
+            changed[each.name] = _renumbered(part, kept, network)
+    return replace(policy, **changed)

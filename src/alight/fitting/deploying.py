@@ -1,0 +1,381 @@
+"""From a network to a folder that runs elsewhere, in lower precision: quantised, recorded and calibrated again."""
+
+import shutil
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from alight import calibrate
+from alight.calibrate.again import recalibrate
+from alight.calibrate.crossval import kept_exits, of_network
+from alight.costs import Amount, Costs
+from alight.data.batches import as_batch, in_batches
+from alight.data.preprocess import InputSpec, as_array
+from alight.display import accuracy_text, aligned, quantity
+from alight.engine.backends import State
+from alight.engine.backends.exported import exported_backend
+from alight.engine.manifest import FLOAT32, INT8, Manifest
+from alight.engine.predictor import Predictor
+from alight.engine.recorder import record
+from alight.engine.settings import ONNXRUNTIME, RunSettings
+from alight.errors import BadInput, LabelsNeeded
+from alight.files import PathLike, whole_folder
+from alight.fitting.calls import Steps
+from alight.fitting.steps import Goal, default_method
+from alight.outputs import Decisions, HeadOutputs
+from alight.policies.policy import Certificate, ExitAt, Policy, Threshold
+from alight.policies.route import replay
+
+CHOOSING = 1 / 3  # of the labelled samples choose ranges, precision and exits; the others calibrate the policy
+RANGED = 128  # samples whose values give the ranges of int8
+TOLERATED = 0.005  # accuracy that an exit may lose by lower precision, before a part of its stage stays in float32
+DELTA = 0.05  # probability with which a guarantee of the largest loss may fail
+AMOUNTS = 12  # budgets that are tried for a largest loss, from the full network down
+BATCH = 32  # samples that are recorded together
+
+
+@dataclass(frozen=True)
+class Deployed:
+    """An exported folder in lower precision: accuracy and time of its exits, before and after, and its policy."""
+
+    folder: Path
+    policy: Policy
+    runtime: str
+    exits: tuple[str, ...]  # the open ones
+    levels: tuple[str, ...]  # precision of the stage that ends at each of them
+    before: tuple[float, ...]  # accuracy of each in float32, on all labelled samples
+    after: tuple[float, ...]  # accuracy in the folder's precision
+    decisions: Decisions = field(repr=False)  # of the deployed folder about all labelled samples
+    times: tuple[float, ...]  # milliseconds per sample until each answers, measured here
+    full_time: float  # of the full network in this precision
+    sizes: tuple[int, int]  # bytes of the stages, in float32 and now
+
+    @property
+    def shares(self) -> tuple[float, ...]:
+        """Shares of the labelled samples that leave at each open exit."""
+        return tuple(self.decisions.exit_shares[list(self.policy.open_exits)].tolist())
+
+    @property
+    def mean_time(self) -> float:
+        """Milliseconds per sample with samples leaving as the policy says."""
+        return float(np.dot(self.shares, self.times))
+
+    def predictor(self, settings: RunSettings | None = None, **options: Any) -> Predictor:
+        """Return the predictor of the folder."""
+        return Predictor.load(self.folder, settings=settings, **options)
+
+    def columns(self) -> list[list[str]]:
+        """Return columns of text about every open exit."""
+        return [
+            ["exit", *self.exits],
+            ["precision", *self.levels],
+            [f"accuracy, {FLOAT32}", *map(accuracy_text, self.before)],
+            ["after", *map(accuracy_text, self.after)],
+            ["answer after", *(quantity(value, "ms") for value in self.times)],
+            ["leave", *map(accuracy_text, self.shares)],
+        ]
+
+    def __str__(self) -> str:
+        before, after = (size / 2**20 for size in self.sizes)
+        pays = self.mean_time < self.full_time
+        full = "" if self.policy.open_exits[-1] + 1 < self.policy.num_exits else accuracy_text(self.after[-1])
+        lines = [
+            f"{len(self.exits)} stages for {self.runtime}, {after:.1f} MiB ({before:.1f} MiB in {FLOAT32})",
+            *aligned(self.columns()),
+            f"with exits: {accuracy_text(self.decisions.accuracy())} accuracy, {quantity(self.mean_time, 'ms')} on"
+            f" average; full network in this precision: {full + ', ' if full else ''}{quantity(self.full_time, 'ms')}",
+        ]
+        if not pays and len(self.exits) > 1:
+            lines.append("Early exit is not worth it here: open fewer exits, or deploy the full network.")
+        if self.policy.certificate:
+            lines.append(str(self.policy.certificate))
+        return "\n".join(lines)
+
+
+def deploy(
+    model: Any,
+    data: Any,
+    folder: PathLike,
+    *,
+    policy: Policy | None = None,
+    budget: float | str | None = None,
+    max_accuracy_loss: float | None = None,
+    precision: str = INT8,
+    settings: RunSettings | None = None,
+    batch_size: int = 1,
+    progress: bool = True,
+) -> Deployed:
+    """Export a network in lower precision with a policy that was calibrated on what runs then, and its guarantee.
+
+    Scores move when a network is quantised, so the policy of the original does not hold: the exported stages are
+    recorded on the labelled data by the runtime that will run them, and a policy is calibrated on that. A third of the
+    data gives the ranges of int8 and, where an exit loses more than half a point of accuracy, decides which parts stay
+    in float32; it also chooses the exits where no policy is given. The other two thirds calibrate.
+
+    Args:
+        model: A `MultiExitModel` with trained heads.
+        data: Labelled samples that trained nothing, as `record` takes them; read several times.
+        folder: To write.
+        policy: Calibrated on the original: its exits stay open, its method, budget and guarantee are used again.
+        budget: Instead of a policy: "50%", "3 GFLOPs", "0.5 ms" of the exported network.
+        max_accuracy_loss: Instead: the cheapest policy in milliseconds that loses no more, with 95 % confidence.
+        precision: "int8"; "float16": files of half the size; "bfloat16": arithmetic of OpenVINO; "float32".
+        settings: `runtime`, `threads` and `providers` with which it will run; None: ONNX Runtime on all cores.
+        batch_size: At which stages are timed.
+        progress: Print every step.
+
+    >>> import tempfile, torch
+    >>> from torch import nn
+    >>> from alight import MultiExitModel, calibrate, measure_costs
+    >>> stages, heads = [nn.Linear(4, 64), nn.Linear(64, 64)], [nn.Linear(64, 3), nn.Linear(64, 3)]
+    >>> recipe = {"source": "stages", "example": {"shape": [2, 4], "dtype": "float32"}}
+    >>> model = MultiExitModel(stages, heads, recipe=recipe)
+    >>> data = torch.randn(300, 4), torch.arange(300) % 3
+    >>> deployed = deploy(model, data, f"{tempfile.mkdtemp()}/int8", budget="90%", progress=False)
+    >>> len(deployed.predictor()(data[0]))
+    300
+    """
+    goal = Goal(budget, max_accuracy_loss) if policy is None else None
+    if policy is not None and (budget, max_accuracy_loss) != (None, None):
+        raise BadInput("a policy has its own budget: give a policy, a budget or a largest loss")
+    with tempfile.TemporaryDirectory() as temporary:
+        work = Deployment(model, data, precision, settings or RunSettings(), batch_size, Path(temporary), progress)
+        return work.deployed(folder, policy or goal or Goal())
+
+
+class Deployment:
+    """A network in one precision for one runtime, made ready to be deployed with one policy or several.
+
+    `folder` is for files that are needed on the way, `original` the recording of the network in float32 where it is
+    there already; other arguments as of `deploy`.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        data: Any,
+        precision: str,
+        settings: RunSettings,
+        batch_size: int,
+        folder: Path,
+        progress: bool,
+        original: HeadOutputs | None = None,
+    ) -> None:
+        self.model, self.data, self.precision, self.settings = model, data, precision, settings
+        self.batch_size, self.folder, self.steps = batch_size, folder, Steps(progress, "deploy")
+        self.runtime = settings.runtime or ONNXRUNTIME
+        if original is None:
+            self.steps.say("recording the network in float32")
+            original = record(model, data, batch_size=BATCH, progress=progress)
+        self.original = original
+        if self.original.labels is None:
+            raise LabelsNeeded("calibrating a network of lower precision")
+        drawn = np.random.default_rng(0).permutation(len(self.original))
+        self.choosing, self.calibrating = np.split(drawn, [max(1, round(CHOOSING * len(drawn)))])
+        self.samples = [
+            *_samples_at(data, model.input_spec, np.sort(self.choosing)[:: max(1, len(self.choosing) // RANGED)])
+        ]
+        self.levels: dict[int, str] = {}  # of the stages that end at an exit, where they are known
+        self.made: dict[tuple[int, ...], tuple[Path, HeadOutputs]] = {}  # stages up to these exits, and their recording
+        self.count = 0
+
+    def deployed(self, folder: PathLike, wanted: Policy | Goal) -> Deployed:
+        """Return a folder with a policy for a goal, or with one like the given one."""
+        if isinstance(wanted, Policy):
+            return self.finished(wanted, Path(folder), None)
+        policy = self.chosen(wanted)
+        absolute = wanted.unit == "ms" and "%" not in str(wanted.budget)
+        return self.finished(policy, Path(folder), Amount(policy.budget) if absolute and policy.budget else None)
+
+    def chosen(self, goal: Goal) -> Policy:
+        """Return a policy whose exits and method are to be used, fitted to the samples that choose."""
+        every = tuple(range(self.model.num_exits))
+        place, table = self.lowered(every)
+        costs, table = self.costs(place, every, goal.unit), table.take(self.choosing)
+        self.steps.say("choosing exits")
+        if goal.max_accuracy_loss is not None:
+            return _within_loss(costs, goal.max_accuracy_loss, table, self.model.exits)
+        method = calibrate.METHODS[default_method(table)]
+        amount = costs.budget(goal.budget or "50%")
+        opened = kept_exits(calibrate.eero, costs, amount, table)
+        certified = calibrate.certified_probability(method)
+        fitted = certified(costs.at_exits(opened), amount, table.at_exits(opened))
+        return of_network(fitted, opened, len(every), costs.full, self.model.exits)
+
+    def finished(self, policy: Policy, folder: Path, budget: Amount | None) -> Deployed:
+        """Return the folder with a policy like this one, calibrated on its own stages."""
+        while True:
+            opened = policy.open_exits
+            place, table = self.lowered(opened)
+            costs = self.costs(place, opened, policy.unit)
+            self.steps.say(f"calibrating on {len(self.calibrating):,} samples")
+            labelled = table.take(self.calibrating)
+            policy = replace(recalibrate(policy, costs, labelled, budget), exits=self.model.exits)
+            if policy.open_exits == opened:
+                break
+        from alight.export.precision import put_policy
+
+        put_policy(place, policy)
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with whole_folder(folder) as filling:
+            shutil.copytree(place, filling, dirs_exist_ok=True)
+        return self._described(policy, folder, table)
+
+    def lowered(self, opened: tuple[int, ...]) -> tuple[Path, HeadOutputs]:
+        """Return a folder of stages up to these exits, as precise as needed, and what they say about all samples."""
+        if opened in self.made:
+            return self.made[opened]
+        source, levels = self._exported(opened), self._levels_for(opened)
+        place, table = self._recorded(source, levels)
+        for exit_index in range(len(opened)):
+            if self._loses(table, opened, exit_index):
+                place, table, levels = self._raised(source, levels, opened, exit_index)
+        self.levels |= dict(zip(opened, levels, strict=True))
+        self.made[opened] = place, table
+        return place, table
+
+    def _raised(
+        self, source: Path, levels: list[str], opened: tuple[int, ...], exit_index: int
+    ) -> tuple[Path, HeadOutputs, list[str]]:
+        """Return stages of which as many parts are more precise as this exit needs, and their levels.
+
+        Its own head and stage are raised first, then the stages before, until it loses little; then each stage goes
+        back where the exit does not need it.
+        """
+        known, before = self._known_levels(), [*levels]
+        steps = [(exit_index, level) for level in known[known.index(levels[exit_index]) + 1 :]]
+        steps += [(stage, known[-1]) for stage in reversed(range(exit_index)) if levels[stage] != known[-1]]
+        place, table = source, self.original
+        for stage, level in steps:
+            levels = [*levels[:stage], level, *levels[stage + 1 :]]
+            self.steps.say(
+                f"{self.model.exits[opened[exit_index]]} loses accuracy: trying {level} up to"
+                f" {self.model.exits[opened[stage]]}"
+            )
+            place, table = self._recorded(source, levels)
+            if not self._loses(table, opened, exit_index):
+                break
+        changed = [stage for stage in range(exit_index + 1) if levels[stage] != before[stage]]
+        for stage in changed if len(changed) > 1 else ():
+            lower = [*levels[:stage], before[stage], *levels[stage + 1 :]]
+            other, found = self._recorded(source, lower)
+            if not self._loses(found, opened, exit_index):
+                place, table, levels = other, found, lower
+        return place, table, levels
+
+    def costs(self, place: Path, opened: tuple[int, ...], unit: str) -> Costs:
+        """Return the costs of these exits in a unit: counted for the network, or timed for the exported stages."""
+        if unit in ("FLOPs", "MACs"):
+            from alight.costing.measure import measure_costs
+
+            return measure_costs(self.model, unit=unit, progress=False).at_exits(opened)
+        if unit != "ms":
+            raise BadInput(f"costs in {unit or 'no unit'} cannot be measured for exported stages: use FLOPs or ms")
+        from alight.planning.engines import exported_costs
+
+        self.steps.say("timing stages and heads")
+        return exported_costs(place, self.samples[0], self.batch_size, self.settings)
+
+    def _exported(self, opened: tuple[int, ...]) -> Path:
+        """Return a folder of stages in float32 up to these exits."""
+        from alight.export.exporting import export_model
+
+        self.steps.say(f"exporting {len(opened)} stages")
+        costs = tuple(np.arange(1.0, len(opened) + 1).tolist())
+        terms: dict[str, Any] = {"costs": costs, "open_exits": opened, "num_exits": self.model.num_exits}
+        nobody = Threshold((np.inf,) * (len(opened) - 1), **terms) if len(opened) > 1 else ExitAt(**terms)
+        made = export_model(self.model, nobody, self._new_folder(), progress=False)
+        self.float_bytes = _bytes_of(made)
+        return made
+
+    def _recorded(self, source: Path, levels: Sequence[str]) -> tuple[Path, HeadOutputs]:
+        from alight.export.precision import lower
+
+        self.steps.say(f"writing stages in {self.precision}, and recording them by {self.runtime}")
+        place = lower(source, self._new_folder(), self.precision, self.samples, runtime=self.runtime, levels=levels)
+        backend = exported_backend(place, Manifest.load(place), self.settings)
+        return place, record(backend, self.data, batch_size=BATCH, progress=self.steps.progress)
+
+    def _new_folder(self) -> Path:
+        self.count += 1
+        return self.folder / str(self.count)
+
+    def _known_levels(self) -> Sequence[str]:
+        from alight.export.precision import LEVELS
+
+        if self.precision not in LEVELS:
+            raise BadInput(f"there is no precision {self.precision!r}: choose {', '.join(LEVELS)}")
+        return LEVELS[self.precision]
+
+    def _levels_for(self, opened: tuple[int, ...]) -> list[str]:
+        """Return the precision of every stage: as high as that of its parts, where these are known."""
+        known, levels = self._known_levels(), []
+        for start, end in zip((0, *(index + 1 for index in opened)), opened, strict=False):
+            parts = [known.index(self.levels.get(index, known[0])) for index in range(start, end + 1)]
+            levels.append(known[max(parts)])
+        return levels
+
+    def _loss(self, table: HeadOutputs, opened: tuple[int, ...], exit_index: int) -> tuple[float, float]:
+        """Return the accuracy that an exit loses on the samples that choose, and the standard error of that."""
+        rows = self.choosing
+        lost = self.original.correct()[rows, opened[exit_index]].astype(float) - table.correct()[rows, exit_index]
+        return float(lost.mean()), float(lost.std() / np.sqrt(len(rows)))
+
+    def _loses(self, table: HeadOutputs, opened: tuple[int, ...], exit_index: int) -> bool:
+        lost, error = self._loss(table, opened, exit_index)
+        return lost - error > TOLERATED
+
+    def _described(self, policy: Policy, folder: Path, table: HeadOutputs) -> Deployed:
+        from alight.planning.engines import exported_costs
+
+        manifest, opened = Manifest.load(folder), [*policy.open_exits]
+        times = exported_costs(folder, self.samples[0], self.batch_size, self.settings)
+        predictor = Predictor.load(folder, settings=self.settings, batch_size=BATCH)
+        return Deployed(
+            folder=folder.resolve(),
+            policy=policy,
+            runtime=self.runtime,
+            exits=tuple(self.model.exits[index] for index in opened),
+            levels=tuple(stage.precision for stage in manifest.stages),
+            before=tuple(self.original.correct()[:, opened].mean(axis=0).tolist()),
+            after=tuple(table.correct().mean(axis=0).tolist()),
+            decisions=predictor.run(self.data, progress=self.steps.progress),
+            times=tuple(times.cumulative().tolist()),
+            full_time=times.full,
+            sizes=(self.float_bytes, _bytes_of(folder)),
+        )
+
+
+def _within_loss(costs: Costs, loss: float, table: HeadOutputs, exits: tuple[str, ...]) -> Policy:
+    """Return the cheapest policy that seems to lose no more accuracy, and the guarantee that it is to get."""
+    fitting, testing = table.split(0.5, np.random.default_rng(0))
+    full, last = testing.correct()[:, -1].mean(), len(costs) - 1
+    terms: dict[str, Any] = {"num_exits": len(costs), "unit": costs.unit, "exits": exits, "full_cost": costs.full}
+    best: Policy = ExitAt(costs=(costs.full,), open_exits=(last,), method="full network", **terms)
+    for amount in np.linspace(costs.full, float(costs.alone.min()), AMOUNTS + 1)[1:]:
+        policy = calibrate.pruned(calibrate.eero)(costs, Amount(amount), fitting, spend_all=True)
+        if full - replay(policy, testing).accuracy() > loss:
+            break
+        best = policy
+    wanted = Certificate("excess_error", "", "", {"alpha": loss, "delta": DELTA})
+    return best if isinstance(best, ExitAt) else replace(best, certificate=wanted, budget=None, exits=exits)
+
+
+def _samples_at(data: Any, spec: InputSpec, rows: np.ndarray) -> Iterator[State]:
+    """Yield the inputs of these rows of the data, in order, batch by batch."""
+    seen = 0
+    for raw in in_batches(data, spec, BATCH):
+        batch = as_batch(raw, spec)
+        own = rows[(rows >= seen) & (rows < seen + len(batch))] - seen
+        if len(own):
+            yield tuple(as_array(each)[own] for each in batch.inputs)
+        seen += len(batch)
+
+
+def _bytes_of(folder: Path) -> int:
+    """Return the size of all stages of a folder."""
+    return sum((folder / stage.file).stat().st_size for stage in Manifest.load(folder).stages)

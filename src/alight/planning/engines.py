@@ -1,0 +1,240 @@
+"""Runtimes on the clock: what exported stages and heads take, and which runtime is the fastest for a policy."""
+
+import importlib.util
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from alight.costs import Costs
+from alight.data.batches import as_inputs, as_tensor
+from alight.display import aligned, html_table
+from alight.engine.backends import Reads, State
+from alight.engine.backends.exported import exported_backend
+from alight.engine.manifest import Manifest
+from alight.engine.predictor import Predictor
+from alight.engine.settings import ONNXRUNTIME, OPENVINO, TORCH, RunSettings
+from alight.errors import AlightError
+from alight.export.exporting import export_model
+from alight.export.precision import without_heads
+from alight.files import PathLike
+from alight.networks.multi_exit import MultiExitModel
+from alight.planning.timing import as_planned, full_network, seconds
+from alight.policies.policy import Policy
+
+SECONDS = 1.0  # of the measurement at least
+LEAST_PASSES, RUN = 16, 5  # walks through all stages that count, with and without heads; in runs of so many
+ROUNDS = 5
+EXITS, FULL = "with exits", "full network"
+COMPILED = f"{TORCH}, compiled"
+
+
+@dataclass(frozen=True)
+class RuntimeTrial:
+    """One runtime, with exits or without."""
+
+    runtime: str  # "torch", "torch, compiled", "onnxruntime" or "openvino"
+    what: str  # "with exits" or "full network"
+    per_second: float  # samples; 0 where it does not run
+    remark: str = ""  # why it does not run
+
+
+@dataclass(frozen=True)
+class RuntimeComparison:
+    """The same policy and the full network by every runtime that is installed, interleaved on this machine.
+
+    >>> trials = (RuntimeTrial("torch", "with exits", 90.0), RuntimeTrial("openvino", "full network", 120.0))
+    >>> print(RuntimeComparison(trials, 64))
+    batches of 64  samples/s, with exits  samples/s, full network
+    torch                             90
+    openvino                                                  120
+    openvino, full network, is the fastest here: 1.33 times the next.
+    """
+
+    trials: tuple[RuntimeTrial, ...]
+    batch_size: int
+    model: MultiExitModel | None = field(default=None, repr=False)
+    policy: Policy | None = field(default=None, repr=False)
+
+    @property
+    def ranked(self) -> list[RuntimeTrial]:
+        """Trials that ran, the fastest first."""
+        return sorted((each for each in self.trials if each.per_second), key=lambda each: -each.per_second)
+
+    @property
+    def fastest(self) -> RuntimeTrial:
+        """The trial with the most samples per second."""
+        return self.ranked[0]
+
+    def export(self, folder: PathLike, **options: Any) -> Path:
+        """Write the fastest exported runtime to a folder, with exits or without, and return it; float32."""
+        exported = [each for each in self.ranked if each.runtime in (ONNXRUNTIME, OPENVINO)]
+        if not exported or self.model is None or self.policy is None:
+            raise AlightError("no exported runtime was compared: install onnxruntime or openvino")
+        policy = self.policy if exported[0].what == EXITS else _alone(self.model, self.policy)
+        made = export_model(self.model, policy, folder, progress=False, **options)
+        replace(Manifest.load(made), runtime=exported[0].runtime).save(made)
+        return made
+
+    def columns(self) -> list[list[str]]:
+        """Return columns of text: every runtime, with exits and without."""
+        names = list(dict.fromkeys(each.runtime for each in self.trials))
+        found = {(each.runtime, each.what): each for each in self.trials}
+        cells = [[_cell(found.get((name, what))) for name in names] for what in (EXITS, FULL)]
+        heads = [f"samples/s, {what}" for what in (EXITS, FULL)]
+        return [
+            [f"batches of {self.batch_size}", *names],
+            *([head, *cell] for head, cell in zip(heads, cells, strict=True)),
+        ]
+
+    @property
+    def reason(self) -> str:
+        """The recommendation, in a sentence."""
+        first, *others = self.ranked
+        over = f": {first.per_second / others[0].per_second:.2f} times the next" if others else ""
+        return f"{first.runtime}, {first.what}, is the fastest here{over}."
+
+    def __str__(self) -> str:
+        return "\n".join([*aligned(self.columns()), *self._remarks(), self.reason])
+
+    def _repr_html_(self) -> str:
+        return html_table("Runtimes", self.columns(), [*self._remarks(), self.reason])
+
+    def _remarks(self) -> list[str]:
+        return list(dict.fromkeys(f"{each.runtime}: {each.remark}" for each in self.trials if each.remark))
+
+
+def compare_runtimes(
+    model: MultiExitModel,
+    policy: Policy,
+    inputs: Any,
+    batch_size: int,
+    *,
+    settings: RunSettings | None = None,
+    compiled: bool = False,
+    rounds: int = ROUNDS,
+) -> RuntimeComparison:
+    """Return samples per second of a policy and of the full network, by PyTorch, ONNX Runtime and OpenVINO.
+
+    Exported stages are float32, so that the policy holds for all of them. Runs are interleaved in one process; threads
+    of a runtime rest a few milliseconds after its run ends, so give inputs for some tenths of a second.
+
+    Args:
+        model: The network.
+        policy: For it.
+        inputs: Real ones, as a predictor takes them: the policy decides about them.
+        batch_size: The one that will be served.
+        settings: How PyTorch runs; `threads` are those of every runtime.
+        compiled: Compile for PyTorch, too, which takes a while.
+        rounds: Runs of each, of which the median counts.
+
+    >>> import torch
+    >>> from torch import nn
+    >>> from alight import Threshold
+    >>> model = MultiExitModel([nn.Linear(4, 8), nn.Linear(8, 8)], [nn.Linear(8, 3), nn.Linear(8, 3)])
+    >>> found = compare_runtimes(model, Threshold((0.5,), costs=(1.0, 2.0)), torch.randn(256, 4), 64, rounds=1)
+    >>> {each.what for each in found.trials if each.runtime == "torch"} == {"with exits", "full network"}
+    True
+    """
+    settings = settings or RunSettings()
+    ways = [TORCH, *([COMPILED] if compiled else []), *installed_runtimes()]
+    kinds = {EXITS: policy} if len(policy.open_exits) > 1 else {}
+    made: dict[tuple[str, str], Predictor] = {}
+    failed: list[RuntimeTrial] = []
+    example = tuple(as_tensor(each)[:2] for each in as_inputs(inputs, model.input_spec))
+    for what, each in (kinds | {FULL: _alone(model, policy)}).items():
+        with tempfile.TemporaryDirectory() as temporary:
+            folder = Path(temporary) / "exported"
+            for way in ways:
+                try:
+                    if way in (TORCH, COMPILED):
+                        own = replace(settings, compile=way == COMPILED)
+                        predictor = Predictor(model, each, settings=own, batch_size=batch_size)
+                    else:
+                        if not folder.exists():
+                            export_model(model, each, folder, example=example, progress=False)
+                        own = RunSettings(threads=settings.threads, runtime=way)
+                        predictor = Predictor.load(folder, settings=own, batch_size=batch_size)
+                    predictor(inputs)  # compiles, or finds out that it cannot
+                    made[way, what] = predictor
+                except (AlightError, RuntimeError) as error:
+                    failed.append(RuntimeTrial(way, what, 0.0, f"does not run: {str(error).splitlines()[0]}"))
+    states = {key: each.place(inputs, len(as_inputs(inputs, each.backend.inputs)[0])) for key, each in made.items()}
+    count = len(next(iter(states.values()))[0])
+    samples = as_planned(policy, count)  # of a policy by which samples leave at random
+    runs = [[seconds(each, states[key], samples) for key, each in made.items()] for _ in range(rounds + 1)]
+    rates = count / np.median(runs[1:], axis=0)
+    trials = [RuntimeTrial(*key, float(rate)) for key, rate in zip(made, rates, strict=True)]
+    return RuntimeComparison((*trials, *failed), batch_size, model, policy)
+
+
+def installed_runtimes() -> list[str]:
+    """Return the runtimes of exported networks that are installed here."""
+    return [
+        name for name in (ONNXRUNTIME, OPENVINO) if importlib.util.find_spec(name) and importlib.util.find_spec("onnx")
+    ]
+
+
+def _alone(model: MultiExitModel, policy: Policy) -> Policy:
+    return replace(full_network(model), unit=policy.unit, fingerprint=policy.fingerprint)
+
+
+def _cell(trial: RuntimeTrial | None) -> str:
+    return f"{trial.per_second:,.0f}" if trial and trial.per_second else ""
+
+
+def exported_costs(folder: Path, inputs: State, batch_size: int, settings: RunSettings | None = None) -> Costs:
+    """Return milliseconds per sample of every stage and head of an exported folder, at this batch size.
+
+    A stage is timed with its head and the score, and without them, interleaved; a head's cost is the difference.
+    """
+    settings = settings or RunSettings()
+    manifest = Manifest.load(folder)
+    terms: dict[str, Any] = {"allow_mismatch": True, "allow_compiled": True}
+    backend = exported_backend(folder, manifest, settings, **terms)
+    margins = [Reads(("margin",))] * (len(manifest.stages) - 1)
+    backend = backend.with_reads([*margins, Reads(())])
+    with tempfile.TemporaryDirectory() as temporary:
+        trunk_folder = without_heads(folder, Path(temporary) / "stages")
+        trunks = exported_backend(trunk_folder, Manifest.load(trunk_folder), settings, **terms).stages
+        rows = np.arange(batch_size) % len(inputs[0])
+        given = backend.admit(tuple(each[rows] for each in inputs))
+        alone = batch_size == 1
+        run = backend.run_one if alone else backend.run
+        whole = [partial(run, stage) for stage in range(len(trunks))]
+        bare = [_states_of(trunk, alone) for trunk in trunks]
+        times: dict[bool, list[list[float]]] = {True: [], False: []}
+        begin = time.perf_counter()
+        while len(times[False]) < LEAST_PASSES or time.perf_counter() - begin < SECONDS:
+            for has_heads, stages in ((True, whole), (False, bare)):
+                walks = [_walk(stages, given) for _ in range(RUN)]  # several, so that caches hold what they would
+                times[has_heads] += walks[1:]
+    together, without = (1e3 * np.median(times[each], axis=0) / batch_size for each in (True, False))
+    without[-1] = together[-1]  # the last head is part of the full network
+    return Costs(without, np.maximum(together - without, 0.0), "ms")
+
+
+def _states_of(trunk: Any, alone: bool) -> Callable[[State], tuple[None, State]]:
+    """Return a stage that gives states alone, called as one that gives head values, too."""
+    run = getattr(trunk, "run_one", trunk) if alone else trunk
+
+    def called(state: State) -> tuple[None, State]:
+        made, others = run(state)
+        return None, (made, *others)
+
+    return called
+
+
+def _walk(stages: Sequence[Callable[[State], tuple[Any, State]]], state: State) -> list[float]:
+    """Return the seconds of every stage in one walk."""
+    taken = []
+    for stage in stages:
+        start = time.perf_counter()
+        _, state = stage(state)
+        taken.append(time.perf_counter() - start)
+    return taken

@@ -1,0 +1,128 @@
+"""A cascade runs without PyTorch, in the decisions of the original: exported, and inside Triton."""
+
+import re
+from types import SimpleNamespace
+
+import numpy as np
+import onnxruntime
+import pytest
+from cascades import COSTS, chain, outputs, pixels
+from exported import older_exporter
+
+from alight import Predictor, calibrate, export_model, load_policy, replay
+from alight.calibrate import combined
+from alight.calibrate.crossval import on_exits
+from alight.engine.backends.cascade import Cascade
+from alight.engine.backends.triton import PythonModel
+from alight.errors import BadInput, Mismatch
+from alight.export.triton import write_triton
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory):
+    policy = calibrate.eero(COSTS, "70%", outputs())
+    with older_exporter():
+        return policy, export_model(chain(), policy, tmp_path_factory.mktemp("export") / "cascade", progress=False)
+
+
+def test_an_exported_cascade_decides_as_the_recording_does(exported):
+    policy, folder = exported
+    found, expected = Predictor.load(folder)(pixels()), replay(policy, outputs())
+    np.testing.assert_array_equal(found.exits, expected.exits)
+    np.testing.assert_array_equal(found.predictions, expected.predictions)
+    assert not any(each.is_torch for each in Cascade.load(folder).members)
+
+
+def test_a_network_without_an_open_exit_is_left_out_and_exits_are_numbered_without_it(tmp_path):
+    policy = on_exits(combined(calibrate.eero, "agreement"), (0, 3))(COSTS, "70%", outputs())
+    with older_exporter():
+        folder = export_model(chain(), policy, tmp_path / "cascade", progress=False)
+    assert load_policy(folder / "policy.json").exits == Cascade.load(folder).exits == ("tiny", "large")
+    found, expected = Predictor.load(folder)(pixels()), replay(policy, outputs())
+    np.testing.assert_array_equal(found.predictions, expected.predictions)
+    np.testing.assert_array_equal(found.exits == 1, expected.exits == 3)
+    np.testing.assert_allclose(found.spent, expected.spent)
+
+
+def test_a_foreign_policy_and_a_full_folder_are_refused(exported, tmp_path):
+    from dataclasses import replace
+
+    policy, _ = exported
+    with pytest.raises(Mismatch, match="deadbeef"):
+        export_model(chain(), replace(policy, fingerprint="deadbeef"), tmp_path / "cascade")
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "notes.txt").touch()
+    with pytest.raises(BadInput, match="holds other files"):
+        export_model(chain(), policy, tmp_path / "full")
+
+
+class Utils:
+    """What Triton gives to a Python model: it runs the models of the repository by ONNX Runtime, as Triton does."""
+
+    def __init__(self, repository):
+        self.repository, self.asked = repository, []
+
+        class InferenceRequest:
+            def __init__(self, model_name, requested_output_names, inputs):
+                self.model, self.names, self.inputs = model_name, requested_output_names, inputs
+
+            def exec(request):  # noqa: N805
+                return self.executed(request)
+
+        self.InferenceRequest = InferenceRequest
+
+    @staticmethod
+    def Tensor(name, values):  # noqa: N802
+        return SimpleNamespace(name=name, as_numpy=lambda: values)
+
+    @staticmethod
+    def InferenceResponse(tensors=(), error=None):  # noqa: N802
+        return SimpleNamespace(tensors=tensors, has_error=lambda: error is not None, error=lambda: error)
+
+    @staticmethod
+    def TritonError(message):  # noqa: N802
+        return SimpleNamespace(message=lambda: message)
+
+    def executed(self, request):
+        given = {each.name: each.as_numpy() for each in request.inputs}
+        config = (self.repository / request.model / "config.pbtxt").read_text()
+        largest = int(re.search(r"max_batch_size: (\d+)", config)[1])
+        assert all(f'name: "{name}"' in config for name in (*given, *request.names))
+        rows = len(next(iter(given.values())))
+        assert 0 < rows <= largest
+        self.asked.append((request.model, rows))
+        session = onnxruntime.InferenceSession(self.repository / request.model / "1" / "model.onnx")
+        made = zip(request.names, session.run(request.names, given), strict=True)
+        return self.InferenceResponse([self.Tensor(*each) for each in made])
+
+    @staticmethod
+    def get_input_tensor_by_name(request, name):
+        return SimpleNamespace(as_numpy=lambda: request[name])
+
+    @staticmethod
+    def get_output_tensor_by_name(response, name):
+        return next(each for each in response.tensors if each.name == name)
+
+
+def test_a_model_of_triton_runs_the_stages_for_survivors_alone(exported, tmp_path):
+    policy, folder = exported
+    repository = write_triton(folder, tmp_path / "repository")
+    config = (repository / "alight" / "config.pbtxt").read_text()
+    assert 'name: "images", data_type: TYPE_UINT8, dims: [-1, 3, 16, 16]' in config
+    assert "TritonPythonModel" in (repository / "alight" / "1" / "model.py").read_text()
+    utils = Utils(repository)
+    model = PythonModel(repository / "alight" / "1", utils)
+    (answer,) = model.execute([{"images": pixels()}])
+    expected = replay(policy, outputs())
+    for name in ("predictions", "exits", "spent"):
+        values = utils.get_output_tensor_by_name(answer, name).as_numpy()
+        np.testing.assert_array_equal(values, getattr(expected, name))
+    last = sum(rows for name, rows in utils.asked if name.startswith("alight_member_2"))
+    assert last == (expected.exits == 3).sum() < len(pixels())
+    wrong, right = model.execute([{"images": pixels()[:, :2]}, {"images": pixels()[:2]}])
+    assert wrong.has_error()
+    assert not right.has_error()
+    with pytest.raises(BadInput, match="exists: give a new folder"):
+        write_triton(folder, repository)
+    with pytest.raises(BadInput, match="is not an exported network"):
+        write_triton(tmp_path, tmp_path / "other")

@@ -1,0 +1,216 @@
+"""A network of lower precision: what is quantised, and that no policy of the original is taken for it."""
+
+import json
+import shutil
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from exported import folder, images, network, older_exporter, policy, table
+from torch import nn
+
+from alight import MultiExitModel, Predictor, RunSettings, calibrate, deploy, export_model, record, replay
+from alight.costs import Costs
+from alight.engine.backends.exported import exported_backend
+from alight.engine.manifest import Manifest
+from alight.errors import BadFile, BadInput, LabelsNeeded, Mismatch
+from alight.export.precision import FLOAT_HEAD, lower, put_policy
+from alight.policies.policy import ExitAt, Threshold
+
+ONE = RunSettings(threads=1)
+OPENED = (0, 1, 3)
+
+
+@pytest.fixture(scope="module")
+def int8(tmp_path_factory):
+    """The network of the other tests, quantised."""
+    return lower(folder(), tmp_path_factory.mktemp("int8") / "int8", "int8", [(images()[:64],)])
+
+
+@pytest.fixture
+def quick():
+    with older_exporter():
+        yield
+
+
+def graphs(place):
+    return [onnx.load(place / stage.file).graph for stage in Manifest.load(place).stages]
+
+
+def backend(place, settings=ONE):
+    return exported_backend(place, Manifest.load(place), settings)
+
+
+def test_states_cross_as_bytes_with_channels_last_and_logits_stay_floats(int8):
+    carried = [[(each.shape, each.dtype) for each in stage.carries] for stage in Manifest.load(int8).stages]
+    assert carried[0] == [((None, 6, 7, 6), "uint8")]
+    for graph in graphs(int8):
+        makers = {name: node for node in graph.node for name in node.output}
+        assert makers["logits"].op_type == "Gemm"
+        kinds = [node.op_type for node in graph.node]
+        assert kinds.count("Conv") >= 1
+        assert all(
+            makers[name].op_type == "DequantizeLinear"
+            for node in graph.node
+            if node.op_type == "Conv"
+            for name in node.input[:2]
+        )
+
+
+def test_a_quantised_network_says_nearly_what_the_original_says(int8):
+    found, expected = record(backend(int8), images(), progress=False), table().at_exits(OPENED)
+    assert found.exits == tuple(network().exits[index] for index in OPENED)
+    assert (found.predictions == expected.predictions).mean(axis=0).min() > 0.9
+    assert 1e-4 < np.abs(found.scores - expected.scores).max() < 0.3
+
+
+def test_no_policy_of_the_original_runs_on_the_quantised_network(int8):
+    with pytest.raises(Mismatch, match="calibrated on outputs of the network"):
+        Predictor.load(int8, settings=ONE)
+    with pytest.raises(Mismatch, match="calibrated on outputs of the network"):
+        put_policy(int8, policy())
+
+
+def test_another_runtime_rounds_otherwise_and_is_refused(int8):
+    pytest.importorskip("openvino")
+    with pytest.raises(Mismatch, match="calibrated with onnxruntime in int8, and openvino rounds otherwise"):
+        Predictor.load(int8, settings=RunSettings(runtime="openvino"))
+    assert Predictor.load(folder(), settings=RunSettings(runtime="openvino", threads=1)).backend.name == "OpenVINO"
+
+
+def test_stages_that_compute_otherwise_than_where_they_were_exported_are_refused(int8, tmp_path):
+    shutil.copytree(int8, tmp_path / "copied")
+    path = tmp_path / "copied" / "manifest.json"
+    content = json.loads(path.read_text())
+    content["stages"][1]["probe"][0] += 1.0
+    path.write_text(json.dumps(content))
+    with pytest.raises(
+        Mismatch, match=r"other logits here than where it was exported \(by .* at exit 1, 0.05 allowed\)"
+    ):
+        backend(tmp_path / "copied")
+
+
+def test_weights_of_16_bits_halve_the_files_and_keep_the_scores(tmp_path):
+    place = lower(folder(), tmp_path / "half", "float16", [])
+    found = record(backend(place), images(), progress=False)
+    assert np.abs(found.scores - table().at_exits(OPENED).scores).max() < 5e-3
+    names = [each.name for each in graphs(place)[2].initializer if each.data_type == onnx.TensorProto.FLOAT16]
+    assert names
+    assert Manifest.load(place).fingerprint != Manifest.load(folder()).fingerprint
+
+
+def test_a_weight_that_16_bits_cannot_hold_is_refused(tmp_path, quick):
+    model = MultiExitModel([nn.Linear(4, 128)], [nn.Linear(128, 3)]).eval()
+    model.stages[0].weight.data[0, 0] = 1e6
+    place = export_model(model, ExitAt(costs=(1.0,)), tmp_path / "float", example=torch.zeros(1, 4))
+    with pytest.raises(BadInput, match="a weight of 1e\\+06 is too large for float16"):
+        lower(place, tmp_path / "half", "float16", [])
+    assert not (tmp_path / "half").exists()
+
+
+def test_bf16_is_for_openvino(tmp_path):
+    with pytest.raises(BadInput, match="onnxruntime has no bf16 arithmetic on processors: choose runtime='openvino'"):
+        lower(folder(), tmp_path / "bf16", "bfloat16", [])
+    openvino = pytest.importorskip("openvino")
+    if "BF16" not in openvino.Core().get_property("CPU", "OPTIMIZATION_CAPABILITIES"):
+        pytest.skip("this processor has no bf16")
+    place = lower(folder(), tmp_path / "bf16", "bfloat16", [], runtime="openvino")
+    gaps = np.abs(record(backend(place), images(), progress=False).scores - table().at_exits(OPENED).scores)
+    assert 1e-5 < gaps.max() < 0.1
+
+
+def test_a_precision_that_is_not_known_is_refused(tmp_path):
+    with pytest.raises(BadInput, match="there is no precision 'int3': choose float32, int8"):
+        lower(folder(), tmp_path / "int3", "int3", [])
+
+
+# deploy
+
+
+def labelled():
+    """Images and the classes that the whole network gives them, so that accuracy means something."""
+    return images(), table().predictions[:, -1]
+
+
+def calibrated(contract=calibrate.certified_probability):
+    costs = Costs([1.0, 1.5, 0.5, 3.0], [0.0, 0.0, 0.0, 0.0], unit="FLOPs")
+    fitted = contract(calibrate.eero)(costs.at_exits(OPENED), "80%", table().at_exits(OPENED))
+    return calibrate.crossval.of_network(fitted, OPENED, 4, costs.full, network().exits)
+
+
+def test_a_policy_is_calibrated_again_on_what_was_quantised(tmp_path, quick):
+    before = calibrated()
+    made = deploy(network(), labelled(), tmp_path / "int8", policy=before, settings=ONE, progress=False)
+    predictor = made.predictor(settings=ONE)
+    own = predictor.policy
+    assert (own.open_exits, own.method, own.certificate.contract) == (OPENED, "eero", "probability")
+    assert own.fingerprint == Manifest.load(tmp_path / "int8").fingerprint != before.fingerprint
+    assert own.thresholds != before.thresholds
+    assert own.budget / own.full_cost == pytest.approx(0.8)
+    assert made.levels == ("int8",) * 3
+    assert len(made.before) == len(made.after) == len(made.times) == 3
+    assert "accuracy, float32" in str(made)
+    assert "Guaranteed with 95 % confidence" in str(made)
+
+    recorded = record(predictor.backend, images(), progress=False)
+    walked = replay(Threshold(own.thresholds, own.tie_shares, costs=own.costs, salt=own.salt), recorded)
+    decided = predictor(images(), np.arange(len(images())))
+    assert (np.array(OPENED)[walked.exits] == decided.exits).all()
+    assert (walked.predictions == decided.predictions).all()
+
+
+class Wide(nn.Module):
+    """A stage whose numbers bytes cannot hold: what matters is a millionth of its largest number."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, numbers):
+        made = self.linear(numbers)
+        return torch.cat([made, 1e6 * made[:, :1].abs()], dim=1)
+
+
+def test_a_stage_that_loses_too_much_stays_in_float(tmp_path, quick):
+    torch.manual_seed(0)
+    last = nn.Sequential(nn.Linear(9, 16), nn.ReLU(), nn.Linear(16, 8))
+    heads = [nn.Linear(9, 3), nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 3))]
+    recipe = {"source": "stages", "example": {"shape": [2, 8], "dtype": "float32"}}
+    model = MultiExitModel([Wide(), last], heads, recipe=recipe).eval()
+    with torch.no_grad():
+        heads[0].weight[:, 8] = 0.0
+        last[0].weight[:, 8] = 0.0
+        numbers = torch.randn(240, 8)
+        for layer, logits in zip((heads[0], heads[1][2]), model(numbers), strict=True):
+            layer.bias -= logits.mean(dim=0)  # so that every class is answered
+        classes = model(numbers)[-1].argmax(-1)
+    made = deploy(model, (numbers, classes), tmp_path / "mixed", budget="95%", settings=ONE, progress=False)
+    assert "float32" in made.levels
+    assert made.before[-1] - made.after[-1] < 0.05
+    assert FLOAT_HEAD not in made.levels[-1:]  # the last stage has no head of its own
+
+
+def test_what_cannot_be_repeated_or_is_not_labelled_is_refused(tmp_path, quick):
+    by_hand = Threshold((0.5, 0.5), costs=(1.0, 2.0, 3.0), open_exits=OPENED, num_exits=4, unit="FLOPs")
+    with pytest.raises(BadInput, match="fitted by hand, which is not a method that can be repeated"):
+        deploy(network(), labelled(), tmp_path / "int8", policy=by_hand, settings=ONE, progress=False)
+    with pytest.raises(LabelsNeeded):
+        deploy(network(), images(), tmp_path / "int8", budget="80%", settings=ONE, progress=False)
+    with pytest.raises(BadInput, match="a policy has its own budget"):
+        deploy(network(), labelled(), tmp_path / "int8", policy=by_hand, budget="80%", progress=False)
+    assert not (tmp_path / "int8").exists()
+
+
+def test_providers_are_those_of_the_installed_runtime(int8):
+    with pytest.raises(BadInput, match=r"this onnxruntime has no provider 'tensorrt': choose among .*cpu"):
+        backend(folder(), RunSettings(providers=("tensorrt",)))
+    assert len(backend(folder(), RunSettings(threads=1, providers=("cpu",))).stages) == 3
+
+
+def test_a_damaged_stage_is_refused_by_openvino_too(tmp_path):
+    pytest.importorskip("openvino")
+    shutil.copytree(folder(), tmp_path / "copied")
+    (tmp_path / "copied" / "stage_1.onnx").write_bytes(b"nonsense")
+    with pytest.raises(BadFile, match="changed or damaged"):
+        backend(tmp_path / "copied", RunSettings(runtime="openvino"))

@@ -1,0 +1,143 @@
+"""The walk in C++ decides as Python does."""
+
+import csv
+import io
+import json
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import pytest
+from commands import shared_folder
+from exported import drawn, folder, images, network, policy
+
+from alight import Predictor, RunSettings, calibrate
+from alight.engine.manifest import checksum
+from alight.export.precision import lower, put_policy
+from alight.policies.policy import Threshold
+
+ROOT = Path(__file__).parent.parent
+COMPILER = shutil.which("c++")
+OPENED = (0, 1, 3)
+pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")
+
+
+def runtime_library():
+    """ONNX Runtime's library, which its Python package brings along."""
+    onnxruntime = pytest.importorskip("onnxruntime")
+    return next((Path(onnxruntime.__file__).parent / "capi").glob("libonnxruntime.so*"))
+
+
+@pytest.fixture(scope="module")
+def program():
+    def build(place):
+        sources = [COMPILER, "-std=c++17", "-Wall", "-Wextra", "-Werror", str(ROOT / "cpp/example.cpp")]
+        subprocess.run([*sources, "-o", str(place / "example"), "-ldl"], check=True)
+
+    return shared_folder(Path(os.environ["SESSION_FOLDER"]), "cpp", build) / "example"
+
+
+@pytest.fixture(scope="module")
+def int8(tmp_path_factory):
+    return lower(folder(), tmp_path_factory.mktemp("int8") / "int8", "int8", [(images()[:64],)])
+
+
+def decided(program, place, array, tmp_path, batch=1):
+    np.save(tmp_path / "images.npy", array)
+    options = ["--batch", str(batch), "--library", str(runtime_library())]
+    done = subprocess.run([program, place, tmp_path / "images.npy", *options], capture_output=True, text=True)
+    return done, list(csv.DictReader(io.StringIO(done.stdout)))
+
+
+def assert_same(rows, decisions):
+    assert [int(row["prediction"]) for row in rows] == decisions.predictions.tolist()
+    names = [network().exits[index] for index in decisions.exits]
+    assert [row["exit"] for row in rows] == names
+    assert [float(row["cost"]) for row in rows] == decisions.spent.tolist()
+    assert np.allclose([float(row["probability"]) for row in rows], decisions.probabilities, atol=1e-6)
+
+
+def with_policy(place, rule, tmp_path):
+    shutil.copytree(place, tmp_path / "copied")
+    put_policy(tmp_path / "copied", rule)
+    return tmp_path / "copied"
+
+
+@pytest.mark.parametrize("kind", ["threshold", "patience", "streak", "mixture", "lottery"])
+def test_every_rule_decides_as_in_python(kind, program, tmp_path):
+    place = with_policy(folder(), drawn(kind, np.random.default_rng(3), OPENED), tmp_path)
+    expected = Predictor.load(place, settings=RunSettings(threads=1), probabilities=True)
+    decisions = expected(images(), np.arange(len(images())))
+    for batch in (1, 64):
+        done, rows = decided(program, place, images(), tmp_path, batch)
+        assert done.returncode == 0, done.stderr
+        assert_same(rows, decisions)
+        assert f"batches of {batch}: mean" in done.stderr
+
+
+def test_ties_are_drawn_by_the_same_hash(program, tmp_path):
+    terms = {"costs": (1.0, 2.5, 6.0), "open_exits": OPENED, "num_exits": 4, "score": "max_probability"}
+    tied = Threshold((1.0, 1.0), (0.4, 0.7), **terms, salt=2**52 + 12345)
+    place = with_policy(folder(), tied, tmp_path)
+    bright = 1e4 * images()  # every probability is exactly 1
+    decisions = Predictor.load(place, settings=RunSettings(threads=1), probabilities=True)(
+        bright, np.arange(len(bright))
+    )
+    assert 0.2 < (decisions.exits == 0).mean() < 0.6
+    assert_same(decided(program, place, bright, tmp_path, 32)[1], decisions)
+
+
+def test_a_quantised_network_and_bytes_of_images_decide_as_in_python(program, int8, tmp_path):
+    fitted = calibrate.eero([1.0, 2.5, 6.0], 3.0, recorded(int8))
+    terms = {"open_exits": OPENED, "num_exits": 4, "exits": network().exits}
+    place = with_policy(int8, Threshold(fitted.thresholds, fitted.tie_shares, costs=fitted.costs, **terms), tmp_path)
+    pixels = np.random.default_rng(0).integers(0, 256, size=(150, 6, 7, 3), dtype=np.uint8)
+    decisions = Predictor.load(place, settings=RunSettings(threads=1), probabilities=True)(pixels, np.arange(150))
+    assert len({*decisions.exits.tolist()}) > 1
+    for batch in (1, 37):
+        assert_same(decided(program, place, pixels, tmp_path, batch)[1], decisions)
+
+
+def recorded(place):
+    from alight import record
+    from alight.engine.backends.exported import exported_backend
+    from alight.engine.manifest import Manifest
+
+    backend = exported_backend(place, Manifest.load(place), RunSettings(threads=1))
+    return record(backend, (images(), np.arange(len(images())) % 5), progress=False)
+
+
+def test_what_would_be_wrong_is_refused(program, tmp_path):
+    unusable = images().copy()
+    unusable[7, 0, 0, 0] = np.nan
+    done, _ = decided(program, folder(), unusable, tmp_path)
+    assert (done.returncode, "holds NaN or infinity" in done.stderr) == (1, True)
+    shutil.copytree(folder(), tmp_path / "changed")
+    (tmp_path / "changed" / "stage_2.onnx").write_bytes(b"nonsense")
+    done, _ = decided(program, tmp_path / "changed", images(), tmp_path)
+    assert (done.returncode, "stage_2.onnx was changed or damaged" in done.stderr) == (1, True)
+    (tmp_path / "changed" / "stage_2.onnx").write_bytes(elsewhere := b"\x0a\x08location\x12\x01w")
+    manifest = json.loads((tmp_path / "changed" / "manifest.json").read_text())
+    manifest["stages"][2]["checksum"] = checksum(elsewhere)
+    (tmp_path / "changed" / "manifest.json").write_text(json.dumps(manifest))
+    done, _ = decided(program, tmp_path / "changed", images(), tmp_path)
+    assert (done.returncode, "stage_2.onnx names another file for its weights" in done.stderr) == (1, True)
+    batched = with_policy(folder(), drawn("quota", np.random.default_rng(0), OPENED), tmp_path)
+    done, _ = decided(program, batched, images(), tmp_path)
+    assert (done.returncode, "a policy Quota needs batches or streams" in done.stderr) == (1, True)
+    done, _ = decided(program, folder(), images()[:, :2].copy(), tmp_path, batch=150)
+    assert (done.returncode, "has another shape than the network takes" in done.stderr) == (1, True)
+    done, _ = decided(program, folder(), np.zeros((4, 7, 6, 3), dtype=np.uint8), tmp_path)
+    assert (done.returncode, "another size or number of channels" in done.stderr) == (1, True)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("cmake") is None, reason="needs CMake")
+def test_cmake_builds_the_example(tmp_path):
+    for step in (["-S", ROOT / "cpp", "-B", tmp_path], ["--build", tmp_path]):
+        subprocess.run(["cmake", *step], check=True, capture_output=True)
+    done, rows = decided(tmp_path / "alight_example", folder(), images(), tmp_path)
+    assert (done.returncode, len(rows)) == (0, len(images()))
+    assert policy().open_exits == OPENED
