@@ -526,12 +526,13 @@ def main(arguments: Sequence[str]) -> int:
         print(f"{chosen}: {row['outcome']}")
         return int(row["outcome"] == "wrong")
     made = provenance("torch", "torchvision", "timm", "transformers", folder=ROOT)
-    with RESULTS.open(newline="") as file:
-        rows = {row["network"]: row for row in csv.DictReader(file) if row["network"] in CASES and parts > 1}
+    tried = {}
     for case in list(CASES.values())[len(CASES) * (part - 1) // parts : len(CASES) * part // parts]:
         row, _ = try_network(case)
         print(f"{row['kind']:9} {row['network']:32} {row['outcome']:8} {row['detail'][:120]}", flush=True)
-        rows[case.name] = row | made
+        tried[case.name] = row | made
+    with RESULTS.open(newline="") as file:  # parts may run side by side
+        rows = {row["network"]: row for row in csv.DictReader(file) if parts > 1} | tried
     outcomes = {name: row["outcome"] for name, row in rows.items()}
     found = [rows[name] | {"result": result_of(rows[name], outcomes)} for name in CASES if name in rows]
     write_rows(RESULTS, found)

@@ -33,11 +33,11 @@ import numpy as np
 ROOT = Path(__file__).parent.parent
 EXITS = "resnet18_mixed_distilled"
 FULL = {"resnet18_plain": "ResNet-18", "resnet10_plain": "ResNet-10"}  # networks without exits, by their run
-CUTS = ("layer2.1", "layer3.0", "layer3.1")  # exits after which the network with exits ends, as a smaller one
+CUTS = ("layer3.1", "layer2.1", "layer3.0")  # exits after which the network with exits ends, as a smaller one
 IMAGES, CALIBRATION = 2000, 2400
 LATENCIES, PART, TURN = 400, 100, 20  # single images, in parts, and how many of them one contender has in turn
 ROUNDS = 4  # in which all images are run in batches
-LOSSES = (0.025, 0.01)
+LOSSES = (0.025,)
 SMALL = {"resnet10_plain": "ResNet-10", "convnext_plain": "ConvNeXt"}  # first of a cascade of two
 EQUAL = 0.005  # accuracy by which a full network may be below a contender and count as equally accurate
 Row = dict[str, str | float | int]
@@ -102,10 +102,10 @@ def prepare(options: argparse.Namespace) -> None:
         network = load_result(Job(run), options.state) if trained else build(Job(run), options.state).eval()
         about: dict[str, Any] = {} if trained else {"accuracy": recorded_accuracy(run)}
         full_network(made, run, name, network, data, **about)
+    torch_networks(made, options.state)
     for name in CUTS:
         cut = model.exits.index(name)
         full_network(made, f"{EXITS}_{name}", f"cut after {name}", model, data, exit_index=cut, full=False)
-    torch_networks(made, options.state)
     exits_in_torch(made, model, labelled, options.state)
     for runtime, title in (("openvino", "OpenVINO"), ("onnxruntime", "ONNX Runtime")):
         deployed(made, model, data, labelled, runtime, title, "float32", LOSSES[:1])
@@ -381,8 +381,9 @@ def measure(options: argparse.Namespace) -> None:
     from alight.provenance import provenance
 
     about: Contenders = json.loads((options.work / "contenders.json").read_text())
+    about = {name: each for name, each in about.items() if not any(word in name for word in options.without)}
     with np.load(options.work / "images.npz") as file:
-        labels = file["labels"]
+        labels = file["labels"][: options.images]
     waits = partial(wait_for_a_line, options.paused)
     waits("start all contenders")
     workers = [Worker(options.work, name, options.threads) for name in about]
@@ -493,6 +494,7 @@ def main() -> None:
     parser.add_argument("--calibration", type=int, default=CALIBRATION)
     parser.add_argument("--latencies", type=int, default=LATENCIES)
     parser.add_argument("--rounds", type=int, default=ROUNDS)
+    parser.add_argument("--without", nargs="*", default=[], help="leave out contenders whose names hold these words")
     parser.add_argument("--paused", action="store_true", help="wait for a line of input before each part")
     parser.add_argument("--output", type=Path, default=ROOT / "results/edge.csv")
     options = parser.parse_args()

@@ -7,10 +7,10 @@
 `time` writes results/imagenet_networks.csv: what each network takes for an image, from its bytes to its answer, and
 what the cascade takes that `sweep` chooses, run beside the network that it replaces. `sweep` writes
 results/imagenet_cascades.csv; its splits are kept beside the recording, so that it may be stopped. The 5,000 images
-are split 20 times. One half chooses networks, their order and thresholds, for budgets of 30 to 100 % of EfficientNet-
-lite2, by `choose_members` and `search`; every pair of networks gets the threshold that spends the budget, which needs
-no labels. The other half tests. Rows "as accurate as NAME" take the smallest budget at which the first half is as
-accurate as NAME alone, which the other half then tests too.
+are split 20 times. One half chooses among five networks, their order and thresholds, for budgets of 40 to 100 % of
+EfficientNet-lite2, by `choose_members` and `eero`; every pair of networks gets the threshold that spends the budget,
+which needs no labels. The other half tests. Rows "as accurate as NAME" take the smallest budget at which the first
+half is as accurate as NAME alone, which the other half then tests too.
 """
 
 import argparse
@@ -46,7 +46,6 @@ STRIDE, ROUNDS = 20, 5  # every 20th image is timed, in so many runs
 UNITS = {"MACs": "multiply-adds", "ms": "ms, two cores"}
 CANDIDATES = ("v1-0.5@160 int8", "v2@224 int8", "lite0", "lite1", "lite2")  # that are chosen from
 SPENDING = partial(calibrate.eero, spend_all=True)
-SEARCH = partial(calibrate.search, rounds=2)
 Row = dict[str, Any]
 Members = tuple[int, ...]
 Fit = Callable[[Costs, float, HeadOutputs], tuple[Policy, Members]]
@@ -104,7 +103,7 @@ def ways(outputs: HeadOutputs) -> Iterator[tuple[str, Fit]]:
             found[budget] = chosen(costs, budget, table)
         return fitted(method, costs, budget, table, found[budget]), found[budget]
 
-    yield "chosen, margin", partial(of_choice, SEARCH)
+    yield "chosen, margin", partial(of_choice, SPENDING)
     yield "chosen, agreement", partial(of_choice, combined(SPENDING, "agreement"))
 
 
@@ -116,8 +115,10 @@ def split_rows(outputs: HeadOutputs, costs: Costs, seed: int) -> Iterator[Row]:
     for name, cost in zip(outputs.exits, costs.heads, strict=True):
         yield {"networks": name, "budget": "alone", "accuracy": right[name][1], "spent": cost / alone, "members": name}
     for name, fit in ways(outputs):
-        matched: dict[str, Row | None] = dict.fromkeys(MATCHED)
+        waiting, is_choice = [*MATCHED], name.startswith("chosen")
         for share in SHARES:
+            if is_choice and not waiting:
+                break  # a choice takes a second
             try:
                 policy, members = fit(costs, share * alone, half)
             except BudgetTooSmall:
@@ -126,17 +127,18 @@ def split_rows(outputs: HeadOutputs, costs: Costs, seed: int) -> Iterator[Row]:
             decisions, own = replay(policy, test.at_exits(members)), replay(policy, half.at_exits(members))
             spent, accuracy = decisions.mean_cost / alone, decisions.accuracy(test.truth())
             row = {"networks": name, "accuracy": accuracy, "spent": spent, "members": called}
-            yield {**row, "budget": f"{share:.0%}"}
-            for other, before in matched.items():
-                if before is None and own.accuracy(half.truth()) >= right[other][0]:
-                    matched[other] = row
+            if not is_choice:
+                yield {**row, "budget": f"{share:.0%}"}
+            for other in [*waiting]:
+                if own.accuracy(half.truth()) >= right[other][0]:
+                    waiting.remove(other)
                     of_other = alone / costs.heads[outputs.exits.index(other)]
                     lost = {"difference": accuracy - right[other][1], "of_matched": spent * of_other}
                     yield {**row, "budget": f"as accurate as {other}", **lost}
 
 
 def summary(rows: list[Row], unit: str) -> Iterator[Row]:
-    """Yield means over the splits, with 95 % intervals of the mean."""
+    """Yield means over the splits, and between which values 95 % of the splits are."""
     groups = defaultdict(list)
     for row in rows:
         groups[row["networks"], row["budget"]].append(row)
@@ -156,15 +158,15 @@ def sweep(options: argparse.Namespace) -> None:
     """Write the table of all ways, budgets and units."""
     outputs, done = HeadOutputs.load(options.recording), options.recording.with_suffix(".rows.jsonl")
     done.touch()
-    known = [json.loads(line) for line in done.read_text().splitlines()]
-    for unit in UNITS:
+    for unit in options.units:
         costs = member_costs(outputs, unit, options.recording)
+        known = [json.loads(line) for line in done.read_text().splitlines()]
         for seed in sorted({*range(options.splits)} - {row["seed"] for row in known if row["unit"] == unit}):
             rows = [{**row, "unit": unit, "seed": seed} for row in split_rows(outputs, costs, seed)]
-            known += rows
             with done.open("a") as file:  # a run that was stopped goes on here
-                file.writelines(json.dumps(row) + "\n" for row in rows)
+                file.write("".join(json.dumps(row) + "\n" for row in rows))
             print(unit, seed, flush=True)
+    known = [json.loads(line) for line in done.read_text().splitlines()]
     told = provenance("numpy", folder=ROOT)
     found = [row for unit in UNITS for row in summary([each for each in known if each["unit"] == unit], unit)]
     write_rows(CASCADES, [{**row, **told} for row in found])
@@ -194,7 +196,7 @@ def measure(options: argparse.Namespace) -> None:
     half, test = outputs.take(others), outputs.take(timed)
     for share in SHARES:
         members = chosen(costs, share * costs.heads[reference], half)
-        policy = fitted(SEARCH, costs, share * costs.heads[reference], half, members)
+        policy = fitted(SPENDING, costs, share * costs.heads[reference], half, members)
         if replay(policy, half.at_exits(members)).accuracy(half.truth()) >= half.correct()[:, reference].mean():
             break
     whole = ExitAt(costs=(costs.heads[reference],), open_exits=(reference,), num_exits=len(outputs.exits))
@@ -233,6 +235,7 @@ def main() -> None:
         timing.add_argument(name, type=Path)
     timing.set_defaults(run=measure)
     sweeping = commands.add_parser("sweep")
+    sweeping.add_argument("--units", nargs="+", choices=UNITS, default=[*UNITS])
     sweeping.add_argument("--splits", type=int, default=SPLITS)
     sweeping.set_defaults(run=sweep)
     options = parser.parse_args()

@@ -94,9 +94,11 @@ class BudgetedClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         models = self._estimators()
         self.classes_ = np.unique(truth) if not self.prefit else np.asarray(models[0].classes_)
         if len(self.classes_) < 2:
-            raise BadInput(f"the data has one class, {self.classes_[0]!r}: give samples of at least two classes")
+            raise BadInput(
+                f"the data has one class, {self.classes_.tolist()[0]!r}: give samples of at least two classes"
+            )
         if len(unknown := np.setdiff1d(truth, self.classes_)):
-            raise BadInput(f"the estimator does not know the class {unknown[0]!r}: fit it to all classes")
+            raise BadInput(f"the estimator does not know the class {unknown.tolist()[0]!r}: fit it to all classes")
         labels = np.searchsorted(self.classes_, truth)
         rest: Any = slice(None)
         if not self.prefit:
@@ -250,7 +252,7 @@ Made = tuple[str, list[Any], tuple[str, ...], Costs]  # the kind of parts, the p
 def _of_trees(model: Any, exits: int | Sequence[int], rows: Floats) -> Made:
     """Return the parts of a boosting model or a forest, once they are shown to add up to it."""
     total = _number_of_trees(model)
-    ends = [*exits] if not isinstance(exits, int) else np.geomspace(max(1, total // SOONEST), total, exits).round()
+    ends = [*exits] if not isinstance(exits, int) else np.geomspace(total, max(1, total // SOONEST), exits).round()
     stops = sorted({*(int(end) for end in ends if 1 <= end < total), total})
     base = _base(model, rows[:1], total)
     parts = [_part(model, start, stop, base) for start, stop in zip([0, *stops], stops, strict=False)]

@@ -112,6 +112,7 @@ def test_a_model_of_triton_runs_the_stages_for_survivors_alone(exported, tmp_pat
     assert "TritonPythonModel" in (repository / "alight" / "1" / "model.py").read_text()
     utils = Utils(repository)
     model = PythonModel(repository / "alight" / "1", utils)
+    assert not utils.asked  # Triton executes no model while another is loaded
     (answer,) = model.execute([{"images": pixels()}])
     expected = replay(policy, outputs())
     for name in ("predictions", "exits", "spent"):

@@ -88,7 +88,7 @@ def test_a_cascade_is_served_with_a_budget_and_a_deadline_per_request(tmp_path, 
     served = load_served_model(folder, {"policy": policy}, settings=RunSettings(threads=1))
     assert served.input_kind == "images"
     pictures = [in_base64(each.transpose(1, 2, 0)) for each in pixels()[:40]]
-    with TestClient(build_app(served, None, Limits(batch=40))) as client:
+    with TestClient(build_app(ModelHost.of(served, Limits(batch=40)))) as client:
         answers = client.post("/predict", json={"images": pictures}).json()["predictions"]
         cheap = client.post("/predict", json={"images": pictures[:4], "budget": policy.costs[0]}).json()["predictions"]
     assert {each["exit"] for each in answers} > {0}

@@ -156,7 +156,7 @@ def exported_spec(folder: PathLike, manifest: Manifest) -> InputSpec:
 def probe_inputs(inputs: Sequence[TensorSpec]) -> tuple[np.ndarray, ...]:
     """Return one sample that every machine makes alike: floats spread over -2 to 2, tokens 0 and 1, nothing masked.
 
-    >>> probe_inputs([TensorSpec("images", (None, 1, 1, 3), "float32")])[0].round(2).tolist()
+    >>> probe_inputs([TensorSpec("images", (None, 1, 1, 3), "float64")])[0].round(2).tolist()
     [[[[-2.0, 0.47, -1.06]]]]
     """
     made = []

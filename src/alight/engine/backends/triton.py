@@ -48,6 +48,7 @@ class TritonStages(OnnxBackend):
     """The stages of an exported network, which Triton executes."""
 
     name = "Triton"
+    probes = False  # a model of Triton may not execute others before its first request
 
     def __init__(self, folder: Path, manifest: Manifest, stages: Mapping[str, Any], execute: Execute) -> None:
         self._described, self._execute = stages, execute
