@@ -230,10 +230,13 @@ def test_an_exported_network_is_served_without_torch_and_decides_the_same(home):
 
 @pytest.mark.parametrize("option", ["--compile", "--dtype bf16", "--device cuda", "--tokenizer model"])
 def test_an_option_that_an_exported_network_cannot_honour_is_refused(option, home, monkeypatch, capsys):
+    pytest.importorskip("onnxruntime")
+    from exported import folder as exported_folder
+
     monkeypatch.chdir(home)
-    (home / "exported").mkdir()
-    (home / "exported" / "manifest.json").touch()
-    status, _, err = run(f"serve exported unpaced.json --port 0 {option}", capsys)
+    (home / "exported").symlink_to(exported_folder())
+    capsys.readouterr()  # what the exporter has printed
+    status, _, err = run(f"serve exported exported/policy.json --port 0 {option}", capsys)
     name = option.split()[0].removeprefix("--")
     assert (status, len(err.splitlines())) == (ExitStatus.FAILURE, 1)
     assert f"exported was exported, and {name} is for networks that were not" in err
