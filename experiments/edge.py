@@ -293,8 +293,8 @@ def torch_contender(about: dict[str, Any]) -> tuple[Callable[[Any], Any], Callab
 def quantised(network: Any, about: dict[str, Any]) -> Any:
     """Return a network in int8 by torchao, static and per channel, for the processor that torch.compile writes for."""
     import torch
-    from torchao.quantization.pt2e.quantize_pt2e import convert_pt2e, prepare_pt2e  # type: ignore[import-untyped]
-    from torchao.quantization.pt2e.quantizer import x86_inductor_quantizer as x86  # type: ignore[import-untyped]
+    from torchao.quantization.pt2e.quantize_pt2e import convert_pt2e, prepare_pt2e
+    from torchao.quantization.pt2e.quantizer import x86_inductor_quantizer as x86
 
     with np.load(about["calibration"]) as file:
         images = torch.from_numpy(file["images"][:128]).permute(0, 3, 1, 2).float() / 255

@@ -198,7 +198,7 @@ def test_recordings_are_small_and_keep_their_decisions(scripts, tmp_path, capsys
     recorded = scripts["recorded_cifar100"]
     package = ROOT / "src" / "alight" / "recordings"
     kept = [*recorded.FOLDER.rglob("*"), *package.glob("*.npz")]
-    assert sum(path.stat().st_size for path in kept if path.is_file()) < 5e6
+    assert sum(path.stat().st_size for path in kept if path.is_file()) < 20e6
     scripts["cifar100_ship"].keep(recorded.FOLDER / "msdnet_joint", tmp_path / "again", ())
     assert " 0 of " in capsys.readouterr().out
     again, before = recorded.Result.of(tmp_path / "again"), recorded.load("msdnet_joint")

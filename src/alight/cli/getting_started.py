@@ -43,12 +43,14 @@ TITLE = "Early exit on digits and CIFAR-100"
 BUDGETS = tuple(f"{percent}%" for percent in range(20, 101, 10))
 LONG = ("search", "optimal_stopping", "learned_stopping")  # methods that take a third of the time of all
 CORE = ("numpy", "scipy", "tqdm")
-RENAMED = {"PIL": "pillow", "sklearn": "scikit-learn"}
+RENAMED = {"ai_edge_litert": "ai-edge-litert", "PIL": "pillow", "sklearn": "scikit-learn"}
 EXTRAS = {
     "torch": Extra("networks: attach, train, record, predict", ("torch", "safetensors")),
     "vision": Extra("networks of timm and torchvision, image files", ("torchvision", "timm", "PIL")),
     "text": Extra("networks of Hugging Face that read text", ("transformers",)),
     "deploy": Extra("exported networks, without PyTorch: run", ("onnxruntime",)),
+    "openvino": Extra("exported networks by OpenVINO", ("openvino",)),
+    "litert": Extra("networks of LiteRT in a cascade", ("ai_edge_litert", "PIL")),
     "export": Extra("networks to ONNX: export", ("onnx", "onnxscript")),
     "ray": Extra("many machines: predict and record --engine ray", ("ray", "pyarrow")),
     "figures": Extra("figures of the experiments", ("matplotlib",)),

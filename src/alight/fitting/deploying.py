@@ -40,7 +40,17 @@ BATCH = 32  # samples that are recorded together
 
 @dataclass(frozen=True)
 class Deployed:
-    """An exported folder in lower precision: accuracy and time of its exits, before and after, and its policy."""
+    """An exported folder in lower precision: accuracy and time of its exits, before and after, and its policy.
+
+    >>> from alight.policies.policy import ExitAt
+    >>> policy = ExitAt(open_exits=(0,), num_exits=1, costs=(2.0,))
+    >>> decisions = replay(policy, HeadOutputs([[0.9], [0.4]], [[1], [0]], [1, 1]))
+    >>> levels, accuracies, times = ("int8",), (0.5,), (2.0,)
+    >>> own = {"times": times, "full_time": 2.0, "sizes": (400, 110), "decisions": decisions}
+    >>> found = Deployed(Path("int8"), policy, "onnxruntime", ("end",), levels, accuracies, accuracies, **own)
+    >>> found.shares, found.mean_time
+    ((1.0,), 2.0)
+    """
 
     folder: Path
     policy: Policy
