@@ -2,6 +2,7 @@
 
 import importlib
 import io
+from functools import cache
 from pathlib import Path
 from threading import local
 from typing import Any
@@ -24,7 +25,7 @@ class OpenVinoBackend(OnnxBackend):
     def _load(self, folder: Path, manifest: Manifest) -> list[Any]:
         if self.settings.providers:
             raise BadInput("providers are those of ONNX Runtime: leave them out, or choose runtime='onnxruntime'")
-        core = openvino_library().Core()
+        core = _core()
         threads = self.settings.threads or available_cores()
         config = {"PERFORMANCE_HINT": "LATENCY", "INFERENCE_NUM_THREADS": threads, PRECISION: "f32"}
         if manifest.precision == BFLOAT16:
@@ -91,6 +92,12 @@ def openvino_library() -> Any:
         return importlib.import_module("openvino")
     except ImportError as error:
         raise BadInput('openvino is not installed: pip install "alight[openvino]"') from error
+
+
+@cache
+def _core() -> Any:
+    """Return the one core of this process: dropped in another thread, it would unmap the signal stack of this one."""
+    return openvino_library().Core()
 
 
 def _tensor(array: np.ndarray) -> Any:
