@@ -2,6 +2,8 @@
 
 import json
 import shutil
+import subprocess
+import sys
 
 import numpy as np
 import onnx
@@ -214,3 +216,29 @@ def test_a_damaged_stage_is_refused_by_openvino_too(tmp_path):
     (tmp_path / "copied" / "stage_1.onnx").write_bytes(b"nonsense")
     with pytest.raises(BadFile, match="changed or damaged"):
         backend(tmp_path / "copied", RunSettings(runtime="openvino"))
+
+
+DROPPED = """
+import signal, subprocess, sys, threading
+from pathlib import Path
+from alight import RunSettings
+from alight.engine.backends.exported import exported_backend
+from alight.engine.manifest import Manifest
+
+place = Path(sys.argv[1])
+kept = [exported_backend(place, Manifest.load(place), RunSettings(threads=1, runtime="openvino"))]
+kept[0].run(0, kept[0].admit((__import__("numpy").load(sys.argv[2]),)))
+dropping = threading.Thread(target=kept.clear)
+dropping.start()
+dropping.join()
+signal.signal(signal.SIGCHLD, lambda *_: None)  # as PyTorch's loaders do
+subprocess.run([sys.executable, "-c", ""])
+"""
+
+
+def test_a_network_of_openvino_that_another_thread_drops_leaves_the_process_alive(tmp_path):
+    pytest.importorskip("openvino")
+    np.save(tmp_path / "images.npy", images()[:2])
+    command = [sys.executable, "-X", "faulthandler", "-c", DROPPED, folder(), tmp_path / "images.npy"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
