@@ -52,9 +52,9 @@ class Deployed:
     ((1.0,), 2.0)
     """
 
-    folder: Path
-    policy: Policy
-    runtime: str
+    folder: Path  # with the stages, the policy and the manifest
+    policy: Policy  # calibrated again on what was exported
+    runtime: str  # "onnxruntime" or "openvino"
     exits: tuple[str, ...]  # the open ones
     levels: tuple[str, ...]  # precision of the stage that ends at each of them
     before: tuple[float, ...]  # accuracy of each in float32, on all labelled samples

@@ -56,10 +56,10 @@ class RuntimeComparison:
     openvino, full network, is the fastest here: 1.33 times the next.
     """
 
-    trials: tuple[RuntimeTrial, ...]
-    batch_size: int
-    model: MultiExitModel | None = field(default=None, repr=False)
-    policy: Policy | None = field(default=None, repr=False)
+    trials: tuple[RuntimeTrial, ...]  # of every runtime, with exits and without
+    batch_size: int  # samples that ran at once
+    model: MultiExitModel | None = field(default=None, repr=False)  # what `export` writes
+    policy: Policy | None = field(default=None, repr=False)  # under which it ran
 
     @property
     def ranked(self) -> list[RuntimeTrial]:
