@@ -134,7 +134,7 @@ NAMES = "threshold, ties, lottery, patience, geometric mean"
 OTHERS = "nobody leaves, everybody leaves, one exit, streak, mixture, vote, gain"
 
 
-SLOW = [pytest.param(*case, marks=pytest.mark.slow) for case in [(8, [20, 1, 10]), (20, [5, 7]), (7, [30])]]
+SLOW = [pytest.param(*case, marks=pytest.mark.slow) for case in [(8, [20, 1, 40]), (20, [5, 7]), (7, [61])]]
 
 
 @interpreted
@@ -213,7 +213,7 @@ def predictor_of(model, rule, size, *, decide="device", **options):
 
 @interpreted
 @pytest.mark.slow
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(
     st.integers(0, 10**6),
     st.sampled_from(["threshold", "lottery", "patience", "mixture"]),

@@ -32,8 +32,10 @@ def options_of(arguments):
 def test_kubernetes_takes_the_manifests(name):
     kubernetes_validate = pytest.importorskip("kubernetes_validate")
     version = kubernetes_validate.latest_version()
-    for document in documents(name):
-        kubernetes_validate.validate(document, version, strict=True)
+    found = documents(name)
+    assert found
+    for document in found:
+        assert kubernetes_validate.validate(document, version, strict=True)
 
 
 @pytest.mark.parametrize("name", ["alight.yaml", "ledger.yaml"])
