@@ -1,14 +1,19 @@
 """A dense service and one with early exits under the same open-loop load, on this machine.
 
-    python benchmarks/serve_load.py STATE DATA       # 6 minutes on two idle cores
+    python benchmarks/serve_load.py STATE DATA                      # 6 minutes on two idle cores
+    python benchmarks/serve_load.py STATE DATA --load pictures      # 4 minutes
 
 STATE holds results of experiments/cifar100_train.py, DATA is CIFAR-100 (see experiments/cifar100_data.py). Both
 services run the same ResNet-18 (mixed, distilled), one to its last exit, the other under the cheapest policy of a
 stream that by 1,000 calibration images loses at most a point of accuracy, with 95 % confidence. The servers share one
 core with one thread each, and one works at a time; the client has the other core. The capacity of the dense service is
 what it answers when it always has work; both are then sent 50, 80, 100 and 120 % of it, interleaved, the same test
-images at the same random moments. Latency counts from the moment a request was due. Writes results/serve_load.csv, in
-which other seeds are kept.
+images at the same random moments. Latency counts from the moment a request was due; goodput counts answers within the
+timeout. Other seeds are kept in the file of results.
+
+The load of images (results/serve_load.csv) sends PNGs of 32 x 32 and refuses nothing, so that queues are seen. The load
+of pictures (results/serve_pictures.csv) sends JPEGs of 160 x 160, which the service decodes and resizes, to services
+with a timeout of two seconds, which refuse what they could not answer in time.
 
 With --folder, network and policies are kept there and used again, so that nothing but the load has to be run alone.
 """
@@ -22,6 +27,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -37,11 +43,28 @@ from alight.provenance import provenance
 ROOT = Path(__file__).parent.parent
 LOADS = (0.5, 0.8, 1.0, 1.2)  # of the dense service's capacity
 BATCH = 16
-QUEUE = 2048  # samples: all that may wait, so that latencies are seen and nothing is refused
 SERVER_CORE, CLIENT_CORE = 0, 1
 LOSS = 0.01  # of accuracy on new images, at most
 BUDGETS = range(70, 16, -2)  # in percent of the full network
 Row = dict[str, str | float | int]
+
+
+@dataclass(frozen=True)
+class Load:
+    """What is sent, and what services do with what comes too fast."""
+
+    output: str
+    side: int  # pixels
+    format: str
+    images: int  # that are sent in turn
+    queue: int  # samples that may wait
+    timeout: float  # seconds
+
+
+KINDS = {
+    "images": Load("serve_load.csv", side=32, format="PNG", images=4000, queue=2048, timeout=120.0),
+    "pictures": Load("serve_pictures.csv", side=160, format="JPEG", images=2000, queue=512, timeout=2.0),
+}
 
 
 def prepare(state: Path, data: Path, folder: Path) -> None:
@@ -97,63 +120,60 @@ def most_lost(policy: Policy, labelled: HeadOutputs) -> float:
     return float(lost.mean() + 1.645 * lost.std() / np.sqrt(len(lost)))
 
 
-def bodies(images: np.ndarray) -> list[bytes]:
-    """One request for each image, as JSON with a PNG in base64."""
+def bodies(images: np.ndarray, kind: Load) -> list[bytes]:
+    """One request for each image, as JSON with a file in base64."""
     made = []
-    for image in images:
+    for image in map(Image.fromarray, images):
         file = io.BytesIO()
-        Image.fromarray(image).save(file, "PNG")
+        image.resize((kind.side, kind.side), Image.Resampling.BICUBIC).save(file, kind.format, quality=90)
         made.append(b'{"images":["' + base64.b64encode(file.getvalue()) + b'"]}')
     return made
 
 
-def row(name: str, load: float, rate: float, replies: Sequence[Reply], labels: np.ndarray, full: float) -> Row:
-    """The latencies, accuracy and spend of one load."""
-    fine = [(reply, label) for reply, label in zip(replies, labels.tolist(), strict=True) if reply.status == 200]
-    seconds = np.array([reply.seconds for reply, _ in fine])
-    predictions = [reply.content["predictions"][0] for reply, _ in fine]
-    correct = [each["index"] == label for each, (_, label) in zip(predictions, fine, strict=True)]
+def row(replies: Sequence[Reply], labels: np.ndarray, full: float, rate: float, timeout: float) -> Row:
+    """Goodput, latencies, refusals, accuracy and spend of one load."""
+    answered = [(reply, label) for reply, label in zip(replies, labels.tolist(), strict=True) if reply.status == 200]
+    seconds = np.array([reply.seconds for reply, _ in answered])
+    predictions = [reply.content["predictions"][0] for reply, _ in answered]
+    statuses = [reply.status for reply in replies]
+    correct = [each["index"] == label for each, (_, label) in zip(predictions, answered, strict=True)]
     return {
-        "service": name,
-        "load": load,
-        "rate": rate,
         "requests": len(replies),
-        "answered": len(fine),
+        "goodput": float((seconds <= timeout).sum() / len(replies) * rate),
         "p50_ms": float(1e3 * np.median(seconds)),
         "p99_ms": float(1e3 * np.quantile(seconds, 0.99)),
         "max_ms": float(1e3 * seconds.max()),
+        "answered": len(answered),
+        "refused_429": statuses.count(429),
+        "late_504": statuses.count(504),
+        "other": len([status for status in statuses if status not in (200, 429, 504)]),
         "accuracy": float(np.mean(correct)),
         "spend": float(np.mean([each["cost"] for each in predictions]) / full),
     }
 
 
 async def run(
-    ports: dict[str, int], images: np.ndarray, labels: np.ndarray, full: float, options: argparse.Namespace
+    ports: dict[str, int], requests: Sequence[bytes], labels: np.ndarray, full: float, options: argparse.Namespace
 ) -> list[Row]:
+    """The rows of all loads, each sent to one service after the other."""
     clients = {name: Client("127.0.0.1", port) for name, port in ports.items()}
-    requests = bodies(images)
     for client in clients.values():
-        await closed_loop(client, "/predict", requests, 4, 1.0)  # warm
+        await closed_loop(client, "/predict", requests, 4, 2.0)  # warm
     capacities = {
-        name: await closed_loop(client, "/predict", requests, 4 * BATCH, options.seconds / 2)
+        name: await closed_loop(client, "/predict", requests, 2 * BATCH, options.seconds / 2)
         for name, client in clients.items()
     }
-    shown = ", ".join(f"{name} {capacity:.1f}/s" for name, capacity in capacities.items())
-    print(f"capacity: {shown}", flush=True)
+    print("capacity: " + ", ".join(f"{name} {each:.1f}/s" for name, each in capacities.items()), flush=True)
     rows = []
     for place, load in enumerate(LOADS):
         rate = load * capacities["dense"]
-        count = int(rate * options.seconds)
-        chosen = np.arange(count) % len(requests)
+        chosen = np.arange(int(rate * options.seconds)) % len(requests)
+        sent = [requests[index] for index in chosen]
         for name, client in clients.items():
-            replies = await open_loop(
-                client, "/predict", [requests[index] for index in chosen], rate, options.seed + place
-            )
-            measured = row(name, load, rate, replies, labels[chosen], full)
-            rows.append(measured | {"capacity": capacities[name]})
-            latency = f"p50 {measured['p50_ms']:.0f} ms, p99 {measured['p99_ms']:.0f} ms"
-            spend = f"accuracy {measured['accuracy']:.3f}, spend {measured['spend']:.3f}"
-            print(f"{name} at {load:.0%}: {latency}, {spend}, {measured['answered']}/{count}", flush=True)
+            replies = await open_loop(client, "/predict", sent, rate, 10 * options.seed + place)
+            measured = row(replies, labels[chosen], full, rate, KINDS[options.load].timeout)
+            rows.append({"service": name, "load": load, "rate": rate} | measured | {"capacity": capacities[name]})
+            print({key: round(value, 3) if isinstance(value, float) else value for key, value in rows[-1].items()})
     for client in clients.values():
         client.close()
     return rows
@@ -171,11 +191,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("state", type=Path)
     parser.add_argument("data", type=Path)
+    parser.add_argument("--load", choices=KINDS, default="images")
     parser.add_argument("--seconds", type=float, default=25.0, help="of each load")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--folder", type=Path, help="where network and policies are kept, to be used again")
-    parser.add_argument("--output", type=Path, default=ROOT / "results/serve_load.csv")
+    parser.add_argument("--output", type=Path, help="by default the file of the load, in results/")
     options = parser.parse_args()
+    kind = KINDS[options.load]
+    output = options.output or ROOT / "results" / kind.output
     with tempfile.TemporaryDirectory() as temporary:
         folder = options.folder or Path(temporary)
         folder.mkdir(exist_ok=True)
@@ -183,20 +206,20 @@ def main() -> None:
             prepare(options.state, options.data, folder)
         full = load_policy(folder / "dense.json").costs[0]
         with np.load(options.data / "test.npz") as file:
-            order = np.random.default_rng(options.seed).permutation(len(file["labels"]))[:4000]
-            images, labels = file["images"][order], file["labels"][order]
+            order = np.random.default_rng(options.seed).permutation(len(file["labels"]))[: kind.images]
+            requests, labels = bodies(file["images"][order], kind), file["labels"][order]
         os.sched_setaffinity(0, {CLIENT_CORE})
-        arguments = ["--batch-size", str(BATCH), "--queue", str(QUEUE), "--timeout", "120", "--no-state"]
+        arguments = ["--batch-size", BATCH, "--queue", kind.queue, "--timeout", kind.timeout, "--no-state"]
         network, policies = folder / "model", [folder / f"{name}.json" for name in ("dense", "early")]
         with (
-            served(network, policies[0], *arguments, core=SERVER_CORE) as dense,
-            served(network, policies[1], *arguments, core=SERVER_CORE) as early,
+            served(network, policies[0], *map(str, arguments), core=SERVER_CORE) as dense,
+            served(network, policies[1], *map(str, arguments), core=SERVER_CORE) as early,
         ):
-            rows = asyncio.run(run({"dense": dense.port, "early": early.port}, images, labels, full, options))
-    made = provenance("numpy", "torch", "fastapi", "uvicorn", folder=ROOT)
-    fixed = {"batch_size": BATCH, "max_wait_ms": 2, "seconds": options.seconds, "seed": options.seed}
-    before = [row for row in kept(options.output) if row["seed"] != str(options.seed)]
-    write_rows(options.output, [*before, *(each | fixed | made for each in rows)])
+            rows = asyncio.run(run({"dense": dense.port, "early": early.port}, requests, labels, full, options))
+    made = provenance("numpy", "torch", "fastapi", "uvicorn", "pillow", folder=ROOT)
+    fixed = {"batch_size": BATCH, "timeout": kind.timeout, "seconds": options.seconds, "seed": options.seed}
+    before = [row for row in kept(output) if row["seed"] != str(options.seed)]
+    write_rows(output, [*before, *(each | fixed | made for each in rows)])
 
 
 if __name__ == "__main__":

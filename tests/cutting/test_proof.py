@@ -387,6 +387,26 @@ def test_a_closed_module_that_treats_large_batches_otherwise_is_refused():
         cut(OtherForManyInside(), ["first"], torch.randn(2, 6))
 
 
+class KeepsATable(Network):
+    class Shifted(nn.Module):
+        table = None
+
+        def forward(self, x):
+            if self.table is None or self.table.shape[-1] != x.shape[-1]:
+                self.table = torch.linspace(0, 1, x.shape[-1]).to(x)
+            return x + self.table
+
+    def __init__(self):
+        super().__init__()
+        self.third = nn.Sequential(self.Shifted(), nn.Linear(6, 3))
+
+
+def test_a_closed_module_that_keeps_a_table_of_its_first_run_is_cut():
+    network, x = KeepsATable(), torch.randn(5, 6)
+    stages = cut(network, ["first"], x[:2])
+    assert torch.equal(chain(stages, (x,)), network(x))
+
+
 class UntilTheLongest(nn.Module):
     """Behind the exit, steps are dropped that no sample of the batch has."""
 
