@@ -25,6 +25,7 @@ import sys
 import tempfile
 import threading
 import time
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -117,12 +118,12 @@ class Replica:
 
     def ready(self) -> bool:
         """Whether it answers requests."""
-        try:
-            connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=5)
-            connection.request("GET", "/readyz")
-            return connection.getresponse().status == 200
-        except OSError:
-            return False
+        with closing(http.client.HTTPConnection("127.0.0.1", self.port, timeout=5)) as connection:
+            try:
+                connection.request("GET", "/readyz")
+                return connection.getresponse().status == 200
+            except OSError:
+                return False
 
 
 @dataclass
@@ -169,23 +170,23 @@ def ask(replica: Replica, index: int, bodies: list[Any], account: Account, stop:
     rng = np.random.default_rng(index)
     tenant = ["", "shop", "bank", ""][index // 2 % 4]
     headers = {"Content-Type": "application/json", "Authorization": f"Bearer token-of-{tenant or 'nobody'}-12345"}
-    connection: http.client.HTTPConnection | None = None
     kind = bodies[index % REPLICAS % 2]
-    while not stop.is_set():
-        account.send()
-        status, cost = 0, 0.0
-        try:
-            connection = connection or http.client.HTTPConnection("127.0.0.1", replica.port, timeout=30)
-            connection.request("POST", "/predict", kind[int(rng.integers(len(kind)))], headers)
-            reply = connection.getresponse()
-            status, content = reply.status, json.loads(reply.read())
-            cost = sum(each["cost"] for each in content["predictions"]) if status == 200 else 0.0
-        except (OSError, http.client.HTTPException, ValueError) as error:
-            connection, status = None, NOT_SENT if isinstance(error, ConnectionRefusedError) else 0
-            stop.wait(0.2)
-        account.take(status, cost, tenant)
-        if status == 429:
-            stop.wait(0.5)
+    with closing(http.client.HTTPConnection("127.0.0.1", replica.port, timeout=30)) as connection:
+        while not stop.is_set():
+            account.send()
+            status, cost = 0, 0.0
+            try:
+                connection.request("POST", "/predict", kind[int(rng.integers(len(kind)))], headers)
+                reply = connection.getresponse()
+                status, content = reply.status, json.loads(reply.read())
+                cost = sum(each["cost"] for each in content["predictions"]) if status == 200 else 0.0
+            except (OSError, http.client.HTTPException, ValueError) as error:
+                connection.close()
+                status = NOT_SENT if isinstance(error, ConnectionRefusedError) else 0
+                stop.wait(0.2)
+            account.take(status, cost, tenant)
+            if status == 429:
+                stop.wait(0.5)
 
 
 def main() -> None:
