@@ -157,6 +157,17 @@ def test_malformed_requests_are_refused(client, path, content, kind, status):
     assert answer.json()["error"]
 
 
+def test_a_query_parameter_that_would_have_no_effect_is_refused(client):
+    body = {"images": [in_base64(pixels(1)[0])]}
+    for path in ("/predict?budget=10%25", "/predict?modle=a", "/predict?=false"):
+        answer = client.post(path, json=body)
+        assert answer.status_code == 422
+        assert f"query parameter {path[9:].partition('=')[0]!r} at /predict: give model" in answer.json()["error"]
+    assert client.get("/status?modle=a").status_code == 422
+    assert client.put("/budget?budget=10", json={"policy": "cheap"}).status_code == 422
+    assert client.get("/healthz?now=12").status_code == 200  # as balancers ask, so that nothing is cached
+
+
 def test_all_paths_but_probes_and_the_page_need_the_token():
     with TestClient(application(token=TOKEN)) as client:
         body = {"images": [in_base64(pixels(1)[0])]}

@@ -12,7 +12,7 @@ from importlib.resources import files
 from string import Template
 
 from anyio.to_thread import run_sync
-from fastapi import FastAPI, Request, Response
+from fastapi import Depends, FastAPI, Request, Response
 from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse
 from PIL import Image
 from starlette.datastructures import UploadFile
@@ -44,6 +44,7 @@ from alight.serve.requests import (
     RequestRefused,
     StatusResponse,
     check_content_type,
+    check_query,
     error_schemas,
     parse,
     request_body,
@@ -79,7 +80,13 @@ def build_app(host: ModelHost, access: Access | None = None) -> FastAPI:
         log_event("drained", samples=sum(sum(worker.counts) for worker in host.workers))
 
     app = FastAPI(
-        title="alight", version=__version__, docs_url=None, redoc_url=None, lifespan=lifespan, redirect_slashes=False
+        title="alight",
+        version=__version__,
+        docs_url=None,
+        redoc_url=None,
+        lifespan=lifespan,
+        redirect_slashes=False,
+        dependencies=[Depends(check_query)],
     )
     app.add_middleware(LimitsMiddleware, admission=service.admission, access=access or Access())
     _add_predictions(app, service)

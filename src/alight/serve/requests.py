@@ -211,6 +211,15 @@ def check_content_type(request: Request, content_type: str) -> None:
         raise RequestRefused(415, f"content of type {given[:100]!r}: send {content_type}")
 
 
+def check_query(request: Request) -> None:
+    """Check that an endpoint with query parameters is given no other: one that is misspelt would have no effect."""
+    known = {each.alias for each in request.scope["route"].dependant.query_params}
+    for name in request.query_params if known else ():
+        if name not in known:
+            given = f"query parameter {name[:100]!r} at {request.url.path}"
+            raise RequestRefused(422, f"{given}: give {' and '.join(sorted(known))}, or none of them")
+
+
 def parse(schema: type[Schema], content: bytes | dict[str, Any], *, strict: bool | None = None) -> Schema:
     """Return JSON, or values, as an object of this schema; the first error refuses the request."""
     try:
