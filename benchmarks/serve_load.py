@@ -164,15 +164,15 @@ async def run(
         for name, client in clients.items()
     }
     print("capacity: " + ", ".join(f"{name} {each:.1f}/s" for name, each in capacities.items()), flush=True)
-    rows = []
+    rows: list[Row] = []
     for place, load in enumerate(LOADS):
         rate = load * capacities["dense"]
         chosen = np.arange(int(rate * options.seconds)) % len(requests)
-        sent = [requests[index] for index in chosen]
+        sent = [requests[index] for index in chosen.tolist()]
         for name, client in clients.items():
             replies = await open_loop(client, "/predict", sent, rate, 10 * options.seed + place)
             measured = row(replies, labels[chosen], full, rate, KINDS[options.load].timeout)
-            rows.append({"service": name, "load": load, "rate": rate} | measured | {"capacity": capacities[name]})
+            rows.append({"service": name, "load": load, "rate": rate, **measured, "capacity": capacities[name]})
             print({key: round(value, 3) if isinstance(value, float) else value for key, value in rows[-1].items()})
     for client in clients.values():
         client.close()

@@ -211,7 +211,7 @@ def check_content_type(request: Request, content_type: str) -> None:
         raise RequestRefused(415, f"content of type {given[:100]!r}: send {content_type}")
 
 
-def check_query(request: Request) -> None:
+async def check_query(request: Request) -> None:
     """Check that an endpoint with query parameters is given no other: one that is misspelt would have no effect."""
     known = {each.alias for each in request.scope["route"].dependant.query_params}
     for name in request.query_params if known else ():
