@@ -486,12 +486,15 @@ def walk_request(tracer: Tracer) -> None:
 
     def ask(server: uvicorn.Server, **_: object) -> None:
         application: Any = server.config.app
-        with TestClient(application) as client:
+        with TestClient(application, base_url="http://127.0.0.1") as client:
             client.post("/predict", json=content).raise_for_status()
             with tracer.noting():
                 client.post("/predict", json=content).raise_for_status()
 
-    uvicorn.Server.run = ask  # type: ignore[method-assign, assignment]
+    async def serve(server: uvicorn.Server, **_: object) -> None:
+        ask(server)
+
+    uvicorn.Server.run, uvicorn.Server.serve = ask, serve  # type: ignore[method-assign, assignment]
     command("serve model policy.json --port 0 --threads 1 --no-state --log-level error")
 
 
