@@ -98,6 +98,27 @@ def test_missed_goals_are_named_and_fail_the_check(rows, tmp_path, capsys):
     assert (tmp_path / "house.csv").read_text().startswith("measure,room,value,detail\nfiles,all,5,\n")
 
 
+KERNEL = "alight.engine.backends.torch.kernels.settle_rows"  # compiled as one piece, which takes pointers
+
+
+def test_the_tree_has_no_cycle_no_class_twice_and_no_tangled_function():
+    measured = house.measure(ROOT / "src/alight")
+    for measure in ("module cycles", "room cycles", "duplicate class names"):
+        assert value(measured, measure)[0] == 0, value(measured, measure)
+    for measure in ("highest complexity", "highest complexity, expressions counted", "most arguments"):
+        over = [line for line in value(measured, measure)[1].split("; ") if KERNEL not in line]
+        assert not over, over
+
+
+@pytest.mark.slow
+def test_walks_of_common_tasks_are_measured_and_do_not_grow():
+    counts = {row.measure: row.value for row in house.measure_walks(ROOT / "src/alight")}
+    most = {"alight calibrate": (170, 18), "alight predict, 40 images": (300, 37), "one HTTP request": (117, 25)}
+    for name, (functions, files) in most.items():
+        assert 20 < counts[f"{name}: functions"] <= functions
+        assert 5 < counts[f"{name}: files"] <= files
+
+
 def test_complexity_counts_the_branches_that_ruff_counts():
     source = """
 def outer(value):

@@ -220,17 +220,17 @@ def _plan(
         value = wanted.pop()
         if value in incoming or value.call in chosen or value.call < 0:
             continue
-        made = traced.calls[value.call]
-        writers = {  # of the same memory
-            index
-            for index in range(max(own, default=-1) + 1)
-            if made.storages & traced.calls[index].changed and not traced.calls[index].tainted
-        }
-        for index in ({value.call} | writers) - chosen:
+        for index in ({value.call} | _writers(traced, value, max(own, default=-1))) - chosen:
             chosen.add(index)
             wanted += _taken_by(traced, index)
     shared = {index: traced.calls[value.call].line for index, value in enumerate(outgoing) if _is_shared(traced, value)}
     return StagePlan(traced, sorted(chosen), incoming, outgoing, last, names, {} if last else shared)
+
+
+def _writers(traced: Trace, value: Value, last: int) -> set[int]:
+    """Return constant calls, up to the last one, that write to the memory of a value."""
+    memory, calls = traced.calls[value.call].storages, enumerate(traced.calls[: last + 1])
+    return {index for index, call in calls if memory & call.changed and not call.tainted}
 
 
 def _taken_by(traced: Trace, index: int) -> set[Value]:

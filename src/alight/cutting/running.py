@@ -160,9 +160,7 @@ def in_mode(*modules: nn.Module, training: bool) -> Iterator[None]:
     everything = nn.ModuleList(modules)
     modes = [(module, module.training) for module in everything.modules()]
     buffers = [(each._buffers, {**each._buffers}) for each in everything.modules() if type(each._buffers) is dict]
-    looked_up = [each for each in everything.modules() if isinstance(each, nn.Embedding | nn.EmbeddingBag)]
-    limited = [each.weight for each in looked_up if each.max_norm is not None]
-    written = [(each, each.detach().clone()) for each in (*everything.buffers(), *limited) if not each.is_inference()]
+    written = [(each, each.detach().clone()) for each in _written_to(everything) if not each.is_inference()]
     devices = {tensor.device for tensor in itertools.chain(everything.parameters(), everything.buffers())}
     with torch.no_grad(), torch.random.fork_rng([device for device in devices if device.type == "cuda"]):
         everything.train(training)
@@ -175,6 +173,12 @@ def in_mode(*modules: nn.Module, training: bool) -> Iterator[None]:
                 own.update(old)
             for tensor, content in written:
                 tensor.data.copy_(content)
+
+
+def _written_to(module: nn.Module) -> list[Tensor]:
+    """Return buffers, and weights that lookups write to."""
+    looked_up = [each for each in module.modules() if isinstance(each, nn.Embedding | nn.EmbeddingBag)]
+    return [*module.buffers(), *(each.weight for each in looked_up if each.max_norm is not None)]
 
 
 @contextmanager

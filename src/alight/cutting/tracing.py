@@ -370,13 +370,16 @@ class _CallRecorder(TorchFunctionMode):
             call = self._call(target, function, taken, encoded or self.encoded((args, kwargs)), changed)
             self.calls.append(call)
             result = self._renewed(result, Value(len(self.calls) - 1), call.tainted)
-            made = _tensors_in(result)
-            call.storages = set(map(_storage, made))
-            if not function or any(map(self._is_weighted, taken)):
-                self.weighted.update(map(id, made))
-            if call.tainted and (SIZED_BY_CONTENT.fullmatch(function) or self._is_masked(function, taken)):
-                self.sized_by_content.update(map(id, made))
+            self._mark(call, function, taken, _tensors_in(result))
             return result
+
+    def _mark(self, call: Call, function: str, taken: Sequence[Tensor], made: Sequence[Tensor]) -> None:
+        """Note whether tensors that a call has made come from weights, and whether their sizes come from content."""
+        call.storages = set(map(_storage, made))
+        if not function or any(map(self._is_weighted, taken)):
+            self.weighted.update(map(id, made))
+        if call.tainted and (SIZED_BY_CONTENT.fullmatch(function) or self._is_masked(function, taken)):
+            self.sized_by_content.update(map(id, made))
 
     def _check_reads_no_content(self, function: str, taken: Sequence[Tensor]) -> None:
         for is_read, content in ((self._is_tainted, "a tensor"), (self._is_weighted, "its weights")):

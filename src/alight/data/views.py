@@ -76,24 +76,34 @@ def common_inputs(
     """
     terms: dict[str, Any] = {"num_classes": _number_of_classes(specs, names), "classes": _class_names(specs, names)}
     if all(_take_the_same(*pair) for pair in product(specs, specs)) and {*crops} == {1.0} and not image_size:
-        exact = min(specs, key=lambda spec: sum(size is None for each in spec.tensors for size in each.shape))
-        return "same", replace(exact, **terms)
+        return "same", replace(min(specs, key=_free_sizes), **terms)
     shapes = [spec.image_shape for spec in specs if spec.image_shape is not None and spec.takes_pictures]
     if len(shapes) == len(specs) and len({shape[0] for shape in shapes}) == 1:
-        fitting = [max(round(shape[axis] / crop) for shape, crop in zip(shapes, crops, strict=True)) for axis in (1, 2)]
-        pixels = TensorSpec("images", (None, shapes[0][0], *(image_size or fitting)), "uint8")
+        pixels = TensorSpec("images", (None, shapes[0][0], *(image_size or _fitting(shapes, crops))), "uint8")
         return "pixels", InputSpec((pixels,), **terms)
     if all(spec.takes_texts and spec.tokenizer is not None for spec in specs):
         ids = TensorSpec(IDS, (None, None), "uint8")
         return "texts", InputSpec((ids,), (IDS,), tokenizer=Utf8(), **terms)
-    takes = [
-        f"{name} {'; '.join(map(str, spec.tensors)) or 'unknown'}" for name, spec in zip(names, specs, strict=True)
-    ]
     raise BadInput(
-        f"the networks of a cascade take different inputs ({', '.join(takes)}), and nothing says how a sample becomes"
-        " each of them: give images with the normalisation of every network, texts with their tokenizers, or networks"
-        " that take the same"
+        f"the networks of a cascade take different inputs ({_listed(specs, names)}), and nothing says how a sample"
+        " becomes each of them: give images with the normalisation of every network, texts with their tokenizers, or"
+        " networks that take the same"
     )
+
+
+def _free_sizes(spec: InputSpec) -> int:
+    return sum(size is None for each in spec.tensors for size in each.shape)
+
+
+def _listed(specs: Sequence[InputSpec], names: Sequence[str]) -> str:
+    """Return what each network takes, as text."""
+    tensors = ("; ".join(map(str, spec.tensors)) or "unknown" for spec in specs)
+    return ", ".join(f"{name} {each}" for name, each in zip(names, tensors, strict=True))
+
+
+def _fitting(shapes: Sequence[tuple[int, ...]], crops: Sequence[float]) -> list[int]:
+    """Return the least height and width that each network can cut its own out of."""
+    return [max(round(shape[axis] / crop) for shape, crop in zip(shapes, crops, strict=True)) for axis in (1, 2)]
 
 
 def _number_of_classes(specs: Sequence[InputSpec], names: Sequence[str]) -> int | None:

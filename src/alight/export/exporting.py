@@ -96,10 +96,7 @@ def export_model(
         return export_cascade(model, policy, folder, export_model, allow_mismatch=allow_mismatch)
     own = fingerprint(model)
     _check(model, policy, format, "" if allow_mismatch else own)
-    if None not in (normalisation, model.normalisation) and normalisation != model.normalisation:
-        raise BadInput(
-            f"{normalisation}, and the network has {model.normalisation}: leave it out, or change the network's"
-        )
+    _check_normalisation(normalisation, model.normalisation)
     _check_replaceable(folder)
     ready = prepared(model, RunSettings(device="cpu"))
     stages = exported_stages(ready, policy)
@@ -115,11 +112,7 @@ def export_model(
             notes.append(_write(job, format, model.exits[stage.exit_index]))
             files.append(StageFile(path.name, checksum(path.read_bytes()), stage.exit_index, specs[index + 1]))
         policy.save(filling / POLICY)
-        tokenizer = model.tokenizer if tokenizer is None else tokenizer
-        if tokenizer is not None:
-            (filling / TOKENIZER).mkdir()
-            save_tokenizer(tokenizer, filling / TOKENIZER)
-        others = sorted(path for path in (filling / TOKENIZER).rglob("*") if path.is_file())
+        others = _write_tokenizer(model.tokenizer if tokenizer is None else tokenizer, filling / TOKENIZER)
         gap, ways = max(gap for gap, _ in notes), ", ".join(way for _, way in notes)
         takes_any_length = specs[0][0].shape[1:2] == (None,)
         lengths = _lengths(ready, stages, example, filling, files, format) if takes_any_length else None
@@ -140,6 +133,20 @@ def export_model(
         )
         probed(manifest, filling).save(filling)
     return folder
+
+
+def _check_normalisation(given: Normalisation | None, own: Normalisation | None) -> None:
+    if None not in (given, own) and given != own:
+        raise BadInput(f"{given}, and the network has {own}: leave it out, or change the network's")
+
+
+def _write_tokenizer(tokenizer: Any, folder: Path) -> list[Path]:
+    """Write the tokenizer of a network that has one, and return its files."""
+    if tokenizer is None:
+        return []
+    folder.mkdir()
+    save_tokenizer(tokenizer, folder)
+    return sorted(path for path in folder.rglob("*") if path.is_file())
 
 
 def _lengths(

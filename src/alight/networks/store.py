@@ -252,6 +252,19 @@ def _layers_config(model: MultiExitModel) -> tuple[dict[str, Any], dict[str, Ten
     return {**config, "known": known}, constants
 
 
+def _from_data(
+    model: MultiExitModel, config: Mapping[str, Any], constants: Mapping[str, Tensor]
+) -> Sequence[nn.Module]:
+    """Return the stages of a model, built of plain data with copies of its weights."""
+    tensors, tied = untied(model.state_dict())
+    copied = {name: tensor.clone() for name, tensor in tensors.items()}
+    kept = {name: tensor.detach().cpu().clone() for name, tensor in constants.items()}
+    network = _skeleton({**config, "tied": tied}, copied, kept)
+    stages = stages_from_data(network, config["graph"], kept)
+    complete(stages, network, _by_stage(copied, tied))
+    return stages
+
+
 def _check_layers(
     model: MultiExitModel, config: Mapping[str, Any], constants: Mapping[str, Tensor], inputs: Inputs
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -259,12 +272,7 @@ def _check_layers(
 
     Raise unless they do so for inputs like the example.
     """
-    tensors, tied = untied(model.state_dict())
-    copied = {name: tensor.clone() for name, tensor in tensors.items()}
-    kept = {name: tensor.detach().cpu().clone() for name, tensor in constants.items()}
-    network = _skeleton({**config, "tied": tied}, copied, kept)
-    stages = stages_from_data(network, config["graph"], kept)
-    complete(stages, network, _by_stage(copied, tied))
+    stages = _from_data(model, config, constants)
     weight = next((each for each in model.parameters() if each.is_floating_point()), torch.empty(0))
     batch = inputs.of_size(ROWS, weight.device, weight.dtype)
     own = nn.ModuleList(stages).to(weight.device)

@@ -152,8 +152,7 @@ def plan(
     True
     """
     _check(model, labelled, budget, max_accuracy_loss, speed)
-    if example is None:
-        example = example_inputs(model) if isinstance(model, Cascade) else example_of(model)
+    example = _example(model) if example is None else example
     fit: Method = method or partial(pruned(eero), spend_all=True)
     settings, tuned = settings or RunSettings(), None
     loss = LOSS if max_accuracy_loss is None else max_accuracy_loss
@@ -174,16 +173,21 @@ def plan(
         right = float(testing.correct()[:, baseline].mean())
         terms: dict[str, Any] = {"settings": settings, "tuned": tuned}
         full = Plan(alone, False, 0.0, 0.0, right, right, costs, batch_size, model, **terms)
-        if policy is None or (isinstance(model, Cascade) and policy.open_exits == alone.open_exits):
-            throughput = _throughputs(full, example, alone)[0]
+        if policy is None:
+            planned = _untried(full, example, _nothing_cheaper(loss, len(labelled)))
+        elif isinstance(model, Cascade) and policy.open_exits == alone.open_exits:
             alike = f"No cascade is better than one of its networks here: use {model.exits[baseline]} alone."
-            planned = _at(full, throughput, alike if policy else _nothing_cheaper(loss, len(labelled)))
+            planned = _untried(full, example, alike)
         else:
             planned = _tried(full, policy, testing, example, loss if budget is None else None)
         if speed == "runtimes":
             begin("running it by other runtimes")
             planned = _by_runtimes(planned, testing, example)
         return planned
+
+
+def _example(model: Network) -> Any:
+    return example_inputs(model) if isinstance(model, Cascade) else example_of(model)
 
 
 def _by_runtimes(planned: Plan, testing: HeadOutputs, example: Any) -> Plan:
@@ -195,6 +199,11 @@ def _by_runtimes(planned: Plan, testing: HeadOutputs, example: Any) -> Plan:
     assert isinstance(planned.model, MultiExitModel)  # _check refuses cascades
     found = compare_runtimes(planned.model, random_exits(policy, shares), inputs, planned.batch_size, **terms)
     return replace(planned, runtimes=replace(found, policy=policy))
+
+
+def _untried(full: Plan, example: Any, reason: str) -> Plan:
+    """Return the full network as the plan, with the reason."""
+    return _at(full, _throughputs(full, example, full.policy)[0], reason)
 
 
 def _tried(full: Plan, policy: Policy, testing: HeadOutputs, example: Any, loss: float | None) -> Plan:

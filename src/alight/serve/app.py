@@ -90,6 +90,7 @@ def build_app(host: ModelHost, access: Access | None = None) -> FastAPI:
     )
     app.add_middleware(LimitsMiddleware, admission=service.admission, access=access or Access())
     _add_predictions(app, service)
+    _add_budget(app, service)
     _add_operations(app, service)
     add_inference_protocol(app, service)
 
@@ -169,7 +170,7 @@ def _add_predictions(app: FastAPI, service: Service) -> None:
             return await service.answer(request, hosted, unread, options)
 
 
-def _add_operations(app: FastAPI, service: Service) -> None:
+def _add_budget(app: FastAPI, service: Service) -> None:
     host = service.host
 
     @app.get("/budget", responses=error_schemas(400, 401, 403, 404))
@@ -196,6 +197,10 @@ def _add_operations(app: FastAPI, service: Service) -> None:
             raise RequestRefused(503, f"the change cannot be saved ({error}): make room on the disk", 60) from error
         log_event("budget changed", policy=name, budget=worker.model.policies[name].budget)
         return _budget(worker)
+
+
+def _add_operations(app: FastAPI, service: Service) -> None:
+    host = service.host
 
     @app.get("/status", responses=error_schemas(400, 401, 403, 404))
     async def status(model: str | None = None, version: str | None = None) -> StatusResponse:

@@ -49,19 +49,24 @@ class TenantCaps:
         if not names:
             yield Charge()
             return
-        affordable: list[float] = []
-        while not affordable:  # once all are filled at the same time
-            amounts = [_amount(name, caps[name], policy) for name in names]
-            wallets = [await self._filled(*pair, policy.costs, count) for pair in zip(names, amounts, strict=True)]
-            affordable = [cost for cost in policy.costs if count * cost <= min(wallet.left for wallet in wallets)]
-        taken, ends = count * affordable[-1], min(wallet.ends for wallet in wallets)
+        amounts = {name: _amount(name, caps[name], policy) for name in names}
+        cost, wallets = await self._affordable(amounts, policy, count)
+        taken, ends = count * cost, min(wallet.ends for wallet in wallets)
         for wallet in wallets:
             wallet.left -= taken
-        charge = Charge(affordable[-1])
+        charge = Charge(cost)
         yield charge
         if charge.response is not None and time.monotonic() < ends:  # without one it may still be decided
             for wallet in wallets:
                 wallet.left += taken - sum(prediction.cost for prediction in charge.response.predictions)
+
+    async def _affordable(self, caps: Mapping[str, float], policy: Policy, count: int) -> tuple[float, list[Wallet]]:
+        """Return the most that a sample may cost, and the wallets, once all are filled at the same time."""
+        while True:
+            wallets = [await self._filled(*each, policy.costs, count) for each in caps.items()]
+            least = min(wallet.left for wallet in wallets)
+            if affordable := [cost for cost in policy.costs if count * cost <= least]:
+                return affordable[-1], wallets
 
     async def _filled(self, name: str, cap: float, costs: Sequence[float], count: int) -> Wallet:
         """Return the wallet of a tenant with enough for so many samples at the first exit, at the last if possible."""

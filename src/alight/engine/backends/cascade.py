@@ -318,7 +318,7 @@ def _loaded(content: dict[str, Any], folder: Path) -> Member:
     return Member(place, **content | {"settings": RunSettings(**content["settings"])})
 
 
-class Place(NamedTuple):
+class ExitPlace(NamedTuple):
     """Where a stage of a cascade is: its network, the first and the last of that one's own stages that it runs."""
 
     member: int
@@ -337,18 +337,10 @@ class CascadeBackend:
             raise BadInput("the host decides which network of a cascade is next: leave decide out")
         self.network, self.settings, self.views = network, settings, network.views
         self.inputs, self.exits, self.open_exits = network.input_spec, network.exits, tuple(open_exits)
-        owners = network.members_of_exits
         self.backends: dict[int, Any] = {}
-        self.places: list[Place] = []
-        for member in sorted({owners[index] for index in self.open_exits}):
-            start = owners.index(member)
-            own = [index - start for index in self.open_exits if owners[index] == member]
-            backend = network.members[member].backend(own, settings, batch_size)
-            stages = [backend.open_exits.index(index) for index in own]
-            firsts = [0, *(stage + 1 for stage in stages)]
-            last = len(stages) - 1
-            self.places += [Place(member, firsts[at], stage, at == last) for at, stage in enumerate(stages)]
-            self.backends[member] = backend
+        self.places: list[ExitPlace] = []
+        for member in sorted({network.members_of_exits[index] for index in self.open_exits}):
+            self._add(member, batch_size)
         every = [*self.backends.values()]
         devices = {str(getattr(each, "device", "cpu")) for each in every}
         self._device = every[0] if len(devices) == 1 and every[0].in_flight else None  # the one GPU that runs all
@@ -356,6 +348,18 @@ class CascadeBackend:
         self.supports_single_sample = all(each.supports_single_sample for each in every)
         self.name = "cascade of " + ", ".join(dict.fromkeys(each.name for each in every))
         self.kept = len(self.inputs.tensors) or 1  # arrays that a sample is kept as
+
+    def _add(self, member: int, batch_size: int | None) -> None:
+        """Add the backend of a network, and the places of its open exits."""
+        owners = self.network.members_of_exits
+        start = owners.index(member)
+        own = [index - start for index in self.open_exits if owners[index] == member]
+        backend = self.network.members[member].backend(own, self.settings, batch_size)
+        stages = [backend.open_exits.index(index) for index in own]
+        firsts = [0, *(stage + 1 for stage in stages)]
+        last = len(stages) - 1
+        self.places += [ExitPlace(member, firsts[at], stage, at == last) for at, stage in enumerate(stages)]
+        self.backends[member] = backend
 
     @cached_property
     def fingerprint(self) -> str:

@@ -3,7 +3,7 @@
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property, partial
 from itertools import chain
 from threading import Lock
@@ -97,9 +97,7 @@ class Deciding:
 
     def _streamed(self, policy: Policy, batches: Iterator[Batch], size: int, host: Host) -> Iterator[Answers]:
         """Yield the answers of many batches; each kind of batch, as texts of one length, has a walk of its own."""
-        first: list[Batch] = []
-        while sum(len(samples) for samples, _ in first) < WINDOW * size and (batch := next(batches, None)) is not None:
-            first.append(batch)
+        first = [*_window(batches, WINDOW * size)]
         taken: dict[Any, DeviceWalk] = {}
 
         def walk_of(batch: Batch) -> DeviceWalk | None:
@@ -123,11 +121,9 @@ class Deciding:
                 yield from walk.fetched(pending=1)
             for walk in taken.values():
                 walk.end()
-            for walk in taken.values():
-                yield from walk.fetched()
+            yield from _fetched(taken.values())
         except Exception:
-            for walk in taken.values():
-                yield from walk.fetched()  # what has run to the end
+            yield from _fetched(taken.values())  # what has run to the end
             raise
         finally:
             for kind, walk in taken.items():
@@ -187,6 +183,18 @@ class Deciding:
         pool = torch.cuda.graph_pool_handle()
         device = torch.cuda.current_device() if self.device.index is None else self.device.index
         return Executor(partial(capture, pool=pool, keep=True), conditional.compiled), stream_for("copies", device)
+
+
+def _window(batches: Iterator[Batch], samples: int) -> Iterator[Batch]:
+    """Yield as many batches as hold these samples, and no more."""
+    while samples > 0 and (batch := next(batches, None)) is not None:
+        samples -= len(batch[0])
+        yield batch
+
+
+def _fetched(walks: Iterable[DeviceWalk]) -> Iterator[Answers]:
+    for walk in walks:
+        yield from walk.fetched()
 
 
 def _kind(batch: Batch, size: int, window: int) -> tuple[Any, ...]:
