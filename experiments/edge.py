@@ -38,7 +38,6 @@ IMAGES, CALIBRATION = 2000, 2400
 LATENCIES, PART, TURN = 400, 100, 20  # single images, in parts, and how many of them one contender has in turn
 ROUNDS = 4  # in which all images are run in batches
 LOSSES = (0.025,)
-SMALL = {"resnet10_plain": "ResNet-10", "convnext_plain": "ConvNeXt"}  # first of a cascade of two
 EQUAL = 0.005  # accuracy by which a full network may be below a contender and count as equally accurate
 Row = dict[str, str | float | int]
 Contenders = dict[str, dict[str, Any]]
@@ -109,7 +108,7 @@ def prepare(options: argparse.Namespace) -> None:
     exits_in_torch(made, model, labelled, options.state)
     for runtime, title in (("openvino", "OpenVINO"), ("onnxruntime", "ONNX Runtime")):
         deployed(made, model, data, labelled, runtime, title, "float32", LOSSES[:1])
-    cascade_of_two(made, options.state, data)
+    cascade_of_two(made, data)
 
 
 def recorded_accuracy(run: str) -> float:
@@ -235,28 +234,24 @@ def in_cpp(made: Preparation, name: str, folder: Path) -> None:
     made.add(name.replace("ONNX Runtime", "C++, ONNX Runtime"), lambda: {"folder": str(folder)}, **about)
 
 
-def cascade_of_two(made: Preparation, state: Path, data: Any) -> None:
-    """Add a small network first, and the large one where it is not sure."""
-    import torch
-    from cifar100_train import Job, load_result
-
-    from alight import Member, RunSettings, cascade, deploy
+def cascade_of_two(made: Preparation, data: Any) -> None:
+    """Add a small network first, and the large one where it is not sure, both in int8."""
+    from alight import Member, RunSettings, cascade, export_model, plan, record
     from alight.networks.zoo import CIFAR
 
-    small = next((run for run in SMALL if (state / Job(run).name / "result").exists()), None)
-    if small is None:
-        return
-
     def make() -> dict[str, Any]:
-        pair = [load_result(Job(run), state).stages[0] for run in (small, "resnet18_plain")]
-        members = [Member(network, normalisation=CIFAR) for network in pair]
-        model = cascade(members, ["small", "large"], example=torch.zeros(2, 3, 32, 32))
-        terms: dict[str, Any] = {"settings": RunSettings(threads=made.threads), "progress": False}
-        found = deploy(model, data, made.work / "cascade_int8", max_accuracy_loss=LOSSES[0], **terms)
+        runs = f"{EXITS}_{CUTS[-1]}", "resnet18_plain"
+        files = [made.work / f"{run}_int8" / "stage_0.onnx" for run in runs]
+        settings = RunSettings(threads=made.threads)
+        members = [Member(str(file), normalisation=CIFAR, settings=settings) for file in files]
+        model = cascade(members, names=["small", "large"])
+        labelled = record(model, data, settings=settings, progress=False)
+        found = plan(model, labelled, batch_size=1, max_accuracy_loss=LOSSES[0], settings=settings, progress=False)
         print(found, flush=True)
-        return {"folder": str(made.work / "cascade_int8"), "bytes": found.sizes[1]}
+        folder = export_model(model, found.policy, made.work / "cascade_int8", progress=False)
+        return {"folder": str(folder)}
 
-    made.add(f"cascade of {SMALL[small]} and ResNet-18, ONNX Runtime int8", make, kind="exported", weights="two")
+    made.add(f"cascade of cut after {CUTS[-1]} and ResNet-18, ONNX Runtime int8", make, kind="exported", weights="two")
 
 
 def torch_contender(about: dict[str, Any]) -> tuple[Callable[[Any], Any], Callable[[Any], Any]]:

@@ -9,7 +9,7 @@ import pytest
 from cascades import COSTS, chain, outputs, pixels
 from exported import older_exporter
 
-from alight import Predictor, calibrate, export_model, load_policy, replay
+from alight import Predictor, calibrate, deploy, export_model, load_policy, replay
 from alight.calibrate import combined
 from alight.calibrate.crossval import on_exits
 from alight.engine.backends.cascade import Cascade
@@ -127,3 +127,8 @@ def test_a_model_of_triton_runs_the_stages_for_survivors_alone(exported, tmp_pat
         write_triton(folder, repository)
     with pytest.raises(BadInput, match="is not an exported network"):
         write_triton(tmp_path, tmp_path / "other")
+
+
+def test_a_cascade_is_not_deployed_in_lower_precision_as_one(tmp_path):
+    with pytest.raises(BadInput, match=r"Cascade is no network with exits: .* the ONNX files of its networks"):
+        deploy(chain(), (pixels()[:40], [0] * 40), tmp_path / "int8", budget="50%")

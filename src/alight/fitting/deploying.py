@@ -149,6 +149,11 @@ def deploy(
     >>> len(deployed.predictor()(data[0]))
     300
     """
+    if not hasattr(model, "stages"):
+        raise BadInput(
+            f"{type(model).__name__} is no network with exits: give a MultiExitModel. For a cascade in lower precision"
+            " give cascade() the ONNX files of its networks in that precision, and export it"
+        )
     goal = Goal(budget, max_accuracy_loss) if policy is None else None
     if policy is not None and (budget, max_accuracy_loss) != (None, None):
         raise BadInput("a policy has its own budget: give a policy, a budget or a largest loss")
