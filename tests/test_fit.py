@@ -427,9 +427,10 @@ def test_samples_that_are_trained_and_validated_on_are_found(tmp_path):
 
 
 def test_a_network_that_gives_probabilities_is_warned_of(trained):
-    images, labels = digits()[1].tensors
+    train, validation = (data.tensors for data in digits())
+    network, once = nn.Sequential(*trained, nn.Softmax(1)), TrainingSettings(epochs=1)
     with pytest.warns(UserWarning, match="the network gives probabilities, not logits: leave its softmax out"):
-        alight.fit(nn.Sequential(*trained, nn.Softmax(1)), None, (images, labels), budget="90%", progress=False)
+        alight.fit(network, train, validation, budget="90%", training=once, progress=False)
 
 
 def test_normalisations_are_known_by_their_mean_and_std():
@@ -590,6 +591,16 @@ def test_goals_that_cannot_be_met_are_refused_before_anything_is_trained(name):
     goal, message = MISTAKES[name]
     with pytest.raises(BadInput, match=message):
         alight.fit(own_cnn(), digits()[0].tensors, digits()[1].tensors, **goal, progress=False)
+
+
+def test_heads_that_nothing_trains_are_refused(trained, capsys):
+    images, labels = digits()[1].tensors
+    message = "the heads after .* are new, and nothing trains them: give training data before the validation data"
+    with pytest.raises(BadInput, match=message):
+        alight.fit(trained, None, (images, labels), progress=False)
+    np.savez("validation.npz", inputs=np.zeros((40, 3, 32, 32), np.float32), labels=np.arange(40) % 10)
+    status, _, err = run("fit timm:test_resnet validation.npz --image-size 32 --classes 10 -o new", capsys)
+    assert (status, "are new, and nothing trains them" in err, Path("new").exists()) == (1, True, False)
 
 
 def test_what_is_missing_is_asked_for():

@@ -2,7 +2,7 @@
 
 import sys
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +10,7 @@ import numpy as np
 
 from alight.data.columns import is_array, is_path
 from alight.data.preprocess import Normalisation, as_array
+from alight.display import layer_label, listed
 from alight.errors import BadInput
 from alight.outputs import HeadOutputs
 
@@ -33,6 +34,16 @@ def check_given(network: Any, train: Any, validation: Any, training: Any) -> Non
         )
     if (train is not None and train is validation) or _same_path(train, validation):
         raise BadInput("the training data are also the validation data: hold out samples that nothing is trained on")
+
+
+def check_trained(exits: Sequence[str], random: bool) -> None:
+    """Raise if the heads of a network are random: a policy would be calibrated on guesses."""
+    if random:
+        places = listed(map(layer_label, exits[:-1]))
+        raise BadInput(
+            f"the heads after {places} are new, and nothing trains them: give training data before the validation data,"
+            " or a network whose heads are trained"
+        )
 
 
 def known_preprocess(preprocess: Any) -> Any:

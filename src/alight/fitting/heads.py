@@ -26,11 +26,12 @@ MOST_HEADS = 0.1  # of the full network: separable heads that cost more are repl
 
 @dataclass(frozen=True)
 class WithHeads:
-    """A network with exits, an example of what it takes, and whether its weights are random."""
+    """A network with exits, an example of what it takes, and whether its weights, or its heads alone, are random."""
 
     model: "MultiExitModel"
     example: Any
     untrained: bool = False
+    new_heads: bool = False
 
     @property
     def device(self) -> Any:
@@ -55,6 +56,7 @@ def with_heads(network: Any, data: Any, preprocess: Any, steps: Steps) -> WithHe
             f"{kind} is not a network: give a torch module, a folder that save_model wrote, a name"
             " such as 'timm:resnet18', or Costs with logits as validation"
         )
+    new_heads = not isinstance(model, MultiExitModel) or (named is not None and named.gets_heads)
     if not isinstance(model, MultiExitModel):
         model, example = _attached(model, data, preprocess, steps)
     else:
@@ -73,7 +75,7 @@ def with_heads(network: Any, data: Any, preprocess: Any, steps: Steps) -> WithHe
         model.classes = tuple(names)
         steps.call(f"model.classes = {model.classes!r}")
         steps.say(f"the logits are taken to be in this order: {listed(names)}")
-    return WithHeads(model, example, untrained=named is not None and not named.is_trained)
+    return WithHeads(model, example, named is not None and not named.is_trained, new_heads)
 
 
 def _built(named: "NamedNetwork", count: int | None, steps: Steps) -> Any:
@@ -114,6 +116,13 @@ class NamedNetwork:
     def is_folder(self) -> bool:
         """Whether it is the folder of a saved network."""
         return (Path(self.name) / CONFIG).is_file()
+
+    @property
+    def gets_heads(self) -> bool:
+        """Whether its heads are new: those of a folder were trained, and those of one's own file may be."""
+        from alight.networks.libraries import is_own
+
+        return not self.is_folder and not is_own(self.name)
 
     @property
     def may_have_any_classes(self) -> bool:

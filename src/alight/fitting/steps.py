@@ -20,6 +20,7 @@ from alight.errors import BadInput, BudgetTooSmall, Mismatch
 from alight.fitting.calls import Steps, costs_literal, data_literal, settings_literal
 from alight.fitting.checks import (
     check_given,
+    check_trained,
     known_preprocess,
     warn_of_probabilities,
     warn_of_shared_samples,
@@ -147,6 +148,7 @@ def fit_to(
     made = with_heads(network, first, known_preprocess(preprocess), steps)
     fitting = _Fitting(goal, made, batch_size, steps)
     fitting.check(validation)
+    check_trained(made.model.exits, made.new_heads and train is None)
     fitting.measure()
     warn_of_shared_samples(train, validation)
     if train is not None:
