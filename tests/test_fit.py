@@ -531,6 +531,50 @@ def test_a_speed_up_that_no_exit_can_give_is_answered_by_the_full_network(fitted
     assert "policy = full_network(model)" in predictor.calls
 
 
+def test_a_speed_up_is_not_overshot(fitted, monkeypatch):
+    """Early exits are faster than their stages alone let expect, so that the first budget is fast enough by far."""
+    flops = fitted.fitted.costs
+    timed_alone = Costs.from_cumulative([0.7, 0.8, 0.9, 1.0], "ms")
+
+    def by_flops(self, policy, *_, **__):
+        shares = replay(policy, self.labelled).exit_shares if hasattr(self, "labelled") else [1.0]
+        mean = float(np.dot(flops.cumulative(policy.open_exits), np.asarray(shares)[[*policy.open_exits]]))
+        faster = flops.full / mean
+        return timing.SpeedComparison(64, 100, 100 * faster, faster, faster, faster, (1, 1), (1, 1), None, None)
+
+    monkeypatch.setattr(planning, "walking_costs", lambda *_, **__: timed_alone)
+    monkeypatch.setattr(steps._Fitting, "_measure_time", lambda self: setattr(self, "costs", timed_alone))
+    monkeypatch.setattr(steps._Fitting, "_compared", by_flops)
+    predictor = alight.fit(fitted.network, None, digits()[1].tensors, speedup=1.2, progress=False)
+    assert 1.2 <= predictor.fitted.speeds[0].speedup < 1.4
+
+
+SPEEDS = {  # speed-up by the share of the full network's time: wanted, and the share that gives it
+    "as modelled": (lambda share: 1 / share, 2.0, 0.5),
+    "slower": (lambda share: 0.7 / share, 1.2, 0.7 / 1.2),
+    "faster": (lambda share: 3.3 - 2 * share, 1.2, 1.05),
+    "a step": (lambda share: 2.93 if share < 0.9 else 1.0, 1.2, 0.9),
+}
+
+
+@pytest.mark.parametrize("name", SPEEDS)
+def test_the_largest_budget_that_is_fast_enough_is_found_from_below_and_above(name):
+    speedup, wanted, expected = SPEEDS[name]
+    share = steps.largest_share(speedup, wanted, 0.2, 1.3)
+    assert speedup(share) >= wanted
+    assert share == pytest.approx(expected, abs=0.03)
+
+
+def test_advice_about_lost_accuracy_is_by_goal():
+    assert "at this speed-up: ask for a smaller one, train longer" in steps.lost_too_much(
+        0.1, "joint", steps.Goal(speedup=2)
+    )
+    assert "10.0 points of accuracy are lost on the test samples, of 5 asked for: give more validation data" in (
+        steps.lost_too_much(0.1, goal=steps.Goal(max_accuracy_loss=0.05))
+    )
+    assert not steps.lost_too_much(0.1, goal=steps.Goal(max_accuracy_loss=0.2))
+
+
 def test_recorded_outputs_of_a_network_enter_at_calibration(fitted):
     table = HeadOutputs.joined([fitted.fitted.labelled, fitted.fitted.test])
     predictor = alight.fit(fitted.network, None, table, budget="70%", progress=False)

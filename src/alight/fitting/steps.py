@@ -2,7 +2,7 @@
 
 import math
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -46,7 +46,8 @@ WORTH = 1.01  # times as fast as the full network at least, in three of four run
 LEAST_LABELS = 1_000  # for `auto`: with fewer the method that it chooses is less accurate than `eero` on new samples
 MOST_LOST = 0.02  # of accuracy: beyond that it is said what to do
 LOOKED_AT = 32  # validation samples, before anything is trained
-TRIES, MARGIN = 5, 0.97  # budgets that are tried for a speed-up, and how far below the needed one the next begins
+TRIES, MARGIN = 8, 0.97  # budgets that are tried for a speed-up, and how far below the needed one the next begins
+CLOSE, APART = 1.03, 0.01  # times the speed-up that is asked for, and between two budgets: near enough to stop
 
 
 @dataclass(frozen=True)
@@ -296,30 +297,33 @@ class _Fitting:
 
     def _search(self, wanted: float) -> None:
         """Find the largest time budget at which the policy is measured to be this much faster than the full network."""
-        share, least = 1 / wanted, float(self.costs.alone[0] / self.costs.full)
+        least, most = (float(each / self.costs.full) for each in (self.costs.alone[0], self.costs.cumulative()[-1]))
         if least >= 1:
             slower = f"the first exit takes {least:.2f} times as long as the full network"
             self.verdict = f"Early exit is not worth it on this machine: {slower}, which answers every sample."
             self._run_full_network()
             return
-        steps = Steps(False)
-        for _ in range(TRIES):
+        tried: dict[float, tuple[Policy, Steps]] = {}
+
+        def speedup(share: float) -> float:
             steps = Steps(False)
-            share = max(share, least)
             budget = f"{math.ceil(1e4 * share) / 100:g}%"  # rounded up, so that the cheapest exit stays affordable
-            self.policy = _calibrated(self.costs, budget, self.labelled, steps)
-            measured = self._compared(self.policy).speedup
+            policy = _calibrated(self.costs, budget, self.labelled, steps)
+            tried[share] = policy, steps
+            measured = self._compared(policy).speedup
             self.steps.say(f"{budget} of the full network's time: {measured:.2f} times as fast")
-            if measured >= wanted or share <= least:
-                break
-            share *= MARGIN * measured / wanted
+            return measured
+
+        self.policy, steps = tried[largest_share(speedup, wanted, least, most)]
         self.steps.call(*steps.calls, imports=[*steps.imports])
 
     def _time(self) -> None:
         """Time the policy on validation samples, and say whether it pays; a goal in time is given up if not."""
         if self.kept is None:
             timed = "Not timed: there are recorded outputs, and no samples to run."
-            self.verdict = " ".join(filter(None, [self.verdict or timed, lost_too_much(self.lost, self.mode)]))
+            self.verdict = " ".join(
+                filter(None, [self.verdict or timed, lost_too_much(self.lost, self.mode, self.goal)])
+            )
             return
         self.steps.say("timing it against the full network, interleaved")
         self.speeds = speed, single = self._compared(self.policy), self._compared(self.policy, batch_size=1, rounds=3)
@@ -331,7 +335,9 @@ class _Fitting:
         elif self.goal.unit == "ms":
             self._fall_back(speed)
         else:
-            then = " ".join(filter(None, ["It keeps its budget all the same.", lost_too_much(self.lost, self.mode)]))
+            then = " ".join(
+                filter(None, ["It keeps its budget all the same.", lost_too_much(self.lost, self.mode, self.goal)])
+            )
             self.verdict = _not_paying(speed, then)
             warnings.warn(self.verdict, stacklevel=5)
 
@@ -346,7 +352,7 @@ class _Fitting:
         alone = single.full_latency[0] / single.latency[0]
         if alone * WORTH < 1:
             faster += f", {alone:.2f}x sample by sample"
-        too_much = lost_too_much(self.lost, self.mode)
+        too_much = lost_too_much(self.lost, self.mode, self.goal)
         if too_much:
             paying = f"Faster here ({faster}). {too_much}"
         else:
@@ -433,7 +439,7 @@ def _of_logits(goal: Goal, costs: Costs, train: Any, validation: Any, batch_size
     else:
         policy = _calibrated(costs, goal.budget or BUDGET, labelled, steps)
     exits = exit_names((), len(costs))
-    verdict = lost_too_much(accuracy_lost(policy, test))
+    verdict = lost_too_much(accuracy_lost(policy, test), goal=goal)
     fitted = Fit(policy, costs, labelled, test, exits, str(steps), verdict=verdict, note=measured_on("numpy"))
     return FittedPredictor(LogitsBackend(exits, policy.open_exits, classes, table.fingerprint), fitted, batch_size)
 
@@ -473,25 +479,51 @@ def _within_loss(costs: Costs, loss: float, labelled: HeadOutputs, steps: Steps)
     return calibrate.certified_risk(calibrate.eero, risk=risk, alpha=loss, seed=SEED)(costs, None, labelled)
 
 
+def largest_share(speedup: Callable[[float], float], wanted: float, least: float, most: float) -> float:
+    """Return the largest budget, as a share of the full network's time, that is measured to be fast enough.
+
+    It goes down until a budget is, then up again by halves; where none is, the last one tried.
+
+    >>> round(largest_share(lambda share: 4 - 3 * share, 1.6, 0.1, 1.0), 1)
+    0.8
+    """
+    fast, slow, share = 0.0, most, 1 / wanted
+    for _ in range(TRIES):
+        share = max(share, least)
+        measured = speedup(share)
+        if measured >= wanted:
+            fast = share
+        else:
+            slow = share
+        if wanted <= measured <= CLOSE * wanted or slow <= least or slow - fast < APART:
+            break
+        share = (fast + slow) / 2 if fast else share * MARGIN * measured / wanted
+    return fast or slow
+
+
 def accuracy_lost(policy: Policy, test: HeadOutputs) -> float:
     """Return by how much a policy is less accurate than the last exit; without labels, how often it disagrees."""
     return float(test.correct()[:, -1].mean()) - replay(policy, test).accuracy(test.truth())
 
 
-def lost_too_much(lost: float, mode: str = "none") -> str:
-    """Return what to do about a large loss of accuracy, in a sentence; nothing where it is small.
+def lost_too_much(lost: float, mode: str = "none", goal: Goal | None = None) -> str:
+    """Return what to do about a large loss of accuracy under a goal, in a sentence; nothing where it is small.
 
     >>> lost_too_much(0.004)
     ''
     """
     if lost <= MOST_LOST:
         return ""
+    goal = goal or Goal()
     better = "train the whole network with its exits (mode='joint')" if mode == "frozen" else "train longer"
     train = "" if mode == "none" else f", {better}"
-    return (
-        f"{100 * lost:.1f} points of accuracy are lost at this budget: raise it{train}, or ask for"
-        " max_accuracy_loss=0.01 instead."
-    )
+    points = f"{100 * lost:.1f} points of accuracy are lost"
+    if goal.max_accuracy_loss is not None:
+        asked = 100 * goal.max_accuracy_loss
+        more = f"{points} on the test samples, of {asked:g} asked for: give more validation data{train}."
+        return more if lost > goal.max_accuracy_loss else ""
+    at, less = ("budget", "raise it") if goal.speedup is None else ("speed-up", "ask for a smaller one")
+    return f"{points} at this {at}: {less}{train}, or ask for max_accuracy_loss=0.01 instead."
 
 
 def _as_fast(speed: "SpeedComparison") -> "SpeedComparison":
