@@ -371,6 +371,41 @@ def test_a_network_of_an_own_file_takes_its_example_from_the_data():
     assert all(map(torch.equal, made.model.state_dict().values(), space["model"].state_dict().values()))
 
 
+OWN_NETWORK = """
+from torch import nn
+def build():
+    sizes = [64, 48, 48, 48]
+    blocks = [nn.Sequential(nn.Linear(*pair), nn.ReLU()) for pair in zip(sizes, sizes[1:])]
+    return nn.Sequential(*blocks, nn.Linear(48, 10))
+"""
+
+
+@pytest.fixture
+def own_files():
+    """A network in a file, not trained, and digits as rows of numbers."""
+    Path("nets.py").write_text(OWN_NETWORK)
+    for name, data in zip(("train", "validation"), digits(), strict=True):
+        images, labels = data.tensors
+        np.savez(f"{name}.npz", x=images.flatten(1).numpy(), labels=labels.numpy())
+
+
+def test_the_calls_that_the_command_prints_run_by_themselves(own_files, capsys):
+    line = "fit nets.py:build train.npz validation.npz --budget 80% --epochs 2 --set learning_rate=0.01 -o fitted"
+    status, _, err = run(line, capsys)
+    assert status == 0, err
+    calls = Path("fitted/calls.txt").read_text()
+    assert "as given to fit" not in calls
+    torch.manual_seed(7)  # nothing depends on what was drawn before
+    exec(calls, space := {})
+    assert space["policy"] == load_policy("fitted/policy.json")
+    HeadOutputs.joined([space["labelled"], space["test"]]).save("table.npz")
+    for network, budget in {"fitted": "85%", "fitted/costs.json": "90%"}.items():
+        status, _, err = run(f"fit {network} table.npz --budget {budget} -o again --force", capsys)
+        assert status == 0, err
+        exec(Path("again/calls.txt").read_text(), space := {})
+        assert space["policy"] == load_policy("again/policy.json")
+
+
 def test_speeds_and_speed_up_agree(fitted):
     batches, single = fitted.fitted.speeds
     for each in (batches, single):
@@ -642,7 +677,7 @@ def test_heads_that_nothing_trains_are_refused(trained, capsys):
     message = "the heads after .* are new, and nothing trains them: give training data before the validation data"
     with pytest.raises(BadInput, match=message):
         alight.fit(trained, None, (images, labels), progress=False)
-    np.savez("validation.npz", inputs=np.zeros((40, 3, 32, 32), np.float32), labels=np.arange(40) % 10)
+    np.savez("validation.npz", images=np.zeros((40, 3, 32, 32), np.float32), labels=np.arange(40) % 10)
     status, _, err = run("fit timm:test_resnet validation.npz --image-size 32 --classes 10 -o new", capsys)
     assert (status, "are new, and nothing trains them" in err, Path("new").exists()) == (1, True, False)
 

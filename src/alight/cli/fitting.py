@@ -31,6 +31,7 @@ from alight.costs import Costs
 from alight.engine.manifest import POLICY
 from alight.errors import BadInput
 from alight.files import WEIGHTS
+from alight.fitting.calls import Steps
 from alight.fitting.fitted import FittedPredictor
 from alight.fitting.heads import NamedNetwork
 from alight.fitting.steps import BATCH_SIZE, BUDGET, Goal, fit_to
@@ -50,8 +51,8 @@ def run_fit(options: argparse.Namespace) -> CommandResult:
     check_unused(options.output, options.force, POLICY)
     with new_folder(Path(options.output)) as folder:  # before the work, which would be lost where none can be made
         if options.network.endswith(".json"):
-            network, data = Costs.load(options.network), HeadOutputs.load(validation)
-            predictor = fit_to(goal, network, None, data, batch_size=options.batch_size, progress=not options.quiet)
+            network, (data, steps) = Costs.load(options.network), _recorded(validation, options)
+            predictor = fit_to(goal, network, None, data, batch_size=options.batch_size, steps=steps)
         else:
             predictor = _fitted(goal, training[0] if training else None, validation, options)
         predictor.save(folder)
@@ -85,8 +86,16 @@ def _fitted(goal: Goal, train: str | None, validation: str, options: argparse.Na
     network = NamedNetwork(options.network, num_classes=options.classes, device=torch_device(options), **own)
     settings = None if train is None else _settings(network, options)
     preprocess = normalisation(options) or options.tokenizer
-    held_out = HeadOutputs.load(validation) if kind_of(validation) == "table" else validation
-    return fit_to(goal, network, train, held_out, preprocess, settings, options.batch_size, not options.quiet)
+    held_out, steps = _recorded(validation, options)
+    return fit_to(goal, network, train, held_out, preprocess, settings, options.batch_size, steps)
+
+
+def _recorded(validation: str, options: argparse.Namespace) -> tuple[Any, Steps]:
+    """Return recorded outputs from their file, other data as they are named; and steps that know the file."""
+    if kind_of(validation) != "table":
+        return validation, Steps(not options.quiet)
+    sources = {"validation": f"alight.HeadOutputs.load({validation!r})"}
+    return HeadOutputs.load(validation), Steps(not options.quiet, sources=sources)
 
 
 def _settings(network: NamedNetwork, options: argparse.Namespace) -> Any:

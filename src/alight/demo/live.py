@@ -16,6 +16,7 @@ from alight.engine.recorder import record
 from alight.files import write_arrays
 from alight.fitting.fitted import FittedPredictor
 from alight.fitting.heads import SEED
+from alight.fitting.calls import Steps
 from alight.fitting.steps import BATCH_SIZE, HALF, Goal, fit_to
 from alight.networks.architectures import ResNet
 from alight.networks.attach import attach_heads
@@ -69,7 +70,7 @@ def run_live(say: Callable[[str], None], methods: Mapping[str, calibrate.Method]
         model = resnet_digits()
         say(f"fitting a ResNet with {model.num_exits} exits to {BUDGET} of its FLOPs: attach, train, calibrate, time")
         goal = Goal(budget=BUDGET)
-        predictor = fit_to(goal, model, tuple(training), tuple(validation), training=TRAINING, progress=progress)
+        predictor = fit_to(goal, model, tuple(training), tuple(validation), training=TRAINING, steps=Steps(progress))
         say("training a network of half the blocks, to compare with")
         smaller = train_smaller((training[0], training[1]), (validation[0], validation[1]))
     say(f"comparing {len(methods)} methods on the digits")

@@ -18,8 +18,8 @@ GIVEN = ("network", "train", "validation", "training", "preprocess")  # argument
 class Steps:
     """Lines of progress, and the calls that were made, as Python."""
 
-    def __init__(self, progress: bool, command: str = "fit") -> None:
-        self.command = command
+    def __init__(self, progress: bool, command: str = "fit", sources: Mapping[str, str] | None = None) -> None:
+        self.command, self.sources = command, sources or {}  # sources: arguments as Python, where they came from files
         self.progress, self.imports, self.calls = progress, {"import alight", "import numpy as np"}, list[str]()
 
     def say(self, text: str) -> None:
@@ -34,7 +34,8 @@ class Steps:
 
     def __str__(self) -> str:
         own = sorted(self.imports, key=lambda line: (line.startswith("from"), line))
-        named = [name for name in GIVEN if any(re.search(rf"\b{name}\b(?! ?=|['.:])", call) for call in self.calls)]
+        unmade = [name for name in GIVEN if not any(call.startswith(f"{name} = ") for call in self.calls)]
+        named = [name for name in unmade if any(re.search(rf"\b{name}\b(?! ?=|['.:])", call) for call in self.calls)]
         note = [f"# {', '.join(named)}: as given to fit"] if named else []
         return "\n".join([*own, "", *note, *self.calls])
 
@@ -53,9 +54,12 @@ def example_literal(example: Any) -> str:
 
 
 def settings_literal(settings: "TrainingSettings") -> str:
-    """Return settings as Python, without those that have their default."""
+    """Return settings as Python, without those that have their default; their name where one is a function."""
     defaults = type(settings)()
     changed = {name: value for name, value in vars(settings).items() if value != getattr(defaults, name)}
+    parts = [part for value in changed.values() for part in (value if isinstance(value, tuple) else (value,))]
+    if not all(part is None or isinstance(part, str | float | int) for part in parts):
+        return "training"
     return f"alight.TrainingSettings({', '.join(f'{name}={value!r}' for name, value in changed.items())})"
 
 

@@ -124,7 +124,7 @@ def fit(
     ('probability', True)
     """
     goal = Goal(budget, max_accuracy_loss, speedup)
-    predictor = fit_to(goal, network, train, validation, preprocess, training, batch_size, progress)
+    predictor = fit_to(goal, network, train, validation, preprocess, training, batch_size, Steps(progress))
     if progress:
         print(f"\n{predictor.summary}\n\nThe same by hand:\n\n{predictor.calls}")
     return predictor
@@ -138,11 +138,11 @@ def fit_to(
     preprocess: Any = None,
     training: "TrainingSettings | None" = None,
     batch_size: int = BATCH_SIZE,
-    progress: bool = True,
+    steps: Steps | None = None,
 ) -> FittedPredictor:
     """Do what `fit` does, and print nothing but progress."""
     check_given(network, train, validation, training)
-    steps = Steps(progress)
+    steps = steps or Steps(progress=False)
     if isinstance(network, Costs):
         return _of_logits(goal, network, train, validation, batch_size, steps)
     first = train if train is not None else validation
@@ -253,16 +253,14 @@ class _Fitting:
         why = "" if training or settings.mode == "frozen" else ": nothing says that it is trained"
         self.steps.say(f"training {what} for {settings.epochs} epochs{why}")
         train_heads(self.model, data, settings, batch_size=self.batch_size, progress=self.steps.progress)
-        named = "training" if training else settings_literal(settings)
-        self.steps.call(
-            f"alight.train_heads(model, {data_literal('train', data)}, {named}, batch_size={self.batch_size})",
-        )
+        terms = f"{data_literal('train', data)}, {settings_literal(settings)}, batch_size={self.batch_size}"
+        self.steps.call(f"alight.train_heads(model, {terms})")
 
     def record(self, validation: Any) -> None:
         """Record what every head says about the validation samples, one half to calibrate and one to test."""
         if isinstance(validation, HeadOutputs):
             table = validation
-            self.steps.call("table = validation")
+            self.steps.call(f"table = {self.steps.sources.get('validation', 'validation')}")
         else:
             self.steps.say("recording what every head says about the validation samples")
             self.kept = KeptSamples(validation, self.model.input_spec, self.batch_size)
@@ -426,7 +424,7 @@ def _of_logits(goal: Goal, costs: Costs, train: Any, validation: Any, batch_size
     steps.call(f"costs = {costs_literal(costs)}")
     if isinstance(validation, HeadOutputs):
         table, classes = validation, None
-        steps.call("table = validation")
+        steps.call(f"table = {steps.sources.get('validation', 'validation')}")
     else:
         logits, labels = validation if isinstance(validation, tuple) else (validation, None)
         table, classes = HeadOutputs.from_logits(logits, labels), np.shape(logits)[-1]
