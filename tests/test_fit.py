@@ -406,6 +406,14 @@ def test_the_calls_that_the_command_prints_run_by_themselves(own_files, capsys):
         assert space["policy"] == load_policy("again/policy.json")
 
 
+def test_a_network_of_a_file_without_weights_starts_from_the_same_ones_every_time(own_files):
+    made = []
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        made.append(with_heads("nets.py:build", "train.npz", None, Steps(progress=False)).model.state_dict())
+    assert all(map(torch.equal, made[0].values(), made[1].values()))
+
+
 def test_speeds_and_speed_up_agree(fitted):
     batches, single = fitted.fitted.speeds
     for each in (batches, single):

@@ -14,9 +14,9 @@ from alight.costing.measure import measure_costs
 from alight.engine.backends.torch.prepare import threads
 from alight.engine.recorder import record
 from alight.files import write_arrays
+from alight.fitting.calls import Steps
 from alight.fitting.fitted import FittedPredictor
 from alight.fitting.heads import SEED
-from alight.fitting.calls import Steps
 from alight.fitting.steps import BATCH_SIZE, HALF, Goal, fit_to
 from alight.networks.architectures import ResNet
 from alight.networks.attach import attach_heads

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from alight.networks.multi_exit import MultiExitModel
     from alight.training.settings import TrainingSettings
 
-SEED = 0  # of new heads
+SEED = 0  # of new weights
 HEADS = ("separable", "auto")  # that are tried on images; others take the last
 MOST_HEADS = 0.1  # of the full network: separable heads that cost more are replaced by linear ones
 
@@ -151,10 +151,12 @@ class NamedNetwork:
         from alight.networks.own import build_own
 
         steps.call(
+            f"torch.manual_seed({SEED})",
             f"network = build_own({self.name!r}, {{}}, {self.num_classes})",
-            imports=["from alight.networks.own import build_own"],
+            imports=["import torch", "from alight.networks.own import build_own"],
         )
-        return build_own(self.name, {}, self.num_classes)
+        with _seeded():
+            return build_own(self.name, {}, self.num_classes)
 
     def _loaded(self, steps: Steps) -> "MultiExitModel":
         from alight.networks.store import load_model
@@ -263,7 +265,7 @@ def default_training(made: WithHeads, data: Any) -> "TrainingSettings":
 
 @contextmanager
 def _seeded() -> Iterator[None]:
-    """Make heads with the same random weights every time, and leave the generators of the caller alone."""
+    """Draw the same random weights every time, and leave the generators of the caller alone."""
     import torch
 
     with torch.random.fork_rng(devices=[]):
