@@ -432,6 +432,28 @@ def test_the_verdict_says_what_is_lost_and_what_to_do(trained):
     assert "Early exit pays" not in predictor.summary
 
 
+def test_a_network_near_guessing_is_said_first_and_does_not_pay():
+    torch.manual_seed(0)
+    images, labels = digits()[1].tensors
+    data = (255 * images).to(torch.uint8).numpy(), labels
+    predictor = alight.fit(alight.zoo.resnet_digits(), None, data, budget="70%", progress=False)
+    first = predictor.summary.splitlines()[0]
+    assert first.startswith("The full network has ")
+    assert "near the 10.0% of guessing: train it longer, or check that its weights are loaded" in first
+    assert "Early exit pays" not in predictor.summary
+    shown = predictor.fitted.reported()
+    assert (shown.caution, shown.verdict) == (predictor.fitted.caution, predictor.fitted.verdict)
+    assert shown.verdict not in shown.guarantees
+    assert predictor.fitted.values()["caution"] == first
+
+
+def test_a_budget_above_the_full_network_is_said_first_and_not_to_be_raised(fitted):
+    predictor = alight.fit(fitted.network, None, digits()[1].tensors, budget="200%", progress=False)
+    assert predictor.summary.startswith("The budget 200% allows the full network (")
+    assert "raise it" not in predictor.summary
+    assert "the full network is within it" in steps.lost_too_much(0.1, goal=steps.Goal("200%"), allows_full=True)
+
+
 def test_a_budget_that_the_test_samples_exceed_is_explained(fitted):
     cheap = replace(fitted.fitted, policy=replace(fitted.policy, budget=0.3 * fitted.fitted.costs.full))
     assert "over 30.0%: the guarantee is about the mean of all new samples." in str(cheap)

@@ -98,14 +98,24 @@ def warn_of_table(table: HeadOutputs, num_classes: int | None) -> None:
             " classes; give samples of all of them",
             stacklevel=5,
         )
-    accuracy, guessing = float(table.correct()[:, -1].mean()), 1 / (num_classes or np.inf)
-    if accuracy < guessing + min(guessing, 0.1):
-        warnings.warn(
-            f"the full network has {accuracy:.1%} accuracy on the validation samples, near the {guessing:.1%} of"
-            " guessing: check that its weights are loaded, that inputs are normalised as in its training, and the order"
-            " of its classes",
-            stacklevel=5,
-        )
+    if guesses := near_guessing(table, num_classes):
+        warnings.warn(guesses, stacklevel=5)
+
+
+def near_guessing(table: HeadOutputs, num_classes: int | None) -> str:
+    """Return what to do about a full network that hardly does better than guessing; nothing where it does.
+
+    >>> near_guessing(HeadOutputs([[0.9]] * 2, [[0], [1]], [0, 1]), 2)
+    ''
+    """
+    guessing = 1 / (num_classes or np.inf)
+    if table.labels is None or (accuracy := float(table.correct()[:, -1].mean())) >= guessing + min(guessing, 0.1):
+        return ""
+    return (
+        f"the full network has {accuracy:.1%} accuracy on the validation samples, near the {guessing:.1%} of guessing:"
+        " train it longer, or check that its weights are loaded, that inputs are normalised as in its training, and the"
+        " order of its classes"
+    )
 
 
 def warn_of_probabilities(logits: Any) -> None:

@@ -43,6 +43,7 @@ class Fit:
     verdict: str = ""  # does it pay here, and what is lost: in one sentence
     shown: tuple[Any, Any] | None = field(default=None, repr=False)  # some test samples, and their rows
     note: str = ""
+    caution: str = ""  # why the numbers say little: comes first
 
     @property
     def decisions(self) -> Decisions:
@@ -84,10 +85,10 @@ class Fit:
         return [each for each in (samples, self.verdict, self.guarantee, over) if each]
 
     def __str__(self) -> str:
-        return "\n".join([*aligned(self.columns()), *self.lines()])
+        return "\n".join([*filter(None, [self.caution]), *aligned(self.columns()), *self.lines()])
 
     def _repr_html_(self) -> str:
-        return html_table("Fitted to a budget", self.columns(), self.lines())
+        return html_table(self.caution or "Fitted to a budget", self.columns(), self.lines())
 
     def values(self) -> dict[str, Any]:
         """Return what the table says, and how it came about, for programs."""
@@ -101,6 +102,7 @@ class Fit:
             "unit": self.costs.unit,
             "exit_shares": decisions.exit_shares,
             "runs": [{name: getattr(each, name) for name in TIMINGS} for each in self.speeds],
+            "caution": self.caution,
             "verdict": self.verdict,
             "guarantee": self.guarantee,
             "policy": self.policy.to_dict(),
@@ -132,7 +134,9 @@ class Fit:
             chosen=evaluate_policy(policy, self.costs, self._judged()),
             speed=_measured(self.speeds),
             smaller=smaller,
-            guarantees=[each for each in (str(self.policy.certificate or ""), self.verdict) if each],
+            guarantees=[str(self.policy.certificate)] if self.policy.certificate else (),
+            caution=self.caution,
+            verdict=self.verdict,
         )
 
     def _judged(self) -> HeadOutputs:

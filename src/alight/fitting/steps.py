@@ -22,6 +22,7 @@ from alight.fitting.checks import (
     check_given,
     check_trained,
     known_preprocess,
+    near_guessing,
     warn_of_probabilities,
     warn_of_shared_samples,
     warn_of_table,
@@ -172,7 +173,7 @@ class _Fitting:
         self.goal, self.made, self.batch_size, self.steps = goal, made, batch_size, steps
         self.model, self.example = made.model, made.example
         self.speeds: Sequence[SpeedComparison] = ()
-        self.verdict, self.mode = "", "none"
+        self.verdict, self.caution, self.mode = "", "", "none"
 
     def measure(self) -> None:
         """Measure what exits cost, before anything is trained: a goal that is out of reach is refused here."""
@@ -268,6 +269,7 @@ class _Fitting:
             named = data_literal("validation", validation)
             self.steps.call(f"table = alight.record(model, {named}, batch_size={self.batch_size})")
         warn_of_table(table, self.model.num_classes)
+        self.guesses = near_guessing(table, self.model.num_classes)
         self.labelled, self.test = _halves(table, self.steps)
         order = np.random.default_rng(SEED).permutation(len(table))  # as `split` draws it
         self.test_rows = order[len(self.labelled) :]
@@ -280,6 +282,7 @@ class _Fitting:
             self._search(self.goal.speedup)
         else:
             self.policy = _calibrated(self.costs, self.goal.budget or BUDGET, self.labelled, self.steps)
+        self.caution = caution(self.goal, self.costs, self.guesses)
         self._time()
 
     def _plan(self, loss: float) -> None:
@@ -319,9 +322,7 @@ class _Fitting:
         """Time the policy on validation samples, and say whether it pays; a goal in time is given up if not."""
         if self.kept is None:
             timed = "Not timed: there are recorded outputs, and no samples to run."
-            self.verdict = " ".join(
-                filter(None, [self.verdict or timed, lost_too_much(self.lost, self.mode, self.goal)])
-            )
+            self.verdict = " ".join(filter(None, [self.verdict or timed, self.too_much]))
             return
         self.steps.say("timing it against the full network, interleaved")
         self.speeds = speed, single = self._compared(self.policy), self._compared(self.policy, batch_size=1, rounds=3)
@@ -333,9 +334,7 @@ class _Fitting:
         elif self.goal.unit == "ms":
             self._fall_back(speed)
         else:
-            then = " ".join(
-                filter(None, ["It keeps its budget all the same.", lost_too_much(self.lost, self.mode, self.goal)])
-            )
+            then = " ".join(filter(None, ["It keeps its budget all the same.", self.too_much]))
             self.verdict = _not_paying(speed, then)
             warnings.warn(self.verdict, stacklevel=5)
 
@@ -344,24 +343,28 @@ class _Fitting:
         """Accuracy lost against the full network on the test samples."""
         return accuracy_lost(self.policy, self.test)
 
+    @property
+    def too_much(self) -> str:
+        """What to do about the accuracy that is lost, where it is much."""
+        return lost_too_much(self.lost, self.mode, self.goal, allows_full(self.goal, self.costs))
+
     def _say_that_it_pays(self, speed: "SpeedComparison", single: "SpeedComparison") -> None:
         """Say how much faster it is, at what loss of accuracy; warn if much is lost, or less reached than asked for."""
         faster = f"{speed.speedup:.2f}x as fast in batches of {speed.batch_size}"
         alone = single.full_latency[0] / single.latency[0]
         if alone * WORTH < 1:
             faster += f", {alone:.2f}x sample by sample"
-        too_much = lost_too_much(self.lost, self.mode, self.goal)
-        if too_much:
-            paying = f"Faster here ({faster}). {too_much}"
+        if self.too_much:
+            paying = f"Faster here ({faster}). {self.too_much}"
         else:
             points = 100 * self.lost
-            measured = "Measured here" if self.verdict else "Early exit pays here"
+            measured = "Measured here" if self.verdict or self.caution else "Early exit pays here"
             paying = f"{measured}: {faster}, {f'{points:.1f} points' if points > 0.05 else 'nothing'} lost."
         self.verdict = " ".join(filter(None, [self.verdict, paying]))
         less = speed.speedup < MARGIN * (self.goal.speedup or 0)
         if less:
             self.verdict += f" That is less than the {self.goal.speedup:g}x asked for, and the most that was found."
-        if less or too_much:
+        if less or self.too_much:
             warnings.warn(self.verdict, stacklevel=6)
 
     def _fall_back(self, speed: "SpeedComparison") -> None:
@@ -412,6 +415,7 @@ class _Fitting:
             self.verdict,
             shown,
             measured_on("torch"),
+            self.caution,
         )
         return FittedPredictor(self.model, fitted, self.batch_size)
 
@@ -437,8 +441,12 @@ def _of_logits(goal: Goal, costs: Costs, train: Any, validation: Any, batch_size
     else:
         policy = _calibrated(costs, goal.budget or BUDGET, labelled, steps)
     exits = exit_names((), len(costs))
-    verdict = lost_too_much(accuracy_lost(policy, test), goal=goal)
-    fitted = Fit(policy, costs, labelled, test, exits, str(steps), verdict=verdict, note=measured_on("numpy"))
+    said = {
+        "verdict": lost_too_much(accuracy_lost(policy, test), "none", goal, allows_full(goal, costs)),
+        "caution": caution(goal, costs, near_guessing(table, classes)),
+        "note": measured_on("numpy"),
+    }
+    fitted = Fit(policy, costs, labelled, test, exits, str(steps), **said)
     return FittedPredictor(LogitsBackend(exits, policy.open_exits, classes, table.fingerprint), fitted, batch_size)
 
 
@@ -499,12 +507,29 @@ def largest_share(speedup: Callable[[float], float], wanted: float, least: float
     return fast or slow
 
 
+def allows_full(goal: Goal, costs: Costs) -> bool:
+    """Return whether the budget is not below the cost of the full network."""
+    return goal.budget is not None and costs.budget(goal.budget) >= costs.full
+
+
+def caution(goal: Goal, costs: Costs, guesses: str) -> str:
+    """Return why the numbers of a fit say little: a network that guesses, a budget that saves nothing.
+
+    >>> caution(Goal("200%"), Costs.from_cumulative([1.0, 4.0]), "")
+    'The budget 200% allows the full network (4) for every sample: ask for less.'
+    """
+    full = f"the full network ({quantity(costs.full, costs.unit)}) for every sample: ask for less."
+    above = f"The budget {goal.budget} allows {full}" if allows_full(goal, costs) else ""
+    first = f"T{guesses[1:]}. Until then the numbers below say little." if guesses else ""
+    return " ".join(filter(None, [first, above]))
+
+
 def accuracy_lost(policy: Policy, test: HeadOutputs) -> float:
     """Return by how much a policy is less accurate than the last exit; without labels, how often it disagrees."""
     return float(test.correct()[:, -1].mean()) - replay(policy, test).accuracy(test.truth())
 
 
-def lost_too_much(lost: float, mode: str = "none", goal: Goal | None = None) -> str:
+def lost_too_much(lost: float, mode: str = "none", goal: Goal | None = None, allows_full: bool = False) -> str:
     """Return what to do about a large loss of accuracy under a goal, in a sentence; nothing where it is small.
 
     >>> lost_too_much(0.004)
@@ -520,7 +545,8 @@ def lost_too_much(lost: float, mode: str = "none", goal: Goal | None = None) -> 
         asked = 100 * goal.max_accuracy_loss
         more = f"{points} on the test samples, of {asked:g} asked for: give more validation data{train}."
         return more if lost > goal.max_accuracy_loss else ""
-    at, less = ("budget", "raise it") if goal.speedup is None else ("speed-up", "ask for a smaller one")
+    raised = "the full network is within it" if allows_full else "raise it"
+    at, less = ("budget", raised) if goal.speedup is None else ("speed-up", "ask for a smaller one")
     return f"{points} at this {at}: {less}{train}, or ask for max_accuracy_loss=0.01 instead."
 
 

@@ -85,6 +85,8 @@ class ReportedNetwork:
     speed: MeasuredSpeed | None = None  # of the chosen policy
     smaller: Baseline | None = None  # a network to compare with
     guarantees: Sequence[str] = ()  # of the chosen policy: the page folds each behind its first sentence
+    caution: str = ""  # why the numbers say little: the page opens with it
+    verdict: str = ""  # whether the chosen policy pays, and what is lost
 
     def __post_init__(self) -> None:
         mine = f" of {self.name}" if self.name else ""
@@ -186,6 +188,8 @@ def _network(network: ReportedNetwork) -> dict[str, Any]:
         "speed": {name: _in_json(value) for name, value in asdict(network.speed).items()} if network.speed else None,
         "smaller": asdict(network.smaller) if network.smaller else None,
         "guarantees": list(network.guarantees),
+        "caution": network.caution,
+        "verdict": network.verdict,
         "table": _table(network.points, [spend / 100 * network.full_cost for spend in SPENDS]),
         "examples": asdict(network.examples) if network.examples else None,
         "plan": _plan(network.plan, network.exits) if network.plan else None,

@@ -11,6 +11,10 @@ function fillFacts() {
   ]
     .filter(Boolean)
     .join(" · ");
+  for (const [part, text] of Object.entries({caution: network.caution, verdict: network.verdict})) {
+    find(part).textContent = text;
+    (part === "verdict" ? find("verdict-part") : find(part)).hidden = !text;
+  }
 }
 
 function fillSwitches() {
