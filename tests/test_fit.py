@@ -335,6 +335,9 @@ def test_a_saved_fit_is_loaded_with_its_policy_and_decides_alike(fitted, trained
     expected = fitted(images, samples=range(50))
     again = Predictor.load(folder)(images, samples=range(50))  # without the network's own code
     assert np.array_equal(again.exits, expected.exits)
+    with pytest.raises(BadInput, match=r"fitted holds a network of 10 classes .*: give another folder, or force=True"):
+        fitted.save("fitted")
+    assert fitted.save("fitted", force=True) == folder
 
 
 def test_a_saved_network_of_a_library_is_loaded_with_its_policy_and_decides_alike(capsys):

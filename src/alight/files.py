@@ -26,6 +26,8 @@ DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # no space on the disk, i
 WEIGHTS, CONFIG = "model.safetensors", "config.json"  # in the folder of a saved network
 MANIFEST = "manifest.json"  # in the folder of an exported one
 CASCADE = "cascade.json"  # in the folder of a cascade, beside a file or folder for each network
+POLICY = "policy.json"  # beside a saved or an exported network
+COSTS, CALIBRATION, TEST, CALLS = "costs.json", "labelled.npz", "test_outputs.npz", "calls.txt"  # and of a fit
 PLAN, DONE = "plan.json", "job.json"  # beside partitions of a job: what is to be done, and that all of it is
 
 PathLike = str | os.PathLike[str]
@@ -115,6 +117,24 @@ def check_network_folder(folder: PathLike) -> None:
     for name in (WEIGHTS, CONFIG):
         if not (path / name).is_file() and not (path / CASCADE).is_file():
             raise BadFile(path, f"it has no {name}", "give a folder that alight saved a network to")
+
+
+def check_replaceable(folder: PathLike, *, force: bool) -> None:
+    """Check that a folder holds no saved network and nothing that `fit` wrote, unless they may be replaced."""
+    path = Path(folder)
+    if force or not any((path / name).is_file() for name in (WEIGHTS, CALLS)):
+        return
+    held = described_network(path) if (path / WEIGHTS).is_file() else "what `fit` wrote"
+    raise BadInput(f"{path} holds {held}: give another folder, or force=True to replace it")
+
+
+def described_network(folder: Path) -> str:
+    """Return in a few words which network a folder holds."""
+    try:
+        config = read_json(folder / CONFIG, "MultiExitModel")
+        return f"a network of {config['num_classes']} classes with exits after {', '.join(config['exits'])}"
+    except (BadFile, OSError, KeyError):
+        return "a saved network"
 
 
 def write_text(path: PathLike, text: str) -> Path:

@@ -506,8 +506,8 @@ def test_a_tokenizer_is_saved_with_its_network_and_loaded(tmp_path):
     for given in (tokenizer(), tmp_path / "words", str(tmp_path / "words")):
         model = network("texts")
         model.tokenizer = given
-        loaded = load_model(save_model(model, tmp_path / "model"), backbone=Reader())
-        again = load_model(save_model(loaded, tmp_path / "again"), backbone=Reader())
+        loaded = load_model(save_model(model, tmp_path / "model", force=True), backbone=Reader())
+        again = load_model(save_model(loaded, tmp_path / "again", force=True), backbone=Reader())
         for each in (model, loaded, again, load_model(save_model(again, tmp_path / "again"), backbone=Reader())):
             (ids, mask) = as_inputs(TEXTS, each.input_spec)
             assert np.array_equal(ids, TOKENS["input_ids"])

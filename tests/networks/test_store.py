@@ -226,7 +226,7 @@ def test_a_graph_of_another_network_is_detected(tmp_path):
     rewrite(tmp_path / "config.json", negated)
     with pytest.raises(Mismatch, match=r"stages do not give what the network gives that was passed in"):
         load_model(tmp_path, backbone=backbone())
-    save_model(resnet_digits(), tmp_path)
+    save_model(resnet_digits(), tmp_path, force=True)
     rewrite(tmp_path / "config.json", negated)
     with pytest.raises(BadFile, match=r"stages do not give what the network gives; it was saved with .*torch \d"):
         load_model(tmp_path)
@@ -322,7 +322,7 @@ def test_custom_heads_are_passed_in_again(tmp_path):
         load_model(tmp_path, backbone=backbone())
     assert same(model, load_model(tmp_path, backbone=backbone(), head=head), images(model))
     model = attached(head=lambda shape: nn.Sequential(nn.Flatten(), nn.LazyLinear(4)))
-    save_model(model, tmp_path)
+    save_model(model, tmp_path, force=True)
     lazy = [lambda shape: nn.Sequential(nn.Flatten(), nn.LazyLinear(4))] * 2
     assert same(model, load_model(tmp_path, backbone=backbone(), head=lazy), images(model))
 
@@ -402,6 +402,17 @@ def test_saving_again_keeps_other_files(tmp_path):
     assert {path.name for path in tmp_path.iterdir()} == {"config.json", "model.safetensors", "policy.json"}
 
 
+def test_another_network_is_replaced_by_force_alone_and_with_all_that_a_fit_wrote(tmp_path):
+    save_model(attached(), tmp_path)
+    for name in ("policy.json", "costs.json", "labelled.npz", "test_outputs.npz", "calls.txt", "notes.txt"):
+        (tmp_path / name).write_text("of the first network")
+    with pytest.raises(BadInput, match=r"holds a network of 4 classes with exits after .*, or force=True to replace"):
+        save_model(resnet_digits(), tmp_path)
+    assert load_model(tmp_path).num_classes == 4
+    save_model(resnet_digits(), tmp_path, force=True)
+    assert {path.name for path in tmp_path.iterdir()} == {"config.json", "model.safetensors", "notes.txt"}
+
+
 SAVE = """
 import os, resource, signal, sys
 from torch import nn
@@ -409,7 +420,7 @@ from alight.networks.store import save_model
 from alight.networks.multi_exit import MultiExitModel
 model = MultiExitModel([nn.Linear(4, 8)], [nn.Linear(8, 3)])
 {trouble}
-save_model(model, sys.argv[1])
+save_model(model, sys.argv[1], force=True)
 """
 TROUBLE = {
     "a kill": "os.replace = lambda *_: os.kill(os.getpid(), signal.SIGKILL)",
@@ -435,7 +446,7 @@ def test_a_save_cut_off_between_its_two_files_is_whole(tmp_path, monkeypatch):
     save_model(by_hand(), tmp_path)
     model = MultiExitModel([nn.Linear(4, 8)], [nn.Linear(8, 3)], exits=["another name"])
     monkeypatch.setattr(folders, "write_json", lambda *_: None)
-    save_model(model, tmp_path)
+    save_model(model, tmp_path, force=True)
     again = load_model(tmp_path, backbone=MultiExitModel([nn.Linear(4, 8)], [nn.Linear(8, 3)], exits=["another name"]))
     assert fingerprint(again) == fingerprint(model)
 

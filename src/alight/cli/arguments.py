@@ -17,10 +17,10 @@ from alight import calibrate
 from alight.budgeting.thresholds import SALTS
 from alight.cli.command import Argument, argument
 from alight.data.preprocess import Normalisation
-from alight.engine.manifest import POLICY as POLICY_FILE
 from alight.engine.settings import RunSettings
 from alight.errors import AlightError, BadInput
-from alight.files import CONFIG, MANIFEST, WEIGHTS, check_writable, read_json
+from alight.files import MANIFEST, WEIGHTS, check_writable, described_network
+from alight.files import POLICY as POLICY_FILE
 from alight.outputs import HeadOutputs
 from alight.policies.policy import Policy
 
@@ -297,11 +297,10 @@ def _described(place: Path) -> str:
         return "an exported network"
     try:
         if place.name == WEIGHTS:
-            config = read_json(place.with_name(CONFIG), "MultiExitModel")
-            return f"a network of {config['num_classes']} classes with exits after {', '.join(config['exits'])}"
+            return described_network(place.parent)
         table = HeadOutputs.load(place)
         return f"a recording of {len(table)} samples at {table.num_exits} exits"
-    except (AlightError, OSError, KeyError):
+    except (AlightError, OSError):
         return f"a file of {place.stat().st_size:,} bytes"
 
 

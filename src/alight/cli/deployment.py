@@ -36,10 +36,10 @@ from alight.cli.command import Command, CommandResult, argument
 from alight.cli.kinds import check_order
 from alight.cli.running import decisions_result
 from alight.engine.manifest import BFLOAT16, FLOAT16, FLOAT32, INT8, ONNX
-from alight.engine.manifest import POLICY as POLICY_FILE
 from alight.engine.settings import RunSettings
 from alight.errors import BadInput
 from alight.files import MANIFEST, check_network_folder
+from alight.files import POLICY as POLICY_FILE
 from alight.policies import load_policy
 
 if TYPE_CHECKING:

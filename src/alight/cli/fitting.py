@@ -28,9 +28,8 @@ from alight.cli.command import Command, CommandResult, argument
 from alight.cli.kinds import check_kind, kind_of
 from alight.cli.networks import LIBRARIES, check_name
 from alight.costs import Costs
-from alight.engine.manifest import POLICY
 from alight.errors import BadInput
-from alight.files import WEIGHTS
+from alight.files import POLICY, WEIGHTS
 from alight.fitting.calls import Steps
 from alight.fitting.fitted import FittedPredictor
 from alight.fitting.heads import NamedNetwork
@@ -55,7 +54,7 @@ def run_fit(options: argparse.Namespace) -> CommandResult:
             predictor = fit_to(goal, network, None, data, batch_size=options.batch_size, steps=steps)
         else:
             predictor = _fitted(goal, training[0] if training else None, validation, options)
-        predictor.save(folder)
+        predictor.save(folder, force=options.force)
     if options.report:
         predictor.report(options.report, title=f"{options.network}: fitted to a budget")
     places = f"{folder.resolve()}" + (f", {Path(options.report).resolve()}" if options.report else "")

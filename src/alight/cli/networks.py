@@ -70,7 +70,7 @@ def run_attach(options: argparse.Namespace) -> CommandResult:
         load_backbone(model, options.weights)
     model.normalisation = normalisation(options) or model.normalisation
     with new_folder(Path(options.output)) as folder:
-        save_model(model, folder)
+        save_model(model, folder, force=options.force)
     path, exits = folder.resolve(), ", ".join(model.exits)
     return CommandResult(
         f"{options.network}, {model.num_classes} classes, exits after {exits}: {path}",
@@ -131,7 +131,7 @@ def run_train(options: argparse.Namespace) -> CommandResult | None:
         )
         if int(os.environ.get("RANK", "0")):  # of the processes that torchrun started, the first writes
             return None
-        save_model(model, folder)
+        save_model(model, folder, force=True)
         checkpoint.unlink(missing_ok=True)
     return CommandResult(str(history), {"path": folder.resolve(), "exits": history.exits, "epochs": history.epochs})
 

@@ -41,7 +41,7 @@ from alight.display import accuracy_text, aligned, percent, quantity
 from alight.engine.settings import RunSettings
 from alight.errors import BadInput
 from alight.evaluation import evaluate_policy, sweep
-from alight.fitting.fitted import TEST
+from alight.files import TEST
 from alight.outputs import KEPT, Decisions, HeadOutputs
 from alight.policies import load_policy
 from alight.policies.policy import Policy

@@ -58,7 +58,7 @@ class LiveDemo:
 
     def write(self, folder: Path) -> None:
         """Write the network with its policy, costs and tables, and the unseen digits."""
-        own = self.predictor.save(folder / "digits")
+        own = self.predictor.save(folder / "digits", force=True)
         write_arrays(own / "test.npz", "digits", self.unseen._asdict())
 
 

@@ -17,7 +17,6 @@ from alight.errors import BadFile, BadInput, Mismatch
 from alight.files import MANIFEST, PathLike, read_json, write_json
 
 KIND = "Deployment"
-POLICY = "policy.json"
 ONNX, AOTI = "onnx", "aoti"
 SUFFIXES = {ONNX: ".onnx", AOTI: ".pt2"}
 FLOAT32, FLOAT16, BFLOAT16, INT8 = "float32", "float16", "bfloat16", "int8"

@@ -16,11 +16,11 @@ from alight.data.preprocess import as_array
 from alight.engine.backends import Backend, Integers, Reads, State
 from alight.engine.backends.cascade import Cascade
 from alight.engine.backends.exported import exported_backend
-from alight.engine.manifest import POLICY, Manifest, verified
+from alight.engine.manifest import Manifest, verified
 from alight.engine.settings import TORCH, RunSettings
 from alight.engine.walk import Answers, Flow, single, usable
 from alight.errors import BadFile, BadInput, Mismatch
-from alight.files import CASCADE, CONFIG, MANIFEST, PathLike
+from alight.files import CASCADE, CONFIG, MANIFEST, POLICY, PathLike
 from alight.outputs import TOP, Decisions
 from alight.policies import load_policy
 from alight.policies.policy import Memory, Policy

@@ -7,10 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from alight.engine.backends.cascade import Cascade, OpenMember
-from alight.engine.manifest import POLICY
 from alight.engine.predictor import check_exits, check_fingerprint
 from alight.errors import BadInput
-from alight.files import CASCADE, PathLike
+from alight.files import CASCADE, POLICY, PathLike
 from alight.policies.policy import Policy, Threshold
 
 

@@ -12,7 +12,7 @@ from alight.data.preprocess import Normalisation, TensorSpec
 from alight.data.tokens import TOKENIZER, save_tokenizer
 from alight.engine.backends.cascade import Cascade
 from alight.engine.backends.torch.prepare import prepared
-from alight.engine.manifest import AOTI, ONNX, POLICY, SUFFIXES, Manifest, StageFile, checksum
+from alight.engine.manifest import AOTI, ONNX, SUFFIXES, Manifest, StageFile, checksum
 from alight.engine.predictor import check_exits, check_fingerprint
 from alight.engine.settings import RunSettings
 from alight.errors import AlightError, BadInput
@@ -36,7 +36,7 @@ from alight.export.programs import (
     write_package,
     write_traced,
 )
-from alight.files import MANIFEST, PathLike, whole_folder
+from alight.files import MANIFEST, POLICY, PathLike, whole_folder
 from alight.networks.multi_exit import MultiExitModel, example_of
 from alight.networks.store import fingerprint
 from alight.policies.policy import Policy

@@ -24,7 +24,6 @@ from alight.engine.manifest import (
     FLOAT32,
     INT8,
     ONNX,
-    POLICY,
     PROBED_LOGITS,
     Manifest,
     checksum,
@@ -35,7 +34,7 @@ from alight.engine.predictor import check_exits, check_fingerprint
 from alight.engine.settings import ONNXRUNTIME, OPENVINO, RunSettings
 from alight.errors import AlightError, BadInput, Mismatch
 from alight.export.programs import LOGITS, quietly
-from alight.files import whole_folder
+from alight.files import POLICY, whole_folder
 from alight.policies.policy import Policy
 
 FLOAT_HEAD = f"{INT8}, head {FLOAT32}"

@@ -10,11 +10,10 @@ import numpy as np
 from alight import calibrate
 from alight.costs import Costs
 from alight.display import aligned, html_table, layer_label, quantity
-from alight.engine.manifest import POLICY
 from alight.engine.predictor import Predictor
 from alight.errors import BadInput
 from alight.evaluation import Point, evaluate_policy, sweep
-from alight.files import PathLike, write_text
+from alight.files import CALIBRATION, CALLS, COSTS, POLICY, TEST, PathLike, check_replaceable, write_text
 from alight.outputs import Decisions, HeadOutputs
 from alight.policies.policy import Policy
 from alight.policies.route import replay
@@ -25,7 +24,6 @@ if TYPE_CHECKING:
     from alight.planning.timing import SpeedComparison
 
 BUDGETS = 11  # of the curve in a report
-COSTS, CALIBRATION, TEST, CALLS = "costs.json", "labelled.npz", "test_outputs.npz", "calls.txt"  # beside a network
 TIMINGS = ("batch_size", "full_per_second", "per_second", "speedup", "low", "high")  # of a comparison, for programs
 
 
@@ -195,13 +193,17 @@ class FittedPredictor(Predictor):
 
         return compare_runtimes(self.network, self.policy, inputs, batch_size or self.batch_size)
 
-    def save(self, folder: PathLike) -> Path:
-        """Write network, policy, costs, tables and calls to a folder; `Predictor.load` and the commands read it."""
+    def save(self, folder: PathLike, *, force: bool = False) -> Path:
+        """Write network, policy, costs, tables and calls to a folder; `Predictor.load` and the commands read it.
+
+        One that holds another network or policy is refused unless `force` lets it be replaced.
+        """
         folder = Path(folder)
+        check_replaceable(folder, force=force)
         if hasattr(self.network, "stages"):
             from alight.networks.store import save_model
 
-            save_model(self.network, folder)
+            save_model(self.network, folder, force=force)
         folder.mkdir(parents=True, exist_ok=True)
         self.policy.save(folder / POLICY)
         self.fitted.costs.save(folder / COSTS)

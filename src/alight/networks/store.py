@@ -23,13 +23,19 @@ from alight.cutting.skeleton import buffers_data, complete, modules_data, skelet
 from alight.cutting.stages import NotPlainData, Stage, cut_data, stages_from_data
 from alight.data.preprocess import Normalisation
 from alight.data.tokens import TOKENIZER, save_tokenizer
-from alight.errors import BadFile, BadInput, Mismatch
+from alight.errors import AlightError, BadFile, BadInput, Mismatch
 from alight.files import (
+    CALIBRATION,
+    CALLS,
     CONFIG,
+    COSTS,
     MANIFEST,
+    POLICY,
+    TEST,
     WEIGHTS,
     PathLike,
     check_network_folder,
+    check_replaceable,
     read_json,
     whole_folder,
     write_json,
@@ -70,7 +76,7 @@ def fingerprint(model: MultiExitModel, **settings: object) -> str:
     return digest(model.state_dict(), json.dumps({**structure(model), **settings}, sort_keys=True, default=str))
 
 
-def save_model(model: MultiExitModel, folder: PathLike) -> Path:
+def save_model(model: MultiExitModel, folder: PathLike, *, force: bool = False) -> Path:
     """Write weights, description, graphs and tokenizer to a folder, whole or not at all, and return it.
 
     A network of timm, torchvision or transformers is remembered by its name and settings, if what they build again is
@@ -80,6 +86,7 @@ def save_model(model: MultiExitModel, folder: PathLike) -> Path:
     Args:
         model: The network.
         folder: To write.
+        force: Replace another network that is there, and what `fit` wrote about it.
 
     >>> import tempfile
     >>> stages, heads = [nn.Linear(4, 8), nn.Linear(8, 8)], [nn.Linear(8, 3), nn.Linear(8, 3)]
@@ -90,6 +97,9 @@ def save_model(model: MultiExitModel, folder: PathLike) -> Path:
     folder = Path(folder)
     if (folder / MANIFEST).is_file():  # which would go on being served
         raise BadInput(f"{folder} holds an exported network: give another folder")
+    identity = fingerprint(model)
+    if not _holds(folder, identity):
+        check_replaceable(folder, force=force)
     recipe = {**model.recipe, **(_recognised(model) or {})}
     cut_graph, constants = _cut_config(model, alone=recipe["source"] == "backbone")
     constants = {f"{CONSTANT}{name}": tensor.detach().cpu().clone() for name, tensor in constants.items()}
@@ -99,19 +109,29 @@ def save_model(model: MultiExitModel, folder: PathLike) -> Path:
         **structure(model),
         "num_classes": model.num_classes,
         "classes": list(model.classes),
-        "fingerprint": fingerprint(model),
+        "fingerprint": identity,
         "versions": installed_versions(*LIBRARIES),
         "tied": tied,
         **cut_graph,
     }
     content = save({**tensors, **constants}, {"alight": KIND, "config": json.dumps(config)})
     folder.mkdir(parents=True, exist_ok=True)
+    if (folder / CALLS).is_file() and not _holds(folder, identity):  # what `fit` wrote about another network
+        for name in (POLICY, COSTS, CALIBRATION, TEST, CALLS):
+            (folder / name).unlink(missing_ok=True)
     write_whole(folder / WEIGHTS, lambda file: file.write(content))
     write_json(folder / CONFIG, KIND, config)
     if model.tokenizer is not None and not _is_same(model.tokenizer, folder / TOKENIZER):
         with whole_folder(folder / TOKENIZER) as filling:
             save_tokenizer(model.tokenizer, filling)
     return folder
+
+
+def _holds(folder: Path, identity: str) -> bool:
+    """Return whether the network of this fingerprint lies in the folder."""
+    with suppress(AlightError, OSError):
+        return bool(read_json(folder / CONFIG, KIND).get("fingerprint") == identity)
+    return False
 
 
 def _is_same(tokenizer: Any, folder: Path) -> bool:

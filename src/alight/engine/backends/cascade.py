@@ -295,7 +295,7 @@ def _saved(opened: OpenMember, folder: Path, index: int) -> dict[str, Any]:
     elif opened.is_torch:
         from alight.networks.store import save_model
 
-        save_model(opened.network, folder / place)
+        save_model(opened.network, folder / place, force=True)
     elif isinstance(network, str | Path):
         place += Path(network).suffix
         (shutil.copytree if Path(network).is_dir() else shutil.copy)(network, folder / place)

@@ -15,10 +15,10 @@ import numpy as np
 from alight.engine.backends import Backend, State
 from alight.engine.backends.cascade import Cascade, OpenMember, saved_members
 from alight.engine.backends.onnx import OnnxBackend
-from alight.engine.manifest import POLICY, Manifest
+from alight.engine.manifest import Manifest
 from alight.engine.predictor import Predictor
 from alight.errors import AlightError
-from alight.files import MANIFEST, read_json
+from alight.files import MANIFEST, POLICY, read_json
 from alight.policies import load_policy
 
 STAGES, KIND = "stages.json", "TritonStages"  # names of models, inputs and outputs, beside the Python model
