@@ -256,6 +256,8 @@ class Costs:
 
 def as_costs(costs: Costs | npt.ArrayLike) -> Costs:
     """Return costs unchanged, or those of an array of cumulative costs."""
+    if hasattr(costs, "predictions"):
+        raise BadInput("the arguments are in another order, recorded outputs first: write (costs, budget, labelled)")
     return costs if isinstance(costs, Costs) else Costs.from_cumulative(costs)
 
 

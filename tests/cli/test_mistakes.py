@@ -230,7 +230,40 @@ CALLS = {  # a call: what is raised
         "there is no folder './nowhere': check the path, or give a name of the hub, as owner/name",
     ),
     "a misspelt network": (lambda: alight.from_torchvision("resnet_18"), "torchvision"),
+    "a policy before the network": (
+        lambda: alight.Predictor(POLICY, model()),
+        "the arguments are in another order: write Predictor(network, policy)",
+    ),
+    "a table for a policy": (lambda: alight.Predictor(model(), LABELLED), "a HeadOutputs is not a policy: give one"),
+    "layers before the network": (
+        lambda: alight.attach_heads(["1"], network(), example=torch.zeros(1, 3, 8, 8)),
+        "a list is not a network, the arguments are in another order: write attach_heads(network, after, example=...)",
+    ),
+    "costs of a network without exits": (
+        lambda: alight.measure_costs(network()),
+        "a Sequential has no exits yet: attach_heads makes a MultiExitModel of it",
+    ),
+    "a table before the network": (
+        lambda: alight.plan(LABELLED, model()),
+        "the arguments are in another order: write plan(model, labelled)",
+    ),
+    "a table before its costs": (
+        lambda: calibrate.eero(LABELLED, COSTS, "50%"),
+        "the arguments are in another order, recorded outputs first: write (costs, budget, labelled)",
+    ),
+    "a table before its costs, with a guarantee": (
+        lambda: calibrate.certified_probability(calibrate.eero)(LABELLED, COSTS, "50%"),
+        "the arguments are in another order, recorded outputs first: write (costs, budget, labelled)",
+    ),
     # fit
+    "a batch size in quotes": (
+        lambda: fit(network(), (IMAGES, LABELS), OTHERS, batch_size="64"),
+        "batch_size='64' is not a whole number of samples: give 64",
+    ),
+    "labels that are missing": (
+        lambda: fit(network(), (IMAGES, np.where(LABELS == 1, np.nan, LABELS)), OTHERS),
+        "labels are float64, not class indices: give integers",
+    ),
     "data before the network": (
         lambda: fit((IMAGES, LABELS), network(), OTHERS),
         "the arguments are in another order: write fit(network, train, validation)",

@@ -24,7 +24,7 @@ from alight.data.batches import as_inputs
 from alight.display import percent
 from alight.engine.backends.cascade import Cascade
 from alight.errors import BadInput
-from alight.networks.multi_exit import Carried, MultiExitModel, advance, example_of, read
+from alight.networks.multi_exit import Carried, MultiExitModel, advance, check_has_exits, example_of, read
 
 Floats = npt.NDArray[np.float64]
 
@@ -280,6 +280,7 @@ def _metered(model: MultiExitModel, inputs: Carried, warmup: int, seconds: float
 
 def _batch(model: MultiExitModel, example: Any, batch_size: int | None) -> Carried:
     """Return the example on the network's device and in its dtype, repeated or shortened to the batch size."""
+    check_has_exits(model)
     weights = [*model.parameters(), *model.buffers()]
     example = example_of(model) if example is None else example
     inputs = model.admit(tree_map_only(Tensor, partial(_placed, weights=weights), example))

@@ -73,6 +73,10 @@ class Predictor:
     ) -> None:
         if batch_size < 1:
             raise BadInput(f"batch size {batch_size}: give 1 or more")
+        if isinstance(network, Policy):
+            raise BadInput("the arguments are in another order: write Predictor(network, policy)")
+        if not isinstance(policy, Policy):
+            raise BadInput(f"a {type(policy).__name__} is not a policy: give one that a method or load_policy returns")
         self.batch_size, self.rebatch, self.probabilities = batch_size, rebatch, probabilities
         self._allow_mismatch, self._numbering = allow_mismatch, Numbering()
         if isinstance(network, Cascade):

@@ -19,7 +19,7 @@ FEW = 200  # validation samples: with fewer, accuracies are too vague to be comp
 MEANS = (("image_mean", "image_std"), ("mean", "std"))  # of image processors, and of torchvision, timm
 
 
-def check_given(network: Any, train: Any, validation: Any, training: Any) -> None:
+def check_given(network: Any, train: Any, validation: Any, training: Any, batch_size: Any) -> None:
     """Raise if arguments are missing, of another kind, or in another order."""
     if not _is_module(network) and (_is_module(train) or _is_module(validation)):
         raise BadInput("the arguments are in another order: write fit(network, train, validation)")
@@ -27,6 +27,8 @@ def check_given(network: Any, train: Any, validation: Any, training: Any) -> Non
         raise BadInput("there is no validation data: give samples that the network was not trained on")
     if training is not None and not hasattr(training, "mode"):
         raise BadInput(f"training={training!r} is not settings: give alight.TrainingSettings(epochs=3), for example")
+    if type(batch_size) is not int or batch_size < 1:
+        raise BadInput(f"batch_size={batch_size!r} is not a whole number of samples: give 64, for example")
     if is_array(train) and is_array(validation) and train.ndim > validation.ndim == 1 and len(train) == len(validation):
         raise BadInput(
             "the validation data look like the labels of the training data: give pairs, as in"

@@ -35,7 +35,7 @@ def classes_in(data: Any) -> tuple[Sequence[str], int | None]:
     declared = next((each.names for each in features.values() if hasattr(each, "names")), None)
     names = tuple(declared or declared_classes(getattr(data, "dataset", data)))
     labels: Any = getattr(samples, "labels", None)
-    if names or not is_array(labels) or depth(labels) != 1 or not len(labels):
+    if names or not is_array(labels) or depth(labels) != 1 or not len(labels) or "float" in str(labels.dtype):
         return names, len(names) or None
     return (), int(labels.max()) + 1
 

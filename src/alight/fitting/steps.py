@@ -142,7 +142,7 @@ def fit_to(
     steps: Steps | None = None,
 ) -> FittedPredictor:
     """Do what `fit` does, and print nothing but progress."""
-    check_given(network, train, validation, training)
+    check_given(network, train, validation, training, batch_size)
     steps = steps or Steps(progress=False)
     if isinstance(network, Costs):
         return _of_logits(goal, network, train, validation, batch_size, steps)

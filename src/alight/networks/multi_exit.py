@@ -484,6 +484,17 @@ def _example(described: Mapping[str, Any], make: Callable[[Mapping[str, Any], st
     return {name: _example(part, make, name) for name, part in described.items()}
 
 
+def check_has_exits(model: Any) -> None:
+    """Raise unless it is a network with exits.
+
+    >>> check_has_exits(MultiExitModel([nn.Linear(4, 8)], [nn.Linear(8, 3)]))
+    """
+    if not isinstance(model, nn.Module):
+        raise BadInput(f"a {type(model).__name__} is not a network: give the MultiExitModel that attach_heads returns")
+    if not isinstance(model, MultiExitModel):
+        raise BadInput(f"a {type(model).__name__} has no exits yet: attach_heads makes a MultiExitModel of it")
+
+
 def example_of(model: MultiExitModel, tokens: int | None = None) -> Any:
     """Return a batch as the network takes it, of the sizes of its example, or of texts of so many tokens.
 

@@ -20,7 +20,7 @@ from alight.engine.backends.torch.prepare import prepared, threads
 from alight.engine.predictor import Predictor
 from alight.engine.settings import RunSettings
 from alight.errors import BadInput
-from alight.networks.multi_exit import MultiExitModel, example_of
+from alight.networks.multi_exit import MultiExitModel, check_has_exits, example_of
 from alight.outputs import HeadOutputs
 from alight.planning.engines import RuntimeComparison, compare_runtimes
 from alight.planning.timing import (
@@ -113,7 +113,7 @@ def plan(
     model: Network,
     labelled: HeadOutputs,
     *,
-    batch_size: int,
+    batch_size: int = 64,
     example: Any = None,
     budget: float | str | None = None,
     max_accuracy_loss: float | None = None,
@@ -246,6 +246,12 @@ def _nothing_cheaper(loss: float, samples: int) -> str:
 def _check(
     model: Network, labelled: HeadOutputs, budget: object, max_accuracy_loss: float | None, speed: str | None
 ) -> None:
+    if isinstance(model, HeadOutputs):
+        raise BadInput("the arguments are in another order: write plan(model, labelled)")
+    if not isinstance(model, Cascade):
+        check_has_exits(model)
+    if not isinstance(labelled, HeadOutputs):
+        raise BadInput(f"a {type(labelled).__name__} is not recorded outputs: give what `record` returns, with labels")
     if budget is not None and max_accuracy_loss is not None:
         raise BadInput("a budget and a largest loss are two questions: give one of them")
     if max_accuracy_loss is not None and not 0 <= max_accuracy_loss < 1:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from alight.data.batches import BATCH_SIZE, Batch, batches, in_batches, length_of
 from alight.errors import BadInput, Diverged, Mismatch
 from alight.files import PathLike, check_writable
-from alight.networks.multi_exit import MultiExitModel, count_classes, digest
+from alight.networks.multi_exit import MultiExitModel, check_has_exits, count_classes, digest
 from alight.training.best import BestEpoch
 from alight.training.callbacks import Callback, CallbackList, EpochFunction, TrainingState
 from alight.training.checkpoints import Checkpoint, optimizer_numbers, optimizer_tensors, restore_optimizer
@@ -78,8 +78,7 @@ def train_heads(
     >>> train_heads(model, [batch], TrainingSettings(mode="joint", epochs=2), progress=False).exits
     ('exit 1', 'exit 2')
     """
-    if not isinstance(model, MultiExitModel):
-        raise BadInput(f"a {type(model).__name__} has no exits yet: attach_heads makes a MultiExitModel of it")
+    check_has_exits(model)
     resolved = (settings or TrainingSettings()).resolve(model.num_exits)
     if resolved.watches_validation and validation is None:
         raise BadInput("keep_best and patience judge epochs by validation data: give some, or leave them out")

@@ -24,7 +24,7 @@ from alight.engine.backends.torch.prepare import (
 from alight.engine.backends.torch.values import OnDevice, pack, score_one
 from alight.engine.settings import RunSettings
 from alight.errors import BadInput
-from alight.networks.multi_exit import MultiExitModel, advance, read
+from alight.networks.multi_exit import MultiExitModel, advance, check_has_exits, read
 from alight.networks.store import fingerprint
 
 IN_FLIGHT = 2  # batches whose values are awaited while others run: enough to keep a GPU from idling
@@ -100,8 +100,7 @@ class TorchBackend:
         settings: RunSettings | None = None,
         batch_size: int | None = None,
     ) -> None:
-        if not isinstance(model, MultiExitModel):
-            raise BadInput(f"a {type(model).__name__} has no exits yet: attach_heads makes a MultiExitModel of it")
+        check_has_exits(model)
         self.settings = settings or RunSettings()
         self.device = device_of(model, self.settings.device)
         if self.settings.decide == "device" and self.device.type != "cuda":
