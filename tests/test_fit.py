@@ -457,6 +457,15 @@ def test_a_budget_above_the_full_network_is_said_first_and_not_to_be_raised(fitt
     assert "the full network is within it" in steps.lost_too_much(0.1, goal=steps.Goal("200%"), allows_full=True)
 
 
+def test_costs_of_timed_stages_are_named_so_beside_measured_speeds(fitted):
+    costs = Costs([0.3, 0.3, 0.3, 0.1], [0.2, 0.2, 0.2, 0.0], "ms")
+    timed = replace(fitted.fitted, costs=costs)
+    names = timed.columns()[0]
+    assert "cost per sample, by timed stages" in names
+    assert not {"cost per sample", "of the full network"} & {*names}
+    assert "cost per sample" in replace(timed, speeds=()).columns()[0]  # nothing else is known then
+
+
 def test_a_budget_that_the_test_samples_exceed_is_explained(fitted):
     cheap = replace(fitted.fitted, policy=replace(fitted.policy, budget=0.3 * fitted.fitted.costs.full))
     assert "over 30.0%: the guarantee is about the mean of all new samples." in str(cheap)

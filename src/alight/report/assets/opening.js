@@ -65,7 +65,7 @@ function budgetNumber(point) {
   return {
     label: exceeded ? "Budget exceeded" : "Budget kept",
     number: exact(point.spent),
-    unit: "of full cost",
+    unit: state.network.unit === "ms" ? "of full cost, by timed stages" : "of full cost",
     meaning: free
       ? `${cost(point.mean_cost, state.network)} spent per sample on test data`
       : `spent on test data, ${percent(point.allowed)} allowed: ${verdict}`,
