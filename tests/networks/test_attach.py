@@ -224,6 +224,13 @@ def test_bad_input_is_refused():
         attach_heads(Giving(lambda x: x[:, None]), ["linear"], example=torch.randn(2, 4))
 
 
+def test_more_exits_than_places_are_as_many_as_there_are():
+    blocks = [nn.Sequential(nn.Linear(6, 6), nn.ReLU()) for _ in range(4)]
+    with pytest.warns(UserWarning, match=r"20 exits were asked for and \d placed, after .*: there are no more places"):
+        model = attach_heads(nn.Sequential(*blocks, nn.Linear(6, 3)), 20, example=torch.zeros(2, 6))
+    assert 2 <= model.num_exits <= 5
+
+
 def binary(squeezed: bool = False) -> nn.Module:
     last = [nn.Flatten(0)] if squeezed else []
     return nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 1), *last)

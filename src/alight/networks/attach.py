@@ -1,6 +1,8 @@
 """Exits on a classifier: heads attached to its features, or the outputs that it has."""
 
+import warnings
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
@@ -9,7 +11,7 @@ from torch import Tensor, nn
 
 from alight.cutting.cut import cut, split_outputs
 from alight.cutting.flops import count_flops
-from alight.cutting.placement import cut_evenly, linear_flops
+from alight.cutting.placement import HeadFlops, cut_evenly, linear_flops
 from alight.cutting.running import Inputs, LogitsChoice, in_mode, pick_logits
 from alight.data.preprocess import Normalisation
 from alight.data.tokens import Meaning
@@ -40,8 +42,8 @@ def attach_heads(
 
     Args:
         backbone: The network, whose weights the model shares.
-        after: Names of modules in the order in which they run, or how many exits to place; "auto": 3, or fewer; none:
-            the network alone, as a cascade takes it.
+        after: Names of modules in the order in which they run, or how many exits to place, or fewer where there are
+            fewer places; "auto": 3; none: the network alone, as a cascade takes it.
         example: One batch as the backbone takes it, with every input that it will ever be given.
         num_classes: None: as many as the backbone has logits.
         head: The name of a kind, a function of the shape of the features, or one of these per exit.
@@ -68,9 +70,7 @@ def attach_heads(
     masks = Masks(backbone, inputs, mask)
     with in_mode(backbone, training=False):
         if after == "auto" or (isinstance(after, int) and after):
-            named = isinstance(after, int)
-            terms: dict[str, Any] = {"allow_fewer": not named, "head_flops": partial(_head_flops, head)}
-            names, stages = cut_evenly(backbone, inputs, int(after) if named else EXITS, **terms)
+            names, stages = _placed(backbone, inputs, after, partial(_head_flops, head))
         else:
             stages = cut(backbone, after or (), inputs)
             names = list(after or ())
@@ -164,6 +164,22 @@ def _per_exit(head: HeadChoice, exits: int) -> list[str | HeadFactory]:
     if len(head) != exits:
         raise BadInput(f"{len(head)} heads for {exits} exits before the end: give one per exit, or one for all")
     return list(head)
+
+
+def _placed(
+    backbone: nn.Module, inputs: Inputs, after: str | int | Sequence[str], head_flops: HeadFlops
+) -> tuple[list[str], list[nn.Module]]:
+    """Return where exits are placed, and the stages: as many as were asked for, or fewer, with a warning."""
+    if isinstance(after, int):
+        with suppress(BadInput):  # too few places, or what the next call raises too
+            return cut_evenly(backbone, inputs, after, head_flops=head_flops)
+    names, stages = cut_evenly(
+        backbone, inputs, after if isinstance(after, int) else EXITS, allow_fewer=True, head_flops=head_flops
+    )
+    if isinstance(after, int):
+        placed = f"{len(names)} placed, after {', '.join(names)}"
+        warnings.warn(f"{after} exits were asked for and {placed}: there are no more places that pay", stacklevel=3)
+    return names, stages
 
 
 def _checked_classes(logits: Tensor, num_classes: int | None, classes: Sequence[str]) -> int:
