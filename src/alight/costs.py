@@ -162,8 +162,9 @@ class Costs:
 
         A bare number that no exit fits, such as 0.5 or 50 where costs are millions, is refused: a percentage is meant.
 
-        >>> Costs.from_cumulative([1e9, 4e9], unit="FLOPs").budget("2.5 GFLOPs")
-        2500000000.0
+        >>> costs = Costs.from_cumulative([1e9, 4e9], unit="FLOPs")
+        >>> costs.budget("2.5 GFLOPs"), costs.budget("50 percent") == costs.budget("50%")
+        (2500000000.0, True)
         """
         if isinstance(budget, Amount):
             return budget
@@ -206,7 +207,7 @@ class Costs:
             number /= max(1, int(match[4].replace(",", "") or 0))
         if unit == "":
             return number
-        return number / 100 * self.full if unit == "%" else number * self._in_own_unit(budget, unit)
+        return number / 100 * self.full if unit in ("%", "percent") else number * self._in_own_unit(budget, unit)
 
     def _in_own_unit(self, budget: str, unit: str) -> float:
         asked, own = base_unit(unit), base_unit(self.unit)

@@ -121,6 +121,8 @@ COMMANDS = {  # a command line: the start of what it prints on stderr, after "al
     "fit model train.npz test.npz -o /proc/new": "/proc/new: No such file or directory",
     "fit timm:test_resnet train.npz test.npz --weights other.pt --image-size 32 -o new": "the weights are another",
     "fit model train.npz test.npz --set lr=0.1 -o new": "--set 'lr=0.1': write NAME=VALUE with NAME one of",
+    "fit model train.npz test.npz --set keep_best=true -o new": "keep_best and patience judge epochs by data that",
+    "fit ./nowhere train.npz test.npz -o new": "there is no folder './nowhere': check the path, or name a network, as",
     "predict nowhere test.npz": "there is no folder nowhere: give one that `alight fit` or `alight attach` wrote",
 }
 if not torch.cuda.is_available():
@@ -129,6 +131,8 @@ INVALID = {  # arguments that no command has: status 2
     "fit model test.npz --buget 50%": "there is no option --buget: did you mean --budget? (see alight fit --help)",
     "fit model test.npz --epochs 0": "argument --epochs: '0': give a whole number, 1 or more",
     "fit model test.npz --report nowhere/r.html": "argument --report: cannot write 'nowhere/r.html': there is no such",
+    "fit model test.npz --speedup fast": "argument --speedup: 'fast': give a factor, as 2 or 2x",
+    "fit model test.npz --max-accuracy-loss little": "argument --max-accuracy-loss: 'little': give a share, as 0.01 or",
     "fit model": "the following arguments are required: DATA (see alight fit --help)",
 }
 

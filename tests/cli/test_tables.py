@@ -163,6 +163,11 @@ def test_sweep_chooses_budgets_from_the_cheapest_exit_to_the_full_network(folder
     assert budgets[-1] == pytest.approx(COSTS.full)
 
 
+def test_sweep_compares_the_default_method_of_fit_and_calibrate(folder, capsys):
+    assert run("sweep labelled.npz test.npz --costs costs.json --budgets 60%", capsys)[0] == 0
+    assert {"auto", "eero"} <= {point.method for point in read_points("points.csv")}
+
+
 BAD = {
     "budget too small": ("calibrate labelled.npz --costs costs.json --budget 1%", 1, "below the cheapest exit"),
     "no such file": ("calibrate nowhere.npz --costs costs.json --budget 50%", 1, "nowhere.npz: No such file"),

@@ -72,6 +72,28 @@ def count(text: str) -> int:
     return int(text)
 
 
+def share(text: str) -> float:
+    """Return a share from text such as 0.01 or 1%.
+
+    >>> share("0.01"), share("1%")
+    (0.01, 0.01)
+    """
+    with suppress(ValueError):
+        return float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
+    raise argparse.ArgumentTypeError(f"{text!r}: give a share, as 0.01 or 1%")
+
+
+def times(text: str) -> float:
+    """Return a factor from text such as 2 or 2x.
+
+    >>> times("2"), times("1.5x")
+    (2.0, 1.5)
+    """
+    with suppress(ValueError):
+        return float(text.removesuffix("x"))
+    raise argparse.ArgumentTypeError(f"{text!r}: give a factor, as 2 or 2x")
+
+
 def counts(text: str) -> tuple[int, ...]:
     """Return whole numbers from text such as 1,64."""
     return tuple(count(part) for part in text.split(","))

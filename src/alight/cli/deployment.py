@@ -29,6 +29,7 @@ from alight.cli.arguments import (
     run_settings,
     runtime_settings,
     salted_by,
+    share,
     torch_device,
     words,
 )
@@ -289,7 +290,7 @@ COMMANDS = (
             argument("--split", default="test", help="part of a data set that has several (default: test)"),
             argument("--budget", help="instead of a policy: '50%%', '0.5 ms' of the exported network"),
             argument(
-                "--max-accuracy-loss", type=float, help="instead: the fastest that loses no more; 0.01 is a point"
+                "--max-accuracy-loss", type=share, help="instead: the fastest that loses no more; 0.01 is a point"
             ),
             argument("--batch-size", type=count, default=1, help="at which stages are timed (default: 1)"),
             argument("--threads", type=count, help="default: one for each processor"),

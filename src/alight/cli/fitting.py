@@ -21,6 +21,8 @@ from alight.cli.arguments import (
     normalisation,
     output,
     set_option,
+    share,
+    times,
     torch_device,
     training_settings,
 )
@@ -120,9 +122,11 @@ COMMANDS = (
                 "--budget", help=f"'50%%' of the full network, '2.5 GFLOPs', '3 ms' per sample (default: {BUDGET}%)"
             ),
             argument(
-                "--max-accuracy-loss", type=float, help="instead: the fastest that loses no more; 0.01 is one point"
+                "--max-accuracy-loss",
+                type=share,
+                help="instead: the fastest that loses no more; 1%% is one point",
             ),
-            argument("--speedup", type=float, help="instead: so many times as fast as the full network, here"),
+            argument("--speedup", type=times, help="instead: 2 or 2x, so many times as fast as the full network, here"),
             argument("--report", metavar="FILE", type=output, help="where to write a report (HTML)"),
             argument(
                 "--mode", choices=["frozen", "joint", "mixed"], help="default: frozen; joint without trained weights"

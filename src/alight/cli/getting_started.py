@@ -41,7 +41,7 @@ class Extra(NamedTuple):
 
 TITLE = "Early exit on digits and CIFAR-100"
 BUDGETS = tuple(f"{percent}%" for percent in range(20, 101, 10))
-LONG = ("search", "optimal_stopping", "learned_stopping")  # methods that take a third of the time of all
+LONG = ("auto", "search", "optimal_stopping", "learned_stopping")  # methods that take half of the time of all
 CORE = ("numpy", "scipy", "tqdm")
 RENAMED = {"ai_edge_litert": "ai-edge-litert", "PIL": "pillow", "sklearn": "scikit-learn"}
 EXTRAS = {

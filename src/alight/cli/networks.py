@@ -84,6 +84,8 @@ def check_name(network: str, pretrained: bool) -> None:
     library = network.partition(":")[0]
     if network.endswith(WEIGHT_FILES):
         raise BadInput(f"{network} holds weights alone: name the network that they are of, with --weights {network}")
+    if "/" in network and (not colon or network.startswith((".", "/"))) and ".py:" not in network:
+        raise BadInput(f"there is no folder {network!r}: check the path, or name a network, as timm:resnet18")
     if not colon or not place or not name:
         raise BadInput(
             f"network {network!r}: write timm:NAME, torchvision:NAME, transformers:FOLDER, zoo:NAME, FILE.py:NAME or"

@@ -31,6 +31,7 @@ from alight.cli.arguments import (
     policy_of,
     run_settings,
     salted_by,
+    share,
     torch_device,
     words,
 )
@@ -412,7 +413,7 @@ COMMANDS = (
             argument("labelled", help="recorded outputs with labels (.npz)"),
             argument("--batch-size", type=count, default=64, help="default: 64"),
             argument("--budget", help="'60%%' of the full network's time, or '0.2 ms' per sample"),
-            argument("--max-accuracy-loss", type=float, help="0.01 is one point (the default without a budget)"),
+            argument("--max-accuracy-loss", type=share, help="0.01 is one point (the default without a budget)"),
             argument("--tokens", type=count, help="length of texts to measure with"),
             output_option("policy.json"),
             argument("--report", metavar="FILE", type=output, help="HTML page to show the plan on"),

@@ -24,6 +24,7 @@ from alight.cli.arguments import (
     output_option,
     own_options,
     set_option,
+    share,
     words,
     wrong_kind,
 )
@@ -67,7 +68,7 @@ def combined_with(
     return calibrate.combined(method, combine)(costs, budget, labelled, unlabelled)
 
 
-FAST_METHODS = {name: method for name, method in calibrate.METHODS.items() if name not in ("genetic", "auto")}
+FAST_METHODS = {name: method for name, method in calibrate.METHODS.items() if name != "genetic"}
 BENCHMARKED: dict[str, calibrate.Method] = {
     **{name: method for name, method in calibrate.METHODS.items() if name != "genetic"},
     **{
@@ -329,7 +330,7 @@ COMBINED = argument(
     "--combine", choices=[*calibrate.COMBINE], help="how to combine the answers of exits (default: not)"
 )
 RISKS = ["error", "excess_error", "disagreement"]
-SLOW = "default: all but genetic and auto, which take seconds each"
+SLOW = "default: all but genetic, which takes seconds"
 COMMANDS = (
     Command(
         run_calibrate,
@@ -350,7 +351,7 @@ COMMANDS = (
             argument("--risk", choices=RISKS, help="what to guarantee about predictions"),
             argument("--alpha", type=float, help="highest risk that is allowed"),
             argument(
-                "--max-accuracy-loss", type=float, help="--risk excess_error with this --alpha; 0.01 is one point"
+                "--max-accuracy-loss", type=share, help="--risk excess_error with this --alpha; 0.01 is one point"
             ),
             MAX_COSTS,
             set_option("a method's own option"),

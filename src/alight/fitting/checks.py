@@ -27,6 +27,11 @@ def check_given(network: Any, train: Any, validation: Any, training: Any, batch_
         raise BadInput("there is no validation data: give samples that the network was not trained on")
     if training is not None and not hasattr(training, "mode"):
         raise BadInput(f"training={training!r} is not settings: give alight.TrainingSettings(epochs=3), for example")
+    if training is not None and (training.keep_best or training.patience is not None):
+        raise BadInput(
+            "keep_best and patience judge epochs by data that calibrates nothing, and `fit` has none: leave them out,"
+            " or train first (train_heads, `alight train --validation`), and then fit without training data"
+        )
     if type(batch_size) is not int or batch_size < 1:
         raise BadInput(f"batch_size={batch_size!r} is not a whole number of samples: give 64, for example")
     if is_array(train) and is_array(validation) and train.ndim > validation.ndim == 1 and len(train) == len(validation):
