@@ -610,7 +610,12 @@ def test_a_speed_up_that_no_exit_can_give_is_answered_by_the_full_network(fitted
 
 def test_a_speed_up_is_not_overshot(fitted, monkeypatch):
     """Early exits are faster than their stages alone let expect, so that the first budget is fast enough by far."""
-    flops = fitted.fitted.costs
+    flops, recorded = fitted.fitted.costs, steps.record
+
+    def better_exit_by_exit(model, data, **options):
+        labels, rng = recorded(model, data, **options).labels, np.random.default_rng(0)
+        sure = np.array([1.0, 2.0, 3.0, 5.0])[:, None] * np.eye(10)[labels][:, None]
+        return HeadOutputs.from_logits(rng.normal(size=sure.shape) + sure, labels)
     timed_alone = Costs.from_cumulative([0.7, 0.8, 0.9, 1.0], "ms")
 
     def by_flops(self, policy, *_, **__):
@@ -619,11 +624,12 @@ def test_a_speed_up_is_not_overshot(fitted, monkeypatch):
         faster = flops.full / mean
         return timing.SpeedComparison(64, 100, 100 * faster, faster, faster, faster, (1, 1), (1, 1), None, None)
 
-    monkeypatch.setattr(planning, "walking_costs", lambda *_, **__: timed_alone)
+    monkeypatch.setattr(steps, "record", better_exit_by_exit)
     monkeypatch.setattr(steps._Fitting, "_measure_time", lambda self: setattr(self, "costs", timed_alone))
     monkeypatch.setattr(steps._Fitting, "_compared", by_flops)
     predictor = alight.fit(fitted.network, None, digits()[1].tensors, speedup=1.2, progress=False)
     assert 1.2 <= predictor.fitted.speeds[0].speedup < 1.4
+    assert predictor.policy.budget > timed_alone.full / 1.2
 
 
 SPEEDS = {  # speed-up by the share of the full network's time: wanted, and the share that gives it
