@@ -25,6 +25,7 @@ from alight.errors import BadInput, BudgetTooSmall
 from alight.fitting import steps
 from alight.fitting.calls import Steps
 from alight.fitting.checks import known_preprocess, warn_of_shared_samples, warn_of_table
+from alight.fitting.fitted import reported_folder
 from alight.fitting.heads import NamedNetwork, with_heads
 from alight.planning import plan as planning
 from alight.planning import timing
@@ -335,6 +336,12 @@ def test_a_saved_fit_is_loaded_with_its_policy_and_decides_alike(fitted, trained
     expected = fitted(images, samples=range(50))
     again = Predictor.load(folder)(images, samples=range(50))  # without the network's own code
     assert np.array_equal(again.exits, expected.exits)
+    with pytest.raises(AttributeError, match="a Predictor has no 'report': `alight report FOLDER` draws what"):
+        Predictor.load(folder).report("report.html")
+    own, saved = fitted.fitted.reported(), reported_folder(folder)
+    assert replace(own, examples=None) == saved
+    status, _, err = run("report fitted -o page.html", capsys)
+    assert (status, fitted.fitted.verdict in Path("page.html").read_text()) == (0, True), err
     with pytest.raises(BadInput, match=r"fitted holds a network of 10 classes .*: give another folder, or force=True"):
         fitted.save("fitted")
     assert fitted.save("fitted", force=True) == folder
@@ -616,6 +623,7 @@ def test_a_speed_up_is_not_overshot(fitted, monkeypatch):
         labels, rng = recorded(model, data, **options).labels, np.random.default_rng(0)
         sure = np.array([1.0, 2.0, 3.0, 5.0])[:, None] * np.eye(10)[labels][:, None]
         return HeadOutputs.from_logits(rng.normal(size=sure.shape) + sure, labels)
+
     timed_alone = Costs.from_cumulative([0.7, 0.8, 0.9, 1.0], "ms")
 
     def by_flops(self, policy, *_, **__):

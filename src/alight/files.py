@@ -28,6 +28,7 @@ MANIFEST = "manifest.json"  # in the folder of an exported one
 CASCADE = "cascade.json"  # in the folder of a cascade, beside a file or folder for each network
 POLICY = "policy.json"  # beside a saved or an exported network
 COSTS, CALIBRATION, TEST, CALLS = "costs.json", "labelled.npz", "test_outputs.npz", "calls.txt"  # and of a fit
+FIT = "fit.json"  # what it says in words, and its speed
 PLAN, DONE = "plan.json", "job.json"  # beside partitions of a job: what is to be done, and that all of it is
 
 PathLike = str | os.PathLike[str]

@@ -265,7 +265,7 @@ CALLS = {  # a call: what is raised
         "batch_size='64' is not a whole number of samples: give 64",
     ),
     "labels that are missing": (
-        lambda: fit(network(), (IMAGES, np.where(LABELS == 1, np.nan, LABELS)), OTHERS),
+        lambda: fit(network(), (IMAGES, np.where(LABELS == 1, np.nan, LABELS)), OTHERS, budget="95%"),
         "labels are float64, not class indices: give integers",
     ),
     "data before the network": (

@@ -44,6 +44,7 @@ from alight.cli.logs import (
 from alight.costs import Costs, as_costs
 from alight.errors import AlightError, BadInput
 from alight.evaluation import comparison_table, read_points, sweep, write_points
+from alight.fitting.fitted import reported_folder
 from alight.fitting.steps import LEAST_LABELS, default_method
 from alight.outputs import HeadOutputs
 from alight.policies.policy import Policy
@@ -145,7 +146,7 @@ def _legend(budgets: int) -> str:
 
 
 def run_report(options: argparse.Namespace) -> CommandResult:
-    """Draw the points of sweeps, or what a log shows, on one HTML page."""
+    """Draw what `fit` found, the points of sweeps, or what a log shows, on one HTML page."""
     check_distinct(*options.points, options.output)
     title = options.title or ", ".join(options.points)
     page = write_report(_reported(options.points), options.output, title=title).resolve()
@@ -205,14 +206,18 @@ def even_budgets(costs: Costs) -> list[str]:
 
 
 def _reported(paths: Sequence[str]) -> ReportedNetwork | dict[str, ReportedNetwork]:
-    """Return the network of one table of points, or those of several by the names of their files."""
-    tables = [reported_points(path) if is_log(path) else read_points(path) for path in paths]
-    networks = [ReportedNetwork(points, exits=points[0].exits) for points in tables]
+    """Return the network of one table of points or folder, or those of several by the names of their files."""
+    networks = [reported_folder(path) if Path(path).is_dir() else _points_in(path) for path in paths]
     if len(paths) == 1:
         return networks[0]
     stems = [Path(path).stem for path in paths]
     names = stems if len(set(stems)) == len(stems) else paths
     return dict(zip(names, networks, strict=True))
+
+
+def _points_in(path: str) -> ReportedNetwork:
+    points = reported_points(path) if is_log(path) else read_points(path)
+    return ReportedNetwork(points, exits=points[0].exits)
 
 
 def _calibrated(options: argparse.Namespace) -> Policy:
@@ -390,7 +395,11 @@ COMMANDS = (
     Command(
         run_report,
         (
-            argument("points", nargs="+", help="CSV that `alight sweep` wrote, or a log; each is shown as one network"),
+            argument(
+                "points",
+                nargs="+",
+                help="folder that `alight fit` wrote, CSV of `alight sweep`, or a log; each is one network",
+            ),
             output_option("report.html"),
             argument("--title", help="default: the name of the CSV"),
         ),

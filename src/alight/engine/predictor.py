@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from threading import Lock
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -157,6 +157,12 @@ class Predictor:
     def __repr__(self) -> str:
         policy = self.policy.method or type(self.policy).__name__
         return f"Predictor({policy}, {len(self.policy.open_exits)} stages, {self.backend.name})"
+
+    if not TYPE_CHECKING:  # or every misspelt name would pass for an attribute
+
+        def __getattr__(self, name: str) -> Any:
+            where = ": `alight report FOLDER` draws what `fit` wrote there" if name in ("report", "summary") else ""
+            raise AttributeError(f"a {type(self).__name__} has no {name!r}{where}")
 
     def with_policy(self, policy: Policy) -> "Predictor":
         """Return the same network, compiled code and all, under another policy that opens the same exits."""

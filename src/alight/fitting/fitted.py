@@ -1,7 +1,7 @@
 """What was fitted: the policy beside the full network in a table, a report, a folder."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,10 +11,23 @@ from alight import calibrate
 from alight.costs import Costs
 from alight.display import aligned, html_table, layer_label, quantity
 from alight.engine.predictor import Predictor
-from alight.errors import BadInput
+from alight.errors import BadFile, BadInput
 from alight.evaluation import Point, evaluate_policy, sweep
-from alight.files import CALIBRATION, CALLS, COSTS, POLICY, TEST, PathLike, check_replaceable, write_text
+from alight.files import (
+    CALIBRATION,
+    CALLS,
+    COSTS,
+    FIT,
+    POLICY,
+    TEST,
+    PathLike,
+    check_replaceable,
+    read_json,
+    write_json,
+    write_text,
+)
 from alight.outputs import Decisions, HeadOutputs
+from alight.policies import load_policy
 from alight.policies.policy import Policy
 from alight.policies.route import replay
 from alight.report import Baseline, MeasuredSpeed, ReportedNetwork, examples, write_report
@@ -25,6 +38,7 @@ if TYPE_CHECKING:
 
 BUDGETS = 11  # of the curve in a report
 COST = "cost per sample"
+WORDS = ("verdict", "caution", "note")  # of a fit, kept beside its network
 TIMINGS = ("batch_size", "full_per_second", "per_second", "speedup", "low", "high")  # of a comparison, for programs
 
 
@@ -213,8 +227,29 @@ class FittedPredictor(Predictor):
         self.fitted.costs.save(folder / COSTS)
         self.fitted.labelled.save(folder / CALIBRATION)
         self.fitted.test.save(folder / TEST)
+        speed = _measured(self.fitted.speeds)
+        words = {name: getattr(self.fitted, name) for name in WORDS}
+        write_json(folder / FIT, "Fit", {**words, "exits": self.fitted.exits, "speed": speed and asdict(speed)})
         write_text(folder / CALLS, self.calls)
         return folder
+
+
+def reported_folder(folder: PathLike) -> ReportedNetwork:
+    """Return what a report shows of a folder that a fitted predictor was saved to: all but real samples."""
+    folder = Path(folder)
+    if not (folder / FIT).is_file():
+        raise BadFile(folder, f"it has no {FIT}", "give a folder that `alight fit` or FittedPredictor.save wrote")
+    said = read_json(folder / FIT, "Fit")
+    fitted = Fit(
+        load_policy(folder / POLICY),
+        Costs.load(folder / COSTS),
+        HeadOutputs.load(folder / CALIBRATION),
+        HeadOutputs.load(folder / TEST),
+        tuple(said["exits"]),
+        calls="",
+        **{name: said[name] for name in WORDS},
+    )
+    return replace(fitted.reported(), speed=said["speed"] and MeasuredSpeed(**said["speed"]))
 
 
 def _speed_rows(speed: "SpeedComparison") -> dict[str, tuple[str, str]]:

@@ -441,7 +441,7 @@ def _of_logits(goal: Goal, costs: Costs, train: Any, validation: Any, batch_size
     else:
         policy = _calibrated(costs, goal.budget or BUDGET, labelled, steps)
     exits = exit_names((), len(costs))
-    said = {
+    said: dict[str, Any] = {
         "verdict": lost_too_much(accuracy_lost(policy, test), "none", goal, allows_full(goal, costs)),
         "caution": caution(goal, costs, near_guessing(table, classes)),
         "note": measured_on("numpy"),

@@ -60,9 +60,10 @@ def attach_heads(
     >>> model.exits, torch.equal(model(images)[-1], backbone(images))
     (('1', 'end'), True)
     """
-    if not isinstance(backbone, nn.Module):
-        order = "the arguments are in another order" if isinstance(after, nn.Module) else "the network comes first"
-        kind = f"a {type(backbone).__name__} is not a network"
+    given: Any = backbone, after
+    if not isinstance(given[0], nn.Module):
+        order = "the arguments are in another order" if isinstance(given[1], nn.Module) else "the network comes first"
+        kind = f"a {type(given[0]).__name__} is not a network"
         raise BadInput(f"{kind}, {order}: write attach_heads(network, after, example=...)")
     if channels not in (None, "first", "last"):
         raise BadInput(f"channels={channels!r}: say 'first' for (channels, ...), 'last' for (..., channels)")

@@ -29,6 +29,7 @@ from alight.files import (
     CALLS,
     CONFIG,
     COSTS,
+    FIT,
     MANIFEST,
     POLICY,
     TEST,
@@ -117,7 +118,7 @@ def save_model(model: MultiExitModel, folder: PathLike, *, force: bool = False) 
     content = save({**tensors, **constants}, {"alight": KIND, "config": json.dumps(config)})
     folder.mkdir(parents=True, exist_ok=True)
     if (folder / CALLS).is_file() and not _holds(folder, identity):  # what `fit` wrote about another network
-        for name in (POLICY, COSTS, CALIBRATION, TEST, CALLS):
+        for name in (POLICY, COSTS, CALIBRATION, TEST, CALLS, FIT):
             (folder / name).unlink(missing_ok=True)
     write_whole(folder / WEIGHTS, lambda file: file.write(content))
     write_json(folder / CONFIG, KIND, config)
