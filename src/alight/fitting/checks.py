@@ -25,6 +25,18 @@ def check_given(network: Any, train: Any, validation: Any, training: Any, batch_
         raise BadInput("the arguments are in another order: write fit(network, train, validation)")
     if validation is None:
         raise BadInput("there is no validation data: give samples that the network was not trained on")
+    _check_settings(training, batch_size)
+    if is_array(train) and is_array(validation) and train.ndim > validation.ndim == 1 and len(train) == len(validation):
+        raise BadInput(
+            "the validation data look like the labels of the training data: give pairs, as in"
+            " fit(network, (images, labels), (other_images, other_labels))"
+        )
+    if (train is not None and train is validation) or _same_path(train, validation):
+        raise BadInput("the training data are also the validation data: hold out samples that nothing is trained on")
+
+
+def _check_settings(training: Any, batch_size: Any) -> None:
+    """Raise unless these are settings of a training that `fit` can do, and a batch size."""
     if training is not None and not hasattr(training, "mode"):
         raise BadInput(f"training={training!r} is not settings: give alight.TrainingSettings(epochs=3), for example")
     if training is not None and (training.keep_best or training.patience is not None):
@@ -34,13 +46,6 @@ def check_given(network: Any, train: Any, validation: Any, training: Any, batch_
         )
     if type(batch_size) is not int or batch_size < 1:
         raise BadInput(f"batch_size={batch_size!r} is not a whole number of samples: give 64, for example")
-    if is_array(train) and is_array(validation) and train.ndim > validation.ndim == 1 and len(train) == len(validation):
-        raise BadInput(
-            "the validation data look like the labels of the training data: give pairs, as in"
-            " fit(network, (images, labels), (other_images, other_labels))"
-        )
-    if (train is not None and train is validation) or _same_path(train, validation):
-        raise BadInput("the training data are also the validation data: hold out samples that nothing is trained on")
 
 
 def check_trained(exits: Sequence[str], random: bool) -> None:

@@ -56,7 +56,7 @@ def with_heads(network: Any, data: Any, preprocess: Any, steps: Steps) -> WithHe
             f"{kind} is not a network: give a torch module, a folder that save_model wrote, a name"
             " such as 'timm:resnet18', or Costs with logits as validation"
         )
-    new_heads = not isinstance(model, MultiExitModel) or (named is not None and named.gets_heads)
+    new_heads = not isinstance(model, MultiExitModel) or _gets_heads(named)
     if not isinstance(model, MultiExitModel):
         model, example = _attached(model, data, preprocess, steps)
     else:
@@ -76,6 +76,13 @@ def with_heads(network: Any, data: Any, preprocess: Any, steps: Steps) -> WithHe
         steps.call(f"model.classes = {model.classes!r}")
         steps.say(f"the logits are taken to be in this order: {listed(names)}")
     return WithHeads(model, example, named is not None and not named.is_trained, new_heads)
+
+
+def _gets_heads(named: "NamedNetwork | None") -> bool:
+    """Return whether a library's network gets new heads: those of a folder are trained, those of one's own may be."""
+    from alight.networks.libraries import is_own
+
+    return named is not None and not named.is_folder and not is_own(named.name)
 
 
 def _built(named: "NamedNetwork", count: int | None, steps: Steps) -> Any:
@@ -116,13 +123,6 @@ class NamedNetwork:
     def is_folder(self) -> bool:
         """Whether it is the folder of a saved network."""
         return (Path(self.name) / CONFIG).is_file()
-
-    @property
-    def gets_heads(self) -> bool:
-        """Whether its heads are new: those of a folder were trained, and those of one's own file may be."""
-        from alight.networks.libraries import is_own
-
-        return not self.is_folder and not is_own(self.name)
 
     @property
     def may_have_any_classes(self) -> bool:

@@ -60,11 +60,7 @@ def attach_heads(
     >>> model.exits, torch.equal(model(images)[-1], backbone(images))
     (('1', 'end'), True)
     """
-    given: Any = backbone, after
-    if not isinstance(given[0], nn.Module):
-        order = "the arguments are in another order" if isinstance(given[1], nn.Module) else "the network comes first"
-        kind = f"a {type(given[0]).__name__} is not a network"
-        raise BadInput(f"{kind}, {order}: write attach_heads(network, after, example=...)")
+    _check_network(backbone, after)
     if channels not in (None, "first", "last"):
         raise BadInput(f"channels={channels!r}: say 'first' for (channels, ...), 'last' for (..., channels)")
     inputs = Inputs(example, partial(pick_logits, choice=logits))
@@ -165,6 +161,14 @@ def _per_exit(head: HeadChoice, exits: int) -> list[str | HeadFactory]:
     if len(head) != exits:
         raise BadInput(f"{len(head)} heads for {exits} exits before the end: give one per exit, or one for all")
     return list(head)
+
+
+def _check_network(backbone: Any, after: Any) -> None:
+    """Raise if the first argument is not a network, and say whether the second one is."""
+    if not isinstance(backbone, nn.Module):
+        order = "the arguments are in another order" if isinstance(after, nn.Module) else "the network comes first"
+        kind = f"a {type(backbone).__name__} is not a network"
+        raise BadInput(f"{kind}, {order}: write attach_heads(network, after, example=...)")
 
 
 def _placed(
