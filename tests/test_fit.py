@@ -708,6 +708,12 @@ def test_the_command_reads_costs_and_a_recording_and_gives_json(capsys):
     values = json.loads(out)
     assert values["mean_cost"] <= 0.62 * values["full_cost"]
     assert "certified_probability" in values["calls"]
+    line = (
+        "fit costs.json labelled.npz --budget 60% -o decided --force --report page.html --smaller 'small net,70%,1.5'"
+    )
+    status, _, err = run(line, capsys)
+    assert status == 0, err
+    assert '"smaller":{"name":"small net","accuracy":0.7,"cost":1.5}' in Path("page.html").read_text()
     status, _, err = run("fit costs.json labelled.npz --budget 60% -o decided", capsys)
     assert (status, "--force to replace it" in err) == (1, True)
 

@@ -131,6 +131,7 @@ INVALID = {  # arguments that no command has: status 2
     "fit model test.npz --buget 50%": "there is no option --buget: did you mean --budget? (see alight fit --help)",
     "fit model test.npz --epochs 0": "argument --epochs: '0': give a whole number, 1 or more",
     "fit model test.npz --report nowhere/r.html": "argument --report: cannot write 'nowhere/r.html': there is no such",
+    "fit model test.npz --smaller half": "argument --smaller: 'half': give name, accuracy and cost, as 'ResNet-10,70%",
     "fit model test.npz --speedup fast": "argument --speedup: 'fast': give a factor, as 2 or 2x",
     "fit model test.npz --max-accuracy-loss little": "argument --max-accuracy-loss: 'little': give a share, as 0.01 or",
     "fit model": "the following arguments are required: DATA (see alight fit --help)",

@@ -286,6 +286,17 @@ def test_the_figure_has_the_full_and_the_smaller_network_and_single_exits_as_lin
     assert words.endswith("chosen policy 79.0% at 48.0%, full network 80.0%, ResNet-10 70.0%")
 
 
+def test_the_verdict_stands_apart_from_guarantees_and_a_caution_comes_first(fresh: Tab, tmp_path: Path) -> None:
+    opened(fresh, tmp_path, made_network(verdict="Early exit pays here.", caution="The full network guesses."))
+    assert fresh.text("#verdict") == "Early exit pays here."
+    assert "pays" not in fresh.text("#guarantees")
+    assert fresh.text("#caution") == "The full network guesses."
+    assert box(fresh, "caution")[1] <= box(fresh, "numbers")[0]
+    opened(fresh, tmp_path, made_network())
+    hidden = "['verdict', 'caution'].map((name) => document.getElementById(name).checkVisibility())"
+    assert fresh.ask(hidden) == [False, False]
+
+
 def test_a_guarantee_is_one_sentence_that_unfolds(fresh: Tab, tmp_path: Path) -> None:
     opened(fresh, tmp_path, made_network())
     assert fresh.texts("#guarantees summary") == ["Mean cost <= 600 MFLOPs (50 %), with 95 % confidence."]

@@ -83,6 +83,14 @@ def share(text: str) -> float:
     raise argparse.ArgumentTypeError(f"{text!r}: give a share, as 0.01 or 1%")
 
 
+def compared(text: str) -> tuple[str, float, str]:
+    """Return name, accuracy and cost of a network from text such as ResNet-10,70%,450 MFLOPs."""
+    name, *others = [part.strip() for part in text.split(",")]
+    if len(others) != 2:
+        raise argparse.ArgumentTypeError(f"{text!r}: give name, accuracy and cost, as 'ResNet-10,70%,450 MFLOPs'")
+    return name, share(others[0]), others[1]
+
+
 def times(text: str) -> float:
     """Return a factor from text such as 2 or 2x.
 

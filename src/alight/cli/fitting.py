@@ -14,6 +14,7 @@ from alight.cli.arguments import (
     check_data,
     check_distinct,
     check_unused,
+    compared,
     count,
     folder_option,
     named,
@@ -37,12 +38,15 @@ from alight.fitting.fitted import FittedPredictor
 from alight.fitting.heads import NamedNetwork
 from alight.fitting.steps import BATCH_SIZE, BUDGET, Goal, fit_to
 from alight.outputs import HeadOutputs
+from alight.report import Baseline
 
 
 def run_fit(options: argparse.Namespace) -> CommandResult:
     """Fit a network to a budget in one go: exits, training, a guaranteed policy, a folder, a report."""
     goal = Goal(options.budget, options.max_accuracy_loss, options.speedup)
     _check_kinds(options)
+    if options.smaller and not options.report:
+        raise BadInput("--smaller is a line of the report: give --report FILE, too")
     *training, validation = options.data
     if len(training) > 1:
         raise BadInput(f"{len(options.data)} data sets: give training and validation data, or validation data alone")
@@ -58,7 +62,9 @@ def run_fit(options: argparse.Namespace) -> CommandResult:
             predictor = _fitted(goal, training[0] if training else None, validation, options)
         predictor.save(folder, force=options.force)
     if options.report:
-        predictor.report(options.report, title=f"{options.network}: fitted to a budget")
+        name, accuracy, cost = options.smaller or ("", 0.0, "")
+        smaller = Baseline(name, accuracy, predictor.fitted.costs.budget(cost)) if name else None
+        predictor.report(options.report, title=f"{options.network}: fitted to a budget", smaller=smaller)
     places = f"{folder.resolve()}" + (f", {Path(options.report).resolve()}" if options.report else "")
     if not options.quiet:
         print(f"\nThe same by hand:\n\n{predictor.calls}\n", file=sys.stderr)
@@ -128,6 +134,12 @@ COMMANDS = (
             ),
             argument("--speedup", type=times, help="instead: 2 or 2x, so many times as fast as the full network, here"),
             argument("--report", metavar="FILE", type=output, help="where to write a report (HTML)"),
+            argument(
+                "--smaller",
+                metavar="NAME,ACCURACY,COST",
+                type=compared,
+                help="another network as a line of the report, as 'ResNet-10,70%%,450 MFLOPs'",
+            ),
             argument(
                 "--mode", choices=["frozen", "joint", "mixed"], help="default: frozen; joint without trained weights"
             ),
