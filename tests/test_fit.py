@@ -8,6 +8,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+import chromium
 import numpy as np
 import pytest
 import timm
@@ -422,6 +423,23 @@ def test_a_network_of_a_file_without_weights_starts_from_the_same_ones_every_tim
         torch.manual_seed(seed)
         made.append(with_heads("nets.py:build", "train.npz", None, Steps(progress=False)).model.state_dict())
     assert all(map(torch.equal, made[0].values(), made[1].values()))
+
+
+@pytest.mark.skipif(chromium.found() is None, reason="no Chromium: install one, or let CHROMIUM name it")
+def test_the_page_of_a_fit_in_a_browser(fitted, tmp_path):
+    page = fitted.report("report.html")
+    assert page.stat().st_size < 3_000_000
+    with chromium.opened(chromium.found(), tmp_path / "profile") as tab:
+        for width, scheme in itertools.product((1440, 768, 375), ("light", "dark")):
+            tab.resize(width)
+            tab.prefer(scheme)
+            tab.open(page.resolve())
+            assert tab.ask("document.documentElement.scrollWidth") <= width
+            assert tab.text("#verdict") == fitted.fitted.verdict
+            assert tab.text("#guarantees summary").startswith("Guaranteed with 95 % confidence")
+            assert len(tab.texts("#numbers .number")) == 3
+            assert tab.ask("document.querySelectorAll('#line img').length") > 0
+    assert tab.console == []
 
 
 def test_speeds_and_speed_up_agree(fitted):

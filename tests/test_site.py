@@ -9,6 +9,7 @@ import sys
 import threading
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -112,8 +113,9 @@ def test_a_browser_asks_no_other_host_and_sees_no_error(site, tmp_path):
     here = f"http://127.0.0.1:{server.server_port}/"
     try:
         with chromium.opened(chromium.found(), tmp_path) as tab:
-            for width in (1440, 375):
+            for width, scheme in product((1440, 768, 375), ("light", "dark")):
                 tab.resize(width)
+                tab.prefer(scheme)
                 for page in ("index.html", "tutorial/images.html", "method.html", "reference/commands.html"):
                     tab.go(here + page)
                     assert tab.ask("document.documentElement.scrollWidth") <= width, page

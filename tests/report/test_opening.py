@@ -191,6 +191,11 @@ def test_numbers_samples_and_first_figure_are_on_the_first_screen(fresh: Tab, tm
     opened(fresh, tmp_path, network, other=network)
     assert box(fresh, "accuracy")[0] <= 2 * SIZES[375]
     assert box(fresh, "line")[0] <= SIZES[375]
+    fresh.resize(768, SIZES[768])
+    opened(fresh, tmp_path, network, other=network)
+    assert box(fresh, "line")[0] <= SIZES[768]
+    assert box(fresh, "accuracy")[0] <= (1 if exits == 3 else 1.2) * SIZES[768]
+    assert box(fresh, "accuracy")[1] <= 2 * SIZES[768]
 
 
 def test_exits_beyond_eight_are_counted(fresh: Tab, tmp_path: Path) -> None:

@@ -97,8 +97,9 @@ def test_it_has_two_themes_fits_a_narrow_screen_and_makes_no_request_elsewhere(s
         tab.prefer(scheme)
         colours.append(tab.ask("getComputedStyle(document.body).backgroundColor"))
     assert len(set(colours)) == 2
-    tab.resize(320)
-    assert tab.ask("document.documentElement.scrollWidth") <= 320
+    for width in (768, 320):
+        tab.resize(width)
+        assert tab.ask("document.documentElement.scrollWidth") <= width
     elsewhere = [address for address in tab.requests if not address.startswith((url, "data:", "blob:"))]
     assert not elsewhere
     expected = ("401", "422")  # which the browser logs: the missing token, the damaged image
