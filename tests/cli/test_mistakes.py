@@ -1,6 +1,7 @@
 """Typical mistakes, each with the sentence that is printed: no traceback, and it says what to do."""
 
 import shutil
+import warnings
 from pathlib import Path
 
 import numpy as np
@@ -186,6 +187,12 @@ def model():
     return alight.attach_heads(network(), ["1"], example=torch.zeros(1, 3, 8, 8))
 
 
+def scripted():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it is deprecated
+        return torch.jit.script(network())
+
+
 def fit(*given, **further):
     return alight.fit(*given, **further, progress=False)
 
@@ -261,6 +268,26 @@ CALLS = {  # a call: what is raised
         "the arguments are in another order, recorded outputs first: write (costs, budget, labelled)",
     ),
     # fit
+    "a compiled network": (
+        lambda: fit(torch.compile(network()), (IMAGES, LABELS), OTHERS),
+        "the network is compiled: give the module itself, network._orig_mod",
+    ),
+    "TorchScript": (
+        lambda: fit(scripted(), (IMAGES, LABELS), OTHERS),
+        "the network is TorchScript, which cannot be cut: give the torch module that it was made of",
+    ),
+    "weights without data": (
+        lambda: fit(network().to("meta"), (IMAGES, LABELS), OTHERS),
+        "the network's weights hold no data (device meta): load them first",
+    ),
+    "a network in double": (
+        lambda: fit(network().double(), (IMAGES, LABELS), OTHERS),
+        "the network's weights are float64: give network.float()",
+    ),
+    "a network without a place for exits": (
+        lambda: fit(nn.Sequential(nn.Flatten(), nn.Linear(192, 3)), (IMAGES, LABELS), OTHERS),
+        "0 places found to cut a Sequential and 3 asked for: an exit with its head would cost as much as all; run the",
+    ),
     "a batch size in quotes": (
         lambda: fit(network(), (IMAGES, LABELS), OTHERS, batch_size="64"),
         "batch_size='64' is not a whole number of samples: give 64",

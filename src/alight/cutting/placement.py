@@ -81,10 +81,12 @@ def cut_evenly(
 
 def _too_few(model: nn.Module, places: Sequence[CutPlace], count: int, problem: BadInput | None) -> str:
     found = f"{len(places)} place{'' if len(places) == 1 else 's'} found to cut a {type(model).__name__}"
+    remedy = "ask for fewer, or name modules, attach_heads(network, ['layer1'], example=...)"
     if problem:
-        return f"{found} and {count} asked for: elsewhere, {problem}"
-    remedy = "ask for fewer, or name modules yourself"
-    return f"{found} and {count} asked for: {remedy if places else 'an exit with its head would cost as much as all'}"
+        remedy = f"elsewhere, {problem}"
+    elif not places:
+        remedy = "an exit with its head would cost as much as all; run the network as it is"
+    return f"{found} and {count} asked for: {remedy}"
 
 
 def cut_places(

@@ -56,6 +56,7 @@ def with_heads(network: Any, data: Any, preprocess: Any, steps: Steps) -> WithHe
             f"{kind} is not a network: give a torch module, a folder that save_model wrote, a name"
             " such as 'timm:resnet18', or Costs with logits as validation"
         )
+    _check_module(model)
     new_heads = not isinstance(model, MultiExitModel) or _gets_heads(named)
     if not isinstance(model, MultiExitModel):
         model, example = _attached(model, data, preprocess, steps)
@@ -76,6 +77,26 @@ def with_heads(network: Any, data: Any, preprocess: Any, steps: Steps) -> WithHe
         steps.call(f"model.classes = {model.classes!r}")
         steps.say(f"the logits are taken to be in this order: {listed(names)}")
     return WithHeads(model, example, named is not None and not named.is_trained, new_heads)
+
+
+def _check_module(network: Any) -> None:
+    """Raise if a module cannot be cut as it is: compiled, scripted, without weights, or not in float32."""
+    import torch
+
+    from alight.networks.multi_exit import MultiExitModel
+
+    if isinstance(network, MultiExitModel):
+        return
+    if hasattr(network, "_orig_mod"):
+        raise BadInput("the network is compiled: give the module itself, network._orig_mod; exits are compiled later")
+    if isinstance(network, torch.jit.ScriptModule):
+        raise BadInput("the network is TorchScript, which cannot be cut: give the torch module that it was made of")
+    weights = [*network.parameters()]
+    if any(each.is_meta for each in weights):
+        raise BadInput("the network's weights hold no data (device meta): load them first, or build it on the CPU")
+    kinds = {str(each.dtype).removeprefix("torch.") for each in weights if each.is_floating_point()}
+    if others := sorted(kinds - {"float32"}):
+        raise BadInput(f"the network's weights are {others[0]}: give network.float(), and a dtype where it is run")
 
 
 def _gets_heads(named: "NamedNetwork | None") -> bool:
