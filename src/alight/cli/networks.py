@@ -174,9 +174,11 @@ def _member(settings: Sequence[str], name: str) -> dict[str, Any]:
 def run_check(options: argparse.Namespace) -> CommandResult:
     """Check that the exits of a saved network give what the network gives, bit by bit."""
     check_order(options, {"model": "network"})
+    from alight.networks.own import build_own
     from alight.networks.store import load_model
 
-    model = load_model(options.model)
+    network = build_own(options.network, any_options(options.set)) if options.network else None
+    model = load_model(options.model, backbone=network)
     refusal = model.verify()
     found = {"path": Path(options.model).resolve(), "sizes": model.sizes, "training": refusal or "same"}
     if model.network is None:
@@ -184,8 +186,8 @@ def run_check(options: argparse.Namespace) -> CommandResult:
         return CommandResult(
             f"{options.model}: gives the logits that the network gave when it was saved; samples do not mix, and may"
             f" leave\ninputs per sample: {model.sizes}\nnot checked, as the folder holds no code of the network: other"
-            " sizes than it was compared with when it was saved, other weights, and joint training. In Python,"
-            f" load_model({str(options.model)!r}, backbone=...).verify() checks them",
+            " sizes than it was compared with when it was saved, other weights, and joint training: --network"
+            " FILE.py:NAME names it",
             found,
         )
     return CommandResult(
@@ -241,7 +243,15 @@ COMMANDS = (
             "cascade small model --names small,large --set small.crop=0.875 --set large.price=0.002 -o priced",
         ),
     ),
-    Command(run_check, (MODEL,), ("check model",)),
+    Command(
+        run_check,
+        (
+            MODEL,
+            argument("--network", metavar="FILE.py:NAME", help="code of your own network, run to build it"),
+            set_option("argument of the network"),
+        ),
+        ("check model",),
+    ),
     Command(
         run_train,
         (
