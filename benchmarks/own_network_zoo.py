@@ -1468,7 +1468,14 @@ class UnusedParameter(Pipeline):
 # 9. Tasks.
 
 
-@case("multi_label", "tasks", "a network for several labels: torch.sigmoid at the end", IMAGES, STAGES)
+@case(
+    "multi_label",
+    "tasks",
+    "a network for several labels: torch.sigmoid at the end",
+    IMAGES,
+    STAGES,
+    must_refuse="several labels may be right",
+)
 class MultiLabel(Pipeline):
     def forward(self, x: Tensor) -> Tensor:
         return torch.sigmoid(super().forward(x))
