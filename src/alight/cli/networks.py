@@ -63,7 +63,8 @@ def run_attach(options: argparse.Namespace) -> CommandResult:
     torch.manual_seed(options.seed)
     try:
         own = named(options, "pretrained", "after", "head", "count", "image_size", "input_shape")
-        model = from_name(options.network, num_classes=options.classes, **own, arguments=any_options(options.set))
+        own |= {"arguments": any_options(options.set), "stated": _stated(options)}
+        model = from_name(options.network, num_classes=options.classes, **own)
     except TypeError as error:
         raise BadInput(f"{options.network} does not accept these options ({error}): see --set and --classes") from error
     if options.weights:
@@ -76,6 +77,12 @@ def run_attach(options: argparse.Namespace) -> CommandResult:
         f"{options.network}, {model.num_classes} classes, exits after {exits}: {path}",
         {"path": path, "network": options.network, "num_classes": model.num_classes, "exits": model.exits},
     )
+
+
+def _stated(options: argparse.Namespace) -> dict[str, Any]:
+    """Return what a network of one's own does not say by itself, as far as it was given."""
+    logits = int(options.logits) if (options.logits or "").lstrip("-").isdigit() else options.logits
+    return {name: value for name, value in (("logits", logits), ("channels", options.channels)) if value is not None}
 
 
 def check_name(network: str, pretrained: bool) -> None:
@@ -214,6 +221,8 @@ COMMANDS = (
             argument("--classes", type=count, help="number of classes (default: the network's own)"),
             argument("--image-size", type=count, help="height and width of images (default: the network's own)"),
             argument("--input-shape", type=counts, help="of one sample, as 3,32,32, for a network of your own"),
+            argument("--logits", metavar="NAME", help="which output they are, by name or index, of several"),
+            argument("--channels", choices=["first", "last"], help="axis of features, where your network does not say"),
             argument("--pretrained", action="store_true", help="download the library's weights"),
             argument("--weights", metavar="FILE", help="trained weights of the full network (.safetensors, .pt, .pth)"),
             *NORMALISATION,
