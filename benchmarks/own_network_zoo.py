@@ -1468,7 +1468,14 @@ class UnusedParameter(Pipeline):
 # 9. Tasks.
 
 
-@case("multi_label", "tasks", "a network for several labels: torch.sigmoid at the end", IMAGES, STAGES)
+@case(
+    "multi_label",
+    "tasks",
+    "a network for several labels: torch.sigmoid at the end",
+    IMAGES,
+    STAGES,
+    must_refuse="several labels may be right",
+)
 class MultiLabel(Pipeline):
     def forward(self, x: Tensor) -> Tensor:
         return torch.sigmoid(super().forward(x))
@@ -3202,3 +3209,151 @@ class LengthBehindTheExit(LargestLength):
 remedied("largest_length", "the length computed behind the exit", LengthBehindTheExit)
 remedied("skipped_block_opened", "heads trained alone", trains="heads")
 remedied("classes_first", "logits=function", arguments={"logits": CASES["classes_first"].logits})
+
+
+# What code hands over beside its arguments.
+
+
+class MaskedLayer(nn.Module):
+    """Reads a mask that somebody has put into it."""
+
+    mask: Tensor | None = None
+
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        self.inner = nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        made = self.inner(x)
+        if self.mask is not None:
+            made = made.masked_fill(self.mask[..., None], 0)
+        return x + made.mean(1, keepdim=True)
+
+
+@case("mask_in_blocks", "attributes", "a mask is put into blocks", floats(6, 8), ["middle"], others={"9": floats(9, 8)})
+class MaskInBlocks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.middle, self.last = MaskedLayer(), nn.Linear(8, 8), MaskedLayer()
+        self.fc = nn.Linear(8, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in (self.first, self.last):
+            block.mask = x[..., 0] > 0.5
+        return self.fc(self.last(self.middle(self.first(x))).mean(1))
+
+
+class Scaled(nn.Module):
+    factor = 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.factor
+
+
+@case(
+    "number_in_child", "attributes", "a number is put into a child", floats(6, 8), ["first"], others={"9": floats(9, 8)}
+)
+class NumberInChild(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.scaled, self.fc = nn.Linear(8, 8), Scaled(), nn.Linear(8, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.scaled.factor = x.shape[1] ** -0.5
+        return self.fc(self.scaled(self.first(x)).sum(1))
+
+
+class Shared:
+    size: Sequence[int] = ()
+
+
+class SharedPatches(nn.Module):
+    def __init__(self, shared: Shared) -> None:
+        super().__init__()
+        self.shared, self.inner = shared, nn.Conv2d(3, 8, 4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.inner(x)
+        self.shared.size = x.shape[2:]
+        return x.flatten(2).transpose(1, 2)
+
+
+class SharedBlock(nn.Module):
+    def __init__(self, shared: Shared) -> None:
+        super().__init__()
+        self.shared, self.inner = shared, nn.Conv2d(8, 8, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        images = x.transpose(1, 2).reshape(len(x), 8, *self.shared.size)
+        return x + self.inner(images).flatten(2).transpose(1, 2)
+
+
+@case("shared_object", "attributes", "blocks read a size from an object", floats(3, 32, 32), ["first"])
+class SharedObject(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        shared = Shared()
+        self.patches, self.first, self.second = SharedPatches(shared), SharedBlock(shared), SharedBlock(shared)
+        self.fc = nn.Linear(8, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc(self.second(self.first(self.patches(x))).amax(1))
+
+
+class SetByFirstBatch(nn.Module):
+    ready = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift = nn.Parameter(torch.zeros(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.ready:
+            with torch.no_grad():
+                self.shift.copy_(x.mean(0))
+            self.ready = True
+        return x - self.shift
+
+
+@case("set_by_first_batch", "statistics", "the first batch sets a parameter", floats(8), ["first"])
+class ActNorm(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.first, self.fc = SetByFirstBatch(), nn.Linear(8, 8), nn.Linear(8, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc(self.first(self.norm(x)).relu())
+
+
+class TrimmedMean(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x[:, : max(1, int((x.abs().sum(-1) > 0).sum(1).max()))].mean(1)
+
+
+@case(
+    "trimmed_sequences",
+    "mixing",
+    "steps that are zero in all samples are cut",
+    floats(6, 8),
+    ["first"],
+    must_refuse=MIXED,
+)
+class TrimmedSequences(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.pool, self.fc = nn.Linear(8, 8, bias=False), TrimmedMean(), nn.Linear(8, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc(self.pool(self.first(x).relu()))
+
+
+@case("powers", "functions", "x ** 2, 2 ** x and x **= 0.5", floats(8), ["first"])
+class Powers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.fc = nn.Linear(8, 8), nn.Linear(8, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x) ** 2 + 1
+        x **= 0.5
+        return self.fc(2**x - x**3)

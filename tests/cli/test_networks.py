@@ -284,3 +284,31 @@ def test_a_cascade_is_recorded_measured_calibrated_and_predicted_from_the_shell(
     answers = [int(row["prediction"]) for row in csv.DictReader(Path("chain.csv").read_text().splitlines())]
     with np.load("test.npz") as arrays:
         assert answers == Predictor(load_network("chain"), policy)(arrays["images"]).predictions.tolist()
+
+
+TWO_OUTPUTS = """
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second, self.last = nn.Linear(6, 8), nn.Linear(8, 8), nn.Linear(8, 3)
+
+    def forward(self, x):
+        features = self.second(self.first(x).relu())
+        return features, self.last(features.relu())
+"""
+
+
+def test_the_logits_of_an_own_network_are_named_and_it_is_checked_with_its_code(folder, capsys):
+    (folder / "nets.py").write_text(TWO_OUTPUTS)
+    line = "attach nets.py:Net --input-shape 6 --after first -o own"
+    status, _, err = run(line, capsys)
+    assert (status, "say which are the logits" in err, "(--logits 0)" in err) == (1, True, True)
+    assert run(f"{line} --logits 1", capsys)[0] == 0
+    status, out, _ = run("check own", capsys)
+    assert (status, "--network FILE.py:NAME" in out) == (0, True)
+    status, out, _ = run("check own --network nets.py:Net", capsys)
+    assert (status, "equal to the network, bit by bit" in out) == (0, True)
+    status, _, err = run("attach timm:test_resnet --channels last -o other", capsys)
+    assert (status, "says itself where its channels are" in err) == (1, True)

@@ -16,7 +16,7 @@ from PIL import Image
 from pyarrow import fs, parquet
 from waiting import wait_until
 
-from alight import HeadOutputs, calibrate, load_model, load_policy, record
+from alight import HeadOutputs, calibrate, load_model, load_policy, record, replay
 from alight.cli import main
 from alight.cli.parser import COMMANDS
 from alight.cluster.jobs import JobConfig, predict_on_ray, record_on_ray
@@ -136,6 +136,24 @@ def test_a_recording_in_partitions_equals_that_of_one_machine(folder, model, tmp
     assert table.fingerprint == whole.fingerprint
     costs = [1.0, 2.0, 3.0]
     assert calibrate.eero(costs, 2.0, table).to_dict() == calibrate.eero(costs, 2.0, whole).to_dict()
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("cluster")
+def test_a_cascade_decides_on_workers_as_on_one_machine(tmp_path):
+    from cascades import COSTS, chain, outputs, pixels
+
+    whole, policy = outputs(), calibrate.eero(COSTS, "70%", outputs())
+    (tmp_path / "data").mkdir()
+    np.save(tmp_path / "data/images.npy", pixels())
+    np.save(tmp_path / "data/labels.npy", whole.labels)
+    folder = chain().save(tmp_path / "cascade")
+    done = predict_on_ray(folder, policy, str(tmp_path / "data"), str(tmp_path / "answers"), CONFIG)
+    decisions = replay(policy, whole)
+    assert (done.num_samples, len(set(decisions.exits.tolist())) > 1) == (len(pixels()), True)
+    table = answers(tmp_path / "answers")
+    assert table["prediction"].to_pylist() == decisions.predictions.tolist()
+    assert table["exit"].to_pylist() == [chain().exits[index] for index in decisions.exits]
 
 
 @pytest.mark.slow

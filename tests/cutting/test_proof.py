@@ -1,5 +1,6 @@
 """What a cut refuses: networks that mix samples, share memory, or read numbers from their weights."""
 
+import copy
 import random
 
 import numpy as np
@@ -576,3 +577,161 @@ def test_an_attribute_that_shares_a_weights_memory_is_refused_once_it_would_not(
     save_model(model, tmp_path)
     with pytest.raises(Mismatch, match="its stages do not give what the network gives that was passed in"):
         load_model(tmp_path, SharedWeight())
+
+
+class MaskOfBlocks(nn.Module):
+    """Writes a mask into its blocks, which read it."""
+
+    class Block(nn.Module):
+        mask = None
+
+        def __init__(self):
+            super().__init__()
+            self.inner = nn.Linear(6, 6)
+
+        def forward(self, x):
+            return x + self.inner(x).masked_fill(self.mask[..., None], 0).mean(1, keepdim=True)
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second, self.third = self.Block(), nn.Linear(6, 6), self.Block()
+        self.last = nn.Linear(6, 3)
+
+    def forward(self, x):
+        for block in (self.first, self.third):
+            block.mask = x.abs().sum(-1) == 0
+        return self.last(self.third(self.second(self.first(x))).mean(1))
+
+
+def test_what_code_writes_into_blocks_is_seen_by_the_stages():
+    torch.manual_seed(0)
+    network, padded = MaskOfBlocks().eval(), torch.randn(7, 5, 6)
+    padded[2, 3:] = padded[5, 1:] = 0
+    stages = cut(network, ["second"], torch.randn(2, 5, 6))
+    for batch in (padded, torch.randn(7, 5, 6), padded[:, :4]):
+        expected = copy.deepcopy(network)(batch)
+        assert torch.equal(chain(stages, (batch,)), expected)
+
+
+class NumberOfLayer(Network):
+    """Writes a number that follows the input's size into a layer of torch."""
+
+    def forward(self, x):
+        x = self.first(x)
+        self.dropped.p = 1 / x.shape[1]
+        return self.third(self.dropped(self.second(x)))
+
+    def __init__(self):
+        super().__init__()
+        self.dropped = nn.Dropout()
+
+
+def test_writing_into_a_layer_of_torch_is_refused_with_the_line():
+    with pytest.raises(BadInput, match=r"writes 'p' into module 'dropped', which reads it, at .*test_proof.py:"):
+        cut(NumberOfLayer(), ["first"], torch.randn(2, 6))
+
+
+class SharedContext(nn.Module):
+    """Closed modules that hand a size on by an object."""
+
+    class Context:
+        size = ()
+
+    class Patches(nn.Module):
+        def __init__(self, context):
+            super().__init__()
+            self.context, self.inner = context, nn.Conv2d(3, 6, 2, 2)
+
+        def forward(self, x):
+            x = self.inner(x)
+            self.context.size = x.shape[2:]
+            return x.flatten(2).transpose(1, 2)
+
+    class Block(nn.Module):
+        def __init__(self, context):
+            super().__init__()
+            self.context, self.inner = context, nn.Conv2d(6, 6, 3, padding=1)
+
+        def forward(self, x):
+            images = x.transpose(1, 2).reshape(len(x), 6, *self.context.size)
+            return self.inner(images).flatten(2).transpose(1, 2)
+
+    def __init__(self):
+        super().__init__()
+        context = self.Context()
+        self.patches, self.block, self.last = self.Patches(context), self.Block(context), nn.Linear(6, 3)
+
+    def forward(self, x):
+        return self.last(self.block(self.patches(x)).amax(1))
+
+
+def test_an_object_by_which_stages_hand_something_on_is_found():
+    with pytest.raises(BadInput, match="leaves something for a later one that is not carried"):
+        cut(SharedContext(), ["patches"], torch.randn(2, 3, 8, 8))
+
+
+class SetsItselfUp(Network):
+    class Centred(nn.Module):
+        ready = False
+
+        def __init__(self):
+            super().__init__()
+            self.shift = nn.Parameter(torch.zeros(6))
+
+        def forward(self, x):
+            if not self.ready:
+                with torch.no_grad():
+                    self.shift.copy_(x.mean(0))
+                self.ready = True
+            return x - self.shift
+
+    def __init__(self):
+        super().__init__()
+        self.third = nn.Sequential(self.Centred(), nn.Linear(6, 3))
+
+
+def test_a_parameter_that_the_first_batch_sets_is_left_alone_and_refused_until_it_is_set():
+    network = SetsItselfUp().eval()
+    with pytest.raises(BadInput, match=r"writes to its parameter 'third.0.shift' in evaluation mode.*run it once"):
+        cut(network, ["first"], torch.randn(2, 6))
+    assert not network.third[0].ready
+    assert not network.third[0].shift.any()
+    batch = torch.randn(9, 6)
+    network(batch)
+    assert torch.equal(chain(cut(network, ["first"], torch.randn(2, 6)), (batch,)), network(batch))
+
+
+class Trimmed(nn.Module):
+    """Drops steps that are zero in the whole batch."""
+
+    class Trim(nn.Module):
+        def forward(self, x):
+            return x[:, : max(1, int((x.abs().sum(-1) > 0).sum(1).max()))].mean(1)
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.trim, self.last = nn.Linear(6, 6, bias=False), self.Trim(), nn.Linear(6, 3)
+
+    def forward(self, x):
+        return self.last(self.trim(self.first(x).relu()))
+
+
+def test_samples_that_mix_only_where_sequences_end_in_zeros_are_found():
+    with pytest.raises(BadInput, match=r"depend on the other samples of its batch.*'trim' \(Trim\)"):
+        cut(Trimmed(), ["first"], torch.randn(2, 5, 6))
+
+
+class Powers(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 6), nn.Linear(6, 3)
+
+    def forward(self, x):
+        y = self.first(x).abs() ** 0.5
+        y **= 2
+        return self.last(2**y + y**2 + (-y) ** 3)
+
+
+def test_powers_are_cut():
+    network, batch = Powers(), torch.randn(5, 6)
+    assert torch.equal(chain(cut(network, ["first"], torch.randn(2, 6)), (batch,)), network(batch))

@@ -120,3 +120,36 @@ def test_a_cascade_reads_logits_by_the_same_rule():
     assert said.tolist() == networks[0].logits(BATCH).argmax(1).tolist()
     with pytest.raises(BadInput, match="let it return these alone"):
         cascade([Network(lambda *both: both), networks[1]], example=BATCH)
+
+
+def ending_in(*last):
+    return nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 4), *last)
+
+
+@pytest.mark.parametrize("last", [(nn.Sigmoid(),), (nn.Sequential(nn.Identity(), nn.Sigmoid()),)])
+def test_a_network_that_gives_every_class_a_probability_of_its_own_is_refused(last):
+    with pytest.raises(BadInput, match=r"ends in a sigmoid, .* leave the sigmoid out"):
+        attach_heads(ending_in(*last), ["1"], example=torch.randn(2, 6))
+
+
+class SigmoidOfFunctions(nn.Module):
+    def __init__(self, end):
+        super().__init__()
+        self.first, self.last, self.end = nn.Linear(6, 8), nn.Linear(8, 4), end
+
+    def forward(self, x):
+        return self.end(self.last(self.first(x).relu()))
+
+
+@pytest.mark.parametrize("end", [torch.sigmoid, nn.functional.sigmoid, torch.Tensor.sigmoid])
+def test_a_sigmoid_is_found_however_it_is_called(end):
+    with pytest.raises(BadInput, match="ends in a sigmoid"):
+        attach_heads(SigmoidOfFunctions(end), ["first"], example=torch.randn(2, 6))
+
+
+def test_a_network_that_gives_probabilities_is_warned_of_and_taken_by_their_logarithms():
+    network, batch = ending_in(nn.Softmax(1)), torch.randn(5, 6)
+    with pytest.warns(UserWarning, match=r"gives probabilities, not logits: .* logits=torch.log"):
+        attach_heads(network, ["1"], example=batch[:2])
+    model = attach_heads(network, ["1"], example=batch[:2], logits=torch.log)
+    torch.testing.assert_close(model.eval()(batch)[-1].softmax(1), network(batch))

@@ -2,6 +2,7 @@
 
 import copy
 import random
+import re
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ import transformers
 from torch import nn
 from torch.nn import functional
 
+from alight.cli import main
 from alight.cutting import cut as cutting
 from alight.cutting import proof, stages, tracing
 from alight.errors import BadInput
@@ -151,6 +153,19 @@ def test_verify_finds_what_is_wrong_where_the_guard_is_taken_out(kind, monkeypat
         model.verify()
 
 
+@pytest.mark.parametrize("kind", MUTATIONS)
+def test_the_command_finds_what_is_wrong_in_a_folder_that_was_saved_so(kind, monkeypatch, tmp_path, capsys):
+    take_out, found = MUTATIONS[kind]
+    take_out(monkeypatch)
+    after = ["norm"] if kind is WritesInPlace else ["first"]
+    folder = save_model(attach_heads(kind(), after, example=IMAGES), tmp_path / "saved")
+    monkeypatch.undo()
+    assert main(["check", str(folder), "--network", f"{__file__}:{kind.__name__}"]) == 1
+    assert re.search(
+        f"{found}|does not give what the network gives|do not give what the network", capsys.readouterr().err
+    )
+
+
 def test_verify_finds_a_head_that_writes_into_what_it_reads(monkeypatch):
     monkeypatch.setattr(attach, "checked_read", lambda head, carried, name: head(carried[0]))
     model = attach_heads(Network(), ["first"], example=IMAGES)
@@ -182,6 +197,48 @@ def test_verify_changes_nothing_and_says_whether_the_network_can_be_trained(tmp_
     assert again.sizes == "(3, any size 1, any size 2)"
     refusing = attach_heads(DropsAtRandom(), ["first"], example=IMAGES)
     assert "cannot run in training mode" in refusing.verify()
+
+
+class HasRoomForFew(Network):
+    """Gives no more than forty samples of a batch to its classifier."""
+
+    class Room(nn.Module):
+        def forward(self, x):
+            return torch.cat([x[:40], torch.zeros_like(x[40:])])
+
+    def __init__(self):
+        super().__init__()
+        self.room = self.Room()
+
+    def rest(self, x):
+        return self.room(super().rest(x))
+
+
+def test_a_batch_that_is_given_is_verified_as_it_is():
+    model = attach_heads(HasRoomForFew(), ["first"], example=IMAGES)
+    assert model.verify(torch.randn(30, 3, 12, 12)) == ""
+    with pytest.raises(BadInput, match="depend on the other samples of its batch, as first seen in what 'room'"):
+        model.verify(torch.randn(90, 3, 12, 12))
+
+
+def test_a_size_that_was_verified_with_random_inputs_is_still_compared_for_the_first_batch():
+    model = attach_heads(Network(), ["first"], example=IMAGES).eval()
+    assert model.verify() == ""
+    model.network.classifier = nn.Linear(6, 4)
+    with pytest.raises(BadInput, match="the exits do not give what the network gives"):
+        model(torch.randn(4, 3, 12, 12))
+
+
+class ScalesBytes(Network):
+    def forward(self, x):
+        return super().forward(x / 255 if x.dtype == torch.uint8 else x)
+
+
+def test_without_its_code_a_network_takes_inputs_of_the_dtype_that_it_was_compared_with(tmp_path):
+    model = load_model(save_model(attach_heads(ScalesBytes(), ["first"], example=IMAGES), tmp_path))
+    model(torch.randn(4, 3, 12, 12))
+    with pytest.raises(BadInput, match=r"inputs of uint8, and this folder holds .* compared with it for float32"):
+        model(torch.zeros(4, 3, 12, 12, dtype=torch.uint8))
 
 
 class CentresItsInput(Network):

@@ -22,7 +22,7 @@ from alight.policies.route import replay
 
 Candidates = Mapping[str, Callable[..., Policy]]
 
-FOLDS = 3  # of the labelled data, each held out once
+FOLDS = 4  # of the labelled data, each held out once
 MOST_TRIED = 10_000  # labelled samples on which candidates are compared: a standard error below 0.5 points
 BEHIND = 1.5  # standard errors behind the best of the first fold, beyond which a candidate is tried no more
 EXPECTED_GAIN, GAIN_DEVIATION = -0.002, 0.01  # of a candidate over the first, before any label is looked at
@@ -37,6 +37,7 @@ CANDIDATES: Candidates = {  # gains are measured against the first; add others h
 }
 CLOSING: Candidates = {"search": partial(search, rounds=1)}  # tried where closed heads save much
 COMBINED: Candidates = {  # tried on combined answers, too, and first
+    "eero": published.eero,
     "eero_conditional": eero_conditional,
     "global_threshold": published.global_threshold,
 }
@@ -52,7 +53,7 @@ def candidates_for(labelled: HeadOutputs, costs: AnyCosts) -> Candidates:
     >>> from alight import recordings
     >>> labelled, test, costs = recordings.load()
     >>> [*candidates_for(labelled, costs)][:2]
-    ['eero_conditional, vote', 'global_threshold, vote']
+    ['eero, vote', 'eero_conditional, vote']
     """
     network = as_costs(costs)
     closing = CLOSING if network.cumulative()[-1] >= (1 + MUCH) * network.full else {}

@@ -32,7 +32,8 @@ from alight.policies.policy import Memory, Policy
 Fit = Callable[[HeadOutputs], Combination]
 
 LEAST_SAMPLES = 40  # to fit a combination to
-MOST_FITTED = {"vote": 5000, "geometric_mean": 2000}  # samples: more change nothing but the time
+MOST_FITTED = {"vote": 5000, "geometric_mean": 1000}  # samples: more change nothing but the time
+MOST_STEPS, FLAT = 50, 1e-6  # of the fit of a geometric mean, and the slope at which it ends
 RIDGE = 1.0  # penalty on half the squared weights of a vote, against the log-likelihood of all samples
 
 
@@ -231,8 +232,6 @@ def fit_geometric_mean(labelled: HeadOutputs) -> GeometricMean:
     >>> fit_geometric_mean(HeadOutputs.from_logits(logits, labels)).top
     3
     """
-    from scipy.optimize import minimize  # slow to import
-
     labelled = _some(labelled, MOST_FITTED["geometric_mean"])
     if labelled.top_classes is None or labelled.top_log_probabilities is None:
         raise Mismatch("the table has no log-probabilities, which a geometric mean needs: record it again")
@@ -248,25 +247,55 @@ def fit_geometric_mean(labelled: HeadOutputs) -> GeometricMean:
         label_logs = logs[:, np.arange(size), right]  # (weights, samples)
         again = np.hstack([_repeated(classes), np.zeros_like(truth, dtype=bool)])
 
-        def surprise(
-            weights: Floats, logs: Floats = logs, label_logs: Floats = label_logs, again: np.ndarray = again
-        ) -> tuple[float, Floats]:
-            """Return the mean negative log-likelihood of the truth, and its slope."""
-            joint = np.where(again, -np.inf, np.tensordot(weights, logs, axes=1))
-            largest = joint.max(axis=1, keepdims=True)
-            exponentials = np.exp(joint - largest)
-            totals = exponentials.sum(axis=1, keepdims=True)
-            expected = (logs * (exponentials / totals)).sum(axis=2)  # (weights, samples)
-            value = (np.log(totals) + largest).mean() - (weights @ label_logs).mean()
-            return float(value), (expected - label_logs).mean(axis=1)
-
-        bounds = [(0.0, None if memory else 0.0), (0.0, None)]
-        found = minimize(surprise, [0.5 if memory else 0.0, 0.5], jac=True, method="L-BFGS-B", bounds=bounds).x
+        found = _least_surprise(logs, label_logs, again, free=np.array([bool(memory), True]))
         kept.append(float(found[0]))
         fresh.append(float(found[1]))
         memory = (classes, *(found[0] * before + found[1] * now for before, now in ((mean, own), (outside, lowest))))
     exits, top = tuple(range(labelled.num_exits)), labelled.top_classes.shape[2]
     return GeometricMean(exits=exits, kept=tuple(kept), fresh=tuple(fresh), top=top)
+
+
+def _least_surprise(
+    logs: Floats, label_logs: Floats, again: npt.NDArray[np.bool_], free: npt.NDArray[np.bool_]
+) -> Floats:
+    """Return the weights, not below 0, under which the truth is most likely: Newton's method, as the problem is convex.
+
+    `logs` are (weights, samples, classes), `label_logs` those of the truth, `again` classes that are left out; weights
+    that are not free are 0.
+    """
+
+    def surprise(weights: Floats) -> tuple[float, Floats, Floats]:
+        """Return the mean negative log-likelihood of the truth, its slope and its curvature."""
+        joint = np.where(again, -np.inf, weights[0] * logs[0] + weights[1] * logs[1])
+        largest = joint.max(axis=1, keepdims=True)
+        shares = np.exp(joint - largest)
+        totals = shares.sum(axis=1, keepdims=True)
+        shares /= totals
+        expected = (logs * shares).sum(axis=2)  # (weights, samples)
+        value = (np.log(totals) + largest).mean() - (weights[:, None] * label_logs).sum(axis=0).mean()
+        mixed = (logs[0] * logs[1] * shares).sum(axis=1)
+        squares = (logs**2 * shares).sum(axis=2)
+        moments = np.stack([np.stack([squares[0], mixed]), np.stack([mixed, squares[1]])])
+        curvature = (moments - expected[:, None] * expected[None]).mean(axis=2)
+        return float(value), (expected - label_logs).mean(axis=1), curvature
+
+    weights = np.where(free, 0.5, 0.0)
+    value, slope, curvature = surprise(weights)
+    for _ in range(MOST_STEPS):
+        moving = free & ((weights > 0) | (slope < 0))
+        if not moving.any() or np.abs(slope[moving]).max() < FLAT:
+            break
+        step = np.zeros(2)
+        step[moving] = np.linalg.solve(curvature[np.ix_(moving, moving)] + FLAT * np.eye(moving.sum()), slope[moving])
+        for length in 0.5 ** np.arange(30):
+            tried = np.maximum(weights - length * step, 0.0)
+            lower, *shape = surprise(tried)
+            if lower < value:
+                break
+        else:
+            break  # as low as rounding lets it be
+        weights, value, (slope, curvature) = tried, lower, shape
+    return weights
 
 
 def _repeated(classes: Integers) -> npt.NDArray[np.bool_]:

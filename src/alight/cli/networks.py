@@ -63,7 +63,8 @@ def run_attach(options: argparse.Namespace) -> CommandResult:
     torch.manual_seed(options.seed)
     try:
         own = named(options, "pretrained", "after", "head", "count", "image_size", "input_shape")
-        model = from_name(options.network, num_classes=options.classes, **own, arguments=any_options(options.set))
+        own |= {"arguments": any_options(options.set), "stated": _stated(options)}
+        model = from_name(options.network, num_classes=options.classes, **own)
     except TypeError as error:
         raise BadInput(f"{options.network} does not accept these options ({error}): see --set and --classes") from error
     if options.weights:
@@ -76,6 +77,12 @@ def run_attach(options: argparse.Namespace) -> CommandResult:
         f"{options.network}, {model.num_classes} classes, exits after {exits}: {path}",
         {"path": path, "network": options.network, "num_classes": model.num_classes, "exits": model.exits},
     )
+
+
+def _stated(options: argparse.Namespace) -> dict[str, Any]:
+    """Return what a network of one's own does not say by itself, as far as it was given."""
+    logits = int(options.logits) if (options.logits or "").lstrip("-").isdigit() else options.logits
+    return {name: value for name, value in (("logits", logits), ("channels", options.channels)) if value is not None}
 
 
 def check_name(network: str, pretrained: bool) -> None:
@@ -176,9 +183,11 @@ def _member(settings: Sequence[str], name: str) -> dict[str, Any]:
 def run_check(options: argparse.Namespace) -> CommandResult:
     """Check that the exits of a saved network give what the network gives, bit by bit."""
     check_order(options, {"model": "network"})
+    from alight.networks.own import build_own
     from alight.networks.store import load_model
 
-    model = load_model(options.model)
+    network = build_own(options.network, any_options(options.set)) if options.network else None
+    model = load_model(options.model, backbone=network)
     refusal = model.verify()
     found = {"path": Path(options.model).resolve(), "sizes": model.sizes, "training": refusal or "same"}
     if model.network is None:
@@ -186,8 +195,8 @@ def run_check(options: argparse.Namespace) -> CommandResult:
         return CommandResult(
             f"{options.model}: gives the logits that the network gave when it was saved; samples do not mix, and may"
             f" leave\ninputs per sample: {model.sizes}\nnot checked, as the folder holds no code of the network: other"
-            " sizes than it was compared with when it was saved, other weights, and joint training. In Python,"
-            f" load_model({str(options.model)!r}, backbone=...).verify() checks them",
+            " sizes than it was compared with when it was saved, other weights, and joint training: --network"
+            " FILE.py:NAME names it",
             found,
         )
     return CommandResult(
@@ -214,6 +223,8 @@ COMMANDS = (
             argument("--classes", type=count, help="number of classes (default: the network's own)"),
             argument("--image-size", type=count, help="height and width of images (default: the network's own)"),
             argument("--input-shape", type=counts, help="of one sample, as 3,32,32, for a network of your own"),
+            argument("--logits", metavar="NAME", help="which output they are, by name or index, of several"),
+            argument("--channels", choices=["first", "last"], help="axis of features, where your network does not say"),
             argument("--pretrained", action="store_true", help="download the library's weights"),
             argument("--weights", metavar="FILE", help="trained weights of the full network (.safetensors, .pt, .pth)"),
             *NORMALISATION,
@@ -243,7 +254,15 @@ COMMANDS = (
             "cascade small model --names small,large --set small.crop=0.875 --set large.price=0.002 -o priced",
         ),
     ),
-    Command(run_check, (MODEL,), ("check model",)),
+    Command(
+        run_check,
+        (
+            MODEL,
+            argument("--network", metavar="FILE.py:NAME", help="code of your own network, run to build it"),
+            set_option("argument of the network"),
+        ),
+        ("check model",),
+    ),
     Command(
         run_train,
         (

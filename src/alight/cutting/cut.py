@@ -24,6 +24,7 @@ from alight.cutting.tracing import (
     ModuleEnd,
     Trace,
     Value,
+    WritesParameters,
     logits_in,
     sizes_in,
     trace,
@@ -133,7 +134,7 @@ def _without_or_with_data(made: Callable[[bool], Made]) -> Made:
     """Return what is made from a trace without data, or from one with data where that is refused."""
     try:
         return made(False)
-    except (DependsOnBatchSize, SamplesMixed):
+    except (DependsOnBatchSize, SamplesMixed, WritesParameters):
         raise
     except BadInput:
         return made(True)

@@ -84,17 +84,26 @@ class Chain(NamedTuple):
             [each for each in walk(output) if isinstance(each, Tensor)] if self.heads else [logits_in(output, Tensor)]
         )
 
-    def outputs(self, batch: Batch, kept: Sequence[Sequence[int]] = ()) -> list[tuple[list[int], Tensor]]:
-        """Return the outputs of the stages with the rows of the batch that they are of; `kept` stay after each."""
-        with _attributes_restored(self.network):
-            return self._run_stages(batch, kept)
+    def outputs(
+        self, batch: Batch, kept: Sequence[Sequence[int]] = (), between: Batch | None = None
+    ) -> list[tuple[list[int], Tensor]]:
+        """Return the outputs of the stages with the rows of the batch that they are of; `kept` stay after each.
 
-    def _run_stages(self, batch: Batch, kept: Sequence[Sequence[int]]) -> list[tuple[list[int], Tensor]]:
+        Another batch may run in `between`: one stage behind.
+        """
+        with _attributes_restored(self.network):
+            return self._run_stages(batch, kept, between)
+
+    def _run_stages(
+        self, batch: Batch, kept: Sequence[Sequence[int]], between: Batch | None = None
+    ) -> list[tuple[list[int], Tensor]]:
         carried: Any = tuple(tensor.clone() for tensor in batch)
+        other: Any = between and tuple(tensor.clone() for tensor in between)
         rows = list(range(len(batch[0])))
         outputs = []
         for index, stage in enumerate(self.stages):
             carried = stage(*carried)
+            other = other and stage(*other)
             if index == len(self.stages) - 1:
                 outputs.append((rows, carried))
             elif self.heads:
@@ -125,9 +134,9 @@ class Chain(NamedTuple):
         except Exception as error:  # whatever fails where a number in the code is of another size
             return f"they fail with {str(error).partition('. Give')[0] or type(error).__name__}"
 
-    def keeps_samples_apart(self, batch: Batch, expected: Sequence[Tensor]) -> bool:
+    def keeps_samples_apart(self, batch: Batch, expected: Sequence[Tensor], between: Batch | None = None) -> bool:
         """Check whether the stages give what is expected for the samples that stay, once others have left."""
-        pairs = zip(self.outputs(batch, KEPT), expected, strict=False)
+        pairs = zip(self.outputs(batch, KEPT, between), expected, strict=False)
         return all(is_close(output, whole[rows]) for (rows, output), whole in pairs)
 
 
@@ -149,7 +158,7 @@ def prove(
             trials = _trials(chain, others)
             _check_bits(chain, trials[0])
         _fix_other_sizes(chain, others, reasons)
-        _check_chain_keeps_samples_apart(chain, trials[0])
+        _check_chain_keeps_samples_apart(chain, *trials)
     if reason := training_difference(chain, trials[1].batch):
         for stage in (*stages, *heads):
             refuse_training(stage, f"{reason} if it is trained in stages")
@@ -162,11 +171,13 @@ def check_chain(
     inputs: Inputs,
     heads: Sequence[nn.Module] = (),
     readers: Sequence[Callable[[Batch], None]] = (),
+    *,
+    as_given: bool = False,
 ) -> str:
     """Raise unless the chain is the network: for its weights and for others, at sizes that it takes, in training.
 
-    What is carried past each exit goes to `readers`. Return why the stages refuse to be trained; "" if they can be.
-    Nothing is changed by it.
+    What is carried past each exit goes to `readers`. With `as_given` the example itself is a batch, too, next to those
+    that are like it. Return why the stages refuse to be trained; "" if they can be. Nothing is changed by it.
     """
     chain = Chain(network, stages, inputs, heads)
     with chain.in_evaluation(), refusals():
@@ -177,13 +188,15 @@ def check_chain(
             trials = _trials(chain, [])
         for trial in (chain.trial(inputs.of_size(1)), *trials):
             _check_bits(chain, trial)
+        if as_given:
+            _check_batch_itself(chain, inputs.tensors)
         carried: Any = trials[1].batch
         for stage, reader in zip(stages[:-1], readers, strict=False):
             carried = stage(*carried)
             reader(carried)
         _check_with_other_weights(chain, trials)
         _check_network_keeps_samples_apart(chain, inputs.of_size(MANY["data"]))
-        _check_chain_keeps_samples_apart(chain, trials[0])
+        _check_chain_keeps_samples_apart(chain, *trials)
     ours = _two_steps(network, [*stages, *heads], chain.run_stages, trials[1].batch, seed=0)
     if isinstance(ours, BadInput):
         return str(ours)
@@ -192,11 +205,22 @@ def check_chain(
     return ""
 
 
+def _check_batch_itself(chain: Chain, batch: Batch) -> None:
+    """Raise if samples of a batch mix, or if its stages differ from the network, all together or after some left."""
+    trial, size = chain.trial(batch), len(batch[0])
+    _check_bits(chain, trial)
+    if size > 1:
+        _check_network_keeps_samples_apart(chain, batch, apart=([*range(0, size, 2)], [*range(1, size, 2)]))
+    if size >= ROWS:
+        _check_chain_keeps_samples_apart(chain, trial, trial)
+
+
 def _check_with_other_weights(chain: Chain, trials: Sequence[ProofBatch]) -> None:
     """Raise if samples mix once weights change, in batches that show it, or if stages differ from the network then."""
     few = tuple(tensor[: len(SCALES)] for tensor in trials[0].batch)
     with _other_weights(chain.network):
-        judged = [_check_network_keeps_samples_apart(chain, harder, finite=True) for harder in _harder(chain, few)]
+        harder = *_harder(chain, few), *_of_lengths(chain.inputs.of_size(len(SCALES)))
+        judged = [_check_network_keeps_samples_apart(chain, each, finite=True) for each in harder]
         if not any(judged):
             _check_network_keeps_samples_apart(chain, few)
         batches = trials[1].batch, chain.inputs.of_size(1)  # other sizes than the example's are judged elsewhere
@@ -249,6 +273,24 @@ def _harder(chain: Chain, batch: Batch) -> list[Batch]:
 def _scaled(tensor: Tensor) -> Tensor:
     factors = torch.tensor(SCALES, device=tensor.device, dtype=tensor.dtype)
     return tensor * factors.view(-1, *[1] * (tensor.ndim - 1))
+
+
+def _of_lengths(batch: Batch) -> list[Batch]:
+    """Return batches of sequences that end in zeros, if they are sequences: steps are the first axis or the second."""
+    axes = (1, 2) if any(map(_is_sequence, batch)) else ()
+    return [tuple(_ended(each, axis) if _is_sequence(each) else each for each in batch) for axis in axes]
+
+
+def _is_sequence(tensor: Tensor) -> bool:
+    return tensor.ndim == 3 and tensor.is_floating_point()
+
+
+def _ended(tensor: Tensor, axis: int) -> Tensor:
+    """Return sequences of different lengths: a row's end along an axis is zero."""
+    size = tensor.shape[axis]
+    steps = torch.arange(size, device=tensor.device).view(1, *(size if each == axis else 1 for each in (1, 2)))
+    lengths = torch.tensor([max(1, size * parts // 4) for parts in TOKENS], device=tensor.device).view(-1, 1, 1)
+    return tensor * (steps < lengths)
 
 
 def _padded(tensor: Tensor, pad: int) -> Tensor:
@@ -413,15 +455,18 @@ def resized(batch: Batch, changes: Sequence[tuple[Axes, int]]) -> Batch:
     return tuple(resized)
 
 
-def _check_network_keeps_samples_apart(chain: Chain, batch: Batch, *, finite: bool = False) -> bool:
+def _check_network_keeps_samples_apart(
+    chain: Chain, batch: Batch, *, finite: bool = False, apart: Sequence[list[int]] = APART
+) -> bool:
     """Raise if a sample's logits depend on the others of its batch; return False if that cannot be judged.
 
-    With `finite` a batch that the network does not take, or for which it gives no finite numbers, is not judged.
+    With `finite` a batch that the network does not take, or for which it gives no finite numbers, is not judged. The
+    rows of `apart` are run without the others.
     """
     try:
         with _attributes_restored(chain.network):  # once: what it keeps from batch to batch shows in the last part
             expected = chain.run_network(batch)
-            parts = [chain.run_network(tuple(tensor[rows] for tensor in batch)) for rows in APART]
+            parts = [chain.run_network(tuple(tensor[rows] for tensor in batch)) for rows in apart]
     except Exception:  # such as "every text must end with the same token"
         if finite:
             return False
@@ -433,7 +478,7 @@ def _check_network_keeps_samples_apart(chain: Chain, batch: Batch, *, finite: bo
             f"the network gives {rows[0]} rows for {len(batch[0])} samples: give inputs and return logits whose first"
             " axis is the samples"
         )
-    for rows, part in zip(APART, parts, strict=True):
+    for rows, part in zip(apart, parts, strict=True):
         if not all(is_close(one, other[rows]) for one, other in zip(part, expected, strict=True)):
             raise _why_samples_mix(chain, batch, rows, expected)
     return True
@@ -455,15 +500,30 @@ def _why_samples_mix(chain: Chain, batch: Batch, rows: Any, expected: Sequence[T
     )
 
 
-def _check_chain_keeps_samples_apart(chain: Chain, trial: ProofBatch) -> None:
+def _check_chain_keeps_samples_apart(chain: Chain, trial: ProofBatch, other: ProofBatch) -> None:
     """Raise if the stages give something else once some samples have left, or go on with those of another batch."""
     _check_shared_tensors(chain, tuple(tensor[: len(SCALES)] for tensor in trial.batch))
-    if not chain.keeps_samples_apart(*trial):
+    if _is_apart_from(chain, trial, other.batch):
+        return
+    if chain.keeps_samples_apart(*trial):
         raise BadInput(
-            "once some samples have left, the stages do not give what the network gives: a tensor that is carried past"
-            " an exit shares memory that the network writes to later, or holds several rows for each sample, not side"
-            " by side. Cut elsewhere, or write no tensor in place"
+            "a stage leaves something for a later one that is not carried from one to the other, such as an attribute"
+            " of an object that modules share, and another batch that runs in between changes it: hand it over as an"
+            " argument, or cut elsewhere"
         )
+    raise BadInput(
+        "once some samples have left, the stages do not give what the network gives: a tensor that is carried past"
+        " an exit shares memory that the network writes to later, or holds several rows for each sample, not side"
+        " by side. Cut elsewhere, or write no tensor in place"
+    )
+
+
+def _is_apart_from(chain: Chain, trial: ProofBatch, between: Batch) -> bool:
+    """Check whether samples may leave while another batch, of other samples and perhaps sizes, runs in between."""
+    try:
+        return chain.keeps_samples_apart(*trial, between)
+    except Exception:  # as of a size that the other batch has left behind
+        return False
 
 
 def _check_shared_tensors(chain: Chain, batch: Batch) -> None:
@@ -472,7 +532,7 @@ def _check_shared_tensors(chain: Chain, batch: Batch) -> None:
         return
     alone = [tuple(tensor[[row] * len(tensor)] for tensor in batch) for row in range(2)]
     halves = tuple(each if each.is_floating_point() or is_text(each) else each // 2 for each in batch)
-    for changed in (*alone, halves, *_harder(chain, batch)):
+    for changed in (*alone, halves, *_harder(chain, batch), *_of_lengths(batch)):
         try:
             found = _shared_tensors(chain, changed)
         except Exception:  # such as "every text must end with the same token"
@@ -488,11 +548,14 @@ def _check_shared_tensors(chain: Chain, batch: Batch) -> None:
 
 def _shared_tensors(chain: Chain, batch: Batch) -> list[tuple[str, Tensor]]:
     """Return what is carried past exits for all samples of a batch together, with the lines that made it."""
-    shared, carried = list[tuple[str, Tensor]](), batch
-    places = [getattr(stage, "_shared", {}) for stage in chain.stages[:-1]]
-    for stage, lines in zip(chain.stages, places, strict=False) if any(places) else ():
+    shared, carried = list[tuple[str, Tensor]](), tuple(tensor.clone() for tensor in batch)
+    for stage in chain.stages[:-1]:
+        known = getattr(stage, "_shared", None)
         carried = stage(*carried)
-        shared += [(line, carried[index]) for index, line in lines.items()]
+        if known is None:  # of a stage that was loaded: what is one for all has been repeated, without memory
+            repeated = [index for index, each in enumerate(carried) if each.ndim and not each.stride(0)]
+            known = dict.fromkeys(repeated, "an unknown line")
+        shared += [(line, carried[index]) for index, line in known.items()]
     return shared
 
 

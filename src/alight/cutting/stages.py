@@ -64,6 +64,7 @@ NOT_METHODS = {  # of tensors that return something else than tensors, take func
     "record_stream", "register_hook", "register_post_accumulate_grad_hook", "set_", "share_memory_", "storage",
     "storage_type", "tolist", "untyped_storage",
 }  # fmt: skip
+POWERS: dict[Any, str] = {Tensor.__pow__: "__pow__", Tensor.__ipow__: "__ipow__"}  # with names of others
 TORCH_KINDS = (torch.dtype, torch.layout, torch.memory_format)
 TORCH_VALUES = {str(value): value for value in vars(torch).values() if isinstance(value, TORCH_KINDS)}
 ARGUMENTS: dict[str, tuple[Any, Callable[[Any], Any], Callable[[Any], Any]]] = {  # that JSON has not: type, to, from
@@ -93,7 +94,7 @@ class Stage(nn.Module):
 
     _source: str
     _graphs: StageGraphs
-    _shared: Mapping[int, str] = {}  # places in what it returns of tensors that are one for all samples, and lines
+    _shared: Mapping[int, str] | None = None  # where it returns tensors that are one for all samples, and their lines
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Stage":
         twin = memo[id(self)] = type(self).__new__(type(self))
@@ -307,7 +308,7 @@ class _GraphBuilder:
         args, kwargs = map_aggregate((call.args, call.kwargs), self._argument)
         if isinstance(call.target, str):
             return self.nodes.call_module(call.target, args, kwargs)
-        name = getattr(call.target, "__name__", "")
+        name = str(POWERS.get(call.target) or getattr(call.target, "__name__", ""))
         if name == "__get__":
             return self.nodes.call_function(getattr, (args[0], call.target.__self__.__name__))
         if name == "__set__":

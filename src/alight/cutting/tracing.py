@@ -159,6 +159,10 @@ class DependsOnBatchSize(BadInput):
     """A network whose code does something else for large batches than for small ones."""
 
 
+class WritesParameters(BadInput):
+    """A network that changes its own parameters when it is run in evaluation."""
+
+
 class Untraceable(Exception):
     """More modules must be opened to see where a tensor comes from, or whether it depends on the input."""
 
@@ -208,7 +212,7 @@ def trace(
             copies = on_meta(model), on_meta(model, dtype)
             batches = [inputs.of_size(size, "meta", dtype if index else None) for index, size in enumerate(BATCHES)]
             return _trace_twice(copies, batches, inputs, watched, openings, training)
-        except DependsOnBatchSize:
+        except (DependsOnBatchSize, WritesParameters):
             raise
         except Exception:  # whatever a network does that cannot be done without data
             continue
@@ -266,11 +270,24 @@ def record_calls(
     """Run the network once and record its calls, with the ends of watched modules."""
     recorder = _CallRecorder(model, batch, watched, is_opened)
     contexts = _fixed_masks(), without_shortcuts(model), replaced(functions_that_fix_sizes())
+    versions = {name: each._version for name, each in model.named_parameters()}
     with torch.enable_grad(), contexts[0], contexts[1], contexts[2], recorder.module_calls_recorded(), recorder:
         result = inputs.run(model, batch)
+    _check_no_parameter_is_written(model, versions)
     recorder.closed = 1  # the network may have kept sizes, which later runs compare
     recorder.output = recorder.encoded(result)
     return recorder
+
+
+def _check_no_parameter_is_written(model: nn.Module, versions: Mapping[str, int]) -> None:
+    """Raise if a run has changed parameters, but those of embeddings with a largest norm, whose rows it scales."""
+    for name, each in model.named_parameters():
+        owner = model.get_submodule(name.rpartition(".")[0])
+        if each._version != versions[name] and getattr(owner, "max_norm", None) is None and not model.training:
+            raise WritesParameters(
+                f"the network writes to its parameter {name!r} in evaluation mode, as layers do that set themselves by"
+                " their first batch: run it once on your data before heads are attached, or make it a buffer"
+            )
 
 
 def _fixed_masks() -> AbstractContextManager[None]:
@@ -346,8 +363,17 @@ class _CallRecorder(TorchFunctionMode):
             run = own_apply.__get__(None, function)
             return run(*args, **kwargs) if self.closed else self._recorded(run, run, args, kwargs)
 
-        own_apply = vars(torch.autograd.Function)["apply"]
-        return replaced([(nn.Module, "__call__", call), (torch.autograd.Function, "apply", classmethod(apply))])
+        def write(module: nn.Module, attribute: str, value: Any) -> None:
+            name = self.modules.get(id(module))
+            if not self.closed and name is not None and not self.is_opened(name) and attribute != "training":
+                with self._unrecorded():
+                    line = _line()
+                raise Untraceable(f"the network writes {attribute!r} into module {name!r}, which reads it, at {line}")
+            own_write(module, attribute, value)
+
+        own_apply, own_write = vars(torch.autograd.Function)["apply"], nn.Module.__setattr__
+        changes = (nn.Module, "__call__", call), (torch.autograd.Function, "apply", classmethod(apply))
+        return replaced([*changes, (nn.Module, "__setattr__", write)])
 
     def _unrecorded(self) -> AbstractContextManager[None]:
         return replaced([(self, "closed", self.closed + 1)])

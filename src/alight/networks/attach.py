@@ -13,6 +13,7 @@ from alight.cutting.cut import cut, split_outputs
 from alight.cutting.flops import count_flops
 from alight.cutting.placement import HeadFlops, cut_evenly, linear_flops
 from alight.cutting.running import Inputs, LogitsChoice, in_mode, pick_logits
+from alight.cutting.stages import Stage
 from alight.data.preprocess import Normalisation
 from alight.data.tokens import Meaning
 from alight.errors import BadInput
@@ -22,6 +23,7 @@ from alight.networks.masks import Masks
 from alight.networks.multi_exit import Carried, MultiExitModel, checked_read, count_classes, describe, input_names
 
 EXITS = 3  # that "auto" places before the end: heads cost where they save nothing, and `plan` can only close exits
+PROBABILITIES = 1e-3  # how far a sum of probabilities may be from 1
 END = "end"  # the name of the last exit, the network's own classifier
 
 
@@ -73,6 +75,7 @@ def attach_heads(
             names = list(after or ())
         runs = run_stages(stages, inputs.tensors)
         own = _checked_classes(runs[-1].carried[0], num_classes, classes)
+        _check_task(stages[-1], runs[-1].carried[0])
         last = [channels == "last"] * len(names) if channels else are_channels_last(stages, runs, inputs)
     for stage in stages:
         stage.training = backbone.training  # a training loop of one's own may not set modes
@@ -197,6 +200,34 @@ def _checked_classes(logits: Tensor, num_classes: int | None, classes: Sequence[
             f" give num_classes={own}, or replace the network's classifier first"
         )
     return own
+
+
+def _check_task(last: nn.Module, logits: Tensor) -> None:
+    """Raise if the network gives every class a probability of its own; warn if it gives probabilities of classes."""
+    if _ends_in_sigmoid(last):
+        raise BadInput(
+            "the network ends in a sigmoid, which gives every class a probability of its own, as where several labels"
+            " of a sample are right, and exits choose one class: leave the sigmoid out if one class is right"
+        )
+    if logits.min() >= 0 and (logits.sum(dim=1) - 1).abs().max() < PROBABILITIES:
+        warnings.warn(
+            "the network gives probabilities, not logits: leave its softmax out, or give logits=torch.log, or losses"
+            " and scores are those of a softmax of a softmax",
+            stacklevel=3,
+        )
+
+
+def _ends_in_sigmoid(stage: nn.Module) -> bool:
+    """Check what the last call of a stage is, also of one inside the last module that it calls."""
+    if not isinstance(stage, Stage):
+        return False
+    node = next(iter(stage._graphs[0].output_node().all_input_nodes), None)
+    if node is None or node.op != "call_module":
+        return node is not None and node.target in ("sigmoid", torch.sigmoid, nn.functional.sigmoid)
+    module: nn.Module | None = stage.get_submodule(str(node.target))
+    while isinstance(module, nn.Sequential):
+        module = module[-1] if len(module) else None
+    return isinstance(module, nn.Sigmoid)
 
 
 class Features(NamedTuple):

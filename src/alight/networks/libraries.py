@@ -212,10 +212,11 @@ def from_name(
     image_size: int | None = None,
     input_shape: Sequence[int] | None = None,
     arguments: Mapping[str, Any] | None = None,
+    stated: Mapping[str, Any] | None = None,
 ) -> MultiExitModel:
     """Build the network LIBRARY:NAME, FILE.py:NAME or package.module:NAME with exits; `arguments` are its own.
 
-    `input_shape`, of one sample, is for networks of files and packages alone (`from_own`).
+    `input_shape`, of one sample, and what is `stated` are for networks of files and packages alone (`from_own`).
 
     >>> from_name("zoo:msdnet_cifar", num_classes=10, arguments={"blocks": 2, "channels": 4}).exits
     ('block 0', 'block 1')
@@ -225,7 +226,9 @@ def from_name(
         if pretrained:
             raise BadInput(f"{network} has no weights to download: give a file of them (--weights)")
         given: dict[str, Any] = {"image_size": image_size, "input_shape": input_shape, "arguments": arguments}
-        return from_own(network, num_classes=num_classes, after=after, head=head, count=count, **given)
+        return from_own(network, num_classes=num_classes, after=after, head=head, count=count, stated=stated, **given)
+    if stated:
+        raise BadInput(f"{network} says itself where its {' and '.join(stated)} are: leave it out")
     if input_shape is not None:
         raise BadInput(f"{network} says itself what it takes: leave input_shape out, or give image_size")
     options = {"num_classes": num_classes, "image_size": image_size} | dict(arguments or {})

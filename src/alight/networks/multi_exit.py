@@ -75,6 +75,9 @@ def count_classes(logits: Any) -> int:
     return shape[1]
 
 
+INDICES = {torch.int32, torch.int64}
+
+
 class MultiExitModel(nn.Module):
     """A backbone cut into stages, with a head after each.
 
@@ -136,6 +139,7 @@ class MultiExitModel(nn.Module):
         self.classes = tuple(classes)
         self.normalisation = normalisation
         self.recipe = dict(recipe or {"source": "stages"})
+        self._verifying = False
         self._proven: set[Any] = set()  # sizes and dtypes of inputs for which the exits were compared with the network
 
     @property
@@ -195,7 +199,7 @@ class MultiExitModel(nn.Module):
     def proven(self, batch: Carried) -> Carried:
         """Return a batch; the first of each new size and dtype is run by the network too, and both have to agree."""
         kind = tuple([(each.shape[1:], each.dtype) for each in batch])
-        if kind in self._proven or _is_traced(batch[0]):
+        if kind in self._proven or self._verifying or _is_traced(batch[0]):
             return batch
         if self.network is None:
             self._check_known(batch)
@@ -217,6 +221,7 @@ class MultiExitModel(nn.Module):
         """Raise if there is no network to compare with, and it was not compared for inputs of these sizes before."""
         if self.known_inputs is None:
             return
+        self._check_dtypes(batch)
         sizes, lengths = [tuple(each.shape[1:]) for each in batch], self.known_inputs["lengths"]
         known = [[tuple(shape) for shape in each] for each in self.known_inputs["sizes"]]
         if sizes in known or (
@@ -229,6 +234,19 @@ class MultiExitModel(nn.Module):
             f" with it for {seen}: pass the network in as load_model(folder, backbone=...), or run inputs of this size"
             " before it is saved"
         )
+
+    def _check_dtypes(self, batch: Carried) -> None:
+        """Raise if inputs are of another dtype than the example's; floats are alike, and so are indices."""
+        example = Inputs(random_example(self.recipe, torch.Generator().manual_seed(0))).tensors
+        for given, known in zip(batch, example, strict=True):
+            alike = {given.dtype, known.dtype} <= INDICES or (given.is_floating_point() and known.is_floating_point())
+            if given.dtype != known.dtype and not alike:
+                other, own = (str(each.dtype).removeprefix("torch.") for each in (given, known))
+                raise BadInput(
+                    f"inputs of {other}, and this folder holds the network without its code, which was compared with it"
+                    f" for {own}: convert them as the network's code does, or pass the network in as"
+                    " load_model(folder, backbone=...)"
+                )
 
     @property
     def sizes(self) -> str:
@@ -254,6 +272,13 @@ class MultiExitModel(nn.Module):
         >>> attach_heads(network, after=["1"], example=torch.zeros(1, 4)).verify()
         ''
         """
+        self._verifying = True  # without a note of these sizes: random inputs show less than those to come
+        try:
+            return self._verified(example)
+        finally:
+            self._verifying = False
+
+    def _verified(self, example: Any) -> str:
         network = self.network or self._network_of_stages()
         inputs = self._proof_inputs(network, random_example(self.recipe, torch.Generator().manual_seed(0)))
         if self.recipe["source"] == "outputs":
@@ -265,7 +290,7 @@ class MultiExitModel(nn.Module):
             if not self.recipe.get("channels"):
                 check_axes([*self.stages], [*self.heads], self.exits, inputs)
         inputs = inputs if example is None else self._proof_inputs(network, example)
-        return check_chain(network, [*self.stages], inputs, heads, readers)
+        return check_chain(network, [*self.stages], inputs, heads, readers, as_given=example is not None)
 
     def _network_of_stages(self) -> nn.Module:
         """Return the stages as a network if they give the logits that were saved with them."""

@@ -33,11 +33,13 @@ def from_own(
     image_size: int | None = None,
     input_shape: Sequence[int] | None = None,
     arguments: Mapping[str, Any] | None = None,
+    stated: Mapping[str, Any] | None = None,
 ) -> MultiExitModel:
     """Build a network of one's own with exits: a class or a function of a file or a package, which is run.
 
     `input_shape` is that of one sample, as (3, 32, 32); for images `image_size` will do. `arguments` are the
-    network's own. `save_model` writes its layers down, so that the file is not needed again.
+    network's own; what it does not say, `stated` does: `logits` and `channels` of `attach_heads`. `save_model` writes
+    its layers down, so that the file is not needed again.
 
     >>> import tempfile
     >>> path = Path(tempfile.mkdtemp()) / "nets.py"
@@ -57,6 +59,7 @@ def from_own(
         example=example_for(built, network, input_shape, image_size),
         num_classes=num_classes,
         head=head,
+        **stated or {},
     )
     model.recipe["built"] = network
     return model
