@@ -98,7 +98,7 @@ def _fitted(goal: Goal, train: str | None, validation: str, options: argparse.Na
 
 
 def _recorded(validation: str, options: argparse.Namespace) -> tuple[Any, Steps]:
-    """Return recorded outputs from their file, other data as they are named; and steps that know the file."""
+    """Return recorded outputs from their file, the path of other data; and steps that know the file."""
     if kind_of(validation) != "table":
         return validation, Steps(not options.quiet)
     sources = {"validation": f"alight.HeadOutputs.load({validation!r})"}

@@ -85,7 +85,7 @@ def _too_few(model: nn.Module, places: Sequence[CutPlace], count: int, problem: 
     if problem:
         remedy = f"elsewhere, {problem}"
     elif not places:
-        remedy = "an exit with its head would cost as much as all; run the network as it is"
+        remedy = "an exit with its head would cost as much as all; run the network without exits"
     return f"{found} and {count} asked for: {remedy}"
 
 

@@ -80,7 +80,7 @@ def with_heads(network: Any, data: Any, preprocess: Any, steps: Steps) -> WithHe
 
 
 def _check_module(network: Any) -> None:
-    """Raise if a module cannot be cut as it is: compiled, scripted, without weights, or not in float32."""
+    """Raise if a module cannot be cut: it is compiled, scripted, without weights, or not in float32."""
     import torch
 
     from alight.networks.multi_exit import MultiExitModel
