@@ -130,5 +130,5 @@ def test_a_model_of_triton_runs_the_stages_for_survivors_alone(exported, tmp_pat
 
 
 def test_a_cascade_is_not_deployed_in_lower_precision_as_one(tmp_path):
-    with pytest.raises(BadInput, match=r"Cascade is no network with exits: .* the ONNX files of its networks"):
+    with pytest.raises(BadInput, match=r"Cascade is not a network with exits: .* the ONNX files of its networks"):
         deploy(chain(), (pixels()[:40], [0] * 40), tmp_path / "int8", budget="50%")

@@ -214,7 +214,7 @@ class HasRoomForFew(Network):
         return self.room(super().rest(x))
 
 
-def test_a_batch_that_is_given_is_verified_as_it_is():
+def test_a_batch_that_is_given_is_verified_unchanged():
     model = attach_heads(HasRoomForFew(), ["first"], example=IMAGES)
     assert model.verify(torch.randn(30, 3, 12, 12)) == ""
     with pytest.raises(BadInput, match="depend on the other samples of its batch, as first seen in what 'room'"):

@@ -210,7 +210,7 @@ def _check_batch_itself(chain: Chain, batch: Batch) -> None:
     trial, size = chain.trial(batch), len(batch[0])
     _check_bits(chain, trial)
     if size > 1:
-        _check_network_keeps_samples_apart(chain, batch, apart=([*range(0, size, 2)], [*range(1, size, 2)]))
+        _check_network_keeps_samples_apart(chain, batch, parts=([*range(0, size, 2)], [*range(1, size, 2)]))
     if size >= ROWS:
         _check_chain_keeps_samples_apart(chain, trial, trial)
 
@@ -456,17 +456,17 @@ def resized(batch: Batch, changes: Sequence[tuple[Axes, int]]) -> Batch:
 
 
 def _check_network_keeps_samples_apart(
-    chain: Chain, batch: Batch, *, finite: bool = False, apart: Sequence[list[int]] = APART
+    chain: Chain, batch: Batch, *, finite: bool = False, parts: Sequence[list[int]] = APART
 ) -> bool:
     """Raise if a sample's logits depend on the others of its batch; return False if that cannot be judged.
 
     With `finite` a batch that the network does not take, or for which it gives no finite numbers, is not judged. The
-    rows of `apart` are run without the others.
+    rows of `parts` are run without the others.
     """
     try:
         with _attributes_restored(chain.network):  # once: what it keeps from batch to batch shows in the last part
             expected = chain.run_network(batch)
-            parts = [chain.run_network(tuple(tensor[rows] for tensor in batch)) for rows in apart]
+            outputs = [chain.run_network(tuple(tensor[rows] for tensor in batch)) for rows in parts]
     except Exception:  # such as "every text must end with the same token"
         if finite:
             return False
@@ -478,8 +478,8 @@ def _check_network_keeps_samples_apart(
             f"the network gives {rows[0]} rows for {len(batch[0])} samples: give inputs and return logits whose first"
             " axis is the samples"
         )
-    for rows, part in zip(apart, parts, strict=True):
-        if not all(is_close(one, other[rows]) for one, other in zip(part, expected, strict=True)):
+    for rows, output in zip(parts, outputs, strict=True):
+        if not all(is_close(one, other[rows]) for one, other in zip(output, expected, strict=True)):
             raise _why_samples_mix(chain, batch, rows, expected)
     return True
 

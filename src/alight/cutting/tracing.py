@@ -41,6 +41,8 @@ from alight.errors import BadInput
 
 BATCHES = (2, 3)  # not 1: code that squeezes or broadcasts behaves differently there
 MANY = {"meta": 4099, "data": 33}  # samples of a third batch, in which code that works in parts of a batch shows
+FEW = 7  # of that batch at least, whatever the memory
+MEMORY = 2**29  # bytes of a tensor with data that the network makes of that batch
 CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 SCALARS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 CONTENT_READS = {  # functions that turn the content of a tensor into a number
@@ -249,7 +251,7 @@ def _trace_twice(
             )
             traced = _aligned(first, second, batches[0][0].device, training)
             if not training:
-                many = _many(inputs, batches[0])
+                many = _many(inputs, batches[0], first.largest)
                 large = record_calls(models[0], inputs, many, watched, is_opened)
                 _check_large_batch(traced, large, first.shapes.keys() ^ second.shapes.keys(), len(many[0]))
                 if first.inside != large.inside:  # perhaps only what a first run keeps for later ones
@@ -323,6 +325,7 @@ class _CallRecorder(TorchFunctionMode):
         self.weighted: set[int] = set()  # identities of tensors computed from the network's weights
         self.sized_by_content: set[int] = set()
         self.closed = 0  # how deep inside closed modules
+        self.largest = 0  # bytes of a tensor with data
         self.running: Any = None  # what was called last of all that is recorded
         self.inside: set[tuple[Any, str]] = set()  # closed modules, and names of functions that they call
         self.checks: dict[Any, tuple[SizeCheck, tuple[Any, Any]]] = {}  # comparisons of sizes, with the numbers
@@ -337,10 +340,16 @@ class _CallRecorder(TorchFunctionMode):
         if self.closed:
             self.inside.add((self.running, getattr(func, "__name__", "")))
             quick = quick_result(func, args)
-            return func(*args, **kwargs) if quick is None else quick
+            result = func(*args, **kwargs) if quick is None else quick
+            self._note_memory(result)
+            return result
         if getattr(func, "__name__", "") == "__iter__":
             return iter(self._recorded(Tensor.unbind, Tensor.unbind, (*args, 0), {}))
         return self._recorded(func, func, args, kwargs)
+
+    def _note_memory(self, result: Any) -> None:
+        if type(result) is Tensor and not result.is_meta:
+            self.largest = max(self.largest, result.untyped_storage().nbytes())
 
     def module_calls_recorded(self) -> AbstractContextManager[None]:
         """Record calls of modules too."""
@@ -466,6 +475,7 @@ class _CallRecorder(TorchFunctionMode):
             case Tensor():
                 if id(result) in self.values or id(result) in self.state or id(result) in self.constants:
                     result = result.view_as(result)
+                self._note_memory(result)
                 self._register(result, value, tainted)
             case Mapping():
                 items = {key: renewed(key, part) for key, part in result.items()}
@@ -632,11 +642,13 @@ def _aligned(first: _CallRecorder, second: _CallRecorder, device: torch.device, 
     )
 
 
-def _many(inputs: Inputs, batch: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """Return a large batch like a small one, with data or without."""
+def _many(inputs: Inputs, batch: tuple[Tensor, ...], largest: int) -> tuple[Tensor, ...]:
+    """Return a large batch like a small one, with data or without; `largest` are bytes that it made with data."""
+    fitting = MEMORY * len(batch[0]) // (largest + 1)
     if batch[0].is_meta:
-        return tuple(each.new_empty((MANY["meta"], *each.shape[1:])) for each in batch)
-    return inputs.of_size(MANY["data"])
+        size = min(MANY["meta"], max(MANY["data"], fitting))
+        return tuple(each.new_empty((size, *each.shape[1:])) for each in batch)
+    return inputs.of_size(min(MANY["data"], max(FEW, fitting)))
 
 
 def _check_large_batch(traced: Trace, large: _CallRecorder, per_sample: set[Value], size: int) -> None:

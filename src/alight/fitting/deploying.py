@@ -151,8 +151,8 @@ def deploy(
     """
     if not hasattr(model, "stages"):
         raise BadInput(
-            f"{type(model).__name__} is no network with exits: give a MultiExitModel. For a cascade in lower precision"
-            " give cascade() the ONNX files of its networks in that precision, and export it"
+            f"{type(model).__name__} is not a network with exits: give a MultiExitModel. For a cascade in lower"
+            " precision give cascade() the ONNX files of its networks in that precision, and export it"
         )
     goal = Goal(budget, max_accuracy_loss) if policy is None else None
     if policy is not None and (budget, max_accuracy_loss) != (None, None):
