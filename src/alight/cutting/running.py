@@ -103,7 +103,8 @@ def pick_logits(output: Any, choice: LogitsChoice = None) -> Any:
     asked = "" if choice is None else f", and none is {choice!r}"
     raise BadInput(
         f"the network gives {len(tensors)} tensors{asked} ({listed or type(output).__name__}): say which are the"
-        " logits, as in attach_heads(..., logits=0), by name, index or function (--logits 0), or return these alone"
+        " logits, as in attach_heads(..., logits=0), by name, index or function (--logits 0), or let it return these"
+        " alone"
     )
 
 
