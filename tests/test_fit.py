@@ -627,6 +627,8 @@ def test_goals_in_time_give_a_policy_in_milliseconds_or_the_full_network(fitted,
 def test_a_speed_up_that_no_exit_can_give_is_answered_by_the_full_network(fitted, monkeypatch):
     slow_heads = alight.Costs([0.1, 0.02, 0.02, 0.02], [0.3, 0.3, 0.3, 0.01], "ms")
     monkeypatch.setattr(planning, "walking_costs", lambda *_, **__: slow_heads)
+    twice = timing.SpeedComparison(64, 100, 200, 2, 2, 2, (1, 1), (1, 1), None, None)  # if all left at the first exit
+    monkeypatch.setattr(steps._Fitting, "_compared", lambda *_, **__: twice)
     with pytest.warns(UserWarning, match="the first exit takes 2.35 times as long as the full network, which answers"):
         predictor = alight.fit(fitted.network, None, digits()[1].tensors, speedup=1.05, progress=False)
     assert predictor.policy.method == "full network"
