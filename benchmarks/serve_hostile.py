@@ -53,7 +53,7 @@ EVERY, LOOK = 0.05, 0.25  # seconds between two requests of the bystander, and t
 SERVER_CORE, CLIENT_CORE = 0, 1
 DOCUMENTED = (200, 503, 504)  # beside all of 4xx: good pictures are among the bombs
 JSON = "application/json"
-SLOW = 30.0  # seconds that an answer may take
+SLOW = 60.0  # seconds that an answer may take: twice as long as the service lets a request wait
 Row = dict[str, str | float | int]
 
 
@@ -242,12 +242,12 @@ MADE: tuple[Callable[[np.random.Generator], Request], ...] = (
 
 
 def sent(port: int, content: bytes) -> int:
-    """The status of the answer to these bytes; 0 if the connection was closed without one."""
+    """The status of the answer to these bytes; 0 if the connection was closed without one, or none came."""
     with socket.create_connection(("127.0.0.1", port), timeout=SLOW) as connection:
         reply = b""
         with suppress(ConnectionError):  # it need not read all of what it refuses
             connection.sendall(content)
-        with suppress(ConnectionError):
+        with suppress(ConnectionError, TimeoutError):
             while b"\r\n" not in reply and (more := connection.recv(4096)):
                 reply += more
     parts = reply.split(b" ", 2)

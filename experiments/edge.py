@@ -8,10 +8,10 @@ STATE holds results of cifar100_train.py, DATA is CIFAR-100 (see cifar100_data.p
 calibrates all contenders into WORK, on test images; `measure` runs them on 2,000 others: each in a process of its own
 (edge_worker.py), single images in turns of 20, batches of 64 in rounds. With --paused it waits for a line of input
 before each part. Writes results/edge.csv: accuracy, milliseconds of single images (mean, median, 99th percentile),
-images per second in batches of 64, memory. `over_best` is the time of the fastest full network
-whose accuracy is at most half a point lower, over that of the contender. "cut after" is the network with exits without
-what comes after one of them: the same accuracy for every image, at a lower price. Networks without weights in STATE
-are timed with random ones, and their accuracy is that of results/cifar100_runs.csv, in float32.
+images per second in batches of 64, memory. `over_best` is the time of the fastest full network whose accuracy is at
+most half a point lower, over that of the contender; empty where there is none. "cut after" is the network with exits
+without what comes after one of them: the same accuracy for every image, at a lower price. Networks without weights in
+STATE are timed with random ones, and their accuracy is that of results/cifar100_runs.csv, in float32.
 """
 
 import argparse
@@ -431,7 +431,7 @@ def measure(options: argparse.Namespace) -> None:
         row |= over_best(row, rows)
         print(
             f"{row['name']:58} {row['accuracy']:.3f}  {row['mean_ms']:7.3f} ms  99 % {row['p99_ms']:7.3f} ms"
-            f"  {row['per_second']:7.1f}/s  over best: {row['over_best']:.2f} / {row['over_best_batched']:.2f}"
+            f"  {row['per_second']:7.1f}/s  over best: {row['over_best']} / {row['over_best_batched']}"
         )
     write_rows(options.output, [{**row, **made} for row in rows])
 
@@ -468,7 +468,7 @@ def over_best(row: Row, rows: list[Row]) -> Row:
     equal = [each for each in alike if float(each["accuracy"]) >= float(row["accuracy"]) - EQUAL]
     full = [each for each in equal if each["full"]]
     if not full:
-        return {"over_best": 0.0, "over_best_batched": 0.0, "over_cut": 0.0, "best_equal": "none"}
+        return {"over_best": "", "over_best_batched": "", "over_cut": "", "best_equal": "none"}
     best = min(full, key=lambda each: float(each["mean_ms"]))
     return {
         "over_best": float(best["mean_ms"]) / float(row["mean_ms"]),
