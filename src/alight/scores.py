@@ -13,7 +13,17 @@ import numpy as np
 Array = Any  # a NumPy array or a torch tensor
 ARRAYS = (np.ndarray, np.generic)
 FEW = 16  # likeliest classes are found one after the other; more are sorted
+NEAR_ONE = 1e-3  # how far a sum of probabilities may be from 1
 LOWEST = -1.7e308  # near the least number in double precision
+
+
+def are_probabilities(values: Array) -> bool:
+    """Check whether rows hold numbers from 0 on whose sum is 1, which logits do not.
+
+    >>> are_probabilities(np.array([[0.25, 0.75]])), are_probabilities(np.array([[1.0, 2.0]]))
+    (True, False)
+    """
+    return bool(values.min() >= 0 and abs(values.sum(-1) - 1).max() < NEAR_ONE)
 
 
 def probabilities(logits: Array) -> Array:

@@ -89,7 +89,7 @@ class Chain(NamedTuple):
     ) -> list[tuple[list[int], Tensor]]:
         """Return the outputs of the stages with the rows of the batch that they are of; `kept` stay after each.
 
-        Another batch may run in `between`: one stage behind.
+        Another batch may run in `between`, through every stage right after this one.
         """
         with _attributes_restored(self.network):
             return self._run_stages(batch, kept, between)

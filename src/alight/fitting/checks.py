@@ -13,6 +13,7 @@ from alight.data.preprocess import Normalisation, as_array
 from alight.display import layer_label, listed
 from alight.errors import BadInput
 from alight.outputs import HeadOutputs
+from alight.scores import are_probabilities
 
 SHARED = 0.01  # of the validation samples, at least, that are training samples too: a few may be alike by nature
 FEW = 200  # validation samples: with fewer, accuracies are too vague to be compared
@@ -135,8 +136,7 @@ def warn_of_probabilities(logits: Any) -> None:
 
     >>> warn_of_probabilities(np.array([[1.0, 2.0]]))
     """
-    values = as_array(logits)
-    if values.min() >= 0 and np.abs(values.sum(axis=1) - 1).max() < 1e-3:
+    if are_probabilities(as_array(logits)):
         warnings.warn(
             "the network gives probabilities, not logits: leave its softmax out, or losses and scores are those of a"
             " softmax of a softmax",

@@ -21,9 +21,9 @@ from alight.networks.axes import are_channels_last, run_stages
 from alight.networks.heads import HEADS, HeadChoice, HeadFactory, TokenHead, make_head
 from alight.networks.masks import Masks
 from alight.networks.multi_exit import Carried, MultiExitModel, checked_read, count_classes, describe, input_names
+from alight.scores import are_probabilities
 
 EXITS = 3  # that "auto" places before the end: heads cost where they save nothing, and `plan` can only close exits
-PROBABILITIES = 1e-3  # how far a sum of probabilities may be from 1
 END = "end"  # the name of the last exit, the network's own classifier
 
 
@@ -209,7 +209,7 @@ def _check_task(last: nn.Module, logits: Tensor) -> None:
             "the network ends in a sigmoid, which gives every class a probability of its own, as where several labels"
             " of a sample are right, and exits choose one class: leave the sigmoid out if one class is right"
         )
-    if logits.min() >= 0 and (logits.sum(dim=1) - 1).abs().max() < PROBABILITIES:
+    if are_probabilities(logits):
         warnings.warn(
             "the network gives probabilities, not logits: leave its softmax out, or give logits=torch.log, or losses"
             " and scores are those of a softmax of a softmax",

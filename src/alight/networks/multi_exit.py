@@ -32,6 +32,7 @@ ONE_LOGIT = (
     "the network gives one logit, and a softmax over one class is always 1: give a classifier of at least two classes,"
     " or wrap one with a sigmoid as alight.TwoLogits(network); a regression needs classes, such as ranges of its target"
 )
+INDICES = {torch.int32, torch.int64}  # dtypes of tokens, which are alike
 
 
 class TwoLogits(nn.Module):
@@ -73,9 +74,6 @@ def count_classes(logits: Any) -> int:
     if len(shape) == 1 or shape[1] < 2:
         raise BadInput(ONE_LOGIT)
     return shape[1]
-
-
-INDICES = {torch.int32, torch.int64}
 
 
 class MultiExitModel(nn.Module):

@@ -23,10 +23,10 @@ from alight.engine.backends.onnx import OnnxBackend, Session, available_cores
 from alight.engine.manifest import checksum
 from alight.errors import AlightError, BadFile, BadInput
 from alight.files import PathLike
+from alight.scores import are_probabilities
 
 Stage = Callable[[State], tuple[np.ndarray, State]]
 
-NEAR_ONE = 1e-3  # how far a sum of probabilities may be from 1
 SMALLEST = 1e-9  # probability: in 8 bits many are 0, and of a thousand small ones all
 PROBES, PROBED_SIZE = 16, 32  # random inputs that tell probabilities from logits, and a free size of theirs
 SOFTMAX = ((1 / 256, 0), (1 / 256, -128))  # scale and zero of a softmax that is quantised to 8 bits, as TFLite fixes it
@@ -73,15 +73,14 @@ class Outputs:
 
 
 def _gives_probabilities(stage: Stage, inputs: InputSpec) -> bool:
-    """Return whether random inputs all give numbers from 0 on whose sum is 1, which logits do not."""
+    """Return whether random inputs all give probabilities."""
     rng = np.random.default_rng(0)
     drawn = []
     for each in inputs.tensors:
         shape = (PROBES, *(size or PROBED_SIZE for size in each.shape[1:]))
         floats = "float" in each.dtype
         drawn.append((rng.normal(size=shape) if floats else rng.integers(0, 2, shape)).astype(each.dtype))
-    values = stage(tuple(drawn))[0]
-    return bool(values.min() >= 0 and np.abs(values.sum(axis=1) - 1).max() < NEAR_ONE)
+    return are_probabilities(stage(tuple(drawn))[0])
 
 
 def onnx_member(path: PathLike, threads: int | None = None, outputs: Outputs = Outputs()) -> OneStage:
