@@ -9,6 +9,7 @@ from conftest import made_up
 from alight import Costs, calibrate
 from alight.calibrate import CONTRACTS, certified_mean, certified_risk
 from alight.calibrate.again import recalibrate
+from alight.calibrate.crossval import on_exits
 from alight.costs import Amount
 from alight.errors import BadInput, BudgetTooSmall
 
@@ -60,3 +61,11 @@ def test_a_guarantee_that_the_budget_gives_for_free_is_issued_again(contract):
     again = recalibrate(policy, COSTS, TABLE)
     assert again.certificate.contract == contract
     assert np.isclose(again.budget, 6.4)
+
+
+def test_a_budget_is_guaranteed_in_percent_of_the_full_network_where_the_last_exit_is_closed():
+    opened = (0, 1, 2)
+    policy = on_exits(certified_mean(calibrate.eero), opened)(COSTS, 3.0, TABLE)
+    again = recalibrate(policy, COSTS.at_exits(opened), TABLE.at_exits(opened))
+    assert again.full_cost == COSTS.full
+    assert "mean cost <= 3 FLOPs (49.2 %)" in again.certificate.guarantee

@@ -11,6 +11,7 @@ from alight.calibrate.crossval import of_network
 from alight.calibrate.problem import Method
 from alight.calibrate.risk_guarantees import RISKS, certified_risk
 from alight.costs import Amount, Costs
+from alight.display import percent
 from alight.errors import BadInput
 from alight.outputs import HeadOutputs
 from alight.policies.policy import Certificate, ExitAt, Policy
@@ -37,9 +38,8 @@ def recalibrate(policy: Policy, costs: Costs, labelled: HeadOutputs, budget: Amo
     times = float(costs.cumulative()[-1]) / policy.costs[-1]  # as expensive as before
     full = costs.full if policy.full_cost is None else times * policy.full_cost
     if budget is None and policy.budget is not None:
-        budget = Amount(
-            float(costs.cumulative()[-1]) * (policy.budget / policy.costs[-1])
-        )  # exact where they are equal
+        share = policy.budget / policy.costs[-1]  # 1 exactly, where they are equal
+        budget = Amount(share * float(costs.cumulative()[-1]))
     if policy.certificate is None and isinstance(policy, ExitAt):  # nothing is fitted
         own: dict[str, Any] = {"costs": tuple(costs.cumulative().tolist()), "budget": budget, "full_cost": full}
         return replace(policy, fingerprint=labelled.fingerprint, **own)
@@ -47,7 +47,16 @@ def recalibrate(policy: Policy, costs: Costs, labelled: HeadOutputs, budget: Amo
         budget = None  # the cheapest policy of this risk was wanted, whatever it costs
     made = _certified(_method(policy), policy.certificate)(costs, budget, labelled)
     made = replace(made, method=policy.method) if isinstance(policy, ExitAt) else made
+    made = replace(made, certificate=_with_percentage_of(full, costs.full, made))
     return of_network(made, policy.open_exits, policy.num_exits, full, policy.exits)
+
+
+def _with_percentage_of(full: float, part: float, policy: Policy) -> Certificate | None:
+    """Return the certificate with the budget in percent of the full network, not of the part up to the last exit."""
+    if policy.certificate is None or policy.budget is None:
+        return policy.certificate
+    old, new = (f"({percent(policy.budget / each)})" for each in (part, full))
+    return replace(policy.certificate, guarantee=policy.certificate.guarantee.replace(old, new))
 
 
 def _check_reference(policy: Policy) -> None:
