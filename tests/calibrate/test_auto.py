@@ -94,6 +94,9 @@ def test_candidates_that_cannot_afford_the_budget_are_passed_over():
     assert policy.settings["winner"] == "best_single_exit"
     with pytest.raises(BadInput, match="none of eero affords the budget 2"):
         calibrate.auto(costs, 2.0, TABLE, candidates={"eero": calibrate.eero})
+    for folds in (1, 0, -3):
+        with pytest.raises(BadInput, match=f"^{folds} folds hold no samples out"):
+            calibrate.auto(costs, 2.0, TABLE, folds=folds)
     with pytest.raises(BadInput, match="auto has 0 candidates"):
         calibrate.auto(costs, 2.0, TABLE, candidates={})
 

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from alight.budgeting.rates import Floats, Integers
 from alight.calibrate.crossval import folds, on_exits, shared_by_budgets
-from alight.calibrate.problem import AnyCosts, Budget, Method, check_tables
+from alight.calibrate.problem import AnyCosts, Budget, Method, check_tables, check_uncertified
 from alight.costs import Costs, as_costs
 from alight.errors import BadInput, Mismatch
 from alight.outputs import HeadOutputs
@@ -90,6 +90,7 @@ def _with_all_exits(method: Method, fit: Fit) -> Method:
         combination = fit(labelled)
         tables = [None if table is None else _applied(table, combination) for table in (labelled, unlabelled)]
         policy = method(costs, budget, *tables)
+        check_uncertified(policy, "combined")
         if policy.combination is not None:
             raise BadInput(
                 f"{policy.method} scores by all exits so far itself and cannot be combined once more: choose eero or"
