@@ -277,8 +277,8 @@ class HeadOutputs:
         if self is other or self.num_exits != other.num_exits:
             return float(self is other)
         found = [np.unique(table._row_keys(), return_counts=True) for table in (self, other)]
-        alone = [keys[counts == 1] for keys, counts in found]
-        return len(np.intersect1d(*alone, assume_unique=True)) / min(len(self), len(other))
+        own, others = (keys[counts == 1] for keys, counts in found)
+        return len(np.intersect1d(own, others, assume_unique=True)) / min(len(self), len(other))
 
     def _row_keys(self) -> Floats:
         """Return a number for each sample, the same for the same scores and answers, and next to never for others."""

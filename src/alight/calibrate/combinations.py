@@ -133,7 +133,8 @@ def fit_vote(labelled: HeadOutputs) -> Vote:
         old = np.split(weights[:-1], 2)
         start = np.concatenate([old[0], [1.0], old[1], [1.0], weights[-1:]])
         bounds = [(0.0, None)] * (len(start) - 1) + [(None, None)]
-        weights = minimize(likelihood, start, jac=True, method="L-BFGS-B", bounds=bounds, options={"ftol": 1e-7}).x
+        # TNC takes as long as L-BFGS-B, whose tiny matrices SciPy's threaded LAPACK slows ten times on a busy machine
+        weights = minimize(likelihood, start, jac=True, method="TNC", bounds=bounds, options={"ftol": 1e-7}).x
         for rows, part in zip((constants, slopes), np.split(weights[:-1], 2), strict=True):
             rows.append(tuple(part.tolist()))
         others.append(float(weights[-1]))

@@ -15,7 +15,7 @@ and comparisons in float64, and powers that are rounded: arrays and tensors agre
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from functools import lru_cache
 from itertools import pairwise
 from typing import Any, ClassVar
@@ -48,7 +48,7 @@ class Combination(ABC):
         if not self.exits or any(after <= before for before, after in pairwise((-1, *self.exits))):
             raise BadInput(f"a combination of exits {self.exits}: give increasing indices, from 0")
         self._check()
-        if not all(map(math.isfinite, _numbers(tuple(asdict(self).values())))):
+        if not all(map(math.isfinite, _numbers(tuple(getattr(self, each.name) for each in fields(self))))):
             raise BadInput(f"a {type(self).__name__} holds numbers that are NaN or infinite: fit it again")
 
     @abstractmethod
