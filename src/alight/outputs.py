@@ -282,9 +282,10 @@ class HeadOutputs:
 
     def _row_keys(self) -> Floats:
         """Return a number for each sample, the same for the same scores and answers, and next to never for others."""
-        columns = np.hstack([self.scores, self.predictions])
-        weights = np.random.default_rng(0).uniform(1, 2, size=columns.shape[1])
-        return np.add.reduce(columns * weights, axis=1)
+        keys, rng = np.zeros(len(self)), np.random.default_rng(0)
+        for column in (*self.scores.T, *self.predictions.T):
+            keys += rng.uniform(1, 2) * column
+        return keys
 
     @classmethod
     def joined(cls, parts: Sequence["HeadOutputs"]) -> "HeadOutputs":
