@@ -36,8 +36,7 @@ CANDIDATES: Candidates = {  # gains are measured against the first; add others h
     "best_single_exit": published.best_single_exit,
 }
 CLOSING: Candidates = {"search": partial(search, rounds=1)}  # tried where closed heads save much
-COMBINED: Candidates = {  # tried on combined answers, too, and first
-    "eero": published.eero,
+COMBINED: Candidates = {  # tried on combined answers, and first; the first is `eero` where scores tell it no more
     "eero_conditional": eero_conditional,
     "global_threshold": published.global_threshold,
 }
@@ -53,7 +52,7 @@ def candidates_for(labelled: HeadOutputs, costs: AnyCosts) -> Candidates:
     >>> from alight import recordings
     >>> labelled, test, costs = recordings.load()
     >>> [*candidates_for(labelled, costs)][:2]
-    ['eero, vote', 'eero_conditional, vote']
+    ['eero_conditional, vote', 'global_threshold, vote']
     """
     network = as_costs(costs)
     closing = CLOSING if network.cumulative()[-1] >= (1 + MUCH) * network.full else {}
