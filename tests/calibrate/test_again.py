@@ -28,7 +28,7 @@ def test_the_risk_of_one_exit_is_tested_on_the_new_recording():
         recalibrate(policy, COSTS.at_exits(opened), BROKEN.at_exits(opened))
 
 
-def test_the_cost_of_one_exit_is_guaranteed_as_it_is_now():
+def test_the_guaranteed_cost_of_one_exit_is_the_new_one():
     policy = certified_mean(calibrate.best_single_exit)(COSTS, 3.0, TABLE)
     (index,) = policy.open_exits
     table, expensive = TABLE.at_exits([index]), Costs([9.0], [0.0])

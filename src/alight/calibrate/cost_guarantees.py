@@ -178,8 +178,8 @@ def _certified(method: Method, seed: int | None, certify: Certify, contract: "Co
     def calibrated(
         costs: AnyCosts, budget: Budget, labelled: HeadOutputs, unlabelled: HeadOutputs | None = None, **options: object
     ) -> Policy:
-        _check_given(budget, labelled, unlabelled)
         check_tables(as_costs(costs), labelled, unlabelled)
+        _check_given(budget, labelled, unlabelled)
         rng = np.random.default_rng(seed or 0)
         if unlabelled is None:
             fitting, certifying = labelled.split(0.5, rng)
