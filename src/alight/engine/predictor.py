@@ -316,6 +316,8 @@ class Predictor:
             _keep(error, found, first)
             raise
         came = np.concatenate([each.samples for each in found])
+        if numbers is not None and len(numbers) > len(came):
+            raise BadInput(f"{len(numbers)} sample numbers for {len(came)} samples: give one for each")
         order = np.argsort(came, kind="stable")  # of coming, since a counter numbered them
         if numbers is not None:
             order = order[np.searchsorted(came, numbers[: len(came)], sorter=order)]
@@ -425,4 +427,6 @@ def _number(samples: npt.ArrayLike) -> int:
     """Return the number of a single sample; a list of one number is read without NumPy, which would take longer."""
     if isinstance(samples, list) and len(samples) == 1 and type(samples[0]) is int:
         return samples[0]
-    return int(_numbers(samples)[0])
+    if len(numbers := _numbers(samples)) != 1:
+        raise BadInput(f"{len(numbers)} sample numbers for 1 sample: give one")
+    return int(numbers[0])
