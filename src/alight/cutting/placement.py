@@ -9,7 +9,7 @@ from torch.utils._pytree import tree_leaves
 
 from alight.cutting.cut import CUTTERS, alive_after, cut, inputs_of
 from alight.cutting.flops import FlopCounter, without_data
-from alight.cutting.proof import SamplesMixed
+from alight.cutting.mixing import SamplesMixed
 from alight.cutting.running import Inputs, in_mode, refusals
 from alight.cutting.tracing import CONTAINERS, Trace, trace
 from alight.errors import BadInput

@@ -13,7 +13,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional
 from torch.utils._pytree import tree_map_only
 
-from alight.cutting.proof import check_batch, check_chain, is_close
+from alight.cutting.chain import check_batch, is_close
+from alight.cutting.proof import check_chain
 from alight.cutting.running import Inputs, chain, in_mode, pick_logits, same_bits
 from alight.cutting.sizes import FixedSizes
 from alight.data.batches import by_name
