@@ -198,7 +198,7 @@ def _accepted_sizes(chain: Chain) -> Others:
         else:
             refused.setdefault(size, []).extend(axes)
     for size, axes in refused.items():  # such as height and width of a network that takes squares
-        if len({axis for _, axis in axes}) > 1 and (sizes := _from_first_accepted(chain, axes, size, ())):
+        if len({axis for _, axis in axes}) > 1 and (sizes := _from_first_accepted(chain, axes, size, [])):
             accepted.append((axes, sizes))
     return accepted
 
@@ -212,7 +212,7 @@ def axes_of_one_size(inputs: Inputs, *, alone: bool = True) -> list[tuple[Axes, 
     return [(axes, size) for (size, _), axes in groups.items()]
 
 
-def _from_first_accepted(chain: Chain, axes: Axes, size: int, accepted: Sequence[tuple[Axes, list[int]]]) -> list[int]:
+def _from_first_accepted(chain: Chain, axes: Axes, size: int, accepted: Others) -> list[int]:
     """Return an accepted size and the one to be tried after it; none if none is accepted.
 
     It is tried together with the accepted sizes of other axes, which are small, before it is tried alone.
@@ -230,7 +230,7 @@ def _other_sizes(size: int) -> list[int]:
     return [other for other in dict.fromkeys(sizes) if other not in (0, size)]
 
 
-def resized(batch: Batch, changes: Sequence[tuple[Axes, int]]) -> Batch:
+def resized(batch: Batch, changes: Changes) -> Batch:
     """Return a batch with other sizes along some axes: what is there is repeated, floats with noise."""
     resized = list(batch)
     for index, axis, size in ((index, axis, size) for axes, size in changes for index, axis in axes):
