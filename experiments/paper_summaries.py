@@ -266,7 +266,7 @@ CLAIMS: list[tuple[str, Callable[[], str], str]] = [
     (
         "heads add less than 4 % (ResNet-18) and 2.5 % (ConvNeXt)",
         _overhead,
-        "Nearly right for flat linear heads, true for pooled ones ([method.md](method.md#3l-what-heads-cost)); better"
+        "Nearly right for flat linear heads, true for pooled ones ([method.md](method.md#3h-what-heads-cost)); better"
         " heads cost more, MSDNet's most.",
     ),
     (
