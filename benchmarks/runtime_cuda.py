@@ -88,10 +88,15 @@ def predicting(predictor: Predictor, parts: list[State], inputs: State, samples:
         return partial(predictor, inputs, samples)
 
     def work() -> None:
-        for part, sample in zip(parts, samples.tolist(), strict=True):
+        for part, sample in zip(map(_as_given, parts), samples.tolist(), strict=True):
             predictor(part, [sample])
 
     return work
+
+
+def _as_given(part: State) -> Any:
+    """Return inputs as a user has them: one tensor by itself."""
+    return part[0] if len(part) == 1 else part
 
 
 def stage_seconds(predictor: Predictor) -> np.ndarray:
@@ -196,7 +201,9 @@ def _latencies(full: Any, predictor: Predictor, parts: list[State], samples: Any
     with torch.inference_mode():
         works: dict[str, list[Work]] = {
             "full": [passes(full, [part]) for part in parts],
-            "predictor": [partial(predictor, part, [each]) for part, each in zip(parts, samples.tolist(), strict=True)],
+            "predictor": [
+                partial(predictor, _as_given(part), [each]) for part, each in zip(parts, samples.tolist(), strict=True)
+            ],
         }
         for name, singles in works.items():
             taken = 1e3 * np.array([clocked(work, "cuda") for _ in range(5) for work in singles])
