@@ -27,7 +27,7 @@ from alight.policies.policy import ExitAt, Lottery, Mixture, Patience, Policy, S
 from alight.policies.route import visit
 
 SLOTS, SAMPLES = 8, 1024  # batches that a room holds; fewer of large ones, but three at least
-IN_FLIGHT = 4  # batches launched before the host waits for the first of them
+IN_FLIGHT = 3  # batches launched before the host waits for the first of them
 UNREAD = 8  # batches of answers of one exit after which the host takes them; twice as many have room
 SIZES = 3  # captured of each stage: a batch, a half, a quarter
 SMALL = 16  # batches below are not halved: a GPU takes as long for them
