@@ -131,7 +131,7 @@ def measure(options: Any, name: str, modes: list[str]) -> Iterator[Row]:
     torch.manual_seed(0)
     backbone, example = network(name, TOKENS)
     model = prepared(attach_heads(backbone, after=options.exits, example=example), settings)
-    stages.compiled_stage = compiled_once()  # type: ignore[assignment]
+    stages.compiled_stage = compiled_once()  # type: ignore[attr-defined, assignment]
     whole = copy.deepcopy(backbone).to(device="cuda", dtype=getattr(torch, settings.dtype))
     full = Full(whole.to(memory_format=torch.channels_last), model.input_names, compiles="compiled" in options.full)
     for batch_size in map(int, options.batch_sizes.split(",")):
