@@ -216,6 +216,11 @@ class MultiExitModel(nn.Module):
         """Sizes and dtypes of inputs for which the exits were compared with the network."""
         return self._proven
 
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        """Move or cast the network, after which it is compared with its exits again: its kernels are others."""
+        self._proven.clear()
+        return super()._apply(fn, recurse)
+
     def _check_known(self, batch: Carried) -> None:
         """Raise if there is no network to compare with, and it was not compared for inputs of these sizes before."""
         if self.known_inputs is None:
