@@ -4,6 +4,7 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from functools import cached_property, partial
 from itertools import chain
 from threading import Lock
@@ -60,14 +61,14 @@ class Deciding:
     @cached_property
     def missing(self) -> str:
         """What a device needs to decide and is not here."""
-        return self._told("" if rows.kernels() else "Triton kernels do not run here")
+        return self._warned("" if rows.kernels() else "Triton kernels do not run here")
 
     @cached_property
     def missing_for_one(self) -> str:
         """What it needs, further, to choose what runs for one batch."""
-        return self.missing or self._told(conditional.why_not())
+        return self.missing or self._warned(conditional.why_not())
 
-    def _told(self, missing: str) -> str:
+    def _warned(self, missing: str) -> str:
         if missing and self.decide == "device":
             warnings.warn(f"the host decides: {missing}", stacklevel=3)
         return missing
@@ -142,8 +143,11 @@ class Deciding:
             for walk in taken.values():
                 walk.end()
             yield from _fetched(taken.values())
-        except Exception:
-            yield from _fetched(taken.values())  # what has run to the end
+        except Exception:  # of a loader: what came before is answered, unless that fails too
+            with suppress(Exception):
+                for walk in taken.values():
+                    walk.end()
+            yield from _fetched(taken.values())
             raise
         finally:
             for kind, walk in taken.items():

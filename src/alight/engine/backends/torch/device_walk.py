@@ -3,7 +3,7 @@
 Samples wait for a stage in its room, on the device, in the order in which they came. `BatchWalk` answers one batch by
 one launch, whose graph asks on the device whether a stage runs. `StreamWalk` answers any number: every stage runs by a
 graph of its own, launched by the host as soon as it knows of a full batch in the stage's room, while others run. It
-waits for no decision: how many have arrived in a room, the kernel tells it in passing.
+waits for no decision: the kernel writes how many have arrived in a room where the host reads it.
 """
 
 from collections import deque
@@ -220,7 +220,7 @@ class BatchWalk(DeviceWalk):
         self.control, self.sent = self.integers(places + size), self.pinned(places + size)
         self.rooms[0] = self.rooms[0]._replace(samples=self.control[places:])
         self.answers = self.pinned(1, size, 4)
-        self.told, self.found = self.sent.numpy(), self.answers.numpy()[0]
+        self.given, self.found = self.sent.numpy(), self.answers.numpy()[0]
         counters, self.nobody = self.control[:places], self.integers(1)
         counts = counters.view(-1, 2)
         for stage in range(self.last + 1):
@@ -236,7 +236,7 @@ class BatchWalk(DeviceWalk):
         count = len(samples)
         for there, each in zip(self.rooms[0].state, self.admit(inputs), strict=True):
             (there[:count] if count < self.size else there).copy_(each, non_blocking=True)
-        self.told[1], self.told[self.places : self.places + count] = count, samples
+        self.given[1], self.given[self.places : self.places + count] = count, samples
         self.answer()
         return self._answers(self.found[:count])
 
@@ -285,8 +285,8 @@ class StreamWalk(DeviceWalk):
             kinds = [*((size, slot) for slot in range(self.slots)), *((each, 0) for each in self.sizes[1:])]
             for each, slot in kinds:
                 before = counts[stage, slot - 1]  # of the batch before
-                told = Counts(self.limit, before[0], before[1], counts[stage, slot], seen[stage, slot])
-                self._capture(executor, stage, each, slot, told)
+                own = Counts(self.limit, before[0], before[1], counts[stage, slot], seen[stage, slot])
+                self._capture(executor, stage, each, slot, own)
         event: Callable[[], Any] = torch.cuda.Event
         self.events, self.emptied = ([event() for _ in range(count)] for count in (IN_FLIGHT, self.slots))
         self.in_flight: deque[tuple[int, int, Any]] = deque()  # stage, slot, and the event after it
@@ -386,7 +386,7 @@ class StreamWalk(DeviceWalk):
         return False
 
     def _wait(self) -> None:
-        """Wait for the first batch in flight, and note what its kernel has told."""
+        """Wait for the first batch in flight, and note what its kernel has written."""
         stage, slot, event = self.in_flight.popleft()
         if event is not None:
             event.synchronize()
@@ -398,7 +398,7 @@ class StreamWalk(DeviceWalk):
             self.found.append(self._take())
 
     def _has_room(self, stage: int) -> bool:
-        """Return whether a batch of a stage can tell its numbers, and fits into the next room should all go on."""
+        """Return whether a batch of a stage has a slot for its numbers, and fits into the next room should all go on."""
         if stage == self.last:
             return self.flying[stage] < self.slots
         return self._waiting(stage + 1) + (self.flying[stage] + 1) * self.size <= self.capacity
