@@ -244,8 +244,8 @@ CLAIMS: list[tuple[str, Callable[[], str], str]] = [
         "better than geometric and Gaussian rates; patience may be better in cases",
         _published,
         "At equal spent budget, as in the paper's figure. Where the first exits are nearly worthless EERO plans some"
-        " images for them even at large budgets ([below](#all-seeds-with-frozen-heads)). Patience is best where all"
-        " exits are good and the budget is ample: agreement of exits says more than one margin.",
+        " images for them even at large budgets ([below](#eero-against-geometric-gaussian-and-patience)). Patience is"
+        " best where all exits are good and the budget is ample: agreement of exits says more than one margin.",
     ),
     (
         "on MSDNet as good as its geometric strategy",
@@ -266,7 +266,7 @@ CLAIMS: list[tuple[str, Callable[[], str], str]] = [
     (
         "heads add less than 4 % (ResNet-18) and 2.5 % (ConvNeXt)",
         _overhead,
-        "Nearly right for flat linear heads, true for pooled ones ([method.md](method.md#3l-what-heads-cost)); better"
+        "Nearly right for flat linear heads, true for pooled ones ([method.md](method.md#3h-what-heads-cost)); better"
         " heads cost more, MSDNet's most.",
     ),
     (

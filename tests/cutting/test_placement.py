@@ -169,7 +169,7 @@ class OwnNet(nn.Module):
 
 def test_in_a_row_of_layers_exits_stand_after_norm_activation_and_pooling():
     network = own_cnn()
-    names = cut_evenly(network, IMAGE, 3, allow_fewer=True)[0]
+    names = cut_evenly(network, IMAGE, 3, allow_fewer=True, allow_crowded=False)[0]
     assert names == ["3", "7"]
     assert all(isinstance(network.get_submodule(name), nn.MaxPool2d) for name in names)
 
@@ -211,7 +211,7 @@ def test_layers_inside_residual_blocks_are_never_places():
 def test_with_fewer_allowed_there_are_as_many_exits_as_pay_at_block_ends(name):
     size = 160 if name == "test_vit" else 64
     network = timm.create_model(name, num_classes=10).eval()
-    names, stages = cut_evenly(network, torch.zeros(2, 3, size, size), 3, allow_fewer=True)
+    names, stages = cut_evenly(network, torch.zeros(2, 3, size, size), 3, allow_fewer=True, allow_crowded=False)
     assert 1 <= len(names) <= 3
     assert len(stages) == len(names) + 1
     shares = {each.name: each for each in cut_places(network, Inputs(torch.zeros(2, 3, size, size)), 3)[0]}
@@ -233,5 +233,5 @@ def test_fewer_exits_are_placed_where_one_would_stand_at_the_start_or_save_next_
                 x = nn.functional.max_pool2d(x, 2) if index == 1 else x
             return self.last(x.mean((2, 3)))
 
-    names = cut_evenly(Narrow().eval(), torch.zeros(2, 1, 8, 8), 3, allow_fewer=True)[0]
+    names = cut_evenly(Narrow().eval(), torch.zeros(2, 1, 8, 8), 3, allow_fewer=True, allow_crowded=False)[0]
     assert names == ["norms.1", "norms.2"]

@@ -10,10 +10,10 @@ import torchvision
 from torch import nn
 from torch.nn import functional
 
+from alight.cutting.calls import quick_result
 from alight.cutting.cut import cut
 from alight.cutting.running import chain
 from alight.cutting.stages import Stage
-from alight.cutting.tracing import quick_result
 from alight.errors import BadInput
 
 

@@ -3,10 +3,11 @@
 import os
 import subprocess
 import sys
+from functools import partial
 
 import pytest
 
-from alight.engine.backends.torch.conditional import Loop, Run
+from alight.engine.backends.torch.conditional import Run
 from alight.engine.backends.torch.device_walk import Executor
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # which Triton looks at when it is imported
@@ -21,7 +22,7 @@ def passed_in_a_process_of_their_own(file, those=""):
     return done.stdout
 
 
-def by_python(program, graphs, counters, updated):
+def by_python(program, graphs, counters):
     """What launches a program: its conditions are looked at by the host."""
 
     def holds(condition):
@@ -30,20 +31,20 @@ def by_python(program, graphs, counters, updated):
     def run(steps):
         for step in steps:
             if isinstance(step, Run):
-                graphs[step.key]()
-                counters.copy_(updated)
-            elif isinstance(step, Loop):
-                while holds(step.condition):
-                    run(step.body)
-            else:
-                for body in [body for condition, body in step.branches if holds(condition)]:
-                    run(body)
+                graphs[step.key].replay()
+                continue
+            chosen = [body for condition, body in step.branches if holds(condition)]
+            assert len(chosen) <= 1
+            run(chosen[0] if chosen else [])
 
-    def launch():
-        counters.copy_(updated)
-        run(program)
-
-    return launch
+    return partial(run, program)
 
 
-EXECUTOR = Executor(lambda work: work, by_python)
+class Captured:
+    """Work that is done again."""
+
+    def __init__(self, work):
+        self.replay = work
+
+
+EXECUTOR = Executor(Captured, by_python)

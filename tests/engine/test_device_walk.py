@@ -13,7 +13,7 @@ from torch import nn
 from alight import Predictor, RunSettings, calibrate
 from alight.engine.backends.torch import open_stages
 from alight.engine.backends.torch.deciding import Deciding
-from alight.engine.backends.torch.device_walk import DeviceWalk
+from alight.engine.backends.torch.device_walk import BatchWalk, Network, StreamWalk
 from alight.engine.backends.torch.values import half
 from alight.engine.predictor import _reads
 from alight.engine.recorder import record
@@ -111,19 +111,23 @@ GAIN = Gain(
 )
 
 
-def decided(model, rule, inputs, *, size, parts, window=3, probability=False):
-    """Samples, predictions, open exits and probabilities of a walk that takes the inputs in these parts."""
+def network_of(model, rule, probability=False):
     reads = _reads(rule, probability)
     stages = [stage.forward for stage in open_stages(model, rule.open_exits, reads)]
+    return Network(stages, reads, lambda given: given)
+
+
+def decided(model, rule, inputs, *, size, parts, probability=False):
+    """Samples, predictions, open exits and probabilities of a walk that takes the inputs in these parts."""
     with torch.inference_mode():
-        walk = DeviceWalk(stages, reads, rule, lambda given: given, (inputs[:3],), size, EXECUTOR, window=window)
+        walk = StreamWalk(network_of(model, rule, probability), rule, (inputs[:3],), size, EXECUTOR)
         found, start = [], 0
         for part in parts:
             walk.push(np.arange(start, start + part), (inputs[start : start + part],))
-            found += walk.fetched(pending=1)
+            found += walk.fetched()
             start += part
         walk.end()
-        found += walk.fetched()
+        found += walk.fetched(every=True)
     joined = Answers(*(None if each[0] is None else np.concatenate(each) for each in zip(*found, strict=True)))
     order = np.argsort(joined.samples)
     assert joined.samples[order].tolist() == [*range(start)]  # each once
@@ -154,7 +158,8 @@ def test_a_walk_decides_as_a_replay_does(model, inputs, table, name, size, parts
 @pytest.mark.slow
 def test_one_batch_is_answered_by_itself_and_a_walk_takes_the_numbers_of_another_policy(model, inputs, table):
     first = rules(table)["threshold"]
-    walk, _ = decided(model, first, inputs, size=32, parts=[40], probability=True)
+    with torch.inference_mode():
+        walk = BatchWalk(network_of(model, first, probability=True), first, (inputs[:3],), 32, EXECUTOR)
     assert [*walk.sizes] == [32, 16]
     for rule in (first, rules(table)["ties"], rules(table)["lottery"]):
         for count in (1, 9, 32):
@@ -190,16 +195,16 @@ def test_a_walk_that_was_left_starts_empty_again(model, inputs, table):
         walk.reset()
         walk.push(np.arange(5), (inputs[:5],))
         walk.end()
-        (answers,) = walk.fetched()
+        (answers,) = walk.fetched(every=True)
     assert sorted(answers.samples.tolist()) == [*range(5)]
 
 
 class Interpreted(Deciding):
     """Decides on the host as on a device: the same walks, without one."""
 
-    missing = ""
+    missing = missing_for_one = ""
 
-    def executor(self):
+    def executor(self, alone):
         return EXECUTOR, None
 
 
@@ -248,10 +253,10 @@ def test_a_stream_is_decided_alike_however_it_is_divided_into_calls(model, input
 
 @interpreted
 @pytest.mark.slow
-def test_rooms_never_hold_more_than_two_batches(model, inputs, table):
+def test_rooms_hold_all_who_come(model, inputs, table):
     for salt in (2767, 2657, 2520):  # five of a batch of six wait for each stage when the last samples come
         rule = Lottery(costs=COSTS, exit_rates=(0.12, 0.12, 0.76), salt=salt)
-        _, answers = decided(model, rule, inputs, size=6, parts=[59], window=2)
+        _, answers = decided(model, rule, inputs, size=6, parts=[59])
         np.testing.assert_array_equal(answers.open_indices, replay(rule, table.take(np.arange(59))).exits)
 
 
@@ -302,7 +307,7 @@ def test_a_loader_that_fails_leaves_what_was_answered_and_empty_rooms(model, inp
     found = predictor_of(model, rule, 2)
     with pytest.raises(OSError, match="disk gone") as caught:
         found.run(loader(), progress=False)
-    assert sum(len(each.samples) for each in caught.value.finished) >= 16
+    assert sorted(np.concatenate([each.samples for each in caught.value.finished])) == [*range(48)]
     np.testing.assert_array_equal(found(inputs, samples=np.arange(61)).exits, replay(rule, table).exits)
 
 

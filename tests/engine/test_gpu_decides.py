@@ -12,7 +12,7 @@ from torch import nn
 
 from alight import attach_heads, calibrate, replay
 from alight.engine.backends.torch import conditional
-from alight.engine.backends.torch.device_walk import DeviceWalk
+from alight.engine.backends.torch.device_walk import StreamWalk
 from alight.engine.predictor import Predictor
 from alight.engine.recorder import record
 from alight.engine.settings import RunSettings
@@ -200,19 +200,21 @@ def test_without_what_it_needs_the_host_decides_and_a_line_says_so(small, number
     rule = rules(table)["threshold"]
     found = Predictor(small, rule, settings=DEVICE, batch_size=64, allow_mismatch=True)
     with pytest.warns(UserWarning, match="the host decides: the package cuda-bindings is not installed"):
-        assert_replayed(found(numbers), rule, table)
+        assert_replayed(found(numbers[:64]), rule, table, 64)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         quiet = Predictor(small, rule, settings=RunSettings("cuda"), batch_size=64, allow_mismatch=True)
-        assert_replayed(quiet(numbers), rule, table)
-    assert "cuda-bindings is not installed" in quiet.decided_by
+        assert_replayed(quiet(numbers[:64]), rule, table, 64)
+        assert "cuda-bindings is not installed" in quiet.decided_by
+        assert_replayed(found(numbers, samples=np.arange(700)), rule, table)  # many batches need no such package
+    assert "the device decides" in found.decided_by
 
 
 def test_when_memory_is_short_the_host_decides(small, numbers, table, monkeypatch):
     def full(*given, **options):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
 
-    monkeypatch.setattr(DeviceWalk, "__init__", full)
+    monkeypatch.setattr(StreamWalk, "__init__", full)
     rule = rules(table)["threshold"]
     found = Predictor(small, rule, settings=DEVICE, batch_size=64, allow_mismatch=True)
     with pytest.warns(UserWarning, match="the host decides: CUDA out of memory"):

@@ -2,6 +2,8 @@ import pytest
 import torch
 from torch import nn
 
+from alight.cutting import placement
+from alight.cutting.cut import cut
 from alight.data.preprocess import Normalisation
 from alight.engine.recorder import record
 from alight.errors import BadInput
@@ -229,6 +231,16 @@ def test_more_exits_than_places_are_as_many_as_there_are():
     with pytest.warns(UserWarning, match=r"20 exits were asked for and \d placed, after .*: there are no more places"):
         model = attach_heads(nn.Sequential(*blocks, nn.Linear(6, 3)), 20, example=torch.zeros(2, 6))
     assert 2 <= model.num_exits <= 5
+
+
+@pytest.mark.parametrize("count", [2, 20])
+def test_a_network_that_is_refused_everywhere_is_tried_once(count, monkeypatch):
+    tries = []
+    monkeypatch.setattr(placement, "cut", lambda *arguments: tries.append(arguments[1]) or cut(*arguments))
+    blocks = [nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6, track_running_stats=False)) for _ in range(4)]
+    with pytest.raises(BadInput, match="depend on the other samples of its batch"):
+        attach_heads(nn.Sequential(*blocks, nn.Linear(6, 3)), count, example=torch.randn(2, 6))
+    assert len(tries) == 1
 
 
 def binary(squeezed: bool = False) -> nn.Module:

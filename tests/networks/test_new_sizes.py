@@ -118,6 +118,28 @@ def test_a_dtype_for_which_the_code_does_something_else_is_refused():
         model.to(torch.bfloat16)(torch.randn(4, 6).bfloat16())
 
 
+def test_texts_without_padding_may_run_by_another_kernel_in_half_precision(monkeypatch):
+    """As on a GPU: without a mask, which BERT leaves out where nothing is padding, attention rounds in another way."""
+    transformers = pytest.importorskip("transformers")
+    real = nn.functional.scaled_dot_product_attention
+
+    def rounded(*given, attn_mask=None, **options):
+        return real(*given, attn_mask=attn_mask, **options) * (1 if attn_mask is not None else 1.5)  # of small weights
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
+    network = transformers.BertForSequenceClassification(transformers.BertConfig(vocab_size=50, **sizes)).eval()
+    padded = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0]])
+    texts = {"input_ids": torch.arange(8).reshape(2, 4) + 2, "attention_mask": padded}
+    model, again = (attach_heads(network, ["bert.encoder.layer.0"], example=texts).eval() for _ in range(2))
+    monkeypatch.setattr(nn.functional, "scaled_dot_product_attention", rounded)
+    ones = texts | {"attention_mask": torch.ones(2, 4, dtype=torch.int64)}
+    assert len(model.to(torch.bfloat16)(ones)) == 2
+    again.to(torch.bfloat16).stages[1].register_forward_hook(lambda *made: made[-1] * (1 + 2**-7))
+    with pytest.raises(BadInput, match="the exits do not give what the network gives"):
+        again(ones)
+
+
 def test_comparing_leaves_modes_random_numbers_and_statistics_alone():
     network = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 3))
     model = attach_heads(network, ["1"], example=torch.randn(4, 6)).train()

@@ -11,8 +11,8 @@ from torch import nn
 from torch.nn import functional
 
 from alight.cli import main
+from alight.cutting import calls, proof, stages, tracing
 from alight.cutting import cut as cutting
-from alight.cutting import proof, stages, tracing
 from alight.errors import BadInput
 from alight.networks import attach, masks, multi_exit
 from alight.networks.attach import attach_heads, from_outputs
@@ -110,12 +110,12 @@ def unproven(monkeypatch):
 
 MUTATIONS = {  # the guard that is taken out, for the network that it guards, and what is found
     ReadsABuffer: (
-        lambda patch: (unproven(patch), patch.setattr(tracing, "CONTENT_READS", set())),
+        lambda patch: (unproven(patch), patch.setattr(calls, "CONTENT_READS", set())),
         "with other weights the stages do not give",
     ),
     PoolsBySize: (
         lambda patch: (
-            patch.setattr(tracing, "traced_number", lambda number, *_: number),
+            patch.setattr(calls, "traced_number", lambda number, *_: number),
             patch.setattr(proof, "_fix_other_sizes", lambda *_: None),
         ),
         "the network fails on the example",
@@ -476,7 +476,7 @@ def test_verify_finds_an_output_that_nobody_named(kind, monkeypatch):
         ).verify()
         == ""
     )
-    monkeypatch.setattr(attach, "pick_logits", lambda output, choice: next(each for each in tracing.walk(output)))
+    monkeypatch.setattr(attach, "pick_logits", lambda output, choice: next(each for each in calls.walk(output)))
     model = attach_heads(kind(), ["first"], example=IMAGES)
     monkeypatch.undo()
     with pytest.raises(BadInput, match="the network gives 2 tensors"):

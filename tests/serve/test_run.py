@@ -243,8 +243,8 @@ def test_an_option_that_an_exported_network_cannot_honour_is_refused(option, hom
 
 
 def curls():
-    """The lines of docs/deploy.md that send a request."""
-    page = (ROOT / "docs" / "deploy.md").read_text()
+    """The lines of docs/service.md that send a request."""
+    page = (ROOT / "docs" / "service.md").read_text()
     return [line.removeprefix("$ ") for line in page.splitlines() if line.startswith("$ curl ")]
 
 

@@ -226,7 +226,8 @@ class _Likelihood:
 def fit_geometric_mean(labelled: HeadOutputs) -> GeometricMean:
     """Fit two weights per exit, for the mean so far and for the exit itself, that make the truth likeliest.
 
-    Exit by exit a convex problem of two numbers, neither below 0. Without labels the truth is the last exit's answer.
+    Exit by exit a convex problem of two numbers, neither below 0; Zero-Time-Waste (Wolczyk et al. 2021) has a weight
+    for each earlier exit and class, and cascade connections. Without labels the truth is the last exit's answer.
 
     >>> rng = np.random.default_rng(0)
     >>> labels = rng.integers(3, size=200)
@@ -310,7 +311,9 @@ def _repeated(classes: Integers) -> npt.NDArray[np.bool_]:
 
 
 def fit_temperature(labelled: HeadOutputs) -> Temperature:
-    """Fit one temperature per exit by the likelihood of the truth; without labels it is the last exit's answer.
+    """Fit one temperature per exit by the likelihood of the truth (Guo et al. 2017).
+
+    Without labels the truth is the last exit's answer. Classes that are not recorded share what is left.
 
     >>> rng = np.random.default_rng(0)
     >>> labels = rng.integers(3, size=500)

@@ -127,7 +127,7 @@ def geometric(
     slack: AnySlack = None,
     delta: float = 0.05,
 ) -> Threshold:
-    """Rates that grow or fall by one factor from exit to exit, met by survivor thresholds.
+    """Rates that grow or fall by one factor from exit to exit (MSDNet, Huang et al. 2018), met by survivor thresholds.
 
     >>> from alight import recordings, replay
     >>> labelled, test, costs = recordings.load()
@@ -149,7 +149,9 @@ def gaussian(
     slack: AnySlack = None,
     delta: float = 0.05,
 ) -> Threshold:
-    """Rates of a bell shape around one exit, met by survivor thresholds.
+    """Rates of a bell shape around one exit (Predictive Exit, Li et al. 2022), met by survivor thresholds.
+
+    The paper also predicts the exit before the first head, which recorded outputs do not allow.
 
     >>> from alight import recordings, replay
     >>> labelled, test, costs = recordings.load()
@@ -195,7 +197,7 @@ def _exponential(problem: Problem, temperature: float, prior: Prior, spend_all: 
 def global_threshold(
     costs: AnyCosts, budget: Budget, labelled: HeadOutputs, unlabelled: HeadOutputs | None = None
 ) -> Threshold:
-    """Use one threshold for all exits, the highest that the budget allows.
+    """Use one threshold for all exits, the highest that the budget allows (Shallow-Deep Networks, Kaya et al. 2019).
 
     >>> from alight import recordings, replay
     >>> labelled, test, costs = recordings.load()
@@ -247,7 +249,7 @@ def performance_control(
 
 
 def patience(costs: AnyCosts, budget: Budget, labelled: HeadOutputs, unlabelled: HeadOutputs | None = None) -> Policy:
-    """Use the longest patience that the budget allows, mixed with the next longer one so that the budget is used.
+    """Use the longest patience that the budget allows (PABEE, Zhou et al. 2020), mixed with the next longer one.
 
     >>> from alight import recordings, replay
     >>> labelled, test, costs = recordings.load()
@@ -267,7 +269,7 @@ def patience(costs: AnyCosts, budget: Budget, labelled: HeadOutputs, unlabelled:
 def pcee(costs: AnyCosts, budget: Budget, labelled: HeadOutputs, unlabelled: HeadOutputs | None = None) -> Streak:
     """Leave after confident exits in a row, at the highest affordable threshold; the labelled data choose how many.
 
-    The published score is the negative entropy; any table's score is taken.
+    The score of PCEE-BERT (Zhang et al. 2022) is the negative entropy; any table's score is taken.
 
     >>> from alight import recordings, replay
     >>> labelled, test, costs = recordings.load()

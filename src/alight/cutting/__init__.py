@@ -1,1 +1,1 @@
-"""A network becomes stages: tracing, cutting, placement, proof."""
+"""A network becomes stages: calls, tracing, cutting, placement, proof."""

@@ -10,26 +10,15 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+from alight.cutting.calls import ModuleEnd, Value, WritesParameters, logits_in, sizes_in, walk
 from alight.cutting.flops import count_flops
-from alight.cutting.proof import SamplesMixed, prove
+from alight.cutting.mixing import SamplesMixed
+from alight.cutting.proof import prove
 from alight.cutting.running import Inputs, in_mode, pick_logits, refusals
 from alight.cutting.sizes import NumberOf, SizeCheck, SizeOf
 from alight.cutting.skeleton import is_describable
 from alight.cutting.stages import StagePlan, build
-from alight.cutting.tracing import (
-    BATCHES,
-    BatchMultiple,
-    DependsOnBatchSize,
-    Layout,
-    ModuleEnd,
-    Trace,
-    Value,
-    WritesParameters,
-    logits_in,
-    sizes_in,
-    trace,
-    walk,
-)
+from alight.cutting.tracing import BATCHES, BatchMultiple, DependsOnBatchSize, Layout, Trace, trace
 from alight.errors import BadInput
 
 Made = TypeVar("Made")

@@ -9,7 +9,7 @@ from torch.utils._pytree import tree_leaves
 
 from alight.cutting.cut import CUTTERS, alive_after, cut, inputs_of
 from alight.cutting.flops import FlopCounter, without_data
-from alight.cutting.proof import SamplesMixed
+from alight.cutting.mixing import SamplesMixed
 from alight.cutting.running import Inputs, in_mode, refusals
 from alight.cutting.tracing import CONTAINERS, Trace, trace
 from alight.errors import BadInput
@@ -55,18 +55,26 @@ def suggest_exits(model: nn.Module, example: Any, count: int) -> list[str]:
 
 
 def cut_evenly(
-    model: nn.Module, example: Any, count: int, *, allow_fewer: bool = False, head_flops: HeadFlops | None = None
+    model: nn.Module,
+    example: Any,
+    count: int,
+    *,
+    allow_fewer: bool = False,
+    allow_crowded: bool = True,
+    head_flops: HeadFlops | None = None,
 ) -> tuple[list[str], list[nn.Module]]:
     """Return the names that `suggest_exits` returns, and the stages of the network cut there.
 
-    With `allow_fewer` there are as many as the network has places for at a distance, up to `count`. An exit's share of
-    the cost includes its head's FLOPs, those of a linear layer on averaged features unless `head_flops` says otherwise.
+    With `allow_fewer` there are up to `count`: as many as the network has places for at a distance, where it has not
+    `count` places, or, without `allow_crowded`, not so many at a distance. An exit's share of the cost includes its
+    head's FLOPs, those of a linear layer on averaged features unless `head_flops` says otherwise.
     """
     if count < 1:
         raise BadInput(f"{count} exits: ask for at least one")
     places, problem = cut_places(model, inputs_of(example), count, head_flops)
     while True:
-        names = [place.name for place in (_up_to if allow_fewer else _chosen)(places, count)]
+        chosen = (_up_to if allow_fewer else _chosen)(places, count, crowded=allow_crowded)
+        names = [place.name for place in chosen]
         if not names or (len(names) < count and not allow_fewer):
             raise BadInput(_too_few(model, places, count, problem)) from problem
         try:
@@ -248,13 +256,16 @@ def _noted(model: nn.Module, inputs: Inputs, batch: tuple[Tensor, ...]) -> dict[
     return runs
 
 
-def _up_to(places: Sequence[CutPlace], count: int) -> list[CutPlace]:
-    """Return as many places at a distance as there are, up to this number."""
-    choices = (_chosen(places, number, crowded=False) for number in range(count, 0, -1))
-    return next((choice for choice in choices if choice), [])
+def _up_to(places: Sequence[CutPlace], count: int, *, crowded: bool) -> list[CutPlace]:
+    """Return this number of places, or as many at a distance as there are."""
+    for number in range(count, 0, -1):
+        choice = _chosen(places, number, crowded=crowded and number == count)
+        if len(choice) == number:
+            return choice
+    return []
 
 
-def _chosen(places: Sequence[CutPlace], count: int, *, crowded: bool = True) -> list[CutPlace]:
+def _chosen(places: Sequence[CutPlace], count: int, *, crowded: bool) -> list[CutPlace]:
     """Return the places nearest to even shares: at a distance if possible, then where little is alive."""
     single = [place for place in places if place.alive == 1]
     tries = [(single, MIN_DISTANCE), (places, MIN_DISTANCE), *([(single, 0.0), (places, 0.0)] if crowded else [])]

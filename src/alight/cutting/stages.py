@@ -20,19 +20,9 @@ from torch import Tensor, fx, nn
 from torch.fx.node import map_aggregate
 from torch.overrides import get_overridable_functions
 
+from alight.cutting.calls import Call, ConstantTensor, StateName, Value
 from alight.cutting.sizes import FixedSizes, NumberOf, SizeCheck, SizeExpression, SizeOf, check_size
-from alight.cutting.tracing import (
-    BATCHES,
-    SCALARS,
-    BatchMultiple,
-    Call,
-    ConstantTensor,
-    Layout,
-    NetworkDtype,
-    StateName,
-    Trace,
-    Value,
-)
+from alight.cutting.tracing import BATCHES, SCALARS, BatchMultiple, Layout, NetworkDtype, Trace
 from alight.errors import BadInput
 
 CONSTANTS = "_constants"  # the submodule of a stage for what has no name in the network

@@ -2,7 +2,6 @@
 
 import warnings
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
@@ -178,13 +177,10 @@ def _placed(
     backbone: nn.Module, inputs: Inputs, after: str | int | Sequence[str], head_flops: HeadFlops
 ) -> tuple[list[str], list[nn.Module]]:
     """Return where exits are placed, and the stages: as many as were asked for, or fewer, with a warning."""
-    if isinstance(after, int):
-        with suppress(BadInput):  # too few places, or what the next call raises too
-            return cut_evenly(backbone, inputs, after, head_flops=head_flops)
-    names, stages = cut_evenly(
-        backbone, inputs, after if isinstance(after, int) else EXITS, allow_fewer=True, head_flops=head_flops
-    )
-    if isinstance(after, int):
+    asked = isinstance(after, int)
+    count = after if isinstance(after, int) else EXITS
+    names, stages = cut_evenly(backbone, inputs, count, allow_fewer=True, allow_crowded=asked, head_flops=head_flops)
+    if asked and len(names) < count:
         placed = f"{len(names)} placed, after {', '.join(names)}"
         warnings.warn(f"{after} exits were asked for and {placed}: there are no more places that pay", stacklevel=3)
     return names, stages

@@ -13,9 +13,10 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.conv import _ConvNd
 
+from alight.cutting.calls import walk
 from alight.cutting.proof import Axes, axes_of_one_size, resized
 from alight.cutting.running import Inputs, in_mode
-from alight.cutting.tracing import on_meta, walk
+from alight.cutting.tracing import on_meta
 from alight.errors import BadInput
 from alight.networks.heads import Head
 

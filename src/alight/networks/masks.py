@@ -7,7 +7,7 @@ from typing import get_args
 import torch
 from torch import Tensor, nn
 
-from alight.cutting.proof import is_close
+from alight.cutting.chain import is_close
 from alight.cutting.running import Inputs, in_mode, same_bits
 from alight.data.tokens import IDS, SEGMENTS, Meaning, mask_meaning
 from alight.errors import BadInput

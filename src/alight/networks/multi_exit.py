@@ -13,7 +13,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional
 from torch.utils._pytree import tree_map_only
 
-from alight.cutting.proof import check_batch, check_chain, is_close
+from alight.cutting.chain import check_batch, is_close
+from alight.cutting.proof import check_chain
 from alight.cutting.running import Inputs, chain, in_mode, pick_logits, same_bits
 from alight.cutting.sizes import FixedSizes
 from alight.data.batches import by_name
@@ -214,6 +215,11 @@ class MultiExitModel(nn.Module):
     def proven_kinds(self) -> set[Any]:
         """Sizes and dtypes of inputs for which the exits were compared with the network."""
         return self._proven
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        """Move or cast the network, after which it is compared with its exits again: its kernels are others."""
+        self._proven.clear()
+        return super()._apply(fn, recurse)
 
     def _check_known(self, batch: Carried) -> None:
         """Raise if there is no network to compare with, and it was not compared for inputs of these sizes before."""

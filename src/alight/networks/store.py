@@ -16,8 +16,9 @@ from safetensors.torch import save
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from alight.cutting.chain import is_chain_of
 from alight.cutting.cut import as_head, cut, cut_into_layers, split_outputs
-from alight.cutting.proof import ROWS, is_chain_of, resized
+from alight.cutting.proof import ROWS, resized
 from alight.cutting.running import Inputs, LogitsChoice, chain, in_mode, is_text, pick_logits, same_bits
 from alight.cutting.skeleton import buffers_data, complete, modules_data, skeleton
 from alight.cutting.stages import NotPlainData, Stage, cut_data, stages_from_data

@@ -55,7 +55,7 @@ class Tokens:
 
     @classmethod
     def load(cls, path: Path) -> Self:
-        """Load a file with one token, or with JSON such as docs/deploy.md shows."""
+        """Load a file with one token, or with JSON such as docs/service.md shows."""
         text = path.read_text(encoding="utf-8").strip()
         if not text.startswith("{"):
             return cls.of(text)

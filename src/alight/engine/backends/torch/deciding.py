@@ -4,6 +4,7 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from functools import cached_property, partial
 from itertools import chain
 from threading import Lock
@@ -13,7 +14,16 @@ import torch
 
 from alight.engine.backends import Integers, Reads, State
 from alight.engine.backends.torch import conditional, rows
-from alight.engine.backends.torch.device_walk import WINDOW, DeviceWalk, Executor, Stage, is_decidable, same_rule
+from alight.engine.backends.torch.device_walk import (
+    BatchWalk,
+    DeviceWalk,
+    Executor,
+    Network,
+    Stage,
+    StreamWalk,
+    is_decidable,
+    same_rule,
+)
 from alight.engine.backends.torch.prepare import SHAPES, capture, stream_for
 from alight.engine.walk import Answers
 from alight.policies.policy import Policy
@@ -28,7 +38,7 @@ TRIES = 3  # runs of each way, of which the shortest counts
 class Deciding:
     """The walks of one network that its device decides, captured when they are needed, and why others are not."""
 
-    window = WINDOW  # batches that are best handed over at once
+    window = 8  # batches that are best handed over at once
 
     def __init__(
         self,
@@ -38,7 +48,7 @@ class Deciding:
         device: torch.device,
         decide: str,
     ) -> None:
-        self.stages, self.reads, self.admit, self.device, self.decide = stages, reads, admit, device, decide
+        self.network, self.device, self.decide = Network(stages, reads, admit), device, decide
         self.walks: dict[Any, DeviceWalk | None] = {}  # by kind of batch; None where the host decides
         self.reasons: dict[Any, str] = {}  # who decides, and why
         self.seen: Counter[Any] = Counter()
@@ -51,9 +61,16 @@ class Deciding:
     @cached_property
     def missing(self) -> str:
         """What a device needs to decide and is not here."""
-        missing = conditional.why_not() or ("" if rows.kernels() else "Triton kernels do not run here")
+        return self._warned("" if rows.kernels() else "Triton kernels do not run here")
+
+    @cached_property
+    def missing_for_one(self) -> str:
+        """What it needs, further, to choose what runs for one batch."""
+        return self.missing or self._warned(conditional.why_not())
+
+    def _warned(self, missing: str) -> str:
         if missing and self.decide == "device":
-            warnings.warn(f"the host decides: {missing}", stacklevel=2)
+            warnings.warn(f"the host decides: {missing}", stacklevel=3)
         return missing
 
     def answers(self, policy: Policy, batches: Iterator[Batch], size: int | None, host: Host) -> Iterator[Answers]:
@@ -61,20 +78,18 @@ class Deciding:
 
         With a size survivors of several run together in batches of that size; else each is answered by itself.
         """
-        if self.missing or not is_decidable(policy):
-            self._refuse(policy)
+        if size is None:
+            return chain.from_iterable(self._alone(policy, batch, host) for batch in batches)
+        if self._refuses(policy, self.missing):
             return host(batches)
-        if size is not None:
-            return self._streamed(policy, batches, size, host)
-        return chain.from_iterable(self._alone(policy, batch, host) for batch in batches)
+        return self._streamed(policy, batches, size, host)
 
     def one_batch(self, policy: Policy, batch: Batch, host: Host) -> Answers | None:
         """Return the answers of one batch that waits for no other; None where the host decides."""
-        if self.missing or not is_decidable(policy):
-            self._refuse(policy)
+        if self._refuses(policy, self.missing_for_one):
             return None
-        kind = _kind(batch, 1 << (len(batch[0]) - 1).bit_length(), window=1)
-        walk = self._walk(kind, policy, [batch], host)
+        kind = _kind(batch, 1 << (len(batch[0]) - 1).bit_length(), alone=True)
+        walk: BatchWalk | None = self._walk(kind, policy, [batch], host)
         if walk is None:
             return None
         try:
@@ -88,22 +103,28 @@ class Deciding:
 
     def replays(self, size: int) -> list[Callable[[], None]]:
         """Return what replays each stage for batches of a size, decisions included; nothing where no walk is."""
-        found = (walk for kind, walk in self.walks.items() if walk is not None and kind[:2] == (size, WINDOW))
-        walk = next(found, None)
-        return [] if walk is None else [walk.graphs[stage, size].replay for stage in range(len(self.stages))]
+        walk = next((each for each in self.walks.values() if isinstance(each, StreamWalk) and each.size == size), None)
+        if walk is None:
+            return []
+        walk.limit.zero_()  # no row is of a sample
+        return [walk.graphs[stage, size, 0].replay for stage in range(len(walk.stages))]
 
-    def _refuse(self, policy: Policy) -> None:
-        self.reasons[type(policy)] = f"the host decides: {self.missing or f'{type(policy).__name__} needs it'}"
+    def _refuses(self, policy: Policy, missing: str) -> bool:
+        """Return whether the host has to decide, and note why."""
+        if not missing and is_decidable(policy):
+            return False
+        self.reasons[type(policy)] = f"the host decides: {missing or f'{type(policy).__name__} needs it'}"
+        return True
 
     def _streamed(self, policy: Policy, batches: Iterator[Batch], size: int, host: Host) -> Iterator[Answers]:
         """Yield the answers of many batches; each kind of batch, as texts of one length, has a walk of its own."""
-        first = [*_window(batches, WINDOW * size)]
-        taken: dict[Any, DeviceWalk] = {}
+        first = [*_window(batches, self.window * size)]
+        taken: dict[Any, StreamWalk] = {}
 
-        def walk_of(batch: Batch) -> DeviceWalk | None:
-            if (kind := _kind(batch, size, WINDOW)) not in taken:
-                alike = [each for each in first if _kind(each, size, WINDOW) == kind] or [batch]
-                walk = self._walk(kind, policy, alike, host)
+        def walk_of(batch: Batch) -> StreamWalk | None:
+            if (kind := _kind(batch, size)) not in taken:
+                alike = [each for each in first if _kind(each, size) == kind] or [batch]
+                walk: StreamWalk | None = self._walk(kind, policy, alike, host)
                 if walk is None:
                     return None
                 taken[kind] = walk
@@ -118,19 +139,22 @@ class Deciding:
                     yield from host(iter([batch]))
                     continue
                 walk.push(*batch)
-                yield from walk.fetched(pending=1)
+                yield from walk.fetched()
             for walk in taken.values():
                 walk.end()
             yield from _fetched(taken.values())
-        except Exception:
-            yield from _fetched(taken.values())  # what has run to the end
+        except Exception:  # of a loader: what came before is answered, unless that fails too
+            with suppress(Exception):
+                for walk in taken.values():
+                    walk.end()
+            yield from _fetched(taken.values())
             raise
         finally:
             for kind, walk in taken.items():
                 walk.reset()
                 self.busy.discard(kind)
 
-    def _walk(self, kind: Any, policy: Policy, batches: Sequence[Batch], host: Host) -> DeviceWalk | None:
+    def _walk(self, kind: Any, policy: Policy, batches: Sequence[Batch], host: Host) -> Any:
         """Return the walk for a kind of batch, which is in use from now on; None where the host decides."""
         with self.lock:
             if kind in self.busy:
@@ -152,11 +176,11 @@ class Deciding:
         if len(self.walks) >= SHAPES:
             self.reasons[None] = f"the host decides about batches of further shapes: {SHAPES} are captured"
             return None
-        size, window, *_ = kind
-        executor, uploading = self.executor()
+        size, alone, *_ = kind
+        executor, uploading = self.executor(alone)
         try:
-            given = (self.stages, self.reads, policy, self.admit, batches[0][1], size, executor)
-            walk = DeviceWalk(*given, uploading=uploading, window=window)
+            given = (self.network, policy, batches[0][1], size, executor)
+            walk: DeviceWalk = BatchWalk(*given) if alone else StreamWalk(*given, uploading)
             ours = _shortest(partial(_run, walk, batches))
         except Exception as error:  # memory is short, a capture fails, a compiler is missing: the host can decide
             torch.cuda.empty_cache()
@@ -178,11 +202,11 @@ class Deciding:
         )
         return walk if ours < theirs else None
 
-    def executor(self) -> tuple[Executor, Any]:
+    def executor(self, alone: bool) -> tuple[Executor, Any]:
         """Return what captures and runs a walk, in memory of its own, and the stream for copies to the device."""
         pool = torch.cuda.graph_pool_handle()
         device = torch.cuda.current_device() if self.device.index is None else self.device.index
-        return Executor(partial(capture, pool=pool, keep=True), conditional.compiled), stream_for("copies", device)
+        return Executor(partial(capture, pool=pool, keep=alone), conditional.compiled), stream_for("copies", device)
 
 
 def _window(batches: Iterator[Batch], samples: int) -> Iterator[Batch]:
@@ -192,26 +216,27 @@ def _window(batches: Iterator[Batch], samples: int) -> Iterator[Batch]:
         yield batch
 
 
-def _fetched(walks: Iterable[DeviceWalk]) -> Iterator[Answers]:
+def _fetched(walks: Iterable[StreamWalk]) -> Iterator[Answers]:
     for walk in walks:
-        yield from walk.fetched()
+        yield from walk.fetched(every=True)
 
 
-def _kind(batch: Batch, size: int, window: int) -> tuple[Any, ...]:
-    """Return what a walk is captured for: the size of batches, how many at once, and shape and dtype of a sample."""
-    return (size, window, *((each.shape[1:], each.dtype) for each in batch[1]))
+def _kind(batch: Batch, size: int, *, alone: bool = False) -> tuple[Any, ...]:
+    """Return what a walk is captured for: the size of batches, whether of one alone, shape and dtype of a sample."""
+    return (size, alone, *((each.shape[1:], each.dtype) for each in batch[1]))
 
 
-def _run(walk: DeviceWalk, batches: Sequence[Batch]) -> None:
+def _run(walk: Any, batches: Sequence[Batch]) -> None:
     """Answer some batches."""
-    if len(batches) == 1 and len(batches[0][0]) <= walk.size:
+    if isinstance(walk, BatchWalk):
         walk.one_batch(*batches[0])
         return
     for batch in batches:
         walk.push(*batch)
     walk.end()
-    for _ in walk.fetched():
+    for _ in walk.fetched(every=True):
         pass
+    walk.reset()
 
 
 def _shortest(work: Callable[[], object]) -> float:

@@ -1,14 +1,14 @@
-"""A walk that a GPU decides: one launch answers many batches, and nothing waits for the host.
+"""Walks that a GPU decides: after every stage one kernel reads its head's values, answers, and moves survivors on.
 
-Samples wait for a stage in its room, on the device. A stage runs as soon as a full batch waits there: its head's values
-are read, samples leave, and the others move on to the next room, all by one kernel; a condition on how many wait there
-runs the next stage. Rooms hold less than a batch between two launches, so any number of samples streams through. At the
-end the rooms are emptied by partial batches, each as the smallest captured size that holds it.
+Samples wait for a stage in its room, on the device, in the order in which they came. `BatchWalk` answers one batch by
+one launch, whose graph asks on the device whether a stage runs. `StreamWalk` answers any number: every stage runs by a
+graph of its own, launched by the host as soon as it knows of a full batch in the stage's room, while others run. It
+waits for no decision: the kernel writes how many have arrived in a room where the host reads it.
 """
 
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import cached_property, partial
+from functools import partial
 from itertools import zip_longest
 from typing import Any, NamedTuple
 
@@ -19,14 +19,16 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from alight.engine.backends import Integers, Reads, State
 from alight.engine.backends.torch import rows
-from alight.engine.backends.torch.conditional import Choose, Condition, Loop, Program, Run
+from alight.engine.backends.torch.conditional import Choose, Condition, Program, Run
 from alight.engine.backends.torch.values import columns_of, pack
 from alight.engine.walk import Answers
 from alight.errors import AlightError
 from alight.policies.policy import ExitAt, Lottery, Mixture, Patience, Policy, Streak, Threshold
 from alight.policies.route import visit
 
-WINDOW = 8  # batches of inputs that one launch answers
+SLOTS, SAMPLES = 8, 1024  # batches that a room holds; fewer of large ones, but three at least
+IN_FLIGHT = 3  # batches launched before the host waits for the first of them
+UNREAD = 8  # batches of answers of one exit after which the host takes them; twice as many have room
 SIZES = 3  # captured of each stage: a batch, a half, a quarter
 SMALL = 16  # batches below are not halved: a GPU takes as long for them
 PROGRAMS = 2048  # of a kernel, enough to fill a GPU
@@ -54,14 +56,22 @@ def _is_by_kernel(policy: Policy) -> bool:
 
 
 class Executor(NamedTuple):
-    """How programs run: `capture` makes a graph of work, `compile` what launches a program of such graphs."""
+    """How captured work runs: `capture` makes a graph of it, `compile` what launches a program of such graphs."""
 
     capture: Callable[[Callable[[], None]], Any]
-    compile: Callable[[Program, Mapping[Any, Any], Tensor, Tensor], Callable[[], None]]
+    compile: Callable[[Program, Mapping[Any, Any], Tensor], Callable[[], None]]
+
+
+class Network(NamedTuple):
+    """What walks need of a network."""
+
+    stages: Sequence[Stage]
+    reads: Sequence[Reads]  # of each stage
+    admit: Callable[[State], State]
 
 
 class Room(NamedTuple):
-    """Where samples wait for a stage: what it takes, what is remembered of them, and their numbers as a ring."""
+    """Where samples wait for a stage: what it takes, what is remembered of them, and their numbers."""
 
     state: State
     memory: tuple[Tensor, ...]
@@ -69,243 +79,87 @@ class Room(NamedTuple):
     samples: Tensor
 
 
+class Counts(NamedTuple):
+    """Numbers in device memory that the kernel after a stage reads, and then writes."""
+
+    waiting: Tensor  # rows that are of samples
+    answered: Tensor  # before
+    arrived: Tensor  # in the next room, before
+    after: Tensor  # both, afterwards
+    seen: Tensor  # the same, in memory that the host sees
+
+
 class DeviceWalk:
-    """The stages of a network and a policy, captured for batches of one size and shape.
+    """The stages of a network and a policy for batches of one size and shape, in rooms for so many samples."""
 
-    `one_batch` answers a batch; `push`, `end` and `fetched` any number of them. What comes from the host is copied to
-    the device in the stream `uploading`, while earlier batches are answered.
-    """
+    answers: Tensor  # rows of sample, class, open exit and probability, as a ring; written where the host reads
 
-    def __init__(
-        self,
-        stages: Sequence[Stage],
-        reads: Sequence[Reads],
-        policy: Policy,
-        admit: Callable[[State], State],
-        example: State,
-        size: int,
-        executor: Executor,
-        *,
-        uploading: Any = None,
-        window: int = WINDOW,
-    ) -> None:
-        self.stages, self.size, self.admit, self.executor = stages, size, admit, executor
-        self.unpacked = [not each.is_packed for each in reads]  # stages that give logits
-        self.reads = [each if each.is_packed else each._replace(columns=("margin",)) for each in reads]
-        self.window, self.uploading = window * size, uploading
+    def __init__(self, network: Network, policy: Policy, example: State, size: int, capacity: int) -> None:
+        self.stages, self.admit, self.size, self.capacity = network.stages, network.admit, size, capacity
+        self.last = len(self.stages) - 1
+        self.unpacked = [not each.is_packed for each in network.reads]  # stages that give logits
+        self.reads = [each if each.is_packed else each._replace(columns=("margin",)) for each in network.reads]
         self.by_kernel = _is_by_kernel(policy)
         self.sizes = [size >> index for index in range(SIZES) if size >> index >= SMALL] or [size]
-        example = admit(example)
-        device, places = example[0].device, 2 * len(stages) + 1
-        inputs = 2 * self.window + size  # rows: one window is uploaded while another runs
-        integers = partial(torch.zeros, dtype=torch.int64, device=device)
-        control = integers(2 * places + inputs)
-        self.counters, self.updated = control[:places], control[places : 2 * places]
-        self.header = control[2 * places - 3 :]  # how many inputs wait, which is the first, how many answers; numbers
-        most = 1 + self.window + 2 * len(stages) * size
-        self.answers = integers(most, 4)  # sample, class, open exit and probability of each; the first row counts them
-        if window == 1 and control.is_cuda:  # for single batches, which the host waits for: written where it reads
-            self.answers = torch.zeros(most, 4, dtype=torch.int64, pin_memory=True)
-        self.thresholds, self.rules = integers(len(stages)).double(), integers(len(stages), 4)
+        example = self.admit(example)
+        self.integers = partial(torch.zeros, dtype=torch.int64, device=example[0].device)
+        self.pinned = partial(torch.zeros, dtype=torch.int64, pin_memory=example[0].is_cuda)
+        self.thresholds, self.rules = self.integers(self.last + 1).double(), self.integers(self.last + 1, 4)
         self.use(policy)
-        self.inputs = _repeated(example, inputs)
-        self.rooms = [Room(_repeated(example, size), (), None, self.header[3:])]
+        self.rooms = [Room(_repeated(example, capacity), (), None, self.integers(capacity))]
         self.graphs: dict[Any, Any] = {}
-        for stage in range(len(stages)):
-            if stage < len(stages) - 1:
-                self.rooms.append(self._room_after(stage))
-            for each in self.sizes:
-                self.graphs[stage, each] = self._captured(stage, each)
-        self.sent = torch.zeros(3 + size, dtype=torch.int64, pin_memory=control.is_cuda)  # header of one batch
-        self.half = self.filled = 0  # of the inputs
-        self.pending: deque[Callable[[], Answers]] = deque()
-        self.released: list[Any] = [None, None]  # events after which a half may be written again
 
     def use(self, policy: Policy) -> None:
         """Decide by the numbers of this policy from now on; its rule must be that of the first one."""
-        self.policy, last = policy, len(self.stages) - 1
-        if last and isinstance(policy, Threshold | Lottery) and self.by_kernel:
-            numbers = [policy.numbers(open_index) for open_index in range(last)]
-            self.thresholds[:last] = self.thresholds.new_tensor([threshold for threshold, _ in numbers])
-            self.rules[:last] = self.rules.new_tensor([rule for _, rule in numbers])
+        self.policy = policy
+        if self.last and isinstance(policy, Threshold | Lottery) and self.by_kernel:
+            numbers = [policy.numbers(open_index) for open_index in range(self.last)]
+            self.thresholds[: self.last] = self.thresholds.new_tensor([threshold for threshold, _ in numbers])
+            self.rules[: self.last] = self.rules.new_tensor([rule for _, rule in numbers])
 
-    # Batches come and answers go
+    def _answers(self, found: Integers) -> Answers:
+        """Return rows of answers by column."""
+        samples, predictions, open_indices, bits = found.T.copy()
+        return Answers(
+            samples, predictions, open_indices, bits.view(np.float64) if self.reads[-1].probability else None
+        )
 
-    def one_batch(self, samples: Integers, inputs: State) -> Answers:
-        """Return the answers of one batch, no larger than the size of this walk; no sample may wait."""
-        count, answer = len(samples), self._answer_one  # captured before anything is sent
-        for there, each in zip(self.rooms[0].state, self.admit(inputs), strict=True):
-            there[:count].copy_(each, non_blocking=True)
-        sent = self.sent[: 3 + count]
-        sent.numpy()[:] = (count, 0, 0, *samples)
-        self.header[: 3 + count].copy_(sent, non_blocking=True)
-        answer()
-        if self.header.is_cuda:
-            torch.cuda.current_stream().synchronize()
-        return self._read(self.answers.cpu(), count)
+    def _add_room(self, stage: int) -> None:
+        """Add the room for what a stage hands on, filled with what it makes of the example."""
+        state, _, _, memory, structure = self._ran(stage, slice(self.size))
+        count = self.capacity
+        self.rooms.append(Room(_repeated(state, count), _repeated(memory, count), structure, self.integers(count)))
 
-    def push(self, samples: Integers, inputs: State) -> None:
-        """Take in a batch of any size, and launch each window that is full."""
-        stream = None if any(getattr(each, "is_cuda", False) for each in inputs) else self.uploading
-        with torch.cuda.stream(stream):
-            state = self.admit(inputs)
-        start = 0
-        while start < len(samples):
-            count = min(self.window - self.filled, len(samples) - start)
-            with torch.cuda.stream(stream):
-                if not self.filled and self.released[self.half] is not None:
-                    torch.cuda.current_stream().wait_event(self.released[self.half])
-                first = self.half * self.window + self.filled
-                for there, each in zip(self.inputs, state, strict=True):
-                    there[first : first + count].copy_(each[start : start + count], non_blocking=True)
-                numbers = torch.from_numpy(samples[start : start + count])
-                self.header[3 + first :][:count].copy_(self._pinned(numbers), non_blocking=True)
-            self.filled, start = self.filled + count, start + count
-            if self.filled == self.window:
-                self._launch()
-
-    def end(self) -> None:
-        """Launch what has come since the last full window, and empty the rooms."""
-        self._launch(last=True)
-
-    def fetched(self, pending: int = 0) -> Iterator[Answers]:
-        """Yield answers in the order of windows, until so many windows are pending."""
-        while len(self.pending) > pending:
-            yield self.pending.popleft()()
-
-    def reset(self) -> None:
-        """Let no sample wait, as after an error."""
-        self.pending.clear()
-        self.updated.zero_()
-        self.half = self.filled = 0
-
-    def _launch(self, *, last: bool = False) -> None:
-        if self.uploading is not None:
-            torch.cuda.current_stream().wait_stream(self.uploading)
-        sent = self._pinned(torch.tensor([self.filled, self.half * self.window, 0], dtype=torch.int64))
-        self.header[:3].copy_(sent, non_blocking=True)
-        self.answers[0].zero_()  # there may be none
-        if self.filled >= self.size:
-            self._answer_window()
-        if last:
-            self._empty_rooms()
-        self.pending.append(self._fetching())
-        if self.uploading is not None:
-            self.released[self.half] = torch.cuda.current_stream().record_event()
-        self.half, self.filled = 1 - self.half, 0
-
-    def _pinned(self, numbers: Tensor) -> Tensor:
-        return numbers.pin_memory() if self.header.is_cuda else numbers
-
-    def _fetching(self) -> Callable[[], Answers]:
-        """Start the copy of all answers to the host, and return what waits for it."""
-        host = torch.empty(self.answers.shape, dtype=torch.int64, pin_memory=self.answers.is_cuda)
-        host.copy_(self.answers, non_blocking=True)
-        arrived = torch.cuda.current_stream().record_event() if self.answers.is_cuda else None
-
-        def wait() -> Answers:
-            if arrived is not None:
-                arrived.synchronize()
-            return self._read(host, int(host[0, 0]))
-
-        return wait
-
-    def _read(self, host: Tensor, count: int) -> Answers:
-        """Return so many answers, in memory of their own."""
-        samples, predictions, open_indices, bits = host.numpy()[1 : 1 + count].T.copy()
-        probabilities = bits.view(np.float64) if self.reads[-1].probability else None
-        return Answers(samples, predictions, open_indices, probabilities)
-
-    # Programs
-
-    @cached_property
-    def _answer_one(self) -> Callable[[], None]:
-        self.graphs[0, "alone"] = self._captured(0, self.size, taken=True)
-        return self._compiled([Run((0, "alone")), *self._following(1)])
-
-    @cached_property
-    def _answer_window(self) -> Callable[[], None]:
-        inputs = Condition(self._waiting(0), self.size - 1)
-        return self._compiled([Loop(inputs, [Run((0, self.size)), *self._full_from(1)])])
-
-    @cached_property
-    def _empty_rooms(self) -> Callable[[], None]:
-        stages = range(len(self.stages))
-        return self._compiled([step for stage in stages for step in (self._rest(stage), *self._full_from(stage + 1))])
-
-    def _full_from(self, stage: int) -> Program:
-        """Return what runs a stage if a full batch waits for it, then those behind it, so that less than one waits."""
-        if stage == len(self.stages):
-            return []
-        run = Run((stage, self.size))
-        return [Choose([(Condition(self._waiting(stage), self.size - 1), [run, *self._full_from(stage + 1)])])]
-
-    def _following(self, stage: int) -> Program:
-        """Return what answers one batch from a stage on, as long as some samples stay."""
-        if stage == len(self.stages):
-            return []
-        run = self._rest(stage) if len(self.sizes) > 1 else Run((stage, self.size))
-        return [Choose([(Condition(self._waiting(stage)), [run, *self._following(stage + 1)])])]
-
-    def _rest(self, stage: int) -> Choose:
-        """Return the choice of the smallest captured size that holds all who wait for a stage."""
-        ranges = zip_longest(self.sizes, self.sizes[1:], fillvalue=0)
-        return Choose([(Condition(self._waiting(stage), above, upto), [Run((stage, upto))]) for upto, above in ranges])
-
-    def _compiled(self, program: Program) -> Callable[[], None]:
-        return self.executor.compile(program, self.graphs, self.counters, self.updated)
-
-    def _waiting(self, stage: int) -> int:
-        """Return the place of the counter of samples that wait for a stage; the next is their first in the ring."""
-        return 2 * (stage or len(self.stages)) - 2
-
-    # What a captured stage does
-
-    def _captured(self, stage: int, size: int, *, taken: bool = False) -> Any:
-        self.counters.zero_()  # nobody waits: the runs before the capture change nothing
+    def _capture(self, executor: Executor, stage: int, size: int, slot: int, counts: Counts) -> None:
+        """Capture a stage for one batch of its room: it decides, answers, and moves survivors on."""
         try:
-            return self.executor.capture(partial(self._step, stage, size, taken=taken or stage > 0))
+            self.graphs[stage, size, slot] = executor.capture(partial(self._step, stage, size, slot, counts))
         except RuntimeError as error:
             raise AlightError(
                 f"stage {stage} cannot be captured as a CUDA graph ({str(error).partition(chr(10))[0]})"
             ) from error
 
-    def _room_after(self, stage: int) -> Room:
-        """Return the room for what a stage hands on, filled with what it makes of the example."""
-        state, _, _, memory, structure = self._ran(stage, self.size)
-        samples = torch.zeros(2 * self.size, dtype=torch.int64, device=self.counters.device)
-        return Room(_repeated(state, 2 * self.size), _repeated(memory, 2 * self.size), structure, samples)
+    def _step(self, stage: int, size: int, slot: int, counts: Counts) -> None:
+        batch = slice(slot * self.size, slot * self.size + size)
+        state, packed, decided, memory, _ = self._ran(stage, batch)
+        following = self.rooms[min(stage + 1, self.last)]
+        moved: list[Any] = [None]
+        if stage < self.last:
+            moved = [*zip((*state, *memory), following.state + following.memory, strict=True)]
+        for index, pair in enumerate(moved):
+            self._settle(stage, batch, packed, decided, counts, pair, first=index == 0)
 
-    def _step(self, stage: int, size: int, *, taken: bool) -> None:
-        """Run a stage for the first samples of its room, decide, answer, and move survivors on."""
-        if not taken:
-            for source, target in zip(self.inputs, self.rooms[0].state, strict=True):
-                _take(source, self.counters[self._waiting(0) + 1 :], target[:size])
-        state, packed, decided, memory, _ = self._ran(stage, size)
-        room, last = self.rooms[stage], stage == len(self.stages) - 1
-        following = room if last else self.rooms[stage + 1]
-        targets = following.state + following.memory
-        moved = [] if last else [*zip((*state, *memory), targets, strict=True)]
-        shifted = [*room.state, *room.memory] if stage and size == self.size else []
-        for index, (pair, own) in enumerate(zip_longest(moved, shifted) if moved or shifted else [(None, None)]):
-            self._settle(stage, size, packed, decided, following, pair, own, first=index == 0)
-
-    def _ran(self, stage: int, size: int) -> tuple[State, Tensor, Tensor | None, tuple[Tensor, ...], Any]:
+    def _ran(self, stage: int, batch: slice) -> tuple[State, Tensor, Tensor | None, tuple[Tensor, ...], Any]:
         """Run a stage; return its state, packed values, what was decided elsewhere than in the kernel, and memory."""
         room, reads = self.rooms[stage], self.reads[stage]
-        state, values = self.stages[stage](*(each[:size] for each in room.state))
-        if stage:  # what a stage hands on unchanged lies in the room, where rows are moved to the front
-            own = {each.untyped_storage().data_ptr() for each in room.state}
-            state = tuple(each.clone() if each.untyped_storage().data_ptr() in own else each for each in state)
+        state, values = self.stages[stage](*(each[batch] for each in room.state))
         if self.unpacked[stage]:
             values = pack(values, reads)
         if self.by_kernel:
             return state, values, None, (), None
-        first = self.counters[self._waiting(stage) + 1]
-        places = (first + torch.arange(size, device=values.device)) % len(room.samples)
-        recalled = tree_unflatten([each[:size] for each in room.memory], room.structure) if stage else ((), ())
+        recalled = tree_unflatten([each[batch] for each in room.memory], room.structure) if stage else ((), ())
         leaving, classes, recalled = visit(
-            self.policy, stage, room.samples[places], values[:, 0].long(), columns_of(values, reads), recalled
+            self.policy, stage, room.samples[batch], values[:, 0].long(), columns_of(values, reads), recalled
         )
         memory, structure = tree_flatten(recalled)
         return state, values, torch.stack([leaving.long(), classes.long()], 1), tuple(memory), structure
@@ -313,49 +167,43 @@ class DeviceWalk:
     def _settle(
         self,
         stage: int,
-        size: int,
+        batch: slice,
         packed: Tensor,
         decided: Tensor | None,
-        following: Room,
+        counts: Counts,
         pair: tuple[Tensor, Tensor] | None,
-        own: Tensor | None,
         *,
         first: bool,
     ) -> None:
         """Launch the kernel that decides and moves one tensor."""
         source, target = rows.words(*pair) if pair else (packed, packed)
-        (moving,) = rows.words(own) if own is not None else (packed,)
-        words, own_words = source.shape[1] if pair else 0, moving.shape[1] if own is not None else 0
-        count = size if own is None else 2 * size
-        parts = min(max(1, PROGRAMS // count), -(-max(words, own_words, 1) // BLOCK))
-        room, last = self.rooms[stage], stage == len(self.stages) - 1
+        words, size, answers = source.shape[1] if pair else 0, len(packed), self.answers[stage % len(self.answers)]
+        parts = min(max(1, PROGRAMS // size), -(-max(words, 1) // BLOCK))
         kernels: Any = rows.kernels(packed.device.type)
-        kernels.settle_rows[(count, parts)](
+        kernels.settle_rows[(size, parts)](
             packed,
             packed.shape[1],
             2 + len(self.reads[stage].columns),
-            room.samples,
-            len(room.samples),
+            self.rooms[stage].samples[batch],
             packed if decided is None else decided,
-            self.thresholds,
-            self.rules,
-            self.counters,
-            self.updated,
-            self.answers,
-            following.samples,
-            len(following.samples),
+            self.thresholds[stage],
+            self.rules[stage],
+            counts.waiting,
+            size,
+            stage,
+            counts.answered,
+            counts.arrived,
+            counts.after,
+            counts.seen,
+            answers,
+            len(answers),
+            self.rooms[min(stage + 1, self.last)].samples,
+            self.capacity,
             source,
             target,
             words,
-            moving,
-            own_words,
-            self._waiting(stage),
-            self._waiting(min(stage + 1, len(self.stages) - 1)),
-            len(self.counters) - 1,
-            stage,
-            size,
             FIRST=first,
-            LAST=last,
+            LAST=stage == self.last,
             DECIDED=decided is not None,
             PROBABILITY=self.reads[-1].probability,
             ROWS=1 << (size - 1).bit_length(),
@@ -363,11 +211,233 @@ class DeviceWalk:
         )
 
 
-def _take(source: Tensor, cursor: Tensor, target: Tensor) -> None:
-    """Copy the rows behind the cursor."""
-    source, target = rows.words(source, target)
-    kernels: Any = rows.kernels(source.device.type)
-    kernels.take_rows[(len(target), -(-source.shape[1] // BLOCK))](source, cursor, target, source.shape[1], BLOCK=BLOCK)
+class BatchWalk(DeviceWalk):
+    """Answers one batch, no larger than its size, by one launch of a graph that chooses on the device what runs."""
+
+    def __init__(self, network: Network, policy: Policy, example: State, size: int, executor: Executor) -> None:
+        super().__init__(network, policy, example, size, size)
+        self.places = places = 2 * (self.last + 2)  # answers so far and who waits, for each stage and behind the last
+        self.control, self.sent = self.integers(places + size), self.pinned(places + size)
+        self.rooms[0] = self.rooms[0]._replace(samples=self.control[places:])
+        self.answers = self.pinned(1, size, 4)
+        self.given, self.found = self.sent.numpy(), self.answers.numpy()[0]
+        counters, self.nobody = self.control[:places], self.integers(1)
+        counts = counters.view(-1, 2)
+        for stage in range(self.last + 1):
+            (answered, waiting), after = counts[stage], counts[stage + 1]
+            if stage < self.last:
+                self._add_room(stage)
+            for each in self.sizes:
+                self._capture(executor, stage, each, 0, Counts(waiting, answered, self.nobody, after, after))
+        self.answer = executor.compile([Run((0, size, 0)), *self._following(1)], self.graphs, counters)
+
+    def one_batch(self, samples: Integers, inputs: State) -> Answers:
+        """Return the answers of one batch."""
+        count = len(samples)
+        for there, each in zip(self.rooms[0].state, self.admit(inputs), strict=True):
+            (there[:count] if count < self.size else there).copy_(each, non_blocking=True)
+        self.given[1], self.given[self.places : self.places + count] = count, samples
+        self.answer()
+        return self._answers(self.found[:count])
+
+    def _step(self, stage: int, size: int, slot: int, counts: Counts) -> None:
+        if stage == 0:
+            self.control.copy_(self.sent, non_blocking=True)  # a node of the graph, quicker than a copy before it
+        super()._step(stage, size, slot, counts)
+
+    def _following(self, stage: int) -> Program:
+        """Return what runs from a stage on, as long as samples stay: each as the smallest captured size."""
+        if stage > self.last:
+            return []
+        following, ranges = self._following(stage + 1), zip_longest(self.sizes, self.sizes[1:], fillvalue=0)
+        branches = [(Condition(2 * stage + 1, above, upto), [Run((stage, upto, 0))]) for upto, above in ranges]
+        if len(branches) > 1:
+            return [Choose(branches), *following]
+        ((condition, body),) = branches
+        return [Choose([(condition, [*body, *following])])]  # asks about later stages only if this one runs
+
+
+class StreamWalk(DeviceWalk):
+    """Answers any number of samples in batches of one size: `push` them, say `end`, and take what is `fetched`.
+
+    What comes from the host is copied to the device in the stream `uploading`, while earlier batches run.
+    """
+
+    def __init__(
+        self,
+        network: Network,
+        policy: Policy,
+        example: State,
+        size: int,
+        executor: Executor,
+        uploading: Any = None,
+    ) -> None:
+        self.slots = min(SLOTS, max(3, SAMPLES // size))
+        super().__init__(network, policy, example, size, self.slots * size)
+        self.uploading, stages = uploading, self.last + 1
+        self.limit = self.integers(1)  # rows of a batch that are of samples
+        counts, seen = self.integers(stages, self.slots, 2), self.pinned(stages, self.slots, 2)
+        self.counts, self.seen = counts, seen.numpy()
+        self.answers = self.pinned(stages, 2 * UNREAD * size, 4)
+        for stage in range(stages):
+            if stage < self.last:
+                self._add_room(stage)
+            kinds = [*((size, slot) for slot in range(self.slots)), *((each, 0) for each in self.sizes[1:])]
+            for each, slot in kinds:
+                before = counts[stage, slot - 1]  # of the batch before
+                own = Counts(self.limit, before[0], before[1], counts[stage, slot], seen[stage, slot])
+                self._capture(executor, stage, each, slot, own)
+        event: Callable[[], Any] = torch.cuda.Event
+        self.events, self.emptied = ([event() for _ in range(count)] for count in (IN_FLIGHT, self.slots))
+        self.in_flight: deque[tuple[int, int, Any]] = deque()  # stage, slot, and the event after it
+        self.found: list[Answers] = []
+        self.stream: Any = None  # in which stages run
+        self.turn = 0  # the stage that ran last
+        self.reset()
+
+    def reset(self) -> None:
+        """Let no sample wait, as after an error."""
+        while self.in_flight:
+            self._wait()
+        stages, self.started, self.turn = self.last + 1, False, 0
+        self.arrived, self.launched, self.flying = [0] * stages, [0] * stages, [0] * stages  # samples, batches, batches
+        self.answered, self.taken = [0] * stages, [0] * stages  # answers that the host knows of, and has taken
+        self.found.clear()
+
+    def push(self, samples: Integers, inputs: State) -> None:
+        """Take in a batch of any size, and launch each one that is full."""
+        self._enter()
+        if not self.started:
+            self.reset()
+            self.counts.zero_()
+            self.limit.fill_(self.size)
+            self.started = True
+        on_device = self.uploading is None or any(getattr(each, "is_cuda", False) for each in inputs)
+        with torch.cuda.stream(None if on_device else self.uploading):
+            numbers = torch.from_numpy(samples)
+            state = (*self.admit(inputs), numbers.pin_memory() if self.limit.is_cuda else numbers)
+        start = 0
+        while start < len(samples):
+            first = self.arrived[0] % self.capacity
+            # copies on the device hold up what runs there, so they are few; uploads go on beside it, so they are small
+            most = self.capacity - max(first, self._waiting(0)) if on_device else self.size - first % self.size
+            count = min(most, len(samples) - start)
+            self._copy(tuple(each[start : start + count] for each in state), first, on_device=on_device)
+            start, self.arrived[0] = start + count, self.arrived[0] + count
+            while self._waiting(0) >= self.size:
+                self._go_on()
+
+    def _enter(self) -> None:
+        """Go on in the current stream, which may be another one than before."""
+        if self.limit.is_cuda:
+            stream = torch.cuda.current_stream()
+            if self.stream is not None and stream != self.stream:
+                stream.wait_stream(self.stream)
+            self.stream = stream
+
+    def _copy(self, state: State, first: int, *, on_device: bool) -> None:
+        """Copy inputs to the first room, from a row on."""
+        stream = None if on_device else self.uploading
+        with torch.cuda.stream(stream):
+            if stream is not None and not first % self.size:
+                stream.wait_event(self.emptied[first // self.size])
+            for there, each in zip((*self.rooms[0].state, self.rooms[0].samples), state, strict=True):
+                there[first : first + len(each)].copy_(each, non_blocking=True)
+        if stream is not None:
+            self.stream.wait_stream(stream)
+
+    def end(self) -> None:
+        """Answer everything that waits, stage by stage: full batches, then a partial one."""
+        self._enter()
+        for stage in range(self.last + 1):
+            self._finish_full()
+            if waiting := self._waiting(stage):
+                self._run_partial(stage, waiting)
+        self._finish_full()
+        self.started = False
+
+    def fetched(self, *, every: bool = False) -> Iterator[Answers]:
+        """Yield what was answered so far, once it is worth while; or `every` answer of what was launched."""
+        while every and self.in_flight:
+            self._wait()
+        if every or sum(self.answered) - sum(self.taken) >= UNREAD * self.size:
+            self.found.append(self._take())
+        found, self.found = self.found, []
+        yield from found
+
+    def _waiting(self, stage: int) -> int:
+        """Return how many samples wait for a stage, as far as the host knows: at least so many do."""
+        return self.arrived[stage] - self.launched[stage] * self.size
+
+    def _go_on(self) -> bool:
+        """Launch a batch, or else wait for one in flight; return whether there was one.
+
+        A stage goes on while it can, for its weights are in the caches, then the next one does.
+        """
+        if len(self.in_flight) < IN_FLIGHT:
+            for stage in (*range(self.turn, self.last + 1), *range(self.turn)):
+                if self._waiting(stage) >= self.size and self._has_room(stage):
+                    self._launch(stage, self.size, self.launched[stage] % self.slots)
+                    self.turn = stage
+                    return True
+        if self.in_flight:
+            self._wait()
+            return True
+        return False
+
+    def _wait(self) -> None:
+        """Wait for the first batch in flight, and note what its kernel has written."""
+        stage, slot, event = self.in_flight.popleft()
+        if event is not None:
+            event.synchronize()
+        self.flying[stage] -= 1
+        self.answered[stage], arrived = self.seen[stage, slot].tolist()
+        if stage < self.last:
+            self.arrived[stage + 1] = arrived
+        if self.answered[stage] - self.taken[stage] >= UNREAD * self.size:
+            self.found.append(self._take())
+
+    def _has_room(self, stage: int) -> bool:
+        """Return whether a batch of a stage has a slot for its numbers, and fits into the next room should all go on."""
+        if stage == self.last:
+            return self.flying[stage] < self.slots
+        return self._waiting(stage + 1) + (self.flying[stage] + 1) * self.size <= self.capacity
+
+    def _launch(self, stage: int, size: int, slot: int) -> None:
+        self.graphs[stage, size, slot].replay()
+        event = None
+        if self.limit.is_cuda:
+            event = self.events[sum(self.launched) % IN_FLIGHT]
+            event.record(self.stream)
+            if stage == 0:
+                self.emptied[slot].record(self.stream)
+        self.launched[stage] += 1
+        self.flying[stage] += 1
+        self.in_flight.append((stage, slot, event))
+
+    def _finish_full(self) -> None:
+        while self._go_on():
+            pass
+
+    def _run_partial(self, stage: int, count: int) -> None:
+        """Run the last samples of a room as the smallest captured size, at its front; nothing else runs."""
+        slot, room = self.launched[stage] % self.slots, self.rooms[stage]
+        if slot:
+            for each in (*room.state, *room.memory, room.samples):
+                each[:count] = each[slot * self.size : slot * self.size + count]
+            self.counts[stage, -1] = self.counts[stage, slot - 1]
+        self.limit.fill_(count)
+        self._launch(stage, min(each for each in self.sizes if each >= count), 0)
+        self.limit.fill_(self.size)
+        self.arrived[stage] = self.launched[stage] * self.size  # nobody waits
+
+    def _take(self) -> Answers:
+        """Return the answers that the host knows of and has not taken yet."""
+        found = []
+        for stage, ring in enumerate(self.answers.numpy()):
+            found.append(ring[np.arange(self.taken[stage], self.answered[stage]) % len(ring)])
+        self.taken = [*self.answered]
+        return self._answers(np.concatenate(found))
 
 
 def _repeated(state: Sequence[Tensor], count: int) -> tuple[Tensor, ...]:

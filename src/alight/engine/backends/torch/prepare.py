@@ -35,7 +35,6 @@ def prepared(model: MultiExitModel, settings: RunSettings) -> MultiExitModel:
     turn = last and not all(each.is_contiguous(memory_format=LAST) for each in tensors if each.dim() == 4)
     if move or cast or turn:
         model = copy.deepcopy(model).to(device=device, dtype=dtype)
-        model.proven_kinds.clear()  # what was compared on another device, or in another layout
         if last:
             model = model.to(memory_format=LAST)
     elif model.training:
