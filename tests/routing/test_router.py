@@ -6,6 +6,7 @@ import math
 import threading
 import warnings
 from collections import Counter
+from decimal import Decimal
 
 import numpy as np
 import pytest
@@ -353,3 +354,42 @@ def test_a_meter_is_saved_with_what_it_meters(tmp_path):
     policy.save(tmp_path / "policy.json")
     assert load_policy(tmp_path / "policy.json") == policy
     assert "call at most" in str(policy)
+
+
+def test_functions_that_hang_do_not_keep_other_members_waiting():
+    ended = threading.Event()
+
+    async def route_all() -> tuple[list, Router]:
+        members = [lambda request: ended.wait(5), lambda request: ("right", 0.9, 4.0)]
+        router = Router(TWO, members, timeout=0.1)
+        return await asyncio.gather(*(router.answer(number) for number in range(60))), router
+
+    routed, router = asyncio.run(route_all())
+    ended.set()
+    assert {request.answer for request in routed} == {"right"}
+    assert router.counts["small"]["timeouts"] == 60 and router.counts["large"]["timeouts"] == 0
+
+
+async def cancel_itself(request):
+    raise asyncio.CancelledError
+
+
+@pytest.mark.parametrize("member", [lambda request: next(iter(())), cancel_itself])
+def test_a_member_that_stops_or_cancels_itself_has_failed_and_the_request_is_not_lost(member):
+    router = Router(TWO, [member, lambda request: ("right", 0.9, 4.0)])
+    request = asyncio.run(asyncio.wait_for(router.answer("?"), 2))
+    assert request.answer == "right" and [*request.failures] == ["small"]
+
+
+@pytest.mark.parametrize("cost", [10**400, np.complex64(1), True, Decimal("NaN"), "0.1"], ids=type)
+def test_what_cannot_be_a_cost_is_charged_as_the_most(cost):
+    router = Router(TWO, [lambda request: ("a", 0.9, cost), lambda request: ("b", 0.9, 4.0)], max_costs=[2.0, 8.0])
+    with pytest.warns(SpendWarning, match="can cost 2 USD: 2 USD was charged"):
+        assert router("?").spent == 2.0
+    assert router.counts["small"]["unknown_costs"] == 1
+
+
+def test_decimal_costs_are_costs_and_without_a_guard_unknown_ones_are_the_mean():
+    router = Router(TWO, [lambda request: ("a", 0.1, Decimal("1.5")), lambda request: ("b", 0.9, math.nan)])
+    with pytest.warns(SpendWarning, match="a call that costs on average 4 USD: 4 USD was charged"):
+        assert router("?").spent == 5.5

@@ -3,6 +3,8 @@
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from decimal import Decimal
+from numbers import Real
 from threading import Lock
 from typing import Any
 
@@ -91,9 +93,9 @@ class Account:
         What cannot be a cost is charged as the most. What is odd about a model's costs is said once.
         """
         model, most = self.models[open_index], self.most(open_index)
-        known = isinstance(cost, int | float | np.number) and 0 <= cost < math.inf
-        charge = float(cost) if known else (most if self.guard else self.means[open_index])
-        odd = "" if known else "unknown_costs"
+        unknown = most if self.guard else self.means[open_index]
+        charge = unknown if (known := _as_cost(cost)) is None else known
+        odd = "unknown_costs" if known is None else ""
         if self.guard and charge > most * (1 + ROUNDING):
             odd = "above_most"
         with self._lock:
@@ -103,7 +105,8 @@ class Account:
                 self.counts[model][name] += 1
             is_new = odd and cost is not None and (model, odd) not in self._warned
             self._warned.add((model, odd))
-        said = f"{model} reported a cost of {cost!r} for a call that can cost {quantity(most, self.unit)}:"
+        said = f"{model} reported a cost of {cost!r} for a call that"
+        said += f" {'can cost' if self.guard else 'costs on average'} {quantity(unknown, self.unit)}:"
         said += f" {quantity(charge, self.unit)} was charged; further ones are counted in router.counts"
         return charge, said if is_new else ""
 
@@ -135,3 +138,14 @@ class Account:
             )
         with self._lock:
             self.admitted, self.spent, self.counts = admitted, spent, counts
+
+
+def _as_cost(reported: Any) -> float | None:
+    """Return what a member reported as a number, None where it cannot be a cost."""
+    if isinstance(reported, bool) or not isinstance(reported, Real | Decimal):
+        return None
+    try:
+        cost = float(reported)
+    except (OverflowError, ValueError):  # a whole number beyond all floats, a signalling NaN
+        return None
+    return cost if 0 <= cost < math.inf else None
