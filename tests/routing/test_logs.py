@@ -184,6 +184,14 @@ def test_models_and_their_order_can_be_chosen_and_columns_be_named():
         ({"cost_usd": [-1.0] * len(ROWS)}, "costs in the log are negative"),
         ({"score": ["high"] * len(ROWS)}, "does not hold numbers alone"),
         ({"model": ["small"] * len(ROWS)}, "has two rows of model 'small'"),
+        ({"model": [None, *COLUMNS["model"][1:]]}, "1 of 1,200 rows of the log lack their request or model"),
+        ({"correct": COLUMNS["correct"][1:]}, "not equally long .*correct 1,199"),
+        ({name: [] for name in COLUMNS}, "the log has no rows"),
+        (
+            {"correct": None, "truth": [np.nan, *COLUMNS["truth"][1:]], "answer": [np.nan, *COLUMNS["answer"][1:]]},
+            "1 of 1,200 rows of the log lack their 'truth'",
+        ),
+        ({"correct": None, "truth": COLUMNS["answer"]}, "'truth' differs between the models of"),
     ],
 )
 def test_what_a_log_lacks_is_said(changed, said):

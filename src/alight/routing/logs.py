@@ -81,6 +81,9 @@ def read_log(
     if incomplete not in ("refuse", "drop"):
         raise BadInput(f"incomplete {incomplete!r}: choose 'refuse' or 'drop'")
     columns, found = _named_columns(_columns(log), names)
+    if len({len(columns[name]) for name in found.values() if name is not None}) > 1:
+        lengths = ", ".join(f"{name} {len(columns[name]):,}" for name in found.values() if name is not None)
+        raise BadInput(f"the columns of the log are not equally long ({lengths}): give every row a value in each")
     rows, members, requests = _places(columns[found["request"]], columns[found["model"]], models, incomplete)
     costs = _numbers(columns, found["cost"], rows)
     if (costs < 0).any():
@@ -186,7 +189,12 @@ def _places(
 ) -> tuple[Integers, list[str], int]:
     """Return the row of every request and model, (requests, models), the models' names and the number of requests."""
     places: dict[tuple[Any, str], int] = {}
-    for row, key in enumerate(zip(_listed(requests), map(str, _listed(models)), strict=True)):
+    asked, named = _listed(requests), _listed(models)
+    if not asked:
+        raise BadInput("the log has no rows: give what every model said about at least a few hundred requests")
+    if nameless := sum(map(_is_missing, asked)) or sum(map(_is_missing, named)):
+        raise BadInput(f"{nameless:,} of {len(asked):,} rows of the log lack their request or model: fill them in")
+    for row, key in enumerate(zip(asked, map(str, named), strict=True)):
         if places.setdefault(key, row) != row:
             raise BadInput(f"request {key[0]!r} has two rows of model {key[1]!r}: give one")
     every = [*dict.fromkeys(model for _, model in places)]
@@ -215,6 +223,10 @@ def _complete(places: Mapping[tuple[Any, str], int], members: Sequence[str], inc
     return complete
 
 
+def _is_missing(value: Any) -> bool:
+    return value is None or str(value).strip() in ("", "nan", "<NA>", "NaT")
+
+
 def _listed(values: Any) -> list[Any]:
     return values.tolist() if isinstance(values, np.ndarray) else [*values]
 
@@ -239,8 +251,17 @@ def _quality(columns: Mapping[str, Any], names: Mapping[str, Any], rows: Integer
         )
     if names["truth"] is None:
         return None
-    pairs = zip(_listed(columns[names["answer"]]), _listed(columns[names["truth"]]), strict=True)
-    return np.array([float(same_answer(said) == same_answer(right)) for said, right in pairs])[rows]
+    truth = _listed(columns[names["truth"]])
+    if unknown := sum(map(_is_missing, truth)):
+        raise BadInput(f"{unknown:,} of {len(truth):,} rows of the log lack their {names['truth']!r}: leave these out")
+    right = np.array([same_answer(each) for each in truth])
+    if (differing := (right[rows] != right[rows[:, :1]]).any(axis=1)).any():
+        raise BadInput(
+            f"{names['truth']!r} differs between the models of {int(differing.sum()):,} requests: give one each, or say"
+            " with correct=... which answers are right"
+        )
+    said = np.array([same_answer(each) for each in _listed(columns[names["answer"]])])
+    return (said == right)[rows].astype(np.float64)
 
 
 def _truth_value(value: Any) -> float:
