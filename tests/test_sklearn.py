@@ -1,6 +1,9 @@
 """Trees and lists of classifiers stop early under a budget, and scikit-learn takes them as its own."""
 
+import warnings
+
 import numpy as np
+import pandas as pd
 import pytest
 from sklearn.datasets import load_digits, make_classification
 from sklearn.ensemble import (
@@ -13,6 +16,7 @@ from sklearn.linear_model import LogisticRegression
 from sklearn.neural_network import MLPClassifier
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
+from sklearn.svm import LinearSVC
 from sklearn.tree import DecisionTreeClassifier
 from sklearn.utils.estimator_checks import parametrize_with_checks
 
@@ -110,3 +114,55 @@ def test_what_cannot_stop_early_is_refused():
     fitted = HistGradientBoostingClassifier(**FEW).fit(features, labels)
     with pytest.raises(BadInput, match="does not know the class 2"):
         BudgetedClassifier(fitted, prefit=True).fit(features, labels + 1)
+    with pytest.raises(BadInput, match="a LinearSVC gives no probabilities"):
+        BudgetedClassifier([LinearSVC(), fitted]).fit(features, labels)
+    with pytest.raises(BadInput, match="a list without classifiers"):
+        BudgetedClassifier([]).fit(features, labels)
+    with pytest.raises(BadInput, match="the DecisionTreeClassifier is not fitted"):
+        BudgetedClassifier([DecisionTreeClassifier(), fitted], prefit=True).fit(features, labels)
+    with pytest.raises(BadInput, match=r"exits \[50\] of a model with 20 trees or rounds"):
+        BudgetedClassifier(fitted, prefit=True, exits=[50]).fit(features, labels)
+
+
+def test_fitted_classifiers_of_a_list_number_their_classes_alike():
+    features, labels = table(4)
+    small, large = DecisionTreeClassifier(max_depth=4), RandomForestClassifier(20, random_state=0)
+    small.fit(features[labels > 0], labels[labels > 0])
+    large.fit(features[labels < 3], labels[labels < 3])
+    middle = np.isin(labels, (1, 2))
+    with pytest.raises(BadInput, match=r"a RandomForestClassifier knows the classes \[.*0.*\], and others"):
+        BudgetedClassifier([small, large], prefit=True).fit(features[middle], labels[middle])
+
+
+@pytest.mark.parametrize("make", [MODELS["random forest"], lightgbm, xgboost])
+def test_fitted_models_get_the_columns_that_they_were_fitted_to(make):
+    features, labels = table(2)
+    frame = pd.DataFrame(features).add_prefix("column ")
+    model = BudgetedClassifier(make().fit(frame[:1200], labels[:1200]), prefit=True, budget="100%")
+    with pytest.raises(BadInput, match="'column_0' at index 0, and the data has 12, 'column_11' there"):
+        model.fit(frame[frame.columns[::-1]], labels)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of scikit-learn: arrays have no names
+        assert model.fit(frame[1200:], labels[1200:]).score(frame[1200:], labels[1200:]) > 0.8
+
+
+def test_categories_whose_numbers_the_libraries_differ_in_are_refused():
+    rng = np.random.default_rng(0)
+    drawn = rng.choice([10, 20, 30, 40], 400)
+    frame, labels = pd.DataFrame({"kind": pd.Categorical(drawn), "size": rng.normal(size=400)}), drawn % 20 // 10
+    fitted = lightgbm().fit(frame, labels)
+    with pytest.raises(BadInput, match="the column 'kind' holds categories"):
+        BudgetedClassifier(fitted, prefit=True).fit(frame, labels)
+
+
+def test_no_sample_that_trained_calibrates_though_a_class_has_a_single_one():
+    rng = np.random.default_rng(0)
+    features, labels = rng.normal(size=(1000, 5)), rng.integers(0, 2, 1000)
+    labels[0] = 2
+    forest = RandomForestClassifier(20, random_state=0)
+    model = BudgetedClassifier([DecisionTreeClassifier(max_depth=1), forest], budget="300%", random_state=0)
+    assert model.fit(features, labels).policy_.costs  # calibrated
+    held_out = model._parts(labels)[1]
+    assert 0 not in held_out and len(held_out) == 250
+    with pytest.raises(BadInput, match="too few to hold some out"):
+        BudgetedClassifier(forest, max_loss=0.1).fit(features[:15], labels[:15])

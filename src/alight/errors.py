@@ -37,7 +37,7 @@ class BudgetTooSmall(BadInput):
 
     def __init__(self, budget: float, cheapest: float, unit: str = "", *, full: float | None = None, meant: str = ""):
         share = "" if full is None else f", {percent(cheapest / full)} of the full network"
-        remedy = f"did you mean '{meant}'?" if meant else "raise it, or attach an earlier head"
+        remedy = f"did you mean '{meant}'?" if meant else "raise it, or add an earlier exit or a cheaper model"
         least = f"the cheapest exit ({quantity(cheapest, unit)}{share})"
         super().__init__(f"budget {quantity(budget, unit)} per sample is below {least}: {remedy}")
 

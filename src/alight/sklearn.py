@@ -89,10 +89,11 @@ class BudgetedClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         """Fit the estimator to most of the data, and where samples stop to the rest of it."""
         if self.method not in METHODS:
             raise BadInput(f"there is no method {self.method!r}: choose one of {', '.join(METHODS)}")
+        models = _probabilistic(self._estimators())
+        _check_columns(X, models if self.prefit else [])
         rows, truth = validate_data(self, X, y, ensure_all_finite=self._finite())
         check_classification_targets(truth)
-        models = self._estimators()
-        self.classes_ = np.unique(truth) if not self.prefit else np.asarray(models[0].classes_)
+        self.classes_ = np.unique(truth) if not self.prefit else _common_classes(models)
         if len(self.classes_) < 2:
             raise BadInput(
                 f"the data has one class, {self.classes_.tolist()[0]!r}: give samples of at least two classes"
@@ -146,16 +147,27 @@ class BudgetedClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
 
     def _validated(self, X: Any) -> Floats:  # noqa: N803
         check_is_fitted(self)
+        _check_columns(X)
         return validate_data(self, X, reset=False, ensure_all_finite=self._finite())
 
     def _parts(self, labels: npt.NDArray[np.int64]) -> tuple[Any, Any]:
-        """Return samples to train on and to calibrate on; all for both where they are too few to divide."""
-        rows, counts = np.arange(len(labels)), np.bincount(labels)
-        if len(rows) < LEAST or counts.min() < 2:
-            return rows, rows
-        size = max(self.held_out, len(counts) / len(rows))
-        drawn = train_test_split(rows, test_size=size, stratify=labels, random_state=self.random_state)
-        return drawn[0], drawn[1]
+        """Return samples to train on and to calibrate on; all for both where they are too few to divide.
+
+        The only sample of a class trains.
+        """
+        counts = np.bincount(labels)
+        alone = counts[labels] < 2
+        rows, single = np.flatnonzero(~alone), np.flatnonzero(alone)
+        if len(rows) < LEAST:
+            if self.max_loss is not None:
+                raise BadInput(
+                    f"{len(rows)} samples of classes that have two or more are too few to hold some out, without which"
+                    f" no loss can be guaranteed: give {LEAST} or more, or a budget instead of max_loss"
+                )
+            return np.arange(len(labels)), np.arange(len(labels))
+        size = max(self.held_out, int((counts > 1).sum()) / len(rows))
+        drawn = train_test_split(rows, test_size=size, stratify=labels[rows], random_state=self.random_state)
+        return np.concatenate([drawn[0], single]), drawn[1]
 
     def _calibrated(self, rows: Floats, labels: npt.NDArray[np.int64]) -> Policy:
         logits, table = np.zeros((len(rows), len(self.classes_))), []
@@ -246,12 +258,61 @@ class Whole:
         return self.model.predict_proba(rows)
 
 
+def _probabilistic(models: list[Any]) -> list[Any]:
+    if not models:
+        raise BadInput("a list without classifiers: give at least one, better two, the cheapest first")
+    if lacking := [type(each).__name__ for each in models if not hasattr(each, "predict_proba")]:
+        raise BadInput(f"a {lacking[0]} gives no probabilities: wrap it, CalibratedClassifierCV({lacking[0]}(...))")
+    return models
+
+
+def _common_classes(models: Sequence[Any]) -> np.ndarray:
+    """Return the classes of fitted models, which all of them must number alike."""
+    for each in models:
+        if not hasattr(each, "classes_"):
+            raise BadInput(f"the {type(each).__name__} is not fitted: fit it, or leave prefit out")
+    classes = np.asarray(models[0].classes_)
+    for each in models:
+        if not np.array_equal(np.unique(classes), each.classes_):
+            raise BadInput(
+                f"a {type(each).__name__} knows the classes {[*each.classes_]}, and others {[*classes]}: fit all to the"
+                " same classes, in ascending order"
+            )
+    return classes
+
+
+def _check_columns(X: Any, fitted: Sequence[Any] = ()) -> None:  # noqa: N803
+    """Check a table whose columns have names: these are lost, and so must not matter."""
+    if not hasattr(X, "columns") or not hasattr(X, "dtypes"):
+        return
+    columns = [str(name).replace(" ", "_") for name in X.columns]
+    coded = [
+        name for name, kind in zip(columns, X.dtypes, strict=True) if str(kind).lower().startswith(("categ", "enum"))
+    ]
+    if coded:
+        raise BadInput(
+            f"the column {coded[0]!r} holds categories, whose numbers differ between libraries: fit the model to codes"
+            " of your own (OrdinalEncoder), and give these"
+        )
+    for each in fitted:
+        names = [str(name).replace(" ", "_") for name in getattr(each, "feature_names_in_", ())]
+        unnamed = names in ([], [f"Column_{place}" for place in range(len(names))])  # as LightGBM calls those of arrays
+        if not unnamed and names != columns:
+            place = next((place for place, pair in enumerate(zip(names, columns, strict=False)) if pair[0] != pair[1]), 0)
+            raise BadInput(
+                f"the {type(each).__name__} was fitted to {len(names)} columns, {names[place]!r} at index {place}, and"
+                f" the data has {len(columns)}, {columns[place]!r} there: give the same columns in the same order"
+            )
+
+
 Made = tuple[str, list[Any], tuple[str, ...], Costs]  # the kind of parts, the parts, names of exits, and costs
 
 
 def _of_trees(model: Any, exits: int | Sequence[int], rows: Floats) -> Made:
     """Return the parts of a boosting model or a forest, once they are shown to add up to it."""
     total = _number_of_trees(model)
+    if exits < 1 if isinstance(exits, int) else not any(1 <= end <= total for end in exits):
+        raise BadInput(f"exits {exits} of a model with {total} trees or rounds: give how many, or some from 1 to {total}")
     ends = [*exits] if not isinstance(exits, int) else np.geomspace(total, max(1, total // SOONEST), exits).round()
     stops = sorted({*(int(end) for end in ends if 1 <= end < total), total})
     base = _base(model, rows[:1], total)
