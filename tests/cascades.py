@@ -4,10 +4,11 @@ import http.server
 import json
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
@@ -136,8 +137,13 @@ def outputs() -> HeadOutputs:
 
 
 @contextmanager
-def remote_model(weights: np.ndarray, failures: int = 0) -> Iterator[tuple[str, list[int]]]:
-    """Serve softmax(x @ weights) by the Open Inference Protocol; yields the URL and the sizes of batches asked for."""
+def remote_model(
+    weights: np.ndarray, failures: int = 0, told: Callable[[list[dict[str, Any]]], list[dict[str, Any]]] = list
+) -> Iterator[tuple[str, list[int]]]:
+    """Serve x @ weights by the Open Inference Protocol; yields the URL and the sizes of batches asked for.
+
+    `told` makes of its right outputs those of a model that errs.
+    """
     sizes: list[int] = []
     failing = [failures]
 
@@ -156,7 +162,8 @@ def remote_model(weights: np.ndarray, failures: int = 0) -> Iterator[tuple[str, 
                 return
             rows = np.array(request["data"], np.float32).reshape(request["shape"])
             sizes.append(len(rows))
-            self.answer({"outputs": [{"name": "y", "data": (rows @ weights).ravel().tolist()}]})
+            right = {"name": "y", "shape": [len(rows), weights.shape[1]], "data": (rows @ weights).ravel().tolist()}
+            self.answer({"outputs": told([right])})
 
         def answer(self, content):
             body = json.dumps(content).encode()

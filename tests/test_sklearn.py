@@ -163,6 +163,7 @@ def test_no_sample_that_trained_calibrates_though_a_class_has_a_single_one():
     model = BudgetedClassifier([DecisionTreeClassifier(max_depth=1), forest], budget="300%", random_state=0)
     assert model.fit(features, labels).policy_.costs  # calibrated
     held_out = model._parts(labels)[1]
-    assert 0 not in held_out and len(held_out) == 250
+    assert 0 not in held_out
+    assert len(held_out) == 250
     with pytest.raises(BadInput, match="too few to hold some out"):
         BudgetedClassifier(forest, max_loss=0.1).fit(features[:15], labels[:15])

@@ -298,7 +298,9 @@ def _check_columns(X: Any, fitted: Sequence[Any] = ()) -> None:  # noqa: N803
         names = [str(name).replace(" ", "_") for name in getattr(each, "feature_names_in_", ())]
         unnamed = names in ([], [f"Column_{place}" for place in range(len(names))])  # as LightGBM calls those of arrays
         if not unnamed and names != columns:
-            place = next((place for place, pair in enumerate(zip(names, columns, strict=False)) if pair[0] != pair[1]), 0)
+            place = next(
+                (place for place, pair in enumerate(zip(names, columns, strict=False)) if pair[0] != pair[1]), 0
+            )
             raise BadInput(
                 f"the {type(each).__name__} was fitted to {len(names)} columns, {names[place]!r} at index {place}, and"
                 f" the data has {len(columns)}, {columns[place]!r} there: give the same columns in the same order"
@@ -312,7 +314,9 @@ def _of_trees(model: Any, exits: int | Sequence[int], rows: Floats) -> Made:
     """Return the parts of a boosting model or a forest, once they are shown to add up to it."""
     total = _number_of_trees(model)
     if exits < 1 if isinstance(exits, int) else not any(1 <= end <= total for end in exits):
-        raise BadInput(f"exits {exits} of a model with {total} trees or rounds: give how many, or some from 1 to {total}")
+        raise BadInput(
+            f"exits {exits} of a model with {total} trees or rounds: give how many, or some from 1 to {total}"
+        )
     ends = [*exits] if not isinstance(exits, int) else np.geomspace(total, max(1, total // SOONEST), exits).round()
     stops = sorted({*(int(end) for end in ends if 1 <= end < total), total})
     base = _base(model, rows[:1], total)

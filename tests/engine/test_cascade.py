@@ -1,6 +1,7 @@
 """A cascade is a network whose exits are whole networks: each reads the sample in its own way."""
 
 import json
+import warnings
 from dataclasses import replace
 
 import numpy as np
@@ -358,3 +359,80 @@ def as_inputs_of(predictor, batch):
     from alight.data.batches import as_inputs
 
     return as_inputs(batch, predictor.backend.inputs)
+
+
+def recorded(url: str, rows: int = 4):
+    return record(cascade([url], ["remote"]), np.eye(4, dtype=np.float32)[np.arange(rows) % 4], progress=False)
+
+
+def test_an_output_of_a_remote_model_is_known_by_its_name():
+    other = {"name": "x", "shape": [4, 3], "data": [9.0, 0.0, 0.0] * 4}
+    with remote_model(np.eye(4, 3, k=-1, dtype=np.float32), told=lambda right: [other, *right]) as (url, _):
+        assert recorded(url).predictions[:, 0].tolist() == [0, 0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"shape": [3, 4]}, r"numbers of shape \(3, 4\) for 4 samples, not one for each of 3 classes"),
+        ({"shape": [4, 4], "data": [1.0] * 16}, r"shape \(4, 4\) for 4 samples, not one for each of 3 classes"),
+        ({"data": ["a"] * 12}, "gave no 'y' of numbers"),
+        ({"name": "z"}, "gave no 'y' of numbers"),
+    ],
+)
+def test_answers_of_a_remote_model_that_do_not_fit_are_not_used(changed, message):
+    told = {"told": lambda right: [right[0] | changed]}
+    with remote_model(np.eye(4, 3, dtype=np.float32), **told) as (url, _), pytest.raises(AlightError, match=message):
+        recorded(url)
+
+
+def test_probabilities_of_a_remote_model_are_not_taken_for_logits():
+    weights = np.array([[0.7, 0.2, 0.1]] * 4, np.float32)
+    with remote_model(weights) as (url, _):
+        with pytest.raises(
+            BadInput, match=r"gives probabilities, not logits: say so, Member\(url, probabilities=True\)"
+        ):
+            recorded(url, 16)
+        said = record(
+            cascade([Member(url, probabilities=True)], ["remote"]), np.eye(4, dtype=np.float32), progress=False
+        )
+    assert said.scores[:, 0] == pytest.approx(0.5)
+
+
+def test_one_number_for_a_sample_is_not_a_classifier(tmp_path):
+    alone = write_onnx(tmp_path / "sigmoid.onnx", classes=1)
+    with pytest.raises(BadInput, match=r"sigmoid.onnx gives numbers of shape \(16, 1\)"):
+        cascade([alone])
+    model = cascade([Member(alone, "alone", normalisation=BARE, probabilities=False)])
+    with pytest.raises(BadInput, match=r"sigmoid.onnx gives numbers of shape \(3, 1\)"):
+        record(model, pixels()[:3, :, :8, :8], progress=False)
+    with remote_model(np.ones((4, 1), np.float32)) as (url, _), pytest.raises(BadInput, match="not a number for every"):
+        cascade([url], ["remote"])
+
+
+def test_a_file_of_free_sizes_is_tried_at_the_size_that_its_member_says(tmp_path):
+    network = nn.Sequential(nn.Flatten(), nn.Linear(3 * 20 * 20, CLASSES), nn.Softmax(-1))
+    free = {"x": {0: "n", 2: "h", 3: "w"}, "y": {0: "n"}}
+    terms = {"input_names": ["x"], "output_names": ["y"], "dynamic_axes": free, "dynamo": False}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.onnx.export(network, (torch.zeros(2, 3, 20, 20),), str(tmp_path / "free.onnx"), **terms)
+    with pytest.raises(
+        BadInput, match=r"no random inputs of \(16, 3, 32, 32\).*Member\(network, probabilities=False\)"
+    ):
+        cascade([tmp_path / "free.onnx"])
+    model = cascade([Member(tmp_path / "free.onnx", image_size=20, normalisation=BARE)], image_size=20)
+    images = np.random.default_rng(0).integers(0, 256, (3, 3, 20, 20), dtype=np.uint8)
+    expected = network(torch.from_numpy(images).float() / 255).detach().sort().values
+    said = record(model, images, progress=False)
+    np.testing.assert_allclose(said.scores[:, 0], (expected[:, -1] - expected[:, -2]).numpy(), atol=1e-5)
+
+
+def test_a_folder_with_other_files_is_not_replaced_by_a_cascade(tmp_path):
+    model = cascade([Member(onnx_file(), "tiny", normalisation=BARE)])
+    model.save(model.save(tmp_path / "cascade"))
+    (tmp_path / "cascade" / "notes.txt").write_text("mine")
+    for folder in (tmp_path, tmp_path / "cascade"):
+        with pytest.raises(BadInput, match="holds other files, such as"):
+            model.save(folder)
+    assert (tmp_path / "cascade" / "notes.txt").read_text() == "mine"

@@ -6,10 +6,10 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
-from alight.engine.backends.cascade import Cascade, OpenMember
+from alight.engine.backends.cascade import Cascade, OpenMember, check_cascade_folder
 from alight.engine.predictor import check_exits, check_fingerprint
 from alight.errors import BadInput
-from alight.files import CASCADE, POLICY, PathLike
+from alight.files import POLICY, PathLike
 from alight.policies.policy import Policy, Threshold
 
 
@@ -25,12 +25,10 @@ def export_cascade(
 
     A network without an open exit is left out, and the exits of the policy are numbered without it.
     """
-    folder = Path(folder)
+    folder = check_cascade_folder(folder)
     check_exits(policy, network.num_exits)
     if not allow_mismatch:
         check_fingerprint(policy, network.fingerprint)
-    if folder.exists() and any(folder.iterdir()) and not (folder / CASCADE).is_file():
-        raise BadInput(f"{folder} holds other files, which would be lost: give a new folder")
     owners = network.members_of_exits
     members = sorted({owners[index] for index in policy.open_exits})
     kept = [index for index, owner in enumerate(owners) if owner in members]

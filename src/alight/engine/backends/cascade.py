@@ -25,10 +25,10 @@ from alight.engine.backends.members import Outputs, litert_member, onnx_member, 
 from alight.engine.manifest import Manifest, checksum
 from alight.engine.settings import RunSettings
 from alight.errors import BadFile, BadInput, Mismatch
-from alight.files import CASCADE, CONFIG, MANIFEST, PathLike, read_json, whole_folder, write_json
+from alight.files import CASCADE, CONFIG, MANIFEST, POLICY, PathLike, read_json, whole_folder, write_json
 from alight.outputs import HeadOutputs
 
-KIND = "Cascade"
+KIND, MEMBER = "Cascade", "member_"  # of the description, and before the number of a network's file
 REMOTE = ("http://", "https://")
 FILES = {".onnx": onnx_member, ".tflite": litert_member}
 UNSAVED = ("network", "name", "settings")  # fields of a member that are written in a way of their own
@@ -50,7 +50,7 @@ class Member:
     crop: float = 1.0  # share of each side of an image that it sees, the middle
     bicubic: bool = False  # the filter that resizes its images, instead of the bilinear one
     skip_classes: int = 0  # before the first that counts, such as a background that other networks do not have
-    probabilities: bool | None = None  # given instead of logits; None: find out, and of a URL logits
+    probabilities: bool | None = None  # given instead of logits; None: find out; of a URL, logits
     settings: RunSettings = field(default_factory=RunSettings)  # device, dtype, threads, ..., if not the cascade's
     flops: float | None = None  # per sample, where they cannot be counted
     price: float | None = None  # in USD per sample
@@ -136,12 +136,12 @@ class OpenMember:
 def _opened(member: Member, example: Any = None) -> Any:
     """Return a network with exits of torch, or a backend."""
     network, threads = member.network, member.settings.threads
-    outputs = Outputs(member.skip_classes, member.probabilities)
+    outputs = Outputs(member.skip_classes, member.probabilities, member.image_size)
     if isinstance(network, str) and network.startswith(REMOTE):
         return remote_member(network, member.token_variable, outputs)
     if isinstance(network, str | Path) and (open_file := FILES.get(Path(network).suffix)):
         return open_file(network, threads, outputs)
-    if outputs != Outputs():
+    if replace(outputs, image_size=None) != Outputs():
         raise BadInput("skip_classes and probabilities are for files and URLs: let the network itself give the logits")
     if isinstance(network, str | Path):
         return _opened_folder(Path(network), threads)
@@ -256,7 +256,7 @@ class Cascade:
         >>> Cascade.load(model.save(f"{tempfile.mkdtemp()}/cascade")).fingerprint == model.fingerprint
         True
         """
-        folder = Path(folder)
+        folder = check_cascade_folder(folder)
         folder.parent.mkdir(parents=True, exist_ok=True)
         with whole_folder(folder) as filling:
             described = [_saved(each, filling, index) for index, each in enumerate(self.members)]
@@ -275,6 +275,18 @@ class Cascade:
         return made
 
 
+def check_cascade_folder(folder: PathLike) -> Path:
+    """Return the folder, if it holds nothing that a cascade in its place would delete, but another cascade."""
+    path = Path(folder)
+    if path.is_dir() and (held := sorted(each.name for each in path.iterdir())):
+        others = [name for name in held if name not in (CASCADE, POLICY) and not name.startswith(MEMBER)]
+        if CASCADE not in held or others:
+            raise BadInput(
+                f"{path} holds other files, such as {(others or held)[0]}, which would be lost: give a new folder"
+            )
+    return path
+
+
 def saved_members(folder: PathLike) -> tuple[list[Member], list[int], str]:
     """Return the members of a folder that `Cascade.save` wrote, the size of kept pixels, and the fingerprint."""
     path = Path(folder) / CASCADE
@@ -289,7 +301,7 @@ def saved_members(folder: PathLike) -> tuple[list[Member], list[int], str]:
 def _saved(opened: OpenMember, folder: Path, index: int) -> dict[str, Any]:
     """Write the network of a member into a folder, and return all that is known about it as plain data."""
     member = opened.member
-    network, place = member.network, f"member_{index}"
+    network, place = member.network, f"{MEMBER}{index}"
     if isinstance(network, str) and network.startswith(REMOTE):
         place = network
     elif opened.is_torch:

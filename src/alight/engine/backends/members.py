@@ -56,31 +56,48 @@ class Outputs:
 
     skip_classes: int = 0  # before the first that counts, such as a background that other networks do not have
     probabilities: bool | None = None  # instead of logits; None: find out
+    image_size: int | None = None  # of images, where the network does not say
 
-    def of(self, stage: Stage, inputs: InputSpec, known: bool | None = None) -> Stage:
+    def of(self, name: str, stage: Stage, inputs: InputSpec, known: bool | None = None) -> Stage:
         """Return a stage that gives logits; `known` says whether its outputs are probabilities, None is unknown."""
         known = known if self.probabilities is None else self.probabilities
-        probabilities = _gives_probabilities(stage, inputs) if known is None else known
-        if not probabilities and not self.skip_classes:
-            return stage
+        probabilities = self._gives_probabilities(name, stage, inputs) if known is None else known
 
         def logits(state: State) -> tuple[np.ndarray, State]:
-            values, state = stage(state)
-            values = np.log(np.maximum(values, SMALLEST)) if probabilities else values
-            return values[:, self.skip_classes :], state
+            given, state_after = stage(state)
+            self._check(name, given, len(state[0]), inputs.num_classes)
+            values = np.log(np.maximum(given, SMALLEST)) if probabilities else given
+            return values[:, self.skip_classes :], state_after
 
         return logits
 
+    def _gives_probabilities(self, name: str, stage: Stage, inputs: InputSpec) -> bool:
+        """Return whether random inputs all give probabilities."""
+        rng = np.random.default_rng(0)
+        drawn = []
+        for each in inputs.tensors:
+            shape = (PROBES, *(size or self.image_size or PROBED_SIZE for size in each.shape[1:]))
+            floats = "float" in each.dtype
+            drawn.append((rng.normal(size=shape) if floats else rng.integers(0, 2, shape)).astype(each.dtype))
+        try:
+            given = stage(tuple(drawn))[0]
+        except BadInput as error:
+            raise BadInput(
+                f"{name} takes no random inputs of {', '.join(str(each.shape) for each in drawn)}, which would tell"
+                " whether it gives probabilities: say so, Member(network, probabilities=False), or its image_size"
+            ) from error
+        self._check(name, given, PROBES, inputs.num_classes)
+        return are_probabilities(given)
 
-def _gives_probabilities(stage: Stage, inputs: InputSpec) -> bool:
-    """Return whether random inputs all give probabilities."""
-    rng = np.random.default_rng(0)
-    drawn = []
-    for each in inputs.tensors:
-        shape = (PROBES, *(size or PROBED_SIZE for size in each.shape[1:]))
-        floats = "float" in each.dtype
-        drawn.append((rng.normal(size=shape) if floats else rng.integers(0, 2, shape)).astype(each.dtype))
-    return are_probabilities(stage(tuple(drawn))[0])
+    def _check(self, name: str, given: np.ndarray, samples: int, classes: int | None) -> None:
+        """Check that there is a number for each sample and class; `classes` is how many count, None where unknown."""
+        found = given.shape[1] - self.skip_classes if given.ndim == 2 and len(given) == samples else 0
+        if found < 2 or found != (classes or found):
+            raise BadInput(
+                f"{name} gives numbers of shape {given.shape} for {samples} samples, not one for each of"
+                f" {max(classes or 2, 2) + self.skip_classes}{'' if classes else ' or more'} classes: let its first"
+                " output be logits or probabilities of all classes, two of a yes or no"
+            )
 
 
 def onnx_member(path: PathLike, threads: int | None = None, outputs: Outputs = Outputs()) -> OneStage:
@@ -99,7 +116,7 @@ def onnx_member(path: PathLike, threads: int | None = None, outputs: Outputs = O
     count = classes - outputs.skip_classes if isinstance(classes, int) else None
     spec = InputSpec(inputs, tuple(each.name for each in inputs) if len(inputs) > 1 else (), num_classes=count)
     stage: Stage = _one_by_one(session) if fixed else lambda state: (session(state)[0], ())
-    return OneStage("onnxruntime", outputs.of(stage, spec), spec, checksum(content))
+    return OneStage("onnxruntime", outputs.of(Path(path).name, stage, spec), spec, checksum(content))
 
 
 def _size(size: Any) -> int | None:
@@ -121,7 +138,9 @@ def litert_member(path: PathLike, threads: int | None = None, outputs: Outputs =
     content = Path(path).read_bytes()
     network = LiteRT(content, str(path), threads)
     spec = replace(network.spec, num_classes=network.classes - outputs.skip_classes)
-    return OneStage("LiteRT", outputs.of(network, spec, network.gives_probabilities), spec, checksum(content))
+    return OneStage(
+        "LiteRT", outputs.of(Path(path).name, network, spec, network.gives_probabilities), spec, checksum(content)
+    )
 
 
 class LiteRT:
@@ -175,13 +194,20 @@ def remote_member(url: str, token_variable: str | None = None, outputs: Outputs 
     described = remote.answer("")
     try:
         remote.inputs = inputs = tuple(_tensor(each) for each in described["inputs"])
-        classes = int(described["outputs"][0]["shape"][-1])
+        remote.output, shape = str(described["outputs"][0]["name"]), described["outputs"][0]["shape"]
+        classes = int(shape[-1]) if len(shape) > 1 else 1
     except (KeyError, IndexError, TypeError, ValueError) as error:
         raise BadInput(f"{url} does not describe its inputs and outputs ({error}): give URL/v2/models/NAME") from error
+    if classes in (0, 1):
+        raise BadInput(
+            f"{url} gives {remote.output!r} of shape {shape}, not a number for every class: let its first output be"
+            " logits or probabilities"
+        )
+    remote.finds_probabilities = outputs.probabilities is None
     names = tuple(each.name for each in inputs) if len(inputs) > 1 else ()
     spec = InputSpec(inputs, names, num_classes=classes - outputs.skip_classes if classes > 0 else None)
     own = checksum(json.dumps(described, sort_keys=True).encode())
-    return OneStage("HTTP", outputs.of(remote, spec, known=False), spec, own)  # finding out would be paid for
+    return OneStage("HTTP", outputs.of(url, remote, spec, known=False), spec, own)  # finding out would be paid for
 
 
 def _tensor(described: Mapping[str, Any]) -> TensorSpec:
@@ -193,6 +219,8 @@ class Remote:
     """Calls of a model over HTTP: arrays as JSON, tried again once where the connection or the server fails."""
 
     inputs: Sequence[TensorSpec] = ()
+    output = ""  # its name
+    finds_probabilities = False  # in the answers themselves, where nothing says what they are
 
     def __init__(self, url: str, token_variable: str | None) -> None:
         self.url, self.token_variable = url, token_variable
@@ -221,5 +249,15 @@ class Remote:
             {"name": own.name, "shape": [*each.shape], "datatype": kinds[own.dtype], "data": each.ravel().tolist()}
             for own, each in zip(self.inputs, state, strict=True)
         ]
-        output = self.answer("/infer", {"inputs": tensors})["outputs"][0]
-        return np.array(output["data"], np.float64).reshape(len(state[0]), -1), ()
+        answer = self.answer("/infer", {"inputs": tensors, "outputs": [{"name": self.output}]})
+        try:
+            output = next(each for each in answer["outputs"] if each["name"] == self.output)
+            shape = output.get("shape") or [len(state[0]), -1]
+            given = np.array(output["data"], np.float64).reshape(shape)
+        except (KeyError, TypeError, ValueError, StopIteration) as error:
+            raise AlightError(
+                f"{self.url} gave no {self.output!r} of numbers ({error!r}): look at its answers"
+            ) from error
+        if self.finds_probabilities and len(given) >= PROBES and given.ndim == 2 and are_probabilities(given):
+            raise BadInput(f"{self.url} gives probabilities, not logits: say so, Member(url, probabilities=True)")
+        return given, ()
