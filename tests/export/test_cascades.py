@@ -127,6 +127,8 @@ def test_a_model_of_triton_runs_the_stages_for_survivors_alone(exported, tmp_pat
         write_triton(folder, repository)
     with pytest.raises(BadInput, match="is not an exported network"):
         write_triton(tmp_path, tmp_path / "other")
+    with pytest.raises(BadInput, match=r"name '\.\./alight' of a model of Triton"):
+        write_triton(folder, tmp_path / "other", "../alight")
 
 
 def test_a_cascade_is_not_deployed_in_lower_precision_as_one(tmp_path):

@@ -1,5 +1,6 @@
 """A model repository for Triton Inference Server: a model for every stage, and a Python model that decides."""
 
+import re
 import shutil
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -50,6 +51,8 @@ def write_triton(exported: PathLike, repository: PathLike, name: str = "alight")
     clients ask. Networks of a cascade that are .onnx or .tflite files run in the Python model itself.
     """
     exported, repository = Path(exported), Path(repository)
+    if not re.fullmatch(r"[\w.-]*\w", name):
+        raise BadInput(f"name {name!r} of a model of Triton: give letters, digits, '_', '-' and '.'")
     if repository.exists():
         raise BadInput(f"{repository} exists: give a new folder")
     is_network = (exported / MANIFEST).is_file()

@@ -108,7 +108,7 @@ class PythonModel:
                 decisions = self.predictor(
                     arrays[0] if len(arrays) == 1 else dict(zip(self.names, arrays, strict=True))
                 )
-        except AlightError as error:
+        except (AlightError, UnicodeDecodeError) as error:  # of this request: others are answered
             return self.utils.InferenceResponse(error=self.utils.TritonError(str(error)))
         columns = {"predictions": decisions.predictions, "exits": decisions.exits, "spent": decisions.spent}
         return self.utils.InferenceResponse([self.utils.Tensor(name, values) for name, values in columns.items()])
