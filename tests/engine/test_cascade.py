@@ -136,9 +136,9 @@ def test_a_network_in_another_dtype_is_another_recording():
 def test_how_a_network_reads_its_samples_is_part_of_the_fingerprint():
     made = [
         cascade([Member(onnx_file(), "tiny", normalisation=BARE, **terms)], image_size=16).fingerprint
-        for terms in ({}, {"crop": 0.9}, {"bicubic": True})
+        for terms in ({}, {"crop": 0.9}, {"bicubic": True}, {"probabilities": True}, {"probabilities": False})
     ]
-    assert len({*made}) == 3
+    assert len({*made}) == 5
 
 
 def test_probabilities_become_logits_and_a_background_is_left_out(tmp_path):
@@ -276,6 +276,8 @@ def test_litert_runs_a_quantised_network(tmp_path):
 @pytest.mark.parametrize(
     ("networks", "terms", "message"),
     [
+        ("small.onnx", {}, r"a str instead of networks: give a list, \[small, large\]"),
+        (nn.Linear(4, 3), {}, "a Linear instead of networks"),
         ([], {}, "a cascade without networks"),
         ([nn.Linear(4, 3)], {}, "does not say what it takes"),
         ([nn.Linear(4, 3)] * 2, {"names": ["a"], "example": torch.zeros(1, 4)}, "1 names for 2 networks"),

@@ -265,9 +265,10 @@ def test_the_state_is_saved_and_restored_with_calls_on_their_way_charged(tmp_pat
     with pytest.raises(Mismatch, match="is of a router of small, large, budget 3"):
         other.restore(tmp_path / "state.json")
     document = json.loads((tmp_path / "state.json").read_text())
-    (tmp_path / "state.json").write_text(json.dumps({**document, "spent": None}))
-    with pytest.raises(BadFile, match="its content is not usable"):
-        Router(TWO, max_costs=[2.0, 8.0]).restore(tmp_path / "state.json")
+    for damage in ({"spent": None}, {"counts": {}}):
+        (tmp_path / "state.json").write_text(json.dumps({**document, **damage}))
+        with pytest.raises(BadFile, match="its content is not usable"):
+            Router(TWO, max_costs=[2.0, 8.0]).restore(tmp_path / "state.json")
 
 
 def test_a_request_is_routed_once():
@@ -323,6 +324,9 @@ def test_what_a_router_cannot_do_is_refused():
     request = Router(TWO, [task, task])("?")
     assert "use `await router.answer(request)`" in request.failures["small"]
     assert request.answer is None
+    for timeout in (0, -1, math.nan):
+        with pytest.raises(BadInput, match="s: give more than 0, or None to wait"):
+            Router(TWO, timeout=timeout)
 
 
 def test_cancelled_requests_are_charged_for_the_call_on_its_way():

@@ -114,7 +114,8 @@ class Account:
         """Write what was spent and counted to a JSON file; calls on their way count as the most that they can cost."""
         with self._lock:
             content: dict[str, Any] = {"models": [*self.models], "budget": self.budget, "unit": self.unit}
-            content |= {"admitted": self.admitted, "spent": self.spent + self.reserved, "counts": self.counts}
+            content |= {"admitted": self.admitted, "spent": self.spent + self.reserved}
+            content["counts"] = {model: {**each} for model, each in self.counts.items()}
         write_json(path, KIND, content)
 
     def restore(self, path: PathLike) -> None:
@@ -126,8 +127,8 @@ class Account:
         content = read_json(path, KIND)
         try:
             admitted, spent = int(content["admitted"]), float(content["spent"])
-            counts = {model: {name: int(each[name]) for name in COUNTED} for model, each in content["counts"].items()}
             written = (tuple(content["models"]), content["budget"], content["unit"])
+            counts = {model: {name: int(content["counts"][model][name]) for name in COUNTED} for model in written[0]}
             if admitted < 0 or not 0 <= spent < math.inf:
                 raise ValueError(f"{admitted} requests admitted, {spent} spent")
         except (KeyError, TypeError, ValueError, AttributeError) as error:

@@ -159,6 +159,8 @@ class Router(Account):
         self.policy = policy.policy if isinstance(policy, Metered) else policy
         if self.policy.is_batch_dependent or len(self.policy.inputs) != 1:
             raise BadInput(f"a {type(policy).__name__} does not decide on one score of one request: calibrate another")
+        if timeout is not None and not timeout > 0:
+            raise BadInput(f"a timeout of {timeout:g} s: give more than 0, or None to wait for every member")
         models = [self.policy.exit_names[index] for index in self.policy.open_exits]
         super().__init__(self.policy, models, guard if max_costs is None else meter(self.policy, max_costs))
         self.members, self.timeout = None if members is None else by_model(self.models, members), timeout

@@ -84,6 +84,8 @@ def cascade(
     >>> model
     Cascade(small, large)
     """
+    if isinstance(networks, str | Path | Member) or not isinstance(networks, Sequence):
+        raise BadInput(f"a {type(networks).__name__} instead of networks: give a list, [small, large]")
     if not networks:
         raise BadInput("a cascade without networks: give at least one, better two")
     if names and len(names) != len(networks):
@@ -130,7 +132,8 @@ class OpenMember:
         """Return that of the network as it runs, and how it reads samples."""
         own = self.backend(range(len(self.exits)), given, None).fingerprint
         read = (self.member.crop, self.member.bicubic, self.member.skip_classes, self.spec.normalisation)
-        return f"{own} {read} {self.spec.tensors[:1]}"
+        said = "" if self.member.probabilities is None else f" probabilities={self.member.probabilities}"
+        return f"{own} {read} {self.spec.tensors[:1]}{said}"
 
 
 def _opened(member: Member, example: Any = None) -> Any:
