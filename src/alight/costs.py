@@ -198,7 +198,9 @@ class Costs:
             except (TypeError, ValueError, OverflowError) as error:
                 known = "a number, percentage or quantity such as '2.5 GFLOPs'"
                 raise BadInput(f"budget {budget!r} is not {known}") from error
-        match = re.fullmatch(rf"\s*(\$?)\s*({NUMBER})\s*(\S*?)\s*(?:(?:/|per)\s*([\d,]+)(?: requests| samples)?)?\s*", budget)
+        match = re.fullmatch(
+            rf"\s*(\$?)\s*({NUMBER})\s*(\S*?)\s*(?:(?:/|per)\s*([\d,]+)(?: requests| samples)?)?\s*", budget
+        )
         if match is None:
             known = "a number, percentage or quantity: write '50%', '2.5 GFLOPs', '3 ms', '$1.20/1000'"
             raise BadInput(f"budget {budget!r} is not {known}")

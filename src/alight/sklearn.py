@@ -313,12 +313,7 @@ Made = tuple[str, list[Any], tuple[str, ...], Costs]  # the kind of parts, the p
 def _of_trees(model: Any, exits: int | Sequence[int], rows: Floats) -> Made:
     """Return the parts of a boosting model or a forest, once they are shown to add up to it."""
     total = _number_of_trees(model)
-    if exits < 1 if isinstance(exits, int) else not any(1 <= end <= total for end in exits):
-        raise BadInput(
-            f"exits {exits} of a model with {total} trees or rounds: give how many, or some from 1 to {total}"
-        )
-    ends = [*exits] if not isinstance(exits, int) else np.geomspace(total, max(1, total // SOONEST), exits).round()
-    stops = sorted({*(int(end) for end in ends if 1 <= end < total), total})
+    stops = _stops(exits, total)
     base = _base(model, rows[:1], total)
     parts = [_part(model, start, stop, base) for start, stop in zip([0, *stops], stops, strict=False)]
     few, kind = rows[:CHECKED], FOREST if hasattr(model, "oob_score") else BOOSTED
@@ -331,6 +326,16 @@ def _of_trees(model: Any, exits: int | Sequence[int], rows: Floats) -> Made:
     unit = "trees" if kind == FOREST else "rounds"
     names = tuple(f"{stop} {unit if stop > 1 else unit[:-1]}" for stop in stops)
     return kind, parts, names, Costs.from_cumulative(stops, unit)
+
+
+def _stops(exits: int | Sequence[int], total: int) -> list[int]:
+    """Return after how many trees there is an exit; the last is after all."""
+    if exits < 1 if isinstance(exits, int) else not any(1 <= end <= total for end in exits):
+        raise BadInput(
+            f"exits {exits} of a model with {total} trees or rounds: give how many, or some from 1 to {total}"
+        )
+    ends = [*exits] if not isinstance(exits, int) else np.geomspace(total, max(1, total // SOONEST), exits).round()
+    return sorted({*(int(end) for end in ends if 1 <= end < total), total})
 
 
 def _number_of_trees(model: Any) -> int:

@@ -234,7 +234,8 @@ def test_what_is_spent_is_the_sum_of_the_calls_that_were_made():
 
 def test_budgets_may_be_dollars_for_a_thousand_requests():
     costs = Costs([0, 0], [0.0002, 0.004], unit="USD")
-    for text in ("$1.20/1000", "1.20 USD/1,000", "0.0012 USD", "0.0012 usd", "$0.0012", 0.0012, "30%", "1.20 $ per 1,000 requests"):
+    per_thousand = ("$1.20/1000", "1.20 USD/1,000", "1.20 $ per 1,000 requests")
+    for text in (*per_thousand, "0.0012 USD", "0.0012 usd", "$0.0012", 0.0012, "30%"):
         assert costs.budget(text) == pytest.approx(0.0012)
     with pytest.raises(BadInput, match=r"unknown unit 'EUR'.* and the unit of the costs, USD"):
         costs.budget("3 EUR")

@@ -25,7 +25,9 @@ def choose_members(costs: AnyCosts, budget: Budget, outputs: HeadOutputs) -> tup
 
     All subsets are tried from cheap to expensive, and of up to three networks all orders: six candidates in a second or
     two. Each half of the table judges plans of exit rates that the other half made. `Cascade.take` makes the cascade of
-    the choice, and `Cascade.take_outputs` its table. Without labels, answers are right that the last network gives.
+    the choice, `Cascade.take_outputs` its table, and `Costs.at_exits` its costs; calibrate these for the same amount,
+    `costs.budget("30%")`, since percentages refer to the most expensive network that is left. Without labels, answers
+    are right that the last network gives.
 
     >>> scores, labels = [[0.9, 0.1, 0.5]] * 8, [0, 1] * 4
     >>> table = HeadOutputs(scores, [[label, 1 - label, label] for label in labels], labels)

@@ -77,9 +77,13 @@ async def _in_thread(member: Member, request: Any) -> Any:
     loop = asyncio.get_running_loop()
     replied: asyncio.Future[tuple[Any, BaseException | None]] = loop.create_future()
 
+    def receive(reply: tuple[Any, BaseException | None]) -> None:
+        if not replied.done():  # else it took too long
+            replied.set_result(reply)
+
     def hand_over(*reply: Any) -> None:
         with suppress(RuntimeError):  # the loop is closed: nobody waits
-            loop.call_soon_threadsafe(lambda: replied.done() or replied.set_result(reply))
+            loop.call_soon_threadsafe(receive, reply)
 
     _start(partial(copy_context().run, member, request), hand_over)
     reply, error = await replied

@@ -10,7 +10,7 @@ or a row for every request, with a column of each kind for each model: score_sma
 """
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -189,12 +189,7 @@ def _places(
 ) -> tuple[Integers, list[str], int]:
     """Return the row of every request and model, (requests, models), the models' names and the number of requests."""
     places: dict[tuple[Any, str], int] = {}
-    asked, named = _listed(requests), _listed(models)
-    if not asked:
-        raise BadInput("the log has no rows: give what every model said about at least a few hundred requests")
-    if nameless := sum(map(_is_missing, asked)) or sum(map(_is_missing, named)):
-        raise BadInput(f"{nameless:,} of {len(asked):,} rows of the log lack their request or model: fill them in")
-    for row, key in enumerate(zip(asked, map(str, named), strict=True)):
+    for row, key in enumerate(_keys(_listed(requests), _listed(models))):
         if places.setdefault(key, row) != row:
             raise BadInput(f"request {key[0]!r} has two rows of model {key[1]!r}: give one")
     every = [*dict.fromkeys(model for _, model in places)]
@@ -206,6 +201,15 @@ def _places(
     complete = _complete(places, members, incomplete)
     rows = [[places[request, name] for name in members] for request in complete]
     return np.array(rows, dtype=np.int64), members, len(complete)
+
+
+def _keys(requests: list[Any], models: list[Any]) -> Iterator[tuple[Any, str]]:
+    """Return request and model of every row."""
+    if not requests:
+        raise BadInput("the log has no rows: give what every model said about at least a few hundred requests")
+    if nameless := sum(map(_is_missing, requests)) or sum(map(_is_missing, models)):
+        raise BadInput(f"{nameless:,} of {len(requests):,} rows of the log lack their request or model: fill them in")
+    return zip(requests, map(str, models), strict=True)
 
 
 def _complete(places: Mapping[tuple[Any, str], int], members: Sequence[str], incomplete: str) -> list[Any]:
