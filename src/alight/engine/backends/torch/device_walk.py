@@ -398,7 +398,7 @@ class StreamWalk(DeviceWalk):
             self.found.append(self._take())
 
     def _has_room(self, stage: int) -> bool:
-        """Return whether a batch of a stage has a slot for its numbers, and fits into the next room should all go on."""
+        """Return whether a batch of a stage has a slot for its counts, and fits into the next room if all go on."""
         if stage == self.last:
             return self.flying[stage] < self.slots
         return self._waiting(stage + 1) + (self.flying[stage] + 1) * self.size <= self.capacity
