@@ -1,5 +1,6 @@
 """What a GPU decides is what a replay decides; here with the same programs and kernels, without one."""
 
+from contextlib import contextmanager
 from dataclasses import replace
 
 import numpy as np
@@ -7,13 +8,21 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from interpreted import EXECUTOR, INTERPRETED, interpreted, passed_in_a_process_of_their_own
+from interpreted import (
+    EXECUTOR,
+    INTERPRETED,
+    Captured,
+    by_python,
+    interpreted,
+    passed_in_a_process_of_their_own,
+)
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from alight import Predictor, RunSettings, calibrate
-from alight.engine.backends.torch import open_stages
+from alight.engine.backends.torch import device_walk, open_stages
 from alight.engine.backends.torch.deciding import Deciding
-from alight.engine.backends.torch.device_walk import BatchWalk, Network, StreamWalk
+from alight.engine.backends.torch.device_walk import BatchWalk, Executor, Network, StreamWalk
 from alight.engine.backends.torch.values import half
 from alight.engine.predictor import _reads
 from alight.engine.recorder import record
@@ -21,6 +30,7 @@ from alight.engine.walk import Answers, usable
 from alight.errors import BadInput
 from alight.networks.multi_exit import MultiExitModel
 from alight.outputs import half as numpy_half
+from alight.planning.timing import stage_seconds
 from alight.policies.combinations import Gain
 from alight.policies.policy import ExitAt, Lottery, Mixture, Patience, Streak, Threshold
 from alight.policies.route import replay
@@ -325,3 +335,181 @@ def test_the_host_decides_where_no_gpu_is(model, table):
         Predictor(model, rule, settings=RunSettings(decide="device"))
     with pytest.raises(BadInput, match="decide 'gpu': choose auto, device or host"):
         RunSettings(decide="gpu")
+
+
+@interpreted
+def test_a_loader_that_fails_at_once_leaves_what_came_before(model, inputs, table):
+    def loader():
+        yield from inputs[:20].split(4)
+        raise OSError("disk gone")
+
+    found = predictor_of(model, rules(table)["lottery"], 4)
+    with pytest.raises(OSError, match="disk gone") as caught:
+        found.run(loader(), progress=False)
+    assert sorted(np.concatenate([each.samples for each in caught.value.finished])) == [*range(20)]
+
+
+@interpreted
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
+@pytest.mark.parametrize("decide", ["auto", "device"])
+def test_unusable_logits_in_the_first_batches_leave_the_others_answered_and_the_walk_free(model, inputs, table, decide):
+    broken = inputs.clone()
+    broken[50] = float("nan")
+    found = predictor_of(model, rules(table)["nobody leaves"], 8, decide=decide)
+    with pytest.raises(BadInput, match="the first is sample 50") as caught:
+        found(broken, samples=np.arange(61))
+    assert sum(len(each.samples) for each in caught.value.finished) == 60
+    assert not found.backend.deciding.busy  # though the error is kept
+
+
+@interpreted
+def test_weights_that_were_moved_are_captured_again(table, inputs):
+    torch.manual_seed(0)
+    own = MultiExitModel([nn.Linear(4, 4), nn.Linear(4, 4)], [nn.Linear(4, 3), nn.Linear(4, 3)]).eval()
+    rule = Threshold((0.3,), costs=(1.0, 2.0))
+    found = predictor_of(own, rule, 8)
+    deciding = found.backend.deciding
+    deciding.modules = found.backend.stages
+    found(inputs)
+    found(inputs[:1])
+    before = dict(deciding.walks)
+    found(inputs)
+    assert deciding.walks == before
+    own.double().float()
+    found(inputs)
+    found(inputs[:1])
+    assert len(deciding.walks) == 2
+    assert not {id(walk) for walk in deciding.walks.values()} & {id(walk) for walk in before.values()}
+
+
+@interpreted
+def test_a_walk_in_use_is_not_timed(model, inputs, table):
+    found = predictor_of(model, rules(table)["nobody leaves"], 4)
+    deciding = found.backend.deciding
+    deciding.modules = found.backend.stages
+    stream, size = found.stream([*inputs.split(4)]), 4
+    answered = [next(stream)]
+    with found.backend.running(), deciding.replays(size) as replays:
+        assert not replays
+    answered += stream
+    assert sum(len(each.samples) for each in answered) == 61
+    with found.backend.running(), deciding.replays(size) as replays:
+        assert len(replays) == 3
+    np.testing.assert_array_equal(
+        found(inputs, samples=np.arange(61)).exits, replay(rules(table)["nobody leaves"], table).exits
+    )
+    assert (stage_seconds(found, (inputs[:4],)) > 0).all()
+
+
+class Later(TorchDispatchMode):
+    """Streams as a GPU has them: what is written is queued, and done in any order that streams and events allow."""
+
+    WRITES = (torch.ops.aten.copy_.default, torch.ops.aten.fill_.Scalar, torch.ops.aten.zero_.default)
+
+    def __init__(self, monkeypatch):
+        super().__init__()
+        self.running = False
+        self.streams = [Queue() for _ in range(3)]
+        self.current, self.uploading = self.streams[0], self.streams[2]
+        monkeypatch.setattr(torch.cuda, "stream", self.entered)
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda: self.current)
+        monkeypatch.setattr(torch.cuda, "Event", lambda: Event(self))
+
+    def __torch_dispatch__(self, function, types, given=(), options=None):
+        if function not in self.WRITES or self.running:
+            return function(*given, **(options or {}))
+        self.later(lambda: function(*given, **(options or {})))
+        return given[0]
+
+    def later(self, work):
+        self.current.waiting.append((work, None))
+        while self.step([2]):  # uploads as early as can be, all else as late
+            pass
+
+    def step(self, streams=(2, 0, 1)):
+        """Go on in one of the streams; return whether one could."""
+        for index in streams:
+            stream = self.streams[index]
+            if stream.waiting and (stream.waiting[0][1] is None or stream.waiting[0][1]()):
+                work, _ = stream.waiting.pop(0)
+                self.running = True
+                work()
+                self.running = False
+                stream.done += 1
+                return True
+        return False
+
+    @contextmanager
+    def entered(self, stream):
+        before = self.current
+        self.current = stream or before
+        yield
+        self.current = before
+
+
+class Queue:
+    def __init__(self):
+        self.waiting, self.done = [], 0
+
+    def reached(self):
+        """What says whether all that has come by now is done."""
+        goal = self.done + len(self.waiting)
+        return lambda: self.done >= goal
+
+    def wait_stream(self, other):
+        self.waiting.append((lambda: None, other.reached()))
+
+    def wait_event(self, event):
+        self.waiting.append((lambda: None, event.reached))
+
+
+class Event:
+    def __init__(self, later):
+        self.later, self.reached = later, lambda: True
+
+    def record(self, stream):
+        self.reached = stream.reached()
+
+    def synchronize(self):
+        while not self.reached():
+            assert self.later.step(), "all streams wait for each other"
+
+
+class Device(torch.Tensor):
+    """Lies on the device, says the walk."""
+
+    is_cuda = True
+
+
+@interpreted
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(20))
+def test_no_order_of_streams_changes_an_answer(model, inputs, table, monkeypatch, seed):
+    """Inputs come from host and device by turns, in streams that change, and runs are left in the middle."""
+    rng, rule = np.random.default_rng(seed), rules(table)["lottery"]
+    size = int(rng.choice([2, 3, 5]))
+    monkeypatch.setattr(device_walk, "SLOTS", int(rng.choice([3, 3, 4])))
+    with torch.inference_mode(), Later(monkeypatch) as later:
+        later.running = True
+        captured = Executor(lambda work: Captured(lambda: later.later(work)), by_python)
+        walk = StreamWalk(network_of(model, rule), rule, (inputs[:3],), size, captured, later.uploading)
+        later.running = False
+        for last in (False, True):
+            found, start = [], 0
+            while start < len(inputs) and (last or rng.random() < 0.6):
+                count = int(rng.integers(1, 4 * size + 3))
+                later.current = later.streams[rng.integers(2)]
+                part = inputs[start : start + count]
+                walk.push(
+                    np.arange(start, start + len(part)), (part.as_subclass(Device) if rng.random() < 0.4 else part,)
+                )
+                found += walk.fetched()
+                start += len(part)
+            if last:
+                walk.end()
+                found += walk.fetched(every=True)
+            walk.reset()
+    expected = replay(rule, table).exits
+    samples, exits = (np.concatenate([getattr(each, name) for each in found]) for name in ("samples", "open_indices"))
+    assert sorted(samples) == [*range(61)]
+    np.testing.assert_array_equal(exits, expected[samples])

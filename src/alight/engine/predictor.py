@@ -19,7 +19,7 @@ from alight.engine.backends.exported import exported_backend
 from alight.engine.manifest import Manifest, verified
 from alight.engine.settings import TORCH, RunSettings
 from alight.engine.walk import Answers, Flow, single, usable
-from alight.errors import BadFile, BadInput, Mismatch
+from alight.errors import AlightError, BadFile, BadInput, Mismatch
 from alight.files import CASCADE, CONFIG, MANIFEST, POLICY, PathLike
 from alight.outputs import TOP, Decisions
 from alight.policies import load_policy
@@ -319,6 +319,8 @@ class Predictor:
         if numbers is not None and len(numbers) > len(came):
             raise BadInput(f"{len(numbers)} sample numbers for {len(came)} samples: give one for each")
         order = np.argsort(came, kind="stable")  # of coming, since a counter numbered them
+        if (came[order[1:]] == came[order[:-1]]).any():
+            raise AlightError("a sample was answered twice: report what network and policy it was")
         if numbers is not None:
             order = order[np.searchsorted(came, numbers[: len(came)], sorter=order)]
         open_indices = np.concatenate([each.open_indices for each in found])[order]
