@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 from measuring import Measurement, report, spread
 
-from alight import calibrate, recordings
+from alight import HeadOutputs, calibrate, recordings
 from alight.policies.policy import Policy
 
 RESULTS = Path(__file__).parent.parent / "results" / "policies_speed.csv"
@@ -40,20 +40,26 @@ def timed(work: Callable[[], object]) -> float:
     return time.process_time() - start
 
 
+def shuffled(table: HeadOutputs) -> Iterator[HeadOutputs]:
+    """Yield the table in other orders, so that no round finds what another has computed and kept."""
+    for seed in np.random.default_rng().integers(2**32, size=ROUNDS):
+        yield table.take(np.random.default_rng(seed).permutation(len(table)))
+
+
 def measurements() -> Iterator[Measurement]:
     labelled, _, costs = recordings.load("resnet18_cifar100_frozen")
     for name, (method, at_most) in SECONDS.items():
-        seconds = [timed(partial(method, costs, "50%", labelled)) for _ in range(ROUNDS)]
+        seconds = [timed(partial(method, costs, "50%", each)) for each in shuffled(labelled)]
         yield spread(f"{name} for one budget, 5,000 x 8", seconds, at_most, "s")
     larger = labelled.take(np.random.default_rng(0).integers(len(labelled), size=4 * len(labelled)))
     wider, stage = labelled.at_exits([index * 8 // 18 for index in range(18)]), np.arange(1.0, 19.0)
-    seconds = [timed(partial(calibrate.auto, stage, "50%", wider)) for _ in range(ROUNDS)]
+    seconds = [timed(partial(calibrate.auto, stage, "50%", each)) for each in shuffled(wider)]
     yield spread("auto for one budget, 5,000 x 18", seconds, 3.0, "s")
     for name in ("search", "optimal_stopping"):
         method = SECONDS[name][0]
         growth = [
-            timed(partial(method, costs, "50%", larger)) / timed(partial(method, costs, "50%", labelled))
-            for _ in range(ROUNDS)
+            timed(partial(method, costs, "50%", much)) / timed(partial(method, costs, "50%", little))
+            for much, little in zip(shuffled(larger), shuffled(labelled), strict=True)
         ]
         yield spread(f"{name}, 20,000 / 5,000 samples", growth, 6.0, "ratio")
 

@@ -147,6 +147,7 @@ BAD_TABLES = {
         {"scores": np.zeros((2, 2)), "predictions": TWO, **top_of(np.zeros((2, 3, 4)))}, r"\(2, 3, 4\) beside scores"
     ),
     "rising top": ({"scores": np.zeros((2, 2)), "predictions": TWO, **top_of([[[-2, -1]] * 2] * 2)}, "rise at 4"),
+    "a class twice": ({"scores": np.zeros((2, 2)), "predictions": TWO, **top_of([[[-1, -2]] * 2] * 2)}, "twice at 4"),
     "positive top": ({"scores": np.zeros((2, 2)), "predictions": TWO, **top_of(np.ones((2, 2, 1)))}, "4 values"),
 }  # fmt: skip
 

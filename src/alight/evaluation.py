@@ -26,7 +26,7 @@ from alight.costs import Costs, as_costs
 from alight.display import accuracy_text, aligned, percent, quantity
 from alight.errors import BadFile, BadInput, BudgetTooSmall, Mismatch, ShiftWarning
 from alight.files import PathLike, write_text
-from alight.outputs import Decisions, HeadOutputs
+from alight.outputs import SAME, Decisions, HeadOutputs
 from alight.policies.paced import Paced
 from alight.policies.policy import ExitAt, Policy, Threshold
 from alight.policies.route import replay
@@ -182,8 +182,11 @@ def evaluate_policy(policy: Policy, costs: Costs | npt.ArrayLike, test: HeadOutp
 
 def _check_tables(network: Costs, labelled: HeadOutputs, unlabelled: HeadOutputs | None, test: HeadOutputs) -> None:
     for name, table in {"labelled": labelled, "unlabelled": unlabelled}.items():
-        if table is test:
-            raise BadInput(f"the {name} table is also the test table: split it, so that the test is on fresh samples")
+        if table is not None and (shared := table.shared_samples(test)) > SAME:
+            what = (
+                "is also the test table" if shared == 1 else f"shares {percent(shared)} of samples with the test table"
+            )
+            raise BadInput(f"the {name} table {what}: split it, so that the test is on fresh samples")
     if test.num_exits != len(network):
         raise Mismatch(
             f"the test table has {test.num_exits} exits and there are {len(network)} costs: give one per exit"

@@ -1,5 +1,6 @@
 """The two tables that travel: what the heads said, and what was decided."""
 
+import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -23,6 +24,7 @@ Likeliest = tuple[npt.NDArray[np.int32], npt.NDArray[np.float16]]  # classes and
 TOP = ("top_classes", "top_log_probabilities")  # columns of the likeliest classes
 LOGGED = ("costs", "quality")  # columns that logs of models have, and recordings of a network have not
 KEPT = 5  # likeliest classes that a recording keeps by default
+SAME = 0.5  # of a table's samples in another: by chance there are fewer, even if scores are few
 ROWS = 1_000_000  # of a sample: rates and risks are then known to 0.0005, one standard error
 
 
@@ -253,6 +255,37 @@ class HeadOutputs:
         """Return what is said once of all rows, by its name in a file."""
         said = {"score": np.array(self.score), "fingerprint": np.array(self.fingerprint)}
         return said | ({"exits": np.array(self.exits)} if self.exits else {})
+
+    def digest(self) -> bytes:
+        """Return a hash of all that the table says: equal tables have equal ones, also in other processes."""
+        found = hashlib.blake2b(digest_size=16)
+        for name, array in {**self.rows(), **self.metadata()}.items():
+            found.update(f"{name} {array.dtype} {array.shape}".encode())
+            found.update(np.ascontiguousarray(array).data)
+        return found.digest()
+
+    def shared_samples(self, other: "HeadOutputs") -> float:
+        """Return the share of the smaller table's samples that are in both: alike in all scores and answers.
+
+        Samples that are not the only one of their kind in their table do not count, so that equal scores of a coarse
+        score are not taken for equal samples.
+
+        >>> table = HeadOutputs(scores=[[0.2, 0.9], [0.7, 0.8]], predictions=[[1, 0], [2, 2]])
+        >>> table.shared_samples(table.take(slice(1))), table.shared_samples(replace(table, scores=table.scores / 2))
+        (1.0, 0.0)
+        """
+        if self is other or self.num_exits != other.num_exits:
+            return float(self is other)
+        found = [np.unique(table._row_keys(), return_counts=True) for table in (self, other)]
+        own, others = (keys[counts == 1] for keys, counts in found)
+        return len(np.intersect1d(own, others, assume_unique=True)) / min(len(self), len(other))
+
+    def _row_keys(self) -> Floats:
+        """Return a number for each sample, the same for the same scores and answers, and next to never for others."""
+        keys, rng = np.zeros(len(self)), np.random.default_rng(0)
+        for column in (*self.scores.T, *self.predictions.T):
+            keys += rng.uniform(1, 2) * column
+        return keys
 
     @classmethod
     def joined(cls, parts: Sequence["HeadOutputs"]) -> "HeadOutputs":
@@ -586,6 +619,9 @@ def _top(classes: npt.ArrayLike, logs: npt.ArrayLike, shape: tuple[int, ...]) ->
         raise BadInput(f"top_log_probabilities hold {positive} values above 0 or NaN: give logarithms")
     if rising := int((halves[..., 1:] > halves[..., :-1]).sum()):
         raise BadInput(f"top_log_probabilities rise at {rising} places: give the likeliest class first")
+    again = sum(int((indices[..., step:] == indices[..., :-step]).sum()) for step in range(1, indices.shape[2]))
+    if again:
+        raise BadInput(f"top_classes name a class twice at {again} places: give each of the likeliest classes once")
     return indices, halves
 
 

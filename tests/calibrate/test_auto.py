@@ -71,7 +71,7 @@ def test_a_gain_counts_less_the_less_sure_it_is():
 
 
 def test_auto_tries_combined_answers_where_labels_suffice_to_fit_them():
-    assert next(iter(candidates_for(TABLE, COSTS))) == "eero, vote"
+    assert next(iter(candidates_for(TABLE, COSTS))) == "eero_conditional, vote"
     assert candidates_for(TABLE.take(slice(0, 100)), COSTS) == CANDIDATES
     logits = np.random.default_rng(0).normal(size=(200, 5, 4))
     recorded = HeadOutputs.from_logits(logits, np.zeros(200, dtype=int))
@@ -94,6 +94,9 @@ def test_candidates_that_cannot_afford_the_budget_are_passed_over():
     assert policy.settings["winner"] == "best_single_exit"
     with pytest.raises(BadInput, match="none of eero affords the budget 2"):
         calibrate.auto(costs, 2.0, TABLE, candidates={"eero": calibrate.eero})
+    for folds in (1, 0, -3):
+        with pytest.raises(BadInput, match=f"^{folds} folds hold no samples out"):
+            calibrate.auto(costs, 2.0, TABLE, folds=folds)
     with pytest.raises(BadInput, match="auto has 0 candidates"):
         calibrate.auto(costs, 2.0, TABLE, candidates={})
 

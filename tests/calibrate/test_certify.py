@@ -1,6 +1,8 @@
 """Contracts, as a user asks for them; their statistics are in the guarantees."""
 
 import itertools
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -200,14 +202,60 @@ def test_a_seed_fixes_the_salt_and_without_one_it_is_random():
     assert len(thresholds) == 1  # the split stays
 
 
+def test_coarse_scores_are_not_taken_for_equal_samples():
+    coarse = [made_up(seed, 1200, 4, classes=2, ties=True) for seed in (1, 2)]
+    assert 0 < coarse[0].shared_samples(coarse[1]) < 0.2
+    tables = [replace(each, scores=np.ones((1200, 4)), predictions=np.zeros((1200, 4), int)) for each in coarse]
+    assert certified_mean(calibrate.eero)(COSTS, 3.0, *tables).certificate.contract == "mean"
+
+
+def test_with_one_seed_equal_scores_are_cut_anew_in_every_calibration():
+    """With salts of the seed alone the tie shares were the same for every table of so many samples, right or not."""
+
+    def equal(seed):
+        return replace(made_up(seed, 60, 4), scores=np.ones((60, 4)))
+
+    method, spent = certified_mean(calibrate.geometric, seed=0), []
+    for seed in range(300):
+        policy = method(COSTS, 3.0, equal(seed))
+        leaving = np.append(policy.tie_shares, 1.0)
+        gone = np.maximum.accumulate(leaving)  # ties are ordered by one draw at all exits
+        spent.append(float(np.diff(gone, prepend=0.0) @ policy.costs))
+    assert method(COSTS, 3.0, equal(7)).tie_shares == method(COSTS, 3.0, equal(7)).tie_shares
+    assert len({*spent}) > 290
+    assert np.mean(spent) <= 3.0 + 3 * np.std(spent) / np.sqrt(len(spent))
+    assert np.mean(spent) >= 2.8  # and the budget is used
+
+
+@pytest.mark.parametrize("contract", ["mean", "probability"])
+def test_patience_with_combined_answers_can_be_certified(contract):
+    policy = CONTRACTS[contract](calibrate.combined(calibrate.patience, "vote"), seed=0)(COSTS, 3.0, TABLE)
+    assert policy.combination is not None
+    assert replay(policy, TABLE).mean_cost <= 3.0
+
+
+@pytest.mark.parametrize("contract", ["mean", "probability", "stream"])
+def test_a_guarantee_comes_after_all_choices(contract):
+    certified = CONTRACTS[contract](calibrate.eero)
+    candidates = {"only": certified}
+    wrapped = {"combined": calibrate.combined(certified), "pruned": calibrate.pruned(certified)}
+    for name, method in (wrapped | {"auto": partial(calibrate.auto, candidates=candidates)}).items():
+        with pytest.raises(BadInput, match=rf"{name} chooses on the samples that certified eero.*certify last"):
+            method(COSTS, 3.0, TABLE)
+    assert calibrate.combined(certified_batch(calibrate.eero))(COSTS, 3.0, TABLE).certificate.contract == "batch"
+
+
 def test_a_mixture_has_one_salt():
     policy = certified_mean(calibrate.patience, seed=5)(COSTS, 3.0, TABLE)
     assert {policy.first.salt, policy.second.salt} == {policy.salt}
 
 
 def test_what_is_fitted_on_a_table_cannot_be_certified_on_it():
-    with pytest.raises(BadInput, match="cannot be certified on it"):
-        certified_mean(calibrate.eero)(COSTS, 3.0, TABLE, TABLE)
+    order = np.random.default_rng(0).permutation(len(TABLE))
+    larger = HeadOutputs.joined([made_up(2, 1500, 4), TABLE])
+    for same in (TABLE, TABLE.take(order), TABLE.take(order[:900]), larger, larger.unlabelled()):
+        with pytest.raises(BadInput, match=r"^100 % of the samples .* cannot be certified on them"):
+            certified_mean(calibrate.eero)(COSTS, 3.0, TABLE, same)
     with pytest.raises(BadInput, match="leave unlabelled out"):
         certified_risk(calibrate.eero, risk="error", alpha=0.5)(COSTS, None, TABLE, made_up(2, 50, 4))
     with pytest.raises(Mismatch):

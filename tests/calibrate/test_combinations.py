@@ -257,3 +257,11 @@ def test_labels_cannot_judge_answers_that_were_graded():
     assert decisions.accuracy() == decisions.accuracy(graded.labels) == pytest.approx(0.7)
     with pytest.raises(BadInput, match="leave the labels out"):
         decisions.accuracy(np.ones(60, dtype=int))
+
+
+def test_equal_tables_of_two_networks_are_not_mistaken_for_each_other():
+    table = made_up(3, 300, 3)
+    for name in "ab":
+        named = replace(table, fingerprint=name, exits=(name, "middle", "end"))
+        policy = combined(calibrate.eero, "vote")([1.0, 2.0, 3.0], 2.0, named)
+        assert (policy.fingerprint, policy.exits[0]) == (name, name)

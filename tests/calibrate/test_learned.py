@@ -106,3 +106,24 @@ def test_learned_stopping_gains_over_optimal_stopping_on_the_frozen_recording(fr
         return float(np.mean([replay(policy, frozen.test).accuracy(frozen.test.labels) for policy in policies]))
 
     assert mean_accuracy(calibrate.learned_stopping) >= mean_accuracy(calibrate.optimal_stopping) + 0.007
+
+
+def test_regressions_run_in_one_thread_and_leave_others_theirs(monkeypatch):
+    threadpoolctl = pytest.importorskip("threadpoolctl")
+    seen = []
+
+    def threads():
+        return {each["num_threads"] for each in threadpoolctl.threadpool_info() if each["user_api"] == "blas"}
+
+    def watched(*arguments):
+        seen.append(threads())
+        return ridge(*arguments)
+
+    monkeypatch.setattr("alight.calibrate.learned.ridge", watched)
+    with threadpoolctl.threadpool_limits(2, "blas"):
+        before = threads()
+        for method in (calibrate.eenet, calibrate.learned_stopping):
+            method(COSTS, 3.0, made_up(5, 200, 3))
+        assert threads() == before
+    assert seen
+    assert all(each == {1} for each in seen)

@@ -94,7 +94,7 @@ def test_calibrate_finds_the_cheapest_policy_for_a_risk(folder, capsys):
 @pytest.mark.filterwarnings("always::alight.errors.ShiftWarning")
 @pytest.mark.parametrize("command", ["calibrate", "sweep"])
 def test_tables_of_two_distributions_are_reported_on_stderr(folder, capsys, command):
-    table = HeadOutputs.load("labelled.npz")
+    table = HeadOutputs.load("test.npz")
     table.take(np.argsort(table.scores[:, 0])[: len(table) // 2]).save("harder.npz")
     line = {
         "calibrate": "calibrate labelled.npz --unlabelled harder.npz --costs costs.json --budget 50% --contract mean",

@@ -21,6 +21,7 @@ from alight.engine.walk import Answers, usable
 from alight.errors import BadInput
 from alight.networks.multi_exit import MultiExitModel
 from alight.outputs import half as numpy_half
+from alight.planning.timing import stage_seconds
 from alight.policies.combinations import Gain
 from alight.policies.policy import ExitAt, Lottery, Mixture, Patience, Streak, Threshold
 from alight.policies.route import replay
@@ -325,3 +326,67 @@ def test_the_host_decides_where_no_gpu_is(model, table):
         Predictor(model, rule, settings=RunSettings(decide="device"))
     with pytest.raises(BadInput, match="decide 'gpu': choose auto, device or host"):
         RunSettings(decide="gpu")
+
+
+@interpreted
+def test_a_loader_that_fails_at_once_leaves_what_came_before(model, inputs, table):
+    def loader():
+        yield from inputs[:20].split(4)
+        raise OSError("disk gone")
+
+    found = predictor_of(model, rules(table)["lottery"], 4)
+    with pytest.raises(OSError, match="disk gone") as caught:
+        found.run(loader(), progress=False)
+    assert sorted(np.concatenate([each.samples for each in caught.value.finished])) == [*range(20)]
+
+
+@interpreted
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
+@pytest.mark.parametrize("decide", ["auto", "device"])
+def test_unusable_logits_in_the_first_batches_leave_the_others_answered_and_the_walk_free(model, inputs, table, decide):
+    broken = inputs.clone()
+    broken[50] = float("nan")
+    found = predictor_of(model, rules(table)["nobody leaves"], 8, decide=decide)
+    with pytest.raises(BadInput, match="the first is sample 50") as caught:
+        found(broken, samples=np.arange(61))
+    assert sum(len(each.samples) for each in caught.value.finished) == 60
+    assert not found.backend.deciding.busy  # though the error is kept
+
+
+@interpreted
+def test_weights_that_were_moved_are_captured_again(table, inputs):
+    torch.manual_seed(0)
+    own = MultiExitModel([nn.Linear(4, 4), nn.Linear(4, 4)], [nn.Linear(4, 3), nn.Linear(4, 3)]).eval()
+    rule = Threshold((0.3,), costs=(1.0, 2.0))
+    found = predictor_of(own, rule, 8)
+    deciding = found.backend.deciding
+    deciding.modules = found.backend.stages
+    found(inputs)
+    found(inputs[:1])
+    before = dict(deciding.walks)
+    found(inputs)
+    assert deciding.walks == before
+    own.double().float()
+    found(inputs)
+    found(inputs[:1])
+    assert len(deciding.walks) == 2
+    assert not {id(walk) for walk in deciding.walks.values()} & {id(walk) for walk in before.values()}
+
+
+@interpreted
+def test_a_walk_in_use_is_not_timed(model, inputs, table):
+    found = predictor_of(model, rules(table)["nobody leaves"], 4)
+    deciding = found.backend.deciding
+    deciding.modules = found.backend.stages
+    stream, size = found.stream([*inputs.split(4)]), 4
+    answered = [next(stream)]
+    with found.backend.running(), deciding.replays(size) as replays:
+        assert not replays
+    answered += stream
+    assert sum(len(each.samples) for each in answered) == 61
+    with found.backend.running(), deciding.replays(size) as replays:
+        assert len(replays) == 3
+    np.testing.assert_array_equal(
+        found(inputs, samples=np.arange(61)).exits, replay(rules(table)["nobody leaves"], table).exits
+    )
+    assert (stage_seconds(found, (inputs[:4],)) > 0).all()

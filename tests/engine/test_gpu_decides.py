@@ -300,3 +300,43 @@ def test_texts_of_several_lengths_have_a_walk_each():
     np.testing.assert_array_equal(ours.exits, theirs.exits)
     assert (ours.predictions == theirs.predictions).mean() > 0.99
     assert len(one.backend.deciding.walks) == 3
+
+
+def test_inputs_from_host_and_device_share_batches(small, numbers, table):
+    rule = rules(table)["nobody"]
+    found = Predictor(small, rule, settings=DEVICE, batch_size=300, allow_mismatch=True)
+    for seed in range(20):
+        sizes = np.random.default_rng(seed).integers(1, 90, size=15)
+        ends = np.minimum(np.cumsum([0, *sizes]), 700).tolist()
+        parts = [numbers[start:stop] for start, stop in itertools.pairwise(ends) if start < stop]
+        parts = [part.cuda() if (index + seed) % 2 else part for index, part in enumerate(parts)]
+        abandoned = found.stream([numbers[:7].cuda(), *parts])  # leaves copies behind
+        next(abandoned, None)
+        abandoned.close()
+        decisions = found.run(parts, samples=np.arange(ends[-1]), progress=False)
+        assert_replayed(decisions, rule, table, ends[-1])
+
+
+def test_weights_that_were_moved_are_captured_again(images):
+    torch.manual_seed(0)
+    model = resnet18_cifar(num_classes=10).cuda().eval()
+    rule = Lottery(costs=tuple(np.arange(1.0, 9.0).tolist()), exit_rates=(0.125,) * 8)
+    one, other = (Predictor(model, rule, settings=each, batch_size=64) for each in (DEVICE, HOST))
+    for _ in range(2):
+        ours, theirs = (each(images, samples=np.arange(1000)) for each in (one, other))
+        np.testing.assert_array_equal(ours.exits, theirs.exits)
+        assert (ours.predictions == theirs.predictions).mean() > 0.99
+        with torch.no_grad():
+            for each in model.cpu().parameters():
+                each.mul_(-1.5)
+        model.cuda()
+        taken = torch.full((2**26,), float("nan"), device="cuda")  # where the weights were, perhaps
+        del taken
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_a_network_on_another_device_than_the_current_one(small, numbers, table):
+    rule = rules(table)["ties"]
+    found = Predictor(small, rule, settings=replace(DEVICE, device="cuda:1"), batch_size=32, allow_mismatch=True)
+    assert_replayed(found(numbers), rule, table)
+    assert_replayed(found(numbers[:9], samples=np.arange(9)), rule, table, 9)

@@ -364,6 +364,9 @@ def test_bad_input_says_what_to_do(backend):
         found(images()[:2], samples=[4, 4])
     with pytest.raises(BadInput, match="2 sample numbers for 3 samples"):
         found(images()[:3], samples=[4, 5])
+    for count in (1, 2):
+        with pytest.raises(BadInput, match=f"3 sample numbers for {count} sample"):
+            found(images()[:count], samples=[4, 5, 6])
     with pytest.raises(BadInput, match="batch size 0"):
         predictor(backend, thresholds(0.5), batch_size=0)
     with pytest.raises(BadInput, match="gave no batch"):

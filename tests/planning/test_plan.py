@@ -195,3 +195,11 @@ def test_a_cascade_pays_where_the_small_network_answers_most():
     assert "loses at most 5 %" in found.reason
     with pytest.raises(BadInput, match="every network of a cascade has settings of its own"):
         plan(linear_chain(8, 8), recorded([0.8, 0.9]), batch_size=4, speed="auto")
+
+
+def test_graded_answers_lose_quality_and_not_their_label():
+    """Answers other than the label that were graded as right counted as wrong."""
+    table = recorded([0.6, 0.6, 0.9])
+    graded = HeadOutputs(table.scores, table.predictions, table.labels, quality=np.ones((600, 3)))
+    policy = cheapest(eero, Costs([1.0, 1.0, 1.0], [0.1] * 3), *graded.split(1 / 3, np.random.default_rng(0)), 0.05)
+    assert policy.budget == pytest.approx(1.1)

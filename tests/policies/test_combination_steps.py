@@ -246,6 +246,11 @@ def test_a_table_of_fewer_exits_is_refused():
         (lambda: Vote(exits=(0,), constants=((1.0, 1.0),), slopes=((1.0,),), others=(0.0,)), "for each exit so far"),
         (lambda: Vote(exits=(0,), constants=((-1.0,),), slopes=((1.0,),), others=(0.0,)), "must be at least 0"),
         (lambda: Vote(exits=(0,), constants=((1.0,),), slopes=((1.0,),), others=()), "0 votes for other classes"),
+        (lambda: Vote(exits=(0,), constants=((1.0,),), slopes=((1.0,),), others=(np.nan,)), "a Vote holds .* NaN"),
+        (lambda: Vote(exits=(0,), constants=((np.inf,),), slopes=((1.0,),), others=(0.0,)), "NaN or infinite"),
+        (lambda: GeometricMean(exits=(0,), kept=(0.0,), fresh=(np.inf,), top=5), "NaN or infinite: fit it again"),
+        (lambda: Temperature(exits=(0,), temperatures=(np.inf,), classes=4, top=3), "NaN or infinite"),
+        (lambda: Gain(exits=(0,), columns=("margin",), knots=(((),),), weights=((0.0, np.nan),)), "NaN or infinite"),
     ],
 )
 def test_numbers_that_do_not_fit_together_are_refused(make, words):

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from alight import HeadOutputs, replay, route
 from alight.budgeting.thresholds import hash01
+from alight.errors import BadInput
 from alight.policies.policy import MIXING, ExitAt, Mixture, Patience, Streak, Threshold
 
 
@@ -128,6 +129,12 @@ def test_the_walk_stops_when_everyone_has_left():
     outputs = made_up(0, 10, 4)
     policy = Threshold((-np.inf, 0.5, 0.5), costs=(1.0, 2.0, 3.0, 4.0))
     assert [open_index for open_index, _, _ in walked(policy, outputs, np.asarray)] == [0]
+
+
+@pytest.mark.parametrize("batch_size", [0, -1])
+def test_batches_of_no_sample_are_refused(batch_size):
+    with pytest.raises(BadInput, match=f"batch size {batch_size}: give 1 or more"):
+        replay(Patience(1, costs=(1.0, 2.0)), made_up(0, 10, 2), batch_size=batch_size)
 
 
 def test_closed_exits_are_never_read():

@@ -8,8 +8,8 @@ import pytest
 from conftest import made_up
 from scipy.stats import binom
 
-from alight import Costs, HeadOutputs, calibrate, diagnose_shift
-from alight.errors import Mismatch
+from alight import Costs, HeadOutputs, calibrate, diagnose_shift, sweep
+from alight.errors import Mismatch, ShiftWarning
 from alight.policies.policy import Threshold
 from alight.policies.shift import LEVEL
 
@@ -58,6 +58,23 @@ def test_the_worst_exit_is_named_with_its_numbers():
     assert shift.is_significant
     assert shift.exit_index == 1
     assert f"means {first.scores[:, 1].mean():.3g} and {scores[:, 1].mean():.3g}" in str(shift)
+
+
+def test_labels_show_what_scores_do_not():
+    rng = np.random.default_rng(0)
+    first, second = table(rng, 800), table(rng, 900)
+    wrong = second.predictions.copy()
+    wrong[:200, 2] = 1
+    worse = HeadOutputs(second.scores, wrong, second.labels)
+    assert not diagnose_shift(first, second).is_significant
+    assert not diagnose_shift(first, worse.unlabelled()).is_significant
+    shift = diagnose_shift(first, worse)
+    assert shift.is_significant
+    assert str(shift).startswith("exit 3: 71.6% and 54.2% of its answers are right")
+    method = calibrate.certified_risk(calibrate.eero, risk="error", alpha=0.4)
+    with pytest.warns(ShiftWarning, match="of its answers are right"):
+        (point,) = sweep({"risk": method}, COSTS, [4.3], labelled=first, test=worse, references=False)
+    assert "Doubtful" in point.guarantee
 
 
 def test_shares_show_what_no_exit_shows_alone():

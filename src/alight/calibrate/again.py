@@ -11,6 +11,7 @@ from alight.calibrate.crossval import of_network
 from alight.calibrate.problem import Method
 from alight.calibrate.risk_guarantees import RISKS, certified_risk
 from alight.costs import Amount, Costs
+from alight.display import percent
 from alight.errors import BadInput
 from alight.outputs import HeadOutputs
 from alight.policies.policy import Certificate, ExitAt, Policy
@@ -24,7 +25,7 @@ def recalibrate(policy: Policy, costs: Costs, labelled: HeadOutputs, budget: Amo
 
     For a network whose scores have moved, as one of lower precision. `costs` and `labelled` have an entry for each open
     exit of the policy and for no other; where costs have changed, the budget changes as that of the last open exit,
-    unless one is given. Ties are drawn by a new salt.
+    unless one is given. A guarantee is issued anew, or refused: none is carried over. Ties are drawn by a new salt.
 
     >>> from alight import calibrate, recordings
     >>> labelled, test, costs = recordings.load()
@@ -33,19 +34,47 @@ def recalibrate(policy: Policy, costs: Costs, labelled: HeadOutputs, budget: Amo
     >>> again.certificate.contract, again.open_exits == policy.open_exits, again.thresholds == policy.thresholds
     ('mean', True, False)
     """
-    if isinstance(policy, ExitAt):
-        return replace(policy, fingerprint=labelled.fingerprint, costs=tuple(costs.cumulative().tolist()))
+    _check_reference(policy)
     times = float(costs.cumulative()[-1]) / policy.costs[-1]  # as expensive as before
-    if budget is None and policy.budget is not None:
-        budget = Amount(times * policy.budget)
-    method = _certified(_method(policy), policy.certificate)
     full = costs.full if policy.full_cost is None else times * policy.full_cost
-    return of_network(method(costs, budget, labelled), policy.open_exits, policy.num_exits, full, policy.exits)
+    if budget is None and policy.budget is not None:
+        share = policy.budget / policy.costs[-1]  # 1 exactly, where they are equal
+        budget = Amount(share * float(costs.cumulative()[-1]))
+    if policy.certificate is None and isinstance(policy, ExitAt):  # nothing is fitted
+        own: dict[str, Any] = {"costs": tuple(costs.cumulative().tolist()), "budget": budget, "full_cost": full}
+        return replace(policy, fingerprint=labelled.fingerprint, **own)
+    if policy.certificate is not None and policy.certificate.contract in RISKS:
+        budget = None  # the cheapest policy of this risk was wanted, whatever it costs
+    made = _certified(_method(policy), policy.certificate)(costs, budget, labelled)
+    made = replace(made, method=policy.method) if isinstance(policy, ExitAt) else made
+    made = replace(made, certificate=_with_percentage_of(full, costs.full, made))
+    return of_network(made, policy.open_exits, policy.num_exits, full, policy.exits)
+
+
+def _with_percentage_of(full: float, part: float, policy: Policy) -> Certificate | None:
+    """Return the certificate with the budget in percent of the full network, not of the part up to the last exit."""
+    if policy.certificate is None or policy.budget is None:
+        return policy.certificate
+    old, new = (f"({percent(policy.budget / each)})" for each in (part, full))
+    return replace(policy.certificate, guarantee=policy.certificate.guarantee.replace(old, new))
+
+
+def _check_reference(policy: Policy) -> None:
+    """Raise if a guarantee compares with the last exit of the network, and the policy closes it."""
+    compared = policy.certificate is not None and policy.certificate.contract.endswith(("excess_error", "disagreement"))
+    if compared and policy.open_exits[-1] + 1 < policy.num_exits:
+        raise BadInput(
+            f"the policy's guarantee compares with {policy.exit_names[-1]}, which it closes, so that a recording of its"
+            f" {len(policy.open_exits)} open exits cannot show it: calibrate a policy that keeps the last exit open, or"
+            " guarantee the error"
+        )
 
 
 def _method(policy: Policy) -> Method:
     from alight.calibrate import METHODS  # which names all methods, so after them
 
+    if isinstance(policy, ExitAt):  # of the one exit that is open there is one policy
+        return METHODS["best_single_exit"]
     name, _, combine = policy.method.partition(", ")
     if name not in METHODS or combine not in ("", *COMBINE):
         raise BadInput(
@@ -72,6 +101,5 @@ def _certified(method: Method, certificate: Certificate | None) -> Method:
         return certified_risk(method, **terms)
     if contract not in CONTRACTS:
         raise BadInput(f"the policy's guarantee, {certificate.contract!r}, cannot be issued again: calibrate another")
-    if contract == "stream":
-        return CONTRACTS[contract](method, alarm_rate=numbers["alarm_rate"], horizon=numbers["horizon"])
-    return CONTRACTS[contract](method, **(delta if contract == "probability" else {}))
+    given = {"probability": ("delta",), "stream": ("alarm_rate", "horizon")}.get(contract, ())
+    return CONTRACTS[contract](method, **{name: numbers[name] for name in given if name in numbers})

@@ -12,7 +12,7 @@ from alight.calibrate.combinations import LEAST_SAMPLES, combined, has_several_t
 from alight.calibrate.crossval import folds as folds_of
 from alight.calibrate.crossval import held_out_tables
 from alight.calibrate.learned import learned_stopping
-from alight.calibrate.problem import AnyCosts, Budget, Problem, Settings
+from alight.calibrate.problem import AnyCosts, Budget, Problem, Settings, check_uncertified
 from alight.calibrate.search import eero_conditional, search
 from alight.costs import as_costs
 from alight.errors import BadInput, BudgetTooSmall
@@ -36,8 +36,7 @@ CANDIDATES: Candidates = {  # gains are measured against the first; add others h
     "best_single_exit": published.best_single_exit,
 }
 CLOSING: Candidates = {"search": partial(search, rounds=1)}  # tried where closed heads save much
-COMBINED: Candidates = {  # tried on combined answers, too, and first
-    "eero": published.eero,
+COMBINED: Candidates = {  # tried on combined answers, and first; the first is `eero` where scores tell it no more
     "eero_conditional": eero_conditional,
     "global_threshold": published.global_threshold,
 }
@@ -53,7 +52,7 @@ def candidates_for(labelled: HeadOutputs, costs: AnyCosts) -> Candidates:
     >>> from alight import recordings
     >>> labelled, test, costs = recordings.load()
     >>> [*candidates_for(labelled, costs)][:2]
-    ['eero, vote', 'eero_conditional, vote']
+    ['eero_conditional, vote', 'global_threshold, vote']
     """
     network = as_costs(costs)
     closing = CLOSING if network.cumulative()[-1] >= (1 + MUCH) * network.full else {}
@@ -94,6 +93,8 @@ def auto(
     problem = Problem.of("auto", costs, budget, labelled, unlabelled, closes_exits=True)
     if candidates is None:
         candidates = candidates_for(labelled, problem.network)
+    if folds < 2:
+        raise BadInput(f"{folds} folds hold no samples out to compare candidates on: give 2 or more")
     if not candidates:
         raise BadInput("auto has 0 candidates: give at least one method by name")
     compared = labelled.take(folds_of(len(labelled), -(-len(labelled) // MOST_TRIED))[0])
@@ -106,6 +107,7 @@ def auto(
     }
     winner, *others = sorted(tried, key=lambda name: (-gains[name], tried[name][1]))
     policy = candidates[winner](problem.network, problem.budget, labelled, unlabelled)
+    check_uncertified(policy, "auto")
     settings: Settings = {
         "winner": winner,
         "compared accuracy": float(tried[winner][0].mean()),

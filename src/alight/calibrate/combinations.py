@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from alight.budgeting.rates import Floats, Integers
 from alight.calibrate.crossval import folds, on_exits, shared_by_budgets
-from alight.calibrate.problem import AnyCosts, Budget, Method, check_tables
+from alight.calibrate.problem import AnyCosts, Budget, Method, check_tables, check_uncertified
 from alight.costs import Costs, as_costs
 from alight.errors import BadInput, Mismatch
 from alight.outputs import HeadOutputs
@@ -90,6 +90,7 @@ def _with_all_exits(method: Method, fit: Fit) -> Method:
         combination = fit(labelled)
         tables = [None if table is None else _applied(table, combination) for table in (labelled, unlabelled)]
         policy = method(costs, budget, *tables)
+        check_uncertified(policy, "combined")
         if policy.combination is not None:
             raise BadInput(
                 f"{policy.method} scores by all exits so far itself and cannot be combined once more: choose eero or"
@@ -132,7 +133,8 @@ def fit_vote(labelled: HeadOutputs) -> Vote:
         old = np.split(weights[:-1], 2)
         start = np.concatenate([old[0], [1.0], old[1], [1.0], weights[-1:]])
         bounds = [(0.0, None)] * (len(start) - 1) + [(None, None)]
-        weights = minimize(likelihood, start, jac=True, method="L-BFGS-B", bounds=bounds, options={"ftol": 1e-7}).x
+        # TNC takes as long as L-BFGS-B, whose tiny matrices SciPy's threaded LAPACK slows ten times on a busy machine
+        weights = minimize(likelihood, start, jac=True, method="TNC", bounds=bounds, options={"ftol": 1e-7}).x
         for rows, part in zip((constants, slopes), np.split(weights[:-1], 2), strict=True):
             rows.append(tuple(part.tolist()))
         others.append(float(weights[-1]))

@@ -10,8 +10,10 @@ The method is fitted once, on one part of the data, and certified on the other: 
 exit shares; others by a family that moves all thresholds of the fitted policy together, so that costs are nested.
 
 Ties and mixtures are decided by random numbers, which a salt and a sample's number give. Calibration has one salt and
-the policy another, so that new samples draw as independently as those of the calibration did. `seed` fixes the salts
-and the split; without it the salts are random and the split is always the same.
+the policy another, so that new samples draw as independently as those of the calibration did. A `seed` makes the salts
+a hash of itself and of the table, so that a calibration can be repeated and others draw anew: with salts that were the
+same for all tables, equal scores would be cut above or below the plan in every calibration. It also fixes the split.
+Without a seed the salts are random and the split is always the same.
 """
 
 import math
@@ -42,7 +44,7 @@ from alight.calibrate.problem import AnyCosts, Budget, Method, check_tables
 from alight.costs import Amount, Costs, as_costs
 from alight.display import percent, quantity
 from alight.errors import BadInput, ShiftWarning
-from alight.outputs import HeadOutputs
+from alight.outputs import SAME, HeadOutputs
 from alight.policies.limits import Quota
 from alight.policies.metered import meter
 from alight.policies.paced import Paced
@@ -66,7 +68,7 @@ P_VALUES: dict[str, Callable[[Floats, float, float], float]] = {
 def certified_mean(method: Method, *, seed: int | None = None, max_costs: npt.ArrayLike | None = None) -> Method:
     """Return the method with a guarantee: a new sample costs at most the budget on average.
 
-    The average is over calibration data, sample and salt; `seed` fixes the salt, and how the data are split. For tables
+    The average is over calibration data, sample and salt; a `seed` makes it repeatable. For tables
     in which every call has its own cost, `max_costs` is the most that a call of each member can cost.
 
     >>> from alight import calibrate, recordings
@@ -88,7 +90,7 @@ def certified_probability(
 ) -> Method:
     """Return the method with a guarantee: with probability 1 - delta over the data, the mean cost is within the budget.
 
-    `bound` tests policies that plan no exit rates. `seed` fixes the salt, and how the data are split. For tables in
+    `bound` tests policies that plan no exit rates. `seed` makes it repeatable. For tables in
     which every call has its own cost, `max_costs` is the most that a call of each member can cost.
 
     >>> from alight import calibrate, recordings
@@ -147,7 +149,7 @@ def certified_stream(
     """Return the method with a guarantee: at every moment, t samples have cost at most t times the budget and one more.
 
     An alarm is raised when samples become more expensive, and with probability `alarm_rate` at most within `horizon`
-    samples like the calibration's. `seed` fixes the salt, and how the data are split. For tables in which every call
+    samples like the calibration's. `seed` makes it repeatable. For tables in which every call
     has its own cost, `max_costs` is the most that a call of each member can cost: the policy is then a `Metered` one,
     which has no alarm.
 
@@ -176,14 +178,14 @@ def _certified(method: Method, seed: int | None, certify: Certify, contract: "Co
     def calibrated(
         costs: AnyCosts, budget: Budget, labelled: HeadOutputs, unlabelled: HeadOutputs | None = None, **options: object
     ) -> Policy:
-        _check_given(budget, labelled, unlabelled)
         check_tables(as_costs(costs), labelled, unlabelled)
+        _check_given(budget, labelled, unlabelled)
         rng = np.random.default_rng(seed or 0)
         if unlabelled is None:
             fitting, certifying = labelled.split(0.5, rng)
         else:  # betting goes through the samples in order, and recordings are often sorted
             fitting, certifying = labelled, unlabelled.take(rng.permutation(len(unlabelled)))
-        calibrating, deployed, _ = drawn_salts(seed)
+        calibrating, deployed, _ = drawn_salts(seed, certifying)
         aim: Budget = budget
         if contract is not None and fitting.costs is not None:
             aim = spend_to_aim_at(as_costs(costs), budget, fitting, len(certifying), contract)
@@ -197,9 +199,10 @@ def _certified(method: Method, seed: int | None, certify: Certify, contract: "Co
     return calibrated
 
 
-def drawn_salts(seed: int | None) -> tuple[int, int, int]:
-    """Return salts for calibration, for the policy and for a test, from the seed or, without one, at random."""
-    calibrating, deployed, testing = np.random.default_rng(seed).integers(SALTS, size=3).tolist()
+def drawn_salts(seed: int | None, table: HeadOutputs) -> tuple[int, int, int]:
+    """Return salts for calibration, policy and test: from the seed and the table or, without a seed, at random."""
+    known = None if seed is None else [seed, *table.digest()]
+    calibrating, deployed, testing = np.random.default_rng(known).integers(SALTS, size=3).tolist()
     return calibrating, deployed, testing
 
 
@@ -215,9 +218,10 @@ def _with_shift(policy: Policy, shift: Shift) -> Policy:
 
 
 def _check_given(budget: Budget | None, labelled: HeadOutputs, unlabelled: HeadOutputs | None) -> None:
-    if labelled is unlabelled:
+    if unlabelled is not None and (shared := labelled.shared_samples(unlabelled)) > SAME:
         raise BadInput(
-            "the same table was given as labelled and unlabelled: what is fitted on it cannot be certified on it"
+            f"{percent(shared)} of the samples are in the labelled and in the unlabelled table: what is fitted on them"
+            " cannot be certified on them; leave unlabelled out, or give other samples"
         )
     if budget is None:
         raise BadInput("a guarantee on cost needs a budget: give one, or certified_risk for the cheapest policy")
@@ -496,12 +500,12 @@ def lowered(policy: Policy, level: float, scores: Floats) -> Policy:
         pooled = scores[:, list(policy.open_exits)].ravel()
         return replace(policy, threshold=_moved(policy.threshold, pooled, level))
     if isinstance(policy, Patience):
-        return _patience(policy, _towards(policy.patience, level, len(policy.costs)))
+        return _patience(policy, policy, _towards(policy.patience, level, len(policy.costs)))
     if isinstance(policy, Mixture):
         first, second, share = policy.first, policy.second, policy.share
         if isinstance(first, Patience) and isinstance(second, Patience):
             length = share * first.patience + (1 - share) * second.patience
-            return _patience(first, _towards(length, level, len(policy.costs)))
+            return _patience(policy, first, _towards(length, level, len(policy.costs)))
         return replace(policy, first=lowered(first, level, scores), second=lowered(second, level, scores))
     raise BadInput(f"a {type(policy).__name__} has no thresholds to lower: certify another method")
 
@@ -519,11 +523,11 @@ def _moved(threshold: float, column: Floats, level: float) -> float:
     return math.inf if rank >= len(column) else float(np.partition(column, rank)[rank])
 
 
-def _patience(policy: Patience, length: float) -> Policy:
-    """Return patience of any length: a mixture of the two whole ones beside it."""
+def _patience(policy: Policy, part: Patience, length: float) -> Policy:
+    """Return patience of any length for what the policy carries: a mixture of the two whole ones beside it."""
     whole = math.floor(length)
     terms = policy.terms() | {"settings": {"patience": whole, "share of next": length - whole}}
-    return Mixture(replace(policy, patience=whole + 1), replace(policy, patience=whole), length - whole, **terms)
+    return Mixture(replace(part, patience=whole + 1), replace(part, patience=whole), length - whole, **terms)
 
 
 def certify_random_costs(

@@ -1,6 +1,5 @@
 """Labelled tables in parts, each held out once, and sorted once, so that plans of exit rates are tried out fast."""
 
-import hashlib
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -12,7 +11,7 @@ import numpy.typing as npt
 
 from alight.budgeting.rates import Floats, Integers
 from alight.budgeting.thresholds import hash01, passing_counts
-from alight.calibrate.problem import AnyCosts, Budget, Method
+from alight.calibrate.problem import AnyCosts, Budget, Method, check_uncertified
 from alight.costs import Costs, as_costs
 from alight.errors import BudgetTooSmall
 from alight.outputs import HeadOutputs
@@ -52,11 +51,7 @@ def shared_by_budgets(function: Function) -> Function:
     def remembered(table: HeadOutputs, *further: Any) -> Any:
         if len(table) > MOST_KEPT:
             return function(table, *further)
-        digest = hashlib.blake2b(repr((table.score, *table.features)).encode())
-        for name, array in table.rows().items():
-            digest.update(f"{name} {array.dtype} {array.shape}".encode())
-            digest.update(np.ascontiguousarray(array).data)
-        return kept(_ByContent(digest.digest(), table), *further)
+        return kept(_ByContent(table.digest(), table), *further)
 
     return cast(Function, remembered)
 
@@ -176,6 +171,7 @@ def pruned(method: Method) -> Method:
     ) -> Policy:
         kept = kept_exits(partial(method, **options), costs, budget, labelled)
         policy = on_exits(method, kept)(costs, budget, labelled, unlabelled, **options)
+        check_uncertified(policy, "pruned")
         closed = [name for index, name in enumerate(labelled.exit_names) if index not in kept]
         return replace(policy, settings={**policy.settings, "pruned": ", ".join(closed) or "none"})
 

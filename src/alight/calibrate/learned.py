@@ -7,7 +7,8 @@ RC-EENN (Jazbec et al. 2024) controls the risk of one global threshold by a test
 `certified_risk(global_threshold, ...)`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -157,6 +158,22 @@ def _class_effects(classes: Integers, target: Floats, parts: Parts) -> tuple[Flo
     return held_out, sums / (counts + prior)
 
 
+@contextmanager
+def one_blas_thread() -> Iterator[None]:
+    """Let matrix products run in this thread alone, where threadpoolctl is installed, as scikit-learn brings it.
+
+    They are small: on a machine with other work, threads that wait for each other take several times as long.
+    """
+    try:
+        from threadpoolctl import threadpool_limits
+    except ImportError:
+        yield
+        return
+    with threadpool_limits(1, "blas"):
+        yield
+
+
+@one_blas_thread()
 def _induction(
     designs: list[Design], right: Floats, costs: Floats, prices: Floats, parts: Parts, penalty: float
 ) -> _Induced:
@@ -316,6 +333,7 @@ def _all_designs(labelled: HeadOutputs) -> list[Design]:
     return designs_of(labelled, [])
 
 
+@one_blas_thread()
 def _fitted(labelled: HeadOutputs, designs: list[Design], targets: Floats) -> Gain:
     """Return a map whose score at each exit is a ridge regression of its target on all that was seen so far."""
     pairs = zip(designs, targets.T, strict=False)  # the last exit has a target and takes everyone

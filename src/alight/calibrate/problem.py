@@ -222,6 +222,15 @@ def costs_in(table: HeadOutputs, network: Costs) -> Costs:
     return Costs(np.zeros(table.num_exits), table.costs.mean(axis=0), network.unit)
 
 
+def check_uncertified(policy: Policy, wrapper: str) -> None:
+    """Raise if a wrapper that chooses on all labelled samples was given a method that is certified on some of them."""
+    if policy.certificate is not None and policy.certificate.contract != "batch":  # which assumes nothing
+        raise BadInput(
+            f"{wrapper} chooses on the samples that certified {policy.method}, so that the guarantee would be false:"
+            f" certify last, as in certified_mean({wrapper}(method))"
+        )
+
+
 def check_tables(network: Costs, labelled: HeadOutputs, unlabelled: HeadOutputs | None) -> None:
     """Check that the tables have as many exits as there are costs, are not too small, and alike in having costs."""
     if unlabelled is not None and (unlabelled.costs is None) != (labelled.costs is None):

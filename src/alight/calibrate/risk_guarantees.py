@@ -98,7 +98,7 @@ def certified_risk(
         if budget is None and cost is not None:
             raise BadInput(f"the guarantee {cost!r} on cost needs a budget: give one, or leave cost out")
         network, rng = as_costs(costs), np.random.default_rng(seed or 0)
-        calibrating, deployed, testing_salt = drawn_salts(seed)
+        calibrating, deployed, testing_salt = drawn_salts(seed, labelled)
 
         def fit(amount: Budget, table: HeadOutputs) -> Policy:
             return replace(method(network, amount, table, **options), salt=calibrating)

@@ -19,7 +19,7 @@ from alight.engine.backends.exported import exported_backend
 from alight.engine.manifest import Manifest, verified
 from alight.engine.settings import TORCH, RunSettings
 from alight.engine.walk import Answers, Flow, single, usable
-from alight.errors import BadFile, BadInput, Mismatch
+from alight.errors import AlightError, BadFile, BadInput, Mismatch
 from alight.files import CASCADE, CONFIG, MANIFEST, POLICY, PathLike
 from alight.outputs import TOP, Decisions
 from alight.policies import load_policy
@@ -316,7 +316,11 @@ class Predictor:
             _keep(error, found, first)
             raise
         came = np.concatenate([each.samples for each in found])
+        if numbers is not None and len(numbers) > len(came):
+            raise BadInput(f"{len(numbers)} sample numbers for {len(came)} samples: give one for each")
         order = np.argsort(came, kind="stable")  # of coming, since a counter numbered them
+        if (came[order[1:]] == came[order[:-1]]).any():
+            raise AlightError("a sample was answered twice: report what network and policy it was")
         if numbers is not None:
             order = order[np.searchsorted(came, numbers[: len(came)], sorter=order)]
         open_indices = np.concatenate([each.open_indices for each in found])[order]
@@ -426,4 +430,6 @@ def _number(samples: npt.ArrayLike) -> int:
     """Return the number of a single sample; a list of one number is read without NumPy, which would take longer."""
     if isinstance(samples, list) and len(samples) == 1 and type(samples[0]) is int:
         return samples[0]
-    return int(_numbers(samples)[0])
+    if len(numbers := _numbers(samples)) != 1:
+        raise BadInput(f"{len(numbers)} sample numbers for 1 sample: give one")
+    return int(numbers[0])

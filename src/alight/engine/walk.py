@@ -10,7 +10,7 @@ be full any more, the waiting samples are compacted into partial batches.
 
 import math
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple, NoReturn
@@ -243,6 +243,8 @@ def usable(policy: Policy, decided: Iterable[Answers]) -> Iterator[Answers]:
         top = None if answers.probabilities is None else answers.probabilities[fine]
         yield Answers(answers.samples[fine], answers.predictions[fine], answers.open_indices[fine], top)
         stage = -1 - int(answers.open_indices[unusable].max())
+        if isinstance(decided, Generator):
+            decided.close()  # what decides is free, even if someone keeps the error
         _refuse(policy, stage, np.sort(answers.samples[answers.open_indices == -1 - stage]))
 
 

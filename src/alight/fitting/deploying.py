@@ -373,8 +373,8 @@ def _within_loss(costs: Costs, loss: float, table: HeadOutputs, exits: tuple[str
     best: Policy = ExitAt(costs=(costs.full,), open_exits=(last,), method="full network", **terms)
     for amount in np.linspace(costs.full, float(costs.alone.min()), AMOUNTS + 1)[1:]:
         policy = calibrate.pruned(calibrate.eero)(costs, Amount(amount), fitting, spend_all=True)
-        if full - replay(policy, testing).accuracy() > loss:
-            break
+        if policy.open_exits[-1] != last or full - replay(policy, testing).accuracy() > loss:
+            break  # a loss is one against the last exit, which is then recorded
         best = policy
     wanted = Certificate("excess_error", "", "", {"alpha": loss, "delta": DELTA})
     return best if isinstance(best, ExitAt) else replace(best, certificate=wanted, budget=None, exits=exits)

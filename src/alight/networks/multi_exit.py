@@ -219,7 +219,7 @@ class MultiExitModel(nn.Module):
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         """Move or cast the network, after which it is compared with its exits again: its kernels are others."""
         self._proven.clear()
-        return super()._apply(fn, recurse)
+        return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
 
     def _check_known(self, batch: Carried) -> None:
         """Raise if there is no network to compare with, and it was not compared for inputs of these sizes before."""

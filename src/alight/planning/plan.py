@@ -213,7 +213,7 @@ def _tried(full: Plan, policy: Policy, testing: HeadOutputs, example: Any, loss:
     """
     policy = replace(policy, exits=full.model.exits)
     decisions, before = replay(policy, testing), testing.correct()[:, full.open_exits[0]]
-    correct = decisions.predictions == testing.truth()
+    correct = decisions.correct(testing.truth())
     lost = largest_loss(before, correct, 1 - CONFIDENCE) if loss is None else loss
     shares = decisions.exit_shares[list(policy.open_exits)].tolist()
     ours, theirs, ratios = _throughputs(full, example, random_exits(policy, shares))
@@ -302,8 +302,8 @@ def cheapest(fit: Method, costs: Costs, fitting: HeadOutputs, testing: HeadOutpu
     before, truth, passed = testing.correct()[:, -1], testing.truth(), None
     for amount in np.linspace(costs.full, costs.cumulative()[0], CANDIDATES + 1)[1:]:
         policy = fit(costs, float(amount), fitting)
-        drawn = replay(replace(policy, salt=TESTING_SALT), testing).predictions
-        if not loses_at_most(loss, before, drawn == truth, 1 - CONFIDENCE):
+        decisions = replay(replace(policy, salt=TESTING_SALT), testing)
+        if not loses_at_most(loss, before, decisions.correct(truth), 1 - CONFIDENCE):
             break
         passed = policy
     return passed

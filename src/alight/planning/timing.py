@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -69,8 +70,8 @@ def stage_seconds(predictor: Predictor, state: State) -> Floats:
     """
     backend, found = predictor.backend, []
     deciding: Any = getattr(backend, "deciding", None)
-    replays = deciding.replays(len(state[0])) if deciding else []
-    with backend.running():
+    decided = deciding.replays(len(state[0])) if deciding else nullcontext([])
+    with backend.running(), decided as replays:
         for stage in range(len(predictor.policy.open_exits)):
             again = partial(_again, replays[stage] if replays else partial(backend.run, stage, state))
             count = max(3, int(SHORT / max(_clocked(partial(again, 1)), 1e-6)))

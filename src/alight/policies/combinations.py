@@ -12,9 +12,10 @@ with it, too. `alight.calibrate` fits combinations; what was fitted is kept as p
 and comparisons in float64, and powers that are rounded: arrays and tensors agree to the last bit.
 """
 
+import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
 from functools import lru_cache
 from itertools import pairwise
 from typing import Any, ClassVar
@@ -47,6 +48,8 @@ class Combination(ABC):
         if not self.exits or any(after <= before for before, after in pairwise((-1, *self.exits))):
             raise BadInput(f"a combination of exits {self.exits}: give increasing indices, from 0")
         self._check()
+        if not all(map(math.isfinite, _numbers(tuple(getattr(self, each.name) for each in fields(self))))):
+            raise BadInput(f"a {type(self).__name__} holds numbers that are NaN or infinite: fit it again")
 
     @abstractmethod
     def _check(self) -> None:
@@ -357,6 +360,15 @@ def combination_from_dict(content: Mapping[str, Any]) -> Combination:
     values = dict(content)
     kind = COMBINATIONS[values.pop("kind")]
     return kind(**{name: _tuples(value) for name, value in values.items()})
+
+
+def _numbers(value: Any) -> Iterator[float]:
+    """Yield all numbers of nested tuples."""
+    if isinstance(value, tuple):
+        for each in value:
+            yield from _numbers(each)
+    elif not isinstance(value, str):
+        yield value
 
 
 def _tuples(value: Any) -> Any:

@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 
+from alight.errors import BadInput
 from alight.outputs import Decisions, HeadOutputs
 from alight.policies.policy import Array, BatchState, Memory, Policy
 
@@ -93,6 +94,8 @@ def replay_on(
 ) -> tuple[Decisions, Memory]:
     """Return what the policy decides, given what it remembers of earlier samples, and what it remembers then."""
     policy.check(outputs)
+    if batch_size is not None and batch_size < 1:
+        raise BadInput(f"batch size {batch_size}: give 1 or more, or None for one batch")
     columns = [outputs.column(name) for name in policy.inputs]
     waiting = np.empty(0, dtype=np.int64)
 

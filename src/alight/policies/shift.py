@@ -3,6 +3,9 @@
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+import numpy as np
+import numpy.typing as npt
+
 from alight.errors import Mismatch
 from alight.outputs import HeadOutputs
 from alight.policies.policy import Policy
@@ -29,10 +32,11 @@ class Shift(NamedTuple):
 
 
 def diagnose_shift(first: HeadOutputs, second: HeadOutputs, policies: Sequence[Policy] = ()) -> Shift:
-    """Return the most significant difference between two tables: in scores, or in who leaves under the policies.
+    """Return the most significant difference between two tables: in scores, accuracy, or shares that leave.
 
-    Scores are compared at each exit by the two-sample Kolmogorov-Smirnov test, exact up to 10,000 samples, and the
-    shares that leave at each exit by the hypergeometric law of two samples. Ties make both cautious. The tests stay
+    Scores are compared at each exit by the two-sample Kolmogorov-Smirnov test, exact up to 10,000 samples; the shares
+    that leave at each exit, and where both tables have labels the accuracies, which may fall though scores stay, by the
+    hypergeometric law of two samples. Ties make all cautious. The tests stay
     valid for thresholds that were set at ranks of one of the tables, as all methods that plan exit rates set them;
     policies with a fitted combination are left out, since it knows the samples that it was fitted to.
 
@@ -51,7 +55,7 @@ def diagnose_shift(first: HeadOutputs, second: HeadOutputs, policies: Sequence[P
             f"tables of {first.num_exits} exits with score {first.score!r} and of {second.num_exits} with"
             f" {second.score!r} cannot be compared: record both with one network and one score"
         )
-    found = list(_of_scores(first, second))
+    found = [*_of_scores(first, second), *_of_accuracies(first, second)]
     for policy in (each for each in policies if each.combination is None):
         found += _of_shares(policy, first, second)
     least = min(found, key=lambda each: each.p_value)
@@ -70,14 +74,29 @@ def _of_scores(first: HeadOutputs, second: HeadOutputs) -> Iterator[Shift]:
         yield Shift(float(p_value), index, words, first.exit_names[index])
 
 
+def _of_accuracies(first: HeadOutputs, second: HeadOutputs) -> Iterator[Shift]:
+    tables = first, second
+    if any(table.labels is None or table.quality is not None for table in tables):
+        return
+    right = [table.correct() for table in tables]
+    for index in range(first.num_exits):
+        words = " and ".join(f"{each[:, index].mean():.1%}" for each in right) + " of its answers are right"
+        yield Shift(_p_value(right[0][:, index], right[1][:, index]), index, words, first.exit_names[index])
+
+
 def _of_shares(policy: Policy, first: HeadOutputs, second: HeadOutputs) -> Iterator[Shift]:
+    exits = [replay(policy, table).exits for table in (first, second)]
+    for index in policy.open_exits[: len(policy.open_exits) - 1]:  # the last takes the others
+        leaving = [each == index for each in exits]
+        shares = " and ".join(f"{each.mean():.1%}" for each in leaving)
+        words = f"{shares} leave under {policy.method or 'the policy'}"
+        yield Shift(_p_value(*leaving), index, words, first.exit_names[index])
+
+
+def _p_value(first: npt.NDArray[np.bool_], second: npt.NDArray[np.bool_]) -> float:
+    """Return how probable counts as different are for two samples of one distribution, given both counts together."""
     from scipy.stats import hypergeom
 
-    sizes = len(first), len(second)
-    shares = [replay(policy, table).exit_shares for table in (first, second)]
-    for index in policy.open_exits[: len(policy.open_exits) - 1]:  # the last takes the others
-        counts = [round(share[index] * size) for share, size in zip(shares, sizes, strict=True)]
-        law = hypergeom(sum(sizes), sum(counts), sizes[0])  # of the first count, given both together
-        p_value = min(1.0, 2 * min(law.cdf(counts[0]), law.sf(counts[0] - 1)))
-        words = f"{shares[0][index]:.1%} and {shares[1][index]:.1%} leave under {policy.method or 'the policy'}"
-        yield Shift(float(p_value), index, words, first.exit_names[index])
+    count, both = int(first.sum()), int(first.sum() + second.sum())
+    law = hypergeom(len(first) + len(second), both, len(first))
+    return min(1.0, 2 * float(min(law.cdf(count), law.sf(count - 1))))

@@ -4,13 +4,15 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import cached_property, partial
 from itertools import chain
+from math import inf
 from threading import Lock
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
 from alight.engine.backends import Integers, Reads, State
 from alight.engine.backends.torch import conditional, rows
@@ -47,9 +49,11 @@ class Deciding:
         admit: Callable[[State], State],
         device: torch.device,
         decide: str,
+        modules: Sequence[nn.Module] = (),
     ) -> None:
-        self.network, self.device, self.decide = Network(stages, reads, admit), device, decide
+        self.network, self.device, self.decide, self.modules = Network(stages, reads, admit), device, decide, modules
         self.walks: dict[Any, DeviceWalk | None] = {}  # by kind of batch; None where the host decides
+        self.addresses: dict[Any, Addresses] = {}  # of the weights that each has captured
         self.reasons: dict[Any, str] = {}  # who decides, and why
         self.seen: Counter[Any] = Counter()
         self.busy: set[Any] = set()  # kinds whose walk is in use, as by another thread
@@ -101,13 +105,19 @@ class Deciding:
         answers = self.one_batch(policy, batch, host)
         return host(iter([batch])) if answers is None else iter([answers])
 
-    def replays(self, size: int) -> list[Callable[[], None]]:
-        """Return what replays each stage for batches of a size, decisions included; nothing where no walk is."""
-        walk = next((each for each in self.walks.values() if isinstance(each, StreamWalk) and each.size == size), None)
-        if walk is None:
-            return []
-        walk.limit.zero_()  # no row is of a sample
-        return [walk.graphs[stage, size, 0].replay for stage in range(len(walk.stages))]
+    @contextmanager
+    def replays(self, size: int) -> Iterator[list[Callable[[], None]]]:
+        """Give what replays each stage for batches of a size, decisions included; nothing where no walk is free."""
+        with self.lock:
+            streams = {kind: walk for kind, walk in self.walks.items() if isinstance(walk, StreamWalk)}
+            free = [kind for kind, walk in streams.items() if walk.size == size and kind not in self.busy][:1]
+            self.busy.update(free)
+        try:
+            for kind in free:
+                streams[kind].limit.zero_()  # no row is of a sample
+            yield [streams[kind].graphs[stage, size, 0].replay for kind in free for stage in range(len(self.modules))]
+        finally:
+            self.busy.difference_update(free)
 
     def _refuses(self, policy: Policy, missing: str) -> bool:
         """Return whether the host has to decide, and note why."""
@@ -118,7 +128,7 @@ class Deciding:
 
     def _streamed(self, policy: Policy, batches: Iterator[Batch], size: int, host: Host) -> Iterator[Answers]:
         """Yield the answers of many batches; each kind of batch, as texts of one length, has a walk of its own."""
-        first = [*_window(batches, self.window * size)]
+        first, batches = _window(batches, self.window * size)
         taken: dict[Any, StreamWalk] = {}
 
         def walk_of(batch: Batch) -> StreamWalk | None:
@@ -161,10 +171,13 @@ class Deciding:
                 return None
             self.seen[kind] += sum(-(-len(samples) // kind[0]) for samples, _ in batches)
             walk = self.walks.get(kind)
-            if kind not in self.walks or (walk is not None and not same_rule(walk.policy, policy)):
+            fits = walk is None or (same_rule(walk.policy, policy) and self.addresses[kind].hold(few=kind[1]))
+            if kind not in self.walks or not fits:
                 if self.decide == "auto" and self.seen[kind] < SEEN:
                     return None
-                walk = self.walks[kind] = self._captured(kind, policy, batches, host)
+                with _on(self.device):
+                    self.addresses[kind] = Addresses(self.modules)
+                    walk = self.walks[kind] = self._captured(kind, policy, batches, host)
             if walk is not None:
                 self.busy.add(kind)
                 if walk.policy is not policy:
@@ -173,7 +186,7 @@ class Deciding:
 
     def _captured(self, kind: Any, policy: Policy, batches: Sequence[Batch], host: Host) -> DeviceWalk | None:
         """Return a new walk, if it can be captured and is faster than the host, and note why or why not."""
-        if len(self.walks) >= SHAPES:
+        if kind not in self.walks and len(self.walks) >= SHAPES:
             self.reasons[None] = f"the host decides about batches of further shapes: {SHAPES} are captured"
             return None
         size, alone, *_ = kind
@@ -183,16 +196,19 @@ class Deciding:
             walk: DeviceWalk = BatchWalk(*given) if alone else StreamWalk(*given, uploading)
             ours = _shortest(partial(_run, walk, batches))
         except Exception as error:  # memory is short, a capture fails, a compiler is missing: the host can decide
-            torch.cuda.empty_cache()
+            with suppress(RuntimeError):
+                torch.cuda.empty_cache()
             reason = f"the host decides: {str(error).partition(chr(10))[0]}"
             if self.decide == "device":
                 warnings.warn(reason, stacklevel=2)
             self.reasons[kind] = reason
             return None
-        if self.decide == "device":
+        theirs = inf
+        with suppress(Exception):  # of logits that are unusable, which the walk will say
+            theirs = inf if self.decide == "device" else _shortest(lambda: [*host(iter(batches))])
+        if theirs == inf:
             self.reasons[kind] = "the device decides"
             return walk
-        theirs = _shortest(lambda: [*host(iter(batches))])
         faster, slower = ("device", "host") if ours < theirs else ("host", "device")
         low, high = sorted([1e3 * ours, 1e3 * theirs])
         count = sum(len(samples) for samples, _ in batches)
@@ -204,16 +220,55 @@ class Deciding:
 
     def executor(self, alone: bool) -> tuple[Executor, Any]:
         """Return what captures and runs a walk, in memory of its own, and the stream for copies to the device."""
-        pool = torch.cuda.graph_pool_handle()
-        device = torch.cuda.current_device() if self.device.index is None else self.device.index
-        return Executor(partial(capture, pool=pool, keep=alone), conditional.compiled), stream_for("copies", device)
+        device = torch.cuda.current_device()
+        side: Any = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
+        # of its own, for torch may free what matrix products need with any graph that was captured in the same stream
+        captured = partial(capture, pool=torch.cuda.graph_pool_handle(), keep=alone, side=side)
+        return Executor(captured, conditional.compiled), stream_for("copies", device)
 
 
-def _window(batches: Iterator[Batch], samples: int) -> Iterator[Batch]:
-    """Yield as many batches as hold these samples, and no more."""
-    while samples > 0 and (batch := next(batches, None)) is not None:
-        samples -= len(batch[0])
-        yield batch
+class Addresses:
+    """Where the tensors of some modules lie: captured graphs read them there, whatever a module holds by now."""
+
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        self.every: list[tuple[dict[str, Any], str, int]] = []
+        self.few: list[tuple[dict[str, Any], str, int]] = []  # the first and the last of each module
+        self.kept: list[Tensor] = []  # so that no one else gets their memory
+        for module in modules:
+            tables: list[Any] = [each for part in module.modules() for each in (part._parameters, part._buffers)]
+            own = [(table, name, each) for table in tables for name, each in table.items() if each is not None]
+            self.kept += [each.detach() for _, _, each in own]
+            places = [(table, name, each.data_ptr()) for table, name, each in own]
+            self.every += places
+            self.few += places[:1] + places[-1:]
+
+    def hold(self, *, few: bool) -> bool:
+        """Return whether all of the tensors lie there still, or a `few` of them, which is quicker to say."""
+        return all(
+            (each := table.get(name)) is not None and each.data_ptr() == place
+            for table, name, place in (self.few if few else self.every)
+        )
+
+
+def _on(device: torch.device) -> AbstractContextManager[Any]:
+    """Return the context in which streams, graphs and kernels are of this device."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
+def _window(batches: Iterator[Batch], samples: int) -> tuple[list[Batch], Iterator[Batch]]:
+    """Return as many batches as hold these samples, and the others; where reading fails, that comes after them."""
+    first: list[Batch] = []
+    try:
+        while samples > 0 and (batch := next(batches, None)) is not None:
+            samples -= len(batch[0])
+            first.append(batch)
+    except Exception as error:
+        return first, (_raised(each) for each in [error])
+    return first, batches
+
+
+def _raised(error: Exception) -> Batch:
+    raise error
 
 
 def _fetched(walks: Iterable[StreamWalk]) -> Iterator[Answers]:

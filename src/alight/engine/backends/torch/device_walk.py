@@ -8,6 +8,7 @@ waits for no decision: the kernel writes how many have arrived in a room where t
 
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from itertools import zip_longest
 from typing import Any, NamedTuple
@@ -102,7 +103,9 @@ class DeviceWalk:
         self.by_kernel = _is_by_kernel(policy)
         self.sizes = [size >> index for index in range(SIZES) if size >> index >= SMALL] or [size]
         example = self.admit(example)
-        self.integers = partial(torch.zeros, dtype=torch.int64, device=example[0].device)
+        device = example[0].device
+        self.here: Callable[[], Any] = partial(torch.cuda.device, device) if device.type == "cuda" else nullcontext
+        self.integers = partial(torch.zeros, dtype=torch.int64, device=device)
         self.pinned = partial(torch.zeros, dtype=torch.int64, pin_memory=example[0].is_cuda)
         self.thresholds, self.rules = self.integers(self.last + 1).double(), self.integers(self.last + 1, 4)
         self.use(policy)
@@ -127,6 +130,8 @@ class DeviceWalk:
     def _add_room(self, stage: int) -> None:
         """Add the room for what a stage hands on, filled with what it makes of the example."""
         state, _, _, memory, structure = self._ran(stage, slice(self.size))
+        if others := {len(each) for each in (*state, *memory)} - {self.size}:
+            raise AlightError(f"stage {stage} hands on a tensor of {others.pop()} rows for {self.size} samples")
         count = self.capacity
         self.rooms.append(Room(_repeated(state, count), _repeated(memory, count), structure, self.integers(count)))
 
@@ -176,7 +181,7 @@ class DeviceWalk:
         first: bool,
     ) -> None:
         """Launch the kernel that decides and moves one tensor."""
-        source, target = rows.words(*pair) if pair else (packed, packed)
+        source, target = rows.words(*rows.laid_out_alike(*pair)) if pair else (packed, packed)
         words, size, answers = source.shape[1] if pair else 0, len(packed), self.answers[stage % len(self.answers)]
         parts = min(max(1, PROGRAMS // size), -(-max(words, 1) // BLOCK))
         kernels: Any = rows.kernels(packed.device.type)
@@ -234,10 +239,11 @@ class BatchWalk(DeviceWalk):
     def one_batch(self, samples: Integers, inputs: State) -> Answers:
         """Return the answers of one batch."""
         count = len(samples)
-        for there, each in zip(self.rooms[0].state, self.admit(inputs), strict=True):
-            (there[:count] if count < self.size else there).copy_(each, non_blocking=True)
-        self.given[1], self.given[self.places : self.places + count] = count, samples
-        self.answer()
+        with self.here():
+            for there, each in zip(self.rooms[0].state, self.admit(inputs), strict=True):
+                (there[:count] if count < self.size else there).copy_(each, non_blocking=True)
+            self.given[1], self.given[self.places : self.places + count] = count, samples
+            self.answer()
         return self._answers(self.found[:count])
 
     def _step(self, stage: int, size: int, slot: int, counts: Counts) -> None:
@@ -299,19 +305,26 @@ class StreamWalk(DeviceWalk):
         """Let no sample wait, as after an error."""
         while self.in_flight:
             self._wait()
-        stages, self.started, self.turn = self.last + 1, False, 0
+        stages, self.started, self.turn, self.given = self.last + 1, False, 0, 0
         self.arrived, self.launched, self.flying = [0] * stages, [0] * stages, [0] * stages  # samples, batches, batches
         self.answered, self.taken = [0] * stages, [0] * stages  # answers that the host knows of, and has taken
         self.found.clear()
 
     def push(self, samples: Integers, inputs: State) -> None:
         """Take in a batch of any size, and launch each one that is full."""
+        with self.here():
+            self._push(samples, inputs)
+
+    def _push(self, samples: Integers, inputs: State) -> None:
         self._enter()
         if not self.started:
             self.reset()
             self.counts.zero_()
             self.limit.fill_(self.size)
+            if self.uploading is not None:
+                self.uploading.wait_stream(self.stream)  # for copies of a run that was left
             self.started = True
+        self.given += len(samples)
         on_device = self.uploading is None or any(getattr(each, "is_cuda", False) for each in inputs)
         with torch.cuda.stream(None if on_device else self.uploading):
             numbers = torch.from_numpy(samples)
@@ -339,7 +352,7 @@ class StreamWalk(DeviceWalk):
         """Copy inputs to the first room, from a row on."""
         stream = None if on_device else self.uploading
         with torch.cuda.stream(stream):
-            if stream is not None and not first % self.size:
+            if stream is not None:
                 stream.wait_event(self.emptied[first // self.size])
             for there, each in zip((*self.rooms[0].state, self.rooms[0].samples), state, strict=True):
                 there[first : first + len(each)].copy_(each, non_blocking=True)
@@ -348,13 +361,19 @@ class StreamWalk(DeviceWalk):
 
     def end(self) -> None:
         """Answer everything that waits, stage by stage: full batches, then a partial one."""
-        self._enter()
-        for stage in range(self.last + 1):
+        with self.here():
+            self._enter()
+            for stage in range(self.last + 1):
+                self._finish_full()
+                if waiting := self._waiting(stage):
+                    self._run_partial(stage, waiting)
             self._finish_full()
-            if waiting := self._waiting(stage):
-                self._run_partial(stage, waiting)
-        self._finish_full()
         self.started = False
+        if sum(self.answered) != self.given:
+            raise AlightError(
+                f"{self.given} samples were given to the device and {sum(self.answered)} answered: run with"
+                ' decide="host", and report what network it was'
+            )
 
     def fetched(self, *, every: bool = False) -> Iterator[Answers]:
         """Yield what was answered so far, once it is worth while; or `every` answer of what was launched."""
@@ -398,7 +417,7 @@ class StreamWalk(DeviceWalk):
             self.found.append(self._take())
 
     def _has_room(self, stage: int) -> bool:
-        """Return whether a batch of a stage has a slot for its numbers, and fits into the next room should all go on."""
+        """Return whether a batch of a stage has a slot for its counts, and fits into the next room if all go on."""
         if stage == self.last:
             return self.flying[stage] < self.slots
         return self._waiting(stage + 1) + (self.flying[stage] + 1) * self.size <= self.capacity

@@ -4,7 +4,7 @@ import copy
 import time
 import types
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from functools import cache, partial
 from threading import Lock
 from typing import Any, NamedTuple
@@ -247,19 +247,25 @@ class Graphed:
         return Captured(graph, given, made[0], replaying < min(launching[:WARMING]))
 
 
-def capture(work: Callable[[], None], pool: Any, keep: bool = False) -> torch.cuda.CUDAGraph:
-    """Return work as a CUDA graph, after a few runs in a stream of their own; `keep` it to be built into another."""
+def capture(work: Callable[[], None], pool: Any, keep: bool = False, side: Any = None) -> torch.cuda.CUDAGraph:
+    """Return work as a CUDA graph, after a few runs in a stream aside; `keep` it to be built into another."""
     graph = torch.cuda.CUDAGraph(keep_graph=True) if keep else torch.cuda.CUDAGraph()
+    device = torch.cuda.current_device()
     with CAPTURING:
-        side = stream_for("captures", torch.cuda.current_device())
+        side = side or stream_for("captures", device)
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
             for _ in range(WARMING):
                 work()
                 side.synchronize()
         torch.cuda.current_stream().wait_stream(side)
-        with torch.cuda.graph(graph, pool=pool, stream=side, capture_error_mode="thread_local"):
-            work()
+        try:
+            with torch.cuda.graph(graph, pool=pool, stream=side, capture_error_mode="thread_local"):
+                work()
+        except BaseException:
+            with suppress(Exception):  # older torch goes on as if it captured, and frees no memory
+                torch._C._cuda_endAllocateToPool(device, pool)
+            raise
     return graph
 
 

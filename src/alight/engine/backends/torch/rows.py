@@ -77,6 +77,13 @@ def _is_channels_last(tensor: Tensor) -> bool:
     return is_last and not tensor.is_contiguous()
 
 
+def laid_out_alike(source: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    """Return both, the source in the memory layout of the target."""
+    if _is_channels_last(target):
+        return source.contiguous(memory_format=torch.channels_last), target
+    return source.contiguous(), target
+
+
 def words(*tensors: Tensor) -> list[Tensor]:
     """Return rows of tensors as the widest words that all of them consist of, (samples, words), where they lie."""
     flat = [each.contiguous().view(len(each), -1) if (found := _flat(each)) is None else found for each in tensors]
