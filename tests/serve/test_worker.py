@@ -53,11 +53,11 @@ def responses(worker, requests):
 
 
 def test_a_large_request_runs_in_turns_that_keep_nobody_waiting_long():
-    worker = make_worker("unpaced", timing=ExitTiming([0.02] * 4, growth=32.0, max_batch=32))
-    assert worker.turn(32, math.inf) == 2  # 40 ms, and 60 would be too long
+    worker = make_worker("unpaced", timing=ExitTiming([0.012] * 4, growth=32.0, max_batch=32))
+    assert worker.turn(32, math.inf) == 2  # 24 ms, and 36 would be too long
     assert worker.turn(1, math.inf) == 1
     assert worker.turn(8, time.monotonic() + 60) == 2
-    assert worker.turn(8, time.monotonic() + 0.3) == 8  # turns would use up the time of the last samples
+    assert worker.turn(8, time.monotonic() + 0.2) == 8  # turns would use up the time of the last samples
     assert make_worker("unpaced").turn(32, math.inf) == 32  # as fast as one
     worker.close()
 

@@ -225,7 +225,10 @@ def _add_budget(app: FastAPI, service: Service) -> None:
         try:
             await asyncio.wait_for(asyncio.wrap_future(worker.change_policy(name)), service.limits.timeout)
         except TimeoutError as error:
-            raise RequestRefused(503, "the service is stopping: ask another one", 1) from error
+            reason = (
+                f"no change within {service.limits.timeout:g} seconds: a batch takes long, or the service is stopping"
+            )
+            raise RequestRefused(503, reason, 1) from error
         except OSError as error:
             raise RequestRefused(503, f"the change cannot be saved ({error}): make room on the disk", 60) from error
         log_event("budget changed", policy=name, budget=worker.model.policies[name].budget)

@@ -189,7 +189,7 @@ ERRORS: dict[int, str] = {
     415: "another type of content",
     422: "samples, a budget or a deadline that cannot be used, and which",
     429: "too much is under way, or a tenant's hour is spent: see Retry-After",
-    503: "the service is stopping, or the ledger does not answer",
+    503: "the service is stopping, a part of it has ended and is replaced, or the ledger does not answer",
     504: "no exit is left in time",
 }
 

@@ -30,7 +30,7 @@ KEEP_ALIVE = 75  # seconds that an idle connection lasts: longer than load balan
 HEAD = 10.0  # seconds within which the head of a request has to be complete
 SPARE = 64  # open files that are not connections
 M_ARENA_MAX, M_MMAP_THRESHOLD = -8, -3  # of glibc's mallopt
-SWITCH = 5e-4  # seconds after which Python lets another thread run: the worker takes turns with the event loop often
+SWITCH = 1e-4  # seconds after which Python lets another thread run: the worker takes turns with the event loop often
 LARGE_BLOCK = 2**20  # bytes: as much as a small request has at most
 
 

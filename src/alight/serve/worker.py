@@ -33,7 +33,7 @@ from alight.serve.watch import DisagreementWatch
 
 IDLE = 0.5  # seconds after which a worker without requests looks whether others have changed the policy
 SLACK = 0.25  # share of the time to a deadline that is kept for what the machine does beside
-TURN = 0.05  # seconds of the network that one request takes at a time, if its samples can be split
+TURN = 0.03  # seconds of the network that one request takes at a time, if its samples can be split
 SPARE_TIME = 4.0  # times what all samples take: a request with less time left is decided in one turn
 KEPT = 64  # samples that wait to be watched, at most: those that came last
 
@@ -157,8 +157,11 @@ class BatchWorker:
     def submit(self, request: QueuedRequest) -> None:
         """Put a request into the queue, before the thread has started, too; or refuse it."""
         with self._changed:
-            if self._closing or self.unknown_policy:
+            if self._closing:
                 raise RequestRefused(503, "the service is stopping: ask another one", retry_after=1)
+            if self.unknown_policy:
+                reason = f"all replicas are under the policy {self.ledger.wanted}, which is not here: ask another one"
+                raise RequestRefused(503, reason, retry_after=1)
             self._queue.append(request)
             self._changed.notify()
 
