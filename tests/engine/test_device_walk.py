@@ -1,5 +1,6 @@
 """What a GPU decides is what a replay decides; here with the same programs and kernels, without one."""
 
+from contextlib import contextmanager
 from dataclasses import replace
 
 import numpy as np
@@ -7,13 +8,21 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from interpreted import EXECUTOR, INTERPRETED, interpreted, passed_in_a_process_of_their_own
+from interpreted import (
+    EXECUTOR,
+    INTERPRETED,
+    Captured,
+    by_python,
+    interpreted,
+    passed_in_a_process_of_their_own,
+)
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from alight import Predictor, RunSettings, calibrate
-from alight.engine.backends.torch import open_stages
+from alight.engine.backends.torch import device_walk, open_stages
 from alight.engine.backends.torch.deciding import Deciding
-from alight.engine.backends.torch.device_walk import BatchWalk, Network, StreamWalk
+from alight.engine.backends.torch.device_walk import BatchWalk, Executor, Network, StreamWalk
 from alight.engine.backends.torch.values import half
 from alight.engine.predictor import _reads
 from alight.engine.recorder import record
@@ -390,3 +399,117 @@ def test_a_walk_in_use_is_not_timed(model, inputs, table):
         found(inputs, samples=np.arange(61)).exits, replay(rules(table)["nobody leaves"], table).exits
     )
     assert (stage_seconds(found, (inputs[:4],)) > 0).all()
+
+
+class Later(TorchDispatchMode):
+    """Streams as a GPU has them: what is written is queued, and done in any order that streams and events allow."""
+
+    WRITES = (torch.ops.aten.copy_.default, torch.ops.aten.fill_.Scalar, torch.ops.aten.zero_.default)
+
+    def __init__(self, monkeypatch):
+        super().__init__()
+        self.running = False
+        self.streams = [Queue() for _ in range(3)]
+        self.current, self.uploading = self.streams[0], self.streams[2]
+        monkeypatch.setattr(torch.cuda, "stream", self.entered)
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda: self.current)
+        monkeypatch.setattr(torch.cuda, "Event", lambda: Event(self))
+
+    def __torch_dispatch__(self, function, types, given=(), options=None):
+        if function not in self.WRITES or self.running:
+            return function(*given, **(options or {}))
+        self.later(lambda: function(*given, **(options or {})))
+        return given[0]
+
+    def later(self, work):
+        self.current.waiting.append((work, None))
+        while self.step([2]):  # uploads as early as can be, all else as late
+            pass
+
+    def step(self, streams=(2, 0, 1)):
+        """Go on in one of the streams; return whether one could."""
+        for index in streams:
+            stream = self.streams[index]
+            if stream.waiting and (stream.waiting[0][1] is None or stream.waiting[0][1]()):
+                work, _ = stream.waiting.pop(0)
+                self.running = True
+                work()
+                self.running = False
+                stream.done += 1
+                return True
+        return False
+
+    @contextmanager
+    def entered(self, stream):
+        before = self.current
+        self.current = stream or before
+        yield
+        self.current = before
+
+
+class Queue:
+    def __init__(self):
+        self.waiting, self.done = [], 0
+
+    def reached(self):
+        """What says whether all that has come by now is done."""
+        goal = self.done + len(self.waiting)
+        return lambda: self.done >= goal
+
+    def wait_stream(self, other):
+        self.waiting.append((lambda: None, other.reached()))
+
+    def wait_event(self, event):
+        self.waiting.append((lambda: None, event.reached))
+
+
+class Event:
+    def __init__(self, later):
+        self.later, self.reached = later, lambda: True
+
+    def record(self, stream):
+        self.reached = stream.reached()
+
+    def synchronize(self):
+        while not self.reached():
+            assert self.later.step(), "all streams wait for each other"
+
+
+class Device(torch.Tensor):
+    """Lies on the device, says the walk."""
+
+    is_cuda = True
+
+
+@interpreted
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(20))
+def test_no_order_of_streams_changes_an_answer(model, inputs, table, monkeypatch, seed):
+    """Inputs come from host and device by turns, in streams that change, and runs are left in the middle."""
+    rng, rule = np.random.default_rng(seed), rules(table)["lottery"]
+    size = int(rng.choice([2, 3, 5]))
+    monkeypatch.setattr(device_walk, "SLOTS", int(rng.choice([3, 3, 4])))
+    with torch.inference_mode(), Later(monkeypatch) as later:
+        later.running = True
+        captured = Executor(lambda work: Captured(lambda: later.later(work)), by_python)
+        walk = StreamWalk(network_of(model, rule), rule, (inputs[:3],), size, captured, later.uploading)
+        later.running = False
+        for last in (False, True):
+            found, start = [], 0
+            while start < len(inputs) and (last or rng.random() < 0.6):
+                count = int(rng.integers(1, 4 * size + 3))
+                later.current = later.streams[rng.integers(2)]
+                part = inputs[start : start + count]
+                walk.push(
+                    np.arange(start, start + len(part)), (part.as_subclass(Device) if rng.random() < 0.4 else part,)
+                )
+                found += walk.fetched()
+                start += len(part)
+            if last:
+                walk.end()
+                found += walk.fetched(every=True)
+            walk.reset()
+    expected = replay(rule, table).exits
+    samples, exits = (np.concatenate([getattr(each, name) for each in found]) for name in ("samples", "open_indices"))
+    assert sorted(samples) == [*range(61)]
+    np.testing.assert_array_equal(exits, expected[samples])

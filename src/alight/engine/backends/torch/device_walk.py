@@ -342,7 +342,7 @@ class StreamWalk(DeviceWalk):
 
     def _enter(self) -> None:
         """Go on in the current stream, which may be another one than before."""
-        if self.limit.is_cuda:
+        if self.uploading is not None:
             stream = torch.cuda.current_stream()
             if self.stream is not None and stream != self.stream:
                 stream.wait_stream(self.stream)
@@ -425,7 +425,7 @@ class StreamWalk(DeviceWalk):
     def _launch(self, stage: int, size: int, slot: int) -> None:
         self.graphs[stage, size, slot].replay()
         event = None
-        if self.limit.is_cuda:
+        if self.uploading is not None:
             event = self.events[sum(self.launched) % IN_FLIGHT]
             event.record(self.stream)
             if stage == 0:
