@@ -300,9 +300,11 @@ def _asking(base: str, path: str, method: str, found: list[int]) -> Callable[[An
 
 
 def memory(pid: int) -> float:
-    """Mebibytes that a process has in memory."""
+    """Mebibytes that a process and those that it started have in memory."""
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-    return next(int(line.split()[1]) / 1024 for line in lines if line.startswith("VmRSS"))
+    own = next((int(line.split()[1]) / 1024 for line in lines if line.startswith("VmRSS")), 0.0)
+    started = " ".join(each.read_text() for each in Path(f"/proc/{pid}/task").glob("*/children"))
+    return own + sum(memory(int(child)) for child in started.split())
 
 
 async def slowly(port: int, count: int, seed: int) -> Counter[str]:

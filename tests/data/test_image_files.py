@@ -193,7 +193,7 @@ def test_a_file_gives_the_same_array_through_every_door(channels, tmp_path):
     doors["opened and copied"] = image_batch([opened(each).copy() for each in content.values()], takes)
     served = ServedModel({}, takes, None, (), "")
     unread = count_samples("images", [*content.values()], served, Limits())
-    doors["serve"] = np.concatenate(read_samples(unread, served, Limits()))
+    doors["serve"] = np.concatenate(read_samples(unread, served))
     (by_torchvision,) = load_data(f"imagefolder:{folder.parent}", takes, shuffle=False)
     (doors["torchvision"],) = by_torchvision.inputs
     column = datasets.Features({"image": datasets.Image()})

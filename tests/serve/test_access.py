@@ -1,5 +1,6 @@
 """Tokens have roles and tenants, names and pages are known or refused, and tokens are read again."""
 
+import asyncio
 import json
 import signal
 import ssl
@@ -7,7 +8,7 @@ import subprocess
 
 import httpx2 as httpx
 import pytest
-from digit_service import folder, in_base64, pixels, served_model
+from digit_service import folder, in_base64, pixels, png, served_model
 from fastapi.testclient import TestClient
 from processes import service
 from waiting import wait_until
@@ -16,7 +17,8 @@ from alight.errors import BadFile, BadInput
 from alight.serve.access import Access, Caller, Tokens, allowed_hosts
 from alight.serve.app import build_app
 from alight.serve.hosting import ModelHost
-from alight.serve.requests import Limits
+from alight.serve.requests import Limits, RequestRefused
+from alight.serve.tenants import TenantCaps
 
 NAMES = {role: f"a-token-of-role-{role}" for role in ("predict", "metrics", "admin")}
 IMAGES = {"images": [in_base64(pixels(1)[0])]}
@@ -93,6 +95,53 @@ def test_a_service_for_everybody_needs_tokens_or_names():
     assert allowed_hosts("10.0.0.7", [], has_tokens=False)[-1] == "10.0.0.7"
     with pytest.raises(BadInput, match="without tokens on all addresses"):
         allowed_hosts("0.0.0.0", [], has_tokens=False)
+
+
+def test_an_origin_that_is_not_a_url_is_refused():
+    for origin in (
+        b"http://[",
+        b"http://[::1",
+        b"null",
+        b"localhost",
+        b"http://localhost.evil.org",
+        b"http://evil@localhost",
+    ):
+        with pytest.raises(RequestRefused, match="may not call this service"):
+            Access().check("GET", "/status", {b"host": b"localhost", b"origin": origin})
+    assert Access().check("GET", "/status", {b"host": b"[::1]:80", b"origin": b"http://[::1]:80"}).role == "admin"
+
+
+def test_requests_that_are_not_decided_cost_a_tenant_nothing():
+    model = served_model("expensive")
+    last, limits = model.policies["expensive"].costs[-1], Limits()
+    host = ModelHost(ModelHost.of(model, limits).sources, limits, caps=lambda: {"*": 10 * last})
+    damaged = png(pixels(1)[0])[:-30]
+    with TestClient(build_app(host)) as client:
+        for _ in range(30):
+            assert client.post("/predict/files", files=[("images", ("a", damaged))]).status_code == 422
+            assert client.post("/predict", json=IMAGES | {"budget": "1%"}).status_code == 422
+            assert client.post("/predict", json=IMAGES | {"deadline_ms": 0.6}).status_code == 504
+        assert client.post("/predict", json=IMAGES).status_code == 200
+
+
+def test_nothing_of_the_last_hour_is_spent_in_the_next():
+    model = served_model("expensive")
+    policy = model.policies["expensive"]
+    last, leases = policy.costs[-1], []
+
+    def lease(name, cap, need, want):
+        leases.append(need)
+        return (1.9 * last, 0.2) if len(leases) == 1 else (need, 3600.0)  # the hour ends while the second is taken
+
+    async def spend():
+        caps = TenantCaps(lease, lambda: {"shop": 100 * last})
+        async with caps.charged("shop", policy, 1) as charge:
+            charge.spent = last
+        async with caps.charged("shop", policy, 1) as charge:
+            charge.spent = last
+        return caps._wallets["shop"].left
+
+    assert asyncio.run(spend()) == 0.0
 
 
 def test_tenants_spend_what_their_cap_leaves_and_then_wait_for_the_next_hour(tmp_path):

@@ -2,20 +2,24 @@
 
 import io
 import json
+import signal
 import threading
 import time
 import tracemalloc
 
+import numpy as np
 import pytest
 from digit_service import application, in_base64, pixels, png, served_model
 from fastapi.testclient import TestClient
 from PIL import Image
 from text_service import text_model
 
+from alight.errors import BadInput
 from alight.serve.admission import Admission, warm_up
 from alight.serve.app import build_app
 from alight.serve.hosting import ModelHost
 from alight.serve.monitoring import Metrics
+from alight.serve.pictures import PictureProcess, read_picture
 from alight.serve.reading import open_request
 from alight.serve.requests import Limits, RequestRefused
 
@@ -143,3 +147,26 @@ def test_bytes_under_way_are_bounded():
         assert statuses[0] == 200
         assert set(statuses[1:]) <= {413, 422, 429}
         assert client.get("/metrics").text.count('alight_body_bytes{lane="slow"} 0.0') == 1
+
+
+def test_large_pictures_are_read_in_another_process_with_the_same_result():
+    spec, pictures = served_model().spec, PictureProcess()
+    file = io.BytesIO()
+    Image.fromarray(np.random.default_rng(0).integers(0, 256, (1100, 1000), dtype=np.uint8)).save(file, "PNG")
+    large, small = file.getvalue(), png(pixels(1)[0])
+    assert np.array_equal(pictures.read(small, spec), read_picture(small, spec))
+    assert pictures._process is None
+    assert np.array_equal(pictures.read(large, spec), read_picture(large, spec))
+    first = pictures._process
+    with pytest.raises(BadInput, match="not a complete image"):
+        pictures.read(large[: len(large) // 2], spec)
+    assert pictures._process is first
+    first.kill()  # as the kernel does when memory is short
+    first.wait()
+    assert np.array_equal(pictures.read(large, spec), read_picture(large, spec))
+    pictures._process.send_signal(signal.SIGSTOP)
+    threading.Timer(0.2, pictures._process.kill).start()  # while it reads
+    with pytest.raises(ConnectionError, match="send it again"):
+        pictures.read(large, spec)
+    pictures.close()
+    assert pictures._process is None

@@ -1,22 +1,30 @@
 """The service answers with the decisions of the predictor, keeps every limit, and names what is wrong by index."""
 
+import errno
 import io
 import json
 import logging
 import re
+import struct
 import threading
+import zlib
 
 import numpy as np
 import pytest
-from digit_service import application, folder, in_base64, model, pixels, png
+from digit_service import application, folder, in_base64, model, pixels, png, served_model
 from fastapi.testclient import TestClient
 from PIL import Image
 
 from alight import Predictor, load_policy
+from alight.serve.app import build_app
+from alight.serve.hosting import ModelHost
+from alight.serve.model import ExitTiming
 from alight.serve.monitoring import LOGGER, JsonFormatter
+from alight.serve.requests import Limits
 
 TOKEN = "a-token-of-many-letters"
 JSON = {"Content-Type": "application/json"}
+FILE = png(pixels(1)[0])
 
 
 @pytest.fixture(scope="module")
@@ -157,6 +165,61 @@ def test_malformed_requests_are_refused(client, path, content, kind, status):
     assert answer.json()["error"]
 
 
+def test_a_form_that_gives_an_option_twice_is_refused(client):
+    reply = client.post("/predict/files", data={"budget": ["100%", "40%"]}, files=[("images", ("a", FILE))])
+    assert reply.status_code == 422
+    assert reply.json()["error"] == "budget, 2 times: send it once"
+
+
+def test_a_form_needs_no_disk(monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("tempfile.SpooledTemporaryFile.rollover", full)
+    with TestClient(application("unpaced")) as client:
+        assert client.post("/predict/files", files=[("images", ("a", FILE + bytes(2**21)))]).status_code == 200
+
+
+def test_a_request_that_is_decided_in_turns_is_answered_as_a_whole():
+    host = ModelHost.of(served_model("unpaced"), Limits())
+    (worker,) = host.workers
+    worker._timings = {"unpaced": ExitTiming([0.012] * 4, growth=32.0, max_batch=32)}  # two samples at once
+    cost = worker.ledger.state.policy.costs[0]
+    with TestClient(build_app(host)) as client:
+        images = [in_base64(picture) for picture in pixels(9)]
+        alone = [ask(client, images=[image], budget=cost).json()["predictions"][0] for image in images]
+        reply = ask(client, images=images, budget=cost).json()
+        probabilities = [each["probability"] for each in alone]
+        assert np.allclose([each["probability"] for each in reply["predictions"]], probabilities, atol=1e-6)
+        assert len({round(each, 5) for each in probabilities}) == 9  # which tell them apart
+        assert host.metrics.registry.get_sample_value("alight_batch_samples_count", {"model": "model"}) == 9 + 5
+        assert client.get("/status").json()["samples"] == 18
+
+
+def hostile_images():
+    """Image files whose decoders walk parts that are not pixels, one at a time, before they come to the size."""
+
+    def chunk(kind, content):
+        return struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(kind + content))
+
+    jpeg = io.BytesIO()
+    Image.new("L", (8, 8)).save(jpeg, "JPEG")
+    large = zlib.compress(bytes(2**20 - 1), 9)
+    yield "PNG chunks", FILE[:33] + chunk(b"abCd", b"") * 14_000 + FILE[33:]
+    yield "PNG profiles", FILE[:33] + chunk(b"iCCP", b"a\0\0" + large) * 150 + FILE[33:]
+    yield "PNG texts behind", FILE[:-12] + chunk(b"zTXt", b"a\0\0" + large) * 60 + FILE[-12:]
+    yield "JPEG segments", jpeg.getvalue()[:2] + b"\xff\xfe\x00\x02" * 45_000 + jpeg.getvalue()[2:]
+    yield "JPEG filling", jpeg.getvalue()[:2] + b"\xff" * 180_000 + jpeg.getvalue()[2:]
+
+
+@pytest.mark.parametrize("name", [name for name, _ in hostile_images()])
+def test_an_image_file_of_many_parts_is_refused_before_they_are_walked(client, name):
+    file = dict(hostile_images())[name]
+    reply = client.post("/predict/files", files=[("images", ("a", file))])
+    assert reply.status_code == 422
+    assert "too many parts that are not pixels" in reply.json()["error"]
+
+
 def test_a_query_parameter_that_would_have_no_effect_is_refused(client):
     body = {"images": [in_base64(pixels(1)[0])]}
     for path in ("/predict?budget=10%25", "/predict?modle=a", "/predict?=false"):
@@ -164,6 +227,9 @@ def test_a_query_parameter_that_would_have_no_effect_is_refused(client):
         assert answer.status_code == 422
         assert f"query parameter {path[9:].partition('=')[0]!r} at /predict: give model" in answer.json()["error"]
     assert client.get("/status?modle=a").status_code == 422
+    assert client.post("/predict?model=model&model=model", json=body).json()["error"].endswith("2 times: give it once")
+    refused = client.post("/v2/models/model/versions/1/infer?budget=10%25", json={"inputs": []})
+    assert refused.json()["error"].endswith("/infer: give none")
     assert client.put("/budget?budget=10", json={"policy": "cheap"}).status_code == 422
     assert client.get("/healthz?now=12").status_code == 200  # as balancers ask, so that nothing is cached
 

@@ -7,7 +7,7 @@ import signal
 import socket
 import threading
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import httpx2 as httpx
@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from digit_service import folder, in_base64, pixels
 from PIL import Image
-from processes import service
+from processes import benchmark, service
 from waiting import wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.alone]  # starts a service, and looks at the clock
@@ -29,9 +29,8 @@ def home(tmp_path):
 
 
 def memory(running):
-    """Mebibytes that the service has in memory."""
-    lines = Path(f"/proc/{running.process.pid}/status").read_text().splitlines()
-    return next(int(line.split()[1]) / 1024 for line in lines if line.startswith("VmRSS"))
+    """Mebibytes that the service has in memory, with the process that reads large pictures."""
+    return benchmark("serve_hostile").memory(running.process.pid)
 
 
 def in_background(*calls):
@@ -128,6 +127,27 @@ def test_half_open_connections_leave_room_for_others(home):
         small = {"images": [in_base64(pixels(1)[0])]}
         assert httpx.post(f"{running.url}/predict", json=small).status_code == 200
         assert len(list(Path(f"/proc/{running.process.pid}/fd").iterdir())) < 300
+        assert running.stop(signal.SIGTERM) == 0
+    assert not [line for line in running.lines if line["level"] in ("error", "critical")]
+
+
+def test_clients_that_do_not_read_their_answers_are_dropped_and_bounded(home):
+    with service("model unpaced.json --timeout 2 --connections 20", home) as running, ExitStack() as opened:
+        host, port = running.url.removeprefix("http://").split(":")
+        for _ in range(60):
+            connection = opened.enter_context(socket.socket())
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            connection.connect((host, int(port)))
+            connection.setblocking(False)
+            with suppress(BlockingIOError, ConnectionError):
+                while True:
+                    connection.sendall(b"GET /openapi.json HTTP/1.1\r\nHost: localhost\r\n\r\n" * 100)
+        wait_until(lambda: len(list(Path(f"/proc/{running.process.pid}/fd").iterdir())) < 16)
+        assert httpx.get(f"{running.url}/healthz").status_code == 200
+        with socket.create_connection((host, int(port))) as connection:
+            connection.sendall(b"POST /predict HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n")
+            connection.sendall(b"Content-Length: 1000\r\n\r\n{")
+        wait_until(lambda: 'path="/predict",status="499"} 1' in httpx.get(f"{running.url}/metrics").text)
         assert running.stop(signal.SIGTERM) == 0
     assert not [line for line in running.lines if line["level"] in ("error", "critical")]
 

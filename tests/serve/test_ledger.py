@@ -137,3 +137,14 @@ def test_what_tenants_have_leased_survives_a_crash_and_ends_with_the_hour(polici
     path.write_text("")
     with closing(SpendLedger(path, policies)) as ledger:  # nobody knows what was leased in this hour
         assert ledger.lease("shop", cap=80.0, need=1.0, want=1.0)[0] == 0.0
+
+
+def test_a_clock_that_is_set_back_does_not_begin_the_hour_anew(policies, tmp_path, monkeypatch):
+    ledger = SpendLedger(tmp_path / "spending.json", policies)
+    monkeypatch.setattr(ledger_module.time, "time", lambda: 100 * HOUR + 1)
+    assert ledger.lease("shop", 10.0, 10.0, 10.0) == (10.0, HOUR - 1)
+    monkeypatch.setattr(ledger_module.time, "time", lambda: 100 * HOUR - 60)
+    assert ledger.lease("shop", 10.0, 1.0, 1.0) == (0.0, HOUR + 60)
+    monkeypatch.setattr(ledger_module.time, "time", lambda: 101 * HOUR)
+    assert ledger.lease("shop", 10.0, 1.0, 1.0) == (1.0, HOUR)
+    ledger.close()

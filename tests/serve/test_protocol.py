@@ -78,6 +78,25 @@ def test_every_way_to_send_samples_gives_the_same_answers(client):
     assert outputs(replies[-1])["label"] == files(*(str(each["label"]).encode() for each in own))
 
 
+def test_bytes_behind_the_json_that_no_tensor_names_are_refused(client):
+    head = json.dumps({"inputs": [NUMBERS | {"data": [0.5] * 64}]}).encode()
+    reply = client.post("/v2/models/model/infer", content=head + b"more", headers={LENGTH: str(len(head))})
+    assert reply.status_code == 422
+    assert "4 bytes after the JSON" in reply.json()["error"]
+
+
+def test_a_request_gets_the_outputs_that_it_names(client):
+    tensor = {"name": "input_0", "shape": [6, 1, 8, 8], "datatype": "FP32", "data": FLOATS.tolist()}
+    path, wanted = "/v2/models/model/infer", [{"name": "index"}, {"name": "exit", "parameters": {"binary_data": True}}]
+    everything = outputs(client.post(path, json={"inputs": [tensor]}))
+    reply = client.post(path, json={"inputs": [tensor], "outputs": wanted})
+    size = int(reply.headers[LENGTH])
+    index, left = json.loads(reply.content[:size])["outputs"]
+    assert (index["name"], index["data"]) == ("index", everything["index"])
+    assert left["parameters"] == {"binary_data_size": 48}
+    assert np.frombuffer(reply.content[size:], "<i8").tolist() == everything["exit"]
+
+
 def test_a_request_may_lower_its_budget(client):
     costs = client.get("/status").json()["exits"]
     tensor = {"name": "input_0", "shape": [6, 1, 8, 8], "datatype": "FP32", "data": FLOATS.tolist()}
@@ -119,6 +138,21 @@ UNUSABLE = [
     ({"json": {"inputs": [NUMBERS | {"shape": [1, 8, 8, 1], "data": [0.0] * 64}]}}, "the network takes (1, 8, 8)"),
     ({"json": {"inputs": [{"name": "x", "shape": [2], "datatype": "BYTES", "data": ["Zm9v"]}]}}, "1 elements"),
     ({"json": {"inputs": [{"name": "x", "shape": [1], "datatype": "BYTES", "data": ["Zm9v"]}]}}, "image 0: not a comp"),
+    ({"json": {"inputs": [NUMBERS | {"datatype": "UINT8", "data": [300] * 64}]}}, "UINT8 with the number 300"),
+    ({"json": {"inputs": [NUMBERS | {"datatype": "UINT8", "data": [-1] * 64}]}}, "UINT8 with the number -1"),
+    ({"json": {"inputs": [NUMBERS | {"datatype": "INT64", "data": [1.5] * 64}]}}, "INT64 with the number 1.5"),
+    ({"json": {"inputs": [NUMBERS | {"datatype": "BOOL", "data": [7] * 64}]}}, "BOOL with the number 7"),
+    ({"json": {"inputs": [NUMBERS | {"data": [[0.5] * 63, [0.5]]}]}}, "not nested as the shape [1, 1, 8, 8] says"),
+    ({"json": {"inputs": [NUMBERS | {"data": [[], *[0.5] * 63]}]}}, "not nested as the shape"),
+    ({"json": {"inputs": [NUMBERS | {"data": [0.5] * 64}], "budget": "10%"}}, "unknown field `budget`"),
+    ({"json": {"inputs": [NUMBERS | {"data": [0.5] * 64}], "parameters": {"budgt": 1}}}, "unknown field `budgt`"),
+    ({"json": {"inputs": [NUMBERS | {"data": [0.5] * 64, "parameters": {"budget": 1}}]}}, "unknown field `budget`"),
+    ({"json": {"inputs": [NUMBERS | {"data": [0.5] * 64}], "outputs": [{"name": "logits"}]}}, "no output 'logits'"),
+    (
+        {"json": {"inputs": [{"name": "x", "shape": [1, 2], "datatype": "BYTES", "data": ["a", "b"]}]}},
+        "one element for",
+    ),
+    (binary(NUMBERS | {"data": [0.5] * 64}, bytes(256)), "send the values once"),
     (binary(NUMBERS, bytes(255)), "255 bytes for 64 numbers"),
     (binary(NUMBERS, np.full(64, np.nan, "<f4").tobytes()), "64 numbers that are NaN"),
     (binary(NUMBERS, bytes(256)) | {"headers": {LENGTH: "99999"}}, "mend inference-header-content-length"),
@@ -177,8 +211,12 @@ def test_several_models_and_versions_are_served_and_loaded_while_others_answer(t
         assert client.put("/budget?model=b", json={"policy": "cheap"}).json()["policy"] == "cheap"
         assert client.get("/status?model=a&version=2").json()["samples"] == 1
         assert 'model="a:2"' in client.get("/metrics").text
+        write(("a", "2", ["expensive.json"]), ("a", "1", ["cheap.json"]), ("b", "1", ["expensive.json", "cheap.json"]))
+        assert client.post("/v2/repository/models/a/load").json() == {"changed": []}
+        assert client.post("/predict", json=body).json()["policy"] == "cheap"  # which is the last of the list now
+        assert client.post("/v2/repository/models/c/load").status_code == 404
         write(("b", "1", ["expensive.json", "cheap.json"]))
-        assert client.post("/v2/repository/models/b/load").json() == {"changed": ["a:1", "a:2"]}
+        assert client.post("/v2/repository/models/b/load").json() == {"changed": ["a:2", "a:1"]}
         assert client.post("/predict?model=a", json=body).status_code == 404
         assert client.get("/budget").json()["policy"] == "cheap"  # of b, which was not loaded again
         listed.write_text("{}")
@@ -188,3 +226,42 @@ def test_several_models_and_versions_are_served_and_loaded_while_others_answer(t
         assert client.post("/predict", json=body).status_code == 200
     with pytest.raises(BadFile, match="it does not list models"):
         listed_models(listed)
+
+
+def test_a_file_that_changes_while_it_is_loaded_is_loaded_again(tmp_path):
+    file, loads = tmp_path / "weights", []
+
+    def load():
+        loads.append(file.write_text("x" * (1 + len(loads) % 2)) if len(loads) < 2 else None)
+        return served_model()
+
+    file.write_text("")
+    host = ModelHost(lambda: [ModelSource("a", "1", load, (file,))], Limits())
+    host.start()
+    assert host.reload() == ["a:1"]  # the file changed during the first load
+    assert host.reload() == ["a:1"]  # and during the second
+    assert host.reload() == []
+    host.close()
+
+
+def test_after_a_model_that_cannot_be_loaded_none_has_changed(tmp_path):
+    files, broken = [tmp_path / name for name in "ab"], []
+
+    def load(name):
+        if name in broken:
+            raise BadFile(tmp_path / name, "it is damaged", "copy it again")
+        return served_model("cheap" if not broken else "expensive")
+
+    for file in files:
+        file.write_text("")
+    host = ModelHost(
+        lambda: [ModelSource(each.name, "1", lambda each=each: load(each.name), (each,)) for each in files], Limits()
+    )
+    host.start()
+    broken.append("b")
+    for file in files:
+        file.write_text("changed")
+    with pytest.raises(BadFile):
+        host.reload()
+    assert [*host.find("a").worker.model.policies] == ["cheap"]
+    host.close()

@@ -1,5 +1,6 @@
 """The worker forms batches, meets deadlines, keeps the budget, and lets a bad sample fail alone."""
 
+import math
 import threading
 import time
 from concurrent.futures import wait
@@ -49,6 +50,45 @@ def responses(worker, requests):
         worker.submit(request)
     wait([request.response for request in requests], timeout=60)
     return [request.response.exception() or request.response.result() for request in requests]
+
+
+def test_a_large_request_runs_in_turns_that_keep_nobody_waiting_long():
+    worker = make_worker("unpaced", timing=ExitTiming([0.012] * 4, growth=32.0, max_batch=32))
+    assert worker.turn(32, math.inf) == 2  # 24 ms, and 36 would be too long
+    assert worker.turn(1, math.inf) == 1
+    assert worker.turn(8, time.monotonic() + 60) == 2
+    assert worker.turn(8, time.monotonic() + 0.2) == 8  # turns would use up the time of the last samples
+    assert make_worker("unpaced").turn(32, math.inf) == 32  # as fast as one
+    worker.close()
+
+
+def test_requests_are_queued_while_a_change_is_written(tmp_path):
+    worker, began, end = (
+        make_worker("cheap", "expensive", state=tmp_path / "state.json"),
+        threading.Event(),
+        threading.Event(),
+    )
+    change = worker.ledger.change
+
+    def slow(name, policy):
+        began.set()
+        assert end.wait(30)
+        change(name, policy)
+
+    worker.ledger.change = slow
+    worker.start()
+    done = worker.change_policy("expensive")
+    assert began.wait(30)
+    request = QueuedRequest(samples(1))
+    queue = threading.Thread(target=worker.submit, args=(request,))  # as the event loop does, which must not wait
+    queue.start()
+    queue.join(5)
+    waited = queue.is_alive()
+    end.set()
+    done.result(30)
+    assert request.response.result(30).policy == "expensive"
+    worker.close()
+    assert not waited
 
 
 @pytest.fixture

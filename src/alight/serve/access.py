@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
-from urllib.parse import urlsplit
 
 from alight.errors import BadFile, BadInput
 from alight.serve.requests import RequestRefused
@@ -111,7 +110,7 @@ class Access:
                 403, f"requests to {_without_port(host)[:100]!r} are not taken: allow the name with --allowed-hosts"
             )
         origin = headers.get(b"origin", b"").decode("latin-1").lower()
-        if origin and origin not in self.origins and urlsplit(origin).netloc != host:
+        if origin and origin not in self.origins and origin.partition("://")[2] != host:
             raise RequestRefused(
                 403, f"pages of {origin[:100]!r} may not call this service: allow them with --allowed-origins"
             )

@@ -17,12 +17,12 @@ from functools import partial
 from typing import Any, TypeVar
 
 from alight.serve.monitoring import Metrics
+from alight.serve.pictures import NICENESS, PictureProcess
 from alight.serve.requests import Limits, RequestRefused
 
 QUICK_BYTES, QUICK_SECONDS = 2**20, 0.05  # of a request that is small
 QUICK_TOTAL = 32 * 2**20  # bytes of all small requests under way
 SLOW_BODIES = 2  # times the largest body: bytes of all large requests under way
-NICENESS = 10  # of the thread that reads large requests: small ones and the network come first
 READING = {"images": 4e-8, "texts": 5e-6, "arrays": 2e-8}  # seconds per pixel, letter, byte; as measured once it runs
 PER_SAMPLE = 5e-4  # seconds
 TELLING = 0.02  # seconds that reading has to be expected to take, so that its measurement says something about the rate
@@ -79,6 +79,7 @@ class Admission:
         self.quick = Lane("quick", limits.readers, QUICK_TOTAL)
         self.slow = Lane("slow", 1, SLOW_BODIES * body, NICENESS)
         self.rates = dict(READING)
+        self.pictures = PictureProcess()  # for those that are large
 
     def hold(self, body: ReceivedBody, size: int) -> None:
         """Count bytes that have arrived; refuse the request if it is too large, alone or with the others."""
@@ -154,6 +155,7 @@ class Admission:
         """Let the threads end once they have finished what they do."""
         for lane in (self.quick, self.slow):
             lane.pool.shutdown(wait=False, cancel_futures=True)
+        self.pictures.close()
 
 
 def retry_after(seconds: float) -> int:

@@ -2,6 +2,7 @@
 
 import asyncio
 import base64
+import gc
 import hashlib
 import io
 from collections.abc import AsyncIterator
@@ -15,8 +16,9 @@ from anyio.to_thread import run_sync
 from fastapi import Depends, FastAPI, Request, Response
 from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse
 from PIL import Image
-from starlette.datastructures import UploadFile
+from starlette.datastructures import FormData, UploadFile
 from starlette.exceptions import HTTPException
+from starlette.formparsers import MultiPartException, MultiPartParser
 
 from alight import __version__
 from alight.costs import Costs
@@ -27,9 +29,11 @@ from alight.serve.admission import Admission, warm_up
 from alight.serve.fleet import FleetLedger
 from alight.serve.hosting import ModelHost
 from alight.serve.middleware import LimitsMiddleware, error_response
+from alight.serve.model import MOST_BYTES
 from alight.serve.monitoring import log_event
+from alight.serve.pictures import FORMATS
 from alight.serve.protocol import add_inference_protocol
-from alight.serve.reading import FORMATS, MAX_LETTERS, count_samples, open_request, read_samples
+from alight.serve.reading import MAX_LETTERS, count_samples, open_request, read_samples
 from alight.serve.requests import (
     FORM,
     JSON,
@@ -52,6 +56,7 @@ from alight.serve.requests import (
 from alight.serve.service import Service, body_of
 from alight.serve.worker import BatchWorker
 
+MAX_FIELDS = 8  # of a form, beside files
 LOOK = 1.0  # seconds between two looks at the workers
 PAGE_RULES = (
     "default-src 'none'; style-src 'sha256-{}'; script-src 'sha256-{}'; connect-src 'self'; img-src data: blob:;"
@@ -71,10 +76,13 @@ def build_app(host: ModelHost, access: Access | None = None) -> FastAPI:
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         await run_sync(_warm_up, service)
+        gc.collect()
+        gc.freeze()  # the garbage collector stops everything for as long as it looks at what stays anyway
         host.start()
         looking = asyncio.create_task(_look_after(host))
         yield
         looking.cancel()
+        gc.unfreeze()
         await run_sync(host.close)
         service.admission.close()
         log_event("drained", samples=sum(sum(worker.counts) for worker in host.workers))
@@ -118,7 +126,9 @@ def _warm_up(service: Service) -> None:
         if model.input_kind != "arrays":
             limits = replace(service.limits, batch=len(values), queue=max(len(values), service.limits.queue))
             unread = count_samples(model.input_kind, values, model, limits)
-            warm_up(service.admission, partial(read_samples, unread, model, limits))
+            warm_up(service.admission, partial(read_samples, unread, model))
+        if model.input_kind == "images":
+            service.admission.pictures.start()
 
 
 def _picture(kind: str) -> bytes:
@@ -159,15 +169,38 @@ def _add_predictions(app: FastAPI, service: Service) -> None:
         check_content_type(request, FORM)
         hosted = service.host.find(model, version)
         async with service.in_time(request) as until:
-            async with request.form(max_fields=8, max_part_size=service.admission.body) as form:
+            async with _form(request, service.admission.body) as form:
                 images = [await part.read() for part in form.getlist("images") if isinstance(part, UploadFile)]
                 if len(images) < len(form.getlist("images")) or set(form) - {"images", "budget", "deadline_ms"}:
                     raise RequestRefused(422, "send images as files, and at most budget and deadline_ms beside them")
                 given = {name: form[name] for name in ("budget", "deadline_ms") if name in form}
+                for name in given:
+                    if len(form.getlist(name)) > 1:
+                        raise RequestRefused(422, f"{name}, {len(form.getlist(name))} times: send it once")
                 options = parse(PredictOptions, given)
             arguments = count_samples, "images", images, hosted.worker.model, limits
             unread = await service.counted(sum(map(len, images)), until, *arguments)
             return await service.answer(request, hosted, unread, options)
+
+
+class FormInMemory(MultiPartParser):
+    """Reads a form without files on the disk, which may be full: its bytes are bounded, and counted, before."""
+
+    spool_max_size = MOST_BYTES
+
+
+@asynccontextmanager
+async def _form(request: Request, most_bytes: int) -> AsyncIterator[FormData]:
+    """Yield the fields and files of a form."""
+    parser = FormInMemory(request.headers, request.stream(), max_fields=MAX_FIELDS, max_part_size=most_bytes)
+    try:
+        form = await parser.parse()
+    except MultiPartException as error:
+        raise RequestRefused(400, error.message) from error
+    try:
+        yield form
+    finally:
+        await form.close()
 
 
 def _add_budget(app: FastAPI, service: Service) -> None:
@@ -192,7 +225,10 @@ def _add_budget(app: FastAPI, service: Service) -> None:
         try:
             await asyncio.wait_for(asyncio.wrap_future(worker.change_policy(name)), service.limits.timeout)
         except TimeoutError as error:
-            raise RequestRefused(503, "the service is stopping: ask another one", 1) from error
+            reason = (
+                f"no change within {service.limits.timeout:g} seconds: a batch takes long, or the service is stopping"
+            )
+            raise RequestRefused(503, reason, 1) from error
         except OSError as error:
             raise RequestRefused(503, f"the change cannot be saved ({error}): make room on the disk", 60) from error
         log_event("budget changed", policy=name, budget=worker.model.policies[name].budget)

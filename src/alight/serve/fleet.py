@@ -92,8 +92,10 @@ SCRIPT_LEASE = """
 local cap, need, want, period = tonumber(ARGV[1]), tonumber(ARGV[2]), tonumber(ARGV[3]), tonumber(ARGV[4])
 local clock = redis.call('TIME')
 local now = tonumber(clock[1]) + tonumber(clock[2]) / 1e6
-local window, left = math.floor(now / period), period - now % period
-if tonumber(redis.call('HGET', KEYS[1], 'window') or '-1') ~= window then
+local window, kept = math.floor(now / period), tonumber(redis.call('HGET', KEYS[1], 'window') or '-1')
+if kept == window + 1 then window = kept end -- the clock was set back
+local left = (window + 1) * period - now
+if kept ~= window then
   redis.call('DEL', KEYS[1])
   redis.call('HSET', KEYS[1], 'window', window, 'used', '0')
   redis.call('EXPIRE', KEYS[1], math.ceil(2 * period))

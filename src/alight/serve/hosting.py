@@ -12,7 +12,7 @@ from alight.errors import BadFile
 from alight.policies.paced import Paced
 from alight.policies.policy import Policy
 from alight.serve.ledger import RESERVE, Ledger, SpendLedger
-from alight.serve.model import ServedModel, measure_timings
+from alight.serve.model import ExitTiming, ServedModel, measure_timings
 from alight.serve.monitoring import Metrics, log_event
 from alight.serve.requests import Limits, RequestRefused
 from alight.serve.tenants import TenantCaps
@@ -57,12 +57,24 @@ def _listed(
     return {"name": name, "version": str(version), "folder": home / folder, "policies": paths, "state": home / state}
 
 
+@dataclass
+class LoadedModel:
+    """A version of a model that is loaded and not served yet."""
+
+    source: ModelSource
+    signature: tuple[tuple[str, int, int], ...]  # from before it was loaded: a change meanwhile is seen next time
+    model: ServedModel
+    timings: Mapping[str, ExitTiming]
+
+
+@dataclass
 class HostedModel:
     """A version of a model that is being served."""
 
-    def __init__(self, source: ModelSource, worker: BatchWorker, caps: TenantCaps) -> None:
-        self.source, self.worker, self.caps = source, worker, caps
-        self.signature = source.signature()
+    source: ModelSource
+    signature: tuple[tuple[str, int, int], ...]
+    worker: BatchWorker
+    caps: TenantCaps
 
 
 Sources = Callable[[], Sequence[ModelSource]]
@@ -89,35 +101,41 @@ class ModelHost:
         self.metrics = Metrics(limits.timeout)
         self.models: dict[str, dict[str, HostedModel]] = {}  # by name and version, the latest version last
         self._running, self._reloading = False, Lock()
-        for source in sources():
-            self._add(source)
+        self._serve([self._load(source) for source in sources()])
 
     @classmethod
     def of(cls, model: ServedModel, limits: Limits, state: Path | None = None) -> Self:
         """Return a host of one model that is loaded already."""
         return cls(lambda: [ModelSource("model", "1", lambda: model, state=state)], limits)
 
-    def _add(self, source: ModelSource) -> None:
-        """Load a model and serve it; a version that is served already goes on with its queue and its spend."""
-        model = source.load()
-        timings = measure_timings(model, self.limits.batch)
+    def _load(self, source: ModelSource) -> LoadedModel:
+        signature, model = source.signature(), source.load()
         for name, policy in model.policies.items():
             if not isinstance(policy, Paced):
                 advice = "calibrate --contract stream"
                 log_event("no guarantee for the stream", logging.WARNING, policy=name, advice=advice)
-        versions = self.models.setdefault(source.name, {})
-        if source.version in versions:
-            hosted = versions[source.version]
-            hosted.worker.reload(model, timings).result()
-            hosted.source, hosted.signature = source, source.signature()
-        else:
-            ledger = self.open_ledger(source, model.policies, max(RESERVE, 4 * self.limits.batch))
-            label = source.name if source.version == "1" else f"{source.name}:{source.version}"
-            worker = BatchWorker(model, ledger, timings, self.limits, self.metrics, label)
-            versions[source.version] = HostedModel(source, worker, TenantCaps(ledger.lease, self.caps))
-            if self._running:
-                worker.start()
-        log_event("loaded", model=source.name, version=source.version, engine=model.engine, policies=[*model.policies])
+        return LoadedModel(source, signature, model, measure_timings(model, self.limits.batch))
+
+    def _serve(self, loaded: Sequence[LoadedModel]) -> None:
+        """Serve models; a version that is served already goes on with its queue and its spend."""
+        for each in loaded:
+            source, model = each.source, each.model
+            hosted = self.models.get(source.name, {}).get(source.version)
+            if hosted is None:
+                ledger = self.open_ledger(source, model.policies, max(RESERVE, 4 * self.limits.batch))
+                label = source.name if source.version == "1" else f"{source.name}:{source.version}"
+                worker = BatchWorker(model, ledger, each.timings, self.limits, self.metrics, label)
+                hosted = HostedModel(source, each.signature, worker, TenantCaps(ledger.lease, self.caps))
+                self.models = self.models | {
+                    source.name: self.models.get(source.name, {}) | {source.version: hosted}
+                }  # never changed in place: other threads read it
+                if self._running:
+                    worker.start()
+            else:
+                hosted.worker.reload(model, each.timings).result()
+                hosted.source, hosted.signature = source, each.signature
+            policies = [*model.policies]
+            log_event("loaded", model=source.name, version=source.version, engine=model.engine, policies=policies)
 
     def reload(self) -> list[str]:
         """Load what is new or has changed, close what is gone, and return the names of all three."""
@@ -125,19 +143,21 @@ class ModelHost:
             return self._reload(self.sources())
 
     def _reload(self, sources: Sequence[ModelSource]) -> list[str]:
-        changed = []
+        loaded = []  # all of them before any is served: after an error nothing has changed
         for source in sources:
             hosted = self.models.get(source.name, {}).get(source.version)
             if hosted is None or hosted.source != source or hosted.signature != source.signature():
-                self._add(source)
-                changed.append(f"{source.name}:{source.version}")
-        wanted = {(source.name, source.version) for source in sources}
-        for name, versions in [*self.models.items()]:
-            for version in [each for each in versions if (name, each) not in wanted]:
-                versions.pop(version).worker.close()
+                loaded.append(self._load(source))
+        self._serve(loaded)
+        before, wanted = self.models, dict[str, dict[str, HostedModel]]()
+        for source in sources:  # in their order, by which the first and the latest are found
+            wanted.setdefault(source.name, {})[source.version] = before[source.name][source.version]
+        self.models = wanted
+        changed = [f"{each.source.name}:{each.source.version}" for each in loaded]
+        for name, versions in before.items():
+            for version in [each for each in versions if each not in wanted.get(name, {})]:
+                versions[version].worker.close()
                 changed.append(f"{name}:{version}")
-            if not versions:
-                del self.models[name]
         return changed
 
     def find(self, name: str | None = None, version: str | None = None) -> HostedModel:

@@ -139,9 +139,11 @@ class SpendLedger:
     def lease(self, tenant: str, cap: float, need: float, want: float) -> tuple[float, float]:
         """Take cost units from a tenant's cap, in the file first."""
         now = time.time()
-        hour, left = int(now // HOUR), HOUR - now % HOUR
+        hour = int(now // HOUR)
         with self._writing:
             since, used = self._leases.get(tenant, (hour, cap if hour == self._unknown_hour else 0.0))
+            if since == hour + 1:  # the clock was set back: the hour does not begin anew
+                hour = since
             used = used if since == hour else 0.0
             taken = granted(cap - used, need, want)
             self._leases[tenant] = (hour, used + taken)
@@ -151,7 +153,7 @@ class SpendLedger:
                 self._leases[tenant] = (hour, used)
                 log_event("state not written", logging.ERROR, path=str(self.path), error=error_type(error))
                 raise
-        return taken, left
+        return taken, (hour + 1) * HOUR - now
 
     def close(self) -> None:
         """Write the final state, with nothing reserved."""

@@ -9,6 +9,7 @@ import traceback
 from functools import partial
 
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -20,6 +21,7 @@ from alight.serve.requests import RequestRefused
 REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")  # as clients may name a request
 PATHS = ("/", "/predict", "/predict/files", "/budget", "/status", "/healthz", "/readyz", "/metrics", "/openapi.json")
 # other paths are counted under the route that takes them, so that clients cannot make metrics grow
+GONE = 499  # as logs and metrics say that a client went before its request was complete; it is never sent
 QUIET = ("/healthz", "/readyz", "/metrics", "/status")  # paths logged at level debug
 
 
@@ -46,8 +48,7 @@ class LimitsMiddleware:
             if message["type"] == "http.response.start":
                 status = message["status"]
                 message["headers"] = [*message.get("headers", []), (b"x-request-id", request_id.encode())]
-            async with asyncio.timeout(self.limits.timeout):  # a client that does not read its answer is dropped
-                await send(message)
+            await send(message)
 
         with self.tracer.request(scope["method"], scope["path"], headers) as span:
             try:
@@ -59,8 +60,8 @@ class LimitsMiddleware:
             except RequestRefused as refused:
                 if not status:
                     await error_response(refused)(scope, receive, send_with_id)
-            except TimeoutError:
-                log_event("dropped", logging.WARNING, id=request_id, reason="the client does not read its answer")
+            except ClientDisconnect:
+                status = GONE
             except Exception as error:  # a fault of ours, or of a library
                 last = traceback.extract_tb(error.__traceback__)[-1]
                 where = f"{last.filename}:{last.lineno}"

@@ -8,7 +8,7 @@ base64). Its outputs are `index`, `label`, `exit`, `cost` and `probability` of e
 import math
 import re
 import struct
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -19,7 +19,7 @@ from fastapi.responses import JSONResponse
 
 from alight import __version__
 from alight.errors import AlightError
-from alight.serve.hosting import HostedModel
+from alight.serve.hosting import HostedModel, ModelHost
 from alight.serve.model import ServedModel
 from alight.serve.reading import OPTION_BYTES, UnreadSamples, count_samples, decode_json, raw_bytes
 from alight.serve.requests import Limits, PredictOptions, PredictResponse, RequestRefused, error_schemas, parse
@@ -30,11 +30,13 @@ DTYPES = {"UINT8": "u1", "INT8": "i1", "INT16": "<i2", "INT32": "<i4", "INT64": 
 DTYPES |= {"FP64": "<f8", "BOOL": "?"}
 MAX_SIZE = 2**31  # of an axis
 NUMBERS = re.compile(rb"[-+.0-9eE,\[\]\s]*")
+OF_NUMBERS = b"-+.0123456789eE \t\r\n"  # what is left without them is how numbers are nested
 OUTPUTS = {"index": "INT64", "label": "BYTES", "exit": "INT64", "cost": "FP64", "probability": "FP64"}
+OUTPUTS_BYTES = 100 * len(OUTPUTS)  # of JSON that names them
 NOTHING = msgspec.Raw()
 
 
-class InputTensor(msgspec.Struct):
+class InputTensor(msgspec.Struct, forbid_unknown_fields=True):
     """The description of a tensor; its values are still JSON, or follow the JSON."""
 
     name: str
@@ -44,7 +46,7 @@ class InputTensor(msgspec.Struct):
     parameters: msgspec.Raw = NOTHING
 
 
-class InferenceRequest(msgspec.Struct):
+class InferenceRequest(msgspec.Struct, forbid_unknown_fields=True):
     """A request of the protocol, whose values are still JSON."""
 
     inputs: msgspec.Raw
@@ -53,13 +55,31 @@ class InferenceRequest(msgspec.Struct):
     outputs: msgspec.Raw = NOTHING
 
 
-class Parameters(msgspec.Struct, forbid_unknown_fields=False):
+class Parameters(msgspec.Struct, forbid_unknown_fields=True):
     """What a request may say beside its tensors."""
 
     budget: float | str | None = None
     deadline_ms: float | None = None
     binary_data_output: bool = False
+
+
+class InputParameters(msgspec.Struct, forbid_unknown_fields=True):
+    """What may be said of an input."""
+
     binary_data_size: int | None = None
+
+
+class OutputParameters(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
+    """What may be said of an output."""
+
+    binary_data: bool | None = None
+
+
+class RequestedOutput(msgspec.Struct, forbid_unknown_fields=True):
+    """An output that a request asks for."""
+
+    name: str
+    parameters: OutputParameters = OutputParameters()
 
 
 def add_inference_protocol(app: FastAPI, service: Service) -> None:
@@ -102,10 +122,9 @@ def add_inference_protocol(app: FastAPI, service: Service) -> None:
             content = await body_of(request)
             header = _header_length(request, len(content))
             arguments = open_inference, content, header, hosted.worker.model, service.limits
-            own_id, parameters, unread = await service.counted(len(content), until, *arguments)
-            options = parse(PredictOptions, {"budget": parameters.budget, "deadline_ms": parameters.deadline_ms})
-            response = await service.answer(request, hosted, unread, options)
-        return inference_response(hosted, own_id, response, binary=parameters.binary_data_output)
+            own_id, given, wanted, unread = await service.counted(len(content), until, *arguments)
+            response = await service.answer(request, hosted, unread, parse(PredictOptions, given))
+        return inference_response(hosted, own_id, response, wanted)
 
     @app.post("/v2/repository/index", responses=error_schemas(401, 403))
     async def index() -> list[dict[str, str]]:
@@ -120,10 +139,18 @@ def add_inference_protocol(app: FastAPI, service: Service) -> None:
     @app.post("/v2/repository/models/{name}/load", responses=error_schemas(401, 403, 404, 422))
     async def load(name: str) -> dict[str, list[str]]:
         """Load everything that has changed on disk, also models that are new; as SIGHUP does."""
-        try:
-            return {"changed": await run_sync(host.reload)}
-        except (AlightError, OSError) as error:
-            raise RequestRefused(422, f"not loaded, and what was served still is: {error}") from error
+        return {"changed": await run_sync(_reload, host, name)}
+
+
+def _reload(host: ModelHost, name: str) -> list[str]:
+    """Load what has changed and return the names of it; a model that was not there, and is not now, is refused."""
+    try:
+        changed = host.reload()
+    except (AlightError, OSError) as error:
+        raise RequestRefused(422, f"not loaded, and what was served still is: {error}") from error
+    if name not in {each.rpartition(":")[0] for each in changed}:
+        host.find(name)
+    return changed
 
 
 def _health(good: bool) -> Response:
@@ -142,8 +169,8 @@ def _header_length(request: Request, size: int) -> int:
 
 def open_inference(
     content: bytearray, header: int, model: ServedModel, limits: Limits
-) -> tuple[str, Parameters, UnreadSamples]:
-    """Return the id and parameters of a request, and its samples, counted."""
+) -> tuple[str, dict[str, Any], dict[str, bool], UnreadSamples]:
+    """Return the id of a request, what it may spend, its outputs (binary or not), and its samples, counted."""
     request = decode_json(memoryview(content)[:header], InferenceRequest)
     inputs = raw_bytes(request.inputs)
     if inputs.count(b'"datatype"') > 1:
@@ -153,28 +180,45 @@ def open_inference(
         raise RequestRefused(422, "no input tensor: send one")
     (tensor,) = tensors
     parameters = _small(request.parameters, Parameters, Parameters())
-    size = _small(tensor.parameters, Parameters, Parameters()).binary_data_size
+    wanted = _wanted(_small(request.outputs, list[RequestedOutput], [], OUTPUTS_BYTES), parameters.binary_data_output)
     shape = _small(tensor.shape, list[int], [])
     if not shape or min(shape) < 1 or max(shape) > MAX_SIZE or shape[0] > limits.batch:
         raise RequestRefused(413, f"a tensor of shape {shape}: send 1 to {limits.batch} samples along the first axis")
-    binary = None
-    if size is not None:
-        binary = memoryview(content)[header:]
-        if size != len(binary):
-            raise RequestRefused(422, f"{len(binary)} bytes after the JSON, and binary_data_size {size}: send as many")
+    binary = _binary_values(tensor, memoryview(content)[header:])
     if tensor.datatype == "BYTES":
         kind = "texts" if model.tokenize else "images"
-        values: Any = _strings(tensor, binary, shape[0], text=kind == "texts")
+        values: Any = _strings(tensor, binary, math.prod(shape), text=kind == "texts")
+        if len(values) > shape[0]:
+            raise RequestRefused(422, f"a tensor of BYTES of shape {shape}: send one element for each sample")
     else:
         kind, values = "arrays", _numbers(tensor, binary, shape)
-    return request.id, parameters, count_samples(kind, values, model, limits)
+    options = {"budget": parameters.budget, "deadline_ms": parameters.deadline_ms}
+    return request.id, options, wanted, count_samples(kind, values, model, limits)
 
 
-def _small(raw: msgspec.Raw, kind: Any, default: Any) -> Any:
+def _binary_values(tensor: InputTensor, behind: memoryview) -> memoryview | None:
+    """Return the values of a tensor that follow the JSON, None if they are in it."""
+    size = _small(tensor.parameters, InputParameters, InputParameters()).binary_data_size
+    if len(behind) != (size or 0):
+        raise RequestRefused(422, f"{len(behind)} bytes after the JSON, and binary_data_size {size}: send as many")
+    if size is not None and raw_bytes(tensor.data):
+        raise RequestRefused(422, "data in the JSON and after it: send the values once")
+    return None if size is None else behind
+
+
+def _wanted(outputs: Sequence[RequestedOutput], binary: bool) -> dict[str, bool]:
+    """Return the outputs of an answer, all if none is named, and whether each is binary."""
+    if unknown := [output.name for output in outputs if output.name not in OUTPUTS]:
+        raise RequestRefused(422, f"there is no output {unknown[0][:100]!r}: ask for some of {', '.join(OUTPUTS)}")
+    said = {output.name: output.parameters.binary_data for output in outputs} or dict.fromkeys(OUTPUTS)
+    return {name: binary if each is None else each for name, each in said.items()}
+
+
+def _small(raw: msgspec.Raw, kind: Any, default: Any, most: int = OPTION_BYTES) -> Any:
     """Return a value that is short in JSON."""
     text = raw_bytes(raw)
-    if len(text) > OPTION_BYTES:
-        raise RequestRefused(422, f"{len(text):,} bytes where {OPTION_BYTES} are enough: send less")
+    if len(text) > most:
+        raise RequestRefused(422, f"{len(text):,} bytes where {most} are enough: send less")
     return decode_json(text, kind) if text else default
 
 
@@ -215,10 +259,29 @@ def _numbers(tensor: InputTensor, binary: memoryview | None, shape: Sequence[int
     data = raw_bytes(tensor.data)
     if not NUMBERS.fullmatch(data):
         raise RequestRefused(422, "data that is not an array of numbers")
+    nesting = data.translate(None, OF_NUMBERS)
+    if (found := nesting.count(b",") + 1 if re.search(rb"\d", data) else 0) != total:
+        raise RequestRefused(422, f"{found} numbers, and the shape {list(shape)} says {total}")
+    if nesting not in (_nesting([total]), _nesting(shape)):
+        raise RequestRefused(422, f"numbers not nested as the shape {list(shape)} says: send them as one list")
     numbers = np.fromstring(data.translate(None, b"[] \t\r\n").decode(), sep=",")
-    if numbers.size != total:
-        raise RequestRefused(422, f"{numbers.size} numbers, and the shape {list(shape)} says {total}")
-    return numbers.astype(dtype).reshape(shape)
+    with np.errstate(invalid="ignore", over="ignore"):
+        values = numbers.astype(dtype)
+    if dtype.kind != "f" and (changed := numbers[values != numbers]).size:
+        raise RequestRefused(422, f"a tensor of {tensor.datatype} with the number {changed[0]:g}: send FP32")
+    return values.reshape(shape)
+
+
+def _nesting(shape: Sequence[int]) -> bytes:
+    """Return the brackets and commas of an array of this shape in JSON.
+
+    >>> _nesting([2, 3])
+    b'[[,,],[,,]]'
+    """
+    inner = b""
+    for size in reversed(shape):
+        inner = b"[" + b",".join([inner] * size) + b"]"
+    return inner
 
 
 def _metadata(hosted: HostedModel, versions: list[str]) -> dict[str, Any]:
@@ -234,17 +297,19 @@ def _metadata(hosted: HostedModel, versions: list[str]) -> dict[str, Any]:
     return {**platform, "inputs": inputs, "outputs": outputs}
 
 
-def inference_response(hosted: HostedModel, own_id: str, answer: PredictResponse, *, binary: bool) -> Response:
+def inference_response(
+    hosted: HostedModel, own_id: str, answer: PredictResponse, wanted: Mapping[str, bool]
+) -> Response:
     """Return the answer as the protocol writes it, its tensors as JSON or behind it."""
-    columns = {name: [getattr(each, name) for each in answer.predictions] for name in OUTPUTS}
-    if None in columns["probability"]:
+    columns = {name: [getattr(each, name) for each in answer.predictions] for name in wanted}
+    if None in columns.get("probability", ()):
         del columns["probability"]
     outputs, tail = [], b""
     for name, values in columns.items():
         output: dict[str, Any] = {"name": name, "datatype": OUTPUTS[name], "shape": [len(values)]}
         if name == "label":
             values = [*map(str, values)]
-        if binary:
+        if wanted[name]:
             content = _binary(values, OUTPUTS[name])
             output["parameters"] = {"binary_data_size": len(content)}
             tail += content
@@ -256,7 +321,7 @@ def inference_response(hosted: HostedModel, own_id: str, answer: PredictResponse
     document: dict[str, Any] = {"model_name": source.name, "model_version": source.version, "outputs": outputs}
     document |= {"parameters": said} | ({"id": own_id} if own_id else {})
     head = msgspec.json.encode(document)
-    if not binary:
+    if not tail:
         return Response(head, media_type="application/json")
     return Response(head + tail, media_type="application/octet-stream", headers={LENGTH: str(len(head))})
 

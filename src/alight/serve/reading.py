@@ -5,7 +5,6 @@ sent. `UnreadSamples.amount` says how much there is to read; who admits requests
 """
 
 import base64
-import io
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -15,18 +14,18 @@ from typing import Any
 
 import msgspec
 import numpy as np
-from PIL import Image, UnidentifiedImageError
+from PIL import Image
 
-from alight.data.preprocess import image_batch
-from alight.errors import BadInput
+from alight.data.preprocess import InputSpec, image_batch
 from alight.serve.model import Sample, ServedModel
+from alight.serve.pictures import one_line, read_picture, with_picture
 from alight.serve.requests import Limits, PredictOptions, RequestRefused, parse
 
-FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")  # the only decoders that untrusted bytes reach
 MAX_LETTERS = 1000  # of a text for each token that is read of it
 MAX_NUMBER = 1e6  # in an array: beyond, networks overflow
 OPTION_BYTES = 200  # of a budget or deadline as JSON: they are short
 NOTHING = msgspec.Raw()
+ReadPicture = Callable[[bytes, InputSpec], np.ndarray]
 
 
 class RawRequest(msgspec.Struct, forbid_unknown_fields=True):
@@ -114,9 +113,16 @@ def count_samples(kind: str, values: Sequence[Any], model: ServedModel, limits: 
     return UnreadSamples(kind, [value for value, _ in counted], sum(amount for _, amount in counted))
 
 
-def read_samples(unread: UnreadSamples, model: ServedModel, limits: Limits, until: float = math.inf) -> list[Sample]:
+def read_samples(
+    unread: UnreadSamples, model: ServedModel, until: float = math.inf, read: ReadPicture = read_picture
+) -> list[Sample]:
     """Return the samples as the network takes them, unless that lasts beyond a moment of time.monotonic."""
-    return _each(unread.kind, unread.values, lambda value: READERS[unread.kind](value, model, limits), until)
+    readers: dict[str, Callable[[Any], Sample]] = {
+        "images": lambda file: read(file, model.spec),
+        "arrays": lambda values: _read_array(values, model),
+        "texts": lambda text: _read_text(text, model),
+    }
+    return _each(unread.kind, unread.values, readers[unread.kind], until)
 
 
 def too_many(count: int, kind: str, limits: Limits) -> RequestRefused:
@@ -134,6 +140,8 @@ def _each(kind: str, values: Sequence[Any], work: Callable[[Any], Any], until: f
             made.append(work(value))
         except RequestRefused as refused:
             raise RequestRefused(refused.status_code, f"{name} {index}: {refused.detail}") from refused
+        except ConnectionError as error:
+            raise RequestRefused(503, f"{name} {index}: {error}", 1) from error
         except (ValueError, TypeError) as error:  # all errors of alight are among them
             raise RequestRefused(422, f"{name} {index}: {one_line(error)}") from error
     return made
@@ -152,7 +160,10 @@ def _count_pixels(file: str | bytes, model: ServedModel, limits: Limits) -> tupl
             file = base64.b64decode(file.split(";base64,", 1)[-1], validate=True)
         except ValueError as error:
             raise RequestRefused(422, f"not base64 ({one_line(error)})") from error
-    width, height = _with_image(file, limits, lambda opened: opened.size)
+    try:
+        width, height = with_picture(file, lambda opened: opened.size)
+    except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
+        raise RequestRefused(413, f"more than the {limits.pixels:,} pixels that are taken") from error
     scale = max(1.0, max(rows, columns) / min(width, height))  # it may have to be turned
     if scale**2 * width * height > limits.pixels:
         raise RequestRefused(
@@ -161,32 +172,13 @@ def _count_pixels(file: str | bytes, model: ServedModel, limits: Limits) -> tupl
     return file, width * height
 
 
-def _read_image(file: bytes, model: ServedModel, limits: Limits) -> Sample:
-    """Return the first picture of an image file."""
-    return _with_image(file, limits, lambda opened: image_batch([opened], model.spec, "the request"))
-
-
-def _with_image(file: bytes, limits: Limits, work: Callable[[Any], Any]) -> Any:
-    """Return what work makes of an image file that is open, and not decoded yet."""
-    try:
-        with Image.open(io.BytesIO(file), formats=FORMATS) as opened:
-            return work(opened)
-    except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
-        raise RequestRefused(413, f"more than the {limits.pixels:,} pixels that are taken") from error
-    except BadInput:
-        raise
-    except Exception as error:  # a damaged image fails in a dozen ways, each decoder its own
-        detail = "" if isinstance(error, UnidentifiedImageError) else f" ({one_line(error)})"
-        raise RequestRefused(422, f"not a complete image in {', '.join(FORMATS)}{detail}") from error
-
-
 def _count_letters(text: str, model: ServedModel, limits: Limits) -> tuple[str, int]:
     if len(text) > MAX_LETTERS * limits.tokens:
         raise RequestRefused(413, f"{len(text):,} letters, and at most {MAX_LETTERS * limits.tokens:,} are taken")
     return text, len(text)
 
 
-def _read_text(text: str, model: ServedModel, limits: Limits) -> Sample:
+def _read_text(text: str, model: ServedModel) -> Sample:
     assert model.tokenize is not None  # checked before
     with nullcontext() if model.tokenize.is_thread_safe else model.tokenizing:
         return model.tokenize([text])
@@ -196,7 +188,7 @@ def _count_numbers(values: Any, model: ServedModel, limits: Limits) -> tuple[Any
     return values, len(memoryview(values)) if isinstance(values, msgspec.Raw) else values.size
 
 
-def _read_array(values: Any, model: ServedModel, limits: Limits) -> Sample:
+def _read_array(values: Any, model: ServedModel) -> Sample:
     """Return the numbers of one sample, of JSON or of an array, as the network takes them; bytes are pixels."""
     if isinstance(values, np.ndarray) and values.dtype == np.uint8 and model.input_kind == "images":
         return image_batch(values[None], model.spec, "the request")
@@ -228,13 +220,3 @@ COUNTERS: dict[str, Callable[[Any, ServedModel, Limits], tuple[Any, int]]] = {
     "arrays": _count_numbers,
     "texts": _count_letters,
 }
-READERS: dict[str, Callable[[Any, ServedModel, Limits], Sample]] = {
-    "images": _read_image,
-    "arrays": _read_array,
-    "texts": _read_text,
-}
-
-
-def one_line(error: Exception) -> str:
-    """Return what an error says, shortened to one line."""
-    return " ".join(str(error).split())[:300] or type(error).__name__

@@ -189,7 +189,7 @@ ERRORS: dict[int, str] = {
     415: "another type of content",
     422: "samples, a budget or a deadline that cannot be used, and which",
     429: "too much is under way, or a tenant's hour is spent: see Retry-After",
-    503: "the service is stopping, or the ledger does not answer",
+    503: "the service is stopping, a part of it has ended and is replaced, or the ledger does not answer",
     504: "no exit is left in time",
 }
 
@@ -212,12 +212,20 @@ def check_content_type(request: Request, content_type: str) -> None:
 
 
 async def check_query(request: Request) -> None:
-    """Check that an endpoint with query parameters is given no other: one that is misspelt would have no effect."""
+    """Check that a request has only query parameters that its endpoint reads: a misspelt one would have no effect.
+
+    Endpoints that only show something, and read none, take any, as probes and scrapers add them.
+    """
     known = {each.alias for each in request.scope["route"].dependant.query_params}
-    for name in request.query_params if known else ():
+    if not known and request.method == "GET":
+        return
+    names = [name for name, _ in request.query_params.multi_items()]
+    for name in names:
+        given = f"query parameter {name[:100]!r} at {request.url.path[:100]}"
         if name not in known:
-            given = f"query parameter {name[:100]!r} at {request.url.path}"
-            raise RequestRefused(422, f"{given}: give {' and '.join(sorted(known))}, or none of them")
+            raise RequestRefused(422, f"{given}: give {' and '.join(sorted(known)) + ', or ' if known else ''}none")
+        if names.count(name) > 1:
+            raise RequestRefused(422, f"{given}, {names.count(name)} times: give it once")
 
 
 def parse(schema: type[Schema], content: bytes | dict[str, Any], *, strict: bool | None = None) -> Schema:

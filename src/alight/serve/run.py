@@ -30,7 +30,7 @@ KEEP_ALIVE = 75  # seconds that an idle connection lasts: longer than load balan
 HEAD = 10.0  # seconds within which the head of a request has to be complete
 SPARE = 64  # open files that are not connections
 M_ARENA_MAX, M_MMAP_THRESHOLD = -8, -3  # of glibc's mallopt
-SWITCH = 5e-4  # seconds after which Python lets another thread run: the worker takes turns with the event loop often
+SWITCH = 1e-4  # seconds after which Python lets another thread run: the worker takes turns with the event loop often
 LARGE_BLOCK = 2**20  # bytes: as much as a small request has at most
 
 
@@ -57,10 +57,16 @@ class Listening:
 
 
 class BoundedConnection(H11Protocol):
-    """A connection among at most `limit`: one that sends no complete head is closed after a while, or for a new one."""
+    """A connection among at most `limit`: one that stalls is closed after a while, or for a new one.
+
+    It stalls if it sends no complete head, or does not read its answers.
+    """
 
     limit = 512
+    timeout = 30.0  # seconds for a client to read
     waiting_since: float | None = None  # for the head of a request
+    unread_since: float | None = None  # by the client
+    dropped = False
 
     def connection_made(self, transport: Any) -> None:
         """Take a connection; if there are too many, close the one that has waited longest for its head."""
@@ -70,12 +76,37 @@ class BoundedConnection(H11Protocol):
         self._wait_for_head()
 
     def _make_room(self) -> None:
-        """Close the connection that has waited longest for a head, an idle one if none waits, or else this one."""
-        others: list[Any] = [each for each in self.connections if each is not self and not each.transport.is_closing()]
+        """Close one that is only left to be read, the one that waits longest for a head, an idle one, or this one."""
+        connections: Any = self.connections  # all of this class
+        others = [each for each in connections if each is not self and not each.dropped]
         if len(others) >= self.limit:
+            closing = [each for each in others if each.transport.is_closing()]
             waiting = [each for each in others if each.waiting_since is not None]
-            idle = next((each for each in others if each.is_idle), self)
-            min(waiting, key=lambda each: each.waiting_since, default=idle).transport.abort()
+            idle = [each for each in others if each.is_idle]
+            longest = sorted(waiting, key=lambda each: each.waiting_since)
+            next(iter([*closing, *longest, *idle, self])).drop()
+
+    def drop(self) -> None:
+        """Close the connection, whatever is still to be sent."""
+        self.dropped = True
+        self.transport.abort()
+
+    def pause_writing(self) -> None:
+        """Wait for the client to read, for a while."""
+        super().pause_writing()
+        self.unread_since = began = time.monotonic()
+
+        def look() -> None:
+            if self.unread_since == began:
+                log_event("dropped", logging.WARNING, reason="the client does not read its answer")
+                self.drop()
+
+        self.loop.call_later(self.timeout, look)
+
+    def resume_writing(self) -> None:
+        """Go on: the client has read."""
+        super().resume_writing()
+        self.unread_since = None
 
     def data_received(self, data: bytes) -> None:
         """Take bytes; those of a head have to be complete in time."""
@@ -95,7 +126,7 @@ class BoundedConnection(H11Protocol):
 
         def look() -> None:
             if self.waiting_since == began:
-                self.transport.abort()
+                self.drop()
 
         self.loop.call_later(HEAD, look)
 
@@ -147,6 +178,7 @@ def serve(
     with listening.bind() as bound:
         host = load()
         BoundedConnection.limit = min(host.limits.connections, _open_files() - SPARE)
+        BoundedConnection.timeout = host.limits.timeout
         process = Process(host, access, token_file)
         process.config = config = uvicorn.Config(
             build_app(host, access),

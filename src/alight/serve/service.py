@@ -3,7 +3,7 @@
 import asyncio
 import math
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -16,7 +16,7 @@ from alight.serve.reading import UnreadSamples, read_samples
 from alight.serve.requests import Limits, PredictOptions, PredictResponse, RequestRefused
 from alight.serve.worker import QueuedRequest
 
-INLINE = 2**16  # bytes of a body that is counted at once: a thread would take longer to begin
+INLINE = 2**12  # bytes of a body that is counted at once: others would wait for the headers of larger files
 Result = TypeVar("Result")
 
 
@@ -50,18 +50,27 @@ class Service:
         with worker.admitting(count, until):
             async with hosted.caps.charged(state["caller"].tenant, policy, count) as charge:
                 begun = time.monotonic()
-                work = (read_samples, unread, worker.model, self.limits, until)
+                work = (read_samples, unread, worker.model, until, self.admission.pictures.read)
                 samples = await self.admission.read(unread.kind, unread.amount, count, until, *work)
-                queued = QueuedRequest(samples, options.budget, deadline, arrived, charge.cap)
-                worker.submit(queued)
-                response = charge.response = await asyncio.wrap_future(queued.response)
-        tracer, now = state["tracer"], time.monotonic()
-        tracer.past("read", begun, queued.queued, kind=unread.kind, amount=unread.amount)
-        tracer.past("queue", queued.queued, queued.started)
-        tracer.past("run", queued.started, now, policy=response.policy)
+                decided: list[QueuedRequest] = []
+                size = worker.turn(count, deadline)
+                try:
+                    for first in range(0, count, size):
+                        part = samples[first : first + size]
+                        queued = QueuedRequest(part, options.budget, deadline, arrived, charge.cap)
+                        worker.submit(queued)
+                        decided.append(queued)
+                        await asyncio.wrap_future(queued.response)
+                finally:
+                    costs = [each.spent for each in decided]
+                    charge.spent = None if None in costs else math.fsum(cost or 0.0 for cost in costs)
+        response = joined([each.response.result() for each in decided])
+        tracer, now, first_part = state["tracer"], time.monotonic(), decided[0]
+        tracer.past("read", begun, first_part.queued, kind=unread.kind, amount=unread.amount)
+        tracer.past("queue", first_part.queued, first_part.started)
+        tracer.past("run", first_part.started, now, policy=response.policy)
         if state["caller"].tenant:
-            spent = sum(prediction.cost for prediction in response.predictions)
-            worker.metrics.tenants.labels(state["caller"].tenant, response.unit).inc(spent)
+            worker.metrics.tenants.labels(state["caller"].tenant, response.unit).inc(charge.spent or 0.0)
         exits = [prediction.exit for prediction in response.predictions]
         state["logged"] = {"samples": len(exits), "exits": exits[:32], "policy": response.policy}
         return response
@@ -75,6 +84,12 @@ class Service:
                 yield until
         except TimeoutError as error:
             raise RequestRefused(504, f"there was no answer within {self.limits.timeout:g} seconds") from error
+
+
+def joined(responses: Sequence[PredictResponse]) -> PredictResponse:
+    """Return the response of a request whose samples were decided in turns: the policy in force is that of the last."""
+    predictions = [prediction for response in responses for prediction in response.predictions]
+    return responses[-1].model_copy(update={"predictions": predictions, "queued_ms": responses[0].queued_ms})
 
 
 async def body_of(request: Request) -> bytearray:

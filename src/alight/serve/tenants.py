@@ -12,9 +12,10 @@ from alight.errors import AlightError
 from alight.policies.policy import Policy
 from alight.serve.admission import retry_after
 from alight.serve.ledger import Lease
-from alight.serve.requests import PredictResponse, RequestRefused
+from alight.serve.requests import RequestRefused
 
 EVERYBODY = "*"  # the tenant whose cap is that of all requests together
+SAME_HOUR = 10.0  # seconds that two leases may differ about the end of the hour: the ledger takes a while to answer
 AHEAD = 16  # times what a request needs is leased at once, so that few requests wait for the ledger
 
 
@@ -28,10 +29,10 @@ class Wallet:
 
 @dataclass
 class Charge:
-    """What a request may cost per sample, None where nothing limits it; and its response, once it is there."""
+    """What a request may cost per sample, None where nothing limits it; and what it did cost, None if not known."""
 
     cap: float | None = None
-    response: PredictResponse | None = None
+    spent: float | None = 0.0
 
 
 class TenantCaps:
@@ -43,7 +44,7 @@ class TenantCaps:
 
     @asynccontextmanager
     async def charged(self, tenant: str, policy: Policy, count: int) -> AsyncIterator[Charge]:
-        """Take what so many samples may cost from the wallets, and give back what the response did not cost."""
+        """Take what so many samples may cost from the wallets, and give back what the request did not cost."""
         caps = self._caps()
         names = [name for name in (tenant, EVERYBODY) if caps.get(name) is not None]
         if not names:
@@ -55,10 +56,12 @@ class TenantCaps:
         for wallet in wallets:
             wallet.left -= taken
         charge = Charge(cost)
-        yield charge
-        if charge.response is not None and time.monotonic() < ends:  # without one it may still be decided
-            for wallet in wallets:
-                wallet.left += taken - sum(prediction.cost for prediction in charge.response.predictions)
+        try:
+            yield charge
+        finally:
+            if charge.spent is not None and time.monotonic() < ends:
+                for wallet in wallets:
+                    wallet.left += taken - charge.spent
 
     async def _affordable(self, caps: Mapping[str, float], policy: Policy, count: int) -> tuple[float, list[Wallet]]:
         """Return the most that a sample may cost, and the wallets, once all are filled at the same time."""
@@ -80,7 +83,9 @@ class TenantCaps:
                 taken, seconds = await run_sync(self._lease, name, cap, need, AHEAD * need)
             except OSError as error:
                 raise RequestRefused(503, f"what {name!r} has spent cannot be kept ({error})", 1) from error
-            wallet.left, wallet.ends = wallet.left + taken, now + seconds
+            ends = time.monotonic() + seconds
+            kept = wallet.left if ends < wallet.ends + SAME_HOUR else 0.0  # of an hour that ended meanwhile nothing is
+            wallet.left, wallet.ends = kept + taken, ends
             if wallet.left >= need:
                 return wallet
         raise RequestRefused(

@@ -33,6 +33,8 @@ from alight.serve.watch import DisagreementWatch
 
 IDLE = 0.5  # seconds after which a worker without requests looks whether others have changed the policy
 SLACK = 0.25  # share of the time to a deadline that is kept for what the machine does beside
+TURN = 0.03  # seconds of the network that one request takes at a time, if its samples can be split
+SPARE_TIME = 4.0  # times what all samples take: a request with less time left is decided in one turn
 KEPT = 64  # samples that wait to be watched, at most: those that came last
 
 
@@ -52,6 +54,15 @@ class QueuedRequest:
 
     def __len__(self) -> int:
         return len(self.samples)
+
+    @property
+    def spent(self) -> float | None:
+        """What its samples cost: 0 if it was never decided, None if it may be decided still, or failed on the way."""
+        if self.response.cancelled() or (self.response.done() and self.started == math.inf):
+            return 0.0
+        if not self.response.done() or self.response.exception() is not None:
+            return None
+        return sum(prediction.cost for prediction in self.response.result().predictions)
 
 
 class BatchWorker:
@@ -131,6 +142,13 @@ class BatchWorker:
         finally:
             self.admitted -= count
 
+    def turn(self, count: int, deadline: float) -> int:
+        """Return how many of a request's samples run at once: not all if others would wait long, and time is left."""
+        timing, last = self.timing, len(self.ledger.state.policy.costs) - 1
+        if deadline - time.monotonic() < SPARE_TIME * timing.seconds(count, last):
+            return count
+        return next((size for size in range(1, count) if timing.seconds(size + 1, last) > TURN), count)
+
     @property
     def queued(self) -> int:
         """Samples that wait for the network."""
@@ -139,8 +157,11 @@ class BatchWorker:
     def submit(self, request: QueuedRequest) -> None:
         """Put a request into the queue, before the thread has started, too; or refuse it."""
         with self._changed:
-            if self._closing or self.unknown_policy:
+            if self._closing:
                 raise RequestRefused(503, "the service is stopping: ask another one", retry_after=1)
+            if self.unknown_policy:
+                reason = f"all replicas are under the policy {self.ledger.wanted}, which is not here: ask another one"
+                raise RequestRefused(503, reason, retry_after=1)
             self._queue.append(request)
             self._changed.notify()
 
@@ -197,9 +218,12 @@ class BatchWorker:
             while not (self._queue or self._changes or self._closing or self._watchable):
                 self._changed.wait(IDLE)
                 self._adopt()
-            self._adopt()
-            while self._changes:
-                self._change(*self._changes.popleft())
+            changes = [*self._changes]
+            self._changes.clear()
+        self._adopt()
+        for change, done in changes:  # a disk or a ledger may take long, and requests come meanwhile
+            self._change(change, done)
+        with self._changed:
             if not self._queue:
                 return None if self._closing else []
             while not self._closing and (left := self._begin() - time.monotonic()) > 0:
