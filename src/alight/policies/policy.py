@@ -125,7 +125,7 @@ class Policy(ABC):
 
     def _check_rates(self) -> None:
         rates = f"exit rates {self.exit_rates}"
-        if not all(map(_is_share, self.exit_rates)):
+        if not all(_is_number(rate) and 0 <= rate <= 1 for rate in self.exit_rates):
             raise BadInput(f"{rates} must lie in [0, 1]")
         if abs(sum(self.exit_rates) - 1) > 1e-6:
             raise BadInput(f"{rates} must add up to 1")
@@ -288,7 +288,7 @@ class Threshold(Policy):
             )
         if any(math.isnan(value) for value in self.thresholds):
             raise BadInput(f"thresholds {self.thresholds} hold NaN: give numbers")
-        if not all(map(_is_share, self.tie_shares)):
+        if not all(_is_number(share) and 0 <= share <= 1 for share in self.tie_shares):
             raise BadInput(f"tie shares {self.tie_shares} must lie in [0, 1]")
 
     def step(self, open_index: int, samples: Array, predictions: Array, scores: Array, memory: Memory) -> Step:
@@ -469,10 +469,6 @@ def _as_python(value: Any) -> Any:
 
 def _is_number(value: Any, above: float = -math.inf) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and above < value < math.inf
-
-
-def _is_share(value: Any) -> bool:
-    return _is_number(value) and 0 <= value <= 1
 
 
 def _to_json(value: Any) -> Any:
