@@ -54,6 +54,10 @@ def responses(worker, requests):
 
 def test_a_large_request_runs_in_turns_that_keep_nobody_waiting_long():
     worker = make_worker("unpaced", timing=ExitTiming([0.012] * 4, growth=32.0, max_batch=32))
+    with worker.admitting(32, math.inf):
+        assert worker.turn(32, math.inf) == 32  # nobody else is here
+        with worker.admitting(1, math.inf):
+            pass
     assert worker.turn(32, math.inf) == 2  # 24 ms, and 36 would be too long
     assert worker.turn(1, math.inf) == 1
     assert worker.turn(8, time.monotonic() + 60) == 2

@@ -34,6 +34,7 @@ from alight.serve.watch import DisagreementWatch
 IDLE = 0.5  # seconds after which a worker without requests looks whether others have changed the policy
 SLACK = 0.25  # share of the time to a deadline that is kept for what the machine does beside
 TURN = 0.03  # seconds of the network that one request takes at a time, if its samples can be split
+ALONE = 10.0  # seconds since two requests were here at once, after which one takes all at a time: turns cost speed
 SPARE_TIME = 4.0  # times what all samples take: a request with less time left is decided in one turn
 KEPT = 64  # samples that wait to be watched, at most: those that came last
 
@@ -79,6 +80,7 @@ class BatchWorker:
     ) -> None:
         self.model, self.ledger, self.limits, self.metrics, self.name = model, ledger, limits, metrics, name
         self.admitted = 0  # samples that are admitted and not answered; changed in one thread
+        self.shared = -math.inf  # when two requests were admitted at once, the last time
         self.counts = [0] * len(model.exits)  # samples answered, by exit
         self.spent = self.allowed = 0.0
         self.watch = DisagreementWatch()
@@ -136,6 +138,8 @@ class BatchWorker:
         if self.admitted + count > self.limits.queue or wait > until - time.monotonic() > 0:
             reason = f"{self.admitted} samples are waiting, for {wait:.1f} seconds or so: come again"
             raise RequestRefused(429, reason, retry_after(wait))
+        if self.admitted:
+            self.shared = time.monotonic()
         self.admitted += count
         try:
             yield
@@ -144,8 +148,8 @@ class BatchWorker:
 
     def turn(self, count: int, deadline: float) -> int:
         """Return how many of a request's samples run at once: not all if others would wait long, and time is left."""
-        timing, last = self.timing, len(self.ledger.state.policy.costs) - 1
-        if deadline - time.monotonic() < SPARE_TIME * timing.seconds(count, last):
+        timing, last, now = self.timing, len(self.ledger.state.policy.costs) - 1, time.monotonic()
+        if now - self.shared > ALONE or deadline - now < SPARE_TIME * timing.seconds(count, last):
             return count
         return next((size for size in range(1, count) if timing.seconds(size + 1, last) > TURN), count)
 
