@@ -181,7 +181,7 @@ def run_serve(options: argparse.Namespace) -> None:
         partial(_sources, options),
         limits,
         open_ledger=_open_ledger(options.ledger),
-        caps=lambda: everybody | (dict(access.tokens.caps) if access.tokens else {}),
+        caps=partial(access.caps, everybody),
     )
     serve(
         load,

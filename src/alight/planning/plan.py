@@ -211,6 +211,8 @@ def _tried(full: Plan, policy: Policy, testing: HeadOutputs, example: Any, loss:
 
     `loss` is the accuracy that it was shown to lose at most; None where that is to be found.
     """
+    if policy.open_exits == full.open_exits:  # of another kind, and no more than noise apart
+        return _untried(full, example, "No earlier exit is good enough here. Use the full network.")
     policy = replace(policy, exits=full.model.exits)
     decisions, before = replay(policy, testing), testing.correct()[:, full.open_exits[0]]
     correct = decisions.correct(testing.truth())

@@ -102,6 +102,10 @@ class Access:
     hosts: Sequence[str] = ()  # names that requests may use for the service, without ports; () takes any
     origins: Sequence[str] = ()  # of pages that may call it beside its own, as https://example.org
 
+    def caps(self, everybody: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the caps of tenants, beside those of everybody."""
+        return {**everybody, **(self.tokens.caps if self.tokens else {})}
+
     def check(self, method: str, path: str, headers: Mapping[bytes, bytes]) -> Caller:
         """Return who sent a request, or refuse it."""
         host = headers.get(b"host", b"").decode("latin-1").lower()

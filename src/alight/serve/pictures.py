@@ -14,8 +14,9 @@ import subprocess
 import sys
 import threading
 import warnings
-from collections.abc import Callable
-from typing import IO, TypeVar
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import IO
 
 import numpy as np
 from PIL import Image, UnidentifiedImageError
@@ -30,8 +31,6 @@ LARGE = 2**20  # pixels of a picture that is decoded in the other process
 NICENESS = 10  # of what reads large requests: small ones and the network come first
 HEAD = struct.Struct("<?Q")  # before an answer of the other process: whether it is a picture, and its bytes
 MEMORY = {"MALLOC_ARENA_MAX": "2", "MALLOC_MMAP_THRESHOLD_": str(2**20)}  # of glibc: pictures leave no trace
-
-Result = TypeVar("Result")
 
 
 class ImageParts(io.BytesIO):
@@ -54,11 +53,12 @@ class ImageParts(io.BytesIO):
         return part
 
 
-def with_picture(file: bytes, work: Callable[[Image.Image], Result]) -> Result:
-    """Return what work makes of an image file that is open, and not decoded yet."""
+@contextmanager
+def picture(file: bytes) -> Iterator[Image.Image]:
+    """Give an image file that is open, and not decoded yet; what goes wrong with it is said in a sentence."""
     try:
         with Image.open(ImageParts(file), formats=FORMATS) as opened:
-            return work(opened)
+            yield opened
     except (BadInput, Image.DecompressionBombError, Image.DecompressionBombWarning):
         raise
     except Exception as error:  # a damaged image fails in a dozen ways, each decoder its own
@@ -68,11 +68,8 @@ def with_picture(file: bytes, work: Callable[[Image.Image], Result]) -> Result:
 
 def read_picture(file: bytes, spec: InputSpec) -> np.ndarray:
     """Return the first picture of an image file as the network takes it."""
-    return with_picture(file, lambda opened: _batch(opened, spec))
-
-
-def _batch(opened: Image.Image, spec: InputSpec) -> np.ndarray:
-    return image_batch([opened], spec, "the request")
+    with picture(file) as opened:
+        return image_batch([opened], spec, "the request")
 
 
 class PictureProcess:
@@ -97,9 +94,9 @@ class PictureProcess:
 
     def read(self, file: bytes, spec: InputSpec) -> np.ndarray:
         """Return the first picture of an image file as the network takes it, read here if it is small."""
-        small = with_picture(file, lambda opened: _batch(opened, spec) if math.prod(opened.size) <= LARGE else None)
-        if small is not None:
-            return small
+        with picture(file) as opened:
+            if math.prod(opened.size) <= LARGE:
+                return image_batch([opened], spec, "the request")
         with self._lock:
             try:
                 questions, answers = self.start()

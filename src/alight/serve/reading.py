@@ -18,7 +18,7 @@ from PIL import Image
 
 from alight.data.preprocess import InputSpec, image_batch
 from alight.serve.model import Sample, ServedModel
-from alight.serve.pictures import one_line, read_picture, with_picture
+from alight.serve.pictures import one_line, picture, read_picture
 from alight.serve.requests import Limits, PredictOptions, RequestRefused, parse
 
 MAX_LETTERS = 1000  # of a text for each token that is read of it
@@ -161,7 +161,8 @@ def _count_pixels(file: str | bytes, model: ServedModel, limits: Limits) -> tupl
         except ValueError as error:
             raise RequestRefused(422, f"not base64 ({one_line(error)})") from error
     try:
-        width, height = with_picture(file, lambda opened: opened.size)
+        with picture(file) as opened:
+            width, height = opened.size
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
         raise RequestRefused(413, f"more than the {limits.pixels:,} pixels that are taken") from error
     scale = max(1.0, max(rows, columns) / min(width, height))  # it may have to be turned

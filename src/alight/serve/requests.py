@@ -1,6 +1,7 @@
 """What a request may hold and what comes back: limits, refusals and JSON schemas."""
 
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Annotated, Any, Self, TypeVar
 
 from fastapi import Request
@@ -216,16 +217,16 @@ async def check_query(request: Request) -> None:
 
     Endpoints that only show something, and read none, take any, as probes and scrapers add them.
     """
-    known = {each.alias for each in request.scope["route"].dependant.query_params}
+    known = {*map(attrgetter("alias"), request.scope["route"].dependant.query_params)}
     if not known and request.method == "GET":
         return
-    names = [name for name, _ in request.query_params.multi_items()]
-    for name in names:
+    for name in (query := request.query_params):
+        times = len(query.getlist(name))
         given = f"query parameter {name[:100]!r} at {request.url.path[:100]}"
         if name not in known:
             raise RequestRefused(422, f"{given}: give {' and '.join(sorted(known)) + ', or ' if known else ''}none")
-        if names.count(name) > 1:
-            raise RequestRefused(422, f"{given}, {names.count(name)} times: give it once")
+        if times > 1:
+            raise RequestRefused(422, f"{given}, {times} times: give it once")
 
 
 def parse(schema: type[Schema], content: bytes | dict[str, Any], *, strict: bool | None = None) -> Schema:

@@ -53,7 +53,7 @@ class Service:
                 work = (read_samples, unread, worker.model, until, self.admission.pictures.read)
                 samples = await self.admission.read(unread.kind, unread.amount, count, until, *work)
                 decided: list[QueuedRequest] = []
-                size = worker.turn(count, deadline)
+                size = count if count == 1 else worker.turn(count, deadline)
                 try:
                     for first in range(0, count, size):
                         part = samples[first : first + size]
@@ -63,8 +63,9 @@ class Service:
                         await asyncio.wrap_future(queued.response)
                 finally:
                     costs = [each.spent for each in decided]
-                    charge.spent = None if None in costs else math.fsum(cost or 0.0 for cost in costs)
-        response = joined([each.response.result() for each in decided])
+                    charge.spent = None if None in costs else math.fsum(filter(None, costs))
+        responses = [each.response.result() for each in decided]
+        response = responses[0] if len(responses) == 1 else joined(responses)
         tracer, now, first_part = state["tracer"], time.monotonic(), decided[0]
         tracer.past("read", begun, first_part.queued, kind=unread.kind, amount=unread.amount)
         tracer.past("queue", first_part.queued, first_part.started)

@@ -63,7 +63,7 @@ class QueuedRequest:
             return 0.0
         if not self.response.done() or self.response.exception() is not None:
             return None
-        return sum(prediction.cost for prediction in self.response.result().predictions)
+        return sum([prediction.cost for prediction in self.response.result().predictions])
 
 
 class BatchWorker:
