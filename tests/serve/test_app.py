@@ -7,6 +7,7 @@ import logging
 import re
 import struct
 import threading
+import time
 import zlib
 
 import numpy as np
@@ -184,6 +185,7 @@ def test_a_request_that_is_decided_in_turns_is_answered_as_a_whole():
     host = ModelHost.of(served_model("unpaced"), Limits())
     (worker,) = host.workers
     worker._timings = {"unpaced": ExitTiming([0.012] * 4, growth=32.0, max_batch=32)}  # two samples at once
+    worker.shared = time.monotonic()  # someone else was here
     cost = worker.ledger.state.policy.costs[0]
     with TestClient(build_app(host)) as client:
         images = [in_base64(picture) for picture in pixels(9)]
