@@ -138,11 +138,11 @@ def outputs() -> HeadOutputs:
 
 @contextmanager
 def remote_model(
-    weights: np.ndarray, failures: int = 0, told: Callable[[list[dict[str, Any]]], list[dict[str, Any]]] = list
+    weights: np.ndarray, failures: int = 0, outputs: Callable[[list[dict[str, Any]]], list[dict[str, Any]]] = list
 ) -> Iterator[tuple[str, list[int]]]:
     """Serve x @ weights by the Open Inference Protocol; yields the URL and the sizes of batches asked for.
 
-    `told` makes of its right outputs those of a model that errs.
+    `outputs` makes of its right outputs those of a model that errs.
     """
     sizes: list[int] = []
     failing = [failures]
@@ -163,7 +163,7 @@ def remote_model(
             rows = np.array(request["data"], np.float32).reshape(request["shape"])
             sizes.append(len(rows))
             right = {"name": "y", "shape": [len(rows), weights.shape[1]], "data": (rows @ weights).ravel().tolist()}
-            self.answer({"outputs": told([right])})
+            self.answer({"outputs": outputs([right])})
 
         def answer(self, content):
             body = json.dumps(content).encode()

@@ -369,7 +369,7 @@ def recorded(url: str, rows: int = 4):
 
 def test_an_output_of_a_remote_model_is_known_by_its_name():
     other = {"name": "x", "shape": [4, 3], "data": [9.0, 0.0, 0.0] * 4}
-    with remote_model(np.eye(4, 3, k=-1, dtype=np.float32), told=lambda right: [other, *right]) as (url, _):
+    with remote_model(np.eye(4, 3, k=-1, dtype=np.float32), outputs=lambda right: [other, *right]) as (url, _):
         assert recorded(url).predictions[:, 0].tolist() == [0, 0, 1, 2]
 
 
@@ -383,8 +383,8 @@ def test_an_output_of_a_remote_model_is_known_by_its_name():
     ],
 )
 def test_answers_of_a_remote_model_that_do_not_fit_are_not_used(changed, message):
-    told = {"told": lambda right: [right[0] | changed]}
-    with remote_model(np.eye(4, 3, dtype=np.float32), **told) as (url, _), pytest.raises(AlightError, match=message):
+    wrong = {"outputs": lambda right: [right[0] | changed]}
+    with remote_model(np.eye(4, 3, dtype=np.float32), **wrong) as (url, _), pytest.raises(AlightError, match=message):
         recorded(url)
 
 

@@ -485,7 +485,7 @@ class Device(torch.Tensor):
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(20))
 def test_no_order_of_streams_changes_an_answer(model, inputs, table, monkeypatch, seed):
-    """Inputs come from host and device by turns, in streams that change, and runs are left in the middle."""
+    """Inputs of host and device are interleaved, streams change, and runs are left in the middle."""
     rng, rule = np.random.default_rng(seed), rules(table)["lottery"]
     size = int(rng.choice([2, 3, 5]))
     monkeypatch.setattr(device_walk, "SLOTS", int(rng.choice([3, 3, 4])))

@@ -211,8 +211,10 @@ def _tried(full: Plan, policy: Policy, testing: HeadOutputs, example: Any, loss:
 
     `loss` is the accuracy that it was shown to lose at most; None where that is to be found.
     """
-    if policy.open_exits == full.open_exits:  # of another kind, and no more than noise apart
-        return _untried(full, example, "No earlier exit is good enough here. Use the full network.")
+    name = full.model.exits[full.open_exits[0]]
+    instead = f"{name} alone" if isinstance(full.model, Cascade) else "the full network"
+    if policy.open_exits == full.open_exits:  # the same network: they differ by noise alone
+        return _untried(full, example, f"No earlier exit is accurate enough here. Use {instead}.")
     policy = replace(policy, exits=full.model.exits)
     decisions, before = replay(policy, testing), testing.correct()[:, full.open_exits[0]]
     correct = decisions.correct(testing.truth())
@@ -221,8 +223,6 @@ def _tried(full: Plan, policy: Policy, testing: HeadOutputs, example: Any, loss:
     ours, theirs, ratios = _throughputs(full, example, random_exits(policy, shares))
     if np.quantile(ratios, 0.25) < WORTH:
         median = f"{np.median(ratios):.2f}x median, slower in {(ratios < 1).mean():.0%} of runs"
-        name = full.model.exits[full.open_exits[0]]
-        instead = f"{name} alone" if isinstance(full.model, Cascade) else "the full network"
         return _at(full, theirs, f"Early exit is not worth it here: {median}. Use {instead}.")
     reason = f"Early exit pays; it loses at most {percent(lost)} of accuracy, with {percent(CONFIDENCE)} confidence."
     paying = replace(_at(full, theirs, reason), policy=policy, pays=True, throughput=ours)
