@@ -13,6 +13,7 @@ results/instead_cuda.csv.
 """
 
 import argparse
+import copy
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -143,7 +144,7 @@ def measure(options: argparse.Namespace) -> Iterator[Row]:
     labels, given = test.labels.cpu().numpy(), slice(LABELLED, options.limit)
     first, others = (every[:LABELLED], labels[:LABELLED]), (every[given], labels[given])
     rules, recorded = policies(model, first, settings), record(model, others, settings=settings, progress=False)
-    whole = whole.to(options.device, every.dtype).to(memory_format=torch.channels_last)
+    whole = copy.deepcopy(whole).to(options.device, every.dtype).to(memory_format=torch.channels_last)
     full = Full(whole, (), compiles=True)
     small = resized(others[0].float(), options.size * 5 // 7 // 32 * 32 or options.size).to(others[0].dtype)
     stages.compiled_stage = compiled_once()  # type: ignore[attr-defined, assignment]
@@ -207,6 +208,7 @@ def deciding(predictor: Predictor, recorded: Any, images: Images, batch_size: in
     )
 
 
+@torch.inference_mode()
 def timed(works: dict[str, Any], batch_size: int, count: int, rounds: int, device: str) -> Iterator[Row]:
     """Yield a row for each, timed interleaved: image by image, or pass by pass."""
     taken: dict[str, list[float]] = {name: [] for name in works}
