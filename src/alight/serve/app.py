@@ -27,7 +27,7 @@ from alight.policies.paced import Paced
 from alight.serve.access import Access
 from alight.serve.admission import Admission, warm_up
 from alight.serve.fleet import FleetLedger
-from alight.serve.hosting import ModelHost
+from alight.serve.hosting import ModelHost, Service, body_of
 from alight.serve.middleware import LimitsMiddleware, error_response
 from alight.serve.model import MOST_BYTES
 from alight.serve.monitoring import log_event
@@ -53,7 +53,6 @@ from alight.serve.requests import (
     parse,
     request_body,
 )
-from alight.serve.service import Service, body_of
 from alight.serve.worker import BatchWorker
 
 MAX_FIELDS = 8  # of a form, beside files

@@ -27,9 +27,8 @@ from alight.policies.policy import Policy
 from alight.serve.admission import retry_after
 from alight.serve.ledger import Ledger
 from alight.serve.model import ExitTiming, Sample, ServedModel
-from alight.serve.monitoring import Metrics, error_type, log_event
+from alight.serve.monitoring import DisagreementWatch, Metrics, error_type, log_event
 from alight.serve.requests import Limits, Prediction, PredictResponse, RequestRefused
-from alight.serve.watch import DisagreementWatch
 
 IDLE = 0.5  # seconds after which a worker without requests looks whether others have changed the policy
 SLACK = 0.25  # share of the time to a deadline that is kept for what the machine does beside
