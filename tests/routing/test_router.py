@@ -15,7 +15,7 @@ from made_up_log import MODELS, MOST, columns_of, logged_rows
 from alight import Router, Threshold, calibrate, load_policy, read_log, replay
 from alight.calibrate import METHODS, certified_batch, certified_stream
 from alight.errors import BadFile, BadInput, Mismatch
-from alight.policies.metered import meter
+from alight.policies.limits import meter
 from alight.policies.policy import Streak
 from alight.routing.account import SpendWarning
 

@@ -26,7 +26,6 @@ from alight.calibrate.cost_guarantees import (
 )
 from alight.calibrate.crossval import pruned
 from alight.calibrate.learned import eenet, jei_dnn, learned_stopping, learning_to_exit
-from alight.calibrate.members import choose_members
 from alight.calibrate.problem import Method, Problem
 from alight.calibrate.published import (
     best_single_exit,
@@ -41,7 +40,7 @@ from alight.calibrate.published import (
     two_exits,
 )
 from alight.calibrate.risk_guarantees import certified_risk
-from alight.calibrate.search import eero_conditional, genetic, search
+from alight.calibrate.search import choose_members, eero_conditional, genetic, search
 from alight.calibrate.stopping import optimal_stopping
 
 __all__ = [
