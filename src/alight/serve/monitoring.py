@@ -5,7 +5,6 @@ import json
 import logging
 import math
 import platform
-import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -179,11 +178,6 @@ class Tracer:
 def error_type(error: BaseException) -> str:
     """Return an error as a log line names it: its type, and what it says."""
     return f"{type(error).__name__}: {error}"
-
-
-def version_of(module: str) -> str:
-    """Return the version of a module that is imported, "" where it is not."""
-    return str(getattr(sys.modules.get(module), "__version__", ""))
 
 
 FIRST = 300  # samples that say what is usual

@@ -152,11 +152,6 @@ class BatchWorker:
             return count
         return next((size for size in range(1, count) if timing.seconds(size + 1, last) > TURN), count)
 
-    @property
-    def queued(self) -> int:
-        """Samples that wait for the network."""
-        return sum(map(len, self._queue.copy()))
-
     def submit(self, request: QueuedRequest) -> None:
         """Put a request into the queue, before the thread has started, too; or refuse it."""
         with self._changed:
