@@ -22,9 +22,8 @@ from alight.data.preprocess import InputSpec, Normalisation, TensorSpec
 from alight.data.tokens import mask_meaning
 from alight.display import exit_names
 from alight.errors import BadInput
-from alight.networks.axes import check_axes
+from alight.networks.features import Masks, argument_names, check_axes, masks_left_out
 from alight.networks.heads import Head
-from alight.networks.masks import Masks, argument_names, masks_left_out
 
 Carried = tuple[Tensor, ...]  # what crosses a cut: the features that the head reads, then all else that is used later
 

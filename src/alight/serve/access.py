@@ -17,9 +17,8 @@ from anyio.to_thread import run_sync
 from alight.costs import Costs
 from alight.errors import AlightError, BadFile, BadInput
 from alight.policies.policy import Policy
-from alight.serve.admission import retry_after
 from alight.serve.ledger import Lease
-from alight.serve.requests import RequestRefused
+from alight.serve.requests import RequestRefused, retry_after
 
 ROLES = ("predict", "metrics", "admin")  # admin may do everything
 PUBLIC = ("/", "/healthz", "/readyz", "/v2/health/live", "/v2/health/ready")  # the page, which holds no data; probes

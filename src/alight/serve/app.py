@@ -25,10 +25,9 @@ from alight.costs import Costs
 from alight.errors import AlightError
 from alight.policies.paced import Paced
 from alight.serve.access import Access
-from alight.serve.admission import Admission, warm_up
+from alight.serve.admission import Admission, LimitsMiddleware, error_response, warm_up
 from alight.serve.fleet import FleetLedger
 from alight.serve.hosting import ModelHost, Service, body_of
-from alight.serve.middleware import LimitsMiddleware, error_response
 from alight.serve.model import MOST_BYTES
 from alight.serve.monitoring import log_event
 from alight.serve.pictures import FORMATS

@@ -24,11 +24,10 @@ from alight.engine.walk import Answers
 from alight.errors import AlightError, BudgetTooSmall, Mismatch
 from alight.policies.paced import Pace, Paced
 from alight.policies.policy import Policy
-from alight.serve.admission import retry_after
 from alight.serve.ledger import Ledger
 from alight.serve.model import ExitTiming, Sample, ServedModel
 from alight.serve.monitoring import DisagreementWatch, Metrics, error_type, log_event
-from alight.serve.requests import Limits, Prediction, PredictResponse, RequestRefused
+from alight.serve.requests import Limits, Prediction, PredictResponse, RequestRefused, retry_after
 
 IDLE = 0.5  # seconds after which a worker without requests looks whether others have changed the policy
 SLACK = 0.25  # share of the time to a deadline that is kept for what the machine does beside
