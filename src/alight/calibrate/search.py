@@ -37,6 +37,9 @@ ROUNDS, STEPS = 2, 250  # pairs of halves, and moves tried on each half
 WIDEST = 0.05  # share of samples that the first exchanges move; later ones fewer
 CLOSINGS = 0.03  # share of moves that close an exit
 SMALLEST = 1e-6  # rate from which an exit of rate 0 can grow again
+ORDERED = 3  # networks of which all orders are tried; more are called from cheap to expensive
+TOLERATED = 0.25  # standard errors of an accuracy, within which few networks, called from cheap to expensive, are taken
+MOST = 10_000  # samples that choose networks: a standard error of at most half a point
 
 
 @dataclass(frozen=True)
@@ -358,11 +361,6 @@ def _tournaments(fitness: Floats, count: int, rng: np.random.Generator) -> np.nd
 def _crossed(first: Floats, second: Floats, rng: np.random.Generator) -> Floats:
     """Draw children evenly from the parents' interval, widened on both sides by BLEND of it."""
     return first + rng.uniform(-BLEND, 1 + BLEND, size=first.shape) * (second - first)
-
-
-ORDERED = 3  # networks of which all orders are tried; more are called from cheap to expensive
-TOLERATED = 0.25  # standard errors of an accuracy, within which few networks, called from cheap to expensive, are taken
-MOST = 10_000  # samples that are looked at: a standard error of at most half a point
 
 
 def choose_members(costs: AnyCosts, budget: Budget, outputs: HeadOutputs) -> tuple[int, ...]:

@@ -34,6 +34,8 @@ REPEATS = 30  # timed passes: the median of 30 is steady where the mean is not
 WARMUP = 5  # passes before, in which kernels are chosen and caches fill
 SECONDS = 1.0  # of every part under the energy meter, which ticks some ten times a second
 BETWEEN_SYNCS = 8  # passes between two looks at the clock, so that a GPU is kept busy
+POWERCAP = Path("/sys/class/powercap")
+NVML = "libnvidia-ml.so.1"
 
 
 def measure_costs(
@@ -306,10 +308,6 @@ def _synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
     elif device.type != "cpu":
         torch.accelerator.synchronize(device)
-
-
-POWERCAP = Path("/sys/class/powercap")
-NVML = "libnvidia-ml.so.1"
 
 
 class Meter(Protocol):

@@ -28,6 +28,7 @@ BITS, PHOTOMETRIC, WHITE_IS_ZERO = 258, 262, 0  # tags of TIFF, and a value of t
 ORIENTATION = 274  # tag of EXIF
 
 Sample = tuple[Any, int | None]  # an image or a text, and its class
+CHANNELS_FIRST = "x.transpose(0, 3, 1, 2) of an array, x.permute(0, 3, 1, 2) of a tensor"
 
 
 @dataclass(frozen=True)
@@ -346,9 +347,6 @@ def _augmented(images: np.ndarray, normalisation: Normalisation | None) -> np.nd
         cropped = image[:, top : top + height, left : left + width]
         moved[index] = cropped[..., ::-1] if flipped else cropped
     return moved
-
-
-CHANNELS_FIRST = "x.transpose(0, 3, 1, 2) of an array, x.permute(0, 3, 1, 2) of a tensor"
 
 
 def check_shapes(arrays: Sequence[Any], spec: InputSpec) -> None:

@@ -16,6 +16,7 @@ from alight.data.tokens import IDS, MASK
 from alight.errors import AlightError, BadInput
 
 CHANNELS = (1, 3)  # of pictures
+KEPT = 256  # validation samples that are timed and shown, at least
 
 
 def classes_in(data: Any) -> tuple[Sequence[str], int | None]:
@@ -185,9 +186,6 @@ def _picture_size(network: Any, first: Any) -> tuple[int, ...]:
     size = getattr(config, "image_size", None)
     height, width = (first.height, first.width) if size is None else (size, size) if isinstance(size, int) else size
     return channels, height, width
-
-
-KEPT = 256  # samples, at least
 
 
 class KeptSamples:

@@ -28,6 +28,7 @@ CHANNELS_LAST = (nn.Linear, nn.Embedding, nn.RNNBase, nn.MultiheadAttention)
 NORMS = (nn.LayerNorm, nn.RMSNorm)
 
 Shape = tuple[int, ...]
+Batch = tuple[Tensor, ...]
 
 
 class LayerCall(NamedTuple):
@@ -179,9 +180,6 @@ def _layer_calls(stage: nn.Module) -> Iterator[list[LayerCall]]:
     finally:
         for hook in hooks:
             hook.remove()
-
-
-Batch = tuple[Tensor, ...]
 
 
 class Masks:

@@ -13,6 +13,8 @@ from alight.display import quantity
 from alight.errors import BadInput
 from alight.policies.policy import Array, BatchState, Memory, Policy, Step
 
+ROUNDING = 1e-12  # of what is allowed, so that no way of adding up exceeds it
+
 
 @dataclass(frozen=True)
 class Leaving(BatchState):
@@ -106,9 +108,6 @@ def surest(scores: Array, samples: Array, count: int, salt: int) -> Array:
     chosen = scores != scores  # none
     chosen[order[:count]] = True
     return chosen
-
-
-ROUNDING = 1e-12  # of what is allowed, so that no way of adding up exceeds it
 
 
 @dataclass(frozen=True)

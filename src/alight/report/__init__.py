@@ -38,6 +38,10 @@ SIDE = 64  # pixels of an image at most, so that a hundred of them stay under a 
 LETTERS = 160  # of a text at most, as many as fit below an exit
 COUNT = 60
 GREY, COLOUR = 0, 2  # as PNG calls them
+TITLE = "Early exits under a budget"
+SPENDS = range(20, 100, 10)  # columns of the table, in percent of the full network
+COLUMNS = [each.name for each in fields(Point)]
+SCRIPTS = ("data.js", "looks.js", "opening.js", "figures.js", "tables.js", "page.js")  # in this order, in one scope
 
 
 @dataclass(frozen=True)
@@ -196,12 +200,6 @@ def _shrunk(image: np.ndarray) -> npt.NDArray[np.float64]:
     height, width = (side // step * step for side in image.shape[:2])
     blocks = image[:height, :width].astype(np.float64).reshape(height // step, step, width // step, step, -1)
     return blocks.mean(axis=(1, 3)).reshape(height // step, width // step, *image.shape[2:])
-
-
-TITLE = "Early exits under a budget"
-SPENDS = range(20, 100, 10)  # columns of the table, in percent of the full network
-COLUMNS = [each.name for each in fields(Point)]
-SCRIPTS = ("data.js", "looks.js", "opening.js", "figures.js", "tables.js", "page.js")  # in this order, in one scope
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,10 @@ from alight.policies.route import Recalled, visit
 from alight.routing.account import Account, SpendWarning
 from alight.routing.logs import numbering, same_answer
 
+Member = Callable[[Any], Any]
+THREADS = 64  # that make calls of one event loop at once
+_SLOTS: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()
+
 
 class ModelCall:
     """One call that is to be made: of this model; what came of it is reported once."""
@@ -155,7 +159,7 @@ class Router(Account):
     def __init__(
         self,
         policy: Policy,
-        members: Mapping[str, Callable[[Any], Any]] | Sequence[Callable[[Any], Any]] | None = None,
+        members: Mapping[str, Member] | Sequence[Member] | None = None,
         *,
         max_costs: Sequence[float] | None = None,
         timeout: float | None = None,
@@ -202,7 +206,7 @@ class Router(Account):
                     call.report(**report)
         return routed
 
-    def _callables(self) -> Mapping[str, Callable[[Any], Any]]:
+    def _callables(self) -> Mapping[str, Member]:
         if self.members is None:
             raise BadInput("this router has no members to call: give Router(policy, members), or use ask()")
         return self.members
@@ -211,12 +215,6 @@ class Router(Account):
         spent = f"{self.admitted:,} requests, {quantity(self.spent, self.policy.unit)} spent"
         bound = f" of {quantity(self.allowed, self.policy.unit)} allowed" if self.guard else ""
         return f"Router({', '.join(self.models)}: {spent}{bound})"
-
-
-Member = Callable[[Any], Any]
-
-THREADS = 64  # that make calls of one event loop at once
-_SLOTS: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()
 
 
 def by_model(models: Sequence[str], members: Mapping[str, Member] | Sequence[Member]) -> dict[str, Member]:

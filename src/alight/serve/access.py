@@ -26,6 +26,9 @@ PROBES = PUBLIC[1:]  # which load balancers send to addresses, not names
 LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
 EXAMPLE = '{"tokens": [{"token": "...", "role": "predict", "tenant": "shop"}], "tenants": {"shop": "2 TFLOPs"}}'
 SHORTEST = 16  # characters of a token
+EVERYBODY = "*"  # the tenant whose cap is that of all requests together
+SAME_HOUR = 10.0  # seconds that two leases may differ about the end of the hour: the ledger takes a while to answer
+AHEAD = 16  # times what a request needs is leased at once, so that few requests wait for the ledger
 
 
 @dataclass(frozen=True)
@@ -164,11 +167,6 @@ def allowed_hosts(host: str, named: Sequence[str], has_tokens: bool) -> tuple[st
 def _without_port(host: str) -> str:
     name, colon, port = host.rpartition(":")
     return name if colon and port.isdigit() else host
-
-
-EVERYBODY = "*"  # the tenant whose cap is that of all requests together
-SAME_HOUR = 10.0  # seconds that two leases may differ about the end of the hour: the ledger takes a while to answer
-AHEAD = 16  # times what a request needs is leased at once, so that few requests wait for the ledger
 
 
 @dataclass

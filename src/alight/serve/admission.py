@@ -40,6 +40,11 @@ TELLING = 0.02  # seconds that reading has to be expected to take, so that its m
 WEIGHT = 0.3  # of the latest measurement
 WITHIN = 8.0  # times faster or slower than READING a measured rate may be: a busy moment must not refuse everything
 STALL, LEAST = 5.0, 2**14  # seconds within which so many bytes of a body have to arrive: slower clients are dropped
+REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")  # as clients may name a request
+PATHS = ("/", "/predict", "/predict/files", "/budget", "/status", "/healthz", "/readyz", "/metrics", "/openapi.json")
+# other paths are counted under the route that takes them, so that clients cannot make metrics grow
+GONE = 499  # as logs and metrics say that a client went before its request was complete; it is never sent
+QUIET = ("/healthz", "/readyz", "/metrics", "/status")  # paths logged at level debug
 
 Result = TypeVar("Result")
 
@@ -181,13 +186,6 @@ def warm_up(admission: Admission, work: Callable[[], Any]) -> None:
         futures: list[Future[None]] = [lane.pool.submit(once) for _ in range(lane.threads)]
         for future in futures:
             future.result()
-
-
-REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")  # as clients may name a request
-PATHS = ("/", "/predict", "/predict/files", "/budget", "/status", "/healthz", "/readyz", "/metrics", "/openapi.json")
-# other paths are counted under the route that takes them, so that clients cannot make metrics grow
-GONE = 499  # as logs and metrics say that a client went before its request was complete; it is never sent
-QUIET = ("/healthz", "/readyz", "/metrics", "/status")  # paths logged at level debug
 
 
 class LimitsMiddleware:

@@ -29,6 +29,9 @@ from alight.serve.reading import UnreadSamples, read_samples
 from alight.serve.requests import Limits, PredictOptions, PredictResponse, RequestRefused
 from alight.serve.worker import BatchWorker, QueuedRequest
 
+INLINE = 2**12  # bytes of a body that is counted at once: others would wait for the headers of larger files
+Result = TypeVar("Result")
+
 
 @dataclass(frozen=True)
 class ModelSource:
@@ -200,10 +203,6 @@ class ModelHost:
         """Decide the requests that wait, then stop."""
         for worker in self.workers:
             worker.close()
-
-
-INLINE = 2**12  # bytes of a body that is counted at once: others would wait for the headers of larger files
-Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)

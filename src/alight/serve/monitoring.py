@@ -23,6 +23,10 @@ SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.
 PAST = (1.0, 2.0, 4.0)  # times the timeout: the last buckets
 SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 OF_STREAM = ["model", "policy", "unit"]  # labels
+FIRST = 300  # watched samples that say how often early answers usually differ
+CONFIDENCE = 0.995  # of the bound on how often
+FACTORS = (1.5, 2.0, 4.0)  # times the bound: rates of disagreement that are bet on
+ALARM_RATE, HORIZON = 0.01, 100_000  # of false alarms, within so many watched samples
 
 
 def log_event(name: str, level: int = logging.INFO, **values: object) -> None:
@@ -178,12 +182,6 @@ class Tracer:
 def error_type(error: BaseException) -> str:
     """Return an error as a log line names it: its type, and what it says."""
     return f"{type(error).__name__}: {error}"
-
-
-FIRST = 300  # samples that say what is usual
-CONFIDENCE = 0.995  # of the bound on what is usual
-FACTORS = (1.5, 2.0, 4.0)  # times the bound: rates of disagreement that are bet on
-ALARM_RATE, HORIZON = 0.01, 100_000
 
 
 class DisagreementWatch:

@@ -30,6 +30,8 @@ KIND = "Checkpoint"
 DELETE = "delete it to train from the start"
 RECOMPUTED = ("params", "lr", "param_names")  # of an optimizer's groups
 GROUP = "group"
+LIBRARIES = ("torch", "alight")  # whose functions are known by their names
+DATA = (bool, int, float, str, bytes, type(None))
 
 
 @dataclass(frozen=True)
@@ -128,10 +130,6 @@ def _as_data(name: str, value: Any) -> Any:
         f"the optimizer keeps a {type(value).__name__} as {name!r}, and a checkpoint keeps tensors and numbers alone:"
         " train without a checkpoint, or use another optimizer"
     )
-
-
-LIBRARIES = ("torch", "alight")  # whose functions are known by their names
-DATA = (bool, int, float, str, bytes, type(None))
 
 
 def identity_of(value: Any) -> Any:
