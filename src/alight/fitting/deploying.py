@@ -75,9 +75,9 @@ class Deployed:
         """Milliseconds per sample with samples leaving as the policy says."""
         return float(np.dot(self.shares, self.times))
 
-    def predictor(self, settings: RunSettings | None = None, **options: Any) -> Predictor:
-        """Return the predictor of the folder."""
-        return Predictor.load(self.folder, settings=settings, **options)
+    def predictor(self, settings: RunSettings | None = None) -> Predictor:
+        """Return the predictor of the folder; `Predictor.load` takes further options."""
+        return Predictor.load(self.folder, settings=settings)
 
     def columns(self) -> list[list[str]]:
         """Return columns of text about every open exit."""
