@@ -122,7 +122,8 @@ def _warm_up(service: Service) -> None:
         model = worker.model
         values: list[str | bytes] = ["a few words"] if model.tokenize else [*map(_picture, FORMATS)]
         if model.input_kind != "arrays":
-            limits = replace(service.limits, batch=len(values), queue=max(len(values), service.limits.queue))
+            limits = service.host.limits
+            limits = replace(limits, batch=len(values), queue=max(len(values), limits.queue))
             unread = count_samples(model.input_kind, values, model, limits)
             warm_up(service.admission, partial(read_samples, unread, model))
         if model.input_kind == "images":
@@ -137,7 +138,7 @@ def _picture(kind: str) -> bytes:
 
 
 def _add_predictions(app: FastAPI, service: Service) -> None:
-    limits = service.limits
+    limits = service.host.limits
 
     @app.post(
         "/predict",
@@ -221,11 +222,9 @@ def _add_budget(app: FastAPI, service: Service) -> None:
         worker = host.find(model, version).worker
         name = _chosen(worker, parse(BudgetChange, bytes(await body_of(request))))
         try:
-            await asyncio.wait_for(asyncio.wrap_future(worker.change_policy(name)), service.limits.timeout)
+            await asyncio.wait_for(asyncio.wrap_future(worker.change_policy(name)), host.limits.timeout)
         except TimeoutError as error:
-            reason = (
-                f"no change within {service.limits.timeout:g} seconds: a batch takes long, or the service is stopping"
-            )
+            reason = f"no change within {host.limits.timeout:g} seconds: a batch takes long, or the service is stopping"
             raise RequestRefused(503, reason, 1) from error
         except OSError as error:
             raise RequestRefused(503, f"the change cannot be saved ({error}): make room on the disk", 60) from error

@@ -212,11 +212,6 @@ class Service:
     host: ModelHost
     admission: Admission
 
-    @property
-    def limits(self) -> Limits:
-        """Sizes and times beyond which a request is refused."""
-        return self.host.limits
-
     async def counted(self, size: int, until: float, count: Callable[..., Result], *arguments: Any) -> Result:
         """Return what a body of so many bytes holds, counted in a thread unless it is small."""
         if size <= INLINE:
@@ -230,7 +225,7 @@ class Service:
         state, worker, count = request.scope["state"], hosted.worker, len(unread.values)
         arrived: float = state["arrived"]
         deadline = math.inf if options.deadline_ms is None else arrived + 1e-3 * options.deadline_ms
-        until = min(deadline, arrived + self.limits.timeout)
+        until = min(deadline, arrived + self.host.limits.timeout)
         policy = worker.ledger.state.policy
         with worker.admitting(count, until):
             async with hosted.caps.charged(state["caller"].tenant, policy, count) as charge:
@@ -264,12 +259,12 @@ class Service:
     @asynccontextmanager
     async def in_time(self, request: Request) -> AsyncIterator[float]:
         """Yield the moment until which a request has to be answered, and refuse it then."""
-        until = request.scope["state"]["arrived"] + self.limits.timeout
+        until = request.scope["state"]["arrived"] + self.host.limits.timeout
         try:
             async with asyncio.timeout(max(0.0, until - time.monotonic())):
                 yield until
         except TimeoutError as error:
-            raise RequestRefused(504, f"there was no answer within {self.limits.timeout:g} seconds") from error
+            raise RequestRefused(504, f"there was no answer within {self.host.limits.timeout:g} seconds") from error
 
 
 def joined(responses: Sequence[PredictResponse]) -> PredictResponse:

@@ -120,7 +120,7 @@ def add_inference_protocol(app: FastAPI, service: Service) -> None:
         async with service.in_time(request) as until:
             content = await body_of(request)
             header = _header_length(request, len(content))
-            arguments = open_inference, content, header, hosted.worker.model, service.limits
+            arguments = open_inference, content, header, hosted.worker.model, host.limits
             own_id, given, wanted, unread = await service.counted(len(content), until, *arguments)
             response = await service.answer(request, hosted, unread, parse(PredictOptions, given))
         return inference_response(hosted, own_id, response, wanted)
