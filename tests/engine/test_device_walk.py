@@ -183,6 +183,24 @@ def test_one_batch_is_answered_by_itself_and_a_walk_takes_the_numbers_of_another
 
 
 @interpreted
+@pytest.mark.parametrize("name", ["threshold", "ties", "lottery", "patience", "mixture", "vote", "gain"])
+def test_one_sample_is_answered_wherever_it_lies(model, inputs, table, name):
+    rule = rules(table)[name]
+    memory = torch.zeros(4 * 61 + 1)  # no sample begins at a whole word of eight bytes
+    memory[1:] = inputs.flatten()
+    odd, turned = memory[1:].view(61, 4), inputs.t().contiguous().t()
+    expected = replay(rule, table)
+    with torch.inference_mode():
+        walk = BatchWalk(network_of(model, rule), rule, (inputs[:1],), 1, EXECUTOR)
+        for sample in range(12):
+            for given_inputs in (inputs, odd, turned):
+                found = walk.one_batch(np.array([sample]), (given_inputs[sample : sample + 1],))
+                assert found.samples.tolist() == [sample]
+                assert np.asarray(rule.open_exits)[found.open_indices] == expected.exits[sample]
+                assert found.predictions == expected.predictions[sample]
+
+
+@interpreted
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
 def test_samples_with_unusable_logits_are_named_and_the_others_answered(model, inputs, table):
     broken = inputs[:40].clone()

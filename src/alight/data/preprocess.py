@@ -124,6 +124,11 @@ class InputSpec:
         return {self.tensors[0].shape[1:]} if self.tensors and self.tensors[0].dtype == "float32" else set()
 
     @cached_property
+    def known_kinds(self) -> set[Any]:
+        """Shapes and dtypes of several tensors that the network takes as they are."""
+        return set()
+
+    @cached_property
     def image_shape(self) -> tuple[int, int, int] | None:
         """Channels, height and width of the images that it takes; None of a network that takes none or does not say."""
         shape = self.tensors[0].shape if len(self.tensors) == 1 else ()
