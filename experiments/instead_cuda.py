@@ -50,8 +50,7 @@ from alight.calibrate.crossval import on_exits
 from alight.engine.backends import torch as stages
 from alight.engine.backends.torch.prepare import placed
 from alight.files import write_rows
-from alight.networks.architectures import ResNet
-from alight.networks.zoo import CIFAR, resnet18_cifar
+from alight.networks.zoo import CIFAR, ResNet, resnet18_cifar
 from alight.provenance import provenance
 
 ROOT = Path(__file__).parent.parent

@@ -20,9 +20,17 @@ import numpy as np
 
 from alight.data.columns import LABEL_NAMES, are_image_files, depth, first_of, is_array, is_path, kind_of
 from alight.data.labels import are_in_other_order, batch_labels, check_shares
-from alight.data.preprocess import InputSpec, TensorSpec, as_array, image_batch, is_picture, is_pixels, is_tensor
+from alight.data.preprocess import (
+    InputSpec,
+    TensorSpec,
+    as_array,
+    check_shapes,
+    image_batch,
+    is_picture,
+    is_pixels,
+    is_tensor,
+)
 from alight.data.samples import Fetched, Items, Samples, chosen_columns, declared_classes, is_texts, picture, stacked
-from alight.data.shapes import check_shapes
 from alight.data.sources import column_of, is_one_sample, is_torch_dataset, open_data
 from alight.data.tables import frame_columns, is_frame, is_hugging_face, is_series, series_values
 from alight.data.tokens import MAX_TOKENS, SEGMENTS, Texts, texts_for

@@ -1,6 +1,5 @@
 """Stages that OpenVINO runs, on NumPy arrays."""
 
-import importlib
 import io
 from functools import cache
 from pathlib import Path
@@ -9,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from alight.data.tokens import library
 from alight.engine.backends import HeadValues, State, score_one
 from alight.engine.backends.onnx import OnnxBackend, available_cores, check_whole, first_line, refusal
 from alight.engine.manifest import BFLOAT16, Manifest, verified
@@ -88,10 +88,7 @@ class Compiled:
 
 def openvino_library() -> Any:
     """Return the library, if it is installed."""
-    try:
-        return importlib.import_module("openvino")
-    except ImportError as error:
-        raise BadInput('openvino is not installed: pip install "alight[openvino]"') from error
+    return library("openvino", '"alight[openvino]"')
 
 
 @cache
