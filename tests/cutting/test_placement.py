@@ -176,9 +176,45 @@ def test_in_a_row_of_layers_exits_stand_after_norm_activation_and_pooling():
 
 def test_a_bare_convolution_is_never_followed_by_its_norm():
     assert suggest_exits(OwnNet(), IMAGE, count=3) == ["bn1", "bn2", "conv3"]  # conv3 has no norm that could follow
-    network = timm.create_model("test_resnet", num_classes=10)  # whose stem is a block that ends with a convolution
-    assert "conv1" not in {place.name for place in cut_places(network, Inputs(IMAGE), 3)[0]}
-    assert "maxpool" in {place.name for place in cut_places(network, Inputs(IMAGE), 3)[0]}
+    stem = nn.Sequential(*conv_bn_relu(3, 8), nn.Conv2d(8, 8, 3))  # a block that ends with a convolution
+    network = nn.Sequential(stem, nn.BatchNorm2d(8), nn.ReLU(), nn.Sequential(*conv_bn_relu(8, 9)), nn.Flatten())
+    names = {place.name for place in cut_places(nn.Sequential(network, nn.LazyLinear(9)), Inputs(IMAGE), 3)[0]}
+    assert "0.0" not in names
+    assert "0.2" in names
+
+
+@pytest.mark.parametrize(
+    ("name", "places"),
+    [
+        ("timm:test_resnet", ["layer1", "layer2"]),  # conv1, bn1 and maxpool, 46 % of the FLOPs, are its stem
+        ("timm:test_convnext", ["stages.0", "stages.1.blocks.0", "stages.1", "stages.2.blocks.0"]),  # not stem
+        ("timm:test_efficientnet", ["blocks.0", "blocks.1"]),  # not conv_stem, nor blocks.1.0.se inside a block
+        ("timm:test_vit", ["blocks.0", "blocks.1", "blocks.2", "blocks.3", "blocks.4"]),  # not patch_embed
+        ("timm:test_mambaout", ["stages.0", "stages.1", "stages.2.blocks.0", "stages.2.blocks.1"]),
+        ("timm:test_byobnet", ["stages.0", "stages.1"]),
+        ("torchvision:mobilenet_v2", ["features.1", "features.2", "features.3"]),  # not features.0
+    ],
+)
+def test_the_stem_before_the_blocks_and_what_stands_between_them_are_not_places(name, places):
+    library, name = name.split(":")
+    make = timm.create_model if library == "timm" else torchvision.models.get_model
+    network, size = make(name, num_classes=10).eval(), 160 if name == "test_vit" else 64
+    found = [place.name for place in cut_places(network, Inputs(torch.zeros(1, 3, size, size)), 99)[0]]
+    assert found[: len(places)] == places
+    assert len(found) <= len(places) or name in ("test_convnext", "mobilenet_v2")
+
+
+def test_a_dense_network_has_exits_in_its_blocks_not_at_pools_and_transitions():
+    network = torchvision.models.DenseNet(32, (2, 2, 2, 2), 8, num_classes=10).eval()
+    places = {place.name for place in cut_places(network, Inputs(IMAGE), 99)[0]}
+    assert {"features.denseblock1.denselayer1", "features.denseblock1", "features.denseblock2.denselayer1"} == places
+
+
+def test_layers_after_the_last_block_are_places_where_blocks_are_too_few():
+    blocks = [torchvision.models.resnet.BasicBlock(8, 8) for _ in range(2)]
+    tail = nn.Sequential(*conv_bn_relu(8, 32), *conv_bn_relu(32, 32), *conv_bn_relu(32, 32))
+    network = nn.Sequential(nn.Sequential(*conv_bn_relu(3, 8)), *blocks, tail, nn.Flatten(), nn.Linear(32 * 1024, 10))
+    assert [place.name for place in cut_places(network, Inputs(IMAGE), 3)[0]] == ["1", "2", "3.2", "3.5"]
 
 
 class ConvNormRelu(nn.Module):

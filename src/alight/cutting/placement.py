@@ -1,5 +1,6 @@
 """Where to put exits: block ends at even shares of the cost, at which the network can be cut."""
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -102,15 +103,20 @@ def cut_places(
 ) -> tuple[list[CutPlace], BadInput | None]:
     """Return block ends after which the network can be cut, and what prevents a cut elsewhere, if anything does.
 
-    Where there are fewer than `count` blocks, a layer and what follows it until the next is a block, too, or the module
-    around it, unless more is alive at its end than elsewhere, as inside a residual block.
+    In a network of repeated blocks, these and the stages that hold them: not the stem before them, nor what reduces
+    sizes between them. Where there are fewer than `count` blocks, a layer and what follows it until the next is a block,
+    too, or the module around it, unless more is alive at its end than elsewhere, as inside a residual block; in a
+    network of repeated blocks only after the last of them.
     """
-    runs = _runs(model, inputs)
-    blocks = [_end_of(name, runs) for name in _blocks(model) if len(runs.get(name, ())) == 1]
+    runs, repeated = _runs(model, inputs), _repeated_blocks(model)
+    candidates = [name for name in _blocks(model) if not repeated or _holds_any(name, repeated)]
+    blocks = [_end_of(name, runs) for name in candidates if len(runs.get(name, ())) == 1]
     places, problem = _places_among(model, inputs, runs, blocks, head_flops)
     if len(places) >= count:
         return places, problem
-    once = [name for name in runs if len(runs[name]) == 1]
+    order = [*runs]
+    last = max((order.index(name) for name in repeated if name in runs), default=-1)
+    once = [name for name in order[last + 1 :] if len(runs[name]) == 1]
     layers = [_end_of(name, runs) for name in once if _has_one_layer(model.get_submodule(name))]
     places, problem = _places_among(model, inputs, runs, [*blocks, *layers], head_flops)
     least = min((place.alive for place in places), default=0)
@@ -172,9 +178,40 @@ def _blocks(module: nn.Module, prefix: str = "") -> Iterator[str]:
             yield from _blocks(child, f"{prefix}{name}.")
 
 
+def _repeated_blocks(model: nn.Module) -> list[str]:
+    """Return names of modules with several layers whose class the network has twice, and of what is in a row with one.
+
+    A module of one layer, such as a stem, counts in a row of rows alone, as EfficientNet's stages are.
+    """
+    modules = {name: each for name, each in model.named_modules() if name and not isinstance(each, CONTAINERS)}
+    layers = {name: _matrices(each) for name, each in modules.items() if not _is_layer(each)}
+    counts = Counter(type(modules[name]) for name, number in layers.items() if number > 1)
+    repeated = {name for name, number in layers.items() if number > 1 and counts[type(modules[name])] > 1}
+    rows = {_row_of(name, model) for name in repeated}
+    for name, number in layers.items():
+        row = _row_of(name, model)
+        if row in rows and (number > 1 or (number and name.count(".") - row.count(".") > 1)):
+            repeated.add(name)
+    return [name for name in layers if name in repeated]
+
+
+def _row_of(name: str, model: nn.Module) -> str:
+    """Return the outermost of the containers in containers that a module is in; its own name where it is in none."""
+    parent = name.rpartition(".")[0]
+    return _row_of(parent, model) if name and isinstance(model.get_submodule(parent), CONTAINERS) else name
+
+
+def _holds_any(name: str, blocks: Sequence[str]) -> bool:
+    return any(block == name or block.startswith(f"{name}.") for block in blocks)
+
+
+def _matrices(module: nn.Module) -> int:
+    return sum(weight.ndim > 1 for weight in module.parameters())
+
+
 def _holds_blocks(module: nn.Module) -> bool:
     """Check whether this container holds two blocks of a kind, with at least two weights each."""
-    kinds = [type(child) for child in module.children() if sum(weight.ndim > 1 for weight in child.parameters()) > 1]
+    kinds = [type(child) for child in module.children() if _matrices(child) > 1]
     return isinstance(module, CONTAINERS) and len(set(kinds)) < len(kinds)
 
 
@@ -184,7 +221,7 @@ def _is_layer(module: nn.Module) -> bool:
 
 def _has_one_layer(module: nn.Module) -> bool:
     """Check whether it is a layer, or a small block around one, as a convolution, its norm and an activation."""
-    return _is_layer(module) or sum(weight.ndim > 1 for weight in module.parameters()) == 1
+    return _is_layer(module) or _matrices(module) == 1
 
 
 def _end_of(name: str, runs: Runs) -> str:
@@ -244,8 +281,7 @@ def _noted(model: nn.Module, inputs: Inputs, batch: tuple[Tensor, ...]) -> dict[
 
     hooks = []
     for name, module in model.named_modules():
-        matrices = sum(weight.ndim > 1 for weight in module.parameters())
-        hooks.append(module.register_forward_hook(noting(name, matrices, _is_layer(module))))
+        hooks.append(module.register_forward_hook(noting(name, _matrices(module), _is_layer(module))))
     try:
         with in_mode(model, training=False), FlopCounter() as counter:
             output = inputs.run(model, batch)
