@@ -1,5 +1,6 @@
 """From nothing to a report: `alight.fit` and `alight fit` on ten kinds of users, and the laws that they keep."""
 
+import copy
 import csv
 import itertools
 import json
@@ -30,6 +31,7 @@ from alight.fitting.fitted import reported_folder
 from alight.fitting.heads import NamedNetwork, with_heads
 from alight.planning import plan as planning
 from alight.planning import timing
+from alight.training.training import train_heads
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Early exit is not worth it"),  # small networks on a busy machine
@@ -781,3 +783,62 @@ def test_what_is_missing_is_asked_for():
         alight.fit(own_cnn(), None, (images, nn.functional.one_hot(labels)), progress=False)
     with pytest.raises(BudgetTooSmall):
         alight.fit(Costs.from_cumulative([2.0, 4.0]), validation=np.zeros((40, 2, 3)), budget=1.0, progress=False)
+
+
+def test_exits_stand_where_the_user_says(trained):
+    train, validation = (data.tensors for data in digits())
+    once = TrainingSettings(epochs=1)
+    terms = {"training": once, "progress": False, "budget": "80%"}
+    predictor = alight.fit(trained, train, validation, after=["5", "11"], **terms)
+    assert predictor.fitted.exits == ("5", "11", "end")
+    assert "attach_heads(copy.deepcopy(network), ['5', '11'], example=example" in predictor.calls
+    assert len(alight.fit(trained, train, validation, after=1, **terms).fitted.exits) == 2
+    model = alight.attach_heads(copy.deepcopy(trained), ["5"], example=train[0][:2])
+    with pytest.raises(BadInput, match=r"after=2 is where exits go, and this is a network that has exits already"):
+        alight.fit(model, train, validation, after=2, **terms)
+    with pytest.raises(BadInput, match="and this is costs of exits: leave it out"):
+        alight.fit(Costs.from_cumulative([2.0, 4.0]), validation=np.zeros((40, 2, 3)), after=["a"], progress=False)
+
+
+def test_the_command_puts_exits_where_it_is_told(capsys):
+    images = np.random.default_rng(0).normal(size=(60, 3, 32, 32)).astype(np.float32)
+    for name in ("train", "validation"):
+        np.savez(f"{name}.npz", images=images + (name == "train"), labels=np.arange(60) % 10)
+    line = "fit timm:test_resnet train.npz validation.npz --image-size 32 --epochs 1 --mode frozen --budget 90%"
+    status, _, err = run(f"{line} --after layer1 -o named", capsys)
+    assert (status, alight.load_model("named").exits) == (0, ("layer1", "end")), err
+    assert "after=['layer1']" in err
+    status, _, err = run(f"{line} --count 1 -o counted", capsys)
+    assert (status, len(alight.load_model("counted").exits)) == (0, 2), err
+    status, _, err = run(f"{line} --count 1 --after layer1 -o both", capsys)
+    assert (status, "give one of them" in err) == (1, True)
+
+
+def test_the_best_epoch_is_chosen_by_training_samples_that_are_held_out(trained, monkeypatch):
+    train, validation = (data.tensors for data in digits())
+    settings = TrainingSettings(epochs=3, keep_best=True, patience=1, learning_rate=1e-2)
+    seen = []
+
+    def spy(model, data, settings, *, validation, **further):
+        seen.append([torch.cat([each.inputs[0] for each in part]) for part in (data, validation)])
+        return train_heads(model, data, settings, validation=validation, **further)
+
+    monkeypatch.setattr("alight.training.training.train_heads", spy)
+    predictor = alight.fit(trained, train, validation, budget="60%", training=settings, progress=False)
+    ((learnt, held_out),) = seen
+    assert len(learnt) + len(held_out) == len(train[0])
+    assert len(held_out) == len(train[0]) // 10
+    known = {row.numpy().tobytes() for row in train[0]}
+    assert all(row.numpy().tobytes() in known for row in held_out)  # and none is a validation sample
+    assert "part, held_out = split_batches(train, model.input_spec, 0.1, 64, 0)" in predictor.calls
+    assert "validation=held_out, batch_size=64" in predictor.calls
+
+
+def test_where_no_sample_can_be_held_out_it_is_said_what_to_do(trained):
+    (images, labels), validation = (data.tensors for data in digits())
+    terms = {"training": TrainingSettings(epochs=1, keep_best=True), "progress": False}
+    with pytest.raises(BadInput, match="10 of 100 training samples would be held out, too few .*: give more samples"):
+        alight.fit(trained, (images[:100], labels[:100]), validation, **terms)
+    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(images, labels), 64)
+    with pytest.raises(BadInput, match="a DataLoader comes in batches, and no samples of it can be held out"):
+        alight.fit(trained, loader, validation, **terms)

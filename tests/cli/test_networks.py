@@ -273,7 +273,7 @@ def test_a_cascade_is_recorded_measured_calibrated_and_predicted_from_the_shell(
         "cascade small model -o chain",
         "record chain validation.npz -o table.npz",
         "costs chain -o chain_costs.json",
-        "calibrate table.npz --costs chain_costs.json --budget 60% --contract none -o chain.json",
+        "calibrate table.npz --costs chain_costs.json --budget 80% --contract none -o chain.json",
         "predict chain chain.json test.npz -o chain.csv",
     ):
         status, _, err = run(f"{line} --quiet", capsys)

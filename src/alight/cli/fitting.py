@@ -26,6 +26,7 @@ from alight.cli.arguments import (
     times,
     torch_device,
     training_settings,
+    words_or_auto,
 )
 from alight.cli.command import Command, CommandResult, argument
 from alight.cli.kinds import check_kind, kind_of
@@ -57,7 +58,8 @@ def run_fit(options: argparse.Namespace) -> CommandResult:
     with new_folder(Path(options.output)) as folder:  # before the work, which would be lost where none can be made
         if options.network.endswith(".json"):
             network, (data, steps) = Costs.load(options.network), _recorded(validation, options)
-            predictor = fit_to(goal, network, None, data, batch_size=options.batch_size, steps=steps)
+            after = _places(options)
+            predictor = fit_to(goal, network, None, data, batch_size=options.batch_size, steps=steps, after=after)
         else:
             predictor = _fitted(goal, training[0] if training else None, validation, options)
         predictor.save(folder, force=options.force)
@@ -94,7 +96,14 @@ def _fitted(goal: Goal, train: str | None, validation: str, options: argparse.Na
     settings = None if train is None else _settings(network, options)
     preprocess = normalisation(options) or options.tokenizer
     held_out, steps = _recorded(validation, options)
-    return fit_to(goal, network, train, held_out, preprocess, settings, options.batch_size, steps)
+    return fit_to(goal, network, train, held_out, preprocess, settings, options.batch_size, steps, _places(options))
+
+
+def _places(options: argparse.Namespace) -> str | int | list[str]:
+    """Return where exits go: after modules, or how many of them."""
+    if options.after != "auto" and options.count is not None:
+        raise BadInput("--after names the exits, and --count says how many to place: give one of them")
+    return options.after if options.count is None else options.count
 
 
 def _recorded(validation: str, options: argparse.Namespace) -> tuple[Any, Steps]:
@@ -140,6 +149,8 @@ COMMANDS = (
                 type=compared,
                 help="another network as a line of the report, as 'ResNet-10,70%%,450 MFLOPs'",
             ),
+            argument("--after", type=words_or_auto, default="auto", help="exits, as layer1,layer2 (default: auto)"),
+            argument("--count", type=count, help="exits before the end that auto places (default: 3, where they pay)"),
             argument(
                 "--mode", choices=["frozen", "joint", "mixed"], help="default: frozen; joint without trained weights"
             ),

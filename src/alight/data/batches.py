@@ -30,7 +30,7 @@ from alight.data.preprocess import (
     is_pixels,
     is_tensor,
 )
-from alight.data.samples import Fetched, Items, Samples, chosen_columns, declared_classes, is_texts, picture, stacked
+from alight.data.samples import Fetched, Items, Samples, SomeRows, chosen_columns, declared_classes, is_texts, picture, stacked
 from alight.data.sources import column_of, is_one_sample, is_torch_dataset, open_data
 from alight.data.tables import frame_columns, is_frame, is_hugging_face, is_series, series_values
 from alight.data.tokens import MAX_TOKENS, SEGMENTS, Texts, texts_for
@@ -47,6 +47,8 @@ AHEAD = 3  # batches that are fetched before they are asked for
 MANY = 100  # shapes that are remembered, of a network that takes images of any size
 FAR = 4  # times the number for white that no normalised image reaches
 SPENT = "an iterator is spent after one pass, so give a DataLoader, a list, or anything that starts anew"
+LEAST_HELD_OUT = 50  # samples: the accuracy of fewer is known to worse than 7 points
+SPLIT = "give more samples, or samples instead of batches; or train first, train_heads(..., validation=...), and then fit"
 FORMS = (
     "tensors, arrays, (inputs, labels), a list of samples, a data set, a DataFrame, a DataLoader, or the path of a file"
     " or folder"
@@ -274,6 +276,27 @@ def in_batches(
     return data
 
 
+def split_batches(data: Any, spec: InputSpec, share: float, batch_size: int, seed: int) -> tuple[Any, Any]:
+    """Return shuffled batches of data, and batches of a share of its samples, drawn at random, which are held out.
+
+    >>> train, held_out = split_batches((np.zeros((500, 4)), np.arange(500)), InputSpec(), 0.2, batch_size=50, seed=0)
+    >>> len(train), len(held_out)
+    (8, 2)
+    """
+    samples = open_data(data, spec)
+    if samples is None:
+        raise BadInput(f"a {type(data).__name__} comes in batches, and no samples of it can be held out: {SPLIT}")
+    count = int(share * len(samples))
+    if count < LEAST_HELD_OUT:
+        few = f"{count} of {len(samples):,} training samples would be held out, too few of {LEAST_HELD_OUT} to judge by"
+        raise BadInput(f"{few}: {SPLIT}")
+    order = np.random.default_rng(seed).permutation(len(samples)).tolist()
+    collate = Collate(spec, _named(data))
+    parts = (SomeRows(samples, order[count:]), SomeRows(samples, order[:count]))
+    train, held_out = (_loader(part, collate, batch_size, part is parts[0]) for part in parts)
+    return train, held_out
+
+
 def _check_class_order(loader: Any, spec: InputSpec) -> None:
     """Raise if a loader gives labels unchanged that are indices of classes which the network numbers in another way."""
     names = declared_classes(getattr(loader, "dataset", None))
@@ -404,7 +427,7 @@ class Loader:
 
 
 def _loader(
-    samples: Samples | Items, collate: Collate, batch_size: int, shuffle: bool | None, workers: int = 0
+    samples: Samples | Items | SomeRows, collate: Collate, batch_size: int, shuffle: bool | None, workers: int = 0
 ) -> Iterable[Any]:
     """Return a loader of samples: torch's, with batches of tensors, where it takes its services."""
     if not len(samples):

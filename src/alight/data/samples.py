@@ -74,6 +74,20 @@ class Items:
         return inputs, labels
 
 
+@dataclass(frozen=True)
+class SomeRows:
+    """Some of the samples."""
+
+    samples: Samples | Items
+    rows: Sequence[int]
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitems__(self, rows: Sequence[int]) -> Fetched:
+        return self.samples.__getitems__([self.rows[row] for row in rows])
+
+
 def declared_classes(dataset: Any) -> Sequence[str]:
     """Return the names that the labels of a data set are indices of, or of a part of one; none where it is not known.
 

@@ -40,13 +40,19 @@ def _check_settings(training: Any, batch_size: Any) -> None:
     """Raise unless these are settings of a training that `fit` can do, and a batch size."""
     if training is not None and not hasattr(training, "mode"):
         raise BadInput(f"training={training!r} is not settings: give alight.TrainingSettings(epochs=3), for example")
-    if training is not None and (training.keep_best or training.patience is not None):
-        raise BadInput(
-            "keep_best and patience judge epochs by data that calibrates nothing, and `fit` has none: leave them out,"
-            " or train first (train_heads, `alight train --validation`), and then fit without training data"
-        )
     if type(batch_size) is not int or batch_size < 1:
         raise BadInput(f"batch_size={batch_size!r} is not a whole number of samples: give 64, for example")
+
+
+def check_places(after: Any, network: Any) -> None:
+    """Raise if it is said where exits go, of a network that has them.
+
+    >>> check_places("auto", "model")
+    """
+    if isinstance(after, str) and after == "auto":
+        return
+    kind = "costs of exits" if type(network).__name__ == "Costs" else "a network that has exits already"
+    raise BadInput(f"after={after!r} is where exits go, and this is {kind}: leave it out, or give the network itself")
 
 
 def check_trained(exits: Sequence[str], random: bool) -> None:

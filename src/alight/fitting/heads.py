@@ -13,6 +13,7 @@ from alight.display import layer_label, listed
 from alight.errors import BadInput
 from alight.files import CONFIG
 from alight.fitting.calls import Steps, data_literal, example_literal
+from alight.fitting.checks import check_places
 from alight.fitting.inputs import check_example, classes_in, example_for
 
 if TYPE_CHECKING:
@@ -39,7 +40,9 @@ class WithHeads:
         return next(self.model.parameters()).device
 
 
-def with_heads(network: Any, data: Any, preprocess: Any, steps: Steps) -> WithHeads:
+def with_heads(
+    network: Any, data: Any, preprocess: Any, steps: Steps, after: str | int | Sequence[str] = "auto"
+) -> WithHeads:
     """Return the network with exits, whatever it was given as; a module is copied, so that the given one stays."""
     from torch import nn
 
@@ -48,6 +51,7 @@ def with_heads(network: Any, data: Any, preprocess: Any, steps: Steps) -> WithHe
     if isinstance(network, str | Path):
         network = NamedNetwork(str(network))
     named = network if isinstance(network, NamedNetwork) else None
+    named = named and replace(named, after=after)
     names, count = classes_in(data)
     model = _built(named, count, steps) if named else network
     if not isinstance(model, nn.Module):
@@ -59,8 +63,10 @@ def with_heads(network: Any, data: Any, preprocess: Any, steps: Steps) -> WithHe
     _check_module(model)
     new_heads = not isinstance(model, MultiExitModel) or _gets_heads(named)
     if not isinstance(model, MultiExitModel):
-        model, example = _attached(model, data, preprocess, steps)
+        model, example = _attached(model, data, preprocess, steps, after)
     else:
+        if not _gets_heads(named):
+            check_places(after, model)
         if not named:
             model = copy.deepcopy(model)
             steps.call("model = copy.deepcopy(network)", imports=["import copy"])
@@ -139,6 +145,7 @@ class NamedNetwork:
     pretrained: bool = False
     weights: str | None = None  # of the full network, a file of safetensors or torch
     device: str | None = None
+    after: str | int | Sequence[str] = "auto"
 
     @property
     def is_folder(self) -> bool:
@@ -193,6 +200,8 @@ class NamedNetwork:
 
         given = {name: getattr(self, name) for name in ("num_classes", "image_size", "pretrained")}
         terms: dict[str, Any] = {name: value for name, value in given.items() if value}
+        if self.after != "auto":
+            terms["after"] = self.after
         kinds = HEADS if self.name.startswith(("timm:", "torchvision:")) else HEADS[-1:]
         model, head, _ = _affordable(lambda head: from_name(self.name, head=head, **terms), kinds, example_of)
         if head != "auto":
@@ -229,7 +238,9 @@ def _affordable(
     return model, head, overhead
 
 
-def _attached(network: Any, data: Any, preprocess: Any, steps: Steps) -> tuple["MultiExitModel", Any]:
+def _attached(
+    network: Any, data: Any, preprocess: Any, steps: Steps, after: str | int | Sequence[str]
+) -> tuple["MultiExitModel", Any]:
     """Return a copy of a module with exits where they pay, and an example of what it takes."""
     from alight.networks.attach import attach_heads
     from alight.networks.libraries import own_classes
@@ -240,14 +251,15 @@ def _attached(network: Any, data: Any, preprocess: Any, steps: Steps) -> tuple["
     own = {name: value for name, value in own.items() if value}
     try:
         model, head, overhead = _affordable(
-            lambda head: attach_heads(copy.deepcopy(network), example=example, head=head, **own),
+            lambda head: attach_heads(copy.deepcopy(network), after, example=example, head=head, **own),
             HEADS if getattr(example, "ndim", 0) == 4 else HEADS[-1:],
             lambda _: example,
         )
     except BadInput:
         check_example(network, example)
         raise
-    terms = ["copy.deepcopy(network)", "example=example", *([f"head={head!r}"] if head != "auto" else [])]
+    places = [] if after == "auto" else [repr(after)]
+    terms = ["copy.deepcopy(network)", *places, "example=example", *([f"head={head!r}"] if head != "auto" else [])]
     values = {"normalisation": f"alight.{normalisation!r}", "classes": repr(own.get("classes"))}
     terms += [f"{name}={values[name]}" for name in own]
     steps.call(

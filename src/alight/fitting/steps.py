@@ -11,7 +11,7 @@ import numpy as np
 from alight import calibrate
 from alight.calibrate.risk_guarantees import Risk
 from alight.costs import Costs
-from alight.data.batches import as_tensor, first_batch
+from alight.data.batches import as_tensor, first_batch, split_batches
 from alight.display import exit_names, layer_label, number, quantity
 from alight.engine.backends.members import LogitsBackend
 from alight.engine.recorder import record
@@ -20,6 +20,7 @@ from alight.errors import BadInput, BudgetTooSmall, Mismatch
 from alight.fitting.calls import Steps, costs_literal, data_literal, settings_literal
 from alight.fitting.checks import (
     check_given,
+    check_places,
     check_trained,
     known_preprocess,
     near_guessing,
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
 
 BUDGET = "50%"  # of the full network's FLOPs, where nothing is asked for
 BATCH_SIZE = 64
+HELD_OUT = 0.1  # of the training samples, where an epoch is chosen: not of those that calibrate or test
 HALF = 0.5  # of the validation samples calibrate, the others are the test
 TIMED, SINGLE = 4, 16  # batches that are timed, and single samples
 WORTH = 1.01  # times as fast as the full network at least, in three of four runs, or it does not pay
@@ -97,6 +99,7 @@ def fit(
     budget: float | str | None = None,
     max_accuracy_loss: float | None = None,
     speedup: float | None = None,
+    after: str | int | Sequence[str] = "auto",
     preprocess: Any = None,
     training: "TrainingSettings | None" = None,
     batch_size: int = BATCH_SIZE,
@@ -114,8 +117,10 @@ def fit(
         budget: Average cost: "50%" of the full network (the default), "2.5 GFLOPs", "3 ms".
         max_accuracy_loss: Instead of a budget: 0.01 is one point.
         speedup: Instead of a budget: over the full network, measured here.
+        after: Where exits go, as `attach_heads` takes it: names of modules, or how many; for a network without exits.
         preprocess: The `Normalisation` of images in bytes or files, or a tokenizer of texts.
-        training: None: the heads alone; everything where a network is named without weights.
+        training: None: the heads alone; everything where a network is named without weights. `keep_best` and `patience`
+            judge epochs by a tenth of the training samples, held out: validation samples choose no epoch.
         batch_size: Of training, recording and timing.
         progress: Print every step, and the table at the end.
 
@@ -125,7 +130,7 @@ def fit(
     ('probability', True)
     """
     goal = Goal(budget, max_accuracy_loss, speedup)
-    predictor = fit_to(goal, network, train, validation, preprocess, training, batch_size, Steps(progress))
+    predictor = fit_to(goal, network, train, validation, preprocess, training, batch_size, Steps(progress), after)
     if progress:
         print(f"\n{predictor.summary}\n\nThe same by hand:\n\n{predictor.calls}")
     return predictor
@@ -140,14 +145,16 @@ def fit_to(
     training: "TrainingSettings | None" = None,
     batch_size: int = BATCH_SIZE,
     steps: Steps | None = None,
+    after: str | int | Sequence[str] = "auto",
 ) -> FittedPredictor:
     """Do what `fit` does, and print nothing but progress."""
     check_given(network, train, validation, training, batch_size)
     steps = steps or Steps(progress=False)
     if isinstance(network, Costs):
+        check_places(after, network)
         return _of_logits(goal, network, train, validation, batch_size, steps)
     first = train if train is not None else validation
-    made = with_heads(network, first, known_preprocess(preprocess), steps)
+    made = with_heads(network, first, known_preprocess(preprocess), steps, after)
     fitting = _Fitting(goal, made, batch_size, steps)
     fitting.check(validation)
     check_trained(made.model.exits, made.new_heads and train is None)
@@ -253,9 +260,18 @@ class _Fitting:
         what = "the heads, and nothing else," if settings.mode == "frozen" else f"the whole network ({settings.mode})"
         why = "" if training or settings.mode == "frozen" else ": nothing says that it is trained"
         self.steps.say(f"training {what} for {settings.epochs} epochs{why}")
-        train_heads(self.model, data, settings, batch_size=self.batch_size, progress=self.steps.progress)
-        terms = f"{data_literal('train', data)}, {settings_literal(settings)}, batch_size={self.batch_size}"
-        self.steps.call(f"alight.train_heads(model, {terms})")
+        given, held_out, named = data, None, data_literal("train", data)
+        if settings.watches_validation:
+            given, held_out = split_batches(data, self.model.input_spec, HELD_OUT, self.batch_size, SEED)
+            self.steps.say(f"{HELD_OUT:.0%} of the training samples are held out, to judge epochs by")
+            terms = f"{named}, model.input_spec, {HELD_OUT}, {self.batch_size}, {SEED}"
+            imports = ["from alight.data.batches import split_batches"]
+            self.steps.call(f"part, held_out = split_batches({terms})", imports=imports)
+            named = "part"
+        progress = self.steps.progress
+        train_heads(self.model, given, settings, validation=held_out, batch_size=self.batch_size, progress=progress)
+        terms = f"{named}, {settings_literal(settings)}, " + "validation=held_out, " * (held_out is not None)
+        self.steps.call(f"alight.train_heads(model, {terms}batch_size={self.batch_size})")
 
     def record(self, validation: Any) -> None:
         """Record what every head says about the validation samples, one half to calibrate and one to test."""

@@ -206,7 +206,7 @@ def from_name(
     *,
     num_classes: int | None = None,
     pretrained: bool = False,
-    after: str | Sequence[str] = "auto",
+    after: str | int | Sequence[str] = "auto",
     head: str = "auto",
     count: int = EXITS,
     image_size: int | None = None,
@@ -245,7 +245,7 @@ def from_name(
 
 
 def _from_zoo(
-    network: str, after: str | Sequence[str], head: str, count: int, options: dict[str, Any]
+    network: str, after: str | int | Sequence[str], head: str, count: int, options: dict[str, Any]
 ) -> MultiExitModel:
     """Return the network zoo:NAME, with its own exits."""
     library, _, name = network.partition(":")
@@ -263,7 +263,7 @@ def _from_zoo(
     return ZOO[name](**options)
 
 
-def _places(after: str | Sequence[str], count: int) -> str | int | Sequence[str]:
+def _places(after: str | int | Sequence[str], count: int) -> str | int | Sequence[str]:
     """Return where `attach_heads` puts exits: the usual number may be fewer, another one is met or refused."""
     return count if after == "auto" and count != EXITS else after
 

@@ -27,7 +27,7 @@ def from_own(
     network: str,
     *,
     num_classes: int | None = None,
-    after: str | Sequence[str] = "auto",
+    after: str | int | Sequence[str] = "auto",
     head: HeadChoice = "auto",
     count: int = EXITS,
     image_size: int | None = None,
