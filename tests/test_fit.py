@@ -63,6 +63,13 @@ def own_cnn(channels=1):
     return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, 10)).eval()
 
 
+def nudged(model):
+    """Change the weights of a head, as a training loop of one's own does, so that it does not count as new."""
+    with torch.no_grad():
+        next(model.heads[0].parameters()).add_(1e-3)
+    return model
+
+
 @pytest.fixture(scope="module")
 def trained():
     """The network once it has learned the digits."""
@@ -353,7 +360,7 @@ def test_a_saved_fit_is_loaded_with_its_policy_and_decides_alike(fitted, trained
 def test_a_saved_network_of_a_library_is_loaded_with_its_policy_and_decides_alike(capsys):
     floats, labels = digits()[1].tensors
     images = (255 * floats).to(torch.uint8).numpy()
-    predictor = alight.fit(alight.zoo.resnet_digits(), None, (images, labels), budget="70%", progress=False)
+    predictor = alight.fit(nudged(alight.zoo.resnet_digits()), None, (images, labels), budget="70%", progress=False)
     predictor.save("fitted")
     expected = predictor(images[:50], samples=range(50))
     again = Predictor.load("fitted")(images[:50], samples=range(50))
@@ -466,7 +473,7 @@ def test_a_network_near_guessing_is_said_first_and_does_not_pay():
     torch.manual_seed(0)
     images, labels = digits()[1].tensors
     data = (255 * images).to(torch.uint8).numpy(), labels
-    predictor = alight.fit(alight.zoo.resnet_digits(), None, data, budget="70%", progress=False)
+    predictor = alight.fit(nudged(alight.zoo.resnet_digits()), None, data, budget="70%", progress=False)
     first = predictor.summary.splitlines()[0]
     assert first.startswith("The full network has ")
     assert "near the 10.0% of guessing: train it longer, or check that its weights are loaded" in first
@@ -837,8 +844,50 @@ def test_the_best_epoch_is_chosen_by_training_samples_that_are_held_out(trained,
 def test_where_no_sample_can_be_held_out_it_is_said_what_to_do(trained):
     (images, labels), validation = (data.tensors for data in digits())
     terms = {"training": TrainingSettings(epochs=1, keep_best=True), "progress": False}
-    with pytest.raises(BadInput, match="10 of 100 training samples would be held out, too few .*: give more samples"):
+    with pytest.raises(BadInput, match="10 of 100 training samples would be held out .*, and 50 are needed: give more"):
         alight.fit(trained, (images[:100], labels[:100]), validation, **terms)
     loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(images, labels), 64)
-    with pytest.raises(BadInput, match="a DataLoader comes in batches, and no samples of it can be held out"):
+    with pytest.raises(BadInput, match="a DataLoader comes in batches, of which no samples can be held out"):
         alight.fit(trained, loader, validation, **terms)
+
+
+@pytest.fixture
+def untrained_folder():
+    """What `alight attach` writes: a network with heads that nothing trained, and data."""
+    alight.save_model(alight.attach_heads(own_cnn(), ["5", "11"], example=torch.zeros(2, 1, 8, 8)), "attached")
+    for name, (images, labels) in zip(("train", "validation"), (data.tensors for data in digits()), strict=True):
+        np.savez(f"{name}.npz", images=images.numpy(), labels=labels.numpy())
+
+
+def test_heads_of_a_folder_that_nothing_trained_are_trained_or_refused(untrained_folder, capsys):
+    status, _, err = run("fit attached validation.npz -o new", capsys)
+    assert (status, "are new, and nothing trains them: give training data" in err) == (1, True)
+    status, _, err = run("fit attached train.npz validation.npz --epochs 1 --budget 90% -o fitted", capsys)
+    assert (status, "training the heads, and nothing else" in err) == (0, True), err
+    status, _, err = run("fit fitted validation.npz --budget 90% -o again", capsys)  # its heads are trained
+    assert status == 0, err
+
+
+@pytest.mark.filterwarnings("default:the heads in")
+def test_commands_say_in_a_line_that_heads_are_not_trained_until_they_are(untrained_folder, capsys):
+    said = "alight: the heads in attached are not trained, so early answers are guesses: `alight fit attached"
+    status, _, err = run("record attached validation.npz -o table.npz", capsys)
+    assert (status, err.count(said)) == (0, 1), err
+    assert run("train attached train.npz --epochs 1 -o trained", capsys)[0] == 0
+    status, _, err = run("record trained validation.npz -o other.npz", capsys)
+    assert (status, "not trained" in err) == (0, False)
+    model = alight.load_model("attached")
+    assert model.is_untrained("heads")
+    alight.save_model(nudged(model), "own")
+    assert not alight.load_model("own").is_untrained("heads")
+
+
+def test_a_folder_of_random_weights_is_trained_as_a_whole(capsys):
+    images = np.random.default_rng(0).normal(size=(60, 3, 32, 32)).astype(np.float32)
+    for name in ("train", "validation"):
+        np.savez(f"{name}.npz", images=images + (name == "train"), labels=np.arange(60) % 10)
+    assert run("attach timm:test_resnet --classes 10 --image-size 32 --after layer1 -o random", capsys)[0] == 0
+    status, _, err = run("fit random train.npz validation.npz --epochs 1 --budget 90% -o fitted", capsys)
+    assert (status, "training the whole network (joint)" in err) == (0, True), err
+    assert NamedNetwork("fitted").is_trained
+    assert not NamedNetwork("random").is_trained

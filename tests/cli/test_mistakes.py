@@ -122,7 +122,7 @@ COMMANDS = {  # a command line: the start of what it prints on stderr, after "al
     "fit model train.npz test.npz -o /proc/new": "/proc/new: No such file or directory",
     "fit timm:test_resnet train.npz test.npz --weights other.pt --image-size 32 -o new": "the weights are another",
     "fit model train.npz test.npz --after layer1 -o new": "after=['layer1'] is where exits go, and this is a network",
-    "fit model train.npz test.npz --set keep_best=true -o new": "samples would be held out, too few of 50 to judge by",
+    "fit model train.npz test.npz --set keep_best=true -o new": "3 of 32 training samples would be held out to",
     "fit model train.npz test.npz --set lr=0.1 -o new": "--set 'lr=0.1': write NAME=VALUE with NAME one of",
     "fit ./nowhere train.npz test.npz -o new": "there is no folder './nowhere': check the path, or name a network, as",
     "predict nowhere test.npz": "there is no folder nowhere: give one that `alight fit` or `alight attach` wrote",

@@ -59,6 +59,8 @@ def run_attach(options: argparse.Namespace) -> CommandResult:
         raise BadInput(f"{options.network} does not accept these options ({error}): see --set and --classes") from error
     if options.weights:
         load_backbone(model, options.weights)
+    elif options.network.startswith(("timm:", "torchvision:", "zoo:")) and not options.pretrained:
+        model.note_untrained("stages")
     model.normalisation = normalisation(options) or model.normalisation
     with new_folder(Path(options.output)) as folder:
         save_model(model, folder, force=options.force)

@@ -1,7 +1,7 @@
 """Where to put exits: block ends at even shares of the cost, at which the network can be cut."""
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -114,13 +114,17 @@ def cut_places(
     places, problem = _places_among(model, inputs, runs, blocks, head_flops)
     if len(places) >= count:
         return places, problem
+    places, problem = _places_among(model, inputs, runs, [*blocks, *_layer_ends(model, runs, repeated)], head_flops)
+    least = min((place.alive for place in places), default=0)
+    return [place for place in places if place.alive == least or place.name in blocks], problem
+
+
+def _layer_ends(model: nn.Module, runs: "Runs", repeated: Sequence[str]) -> list[str]:
+    """Return where layers end that are called once, after the last of the repeated blocks."""
     order = [*runs]
     last = max((order.index(name) for name in repeated if name in runs), default=-1)
     once = [name for name in order[last + 1 :] if len(runs[name]) == 1]
-    layers = [_end_of(name, runs) for name in once if _has_one_layer(model.get_submodule(name))]
-    places, problem = _places_among(model, inputs, runs, [*blocks, *layers], head_flops)
-    least = min((place.alive for place in places), default=0)
-    return [place for place in places if place.alive == least or place.name in blocks], problem
+    return [_end_of(name, runs) for name in once if _has_one_layer(model.get_submodule(name))]
 
 
 class ModuleRun(NamedTuple):
@@ -183,16 +187,21 @@ def _repeated_blocks(model: nn.Module) -> list[str]:
 
     A module of one layer, such as a stem, counts in a row of rows alone, as EfficientNet's stages are.
     """
-    modules = {name: each for name, each in model.named_modules() if name and not isinstance(each, CONTAINERS)}
-    layers = {name: _matrices(each) for name, each in modules.items() if not _is_layer(each)}
-    counts = Counter(type(modules[name]) for name, number in layers.items() if number > 1)
-    repeated = {name for name, number in layers.items() if number > 1 and counts[type(modules[name])] > 1}
-    rows = {_row_of(name, model) for name in repeated}
-    for name, number in layers.items():
-        row = _row_of(name, model)
-        if row in rows and (number > 1 or (number and name.count(".") - row.count(".") > 1)):
-            repeated.add(name)
-    return [name for name in layers if name in repeated]
+    layers, kinds = {}, Counter[type]()
+    for name, module in model.named_modules():
+        if name and not isinstance(module, CONTAINERS) and not _is_layer(module):
+            layers[name] = _matrices(module)
+            kinds[type(module)] += layers[name] > 1
+    rows = {
+        _row_of(name, model)
+        for name, number in layers.items()
+        if number > 1 and kinds[type(model.get_submodule(name))] > 1
+    }
+    return [name for name, number in layers.items() if _is_in_row(name, number, _row_of(name, model), rows)]
+
+
+def _is_in_row(name: str, layers: int, row: str, rows: Collection[str]) -> bool:
+    return row in rows and (layers > 1 or (layers == 1 and name.count(".") - row.count(".") > 1))
 
 
 def _row_of(name: str, model: nn.Module) -> str:

@@ -48,7 +48,7 @@ MANY = 100  # shapes that are remembered, of a network that takes images of any 
 FAR = 4  # times the number for white that no normalised image reaches
 SPENT = "an iterator is spent after one pass, so give a DataLoader, a list, or anything that starts anew"
 LEAST_HELD_OUT = 50  # samples: the accuracy of fewer is known to worse than 7 points
-SPLIT = "give more samples, or samples instead of batches; or train first, train_heads(..., validation=...), and then fit"
+SPLIT = "give more, as samples, not batches; or train first, with train_heads(..., validation=...), and then fit"
 FORMS = (
     "tensors, arrays, (inputs, labels), a list of samples, a data set, a DataFrame, a DataLoader, or the path of a file"
     " or folder"
@@ -285,11 +285,11 @@ def split_batches(data: Any, spec: InputSpec, share: float, batch_size: int, see
     """
     samples = open_data(data, spec)
     if samples is None:
-        raise BadInput(f"a {type(data).__name__} comes in batches, and no samples of it can be held out: {SPLIT}")
+        raise BadInput(f"a {type(data).__name__} comes in batches, of which no samples can be held out to choose an epoch by: {SPLIT}")
     count = int(share * len(samples))
     if count < LEAST_HELD_OUT:
-        few = f"{count} of {len(samples):,} training samples would be held out, too few of {LEAST_HELD_OUT} to judge by"
-        raise BadInput(f"{few}: {SPLIT}")
+        few = f"{count} of {len(samples):,} training samples would be held out to choose an epoch by (keep_best, patience)"
+        raise BadInput(f"{few}, and {LEAST_HELD_OUT} are needed: {SPLIT}")
     order = np.random.default_rng(seed).permutation(len(samples)).tolist()
     collate = Collate(spec, _named(data))
     parts = (SomeRows(samples, order[count:]), SomeRows(samples, order[:count]))

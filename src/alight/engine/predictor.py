@@ -1,6 +1,7 @@
 """Predictions under a budget: real exits inside a batch, decided by the policy, one answer for every sample."""
 
 import copy
+import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -342,7 +343,14 @@ def load_network(folder: PathLike) -> Any:
         return Cascade.load(folder)
     from alight.networks.store import load_model  # PyTorch is imported where it runs
 
-    return load_model(folder)
+    model = load_model(folder)
+    if model.is_untrained("heads"):
+        warnings.warn(
+            f"the heads in {folder} are not trained, so early answers are guesses: `alight fit {folder} TRAIN"
+            f" VALIDATION` or `alight train {folder} DATA` trains them",
+            stacklevel=2,
+        )
+    return model
 
 
 class Numbering:

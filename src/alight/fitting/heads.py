@@ -11,7 +11,7 @@ from alight.data.batches import first_batch
 from alight.data.preprocess import Normalisation
 from alight.display import layer_label, listed
 from alight.errors import BadInput
-from alight.files import CONFIG
+from alight.files import CONFIG, read_json
 from alight.fitting.calls import Steps, data_literal, example_literal
 from alight.fitting.checks import check_places
 from alight.fitting.inputs import check_example, classes_in, example_for
@@ -44,53 +44,57 @@ def with_heads(
     network: Any, data: Any, preprocess: Any, steps: Steps, after: str | int | Sequence[str] = "auto"
 ) -> WithHeads:
     """Return the network with exits, whatever it was given as; a module is copied, so that the given one stays."""
-    from torch import nn
-
     from alight.networks.multi_exit import MultiExitModel
 
-    if isinstance(network, str | Path):
-        network = NamedNetwork(str(network))
-    named = network if isinstance(network, NamedNetwork) else None
-    named = named and replace(named, after=after)
+    named = NamedNetwork(str(network)) if isinstance(network, str | Path) else network
+    named = replace(named, after=after) if isinstance(named, NamedNetwork) else None
     names, count = classes_in(data)
     model = _built(named, count, steps) if named else network
-    if not isinstance(model, nn.Module):
-        kind = f"the class {network.__name__}" if isinstance(network, type) else f"a {type(network).__name__}"
-        raise BadInput(
-            f"{kind} is not a network: give a torch module, a folder that save_model wrote, a name"
-            " such as 'timm:resnet18', or Costs with logits as validation"
-        )
     _check_module(model)
-    new_heads = not isinstance(model, MultiExitModel) or _gets_heads(named)
+    new_heads = not isinstance(model, MultiExitModel) or _gets_heads(named) or model.is_untrained("heads")
     if not isinstance(model, MultiExitModel):
         model, example = _attached(model, data, preprocess, steps, after)
     else:
         if not _gets_heads(named):
             check_places(after, model)
-        if not named:
-            model = copy.deepcopy(model)
-            steps.call("model = copy.deepcopy(network)", imports=["import copy"])
+        model = model if named else _copied(model, steps)
         _set_preprocess(model, preprocess, steps)
         example = _own_example(model, data, preprocess, steps)
     if named and named.weights:
-        from alight.networks.store import load_backbone
-
-        load_backbone(model, named.weights)
-        imports = ["from alight.networks.store import load_backbone"]
-        steps.call(f"load_backbone(model, {named.weights!r})", imports=imports)
+        _load_weights(model, named.weights, steps)
     if names and not model.classes and model.num_classes == len(names):
         model.classes = tuple(names)
         steps.call(f"model.classes = {model.classes!r}")
         steps.say(f"the logits are taken to be in this order: {listed(names)}")
-    return WithHeads(model, example, named is not None and not named.is_trained, new_heads)
+    untrained = not named.is_trained if named else model.is_untrained("stages")
+    return WithHeads(model, example, untrained, new_heads)
+
+
+def _copied(model: "MultiExitModel", steps: Steps) -> "MultiExitModel":
+    steps.call("model = copy.deepcopy(network)", imports=["import copy"])
+    return copy.deepcopy(model)
+
+
+def _load_weights(model: "MultiExitModel", weights: str, steps: Steps) -> None:
+    from alight.networks.store import load_backbone
+
+    load_backbone(model, weights)
+    imports = ["from alight.networks.store import load_backbone"]
+    steps.call(f"load_backbone(model, {weights!r})", imports=imports)
 
 
 def _check_module(network: Any) -> None:
-    """Raise if a module cannot be cut: it is compiled, scripted, without weights, or not in float32."""
+    """Raise if it is not a module, or cannot be cut: it is compiled, scripted, without weights, or not in float32."""
     import torch
 
     from alight.networks.multi_exit import MultiExitModel
 
+    if not isinstance(network, torch.nn.Module):
+        kind = f"the class {network.__name__}" if isinstance(network, type) else f"a {type(network).__name__}"
+        raise BadInput(
+            f"{kind} is not a network: give a torch module, a folder that save_model wrote, a name"
+            " such as 'timm:resnet18', or Costs with logits as validation"
+        )
     if isinstance(network, MultiExitModel):
         return
     if hasattr(network, "_orig_mod"):
@@ -162,7 +166,12 @@ class NamedNetwork:
     def is_trained(self) -> bool:
         """Whether all weights are those of a training: a library's own with other classes has a new classifier."""
         downloaded = self.pretrained or self.name.startswith("transformers:")
-        return self.is_folder or self.weights is not None or (downloaded and self.num_classes is None)
+        if self.is_folder:
+            from alight.networks.store import KIND
+
+            recipe = read_json(Path(self.name) / CONFIG, KIND)["recipe"]
+            return "stages" not in recipe.get("untrained", {})
+        return self.weights is not None or (downloaded and self.num_classes is None)
 
     def build(self, steps: Steps) -> Any:
         """Return the network where it is to run: with exits, or a module of one's own file or package without."""

@@ -100,6 +100,7 @@ def attach_heads(
         normalisation=normalisation,
         recipe=recipe,
     )
+    model.note_untrained("heads")
     return model.keep_network(backbone, inputs.pick)
 
 

@@ -260,7 +260,9 @@ def _from_zoo(
         raise BadInput(f"the exits of {network} stand where its paper puts them: leave after and count out")
     if head != "auto" and name in BACKBONES:
         options["head"] = head
-    return ZOO[name](**options)
+    model = ZOO[name](**options)
+    model.note_untrained("heads")
+    return model
 
 
 def _places(after: str | int | Sequence[str], count: int) -> str | int | Sequence[str]:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -177,6 +177,17 @@ class MultiExitModel(nn.Module):
         is_cut = "after" in self.recipe or self.recipe["source"] == "outputs"
         features = not is_cut and len(tensor.shape) in (2, 4) and "float" in tensor.dtype
         return tuple(axes)[features:]
+
+    def note_untrained(self, part: Literal["heads", "stages"]) -> None:
+        """Note that the weights of a part are random, by their fingerprint: whatever trains them changes it."""
+        state = getattr(self, part).state_dict()
+        if state and not any(each.is_meta for each in state.values()):
+            self.recipe = {**self.recipe, "untrained": self.recipe.get("untrained", {}) | {part: digest(state)}}
+
+    def is_untrained(self, part: Literal["heads", "stages"]) -> bool:
+        """Return whether the weights of a part are known to be the random ones that it was built with."""
+        known = self.recipe.get("untrained", {}).get(part)
+        return known is not None and bool(known == digest(getattr(self, part).state_dict()))
 
     def forward(self, inputs: Any) -> list[Tensor]:
         """Return the logits of every exit, earliest first."""

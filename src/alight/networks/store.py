@@ -102,6 +102,8 @@ def save_model(model: MultiExitModel, folder: PathLike, *, force: bool = False) 
     if not _holds(folder, identity):
         check_replaceable(folder, force=force)
     recipe = {**model.recipe, **(_recognised(model) or {})}
+    if "untrained" in recipe:
+        recipe["untrained"] = {part: each for part, each in recipe["untrained"].items() if model.is_untrained(part)}
     cut_graph, constants = _cut_config(model, alone=recipe["source"] == "backbone")
     constants = {f"{CONSTANT}{name}": tensor.detach().cpu().clone() for name, tensor in constants.items()}
     tensors, tied = untied(model.state_dict())
