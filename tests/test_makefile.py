@@ -1,7 +1,10 @@
 """The two commands of a fresh clone, as make would run them."""
 
+import os
+import shlex
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -45,6 +48,29 @@ def test_a_fresh_clone_makes_an_environment_and_installs_once(target, tmp_path):
 def test_the_demo_gets_what_it_trains_with(tmp_path):
     commands = planned("demo", f"VENV={tmp_path}/venv")
     assert position(commands, "--editable", "[torch,learn]") < position(commands, "alight demo")
+
+
+@pytest.mark.slow
+def test_the_demo_takes_less_than_a_minute_once_it_is_installed(tmp_path):
+    """On one core, by its CPU time, which other work on the machine does not change."""
+    (tmp_path / "venv").mkdir()
+    for stamp in (".python", ".installed"):
+        (tmp_path / "venv" / stamp).touch()
+    (command,) = planned("demo", f"VENV={tmp_path}/venv")
+    program, *arguments = shlex.split(command)
+    assert program == f"{tmp_path}/venv/bin/alight"
+    threads = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+    # fmt: off
+    with (tmp_path / "printed").open("wb") as printed, subprocess.Popen(
+        [sys.executable, "-m", "alight.cli", *arguments], cwd=tmp_path, env=os.environ | threads,
+        stdout=printed, stderr=subprocess.STDOUT,
+    ) as running:
+        _, status, used = os.wait4(running.pid, 0)
+        running.returncode = os.waitstatus_to_exitcode(status)
+    # fmt: on
+    assert running.returncode == 0, (tmp_path / "printed").read_text()
+    assert (tmp_path / "alight-demo" / "report.html").is_file()
+    assert used.ru_utime + used.ru_stime < 60
 
 
 @pytest.mark.parametrize("target", ["demo", "test"])
