@@ -104,9 +104,9 @@ def cut_places(
     """Return block ends after which the network can be cut, and what prevents a cut elsewhere, if anything does.
 
     In a network of repeated blocks, these and the stages that hold them: not the stem before them, nor what reduces
-    sizes between them. Where there are fewer than `count` blocks, a layer and what follows it until the next is a block,
-    too, or the module around it, unless more is alive at its end than elsewhere, as inside a residual block; in a
-    network of repeated blocks only after the last of them.
+    sizes between them. Where there are fewer than `count` blocks, a layer and what follows it until the next is a
+    block, too, or the module around it, unless more is alive at its end than elsewhere, as inside a residual block; in
+    a network of repeated blocks only after the last of them.
     """
     runs, repeated = _runs(model, inputs), _repeated_blocks(model)
     candidates = [name for name in _blocks(model) if not repeated or _holds_any(name, repeated)]

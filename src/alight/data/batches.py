@@ -30,7 +30,17 @@ from alight.data.preprocess import (
     is_pixels,
     is_tensor,
 )
-from alight.data.samples import Fetched, Items, Samples, SomeRows, chosen_columns, declared_classes, is_texts, picture, stacked
+from alight.data.samples import (
+    Fetched,
+    Items,
+    Samples,
+    SomeRows,
+    chosen_columns,
+    declared_classes,
+    is_texts,
+    picture,
+    stacked,
+)
 from alight.data.sources import column_of, is_one_sample, is_torch_dataset, open_data
 from alight.data.tables import frame_columns, is_frame, is_hugging_face, is_series, series_values
 from alight.data.tokens import MAX_TOKENS, SEGMENTS, Texts, texts_for
@@ -284,11 +294,13 @@ def split_batches(data: Any, spec: InputSpec, share: float, batch_size: int, see
     (8, 2)
     """
     samples = open_data(data, spec)
+    what = "to choose an epoch by (keep_best, patience)"
     if samples is None:
-        raise BadInput(f"a {type(data).__name__} comes in batches, of which no samples can be held out to choose an epoch by: {SPLIT}")
+        kind = f"a {type(data).__name__} comes in batches"
+        raise BadInput(f"{kind}, of which no samples can be held out {what}: {SPLIT}")
     count = int(share * len(samples))
     if count < LEAST_HELD_OUT:
-        few = f"{count} of {len(samples):,} training samples would be held out to choose an epoch by (keep_best, patience)"
+        few = f"{count} of {len(samples):,} training samples would be held out {what}"
         raise BadInput(f"{few}, and {LEAST_HELD_OUT} are needed: {SPLIT}")
     order = np.random.default_rng(seed).permutation(len(samples)).tolist()
     collate = Collate(spec, _named(data))

@@ -267,8 +267,8 @@ def _attached(
     except BadInput:
         check_example(network, example)
         raise
-    places = [] if after == "auto" else [repr(after)]
-    terms = ["copy.deepcopy(network)", *places, "example=example", *([f"head={head!r}"] if head != "auto" else [])]
+    given = [] if after == "auto" else [repr(after)]
+    terms = ["copy.deepcopy(network)", *given, "example=example", *([f"head={head!r}"] if head != "auto" else [])]
     values = {"normalisation": f"alight.{normalisation!r}", "classes": repr(own.get("classes"))}
     terms += [f"{name}={values[name]}" for name in own]
     steps.call(
