@@ -18,6 +18,7 @@ from alight.engine.backends.exported import exported_backend
 from alight.engine.manifest import Manifest
 from alight.errors import BadFile, BadInput, LabelsNeeded, Mismatch
 from alight.export.precision import FLOAT_HEAD, lower, put_policy
+from alight.networks.heads import PooledLinear
 from alight.policies.policy import ExitAt, Threshold
 
 ONE = RunSettings(threads=1)
@@ -79,6 +80,61 @@ def test_another_runtime_rounds_otherwise_and_is_refused(int8):
     with pytest.raises(Mismatch, match="calibrated with onnxruntime in int8, and openvino rounds otherwise"):
         Predictor.load(int8, settings=RunSettings(runtime="openvino"))
     assert Predictor.load(folder(), settings=RunSettings(runtime="openvino", threads=1)).backend.name == "OpenVINO"
+
+
+def logits_of(place, inputs, size):
+    """Logits of all exits, the inputs run in batches of this size."""
+    stages, found = backend(place, ONE).stages, []
+    for start in range(0, len(inputs), size):
+        state, rows = (inputs[start : start + size],), []
+        for stage in stages:
+            logits, state = getattr(stage, "run_one", stage)(state) if size == 1 else stage(state)
+            rows.append(np.array(logits))
+        found.append(np.stack(rows, axis=1))
+    return np.concatenate(found)
+
+
+@pytest.mark.parametrize("runtime", ["onnxruntime", "openvino"])
+def test_every_sample_of_a_batch_gets_the_logits_that_it_gets_alone(runtime, tmp_path, quick):
+    pytest.importorskip(runtime)
+    torch.manual_seed(0)
+    first, second = (nn.Sequential(nn.Conv2d(count, 8, 3, padding=1), nn.ReLU()) for count in (3, 8))
+    model = MultiExitModel([first, second], [PooledLinear((8, 6, 7), 5) for _ in range(2)]).eval()
+    pixels = np.random.default_rng(0).integers(0, 256, size=images().shape)
+    pixels[0].flat[:2] = 0, 255
+    inputs = (4 / 255 * pixels - 2).astype(np.float32)  # each lies in the middle between two bytes of the range
+    example = torch.from_numpy(inputs[:2])
+    source = export_model(model, Threshold((0.5,), costs=(1.0, 2.0)), tmp_path / "float", example=example)
+    place = lower(source, tmp_path / "int8", "int8", [(inputs[:32],)], runtime=runtime)
+    alone = logits_of(place, inputs, 1)
+    assert np.abs(logits_of(source, inputs, 1) - alone).max() < 0.2 * np.abs(alone).max()
+    for size in (7, 40, len(inputs)):
+        assert (logits_of(place, inputs, size) == alone).all()
+
+
+class Passing(nn.Module):
+    """A stage that hands two of its inputs on."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, numbers, counts, scale):
+        return self.linear(numbers) * scale, counts, scale
+
+
+def test_openvino_takes_what_a_stage_does_not_read(tmp_path):
+    pytest.importorskip("openvino")
+    torch.manual_seed(0)
+    names = ("numbers", "counts", "scale")
+    example = dict(zip(names, (torch.randn(40, 8), torch.arange(40)[:, None], torch.rand(40, 1) + 1), strict=True))
+    model = MultiExitModel([Passing(), Passing()], [nn.Linear(8, 3), nn.Linear(8, 3)], input_names=names).eval()
+    place = export_model(model, Threshold((0.1,), costs=(1.0, 2.0)), tmp_path / "float", example=example)
+    inputs = {name: each.numpy() for name, each in example.items()}
+    settings = [RunSettings(threads=1, runtime=each) for each in ("onnxruntime", "openvino")]
+    one, other = (Predictor.load(place, settings=each)(inputs) for each in settings)
+    assert (one.predictions == other.predictions).all()
+    assert {*other.exits.tolist()} == {0, 1}
 
 
 def test_stages_that_compute_otherwise_than_where_they_were_exported_are_refused(int8, tmp_path):
