@@ -7,14 +7,17 @@ import sys
 
 import numpy as np
 import onnx
+import onnxruntime
 import pytest
 import torch
 from exported import folder, images, network, older_exporter, policy, table
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 from alight import MultiExitModel, Predictor, RunSettings, calibrate, deploy, export_model, record, replay
 from alight.costs import Costs
 from alight.engine.backends.exported import exported_backend
+from alight.engine.backends.onnx import OnnxBackend
 from alight.engine.manifest import Manifest
 from alight.errors import BadFile, BadInput, LabelsNeeded, Mismatch
 from alight.export.precision import FLOAT_HEAD, lower, put_policy
@@ -264,6 +267,47 @@ def test_providers_are_those_of_the_installed_runtime(int8):
     with pytest.raises(BadInput, match=r"this onnxruntime has no provider 'tensorrt': choose among .*cpu"):
         backend(folder(), RunSettings(providers=("tensorrt",)))
     assert len(backend(folder(), RunSettings(threads=1, providers=("cpu",))).stages) == 3
+    assert len(backend(int8, RunSettings(threads=1, providers=("CPUExecutionProvider",))).stages) == 3
+    for wrong in ("cpu", (("cuda", {"device_id": 0}),)):
+        with pytest.raises(BadInput, match=r"providers .*: give their names, as \('cuda',\)"):
+            RunSettings(providers=wrong)
+
+
+def test_a_policy_of_lower_precision_holds_for_its_providers_alone(tmp_path):
+    other = next((each for each in onnxruntime.get_available_providers() if not each.startswith("CPU")), None)
+    if other is None:
+        pytest.skip("needs a provider beside the CPU")
+    name = other.removesuffix("ExecutionProvider").lower()
+    place = lower(folder(), tmp_path / "half", "float16", [], providers=[name])
+    assert backend(place).settings.providers == (name,)
+    with pytest.raises(Mismatch, match=f"calibrated by {name}, cpu, and cpu rounds otherwise"):
+        backend(place, RunSettings(providers=("cpu",)))
+
+
+def test_data_that_change_when_they_are_read_again_are_refused(tmp_path, quick):
+    inputs, classes = (torch.as_tensor(each) for each in labelled())
+    shuffled = DataLoader(TensorDataset(inputs, classes), 50, shuffle=True)
+    terms = {"budget": "80%", "settings": ONE, "progress": False}
+    with pytest.raises(BadInput, match=r"another order .* give a loader that does not shuffle"):
+        deploy(network(), shuffled, tmp_path / "int8", **terms)
+    with pytest.raises(BadInput, match="can be read only once"):
+        deploy(network(), iter([(inputs, classes)]), tmp_path / "int8", **terms)
+    with pytest.raises(BadInput, match="runs without PyTorch: choose runtime='onnxruntime'"):
+        deploy(network(), labelled(), tmp_path / "int8", **terms | {"settings": RunSettings(runtime="torch")})
+    assert not (tmp_path / "int8").exists()
+
+
+def test_an_engine_that_answers_otherwise_in_batches_is_refused(tmp_path, quick, monkeypatch):
+    run = OnnxBackend.run
+
+    def last_row_is_wrong(self, stage, state):
+        values, others = run(self, stage, state)
+        values.largest[16:] *= 3
+        return values, others
+
+    monkeypatch.setattr(OnnxBackend, "run", last_row_is_wrong)
+    with pytest.raises(Mismatch, match=r"onnxruntime in int8 gives a sample .* alone and .* in a batch"):
+        deploy(network(), labelled(), tmp_path / "int8", budget="80%", settings=ONE, progress=False)
 
 
 def test_a_damaged_stage_is_refused_by_openvino_too(tmp_path):
@@ -279,6 +323,7 @@ import signal, subprocess, sys, threading
 from pathlib import Path
 from alight import RunSettings
 from alight.engine.backends.exported import exported_backend
+from alight.engine.backends.onnx import OnnxBackend
 from alight.engine.manifest import Manifest
 
 place = Path(sys.argv[1])

@@ -20,7 +20,7 @@ def exported_backend(
     """Return the backend of a folder that `alight export` wrote: the runtime it was exported for, or another one.
 
     Stages of float32 run by any runtime. In lower precision each rounds otherwise, so that the policy, which was
-    calibrated with one of them, holds for that one alone.
+    calibrated with one of them and its providers, holds for that one alone.
     """
     others = replace(settings, threads=None, runtime=None, providers=())
     others = replace(others, device=None if settings.device == "cpu" else settings.device)
@@ -42,6 +42,12 @@ def exported_backend(
         raise Mismatch(
             f"{folder} was recorded and calibrated with {manifest.runtime} in {manifest.precision}, and {runtime}"
             f" rounds otherwise: export it for {runtime}, or allow_mismatch=True"
+        )
+    settings = replace(settings, providers=settings.providers or manifest.providers)
+    own, other = (", ".join(dict.fromkeys([*each, "cpu"])) for each in (manifest.providers, settings.providers))
+    if manifest.precision != FLOAT32 and own != other and not allow_mismatch:
+        raise Mismatch(
+            f"{folder} was recorded and calibrated by {own}, and {other} rounds otherwise: export it for that"
         )
     if runtime == OPENVINO:
         from alight.engine.backends.openvino import OpenVinoBackend
