@@ -320,7 +320,7 @@ class Deployment:
         place = lower(source, self._new_folder(), self.precision, self.samples, **terms)
         backend = exported_backend(place, Manifest.load(place), self.settings)
         table = record(backend, self.data, batch_size=BATCH, progress=self.steps.progress)
-        if not np.array_equal(table.labels, self.original.labels):
+        if not np.array_equal(table.truth(), self.original.truth()):
             raise BadInput(
                 "the data came in another order when they were read again, so that samples which choose precision and"
                 " exits would also calibrate: give a loader that does not shuffle"
