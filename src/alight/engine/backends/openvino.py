@@ -115,9 +115,9 @@ def _widen_sums(model: Any) -> None:
             continue
         opset = library.opset13
         made = {"ReduceMean": opset.reduce_mean, "ReduceSum": opset.reduce_sum}[node.get_type_name()]
-        last, wide = np.array([3]), [*(axes.get_vector() % 3), 3]
+        last, four = np.array([3]), [*(axes.get_vector() % 3), 3]
         keeps = node.get_attributes()["keep_dims"]
-        found = made(opset.unsqueeze(node.input_value(0), last), np.array(wide), keep_dims=keeps)
+        found = made(opset.unsqueeze(node.input_value(0), last), np.array(four), keep_dims=keeps)
         node.output(0).replace((opset.squeeze(found, last) if keeps else found).output(0))
 
 
