@@ -159,7 +159,7 @@ def main() -> None:
 
     def inputs(rows: list[int]) -> np.ndarray:
         if known is None:
-            return np.ascontiguousarray(pixels[rows].transpose(0, 2, 3, 1))  # bytes, which networks make fit
+            return pixels[rows]  # bytes, which networks make fit
         floats = pixels[rows].transpose(0, 3, 1, 2).astype(np.float32) / np.float32(255)
         mean, std = (each[:, None, None] for each in known)
         return np.ascontiguousarray((floats - mean) / std)
