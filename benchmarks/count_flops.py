@@ -18,11 +18,10 @@ from torch import nn
 from alight.costing.measure import head_overhead, measure_costs
 from alight.costs import Costs
 from alight.files import write_rows
-from alight.networks.architectures import ResNet
 from alight.networks.attach import attach_heads
 from alight.networks.heads import make_head
 from alight.networks.multi_exit import MultiExitModel, structure
-from alight.networks.zoo import resnet18_cifar
+from alight.networks.zoo import ResNet, resnet18_cifar
 from alight.provenance import provenance
 
 RESULTS = Path(__file__).parent.parent / "results" / "head_overhead.csv"

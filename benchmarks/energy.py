@@ -19,8 +19,7 @@ import torch
 from runtime import ROOT, Row, device_parser, network, parsed, policy_for, random_inputs, with_settings
 from torch import Tensor
 
-from alight.costing.energy import Meter, meter_for
-from alight.costing.measure import time_stages
+from alight.costing.measure import Meter, meter_for, time_stages
 from alight.engine.backends.torch.prepare import prepared
 from alight.engine.predictor import Predictor
 from alight.engine.settings import RunSettings

@@ -56,7 +56,7 @@ def network(name: str, tokens: int = TOKENS) -> tuple[nn.Module, Any]:
         full = BertForSequenceClassification(BertConfig(num_labels=77, **sizes))
         return full.eval(), {"input_ids": text, "attention_mask": torch.ones_like(text)}
     if name == "resnet18_cifar":
-        from alight.networks.architectures import ResNet
+        from alight.networks.zoo import ResNet
 
         return ResNet(num_classes=100).eval(), torch.randn(1, 3, 32, 32)
     import timm

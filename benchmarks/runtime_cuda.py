@@ -116,6 +116,13 @@ def _again(work: Work, count: int) -> None:
         work()
 
 
+def compile_always() -> None:
+    """Let torch compile again for every batch size: the full network is compiled, or there is no row."""
+    for name, value in {"recompile_limit": 64, "fail_on_recompile_limit_hit": True}.items():
+        if hasattr(torch._dynamo.config, name):
+            setattr(torch._dynamo.config, name, value)
+
+
 def compiled_once() -> Callable[[int, Any], Callable[..., Any]]:
     """Return what compiles the stages of a network once, for all batch sizes and predictors."""
     made: dict[Any, Callable[..., Any]] = {}
@@ -237,9 +244,7 @@ def main() -> None:
     parser.add_argument("--full", default="eager,compiled", help="ways of the full network; each also as CUDA graphs")
     parser.add_argument("--seconds", type=float, default=3600.0, help="after which no further case is begun")
     options, machine = parsed(parser)
-    for name, value in {"recompile_limit": 64, "fail_on_recompile_limit_hit": True}.items():
-        if hasattr(torch._dynamo.config, name):
-            setattr(torch._dynamo.config, name, value)  # the full network is compiled, or there is no row
+    compile_always()
     options.largest = {"resnet50": 1024, "convnext_tiny": 1024}  # batches of 2,048 need more than most GPUs have
     rows: list[Row] = []
     began = time.perf_counter()

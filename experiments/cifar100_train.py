@@ -40,8 +40,7 @@ from alight import (
     train_heads,
 )
 from alight.files import write_arrays, write_text
-from alight.networks.architectures import ResNet
-from alight.networks.zoo import CIFAR, msdnet_cifar, resnet18_cifar
+from alight.networks.zoo import CIFAR, ResNet, msdnet_cifar, resnet18_cifar
 from alight.provenance import provenance
 from alight.training.metrics import History
 

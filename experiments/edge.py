@@ -372,8 +372,7 @@ def earlyon(model: Any, about: dict[str, Any]) -> tuple[Callable[[Any], Any], Ca
     from earlyon.core.wrappers import EarlyExitWrapper
     from edge_worker import BATCH
 
-    from alight.networks.architectures import ResNet
-    from alight.networks.zoo import RESNET_EXITS, resnet18_cifar
+    from alight.networks.zoo import RESNET_EXITS, ResNet, resnet18_cifar
 
     whole = ResNet(CLASSES)
     shared = resnet18_cifar(CLASSES, backbone=whole, head="separable")  # shares its weights with `whole`

@@ -30,8 +30,7 @@ from torch import Tensor, nn
 
 from alight import Costs, MultiExitModel, Predictor, RunSettings, calibrate, measure_costs, plan, record
 from alight.files import write_rows
-from alight.networks.architectures import ResNet
-from alight.networks.zoo import CIFAR, RESNET_EXITS, resnet18_cifar
+from alight.networks.zoo import CIFAR, RESNET_EXITS, ResNet, resnet18_cifar
 from alight.provenance import provenance
 
 ROOT = Path(__file__).parent.parent

@@ -7,7 +7,8 @@ import pytest
 import alight
 from alight import calibrate
 
-NAMES = [*alight.__all__, *(f"calibrate.{name}" for name in calibrate.__all__)]
+METHODS = [name for name, each in vars(calibrate).items() if not name.startswith("_") and not inspect.ismodule(each)]
+NAMES = [*alight.__all__, *(f"calibrate.{name}" for name in METHODS)]
 VALUES = tuple(
     f"calibrate.{name}" for name in ("COMBINE", "CONTRACTS", "METHODS", "Method", "Fit")
 )  # no functions, no classes

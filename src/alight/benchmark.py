@@ -22,7 +22,7 @@ from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, fields
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -359,11 +359,7 @@ def write_results(
 ) -> None:
     """Write results, differences or a leaderboard as CSV, one row each; `made` says where and when in more columns."""
     rows = [{each.name: getattr(row, each.name) for each in fields(row)} | made for row in results]
-    write_rows(path, [_with_digits(row) for row in rows])
-
-
-def _with_digits(row: Mapping[str, Any]) -> dict[str, str | int]:
-    return {name: f"{cell:.5f}" if isinstance(cell, float) else cell for name, cell in row.items()}
+    write_rows(path, rows, digits=5)
 
 
 def as_points(results: Sequence[BenchmarkResult], recordings: Mapping[str, Recording]) -> dict[str, list[Point]]:

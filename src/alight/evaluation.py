@@ -25,7 +25,7 @@ import numpy.typing as npt
 from alight.costs import Costs, as_costs
 from alight.display import accuracy_text, aligned, percent, quantity
 from alight.errors import BadFile, BadInput, BudgetTooSmall, Mismatch, ShiftWarning
-from alight.files import PathLike, write_text
+from alight.files import PathLike, write_csv
 from alight.outputs import SAME, Decisions, HeadOutputs
 from alight.policies.paced import Paced
 from alight.policies.policy import ExitAt, Policy, Threshold
@@ -352,12 +352,8 @@ def write_points(points: Sequence[Point], path: PathLike) -> Path:
     >>> print(*read_points(path))
     eero: accuracy 80.0 %, mean cost 3 of 4 allowed
     """
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
     names = [each.name for each in fields(Point)]
-    writer.writerow(names)
-    writer.writerows([_cell(getattr(point, name)) for name in names] for point in points)
-    return write_text(path, text.getvalue())
+    return write_csv(path, names, ([_cell(getattr(point, name)) for name in names] for point in points))
 
 
 def read_points(path: PathLike) -> list[Point]:

@@ -9,7 +9,7 @@ import secrets
 import shutil
 import tempfile
 import zipfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -143,13 +143,20 @@ def write_text(path: PathLike, text: str) -> Path:
     return write_whole(path, lambda file: file.write(text.encode("utf-8")))
 
 
-def write_rows(path: PathLike, rows: Sequence[Mapping[str, str | float | int]]) -> Path:
-    """Write rows of the same columns as CSV, floats with four digits, and return the path."""
+def write_csv(path: PathLike, header: Iterable[str], rows: Iterable[Iterable[object]]) -> Path:
+    """Write a CSV file, completely or not at all, and return its path."""
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerows([header, *rows])
+    return write_text(path, text.getvalue())
+
+
+def write_rows(path: PathLike, rows: Sequence[Mapping[str, str | float | int]], digits: int = 4) -> Path:
+    """Write rows of the same columns as CSV, floats with so many digits, and return the path."""
     text = io.StringIO()
     writer = csv.DictWriter(text, rows[0], lineterminator="\n")
     writer.writeheader()
     writer.writerows(
-        {name: f"{cell:.4f}" if isinstance(cell, float) else cell for name, cell in row.items()} for row in rows
+        {name: f"{cell:.{digits}f}" if isinstance(cell, float) else cell for name, cell in row.items()} for row in rows
     )
     return write_text(path, text.getvalue())
 

@@ -14,17 +14,15 @@ from torch.nn import functional
 
 from alight import Member, cascade
 from alight.costing import cascades
-from alight.costing.energy import NvmlMeter, RaplMeter, meter_for
-from alight.costing.measure import head_overhead, measure_costs, time_stages
+from alight.costing.measure import NvmlMeter, RaplMeter, head_overhead, measure_costs, meter_for, time_stages
 from alight.costs import Costs
 from alight.cutting.flops import count_flops
 from alight.data.preprocess import InputSpec, TensorSpec
 from alight.engine.backends.members import OneStage
 from alight.errors import BadInput
-from alight.networks.architectures import ResNet
 from alight.networks.attach import attach_heads
 from alight.networks.multi_exit import MultiExitModel
-from alight.networks.zoo import msdnet_cifar, resnet18_cifar
+from alight.networks.zoo import ResNet, msdnet_cifar, resnet18_cifar
 
 SPEC = InputSpec((TensorSpec("rows", (None, 2), "float32"),), num_classes=3)
 ROOT = Path(__file__).parent.parent.parent

@@ -159,6 +159,19 @@ def test_bytes_are_left_alone_for_a_network_that_takes_no_images():
     assert as_inputs(BYTES, bytes_taken)[0] is BYTES
 
 
+def test_several_tensors_of_a_known_kind_are_taken_at_once_and_others_are_looked_at():
+    batch = {name: torch.ones(3, 5, dtype=torch.int64) for name in TEXT.names}
+    for given in (batch, tuple(batch.values()), dict(reversed(batch.items()))):
+        taken = as_inputs(given, TEXT)
+        assert [id(each) for each in taken] == [id(batch[name]) for name in TEXT.names]
+    name = TEXT.names[0]
+    for wrong in (torch.ones(2, 5, dtype=torch.int64), torch.ones(3, 5), torch.ones(3, 5, 2, dtype=torch.int64)):
+        with pytest.raises(BadInput):
+            as_inputs(batch | {name: wrong}, TEXT)
+    with pytest.raises(BadInput, match="samples: the first axis"):
+        as_inputs({each: part[:0] for each, part in batch.items()}, TEXT)
+
+
 def test_tensors_and_arrays_are_passed_on_without_a_copy():
     array = np.zeros((2, 1, 8, 8), dtype=np.float32)
     assert as_inputs(array, SPEC)[0] is array

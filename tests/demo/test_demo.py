@@ -18,8 +18,8 @@ from commands import shared_folder
 
 from alight import Costs, HeadOutputs, Predictor, load_policy, recordings
 from alight.cli.parser import COMMANDS, parser
+from alight.demo import MAIN
 from alight.demo.live import split_digits
-from alight.demo.recorded import MAIN
 from alight.policies.route import replay_on
 
 PERCENT = r"([\d.]+) ?%"

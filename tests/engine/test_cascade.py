@@ -30,7 +30,7 @@ from alight.calibrate.crossval import on_exits
 from alight.engine.backends.members import OneStage, litert_member
 from alight.engine.predictor import load_network
 from alight.errors import AlightError, BadFile, BadInput, Mismatch
-from alight.policies.metered import meter
+from alight.policies.limits import meter
 from alight.policies.policy import ExitAt, Threshold
 
 LITERT = "LiteRT: pip install ai-edge-litert"

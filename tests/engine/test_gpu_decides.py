@@ -20,7 +20,10 @@ from alight.networks.multi_exit import MultiExitModel
 from alight.networks.zoo import resnet18_cifar
 from alight.policies.policy import ExitAt, Lottery, Mixture, Patience, Streak, Threshold
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+pytestmark = [
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+    pytest.mark.filterwarnings("error:the host decides"),  # where the device was asked to
+]
 DEVICE, HOST = (RunSettings("cuda", decide=each) for each in ("device", "host"))
 COSTS = (1.0, 2.0, 3.0, 4.0)
 

@@ -15,7 +15,7 @@ pytest.importorskip("triton")
 @pytest.mark.slow
 @pytest.mark.skipif(INTERPRETED, reason="is that process")
 def test_kernels_are_interpreted_in_a_process_of_their_own():
-    assert "13 passed, 1 skipped" in passed_in_a_process_of_their_own(__file__)
+    assert "13 passed, 5 skipped" in passed_in_a_process_of_their_own(__file__)
 
 
 @interpreted
@@ -64,3 +64,38 @@ def test_the_launches_that_look_for_a_compiler_have_the_arguments_of_their_kerne
     from alight.engine.backends.torch.kernels import run_each
 
     assert run_each("cpu").tolist() == [[0.0, 0.0, 0.0]]  # class, largest logit and margin of two equal logits
+
+
+ADMIT = {"sent": "*i64", "numbers": "i32", "index": "i32", "target": "*i16", "words": "i32", "control": "*i64"}
+MOVE = {"source": "*i64", "rows": "*i64", "target": "*i64", "slots": "*i64", "words": "i32"}
+PACK = {"logits": "*bf16", "packed": "*fp64", "stride": "i32", "classes": "i32"}
+POINTERS = "samples decided rules waiting answered arrived after seen answers next_samples source target".split()
+SETTLE = {"packed": "*fp64", "threshold": "*fp64"} | dict.fromkeys(POINTERS, "*i64")
+SETTLE |= dict.fromkeys("width probability size stage ring next_ring words".split(), "i32")
+DECIDES = {"LAST": False, "DECIDED": False}
+ON_A_GPU = {
+    "admit_rows": (ADMIT, {"FIRST": True, "BLOCK": 1024}),
+    "move_rows": (MOVE, {"BLOCK": 2048}),
+    "pack_logits": (PACK, {"MARGIN": True, "PROBABILITY": 1, "RANKS": 5, "BLOCK": 128}),
+    "settle_rows": (
+        SETTLE,
+        {"FIRST": True, "LAST": False, "DECIDED": False, "PROBABILITY": True, "ROWS": 64, "BLOCK": 8},
+    ),
+}
+
+
+@pytest.mark.skipif(INTERPRETED, reason="nothing is compiled there")
+@pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION is unset")
+@pytest.mark.parametrize("name", ON_A_GPU)
+def test_kernels_compile_for_gpus_that_are_not_here(name):
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from alight.engine.backends.torch import kernels as own
+
+    kernel, (types, constants) = getattr(own, name), ON_A_GPU[name]
+    signature = {each: types.get(each, "constexpr") for each in kernel.arg_names}
+    assert {each for each, kind in signature.items() if kind == "constexpr"} == set(constants)
+    source = ASTSource(kernel, signature, constants)
+    assert triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["cubin"]

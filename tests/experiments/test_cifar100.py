@@ -13,8 +13,7 @@ import pytest
 import torch
 
 from alight import Costs, HeadOutputs, fingerprint, measure_costs, record
-from alight.networks.architectures import ResNet
-from alight.networks.zoo import CIFAR, msdnet_cifar
+from alight.networks.zoo import CIFAR, ResNet, msdnet_cifar
 from alight.training.checkpoints import Checkpoint
 
 EXPERIMENTS = Path(__file__).parent.parent.parent / "experiments"

@@ -14,7 +14,7 @@ from alight.cli import main
 from alight.cutting import calls, proof, stages, tracing
 from alight.cutting import cut as cutting
 from alight.errors import BadInput
-from alight.networks import attach, masks, multi_exit
+from alight.networks import attach, features, multi_exit
 from alight.networks.attach import attach_heads, from_outputs
 from alight.networks.multi_exit import MultiExitModel
 from alight.networks.store import load_model, save_model
@@ -370,15 +370,15 @@ def other_meaning(mask, *_):
 
 
 MASK_MUTATIONS = {
-    "in the head": (Padded, lambda patch: patch.setattr(masks.Masks, "of", other_meaning)),
+    "in the head": (Padded, lambda patch: patch.setattr(features.Masks, "of", other_meaning)),
     "everywhere": (
         Padded,
         lambda patch: (
-            patch.setattr(masks, "mask_meaning", {"src_key_padding_mask": "tokens"}.get),
-            patch.setattr(masks.Masks, "_check_meaning", lambda *_: None),
+            patch.setattr(features, "mask_meaning", {"src_key_padding_mask": "tokens"}.get),
+            patch.setattr(features.Masks, "_check_meaning", lambda *_: None),
         ),
     ),
-    "not asked for": (Flagged, lambda patch: patch.setattr(masks, "_is_flags", lambda _: False)),
+    "not asked for": (Flagged, lambda patch: patch.setattr(features, "_is_flags", lambda _: False)),
 }
 
 

@@ -4,10 +4,9 @@ import torch
 
 from alight.costing.measure import head_overhead, measure_costs
 from alight.errors import BadInput
-from alight.networks.architectures import ResNet
 from alight.networks.attach import attach_heads
 from alight.networks.store import load_model, save_model
-from alight.networks.zoo import DIGITS, ZOO, resnet18_cifar, resnet_digits
+from alight.networks.zoo import DIGITS, ZOO, ResNet, resnet18_cifar, resnet_digits
 
 
 @pytest.mark.parametrize(("name", "exits"), [("resnet18_cifar", 8), ("msdnet_cifar", 7)])

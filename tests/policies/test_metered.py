@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from alight import HeadOutputs, Threshold, replay
 from alight.errors import BadInput
-from alight.policies.metered import Metered, meter
+from alight.policies.limits import Metered, meter
 from alight.policies.route import replay_on
 
 MOST = (1.0, 3.0, 10.0)

@@ -19,8 +19,7 @@ from points import FULL, HOSTILE, STEPS, made_point, made_points
 from waiting import wait_until
 
 from alight.evaluation import ORACLE, SINGLE_EXIT, Point, area_under_curve, read_points
-from alight.report import Examples, ReportedNetwork, SampleWalk, write_report
-from alight.report.samples import data_address
+from alight.report import Examples, ReportedNetwork, SampleWalk, data_address, write_report
 
 FIGURES = [
     "Accuracy against cost",

@@ -13,8 +13,7 @@ from colours import contrast, luminance
 from points import FULL, STEPS, made_point, made_points
 
 from alight.evaluation import SINGLE_EXIT, Point
-from alight.report import Baseline, Examples, MeasuredSpeed, ReportedNetwork, SampleWalk, write_report
-from alight.report.samples import data_address
+from alight.report import Baseline, Examples, MeasuredSpeed, ReportedNetwork, SampleWalk, data_address, write_report
 
 EXITS = ("layer1", "layer2", "layer3")
 SPEED = MeasuredSpeed(1.84, low=1.79, high=1.9, batch_size=64, latency=0.91, full_latency=1.6)

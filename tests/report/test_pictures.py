@@ -12,8 +12,7 @@ from PIL import Image
 from alight import calibrate
 from alight.errors import BadFile, BadInput
 from alight.policies.route import replay
-from alight.report import examples, read_images
-from alight.report.samples import LETTERS, SIDE, as_pixels, data_address, shortened
+from alight.report import LETTERS, SIDE, as_pixels, data_address, examples, read_images, shortened
 
 COSTS = [1.0, 2.0, 4.0]
 OUTPUTS = made_up(0, 300, 3)

@@ -15,7 +15,7 @@ from made_up_log import MODELS, MOST, columns_of, logged_rows
 from alight import Router, Threshold, calibrate, load_policy, read_log, replay
 from alight.calibrate import METHODS, certified_batch, certified_stream
 from alight.errors import BadFile, BadInput, Mismatch
-from alight.policies.metered import meter
+from alight.policies.limits import meter
 from alight.policies.policy import Streak
 from alight.routing.account import SpendWarning
 
@@ -93,7 +93,7 @@ class FaultyTask(Faulty):
         self.called[number] += 1  # before it waits, since a busy machine may let it time out there
         await asyncio.sleep(0)
         if self.times_out(number):
-            await asyncio.sleep(self.slow)
+            await asyncio.Event().wait()  # which nothing sets
         return self.reply(number)
 
 
@@ -330,14 +330,16 @@ def test_what_a_router_cannot_do_is_refused():
 
 
 def test_cancelled_requests_are_charged_for_the_call_on_its_way():
-    async def never(request):
-        await asyncio.sleep(60)
+    async def never(started):
+        started.set()
+        await asyncio.Event().wait()
 
     router = Router(TWO, [never, never], max_costs=[2.0, 8.0])
 
     async def run():
-        task = asyncio.create_task(router.answer("?"))
-        await asyncio.sleep(0.01)
+        started = asyncio.Event()
+        task = asyncio.create_task(router.answer(started))
+        await started.wait()
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
 

@@ -14,11 +14,10 @@ from processes import service
 from waiting import wait_until
 
 from alight.errors import BadFile, BadInput
-from alight.serve.access import Access, Caller, Tokens, allowed_hosts
+from alight.serve.access import Access, Caller, TenantCaps, Tokens, allowed_hosts
 from alight.serve.app import build_app
 from alight.serve.hosting import ModelHost
 from alight.serve.requests import Limits, RequestRefused
-from alight.serve.tenants import TenantCaps
 
 NAMES = {role: f"a-token-of-role-{role}" for role in ("predict", "metrics", "admin")}
 IMAGES = {"images": [in_base64(pixels(1)[0])]}

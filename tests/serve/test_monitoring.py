@@ -4,7 +4,7 @@ import pytest
 from digit_service import application, in_base64, pixels
 from fastapi.testclient import TestClient
 
-from alight.serve.watch import FIRST, HORIZON, DisagreementWatch
+from alight.serve.monitoring import FIRST, HORIZON, DisagreementWatch
 
 TRACE, PARENT = 32 * "a", 16 * "b"
 

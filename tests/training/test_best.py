@@ -8,7 +8,7 @@ from torch import nn
 
 from alight.errors import BadInput
 from alight.networks.multi_exit import MultiExitModel
-from alight.training.best import BestEpoch
+from alight.training.checkpoints import BestEpoch
 from alight.training.metrics import Epoch
 from alight.training.settings import TrainingSettings
 

@@ -15,7 +15,7 @@ from torchvision.transforms import v2
 
 import alight
 from alight.errors import BadInput
-from alight.training.identity import identity_of
+from alight.training.checkpoints import identity_of
 from alight.training.metrics import cross_entropy
 from alight.training.settings import TrainingSettings, learning_rate_factor
 

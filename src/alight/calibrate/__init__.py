@@ -7,82 +7,42 @@
 True
 """
 
-from alight.calibrate.auto import auto
-from alight.calibrate.combinations import (
-    COMBINE,
-    Fit,
-    combined,
-    fit_agreement,
-    fit_geometric_mean,
-    fit_temperature,
-    fit_vote,
-)
-from alight.calibrate.cost_guarantees import (
-    CONTRACTS,
-    certified_batch,
-    certified_mean,
-    certified_probability,
-    certified_stream,
-)
-from alight.calibrate.crossval import pruned
-from alight.calibrate.learned import eenet, jei_dnn, learned_stopping, learning_to_exit
-from alight.calibrate.members import choose_members
-from alight.calibrate.problem import Method, Problem
-from alight.calibrate.published import (
-    best_single_exit,
-    eero,
-    eero_marginal,
-    gaussian,
-    geometric,
-    global_threshold,
-    patience,
-    pcee,
-    performance_control,
-    two_exits,
-)
-from alight.calibrate.risk_guarantees import certified_risk
-from alight.calibrate.search import eero_conditional, genetic, search
-from alight.calibrate.stopping import optimal_stopping
-
-__all__ = [
-    "COMBINE",
-    "CONTRACTS",
-    "METHODS",
-    "Fit",
-    "Method",
-    "Problem",
-    "auto",
-    "best_single_exit",
-    "certified_batch",
-    "certified_mean",
-    "certified_probability",
-    "certified_risk",
-    "certified_stream",
-    "choose_members",
-    "combined",
-    "eenet",
-    "eero",
-    "eero_conditional",
-    "eero_marginal",
-    "fit_agreement",
-    "fit_geometric_mean",
-    "fit_temperature",
-    "fit_vote",
-    "gaussian",
-    "genetic",
-    "geometric",
-    "global_threshold",
-    "jei_dnn",
-    "learned_stopping",
-    "learning_to_exit",
-    "optimal_stopping",
-    "patience",
-    "pcee",
-    "performance_control",
-    "pruned",
-    "search",
-    "two_exits",
-]
+from alight.calibrate.auto import auto as auto
+from alight.calibrate.combinations import COMBINE as COMBINE
+from alight.calibrate.combinations import Fit as Fit
+from alight.calibrate.combinations import combined as combined
+from alight.calibrate.combinations import fit_agreement as fit_agreement
+from alight.calibrate.combinations import fit_geometric_mean as fit_geometric_mean
+from alight.calibrate.combinations import fit_temperature as fit_temperature
+from alight.calibrate.combinations import fit_vote as fit_vote
+from alight.calibrate.cost_guarantees import CONTRACTS as CONTRACTS
+from alight.calibrate.cost_guarantees import certified_batch as certified_batch
+from alight.calibrate.cost_guarantees import certified_mean as certified_mean
+from alight.calibrate.cost_guarantees import certified_probability as certified_probability
+from alight.calibrate.cost_guarantees import certified_stream as certified_stream
+from alight.calibrate.crossval import pruned as pruned
+from alight.calibrate.learned import eenet as eenet
+from alight.calibrate.learned import jei_dnn as jei_dnn
+from alight.calibrate.learned import learned_stopping as learned_stopping
+from alight.calibrate.learned import learning_to_exit as learning_to_exit
+from alight.calibrate.problem import Method as Method
+from alight.calibrate.problem import Problem as Problem
+from alight.calibrate.published import best_single_exit as best_single_exit
+from alight.calibrate.published import eero as eero
+from alight.calibrate.published import eero_marginal as eero_marginal
+from alight.calibrate.published import gaussian as gaussian
+from alight.calibrate.published import geometric as geometric
+from alight.calibrate.published import global_threshold as global_threshold
+from alight.calibrate.published import patience as patience
+from alight.calibrate.published import pcee as pcee
+from alight.calibrate.published import performance_control as performance_control
+from alight.calibrate.published import two_exits as two_exits
+from alight.calibrate.risk_guarantees import certified_risk as certified_risk
+from alight.calibrate.search import choose_members as choose_members
+from alight.calibrate.search import eero_conditional as eero_conditional
+from alight.calibrate.search import genetic as genetic
+from alight.calibrate.search import search as search
+from alight.calibrate.stopping import optimal_stopping as optimal_stopping
 
 METHODS: dict[str, Method] = {
     method.__name__: method

@@ -45,8 +45,7 @@ from alight.costs import Amount, Costs, as_costs
 from alight.display import percent, quantity
 from alight.errors import BadInput, ShiftWarning
 from alight.outputs import SAME, HeadOutputs
-from alight.policies.limits import Quota
-from alight.policies.metered import meter
+from alight.policies.limits import Quota, meter
 from alight.policies.paced import Paced
 from alight.policies.policy import Certificate, ExitAt, Mixture, Patience, Policy, Streak, Threshold
 from alight.policies.route import replay

@@ -15,7 +15,7 @@ from alight.calibrate.problem import AnyCosts, Budget, Method, check_uncertified
 from alight.costs import Costs, as_costs
 from alight.errors import BudgetTooSmall
 from alight.outputs import HeadOutputs
-from alight.policies.metered import Metered
+from alight.policies.limits import Metered
 from alight.policies.policy import Mixture, Policy
 from alight.policies.route import replay
 

@@ -1,9 +1,10 @@
-"""Searches over exit rates: EERO's fixed point, a local search that keeps the budget, and the genetic algorithm."""
+"""Searches: over exit rates by EERO's fixed point, local search and evolution, and over the networks of a cascade."""
 
-from collections.abc import Sequence
+import copy
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
-from itertools import combinations
+from itertools import combinations, permutations
 from operator import index
 
 import numpy as np
@@ -17,11 +18,12 @@ from alight.budgeting.rates import (
     geometric_rates,
     tilted_rates,
 )
-from alight.calibrate.crossval import Ranked, affordable_exits, ranked_halves
-from alight.calibrate.problem import AnyCosts, Budget, Problem, Settings
+from alight.calibrate.crossval import Ranked, affordable_exits, halves, ranked_halves
+from alight.calibrate.problem import AnyCosts, Budget, Problem, Settings, costs_in
 from alight.calibrate.published import eero, geometric, global_threshold
 from alight.calibrate.stopping import cut_to
-from alight.errors import BadInput
+from alight.costs import as_costs
+from alight.errors import BadInput, BudgetTooSmall
 from alight.outputs import HeadOutputs
 from alight.policies.policy import Threshold
 from alight.policies.route import replay
@@ -35,6 +37,9 @@ ROUNDS, STEPS = 2, 250  # pairs of halves, and moves tried on each half
 WIDEST = 0.05  # share of samples that the first exchanges move; later ones fewer
 CLOSINGS = 0.03  # share of moves that close an exit
 SMALLEST = 1e-6  # rate from which an exit of rate 0 can grow again
+ORDERED = 3  # networks of which all orders are tried; more are called from cheap to expensive
+TOLERATED = 0.25  # standard errors of an accuracy, within which few networks, called from cheap to expensive, are taken
+MOST = 10_000  # samples that choose networks: a standard error of at most half a point
 
 
 @dataclass(frozen=True)
@@ -356,3 +361,54 @@ def _tournaments(fitness: Floats, count: int, rng: np.random.Generator) -> np.nd
 def _crossed(first: Floats, second: Floats, rng: np.random.Generator) -> Floats:
     """Draw children evenly from the parents' interval, widened on both sides by BLEND of it."""
     return first + rng.uniform(-BLEND, 1 + BLEND, size=first.shape) * (second - first)
+
+
+def choose_members(costs: AnyCosts, budget: Budget, outputs: HeadOutputs) -> tuple[int, ...]:
+    """Return the networks of a cascade that answer best within the budget, in the order in which to call them.
+
+    All subsets are tried from cheap to expensive, and of up to three networks all orders: six candidates in a second or
+    two. Each half of the table judges plans of exit rates that the other half made. `Cascade.take` makes the cascade of
+    the choice, `Cascade.take_outputs` its table, and `Costs.at_exits` its costs; calibrate these for the same amount,
+    `costs.budget("30%")`, since percentages refer to the most expensive network that is left. Without labels, answers
+    are right that the last network gives.
+
+    >>> scores, labels = [[0.9, 0.1, 0.5]] * 8, [0, 1] * 4
+    >>> table = HeadOutputs(scores, [[label, 1 - label, label] for label in labels], labels)
+    >>> from alight import Costs
+    >>> choose_members(Costs([0, 0, 0], [1, 2, 9]), 12.0, table)
+    (0,)
+    """
+    network = as_costs(costs)
+    if len({*network.members}) < len(network):
+        raise BadInput("networks with exits of their own stay in one place: calibrate, which closes exits")
+    amount, means = network.budget(budget), costs_in(outputs, network).alone
+    if amount < means.min():
+        raise BudgetTooSmall(amount, float(means.min()), network.unit, full=network.full)
+    drawn = np.random.default_rng(0).permutation(len(outputs))[:MOST]
+    table = outputs.take(np.sort(drawn))
+    parts = [(table.take(one), Ranked(table.take(other))) for one, other in halves(len(table), ROUNDS)]
+    found = {order: _accuracy(order, means, amount, parts) for order in _orders(means) if means[order[0]] <= amount}
+    best = max(found.values())
+    tolerated = best - TOLERATED * float(np.sqrt(best * (1 - best) / len(table)))
+    usual = [(means[list(order)][1:] < means[list(order)][:-1]).any() for order in found]  # expensive before cheap
+    return min(zip(usual, map(len, found), found, strict=True), key=lambda each: (found[each[2]] < tolerated, *each))[2]
+
+
+def _orders(means: Floats) -> Iterator[tuple[int, ...]]:
+    cheap_first = np.argsort(means, kind="stable").tolist()
+    for size in range(1, len(means) + 1):
+        for chosen in combinations(cheap_first, size):
+            yield from permutations(chosen) if size <= ORDERED else [chosen]
+
+
+def _accuracy(order: tuple[int, ...], means: Floats, amount: float, parts: list[tuple[HeadOutputs, Ranked]]) -> float:
+    """Return the accuracy of the best plan that one half of a table makes on the other, on average."""
+    chosen, found = [*order], []
+    costs = np.cumsum(means[chosen])
+    for fitted, judged in parts:
+        risks = fitted.risks()[chosen]
+        plans = [exponential_weights(risks, costs, amount, temperature=each, spend_all=True) for each in WARM]
+        ranked = copy.copy(judged)
+        ranked.order, ranked.correct = [judged.order[index] for index in chosen], judged.correct[chosen]
+        found.append([ranked.accuracy(rates) for rates in (*plans, geometric_rates(costs, amount))])
+    return float(np.mean(found, axis=0).max())

@@ -165,11 +165,10 @@ def run_serve(options: argparse.Namespace) -> None:
         raise BadInput("give the folder of a network, or --models FILE")
     if options.model is not None and not (Path(options.model) / MANIFEST).is_file():
         check_network_folder(options.model)
-    from alight.serve.access import Access, allowed_hosts
+    from alight.serve.access import EVERYBODY, Access, allowed_hosts
     from alight.serve.hosting import ModelHost
     from alight.serve.requests import Limits
     from alight.serve.run import Listening, serve
-    from alight.serve.tenants import EVERYBODY
 
     limits = Limits(
         batch=options.batch_size,

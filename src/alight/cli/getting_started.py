@@ -18,7 +18,7 @@ from alight import __version__
 from alight.cli.arguments import FORCE, check_unused, folder_option, new_folder
 from alight.cli.command import Command, CommandResult
 from alight.cli.tables import FAST_METHODS
-from alight.demo.recorded import RecordedDemo, run_recorded
+from alight.demo import RecordedDemo, run_recorded
 from alight.files import WEIGHTS
 from alight.provenance import installed_version, processor
 from alight.report import write_report

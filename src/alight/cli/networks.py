@@ -3,6 +3,7 @@
 import argparse
 import os
 from collections.abc import Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -35,17 +36,6 @@ from alight.errors import BadInput
 from alight.files import CASCADE, WEIGHTS
 
 CHECKPOINT = "checkpoint.safetensors"
-MEMBER = (
-    "normalisation",
-    "image_size",
-    "crop",
-    "bicubic",
-    "skip_classes",
-    "probabilities",
-    "flops",
-    "price",
-    "token_variable",
-)
 LIBRARIES = ("timm", "torchvision", "transformers", "zoo")
 WEIGHT_FILES = (".pt", ".pth", ".safetensors")
 
@@ -169,14 +159,16 @@ def run_cascade(options: argparse.Namespace) -> CommandResult:
 
 def _member(settings: Sequence[str], name: str) -> dict[str, Any]:
     """Return the fields of one member from NAME.FIELD=VALUE; mean and std are its normalisation."""
+    from alight.engine.backends.cascade import UNSAVED, Member
+
     own = any_options([each.removeprefix(f"{name}.") for each in settings if each.startswith(f"{name}.")])
     mean, std = own.pop("mean", None), own.pop("std", None)
     if mean is not None or std is not None:
         own["normalisation"] = Normalisation(tuple(mean or [0.0] * len(std)), tuple(std or [1.0] * len(mean)))
-    if unknown := [each for each in own if each not in MEMBER]:
-        raise BadInput(
-            f"--set {name}.{unknown[0]}: a network of a cascade has {', '.join(('mean', 'std', *MEMBER[1:]))}"
-        )
+    known = [each.name for each in fields(Member) if each.name not in UNSAVED]
+    if unknown := [each for each in own if each not in known]:
+        stated = ["mean", "std", *(each for each in known if each != "normalisation")]
+        raise BadInput(f"--set {name}.{unknown[0]}: a network of a cascade has {', '.join(stated)}")
     return own
 
 

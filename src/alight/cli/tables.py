@@ -71,7 +71,7 @@ def combined_with(
 
 FAST_METHODS = {name: method for name, method in calibrate.METHODS.items() if name != "genetic"}
 BENCHMARKED: dict[str, calibrate.Method] = {
-    **{name: method for name, method in calibrate.METHODS.items() if name != "genetic"},
+    **FAST_METHODS,
     **{
         f"{method.__name__}, {combine}": partial(combined_with, combine, method)
         for combine in ("vote", "geometric_mean")

@@ -423,7 +423,8 @@ def stages_from_data(network: nn.Module, data: Mapping[str, Any], tensors: Mappi
         training = described.get("training", described["evaluation"])
         graphs = StageGraphs(evaluation, training if isinstance(training, str) else _graph(training, constants))
         stage = stage_of(network, graphs, constants)
-        _add_hooks(stage, described)
+        for name in HOOKS.keys() & described.keys():
+            stage.register_forward_pre_hook(HOOKS[name](**described[name]))
         stages.append(stage)
     return stages
 
@@ -441,11 +442,6 @@ def _stage_data(stage: Stage) -> dict[str, Any]:
 def _hooks(stage: nn.Module) -> dict[str, Any]:
     names = {kind: name for name, kind in HOOKS.items()}
     return {names[type(hook)]: vars(hook) for hook in stage._forward_pre_hooks.values() if type(hook) in names}
-
-
-def _add_hooks(stage: nn.Module, data: Mapping[str, Any]) -> None:
-    for name in HOOKS.keys() & data.keys():
-        stage.register_forward_pre_hook(HOOKS[name](**data[name]))
 
 
 def _nodes(graph: fx.Graph) -> list[list[Any]]:

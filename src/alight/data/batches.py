@@ -20,9 +20,17 @@ import numpy as np
 
 from alight.data.columns import LABEL_NAMES, are_image_files, depth, first_of, is_array, is_path, kind_of
 from alight.data.labels import are_in_other_order, batch_labels, check_shares
-from alight.data.preprocess import InputSpec, TensorSpec, as_array, image_batch, is_picture, is_pixels, is_tensor
+from alight.data.preprocess import (
+    InputSpec,
+    TensorSpec,
+    as_array,
+    check_shapes,
+    image_batch,
+    is_picture,
+    is_pixels,
+    is_tensor,
+)
 from alight.data.samples import Fetched, Items, Samples, chosen_columns, declared_classes, is_texts, picture, stacked
-from alight.data.shapes import check_shapes
 from alight.data.sources import column_of, is_one_sample, is_torch_dataset, open_data
 from alight.data.tables import frame_columns, is_frame, is_hugging_face, is_series, series_values
 from alight.data.tokens import MAX_TOKENS, SEGMENTS, Texts, texts_for
@@ -95,10 +103,30 @@ def as_inputs(inputs: Any, spec: InputSpec) -> Arrays:
     """
     if len(spec.tensors) < 2 and _is_ready(inputs) and (inputs.shape[1:] in spec.known_shapes or not spec.tensors):
         return (inputs,)
+    parts = _tensors(inputs, spec)
+    if parts is not None and (kinds := _kinds(parts)) in spec.known_kinds:
+        return parts
     arrays = _checked(_parts(inputs, spec), spec)
     if len(arrays) == 1 and len(spec.known_shapes) < MANY and _is_ready(arrays[0]):
         spec.known_shapes.add(tuple(arrays[0].shape[1:]))
+    elif parts is not None and len(spec.known_kinds) < MANY and kinds and [*map(id, parts)] == [*map(id, arrays)]:
+        spec.known_kinds.add(kinds)
     return arrays
+
+
+def _tensors(inputs: Any, spec: InputSpec) -> tuple[Any, ...] | None:
+    """Return several inputs in order where all are tensors, quickly, as of a single text; None of anything else."""
+    if isinstance(inputs, Mapping) and len(inputs) == len(spec.names) > 1:
+        inputs = tuple([inputs.get(name) for name in spec.names])
+    return inputs if type(inputs) is tuple and all(map(is_tensor, inputs)) else None
+
+
+def _kinds(parts: Sequence[Any]) -> tuple[Any, ...] | None:
+    """Return shapes and dtypes of samples; nothing unless all inputs have as many."""
+    count = parts[0].shape[0] if parts and parts[0].ndim else 0
+    if not count or any(each.shape[:1] != (count,) for each in parts):
+        return None
+    return tuple([(each.shape[1:], each.dtype) for each in parts])
 
 
 def _checked(parts: Sequence[Any], spec: InputSpec) -> Arrays:

@@ -13,11 +13,9 @@ turned upright, laid over white, brought to the network's size and normalised as
 takes; texts are cut into tokens by its tokenizer.
 """
 
-import csv
 import errno
 import importlib
 import inspect
-import io
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -32,7 +30,7 @@ from alight.data.samples import Items, Samples, picture, samples_of_columns
 from alight.data.tables import csv_columns, hugging_face, line_columns, parquet_columns
 from alight.data.tokens import library
 from alight.errors import BadFile, BadInput
-from alight.files import PathLike, write_text, write_whole
+from alight.files import PathLike, write_csv, write_whole
 from alight.outputs import Decisions
 
 READ = ".npz, .npy, .parquet, .csv, .jsonl, an image, a folder, or NAME:FOLDER"
@@ -193,11 +191,7 @@ def write_answers(
     """Write a table of answers, `answer_columns`, and return its path; .parquet needs pyarrow."""
     columns = answer_columns(decisions, names or range(len(decisions)), classes)
     if Path(path).suffix != ".parquet":
-        text = io.StringIO()
-        writer = csv.writer(text, lineterminator="\n")
-        writer.writerow(columns)
-        writer.writerows(zip(*columns.values(), strict=True))
-        return write_text(path, text.getvalue())
+        return write_csv(path, columns, zip(*columns.values(), strict=True))
     try:
         arrow, parquet = importlib.import_module("pyarrow"), importlib.import_module("pyarrow.parquet")
     except ImportError as error:

@@ -9,9 +9,8 @@ import numpy as np
 from alight.data.columns import Columns, depth, is_array, is_path
 from alight.data.formats import open_path
 from alight.data.labels import whole_labels
-from alight.data.preprocess import InputSpec, check_several, is_picture, is_pixels
+from alight.data.preprocess import InputSpec, check_several, check_shapes, is_picture, is_pixels
 from alight.data.samples import Items, Samples, is_texts, samples_of_columns, unzipped
-from alight.data.shapes import check_shapes
 from alight.data.tables import frame_columns, hugging_face, is_frame, is_hugging_face, is_series, series_values
 from alight.errors import BadInput
 

@@ -18,9 +18,8 @@ from alight.fitting.calls import Steps
 from alight.fitting.fitted import FittedPredictor
 from alight.fitting.heads import SEED
 from alight.fitting.steps import BATCH_SIZE, HALF, Goal, fit_to
-from alight.networks.architectures import ResNet
 from alight.networks.attach import attach_heads
-from alight.networks.zoo import DIGITS, resnet_digits
+from alight.networks.zoo import DIGITS, ResNet, resnet_digits
 from alight.report import Baseline, ReportedNetwork
 from alight.training.settings import TrainingSettings
 from alight.training.training import train_heads

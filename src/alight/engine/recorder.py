@@ -220,7 +220,7 @@ def _every_exit(model: Any, settings: RunSettings | None) -> Any:
 class EveryStage:
     """All stages of a backend as one that gives the values of every open exit: what a recording is made of.
 
-    >>> from alight.engine.backends.logits import LogitsBackend
+    >>> from alight.engine.backends.members import LogitsBackend
     >>> backend = LogitsBackend(("first", "end"), (0, 1))
     >>> record(backend, np.array([[[0.0, 9.0], [9.0, 0.0]]]), progress=False).predictions
     array([[1, 0]])

@@ -4,6 +4,7 @@ import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -75,9 +76,9 @@ class Deployed:
         """Milliseconds per sample with samples leaving as the policy says."""
         return float(np.dot(self.shares, self.times))
 
-    def predictor(self, settings: RunSettings | None = None, **options: Any) -> Predictor:
-        """Return the predictor of the folder."""
-        return Predictor.load(self.folder, settings=settings, **options)
+    def predictor(self, settings: RunSettings | None = None) -> Predictor:
+        """Return the predictor of the folder; `Predictor.load` takes further options."""
+        return Predictor.load(self.folder, settings=settings)
 
     def columns(self) -> list[list[str]]:
         """Return columns of text about every open exit."""
@@ -201,7 +202,7 @@ class Deployment:
         ]
         self.levels: dict[int, str] = {}  # of the stages that end at an exit, where they are known
         self.made: dict[tuple[int, ...], tuple[Path, HeadOutputs]] = {}  # stages up to these exits, and their recording
-        self.count = 0
+        self.numbers = count()  # of folders on the way
 
     def deployed(self, folder: PathLike, wanted: Policy | Goal) -> Deployed:
         """Return a folder with a policy for a goal, or with one like the given one."""
@@ -308,7 +309,7 @@ class Deployment:
         costs = tuple(np.arange(1.0, len(opened) + 1).tolist())
         terms: dict[str, Any] = {"costs": costs, "open_exits": opened, "num_exits": self.model.num_exits}
         nobody = Threshold((np.inf,) * (len(opened) - 1), **terms) if len(opened) > 1 else ExitAt(**terms)
-        made = export_model(self.model, nobody, self._new_folder(), progress=False)
+        made = export_model(self.model, nobody, self.folder / str(next(self.numbers)), progress=False)
         self.float_bytes = _bytes_of(made)
         return made
 
@@ -317,7 +318,7 @@ class Deployment:
 
         self.steps.say(f"writing stages in {self.precision}, and recording them by {self.runtime}")
         terms: dict[str, Any] = {"runtime": self.runtime, "providers": self.settings.providers, "levels": levels}
-        place = lower(source, self._new_folder(), self.precision, self.samples, **terms)
+        place = lower(source, self.folder / str(next(self.numbers)), self.precision, self.samples, **terms)
         backend = exported_backend(place, Manifest.load(place), self.settings)
         table = record(backend, self.data, batch_size=BATCH, progress=self.steps.progress)
         if not np.array_equal(table.truth(), self.original.truth()):
@@ -346,10 +347,6 @@ class Deployment:
                         f" {self.model.exits[exit_index]}: choose another runtime, version of it or precision"
                     )
 
-    def _new_folder(self) -> Path:
-        self.count += 1
-        return self.folder / str(self.count)
-
     def _known_levels(self) -> Sequence[str]:
         from alight.export.precision import LEVELS
 
@@ -365,15 +362,11 @@ class Deployment:
             levels.append(known[max(parts)])
         return levels
 
-    def _loss(self, table: HeadOutputs, opened: tuple[int, ...], exit_index: int) -> tuple[float, float]:
-        """Return the accuracy that an exit loses on the samples that choose, and the standard error of that."""
+    def _loses(self, table: HeadOutputs, opened: tuple[int, ...], exit_index: int) -> bool:
+        """Return whether an exit loses accuracy on the samples that choose, by more than its standard error."""
         rows = self.choosing
         lost = self.original.correct()[rows, opened[exit_index]].astype(float) - table.correct()[rows, exit_index]
-        return float(lost.mean()), float(lost.std() / np.sqrt(len(rows)))
-
-    def _loses(self, table: HeadOutputs, opened: tuple[int, ...], exit_index: int) -> bool:
-        lost, error = self._loss(table, opened, exit_index)
-        return lost - error > TOLERATED
+        return bool(lost.mean() - lost.std() / np.sqrt(len(rows)) > TOLERATED)
 
     def _described(self, policy: Policy, folder: Path, table: HeadOutputs) -> Deployed:
         from alight.planning.engines import exported_costs

@@ -13,7 +13,7 @@ from alight.calibrate.risk_guarantees import Risk
 from alight.costs import Costs
 from alight.data.batches import as_tensor, first_batch
 from alight.display import exit_names, layer_label, number, quantity
-from alight.engine.backends.logits import LogitsBackend
+from alight.engine.backends.members import LogitsBackend
 from alight.engine.recorder import record
 from alight.engine.settings import RunSettings
 from alight.errors import BadInput, BudgetTooSmall, Mismatch
@@ -29,7 +29,7 @@ from alight.fitting.checks import (
 )
 from alight.fitting.fitted import Fit, FittedPredictor
 from alight.fitting.heads import SEED, WithHeads, default_training, with_heads
-from alight.fitting.samples import KeptSamples
+from alight.fitting.inputs import KeptSamples
 from alight.outputs import HeadOutputs
 from alight.policies.policy import ExitAt, Policy
 from alight.policies.route import replay

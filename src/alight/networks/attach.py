@@ -16,9 +16,8 @@ from alight.cutting.stages import Stage
 from alight.data.preprocess import Normalisation
 from alight.data.tokens import Meaning
 from alight.errors import BadInput
-from alight.networks.axes import are_channels_last, run_stages
+from alight.networks.features import Masks, are_channels_last, run_stages
 from alight.networks.heads import HEADS, HeadChoice, HeadFactory, TokenHead, make_head
-from alight.networks.masks import Masks
 from alight.networks.multi_exit import Carried, MultiExitModel, checked_read, count_classes, describe, input_names
 from alight.scores import are_probabilities
 

@@ -229,13 +229,12 @@ def make_head(
     num_classes: int,
     *,
     channels_last: bool | None = None,
-    mask: str | None = None,
 ) -> nn.Module:
     """Return a head for features of this shape (one sample's, without the batch).
 
     `head` is a name in HEADS, or "auto": a token head for (tokens, width), a pooled linear one for all else; or a
     function that makes one from the shape. Without `channels_last`, two axes are taken to be (tokens, width), and of
-    more the first to be the channels. `mask` says what 1 means in a mask that is carried beside tokens.
+    more the first to be the channels.
 
     >>> make_head("auto", (197, 192), 10).name, make_head("auto", (96, 56, 56), 10).name
     ('token', 'pooled_linear')
@@ -252,11 +251,10 @@ def make_head(
     name = ("token" if len(shape) == 2 and last else "pooled_linear") if head == "auto" else head
     if name not in HEADS:
         raise BadInput(f"there is no head {name!r}: choose 'auto', {', '.join(map(repr, HEADS))}, or give a function")
-    if name == "token":
-        if len(shape) == 2 and not last:
-            raise BadInput(f"features of shape {shape} are (channels, positions), not tokens: use head='pooled_linear'")
-        return HEADS[name](shape, num_classes, mask=mask)
-    return HEADS[name](shape, num_classes, **({} if name == "flatten_linear" else {"channels_last": last}))
+    if name == "token" and len(shape) == 2 and not last:
+        raise BadInput(f"features of shape {shape} are (channels, positions), not tokens: use head='pooled_linear'")
+    own = {} if name in ("token", "flatten_linear") else {"channels_last": last}
+    return HEADS[name](shape, num_classes, **own)
 
 
 def _average(features: Tensor, channels_last: bool | None) -> Tensor:

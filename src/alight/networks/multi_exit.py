@@ -22,9 +22,8 @@ from alight.data.preprocess import InputSpec, Normalisation, TensorSpec
 from alight.data.tokens import mask_meaning
 from alight.display import exit_names
 from alight.errors import BadInput
-from alight.networks.axes import check_axes
+from alight.networks.features import Masks, argument_names, check_axes, masks_left_out
 from alight.networks.heads import Head
-from alight.networks.masks import Masks, argument_names, masks_left_out
 
 Carried = tuple[Tensor, ...]  # what crosses a cut: the features that the head reads, then all else that is used later
 
@@ -139,7 +138,9 @@ class MultiExitModel(nn.Module):
         self.normalisation = normalisation
         self.recipe = dict(recipe or {"source": "stages"})
         self._verifying = False
-        self._proven: set[Any] = set()  # sizes and dtypes of inputs for which the exits were compared with the network
+        self.proven_kinds: set[Any] = (
+            set()
+        )  # sizes and dtypes of inputs for which the exits were compared with the network
 
     @property
     def num_exits(self) -> int:
@@ -198,27 +199,22 @@ class MultiExitModel(nn.Module):
     def proven(self, batch: Carried) -> Carried:
         """Return a batch; the first of each new size and dtype is run by the network too, and both have to agree."""
         kind = tuple([(each.shape[1:], each.dtype) for each in batch])
-        if kind in self._proven or self._verifying or _is_traced(batch[0]):
+        if kind in self.proven_kinds or self._verifying or _is_traced(batch[0]):
             return batch
         if self.network is None:
             self._check_known(batch)
-            self._proven.add(kind)
+            self.proven_kinds.add(kind)
             return batch
         rows = tuple(each[:PROVEN_ROWS].detach() for each in batch)
         inputs = Inputs(dict(zip(self.input_names, rows, strict=True)) if self.input_names else rows, self.pick)
         heads = [*self.heads] if self.recipe["source"] == "outputs" else []
         check_batch(self.network, [*self.stages], inputs, heads)
-        self._proven.add(kind)
+        self.proven_kinds.add(kind)
         return batch
-
-    @property
-    def proven_kinds(self) -> set[Any]:
-        """Sizes and dtypes of inputs for which the exits were compared with the network."""
-        return self._proven
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         """Move or cast the network, after which it is compared with its exits again: its kernels are others."""
-        self._proven.clear()
+        self.proven_kinds.clear()
         return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
 
     def _check_known(self, batch: Carried) -> None:

@@ -64,18 +64,17 @@ PASSED_IN = {
 LIBRARIES = ("alight", "torch", "torchvision", "timm", "transformers", "safetensors")
 
 
-def fingerprint(model: MultiExitModel, **settings: object) -> str:
-    """Return the network's fingerprint: of weights, statistics, their dtype, exits, heads, normalisation and settings.
+def fingerprint(model: MultiExitModel) -> str:
+    """Return the network's fingerprint: of weights, statistics, their dtype, exits, heads and normalisation.
 
     Args:
         model: The network.
-        settings: That it runs with, such as a dtype.
 
     >>> model = MultiExitModel([nn.Linear(4, 8)], [nn.Linear(8, 3)])
-    >>> fingerprint(model) == fingerprint(model), fingerprint(model) == fingerprint(model, dtype="bfloat16")
+    >>> fingerprint(model) == fingerprint(model), fingerprint(model) == fingerprint(model.bfloat16())
     (True, False)
     """
-    return digest(model.state_dict(), json.dumps({**structure(model), **settings}, sort_keys=True, default=str))
+    return digest(model.state_dict(), json.dumps(structure(model), sort_keys=True, default=str))
 
 
 def save_model(model: MultiExitModel, folder: PathLike, *, force: bool = False) -> Path:

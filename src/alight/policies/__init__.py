@@ -7,8 +7,7 @@ from typing import Any
 from alight.errors import BadFile
 from alight.files import PathLike, read_json
 from alight.policies.combinations import combination_from_dict
-from alight.policies.limits import Quota
-from alight.policies.metered import Metered
+from alight.policies.limits import Metered, Quota
 from alight.policies.paced import Paced
 from alight.policies.policy import Certificate, ExitAt, Lottery, Mixture, Patience, Policy, Streak, Threshold
 

@@ -13,7 +13,7 @@ import numpy as np
 from alight.display import quantity
 from alight.errors import BadFile, BadInput, Mismatch
 from alight.files import PathLike, read_json, write_json
-from alight.policies.metered import Metered
+from alight.policies.limits import Metered
 from alight.policies.policy import Policy
 
 KIND = "Router"  # of the file that keeps its state
@@ -32,7 +32,7 @@ class Account:
     the most that one request can cost.
 
     >>> from alight import Threshold
-    >>> from alight.policies.metered import meter
+    >>> from alight.policies.limits import meter
     >>> policy = Threshold(thresholds=(0.8,), costs=(0.1, 1.1), budget=0.5, exits=("small", "large"))
     >>> account = Account(policy, ["small", "large"], meter(policy, [0.2, 2.0]))
     >>> account.admit(), account.settle(0, cost=0.1), account.reserve(1, is_answered=True), account.reserved

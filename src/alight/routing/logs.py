@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from alight.budgeting.thresholds import hash01
 from alight.costs import Costs
-from alight.data.columns import whole
+from alight.data.columns import first_of, whole
 from alight.data.preprocess import InputSpec
 from alight.data.tables import csv_columns, frame_columns, is_frame, line_columns, parquet_columns
 from alight.errors import BadInput
@@ -138,7 +138,7 @@ def _named_columns(columns: Mapping[str, Any], given: Mapping[str, str | None]) 
     """Return the columns, one row per request and model, and the name of each kind, None where there is none."""
     if unknown := given.keys() - NAMES.keys():
         raise BadInput(f"a log has no column of the kind {min(unknown)!r}: name columns of {', '.join(NAMES)}")
-    if given.get("model") is None and _found(columns, NAMES["model"]) is None:
+    if given.get("model") is None and first_of([*columns], NAMES["model"]) is None:
         columns = _long(columns)
     found = {kind: _name(columns, kind, given.get(kind)) for kind in NAMES}
     if judged := [kind for kind in JUDGED if given.get(kind)]:  # columns that were only guessed do not overrule it
@@ -173,15 +173,11 @@ def _long(columns: Mapping[str, Any]) -> dict[str, Any]:
     return long | {name: [*values] * len(models) for name, values in columns.items() if name not in taken}
 
 
-def _found(columns: Mapping[str, Any], names: Sequence[str]) -> str | None:
-    return next((name for name in names if name in columns), None)
-
-
 def _name(columns: Mapping[str, Any], kind: str, given: str | None) -> str | None:
     """Return the name of the column of this kind, None where there is none."""
     if given is not None and given not in columns:
         raise BadInput(f"the log has no column {given!r} for the {kind}, only {', '.join(map(str, columns))}")
-    return given or _found(columns, NAMES[kind])
+    return given or first_of([*columns], NAMES[kind])
 
 
 def _places(

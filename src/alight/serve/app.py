@@ -25,10 +25,9 @@ from alight.costs import Costs
 from alight.errors import AlightError
 from alight.policies.paced import Paced
 from alight.serve.access import Access
-from alight.serve.admission import Admission, warm_up
+from alight.serve.admission import Admission, LimitsMiddleware, error_response, warm_up
 from alight.serve.fleet import FleetLedger
-from alight.serve.hosting import ModelHost
-from alight.serve.middleware import LimitsMiddleware, error_response
+from alight.serve.hosting import ModelHost, Service, body_of
 from alight.serve.model import MOST_BYTES
 from alight.serve.monitoring import log_event
 from alight.serve.pictures import FORMATS
@@ -53,7 +52,6 @@ from alight.serve.requests import (
     parse,
     request_body,
 )
-from alight.serve.service import Service, body_of
 from alight.serve.worker import BatchWorker
 
 MAX_FIELDS = 8  # of a form, beside files
@@ -124,7 +122,8 @@ def _warm_up(service: Service) -> None:
         model = worker.model
         values: list[str | bytes] = ["a few words"] if model.tokenize else [*map(_picture, FORMATS)]
         if model.input_kind != "arrays":
-            limits = replace(service.limits, batch=len(values), queue=max(len(values), service.limits.queue))
+            limits = service.host.limits
+            limits = replace(limits, batch=len(values), queue=max(len(values), limits.queue))
             unread = count_samples(model.input_kind, values, model, limits)
             warm_up(service.admission, partial(read_samples, unread, model))
         if model.input_kind == "images":
@@ -139,7 +138,7 @@ def _picture(kind: str) -> bytes:
 
 
 def _add_predictions(app: FastAPI, service: Service) -> None:
-    limits = service.limits
+    limits = service.host.limits
 
     @app.post(
         "/predict",
@@ -223,11 +222,9 @@ def _add_budget(app: FastAPI, service: Service) -> None:
         worker = host.find(model, version).worker
         name = _chosen(worker, parse(BudgetChange, bytes(await body_of(request))))
         try:
-            await asyncio.wait_for(asyncio.wrap_future(worker.change_policy(name)), service.limits.timeout)
+            await asyncio.wait_for(asyncio.wrap_future(worker.change_policy(name)), host.limits.timeout)
         except TimeoutError as error:
-            reason = (
-                f"no change within {service.limits.timeout:g} seconds: a batch takes long, or the service is stopping"
-            )
+            reason = f"no change within {host.limits.timeout:g} seconds: a batch takes long, or the service is stopping"
             raise RequestRefused(503, reason, 1) from error
         except OSError as error:
             raise RequestRefused(503, f"the change cannot be saved ({error}): make room on the disk", 60) from error

@@ -1,22 +1,36 @@
-"""The models of one service by name and version, each with a worker of its own: loaded, loaded anew, and closed."""
+"""The models of one service by name and version, each with a worker of its own, and how requests are answered by them.
 
+Models are loaded, loaded anew, and closed. A request is read, queued and answered in time, whatever its protocol.
+"""
+
+import asyncio
 import json
 import logging
-from collections.abc import Callable, Mapping, Sequence
+import math
+import time
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Lock
-from typing import Any, Self
+from typing import Any, Self, TypeVar
+
+from fastapi import Request
 
 from alight.errors import BadFile
 from alight.policies.paced import Paced
 from alight.policies.policy import Policy
+from alight.serve.access import TenantCaps
+from alight.serve.admission import Admission
 from alight.serve.ledger import RESERVE, Ledger, SpendLedger
 from alight.serve.model import ExitTiming, ServedModel, measure_timings
 from alight.serve.monitoring import Metrics, log_event
-from alight.serve.requests import Limits, RequestRefused
-from alight.serve.tenants import TenantCaps
-from alight.serve.worker import BatchWorker
+from alight.serve.reading import UnreadSamples, read_samples
+from alight.serve.requests import Limits, PredictOptions, PredictResponse, RequestRefused
+from alight.serve.worker import BatchWorker, QueuedRequest
+
+INLINE = 2**12  # bytes of a body that is counted at once: others would wait for the headers of larger files
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -189,3 +203,79 @@ class ModelHost:
         """Decide the requests that wait, then stop."""
         for worker in self.workers:
             worker.close()
+
+
+@dataclass(frozen=True)
+class Service:
+    """What endpoints work with: the models, and the one place that admits requests."""
+
+    host: ModelHost
+    admission: Admission
+
+    async def counted(self, size: int, until: float, count: Callable[..., Result], *arguments: Any) -> Result:
+        """Return what a body of so many bytes holds, counted in a thread unless it is small."""
+        if size <= INLINE:
+            return count(*arguments)
+        return await self.admission.read("arrays", size, 0, until, count, *arguments)
+
+    async def answer(
+        self, request: Request, hosted: HostedModel, unread: UnreadSamples, options: PredictOptions
+    ) -> PredictResponse:
+        """Read the samples of a request, queue them, and wait for their predictions."""
+        state, worker, count = request.scope["state"], hosted.worker, len(unread.values)
+        arrived: float = state["arrived"]
+        deadline = math.inf if options.deadline_ms is None else arrived + 1e-3 * options.deadline_ms
+        until = min(deadline, arrived + self.host.limits.timeout)
+        policy = worker.ledger.state.policy
+        with worker.admitting(count, until):
+            async with hosted.caps.charged(state["caller"].tenant, policy, count) as charge:
+                begun = time.monotonic()
+                work = (read_samples, unread, worker.model, until, self.admission.pictures.read)
+                samples = await self.admission.read(unread.kind, unread.amount, count, until, *work)
+                decided: list[QueuedRequest] = []
+                size = count if count == 1 else worker.turn(count, deadline)
+                try:
+                    for first in range(0, count, size):
+                        part = samples[first : first + size]
+                        queued = QueuedRequest(part, options.budget, deadline, arrived, charge.cap)
+                        worker.submit(queued)
+                        decided.append(queued)
+                        await asyncio.wrap_future(queued.response)
+                finally:
+                    costs = [each.spent for each in decided]
+                    charge.spent = None if None in costs else math.fsum(filter(None, costs))
+        responses = [each.response.result() for each in decided]
+        response = responses[0] if len(responses) == 1 else joined(responses)
+        tracer, now, first_part = state["tracer"], time.monotonic(), decided[0]
+        tracer.past("read", begun, first_part.queued, kind=unread.kind, amount=unread.amount)
+        tracer.past("queue", first_part.queued, first_part.started)
+        tracer.past("run", first_part.started, now, policy=response.policy)
+        if state["caller"].tenant:
+            worker.metrics.tenants.labels(state["caller"].tenant, response.unit).inc(charge.spent or 0.0)
+        exits = [prediction.exit for prediction in response.predictions]
+        state["logged"] = {"samples": len(exits), "exits": exits[:32], "policy": response.policy}
+        return response
+
+    @asynccontextmanager
+    async def in_time(self, request: Request) -> AsyncIterator[float]:
+        """Yield the moment until which a request has to be answered, and refuse it then."""
+        until = request.scope["state"]["arrived"] + self.host.limits.timeout
+        try:
+            async with asyncio.timeout(max(0.0, until - time.monotonic())):
+                yield until
+        except TimeoutError as error:
+            raise RequestRefused(504, f"there was no answer within {self.host.limits.timeout:g} seconds") from error
+
+
+def joined(responses: Sequence[PredictResponse]) -> PredictResponse:
+    """Return the response of a request whose samples were decided in turns: the policy in force is that of the last."""
+    predictions = [prediction for response in responses for prediction in response.predictions]
+    return responses[-1].model_copy(update={"predictions": predictions, "queued_ms": responses[0].queued_ms})
+
+
+async def body_of(request: Request) -> bytearray:
+    """Return the body of a request, in memory once."""
+    content = bytearray()
+    async for chunk in request.stream():
+        content += chunk
+    return content

@@ -1,10 +1,10 @@
-"""What people see of a running service: lines of JSON, metrics for Prometheus, and traces by OpenTelemetry."""
+"""What people see of a running service: lines of JSON, metrics for Prometheus, traces, and whether accuracy drifts."""
 
 import importlib.util
 import json
 import logging
+import math
 import platform
-import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,6 +23,10 @@ SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.
 PAST = (1.0, 2.0, 4.0)  # times the timeout: the last buckets
 SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 OF_STREAM = ["model", "policy", "unit"]  # labels
+FIRST = 300  # watched samples that say how often early answers usually differ
+CONFIDENCE = 0.995  # of the bound on how often
+FACTORS = (1.5, 2.0, 4.0)  # times the bound: rates of disagreement that are bet on
+ALARM_RATE, HORIZON = 0.01, 100_000  # of false alarms, within so many watched samples
 
 
 def log_event(name: str, level: int = logging.INFO, **values: object) -> None:
@@ -180,6 +184,52 @@ def error_type(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-def version_of(module: str) -> str:
-    """Return the version of a module that is imported, "" where it is not."""
-    return str(getattr(sys.modules.get(module), "__version__", ""))
+class DisagreementWatch:
+    """Counts early answers that differ from the last exit's, and raises an alarm once there are more than at first.
+
+    It is drift of accuracy that shows without labels. The first watched samples say how often an early answer differs:
+    at most `p` with 99.5 % confidence (Clopper and Pearson). From then on a Shiryaev-Roberts sum of bets that it
+    differs more often grows only at random while `p` holds: over `HORIZON` samples it is raised to 1 / ALARM_RATE with
+    probability ALARM_RATE at most.
+
+    >>> watch = DisagreementWatch()
+    >>> watch.add(300, 6)
+    >>> watch.add(300, 9)
+    >>> watch.alarmed
+    False
+    >>> watch.add(300, 60)
+    >>> watch.alarmed
+    True
+    """
+
+    def __init__(self) -> None:
+        self.samples = self.disagreements = 0
+        self.usual: float | None = None  # rate of disagreement that is exceeded at first with little probability
+        self.alarmed = False
+        self._sums = [0.0] * len(FACTORS)
+
+    def add(self, samples: int, disagreements: int) -> None:
+        """Take note of watched samples."""
+        self.samples += samples
+        self.disagreements += disagreements
+        if self.usual is None:
+            if self.samples >= FIRST:
+                self.usual = upper_rate(self.samples, self.disagreements)
+            return
+        for index, factor in enumerate(FACTORS):
+            rate = min(factor * self.usual, (1 + self.usual) / 2)
+            won, lost = rate / self.usual, (1 - rate) / (1 - self.usual)
+            stake = disagreements * math.log(won) + (samples - disagreements) * math.log(lost)
+            self._sums[index] = (self._sums[index] + samples / HORIZON) * math.exp(min(stake, 500.0))
+        self.alarmed = self.alarmed or sum(self._sums) / len(FACTORS) >= 1 / ALARM_RATE
+
+
+def upper_rate(samples: int, events: int) -> float:
+    """Return the rate that a rate is below with 99.5 % confidence, where so many of the samples had the event.
+
+    >>> round(upper_rate(300, 6), 4)
+    0.0514
+    """
+    from scipy.stats import beta  # slow to import
+
+    return float(beta.ppf(CONFIDENCE, events + 1, samples - events)) if events < samples else 1.0 - 1e-9

@@ -19,11 +19,10 @@ from fastapi.responses import JSONResponse
 
 from alight import __version__
 from alight.errors import AlightError
-from alight.serve.hosting import HostedModel, ModelHost
+from alight.serve.hosting import HostedModel, ModelHost, Service, body_of
 from alight.serve.model import ServedModel
 from alight.serve.reading import OPTION_BYTES, UnreadSamples, count_samples, decode_json, raw_bytes
 from alight.serve.requests import Limits, PredictOptions, PredictResponse, RequestRefused, error_schemas, parse
-from alight.serve.service import Service, body_of
 
 LENGTH = "inference-header-content-length"  # bytes of JSON before the binary tensors
 DTYPES = {"UINT8": "u1", "INT8": "i1", "INT16": "<i2", "INT32": "<i4", "INT64": "<i8", "FP16": "<f2", "FP32": "<f4"}
@@ -121,7 +120,7 @@ def add_inference_protocol(app: FastAPI, service: Service) -> None:
         async with service.in_time(request) as until:
             content = await body_of(request)
             header = _header_length(request, len(content))
-            arguments = open_inference, content, header, hosted.worker.model, service.limits
+            arguments = open_inference, content, header, hosted.worker.model, host.limits
             own_id, given, wanted, unread = await service.counted(len(content), until, *arguments)
             response = await service.answer(request, hosted, unread, parse(PredictOptions, given))
         return inference_response(hosted, own_id, response, wanted)

@@ -1,5 +1,6 @@
 """What a request may hold and what comes back: limits, refusals and JSON schemas."""
 
+import math
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Annotated, Any, Self, TypeVar
@@ -62,6 +63,15 @@ class RequestRefused(HTTPException):
     def __init__(self, status: int, reason: str, retry_after: int | None = None) -> None:
         headers = {} if retry_after is None else {"Retry-After": str(retry_after)}
         super().__init__(status, reason, headers | ({"WWW-Authenticate": "Bearer"} if status == 401 else {}))
+
+
+def retry_after(seconds: float) -> int:
+    """Return whole seconds, one at least, as Retry-After takes them.
+
+    >>> retry_after(0.2), retry_after(7.1)
+    (1, 8)
+    """
+    return max(1, math.ceil(seconds))
 
 
 class PredictOptions(BaseModel):

@@ -24,12 +24,10 @@ from alight.engine.walk import Answers
 from alight.errors import AlightError, BudgetTooSmall, Mismatch
 from alight.policies.paced import Pace, Paced
 from alight.policies.policy import Policy
-from alight.serve.admission import retry_after
 from alight.serve.ledger import Ledger
 from alight.serve.model import ExitTiming, Sample, ServedModel
-from alight.serve.monitoring import Metrics, error_type, log_event
-from alight.serve.requests import Limits, Prediction, PredictResponse, RequestRefused
-from alight.serve.watch import DisagreementWatch
+from alight.serve.monitoring import DisagreementWatch, Metrics, error_type, log_event
+from alight.serve.requests import Limits, Prediction, PredictResponse, RequestRefused, retry_after
 
 IDLE = 0.5  # seconds after which a worker without requests looks whether others have changed the policy
 SLACK = 0.25  # share of the time to a deadline that is kept for what the machine does beside
@@ -152,11 +150,6 @@ class BatchWorker:
         if now - self.shared > ALONE or deadline - now < SPARE_TIME * timing.seconds(count, last):
             return count
         return next((size for size in range(1, count) if timing.seconds(size + 1, last) > TURN), count)
-
-    @property
-    def queued(self) -> int:
-        """Samples that wait for the network."""
-        return sum(map(len, self._queue.copy()))
 
     def submit(self, request: QueuedRequest) -> None:
         """Put a request into the queue, before the thread has started, too; or refuse it."""

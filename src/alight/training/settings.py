@@ -12,7 +12,7 @@ from torch.optim import SGD, AdamW, Optimizer
 
 from alight.errors import BadInput
 from alight.networks.multi_exit import Carried, MultiExitModel, advance, read
-from alight.training.identity import identity_of
+from alight.training.checkpoints import identity_of
 from alight.training.metrics import Loss, cross_entropy
 
 MODES = ("frozen", "joint", "mixed")

@@ -20,9 +20,8 @@ from alight.data.batches import BATCH_SIZE, Batch, batches, in_batches, length_o
 from alight.errors import BadInput, Diverged, Mismatch
 from alight.files import PathLike, check_writable
 from alight.networks.multi_exit import MultiExitModel, check_has_exits, count_classes, digest
-from alight.training.best import BestEpoch
 from alight.training.callbacks import Callback, CallbackList, EpochFunction, TrainingState
-from alight.training.checkpoints import Checkpoint, optimizer_numbers, optimizer_tensors, restore_optimizer
+from alight.training.checkpoints import BestEpoch, Checkpoint, optimizer_numbers, optimizer_tensors, restore_optimizer
 from alight.training.distributed import Processes, ShardedLoader, join_processes
 from alight.training.metrics import Epoch, History, Row, RunningMetrics, exit_losses
 from alight.training.settings import (

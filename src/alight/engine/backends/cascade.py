@@ -151,7 +151,7 @@ def _opened(member: Member, example: Any = None) -> Any:
     if hasattr(network, "run") and hasattr(network, "with_reads"):
         return network
     try:
-        from alight.engine.backends.torch.members import torch_member  # PyTorch is imported where it runs
+        from alight.engine.backends.torch import torch_member  # PyTorch is imported where it runs
     except ImportError as error:
         raise BadInput(f"a {type(network).__name__} is not a network: give {NETWORKS}") from error
     return torch_member(network, example, member.image_size, member.normalisation)

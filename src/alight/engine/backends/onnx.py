@@ -1,7 +1,6 @@
 """Stages that ONNX Runtime runs, on NumPy arrays; nothing is copied between two stages."""
 
 import copy
-import importlib
 import os
 import re
 from collections.abc import Sequence
@@ -13,6 +12,7 @@ import numpy as np
 
 from alight.data.batches import fitted
 from alight.data.preprocess import first_unusable
+from alight.data.tokens import library
 from alight.engine.backends import HeadValues, Integers, Reads, State, score_one, score_rows
 from alight.engine.manifest import Manifest, check_probe, exported_spec, verified
 from alight.engine.settings import PROVIDER, RunSettings
@@ -167,7 +167,4 @@ def first_line(error: Exception) -> str:
 
 def _onnxruntime() -> Any:
     os.environ.setdefault(TELEMETRY, "1")
-    try:
-        return importlib.import_module("onnxruntime")
-    except ImportError as error:
-        raise BadInput('onnxruntime is not installed: pip install "alight[deploy]"') from error
+    return library("onnxruntime", '"alight[deploy]"')

@@ -1,6 +1,5 @@
 """Stages that OpenVINO runs, on NumPy arrays."""
 
-import importlib
 import io
 from collections.abc import Sequence
 from functools import cache
@@ -11,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from alight.data.preprocess import TensorSpec
+from alight.data.tokens import library
 from alight.engine.backends import HeadValues, State, score_one
 from alight.engine.backends.onnx import OnnxBackend, available_cores, check_whole, first_line, refusal
 from alight.engine.manifest import BFLOAT16, INT8, Manifest, verified
@@ -106,14 +106,14 @@ def _widen_sums(model: Any) -> None:
 
     OpenVINO 2026.4 reads the scales of quantised ones beyond their end, from some row of a batch on.
     """
-    library = openvino_library()
+    openvino = openvino_library()
     for node in model.get_ordered_ops():
-        if node.get_type_name() not in SUMS or node.input(0).get_partial_shape().rank != library.Dimension(3):
+        if node.get_type_name() not in SUMS or node.input(0).get_partial_shape().rank != openvino.Dimension(3):
             continue
         axes = node.input_value(1).get_node()
         if axes.get_type_name() != "Constant":
             continue
-        opset = library.opset13
+        opset = openvino.opset13
         made = {"ReduceMean": opset.reduce_mean, "ReduceSum": opset.reduce_sum}[node.get_type_name()]
         last, four = np.array([3]), [*(axes.get_vector() % 3), 3]
         keeps = node.get_attributes()["keep_dims"]
@@ -123,10 +123,7 @@ def _widen_sums(model: Any) -> None:
 
 def openvino_library() -> Any:
     """Return the library, if it is installed."""
-    try:
-        return importlib.import_module("openvino")
-    except ImportError as error:
-        raise BadInput('openvino is not installed: pip install "alight[openvino]"') from error
+    return library("openvino", '"alight[openvino]"')
 
 
 @cache

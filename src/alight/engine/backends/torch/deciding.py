@@ -4,7 +4,7 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from functools import cached_property, partial
 from itertools import chain
 from math import inf
@@ -24,6 +24,7 @@ from alight.engine.backends.torch.device_walk import (
     Stage,
     StreamWalk,
     is_decidable,
+    on,
     same_rule,
 )
 from alight.engine.backends.torch.prepare import SHAPES, capture, stream_for
@@ -90,10 +91,10 @@ class Deciding:
 
     def one_batch(self, policy: Policy, batch: Batch, host: Host) -> Answers | None:
         """Return the answers of one batch that waits for no other; None where the host decides."""
-        if self._refuses(policy, self.missing_for_one):
-            return None
         kind = _kind(batch, 1 << (len(batch[0]) - 1).bit_length(), alone=True)
-        walk: BatchWalk | None = self._walk(kind, policy, [batch], host)
+        walk: BatchWalk | None = self._ready(kind, policy)
+        if walk is None and not self._refuses(policy, self.missing_for_one):
+            walk = self._walk(kind, policy, [batch], host)
         if walk is None:
             return None
         try:
@@ -164,6 +165,17 @@ class Deciding:
                 walk.reset()
                 self.busy.discard(kind)
 
+    def _ready(self, kind: Any, policy: Policy) -> Any:
+        """Return the walk that decided as this policy says before, quickly; it is in use from now on."""
+        with self.lock:
+            walk = self.walks.get(kind)
+            if walk is None or walk.policy is not policy or kind in self.busy:
+                return None
+            if not self.addresses[kind].hold(few=True):
+                return None
+            self.busy.add(kind)
+            return walk
+
     def _walk(self, kind: Any, policy: Policy, batches: Sequence[Batch], host: Host) -> Any:
         """Return the walk for a kind of batch, which is in use from now on; None where the host decides."""
         with self.lock:
@@ -175,7 +187,7 @@ class Deciding:
             if kind not in self.walks or not fits:
                 if self.decide == "auto" and self.seen[kind] < SEEN:
                     return None
-                with _on(self.device):
+                with on(self.device):
                     self.addresses[kind] = Addresses(self.modules)
                     walk = self.walks[kind] = self._captured(kind, policy, batches, host)
             if walk is not None:
@@ -244,15 +256,10 @@ class Addresses:
 
     def hold(self, *, few: bool) -> bool:
         """Return whether all of the tensors lie there still, or a `few` of them, which is quicker to say."""
-        return all(
-            (each := table.get(name)) is not None and each.data_ptr() == place
-            for table, name, place in (self.few if few else self.every)
-        )
-
-
-def _on(device: torch.device) -> AbstractContextManager[Any]:
-    """Return the context in which streams, graphs and kernels are of this device."""
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+        for table, name, place in self.few if few else self.every:
+            if (each := table.get(name)) is None or each.data_ptr() != place:
+                return False
+        return True
 
 
 def _window(batches: Iterator[Batch], samples: int) -> tuple[list[Batch], Iterator[Batch]]:

@@ -8,7 +8,7 @@ waits for no decision: the kernel writes how many have arrived in a room where t
 
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import zip_longest
 from typing import Any, NamedTuple
@@ -104,7 +104,7 @@ class DeviceWalk:
         self.sizes = [size >> index for index in range(SIZES) if size >> index >= SMALL] or [size]
         example = self.admit(example)
         device = example[0].device
-        self.here: Callable[[], Any] = partial(torch.cuda.device, device) if device.type == "cuda" else nullcontext
+        self.here: Callable[[], Any] = partial(on, device)
         self.integers = partial(torch.zeros, dtype=torch.int64, device=device)
         self.pinned = partial(torch.zeros, dtype=torch.int64, pin_memory=example[0].is_cuda)
         self.thresholds, self.rules = self.integers(self.last + 1).double(), self.integers(self.last + 1, 4)
@@ -149,7 +149,9 @@ class DeviceWalk:
         state, packed, decided, memory, _ = self._ran(stage, batch)
         following = self.rooms[min(stage + 1, self.last)]
         moved: list[Any] = [None]
-        if stage < self.last:
+        if stage < self.last and self.capacity == 1:
+            self.rooms[stage + 1] = following._replace(state=state, memory=memory)  # where one sample lies already
+        elif stage < self.last:
             moved = [*zip((*state, *memory), following.state + following.memory, strict=True)]
         for index, pair in enumerate(moved):
             self._settle(stage, batch, packed, decided, counts, pair, first=index == 0)
@@ -222,8 +224,9 @@ class BatchWalk(DeviceWalk):
     def __init__(self, network: Network, policy: Policy, example: State, size: int, executor: Executor) -> None:
         super().__init__(network, policy, example, size, size)
         self.places = places = 2 * (self.last + 2)  # answers so far and who waits, for each stage and behind the last
-        self.control, self.sent = self.integers(places + size), self.pinned(places + size)
+        self.control, self.sent = self.integers(places + size), self.pinned(places + size + len(self.rooms[0].state))
         self.rooms[0] = self.rooms[0]._replace(samples=self.control[places:])
+        self.layouts = [rows.layout_of(each) for each in self.rooms[0].state]
         self.answers = self.pinned(1, size, 4)
         self.given, self.found = self.sent.numpy(), self.answers.numpy()[0]
         counters, self.nobody = self.control[:places], self.integers(1)
@@ -234,22 +237,34 @@ class BatchWalk(DeviceWalk):
                 self._add_room(stage)
             for each in self.sizes:
                 self._capture(executor, stage, each, 0, Counts(waiting, answered, self.nobody, after, after))
+            if size == 1:
+                self.graphs[stage, 1, 0].replay()  # so that the next stage has something in its room that it can take
         self.answer = executor.compile([Run((0, size, 0)), *self._following(1)], self.graphs, counters)
 
     def one_batch(self, samples: Integers, inputs: State) -> Answers:
         """Return the answers of one batch."""
         count = len(samples)
         with self.here():
-            for there, each in zip(self.rooms[0].state, self.admit(inputs), strict=True):
-                (there[:count] if count < self.size else there).copy_(each, non_blocking=True)
+            state = [_readable(*each) for each in zip(self.admit(inputs), self.layouts, strict=True)]
             self.given[1], self.given[self.places : self.places + count] = count, samples
+            self.given[len(self.control) :] = [each.data_ptr() for each in state]
             self.answer()
         return self._answers(self.found[:count])
 
     def _step(self, stage: int, size: int, slot: int, counts: Counts) -> None:
         if stage == 0:
-            self.control.copy_(self.sent, non_blocking=True)  # a node of the graph, quicker than a copy before it
+            self._enter()
         super()._step(stage, size, slot, counts)
+
+    def _enter(self) -> None:
+        """Launch the kernels that copy inputs, counts and sample numbers: quicker in the graph than before it."""
+        kernels: Any = rows.kernels(self.control.device.type)
+        for index, (target,) in enumerate(map(rows.words, self.rooms[0].state)):
+            words = target.shape[1]
+            programs = min(PROGRAMS, -(-max(words * self.size, 1) // BLOCK))
+            kernels.admit_rows[(programs,)](
+                self.sent, len(self.control), index, target, words, self.control, FIRST=index == 0, BLOCK=BLOCK
+            )
 
     def _following(self, stage: int) -> Program:
         """Return what runs from a stage on, as long as samples stay: each as the smallest captured size."""
@@ -457,6 +472,18 @@ class StreamWalk(DeviceWalk):
             found.append(ring[np.arange(self.taken[stage], self.answered[stage]) % len(ring)])
         self.taken = [*self.answered]
         return self._answers(np.concatenate(found))
+
+
+def on(device: torch.device) -> AbstractContextManager[Any]:
+    """Return the context in which streams, graphs and kernels are of this device; quick where they are."""
+    is_other = device.type == "cuda" and device.index not in (None, torch.cuda.current_device())
+    return torch.cuda.device(device) if is_other else nullcontext()
+
+
+def _readable(tensor: Tensor, layout: torch.memory_format) -> Tensor:
+    """Return a tensor whose memory a kernel can read from its address on, in words of eight bytes at most."""
+    tensor = tensor.contiguous(memory_format=layout)
+    return tensor.clone() if tensor.data_ptr() % 8 else tensor
 
 
 def _repeated(state: Sequence[Tensor], count: int) -> tuple[Tensor, ...]:

@@ -67,6 +67,31 @@ def hash_below(samples, rules):  # type: ignore[no-untyped-def]
     return ((mixed >> 15) ^ mixed) < tl.load(rules + 2)
 
 
+@triton.jit(do_not_specialize=["index", "numbers"])  # type: ignore[untyped-decorator]
+def admit_rows(  # type: ignore[no-untyped-def]
+    sent,  # by the host, where it writes: counts, sample numbers, and the address of each input
+    numbers,  # that counts and sample numbers take
+    index,  # of the input
+    target,  # its rows
+    words,  # of a row
+    control,  # gets counts and sample numbers
+    FIRST: tl.constexpr,  # noqa: N803
+    BLOCK: tl.constexpr,  # noqa: N803
+):
+    """Copy the rows of one input from wherever it lies, and what the host has sent with it."""
+    program = tl.program_id(0).to(tl.int64)
+    source = tl.load(sent + numbers + index).to(tl.pointer_type(target.dtype.element_ty))
+    end = tl.load(sent + 1) * words
+    for start in range(program * BLOCK, end, tl.num_programs(0) * BLOCK):
+        here = start + tl.arange(0, BLOCK)
+        tl.store(target + here, tl.load(source + here, mask=here < end), mask=here < end)
+    if FIRST:  # noqa: SIM102, of which one is known when the kernel is compiled
+        if program == 0:
+            for first in range(0, numbers, BLOCK):
+                which = first + tl.arange(0, BLOCK)
+                tl.store(control + which, tl.load(sent + which, mask=which < numbers), mask=which < numbers)
+
+
 # numbers and pointers for which Triton need not compile a variant of the kernel each, as for 1 and multiples of 16
 PLAIN = """width probability samples decided threshold rules waiting size stage answered arrived after seen answers ring
 next_samples next_ring""".split()

@@ -266,6 +266,8 @@ def capture(work: Callable[[], None], pool: Any, keep: bool = False, side: Any =
             with suppress(Exception):  # older torch goes on as if it captured, and frees no memory
                 torch._C._cuda_endAllocateToPool(device, pool)
             raise
+    if keep:
+        graph.instantiate()  # or newer torch does not replay it
     return graph
 
 

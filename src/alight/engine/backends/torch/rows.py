@@ -48,8 +48,13 @@ def allocate(size: int, like: State) -> State:
 
 
 def _empty(size: int, like: Tensor) -> Tensor:
-    layout = torch.channels_last if _is_channels_last(like) else torch.contiguous_format
-    return torch.empty((size, *like.shape[1:]), dtype=like.dtype, device=like.device, memory_format=layout)
+    shape = (size, *like.shape[1:])
+    return torch.empty(shape, dtype=like.dtype, device=like.device, memory_format=layout_of(like))
+
+
+def layout_of(tensor: Tensor) -> torch.memory_format:
+    """Return the order of memory of a tensor."""
+    return torch.channels_last if _is_channels_last(tensor) else torch.contiguous_format
 
 
 def owns(made: State, given: State) -> bool:
@@ -79,9 +84,7 @@ def _is_channels_last(tensor: Tensor) -> bool:
 
 def laid_out_alike(source: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
     """Return both, the source in the memory layout of the target."""
-    if _is_channels_last(target):
-        return source.contiguous(memory_format=torch.channels_last), target
-    return source.contiguous(), target
+    return source.contiguous(memory_format=layout_of(target)), target
 
 
 def words(*tensors: Tensor) -> list[Tensor]:
