@@ -39,8 +39,10 @@ struct Error : std::runtime_error {
 class Json {
  public:
   static Json parsed(const std::string& text) {
-    const char* at = text.data();
-    Json value = read(at, text.data() + text.size());
+    const char *at = text.data(), *end = at + text.size();
+    Json value = read(at, end, 0);
+    while (at < end)
+      if (!std::strchr(" \n\t\r", *at++)) fail();
     return value;
   }
   const Json& operator[](const std::string& name) const {
@@ -62,6 +64,7 @@ class Json {
   }
   template <class T = double>
   std::vector<T> numbers() const {
+    if (kind != Kind::list) throw Error("the file has something else where a list is expected");
     std::vector<T> made;
     for (const Json& each : items) made.push_back(static_cast<T>(each.number()));
     return made;
@@ -84,7 +87,9 @@ class Json {
     skip(at, end);
     if (*at++ != wanted) fail();
   }
-  static Json read(const char*& at, const char* end) {
+  static Json read(const char*& at, const char* end, int depth) {
+    constexpr int DEEPEST = 64;
+    if (depth > DEEPEST) fail();
     skip(at, end);
     Json value;
     if (*at == '{' || *at == '[') {
@@ -96,9 +101,9 @@ class Json {
           skip(at, end);
           std::string name = string(at, end);
           expect(at, end, ':');
-          value.members.emplace(std::move(name), read(at, end));
+          value.members.emplace(std::move(name), read(at, end, depth + 1));
         } else {
-          value.items.push_back(read(at, end));
+          value.items.push_back(read(at, end, depth + 1));
         }
       }
       ++at;
@@ -107,7 +112,9 @@ class Json {
       value.text_ = string(at, end);
     } else if (*at == 't' || *at == 'f' || *at == 'n') {
       value.kind = *at == 'n' ? Kind::null : Kind::boolean;
-      at += *at == 'f' ? 5 : 4;
+      const std::string word = *at == 'n' ? "null" : *at == 't' ? "true" : "false";
+      if (static_cast<size_t>(end - at) < word.size() || word.compare(0, word.size(), at, word.size())) fail();
+      at += word.size();
     } else {
       value.kind = Kind::number;
       auto [next, problem] = std::from_chars(at, end, value.number_);
@@ -116,6 +123,12 @@ class Json {
     }
     return value;
   }
+  static uint32_t code_unit(const char*& at, const char* end) {  // of "u" and four hexadecimal digits
+    uint32_t code = 0;
+    if (end - at < 5 || std::from_chars(at + 1, at + 5, code, 16).ptr != at + 5) fail();
+    at += 5;
+    return code;
+  }
   static std::string string(const char*& at, const char* end) {
     expect(at, end, '"');
     std::string made;
@@ -123,16 +136,16 @@ class Json {
       char each = *at++;
       if (each != '\\') {
         made += each;
-      } else if (end - at > 4 && *at == 'u') {
-        unsigned code = static_cast<unsigned>(std::stoul(std::string(at + 1, at + 5), nullptr, 16));
-        at += 5;
-        if (code < 0x80) made += static_cast<char>(code);
-        else if (code < 0x800) (made += static_cast<char>(0xC0 | code >> 6)) += static_cast<char>(0x80 | (code & 63));
-        else
-          ((made += static_cast<char>(0xE0 | code >> 12)) += static_cast<char>(0x80 | (code >> 6 & 63))) +=
-              static_cast<char>(0x80 | (code & 63));
+      } else if (at < end && *at == 'u') {
+        uint32_t code = code_unit(at, end);
+        if (code >> 10 == 0x36 && end - at > 1 && *at == '\\' && at[1] == 'u')  // the first of two that are one character
+          code = 0x10000 + ((code & 0x3FF) << 10) + (code_unit(++at, end) & 0x3FF);
+        int further = code < 0x80 ? 0 : code < 0x800 ? 1 : code < 0x10000 ? 2 : 3;  // bytes of UTF-8 after the first
+        constexpr std::array<uint32_t, 4> FIRST{0, 0xC0, 0xE0, 0xF0};
+        made += static_cast<char>(FIRST[static_cast<size_t>(further)] | code >> 6 * further);
+        while (further--) made += static_cast<char>(0x80 | (code >> 6 * further & 63));
       } else if (at < end) {
-        const char* known = std::strchr("n\nt\tr\rb\bf\f", *at);  // pairs: what is written, and what it means
+        const char* known = *at ? std::strchr("n\nt\tr\rb\bf\f", *at) : nullptr;  // pairs: written, meant
         made += known && *at != '\n' ? known[1] : *at;
         ++at;
       }
@@ -265,6 +278,10 @@ struct Spec {  // of a tensor: -1 stands for a size that may differ
   explicit Spec(const Json& content) : name(content["name"].text()), dtype(content["dtype"].text()) {
     for (const Json& size : content["shape"].items) shape.push_back(size.is_null() ? -1 : size.integer());
     bytes_of(dtype);
+    bool usable = !shape.empty() && shape[0] == -1;
+    for (size_t axis = 1; axis < shape.size(); ++axis)
+      usable = usable && (content["shape"].items[axis].is_null() || shape[axis] > 0);
+    if (!usable) throw Error("the tensor " + name + " has an unusable shape: export the network again");
   }
 };
 
@@ -348,6 +365,8 @@ class Session {
   Session(const Session&) = delete;
   ~Session() { runtime_.release(95, session_); }
 
+  size_t takes() const { return inputs_.size(); }
+  size_t gives() const { return outputs_.size(); }
   State operator()(const State& state) const {
     std::vector<const char*> inputs = pointers(inputs_), outputs = pointers(outputs_);
     std::vector<void*> given, made(outputs.size(), nullptr);
@@ -480,8 +499,19 @@ class Policy {
     else if (rule == "Mixture") {
       share = content["share"].number();
       parts = {Policy(content["first"], salt), Policy(content["second"], salt)};
+      for (const Policy& each : parts)
+        if (each.costs != costs || each.open_exits != open_exits || each.score != score) fail();
     } else if (rule != "ExitAt") throw Error("a policy " + rule + " needs batches or streams: run the folder in Python");
+    size_t asked = costs.size() - 1;  // exits at which it decides
+    bool sized = !costs.empty() && open_exits.size() == costs.size() && (rule != "ExitAt" || !asked);
+    if (rule == "Threshold") sized = sized && thresholds.size() == asked && tie_shares.size() == asked;
+    if (rule == "Lottery") sized = sized && exit_rates.size() == costs.size();
+    for (double each : tie_shares) sized = sized && each >= 0 && each <= 1;
+    for (double each : thresholds) sized = sized && !std::isnan(each);
+    if (!sized || std::isnan(threshold) || patience < 0 || !(share >= 0 && share <= 1) || !(content["salt"].number() >= 0))
+      fail();
   }
+  [[noreturn]] static void fail() { throw Error("the numbers of the policy do not fit together: calibrate again"); }
   std::vector<double> thresholds, tie_shares, exit_rates;
   double threshold = 0, share = 0;
   int64_t patience = 0;
@@ -543,7 +573,10 @@ class Predictor {
   }
   std::vector<Decision> operator()(const std::vector<float>& images, int64_t first = 0) const {
     size_t one = 1;
-    for (size_t axis = 1; axis < inputs.at(0).shape.size(); ++axis) one *= static_cast<size_t>(inputs[0].shape[axis]);
+    auto any = std::count(inputs[0].shape.begin(), inputs[0].shape.end(), -1);  // sizes, that of the batch among them
+    if (inputs.size() != 1 || inputs[0].dtype != "float32" || any > 1)
+      throw Error("the network takes other inputs than floats of one size: give them with their shapes");
+    for (size_t axis = 1; axis < inputs[0].shape.size(); ++axis) one *= static_cast<size_t>(inputs[0].shape[axis]);
     std::vector<int64_t> shape = inputs[0].shape;
     if (images.empty() || images.size() % one)
       throw Error(std::to_string(images.size()) + " numbers are not images of " + std::to_string(one) + " each");
@@ -574,10 +607,12 @@ class Predictor {
 
  private:
   Predictor(const std::string& folder, const Json& manifest, int threads, const std::string& library)
-      : policy(Json::parsed(verified(folder, "policy.json", manifest["policy_checksum"].text()))), runtime_(library) {
+      : policy(Json::parsed(verified(folder, "policy.json", manifest["policy_checksum"].text()))),
+        runtime_(std::make_unique<Runtime>(library)) {
     std::string own = manifest["runtime"].text();
-    if (manifest["format"].text() != "onnx" || (own != "onnxruntime" && manifest["precision"].text() != "float32"))
-      throw Error(folder + " was exported for " + own + ": export it as onnx for onnxruntime");
+    bool other = own != "onnxruntime" || !manifest["providers"].items.empty();  // that rounds otherwise
+    if (manifest["format"].text() != "onnx" || (other && manifest["precision"].text() != "float32"))
+      throw Error(folder + " was exported for " + own + " or its providers: export it as onnx for onnxruntime");
     if (!policy.fingerprint.empty() && policy.fingerprint != manifest["fingerprint"].text())
       throw Error("the policy in " + folder + " was calibrated on another network: calibrate again");
     for (const Json& each : manifest["inputs"].items) inputs.emplace_back(each);
@@ -587,18 +622,37 @@ class Predictor {
       mean_ = manifest["normalisation"]["mean"].numbers<float>();
       std_ = manifest["normalisation"]["std"].numbers<float>();
     }
+    size_t channels = inputs.empty() || inputs[0].shape.size() != 4 ? 0 : static_cast<size_t>(inputs[0].shape[1]);
+    if (mean_.size() == 1 && std_.size() == 1 && channels) {  // the same for all channels
+      mean_.resize(channels, mean_[0]);
+      std_.resize(channels, std_[0]);
+    }
+    if (!manifest["lengths"].is_null()) lengths_ = manifest["lengths"].numbers<int64_t>();
+    bool whole = !inputs.empty() && mean_.size() == std_.size() && (lengths_.empty() || lengths_.size() == 2) &&
+                 (mean_.empty() || !channels || mean_.size() == channels);
     std::vector<int64_t> opened;
     for (const Json& stage : manifest["stages"].items) {
       std::string content = verified(folder, stage["file"].text(), stage["checksum"].text());
       check_whole(content, stage["file"].text());
-      stages_.push_back(std::make_unique<Session>(runtime_, content, threads));
+      stages_.push_back(std::make_unique<Session>(*runtime_, content, threads));
       std::vector<Spec> carried;
       for (const Json& each : stage["carries"].items) carried.emplace_back(each);
       carried_.push_back(std::move(carried));
       opened.push_back(stage["exit"].integer());
     }
     if (opened != policy.open_exits) throw Error("the policy in " + folder + " opens other exits than its stages");
+    for (int64_t each : opened) whole = whole && each >= 0 && each < static_cast<int64_t>(exits.size());
+    for (size_t stage = 0; stage < stages_.size(); ++stage) {
+      const std::vector<Spec>& given = stage ? carried_[stage - 1] : inputs;
+      whole = whole && stages_[stage]->takes() == given.size() && stages_[stage]->gives() == carried_[stage].size() + 1;
+    }
+    if (!whole) throw Error("the parts of " + folder + "/manifest.json do not fit together: export the network again");
     probe(folder, manifest);
+  }
+
+  template <class T>
+  static T lowest(const void* numbers, size_t count) {
+    return *std::min_element(static_cast<const T*>(numbers), static_cast<const T*>(numbers) + count);
   }
 
   State admitted(const std::vector<Input>& given) const {
@@ -610,13 +664,22 @@ class Predictor {
       bool fits = given[index].shape.size() == spec.shape.size() && given[index].shape[0] > 0;
       for (size_t axis = 0; fits && axis < spec.shape.size(); ++axis)
         fits = spec.shape[axis] < 0 || spec.shape[axis] == given[index].shape[axis];
+      fits = fits && given[index].shape[0] == given[0].shape[0];
       if (!fits) throw Error("the input " + spec.name + " has another shape than the network takes");
+      if (!lengths_.empty() && spec.shape.size() > 1 && spec.shape[1] < 0)
+        if (given[index].shape[1] < lengths_[0] || given[index].shape[1] > lengths_[1])
+          throw Error("texts of " + std::to_string(given[index].shape[1]) + " tokens, and the network was compared for " +
+                      std::to_string(lengths_[0]) + " to " + std::to_string(lengths_[1]) + ": give such texts");
       size_t numbers = 1;
       for (int64_t size : given[index].shape) numbers *= static_cast<size_t>(size);
       const float* values = spec.dtype == "float32" ? static_cast<const float*>(given[index].data) : nullptr;
       for (size_t each = 0; values && each < numbers; ++each)
         if (!std::isfinite(values[each])) throw Error("an input holds NaN or infinity: some operators would swallow it");
-      state.emplace_back(runtime_, spec.dtype, given[index].shape, given[index].data);
+      bool negative = (spec.dtype == "int64" && lowest<int64_t>(given[index].data, numbers) < 0) ||
+                      (spec.dtype == "int32" && lowest<int32_t>(given[index].data, numbers) < 0);
+      if (negative)
+        throw Error("the input " + spec.name + " holds a negative token, which some operators read from the end");
+      state.emplace_back(*runtime_, spec.dtype, given[index].shape, given[index].data);
     }
     return state;
   }
@@ -638,6 +701,8 @@ class Predictor {
     for (size_t stage = 0; stage < stages_.size(); ++stage) {
       State made = (*stages_[stage])(state);
       std::vector<double> wanted = manifest["stages"].items[stage]["probe"].numbers();
+      if (static_cast<int64_t>(wanted.size()) > made[0].shape().back())
+        throw Error("the parts of " + folder + "/manifest.json do not fit together: export the network again");
       double gap = 0, largest = 1e-2;
       for (size_t each = 0; each < wanted.size(); ++each) {
         gap = std::max(gap, std::abs(wanted[each] - static_cast<double>(made[0].data<float>()[each])));
@@ -650,10 +715,11 @@ class Predictor {
     }
   }
 
-  Runtime runtime_;
+  std::unique_ptr<Runtime> runtime_;  // stages keep its address, also when a predictor is moved
   std::vector<std::unique_ptr<Session>> stages_;
   std::vector<std::vector<Spec>> carried_;
   std::vector<float> mean_, std_;
+  std::vector<int64_t> lengths_;  // of texts for which the files were compared with the network
 };
 
 }  // namespace alight

@@ -24,6 +24,7 @@ Images read_npy(const std::string& path) {
   bool old = file[6] == 1;
   size_t start = old ? 10 : 12, length = 0;
   for (size_t each = start; each-- > 8;) length = length << 8 | static_cast<uint8_t>(file[each]);
+  if (file.size() < start + length) throw alight::Error(path + " is cut short: write it again");
   std::string header = file.substr(start, length);
   Images images;
   images.bytes = header.find("'|u1'") != std::string::npos;
@@ -38,8 +39,19 @@ Images read_npy(const std::string& path) {
       ++at;
     }
   }
+  if (images.shape.empty() || !images.shape[0]) throw alight::Error(path + " holds no images: give at least one");
   images.content = file.substr(start + length);
   return images;
+}
+
+// The whole number from 0 on that follows an option.
+int number_of(const std::map<std::string, std::string>& options, const std::string& name) {
+  const std::string& text = options.at(name);
+  int number = 0;
+  auto [end, problem] = std::from_chars(text.data(), text.data() + text.size(), number);
+  if (problem != std::errc() || end != text.data() + text.size() || number < 0)
+    throw alight::Error(name + " " + text + ": give a whole number");
+  return number;
 }
 
 int main(int count, char** given) try {
@@ -55,7 +67,7 @@ int main(int count, char** given) try {
   }
   if (places.size() != 2) throw alight::Error("usage: alight_example FOLDER images.npy [--batch N] [--threads N] [--library FILE]");
   auto begin = std::chrono::steady_clock::now();
-  alight::Predictor predictor(places[0], std::stoi(options["--threads"]), options["--library"]);
+  alight::Predictor predictor(places[0], number_of(options, "--threads"), options["--library"]);
   auto milliseconds = [](auto from) {
     return std::chrono::duration<double, std::milli>(std::chrono::steady_clock::now() - from).count();
   };
@@ -63,12 +75,12 @@ int main(int count, char** given) try {
   Images images = read_npy(places[1]);
   std::vector<int64_t> shape = images.shape;  // of a batch
   size_t total = static_cast<size_t>(shape.at(0)), row = images.bytes ? 1 : sizeof(float);
-  size_t batch = std::max<size_t>(1, std::stoul(options["--batch"]));
+  size_t batch = static_cast<size_t>(std::max(1, number_of(options, "--batch")));
   for (size_t axis = 1; axis < shape.size(); ++axis) row *= static_cast<size_t>(shape[axis]);
   if (images.content.size() != total * row) throw alight::Error(places[1] + " is cut short: write it again");
   std::vector<double> times;
   std::vector<alight::Decision> decisions(total);
-  for (size_t warm : {std::min<size_t>(std::stoul(options["--warm"]), total), total}) {
+  for (size_t warm : {std::min(static_cast<size_t>(number_of(options, "--warm")), total), total}) {
     times.clear();
     for (size_t start = 0; start < warm; start += batch) {
       size_t size = std::min(batch, warm - start);

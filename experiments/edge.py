@@ -4,6 +4,10 @@
     python experiments/edge.py prepare WORK --state STATE --data DATA       # 25 minutes on one core
     python experiments/edge.py measure WORK                                 # 12 minutes on two
 
+    python experiments/edge.py imagenet WORK --state MODELS --data IMAGENET --images 1000 --calibration 500
+    python experiments/edge.py measure WORK --images 1000 --latencies 200 --without lite1 float32 \\
+        --output results/edge_imagenet.csv      # a process takes 2 GB: all at once need 34
+
 STATE holds results of cifar100_train.py, DATA is CIFAR-100 (see cifar100_data.py). `prepare` exports, quantises and
 calibrates all contenders into WORK, on test images; `measure` runs them on 2,000 others: each in a process of its own
 (edge_worker.py), single images in turns of 20, batches of 64 in rounds. With --paused it waits for a line of input
@@ -12,6 +16,9 @@ images per second in batches of 64, memory. `over_best` is the time of the faste
 most half a point lower, over that of the contender; empty where there is none. "cut after" is the network with exits
 without what comes after one of them: the same accuracy for every image, at a lower price. Networks without weights in
 STATE are timed with random ones, and their accuracy is that of results/cifar100_runs.csv, in float32.
+
+`imagenet` prepares three EfficientNet-lite networks (see imagenet_networks.py) alone, and a cascade of the smallest
+and the largest that spends 70 % of the time of the latter, from images of 256 pixels to answers.
 """
 
 import argparse
@@ -38,6 +45,7 @@ IMAGES, CALIBRATION = 2000, 2400
 LATENCIES, PART, TURN = 400, 100, 20  # single images, in parts, and how many of them one contender has in turn
 ROUNDS = 4  # in which all images are run in batches
 LOSSES = (0.025,)
+SPENT = 0.7  # of the time of the large network, by a cascade for ImageNet
 EQUAL = 0.005  # accuracy by which a full network may be below a contender and count as equally accurate
 Row = dict[str, str | float | int]
 Contenders = dict[str, dict[str, Any]]
@@ -252,6 +260,59 @@ def cascade_of_two(made: Preparation, data: Any) -> None:
         return {"folder": str(folder)}
 
     made.add(f"cascade of cut after {CUTS[-1]} and ResNet-18, ONNX Runtime int8", make, kind="exported", weights="two")
+
+
+def imagenet(options: argparse.Namespace) -> None:
+    """Prepare networks for ImageNet, each alone and as a cascade, by both runtimes in float32 and int8."""
+    from edge_worker import chain
+    from imagenet_networks import LITE, SIZES, load_images
+    from imagenet_record import SEEN, USUAL, exported
+    from PIL import Image
+
+    from alight import Costs, calibrate, record, time_stages
+    from alight.calibrate.crossval import of_network
+    from alight.costs import Amount
+    from alight.export.precision import lower
+    from alight.policies.policy import ExitAt
+
+    made, total = Preparation(options.work, options.threads), options.images + options.calibration
+    pixels, labels = (each[np.random.default_rng(0).permutation(len(each))] for each in load_images(options.data))
+    pixels, data = pixels[: options.images], (pixels[options.images : total], labels[options.images : total])
+    np.savez(made.work / "images.npz", images=pixels, labels=labels[: options.images])
+
+    def seen(name: str) -> np.ndarray:
+        edge = 128 * (1 - SEEN.get(name, USUAL))
+        pictures = [Image.fromarray(each.transpose(1, 2, 0)) for each in data[0][:128]]
+        whole, size = (edge, edge, 256 - edge, 256 - edge), (SIZES[name],) * 2
+        resized = np.stack([np.asarray(each.resize(size, Image.Resampling.BICUBIC, whole)) for each in pictures])
+        return (resized.transpose(0, 3, 1, 2) / np.float32(255) - np.float32(LITE.mean[0])) / np.float32(LITE.std[0])
+
+    for runtime, precision in itertools.product(("onnxruntime", "openvino"), ("float32", "int8")):
+        folders = [exported(options.state, name) for name in SIZES]
+        for index, name in enumerate(SIZES if precision == "int8" else ()):
+            write = partial(lower, folders[index], precision=precision, samples=[(seen(name),)], runtime=runtime)
+            folders[index] = made.folder(f"{name}_{runtime}", write)
+        about: dict[str, Any] = {"kind": "cascade", "members": dict(zip(SIZES, map(str, folders), strict=True))}
+        about |= {"runtime": runtime, "weights": precision}
+
+        def policy(name: str, found: Any, about: dict[str, Any] = about) -> dict[str, Any]:
+            found.save(made.work / f"{name}_{about['runtime']}_{about['weights']}.json")
+            return {"policy": str(made.work / f"{name}_{about['runtime']}_{about['weights']}.json")}
+
+        for index, name in enumerate(SIZES):
+            alone = ExitAt(costs=(1.0,), open_exits=(index,), num_exits=len(SIZES))
+            made.add(f"EfficientNet-{name}, {runtime} {precision}", partial(policy, name, alone), **about, full=True)
+
+        def of_two(about: dict[str, Any] = about) -> dict[str, Any]:
+            model, opened = chain(about, made.threads), (0, len(SIZES) - 1)
+            labelled = record(model, data, batch_size=16, progress=False).at_exits(opened)
+            timed = time_stages(model, data[0][:1], 1, repeats=20, warmup=3, progress=False)
+            alone = np.median(timed.stages + timed.heads, axis=0)[[*opened]]
+            costs = Costs([0.0, 0.0], alone, "ms", range(2))
+            fitted = calibrate.eero(costs, Amount(SPENT * alone[-1]), labelled, spend_all=True)
+            return policy("cascade", of_network(fitted, opened, len(SIZES), alone[-1], model.exits), about)
+
+        made.add(f"cascade of lite0 and lite2, {runtime} {precision}", of_two, **about)
 
 
 def torch_contender(about: dict[str, Any]) -> tuple[Callable[[Any], Any], Callable[[Any], Any]]:
@@ -479,7 +540,7 @@ def over_best(row: Row, rows: list[Row]) -> Row:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("step", choices=["prepare", "measure"])
+    parser.add_argument("step", choices=["prepare", "imagenet", "measure"])
     parser.add_argument("work", type=Path)
     parser.add_argument("--state", type=Path)
     parser.add_argument("--data", type=Path)
@@ -492,7 +553,7 @@ def main() -> None:
     parser.add_argument("--paused", action="store_true", help="wait for a line of input before each part")
     parser.add_argument("--output", type=Path, default=ROOT / "results/edge.csv")
     options = parser.parse_args()
-    {"prepare": prepare, "measure": measure}[options.step](options)
+    {"prepare": prepare, "imagenet": imagenet, "measure": measure}[options.step](options)
 
 
 if __name__ == "__main__":

@@ -152,7 +152,8 @@ def footprint(work: Path) -> Iterator[Row]:
         }
         for name, command in ways.items():
             for limited in (False, True):
-                yield {"engine": name, "one_core_512_mib": int(limited), "bytes": size, **started(command, limited)}
+                about = {"engine": name, "one_core_512_mib": "yes" if limited else "no", "bytes": size}
+                yield {**about, **started(command, limited)}
 
 
 def started(command: list[str], limited: bool) -> Row:

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -97,6 +98,28 @@ def with_torch(about: dict[str, Any], threads: int) -> tuple[Labels, Labels]:
     )
 
 
+def chain(about: dict[str, Any], threads: int) -> Any:
+    """Return networks for ImageNet as one with an exit after each."""
+    from imagenet_record import SEEN, USUAL
+
+    from alight import Member, RunSettings, cascade
+
+    terms: dict[str, Any] = {"bicubic": True, "settings": RunSettings(threads=threads, runtime=about["runtime"])}
+    members = about["members"].items()
+    return cascade(
+        [Member(Path(place), name, crop=SEEN.get(name, USUAL), **terms) for name, place in members], image_size=256
+    )
+
+
+def cascade_of_networks(about: dict[str, Any], threads: int) -> tuple[Labels, Labels]:
+    """Return one of several networks, or a cascade of some, as the policy says."""
+    from alight import Predictor, load_policy
+
+    policy = replace(load_policy(about["policy"]), fingerprint="")
+    predictor = Predictor(chain(about, threads), policy, batch_size=BATCH)
+    return lambda images: predictor(images).predictions, lambda images: predictor(images).predictions
+
+
 class Program:
     """The walk in C++, which reads images from a file and prints what it decides."""
 
@@ -122,6 +145,7 @@ KINDS: dict[str, Callable[[dict[str, Any], int], tuple[Labels, Labels]]] = {
     "onnxruntime": onnxruntime_network,
     "openvino": openvino_network,
     "exported": exported,
+    "cascade": cascade_of_networks,
     "torch": with_torch,
 }
 
@@ -130,11 +154,15 @@ def main() -> None:
     work, name, threads = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
     about = json.loads((work / "contenders.json").read_text())[name]
     with np.load(work / about["images"]) as file:
-        pixels, mean, std = file["images"], file["mean"], file["std"]
+        pixels = file["images"]
+        known = (file["mean"], file["std"]) if "mean" in file else None
 
     def inputs(rows: list[int]) -> np.ndarray:
+        if known is None:
+            return pixels[rows]  # bytes, which networks make fit
         floats = pixels[rows].transpose(0, 3, 1, 2).astype(np.float32) / np.float32(255)
-        return np.ascontiguousarray((floats - mean[:, None, None]) / std[:, None, None])
+        mean, std = (each[:, None, None] for each in known)
+        return np.ascontiguousarray((floats - mean) / std)
 
     program = Program(about, threads) if about["kind"] == "c++" else None
     one, many = KINDS[about["kind"]](about, threads) if program is None else (program.classes, program.classes)

@@ -10,12 +10,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from commands import shared_folder
 from exported import drawn, folder, images, network, policy
+from torch import nn
 
-from alight import Predictor, RunSettings, calibrate
+from alight import MultiExitModel, Predictor, RunSettings, calibrate, export_model
 from alight.engine.manifest import checksum
 from alight.export.precision import lower, put_policy
+from alight.networks.heads import TokenHead
 from alight.policies.policy import Threshold
 
 ROOT = Path(__file__).parent.parent
@@ -131,6 +134,113 @@ def test_what_would_be_wrong_is_refused(program, tmp_path):
     assert (done.returncode, "has another shape than the network takes" in done.stderr) == (1, True)
     done, _ = decided(program, folder(), np.zeros((4, 7, 6, 3), dtype=np.uint8), tmp_path)
     assert (done.returncode, "another size or number of channels" in done.stderr) == (1, True)
+
+
+def with_changed(place, file, change, copied):
+    """A copy of the folder, one of whose files was changed by somebody who corrected the checksum."""
+    shutil.copytree(place, copied)
+    content = json.loads((copied / file).read_text())
+    change(content)
+    (copied / file).write_text(json.dumps(content))
+    if file == "policy.json":
+        manifest = json.loads((copied / "manifest.json").read_text())
+        manifest["policy_checksum"] = checksum((copied / file).read_bytes())
+        (copied / "manifest.json").write_text(json.dumps(manifest))
+    return copied
+
+
+def test_parts_that_do_not_fit_together_are_refused(program, int8, tmp_path):
+    policies = [{"thresholds": []}, {"tie_shares": [7.0, 1.0]}, {"costs": [1.0]}, {"costs": []}, {"salt": -1}]
+    changes = [("policy.json", lambda content, each=each: content.update(each)) for each in policies]
+    changes += [
+        ("manifest.json", lambda content: content.update(exits=content["exits"][:1])),
+        ("manifest.json", lambda content: content.update(inputs=[])),
+        ("manifest.json", lambda content: content["inputs"][0].update(shape="any")),
+        ("manifest.json", lambda content: content["stages"][0].update(carries=[])),
+        ("manifest.json", lambda content: content["stages"][0].update(probe=[0.0] * 5000)),
+        ("manifest.json", lambda content: content["normalisation"].update(std=[0.5])),
+        ("manifest.json", lambda content: content.update(precision="int8", providers=["cuda"])),
+    ]
+    for index, (file, change) in enumerate(changes):
+        place = with_changed(folder(), file, change, tmp_path / str(index))
+        done, _ = decided(program, place, images()[:3], tmp_path)
+        assert (done.returncode, "again" in done.stderr or "export it as onnx" in done.stderr) == (1, True), index
+    whole = (folder() / "manifest.json").read_text()
+    for text in (whole + "more", whole[:-60], '{"format": t', 100_000 * "["):
+        (tmp_path / "0/manifest.json").write_text(text)
+        done, _ = decided(program, tmp_path / "0", images()[:3], tmp_path)
+        assert (done.returncode, "the file is not JSON: export the network again" in done.stderr) == (1, True)
+
+
+def test_odd_files_and_options_are_refused(program, tmp_path):
+    for odd in (images()[:0], np.uint8(3)):
+        done, _ = decided(program, folder(), odd, tmp_path)
+        assert (done.returncode, "holds no images: give at least one" in done.stderr) == (1, True)
+    done, _ = decided(program, folder(), images()[:3], tmp_path, batch="many")
+    assert (done.returncode, "--batch many: give a whole number" in done.stderr) == (1, True)
+
+
+def test_names_are_written_in_utf_8(program, tmp_path):
+    place = with_changed(
+        folder(),
+        "manifest.json",
+        lambda content: content["exits"].__setitem__(0, "caf\u00e9 \U0001f600"),
+        tmp_path / "0",
+    )
+    _, rows = decided(program, place, images(), tmp_path)
+    assert "caf\u00e9 \U0001f600" in {row["exit"] for row in rows}
+
+
+TEXTS = """
+#include "alight.hpp"
+#include <iostream>
+
+int main(int, char** given) {
+  std::vector<alight::Predictor> predictors;
+  for (int each = 0; each < 3; ++each) predictors.emplace_back(given[1], 1, given[2]);  // which moves the first ones
+  std::vector<int64_t> tokens(600, 3), mask(600, 1);
+  auto decide = [&](std::vector<int64_t> first, std::vector<int64_t> second) {
+    try {
+      std::cout << predictors[0]({{tokens.data(), first}, {mask.data(), second}}).size() << '\\n';
+    } catch (const std::exception& error) {
+      std::cout << error.what() << '\\n';
+    }
+  };
+  decide({5, 12}, {5, 12});
+  decide({5, 12}, {1, 12});
+  decide({1, 600}, {1, 600});
+  tokens[7] = -5;
+  decide({5, 12}, {5, 12});
+}
+"""
+
+
+class Words(nn.Module):
+    """A stage that turns tokens into features, or passes features on."""
+
+    def __init__(self, embeds):
+        super().__init__()
+        self.layer = nn.Embedding(10, 6) if embeds else nn.Linear(6, 6)
+
+    def forward(self, values, mask):
+        return self.layer(values) * mask[..., None], mask
+
+
+def test_texts_that_python_refuses_are_refused_and_predictors_can_be_moved(tmp_path):
+    names = ("input_ids", "attention_mask")
+    example = dict.fromkeys(names, torch.ones(2, 8, dtype=torch.int64))
+    heads = [TokenHead((8, 6), 3) for _ in range(2)]
+    model = MultiExitModel([Words(True), Words(False)], heads, input_names=names).eval()
+    place = export_model(model, Threshold((0.5,), costs=(1.0, 2.0)), tmp_path / "texts", example=example)
+    (tmp_path / "texts.cpp").write_text(TEXTS)
+    command = [COMPILER, "-std=c++17", "-I", ROOT / "cpp", tmp_path / "texts.cpp", "-o", tmp_path / "program", "-ldl"]
+    subprocess.run(command, check=True)
+    done = subprocess.run([tmp_path / "program", place, runtime_library()], capture_output=True, text=True)
+    answers = done.stdout.splitlines()
+    assert (done.returncode, answers[0]) == (0, "5")
+    assert "attention_mask has another shape" in answers[1]
+    assert "texts of 600 tokens, and the network was compared for 1 to 512" in answers[2]
+    assert "holds a negative token" in answers[3]
 
 
 @pytest.mark.slow

@@ -61,6 +61,14 @@ def test_every_example_runs_and_gives_json_if_asked(work, monkeypatch, capsys):
     assert again[3]["sample"].endswith("pictures/03.png")
 
 
+def test_a_quantised_network_goes_to_triton_too(work, monkeypatch, capsys):
+    monkeypatch.chdir(work)
+    with older_exporter():
+        status, _, err = run("export model --int8 --data test.npz --budget 90% -o q8 --triton served -q", capsys)
+    assert (status, err) == (0, "")
+    assert (work / "served/alight_stage_0/1/model.onnx").read_bytes() == (work / "q8/stage_0.onnx").read_bytes()
+
+
 def test_image_files_need_a_normalisation_that_attach_or_export_states(work, monkeypatch, capsys):
     monkeypatch.chdir(work)
     model = load_model("model")
@@ -120,6 +128,12 @@ def test_texts_are_predicted_as_by_torch(tmp_path, monkeypatch, capsys):
             "attach timm:test_resnet --image-size 16 --after layer1 -o exported",
             "holds an exported network: give another",
         ),
+        (
+            "export model policy.json --budget 10% -o new",
+            "--budget is for a policy that is calibrated on what is exported",
+        ),
+        ("export model policy.json --runtime openvino -o new", "--runtime is for a policy that is calibrated"),
+        ("export model --int8 --fp16 --data test.npz -o new", "int8 and float16 are two precisions: give one of them"),
         ("export model test.npz -o new", "test.npz is data (images or texts), not a policy"),
         ("run model test.npz", "model is the folder of a network, not the folder of an exported network"),
         ("run nowhere test.npz", "there is no folder nowhere"),

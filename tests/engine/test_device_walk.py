@@ -200,6 +200,44 @@ def test_one_sample_is_answered_wherever_it_lies(model, inputs, table, name):
                 assert found.predictions == expected.predictions[sample]
 
 
+class Places(nn.Module):
+    """A stage that hands on numbers of rows of a table, which other numbers would be outside of."""
+
+    def forward(self, inputs):
+        return inputs, (inputs > 0).long()
+
+
+class Looked(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.rows = nn.Embedding(2, 1)
+
+    def forward(self, features, places):
+        return features + self.rows(places)[..., 0], places
+
+
+class NotRun(Captured):
+    """What a device has captured and not run: its tensors hold whatever lay in their memory."""
+
+    def __init__(self, work):
+        super().__init__(work)
+        work()
+        *before, last = work.func.__self__.rooms
+        handed_through = {each.data_ptr() for room in before for each in room.state}
+        for each in last.state:
+            if each.data_ptr() not in handed_through:
+                each.fill_(1 << 40)
+
+
+@interpreted
+def test_a_stage_is_captured_with_what_the_stage_before_makes(inputs):
+    model = MultiExitModel([Places(), Looked(), Looked()], [nn.Linear(4, 3) for _ in range(3)]).eval()
+    rule = Threshold((np.inf, np.inf), costs=COSTS)
+    with torch.inference_mode():
+        walk = BatchWalk(network_of(model, rule), rule, (inputs[:1],), 1, Executor(NotRun, by_python))
+        assert walk.one_batch(np.array([0]), (inputs[:1],)).open_indices.tolist() == [2]
+
+
 @interpreted
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
 def test_samples_with_unusable_logits_are_named_and_the_others_answered(model, inputs, table):

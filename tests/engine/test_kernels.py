@@ -97,5 +97,5 @@ def test_kernels_compile_for_gpus_that_are_not_here(name):
     kernel, (types, constants) = getattr(own, name), ON_A_GPU[name]
     signature = {each: types.get(each, "constexpr") for each in kernel.arg_names}
     assert {each for each, kind in signature.items() if kind == "constexpr"} == set(constants)
-    source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
+    source = ASTSource(kernel, signature, constants)
     assert triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["cubin"]

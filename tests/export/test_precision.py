@@ -7,17 +7,21 @@ import sys
 
 import numpy as np
 import onnx
+import onnxruntime
 import pytest
 import torch
 from exported import folder, images, network, older_exporter, policy, table
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 from alight import MultiExitModel, Predictor, RunSettings, calibrate, deploy, export_model, record, replay
 from alight.costs import Costs
 from alight.engine.backends.exported import exported_backend
+from alight.engine.backends.onnx import OnnxBackend
 from alight.engine.manifest import Manifest
 from alight.errors import BadFile, BadInput, LabelsNeeded, Mismatch
 from alight.export.precision import FLOAT_HEAD, lower, put_policy
+from alight.networks.heads import PooledLinear
 from alight.policies.policy import ExitAt, Threshold
 
 ONE = RunSettings(threads=1)
@@ -79,6 +83,61 @@ def test_another_runtime_rounds_otherwise_and_is_refused(int8):
     with pytest.raises(Mismatch, match="calibrated with onnxruntime in int8, and openvino rounds otherwise"):
         Predictor.load(int8, settings=RunSettings(runtime="openvino"))
     assert Predictor.load(folder(), settings=RunSettings(runtime="openvino", threads=1)).backend.name == "OpenVINO"
+
+
+def logits_of(place, inputs, size):
+    """Logits of all exits, the inputs run in batches of this size."""
+    stages, found = backend(place, ONE).stages, []
+    for start in range(0, len(inputs), size):
+        state, rows = (inputs[start : start + size],), []
+        for stage in stages:
+            logits, state = getattr(stage, "run_one", stage)(state) if size == 1 else stage(state)
+            rows.append(np.array(logits))
+        found.append(np.stack(rows, axis=1))
+    return np.concatenate(found)
+
+
+@pytest.mark.parametrize("runtime", ["onnxruntime", "openvino"])
+def test_every_sample_of_a_batch_gets_the_logits_that_it_gets_alone(runtime, tmp_path, quick):
+    pytest.importorskip(runtime)
+    torch.manual_seed(0)
+    first, second = (nn.Sequential(nn.Conv2d(count, 8, 3, padding=1), nn.ReLU()) for count in (3, 8))
+    model = MultiExitModel([first, second], [PooledLinear((8, 6, 7), 5) for _ in range(2)]).eval()
+    pixels = np.random.default_rng(0).integers(0, 256, size=images().shape)
+    pixels[0].flat[:2] = 0, 255
+    inputs = (4 / 255 * pixels - 2).astype(np.float32)  # each lies in the middle between two bytes of the range
+    example = torch.from_numpy(inputs[:2])
+    source = export_model(model, Threshold((0.5,), costs=(1.0, 2.0)), tmp_path / "float", example=example)
+    place = lower(source, tmp_path / "int8", "int8", [(inputs[:32],)], runtime=runtime)
+    alone = logits_of(place, inputs, 1)
+    assert np.abs(logits_of(source, inputs, 1) - alone).max() < 0.2 * np.abs(alone).max()
+    for size in (7, 40, len(inputs)):
+        assert (logits_of(place, inputs, size) == alone).all()
+
+
+class Passing(nn.Module):
+    """A stage that hands two of its inputs on."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, numbers, counts, scale):
+        return self.linear(numbers) * scale, counts, scale
+
+
+def test_openvino_takes_what_a_stage_does_not_read(tmp_path):
+    pytest.importorskip("openvino")
+    torch.manual_seed(0)
+    names = ("numbers", "counts", "scale")
+    example = dict(zip(names, (torch.randn(40, 8), torch.arange(40)[:, None], torch.rand(40, 1) + 1), strict=True))
+    model = MultiExitModel([Passing(), Passing()], [nn.Linear(8, 3), nn.Linear(8, 3)], input_names=names).eval()
+    place = export_model(model, Threshold((0.1,), costs=(1.0, 2.0)), tmp_path / "float", example=example)
+    inputs = {name: each.numpy() for name, each in example.items()}
+    settings = [RunSettings(threads=1, runtime=each) for each in ("onnxruntime", "openvino")]
+    one, other = (Predictor.load(place, settings=each)(inputs) for each in settings)
+    assert (one.predictions == other.predictions).all()
+    assert {*other.exits.tolist()} == {0, 1}
 
 
 def test_stages_that_compute_otherwise_than_where_they_were_exported_are_refused(int8, tmp_path):
@@ -208,6 +267,47 @@ def test_providers_are_those_of_the_installed_runtime(int8):
     with pytest.raises(BadInput, match=r"this onnxruntime has no provider 'tensorrt': choose among .*cpu"):
         backend(folder(), RunSettings(providers=("tensorrt",)))
     assert len(backend(folder(), RunSettings(threads=1, providers=("cpu",))).stages) == 3
+    assert len(backend(int8, RunSettings(threads=1, providers=("CPUExecutionProvider",))).stages) == 3
+    for wrong in ("cpu", (("cuda", {"device_id": 0}),)):
+        with pytest.raises(BadInput, match=r"providers .*: give their names, as \('cuda',\)"):
+            RunSettings(providers=wrong)
+
+
+def test_a_policy_of_lower_precision_holds_for_its_providers_alone(tmp_path):
+    other = next((each for each in onnxruntime.get_available_providers() if not each.startswith("CPU")), None)
+    if other is None:
+        pytest.skip("needs a provider beside the CPU")
+    name = other.removesuffix("ExecutionProvider").lower()
+    place = lower(folder(), tmp_path / "half", "float16", [], providers=[name])
+    assert backend(place).settings.providers == (name,)
+    with pytest.raises(Mismatch, match=f"calibrated by {name}, cpu, and cpu rounds otherwise"):
+        backend(place, RunSettings(providers=("cpu",)))
+
+
+def test_data_that_change_when_they_are_read_again_are_refused(tmp_path, quick):
+    inputs, classes = (torch.as_tensor(each) for each in labelled())
+    shuffled = DataLoader(TensorDataset(inputs, classes), 50, shuffle=True)
+    terms = {"budget": "80%", "settings": ONE, "progress": False}
+    with pytest.raises(BadInput, match=r"another order .* give a loader that does not shuffle"):
+        deploy(network(), shuffled, tmp_path / "int8", **terms)
+    with pytest.raises(BadInput, match="can be read only once"):
+        deploy(network(), iter([(inputs, classes)]), tmp_path / "int8", **terms)
+    with pytest.raises(BadInput, match="runs without PyTorch: choose runtime='onnxruntime'"):
+        deploy(network(), labelled(), tmp_path / "int8", **terms | {"settings": RunSettings(runtime="torch")})
+    assert not (tmp_path / "int8").exists()
+
+
+def test_an_engine_that_answers_otherwise_in_batches_is_refused(tmp_path, quick, monkeypatch):
+    run = OnnxBackend.run
+
+    def last_row_is_wrong(self, stage, state):
+        values, others = run(self, stage, state)
+        values.largest[16:] *= 3
+        return values, others
+
+    monkeypatch.setattr(OnnxBackend, "run", last_row_is_wrong)
+    with pytest.raises(Mismatch, match=r"onnxruntime in int8 gives a sample .* alone and .* in a batch"):
+        deploy(network(), labelled(), tmp_path / "int8", budget="80%", settings=ONE, progress=False)
 
 
 def test_a_damaged_stage_is_refused_by_openvino_too(tmp_path):
@@ -223,6 +323,7 @@ import signal, subprocess, sys, threading
 from pathlib import Path
 from alight import RunSettings
 from alight.engine.backends.exported import exported_backend
+from alight.engine.backends.onnx import OnnxBackend
 from alight.engine.manifest import Manifest
 
 place = Path(sys.argv[1])

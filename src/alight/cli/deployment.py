@@ -57,6 +57,12 @@ def run_export(options: argparse.Namespace) -> CommandResult:
     check_unused(options.output, options.force, MANIFEST)
     if options.precision or options.data:
         return _deployed(options)
+    for name in ("budget", "max_accuracy_loss", "runtime", "providers"):
+        if getattr(options, name) is not None:
+            raise BadInput(
+                f"--{name.replace('_', '-')} is for a policy that is calibrated on what is exported: give labelled"
+                " samples as --data FILE, or leave it out (`alight run --runtime` chooses for a folder in float32)"
+            )
     policy = load_policy(policy_of(options.model, options.policy))
     from alight.engine.backends.cascade import Cascade
     from alight.engine.manifest import Manifest
@@ -67,10 +73,7 @@ def run_export(options: argparse.Namespace) -> CommandResult:
     model = load_network(options.model)
     terms |= {"normalisation": normalisation(options), "progress": not options.quiet}
     folder = export_model(model, policy, options.output, **terms).resolve()
-    if options.triton:
-        from alight.export.triton import write_triton
-
-        write_triton(folder, options.triton)
+    _write_triton(folder, options.triton)
     if isinstance(model, Cascade):
         found = load_policy(folder / POLICY_FILE)
         return CommandResult(f"cascade of {', '.join(found.exits)}: {folder}", {"path": folder, "exits": found.exits})
@@ -84,11 +87,21 @@ def run_export(options: argparse.Namespace) -> CommandResult:
     )
 
 
+def _write_triton(folder: Path, repository: str | None) -> None:
+    if repository:
+        from alight.export.triton import write_triton
+
+        write_triton(folder, repository)
+
+
 def _deployed(options: argparse.Namespace) -> CommandResult:
     """Write a network in lower precision, with a policy that is calibrated on it."""
+    precision, *others = options.precision or [FLOAT32]
+    if others:
+        raise BadInput(f"{precision} and {others[0]} are two precisions: give one of them")
     if not options.data:
         raise BadInput(
-            f"scores move in {options.precision}, so the policy is calibrated again: give labelled samples that the"
+            f"scores move in {precision}, so the policy is calibrated again: give labelled samples that the"
             " network was not trained on, as --data FILE"
         )
     if options.format != ONNX:
@@ -108,8 +121,9 @@ def _deployed(options: argparse.Namespace) -> CommandResult:
     model.normalisation = normalisation(options) or model.normalisation
     data = load_data(options.data, model.input_spec, split=options.split, tokenizer=options.tokenizer)
     settings = RunSettings(threads=options.threads, **runtime_settings(options))
-    terms = {**goal, "precision": options.precision or FLOAT32, "settings": settings, "progress": not options.quiet}
+    terms = {**goal, "precision": precision, "settings": settings, "progress": not options.quiet}
     made = deploy(model, data, options.output, policy=policy, batch_size=options.batch_size, **terms)
+    _write_triton(made.folder, options.triton)
     values = {
         name: getattr(made, name) for name in ("exits", "levels", "before", "after", "times", "full_time", "shares")
     }
@@ -282,7 +296,7 @@ COMMANDS = (
             argument("--format", choices=["onnx", "aoti"], default="onnx", help=FORMATS),
             argument("--triton", metavar="FOLDER", help="a model repository for Triton, too"),
             *(
-                argument(f"--{name}", action="store_const", const=precision, dest="precision", help=text)
+                argument(f"--{name}", action="append_const", const=precision, dest="precision", help=text)
                 for name, (precision, text) in PRECISION_OPTIONS.items()
             ),
             argument("--data", help=CALIBRATED),

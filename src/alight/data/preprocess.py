@@ -125,7 +125,7 @@ class InputSpec:
 
     @cached_property
     def known_kinds(self) -> set[Any]:
-        """Shapes and dtypes of several tensors that the network takes as they are."""
+        """Shapes and dtypes of several tensors that the network takes unchanged."""
         return set()
 
     @cached_property

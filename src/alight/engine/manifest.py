@@ -61,6 +61,7 @@ class Manifest:
     normalisation: Normalisation | None = None  # of its images; None where it is unknown
     lengths: tuple[int, int] | None = None  # shortest and longest texts for which it was compared with the network
     runtime: str = ONNXRUNTIME  # that runs it; in lower precision each engine rounds otherwise, so no other may
+    providers: tuple[str, ...] = ()  # of ONNX Runtime; in lower precision no others may run it
     precision: str = FLOAT32
     further: Mapping[str, str] = field(default_factory=dict)  # SHA-256 of other files, as those of a tokenizer, by path
     made_with: Mapping[str, str] = field(default_factory=dict)  # versions, and how far the stages are from torch

@@ -13,6 +13,7 @@ DTYPES = {  # by the names that people write
     "fp16": "float16",
     "float16": "float16",
 }
+PROVIDER = "ExecutionProvider"  # with which the names of ONNX Runtime's providers end
 TORCH, ONNXRUNTIME, OPENVINO = "torch", "onnxruntime", "openvino"  # runtimes: what executes stages
 
 
@@ -32,7 +33,7 @@ class RunSettings:
     decide: str = "auto"  # who decides about samples on a GPU: "device", "host", or whichever is faster
     threads: int | None = None  # on the host
     runtime: str | None = None  # of an exported network: "onnxruntime" or "openvino"; None: the one it was exported for
-    providers: tuple[str, ...] = ()  # of ONNX Runtime, the first that can: "cuda", "tensorrt", "openvino", "coreml", ..
+    providers: tuple[str, ...] = ()  # of ONNX Runtime, the first that can, then the CPU: "cuda", "tensorrt", ..
 
     def __post_init__(self) -> None:
         if self.dtype is not None:
@@ -46,5 +47,9 @@ class RunSettings:
             raise BadInput(f"{self.threads} threads: give 1 or more")
         if self.runtime not in (None, TORCH, ONNXRUNTIME, OPENVINO):
             raise BadInput(f"there is no runtime {self.runtime!r}: choose {TORCH}, {ONNXRUNTIME} or {OPENVINO}")
+        given: Any = self.providers
+        if isinstance(given, str) or not all(isinstance(each, str) for each in given):
+            raise BadInput(f"providers {self.providers!r}: give their names, as ('cuda',)")
+        object.__setattr__(self, "providers", tuple(each.removesuffix(PROVIDER).lower() for each in self.providers))
         if self.decide not in ("auto", "device", "host"):
             raise BadInput(f"decide {self.decide!r}: choose auto, device or host")

@@ -62,6 +62,7 @@ def lower(
     samples: Sequence[State],
     *,
     runtime: str = ONNXRUNTIME,
+    providers: Sequence[str] = (),
     levels: Sequence[str] = (),
 ) -> Path:
     """Write an exported folder of float32 stages again in lower precision, and return it; PyTorch is not needed.
@@ -75,6 +76,7 @@ def lower(
         precision: "int8", "float16" (weights alone), "bfloat16" (arithmetic of OpenVINO), or "float32" as before.
         samples: Batches of inputs as the network takes them, some tens of samples or more, for the ranges of int8.
         runtime: That will run the folder.
+        providers: Of ONNX Runtime, with which it will run.
         levels: Of every stage, one of `LEVELS[precision]`; none: the first.
     """
     manifest = Manifest.load(source)
@@ -94,13 +96,13 @@ def lower(
             replace(stage, checksum=checksum(path.read_bytes()), carries=tuple(carries), precision=level, probe=())
             for stage, path, carries, level in zip(manifest.stages, paths, carried, levels, strict=True)
         ]
-        named = json.dumps([manifest.fingerprint, runtime, precision, [each.checksum for each in files]]).encode()
-        own = manifest.fingerprint if precision == FLOAT32 else checksum(named)[: len(manifest.fingerprint)]
+        named = json.dumps([manifest.fingerprint, runtime, *providers, precision, [each.checksum for each in files]])
+        own = manifest.fingerprint if precision == FLOAT32 else checksum(named.encode())[: len(manifest.fingerprint)]
         for name in (POLICY, *manifest.further):
             (filling / name).parent.mkdir(exist_ok=True)
             (filling / name).write_bytes((source / name).read_bytes())
-        made = replace(manifest, fingerprint=own, stages=tuple(files), precision=precision, runtime=runtime)
-        probed(made, filling).save(filling)
+        terms: dict[str, Any] = {"precision": precision, "runtime": runtime, "providers": tuple(providers)}
+        probed(replace(manifest, fingerprint=own, stages=tuple(files), **terms), filling).save(filling)
     return folder
 
 

@@ -9,8 +9,9 @@ from typing import Any
 from alight.data.preprocess import InputSpec
 from alight.engine.backends.onnx import Session
 from alight.engine.backends.triton import KIND, STAGES
-from alight.engine.manifest import ONNX, Manifest
+from alight.engine.manifest import FLOAT32, ONNX, Manifest
 from alight.engine.predictor import Predictor
+from alight.engine.settings import ONNXRUNTIME
 from alight.errors import BadInput
 from alight.files import CASCADE, MANIFEST, PathLike, whole_folder, write_json
 
@@ -67,6 +68,11 @@ def write_triton(exported: PathLike, repository: PathLike, name: str = "alight")
             manifest = Manifest.load(folder)
             if manifest.format != ONNX:
                 raise BadInput(f"{folder} holds stages as {manifest.format}: export it as ONNX")
+            if manifest.precision != FLOAT32 and manifest.runtime != ONNXRUNTIME:
+                raise BadInput(
+                    f"{folder} was calibrated with {manifest.runtime} in {manifest.precision}, and Triton runs stages"
+                    f" by {ONNXRUNTIME}: export it for that"
+                )
             prefix = "_".join(filter(None, (name, key)))
             stages[key] = {
                 each.file: _write_stage(folder / each.file, filling, f"{prefix}_{Path(each.file).stem}")

@@ -19,11 +19,11 @@ from alight.data.preprocess import InputSpec, as_array
 from alight.display import accuracy_text, aligned, quantity
 from alight.engine.backends import State
 from alight.engine.backends.exported import exported_backend
-from alight.engine.manifest import FLOAT32, INT8, Manifest
+from alight.engine.manifest import FLOAT32, GAPS, INT8, SMALL_GAP, Manifest
 from alight.engine.predictor import Predictor
 from alight.engine.recorder import record
-from alight.engine.settings import ONNXRUNTIME, RunSettings
-from alight.errors import BadInput, LabelsNeeded
+from alight.engine.settings import ONNXRUNTIME, OPENVINO, TORCH, RunSettings
+from alight.errors import BadInput, LabelsNeeded, Mismatch
 from alight.files import PathLike, whole_folder
 from alight.fitting.calls import Steps
 from alight.fitting.steps import Goal, default_method
@@ -37,6 +37,7 @@ TOLERATED = 0.005  # accuracy that an exit may lose by lower precision, before a
 DELTA = 0.05  # probability with which a guarantee of the largest loss may fail
 AMOUNTS = 12  # budgets that are tried for a largest loss, from the full network down
 BATCH = 32  # samples that are recorded together
+COMPARED = 4  # samples of a batch that are run alone, too
 
 
 @dataclass(frozen=True)
@@ -184,6 +185,10 @@ class Deployment:
         self.model, self.data, self.precision, self.settings = model, data, precision, settings
         self.batch_size, self.folder, self.steps = batch_size, folder, Steps(progress, "deploy")
         self.runtime = settings.runtime or ONNXRUNTIME
+        if self.runtime == TORCH:
+            raise BadInput(f"a deployed folder runs without PyTorch: choose runtime='{ONNXRUNTIME}' or '{OPENVINO}'")
+        if isinstance(data, Iterator):
+            raise BadInput("data that can be read only once, and deploying reads it several times: give a loader")
         if original is None:
             self.steps.say("recording the network in float32")
             original = record(model, data, batch_size=BATCH, progress=progress)
@@ -312,16 +317,35 @@ class Deployment:
         from alight.export.precision import lower
 
         self.steps.say(f"writing stages in {self.precision}, and recording them by {self.runtime}")
-        place = lower(
-            source,
-            self.folder / str(next(self.numbers)),
-            self.precision,
-            self.samples,
-            runtime=self.runtime,
-            levels=levels,
-        )
+        terms: dict[str, Any] = {"runtime": self.runtime, "providers": self.settings.providers, "levels": levels}
+        place = lower(source, self.folder / str(next(self.numbers)), self.precision, self.samples, **terms)
         backend = exported_backend(place, Manifest.load(place), self.settings)
-        return place, record(backend, self.data, batch_size=BATCH, progress=self.steps.progress)
+        table = record(backend, self.data, batch_size=BATCH, progress=self.steps.progress)
+        if not np.array_equal(table.truth(), self.original.truth()):
+            raise BadInput(
+                "the data came in another order when they were read again, so that samples which choose precision and"
+                " exits would also calibrate: give a loader that does not shuffle"
+            )
+        self._check_alone(backend)
+        return place, table
+
+    def _check_alone(self, backend: Any) -> None:
+        """Check that the last samples of a batch get alone what they get in it: engines have had faults there."""
+        together = backend.admit(tuple(map(np.concatenate, zip(*self.samples, strict=True))))
+        alone = [tuple(each[-row:][:1] for each in together) for row in range(1, min(len(together[0]), COMPARED) + 1)]
+        allowed = GAPS.get(self.precision, SMALL_GAP)
+        for stage, exit_index in enumerate(backend.open_exits):
+            values, together = backend.run(stage, together)
+            for row in range(len(alone)):
+                one, made = backend.run_one(stage, alone[row])
+                alone[row] = tuple(np.array(getattr(each, "data", each)) for each in made)
+                gap = abs(one.largest - values.largest[-1 - row])
+                if not gap <= allowed * max(1.0, abs(one.largest)):
+                    raise Mismatch(
+                        f"{self.runtime} in {self.precision} gives a sample {one.largest:.4g} alone and"
+                        f" {values.largest[-1 - row]:.4g} in a batch, as largest logit at"
+                        f" {self.model.exits[exit_index]}: choose another runtime, version of it or precision"
+                    )
 
     def _known_levels(self) -> Sequence[str]:
         from alight.export.precision import LEVELS

@@ -20,7 +20,7 @@ def exported_backend(
     """Return the backend of a folder that `alight export` wrote: the runtime it was exported for, or another one.
 
     Stages of float32 run by any runtime. In lower precision each rounds otherwise, so that the policy, which was
-    calibrated with one of them, holds for that one alone.
+    calibrated with one of them and its providers, holds for that one alone.
     """
     others = replace(settings, threads=None, runtime=None, providers=())
     others = replace(others, device=None if settings.device == "cpu" else settings.device)
@@ -38,11 +38,9 @@ def exported_backend(
     runtime = settings.runtime or manifest.runtime
     if runtime == TORCH:
         raise BadInput(f"{folder} was exported: run it by {ONNXRUNTIME} or {OPENVINO}, or give the network itself")
-    if manifest.precision != FLOAT32 and runtime != manifest.runtime and not allow_mismatch:
-        raise Mismatch(
-            f"{folder} was recorded and calibrated with {manifest.runtime} in {manifest.precision}, and {runtime}"
-            f" rounds otherwise: export it for {runtime}, or allow_mismatch=True"
-        )
+    settings = replace(settings, providers=settings.providers or manifest.providers)
+    if manifest.precision != FLOAT32 and not allow_mismatch:
+        _check_rounding(folder, manifest, runtime, settings.providers)
     if runtime == OPENVINO:
         from alight.engine.backends.openvino import OpenVinoBackend
 
@@ -50,3 +48,18 @@ def exported_backend(
     from alight.engine.backends.onnx import OnnxBackend
 
     return OnnxBackend(folder, manifest, settings)
+
+
+def _check_rounding(folder: Path, manifest: Manifest, runtime: str, providers: tuple[str, ...]) -> None:
+    """Check that a folder of lower precision runs as it did when it was recorded and calibrated."""
+    if runtime != manifest.runtime:
+        raise Mismatch(
+            f"{folder} was recorded and calibrated with {manifest.runtime} in {manifest.precision}, and {runtime}"
+            f" rounds otherwise: export it for {runtime}, or allow_mismatch=True"
+        )
+    own, other = (", ".join(dict.fromkeys([*each, "cpu"])) for each in (manifest.providers, providers))
+    if own != other:
+        raise Mismatch(
+            f"{folder} was recorded and calibrated by {own}, and {other} rounds otherwise: export it for that, or"
+            " allow_mismatch=True"
+        )

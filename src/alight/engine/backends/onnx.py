@@ -15,14 +15,13 @@ from alight.data.preprocess import first_unusable
 from alight.data.tokens import library
 from alight.engine.backends import HeadValues, Integers, Reads, State, score_one, score_rows
 from alight.engine.manifest import Manifest, check_probe, exported_spec, verified
-from alight.engine.settings import RunSettings
+from alight.engine.settings import PROVIDER, RunSettings
 from alight.errors import BadFile, BadInput
 
 SPIN = {"session.force_spinning_stop": "1"}  # threads of one stage must not keep a core busy while the next one works
 # how Protobuf writes the name of a file with weights: a field "location", in any encoding of its tag and length
 ELSEWHERE = re.compile(rb"(?:\x0a|\x8a\x80*\x00)(?:\x08|\x88\x80*\x00)location")
 TELEMETRY = "ORT_DISABLE_TELEMETRY"  # from 1.29 on it reports every network to its makers, unless this is set before
-PROVIDER = "ExecutionProvider"  # with which the names of ONNX Runtime's providers end
 CPU = "CPU" + PROVIDER
 
 
@@ -137,7 +136,7 @@ def check_whole(content: bytes, name: str) -> None:
 def chosen_providers(runtime: Any, names: Sequence[str]) -> list[str]:
     """Return providers as ONNX Runtime spells them, the CPU last: it runs what the others cannot."""
     known = {each.removesuffix(PROVIDER).lower(): each for each in runtime.get_available_providers()}
-    chosen = [known.get(name.removesuffix(PROVIDER).lower()) for name in names]
+    chosen = [known.get(name) for name in names]
     if None in chosen:
         raise BadInput(
             f"this onnxruntime has no provider {names[chosen.index(None)]!r}: choose among {', '.join(known)}, or"
@@ -161,8 +160,9 @@ def refusal(name: str, samples: int, error: Exception) -> str:
 
 
 def first_line(error: Exception) -> str:
-    """Return the first line of an error's text."""
-    return str(error).strip().partition("\n")[0]
+    """Return the first line of an error's text that says more than where OpenVINO raised it."""
+    lines = str(error).strip().splitlines()
+    return next((each for each in lines if each and not each.startswith("Exception from ")), "no reason is given")
 
 
 def _onnxruntime() -> Any:

@@ -134,7 +134,7 @@ class TorchBackend:
         other, settings = copy.copy(self), self.settings
         other.stages = self.make_stages(self.model, self.open_exits, reads)
         runs = [compiled_stage(*each) if settings.compile else each[1].forward for each in enumerate(other.stages)]
-        other.runs = graphed(runs, self.device, self.batch_size) if settings.graphs else runs
+        other.runs = graphed(runs, self.device, self.batch_size, other.stages) if settings.graphs else runs
         if self.device.type == "cuda" and settings.decide != "host":
             other.deciding = Deciding(runs, reads, self.admit, self.device, settings.decide, other.stages)
         return other

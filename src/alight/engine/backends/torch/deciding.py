@@ -12,7 +12,7 @@ from threading import Lock
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from alight.engine.backends import Integers, Reads, State
 from alight.engine.backends.torch import conditional, rows
@@ -27,7 +27,7 @@ from alight.engine.backends.torch.device_walk import (
     on,
     same_rule,
 )
-from alight.engine.backends.torch.prepare import SHAPES, capture, stream_for
+from alight.engine.backends.torch.prepare import SHAPES, Addresses, capture, stream_for
 from alight.engine.walk import Answers
 from alight.policies.policy import Policy
 
@@ -237,29 +237,6 @@ class Deciding:
         # of its own, for torch may free what matrix products need with any graph that was captured in the same stream
         captured = partial(capture, pool=torch.cuda.graph_pool_handle(), keep=alone, side=side)
         return Executor(captured, conditional.compiled), stream_for("copies", device)
-
-
-class Addresses:
-    """Where the tensors of some modules lie: captured graphs read them there, whatever a module holds by now."""
-
-    def __init__(self, modules: Sequence[nn.Module]) -> None:
-        self.every: list[tuple[dict[str, Any], str, int]] = []
-        self.few: list[tuple[dict[str, Any], str, int]] = []  # the first and the last of each module
-        self.kept: list[Tensor] = []  # so that no one else gets their memory
-        for module in modules:
-            tables: list[Any] = [each for part in module.modules() for each in (part._parameters, part._buffers)]
-            own = [(table, name, each) for table in tables for name, each in table.items() if each is not None]
-            self.kept += [each.detach() for _, _, each in own]
-            places = [(table, name, each.data_ptr()) for table, name, each in own]
-            self.every += places
-            self.few += places[:1] + places[-1:]
-
-    def hold(self, *, few: bool) -> bool:
-        """Return whether all of the tensors lie there still, or a `few` of them, which is quicker to say."""
-        for table, name, place in self.few if few else self.every:
-            if (each := table.get(name)) is None or each.data_ptr() != place:
-                return False
-        return True
 
 
 def _window(batches: Iterator[Batch], samples: int) -> tuple[list[Batch], Iterator[Batch]]:

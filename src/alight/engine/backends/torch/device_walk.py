@@ -237,6 +237,8 @@ class BatchWalk(DeviceWalk):
                 self._add_room(stage)
             for each in self.sizes:
                 self._capture(executor, stage, each, 0, Counts(waiting, answered, self.nobody, after, after))
+            if size == 1:
+                self.graphs[stage, 1, 0].replay()  # so that the next stage has something in its room that it can take
         self.answer = executor.compile([Run((0, size, 0)), *self._following(1)], self.graphs, counters)
 
     def one_batch(self, samples: Integers, inputs: State) -> Answers:

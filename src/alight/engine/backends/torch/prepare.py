@@ -182,12 +182,18 @@ def _kept_guards(guards: Sequence[Any]) -> list[bool]:
     return ["stage" not in each.name or each.name in kept.values() for each in guards]
 
 
-def graphed(runs: Sequence[Run], device: torch.device, batch_size: int | None = None) -> list[Run]:
-    """Return stages whose full batches are replayed as CUDA graphs that share their memory: they run in turn."""
+def graphed(
+    runs: Sequence[Run], device: torch.device, batch_size: int | None = None, modules: Sequence[nn.Module] = ()
+) -> list[Run]:
+    """Return stages whose full batches are replayed as CUDA graphs that share their memory: they run in turn.
+
+    Those of `modules` are captured again once their weights lie elsewhere.
+    """
     if device.type != "cuda":
         raise BadInput(f"CUDA graphs need a GPU and the network runs on {device}: leave graphs out")
     pool = torch.cuda.graph_pool_handle()
-    return [Graphed(index, run, batch_size, pool) for index, run in enumerate(runs)]
+    own: Sequence[nn.Module | None] = modules or [None] * len(runs)
+    return [Graphed(index, *each, batch_size, pool) for index, each in enumerate(zip(runs, own, strict=True))]
 
 
 class Captured(NamedTuple):
@@ -206,8 +212,10 @@ class Graphed:
     overwrites what a graph writes, so everything is handed on in memory of its own.
     """
 
-    def __init__(self, index: int, run: Run, size: int | None, pool: Any) -> None:
+    def __init__(self, index: int, run: Run, module: nn.Module | None, size: int | None, pool: Any) -> None:
         self.index, self.run, self.pool = index, run, pool
+        self.modules = [] if module is None else [module]
+        self.addresses = Addresses(self.modules)
         self.size = size  # of a full batch; None is that of the first which comes
         self.captured: dict[Any, Captured] = {}
 
@@ -215,6 +223,9 @@ class Graphed:
         """Return what the stage makes of these tensors."""
         count = len(state[0])
         self.size = size = self.size or count
+        if not self.addresses.hold(few=count == 1):
+            self.addresses = Addresses(self.modules)
+            self.captured.clear()
         shape = tuple((each.shape[1:], each.stride(), each.dtype) for each in state)
         if shape not in self.captured and 0 < count == size and len(self.captured) < SHAPES:
             with torch.cuda.device(state[0].device):
@@ -247,6 +258,29 @@ class Graphed:
         return Captured(graph, given, made[0], replaying < min(launching[:WARMING]))
 
 
+class Addresses:
+    """Where the tensors of some modules lie: captured graphs read them there, whatever a module holds by now."""
+
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        self.every: list[tuple[dict[str, Any], str, int]] = []
+        self.few: list[tuple[dict[str, Any], str, int]] = []  # the first and the last of each module
+        self.kept: list[Tensor] = []  # so that no one else gets their memory
+        for module in modules:
+            tables: list[Any] = [each for part in module.modules() for each in (part._parameters, part._buffers)]
+            own = [(table, name, each) for table in tables for name, each in table.items() if each is not None]
+            self.kept += [each.detach() for _, _, each in own]
+            places = [(table, name, each.data_ptr()) for table, name, each in own]
+            self.every += places
+            self.few += places[:1] + places[-1:]
+
+    def hold(self, *, few: bool) -> bool:
+        """Return whether all of the tensors lie there still, or a `few` of them, which is quicker to say."""
+        for table, name, place in self.few if few else self.every:
+            if (each := table.get(name)) is None or each.data_ptr() != place:
+                return False
+        return True
+
+
 def capture(work: Callable[[], None], pool: Any, keep: bool = False, side: Any = None) -> torch.cuda.CUDAGraph:
     """Return work as a CUDA graph, after a few runs in a stream aside; `keep` it to be built into another."""
     graph = torch.cuda.CUDAGraph(keep_graph=True) if keep else torch.cuda.CUDAGraph()
@@ -266,6 +300,8 @@ def capture(work: Callable[[], None], pool: Any, keep: bool = False, side: Any =
             with suppress(Exception):  # older torch goes on as if it captured, and frees no memory
                 torch._C._cuda_endAllocateToPool(device, pool)
             raise
+    if keep:
+        graph.instantiate()  # or newer torch does not replay it
     return graph
 
 
