@@ -314,7 +314,7 @@ CALLS = {  # a call: what is raised
     "no validation data": (lambda: fit(network(), (IMAGES, LABELS)), "there is no validation data: give samples that"),
     "no samples": (lambda: fit(network(), (IMAGES[:0], LABELS[:0]), OTHERS), "the data have no samples: give at"),
     "three samples": (
-        lambda: fit(model(), None, (IMAGES[:3], LABELS[:3]), budget="90%"),
+        lambda: fit(alight.Costs.from_cumulative([1.0, 2.0]), None, (np.zeros((3, 2, 3)), LABELS[:3])),
         "3 validation samples: give at least 4",
     ),
     "one-based labels": (

@@ -55,7 +55,7 @@ def from_timm(
         arguments: Further ones of `timm.create_model`.
 
     >>> from_timm("test_resnet", num_classes=10, image_size=32, count=2).exits
-    ('maxpool', 'layer1', 'end')
+    ('layer1', 'layer2', 'end')
     """
     if num_classes is not None:
         arguments["num_classes"] = num_classes
