@@ -871,8 +871,9 @@ def test_heads_of_a_folder_that_nothing_trained_are_trained_or_refused(untrained
 @pytest.mark.filterwarnings("default:the heads in")
 def test_commands_say_in_a_line_that_heads_are_not_trained_until_they_are(untrained_folder, capsys):
     said = "alight: the heads in attached are not trained, so early answers are guesses: `alight fit attached"
-    status, _, err = run("record attached validation.npz -o table.npz", capsys)
+    status, out, err = run("record attached validation.npz -o table.npz", capsys)
     assert (status, err.count(said)) == (0, 1), err
+    assert out.splitlines()[-1].startswith("accuracy: layer 5 ")
     assert run("train attached train.npz --epochs 1 -o trained", capsys)[0] == 0
     status, _, err = run("record trained validation.npz -o other.npz", capsys)
     assert (status, "not trained" in err) == (0, False)

@@ -38,7 +38,7 @@ from alight.cli.arguments import (
 from alight.cli.command import Command, CommandResult, argument
 from alight.cli.kinds import check_order
 from alight.cli.tables import even_budgets
-from alight.display import accuracy_text, aligned, percent, quantity
+from alight.display import accuracy_text, aligned, layer_label, percent, quantity
 from alight.engine.settings import RunSettings
 from alight.errors import BadInput
 from alight.evaluation import evaluate_policy, sweep
@@ -79,7 +79,7 @@ def run_record(options: argparse.Namespace) -> CommandResult:
     recorded = recorder.write(options.output, data, progress=not options.quiet)
     lines = [str(recorded)]
     if recorded.accuracies:
-        pairs = zip(model.exits, recorded.accuracies, strict=True)
+        pairs = zip(map(layer_label, model.exits), recorded.accuracies, strict=True)
         lines.append("accuracy: " + ", ".join(f"{name} {accuracy_text(accuracy)}" for name, accuracy in pairs))
     return CommandResult("\n".join(lines), recorded)
 
