@@ -213,7 +213,8 @@ def prepare_csv(space):
 def prepare_folder(space):
     model = alight.zoo.resnet_digits()
     settings = TrainingSettings(mode="joint", epochs=1)
-    train_heads(model, tuple(part[:200] for part in digits()[0].tensors), settings, progress=False)
+    images, labels = (part[:200] for part in digits()[0].tensors)
+    train_heads(model, ((255 * images).to(torch.uint8), labels), settings, progress=False)
     alight.save_model(model, "model")
     images, labels = (part[:250] for part in digits()[1].tensors)
     np.savez("validation.npz", images=(255 * images).to(torch.uint8).numpy(), labels=labels.numpy())
