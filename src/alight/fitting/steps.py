@@ -99,7 +99,6 @@ def fit(
     budget: float | str | None = None,
     max_accuracy_loss: float | None = None,
     speedup: float | None = None,
-    after: str | int | Sequence[str] = "auto",
     preprocess: Any = None,
     training: "TrainingSettings | None" = None,
     batch_size: int = BATCH_SIZE,
@@ -117,7 +116,6 @@ def fit(
         budget: Average cost: "50%" of the full network (the default), "2.5 GFLOPs", "3 ms".
         max_accuracy_loss: Instead of a budget: 0.01 is one point.
         speedup: Instead of a budget: over the full network, measured here.
-        after: Where exits go, as `attach_heads` takes it: names of modules, or how many; for a network without exits.
         preprocess: The `Normalisation` of images in bytes or files, or a tokenizer of texts.
         training: None: the heads alone; everything where a network is named without weights. `keep_best` and `patience`
             judge epochs by a tenth of the training samples, held out: validation samples choose no epoch.
@@ -130,7 +128,7 @@ def fit(
     ('probability', True)
     """
     goal = Goal(budget, max_accuracy_loss, speedup)
-    predictor = fit_to(goal, network, train, validation, preprocess, training, batch_size, Steps(progress), after)
+    predictor = fit_to(goal, network, train, validation, preprocess, training, batch_size, Steps(progress))
     if progress:
         print(f"\n{predictor.summary}\n\nThe same by hand:\n\n{predictor.calls}")
     return predictor
