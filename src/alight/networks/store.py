@@ -16,7 +16,7 @@ from safetensors.torch import save
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from alight.cutting.chain import is_chain_of
+from alight.cutting.chain import is_chain_of, is_close
 from alight.cutting.cut import as_head, cut, cut_into_layers, split_outputs
 from alight.cutting.proof import ROWS, resized
 from alight.cutting.running import Inputs, LogitsChoice, chain, in_mode, is_text, pick_logits, same_bits
@@ -45,7 +45,7 @@ from alight.files import (
 )
 from alight.networks.heads import HEADS, HeadFactory
 from alight.networks.libraries import BUILDERS, build_network, recognised
-from alight.networks.multi_exit import MultiExitModel, StagesInOrder, digest, random_example, read, structure
+from alight.networks.multi_exit import MultiExitModel, digest, random_example, read, structure
 from alight.networks.zoo import BACKBONES, ZOO
 from alight.provenance import installed_versions
 
@@ -61,6 +61,12 @@ PASSED_IN = {
     "stages": "a MultiExitModel built by hand",
     "outputs": "a network with several outputs",
 }
+OTHER_LOGITS = (
+    "with the saved weights the network gives other logits than it gave when it was saved: something is not saved with"
+    " weights, such as a buffer with persistent=False or a number drawn when it is built. Make it a saved buffer, or"
+    " pass in the network that was saved"
+)
+SAME_NETWORK = 0.05  # of the largest logit: devices differ by less, other networks by more
 LIBRARIES = ("alight", "torch", "torchvision", "timm", "transformers", "safetensors")
 
 
@@ -103,6 +109,7 @@ def save_model(model: MultiExitModel, folder: PathLike, *, force: bool = False) 
         check_replaceable(folder, force=force)
     recipe = {**model.recipe, **(_recognised(model) or {})}
     cut_graph, constants = _cut_config(model, alone=recipe["source"] == "backbone")
+    constants |= _reference(model) if cut_graph else {}
     constants = {f"{CONSTANT}{name}": tensor.detach().cpu().clone() for name, tensor in constants.items()}
     tensors, tied = untied(model.state_dict())
     config = {
@@ -176,15 +183,36 @@ def load_model(
                 complete([*model.stages], network, _by_stage(tensors, config["tied"]))
         _restore(model, folder, config, tensors)
         whole = not alone and isinstance(network, nn.Module) and not isinstance(network, MultiExitModel)
+        names = [name for name in constants if name.startswith(REFERENCE)]
+        reference = {name.removeprefix(REFERENCE): constants[name] for name in names}
         if whole and not _is_whole(model, network, pick):
             raise _not_the_network(folder, config, is_given=backbone is not None)
+        if whole and not _gives(model, reference):
+            raise Mismatch(f"{folder}: {OTHER_LOGITS}")
     if whole:
         model.keep_network(network, pick)
     if alone:
-        names = [name for name in constants if name.startswith(REFERENCE)]
-        model.known_inputs = config["known"]
-        model.reference = {name.removeprefix(REFERENCE): constants[name] for name in names}
+        model.known_inputs, model.reference = config["known"], reference
     return model.eval()
+
+
+def _reference(model: MultiExitModel) -> dict[str, Tensor]:
+    """Return two inputs, by number, and the "logits" that the stages give for them."""
+    inputs = _inputs(model.recipe, 1, model.pick)
+    weight = next((each for each in model.parameters() if each.is_floating_point()), torch.empty(0))
+    few = inputs.of_size(2, weight.device, weight.dtype)
+    with in_mode(model, training=False):
+        logits = chain(model.stages, tuple(each.clone() for each in few))  # they may write into them
+    named = {**{str(index): each for index, each in enumerate(few)}, "logits": logits}
+    return {f"{REFERENCE}{name}": tensor for name, tensor in named.items()}
+
+
+def _gives(model: MultiExitModel, reference: Mapping[str, Tensor]) -> bool:
+    """Check whether the stages give the logits that were saved with them, as far as devices give the same."""
+    given = dict(reference)
+    expected = given.pop("logits")
+    with in_mode(model, training=False):
+        return is_close(chain(model.stages, tuple(each.clone() for each in given.values())), expected, SAME_NETWORK)
 
 
 def _restore(model: MultiExitModel, folder: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
@@ -267,9 +295,8 @@ def _layers_config(model: MultiExitModel) -> tuple[dict[str, Any], dict[str, Ten
     buffers, unsaved = buffers_data([*model.stages])
     config = {"graph": graph, "layers": modules, "buffers": buffers}
     constants |= {f"{UNSAVED}{name}": tensor for name, tensor in unsaved.items()}
-    known, reference = _check_layers(model, config, constants, inputs)
+    known = _check_layers(model, config, constants, inputs)
     known["weights"] = digest(model.stages.state_dict())
-    constants |= {f"{REFERENCE}{name}": tensor for name, tensor in reference.items()}
     return {**config, "known": known}, constants
 
 
@@ -288,8 +315,8 @@ def _from_data(
 
 def _check_layers(
     model: MultiExitModel, config: Mapping[str, Any], constants: Mapping[str, Tensor], inputs: Inputs
-) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Return for which inputs stages built of plain data give what the model gives, bit by bit; and a few logits.
+) -> dict[str, Any]:
+    """Return for which inputs stages built of plain data give what the model gives, bit by bit.
 
     Raise unless they do so for inputs like the example.
     """
@@ -309,12 +336,7 @@ def _check_layers(
 
     if not is_same(batch) or sorted(names[0]) != sorted(names[1]):
         raise BadInput("the layers of the network do not give what it gives")
-    few = tuple(each[:2] for each in batch)
-    whole = model.network or StagesInOrder(own)
-    with in_mode(whole, training=False):
-        logits = inputs.run(whole, tuple(each.clone() for each in few))  # it may write into them
-    reference = {**{str(index): each for index, each in enumerate(few)}, "logits": logits}
-    return _known_sizes(model, few, is_same), reference
+    return _known_sizes(model, tuple(each[:2] for each in batch), is_same)
 
 
 def _known_sizes(
