@@ -58,6 +58,7 @@ class Case:
     needs: str = ""  # a package
     trains: bool | Literal["heads"] = True  # the whole network, not at all, or heads alone
     remedy: str = ""  # what a refusal asked for, and is done here
+    example: Maker | None = None  # draws the example; None: as batches are drawn
 
 
 CASES: dict[str, Case] = {}
