@@ -30,7 +30,7 @@ OVER = {
     "sum",
     "var",
 }  # of all axes or some
-ROWS = 24  # samples of a batch for a network that ranks, counts or reads samples: more than a least capacity
+ROWS = 40  # samples of a batch for a network that ranks, counts or reads samples: more than most limits
 
 
 class SamplesMixed(BadInput):
@@ -59,8 +59,8 @@ def check_many_samples(chain: Chain) -> None:
     powers = 2.0 ** torch.linspace(-8, 8, ROWS)
     scaled = tuple(_times(each, powers) if _is_scalable(each) else each for each in batch)
     copies = tuple(each[:1].repeat(ROWS, *[1] * (each.ndim - 1)) for each in batch)
-    for each in (batch, scaled, copies):
-        parts = [[0], [ROWS // 2], [ROWS - 1], [*range(ROWS // 4)], [*range(0, ROWS, 2)]]
+    small = [[0], [ROWS - 1], [*range(ROWS // 4)]]
+    for each, parts in ((copies, small[:1]), (scaled, small), (batch, [[*range(0, ROWS, 2)]])):
         check_network_keeps_samples_apart(chain, each, finite=True, parts=parts)
 
 
@@ -70,16 +70,18 @@ class _Watch(TorchFunctionMode):
     is_suspicious = False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs, name = kwargs or {}, getattr(func, "__name__", "")
-        if name in CONTENT_READS or (name in ALONG and _is_along_samples(name, args, kwargs)):
-            self.is_suspicious = True
-        elif name in OVER and len(args) == 1 and not kwargs and args[0].ndim:
-            self.is_suspicious = True
-        elif SIZED_BY_CONTENT.fullmatch(name) and (name != "where" or len(args) + len(kwargs) == 1):
-            self.is_suspicious = True
-        elif name in ("__getitem__", "__setitem__"):
-            self.is_suspicious |= any(isinstance(each, Tensor) and each.dtype == torch.bool for each in walk(args[1]))
-        return func(*args, **kwargs)
+        self.is_suspicious |= _may_join_samples(getattr(func, "__name__", ""), args, kwargs or {})
+        return func(*args, **(kwargs or {}))
+
+
+def _may_join_samples(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    if name in ALONG:
+        return _is_along_samples(name, args, kwargs)
+    if name in ("__getitem__", "__setitem__"):
+        return any(isinstance(each, Tensor) and each.dtype == torch.bool for each in walk(args[1]))
+    if name in OVER or name == "where":  # without an axis or another tensor
+        return len(args) == 1 and not kwargs and isinstance(args[0], Tensor) and args[0].ndim > 0
+    return name in CONTENT_READS or SIZED_BY_CONTENT.fullmatch(name) is not None
 
 
 def _is_along_samples(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
