@@ -850,24 +850,28 @@ def test_experts_without_a_limit_are_cut():
         assert torch.equal(chain(cut(layers, ["0"], torch.rand(2, 6)), (batch,)), layers(batch))
 
 
-class Merged(nn.Linear):
-    """Adds a low rank to its weight in evaluation mode, and takes it away in training mode."""
+class Merged(nn.Module):
+    """Adds a low rank to a weight in evaluation mode, and takes it away in training mode."""
 
     merged = False
 
     def __init__(self):
-        super().__init__(6, 6)
-        self.low, self.high = nn.Parameter(torch.randn(1, 6)), nn.Parameter(torch.randn(6, 1))
+        super().__init__()
+        self.base, self.low, self.high = (
+            nn.Linear(6, 6),
+            nn.Parameter(torch.randn(1, 6)),
+            nn.Parameter(torch.randn(6, 1)),
+        )
 
     def train(self, mode=True):
         super().train(mode)
         if self.merged == mode:
-            self.weight.data += (-1 if mode else 1) * self.high.data @ self.low.data
+            self.base.weight.data += (-1 if mode else 1) * self.high.data @ self.low.data
             self.merged = not mode
         return self
 
     def forward(self, x):
-        return super().forward(x) + (0 if self.merged else x @ self.low.T @ self.high.T)
+        return self.base(x) + (0 if self.merged else x @ self.low.T @ self.high.T)
 
 
 def test_weights_that_a_change_of_mode_merges_are_left_as_they_were():

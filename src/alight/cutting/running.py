@@ -184,7 +184,9 @@ def in_mode(*modules: nn.Module, training: bool) -> Iterator[None]:
 def _written_to(module: nn.Module) -> list[Tensor]:
     """Return buffers, and weights that lookups and changes of mode write to."""
     looked_up = [each for each in module.modules() if isinstance(each, nn.Embedding | nn.EmbeddingBag)]
-    merged = [weight for each in module.modules() if _has_own_train(each) for weight in each.parameters(recurse=False)]
+    networks = [module, *module.children()]  # which freeze parts by a `train` of their own: a copy would be large
+    own = [each for each in module.modules() if _has_own_train(each)]
+    merged = [weight for each in own for weight in each.parameters(recurse=not any(each is one for one in networks))]
     return [*module.buffers(), *(each.weight for each in looked_up if each.max_norm is not None), *merged]
 
 
