@@ -883,3 +883,13 @@ def test_weights_that_a_change_of_mode_merges_are_left_as_they_were():
         assert torch.equal(network(batch), expected)
         assert torch.equal(chain(stages, (batch,)), expected)
     assert all(torch.equal(each, before[name]) for name, each in network.state_dict().items())
+
+
+def test_a_run_that_would_not_fit_in_memory_is_refused(monkeypatch):
+    network = nn.Sequential(nn.Linear(6, 64), HalvedWhereLarge(), nn.Linear(64, 3))
+    network.forward = lambda x: network[2](network[1](network[0](x)).numpy(force=True) * torch.ones(()))  # needs data
+    monkeypatch.setattr("alight.cutting.calls._memory", lambda: 2000)
+    with pytest.raises(
+        BadInput, match=r"a run of 2 samples keeps more than .* a quarter of the memory: give a smaller"
+    ):
+        cut(network, ["0"], torch.rand(2, 6))

@@ -62,9 +62,8 @@ PASSED_IN = {
     "outputs": "a network with several outputs",
 }
 OTHER_LOGITS = (
-    "with the saved weights the network gives other logits than it gave when it was saved: something is not saved with"
-    " weights, such as a buffer with persistent=False or a number drawn when it is built. Make it a saved buffer, or"
-    " pass in the network that was saved"
+    "something is not saved with its weights, such as a buffer with persistent=False or a number drawn when it is built"
+    " (make it a saved buffer), so what was saved gives other logits than the network"
 )
 SAME_NETWORK = 0.05  # of the largest logit: devices differ by less, other networks by more
 LIBRARIES = ("alight", "torch", "torchvision", "timm", "transformers", "safetensors")
@@ -185,10 +184,8 @@ def load_model(
         whole = not alone and isinstance(network, nn.Module) and not isinstance(network, MultiExitModel)
         names = [name for name in constants if name.startswith(REFERENCE)]
         reference = {name.removeprefix(REFERENCE): constants[name] for name in names}
-        if whole and not _is_whole(model, network, pick):
-            raise _not_the_network(folder, config, is_given=backbone is not None)
-        if whole and not _gives(model, reference):
-            raise Mismatch(f"{folder}: {OTHER_LOGITS}")
+        if whole and (problem := _difference(model, network, pick, reference)):
+            raise _not_the_network(folder, config, problem, is_given=backbone is not None)
     if whole:
         model.keep_network(network, pick)
     if alone:
@@ -228,9 +225,17 @@ def _restore(model: MultiExitModel, folder: Path, config: Mapping[str, Any], ten
         raise BadFile(folder, f"it is damaged (fingerprint {computed}, saved as {saved})", "save the network again")
 
 
-def _not_the_network(folder: Path, config: Mapping[str, Any], *, is_given: bool) -> Mismatch | BadFile:
-    """Return the error of stages that differ from the network they were loaded with."""
-    problem = "its stages do not give what the network gives"
+def _difference(
+    model: MultiExitModel, network: nn.Module, pick: Callable[[Any], Any] | None, reference: Mapping[str, Tensor]
+) -> str:
+    """Return how stages differ from the network, or both from what was saved; "" if they do not."""
+    if not _is_whole(model, network, pick):
+        return "its stages do not give what the network gives"
+    return "" if _gives(model, reference) else OTHER_LOGITS
+
+
+def _not_the_network(folder: Path, config: Mapping[str, Any], problem: str, *, is_given: bool) -> Mismatch | BadFile:
+    """Return the error of a network that is not the one that was saved."""
     if is_given:
         return Mismatch(f"{folder}: {problem} that was passed in: pass in the one that was saved")
     versions = ", ".join(f"{name} {number}" for name, number in config["versions"].items())
