@@ -46,13 +46,13 @@ def check_harder_batches(chain: Chain, batch: Batch) -> None:
         check_network_keeps_samples_apart(chain, few)
 
 
-def check_many_samples(chain: Chain) -> None:
+def check_many_samples(chain: Chain, example: Batch) -> None:
     """Raise if samples mix in a large batch, where the network ranks or counts samples, or reads what they hold.
 
     Such code may treat samples together only past a limit: a capacity, or a largest number.
     """
     with attributes_restored(chain.network), _Watch() as watch:
-        output = chain.run_network(chain.inputs.of_size(2))[0]
+        output = chain.run_network(tuple(each[:1] for each in example))[0]
     if not watch.is_suspicious or output.dtype in HALF:  # in which the last bits may change what is chosen
         return
     batch = chain.inputs.of_size(ROWS)

@@ -118,7 +118,7 @@ def _check_batch_itself(chain: Chain, batch: Batch) -> None:
 
 def _check_with_other_weights(chain: Chain, trials: Sequence[ProofBatch]) -> None:
     """Raise if samples mix once weights change, in batches that show it, or if stages differ from the network then."""
-    check_many_samples(chain)
+    check_many_samples(chain, trials[0].batch)
     with other_weights(chain.network):
         check_harder_batches(chain, trials[0].batch)
         batches = trials[1].batch, chain.inputs.of_size(1)  # other sizes than the example's are judged elsewhere
