@@ -3517,6 +3517,8 @@ class KeysKept(Steps):
 
 
 class RandomFrequencies(nn.Module):
+    frequencies: Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("frequencies", torch.randn(16, 8), persistent=False)
@@ -3629,6 +3631,8 @@ class Queries(nn.Module):
 
 @case("spectrogram_inside", "axes", "torch.stft in forward", floats(256), ["first"], others={"200": floats(200)})
 class SpectrogramInside(nn.Module):
+    window: Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("window", torch.hann_window(32), persistent=False)
@@ -3654,7 +3658,7 @@ class RowsOfAMask(Steps):
 
 @case("unused_input", "others", "an input that is not read", several(IMAGES, floats(4)), STAGES)
 class UnusedInput(Pipeline):
-    def forward(self, x: Tensor, _: Tensor) -> Tensor:
+    def forward(self, x: Tensor, _: Tensor | None = None) -> Tensor:
         return super().forward(x)
 
 

@@ -52,7 +52,7 @@ def check_many_samples(chain: Chain, example: Batch) -> None:
     Such code may treat samples together only past a limit: a capacity, or a largest number.
     """
     with attributes_restored(chain.network), _Watch() as watch:
-        output = chain.run_network(tuple(each[:1] for each in example))[0]
+        output = chain.run_network(tuple(each[:2] for each in example))[0]
     if not watch.is_suspicious or output.dtype in HALF:  # in which the last bits may change what is chosen
         return
     batch = chain.inputs.of_size(ROWS)
