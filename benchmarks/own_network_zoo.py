@@ -58,6 +58,7 @@ class Case:
     needs: str = ""  # a package
     trains: bool | Literal["heads"] = True  # the whole network, not at all, or heads alone
     remedy: str = ""  # what a refusal asked for, and is done here
+    example: Maker | None = None  # draws the example; None: as batches are drawn
 
 
 CASES: dict[str, Case] = {}
@@ -3357,3 +3358,341 @@ class Powers(nn.Module):
         x = self.first(x) ** 2 + 1
         x **= 0.5
         return self.fc(2**x - x**3)
+
+
+# Limits, lengths and caches: what shows in some batches alone.
+
+
+def packed_mean(own: Any, x: Tensor, lengths: Tensor) -> Tensor:
+    packed = nn.utils.rnn.pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
+    return nn.utils.rnn.pad_packed_sequence(own.rnn(packed)[0], batch_first=True)[0].mean(1)
+
+
+def trimmed_mean(own: Any, x: Tensor, padding: Tensor) -> Tensor:
+    return x[:, : int((~padding).sum(1).max())].mean(1)
+
+
+class TwoInputs(nn.Module):
+    def __init__(self, pool: nn.Module) -> None:
+        super().__init__()
+        self.first, self.pool, self.fc = nn.Linear(16, 16), pool, nn.Linear(16, CLASSES)
+
+    def forward(self, x: Tensor, second: Tensor) -> Tensor:
+        return self.fc(self.pool(self.first(x), second))
+
+
+@case(
+    "packed_mean", "mixing", "the mean of an unpacked sequence, an example of full length", TIMES_AND_LENGTHS,
+    ["first"],
+    must_refuse=MIXED, example=several(STEPS, lambda samples: torch.full((samples,), 10)),
+)  # fmt: skip
+def packed_mean_network() -> nn.Module:
+    return TwoInputs(Own(packed_mean, rnn=nn.GRU(16, 16, batch_first=True)))
+
+
+@case(
+    "trimmed_by_mask", "mixing", "cut to the longest of a batch, an example without padding",
+    several(STEPS, hidden_mask(10)), ["first"], must_refuse=MIXED, arguments={"mask": {"second": "padding"}},
+    example=several(STEPS, lambda samples: torch.zeros(samples, 10, dtype=torch.bool)),
+)  # fmt: skip
+def trimmed_by_mask() -> nn.Module:
+    return TwoInputs(Own(trimmed_mean))
+
+
+class Before(Pipeline):
+    """Lines of one's own before the pipeline."""
+
+    def __init__(self, lines: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.before = Own(lines)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.before(x))
+
+
+@case(
+    "bytes_over_largest", "mixing", "x / x.max() of bytes, an example of one image",
+    lambda samples: torch.randint(0, 256, (samples, 3, 16, 16), dtype=torch.uint8), STAGES, must_refuse=MIXED,
+    example=lambda _: torch.randint(0, 256, (1, 3, 16, 16), dtype=torch.uint8),
+)  # fmt: skip
+def bytes_over_largest() -> nn.Module:
+    return Before(lambda own, x: x.float() / x.max())
+
+
+@case(
+    "spectra_over_largest", "mixing", "x / x.abs().max() of complex numbers, an example of one sample",
+    lambda samples: torch.randn(samples, 3, 16, 16, dtype=torch.complex64), STAGES, must_refuse=MIXED,
+    example=lambda _: torch.randn(1, 3, 16, 16, dtype=torch.complex64),
+)  # fmt: skip
+def spectra_over_largest() -> nn.Module:
+    return Before(lambda own, x: (x / x.abs().max()).abs())
+
+
+@case("scaled_if_bright", "mixing", "if x.max() > 1: x = x / 255", IMAGES, STAGES, must_refuse=MIXED)
+def scaled_if_bright() -> nn.Module:
+    return Before(lambda own, x: x / 255 if x.max() > 1 else x)
+
+
+@case("halved_if_large", "mixing", "features are halved if one is large", IMAGES, STAGES, must_refuse=MIXED)
+def halved_if_large() -> nn.Module:
+    return behind_body(lambda own, x: x / 2 if x.max() > 8 else x)
+
+
+@case("halved_where_large", "mixing", "the same by torch.where", IMAGES, STAGES, must_refuse=MIXED)
+def halved_where_large() -> nn.Module:
+    return behind_body(lambda own, x: torch.where(x.max() > 8, x / 2, x))
+
+
+@case("best_32", "mixing", "the best 32 of a batch go on", IMAGES, STAGES, must_refuse=MIXED, trains=False)
+def best_32() -> nn.Module:
+    def lines(own: Any, x: Tensor) -> Tensor:
+        left = torch.ones(len(x))
+        left[x.mean((1, 2, 3)).argsort(descending=True)[32:]] = 0
+        return x * left.view(-1, 1, 1, 1)
+
+    return behind_body(lines)
+
+
+def experts(own: Any, x: Tensor) -> Tensor:
+    chosen = F.one_hot(own.gate(x).argmax(-1), 2)
+    taken = chosen * (chosen.cumsum(0) <= max(8, len(x) // 2))
+    return x + taken[:, :1] * own.one(x) + taken[:, 1:] * own.two(x)
+
+
+@case("least_capacity", "mixing", "experts that take eight samples at least", floats(16), ["0"], must_refuse=MIXED)
+def least_capacity() -> nn.Module:
+    moe = Own(experts, gate=nn.Linear(16, 2), one=nn.Linear(16, 16), two=nn.Linear(16, 16))
+    return nn.Sequential(nn.Sequential(nn.Linear(16, 16), nn.ReLU()), moe, nn.Linear(16, CLASSES))
+
+
+@case(
+    "difference_of_two", "mixing", "|f(a) - f(b)| over the largest, an example of zeros",
+    several(floats(16), floats(16)), ["second"], must_refuse=MIXED,
+    example=lambda samples: (torch.zeros(samples, 16), torch.zeros(samples, 16)),
+)  # fmt: skip
+class DifferenceOfTwo(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.fc = nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, CLASSES)
+
+    def forward(self, a: Tensor, b: Tensor) -> Tensor:
+        x = self.second((self.first(a) - self.first(b)).abs()).relu()
+        return self.fc(x / x.max().clamp(min=1e-3))
+
+
+def halted(own: Any, x: Tensor) -> Tensor:
+    total, made = torch.zeros(len(x), 1), torch.zeros_like(x)
+    for _ in range(8):
+        weight = own.halt(x).sigmoid() * (total < 0.99)
+        made, total, x = made + weight * x, total + weight, own.cell(x).tanh()
+        if (total >= 0.99).all():
+            break
+    return made
+
+
+@case("adaptive_steps", "others", "steps until every sample has halted", floats(16), ["0"])
+def adaptive_steps() -> nn.Module:
+    loop = Own(halted, cell=nn.Linear(16, 16), halt=nn.Linear(16, 1))
+    return nn.Sequential(nn.Linear(16, 16), loop, nn.Linear(16, CLASSES))
+
+
+class KeptKeys(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.kept = nn.Linear(16, 48), torch.zeros(0, 4, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).chunk(3, -1)
+        if len(self.kept) == len(x):
+            k, v = torch.cat([self.kept, k], 1), torch.cat([self.kept, v], 1)
+        self.kept = k[:, -4:].detach()
+        return F.scaled_dot_product_attention(q, k, v)
+
+
+@case("keys_kept", "mixing", "keys of the last batch are kept", STEPS, ["first"], must_refuse=STATE, trains=False)
+class KeysKept(Steps):
+    def __init__(self) -> None:
+        super().__init__()
+        self.second = KeptKeys()  # type: ignore[assignment]
+
+
+class RandomFrequencies(nn.Module):
+    frequencies: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("frequencies", torch.randn(16, 8), persistent=False)
+        self.rnn = nn.GRU(8, 16, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.rnn((x @ self.frequencies).sin())[0]
+
+
+@case("frequencies_unsaved", "others", "a random buffer with persistent=False", STEPS, ["second"])
+class FrequenciesUnsaved(Steps):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = RandomFrequencies()  # type: ignore[assignment]
+
+
+class MergedLora(LoraLinear):
+    """Merges its weights in evaluation mode, as loralib does."""
+
+    merged = False
+
+    def train(self, mode: bool = True) -> "MergedLora":
+        super().train(mode)
+        if self.merged == mode:
+            self.base.weight.data += (-0.5 if mode else 0.5) * self.up.weight.data @ self.down.weight.data
+            self.merged = not mode
+        return self
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) if self.merged else super().forward(x)
+
+
+@case("lora_merged", "others", "LoRA whose weights eval() merges", floats(16), ["0"])
+def lora_merged() -> nn.Module:
+    return nn.Sequential(
+        MergedLora(nn.Linear(16, 16)), nn.ReLU(), MergedLora(nn.Linear(16, 16)), nn.Linear(16, CLASSES)
+    )
+
+
+# Common parts.
+
+
+def merged_tokens(own: Any, x: Tensor) -> Tensor:
+    """Return tokens of which the three most alike are merged, as ToMe does."""
+    a, b = x[:, ::2], x[:, 1::2]
+    alike, partner = (F.normalize(a, dim=-1) @ F.normalize(b, dim=-1).transpose(1, 2)).max(-1)
+    order = alike.argsort(-1, descending=True)[..., None].expand(-1, -1, x.shape[-1])
+    into = partner[..., None].expand_as(a).gather(1, order)[:, :3]
+    b = b.scatter_reduce(1, into, a.gather(1, order[:, :3]), "mean")
+    return torch.cat([a.gather(1, order[:, 3:]), b], 1)
+
+
+@case("token_merging", "sizes", "similar tokens are merged, as in ToMe", STEPS, ["first"], others=LONGER)
+class TokenMerging(Steps):
+    def __init__(self) -> None:
+        super().__init__()
+        self.second = nn.Sequential(Own(merged_tokens), TransformerBlock(16))  # type: ignore[assignment]
+
+
+@case("window_padding", "sizes", "F.pad to windows of four, cropped after them", STEPS, ["second"], others=LONGER)
+class WindowPadding(Steps):
+    def forward(self, x: Tensor) -> Tensor:
+        batch, length, width = x.shape
+        more = -length % 4
+        windows = self.first(F.pad(x, (0, 0, 0, more)).view(-1, 4, width))
+        return self.fc(self.third(self.second(windows.view(batch, length + more, width)[:, :length])).mean(1))
+
+
+@case("distance_bias", "sizes", "a bias by distance, as in ALiBi", STEPS, BLOCKS, others=LONGER)
+class DistanceBias(Steps):
+    def forward(self, x: Tensor) -> Tensor:
+        steps = torch.arange(x.shape[1], device=x.device)
+        bias = -(steps[None] - steps[:, None]).abs() * torch.tensor([0.5, 0.25], device=x.device).view(2, 1, 1)
+        return self.fc(self.third(self.second(self.first(x, bias), bias), bias).mean(1))
+
+
+@case("causal_if_long", "sizes", "is_causal=T > 12", STEPS, BLOCKS, others=LONGER)
+class CausalIfLong(Steps):
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.second(self.first(x))[:, None]
+        return self.fc(self.third(F.scaled_dot_product_attention(x, x, x, is_causal=x.shape[2] > 12)[:, 0]).mean(1))
+
+
+@case("coordinates", "sizes", "coordinates are stacked on the image", IMAGES, STAGES, others=LARGER)
+class Coordinates(Pipeline):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = conv(5, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        axes = [torch.linspace(-1, 1, size, device=x.device) for size in x.shape[2:]]
+        grid = torch.stack(torch.meshgrid(*axes, indexing="ij"))
+        return super().forward(torch.cat([x, grid.expand(len(x), -1, -1, -1)], 1))
+
+
+@case(
+    "queries", "masks", "learned queries, memory_key_padding_mask", several(STEPS, hidden_mask(10)), ["first"],
+    arguments={"mask": {"padding": "padding"}}, others={"14": several(floats(14, 16), hidden_mask(14))},
+)  # fmt: skip
+class Queries(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.queries = TransformerBlock(16), nn.Parameter(torch.randn(3, 16))
+        self.decoder, self.fc = nn.TransformerDecoderLayer(16, 2, 32, 0, batch_first=True), nn.Linear(16, CLASSES)
+
+    def forward(self, x: Tensor, padding: Tensor) -> Tensor:
+        queries = self.queries.expand(len(x), -1, -1)
+        return self.fc(self.decoder(queries, self.first(x), memory_key_padding_mask=padding).mean(1))
+
+
+@case("spectrogram_inside", "axes", "torch.stft in forward", floats(256), ["first"], others={"200": floats(200)})
+class SpectrogramInside(nn.Module):
+    window: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("window", torch.hann_window(32), persistent=False)
+        self.first, self.second, self.fc = conv1d(17, 16), conv1d(16, 16), nn.Linear(16, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        spectrum = torch.stft(x, 32, 8, window=self.window, return_complex=True).abs().clamp(min=1e-5).log()
+        return self.fc(self.second(self.first(spectrum)).mean(-1))
+
+
+@case("rows_of_a_mask", "others", "x[mask] through a layer and back", STEPS, BLOCKS, others=LONGER)
+class RowsOfAMask(Steps):
+    def __init__(self) -> None:
+        super().__init__()
+        self.extra = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        mask, more = x[..., 0] > 0, torch.zeros_like(x)
+        more[mask] = self.extra(x[mask])
+        return self.fc(self.third(self.second(x + more)).mean(1))
+
+
+@case("unused_input", "others", "an input that is not read", several(IMAGES, floats(4)), STAGES)
+class UnusedInput(Pipeline):
+    def forward(self, x: Tensor, _: Tensor | None = None) -> Tensor:
+        return super().forward(x)
+
+
+@case("bfloat16_backbone", "others", "bfloat16 below a float32 classifier", IMAGES, STAGES, trains=False)
+class Bfloat16Backbone(Pipeline):
+    def __init__(self) -> None:
+        super().__init__()
+        self.to(torch.bfloat16)
+        self.fc.float()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc(self.tail(self.body(self.stem(x.bfloat16()))).float().mean((2, 3)))
+
+
+@case("pixels_embedded", "axes", "int64 pixels are embedded", lambda n: torch.randint(0, 256, (n, 16, 16)), ["body"])
+class PixelsEmbedded(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.pixels, self.body, self.fc = nn.Embedding(256, 8), conv(8, 12, 2), nn.Linear(12, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc(self.body(self.pixels(x).permute(0, 3, 1, 2)).mean((2, 3)))
+
+
+@case("finite_or_raise", "others", "assert torch.isfinite(x).all()", IMAGES, STAGES)
+class FiniteOrRaise(Pipeline):
+    def forward(self, x: Tensor) -> Tensor:
+        assert torch.isfinite(x).all(), "not finite"
+        return super().forward(x)
+
+
+remedied("finite_or_raise", "the line in a module of its own", lambda: Before(finite))
+
+
+def finite(own: Any, x: Tensor) -> Tensor:
+    assert torch.isfinite(x).all(), "not finite"
+    return x

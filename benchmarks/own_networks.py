@@ -129,7 +129,7 @@ class Trial:
     def attached(self) -> tuple[nn.Module, MultiExitModel]:
         """Return a copy of the network and the model made of it, in evaluation mode."""
         network = copy.deepcopy(self.original)
-        example = self.draw(self.case.batch, 2, seed=1)
+        example = self.draw(self.case.example or self.case.batch, 2, seed=1)
         model = attach_heads(network, self.case.after, example=example, **self.case.arguments)
         return network, model.eval()
 

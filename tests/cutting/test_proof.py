@@ -735,3 +735,161 @@ class Powers(nn.Module):
 def test_powers_are_cut():
     network, batch = Powers(), torch.randn(5, 6)
     assert torch.equal(chain(cut(network, ["first"], torch.randn(2, 6)), (batch,)), network(batch))
+
+
+class Packed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.pool, self.last = nn.Linear(4, 6), PackedMean(), nn.Linear(6, 3)
+
+    def forward(self, x, lengths):
+        return self.last(self.pool(self.first(x), lengths))
+
+
+class PackedMean(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.rnn = nn.GRU(6, 6, batch_first=True)
+
+    def forward(self, x, lengths):
+        packed = nn.utils.rnn.pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
+        return nn.utils.rnn.pad_packed_sequence(self.rnn(packed)[0], batch_first=True)[0].mean(1)
+
+
+class TrimmedByMask(Packed):
+    def __init__(self):
+        super().__init__()
+        self.pool = TrimmedMean()
+
+
+class TrimmedMean(nn.Module):
+    def forward(self, x, padding):
+        return x[:, : (~padding).sum(1).max()].mean(1)
+
+
+@pytest.mark.parametrize(
+    ("network", "second"),
+    [(Packed, torch.full((2,), 8)), (TrimmedByMask, torch.zeros(2, 8, dtype=torch.bool))],
+    ids=["lengths", "mask"],
+)
+def test_samples_that_mix_by_lengths_are_found_by_an_example_of_full_length(network, second):
+    with pytest.raises(BadInput, match=r"depend on the other samples.*'pool'"):
+        cut(network(), ["first"], (torch.randn(2, 8, 4), second))
+
+
+class OverLargest(nn.Module):
+    def forward(self, x):
+        return x.abs().flatten(1).float() / x.abs().max()
+
+
+@pytest.mark.parametrize(
+    "example",
+    [torch.randint(0, 256, (1, 3, 2), dtype=torch.uint8), torch.randn(1, 3, 2, dtype=torch.complex64)],
+    ids=["bytes", "complex"],
+)
+def test_bytes_and_complex_numbers_that_mix_are_found_by_an_example_of_one_sample(example):
+    with pytest.raises(BadInput, match="depend on the other samples"):
+        cut(nn.Sequential(OverLargest(), Network()), ["1.first"], example)
+
+
+class Difference(Network):
+    def forward(self, x, y):
+        x = self.second((self.first(x) - self.first.forward(y)).abs()).relu()
+        return self.third(x / x.max().clamp(min=1e-3))
+
+
+def test_two_inputs_of_one_shape_differ_in_the_proof():
+    with pytest.raises(BadInput, match="depend on the other samples"):
+        cut(Difference(), ["second"], (torch.zeros(2, 6), torch.zeros(2, 6)))
+
+
+class HalvedIfLarge(nn.Module):
+    def forward(self, x):
+        return x / 2 if x.max() > 1 else x
+
+
+class HalvedWhereLarge(nn.Module):
+    def forward(self, x):
+        return torch.where(x.max() > 1, x / 2, x)
+
+
+class WithCapacity(nn.Module):
+    """Two experts, each of which takes at least eight samples."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate, self.experts = nn.Linear(6, 2), nn.ModuleList(nn.Linear(6, 6) for _ in range(2))
+
+    def forward(self, x):
+        chosen = functional.one_hot(self.gate(x).argmax(-1), 2)
+        taken = chosen * (chosen.cumsum(0) <= max(8, len(x) // 2))
+        return x + sum(taken[:, index, None] * expert(x) for index, expert in enumerate(self.experts))
+
+
+@pytest.mark.parametrize("kind", [HalvedIfLarge, HalvedWhereLarge, WithCapacity])
+def test_samples_that_mix_past_a_limit_are_found(kind):
+    torch.manual_seed(0)
+    layers = nn.Sequential(nn.Linear(6, 6), kind(), nn.Linear(6, 3))
+    with pytest.raises(BadInput, match=f"depend on the other samples.*{kind.__name__}"):
+        cut(layers, ["0"], torch.rand(2, 6))
+
+
+class TopExpert(WithCapacity):
+    def forward(self, x):
+        chosen, made = self.gate(x).argmax(-1), x.clone()
+        for index, expert in enumerate(self.experts):
+            rows = (chosen == index).nonzero().squeeze(1)
+            made[rows] += expert(x[rows])
+        return made
+
+
+def test_experts_without_a_limit_are_cut():
+    layers = nn.Sequential(nn.Linear(6, 6), TopExpert(), nn.Linear(6, 3)).eval()
+    batch = torch.randn(30, 6)
+    with torch.no_grad():
+        assert torch.equal(chain(cut(layers, ["0"], torch.rand(2, 6)), (batch,)), layers(batch))
+
+
+class Merged(nn.Module):
+    """Adds a low rank to a weight in evaluation mode, and takes it away in training mode."""
+
+    merged = False
+
+    def __init__(self):
+        super().__init__()
+        self.base, self.low, self.high = (
+            nn.Linear(6, 6),
+            nn.Parameter(torch.randn(1, 6)),
+            nn.Parameter(torch.randn(6, 1)),
+        )
+
+    def train(self, mode=True):
+        super().train(mode)
+        if self.merged == mode:
+            self.base.weight.data += (-1 if mode else 1) * self.high.data @ self.low.data
+            self.merged = not mode
+        return self
+
+    def forward(self, x):
+        return self.base(x) + (0 if self.merged else x @ self.low.T @ self.high.T)
+
+
+def test_weights_that_a_change_of_mode_merges_are_left_as_they_were():
+    network = nn.Sequential(Merged(), nn.ReLU(), nn.Linear(6, 3)).eval()
+    before, batch = copy.deepcopy(network.state_dict()), torch.randn(5, 6)
+    with torch.no_grad():
+        expected = network(batch)
+        stages = cut(network, ["1"], torch.randn(2, 6))
+        assert torch.equal(network(batch), expected)
+        assert torch.equal(chain(stages, (batch,)), expected)
+    assert all(torch.equal(each, before[name]) for name, each in network.state_dict().items())
+
+
+def test_a_run_that_would_not_fit_in_memory_is_refused(monkeypatch):
+    network = nn.Sequential(nn.Linear(6, 64), HalvedWhereLarge(), nn.Linear(64, 3))
+    network.forward = lambda x: network[2](network[1](network[0](x)).numpy(force=True) * torch.ones(()))  # needs data
+    monkeypatch.setattr("alight.cutting.calls._memory", lambda: 2000)
+    with pytest.raises(
+        BadInput, match=r"a run of 2 samples keeps more than .* a quarter of the memory: give a smaller"
+    ):
+        cut(network, ["0"], torch.rand(2, 6))

@@ -543,3 +543,27 @@ def test_a_network_that_is_not_a_classifier_is_refused():
 
     with pytest.raises(BadInput, match="classifies neither text nor images"):
         from_transformers(CLIPTextConfig())
+
+
+class RandomFrequencies(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("frequencies", torch.randn(4, 8), persistent=False)
+        self.rnn, self.last = nn.GRU(8, 8, batch_first=True), nn.Linear(8, 3)
+
+    def forward(self, x):
+        return self.last(self.rnn((x @ self.frequencies).sin())[0][:, -1])
+
+
+def test_a_network_whose_random_buffer_is_not_saved_is_refused_when_it_is_loaded(tmp_path):
+    torch.manual_seed(0)
+    network = RandomFrequencies()
+    folder = save_model(attach_heads(network, ["rnn"], example=torch.randn(2, 5, 4), channels="last"), tmp_path)
+    with pytest.raises(
+        Mismatch,
+        match=r"persistent=False.*gives other logits than the network that was passed in: pass in the one that",
+    ):
+        load_model(folder, RandomFrequencies())
+    same = RandomFrequencies()
+    same.frequencies.copy_(network.frequencies)
+    assert load_model(folder, same).num_exits == 2

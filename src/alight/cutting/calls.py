@@ -5,6 +5,7 @@ Tensors are known by identity, so any Python is allowed in between, as long as i
 
 import dataclasses
 import math
+import os
 import re
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -99,6 +100,10 @@ class WritesParameters(BadInput):
     """A network that changes its own parameters when it is run in evaluation."""
 
 
+class NeedsTooMuchMemory(BadInput):
+    """A network of which a run with data cannot be kept in memory."""
+
+
 class Untraceable(Exception):
     """More modules must be opened to see where a tensor comes from, or whether it depends on the input."""
 
@@ -163,6 +168,8 @@ class CallRecorder(TorchFunctionMode):
         self.sized_by_content: set[int] = set()
         self.closed = 0  # how deep inside closed modules
         self.largest = 0  # bytes of a tensor with data
+        self.kept: set[int] = set()  # storages that are kept alive
+        self.free = 2**62 if tensors[0].is_meta else _memory() // 4  # bytes for them; gradients keep as much again
         self.running: Any = None  # what was called last of all that is recorded
         self.inside: set[tuple[Any, str]] = set()  # closed modules, and names of functions that they call
         self.checks: dict[Any, tuple[SizeCheck, tuple[Any, Any]]] = {}  # comparisons of sizes, with the numbers
@@ -332,6 +339,15 @@ class CallRecorder(TorchFunctionMode):
 
     def _register(self, tensor: Tensor, value: Value, tainted: bool) -> None:
         self.alive.append(tensor)
+        if tensor.device.type == "cpu" and (storage := _storage(tensor)) not in self.kept:
+            self.kept.add(storage)
+            self.free -= tensor.nbytes
+        if self.free < 0:
+            raise NeedsTooMuchMemory(
+                f"the network cannot be recorded: a run of {len(self.alive[0])} samples keeps more than"
+                f" {_memory() / 2**32:.1f} GB, a quarter of the memory: give a smaller example, of smaller images or"
+                " shorter texts, take a larger machine, or teach alight this network with register_cutter"
+            )
         self.values[id(tensor)] = value
         self.shapes[value], self.dtypes[value] = tuple(tensor.shape), tensor.dtype
         if tainted:
@@ -421,6 +437,14 @@ def _hides_tensors(item: Any) -> bool:
     if isinstance(item, nn.Module) or not hasattr(item, "__dict__") or callable(item):
         return False
     return bool(_tensors_in(vars(item)))
+
+
+def _memory() -> int:
+    """Return the bytes of this machine's memory; where it does not say, as many as are never used up."""
+    try:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, OSError, ValueError):  # Windows
+        return 2**62
 
 
 def _version(tensor: Tensor) -> int:

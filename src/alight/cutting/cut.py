@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from alight.cutting.calls import ModuleEnd, Value, WritesParameters, logits_in, sizes_in, walk
+from alight.cutting.calls import ModuleEnd, NeedsTooMuchMemory, Value, WritesParameters, logits_in, sizes_in, walk
 from alight.cutting.flops import count_flops
 from alight.cutting.mixing import SamplesMixed
 from alight.cutting.proof import prove
@@ -123,7 +123,7 @@ def _without_or_with_data(made: Callable[[bool], Made]) -> Made:
     """Return what is made from a trace without data, or from one with data where that is refused."""
     try:
         return made(False)
-    except (DependsOnBatchSize, SamplesMixed, WritesParameters):
+    except (DependsOnBatchSize, NeedsTooMuchMemory, SamplesMixed, WritesParameters):
         raise
     except BadInput:
         return made(True)

@@ -1,19 +1,36 @@
 """Find samples that change each other's logits: in a batch of the network, and in stages once others have left."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
-from alight.cutting.calls import walk
-from alight.cutting.chain import Batch, Chain, ProofBatch, attributes_restored, is_close
+from alight.cutting.calls import CONTENT_READS, SIZED_BY_CONTENT, walk
+from alight.cutting.chain import HALF, Batch, Chain, ProofBatch, attributes_restored, is_close
 from alight.cutting.running import is_text, same_bits
 from alight.errors import BadInput
 
 APART = ([0, 2], [1, 3])  # of four samples, those that are run without the others: the largest is in one of the two
 SCALES = (1.0, 300.0, -20.0, 0.05)  # of these samples: limits, clamps and peaks are reached by some of them
 TOKENS = (4, 1, 3, 2)  # of four parts of their texts, those that are not padding
+ALONG = {"argsort", "cummax", "cumprod", "cumsum", "kthvalue", "msort", "sort", "topk"}  # functions of an axis
+OVER = {
+    "all",
+    "amax",
+    "amin",
+    "any",
+    "max",
+    "mean",
+    "median",
+    "min",
+    "norm",
+    "std",
+    "sum",
+    "var",
+}  # of all axes or some
+ROWS = 40  # samples of a batch for a network that ranks, counts or reads samples: more than most limits
 
 
 class SamplesMixed(BadInput):
@@ -29,20 +46,77 @@ def check_harder_batches(chain: Chain, batch: Batch) -> None:
         check_network_keeps_samples_apart(chain, few)
 
 
+def check_many_samples(chain: Chain, example: Batch) -> None:
+    """Raise if samples mix in a large batch, where the network ranks or counts samples, or reads what they hold.
+
+    Such code may treat samples together only past a limit: a capacity, or a largest number.
+    """
+    with attributes_restored(chain.network), _Watch() as watch:
+        output = chain.run_network(tuple(each[:2] for each in example))[0]
+    if not watch.is_suspicious or output.dtype in HALF:  # in which the last bits may change what is chosen
+        return
+    batch = chain.inputs.of_size(ROWS)
+    powers = 2.0 ** torch.linspace(-8, 8, ROWS)
+    scaled = tuple(_times(each, powers) if _is_scalable(each) else each for each in batch)
+    copies = tuple(each[:1].repeat(ROWS, *[1] * (each.ndim - 1)) for each in batch)
+    small = [[0], [ROWS - 1], [*range(ROWS // 4)]]
+    for each, parts in ((copies, small[:1]), (scaled, small), (batch, [[*range(0, ROWS, 2)]])):
+        check_network_keeps_samples_apart(chain, each, finite=True, parts=parts)
+
+
+class _Watch(TorchFunctionMode):
+    """Notes whether a network ranks samples, reads the content of tensors, or makes sizes of it."""
+
+    is_suspicious = False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.is_suspicious |= _may_join_samples(getattr(func, "__name__", ""), args, kwargs or {})
+        return func(*args, **(kwargs or {}))
+
+
+def _may_join_samples(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    if name in ALONG:
+        return _is_along_samples(name, args, kwargs)
+    if name in ("__getitem__", "__setitem__"):
+        return any(isinstance(each, Tensor) and each.dtype == torch.bool for each in walk(args[1]))
+    if name in OVER or name == "where":  # without an axis or another tensor
+        return len(args) == 1 and not kwargs and isinstance(args[0], Tensor) and args[0].ndim > 0
+    return name in CONTENT_READS or SIZED_BY_CONTENT.fullmatch(name) is not None
+
+
+def _is_along_samples(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Check whether a function is called for the first axis of a tensor; by default it is the last."""
+    place = 2 if name in ("topk", "kthvalue") else 1
+    axis = kwargs.get("dim", args[place] if len(args) > place else -1)
+    return name == "msort" or not isinstance(axis, int) or axis % max(1, args[0].ndim) == 0
+
+
 def _harder(chain: Chain, batch: Batch) -> list[Batch]:
     """Return batches in which samples differ more: in scale, and in how much of a text is padding."""
     batches = []
-    if any(each.is_floating_point() for each in batch):
-        batches.append(tuple(_scaled(each) if each.is_floating_point() else each for each in batch))
-    if any(map(is_text, batch)):
-        for pad in {0, *(getattr(each, "padding_idx", 0) or 0 for each in chain.network.modules())}:
-            batches.append(tuple(_padded(each, pad) if is_text(each) else each for each in batch))
+    if any(map(_is_scalable, batch)):
+        factors = torch.tensor(SCALES)
+        batches.append(tuple(_times(each, factors) if _is_scalable(each) else each for each in batch))
+    if not all(map(_is_scalable, batch)):
+        for pad in {0, 1, *(getattr(each, "padding_idx", 0) or 0 for each in chain.network.modules())}:
+            batches.append(tuple(each if _is_scalable(each) else _shortened(each, pad) for each in batch))
     return batches
 
 
-def _scaled(tensor: Tensor) -> Tensor:
-    factors = torch.tensor(SCALES, device=tensor.device, dtype=tensor.dtype)
-    return tensor * factors.view(-1, *[1] * (tensor.ndim - 1))
+def _is_scalable(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+def _times(tensor: Tensor, factors: Tensor) -> Tensor:
+    return tensor * factors.to(tensor).view(-1, *[1] * (tensor.ndim - 1))
+
+
+def _shortened(tensor: Tensor, pad: int) -> Tensor:
+    """Return texts of different lengths, and lengths and other whole numbers that are as much smaller."""
+    if is_text(tensor):
+        return _padded(tensor, pad)
+    parts = torch.tensor(TOKENS, device=tensor.device).view(-1, *[1] * (tensor.ndim - 1))
+    return torch.where(tensor > 0, (tensor.long() * parts // 4).clamp(min=1), tensor).to(tensor.dtype)
 
 
 def _of_lengths(batch: Batch) -> list[Batch]:

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from alight.cutting.calls import NeedsTooMuchMemory
 from alight.cutting.cut import CUTTERS, alive_after, cut, inputs_of
 from alight.cutting.flops import FlopCounter, without_data
 from alight.cutting.mixing import SamplesMixed
@@ -80,7 +81,7 @@ def cut_evenly(
             raise BadInput(_too_few(model, places, count, problem)) from problem
         try:
             return names, cut(model, names, example)
-        except SamplesMixed:
+        except (NeedsTooMuchMemory, SamplesMixed):
             raise
         except BadInput as error:
             problem = error

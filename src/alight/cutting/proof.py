@@ -13,6 +13,7 @@ from alight.cutting.chain import Batch, Chain, ProofBatch, other_weights, traini
 from alight.cutting.mixing import (
     check_chain_keeps_samples_apart,
     check_harder_batches,
+    check_many_samples,
     check_network_keeps_samples_apart,
 )
 from alight.cutting.running import Inputs, refusals, same_bits
@@ -117,6 +118,7 @@ def _check_batch_itself(chain: Chain, batch: Batch) -> None:
 
 def _check_with_other_weights(chain: Chain, trials: Sequence[ProofBatch]) -> None:
     """Raise if samples mix once weights change, in batches that show it, or if stages differ from the network then."""
+    check_many_samples(chain, trials[0].batch)
     with other_weights(chain.network):
         check_harder_batches(chain, trials[0].batch)
         batches = trials[1].batch, chain.inputs.of_size(1)  # other sizes than the example's are judged elsewhere
@@ -237,7 +239,7 @@ def resized(batch: Batch, changes: Changes) -> Batch:
         tensor = resized[index]
         tensor = tensor.index_select(axis, torch.arange(size, device=tensor.device) % tensor.shape[axis])
         if tensor.is_floating_point() and not tensor.is_meta:
-            noise = torch.randn(tensor.shape, generator=torch.Generator().manual_seed(size))
+            noise = torch.randn(tensor.shape, generator=torch.Generator().manual_seed(size + index))
             tensor = tensor + noise.to(tensor) / 8
         resized[index] = tensor
     return tuple(resized)

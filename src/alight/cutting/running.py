@@ -49,7 +49,8 @@ class Inputs:
 
     def of_size(self, size: int, device: Any = None, dtype: torch.dtype | None = None) -> tuple[Tensor, ...]:
         """Return a batch of samples like those of the example, all different."""
-        batch = [_varied(tensor, size, tokens) for tensor, tokens in zip(self.tensors, self.vocabularies, strict=True)]
+        pairs = zip(self.tensors, self.vocabularies, strict=True)
+        batch = [_varied(tensor, size, tokens, seed) for seed, (tensor, tokens) in enumerate(pairs)]  # two may be alike
         return tuple(tensor.to(device, dtype if tensor.is_floating_point() else None) for tensor in batch)
 
     def run(self, model: nn.Module, tensors: tuple[Tensor, ...]) -> Any:
@@ -117,9 +118,9 @@ def _parts(output: Any) -> dict[Any, Any]:
     return dict(vars(output)) if hasattr(output, "__dict__") else {}
 
 
-def _varied(tensor: Tensor, size: int, vocabulary: int | None) -> Tensor:
+def _varied(tensor: Tensor, size: int, vocabulary: int | None, seed: int) -> Tensor:
     rows = [tensor[index % len(tensor)] for index in range(size)]
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(seed)
     if vocabulary is not None:
         return torch.randint(vocabulary, (size, *tensor.shape[1:]), generator=generator).to(tensor)
     if tensor.is_floating_point():
@@ -149,7 +150,8 @@ def is_text(tensor: Tensor) -> bool:
 def in_mode(*modules: nn.Module, training: bool) -> Iterator[None]:
     """Run modules in training or evaluation mode without gradients; restore modes, buffers and random state after.
 
-    So are weights that a pass in evaluation writes to, those of embeddings with a largest norm.
+    So are weights that a pass in evaluation or a change of mode writes to: those of embeddings with a largest norm, and
+    of modules with a `train` of their own, which may merge weights.
 
     >>> network = nn.Sequential(nn.BatchNorm1d(2), nn.Dropout())
     >>> with in_mode(network, training=False):
@@ -169,6 +171,9 @@ def in_mode(*modules: nn.Module, training: bool) -> Iterator[None]:
             yield
         finally:
             for module, mode in modes:
+                if _has_own_train(module) and module.training != mode:
+                    module.train(mode)
+            for module, mode in modes:
                 module.training = mode
             for own, old in buffers:  # a network may put others in their place
                 own.update(old)
@@ -177,9 +182,16 @@ def in_mode(*modules: nn.Module, training: bool) -> Iterator[None]:
 
 
 def _written_to(module: nn.Module) -> list[Tensor]:
-    """Return buffers, and weights that lookups write to."""
+    """Return buffers, and weights that lookups and changes of mode write to."""
     looked_up = [each for each in module.modules() if isinstance(each, nn.Embedding | nn.EmbeddingBag)]
-    return [*module.buffers(), *(each.weight for each in looked_up if each.max_norm is not None)]
+    networks = [module, *module.children()]  # which freeze parts by a `train` of their own: a copy would be large
+    own = [each for each in module.modules() if _has_own_train(each)]
+    merged = [weight for each in own for weight in each.parameters(recurse=not any(each is one for one in networks))]
+    return [*module.buffers(), *(each.weight for each in looked_up if each.max_norm is not None), *merged]
+
+
+def _has_own_train(module: nn.Module) -> bool:
+    return type(module).train is not nn.Module.train
 
 
 @contextmanager

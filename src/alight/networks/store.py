@@ -16,7 +16,7 @@ from safetensors.torch import save
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from alight.cutting.chain import is_chain_of
+from alight.cutting.chain import is_chain_of, is_close
 from alight.cutting.cut import as_head, cut, cut_into_layers, split_outputs
 from alight.cutting.proof import ROWS, resized
 from alight.cutting.running import Inputs, LogitsChoice, chain, in_mode, is_text, pick_logits, same_bits
@@ -45,7 +45,7 @@ from alight.files import (
 )
 from alight.networks.heads import HEADS, HeadFactory
 from alight.networks.libraries import BUILDERS, build_network, recognised
-from alight.networks.multi_exit import MultiExitModel, StagesInOrder, digest, random_example, read, structure
+from alight.networks.multi_exit import MultiExitModel, digest, random_example, read, structure
 from alight.networks.zoo import BACKBONES, ZOO
 from alight.provenance import installed_versions
 
@@ -61,6 +61,11 @@ PASSED_IN = {
     "stages": "a MultiExitModel built by hand",
     "outputs": "a network with several outputs",
 }
+OTHER_LOGITS = (
+    "something is not saved with its weights, such as a buffer with persistent=False or a number drawn when it is built"
+    " (make it a saved buffer), so what was saved gives other logits than the network"
+)
+SAME_NETWORK = 0.05  # of the largest logit: devices differ by less, other networks by more
 LIBRARIES = ("alight", "torch", "torchvision", "timm", "transformers", "safetensors")
 
 
@@ -105,6 +110,7 @@ def save_model(model: MultiExitModel, folder: PathLike, *, force: bool = False) 
     if "untrained" in recipe:
         recipe["untrained"] = {part: each for part, each in recipe["untrained"].items() if model.is_untrained(part)}
     cut_graph, constants = _cut_config(model, alone=recipe["source"] == "backbone")
+    constants |= _reference(model) if cut_graph else {}
     constants = {f"{CONSTANT}{name}": tensor.detach().cpu().clone() for name, tensor in constants.items()}
     tensors, tied = untied(model.state_dict())
     config = {
@@ -178,15 +184,34 @@ def load_model(
                 complete([*model.stages], network, _by_stage(tensors, config["tied"]))
         _restore(model, folder, config, tensors)
         whole = not alone and isinstance(network, nn.Module) and not isinstance(network, MultiExitModel)
-        if whole and not _is_whole(model, network, pick):
-            raise _not_the_network(folder, config, is_given=backbone is not None)
+        names = [name for name in constants if name.startswith(REFERENCE)]
+        reference = {name.removeprefix(REFERENCE): constants[name] for name in names}
+        if whole and (problem := _difference(model, network, pick, reference)):
+            raise _not_the_network(folder, config, problem, is_given=backbone is not None)
     if whole:
         model.keep_network(network, pick)
     if alone:
-        names = [name for name in constants if name.startswith(REFERENCE)]
-        model.known_inputs = config["known"]
-        model.reference = {name.removeprefix(REFERENCE): constants[name] for name in names}
+        model.known_inputs, model.reference = config["known"], reference
     return model.eval()
+
+
+def _reference(model: MultiExitModel) -> dict[str, Tensor]:
+    """Return two inputs, by number, and the "logits" that the stages give for them."""
+    inputs = _inputs(model.recipe, 1, model.pick)
+    weight = next((each for each in model.parameters() if each.is_floating_point()), torch.empty(0))
+    few = inputs.of_size(2, weight.device, weight.dtype)
+    with in_mode(model, training=False):
+        logits = chain(model.stages, tuple(each.clone() for each in few))  # they may write into them
+    named = {**{str(index): each for index, each in enumerate(few)}, "logits": logits}
+    return {f"{REFERENCE}{name}": tensor for name, tensor in named.items()}
+
+
+def _gives(model: MultiExitModel, reference: Mapping[str, Tensor]) -> bool:
+    """Check whether the stages give the logits that were saved with them, as far as devices give the same."""
+    given = dict(reference)
+    expected = given.pop("logits")
+    with in_mode(model, training=False):
+        return is_close(chain(model.stages, tuple(each.clone() for each in given.values())), expected, SAME_NETWORK)
 
 
 def _restore(model: MultiExitModel, folder: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
@@ -202,9 +227,17 @@ def _restore(model: MultiExitModel, folder: Path, config: Mapping[str, Any], ten
         raise BadFile(folder, f"it is damaged (fingerprint {computed}, saved as {saved})", "save the network again")
 
 
-def _not_the_network(folder: Path, config: Mapping[str, Any], *, is_given: bool) -> Mismatch | BadFile:
-    """Return the error of stages that differ from the network they were loaded with."""
-    problem = "its stages do not give what the network gives"
+def _difference(
+    model: MultiExitModel, network: nn.Module, pick: Callable[[Any], Any] | None, reference: Mapping[str, Tensor]
+) -> str:
+    """Return how stages differ from the network, or both from what was saved; "" if they do not."""
+    if not _is_whole(model, network, pick):
+        return "its stages do not give what the network gives"
+    return "" if _gives(model, reference) else OTHER_LOGITS
+
+
+def _not_the_network(folder: Path, config: Mapping[str, Any], problem: str, *, is_given: bool) -> Mismatch | BadFile:
+    """Return the error of a network that is not the one that was saved."""
     if is_given:
         return Mismatch(f"{folder}: {problem} that was passed in: pass in the one that was saved")
     versions = ", ".join(f"{name} {number}" for name, number in config["versions"].items())
@@ -269,9 +302,8 @@ def _layers_config(model: MultiExitModel) -> tuple[dict[str, Any], dict[str, Ten
     buffers, unsaved = buffers_data([*model.stages])
     config = {"graph": graph, "layers": modules, "buffers": buffers}
     constants |= {f"{UNSAVED}{name}": tensor for name, tensor in unsaved.items()}
-    known, reference = _check_layers(model, config, constants, inputs)
+    known = _check_layers(model, config, constants, inputs)
     known["weights"] = digest(model.stages.state_dict())
-    constants |= {f"{REFERENCE}{name}": tensor for name, tensor in reference.items()}
     return {**config, "known": known}, constants
 
 
@@ -290,8 +322,8 @@ def _from_data(
 
 def _check_layers(
     model: MultiExitModel, config: Mapping[str, Any], constants: Mapping[str, Tensor], inputs: Inputs
-) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Return for which inputs stages built of plain data give what the model gives, bit by bit; and a few logits.
+) -> dict[str, Any]:
+    """Return for which inputs stages built of plain data give what the model gives, bit by bit.
 
     Raise unless they do so for inputs like the example.
     """
@@ -311,12 +343,7 @@ def _check_layers(
 
     if not is_same(batch) or sorted(names[0]) != sorted(names[1]):
         raise BadInput("the layers of the network do not give what it gives")
-    few = tuple(each[:2] for each in batch)
-    whole = model.network or StagesInOrder(own)
-    with in_mode(whole, training=False):
-        logits = inputs.run(whole, tuple(each.clone() for each in few))  # it may write into them
-    reference = {**{str(index): each for index, each in enumerate(few)}, "logits": logits}
-    return _known_sizes(model, few, is_same), reference
+    return _known_sizes(model, tuple(each[:2] for each in batch), is_same)
 
 
 def _known_sizes(
