@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from alight.display import base_unit, exit_names, html_table, percent, quantity
+from alight.display import base_unit, exit_names, html_table, layer_label, percent, quantity
 from alight.errors import BadFile, BadInput, BudgetTooSmall
 from alight.files import PathLike, read_json, write_json
 
@@ -100,7 +100,7 @@ class Costs:
         layer1 | 2 MFLOPs | 1 MFLOPs | 3 MFLOPs | 50 %
         end | 3 MFLOPs | 1 MFLOPs | 7 MFLOPs | 117 %
         """
-        columns = [["exit", *exit_names(exits, len(self))]]
+        columns = [["exit", *map(layer_label, exit_names(exits, len(self)))]]
         for name, values in {"stage": self.stages, "head": self.heads, "cumulative": self.cumulative()}.items():
             columns.append([name, *(quantity(value, self.unit) for value in values)])
         return [*columns, ["of the full network", *(percent(share) for share in self.shares())]]

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from alight import display
-from alight.display import accuracy_text, html_table, quantity
+from alight.display import accuracy_text, html_table, layer_label, quantity
 from alight.errors import BadFile, BadInput, LabelsNeeded, Mismatch
 from alight.files import DONE, PLAN, PathLike, read_arrays, write_arrays
 from alight.scores import SCORES, logit_margin, probabilities, top_classes
@@ -135,7 +135,7 @@ class HeadOutputs:
     def _repr_html_(self) -> str:
         right = "agrees with the last" if self.labels is None else "accuracy"
         columns = [
-            ["exit", *self.exit_names],
+            ["exit", *map(layer_label, self.exit_names)],
             [f"mean {self.score}", *(f"{mean:.3g}" for mean in self.scores.mean(axis=0))],
             [right, *(accuracy_text(1 - risk) for risk in self.risks())],
         ]
@@ -430,7 +430,7 @@ class Decisions:
         return len(self.predictions)
 
     def __repr__(self) -> str:
-        shares = zip(self.exit_names, self.exit_shares, strict=True)
+        shares = zip(map(layer_label, self.exit_names), self.exit_shares, strict=True)
         return f"Decisions({self._summary()}, left at {', '.join(f'{name} {share:.1%}' for name, share in shares)})"
 
     def _repr_html_(self) -> str:
@@ -452,7 +452,7 @@ class Decisions:
         """
         counts = np.bincount(self.exits, minlength=self.num_exits)
         columns = [
-            ["exit", *self.exit_names],
+            ["exit", *map(layer_label, self.exit_names)],
             ["samples", *(f"{count:,}" for count in counts)],
             ["share", *map(accuracy_text, self.exit_shares)],
         ]

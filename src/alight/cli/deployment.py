@@ -36,6 +36,7 @@ from alight.cli.arguments import (
 from alight.cli.command import Command, CommandResult, argument
 from alight.cli.kinds import check_order
 from alight.cli.running import decisions_result
+from alight.display import layer_label
 from alight.engine.manifest import BFLOAT16, FLOAT16, FLOAT32, INT8, ONNX
 from alight.engine.settings import RunSettings
 from alight.errors import BadInput
@@ -78,7 +79,7 @@ def run_export(options: argparse.Namespace) -> CommandResult:
         found = load_policy(folder / POLICY_FILE)
         return CommandResult(f"cascade of {', '.join(found.exits)}: {folder}", {"path": folder, "exits": found.exits})
     manifest = Manifest.load(folder)
-    exits = ", ".join(manifest.exits[index] for index in manifest.open_exits)
+    exits = ", ".join(layer_label(manifest.exits[index]) for index in manifest.open_exits)
     inputs, difference = "; ".join(map(str, manifest.inputs)), manifest.made_with["largest difference"]
     return CommandResult(
         f"{len(manifest.stages)} stages ({manifest.format}), exits after {exits}, for"

@@ -32,6 +32,7 @@ from alight.cli.arguments import (
 from alight.cli.command import Command, CommandResult, argument
 from alight.cli.kinds import check_order
 from alight.data.preprocess import Normalisation
+from alight.display import layer_label
 from alight.errors import BadInput
 from alight.files import CASCADE, WEIGHTS
 
@@ -64,7 +65,7 @@ def run_attach(options: argparse.Namespace) -> CommandResult:
     model.normalisation = normalisation(options) or model.normalisation
     with new_folder(Path(options.output)) as folder:
         save_model(model, folder, force=options.force)
-    path, exits = folder.resolve(), ", ".join(model.exits)
+    path, exits = folder.resolve(), ", ".join(map(layer_label, model.exits))
     return CommandResult(
         f"{options.network}, {model.num_classes} classes, exits after {exits}: {path}",
         {"path": path, "network": options.network, "num_classes": model.num_classes, "exits": model.exits},

@@ -335,7 +335,8 @@ def _job_result(done: Any, summary: str, values: dict[str, Any]) -> CommandResul
 
 
 def _percentages(exits: Sequence[str], shares: Sequence[float]) -> str:
-    return ", ".join(f"{name} {accuracy_text(share)}" for name, share in zip(exits, shares, strict=True))
+    pairs = zip(map(layer_label, exits), shares, strict=True)
+    return ", ".join(f"{name} {accuracy_text(share)}" for name, share in pairs)
 
 
 def _output_or_folder(text: str) -> str:

@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from alight.budgeting.thresholds import SALTS, hash_limit, hash_terms, hashed_below
-from alight.display import accuracy_text, aligned, exit_names, html_table, percent, quantity
+from alight.display import accuracy_text, aligned, exit_names, html_table, layer_label, percent, quantity
 from alight.errors import BadInput, Mismatch
 from alight.files import PathLike, write_json
 from alight.outputs import HeadOutputs
@@ -241,7 +241,7 @@ class Policy(ABC):
 
     def _columns(self) -> list[list[str]]:
         """Return columns of text about every open exit."""
-        columns = [["exit", *(self.exit_names[index] for index in self.open_exits)]]
+        columns = [["exit", *(layer_label(self.exit_names[index]) for index in self.open_exits)]]
         columns.append(["cost", *(quantity(cost, self.unit) for cost in self.costs)])
         if self.full_cost is not None:
             columns.append(["of full", *(percent(cost / self.full_cost) for cost in self.costs)])
@@ -369,7 +369,7 @@ class ExitAt(Policy):
         return samples == samples, memory
 
     def summary(self) -> str:
-        return f"every sample leaves at {self.exit_names[self.open_exits[0]]}"
+        return f"every sample leaves at {layer_label(self.exit_names[self.open_exits[0]])}"
 
 
 @dataclass(frozen=True)
