@@ -73,7 +73,10 @@ def cut_evenly(
     """
     if count < 1:
         raise BadInput(f"{count} exits: ask for at least one")
-    places, problem = cut_places(model, inputs_of(example), count, head_flops)
+    inputs = inputs_of(example)
+    places, problem = cut_places(model, inputs, count, head_flops)
+    if len(places) < count and not allow_fewer:
+        places, problem = cut_places(model, inputs, count, head_flops, anywhere=True)
     while True:
         chosen = (_up_to if allow_fewer else _chosen)(places, count, crowded=allow_crowded)
         names = [place.name for place in chosen]
@@ -100,16 +103,16 @@ def _too_few(model: nn.Module, places: Sequence[CutPlace], count: int, problem: 
 
 
 def cut_places(
-    model: nn.Module, inputs: Inputs, count: int, head_flops: HeadFlops | None = None
+    model: nn.Module, inputs: Inputs, count: int, head_flops: HeadFlops | None = None, *, anywhere: bool = False
 ) -> tuple[list[CutPlace], BadInput | None]:
     """Return block ends after which the network can be cut, and what prevents a cut elsewhere, if anything does.
 
     In a network of repeated blocks, these and the stages that hold them: not the stem before them, nor what reduces
     sizes between them. Where there are fewer than `count` blocks, a layer and what follows it until the next is a
     block, too, or the module around it, unless more is alive at its end than elsewhere, as inside a residual block; in
-    a network of repeated blocks only after the last of them.
+    a network of repeated blocks only after the last of them, or `anywhere`.
     """
-    runs, repeated = _runs(model, inputs), _repeated_blocks(model)
+    runs, repeated = _runs(model, inputs), [] if anywhere else _repeated_blocks(model)
     candidates = [name for name in _blocks(model) if not repeated or _holds_any(name, repeated)]
     blocks = [_end_of(name, runs) for name in candidates if len(runs.get(name, ())) == 1]
     places, problem = _places_among(model, inputs, runs, blocks, head_flops)
