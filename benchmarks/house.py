@@ -437,7 +437,8 @@ class Tracer:
 
 IMAGES, SIZE, CLASSES = 40, 32, 10
 PREPARE = (
-    f"attach timm:test_resnet --classes {CLASSES} --image-size {SIZE} --after layer1,layer2 -o model",
+    f"attach timm:test_resnet --classes {CLASSES} --image-size {SIZE} --after layer1,layer2 -o attached",
+    "train attached labelled.npz --epochs 1 -o model",
     "record model labelled.npz -o recorded.npz",
     "costs model -o costs.json",
     "calibrate recorded.npz --costs costs.json --budget 90% --method eero -o policy.json",

@@ -25,7 +25,9 @@ pytestmark = pytest.mark.skipif(shutil.which("make") is None, reason="make is no
 
 def planned(*arguments: str) -> list[str]:
     """The commands that make would run."""
-    done = subprocess.run(["make", "-n", *arguments], cwd=ROOT, capture_output=True, text=True, check=True)
+    alone = {name: each for name, each in os.environ.items() if name not in ("MAKEFLAGS", "MAKELEVEL", "MFLAGS")}
+    line = ["make", "-n", "--no-print-directory", *arguments]
+    done = subprocess.run(line, cwd=ROOT, env=alone, capture_output=True, text=True, check=True)
     return done.stdout.splitlines()
 
 

@@ -129,14 +129,14 @@ def run_predict(options: argparse.Namespace) -> CommandResult:
     decisions = predictor.run(data, progress=not options.quiet)
     write_answers(decisions, options.output, names=names_of(data), classes=model.classes)
     bench = shlex.join(["alight", "bench", *filter(None, [options.model, options.policy, options.data])])
-    return decisions_result(decisions, options.output, policy, f"the full network's{_tested(options.model)}: {bench}")
+    test = Path(options.model) / TEST
+    known = _tested(HeadOutputs.load(test)) if test.is_file() else ""
+    return decisions_result(decisions, options.output, policy, f"the full network's{known}: {bench}")
 
 
-def _tested(folder: str) -> str:
-    """Return the accuracy of the full network on the test samples of `fit`, in a few words; none in other folders."""
-    place = Path(folder) / TEST
-    table = HeadOutputs.load(place) if place.is_file() else None
-    if table is None or table.labels is None:
+def _tested(table: HeadOutputs) -> str:
+    """Return the accuracy of the full network on the test samples of `fit`, in a few words."""
+    if table.labels is None:
         return ""
     accuracy = accuracy_text(float(table.correct()[:, -1].mean()))
     return f" was {accuracy} on {len(table):,} test samples; on these"

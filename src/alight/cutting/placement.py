@@ -73,10 +73,7 @@ def cut_evenly(
     """
     if count < 1:
         raise BadInput(f"{count} exits: ask for at least one")
-    inputs = inputs_of(example)
-    places, problem = cut_places(model, inputs, count, head_flops)
-    if len(places) < count and not allow_fewer:
-        places, problem = cut_places(model, inputs, count, head_flops, anywhere=True)
+    places, problem = cut_places(model, inputs_of(example), count, head_flops, anywhere=not allow_fewer)
     while True:
         chosen = (_up_to if allow_fewer else _chosen)(places, count, crowded=allow_crowded)
         names = [place.name for place in chosen]
@@ -110,9 +107,19 @@ def cut_places(
     In a network of repeated blocks, these and the stages that hold them: not the stem before them, nor what reduces
     sizes between them. Where there are fewer than `count` blocks, a layer and what follows it until the next is a
     block, too, or the module around it, unless more is alive at its end than elsewhere, as inside a residual block; in
-    a network of repeated blocks only after the last of them, or `anywhere`.
+    a network of repeated blocks only after the last of them, or `anywhere` where these are too few as well.
     """
-    runs, repeated = _runs(model, inputs), [] if anywhere else _repeated_blocks(model)
+    runs, repeated = _runs(model, inputs), _repeated_blocks(model)
+    places, problem = _block_ends(model, inputs, count, head_flops, runs, repeated)
+    if anywhere and repeated and len(places) < count:
+        return _block_ends(model, inputs, count, head_flops, runs, [])
+    return places, problem
+
+
+def _block_ends(
+    model: nn.Module, inputs: Inputs, count: int, head_flops: HeadFlops | None, runs: "Runs", repeated: Sequence[str]
+) -> tuple[list[CutPlace], BadInput | None]:
+    """Return ends of blocks, and of layers where these are too few."""
     candidates = [name for name in _blocks(model) if not repeated or _holds_any(name, repeated)]
     blocks = [_end_of(name, runs) for name in candidates if len(runs.get(name, ())) == 1]
     places, problem = _places_among(model, inputs, runs, blocks, head_flops)

@@ -171,7 +171,7 @@ def in_mode(*modules: nn.Module, training: bool) -> Iterator[None]:
             yield
         finally:
             for module, mode in modes:
-                if _has_own_train(module) and module.training != mode:
+                if type(module).train is not nn.Module.train and module.training != mode:
                     module.train(mode)
             for module, mode in modes:
                 module.training = mode
@@ -185,13 +185,9 @@ def _written_to(module: nn.Module) -> list[Tensor]:
     """Return buffers, and weights that lookups and changes of mode write to."""
     looked_up = [each for each in module.modules() if isinstance(each, nn.Embedding | nn.EmbeddingBag)]
     networks = [module, *module.children()]  # which freeze parts by a `train` of their own: a copy would be large
-    own = [each for each in module.modules() if _has_own_train(each)]
+    own = [each for each in module.modules() if type(each).train is not nn.Module.train]
     merged = [weight for each in own for weight in each.parameters(recurse=not any(each is one for one in networks))]
     return [*module.buffers(), *(each.weight for each in looked_up if each.max_norm is not None), *merged]
-
-
-def _has_own_train(module: nn.Module) -> bool:
-    return type(module).train is not nn.Module.train
 
 
 @contextmanager

@@ -47,9 +47,10 @@ class RunSettings:
             raise BadInput(f"{self.threads} threads: give 1 or more")
         if self.runtime not in (None, TORCH, ONNXRUNTIME, OPENVINO):
             raise BadInput(f"there is no runtime {self.runtime!r}: choose {TORCH}, {ONNXRUNTIME} or {OPENVINO}")
-        given: Any = self.providers
-        if isinstance(given, str) or not all(isinstance(each, str) for each in given):
-            raise BadInput(f"providers {self.providers!r}: give their names, as ('cuda',)")
-        object.__setattr__(self, "providers", tuple(each.removesuffix(PROVIDER).lower() for each in self.providers))
+        if self.providers:
+            given: Any = self.providers
+            if isinstance(given, str) or not all(isinstance(each, str) for each in given):
+                raise BadInput(f"providers {given!r}: give their names, as ('cuda',)")
+            object.__setattr__(self, "providers", tuple(each.removesuffix(PROVIDER).lower() for each in given))
         if self.decide not in ("auto", "device", "host"):
             raise BadInput(f"decide {self.decide!r}: choose auto, device or host")

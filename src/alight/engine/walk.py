@@ -136,17 +136,12 @@ class Flow:
             elif self.backend.in_flight:
                 for pool in self.pools:
                     pool.compact()  # the device does it while the host decides
-            if self._late_is_full():
-                yield from self._fetch_late()
+            yield from self._fetch_late(once_many=True)
             if self.awaited and (step is None or len(self.awaited) > self.backend.in_flight):
                 step = None  # lets go of its state
                 if (answers := self._settle(self.awaited.popleft())) is not None:
                     yield answers
         yield from self._fetch_late()
-
-    def _late_is_full(self) -> bool:
-        late: Any = self.late
-        return len(late) == LATE or (len(late) > 0 and len(late) * late[-1].values.nbytes > LATE_BYTES)
 
     def _next(self) -> tuple[int, Group] | None:
         """Return the stage and the batch to run next; None if there is none before an awaited one is settled."""
@@ -214,13 +209,14 @@ class Flow:
         top = None if values.probabilities is None else values.probabilities[gone]
         return Answers(group.samples[gone], predictions[gone], np.full(len(gone), stage), top)
 
-    def _fetch_late(self) -> Iterator[Answers]:
+    def _fetch_late(self, *, once_many: bool = False) -> Iterator[Answers]:
         """Yield the answers of batches that have run to the end, whose values come to the host together."""
-        late, self.late = self.late, []
-        if not late:
+        late: Any = self.late
+        if not late or (once_many and len(late) < LATE and len(late) * late[-1].values.nbytes <= LATE_BYTES):
             return
+        self.late = []
         first, *others = (each.values for each in late)
-        values = first.gather(others)  # type: ignore[union-attr, arg-type]
+        values = first.gather(others)
         if math.isfinite(values.largest.sum()):
             samples = np.concatenate([each.group.samples for each in late])
             recalled = joined([each.group.recalled for each in late])

@@ -210,7 +210,11 @@ class MultiExitModel(nn.Module):
     def proven(self, batch: Carried) -> Carried:
         """Return a batch; the first of each new size and dtype is run by the network too, and both have to agree."""
         kind = tuple([(each.shape[1:], each.dtype) for each in batch])
-        if kind in self.proven_kinds or self._verifying or _is_traced(batch[0]):
+        if kind in self.proven_kinds or self._verifying:
+            return batch
+        if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
+            return batch
+        if batch[0].is_meta or isinstance(batch[0], FakeTensor):  # as where FLOPs are counted
             return batch
         if self.network is None:
             self._check_known(batch)
@@ -374,12 +378,6 @@ class StagesInOrder(nn.Module):
     def forward(self, *inputs: Tensor, **by_name: Tensor) -> Any:
         """Return the logits."""
         return chain(self.stages, (*inputs, *by_name.values()))
-
-
-def _is_traced(tensor: Tensor) -> bool:
-    """Check whether a compiler or a counter of FLOPs looks at the code, without data."""
-    is_compiled = torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None
-    return is_compiled or tensor.is_meta or isinstance(tensor, FakeTensor)
 
 
 def advance(stage: nn.Module, carried: Carried) -> Carried:

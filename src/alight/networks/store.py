@@ -206,14 +206,6 @@ def _reference(model: MultiExitModel) -> dict[str, Tensor]:
     return {f"{REFERENCE}{name}": tensor for name, tensor in named.items()}
 
 
-def _gives(model: MultiExitModel, reference: Mapping[str, Tensor]) -> bool:
-    """Check whether the stages give the logits that were saved with them, as far as devices give the same."""
-    given = dict(reference)
-    expected = given.pop("logits")
-    with in_mode(model, training=False):
-        return is_close(chain(model.stages, tuple(each.clone() for each in given.values())), expected, SAME_NETWORK)
-
-
 def _restore(model: MultiExitModel, folder: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
     """Give a model the weights of a folder and what it says about them, unless they are not those that were saved."""
     _put(model, config, tensors)
@@ -230,10 +222,14 @@ def _restore(model: MultiExitModel, folder: Path, config: Mapping[str, Any], ten
 def _difference(
     model: MultiExitModel, network: nn.Module, pick: Callable[[Any], Any] | None, reference: Mapping[str, Tensor]
 ) -> str:
-    """Return how stages differ from the network, or both from what was saved; "" if they do not."""
+    """Return how stages differ from the network, or both from what was saved, as far as devices differ; or ""."""
     if not _is_whole(model, network, pick):
         return "its stages do not give what the network gives"
-    return "" if _gives(model, reference) else OTHER_LOGITS
+    given = dict(reference)
+    expected = given.pop("logits")
+    with in_mode(model, training=False):
+        logits = chain(model.stages, tuple(each.clone() for each in given.values()))
+    return "" if is_close(logits, expected, SAME_NETWORK) else OTHER_LOGITS
 
 
 def _not_the_network(folder: Path, config: Mapping[str, Any], problem: str, *, is_given: bool) -> Mismatch | BadFile:

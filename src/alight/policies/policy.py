@@ -241,7 +241,8 @@ class Policy(ABC):
 
     def _columns(self) -> list[list[str]]:
         """Return columns of text about every open exit."""
-        columns = [["exit", *(layer_label(self.exit_names[index]) for index in self.open_exits)]]
+        names = exit_names(self.exits, self.num_exits)
+        columns = [["exit", *(layer_label(names[index]) for index in self.open_exits)]]
         columns.append(["cost", *(quantity(cost, self.unit) for cost in self.costs)])
         if self.full_cost is not None:
             columns.append(["of full", *(percent(cost / self.full_cost) for cost in self.costs)])

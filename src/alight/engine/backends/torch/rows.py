@@ -34,7 +34,7 @@ def move(source: State, rows: Integers, target: State, slots: Integers) -> None:
     places, there = _on_device(np.stack([rows, slots]), source[0])
     for one, other in zip(source, target, strict=True):
         flat, into = _flat(one), _flat(other)
-        if flat is None or into is None or _is_channels_last(one) != _is_channels_last(other):
+        if flat is None or into is None or layout_of(one) != layout_of(other):
             other[there] = one[places]
         elif one.is_cuda and (found := kernels()) is not None:
             _launch_move(found.move_rows, flat, places, into, there)
@@ -50,11 +50,6 @@ def allocate(size: int, like: State) -> State:
 def _empty(size: int, like: Tensor) -> Tensor:
     shape = (size, *like.shape[1:])
     return torch.empty(shape, dtype=like.dtype, device=like.device, memory_format=layout_of(like))
-
-
-def layout_of(tensor: Tensor) -> torch.memory_format:
-    """Return the order of memory of a tensor."""
-    return torch.channels_last if _is_channels_last(tensor) else torch.contiguous_format
 
 
 def owns(made: State, given: State) -> bool:
@@ -74,12 +69,13 @@ def _flat(tensor: Tensor) -> Tensor | None:
     """Return the tensor as (samples, numbers) in the order of memory, without copying; None where impossible."""
     if tensor.is_contiguous():
         return tensor.view(len(tensor), -1)
-    return tensor.permute(0, 2, 3, 1).view(len(tensor), -1) if _is_channels_last(tensor) else None
+    return tensor.permute(0, 2, 3, 1).view(len(tensor), -1) if layout_of(tensor) is torch.channels_last else None
 
 
-def _is_channels_last(tensor: Tensor) -> bool:
+def layout_of(tensor: Tensor) -> torch.memory_format:
+    """Return the order of memory of a tensor."""
     is_last = tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last)
-    return is_last and not tensor.is_contiguous()
+    return torch.channels_last if is_last and not tensor.is_contiguous() else torch.contiguous_format
 
 
 def laid_out_alike(source: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
