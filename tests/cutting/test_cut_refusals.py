@@ -186,6 +186,7 @@ def test_a_network_that_fails_in_training_mode_is_cut_for_evaluation():
 
 
 def test_content_may_be_read_inside_a_module_that_stays_closed():
+    torch.manual_seed(0)  # with some weights the proof's first two samples take one branch, and more take both
     network = nn.Sequential(nn.Linear(4, 4), ReadsSamples(), nn.Linear(3, 3)).eval()
     first, last = cut(network, ["0"], EXAMPLE)
     assert torch.equal(last(*first(EXAMPLE)), network(EXAMPLE))
