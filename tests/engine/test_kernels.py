@@ -8,6 +8,7 @@ from interpreted import INTERPRETED, interpreted, passed_in_a_process_of_their_o
 from alight.engine.backends import Reads
 from alight.engine.backends.torch.rows import kernels
 from alight.engine.backends.torch.values import pack
+from alight.policies.combinations import GeometricMean, Vote
 
 pytest.importorskip("triton")
 
@@ -15,14 +16,15 @@ pytest.importorskip("triton")
 @pytest.mark.slow
 @pytest.mark.skipif(INTERPRETED, reason="is that process")
 def test_kernels_are_interpreted_in_a_process_of_their_own():
-    assert "13 passed, 5 skipped" in passed_in_a_process_of_their_own(__file__)
+    assert "43 passed, 7 skipped" in passed_in_a_process_of_their_own(__file__)
 
 
 @interpreted
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
 @pytest.mark.parametrize("classes", [2, 3, 100])
 @pytest.mark.parametrize(
-    ("column", "probability", "top"), [("margin", 0, 0), ("margin", 1, 5), ("max_probability", 0, 2)]
+    ("column", "probability", "top"),
+    [("margin", 0, 0), ("margin", 1, 5), ("max_probability", 0, 2), ("", 0, 5), ("", 1, 2)],
 )
 def test_one_kernel_packs_logits_as_torch_does(classes, column, probability, top):
     from alight.engine.backends.torch.kernels import pack_logits
@@ -30,9 +32,10 @@ def test_one_kernel_packs_logits_as_torch_does(classes, column, probability, top
     logits = 4 * torch.randn(9, classes + 2, generator=torch.Generator().manual_seed(3))[:, :classes]  # rows far apart
     logits[0], logits[1, 1:] = 1.0, -np.inf  # all level; all but one masked out
     logits[2, 1], logits[3, 0], logits[4] = np.nan, np.inf, -np.inf
-    expected = pack(logits, Reads((column,), bool(probability), top))
+    expected = pack(logits, Reads((column,) if column else (), bool(probability), top))
     packed = torch.empty_like(expected)
-    options = {"MARGIN": column == "margin", "PROBABILITY": probability, "RANKS": min(top, classes)}
+    options = {"SCORE": bool(column), "MARGIN": column == "margin", "PROBABILITY": probability}
+    options["RANKS"] = min(top, classes)
     pack_logits[(9,)](logits, packed, logits.stride(0), classes, **options, BLOCK=1 << (classes - 1).bit_length())
     assert not packed[2:5, 1].isfinite().any()
     usable = [0, 1, 5, 6, 7, 8]
@@ -66,6 +69,44 @@ def test_the_launches_that_look_for_a_compiler_have_the_arguments_of_their_kerne
     assert run_each("cpu").tolist() == [[0.0, 0.0, 0.0]]  # class, largest logit and margin of two equal logits
 
 
+def weights_of(generator, exits):
+    """Constants and slopes of a vote: for each exit one number for each exit so far."""
+    return tuple(tuple(generator.uniform(0, 3, size=index + 1).round(1).tolist()) for index in range(exits))
+
+
+@interpreted
+@pytest.mark.parametrize("size", [1, 9])
+@pytest.mark.parametrize("exits", [1, 2, 5])
+@pytest.mark.parametrize("ranks", [0, 1, 2, 5])  # none: a vote
+def test_one_kernel_combines_exits_as_numpy_does_to_the_bit(size, exits, ranks):
+    from alight.engine.backends.torch.kernels import combine_rows
+
+    generator, chain = np.random.default_rng(100 * size + 10 * exits + ranks), tuple(range(exits))
+    if ranks:
+        kept, fresh = ((0.0, *generator.uniform(size=exits - 1)), tuple(generator.uniform(size=exits)))
+        rule = GeometricMean(exits=chain, kept=kept, fresh=fresh, top=ranks)
+    else:
+        constants, slopes = (weights_of(generator, exits) for _ in range(2))
+        rule = Vote(exits=chain, constants=constants, slopes=slopes, others=tuple(generator.uniform(size=exits)))
+    memory, room = (), torch.zeros(size, 1, dtype=torch.float64)
+    for index in chain:
+        classes = np.argsort(generator.random((size, 6)), axis=1)[:, : ranks or 1]  # which come again at other exits
+        logs = -np.sort(generator.choice([0.1, 0.7, 1 / 3, 29.99, 40.0, np.inf], (size, ranks or 1)))  # with ties
+        margins = generator.choice([0.0, 0.1, 1 / 3, 0.5], size)
+        columns = (classes, logs.astype(np.float16)) if ranks else (margins,)
+        answers, scores, memory = rule.step(index, classes[:, 0], columns, memory)
+        parts = [classes[:, :1], margins[:, None] + 7, *([classes, logs] if ranks else [margins[:, None]])]
+        packed, count = torch.from_numpy(np.concatenate(parts, 1)), (ranks or 1) * (index + 1)
+        numbers = torch.tensor(rule.numbers(index), dtype=torch.float64)
+        made = packed.new_empty(size, 3), packed.new_empty(size, 2 * count + 1)
+        given = (packed, packed.shape[1], 2, room, numbers, ranks or 1, count, *made)
+        combine_rows[(size,)](*given, VOTES=not ranks, BLOCK=1 << max(1, (count - 1).bit_length()))
+        expected = np.stack([answers, margins + 7, scores], 1)
+        np.testing.assert_array_equal(made[0].numpy(), expected)
+        np.testing.assert_array_equal(made[1][:, : 2 * count].numpy(), np.concatenate(memory[:2], 1))
+        room = made[1]
+
+
 ADMIT = {"sent": "*i64", "numbers": "i32", "index": "i32", "target": "*i16", "words": "i32", "control": "*i64"}
 MOVE = {"source": "*i64", "rows": "*i64", "target": "*i64", "slots": "*i64", "words": "i32"}
 PACK = {"logits": "*bf16", "packed": "*fp64", "stride": "i32", "classes": "i32"}
@@ -73,10 +114,14 @@ POINTERS = "samples decided rules waiting answered arrived after seen answers ne
 SETTLE = {"packed": "*fp64", "threshold": "*fp64"} | dict.fromkeys(POINTERS, "*i64")
 SETTLE |= dict.fromkeys("width probability size stage ring next_ring words".split(), "i32")
 DECIDES = {"LAST": False, "DECIDED": False}
+COMBINE = dict.fromkeys("packed memory numbers combined remembered".split(), "*fp64")
+COMBINE |= dict.fromkeys("width first ranks count".split(), "i32")
 ON_A_GPU = {
     "admit_rows": (ADMIT, {"FIRST": True, "BLOCK": 1024}),
+    "combine_rows, votes": (COMBINE, {"VOTES": True, "BLOCK": 4}),
+    "combine_rows, means": (COMBINE, {"VOTES": False, "BLOCK": 32}),
     "move_rows": (MOVE, {"BLOCK": 2048}),
-    "pack_logits": (PACK, {"MARGIN": True, "PROBABILITY": 1, "RANKS": 5, "BLOCK": 128}),
+    "pack_logits": (PACK, {"SCORE": 1, "MARGIN": True, "PROBABILITY": 1, "RANKS": 5, "BLOCK": 128}),
     "settle_rows": (
         SETTLE,
         {"FIRST": True, "LAST": False, "DECIDED": False, "PROBABILITY": True, "ROWS": 64, "BLOCK": 8},
@@ -94,7 +139,7 @@ def test_kernels_compile_for_gpus_that_are_not_here(name):
 
     from alight.engine.backends.torch import kernels as own
 
-    kernel, (types, constants) = getattr(own, name), ON_A_GPU[name]
+    kernel, (types, constants) = getattr(own, name.partition(",")[0]), ON_A_GPU[name]
     signature = {each: types.get(each, "constexpr") for each in kernel.arg_names}
     assert {each for each, kind in signature.items() if kind == "constexpr"} == set(constants)
     source = ASTSource(kernel, signature, constants)

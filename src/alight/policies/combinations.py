@@ -132,6 +132,10 @@ class Vote(Combination):
     def inputs(self) -> tuple[str, ...]:
         return (self.column,)
 
+    def numbers(self, open_index: int) -> Floats:
+        """Return the step as numbers, for a kernel: constants and slopes, the latest exit's first, and all others."""
+        return (*self.constants[open_index][::-1], *self.slopes[open_index][::-1], self.others[open_index])
+
     def step(self, exit_index: int, predictions: Array, columns: tuple[Array, ...], memory: Memory) -> Mapped:
         library = library_of(predictions)
         classes, scores = predictions[:, None], columns[0][:, None]  # (samples, exits so far), the latest first
@@ -264,6 +268,10 @@ class GeometricMean(Combination):
             raise BadInput(
                 f"weights {self.kept} and {self.fresh} of a mean must be at least 0, and the first kept one 0"
             )
+
+    def numbers(self, open_index: int) -> Floats:
+        """Return the step as numbers, for a kernel: what the mean so far and the exit itself count."""
+        return self.kept[open_index], self.fresh[open_index]
 
     def step(self, exit_index: int, predictions: Array, columns: tuple[Array, ...], memory: Memory) -> Mapped:
         open_index = self.exits.index(exit_index)

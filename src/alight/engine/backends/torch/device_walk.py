@@ -24,6 +24,7 @@ from alight.engine.backends.torch.conditional import Choose, Condition, Program,
 from alight.engine.backends.torch.values import columns_of, pack
 from alight.engine.walk import Answers
 from alight.errors import AlightError
+from alight.policies.combinations import GeometricMean, Vote
 from alight.policies.policy import ExitAt, Lottery, Mixture, Patience, Policy, Streak, Threshold
 from alight.policies.route import visit
 
@@ -35,6 +36,7 @@ SMALL = 16  # batches below are not halved: a GPU takes as long for them
 PROGRAMS = 2048  # of a kernel, enough to fill a GPU
 BLOCK = 1024  # words that a program moves at a time
 BY_KERNEL = (Threshold, Lottery, ExitAt)  # the kernel that moves samples decides by itself
+COMBINED_BY_KERNEL = (Vote, GeometricMean)  # before it, another one combines answers
 BY_STEP = (*BY_KERNEL, Streak, Patience)  # steps are arithmetic, on a device too
 
 Stage = Callable[..., tuple[State, Tensor]]
@@ -49,11 +51,12 @@ def is_decidable(policy: Policy) -> bool:
 
 def same_rule(one: Policy, other: Policy) -> bool:
     """Return whether a walk captured for one policy decides as the other says, once it has its numbers."""
-    return one == other or (_is_by_kernel(one) and _is_by_kernel(other))
+    return one == other or (_is_by_kernel(one) and _is_by_kernel(other) and one.combination == other.combination)
 
 
 def _is_by_kernel(policy: Policy) -> bool:
-    return type(policy) in BY_KERNEL and policy.combination is None
+    combines = policy.combination is not None
+    return type(policy) in BY_KERNEL and (not combines or isinstance(policy.combination, COMBINED_BY_KERNEL))
 
 
 class Executor(NamedTuple):
@@ -109,6 +112,10 @@ class DeviceWalk:
         self.pinned = partial(torch.zeros, dtype=torch.int64, pin_memory=example[0].is_cuda)
         self.thresholds, self.rules = self.integers(self.last + 1).double(), self.integers(self.last + 1, 4)
         self.use(policy)
+        self.numbers: list[Tensor] = []  # of the combination at every stage
+        if self.by_kernel and isinstance(policy.combination, COMBINED_BY_KERNEL):
+            numbers = map(policy.combination.numbers, range(self.last + 1))
+            self.numbers = [self.thresholds.new_tensor(each) for each in numbers]
         self.rooms = [Room(_repeated(example, capacity), (), None, self.integers(capacity))]
         self.graphs: dict[Any, Any] = {}
 
@@ -162,14 +169,42 @@ class DeviceWalk:
         state, values = self.stages[stage](*(each[batch] for each in room.state))
         if self.unpacked[stage]:
             values = pack(values, reads)
+        if self.numbers:
+            values, memory = self._combined(stage, values, *(each[batch] for each in room.memory))
+            return state, values, None, (memory,), None
         if self.by_kernel:
             return state, values, None, (), None
         recalled = tree_unflatten([each[batch] for each in room.memory], room.structure) if stage else ((), ())
         leaving, classes, recalled = visit(
             self.policy, stage, room.samples[batch], values[:, 0].long(), columns_of(values, reads), recalled
         )
-        memory, structure = tree_flatten(recalled)
-        return state, values, torch.stack([leaving.long(), classes.long()], 1), tuple(memory), structure
+        parts, structure = tree_flatten(recalled)
+        return state, values, torch.stack([leaving.long(), classes.long()], 1), tuple(parts), structure
+
+    def _combined(self, stage: int, packed: Tensor, memory: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Launch the kernel that combines exits; return answers and scores as head values, and what to remember."""
+        votes, first = isinstance(self.policy.combination, Vote), 2 + len(self.reads[stage].columns)
+        size, width = packed.shape
+        ranks = 1 if votes else (width - first) // 2
+        count = ranks * (stage + 1)
+        combined, remembered = packed.new_empty(size, 3), packed.new_empty(size, 2 * count + 1)
+        kernels: Any = rows.kernels(packed.device.type)
+        kernels.combine_rows[(size,)](
+            packed,
+            width,
+            2 if votes else first,
+            packed if memory is None else memory,
+            self.numbers[stage],
+            ranks,
+            count,
+            combined,
+            remembered,
+            VOTES=votes,
+            BLOCK=1 << max(1, (count - 1).bit_length()),
+            num_warps=1,
+            enable_fp_fusion=False,
+        )
+        return combined, remembered
 
     def _settle(
         self,

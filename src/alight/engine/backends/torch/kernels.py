@@ -21,12 +21,13 @@ def pack_logits(  # type: ignore[no-untyped-def]
     packed,
     stride,
     classes,
+    SCORE: tl.constexpr,  # noqa: N803
     MARGIN: tl.constexpr,  # noqa: N803
     PROBABILITY: tl.constexpr,  # noqa: N803
     RANKS: tl.constexpr,  # noqa: N803
     BLOCK: tl.constexpr,  # noqa: N803
 ):
-    """Write class, largest logit, score, perhaps probability, and top of every row of logits, in float64.
+    """Write class, largest logit, perhaps score and probability, and top of every row of logits, in float64.
 
     The top are the RANKS likeliest classes, then their log-probabilities.
     """
@@ -37,16 +38,17 @@ def pack_logits(  # type: ignore[no-untyped-def]
     weights = tl.exp(values - largest)
     total = tl.sum(weights, 0)
     top = 1.0 / total
-    score = top
-    if MARGIN:
-        score = top - tl.max(tl.where(places == best, 0.0, weights), 0) / total
-    there = packed + row * (3 + PROBABILITY + 2 * RANKS)
+    there = packed + row * (2 + SCORE + PROBABILITY + 2 * RANKS)
     tl.store(there, best.to(tl.float64))
     tl.store(there + 1, tl.where(total == total, largest, total))
-    tl.store(there + 2, score)
+    if SCORE:
+        score = top
+        if MARGIN:
+            score = top - tl.max(tl.where(places == best, 0.0, weights), 0) / total
+        tl.store(there + 2, score)
     if PROBABILITY:
-        tl.store(there + 3, top)
-    there += 3 + PROBABILITY
+        tl.store(there + 2 + SCORE, top)
+    there += 2 + SCORE + PROBABILITY
     lowest = -1.7e308  # stands for the logits of masked classes, which are found before a class is found again
     waiting = tl.where(places < classes, tl.maximum(values, lowest), values)
     for rank in tl.static_range(RANKS):
@@ -54,6 +56,69 @@ def pack_logits(  # type: ignore[no-untyped-def]
         tl.store(there + rank, place.to(tl.float64))
         tl.store(there + RANKS + rank, tl.where(value > lowest, value - largest - tl.log(total), -float("inf")))
         waiting = tl.where(places == place, -float("inf"), waiting)
+
+
+@triton.jit(do_not_specialize=["width", "first", "memory", "numbers", "ranks", "count", "combined", "remembered"])  # type: ignore[untyped-decorator]
+def combine_rows(  # type: ignore[no-untyped-def]
+    packed,  # head values of the rows that ran
+    width,  # of a row of them
+    first,  # column of the first score, or of the likeliest classes
+    memory,  # what the stage before remembered: classes, their values, and the value of all others
+    numbers,  # of the combination at this exit
+    ranks,  # classes that an exit names: one, or the likeliest
+    count,  # of all exits so far
+    combined,  # gets answer, largest logit and score
+    remembered,
+    VOTES: tl.constexpr,  # noqa: N803
+    BLOCK: tl.constexpr,  # a power of two, not below count  # noqa: N803
+):
+    """Combine what an exit says about each row with all exits before it: a step of `Vote` or `GeometricMean`.
+
+    Bit by bit, if no product is fused with a sum.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    places = tl.arange(0, BLOCK)
+    fresh, inside = places < ranks, places < count
+    earlier = inside & (places >= ranks)
+    here, before, old = packed + row * width, memory + row * (2 * (count - ranks) + 1), count - ranks
+    own = here if VOTES else here + first
+    classes = tl.load(own + places, mask=fresh, other=0.0)
+    classes = tl.where(fresh, classes, tl.load(before + places - ranks, mask=earlier, other=-1.0))
+    told = tl.load(before + old + places - ranks, mask=earlier, other=0.0)
+    if VOTES:
+        told = tl.where(fresh, tl.load(here + first), told)
+        values = 0.0 * told
+        for place in range(count):
+            voter = tl.sum(tl.where(places == place, classes, 0.0), 0)
+            score = tl.sum(tl.where(places == place, told, 0.0), 0)
+            vote = tl.load(numbers + place) + tl.load(numbers + count + place) * score
+            values = values + vote * (classes == voter).to(tl.float64)
+        outside = tl.load(numbers + 2 * count)
+    else:
+        logs = tl.load(own + ranks + places, mask=fresh, other=0.0).to(tl.float16).to(tl.float64)
+        logs = tl.maximum(logs, -30.0)  # IMPOSSIBLE
+        lowest = tl.sum(tl.where(places == ranks - 1, logs, 0.0), 0)
+        outside = tl.load(before + 2 * old, mask=old > 0, other=0.0)
+        logs = tl.where(fresh, logs, lowest)
+        for place in range(ranks):
+            likely = tl.sum(tl.where(places == place, classes, 0.0), 0)
+            same = earlier & (classes == likely)
+            logs = tl.where(same, tl.sum(tl.where(places == place, logs, 0.0), 0), logs)
+            mean = tl.max(tl.where(same, told, tl.where(earlier, outside, -float("inf"))), 0)
+            told = tl.where(places == place, tl.where(old > 0, mean, 0.0), told)
+        values = tl.load(numbers) * told + tl.load(numbers + 1) * logs
+        outside = tl.load(numbers) * outside + tl.load(numbers + 1) * lowest
+        told = values
+    largest, best = tl.max(tl.where(inside, values, -float("inf")), 0, return_indices=True)
+    answer = tl.sum(tl.where(places == best, classes, 0.0), 0)
+    rivals = tl.where(inside & (classes != answer), values, outside)
+    tl.store(combined + 3 * row, answer)
+    tl.store(combined + 3 * row + 1, tl.load(here + 1))
+    tl.store(combined + 3 * row + 2, largest - tl.max(rivals, 0))
+    there = remembered + row * (2 * count + 1)
+    tl.store(there + places, classes, mask=inside)
+    tl.store(there + count + places, told, mask=inside)
+    tl.store(there + 2 * count, outside)
 
 
 @triton.jit
@@ -190,5 +255,5 @@ def run_each(device: str) -> torch.Tensor:
     words, place = (torch.zeros(count, dtype=torch.int64, device=device) for count in (8, 1))
     move_rows[(1, 1)](words, place, words, place, 8, BLOCK=8)
     logits, packed = torch.zeros(1, 2, device=device), torch.empty(1, 3, dtype=torch.float64, device=device)
-    pack_logits[(1,)](logits, packed, 2, 2, MARGIN=True, PROBABILITY=0, RANKS=0, BLOCK=2)
+    pack_logits[(1,)](logits, packed, 2, 2, SCORE=1, MARGIN=True, PROBABILITY=0, RANKS=0, BLOCK=2)
     return packed

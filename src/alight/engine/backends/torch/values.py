@@ -21,12 +21,12 @@ def pack(logits: Tensor, reads: Reads) -> Tensor:
     The top are the likeliest classes and, beside all of them, their log-probabilities.
     """
     columns, probability, top = reads
-    packed = pack_by_kernel(logits, Reads(columns[:1] or ("margin",), probability, top)) if columns or top else None
-    if packed is not None and len(columns) == 1:
+    packed = pack_by_kernel(logits, Reads(columns[:1], probability, top)) if columns or top else None
+    if packed is not None and len(columns) <= 1:
         return packed
     exact = logits.double() if any(reads) else logits  # the largest is one of them, unchanged
     if packed is not None:
-        parts = [packed[:, : 2 + len(columns[:1])], *(score_of(name, exact) for name in columns[1:]), packed[:, 3:]]
+        parts = [packed[:, :3], *(score_of(name, exact) for name in columns[1:]), packed[:, 3:]]
     else:
         largest, predictions = exact.max(-1)
         parts = [predictions.double(), largest, *(score_of(name, exact) for name in columns)]
@@ -114,21 +114,23 @@ class OnDevice:
 
 
 def pack_by_kernel(logits: Tensor, reads: Reads) -> Tensor | None:
-    """Return class, largest logit, one score, perhaps the probability and the top by one kernel instead of ten.
+    """Return class, largest logit, perhaps one score, the probability and the top by one kernel instead of ten.
 
     Each of ten takes longer to launch than to run. None where no kernel of ours does it.
     """
     columns, probability, top = reads
     if not logits.is_cuda or torch.compiler.is_compiling():  # a compiler fuses better still
         return None
-    if len(columns) != 1 or columns[0] not in FUSED or logits.shape[1] > CLASSES or top > RANKS:
+    if not {*columns} <= {*FUSED} or logits.shape[1] > CLASSES or top > RANKS:
         return None
     if (found := kernels()) is None:
         return None
     logits = logits if logits.stride(1) == 1 else logits.contiguous()
     count, classes = logits.shape
     ranks = min(top, classes)
-    packed = torch.empty(count, 3 + probability + 2 * ranks, dtype=torch.float64, device=logits.device)
+    packed = torch.empty(
+        count, 2 + len(columns) + probability + 2 * ranks, dtype=torch.float64, device=logits.device
+    )
     block = max(2, 1 << (classes - 1).bit_length())
     with torch.cuda.device(logits.device):
         found.pack_logits[(count,)](
@@ -136,7 +138,8 @@ def pack_by_kernel(logits: Tensor, reads: Reads) -> Tensor | None:
             packed,
             logits.stride(0),
             classes,
-            MARGIN=columns[0] == "margin",
+            SCORE=len(columns),
+            MARGIN=columns == ("margin",),
             PROBABILITY=probability,
             RANKS=ranks,
             BLOCK=block,
