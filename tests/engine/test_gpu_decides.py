@@ -283,6 +283,26 @@ def test_networks_decide_as_replayed_but_for_samples_on_a_threshold(resnet, imag
     assert ((decisions.probabilities > 0) & (decisions.probabilities <= 1)).all()
 
 
+@pytest.mark.parametrize("name", ["vote", "geometric_mean"])
+def test_compiled_stages_combine_exits_as_the_host_does(name):
+    torch.manual_seed(0)
+    model = MultiExitModel(
+        [nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(3)], [nn.Linear(8, 6) for _ in range(3)]
+    )
+    inputs, labels = torch.randn(900, 8), np.random.default_rng(1).integers(6, size=900)
+    table = record(model.eval(), (inputs, labels), progress=False, settings=RunSettings("cuda"))
+    rule = calibrate.combined(calibrate.eero, name)((1.0, 2.0, 3.0), "60%", table)
+    assert rule.combination is not None
+    for size in (32, 1):
+        one, other = (
+            Predictor(model, rule, settings=replace(each, compile=True), batch_size=size) for each in (DEVICE, HOST)
+        )
+        ours, theirs = (each(inputs[: 20 * size], samples=np.arange(20 * size)) for each in (one, other))
+        assert one.decided_by == "the device decides", one.decided_by
+        assert (ours.exits == theirs.exits).mean() > 0.99
+        assert (ours.predictions == theirs.predictions).mean() > 0.99
+
+
 def test_texts_of_several_lengths_have_a_walk_each():
     from transformers import BertConfig, BertForSequenceClassification
 

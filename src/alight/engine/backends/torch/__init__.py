@@ -133,11 +133,26 @@ class TorchBackend:
             return self
         other, settings = copy.copy(self), self.settings
         other.stages = self.make_stages(self.model, self.open_exits, reads)
-        runs = [compiled_stage(*each) if settings.compile else each[1].forward for each in enumerate(other.stages)]
+        runs = [self._compiled(*each) if settings.compile else each[1].forward for each in enumerate(other.stages)]
         other.runs = graphed(runs, self.device, self.batch_size, other.stages) if settings.graphs else runs
         if self.device.type == "cuda" and settings.decide != "host":
             other.deciding = Deciding(runs, reads, self.admit, self.device, settings.decide, other.stages)
         return other
+
+    def _compiled(self, index: int, stage: Any) -> Callable[..., Any]:
+        """Return a compiled stage; one kernel after it finds the likeliest classes, of which compilers make ten."""
+        if self.device.type != "cuda" or not stage.reads.top or not isinstance(stage, OpenStage):
+            return compiled_stage(index, stage)
+        run, reads = (
+            compiled_stage(index, OpenStage([*stage.stages], stage.head, Reads(()), last=stage.last)),
+            stage.reads,
+        )
+
+        def packed(*state: Tensor) -> tuple[State, Tensor]:
+            state, logits = run(*state)
+            return state, pack(logits, reads)
+
+        return packed
 
     def pin(self, inputs: State) -> State:
         tensors = tuple(map(as_tensor, inputs))

@@ -128,9 +128,7 @@ def pack_by_kernel(logits: Tensor, reads: Reads) -> Tensor | None:
     logits = logits if logits.stride(1) == 1 else logits.contiguous()
     count, classes = logits.shape
     ranks = min(top, classes)
-    packed = torch.empty(
-        count, 2 + len(columns) + probability + 2 * ranks, dtype=torch.float64, device=logits.device
-    )
+    packed = torch.empty(count, 2 + len(columns) + probability + 2 * ranks, dtype=torch.float64, device=logits.device)
     block = max(2, 1 << (classes - 1).bit_length())
     with torch.cuda.device(logits.device):
         found.pack_logits[(count,)](
