@@ -146,7 +146,7 @@ def measure(options: argparse.Namespace) -> Iterator[Row]:
     whole = copy.deepcopy(whole).to(options.device, every.dtype).to(memory_format=torch.channels_last)
     full = Full(whole, (), compiles=True)
     small = resized(others[0].float(), options.size * 5 // 7 // 32 * 32 or options.size).to(others[0].dtype)
-    stages.compiled_stage = compiled_once()  # type: ignore[attr-defined, assignment]
+    compilers = {rule.open_exits: compiled_once() for rule in rules.values()}
     for batch_size in map(int, options.batch_sizes.split(",")):
         count = min(SINGLE if batch_size == 1 else MANY, len(others[0]) // batch_size * batch_size)
         works: dict[str, tuple[Callable[[Tensor], np.ndarray], Tensor, Row]] = {}
@@ -157,6 +157,7 @@ def measure(options: argparse.Namespace) -> Iterator[Row]:
         for budget, rule in rules.items():
             for mode in ("eager", "compiled"):
                 chosen = RunSettings(options.device, options.dtype, settings.channels_last, compile=mode == "compiled")
+                stages.compiled_stage = compilers[rule.open_exits]  # type: ignore[attr-defined, assignment]
                 predictor = Predictor(model, rule, settings=chosen, batch_size=batch_size)
                 works[f"exits, {budget}, {mode}"] = deciding(predictor, recorded, others, batch_size)
         yield from timed(works, batch_size, count, options.rounds, options.device)
@@ -169,7 +170,11 @@ def fastest(full: Full, images: Images, batch_size: int, count: int) -> Any:
     taken = {name: min(clocked(partial(run, part), part.device.type) for _ in range(3)) for name, run in ways.items()}
     best = min(taken, key=taken.__getitem__)
     accuracy = float((classes(full.forward, 500, images[0]) == labels).mean())
-    return ways[best], images[0], {"way": best, "accuracy": accuracy, "replayed": "", "same": "", "open_exits": ""}
+    return (
+        ways[best],
+        images[0],
+        {"way": best, "accuracy": accuracy, "replayed": "", "same": "", "open_exits": "", "combination": ""},
+    )
 
 
 def classes(run: Callable[..., Any], batch_size: int, images: Tensor) -> np.ndarray:
@@ -203,6 +208,7 @@ def deciding(predictor: Predictor, recorded: Any, images: Images, batch_size: in
             "replayed": expected.accuracy(labels),
             "same": float(same.mean()),
             "open_exits": " ".join(map(str, predictor.policy.open_exits)),
+            "combination": type(predictor.policy.combination).__name__ if predictor.policy.combination else "",
         },
     )
 
