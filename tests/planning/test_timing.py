@@ -5,9 +5,10 @@ import pytest
 import torch
 from torch import nn
 
-from alight import cascade
-from alight.planning.timing import as_planned, compare
-from alight.policies.policy import ExitAt, Lottery, Policy
+from alight import HeadOutputs, cascade, replay
+from alight.planning.timing import as_planned, compare, random_exits
+from alight.policies.combinations import Vote
+from alight.policies.policy import ExitAt, Lottery, Policy, Threshold
 
 
 def shares(policy: Policy, samples: np.ndarray) -> list[int]:
@@ -31,6 +32,15 @@ def test_samples_of_a_trial_leave_as_the_rates_say(rates, count):
 
 def test_other_policies_take_samples_as_they_come():
     assert as_planned(ExitAt(costs=(1.0,)), 10) is None
+
+
+def test_a_trial_combines_answers_as_the_policy_does():
+    vote = Vote(exits=(0, 1), constants=((1.0,), (2.0, 1.0)), slopes=((0.0,), (0.0, 0.0)), others=(0.0, 0.0))
+    policy = Threshold((0.5,), costs=(1.0, 2.0), combination=vote)
+    outputs = HeadOutputs(scores=[[0.2, 0.9]] * 5, predictions=[[3, 4]] * 5)
+    assert (
+        replay(random_exits(policy, (0.0, 1.0)), outputs).predictions.tolist() == [3] * 5
+    )  # the first exit's, by votes
 
 
 def test_a_cascade_is_timed_against_its_last_network_alone():

@@ -82,10 +82,14 @@ def stage_seconds(predictor: Predictor, state: State) -> Floats:
 
 
 def random_exits(policy: Policy, exit_rates: Sequence[float]) -> Policy:
-    """Return a policy by which so many samples leave at random at each open exit, for inputs without meaning."""
+    """Return a policy by which so many samples leave at random at each open exit, for inputs without meaning.
+
+    It combines answers as the policy does, which takes time too.
+    """
     if len(policy.open_exits) == 1:
         return policy
     terms: dict[str, Any] = {"open_exits": policy.open_exits, "num_exits": policy.num_exits}
+    terms["combination"] = policy.combination
     return Lottery(costs=policy.costs, exit_rates=tuple(exit_rates), **terms)
 
 
