@@ -4,6 +4,7 @@
     python experiments/imagenet_cascades.py imagenet.npz time DATA MODELS MOBILENETS   # 2 minutes on two idle cores
     PYTHONPATH=src:benchmarks python experiments/imagenet_cascades.py gpu.npz device DATA MODELS   # 2 minutes, H200
     python experiments/imagenet_cascades.py imagenet.npz sweep                         # 10 minutes on one core
+    python experiments/imagenet_cascades.py results/recordings exits                   # a minute
 
 `time` writes results/imagenet_networks.csv: what each network takes for an image, from its bytes to its answer, and
 what the cascade takes that `sweep` chooses, run beside the network that it replaces. `device` writes
@@ -16,6 +17,10 @@ are split 20 times. One half chooses among five networks, their order and thresh
 EfficientNet-lite2, by `choose_members` and `eero`; every pair of networks gets the threshold that spends the budget,
 which needs no labels. The other half tests. Rows "as accurate as NAME" take the smallest budget at which the first
 half is as accurate as NAME alone, which the other half then tests too.
+
+`exits` compares exits inside a network with a smaller network before it, at equal FLOPs: results/exits_or_cascade.csv.
+No ImageNet network with trained exits is at hand, so these are networks for CIFAR-100 that ship as recordings: a
+ResNet-18 and an MSDNet. 20 splits, as above.
 """
 
 import argparse
@@ -23,7 +28,7 @@ import csv
 import json
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import combinations, islice
@@ -43,6 +48,7 @@ from alight.provenance import provenance
 
 ROOT = Path(__file__).parent.parent
 NETWORKS, CASCADES, CUDA = (ROOT / "results" / f"imagenet_{name}.csv" for name in ("networks", "cascades", "cuda"))
+EXITS = ROOT / "results" / "exits_or_cascade.csv"
 REFERENCE = "lite2"
 MATCHED = ("lite1", "lite2", "resnet50")  # the most accurate, the largest EfficientNet, the largest
 SHARES = (0.4, 0.5, 0.6, 0.7, 0.85, 1.0)  # of the reference's cost
@@ -51,6 +57,14 @@ STRIDE, ROUNDS = 20, 5  # every 20th image is timed, in so many runs
 UNITS = {"MACs": "multiply-adds", "ms": "ms, two cores"}
 CANDIDATES = ("v1-0.5@160 int8", "v2@224 int8", "lite0", "lite1", "lite2")  # that are chosen from
 SPENDING = partial(calibrate.eero, spend_all=True)
+SMALL, LARGE = ("msdnet_joint_0", -1), ("resnet18_frozen_0", -1)  # recordings, and their exits: the last, or all
+CONTENDERS = {
+    "exits on the trained network": [("resnet18_frozen_separable_0", None)],
+    "exits, trained together": [("resnet18_mixed_distilled_0", None)],
+    "cascade: MSDNet, ResNet-18": [SMALL, LARGE],
+    "cascade: MSDNet with exits, ResNet-18": [(SMALL[0], None), LARGE],
+}
+COMPARED = (0.15, 0.2, 0.3, 0.4, 0.5, 0.7)  # of the FLOPs of the ResNet-18 alone
 Row = dict[str, Any]
 Members = tuple[int, ...]
 Fit = Callable[[Costs, float, HeadOutputs], tuple[Policy, Members]]
@@ -277,6 +291,50 @@ def device(options: argparse.Namespace) -> None:
         write_rows(options.output, rows)
 
 
+def chained(folder: Path, parts: Sequence[tuple[str, int | None]]) -> tuple[HeadOutputs, Costs]:
+    """Return the outputs and costs of recorded networks in a chain, each with all of its exits or with one."""
+    tables, costs = [], []
+    for name, exit_index in parts:
+        table, cost = HeadOutputs.load(folder / name / "test.npz"), Costs.load(folder / name / "costs.json")
+        kept = [*range(len(cost))] if exit_index is None else [len(cost) + exit_index]
+        tables.append(table.at_exits(kept))
+        costs.append(cost.at_exits(kept))
+    assert all(np.array_equal(each.truth(), tables[0].truth()) for each in tables)  # the same images
+    columns = {name: np.hstack([getattr(each, name) for each in tables]) for name in ("scores", "predictions")}
+    spent = {name: np.concatenate([getattr(each, name) for each in costs]) for name in ("stages", "heads")}
+    owners = [index for index, each in enumerate(costs) for _ in range(len(each))]
+    return HeadOutputs(**columns, labels=tables[0].truth()), Costs(**spent, members=owners)
+
+
+def compare_exits(options: argparse.Namespace) -> None:
+    """Write how accurate exits and cascades are for the same FLOPs."""
+    full = chained(options.recording, [LARGE])[1].full
+    rows, told = [], provenance("numpy", folder=ROOT)
+    for name, parts in CONTENDERS.items():
+        outputs, costs = chained(options.recording, parts)
+        last = 1 - outputs.risks()[-1]
+        for share in COMPARED:
+            found = []
+            for seed in range(SPLITS):
+                half, test = outputs.split(0.5, np.random.default_rng(seed))
+                try:
+                    decisions = replay(SPENDING(costs, Amount(share * full), half), test)
+                except BudgetTooSmall:
+                    break
+                found.append((decisions.accuracy(test.truth()), decisions.mean_cost / full))
+            if found:
+                accuracy, spent = np.array(found).T
+                low, high = np.quantile(accuracy, [0.025, 0.975])
+                row = {"contender": name, "budget": f"{share:.0%}", "splits": SPLITS, "accuracy": accuracy.mean()}
+                row |= {"accuracy_low": low, "accuracy_high": high, "spent": spent.mean(), "last_alone": last}
+                rows.append({**{key: _text(value) for key, value in row.items()}, **told})
+    write_rows(EXITS, rows)
+
+
+def _text(value: Any) -> Any:
+    return f"{value:.4f}" if isinstance(value, float) else value
+
+
 def torch_chain(options: argparse.Namespace, settings: Any) -> Any:
     """Return the cascade of all networks of torch for which there are weights, on their device."""
     import torch
@@ -402,6 +460,7 @@ def main() -> None:
     gpu.add_argument("--no-compile", dest="compile", action="store_false")
     gpu.add_argument("--output", type=Path, default=CUDA)
     gpu.set_defaults(run=device)
+    commands.add_parser("exits").set_defaults(run=compare_exits)
     sweeping = commands.add_parser("sweep")
     sweeping.add_argument("--units", nargs="+", choices=UNITS, default=[*UNITS])
     sweeping.add_argument("--splits", type=int, default=SPLITS)
