@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from PIL import Image
 from torch import nn
+from torch.nn.utils.fusion import fuse_conv_bn_eval
 
 from alight.data.preprocess import Normalisation
 
@@ -89,15 +90,16 @@ def resnet50(package: Path) -> nn.Module:
 
 
 def _keras_weights(folder: Path) -> dict[str, np.ndarray]:
-    """Return the arrays of a TensorFlow.js layers model by name."""
+    """Return the arrays of a TensorFlow.js layers model by name; some are in half precision."""
     arrays = {}
     for group in json.loads((folder / "model.json").read_text())["weightsManifest"]:
         content, start = b"".join((folder / path).read_bytes() for path in group["paths"]), 0
         for entry in group["weights"]:
             size = int(np.prod(entry["shape"]))
-            flat = np.frombuffer(content, np.float32, size, start)
+            kind = np.dtype(entry.get("quantization", entry)["dtype"])
+            flat = np.frombuffer(content, kind, size, start).astype(np.float32)
             arrays[entry["name"]] = flat.reshape(entry["shape"])
-            start += 4 * size
+            start += kind.itemsize * size
     return arrays
 
 
@@ -114,6 +116,33 @@ def _put(convolution: Any, norm: Any, weights: dict[str, np.ndarray], conv: str,
             (norm.running_var, "moving_variance"),
         ):
             tensor.copy_(torch.from_numpy(weights[f"{bn}/{name}"].copy()))
+
+
+@torch.no_grad()
+def folded(network: nn.Module, example: torch.Tensor) -> nn.Module:
+    """Return the network with batch norms folded into the convolutions before them: variances may exceed fp16."""
+    made: dict[int, nn.Module] = {}  # by the tensor that a convolution gave
+    norms: list[tuple[nn.Module, nn.Module]] = []
+    held: list[Any] = []  # so that no other tensor gets the same id
+
+    def see(module: nn.Module, inputs: Any, output: Any) -> None:
+        held.append(output)
+        if isinstance(module, nn.Conv2d):
+            made[id(output)] = module
+        elif isinstance(module, nn.BatchNorm2d):
+            norms.append((made[id(inputs[0])], module))
+
+    hooks = [each.register_forward_hook(see) for each in network.modules()]
+    network(example)
+    for hook in hooks:
+        hook.remove()
+    fused = {convolution: fuse_conv_bn_eval(convolution, norm) for convolution, norm in norms}  # type: ignore[type-var]
+    assert len(fused) == len(norms)
+    empty = {norm: nn.Identity() for _, norm in norms}
+    for parent in [*network.modules()]:
+        for name, child in parent.named_children():
+            setattr(parent, name, {**fused, **empty}.get(child, child))
+    return network
 
 
 def images(folder: Path, limit: int | None = None) -> Iterator[tuple[np.ndarray, int]]:

@@ -184,11 +184,11 @@ def classes(run: Callable[..., Any], batch_size: int, images: Tensor) -> np.ndar
     return answers
 
 
-def deciding(predictor: Predictor, recorded: Any, images: Images, batch_size: int) -> Any:
-    """Return a predictor, and how accurate it is, beside a replay."""
+def deciding(predictor: Predictor, recorded: Any, images: Images, batch_size: int, single: int = SINGLE) -> Any:
+    """Return a predictor, and how accurate it is, beside a replay: on `single` images where they come one by one."""
     every, labels = images
     if batch_size == 1:
-        every, labels = every[:SINGLE], labels[:SINGLE]
+        every, labels = every[:single], labels[:single]
         for index in range(8):  # who decides is found out
             predictor(every[index : index + 1], [index])
         made = [predictor(every[index : index + 1], [index]) for index in range(len(every))]

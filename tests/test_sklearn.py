@@ -5,6 +5,7 @@ import warnings
 import numpy as np
 import pandas as pd
 import pytest
+from sklearn.base import clone
 from sklearn.datasets import load_digits, make_classification
 from sklearn.ensemble import (
     ExtraTreesClassifier,
@@ -167,3 +168,22 @@ def test_no_sample_that_trained_calibrates_though_a_class_has_a_single_one():
     assert len(held_out) == 250
     with pytest.raises(BadInput, match="too few to hold some out"):
         BudgetedClassifier(forest, max_loss=0.1).fit(features[:15], labels[:15])
+
+
+def test_weights_train_the_estimator_and_do_not_calibrate():
+    features, labels = table(2)
+    weights = np.where(labels == 0, 1.0, 25.0)
+    forest = RandomForestClassifier(20, max_depth=3, random_state=0)
+    with pytest.raises(BadInput, match="no sample_weight: fit the estimator with it.*prefit=True"):
+        BudgetedClassifier(forest).fit(features, labels, sample_weight=weights)
+    with pytest.raises(BadInput, match="no sample_weight"):
+        make_pipeline(BudgetedClassifier(forest)).fit(features, labels, budgetedclassifier__sample_weight=weights)
+    half = len(labels) // 2
+    said = [
+        BudgetedClassifier(clone(forest).fit(features[:half], labels[:half], each), prefit=True)
+        .fit(features[half:], labels[half:])
+        .predict(features[half:])
+        .mean()
+        for each in (None, weights[:half])
+    ]
+    assert said[1] > said[0] + 0.1  # class 1, which weighs more

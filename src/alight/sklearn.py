@@ -85,8 +85,16 @@ class BudgetedClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         self.estimator, self.budget, self.max_loss, self.exits = estimator, budget, max_loss, exits
         self.method, self.held_out, self.prefit, self.random_state = method, held_out, prefit, random_state
 
-    def fit(self, X: Any, y: Any) -> "BudgetedClassifier":  # noqa: N803
-        """Fit the estimator to most of the data, and where samples stop to the rest of it."""
+    def fit(self, X: Any, y: Any, **unknown: Any) -> "BudgetedClassifier":  # noqa: N803
+        """Fit the estimator to most of the data, and where samples stop to the rest of it.
+
+        There are no weights of samples: a budget is a mean over samples as they come, each of which counts alike.
+        """
+        if unknown:
+            raise BadInput(
+                f"fit takes X and y, no {next(iter(unknown))}: fit the estimator with it, and where samples stop to"
+                " other data, BudgetedClassifier(fitted, prefit=True).fit(X, y), in which each sample counts alike"
+            )
         if self.method not in METHODS:
             raise BadInput(f"there is no method {self.method!r}: choose one of {', '.join(METHODS)}")
         models = _probabilistic(self._estimators())

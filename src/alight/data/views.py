@@ -3,12 +3,13 @@
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import product
 from typing import Any, Literal
 
 import numpy as np
 
-from alight.data.preprocess import InputSpec, TensorSpec, is_tensor
+from alight.data.preprocess import InputSpec, Normalisation, TensorSpec, is_tensor
 from alight.data.tokens import IDS, MASK, library, texts_for
 from alight.errors import BadInput
 
@@ -172,9 +173,11 @@ def _scaled(pixels: Any, spec: InputSpec) -> Any:
             return pixels
         return pixels.round().byte() if is_tensor(pixels) else np.rint(pixels).astype(np.uint8)
     assert spec.normalisation is not None  # as `common_inputs` has checked
-    factors: list[Any] = [
-        np.array(each, np.float32)[:, None, None] for each in (spec.normalisation.mean, spec.normalisation.std)
-    ]
-    if is_tensor(pixels):
-        factors = [sys.modules["torch"].from_numpy(each).to(pixels.device) for each in factors]
-    return (pixels / np.float32(255) - factors[0]) / factors[1]  # in this order, as a network alone gets its images
+    mean, std = _tensors(spec.normalisation, pixels.device) if is_tensor(pixels) else spec.normalisation.by_channel
+    return (pixels / np.float32(255) - mean) / std  # in this order, as a network alone gets its images
+
+
+@lru_cache(maxsize=64)
+def _tensors(normalisation: Normalisation, device: Any) -> list[Any]:
+    """Return mean and std on a device, copied there once: the host waits for such a copy, a graph does not hold it."""
+    return [sys.modules["torch"].from_numpy(each).to(device) for each in normalisation.by_channel]
