@@ -36,6 +36,7 @@ CANDIDATES: Candidates = {  # where nothing is combined; gains are measured agai
     "best_single_exit": published.best_single_exit,
 }
 ALONE = ("learned_stopping", "best_single_exit")  # of them, tried beside combined answers
+FEW = 500  # labelled samples below which all of them are
 CLOSING: Candidates = {"search": partial(search, rounds=1)}  # tried where closed heads save much
 COMBINED: Candidates = {  # tried on combined answers; the first is `eero` where scores tell it no more
     "eero_conditional": eero_conditional,
@@ -47,9 +48,10 @@ def candidates_for(labelled: HeadOutputs, costs: AnyCosts) -> Candidates:
     """Return the candidates that `auto` tries on this table.
 
     These are the methods of `COMBINED` with exits that answer together, by the mean of their log-probabilities where
-    recorded, else by a vote, and then those of `ALONE`: on single answers `eero` and one threshold are next to never
-    the best, and often lucky. Where nothing can be combined, as labels are too few, these are `CANDIDATES`. Where heads
-    take a tenth of the cost or more, as in a cascade, a method that closes exits is tried, too.
+    recorded, else by a vote, and those of `ALONE`: from 500 labels on, `eero` and one threshold on single answers are
+    next to never the best, and often lucky. With fewer they are tried as well; where labels are too few to combine,
+    only `CANDIDATES` are. Where heads take a tenth of the cost or more, as in a cascade, so is a method that closes
+    exits.
 
     >>> from alight import recordings
     >>> labelled, test, costs = recordings.load()
@@ -63,7 +65,8 @@ def candidates_for(labelled: HeadOutputs, costs: AnyCosts) -> Candidates:
     votes = labelled.top_classes is None or labelled.quality is not None  # a mean may answer what nothing grades
     combine = "vote" if votes else "geometric_mean"
     together = {f"{name}, {combine}": combined(method, combine) for name, method in COMBINED.items()}
-    return {**together, **{name: CANDIDATES[name] for name in ALONE}, **closing}
+    single = CANDIDATES if len(labelled) < FEW else {name: CANDIDATES[name] for name in ALONE}
+    return {**together, **single, **closing}
 
 
 def auto(
