@@ -65,4 +65,4 @@ class Diverged(AlightError, ValueError):
 
 
 class ShiftWarning(UserWarning):
-    """Two tables that should come from one distribution differ: guarantees do not carry over."""
+    """Samples are not independent draws of one distribution, as tables differ or hold copies: guarantees may fail."""

@@ -25,6 +25,7 @@ TOP = ("top_classes", "top_log_probabilities")  # columns of the likeliest class
 LOGGED = ("costs", "quality")  # columns that logs of models have, and recordings of a network have not
 KEPT = 5  # likeliest classes that a recording keeps by default
 SAME = 0.5  # of a table's samples in another: by chance there are fewer, even if scores are few
+LEAST_KINDS = 30  # different samples from which on copies are told from the few values of a coarse score
 ROWS = 1_000_000  # of a sample: rates and risks are then known to 0.0005, one standard error
 
 
@@ -279,6 +280,24 @@ class HeadOutputs:
         found = [np.unique(table._row_keys(), return_counts=True) for table in (self, other)]
         own, others = (keys[counts == 1] for keys, counts in found)
         return len(np.intersect1d(own, others, assume_unique=True)) / min(len(self), len(other))
+
+    def copied_samples(self) -> float:
+        """Return the share of samples that repeat an earlier one: alike in all scores and answers.
+
+        It is 0 where scores are coarse, that is where samples which differ share the scores of every exit, and samples
+        that have the highest score at every exit do not count: such repetitions are not copies.
+
+        >>> scores = np.random.default_rng(0).uniform(size=(100, 2))
+        >>> tables = [HeadOutputs(each, np.zeros(each.shape, int)) for each in (scores, np.tile(scores, (4, 1)))]
+        >>> [table.copied_samples() for table in (*tables, replace(tables[1], scores=tables[1].scores.round(1)))]
+        [0.0, 0.75, 0.0]
+        """
+        rows = ~(self.scores == self.scores.max(axis=0)).all(axis=1)
+        kinds = len(np.unique(self._row_keys()[rows]))
+        if kinds == rows.sum() or kinds < LEAST_KINDS:
+            return 0.0
+        is_coarse = 2 * max(len(np.unique(column)) for column in self.scores[rows].T) < kinds
+        return 0.0 if is_coarse else (int(rows.sum()) - kinds) / len(self)
 
     def _row_keys(self) -> Floats:
         """Return a number for each sample, the same for the same scores and answers, and next to never for others."""

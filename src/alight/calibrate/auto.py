@@ -29,14 +29,16 @@ EXPECTED_GAIN, GAIN_DEVIATION = -0.002, 0.01  # of a candidate over the first, b
 MUCH = 0.1  # of the full network's cost, that all other heads take together
 LEAST_TO_COMBINE = 4 * LEAST_SAMPLES  # labelled samples from which on folds are large enough to fit a combination
 
-CANDIDATES: Candidates = {  # gains are measured against the first; add others here
+CANDIDATES: Candidates = {  # where nothing is combined; gains are measured against the first
     "eero": published.eero,
     "learned_stopping": learned_stopping,
     "global_threshold": published.global_threshold,
     "best_single_exit": published.best_single_exit,
 }
+ALONE = ("learned_stopping", "best_single_exit")  # of them, tried beside combined answers
+FEW = 500  # labelled samples below which all of them are
 CLOSING: Candidates = {"search": partial(search, rounds=1)}  # tried where closed heads save much
-COMBINED: Candidates = {  # tried on combined answers, and first; the first is `eero` where scores tell it no more
+COMBINED: Candidates = {  # tried on combined answers; the first is `eero` where scores tell it no more
     "eero_conditional": eero_conditional,
     "global_threshold": published.global_threshold,
 }
@@ -45,9 +47,11 @@ COMBINED: Candidates = {  # tried on combined answers, and first; the first is `
 def candidates_for(labelled: HeadOutputs, costs: AnyCosts) -> Candidates:
     """Return the candidates that `auto` tries on this table.
 
-    Before `CANDIDATES` these are the methods of `COMBINED` with exits that answer together: by the mean of their
-    log-probabilities where recorded, else by a vote, unless labels are too few to fit that. Where heads take a tenth of
-    the cost or more, as in a cascade, a method that closes exits is tried, too.
+    These are the methods of `COMBINED` with exits that answer together, by the mean of their log-probabilities where
+    recorded, else by a vote, and those of `ALONE`: from 500 labels on, `eero` and one threshold on single answers are
+    next to never the best, and often lucky. With fewer they are tried as well; where labels are too few to combine,
+    only `CANDIDATES` are. Where heads take a tenth of the cost or more, as in a cascade, so is a method that closes
+    exits.
 
     >>> from alight import recordings
     >>> labelled, test, costs = recordings.load()
@@ -61,7 +65,8 @@ def candidates_for(labelled: HeadOutputs, costs: AnyCosts) -> Candidates:
     votes = labelled.top_classes is None or labelled.quality is not None  # a mean may answer what nothing grades
     combine = "vote" if votes else "geometric_mean"
     together = {f"{name}, {combine}": combined(method, combine) for name, method in COMBINED.items()}
-    return {**together, **CANDIDATES, **closing}
+    single = CANDIDATES if len(labelled) < FEW else {name: CANDIDATES[name] for name in ALONE}
+    return {**together, **single, **closing}
 
 
 def auto(

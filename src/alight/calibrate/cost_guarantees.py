@@ -56,6 +56,7 @@ Numbers = dict[str, float | str]
 Certify = Callable[[Policy, Costs, HeadOutputs, HeadOutputs], Policy]  # the tables are of fitting and of certifying
 
 LEVELS = 401  # members of a family of lowered policies: each moves thresholds by half a percent of the samples
+COPIED = 0.1  # share of samples that repeat others, above which a guarantee is doubted
 ROUNDING = 1e-9  # of prices times tokens, by which a call may seem to cost more than the most
 WINDOW = 400  # scores that a paced policy remembers of each exit
 P_VALUES: dict[str, Callable[[Floats, float, float], float]] = {
@@ -193,7 +194,8 @@ def _certified(method: Method, seed: int | None, certify: Certify, contract: "Co
             policy = replace(policy, budget=as_costs(costs).budget(budget))
         policy.check(certifying)
         made = replace(certify(policy, as_costs(costs), fitting, certifying), salt=deployed)
-        return made if unlabelled is None else _with_shift(made, diagnose_shift(labelled, unlabelled, [policy]))
+        made = doubted(made, doubts_about_copies(labelled if unlabelled is None else unlabelled))
+        return made if unlabelled is None else doubted(made, _doubts(diagnose_shift(labelled, unlabelled, [policy])))
 
     return calibrated
 
@@ -205,14 +207,27 @@ def drawn_salts(seed: int | None, table: HeadOutputs) -> tuple[int, int, int]:
     return calibrating, deployed, testing
 
 
-def _with_shift(policy: Policy, shift: Shift) -> Policy:
-    """Return the policy, with a warning in its certificate if the tables that it rests on differ."""
+def _doubts(shift: Shift) -> str:
+    """Return why two tables are not of one distribution, "" where they may be."""
+    differ = f"the labelled and the unlabelled samples differ at {shift}. Calibrate with samples drawn like those to come"
+    return differ if shift.is_significant else ""
+
+
+def doubts_about_copies(table: HeadOutputs) -> str:
+    """Return how many samples of a table are copies of others, "" where next to none are."""
+    if (copied := table.copied_samples()) <= COPIED:
+        return ""
+    repeat = f"{percent(copied)} of the {len(table):,} samples repeat others exactly"
+    return f"{repeat}, and a guarantee takes each for a draw of its own. Leave copies out"
+
+
+def doubted(policy: Policy, doubts: str) -> Policy:
+    """Return the policy, with a warning in its certificate if there are doubts about what the certificate assumes."""
     assert policy.certificate is not None
-    if not shift.is_significant:
+    if not doubts or not {"samples", "test samples"} & policy.certificate.numbers.keys():  # nothing is estimated
         return policy
-    doubt = f"Doubtful: the labelled and the unlabelled samples differ at {shift}."
-    warnings.warn(f"{doubt} Calibrate with samples drawn like those to come.", ShiftWarning, stacklevel=3)
-    assumption = f"{policy.certificate.assumption} {doubt}"
+    warnings.warn(f"Doubtful: {doubts}.", ShiftWarning, stacklevel=3)
+    assumption = f"{policy.certificate.assumption} Doubtful: {doubts}."
     return replace(policy, certificate=replace(policy.certificate, assumption=assumption))
 
 

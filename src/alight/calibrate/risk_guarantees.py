@@ -21,6 +21,8 @@ from alight.calibrate.cost_guarantees import (
     certified,
     certify_cost,
     check_bound,
+    doubted,
+    doubts_about_copies,
     drawn_salts,
     same_distribution,
 )
@@ -105,7 +107,8 @@ def certified_risk(
 
         if budget is None:
             whole = _RiskTest(risk, alpha, delta, bound)
-            return replace(_cheapest(fit, network, *labelled.split(0.5, rng), whole), salt=deployed)
+            policy = _cheapest(fit, network, *labelled.split(0.5, rng), whole)
+            return doubted(replace(policy, salt=deployed), doubts_about_copies(labelled))
         fitting, rest = labelled.split(1 / 3, rng)
         certifying, testing = rest.split(0.5, rng)
         contract, test = (
@@ -114,7 +117,8 @@ def certified_risk(
         )
         policy = certify_cost(fit(budget, fitting), network, fitting, certifying, contract)
         policy = replace(policy, salt=testing_salt)  # else its ties were drawn like those that set its thresholds
-        return replace(_with_risk(policy, network, testing, test), salt=deployed)
+        policy = _with_risk(policy, network, testing, test)
+        return doubted(replace(policy, salt=deployed), doubts_about_copies(labelled))
 
     return calibrated
 
