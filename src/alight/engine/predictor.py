@@ -22,7 +22,7 @@ from alight.engine.settings import TORCH, RunSettings
 from alight.engine.walk import Answers, Flow, single, usable
 from alight.errors import AlightError, BadFile, BadInput, Mismatch
 from alight.files import CASCADE, CONFIG, MANIFEST, POLICY, PathLike
-from alight.outputs import TOP, Decisions
+from alight.outputs import Decisions
 from alight.policies import load_policy
 from alight.policies.policy import Memory, Policy
 
@@ -146,10 +146,12 @@ class Predictor:
             check_fingerprint(policy, backend.fingerprint)
         if self.probabilities and not policy.keeps_answers:
             raise BadInput(
-                f"with {type(policy.combination).__name__} an answer need not be its exit's own, so it has no single"
-                " probability: leave probabilities out"
+                "the policy combines the answers of exits, so that an answer need not be its exit's own and has no"
+                " single probability: leave probabilities out"
             )
-        self.backend, self.policy = backend.with_reads(_reads(policy, self.probabilities)), policy
+        reads = map(policy.reads, range(len(policy.open_exits)))
+        self.backend = backend.with_reads([Reads(scores, self.probabilities, top) for scores, top in reads])
+        self.policy = policy
         self._exit_names = tuple(backend.exits)
         self._one_by_one = self.backend.supports_single_sample and policy.takes_single_samples
         self._deciding: Any = getattr(self.backend, "deciding", None)  # where the device may decide
@@ -382,14 +384,6 @@ def _joined_labels(labels: Sequence[Any], count: int) -> Integers | None:
         return None
     joined: Integers = np.concatenate([as_array(each) for each in labels])
     return joined if len(joined) == count and joined.min() >= 0 else None
-
-
-def _reads(policy: Policy, probabilities: bool) -> list[Reads]:
-    """Return what is computed at every open exit; the last takes all samples unread, unless exits are combined."""
-    last, combination = len(policy.open_exits) - 1, policy.combination
-    scores = tuple(name for name in policy.inputs if name not in TOP)
-    read = Reads(scores, probabilities, combination.top if combination else 0)
-    return [*[read] * last, read if combination else Reads((), probabilities)]
 
 
 def check_exits(policy: Policy, exits: int) -> None:

@@ -54,14 +54,10 @@ class Launched(NamedTuple):
 
 
 def single(backend: Backend, policy: Policy, sample: int, state: State) -> tuple[int, int, float | None]:
-    """Return class, open-exit index and probability of one sample, walked in numbers: arrays of one cost more.
-
-    A combination takes arrays alone.
-    """
+    """Return class, open-exit index and probability of one sample, walked in numbers: arrays of one cost more."""
     if backend.first_unusable(state) is not None:
         _refuse_input(sample)
     recalled: Any = ((), ())
-    number: Any = np.array([sample]) if policy.combination else sample
     for stage in range(len(policy.open_exits)):
         try:
             values, state = backend.run_one(stage, state)
@@ -70,13 +66,11 @@ def single(backend: Backend, policy: Policy, sample: int, state: State) -> tuple
             raise
         if not math.isfinite(values.largest):
             _refuse(policy, stage, np.array([sample]))
-        prediction, columns = values.predictions, values.columns or (values.largest,)
-        if policy.combination:
-            prediction, columns = np.array([prediction]), tuple(np.array([each]) for each in columns)
-        leaving, prediction, recalled = visit(policy, stage, number, prediction, columns, recalled)
+        columns = values.columns or (values.largest,)
+        leaving, prediction, recalled = visit(policy, stage, sample, values.predictions, columns, recalled)
         if leaving:
             break
-    return int(prediction[0] if policy.combination else prediction), stage, values.probabilities
+    return prediction, stage, values.probabilities
 
 
 class Flow:

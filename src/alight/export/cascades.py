@@ -2,7 +2,7 @@
 
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +40,8 @@ def export_cascade(
             made.append(_exported(opened, own, Path(name) / str(member), export))
         smaller = Cascade(made, network.image_size)
         smaller.save(folder)
-    _renumbered(policy, kept, smaller).save(folder / POLICY)
+    terms = {"num_exits": len(kept), "exits": smaller.exits, "fingerprint": policy.fingerprint and smaller.fingerprint}
+    policy.renumbered({index: place for place, index in enumerate(kept)}, **terms).save(folder / POLICY)
     return folder
 
 
@@ -56,16 +57,3 @@ def _exported(opened: OpenMember, open_exits: Sequence[int], folder: Path, expor
     export(opened.network, policy, folder, normalisation=opened.member.normalisation, progress=False)
     settings = replace(opened.member.settings, device=None, channels_last=False, compile=False, graphs=False)
     return OpenMember(replace(opened.member, network=folder, normalisation=None, settings=settings), opened.name)
-
-
-def _renumbered(policy: Policy, kept: Sequence[int], network: Cascade) -> Policy:
-    """Return the policy for a cascade that has these exits alone, and so do its parts."""
-    opened = tuple(kept.index(index) for index in policy.open_exits)
-    changed: dict[str, Any] = {"open_exits": opened, "num_exits": len(kept), "exits": network.exits}
-    changed["fingerprint"] = policy.fingerprint and network.fingerprint
-    if policy.combination:
-        changed["combination"] = replace(policy.combination, exits=opened)
-    for each in fields(policy):
-        if isinstance(part := getattr(policy, each.name), Policy):
-            changed[each.name] = _renumbered(part, kept, network)
-    return replace(policy, **changed)

@@ -53,7 +53,7 @@ def same_rule(one: Policy, other: Policy) -> bool:
 
 
 def _is_by_kernel(policy: Policy) -> bool:
-    return type(policy) in BY_KERNEL and policy.combination is None
+    return type(policy) in BY_KERNEL and not policy.combines
 
 
 class Executor(NamedTuple):
