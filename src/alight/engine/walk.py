@@ -73,6 +73,12 @@ def single(backend: Backend, policy: Policy, sample: int, state: State) -> tuple
     return prediction, stage, values.probabilities
 
 
+def one_answer(sample: int, prediction: int, stage: int, top: float | None) -> Answers:
+    """Return the answer of one sample as arrays."""
+    probabilities = None if top is None else np.array([top])
+    return Answers(np.array([sample]), np.array([prediction]), np.array([stage]), probabilities)
+
+
 class Flow:
     """One run of many batches, of sample numbers and admitted inputs, through the stages of a backend.
 
@@ -123,7 +129,8 @@ class Flow:
     def _walk(self) -> Iterator[Answers]:
         while (step := self._next()) is not None or self.awaited:
             if step is not None and step[0] == 0 and self.one_by_one and len(step[1].samples) == 1:
-                yield self._single(step[1])
+                sample = int(step[1].samples[0])
+                yield one_answer(sample, *single(self.backend, self.policy, sample, step[1].state))
                 continue
             if step is not None:
                 self._launch(*step)
@@ -156,11 +163,6 @@ class Flow:
             if stage <= complete and (rest := self.pools[stage].rest()) is not None:
                 return stage, rest
         return None
-
-    def _single(self, group: Group) -> Answers:
-        prediction, stage, top = single(self.backend, self.policy, int(group.samples[0]), group.state)
-        top_array = None if top is None else np.array([top])
-        return Answers(group.samples, np.array([prediction]), np.array([stage]), top_array)
 
     def _launch(self, stage: int, group: Group) -> None:
         """Run one stage for a group."""
