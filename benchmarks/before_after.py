@@ -25,8 +25,9 @@ from pathlib import Path
 
 import numpy as np
 
-OPTIONS = ("--device", "cpu", "--batch-sizes", "1,64", "--images", "128", "--mixes", "uniform", "--rounds", "2")
-OPTIONS += ("--threads", "1")  # those that are given come after them
+OPTIONS = (
+    "--device cpu --threads 1 --batch-sizes 1,64 --images 128 --mixes uniform --rounds 2".split()
+)  # and those given
 MEASURES = ("per_second", "speedup", "reached")
 
 
