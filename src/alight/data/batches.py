@@ -128,20 +128,23 @@ def _kind(inputs: Any, spec: InputSpec) -> tuple[Any, Arrays]:
     Quickly, since a single sample takes little longer: one array or tensor in single precision or less, or several
     tensors with as many samples each.
     """
-    if type(inputs) is np.ndarray:
-        ready = inputs.dtype.char == "f" and inputs.ndim and len(inputs) and inputs.flags.c_contiguous
-        return (inputs.shape[1:] if ready else None), (inputs,)
-    if is_tensor(inputs):
-        ready = inputs.is_floating_point() and inputs.itemsize < 8 and inputs.ndim > 0 and inputs.shape[0] > 0
-        return (inputs.shape[1:] if ready else None), (inputs,)
+    if type(inputs) is np.ndarray or is_tensor(inputs):
+        return (inputs.shape[1:] if _is_ready(inputs) else None), (inputs,)
     if isinstance(inputs, Mapping) and len(inputs) == len(spec.names) > 1:
         inputs = tuple([inputs.get(name) for name in spec.names])
-    if type(inputs) is not tuple or not inputs or not all(map(is_tensor, inputs)) or not inputs[0].ndim:
+    if type(inputs) is not tuple or not inputs or not all(map(is_tensor, inputs)):
         return None, ()
-    first = inputs[0].shape[:1]
-    if not first[0] or any(each.shape[:1] != first for each in inputs):
+    counts = {each.shape[0] if each.ndim else 0 for each in inputs}
+    if len(counts) > 1 or 0 in counts:
         return None, ()
     return tuple([(each.shape[1:], each.dtype) for each in inputs]), inputs
+
+
+def _is_ready(inputs: Any) -> bool:
+    """Return whether it is a batch in single precision or, of tensors, less."""
+    if type(inputs) is np.ndarray:
+        return bool(inputs.dtype.char == "f" and inputs.ndim and len(inputs) and inputs.flags.c_contiguous)
+    return bool(inputs.is_floating_point() and inputs.itemsize < 8 and inputs.ndim and inputs.shape[0])
 
 
 def _checked(parts: Sequence[Any], spec: InputSpec) -> Arrays:

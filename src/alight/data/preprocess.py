@@ -121,7 +121,8 @@ class InputSpec:
     @cached_property
     def known_kinds(self) -> set[Any]:
         """Shapes, and of several tensors dtypes, of samples that the network takes unchanged: each is checked once."""
-        return set()
+        is_float = len(self.tensors) == 1 and self.tensors[0].dtype == "float32"
+        return {self.tensors[0].shape[1:]} if is_float else set()
 
     @cached_property
     def image_shape(self) -> tuple[int, int, int] | None:

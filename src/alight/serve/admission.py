@@ -146,7 +146,7 @@ class Admission:
         future.add_done_callback(partial(loop.call_soon_threadsafe, self._finished, lane, seconds))
         return await asyncio.wrap_future(future)  # which drops it from the lane if the request is cancelled
 
-    def _finished(self, lane: Lane, seconds: float, _: Any) -> None:
+    def _finished(self, lane: Lane, seconds: float, _: Any = None) -> None:
         lane.seconds = max(0.0, lane.seconds - seconds)
 
     def _timed(self, kind: str, amount: int, lane: Lane, work: Callable[..., Result], *arguments: Any) -> Result:

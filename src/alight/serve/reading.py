@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 from PIL import Image
 
-from alight.data.preprocess import InputSpec, image_batch
+from alight.data.preprocess import image_batch
 from alight.serve.model import Sample, ServedModel
 from alight.serve.pictures import one_line, picture, read_picture
 from alight.serve.requests import Limits, PredictOptions, RequestRefused, parse
@@ -26,7 +26,7 @@ MAX_LETTERS = 1000  # of a text for each token that is read of it
 MAX_NUMBER = 1e6  # in an array: beyond, networks overflow
 OPTION_BYTES = 200  # of a budget or deadline as JSON: they are short
 NOTHING = msgspec.Raw()
-ReadPicture = Callable[[bytes, InputSpec], np.ndarray]
+ReadPicture = Callable[..., np.ndarray]  # of a file, and the `spec` of inputs
 
 
 class RawRequest(msgspec.Struct, forbid_unknown_fields=True):
@@ -213,7 +213,7 @@ def _read_array(values: Any, model: ServedModel) -> Sample:
     return array.astype(model.dtype)[None]
 
 
-COUNTERS: dict[str, Callable[[Any, ServedModel, Limits], tuple[Any, int]]] = {
+COUNTERS: dict[str, Callable[..., tuple[Any, int]]] = {
     "images": _count_pixels,
     "arrays": _count_numbers,
     "texts": _count_letters,
