@@ -270,7 +270,6 @@ def imagenet(options: argparse.Namespace) -> None:
     from PIL import Image
 
     from alight import Costs, calibrate, record, time_stages
-    from alight.calibrate.crossval import of_network
     from alight.costs import Amount
     from alight.export.precision import lower
     from alight.policies.policy import ExitAt
@@ -310,7 +309,8 @@ def imagenet(options: argparse.Namespace) -> None:
             alone = np.median(timed.stages + timed.heads, axis=0)[[*opened]]
             costs = Costs([0.0, 0.0], alone, "ms", range(2))
             fitted = calibrate.eero(costs, Amount(SPENT * alone[-1]), labelled, spend_all=True)
-            return policy("cascade", of_network(fitted, opened, len(SIZES), alone[-1], model.exits), about)
+            terms = {"num_exits": len(SIZES), "exits": model.exits, "full_cost": alone[-1]}
+            return policy("cascade", fitted.renumbered(opened, **terms), about)
 
         made.add(f"cascade of lite0 and lite2, {runtime} {precision}", of_two, **about)
 

@@ -116,6 +116,18 @@ def test_importing_what_needs_no_torch_does_not_load_it():
     assert done.returncode == 0, done.stderr
 
 
+def test_only_policies_know_whether_they_combine_answers():
+    rooms = ("alight.policies", "alight.calibrate", "alight.engine.backends.torch")  # a kernel takes its numbers
+    others = {module: path for module, path in modules().items() if not module.startswith(rooms)}
+    asking = [module for module, path in others.items() if ".combination" in attributes_read(path.read_text())]
+    assert not asking
+    assert ".combination" in attributes_read(modules()["alight.policies.route"].read_text())  # it can be found
+
+
+def attributes_read(source: str) -> set[str]:
+    return {f".{node.attr}" for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Attribute)}
+
+
 def test_every_room_is_in_the_table():
     assert {name.split(".")[1] for name in modules()} == set(MAY_IMPORT)
 

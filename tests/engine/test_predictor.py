@@ -372,7 +372,7 @@ def test_bad_input_says_what_to_do(backend):
     with pytest.raises(BadInput, match="gave no batch"):
         found.run([], progress=False)
     voted = calibrate.combined(calibrate.geometric, "vote")(ALL_COSTS, 3.0, table())
-    with pytest.raises(BadInput, match="Vote an answer need not be its exit's own"):
+    with pytest.raises(BadInput, match="an answer need not be its exit's own"):
         predictor("torch", voted, probabilities=True)
     with pytest.raises(BadInput, match="no dtype 'int3'"):
         RunSettings(dtype="int3")

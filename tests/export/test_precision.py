@@ -197,7 +197,7 @@ def labelled():
 def calibrated(contract=calibrate.certified_probability):
     costs = Costs([1.0, 1.5, 0.5, 3.0], [0.0, 0.0, 0.0, 0.0], unit="FLOPs")
     fitted = contract(calibrate.eero)(costs.at_exits(OPENED), "80%", table().at_exits(OPENED))
-    return calibrate.crossval.of_network(fitted, OPENED, 4, costs.full, network().exits)
+    return fitted.renumbered(OPENED, num_exits=4, exits=network().exits, full_cost=costs.full)
 
 
 def test_a_policy_is_calibrated_again_on_what_was_quantised(tmp_path, quick):

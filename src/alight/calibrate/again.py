@@ -7,7 +7,6 @@ from typing import Any
 
 from alight.calibrate.combinations import COMBINE, combined
 from alight.calibrate.cost_guarantees import CONTRACTS
-from alight.calibrate.crossval import of_network
 from alight.calibrate.problem import Method
 from alight.calibrate.risk_guarantees import RISKS, certified_risk
 from alight.costs import Amount, Costs
@@ -48,7 +47,7 @@ def recalibrate(policy: Policy, costs: Costs, labelled: HeadOutputs, budget: Amo
     made = _certified(_method(policy), policy.certificate)(costs, budget, labelled)
     made = replace(made, method=policy.method) if isinstance(policy, ExitAt) else made
     made = replace(made, certificate=_with_percentage_of(full, costs.full, made))
-    return of_network(made, policy.open_exits, policy.num_exits, full, policy.exits)
+    return made.renumbered(policy.open_exits, num_exits=policy.num_exits, exits=policy.exits, full_cost=full)
 
 
 def _with_percentage_of(full: float, part: float, policy: Policy) -> Certificate | None:

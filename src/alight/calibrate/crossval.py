@@ -15,8 +15,7 @@ from alight.calibrate.problem import AnyCosts, Budget, Method, check_uncertified
 from alight.costs import Costs, as_costs
 from alight.errors import BudgetTooSmall
 from alight.outputs import HeadOutputs
-from alight.policies.limits import Metered
-from alight.policies.policy import Mixture, Policy
+from alight.policies.policy import Policy
 from alight.policies.route import replay
 
 Function = TypeVar("Function", bound=Callable[..., Any])  # of a table and more that can be hashed
@@ -150,7 +149,7 @@ def on_exits(method: Method, open_exits: Sequence[int]) -> Method:
         tables = [None if table is None else table.at_exits(open_exits) for table in (judged, unlabelled)]
         policy = method(network.at_exits(open_exits), network.budget(budget), *tables, **options)
         names = labelled.exits or (unlabelled.exits if unlabelled else ())
-        return of_network(policy, tuple(open_exits), len(network), network.full, names)
+        return policy.renumbered(open_exits, num_exits=len(network), exits=names, full_cost=network.full)
 
     return calibrated
 
@@ -240,17 +239,3 @@ def held_out_parts(num_samples: int, count: int) -> list[tuple[Integers, Integer
     count = min(count, num_samples // 2)
     every = np.arange(num_samples)
     return [(np.setdiff1d(every, part), part) for part in folds(num_samples, count)] if count > 1 else [(every, every)]
-
-
-def of_network(
-    policy: Policy, open_exits: tuple[int, ...], num_exits: int, full_cost: float, names: tuple[str, ...]
-) -> Policy:
-    """Return the policy of some exits with them numbered as in the whole network, also in its combination and parts."""
-    opened = tuple(open_exits[index] for index in policy.open_exits)
-    changed: dict[str, Any] = {"open_exits": opened, "num_exits": num_exits, "exits": names, "full_cost": full_cost}
-    if policy.combination:
-        changed["combination"] = replace(policy.combination, exits=opened)
-    inner = ("first", "second") if isinstance(policy, Mixture) else ("policy",) if isinstance(policy, Metered) else ()
-    whole = open_exits, num_exits, full_cost, names
-    changed |= {name: of_network(getattr(policy, name), *whole) for name in inner}
-    return replace(policy, **changed)

@@ -63,7 +63,10 @@ def _repeated_interrupt() -> Iterator[None]:
 
 
 def _run(options: Namespace) -> int:
-    with _short_warnings(options.quiet):
+    with warnings.catch_warnings():
+        if options.quiet:
+            warnings.simplefilter("ignore")
+        warnings.showwarning = lambda message, *_, **__: print(f"alight: {_line(str(message))}", file=sys.stderr)
         result = options.run(options)
     if result is not None:
         print(result.as_json() if options.json else result.text)
@@ -91,15 +94,6 @@ def _run_with_short_errors(options: Namespace) -> int:
     except Exception as error:
         _fail(f"{type(error).__name__}: {error} (internal error of alight or of a library: --debug shows where)")
         return ExitStatus.INTERNAL_ERROR
-
-
-@contextmanager
-def _short_warnings(quiet: bool) -> Iterator[None]:
-    with warnings.catch_warnings():
-        if quiet:
-            warnings.simplefilter("ignore")
-        warnings.showwarning = lambda message, *_, **__: print(f"alight: {_line(str(message))}", file=sys.stderr)
-        yield
 
 
 def _fail(message: str) -> int:

@@ -87,26 +87,21 @@ def parser() -> argparse.ArgumentParser:
     overview = _Overview(prog="alight", description=ABOUT, allow_abbrev=False)
     overview.add_argument("--version", action="version", version=f"alight {__version__}")
     commands = overview.add_subparsers(required=True, metavar="COMMAND", parser_class=Parser)
-    for command in COMMANDS.values():
-        _add(commands, command)
+    for name, command in COMMANDS.items():
+        examples = "\n".join(["examples:" if len(command.examples) > 1 else "example:", *command.examples])
+        added = commands.add_parser(
+            name,
+            help=command.purpose,
+            description=command.purpose,
+            epilog=examples.replace("\n", "\n  alight "),
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,
+        )
+        for add in command.arguments:
+            add(added)
+        if command.results:
+            added.add_argument("--json", action="store_true", help="print results as JSON, for programs")
+            added.add_argument("-q", "--quiet", action="store_true", help="no progress, no warnings: results alone")
+        added.add_argument("--debug", action="store_true", help="show where in the code an error arose")
+        added.set_defaults(run=command.run, **{} if command.results else {"json": False, "quiet": False})
     return overview
-
-
-def _add(commands: Any, command: Command) -> None:
-    examples = "\n".join(f"  alight {example}" for example in command.examples)
-    title = "examples" if len(command.examples) > 1 else "example"
-    added = commands.add_parser(
-        command.name,
-        help=command.purpose,
-        description=command.purpose,
-        epilog=f"{title}:\n{examples}",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    for add in command.arguments:
-        add(added)
-    if command.results:
-        added.add_argument("--json", action="store_true", help="print results as JSON, for programs")
-        added.add_argument("-q", "--quiet", action="store_true", help="no progress, no warnings: results alone")
-    added.add_argument("--debug", action="store_true", help="show where in the code an error arose")
-    added.set_defaults(run=command.run, **{} if command.results else {"json": False, "quiet": False})

@@ -140,18 +140,16 @@ def _named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     yield from module.named_buffers()
 
 
-def check_batch(
-    network: nn.Module, stages: Sequence[nn.Module], inputs: Inputs, heads: Sequence[nn.Module] = ()
-) -> None:
-    """Raise unless stages in a row give what the network gives for this batch, in evaluation.
+def check_batch(chain: Chain) -> None:
+    """Raise unless stages in a row give what the network gives for the batch of its inputs, in evaluation.
 
     Up to rounding; in half precision, in which rounding hides much, bit by bit, where the network repeats its bits: for
     texts without padding, of which a network may leave the mask out and so run other kernels, once they have some.
     """
-    chain = Chain(network, stages, inputs, heads)
+    inputs = chain.inputs
     with chain.in_evaluation(), refusals():
         made, expected = chain.whole_outputs(inputs.tensors), chain.expected(inputs.tensors)
-        pairs = [*zip(made, expected, strict=not heads)]
+        pairs = [*zip(made, expected, strict=not chain.heads)]
         bits = all(same_bits(*pair) for pair in pairs)
         exact = not bits and expected[0].dtype in HALF and all(map(same_bits, chain.expected(inputs.tensors), expected))
         if exact and (padded := _padded(inputs)):

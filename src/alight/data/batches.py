@@ -113,32 +113,38 @@ def as_inputs(inputs: Any, spec: InputSpec) -> Arrays:
     >>> as_inputs(np.zeros((5, 4)), InputSpec())[0].dtype
     dtype('float32')
     """
-    if len(spec.tensors) < 2 and _is_ready(inputs) and (inputs.shape[1:] in spec.known_shapes or not spec.tensors):
-        return (inputs,)
-    parts = _tensors(inputs, spec)
-    if parts is not None and (kinds := _kinds(parts)) in spec.known_kinds:
+    kind, parts = _kind(inputs, spec)
+    if kind is not None and kind in spec.known_kinds:
         return parts
     arrays = _checked(_parts(inputs, spec), spec)
-    if len(arrays) == 1 and len(spec.known_shapes) < MANY and _is_ready(arrays[0]):
-        spec.known_shapes.add(tuple(arrays[0].shape[1:]))
-    elif parts is not None and len(spec.known_kinds) < MANY and kinds and [*map(id, parts)] == [*map(id, arrays)]:
-        spec.known_kinds.add(kinds)
+    if kind is not None and len(spec.known_kinds) < MANY and [*map(id, parts)] == [*map(id, arrays)]:
+        spec.known_kinds.add(kind)
     return arrays
 
 
-def _tensors(inputs: Any, spec: InputSpec) -> tuple[Any, ...] | None:
-    """Return several inputs in order where all are tensors, quickly, as of a single text; None of anything else."""
+def _kind(inputs: Any, spec: InputSpec) -> tuple[Any, Arrays]:
+    """Return shapes and dtypes of inputs that may be what the network takes, and these in order; or None.
+
+    Quickly, since a single sample takes little longer: one array or tensor in single precision or less, or several
+    tensors with as many samples each.
+    """
+    if type(inputs) is np.ndarray or is_tensor(inputs):
+        return (inputs.shape[1:] if _is_ready(inputs) else None), (inputs,)
     if isinstance(inputs, Mapping) and len(inputs) == len(spec.names) > 1:
         inputs = tuple([inputs.get(name) for name in spec.names])
-    return inputs if type(inputs) is tuple and all(map(is_tensor, inputs)) else None
+    if type(inputs) is not tuple or not inputs or not all(map(is_tensor, inputs)):
+        return None, ()
+    counts = {each.shape[0] if each.ndim else 0 for each in inputs}
+    if len(counts) > 1 or 0 in counts:
+        return None, ()
+    return tuple([(each.shape[1:], each.dtype) for each in inputs]), inputs
 
 
-def _kinds(parts: Sequence[Any]) -> tuple[Any, ...] | None:
-    """Return shapes and dtypes of samples; nothing unless all inputs have as many."""
-    count = parts[0].shape[0] if parts and parts[0].ndim else 0
-    if not count or any(each.shape[:1] != (count,) for each in parts):
-        return None
-    return tuple([(each.shape[1:], each.dtype) for each in parts])
+def _is_ready(inputs: Any) -> bool:
+    """Return whether it is a batch in single precision or, of tensors, less."""
+    if type(inputs) is np.ndarray:
+        return bool(inputs.dtype.char == "f" and inputs.ndim and len(inputs) and inputs.flags.c_contiguous)
+    return bool(inputs.is_floating_point() and inputs.itemsize < 8 and inputs.ndim and inputs.shape[0])
 
 
 def _checked(parts: Sequence[Any], spec: InputSpec) -> Arrays:
@@ -457,14 +463,6 @@ def _loader(
 def _named(data: Any) -> str:
     """Return what data is called in errors."""
     return str(data) if is_path(data) else f"the {type(data).__name__}"
-
-
-def _is_ready(inputs: Any) -> bool:
-    """Return whether it is a batch in single precision, quickly, since a single sample is that at best."""
-    if type(inputs) is np.ndarray:
-        return bool(inputs.dtype.char == "f" and inputs.ndim and len(inputs) and inputs.flags.c_contiguous)
-    floats = is_tensor(inputs) and inputs.is_floating_point() and inputs.itemsize < 8
-    return floats and inputs.ndim > 0 and inputs.shape[0] > 0
 
 
 def _parts(inputs: Any, spec: InputSpec) -> tuple[Any, ...]:

@@ -119,14 +119,10 @@ class InputSpec:
         return tuple(map(TensorSpec.freed, self.tensors, self.free)) if self.free else self.tensors
 
     @cached_property
-    def known_shapes(self) -> set[tuple[int | None, ...]]:
-        """Shapes of single samples of floats that the network takes, so that each is checked once."""
-        return {self.tensors[0].shape[1:]} if self.tensors and self.tensors[0].dtype == "float32" else set()
-
-    @cached_property
     def known_kinds(self) -> set[Any]:
-        """Shapes and dtypes of several tensors that the network takes unchanged."""
-        return set()
+        """Shapes, and of several tensors dtypes, of samples that the network takes unchanged: each is checked once."""
+        is_float = len(self.tensors) == 1 and self.tensors[0].dtype == "float32"
+        return {self.tensors[0].shape[1:]} if is_float else set()
 
     @cached_property
     def image_shape(self) -> tuple[int, int, int] | None:
@@ -142,7 +138,7 @@ class InputSpec:
         """Whether pictures and bytes can be made into what it takes: its normalisation is known, or it takes bytes."""
         return self.image_shape is not None and (self.normalisation is not None or not self.takes_floats)
 
-    @property
+    @cached_property
     def takes_floats(self) -> bool:
         """Whether its first input is of floats."""
         return "float" in self.tensors[0].dtype

@@ -19,10 +19,10 @@ from alight.engine.backends.cascade import Cascade
 from alight.engine.backends.exported import exported_backend
 from alight.engine.manifest import Manifest, verified
 from alight.engine.settings import TORCH, RunSettings
-from alight.engine.walk import Answers, Flow, single, usable
+from alight.engine.walk import Answers, Flow, one_answer, single, usable
 from alight.errors import AlightError, BadFile, BadInput, Mismatch
 from alight.files import CASCADE, CONFIG, MANIFEST, POLICY, PathLike
-from alight.outputs import TOP, Decisions
+from alight.outputs import Decisions
 from alight.policies import load_policy
 from alight.policies.policy import Memory, Policy
 
@@ -146,10 +146,12 @@ class Predictor:
             check_fingerprint(policy, backend.fingerprint)
         if self.probabilities and not policy.keeps_answers:
             raise BadInput(
-                f"with {type(policy.combination).__name__} an answer need not be its exit's own, so it has no single"
-                " probability: leave probabilities out"
+                "the policy combines the answers of exits, so that an answer need not be its exit's own and has no"
+                " single probability: leave probabilities out"
             )
-        self.backend, self.policy = backend.with_reads(_reads(policy, self.probabilities)), policy
+        reads = map(policy.reads, range(len(policy.open_exits)))
+        self.backend = backend.with_reads([Reads(scores, self.probabilities, top) for scores, top in reads])
+        self.policy = policy
         self._exit_names = tuple(backend.exits)
         self._one_by_one = self.backend.supports_single_sample and policy.takes_single_samples
         self._deciding: Any = getattr(self.backend, "deciding", None)  # where the device may decide
@@ -204,8 +206,12 @@ class Predictor:
         size, total = self.batch_size, arrays[0].shape[0]  # faster than len of a tensor
         if total == 1 and (self._one_by_one or self._deciding):
             sample = self._numbering.take(1) if samples is None else _number(samples)
-            if (decisions := self._single(arrays, sample)) is not None:
-                return decisions
+            if (found := self._single(arrays, sample)) is not None:
+                prediction, stage, top = found
+                exits, spent = np.array([self.policy.open_exits[stage]]), np.array([self.policy.costs[stage]])
+                classes, names, unit = np.array([prediction]), self._exit_names, self.policy.unit
+                probabilities = None if top is None else np.array([top])
+                return Decisions.unchecked(classes, exits, spent, names, unit, probabilities=probabilities)
             samples = [sample]
         joins = total > size  # one batch has no other to wait for
         step = size * self._deciding.window if self._deciding and joins and self._rebatches else size
@@ -228,8 +234,15 @@ class Predictor:
 
     def answers(self, inputs: Any, samples: npt.ArrayLike | None = None) -> Iterator[Answers]:
         """Yield the answers about one batch as its samples leave, before later stages run for the others."""
+        arrays = as_inputs(inputs, self.backend.inputs)
+        if arrays[0].shape[0] == 1 and (self._one_by_one or self._deciding):
+            sample = self._numbering.take(1) if samples is None else _number(samples)
+            if (found := self._single(arrays, sample)) is not None:
+                yield one_answer(sample, *found)
+                return
+            samples = [sample]
         numbers = None if samples is None else _numbers(samples)
-        yield from self._answers([as_inputs(inputs, self.backend.inputs)], numbers, joins=False)
+        yield from self._answers([arrays], numbers, joins=False)
 
     def place(self, inputs: Any, count: int) -> State:
         """Return `count` inputs where the stages run: the given ones, repeated."""
@@ -242,23 +255,19 @@ class Predictor:
             labels.append(batch.labels)
             yield self.backend.pin(batch.inputs)
 
-    def _single(self, inputs: State, sample: int) -> Decisions | None:
-        """Return the decision about a single sample, as quickly as possible; None where it is decided like a batch."""
+    def _single(self, inputs: State, sample: int) -> tuple[int, int, float | None] | None:
+        """Return class, open-exit index and probability of a single sample, as quickly as possible.
+
+        None where it is decided like a batch.
+        """
         try:
             with self.backend.running():
-                if self._deciding is None:
-                    prediction, stage, top = single(self.backend, self.policy, sample, self.backend.admit(inputs))
-                elif (answer := self._single_on_device(inputs, sample)) is not None:
-                    prediction, stage, top = answer
-                else:
-                    return None
+                if self._deciding is not None:
+                    return self._single_on_device(inputs, sample)
+                return single(self.backend, self.policy, sample, self.backend.admit(inputs))
         except BaseException as error:
             _keep(error, [], sample)
             raise
-        policy, probabilities = self.policy, None if top is None else np.array([top])
-        exits, spent = np.array([policy.open_exits[stage]]), np.array([policy.costs[stage]])
-        predictions, names = np.array([prediction]), self._exit_names
-        return Decisions.unchecked(predictions, exits, spent, names, policy.unit, probabilities=probabilities)
 
     def _single_on_device(self, inputs: State, sample: int) -> tuple[int, int, float | None] | None:
         """Return class, open-exit index and probability of one sample; None where the device does not decide."""
@@ -382,14 +391,6 @@ def _joined_labels(labels: Sequence[Any], count: int) -> Integers | None:
         return None
     joined: Integers = np.concatenate([as_array(each) for each in labels])
     return joined if len(joined) == count and joined.min() >= 0 else None
-
-
-def _reads(policy: Policy, probabilities: bool) -> list[Reads]:
-    """Return what is computed at every open exit; the last takes all samples unread, unless exits are combined."""
-    last, combination = len(policy.open_exits) - 1, policy.combination
-    scores = tuple(name for name in policy.inputs if name not in TOP)
-    read = Reads(scores, probabilities, combination.top if combination else 0)
-    return [*[read] * last, read if combination else Reads((), probabilities)]
 
 
 def check_exits(policy: Policy, exits: int) -> None:

@@ -54,14 +54,10 @@ class Launched(NamedTuple):
 
 
 def single(backend: Backend, policy: Policy, sample: int, state: State) -> tuple[int, int, float | None]:
-    """Return class, open-exit index and probability of one sample, walked in numbers: arrays of one cost more.
-
-    A combination takes arrays alone.
-    """
+    """Return class, open-exit index and probability of one sample, walked in numbers: arrays of one cost more."""
     if backend.first_unusable(state) is not None:
         _refuse_input(sample)
     recalled: Any = ((), ())
-    number: Any = np.array([sample]) if policy.combination else sample
     for stage in range(len(policy.open_exits)):
         try:
             values, state = backend.run_one(stage, state)
@@ -70,13 +66,17 @@ def single(backend: Backend, policy: Policy, sample: int, state: State) -> tuple
             raise
         if not math.isfinite(values.largest):
             _refuse(policy, stage, np.array([sample]))
-        prediction, columns = values.predictions, values.columns or (values.largest,)
-        if policy.combination:
-            prediction, columns = np.array([prediction]), tuple(np.array([each]) for each in columns)
-        leaving, prediction, recalled = visit(policy, stage, number, prediction, columns, recalled)
+        columns = values.columns or (values.largest,)
+        leaving, prediction, recalled = visit(policy, stage, sample, values.predictions, columns, recalled)
         if leaving:
             break
-    return int(prediction[0] if policy.combination else prediction), stage, values.probabilities
+    return prediction, stage, values.probabilities
+
+
+def one_answer(sample: int, prediction: int, stage: int, top: float | None) -> Answers:
+    """Return the answer of one sample as arrays."""
+    probabilities = None if top is None else np.array([top])
+    return Answers(np.array([sample]), np.array([prediction]), np.array([stage]), probabilities)
 
 
 class Flow:
@@ -129,7 +129,8 @@ class Flow:
     def _walk(self) -> Iterator[Answers]:
         while (step := self._next()) is not None or self.awaited:
             if step is not None and step[0] == 0 and self.one_by_one and len(step[1].samples) == 1:
-                yield self._single(step[1])
+                sample = int(step[1].samples[0])
+                yield one_answer(sample, *single(self.backend, self.policy, sample, step[1].state))
                 continue
             if step is not None:
                 self._launch(*step)
@@ -162,11 +163,6 @@ class Flow:
             if stage <= complete and (rest := self.pools[stage].rest()) is not None:
                 return stage, rest
         return None
-
-    def _single(self, group: Group) -> Answers:
-        prediction, stage, top = single(self.backend, self.policy, int(group.samples[0]), group.state)
-        top_array = None if top is None else np.array([top])
-        return Answers(group.samples, np.array([prediction]), np.array([stage]), top_array)
 
     def _launch(self, stage: int, group: Group) -> None:
         """Run one stage for a group."""

@@ -1,6 +1,8 @@
 """A network and a policy become a folder: a file per open exit, the policy, and a manifest that describes them."""
 
+import tempfile
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +12,12 @@ from tqdm import tqdm
 
 from alight.data.preprocess import Normalisation, TensorSpec
 from alight.data.tokens import TOKENIZER, save_tokenizer
-from alight.engine.backends.cascade import Cascade
+from alight.engine.backends.cascade import Cascade, OpenMember, check_cascade_folder
 from alight.engine.backends.torch.prepare import prepared
 from alight.engine.manifest import AOTI, ONNX, SUFFIXES, Manifest, StageFile, checksum
 from alight.engine.predictor import check_exits, check_fingerprint
 from alight.engine.settings import RunSettings
 from alight.errors import AlightError, BadInput
-from alight.export.cascades import export_cascade
 from alight.export.precision import probed
 from alight.export.programs import (
     LENGTHS,
@@ -39,7 +40,7 @@ from alight.export.programs import (
 from alight.files import MANIFEST, POLICY, PathLike, whole_folder
 from alight.networks.multi_exit import MultiExitModel, example_of
 from alight.networks.store import fingerprint
-from alight.policies.policy import Policy
+from alight.policies.policy import Policy, Threshold
 from alight.provenance import installed_versions
 
 TOLERANCE = 1e-4  # of the largest number that a stage gives: a hundred times what float32 loses, far less than a fault
@@ -93,7 +94,7 @@ def export_model(
     if isinstance(model, Cascade):
         if format != ONNX or (example, tokenizer, normalisation) != (None, None, None):
             raise BadInput("the networks of a cascade say themselves what they take, and are exported as ONNX")
-        return export_cascade(model, policy, folder, export_model, allow_mismatch=allow_mismatch)
+        return _export_cascade(model, policy, folder, allow_mismatch=allow_mismatch)
     own = fingerprint(model)
     _check(model, policy, format, "" if allow_mismatch else own)
     _check_normalisation(normalisation, model.normalisation)
@@ -133,6 +134,45 @@ def export_model(
         )
         probed(manifest, filling).save(filling)
     return folder
+
+
+def _export_cascade(network: Cascade, policy: Policy, folder: Path, *, allow_mismatch: bool) -> Path:
+    """Write the networks that a policy opens into a folder without PyTorch: those of torch are exported, files copied.
+
+    A network without an open exit is left out, and the exits of the policy are numbered without it.
+    """
+    folder = check_cascade_folder(folder)
+    check_exits(policy, network.num_exits)
+    if not allow_mismatch:
+        check_fingerprint(policy, network.fingerprint)
+    owners = network.members_of_exits
+    members = sorted({owners[index] for index in policy.open_exits})
+    kept = [index for index, owner in enumerate(owners) if owner in members]
+    with tempfile.TemporaryDirectory() as name:
+        made = []
+        for member in members:
+            start, opened = owners.index(member), network.members[member]
+            own = [index - start for index in policy.open_exits if owners[index] == member]
+            made.append(_exported_member(opened, own, Path(name) / str(member)))
+        smaller = Cascade(made, network.image_size)
+        smaller.save(folder)
+    terms = {"num_exits": len(kept), "exits": smaller.exits, "fingerprint": policy.fingerprint and smaller.fingerprint}
+    policy.renumbered({index: place for place, index in enumerate(kept)}, **terms).save(folder / POLICY)
+    return folder
+
+
+def _exported_member(opened: OpenMember, open_exits: Sequence[int], folder: Path) -> OpenMember:
+    """Return a member that needs no torch: its network exported with these exits, or the file that it is."""
+    if not opened.is_torch:
+        return opened
+    if opened.member.settings.dtype:
+        raise BadInput(f"{opened.name} runs in {opened.member.settings.dtype}, and exported networks in float32")
+    steps = tuple(float(index + 1) for index in range(len(open_exits)))
+    terms: dict[str, Any] = {"open_exits": tuple(open_exits), "num_exits": len(opened.exits)}
+    policy = Threshold(thresholds=(0.0,) * (len(steps) - 1), costs=steps, **terms)  # says which exits are open
+    export_model(opened.network, policy, folder, normalisation=opened.member.normalisation, progress=False)
+    settings = replace(opened.member.settings, device=None, channels_last=False, compile=False, graphs=False)
+    return OpenMember(replace(opened.member, network=folder, normalisation=None, settings=settings), opened.name)
 
 
 def _check_normalisation(given: Normalisation | None, own: Normalisation | None) -> None:

@@ -12,7 +12,7 @@ import numpy as np
 
 from alight import calibrate
 from alight.calibrate.again import recalibrate
-from alight.calibrate.crossval import kept_exits, of_network
+from alight.calibrate.crossval import kept_exits
 from alight.costs import Amount, Costs
 from alight.data.batches import as_batch, in_batches
 from alight.data.preprocess import InputSpec, as_array
@@ -225,7 +225,7 @@ class Deployment:
         opened = kept_exits(calibrate.eero, costs, amount, table)
         certified = calibrate.certified_probability(method)
         fitted = certified(costs.at_exits(opened), amount, table.at_exits(opened))
-        return of_network(fitted, opened, len(every), costs.full, self.model.exits)
+        return fitted.renumbered(opened, num_exits=len(every), exits=self.model.exits, full_cost=costs.full)
 
     def finished(self, policy: Policy, folder: Path, budget: Amount | None) -> Deployed:
         """Return the folder with a policy like this one, calibrated on its own stages."""

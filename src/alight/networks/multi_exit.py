@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional
 from torch.utils._pytree import tree_map_only
 
-from alight.cutting.chain import check_batch, is_close
+from alight.cutting.chain import Chain, check_batch, is_close
 from alight.cutting.proof import check_chain
 from alight.cutting.running import Inputs, chain, in_mode, pick_logits, same_bits
 from alight.cutting.sizes import FixedSizes
@@ -220,12 +220,16 @@ class MultiExitModel(nn.Module):
             self._check_known(batch)
             self.proven_kinds.add(kind)
             return batch
-        rows = tuple(each[:PROVEN_ROWS].detach() for each in batch)
-        inputs = Inputs(dict(zip(self.input_names, rows, strict=True)) if self.input_names else rows, self.pick)
-        heads = [*self.heads] if self.recipe["source"] == "outputs" else []
-        check_batch(self.network, [*self.stages], inputs, heads)
+        check_batch(self.beside_network(tuple([each[:PROVEN_ROWS].detach() for each in batch])))
         self.proven_kinds.add(kind)
         return batch
+
+    def beside_network(self, batch: Carried) -> Chain:
+        """Return the stages and the network that they were cut from, to be compared for a batch."""
+        assert self.network is not None
+        inputs = Inputs(dict(zip(self.input_names, batch, strict=True)) if self.input_names else batch, self.pick)
+        heads = [*self.heads] if self.recipe["source"] == "outputs" else []
+        return Chain(self.network, [*self.stages], inputs, heads)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         """Move or cast the network, after which it is compared with its exits again: its kernels are others."""

@@ -64,6 +64,14 @@ class Combination(ABC):
     def step(self, exit_index: int, predictions: Array, columns: tuple[Array, ...], memory: Memory) -> Mapped:
         """Return answers and scores of the samples waiting at an exit, and what to remember of them, first ()."""
 
+    def combined(self, exit_index: int, predictions: Array, columns: tuple[Array, ...], memory: Memory) -> Mapped:
+        """Return what `step` does, also for one sample in numbers, of which it makes arrays of one."""
+        if not isinstance(predictions, int):
+            return self.step(exit_index, predictions, columns, memory)
+        arrays = tuple([np.array([each]) for each in columns])
+        answers, scores, memory = self.step(exit_index, np.array([predictions]), arrays, memory)
+        return answers.item(), scores.item(), memory
+
     def apply(self, outputs: HeadOutputs) -> HeadOutputs:
         """Return the table of combined answers and scores at every exit, had no sample left before it.
 

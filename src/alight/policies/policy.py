@@ -12,7 +12,7 @@ Policy
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, ClassVar
 
@@ -22,7 +22,7 @@ from alight.budgeting.thresholds import SALTS, hash_limit, hash_terms, hashed_be
 from alight.display import accuracy_text, aligned, exit_names, html_table, layer_label, percent, quantity
 from alight.errors import BadInput, Mismatch
 from alight.files import PathLike, write_json
-from alight.outputs import HeadOutputs
+from alight.outputs import TOP, HeadOutputs
 from alight.policies.combinations import Combination
 
 Array = Any  # a NumPy array, a torch tensor, or one sample's number: steps use operators that mean the same for all
@@ -154,6 +154,29 @@ class Policy(ABC):
         return self.combination.inputs if self.combination else (self.score,)
 
     @property
+    def combines(self) -> bool:
+        """Whether the answers of exits are combined before it decides."""
+        return self.combination is not None
+
+    def reads(self, open_index: int) -> tuple[tuple[str, ...], int]:
+        """Return the scores that are computed at an open exit, and for how many likeliest classes of it.
+
+        The last takes all samples unread, unless answers are combined there too.
+        """
+        if self.combination is None:
+            return (() if open_index == len(self.costs) - 1 else self.inputs), 0
+        return tuple(name for name in self.inputs if name not in TOP), self.combination.top
+
+    def usable_score(self, scores: Sequence[float]) -> float | None:
+        """Return the last of the scores of one sample so far to decide on, as low as can be where it is NaN.
+
+        None where it cannot be decided on: answers are combined of all exits or none.
+        """
+        if self.combination and any(map(math.isnan, scores)):
+            return None
+        return -math.inf if math.isnan(scores[-1]) else scores[-1]
+
+    @property
     def keeps_answers(self) -> bool:
         """Whether every answer is that of the exit where the sample leaves, and so has its probability."""
         return self.combination is None or self.combination.keeps_answers
@@ -205,6 +228,17 @@ class Policy(ABC):
         """
         share = "" if self.full_cost is None else f" ({percent(cost / self.full_cost)})"
         return f"{quantity(cost, self.unit)}{share}"
+
+    def renumbered(self, numbers: Sequence[int] | Mapping[int, int], **changed: Any) -> "Policy":
+        """Return the policy for a network in which its exits have these numbers, also in its combination and parts."""
+        opened = tuple(numbers[index] for index in self.open_exits)
+        own: dict[str, Any] = {"open_exits": opened, **changed}
+        if self.combination:
+            own["combination"] = replace(self.combination, exits=opened)
+        for each in fields(self):
+            if isinstance(part := getattr(self, each.name), Policy):
+                own[each.name] = part.renumbered(numbers, **changed)
+        return replace(self, **own)
 
     def terms(self) -> dict[str, Any]:
         """Return what the policy carries beside its rule, by field."""

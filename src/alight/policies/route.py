@@ -66,7 +66,7 @@ def visit(
     scores = columns[0]
     if policy.combination:
         exit_index = policy.open_exits[open_index]
-        predictions, scores, seen = policy.combination.step(exit_index, predictions, columns, seen)
+        predictions, scores, seen = policy.combination.combined(exit_index, predictions, columns, seen)
     if open_index == len(policy.open_exits) - 1:  # takes every sample
         return samples == samples, predictions, (memory, seen)
     leaving, memory = policy.step(open_index, samples, predictions, scores, memory)

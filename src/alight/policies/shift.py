@@ -56,7 +56,7 @@ def diagnose_shift(first: HeadOutputs, second: HeadOutputs, policies: Sequence[P
             f" {second.score!r} cannot be compared: record both with one network and one score"
         )
     found = [*_of_scores(first, second), *_of_accuracies(first, second)]
-    for policy in (each for each in policies if each.combination is None):
+    for policy in (each for each in policies if not each.combines):
         found += _of_shares(policy, first, second)
     least = min(found, key=lambda each: each.p_value)
     return least._replace(p_value=min(1.0, least.p_value * len(found)))

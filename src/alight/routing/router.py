@@ -97,7 +97,7 @@ class Request:
         router, policy = self._router, self._router.policy
         recalled: Recalled = ((), ())
         said: dict[str, Any] = {}  # distinct answers by their text, in the order of their first appearance
-        numbers = numbering(np.array([self.number]), policy.num_exits)[0]
+        numbers = numbering(np.array([self.number]), policy.num_exits)[0].tolist()
         for open_index in range(len(policy.open_exits)):
             if open_index and not router.reserve(open_index, is_answered=bool(said)):
                 return
@@ -112,17 +112,15 @@ class Request:
                 continue  # the next model is asked instead
             said.setdefault(same_answer(call.answer), call.answer)
             self.answer, self.model = call.answer, call.model
-            unsure = math.isnan(call.score)
-            if policy.combination and unsure:
+            score = policy.usable_score([each.score for each in self.calls])
+            if score is None and math.isnan(call.score):
                 continue
-            if policy.combination and any(math.isnan(each.score) for each in self.calls):
-                return  # answers are combined of all members or none
+            if score is None:
+                return
             code = numbers[[*said].index(same_answer(call.answer))]
-            score = -math.inf if unsure else call.score  # as unsure as can be
-            seen = np.array([self.number]), np.array([code]), (np.array([score]),)
-            leaving, chosen, recalled = visit(policy, open_index, *seen, recalled)
-            self.answer = [*said.values()][numbers.tolist().index(chosen[0])]
-            if leaving[0]:
+            leaving, chosen, recalled = visit(policy, open_index, self.number, code, (score,), recalled)
+            self.answer = [*said.values()][numbers.index(chosen)]
+            if leaving:
                 return
 
 

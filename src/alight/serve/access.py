@@ -87,10 +87,10 @@ class Tokens:
             raise BadFile(path, f"of {len(entries)} tokens {len(callers)} differ", "give each entry a token of its own")
         return cls(callers, caps)
 
-    def caller(self, authorization: bytes) -> Caller | None:
+    def caller(self, authorization: str) -> Caller | None:
         """Return who brings this header; None if it has no token that is known."""
-        scheme, _, token = authorization.partition(b" ")
-        return self.callers.get(hashlib.sha256(token.strip()).digest()) if scheme.lower() == b"bearer" else None
+        scheme, _, token = authorization.partition(" ")
+        return self.callers.get(hashlib.sha256(token.strip().encode()).digest()) if scheme.lower() == "bearer" else None
 
 
 def _digest(token: str) -> bytes:
@@ -119,21 +119,19 @@ class Access:
         """Return the caps of tenants, beside those of everybody."""
         return {**everybody, **(self.tokens.caps if self.tokens else {})}
 
-    def check(self, method: str, path: str, headers: Mapping[bytes, bytes]) -> Caller:
+    def check(self, method: str, path: str, headers: Mapping[str, str]) -> Caller:
         """Return who sent a request, or refuse it."""
-        host = headers.get(b"host", b"").decode("latin-1").lower()
-        if path not in PROBES and self.hosts and _without_port(host) not in self.hosts:
-            raise RequestRefused(
-                403, f"requests to {_without_port(host)[:100]!r} are not taken: allow the name with --allowed-hosts"
-            )
-        origin = headers.get(b"origin", b"").decode("latin-1").lower()
+        host = headers.get("host", "").lower()
+        if path not in PROBES and self.hosts and (name := _without_port(host)) not in self.hosts:
+            raise RequestRefused(403, f"requests to {name[:100]!r} are not taken: allow the name with --allowed-hosts")
+        origin = headers.get("origin", "").lower()
         if origin and origin not in self.origins and origin.partition("://")[2] != host:
             raise RequestRefused(
                 403, f"pages of {origin[:100]!r} may not call this service: allow them with --allowed-origins"
             )
         if self.tokens is None or path in PUBLIC:
             return Caller()
-        caller = self.tokens.caller(headers.get(b"authorization", b""))
+        caller = self.tokens.caller(headers.get("authorization", ""))
         if caller is None:
             raise RequestRefused(401, "a bearer token is needed: send the header Authorization: Bearer TOKEN")
         if not caller.may(method, path):

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse
@@ -80,12 +81,6 @@ class ReceivedBody:
     window_size: int = 0
     window_end: float = math.inf
 
-    def add(self, size: int) -> None:
-        """Take note of bytes that have arrived; a window ends once enough have come in it."""
-        self.size += size
-        if self.size - self.window_size >= LEAST:
-            self.window_size, self.window_end = self.size, time.monotonic() + STALL
-
 
 class Admission:
     """All that is under way in a service, and what may still begin. It belongs to the event loop's thread."""
@@ -99,7 +94,9 @@ class Admission:
 
     def hold(self, body: ReceivedBody, size: int) -> None:
         """Count bytes that have arrived; refuse the request if it is too large, alone or with the others."""
-        body.add(size)
+        body.size += size
+        if body.size - body.window_size >= LEAST:  # a window ends once enough bytes have come in it
+            body.window_size, body.window_end = body.size, time.monotonic() + STALL
         if body.size > self.body:
             raise self.too_large()
         lane = self.quick if body.size <= QUICK_BYTES else self.slow
@@ -146,10 +143,10 @@ class Admission:
         lane.seconds += seconds
         loop = asyncio.get_running_loop()
         future = lane.pool.submit(self._timed, kind, amount, lane, work, *arguments)
-        future.add_done_callback(lambda _: loop.call_soon_threadsafe(self._finished, lane, seconds))
+        future.add_done_callback(partial(loop.call_soon_threadsafe, self._finished, lane, seconds))
         return await asyncio.wrap_future(future)  # which drops it from the lane if the request is cancelled
 
-    def _finished(self, lane: Lane, seconds: float) -> None:
+    def _finished(self, lane: Lane, seconds: float, _: Any = None) -> None:
         lane.seconds = max(0.0, lane.seconds - seconds)
 
     def _timed(self, kind: str, amount: int, lane: Lane, work: Callable[..., Result], *arguments: Any) -> Result:
@@ -159,13 +156,13 @@ class Admission:
         finally:
             seconds = time.monotonic() - start
             self.metrics.reading.labels(kind, lane.name).observe(seconds)
-            self._learn(kind, amount, seconds)
+            if amount * READING[kind] > TELLING:
+                self._learn(kind, amount, seconds)
 
     def _learn(self, kind: str, amount: int, seconds: float) -> None:
-        """Take note of how long so many pixels, letters or bytes took, if there were enough of them."""
-        if amount * READING[kind] > TELLING:
-            measured = min(max(seconds / amount, READING[kind] / WITHIN), WITHIN * READING[kind])
-            self.rates[kind] = (1 - WEIGHT) * self.rates[kind] + WEIGHT * measured
+        """Take note of how long so many pixels, letters or bytes took."""
+        measured = min(max(seconds / amount, READING[kind] / WITHIN), WITHIN * READING[kind])
+        self.rates[kind] = (1 - WEIGHT) * self.rates[kind] + WEIGHT * measured
 
     def close(self) -> None:
         """Let the threads end once they have finished what they do."""
@@ -199,8 +196,8 @@ class LimitsMiddleware:
         """Pass a request on, or refuse it."""
         if scope["type"] != "http":
             return await self.app(scope, receive, send)
-        start, headers, status = time.monotonic(), dict(scope["headers"]), 0
-        own_id = headers.get(b"x-request-id", b"").decode("latin-1")
+        start, headers, status = time.monotonic(), Headers(scope=scope), 0
+        own_id = headers.get("x-request-id", "")
         request_id = own_id if REQUEST_ID.fullmatch(own_id) else secrets.token_hex(8)
         state = scope.setdefault("state", {})
         state |= {"arrived": start, "tracer": self.tracer}
@@ -216,8 +213,8 @@ class LimitsMiddleware:
         with self.tracer.request(scope["method"], scope["path"], headers) as span:
             try:
                 state["caller"] = self.access.check(scope["method"], scope["path"], headers)
-                length = headers.get(b"content-length", b"0")
-                if length.isdigit() and int(length[:20]) > self.admission.body:
+                length = headers.get("content-length", "0")
+                if length.isdecimal() and int(length[:20]) > self.admission.body:
                     raise self.admission.too_large()
                 await self.app(scope, partial(self._receive, receive, body), send_with_id)
             except RequestRefused as refused:

@@ -223,12 +223,12 @@ class Service:
     ) -> PredictResponse:
         """Read the samples of a request, queue them, and wait for their predictions."""
         state, worker, count = request.scope["state"], hosted.worker, len(unread.values)
-        arrived: float = state["arrived"]
+        arrived, tenant = state["arrived"], state["caller"].tenant
         deadline = math.inf if options.deadline_ms is None else arrived + 1e-3 * options.deadline_ms
         until = min(deadline, arrived + self.host.limits.timeout)
         policy = worker.ledger.state.policy
         with worker.admitting(count, until):
-            async with hosted.caps.charged(state["caller"].tenant, policy, count) as charge:
+            async with hosted.caps.charged(tenant, policy, count) as charge:
                 begun = time.monotonic()
                 work = (read_samples, unread, worker.model, until, self.admission.pictures.read)
                 samples = await self.admission.read(unread.kind, unread.amount, count, until, *work)
@@ -242,16 +242,18 @@ class Service:
                         decided.append(queued)
                         await asyncio.wrap_future(queued.response)
                 finally:
-                    costs = [each.spent for each in decided]
-                    charge.spent = None if None in costs else math.fsum(filter(None, costs))
+                    if charge.cap is not None:
+                        costs = [each.spent for each in decided]
+                        charge.spent = None if None in costs else math.fsum(filter(None, costs))
         responses = [each.response.result() for each in decided]
         response = responses[0] if len(responses) == 1 else joined(responses)
         tracer, now, first_part = state["tracer"], time.monotonic(), decided[0]
         tracer.past("read", begun, first_part.queued, kind=unread.kind, amount=unread.amount)
         tracer.past("queue", first_part.queued, first_part.started)
         tracer.past("run", first_part.started, now, policy=response.policy)
-        if state["caller"].tenant:
-            worker.metrics.tenants.labels(state["caller"].tenant, response.unit).inc(charge.spent or 0.0)
+        if tenant:
+            spent = math.fsum(prediction.cost for prediction in response.predictions)
+            worker.metrics.tenants.labels(tenant, response.unit).inc(spent)
         exits = [prediction.exit for prediction in response.predictions]
         state["logged"] = {"samples": len(exits), "exits": exits[:32], "policy": response.policy}
         return response

@@ -1,11 +1,11 @@
 """The network that is served: loaded from a folder, run under each policy, its exits timed.
 
-Every call into the engine is in this file: `load_served_model` and `ServedModel.decide`.
+`load_served_model` and `ServedModel.predictor` are the ways into the engine.
 """
 
 import math
 import time
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -19,7 +19,6 @@ from alight.data.tokens import TOKENIZER, Texts
 from alight.engine.manifest import Manifest, exported_tokenizer
 from alight.engine.predictor import Predictor, load_network
 from alight.engine.settings import RunSettings
-from alight.engine.walk import Answers
 from alight.errors import BadInput
 from alight.files import CASCADE, MANIFEST
 from alight.policies import load_policy
@@ -97,22 +96,19 @@ class ServedModel:
             return {name: np.stack(rows) for name, rows in columns.items()}
         return self.tokenize.pad(columns)
 
-    def decide(
-        self, name: str, samples: Sequence[Sample], first: int, limits: Sequence[int], pace: Pace | None
-    ) -> Generator[Answers, None, Pace | None]:
-        """Yield the answers of samples, numbered from `first`, as they leave; return the pace of the stream after them.
+    def predictor(self, name: str, numbers: Sequence[int], limits: Sequence[int], pace: Pace | None) -> Predictor:
+        """Return what answers samples of these numbers, each at the latest at the open exit of its limit.
 
-        A sample leaves at the latest at the open exit of its limit. `pace` is None where the policy keeps none.
+        `pace` is that of the stream before them, None where the policy keeps none; its memory has the pace afterwards.
         """
         predictor = self.predictors[name]
-        numbers, last = np.arange(first, first + len(samples)), len(predictor.policy.costs) - 1
+        last = len(predictor.policy.costs) - 1
         if min(limits) < last:
-            bounds = {number: limit for number, limit in zip(numbers.tolist(), limits, strict=True) if limit < last}
+            bounds = {number: limit for number, limit in zip(numbers, limits, strict=True) if limit < last}
             predictor = predictor.with_policy(capped(predictor.policy, bounds))
         if pace is not None:
             predictor.memory = (pace,)
-        yield from predictor.answers(self.batch(samples), numbers)
-        return None if pace is None else predictor.memory[0]
+        return predictor
 
     def full_answers(self, name: str, samples: Sequence[Sample]) -> np.ndarray:
         """Return the classes of samples that run to the last open exit of a policy, whatever it decides."""

@@ -156,16 +156,15 @@ class Tracer:
             self._tracer = trace.get_tracer("alight.serve", __version__)
 
     @contextmanager
-    def request(self, method: str, path: str, headers: Mapping[bytes, bytes]) -> Iterator[Any]:
+    def request(self, method: str, path: str, headers: Mapping[str, str]) -> Iterator[Any]:
         """Yield the span of a request, None without OpenTelemetry."""
         if self._trace is None:
             yield None
             return
-        carrier = {name.decode("latin-1"): value.decode("latin-1") for name, value in headers.items()}
         attributes = {"http.request.method": method, "url.path": path}
         with self._tracer.start_as_current_span(
             f"{method} {path}",
-            context=self._propagate.extract(carrier),
+            context=self._propagate.extract(headers),
             kind=self._trace.SpanKind.SERVER,
             attributes=attributes,
         ) as span:

@@ -21,7 +21,7 @@ from alight import __version__
 from alight.errors import AlightError
 from alight.serve.hosting import HostedModel, ModelHost, Service, body_of
 from alight.serve.model import ServedModel
-from alight.serve.reading import OPTION_BYTES, UnreadSamples, count_samples, decode_json, raw_bytes
+from alight.serve.reading import OPTION_BYTES, UnreadSamples, count_samples, decode_json
 from alight.serve.requests import Limits, PredictOptions, PredictResponse, RequestRefused, error_schemas, parse
 
 LENGTH = "inference-header-content-length"  # bytes of JSON before the binary tensors
@@ -171,7 +171,7 @@ def open_inference(
 ) -> tuple[str, dict[str, Any], dict[str, bool], UnreadSamples]:
     """Return the id of a request, what it may spend, its outputs (binary or not), and its samples, counted."""
     request = decode_json(memoryview(content)[:header], InferenceRequest)
-    inputs = raw_bytes(request.inputs)
+    inputs = bytes(request.inputs)
     if inputs.count(b'"datatype"') > 1:
         raise RequestRefused(422, "several input tensors: send one, with all samples")
     tensors = decode_json(inputs, list[InputTensor]) if inputs.count(b'"datatype"') else []
@@ -200,7 +200,7 @@ def _binary_values(tensor: InputTensor, behind: memoryview) -> memoryview | None
     size = _small(tensor.parameters, InputParameters, InputParameters()).binary_data_size
     if len(behind) != (size or 0):
         raise RequestRefused(422, f"{len(behind)} bytes after the JSON, and binary_data_size {size}: send as many")
-    if size is not None and raw_bytes(tensor.data):
+    if size is not None and bytes(tensor.data):
         raise RequestRefused(422, "data in the JSON and after it: send the values once")
     return None if size is None else behind
 
@@ -215,7 +215,7 @@ def _wanted(outputs: Sequence[RequestedOutput], binary: bool) -> dict[str, bool]
 
 def _small(raw: msgspec.Raw, kind: Any, default: Any, most: int = OPTION_BYTES) -> Any:
     """Return a value that is short in JSON."""
-    text = raw_bytes(raw)
+    text = bytes(raw)
     if len(text) > most:
         raise RequestRefused(422, f"{len(text):,} bytes where {most} are enough: send less")
     return decode_json(text, kind) if text else default
@@ -224,7 +224,7 @@ def _small(raw: msgspec.Raw, kind: Any, default: Any, most: int = OPTION_BYTES) 
 def _strings(tensor: InputTensor, binary: memoryview | None, count: int, *, text: bool) -> list[Any]:
     """Return the elements of a tensor of BYTES: of JSON strings, of binary data bytes, or texts."""
     if binary is None:
-        data = raw_bytes(tensor.data)
+        data = bytes(tensor.data)
         if data.count(b'"') - data.count(rb"\"") > 2 * count:
             raise RequestRefused(422, f"more than the {count} elements that the shape says")
         elements: list[Any] = decode_json(data, list[str])
@@ -255,7 +255,7 @@ def _numbers(tensor: InputTensor, binary: memoryview | None, shape: Sequence[int
         if total * dtype.itemsize != len(binary):
             raise RequestRefused(422, f"{len(binary)} bytes for {total} numbers of {dtype.itemsize} bytes")
         return np.frombuffer(binary, dtype).reshape(shape)
-    data = raw_bytes(tensor.data)
+    data = bytes(tensor.data)
     if not NUMBERS.fullmatch(data):
         raise RequestRefused(422, "data that is not an array of numbers")
     nesting = data.translate(None, OF_NUMBERS)

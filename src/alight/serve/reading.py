@@ -10,13 +10,14 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import msgspec
 import numpy as np
 from PIL import Image
 
-from alight.data.preprocess import InputSpec, image_batch
+from alight.data.preprocess import image_batch
 from alight.serve.model import Sample, ServedModel
 from alight.serve.pictures import one_line, picture, read_picture
 from alight.serve.requests import Limits, PredictOptions, RequestRefused, parse
@@ -25,7 +26,7 @@ MAX_LETTERS = 1000  # of a text for each token that is read of it
 MAX_NUMBER = 1e6  # in an array: beyond, networks overflow
 OPTION_BYTES = 200  # of a budget or deadline as JSON: they are short
 NOTHING = msgspec.Raw()
-ReadPicture = Callable[[bytes, InputSpec], np.ndarray]
+ReadPicture = Callable[..., np.ndarray]  # of a file, and the `spec` of inputs
 
 
 class RawRequest(msgspec.Struct, forbid_unknown_fields=True):
@@ -60,24 +61,19 @@ def open_request(
 ) -> tuple[PredictOptions, UnreadSamples]:
     """Return what a request in JSON may spend, and its samples, counted."""
     raw = decode_json(content, RawRequest)
-    given = [kind for kind in COUNTERS if raw_bytes(getattr(raw, kind)) not in (b"", b"null")]
+    given = [kind for kind in COUNTERS if bytes(getattr(raw, kind)) not in (b"", b"null")]
     if len(given) != 1:
         raise RequestRefused(422, f"{' and '.join(given) or 'no samples'}: give one of images, arrays and texts")
     options = {}
     for name in ("budget", "deadline_ms"):
-        if value := raw_bytes(getattr(raw, name)):
+        if value := bytes(getattr(raw, name)):
             if len(value) > OPTION_BYTES:
                 raise RequestRefused(422, f"{name}: {len(value):,} bytes: give a number or a few letters")
             options[name] = decode_json(value, Any)
     (kind,) = given
-    text = raw_bytes(getattr(raw, kind))
+    text = bytes(getattr(raw, kind))
     values = _rows(text, model, limits) if kind == "arrays" else _strings(kind, text, limits)
     return parse(PredictOptions, options, strict=True), count_samples(kind, values, model, limits)
-
-
-def raw_bytes(raw: msgspec.Raw) -> bytes:
-    """Return the JSON of a value that was not decoded, b"" where there was none."""
-    return bytes(memoryview(raw))
 
 
 def _strings(kind: str, text: bytes, limits: Limits) -> list[str]:
@@ -109,8 +105,9 @@ def count_samples(kind: str, values: Sequence[Any], model: ServedModel, limits: 
         raise RequestRefused(422, f"no {kind.removesuffix('s')}: send at least one")
     if len(values) > limits.batch:
         raise too_many(len(values), kind, limits)
-    counted = _each(kind, values, lambda value: COUNTERS[kind](value, model, limits), math.inf)
-    return UnreadSamples(kind, [value for value, _ in counted], sum(amount for _, amount in counted))
+    count = partial(COUNTERS[kind], model=model, limits=limits)
+    counted, amounts = zip(*_each(kind, values, count, math.inf), strict=True)
+    return UnreadSamples(kind, counted, sum(amounts))
 
 
 def read_samples(
@@ -118,9 +115,9 @@ def read_samples(
 ) -> list[Sample]:
     """Return the samples as the network takes them, unless that lasts beyond a moment of time.monotonic."""
     readers: dict[str, Callable[[Any], Sample]] = {
-        "images": lambda file: read(file, model.spec),
-        "arrays": lambda values: _read_array(values, model),
-        "texts": lambda text: _read_text(text, model),
+        "images": partial(read, spec=model.spec),
+        "arrays": partial(_read_array, model=model),
+        "texts": partial(_read_text, model=model),
     }
     return _each(unread.kind, unread.values, readers[unread.kind], until)
 
@@ -216,7 +213,7 @@ def _read_array(values: Any, model: ServedModel) -> Sample:
     return array.astype(model.dtype)[None]
 
 
-COUNTERS: dict[str, Callable[[Any, ServedModel, Limits], tuple[Any, int]]] = {
+COUNTERS: dict[str, Callable[..., tuple[Any, int]]] = {
     "images": _count_pixels,
     "arrays": _count_numbers,
     "texts": _count_letters,

@@ -10,7 +10,7 @@ import secrets
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -22,7 +22,7 @@ import numpy as np
 from alight.costs import Costs
 from alight.engine.walk import Answers
 from alight.errors import AlightError, BudgetTooSmall, Mismatch
-from alight.policies.paced import Pace, Paced
+from alight.policies.paced import Paced
 from alight.policies.policy import Policy
 from alight.serve.ledger import Ledger
 from alight.serve.model import ExitTiming, Sample, ServedModel
@@ -193,7 +193,7 @@ class BatchWorker:
                 try:
                     while requests:
                         requests = self._decide_first(requests)
-                    if not self._queue:
+                    if self._to_watch and not self._queue:
                         self._watch_some()
                 except Exception as error:  # a fault of ours: these requests get it, and later ones are decided
                     log_event("fault", logging.ERROR, error=error_type(error))
@@ -212,7 +212,7 @@ class BatchWorker:
     def _next_batch(self) -> list[QueuedRequest] | None:
         """Wait for the next requests; an empty list where there is something else to do, None once all are decided."""
         with self._changed:
-            while not (self._queue or self._changes or self._closing or self._watchable):
+            while not (self._queue or self._changes or self._closing or (self._to_watch and self._watchable)):
                 self._changed.wait(IDLE)
                 self._adopt()
             changes = [*self._changes]
@@ -302,7 +302,8 @@ class BatchWorker:
         owners: list[tuple[QueuedRequest, int]] = []  # of samples: the request, and the position in it
         for request in requests:
             try:
-                limit = min(deepest, deepest_within(request.budget, policy), deepest_within(request.cap, policy))
+                bounds = (request.budget, request.cap)
+                limit = min([deepest, *[deepest_within(each, policy) for each in bounds if each is not None]])
             except AlightError as error:
                 request.response.set_exception(RequestRefused(422, str(error)))
                 continue
@@ -347,21 +348,30 @@ class BatchWorker:
         self, samples: Sequence[Sample], limits: Sequence[int]
     ) -> Iterator[tuple[int, Prediction | Exception]]:
         """Yield the place and the prediction of each sample as it leaves; if a batch fails, the others run alone."""
-        first, waiting = self._next_number, {*range(len(samples))}
-        self._next_number += len(samples)
-        paced = isinstance(self.ledger.state.policy, Paced)
+        first, count, waiting = self._next_number, len(samples), {*range(len(samples))}
+        self._next_number += count
+        numbers, paced = [*range(first, first + count)], isinstance(self.ledger.state.policy, Paced)
         try:
             bounds = self._admit(limits) if paced else limits
             state = self.ledger.state  # which others do not change from here on until it is settled
-            walk = self.model.decide(state.name, samples, first, bounds, state.pace if paced else None)
-            pace = yield from self._leaving(walk, samples, first, waiting)
+            predictor = self.model.predictor(state.name, numbers, bounds, state.pace if paced else None)
+            start, seconds, reached = time.monotonic(), 0.0, 0
+            self.metrics.batches.labels(self.name).observe(count)
+            for answers in predictor.answers(self.model.batch(samples), numbers):
+                seconds, reached = time.monotonic() - start, max(reached, int(answers.open_indices.max()))
+                places = (answers.samples - first).tolist()
+                waiting.difference_update(places)
+                if self.limits.watch:
+                    self._keep_some([samples[place] for place in places], answers)
+                yield from zip(places, self._count(answers, seconds), strict=True)
+            self.timing.update(count, reached, seconds)
         except BaseException as error:
             state = self.ledger.state
             if isinstance(state.policy, Paced):  # the batch may have cost as much as the bound allows
-                self.ledger.settle(state.policy.owing(state.pace, len(samples)))
+                self.ledger.settle(state.policy.owing(state.pace, count))
             if not isinstance(error, Exception):  # the worker ends
                 raise
-            if len(samples) == 1:
+            if count == 1:
                 level = logging.WARNING if isinstance(error, AlightError) else logging.ERROR
                 log_event("no answer", level, error=error_type(error))
                 yield 0, error
@@ -370,26 +380,8 @@ class BatchWorker:
                 for _, prediction in self._predictions([samples[place]], [limits[place]]):
                     yield place, prediction
         else:
-            if pace is not None:
-                self.ledger.settle(pace)
-
-    def _leaving(
-        self, walk: Generator[Answers, None, Pace | None], samples: Sequence[Sample], first: int, waiting: set[int]
-    ) -> Generator[tuple[int, Prediction], None, Pace | None]:
-        """Yield the predictions of a walk, and return the pace after it; `waiting` loses those that have left."""
-        start, seconds, reached = time.monotonic(), 0.0, 0
-        self.metrics.batches.labels(self.name).observe(len(samples))
-        while True:
-            try:
-                answers = next(walk)
-            except StopIteration as end:
-                self.timing.update(len(samples), reached, seconds)
-                return end.value
-            seconds, reached = time.monotonic() - start, max(reached, int(answers.open_indices.max()))
-            places = (answers.samples - first).tolist()
-            waiting.difference_update(places)
-            self._keep_some([samples[place] for place in places], answers)
-            yield from zip(places, self._count(answers, seconds), strict=True)
+            if paced:
+                self.ledger.settle(predictor.memory[0])
 
     def _count(self, answers: Answers, seconds: float) -> list[Prediction]:
         """Return answers as predictions, and count them."""
@@ -417,10 +409,9 @@ class BatchWorker:
 
     def _keep_some(self, samples: Sequence[Sample], answers: Answers) -> None:
         """Keep a share of the samples, with their classes, to run them to the end when nothing else is to do."""
-        if self.limits.watch:
-            for sample, answer in zip(samples, answers.predictions.tolist(), strict=True):
-                if self._draw.random() < self.limits.watch:
-                    self._to_watch.append((sample, answer))
+        for sample, answer in zip(samples, answers.predictions.tolist(), strict=True):
+            if self._draw.random() < self.limits.watch:
+                self._to_watch.append((sample, answer))
 
     @property
     def _watchable(self) -> int:
@@ -463,19 +454,18 @@ class BatchWorker:
             self.metrics.state_errors.labels(self.name).inc()
             log_event("state not written", logging.ERROR, error=str(error))
             policy = self.ledger.state.policy
+            assert policy.budget is not None  # of a paced one
             covered = deepest_within(policy.budget, policy)
             return [min(limit, covered) for limit in limits]
 
 
-def deepest_within(budget: float | str | None, policy: Policy) -> int:
+def deepest_within(budget: float | str, policy: Policy) -> int:
     """Return the index of the most expensive open exit that one sample may take for this budget.
 
     >>> from alight.policies.policy import Threshold
     >>> deepest_within("50%", Threshold(thresholds=(0.5, 0.5), costs=(1.0, 2.0, 4.0)))
     1
     """
-    if budget is None:
-        return len(policy.costs) - 1
     amount = Costs.from_cumulative(policy.costs, unit=policy.unit).budget(budget)
     covered = [open_index for open_index, cost in enumerate(policy.costs) if cost <= amount]
     if not covered:

@@ -55,8 +55,8 @@ def same_rule(one: Policy, other: Policy) -> bool:
 
 
 def _is_by_kernel(policy: Policy) -> bool:
-    combines = policy.combination is not None
-    return type(policy) in BY_KERNEL and (not combines or isinstance(policy.combination, COMBINED_BY_KERNEL))
+    combined_by_kernel = not policy.combines or isinstance(policy.combination, COMBINED_BY_KERNEL)
+    return type(policy) in BY_KERNEL and combined_by_kernel
 
 
 class Executor(NamedTuple):
