@@ -20,11 +20,11 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from alight import Predictor, RunSettings, calibrate
+from alight.engine.backends import Reads
 from alight.engine.backends.torch import device_walk, open_stages
 from alight.engine.backends.torch.deciding import Deciding
 from alight.engine.backends.torch.device_walk import BatchWalk, Executor, Network, StreamWalk
 from alight.engine.backends.torch.values import half
-from alight.engine.predictor import _reads
 from alight.engine.recorder import record
 from alight.engine.walk import Answers, usable
 from alight.errors import BadInput
@@ -122,7 +122,7 @@ GAIN = Gain(
 
 
 def network_of(model, rule, probability=False):
-    reads = _reads(rule, probability)
+    reads = [Reads(names, probability, top) for names, top in map(rule.reads, range(len(rule.open_exits)))]
     stages = [stage.forward for stage in open_stages(model, rule.open_exits, reads)]
     return Network(stages, reads, lambda given: given)
 
