@@ -25,7 +25,7 @@ from alight.costs import Costs
 from alight.errors import AlightError
 from alight.policies.paced import Paced
 from alight.serve.access import Access
-from alight.serve.admission import Admission, LimitsMiddleware, error_response, warm_up
+from alight.serve.admission import QUICK_NICENESS, Admission, LimitsMiddleware, be_nice, error_response, warm_up
 from alight.serve.fleet import FleetLedger
 from alight.serve.hosting import ModelHost, Service, body_of
 from alight.serve.model import MOST_BYTES
@@ -77,6 +77,7 @@ def build_app(host: ModelHost, access: Access | None = None) -> FastAPI:
         gc.collect()
         gc.freeze()  # the garbage collector stops everything for as long as it looks at what stays anyway
         host.start()
+        be_nice(QUICK_NICENESS)  # from here on: the threads that run networks have started, and come first
         looking = asyncio.create_task(_look_after(host))
         yield
         looking.cancel()
