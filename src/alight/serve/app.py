@@ -19,6 +19,7 @@ from PIL import Image
 from starlette.datastructures import FormData, UploadFile
 from starlette.exceptions import HTTPException
 from starlette.formparsers import MultiPartException, MultiPartParser
+from starlette.middleware.cors import CORSMiddleware
 
 from alight import __version__
 from alight.costs import Costs
@@ -95,7 +96,16 @@ def build_app(host: ModelHost, access: Access | None = None) -> FastAPI:
         redirect_slashes=False,
         dependencies=[Depends(check_query)],
     )
-    app.add_middleware(LimitsMiddleware, admission=service.admission, access=access or Access())
+    access = access or Access()
+    app.add_middleware(LimitsMiddleware, admission=service.admission, access=access)
+    if access.origins:  # outermost: a browser asks first whether it may send, and brings no token then
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=access.origins,
+            allow_methods=["GET", "POST", "PUT"],
+            allow_headers=["Authorization", "Content-Type", "Inference-Header-Content-Length", "X-Request-ID"],
+            expose_headers=["Inference-Header-Content-Length", "Retry-After", "X-Request-ID"],
+        )
     _add_predictions(app, service)
     _add_budget(app, service)
     _add_operations(app, service)
