@@ -90,7 +90,8 @@ def test_requests_to_an_unknown_name_and_from_other_pages_are_refused(host):
 def test_a_page_that_is_allowed_may_send_json_with_a_token_and_read_the_answer(host):
     access = Access(Tokens.of("a-long-random-text"), origins=("https://friend.org",))
     with TestClient(build_app(host, access), base_url="http://localhost:8000") as client:
-        first = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization,content-type"}
+        asked = "authorization,content-type"
+        first = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": asked}
         for origin, status in (("https://friend.org", 200), ("https://evil.org", 400)):
             reply = client.options("/predict", headers=first | {"Origin": origin})  # as browsers ask before they send
             assert reply.status_code == status
