@@ -50,6 +50,7 @@ class QueuedRequest:
     started: float = math.inf  # when it left the queue
     response: "Future[PredictResponse]" = field(default_factory=Future)
     predictions: dict[int, Prediction | Exception] = field(default_factory=dict)  # by position, as they come
+    model: ServedModel | None = None  # for which the samples were read
 
     def __len__(self) -> int:
         return len(self.samples)
@@ -301,6 +302,10 @@ class BatchWorker:
         limits: list[int] = []
         owners: list[tuple[QueuedRequest, int]] = []  # of samples: the request, and the position in it
         for request in requests:
+            if request.model is not None and not self.model.reads_like(request.model):
+                reason = "the model was replaced by one that reads otherwise: send the samples again"
+                request.response.set_exception(RequestRefused(503, reason, 1))
+                continue
             try:
                 limit = min(deepest, deepest_within(request.budget, policy), deepest_within(request.cap, policy))
             except AlightError as error:
