@@ -228,8 +228,8 @@ class FleetLedger:
             self._leases += 1
             own, before = (f"{self.replica}:{number}" for number in (self._leases, self._leases - 8))
             hour, used = self._leased.get(tenant, (-1, 0.0))
-            values = (repr(cap), repr(need), repr(want), repr(self.period), own, before)
-            values += (f"of:{self.replica}", self._known_data, str(hour), repr(used))
+            values = [repr(cap), repr(need), repr(want), repr(self.period), own, before]
+            values += [f"of:{self.replica}", self._known_data, str(hour), repr(used)]
         keys = [self._key("cap", tenant), self._key("caps")]
         try:
             try:
