@@ -302,7 +302,8 @@ class BatchWorker:
         limits: list[int] = []
         owners: list[tuple[QueuedRequest, int]] = []  # of samples: the request, and the position in it
         for request in requests:
-            if request.model is not None and not self.model.reads_like(request.model):
+            read_for = request.model or self.model
+            if read_for is not self.model and not self.model.reads_like(read_for):
                 reason = "the model was replaced by one that reads otherwise: send the samples again"
                 request.response.set_exception(RequestRefused(503, reason, 1))
                 continue
