@@ -224,7 +224,7 @@ class LimitsMiddleware:
                     raise self.admission.too_large()
                 if (encoding := headers.get(b"content-encoding", b"identity")).lower() != b"identity":
                     shown = encoding[:40].decode("latin-1")
-                    raise RequestRefused(415, f"content that is encoded as {shown!r}: send it as it is")
+                    raise RequestRefused(415, f"content that is encoded as {shown!r}: send it unencoded")
                 await self.app(scope, partial(self._receive, receive, body), send_with_id)
             except RequestRefused as refused:
                 if not status:
