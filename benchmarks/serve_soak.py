@@ -1,6 +1,6 @@
 """A day of requests in an hour: memory stays flat, and no answer is lost or swapped.
 
-    python benchmarks/serve_soak.py --requests 1000000       # an hour on two idle cores; --seconds ends it earlier
+    python benchmarks/serve_soak.py --requests 1000000       # 50 minutes on two idle cores; --seconds ends it earlier
 
 A service of a small network that has learned scikit-learn's digits, under a stream policy that keeps its spend in a
 file, gets one picture after the other on kept connections; one request of fifty is malformed, of the kinds that
@@ -28,7 +28,7 @@ from alight.files import write_rows
 from alight.provenance import provenance
 
 ROOT = Path(__file__).parent.parent
-PARTS, CLIENTS, HOSTILE = 50, 8, 0.02
+PARTS, CLIENTS, HOSTILE = 50, 32, 0.02
 Row = dict[str, str | float | int]
 
 
@@ -99,10 +99,7 @@ def main() -> None:
         _, (clean, noisy) = prepare(folder)
         pictures = np.concatenate([clean, noisy])
         table = record(load_model(folder / "model"), pictures[:, None], progress=False)
-        with served(folder / "model", folder / "policy.json", "--batch-size", "8") as (
-            port,
-            pid,
-        ):
+        with served(folder / "model", folder / "policy.json", "--log-level", "error") as (port, pid):
             bodies = [body(picture) for picture in pictures]
             rows = asyncio.run(soak(port, pid, bodies, table.predictions, options))
     made = provenance("numpy", "torch", "uvicorn", "fastapi", folder=ROOT)

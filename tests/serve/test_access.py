@@ -87,6 +87,23 @@ def test_requests_to_an_unknown_name_and_from_other_pages_are_refused(host):
             assert "allow them with --allowed-origins" in reply.json()["error"]
 
 
+def test_a_page_that_is_allowed_may_send_json_with_a_token_and_read_the_answer(host):
+    access = Access(Tokens.of("a-long-random-text"), origins=("https://friend.org",))
+    with TestClient(build_app(host, access), base_url="http://localhost:8000") as client:
+        asked = "authorization,content-type"
+        first = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": asked}
+        for origin, status in (("https://friend.org", 200), ("https://evil.org", 400)):
+            reply = client.options("/predict", headers=first | {"Origin": origin})  # as browsers ask before they send
+            assert reply.status_code == status
+            assert reply.headers.get("Access-Control-Allow-Origin", "https://friend.org") == "https://friend.org"
+            assert ("Access-Control-Allow-Origin" in reply.headers) is (status == 200)
+        friend = {"Origin": "https://friend.org"}
+        for headers, status in ((bearer("a-long-random-text"), 200), ({}, 401)):
+            reply = client.post("/predict", json=IMAGES, headers=friend | headers)
+            assert reply.status_code == status
+            assert reply.headers["Access-Control-Allow-Origin"] == "https://friend.org"
+
+
 def test_a_service_for_everybody_needs_tokens_or_names():
     assert allowed_hosts("0.0.0.0", [], has_tokens=True) == ()
     assert "a.org" in allowed_hosts("0.0.0.0", ["A.org"], has_tokens=False)

@@ -2,7 +2,10 @@
 
 import io
 import json
+import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 import tracemalloc
@@ -170,3 +173,31 @@ def test_large_pictures_are_read_in_another_process_with_the_same_result():
         pictures.read(large, spec)
     pictures.close()
     assert pictures._process is None
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="threads have priorities of their own on Linux alone")
+def test_on_a_busy_core_the_network_comes_first_then_small_requests_then_large_ones():
+    with TestClient(application()) as client:
+        assert client.post("/predict/files", files=[("images", png(pixels(1)[0]))]).status_code == 200
+        found = {thread.name.partition("_")[0]: thread.native_id for thread in threading.enumerate()}
+        loop = client.portal.call(threading.get_native_id)
+        threads = [found["alight-model"], loop, found["alight-quick"], found["alight-slow"]]
+        model, *others = [os.getpriority(os.PRIO_PROCESS, thread) for thread in threads]
+        assert [each - model for each in others] == [5, 5, 10]
+
+
+LOW_PRIORITY = """
+import os
+from alight.serve.admission import Lane
+if os.getuid() == 0:  # who may raise priorities
+    os.setuid(65534)
+os.nice(15)
+lane = Lane("slow", 1, 1, 10)
+print(lane.pool.submit(os.nice, 0).result())
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="threads have priorities of their own on Linux alone")
+def test_a_service_of_low_priority_reads_large_requests_too():
+    done = subprocess.run([sys.executable, "-c", LOW_PRIORITY], capture_output=True, text=True)
+    assert done.stdout == "19\n", done.stderr

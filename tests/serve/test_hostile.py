@@ -175,6 +175,31 @@ def test_a_body_that_trickles_in_is_dropped(home):
             thread.join()
 
 
+def test_a_body_in_chunks_of_a_few_bytes_is_not_read_to_its_end(home):
+    head = b"POST /predict HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    head += b"Transfer-Encoding: chunked\r\n\r\n"
+    with service("model unpaced.json", home) as running:
+        address = running.url.removeprefix("http://").split(":")
+        for size, answered in ((1, False), (40, True)):
+            with socket.create_connection(address, timeout=60) as connection:
+                piece = b"%x\r\n" % size + b" " * size + b"\r\n"
+                answer = b""
+                with suppress(ConnectionError):
+                    connection.sendall(head + piece * (2**20 // len(piece)) + b"0\r\n\r\n")
+                    answer = connection.recv(4096)
+            assert (b" 422 " in answer) if answered else not answer
+        with socket.create_connection(address, timeout=60) as connection:  # the next request before the answer
+            request = head.replace(b"Transfer-Encoding: chunked", b"Content-Length: 9000") + b" " * 9000
+            for _ in range(5):
+                connection.sendall(request)
+                time.sleep(0.001)
+            answers = b""
+            while answers.count(b" 422 ") < 5:
+                answers += (more := connection.recv(4096))
+                assert more
+        assert httpx.get(f"{running.url}/healthz").status_code == 200
+
+
 def test_what_everything_logs_is_json(home):
     with service("model unpaced.json", home) as running:
         with socket.create_connection(running.url.removeprefix("http://").split(":")) as connection:

@@ -118,13 +118,18 @@ def test_texts_are_bytes(tmp_path):
         ):
             assert outputs(reply)["index"] == [each["index"] for each in own]
         assert client.post(path, **binary(tensor, files(b"\xff", b"a"))).status_code == 422
+        assert client.post(path, json={"inputs": [tensor | {"data": ["datatype", "name"]}]}).status_code == 200
 
 
 NUMBERS = {"name": "x", "shape": [1, 1, 8, 8], "datatype": "FP32"}
+TWO = json.dumps({"inputs": [NUMBERS | {"data": [0.0] * 64}] * 2})
+HIDDEN = r'"dat\u0061type"'.join(TWO.rsplit('"datatype"', 1))  # the second cannot be found without a parser
 UNUSABLE = [
     ({"json": {}}, "not the JSON that is expected"),
-    ({"json": {"inputs": []}}, "no input tensor"),
-    ({"json": {"inputs": [NUMBERS | {"data": [0.0] * 64}] * 2}}, "several input tensors"),
+    ({"json": {"inputs": []}}, "`array` of length 1 - at `$.inputs`"),
+    ({"json": {"inputs": [NUMBERS | {"data": [0.0] * 64}] * 2}}, "`array` of length 1 - at `$.inputs`"),
+    ({"content": HIDDEN}, "`array` of length 1 - at `$.inputs`"),
+    ({"json": {"inputs": [NUMBERS | {"shape": [1] * 66, "data": [0.0]}]}}, "a tensor of shape [1, 1"),
     ({"json": {"inputs": [NUMBERS | {"data": [0.0] * 63}]}}, "63 numbers, and the shape"),
     ({"json": {"inputs": [NUMBERS | {"data": ["a"] * 64}]}}, "not an array of numbers"),
     ({"json": {"inputs": [NUMBERS | {"data": [None] * 64}]}}, "not an array of numbers"),
@@ -156,6 +161,8 @@ UNUSABLE = [
     (binary(NUMBERS, bytes(255)), "255 bytes for 64 numbers"),
     (binary(NUMBERS, np.full(64, np.nan, "<f4").tobytes()), "64 numbers that are NaN"),
     (binary(NUMBERS, bytes(256)) | {"headers": {LENGTH: "99999"}}, "mend inference-header-content-length"),
+    (binary(NUMBERS, bytes(256)) | {"headers": {LENGTH: "0" * 20 + "9" * 4400}}, "mend inference-header-content-len"),
+    ({"json": {}, "headers": {"Content-Encoding": "gzip"}}, "content that is encoded as 'gzip'"),
     (binary({"name": "x", "shape": [1], "datatype": "BYTES"}, b"\xff\xff\xff\xffab"), "do not end where the data ends"),
 ]
 

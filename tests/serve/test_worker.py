@@ -379,6 +379,26 @@ def test_a_model_is_replaced_between_two_batches_and_keeps_what_it_owes():
     worker.close()
 
 
+@pytest.mark.parametrize("mean", [(0.305,), (0.9,)])
+def test_samples_that_were_read_for_another_normalisation_are_not_decided(mean):
+    worker = make_worker("cheap")
+    old = worker.model
+    new = replace(old, spec=replace(old.spec, normalisation=replace(old.spec.normalisation, mean=mean)))
+    waiting, late = (QueuedRequest(samples(1), model=model) for model in (old, new))
+    for request in (waiting, late):
+        worker.submit(request)
+    replaced = worker.reload(new, dict.fromkeys(new.policies, INSTANT))
+    worker.start()
+    replaced.result(30)
+    assert len(late.response.result(30).predictions) == 1
+    if new.spec.normalisation == old.spec.normalisation:
+        assert len(waiting.response.result(30).predictions) == 1
+    else:
+        with pytest.raises(RequestRefused, match="replaced by one that reads otherwise"):
+            waiting.response.result(30)
+    worker.close()
+
+
 def test_watched_samples_run_to_the_end_and_are_paid_from_savings():
     worker = make_worker("cheap", watch=1.0)
     worker.start()

@@ -12,6 +12,7 @@ import math
 import os
 import re
 import secrets
+import sys
 import threading
 import time
 import traceback
@@ -34,6 +35,7 @@ from alight.serve.requests import Limits, RequestRefused, retry_after
 
 QUICK_BYTES, QUICK_SECONDS = 2**20, 0.05  # of a request that is small
 QUICK_TOTAL = 32 * 2**20  # bytes of all small requests under way
+QUICK_NICENESS = 5  # of what takes and reads small requests: on a busy core, those that were read are answered first
 SLOW_BODIES = 2  # times the largest body: bytes of all large requests under way
 READING = {"images": 4e-8, "texts": 5e-6, "arrays": 2e-8}  # seconds per pixel, letter, byte; as measured once it runs
 PER_SAMPLE = 5e-4  # seconds
@@ -53,11 +55,11 @@ Result = TypeVar("Result")
 class Lane:
     """Threads that read requests in the order of coming, and the work and bytes that wait for them."""
 
-    def __init__(self, name: str, threads: int, most_bytes: int, niceness: int = 0) -> None:
+    def __init__(self, name: str, threads: int, most_bytes: int, niceness: int) -> None:
         self.name, self.threads, self.most_bytes = name, threads, most_bytes
         self.bytes = 0  # of requests under way
         self.seconds = 0.0  # that unfinished reading is expected to take
-        self.pool = ThreadPoolExecutor(threads, f"alight-{name}", initializer=partial(_be_nice, niceness))
+        self.pool = ThreadPoolExecutor(threads, f"alight-{name}", initializer=partial(be_nice, niceness))
 
     @property
     def wait(self) -> float:
@@ -65,9 +67,10 @@ class Lane:
         return self.seconds / self.threads
 
 
-def _be_nice(niceness: int) -> None:
-    if niceness and hasattr(os, "setpriority"):
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), niceness)  # of this thread, on Linux
+def be_nice(niceness: int) -> None:
+    """Lower the priority of this thread, from whatever it is, where the system has one for each thread."""
+    if sys.platform == "linux":
+        os.nice(niceness)
 
 
 @dataclass
@@ -87,7 +90,7 @@ class Admission:
 
     def __init__(self, limits: Limits, body: int, metrics: Metrics) -> None:
         self.limits, self.body, self.metrics = limits, body, metrics
-        self.quick = Lane("quick", limits.readers, QUICK_TOTAL)
+        self.quick = Lane("quick", limits.readers, QUICK_TOTAL, QUICK_NICENESS)
         self.slow = Lane("slow", 1, SLOW_BODIES * body, NICENESS)
         self.rates = dict(READING)
         self.pictures = PictureProcess()  # for those that are large
@@ -216,6 +219,9 @@ class LimitsMiddleware:
                 length = headers.get("content-length", "0")
                 if length.isdecimal() and int(length[:20]) > self.admission.body:
                     raise self.admission.too_large()
+                if (encoding := headers.get(b"content-encoding", b"identity")).lower() != b"identity":
+                    shown = encoding[:40].decode("latin-1")
+                    raise RequestRefused(415, f"content that is encoded as {shown!r}: send it unencoded")
                 await self.app(scope, partial(self._receive, receive, body), send_with_id)
             except RequestRefused as refused:
                 if not status:

@@ -19,13 +19,14 @@ from PIL import Image
 from starlette.datastructures import FormData, UploadFile
 from starlette.exceptions import HTTPException
 from starlette.formparsers import MultiPartException, MultiPartParser
+from starlette.middleware.cors import CORSMiddleware
 
 from alight import __version__
 from alight.costs import Costs
 from alight.errors import AlightError
 from alight.policies.paced import Paced
 from alight.serve.access import Access
-from alight.serve.admission import Admission, LimitsMiddleware, error_response, warm_up
+from alight.serve.admission import QUICK_NICENESS, Admission, LimitsMiddleware, be_nice, error_response, warm_up
 from alight.serve.fleet import FleetLedger
 from alight.serve.hosting import ModelHost, Service, body_of
 from alight.serve.model import MOST_BYTES
@@ -77,6 +78,7 @@ def build_app(host: ModelHost, access: Access | None = None) -> FastAPI:
         gc.collect()
         gc.freeze()  # the garbage collector stops everything for as long as it looks at what stays anyway
         host.start()
+        be_nice(QUICK_NICENESS)  # from here on: the threads that run networks have started, and come first
         looking = asyncio.create_task(_look_after(host))
         yield
         looking.cancel()
@@ -94,7 +96,16 @@ def build_app(host: ModelHost, access: Access | None = None) -> FastAPI:
         redirect_slashes=False,
         dependencies=[Depends(check_query)],
     )
-    app.add_middleware(LimitsMiddleware, admission=service.admission, access=access or Access())
+    access = access or Access()
+    app.add_middleware(LimitsMiddleware, admission=service.admission, access=access)
+    if access.origins:  # outermost: a browser asks first whether it may send, and brings no token then
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=access.origins,
+            allow_methods=["GET", "POST", "PUT"],
+            allow_headers=["Authorization", "Content-Type", "Inference-Header-Content-Length", "X-Request-ID"],
+            expose_headers=["Inference-Header-Content-Length", "Retry-After", "X-Request-ID"],
+        )
     _add_predictions(app, service)
     _add_budget(app, service)
     _add_operations(app, service)

@@ -6,10 +6,13 @@ far, whatever they do at the same moment. At every exchange a replica deposits h
 share of all credit by its share of the load: savings flow to where samples are hard.
 
 - The pool in the ledger never falls below zero, and credit is never given twice: one script does each exchange as a
-  whole, and an exchange that is sent again, because its answer was lost, gives the same answer.
+  whole, and an exchange that is sent again, because its answer was lost, gives the same answer. What such an exchange
+  deposits is lost if the ledger has restarted meanwhile, or does not know the replica any more.
 - A replica that dies takes its credit with it: it may have spent it. It counts no more after `EXPIRES` seconds.
 - A ledger that restarts, or loses its data, starts with an empty pool: what it held may be older than what was spent.
 - While the ledger does not answer, replicas go on with the credit that they hold.
+- A ledger that has lost what tenants have spent in this hour leases nothing until the next: a replica that knew it
+  before says so. What only this replica's last leases were lost of, it says with the next.
 
 Under a policy without the contract `stream` there is no credit, and the ledger keeps the policy in force alone.
 """
@@ -40,8 +43,9 @@ EXPIRES = 30.0  # seconds after which a replica that is silent counts no more
 FORGET = 86_400.0  # seconds for which the last exchange of a replica is remembered
 
 SCRIPT_EXCHANGE = """
-local account, replicas, force = KEYS[1], KEYS[2], KEYS[3]
+local account, replicas, force, caps = KEYS[1], KEYS[2], KEYS[3], KEYS[4]
 local replica, sequence, leaving = ARGV[1], ARGV[2], ARGV[9] == '1'
+local again, known_run, known_data = ARGV[11] == '1', ARGV[12], ARGV[13]
 local samples, spent, deposit, keeps = tonumber(ARGV[3]), tonumber(ARGV[4]), tonumber(ARGV[5]), tonumber(ARGV[6])
 local expires, forget = tonumber(ARGV[7]), tonumber(ARGV[8])
 local clock = redis.call('TIME')
@@ -57,13 +61,19 @@ local run = string.match(redis.call('INFO', 'server'), 'run_id:(%w+)')
 if redis.call('HGET', account, 'run') ~= run then
   redis.call('HSET', account, 'run', run, 'pool', '0')
 end
+redis.call('HSETNX', caps, 'data', text(now) .. ' ' .. run) -- when this data began
+local data = redis.call('HGET', caps, 'data')
+if known_data ~= '' and known_data ~= data then
+  redis.call('HSET', caps, 'lost', string.match(data, '%S+'))
+end
 redis.call('SETNX', force, ARGV[10])
 local policy = redis.call('GET', force)
 local total = tonumber(redis.call('HGET', account, 'samples') or '0')
 local own = read(redis.call('HGET', replicas, replica))
 if own[1] == tonumber(sequence) then
-  return {text(own[2]), text(own[3] * total), policy}
+  return {text(own[2]), text(own[3] * total), policy, run, data}
 end
+if again and (known_run ~= run or not own[1]) then deposit = 0 end -- it may have been granted to others
 
 local pool = tonumber(redis.call('HGET', account, 'pool')) + deposit
 local rates, held, others = 0, 0, 0
@@ -85,11 +95,13 @@ redis.call('HSET', account, 'pool', text(pool - grant), 'samples', text(total))
 redis.call('HINCRBYFLOAT', account, 'spent', ARGV[4])
 local kept = {sequence, text(grant), text(weight), text(rate), text(keeps + grant), text(leaving and 0 or now)}
 redis.call('HSET', replicas, replica, table.concat(kept, ' '))
-return {text(grant), text(weight * total), policy}
+return {text(grant), text(weight * total), policy, run, data}
 """
 
 SCRIPT_LEASE = """
 local cap, need, want, period = tonumber(ARGV[1]), tonumber(ARGV[2]), tonumber(ARGV[3]), tonumber(ARGV[4])
+local replica, known_data, known_window, known_used = ARGV[7], ARGV[8], tonumber(ARGV[9]), tonumber(ARGV[10])
+if redis.call('HGET', KEYS[2], 'data') ~= known_data then return {} end
 local clock = redis.call('TIME')
 local now = tonumber(clock[1]) + tonumber(clock[2]) / 1e6
 local window, kept = math.floor(now / period), tonumber(redis.call('HGET', KEYS[1], 'window') or '-1')
@@ -102,14 +114,22 @@ if kept ~= window then
 end
 local before = redis.call('HGET', KEYS[1], ARGV[5])
 if before then
-  return {before, string.format('%.17g', left)}
+  return {before, string.format('%.17g', left), window}
+end
+local forgotten = known_window == window and known_used - tonumber(redis.call('HGET', KEYS[1], replica) or '0') or 0
+if forgotten > 0 then
+  redis.call('HINCRBYFLOAT', KEYS[1], 'used', string.format('%.17g', forgotten))
+  redis.call('HINCRBYFLOAT', KEYS[1], replica, string.format('%.17g', forgotten))
 end
 local free = cap - tonumber(redis.call('HGET', KEYS[1], 'used'))
+local lost = redis.call('HGET', KEYS[2], 'lost')
+if lost and math.floor(tonumber(lost) / period) == window then free = 0 end
 local granted = need <= free and math.max(need, math.min(want, free / 8)) or 0
 redis.call('HINCRBYFLOAT', KEYS[1], 'used', string.format('%.17g', granted))
+redis.call('HINCRBYFLOAT', KEYS[1], replica, string.format('%.17g', granted))
 redis.call('HSET', KEYS[1], ARGV[5], string.format('%.17g', granted))
 redis.call('HDEL', KEYS[1], ARGV[6])
-return {string.format('%.17g', granted), string.format('%.17g', left)}
+return {string.format('%.17g', granted), string.format('%.17g', left), window}
 """
 
 
@@ -156,6 +176,9 @@ class FleetLedger:
         self._samples, self._spent = 0, 0.0  # since the last exchange
         self._sequence = self._leases = 0
         self._pending: Exchange | None = None  # not answered yet
+        self._again = False  # whether it was sent before
+        self._known_run = self._known_data = ""  # of the ledger, when it answered last
+        self._leased: dict[str, tuple[int, float]] = {}  # by tenant: the hour, and cost units taken of its cap
         self._granted: tuple[float, int] | None = None  # to be taken over between two batches
         self._pause, self._stop = exchange, threading.Event()
         if not self._trade():  # so that the policy in force is known at once
@@ -204,15 +227,24 @@ class FleetLedger:
         with self._lock:
             self._leases += 1
             own, before = (f"{self.replica}:{number}" for number in (self._leases, self._leases - 8))
-        values = (repr(cap), repr(need), repr(want), repr(self.period), own, before)
-        for last in (False, True):
+            hour, used = self._leased.get(tenant, (-1, 0.0))
+            values = [repr(cap), repr(need), repr(want), repr(self.period), own, before]
+            values += [f"of:{self.replica}", self._known_data, str(hour), repr(used)]
+        keys = [self._key("cap", tenant), self._key("caps")]
+        try:
             try:
-                granted, left = self._lease_script(keys=[self._key("cap", tenant)], args=values)
-                return float(granted), float(left)
-            except self._failures as error:
-                if last:
-                    raise ConnectionError(f"the ledger does not answer ({error_type(error)})") from error
-        raise AssertionError  # not reached
+                answer = self._lease_script(keys=keys, args=values)
+            except self._failures:
+                answer = self._lease_script(keys=keys, args=values)
+        except self._failures as error:
+            raise ConnectionError(f"the ledger does not answer ({error_type(error)})") from error
+        if not answer:
+            raise ConnectionError("the ledger has lost its data")
+        granted, left, hour = float(answer[0]), float(answer[1]), int(answer[2])
+        with self._lock:
+            before_hour, used = self._leased.get(tenant, (hour, 0.0))
+            self._leased[tenant] = (hour, granted + (used if before_hour == hour else 0.0))
+        return granted, left
 
     def close(self) -> None:
         """Give all credit back."""
@@ -241,9 +273,11 @@ class FleetLedger:
             return True
         values: list[Any] = [self.replica, trade.sequence, trade.samples, repr(trade.spent), repr(trade.deposit)]
         values += [repr(trade.keeps), repr(EXPIRES), repr(FORGET), "1" if leaving else "0", self.state.name]
-        keys = [self._key(trade.account), self._key(trade.account, "replicas"), self._key("policy")]
+        values += ["1" if self._again else "0", self._known_run, self._known_data]
+        keys = [self._key(trade.account), self._key(trade.account, "replicas"), self._key("policy"), self._key("caps")]
+        self._again = True
         try:
-            granted, share, policy = self._exchange_script(keys=keys, args=values)
+            granted, share, policy, run, data = self._exchange_script(keys=keys, args=values)
         except self._failures as error:
             if self.up:
                 log_event("ledger lost", logging.ERROR, model=self.model, error=error_type(error))
@@ -251,7 +285,8 @@ class FleetLedger:
             return False
         self.up = True
         with self._lock:
-            self._pending = None
+            self._pending, self._again = None, False
+            self._known_run, self._known_data = run.decode(), data.decode()
             if trade.account == _account(self.state.policy):
                 self._granted = float(granted), int(float(share))
             self.wanted = name if (name := policy.decode()) != self.state.name else None
@@ -300,11 +335,12 @@ def _account(policy: Policy) -> str:
 
 
 def check_ledger(url: str) -> None:
-    """Log what a ledger lacks, so that a power cut or restart loses nothing."""
+    """Log what a ledger lacks, so that a power cut, a restart or full memory loses nothing."""
     import redis
 
     with suppress(redis.RedisError, OSError):  # managed ones refuse it
         with redis.Redis.from_url(url, socket_timeout=TIMEOUT, socket_connect_timeout=TIMEOUT) as client:
-            settings: Any = client.config_get("appendonly")
-        if settings.get("appendonly") == "no":
-            log_event("ledger keeps nothing on disk", logging.WARNING, advice="start it with --appendonly yes")
+            settings: Any = client.config_get("appendonly") | client.config_get("maxmemory-policy")
+        for name, wanted in {"appendonly": "yes", "maxmemory-policy": "noeviction"}.items():
+            if settings.get(name, wanted) != wanted:
+                log_event("ledger may lose data", logging.WARNING, advice=f"start it with --{name} {wanted}")

@@ -230,14 +230,15 @@ class Service:
         with worker.admitting(count, until):
             async with hosted.caps.charged(tenant, policy, count) as charge:
                 begun = time.monotonic()
-                work = (read_samples, unread, worker.model, until, self.admission.pictures.read)
+                model = worker.model  # which may be replaced meanwhile
+                work = (read_samples, unread, model, until, self.admission.pictures.read)
                 samples = await self.admission.read(unread.kind, unread.amount, count, until, *work)
                 decided: list[QueuedRequest] = []
                 size = count if count == 1 else worker.turn(count, deadline)
                 try:
                     for first in range(0, count, size):
                         part = samples[first : first + size]
-                        queued = QueuedRequest(part, options.budget, deadline, arrived, charge.cap)
+                        queued = QueuedRequest(part, options.budget, deadline, arrived, charge.cap, model=model)
                         worker.submit(queued)
                         decided.append(queued)
                         await asyncio.wrap_future(queued.response)

@@ -75,6 +75,10 @@ class ServedModel:
             raise BadInput("the network does not say what it takes: build it with attach_heads, which keeps an example")
         return np.zeros((1, *(int(size or 0) for size in self.shape)), dtype=self.dtype)
 
+    def reads_like(self, other: "ServedModel") -> bool:
+        """Return whether samples that were read for another network are what this one takes."""
+        return self.tokenize is None and self.spec.normalisation == other.spec.normalisation
+
     def largest_body(self, samples: int, letters: int) -> int:
         """Return the bytes that a request with so many samples needs at most, texts with so many letters each.
 

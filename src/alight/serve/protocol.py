@@ -27,7 +27,7 @@ from alight.serve.requests import Limits, PredictOptions, PredictResponse, Reque
 LENGTH = "inference-header-content-length"  # bytes of JSON before the binary tensors
 DTYPES = {"UINT8": "u1", "INT8": "i1", "INT16": "<i2", "INT32": "<i4", "INT64": "<i8", "FP16": "<f2", "FP32": "<f4"}
 DTYPES |= {"FP64": "<f8", "BOOL": "?"}
-MAX_SIZE = 2**31  # of an axis
+MAX_SIZE, MAX_AXES = 2**31, 32  # of a tensor
 NUMBERS = re.compile(rb"[-+.0-9eE,\[\]\s]*")
 OF_NUMBERS = b"-+.0123456789eE \t\r\n"  # what is left without them is how numbers are nested
 OUTPUTS = {"index": "INT64", "label": "BYTES", "exit": "INT64", "cost": "FP64", "probability": "FP64"}
@@ -48,7 +48,7 @@ class InputTensor(msgspec.Struct, forbid_unknown_fields=True):
 class InferenceRequest(msgspec.Struct, forbid_unknown_fields=True):
     """A request of the protocol, whose values are still JSON."""
 
-    inputs: msgspec.Raw
+    inputs: tuple[InputTensor]  # one, so that nothing is built of more
     id: str = ""
     parameters: msgspec.Raw = NOTHING
     outputs: msgspec.Raw = NOTHING
@@ -161,7 +161,7 @@ def _header_length(request: Request, size: int) -> int:
     text = request.headers.get(LENGTH)
     if text is None:
         return size
-    if not text.isdecimal() or int(text[:20]) > size:
+    if not text.isdecimal() or len(text) > 20 or int(text) > size:
         raise RequestRefused(400, f"a body of {size} bytes with {text[:20]} bytes of JSON: mend {LENGTH}")
     return int(text)
 
@@ -171,17 +171,11 @@ def open_inference(
 ) -> tuple[str, dict[str, Any], dict[str, bool], UnreadSamples]:
     """Return the id of a request, what it may spend, its outputs (binary or not), and its samples, counted."""
     request = decode_json(memoryview(content)[:header], InferenceRequest)
-    inputs = bytes(request.inputs)
-    if inputs.count(b'"datatype"') > 1:
-        raise RequestRefused(422, "several input tensors: send one, with all samples")
-    tensors = decode_json(inputs, list[InputTensor]) if inputs.count(b'"datatype"') else []
-    if not tensors:
-        raise RequestRefused(422, "no input tensor: send one")
-    (tensor,) = tensors
+    (tensor,) = request.inputs
     parameters = _small(request.parameters, Parameters, Parameters())
     wanted = _wanted(_small(request.outputs, list[RequestedOutput], [], OUTPUTS_BYTES), parameters.binary_data_output)
     shape = _small(tensor.shape, list[int], [])
-    if not shape or min(shape) < 1 or max(shape) > MAX_SIZE or shape[0] > limits.batch:
+    if not 0 < len(shape) <= MAX_AXES or min(shape) < 1 or max(shape) > MAX_SIZE or shape[0] > limits.batch:
         raise RequestRefused(413, f"a tensor of shape {shape}: send 1 to {limits.batch} samples along the first axis")
     binary = _binary_values(tensor, memoryview(content)[header:])
     if tensor.datatype == "BYTES":

@@ -31,6 +31,8 @@ HEAD = 10.0  # seconds within which the head of a request has to be complete
 SPARE = 64  # open files that are not connections
 M_ARENA_MAX, M_MMAP_THRESHOLD = -8, -3  # of glibc's mallopt
 SWITCH = 1e-4  # seconds after which Python lets another thread run: the worker takes turns with the event loop often
+READ = 2**15  # bytes that are taken from a connection at once: others wait meanwhile
+TELLING = 2**12  # bytes of a body that say how much of it is content
 LARGE_BLOCK = 2**20  # bytes: as much as a small request has at most
 
 
@@ -59,7 +61,8 @@ class Listening:
 class BoundedConnection(H11Protocol):
     """A connection among at most `limit`: one that stalls is closed after a while, or for a new one.
 
-    It stalls if it sends no complete head, or does not read its answers.
+    It stalls if it sends no complete head, or does not read its answers. A body in chunks of a few bytes, each of which
+    takes as long as one of many, is not read to its end.
     """
 
     limit = 512
@@ -71,6 +74,7 @@ class BoundedConnection(H11Protocol):
     def connection_made(self, transport: Any) -> None:
         """Take a connection; if there are too many, close the one that has waited longest for its head."""
         super().connection_made(transport)
+        transport.max_size = READ
         if len(self.connections) > self.limit:
             self._make_room()
         self._wait_for_head()
@@ -109,8 +113,14 @@ class BoundedConnection(H11Protocol):
         self.unread_since = None
 
     def data_received(self, data: bytes) -> None:
-        """Take bytes; those of a head have to be complete in time."""
+        """Take bytes; those of a head have to be complete in time, those of a body content to a half at least."""
+        cycle = self.cycle
+        before = 0 if cycle is None else len(cycle.body)
         super().data_received(data)
+        reads_body = cycle is not None and cycle is self.cycle and cycle.more_body and not cycle.response_complete
+        if reads_body and len(data) >= TELLING and 2 * (len(cycle.body) - before) < len(data):
+            log_event("dropped", logging.WARNING, reason="a body in chunks of a few bytes")
+            self.drop()
         if not self.is_idle:
             self.waiting_since = None
         elif self.waiting_since is None and not self.transport.is_closing():

@@ -50,6 +50,7 @@ class QueuedRequest:
     started: float = math.inf  # when it left the queue
     response: "Future[PredictResponse]" = field(default_factory=Future)
     predictions: dict[int, Prediction | Exception] = field(default_factory=dict)  # by position, as they come
+    model: ServedModel | None = None  # for which the samples were read
 
     def __len__(self) -> int:
         return len(self.samples)
@@ -301,6 +302,11 @@ class BatchWorker:
         limits: list[int] = []
         owners: list[tuple[QueuedRequest, int]] = []  # of samples: the request, and the position in it
         for request in requests:
+            read_for = request.model or self.model
+            if read_for is not self.model and not self.model.reads_like(read_for):
+                reason = "the model was replaced by one that reads otherwise: send the samples again"
+                request.response.set_exception(RequestRefused(503, reason, 1))
+                continue
             try:
                 bounds = (request.budget, request.cap)
                 limit = min([deepest, *[deepest_within(each, policy) for each in bounds if each is not None]])
