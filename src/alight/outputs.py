@@ -25,7 +25,7 @@ TOP = ("top_classes", "top_log_probabilities")  # columns of the likeliest class
 LOGGED = ("costs", "quality")  # columns that logs of models have, and recordings of a network have not
 KEPT = 5  # likeliest classes that a recording keeps by default
 SAME = 0.5  # of a table's samples in another: by chance there are fewer, even if scores are few
-LEAST_KINDS = 30  # different samples from which on copies are told from the few values of a coarse score
+LEAST_KINDS = 30  # different samples, below which repeated ones may be the few values of a coarse score
 ROWS = 1_000_000  # of a sample: rates and risks are then known to 0.0005, one standard error
 
 

@@ -27,7 +27,7 @@ from exported import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from alight import Predictor, calibrate, replay
+from alight import Predictor, calibrate, load_policy, replay
 from alight.engine.manifest import Manifest
 from alight.engine.settings import RunSettings
 from alight.errors import BadInput, Mismatch
@@ -223,6 +223,20 @@ def test_contracts_of_batches_and_streams_equal_replay_on_the_same_batches(backe
         fresh = predictor(backend, rule, batch_size=20)
         fresh.memory = (memory[0],)
         assert_equal(fresh(images()), again)
+
+
+@each_backend
+def test_a_stream_is_kept_by_copies_under_an_equal_policy(backend, tmp_path):
+    """A copy began anew, so that one of every call spent a full pass more than the budget each time."""
+    rule = calibrate.certified_stream(calibrate.geometric, seed=0)(ALL_COSTS, 1.5, table())
+    rule.save(tmp_path / "policy.json")
+    found, spent = predictor(backend, rule), 0.0
+    for count in range(1, 61):
+        found = found.with_policy(load_policy(tmp_path / "policy.json"))
+        spent += float(found(images()[count - 1 : count]).spent[0])
+        assert spent <= count * 1.5 + ALL_COSTS[-1]
+    assert found.memory[0].admitted == 60
+    assert found.with_policy(thresholds(0.5)).memory == ()
 
 
 @each_backend

@@ -36,7 +36,7 @@ CANDIDATES: Candidates = {  # where nothing is combined; gains are measured agai
     "best_single_exit": published.best_single_exit,
 }
 ALONE = ("learned_stopping", "best_single_exit")  # of them, tried beside combined answers
-FEW = 500  # labelled samples below which all of them are
+FEW = 1000  # labelled samples below which all of them are
 CLOSING: Candidates = {"search": partial(search, rounds=1)}  # tried where closed heads save much
 COMBINED: Candidates = {  # tried on combined answers; the first is `eero` where scores tell it no more
     "eero_conditional": eero_conditional,
@@ -48,8 +48,8 @@ def candidates_for(labelled: HeadOutputs, costs: AnyCosts) -> Candidates:
     """Return the candidates that `auto` tries on this table.
 
     These are the methods of `COMBINED` with exits that answer together, by the mean of their log-probabilities where
-    recorded, else by a vote, and those of `ALONE`: from 500 labels on, `eero` and one threshold on single answers are
-    next to never the best, and often lucky. With fewer they are tried as well; where labels are too few to combine,
+    recorded, else by a vote, and those of `ALONE`: from 1,000 labels on, `eero` and one threshold on single answers
+    are next to never the best, and often lucky. With fewer they are tried as well; where labels are too few to combine,
     only `CANDIDATES` are. Where heads take a tenth of the cost or more, as in a cascade, so is a method that closes
     exits.
 

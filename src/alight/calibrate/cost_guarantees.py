@@ -209,8 +209,8 @@ def drawn_salts(seed: int | None, table: HeadOutputs) -> tuple[int, int, int]:
 
 def _doubts(shift: Shift) -> str:
     """Return why two tables are not of one distribution, "" where they may be."""
-    differ = f"the labelled and the unlabelled samples differ at {shift}. Calibrate with samples drawn like those to come"
-    return differ if shift.is_significant else ""
+    differ = f"the labelled and the unlabelled samples differ at {shift}"
+    return f"{differ}. Calibrate with samples drawn like those to come" if shift.is_significant else ""
 
 
 def doubts_about_copies(table: HeadOutputs) -> str:

@@ -168,9 +168,14 @@ class Predictor:
             raise AttributeError(f"a {type(self).__name__} has no {name!r}{where}")
 
     def with_policy(self, policy: Policy) -> "Predictor":
-        """Return the same network, compiled code and all, under another policy that opens the same exits."""
+        """Return the same network, compiled code and all, under another policy that opens the same exits.
+
+        Under an equal policy it continues from what this one remembers, as of a stream; under another it begins anew.
+        """
         other = copy.copy(self)
         other._take(self.backend, policy)
+        if policy == self.policy:
+            other._memory = self._memory
         return other
 
     @property
