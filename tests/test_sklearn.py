@@ -174,7 +174,7 @@ def test_weights_train_the_estimator_and_do_not_calibrate():
     features, labels = table(2)
     weights = np.where(labels == 0, 1.0, 25.0)
     forest = RandomForestClassifier(20, max_depth=3, random_state=0)
-    with pytest.raises(BadInput, match="no sample_weight: fit the estimator with it.*prefit=True"):
+    with pytest.raises(BadInput, match=r"no sample_weight: fit the estimator with it.*prefit=True"):
         BudgetedClassifier(forest).fit(features, labels, sample_weight=weights)
     with pytest.raises(BadInput, match="no sample_weight"):
         make_pipeline(BudgetedClassifier(forest)).fit(features, labels, budgetedclassifier__sample_weight=weights)
