@@ -57,8 +57,9 @@ STRIDE, ROUNDS = 20, 5  # every 20th image is timed, in so many runs
 UNITS = {"MACs": "multiply-adds", "ms": "ms, two cores", "H200": "ms, H200, batches of 32"}
 CANDIDATES = ("v1-0.5@160 int8", "v2@224 int8", "lite0", "lite1", "lite2")  # that are chosen from
 SPENDING = partial(calibrate.eero, spend_all=True)
-SMALL, LARGE = ("msdnet_joint_0", -1), ("resnet18_frozen_0", -1)  # recordings, and their exits: the last, or all
-CONTENDERS = {
+Recorded = tuple[str, int | None]  # a recording, and one of its exits, or all
+SMALL, LARGE = ("msdnet_joint_0", -1), ("resnet18_frozen_0", -1)
+CONTENDERS: dict[str, list[Recorded]] = {
     "exits on the trained network": [("resnet18_frozen_separable_0", None)],
     "exits, trained together": [("resnet18_mixed_distilled_0", None)],
     "cascade: MSDNet, ResNet-18": [SMALL, LARGE],
@@ -299,7 +300,7 @@ def device(options: argparse.Namespace) -> None:
         write_rows(options.output, rows)
 
 
-def chained(folder: Path, parts: Sequence[tuple[str, int | None]]) -> tuple[HeadOutputs, Costs]:
+def chained(folder: Path, parts: Sequence[Recorded]) -> tuple[HeadOutputs, Costs]:
     """Return the outputs and costs of recorded networks in a chain, each with all of its exits or with one."""
     tables, costs = [], []
     for name, exit_index in parts:
@@ -308,8 +309,12 @@ def chained(folder: Path, parts: Sequence[tuple[str, int | None]]) -> tuple[Head
         tables.append(table.at_exits(kept))
         costs.append(cost.at_exits(kept))
     assert all(np.array_equal(each.truth(), tables[0].truth()) for each in tables)  # the same images
-    columns = {name: np.hstack([getattr(each, name) for each in tables]) for name in ("scores", "predictions")}
-    spent = {name: np.concatenate([getattr(each, name) for each in costs]) for name in ("stages", "heads")}
+    columns: dict[str, Any] = {
+        name: np.hstack([getattr(each, name) for each in tables]) for name in ("scores", "predictions")
+    }
+    spent: dict[str, Any] = {
+        name: np.concatenate([getattr(each, name) for each in costs]) for name in ("stages", "heads")
+    }
     owners = [index for index, each in enumerate(costs) for _ in range(len(each))]
     return HeadOutputs(**columns, labels=tables[0].truth()), Costs(**spent, members=owners)
 
@@ -392,8 +397,10 @@ class Alone:
             for name in ("eager", *["compiled"] * compiles)
         }
         self.device = backends["eager"].device
-        self.plain = {name: partial(self._run, each, chain.views[member]) for name, each in backends.items()}
-        self.forward = self.plain["eager"]
+        self.plain: dict[str, Callable[..., Any]] = {
+            name: partial(self._run, each, chain.views[member]) for name, each in backends.items()
+        }
+        self.forward: Callable[..., Any] = self.plain["eager"]
 
     @staticmethod
     def _run(backend: Any, view: Any, pixels: Any) -> Any:
