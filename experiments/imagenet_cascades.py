@@ -54,11 +54,12 @@ MATCHED = ("lite1", "lite2", "resnet50")  # the most accurate, the largest Effic
 SHARES = (0.4, 0.5, 0.6, 0.7, 0.85, 1.0)  # of the reference's cost
 SPLITS = 20
 STRIDE, ROUNDS = 20, 5  # every 20th image is timed, in so many runs
-UNITS = {"MACs": "multiply-adds", "ms": "ms, two cores"}
+UNITS = {"MACs": "multiply-adds", "ms": "ms, two cores", "H200": "ms, H200, batches of 32"}
 CANDIDATES = ("v1-0.5@160 int8", "v2@224 int8", "lite0", "lite1", "lite2")  # that are chosen from
 SPENDING = partial(calibrate.eero, spend_all=True)
-SMALL, LARGE = ("msdnet_joint_0", -1), ("resnet18_frozen_0", -1)  # recordings, and their exits: the last, or all
-CONTENDERS = {
+Recorded = tuple[str, int | None]  # a recording, and one of its exits, or all
+SMALL, LARGE = ("msdnet_joint_0", -1), ("resnet18_frozen_0", -1)
+CONTENDERS: dict[str, list[Recorded]] = {
     "exits on the trained network": [("resnet18_frozen_separable_0", None)],
     "exits, trained together": [("resnet18_mixed_distilled_0", None)],
     "cascade: MSDNet, ResNet-18": [SMALL, LARGE],
@@ -77,7 +78,11 @@ def read_rows(path: Path) -> list[dict[str, str]]:
 
 def member_costs(outputs: HeadOutputs, unit: str, recording: Path) -> Costs:
     """Return the costs of every network alone."""
-    if unit == "ms":
+    if unit == "H200":
+        on_gpu = {row["contender"]: float(row["ms"]) for row in read_rows(CUDA) if row["batch_size"] == "32"}
+        costs = [on_gpu[name] for name in outputs.exits]
+        unit = "ms"
+    elif unit == "ms":
         rows = {row["network"]: float(row["ms"]) for row in read_rows(NETWORKS) if row["run"] == "alone"}
         costs = [rows[name] for name in outputs.exits]
     else:
@@ -149,7 +154,7 @@ def split_rows(outputs: HeadOutputs, costs: Costs, seed: int) -> Iterator[Row]:
     for name, cost in zip(outputs.exits, costs.heads, strict=True):
         yield {"networks": name, "budget": "alone", "accuracy": right[name][1], "spent": cost / alone, "members": name}
     for name, fit in ways(outputs):
-        waiting, is_choice = [*MATCHED], name.startswith("chosen")
+        waiting, is_choice = [each for each in MATCHED if each in right], name.startswith("chosen")
         for share in SHARES:
             if is_choice and not waiting:
                 break  # a choice takes a second
@@ -192,7 +197,9 @@ def sweep(options: argparse.Namespace) -> None:
     """Write the table of all ways, budgets and units."""
     outputs, done = HeadOutputs.load(options.recording), options.recording.with_suffix(".rows.jsonl")
     done.touch()
+    every, of_torch = outputs, [index for index, name in enumerate(outputs.exits) if name.startswith("lite")]
     for unit in options.units:
+        outputs = every.at_exits(of_torch) if unit == "H200" else every  # the networks that ran there
         costs = member_costs(outputs, unit, options.recording)
         known = [json.loads(line) for line in done.read_text().splitlines()]
         for seed in sorted({*range(options.splits)} - {row["seed"] for row in known if row["unit"] == unit}):
@@ -203,7 +210,9 @@ def sweep(options: argparse.Namespace) -> None:
     known = [json.loads(line) for line in done.read_text().splitlines()]
     told = provenance("numpy", folder=ROOT)
     found = [row for unit in UNITS for row in summary([each for each in known if each["unit"] == unit], unit)]
-    write_rows(CASCADES, [{**row, **told} for row in found])
+    made = {row["unit"] for row in found}
+    others = [row for row in read_rows(CASCADES) if row["unit"] not in made]  # as they were measured
+    write_rows(CASCADES, [*others, *({**row, "images": len(every), **told} for row in found)])
 
 
 def measure(options: argparse.Namespace) -> None:
@@ -291,7 +300,7 @@ def device(options: argparse.Namespace) -> None:
         write_rows(options.output, rows)
 
 
-def chained(folder: Path, parts: Sequence[tuple[str, int | None]]) -> tuple[HeadOutputs, Costs]:
+def chained(folder: Path, parts: Sequence[Recorded]) -> tuple[HeadOutputs, Costs]:
     """Return the outputs and costs of recorded networks in a chain, each with all of its exits or with one."""
     tables, costs = [], []
     for name, exit_index in parts:
@@ -300,8 +309,12 @@ def chained(folder: Path, parts: Sequence[tuple[str, int | None]]) -> tuple[Head
         tables.append(table.at_exits(kept))
         costs.append(cost.at_exits(kept))
     assert all(np.array_equal(each.truth(), tables[0].truth()) for each in tables)  # the same images
-    columns = {name: np.hstack([getattr(each, name) for each in tables]) for name in ("scores", "predictions")}
-    spent = {name: np.concatenate([getattr(each, name) for each in costs]) for name in ("stages", "heads")}
+    columns: dict[str, Any] = {
+        name: np.hstack([getattr(each, name) for each in tables]) for name in ("scores", "predictions")
+    }
+    spent: dict[str, Any] = {
+        name: np.concatenate([getattr(each, name) for each in costs]) for name in ("stages", "heads")
+    }
     owners = [index for index, each in enumerate(costs) for _ in range(len(each))]
     return HeadOutputs(**columns, labels=tables[0].truth()), Costs(**spent, members=owners)
 
@@ -384,8 +397,10 @@ class Alone:
             for name in ("eager", *["compiled"] * compiles)
         }
         self.device = backends["eager"].device
-        self.plain = {name: partial(self._run, each, chain.views[member]) for name, each in backends.items()}
-        self.forward = self.plain["eager"]
+        self.plain: dict[str, Callable[..., Any]] = {
+            name: partial(self._run, each, chain.views[member]) for name, each in backends.items()
+        }
+        self.forward: Callable[..., Any] = self.plain["eager"]
 
     @staticmethod
     def _run(backend: Any, view: Any, pixels: Any) -> Any:

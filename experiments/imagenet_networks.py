@@ -121,8 +121,8 @@ def _put(convolution: Any, norm: Any, weights: dict[str, np.ndarray], conv: str,
 @torch.no_grad()
 def folded(network: nn.Module, example: torch.Tensor) -> nn.Module:
     """Return the network with batch norms folded into the convolutions before them: variances may exceed fp16."""
-    made: dict[int, nn.Module] = {}  # by the tensor that a convolution gave
-    norms: list[tuple[nn.Module, nn.Module]] = []
+    made: dict[int, nn.Conv2d] = {}  # by the tensor that a convolution gave
+    norms: list[tuple[nn.Conv2d, nn.BatchNorm2d]] = []
     held: list[Any] = []  # so that no other tensor gets the same id
 
     def see(module: nn.Module, inputs: Any, output: Any) -> None:
@@ -136,12 +136,12 @@ def folded(network: nn.Module, example: torch.Tensor) -> nn.Module:
     network(example)
     for hook in hooks:
         hook.remove()
-    fused = {convolution: fuse_conv_bn_eval(convolution, norm) for convolution, norm in norms}  # type: ignore[type-var]
-    assert len(fused) == len(norms)
-    empty = {norm: nn.Identity() for _, norm in norms}
+    changed: dict[nn.Module, nn.Module] = {one: fuse_conv_bn_eval(one, norm) for one, norm in norms}
+    assert len(changed) == len(norms)
+    changed |= {norm: nn.Identity() for _, norm in norms}
     for parent in [*network.modules()]:
         for name, child in parent.named_children():
-            setattr(parent, name, {**fused, **empty}.get(child, child))
+            setattr(parent, name, changed.get(child, child))
     return network
 
 

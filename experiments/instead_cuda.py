@@ -163,7 +163,7 @@ def measure(options: argparse.Namespace) -> Iterator[Row]:
         yield from timed(works, batch_size, count, options.rounds, options.device)
 
 
-def fastest(full: Full, images: Images, batch_size: int, count: int) -> Any:
+def fastest(full: Any, images: Images, batch_size: int, count: int) -> Any:
     """Return the fastest way of the full network, what it answers, and how accurate that is."""
     part, labels = images[0][:count], images[1]
     ways = {name: partial(classes, run, batch_size) for name, run in full.ways(batch_size).items()}

@@ -199,14 +199,14 @@ class Costs:
                 known = "a number, percentage or quantity such as '2.5 GFLOPs'"
                 raise BadInput(f"budget {budget!r} is not {known}") from error
         match = re.fullmatch(
-            rf"\s*(\$?)\s*({NUMBER})\s*(\S*?)\s*(?:(?:/|per)\s*([\d,]+)(?: requests| samples)?)?\s*", budget
+            rf"\s*(\$?)\s*({NUMBER})\s*(\S*?)\s*(?:(?:/|per)\s*([1-9][\d,]*)(?: requests| samples)?)?\s*", budget
         )
         if match is None:
             known = "a number, percentage or quantity: write '50%', '2.5 GFLOPs', '3 ms', '$1.20/1000'"
             raise BadInput(f"budget {budget!r} is not {known}")
         number, unit = float(match[2]), match[3].replace("$", "USD") or ("USD" if match[1] else "")
         if match[4]:  # for so many samples
-            number /= max(1, int(match[4].replace(",", "") or 0))
+            number /= int(match[4].replace(",", ""))
         if unit == "":
             return number
         return number / 100 * self.full if unit in ("%", "percent") else number * self._in_own_unit(budget, unit)

@@ -85,14 +85,14 @@ class BudgetedClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         self.estimator, self.budget, self.max_loss, self.exits = estimator, budget, max_loss, exits
         self.method, self.held_out, self.prefit, self.random_state = method, held_out, prefit, random_state
 
-    def fit(self, X: Any, y: Any, **unknown: Any) -> "BudgetedClassifier":  # noqa: N803
+    def fit(self, X: Any, y: Any, **more: Any) -> "BudgetedClassifier":  # noqa: N803
         """Fit the estimator to most of the data, and where samples stop to the rest of it.
 
         There are no weights of samples: a budget is a mean over samples as they come, each of which counts alike.
         """
-        if unknown:
+        if more:
             raise BadInput(
-                f"fit takes X and y, no {next(iter(unknown))}: fit the estimator with it, and where samples stop to"
+                f"fit takes X and y, no {next(iter(more))}: fit the estimator with it, and where samples stop to"
                 " other data, BudgetedClassifier(fitted, prefit=True).fit(X, y), in which each sample counts alike"
             )
         if self.method not in METHODS:

@@ -5,6 +5,7 @@ import warnings
 from dataclasses import replace
 
 import numpy as np
+import onnx
 import pytest
 import torch
 from cascades import (
@@ -273,6 +274,36 @@ def test_litert_runs_a_quantised_network(tmp_path):
         litert_member(tmp_path / "broken.tflite")
 
 
+def test_a_quantised_network_gets_its_images_normalised_where_its_member_says_so(tmp_path):
+    pytest.importorskip("ai_edge_litert", reason=LITERT)
+    weights = write_litert(tmp_path / "tiny.tflite", np.random.default_rng(0))  # takes 0..1 in 8 bits
+    darker = Normalisation(mean=(0.1, 0.0, -0.1), std=(4.0, 8.0, 3.0))
+    model = cascade([Member(tmp_path / "tiny.tflite", normalisation=darker), Member(tmp_path / "tiny.tflite", "bytes")])
+    drawn = np.random.default_rng(1).integers(60, 256, (80, 3, 8, 8), dtype=np.uint8)  # no number below 0
+    said = record(model, drawn, progress=False)
+    mean, std = darker.by_channel
+    for exit_index, given in enumerate(((drawn / 255 - mean) / std, drawn / 255)):
+        likely = np.sort(functional.softmax(torch.from_numpy(given.mean(axis=(2, 3)) @ weights.T), 1).numpy(), axis=1)
+        np.testing.assert_allclose(said.scores[:, exit_index], likely[:, -1] - likely[:, -2], atol=0.08)
+    assert np.abs(said.scores[:, 0] - said.scores[:, 1]).min() > 0.16  # the two are not taken for each other
+    loaded = Cascade.load(model.save(tmp_path / "cascade"))
+    np.testing.assert_array_equal(record(loaded, drawn, progress=False).scores, said.scores)
+
+
+def test_bytes_that_a_network_normalises_itself_are_not_normalised_again(tmp_path):
+    kinds = onnx.TensorProto
+    nodes = [onnx.helper.make_node("Cast", ["x"], ["a"], to=kinds.FLOAT)]
+    nodes += [onnx.helper.make_node("GlobalAveragePool", ["a"], ["b"]), onnx.helper.make_node("Flatten", ["b"], ["y"])]
+    given = onnx.helper.make_tensor_value_info("x", kinds.UINT8, ["samples", 3, 8, 8])
+    made = onnx.helper.make_tensor_value_info("y", kinds.FLOAT, ["samples", 3])
+    graph = onnx.helper.make_graph(nodes, "bytes", [given], [made])
+    opset = onnx.helper.make_opsetid("", 17)
+    onnx.save(onnx.helper.make_model(graph, opset_imports=[opset], ir_version=8), tmp_path / "bytes.onnx")
+    assert cascade([tmp_path / "bytes.onnx"]).input_spec.tensors[0].dtype == "uint8"
+    with pytest.raises(BadInput, match=r"bytes takes bytes, and its member says Normalisation.*leave it out"):
+        cascade([Member(tmp_path / "bytes.onnx", normalisation=BARE)])
+
+
 @pytest.mark.parametrize(
     ("networks", "terms", "message"),
     [
@@ -301,6 +332,11 @@ def test_what_does_not_fit_together_is_refused():
         cascade([Member(with_an_exit(), normalisation=BARE)])
     with pytest.raises(BadInput, match="crop 2"):
         Member(onnx_file(), crop=2.0)
+    for terms in ({"skip_classes": -1}, {"image_size": 0}):
+        with pytest.raises(
+            BadInput, match="give 0 or more classes to leave out before the others, and 1 or more pixel"
+        ):
+            Member(onnx_file(), **terms)
     with pytest.raises(BadInput, match="for files and URLs"):
         cascade([Member(with_an_exit(), skip_classes=1)])
     with pytest.raises(FileNotFoundError, match="there is no nowhere"):

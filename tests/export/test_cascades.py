@@ -1,6 +1,8 @@
 """A cascade runs without PyTorch, in the decisions of the original: exported, and inside Triton."""
 
 import re
+import runpy
+import sys
 from types import SimpleNamespace
 
 import numpy as np
@@ -13,7 +15,6 @@ from alight import Predictor, calibrate, deploy, export_model, load_policy, repl
 from alight.calibrate import combined
 from alight.calibrate.crossval import on_exits
 from alight.engine.backends.cascade import Cascade
-from alight.engine.backends.triton import PythonModel
 from alight.errors import BadInput, Mismatch
 from alight.export.triton import write_triton
 
@@ -56,20 +57,34 @@ def test_a_foreign_policy_and_a_full_folder_are_refused(exported, tmp_path):
         export_model(chain(), policy, tmp_path / "full")
 
 
+def on_gpu():
+    raise RuntimeError("Tensor is stored in GPU and cannot be converted to NumPy.")
+
+
 class Utils:
-    """What Triton gives to a Python model: it runs the models of the repository by ONNX Runtime, as Triton does."""
+    """What Triton gives to a Python model: it runs the models of the repository by ONNX Runtime, as Triton does.
+
+    The server has a GPU, on which the outputs of models stay that were not asked for on the host.
+    """
+
+    TRITONSERVER_MEMORY_CPU, TRITONSERVER_MEMORY_GPU = "cpu", "gpu"
 
     def __init__(self, repository):
         self.repository, self.asked = repository, []
 
         class InferenceRequest:
-            def __init__(self, model_name, requested_output_names, inputs):
+            def __init__(self, model_name, requested_output_names, inputs, preferred_memory=("gpu", 0)):
                 self.model, self.names, self.inputs = model_name, requested_output_names, inputs
+                self.memory = preferred_memory[0]
 
             def exec(request):  # noqa: N805
                 return self.executed(request)
 
         self.InferenceRequest = InferenceRequest
+
+    @staticmethod
+    def PreferredMemory(kind, number):  # noqa: N802
+        return kind, number
 
     @staticmethod
     def Tensor(name, values):  # noqa: N802
@@ -93,7 +108,10 @@ class Utils:
         self.asked.append((request.model, rows))
         session = onnxruntime.InferenceSession(self.repository / request.model / "1" / "model.onnx")
         made = zip(request.names, session.run(request.names, given), strict=True)
-        return self.InferenceResponse([self.Tensor(*each) for each in made])
+        tensors = [self.Tensor(*each) for each in made]
+        if request.memory != self.TRITONSERVER_MEMORY_CPU:
+            tensors = [SimpleNamespace(name=each.name, as_numpy=on_gpu) for each in tensors]
+        return self.InferenceResponse(tensors)
 
     @staticmethod
     def get_input_tensor_by_name(request, name):
@@ -104,14 +122,15 @@ class Utils:
         return next(each for each in response.tensors if each.name == name)
 
 
-def test_a_model_of_triton_runs_the_stages_for_survivors_alone(exported, tmp_path):
+def test_a_model_of_triton_runs_the_stages_for_survivors_alone(exported, tmp_path, monkeypatch):
     policy, folder = exported
     repository = write_triton(folder, tmp_path / "repository")
     config = (repository / "alight" / "config.pbtxt").read_text()
     assert 'name: "images", data_type: TYPE_UINT8, dims: [-1, 3, 16, 16]' in config
-    assert "TritonPythonModel" in (repository / "alight" / "1" / "model.py").read_text()
     utils = Utils(repository)
-    model = PythonModel(repository / "alight" / "1", utils)
+    monkeypatch.setitem(sys.modules, "triton_python_backend_utils", utils)
+    model = runpy.run_path(repository / "alight" / "1" / "model.py")["TritonPythonModel"]()
+    model.initialize({"model_repository": str(repository / "alight"), "model_version": "1"})
     assert not utils.asked  # Triton executes no model while another is loaded
     (answer,) = model.execute([{"images": pixels()}])
     expected = replay(policy, outputs())
@@ -129,6 +148,22 @@ def test_a_model_of_triton_runs_the_stages_for_survivors_alone(exported, tmp_pat
         write_triton(tmp_path, tmp_path / "other")
     with pytest.raises(BadInput, match=r"name '\.\./alight' of a model of Triton"):
         write_triton(folder, tmp_path / "other", "../alight")
+
+
+def test_configurations_of_triton_are_what_its_own_parser_takes(exported, tmp_path):
+    described = pytest.importorskip("tritonclient.grpc.model_config_pb2", reason='pip install "tritonclient[grpc]"')
+    text_format = pytest.importorskip("google.protobuf.text_format")
+    repository = write_triton(exported[1], tmp_path / "repository")
+    found = {}
+    for path in repository.glob("*/config.pbtxt"):
+        config = text_format.Parse(path.read_text(), described.ModelConfig())
+        assert config.name == path.parent.name
+        found[config.name] = config
+    assert found["alight"].backend == "python"
+    assert [each.name for each in found["alight"].output] == ["predictions", "exits", "spent"]
+    stages = [config for name, config in found.items() if name != "alight"]
+    assert stages
+    assert {(each.backend, each.max_batch_size > 0) for each in stages} == {("onnxruntime", True)}
 
 
 def test_a_cascade_is_not_deployed_in_lower_precision_as_one(tmp_path):

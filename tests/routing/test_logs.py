@@ -252,3 +252,23 @@ def test_pruned_methods_choose_among_models_and_percentages_stay_those_of_the_la
 def test_prices_of_the_log_are_what_it_was_made_with():
     _, costs = read_log(COLUMNS)
     np.testing.assert_allclose(costs.heads / costs.heads[0], np.array(PRICES) / PRICES[0])
+
+
+def test_costs_in_several_currencies_do_not_add_up():
+    columns = {"request": [1, 1, 2, 2], "model": ["small", "large"] * 2, "score": [0.1, 0.9, 0.8, 0.7]}
+    columns |= {"correct": [0, 1, 1, 1], "cost": [1.0, 2.0, 1.0, 3.0]}
+    assert read_log(columns).costs.unit == "USD"
+    assert read_log({**columns, "currency": ["eur", "EUR", "EUR ", "EUR"]}).costs.unit == "EUR"
+    mixed = {**columns, "currency": ["EUR", "USD", "EUR", "EUR"]}
+    with pytest.raises(BadInput, match="in EUR, USD, which do not add up: convert them to one"):
+        read_log(mixed)
+    converted = {name.replace("cost", "cost_usd"): values for name, values in mixed.items()}
+    assert read_log(converted).costs.unit == "USD"  # whatever was paid with
+
+
+def test_a_budget_for_no_requests_is_refused():
+    costs = Costs([0.0, 0.0], [0.001, 0.01], "USD")
+    for budget in ("$5/0", "5 $ per 0 requests", "5 USD per , requests", "5 USD per 0,000 requests"):
+        with pytest.raises(BadInput, match="budget"):
+            costs.budget(budget)
+    assert costs.budget("5 $ per 1,000 requests") == 0.005

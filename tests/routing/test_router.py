@@ -401,3 +401,20 @@ def test_decimal_costs_are_costs_and_without_a_guard_unknown_ones_are_the_mean()
     router = Router(TWO, [lambda request: ("a", 0.1, Decimal("1.5")), lambda request: ("b", 0.9, math.nan)])
     with pytest.warns(SpendWarning, match="a call that costs on average 4 USD: 4 USD was charged"):
         assert router("?").spent == 5.5
+
+
+def test_a_report_that_is_refused_changes_nothing():
+    router = Router(TWO)
+    request = router.ask()
+    for call in request:
+        if call.model == "small":
+            with pytest.raises((TypeError, ValueError)):
+                call.report(score="sure", answer="a", cost=1.0)
+            assert call.charged is None
+            call.report(score=0.9, answer="b", cost=1.0)
+            with pytest.raises(BadInput, match="reported twice"):
+                call.fail("too late")
+            assert call.failure is None
+    assert (request.answer, request.model, request.failures, request.spent) == ("b", "small", {}, 1.0)
+    assert router.counts["small"]["calls"] == 1
+    assert router.counts["small"]["failures"] == 0

@@ -68,7 +68,7 @@ def read_log(
 
     Args:
         log: The path of a CSV, Parquet or JSON lines file, a DataFrame, or columns by name.
-        unit: Of the costs; None: what the name of their column says (cost_usd, cost, tokens, latency_ms).
+        unit: Of the costs; None: what their column's name (cost_usd, cost, tokens, latency_ms) or a currency says.
         models: Which models, in which order; None: all, the cheapest first.
         incomplete: What becomes of requests that lack a model: "refuse" or "drop".
         **names: Of the columns of request, model, score, cost, correct, quality, answer and truth.
@@ -99,9 +99,21 @@ def read_log(
         labels = np.where(graded.max(axis=1) > 0, best, len(members))
     scores, cost_name = _numbers(columns, found["score"], rows), str(found["cost"])
     outputs = HeadOutputs(scores, codes, labels, score=str(found["score"]), exits=members, costs=costs, quality=graded)
-    if unit is None and (unit := UNITS.get(cost_name.lower().split("_")[-1])) is None:
+    if unit is None and (unit := _unit(columns, cost_name)) is None:
         raise BadInput(f"the unit of the costs in {cost_name!r} is not known: give it, unit='USD' or another name")
     return RequestLog(outputs, Costs(np.zeros(len(members)), costs.mean(axis=0), unit))
+
+
+def _unit(columns: Mapping[str, Any], cost_name: str) -> str | None:
+    """Return the unit of costs: what their name says, or the one value of a column of currencies where it does not."""
+    said = cost_name.lower().split("_")[-1]
+    currency = first_of([*columns], ("currency",))
+    if currency is None or said not in ("cost", "price"):
+        return UNITS.get(said)
+    found = sorted({str(each).strip().upper() for each in _listed(columns[currency])})
+    if len(found) > 1:
+        raise BadInput(f"the costs of the log are in {', '.join(found[:3])}, which do not add up: convert them to one")
+    return found[0]
 
 
 def numbering(samples: Integers, count: int) -> Integers:

@@ -47,13 +47,14 @@ class ModelCall:
 
     def report(self, *, score: float, answer: Any = None, cost: float | None = None) -> None:
         """Report an answer, how sure the model is, and what the call cost; None where that is not known."""
+        sure = float(score)  # what is not a number was not reported
         self._settle(cost)
-        self.answer, self.score = answer, float(score)
+        self.answer, self.score = answer, sure
 
     def fail(self, reason: object = "it failed", cost: float | None = None) -> None:
         """Report that the call gave no answer; unless its cost is known, the most that it can cost is charged."""
-        self.failure = str(reason) or type(reason).__name__
         self._settle(cost, "timeouts" if isinstance(reason, TimeoutError) else "failures")
+        self.failure = str(reason) or type(reason).__name__
 
     def _settle(self, cost: float | None, fault: str = "") -> None:
         if self.charged is not None:

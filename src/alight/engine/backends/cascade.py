@@ -59,6 +59,11 @@ class Member:
     def __post_init__(self) -> None:
         if not 0 < self.crop <= 1:
             raise BadInput(f"crop {self.crop:g}: give the share of each side that the network sees, at most 1")
+        if self.skip_classes < 0 or (self.image_size is not None and self.image_size < 1):
+            raise BadInput(
+                f"skip_classes {self.skip_classes}, image_size {self.image_size}: give 0 or more classes to leave out"
+                " before the others, and 1 or more pixels"
+            )
 
 
 def cascade(
@@ -143,7 +148,7 @@ def _opened(member: Member, example: Any = None) -> Any:
     if isinstance(network, str) and network.startswith(REMOTE):
         return remote_member(network, member.token_variable, outputs)
     if isinstance(network, str | Path) and (open_file := FILES.get(Path(network).suffix)):
-        return open_file(network, threads, outputs)
+        return open_file(network, threads, replace(outputs, normalised=member.normalisation is not None))
     if replace(outputs, image_size=None) != Outputs():
         raise BadInput("skip_classes and probabilities are for files and URLs: let the network itself give the logits")
     if isinstance(network, str | Path):
@@ -174,6 +179,8 @@ def _completed(spec: InputSpec, member: Member, name: str) -> InputSpec:
     """Return what a network takes, with what its member says about it."""
     if None not in (member.normalisation, spec.normalisation) and member.normalisation != spec.normalisation:
         raise BadInput(f"{name} has {spec.normalisation}, and its member says {member.normalisation}: leave it out")
+    if member.normalisation and spec.tensors and not spec.takes_floats:
+        raise BadInput(f"{name} takes bytes, and its member says {member.normalisation}: leave it out")
     tensors, size = spec.tensors, member.image_size
     if size and len(tensors) == 1 and len(tensors[0].shape) == 4:
         if not tensors[0].fits((1, tensors[0].shape[1] or 0, size, size)):

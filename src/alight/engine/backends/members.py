@@ -57,6 +57,7 @@ class Outputs:
     skip_classes: int = 0  # before the first that counts, such as a background that other networks do not have
     probabilities: bool | None = None  # instead of logits; None: find out
     image_size: int | None = None  # of images, where the network does not say
+    normalised: bool = False  # does a quantised network get images normalised, which are then quantised, or bytes?
 
     def of(self, name: str, stage: Stage, inputs: InputSpec, known: bool | None = None) -> Stage:
         """Return a stage that gives logits; `known` says whether its outputs are probabilities, None is unknown."""
@@ -134,9 +135,12 @@ def _one_by_one(stage: Stage) -> Stage:
 
 
 def litert_member(path: PathLike, threads: int | None = None, outputs: Outputs = Outputs()) -> OneStage:
-    """Return the network of a LiteRT (TFLite) file: images channels first, bytes where it is quantised."""
+    """Return the network of a LiteRT (TFLite) file: images channels first, bytes where it is quantised.
+
+    A quantised network whose images are `normalised` gets these in its own 8 bits.
+    """
     content = Path(path).read_bytes()
-    network = LiteRT(content, str(path), threads)
+    network = LiteRT(content, str(path), threads, outputs.normalised)
     spec = replace(network.spec, num_classes=network.classes - outputs.skip_classes)
     return OneStage(
         "LiteRT", outputs.of(Path(path).name, network, spec, network.gives_probabilities), spec, checksum(content)
@@ -146,7 +150,7 @@ def litert_member(path: PathLike, threads: int | None = None, outputs: Outputs =
 class LiteRT:
     """An interpreter of LiteRT. It runs one sample at a time: its threads share each, so that batches gain nothing."""
 
-    def __init__(self, content: bytes, name: str, threads: int | None = None) -> None:
+    def __init__(self, content: bytes, name: str, threads: int | None = None, normalised: bool = False) -> None:
         interpreter = library("ai_edge_litert.interpreter", '"alight[litert]"').Interpreter
         try:
             self._interpreter = interpreter(model_content=content, num_threads=threads or available_cores())
@@ -161,7 +165,8 @@ class LiteRT:
         sizes = [int(size) for size in self._input["shape"][1:]]
         self._is_image, dtype = len(sizes) == 3, np.dtype(self._input["dtype"])
         shape = (None, sizes[2], *sizes[:2]) if self._is_image else (None, *sizes)
-        self.spec = InputSpec((TensorSpec("images", shape, "uint8" if dtype.itemsize == 1 else dtype.name),))
+        bytes_or_floats = "float32" if normalised and self._input["quantization"][0] else "uint8"
+        self.spec = InputSpec((TensorSpec("images", shape, bytes_or_floats if dtype.itemsize == 1 else dtype.name),))
 
     @property
     def gives_probabilities(self) -> bool | None:
@@ -172,7 +177,11 @@ class LiteRT:
     def __call__(self, state: State) -> tuple[np.ndarray, State]:
         """Return what it gives, as floats."""
         samples = state[0].transpose(0, 2, 3, 1) if self._is_image else state[0]
-        if self._input["dtype"] == np.int8:
+        (scale, zero), kind = self._input["quantization"], self._input["dtype"]
+        if kind in (np.int8, np.uint8) and samples.dtype.kind == "f":
+            info = np.iinfo(kind)
+            samples = np.clip(np.rint(samples / scale) + zero, info.min, info.max).astype(kind)
+        elif kind == np.int8:
             samples = (samples.astype(np.int16) - 128).astype(np.int8)  # the same bytes, counted from -128
         rows = []
         with self._lock:

@@ -31,11 +31,17 @@ class Execute(Protocol):
 
 
 def execute_by(utils: Any) -> Execute:
-    """Return what executes models by `triton_python_backend_utils`, which exists inside Triton alone."""
+    """Return what executes models by `triton_python_backend_utils`, which exists inside Triton alone.
+
+    Outputs of a model that runs on a GPU come to the host, where a decision is made; Triton before 23.04 cannot do so.
+    """
+    wanted: dict[str, Any] = {}
+    if hasattr(utils, "PreferredMemory"):
+        wanted["preferred_memory"] = utils.PreferredMemory(utils.TRITONSERVER_MEMORY_CPU, 0)
 
     def execute(model: str, inputs: Mapping[str, np.ndarray], outputs: list[str]) -> list[np.ndarray]:
         tensors = [utils.Tensor(name, np.ascontiguousarray(values)) for name, values in inputs.items()]
-        request = utils.InferenceRequest(model_name=model, requested_output_names=outputs, inputs=tensors)
+        request = utils.InferenceRequest(model_name=model, requested_output_names=outputs, inputs=tensors, **wanted)
         response = request.exec()
         if response.has_error():
             raise AlightError(f"Triton could not execute {model}: {response.error().message()}")
