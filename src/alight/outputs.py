@@ -105,6 +105,11 @@ class HeadOutputs:
         array([[0, 1]])
         """
         stacked = _logits(logits)
+        if labels is not None and len(stacked) != np.size(labels) == stacked.shape[1]:
+            raise BadInput(
+                f"logits of shape {stacked.shape} and {stacked.shape[1]:,} labels: samples come first, as in"
+                " np.stack(logits, axis=1); or give a list of (samples, classes), one array for each exit"
+            )
         names = (score, *features)
         check_top(top)
         for name in names:
