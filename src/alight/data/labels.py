@@ -86,11 +86,8 @@ def batch_labels(labels: Any, num_samples: int, spec: InputSpec) -> Any:
     floating = labels.is_floating_point() if tensor else labels.dtype.kind == "f"
     if floating and labels.ndim == 2 and len(labels) == num_samples:
         return labels.float() if tensor else labels.astype(np.float32)
-    kind = str(labels.dtype).removeprefix("torch.")
-    if not kind.startswith(("int", "uint")):
-        whole = f"({'y.long()' if tensor else 'y.astype(int)'}{' where they are whole numbers' if floating else ''})"
-        cast = f" {whole}" if floating or "bool" in kind else ""
-        raise BadInput(f"labels are {labels.dtype}, not class indices: {INTEGERS}{cast} ({ONE_CLASS})")
+    if not str(labels.dtype).removeprefix("torch.").startswith(("int", "uint")):
+        raise BadInput(f"labels are {labels.dtype}, not class indices: {INTEGERS}{_cast(labels)} ({ONE_CLASS})")
     if labels.shape != (num_samples,):
         remedy = "y[:, 0]" if labels.shape == (num_samples, 1) else f"argmax of one-hot rows; {ONE_CLASS}"
         raise BadInput(
@@ -98,6 +95,15 @@ def batch_labels(labels: Any, num_samples: int, spec: InputSpec) -> Any:
             f" ({remedy})"
         )
     return labels.long() if tensor else labels.astype(np.int64)
+
+
+def _cast(labels: Any) -> str:
+    """Return how labels become integers, where they may be whole numbers or yes and no."""
+    kind = str(labels.dtype)
+    made = "y.long()" if is_tensor(labels) else "y.astype(int)"
+    if "bool" in kind:
+        return f" ({made})"
+    return f" ({made} where they are whole numbers)" if "float" in kind else ""
 
 
 def check_shares(shares: np.ndarray, num_classes: int) -> None:

@@ -38,15 +38,8 @@ def check_given(network: Any, train: Any, validation: Any, training: Any, batch_
             f"the training data are a {type(train).__name__}, which is spent after one pass: give a DataLoader, a list,"
             " or anything that starts anew"
         )
-    for data in (train, validation):
-        if (
-            isinstance(data, tuple)
-            and len(data) == 2
-            and depth(data[0]) == 1
-            and is_array(data[1])
-            and data[1].ndim > 2
-        ):
-            raise BadInput("a pair begins with its labels: give (inputs, labels)")
+    if any(map(_begins_with_labels, (train, validation))):
+        raise BadInput("a pair begins with its labels: give (inputs, labels)")
     if is_array(train) and is_array(validation) and train.ndim > validation.ndim == 1 and len(train) == len(validation):
         raise BadInput(
             "the validation data look like the labels of the training data: give pairs, as in"
@@ -54,6 +47,12 @@ def check_given(network: Any, train: Any, validation: Any, training: Any, batch_
         )
     if (train is not None and train is validation) or _same_path(train, validation):
         raise BadInput("the training data are also the validation data: hold out samples that nothing is trained on")
+
+
+def _begins_with_labels(data: Any) -> bool:
+    """Return whether a pair is one number per sample, and then arrays of several axes."""
+    pair = isinstance(data, tuple) and len(data) == 2 and is_array(data[1])
+    return pair and depth(data[0]) == 1 and data[1].ndim > 2
 
 
 def _check_settings(training: Any, batch_size: Any) -> None:
@@ -238,7 +237,8 @@ def _rows_of(data: Any) -> tuple[Any, Sequence[int] | None]:
     torch_data = getattr(getattr(sys.modules.get("torch"), "utils", None), "data", None)
     rows: Sequence[int] = ()
     if torch_data is not None and isinstance(data, torch_data.DataLoader):
-        sampler, data = data.sampler if data.batch_size else None, data.dataset
+        sampler: Any = data.sampler if data.batch_size else None
+        data = data.dataset
         if type(sampler) is torch_data.SubsetRandomSampler:
             rows = [*sampler.indices]
         elif type(sampler) not in (torch_data.SequentialSampler, torch_data.RandomSampler) or len(sampler) != len(data):

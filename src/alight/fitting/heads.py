@@ -53,7 +53,7 @@ def with_heads(
     _check_module(model)
     new_heads = not isinstance(model, MultiExitModel) or _gets_heads(named) or model.is_untrained("heads")
     if not isinstance(model, MultiExitModel):
-        model, example = _attached(model, data, preprocess, steps, after, named.image_size if named else None)
+        model, example = _attached(model, data, preprocess, steps, after, getattr(named, "image_size", None))
     else:
         if not _gets_heads(named):
             check_places(after, model)

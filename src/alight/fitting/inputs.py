@@ -154,11 +154,13 @@ def _image_or_array(
         shape = _channels_first(array.shape)
     if normalisation is None:
         raise BadInput(f"the data are pictures or bytes, {UNKNOWN}")
-    if len(normalisation.mean) != shape[0] and shape[0] in CHANNELS:
-        shape = (len(normalisation.mean), *shape[1:])
-    if image_size is not None:
-        shape = (shape[0], image_size, image_size)
-    return torch.zeros(2, *shape), normalisation
+    return torch.zeros(2, *_wanted_shape(shape, len(normalisation.mean), image_size)), normalisation
+
+
+def _wanted_shape(shape: Sequence[int], channels: int, image_size: int | None) -> tuple[int, ...]:
+    """Return the shape that pictures get: the channels of their normalisation, and the size that is asked for."""
+    first = channels if shape[0] in CHANNELS else shape[0]
+    return (first, image_size, image_size) if image_size is not None else (first, *shape[1:])
 
 
 def _channels(network: Any) -> int | None:
