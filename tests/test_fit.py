@@ -23,10 +23,11 @@ from torch import nn
 
 import alight
 from alight import Costs, HeadOutputs, Predictor, TrainingSettings, load_policy, replay
+from alight.data.preprocess import InputSpec, TensorSpec
 from alight.errors import BadInput, BudgetTooSmall
 from alight.fitting import steps
 from alight.fitting.calls import Steps
-from alight.fitting.checks import known_preprocess, warn_of_shared_samples, warn_of_table
+from alight.fitting.checks import compare_samples, known_preprocess, warn_of_table
 from alight.fitting.fitted import reported_folder
 from alight.fitting.heads import NamedNetwork, with_heads
 from alight.planning import plan as planning
@@ -266,6 +267,12 @@ USERS = {  # what a user writes once network and data are there, and how these a
 }
 
 
+SMALL = (
+    "nn.Sequential(nn.Conv2d(1, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 8, 3, padding=1), nn.ReLU(),"
+    " nn.Conv2d(8, 8, 3, padding=1), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 10))\n"
+)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("user", USERS)
 def test_ten_users_get_from_a_network_to_a_report_in_three_lines(user, capsys):
@@ -412,6 +419,15 @@ def own_files():
         np.savez(f"{name}.npz", x=images.flatten(1).numpy(), labels=labels.numpy())
 
 
+def test_pictures_are_brought_to_the_size_that_is_asked_for_of_a_network_of_an_own_file():
+    write_pictures("train", digits()[0].tensors[0][:20], digits()[0].tensors[1][:20])
+    network = NamedNetwork("net.py:Net", image_size=6)
+    Path("net.py").write_text("from torch import nn\nNet = lambda: " + SMALL)
+    made = with_heads(network, "train", alight.Normalisation((0,), (1,)), Steps(False))
+    assert made.example.shape == (2, 1, 6, 6)
+    assert made.model.input_spec.image_shape == (1, 6, 6)
+
+
 def test_the_calls_that_the_command_prints_run_by_themselves(own_files, capsys):
     line = "fit nets.py:build train.npz validation.npz --budget 80% --epochs 2 --set learning_rate=0.01 -o fitted"
     status, _, err = run(line, capsys)
@@ -513,6 +529,10 @@ LABELLED = HeadOutputs([[0.5, 0.9]] * 300, [[0, 1], [1, 1], [1, 0]] * 100, [1, 1
 TABLES = {  # recorded validation samples: the warning
     "few": (LABELLED.take(range(60)), "60 validation samples are few: .* known to about .-18 points; give 2,000"),
     "one class": (replace(LABELLED, labels=[0] * 300), "all 300 validation samples have the label 0"),
+    "a class without samples": (
+        replace(LABELLED, labels=[2, 2, 0] * 100),
+        "none of 300 .* is of class 1: accuracies and",
+    ),
     "guessing": (replace(LABELLED, labels=[0, 0, 1] * 100), "the full network has 0.0% accuracy on the validation"),
 }
 
@@ -522,22 +542,105 @@ TABLES = {  # recorded validation samples: the warning
 def test_validation_samples_that_say_little_are_warned_of(name):
     table, message = TABLES[name]
     with pytest.warns(UserWarning, match=message):
-        warn_of_table(table, 2)
+        warn_of_table(table, 3 if "class without" in name else 2)
 
 
 def test_a_usual_table_is_not_warned_of(recwarn):
     warn_of_table(LABELLED, 2)
+    warn_of_table(LABELLED, 100)  # 300 samples of 100 classes need not have all of them
     assert not recwarn.list
 
 
-def test_samples_that_are_trained_and_validated_on_are_found(tmp_path):
-    images, labels = digits()[0].tensors
+IMAGES = InputSpec((TensorSpec("images", (None, 1, 8, 8), "float32"),), num_classes=10)
+TEXTS = InputSpec(names=("input_ids",), tokenizer="bert", num_classes=2)
+
+
+def shared_arrays(images, labels):
+    return (images[:50], labels[:50]), (images[:100].numpy(), labels[:100])
+
+
+def shared_texts(_, __):
+    return (["a", "b", "c"] * 17, [0, 1, 1] * 17), (["c"] * 50 + ["d"] * 50, [1, 0] * 50)
+
+
+def shared_arrays_in_files(images, labels):
+    np.savez("train.npz", images=images[:50].numpy(), labels=labels[:50].numpy())
+    np.savez("validation.npz", images=images[:100].numpy(), labels=labels[:100].numpy())
+    return "train.npz", "validation.npz"
+
+
+def shared_texts_in_files(_, __):
+    write_texts("train.csv", 50)
+    write_texts("validation.csv", 100)
+    return "train.csv", "validation.csv"
+
+
+def shared_pictures(images, labels):
+    write_pictures("train", images[:50], labels[:50])
+    write_pictures("validation", images[:100], labels[:100])
+    return "train", "validation"
+
+
+def parts_of_tensors(images, labels):
+    whole = torch.utils.data.TensorDataset(images, labels)
+    return torch.utils.data.Subset(whole, range(50)), torch.utils.data.Subset(whole, range(100))
+
+
+def loaders_of_tensors(images, labels):
+    return [torch.utils.data.DataLoader(each, 32, shuffle=True) for each in parts_of_tensors(images, labels)]
+
+
+def parts_of_any_data_set(images, labels):
+    class Digits(torch.utils.data.Dataset):
+        def __len__(self):
+            return 200
+
+        def __getitem__(self, row):
+            raise AssertionError("nothing is read")
+
+    sampler, whole = torch.utils.data.SubsetRandomSampler, Digits()
+    loader = torch.utils.data.DataLoader(whole, 32, sampler=sampler(range(50)))
+    return loader, torch.utils.data.Subset(torch.utils.data.Subset(whole, range(150)), range(100))
+
+
+SHARED = [each for name, each in globals().copy().items() if name.startswith(("shared_", "parts_of", "loaders_of"))]
+
+
+@pytest.mark.parametrize("made", SHARED, ids=lambda made: made.__name__)
+def test_samples_that_are_trained_and_validated_on_are_found(made):
+    train, validation = made(*digits()[0].tensors)
     with pytest.warns(UserWarning, match="50 of 100 validation samples are among the training samples"):
-        warn_of_shared_samples((images[:50], labels[:50]), (images[:100].numpy(), labels[:100]))
-    with pytest.warns(UserWarning, match="2 of 2 validation samples are among the training samples"):
-        warn_of_shared_samples((["a", "b", "c"], [0, 1, 1]), (["c", "a"], [1, 0]))
-    warn_of_shared_samples((images[:50], labels[:50]), (images[50:100], labels[50:100]))  # 1,797 different digits
-    warn_of_shared_samples("train", (images, labels))
+        compare_samples(train, validation, TEXTS if "texts" in made.__name__ else IMAGES)
+
+
+def test_samples_that_are_not_shared_are_not_warned_of():
+    images, labels = digits()[0].tensors
+    compare_samples((images[:50], labels[:50]), (images[50:100], labels[50:100]), IMAGES)  # 1,797 different digits
+    whole = torch.utils.data.TensorDataset(images, labels)
+    parts = torch.utils.data.random_split(whole, [700, len(images) - 700])
+    compare_samples(*parts, IMAGES)
+    compare_samples(*[torch.utils.data.DataLoader(each, 32) for each in parts], IMAGES)
+    compare_samples([(images[:5], labels[:5])], iter([(images[:5], labels[:5])]), IMAGES)  # batches: unknown
+
+
+def test_training_and_validation_data_that_may_be_exchanged_are_warned_of():
+    images, labels = digits()[0].tensors
+    with pytest.warns(UserWarning, match="60 training samples and 300 for validation: training data come first"):
+        compare_samples((images[:60], labels[:60]), (images[100:400], labels[100:400]), IMAGES)
+    compare_samples((images[:100], labels[:100]), (images[100:400], labels[100:400]), IMAGES)
+
+
+def test_too_few_validation_samples_for_a_guarantee_are_said_first_with_the_number_that_is_enough(recwarn):
+    logits = np.random.default_rng(0).normal(size=(400, 2, 3)) * [[[2.0], [4.0]]]
+    labels = logits[:, 1].argmax(1)
+    costs = Costs.from_cumulative([1.0, 4.0])
+    few = alight.fit(costs, validation=(logits[:24], labels[:24]), budget="40%", progress=False)
+    caution = few.fitted.caution
+    assert caution.startswith("24 validation samples certify no policy but the first exit for all samples: give ")
+    assert str(few).startswith(caution)
+    enough = int(caution.partition("give ")[2].partition(" or more")[0])
+    again = alight.fit(costs, validation=(logits[:enough], labels[:enough]), budget="40%", progress=False)
+    assert (again.fitted.caution, len(again.policy.open_exits)) == ("", 2)
 
 
 def test_a_network_that_gives_probabilities_is_warned_of(trained):
@@ -616,10 +719,17 @@ def test_downloaded_weights_with_another_number_of_classes_are_not_all_trained()
     assert not NamedNetwork("transformers:bert", num_classes=3).is_trained
 
 
+def test_one_hot_rows_are_the_classes_of_validation_samples(fitted):
+    images, labels = (each[:50] for each in digits()[1].tensors)
+    rows = nn.functional.one_hot(labels, 10).float()
+    assert np.array_equal(alight.record(fitted.network, (images, rows), progress=False).labels, labels)
+
+
 def test_labels_are_not_needed(trained):
     train, validation = (data.tensors[0][:300] for data in digits())
     predictor = alight.fit(trained, train, validation, budget="70%", training=None, progress=False)
-    assert "agreement" in predictor.summary
+    assert predictor.summary.startswith("The validation data has no labels: accuracy here is agreement with the full")
+    assert "agreement  " in predictor.summary
     assert predictor.policy.settings["truth"] == "the last exit"
 
 

@@ -106,6 +106,9 @@ def test_styles_fetch_nothing_from_other_hosts(site):
         assert not re.search(r"(url\(|@import)\s*[\"']?(https?:)?//", sheet.read_text()), sheet
 
 
+PAGES = ("index.html", "tutorial/images.html", "method.html", "reference/commands.html")
+
+
 @pytest.mark.skipif(chromium.found() is None, reason="no Chromium: install one, or let CHROMIUM name it")
 @pytest.mark.slow
 def test_a_browser_asks_no_other_host_and_sees_no_error(site, tmp_path):
@@ -113,15 +116,16 @@ def test_a_browser_asks_no_other_host_and_sees_no_error(site, tmp_path):
     threading.Thread(target=server.serve_forever, daemon=True).start()
     here = f"http://127.0.0.1:{server.server_port}/"
     try:
-        with chromium.opened(chromium.found(), tmp_path) as tab:
-            for width, scheme in product((1440, 768, 375), ("light", "dark")):
-                tab.resize(width)
+        for scheme, theme in (("light", "default"), ("dark", "slate")):
+            with chromium.opened(chromium.found(), tmp_path / scheme) as tab:  # a profile keeps the first visit's theme
                 tab.prefer(scheme)
-                for page in ("index.html", "tutorial/images.html", "method.html", "reference/commands.html"):
+                for width, page in product((1440, 768, 375), PAGES):
+                    tab.resize(width)
                     tab.go(here + page)
                     assert tab.ask("document.documentElement.scrollWidth") <= width, page
-        assert not [each for each in tab.requests if not each.startswith((here, "data:"))]
-        assert tab.console == []
+                    assert tab.ask("document.body.dataset.mdColorScheme") == theme, page
+            assert not [each for each in tab.requests if not each.startswith((here, "data:"))]
+            assert tab.console == []
     finally:
         server.shutdown()
         server.server_close()

@@ -106,6 +106,7 @@ class HeadOutputs:
         array([[0, 1]])
         """
         stacked = _logits(logits)
+        _check_samples_first(stacked, labels)
         names = (score, *features)
         check_top(top)
         for name in names:
@@ -642,6 +643,15 @@ def _top(classes: npt.ArrayLike, logs: npt.ArrayLike, shape: tuple[int, ...]) ->
     if again:
         raise BadInput(f"top_classes name a class twice at {again} places: give each of the likeliest classes once")
     return indices, halves
+
+
+def _check_samples_first(logits: Floats, labels: npt.ArrayLike | None) -> None:
+    """Raise if logits have exits, and then as many samples as there are labels."""
+    if labels is not None and len(logits) != np.size(labels) == logits.shape[1]:
+        raise BadInput(
+            f"logits of shape {logits.shape} and {logits.shape[1]:,} labels: samples come first, as in"
+            " np.stack(logits, axis=1); or give a list of (samples, classes), one array for each exit"
+        )
 
 
 def _labels(values: npt.ArrayLike, num_samples: int) -> Integers:

@@ -132,11 +132,21 @@ def test_too_few_samples_certify_the_first_exit_alone_and_say_how_many_would_do(
     policy = certified_probability(calibrate.geometric, delta=0.001)(COSTS, 1.2, few)
     assert isinstance(policy, ExitAt)
     needed = policy.certificate.numbers["smallest sample"]
-    assert f"at least {needed:,} samples are needed" in policy.certificate.guarantee
+    assert f"at least {needed:,} are needed, and there are 3 calibration" in policy.certificate.guarantee
     enough = made_up(2, int(needed), 4)
     assert isinstance(certified_probability(calibrate.geometric, delta=0.001)(COSTS, 1.2, few, enough), Threshold)
     short = made_up(2, int(needed) - 1, 4)
     assert isinstance(certified_probability(calibrate.geometric, delta=0.001)(COSTS, 1.2, few, short), ExitAt)
+
+
+def test_a_method_that_lets_all_leave_at_the_first_exit_asks_for_no_more_samples():
+    worse_later = made_up(1, 400, 4)
+    predictions = worse_later.predictions.copy()
+    predictions[:, 0], predictions[:, 1:] = worse_later.labels, (worse_later.labels[:, None] + 1) % 2
+    policy = certified_probability(calibrate.eero)(COSTS, 3.0, replace(worse_later, predictions=predictions))
+    assert isinstance(policy, ExitAt)
+    assert policy.certificate.guarantee.endswith("since all leave after exit 1: the method chose so.")
+    assert policy.certificate.numbers["smallest sample"] == 0
 
 
 def test_the_order_of_a_table_does_not_change_what_can_be_certified():

@@ -6,9 +6,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import timm
 import torch
 from commands import run
 from torch import nn
+from torch.utils.data import IterableDataset
 
 import alight
 from alight import calibrate, recordings
@@ -18,6 +20,11 @@ OWN = (
     "from torch import nn\nclass Net(nn.Linear):\n    def __init__(self, width):\n        super().__init__(width, 3)\n"
 )
 
+OWN_CNN = """from torch import nn
+class Net(nn.Sequential):
+    def __init__(self):
+        super().__init__(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 10))
+"""
 COMMANDS = {  # a command line: the start of what it prints on stderr, after "alight: "
     # budgets
     "calibrate labelled.npz --costs costs.json --budget 0.5": (
@@ -123,6 +130,12 @@ COMMANDS = {  # a command line: the start of what it prints on stderr, after "al
     "fit timm:test_resnet train.npz test.npz --weights other.pt --image-size 32 -o new": "the weights are another",
     "fit model train.npz test.npz --after layer1 -o new": "after=['layer1'] is where exits go, and this is a network",
     "fit model train.npz test.npz --set keep_best=true -o new": "3 of 32 training samples would be held out to",
+    "fit cnn.py:Net last.npz test.npz --image-size 8 -o new": (
+        "image_size=8 is for pictures and bytes, and the data are neither: leave it out"
+    ),
+    "fit cnn.py:Net train.npz test.npz --pretrained -o new": (
+        "cnn.py:Net is your own network, and no library has weights of it: give weights in a file"
+    ),
     "fit model train.npz test.npz --set lr=0.1 -o new": "--set 'lr=0.1': write NAME=VALUE with NAME one of",
     "fit ./nowhere train.npz test.npz -o new": "there is no folder './nowhere': check the path, or name a network, as",
     "predict nowhere test.npz": "there is no folder nowhere: give one that `alight fit` or `alight attach` wrote",
@@ -156,6 +169,7 @@ def place(example_files, tmp_path_factory):
     np.savez(folder / "last.npz", images=np.zeros((4, 32, 32, 3), np.float32))
     (folder / "texts.jsonl").write_text('{"text": "hello", "label": 1}\n')
     (folder / "nets.py").write_text(OWN)
+    (folder / "cnn.py").write_text(OWN_CNN)
     (folder / "nothing").mkdir()
     torch.save(nn.Linear(2, 2), folder / "whole.pt")
     torch.save(nn.Linear(2, 2).state_dict(), folder / "other.pt")
@@ -196,6 +210,11 @@ def scripted():
 
 def fit(*given, **further):
     return alight.fit(*given, **further, progress=False)
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return zip(torch.zeros(12, 3, 8, 8), range(12), strict=True)
 
 
 IMAGES, LABELS = np.zeros((12, 3, 8, 8), np.float32), np.arange(12) % 3
@@ -303,6 +322,14 @@ CALLS = {  # a call: what is raised
     ),
     "a class": (lambda: fit(nn.Linear, (IMAGES, LABELS), OTHERS), "the class Linear is not a network: give a torch"),
     "weights": (lambda: fit("net.pt", (IMAGES, LABELS), OTHERS), "net.pt holds weights alone: load them into the"),
+    "weights in memory": (
+        lambda: fit(network().state_dict(), (IMAGES, LABELS), OTHERS),
+        "these are weights alone: load them into the network, network.load_state_dict(weights), give that",
+    ),
+    "an optimizer instead of what makes one": (
+        lambda: alight.TrainingSettings(optimizer=torch.optim.Adam(network().parameters())),
+        "optimizer Adam(...) is none of 'adamw', 'sgd', and not a function: give what makes one of parameter groups",
+    ),
     "labels as validation": (
         lambda: fit(network(), IMAGES, LABELS),
         "the validation data look like the labels of the training data: give pairs",
@@ -313,6 +340,14 @@ CALLS = {  # a call: what is raised
     ),
     "no validation data": (lambda: fit(network(), (IMAGES, LABELS)), "there is no validation data: give samples that"),
     "no samples": (lambda: fit(network(), (IMAGES[:0], LABELS[:0]), OTHERS), "the data have no samples: give at"),
+    "logits with exits first": (
+        lambda: fit(alight.Costs.from_cumulative([1.0, 2.0]), None, (np.zeros((2, 12, 3)), LABELS)),
+        "logits of shape (2, 12, 3) and 12 labels: samples come first, as in np.stack(logits, axis=1); or give a list",
+    ),
+    "bytes of one channel for a network of timm": (
+        lambda: fit(timm.create_model("test_resnet", in_chans=1), (IMAGES[:, 0].astype(np.uint8), LABELS), OTHERS),
+        "the data are pictures or bytes, and how the network normalises them is unknown: give Normalisation",
+    ),
     "three samples": (
         lambda: fit(alight.Costs.from_cumulative([1.0, 2.0]), None, (np.zeros((3, 2, 3)), LABELS[:3])),
         "3 validation samples: give at least 4",
@@ -328,6 +363,34 @@ CALLS = {  # a call: what is raised
     "channels last in the training": (
         lambda: fit(network(), (IMAGES.transpose(0, 2, 3, 1), LABELS), OTHERS),
         "images of shape (1, 8, 8, 3) with their channels last",
+    ),
+    "labels before their samples": (
+        lambda: fit(network(), (LABELS, IMAGES), (LABELS, OTHERS[0])),
+        "a pair begins with its labels: give (inputs, labels)",
+    ),
+    "labels in a column": (
+        lambda: fit(network(), (IMAGES, LABELS), (OTHERS[0], LABELS[:, None])),
+        "labels have shape (12, 1) for 12 samples: give one class index per sample (y[:, 0])",
+    ),
+    "yes and no": (
+        lambda: fit(network(), (IMAGES, LABELS), (OTHERS[0], LABELS > 0)),
+        "labels are bool, not class indices: give integers, or rows of shares (y.astype(int))",
+    ),
+    "shares of classes in the validation": (
+        lambda: fit(network(), (IMAGES, LABELS), (OTHERS[0], np.full((12, 3), 1 / 3, np.float32))),
+        "labels share samples among classes, which is for training alone: give validation data with one class",
+    ),
+    "NaN in the validation": (
+        lambda: fit(network(), (IMAGES, LABELS), (np.full_like(IMAGES, np.nan), LABELS)),
+        "the first validation samples hold NaN or infinite numbers: replace them, or leave them out",
+    ),
+    "an iterator": (
+        lambda: fit(network(), iter([(IMAGES, LABELS)]), OTHERS),
+        "the training data are a list_iterator, which is spent after one pass: give a DataLoader, a list, or anything",
+    ),
+    "a data set that gives samples one by one": (
+        lambda: fit(network(), Stream(), OTHERS),
+        "the data give samples one by one, with a number beside each: give batches of it: torch.utils.data.DataLoader",
     ),
     "grey images": (
         lambda: fit(network(), (IMAGES[:, :1], LABELS), OTHERS),

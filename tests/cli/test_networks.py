@@ -33,7 +33,7 @@ def folder(tmp_path, monkeypatch):
 def test_attach_train_record_costs_and_calibrate_chain(chain):
     out, err = ({path.stem: path.read_text() for path in chain.glob(f"*.{kind}")} for kind in ("out", "err"))
     assert "validation accuracy" in out["train"]
-    assert "accuracy %" in err["train"]
+    assert "accuracy by exit" in err["train"]
     assert sorted(path.name for path in (chain / "model").iterdir()) == ["config.json", "model.safetensors"]
     assert "record: 100%" in err["record"]
     table, model = HeadOutputs.load(chain / "labelled.npz"), load_model(chain / "model")

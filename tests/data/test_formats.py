@@ -237,7 +237,7 @@ BAD = {
     "channels": (BadInput, "normalises 3 channels and takes images of 1"),
     "damaged picture": (BadFile, "it is not a usable image"),
     "empty folder": (BadInput, "has no images"),
-    "one class": (BadInput, "has classes by name, 1 of them, and the network has 2"),
+    "one class": (BadInput, r"has classes by name \(.*\), 1 of them, and the network has 2"),
     "unknown class": (BadInput, "class 'cat' that the network does not know: dog, bird"),
     "text for images": (BadInput, "the network does not take text but input_0 of shape"),
     "unknown kind": (BadInput, "is not a kind of data that alight reads"),

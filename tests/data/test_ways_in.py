@@ -622,7 +622,7 @@ REFUSED = {  # what is done with a network, and the sentence
     ),
     "names for a network without any": (
         lambda _: record(images(classes=()), (X["images"], ["dog", "cow"] * 12)),
-        "has classes by name, 2 of them, and the network has 3: build it with 2",
+        r"has classes by name \(.*\), 2 of them, and the network has 3: build it with 2",
     ),
     "names in a loader for a network without any": (
         lambda _: record(images(classes=()), DataLoader(Samples([*zip(X["images"], NAMES, strict=True)]), BATCH)),
@@ -668,7 +668,7 @@ REFUSED = {  # what is done with a network, and the sentence
     ),
     "two columns of texts": (
         lambda _: record(texts(), pd.DataFrame({"question": TEXTS, "answer": TEXTS, "label": Y})),
-        r"2 columns of texts \(question, answer\), and the network reads one text: name one 'image' or 'text'",
+        r"2 columns of texts \(question, answer\), and the network reads one text: name one 'text'",
     ),
     "no column of texts": (
         lambda _: record(texts(), frame(label=Y)),

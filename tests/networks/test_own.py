@@ -251,6 +251,7 @@ WRAPPED = {
     "lightning.pth": lambda state: {"epoch": 3, "state_dict": state, "optimizer": {"lr": 0.1}},
     "nested.pt": lambda state: {"model": {"model_state_dict": state}},
     "parallel.pt": lambda state: {"model": {f"module.{name}": each for name, each in state.items()}},
+    "attribute.ckpt": lambda state: {"state_dict": {f"net.{name}": each for name, each in state.items()}},
     "compiled.pt": lambda state: {f"_orig_mod.{name}": each for name, each in state.items()},
 }
 

@@ -5,6 +5,7 @@ import errno
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -529,7 +530,17 @@ def test_an_untrained_backbone_raises_a_warning(trained):
 
 def test_progress_shows_the_accuracy_of_every_exit(capfd):
     train_heads(network(), loader(FEW), TrainingSettings(mode="joint", epochs=1))
-    assert "epoch 1/1, accuracy %" in capfd.readouterr().err
+    assert re.search(r"epoch 1/1, accuracy by exit \d+ \d+ \d+ %", capfd.readouterr().err)
+
+
+def test_progress_names_the_epoch_that_runs(capfd):
+    train_heads(network(), loader(FEW), TrainingSettings(mode="joint", epochs=2))
+    bars = [each for each in capfd.readouterr().err.split("\r") if "epoch" in each]
+    batches = len(loader(FEW))
+    shown = {int(re.search(r"(\d+)/", each)[1]): each for each in bars}
+    late = [place for place, each in shown.items() if place > batches + 1 and "epoch 2/2" not in each]
+    assert late == []
+    assert any(place > batches + 1 for place in shown)
 
 
 class Stream(IterableDataset):

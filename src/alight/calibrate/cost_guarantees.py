@@ -42,7 +42,7 @@ from alight.budgeting.rates import Floats, tilted_rates
 from alight.budgeting.thresholds import SALTS, passing_counts, survivor_thresholds
 from alight.calibrate.problem import AnyCosts, Budget, Method, check_tables
 from alight.costs import Amount, Costs, as_costs
-from alight.display import percent, quantity
+from alight.display import layer_label, percent, quantity
 from alight.errors import BadInput, ShiftWarning
 from alight.outputs import SAME, HeadOutputs
 from alight.policies.limits import Quota, meter
@@ -58,6 +58,7 @@ Certify = Callable[[Policy, Costs, HeadOutputs, HeadOutputs], Policy]  # the tab
 LEVELS = 401  # members of a family of lowered policies: each moves thresholds by half a percent of the samples
 COPIED = 0.1  # share of samples that repeat others, above which a guarantee is doubted
 ROUNDING = 1e-9  # of prices times tokens, by which a call may seem to cost more than the most
+RARELY = 10**6  # a plan by which one sample in more than so many passes the first exit is meant to let none pass
 WINDOW = 400  # scores that a paced policy remembers of each exit
 P_VALUES: dict[str, Callable[[Floats, float, float], float]] = {
     "betting": betting_p_value,
@@ -352,7 +353,7 @@ def _by_law(policy: Threshold, network: Costs, certifying: HeadOutputs, contract
         "law": "Dirichlet(" + ", ".join(map(str, law.tolist())) + ")",
     }
     if law[0] == samples + 1:
-        return _first_exit_only(policy, certifying.score, contract, numbers, _smallest_for_law(policy, contract))
+        return _first_exit_only(policy, certifying, contract, numbers, _smallest_for_law(policy, contract))
     thresholds = survivor_thresholds(
         policy.view(certifying).scores[:, list(policy.open_exits)], rates, salt=policy.salt
     )
@@ -392,7 +393,7 @@ def _by_family(
         basis = f"fixed-sequence testing, {contract.bound.replace('_', '-')} bound"
         smallest = smallest_sample(allowed, delta, test=test) if allowed > 0 else 0
     if accepted < 0 or levels[accepted] == 1:
-        return _first_exit_only(policy, certifying.score, contract, numbers, smallest)
+        return _first_exit_only(policy, certifying, contract, numbers, smallest)
     member = lowered(policy, float(levels[accepted]), reference)
     numbers |= {"level": float(levels[accepted]), "mean cost": float(spent(levels[accepted]).mean())}
     draws = isinstance(policy, Mixture | Patience) or any(share < 1 for share in getattr(policy, "tie_shares", ()))
@@ -400,17 +401,22 @@ def _by_family(
     return certified(member, contract.certificate(allowed_by(policy, network), samples, numbers))
 
 
-def _first_exit_only(policy: Policy, score: str, contract: CostContract, numbers: Numbers, smallest: int) -> Policy:
-    """Return the policy that sends every sample out at the first exit: all that so few samples can certify."""
+def _first_exit_only(
+    policy: Policy, certifying: HeadOutputs, contract: CostContract, numbers: Numbers, smallest: int
+) -> Policy:
+    """Return the policy that sends every sample out at the first exit: chosen so, or all that can be certified."""
     first: dict[str, Any] = {"open_exits": policy.open_exits[:1], "costs": policy.costs[:1], "exit_rates": (1.0,)}
-    first |= {"combination": None, "score": score}  # alone, it answers for itself
-    level = f" and delta {contract.delta:g}" if contract.name == "probability" else ""
-    needed = f"at least {smallest:,} samples are needed" if smallest else "no number of samples suffices"
-    place = policy.exit_names[policy.open_exits[0]]
-    guarantee = (
-        f"Guaranteed for every sample: cost <= {quantity(policy.costs[0], policy.unit)}, at {place}"
-        f" alone. With {numbers['samples']:,} samples{level} no more can be certified: {needed}."
-    )
+    first |= {"combination": None, "score": certifying.score}  # alone, it answers for itself
+    place = layer_label(policy.exit_names[policy.open_exits[0]])
+    if budget_of(policy) > policy.costs[0] and not len(certifying) < smallest <= RARELY:
+        chosen = replay(policy, certifying).spent.max() <= policy.costs[0]
+        smallest, why = 0, "the method chose so" if chosen else "no more can be certified within the budget"
+    else:
+        level = f" with {percent(1 - contract.delta)} confidence" if contract.name == "probability" else ""
+        needed = f"at least {smallest:,} are needed" if smallest else "no number of them suffices"
+        why = f"to certify more{level}, {needed}, and there are {len(certifying):,} calibration samples"
+    cost = quantity(policy.costs[0], policy.unit)
+    guarantee = f"Guaranteed for every sample: cost <= {cost}, since all leave after {place}: {why}."
     certificate = Certificate(contract.name, guarantee, "", numbers | {"smallest sample": smallest})
     return certified(ExitAt(**policy.terms() | first), certificate)
 

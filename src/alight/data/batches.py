@@ -41,7 +41,7 @@ from alight.data.samples import (
     picture,
     stacked,
 )
-from alight.data.sources import column_of, is_one_sample, is_torch_dataset, open_data
+from alight.data.sources import ONE_BY_ONE, column_of, is_one_sample, is_torch_dataset, open_data
 from alight.data.tables import frame_columns, is_frame, is_hugging_face, is_series, series_values
 from alight.data.tokens import MAX_TOKENS, SEGMENTS, Texts, texts_for
 from alight.errors import BadInput
@@ -153,6 +153,8 @@ def _checked(parts: Sequence[Any], spec: InputSpec) -> Arrays:
         raise BadInput(_other_number(parts, spec))
     arrays = tuple(map(partial(_numbers, spec), parts, spec.tensors or (None,) * len(parts)))
     sizes = {part.shape[0] if part.ndim else 0 for part in arrays}
+    if len(arrays) > 1 and any(part.ndim == 0 for part in arrays):
+        raise BadInput(f"the data give samples one by one, with a number beside each: {ONE_BY_ONE}")
     if len(sizes) != 1 or 0 in sizes:
         raise BadInput(
             f"inputs of {sorted(sizes)} samples: the first axis is the samples, at least 1, as many of each input"

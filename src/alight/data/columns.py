@@ -124,7 +124,7 @@ def _inputs_by_name(kinds: Mapping[str, Kind], spec: InputSpec, where: str) -> t
     found = first_of(texts, TEXT_NAMES) or (texts[0] if len(texts) == 1 else None)
     if found is None:
         held = f"{len(texts)} columns of texts ({', '.join(texts)})" if texts else f"columns {', '.join(kinds)}"
-        raise BadInput(f"{where} has {held}, and the network reads one text: {NAMING}")
+        raise BadInput(f"{where} has {held}, and the network reads one text: name one 'text', and one 'label'")
     return (found,)
 
 

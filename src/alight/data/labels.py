@@ -29,7 +29,8 @@ class UnknownClasses(BadInput):
                 f"{len(names)} of them, and the network has {num_classes}: build it with {len(names)} (num_classes,"
                 " --classes), give data with every class"
             )
-        super().__init__(f"{where} has classes by name, {problem}, or number the labels")
+        shown = ", ".join(names[:4]) + (", ..." if len(names) > 4 else "")
+        super().__init__(f"{where} has classes by name ({shown}), {problem}, or number the labels")
 
 
 def class_indices(names: Sequence[str], spec: InputSpec, where: str) -> dict[str, int]:
@@ -85,16 +86,24 @@ def batch_labels(labels: Any, num_samples: int, spec: InputSpec) -> Any:
     floating = labels.is_floating_point() if tensor else labels.dtype.kind == "f"
     if floating and labels.ndim == 2 and len(labels) == num_samples:
         return labels.float() if tensor else labels.astype(np.float32)
-    kind = str(labels.dtype).removeprefix("torch.")
-    if not kind.startswith(("int", "uint")):
-        cast = f" ({'y.long()' if tensor else 'y.astype(int)'} where they are whole numbers)" if floating else ""
-        raise BadInput(f"labels are {labels.dtype}, not class indices: {INTEGERS}{cast} ({ONE_CLASS})")
+    if not str(labels.dtype).removeprefix("torch.").startswith(("int", "uint")):
+        raise BadInput(f"labels are {labels.dtype}, not class indices: {INTEGERS}{_cast(labels)} ({ONE_CLASS})")
     if labels.shape != (num_samples,):
+        remedy = "y[:, 0]" if labels.shape == (num_samples, 1) else f"argmax of one-hot rows; {ONE_CLASS}"
         raise BadInput(
             f"labels have shape {tuple(labels.shape)} for {num_samples} samples: give one class index per sample"
-            f" (argmax of one-hot rows; {ONE_CLASS})"
+            f" ({remedy})"
         )
     return labels.long() if tensor else labels.astype(np.int64)
+
+
+def _cast(labels: Any) -> str:
+    """Return how labels become integers, where they may be whole numbers or yes and no."""
+    kind = str(labels.dtype)
+    made = "y.long()" if is_tensor(labels) else "y.astype(int)"
+    if "bool" in kind:
+        return f" ({made})"
+    return f" ({made} where they are whole numbers)" if "float" in kind else ""
 
 
 def check_shares(shares: np.ndarray, num_classes: int) -> None:
@@ -111,6 +120,22 @@ def check_shares(shares: np.ndarray, num_classes: int) -> None:
             f"the labels of {wrong.size} of {len(shares)} samples are not shares of classes that sum to one (those of"
             f" sample {wrong[0]} lie in [{row.min():g}, {row.max():g}] and sum to {row.sum():g}): {ONE_CLASS}"
         )
+
+
+def single_classes(labels: np.ndarray) -> np.ndarray:
+    """Return one class index per sample, also of one-hot rows; rows that share a sample among classes are refused.
+
+    >>> single_classes(np.array([[0.0, 1.0], [1.0, 0.0]])), single_classes(np.array([1, 0]))
+    (array([1, 0]), array([1, 0]))
+    """
+    if labels.ndim == 1:
+        return labels
+    if not ((labels == 0) | (labels == 1)).all():
+        raise BadInput(
+            "labels share samples among classes, which is for training alone: give validation data with one class"
+            " index per sample"
+        )
+    return labels.argmax(1)
 
 
 def are_in_other_order(names: Sequence[str], spec: InputSpec) -> bool:

@@ -12,6 +12,7 @@ import numpy as np
 from tqdm import tqdm
 
 from alight.data.batches import BATCH_SIZE, Batch, batches, in_batches, length_of, prefetch
+from alight.data.labels import single_classes
 from alight.data.preprocess import as_array
 from alight.engine.backends import Backend, DeviceValues, HeadValues, Reads, State
 from alight.engine.backends.cascade import Cascade
@@ -190,7 +191,7 @@ class Recorder:
         if labels is not None:
             if self.backend.num_classes is not None:
                 Batch((), labels).check(self.backend.num_classes)
-            labels = as_array(labels)
+            labels = single_classes(as_array(labels))
         columns = dict(zip(self.columns, values.columns, strict=True))
         classes, logs = (columns.pop(name).reshape(*largest.shape, -1) for name in TOP)
         scores = {name: column.reshape(shape).copy() for name, column in columns.items()}  # lets go of the others

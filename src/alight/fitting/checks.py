@@ -2,20 +2,26 @@
 
 import sys
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from alight.data.columns import is_array, is_path
-from alight.data.preprocess import Normalisation, as_array
+from alight.data.columns import LazyColumn, depth, is_array, is_path, kind_of, whole
+from alight.data.preprocess import InputSpec, Normalisation, as_array
+from alight.data.samples import Items, Samples
+from alight.data.sources import open_data
 from alight.display import layer_label, listed
 from alight.errors import BadInput
 from alight.outputs import HeadOutputs
 from alight.scores import are_probabilities
 
+SWAPPED = 4  # times as many validation samples as training samples: they may have been exchanged
 SHARED = 0.01  # of the validation samples, at least, that are training samples too: a few may be alike by nature
+MOST_BYTES = 4 * 2**30  # of samples that are compared: a few seconds
+COMPARED = 500  # files of validation pictures, at most, that are looked for among the training pictures
+OFTEN = 20  # validation samples per class: with so many, a class without any is worth a warning
 FEW = 200  # validation samples: with fewer, accuracies are too vague to be compared
 MEANS = (("image_mean", "image_std"), ("mean", "std"))  # of image processors, and of torchvision, timm
 
@@ -27,6 +33,13 @@ def check_given(network: Any, train: Any, validation: Any, training: Any, batch_
     if validation is None:
         raise BadInput("there is no validation data: give samples that the network was not trained on")
     _check_settings(training, batch_size)
+    if isinstance(train, Iterator):
+        raise BadInput(
+            f"the training data are a {type(train).__name__}, which is spent after one pass: give a DataLoader, a list,"
+            " or anything that starts anew"
+        )
+    if any(map(_begins_with_labels, (train, validation))):
+        raise BadInput("a pair begins with its labels: give (inputs, labels)")
     if is_array(train) and is_array(validation) and train.ndim > validation.ndim == 1 and len(train) == len(validation):
         raise BadInput(
             "the validation data look like the labels of the training data: give pairs, as in"
@@ -34,6 +47,12 @@ def check_given(network: Any, train: Any, validation: Any, training: Any, batch_
         )
     if (train is not None and train is validation) or _same_path(train, validation):
         raise BadInput("the training data are also the validation data: hold out samples that nothing is trained on")
+
+
+def _begins_with_labels(data: Any) -> bool:
+    """Return whether a pair is one number per sample, and then arrays of several axes."""
+    pair = isinstance(data, tuple) and len(data) == 2 and is_array(data[1])
+    return pair and depth(data[0]) == 1 and data[1].ndim > 2
 
 
 def _check_settings(training: Any, batch_size: Any) -> None:
@@ -85,14 +104,24 @@ def known_preprocess(preprocess: Any) -> Any:
     )
 
 
-def warn_of_shared_samples(train: Any, validation: Any) -> None:
-    """Warn if validation samples are training samples, too, where both are in memory."""
-    seen, held_out = _hashes(train), _hashes(validation)
-    shared = sum(each in seen for each in held_out) if seen and held_out else 0
-    if shared > SHARED * len(held_out):
+def compare_samples(train: Any, validation: Any, spec: InputSpec) -> None:
+    """Warn if validation samples are training samples, too, or far more: in memory, files, or data sets of torch."""
+    files = [_picture_files(each, spec) for each in (train, validation)]
+    known, held_out = _file_keys(*files) if all(files) else (_keys(train, spec), _keys(validation, spec))
+    count, others = map(len, files if all(files) else (known, held_out))
+    if 0 < SWAPPED * count < others:
         warnings.warn(
-            f"{shared:,} of {len(held_out):,} validation samples are among the training samples: accuracy looks better"
-            " than it is, and no guarantee holds; hold samples out",
+            f"{count:,} training samples and {others:,} for validation: training data come first, then validation data;"
+            " are they in another order?",
+            stacklevel=4,
+        )
+    seen = {*known}
+    shared = sum(each in seen for each in held_out)
+    if shared > SHARED * len(held_out):
+        compared = " that were compared" if len(held_out) < others else ""
+        warnings.warn(
+            f"{shared:,} of {len(held_out):,} validation samples{compared} are among the training samples: accuracy"
+            " looks better than it is, and no guarantee holds; hold samples out",
             stacklevel=4,
         )
 
@@ -111,10 +140,18 @@ def warn_of_table(table: HeadOutputs, num_classes: int | None) -> None:
         )
     if table.labels is None:
         return
-    if len(np.unique(table.labels)) == 1:
+    present = np.unique(table.labels)
+    if len(present) == 1:
         warnings.warn(
             f"all {count:,} validation samples have the label {table.labels[0]}: accuracies say nothing about other"
             " classes; give samples of all of them",
+            stacklevel=5,
+        )
+    elif num_classes and count >= OFTEN * num_classes and len(present) < num_classes:
+        missing = listed(map(str, np.setdiff1d(np.arange(num_classes), present).tolist()))
+        warnings.warn(
+            f"none of {count:,} validation samples is of class {missing}: accuracies and guarantees say nothing about"
+            " it; give samples of all classes",
             stacklevel=5,
         )
     if guesses := near_guessing(table, num_classes):
@@ -165,12 +202,59 @@ def _attributes(value: Any) -> dict[str, Any]:
     return {name: getattr(value, name) for name in names if isinstance(getattr(value, name, None), list | tuple)}
 
 
-def _hashes(data: Any) -> list[int]:
-    """Return a hash of every sample that is in memory as a row of an array, or a text; none of other data."""
-    data = getattr(data, "tensors", data)  # of torch's TensorDataset
-    inputs = data[0] if isinstance(data, tuple) and len(data) == 2 else data
-    if isinstance(inputs, list) and inputs and isinstance(inputs[0], str):
-        return [*map(hash, inputs)]
-    if not is_array(inputs) or inputs.ndim < 2 or str(getattr(inputs, "device", "cpu")) != "cpu":
+def _picture_files(data: Any, spec: InputSpec) -> Sequence[str]:
+    """Return the files of a folder of pictures; none of other data."""
+    found = open_data(data, spec, labels=False) if is_path(data) else None
+    return getattr(found, "files", None) or ()
+
+
+def _file_keys(train: Sequence[str], validation: Sequence[str]) -> tuple[list[int], list[int]]:
+    """Return hashes of the contents of some validation files, and of the training files of the same sizes."""
+    some = validation[:: -(-len(validation) // COMPARED)]
+    sizes = {Path(each).stat().st_size for each in some}
+    same_size = [each for each in train if Path(each).stat().st_size in sizes]
+    seen, held_out = ([hash(Path(each).read_bytes()) for each in files] for files in (same_size, some))
+    return seen, held_out
+
+
+def _keys(data: Any, spec: InputSpec) -> list[int]:
+    """Return a number for every sample, the same for the same one: of its values, or of its place; none if unknown."""
+    data, rows = _rows_of(data)
+    if isinstance(data, HeadOutputs) or rows is None:
         return []
-    return [hash(row.tobytes()) for row in as_array(inputs)]
+    tensors = getattr(data, "tensors", None)  # of torch's TensorDataset
+    found = Samples(tensors[:1]) if tensors else open_data(data, spec, labels=False)
+    if isinstance(found, Items):
+        return [hash((id(data), row)) for row in rows or range(len(data))]
+    columns = [each for each in getattr(found, "columns", ()) if _is_comparable(each)]
+    rows_of = (as_array(each) if is_array(each) else whole(each) for each in columns)
+    values = [hash(tuple(map(_content, row))) for row in zip(*rows_of, strict=True)]
+    return [values[row] for row in rows] if rows else values
+
+
+def _rows_of(data: Any) -> tuple[Any, Sequence[int] | None]:
+    """Return the data set behind torch's loaders and subsets, and which rows: () for all, None where it is unknown."""
+    torch_data = getattr(getattr(sys.modules.get("torch"), "utils", None), "data", None)
+    rows: Sequence[int] = ()
+    if torch_data is not None and isinstance(data, torch_data.DataLoader):
+        sampler: Any = data.sampler if data.batch_size else None
+        data = data.dataset
+        if type(sampler) is torch_data.SubsetRandomSampler:
+            rows = [*sampler.indices]
+        elif type(sampler) not in (torch_data.SequentialSampler, torch_data.RandomSampler) or len(sampler) != len(data):
+            return data, None
+    while torch_data is not None and type(data) is torch_data.Subset:
+        rows = [data.indices[row] for row in rows] if rows else [*data.indices]
+        data = data.dataset
+    return data, rows
+
+
+def _is_comparable(column: Any) -> bool:
+    """Return whether the values of a column say which sample it is, and are texts, or in memory and not too many."""
+    kind = kind_of(column)
+    near = str(getattr(column, "device", "cpu")) == "cpu" and getattr(column, "nbytes", 0) <= MOST_BYTES
+    return kind == "text" or (kind == "array" and near and not isinstance(column, LazyColumn))
+
+
+def _content(value: Any) -> Any:
+    return value if value is None or isinstance(value, str) else as_array(value).tobytes()

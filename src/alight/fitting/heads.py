@@ -1,7 +1,7 @@
 """A network becomes one with exits, whatever it was given as."""
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -53,7 +53,7 @@ def with_heads(
     _check_module(model)
     new_heads = not isinstance(model, MultiExitModel) or _gets_heads(named) or model.is_untrained("heads")
     if not isinstance(model, MultiExitModel):
-        model, example = _attached(model, data, preprocess, steps, after)
+        model, example = _attached(model, data, preprocess, steps, after, getattr(named, "image_size", None))
     else:
         if not _gets_heads(named):
             check_places(after, model)
@@ -89,6 +89,10 @@ def _check_module(network: Any) -> None:
 
     from alight.networks.multi_exit import MultiExitModel
 
+    if isinstance(network, Mapping) and any(isinstance(each, torch.Tensor) for each in network.values()):
+        raise BadInput(
+            "these are weights alone: load them into the network, network.load_state_dict(weights), give that"
+        )
     if not isinstance(network, torch.nn.Module):
         kind = f"the class {network.__name__}" if isinstance(network, type) else f"a {type(network).__name__}"
         raise BadInput(
@@ -187,6 +191,8 @@ class NamedNetwork:
     def _own(self, steps: Steps) -> Any:
         from alight.networks.own import build_own
 
+        if self.pretrained:
+            raise BadInput(f"{self.name} is your own network, and no library has weights of it: give weights in a file")
         steps.call(
             f"torch.manual_seed({SEED})",
             f"network = build_own({self.name!r}, {{}}, {self.num_classes})",
@@ -248,13 +254,13 @@ def _affordable(
 
 
 def _attached(
-    network: Any, data: Any, preprocess: Any, steps: Steps, after: str | int | Sequence[str]
+    network: Any, data: Any, preprocess: Any, steps: Steps, after: str | int | Sequence[str], image_size: int | None
 ) -> tuple["MultiExitModel", Any]:
     """Return a copy of a module with exits where they pay, and an example of what it takes."""
     from alight.networks.attach import attach_heads
     from alight.networks.libraries import own_classes
 
-    example, normalisation = example_for(network, data, preprocess)
+    example, normalisation = example_for(network, data, preprocess, image_size)
     steps.say("placing exits, and checking that the logits stay the same")
     own: dict[str, Any] = {"normalisation": normalisation, "classes": own_classes(network)}
     own = {name: value for name, value in own.items() if value}

@@ -45,21 +45,25 @@ def _normalisation(network: Any, preprocess: Any) -> Normalisation | None:
     if isinstance(preprocess, Normalisation):
         return preprocess
     known = getattr(network, "pretrained_cfg", None)
-    if isinstance(known, Mapping) and "mean" in known and "std" in known:
-        return Normalisation(known["mean"], known["std"])
-    return None
+    if not isinstance(known, Mapping) or "mean" not in known or "std" not in known:
+        return None
+    fits = _channels(network) in (None, len(known["mean"]))  # it does not where built with in_chans=1
+    return Normalisation(known["mean"], known["std"]) if fits else None
 
 
-def example_for(network: Any, data: Any, preprocess: Any) -> tuple[Any, Normalisation | None]:
+def example_for(
+    network: Any, data: Any, preprocess: Any, image_size: int | None = None
+) -> tuple[Any, Normalisation | None]:
     """Return a batch of two as a module takes it, where the module is, and how it normalises images.
 
-    Floats are zeros, tokens are those of the first samples.
+    Floats are zeros, tokens are those of the first samples. Pictures and bytes are brought to `image_size`.
     """
     import torch
 
     parameters = inspect.signature(network.forward).parameters
     names = _inputs_by_name([*parameters], data)
     if names:
+        _check_no_size(image_size)
         tokenizer = None if isinstance(preprocess, Normalisation) else preprocess
         spec = InputSpec(names=names, tokenizer=tokenizer)
         example: Any = dict(zip(names, map(as_tensor, first_batch(data, spec, labels=False).inputs), strict=True))
@@ -69,7 +73,7 @@ def example_for(network: Any, data: Any, preprocess: Any) -> tuple[Any, Normalis
         inputs = _first_inputs(data)
         if isinstance(inputs, tuple) and len(inputs) == 2 and len(parameters) == 1:
             inputs = inputs[0]  # the other are labels of several axes
-        example, normalisation = _image_or_array(network, inputs, normalisation)
+        example, normalisation = _image_or_array(network, inputs, normalisation, image_size)
     weight = next(network.parameters(), torch.empty(0))
 
     def placed(part: Any) -> Any:
@@ -115,11 +119,22 @@ def _first_inputs(data: Any) -> Any:
     return samples.__getitems__(range(min(2, len(samples))))[0]
 
 
-def _image_or_array(network: Any, inputs: Any, normalisation: Normalisation | None) -> tuple[Any, Normalisation | None]:
+def _check_no_size(image_size: int | None) -> None:
+    if image_size is not None:
+        raise BadInput(
+            f"image_size={image_size} is for pictures and bytes, and the data are neither: leave it out, since arrays"
+            " have their own size"
+        )
+
+
+def _image_or_array(
+    network: Any, inputs: Any, normalisation: Normalisation | None, image_size: int | None
+) -> tuple[Any, Normalisation | None]:
     """Return two samples such as a module takes them, and the normalisation where they are pictures or bytes."""
     import torch
 
     if isinstance(inputs, tuple):
+        _check_no_size(image_size)
         return tuple(as_tensor(each)[:2] for each in inputs), None
     if is_texts(inputs) and not are_image_files(inputs):
         raise BadInput(
@@ -132,22 +147,32 @@ def _image_or_array(network: Any, inputs: Any, normalisation: Normalisation | No
     else:
         array = as_array(inputs[0] if isinstance(inputs, list) else inputs[:1][0])
         if array.dtype != np.uint8 or array.ndim not in (2, 3):
+            _check_no_size(image_size)
             _check_channels_first(network, array.shape)
             made = as_tensor(array[None])
             return made.expand(2, *made.shape[1:]).contiguous(), normalisation
         shape = _channels_first(array.shape)
     if normalisation is None:
         raise BadInput(f"the data are pictures or bytes, {UNKNOWN}")
-    if len(normalisation.mean) != shape[0] and shape[0] in CHANNELS:
-        shape = (len(normalisation.mean), *shape[1:])
-    return torch.zeros(2, *shape), normalisation
+    return torch.zeros(2, *_wanted_shape(shape, len(normalisation.mean), image_size)), normalisation
+
+
+def _wanted_shape(shape: Sequence[int], channels: int, image_size: int | None) -> tuple[int, ...]:
+    """Return the shape that pictures get: the channels of their normalisation, and the size that is asked for."""
+    first = channels if shape[0] in CHANNELS else shape[0]
+    return (first, image_size, image_size) if image_size is not None else (first, *shape[1:])
+
+
+def _channels(network: Any) -> int | None:
+    """Return how many channels the first convolution takes; None where there is none."""
+    from torch import nn
+
+    return next((each.in_channels for each in network.modules() if isinstance(each, nn.Conv2d)), None)
 
 
 def _check_channels_first(network: Any, shape: Sequence[int]) -> None:
     """Raise if images have as many channels as the first convolution takes, but last."""
-    from torch import nn
-
-    first = next((each.in_channels for each in network.modules() if isinstance(each, nn.Conv2d)), None)
+    first = _channels(network)
     if len(shape) == 3 and shape[2] == first != shape[0]:
         own = TensorSpec("images", (None, first, *shape[:2]), "float32")
         check_shapes([np.empty((1, *shape))], InputSpec((own,)))
@@ -158,15 +183,14 @@ def check_example(network: Any, example: Any) -> None:
     from torch import nn
 
     shape, dtype = tuple(getattr(example, "shape", ())), str(getattr(example, "dtype", "")).removeprefix("torch.")
-    modules = [*network.modules()]
-    if dtype.startswith(("int", "uint")) and not any(isinstance(each, nn.Embedding) for each in modules):
+    if dtype.startswith(("int", "uint")) and not any(isinstance(each, nn.Embedding) for each in network.modules()):
         raise BadInput(
             f"the data are {dtype}, and the network takes floats: give x.astype('float32'), scaled as in its training,"
             " or bytes (uint8) with a normalisation as preprocess"
         )
-    first = next((each for each in modules if isinstance(each, nn.Conv2d)), None)
-    if first is not None and len(shape) in (3, 4) and (len(shape) == 3 or shape[1] != first.in_channels):
-        check_shapes([example], InputSpec((TensorSpec("images", (None, first.in_channels, None, None), "float32"),)))
+    first = _channels(network)
+    if first is not None and len(shape) in (3, 4) and (len(shape) == 3 or shape[1] != first):
+        check_shapes([example], InputSpec((TensorSpec("images", (None, first, None, None), "float32"),)))
 
 
 def _channels_first(shape: Sequence[int]) -> tuple[int, ...]:

@@ -2,7 +2,7 @@
 
 import math
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +12,8 @@ from alight import calibrate
 from alight.calibrate.risk_guarantees import Risk
 from alight.costs import Costs
 from alight.data.batches import as_tensor, first_batch, split_batches
+from alight.data.labels import single_classes
+from alight.data.preprocess import as_array
 from alight.display import exit_names, layer_label, number, quantity
 from alight.engine.backends.members import LogitsBackend
 from alight.engine.recorder import record
@@ -22,10 +24,10 @@ from alight.fitting.checks import (
     check_given,
     check_places,
     check_trained,
+    compare_samples,
     known_preprocess,
     near_guessing,
     warn_of_probabilities,
-    warn_of_shared_samples,
     warn_of_table,
 )
 from alight.fitting.fitted import Fit, FittedPredictor
@@ -157,8 +159,8 @@ def fit_to(
     fitting.check(validation)
     check_trained(made.model.exits, made.new_heads and train is None)
     fitting.measure()
-    warn_of_shared_samples(train, validation)
     if train is not None:
+        compare_samples(train, validation, made.model.input_spec)
         fitting.train(train, training)
     fitting.record(validation)
     fitting.calibrate()
@@ -196,11 +198,11 @@ class _Fitting:
         pairs = zip(self.model.exits[:-1], self.costs.shares(), strict=False)
         shares = ", ".join(f"{share:.0%} after {layer_label(name)}" for name, share in pairs)
         full = quantity(self.costs.full, self.costs.unit)
-        self.steps.say(f"the full network costs {full} per sample, an answer {shares}")
+        self.steps.say(f"the full network costs {full} per sample; of that, an answer costs {shares}")
         if self.goal.budget is not None:
             allowed, cheapest = self.costs.budget(self.goal.budget), float(self.costs.alone.min())
             if allowed < cheapest:
-                raise BudgetTooSmall(allowed, cheapest, self.costs.unit)
+                raise BudgetTooSmall(allowed, cheapest, self.costs.unit, full=self.costs.full)
 
     def _measure_time(self) -> None:
         from alight.planning.plan import walking_costs
@@ -232,6 +234,8 @@ class _Fitting:
             batch = first_batch(validation, self.model.input_spec, LOOKED_AT)
             if self.model.num_classes is not None:
                 batch.check(self.model.num_classes)
+            if batch.labels is not None:
+                single_classes(as_array(batch.labels))
             self._look_at(batch.inputs)
 
     def _look_at(self, inputs: Sequence[Any]) -> None:
@@ -240,6 +244,10 @@ class _Fitting:
 
         first = as_tensor(inputs[0])
         if first.is_floating_point():
+            if not first.isfinite().all():
+                raise BadInput(
+                    "the first validation samples hold NaN or infinite numbers: replace them, or leave them out"
+                )
             shape = " x ".join(map(str, first.shape[1:]))
             low, high = number(float(first.min())), number(float(first.max()))
             self.steps.say(f"the network gets samples of {shape} numbers, from {low} to {high}")
@@ -257,7 +265,7 @@ class _Fitting:
         self.mode = settings.mode
         what = "the heads, and nothing else," if settings.mode == "frozen" else f"the whole network ({settings.mode})"
         why = "" if training or settings.mode == "frozen" else ": nothing says that it is trained"
-        self.steps.say(f"training {what} for {settings.epochs} epochs{why}")
+        self.steps.say(f"training {what} for {settings.epochs} epoch{'s' * (settings.epochs > 1)}{why}")
         given, held_out, named = data, None, data_literal("train", data)
         if settings.watches_validation:
             given, held_out = split_batches(data, self.model.input_spec, HELD_OUT, self.batch_size, SEED)
@@ -296,7 +304,7 @@ class _Fitting:
             self._search(self.goal.speedup)
         else:
             self.policy = _calibrated(self.costs, self.goal.budget or BUDGET, self.labelled, self.steps)
-        self.caution = caution(self.goal, self.costs, self.guesses)
+        self.caution = caution(self.goal, self.costs, self.guesses, *cautions(self.policy, self.labelled, self.test))
         self._time()
 
     def _plan(self, loss: float) -> None:
@@ -461,7 +469,7 @@ def _of_logits(goal: Goal, costs: Costs, train: Any, validation: Any, batch_size
     exits = exit_names((), len(costs))
     said: dict[str, Any] = {
         "verdict": lost_too_much(accuracy_lost(policy, test), "none", goal, allows_full(goal, costs)),
-        "caution": caution(goal, costs, near_guessing(table, classes)),
+        "caution": caution(goal, costs, near_guessing(table, classes), *cautions(policy, labelled, test)),
         "note": measured_on("numpy"),
     }
     fitted = Fit(policy, costs, labelled, test, exits, str(steps), **said)
@@ -530,8 +538,8 @@ def allows_full(goal: Goal, costs: Costs) -> bool:
     return goal.budget is not None and costs.budget(goal.budget) >= costs.full
 
 
-def caution(goal: Goal, costs: Costs, guesses: str) -> str:
-    """Return why the numbers of a fit say little: a network that guesses, a budget that saves nothing.
+def caution(goal: Goal, costs: Costs, guesses: str, *further: str) -> str:
+    """Return why the numbers of a fit say little: a network that guesses, a budget that saves nothing, and `further`.
 
     >>> caution(Goal("200%"), Costs.from_cumulative([1.0, 4.0]), "")
     'The budget 200% allows the full network (4) for every sample: ask for less.'
@@ -539,7 +547,23 @@ def caution(goal: Goal, costs: Costs, guesses: str) -> str:
     full = f"the full network ({quantity(costs.full, costs.unit)}) for every sample: ask for less."
     above = f"The budget {goal.budget} allows {full}" if allows_full(goal, costs) else ""
     first = f"T{guesses[1:]}. Until then the numbers below say little." if guesses else ""
-    return " ".join(filter(None, [first, above]))
+    return " ".join(filter(None, [first, above, *further]))
+
+
+def cautions(policy: Policy, labelled: HeadOutputs, test: HeadOutputs) -> tuple[str, str]:
+    """Return how many validation samples would let more than one exit be certified, and that there are no labels.
+
+    >>> cautions(ExitAt(costs=(1.0,), open_exits=(0,), num_exits=2), *[HeadOutputs([[0.5]], [[0]], [0])] * 2)
+    ('', '')
+    """
+    numbers: Mapping[str, Any] = policy.certificate.numbers if policy.certificate else {}
+    samples, needed, few = numbers.get("samples", 0), numbers.get("smallest sample", 0), ""
+    if samples < needed:
+        given = len(labelled) + len(test)
+        more = f"give {math.ceil(given * needed / samples):,} or more, or raise the budget"
+        few = f"{given:,} validation samples certify no policy but the first exit for all samples: {more}."
+    unlabelled = "The validation data has no labels: accuracy here is agreement with the full network."
+    return few, "" if test.labels is not None else unlabelled
 
 
 def accuracy_lost(policy: Policy, test: HeadOutputs) -> float:

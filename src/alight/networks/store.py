@@ -541,6 +541,9 @@ def load_backbone(model: MultiExitModel, path: PathLike) -> None:
         for name, tensor in model.state_dict().items():
             if name.startswith("stages."):
                 own.setdefault(name.split(".", 2)[2], []).append(tensor)
+    inner = {name.partition(".")[2]: tensor for name, tensor in state.items()}
+    if inner.keys() == own.keys() and len({name.partition(".")[0] for name in state}) == 1:
+        state = inner  # of a module that holds the network, as one of Lightning
     _check_names(state, own)
     for name, tensors in own.items():
         for tensor in tensors:

@@ -99,7 +99,10 @@ class TrainingSettings:
             value, functions = getattr(self, name), name in ("optimizer", "schedule")
             if value not in known and not (functions and callable(value)):
                 also = ", and not a function" * functions
-                raise BadInput(f"{name} {value!r} is none of {', '.join(map(repr, known))}{also}")
+                if name == "optimizer" and hasattr(value, "param_groups"):
+                    also += ": give what makes one of parameter groups, as partial(torch.optim.Adam, lr=3e-3)"
+                shown = repr(value) if isinstance(value, str) else f"{type(value).__name__}(...)"
+                raise BadInput(f"{name} {shown} is none of {', '.join(map(repr, known))}{also}")
         losses = self.loss if isinstance(self.loss, tuple) else (self.loss or cross_entropy,)
         if not all(map(callable, losses)):
             raise BadInput(f"loss {self.loss!r} is not a function of (logits, labels): give one, or one per exit")

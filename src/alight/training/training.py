@@ -217,8 +217,8 @@ class _Training:
                     metrics.add(losses, logits, labels)
                 seen += 1
                 bar.update()
-                if not unchecked:
-                    self._show(metrics, epoch, bar)
+                if not unchecked or seen == 1:
+                    self._show(metrics, epoch, bar, first=seen == 1)
             running.step()
             self.steps += 1
             if self.watches_steps and self._stops_after_step(running, epoch, means):
@@ -271,12 +271,12 @@ class _Training:
             )
         unchecked.clear()
 
-    def _show(self, metrics: RunningMetrics, epoch: int, bar: Any, last: bool = False) -> None:
+    def _show(self, metrics: RunningMetrics, epoch: int, bar: Any, first: bool = False, last: bool = False) -> None:
         """Show the accuracy of every exit beside the progress bar; warn once if the backbone is untrained."""
-        if not bar.disable and (last or bar.n % CHECK_EVERY == 0):
+        if not bar.disable and (first or last or bar.n % CHECK_EVERY == 0):
             _, accuracies = metrics.means()
             percents = " ".join("–" if each is None else f"{100 * each:.0f}" for each in accuracies)
-            text = f"epoch {epoch + 1}/{self.settings.epochs}" + (percents and f", accuracy % {percents}")
+            text = f"epoch {epoch + 1}/{self.settings.epochs}" + (percents and f", accuracy by exit {percents} %")
             bar.set_postfix_str(text, refresh=False)
         if not self.warned and (last or metrics.samples >= WARN_AFTER):
             self.warned = True
