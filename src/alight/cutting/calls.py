@@ -42,6 +42,10 @@ CONTENT_READS = {  # functions that turn the content of a tensor into a number
     "__bool__", "__int__", "__float__", "__index__", "__complex__", "__contains__", "__array__",
     "item", "tolist", "numpy", "equal", "allclose", "is_nonzero",
 }  # fmt: skip
+OF_SIZES = {  # functions of a tensor that read its sizes, dtype and device alone
+    "empty_like", "full_like", "ones_like", "zeros_like",
+    "new_empty", "new_full", "new_ones", "new_tensor", "new_zeros",
+}  # fmt: skip
 RANDOM = re.compile("rand|bernoulli|dropout|normal|uniform|multinomial|poisson|exponential_")
 SIZED_BY_CONTENT = re.compile("nonzero|argwhere|where|unique.*|masked_select|bincount")  # results of such functions
 IsOpened = Callable[[str], bool]  # is the module of this name opened?
@@ -113,7 +117,7 @@ def record_calls(
 ) -> "CallRecorder":
     """Run the network once and record its calls, with the ends of watched modules."""
     recorder = CallRecorder(model, batch, watched, is_opened)
-    contexts = _fixed_masks(), without_shortcuts(model), replaced(functions_that_fix_sizes())
+    contexts = fixed_masks(), without_shortcuts(model), replaced(functions_that_fix_sizes())
     versions = {name: each._version for name, each in model.named_parameters()}
     with torch.enable_grad(), contexts[0], contexts[1], contexts[2], recorder.module_calls_recorded(), recorder:
         result = inputs.run(model, batch)
@@ -134,7 +138,7 @@ def _check_no_parameter_is_written(model: nn.Module, versions: Mapping[str, int]
             )
 
 
-def _fixed_masks() -> AbstractContextManager[None]:
+def fixed_masks() -> AbstractContextManager[None]:
     """Let transformers build attention masks as it does for export, without a look at what they hide."""
     masks = sys.modules.get("transformers.masking_utils")  # of no use unless something has imported it
     return replaced([(masks, "is_tracing", lambda *_, **__: True)] if hasattr(masks, "is_tracing") else [])
