@@ -34,7 +34,8 @@ REDUCTIONS = {
 }  # of all or some
 SLICES = {"__getitem__", "chunk", "narrow", "select", "split", "split_with_sizes", "tensor_split", "unbind"}
 MOVES = {  # functions whose results are rows of what they are given, or as many as its content says
-    "_pack_padded_sequence", "_pad_packed_sequence", "gather", "index_select", "pad", "scatter", "take",
+    "_pack_padded_sequence", "_pad_packed_sequence", "gather", "index_select", "pad", "repeat_interleave",
+    "scatter", "take",
 }  # fmt: skip
 LIKE = {"expand_as", "reshape_as", "to", "type_as", "view_as"}  # functions that take no content of a second tensor
 TOGETHER = {"cat", "concat", "concatenate", "stack", "vstack"}
