@@ -902,9 +902,13 @@ def halved_if_any_is_huge(x):
     return x / 2 if (x.abs() > 1e9).any() else x
 
 
+def halved_if_many(x):
+    return x / 2 if (x[:, 0] > -100).sum() > 45 else x
+
+
 MIXING = [
     first_64, best_64, at_most_64, best_64_by_topk, without_near_duplicates, without_close_ones, doubled_by_mean,
-    doubled_by_number, doubled_where_mean, halved_if_any_is_huge,
+    doubled_by_number, doubled_where_mean, halved_if_any_is_huge, halved_if_many,
 ]  # fmt: skip
 
 
@@ -926,6 +930,11 @@ def checked(x):
 
 def clamped_if_infinite(x):
     return x.clamp(-100, 100) if torch.isinf(x).any() else x
+
+
+def masked_if_some(x):
+    negative = x < 0
+    return x.masked_fill(negative, 0) if negative.sum() > 0 else x
 
 
 def in_chunks(x):
@@ -951,7 +960,7 @@ class KeepsNumbers(nn.Module):
         return x
 
 
-APART = [checked, clamped_if_infinite, in_chunks, by_row, sorted_and_back]
+APART = [checked, clamped_if_infinite, masked_if_some, in_chunks, by_row, sorted_and_back]
 
 
 @pytest.mark.parametrize("module", [*map(Own, APART), KeepsNumbers()], ids=[*(each.__name__ for each in APART), "kept"])

@@ -40,7 +40,7 @@ MOVES = {  # functions whose results are rows of what they are given, or as many
 LIKE = {"expand_as", "reshape_as", "to", "type_as", "view_as"}  # functions that take no content of a second tensor
 TOGETHER = {"cat", "concat", "concatenate", "stack", "vstack"}
 COMPARISONS = {"__lt__", "__le__", "__gt__", "__ge__", "lt", "le", "gt", "ge", "less", "less_equal", "greater"}
-CONTENT, RANKED, LIMITED, JOINED = range(4)  # what a tensor depends on
+CONTENT, COUNTED, RANKED, LIMITED, JOINED = range(5)  # what a tensor depends on
 REASONS = {
     LIMITED: "the logits of a sample depend on the other samples of its batch, of which a limited number is taken",
     JOINED: "the logits of a sample depend on the other samples of its batch, which a function joins",
@@ -111,7 +111,7 @@ class SampleWatch(TorchFunctionMode):
             return Mark()
         if mark.level >= LIMITED:
             return mark
-        if mark.level == RANKED and name in COMPARISONS and not all(isinstance(each, Tensor) for each in args[:2]):
+        if name in COMPARISONS and _is_limit(mark.level, args):
             return Mark(LIMITED, _line())
         whole = [each for each in marked if self._is_whole(each)]
         if not whole or not made.numel():
@@ -134,6 +134,8 @@ class SampleWatch(TorchFunctionMode):
             return Mark()
         if name in ("any", "all"):
             self.quantified[made] = name == "any"
+        if name in ("sum", "count_nonzero") and not made.is_floating_point():
+            return Mark(COUNTED, _line())
         ranked = name in RANKINGS and self._ranks_samples(name, args, kwargs)
         return Mark(JOINED, _line()) if made.is_floating_point() or ranked else Mark()
 
@@ -153,6 +155,12 @@ class SampleWatch(TorchFunctionMode):
         self.branches.setdefault(line, result)
         is_forced = self.forced is not None and self.forced.line == line
         return type(result)(self.forced.change(result)) if self.forced and is_forced else result
+
+
+def _is_limit(level: int, operands: Sequence[Any]) -> bool:
+    """Check whether ranks are compared with a number, or counts with one above 1: "more than none" is not a limit."""
+    numbers = [each for each in operands[:2] if isinstance(each, int | float)]
+    return (level == RANKED and bool(numbers)) or (level == COUNTED and any(each > 1 for each in numbers))
 
 
 def axis_of(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
