@@ -413,7 +413,7 @@ class CallRecorder(TorchFunctionMode):
 
 def check_outcome(condition: Tensor, expected: bool, line: str) -> None:
     """Raise unless a condition that the network's code asserts is what it was in the trace; not in compiled code."""
-    if condition.is_meta or torch.compiler.is_compiling() or torch.jit.is_tracing():
+    if condition.is_meta or torch.compiler.is_compiling():
         return
     if condition.is_cuda and torch.cuda.is_current_stream_capturing():
         return

@@ -480,7 +480,7 @@ def _functions() -> dict[str, Callable[..., Any]]:
     in_place = [f"{name}_" for name in vars(torch) if f"torch.{name}" in found and hasattr(torch, f"{name}_")]
     found |= {f"torch.{name}": getattr(torch, name) for name in (*FACTORIES, *in_place)}
     found |= {f"operator.{name}": getattr(operator, name) for name in OPERATORS}
-    own = {"alight.check_outcome": check_outcome, "alight.check_size": check_size}
+    own: dict[str, Callable[..., Any]] = {"alight.check_outcome": check_outcome, "alight.check_size": check_size}
     return found | own | {"math.ceil": math.ceil, "math.floor": math.floor}
 
 
