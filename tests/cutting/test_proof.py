@@ -163,6 +163,19 @@ def test_a_network_that_would_train_differently_refuses_to_be_trained_in_stages(
     chain([stage.eval() for stage in stages], (torch.randn(5, 6),))
 
 
+class AverageOfOneLength(RunningAverage):
+    def forward(self, x):
+        return super().forward(x.sum(1) / int(x.shape[1]))
+
+
+def test_training_that_differs_is_refused_where_sizes_are_fixed():
+    stages = cut(AverageOfOneLength(), ["first"], torch.randn(4, 8, 6))
+    with pytest.raises(BadInput, match=r"network was cut for \(8, 6\)|8 with 4|compares"):
+        chain([stage.eval() for stage in stages], (torch.randn(5, 4, 6),))
+    with pytest.raises(BadInput, match="cannot run in training mode.*average"):
+        chain([stage.train() for stage in stages], (torch.randn(5, 8, 6),))
+
+
 class Doubled(torch.autograd.Function):
     """Its gradient is not that of what it computes."""
 

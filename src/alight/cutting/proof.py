@@ -56,7 +56,7 @@ def prove(
         reasons: list[str] = []
         if not _vary_all(inputs, others, trials) or any(chain.difference(*trial) for trial in trials):
             others, reasons = _free_sizes(chain, others)
-            trials = _trials(chain, others)
+            trials, small = _trials(chain, others), _small_batch(chain, others)
             _check_bits(chain, trials[0])
         _fix_other_sizes(chain, others, reasons)
         check_chain_keeps_samples_apart(chain, *trials)
