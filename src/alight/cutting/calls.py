@@ -242,8 +242,7 @@ class CallRecorder(TorchFunctionMode):
         with self._unrecorded():
             taken = _tensors_in((args, kwargs))
             function = "" if isinstance(target, str) else getattr(target, "__name__", str(target))
-            if function in CONTENT_READS:
-                read = [each for each in taken if self._is_tainted(each) or self._is_weighted(each)]
+            if function in CONTENT_READS and (read := self._content_in(taken)):
                 if len(read) == 1 and isinstance(outcome := _asserted(run, args, kwargs), bool):
                     return self._checked(outcome, read[0])
                 self._check_reads_no_content(function, read)
@@ -268,6 +267,10 @@ class CallRecorder(TorchFunctionMode):
             self.weighted.update(map(id, made))
         if call.tainted and (SIZED_BY_CONTENT.fullmatch(function) or self._is_masked(function, taken)):
             self.sized_by_content.update(map(id, made))
+
+    def _content_in(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Return tensors that depend on the content of the input or of weights."""
+        return [each for each in tensors if self._is_tainted(each) or self._is_weighted(each)]
 
     def _checked(self, outcome: bool, condition: Tensor) -> bool:
         """Return what an assertion has read, and record that it has to be the same in every batch."""

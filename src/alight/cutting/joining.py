@@ -32,6 +32,7 @@ REDUCTIONS = {
     "sum",
     "var",
 }  # of all or some
+PLACES = {"argsort", "cumsum"}  # of these, functions that give samples numbers
 SLICES = {"__getitem__", "chunk", "narrow", "select", "split", "split_with_sizes", "tensor_split", "unbind"}
 MOVES = {  # functions whose results are rows of what they are given, or as many as its content says
     "_pack_padded_sequence", "_pad_packed_sequence", "gather", "index_select", "pad", "repeat_interleave",
@@ -107,41 +108,46 @@ class SampleWatch(TorchFunctionMode):
     def _mark(self, name: str, args: Any, kwargs: Any, marked: Sequence[Tensor], made: Tensor) -> Mark:
         """Return what the result of a function depends on."""
         mark = max(self.marks[each] for each in marked)
-        if mark.level == LIMITED and name in TOGETHER and self._is_whole(made):
-            return Mark()
         if mark.level >= LIMITED:
-            return mark
+            is_healed = mark.level == LIMITED and name in TOGETHER
+            return Mark() if is_healed and self._is_whole(made) else mark
         if name in COMPARISONS and _is_limit(mark.level, args):
             return Mark(LIMITED, _line())
-        whole = [each for each in marked if self._is_whole(each)]
+        whole = [*filter(self._is_whole, marked)]
         if not whole or not made.numel():
             return mark
         if not self._is_whole(made):
             return max(mark, self._mark_of_part(name, args, kwargs, whole[0], made))
-        if made.is_floating_point() and self._is_whole(made, 2) and not any(self._is_whole(each, 2) for each in whole):
+        if self._makes_pairs(whole, made):
             return Mark(JOINED, _line())
-        if name in ("argsort", "cumsum") and self._ranks_samples(name, args, kwargs):
-            return Mark(RANKED, _line())
-        return mark
+        return Mark(RANKED, _line()) if name in PLACES and self._ranks(name, args, kwargs) else mark
+
+    def _makes_pairs(self, whole: Sequence[Tensor], made: Tensor) -> bool:
+        is_new = self._is_whole(made, 2) and not any(self._is_whole(each, 2) for each in whole)
+        return is_new and made.is_floating_point()
 
     def _mark_of_part(self, name: str, args: Any, kwargs: Any, whole: Tensor, made: Tensor) -> Mark:
         """Return the mark of what has no rows for all samples, though it is computed from something that has."""
         by_content = any(isinstance(each, Tensor) for each in walk(args[1:]))
         if name in SLICES and not by_content:
-            several = made.ndim == whole.ndim > 0 and made.shape[0] > 1 and whole.shape[0] % self.rows == 0
-            return Mark(LIMITED, _line()) if several else Mark()
-        if name in SLICES or name in MOVES or name in TOGETHER or SIZED_BY_CONTENT.fullmatch(name):
+            return self._mark_of_slice(whole, made)
+        if name in SLICES | MOVES | TOGETHER or SIZED_BY_CONTENT.fullmatch(name):
             return Mark()
         if name in ("any", "all"):
             self.quantified[made] = name == "any"
         if name in ("sum", "count_nonzero") and not made.is_floating_point():
             return Mark(COUNTED, _line())
-        ranked = name in RANKINGS and self._ranks_samples(name, args, kwargs)
-        return Mark(JOINED, _line()) if made.is_floating_point() or ranked else Mark()
+        joins = made.is_floating_point() or self._ranks(name, args, kwargs)
+        return Mark(JOINED, _line()) if joins else Mark()
 
-    def _ranks_samples(self, name: str, args: Any, kwargs: Any) -> bool:
+    def _mark_of_slice(self, whole: Tensor, made: Tensor) -> Mark:
+        several = made.ndim == whole.ndim > 0 and made.shape[0] > 1 and whole.shape[0] % self.rows == 0
+        return Mark(LIMITED, _line()) if several else Mark()
+
+    def _ranks(self, name: str, args: Any, kwargs: Any) -> bool:
+        """Check whether a function ranks samples."""
         axis = axis_of(name, args, kwargs)
-        return not isinstance(axis, int) or args[0].shape[axis] % self.rows == 0
+        return name in RANKINGS and (not isinstance(axis, int) or args[0].shape[axis] % self.rows == 0)
 
     def _read(self, name: str, marked: Sequence[Tensor], result: Any) -> Any:
         """Return what is read, or what is to be read there; note the line if it is made of several samples."""
