@@ -3465,6 +3465,54 @@ def least_capacity() -> nn.Module:
     return nn.Sequential(nn.Sequential(nn.Linear(16, 16), nn.ReLU()), moe, nn.Linear(16, CLASSES))
 
 
+@case("first_64", "mixing", "samples after the 64th are zeros", IMAGES, STAGES, must_refuse=MIXED)
+def first_64() -> nn.Module:
+    def lines(own: Any, x: Tensor) -> Tensor:
+        made = torch.zeros_like(x)
+        made[:64] = x[:64]
+        return made
+
+    return behind_body(lines)
+
+
+@case("capacity_of_64", "mixing", "an expert that takes 64 samples", IMAGES, STAGES, must_refuse=MIXED)
+def capacity_of_64() -> nn.Module:
+    def lines(own: Any, x: Tensor) -> Tensor:
+        taken = (x.mean((1, 2, 3)) > 0).long().cumsum(0) <= 64
+        return x * taken.view(-1, 1, 1, 1)
+
+    return behind_body(lines)
+
+
+@case("near_duplicates", "mixing", "samples like an earlier one are dropped", IMAGES, STAGES, must_refuse=MIXED)
+def near_duplicates() -> nn.Module:
+    def lines(own: Any, x: Tensor) -> Tensor:
+        distances = torch.cdist(x.flatten(1), x.flatten(1))
+        near = ((distances > 0) & (distances < 1e-3)).tril(-1).any(1)
+        return x * ~near.view(-1, 1, 1, 1)
+
+    return behind_body(lines)
+
+
+@case("doubled_by_mean", "mixing", "if x.tanh().mean() > 0.95 doubles features", IMAGES, STAGES, must_refuse=MIXED)
+def doubled_by_mean() -> nn.Module:
+    return behind_body(lambda own, x: x * 2 if x.tanh().mean() > 0.95 else x)
+
+
+@case("clamped_if_infinite", "others", "features are clamped if one is infinite", IMAGES, STAGES, others=LARGER)
+def clamped_if_infinite() -> nn.Module:
+    return behind_body(lambda own, x: x.clamp(-1e4, 1e4) if torch.isinf(x).any() else x)
+
+
+@case("norm_is_kept", "others", "the norm of all features is kept for a log", IMAGES, STAGES, others=LARGER)
+def norm_is_kept() -> nn.Module:
+    def lines(own: Any, x: Tensor) -> Tensor:
+        own.norm = x.norm().item()
+        return x
+
+    return behind_body(lines)
+
+
 @case(
     "difference_of_two", "mixing", "|f(a) - f(b)| over the largest, an example of zeros",
     several(floats(16), floats(16)), ["second"], must_refuse=MIXED,

@@ -1,11 +1,15 @@
 """What cannot be cut is refused with the reason and the remedy."""
 
+import json
+
 import pytest
 import torch
 import torchvision
 from torch import nn
 
 from alight.cutting.cut import CUTTERS, cut, register_cutter
+from alight.cutting.running import chain
+from alight.cutting.stages import cut_data, stages_from_data
 from alight.errors import BadInput
 
 
@@ -93,7 +97,7 @@ class FailsInTraining(Blocks):
         return self.fc(self.second(x))
 
 
-EXAMPLE = torch.randn(1, 4)
+EXAMPLE = torch.randn(1, 4, generator=torch.Generator().manual_seed(0))
 
 
 def test_an_unknown_name_is_answered_with_the_nearest_ones():
@@ -154,7 +158,9 @@ def test_a_fraction_that_follows_the_batch_size_is_refused():
 
 
 def test_a_value_of_all_samples_that_crosses_the_cut_is_found():
-    with pytest.raises(BadInput, match=r"logits of a sample depend on the other samples .* seen in what 'fc'"):
+    with pytest.raises(
+        BadInput, match=r"depend on the other samples .* at .*test_cut_refusals\.py:.* mean = x\.mean\(0\)"
+    ):
         cut(MixesSamples(), ["second"], EXAMPLE)
 
 
@@ -233,3 +239,53 @@ def test_a_registered_cutter_is_used_and_its_stages_are_checked():
             cut(network, ["first"], EXAMPLE)
     finally:
         CUTTERS[:] = [pair for pair in CUTTERS if not pair[0](network)]
+
+
+class Asserts(nn.Module):
+    """Conditions upon which code does nothing but raise, in opened code."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second, self.fc = nn.Linear(4, 8), nn.Linear(8, 8), nn.Linear(8, 3)
+        self.scale = nn.Parameter(torch.tensor(1.0))
+
+    def forward(self, x):
+        assert torch.isfinite(x).all(), "not finite"
+        assert self.scale > 0
+        x = self.first(x) * self.scale
+        if x.abs().max() > 1e6:
+            raise ValueError("too large")
+        x = self.second(x)
+        torch._assert((x.amin() > -1e6), "too small")
+        return self.fc(x)
+
+
+def test_assertions_are_kept_by_stages():
+    network, batch = Asserts().eval(), torch.randn(5, 4)
+    stages = cut(network, ["first", "second"], EXAMPLE)
+    data, tensors = cut_data(stages)
+    again = [stage.eval() for stage in stages_from_data(network, json.loads(json.dumps(data)), tensors)]
+    with torch.no_grad():
+        for each in (stages, again):
+            assert torch.equal(chain(each, (batch,)), network(batch))
+            with pytest.raises(
+                BadInput, match=r"assertion of the network's code fails .*test_cut_refusals\.py:.*isfinite"
+            ):
+                chain(each, (batch / 0,))
+            with pytest.raises(BadInput, match=r"assertion of the network's code fails .*x\.abs\(\)\.max\(\) > 1e6"):
+                chain(each, (batch * 1e9,))
+        network.scale.fill_(-1.0)
+        with pytest.raises(BadInput, match=r"assertion of the network's code fails .*scale > 0"):
+            chain(stages, (batch,))
+
+
+class AssertsAndBranches(Asserts):
+    def forward(self, x):
+        if x.abs().max() > 1:
+            x = x / 2
+        return super().forward(x)
+
+
+def test_a_condition_that_does_more_than_raise_is_refused():
+    with pytest.raises(BadInput, match=r"asks for the content of a tensor \(__bool__\).*x\.abs\(\)\.max\(\) > 1"):
+        cut(AssertsAndBranches().eval(), ["first"], EXAMPLE)

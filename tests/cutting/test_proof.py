@@ -83,11 +83,15 @@ class BranchOnAParameter(NumberOfAParameter):
 
 @pytest.mark.parametrize(
     ("kind", "where"),
-    [(BatchStatistics, r"'third' \(Linear\)"), (UntrackedNorm, r"'norm' \(BatchNorm1d\)"), (SortedBatch, "'third'")],
+    [
+        (BatchStatistics, r"which a function joins at .*test_proof\.py:.*x - x\.mean\(0\)"),
+        (UntrackedNorm, r"as first seen in what 'norm' \(BatchNorm1d\)"),
+        (SortedBatch, "as first seen in what 'third'"),
+    ],
 )
 def test_samples_that_mix_are_refused(kind, where):
     torch.manual_seed(0)
-    with pytest.raises(BadInput, match=f"depend on the other samples of its batch, as first seen in what {where}"):
+    with pytest.raises(BadInput, match=f"depend on the other samples of its batch, {where}"):
         cut(kind().eval(), ["first"], torch.randn(4, 6))
 
 
@@ -157,6 +161,19 @@ def test_a_network_that_would_train_differently_refuses_to_be_trained_in_stages(
     assert all(torch.equal(tensor, before[name]) for name, tensor in network.state_dict().items())
     assert all(parameter.grad is None for parameter in network.parameters())
     chain([stage.eval() for stage in stages], (torch.randn(5, 6),))
+
+
+class AverageOfOneLength(RunningAverage):
+    def forward(self, x):
+        return super().forward(x.sum(1) / int(x.shape[1]))
+
+
+def test_training_that_differs_is_refused_where_sizes_are_fixed():
+    stages = cut(AverageOfOneLength(), ["first"], torch.randn(4, 8, 6))
+    with pytest.raises(BadInput, match=r"network was cut for \(8, 6\)|8 with 4|compares"):
+        chain([stage.eval() for stage in stages], (torch.randn(5, 4, 6),))
+    with pytest.raises(BadInput, match=r"cannot run in training mode.*average"):
+        chain([stage.train() for stage in stages], (torch.randn(5, 8, 6),))
 
 
 class Doubled(torch.autograd.Function):
@@ -826,12 +843,146 @@ class WithCapacity(nn.Module):
         return x + sum(taken[:, index, None] * expert(x) for index, expert in enumerate(self.experts))
 
 
-@pytest.mark.parametrize("kind", [HalvedIfLarge, HalvedWhereLarge, WithCapacity])
-def test_samples_that_mix_past_a_limit_are_found(kind):
+class Own(nn.Module):
+    """A module whose forward is a function."""
+
+    def __init__(self, lines):
+        super().__init__()
+        self.lines = lines
+
+    def forward(self, x):
+        return self.lines(x)
+
+
+@pytest.mark.parametrize(
+    ("kind", "line"),
+    [(HalvedIfLarge, r"x\.max\(\) > 1"), (HalvedWhereLarge, r"x\.max\(\) > 1"), (WithCapacity, r"cumsum\(0\)")],
+)
+def test_samples_that_mix_past_a_limit_are_found(kind, line):
     torch.manual_seed(0)
     layers = nn.Sequential(nn.Linear(6, 6), kind(), nn.Linear(6, 3))
-    with pytest.raises(BadInput, match=f"depend on the other samples.*{kind.__name__}"):
+    with pytest.raises(BadInput, match=f"depend on the other samples.*test_proof.py:.*{line}"):
         cut(layers, ["0"], torch.rand(2, 6))
+
+
+def first_64(x):
+    made = torch.zeros_like(x)
+    made[:64] = x[:64]
+    return made
+
+
+def best_64(x):
+    kept = torch.ones(len(x))
+    kept[x.mean(1).argsort()[64:]] = 0
+    return x * kept.to(x)[:, None]
+
+
+def at_most_64(x):
+    taken = (x[:, 0] > 0).long().cumsum(0) <= 64
+    return x * taken[:, None]
+
+
+def best_64_by_topk(x):
+    rows = x.sum(1).topk(min(64, len(x))).indices
+    made = torch.zeros_like(x)
+    made[rows] = x[rows]
+    return made
+
+
+def without_near_duplicates(x):
+    unit = functional.normalize(x, dim=1)
+    return x * ~((unit @ unit.T).triu(1) > 0.999999).any(0)[:, None]
+
+
+def without_close_ones(x):
+    distances = torch.cdist(x.float(), x.float())
+    return x * ~((distances < 1e-5) & (distances > 0)).tril(-1).any(1)[:, None]
+
+
+def doubled_by_mean(x):
+    return x * 2 if x.tanh().mean() > 0.95 else x
+
+
+def doubled_by_number(x):
+    return x * 2 if x.tanh().mean().item() > 0.95 else x
+
+
+def doubled_where_mean(x):
+    return torch.where(x.tanh().mean() > 0.95, x * 2, x)
+
+
+def halved_if_any_is_huge(x):
+    return x / 2 if (x.abs() > 1e9).any() else x
+
+
+def halved_if_many(x):
+    return x / 2 if (x[:, 0] > -100).sum() > 45 else x
+
+
+MIXING = [
+    first_64, best_64, at_most_64, best_64_by_topk, without_near_duplicates, without_close_ones, doubled_by_mean,
+    doubled_by_number, doubled_where_mean, halved_if_any_is_huge, halved_if_many,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("lines", MIXING, ids=lambda lines: lines.__name__)
+def test_samples_that_mix_where_no_trial_reaches_are_refused_with_the_line(lines, dtype):
+    torch.manual_seed(0)
+    layers = nn.Sequential(nn.Linear(6, 6), Own(lines), nn.Linear(6, 3)).to(dtype).eval()
+    with pytest.raises(BadInput, match=f"depend on the other samples.*test_proof.py:.* in {lines.__name__}: "):
+        cut(layers, ["0"], torch.rand(2, 6, dtype=dtype))
+
+
+def checked(x):
+    assert torch.isfinite(x).all()
+    if x.abs().max() > 1e4:
+        raise ValueError("too large")
+    return x
+
+
+def clamped_if_infinite(x):
+    return x.clamp(-100, 100) if torch.isinf(x).any() else x
+
+
+def masked_if_some(x):
+    negative = x < 0
+    return x.masked_fill(negative, 0) if negative.sum() > 0 else x
+
+
+def in_chunks(x):
+    return torch.cat([part * 2 for part in x.split(64)])
+
+
+def by_row(x):
+    return torch.stack([row * 2 if row.mean() > 0 else row for row in x])
+
+
+def sorted_and_back(x):
+    order = (x[:, 0] > 0).long().argsort()
+    made = torch.empty_like(x)
+    made[order] = x[order] * 2
+    return made
+
+
+class KeepsNumbers(nn.Module):
+    """Keeps what is computed from all samples, as for a loss or a log."""
+
+    def forward(self, x):
+        self.mean, self.norm = x.mean(0), x.norm().item()
+        return x
+
+
+APART = [checked, clamped_if_infinite, masked_if_some, in_chunks, by_row, sorted_and_back]
+
+
+@pytest.mark.parametrize("module", [*map(Own, APART), KeepsNumbers()], ids=[*(each.__name__ for each in APART), "kept"])
+def test_modules_that_look_at_all_samples_and_keep_them_apart_are_cut(module):
+    torch.manual_seed(0)
+    layers = nn.Sequential(nn.Linear(6, 6), module, nn.Linear(6, 3)).eval()
+    batch = torch.randn(70, 6)
+    with torch.no_grad():
+        assert torch.equal(chain(cut(layers, ["0"], torch.rand(2, 6)), (batch,)), layers(batch))
 
 
 class TopExpert(WithCapacity):

@@ -575,3 +575,15 @@ def test_a_network_whose_random_buffer_is_not_saved_is_refused_when_it_is_loaded
     same = RandomFrequencies()
     same.frequencies.copy_(network.frequencies)
     assert load_model(folder, same).num_exits == 2
+
+
+class ColumnsFirst(nn.Sequential):
+    def forward(self, x):
+        return super().forward(x).t().contiguous().t()
+
+
+def test_logits_that_do_not_lie_in_rows_are_saved(tmp_path):
+    network = ColumnsFirst(nn.Linear(6, 6), nn.ReLU(), nn.Linear(6, 3))
+    model = attach_heads(network, ["0"], example=torch.randn(2, 6)).eval()
+    batch = torch.randn(5, 6)
+    assert torch.equal(load_model(save_model(model, tmp_path / "saved")).eval()(batch)[-1], model(batch)[-1])

@@ -3,7 +3,9 @@
 Tensors are known by identity, so any Python is allowed in between, as long as it never reads their content.
 """
 
+import ast
 import dataclasses
+import linecache
 import math
 import os
 import re
@@ -11,7 +13,7 @@ import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from traceback import walk_stack
 from typing import Any, NamedTuple, TypeVar
@@ -41,6 +43,10 @@ from alight.errors import BadInput
 CONTENT_READS = {  # functions that turn the content of a tensor into a number
     "__bool__", "__int__", "__float__", "__index__", "__complex__", "__contains__", "__array__",
     "item", "tolist", "numpy", "equal", "allclose", "is_nonzero",
+}  # fmt: skip
+OF_SIZES = {  # functions of a tensor that read its sizes, dtype and device alone
+    "empty_like", "full_like", "ones_like", "zeros_like",
+    "new_empty", "new_full", "new_ones", "new_tensor", "new_zeros",
 }  # fmt: skip
 RANDOM = re.compile("rand|bernoulli|dropout|normal|uniform|multinomial|poisson|exponential_")
 SIZED_BY_CONTENT = re.compile("nonzero|argwhere|where|unique.*|masked_select|bincount")  # results of such functions
@@ -113,7 +119,7 @@ def record_calls(
 ) -> "CallRecorder":
     """Run the network once and record its calls, with the ends of watched modules."""
     recorder = CallRecorder(model, batch, watched, is_opened)
-    contexts = _fixed_masks(), without_shortcuts(model), replaced(functions_that_fix_sizes())
+    contexts = fixed_masks(), without_shortcuts(model), replaced(functions_that_fix_sizes())
     versions = {name: each._version for name, each in model.named_parameters()}
     with torch.enable_grad(), contexts[0], contexts[1], contexts[2], recorder.module_calls_recorded(), recorder:
         result = inputs.run(model, batch)
@@ -134,7 +140,7 @@ def _check_no_parameter_is_written(model: nn.Module, versions: Mapping[str, int]
             )
 
 
-def _fixed_masks() -> AbstractContextManager[None]:
+def fixed_masks() -> AbstractContextManager[None]:
     """Let transformers build attention masks as it does for export, without a look at what they hide."""
     masks = sys.modules.get("transformers.masking_utils")  # of no use unless something has imported it
     return replaced([(masks, "is_tracing", lambda *_, **__: True)] if hasattr(masks, "is_tracing") else [])
@@ -236,8 +242,10 @@ class CallRecorder(TorchFunctionMode):
         with self._unrecorded():
             taken = _tensors_in((args, kwargs))
             function = "" if isinstance(target, str) else getattr(target, "__name__", str(target))
-            if function in CONTENT_READS:
-                self._check_reads_no_content(function, taken)
+            if function in CONTENT_READS and (read := self._content_in(taken)):
+                if len(read) == 1 and isinstance(outcome := _asserted(run, args, kwargs), bool):
+                    return self._checked(outcome, read[0])
+                self._check_reads_no_content(function, read)
             versions = [_version(tensor) for tensor in taken]
             encoded = () if function == "__get__" else self.encoded((args, kwargs))  # most attributes are no tensors
             self.running = target if isinstance(target, str) else None
@@ -259,6 +267,18 @@ class CallRecorder(TorchFunctionMode):
             self.weighted.update(map(id, made))
         if call.tainted and (SIZED_BY_CONTENT.fullmatch(function) or self._is_masked(function, taken)):
             self.sized_by_content.update(map(id, made))
+
+    def _content_in(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Return tensors that depend on the content of the input or of weights."""
+        return [each for each in tensors if self._is_tainted(each) or self._is_weighted(each)]
+
+    def _checked(self, outcome: bool, condition: Tensor) -> bool:
+        """Return what an assertion has read, and record that it has to be the same in every batch."""
+        arguments = *self.encoded((condition, outcome)), _line_without_folder()
+        call = self._call(check_outcome, "check_outcome", [condition], (arguments, {}), set())
+        call.tainted = True
+        self.calls.append(call)
+        return outcome
 
     def _check_reads_no_content(self, function: str, taken: Sequence[Tensor]) -> None:
         for is_read, content in ((self._is_tainted, "a tensor"), (self._is_weighted, "its weights")):
@@ -305,8 +325,7 @@ class CallRecorder(TorchFunctionMode):
         """Record the outcome of a comparison of sizes, on which the network's code may depend."""
         key = function, expression_of(left), expression_of(right)
         if not self.closed and key not in self.checks:
-            folder, _, line = _line().partition(".py:")
-            check = SizeCheck(*key, outcome, len(self.calls), f"{Path(folder).name}.py:{line}")
+            check = SizeCheck(*key, outcome, len(self.calls), _line_without_folder())
             self.checks[key] = check, (untraced(left), untraced(right))
 
     def _renewed(self, result: Any, value: Value, tainted: bool) -> Any:
@@ -395,6 +414,16 @@ class CallRecorder(TorchFunctionMode):
         return item
 
 
+def check_outcome(condition: Tensor, expected: bool, line: str) -> None:
+    """Raise unless a condition that the network's code asserts is what it was in the trace; not in compiled code."""
+    if condition.is_meta or torch.compiler.is_compiling():
+        return
+    if condition.is_cuda and torch.cuda.is_current_stream_capturing():
+        return
+    if bool(condition) is not expected:
+        raise BadInput(f"an assertion of the network's code fails for this batch ({line}): give it what it asks for")
+
+
 def logits_in(output: Any, kind: type[Item]) -> Item:
     """Return the logits of what was picked from a network's output, as a tensor or value."""
     for item in walk(output):
@@ -470,3 +499,32 @@ def quick_result(func: Any, args: Sequence[Any]) -> Tensor | None:
 def _line() -> str:
     """Return the line of the network's own code that is being run."""
     return own_line(walk_stack(sys._getframe()))
+
+
+def _line_without_folder() -> str:
+    folder, _, line = _line().partition(".py:")
+    return f"{Path(folder).name}.py:{line}"
+
+
+def _asserted(run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Return what is read in a line of the network's own code that does nothing but raise; None in other lines."""
+    path, _, rest = _line().partition(".py:")
+    number = int(rest.partition(" ")[0] or 0)
+    asserts = any(first <= number <= last for first, last in _assertions(f"{path}.py"))
+    return run(*args, **kwargs) if asserts else None
+
+
+@cache
+def _assertions(path: str) -> list[tuple[int, int]]:
+    """Return the first and last lines of conditions in a file upon which code does nothing but raise."""
+    try:
+        nodes = [*ast.walk(ast.parse("".join(linecache.getlines(path))))]
+    except SyntaxError:  # as of cells of a notebook
+        return []
+    conditions: list[Any] = [each for each in nodes if isinstance(each, ast.Assert)]
+    for each in nodes:
+        if isinstance(each, ast.If) and not each.orelse and all(isinstance(line, ast.Raise) for line in each.body):
+            conditions.append(each.test)
+        if isinstance(each, ast.Call) and ast.unparse(each.func) == "torch._assert":
+            conditions.append(each)
+    return [(each.lineno, each.end_lineno) for each in conditions]

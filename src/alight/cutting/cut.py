@@ -10,7 +10,16 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from alight.cutting.calls import ModuleEnd, NeedsTooMuchMemory, Value, WritesParameters, logits_in, sizes_in, walk
+from alight.cutting.calls import (
+    OF_SIZES,
+    ModuleEnd,
+    NeedsTooMuchMemory,
+    Value,
+    WritesParameters,
+    logits_in,
+    sizes_in,
+    walk,
+)
 from alight.cutting.flops import count_flops
 from alight.cutting.mixing import SamplesMixed
 from alight.cutting.proof import prove
@@ -23,10 +32,6 @@ from alight.errors import BadInput
 
 Made = TypeVar("Made")
 Cutter = Callable[[nn.Module, Sequence[str], Any], Sequence[nn.Module]]
-OF_SIZES = {  # functions of a tensor that read its sizes, dtype and device alone
-    "empty_like", "full_like", "ones_like", "zeros_like",
-    "new_empty", "new_full", "new_ones", "new_tensor", "new_zeros",
-}  # fmt: skip
 CUTTERS: list[tuple[Callable[[nn.Module], bool], Cutter]] = []  # that users registered; the latest is tried first
 
 

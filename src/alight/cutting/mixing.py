@@ -1,35 +1,24 @@
 """Find samples that change each other's logits: in a batch of the network, and in stages once others have left."""
 
-from collections.abc import Callable, Mapping, Sequence
+import copy
+import operator
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
-from alight.cutting.calls import CONTENT_READS, SIZED_BY_CONTENT, walk
+from alight.cutting.calls import fixed_masks, walk
 from alight.cutting.chain import HALF, Batch, Chain, ProofBatch, attributes_restored, is_close
+from alight.cutting.joining import ForcedRead, SampleWatch
 from alight.cutting.running import is_text, same_bits
+from alight.cutting.tracing import on_meta
 from alight.errors import BadInput
 
 APART = ([0, 2], [1, 3])  # of four samples, those that are run without the others: the largest is in one of the two
 SCALES = (1.0, 300.0, -20.0, 0.05)  # of these samples: limits, clamps and peaks are reached by some of them
 TOKENS = (4, 1, 3, 2)  # of four parts of their texts, those that are not padding
-ALONG = {"argsort", "cummax", "cumprod", "cumsum", "kthvalue", "msort", "sort", "topk"}  # functions of an axis
-OVER = {
-    "all",
-    "amax",
-    "amin",
-    "any",
-    "max",
-    "mean",
-    "median",
-    "min",
-    "norm",
-    "std",
-    "sum",
-    "var",
-}  # of all axes or some
+MANY, SOME = 1031, 53  # samples of a run that is watched, without and with data: primes that no size is a multiple of
 ROWS = 40  # samples of a batch for a network that ranks, counts or reads samples: more than most limits
 
 
@@ -47,15 +36,22 @@ def check_harder_batches(chain: Chain, batch: Batch) -> None:
 
 
 def check_many_samples(chain: Chain, example: Batch) -> None:
-    """Raise if samples mix in a large batch, where the network ranks or counts samples, or reads what they hold.
+    """Raise if functions of the network join samples on the way to the logits, or if many samples mix.
 
-    Such code may treat samples together only past a limit: a capacity, or a largest number.
+    Many are tried where it ranks, counts or reads samples: such code may treat them together only past a limit.
     """
-    with attributes_restored(chain.network), _Watch() as watch:
-        output = chain.run_network(tuple(each[:2] for each in example))[0]
-    if not watch.is_suspicious or output.dtype in HALF:  # in which the last bits may change what is chosen
+    watch, dtype = _watched(chain, example)
+    for line, content in watch.branches.items():
+        _check_branch(chain, example, line, content)
+    if not watch.is_suspicious:
         return
     batch = chain.inputs.of_size(ROWS)
+    if dtype in HALF:  # in which the last bits may change what is chosen
+        try:
+            chain = chain._replace(network=copy.deepcopy(chain.network).float())
+        except RuntimeError:  # of weights that are computed, which cannot be copied
+            return
+        batch = tuple(each.float() if each.dtype in HALF else each for each in batch)
     powers = 2.0 ** torch.linspace(-8, 8, ROWS)
     scaled = tuple(_times(each, powers) if _is_scalable(each) else each for each in batch)
     copies = tuple(each[:1].repeat(ROWS, *[1] * (each.ndim - 1)) for each in batch)
@@ -64,31 +60,53 @@ def check_many_samples(chain: Chain, example: Batch) -> None:
         check_network_keeps_samples_apart(chain, each, finite=True, parts=parts)
 
 
-class _Watch(TorchFunctionMode):
-    """Notes whether a network ranks samples, reads the content of tensors, or makes sizes of it."""
+def _watched(chain: Chain, example: Batch) -> tuple[SampleWatch, torch.dtype]:
+    """Return what a run of many samples showed, and the dtype of the logits; raise if functions join samples in them.
 
-    is_suspicious = False
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.is_suspicious |= _may_join_samples(getattr(func, "__name__", ""), args, kwargs or {})
-        return func(*args, **(kwargs or {}))
-
-
-def _may_join_samples(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    if name in ALONG:
-        return _is_along_samples(name, args, kwargs)
-    if name in ("__getitem__", "__setitem__"):
-        return any(isinstance(each, Tensor) and each.dtype == torch.bool for each in walk(args[1]))
-    if name in OVER or name == "where":  # without an axis or another tensor
-        return len(args) == 1 and not kwargs and isinstance(args[0], Tensor) and args[0].ndim > 0
-    return name in CONTENT_READS or SIZED_BY_CONTENT.fullmatch(name) is not None
+    It is a run without data where the network can do without.
+    """
+    try:
+        batch = [each.new_empty((MANY, *each.shape[1:]), device="meta") for each in example]
+        with fixed_masks(), torch.device("meta"):
+            watch, outputs = _run_watched(chain._replace(network=on_meta(chain.network)), batch)
+    except Exception:  # whatever a network does that cannot be done without data
+        watch, outputs = _run_watched(chain, _repeated(example))
+    if problem := watch.problem(outputs):
+        raise SamplesMixed(f"{problem}: compute nothing across samples, and treat all samples of a batch alike")
+    return watch, outputs[0].dtype
 
 
-def _is_along_samples(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Check whether a function is called for the first axis of a tensor; by default it is the last."""
-    place = 2 if name in ("topk", "kthvalue") else 1
-    axis = kwargs.get("dim", args[place] if len(args) > place else -1)
-    return name == "msort" or not isinstance(axis, int) or axis % max(1, args[0].ndim) == 0
+def _run_watched(
+    chain: Chain, batch: Sequence[Tensor], forced: ForcedRead | None = None
+) -> tuple[SampleWatch, list[Tensor]]:
+    watch = SampleWatch(batch, forced)
+    with attributes_restored(chain.network), watch:
+        return watch, chain.run_network(tuple(batch))
+
+
+def _check_branch(chain: Chain, example: Batch, line: str, content: Any) -> None:
+    """Raise if the logits change with what the network's code reads at a line, where it looks at several samples.
+
+    A check that raises is not a reason, nor is a number that is kept.
+    """
+    batch = _repeated(example)
+    _, expected = _run_watched(chain, batch)
+    far = 1e3 * (abs(content) + 1)
+    for change in [operator.not_] if isinstance(content, bool) else [far.__add__, far.__rsub__]:
+        try:
+            _, outputs = _run_watched(chain, batch, ForcedRead(line, change))
+        except Exception:
+            continue
+        if not all(is_close(*pair) for pair in zip(outputs, expected, strict=True)):
+            raise SamplesMixed(
+                "the logits of a sample depend on the other samples of its batch: the network's code reads what it has"
+                f" computed from several samples, and goes on by it, at {line}. Decide for each sample, by torch.where"
+            )
+
+
+def _repeated(example: Batch) -> Batch:
+    """Return some samples like these."""
+    return tuple(each[torch.arange(SOME, device=each.device) % len(each)] for each in example)
 
 
 def _harder(chain: Chain, batch: Batch) -> list[Batch]:

@@ -50,17 +50,17 @@ def prove(
     chain = Chain(network, stages, inputs, heads)
     with chain.in_evaluation(), refusals():
         others = _accepted_sizes(chain)
-        trials = _trials(chain, others)
-        _check_with_other_weights(chain, trials)
+        trials, small = _trials(chain, others), _small_batch(chain, others)
+        _check_with_other_weights(chain, small)
         _check_bits(chain, chain.trial(inputs.of_size(1)))
         reasons: list[str] = []
         if not _vary_all(inputs, others, trials) or any(chain.difference(*trial) for trial in trials):
             others, reasons = _free_sizes(chain, others)
-            trials = _trials(chain, others)
+            trials, small = _trials(chain, others), _small_batch(chain, others)
             _check_bits(chain, trials[0])
         _fix_other_sizes(chain, others, reasons)
         check_chain_keeps_samples_apart(chain, *trials)
-    if reason := training_difference(chain, trials[1].batch):
+    if reason := training_difference(chain, tuple(each[:2] for each in small)):
         for stage in (*stages, *heads):
             refuse_training(stage, f"{reason} if it is trained in stages")
     return stages
@@ -82,11 +82,13 @@ def check_chain(
     """
     chain = Chain(network, stages, inputs, heads)
     with chain.in_evaluation(), refusals():
-        trials = _trials(chain, _accepted_sizes(chain))
+        others = _accepted_sizes(chain)
+        trials = _trials(chain, others)
         try:
             chain.outputs(trials[1].batch)
         except BadInput:  # the stages refuse other sizes than the example's
-            trials = _trials(chain, [])
+            others = []
+            trials = _trials(chain, others)
         for trial in (chain.trial(inputs.of_size(1)), *trials):
             _check_bits(chain, trial)
         if as_given:
@@ -95,7 +97,7 @@ def check_chain(
         for stage, reader in zip(stages[:-1], readers, strict=False):
             carried = stage(*carried)
             reader(carried)
-        _check_with_other_weights(chain, trials)
+        _check_with_other_weights(chain, _small_batch(chain, others))
         check_network_keeps_samples_apart(chain, inputs.of_size(MANY["data"]))
         check_chain_keeps_samples_apart(chain, *trials)
     ours = two_steps(network, [*stages, *heads], chain.run_stages, trials[1].batch, seed=0)
@@ -116,13 +118,13 @@ def _check_batch_itself(chain: Chain, batch: Batch) -> None:
         check_chain_keeps_samples_apart(chain, trial, trial)
 
 
-def _check_with_other_weights(chain: Chain, trials: Sequence[ProofBatch]) -> None:
+def _check_with_other_weights(chain: Chain, batch: Batch) -> None:
     """Raise if samples mix once weights change, in batches that show it, or if stages differ from the network then."""
-    check_many_samples(chain, trials[0].batch)
+    check_many_samples(chain, batch)
     with other_weights(chain.network):
-        check_harder_batches(chain, trials[0].batch)
-        batches = trials[1].batch, chain.inputs.of_size(1)  # other sizes than the example's are judged elsewhere
-        if not all(chain.difference(*chain.trial(batch)) for batch in batches):
+        check_harder_batches(chain, batch)
+        batches = tuple(each[:2] for each in batch), chain.inputs.of_size(1)  # other sizes are judged elsewhere
+        if not all(chain.difference(*chain.trial(each)) for each in batches):
             return
     if not chain.difference(*chain.trial(batches[1])):  # with its own weights
         raise BadInput(f"with other weights the stages do not give what the network gives: {FROZEN_NUMBERS}")
@@ -168,6 +170,12 @@ def _trials(chain: Chain, others: Others) -> list[ProofBatch]:
         taken = (_trial_of(chain, rows, each) for each in (changes, firsts, firsts[:1]) if each)
         trials.append(next(filter(None, taken), None) or chain.trial(chain.inputs.of_size(rows)))
     return trials
+
+
+def _small_batch(chain: Chain, others: Others) -> Batch:
+    """Return four samples of the first other sizes that the network takes, which are small for large images."""
+    trial = _trial_of(chain, 4, [(axes, sizes[0]) for axes, sizes in others]) if others else None
+    return chain.inputs.of_size(4) if trial is None else trial.batch
 
 
 def _trial_of(chain: Chain, rows: int, changes: Changes) -> ProofBatch | None:

@@ -20,7 +20,7 @@ from torch import Tensor, fx, nn
 from torch.fx.node import map_aggregate
 from torch.overrides import get_overridable_functions
 
-from alight.cutting.calls import Call, ConstantTensor, StateName, Value
+from alight.cutting.calls import Call, ConstantTensor, StateName, Value, check_outcome
 from alight.cutting.sizes import FixedSizes, NumberOf, SizeCheck, SizeExpression, SizeOf, check_size
 from alight.cutting.tracing import BATCHES, SCALARS, BatchMultiple, Layout, NetworkDtype, Trace
 from alight.errors import BadInput
@@ -480,7 +480,8 @@ def _functions() -> dict[str, Callable[..., Any]]:
     in_place = [f"{name}_" for name in vars(torch) if f"torch.{name}" in found and hasattr(torch, f"{name}_")]
     found |= {f"torch.{name}": getattr(torch, name) for name in (*FACTORIES, *in_place)}
     found |= {f"operator.{name}": getattr(operator, name) for name in OPERATORS}
-    return found | {"math.ceil": math.ceil, "math.floor": math.floor, "alight.check_size": check_size}
+    own: dict[str, Callable[..., Any]] = {"alight.check_outcome": check_outcome, "alight.check_size": check_size}
+    return found | own | {"math.ceil": math.ceil, "math.floor": math.floor}
 
 
 @cache

@@ -111,7 +111,10 @@ def save_model(model: MultiExitModel, folder: PathLike, *, force: bool = False) 
         recipe["untrained"] = {part: each for part, each in recipe["untrained"].items() if model.is_untrained(part)}
     cut_graph, constants = _cut_config(model, alone=recipe["source"] == "backbone")
     constants |= _reference(model) if cut_graph else {}
-    constants = {f"{CONSTANT}{name}": tensor.detach().cpu().clone() for name, tensor in constants.items()}
+    whole = torch.contiguous_format
+    constants = {
+        f"{CONSTANT}{name}": each.detach().cpu().clone(memory_format=whole) for name, each in constants.items()
+    }
     tensors, tied = untied(model.state_dict())
     config = {
         "recipe": recipe,
