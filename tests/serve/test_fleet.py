@@ -1,7 +1,6 @@
 """Replicas with one ledger keep one bound, whatever dies, and pool their savings; on a real server."""
 
 import threading
-import time
 from contextlib import closing
 
 import numpy as np
@@ -64,6 +63,12 @@ def tables(frozen):
     return frozen.test.take(order[:5000]), frozen.test.take(order[5000:])
 
 
+def wait_for_exchange(replicas):
+    """Wait until each has exchanged credit with the ledger once more."""
+    ends = [each.ledger._sequence + 1 for each in replicas]
+    wait_until(lambda: all(each.ledger._sequence > end for each, end in zip(replicas, ends, strict=True)))
+
+
 def total(replicas, policy):
     """What all have spent, and their budgets."""
     return sum(each.spent for each in replicas), sum(each.samples for each in replicas) * policy.budget
@@ -80,7 +85,7 @@ def test_all_together_stay_within_one_bound_and_savings_go_where_samples_are_har
         spent, allowed = total(replicas, policy)
         assert spent <= allowed + 1
         if turn % 4 == 0:
-            time.sleep(QUICK)
+            wait_for_exchange((*replicas, alone))
     spent, allowed = total(replicas, policy)
     assert spent > 0.95 * allowed
     assert replicas[1].spent > 1.1 * alone.spent  # which has nobody's savings
@@ -103,10 +108,12 @@ def test_the_bound_holds_when_replicas_and_the_ledger_die(server, policies, tabl
             every.append(alive[-1])
         if turn % 200 == 100:
             server.kill(forget=turn > 200)
+            wait_until(lambda: not any(each.ledger.up for each in alive))
         if turn % 200 == 140:
             server.start()
             wait_until(lambda: all(each.ledger.up for each in alive))
-        time.sleep(QUICK / 4)
+        if turn % 4 == 0 and alive[0].ledger.up:
+            wait_for_exchange(alive)
     spent, allowed = total(every, policy)
     assert spent > 0.9 * allowed
     for each in alive:
