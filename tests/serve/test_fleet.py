@@ -50,8 +50,8 @@ class Replica:
         self.spent += float(decisions.spent.sum())
         self.ledger.settle(pace)
 
-    def die(self):
-        """End without giving anything back."""
+    def stop_exchanging(self):
+        """Exchange nothing on its own from now on, as a replica that has died."""
         self.ledger._stop.set()
         self.ledger._thread.join()
 
@@ -79,13 +79,15 @@ def test_all_together_stay_within_one_bound_and_savings_go_where_samples_are_har
     policy = policies["half"]
     replicas = [Replica(server, "pooled", policies, table, seed) for seed, table in enumerate((easy, hard, hard))]
     alone = Replica(server, "alone", policies, hard, 1)
+    for each in (*replicas, alone):
+        each.stop_exchanging()  # the test exchanges by hand, so that the clock decides nothing
     for turn in range(400):
         for each in (*replicas, alone):
             each.decide(8)
         spent, allowed = total(replicas, policy)
         assert spent <= allowed + 1
         if turn % 4 == 0:
-            wait_for_exchange((*replicas, alone))
+            assert all(each.ledger._trade() for each in (*replicas, alone))
     spent, allowed = total(replicas, policy)
     assert spent > 0.95 * allowed
     assert replicas[1].spent > 1.1 * alone.spent  # which has nobody's savings
@@ -103,7 +105,7 @@ def test_the_bound_holds_when_replicas_and_the_ledger_die(server, policies, tabl
         spent, allowed = total(every, policy)
         assert spent <= allowed + 1
         if turn % 100 == 50:
-            alive.pop(0).die()
+            alive.pop(0).stop_exchanging()
             alive.append(Replica(server, "dying", policies, tables[turn % 2], turn))
             every.append(alive[-1])
         if turn % 200 == 100:
@@ -123,8 +125,7 @@ def test_the_bound_holds_when_replicas_and_the_ledger_die(server, policies, tabl
 def test_an_exchange_whose_answer_is_lost_counts_once(server, policies, tables):
     first, second = (Replica(server, "lossy", policies, tables[0], seed) for seed in range(2))
     for each in (first, second):
-        each.ledger._stop.set()  # the test exchanges by hand
-        each.ledger._thread.join()
+        each.stop_exchanging()  # the test exchanges by hand
     ledger, script = first.ledger, first.ledger._exchange_script
 
     def answer_is_lost(**arguments):
