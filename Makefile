@@ -27,7 +27,7 @@ demo: $(VENV)/.installed
 
 test: style
 	$(bin)/mypy & types=$$!; $(bin)/python -m pytest -q $(together) -m "not slow and not alone" && wait $$types
-	$(bin)/python -m pytest -q -m "alone and not slow" $$(grep -rl --include='*.py' mark.alone tests)
+	$(bin)/python -m pytest -q -m "alone and not slow" $$(grep -rl --include='*.py' mark.alone tests | xargs grep -L "^pytestmark = .*mark.slow")
 
 test-all: test
 	$(bin)/python -m pytest -q $(together) -m "slow and not alone"

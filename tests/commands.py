@@ -7,18 +7,19 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from contextlib import chdir, redirect_stderr, redirect_stdout
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pyarrow as pa
 import torch
 from conftest import made_up
 from digits import digits
 from made_up_log import write_log
 from pyarrow import parquet
+from waiting import wait_until
 
 from alight import (
     Costs,
@@ -149,11 +150,11 @@ def write_example_files(folder: Path) -> None:
 
 
 def interrupted(
-    line: str, folder: Path, word: str, wait: float = 0.0, before: str = ""
+    line: str, folder: Path, word: str, work: float = 0.0, before: str = ""
 ) -> subprocess.CompletedProcess[str]:
     """A command in a process and folder of its own, interrupted as by Ctrl-C once its stderr has said a word.
 
-    `before`: code that the process runs first.
+    `work`: seconds of CPU time that the process spends in between; `before`: code that it runs first.
     """
     process = subprocess.Popen(
         [sys.executable, "-c", before + BOOT, *shlex.split(line)],
@@ -165,7 +166,9 @@ def interrupted(
     seen = b""
     while word.encode() not in seen and (printed := os.read(process.stderr.fileno(), 4096)):
         seen += printed
-    time.sleep(wait)
+    used = psutil.Process(process.pid).cpu_times
+    end = sum(used()[:2]) + work
+    wait_until(lambda: process.poll() is not None or sum(used()[:2]) >= end)
     process.send_signal(signal.SIGINT)
     try:
         out, rest = process.communicate(timeout=60)

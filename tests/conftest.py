@@ -1,3 +1,4 @@
+import gc
 import os
 import time
 from collections.abc import Callable
@@ -12,10 +13,24 @@ from hypothesis import settings
 from alight import recordings
 from alight.outputs import HeadOutputs
 
+gc.disable()  # until all tests are collected: modules stay, and looking at them again takes seconds
 os.environ["OMP_NUM_THREADS"] = "1"  # torch, imported later, is slower with more on a busy machine
 
-settings.register_profile("alight", deadline=None, derandomize=True, max_examples=100)
+settings.register_profile("alight", deadline=None, derandomize=True, max_examples=50)
 settings.load_profile("alight")
+
+
+def pytest_collection_finish() -> None:
+    """Let the garbage collector look at what tests make, not at a million objects of the libraries each time."""
+    gc.freeze()
+    gc.enable()
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Freeze again what a service that ended has unfrozen: the next one collects garbage when it starts."""
+    if item.path.parent.name == "serve":
+        gc.collect(1)
+        gc.freeze()
 
 
 def made_up(seed: int, samples: int, exits: int, *, classes: int = 5, ties: bool = False) -> HeadOutputs:

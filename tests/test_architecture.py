@@ -1,8 +1,10 @@
 """Rooms follow the data: imports run one way."""
 
 import ast
+import re
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -154,6 +156,94 @@ def test_the_torch_test_can_fail():
     assert "torch" not in imported_modules(at_import("def late():\n    import torch"), "alight.data.batches")
     assert "torch.nn" in imported_modules("import torch.nn", "alight.budgeting.rates")
     assert "torch.nn" in imported_modules("from torch import nn", "alight.budgeting.rates")
+
+
+TESTS = sorted(Path(__file__).parent.rglob("*.py"))
+BY_THE_CLOCK = re.compile(  # asyncio.sleep(0) lets other tasks run; tests/waiting.py waits for a condition
+    r"\bsleep\b(?!\(0\))|\.join\(0?\.\d|\bEvent\(\)\.wait\([^)]|\bTimer\("
+)
+ROOM_OF_TEST = {"test_fit": "fitting"}  # others beside the rooms are named as their room is
+
+
+def pauses(source: str) -> list[str]:
+    """Lines that let time pass instead of waiting for a condition, those of scripts in strings included."""
+    return [line.strip() for line in source.splitlines() if BY_THE_CLOCK.search(line)]
+
+
+def is_private(name: str) -> bool:
+    return name.startswith("_") and not name.endswith("_")
+
+
+def defined_names(tree: ast.AST) -> set[str]:
+    """Private names that code defines: functions, classes, attributes, variables and arguments."""
+    names = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            names.add(node.name)
+        elif isinstance(node, ast.Attribute | ast.Name) and isinstance(node.ctx, ast.Store):
+            names.add(node.attr if isinstance(node, ast.Attribute) else node.id)
+        elif isinstance(node, ast.arg):
+            names.add(node.arg)
+    return {name for name in names if is_private(name)}
+
+
+@cache
+def private_names() -> dict[str, set[str]]:
+    """Private names by room; scripts of experiments/ and benchmarks/ are rooms too."""
+    root, names = Path(__file__).parent.parent, {}
+    scripts = {path: path.parent.name for room in ("experiments", "benchmarks") for path in (root / room).glob("*.py")}
+    for path, room in ({path: name.split(".")[1] for name, path in modules().items()} | scripts).items():
+        names.setdefault(room, set()).update(defined_names(ast.parse(path.read_text())))
+    return names
+
+
+def used_names(tree: ast.AST) -> set[str]:
+    """Private names that code imports, reads from an object, or gives to setattr and its like."""
+    names = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            names.add(node.attr)
+        elif isinstance(node, ast.alias):
+            names |= {*node.name.split(".")}
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute | ast.Name):
+            called = node.func.attr if isinstance(node.func, ast.Attribute) else node.func.id
+            texts = [each.value for each in node.args if isinstance(each, ast.Constant) and isinstance(each.value, str)]
+            names |= {part for text in texts for part in text.split(".") if called.endswith(("attr", "patch"))}
+    return {name for name in names if is_private(name)}
+
+
+def names_of_other_rooms(source: str, room: str) -> set[str]:
+    """Private names of other rooms than this one that the source of a test uses."""
+    tree, names = ast.parse(source), private_names()
+    own = defined_names(tree) | names.get(room, set())
+    return (used_names(tree) - own) & set().union(*names.values())
+
+
+def room_of_test(path: Path) -> str:
+    inside = path.relative_to(Path(__file__).parent)
+    return inside.parts[0] if len(inside.parts) > 1 else ROOM_OF_TEST.get(path.stem, path.stem.removeprefix("test_"))
+
+
+@pytest.mark.parametrize("path", TESTS, ids=lambda path: path.relative_to(Path(__file__).parent).as_posix())
+def test_a_test_neither_sleeps_nor_uses_a_private_name_of_another_room(path):
+    source = path.read_text()
+    assert path == Path(__file__) or path.name == "waiting.py" or not pauses(source)
+    assert not names_of_other_rooms(source, room_of_test(path))
+
+
+def test_the_test_of_tests_can_fail():
+    for line in ("time.sleep(0.1)", "call(sleep, 3)", "thread.join(0.02)", "Event().wait(seconds)", "Timer(2, kill)"):
+        assert pauses(f"SCRIPT = 'import time'\n    {line}") == [line]
+    assert not pauses("await asyncio.sleep(0)\nprocess.wait(60)\nawait asyncio.Event().wait()\n', '.join(names)")
+    for line in (
+        "from alight.cutting.proof import _fix_other_sizes",
+        "proof._fix_other_sizes(stages)",
+        "patch.setattr(proof, '_fix_other_sizes', None)",
+        "patch.setattr('alight.cutting.proof._fix_other_sizes', None)",
+    ):
+        assert names_of_other_rooms(line, "networks") == {"_fix_other_sizes"}
+        assert not names_of_other_rooms(line, "cutting")
+    assert not names_of_other_rooms("class Own:\n    def _fix_other_sizes(self): self._fix_other_sizes()", "networks")
 
 
 def test_public_names_are_sorted_and_all_there():

@@ -5,6 +5,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -107,3 +108,46 @@ def test_testing_runs_lint_types_and_all_tests():
     for words in (["ruff", "check"], ["ruff", "format", "--check"], ["mypy"], ["pytest"]):
         assert position(commands, *words) >= 0
     assert "make test" in (ROOT / ".ci" / "run").read_text()
+
+
+def run_as_make_does(folder: Path, test: str, *options: str) -> subprocess.CompletedProcess[str]:
+    """The run of a file of tests with the options and settings of `make test`, some of them replaced."""
+    commands = planned("test")
+    command = commands[position(commands, "pytest", "--dist")].split("-m pytest")[1].split("&&")[0]
+    own = [option if option != "auto" else "2" for option in shlex.split(command, comments=True)]
+    (folder / "test_these.py").write_text(test)
+    line = [sys.executable, "-m", "pytest", "-p", "xdist", "-p", "pytest_timeout", *own, *options]
+    environment = {name: each for name, each in os.environ.items() if not name.startswith("PYTEST_")}
+    return subprocess.run(
+        [*line, "-c", ROOT / "pyproject.toml", "--rootdir", folder, folder],
+        env=environment | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTHONDONTWRITEBYTECODE": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+@pytest.mark.parametrize(
+    ("test", "option", "said"),
+    [
+        ("import os, signal\n\ndef test_this(): os.kill(os.getpid(), signal.SIGKILL)", "-q", "crashed while running"),
+        ("import threading\n\ndef test_this(): threading.Event().wait()", "--override-ini=timeout=1", "Timeout"),
+        ("def test_this(): pass", "--override-ini=session_timeout=0.001", "session-timeout: 0.001 sec exceeded"),
+    ],
+    ids=["a crash", "a test that hangs", "a run that takes too long"],
+)
+def test_a_run_ends_and_says_why(test, option, said, tmp_path):
+    others = "".join(f"\n\ndef test_{number}(): pass" for number in range(40))
+    done = run_as_make_does(tmp_path, f"{test}{others}\n", option)
+    assert done.returncode != 0, done.stdout
+    assert said in done.stdout
+    assert "test_this" in done.stdout or "session-timeout" in said
+    assert "41 passed" not in done.stdout
+
+
+def test_a_run_that_nothing_ends_passes_and_both_limits_are_set(tmp_path):
+    done = run_as_make_does(tmp_path, "def test_this(): pass\n")
+    assert (done.returncode, "1 passed" in done.stdout) == (0, True), done.stdout
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["pytest"]["ini_options"]
+    assert 0 < settings["timeout"] <= 300
+    assert 0 < settings["session_timeout"] <= 3000

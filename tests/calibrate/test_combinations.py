@@ -213,12 +213,14 @@ def test_logarithms_that_are_missing_and_unknown_names_are_refused():
 
 
 def test_a_vote_of_many_samples_and_exits_is_fitted_in_half_a_second():
-    outputs, seconds = spoken(0, 5000, exits=18, classes=100), []
-    for _ in range(3):
+    outputs = spoken(0, 5000, exits=18, classes=100)
+
+    def seconds() -> float:
         start = time.thread_time()  # which others on this machine do not slow
         fit_vote(outputs)
-        seconds.append(time.thread_time() - start)
-    assert min(seconds) < 0.5
+        return time.thread_time() - start
+
+    assert any(seconds() < 0.5 for _ in range(3))
 
 
 def test_too_few_samples_and_foreign_tables_are_refused():

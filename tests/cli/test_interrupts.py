@@ -13,7 +13,7 @@ from alight.engine.recorder import record
 from alight.networks.store import load_model, save_model
 
 MESSAGE = "alight: interrupted, no partial file is left"
-LINES = {  # what is interrupted, at which word on stderr, and so many seconds later
+LINES = {  # what is interrupted, at which word on stderr, and after so many seconds of work
     "while libraries load": ("sweep tables/labelled.npz tables/test.npz --costs tables/costs.json", "ready", 0.1),
     "sweep": ("sweep tables/labelled.npz tables/test.npz --costs tables/costs.json --methods auto", "sweep", 0.5),
     "calibrate": (
@@ -53,17 +53,17 @@ def place(tmp_path_factory, network):
 
 def test_an_interrupt_that_a_library_swallows_comes_again(tmp_path):
     deaf = """
-import sys, time, types
+import signal, sys, types
 def __getattr__(name):  # where the command line looks up its parser: a library that hears no interrupt
     try:
         print("deaf", file=sys.stderr, flush=True)
-        time.sleep(30)
+        signal.pause()  # until the interrupt
     except:
-        time.sleep(30)
+        signal.pause()  # until it comes again
 sys.modules["alight.cli.parser"] = module = types.ModuleType("alight.cli.parser")
 module.__getattr__ = __getattr__
 """
-    done = interrupted("doctor", tmp_path, "deaf", 0.1, before=deaf)
+    done = interrupted("doctor", tmp_path, "deaf", before=deaf)
     assert done.returncode == 130
     assert done.stderr == f"ready\ndeaf\n{MESSAGE}\n"
 
@@ -77,8 +77,8 @@ def contents(folder):
 )
 def test_an_interrupt_prints_one_line_and_leaves_no_partial_file(case, place):
     before = contents(place)
-    line, word, wait = LINES[case]
-    done = interrupted(line, place, word, wait)
+    line, word, work = LINES[case]
+    done = interrupted(line, place, word, work)
     assert done.returncode == 130, done.stderr
     assert "Traceback" not in done.stderr
     assert done.stdout == ""

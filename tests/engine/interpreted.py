@@ -4,7 +4,9 @@ import os
 import subprocess
 import sys
 from functools import partial
+from pathlib import Path
 
+import numpy as np
 import pytest
 
 from alight.engine.backends.torch.conditional import Run
@@ -12,6 +14,14 @@ from alight.engine.backends.torch.device_walk import Executor
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # which Triton looks at when it is imported
 interpreted = pytest.mark.skipif(not INTERPRETED, reason="runs in a process of its own")
+
+
+def skip_without_loops() -> None:
+    """Skip a test where Triton's interpreter cannot count loops, as that of 3.2 cannot with NumPy 2.4 or newer."""
+    interpreter = Path(pytest.importorskip("triton").__file__).parent / "runtime" / "interpreter.py"
+    converts_arrays = "__index__ = lambda self: int(self.handle.data)\n" in interpreter.read_text()
+    if converts_arrays and np.lib.NumpyVersion(np.__version__) >= "2.4.0":
+        pytest.skip(f"this Triton's interpreter counts no loops with NumPy {np.__version__}: take a newer Triton")
 
 
 def passed_in_a_process_of_their_own(file, those=""):

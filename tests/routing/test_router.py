@@ -73,8 +73,8 @@ def test_a_policy_from_its_file_routes_the_same(tmp_path):
 class Faulty:
     """A member that answers, fails, times out, lies about its cost or about its score, by the number of the request."""
 
-    def __init__(self, model: str, most: float, slow: float = 60.0):
-        self.model, self.most, self.slow, self.called = model, most, slow, Counter()
+    def __init__(self, model: str, most: float):
+        self.model, self.most, self.called, self.ended = model, most, Counter(), threading.Event()
 
     def reply(self, number: int) -> tuple[object, float, object]:
         kind = (7 * number + ord(self.model[0])) % 23
@@ -101,7 +101,7 @@ class FaultyFunction(Faulty):
     def __call__(self, number: int):
         self.called[number] += 1
         if self.times_out(number):
-            threading.Event().wait(self.slow)
+            self.ended.wait()  # which the test sets at its end
         return self.reply(number)
 
 
@@ -161,9 +161,7 @@ def test_ten_thousand_requests_at_once_with_faulty_members_are_all_answered_and_
 
 
 def test_threads_share_a_router():
-    members = [
-        FaultyFunction(model, most, slow=0.1) for model, most in zip(("small", "large"), (1.5, 8.0), strict=True)
-    ]
+    members = [FaultyFunction(model, most) for model, most in zip(("small", "large"), (1.5, 8.0), strict=True)]
     router, routed = Router(TWO, members, max_costs=[1.5, 8.0], timeout=0.02), []
     numbers = iter(range(400))
     lock = threading.Lock()
@@ -183,6 +181,8 @@ def test_threads_share_a_router():
             thread.start()
         for thread in threads:
             thread.join()
+    for member in members:
+        member.ended.set()
     assert len(routed) == router.admitted == 400
     assert router.spent == pytest.approx(math.fsum(request.spent for request in routed))
     assert sum(len(request.calls) for request in routed) == sum(each["calls"] for each in router.counts.values())

@@ -1,14 +1,17 @@
 """What stands before the queue: large requests neither delay small ones nor pile up; garbage is not built."""
 
+import array
+import fcntl
 import io
 import json
 import os
 import signal
 import subprocess
 import sys
+import termios
 import threading
-import time
 import tracemalloc
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -16,8 +19,10 @@ from digit_service import application, in_base64, pixels, png, served_model
 from fastapi.testclient import TestClient
 from PIL import Image
 from text_service import text_model
+from waiting import wait_until
 
 from alight.errors import BadInput
+from alight.serve import admission as admitting
 from alight.serve.admission import Admission, warm_up
 from alight.serve.app import build_app
 from alight.serve.hosting import ModelHost
@@ -34,13 +39,24 @@ def webp(side):
     return file.getvalue()
 
 
-def together(*senders):
-    """The replies to requests that are sent one after the other, in the order in which they come back."""
+class Counted:
+    """An application, and how many requests it has begun."""
+
+    def __init__(self, app):
+        self.app, self.begun = app, 0
+
+    async def __call__(self, scope, receive, send):
+        self.begun += scope["type"] == "http"
+        await self.app(scope, receive, send)
+
+
+def together(app, *senders):
+    """The replies to requests that begin one after the other, in the order in which they come back."""
     replies = []
     threads = [threading.Thread(target=lambda send=send: replies.append(send())) for send in senders]
-    for thread in threads:
+    for number, thread in enumerate(threads, 1):
         thread.start()
-        thread.join(0.02)  # so that it has begun
+        wait_until(lambda number=number: app.begun >= number)
     for thread in threads:
         thread.join()
     return replies
@@ -49,17 +65,17 @@ def together(*senders):
 def test_a_small_picture_does_not_wait_for_large_ones():
     large = [("images", webp(1500))] * 3
     small = [("images", png(pixels(1)[0]))]
-    with TestClient(application()) as client:
+    with TestClient(app := Counted(application())) as client:
         senders = [lambda: client.post("/predict/files", files=large)] * 5
-        replies = together(*senders, lambda: client.post("/predict/files", files=small))
+        replies = together(app, *senders, lambda: client.post("/predict/files", files=small))
     assert 1 in [len(reply.json()["predictions"]) for reply in replies[:3]]
     assert {reply.status_code for reply in replies} == {200}
 
 
 def test_pictures_that_could_not_be_decoded_in_time_are_refused_at_once_and_say_when_to_come_again():
-    with TestClient(application(timeout=0.5)) as client:
+    with TestClient(app := Counted(application(timeout=0.5))) as client:
         sides = [("images", webp(2000))] * 2
-        replies = together(*[lambda: client.post("/predict/files", files=sides)] * 4)
+        replies = together(app, *[lambda: client.post("/predict/files", files=sides)] * 4)
         statuses = [reply.status_code for reply in replies]
         assert set(statuses) <= {200, 429, 504}
         assert 429 in statuses
@@ -69,10 +85,13 @@ def test_pictures_that_could_not_be_decoded_in_time_are_refused_at_once_and_say_
     assert "and 0.5 are allowed" in never.json()["error"]
 
 
-def test_a_small_picture_that_took_long_says_nothing_about_large_ones():
+def test_a_small_picture_that_took_long_says_nothing_about_large_ones(monkeypatch):
     admission = Admission(Limits(), 2**20, Metrics())
     usual = admission.rates["images"]
-    admission._timed("images", 256, admission.quick, time.sleep, 0.05)  # on a machine that does something else
+    times = iter([0.0, 60.0])
+    monkeypatch.setattr(admitting, "time", SimpleNamespace(monotonic=times.__next__))
+    admission._timed("images", 256, admission.quick, str)  # on a machine that does something else
+    assert not [*times]
     assert admission.rates["images"] == usual
     for _ in range(100):
         admission._learn("images", 10**6, 60.0)
@@ -92,9 +111,10 @@ def test_every_thread_that_reads_is_warm_before_the_first_request():
 
 def test_a_short_text_does_not_wait_for_long_ones(tmp_path):
     served = text_model(tmp_path, max_tokens=16)
-    with TestClient(build_app(ModelHost.of(served, Limits(tokens=16)))) as client:
+    with TestClient(app := Counted(build_app(ModelHost.of(served, Limits(tokens=16))))) as client:
         long, short = [" ".join(["bread"] * 2600)] * 16, ["the soup"]
         replies = together(
+            app,
             *[lambda: client.post("/predict", json={"texts": long})] * 2,
             lambda: client.post("/predict", json={"texts": short}),
         )
@@ -137,12 +157,12 @@ def test_the_largest_body_is_what_a_full_batch_needs():
 
 
 def test_bytes_under_way_are_bounded():
-    app = application(batch=4, readers=1)
-    with TestClient(app) as client:
+    with TestClient(app := Counted(application(batch=4, readers=1))) as client:
         slow = [("images", webp(3000))] * 4
         filler = json.dumps({"images": ["A" * (15 * 2**20)]}).encode()
         json_type = {"Content-Type": "application/json"}
         replies = together(
+            app,
             lambda: client.post("/predict/files", files=slow),
             *[lambda: client.post("/predict", content=filler, headers=json_type)] * 3,
         )
@@ -168,7 +188,14 @@ def test_large_pictures_are_read_in_another_process_with_the_same_result():
     first.wait()
     assert np.array_equal(pictures.read(large, spec), read_picture(large, spec))
     pictures._process.send_signal(signal.SIGSTOP)
-    threading.Timer(0.2, pictures._process.kill).start()  # while it reads
+    stopped = pictures._process
+
+    def kill_once_it_has_to_read():
+        waiting = array.array("i", [0])  # bytes
+        wait_until(lambda: fcntl.ioctl(stopped.stdin, termios.FIONREAD, waiting) == 0 and waiting[0] > 0)
+        stopped.kill()
+
+    threading.Thread(target=kill_once_it_has_to_read).start()
     with pytest.raises(ConnectionError, match="send it again"):
         pictures.read(large, spec)
     pictures.close()

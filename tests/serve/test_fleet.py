@@ -1,7 +1,6 @@
 """Replicas with one ledger keep one bound, whatever dies, and pool their savings; on a real server."""
 
 import threading
-import time
 from contextlib import closing
 
 import numpy as np
@@ -51,8 +50,8 @@ class Replica:
         self.spent += float(decisions.spent.sum())
         self.ledger.settle(pace)
 
-    def die(self):
-        """End without giving anything back."""
+    def stop_exchanging(self):
+        """Exchange nothing on its own from now on, as a replica that has died."""
         self.ledger._stop.set()
         self.ledger._thread.join()
 
@@ -62,6 +61,12 @@ def tables(frozen):
     """Easy and hard samples: those of the table that the last exit is surest about, and the others."""
     order = np.argsort(-frozen.test.scores[:, 2])
     return frozen.test.take(order[:5000]), frozen.test.take(order[5000:])
+
+
+def wait_for_exchange(replicas):
+    """Wait until each has exchanged credit with the ledger once more."""
+    ends = [each.ledger._sequence + 1 for each in replicas]
+    wait_until(lambda: all(each.ledger._sequence > end for each, end in zip(replicas, ends, strict=True)))
 
 
 def total(replicas, policy):
@@ -74,13 +79,15 @@ def test_all_together_stay_within_one_bound_and_savings_go_where_samples_are_har
     policy = policies["half"]
     replicas = [Replica(server, "pooled", policies, table, seed) for seed, table in enumerate((easy, hard, hard))]
     alone = Replica(server, "alone", policies, hard, 1)
+    for each in (*replicas, alone):
+        each.stop_exchanging()  # the test exchanges by hand, so that the clock decides nothing
     for turn in range(400):
         for each in (*replicas, alone):
             each.decide(8)
         spent, allowed = total(replicas, policy)
         assert spent <= allowed + 1
         if turn % 4 == 0:
-            time.sleep(QUICK)
+            assert all(each.ledger._trade() for each in (*replicas, alone))
     spent, allowed = total(replicas, policy)
     assert spent > 0.95 * allowed
     assert replicas[1].spent > 1.1 * alone.spent  # which has nobody's savings
@@ -98,15 +105,17 @@ def test_the_bound_holds_when_replicas_and_the_ledger_die(server, policies, tabl
         spent, allowed = total(every, policy)
         assert spent <= allowed + 1
         if turn % 100 == 50:
-            alive.pop(0).die()
+            alive.pop(0).stop_exchanging()
             alive.append(Replica(server, "dying", policies, tables[turn % 2], turn))
             every.append(alive[-1])
         if turn % 200 == 100:
             server.kill(forget=turn > 200)
+            wait_until(lambda: not any(each.ledger.up for each in alive))
         if turn % 200 == 140:
             server.start()
             wait_until(lambda: all(each.ledger.up for each in alive))
-        time.sleep(QUICK / 4)
+        if turn % 4 == 0 and alive[0].ledger.up:
+            wait_for_exchange(alive)
     spent, allowed = total(every, policy)
     assert spent > 0.9 * allowed
     for each in alive:
@@ -115,7 +124,8 @@ def test_the_bound_holds_when_replicas_and_the_ledger_die(server, policies, tabl
 
 def test_an_exchange_whose_answer_is_lost_counts_once(server, policies, tables):
     first, second = (Replica(server, "lossy", policies, tables[0], seed) for seed in range(2))
-    by_hand(first, second)
+    for each in (first, second):
+        each.stop_exchanging()  # the test exchanges by hand
     ledger, script = first.ledger, first.ledger._exchange_script
 
     def answer_is_lost(**arguments):

@@ -4,6 +4,7 @@ import itertools
 import linecache
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import cache
 from pathlib import Path
 from traceback import walk_tb
 from types import FrameType
@@ -237,7 +238,13 @@ def own_line(frames: Iterable[tuple[FrameType, int]]) -> str:
     """Return the first of these lines that is in the network's own code."""
     for frame, number in frames:
         path = frame.f_code.co_filename
-        is_own = not any(folder in Path(path).parents for folder in NOT_THE_NETWORKS)
-        if is_own and Path(path).name != "contextlib.py":
+        if _is_own(path):
             return f"{path}:{number} in {frame.f_code.co_name}: {linecache.getline(path, number).strip()}"
     return "an unknown line"
+
+
+@cache  # every call that is traced asks for the files of a dozen frames
+def _is_own(path: str) -> bool:
+    """Return whether a file may hold a network's own code."""
+    file = Path(path)
+    return file.name != "contextlib.py" and not any(folder in file.parents for folder in NOT_THE_NETWORKS)
