@@ -84,13 +84,13 @@ def combine_rows(  # type: ignore[no-untyped-def]
     own = here if VOTES else here + first
     classes = tl.load(own + places, mask=fresh, other=0.0)
     classes = tl.where(fresh, classes, tl.load(before + places - ranks, mask=earlier, other=-1.0))
-    told = tl.load(before + old + places - ranks, mask=earlier, other=0.0)
+    known = tl.load(before + old + places - ranks, mask=earlier, other=0.0)
     if VOTES:
-        told = tl.where(fresh, tl.load(here + first), told)
-        values = 0.0 * told
+        known = tl.where(fresh, tl.load(here + first), known)
+        values = 0.0 * known
         for place in range(count):
             voter = tl.sum(tl.where(places == place, classes, 0.0), 0)
-            score = tl.sum(tl.where(places == place, told, 0.0), 0)
+            score = tl.sum(tl.where(places == place, known, 0.0), 0)
             vote = tl.load(numbers + place) + tl.load(numbers + count + place) * score
             values = values + vote * (classes == voter).to(tl.float64)
         outside = tl.load(numbers + 2 * count)
@@ -104,11 +104,11 @@ def combine_rows(  # type: ignore[no-untyped-def]
             likely = tl.sum(tl.where(places == place, classes, 0.0), 0)
             same = earlier & (classes == likely)
             logs = tl.where(same, tl.sum(tl.where(places == place, logs, 0.0), 0), logs)
-            mean = tl.max(tl.where(same, told, tl.where(earlier, outside, -float("inf"))), 0)
-            told = tl.where(places == place, tl.where(old > 0, mean, 0.0), told)
-        values = tl.load(numbers) * told + tl.load(numbers + 1) * logs
+            mean = tl.max(tl.where(same, known, tl.where(earlier, outside, -float("inf"))), 0)
+            known = tl.where(places == place, tl.where(old > 0, mean, 0.0), known)
+        values = tl.load(numbers) * known + tl.load(numbers + 1) * logs
         outside = tl.load(numbers) * outside + tl.load(numbers + 1) * lowest
-        told = values
+        known = values
     largest, best = tl.max(tl.where(inside, values, -float("inf")), 0, return_indices=True)
     answer = tl.sum(tl.where(places == best, classes, 0.0), 0)
     rivals = tl.where(inside & (classes != answer), values, outside)
@@ -117,7 +117,7 @@ def combine_rows(  # type: ignore[no-untyped-def]
     tl.store(combined + 3 * row + 2, largest - tl.max(rivals, 0))
     there = remembered + row * (2 * count + 1)
     tl.store(there + places, classes, mask=inside)
-    tl.store(there + count + places, told, mask=inside)
+    tl.store(there + count + places, known, mask=inside)
     tl.store(there + 2 * count, outside)
 
 
