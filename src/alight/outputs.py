@@ -297,7 +297,7 @@ class HeadOutputs:
         kinds = len(np.unique(self._row_keys()[rows]))
         if kinds == rows.sum() or kinds < LEAST_KINDS:
             return 0.0
-        is_coarse = 2 * max(len(np.unique(column)) for column in self.scores[rows].T) < kinds
+        is_coarse = 2 * max(map(len, map(np.unique, self.scores[rows].T))) < kinds
         return 0.0 if is_coarse else (int(rows.sum()) - kinds) / len(self)
 
     def _row_keys(self) -> Floats:

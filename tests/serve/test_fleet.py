@@ -147,19 +147,13 @@ def test_an_exchange_whose_answer_is_lost_counts_once(server, policies, tables):
     assert second.ledger._trade()
 
 
-def by_hand(*replicas):
-    """Let replicas exchange only when the test says so."""
-    for each in replicas:
-        each.ledger._stop.set()
-        each.ledger._thread.join()
-
-
 @pytest.mark.parametrize("forget", [True, False])
 def test_a_deposit_that_is_sent_again_after_the_ledger_restarted_counts_once(policies, tables, tmp_path, forget):
     own = running_server(tmp_path / "data")
     first = Replica(own, "paused", policies, tables[0], 0)
     second, third = (Replica(own, "paused", policies, tables[1], seed) for seed in (1, 2))
-    by_hand(first, second, third)
+    for each in (first, second, third):
+        each.stop_exchanging()  # the test exchanges by hand
     script = first.ledger._exchange_script
     for each, turns in ((second, 50), (third, 50), (first, 20)):
         for _ in range(turns):

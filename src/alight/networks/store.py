@@ -161,8 +161,8 @@ def load_model(
     A network that the folder does not hold whole is passed in: the `backbone` that `attach_heads` or `from_outputs` was
     given, or a `MultiExitModel` built by hand; `head` if heads were made by a function of
     one's own, and `logits` if it was a function. What is passed in gets the weights of the folder. The stages are built
-    from the saved graphs, without tracing the network, and compared with it for two inputs that were saved; with one
-    that is passed in on a random batch, and with other weights.
+    from the saved graphs, without tracing the network, and compared with it on a random batch, once samples have left,
+    and with other weights; and with the logits of two inputs that were saved.
 
     Args:
         folder: That `save_model` wrote.
@@ -192,7 +192,7 @@ def load_model(
         reference = {name.removeprefix(REFERENCE): constants[name] for name in names}
         if whole:
             model.keep_network(network, pick)
-            if problem := _difference(model, reference, is_given=backbone is not None):
+            if problem := _difference(model, network, reference):
                 raise _not_the_network(folder, config, problem, is_given=backbone is not None)
     if alone:
         model.known_inputs, model.reference = config["known"], reference
@@ -223,20 +223,15 @@ def _restore(model: MultiExitModel, folder: Path, config: Mapping[str, Any], ten
         raise BadFile(folder, f"it is damaged (fingerprint {computed}, saved as {saved})", "save the network again")
 
 
-def _difference(model: MultiExitModel, reference: Mapping[str, Tensor], *, is_given: bool) -> str:
-    """Return how stages differ from the network, or both from what was saved, as far as devices differ; or "".
-
-    They are compared for the inputs that were kept: what holds for other inputs and other weights was proven when the
-    network was cut. The code of one that is given may have changed since.
-    """
-    compared = model.beside_network(tuple([reference[str(index)] for index in range(len(reference) - 1)]))
-    batch = compared.inputs.tensors
-    with compared.in_evaluation():
-        made = compared.whole_outputs(batch)
-        same = is_given or all(map(same_bits, made, compared.expected(batch)))
-    if not same or (is_given and not _is_whole(model, compared.network, model.pick)):
+def _difference(model: MultiExitModel, network: nn.Module, reference: Mapping[str, Tensor]) -> str:
+    """Return how stages differ from the network, or both from what was saved, as far as devices differ; or ""."""
+    if not _is_whole(model, network, model.pick):
         return "its stages do not give what the network gives"
-    return "" if is_close(made[-1], reference["logits"], SAME_NETWORK) else OTHER_LOGITS
+    given = dict(reference)
+    expected = given.pop("logits")
+    with in_mode(model, training=False):
+        logits = chain(model.stages, tuple(each.clone() for each in given.values()))
+    return "" if is_close(logits, expected, SAME_NETWORK) else OTHER_LOGITS
 
 
 def _not_the_network(folder: Path, config: Mapping[str, Any], problem: str, *, is_given: bool) -> Mismatch | BadFile:

@@ -219,9 +219,8 @@ class LimitsMiddleware:
                 length = headers.get("content-length", "0")
                 if length.isdecimal() and int(length[:20]) > self.admission.body:
                     raise self.admission.too_large()
-                if (encoding := headers.get(b"content-encoding", b"identity")).lower() != b"identity":
-                    shown = encoding[:40].decode("latin-1")
-                    raise RequestRefused(415, f"content that is encoded as {shown!r}: send it unencoded")
+                if (encoding := headers.get("content-encoding", "identity")).lower() != "identity":
+                    raise RequestRefused(415, f"content that is encoded as {encoding[:40]!r}: send it unencoded")
                 await self.app(scope, partial(self._receive, receive, body), send_with_id)
             except RequestRefused as refused:
                 if not status:
