@@ -41,8 +41,9 @@ class ExportedStage(nn.Module):
 
     def forward(self, *state: Tensor) -> tuple[Tensor, ...]:
         """Return the logits, then the next state."""
-        state, logits = self.stage.logits(*state)
-        return logits, *state
+        made, logits = self.stage.logits(*state)
+        # A tensor that is handed on has another name behind the stage, where torch 2.6 would rename the input, too.
+        return logits, *(each.clone() if any(each is one for one in state) else each for each in made)
 
 
 @dataclass(frozen=True)
