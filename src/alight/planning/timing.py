@@ -88,9 +88,8 @@ def random_exits(policy: Policy, exit_rates: Sequence[float]) -> Policy:
     """
     if len(policy.open_exits) == 1:
         return policy
-    terms: dict[str, Any] = {"open_exits": policy.open_exits, "num_exits": policy.num_exits}
-    terms["combination"] = policy.combination
-    return Lottery(costs=policy.costs, exit_rates=tuple(exit_rates), **terms)
+    terms = {name: policy.terms()[name] for name in ("costs", "open_exits", "num_exits", "combination")}
+    return Lottery(exit_rates=tuple(exit_rates), **terms)
 
 
 def as_planned(policy: Policy, count: int) -> Integers | None:
