@@ -16,7 +16,7 @@ from alight.outputs import HeadOutputs
 gc.disable()  # until all tests are collected: modules stay, and looking at them again takes seconds
 os.environ["OMP_NUM_THREADS"] = "1"  # torch, imported later, is slower with more on a busy machine
 
-settings.register_profile("alight", deadline=None, derandomize=True, max_examples=50)
+settings.register_profile("alight", deadline=None, derandomize=True, max_examples=100)
 settings.load_profile("alight")
 
 

@@ -77,7 +77,7 @@ def assert_equal(decisions, expected, order=slice(None)):
 
 
 @each_backend
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     st.integers(0, 10**6),
     st.sampled_from(KINDS),
@@ -119,7 +119,7 @@ def ways_to_call(found, rule):
 
 
 @each_backend
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     st.integers(0, 10**6),
     st.sampled_from(["mixture", "lottery"]),
