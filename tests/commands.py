@@ -122,9 +122,9 @@ def run_chain(network: Path, folder: Path) -> None:
 
 def write_example_files(folder: Path) -> None:
     """Write every file that examples of the commands read: untrained networks, images, tables, a policy."""
-    images, labels = digits()[0][:264]
+    images, labels = digits()[0][:296]
     pictures = np.tile(255 * images.numpy(), (1, 3, 4, 4)).astype(np.uint8)
-    for name, rows in {"train": slice(32), "validation": slice(32, 232), "test": slice(232, 264)}.items():
+    for name, rows in {"train": slice(64), "validation": slice(64, 264), "test": slice(264, 296)}.items():
         np.savez(folder / f"{name}.npz", images=pictures[rows], labels=labels[rows].numpy())
         tensors = pa.FixedShapeTensorArray.from_numpy_ndarray(pictures[rows])
         parquet.write_table(pa.table({"image": tensors, "label": labels[rows].numpy()}), folder / f"{name}.parquet")
@@ -135,7 +135,7 @@ def write_example_files(folder: Path) -> None:
     costs = measure_costs(model, torch.zeros(1, 3, 32, 32))
     costs.save(folder / "costs.json")
     table = record(model, (pictures, labels), progress=False)
-    labelled, test = table.take(slice(32, 232)), table.take(slice(232, 264))
+    labelled, test = table.take(slice(64, 264)), table.take(slice(264, 296))
     labelled.save(folder / "labelled.npz")
     test.save(folder / "test_outputs.npz")
     calibrate.eero(costs, "60%", labelled).save(folder / "policy.json")
