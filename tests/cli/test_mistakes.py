@@ -129,7 +129,7 @@ COMMANDS = {  # a command line: the start of what it prints on stderr, after "al
     "fit model train.npz test.npz -o /proc/new": "/proc/new: No such file or directory",
     "fit timm:test_resnet train.npz test.npz --weights other.pt --image-size 32 -o new": "the weights are another",
     "fit model train.npz test.npz --after layer1 -o new": "after=['layer1'] is where exits go, and this is a network",
-    "fit model train.npz test.npz --set keep_best=true -o new": "3 of 32 training samples would be held out to",
+    "fit model train.npz test.npz --set keep_best=true -o new": "6 of 64 training samples would be held out to",
     "fit cnn.py:Net last.npz test.npz --image-size 8 -o new": (
         "image_size=8 is for pictures and bytes, and the data are neither: leave it out"
     ),
