@@ -254,6 +254,14 @@ def test_with_fewer_allowed_there_are_as_many_exits_as_pay_at_block_ends(name):
     assert all(shares[each].cost < 0.9 for each in names)
 
 
+@pytest.mark.parametrize(("count", "crowded"), [(3, False), (2, True), (1, True)])
+def test_the_only_place_is_taken_though_it_stands_early(count, crowded):
+    layers = nn.Conv2d(3, 16, 3), nn.ReLU(), nn.Conv2d(16, 32, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1)
+    network = nn.Sequential(*layers, nn.Flatten(), nn.Linear(32, 10)).eval()
+    names, _ = cut_evenly(network, torch.zeros(2, 3, 32, 32), count, allow_fewer=True, allow_crowded=crowded)
+    assert names == ["1"]
+
+
 def test_fewer_exits_are_placed_where_one_would_stand_at_the_start_or_save_next_to_nothing():
     class Narrow(nn.Module):  # its first layer has 1 % of the FLOPs, its last but one ends at 99.9 %
         def __init__(self):

@@ -67,7 +67,7 @@ def cut_evenly(
 ) -> tuple[list[str], list[nn.Module]]:
     """Return the names that `suggest_exits` returns, and the stages of the network cut there.
 
-    With `allow_fewer` there are up to `count`: as many as the network has places for at a distance, where it has not
+    With `allow_fewer` there are one to `count`: as many as the network has places for at a distance, where it has not
     `count` places, or, without `allow_crowded`, not so many at a distance. An exit's share of the cost includes its
     head's FLOPs, those of a linear layer on averaged features unless `head_flops` says otherwise.
     """
@@ -313,12 +313,12 @@ def _noted(model: nn.Module, inputs: Inputs, batch: tuple[Tensor, ...]) -> dict[
 
 
 def _up_to(places: Sequence[CutPlace], count: int, *, crowded: bool) -> list[CutPlace]:
-    """Return this number of places, or as many at a distance as there are."""
+    """Return this number of places, or as many at a distance as there are, or one anywhere."""
     for number in range(count, 0, -1):
         choice = _chosen(places, number, crowded=crowded and number == count)
         if len(choice) == number:
             return choice
-    return []
+    return _chosen(places, 1, crowded=True)
 
 
 def _chosen(places: Sequence[CutPlace], count: int, *, crowded: bool) -> list[CutPlace]:
