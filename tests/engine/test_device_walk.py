@@ -166,6 +166,23 @@ def test_a_walk_decides_as_a_replay_does(model, inputs, table, name, size, parts
 
 
 @interpreted
+@pytest.mark.parametrize("size", [1, 5])
+def test_gains_of_several_columns_keep_the_probabilities_of_answers(model, inputs, size):
+    labels = np.random.default_rng(2).integers(4, size=61)
+    table = record(model, (inputs, labels), features=("logit_margin", "max_probability"), progress=False)
+    rule = calibrate.learned_stopping(COSTS, "60%", table)
+    assert len(rule.combination.columns) == 3
+    walk, answers = decided(model, rule, inputs, size=size, parts=[16], probability=True)
+    assert walk.by_kernel
+    expected = replay(rule, table.take(np.arange(16)))
+    assert len({*expected.exits.tolist()}) > 1
+    np.testing.assert_array_equal(answers.open_indices, expected.exits)
+    np.testing.assert_array_equal(answers.predictions, expected.predictions)
+    probabilities = table.column("max_probability")[np.arange(16), expected.exits]
+    np.testing.assert_allclose(answers.probabilities, probabilities, rtol=1e-6)  # of float32
+
+
+@interpreted
 @pytest.mark.slow
 def test_one_batch_is_answered_by_itself_and_a_walk_takes_the_numbers_of_another_policy(model, inputs, table):
     first = rules(table)["threshold"]

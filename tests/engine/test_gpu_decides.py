@@ -93,10 +93,11 @@ def rules(table):
         "vote": calibrate.combined(calibrate.eero, "vote")(COSTS, "60%", table),
         "geometric mean": calibrate.combined(calibrate.eero, "geometric_mean")(COSTS, "60%", table),
         "temperature": calibrate.combined(calibrate.eero, "temperature")(COSTS, "60%", table),
+        "gain": calibrate.learned_stopping(COSTS, "60%", table),
     }
 
 
-NAMES = "threshold,ties,nobody,everybody,lottery,one exit,patience,streak,mixture,vote,geometric mean,temperature"
+NAMES = "threshold,ties,nobody,everybody,lottery,one exit,patience,streak,mixture,vote,geometric mean,temperature,gain"
 
 
 def assert_replayed(found, rule, table, count=None):
@@ -283,7 +284,7 @@ def test_networks_decide_as_replayed_but_for_samples_on_a_threshold(resnet, imag
     assert ((decisions.probabilities > 0) & (decisions.probabilities <= 1)).all()
 
 
-@pytest.mark.parametrize("name", ["vote", "geometric_mean"])
+@pytest.mark.parametrize("name", ["vote", "geometric_mean", "gain"])
 def test_compiled_stages_combine_exits_as_the_host_does(name):
     torch.manual_seed(0)
     model = MultiExitModel(
@@ -291,7 +292,8 @@ def test_compiled_stages_combine_exits_as_the_host_does(name):
     )
     inputs, labels = torch.randn(900, 8), np.random.default_rng(1).integers(6, size=900)
     table = record(model.eval(), (inputs, labels), progress=False, settings=RunSettings("cuda"))
-    rule = calibrate.combined(calibrate.eero, name)((1.0, 2.0, 3.0), "60%", table)
+    method = calibrate.learned_stopping if name == "gain" else calibrate.combined(calibrate.eero, name)
+    rule = method((1.0, 2.0, 3.0), "60%", table)
     assert rule.combination is not None
     for size in (32, 1):
         one, other = (

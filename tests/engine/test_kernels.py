@@ -8,7 +8,7 @@ from interpreted import INTERPRETED, interpreted, passed_in_a_process_of_their_o
 from alight.engine.backends import Reads
 from alight.engine.backends.torch.rows import kernels
 from alight.engine.backends.torch.values import pack
-from alight.policies.combinations import GeometricMean, Vote
+from alight.policies.combinations import Gain, GeometricMean, Vote
 
 pytest.importorskip("triton")
 
@@ -16,7 +16,7 @@ pytest.importorskip("triton")
 @pytest.mark.slow
 @pytest.mark.skipif(INTERPRETED, reason="is that process")
 def test_kernels_are_interpreted_in_a_process_of_their_own():
-    assert "43 passed, 7 skipped" in passed_in_a_process_of_their_own(__file__)
+    assert "59 passed, 9 skipped" in passed_in_a_process_of_their_own(__file__)
 
 
 @interpreted
@@ -107,6 +107,49 @@ def test_one_kernel_combines_exits_as_numpy_does_to_the_bit(size, exits, ranks):
         room = made[1]
 
 
+def gain_of(generator, exits, columns, most):
+    """A gain with all kinds of numbers: columns with fewer knots than others, classes that have a gain or none."""
+    counts = generator.integers(most + 1, size=(exits, columns))
+    counts[0, 0] = most
+    knots = [[tuple(np.sort(generator.uniform(size=count)).tolist()) for count in each] for each in counts]
+    sizes = [1 + each.sum() + columns if index == 0 else 5 + (4 + 2 * each).sum() for index, each in enumerate(counts)]
+    return Gain(
+        exits=tuple(range(exits)),
+        columns=tuple(f"column {index}" for index in range(columns)),
+        knots=tuple(map(tuple, knots)),
+        weights=tuple(tuple(generator.normal(size=size).tolist()) for size in sizes),
+        class_gains=tuple(tuple(generator.normal(size=generator.integers(5)).tolist()) for _ in range(exits)),
+    )
+
+
+@interpreted
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("exits", [2, 7])
+@pytest.mark.parametrize(("columns", "most", "probability"), [(1, 0, False), (1, 5, True), (3, 2, True), (2, 4, False)])
+def test_one_kernel_scores_gains_as_numpy_does_to_the_bit(seed, exits, columns, most, probability):
+    from alight.engine.backends.torch.kernels import score_rows
+
+    size, generator = 6, np.random.default_rng(1000 * seed + 100 * exits + 10 * columns + most)
+    rule = gain_of(generator, exits, columns, most)
+    memory, room, block = (), None, 1 << max(1, (exits - 1).bit_length())
+    for index in range(exits):
+        packed = generator.normal(size=(size, 2 + columns + probability))
+        packed[:, 0] = generator.integers(6, size=size)  # some have no gain
+        packed[0, 2:] = rule.knots[index][0][:1] or 0.0  # on a knot
+        packed[1, 2] = np.inf if generator.random() < 0.3 else 0.0  # as a margin of logits where others are masked
+        expected = packed.copy()
+        classes, *given = packed[:, 0].astype(int), *packed[:, 2 : 2 + columns].T
+        _, expected[:, 2], memory = rule.step(index, classes, tuple(given), memory)
+        numbers, packed = torch.tensor(rule.numbers(index), dtype=torch.float64), torch.from_numpy(packed)
+        made = packed.new_full(packed.shape, 5.0), packed.new_full((size, 3 * columns + 2 * (index + 1)), 5.0)
+        given = packed, packed.shape[1], packed if room is None else room, numbers, index, *made
+        score_rows[(size,)](*given, COLUMNS=columns, KNOTS=rule.most_knots, BLOCK=block)
+        read = [0, 1, 2, *[2 + columns] * probability]
+        np.testing.assert_array_equal(made[0][:, read].numpy(), expected[:, read])
+        room = made[1]
+
+
 ADMIT = {"sent": "*i64", "numbers": "i32", "index": "i32", "target": "*i16", "words": "i32", "control": "*i64"}
 MOVE = {"source": "*i64", "rows": "*i64", "target": "*i64", "slots": "*i64", "words": "i32"}
 PACK = {"logits": "*bf16", "packed": "*fp64", "stride": "i32", "classes": "i32"}
@@ -116,12 +159,15 @@ SETTLE |= dict.fromkeys("width probability size stage ring next_ring words".spli
 DECIDES = {"LAST": False, "DECIDED": False}
 COMBINE = dict.fromkeys("packed memory numbers combined remembered".split(), "*fp64")
 COMBINE |= dict.fromkeys("width first ranks count".split(), "i32")
+SCORE = dict.fromkeys("packed memory numbers combined remembered".split(), "*fp64") | {"width": "i32", "earlier": "i32"}
 ON_A_GPU = {
     "admit_rows": (ADMIT, {"FIRST": True, "BLOCK": 1024}),
     "combine_rows, votes": (COMBINE, {"VOTES": True, "BLOCK": 4}),
     "combine_rows, means": (COMBINE, {"VOTES": False, "BLOCK": 32}),
     "move_rows": (MOVE, {"BLOCK": 2048}),
     "pack_logits": (PACK, {"SCORE": 1, "MARGIN": True, "PROBABILITY": 1, "RANKS": 5, "BLOCK": 128}),
+    "score_rows, one column": (SCORE, {"COLUMNS": 1, "KNOTS": 0, "BLOCK": 2}),
+    "score_rows, all columns": (SCORE, {"COLUMNS": 4, "KNOTS": 5, "BLOCK": 32}),
     "settle_rows": (
         SETTLE,
         {"FIRST": True, "LAST": False, "DECIDED": False, "PROBABILITY": True, "ROWS": 64, "BLOCK": 8},
@@ -142,5 +188,10 @@ def test_kernels_compile_for_gpus_that_are_not_here(name):
     kernel, (types, constants) = getattr(own, name.partition(",")[0]), ON_A_GPU[name]
     signature = {each: types.get(each, "constexpr") for each in kernel.arg_names}
     assert {each for each, kind in signature.items() if kind == "constexpr"} == set(constants)
-    source = ASTSource(kernel, signature, constants)
-    assert triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["cubin"]
+    source, exact = ASTSource(kernel, signature, constants), name.startswith(("combine_rows", "score_rows"))
+    options = {"enable_fp_fusion": False, "num_warps": 1} if exact else {}
+    assembly = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm
+    assert assembly["cubin"]
+    if exact:
+        assert "DADD" in assembly["sass"]
+        assert "DFMA" not in assembly["sass"]

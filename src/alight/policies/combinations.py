@@ -17,7 +17,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from functools import lru_cache
-from itertools import pairwise
+from itertools import islice, pairwise
 from typing import Any, ClassVar
 
 import numpy as np
@@ -199,6 +199,27 @@ class Gain(Combination):
     def inputs(self) -> tuple[str, ...]:
         return self.columns
 
+    @property
+    def most_knots(self) -> int:
+        """The most knots that a column has at an exit."""
+        return max(len(each) for knots in self.knots for each in knots)
+
+    def numbers(self, open_index: int) -> Floats:
+        """Return the step as numbers, for a kernel that takes equally many weights and knots at every exit.
+
+        They are the classes that have a gain, what each earlier exit counts in a mean, the constant, for each column
+        its four weights, its knots, and the weights of what is above them now and at best, then the four weights of
+        agreement, and the gains of classes.
+        """
+        constant, *weights = self.weights[open_index]
+        left, most, gains = iter(weights), self.most_knots, self.class_gains[open_index]
+        made = [len(gains), 1.0 / max(open_index, 1), constant]
+        for knots in self.knots[open_index]:
+            counts = (4, len(knots), len(knots)) if open_index else (1, len(knots), 0)
+            linear, now, best = ([*islice(left, count)] for count in counts)
+            made += [*_padded(linear, 4), *_padded(knots, most, math.inf), *_padded(now, most), *_padded(best, most)]
+        return (*made, *_padded([*left], 4), *gains, 0.0)
+
     def step(self, exit_index: int, predictions: Array, columns: tuple[Array, ...], memory: Memory) -> Mapped:
         open_index = self.exits.index(exit_index)
         described = clues(self.knots[open_index], predictions, columns, memory)
@@ -209,6 +230,10 @@ class Gain(Combination):
         if self.class_gains[open_index]:
             gain = gain + _of_class(predictions, self.class_gains[open_index], gain)
         return predictions, -gain, (*memory, (predictions, *columns))
+
+
+def _padded(values: Sequence[float], size: int, filler: float = 0.0) -> list[float]:
+    return [*values, *[filler] * (size - len(values))]
 
 
 def _of_class(predictions: Array, values: Floats, like: Array) -> Array:

@@ -24,7 +24,7 @@ from alight.engine.backends.torch.conditional import Choose, Condition, Program,
 from alight.engine.backends.torch.values import columns_of, pack
 from alight.engine.walk import Answers
 from alight.errors import AlightError
-from alight.policies.combinations import GeometricMean, Vote
+from alight.policies.combinations import Gain, GeometricMean, Vote
 from alight.policies.policy import ExitAt, Lottery, Mixture, Patience, Policy, Streak, Threshold
 from alight.policies.route import visit
 
@@ -36,7 +36,7 @@ SMALL = 16  # batches below are not halved: a GPU takes as long for them
 PROGRAMS = 2048  # of a kernel, enough to fill a GPU
 BLOCK = 1024  # words that a program moves at a time
 BY_KERNEL = (Threshold, Lottery, ExitAt)  # the kernel that moves samples decides by itself
-COMBINED_BY_KERNEL = (Vote, GeometricMean)  # before it, another one combines answers
+COMBINED_BY_KERNEL = (Vote, GeometricMean, Gain)  # before it, another one combines answers
 BY_STEP = (*BY_KERNEL, Streak, Patience)  # steps are arithmetic, on a device too
 
 Stage = Callable[..., tuple[State, Tensor]]
@@ -112,9 +112,9 @@ class DeviceWalk:
         self.pinned = partial(torch.zeros, dtype=torch.int64, pin_memory=example[0].is_cuda)
         self.thresholds, self.rules = self.integers(self.last + 1).double(), self.integers(self.last + 1, 4)
         self.use(policy)
-        self.numbers: list[Tensor] = []  # of the combination at every stage
+        self.numbers: list[Tensor] = []  # of the combination at every stage whose answers or scores it changes
         if self.by_kernel and isinstance(policy.combination, COMBINED_BY_KERNEL):
-            numbers = map(policy.combination.numbers, range(self.last + 1))
+            numbers = map(policy.combination.numbers, range(self.last + (not policy.keeps_answers)))
             self.numbers = [self.thresholds.new_tensor(each) for each in numbers]
         self.rooms = [Room(_repeated(example, capacity), (), None, self.integers(capacity))]
         self.graphs: dict[Any, Any] = {}
@@ -169,9 +169,10 @@ class DeviceWalk:
         state, values = self.stages[stage](*(each[batch] for each in room.state))
         if self.unpacked[stage]:
             values = pack(values, reads)
-        if self.numbers:
-            values, memory = self._combined(stage, values, *(each[batch] for each in room.memory))
-            return state, values, None, (memory,), None
+        if stage < len(self.numbers):
+            combine = self._scored if isinstance(self.policy.combination, Gain) else self._combined
+            values, memory = combine(stage, values, *(each[batch] for each in room.memory))
+            return state, values, None, (memory,) if stage + 1 < len(self.numbers) else (), None
         if self.by_kernel:
             return state, values, None, (), None
         recalled = tree_unflatten([each[batch] for each in room.memory], room.structure) if stage else ((), ())
@@ -201,6 +202,28 @@ class DeviceWalk:
             remembered,
             VOTES=votes,
             BLOCK=1 << max(1, (count - 1).bit_length()),
+            num_warps=1,
+            enable_fp_fusion=False,
+        )
+        return combined, remembered
+
+    def _scored(self, stage: int, packed: Tensor, memory: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Launch the kernel that scores by all exits so far; return head values with that score, and the memory."""
+        combination: Any = self.policy.combination
+        columns, (size, width) = len(combination.columns), packed.shape
+        combined, remembered = packed.new_empty(size, width), packed.new_empty(size, 3 * columns + 2 * (stage + 1))
+        kernels: Any = rows.kernels(packed.device.type)
+        kernels.score_rows[(size,)](
+            packed,
+            width,
+            packed if memory is None else memory,
+            self.numbers[stage],
+            stage,
+            combined,
+            remembered,
+            COLUMNS=columns,
+            KNOTS=combination.most_knots,
+            BLOCK=1 << max(1, (self.last - 1).bit_length()),
             num_warps=1,
             enable_fp_fusion=False,
         )

@@ -122,6 +122,83 @@ def combine_rows(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
+def added(gain, weight, clue, counts):  # type: ignore[no-untyped-def]
+    """Return the sum with one more product, if that counts."""
+    return tl.where(counts, gain + tl.load(weight) * clue, gain)
+
+
+@triton.jit
+def above(value, bend):  # type: ignore[no-untyped-def]
+    """Return how far a value is above a knot; nothing is above an infinite one."""
+    return tl.where(value > bend, value - bend, 0.0)
+
+
+@triton.jit(do_not_specialize=["packed", "width", "memory", "numbers", "earlier", "combined", "remembered"])  # type: ignore[untyped-decorator]
+def score_rows(  # type: ignore[no-untyped-def]
+    packed,  # head values of the rows that ran
+    width,  # of a row of them
+    memory,  # what the stage before remembered: last, highest and sum of each column, then classes and first columns
+    numbers,  # of the combination at this exit
+    earlier,  # exits before this one
+    combined,  # gets the head values, with another first score
+    remembered,
+    COLUMNS: tl.constexpr,  # noqa: N803
+    KNOTS: tl.constexpr,  # of each column; some are infinite  # noqa: N803
+    BLOCK: tl.constexpr,  # a power of two, above earlier  # noqa: N803
+):
+    """Score each row by all exits so far: a step of `Gain`, bit by bit, if no product is fused with a sum.
+
+    Weights are loaded before anything is stored, for which loads would have to wait.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    places = tl.arange(0, BLOCK)
+    inside, later, count = places < earlier, earlier > 0, earlier + 1
+    here, before = packed + row * width, memory + row * (3 * COLUMNS + 2 * earlier)
+    known = tl.load(before + 3 * COLUMNS + places, mask=inside, other=-1.0)
+    scores = tl.load(before + 3 * COLUMNS + earlier + places, mask=inside, other=0.0)
+    said, first, share = tl.load(here), tl.load(here + 2), tl.load(numbers + 1)
+    gain = 0.0 * first + tl.load(numbers + 2)
+    for column in tl.static_range(COLUMNS):
+        now = tl.load(here + 2 + column)
+        best = tl.maximum(now, tl.load(before + 3 * column + 1, mask=later, other=-float("inf")))
+        weights = numbers + 3 + column * (4 + 3 * KNOTS)
+        gain = gain + tl.load(weights) * now
+        gain = added(gain, weights + 1, tl.load(before + 3 * column, mask=later, other=0.0), later)
+        gain = added(gain, weights + 2, best, later)
+        gain = added(gain, weights + 3, tl.load(before + 3 * column + 2, mask=later, other=0.0) * share, later)
+        for knot in tl.static_range(KNOTS):
+            gain = gain + tl.load(weights + 4 + KNOTS + knot) * above(now, tl.load(weights + 4 + knot))
+        for knot in tl.static_range(KNOTS):
+            higher = above(best, tl.load(weights + 4 + knot))
+            gain = added(gain, weights + 4 + 2 * KNOTS + knot, higher, later)
+    same = (inside & (known == said)).to(tl.float64)
+    agreeing, sure = tl.sum(same, 0) * share, same * scores
+    surest = tl.where(later, tl.max(tl.where(inside, sure, -float("inf")), 0), 0.0)
+    surest += tl.sum(tl.where(sure == sure, 0.0, sure), 0)  # NaN if one is, as of infinite scores
+    weights = numbers + 3 + COLUMNS * (4 + 3 * KNOTS)
+    gain = added(gain, weights, tl.sum(tl.where(places == earlier - 1, same, 0.0), 0), later)
+    gain = added(gain, weights + 1, agreeing, later)
+    gain = added(gain, weights + 2, agreeing * first, later)
+    gain = added(gain, weights + 3, surest, later)
+    gain = gain + tl.load(weights + 4 + tl.maximum(tl.minimum(said, tl.load(numbers)), 0.0).to(tl.int64))
+    made, there = combined + row * width, remembered + row * (3 * COLUMNS + 2 * count)
+    for column in tl.static_range(COLUMNS):
+        now = tl.load(here + 2 + column)
+        best = tl.maximum(now, tl.load(before + 3 * column + 1, mask=later, other=-float("inf")))
+        total = tl.load(before + 3 * column + 2, mask=later, other=0.0) + now
+        tl.store(there + 3 * column, now)
+        tl.store(there + 3 * column + 1, best)
+        tl.store(there + 3 * column + 2, total)
+    more = width > 2 + COLUMNS  # a probability
+    tl.store(made + 2 + COLUMNS, tl.load(here + 2 + COLUMNS, mask=more, other=0.0), mask=more)
+    tl.store(made, said)
+    tl.store(made + 1, tl.load(here + 1))
+    tl.store(made + 2, -gain)
+    tl.store(there + 3 * COLUMNS + places, tl.where(inside, known, said), mask=places < count)
+    tl.store(there + 3 * COLUMNS + count + places, tl.where(inside, scores, first), mask=places < count)
+
+
+@triton.jit
 def hash_below(samples, rules):  # type: ignore[no-untyped-def]
     """Return where the hash of a sample's number is below a limit: `alight.budgeting.thresholds.hash32`, bit by bit."""
     low: tl.constexpr = 0xFFFFFFFF
