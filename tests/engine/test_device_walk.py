@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from alight import Predictor, RunSettings, calibrate
 from alight.engine.backends import Reads
-from alight.engine.backends.torch import device_walk, open_stages
+from alight.engine.backends.torch import deciding, device_walk, open_stages
 from alight.engine.backends.torch.deciding import Deciding
 from alight.engine.backends.torch.device_walk import BatchWalk, Executor, Network, StreamWalk
 from alight.engine.backends.torch.values import half
@@ -393,6 +393,18 @@ def test_a_loader_that_fails_leaves_what_was_answered_and_empty_rooms(model, inp
         found.run(loader(), progress=False)
     assert sorted(np.concatenate([each.samples for each in caught.value.finished])) == [*range(48)]
     np.testing.assert_array_equal(found(inputs, samples=np.arange(61)).exits, replay(rule, table).exits)
+
+
+@interpreted
+def test_the_host_decides_about_more_shapes_than_are_captured(model, inputs, table, monkeypatch):
+    monkeypatch.setattr(deciding, "SHAPES", 2)
+    rule = rules(table)["lottery"]
+    found, expected = predictor_of(model, rule, 8), replay(rule, table)
+    for size in (2, 4, 8, 4):
+        np.testing.assert_array_equal(found(inputs[:size], samples=np.arange(size)).exits, expected.exits[:size])
+    device, host = found.decided_by.split("; ")
+    assert device == "the device decides"
+    assert host.startswith("the host decides about batches of further shapes, 2 are captured: ")
 
 
 def test_numbers_are_rounded_to_half_precision_once():

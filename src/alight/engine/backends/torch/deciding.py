@@ -199,7 +199,10 @@ class Deciding:
     def _captured(self, kind: Any, policy: Policy, batches: Sequence[Batch], host: Host) -> DeviceWalk | None:
         """Return a new walk, if it can be captured and is faster than the host, and note why or why not."""
         if kind not in self.walks and len(self.walks) >= SHAPES:
-            self.reasons[None] = f"the host decides about batches of further shapes: {SHAPES} are captured"
+            self.reasons[None] = (
+                f"the host decides about batches of further shapes, {SHAPES} are captured: give images of few sizes,"
+                " texts of few lengths, such as multiples of 16 tokens"
+            )
             return None
         size, alone, *_ = kind
         executor, uploading = self.executor(alone)
