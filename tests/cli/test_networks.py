@@ -312,3 +312,19 @@ def test_the_logits_of_an_own_network_are_named_and_it_is_checked_with_its_code(
     assert (status, "equal to the network, bit by bit" in out) == (0, True)
     status, _, err = run("attach timm:test_resnet --channels last -o other", capsys)
     assert (status, "says itself where its channels are" in err) == (1, True)
+
+
+@pytest.mark.parametrize(
+    "name", ["timm:gernet_s", "timm:hf-hub:nobody/nothing", "torchvision:mnasnet0_5", "transformers:nobody/nothing"]
+)
+def test_weights_that_cannot_be_downloaded_are_refused_at_once_in_one_sentence(name, folder, capsys, monkeypatch):
+    for variable in ("HTTPS_PROXY", "https_proxy"):
+        monkeypatch.setenv(variable, "http://127.0.0.1:9")  # where nothing answers
+    monkeypatch.setenv("TORCH_HOME", str(folder / "torch"))
+    status, _, err = run(f"attach {name} --pretrained -o new", capsys)
+    *_, last = err.splitlines()
+    assert last.startswith(f"alight: {name.partition(':')[2]} cannot be downloaded (")
+    assert last.endswith(
+        "Connection refused): check the connection, or give a folder or a file of weights that is here"
+    )
+    assert (status, "Retrying" in err, Path("new").exists()) == (1, False, False)
