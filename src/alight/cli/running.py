@@ -203,6 +203,7 @@ def _write_plan(planned: "Plan", labelled: HeadOutputs, path: str, title: str) -
     network = ReportedNetwork(
         points,
         exits=tuple(planned.model.exits),
+        classes=tuple(getattr(planned.model, "classes", ())),  # a cascade has none
         plan=planned,
         note=measured_on("torch"),
         chosen=evaluate_policy(planned.policy, planned.costs, judged),
