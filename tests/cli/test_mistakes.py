@@ -133,6 +133,9 @@ COMMANDS = {  # a command line: the start of what it prints on stderr, after "al
     "fit cnn.py:Net last.npz test.npz --image-size 8 -o new": (
         "image_size=8 is for pictures and bytes, and the data are neither: leave it out"
     ),
+    "fit cnn.py:Net bytes.npz test.npz --mean 0.5 --std 0.25 -o new": (
+        "the normalisation and so the images have 1 channel, and the network takes 3: give 3 means and 3 standard"
+    ),
     "fit cnn.py:Net train.npz test.npz --pretrained -o new": (
         "cnn.py:Net is your own network, and no library has weights of it: give weights in a file"
     ),
@@ -166,6 +169,7 @@ def place(example_files, tmp_path_factory):
     np.savez(folder / "empty.npz", scores=np.zeros(3))
     with np.load(folder / "train.npz") as arrays:
         np.savez(folder / "strange.npz", images=arrays["images"][:8], labels=np.array([0, 99] * 4))
+    np.savez(folder / "bytes.npz", images=np.zeros((4, 3, 8, 8), np.uint8), labels=np.arange(4))
     np.savez(folder / "last.npz", images=np.zeros((4, 32, 32, 3), np.float32))
     (folder / "texts.jsonl").write_text('{"text": "hello", "label": 1}\n')
     (folder / "nets.py").write_text(OWN)
