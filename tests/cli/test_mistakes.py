@@ -147,6 +147,8 @@ if not torch.cuda.is_available():
     COMMANDS["fit model test.npz --device cuda -o new"] = "--device cuda: torch finds no GPU here; leave it out to run"
 INVALID = {  # arguments that no command has: status 2
     "fit model test.npz --buget 50%": "there is no option --buget: did you mean --budget? (see alight fit --help)",
+    "predict model policy.json test.npz --budget 30%": "there is no option --budget (see alight predict --help)",
+    "predict model policy.json test.npz other.npz": "too many arguments: other.npz (see alight predict --help)",
     "fit model test.npz --epochs 0": "argument --epochs: '0': give a whole number, 1 or more",
     "fit model test.npz --report nowhere/r.html": "argument --report: cannot write 'nowhere/r.html': there is no such",
     "fit model test.npz --smaller half": "argument --smaller: 'half': give name, accuracy and cost, as 'ResNet-10,70%",

@@ -347,7 +347,7 @@ class Predictor:
             exit_names=self._exit_names,
             unit=self.policy.unit,
             probabilities=np.concatenate(probabilities)[order] if probabilities else None,
-            labels=_joined_labels(labels, len(came), self.backend.inputs.num_classes),
+            labels=known_labels(labels, len(came), self.backend.inputs.num_classes),
         )
 
 
@@ -390,7 +390,7 @@ class Numbering:
             self.next = max(self.next, number)
 
 
-def _joined_labels(labels: Sequence[Any], count: int, num_classes: int | None) -> Integers | None:
+def known_labels(labels: Sequence[Any], count: int, num_classes: int | None) -> Integers | None:
     """Return the labels of all batches; None where some have none, or shares or classes that the network lacks."""
     if not labels or any(each is None or each.ndim != 1 for each in labels):
         return None
