@@ -6,7 +6,7 @@ import os
 import re
 import ssl
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 from urllib.error import HTTPError, URLError
@@ -157,7 +157,7 @@ def from_transformers(
     settings, normalisation = {} if num_classes is None else {"num_labels": num_classes}, None
     if isinstance(source, str) or hasattr(source, "__fspath__"):
         _check_folder(source)
-        with _downloading("" if Path(source).is_dir() else str(source), str(source)):
+        with nullcontext() if Path(source).is_dir() else _downloading(str(source), str(source)):
             try:
                 config = auto.AutoConfig.from_pretrained(source, trust_remote_code=False, **settings)
             except ValueError as error:
@@ -402,27 +402,25 @@ def _timm_network(name: str, *, pretrained: bool = False, from_hub: bool = False
         _check_known(timm, name.partition(".")[0], timm.list_models())
     known = timm.get_pretrained_cfg(name) if pretrained and not from_hub else None
     repository = place if from_hub else getattr(known, "hf_hub_id", None)
-    with _downloading(name if known or (from_hub and where != "local-dir") else "", repository):
+    with _downloading(name, repository) if known or (from_hub and where != "local-dir") else nullcontext():
         return timm.create_model(name, pretrained=pretrained, **arguments)
 
 
 def _torchvision_network(name: str, *, weights: str | None = None, **arguments: Any) -> Any:
     torchvision = _library("torchvision")
     _check_known(torchvision, name, torchvision.models.list_models(module=torchvision.models))
-    with _downloading(name if weights else ""):
+    with _downloading(name) if weights else nullcontext():
         return torchvision.models.get_model(name, weights=weights, **arguments)
 
 
 @contextmanager
 def _downloading(name: str, repository: str | None = None) -> Iterator[None]:
-    """Raise in one sentence what keeps a network from being downloaded; nothing is, where the name is empty."""
+    """Raise in one sentence what keeps a network from being downloaded."""
     try:
-        if name and repository:
+        if repository:
             _check_hub(repository)
         yield
     except OSError as error:
-        if not name:
-            raise
         reason = str(getattr(error, "reason", error)).strip().partition("\n")[0].rstrip(".")
         raise BadInput(
             f"{name} cannot be downloaded ({reason}): check the connection, or give a folder or a file of weights that"
