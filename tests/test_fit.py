@@ -25,6 +25,7 @@ import alight
 from alight import Costs, HeadOutputs, Predictor, TrainingSettings, load_policy, replay
 from alight.data.preprocess import InputSpec, TensorSpec
 from alight.errors import BadInput, BudgetTooSmall
+from alight.evaluation import Point
 from alight.fitting import steps
 from alight.fitting.calls import Steps
 from alight.fitting.checks import compare_samples, known_preprocess, warn_of_table
@@ -127,9 +128,9 @@ def pixels(images):
     return (255 * images.repeat(1, 3, 4, 4)).to(torch.uint8).numpy()
 
 
-def write_pictures(folder, images, labels):
+def write_pictures(folder, images, labels, prefix="class "):
     for row, (image, label) in enumerate(zip(images, labels, strict=True)):
-        place = Path(folder) / f"class {label}"
+        place = Path(folder) / f"{prefix}{label}"
         place.mkdir(parents=True, exist_ok=True)
         Image.fromarray((255 * image[0]).to(torch.uint8).numpy()).save(place / f"{row}.png")
 
@@ -265,6 +266,10 @@ USERS = {  # what a user writes once network and data are there, and how these a
     ),
     "saved folder": (prepare_folder, ["alight fit model validation.npz --budget 70% --report report.html"]),
 }
+NUMBER_OF_LINES = {
+    "own CNN": 2, "timm": 2, "torchvision": 3, "Hugging Face vision": 2, "Hugging Face text": 2, "audio": 2,
+    "logits alone": 3, "folder of pictures": 3, "CSV of texts": 1, "saved folder": 1,
+}  # fmt: skip
 
 
 SMALL = (
@@ -279,7 +284,7 @@ def test_ten_users_get_from_a_network_to_a_report_in_three_lines(user, capsys):
     prepare, lines = USERS[user]
     space = {"alight": alight}
     prepare(space)
-    assert len(lines) <= 3
+    assert len(lines) == NUMBER_OF_LINES[user]
     for line in lines:
         if line.startswith("alight "):
             status, _, err = run(line.removeprefix("alight "), capsys)
@@ -476,6 +481,48 @@ def test_speeds_and_speed_up_agree(fitted):
         assert each.per_second == pytest.approx(each.full_per_second * each.speedup)
     rows = {line.split("  ")[0]: line for line in fitted.summary.splitlines()}
     assert f"{batches.per_second:,.0f}" in rows["samples/s, batches of 64"]
+
+
+DIGITS = "zero one two three four five six seven eight nine".split()
+
+
+def prepare_names_of_a_network(space):
+    prepare_vision_transformer(space)
+    space["network"].config.id2label = dict(enumerate(DIGITS))
+    return tuple((space[x], space[y]) for x, y in (("images", "labels"), ("held_out", "truth")))
+
+
+def prepare_names_of_a_data_set(space):
+    import datasets
+
+    prepare_own(space)
+    features = {"pixels": datasets.Array3D((1, 8, 8), "float32"), "label": datasets.ClassLabel(names=DIGITS)}
+    pairs = (("images", "labels"), ("held_out", "truth"))
+    columns = ({"pixels": space[x].numpy(), "label": space[y].numpy()} for x, y in pairs)
+    return tuple(datasets.Dataset.from_dict(each, datasets.Features(features)).with_format("torch") for each in columns)
+
+
+def prepare_names_of_folders(space):
+    prepare_own(space)
+    for name, images, labels in (("train", "images", "labels"), ("validation", "held_out", "truth")):
+        write_pictures(name, space[images], [DIGITS[index] for index in space[labels]], "")
+    return "train", "validation"
+
+
+@pytest.mark.parametrize("prepare", [prepare_names_of_a_network, prepare_names_of_a_data_set, prepare_names_of_folders])
+def test_the_report_names_classes_where_network_or_data_know_their_names(prepare):
+    space = {}
+    data = prepare(space)
+    terms = {"preprocess": alight.Normalisation((0,), (1,))} if isinstance(data[0], str) else {}
+    once = TrainingSettings(mode="joint", epochs=1)
+    predictor = alight.fit(space["network"], *data, budget="80%", training=once, progress=False, **terms)
+    classes, page = predictor.network.classes, predictor.report("report.html").read_text()
+    assert sorted(classes) == sorted(DIGITS)
+    shown = json.loads(page.partition('id="data">')[2].partition("</script>")[0])["networks"][0]
+    worst = {row[[*Point.__dataclass_fields__].index("worst_class")] for row in shown["points"]} - {""}
+    assert shown["classes"] == {index: classes[int(index)] for index in worst}
+    assert reported_folder(predictor.save("fitted")).classes == classes
+    assert {*shown["examples"]["labels"]} <= {*DIGITS}
 
 
 def test_the_verdict_says_what_is_lost_and_what_to_do(trained):

@@ -119,12 +119,18 @@ def test_a_browser_asks_no_other_host_and_sees_no_error(site, tmp_path):
         for scheme, theme in (("light", "default"), ("dark", "slate")):
             with chromium.opened(chromium.found(), tmp_path / scheme) as tab:  # a profile keeps the first visit's theme
                 tab.prefer(scheme)
-                for width, page in product((1440, 768, 375), PAGES):
-                    tab.resize(width)
+                for (width, height), page in product(((1440, 900), (768, 1024), (375, 812)), PAGES):
+                    tab.resize(width, height)
+                    tab.requests.clear()
                     tab.go(here + page)
+                    asked = {each.removeprefix(here).partition("?")[0] for each in tab.requests}
+                    assert sum((site / each).stat().st_size for each in asked if (site / each).is_file()) < 3_000_000
+                    assert not [each for each in tab.requests if not each.startswith((here, "data:"))]
+                    if page == "index.html":
+                        top = "document.querySelector('article img').getBoundingClientRect().top"
+                        assert 0 < tab.ask(top) < height, width  # its figure is on the first screen
                     assert tab.ask("document.documentElement.scrollWidth") <= width, page
                     assert tab.ask("document.body.dataset.mdColorScheme") == theme, page
-            assert not [each for each in tab.requests if not each.startswith((here, "data:"))]
             assert tab.console == []
     finally:
         server.shutdown()

@@ -133,6 +133,9 @@ COMMANDS = {  # a command line: the start of what it prints on stderr, after "al
     "fit cnn.py:Net last.npz test.npz --image-size 8 -o new": (
         "image_size=8 is for pictures and bytes, and the data are neither: leave it out"
     ),
+    "fit cnn.py:Net bytes.npz test.npz --mean 0.5 --std 0.25 -o new": (
+        "the normalisation and so the images have 1 channel, and the network takes 3: give 3 means and 3 standard"
+    ),
     "fit cnn.py:Net train.npz test.npz --pretrained -o new": (
         "cnn.py:Net is your own network, and no library has weights of it: give weights in a file"
     ),
@@ -144,6 +147,8 @@ if not torch.cuda.is_available():
     COMMANDS["fit model test.npz --device cuda -o new"] = "--device cuda: torch finds no GPU here; leave it out to run"
 INVALID = {  # arguments that no command has: status 2
     "fit model test.npz --buget 50%": "there is no option --buget: did you mean --budget? (see alight fit --help)",
+    "predict model policy.json test.npz --budget 30%": "there is no option --budget (see alight predict --help)",
+    "predict model policy.json test.npz other.npz": "too many arguments: other.npz (see alight predict --help)",
     "fit model test.npz --epochs 0": "argument --epochs: '0': give a whole number, 1 or more",
     "fit model test.npz --report nowhere/r.html": "argument --report: cannot write 'nowhere/r.html': there is no such",
     "fit model test.npz --smaller half": "argument --smaller: 'half': give name, accuracy and cost, as 'ResNet-10,70%",
@@ -166,6 +171,7 @@ def place(example_files, tmp_path_factory):
     np.savez(folder / "empty.npz", scores=np.zeros(3))
     with np.load(folder / "train.npz") as arrays:
         np.savez(folder / "strange.npz", images=arrays["images"][:8], labels=np.array([0, 99] * 4))
+    np.savez(folder / "bytes.npz", images=np.zeros((4, 3, 8, 8), np.uint8), labels=np.arange(4))
     np.savez(folder / "last.npz", images=np.zeros((4, 32, 32, 3), np.float32))
     (folder / "texts.jsonl").write_text('{"text": "hello", "label": 1}\n')
     (folder / "nets.py").write_text(OWN)

@@ -81,6 +81,16 @@ def test_a_policy_of_another_network_is_refused(network, chain, folder, capsys):
     assert "was calibrated on outputs of the network" in err
 
 
+@pytest.mark.filterwarnings("default:labels run up to")
+def test_labels_that_the_network_lacks_are_said_and_give_no_accuracy(network, chain, folder, capsys, monkeypatch):
+    monkeypatch.setattr(timing, "SECONDS", 0.02)
+    with np.load(network / "test.npz") as arrays:
+        np.savez("foreign.npz", images=arrays["images"], labels=arrays["labels"] + 50)
+    for command, further in {"bench": "--samples 32 --batch-sizes 16", "predict": "-o foreign.csv"}.items():
+        status, out, err = run(f"{command} {chain}/model {chain}/policy.json foreign.npz {further}", capsys)
+        assert (status, "accuracy" in out, "labels run up to 5" in err) == (0, False, True), (out, err)
+
+
 def test_bench_and_plan_compare_with_the_full_network(network, chain, folder, capsys, monkeypatch):
     monkeypatch.setattr(timing, "SECONDS", 0.02)
     line = f"bench {chain}/model {chain}/policy.json {network}/test.npz --samples 32 --batch-sizes 16"
@@ -312,3 +322,19 @@ def test_the_logits_of_an_own_network_are_named_and_it_is_checked_with_its_code(
     assert (status, "equal to the network, bit by bit" in out) == (0, True)
     status, _, err = run("attach timm:test_resnet --channels last -o other", capsys)
     assert (status, "says itself where its channels are" in err) == (1, True)
+
+
+@pytest.mark.parametrize(
+    "name", ["timm:gernet_s", "timm:hf-hub:nobody/nothing", "torchvision:mnasnet0_5", "transformers:nobody/nothing"]
+)
+def test_weights_that_cannot_be_downloaded_are_refused_at_once_in_one_sentence(name, folder, capsys, monkeypatch):
+    for variable in ("HTTPS_PROXY", "https_proxy"):
+        monkeypatch.setenv(variable, "http://127.0.0.1:9")  # where nothing answers
+    monkeypatch.setenv("TORCH_HOME", str(folder / "torch"))
+    status, _, err = run(f"attach {name} --pretrained -o new", capsys)
+    *_, last = err.splitlines()
+    assert last.startswith(f"alight: {name.partition(':')[2]} cannot be downloaded (")
+    assert last.endswith(
+        "Connection refused): check the connection, or give a folder or a file of weights that is here"
+    )
+    assert (status, "Retrying" in err, Path("new").exists()) == (1, False, False)

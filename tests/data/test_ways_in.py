@@ -410,6 +410,14 @@ def test_a_prediction_is_that_of_tensors_to_the_bit(form, tmp_path):
     assert np.array_equal(found.exits, expected.exits)
 
 
+def test_labels_that_the_network_lacks_give_no_accuracy_but_a_warning():
+    images, labels = plain("images")
+    with pytest.warns(UserWarning, match="labels run up to 7, and the network has 3 classes, 0 to 2: the labels are"):
+        found = predictor("images").run((images, labels.clamp(max=1) + 6), progress=False)
+    assert found.labels is None
+    assert np.array_equal(found.exits, predictor("images").run(images, progress=False).exits)
+
+
 @pytest.mark.parametrize("form", UNLABELLED)
 def test_a_batch_is_decided_as_tensors_are_to_the_bit(form, tmp_path):
     kind, make = UNLABELLED[form]

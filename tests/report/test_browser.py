@@ -72,7 +72,8 @@ def made_examples() -> Examples:
 def shown(fresh: Tab, tmp_path: Path) -> Tab:
     """A page with everything, open at 1200 pixels."""
     points = made_points()
-    network = ReportedNetwork(points, exits=["layer1", "layer2", "layer3"], examples=made_examples(), plan=Plan())
+    names = {"exits": ["layer1", "layer2", "layer3"], "classes": "zero one two three four five six seven".split()}
+    network = ReportedNetwork(points, **names, examples=made_examples(), plan=Plan())
     other = [replace(each, full_cost=2.0, budget=each.budget / 6e8, mean_cost=each.mean_cost / 6e8, unit="ms")
              for each in points if each.method != "patience"]  # fmt: skip
     fresh.open(write_report({"small": network, "large": other}, tmp_path / "report.html", title="Drawn"))
@@ -130,10 +131,9 @@ def test_the_slider_moves_the_line_through_all_curves_and_the_numbers_follow(sho
         point = points[allowed]
         assert f"accuracy {point.accuracy:.1%}, {point.mean_cost / FULL:.1%} spent" in shown.text("#chosen")
         lost = f"{100 * point.worst_class_loss:.1f}"
-        assert f"Class 7 loses most against the last exit: {lost} points, with {90 * allowed:.1f}% spent" in shown.text(
-            "#chosen"
-        )
-        assert f"class 7: −{lost}" in shown.texts("#readout small")
+        worst = f"Of all classes, seven loses most against the last exit: {lost} points, with {90 * allowed:.1f}% spent"
+        assert worst in shown.text("#chosen")
+        assert f"seven: −{lost}" in shown.texts("#readout small")
         (row,) = [each for each in table_of(shown, "readout") if each[0] == "eero"]
         assert row[1:] == [
             f"{point.accuracy:.1%}",
@@ -225,6 +225,7 @@ def test_several_networks_share_a_page(shown: Tab) -> None:
     assert shown.ask("document.getElementById('network-field').hidden") is False
     shown.ask("network.value = 1; network.dispatchEvent(new Event('change', {bubbles: true}))")
     assert shown.text("#facts").startswith("large")
+    assert "Of all classes, class 7 loses most" in shown.text("#chosen")  # it has no names
     assert shown.text("#allowed").endswith(" ms")
     assert "patience" not in [row[0] for row in table_of(shown, "readout")]
     assert shown.ask("document.getElementById('plan-section').hidden")

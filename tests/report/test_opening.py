@@ -152,6 +152,8 @@ def test_methods_are_compared_where_there_are_several(fresh: Tab, tmp_path: Path
     alone = [point for point in made_points() if point.method in ("eero", "oracle", SINGLE_EXIT)]
     opened(fresh, tmp_path, replace(made_network(), points=alone))
     assert fresh.ask(hidden) == [True] * 3
+    spending = fresh.ask("document.querySelector('#spending svg').ariaLabel")
+    assert spending == "Spent against allowed budget: eero on mine"  # no switch would say what a curve of the oracle is
 
 
 @pytest.mark.parametrize(

@@ -51,11 +51,13 @@ class Parser(argparse.ArgumentParser):
     """A parser whose errors are one line, and which knows what a misspelt option is meant to be."""
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
-        """Return options and what is left, if no option in that resembles one of this parser."""
+        """Return the options; what is left is an error of this command, and the nearest option is named."""
         options, left = super().parse_known_args(args, namespace)
-        for name in (each.partition("=")[0] for each in left if each.startswith("--")):
-            if near := difflib.get_close_matches(name, self._option_string_actions, n=1, cutoff=0.75):
-                self.error(f"there is no option {name}: did you mean {near[0]}?")
+        for name in (each.partition("=")[0] for each in left if each.startswith("-")):
+            near = difflib.get_close_matches(name, self._option_string_actions, n=1, cutoff=0.75)
+            self.error(f"there is no option {name}{f': did you mean {near[0]}?' if near else ''}")
+        if left:
+            self.error(f"too many arguments: {' '.join(left)}")
         return options, left
 
     def error(self, message: str) -> NoReturn:

@@ -203,6 +203,7 @@ def _write_plan(planned: "Plan", labelled: HeadOutputs, path: str, title: str) -
     network = ReportedNetwork(
         points,
         exits=tuple(planned.model.exits),
+        classes=tuple(getattr(planned.model, "classes", ())),  # a cascade has none
         plan=planned,
         note=measured_on("torch"),
         chosen=evaluate_policy(planned.policy, planned.costs, judged),
@@ -218,6 +219,7 @@ def run_bench(options: argparse.Namespace) -> CommandResult:
     check_data(options.data, options.tokenizer)
     policy = load_policy(policy_of(options.model, options.policy))
     from alight.data.batches import as_batch
+    from alight.engine.predictor import known_labels
     from alight.planning.engines import RuntimeComparison, compare_runtimes
     from alight.planning.timing import compare
 
@@ -237,9 +239,9 @@ def run_bench(options: argparse.Namespace) -> CommandResult:
     tables = ["\n".join(aligned(each.columns())) for each in measured] + [str(each) for each in by_runtimes]
     lines = [f"{len(batch):,} samples: {spent_of(last.decisions, policy)}"]
     accuracies: dict[str, float] = {}
-    if batch.labels is not None and batch.labels.ndim == 1:
+    if (labels := known_labels([batch.labels], len(batch), model.input_spec.num_classes)) is not None:
         for name, decisions in {"accuracy": last.decisions, "full_accuracy": last.full_decisions}.items():
-            accuracies[name] = decisions.accuracy(batch.labels.numpy())
+            accuracies[name] = decisions.accuracy(labels)
         lines.append("accuracy {} with exits, {} of the full network".format(*map(accuracy_text, accuracies.values())))
     names = [field.name for field in fields(last) if "decisions" not in field.name]
     runs = [{name: getattr(each, name) for name in names} for each in measured]

@@ -347,7 +347,7 @@ class Predictor:
             exit_names=self._exit_names,
             unit=self.policy.unit,
             probabilities=np.concatenate(probabilities)[order] if probabilities else None,
-            labels=_joined_labels(labels, len(came)),
+            labels=known_labels(labels, len(came), self.backend.inputs.num_classes),
         )
 
 
@@ -390,11 +390,18 @@ class Numbering:
             self.next = max(self.next, number)
 
 
-def _joined_labels(labels: Sequence[Any], count: int) -> Integers | None:
-    """Return the labels of all batches; None where some have none, or shares of classes."""
+def known_labels(labels: Sequence[Any], count: int, num_classes: int | None) -> Integers | None:
+    """Return the labels of all batches; None where some have none, or shares or classes that the network lacks."""
     if not labels or any(each is None or each.ndim != 1 for each in labels):
         return None
     joined: Integers = np.concatenate([as_array(each) for each in labels])
+    if num_classes is not None and (high := int(joined.max())) >= num_classes:
+        warnings.warn(
+            f"labels run up to {high}, and the network has {num_classes} classes, 0 to {num_classes - 1}: the labels"
+            " are left out, and no accuracy is computed; number the classes as the network does",
+            stacklevel=4,
+        )
+        return None
     return joined if len(joined) == count and joined.min() >= 0 else None
 
 

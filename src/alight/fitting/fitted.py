@@ -145,6 +145,7 @@ class Fit:
         return ReportedNetwork(
             points or self.points({"eero": calibrate.eero}),
             exits=[*map(layer_label, self.exits)],
+            classes=classes,
             examples=shown,
             note=self.note,
             chosen=evaluate_policy(policy, self.costs, self._judged()),
@@ -197,8 +198,11 @@ class FittedPredictor(Predictor):
 
     def report(self, path: PathLike, *, title: str = "Fitted to a budget", smaller: Baseline | None = None) -> Path:
         """Write one HTML page about this predictor, and return its path; `smaller` is a network to compare with."""
-        classes = getattr(self.network, "classes", ())
-        return write_report(self.fitted.reported(classes=classes, smaller=smaller), path, title=title)
+        return write_report(self.fitted.reported(classes=self._classes, smaller=smaller), path, title=title)
+
+    @property
+    def _classes(self) -> Sequence[str]:
+        return getattr(self.network, "classes", ())
 
     def compare_runtimes(self, inputs: Any, *, batch_size: int | None = None) -> "RuntimeComparison":
         """Return samples per second by PyTorch, ONNX Runtime and OpenVINO, under this policy and without exits.
@@ -229,7 +233,8 @@ class FittedPredictor(Predictor):
         self.fitted.test.save(folder / TEST)
         speed = _measured(self.fitted.speeds)
         words = {name: getattr(self.fitted, name) for name in WORDS}
-        write_json(folder / FIT, "Fit", {**words, "exits": self.fitted.exits, "speed": speed and asdict(speed)})
+        names = {"exits": self.fitted.exits, "classes": self._classes}
+        write_json(folder / FIT, "Fit", {**words, **names, "speed": speed and asdict(speed)})
         write_text(folder / CALLS, self.calls)
         return folder
 
@@ -249,7 +254,8 @@ def reported_folder(folder: PathLike) -> ReportedNetwork:
         calls="",
         **{name: said[name] for name in WORDS},
     )
-    return replace(fitted.reported(), speed=said["speed"] and MeasuredSpeed(**said["speed"]))
+    shown = fitted.reported(classes=tuple(said.get("classes", ())))
+    return replace(shown, speed=said["speed"] and MeasuredSpeed(**said["speed"]))
 
 
 def _speed_rows(speed: "SpeedComparison") -> dict[str, tuple[str, str]]:

@@ -271,7 +271,7 @@ def _attached(
             lambda _: example,
         )
     except BadInput:
-        check_example(network, example)
+        check_example(network, example, normalisation)
         raise
     given = [] if after == "auto" else [repr(after)]
     terms = ["copy.deepcopy(network)", *given, "example=example", *([f"head={head!r}"] if head != "auto" else [])]

@@ -178,7 +178,7 @@ def _check_channels_first(network: Any, shape: Sequence[int]) -> None:
         check_shapes([np.empty((1, *shape))], InputSpec((own,)))
 
 
-def check_example(network: Any, example: Any) -> None:
+def check_example(network: Any, example: Any, normalisation: Normalisation | None = None) -> None:
     """Raise if that is why a network failed on an example: integers, or images whose channels are not the network's."""
     from torch import nn
 
@@ -189,6 +189,12 @@ def check_example(network: Any, example: Any) -> None:
             " or bytes (uint8) with a normalisation as preprocess"
         )
     first = _channels(network)
+    given = len(normalisation.mean) if normalisation else None
+    if first is not None and given not in (None, first) and shape[1:2] == (given,):
+        raise BadInput(
+            f"the normalisation and so the images have {given} channel{'s' * (given != 1)}, and the network takes"
+            f" {first}: give {first} means and {first} standard deviations (--mean and --std of the commands)"
+        )
     if first is not None and len(shape) in (3, 4) and (len(shape) == 3 or shape[1] != first):
         check_shapes([example], InputSpec((TensorSpec("images", (None, first, None, None), "float32"),)))
 

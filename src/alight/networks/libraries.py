@@ -4,9 +4,13 @@ import difflib
 import importlib
 import os
 import re
+import ssl
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
+from urllib.error import HTTPError, URLError
+from urllib.request import Request, urlopen
 
 import torch
 from torch import nn
@@ -23,6 +27,7 @@ from alight.networks.zoo import BACKBONES, ZOO
 
 EXTRAS = {"timm": "vision", "torchvision": "vision", "transformers": "text"}
 IMAGE_SIZE = 224  # of a network that does not name one
+SECONDS = 5  # until a hub that gives no answer counts as out of reach
 TOKENS = 16  # in an example of text; a network takes any number of them
 REFUSED = re.compile(  # arguments that could fetch something or change what is built: a folder cannot have them
     "pretrained|checkpoint|weights|cache|hub|features_only|url|file|trust|quantization"
@@ -152,12 +157,14 @@ def from_transformers(
     settings, normalisation = {} if num_classes is None else {"num_labels": num_classes}, None
     if isinstance(source, str) or hasattr(source, "__fspath__"):
         _check_folder(source)
-        try:
-            config = auto.AutoConfig.from_pretrained(source, trust_remote_code=False, **settings)
-        except ValueError as error:
-            reason = str(error).partition("\n")[0]
-            raise BadInput(f"{str(source)!r} is not a network of transformers ({reason}): give one's folder") from error
-        network = _auto_class(config).from_pretrained(source, config=config, trust_remote_code=False)
+        with nullcontext() if Path(source).is_dir() else _downloading(str(source), str(source)):
+            try:
+                config = auto.AutoConfig.from_pretrained(source, trust_remote_code=False, **settings)
+            except ValueError as error:
+                reason = str(error).partition("\n")[0]
+                what = f"{str(source)!r} is not a network of transformers ({reason})"
+                raise BadInput(f"{what}: give one's folder") from error
+            network = _auto_class(config).from_pretrained(source, config=config, trust_remote_code=False)
         normalisation = _processor_normalisation(source) if "Image" in _auto_class(config).__name__ else None
     else:
         config = source
@@ -393,13 +400,45 @@ def _timm_network(name: str, *, pretrained: bool = False, from_hub: bool = False
         _check_folder(place)
     else:
         _check_known(timm, name.partition(".")[0], timm.list_models())
-    return timm.create_model(name, pretrained=pretrained, **arguments)
+    known = timm.get_pretrained_cfg(name) if pretrained and not from_hub else None
+    repository = place if from_hub else getattr(known, "hf_hub_id", None)
+    with _downloading(name, repository) if known or (from_hub and where != "local-dir") else nullcontext():
+        return timm.create_model(name, pretrained=pretrained, **arguments)
 
 
 def _torchvision_network(name: str, *, weights: str | None = None, **arguments: Any) -> Any:
     torchvision = _library("torchvision")
     _check_known(torchvision, name, torchvision.models.list_models(module=torchvision.models))
-    return torchvision.models.get_model(name, weights=weights, **arguments)
+    with _downloading(name) if weights else nullcontext():
+        return torchvision.models.get_model(name, weights=weights, **arguments)
+
+
+@contextmanager
+def _downloading(name: str, repository: str | None = None) -> Iterator[None]:
+    """Raise in one sentence what keeps a network from being downloaded."""
+    try:
+        if repository:
+            _check_hub(repository)
+        yield
+    except OSError as error:
+        reason = str(getattr(error, "reason", error)).strip().partition("\n")[0].rstrip(".")
+        raise BadInput(
+            f"{name} cannot be downloaded ({reason}): check the connection, or give a folder or a file of weights that"
+            " is here"
+        ) from error
+
+
+def _check_hub(repository: str) -> None:
+    """Raise if the hub cannot be reached, and has to be: its own client tries for half a minute per file."""
+    hub, files = _library("huggingface_hub"), ("config.json", "model.safetensors", "pytorch_model.bin")
+    cached = any(isinstance(hub.try_to_load_from_cache(repository, file), str) for file in files)
+    if cached or hub.constants.HF_HUB_OFFLINE:
+        return
+    try:
+        urlopen(Request(hub.HfApi().endpoint, method="HEAD"), timeout=SECONDS).close()  # by a proxy, if any
+    except URLError as error:
+        if not isinstance(error, HTTPError) and not isinstance(error.reason, ssl.SSLError):  # else it has answered
+            raise
 
 
 def _transformers_network(name: str, **arguments: Any) -> Any:

@@ -259,6 +259,7 @@ class ReportedNetwork:
     points: Sequence[Point]
     name: str = ""
     exits: Sequence[str] = ()  # their names, where they have some
+    classes: Sequence[str] = ()  # their names, where they have some
     examples: Examples | None = None
     plan: Planned | None = None
     note: str = ""  # where and how it was measured
@@ -363,6 +364,7 @@ def _network(network: ReportedNetwork) -> dict[str, Any]:
         "unit": network.unit,
         "fullCost": network.full_cost,
         "exits": list(network.exits),
+        "classes": _named_classes(network),
         "note": network.note,
         "points": [_row(point) for point in network.points],
         "chosen": _row(network.chosen) if network.chosen else None,
@@ -375,6 +377,12 @@ def _network(network: ReportedNetwork) -> dict[str, Any]:
         "examples": asdict(network.examples) if network.examples else None,
         "plan": _plan(network.plan, network.exits) if network.plan else None,
     }
+
+
+def _named_classes(network: ReportedNetwork) -> dict[str, str]:
+    """Return the names of those classes that points speak of, by their indices."""
+    spoken_of = {point.worst_class for point in network._all_points}
+    return {str(index): name for index, name in enumerate(network.classes) if str(index) in spoken_of}
 
 
 def _row(point: Point) -> list[Any]:

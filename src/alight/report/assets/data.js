@@ -42,6 +42,7 @@ for (const network of networks) {
   network.full = network.alone.length ? d3.greatest(network.alone, (point) => point.exit) : null;
   const all = [...network.points, ...(network.chosen ? [network.chosen] : [])];
   network.numExits = d3.max(all, (point) => point.exit_shares.length);
+  network.className = (index) => network.classes[index] ?? `class ${index}`;
   network.exitName = (exit) => network.exits[exit] ?? `exit ${exit + 1}`;
   const budgeted = all.filter((point) => point.method !== singleExit);
   const allowed = d3.sort(budgeted.map((point) => point.allowed));

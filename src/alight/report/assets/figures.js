@@ -299,7 +299,7 @@ function drawComparison() {
 }
 
 function drawSpending() {
-  const chosen = drawn(singleExit);
+  const chosen = drawn(...(state.network.several ? [singleExit] : references)); // else no switch says which is which
   const points = chosen.flatMap((method) => state.network.byAllowed.get(method));
   offerPoints("spending-csv", points, figured);
   if (!chosen.length) return note("spending", "No method is switched on.");
@@ -324,7 +324,7 @@ function drawSpending() {
           ],
           {stroke: "var(--muted)"},
         ),
-        Plot.text([[d3.interpolate(low, high)(0.7), d3.interpolate(low, high)(0.7)]], {
+        Plot.text([[d3.interpolate(low, high)(0.3), d3.interpolate(low, high)(0.3)]], {
           text: ["all of it spent"],
           rotate: -slope,
           dy: -15,

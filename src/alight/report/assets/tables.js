@@ -49,7 +49,7 @@ function drawReadout() {
     .text((point) => (state.network.full ? `${signedTenths(point.accuracy - state.network.full.accuracy)}` : "–"))
     .filter((point) => point.worst_class !== "")
     .append("small")
-    .text((point) => `class ${point.worst_class}: ${signedTenths(0 - point.worst_class_loss)}`);
+    .text((point) => `${point.network.className(point.worst_class)}: ${signedTenths(0 - point.worst_class_loss)}`);
   const spent = rows.append("td").text((point) => exact(point.spent));
   spent.append("small").text((point) => cost(point.mean_cost, state.network));
   rows.append("td").text((point) => exact(point.mean_cost / point.budget));
@@ -71,7 +71,8 @@ function fillDetails(point) {
     `accuracy ${exact(point.accuracy)}, ${exact(point.spent)} spent.`;
   if (point.worst_class !== "" && point.worst_class_loss > 5e-4)
     find("chosen").textContent +=
-      ` Class ${point.worst_class} loses most against the last exit: ${number(100 * point.worst_class_loss)} points, ` +
+      ` Of all classes, ${point.network.className(point.worst_class)} loses most against the last exit: ` +
+      `${number(100 * point.worst_class_loss)} points, ` +
       `with ${exact(point.worst_class_cost / state.network.fullCost)} spent.`;
   const paid = (value) => (Number.isFinite(value) ? percent(value / state.network.fullCost) : "closed");
   const given = {
