@@ -98,7 +98,7 @@ class Job:
 
     def start(self) -> "subprocess.Popen[str]":
         """The command, running."""
-        line = [sys.executable, "-m", "alight.cli", "predict", str(self.folder / "model")]
+        line = [sys.executable, "-m", "alight", "predict", str(self.folder / "model")]
         line += [str(self.folder / "policy.json"), str(images(self.folder, self.rows)), "--engine", "ray", "--quiet"]
         line += ["--actors", str(self.actors), "--batch-size", str(BATCH), "--partition-rows", str(PARTITION)]
         line += ["-o", str(self.output), "--device", "cpu", "--threads", "1"]

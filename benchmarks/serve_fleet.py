@@ -103,7 +103,7 @@ class Replica:
     def __init__(self, folder: Path, port: int, ledger: int) -> None:
         line = ["serve", "model", "policy.json", "--port", str(port), "--threads", "1", "--log-level", "error"]
         line += ["--ledger", f"redis://127.0.0.1:{ledger}/0", "--token-file", "tokens.json", "--batch-size", "8"]
-        self.port, self.folder, self.line = port, folder, [sys.executable, "-m", "alight.cli", *line]
+        self.port, self.folder, self.line = port, folder, [sys.executable, "-m", "alight", *line]
         self.start()
 
     def start(self) -> None:

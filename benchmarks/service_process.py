@@ -26,7 +26,7 @@ class Process(NamedTuple):
 @contextmanager
 def served(folder: Path, policy: Path, *options: str, core: int | None = None) -> Iterator[Process]:
     """Run a service of a network under a policy, with one thread, perhaps on one core, for as long as needed."""
-    line = [sys.executable, "-m", "alight.cli", "serve", str(folder.resolve()), str(policy.resolve()), *options]
+    line = [sys.executable, "-m", "alight", "serve", str(folder.resolve()), str(policy.resolve()), *options]
     pin = ["taskset", "-c", str(core)] if core is not None else []
     with tempfile.TemporaryDirectory() as home:
         process = subprocess.Popen(

@@ -50,6 +50,7 @@ MAY_IMPORT = {
     | {"budgeting", "policies", "calibrate", "evaluation", "benchmark", "recordings", "report", "__version__"}
     | {"cutting", "networks", "training", "costing", "data", "engine", "planning", "export", "fitting", "routing"}
     | {"cluster", "serve", "demo"},
+    "__main__": {"cli"},
 }
 NO_TORCH = {"errors", "files", "display", "scores", "outputs", "costs", "provenance", "recordings"}
 NO_TORCH |= {"budgeting", "policies", "calibrate", "evaluation", "benchmark", "report", "data", "engine", "fitting"}

@@ -65,7 +65,7 @@ def test_the_demo_takes_less_than_a_minute_once_it_is_installed(tmp_path):
     threads = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
     # fmt: off
     with (tmp_path / "printed").open("wb") as printed, subprocess.Popen(
-        [sys.executable, "-m", "alight.cli", *arguments], cwd=tmp_path, env=os.environ | threads,
+        [sys.executable, "-m", "alight", *arguments], cwd=tmp_path, env=os.environ | threads,
         stdout=printed, stderr=subprocess.STDOUT,
     ) as running:
         _, status, used = os.wait4(running.pid, 0)

@@ -36,7 +36,7 @@ SLOW = ("--engine ray", "plan", "fit model", "--report report.html")  # more tha
 
 
 def test_the_installed_command_answers():
-    done = subprocess.run([sys.executable, "-m", "alight.cli", "--version"], capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-m", "alight", "--version"], capture_output=True, text=True)
     assert done.returncode == 0
     assert re.fullmatch(r"alight \d+\.\d+\.\d+\n", done.stdout)
 

@@ -74,7 +74,7 @@ def test_no_word_at_all_shows_what_there_is(capsys):
 
 
 def test_a_closed_pipe_is_not_an_error(folder):
-    command = f"{sys.executable} -m alight.cli {SWEEP} --quiet | exec 0<&-; echo ${{PIPESTATUS[0]}}"
+    command = f"{sys.executable} -m alight {SWEEP} --quiet | exec 0<&-; echo ${{PIPESTATUS[0]}}"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True)
     assert done.stderr == ""
     assert done.stdout.strip() == str(int(ExitStatus.BROKEN_PIPE))

@@ -64,7 +64,7 @@ class Service:
 def service(line: str, cwd: Path, verify: Any = True, **environment: str) -> Iterator[Service]:
     """A service that answers, stopped afterwards if it has not been."""
     process = subprocess.Popen(
-        [sys.executable, "-m", "alight.cli", "serve", *line.split(), "--port", "0", "--threads", "1"],
+        [sys.executable, "-m", "alight", "serve", *line.split(), "--port", "0", "--threads", "1"],
         cwd=cwd,
         env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
         stderr=subprocess.PIPE,

@@ -133,7 +133,7 @@ def run_demo(options: argparse.Namespace) -> CommandResult:
 
 def _next(folder: Path) -> str:
     """Return the command to try next, as it can be typed here."""
-    alight = ["alight"] if shutil.which("alight") else [sys.executable, "-m", "alight.cli"]
+    alight = ["alight"] if shutil.which("alight") else [sys.executable, "-m", "alight"]
     return shlex.join([*alight, "bench", str(folder / "digits"), str(folder / "digits" / "test.npz")])
 
 

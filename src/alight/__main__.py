@@ -1,4 +1,4 @@
-"""`python -m alight.cli` is `alight`."""
+"""`python -m alight` is `alight`."""
 
 import sys
 
