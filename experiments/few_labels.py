@@ -1,6 +1,6 @@
 """How many labels does `auto` need to choose a better method than `eero`? Calibrations with few samples of recordings.
 
-    python experiments/few_labels.py                    # twenty minutes on one core
+    python experiments/few_labels.py                    # three minutes on one core
 
 So many samples of a recording that ships with alight calibrate a policy with contract "probability", as `alight.fit`
 does; its accuracy is that on the test samples. Writes results/few_labels.csv: one row per recording and number of

@@ -120,7 +120,7 @@ def test_auto_gains_half_a_point_over_eero_on_the_frozen_recording(frozen):
 def test_the_committed_results_are_those_of_this_code():
     recording = recordings.load("resnet18_cifar100_joint")
     points = read_points(RESULTS / "recorded_resnet18_joint.csv")
-    for method in ("search", "optimal_stopping"):
+    for method in ("search", "optimal_stopping", "learned_stopping", "auto"):
         point = next(
             point for point in points if (point.method, round(100 * point.budget / point.full_cost)) == (method, 50)
         )
