@@ -1,13 +1,13 @@
 """Quantised exits beyond their speed: the same decisions everywhere, guarantees, size, start-up and memory.
 
     python experiments/edge_checks.py decisions WORK         # 3 minutes on one core
-    python experiments/edge_checks.py certificates WORK --data DATA     # 3 minutes
+    python experiments/edge_checks.py certificates WORK --data DATA     # 4 minutes
     python experiments/edge_checks.py footprint WORK         # 1 minute
     python experiments/edge_checks.py asking WORK --state STATE   # 2 minutes on two cores
 
 WORK was written by `edge.py prepare`. `decisions` runs the int8 folder on its 2,000 images in Python, in batches and
 one by one, in C++, and in the HTTP service: results/edge_decisions.csv; a sample is `near` if a score lies within 1e-5
-of its threshold. `certificates` records 5,000 images by the int8 stages once, calibrates with a guarantee on 200 draws
+of its threshold. `certificates` records 5,000 images by the int8 stages once, calibrates with a guarantee on 1,000 draws
 of 1,000 and counts the draws whose policy breaks it on the others: results/edge_certificates.csv. `footprint` starts
 each program anew, also on one core with 512 MiB: results/edge_footprint.csv. `asking` times single images through
 three exits at which nobody leaves, beside the same network in one piece: results/edge_asking.csv.
@@ -40,7 +40,7 @@ from alight.provenance import provenance
 ROOT = Path(__file__).parent.parent
 FOLDER = "exits_onnxruntime_int8_0.025"
 NEAR = 1e-5
-DRAWS, CALIBRATION, RECORDED = 200, 1000, 5000
+DRAWS, CALIBRATION, RECORDED = 1000, 1000, 5000
 LIMIT = 512 * 2**20  # bytes
 ONE, THREADS = RunSettings(threads=1), 2
 Row = dict[str, str | float | int]
@@ -109,7 +109,7 @@ def library() -> str:
 
 
 def certificates(work: Path, data: Path) -> list[Row]:
-    """Return how often guarantees of policies that were calibrated on the int8 stages are broken, in 200 draws."""
+    """Return how often guarantees of policies that were calibrated on the int8 stages are broken, in 1,000 draws."""
     with np.load(data / "test.npz") as file:
         order = np.random.default_rng(0).permutation(len(file["labels"]))[2000 : 2000 + RECORDED]
         pixels, labels = file["images"][order], file["labels"][order]

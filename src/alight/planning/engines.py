@@ -204,10 +204,14 @@ def _cell(trial: RuntimeTrial | None) -> str:
     return f"{trial.per_second:,.0f}" if trial and trial.per_second else ""
 
 
-def exported_costs(folder: Path, inputs: State, batch_size: int, settings: RunSettings | None = None) -> Costs:
-    """Return milliseconds per sample of every stage and head of an exported folder, at this batch size.
+def exported_costs(
+    folder: Path, inputs: State, batch_size: int, settings: RunSettings | None = None, whole: Path | None = None
+) -> tuple[Costs, float]:
+    """Return milliseconds per sample of every stage and head of an exported folder, at this batch size; and of `whole`.
 
     A stage is timed with its head and the score, and without them, interleaved; a head's cost is the difference.
+    `whole` is a folder of the full network in one piece, interleaved too: stages that run apart take longer. Without it
+    the second number is the sum of the stages.
     """
     settings = settings or RunSettings()
     manifest = Manifest.load(folder)
@@ -222,17 +226,23 @@ def exported_costs(folder: Path, inputs: State, batch_size: int, settings: RunSe
         given = backend.admit(tuple(each[rows] for each in inputs))
         alone = batch_size == 1
         run = backend.run_one if alone else backend.run
-        whole = [partial(run, stage) for stage in range(len(trunks))]
-        bare = [_states_of(trunk, alone) for trunk in trunks]
-        times: dict[bool, list[list[float]]] = {True: [], False: []}
+        ways: list[list[Callable[[State], tuple[Any, State]]]] = [
+            [partial(run, stage) for stage in range(len(trunks))],
+            [_states_of(trunk, alone) for trunk in trunks],
+        ]
+        if whole is not None:
+            full = exported_backend(whole, Manifest.load(whole), settings, **terms).with_reads([Reads(())])
+            ways.append([partial(full.run_one if alone else full.run, 0)])
+        times: list[list[list[float]]] = [[] for _ in ways]
         begin = time.perf_counter()
-        while len(times[False]) < LEAST_PASSES or time.perf_counter() - begin < SECONDS:
-            for has_heads, stages in ((True, whole), (False, bare)):
+        while len(times[0]) < LEAST_PASSES or time.perf_counter() - begin < SECONDS:
+            for stages, taken in zip(ways, times, strict=True):
                 walks = [_walk(stages, given) for _ in range(RUN)]  # several, so that caches hold what they would
-                times[has_heads] += walks[1:]
-    together, without = (1e3 * np.median(times[each], axis=0) / batch_size for each in (True, False))
+                taken += walks[1:]
+    together, without, *others = (1e3 * np.median(each, axis=0) / batch_size for each in times)
     without[-1] = together[-1]  # the last head is part of the full network
-    return Costs(without, np.maximum(together - without, 0.0), "ms")
+    costs = Costs(without, np.maximum(together - without, 0.0), "ms")
+    return costs, float(others[0][0]) if others else costs.full
 
 
 def _states_of(trunk: Any, alone: bool) -> Callable[[State], tuple[None, State]]:
