@@ -7,8 +7,8 @@
 
 WORK was written by `edge.py prepare`. `decisions` runs the int8 folder on its 2,000 images in Python, in batches and
 one by one, in C++, and in the HTTP service: results/edge_decisions.csv; a sample is `near` if a score lies within 1e-5
-of its threshold. `certificates` records 5,000 images by the int8 stages once, calibrates with a guarantee on 1,000 draws
-of 1,000 and counts the draws whose policy breaks it on the others: results/edge_certificates.csv. `footprint` starts
+of its threshold. `certificates` records 5,000 images by the int8 stages once, calibrates with a guarantee on 1,000
+draws of 1,000 and counts the draws whose policy breaks it on the others: results/edge_certificates.csv. `footprint` starts
 each program anew, also on one core with 512 MiB: results/edge_footprint.csv. `asking` times single images through
 three exits at which nobody leaves, beside the same network in one piece: results/edge_asking.csv.
 """

@@ -113,13 +113,15 @@ def _deployed(options: argparse.Namespace) -> CommandResult:
     policy = load_policy(policy_of(options.model, options.policy)) if asked else None
     from alight.data.batches import load_data
     from alight.engine.predictor import check_fingerprint
+    from alight.export.exporting import check_normalisation
     from alight.fitting.deploying import deploy
     from alight.networks.store import fingerprint, load_model
 
     model = load_model(options.model)
     if policy is not None and not options.allow_mismatch:
         check_fingerprint(policy, fingerprint(model))
-    model.normalisation = normalisation(options) or model.normalisation
+    check_normalisation(normalisation(options), model.normalisation)
+    model.normalisation = model.normalisation or normalisation(options)
     data = load_data(options.data, model.input_spec, split=options.split, tokenizer=options.tokenizer)
     settings = RunSettings(threads=options.threads, **runtime_settings(options))
     terms = {**goal, "precision": precision, "settings": settings, "progress": not options.quiet}

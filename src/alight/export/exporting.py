@@ -97,7 +97,7 @@ def export_model(
         return _export_cascade(model, policy, folder, allow_mismatch=allow_mismatch)
     own = fingerprint(model)
     _check(model, policy, format, "" if allow_mismatch else own)
-    _check_normalisation(normalisation, model.normalisation)
+    check_normalisation(normalisation, model.normalisation)
     _check_replaceable(folder)
     ready = prepared(model, RunSettings(device="cpu"))
     stages = exported_stages(ready, policy)
@@ -175,7 +175,8 @@ def _exported_member(opened: OpenMember, open_exits: Sequence[int], folder: Path
     return OpenMember(replace(opened.member, network=folder, normalisation=None, settings=settings), opened.name)
 
 
-def _check_normalisation(given: Normalisation | None, own: Normalisation | None) -> None:
+def check_normalisation(given: Normalisation | None, own: Normalisation | None) -> None:
+    """Raise if a network is to be exported with another normalisation than its own."""
     if None not in (given, own) and given != own:
         raise BadInput(f"{given}, and the network has {own}: leave it out, or change the network's")
 
