@@ -49,7 +49,7 @@ Answers = tuple[np.ndarray, np.ndarray]  # labels and exits
 
 
 def checked(work: Path, state: Path) -> Path:
-    """Return the folder in int8 that is checked, made once: every exit open, at half of the FLOPs, which no clock moves."""
+    """Return the folder in int8 that is checked, made once: every exit open, at half of the FLOPs."""
     if (folder := work / CHECKED).exists():
         return folder
     import torch
