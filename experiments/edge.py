@@ -447,7 +447,7 @@ def measure(options: argparse.Namespace) -> None:
         print(f"{each.name} does not run: see {options.work}/workers.log", flush=True)
     workers = [*itertools.compress(workers, ready)]
     for each in workers:  # compile for batches, where they have to
-        each.ask(do="many", rows=[*range(128)])
+        each.ask(do="many", rows=[*range(min(128, len(labels)))])
     answers: dict[str, list[int]] = {each.name: [] for each in workers}
     batched: dict[str, list[float]] = {each.name: [] for each in workers}
     for part in np.array_split(np.arange(len(labels)), options.rounds):
