@@ -1,5 +1,6 @@
 """A network of lower precision: what is quantised, and that no policy of the original is taken for it."""
 
+import copy
 import json
 import shutil
 import subprocess
@@ -23,6 +24,7 @@ from alight.errors import BadFile, BadInput, LabelsNeeded, Mismatch
 from alight.export.precision import FLOAT_HEAD, lower, put_policy
 from alight.fitting.deploying import Deployment
 from alight.networks.heads import PooledLinear
+from alight.networks.store import save_model
 from alight.planning import engines
 from alight.planning.engines import exported_costs
 from alight.policies.policy import ExitAt, Threshold
@@ -377,3 +379,27 @@ def test_too_few_samples_are_said_as_they_were_given(tmp_path, quick):
     few = tuple(each[:5] for each in labelled())
     with pytest.raises(BadInput, match=r"5 labelled samples, of which .* give at least 12, better 1,000"):
         deploy(network(), few, tmp_path / "int8", budget="80%", settings=ONE, progress=False)
+
+
+@pytest.mark.parametrize("given", ["network", "thesis.tex"])
+def test_a_folder_that_holds_something_else_is_not_replaced(given, tmp_path, quick):
+    (tmp_path / "mine").mkdir()
+    if given == "network":
+        save_model(network(), tmp_path / "mine")
+    else:
+        (tmp_path / "mine" / given).write_text("chapter one")
+    before = {path.name: path.read_bytes() for path in (tmp_path / "mine").iterdir()}
+    with pytest.raises(BadInput, match=r"mine holds .*, which would be lost: give a new folder"):
+        deploy(network(), labelled(), tmp_path / "mine", budget="80%", settings=ONE, progress=False)
+    with pytest.raises(BadInput, match=r"mine holds .*, which would be lost: give a new folder"):
+        lower(folder(), tmp_path / "mine", "float16", [])
+    assert {path.name: path.read_bytes() for path in (tmp_path / "mine").iterdir()} == before
+
+
+def test_settings_and_weights_that_exports_do_not_have_are_refused_before_any_work(tmp_path):
+    terms = {"budget": "80%", "progress": False}
+    with pytest.raises(BadInput, match="a deployed network is exported, and compile is for networks that were not"):
+        deploy(network(), labelled(), tmp_path / "int8", settings=RunSettings(compile=True), **terms)
+    half = copy.deepcopy(network()).half()
+    with pytest.raises(BadInput, match=r"weights are torch\.float16: export it in float32, as model\.float\(\)"):
+        deploy(half, labelled(), tmp_path / "int8", settings=ONE, **terms)

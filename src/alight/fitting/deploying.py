@@ -18,8 +18,8 @@ from alight.data.batches import as_batch, in_batches
 from alight.data.preprocess import InputSpec, as_array
 from alight.display import accuracy_text, aligned, quantity
 from alight.engine.backends import State
-from alight.engine.backends.exported import exported_backend
-from alight.engine.manifest import FLOAT32, GAPS, INT8, SMALL_GAP, Manifest
+from alight.engine.backends.exported import check_settings, exported_backend
+from alight.engine.manifest import FLOAT32, GAPS, INT8, SMALL_GAP, Manifest, check_loses_nothing
 from alight.engine.predictor import Predictor
 from alight.engine.recorder import record
 from alight.engine.settings import ONNXRUNTIME, OPENVINO, TORCH, RunSettings
@@ -162,8 +162,14 @@ def deploy(
     goal = Goal(budget, max_accuracy_loss) if policy is None else None
     if policy is not None and (budget, max_accuracy_loss) != (None, None):
         raise BadInput("a policy has its own budget: give a policy, a budget or a largest loss")
+    from alight.export.exporting import check_weights
+
+    check_loses_nothing(Path(folder))
+    settings = settings or RunSettings()
+    check_settings("a deployed network is exported", settings)
+    check_weights(model)
     with tempfile.TemporaryDirectory() as temporary:
-        work = Deployment(model, data, precision, settings or RunSettings(), batch_size, Path(temporary), progress)
+        work = Deployment(model, data, precision, settings, batch_size, Path(temporary), progress)
         return work.deployed(folder, policy or goal or Goal())
 
 
@@ -249,6 +255,7 @@ class Deployment:
         from alight.export.precision import put_policy
 
         put_policy(place, policy)
+        check_loses_nothing(folder)
         folder.parent.mkdir(parents=True, exist_ok=True)
         with whole_folder(folder) as filling:
             shutil.copytree(place, filling, dirs_exist_ok=True)
