@@ -234,11 +234,11 @@ SHORT = {
 }
 
 
-def build(job: Job, state: Path) -> MultiExitModel:
+def build(job: Job, state: Path, *, started: bool = True) -> MultiExitModel:
     """Return the network before its training, with the trained backbone that the run starts from, if any."""
     run = RUNS[job.run]
     torch.manual_seed(job.seed)
-    backbone = load_result(job.start, state).stages[0] if job.start else None
+    backbone = load_result(job.start, state).stages[0] if job.start and started else None
     if not run.head:
         return _one_exit(backbone or BACKBONES[run.network]())
     if run.head == "own":
@@ -430,11 +430,11 @@ def load_result(job: Job, state: Path) -> MultiExitModel:
     """
     result = state / job.name / "result"
     about = json.loads((result / "run.json").read_text())
-    model = build(job, state)
+    frozen = about["settings"]["training"]["mode"] == "frozen"
+    model = build(job, state, started=frozen)  # all other weights are the result's own
     found: dict[str, Tensor] = {}
     for path in sorted(result.glob("*.safetensors")):
         found |= load_file(path)
-    frozen = about["settings"]["training"]["mode"] == "frozen"
     own = {name: tensor for name, tensor in model.state_dict().items() if frozen and name.startswith("stages.")}
     model.load_state_dict({**own, **found})
     if (found_print := fingerprint(model)) != about["fingerprint"]:

@@ -15,7 +15,8 @@ before each part. Writes results/edge.csv: accuracy, milliseconds of single imag
 images per second in batches of 64, memory. `over_best` is the time of the fastest full network whose accuracy is at
 most half a point lower, over that of the contender; empty where there is none. "cut after" is the network with exits
 without what comes after one of them: the same accuracy for every image, at a lower price. Networks without weights in
-STATE are timed with random ones, and their accuracy is that of results/cifar100_runs.csv, in float32.
+STATE are timed with random ones, and their accuracy is that of results/cifar100_runs.csv, in float32; without those of
+resnet18_plain there is no cascade, and no full network in PyTorch.
 
 `imagenet` prepares three EfficientNet-lite networks (see imagenet_networks.py) alone, and a cascade of the smallest
 and the largest that spends 70 % of the time of the latter, from images of 256 pixels to answers.
@@ -109,14 +110,17 @@ def prepare(options: argparse.Namespace) -> None:
         network = load_result(Job(run), options.state) if trained else build(Job(run), options.state).eval()
         about: dict[str, Any] = {} if trained else {"accuracy": recorded_accuracy(run)}
         full_network(made, run, name, network, data, **about)
-    torch_networks(made, options.state)
+    plain = (options.state / Job("resnet18_plain").name / "result").exists()  # random weights would say nothing
+    if plain:
+        torch_networks(made, options.state)
     for name in CUTS:
         cut = model.exits.index(name)
         full_network(made, f"{EXITS}_{name}", f"cut after {name}", model, data, exit_index=cut, full=False)
     exits_in_torch(made, model, labelled, options.state)
     for runtime, title in (("openvino", "OpenVINO"), ("onnxruntime", "ONNX Runtime")):
         deployed(made, model, data, labelled, runtime, title, "float32", LOSSES[:1])
-    cascade_of_two(made, data)
+    if plain:
+        cascade_of_two(made, data)
 
 
 def recorded_accuracy(run: str) -> float:
@@ -447,7 +451,7 @@ def measure(options: argparse.Namespace) -> None:
         print(f"{each.name} does not run: see {options.work}/workers.log", flush=True)
     workers = [*itertools.compress(workers, ready)]
     for each in workers:  # compile for batches, where they have to
-        each.ask(do="many", rows=[*range(128)])
+        each.ask(do="many", rows=[*range(min(128, len(labels)))])
     answers: dict[str, list[int]] = {each.name: [] for each in workers}
     batched: dict[str, list[float]] = {each.name: [] for each in workers}
     for part in np.array_split(np.arange(len(labels)), options.rounds):

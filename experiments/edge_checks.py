@@ -1,16 +1,17 @@
 """Quantised exits beyond their speed: the same decisions everywhere, guarantees, size, start-up and memory.
 
-    python experiments/edge_checks.py decisions WORK         # 3 minutes on one core
-    python experiments/edge_checks.py certificates WORK --data DATA     # 3 minutes
+    python experiments/edge_checks.py decisions WORK --state STATE      # 3 minutes on one core
+    python experiments/edge_checks.py certificates WORK --state STATE --data DATA     # 4 minutes
     python experiments/edge_checks.py footprint WORK         # 1 minute
     python experiments/edge_checks.py asking WORK --state STATE   # 2 minutes on two cores
 
-WORK was written by `edge.py prepare`. `decisions` runs the int8 folder on its 2,000 images in Python, in batches and
-one by one, in C++, and in the HTTP service: results/edge_decisions.csv; a sample is `near` if a score lies within 1e-5
-of its threshold. `certificates` records 5,000 images by the int8 stages once, calibrates with a guarantee on 200 draws
-of 1,000 and counts the draws whose policy breaks it on the others: results/edge_certificates.csv. `footprint` starts
-each program anew, also on one core with 512 MiB: results/edge_footprint.csv. `asking` times single images through
-three exits at which nobody leaves, beside the same network in one piece: results/edge_asking.csv.
+WORK was written by `edge.py prepare`. `decisions` runs an int8 folder with every exit open, at half of the FLOPs, on
+the 2,000 images in Python, in batches and one by one, in C++, and in the HTTP service: results/edge_decisions.csv; a
+sample is `near` if a score lies within 1e-5 of its threshold. `certificates` records 5,000 images by the same stages
+once, calibrates with a guarantee on 1,000 draws of 1,000 and counts the draws whose policy breaks it on the others:
+results/edge_certificates.csv. `footprint` starts each program anew, also on one core with 512 MiB:
+results/edge_footprint.csv. `asking` times single images through three exits at which nobody leaves, beside the same
+network in one piece: results/edge_asking.csv.
 """
 
 import argparse
@@ -38,22 +39,44 @@ from alight.policies.policy import Threshold
 from alight.provenance import provenance
 
 ROOT = Path(__file__).parent.parent
-FOLDER = "exits_onnxruntime_int8_0.025"
+FOLDER, CHECKED = "exits_onnxruntime_int8_0.025", "exits_onnxruntime_int8_half"
 NEAR = 1e-5
-DRAWS, CALIBRATION, RECORDED = 200, 1000, 5000
+DRAWS, CALIBRATION, RECORDED = 1000, 1000, 5000
 LIMIT = 512 * 2**20  # bytes
 ONE, THREADS = RunSettings(threads=1), 2
 Row = dict[str, str | float | int]
 Answers = tuple[np.ndarray, np.ndarray]  # labels and exits
 
 
-def decisions(work: Path) -> list[Row]:
+def checked(work: Path, state: Path) -> Path:
+    """Return the folder in int8 that is checked, made once: every exit open, at half of the FLOPs."""
+    if (folder := work / CHECKED).exists():
+        return folder
+    import torch
+    from cifar100_train import Job, load_result
+    from edge import EXITS, IMAGES
+
+    from alight import deploy, measure_costs
+
+    torch.set_num_threads(1)
+    model = load_result(Job(EXITS), state)
+    with np.load(work / "calibration.npz") as file:
+        data = file["images"], file["labels"]
+    table = HeadOutputs.load(state / Job(EXITS).name / "result" / "test.npz")
+    order = np.random.default_rng(0).permutation(len(table))[IMAGES : IMAGES + len(data[1])]  # as edge.py draws them
+    costs = measure_costs(model, torch.zeros(1, 3, 32, 32), progress=False)
+    policy = calibrate.certified_probability(calibrate.eero)(costs, "50%", table.take(order))
+    print(deploy(model, data, folder, policy=policy, settings=ONE, progress=False), flush=True)
+    return folder
+
+
+def decisions(work: Path, state: Path) -> list[Row]:
     """Return a row for every way to run the int8 folder, beside Python in batches of 32."""
     from served_answers import as_png, ask_service
 
     with np.load(work / "images.npz") as file:
         pixels = file["images"]
-    folder, samples = work / FOLDER, np.arange(len(pixels))
+    folder, samples = checked(work, state), np.arange(len(pixels))
     predictor = Predictor.load(folder, settings=ONE, batch_size=32)
     policy = predictor.policy
     first = predictor(pixels, samples)
@@ -108,12 +131,12 @@ def library() -> str:
     return str(next((Path(onnxruntime.__file__).parent / "capi").glob("libonnxruntime.so*")))
 
 
-def certificates(work: Path, data: Path) -> list[Row]:
-    """Return how often guarantees of policies that were calibrated on the int8 stages are broken, in 200 draws."""
+def certificates(work: Path, state: Path, data: Path) -> list[Row]:
+    """Return how often guarantees of policies that were calibrated on the int8 stages are broken, in 1,000 draws."""
     with np.load(data / "test.npz") as file:
         order = np.random.default_rng(0).permutation(len(file["labels"]))[2000 : 2000 + RECORDED]
         pixels, labels = file["images"][order], file["labels"][order]
-    predictor = Predictor.load(work / FOLDER, settings=ONE)
+    predictor = Predictor.load(checked(work, state), settings=ONE)
     path = work / "int8_labelled.npz"
     if not path.exists():
         record(predictor.backend, (pixels, labels), batch_size=32, progress=False).save(path)
@@ -248,10 +271,10 @@ def main() -> None:
     parser.add_argument("step", choices=["decisions", "certificates", "footprint", "asking"])
     parser.add_argument("work", type=Path)
     parser.add_argument("--data", type=Path, help="CIFAR-100, for certificates")
-    parser.add_argument("--state", type=Path, help="results of cifar100_train.py, for asking")
+    parser.add_argument("--state", type=Path, help="results of cifar100_train.py")
     options = parser.parse_args()
-    steps: dict[str, Any] = {"decisions": decisions, "footprint": footprint}
-    steps["certificates"] = partial(certificates, data=options.data)
+    steps: dict[str, Any] = {"decisions": partial(decisions, state=options.state), "footprint": footprint}
+    steps["certificates"] = partial(certificates, state=options.state, data=options.data)
     steps["asking"] = partial(asking, state=options.state)
     made = provenance("onnxruntime", "numpy", folder=ROOT)
     rows = [{**row, **made} for row in steps[options.step](options.work)]

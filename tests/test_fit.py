@@ -18,6 +18,7 @@ import torchvision
 import transformers
 from commands import run
 from digits import digits
+from exported import older_exporter
 from PIL import Image
 from torch import nn
 
@@ -31,8 +32,8 @@ from alight.fitting.calls import Steps
 from alight.fitting.checks import compare_samples, known_preprocess, warn_of_table
 from alight.fitting.fitted import reported_folder
 from alight.fitting.heads import NamedNetwork, with_heads
+from alight.planning import engines, timing
 from alight.planning import plan as planning
-from alight.planning import timing
 from alight.training.training import train_heads
 
 pytestmark = [
@@ -370,6 +371,27 @@ def test_a_saved_fit_is_loaded_with_its_policy_and_decides_alike(fitted, trained
     with pytest.raises(BadInput, match=r"fitted holds a network of 10 classes .*: give another folder, or force=True"):
         fitted.save("fitted")
     assert fitted.save("fitted", force=True) == folder
+
+
+def test_a_fit_is_run_by_every_installed_runtime_on_its_validation_samples(fitted, capsys):
+    with older_exporter():
+        found = fitted.compare_runtimes()
+        made = found.export("made")
+    runtimes = {"torch", *engines.installed_runtimes()}
+    assert {each.runtime for each in found.ranked} == runtimes
+    images = digits()[1].tensors[0][:50].numpy()
+    alone = len(Predictor.load(made).policy.open_exits) == 1  # where the full network is the fastest
+    expected = np.full(50, fitted.policy.num_exits - 1) if alone else fitted(images, samples=range(50)).exits
+    assert np.array_equal(Predictor.load(made)(images, samples=range(50)).exits, expected)
+    fitted.save("net")
+    samples, labels = (each.numpy() for each in digits()[1].tensors)
+    np.savez("validation.npz", images=samples, labels=labels)
+    with older_exporter():
+        status, out, err = run("fit net validation.npz --budget 60% --runtimes -o again --json --quiet", capsys)
+    assert status == 0, err
+    assert {each["runtime"] for each in json.loads(out)["runtimes"][0]["trials"]} == runtimes
+    status, _, err = run("fit net net/labelled.npz --runtimes -o third", capsys)
+    assert (status, "--runtimes runs samples, and these are recorded outputs: give validation data" in err) == (1, True)
 
 
 def test_a_saved_network_of_a_library_is_loaded_with_its_policy_and_decides_alike(capsys):
@@ -860,6 +882,8 @@ def test_recorded_outputs_of_a_network_enter_at_calibration(fitted):
     predictor = alight.fit(fitted.network, None, table, budget="70%", progress=False)
     assert predictor.policy.certificate is not None
     assert predictor.fitted.verdict.startswith("Not timed")
+    with pytest.raises(BadInput, match="this predictor was fitted to recorded outputs: give samples to run"):
+        predictor.compare_runtimes()
     with pytest.raises(BadInput, match="a speed-up is timed on samples, and these are recorded outputs"):
         alight.fit(fitted.network, None, table, speedup=1.001, progress=False)
     with pytest.raises(alight.AlightError, match="a table of 2 exits for a network of"):

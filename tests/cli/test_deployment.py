@@ -134,6 +134,11 @@ def test_texts_are_predicted_as_by_torch(tmp_path, monkeypatch, capsys):
         ),
         ("export model policy.json --runtime openvino -o new", "--runtime is for a policy that is calibrated"),
         ("export model --int8 --fp16 --data test.npz -o new", "int8 and float16 are two precisions: give one of them"),
+        (
+            "export model --int8 --data test.npz --budget 80% --mean 0.1 --std 3 -o new",
+            "leave it out, or change the network's",
+        ),
+        ("export model --int8 --data test.npz --budget 80% -o model", "which would be lost: give a new folder"),
         ("export model test.npz -o new", "test.npz is data (images or texts), not a policy"),
         ("run model test.npz", "model is the folder of a network, not the folder of an exported network"),
         ("run nowhere test.npz", "there is no folder nowhere"),

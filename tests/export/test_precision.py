@@ -1,5 +1,6 @@
 """A network of lower precision: what is quantised, and that no policy of the original is taken for it."""
 
+import copy
 import json
 import shutil
 import subprocess
@@ -21,7 +22,11 @@ from alight.engine.backends.onnx import OnnxBackend
 from alight.engine.manifest import Manifest
 from alight.errors import BadFile, BadInput, LabelsNeeded, Mismatch
 from alight.export.precision import FLOAT_HEAD, lower, put_policy
+from alight.fitting.deploying import Deployment
 from alight.networks.heads import PooledLinear
+from alight.networks.store import save_model
+from alight.planning import engines
+from alight.planning.engines import exported_costs
 from alight.policies.policy import ExitAt, Threshold
 
 ONE = RunSettings(threads=1)
@@ -343,3 +348,58 @@ def test_a_network_of_openvino_that_another_thread_drops_leaves_the_process_aliv
     command = [sys.executable, "-X", "faulthandler", "-c", DROPPED, folder(), tmp_path / "images.npy"]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def test_what_ends_before_the_last_exit_is_compared_with_the_full_network_in_one_piece(tmp_path, quick):
+    costs = Costs([1.0, 1.5, 0.5, 3.0], [0.0, 0.0, 0.0, 0.0], unit="FLOPs")
+    fitted = calibrate.eero(costs.at_exits((0, 1)), 2.0, table().at_exits((0, 1)))
+    early = fitted.renumbered((0, 1), num_exits=4, exits=network().exits, full_cost=costs.full)
+    work = Deployment(network(), labelled(), "int8", ONE, 1, tmp_path, progress=False)
+    made = work.deployed(tmp_path / "early", early)
+    place, said = work.made[(3,)]
+    assert (len(Manifest.load(place).stages), Manifest.load(place).open_exits) == (1, (3,))
+    alone = Predictor.load(place, settings=ONE, allow_mismatch=True)(images())
+    assert made.full_accuracy == (alone.predictions == labelled()[1]).mean() == said.correct().mean()
+    assert made.full_accuracy > made.decisions.accuracy() + 0.1
+    assert f"full network in this precision: {100 * made.full_accuracy:.1f} %, " in str(made)
+    assert "points of accuracy are lost at this budget: raise it, or ask for max_accuracy_loss" in str(made)
+
+
+def test_stages_that_run_apart_are_timed_beside_the_network_in_one_piece(int8, tmp_path, quick, clock_of_this_thread):
+    whole = ExitAt(costs=(6.0,), open_exits=(3,), num_exits=4)
+    plain = export_model(network(), whole, tmp_path / "plain", progress=False)
+    one = lower(plain, tmp_path / "one", "int8", [(images()[:64],)])
+    clock_of_this_thread(engines)
+    costs, full = exported_costs(int8, (images()[:1],), 1, ONE, one)
+    assert 0 < full < costs.full  # one session instead of three
+    assert exported_costs(int8, (images()[:1],), 1, ONE)[1] > 0
+
+
+def test_too_few_samples_are_said_as_they_were_given(tmp_path, quick):
+    few = tuple(each[:5] for each in labelled())
+    with pytest.raises(BadInput, match=r"5 labelled samples, of which .* give at least 12, better 1,000"):
+        deploy(network(), few, tmp_path / "int8", budget="80%", settings=ONE, progress=False)
+
+
+@pytest.mark.parametrize("given", ["network", "thesis.tex"])
+def test_a_folder_that_holds_something_else_is_not_replaced(given, tmp_path, quick):
+    (tmp_path / "mine").mkdir()
+    if given == "network":
+        save_model(network(), tmp_path / "mine")
+    else:
+        (tmp_path / "mine" / given).write_text("chapter one")
+    before = {path.name: path.read_bytes() for path in (tmp_path / "mine").iterdir()}
+    with pytest.raises(BadInput, match=r"mine holds .*, which would be lost: give a new folder"):
+        deploy(network(), labelled(), tmp_path / "mine", budget="80%", settings=ONE, progress=False)
+    with pytest.raises(BadInput, match=r"mine holds .*, which would be lost: give a new folder"):
+        lower(folder(), tmp_path / "mine", "float16", [])
+    assert {path.name: path.read_bytes() for path in (tmp_path / "mine").iterdir()} == before
+
+
+def test_settings_and_weights_that_exports_do_not_have_are_refused_before_any_work(tmp_path):
+    terms = {"budget": "80%", "progress": False}
+    with pytest.raises(BadInput, match="a deployed network is exported, and compile is for networks that were not"):
+        deploy(network(), labelled(), tmp_path / "int8", settings=RunSettings(compile=True), **terms)
+    half = copy.deepcopy(network()).half()
+    with pytest.raises(BadInput, match=r"weights are torch\.float16: export it in float32, as model\.float\(\)"):
+        deploy(half, labelled(), tmp_path / "int8", settings=ONE, **terms)

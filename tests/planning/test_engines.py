@@ -1,16 +1,19 @@
 """Every runtime that is installed is tried under the same policy, and the fastest can be written to a folder."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 from exported import images, network, older_exporter, policy, table
 
-from alight import Predictor, RunSettings, compare_runtimes
+from alight import Predictor, RunSettings, compare_runtimes, tune_speed
 from alight.engine.manifest import Manifest
 from alight.errors import AlightError, BadInput
 from alight.planning import engines
 from alight.planning.engines import RuntimeComparison, RuntimeTrial
 from alight.planning.plan import plan
+from alight.policies.policy import ExitAt
 
 ONE = RunSettings(threads=1)
 
@@ -66,3 +69,47 @@ def test_a_plan_runs_by_other_runtimes_too(short_trials):
 def test_a_network_that_is_not_exported_is_not_run_by_another_runtime_silently():
     with pytest.raises(BadInput, match="openvino runs exported networks: export it, and load the folder"):
         Predictor(network(), policy(), settings=RunSettings(runtime="openvino"))
+
+
+def test_a_policy_of_one_early_exit_is_compared_and_written(tmp_path):
+    first = ExitAt(costs=(1.0,), open_exits=(0,), num_exits=4)
+    with older_exporter():
+        found = compare_runtimes(network(), first, images(), 64, settings=ONE, rounds=1)
+        made = RuntimeComparison(
+            tuple(each for each in found.trials if each.what == "with exits"), 64, network(), first
+        ).export(tmp_path / "made")
+    assert {each.what for each in found.trials if each.runtime == "onnxruntime"} == {"with exits", "full network"}
+    assert Manifest.load(made).open_exits == (0,)
+    assert (Predictor.load(made, settings=ONE)(images()).exits == 0).all()
+
+
+def test_a_policy_of_another_network_runs_by_no_runtime_unless_it_is_allowed():
+    other = replace(policy(), fingerprint="5e88")
+    terms = {"settings": ONE, "rounds": 1}
+    with pytest.raises(AlightError, match="no runtime runs this network under this policy: does not run: the policy"):
+        compare_runtimes(network(), other, images(), 64, **terms)
+    with older_exporter():
+        found = compare_runtimes(network(), other, images(), 64, allow_mismatch=True, **terms)
+    assert all(each.per_second > 0 for each in found.trials)
+
+
+def test_a_runtime_that_is_not_installed_is_named(monkeypatch):
+    monkeypatch.setattr(engines, "installed_runtimes", list)
+    found = compare_runtimes(network(), policy(), images(), 64, settings=ONE, rounds=1)
+    assert 'openvino: not installed, so not tried: pip install "alight[export,openvino]"' in str(found)
+    assert {each.runtime for each in found.ranked} == {"torch"}
+
+
+def test_tuning_compares_runtimes_too_and_writes_the_fastest(short_trials, tmp_path):
+    model, terms = network(), {"batch_size": 16, "example": torch.from_numpy(images()[:16]), "settings": ONE}
+    with older_exporter():
+        tuned = tune_speed(model, policy(), switches=["channels_last", "runtimes"], **terms)
+        made = tuned.runtimes.export(tmp_path / "made")
+    assert {each.runtime for each in tuned.runtimes.ranked} == {"torch", *engines.installed_runtimes()}
+    assert tuned.runtimes.reason in str(tuned)
+    fastest = next(each for each in tuned.runtimes.ranked if each.runtime != "torch")
+    assert (Manifest.load(made).runtime, len(Manifest.load(made).stages) > 1) == (
+        fastest.runtime,
+        fastest.what == "with exits",
+    )
+    assert tune_speed(model, policy(), switches=[], **terms).runtimes is None

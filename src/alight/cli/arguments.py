@@ -159,6 +159,7 @@ RUNTIME = (  # of an exported network
     argument("--runtime", choices=["onnxruntime", "openvino"], help="of an exported network (default: its own)"),
     argument("--providers", type=words, help="of onnxruntime, as cuda or coreml (default: the CPU)"),
 )
+RUNTIMES = argument("--runtimes", action="store_true", help="run it by onnxruntime and openvino, too, and compare")
 RUN = (
     DEVICE,
     argument("--dtype", choices=["fp32", "bf16", "fp16"], help="default: the network's own"),

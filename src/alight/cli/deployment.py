@@ -113,21 +113,22 @@ def _deployed(options: argparse.Namespace) -> CommandResult:
     policy = load_policy(policy_of(options.model, options.policy)) if asked else None
     from alight.data.batches import load_data
     from alight.engine.predictor import check_fingerprint
+    from alight.export.exporting import check_normalisation
     from alight.fitting.deploying import deploy
     from alight.networks.store import fingerprint, load_model
 
     model = load_model(options.model)
     if policy is not None and not options.allow_mismatch:
         check_fingerprint(policy, fingerprint(model))
-    model.normalisation = normalisation(options) or model.normalisation
+    check_normalisation(normalisation(options), model.normalisation)
+    model.normalisation = model.normalisation or normalisation(options)
     data = load_data(options.data, model.input_spec, split=options.split, tokenizer=options.tokenizer)
     settings = RunSettings(threads=options.threads, **runtime_settings(options))
     terms = {**goal, "precision": precision, "settings": settings, "progress": not options.quiet}
     made = deploy(model, data, options.output, policy=policy, batch_size=options.batch_size, **terms)
     _write_triton(made.folder, options.triton)
-    values = {
-        name: getattr(made, name) for name in ("exits", "levels", "before", "after", "times", "full_time", "shares")
-    }
+    names = ("exits", "levels", "before", "after", "times", "full_time", "full_accuracy", "shares")
+    values = {name: getattr(made, name) for name in names}
     values |= {"path": made.folder, "accuracy": made.decisions.accuracy(), "policy": made.policy.to_dict()}
     return CommandResult(f"{made}\n{made.folder}", values)
 

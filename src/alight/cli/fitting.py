@@ -10,6 +10,7 @@ from alight.cli.arguments import (
     DEVICE,
     FORCE,
     NORMALISATION,
+    RUNTIMES,
     TOKENIZER_FOLDER,
     check_data,
     check_distinct,
@@ -67,11 +68,14 @@ def run_fit(options: argparse.Namespace) -> CommandResult:
         name, accuracy, cost = options.smaller or ("", 0.0, "")
         smaller = Baseline(name, accuracy, predictor.fitted.costs.budget(cost)) if name else None
         predictor.report(options.report, title=f"{options.network}: fitted to a budget", smaller=smaller)
+    by_runtimes = [predictor.compare_runtimes()] if options.runtimes else []
     places = f"{folder.resolve()}" + (f", {Path(options.report).resolve()}" if options.report else "")
     if not options.quiet:
         print(f"\nThe same by hand:\n\n{predictor.calls}\n", file=sys.stderr)
     values = {"path": folder.resolve(), "report": options.report, **predictor.fitted.values()}
-    return CommandResult(f"{predictor.summary}\n{places}", values)
+    values["runtimes"] = [each.values() for each in by_runtimes]
+    text = "\n\n".join(map(str, [predictor.summary, *by_runtimes]))
+    return CommandResult(f"{text}\n{places}", values)
 
 
 def _check_kinds(options: argparse.Namespace) -> None:
@@ -82,6 +86,8 @@ def _check_kinds(options: argparse.Namespace) -> None:
     if networks and options.network not in networks:
         words = shlex.join([networks[0], *(each for each in given if each != networks[0])])
         raise BadInput(f"the arguments are in another order: write `alight fit {words} ...`")
+    if options.runtimes and (options.network.endswith(".json") or kind_of(options.data[-1]) == "table"):
+        raise BadInput("--runtimes runs samples, and these are recorded outputs: give validation data")
     if options.network.endswith(".json"):
         check_kind(options.network, "costs")
         check_kind(options.data[-1], "table")
@@ -163,6 +169,7 @@ COMMANDS = (
             *NORMALISATION,
             TOKENIZER_FOLDER,
             argument("--batch-size", type=count, default=BATCH_SIZE, help=f"default: {BATCH_SIZE}"),
+            RUNTIMES,
             DEVICE,
             folder_option("fitted", "folder for the network, its policy and tables"),
             FORCE,

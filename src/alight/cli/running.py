@@ -18,6 +18,7 @@ from alight.cli.arguments import (
     MODEL,
     POLICY,
     RUN_OR_TUNE,
+    RUNTIMES,
     check_data,
     check_distinct,
     check_unused,
@@ -188,6 +189,7 @@ def run_plan(options: argparse.Namespace) -> CommandResult:
     if options.report:
         _write_plan(planned, labelled, options.report, title=f"{options.model}: does it pay here?")
     values = {name: getattr(planned, name) for name in PLAN_VALUES} | {"policy": planned.policy.to_dict()}
+    values["runtimes"] = [] if planned.runtimes is None else [planned.runtimes.values()]
     text = f"{planned}\n\n{planned.policy}\n\npolicy: {options.output}"
     text += f"\nreport: {options.report}" if options.report else ""
     return CommandResult(text, {"path": options.output, "report": options.report, **values})
@@ -233,8 +235,8 @@ def run_bench(options: argparse.Namespace) -> CommandResult:
         terms = {"settings": settings, "rebatch": rebatch, "allow_mismatch": options.allow_mismatch}
         measured += [compare(model, policy, batch.inputs, size, **terms)]
         if options.runtimes:
-            found = compare_runtimes(model, policy, batch.inputs, size, settings=settings, compiled=settings.compile)
-            by_runtimes += [found]
+            own = {"settings": settings, "compiled": settings.compile, "allow_mismatch": options.allow_mismatch}
+            by_runtimes += [compare_runtimes(model, policy, batch.inputs, size, **own)]
     last = measured[-1]
     tables = ["\n".join(aligned(each.columns())) for each in measured] + [str(each) for each in by_runtimes]
     lines = [f"{len(batch):,} samples: {spent_of(last.decisions, policy)}"]
@@ -246,7 +248,7 @@ def run_bench(options: argparse.Namespace) -> CommandResult:
     names = [field.name for field in fields(last) if "decisions" not in field.name]
     runs = [{name: getattr(each, name) for name in names} for each in measured]
     values = {"num_samples": len(batch), **accuracies, **cost_values(last.decisions, policy), "runs": runs}
-    values["runtimes"] = [{"batch_size": each.batch_size, "trials": [*map(vars, each.trials)]} for each in by_runtimes]
+    values["runtimes"] = [each.values() for each in by_runtimes]
     return CommandResult("\n\n".join([*tables, "\n".join(lines)]), values)
 
 
@@ -361,7 +363,6 @@ ENGINE = (
     argument("--on-error", choices=["fail", "skip"], default="fail", help=f"{ON_ERROR} (default: fail)"),
     argument("--partition-rows", type=count, default=4096, help="samples of a partition (default: 4096)"),
 )
-RUNTIMES = argument("--runtimes", action="store_true", help="run it by onnxruntime and openvino, too, and compare")
 COMMANDS = (
     Command(
         run_record,

@@ -14,7 +14,7 @@ from alight.data.tokens import CONFIG, TOKENIZER, mask_meaning
 from alight.data.tokens import FILE as VOCABULARY
 from alight.engine.settings import ONNXRUNTIME, OPENVINO
 from alight.errors import BadFile, BadInput, Mismatch
-from alight.files import MANIFEST, PathLike, read_json, write_json
+from alight.files import MANIFEST, POLICY, PathLike, read_json, write_json
 
 KIND = "Deployment"
 ONNX, AOTI = "onnx", "aoti"
@@ -114,6 +114,17 @@ class Manifest:
         if list(exits) != sorted({*exits}) or not 0 <= exits[0] <= exits[-1] < len(made.exits):
             raise ValueError(f"stages for exits {exits} of {len(made.exits)}")
         return made
+
+
+def check_loses_nothing(folder: Path) -> None:
+    """Check that a folder which an export takes the place of holds nothing but an earlier export."""
+    if not folder.exists():
+        return
+    known = {MANIFEST, POLICY, TOKENIZER}
+    if (folder / MANIFEST).is_file():
+        known |= {stage.file for stage in Manifest.load(folder).stages}
+    if foreign := sorted(path.name for path in folder.iterdir() if path.name not in known):
+        raise BadInput(f"{folder} holds {foreign[0]}, which would be lost: give a new folder")
 
 
 def checksum(content: bytes) -> str:

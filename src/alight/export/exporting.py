@@ -14,7 +14,7 @@ from alight.data.preprocess import Normalisation, TensorSpec
 from alight.data.tokens import TOKENIZER, save_tokenizer
 from alight.engine.backends.cascade import Cascade, OpenMember, check_cascade_folder
 from alight.engine.backends.torch.prepare import prepared
-from alight.engine.manifest import AOTI, ONNX, SUFFIXES, Manifest, StageFile, checksum
+from alight.engine.manifest import AOTI, ONNX, SUFFIXES, Manifest, StageFile, check_loses_nothing, checksum
 from alight.engine.predictor import check_exits, check_fingerprint
 from alight.engine.settings import RunSettings
 from alight.errors import AlightError, BadInput
@@ -37,7 +37,7 @@ from alight.export.programs import (
     write_package,
     write_traced,
 )
-from alight.files import MANIFEST, POLICY, PathLike, whole_folder
+from alight.files import POLICY, PathLike, whole_folder
 from alight.networks.multi_exit import MultiExitModel, example_of
 from alight.networks.store import fingerprint
 from alight.policies.policy import Policy, Threshold
@@ -97,8 +97,8 @@ def export_model(
         return _export_cascade(model, policy, folder, allow_mismatch=allow_mismatch)
     own = fingerprint(model)
     _check(model, policy, format, "" if allow_mismatch else own)
-    _check_normalisation(normalisation, model.normalisation)
-    _check_replaceable(folder)
+    check_normalisation(normalisation, model.normalisation)
+    check_loses_nothing(folder)
     ready = prepared(model, RunSettings(device="cpu"))
     stages = exported_stages(ready, policy)
     example = example_of(ready) if example is None else example
@@ -175,7 +175,8 @@ def _exported_member(opened: OpenMember, open_exits: Sequence[int], folder: Path
     return OpenMember(replace(opened.member, network=folder, normalisation=None, settings=settings), opened.name)
 
 
-def _check_normalisation(given: Normalisation | None, own: Normalisation | None) -> None:
+def check_normalisation(given: Normalisation | None, own: Normalisation | None) -> None:
+    """Raise if a network is to be exported with another normalisation than its own."""
     if None not in (given, own) and given != own:
         raise BadInput(f"{given}, and the network has {own}: leave it out, or change the network's")
 
@@ -294,17 +295,11 @@ def _check(model: MultiExitModel, policy: Policy, format: str, own: str) -> None
         check_fingerprint(policy, own)
     if format == AOTI:
         check_compiler()
+    check_weights(model)
+
+
+def check_weights(model: MultiExitModel) -> None:
+    """Raise if the weights of a network are not float32."""
     odd = {each.dtype for each in model.state_dict().values() if each.is_floating_point()} - {torch.float32}
     if odd:
         raise BadInput(f"the network's weights are {odd.pop()}: export it in float32, as model.float()")
-
-
-def _check_replaceable(folder: Path) -> None:
-    """Check that nothing is lost but an earlier export."""
-    if not folder.exists():
-        return
-    known = {MANIFEST, POLICY, TOKENIZER}
-    if (folder / MANIFEST).is_file():
-        known |= {stage.file for stage in Manifest.load(folder).stages}
-    if foreign := sorted(path.name for path in folder.iterdir() if path.name not in known):
-        raise BadInput(f"{folder} holds {foreign[0]}, which would be lost: give a new folder")

@@ -26,6 +26,7 @@ from alight.engine.manifest import (
     ONNX,
     PROBED_LOGITS,
     Manifest,
+    check_loses_nothing,
     checksum,
     probe_inputs,
     verified,
@@ -81,6 +82,7 @@ def lower(
     """
     manifest = Manifest.load(source)
     _check(manifest, precision, runtime)
+    check_loses_nothing(folder)
     levels = [*levels] or [LEVELS[precision][0]] * len(manifest.stages)
     with whole_folder(folder) as filling:
         paths = [filling / stage.file for stage in manifest.stages]

@@ -18,15 +18,15 @@ from alight.data.batches import as_batch, in_batches
 from alight.data.preprocess import InputSpec, as_array
 from alight.display import accuracy_text, aligned, quantity
 from alight.engine.backends import State
-from alight.engine.backends.exported import exported_backend
-from alight.engine.manifest import FLOAT32, GAPS, INT8, SMALL_GAP, Manifest
+from alight.engine.backends.exported import check_settings, exported_backend
+from alight.engine.manifest import FLOAT32, GAPS, INT8, SMALL_GAP, Manifest, check_loses_nothing
 from alight.engine.predictor import Predictor
 from alight.engine.recorder import record
 from alight.engine.settings import ONNXRUNTIME, OPENVINO, TORCH, RunSettings
 from alight.errors import BadInput, LabelsNeeded, Mismatch
 from alight.files import PathLike, whole_folder
 from alight.fitting.calls import Steps
-from alight.fitting.steps import Goal, default_method
+from alight.fitting.steps import Goal, default_method, lost_too_much
 from alight.outputs import Decisions, HeadOutputs
 from alight.policies.policy import Certificate, ExitAt, Policy, Threshold
 from alight.policies.route import replay
@@ -37,6 +37,7 @@ TOLERATED = 0.005  # accuracy that an exit may lose by lower precision, before a
 DELTA = 0.05  # probability with which a guarantee of the largest loss may fail
 AMOUNTS = 12  # budgets that are tried for a largest loss, from the full network down
 BATCH = 32  # samples that are recorded together
+FEWEST = 12  # labelled samples, of which both parts are divided once more
 COMPARED = 4  # samples of a batch that are run alone, too
 
 
@@ -48,7 +49,7 @@ class Deployed:
     >>> policy = ExitAt(open_exits=(0,), num_exits=1, costs=(2.0,))
     >>> decisions = replay(policy, HeadOutputs([[0.9], [0.4]], [[1], [0]], [1, 1]))
     >>> levels, accuracies, times = ("int8",), (0.5,), (2.0,)
-    >>> own = {"times": times, "full_time": 2.0, "sizes": (400, 110), "decisions": decisions}
+    >>> own = {"times": times, "full_time": 2.0, "full_accuracy": 0.5, "sizes": (400, 110), "decisions": decisions}
     >>> found = Deployed(Path("int8"), policy, "onnxruntime", ("end",), levels, accuracies, accuracies, **own)
     >>> found.shares, found.mean_time
     ((1.0,), 2.0)
@@ -63,7 +64,8 @@ class Deployed:
     after: tuple[float, ...]  # accuracy in the folder's precision
     decisions: Decisions = field(repr=False)  # of the deployed folder about all labelled samples
     times: tuple[float, ...]  # milliseconds per sample until each answers, measured here
-    full_time: float  # of the full network in this precision
+    full_time: float  # of the full network in this precision, in one piece
+    full_accuracy: float  # of the same, on all labelled samples
     sizes: tuple[int, int]  # bytes of the stages, in float32 and now
 
     @property
@@ -93,13 +95,14 @@ class Deployed:
 
     def __str__(self) -> str:
         before, after = (size / 2**20 for size in self.sizes)
-        pays = self.mean_time < self.full_time
-        full = "" if self.policy.open_exits[-1] + 1 < self.policy.num_exits else accuracy_text(self.after[-1])
+        pays, lost = self.mean_time < self.full_time, self.full_accuracy - self.decisions.accuracy()
         lines = [
             f"{len(self.exits)} stages for {self.runtime}, {after:.1f} MiB ({before:.1f} MiB in {FLOAT32})",
             *aligned(self.columns()),
             f"with exits: {accuracy_text(self.decisions.accuracy())} accuracy, {quantity(self.mean_time, 'ms')} on"
-            f" average; full network in this precision: {full + ', ' if full else ''}{quantity(self.full_time, 'ms')}",
+            f" average; full network in this precision: {accuracy_text(self.full_accuracy)},"
+            f" {quantity(self.full_time, 'ms')}",
+            *filter(None, [lost_too_much(lost) if self.policy.budget is not None else ""]),
         ]
         if not pays and len(self.exits) > 1:
             lines.append("Early exit is not worth it here: open fewer exits, or deploy the full network.")
@@ -159,8 +162,14 @@ def deploy(
     goal = Goal(budget, max_accuracy_loss) if policy is None else None
     if policy is not None and (budget, max_accuracy_loss) != (None, None):
         raise BadInput("a policy has its own budget: give a policy, a budget or a largest loss")
+    from alight.export.exporting import check_weights
+
+    check_loses_nothing(Path(folder))
+    settings = settings or RunSettings()
+    check_settings("a deployed network is exported", settings)
+    check_weights(model)
     with tempfile.TemporaryDirectory() as temporary:
-        work = Deployment(model, data, precision, settings or RunSettings(), batch_size, Path(temporary), progress)
+        work = Deployment(model, data, precision, settings, batch_size, Path(temporary), progress)
         return work.deployed(folder, policy or goal or Goal())
 
 
@@ -195,6 +204,11 @@ class Deployment:
         self.original = original
         if self.original.labels is None:
             raise LabelsNeeded("calibrating a network of lower precision")
+        if len(original) < FEWEST:
+            raise BadInput(
+                f"{len(original)} labelled samples, of which a third choose precision and exits, and the others"
+                f" calibrate: give at least {FEWEST}, better 1,000"
+            )
         drawn = np.random.default_rng(0).permutation(len(self.original))
         self.choosing, self.calibrating = np.split(drawn, [max(1, round(CHOOSING * len(drawn)))])
         self.samples = [
@@ -241,6 +255,7 @@ class Deployment:
         from alight.export.precision import put_policy
 
         put_policy(place, policy)
+        check_loses_nothing(folder)
         folder.parent.mkdir(parents=True, exist_ok=True)
         with whole_folder(folder) as filling:
             shutil.copytree(place, filling, dirs_exist_ok=True)
@@ -258,6 +273,15 @@ class Deployment:
         self.levels |= dict(zip(opened, levels, strict=True))
         self.made[opened] = place, table
         return place, table
+
+    def _full_network(self) -> tuple[Path, HeadOutputs]:
+        """Return a folder of the full network in one piece, as precise as it needs alone, and what it says."""
+        last = (self.model.num_exits - 1,)
+        if last not in self.made:
+            levels, self.levels = self.levels, {}
+            self.lowered(last)
+            self.levels = levels
+        return self.made[last]
 
     def _raised(
         self, source: Path, levels: list[str], opened: tuple[int, ...], exit_index: int
@@ -299,7 +323,7 @@ class Deployment:
         from alight.planning.engines import exported_costs
 
         self.steps.say("timing stages and heads")
-        return exported_costs(place, self.samples[0], self.batch_size, self.settings)
+        return exported_costs(place, self.samples[0], self.batch_size, self.settings)[0]
 
     def _exported(self, opened: tuple[int, ...]) -> Path:
         """Return a folder of stages in float32 up to these exits."""
@@ -372,7 +396,10 @@ class Deployment:
         from alight.planning.engines import exported_costs
 
         manifest, opened = Manifest.load(folder), [*policy.open_exits]
-        times = exported_costs(folder, self.samples[0], self.batch_size, self.settings)
+        self.steps.say("comparing it with the full network in one piece")
+        sizes = self.float_bytes, _bytes_of(folder)  # the full network has its own
+        whole, full = self._full_network()
+        times, full_time = exported_costs(folder, self.samples[0], self.batch_size, self.settings, whole)
         predictor = Predictor.load(folder, settings=self.settings, batch_size=BATCH)
         return Deployed(
             folder=folder.resolve(),
@@ -384,8 +411,9 @@ class Deployment:
             after=tuple(table.correct().mean(axis=0).tolist()),
             decisions=predictor.run(self.data, progress=self.steps.progress),
             times=tuple(times.cumulative().tolist()),
-            full_time=times.full,
-            sizes=(self.float_bytes, _bytes_of(folder)),
+            full_time=full_time,
+            full_accuracy=float(full.correct().mean()),
+            sizes=sizes,
         )
 
 

@@ -57,6 +57,7 @@ class Fit:
     shown: tuple[Any, Any] | None = field(default=None, repr=False)  # some test samples, and their rows
     note: str = ""
     caution: str = ""  # why the numbers say little: comes first
+    timed: Any = field(default=None, repr=False)  # validation samples, of which timings are; None where there are none
 
     @property
     def decisions(self) -> Decisions:
@@ -204,16 +205,22 @@ class FittedPredictor(Predictor):
     def _classes(self) -> Sequence[str]:
         return getattr(self.network, "classes", ())
 
-    def compare_runtimes(self, inputs: Any, *, batch_size: int | None = None) -> "RuntimeComparison":
+    def compare_runtimes(self, inputs: Any = None, *, batch_size: int | None = None) -> "RuntimeComparison":
         """Return samples per second by PyTorch, ONNX Runtime and OpenVINO, under this policy and without exits.
 
-        Its `export` writes the fastest to a folder; `alight.deploy` does so in int8.
+        Its `export` writes the fastest to a folder; `alight.deploy` does so in int8. None: validation samples run.
         """
         if not hasattr(self.network, "stages"):
             raise BadInput("this predictor was fitted to logits: give a network to `fit` to compare what runs it")
+        if inputs is None and self.fitted.timed is None:
+            raise BadInput("this predictor was fitted to recorded outputs: give samples to run")
         from alight.planning.engines import compare_runtimes
+        from alight.planning.timing import inputs_for_duration
+        from alight.planning.tune import BATCHES
 
-        return compare_runtimes(self.network, self.policy, inputs, batch_size or self.batch_size)
+        size = batch_size or self.batch_size
+        given = inputs_for_duration(self, self.fitted.timed, size, BATCHES)[0] if inputs is None else inputs
+        return compare_runtimes(self.network, self.policy, given, size)
 
     def save(self, folder: PathLike, *, force: bool = False) -> Path:
         """Write network, policy, costs, tables and calls to a folder; `Predictor.load` and the commands read it.

@@ -442,6 +442,7 @@ class _Fitting:
             shown,
             measured_on("torch"),
             self.caution,
+            None if self.kept is None else self.kept.inputs,
         )
         return FittedPredictor(self.model, fitted, self.batch_size)
 

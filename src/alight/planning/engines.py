@@ -32,6 +32,7 @@ LEAST_PASSES, RUN = 16, 5  # walks through all stages that count, with and witho
 ROUNDS = 5
 EXITS, FULL = "with exits", "full network"
 COMPILED = f"{TORCH}, compiled"
+ABSENT = 'not installed, so not tried: pip install "alight[export,openvino]"'
 
 
 @dataclass(frozen=True)
@@ -92,6 +93,10 @@ class RuntimeComparison:
             *([head, *cell] for head, cell in zip(heads, cells, strict=True)),
         ]
 
+    def values(self) -> dict[str, Any]:
+        """Return what the table says, for programs."""
+        return {"batch_size": self.batch_size, "trials": [*map(vars, self.trials)]}
+
     @property
     def reason(self) -> str:
         """The recommendation, in a sentence."""
@@ -118,6 +123,7 @@ def compare_runtimes(
     settings: RunSettings | None = None,
     compiled: bool = False,
     rounds: int = ROUNDS,
+    allow_mismatch: bool = False,
 ) -> RuntimeComparison:
     """Return samples per second of a policy and of the full network, by PyTorch, ONNX Runtime and OpenVINO.
 
@@ -132,6 +138,7 @@ def compare_runtimes(
         settings: How PyTorch runs; `threads` are those of every runtime.
         compiled: Compile for PyTorch, too, which takes a while.
         rounds: Runs of each, of which the median counts.
+        allow_mismatch: Take the policy of another network.
 
     >>> import torch
     >>> from torch import nn
@@ -143,27 +150,24 @@ def compare_runtimes(
     """
     settings = settings or RunSettings()
     ways = [TORCH, *([COMPILED] if compiled else []), *installed_runtimes()]
-    kinds = {EXITS: policy} if len(policy.open_exits) > 1 else {}
+    full = _alone(model, policy)
+    kinds = {EXITS: policy} if policy.open_exits != full.open_exits else {}
+    terms: dict[str, Any] = {"batch_size": batch_size, "allow_mismatch": allow_mismatch}
     made: dict[tuple[str, str], Predictor] = {}
-    failed: list[RuntimeTrial] = []
+    failed = [RuntimeTrial(name, FULL, 0.0, ABSENT) for name in (ONNXRUNTIME, OPENVINO) if name not in ways]
     example = tuple(as_tensor(each)[:2] for each in as_inputs(inputs, model.input_spec))
-    for what, each in (kinds | {FULL: _alone(model, policy)}).items():
+    for what, each in (kinds | {FULL: full}).items():
         with tempfile.TemporaryDirectory() as temporary:
-            folder = Path(temporary) / "exported"
+            started = partial(_started, model, each, Path(temporary) / "exported", example, settings, terms)
             for way in ways:
                 try:
-                    if way in (TORCH, COMPILED):
-                        own = replace(settings, compile=way == COMPILED)
-                        predictor = Predictor(model, each, settings=own, batch_size=batch_size)
-                    else:
-                        if not folder.exists():
-                            export_model(model, each, folder, example=example, progress=False)
-                        own = RunSettings(threads=settings.threads, runtime=way)
-                        predictor = Predictor.load(folder, settings=own, batch_size=batch_size)
+                    predictor = started(way)
                     predictor(inputs)  # compiles, or finds out that it cannot
                     made[way, what] = predictor
                 except (AlightError, RuntimeError) as error:
                     failed.append(RuntimeTrial(way, what, 0.0, f"does not run: {str(error).splitlines()[0]}"))
+    if not made:
+        raise AlightError(f"no runtime runs this network under this policy: {failed[-1].remark}")
     states = {key: each.place(inputs, len(as_inputs(inputs, each.backend.inputs)[0])) for key, each in made.items()}
     count = len(next(iter(states.values()))[0])
     samples = as_planned(policy, count)  # of a policy by which samples leave at random
@@ -171,6 +175,18 @@ def compare_runtimes(
     rates = count / np.median(runs[1:], axis=0)
     trials = [RuntimeTrial(*key, float(rate)) for key, rate in zip(made, rates, strict=True)]
     return RuntimeComparison((*trials, *failed), batch_size, model, policy)
+
+
+def _started(
+    model: MultiExitModel, policy: Policy, folder: Path, example: Any, settings: RunSettings, terms: Any, way: str
+) -> Predictor:
+    """Return a predictor that runs in one way, from a folder that the first exported runtime writes."""
+    if way in (TORCH, COMPILED):
+        return Predictor(model, policy, settings=replace(settings, compile=way == COMPILED), **terms)
+    if not folder.exists():
+        allowed = terms["allow_mismatch"]
+        export_model(model, policy, folder, example=example, allow_mismatch=allowed, progress=False)
+    return Predictor.load(folder, settings=RunSettings(threads=settings.threads, runtime=way), **terms)
 
 
 def installed_runtimes() -> list[str]:
@@ -188,10 +204,14 @@ def _cell(trial: RuntimeTrial | None) -> str:
     return f"{trial.per_second:,.0f}" if trial and trial.per_second else ""
 
 
-def exported_costs(folder: Path, inputs: State, batch_size: int, settings: RunSettings | None = None) -> Costs:
-    """Return milliseconds per sample of every stage and head of an exported folder, at this batch size.
+def exported_costs(
+    folder: Path, inputs: State, batch_size: int, settings: RunSettings | None = None, whole: Path | None = None
+) -> tuple[Costs, float]:
+    """Return milliseconds per sample of every stage and head of an exported folder, at this batch size; and of `whole`.
 
     A stage is timed with its head and the score, and without them, interleaved; a head's cost is the difference.
+    `whole` is a folder of the full network in one piece, interleaved too: stages that run apart take longer. Without it
+    the second number is the sum of the stages.
     """
     settings = settings or RunSettings()
     manifest = Manifest.load(folder)
@@ -206,17 +226,23 @@ def exported_costs(folder: Path, inputs: State, batch_size: int, settings: RunSe
         given = backend.admit(tuple(each[rows] for each in inputs))
         alone = batch_size == 1
         run = backend.run_one if alone else backend.run
-        whole = [partial(run, stage) for stage in range(len(trunks))]
-        bare = [_states_of(trunk, alone) for trunk in trunks]
-        times: dict[bool, list[list[float]]] = {True: [], False: []}
+        ways: list[list[Callable[[State], tuple[Any, State]]]] = [
+            [partial(run, stage) for stage in range(len(trunks))],
+            [_states_of(trunk, alone) for trunk in trunks],
+        ]
+        if whole is not None:
+            full = exported_backend(whole, Manifest.load(whole), settings, **terms).with_reads([Reads(())])
+            ways.append([partial(full.run_one if alone else full.run, 0)])
+        times: list[list[list[float]]] = [[] for _ in ways]
         begin = time.perf_counter()
-        while len(times[False]) < LEAST_PASSES or time.perf_counter() - begin < SECONDS:
-            for has_heads, stages in ((True, whole), (False, bare)):
+        while len(times[0]) < LEAST_PASSES or time.perf_counter() - begin < SECONDS:
+            for stages, taken in zip(ways, times, strict=True):
                 walks = [_walk(stages, given) for _ in range(RUN)]  # several, so that caches hold what they would
-                times[has_heads] += walks[1:]
-    together, without = (1e3 * np.median(times[each], axis=0) / batch_size for each in (True, False))
+                taken += walks[1:]
+    together, without, *others = (1e3 * np.median(each, axis=0) / batch_size for each in times)
     without[-1] = together[-1]  # the last head is part of the full network
-    return Costs(without, np.maximum(together - without, 0.0), "ms")
+    costs = Costs(without, np.maximum(together - without, 0.0), "ms")
+    return costs, float(others[0][0]) if others else costs.full
 
 
 def _states_of(trunk: Any, alone: bool) -> Callable[[State], tuple[None, State]]:

@@ -15,6 +15,7 @@ from alight.engine.predictor import Predictor
 from alight.engine.settings import RunSettings
 from alight.errors import AlightError, BadInput
 from alight.networks.multi_exit import MultiExitModel, example_of
+from alight.planning.engines import RuntimeComparison, compare_runtimes
 from alight.planning.timing import full_network, inputs_for_duration, interleaved_timings, random_exits, seconds
 from alight.policies.policy import Policy
 
@@ -63,6 +64,7 @@ class Tuned:
     batch_size: int  # of the trials
     reason: str  # in a sentence
     trials: tuple[Trial, ...] = field(repr=False)  # all that were tried
+    runtimes: RuntimeComparison | None = field(default=None, repr=False)  # where they were to be tried
 
     def __str__(self) -> str:
         header = ["setting", "samples/s", "over the best before", ""]
@@ -70,6 +72,8 @@ class Tuned:
         lines = [f"batches of {self.batch_size}", *aligned([list(column) for column in columns]), self.reason]
         if any("dtype" in each.switches and each.remark == TAKEN for each in self.trials):
             lines.append("Another dtype gives other answers: record and calibrate in it.")
+        if self.runtimes is not None:
+            lines += ["", str(self.runtimes)]
         return "\n".join(lines)
 
 
@@ -96,7 +100,8 @@ def tune_speed(
         example: A batch of real inputs; None: made as the network describes them.
         settings: What they fix is kept; `compile=True` lets it be tried.
         dtypes: To try: they change answers.
-        switches: To try, in this order.
+        switches: To try, in this order; with "runtimes" ONNX Runtime and OpenVINO are compared with the result, and
+            `runtimes.export` writes the fastest of them to a folder.
         allow_mismatch: Take the policy of another network.
 
     >>> from torch import nn
@@ -116,7 +121,12 @@ def tune_speed(
     for name, values in _options(model, policy, inputs, given, dtypes).items():
         if name in switches:
             tuning.attempt([{name: value} for value in values])
-    return tuning.finished()
+    tuned = tuning.finished()
+    if "runtimes" not in switches:
+        return tuned
+    terms: dict[str, Any] = {"settings": tuned.settings, "compiled": given.compile, "allow_mismatch": allow_mismatch}
+    found = compare_runtimes(model, tuning.policy, tuning.inputs, batch_size, **terms)
+    return replace(tuned, runtimes=replace(found, policy=policy or tuning.policy))
 
 
 def _options(

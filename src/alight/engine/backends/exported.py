@@ -22,10 +22,7 @@ def exported_backend(
     Stages of float32 run by any runtime. In lower precision each rounds otherwise, so that the policy, which was
     calibrated with one of them and its providers, holds for that one alone.
     """
-    others = replace(settings, threads=None, runtime=None, providers=())
-    others = replace(others, device=None if settings.device == "cpu" else settings.device)
-    if odd := [name for name, value in vars(others).items() if value != getattr(RunSettings(), name)]:
-        raise BadInput(f"{folder} was exported, and {odd[0]} is for networks that were not: leave it out")
+    check_settings(f"{folder} was exported", settings)
     if manifest.format == AOTI:
         if not allow_compiled:
             raise BadInput(
@@ -48,6 +45,14 @@ def exported_backend(
     from alight.engine.backends.onnx import OnnxBackend
 
     return OnnxBackend(folder, manifest, settings)
+
+
+def check_settings(what: str, settings: RunSettings) -> None:
+    """Raise if settings are for networks that PyTorch runs; `what` says what was exported, or will be."""
+    others = replace(settings, threads=None, runtime=None, providers=())
+    others = replace(others, device=None if settings.device == "cpu" else settings.device)
+    if odd := [name for name, value in vars(others).items() if value != getattr(RunSettings(), name)]:
+        raise BadInput(f"{what}, and {odd[0]} is for networks that were not: leave it out")
 
 
 def _check_rounding(folder: Path, manifest: Manifest, runtime: str, providers: tuple[str, ...]) -> None:
