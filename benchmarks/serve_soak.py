@@ -99,7 +99,7 @@ def main() -> None:
         _, (clean, noisy) = prepare(folder)
         pictures = np.concatenate([clean, noisy])
         table = record(load_model(folder / "model"), pictures[:, None], progress=False)
-        with served(folder / "model", folder / "policy.json", "--log-level", "error") as (port, pid):
+        with served(folder / "model", folder / "policy.json") as (port, pid):
             bodies = [body(picture) for picture in pictures]
             rows = asyncio.run(soak(port, pid, bodies, table.predictions, options))
     made = provenance("numpy", "torch", "uvicorn", "fastapi", folder=ROOT)

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-READY = 60.0  # seconds after it began to listen
+READY = 60.0  # seconds until it listens, and then until it is ready
 
 
 class Process(NamedTuple):
@@ -41,7 +41,8 @@ def served(folder: Path, policy: Path, *options: str, core: int | None = None) -
         reader = threading.Thread(target=_listen, args=(process, lines, begun), daemon=True)
         reader.start()
         try:
-            begun.wait()
+            if not begun.wait(READY):
+                raise SystemExit(f"the service does not say after {READY:.0f} seconds where it listens: {lines}")
             if process.poll() is not None:
                 raise SystemExit(f"the service has ended with {process.returncode}: {lines}")
             yield Process(_ready(lines), process.pid)
