@@ -22,9 +22,7 @@ def port() -> int:
 @pytest.mark.slow
 def test_two_machines_train_the_network_that_one_does(network, tmp_path):
     folder = copy_network(network, tmp_path, samples=96)
-    train = (
-        f"-m alight train {folder}/model {folder}/train.npz --epochs 2 --batch-size 32 --device cpu --json".split()
-    )
+    train = f"-m alight train {folder}/model {folder}/train.npz --epochs 2 --batch-size 32 --device cpu --json".split()
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     env = {name: value for name, value in env.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
     subprocess.run([sys.executable, *train, "-o", f"{folder}/alone", "-q"], env=env, check=True, capture_output=True)
