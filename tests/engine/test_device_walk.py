@@ -156,7 +156,7 @@ SLOW = [pytest.param(*case, marks=pytest.mark.slow) for case in [(8, [20, 1, 40]
 @pytest.mark.parametrize(
     "name", [*NAMES.split(", "), *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS.split(", "))]
 )
-@pytest.mark.parametrize(("size", "parts"), [(3, [7, 1, 3]), *SLOW])
+@pytest.mark.parametrize(("size", "parts"), [(2, [9, 1, 1]), *SLOW])  # batches: a group of four, one, a partial one
 def test_a_walk_decides_as_a_replay_does(model, inputs, table, name, size, parts):
     rule = rules(table)[name]
     _, answers = decided(model, rule, inputs, size=size, parts=parts)
@@ -281,6 +281,20 @@ def test_a_walk_that_was_left_starts_empty_again(model, inputs, table):
         walk.end()
         (answers,) = walk.fetched(every=True)
     assert sorted(answers.samples.tolist()) == [*range(5)]
+
+
+@interpreted
+def test_batches_run_in_groups_where_enough_wait_and_at_once_where_nothing_else_runs(model, inputs, table):
+    rule = rules(table)["everybody leaves"]
+    with torch.inference_mode():
+        walk = StreamWalk(network_of(model, rule), rule, (inputs[:1],), 1, EXECUTOR)
+        launched = []
+        walk._launch = lambda *given: launched.append(given[-1]) or StreamWalk._launch(walk, *given)
+        for count in (1, 11):
+            walk.push(np.arange(count), (inputs[:count],))
+        walk.end()
+    assert walk.group == 4
+    assert launched == [1, 1, 1, 1, 4, 4]  # the first alone, then up to where a group begins
 
 
 class Interpreted(Deciding):

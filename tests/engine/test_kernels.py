@@ -153,9 +153,11 @@ def test_one_kernel_scores_gains_as_numpy_does_to_the_bit(seed, exits, columns, 
 ADMIT = {"sent": "*i64", "numbers": "i32", "index": "i32", "target": "*i16", "words": "i32", "control": "*i64"}
 MOVE = {"source": "*i64", "rows": "*i64", "target": "*i64", "slots": "*i64", "words": "i32"}
 PACK = {"logits": "*bf16", "packed": "*fp64", "stride": "i32", "classes": "i32"}
-POINTERS = "samples decided rules waiting answered arrived after seen answers next_samples source target".split()
+POINTERS = """samples decided rules waiting answered arrived after seen answers next_samples source target source_2
+target_2""".split()
 SETTLE = {"packed": "*fp64", "threshold": "*fp64"} | dict.fromkeys(POINTERS, "*i64")
-SETTLE |= dict.fromkeys("width probability size stage ring next_ring words".split(), "i32")
+SETTLE |= dict.fromkeys("width probability size stage ring next_ring words words_2 words_3".split(), "i32")
+SETTLE |= {"source_3": "*i8", "target_3": "*i8"}
 DECIDES = {"LAST": False, "DECIDED": False}
 COMBINE = dict.fromkeys("packed memory numbers combined remembered".split(), "*fp64")
 COMBINE |= dict.fromkeys("width first ranks count".split(), "i32")
@@ -170,7 +172,7 @@ ON_A_GPU = {
     "score_rows, all columns": (SCORE, {"COLUMNS": 4, "KNOTS": 5, "BLOCK": 32}),
     "settle_rows": (
         SETTLE,
-        {"FIRST": True, "LAST": False, "DECIDED": False, "PROBABILITY": True, "ROWS": 64, "BLOCK": 8},
+        {"TENSORS": 3, "FIRST": True, "LAST": False, "DECIDED": False, "PROBABILITY": True, "ROWS": 64, "BLOCK": 8},
     ),
 }
 

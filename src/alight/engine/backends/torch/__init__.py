@@ -22,7 +22,7 @@ from alight.engine.backends.torch.prepare import (
     prepared,
     running,
 )
-from alight.engine.backends.torch.values import OnDevice, pack, score_one
+from alight.engine.backends.torch.values import OnDevice, is_fused, pack, score_one
 from alight.engine.settings import RunSettings
 from alight.errors import BadInput
 from alight.networks.attach import attach_heads
@@ -62,7 +62,7 @@ class AllHeads(nn.Module):
         self.stages, self.heads, self.reads = model.stages, model.heads, reads
 
     def forward(self, *state: Tensor) -> tuple[tuple[int], Tensor]:
-        """Return the number of classes, and packed values of each sample at each exit, (samples x exits, numbers)."""
+        """Return the number of classes, and packed values or logits of every sample's exits, (samples x exits, ...)."""
         logits = []
         for stage, head in zip(self.stages, self.heads, strict=True):
             state = advance(stage, state)
@@ -73,7 +73,8 @@ class AllHeads(nn.Module):
                 f"the exits' logits have shapes {shapes}: attach heads that give (samples, classes), all with one"
                 " number of classes, at least 2"
             )
-        return (shapes[0][1],), pack(torch.stack(logits, dim=1).flatten(0, 1), self.reads)
+        joined = torch.stack(logits, dim=1).flatten(0, 1)
+        return (shapes[0][1],), pack(joined, self.reads) if self.reads.is_packed else joined
 
 
 def open_stages(model: MultiExitModel, open_exits: Sequence[int], reads: Sequence[Reads]) -> list[OpenStage]:
@@ -140,13 +141,14 @@ class TorchBackend:
         return other
 
     def _compiled(self, index: int, stage: Any) -> Callable[..., Any]:
-        """Return a compiled stage; one kernel after it finds the likeliest classes, of which compilers make ten."""
-        if self.device.type != "cuda" or not stage.reads.top or not isinstance(stage, OpenStage):
+        """Return a compiled stage; on a GPU one kernel of ours reads its logits, of which compilers make several."""
+        reads = stage.reads
+        by_kernel = reads.top or (reads.columns and is_fused(reads))
+        if self.device.type != "cuda" or not by_kernel:
             return compiled_stage(index, stage)
-        run, reads = (
-            compiled_stage(index, OpenStage([*stage.stages], stage.head, Reads(()), last=stage.last)),
-            stage.reads,
-        )
+        bare = copy.copy(stage)
+        bare.reads = Reads(())
+        run = compiled_stage(index, bare)
 
         def packed(*state: Tensor) -> tuple[State, Tensor]:
             state, logits = run(*state)

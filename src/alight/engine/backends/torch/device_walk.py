@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from itertools import zip_longest
+from itertools import chain, zip_longest
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -28,13 +28,15 @@ from alight.policies.combinations import Gain, GeometricMean, Vote
 from alight.policies.policy import ExitAt, Lottery, Mixture, Patience, Policy, Streak, Threshold
 from alight.policies.route import visit
 
-SLOTS, SAMPLES = 8, 1024  # batches that a room holds; fewer of large ones, but three at least
-IN_FLIGHT = 3  # batches launched before the host waits for the first of them
-UNREAD = 8  # batches of answers of one exit after which the host takes them; twice as many have room
+SLOTS, SAMPLES = 16, 1024  # batches that a room holds; fewer of large ones, but three at least
+GROUP = 4  # batches of a stage that one graph runs, one after the other: short ones take less time than a launch
+IN_FLIGHT = 3  # graphs launched before the host waits for the first of them
+UNREAD = 8  # batches of answers of one exit after which the host takes them
 SIZES = 3  # captured of each stage: a batch, a half, a quarter
 SMALL = 16  # batches below are not halved: a GPU takes as long for them
 PROGRAMS = 2048  # of a kernel, enough to fill a GPU
 BLOCK = 1024  # words that a program moves at a time
+MOVED = 3  # tensors that one kernel moves
 BY_KERNEL = (Threshold, Lottery, ExitAt)  # the kernel that moves samples decides by itself
 COMBINED_BY_KERNEL = (Vote, GeometricMean, Gain)  # before it, another one combines answers
 BY_STEP = (*BY_KERNEL, Streak, Patience)  # steps are arithmetic, on a device too
@@ -142,26 +144,31 @@ class DeviceWalk:
         count = self.capacity
         self.rooms.append(Room(_repeated(state, count), _repeated(memory, count), structure, self.integers(count)))
 
-    def _capture(self, executor: Executor, stage: int, size: int, slot: int, counts: Counts) -> None:
-        """Capture a stage for one batch of its room: it decides, answers, and moves survivors on."""
+    def _capture(self, executor: Executor, stage: int, size: int, slot: int, *counts: Counts) -> None:
+        """Capture a stage for successive batches of its room: it decides, answers, and moves survivors on."""
         try:
-            self.graphs[stage, size, slot] = executor.capture(partial(self._step, stage, size, slot, counts))
+            graph = executor.capture(partial(self._steps, stage, size, slot, counts))
+            self.graphs[stage, size * len(counts), slot] = graph
         except RuntimeError as error:
             raise AlightError(
                 f"stage {stage} cannot be captured as a CUDA graph ({str(error).partition(chr(10))[0]})"
             ) from error
 
+    def _steps(self, stage: int, size: int, slot: int, counts: Sequence[Counts]) -> None:
+        for index, each in enumerate(counts):
+            self._step(stage, size, slot + index, each)
+
     def _step(self, stage: int, size: int, slot: int, counts: Counts) -> None:
         batch = slice(slot * self.size, slot * self.size + size)
         state, packed, decided, memory, _ = self._ran(stage, batch)
         following = self.rooms[min(stage + 1, self.last)]
-        moved: list[Any] = [None]
+        moved: list[tuple[Tensor, Tensor]] = []
         if stage < self.last and self.capacity == 1:
             self.rooms[stage + 1] = following._replace(state=state, memory=memory)  # where one sample lies already
         elif stage < self.last:
             moved = [*zip((*state, *memory), following.state + following.memory, strict=True)]
-        for index, pair in enumerate(moved):
-            self._settle(stage, batch, packed, decided, counts, pair, first=index == 0)
+        for start in range(0, max(1, len(moved)), MOVED):
+            self._settle(stage, batch, packed, decided, counts, moved[start : start + MOVED], first=start == 0)
 
     def _ran(self, stage: int, batch: slice) -> tuple[State, Tensor, Tensor | None, tuple[Tensor, ...], Any]:
         """Run a stage; return its state, packed values, what was decided elsewhere than in the kernel, and memory."""
@@ -236,14 +243,15 @@ class DeviceWalk:
         packed: Tensor,
         decided: Tensor | None,
         counts: Counts,
-        pair: tuple[Tensor, Tensor] | None,
+        pairs: Sequence[tuple[Tensor, Tensor]],
         *,
         first: bool,
     ) -> None:
-        """Launch the kernel that decides and moves one tensor."""
-        source, target = rows.words(*rows.laid_out_alike(*pair)) if pair else (packed, packed)
-        words, size, answers = source.shape[1] if pair else 0, len(packed), self.answers[stage % len(self.answers)]
-        parts = min(max(1, PROGRAMS // size), -(-max(words, 1) // BLOCK))
+        """Launch the kernel that decides and moves a few tensors."""
+        flat = [rows.words(*rows.laid_out_alike(*pair)) for pair in pairs]
+        moved = [(source, target, source.shape[1]) for source, target in flat] + [(packed, packed, 0)] * MOVED
+        size, answers = len(packed), self.answers[stage % len(self.answers)]
+        parts = min(max(1, PROGRAMS // size), max(1, *(-(-words // BLOCK) for *_, words in moved)))
         kernels: Any = rows.kernels(packed.device.type)
         kernels.settle_rows[(size, parts)](
             packed,
@@ -264,9 +272,8 @@ class DeviceWalk:
             len(answers),
             self.rooms[min(stage + 1, self.last)].samples,
             self.capacity,
-            source,
-            target,
-            words,
+            *chain.from_iterable(moved[:MOVED]),
+            TENSORS=len(flat),
             FIRST=first,
             LAST=stage == self.last,
             DECIDED=decided is not None,
@@ -351,24 +358,32 @@ class StreamWalk(DeviceWalk):
         executor: Executor,
         uploading: Any = None,
     ) -> None:
-        self.slots = min(SLOTS, max(3, SAMPLES // size))
+        slots = min(SLOTS, max(3, SAMPLES // size))
+        self.group = min(GROUP, 1 << (slots // 3).bit_length() - 1)  # so that others may wait while some are in flight
+        self.slots = slots - slots % self.group
         super().__init__(network, policy, example, size, self.slots * size)
         self.uploading, stages = uploading, self.last + 1
         self.limit = self.integers(1)  # rows of a batch that are of samples
         counts, seen = self.integers(stages, self.slots, 2), self.pinned(stages, self.slots, 2)
         self.counts, self.seen = counts, seen.numpy()
-        self.answers = self.pinned(stages, 2 * UNREAD * size, 4)
+        self.answers = self.pinned(stages, (UNREAD + IN_FLIGHT * self.group) * size, 4)
         for stage in range(stages):
             if stage < self.last:
                 self._add_room(stage)
-            kinds = [*((size, slot) for slot in range(self.slots)), *((each, 0) for each in self.sizes[1:])]
-            for each, slot in kinds:
+            own = []
+            for slot in range(self.slots):
                 before = counts[stage, slot - 1]  # of the batch before
-                own = Counts(self.limit, before[0], before[1], counts[stage, slot], seen[stage, slot])
-                self._capture(executor, stage, each, slot, own)
+                own.append(Counts(self.limit, before[0], before[1], counts[stage, slot], seen[stage, slot]))
+            for slot, each in enumerate(own):
+                self._capture(executor, stage, size, slot, each)
+            for each_size in self.sizes[1:]:
+                self._capture(executor, stage, each_size, 0, own[0])
+            for slot in range(0, self.slots, self.group) if self.group > 1 else ():
+                self._capture(executor, stage, size, slot, *own[slot : slot + self.group])
         event: Callable[[], Any] = torch.cuda.Event
         self.events, self.emptied = ([event() for _ in range(count)] for count in (IN_FLIGHT, self.slots))
-        self.in_flight: deque[tuple[int, int, Any]] = deque()  # stage, slot, and the event after it
+        self.launches = 0
+        self.in_flight: deque[tuple[int, int, int, Any]] = deque()  # stage, last slot, batches, the event after them
         self.found: list[Answers] = []
         self.stream: Any = None  # in which stages run
         self.turn = 0  # the stage that ran last
@@ -378,7 +393,7 @@ class StreamWalk(DeviceWalk):
         """Let no sample wait, as after an error."""
         while self.in_flight:
             self._wait()
-        stages, self.started, self.turn, self.given = self.last + 1, False, 0, 0
+        stages, self.started, self.ending, self.turn, self.given = self.last + 1, False, False, 0, 0
         self.arrived, self.launched, self.flying = [0] * stages, [0] * stages, [0] * stages  # samples, batches, batches
         self.answered, self.taken = [0] * stages, [0] * stages  # answers that the host knows of, and has taken
         self.found.clear()
@@ -410,7 +425,7 @@ class StreamWalk(DeviceWalk):
             count = min(most, len(samples) - start)
             self._copy(tuple(each[start : start + count] for each in state), first, on_device=on_device)
             start, self.arrived[0] = start + count, self.arrived[0] + count
-            while self._waiting(0) >= self.size:
+            while self._waiting(0) >= (self.size if self._is_idle() else self.group * self.size):
                 self._go_on()
 
     def _enter(self) -> None:
@@ -436,12 +451,13 @@ class StreamWalk(DeviceWalk):
         """Answer everything that waits, stage by stage: full batches, then a partial one."""
         with self.here():
             self._enter()
+            self.ending = True
             for stage in range(self.last + 1):
                 self._finish_full()
                 if waiting := self._waiting(stage):
                     self._run_partial(stage, waiting)
             self._finish_full()
-        self.started = False
+        self.started = self.ending = False
         if sum(self.answered) != self.given:
             raise AlightError(
                 f"{self.given} samples were given to the device and {sum(self.answered)} answered: run with"
@@ -461,51 +477,69 @@ class StreamWalk(DeviceWalk):
         """Return how many samples wait for a stage, as far as the host knows: at least so many do."""
         return self.arrived[stage] - self.launched[stage] * self.size
 
+    def _is_idle(self) -> bool:
+        """Return whether nothing that was launched still runs, as where samples come more slowly than they leave."""
+        while self.in_flight and ((event := self.in_flight[0][-1]) is None or event.query()):
+            self._wait()
+        return not self.in_flight
+
     def _go_on(self) -> bool:
-        """Launch a batch, or else wait for one in flight; return whether there was one.
+        """Launch batches, or else wait for some in flight; return whether there were any.
 
         A stage goes on while it can, for its weights are in the caches, then the next one does.
         """
         if len(self.in_flight) < IN_FLIGHT:
-            for stage in (*range(self.turn, self.last + 1), *range(self.turn)):
-                if self._waiting(stage) >= self.size and self._has_room(stage):
-                    self._launch(stage, self.size, self.launched[stage] % self.slots)
-                    self.turn = stage
-                    return True
+            for count in dict.fromkeys([self.group, 1]):
+                for stage in (*range(self.turn, self.last + 1), *range(self.turn)):
+                    if self._is_due(stage, count):
+                        self._launch(stage, self.size, self.launched[stage] % self.slots, count)
+                        self.turn = stage
+                        return True
         if self.in_flight:
             self._wait()
             return True
         return False
 
+    def _is_due(self, stage: int, count: int) -> bool:
+        """Return whether so many batches of a stage can be launched, and should: fewer than a group seldom.
+
+        They are where nothing else runs, or nothing more comes, or the slots before the next group are taken singly.
+        """
+        if self._waiting(stage) < count * self.size or not self._has_room(stage, count):
+            return False
+        odd = self.launched[stage] % self.group > 0
+        return not odd if count == self.group else odd or self.ending or not self.in_flight
+
     def _wait(self) -> None:
         """Wait for the first batch in flight, and note what its kernel has written."""
-        stage, slot, event = self.in_flight.popleft()
+        stage, slot, count, event = self.in_flight.popleft()
         if event is not None:
             event.synchronize()
-        self.flying[stage] -= 1
+        self.flying[stage] -= count
         self.answered[stage], arrived = self.seen[stage, slot].tolist()
         if stage < self.last:
             self.arrived[stage + 1] = arrived
         if self.answered[stage] - self.taken[stage] >= UNREAD * self.size:
             self.found.append(self._take())
 
-    def _has_room(self, stage: int) -> bool:
-        """Return whether a batch of a stage has a slot for its counts, and fits into the next room if all go on."""
+    def _has_room(self, stage: int, count: int) -> bool:
+        """Return whether batches of a stage have slots for their counts, and fit into the next room if all go on."""
         if stage == self.last:
-            return self.flying[stage] < self.slots
-        return self._waiting(stage + 1) + (self.flying[stage] + 1) * self.size <= self.capacity
+            return self.flying[stage] + count <= self.slots
+        return self._waiting(stage + 1) + (self.flying[stage] + count) * self.size <= self.capacity
 
-    def _launch(self, stage: int, size: int, slot: int) -> None:
-        self.graphs[stage, size, slot].replay()
+    def _launch(self, stage: int, size: int, slot: int, count: int = 1) -> None:
+        self.graphs[stage, count * size, slot].replay()
         event = None
         if self.uploading is not None:
-            event = self.events[sum(self.launched) % IN_FLIGHT]
+            event = self.events[self.launches % IN_FLIGHT]
             event.record(self.stream)
-            if stage == 0:
-                self.emptied[slot].record(self.stream)
-        self.launched[stage] += 1
-        self.flying[stage] += 1
-        self.in_flight.append((stage, slot, event))
+            for emptied in self.emptied[slot : slot + count] if stage == 0 else ():
+                emptied.record(self.stream)
+        self.launches += 1
+        self.launched[stage] += count
+        self.flying[stage] += count
+        self.in_flight.append((stage, slot + count - 1, count, event))
 
     def _finish_full(self) -> None:
         while self._go_on():

@@ -234,9 +234,19 @@ def admit_rows(  # type: ignore[no-untyped-def]
                 tl.store(control + which, tl.load(sent + which, mask=which < numbers), mask=which < numbers)
 
 
+@triton.jit  # type: ignore[untyped-decorator]
+def move_row(source, target, words, row, place, part, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
+    """Copy a part of one row, as many words as the other programs leave."""
+    for start in range(part * BLOCK, words, tl.num_programs(1) * BLOCK):
+        places = start + tl.arange(0, BLOCK)
+        inside = places < words
+        numbers = tl.load(source + row * words + places, mask=inside)
+        tl.store(target + place * words + places, numbers, mask=inside)
+
+
 # numbers and pointers for which Triton need not compile a variant of the kernel each, as for 1 and multiples of 16
 PLAIN = """width probability samples decided threshold rules waiting size stage answered arrived after seen answers ring
-next_samples next_ring""".split()
+next_samples next_ring words_2 words_3""".split()
 
 
 @triton.jit(do_not_specialize=PLAIN)  # type: ignore[untyped-decorator]
@@ -259,9 +269,16 @@ def settle_rows(  # type: ignore[no-untyped-def]
     ring,
     next_samples,  # numbers in the next room, a ring too
     next_ring,
-    source,  # one tensor of what the stage made, and the next room for its rows
+    source,  # a tensor of what the stage made, and the next room for its rows
     target,
     words,
+    source_2,
+    target_2,
+    words_2,
+    source_3,
+    target_3,
+    words_3,
+    TENSORS: tl.constexpr,  # that are moved  # noqa: N803
     FIRST: tl.constexpr,  # the launch that also writes answers, sample numbers and counts  # noqa: N803
     LAST: tl.constexpr,  # takes every sample  # noqa: N803
     DECIDED: tl.constexpr,  # noqa: N803
@@ -296,11 +313,11 @@ def settle_rows(  # type: ignore[no-untyped-def]
     here = rows == row
     if tl.sum((stays & here).to(tl.int32), 0) > 0:
         place = (tl.load(arrived) + tl.sum((stays & (rows < row)).to(tl.int64), 0)) % next_ring
-        for start in range(part * BLOCK, words, tl.num_programs(1) * BLOCK):
-            places = start + tl.arange(0, BLOCK)
-            inside = places < words
-            numbers = tl.load(source + row * words + places, mask=inside)
-            tl.store(target + place * words + places, numbers, mask=inside)
+        move_row(source, target, words, row, place, part, BLOCK)
+        if TENSORS > 1:
+            move_row(source_2, target_2, words_2, row, place, part, BLOCK)
+        if TENSORS > 2:
+            move_row(source_3, target_3, words_3, row, place, part, BLOCK)
         if FIRST:  # noqa: SIM102, of which one is known when the kernel is compiled
             if part == 0:
                 tl.store(next_samples + place, tl.load(samples + row))

@@ -35,6 +35,11 @@ def pack(logits: Tensor, reads: Reads) -> Tensor:
     return torch.cat([part if part.ndim == 2 else part[:, None] for part in parts], dim=1)
 
 
+def is_fused(reads: Reads) -> bool:
+    """Return whether one kernel computes everything that is read, unless there are very many classes."""
+    return len(reads.columns) <= 1 and {*reads.columns} <= {*FUSED} and reads.top <= RANKS
+
+
 def columns_of(packed: Tensor, reads: Reads) -> tuple[Tensor, ...]:
     """Return what a policy reads of packed values: scores, then likeliest classes and their logs, as `unpack` does."""
     scores = 2 + len(reads.columns)
@@ -121,7 +126,7 @@ def pack_by_kernel(logits: Tensor, reads: Reads) -> Tensor | None:
     columns, probability, top = reads
     if not logits.is_cuda or torch.compiler.is_compiling():  # a compiler fuses better still
         return None
-    if not {*columns} <= {*FUSED} or logits.shape[1] > CLASSES or top > RANKS:
+    if not is_fused(reads) or logits.shape[1] > CLASSES:
         return None
     if (found := kernels()) is None:
         return None
