@@ -142,7 +142,7 @@ class TorchBackend:
         return other
 
     def _compiled(self, index: int, stage: Any) -> Callable[..., Any]:
-        """Return a compiled stage; on a GPU one kernel of ours reads its logits where a compiler's several take longer."""
+        """Return a compiled stage; on a GPU one kernel reads its logits where those of a compiler take longer."""
         reads, is_short = stage.reads, (self.batch_size or 1) <= SHORT
         by_kernel = reads.top or (reads.columns and is_short and is_fused(reads))
         if self.device.type != "cuda" or not by_kernel:

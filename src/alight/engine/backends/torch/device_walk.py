@@ -2,8 +2,9 @@
 
 Samples wait for a stage in its room, on the device, in the order in which they came. `BatchWalk` answers one batch by
 one launch, whose graph asks on the device whether a stage runs. `StreamWalk` answers any number: every stage runs by a
-graph of its own, launched by the host as soon as it knows of a full batch in the stage's room, while others run. It
-waits for no decision: the kernel writes how many have arrived in a room where the host reads it.
+graph of its own, launched by the host as soon as it knows of a full batch in the stage's room, while others run; of
+small batches a few at a time. It waits for no decision: the kernel writes how many have arrived in a room where the
+host reads it.
 """
 
 from collections import deque
