@@ -370,6 +370,8 @@ class CascadeBackend:
         self.supports_single_sample = all(each.supports_single_sample for each in every)
         self.name = "cascade of " + ", ".join(dict.fromkeys(each.name for each in every))
         self.kept = len(self.inputs.tensors) or 1  # arrays that a sample is kept as
+        asked = [str(network.members[place.member].member.network).startswith(REMOTE) for place in self.places]
+        self.first_remote = [*asked, True].index(True)  # the open exit from which on calls may have to be paid for
 
     def _add(self, member: int, batch_size: int | None) -> None:
         """Add the backend of a network, and the places of its open exits."""

@@ -21,7 +21,7 @@ from alight.data.tokens import library
 from alight.engine.backends import HeadValues, Reads, State, score_one, score_rows
 from alight.engine.backends.onnx import OnnxBackend, Session, available_cores
 from alight.engine.manifest import checksum
-from alight.errors import AlightError, BadFile, BadInput
+from alight.errors import BadFile, BadInput, Unreachable
 from alight.files import PathLike
 from alight.scores import are_probabilities
 
@@ -248,7 +248,7 @@ class Remote:
             except (OSError, ValueError) as error:  # connections, statuses, and JSON that is none
                 refused = isinstance(error, urllib.error.HTTPError) and error.code < 500
                 if attempt == ATTEMPTS or refused:
-                    raise AlightError(f"{self.url} gave no answer ({error}): is it running?") from error
+                    raise Unreachable(f"{self.url} gave no answer ({error}): is it running?") from error
                 time.sleep(PAUSE)
         raise AssertionError
 
@@ -264,7 +264,7 @@ class Remote:
             shape = output.get("shape") or [len(state[0]), -1]
             given = np.array(output["data"], np.float64).reshape(shape)
         except (KeyError, TypeError, ValueError, StopIteration) as error:
-            raise AlightError(
+            raise Unreachable(
                 f"{self.url} gave no {self.output!r} of numbers ({error!r}): look at its answers"
             ) from error
         if self.finds_probabilities and len(given) >= PROBES and given.ndim == 2 and are_probabilities(given):
