@@ -310,33 +310,32 @@ def _check_columns(X: Any, fitted: Sequence[Any] = ()) -> None:  # noqa: N803
     if not hasattr(X, "columns") or not hasattr(X, "dtypes"):
         return
     columns = [str(name).replace(" ", "_") for name in X.columns]
-    coded = [
-        name for name, kind in zip(columns, X.dtypes, strict=True) if str(kind).lower().startswith(("categ", "enum"))
-    ]
-    if coded:
-        raise BadInput(
-            f"the column {coded[0]!r} holds categories, whose numbers differ between libraries: fit the model to codes"
-            " of your own (OrdinalEncoder), and give these"
-        )
-    for place, kind in enumerate(map(str, X.dtypes)):
-        if kind.lower().startswith("str") or (
-            kind == "object" and any(isinstance(each, str) for each in np.asarray(X)[:, place])
-        ):
+    for place, kind in enumerate(str(each).lower() for each in X.dtypes):
+        if kind.startswith(("categ", "enum")):
+            raise BadInput(
+                f"the column {columns[place]!r} holds categories, whose numbers differ between libraries: fit the model"
+                " to codes of your own (OrdinalEncoder), and give these"
+            )
+        objects = np.asarray(X)[:, place] if kind == "object" else ()
+        if kind.startswith("str") or any(isinstance(each, str) for each in objects):
             raise BadInput(
                 f"the column {columns[place]!r} holds texts: encode them first, as in"
                 " make_pipeline(encoder, BudgetedClassifier(...))"
             )
     for each in fitted:
-        names = [str(name).replace(" ", "_") for name in getattr(each, "feature_names_in_", ())]
-        unnamed = names in ([], [f"Column_{place}" for place in range(len(names))])  # as LightGBM calls those of arrays
-        if not unnamed and names != columns:
-            place = next(
-                (place for place, pair in enumerate(zip(names, columns, strict=False)) if pair[0] != pair[1]), 0
-            )
-            raise BadInput(
-                f"the {type(each).__name__} was fitted to {len(names)} columns, {names[place]!r} at index {place}, and"
-                f" the data has {len(columns)}, {columns[place]!r} there: give the same columns in the same order"
-            )
+        _check_names(each, columns)
+
+
+def _check_names(model: Any, columns: list[str]) -> None:
+    """Check that a fitted model has the columns of a table, in its order, or knows no names of them."""
+    names = [str(name).replace(" ", "_") for name in getattr(model, "feature_names_in_", ())]
+    unnamed = names in ([], [f"Column_{place}" for place in range(len(names))])  # as LightGBM calls those of arrays
+    if not unnamed and names != columns:
+        place = next((place for place, pair in enumerate(zip(names, columns, strict=False)) if pair[0] != pair[1]), 0)
+        raise BadInput(
+            f"the {type(model).__name__} was fitted to {len(names)} columns, {names[place]!r} at index {place}, and the"
+            f" data has {len(columns)}, {columns[place]!r} there: give the same columns in the same order"
+        )
 
 
 Made = tuple[str, list[Any], tuple[str, ...], Costs]  # the kind of parts, the parts, names of exits, and costs

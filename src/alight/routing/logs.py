@@ -88,11 +88,7 @@ def read_log(
         lengths = ", ".join(f"{name} {len(columns[name]):,}" for name in found.values() if name is not None)
         raise BadInput(f"the columns of the log are not equally long ({lengths}): give every row a value in each")
     rows, members, requests = _places(columns[found["request"]], columns[found["model"]], models, incomplete)
-    costs = _numbers(columns, found["cost"], rows)
-    if (costs < 0).any():
-        raise BadInput(f"{int((costs < 0).sum())} costs in the log are negative, such as {costs[costs < 0][0]:g}")
-    if free := [name for name, paid in zip(members, costs.T, strict=True) if not paid.any()]:
-        raise BadInput(f"{free[0]} costs nothing in the log: give what its calls cost you, if only for electricity")
+    costs = _costs(columns, found["cost"], rows, members)
     if models is None:
         order = np.argsort(costs.mean(axis=0), kind="stable")
         rows, members, costs = rows[:, order], [members[index] for index in order], costs[:, order]
@@ -294,6 +290,15 @@ def _numbers(columns: Mapping[str, Any], name: str, rows: Integers) -> Floats:
         return np.array([float(values[place]) for place in rows.ravel().tolist()]).reshape(rows.shape)
     except (TypeError, ValueError) as error:
         raise BadInput(f"the column {name!r} of the log does not hold numbers alone ({error})") from error
+
+
+def _costs(columns: Mapping[str, Any], name: str, rows: Integers, members: Sequence[str]) -> Floats:
+    costs = _numbers(columns, name, rows)
+    if (costs < 0).any():
+        raise BadInput(f"{int((costs < 0).sum())} costs in the log are negative, such as {costs[costs < 0][0]:g}")
+    if free := [member for member, paid in zip(members, costs.T, strict=True) if not paid.any()]:
+        raise BadInput(f"{free[0]} costs nothing in the log: give what its calls cost you, if only for electricity")
+    return costs
 
 
 def _quality(columns: Mapping[str, Any], names: Mapping[str, Any], rows: Integers) -> Floats | None:

@@ -378,17 +378,23 @@ class BatchWorker:
                 self.ledger.settle(state.policy.owing(state.pace, count))
             if not isinstance(error, Exception):  # the worker ends
                 raise
-            if count == 1 or isinstance(error, Unreachable):  # one by one, each would wait for it
-                level = logging.WARNING if isinstance(error, AlightError) else logging.ERROR
-                log_event("no answer", level, error=error_type(error))
-                yield from ((place, error) for place in sorted(waiting))
-                return
-            for place in sorted(waiting):
-                for _, prediction in self._predictions([samples[place]], [limits[place]]):
-                    yield place, prediction
+            yield from self._without_answer(error, samples, limits, sorted(waiting))
         else:
             if paced:
                 self.ledger.settle(predictor.memory[0])
+
+    def _without_answer(
+        self, error: Exception, samples: Sequence[Sample], limits: Sequence[int], waiting: Sequence[int]
+    ) -> Iterator[tuple[int, Prediction | Exception]]:
+        """Yield what becomes of samples whose batch failed: each runs alone, unless each would wait for a server."""
+        if len(samples) == 1 or isinstance(error, Unreachable):
+            level = logging.WARNING if isinstance(error, AlightError) else logging.ERROR
+            log_event("no answer", level, error=error_type(error))
+            yield from ((place, error) for place in waiting)
+            return
+        for place in waiting:
+            for _, prediction in self._predictions([samples[place]], [limits[place]]):
+                yield place, prediction
 
     def _count(self, answers: Answers, seconds: float) -> list[Prediction]:
         """Return answers as predictions, and count them."""

@@ -28,6 +28,7 @@ from alight.scores import are_probabilities
 Stage = Callable[[State], tuple[np.ndarray, State]]
 
 SMALLEST = 1e-9  # probability: in 8 bits many are 0, and of a thousand small ones all
+ROUNDING = 1e-2  # by which probabilities in few bits may leave 0 to 1
 PROBES, PROBED_SIZE = 16, 32  # random inputs that tell probabilities from logits, and a free size of theirs
 SOFTMAX = ((1 / 256, 0), (1 / 256, -128))  # scale and zero of a softmax that is quantised to 8 bits, as TFLite fixes it
 ATTEMPTS, PAUSE, TIMEOUT = 2, 0.1, 10.0  # of a call over HTTP, and seconds
@@ -67,6 +68,11 @@ class Outputs:
         def logits(state: State) -> tuple[np.ndarray, State]:
             given, state_after = stage(state)
             self._check(name, given, len(state[0]), inputs.num_classes)
+            if probabilities and (np.abs(given - 0.5) > 0.5 + ROUNDING).any():
+                raise BadInput(
+                    f"{name} gives numbers from {given.min():g} to {given.max():g}, which are not probabilities: let"
+                    " its member say probabilities=False"
+                )
             values = np.log(np.maximum(given, SMALLEST)) if probabilities else given
             return values[:, self.skip_classes :], state_after
 
