@@ -144,9 +144,21 @@ def test_a_cascade_whose_large_network_is_remote_and_paid_for_is_served(tmp_path
             assert max(each["exit"] for each in left) == covered, budget
         little = client.post("/predict", json={"arrays": batch, "budget": "1%"})
         assert "5 % of the full network" in little.json()["error"]
+        name = client.get("/v2/models/model").json()["inputs"][0]["name"]
+        tensor = {
+            "name": name,
+            "shape": [40, 4],
+            "datatype": "FP32",
+            "data": rows[:40].ravel().tolist(),
+        }
+        replied = client.post("/v2/models/model/infer", json={"inputs": [tensor]}).json()["outputs"]
+        found = {each["name"]: each["data"] for each in replied}
+        assert 1 in found["exit"]
+        assert all(found["index"][row] == right[row] for row in range(40) if found["exit"][row])
         running.close()  # the large network is gone
         failed = client.post("/predict", json={"arrays": batch})
         assert failed.status_code == 503
         assert failed.json()["error"] == "a network that another server runs gave no answer: come again"
+        assert client.post("/v2/models/model/infer", json={"inputs": [tensor]}).status_code == 503
         cheap = client.post("/predict", json={"arrays": batch, "budget": 0.0001})
         assert {each["exit"] for each in cheap.json()["predictions"]} == {0}
